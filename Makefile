@@ -1,0 +1,32 @@
+# The two commands of the README are `make demo` and `make test`. Everything is installed into .venv from constraints.txt.
+PYTHON ?= python3
+BIN := .venv/bin
+RUN := runs/quickstart
+
+.PHONY: setup demo test check clean
+
+setup: .venv/installed
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("soren-align needs Python 3.11 or later" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+# SFT, then DPO from the model that came out, each with its evaluation; then all three in one table.
+demo: setup
+	rm -rf $(RUN)
+	$(BIN)/soren-align sft quickstart/sft
+	$(BIN)/soren-align dpo quickstart/dpo
+	$(BIN)/soren-align eval $(RUN)/dpo --summary $(RUN)/summary.json
+
+test: setup
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+clean:
+	rm -rf .venv runs dist

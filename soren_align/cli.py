@@ -1,0 +1,142 @@
+"""The commands. Nothing here imports torch: a typo is answered within a second.
+
+soren-align sft RECIPE     train on conversations        soren-align eval MODEL_OR_RUN   measure
+soren-align dpo RECIPE     train on preferences          soren-align recipes             what is shipped
+soren-align plan RECIPE    what would happen             soren-align schema              for editors
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    help="Fine-tune language models with Soren, Muon, HTMuon or AdamW, and see whether it helped.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+recipes_app = typer.Typer(help="Show or copy the shipped recipes.", invoke_without_command=True)
+app.add_typer(recipes_app, name="recipes")
+
+RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or a shipped name.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key: optimizer.lr=1e-3. Repeatable.")
+]
+NoEval = Annotated[bool, typer.Option("--no-eval", help="Leave the evaluation out.")]
+
+
+@app.command()
+def sft(recipe: RecipeArgument, set_: Overrides = None, no_eval: NoEval = False) -> None:
+    """Train on conversations, then evaluate."""
+    _train("sft", recipe, set_, no_eval)
+
+
+@app.command()
+def dpo(recipe: RecipeArgument, set_: Overrides = None, no_eval: NoEval = False) -> None:
+    """Train on preference pairs, then evaluate."""
+    _train("dpo", recipe, set_, no_eval)
+
+
+def _train(task: str, recipe: str, overrides: list[str] | None, no_eval: bool) -> None:
+    from . import launch
+    from .recipe import load
+
+    extra = ["eval=null"] if no_eval else []
+    launch.train(load(recipe, [*(overrides or []), *extra], task=task))
+
+
+@app.command("eval")
+def evaluate(
+    targets: Annotated[list[str], typer.Argument(metavar="MODEL_OR_RUN...", help="Model or run folders.")],
+    suite: Annotated[str | None, typer.Option(help="A shipped suite, or a suite.yaml. Default: the run's own.")] = None,
+    output: Annotated[str | None, typer.Option(help="Folder for the results. Default: the run folder's.")] = None,
+    summary: Annotated[str | None, typer.Option(help="Also write the scores, bare, to this JSON file.")] = None,
+) -> None:
+    """Measure models beside the checkpoints that they started from."""
+    from . import launch
+
+    launch.evaluate(targets, suite, output, summary)
+
+
+@app.command()
+def plan(
+    recipe: RecipeArgument,
+    set_: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """Show what a recipe would do, without training."""
+    from . import launch
+    from .recipe import load
+
+    raise typer.Exit(launch.plan(load(recipe, set_), as_json))
+
+
+@app.command()
+def schema() -> None:
+    """Print the recipe's JSON Schema."""
+    from .recipe import json_schema
+
+    typer.echo(json.dumps(json_schema(), indent=2))
+
+
+@recipes_app.callback()
+def recipes(context: typer.Context) -> None:
+    """List the shipped recipes."""
+    if context.invoked_subcommand is None:
+        from . import shipped
+
+        for name, path in shipped.recipes().items():
+            typer.echo(f"{name:24} {_first_comment(path)}")
+
+
+@recipes_app.command()
+def copy(
+    name: Annotated[str, typer.Argument(help="A shipped recipe, e.g. quickstart/sft.")],
+    dest: Annotated[str | None, typer.Argument(help="File or folder. Default: here, under the same name.")] = None,
+) -> None:
+    """Copy a shipped recipe to edit it; the copy works from any folder."""
+    from . import shipped
+    from .recipe import UserError, find
+
+    source = shipped.recipes().get(name) or find(name)
+    target = Path(dest).expanduser() if dest else Path(f"{name.replace('/', '-')}.yaml")
+    if target.is_dir():
+        target = target / f"{name.replace('/', '-')}.yaml"
+    if target.exists():
+        raise UserError(f"{target}: exists already; name another file")
+    if not target.parent.is_dir():
+        raise UserError(f"{target.parent}: no such folder")
+    shutil.copyfile(source, target)
+    typer.echo(f"{target}: edit it, then run soren-align {_task(target)} {target}")
+
+
+def _first_comment(path: Path) -> str:
+    line = path.read_text(encoding="utf-8").splitlines()[0]
+    return line.removeprefix("#").strip() if line.startswith("#") else ""
+
+
+def _task(path: Path) -> Any:
+    from ruamel.yaml import YAML
+
+    return YAML(typ="safe").load(path).get("task")
+
+
+def main() -> None:
+    """Run the command line; a mistake that the user can mend ends with its message and exit code 2."""
+    try:
+        app()
+    except ValueError as error:
+        from .recipe import UserError
+
+        if not isinstance(error, UserError):
+            raise
+        typer.echo(error, err=True)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

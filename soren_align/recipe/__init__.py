@@ -1,0 +1,23 @@
+"""The recipe: what one run is, in one YAML file, checked before anything expensive starts.
+
+`models` says which keys there are, `trl_config` what TRL's own namespace under `trainer:` accepts, `checks` what
+must exist, and `load` turns a file into a Recipe or a list of sentences. Nothing here imports torch.
+"""
+
+from .checks import is_local
+from .load import find, load, load_text, to_yaml
+from .models import DataSplit, Recipe, UserError, differences, json_schema, training_part
+
+__all__ = [
+    "DataSplit",
+    "Recipe",
+    "UserError",
+    "differences",
+    "find",
+    "is_local",
+    "json_schema",
+    "load",
+    "load_text",
+    "to_yaml",
+    "training_part",
+]

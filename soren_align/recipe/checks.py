@@ -1,0 +1,103 @@
+"""What a schema cannot say about a recipe: files that must exist, and keys that need each other.
+
+The checks look at the raw data, so that they find their mistakes in the same pass as wrong types.
+"""
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+from .. import shipped
+
+Key = tuple[str | int, ...]
+
+
+def second_look(raw: dict[str, Any]) -> list[tuple[Key, str]]:
+    """What a schema cannot say: files that must exist, and keys that need each other. On raw data, so that these are
+    found in the same pass as wrong types."""
+    found: list[tuple[Key, str]] = []
+
+    def get(*keys: str) -> Any:
+        node: Any = raw
+        for key in keys:
+            node = node.get(key) if isinstance(node, dict) else None
+        return node
+
+    model = get("model", "name_or_path")
+    if isinstance(model, str) and model:
+        found += [(("model", "name_or_path"), m) for m in _model_problems(model, get("model", "init_seed"))]
+    for split in ("train", "eval"):
+        data = get("data", split, "path")
+        if isinstance(data, str) and data:
+            found += [(("data", split, "path"), m) for m in _data_problems(data)]
+    name = get("optimizer", "name")
+    if name in ("soren", "muon", "htmuon") and get("optimizer", "aux_lr") is None:
+        found.append(
+            (
+                ("optimizer", "aux_lr"),
+                "is required: embeddings, norms and biases step with AdamW at this rate",
+            )
+        )
+    if isinstance(get("trainer"), dict):
+        strategy = get("trainer", "eval_strategy")
+        if strategy not in (None, "no", False) and get("data", "eval") is None:
+            found.append((("trainer", "eval_strategy"), "asks for evaluation during training; add data.eval"))
+    resume = get("run", "resume")
+    if isinstance(resume, str) and resume not in ("auto", "never") and not Path(resume).expanduser().is_dir():
+        found.append((("run", "resume"), f"found {resume!r}; write auto, never, or the folder of a checkpoint"))
+    output = get("run", "output_dir")
+    if isinstance(output, str) and Path(output).expanduser().is_file():
+        found.append((("run", "output_dir"), f"{output} is a file; name a folder"))
+    suite = get("eval", "suite")
+    if isinstance(suite, str) and suite and suite not in shipped.suites() and not Path(suite).is_file():
+        close = difflib.get_close_matches(suite, shipped.suites(), n=1, cutoff=0.6)
+        hint = f"did you mean '{close[0]}'?" if close else f"shipped are: {', '.join(shipped.suites())}"
+        found.append((("eval", "suite"), f"no suite named {suite!r}, nor such a file; {hint}"))
+    return found
+
+
+def is_local(path: str) -> bool:
+    """Whether a model or dataset is meant as a path: the hub's names are `name` or `owner/name`, without a suffix."""
+    given = Path(path).expanduser()
+    return (
+        path.startswith((shipped.PREFIX, "/", "./", "../", "~"))
+        or path.count("/") > 1
+        or given.suffix in (".jsonl", ".json", ".parquet")
+        or given.exists()
+    )
+
+
+def _model_problems(path: str, init_seed: Any) -> list[str]:
+    if not is_local(path):
+        return [] if init_seed is None else ["init_seed needs a local folder with a config.json"]
+    folder = shipped.resolve(path)
+    if not folder.is_dir():
+        hint = ""
+        if folder.name == "model":  # <run folder>/model: what another recipe makes
+            hint = "; it is what a run makes: run that recipe first"
+        return [f"no folder {path}{hint}"]
+    missing = [n for n in ("config.json", "tokenizer_config.json") if not (folder / n).is_file()]
+    if missing:
+        return [f"{path} has no {' and no '.join(missing)}; is it a model folder?"]
+    weights = [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]
+    if init_seed is None and not weights:
+        return [f"{path} has no weights (*.safetensors); for random ones set model.init_seed"]
+    return []
+
+
+def _data_problems(path: str) -> list[str]:
+    if not is_local(path):
+        return []
+    file = shipped.resolve(path)
+    if file.is_dir():
+        return [f"{path} is a folder; name a .jsonl, .json or .parquet file"]
+    if not file.is_file():
+        near = difflib.get_close_matches(file.name, _names(file.parent), n=1, cutoff=0.6)
+        return [f"no file {path}" + (f"; did you mean '{near[0]}'?" if near else "")]
+    if file.suffix not in (".jsonl", ".json", ".parquet"):
+        return [f"{path}: cannot read '{file.suffix}'; name a .jsonl, .json or .parquet file"]
+    return [f"{path} is empty"] if file.stat().st_size == 0 else []
+
+
+def _names(folder: Path) -> list[str]:
+    return [f.name for f in folder.iterdir()] if folder.is_dir() else []

@@ -1,0 +1,215 @@
+"""A recipe's file, read as YAML 1.2 and checked to the last key.
+
+Every mistake is reported at once, each with its file, line and key, what was found and what to write instead.
+"""
+
+import difflib
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap, CommentedSeq
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+from .. import shipped
+from . import trl_config
+from .checks import Key, second_look
+from .models import Recipe, UserError, resolve
+
+
+def load(name_or_path: str, overrides: list[str] | None = None, task: str | None = None) -> Recipe:
+    """The checked recipe of a file, or of a shipped name such as 'quickstart/sft'.
+
+    overrides: 'section.key=value' texts, as after --set; values are YAML.
+    task: the command's; a recipe of the other task is refused.
+    Raises UserError with every mistake found.
+    """
+    path = find(name_or_path)
+    raw, lines = _parse(_text(path), path.name)
+    wrong: list[str] = []
+    for text in overrides or []:
+        _override(text, raw, lines, wrong)
+    return _check(raw, lines, wrong, task)
+
+
+def find(name_or_path: str) -> Path:
+    """The recipe's file: an existing path first, then a shipped name. UserError, with what exists, if neither."""
+    path = Path(name_or_path).expanduser()
+    if path.is_file():
+        return path
+    known = shipped.recipes()
+    if name_or_path in known:
+        return known[name_or_path]
+    close = difflib.get_close_matches(name_or_path, known, n=1, cutoff=0.6)
+    hint = f"; did you mean '{close[0]}'?" if close else ""
+    raise UserError(f"{name_or_path}: no such file, nor a shipped recipe ({', '.join(known)}){hint}")
+
+
+def load_text(text: str, name: str = "recipe") -> Recipe:
+    """The checked recipe of YAML text, e.g. of one resolved in another process."""
+    raw, lines = _parse(text, name)
+    return _check(raw, lines, [], None)
+
+
+def to_yaml(recipe: Recipe) -> str:
+    """The recipe as resolved, every default written out; `load` reads it back to an equal recipe."""
+    stream = io.StringIO()
+    yaml = YAML()
+    yaml.width = 100
+    yaml.dump(recipe.model_dump(), stream)
+    return stream.getvalue()
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise UserError(f"{path.name}:1 not a text file in UTF-8") from None
+
+
+def _parse(text: str, name: str) -> tuple[dict[str, Any], dict[Key, str]]:
+    """The YAML as plain data, and where each key stands: ('optimizer', 'lr') -> 'my.yaml:14'."""
+    try:
+        tree = YAML(typ="rt", pure=True).load(text)
+    except MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise UserError(
+            f"{name}:{line} not valid YAML: {(error.problem or 'cannot be read').splitlines()[0]}"
+        ) from None
+    except YAMLError as error:
+        raise UserError(f"{name}:1 not valid YAML: {str(error).splitlines()[0]}") from None
+    if not isinstance(tree, CommentedMap):
+        raise UserError(f"{name}:1 a recipe is a mapping of sections (task, model, data, optimizer, run, ...)")
+    lines: dict[Key, str] = {(): f"{name}:1"}
+    return _plain(tree, (), lines, name), lines
+
+
+def _plain(node: Any, at: Key, lines: dict[Key, str], file: str) -> Any:
+    if isinstance(node, CommentedMap):
+        for key in node:
+            lines[(*at, key)] = f"{file}:{node.lc.key(key)[0] + 1}"
+        return {key: _plain(value, (*at, key), lines, file) for key, value in node.items()}
+    if isinstance(node, CommentedSeq):
+        return [_plain(value, (*at, i), lines, file) for i, value in enumerate(node)]
+    if isinstance(node, bool) or node is None:
+        return node
+    for kind in (int, float, str):  # ruamel's scalars subclass these to remember their looks
+        if isinstance(node, kind):
+            return kind(node)
+    return str(node)  # dates and the like: a text, as it stands
+
+
+def _override(text: str, raw: dict[str, Any], lines: dict[Key, str], wrong: list[str]) -> None:
+    key, equals, value = text.partition("=")
+    keys = key.strip().split(".")
+    if not equals or not all(keys):
+        wrong.append(f"--set {text}: write --set section.key=value")
+        return
+    try:
+        parsed = _plain(YAML(typ="rt", pure=True).load(value) if value else None, (), {}, "")
+    except YAMLError:
+        wrong.append(f"--set {text}: the value is not valid YAML")
+        return
+    node = raw
+    for part in keys[:-1]:
+        if node.get(part) is None:
+            node[part] = {}
+        if not isinstance(node[part], dict):
+            wrong.append(f"--set {text}: '{part}' is not a section")
+            return
+        node = node[part]
+    node[keys[-1]] = parsed
+    for depth in range(1, len(keys) + 1):
+        lines.setdefault(tuple(keys[:depth]), f"--set {text}")
+    lines[tuple(keys)] = f"--set {text}"
+
+
+def _check(raw: dict[str, Any], lines: dict[Key, str], wrong: list[str], task: str | None) -> Recipe:
+    recipe = None
+    try:
+        recipe = Recipe.model_validate(raw)
+    except ValidationError as error:
+        wrong += [_say(e, lines) for e in error.errors(include_url=False)]
+    kind = raw.get("task")
+    if kind in trl_config.CLASSES:
+        if task and kind != task:
+            wrong.append(f"{_place(('task',), lines)} task: this is a recipe for `soren-align {kind}`, not {task}")
+        trainer = raw.get("trainer")
+        if isinstance(trainer, dict):
+            for key, message in trl_config.problems(kind, trainer).items():
+                wrong.append(f"{_place(('trainer', key), lines)} trainer.{key}: {message}")
+    wrong += [f"{_place(key, lines)} {_dotted(key)}: {message}" for key, message in second_look(raw)]
+    if wrong or recipe is None:
+        raise UserError(*sorted(wrong, key=_line_number))
+    return resolve(recipe)
+
+
+def _line_number(problem: str) -> int:
+    line = re.match(r"[^ ]+:(\d+) ", problem)
+    return int(line[1]) if line else 10**9  # --set comes last
+
+
+def _place(key: Key, lines: dict[Key, str]) -> str:
+    """'file:line' of the key, or of the nearest section around it."""
+    while key and key not in lines:
+        key = key[:-1]
+    return lines.get(key, "recipe")
+
+
+def _dotted(key: Key) -> str:
+    return ".".join(str(part) for part in key)
+
+
+def _say(error: Any, lines: dict[Key, str]) -> str:
+    """One pydantic error as a sentence: place, key, finding, remedy."""
+    key: Key = error["loc"]
+    found = error.get("input")
+    where = f"{_place(key, lines)} {_dotted(key)}:"
+    match error["type"]:
+        case "extra_forbidden":
+            known = _known_keys(key[:-1])
+            close = difflib.get_close_matches(str(key[-1]), known, n=1, cutoff=0.6)
+            hint = f"did you mean '{close[0]}'?" if close else f"keys here: {', '.join(known)}"
+            return f"{where} unknown key; {hint}"
+        case "missing":
+            return f"{where} is required"
+        case "literal_error":
+            choices = error["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
+            close = difflib.get_close_matches(str(found), choices, n=1, cutoff=0.5)
+            hint = f"; did you mean '{close[0]}'?" if close else ""
+            return f"{where} found {found!r}; write {_or(choices)}{hint}"
+        case "model_type" | "dict_type":
+            return f"{where} found {found!r}; write a section (indented keys below it)"
+    what = {
+        "int_type": "write a whole number",
+        "float_type": "write a number",
+        "string_type": "write a text",
+        "bool_type": "write true or false",
+        "list_type": "write a list",
+        "greater_than": f"it must be more than {error.get('ctx', {}).get('gt')}",
+        "greater_than_equal": f"it must be at least {error.get('ctx', {}).get('ge')}",
+        "less_than": f"it must be less than {error.get('ctx', {}).get('lt')}",
+        "less_than_equal": f"it must be at most {error.get('ctx', {}).get('le')}",
+        "finite_number": "it must be finite",
+        "string_too_short": "it is empty",
+        "too_short": f"write {error.get('ctx', {}).get('min_length')} values",
+        "too_long": f"write {error.get('ctx', {}).get('max_length')} values",
+    }.get(error["type"], error["msg"])
+    hint = " (YAML's word for nothing is null)" if found == "None" else ""
+    return f"{where} found {found!r}; {what}{hint}"
+
+
+def _or(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def _known_keys(at: Key) -> list[str]:
+    model: Any = Recipe
+    for part in at:
+        annotation = model.model_fields[part].annotation if part in model.model_fields else None
+        kinds = [annotation, *getattr(annotation, "__args__", ())]
+        model = next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), Recipe)
+    return list(model.model_fields)

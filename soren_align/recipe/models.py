@@ -1,0 +1,223 @@
+"""The sections of a recipe, as pydantic models: every key, its meaning and its default stand here and only here."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from . import trl_config
+
+Task = Literal["sft", "dpo"]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class UserError(ValueError):
+    """Something that the user can mend. Printed line by line, without a traceback; the exit code is 2."""
+
+    def __init__(self, *problems: str):
+        self.problems = problems
+        super().__init__("\n".join(problems))
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+
+class Model(_Section):
+    """The starting checkpoint."""
+
+    name_or_path: Annotated[str, Field(min_length=1)]
+    """A folder (`shipped:...` for a shipped one) or a model on the Hugging Face hub."""
+    revision: str | None = None
+    """The hub's branch, tag or commit; the commit it stood for is written into run.json."""
+    dtype: Literal["float32"] = "float32"
+    """The parameters' dtype. bfloat16 parameters would round most small updates away; for bfloat16 arithmetic over
+    float32 parameters write `trainer: {bf16: true}`."""
+    init_seed: Annotated[int, Field(ge=0)] | None = None
+    """Instead of loading weights, make random ones from the folder's config.json with this seed."""
+
+
+class DataSplit(_Section):
+    """Rows to train or evaluate on."""
+
+    path: Annotated[str, Field(min_length=1)]
+    """A .jsonl, .json or .parquet file (`shipped:...` for a shipped one) or a dataset on the Hugging Face hub."""
+    split: str = "train"
+    """The hub dataset's split; a file is always taken whole."""
+    limit: Annotated[int, Field(ge=1)] | None = None
+    """Only the first so many rows."""
+    revision: str | None = None
+    """The hub's branch, tag or commit."""
+
+
+class Data(_Section):
+    """What is learned from. Columns are recognised: `messages` for SFT, `chosen` and `rejected` for DPO."""
+
+    train: DataSplit
+    eval: DataSplit | None = None
+    """Held-out rows for the loss that `trainer.eval_strategy` asks for."""
+
+
+class Optimizer(_Section):
+    """Which optimizer steps, and how. One word, `name`, swaps it."""
+
+    name: Literal["soren", "muon", "htmuon", "adamw"]
+    """Matrices inside the blocks go to this one; embeddings, head, norms and biases always go to AdamW."""
+    lr: Positive
+    """Peak learning rate of the matrices."""
+    aux_lr: Positive | None = None
+    """Peak learning rate of everything else. Required, except for adamw, where null means `lr`."""
+    weight_decay: NonNegative = 0.1
+    """Decoupled, on the matrices, with the unadjusted learning rate."""
+    aux_weight_decay: NonNegative = 0.0
+    """Decoupled, on everything else."""
+    momentum: Beta = 0.95
+    """Of the matrices' exponential moving average."""
+    nesterov: bool = True
+    adjust_lr_fn: Literal["none", "original", "match_rms_adamw"] | None = None
+    """Scale of a matrix update: `none`, `original` = sqrt(max(1, m/n)), or `match_rms_adamw` = 0.2 sqrt(max(m, n)),
+    which makes learning rates comparable with AdamW's. null: `none` for soren (the paper's text), `original` for muon
+    and htmuon (their code)."""
+    spectral_map: Literal["sns", "exact"] | None = None
+    """soren only. `sns`, the paper's polynomial, or `exact`, the sigmoid itself. null: sns."""
+    ns_steps: Annotated[int, Field(ge=1, le=100)] | None = None
+    """soren's sns only: steps of the paper's iteration. null: 15."""
+    p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """htmuon only: the power of the singular values. null: 0.125."""
+    betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] = [0.9, 0.999]
+    """AdamW's."""
+    eps: Positive = 1e-8
+    """AdamW's."""
+    aux: list[str] = []
+    """Names of further parameters for AdamW; `*` matches anything. One that matches nothing is an error."""
+
+
+class Run(_Section):
+    """Where the run lives and how it behaves."""
+
+    output_dir: Annotated[str, Field(min_length=1)]
+    """The run folder: recipe, run.json, metrics, checkpoints, model, evaluation."""
+    resume: str = "auto"
+    """`auto` goes on from the last complete checkpoint; `never` refuses a folder with an unfinished run; or the path
+    of a checkpoint."""
+    overwrite: bool = False
+    """Throw away what the run folder holds and start afresh."""
+    num_threads: Annotated[int, Field(ge=1)] | None = None
+    """CPU threads (OMP_NUM_THREADS); tiny models are fastest, and repeatable everywhere, with 1."""
+    offline: bool = False
+    """Never ask the Hugging Face hub for anything."""
+
+
+class Eval(_Section):
+    """What is measured afterwards, on the starting checkpoint and on the trained model."""
+
+    suite: Annotated[str, Field(min_length=1)]
+    """A shipped suite's name, or the path of a suite.yaml."""
+    batch_size: Annotated[int, Field(ge=1)] | None = None
+    """null: the suite's own."""
+
+
+class Recipe(_Section):
+    """One run of SFT or DPO."""
+
+    task: Task
+    """The command that runs it: sft or dpo."""
+    model: Model
+    data: Data
+    optimizer: Optimizer
+    trainer: dict[str, Any] = {}
+    """TRL's SFTConfig or DPOConfig, key for key, less what the other sections say."""
+    run: Run
+    eval: Eval | None = None
+    """null: no evaluation after training."""
+
+
+_ONLY = {"spectral_map": "soren", "ns_steps": "soren", "p": "htmuon"}
+_DEFAULT = {"spectral_map": "sns", "ns_steps": 15, "p": 0.125}
+_SCALE = {"soren": "none", "muon": "original", "htmuon": "original", "adamw": None}
+
+
+def resolve(recipe: Recipe) -> Recipe:
+    """Write out the defaults that depend on other keys, so that the run folder's recipe says everything."""
+    o = recipe.optimizer
+    update: dict[str, Any] = {}
+    for key, owner in _ONLY.items():
+        if o.name != owner:
+            update[key] = None
+        elif getattr(o, key) is None:
+            update[key] = _DEFAULT[key]
+    if o.name == "soren" and o.spectral_map == "exact":
+        update["ns_steps"] = None
+    if o.name == "adamw":
+        update["adjust_lr_fn"] = None
+        update["aux_lr"] = o.aux_lr or o.lr
+    else:
+        update["adjust_lr_fn"] = o.adjust_lr_fn or _SCALE[o.name]
+    return recipe.model_copy(update={"optimizer": o.model_copy(update=update)})
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema of a recipe, for editors; `trainer` lists the keys of the installed TRL."""
+    schema = Recipe.model_json_schema()
+    names = {
+        "int": "integer",
+        "float": "number",
+        "bool": "boolean",
+        "str": "string",
+        "dict": "object",
+        "list": "array",
+    }
+    properties: dict[str, Any] = {}
+    for task in trl_config.CLASSES:
+        for field in trl_config.fields(task).values():
+            if field.name in trl_config.ELSEWHERE:
+                continue
+            entry: dict[str, Any] = {"description": field.help}
+            if field.choices:
+                entry["enum"] = [*field.choices, *([None] if "None" in field.types else [])]
+            elif field.types <= names.keys() | {"None"}:
+                entry["type"] = sorted(names.get(t, "null") for t in field.types)
+            properties[field.name] = entry
+    schema["properties"]["trainer"] |= {"properties": properties, "additionalProperties": False}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | schema
+
+
+# What decides the weights that come out. The rest (paths, logging, evaluation) may change between two halves of a run.
+_COSMETIC = {
+    "logging_steps",
+    "logging_first_step",
+    "logging_strategy",
+    "save_steps",
+    "save_strategy",
+    "save_total_limit",
+}
+_COSMETIC |= {
+    "report_to",
+    "run_name",
+    "project",
+    "eval_strategy",
+    "eval_steps",
+    "eval_on_start",
+    "eval_delay",
+}
+
+
+def training_part(recipe: Recipe) -> dict[str, Any]:
+    """What decides the weights that come out: a checkpoint goes on only under an equal one."""
+    part = recipe.model_dump(include={"task", "model", "data", "optimizer", "trainer"})
+    part["data"].pop("eval")
+    part["trainer"] = {k: v for k, v in part["trainer"].items() if k not in _COSMETIC}
+    return part
+
+
+def differences(there: dict[str, Any], here: dict[str, Any], prefix: str = "") -> list[str]:
+    """Where two nested dicts differ: ['optimizer.lr: 0.003 there, 0.001 here', ...]."""
+    found = []
+    for key in sorted(there.keys() | here.keys()):
+        a, b = there.get(key), here.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            found += differences(a, b, f"{prefix}{key}.")
+        elif a != b:
+            found.append(f"{prefix}{key}: {a!r} there, {b!r} here")
+    return found

@@ -1,0 +1,252 @@
+"""What TRL's SFTConfig and DPOConfig accept, read from their source without importing them.
+
+Importing TRL takes ten seconds and torch; a typo deserves its answer in one. So the dataclasses of the *installed*
+TRL and transformers are parsed, never executed. tests/test_trl_config.py compares the result with
+`dataclasses.fields` of the real classes, so that an upgrade which changes their style is noticed.
+"""
+
+import ast
+import difflib
+import functools
+import importlib.util
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+CLASSES = {"sft": "SFTConfig", "dpo": "DPOConfig"}
+
+# Keys that TRL has but a recipe says elsewhere, or not at all: one meaning, one place.
+ELSEWHERE = {
+    "learning_rate": "belongs to optimizer.lr (and optimizer.aux_lr)",
+    "weight_decay": "belongs to optimizer.weight_decay",
+    "optim": "belongs to optimizer.name",
+    "optim_args": "belongs to the optimizer section",
+    "optim_target_modules": "belongs to the optimizer section (optimizer.aux)",
+    "adam_beta1": "belongs to optimizer.betas",
+    "adam_beta2": "belongs to optimizer.betas",
+    "adam_epsilon": "belongs to optimizer.eps",
+    "output_dir": "belongs to run.output_dir",
+    "resume_from_checkpoint": "belongs to run.resume",
+    "model_init_kwargs": "belongs to the model section",
+    "trust_remote_code": "remote code is not run; use a model that transformers knows",
+    "dataset_text_field": "belongs to the data section; columns are recognised there",
+    "dataset_kwargs": "belongs to the data section",
+    "remove_unused_columns": "belongs to the data section",
+    "disable_tqdm": "progress is shown by soren-align itself; leave it out",
+    "log_level": "progress is shown by soren-align itself; leave it out",
+    "log_level_replica": "progress is shown by soren-align itself; leave it out",
+    "do_train": "the command says what is done; leave it out",
+    "do_eval": "the command says what is done; leave it out",
+    "do_predict": "the command says what is done; leave it out",
+    "deepspeed": "this version trains in one process; leave it out",
+    "fsdp": "this version trains in one process; leave it out",
+    "fsdp_config": "this version trains in one process; leave it out",
+    "parallelism_config": "this version trains in one process; leave it out",
+    "accelerator_config": "this version trains in one process; leave it out",
+    "local_rank": "this version trains in one process; leave it out",
+    "save_only_model": "a checkpoint without its optimizer cannot be resumed; leave it out",
+    "ignore_data_skip": "a resumed run must see the same rows as an uninterrupted one; leave it out",
+    "auto_find_batch_size": "it changes the batch without a word; set per_device_train_batch_size",
+    "hub_token": "recipes are written into run folders; put the token into the environment as HF_TOKEN",
+}
+
+# Keys that older recipes carry, with what TRL calls them now.
+RENAMED = {
+    "warmup_ratio": "write warmup_steps: a number below 1 is a ratio",
+    "max_seq_length": "write max_length",
+    "max_prompt_length": "TRL has no such limit any more; max_length counts prompt and answer",
+    "torch_dtype": "belongs to model.dtype",
+    "dtype": "belongs to model.dtype",
+    "evaluation_strategy": "write eval_strategy",
+    "overwrite_output_dir": "write run.overwrite",
+    "chat_template": "for SFT write chat_template_path",
+    "dataset_name": "belongs to data.train.path",
+    "lr": "belongs to optimizer.lr",
+}
+
+# Least values that make sense; TRL and transformers check few of them, and late.
+AT_LEAST = {
+    "per_device_train_batch_size": 1,
+    "per_device_eval_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "max_length": 1,
+    "save_total_limit": 1,
+    "max_steps": -1,
+    "seed": 0,
+    "warmup_steps": 0,
+    "max_grad_norm": 0,
+    "dataloader_num_workers": 0,
+}
+MORE_THAN = {"num_train_epochs": 0, "logging_steps": 0, "save_steps": 0, "eval_steps": 0, "beta": 0}
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of a TRL config class."""
+
+    name: str
+    types: frozenset[str]
+    """Names of plain types that the annotation admits, e.g. {'int', 'None'}."""
+    choices: tuple[str, ...] = ()
+    default: Any = None
+    """The default where it is a literal, else None."""
+    help: str = ""
+
+
+@functools.cache
+def fields(task: str) -> dict[str, Field]:
+    """The fields of the installed TRL's config class for `task` ('sft' or 'dpo'), by name."""
+    transformers, trl = _source("transformers"), _source("trl")
+    enums = _enums(transformers / "trainer_utils.py") | _enums(transformers / "training_args.py")
+    found: dict[str, Field] = {}
+    for path, name in (
+        (transformers / "training_args.py", "TrainingArguments"),
+        (trl / "trainer/base_config.py", "_BaseConfig"),
+        (trl / f"trainer/{task}_config.py", CLASSES[task]),
+    ):
+        found |= _class_fields(path, name, enums)
+    return found
+
+
+def problems(task: str, values: dict[str, Any]) -> dict[str, str]:
+    """What is wrong with a recipe's `trainer:` section: key -> message. Empty when nothing is."""
+    wrong = {}
+    for key, value in values.items():
+        message = _problem(task, key, value)
+        if message:
+            wrong[key] = message
+    return wrong
+
+
+def _problem(task: str, key: str, value: Any) -> str | None:
+    known = fields(task)
+    other = "dpo" if task == "sft" else "sft"
+    if key in ELSEWHERE:
+        return ELSEWHERE[key]
+    if key not in known:
+        if key in fields(other):
+            return f"is a key of TRL's {CLASSES[other]}; this is a {task.upper()} recipe"
+        if key in RENAMED:
+            return f"unknown to TRL's {CLASSES[task]}; {RENAMED[key]}"
+        close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+        return f"unknown to TRL's {CLASSES[task]}" + (f"; did you mean '{close[0]}'?" if close else "")
+    field = known[key]
+    if field.choices:
+        given = value if isinstance(value, list) else [value]
+        bad = [v for v in given if v not in field.choices and not (v is None and "None" in field.types)]
+        if bad:
+            close = difflib.get_close_matches(str(bad[0]), field.choices, n=1, cutoff=0.6)
+            hint = f"; did you mean '{close[0]}'?" if close else ""
+            return f"found {bad[0]!r}; write one of {', '.join(field.choices)}{hint}"
+    elif not _fits(value, field.types):
+        hint = " (YAML's word for nothing is null)" if value == "None" else ""
+        return f"found {value!r}; write {_in_words(field.types)}{hint}"
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if key in AT_LEAST and value < AT_LEAST[key]:
+            return f"found {value!r}; it must be at least {AT_LEAST[key]}"
+        if key in MORE_THAN and value <= MORE_THAN[key]:
+            return f"found {value!r}; it must be more than {MORE_THAN[key]}"
+    return None
+
+
+def _fits(value: Any, types: frozenset[str]) -> bool:
+    if not types or "Any" in types:
+        return True
+    if value is None:
+        return "None" in types
+    if isinstance(value, bool):
+        return "bool" in types
+    if isinstance(value, int):
+        return bool(types & {"int", "float"})
+    return type(value).__name__ in types
+
+
+_WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "a text",
+    "dict": "a mapping",
+}
+
+
+def _in_words(types: frozenset[str]) -> str:
+    words = [_WORDS.get(t, "a list" if t == "list" else t) for t in sorted(types - {"None"})]
+    return " or ".join(words + (["null"] if "None" in types else []))
+
+
+def _source(package: str) -> Path:
+    spec = importlib.util.find_spec(package)  # finds the folder; runs nothing of it
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError(f"{package} is not installed; pip install soren-align brings it")
+    return Path(spec.origin).parent
+
+
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _enums(path: Path) -> dict[str, tuple[str, ...]]:
+    """String enums of a module: class name -> its values."""
+    enums = {}
+    for node in _tree(path).body:
+        if isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "ExplicitEnum" for base in node.bases):
+            values = [s.value for s in node.body if isinstance(s, ast.Assign)]
+            enums[node.name] = tuple(v.value for v in values if isinstance(v, ast.Constant))
+    return enums
+
+
+def _class_fields(path: Path, name: str, enums: dict[str, tuple[str, ...]]) -> dict[str, Field]:
+    cls = next(n for n in _tree(path).body if isinstance(n, ast.ClassDef) and n.name == name)
+    document = ast.get_docstring(cls) or ""
+    found = {}
+    for node in cls.body:
+        if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
+            continue
+        call = {k.arg: k.value for k in node.value.keywords} if isinstance(node.value, ast.Call) else {}
+        meta = _metadata(call.get("metadata"))
+        named = {n.id for n in ast.walk(node.annotation) if isinstance(n, ast.Name)}
+        types = _types(node.annotation)
+        enum = next((enums[n] for n in sorted(named & enums.keys())), None)
+        found[node.target.id] = Field(
+            name=node.target.id,
+            types=frozenset(types),
+            choices=enum or tuple(meta.get("choices", ())) or _documented_choices(document, node.target.id),
+            default=_literal(call.get("default", node.value)),
+            help=str(meta.get("help", "")),
+        )
+    return found
+
+
+def _documented_choices(document: str, name: str) -> tuple[str, ...]:
+    """The values that a class docstring lists for a parameter after 'Possible values are:', as for DPO's loss_type."""
+    entry = re.search(rf"^ *{name} \(.*?(?=^ *\w+ \(|\Z)", document, re.MULTILINE | re.DOTALL)
+    values = re.search(r"Possible values are:(.*?)(?:\.\s|\Z)", entry[0], re.DOTALL) if entry else None
+    return tuple(re.findall(r"`['\"](\w+)['\"]`", values[1])) if values else ()
+
+
+def _types(annotation: ast.expr) -> set[str]:
+    """Top-level alternatives of `a | b[c] | None`: {'a', 'b', 'None'}."""
+    if isinstance(annotation, ast.BinOp):
+        return _types(annotation.left) | _types(annotation.right)
+    if isinstance(annotation, ast.Subscript):
+        if ast.unparse(annotation.value) == "Literal":
+            return {type(_literal(annotation.slice)).__name__}
+        return _types(annotation.value)
+    return {ast.unparse(annotation)}
+
+
+def _metadata(node: ast.expr | None) -> dict[str, Any]:
+    if not isinstance(node, ast.Dict):
+        return {}
+    pairs = ((k.value, v) for k, v in zip(node.keys, node.values, strict=True) if isinstance(k, ast.Constant))
+    return {str(k): value for k, v in pairs if (value := _literal(v)) is not None}
+
+
+def _literal(node: ast.expr | None) -> Any:
+    try:
+        return ast.literal_eval(node) if node is not None else None
+    except ValueError:
+        return None

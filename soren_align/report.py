@@ -1,0 +1,112 @@
+"""The run folder: what a run leaves behind to be read, resumed and believed.
+
+    recipe.yaml    as resolved, every default written out
+    run.json       status, versions, commit, data, start, routing, the optimizer that really stepped
+    metrics.jsonl  a line per log
+    checkpoints/   to go on from        model/   what came out        eval/<suite>/   what it scores
+
+Files appear whole or not at all (written aside, then renamed), so that a kill leaves nothing half-read.
+"""
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from . import __version__
+
+PACKAGES = ("torch", "transformers", "trl", "datasets", "accelerate", "peft", "lm-eval", "pydantic")
+CONTENTS = ("recipe.yaml", "run.json", "metrics.jsonl", "start", "checkpoints", "model", "eval", ".lock")
+
+
+class RunFolder:
+    """The files of one run, by name."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path).expanduser()
+        self.recipe = self.path / "recipe.yaml"
+        self.metrics = self.path / "metrics.jsonl"
+        self.start = self.path / "start"
+        self.checkpoints = self.path / "checkpoints"
+        self.model = self.path / "model"
+
+    def __str__(self):
+        return str(self.path)
+
+    def evaluation(self, suite: str) -> Path:
+        """Where a suite's results go."""
+        return self.path / "eval" / suite
+
+    def read(self) -> dict[str, Any] | None:
+        """run.json, or None where there is no run."""
+        file = self.path / "run.json"
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+    def update(self, **changes: Any) -> None:
+        """Set keys of run.json."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        write(self.path / "run.json", json.dumps((self.read() or {}) | changes, indent=2) + "\n")
+
+    def clear(self) -> None:
+        """Remove what runs write, and nothing else that a person may have put there."""
+        for name in CONTENTS:
+            entry = self.path / name
+            if entry.is_dir():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink(missing_ok=True)
+
+    def forget_metrics_after(self, step: int) -> None:
+        """Drop the lines of steps that a resumed run takes again, and a last line that a kill cut short."""
+        if not self.metrics.is_file():
+            return
+        kept = []
+        for line in self.metrics.read_text(encoding="utf-8").splitlines():
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if record["step"] <= step:
+                kept.append(line)
+        write(self.metrics, "".join(line + "\n" for line in kept))
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file so that a reader sees the old one or the new one, never a part."""
+    aside = path.with_name(path.name + ".part")
+    with aside.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    aside.replace(path)
+
+
+def provenance() -> dict[str, Any]:
+    """Versions and commit: what another person needs to have in front of them to repeat the run."""
+    versions = {"python": platform.python_version(), "soren-align": __version__}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    return {"versions": versions, "commit": commit(), "platform": platform.platform()}
+
+
+def commit() -> str | None:
+    """The commit of the checkout that this code runs from, '+changes' when edited; None when installed from a wheel."""
+    folder = Path(__file__).resolve().parent.parent
+    if not (folder / ".git").exists():
+        return None
+    try:
+        head = _git(folder, "rev-parse", "HEAD").strip()
+        return head + ("+changes" if _git(folder, "status", "--porcelain").strip() else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    return subprocess.run(["git", "-C", folder, *arguments], check=True, capture_output=True, text=True).stdout

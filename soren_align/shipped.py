@@ -1,0 +1,30 @@
+"""Where the shipped folders are: `recipes/`, `configs/` and `eval/`.
+
+In a wheel they lie inside the package; in a checkout (or an editable install), beside it. A path that starts with
+`shipped:` is looked up here, so that a recipe copied elsewhere still finds its data.
+"""
+
+from pathlib import Path
+
+PREFIX = "shipped:"
+
+_package = Path(__file__).resolve().parent
+ROOT = _package / "_shipped" if (_package / "_shipped").is_dir() else _package.parent
+
+
+def resolve(path: str) -> Path:
+    """The file or folder that `path` names: `shipped:...` in the shipped folders, else from the working directory."""
+    if path.startswith(PREFIX):
+        return ROOT / path.removeprefix(PREFIX)
+    return Path(path).expanduser()
+
+
+def recipes() -> dict[str, Path]:
+    """Every shipped recipe by name, e.g. {'quickstart/sft': .../recipes/quickstart/sft.yaml}, sorted."""
+    folder = ROOT / "recipes"
+    return {str(f.relative_to(folder).with_suffix("")): f for f in sorted(folder.glob("*/*.yaml"))}
+
+
+def suites() -> dict[str, Path]:
+    """Every shipped evaluation suite by name, e.g. {'quickstart': .../eval/quickstart/suite.yaml}, sorted."""
+    return {f.parent.name: f for f in sorted((ROOT / "eval").glob("*/suite.yaml"))}

@@ -1,0 +1,5 @@
+"""SFT and DPO: TRL's trainers with our optimizers, from a recipe."""
+
+from .trainers import SorenDPOTrainer, SorenSFTTrainer
+
+__all__ = ["SorenDPOTrainer", "SorenSFTTrainer"]

@@ -1,0 +1,143 @@
+"""From a recipe to a trainer: the starting checkpoint, TRL's config, the data, and what is recorded of each."""
+
+import contextlib
+import hashlib
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from trl import DPOConfig, SFTConfig
+from trl.chat_template_utils import get_training_chat_template
+
+from .. import shipped
+from ..data import load_split
+from ..optim import build_optimizer
+from ..recipe import Recipe, UserError, is_local, training_part
+from ..report import RunFolder
+from .trainers import SorenDPOTrainer, SorenSFTTrainer
+
+CONFIGS = {"sft": SFTConfig, "dpo": DPOConfig}
+TRAINERS = {"sft": SorenSFTTrainer, "dpo": SorenDPOTrainer}
+
+
+def optimizer_settings(recipe: Recipe) -> dict[str, Any]:
+    """The recipe's optimizer section as keywords of `build_optimizer`: what does not apply (null) is left to it."""
+    return {k: v for k, v in recipe.optimizer.model_dump().items() if v is not None}
+
+
+def trl_config(recipe: Recipe, output_dir: Path) -> SFTConfig | DPOConfig:
+    """TRL's config object; what it refuses is the user's to mend."""
+    ours = {
+        "output_dir": str(output_dir),
+        "learning_rate": recipe.optimizer.lr,  # only for its own logs: the optimizer reads the recipe
+        "weight_decay": recipe.optimizer.weight_decay,
+        "disable_tqdm": True,
+    }
+    with the_users("trainer", ValueError, TypeError, ImportError):
+        return CONFIGS[recipe.task](**{**recipe.trainer, **ours})
+
+
+def starting_checkpoint(recipe: Recipe, folder: RunFolder) -> str:
+    """The folder (or hub name) that training starts from; random weights are made and saved there first."""
+    model = recipe.model
+    if model.init_seed is None:
+        return str(shipped.resolve(model.name_or_path)) if is_local(model.name_or_path) else model.name_or_path
+    if not folder.start.is_dir():
+        source = shipped.resolve(model.name_or_path)
+        aside = folder.start.with_name("start.part")
+        torch.manual_seed(model.init_seed)
+        with the_users(f"model {model.name_or_path}"):
+            random = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), dtype=torch.float32)
+            random.save_pretrained(aside)
+            AutoTokenizer.from_pretrained(source).save_pretrained(aside)
+        aside.rename(folder.start)
+    return str(folder.start)
+
+
+def load_tokenizer(recipe: Recipe, start: str) -> PreTrainedTokenizerBase:
+    """The tokenizer with the chat template and end token that training will use."""
+    with the_users(f"tokenizer of {recipe.model.name_or_path}"):
+        tokenizer = AutoTokenizer.from_pretrained(start, revision=recipe.model.revision)
+        template = recipe.trainer.get("chat_template_path")
+        if template:
+            path = Path(template).expanduser()
+            is_jinja = path.suffix == ".jinja"
+            tokenizer.chat_template = (
+                path.read_text(encoding="utf-8") if is_jinja else AutoTokenizer.from_pretrained(template).chat_template
+            )
+        if recipe.trainer.get("eos_token"):
+            tokenizer.eos_token = recipe.trainer["eos_token"]
+    if recipe.trainer.get("assistant_only_loss") and tokenizer.chat_template:
+        with contextlib.suppress(ValueError):  # a template that TRL does not know: check_template says what to do
+            tokenizer.chat_template = get_training_chat_template(tokenizer) or tokenizer.chat_template
+    return tokenizer
+
+
+def load_model(recipe: Recipe, start: str) -> PreTrainedModel:
+    """The model with float32 parameters."""
+    with the_users(f"model {recipe.model.name_or_path}"):
+        return AutoModelForCausalLM.from_pretrained(start, revision=recipe.model.revision, dtype=torch.float32)
+
+
+def build_trainer(recipe: Recipe, folder: RunFolder, start: str, tokenizer: PreTrainedTokenizerBase, splits: dict):
+    """The trainer, ready to train; splits: {'train': Loaded, 'eval': Loaded or None}.
+
+    `trainer.origin` is what its checkpoints belong to: recipe, data, starting weights.
+    """
+    model = load_model(recipe, start)
+    origin = {
+        "training": training_part(recipe),
+        "data": splits["train"].source,
+        "start": fingerprint(start) or getattr(model.config, "_commit_hash", None),
+    }
+    with the_users("optimizer", ValueError):
+        build_optimizer(model, **optimizer_settings(recipe))
+    # TRL prints while it maps; what matters of it is counted and shown by data.preview.
+    with the_users("trainer", ValueError), contextlib.redirect_stdout(io.StringIO()):
+        return TRAINERS[recipe.task](
+            model=model,
+            args=trl_config(recipe, folder.checkpoints),
+            train_dataset=splits["train"].dataset,
+            eval_dataset=splits["eval"].dataset if splits["eval"] else None,
+            processing_class=tokenizer,
+            optimizer_settings=optimizer_settings(recipe),
+            origin=origin,
+            metrics=folder.metrics,
+        )
+
+
+def load_splits(recipe: Recipe) -> dict[str, Any]:
+    """The recipe's rows, checked: {'train': Loaded, 'eval': Loaded or None}."""
+    held_out = recipe.data.eval
+    return {
+        "train": load_split(recipe.data.train, recipe.task),
+        "eval": load_split(held_out, recipe.task) if held_out else None,
+    }
+
+
+def fingerprint(model: str) -> str | None:
+    """sha256 over a local model folder's weights; None for a hub name."""
+    if not Path(model).is_dir():
+        return None
+    digest = hashlib.sha256()
+    for file in sorted(Path(model).glob("*.safetensors")):
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 24):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def the_users(what: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Turn what a library refuses into a UserError of one line: it speaks of the recipe, not of our code."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if not isinstance(error, kinds or (ValueError, OSError)):
+            raise
+        raise UserError(f"{what}: {' '.join(str(error).split())[:400]}") from error

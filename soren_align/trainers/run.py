@@ -1,0 +1,154 @@
+"""Training one recipe to its model folder: the middle of the worker's work, resumable at any moment."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from transformers import PrinterCallback
+
+from ..data import account, check_template
+from ..optim import route, routing_table
+from ..recipe import Recipe, UserError
+from ..report import RunFolder
+from . import build, checkpoints
+from .progress import ProgressBar
+from .stop import StopOnSignal
+
+
+@dataclass
+class Ready:
+    """Everything that training needs, looked at and found good."""
+
+    recipe: Recipe
+    start: str
+    tokenizer: Any
+    splits: dict[str, Any]
+    account: Any
+    """What TRL will make of the training rows: data.preview.Account."""
+
+
+def get_ready(recipe: Recipe, folder: RunFolder) -> Ready:
+    """Check all that can be checked before a model is loaded. UserError says what is wrong."""
+    start = build.starting_checkpoint(recipe, folder)
+    tokenizer = build.load_tokenizer(recipe, start)
+    splits = build.load_splits(recipe)
+    config = build.trl_config(recipe, folder.checkpoints)
+    assistant_only = bool(recipe.trainer.get("assistant_only_loss"))
+    train = splits["train"].dataset
+    check_template(tokenizer, recipe.task, assistant_only, train)
+    counted = account(train, recipe.task, tokenizer, max_length=config.max_length, assistant_only_loss=assistant_only)
+    if counted.num_kept == 0:
+        raise UserError(
+            f"{recipe.data.train.path}: none of {counted.num_rows} rows can be trained on: "
+            f"{_reasons(counted.dropped)}. trainer.max_length is {config.max_length}"
+        )
+    return Ready(recipe, start, tokenizer, splits, counted)
+
+
+def train(ready: Ready, folder: RunFolder, console: Console) -> bool:
+    """Train to `folder.model`, from the last checkpoint if there is one. False if a signal stopped it."""
+    recipe = ready.recipe
+    with console.status("Loading the model"):
+        trainer = build.build_trainer(recipe, folder, ready.start, ready.tokenizer, ready.splits)
+        resume = _checkpoint(recipe, folder, trainer.origin, console)
+    stop = StopOnSignal()
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(ProgressBar(console, recipe.task))
+    trainer.add_callback(stop)
+    _record_before(folder, ready, trainer)
+    _say_before(console, ready, trainer)
+    folder.forget_metrics_after(checkpoints.step_of(resume) if resume else 0)
+
+    began = time.monotonic()
+    try:
+        trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+    except FloatingPointError as error:
+        raise UserError(f"step {trainer.state.global_step + 1}: {error}") from error
+    seconds = time.monotonic() - began
+    folder.update(optimizer=trainer.watch.record)
+    if stop.received is not None and trainer.state.global_step < trainer.state.max_steps:
+        console.print(f"stopped at step {trainer.state.global_step} with a checkpoint; the same command goes on")
+        return False
+
+    _save(trainer, ready.tokenizer, folder)
+    last = trainer.watch.distances()
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    folder.update(
+        status="trained",
+        training={
+            "steps": trainer.state.global_step,
+            "seconds_since_start_or_resume": round(seconds, 1),
+            "first_loss": losses[0] if losses else None,
+            "last_loss": losses[-1] if losses else None,
+            **last,
+        },
+    )
+    moved = f"the matrices moved by {last['relative_change']:.2g} of their norm" if "relative_change" in last else ""
+    loss = f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, " if losses else ""
+    console.print(f"trained   {trainer.state.global_step} steps in {seconds:.0f} s: {loss}{moved}", highlight=False)
+    return True
+
+
+def _checkpoint(recipe: Recipe, folder: RunFolder, origin: dict[str, Any], console: Console) -> Path | None:
+    if recipe.run.resume not in ("auto", "never"):
+        path = Path(recipe.run.resume).expanduser()
+        checkpoints.check(path, origin)
+        return path
+    found, notices = checkpoints.latest(folder.checkpoints, origin)
+    for notice in notices:
+        console.print(f"notice    {notice}", highlight=False)
+    if found:
+        console.print(f"resume    from step {checkpoints.step_of(found)}", highlight=False)
+        resumed = (folder.read() or {}).get("resumed_from_steps", [])
+        folder.update(resumed_from_steps=[*resumed, checkpoints.step_of(found)])
+    return found
+
+
+def _record_before(folder: RunFolder, ready: Ready, trainer: Any) -> None:
+    recipe, counted = ready.recipe, ready.account
+    folder.update(
+        start={"path": ready.start, "sha256_or_revision": trainer.origin["start"]},
+        data={
+            "train": ready.splits["train"].source
+            | {"layout": ready.splits["train"].layout, "kept": counted.num_kept, "dropped": counted.dropped},
+            "eval": ready.splits["eval"].source if ready.splits["eval"] else None,
+        },
+        seeds={"trainer": trainer.args.seed, "init": recipe.model.init_seed},
+        device=str(trainer.args.device),
+        parameters={
+            "dtype": sorted({str(p.dtype).removeprefix("torch.") for p in trainer.model.parameters()}),
+            "total": sum(p.numel() for p in trainer.model.parameters()),
+            "trainable": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
+        },
+        routing=routing_table(route(trainer.model, recipe.optimizer.aux)),
+    )
+
+
+def _say_before(console: Console, ready: Ready, trainer: Any) -> None:
+    counted, split = ready.account, ready.splits["train"]
+    for notice in split.notices:
+        console.print(f"notice    {notice}", highlight=False)
+    dropped = f", {_reasons(counted.dropped)}" if counted.dropped else ""
+    console.print(f"data      {counted.num_kept} of {split.num_rows} rows, {split.layout}{dropped}", highlight=False)
+    console.print(f"start     {ready.start}", highlight=False)
+    optimizer = ready.recipe.optimizer
+    tensors = [len(g["params"]) for g in trainer.reference_groups]
+    kind = optimizer.name if optimizer.spectral_map is None else f"{optimizer.name} ({optimizer.spectral_map})"
+    console.print(f"steps     {kind} on {tensors[0]} matrices at {optimizer.lr:g}", highlight=False)
+    if len(tensors) > 1:
+        console.print(f"          adamw on {tensors[1]} other tensors at {optimizer.aux_lr:g}", highlight=False)
+
+
+def _save(trainer: Any, tokenizer: Any, folder: RunFolder) -> None:
+    """The model folder, whole or not at all."""
+    aside = folder.model.with_name("model.part")
+    trainer.save_model(str(aside))
+    tokenizer.save_pretrained(aside)
+    (aside / "training_args.bin").unlink(missing_ok=True)  # a pickle, and the recipe says all of it
+    aside.rename(folder.model)
+
+
+def _reasons(dropped: dict[str, int]) -> str:
+    return ", ".join(f"{count} dropped ({reason})" for reason, count in dropped.items())

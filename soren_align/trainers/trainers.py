@@ -1,0 +1,96 @@
+"""TRL's SFTTrainer and DPOTrainer, stepping with our optimizers.
+
+TRL offers no common way in: SFTTrainer takes `optimizer_cls_and_kwargs`, DPOTrainer does not, and DeepSpeed calls
+`create_optimizer` itself. So that one method is overridden, in a mixin for both, and calls the one factory.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from trl import DPOTrainer, SFTTrainer
+
+from ..optim import build_optimizer
+from . import checkpoints
+from .watch import Watch
+
+
+class SorenTrainerMixin:
+    """Put before a transformers Trainer: builds the optimizer, seals checkpoints, measures."""
+
+    def __init__(
+        self,
+        *args: Any,
+        optimizer_settings: dict[str, Any],
+        origin: dict[str, Any] | None = None,
+        metrics: Path | None = None,
+        **kwargs: Any,
+    ):
+        """optimizer_settings: keywords of `soren_align.optim.build_optimizer` (name, lr, aux_lr, ...).
+
+        origin: what checkpoints belong to; written into each and compared on resuming.
+        metrics: a .jsonl file that gets a line per log.
+        """
+        self.optimizer_settings = optimizer_settings
+        self.origin = origin or {}
+        super().__init__(*args, **kwargs)
+        # Built once to look at: a model that the optimizer cannot take is refused before training, and what really
+        # steps is compared with it then.
+        reference = build_optimizer(self.model, **optimizer_settings)
+        self.reference_groups = reference.param_groups
+        self.watch = Watch(self, type(reference), metrics)
+        self.watch.remember_start(self.model)
+        self.add_callback(self.watch)
+
+    model: Any
+    args: Any
+    state: Any
+
+    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+        """The recipe's optimizer over every trainable parameter."""
+        if self.optimizer is None:
+            self.optimizer = build_optimizer(self.model if model is None else model, **self.optimizer_settings)
+        return self.optimizer
+
+    optimizer: Any = None
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """TRL's, with the tokens counted."""
+        mask = inputs.get("attention_mask")
+        self.watch.tokens += int(mask.sum()) if mask is not None else inputs["input_ids"].numel()
+        return super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """TRL's, with our measurements beside the loss."""
+        if "loss" in logs:
+            logs.update(self.watch.measures())
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """None per checkpoint: run.json says more than TRL's card."""
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        # Rotation waits for the seal: transformers deletes the old checkpoint before anyone knows that the new one
+        # is complete, so that a kill between the two leaves none.
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+        finally:
+            self.args.save_total_limit = limit
+        folder = Path(self.args.output_dir)
+        checkpoints.seal(folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}", self.origin)
+        rotate_checkpoints(
+            output_dir=str(folder),
+            save_total_limit=limit,
+            best_model_checkpoint=self.state.best_model_checkpoint,
+            use_mtime=False,
+        )
+
+
+class SorenSFTTrainer(SorenTrainerMixin, SFTTrainer):
+    """trl.SFTTrainer with an optimizer of ours; see SorenTrainerMixin for the added arguments."""
+
+
+class SorenDPOTrainer(SorenTrainerMixin, DPOTrainer):
+    """trl.DPOTrainer with an optimizer of ours; see SorenTrainerMixin for the added arguments."""

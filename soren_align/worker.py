@@ -1,0 +1,146 @@
+"""What the process that does the work does, top to bottom.
+
+    python -m soren_align.worker train RUN_FOLDER
+    python -m soren_align.worker plan [--json] < RECIPE
+    python -m soren_align.worker eval MODEL_OR_RUN... [--suite S] [--output DIR] [--summary FILE]
+
+Exit codes: 0 done, 2 something the user can mend, 130 stopped by a signal (the same command goes on).
+"""
+
+import argparse
+import fcntl
+import json
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+
+from .recipe import UserError, load, load_text
+from .report import RunFolder, write
+
+console = Console(stderr=True)
+
+
+def train(path: str) -> int:
+    """Train the run folder's recipe, then evaluate; whatever is already done is not done again."""
+    folder = RunFolder(path)
+    recipe = load(str(folder.recipe))
+    with _alone_in(folder):
+        with console.status("Loading torch, transformers and TRL"):
+            from .trainers import run as training
+
+            _hush()
+        if (folder.read() or {}).get("status") != "trained":
+            with console.status("Checking data and evaluation"):
+                ready = training.get_ready(recipe, folder)
+                if recipe.eval:
+                    from .evaluate import load_suite, preflight
+
+                    preflight(load_suite(recipe.eval.suite))
+            if not training.train(ready, folder, console):
+                return 130
+        if recipe.eval:
+            _evaluate([str(folder)], recipe.eval.suite, None, None, recipe.eval.batch_size)
+        folder.update(status="finished")
+        console.print(f"done      {folder}", highlight=False)
+    return 0
+
+
+def plan(as_json: bool) -> int:
+    """Print what the recipe on standard input would do."""
+    recipe = load_text(sys.stdin.read())
+    with console.status("Loading torch, transformers and TRL"):
+        from .trainers import plan as planning
+
+        _hush()
+    with console.status("Reading model config and data"):
+        found, counted = planning.plan(recipe)
+    if as_json:
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+    else:
+        planning.show(found, counted, Console())
+    return 0
+
+
+def evaluate(targets: list[str], suite: str | None, output: str | None, summary: str | None) -> int:
+    """Measure models beside the checkpoints that they started from."""
+    run = RunFolder(targets[0])
+    recipe = load(str(run.recipe)) if run.read() else None
+    name = suite or (recipe.eval.suite if recipe and recipe.eval else None)
+    if name is None:
+        raise UserError("--suite: is required; the first of the given folders is no run with an evaluation of its own")
+    if output is None and (recipe is None or len(targets) > 1):
+        raise UserError("--output: is required: name the folder for results that belong to no single run")
+    _evaluate(targets, name, output, summary, recipe.eval.batch_size if recipe and recipe.eval else None)
+    return 0
+
+
+def _evaluate(targets: list[str], suite: str, output: str | None, summary: str | None, batch_size: int | None) -> None:
+    with console.status("Loading lm-eval"):
+        from . import evaluate as measuring
+
+        _hush()
+    rows: list[tuple[str, Path]] = []
+    for target in targets:
+        rows += [row for row in measuring.lineage(Path(target)) if row[1] not in [path for _, path in rows]]
+    name = measuring.load_suite(suite).name
+    folder = Path(output) if output else RunFolder(targets[0]).evaluation(name)
+    results = measuring.evaluate(rows, suite, folder, batch_size=batch_size, console=console)
+    if summary:
+        Path(summary).parent.mkdir(parents=True, exist_ok=True)
+        write(Path(summary), json.dumps(measuring.summary(results), indent=2) + "\n")
+
+
+@contextmanager
+def _alone_in(folder: RunFolder) -> Iterator[None]:
+    """Hold the run folder: two processes in one would write over each other."""
+    with (folder.path / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{folder}: another process is running this run") from None
+        yield
+
+
+def _hush() -> None:
+    """Silence what the user can do nothing about. What matters is said in our own words."""
+    import datasets
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity_error()
+    warnings.filterwarnings("ignore")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one verb; see the module's docstring."""
+    parser = argparse.ArgumentParser(prog="soren_align.worker")
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    verbs.add_parser("train").add_argument("folder")
+    verbs.add_parser("plan").add_argument("--json", action="store_true")
+    measure = verbs.add_parser("eval")
+    measure.add_argument("targets", nargs="+")
+    for option in ("--suite", "--output", "--summary"):
+        measure.add_argument(option)
+    given = parser.parse_args(arguments)
+    try:
+        if given.verb == "train":
+            return train(given.folder)
+        if given.verb == "plan":
+            return plan(given.json)
+        return evaluate(given.targets, given.suite, given.output, given.summary)
+    except UserError as error:
+        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        return 2
+    except KeyboardInterrupt:
+        console.print("stopped; the same command goes on from the last checkpoint")
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""The commands answer quickly, refuse clearly, and never show a traceback for a user's mistake."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from soren_align import __version__, shipped
+
+
+def run(*arguments, cwd=None, **kwargs):
+    command = [sys.executable, "-m", "soren_align.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=120, **kwargs)
+
+
+def best_of(number, *arguments):
+    """Least wall time in seconds: other work on the machine only adds."""
+    times = []
+    for _ in range(number):
+        began = time.monotonic()
+        run(*arguments)
+        times.append(time.monotonic() - began)
+    return min(times)
+
+
+@pytest.fixture
+def bad(tmp_path):
+    file = tmp_path / "bad.yaml"
+    file.write_text("task: sft\noptimizer: {nam: soren}\ntrainer: {learning_rate: 1e-3}\n")
+    return str(file)
+
+
+def test_help_comes_in_under_0_7_seconds():
+    assert best_of(5, "--help") < 0.7
+
+
+def test_a_bad_recipe_is_refused_in_under_1_5_seconds_with_exit_code_2(bad):
+    assert best_of(3, "sft", bad) < 1.5
+    refused = run("sft", bad)
+    assert refused.returncode == 2
+    assert "bad.yaml:2 optimizer.nam: unknown key; did you mean 'name'?" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_neither_imports_torch(bad):
+    for arguments in (["--help"], ["sft", bad], ["schema"], ["recipes"]):
+        code = f"import sys; sys.argv = ['soren-align', *{arguments!r}]\n"
+        code += "from soren_align.cli import main\ntry:\n    main()\nexcept SystemExit:\n    pass\n"
+        code += "print(sorted(m for m in ('torch', 'transformers', 'trl', 'datasets') if m in sys.modules))"
+        out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+        assert out.splitlines()[-1] == "[]", arguments
+
+
+def test_recipes_lists_what_is_shipped():
+    listed = run("recipes").stdout
+    assert all(name in listed for name in shipped.recipes())
+
+
+def test_a_copied_recipe_works_from_any_folder(tmp_path):
+    copied = run("recipes", "copy", "quickstart/sft", "mine.yaml", cwd=tmp_path)
+    assert copied.returncode == 0, copied.stderr
+    (tmp_path / "elsewhere").mkdir()
+    planned = run("plan", "../mine.yaml", "--json", cwd=tmp_path / "elsewhere")
+    assert planned.returncode == 0, planned.stderr
+    plan = json.loads(planned.stdout)
+    assert plan["steps"]["total"] > 0
+    assert plan["data"]["kept"] == plan["data"]["rows"]
+    assert not (tmp_path / "elsewhere" / "runs").exists()
+    again = run("recipes", "copy", "quickstart/sft", "mine.yaml", cwd=tmp_path)
+    assert (again.returncode, "exists already" in again.stderr) == (2, True)
+
+
+def test_plan_shows_rows_an_example_the_rates_and_the_routing(tmp_path):
+    shown = run("plan", "quickstart/sft", cwd=tmp_path).stdout
+    for expected in ("kept", "[[", "learning rates", "linear layer", "1-dimensional", "run.json"):
+        assert expected in shown
+    assert max(len(line) for line in shown.splitlines()) <= 80
+
+
+def test_the_schema_is_json():
+    assert json.loads(run("schema").stdout)["title"] == "Recipe"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["sft", "quickstart/stf"], "did you mean 'quickstart/sft'"),
+        (["dpo", "quickstart/sft"], "this is a recipe for `soren-align sft`"),
+        (["recipes", "copy", "nothing"], "no such file, nor a shipped recipe"),
+        (["eval", "nowhere", "--suite", "quickstart", "--output", "out"], "nowhere"),
+    ],
+)
+def test_a_wrong_name_is_a_sentence_and_exit_code_2(tmp_path, arguments, message):
+    refused = run(*arguments, cwd=tmp_path)
+    assert refused.returncode == 2
+    assert message in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_several_processes_are_refused_in_this_version(tmp_path):
+    import os
+
+    refused = run("sft", "quickstart/sft", cwd=tmp_path, env={**os.environ, "WORLD_SIZE": "2"})
+    assert refused.returncode == 2
+    assert "one process" in refused.stderr
+
+
+def test_the_package_has_a_version():
+    assert __version__.count(".") == 2

@@ -1,0 +1,118 @@
+"""What a recipe says is what is meant, and what it gets wrong is said at once."""
+
+import json
+
+import pytest
+
+from soren_align import recipe, shipped
+from soren_align.recipe import UserError
+
+GOOD = """\
+task: sft
+model: {name_or_path: org/model}
+data:
+  train: {path: org/data}
+optimizer:
+  name: soren
+  lr: 1e-6
+  aux_lr: 3e-5
+trainer:
+  max_steps: 3
+run:
+  output_dir: runs/x
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    def _write(text, name="my.yaml"):
+        file = tmp_path / name
+        file.write_text(text)
+        return str(file)
+
+    return _write
+
+
+@pytest.mark.parametrize("name", shipped.recipes())
+def test_every_shipped_recipe_loads(name, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    overrides = []
+    if "dpo" in name:  # it starts from what the SFT recipe makes
+        overrides = ["model.name_or_path=org/model", "model.init_seed=null"]
+    assert recipe.load(name, overrides).task in name
+
+
+def test_yaml_1_2_numbers_and_words(write):
+    loaded = recipe.load(write(GOOD.replace("max_steps: 3", "eval_strategy: no\n  max_grad_norm: 1e1")))
+    assert loaded.optimizer.lr == 1e-6
+    assert loaded.trainer == {"eval_strategy": "no", "max_grad_norm": 10.0}
+
+
+def test_every_mistake_is_reported_at_once_with_its_line(write):
+    text = GOOD.replace("name: soren", "nme: soren").replace("lr: 1e-6", "lr: fast").replace("max_steps", "max_stepz")
+    with pytest.raises(UserError) as error:
+        recipe.load(write(text))
+    problems = error.value.problems
+    assert any(p.startswith("my.yaml:6 optimizer.nme: unknown key; did you mean 'name'?") for p in problems)
+    assert any(p.startswith("my.yaml:7 optimizer.lr: found 'fast'; write a number") for p in problems)
+    assert any(p.startswith("my.yaml:10 trainer.max_stepz: unknown to TRL's SFTConfig; did you mean") for p in problems)
+    assert any("optimizer.name: is required" in p for p in problems)
+    assert [p.split()[0] for p in problems] == sorted((p.split()[0] for p in problems), key=lambda s: int(s[8:]))
+
+
+def test_overrides_are_typed_and_named_in_errors(write):
+    loaded = recipe.load(write(GOOD), ["optimizer.lr=5e-7", "trainer.packing=true", "eval={suite: quickstart}"])
+    assert loaded.optimizer.lr == 5e-7
+    assert loaded.trainer["packing"] is True
+    assert loaded.eval.suite == "quickstart"
+    with pytest.raises(UserError, match=r"--set optimizer.lr=x optimizer.lr: found 'x'"):
+        recipe.load(write(GOOD), ["optimizer.lr=x"])
+    with pytest.raises(UserError, match=r"write --set section.key=value"):
+        recipe.load(write(GOOD), ["optimizer.lr"])
+
+
+def test_the_resolved_recipe_says_everything_and_loads_again(write):
+    first = recipe.load(write(GOOD))
+    assert (first.optimizer.spectral_map, first.optimizer.ns_steps, first.optimizer.adjust_lr_fn) == ("sns", 15, "none")
+    assert recipe.load(write(recipe.to_yaml(first), "resolved.yaml")) == first
+    assert recipe.load_text(recipe.to_yaml(first)) == first
+
+
+@pytest.mark.parametrize(
+    ("name", "scale", "aux_lr"), [("muon", "original", 3e-5), ("htmuon", "original", 3e-5), ("adamw", None, 3e-5)]
+)
+def test_one_word_swaps_the_optimizer_and_what_was_sorens_is_left_out(write, name, scale, aux_lr):
+    text = GOOD.replace("name: soren", "name: soren\n  spectral_map: exact")
+    loaded = recipe.load(write(text), [f"optimizer.name={name}"]).optimizer
+    assert (loaded.spectral_map, loaded.ns_steps, loaded.adjust_lr_fn, loaded.aux_lr) == (None, None, scale, aux_lr)
+    assert (loaded.p == 0.125) == (name == "htmuon")
+
+
+def test_a_matrix_optimizer_needs_a_rate_for_the_rest(write):
+    with pytest.raises(UserError, match=r"optimizer.aux_lr: is required"):
+        recipe.load(write(GOOD.replace("  aux_lr: 3e-5\n", "")))
+    adamw = recipe.load(write(GOOD.replace("  aux_lr: 3e-5\n", "")), ["optimizer.name=adamw"])
+    assert adamw.optimizer.aux_lr == adamw.optimizer.lr
+
+
+def test_a_recipe_of_the_other_task_is_refused(write):
+    with pytest.raises(UserError, match=r"my.yaml:1 task: this is a recipe for `soren-align sft`, not dpo"):
+        recipe.load(write(GOOD), task="dpo")
+
+
+def test_what_may_change_between_two_halves_of_a_run_and_what_may_not(write):
+    a = recipe.training_part(recipe.load(write(GOOD)))
+    same = recipe.training_part(recipe.load(write(GOOD), ["trainer.logging_steps=7", "run.output_dir=elsewhere"]))
+    other = recipe.training_part(recipe.load(write(GOOD), ["optimizer.lr=2e-6"]))
+    assert recipe.differences(a, same) == []
+    assert recipe.differences(a, other) == ["optimizer.lr: 1e-06 there, 2e-06 here"]
+
+
+def test_the_schema_knows_every_key_of_a_shipped_recipe():
+    schema = recipe.json_schema()
+    text = json.dumps(schema)
+    assert schema["additionalProperties"] is False
+    assert schema["properties"]["trainer"]["properties"]["lr_scheduler_type"]["enum"]
+    assert "learning_rate" not in schema["properties"]["trainer"]["properties"]
+    assert "match_rms_adamw" in text
+    assert "Peak learning rate of the matrices" in text

@@ -1,0 +1,74 @@
+"""The reading of TRL's config classes without importing them agrees with the classes themselves."""
+
+import dataclasses
+import enum
+
+import pytest
+
+from soren_align.recipe import trl_config
+
+
+@pytest.fixture(scope="module")
+def real():
+    from trl import DPOConfig, SFTConfig
+
+    return {"sft": SFTConfig, "dpo": DPOConfig}
+
+
+@pytest.mark.parametrize("task", ["sft", "dpo"])
+def test_the_same_fields_as_the_installed_class(real, task):
+    assert set(trl_config.fields(task)) == {f.name for f in dataclasses.fields(real[task]) if f.init}
+
+
+@pytest.mark.parametrize("task", ["sft", "dpo"])
+def test_the_same_defaults_and_no_default_is_called_wrong(real, task):
+    skipped = 0
+    for field in dataclasses.fields(real[task]):
+        ours = trl_config.fields(task)[field.name]
+        if field.default is dataclasses.MISSING:
+            continue
+        default = field.default.value if isinstance(field.default, enum.Enum) else field.default
+        if ours.default is None and default is not None:
+            skipped += 1  # an expression, not a literal
+        else:
+            assert ours.default == default, field.name
+        if field.name not in trl_config.ELSEWHERE:
+            assert trl_config.problems(task, {field.name: default}) == {}, field.name
+    assert skipped < 10
+
+
+def test_enums_and_choices_are_those_of_the_libraries():
+    from transformers.trainer_utils import SchedulerType
+
+    assert set(trl_config.fields("sft")["lr_scheduler_type"].choices) == {s.value for s in SchedulerType}
+    assert set(trl_config.fields("sft")["packing_strategy"].choices) == {"bfd", "bfd_split", "wrapped"}
+    assert {"sigmoid", "ipo", "apo_zero"} <= set(trl_config.fields("dpo")["loss_type"].choices)
+
+
+def test_every_key_that_belongs_elsewhere_is_one_of_trls(real):
+    known = set(trl_config.fields("sft")) | set(trl_config.fields("dpo"))
+    assert set(trl_config.ELSEWHERE) - known == set()
+    assert set(trl_config.RENAMED) & known == set()
+
+
+@pytest.mark.parametrize(
+    ("task", "key", "value", "message"),
+    [
+        ("sft", "learning_rate", 1e-3, "optimizer.lr"),
+        ("sft", "beta", 0.1, "DPOConfig"),
+        ("dpo", "packing", True, "SFTConfig"),
+        ("sft", "max_lenght", 5, "did you mean 'max_length'"),
+        ("sft", "warmup_ratio", 0.1, "warmup_steps"),
+        ("sft", "packing_strategy", "bdf", "did you mean 'bfd'"),
+        ("sft", "eval_strategy", "step", "did you mean 'steps'"),
+        ("dpo", "loss_type", ["sigmod"], "did you mean 'sigmoid'"),
+        ("sft", "max_steps", "many", "a whole number"),
+        ("sft", "packing", 1, "true or false"),
+        ("sft", "max_length", "None", "null"),
+        ("sft", "per_device_train_batch_size", 0, "at least 1"),
+        ("dpo", "beta", -1, "more than 0"),
+        ("sft", "seed", True, "a whole number"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named_with_its_remedy(task, key, value, message):
+    assert message in trl_config.problems(task, {key: value})[key]

@@ -1,0 +1,45 @@
+"""A few steps of the quickstart, in this process."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from soren_align import launch, recipe
+from soren_align.report import RunFolder
+from soren_align.trainers import run as training
+
+SHORT = ("trainer.max_steps=6", "trainer.warmup_steps=2", "trainer.save_steps=2", "trainer.logging_steps=1")
+SHORT += ("trainer.per_device_train_batch_size=8", "trainer.eval_strategy=no", "eval=null")
+
+
+class TinyRun:
+    """One run folder of a shortened quickstart recipe."""
+
+    def __init__(self, path, task="sft", *overrides):
+        where = [f"run.output_dir={path}"]
+        if task == "dpo" and not any(o.startswith("model.name") for o in overrides):
+            where += ["model.name_or_path=shipped:recipes/quickstart/base", "model.init_seed=0"]
+        self.recipe = recipe.load(f"quickstart/{task}", [*SHORT, *where, *overrides])
+        self.folder = RunFolder(path)
+        self.said = io.StringIO()
+        self.console = Console(file=self.said, width=100)
+
+    def prepare(self):
+        launch.prepare(self.folder, self.recipe)
+        return training.get_ready(self.recipe, self.folder)
+
+    def train(self):
+        return training.train(self.prepare(), self.folder, self.console)
+
+    def trainer(self):
+        ready = self.prepare()
+        return training.build.build_trainer(self.recipe, self.folder, ready.start, ready.tokenizer, ready.splits)
+
+
+@pytest.fixture
+def tiny_run(tmp_path):
+    def make(task="sft", *overrides, name="run"):
+        return TinyRun(tmp_path / name, task, *overrides)
+
+    return make

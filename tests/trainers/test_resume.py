@@ -1,0 +1,185 @@
+"""Killed at any moment and started again, a run ends with the weights of an uninterrupted one, bit for bit."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from soren_align.recipe import UserError
+from soren_align.report import RunFolder
+
+
+def weights(folder):
+    return load_file(folder.model / "model.safetensors")
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+class Kill(BaseException):
+    pass
+
+
+def stop_after(run, step, monkeypatch):
+    """Train and die after `step`, as rudely as one process can."""
+    from soren_align.trainers.watch import Watch
+
+    original = Watch.on_optimizer_step
+
+    def dying(self, args, state, control, **kwargs):
+        original(self, args, state, control, **kwargs)
+        if state.global_step == step:
+            raise Kill
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Watch, "on_optimizer_step", dying)
+        with pytest.raises(Kill):
+            run().train()
+
+
+@pytest.mark.parametrize("task", ["sft", "dpo"])
+@pytest.mark.parametrize("optimizer", ["soren", "htmuon"])
+def test_a_resumed_run_has_the_weights_and_losses_of_an_uninterrupted_one(tiny_run, monkeypatch, task, optimizer):
+    name = f"optimizer.name={optimizer}"
+    whole = tiny_run(task, name, name="whole")
+    whole.train()
+    stop_after(lambda: tiny_run(task, name), 3, monkeypatch)
+    resumed = tiny_run(task, name)
+    resumed.train()
+    assert resumed.folder.read()["resumed_from_steps"] == [2]
+    assert same(weights(whole.folder), weights(resumed.folder))
+
+    def logged(run):
+        lines = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
+        exact = ("step", "loss", "learning_rate", "update_rms", "relative_change", "grad_norm")
+        return [{k: line.get(k) for k in exact} for line in lines if "loss" in line]
+
+    assert logged(whole) == logged(resumed)
+
+
+def test_a_checkpoint_that_was_not_completely_written_is_passed_over(tiny_run, monkeypatch):
+    whole = tiny_run(name="whole")
+    whole.train()
+    stop_after(tiny_run, 4, monkeypatch)
+    folder = tiny_run().folder
+    (folder.checkpoints / "checkpoint-4").mkdir(exist_ok=True)
+    (folder.checkpoints / "checkpoint-4" / "model.safetensors").write_bytes(b"half")
+    (folder.checkpoints / "checkpoint-4" / "soren_align.json").unlink(missing_ok=True)
+    resumed = tiny_run()
+    resumed.train()
+    assert "checkpoint-4 was not completely written; removed" in resumed.said.getvalue()
+    assert resumed.folder.read()["resumed_from_steps"] == [2]
+    assert same(weights(whole.folder), weights(resumed.folder))
+
+
+@pytest.mark.parametrize("lost", ["optimizer.pt", "scheduler.pt", "model.safetensors", "rng_state.pth"])
+def test_a_checkpoint_with_a_lost_file_is_refused(tiny_run, monkeypatch, lost):
+    stop_after(tiny_run, 3, monkeypatch)
+    (tiny_run().folder.checkpoints / "checkpoint-2" / lost).unlink()
+    with pytest.raises(UserError, match=f"checkpoint-2: {lost} missing or cut short"):
+        tiny_run().train()
+
+
+def test_a_checkpoint_of_other_data_or_other_weights_is_refused(tiny_run, monkeypatch):
+    stop_after(tiny_run, 3, monkeypatch)
+    seal = tiny_run().folder.checkpoints / "checkpoint-2" / "soren_align.json"
+    record = json.loads(seal.read_text())
+    for key, value in (("data", {**record["origin"]["data"], "sha256": "f00"}), ("start", "f00")):
+        seal.write_text(json.dumps({**record, "origin": {**record["origin"], key: value}}))
+        with pytest.raises(UserError, match="belongs to another run"):
+            tiny_run().train()
+    seal.write_text(json.dumps(record))
+    assert tiny_run().train()
+
+
+def test_a_checkpoint_by_path_must_be_ours(tiny_run, tmp_path):
+    (tmp_path / "strange").mkdir()
+    with pytest.raises(UserError, match=r"no complete checkpoint of soren-align"):
+        tiny_run("sft", f"run.resume={tmp_path / 'strange'}").train()
+
+
+def test_old_checkpoints_go_only_after_the_new_one_is_sealed(tiny_run, monkeypatch):
+    from soren_align.trainers import checkpoints
+
+    original, seen = checkpoints.seal, []
+
+    def watching(checkpoint, origin):
+        seen.append(sorted(p.parent.name for p in checkpoint.parent.glob("checkpoint-*/soren_align.json")))
+        original(checkpoint, origin)
+
+    monkeypatch.setattr(checkpoints, "seal", watching)
+    run = tiny_run("sft", "trainer.save_total_limit=1")
+    run.train()
+    assert seen == [[], ["checkpoint-2"], ["checkpoint-4"]]
+    assert [p.name for p in run.folder.checkpoints.glob("checkpoint-*")] == ["checkpoint-6"]
+
+
+def start(folder, *overrides):
+    sets = [f"run.output_dir={folder.path}", "trainer.max_steps=60", "trainer.save_steps=5", *overrides]
+    command = [sys.executable, "-m", "soren_align.cli", "sft", "quickstart/sft", "--no-eval"]
+    command += [part for s in sets for part in ("--set", s)]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+def test_five_kills_at_random_moments_change_nothing(tmp_path):
+    whole, killed = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "killed")
+    assert start(whole).wait() == 0
+    rng = random.Random()
+    kills, moments = 0, []
+    while kills < 5:
+        process = start(killed)
+        # Half of the kills fall anywhere from the first second on, half into the training itself.
+        if kills % 2:
+            wait_for(lambda: any(killed.checkpoints.glob("checkpoint-*")), process)
+            moments.append(rng.uniform(0, 1))
+        else:
+            moments.append(rng.uniform(0, 10))
+        time.sleep(moments[-1])
+        if process.poll() is not None:
+            break  # it was done before the kill: nothing is left to interrupt
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        kills += 1
+    if kills == 5 or process.returncode != 0:
+        process = start(killed)
+        assert process.wait() == 0, process.stderr.read()
+    assert killed.read()["status"] == "finished"
+    assert same(weights(whole), weights(killed)), f"kills after {moments}"
+
+
+def test_ctrl_c_leaves_a_run_that_goes_on(tmp_path):
+    whole, stopped = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "stopped")
+    assert start(whole).wait() == 0
+    process = start(stopped)
+    wait_for(lambda: stopped.metrics.is_file() and stopped.metrics.stat().st_size, process)
+    process.send_signal(signal.SIGINT)
+    assert process.wait() == 130
+    assert "the same command goes on" in process.stderr.read()
+    assert start(stopped).wait() == 0
+    assert same(weights(whole), weights(stopped))
+
+
+def test_two_processes_do_not_share_a_run(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    first = start(folder)
+    wait_for(lambda: (folder.path / ".lock").exists(), first)
+    time.sleep(0.2)
+    second = start(folder)
+    assert second.wait() == 2
+    assert "another process is running this run" in second.stderr.read()
+    first.kill()
+    first.wait()
+
+
+def wait_for(condition, process, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition() and process.poll() is None:
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.02)

@@ -1,0 +1,136 @@
+"""What steps is what the recipe names, and what is logged is what happened."""
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from soren_align.recipe import UserError
+from soren_align.trainers.watch import WrongOptimizer
+
+
+def metrics(run):
+    return [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
+
+
+def losses(run):
+    return [line["loss"] for line in metrics(run) if "loss" in line]
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize(
+    ("name", "cls"), [("soren", "Soren"), ("muon", "Muon"), ("htmuon", "HTMuon"), ("adamw", "AdamW")]
+)
+def test_run_json_proves_which_optimizer_stepped_and_how_often(tiny_run, name, cls, accumulation):
+    run = tiny_run("sft", f"optimizer.name={name}", f"trainer.gradient_accumulation_steps={accumulation}")
+    assert run.train()
+    proof = run.folder.read()["optimizer"]
+    matrices = 0 if name == "adamw" else 14
+    assert (proof["class"], proof["chain"][-1]) == (cls, cls)
+    assert (proof["num_matrices"], proof["maps_per_step"]) == (matrices, matrices)
+    assert losses(run)[-1] < losses(run)[0]
+    table = run.folder.read()["routing"]
+    assert sum(row["numel"] for row in table) == run.folder.read()["parameters"]["trainable"]
+
+
+def test_dpo_steps_with_the_same_factory(tiny_run):
+    run = tiny_run("dpo", "trainer.gradient_accumulation_steps=2")
+    assert run.train()
+    assert run.folder.read()["optimizer"]["maps_per_step"] == 14
+    assert "rewards/accuracies" in metrics(run)[0]
+
+
+def test_an_optimizer_that_is_not_the_recipes_stops_the_run(tiny_run):
+    trainer = tiny_run().trainer()
+    trainer.optimizer = torch.optim.AdamW(trainer.model.parameters())
+    with pytest.raises(WrongOptimizer, match="names Soren, but AdamW would step"):
+        trainer.train()
+
+
+def test_a_map_that_did_not_run_stops_the_run(tiny_run, monkeypatch):
+    trainer = tiny_run().trainer()
+    cls = type(trainer.create_optimizer())
+    monkeypatch.setattr(cls, "_spectral_step", lambda *a, **k: None)
+    with pytest.raises(WrongOptimizer, match="0 spectral maps in one optimizer step for 14 matrices"):
+        trainer.train()
+
+
+def test_the_logged_numbers_are_those_of_the_weights(tiny_run):
+    run = tiny_run("sft", "trainer.save_steps=1", "trainer.save_total_limit=10")
+    run.train()
+    start = load_file(run.folder.start / "model.safetensors")
+
+    def weights(step):
+        return load_file(run.folder.checkpoints / f"checkpoint-{step}" / "model.safetensors")
+
+    matrices = [n for n, w in start.items() if w.ndim == 2 and "layers" in n]
+    rest = [n for n in start if n not in matrices]
+    assert len(matrices) == 14
+    before, after = weights(3), weights(4)
+    line = metrics(run)[3]
+    assert line["step"] == 4
+    for names, prefix in ((matrices, ""), (rest, "aux_")):
+        change = torch.cat([(after[n] - before[n]).double().flatten() for n in names])
+        moved = torch.cat([(after[n] - start[n]).double().flatten() for n in names])
+        norm = torch.cat([start[n].double().flatten() for n in names]).norm()
+        assert line[f"{prefix}update_rms"] == pytest.approx(float(change.square().mean().sqrt()), rel=1e-4)
+        assert line[f"{prefix}relative_change"] == pytest.approx(float(moved.norm() / norm), rel=1e-4)
+    # match_rms_adamw: a full-rank update has RMS 0.2 lr, a rank-deficient one less; decay adds lr * 0.1 * weights.
+    assert 0.02 < line["update_rms"] / line["learning_rate"] < 0.25
+    assert 0 < line["map_weakest"] < line["map_strongest"] < 1
+    assert line["num_guarded"] == 0
+    assert line["tokens_per_second"] > 0
+
+
+def test_the_logged_rates_are_those_of_the_plan(tiny_run):
+    from soren_align.trainers.plan import plan
+
+    run = tiny_run("sft", "optimizer.aux_lr=1e-4")
+    planned, counted = plan(run.recipe)
+    trainer = run.trainer()
+    assert counted.num_kept == len(trainer.train_dataset)
+    trainer.train()
+    assert planned["steps"]["total"] == trainer.state.max_steps == 6
+    logged = {line["step"]: line for line in metrics(run) if "loss" in line}
+    for rate in planned["learning_rates"]:
+        assert logged[rate["step"]]["learning_rate"] == pytest.approx(rate["lr"])
+        assert logged[rate["step"]]["aux_learning_rate"] == pytest.approx(rate["aux_lr"])
+
+
+@pytest.mark.parametrize("epochs", [1, 2.5])
+def test_the_plan_counts_steps_as_transformers_does(tiny_run, epochs):
+    from soren_align.trainers.plan import plan
+
+    overrides = ["trainer.max_steps=-1", f"trainer.num_train_epochs={epochs}", "data.train.limit=50"]
+    run = tiny_run("sft", *overrides, "trainer.gradient_accumulation_steps=4", "trainer.warmup_steps=0")
+    planned, _ = plan(run.recipe)
+    trainer = run.trainer()
+    trainer.train()
+    assert planned["steps"]["total"] == trainer.state.global_step
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_with_its_name_and_the_step(tiny_run, monkeypatch):
+    from soren_align.trainers.trainers import SorenTrainerMixin
+
+    def poisoned(self, model, inputs, *args, **kwargs):
+        return next(model.parameters()).sum() * math.nan
+
+    monkeypatch.setattr(SorenTrainerMixin, "compute_loss", poisoned, raising=False)
+    with pytest.raises(UserError, match=r"step 1: .*(not finite|NaN)"):
+        tiny_run().train()
+
+
+def test_the_model_folder_is_plain_hugging_face(tiny_run):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run = tiny_run()
+    run.train()
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(run.folder.model),
+        AutoTokenizer.from_pretrained(run.folder.model),
+    )
+    assert next(model.parameters()).dtype == torch.float32
+    assert tokenizer.chat_template
+    assert not list(run.folder.model.glob("*.bin"))
