@@ -26,7 +26,7 @@ test: setup
 check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/basedpyright
 
 clean:
 	rm -rf .venv runs dist

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import DPOTrainer, SFTTrainer
 
@@ -16,8 +17,8 @@ from . import checkpoints
 from .watch import Watch
 
 
-class SorenTrainerMixin:
-    """Put before a transformers Trainer: builds the optimizer, seals checkpoints, measures."""
+class SorenTrainerMixin(Trainer):
+    """Put before a TRL trainer: builds the optimizer, seals checkpoints, measures."""
 
     def __init__(
         self,
@@ -37,35 +38,31 @@ class SorenTrainerMixin:
         super().__init__(*args, **kwargs)
         # Built once to look at: a model that the optimizer cannot take is refused before training, and what really
         # steps is compared with it then.
-        reference = build_optimizer(self.model, **optimizer_settings)
+        trained: Any = self.model
+        reference = build_optimizer(trained, **optimizer_settings)
         self.reference_groups = reference.param_groups
         self.watch = Watch(self, type(reference), metrics)
-        self.watch.remember_start(self.model)
+        self.watch.remember_start(trained)
         self.add_callback(self.watch)
-
-    model: Any
-    args: Any
-    state: Any
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         """The recipe's optimizer over every trainable parameter."""
         if self.optimizer is None:
-            self.optimizer = build_optimizer(self.model if model is None else model, **self.optimizer_settings)
+            whole: Any = self.model if model is None else model
+            self.optimizer = build_optimizer(whole, **self.optimizer_settings)
         return self.optimizer
-
-    optimizer: Any = None
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """TRL's, with the tokens counted."""
         mask = inputs.get("attention_mask")
         self.watch.tokens += int(mask.sum()) if mask is not None else inputs["input_ids"].numel()
-        return super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        return super().training_step(model, inputs, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """TRL's, with our measurements beside the loss."""
         if "loss" in logs:
             logs.update(self.watch.measures())
-        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+        super().log(logs, *args, **kwargs)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """None per checkpoint: run.json says more than TRL's card."""
@@ -75,10 +72,10 @@ class SorenTrainerMixin:
         # is complete, so that a kill between the two leaves none.
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:
-            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            super()._save_checkpoint(model, trial)
         finally:
             self.args.save_total_limit = limit
-        folder = Path(self.args.output_dir)
+        folder = Path(str(self.args.output_dir))
         checkpoints.seal(folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}", self.origin)
         rotate_checkpoints(
             output_dir=str(folder),

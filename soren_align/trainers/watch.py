@@ -45,7 +45,7 @@ class Watch(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Look behind accelerate's wrapper, and keep the weights to measure distances from."""
-        chain = [self.trainer.optimizer]
+        chain: list[Any] = [self.trainer.optimizer]
         while hasattr(chain[-1], "optimizer"):
             chain.append(chain[-1].optimizer)
         self.optimizer = chain[-1]

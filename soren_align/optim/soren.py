@@ -1,0 +1,128 @@
+"""Soren and its rivals: the same optimizer with another map of the momentum's singular values."""
+
+from typing import Any, Literal
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from ..spectral import exact_sigmoid, guarded_soft_newton_schulz, newton_schulz, spectral_power
+from .spectral_optimizer import SpectralOptimizer
+
+AdjustLrFn = Literal["none", "original", "match_rms_adamw"]
+BETAS = (0.9, 0.999)
+EPS = 1e-8
+
+
+class Soren(SpectralOptimizer):
+    """W <- W - lr * U s(S) V^T, with U S V^T the Nesterov momentum and s the sigmoid.
+
+    params: matrices, named or not, or groups; see `soren_align.param_groups` for a whole model.
+    momentum, nesterov: M <- M + (1 - momentum) (G - M), N = G + momentum (M - G); no bias correction.
+    weight_decay: W <- W (1 - lr * weight_decay) before the step, with the unadjusted lr.
+    spectral_map: "sns", the paper's Algorithm 1 with `ns_steps`, or "exact", the definition.
+    adjust_lr_fn: "none", "original" (sqrt(max(1, m/n))) or "match_rms_adamw" (0.2 sqrt(max(m, n)), divided by the
+        sigmoid's 1/2 so that learning rates compare with AdamW's).
+    The map must see averaged, unscaled gradients, clipped before the step; singular values above 4 are guarded.
+    Source: the paper's Algorithm 2.
+    """
+
+    map_keys = ("spectral_map", "ns_steps")
+    map_level = 0.5
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor,
+        *,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        weight_decay: float = 0.1,
+        spectral_map: Literal["sns", "exact"] = "sns",
+        ns_steps: int = 15,
+        adjust_lr_fn: AdjustLrFn = "none",
+    ):
+        shared = _defaults(lr, momentum, nesterov, weight_decay, adjust_lr_fn)
+        super().__init__(params, {**shared, "spectral_map": spectral_map, "ns_steps": ns_steps})
+
+    def map_matrix(self, x: Tensor, group: dict[str, Any]) -> Tensor:
+        """The sigmoid of the singular values of x."""
+        if group["spectral_map"] == "exact":
+            return exact_sigmoid(x)
+        output, num_guarded = guarded_soft_newton_schulz(x, group["ns_steps"])
+        self.num_guarded += num_guarded
+        return output
+
+
+class Muon(SpectralOptimizer):
+    """torch.optim.Muon, bit for bit on float32 matrices, with AdamW groups beside them. Arguments as in `Soren`."""
+
+    map_keys = ("ns_steps",)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        *,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        weight_decay: float = 0.1,
+        ns_steps: int = 5,
+        adjust_lr_fn: AdjustLrFn = "original",
+    ):
+        shared = _defaults(lr, momentum, nesterov, weight_decay, adjust_lr_fn)
+        super().__init__(params, {**shared, "ns_steps": ns_steps})
+
+    def map_matrix(self, x: Tensor, group: dict[str, Any]) -> Tensor:
+        """The singular values of x, pushed towards 1."""
+        return newton_schulz(x, group["ns_steps"])
+
+
+class HTMuon(SpectralOptimizer):
+    """W <- W - lr * U S^p V^T, by decomposition. Arguments as in `Soren`.
+
+    Source: arXiv 2603.10067. Nesterov is on, as in its code; the algorithm in the Soren paper shows it without.
+    """
+
+    map_keys = ("p",)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor,
+        *,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        weight_decay: float = 0.1,
+        p: float = 0.125,
+        adjust_lr_fn: AdjustLrFn = "original",
+    ):
+        super().__init__(params, {**_defaults(lr, momentum, nesterov, weight_decay, adjust_lr_fn), "p": p})
+
+    def map_matrix(self, x: Tensor, group: dict[str, Any]) -> Tensor:
+        """The singular values of x to the power p."""
+        return spectral_power(x, group["p"])
+
+
+class AdamW(SpectralOptimizer):
+    """torch.optim.AdamW, bit for bit on float32 and float64 parameters, with the state and checks of the others."""
+
+    rule = "adamw"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        *,
+        betas: tuple[float, float] = BETAS,
+        eps: float = EPS,
+        weight_decay: float = 1e-2,
+    ):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
+
+
+def _defaults(
+    lr: float | Tensor, momentum: float, nesterov: bool, weight_decay: float, adjust_lr_fn: AdjustLrFn
+) -> dict[str, Any]:
+    """What a group takes when it says nothing; every group keeps the settings of its own rule."""
+    spectral = {"momentum": momentum, "nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn}
+    return {"lr": lr, "weight_decay": weight_decay, **spectral, "betas": BETAS, "eps": EPS}

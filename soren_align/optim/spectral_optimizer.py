@@ -1,0 +1,197 @@
+"""One update path for matrices and for everything else.
+
+A group with rule "spectral" is updated by a map of its momentum's singular values, one with rule "adamw" by torch's own
+AdamW. The optimizers differ by the map alone, `map_matrix`. Nothing here knows of ranks, ZeRO or trainers.
+
+    EMA momentum -> Nesterov -> map of the whole matrix -> adjust_lr_fn -> decoupled decay -> add
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from .gradients import refuse_unusable_gradients
+from .settings import BOOKKEEPING, RULE_KEYS, check_settings, name_of, refuse_changed_settings, refuse_incomplete_state
+
+STATE_KEYS = {"spectral": ("step", "exp_avg"), "adamw": ("step", "exp_avg", "exp_avg_sq")}
+
+
+@dataclass(frozen=True, eq=False)
+class Update:
+    """One parameter's step, as an observer sees it. `after` is the live parameter: read it, don't keep it."""
+
+    name: str
+    rule: str
+    before: Tensor
+    after: Tensor
+    output: Tensor | None  # of the spectral map; None for AdamW
+
+
+class SpectralOptimizer(torch.optim.Optimizer):
+    """The base of Soren, Muon, HTMuon and AdamW; a subclass brings `map_matrix` and the settings that it reads."""
+
+    rule = "spectral"  # of a group that names none
+    map_keys: tuple[str, ...] = ()  # settings of a spectral group that only this class's map reads
+    map_level = 1.0  # what the map sends an ordinary singular value to; match_rms_adamw divides by it
+
+    # On the class, because torch's copy and pickle of an optimizer keep only its state and its groups.
+    observer: Callable[[Update], None] | None = None
+    num_maps = 0  # matrices mapped so far
+    num_guarded = 0  # of these, how often the guard of the map acted
+
+    def map_matrix(self, x: Tensor, group: dict[str, Any]) -> Tensor:
+        """The update's direction for the averaged gradient x: [m, n], float32 or float64; x is not modified."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """The closure's loss, after one step of every parameter that has a gradient.
+
+        FloatingPointError for a NaN or an infinity in any gradient, ValueError for a flat shard in a spectral group or
+        a sparse gradient; then nothing has changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        refuse_unusable_gradients(self.param_groups, type(self).__name__)
+        for group in self.param_groups:
+            # Also for parameters without a gradient, so that a checkpoint with a hole in it is a broken one.
+            for parameter in group["params"]:
+                self._complete_state(parameter, group["rule"])
+            with_grad = [(name_of(group, i), p) for i, p in enumerate(group["params"]) if p.grad is not None]
+            if group["rule"] == "spectral":
+                for name, parameter in with_grad:
+                    self._spectral_step(name, parameter, group)
+            elif self.observer is None:
+                self._adamw_step([parameter for _, parameter in with_grad], group)
+            else:
+                for name, parameter in with_grad:
+                    before = parameter.clone()
+                    self._adamw_step([parameter], group)
+                    self.observer(Update(name, "adamw", before, parameter.detach(), None))
+        return loss
+
+    def _spectral_step(self, name: str, parameter: Tensor, group: dict[str, Any]) -> None:
+        state, lr, beta = self.state[parameter], _scalar(group["lr"]), group["momentum"]
+        momentum = state["exp_avg"]
+        grad = parameter.grad.to(momentum.dtype)  # type: ignore[union-attr]
+        state["step"] = state["step"] + 1
+
+        momentum.lerp_(grad, 1 - beta)
+        update = grad.lerp(momentum, beta) if group["nesterov"] else momentum
+        output = self.map_matrix(update, group)
+        self.num_maps += 1
+
+        before = parameter.clone() if self.observer is not None else parameter
+        adjusted_lr = lr * self._lr_scale(group["adjust_lr_fn"], *parameter.shape)
+        wide = parameter.to(momentum.dtype)  # the parameter itself, unless it is narrower than its momentum
+        wide.mul_(1 - lr * group["weight_decay"]).add_(output, alpha=float(-adjusted_lr))
+        if wide is not parameter:
+            parameter.copy_(wide)
+        if self.observer is not None:
+            self.observer(Update(name, "spectral", before, parameter.detach(), output))
+
+    def _lr_scale(self, adjust_lr_fn: str, num_rows: int, num_columns: int) -> float:
+        if adjust_lr_fn == "original":
+            return math.sqrt(max(1, num_rows / num_columns))
+        if adjust_lr_fn == "match_rms_adamw":
+            return 0.2 * math.sqrt(max(num_rows, num_columns)) / self.map_level
+        return 1.0
+
+    def _adamw_step(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        if not parameters:
+            return
+        states = [self.state[p] for p in parameters]
+        dtypes = [state["exp_avg"].dtype for state in states]
+        # torch adds to its step tensors in place: these are new ones.
+        steps = [state["step"].clone() for state in states]
+        wide = [p.to(dtype) for p, dtype in zip(parameters, dtypes, strict=True)]
+        adamw(
+            wide,
+            [p.grad.to(dtype) for p, dtype in zip(parameters, dtypes, strict=True)],  # type: ignore[union-attr]
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            steps,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        for parameter, updated, state, step in zip(parameters, wide, states, steps, strict=True):
+            state["step"] = step
+            if updated is not parameter:
+                parameter.copy_(updated)
+
+    def _complete_state(self, parameter: Tensor, rule: str) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            for key in STATE_KEYS[rule][1:]:
+                state[key] = torch.zeros_like(parameter, dtype=_state_dtype(parameter))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, completed with the settings of its own rule.
+
+        ValueError for an unknown rule, a setting of another rule, a value that is not allowed, an "adamw" group
+        without a learning rate of its own, and a spectral group with a parameter that is not a matrix.
+        """
+        group = {"rule": self.rule, **param_group}
+        where = f"{type(self).__name__} group {len(self.param_groups)}"
+        rules = {"spectral", "adamw"} if self.rule == "spectral" else {"adamw"}
+        if group["rule"] not in rules:
+            raise ValueError(f"{where} rule: found {group['rule']!r}; write {' or '.join(sorted(rules))}")
+        keys = RULE_KEYS[group["rule"]] + (self.map_keys if group["rule"] == "spectral" else ())
+        for key in group.keys() - set(keys) - set(BOOKKEEPING):
+            raise ValueError(f"{where} {key}: not a setting of rule {group['rule']!r}; it has {', '.join(keys)}")
+        if group["rule"] != self.rule and "lr" not in group:
+            raise ValueError(f"{where} lr: missing; matrices and AdamW need learning rates of their own")
+
+        check_settings({**self.defaults, **group}, where)
+        super().add_param_group(group)
+        for key in self.defaults.keys() - set(keys):
+            del group[key]
+        self._refuse_wrong_parameters(group)
+
+    def _refuse_wrong_parameters(self, group: dict[str, Any]) -> None:
+        for position, parameter in enumerate(group["params"]):
+            name = name_of(group, position)
+            # ZeRO 3 empties the tensor and keeps the true shape in ds_shape.
+            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+            if not parameter.is_floating_point():
+                raise ValueError(f"{type(self).__name__} updates real numbers; {name} is {parameter.dtype}")
+            if group["rule"] == "spectral" and len(shape) != 2:
+                advice = "Route it to AdamW (soren_align.param_groups does)."
+                raise ValueError(f"{type(self).__name__} updates matrices; {name} has shape {shape}. {advice}")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a checkpoint's state and learning rates.
+
+        ValueError if any other setting differs from the present one, or if a parameter's state is missing.
+        """
+        refuse_changed_settings(state_dict["param_groups"], self.param_groups)
+        refuse_incomplete_state(state_dict, self.param_groups, STATE_KEYS)
+        super().load_state_dict(state_dict)
+        # torch casts state to the parameter's dtype, which would round a bfloat16 parameter's float32 momentum.
+        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
+            for number, parameter in zip(saved["params"], group["params"], strict=True):
+                for key, value in state_dict["state"].get(number, {}).items():
+                    kept = value.cpu() if key == "step" else value.to(parameter.device, _state_dtype(parameter))
+                    self.state[parameter][key] = kept
+
+
+def _state_dtype(parameter: Tensor) -> torch.dtype:
+    return torch.float64 if parameter.dtype == torch.float64 else torch.float32
+
+
+def _scalar(lr: float | Tensor) -> float | Tensor:
+    return lr.squeeze() if isinstance(lr, Tensor) else lr

@@ -1,0 +1,102 @@
+"""The factory in a plain transformers.Trainer, on a tiny Llama."""
+
+import pytest
+import torch
+
+from soren_align.optim import OptimizerFactory, route
+
+transformers = pytest.importorskip("transformers")
+
+SETTINGS = {
+    "soren": {"name": "soren", "lr": 1e-2, "aux_lr": 1e-3, "adjust_lr_fn": "match_rms_adamw"},
+    "muon": {"name": "muon", "lr": 1e-2, "aux_lr": 1e-3},
+    "htmuon": {"name": "htmuon", "lr": 1e-2, "aux_lr": 1e-3},
+    "adamw": {"name": "adamw", "lr": 1e-3},
+}
+NUM_MATRICES = 2 * 7  # q, k, v, o, gate, up, down in each block
+
+
+def tiny_llama(tied=True):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=tied,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def trainer(folder, settings, max_steps, accumulation=1):
+    tokens = torch.randint(3, 32, (64, 12), generator=torch.Generator().manual_seed(3))
+    return transformers.Trainer(
+        tiny_llama(),
+        transformers.TrainingArguments(
+            output_dir=str(folder),
+            max_steps=max_steps,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=accumulation,
+            save_steps=2,
+            lr_scheduler_type="constant",
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+            logging_steps=1,
+        ),
+        train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
+        optimizer_cls_and_kwargs=(OptimizerFactory, settings),
+    )
+
+
+def weights(run):
+    return {name: p.detach().clone() for name, p in run.model.named_parameters()}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_llamas_parameters_are_routed_once(tied):
+    model = tiny_llama(tied)
+    routes = route(model)
+    assert {id(r.parameter) for r in routes} == {id(p) for p in model.parameters()}
+    assert len(routes) == len(list(model.parameters()))
+    assert sum(r.rule == "spectral" for r in routes) == NUM_MATRICES
+    reasons = {r.name: r.reason for r in routes}
+    if tied:
+        assert reasons["model.embed_tokens.weight"] == "input embedding, tied to lm_head.weight"
+    else:
+        assert reasons["lm_head.weight"] == "output embedding"
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_resumed_run_ends_with_the_same_bits(name, tmp_path):
+    whole = trainer(tmp_path / "whole", SETTINGS[name], max_steps=3)
+    start = weights(whole)
+    whole.train()
+    assert all(not torch.equal(p, start[n]) for n, p in whole.model.named_parameters())
+
+    resumed = trainer(tmp_path / "resumed", SETTINGS[name], max_steps=3)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert resumed.state.global_step == 3
+    assert all(torch.equal(p, weights(whole)[n]) for n, p in resumed.model.named_parameters())
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("name", ["soren", "muon", "htmuon"])
+def test_each_matrix_is_mapped_once_a_step(name, accumulation, tmp_path):
+    run = trainer(tmp_path, SETTINGS[name], max_steps=2, accumulation=accumulation)
+    run.train()
+    optimizer = run.optimizer.optimizer  # accelerate's wrapper holds ours
+    assert type(optimizer).__name__.lower() == name
+    assert optimizer.num_maps == 2 * NUM_MATRICES
+    assert optimizer.num_guarded == 0
+
+
+def test_a_checkpoint_of_another_recipe_is_refused(tmp_path):
+    trainer(tmp_path / "one", SETTINGS["soren"], max_steps=2).train()
+    other = trainer(tmp_path / "two", {**SETTINGS["soren"], "momentum": 0.9}, max_steps=3)
+    with pytest.raises(ValueError, match=r"group 0 momentum: 0.95 in the checkpoint, 0.9 in this optimizer"):
+        other.train(resume_from_checkpoint=str(tmp_path / "one" / "checkpoint-2"))

@@ -1,0 +1,172 @@
+"""Every trainable parameter goes to one rule, for a stated reason."""
+
+import pytest
+import torch
+from torch import nn
+
+from soren_align.optim import AdamW, HTMuon, Muon, Soren, build_optimizer, param_groups, route, routing_table
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(4, 8), nn.Linear(8, 4, bias=False), nn.LayerNorm(4)
+
+
+class Model(nn.Module):
+    """As much of a language model as routing looks at."""
+
+    def __init__(self, tied=False):
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(10, 4), nn.ModuleList([Block(), Block()])
+        self.project, self.head = nn.Linear(4, 4, bias=False), nn.Linear(4, 10, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def get_input_embeddings(self):
+        return self.embed
+
+    def get_output_embeddings(self):
+        return self.head
+
+
+def rules(routes):
+    return {r.name: (r.rule, r.reason) for r in routes}
+
+
+def test_linear_layers_inside_the_blocks_are_spectral_and_the_rest_is_not():
+    assert rules(route(Model())) == {
+        "embed.weight": ("adamw", "input embedding"),
+        **{
+            f"layers.{i}.{name}": where
+            for i in (0, 1)
+            for name, where in {
+                "up.weight": ("spectral", "linear layer"),
+                "up.bias": ("adamw", "1-dimensional"),
+                "down.weight": ("spectral", "linear layer"),
+                "norm.weight": ("adamw", "1-dimensional"),
+                "norm.bias": ("adamw", "1-dimensional"),
+            }.items()
+        },
+        "project.weight": ("adamw", "outside the blocks"),
+        "head.weight": ("adamw", "output embedding"),
+    }
+
+
+def test_tied_embeddings_are_one_parameter():
+    routes = rules(route(Model(tied=True)))
+    assert routes["embed.weight"] == ("adamw", "input embedding, tied to head.weight")
+    assert "head.weight" not in routes
+
+
+def test_a_linear_layer_that_shares_its_weight_with_an_embedding_is_an_embedding():
+    model = nn.Module()
+    model.words, model.out = nn.Embedding(4, 4), nn.Linear(4, 4, bias=False)
+    model.out.weight = model.words.weight
+    assert rules(route(model)) == {"words.weight": ("adamw", "embedding, tied to out.weight")}
+
+
+def test_a_plain_model_needs_no_blocks():
+    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    assert [r.rule for r in route(net)] == ["spectral", "adamw", "spectral", "adamw"]
+
+
+def test_a_matrix_that_is_no_linear_layer_goes_to_adamw():
+    net = nn.Sequential(nn.Linear(3, 4, bias=False))
+    net.table = nn.Parameter(torch.zeros(3, 3))
+    net.conv = nn.Conv2d(1, 1, 2, bias=False)
+    reasons = {name: reason for name, (_, reason) in rules(route(net)).items()}
+    assert reasons["table"] == "not the weight of a linear layer"
+    assert reasons["conv.weight"] == "4-dimensional"
+
+
+def test_frozen_parameters_are_nowhere():
+    model = Model()
+    model.layers[0].requires_grad_(False)
+    assert not any(name.startswith("layers.0") for name in rules(route(model)))
+
+
+def test_aux_globs_send_matrices_to_adamw():
+    routes = rules(route(Model(), aux=["*.down.weight", "embed*"]))
+    assert routes["layers.1.down.weight"] == ("adamw", "named by aux '*.down.weight'")
+    assert routes["layers.1.up.weight"] == ("spectral", "linear layer")
+    with pytest.raises(ValueError, match=r"aux: '\*.dwn.weight' matches no trainable parameter"):
+        route(Model(), aux=["*.down.weight", "*.dwn.weight"])
+
+
+def test_lora_factors_are_refused():
+    model = Model()
+    model.layers[0].up.lora_A = nn.ModuleDict({"default": nn.Linear(4, 2, bias=False)})
+    with pytest.raises(ValueError, match=r"layers.0.up.lora_A.default.weight is a LoRA factor"):
+        route(model)
+
+
+def test_an_emptied_parameter_is_routed_by_its_true_shape():
+    net = nn.Sequential(nn.Linear(3, 4, bias=False))
+    net[0].weight.data = torch.empty(0)
+    net[0].weight.ds_shape = torch.Size([4, 3])
+    (only,) = route(net)
+    assert (only.rule, only.shape) == ("spectral", (4, 3))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_trainable_parameter_is_in_exactly_one_group(tied):
+    model = Model(tied)
+    groups = param_groups(model, lr=0.1, aux_lr=0.01, weight_decay=0.2)
+    grouped = [p for group in groups for p in group["params"]]
+    assert len(grouped) == len(set(grouped))
+    assert set(grouped) == set(model.parameters())
+    named = dict(model.named_parameters())
+    for group in groups:
+        assert all(named[n] is p for n, p in zip(group["param_names"], group["params"], strict=True))
+    assert [(g["rule"], g["lr"], g["weight_decay"]) for g in groups] == [
+        ("spectral", 0.1, 0.2),
+        ("adamw", 0.01, 0.0),
+    ]
+
+
+def test_a_model_without_matrices_is_refused():
+    with pytest.raises(ValueError, match="LayerNorm has no matrix for a spectral optimizer; found only: 1-dimensional"):
+        param_groups(nn.LayerNorm(3), aux_lr=0.1)
+    with pytest.raises(ValueError, match="found only: no trainable parameter"):
+        param_groups(nn.Linear(3, 3).requires_grad_(False), aux_lr=0.1)
+
+
+def test_the_routing_table_counts_what_there_is():
+    assert routing_table(route(Model(tied=True))) == [
+        {"rule": "spectral", "reason": "linear layer", "tensors": 4, "numel": 128},
+        {"rule": "adamw", "reason": "input embedding, tied to head.weight", "tensors": 1, "numel": 40},
+        {"rule": "adamw", "reason": "1-dimensional", "tensors": 6, "numel": 32},
+        {"rule": "adamw", "reason": "outside the blocks", "tensors": 1, "numel": 16},
+    ]
+
+
+def test_the_factory_builds_what_is_named_with_its_own_settings():
+    model, shared = Model(), {"lr": 0.1, "aux_lr": 0.01, "ns_steps": 9, "p": 0.5, "betas": (0.8, 0.9)}
+    built = {name: build_optimizer(model, name=name, **shared) for name in ("soren", "muon", "htmuon", "adamw")}
+    assert [type(o) for o in built.values()] == [Soren, Muon, HTMuon, AdamW]
+    first = {name: o.param_groups[0] for name, o in built.items()}
+    assert (first["soren"]["ns_steps"], first["soren"]["spectral_map"]) == (9, "sns")
+    assert first["muon"]["ns_steps"] == 5
+    assert first["htmuon"]["p"] == 0.5
+    assert [g["adjust_lr_fn"] for name, g in first.items() if name != "adamw"] == ["none", "original", "original"]
+    assert (first["adamw"]["rule"], first["adamw"]["weight_decay"]) == ("adamw", 0.1)
+    for optimizer in built.values():
+        rest = optimizer.param_groups[1]
+        assert (rest["rule"], rest["lr"], rest["weight_decay"], rest["betas"]) == ("adamw", 0.01, 0.0, (0.8, 0.9))
+
+
+def test_the_rate_of_the_rest_must_be_said_except_for_adamw():
+    for name in ("soren", "muon", "htmuon"):
+        with pytest.raises(ValueError, match=f"aux_lr: missing; {name} updates the matrices"):
+            build_optimizer(Model(), name=name, lr=0.1)
+    assert [g["lr"] for g in build_optimizer(Model(), name="adamw", lr=0.1).param_groups] == [0.1, 0.1]
+    with pytest.raises(ValueError, match="name: found 'sorn'"):
+        build_optimizer(Model(), name="sorn", lr=0.1, aux_lr=0.1)
+
+
+def test_optimizers_are_importable_from_the_top():
+    import soren_align
+
+    assert soren_align.Soren is Soren
+    assert soren_align.param_groups is param_groups

@@ -1,0 +1,304 @@
+"""What a step of Soren does, and what it refuses."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+from soren_align.optim import AdamW, HTMuon, Muon, Soren
+from soren_align.spectral import exact_sigmoid, newton_schulz, soft_newton_schulz, spectral_power
+
+
+def randn(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def parameter(*shape, grad=None, dtype=torch.float32):
+    p = torch.nn.Parameter(randn(*shape, dtype=dtype))
+    p.grad = grad
+    return p
+
+
+def snapshot(optimizer):
+    """Everything that a step may change."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    states = [dict(optimizer.state[p]) if p in optimizer.state else {} for p in params]
+    return copy.deepcopy(([p.detach() for p in params], states)), optimizer.num_maps
+
+
+def assert_unchanged(optimizer, before):
+    (params, states), num_maps = snapshot(optimizer)
+    assert num_maps == before[1]
+    assert all(torch.equal(a, b) for a, b in zip(params, before[0][0], strict=True))
+    for now, then in zip(states, before[0][1], strict=True):
+        assert now.keys() == then.keys()
+        assert all(torch.equal(now[key], then[key]) for key in now)
+
+
+def test_the_first_step_maps_one_minus_momentum_squared_of_the_gradient():
+    grad = randn(4, 6, seed=1) / 10
+    p, seen = parameter(4, 6, grad=grad), []
+    optimizer = Soren([p], lr=1.0, momentum=0.9)
+    optimizer.observer = seen.append
+    optimizer.step()
+    assert torch.allclose(seen[0].output, soft_newton_schulz(grad * (1 - 0.9**2)), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "spectral_map"),
+    [
+        (Soren, soft_newton_schulz),
+        (lambda params, **kw: Soren(params, ns_steps=7, **kw), lambda x: soft_newton_schulz(x, 7)),
+        (lambda params, **kw: Soren(params, spectral_map="exact", **kw), exact_sigmoid),
+        (lambda params, **kw: Muon(params, **{"adjust_lr_fn": "none", **kw}), newton_schulz),
+        (lambda params, **kw: HTMuon(params, **{"adjust_lr_fn": "none", **kw}), lambda x: spectral_power(x, 0.125)),
+    ],
+)
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_three_steps_follow_the_algorithm(make, spectral_map, nesterov):
+    grads = [randn(5, 8, seed=seed) / 10 for seed in range(1, 4)]
+    p = parameter(5, 8)
+    w, m = p.detach().clone(), torch.zeros(5, 8)
+    optimizer = make([p], lr=0.1, momentum=0.9, nesterov=nesterov, weight_decay=0.2)
+    for grad in grads:
+        p.grad = grad.clone()
+        optimizer.step()
+        m = 0.9 * m + 0.1 * grad
+        n = 0.1 * grad + 0.9 * m if nesterov else m
+        w = w - 0.1 * 0.2 * w - 0.1 * spectral_map(n)
+        # bfloat16 inside Muon's map: an ulp of difference in N may move its result by 1e-2
+        assert torch.allclose(p, w, atol=3e-3 if spectral_map is newton_schulz else 1e-5)
+        assert torch.equal(p.grad, grad)
+    assert optimizer.state[p]["step"] == 3
+    assert torch.allclose(optimizer.state[p]["exp_avg"], m)
+    assert optimizer.num_maps == 3
+
+
+@pytest.mark.parametrize(
+    ("adjust_lr_fn", "shape", "factor"),
+    [
+        ("none", (12, 3), 1),
+        ("original", (12, 3), 2),
+        ("original", (3, 12), 1),
+        ("match_rms_adamw", (16, 3), 1.6),  # 0.2 sqrt(16), over the sigmoid's half
+        ("match_rms_adamw", (3, 16), 1.6),
+    ],
+)
+def test_adjust_lr_fn_scales_the_step_and_not_the_decay(adjust_lr_fn, shape, factor):
+    seen, p = [], parameter(*shape, grad=randn(*shape, seed=1))
+    before = p.detach().clone()
+    optimizer = Soren([p], lr=0.1, weight_decay=0.3, adjust_lr_fn=adjust_lr_fn)
+    optimizer.observer = seen.append
+    optimizer.step()
+    assert torch.allclose(p, before * (1 - 0.03) - 0.1 * factor * seen[0].output, atol=1e-6)
+
+
+def test_matched_to_adamw_the_update_of_a_full_spectrum_has_rms_a_fifth_of_lr():
+    p = torch.nn.Parameter(torch.zeros(64, 64))
+    p.grad = torch.linalg.qr(randn(64, 64))[0] * 1e-3
+    Soren([p], lr=1.0, spectral_map="exact", adjust_lr_fn="match_rms_adamw").step()
+    assert p.square().mean().sqrt().item() == pytest.approx(0.2, rel=1e-3)
+
+
+@pytest.mark.parametrize("optimizer_class", [Soren, Muon, HTMuon])
+def test_a_zero_gradient_leaves_only_the_weight_decay(optimizer_class):
+    p = parameter(4, 6, grad=torch.zeros(4, 6))
+    before = p.detach().clone()
+    optimizer_class([p], lr=0.5, weight_decay=0.1).step()
+    assert torch.equal(p, before * (1 - 0.5 * 0.1))
+
+
+def test_tiny_and_huge_gradients_give_finite_bounded_steps():
+    for scale in (1e-45, 1e-30, 1e-12, 1e6, 1e20, 1e38):
+        for make in (Soren, lambda params, **kw: Soren(params, spectral_map="exact", **kw), HTMuon, Muon):
+            p = torch.nn.Parameter(torch.zeros(4, 6))
+            p.grad = torch.full((4, 6), scale)
+            optimizer = make([p], lr=1.0, adjust_lr_fn="none")
+            optimizer.step()
+            bound = 1.2 if make is not HTMuon else 1.2 * max(1, (scale * math.sqrt(24)) ** 0.125)
+            assert torch.linalg.matrix_norm(p.detach(), ord=2) <= bound
+            assert optimizer.num_guarded == (make is Soren and scale > 100)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("where", ["matrix", "vector"])
+def test_a_gradient_that_is_not_finite_stops_the_step_and_changes_nothing(bad, where):
+    matrix, vector = parameter(4, 6, grad=randn(4, 6)), parameter(9, grad=randn(9))
+    groups = [
+        {"params": [("matrix", matrix)]},
+        {"params": [("vector", vector)], "rule": "adamw", "lr": 0.1},
+    ]
+    optimizer = Soren(groups, lr=0.1)
+    optimizer.step()
+    before = snapshot(optimizer)
+    {"matrix": matrix, "vector": vector}[where].grad.view(-1)[5] = bad
+    with pytest.raises(FloatingPointError, match=f"NaN or infinity in the gradient of {where}; nothing was changed"):
+        optimizer.step()
+    assert_unchanged(optimizer, before)
+
+
+def test_the_largest_finite_gradient_is_not_taken_for_an_infinity():
+    p = parameter(3, grad=torch.full((3,), torch.finfo(torch.float32).max))
+    AdamW([p]).step()
+
+
+def test_a_parameter_without_a_gradient_is_left_alone():
+    still, moving = parameter(4, 6), parameter(4, 6, grad=randn(4, 6))
+    before = still.detach().clone()
+    optimizer = Soren([still, moving], lr=0.1)
+    optimizer.step()
+    assert torch.equal(still, before)
+    assert optimizer.state[still]["step"] == 0
+    assert optimizer.num_maps == 1
+
+
+@pytest.mark.parametrize("optimizer_class", [Soren, Muon, HTMuon])
+def test_what_is_not_a_matrix_is_refused_by_name(optimizer_class):
+    name = optimizer_class.__name__
+    with pytest.raises(ValueError, match=rf"{name} updates matrices; model.norm.weight has shape \(8,\). Route it to"):
+        optimizer_class([("model.norm.weight", parameter(8))], lr=0.1)
+    with pytest.raises(ValueError, match=rf"{name} updates matrices; parameter 1 has shape \(2, 3, 4\)"):
+        optimizer_class([parameter(2, 3), parameter(2, 3, 4)], lr=0.1)
+
+
+def test_an_emptied_parameter_counts_by_its_true_shape():
+    p = torch.nn.Parameter(torch.empty(0))
+    p.ds_shape = torch.Size([4, 6])
+    Soren([p], lr=0.1)
+    p.ds_shape = torch.Size([24])
+    with pytest.raises(ValueError, match=r"has shape \(24,\)"):
+        Soren([p], lr=0.1)
+
+
+def test_a_flat_shard_swapped_in_later_is_refused_at_the_step():
+    optimizer = Soren([("a", parameter(4, 6)), ("b", parameter(4, 6))], lr=0.1)
+    shard = parameter(24, grad=randn(24))
+    shard.ds_shape = torch.Size([4, 6])
+    optimizer.param_groups[0]["params"] = [shard]
+    before = shard.detach().clone()
+    with pytest.raises(ValueError, match=r"Soren updates whole matrices; parameter 0 has shape \(24,\) at the step"):
+        optimizer.step()
+    assert torch.equal(shard, before)
+
+
+def test_sparse_complex_and_whole_number_parameters_are_refused():
+    p = parameter(4, 6, grad=torch.eye(4, 6).to_sparse())
+    with pytest.raises(ValueError, match="needs dense gradients; that of parameter 0"):
+        Soren([p], lr=0.1).step()
+    with pytest.raises(ValueError, match="updates real numbers"):
+        Soren([torch.nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr": -1.0}, "Soren group 0 lr: found -1.0; write 0 or more"),
+        ({"lr": float("nan")}, "lr: found nan"),
+        ({"lr": torch.ones(2)}, "write one number"),
+        ({"momentum": 1.0}, "momentum: found 1.0; write at least 0 and below 1"),
+        ({"weight_decay": -0.1}, "weight_decay: found -0.1"),
+        ({"ns_steps": 0}, "ns_steps: found 0; write a whole number from 1 to 99"),
+        ({"spectral_map": "snss"}, "spectral_map: found 'snss'; write one of 'sns', 'exact'"),
+        ({"adjust_lr_fn": "orignal"}, "adjust_lr_fn: found 'orignal'; write one of 'none', 'original'"),
+    ],
+)
+def test_a_setting_that_cannot_be_meant_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        Soren([parameter(4, 6)], **{"lr": 0.1, **settings})
+
+
+def test_groups_hold_the_settings_of_their_rule_and_no_others():
+    groups = [{"params": [parameter(4, 6)]}, {"params": [parameter(9)], "rule": "adamw", "lr": 0.3}]
+    spectral, adamw = Soren(groups, lr=0.1).param_groups
+    assert spectral.keys() == {
+        *("params", "rule", "lr", "weight_decay", "momentum", "nesterov"),
+        *("adjust_lr_fn", "spectral_map", "ns_steps"),
+    }
+    assert adamw.keys() == {"params", "rule", "lr", "weight_decay", "betas", "eps"}
+    assert (spectral["lr"], adamw["lr"]) == (0.1, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ({"rule": "adamw"}, "lr: missing; matrices and AdamW need learning rates of their own"),
+        ({"rule": "adamw", "lr": 0.1, "ns_steps": 5}, "ns_steps: not a setting of rule 'adamw'"),
+        ({"betas": (0.9, 0.99)}, "betas: not a setting of rule 'spectral'"),
+        ({"rule": "adam", "lr": 0.1}, "rule: found 'adam'; write adamw or spectral"),
+        ({"momentun": 0.9}, "momentun: not a setting of rule 'spectral'"),
+    ],
+)
+def test_a_group_with_foreign_settings_is_refused(group, message):
+    with pytest.raises(ValueError, match=message):
+        Soren([{"params": [parameter(4, 6)], **group}], lr=0.1)
+
+
+def test_adamw_has_no_spectral_groups():
+    with pytest.raises(ValueError, match="rule: found 'spectral'; write adamw"):
+        AdamW([{"params": [parameter(4, 6)], "rule": "spectral"}])
+
+
+def test_bfloat16_weights_keep_float32_momentum_and_are_rounded_once():
+    grads = [randn(4, 6, seed=seed, dtype=torch.bfloat16) for seed in (1, 2)]
+    for make, state in ((Soren, ["exp_avg"]), (AdamW, ["exp_avg", "exp_avg_sq"])):
+        narrow, wide = parameter(4, 6, dtype=torch.bfloat16), parameter(4, 6)
+        wide.data = narrow.detach().float()
+        ours, reference = make([narrow], lr=0.1), make([wide], lr=0.1)
+        for grad in grads:
+            narrow.grad, wide.grad = grad, grad.float()
+            wide.data = narrow.detach().float()
+            ours.step()
+            reference.step()
+            assert torch.equal(narrow, wide.to(torch.bfloat16))
+        assert all(ours.state[narrow][key].dtype == torch.float32 for key in state)
+
+
+def test_the_guard_is_counted():
+    calm, wild = parameter(4, 6, grad=randn(4, 6) / 10), parameter(4, 6, grad=randn(4, 6) * 1e4)
+    optimizer = Soren([calm, wild], lr=0.1)
+    for expected in (1, 2):
+        optimizer.step()
+        assert (optimizer.num_maps, optimizer.num_guarded) == (2 * expected, expected)
+
+
+def test_the_observer_sees_every_update_as_it_happened():
+    matrix, vector, idle = parameter(4, 6, grad=randn(4, 6)), parameter(9, grad=randn(9)), parameter(3)
+    groups = [
+        {"params": [("matrix", matrix)]},
+        {"params": [("vector", vector), ("idle", idle)], "rule": "adamw", "lr": 0.1},
+    ]
+    before, seen = [matrix.detach().clone(), vector.detach().clone()], []
+    optimizer = Soren(groups, lr=0.1, weight_decay=0.0)
+    optimizer.observer = seen.append
+    optimizer.step()
+    assert [(u.name, u.rule) for u in seen] == [("matrix", "spectral"), ("vector", "adamw")]
+    assert all(torch.equal(u.before, b) for u, b in zip(seen, before, strict=True))
+    assert torch.equal(seen[0].after, matrix)
+    assert torch.equal(seen[1].after, vector)
+    assert torch.allclose(before[0] - 0.1 * seen[0].output, matrix)
+    assert seen[1].output is None
+
+
+def test_the_observer_does_not_change_the_steps():
+    weights = []
+    for observer in (None, lambda update: None):
+        matrix, vector, other = parameter(4, 6), parameter(9), parameter(5)
+        optimizer = Soren([{"params": [matrix]}, {"params": [vector, other], "rule": "adamw", "lr": 0.1}], lr=0.1)
+        optimizer.observer = observer
+        for seed in range(3):
+            for p in (matrix, vector, other):
+                p.grad = randn(*p.shape, seed=seed)
+            optimizer.step()
+        weights.append([matrix, vector, other])
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+@pytest.mark.parametrize("optimizer_class", [Soren, AdamW])
+def test_step_counts_are_new_tensors(optimizer_class):
+    p = parameter(4, 6, grad=randn(4, 6))
+    optimizer = optimizer_class([p], lr=0.1)
+    optimizer.step()
+    first = optimizer.state[p]["step"]
+    optimizer.step()
+    assert (first, optimizer.state[p]["step"]) == (1, 2)

@@ -1,0 +1,138 @@
+"""What holds for all maps of singular values, whatever they do to them."""
+
+import pytest
+import torch
+from torch.optim._muon import _zeropower_via_newtonschulz
+
+from soren_align.spectral import exact_sigmoid, newton_schulz, soft_newton_schulz, spectral_power
+
+MAPS = {
+    "exact_sigmoid": exact_sigmoid,
+    "sns": soft_newton_schulz,
+    "sns gram": lambda x: soft_newton_schulz(x, form="gram"),
+    "newton_schulz": newton_schulz,
+    "spectral_power": lambda x: spectral_power(x, 0.125),
+}
+every_map = pytest.mark.parametrize("spectral_map", MAPS.values(), ids=MAPS.keys())
+
+
+def randn(*shape, dtype=torch.float64, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def rotation(size, seed):
+    return torch.linalg.qr(randn(size, size, seed=seed))[0]
+
+
+@every_map
+@pytest.mark.parametrize("scale", [0.01, 3.0])
+def test_the_map_commutes_with_rotations(spectral_map, scale):
+    x = randn(6, 9) * scale
+    u, v = rotation(6, 1), rotation(9, 2)
+    assert (spectral_map(u @ x @ v) - u @ spectral_map(x) @ v).abs().max() < 1e-10
+
+
+@every_map
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_map_commutes_with_the_transpose(spectral_map, dtype):
+    for x in (randn(6, 9, dtype=dtype), randn(2, 9, 4, dtype=dtype)):
+        assert torch.equal(spectral_map(x.mT), spectral_map(x).mT)
+
+
+@every_map
+def test_a_batch_is_mapped_matrix_by_matrix(spectral_map):
+    x = randn(2, 3, 8, 5) * torch.logspace(-3, 2, 3, dtype=torch.float64)[:, None, None]
+    one_by_one = torch.stack([spectral_map(matrix) for matrix in x.flatten(0, 1)]).unflatten(0, (2, 3))
+    assert (spectral_map(x) - one_by_one).abs().max() < 1e-12
+
+
+@every_map
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("shape", [(6, 9), (9, 6), (5, 5), (2, 6, 9)])
+def test_the_map_leaves_its_input_alone_and_keeps_its_dtype(spectral_map, dtype, shape):
+    x = randn(*shape, dtype=dtype)
+    before = x.clone()
+    result = spectral_map(x)
+    assert torch.equal(x, before)
+    assert result.data_ptr() != x.data_ptr()
+    assert result.dtype == dtype
+    assert result.shape == x.shape
+
+
+@every_map
+def test_zero_maps_to_zero_and_what_is_not_finite_to_nan(spectral_map):
+    for dtype in (torch.float32, torch.float64):
+        assert (spectral_map(torch.zeros(4, 6, dtype=dtype)) == 0).all()
+        for bad in (torch.nan, torch.inf):
+            x = randn(2, 4, 6, dtype=dtype)
+            x[0, 1, 2] = bad
+            result = spectral_map(x)
+            assert result[0].isnan().all()
+            assert result[1].isfinite().all()
+
+
+@every_map
+@pytest.mark.parametrize("x", [torch.ones(3), torch.tensor(1.0), torch.ones(2, 3, dtype=torch.int64)])
+def test_what_is_not_a_floating_point_matrix_is_refused(spectral_map, x):
+    with pytest.raises(ValueError, match="takes floating-point matrices"):
+        spectral_map(x)
+
+
+def by_definition(x, function, threshold):
+    u, sigma, vh = torch.linalg.svd(x.double(), full_matrices=False)
+    return (u * function(sigma).where(sigma > threshold * sigma[..., :1], 0).unsqueeze(-2)) @ vh
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(6, 9), (9, 6), (5, 5), (2, 6, 9)])
+@pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 1e3, 1e30])
+def test_the_exact_maps_are_their_definition(dtype, shape, scale):
+    x = randn(*shape, dtype=dtype) * scale
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-11
+    assert (exact_sigmoid(x) - by_definition(x, torch.sigmoid, 1e-12)).abs().max() < tolerance
+    expected = by_definition(x, lambda sigma: sigma**0.125, 1e-12)
+    assert (spectral_power(x, 0.125) - expected).abs().max() < tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_exact_maps_are_zero_on_the_null_space(dtype):
+    # rank 3, with the rounding noise of the product left in
+    x = randn(8, 3, dtype=dtype) @ randn(3, 12, dtype=dtype, seed=1)
+    for result in (exact_sigmoid(x), spectral_power(x, 0.125)):
+        sigma = torch.linalg.svdvals(result)
+        assert (sigma[:3] > 0.5).all()
+        assert (sigma[3:] < 1e-6).all()
+
+
+def test_a_bfloat16_matrix_with_many_columns_is_not_all_null_space():
+    x = randn(16, 300, dtype=torch.bfloat16)
+    assert torch.linalg.svdvals(exact_sigmoid(x).double()).min() > 0.49
+
+
+def test_many_soft_steps_are_the_exact_sigmoid_of_small_gradients():
+    x = randn(6, 9) * 1e-3
+    assert (soft_newton_schulz(x, 40) - exact_sigmoid(x)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_muons_map_has_the_bits_of_torch(dtype):
+    for seed, shape in enumerate([(6, 9), (9, 6), (16, 16), (64, 33), (33, 128), (1, 7), (7, 1), (80, 80)]):
+        for scale in (1e-9, 1e-3, 1.0, 1e4):
+            x = randn(*shape, dtype=dtype, seed=seed) * scale
+            # torch divides a bfloat16 argument in place, hence the copy
+            expected = _zeropower_via_newtonschulz(x.clone(), (3.4445, -4.7750, 2.0315), 5, 1e-7)
+            assert torch.equal(newton_schulz(x), expected.to(dtype))
+
+
+def test_muons_map_is_iterated_in_float64_for_a_float64_caller():
+    x = randn(6, 9)
+    u, sigma, vh = torch.linalg.svd(x, full_matrices=False)
+    s = sigma / sigma.norm()
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    assert (newton_schulz(x) - (u * s) @ vh).abs().max() < 1e-12
+
+
+def test_muons_map_gives_zero_where_float32_cannot_hold_the_norm():
+    # documented, and the same in torch
+    assert (newton_schulz(torch.full((4, 4), 1e20)) == 0).all()

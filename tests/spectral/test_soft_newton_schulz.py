@@ -1,0 +1,161 @@
+"""The paper's Algorithm 1 against its own scalar recursion, and the guard beyond its sane range."""
+
+import pytest
+import torch
+
+from soren_align.spectral import guarded_soft_newton_schulz, soft_newton_schulz
+
+SHAPES = [(7, 12), (12, 7), (9, 9), (3, 8, 5), (2, 3, 5, 8), (1, 1), (1, 6)]
+
+
+def matrix_with(sigma, num_rows, num_columns, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    u, _ = torch.linalg.qr(torch.randn(num_rows, len(sigma), dtype=torch.float64, generator=generator))
+    v, _ = torch.linalg.qr(torch.randn(num_columns, len(sigma), dtype=torch.float64, generator=generator))
+    return ((u * torch.as_tensor(sigma, dtype=torch.float64)) @ v.mT).to(dtype)
+
+
+def scalar_sns(sigma, frobenius, steps):
+    q, t = sigma / (frobenius + 1e-8), sigma / 4
+    for _ in range(steps):
+        q = q * (3 - q * q) / 2
+    for _ in range(2):
+        t = t * (3 - t * t) / 2
+    return (q + t) / 2
+
+
+def by_singular_values(x, steps):
+    u, sigma, vh = torch.linalg.svd(x, full_matrices=False)
+    frobenius = sigma.square().sum(-1, keepdim=True).sqrt()
+    return (u * scalar_sns(sigma, frobenius, steps).unsqueeze(-2)) @ vh
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"), [(10, 0.468), (11, 0.278), (12, 0.1055), *((k, 0.04371) for k in range(13, 26))]
+)
+def test_the_largest_relative_error_on_the_papers_interval(steps, expected):
+    # With |X|_F = 1 the first singular value is at once the raw and the normalised one, as in the paper's figure.
+    sigma = torch.linspace(0.01, 1, 2000, dtype=torch.float64)
+    x = torch.diag_embed(torch.stack([sigma, (1 - sigma**2).clamp(min=0).sqrt()], dim=-1))
+    mapped = soft_newton_schulz(x, steps)[:, 0, 0]
+    error = ((mapped - sigma.sigmoid()) / sigma.sigmoid()).abs().max().item()
+    assert error == pytest.approx(expected, abs=5e-6 if steps >= 13 else 5e-4)
+
+
+@pytest.mark.parametrize("form", ["direct", "gram"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("scale", [0.01, 1.0])
+def test_a_matrix_goes_where_its_singular_values_go(shape, form, scale):
+    x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * scale / 4
+    for steps in (1, 5, 15):
+        expected = by_singular_values(x, steps)
+        assert (soft_newton_schulz(x, steps, form) - expected).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("steps", [5, 15, 25])
+def test_the_gram_form_survives_a_wide_spectrum(steps):
+    x = matrix_with(torch.logspace(0, -6, 32), 32, 64, torch.float32)
+    difference = soft_newton_schulz(x, steps, "gram") - soft_newton_schulz(x, steps, "direct")
+    # float32 rounding, grown by 1.5 a step on the modes that have not arrived: 1.5^25 * 6e-8 / sqrt(32) at most
+    assert difference.abs().max() < max(1e-6, 1e-8 * 1.5**steps)
+
+
+def test_the_gram_form_is_guarded_alike():
+    x = torch.stack([matrix_with([5, 1, 0.1], 4, 6), matrix_with([300, 20, 1e-3], 4, 6), matrix_with([3.9, 3], 4, 6)])
+    direct, gram = (guarded_soft_newton_schulz(x, form=form) for form in ("direct", "gram"))
+    assert direct[1] == gram[1] == 2
+    assert (direct[0] - gram[0]).abs().max() < 1e-10
+
+
+def plain_formula(x, steps=15):
+    """The recursion without a guard, in the very operations whose bits are promised: [batch, m, n] with m <= n."""
+    q, t = x / (torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True) + 1e-8), x / 4
+    for _ in range(steps):
+        q = torch.baddbmm(q, q @ q.mT, q, beta=1.5, alpha=-0.5)
+    for _ in range(2):
+        t = torch.baddbmm(t, t @ t.mT, t, beta=1.5, alpha=-0.5)
+    return (q + t) / 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_up_to_sigma_4_the_guard_leaves_the_bits_alone(dtype):
+    sane = [
+        matrix_with(sigma, 6, 9, dtype) for sigma in ([0.3, 0.1], [3.99] * 6, [3.5, 3.4, 3.3, 1e-3], [1e-4], [2.5] * 4)
+    ]
+    sane.append(torch.diag(torch.tensor([4.0, 4, 4, 1, 1, 0], dtype=dtype)) @ torch.eye(6, 9, dtype=dtype))
+    wild = [matrix_with(sigma, 6, 9, dtype) for sigma in ([4.01], [7, 1], [1e6, 3])]
+    assert sum(m.norm() > 4 for m in sane) == 4  # here the norm alone does not decide
+    x = torch.stack([*sane, *wild])
+    result, num_guarded = guarded_soft_newton_schulz(x)
+    assert num_guarded == len(wild)
+    assert torch.equal(result[: len(sane)], plain_formula(x)[: len(sane)])
+    # the plain formula at the edge of the guard, and beyond it, where it has left [0, 1]
+    assert torch.allclose(result[-3], plain_formula(x)[-3], atol=1e-4)
+    assert not (plain_formula(x)[-1].abs() < 1e3).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_larger_single_value_never_gets_a_smaller_result(dtype):
+    sigma = torch.cat([torch.logspace(-3, 12, 3001), torch.linspace(3.9, 9, 1001)]).sort().values.to(dtype)
+    result, num_guarded = guarded_soft_newton_schulz(sigma[:, None, None])
+    result = result.flatten()
+    rounding = 4 * torch.finfo(dtype).eps
+    assert num_guarded == (sigma > 4).sum()
+    assert (result.diff() >= -rounding).all()
+    assert result.min() > 0
+    assert result.max() <= 1 + rounding
+    assert (result[sigma > 4] - 1).abs().max() <= rounding
+
+
+@pytest.mark.parametrize("largest", [1.0, 4.0, 4.5, 7.0, 8.7, 20.0, 1e3, 1e12])
+def test_within_a_matrix_larger_singular_values_get_larger_results(largest):
+    sigma = torch.logspace(-3, 0, 24, dtype=torch.float64) * largest
+    x = torch.diag(sigma)
+    result = soft_newton_schulz(x).diagonal()
+    assert (result.diff() >= -1e-15).all()
+    assert result.min() > 0
+    assert result.max() <= 1 + 1e-15
+
+
+@pytest.mark.parametrize("form", ["direct", "gram"])
+def test_huge_entries_saturate(form):
+    top = torch.finfo(torch.float32).max
+    x = torch.stack([matrix_with([1, 0.5], 5, 8), torch.ones(5, 8), torch.full((5, 8), 1e-3)]).float()
+    x = x / x.abs().amax(dim=(1, 2), keepdim=True) * torch.tensor([top, top, 1e-3])[:, None, None]
+    result, num_guarded = guarded_soft_newton_schulz(x, form=form)
+    assert num_guarded == 2
+    assert torch.isfinite(result).all()
+    t = 0.5 * (3 - 0.25) / 2
+    t = t * (3 - t**2) / 2
+    expected = torch.tensor([1, (1 + t) / 2, 0, 0, 0])
+    assert torch.allclose(torch.linalg.svdvals(result[0]), expected, atol=1e-5)
+    assert torch.equal(result[2], soft_newton_schulz(x[2:], form=form)[0])
+
+
+def test_tiny_subnormal_and_zero_entries_stay_small_and_finite():
+    for value in (1e-12, 1e-30, 1e-40, 1e-45, 0.0):
+        x = torch.full((3, 5), value)
+        result = soft_newton_schulz(x)
+        # slope at zero: 1.5^15 / eps of the Q stream, half of it
+        assert torch.isfinite(result).all()
+        assert result.abs().max() <= 0.51 * 1.5**15 / 1e-8 * x.max()
+        assert (result == 0).all() == (value == 0)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("form", ["direct", "gram"])
+def test_a_matrix_that_is_not_finite_comes_out_all_nan_and_its_neighbours_untouched(bad, form):
+    x = torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(0)) / 10
+    expected = soft_newton_schulz(x, form=form)
+    x[1, 2, 3] = bad
+    result, num_guarded = guarded_soft_newton_schulz(x, form=form)
+    assert num_guarded == 0
+    assert result[1].isnan().all()
+    assert torch.equal(result[[0, 2]], expected[[0, 2]])
+
+
+def test_wrong_words_are_refused():
+    with pytest.raises(ValueError, match="write one of 'direct', 'gram'"):
+        soft_newton_schulz(torch.eye(2), form="fast")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="steps: found -1"):
+        soft_newton_schulz(torch.eye(2), steps=-1)
