@@ -1,0 +1,8 @@
+"""Data: files and hub datasets, checked and reduced to what TRL reads, and an account of what it will train on."""
+
+from .columns import COLUMNS, Task
+from .load import Loaded, load_split
+from .preview import Account, account, show_example
+from .templates import check_template
+
+__all__ = ["COLUMNS", "Account", "Loaded", "Task", "account", "check_template", "load_split", "show_example"]

@@ -1,0 +1,50 @@
+"""A split from the Hugging Face hub, or from its cache here, and the commit that it is."""
+
+import datasets
+from datasets import Dataset, DatasetBuilder
+from huggingface_hub import constants
+
+from ..recipe import UserError
+from .rows import SUFFIXES
+
+
+def fetch(path: str, split: str, revision: str | None) -> tuple[Dataset, str]:
+    """(the whole split, memory-mapped; the commit hash that `revision` stands for).
+
+    UserError if the hub has no such dataset, split or revision, or can neither be reached nor be done without.
+    """
+    try:
+        builder = datasets.load_dataset_builder(path, revision=revision)
+        _refuse_another_revision(builder, path, revision)
+        builder.download_and_prepare()
+    except UserError:
+        raise
+    except Exception as error:  # whatever is raised here is about the hub or the data there, not about us
+        raise UserError(_what_happened(path, error)) from None
+    splits = list(builder.info.splits or {})
+    if split not in splits:
+        raise UserError(f"{path}: has no split '{split}'; it has {', '.join(splits)}")
+    dataset = builder.as_dataset(split=split)
+    assert isinstance(dataset, Dataset)
+    return dataset, str(builder.hash)
+
+
+def _refuse_another_revision(builder: DatasetBuilder, path: str, revision: str | None) -> None:
+    """Without the hub, `datasets` hands out the newest cached copy, whatever revision was asked for."""
+    from_cache = type(builder).__module__.startswith("datasets.packaged_modules.cache")
+    if from_cache and revision is not None and builder.hash != revision:
+        raise UserError(
+            f"{path}: the hub cannot be reached, and the cached copy is revision {builder.hash}, "
+            f"not '{revision}'. Write the cached one, or connect"
+        )
+
+
+def _what_happened(path: str, error: Exception) -> str:
+    said = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if isinstance(error, ConnectionError) or constants.HF_HUB_OFFLINE:
+        return (
+            f"{path}: no such file here, and as a dataset of the Hugging Face hub it is neither cached nor reachable "
+            f"({said}). Write the path of a {', '.join(SUFFIXES)} file, or connect for the first run (without "
+            "HF_HUB_OFFLINE)"
+        )
+    return f"{path}: cannot be loaded from the Hugging Face hub: {said}"

@@ -1,0 +1,170 @@
+"""One split, from a local file or from the hub, reduced to the columns that TRL needs and checked row by row.
+
+Nothing that cannot be trained on gets past here: every bad row is counted and the first few are named.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+import datasets
+import huggingface_hub.utils
+from datasets import Dataset, Features, List, Value, config
+from datasets.exceptions import DatasetGenerationError
+
+from .. import shipped
+from ..recipe import UserError, is_local
+from . import columns, hub, rows
+from .columns import Layout, Task
+
+NUM_NAMED = 5
+"""So many bad rows are named; the rest are counted."""
+
+
+class Split(Protocol):
+    """Where rows are; soren_align.recipe.DataSplit is one."""
+
+    path: str
+    split: str
+    limit: int | None
+    revision: str | None
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Rows ready for TRL, and where they came from."""
+
+    dataset: Dataset
+    """Exactly the columns of the task: `messages`, or `chosen` and `rejected`."""
+    layout: str
+    """What was recognised, in words: "chat messages (ultrachat_200k)"."""
+    num_rows: int
+    source: dict[str, Any]
+    """For run.json: path, split, sha256 of a file or revision of a hub dataset, columns dropped."""
+    notices: tuple[str, ...] = ()
+    """What a person should know and nothing stops for."""
+
+
+def load_split(spec: Split, task: Task) -> Loaded:
+    """The rows that `spec` names, for `task`; UserError with everything that is wrong with them.
+
+    A local file touches no network. It is converted once into the datasets cache, under its content's hash, and
+    memory-mapped from there, so that several ranks share it and a changed file is always read anew.
+    """
+    if spec.limit is not None and spec.limit < 1:
+        raise UserError(f"{spec.path}: limit is {spec.limit}; write 1 or more, or leave it out for every row")
+    with _quiet():
+        read = _from_file if is_local(spec.path) else _from_hub
+        dataset, layout, origin = read(spec, task)
+    notices = ()
+    if spec.limit is not None and len(dataset) < spec.limit:
+        notices = (f"{spec.path}: limit is {spec.limit}, there are {len(dataset)} rows; all are taken",)
+    source = {"path": spec.path, **origin, "columns_dropped": list(layout.dropped), "num_rows": len(dataset)}
+    return Loaded(dataset, layout.words, len(dataset), source, notices)
+
+
+def _from_file(spec: Split, task: Task) -> tuple[Dataset, Layout, dict[str, Any]]:
+    file = _existing_file(spec)
+    with file.open("rb") as stream:
+        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+    objects = (row for _, row in rows.read_rows(file) if isinstance(row, dict))
+    layout = columns.recognise(list(next(objects, columns.COLUMNS[task])), task, spec.path)
+
+    between = ":" if rows.in_lines(file) else " row "
+    numbered = ((f"{spec.path}{between}{n}", row) for n, row in islice(rows.read_rows(file), spec.limit))
+    turns = List({"role": Value("string"), "content": Value("string")})
+    features = Features({column: turns for column in layout.kept})
+    # The rules are part of the key: rows that an older rule let through are checked again.
+    rules = b"".join(Path(module).read_bytes() for module in (columns.__file__, rows.__file__, __file__))
+    key = hashlib.sha256(repr((sha256, file.suffix, task, spec.limit)).encode() + rules).hexdigest()[:32]
+    try:
+        good_rows = partial(_good_rows, numbered, task, spec.path)
+        dataset = Dataset.from_generator(good_rows, features=features, fingerprint=key)
+    except (DatasetGenerationError, OSError) as error:
+        cause = error.__cause__ if isinstance(error, DatasetGenerationError) else error
+        if isinstance(cause, UserError):
+            raise cause from None
+        if not isinstance(cause, OSError):
+            raise
+        where = config.HF_DATASETS_CACHE
+        raise UserError(f"{spec.path}: cannot be cached in {where} (HF_DATASETS_CACHE): {cause}") from None
+    return dataset, layout, {"split": "all", "sha256": sha256}
+
+
+def _existing_file(spec: Split) -> Path:
+    file = shipped.resolve(spec.path)
+    if not file.exists():
+        raise UserError(f"{spec.path}: no such file; paths start at the working directory, {Path.cwd()}")
+    if file.is_dir():
+        raise UserError(f"{spec.path}: is a folder; name one file in it ({', '.join(rows.SUFFIXES)})")
+    if file.suffix not in rows.SUFFIXES:
+        raise UserError(f"{spec.path}: cannot read '{file.suffix}' files; write one of {', '.join(rows.SUFFIXES)}")
+    if not os.access(file, os.R_OK):
+        raise UserError(f"{spec.path}: may not be read; see its permissions")
+    if spec.revision is not None:
+        raise UserError(f"{spec.path}: is a file and has no revision '{spec.revision}'; leave revision out")
+    return file
+
+
+def _good_rows(numbered: Iterable[tuple[str, Any]], task: Task, where: str) -> Iterator[dict[str, Any]]:
+    """Every row, reduced; at the end a UserError if any was bad or there was none."""
+    named: list[str] = []
+    num_rows = num_bad = 0
+    for place, row in numbered:
+        num_rows += 1
+        unreadable = isinstance(row, rows.Unreadable)
+        problem = row.reason if unreadable else columns.row_problem(row, task)
+        if problem is None:
+            yield {
+                column: [{"role": turn["role"], "content": turn["content"]} for turn in row[column]]
+                for column in columns.COLUMNS[task]
+            }
+        else:
+            num_bad += 1
+            if num_bad <= NUM_NAMED:
+                named.append(f"  {place}: {problem}")
+    if num_rows == 0:
+        raise UserError(f"{where}: has no rows")
+    if num_bad > 0:
+        more = [f"  and {num_bad - NUM_NAMED} more"] if num_bad > NUM_NAMED else []
+        raise UserError(f"{where}: {num_bad} of {num_rows} rows cannot be used for {task}:", *named, *more)
+
+
+def _from_hub(spec: Split, task: Task) -> tuple[Dataset, Layout, dict[str, Any]]:
+    where = f"{spec.path} ({spec.split})"
+    dataset, revision = hub.fetch(spec.path, spec.split, spec.revision)
+    if spec.limit is not None:
+        dataset = dataset.select(range(min(spec.limit, len(dataset))))
+    layout = columns.recognise(dataset.column_names, task, where)
+    dataset = dataset.select_columns(list(layout.kept))
+    batches: Any = dataset.with_format("arrow").iter(batch_size=1000)
+    every = (row for batch in batches for row in batch.to_pylist())
+    for _ in _good_rows(((f"{where} row {n}", row) for n, row in enumerate(every, start=1)), task, where):
+        pass
+    return dataset, layout, {"split": spec.split, "revision": revision}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No bars and no warnings of the libraries, which a person can do nothing about; put back afterwards."""
+    bars, hub_bars = datasets.are_progress_bars_disabled(), huggingface_hub.utils.are_progress_bars_disabled()
+    level, hub_level = datasets.logging.get_verbosity(), huggingface_hub.logging.get_verbosity()
+    datasets.disable_progress_bars()
+    huggingface_hub.utils.disable_progress_bars()
+    datasets.logging.set_verbosity_error()
+    huggingface_hub.logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        if not bars:
+            datasets.enable_progress_bars()
+        if not hub_bars:
+            huggingface_hub.utils.enable_progress_bars()
+        datasets.logging.set_verbosity(level)
+        huggingface_hub.logging.set_verbosity(hub_level)

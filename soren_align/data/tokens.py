@@ -1,0 +1,116 @@
+"""The tokens that TRL makes of a row, which of them are trained, and what its truncation leaves.
+
+TRL 1.16's preprocessing once more, without a trainer: SFTTrainer and DPOTrainer `_prepare_dataset`, and the preference
+collator. tests/data/test_preview.py holds the two together, to the token.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from ..recipe import UserError
+from .columns import Task
+
+BATCH = 64
+"""Rows tokenized at once, on as many threads as the tokenizer is let."""
+
+
+class Tokens(NamedTuple):
+    """A conversation's token ids, and for each whether the loss sees it."""
+
+    ids: list[int]
+    trained: list[bool]
+
+    def cut(self, max_length: int | None) -> "Tokens":
+        """The start of it (TRL's truncation_mode keep_start)."""
+        return Tokens(self.ids[:max_length], self.trained[:max_length])
+
+
+class Row(NamedTuple):
+    """What a row becomes, before truncation."""
+
+    sides: tuple[Tokens, ...]
+    """One for SFT; chosen and rejected for DPO, each with the prompt before it."""
+    num_prompt: int
+    """Leading tokens that the sides share and that are not trained; 0 for SFT."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest side."""
+        return max(len(side.ids) for side in self.sides)
+
+    def why_dropped(self, task: Task, max_length: int | None) -> str | None:
+        """TRL's reason to leave the row out, None if it stays."""
+        if max_length is None:
+            return None
+        if task == "sft" and not any(self.sides[0].cut(max_length).trained):
+            return f"no token to train on within max_length {max_length}"
+        if task == "dpo" and self.num_prompt >= max_length:
+            return f"the prompt alone fills max_length {max_length}"
+        return None
+
+
+def encode(
+    columns: dict[str, list[Any]], task: Task, tokenizer: PreTrainedTokenizerBase, assistant_only_loss: bool
+) -> Iterator[Row]:
+    """The rows of a batch {column: conversations}; for DPO the last turn is trained, for SFT all or what is marked."""
+    if task == "dpo":
+        return _encode_pairs(columns["chosen"], columns["rejected"], tokenizer)
+    return _encode_chats(columns["messages"], tokenizer, assistant_only_loss)
+
+
+def _encode_chats(chats: list[Any], tokenizer: PreTrainedTokenizerBase, assistant_only: bool) -> Iterator[Row]:
+    encoded: Any = tokenizer.apply_chat_template(chats, return_dict=True, return_assistant_tokens_mask=assistant_only)
+    for i, ids in enumerate(encoded["input_ids"]):
+        trained = [bool(marked) for marked in encoded["assistant_masks"][i]] if assistant_only else [True] * len(ids)
+        if not any(trained):  # TRL stops here too, later and without the row
+            raise UserError(
+                f"the chat template marks no token as the assistant's in {chats[i][-1]['content'][:60]!r}; "
+                "put {% generation %}...{% endgeneration %} around every assistant turn"
+            )
+        yield Row((Tokens(ids, trained),), 0)
+
+
+def _encode_pairs(chosen: list[Any], rejected: list[Any], tokenizer: PreTrainedTokenizerBase) -> Iterator[Row]:
+    prompts = [chat[:-1] for chat in chosen]
+    encoded: list[Any] = [
+        tokenizer.apply_chat_template(prompts, return_dict=True, add_generation_prompt=True),
+        tokenizer.apply_chat_template(chosen, return_dict=True),
+        tokenizer.apply_chat_template(rejected, return_dict=True),
+    ]
+    for prompt, *sides in zip(*(e["input_ids"] for e in encoded), strict=True):
+        # A template may render the prompt alone differently; the completion starts where the two part.
+        num_prompt = min(_num_shared(prompt, ids) for ids in sides)
+        yield Row(tuple(Tokens(ids, [i >= num_prompt for i in range(len(ids))]) for ids in sides), num_prompt)
+
+
+def _num_shared(a: Sequence[int], b: Sequence[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def ends_in_trained_stop(tokens: Tokens, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the last token, blank ones aside, is the tokenizer's eos and trained."""
+    for token, trained in zip(reversed(tokens.ids), reversed(tokens.trained), strict=True):
+        if token == tokenizer.eos_token_id:
+            return trained
+        if str(tokenizer.decode([token])).strip():
+            return False
+    return False
+
+
+def pieces(sides: Sequence[Tokens], num_prompt: int, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
+    """A row as (text, trained): a chat cut where `trained` changes, a pair as exactly prompt, chosen, rejected."""
+    if len(sides) == 1:
+        (ids, trained), *_ = sides
+        starts = [0, *(i for i in range(1, len(ids)) if trained[i] != trained[i - 1])]
+        texts = _split(ids, starts[1:], tokenizer)
+        return [(text, trained[start]) for text, start in zip(texts, starts, strict=True)]
+    (prompt, chosen), (_, rejected) = (_split(side.ids, [num_prompt], tokenizer) for side in sides)
+    return [(prompt, False), (chosen, True), (rejected, True)]
+
+
+def _split(ids: list[int], cuts: list[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The text between cuts: what it gains by the tokens, since decoded alone many would lose their leading space."""
+    texts = [str(tokenizer.decode(ids[:end])) for end in [*cuts, len(ids)]]
+    return [text[len(before) :] for before, text in zip(["", *texts], texts, strict=False)]

@@ -1,0 +1,264 @@
+"""load_split: files and hub datasets, reduced and checked."""
+
+import json
+import socket
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from soren_align.data import load_split
+from soren_align.recipe import UserError
+
+from .conftest import chat, chat_row, pair_row, split
+
+U, A, S = ({"role": role, "content": "words"} for role in ("user", "assistant", "system"))
+
+
+def refused(spec, task="sft"):
+    with pytest.raises(UserError) as caught:
+        load_split(spec, task)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("task", "make_row", "columns", "words"),
+    [
+        ("sft", chat_row, ["messages"], "chat messages (ultrachat_200k)"),
+        ("dpo", pair_row, ["chosen", "rejected"], "preference pairs (ultrafeedback_binarized)"),
+        ("sft", lambda i: {"messages": chat(i)}, ["messages"], "chat messages"),
+    ],
+)
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", "lines.json", ".parquet"])
+def test_a_file_is_reduced_to_what_trl_needs(tmp_path, suffix, task, make_row, columns, words):
+    rows = [make_row(i) for i in range(7)]
+    path = tmp_path / f"rows{suffix}"
+    if suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text(json.dumps(rows) if suffix == ".json" else "\n".join(json.dumps(row) for row in rows))
+    loaded = load_split(split(path), task)
+    assert loaded.dataset.column_names == columns
+    assert loaded.dataset[3] == {column: rows[3][column] for column in columns}
+    assert (loaded.num_rows, loaded.layout, loaded.notices) == (7, words, ())
+    assert loaded.source["columns_dropped"] == [column for column in rows[0] if column not in columns]
+    assert len(loaded.source["sha256"]) == 64
+    assert json.dumps(loaded.source)  # it goes into run.json
+
+
+def test_columns_of_the_other_task_are_named_with_the_command_for_them(write):
+    path = write("pairs.jsonl", [{k: v for k, v in pair_row().items() if k != "messages"}])
+    message = refused(split(path), "sft")
+    assert "found the columns prompt, prompt_id, chosen, rejected" in message
+    assert "sft needs 'messages'" in message
+    assert "`soren-align dpo`" in message
+    assert "`soren-align sft`" in refused(split(write("chats.jsonl", [chat_row()])), "dpo")
+
+
+def test_columns_of_no_task_are_named(write):
+    message = refused(split(write("text.jsonl", [{"text": "hello", "id": 1}])))
+    assert message.endswith("found the columns text, id; sft needs 'messages': a list of {role, content} turns")
+
+
+SFT_ROWS = {
+    "not JSON: Expecting value at column 14": '{"messages": }',
+    "not an object but [1]": "[1]",
+    "no 'messages'": {"text": "x"},
+    "messages is text, not a list": {"messages": "hello"},
+    "messages is an empty list": {"messages": []},
+    "messages[0] is text, not an object": {"messages": ["hello"]},
+    "messages[1] has the role 'gpt'; write system, user or assistant": {"messages": [U, {**A, "role": "gpt"}]},
+    "messages[0] has no role": {"messages": [{"content": "words"}, A]},
+    "messages[1] has no content": {"messages": [U, {"role": "assistant", "content": None}]},
+    "messages[1] has a list as content": {"messages": [U, {**A, "content": ["x"]}]},
+    "messages[0] has empty content (role user)": {"messages": [{**U, "content": " \n"}, A]},
+    "messages[1] has content with half of a surrogate pair": '{"messages": [{"role": "user", "content": "x"}, '
+    '{"role": "assistant", "content": "\\ud800"}]}',
+    "messages[1] has weight beside role and content": {"messages": [U, {**A, "weight": 0}]},
+    "messages has no assistant turn": {"messages": [S, U]},
+    "messages has no assistant turn: nothing": {"messages": [S]},
+    "messages starts with the assistant": {"messages": [A, U, A]},
+    "messages[2] is a system turn; only the first": {"messages": [U, A, S, U, A]},
+    "messages[1] and messages[2] are both user turns": {"messages": [S, U, U, A]},
+    "messages ends with a user turn": {"messages": [U, A, U]},
+}
+DPO_ROWS = {
+    "chosen is an empty list": {"chosen": [], "rejected": [U, A]},
+    "no 'rejected'": {"chosen": [U, A]},
+    "rejected is text": {"chosen": [U, A], "rejected": "no"},
+    "chosen and rejected are identical": {"chosen": [U, A], "rejected": [U, A]},
+    "do not share a prompt: they part at turn [0]": {
+        "chosen": [U, A],
+        "rejected": [{**U, "content": "other"}, A],
+    },
+    "do not share a prompt: one is longer": {"chosen": [U, A, U, A], "rejected": [U, A]},
+    "rejected ends with a user turn": {"chosen": [U, A], "rejected": [U, A, U]},
+    "chosen starts with the assistant; it must be the whole conversation": {"chosen": [A], "rejected": [A]},
+}
+
+
+@pytest.mark.parametrize(
+    ("task", "reason", "row"),
+    [("sft", *case) for case in SFT_ROWS.items()] + [("dpo", *case) for case in DPO_ROWS.items()],
+)
+def test_a_bad_row_is_refused_with_its_line_and_reason(write, task, reason, row):
+    good = chat_row() if task == "sft" else pair_row()
+    path = write("rows.jsonl", [good, "", row, good])  # the blank line counts as a line, not as a row
+    head, line = refused(split(path), task).splitlines()
+    assert head == f"{path}: 1 of 3 rows cannot be used for {task}:"
+    assert line.startswith(f"  {path}:3: ")
+    assert reason in line
+
+
+def test_every_bad_row_is_counted_and_the_first_are_named(write):
+    path = write("rows.jsonl", [chat_row(), *[{"messages": []}] * 8, chat_row()])
+    lines = refused(split(path)).splitlines()
+    assert lines[0].endswith("8 of 10 rows cannot be used for sft:")
+    assert [line.split(": ")[0] for line in lines[1:6]] == [f"  {path}:{n}" for n in (2, 3, 4, 5, 6)]
+    assert lines[6:] == ["  and 3 more"]
+
+
+def test_bytes_that_are_no_text_are_named_with_their_line(tmp_path):
+    path = tmp_path / "latin.jsonl"
+    path.write_bytes(json.dumps(chat_row()).encode() + b'\n{"messages": "\xfc"}\n')
+    assert f"{path}:2: not UTF-8: byte 15 of the line" in refused(split(path))
+
+
+def test_a_broken_json_array_is_named_with_its_line(tmp_path):
+    path = tmp_path / "rows.json"
+    path.write_text('[\n{"messages": []},\n{"messages": ]}]')
+    assert refused(split(path)) == f"{path}:3: not JSON: Expecting value at column 14"
+
+
+def test_a_bad_parquet_row_is_named_with_its_number(tmp_path):
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist([chat_row(), {**chat_row(), "messages": [U]}]), path)
+    assert f"{path} row 2: messages has no assistant turn" in refused(split(path))
+
+
+def test_files_that_cannot_be_read_are_refused(tmp_path, write):
+    (tmp_path / "rows.csv").write_text("a,b")
+    (tmp_path / "rows.parquet").write_text("no parquet")
+    (tmp_path / "zero.jsonl").write_text("")
+    (tmp_path / "blank.jsonl").write_text("\n\n")
+    (tmp_path / "none.json").write_text("[]")
+    assert "no such file" in refused(split(tmp_path / "rows.jsonl"))
+    assert "no such file" in refused(split("shipped:no/such.jsonl"))
+    assert "is a folder; name one file" in refused(split(tmp_path))
+    assert "cannot read '.csv' files; write one of .jsonl, .json, .parquet" in refused(split(tmp_path / "rows.csv"))
+    assert "not a Parquet file" in refused(split(tmp_path / "rows.parquet"))
+    for empty in ("zero.jsonl", "blank.jsonl", "none.json"):
+        assert refused(split(tmp_path / empty)) == f"{tmp_path / empty}: has no rows"
+    assert "has no revision 'main'" in refused(split(write("ok.jsonl", [chat_row()]), revision="main"))
+
+
+def test_limit_takes_the_first_rows_and_says_so_when_there_are_fewer(write):
+    path = write("rows.jsonl", [chat_row(i) for i in range(5)] + ["broken beyond the limit"])
+    loaded = load_split(split(path, limit=3), "sft")
+    assert loaded.num_rows == len(loaded.dataset) == 3
+    assert loaded.dataset[2]["messages"] == chat(2)
+    loaded = load_split(split(write("few.jsonl", [chat_row()]), limit=9), "sft")
+    assert loaded.num_rows == 1
+    assert "limit is 9, there are 1 rows" in loaded.notices[0]
+    assert "limit is 0; write 1 or more" in refused(split(path, limit=0))
+
+
+def test_a_changed_file_is_read_anew_and_an_unchanged_one_is_not(write, monkeypatch):
+    path = write("rows.jsonl", [chat_row(1)])
+    first = load_split(split(path), "sft")
+    write("rows.jsonl", [chat_row(2)])  # as long as before, and perhaps within the clock's resolution
+    second = load_split(split(path), "sft")
+    assert second.dataset[0]["messages"] == chat(2)
+    assert second.source["sha256"] != first.source["sha256"]
+    assert second.dataset._fingerprint != first.dataset._fingerprint  # TRL's own caches hang on it
+
+    checked = []
+    monkeypatch.setattr("soren_align.data.columns.row_problem", lambda row, task: checked.append(row))
+    third = load_split(split(path), "sft")
+    assert third.dataset[0] == second.dataset[0]
+    assert third.dataset._fingerprint == second.dataset._fingerprint
+    assert checked == []
+
+
+def test_a_refused_file_is_refused_again_and_accepted_when_mended(write):
+    path = write("rows.jsonl", [chat_row(), {"messages": []}])
+    assert refused(split(path)) == refused(split(path))
+    write("rows.jsonl", [chat_row(), chat_row(1)])
+    assert load_split(split(path), "sft").num_rows == 2
+
+
+def test_a_local_file_touches_no_network_and_prints_nothing(write, monkeypatch, capfd):
+    def no_network(*address):
+        raise AssertionError(f"connects to {address}")
+
+    monkeypatch.setattr(socket.socket, "connect", no_network)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    load_split(split(write("rows.jsonl", [pair_row()])), "dpo")
+    refused(split(write("bad.jsonl", [{"messages": []}])))
+    assert capfd.readouterr() == ("", "")
+    assert not datasets.are_progress_bars_disabled()  # and the libraries' settings are as they were
+
+
+# The hub: a copy in the cache, laid out as `datasets` leaves it after a download.
+
+COMMIT = "8049631c405ae6576f93f445c6b8166f76f5505a"
+
+
+@pytest.fixture
+def hub_dataset(cache, tmp_path):
+    """owner/replica in the cache, as if downloaded; its splits are train_prefs and test_prefs."""
+    files = {}
+    for name, num_rows in (("train_prefs", 6), ("test_prefs", 2)):
+        files[name] = str(tmp_path / f"{name}.parquet")
+        pq.write_table(pa.Table.from_pylist([pair_row(i) for i in range(num_rows)]), files[name])
+    datasets.disable_progress_bars()
+    datasets.load_dataset("parquet", data_files=files, cache_dir=cache)
+    datasets.enable_progress_bars()
+    (made,) = cache.glob("parquet/*/0.0.0/*/")
+    target = cache / "owner___replica" / "default" / "0.0.0" / COMMIT
+    target.parent.mkdir(parents=True)
+    made.rename(target)
+    for arrow in target.glob("*.arrow"):
+        arrow.rename(arrow.with_name(arrow.name.replace("parquet-", "replica-")))
+    info = json.loads((target / "dataset_info.json").read_text())
+    (target / "dataset_info.json").write_text(
+        json.dumps({**info, "config_name": "default", "dataset_name": "replica", "builder_name": "parquet"})
+    )
+    return "owner/replica"
+
+
+def test_a_cached_hub_dataset_loads_offline_with_its_commit(hub_dataset, capfd):
+    loaded = load_split(split(hub_dataset, "train_prefs", limit=4), "dpo")
+    assert loaded.dataset.column_names == ["chosen", "rejected"]
+    assert loaded.num_rows == 4
+    assert loaded.layout == "preference pairs (ultrafeedback_binarized)"
+    assert loaded.source["revision"] == COMMIT
+    assert loaded.source["split"] == "train_prefs"
+    assert load_split(split(hub_dataset, "test_prefs", revision=COMMIT), "dpo").num_rows == 2
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_missing_split_is_named_with_those_there_are(hub_dataset):
+    message = refused(split(hub_dataset), "dpo")
+    assert message == "owner/replica: has no split 'train'; it has train_prefs, test_prefs"
+
+
+def test_another_revision_than_the_cached_one_is_refused_offline(hub_dataset):
+    message = refused(split(hub_dataset, "test_prefs", revision="v2"), "dpo")
+    assert f"the cached copy is revision {COMMIT}, not 'v2'" in message
+
+
+def test_bad_rows_of_a_hub_dataset_are_named_by_number(hub_dataset, monkeypatch):
+    monkeypatch.setattr("soren_align.data.columns._ROLES", ("user",))
+    lines = refused(split(hub_dataset, "test_prefs"), "dpo").splitlines()
+    assert lines[0] == "owner/replica (test_prefs): 2 of 2 rows cannot be used for dpo:"
+    assert lines[1].startswith("  owner/replica (test_prefs) row 1: chosen[1] has the role 'assistant'")
+
+
+def test_a_hub_dataset_out_of_reach_is_refused_with_the_remedy():
+    message = refused(split("owner/never-seen"))
+    assert message.startswith("owner/never-seen: no such file here")
+    assert "neither cached nor reachable" in message
+    assert "Write the path of a .jsonl, .json, .parquet file, or connect" in message
+    assert "\n" not in message

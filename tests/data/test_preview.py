@@ -1,0 +1,168 @@
+"""The account of what will be trained, held to TRL's own preprocessing; and the example that a person reads."""
+
+import pytest
+from datasets import Dataset
+from rich.console import Console
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+from soren_align.data import account, load_split, show_example
+from soren_align.data.columns import COLUMNS
+from soren_align.recipe import UserError
+
+from .conftest import CHATML, chat, chat_row, pair_row, split
+
+NUM_ROWS = 24
+
+
+@pytest.fixture(scope="module")
+def checkpoint(make_tokenizer, tmp_path_factory):
+    """A folder with a tiny Llama and the tokenizer; DPO copies its reference model from a folder."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(folder)
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **shape)).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def rows(write):
+    """24 chats, or pairs: one to three exchanges, some with a system turn, of very different lengths."""
+
+    def load(task):
+        make = chat_row if task == "sft" else pair_row
+        made = [make(i, turns=1 + i % 3, system=i % 4 == 0) for i in range(NUM_ROWS)]
+        return load_split(split(write(f"{task}.jsonl", made)), task).dataset
+
+    return load
+
+
+def settings(folder, **how):
+    return {"output_dir": folder, "use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True, **how}
+
+
+@pytest.mark.parametrize("assistant_only_loss", [True, False])
+@pytest.mark.parametrize("max_length", [None, 60, 100, 200])
+def test_sft_is_counted_as_trl_does(checkpoint, rows, tmp_path, max_length, assistant_only_loss):
+    dataset, tokenizer = rows("sft"), AutoTokenizer.from_pretrained(checkpoint)
+    ours = account(dataset, "sft", tokenizer, max_length=max_length, assistant_only_loss=assistant_only_loss)
+    args = SFTConfig(**settings(tmp_path, max_length=max_length, assistant_only_loss=assistant_only_loss))
+    theirs = SFTTrainer(checkpoint, args, train_dataset=dataset, processing_class=tokenizer).train_dataset
+    labels = [label for row in theirs["labels"] for label in row]
+    assert ours.num_kept == len(theirs)
+    assert ours.num_kept + sum(ours.dropped.values()) == ours.num_rows == NUM_ROWS
+    assert ours.num_tokens == len(labels)
+    assert ours.num_trained_tokens == sum(label != -100 for label in labels)
+    trained = [label for label in theirs[0]["labels"] if label != -100]
+    assert "".join(text for text, is_trained in ours.example if is_trained) == tokenizer.decode(trained)
+    assert "".join(text for text, _ in ours.example) == tokenizer.decode(theirs[0]["input_ids"])
+    if max_length == 60 and assistant_only_loss:  # this length does drop some rows
+        assert 0 < ours.num_kept < NUM_ROWS
+    if max_length:
+        assert ours.num_truncated > 0
+
+
+# The second prompt is no prefix of the conversation, and half of it opens every rejected answer: TRL starts both
+# completions where the first of them parts from the prompt.
+@pytest.mark.parametrize("generation_prompt", ["assistant\n", "assistant\nI do think: "])
+@pytest.mark.parametrize("max_length", [None, 60, "a prompt's length", 200])
+def test_dpo_is_counted_as_trl_does(checkpoint, rows, tmp_path, max_length, generation_prompt):
+    dataset, tokenizer = rows("dpo"), AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer.chat_template = CHATML.replace("<|im_start|>assistant\n", f"<|im_start|>{generation_prompt}")
+    if isinstance(max_length, str):  # the boundary itself: such a row is dropped
+        prompt = [*dataset[5]["chosen"][:-1], {"role": "assistant", "content": ""}]
+        max_length = len(tokenizer.apply_chat_template(prompt)["input_ids"]) - 2  # without the stop token and "\n"
+    ours = account(dataset, "dpo", tokenizer, max_length=max_length)
+    args = DPOConfig(**settings(tmp_path, max_length=max_length))
+    trainer = DPOTrainer(checkpoint, args=args, train_dataset=dataset, processing_class=tokenizer)
+    theirs = trainer.train_dataset
+    batch = trainer.data_collator([theirs[i] for i in range(len(theirs))])
+    assert ours.num_kept == len(theirs)
+    assert ours.num_kept + sum(ours.dropped.values()) == ours.num_rows == NUM_ROWS
+    assert ours.num_tokens == batch["attention_mask"].sum()
+    assert ours.num_trained_tokens == batch["completion_mask"].sum()
+    assert ours.example[0] == (tokenizer.decode(theirs[0]["prompt_ids"]), False)
+    assert [trained for _, trained in ours.example] == [False, True, True]
+    if max_length:
+        assert 0 < ours.num_kept < NUM_ROWS
+        assert ours.num_truncated > 0
+
+
+@pytest.mark.parametrize("task", ["sft", "dpo"])
+def test_a_row_that_training_drops_is_never_silent(make_tokenizer, rows, task):
+    counted = account(rows(task), task, make_tokenizer(), max_length=8, assistant_only_loss=True)
+    assert counted.num_kept == 0
+    (reason,) = counted.dropped
+    assert "max_length 8" in reason
+    assert (counted.example, counted.trained_share, counted.stop_token_trained) == ([], 0.0, False)
+
+
+def test_lengths_are_percentiles_of_whole_rows(make_tokenizer):
+    tokenizer = make_tokenizer()
+    dataset = Dataset.from_list([{"messages": chat(i)} for i in range(100)])
+    lengths = sorted(len(tokenizer.apply_chat_template(chat(i))["input_ids"]) for i in range(100))
+    counted = account(dataset, "sft", tokenizer, max_length=10)
+    assert counted.lengths == {"p50": lengths[49], "p90": lengths[89], "p99": lengths[98], "max": lengths[99]}
+
+
+def test_the_stop_token_counts_as_trained_only_when_the_loss_sees_it(make_tokenizer, rows):
+    outside = CHATML.replace(" + '<|im_end|>' }}{% endgeneration %}", " }}{% endgeneration %}<|im_end|>")
+
+    def trained(tokenizer, **how):
+        return account(rows("sft"), "sft", tokenizer, **{"max_length": None, **how}).stop_token_trained
+
+    assert trained(make_tokenizer(), assistant_only_loss=True)
+    assert trained(make_tokenizer())
+    assert trained(make_tokenizer(outside))  # the whole conversation is trained
+    assert not trained(make_tokenizer(outside), assistant_only_loss=True)
+    assert not trained(make_tokenizer(eos="<|endoftext|>"))  # Qwen2.5 base: it would never stop
+    assert not trained(make_tokenizer(), max_length=12)  # every stop token is cut off
+    assert account(rows("dpo"), "dpo", make_tokenizer(), max_length=None).stop_token_trained
+
+
+def test_a_row_without_marked_tokens_stops_the_account(make_tokenizer):
+    only_long = CHATML.replace("{% if m['role'] == 'assistant' %}", "{% if loop.index == 4 %}")
+    dataset = Dataset.from_list([{"messages": chat(0, turns=2)}, {"messages": chat(1)}])
+    with pytest.raises(UserError, match="marks no token as the assistant's in 'Animal number 1"):
+        account(dataset, "sft", make_tokenizer(only_long), max_length=None, assistant_only_loss=True)
+
+
+def test_the_account_leaves_the_tokenizer_alone_and_tells_its_progress(make_tokenizer, rows, capfd):
+    tokenizer, done = make_tokenizer(), []
+    tokenizer.model_max_length = 5
+    before = repr(vars(tokenizer))
+    account(rows("sft"), "sft", tokenizer, max_length=None, on_rows=done.append)
+    assert repr(vars(tokenizer)) == before
+    assert sum(done) == NUM_ROWS
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("task", ["sft", "dpo"])
+def test_the_example_can_be_read_without_colour(make_tokenizer, task):
+    row = (chat_row if task == "sft" else pair_row)(1)
+    dataset = Dataset.from_list([{column: row[column] for column in COLUMNS[task]}])
+    counted = account(dataset, task, make_tokenizer(), max_length=None, assistant_only_loss=True)
+    plain = show_example(counted, color=False).plain
+    answer = row["messages"][1]["content"]
+    assert f"[[{answer}<|im_end|>" in plain
+    assert f"[[{row['messages'][0]['content']}" not in plain
+    if task == "dpo":
+        assert [line for line in plain.splitlines() if line in COLUMNS["dpo"] or line == "prompt"] == [
+            "prompt",
+            "chosen",
+            "rejected",
+        ]
+    assert "[[" not in show_example(counted, color=True).plain
+
+
+def test_the_example_cannot_command_the_terminal_nor_rich(make_tokenizer):
+    said = "[bold]not markup[/nonsense] \x1b[31mred"
+    messages = [{"role": "user", "content": said}, {"role": "assistant", "content": said + "x" * 2000}]
+    counted = account(Dataset.from_list([{"messages": messages}]), "sft", make_tokenizer(), max_length=None)
+    console = Console(width=200, color_system=None, force_terminal=True)
+    with console.capture() as captured:
+        console.print(show_example(counted, color=False))
+    assert "\x1b[31m" not in captured.get()
+    assert "[bold]not markup[/nonsense]" in captured.get()
+    assert "characters ..." in captured.get()
