@@ -12,11 +12,12 @@ import fcntl
 import json
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
+from rich.status import Status
 
 from .recipe import UserError, load, load_text
 from .report import RunFolder, write
@@ -34,8 +35,8 @@ def train(path: str) -> int:
 
             _hush()
         if (folder.read() or {}).get("status") != "trained":
-            with console.status("Checking data and evaluation"):
-                ready = training.get_ready(recipe, folder)
+            with console.status("Checking data and evaluation") as status:
+                ready = training.get_ready(recipe, folder, _counting(status))
                 if recipe.eval:
                     from .evaluate import load_suite, preflight
 
@@ -56,8 +57,8 @@ def plan(as_json: bool) -> int:
         from .trainers import plan as planning
 
         _hush()
-    with console.status("Reading model config and data"):
-        found, counted = planning.plan(recipe)
+    with console.status("Checking data") as status:
+        found, counted = planning.plan(recipe, _counting(status))
     if as_json:
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
     else:
@@ -92,6 +93,18 @@ def _evaluate(targets: list[str], suite: str, output: str | None, summary: str |
     if summary:
         Path(summary).parent.mkdir(parents=True, exist_ok=True)
         write(Path(summary), json.dumps(measuring.summary(results), indent=2) + "\n")
+
+
+def _counting(status: Status) -> Callable[[int], None]:
+    """Show how many rows are counted: a large dataset takes minutes."""
+    done = 0
+
+    def on_rows(number: int) -> None:
+        nonlocal done
+        done += number
+        status.update(f"Counting tokens: {done:,} rows")
+
+    return on_rows
 
 
 @contextmanager

@@ -5,13 +5,15 @@ Nothing that cannot be trained on gets past here: every bad row is counted and t
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import datasets
 import huggingface_hub.utils
@@ -34,6 +36,7 @@ class Split(Protocol):
     split: str
     limit: int | None
     revision: str | None
+    bad_rows: Literal["refuse", "drop"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,9 @@ class Loaded:
     layout: str
     """What was recognised, in words: "chat messages (ultrachat_200k)"."""
     num_rows: int
+    """As read, with those that were dropped."""
+    dropped: dict[str, int]
+    """Bad rows left out, reason -> number; empty unless `bad_rows` is drop."""
     source: dict[str, Any]
     """For run.json: path, split, sha256 of a file or revision of a hub dataset, columns dropped."""
     notices: tuple[str, ...] = ()
@@ -61,15 +67,16 @@ def load_split(spec: Split, task: Task) -> Loaded:
         raise UserError(f"{spec.path}: limit is {spec.limit}; write 1 or more, or leave it out for every row")
     with _quiet():
         read = _from_file if is_local(spec.path) else _from_hub
-        dataset, layout, origin = read(spec, task)
+        dataset, layout, dropped, origin = read(spec, task)
+    num_rows = len(dataset) + sum(dropped.values())
     notices = ()
-    if spec.limit is not None and len(dataset) < spec.limit:
-        notices = (f"{spec.path}: limit is {spec.limit}, there are {len(dataset)} rows; all are taken",)
-    source = {"path": spec.path, **origin, "columns_dropped": list(layout.dropped), "num_rows": len(dataset)}
-    return Loaded(dataset, layout.words, len(dataset), source, notices)
+    if spec.limit is not None and num_rows < spec.limit:
+        notices = (f"{spec.path}: limit is {spec.limit}, there are {num_rows} rows; all are taken",)
+    source = {"path": spec.path, **origin, "columns_dropped": list(layout.dropped), "num_rows": num_rows}
+    return Loaded(dataset, layout.words, num_rows, dropped, source, notices)
 
 
-def _from_file(spec: Split, task: Task) -> tuple[Dataset, Layout, dict[str, Any]]:
+def _from_file(spec: Split, task: Task) -> tuple[Dataset, Layout, dict[str, int], dict[str, Any]]:
     file = _existing_file(spec)
     with file.open("rb") as stream:
         sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
@@ -77,14 +84,17 @@ def _from_file(spec: Split, task: Task) -> tuple[Dataset, Layout, dict[str, Any]
     layout = columns.recognise(list(next(objects, columns.COLUMNS[task])), task, spec.path)
 
     between = ":" if rows.in_lines(file) else " row "
-    numbered = ((f"{spec.path}{between}{n}", row) for n, row in islice(rows.read_rows(file), spec.limit))
+
+    def numbered() -> Iterator[tuple[str, Any]]:
+        return ((f"{spec.path}{between}{n}", row) for n, row in islice(rows.read_rows(file), spec.limit))
+
     turns = List({"role": Value("string"), "content": Value("string")})
     features = Features({column: turns for column in layout.kept})
     # The rules are part of the key: rows that an older rule let through are checked again.
     rules = b"".join(Path(module).read_bytes() for module in (columns.__file__, rows.__file__, __file__))
-    key = hashlib.sha256(repr((sha256, file.suffix, task, spec.limit)).encode() + rules).hexdigest()[:32]
+    key = hashlib.sha256(repr((sha256, file.suffix, task, spec.limit, spec.bad_rows)).encode() + rules).hexdigest()[:32]
     try:
-        good_rows = partial(_good_rows, numbered, task, spec.path)
+        good_rows = partial(_good_rows, numbered, task, spec)
         dataset = Dataset.from_generator(good_rows, features=features, fingerprint=key)
     except (DatasetGenerationError, OSError) as error:
         cause = error.__cause__ if isinstance(error, DatasetGenerationError) else error
@@ -94,7 +104,7 @@ def _from_file(spec: Split, task: Task) -> tuple[Dataset, Layout, dict[str, Any]
             raise
         where = config.HF_DATASETS_CACHE
         raise UserError(f"{spec.path}: cannot be cached in {where} (HF_DATASETS_CACHE): {cause}") from None
-    return dataset, layout, {"split": "all", "sha256": sha256}
+    return dataset, layout, _dropped(numbered(), task, spec), {"split": "all", "sha256": sha256}
 
 
 def _existing_file(spec: Split) -> Path:
@@ -112,14 +122,15 @@ def _existing_file(spec: Split) -> Path:
     return file
 
 
-def _good_rows(numbered: Iterable[tuple[str, Any]], task: Task, where: str) -> Iterator[dict[str, Any]]:
-    """Every row, reduced; at the end a UserError if any was bad or there was none."""
+def _good_rows(
+    numbered: Callable[[], Iterable[tuple[str, Any]]], task: Task, spec: Split
+) -> Iterator[dict[str, list[dict[str, str]]]]:
+    """Every good row, reduced; at the end a UserError if there was none, or a bad one that must not be dropped."""
     named: list[str] = []
     num_rows = num_bad = 0
-    for place, row in numbered:
+    for place, row in numbered():
         num_rows += 1
-        unreadable = isinstance(row, rows.Unreadable)
-        problem = row.reason if unreadable else columns.row_problem(row, task)
+        problem = _problem(row, task)
         if problem is None:
             yield {
                 column: [{"role": turn["role"], "content": turn["content"]} for turn in row[column]]
@@ -130,24 +141,46 @@ def _good_rows(numbered: Iterable[tuple[str, Any]], task: Task, where: str) -> I
             if num_bad <= NUM_NAMED:
                 named.append(f"  {place}: {problem}")
     if num_rows == 0:
-        raise UserError(f"{where}: has no rows")
-    if num_bad > 0:
+        raise UserError(f"{spec.path}: has no rows")
+    if num_bad == num_rows or (num_bad > 0 and spec.bad_rows == "refuse"):
         more = [f"  and {num_bad - NUM_NAMED} more"] if num_bad > NUM_NAMED else []
-        raise UserError(f"{where}: {num_bad} of {num_rows} rows cannot be used for {task}:", *named, *more)
+        remedy = " (mend them, or write bad_rows: drop beside the path)" if num_bad < num_rows else ""
+        head = f"{spec.path}: {num_bad} of {num_rows} rows cannot be used for {task}{remedy}:"
+        raise UserError(head, *named, *more)
 
 
-def _from_hub(spec: Split, task: Task) -> tuple[Dataset, Layout, dict[str, Any]]:
+def _problem(row: Any, task: Task) -> str | None:
+    return row.reason if isinstance(row, rows.Unreadable) else columns.row_problem(row, task)
+
+
+def _dropped(numbered: Iterable[tuple[str, Any]], task: Task, spec: Split) -> dict[str, int]:
+    """Reasons of the rows that `_good_rows` left out: counted anew, since a cached dataset does not know them."""
+    if spec.bad_rows == "refuse":
+        return {}
+    problems = (_problem(row, task) for _, row in numbered)
+    return dict(Counter(re.sub(r"\[\d+\]", "", problem) for problem in problems if problem).most_common())
+
+
+def _from_hub(spec: Split, task: Task) -> tuple[Dataset, Layout, dict[str, int], dict[str, Any]]:
     where = f"{spec.path} ({spec.split})"
     dataset, revision = hub.fetch(spec.path, spec.split, spec.revision)
     if spec.limit is not None:
         dataset = dataset.select(range(min(spec.limit, len(dataset))))
     layout = columns.recognise(dataset.column_names, task, where)
     dataset = dataset.select_columns(list(layout.kept))
-    batches: Any = dataset.with_format("arrow").iter(batch_size=1000)
-    every = (row for batch in batches for row in batch.to_pylist())
-    for _ in _good_rows(((f"{where} row {n}", row) for n, row in enumerate(every, start=1)), task, where):
+
+    def numbered() -> Iterator[tuple[str, Any]]:
+        batches: Any = dataset.with_format("arrow").iter(batch_size=1000)
+        every = (row for batch in batches for row in batch.to_pylist())
+        return ((f"{where} row {n}", row) for n, row in enumerate(every, start=1))
+
+    for _ in _good_rows(numbered, task, spec):
         pass
-    return dataset, layout, {"split": spec.split, "revision": revision}
+    dropped = _dropped(numbered(), task, spec)
+    if dropped:
+        good = [i for i, (_, row) in enumerate(numbered()) if _problem(row, task) is None]
+        return dataset.select(good), layout, dropped, {"split": spec.split, "revision": revision}
+    return dataset, layout, dropped, {"split": spec.split, "revision": revision}
 
 
 @contextmanager

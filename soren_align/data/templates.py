@@ -67,6 +67,8 @@ def _render(
             return str(text), 0
         marked: Any = tokenizer.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
         return str(text), sum(marked["assistant_masks"])
+    except OverflowError:  # transformers, where the markers enclose nothing
+        return str(text), 0
     except Exception as error:  # a template is a program of its own: it may raise anything
         said = (str(error).strip() or type(error).__name__).splitlines()[0]
         line = f" (line {error.lineno} of the template)" if hasattr(error, "lineno") else ""  # pyright: ignore

@@ -132,7 +132,7 @@ def _check(raw: dict[str, Any], lines: dict[Key, str], wrong: list[str], task: s
     try:
         recipe = Recipe.model_validate(raw)
     except ValidationError as error:
-        wrong += [_say(e, lines) for e in error.errors(include_url=False)]
+        wrong += [_say(e, lines) for e in _without_echoes(error.errors(include_url=False))]
     kind = raw.get("task")
     if kind in trl_config.CLASSES:
         if task and kind != task:
@@ -163,6 +163,31 @@ def _dotted(key: Key) -> str:
     return ".".join(str(part) for part in key)
 
 
+def _without_echoes(errors: list[Any]) -> list[Any]:
+    """Without "is required" for a key that stands there misspelt: one mistake, one message."""
+    meant = {(*e["loc"][:-1], _meant(e["loc"])) for e in errors if e["type"] == "extra_forbidden"}
+    return [e for e in errors if not (e["type"] == "missing" and e["loc"] in meant)]
+
+
+def _meant(key: Key) -> str | None:
+    """The known key that an unknown one is close to."""
+    known = _known_keys(key[:-1])
+    words = {k: k for k in known} | {alias: k for alias, k in _ALIASES.items() if k in known}
+    close = difflib.get_close_matches(str(key[-1]), words, n=1, cutoff=0.6)
+    return words[close[0]] if close else None
+
+
+_ALIASES = {"learning_rate": "lr", "model_name_or_path": "name_or_path", "dataset": "path", "torch_dtype": "dtype"}
+# What a refused value was probably after.
+_INSTEAD: dict[Key, str] = {
+    (
+        "model",
+        "dtype",
+    ): " (bfloat16 parameters round small updates away; for bfloat16 arithmetic over float32 parameters "
+    "write trainer: {bf16: true})",
+}
+
+
 def _say(error: Any, lines: dict[Key, str]) -> str:
     """One pydantic error as a sentence: place, key, finding, remedy."""
     key: Key = error["loc"]
@@ -170,9 +195,8 @@ def _say(error: Any, lines: dict[Key, str]) -> str:
     where = f"{_place(key, lines)} {_dotted(key)}:"
     match error["type"]:
         case "extra_forbidden":
-            known = _known_keys(key[:-1])
-            close = difflib.get_close_matches(str(key[-1]), known, n=1, cutoff=0.6)
-            hint = f"did you mean '{close[0]}'?" if close else f"keys here: {', '.join(known)}"
+            meant = _meant(key)
+            hint = f"did you mean '{meant}'?" if meant else f"keys here: {', '.join(_known_keys(key[:-1]))}"
             return f"{where} unknown key; {hint}"
         case "missing":
             return f"{where} is required"
@@ -180,19 +204,20 @@ def _say(error: Any, lines: dict[Key, str]) -> str:
             choices = error["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
             close = difflib.get_close_matches(str(found), choices, n=1, cutoff=0.5)
             hint = f"; did you mean '{close[0]}'?" if close else ""
-            return f"{where} found {found!r}; write {_or(choices)}{hint}"
+            return f"{where} found {found!r}; write {_or(choices)}{_INSTEAD.get(key, hint)}"
         case "model_type" | "dict_type":
             return f"{where} found {found!r}; write a section (indented keys below it)"
+    bound = lambda name: error.get("ctx", {}).get(name, 0)  # noqa: E731
     what = {
         "int_type": "write a whole number",
         "float_type": "write a number",
         "string_type": "write a text",
         "bool_type": "write true or false",
         "list_type": "write a list",
-        "greater_than": f"it must be more than {error.get('ctx', {}).get('gt')}",
-        "greater_than_equal": f"it must be at least {error.get('ctx', {}).get('ge')}",
-        "less_than": f"it must be less than {error.get('ctx', {}).get('lt')}",
-        "less_than_equal": f"it must be at most {error.get('ctx', {}).get('le')}",
+        "greater_than": f"it must be more than {bound('gt'):g}",
+        "greater_than_equal": f"it must be at least {bound('ge'):g}",
+        "less_than": f"it must be less than {bound('lt'):g}",
+        "less_than_equal": f"it must be at most {bound('le'):g}",
         "finite_number": "it must be finite",
         "string_too_short": "it is empty",
         "too_short": f"write {error.get('ctx', {}).get('min_length')} values",

@@ -49,6 +49,9 @@ class DataSplit(_Section):
     """Only the first so many rows."""
     revision: str | None = None
     """The hub's branch, tag or commit."""
+    bad_rows: Literal["refuse", "drop"] = "refuse"
+    """What becomes of rows that cannot be trained on (empty answers, equal pairs, ...): refuse the data, or drop them
+    and say how many and why. For data that one cannot mend, such as the hub's."""
 
 
 class Data(_Section):

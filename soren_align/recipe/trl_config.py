@@ -131,6 +131,8 @@ def _problem(task: str, key: str, value: Any) -> str | None:
             return f"unknown to TRL's {CLASSES[task]}; {RENAMED[key]}"
         close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
         return f"unknown to TRL's {CLASSES[task]}" + (f"; did you mean '{close[0]}'?" if close else "")
+    if key == "truncation_mode" and value == "keep_end":
+        return "keep_end is on its way out of TRL, and rows could not be counted as it cuts them; leave it out"
     field = known[key]
     if field.choices:
         given = value if isinstance(value, list) else [value]

@@ -5,6 +5,7 @@ The model is built on the meta device from its config, so that this costs no mem
 
 import math
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,10 @@ from . import build
 from .run import get_ready
 
 
-def plan(recipe: Recipe) -> tuple[dict[str, Any], Account]:
+def plan(recipe: Recipe, on_rows: Callable[[int], object] | None = None) -> tuple[dict[str, Any], Account]:
     """Everything `show` prints, as plain data and with the account that holds the example."""
     with tempfile.TemporaryDirectory() as scratch:  # random starting weights would be written: not into the run
-        ready = get_ready(recipe, RunFolder(scratch))
+        ready = get_ready(recipe, RunFolder(scratch), on_rows)
         args: Any = build.trl_config(recipe, Path(scratch))
         with torch.device("meta"), build.the_users(f"model {recipe.model.name_or_path}"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(ready.start))
@@ -44,9 +45,9 @@ def plan(recipe: Recipe) -> tuple[dict[str, Any], Account]:
         "data": {
             "source": split.source,
             "layout": split.layout,
-            "rows": counted.num_rows,
+            "rows": split.num_rows,
             "kept": counted.num_kept,
-            "dropped": counted.dropped,
+            "dropped": split.dropped | counted.dropped,
             "truncated": counted.num_truncated,
             "token_length_percentiles": counted.lengths,
             "trained_token_share": counted.trained_share,
@@ -106,9 +107,7 @@ def show(found: dict[str, Any], counted: Account, console: Console) -> None:
         say("          the end of the answer is NOT trained: the model will not learn to stop")
     say("\nexample   (trained tokens are marked)")
     console.print(show_example(counted, color=console.color_system is not None))
-    say(
-        f"\nsteps     {steps['total']} of {steps['batch']} rows; {steps['epochs']} epochs of {steps['per_epoch']}"
-    )
+    say(f"\nsteps     {steps['total']} of {steps['batch']} rows; {steps['epochs']} epochs of {steps['per_epoch']}")
     rates = Table("step", "matrices", "the rest", title="learning rates", title_justify="left", box=None)
     for rate in found["learning_rates"]:
         rates.add_row(str(rate["step"]), f"{rate['lr']:.3g}", f"{rate['aux_lr']:.3g}")

@@ -1,6 +1,7 @@
 """Training one recipe to its model folder: the middle of the worker's work, resumable at any moment."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ class Ready:
     """What TRL will make of the training rows: data.preview.Account."""
 
 
-def get_ready(recipe: Recipe, folder: RunFolder) -> Ready:
+def get_ready(recipe: Recipe, folder: RunFolder, on_rows: Callable[[int], object] | None = None) -> Ready:
     """Check all that can be checked before a model is loaded. UserError says what is wrong."""
     start = build.starting_checkpoint(recipe, folder)
     tokenizer = build.load_tokenizer(recipe, start)
@@ -107,12 +108,12 @@ def _checkpoint(recipe: Recipe, folder: RunFolder, origin: dict[str, Any], conso
 
 
 def _record_before(folder: RunFolder, ready: Ready, trainer: Any) -> None:
-    recipe, counted = ready.recipe, ready.account
+    recipe, counted, split = ready.recipe, ready.account, ready.splits["train"]
     folder.update(
         start={"path": ready.start, "sha256_or_revision": trainer.origin["start"]},
         data={
-            "train": ready.splits["train"].source
-            | {"layout": ready.splits["train"].layout, "kept": counted.num_kept, "dropped": counted.dropped},
+            "train": split.source
+            | {"layout": split.layout, "kept": counted.num_kept, "dropped": split.dropped | counted.dropped},
             "eval": ready.splits["eval"].source if ready.splits["eval"] else None,
         },
         seeds={"trainer": trainer.args.seed, "init": recipe.model.init_seed},
@@ -130,7 +131,8 @@ def _say_before(console: Console, ready: Ready, trainer: Any) -> None:
     counted, split = ready.account, ready.splits["train"]
     for notice in split.notices:
         console.print(f"notice    {notice}", highlight=False)
-    dropped = f", {_reasons(counted.dropped)}" if counted.dropped else ""
+    reasons = split.dropped | counted.dropped
+    dropped = f", {_reasons(reasons)}" if reasons else ""
     console.print(f"data      {counted.num_kept} of {split.num_rows} rows, {split.layout}{dropped}", highlight=False)
     console.print(f"start     {ready.start}", highlight=False)
     optimizer = ready.recipe.optimizer

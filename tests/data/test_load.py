@@ -106,7 +106,7 @@ def test_a_bad_row_is_refused_with_its_line_and_reason(write, task, reason, row)
     good = chat_row() if task == "sft" else pair_row()
     path = write("rows.jsonl", [good, "", row, good])  # the blank line counts as a line, not as a row
     head, line = refused(split(path), task).splitlines()
-    assert head == f"{path}: 1 of 3 rows cannot be used for {task}:"
+    assert head.startswith(f"{path}: 1 of 3 rows cannot be used for {task}")
     assert line.startswith(f"  {path}:3: ")
     assert reason in line
 
@@ -262,3 +262,26 @@ def test_a_hub_dataset_out_of_reach_is_refused_with_the_remedy():
     assert "neither cached nor reachable" in message
     assert "Write the path of a .jsonl, .json, .parquet file, or connect" in message
     assert "\n" not in message
+
+
+def test_bad_rows_are_dropped_and_counted_when_asked(write):
+    rows = [chat_row(), {"messages": []}, chat_row(), {"messages": []}, {"messages": "x"}]
+    for _ in range(2):  # the second time from the cache
+        loaded = load_split(split(write("mixed.jsonl", rows), bad_rows="drop"), "sft")
+        assert (loaded.num_rows, len(loaded.dataset)) == (5, 2)
+        assert loaded.dropped == {
+            "messages is an empty list": 2,
+            "messages is text, not a list of {role, content} turns": 1,
+        }
+    assert "3 of 5 rows cannot be used" in refused(split(write("mixed.jsonl", rows)))
+    assert "2 of 2 rows" in refused(split(write("bad.jsonl", rows[3:]), bad_rows="drop"))
+
+
+def test_bad_rows_of_the_hub_are_dropped_and_counted_when_asked(monkeypatch):
+    good, equal = pair_row(0), {**pair_row(1), "rejected": pair_row(1)["chosen"]}
+    published = datasets.Dataset.from_list([good, equal, pair_row(2)])
+    monkeypatch.setattr("soren_align.data.hub.fetch", lambda path, split, revision: (published, COMMIT))
+    assert "owner/replica (train) row 2: chosen and rejected are identical" in refused(split("owner/replica"), "dpo")
+    loaded = load_split(split("owner/replica", bad_rows="drop"), "dpo")
+    assert (loaded.num_rows, loaded.dropped) == (3, {"chosen and rejected are identical": 1})
+    assert [row["chosen"] for row in loaded.dataset] == [good["chosen"], pair_row(2)["chosen"]]
