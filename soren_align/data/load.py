@@ -94,7 +94,7 @@ def _from_file(spec: Split, task: Task) -> tuple[Dataset, Layout, dict[str, int]
     rules = b"".join(Path(module).read_bytes() for module in (columns.__file__, rows.__file__, __file__))
     key = hashlib.sha256(repr((sha256, file.suffix, task, spec.limit, spec.bad_rows)).encode() + rules).hexdigest()[:32]
     try:
-        good_rows = partial(_good_rows, numbered, task, spec)
+        good_rows = partial(_good_rows, numbered, task, spec.path, spec.bad_rows)
         dataset = Dataset.from_generator(good_rows, features=features, fingerprint=key)
     except (DatasetGenerationError, OSError) as error:
         cause = error.__cause__ if isinstance(error, DatasetGenerationError) else error
@@ -123,7 +123,7 @@ def _existing_file(spec: Split) -> Path:
 
 
 def _good_rows(
-    numbered: Callable[[], Iterable[tuple[str, Any]]], task: Task, spec: Split
+    numbered: Callable[[], Iterable[tuple[str, Any]]], task: Task, where: str, bad_rows: str
 ) -> Iterator[dict[str, list[dict[str, str]]]]:
     """Every good row, reduced; at the end a UserError if there was none, or a bad one that must not be dropped."""
     named: list[str] = []
@@ -141,11 +141,11 @@ def _good_rows(
             if num_bad <= NUM_NAMED:
                 named.append(f"  {place}: {problem}")
     if num_rows == 0:
-        raise UserError(f"{spec.path}: has no rows")
-    if num_bad == num_rows or (num_bad > 0 and spec.bad_rows == "refuse"):
+        raise UserError(f"{where}: has no rows")
+    if num_bad == num_rows or (num_bad > 0 and bad_rows == "refuse"):
         more = [f"  and {num_bad - NUM_NAMED} more"] if num_bad > NUM_NAMED else []
         remedy = " (mend them, or write bad_rows: drop beside the path)" if num_bad < num_rows else ""
-        head = f"{spec.path}: {num_bad} of {num_rows} rows cannot be used for {task}{remedy}:"
+        head = f"{where}: {num_bad} of {num_rows} rows cannot be used for {task}{remedy}:"
         raise UserError(head, *named, *more)
 
 
@@ -174,7 +174,7 @@ def _from_hub(spec: Split, task: Task) -> tuple[Dataset, Layout, dict[str, int],
         every = (row for batch in batches for row in batch.to_pylist())
         return ((f"{where} row {n}", row) for n, row in enumerate(every, start=1))
 
-    for _ in _good_rows(numbered, task, spec):
+    for _ in _good_rows(numbered, task, where, spec.bad_rows):
         pass
     dropped = _dropped(numbered(), task, spec)
     if dropped:
