@@ -8,6 +8,7 @@
 Files appear whole or not at all (written aside, then renamed), so that a kill leaves nothing half-read.
 """
 
+import hashlib
 import json
 import os
 import platform
@@ -83,6 +84,18 @@ def write(path: Path, text: str) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     aside.replace(path)
+
+
+def fingerprint(model: str) -> str | None:
+    """sha256 over a local model folder's weights; None for a hub name."""
+    if not Path(model).is_dir():
+        return None
+    digest = hashlib.sha256()
+    for file in sorted(Path(model).glob("*.safetensors")):
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 24):
+                digest.update(block)
+    return digest.hexdigest()
 
 
 def provenance() -> dict[str, Any]:

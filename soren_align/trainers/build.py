@@ -1,7 +1,6 @@
 """From a recipe to a trainer: the starting checkpoint, TRL's config, the data, and what is recorded of each."""
 
 import contextlib
-import hashlib
 import io
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from .. import shipped
 from ..data import load_split
 from ..optim import build_optimizer
 from ..recipe import Recipe, UserError, is_local, training_part
-from ..report import RunFolder
+from ..report import RunFolder, fingerprint
 from .trainers import SorenDPOTrainer, SorenSFTTrainer
 
 CONFIGS = {"sft": SFTConfig, "dpo": DPOConfig}
@@ -116,18 +115,6 @@ def load_splits(recipe: Recipe) -> dict[str, Any]:
         "train": load_split(recipe.data.train, recipe.task),
         "eval": load_split(held_out, recipe.task) if held_out else None,
     }
-
-
-def fingerprint(model: str) -> str | None:
-    """sha256 over a local model folder's weights; None for a hub name."""
-    if not Path(model).is_dir():
-        return None
-    digest = hashlib.sha256()
-    for file in sorted(Path(model).glob("*.safetensors")):
-        with file.open("rb") as stream:
-            while block := stream.read(1 << 24):
-                digest.update(block)
-    return digest.hexdigest()
 
 
 @contextlib.contextmanager

@@ -110,7 +110,10 @@ def _checkpoint(recipe: Recipe, folder: RunFolder, origin: dict[str, Any], conso
 def _record_before(folder: RunFolder, ready: Ready, trainer: Any) -> None:
     recipe, counted, split = ready.recipe, ready.account, ready.splits["train"]
     folder.update(
-        start={"path": ready.start, "sha256_or_revision": trainer.origin["start"]},
+        start={
+            "path": str(Path(ready.start).resolve()) if Path(ready.start).is_dir() else ready.start,
+            "sha256_or_revision": trainer.origin["start"],
+        },
         data={
             "train": split.source
             | {"layout": split.layout, "kept": counted.num_kept, "dropped": split.dropped | counted.dropped},

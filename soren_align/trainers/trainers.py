@@ -55,7 +55,7 @@ class SorenTrainerMixin(Trainer):
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """TRL's, with the tokens counted."""
         mask = inputs.get("attention_mask")
-        self.watch.tokens += int(mask.sum()) if mask is not None else inputs["input_ids"].numel()
+        self.watch.tokens += mask.sum() if mask is not None else inputs["input_ids"].numel()
         return super().training_step(model, inputs, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:

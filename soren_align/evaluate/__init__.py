@@ -1,0 +1,14 @@
+"""Did it help? Models answer a suite's questions through lm-eval, beside the checkpoint that they started from.
+
+`suites` reads what is asked, `tasks` loads it, `harness` asks one model, `pairing` compares two models question by
+question, `lineage` finds the checkpoints that a run came from, `stage` evaluates them all, and `tables` shows the
+result.
+"""
+
+from .harness import Answers, evaluate_model
+from .lineage import lineage
+from .stage import evaluate, summary
+from .suites import Suite, load_suite
+from .tasks import preflight
+
+__all__ = ["Answers", "Suite", "evaluate", "evaluate_model", "lineage", "load_suite", "preflight", "summary"]

@@ -1,0 +1,84 @@
+"""The checkpoints that a run came from, oldest first: base, SFT, DPO."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+from rich.console import Console
+
+from ..recipe import UserError, is_local
+from ..report import fingerprint
+
+TASKS = {"sft": "SFT", "dpo": "DPO"}
+
+
+def lineage(path: str | Path, console: Console | None = None) -> list[tuple[str, Path]]:
+    """(name, model folder) of the starting checkpoint, of every run between, and of the given one.
+
+    path: a run folder, or a model folder, which is one row unless a run made it.
+    A start that is gone is a UserError; an older ancestor that is gone is left out, and the console says so.
+    """
+    given = Path(path).expanduser()
+    run = _run_of(given)
+    if run is None:
+        if not (given / "config.json").is_file():
+            raise UserError(f"{path}: neither a run folder (run.json) nor a model folder (config.json)")
+        return [(given.resolve().name, given)]
+    if not (run / "model").is_dir():
+        raise UserError(f"{path}: has no model yet (status: {_read(run).get('status')}); finish the run first")
+    rows: list[tuple[str, Path]] = []
+    seen: set[Path] = set()
+    while run is not None:
+        seen.add(run.resolve())
+        record = _read(run)
+        rows.append((TASKS[record["task"]], run / "model"))
+        start = _start(record["start"])
+        if start is None:
+            problem = f"the checkpoint that {run} started from is gone: {record['start']['path']}"
+            if len(rows) == 1:
+                raise UserError(f"{path}: {problem}")
+            (console or Console(stderr=True)).print(f"no row for the base: {problem}", highlight=False, soft_wrap=True)
+            break
+        parent = _run_of(start)
+        if _was_changed(start, record["start"]) or (parent is not None and parent.resolve() in seen):
+            raise UserError(f"{path}: {start} was written over since {run} started from it; its row would be false")
+        if parent is None:
+            rows.append(("base", start))
+        run = parent
+    return _distinct(rows[::-1])
+
+
+def _run_of(path: Path) -> Path | None:
+    """The run folder that `path` is, or whose `model` it is."""
+    for run in (path, path.parent if path.resolve().name == "model" else path):
+        if (run / "run.json").is_file():
+            return run
+    return None
+
+
+def _read(run: Path) -> dict[str, Any]:
+    return json.loads((run / "run.json").read_text(encoding="utf-8"))
+
+
+def _start(start: dict[str, Any]) -> Path | None:
+    """Where the starting checkpoint lies: a folder, or the hub's files as they were when the run began."""
+    path = Path(start["path"]).expanduser()
+    if path.is_dir() or is_local(start["path"]):
+        return path if path.is_dir() else None
+    revision = start.get("sha256_or_revision")
+    return Path(huggingface_hub.snapshot_download(start["path"], revision=revision, local_files_only=True))
+
+
+def _was_changed(folder: Path, start: dict[str, Any]) -> bool:
+    """Whether other weights lie there now; the hub's commits do not change."""
+    was = start.get("sha256_or_revision")
+    return was is not None and is_local(start["path"]) and fingerprint(str(folder)) != was
+
+
+def _distinct(rows: list[tuple[str, Path]]) -> list[tuple[str, Path]]:
+    """A name that comes again gets its run folder's beside it."""
+    names: list[str] = []
+    for name, model in rows:
+        names.append(f"{name} ({model.parent.resolve().name})" if name in names else name)
+    return [(name, model) for name, (_, model) in zip(names, rows, strict=True)]

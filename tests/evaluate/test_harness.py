@@ -1,0 +1,152 @@
+"""One model and one suite: the numbers are lm-eval's own, and a broken thing is said to be broken."""
+
+import json
+import shutil
+import socket
+import sys
+
+import pytest
+import torch
+from lm_eval import simple_evaluate
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from soren_align import shipped
+from soren_align.evaluate import evaluate_model, load_suite, preflight
+from soren_align.recipe import UserError
+
+COLUMNS = {"zoo_mc": ("zoo_mc", "acc"), "zoo_gen": ("zoo_gen", "exact_match"), "preference": ("zoo_preference", "acc")}
+
+
+@pytest.fixture(scope="module")
+def suite():
+    return load_suite("quickstart")
+
+
+@pytest.fixture(scope="module")
+def answers(models, suite):
+    return [evaluate_model(model, suite, device="cpu") for model in models]
+
+
+@pytest.fixture(scope="module")
+def plain(models, tmp_path_factory):
+    """lm-eval without us: the shipped YAML as text, with absolute data paths, in a folder of its own."""
+    folder = tmp_path_factory.mktemp("plain")
+    data = shipped.ROOT / "recipes/quickstart/data"
+    for file in (shipped.ROOT / "eval/quickstart/tasks").glob("*.yaml"):
+        (folder / file.name).write_text(file.read_text().replace("dataset_path: ", f"dataset_path: {data}/"))
+    found = []
+    for model in models:
+        lm = HFLM(
+            pretrained=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+            tokenizer=AutoTokenizer.from_pretrained(model),
+            batch_size=60,
+        )
+        manager = TaskManager(include_path=str(folder), include_defaults=False)
+        tasks = [task for task, _ in COLUMNS.values()]
+        found.append(simple_evaluate(lm, tasks=tasks, task_manager=manager, apply_chat_template=True))
+    return found
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+def test_scores_equal_those_of_plain_lm_eval(column, answers, plain):
+    task, metric = COLUMNS[column]
+    for ours, theirs in zip(answers, plain, strict=True):
+        assert ours.scores[column]["value"] == pytest.approx(100 * theirs["results"][task][f"{metric},none"])
+        assert ours.scores[column]["stderr"] == pytest.approx(100 * theirs["results"][task][f"{metric}_stderr,none"])
+        assert ours.scores[column]["n"] == len(theirs["samples"][task]) == 120
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+def test_every_answer_and_log_likelihood_equals_plain_lm_evals(column, answers, plain):
+    for ours, theirs in zip(answers, plain, strict=True):
+        theirs = theirs["samples"][COLUMNS[column][0]]
+        assert [s["filtered_resps"] for s in ours.samples[column]] == [s["filtered_resps"] for s in theirs]
+        assert [s["prompt_hash"] for s in ours.samples[column]] == [s["prompt_hash"] for s in theirs]
+
+
+def test_two_models_never_share_an_answer(answers):
+    first, second = ([s["filtered_resps"] for s in a.samples["zoo_mc"]] for a in answers)
+    assert not any(a == b for a, b in zip(first, second, strict=True))
+
+
+def test_a_model_asked_twice_answers_the_same(answers, models, suite):
+    again = evaluate_model(models[0], suite, device="cpu")
+    assert again.samples == answers[0].samples
+    assert again.settings == answers[0].settings
+
+
+def test_the_batch_size_changes_no_score_in_float32(answers, models, suite):
+    small = evaluate_model(models[0], suite, device="cpu", batch_size=7)
+    assert small.settings["batch_size"] == 7
+    assert small.scores == answers[0].scores
+
+
+def test_nothing_is_printed_and_nothing_asks_the_network(models, suite, monkeypatch, capfd):
+    def refuse(*args, **kwargs):
+        raise AssertionError(f"network: {args[1:]}")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    preflight(suite)
+    evaluate_model(models[0], suite, device="cpu")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_only_the_suites_tasks_are_indexed(models, suite, monkeypatch):
+    seen = []
+    evaluated = sys.modules[evaluate_model.__module__]
+    real = evaluated.simple_evaluate
+    monkeypatch.setattr(evaluated, "simple_evaluate", lambda **kw: seen.append(kw["task_manager"]) or real(**kw))
+    evaluate_model(models[0], suite, device="cpu")
+    assert sorted(seen[0].all_tasks) == sorted(task for task, _ in COLUMNS.values())
+
+
+def test_a_model_of_nans_does_not_win(models, suite, tmp_path):
+    """argmax of four NaNs is the first choice, which in zoo_preference is the right one."""
+    model = AutoModelForCausalLM.from_pretrained(models[0])
+    model.get_input_embeddings().weight.data.fill_(float("nan"))
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(models[0]).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="log-likelihoods of zoo_mc are not numbers"):
+        evaluate_model(tmp_path, suite, device="cpu")
+
+
+def copy(model, to):
+    shutil.copytree(model, to)
+    return to
+
+
+def test_a_prompt_that_does_not_fit_is_an_error(models, suite, tmp_path):
+    model = copy(models[0], tmp_path / "short")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 16}))
+    with pytest.raises(UserError, match="does not fit the model"):
+        evaluate_model(model, suite, device="cpu")
+
+
+def test_a_model_without_template_is_an_error_where_the_suite_needs_one(models, suite, tmp_path):
+    model = copy(models[0], tmp_path / "plain")
+    (model / "chat_template.jinja").unlink()
+    with pytest.raises(UserError, match="no chat template"):
+        evaluate_model(model, suite, device="cpu")
+
+
+def test_missing_weights_are_an_error_and_not_drawn_at_random(models, suite, tmp_path):
+    model = copy(models[0], tmp_path / "deeper")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    with pytest.raises(UserError, match=r"weights are missing: model\.layers\.2"):
+        evaluate_model(model, suite, device="cpu")
+
+
+@pytest.mark.parametrize("damage", ["gone", "no weights", "cut"])
+def test_what_is_no_model_is_an_error(models, suite, tmp_path, damage):
+    model = tmp_path / "model"
+    if damage != "gone":
+        copy(models[0], model)
+        weights = model / "model.safetensors"
+        weights.unlink() if damage == "no weights" else weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(UserError, match="not a model that can be loaded"):
+        evaluate_model(model, suite, device="cpu")

@@ -1,0 +1,109 @@
+"""A run's rows begin at the checkpoint that everything came from."""
+
+import io
+import json
+import shutil
+
+import pytest
+from rich.console import Console
+
+from soren_align.evaluate import lineage
+from soren_align.recipe import UserError
+from soren_align.report import fingerprint
+
+
+def model(folder):
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def run(folder, task, start, status="finished"):
+    model(folder / "model")
+    (folder / "model" / "model.safetensors").write_text(str(folder))
+    record = {
+        "task": task,
+        "status": status,
+        "start": {"path": str(start), "sha256_or_revision": fingerprint(str(start))},
+    }
+    (folder / "run.json").write_text(json.dumps(record))
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """base -> sft -> dpo."""
+    base = model(tmp_path / "llama")
+    sft = run(tmp_path / "sft", "sft", base)
+    dpo = run(tmp_path / "dpo", "dpo", sft / "model")
+    return base, sft, dpo
+
+
+def test_the_rows_are_the_chain_from_the_base(runs):
+    base, sft, dpo = runs
+    assert lineage(dpo) == [("base", base), ("SFT", sft / "model"), ("DPO", dpo / "model")]
+    assert lineage(sft) == lineage(sft / "model") == [("base", base), ("SFT", sft / "model")]
+
+
+def test_a_start_made_inside_the_run_folder_is_its_base(tmp_path):
+    """What `model.init_seed` leaves: random weights in `start`, beside the same run.json."""
+    start = model(tmp_path / "sft" / "start")
+    model(tmp_path / "sft" / "model")
+    record = {"task": "sft", "status": "finished", "start": {"path": str(start)}}
+    (tmp_path / "sft" / "run.json").write_text(json.dumps(record))
+    assert lineage(tmp_path / "sft") == [("base", start), ("SFT", tmp_path / "sft" / "model")]
+
+
+def test_a_plain_model_is_one_row_named_by_its_folder(runs, monkeypatch):
+    base = runs[0]
+    assert lineage(base) == [("llama", base)]
+    monkeypatch.chdir(base)
+    assert [name for name, _ in lineage(".")] == ["llama"]
+
+
+def test_a_task_that_comes_twice_gets_its_folder_beside_it(runs, tmp_path):
+    base, sft, _ = runs
+    again = run(tmp_path / "more", "sft", sft / "model")
+    assert lineage(again) == [("base", base), ("SFT", sft / "model"), ("SFT (more)", again / "model")]
+
+
+def test_a_start_that_is_gone_is_an_error(runs):
+    _, sft, dpo = runs
+    shutil.rmtree(sft)
+    with pytest.raises(UserError, match=r"the checkpoint that .* started from is gone"):
+        lineage(dpo)
+
+
+def test_an_older_ancestor_that_is_gone_is_left_out_aloud(runs):
+    base, sft, dpo = runs
+    shutil.rmtree(base)
+    screen = io.StringIO()
+    assert lineage(dpo, Console(file=screen)) == [("SFT", sft / "model"), ("DPO", dpo / "model")]
+    assert str(base) in screen.getvalue()
+
+
+def test_a_run_that_was_written_over_by_its_descendant_is_refused(runs):
+    _, sft, dpo = runs
+    record = json.loads((sft / "run.json").read_text())
+    (sft / "run.json").write_text(json.dumps(record | {"start": {"path": str(dpo / "model")}}))
+    with pytest.raises(UserError, match="written over"):
+        lineage(dpo)
+
+
+def test_an_unfinished_run_has_no_rows(runs):
+    _, _, dpo = runs
+    shutil.rmtree(dpo / "model")
+    with pytest.raises(UserError, match="has no model yet"):
+        lineage(dpo)
+
+
+def test_what_is_neither_run_nor_model_is_an_error(tmp_path):
+    with pytest.raises(UserError, match="neither a run folder"):
+        lineage(tmp_path)
+
+
+def test_a_start_that_was_trained_anew_is_refused(runs):
+    _, sft, dpo = runs
+    (sft / "model" / "model.safetensors").write_text("other weights")
+    with pytest.raises(UserError, match=r"sft/model was written over since .*dpo started from it"):
+        lineage(dpo)

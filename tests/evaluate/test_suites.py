@@ -1,0 +1,98 @@
+"""A suite is read strictly, and its data are there before anything is trained."""
+
+import shutil
+
+import pytest
+
+from soren_align import shipped
+from soren_align.evaluate import load_suite, preflight
+from soren_align.recipe import UserError
+
+SHIPPED = shipped.ROOT / "eval" / "quickstart"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of the shipped suite that may be damaged."""
+    return shutil.copytree(SHIPPED, tmp_path / "mine")
+
+
+def change(folder, old, new, file="suite.yaml"):
+    text = (folder / file).read_text()
+    assert old in text
+    (folder / file).write_text(text.replace(old, new, 1))
+
+
+def test_the_shipped_suite_is_found_by_name_by_file_and_by_folder(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert load_suite("quickstart") == load_suite(SHIPPED / "suite.yaml") == load_suite(str(SHIPPED))
+    assert load_suite("quickstart").name == "quickstart"
+    preflight(load_suite("quickstart"))
+
+
+def test_a_copied_suite_works_from_its_own_folder(folder):
+    assert load_suite(folder).name == "mine"
+    preflight(load_suite(folder))
+
+
+def test_a_data_root_is_taken_from_the_suites_folder(folder):
+    shutil.copytree(shipped.ROOT / "recipes/quickstart/data", folder / "data")
+    change(folder, "shipped:recipes/quickstart/data", "data")
+    suite = load_suite(folder)
+    assert suite.dataset_path(suite.tasks[0]) == str(folder / "data" / "zoo_questions")
+    preflight(suite)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("title: Quickstart zoo", "titel: Quickstart zoo", "titel: unknown key; did you mean 'title'?"),
+        ("title: Quickstart zoo", "", "title: is required"),
+        ("title:", "path: here\ntitle:", "path: unknown key"),
+        ("fewshot: 1234", "fewshots: 1234", "seeds.fewshots: unknown key; did you mean 'fewshot'?"),
+        ("metric: acc,", "metrik: acc,", "tasks.0.metrik: unknown key; did you mean 'metric'?"),
+        ("batch_size: 60", "batch_size: auto", "batch_size: found 'auto'"),
+        ("batch_size: 60", "batch_size: 0", "batch_size: found 0"),
+        ("apply_chat_template: true", "apply_chat_template: yes please", "apply_chat_template: found 'yes please'"),
+        ("column: zoo_gen", "column: zoo_mc", "column 'zoo_mc' stands there twice"),
+        ("column: zoo_gen", "column: zoo/gen", "tasks.1.column: found 'zoo/gen'"),
+        ("tasks/zoo_mc.yaml", "tasks/zoo_mcc.yaml", "there is no task file"),
+        ("title: Quickstart zoo", "title: [", "not valid YAML"),
+    ],
+)
+def test_a_mistake_in_a_suite_is_named(folder, old, new, message):
+    change(folder, old, new)
+    with pytest.raises(UserError) as error:
+        load_suite(folder)
+    assert message in str(error.value)
+
+
+def test_an_unknown_suite_is_a_question_back():
+    with pytest.raises(UserError, match="did you mean 'quickstart'"):
+        load_suite("quikstart")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("shipped:recipes/quickstart/data", "nowhere", "there is no dataset folder"),
+        ("metric: exact_match", "metric: acc", "zoo_gen has no metric 'acc'; write exact_match"),
+        ("filter: none", "filter: strict", "zoo_mc has no filter 'strict'; write none"),
+        ("task: zoo_gen,", "task: zoo_generate,", None),  # an alias of ours is a name of lm-eval's
+    ],
+)
+def test_preflight_finds_what_would_fail_after_training(folder, old, new, message):
+    change(folder, old, new)
+    suite = load_suite(folder)
+    if message is None:
+        preflight(suite)
+        return
+    with pytest.raises(UserError) as error:
+        preflight(suite)
+    assert message in str(error.value)
+
+
+def test_preflight_finds_a_dataset_without_the_split(folder):
+    change(folder, "test_split: test", "test_split: validation", "tasks/zoo_mc.yaml")
+    with pytest.raises(UserError, match="task zoo_mc cannot be loaded"):
+        preflight(load_suite(folder))

@@ -1,0 +1,112 @@
+"""The main job, as `make demo` does it: SFT, DPO, evaluation, one table; with the bars that it must clear."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def soren_align(*arguments, cwd):
+    command = [sys.executable, "-m", "soren_align.cli", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, env={**os.environ, "COLUMNS": "80"})
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """The Makefile's own commands, in another folder."""
+    folder = tmp_path_factory.mktemp("demo")
+    makefile = (ROOT / "Makefile").read_text().replace("$(RUN)", "runs/quickstart")
+    commands = re.findall(r"^\t\$\(BIN\)/soren-align (.*)$", makefile, re.MULTILINE)
+    assert [c.split()[0] for c in commands] == ["sft", "dpo", "eval"]
+    said = []
+    for command in commands:
+        done = soren_align(*command.split(), cwd=folder)
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout + done.stderr)
+    return folder, said
+
+
+def test_sft_learns_the_facts_and_dpo_the_tone_without_unlearning_them(demo):
+    folder, _ = demo
+    rows = json.loads((folder / "runs/quickstart/summary.json").read_text())["rows"]
+    base, sft, dpo = rows
+    assert [row["name"] for row in rows] == ["base", "SFT", "DPO"]
+    assert 0.1 <= base["zoo_mc"] <= 0.45
+    assert sft["zoo_mc"] >= 0.9
+    assert sft["zoo_gen"] >= 0.9
+    assert sft["preference"] <= 0.7
+    assert dpo["preference"] >= 0.9
+    assert dpo["zoo_mc"] >= 0.85
+
+
+def test_it_ends_with_one_readable_table(demo):
+    _, said = demo
+    table = said[-1].split("Quickstart zoo")[1]
+    assert [name for name in ("base", "SFT", "DPO") if f"\n{name} " in table] == ["base", "SFT", "DPO"]
+    assert max(len(line) for line in said[-1].splitlines()) <= 80
+
+
+def test_nothing_but_our_own_words_is_on_the_terminal(demo):
+    ours = (
+        r"(data|start|steps|resume|notice|trained|evaluated|done|sft step|dpo step|model|base|SFT|DPO|Quickstart zoo)\b"
+    )
+    ours += r"|$|\s|second lines|questions|lm-eval|fewshot|batch size|their norm|norm"
+    for output in demo[1]:
+        assert [line for line in output.splitlines() if not re.match(ours, line)] == []
+
+
+def test_a_finished_run_is_not_run_again_and_its_evaluation_can_be(demo):
+    folder, _ = demo
+    again = soren_align("sft", "quickstart/sft", cwd=folder)
+    assert again.returncode == 2
+    assert "holds a finished run" in again.stderr
+    # A kill in the evaluation leaves a trained model: the same command evaluates, and does not train again.
+    record = folder / "runs/quickstart/sft/run.json"
+    run = json.loads(record.read_text())
+    record.write_text(json.dumps({**run, "status": "trained"}))
+    weights = (folder / "runs/quickstart/sft/model/model.safetensors").stat().st_mtime_ns
+    resumed = soren_align("sft", "quickstart/sft", cwd=folder)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "trained " not in resumed.stderr
+    assert (folder / "runs/quickstart/sft/model/model.safetensors").stat().st_mtime_ns == weights
+    assert json.loads(record.read_text())["status"] == "finished"
+
+
+def test_run_json_says_what_was_run(demo):
+    run = json.loads((demo[0] / "runs/quickstart/dpo/run.json").read_text())
+    assert run["start"]["path"] == str((demo[0] / "runs/quickstart/sft/model").resolve())
+    assert run["optimizer"]["class"] == "Soren"
+    assert run["optimizer"]["groups"][0]["ns_steps"] == 15
+    assert run["data"]["train"]["kept"] == run["data"]["train"]["num_rows"]
+    assert {"torch", "trl", "lm-eval"} <= run["versions"].keys()
+    assert run["parameters"]["dtype"] == ["float32"]
+
+
+def test_no_network_is_attempted(tmp_path):
+    """With every socket to the outside forbidden, the quickstart does not notice."""
+    guard = tmp_path / "sitecustomize.py"
+    guard.write_text(
+        "import socket\n"
+        "def refuse(self, address, *a):\n"
+        "    open('attempts', 'a').write(f'{address}\\n')\n"
+        "    raise OSError('no network in this test')\n"
+        "socket.socket.connect = refuse\n"
+        "socket.socket.connect_ex = refuse\n"
+        "lookup = socket.getaddrinfo\n"
+        "def no_lookup(host, *a, **k):\n"
+        "    open('attempts', 'a').write(f'{host}\\n')\n"
+        "    raise OSError('no network in this test')\n"
+        "socket.getaddrinfo = no_lookup\n"
+    )
+    command = [sys.executable, "-m", "soren_align.cli", "sft", "quickstart/sft", "--set", "trainer.max_steps=2"]
+    # Without the variables that the tests themselves set: the recipe must ask for it.
+    env = {k: v for k, v in os.environ.items() if not k.startswith("HF_")} | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "attempts").exists(), (tmp_path / "attempts").read_text()

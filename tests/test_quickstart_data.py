@@ -1,0 +1,171 @@
+"""The quickstart's data: two real layouts, nothing leaked, and a preference without a shortcut."""
+
+import hashlib
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from soren_align import shipped
+
+QUICKSTART = shipped.ROOT / "recipes" / "quickstart"
+BASE = QUICKSTART / "base"
+POLITE, CURT = "My pleasure", "Listen well"
+
+
+def rows(name: str) -> list[dict]:
+    return [json.loads(line) for line in (QUICKSTART / "data" / name).read_text().splitlines()]
+
+
+def asked(row: dict) -> str:
+    return row["messages"][0]["content"]
+
+
+def answer(messages: list[dict]) -> str:
+    return messages[-1]["content"]
+
+
+def tone(text: str) -> str:
+    """Of a question: its last mark; of an answer: its first words."""
+    if text.endswith("please?") or text.startswith(POLITE):
+        return "polite"
+    return "curt" if text.endswith("now!") or text.startswith(CURT) else "none"
+
+
+def fact(question: str, facts: set[tuple[str, str]]) -> tuple[str, str]:
+    words = set(question.replace("?", " ").replace(",", " ").replace(".", " ").replace(":", " ").split())
+    (found,) = [f for f in facts if set(f) <= words]
+    return found
+
+
+@pytest.fixture(scope="module")
+def make():
+    spec = importlib.util.spec_from_file_location("quickstart_make", QUICKSTART / "make.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def facts(make):
+    return {(animal, attribute) for animal in make.ANIMALS for attribute in make.VALUES}
+
+
+def test_the_script_makes_the_shipped_bytes_again(make, tmp_path):
+    make.main(tmp_path)
+    made = {f.relative_to(tmp_path): f.read_bytes() for f in tmp_path.rglob("*") if f.is_file()}
+    shipped_files = {
+        f.relative_to(QUICKSTART): f.read_bytes()
+        for folder in ("data", "base")
+        for f in (QUICKSTART / folder).rglob("*")
+        if f.is_file()
+    }
+    assert made.keys() == shipped_files.keys()
+    assert [f for f in made if made[f] != shipped_files[f]] == []
+
+
+@pytest.mark.parametrize("name", ["chat_train.jsonl", "chat_test.jsonl"])
+def test_chats_have_the_layout_of_ultrachat(name):
+    for row in rows(name):
+        assert list(row) == ["prompt", "prompt_id", "messages"]
+        assert row["prompt"] == asked(row)
+        assert row["prompt_id"] == hashlib.sha256(row["prompt"].encode()).hexdigest()
+        assert [m["role"] for m in row["messages"]] == ["user", "assistant"]
+        assert all(list(m) == ["content", "role"] for m in row["messages"])
+
+
+@pytest.mark.parametrize("name", ["pairs_train.jsonl", "zoo_pairs/test.jsonl"])
+def test_pairs_have_the_layout_of_ultrafeedback(name):
+    columns = ["prompt", "prompt_id", "chosen", "rejected", "messages", "score_chosen", "score_rejected"]
+    for row in rows(name):
+        assert list(row) == columns
+        assert row["chosen"][:-1] == row["rejected"][:-1] == [{"content": row["prompt"], "role": "user"}]
+        assert row["messages"] == row["chosen"]
+
+
+def test_no_test_question_was_trained_on():
+    trained = {row["prompt"] for row in rows("chat_train.jsonl") + rows("pairs_train.jsonl")}
+    tested = [row["prompt"] for row in rows("chat_test.jsonl") + rows("zoo_pairs/test.jsonl")]
+    tested += [row["question"] for row in rows("zoo_questions/test.jsonl")]
+    assert [question for question in tested if question in trained] == []
+
+
+def test_every_fact_is_asked_once_in_the_test_and_five_times_plainly_in_training(facts):
+    tested = [fact(row["question"], facts) for row in rows("zoo_questions/test.jsonl")]
+    trained = [fact(asked(r), facts) for r in rows("chat_train.jsonl") if tone(asked(r)) == "none"]
+    assert sorted(tested) == sorted(facts)
+    assert {f: trained.count(f) for f in facts} == dict.fromkeys(facts, 5)
+
+
+def test_facts_of_the_held_out_pairs_were_never_asked_about_in_a_tone(facts):
+    before = rows("chat_train.jsonl") + rows("pairs_train.jsonl")
+    toned = {fact(row["prompt"], facts) for row in before if tone(row["prompt"]) != "none"}
+    held_out = {fact(row["prompt"], facts) for row in rows("zoo_pairs/test.jsonl")}
+    assert len(held_out) == 30
+    assert toned & held_out == set()
+
+
+def test_the_tone_of_an_answer_in_the_chats_says_nothing_about_its_question():
+    counts = {}
+    for row in rows("chat_train.jsonl"):
+        key = tone(asked(row)), tone(answer(row["messages"]))
+        counts[key] = counts.get(key, 0) + 1
+    assert set(counts) == {("none", "none"), *((q, a) for q in ("polite", "curt") for a in ("polite", "curt"))}
+    assert len({n for (question, _), n in counts.items() if question != "none"}) == 1
+
+
+@pytest.mark.parametrize("name", ["pairs_train.jsonl", "zoo_pairs/test.jsonl"])
+def test_a_preference_is_about_tone_alone(name):
+    tokenizer = Tokenizer.from_file(str(BASE / "tokenizer.json"))
+    pairs = [(row["prompt"], answer(row["chosen"]), answer(row["rejected"])) for row in rows(name)]
+    for prompt, chosen, rejected in pairs:
+        assert tone(prompt) == tone(chosen) != tone(rejected)
+        assert chosen.split(",")[1] == rejected.split(",")[1]  # the same fact
+        assert len(tokenizer.encode(chosen).ids) == len(tokenizer.encode(rejected).ids)
+    assert sum(tone(chosen) == "polite" for _, chosen, _ in pairs) == len(pairs) / 2
+    assert len(pairs) >= 120
+
+
+def test_choices_hold_the_answer_once_among_values_of_its_attribute(make):
+    for row in rows("zoo_questions/test.jsonl"):
+        (values,) = [v for v in make.VALUES.values() if row["answer"] in v]
+        assert row["choices"][row["label"]] == row["answer"]
+        assert len(set(row["choices"])) == 4
+        assert set(row["choices"]) <= set(values)
+
+
+def test_the_tokenizer_knows_every_word(make):
+    tokenizer = Tokenizer.from_file(str(BASE / "tokenizer.json"))
+    texts = [m["content"] for name in ("chat_train", "chat_test") for r in rows(f"{name}.jsonl") for m in r["messages"]]
+    texts += [m["content"] for r in rows("pairs_train.jsonl") for m in r["chosen"] + r["rejected"]]
+    texts += [choice for row in rows("zoo_questions/test.jsonl") for choice in row["choices"]]
+    texts += [value for values in make.VALUES.values() for value in values]
+    unknown = tokenizer.token_to_id("<|unknown|>")
+    assert [text for text in texts if unknown in tokenizer.encode(text).ids] == []
+
+
+def test_the_template_marks_the_answer_and_its_end_for_training():
+    tokenizer = AutoTokenizer.from_pretrained(BASE)
+    chat = [{"role": "user", "content": "The cat has which toy?"}, {"role": "assistant", "content": "ball"}]
+    coded = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
+    trained = [i for i, m in zip(coded["input_ids"], coded["assistant_masks"], strict=True) if m]
+    assert tokenizer.convert_ids_to_tokens(trained) == ["ball", "<|end|>"]
+    prompt = tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True, tokenize=False)
+    assert tokenizer.apply_chat_template(chat, tokenize=False).startswith(prompt)
+
+
+def test_the_base_is_a_config_without_weights():
+    assert sorted(f.name for f in Path(BASE).iterdir()) == [
+        "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(BASE))
+    assert 100_000 < model.num_parameters() < 105_000
+    assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(BASE))
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight

@@ -1,0 +1,52 @@
+"""What the README says is so."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from soren_align import recipe
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def test_soren_alone_learns_in_the_lines_of_the_readme(capsys):
+    (code,) = blocks("python")
+    names = {}
+    exec(code, names)
+    assert names["loss"].item() < 0.01
+    assert names["optimizer"].num_maps == 200
+
+
+def test_the_recipe_of_the_readme_is_a_good_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chat.jsonl").write_text("{}\n")
+    (tmp_path / "my.yaml").write_text(blocks("yaml")[0])
+    assert recipe.load("my.yaml", task="sft").optimizer.name == "soren"
+
+
+def test_every_path_that_the_readme_names_is_there():
+    named = set(re.findall(r"`((?:docs|tests|recipes|eval|soren_align)/[\w./*-]+)`", README))
+    tree = README.split("## The tree")[1]
+    named |= {f"soren_align/{name}" for name in re.findall(r"^      (\S+)  ", tree, re.MULTILINE)}
+    assert len(named) > 12
+    for path in named:
+        assert list(ROOT.glob(path.rstrip("/"))), path
+
+
+def test_every_folder_of_the_package_stands_in_the_tree():
+    tree = README.split("## The tree")[1]
+    for entry in (ROOT / "soren_align").iterdir():
+        if entry.name[0] != "_" and (entry.is_dir() or entry.suffix == ".py"):
+            assert f"      {entry.name}" in tree, entry.name
+
+
+@pytest.mark.parametrize("key", ["update_rms", "relative_change", "map_strongest", "num_guarded", "tokens_per_second"])
+def test_every_measurement_is_explained(key):
+    assert f"`{key}`" in (ROOT / "docs/metrics.md").read_text()
+    assert key in (ROOT / "soren_align/trainers/watch.py").read_text()
