@@ -142,7 +142,15 @@ def test_the_paired_interval_covers_the_truth_and_is_narrower_than_the_unpaired_
     assert narrower == 300
 
 
-def test_the_paired_interval_is_the_textbooks():
-    found = paired([0, 0, 1, 1], [1, 0, 1, 1])
-    assert found["value"] == pytest.approx(25)
-    assert found["high"] - found["value"] == pytest.approx(1.959964 * statistics.stdev([100, 0, 0, 0]) / 2)
+def test_the_interval_of_other_points_is_the_normal_one():
+    found = paired([0.0, 0.2, 0.9, 1.0], [0.5, 0.2, 0.9, 1.0])
+    assert found["value"] == pytest.approx(12.5)
+    assert found["high"] - found["value"] == pytest.approx(1.959964 * statistics.stdev([50, 0, 0, 0]) / 2)
+
+
+def test_certainty_is_not_claimed_where_every_question_changed_alike():
+    found = paired([0.0] * 120, [1.0] * 120)
+    assert found["value"] == found["high"] == 100
+    assert 90 < found["low"] < 97
+    same = paired([1.0] * 120, [1.0] * 120)
+    assert (same["value"], -5 < same["low"] < -1, 1 < same["high"] < 5) == (0, True, True)
