@@ -207,7 +207,10 @@ def _say(error: Any, lines: dict[Key, str]) -> str:
             return f"{where} found {found!r}; write {_or(choices)}{_INSTEAD.get(key, hint)}"
         case "model_type" | "dict_type":
             return f"{where} found {found!r}; write a section (indented keys below it)"
-    bound = lambda name: error.get("ctx", {}).get(name, 0)  # noqa: E731
+
+    def bound(name: str) -> Any:
+        return error.get("ctx", {}).get(name, 0)
+
     what = {
         "int_type": "write a whole number",
         "float_type": "write a number",

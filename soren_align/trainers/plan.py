@@ -6,6 +6,7 @@ The model is built on the meta device from its config, so that this costs no mem
 import math
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ def _files(recipe: Recipe, args: Any, steps: int) -> list[str]:
 def show(found: dict[str, Any], counted: Account, console: Console) -> None:
     """Print a plan for a person."""
     data, steps = found["data"], found["steps"]
-    say = lambda text: console.print(text, markup=False, highlight=False)  # noqa: E731
+    say = partial(console.print, markup=False, highlight=False)
     say(f"{found['task']} from {found['model']['start']} ({found['model']['parameters']:,} parameters)")
     say(f"\ndata      {data['source']['path']}: {data['layout']}")
     dropped = ", ".join(f"{n} dropped ({why})" for why, n in data["dropped"].items()) or "none dropped"
