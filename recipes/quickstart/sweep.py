@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import mean
 
 OPTIMIZERS = ("adamw", "muon", "htmuon", "soren")
-RATES = {"sft": ("1e-3", "3e-3", "1e-2"), "dpo": ("3e-5", "1e-4", "3.5e-4")}
+RATES = {"sft": ("1e-3", "3e-3", "1e-2", "3e-2"), "dpo": ("3e-5", "1e-4", "3.5e-4")}
 COLUMNS = ("zoo_mc", "zoo_gen", "preference")
 
 
