@@ -3,6 +3,7 @@
 soren-align sft RECIPE     train on conversations        soren-align eval MODEL_OR_RUN   measure
 soren-align dpo RECIPE     train on preferences          soren-align recipes             what is shipped
 soren-align plan RECIPE    what would happen             soren-align schema              for editors
+soren-align bench maps     time and error of the maps    soren-align bench step          time of optimizer steps
 """
 
 import json
@@ -21,11 +22,19 @@ app = typer.Typer(
 )
 recipes_app = typer.Typer(help="Show or copy the shipped recipes.", invoke_without_command=True)
 app.add_typer(recipes_app, name="recipes")
+bench_app = typer.Typer(help="Measure the maps and the optimizers on this machine.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or a shipped name.")]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key: optimizer.lr=1e-3. Repeatable.")
 ]
+Shapes = Annotated[str, typer.Option(help="llama-60m, qwen2.5-3b, mistral-7b, or shapes: 512x1376,512x512.")]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU, if there is one.")]
+Page = Annotated[
+    str | None, typer.Option("--output", metavar="FILE.md", help="Also put the tables into this page of Markdown.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
 NoEval = Annotated[bool, typer.Option("--no-eval", help="Leave the evaluation out.")]
 
 
@@ -66,7 +75,7 @@ def evaluate(
 def plan(
     recipe: RecipeArgument,
     set_: Overrides = None,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show what a recipe would do, without training."""
     from . import launch
@@ -81,6 +90,28 @@ def schema() -> None:
     from .recipe import json_schema
 
     typer.echo(json.dumps(json_schema(), indent=2))
+
+
+@bench_app.command()
+def maps(shapes: Shapes = "llama-60m", device: Device = None, as_json: AsJson = False, output: Page = None) -> None:
+    """Time, FLOPs and error of every map of singular values, beside Muon's iteration."""
+    from . import launch
+
+    launch.bench(["maps"], shapes, device, as_json, output)
+
+
+@bench_app.command()
+def step(
+    shapes: Shapes = "llama-60m",
+    device: Device = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a training step, for the optimizer's share.")] = 32768,
+    as_json: AsJson = False,
+    output: Page = None,
+) -> None:
+    """Time and memory of whole optimizer steps on a model's matrices."""
+    from . import launch
+
+    launch.bench(["step", "--tokens", str(tokens)], shapes, device, as_json, output)
 
 
 @recipes_app.callback()

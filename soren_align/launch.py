@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from .bench import shapes as bench_shapes
 from .recipe import Recipe, UserError, differences, load, to_yaml, training_part
 from .report import RunFolder, provenance, write
 
@@ -37,6 +38,22 @@ def evaluate(targets: list[str], suite: str | None, output: str | None, summary:
     for option, value in (("--suite", suite), ("--output", output), ("--summary", summary)):
         arguments += [option, value] if value else []
     _become(arguments, _recipe_of(targets[0]))
+
+
+def bench(command: list[str], shapes: str, device: str | None, as_json: bool, output: str | None) -> None:
+    """Become a worker that measures; what it cannot measure is refused before torch loads."""
+    bench_shapes.parse(shapes)
+    arguments = ["bench", *command, "--shapes", shapes]
+    if device:
+        bench_shapes.check_device(device)
+        arguments += ["--device", device]
+    if output:
+        if not Path(output).absolute().parent.is_dir():
+            raise UserError(f"--output: {output}: no such folder")
+        if Path(output).is_dir():
+            raise UserError(f"--output: {output}: is a folder; name a file, such as {Path(output) / 'benchmarks.md'}")
+        arguments += ["--output", output]
+    _become([*arguments, *(["--json"] if as_json else [])], None)
 
 
 def prepare(folder: RunFolder, recipe: Recipe) -> None:

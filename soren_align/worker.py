@@ -3,6 +3,7 @@
     python -m soren_align.worker train RUN_FOLDER
     python -m soren_align.worker plan [--json] < RECIPE
     python -m soren_align.worker eval MODEL_OR_RUN... [--suite S] [--output DIR] [--summary FILE]
+    python -m soren_align.worker bench maps|step --shapes S [--device D] [--tokens N] [--json] [--output PAGE]
 
 Exit codes: 0 done, 2 something the user can mend, 130 stopped by a signal (the same command goes on).
 """
@@ -79,6 +80,31 @@ def evaluate(targets: list[str], suite: str | None, output: str | None, summary:
     return 0
 
 
+def bench(given: argparse.Namespace) -> int:
+    """Measure maps or optimizer steps."""
+    from .bench import shapes
+
+    matrices = shapes.parse(given.shapes)
+    with console.status("Loading torch"):
+        from .bench import maps, step, tables
+        from .bench.timing import find_device
+    warnings.filterwarnings("ignore")
+    device = find_device(given.device)
+    # A spinner's thread takes its time from what is measured, so it turns slowly.
+    with console.status("Measuring", refresh_per_second=2) as status:
+        if given.what == "maps":
+            results = maps.run(matrices, device, status.update)
+        else:
+            results = step.run(matrices, device, given.tokens, status.update)
+    if given.output:
+        tables.put(results, Path(given.output))
+    if given.json:
+        sys.stdout.write(json.dumps(results, indent=2) + "\n")
+    else:
+        Console().print(tables.terminal(results), highlight=False)
+    return 0
+
+
 def _evaluate(targets: list[str], suite: str, output: str | None, summary: str | None, batch_size: int | None) -> None:
     with console.status("Loading lm-eval"):
         from . import evaluate as measuring
@@ -140,18 +166,28 @@ def main(arguments: list[str] | None = None) -> int:
     measure.add_argument("targets", nargs="+")
     for option in ("--suite", "--output", "--summary"):
         measure.add_argument(option)
+    measure = verbs.add_parser("bench")
+    measure.add_argument("what", choices=("maps", "step"))
+    for option in ("--shapes", "--device", "--output"):
+        measure.add_argument(option)
+    measure.add_argument("--tokens", type=int)
+    measure.add_argument("--json", action="store_true")
     given = parser.parse_args(arguments)
     try:
         if given.verb == "train":
             return train(given.folder)
         if given.verb == "plan":
             return plan(given.json)
+        if given.verb == "bench":
+            return bench(given)
         return evaluate(given.targets, given.suite, given.output, given.summary)
     except UserError as error:
         console.print(str(error), markup=False, highlight=False, soft_wrap=True)
         return 2
     except KeyboardInterrupt:
-        console.print("stopped; the same command goes on from the last checkpoint")
+        console.print(
+            "stopped" if given.verb == "bench" else "stopped; the same command goes on from the last checkpoint"
+        )
         return 130
 
 

@@ -9,13 +9,13 @@ PACKAGE = Path(__file__).resolve().parent.parent / "soren_align"
 LAYERS = [
     {"cli", "worker"},
     {"launch"},
-    {"trainers", "evaluate"},
+    {"trainers", "evaluate", "bench"},
     {"sharding", "data", "report"},
     {"optim", "recipe"},
     {"spectral", "shipped"},
 ]
 DOORS = {
-    "deepspeed": {"sharding", "worker"},
+    "deepspeed": {"sharding", "worker", "bench"},
     "torch.distributed": {"sharding", "worker"},
     "trl": {"trainers"},
     "datasets": {"data", "evaluate", "worker"},

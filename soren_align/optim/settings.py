@@ -8,8 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
+from ..spectral import RESOLUTIONS
+
 ADJUST_LR_FNS = ("none", "original", "match_rms_adamw")
-SPECTRAL_MAPS = ("sns", "exact")
+SPECTRAL_MAPS = ("sns", "minimax", "exact")
 
 RULE_KEYS = {
     "spectral": ("lr", "weight_decay", "momentum", "nesterov", "adjust_lr_fn"),
@@ -34,6 +36,7 @@ def check_settings(group: dict[str, Any], where: str) -> None:
         "adjust_lr_fn": (lambda v: v in ADJUST_LR_FNS, f"one of {', '.join(map(repr, ADJUST_LR_FNS))}"),
         "spectral_map": (lambda v: v in SPECTRAL_MAPS, f"one of {', '.join(map(repr, SPECTRAL_MAPS))}"),
         "ns_steps": (lambda v: isinstance(v, int) and 1 <= v < 100, "a whole number from 1 to 99"),
+        "resolution": (lambda v: v in RESOLUTIONS, f"one of {', '.join(map(str, RESOLUTIONS))}"),
         "p": (lambda v: 0 <= v <= 1, "a number from 0 to 1"),
         "betas": (lambda v: len(v) == 2 and all(0 <= b < 1 for b in v), "two numbers, at least 0 and below 1"),
         "eps": (lambda v: v >= 0, "0 or more"),

@@ -30,6 +30,9 @@ def second_look(raw: dict[str, Any]) -> list[tuple[Key, str]]:
         data = get("data", split, "path")
         if isinstance(data, str) and data:
             found += [(("data", split, "path"), m) for m in _data_problems(data)]
+    resolution = get("optimizer", "resolution")
+    if isinstance(resolution, int | float) and resolution not in (0.01, 0.001):
+        found.append((("optimizer", "resolution"), f"found {resolution!r}; write 0.01 or 0.001"))
     name = get("optimizer", "name")
     if name in ("soren", "muon", "htmuon") and get("optimizer", "aux_lr") is None:
         found.append(

@@ -82,10 +82,13 @@ class Optimizer(_Section):
     """Scale of a matrix update: `none`, `original` = sqrt(max(1, m/n)), or `match_rms_adamw` = 0.2 sqrt(max(m, n)),
     which makes learning rates comparable with AdamW's. null: `none` for soren (the paper's text), `original` for muon
     and htmuon (their code)."""
-    spectral_map: Literal["sns", "exact"] | None = None
-    """soren only. `sns`, the paper's polynomial, or `exact`, the sigmoid itself. null: sns."""
+    spectral_map: Literal["sns", "minimax", "exact"] | None = None
+    """soren only. `sns`, the paper's polynomial; `minimax`, closer to the sigmoid and cheaper; or `exact`, the sigmoid
+    itself. null: sns."""
     ns_steps: Annotated[int, Field(ge=1, le=100)] | None = None
     """soren's sns only: steps of the paper's iteration. null: 15."""
+    resolution: float | None = None
+    """soren's minimax only: the normalised singular value from which it is accurate, 0.01 or 0.001. null: 0.01."""
     p: Annotated[float, Field(gt=0, le=1)] | None = None
     """htmuon only: the power of the singular values. null: 0.125."""
     betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] = [0.9, 0.999]
@@ -136,8 +139,8 @@ class Recipe(_Section):
     """null: no evaluation after training."""
 
 
-_ONLY = {"spectral_map": "soren", "ns_steps": "soren", "p": "htmuon"}
-_DEFAULT = {"spectral_map": "sns", "ns_steps": 15, "p": 0.125}
+_ONLY = {"spectral_map": "soren", "ns_steps": "soren", "resolution": "soren", "p": "htmuon"}
+_DEFAULT = {"spectral_map": "sns", "ns_steps": 15, "resolution": 0.01, "p": 0.125}
 _SCALE = {"soren": "none", "muon": "original", "htmuon": "original", "adamw": None}
 
 
@@ -150,8 +153,10 @@ def resolve(recipe: Recipe) -> Recipe:
             update[key] = None
         elif getattr(o, key) is None:
             update[key] = _DEFAULT[key]
-    if o.name == "soren" and o.spectral_map == "exact":
+    if (update.get("spectral_map") or o.spectral_map) != "sns":
         update["ns_steps"] = None
+    if o.spectral_map != "minimax":
+        update["resolution"] = None
     if o.name == "adamw":
         update["adjust_lr_fn"] = None
         update["aux_lr"] = o.aux_lr or o.lr

@@ -1,13 +1,18 @@
 """Maps of singular values: pure functions on [..., m, n], batched, tall or wide; the input is never modified."""
 
+from .coefficients import RESOLUTIONS
 from .exact import exact_sigmoid, spectral_power
+from .minimax import minimax_sigmoid, num_flops
 from .quintic import newton_schulz
 from .sns import guarded_soft_newton_schulz, soft_newton_schulz
 
 __all__ = [
+    "RESOLUTIONS",
     "exact_sigmoid",
     "guarded_soft_newton_schulz",
+    "minimax_sigmoid",
     "newton_schulz",
+    "num_flops",
     "soft_newton_schulz",
     "spectral_power",
 ]

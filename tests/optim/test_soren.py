@@ -199,7 +199,7 @@ def test_sparse_complex_and_whole_number_parameters_are_refused():
         ({"momentum": 1.0}, "momentum: found 1.0; write at least 0 and below 1"),
         ({"weight_decay": -0.1}, "weight_decay: found -0.1"),
         ({"ns_steps": 0}, "ns_steps: found 0; write a whole number from 1 to 99"),
-        ({"spectral_map": "snss"}, "spectral_map: found 'snss'; write one of 'sns', 'exact'"),
+        ({"spectral_map": "snss"}, "spectral_map: found 'snss'; write one of 'sns', 'minimax', 'exact'"),
         ({"adjust_lr_fn": "orignal"}, "adjust_lr_fn: found 'orignal'; write one of 'none', 'original'"),
     ],
 )
@@ -213,7 +213,7 @@ def test_groups_hold_the_settings_of_their_rule_and_no_others():
     spectral, adamw = Soren(groups, lr=0.1).param_groups
     assert spectral.keys() == {
         *("params", "rule", "lr", "weight_decay", "momentum", "nesterov"),
-        *("adjust_lr_fn", "spectral_map", "ns_steps"),
+        *("adjust_lr_fn", "spectral_map", "ns_steps", "resolution"),
     }
     assert adamw.keys() == {"params", "rule", "lr", "weight_decay", "betas", "eps"}
     assert (spectral["lr"], adamw["lr"]) == (0.1, 0.3)

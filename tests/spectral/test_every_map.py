@@ -4,12 +4,14 @@ import pytest
 import torch
 from torch.optim._muon import _zeropower_via_newtonschulz
 
-from soren_align.spectral import exact_sigmoid, newton_schulz, soft_newton_schulz, spectral_power
+from soren_align.spectral import exact_sigmoid, minimax_sigmoid, newton_schulz, soft_newton_schulz, spectral_power
 
 MAPS = {
     "exact_sigmoid": exact_sigmoid,
     "sns": soft_newton_schulz,
     "sns gram": lambda x: soft_newton_schulz(x, form="gram"),
+    "minimax": minimax_sigmoid,
+    "minimax eigh": lambda x: minimax_sigmoid(x, "eigh"),
     "newton_schulz": newton_schulz,
     "spectral_power": lambda x: spectral_power(x, 0.125),
 }

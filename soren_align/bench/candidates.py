@@ -1,0 +1,88 @@
+"""The maps that are measured, and what their FLOPs are counted as.
+
+FLOPs are those of the matrix products, for an m x n matrix with m <= n: m^2 n multiplications and additions, 2 m^2 n,
+for x x^T as for (m x m) x; 2 m^3 for two m x m matrices. So
+    Muon      5 steps of x x^T, its square, and their sum times x:    5 (4 m^2 n + 2 m^3)
+    SNS       K steps of the sign stream and 2 of the tanh stream, each x x^T and its product with x:  4 m^2 n (K + 2)
+    minimax   x x^T, once more after the restart, and 2 products with x; 10 of m x m. What is symmetric is computed in
+              blocks on one side of the diagonal only, and counted so
+test_counted_flops_are_those_that_torch_sees holds `num_flops` against what runs. Decompositions are not counted.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..spectral import exact_sigmoid, minimax_sigmoid, newton_schulz, soft_newton_schulz
+from ..spectral.matrices import frobenius_norm, from_wide, multiply_add, to_wide
+from ..spectral.quintic import EPS, A, B, C
+
+SNS_STEPS = 15
+PEERS_OWN = "the peer's own"  # dtype
+MUON, MUON_FLOAT32 = "Muon bfloat16", "Muon float32"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A map to be measured: the dtype of its products, what its FLOPs are counted as, what it aims at."""
+
+    name: str
+    function: Callable[[Tensor], Tensor]
+    dtype: str
+    counted_as: Literal["minimax", "sns", "muon"] | None = None
+    target: Literal["sigmoid", "polar"] = "sigmoid"
+
+
+def candidates(device: torch.device) -> list[Candidate]:
+    """Our maps, the two references of the ratios among them."""
+    maps = [
+        Candidate("minimax auto", minimax_sigmoid, "float32", "minimax"),
+        Candidate("minimax products", lambda x: minimax_sigmoid(x, method="products"), "float32", "minimax"),
+        Candidate("minimax eigh", lambda x: minimax_sigmoid(x, method="eigh"), "float64"),
+        Candidate(f"SNS K={SNS_STEPS}", lambda x: soft_newton_schulz(x, SNS_STEPS), "float32", "sns"),
+        Candidate("exact", exact_sigmoid, "float64"),
+        Candidate(MUON, newton_schulz, "bfloat16", "muon", "polar"),
+        Candidate(MUON_FLOAT32, newton_schulz_float32, "float32", "muon", "polar"),
+    ]
+    if device.type == "cuda":  # on a CPU, float16 products only imitate a GPU's
+        half = Candidate("minimax float16", minimax_float16, "float16", "minimax")
+        maps.insert(2, half)
+    return maps
+
+
+def newton_schulz_float32(x: Tensor) -> Tensor:
+    """Muon's five steps as in `newton_schulz`, iterated in float32."""
+    y = to_wide(x, torch.float32)
+    y = y / frobenius_norm(y).clamp(min=EPS)
+    for _ in range(5):
+        gram = y @ y.mT
+        y = multiply_add(y, multiply_add(gram, gram, gram, beta=B, alpha=C), y, beta=A, alpha=1.0)
+    return from_wide(y, x)
+
+
+def minimax_float16(x: Tensor) -> Tensor:
+    """`minimax_sigmoid` with float16 factors in its products."""
+    return minimax_sigmoid(x, method="products", precision="float16")
+
+
+def as_it_runs(entry: Candidate, fresh: Callable[[], Tensor]) -> Candidate:
+    """The candidate, uncounted if it turns out to decompose x."""
+    if entry.counted_as != "minimax":
+        return entry
+    with _Decompositions() as seen:
+        entry.function(fresh())
+    return replace(entry, counted_as=None, dtype="float64") if seen.found else entry
+
+
+class _Decompositions(TorchDispatchMode):
+    """Sees whether torch decomposes a matrix."""
+
+    found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found |= any(word in func.name() for word in ("eigh", "svd"))
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,54 @@
+"""Other people's iterations, where they are installed, to run beside ours. Nothing of them is needed."""
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import io
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Map = Callable[[Tensor], Tensor]
+STEPS = 5
+
+
+def peers(device: torch.device) -> tuple[dict[str, Map], list[str]]:
+    """The maps that can run here, and a sentence for each package that cannot."""
+    found: dict[str, Map] = {}
+    notes = []
+    deepspeed = _load("deepspeed", "deepspeed.runtime.zero.muon.original_muon", notes)
+    if deepspeed is not None:
+        # Both are compiled by DeepSpeed itself, in its default setting.
+        found["DeepSpeed"] = lambda x: deepspeed.zeropower_via_newtonschulz5(x, STEPS)
+        if hasattr(deepspeed, "zeropower_via_gram_newtonschulz"):
+            found["DeepSpeed gram"] = lambda x: deepspeed.zeropower_via_gram_newtonschulz(x, STEPS)
+    if device.type != "cuda":
+        notes.append("gram-newton-schulz is left out: its kernels are for a GPU")
+    else:
+        gram = _load("gram-newton-schulz", "gram_newton_schulz", notes)
+        if gram is not None:
+            build = functools.cache(gram.GramNewtonSchulz)  # it loads its kernels; a failure then is one of the map
+            found["gram-newton-schulz"] = lambda x: build()(x)
+    return found, notes
+
+
+def _load(package: str, module: str, notes: list[str]) -> Any:
+    """The module, or None and a line in `notes`."""
+    if importlib.util.find_spec(module.split(".")[0]) is None:
+        notes.append(f"{package} is not installed")
+        return None
+    said = io.StringIO()
+    level = logging.root.manager.disable
+    try:
+        logging.disable(logging.CRITICAL)
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            return importlib.import_module(module)
+    except Exception as error:  # whatever a foreign package raises while it is imported, ours goes on without it
+        notes.append(f"{package} is installed and cannot be imported: {type(error).__name__}: {error}")
+        return None
+    finally:
+        logging.disable(level)

@@ -1,0 +1,73 @@
+"""Which matrices are measured: those of a real model's blocks, or shapes given by hand. Nothing here imports torch."""
+
+import difflib
+import re
+from dataclasses import dataclass
+
+from ..recipe import UserError
+
+Shape = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """What a spectral optimizer steps: `per_layer` counts each shape in one of `num_layers` equal layers."""
+
+    name: str
+    num_layers: int
+    per_layer: dict[Shape, int]
+
+    @property
+    def layer_size(self) -> int:
+        """Parameters in one layer."""
+        return sum(count * m * n for (m, n), count in self.per_layer.items())
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters in all layers."""
+        return self.num_layers * self.layer_size
+
+
+# Weights are [out, in]; source: each model's config.json. In the order q, k, v, o; gate, up; down.
+MODELS = {
+    "llama-60m": Matrices("llama-60m", 8, {(512, 512): 4, (1376, 512): 2, (512, 1376): 1}),
+    "qwen2.5-3b": Matrices("qwen2.5-3b", 36, {(2048, 2048): 2, (256, 2048): 2, (11008, 2048): 2, (2048, 11008): 1}),
+    "mistral-7b": Matrices("mistral-7b", 32, {(4096, 4096): 2, (1024, 4096): 2, (14336, 4096): 2, (4096, 14336): 1}),
+}
+DEVICES = ("cpu", "cuda")
+
+
+def parse(text: str) -> Matrices:
+    """The matrices of `text`, a model's name or "MxN,MxN,..." with a shape for every matrix. UserError for others."""
+    if text.lower() in MODELS:
+        return MODELS[text.lower()]
+    per_layer: dict[Shape, int] = {}
+    problems = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d+)x(\d+)", part.strip().lower())
+        if found is None:
+            problems.append(_unknown(part.strip()))
+        elif 0 in (shape := (int(found[1]), int(found[2]))):
+            problems.append(f"--shapes: found '{part.strip()}'; both sides of a matrix are at least 1")
+        else:
+            per_layer[shape] = per_layer.get(shape, 0) + 1
+    if problems:
+        raise UserError(*problems)
+    return Matrices(text.replace(" ", "").lower(), 1, per_layer)
+
+
+def check_device(name: str) -> None:
+    """UserError if `name` is no kind of device that is measured; whether there is one, only torch knows."""
+    if name not in DEVICES:
+        raise UserError(f"--device: found '{name}'; {_hint(name, DEVICES)}")
+
+
+def _unknown(part: str) -> str:
+    if part in MODELS:
+        return f"--shapes: found '{part}' in a list; a model stands alone, a list has shapes such as 512x1376"
+    return f"--shapes: found '{part}'; {_hint(part.lower(), tuple(MODELS))}, or shapes such as 512x1376,512x512"
+
+
+def _hint(found: str, known: tuple[str, ...]) -> str:
+    close = difflib.get_close_matches(found, known, n=1, cutoff=0.5)
+    return f"did you mean '{close[0]}'?" if close else f"write {' or '.join(known)}"

@@ -1,0 +1,135 @@
+"""Times that can be compared: warmed up, in interleaved rounds (A B C A B C ...), so that drift hits all alike."""
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from ..recipe import UserError
+from ..report import provenance
+
+T = TypeVar("T")
+WARM_UPS = {"cpu": 1, "cuda": 3}  # CUDA graphs record in the second call and replay from the third on
+MIN_ROUNDS, MAX_ROUNDS = 3, 50
+SECONDS = 20.0  # for all rounds of one comparison, if MIN_ROUNDS allow
+# Seconds. A shorter call is made once more, untimed, just before: after another subject's code it is up to 45% slower
+# (one 64x96 map under two names: 0.65 and 0.45 ms; with this, 0.27 and 0.25).
+SHORT = 0.01
+PRODUCT_SIZE = {"cpu": 1024, "cuda": 8192}
+PRODUCT_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one call, over the rounds of one comparison."""
+
+    median: float
+    low: float  # quartiles
+    high: float
+    num_rounds: int
+
+
+def interleaved(
+    subjects: Mapping[str, Callable[[T], object]],
+    fresh: Callable[[], T],
+    device: torch.device,
+    on_round: Callable[[int, int], None] = lambda done, of: None,
+    seconds: float = SECONDS,
+) -> dict[str, Timing]:
+    """How long each subject takes for one call with an argument of its own, made by `fresh` outside the clock.
+
+    After the warm-up there are as many rounds as fit into `seconds`, within MIN_ROUNDS and MAX_ROUNDS.
+    `on_round(done, of)` is called before every round.
+    """
+    estimates: dict[str, float] = {}
+    for _ in range(WARM_UPS[device.type]):
+        estimates = {name: measure(function, fresh(), device) for name, function in subjects.items()}
+    num_rounds = min(max(int(seconds / max(sum(estimates.values()), 1e-9)), MIN_ROUNDS), MAX_ROUNDS)
+    times: dict[str, list[float]] = {name: [] for name in subjects}
+    for done in range(num_rounds):
+        on_round(done, num_rounds)
+        for name, function in subjects.items():
+            if estimates[name] < SHORT:
+                measure(function, fresh(), device)
+            times[name].append(measure(function, fresh(), device))
+    return {name: _timing(all_times) for name, all_times in times.items()}
+
+
+def measure(function: Callable[[T], object], argument: T, device: torch.device) -> float:
+    """Seconds of one call, until the device has finished. Freeing the result is not counted."""
+    if device.type == "cuda":
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize(device)
+        begin.record()
+        result = function(argument)
+        end.record()
+        end.synchronize()
+        seconds = begin.elapsed_time(end) / 1e3
+    else:
+        began = time.perf_counter()
+        result = function(argument)
+        seconds = time.perf_counter() - began
+    del result
+    return seconds
+
+
+def matmul_rates(device: torch.device) -> dict[str, float]:
+    """FLOP/s of a large square product, by dtype: what the device gives, not what its maker says."""
+    size = PRODUCT_SIZE[device.type]
+    names = ["float32", "bfloat16", *(["float16"] if device.type == "cuda" else [])]
+
+    def fresh() -> dict[str, torch.Tensor]:
+        x = torch.randn(size, size, device=device)
+        return {name: x.to(getattr(torch, name)) for name in names}
+
+    subjects = {name: lambda operands, name=name: operands[name] @ operands[name] for name in names}
+    timings = interleaved(subjects, fresh, device, seconds=PRODUCT_SECONDS)
+    return {name: 2 * size**3 / timing.median for name, timing in timings.items()}
+
+
+def find_device(name: str | None) -> torch.device:
+    """The device called `name`, or the GPU if there is one. UserError if torch has none to offer."""
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise UserError("--device: found 'cuda'; torch sees no GPU here, write cpu")
+    return torch.device(name or ("cuda" if available else "cpu"))
+
+
+def free_bytes(device: torch.device) -> int:
+    """What a benchmark may take: 90% of what a GPU has left, half of a machine's memory."""
+    if device.type == "cuda":
+        return int(0.9 * torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What stands in every table's head: device, threads, versions, commit."""
+    versions = provenance()
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        "kind": device.type,
+        "num_threads": torch.get_num_threads(),
+        "versions": {name: versions["versions"][name] for name in ("python", "torch", "soren-align")},
+        "num_processors": os.cpu_count(),
+        "load": os.getloadavg()[0],  # mean over the minute before
+        "commit": versions["commit"],
+        "platform": versions["platform"],
+    }
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _timing(times: list[float]) -> Timing:
+    low, median, high = statistics.quantiles(times, n=4, method="inclusive")
+    return Timing(median, low, high, len(times))

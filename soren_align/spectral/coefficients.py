@@ -1,0 +1,61 @@
+"""The polynomials of `minimax_sigmoid`. docs/minimax_front.py computes them and prints what else could be chosen.
+
+An odd polynomial is written as the coefficients of x, x^3, x^5, ... test_the_tables_are_what_the_script_computes makes
+them again, and test_the_certificates_hold evaluates them.
+"""
+
+from typing import NamedTuple
+
+
+class Sign(NamedTuple):
+    """f, a composition of odd polynomials, on u in [resolution, TOP]."""
+
+    steps: tuple[tuple[float, ...], ...]
+    num_restarts: int  # the Gram matrix is formed anew after so many steps
+    error: float  # |f(u) - 1| is at most this
+    slope: float  # f'(0)
+
+
+TOP = 1.005  # u is at most 1; the rest is for rounding
+
+# By resolution. Every later interval is 0.5% wider than what the step before leaves, for float16's rounding.
+SIGN = {
+    # degrees (9, 9, 9)
+    0.01: Sign(
+        steps=(
+            (13.84676986, -130.8831892, 427.9914727, -542.6972287, 233.2723984),
+            (4.826307337, -10.6428311, 9.359393927, -3.306409887, 0.4015702996),
+            (2.657797512, -3.893663595, 3.571411626, -1.621458911, 0.2838386059),
+        ),
+        num_restarts=1,
+        error=0.00348,
+        slope=177.6,
+    ),
+    # degrees (9, 9, 9, 3, 5)
+    0.001: Sign(
+        steps=(
+            (15.00170263, -145.8817406, 481.0634255, -612.4696568, 263.8931793),
+            (7.127204928, -17.23286016, 14.33546009, -4.618578823, 0.5041801681),
+            (5.255616759, -11.90669048, 10.34117265, -3.569772009, 0.4218085415),
+            (1.691634347, -0.5240391478),
+            (1.906368705, -1.282913018, 0.377032829),
+        ),
+        num_restarts=2,
+        error=0.00337,
+        slope=1812.2,
+    ),
+}
+
+# tanh(x / 2), rising on the whole interval; the error is relative to the sigmoid, of which this is one half.
+TANH = (4.96740021e-01, -3.61866082e-02, 1.77539158e-03)  # on [0, 2.5], error 0.0827%
+TANH_WIDE = (  # on [0, 4.3], error 0.0561%
+    4.97856604e-01,
+    -3.83000524e-02,
+    2.68336953e-03,
+    -1.12038574e-04,
+    1.94851463e-06,
+)
+WIDE_LIMIT = 4.3  # (sum of sigma^128)^(1/128) is at most 7% above sigma_max, for up to 10 000 singular values
+WIDE_FROM = (2.0, 2.5)  # as nu goes from one to the other, TANH gives way to TANH_WIDE; below it spares five products
+
+RESOLUTIONS = tuple(SIGN)

@@ -1,0 +1,65 @@
+"""`soren-align bench maps` and `bench step`, from the command line."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+
+def bench(*arguments, cwd=None):
+    command = [sys.executable, "-m", "soren_align.cli", "bench", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=120)
+
+
+def test_maps_prints_json_alone_and_writes_the_page(tmp_path):
+    done = bench("maps", "--shapes", "16x16,8x24", "--device", "cpu", "--json", "--output", "page.md", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(done.stdout)
+    assert [shape["shape"] for shape in found["shapes"]] == [[16, 16], [8, 24]]
+    assert f"torch {torch.__version__.partition('+')[0]}" in (tmp_path / "page.md").read_text()
+
+
+def test_step_prints_tables_of_80_columns(tmp_path):
+    done = bench("step", "--shapes", "16x16,8x24", "--device", "cpu", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "…" not in done.stdout
+    assert any(line.startswith("fused AdamW") and len(line.split()) == 9 for line in lines)
+    assert any("thread" in line for line in lines)
+    assert any(line.startswith("Python 3.") and "torch" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["maps", "--shapes", "qwen2.5-7b"], "did you mean 'qwen2.5-3b'?"),
+        (["step", "--shapes", "0x5"], "both sides of a matrix are at least 1"),
+        (["maps", "--device", "cudaa"], "did you mean 'cuda'?"),
+        (["maps", "--output", "nowhere/page.md"], "nowhere/page.md: no such folder"),
+        (["maps", "--output", "."], ".: is a folder; name a file, such as benchmarks.md"),
+        (["step", "--tokens", "0"], "--tokens"),
+    ],
+)
+def test_a_mistake_is_a_sentence_and_exit_code_2(tmp_path, arguments, message):
+    refused = bench(*arguments, cwd=tmp_path)
+    assert refused.returncode == 2
+    assert message in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert refused.stdout == ""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_a_sentence(tmp_path):
+    refused = bench("maps", "--device", "cuda", cwd=tmp_path)
+    assert (refused.returncode, refused.stderr) == (2, "--device: found 'cuda'; torch sees no GPU here, write cpu\n")
+
+
+def test_mistakes_are_seen_before_torch_loads():
+    code = "import sys; sys.argv = ['soren-align', 'bench', 'maps', '--shapes', '0x5']\n"
+    code += "from soren_align.cli import main\ntry:\n    main()\nexcept SystemExit as e:\n    print(e.code)\n"
+    code += "print('torch' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+    assert out.split() == ["2", "False"]
