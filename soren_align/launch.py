@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 from .bench import shapes as bench_shapes
-from .recipe import Recipe, UserError, differences, load, to_yaml, training_part
-from .report import RunFolder, provenance, write
+from .recipe import Recipe, UserError, differences, load_resolved, to_yaml, training_part
+from .report import RunFolder, now, provenance, write
 
 TRAINED = ("trained", "finished")
 
@@ -65,9 +65,14 @@ def prepare(folder: RunFolder, recipe: Recipe) -> None:
     if run is None:
         if folder.path.is_dir() and any(folder.path.iterdir()):
             raise UserError(f"{folder}: not empty and not a run folder; choose another run.output_dir")
-    elif recipe.run.overwrite:
-        folder.clear()
+    elif folder.is_busy():
+        raise UserError(f"{folder}: another process is running this run")
+    elif recipe.run.overwrite or (run["status"] == "training" and not folder.sealed()):
+        folder.clear()  # without a checkpoint there is nothing to go on from, nor to lose
         run = None
+    elif run["status"] == "finished" and _lacks_evaluation(folder, recipe):
+        _refuse_another_recipe(folder, recipe)
+        folder.update(status="trained")
     elif run["status"] == "finished":
         raise UserError(
             f"{folder}: holds a finished run. Choose another run.output_dir, look at it with "
@@ -83,13 +88,21 @@ def prepare(folder: RunFolder, recipe: Recipe) -> None:
     folder.path.mkdir(parents=True, exist_ok=True)
     write(folder.recipe, to_yaml(recipe))
     if run is None:
-        folder.update(status="training", task=recipe.task, **provenance())
+        folder.update(status="training", task=recipe.task, started=now(), **provenance())
+
+
+def _lacks_evaluation(folder: RunFolder, recipe: Recipe) -> bool:
+    """Whether a run that was finished with --no-eval is now asked for its evaluation."""
+    if recipe.eval is None:
+        return False
+    suite = Path(recipe.eval.suite)
+    return not folder.evaluation(suite.parent.name if suite.suffix == ".yaml" else str(suite)).is_dir()
 
 
 def _refuse_another_recipe(folder: RunFolder, recipe: Recipe) -> None:
     if not folder.recipe.is_file():
         return
-    changed = differences(training_part(load(str(folder.recipe))), training_part(recipe))
+    changed = differences(training_part(load_resolved(folder.recipe)), training_part(recipe))
     if changed:
         raise UserError(
             f"{folder}: holds an unfinished run of another recipe:",
@@ -130,4 +143,4 @@ def _become(arguments: list[str], recipe: Recipe | None) -> None:
 def _recipe_of(target: str) -> Recipe | None:
     """The recipe of a run folder, for its environment; None for a plain model."""
     folder = RunFolder(target)
-    return load(str(folder.recipe)) if folder.read() and folder.recipe.is_file() else None
+    return load_resolved(folder.recipe) if folder.read() and folder.recipe.is_file() else None

@@ -8,12 +8,16 @@
 Files appear whole or not at all (written aside, then renamed), so that a kill leaves nothing half-read.
 """
 
+import fcntl
 import hashlib
 import json
 import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -21,6 +25,7 @@ from typing import Any
 from . import __version__
 
 PACKAGES = ("torch", "transformers", "trl", "datasets", "accelerate", "peft", "lm-eval", "pydantic")
+SEAL = "soren_align.json"  # written last into a checkpoint, when it is complete
 CONTENTS = ("recipe.yaml", "run.json", "metrics.jsonl", "start", "checkpoints", "model", "eval", ".lock")
 
 
@@ -52,6 +57,25 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         write(self.path / "run.json", json.dumps((self.read() or {}) | changes, indent=2) + "\n")
 
+    def sealed(self) -> list[Path]:
+        """The complete checkpoints (see trainers/checkpoints.py)."""
+        return [seal.parent for seal in self.checkpoints.glob(f"checkpoint-*/{SEAL}")]
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Hold the folder while in it; BlockingIOError if another process does. A killed holder lets go."""
+        with (self.path / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+
+    def is_busy(self) -> bool:
+        """Whether a process is running this run."""
+        try:
+            with self.alone():
+                return False
+        except BlockingIOError:
+            return True
+
     def clear(self) -> None:
         """Remove what runs write, and nothing else that a person may have put there."""
         for name in CONTENTS:
@@ -74,6 +98,11 @@ class RunFolder:
             if record["step"] <= step:
                 kept.append(line)
         write(self.metrics, "".join(line + "\n" for line in kept))
+
+
+def now() -> str:
+    """The time, for run.json."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def write(path: Path, text: str) -> None:

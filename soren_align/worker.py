@@ -9,7 +9,6 @@ Exit codes: 0 done, 2 something the user can mend, 130 stopped by a signal (the 
 """
 
 import argparse
-import fcntl
 import json
 import sys
 import warnings
@@ -20,8 +19,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.status import Status
 
-from .recipe import UserError, load, load_text
-from .report import RunFolder, write
+from .recipe import UserError, load_resolved, load_text
+from .report import RunFolder, now, write
 
 console = Console(stderr=True)
 
@@ -29,7 +28,7 @@ console = Console(stderr=True)
 def train(path: str) -> int:
     """Train the run folder's recipe, then evaluate; whatever is already done is not done again."""
     folder = RunFolder(path)
-    recipe = load(str(folder.recipe))
+    recipe = load_resolved(folder.recipe)
     with _alone_in(folder):
         with console.status("Loading torch, transformers and TRL"):
             from .trainers import run as training
@@ -43,10 +42,11 @@ def train(path: str) -> int:
 
                     preflight(load_suite(recipe.eval.suite))
             if not training.train(ready, folder, console):
+                folder.update(last_error="stopped by a signal")
                 return 130
         if recipe.eval:
             _evaluate([str(folder)], recipe.eval.suite, None, None, recipe.eval.batch_size)
-        folder.update(status="finished")
+        folder.update(status="finished", finished=now(), last_error=None)
         console.print(f"done      {folder}", highlight=False)
     return 0
 
@@ -70,7 +70,7 @@ def plan(as_json: bool) -> int:
 def evaluate(targets: list[str], suite: str | None, output: str | None, summary: str | None) -> int:
     """Measure models beside the checkpoints that they started from."""
     run = RunFolder(targets[0])
-    recipe = load(str(run.recipe)) if run.read() else None
+    recipe = load_resolved(run.recipe) if run.read() else None
     name = suite or (recipe.eval.suite if recipe and recipe.eval else None)
     if name is None:
         raise UserError("--suite: is required; the first of the given folders is no run with an evaluation of its own")
@@ -110,9 +110,7 @@ def _evaluate(targets: list[str], suite: str, output: str | None, summary: str |
         from . import evaluate as measuring
 
         _hush()
-    rows: list[tuple[str, Path]] = []
-    for target in targets:
-        rows += [row for row in measuring.lineage(Path(target)) if row[1] not in [path for _, path in rows]]
+    rows = measuring.lineages(targets, console)
     name = measuring.load_suite(suite).name
     folder = Path(output) if output else RunFolder(targets[0]).evaluation(name)
     results = measuring.evaluate(rows, suite, folder, batch_size=batch_size, console=console)
@@ -135,13 +133,16 @@ def _counting(status: Status) -> Callable[[int], None]:
 
 @contextmanager
 def _alone_in(folder: RunFolder) -> Iterator[None]:
-    """Hold the run folder: two processes in one would write over each other."""
-    with (folder.path / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{folder}: another process is running this run") from None
-        yield
+    """Hold the run folder, and note in run.json why a run ended early."""
+    try:
+        with folder.alone():
+            try:
+                yield
+            except UserError as error:
+                folder.update(last_error=str(error))
+                raise
+    except BlockingIOError:
+        raise UserError(f"{folder}: another process is running this run") from None
 
 
 def _hush() -> None:
@@ -185,9 +186,7 @@ def main(arguments: list[str] | None = None) -> int:
         console.print(str(error), markup=False, highlight=False, soft_wrap=True)
         return 2
     except KeyboardInterrupt:
-        console.print(
-            "stopped" if given.verb == "bench" else "stopped; the same command goes on from the last checkpoint"
-        )
+        console.print("stopped" if given.verb == "bench" else "stopped; the same command goes on where it can")
         return 130
 
 

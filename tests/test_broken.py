@@ -10,6 +10,7 @@ import shutil
 import sys
 
 import pytest
+import torch
 
 from soren_align import cli, launch, shipped, worker
 
@@ -125,6 +126,17 @@ RECIPES = {
     "evaluation without rows": ("max_steps: 2", "eval_strategy: steps", r"trainer.eval_strategy: .*add data.eval"),
     "a number out of TRL's range": ("max_steps: 2", "max_steps: 0\n  num_train_epochs: 0", r"num_train_epochs: .*more"),
     "half precision twice": ("bf16: false", "bf16: true\n  fp16: true", r"trainer: .*fp16.*bf16"),
+    "no GPU and no word of it": (
+        "use_cpu: true",
+        "seed: 1",
+        r"trainer.use_cpu: this machine has no GPU; write `use_cpu",
+    ),
+    "a tracker that is not installed": ("max_steps: 2", "report_to: comet_ml", r"trainer: .*comet"),
+    "a setting nobody reads": (
+        "name: soren",
+        "name: muon\n  ns_steps: 9",
+        r"optimizer.ns_steps: only soren .* reads it",
+    ),
     "not YAML": ("task: sft", "task: [sft", r"my.yaml:\d+ not valid YAML"),
     "a tab": ("  lr: 1e-3\n", "\tlr: 1e-3\n", r"my.yaml:\d+ not valid YAML"),
     "a key twice": ("  lr: 1e-3\n", "  lr: 1e-3\n  lr: 2e-3\n", r"my.yaml:\d+ not valid YAML: .*duplicate key"),
@@ -154,6 +166,8 @@ RECIPES = {
 def test_a_broken_recipe(soren_align, tmp_path, case):
     old, new, message = RECIPES[case]
     assert old in RECIPE
+    if case == "no GPU and no word of it" and torch.accelerator.is_available():
+        pytest.skip("there is a GPU here; the refusal is for machines without one")
     (tmp_path / "my.yaml").write_text(RECIPE.replace(old, new, 1))
     refused(soren_align("sft", "my.yaml"), message)
 

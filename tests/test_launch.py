@@ -16,9 +16,13 @@ def make(tmp_path):
     return _make
 
 
-def begin(made):
-    launch.prepare(made[1], made[0])
-    return made[1]
+def begin(made, checkpoint=False):
+    recipe_, folder = made
+    launch.prepare(folder, recipe_)
+    if checkpoint:
+        (folder.checkpoints / "checkpoint-5").mkdir(parents=True, exist_ok=True)
+        (folder.checkpoints / "checkpoint-5" / "soren_align.json").write_text("{}")
+    return folder
 
 
 def test_a_new_folder_holds_the_resolved_recipe_and_a_manifest(make):
@@ -30,7 +34,7 @@ def test_a_new_folder_holds_the_resolved_recipe_and_a_manifest(make):
 
 
 def test_the_same_command_goes_on_and_another_recipe_is_refused_with_its_differences(make):
-    begin(make())
+    begin(make(), checkpoint=True)
     begin(make("trainer.logging_steps=3"))
     with pytest.raises(UserError) as error:
         begin(make("optimizer.lr=0.5", "trainer.seed=9"))
@@ -41,6 +45,7 @@ def test_the_same_command_goes_on_and_another_recipe_is_refused_with_its_differe
 def test_a_finished_run_is_not_overwritten_unless_told(make):
     folder = begin(make())
     folder.update(status="finished")
+    folder.evaluation("quickstart").mkdir(parents=True)
     (folder.path / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match="holds a finished run"):
         begin(make())
@@ -49,8 +54,29 @@ def test_a_finished_run_is_not_overwritten_unless_told(make):
     assert (folder.path / "notes.txt").read_text() == "mine"
 
 
-def test_resume_never_refuses_an_unfinished_run(make):
+def test_without_a_checkpoint_there_is_nothing_to_protect(make):
+    """A mistake found before the first checkpoint is mended, and the same folder is used again."""
+    begin(make()).update(last_error="5 of 6 rows cannot be used")
+    folder = begin(make("data.train.bad_rows=drop"))
+    assert recipe.load(str(folder.recipe)).data.train.bad_rows == "drop"
+    assert "last_error" not in folder.read()
+
+
+def test_a_folder_in_which_a_process_runs_is_refused(make):
+    folder = begin(make())
+    with folder.alone(), pytest.raises(UserError, match="another process is running this run"):
+        begin(make("run.overwrite=true"))
+
+
+def test_a_run_finished_without_evaluation_can_be_evaluated(make):
+    folder = begin(make("eval=null"))
+    folder.update(status="finished")
     begin(make())
+    assert folder.read()["status"] == "trained"
+
+
+def test_resume_never_refuses_an_unfinished_run(make):
+    begin(make(), checkpoint=True)
     with pytest.raises(UserError, match=r"unfinished run and run.resume is never"):
         begin(make("run.resume=never"))
 

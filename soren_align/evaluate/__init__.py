@@ -6,9 +6,19 @@ result.
 """
 
 from .harness import Answers, evaluate_model
-from .lineage import lineage
+from .lineage import lineage, lineages
 from .stage import evaluate, summary
 from .suites import Suite, load_suite
 from .tasks import preflight
 
-__all__ = ["Answers", "Suite", "evaluate", "evaluate_model", "lineage", "load_suite", "preflight", "summary"]
+__all__ = [
+    "Answers",
+    "Suite",
+    "evaluate",
+    "evaluate_model",
+    "lineage",
+    "lineages",
+    "load_suite",
+    "preflight",
+    "summary",
+]

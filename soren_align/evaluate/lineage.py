@@ -1,6 +1,7 @@
 """The checkpoints that a run came from, oldest first: base, SFT, DPO."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,23 @@ def lineage(path: str | Path, console: Console | None = None) -> list[tuple[str,
             rows.append(("base", start))
         run = parent
     return _distinct(rows[::-1])
+
+
+def lineages(paths: Sequence[str | Path], console: Console | None = None) -> list[tuple[str, Path]]:
+    """The rows of several models side by side: what they have in common (the same weights) stands there once.
+
+    Where two runs of a task meet, the later one has its run folder's name beside it.
+    """
+    rows: list[tuple[str, Path]] = []
+    seen: set[str | None] = set()
+    for path in paths:
+        for name, model in lineage(path, console):
+            weights = fingerprint(str(model))
+            if weights not in seen:
+                seen.add(weights)
+                taken = any(name == other for other, _ in rows)
+                rows.append((f"{name} ({model.parent.resolve().name})" if taken else name, model))
+    return rows
 
 
 def _run_of(path: Path) -> Path | None:

@@ -5,7 +5,7 @@ must exist, and `load` turns a file into a Recipe or a list of sentences. Nothin
 """
 
 from .checks import is_local
-from .load import find, load, load_text, to_yaml
+from .load import find, load, load_resolved, load_text, to_yaml
 from .models import DataSplit, Recipe, UserError, differences, json_schema, training_part
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "is_local",
     "json_schema",
     "load",
+    "load_resolved",
     "load_text",
     "to_yaml",
     "training_part",

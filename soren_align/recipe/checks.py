@@ -34,6 +34,7 @@ def second_look(raw: dict[str, Any]) -> list[tuple[Key, str]]:
     if isinstance(resolution, int | float) and resolution not in (0.01, 0.001):
         found.append((("optimizer", "resolution"), f"found {resolution!r}; write 0.01 or 0.001"))
     name = get("optimizer", "name")
+    found += [(("optimizer", key), m) for key, m in _inert_keys(name, raw.get("optimizer"))]
     if name in ("soren", "muon", "htmuon") and get("optimizer", "aux_lr") is None:
         found.append(
             (
@@ -57,6 +58,24 @@ def second_look(raw: dict[str, Any]) -> list[tuple[Key, str]]:
         hint = f"did you mean '{close[0]}'?" if close else f"shipped are: {', '.join(shipped.suites())}"
         found.append((("eval", "suite"), f"no suite named {suite!r}, nor such a file; {hint}"))
     return found
+
+
+def _inert_keys(name: Any, optimizer: Any) -> list[tuple[str, str]]:
+    """Settings that the named optimizer would not read: never dropped without a word."""
+    if not isinstance(optimizer, dict) or name not in ("soren", "muon", "htmuon", "adamw"):
+        return []
+    spectral_map = (optimizer.get("spectral_map") or "sns") if name == "soren" else None
+    reads = {
+        "spectral_map": (name == "soren", "soren"),
+        "ns_steps": (spectral_map == "sns", "soren with spectral_map sns"),
+        "resolution": (spectral_map == "minimax", "soren with spectral_map minimax"),
+        "p": (name == "htmuon", "htmuon"),
+    }
+    return [
+        (key, f"only {owner} reads it; leave it out, or write null")
+        for key, (is_read, owner) in reads.items()
+        if optimizer.get(key) is not None and not is_read
+    ]
 
 
 def is_local(path: str) -> bool:

@@ -54,6 +54,12 @@ def load_text(text: str, name: str = "recipe") -> Recipe:
     return _check(raw, lines, [], None)
 
 
+def load_resolved(path: Path) -> Recipe:
+    """The recipe that a run wrote into its folder: checked when it was written, and read again from anywhere."""
+    raw, _ = _parse(_text(path), str(path))
+    return Recipe.model_validate(raw)
+
+
 def to_yaml(recipe: Recipe) -> str:
     """The recipe as resolved, every default written out; `load` reads it back to an equal recipe."""
     stream = io.StringIO()

@@ -35,6 +35,10 @@ def trl_config(recipe: Recipe, output_dir: Path) -> SFTConfig | DPOConfig:
         "weight_decay": recipe.optimizer.weight_decay,
         "disable_tqdm": True,
     }
+    if not (recipe.trainer.get("use_cpu") or torch.accelerator.is_available()):
+        raise UserError(
+            "trainer.use_cpu: this machine has no GPU; write `use_cpu: true` and `bf16: false` under trainer"
+        )
     with the_users("trainer", ValueError, TypeError, ImportError):
         return CONFIGS[recipe.task](**{**recipe.trainer, **ours})
 
@@ -95,7 +99,7 @@ def build_trainer(recipe: Recipe, folder: RunFolder, start: str, tokenizer: PreT
     with the_users("optimizer", ValueError):
         build_optimizer(model, **optimizer_settings(recipe))
     # TRL prints while it maps; what matters of it is counted and shown by data.preview.
-    with the_users("trainer", ValueError), contextlib.redirect_stdout(io.StringIO()):
+    with the_users("trainer", ValueError, RuntimeError), contextlib.redirect_stdout(io.StringIO()):
         return TRAINERS[recipe.task](
             model=model,
             args=trl_config(recipe, folder.checkpoints),

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ..recipe import UserError, differences
-from ..report import write
+from ..report import SEAL, write
 
-SEAL = "soren_align.json"
 NEEDED = ("optimizer.pt", "scheduler.pt", "trainer_state.json")
 
 

@@ -20,7 +20,7 @@ from ..optim import build_optimizer, route, routing_table
 from ..recipe import Recipe
 from ..report import RunFolder
 from . import build
-from .run import get_ready
+from .run import get_ready, kind_of
 
 
 def plan(recipe: Recipe, on_rows: Callable[[int], object] | None = None) -> tuple[dict[str, Any], Account]:
@@ -57,6 +57,7 @@ def plan(recipe: Recipe, on_rows: Callable[[int], object] | None = None) -> tupl
         },
         "steps": {"batch": batch, "per_epoch": per_epoch, "total": steps, "epochs": round(steps / per_epoch, 2)},
         "learning_rates": _rates(recipe, args, steps),
+        "kind": kind_of(recipe.optimizer),
         "optimizer": recipe.optimizer.model_dump(exclude_none=True),
         "routing": routing_table(routes),
         "files": _files(recipe, args, steps),
@@ -113,6 +114,7 @@ def show(found: dict[str, Any], counted: Account, console: Console) -> None:
     for rate in found["learning_rates"]:
         rates.add_row(str(rate["step"]), f"{rate['lr']:.3g}", f"{rate['aux_lr']:.3g}")
     console.print(rates)
+    say(f"\noptimizer {found['kind']} on the matrices")
     table = Table("who steps", "why", "tensors", "parameters", title="\nrouting", title_justify="left", box=None)
     for row in found["routing"]:
         who = found["optimizer"]["name"] if row["rule"] == "spectral" else "adamw"

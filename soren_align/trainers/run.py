@@ -86,9 +86,12 @@ def train(ready: Ready, folder: RunFolder, console: Console) -> bool:
             **last,
         },
     )
-    moved = f"the matrices moved by {last['relative_change']:.2g} of their norm" if "relative_change" in last else ""
-    loss = f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, " if losses else ""
-    console.print(f"trained   {trainer.state.global_step} steps in {seconds:.0f} s: {loss}{moved}", highlight=False)
+    loss = f", loss {losses[0]:.3f} -> {losses[-1]:.3f}" if len(losses) > 1 else ""
+    taken = trainer.state.global_step - (checkpoints.step_of(resume) if resume else 0)
+    here = f" ({taken} now)" if resume else ""
+    console.print(f"trained   {trainer.state.global_step} steps{here} in {seconds:.0f} s{loss}", highlight=False)
+    if "relative_change" in last:
+        console.print(f"          matrices changed by {last['relative_change']:.2%} of their norm", highlight=False)
     return True
 
 
@@ -140,10 +143,17 @@ def _say_before(console: Console, ready: Ready, trainer: Any) -> None:
     console.print(f"start     {ready.start}", highlight=False)
     optimizer = ready.recipe.optimizer
     tensors = [len(g["params"]) for g in trainer.reference_groups]
-    kind = optimizer.name if optimizer.spectral_map is None else f"{optimizer.name} ({optimizer.spectral_map})"
+    kind = kind_of(optimizer)
     console.print(f"steps     {kind} on {tensors[0]} matrices at {optimizer.lr:g}", highlight=False)
     if len(tensors) > 1:
         console.print(f"          adamw on {tensors[1]} other tensors at {optimizer.aux_lr:g}", highlight=False)
+
+
+def kind_of(optimizer: Any) -> str:
+    """The matrices' optimizer in words: "soren (sns, scale match_rms_adamw)"."""
+    words = [optimizer.spectral_map, optimizer.adjust_lr_fn and f"scale {optimizer.adjust_lr_fn}"]
+    said = ", ".join(word for word in words if word)
+    return f"{optimizer.name} ({said})" if said else optimizer.name
 
 
 def _save(trainer: Any, tokenizer: Any, folder: RunFolder) -> None:

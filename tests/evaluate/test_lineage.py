@@ -7,7 +7,7 @@ import shutil
 import pytest
 from rich.console import Console
 
-from soren_align.evaluate import lineage
+from soren_align.evaluate import lineage, lineages
 from soren_align.recipe import UserError
 from soren_align.report import fingerprint
 
@@ -107,3 +107,14 @@ def test_a_start_that_was_trained_anew_is_refused(runs):
     (sft / "model" / "model.safetensors").write_text("other weights")
     with pytest.raises(UserError, match=r"sft/model was written over since .*dpo started from it"):
         lineage(dpo)
+
+
+def test_two_runs_stand_in_one_table_with_their_common_base_once(runs, tmp_path):
+    base, sft, _ = runs
+    (base / "model.safetensors").write_text("base")
+    record = json.loads((sft / "run.json").read_text())
+    record["start"]["sha256_or_revision"] = fingerprint(str(base))
+    (sft / "run.json").write_text(json.dumps(record))
+    muon = run(tmp_path / "muon", "sft", base)
+    rows = [("base", base), ("SFT", sft / "model"), ("SFT (muon)", muon / "model")]
+    assert lineages([sft, muon]) == lineages([sft, muon, sft / "model"]) == rows
