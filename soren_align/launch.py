@@ -13,8 +13,6 @@ from .bench import shapes as bench_shapes
 from .recipe import Recipe, UserError, differences, load_resolved, to_yaml, training_part
 from .report import RunFolder, now, provenance, write
 
-TRAINED = ("trained", "finished")
-
 
 def train(recipe: Recipe) -> None:
     """Make or find the run folder, then become its worker. UserError if the folder must not be touched."""

@@ -1,5 +1,6 @@
 """Training one recipe to its model folder: the middle of the worker's work, resumable at any moment."""
 
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -68,7 +69,8 @@ def train(ready: Ready, folder: RunFolder, console: Console) -> bool:
     except FloatingPointError as error:
         raise UserError(f"step {trainer.state.global_step + 1}: {error}") from error
     seconds = time.monotonic() - began
-    folder.update(optimizer=trainer.watch.record)
+    # Resumed at its last step, a run takes none: what it proved before stands.
+    folder.update(optimizer=(folder.read() or {}).get("optimizer", {}) | trainer.watch.record)
     if stop.received is not None and trainer.state.global_step < trainer.state.max_steps:
         console.print(f"stopped at step {trainer.state.global_step} with a checkpoint; the same command goes on")
         return False
@@ -162,6 +164,8 @@ def _save(trainer: Any, tokenizer: Any, folder: RunFolder) -> None:
     trainer.save_model(str(aside))
     tokenizer.save_pretrained(aside)
     (aside / "training_args.bin").unlink(missing_ok=True)  # a pickle, and the recipe says all of it
+    if folder.model.is_dir():  # of a try that was killed before run.json could say so
+        shutil.rmtree(folder.model)
     aside.rename(folder.model)
 
 

@@ -52,6 +52,13 @@ class SorenTrainerMixin(Trainer):
             self.optimizer = build_optimizer(whole, **self.optimizer_settings)
         return self.optimizer
 
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        # transformers looks for the end only after a step: resumed at its last one, it would take one too many.
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(*args, **kwargs)
+
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """TRL's, with the tokens counted."""
         mask = inputs.get("attention_mask")

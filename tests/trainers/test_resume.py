@@ -183,3 +183,27 @@ def wait_for(condition, process, seconds=60):
     while not condition() and process.poll() is None:
         assert time.monotonic() < end, "nothing happened"
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_kill_around_the_saving_of_the_model_changes_nothing(tiny_run, monkeypatch, moment):
+    """The last checkpoint stands, run.json says "training", and the model folder is not there yet, or is already."""
+    from soren_align.trainers import run as training
+
+    whole = tiny_run(name="whole")
+    whole.train()
+    original = training._save
+
+    def dying(*args):
+        if moment == "after":
+            original(*args)
+        raise Kill
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "_save", dying)
+        with pytest.raises(Kill):
+            tiny_run().train()
+    resumed = tiny_run()
+    assert resumed.train()
+    assert resumed.folder.read()["training"]["steps"] == 6
+    assert same(weights(whole.folder), weights(resumed.folder))
