@@ -1,8 +1,9 @@
 """Maps of singular values: pure functions on [..., m, n], batched, tall or wide; the input is never modified."""
 
 from .coefficients import RESOLUTIONS
+from .cost import num_flops
 from .exact import exact_sigmoid, spectral_power
-from .minimax import minimax_sigmoid, num_flops
+from .minimax import minimax_sigmoid
 from .quintic import newton_schulz
 from .sns import guarded_soft_newton_schulz, soft_newton_schulz
 

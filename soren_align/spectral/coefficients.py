@@ -11,6 +11,7 @@ class Sign(NamedTuple):
     """f, a composition of odd polynomials, on u in [resolution, TOP]."""
 
     steps: tuple[tuple[float, ...], ...]
+    centers: tuple[float, ...]  # of the interval that each step sees, in u^2
     num_restarts: int  # the Gram matrix is formed anew after so many steps
     error: float  # |f(u) - 1| is at most this
     slope: float  # f'(0)
@@ -27,6 +28,7 @@ SIGN = {
             (4.826307337, -10.6428311, 9.359393927, -3.306409887, 0.4015702996),
             (2.657797512, -3.893663595, 3.571411626, -1.621458911, 0.2838386059),
         ),
+        centers=(0.5, 1.75, 1.0),
         num_restarts=1,
         error=0.00348,
         slope=177.6,
@@ -40,6 +42,7 @@ SIGN = {
             (1.691634347, -0.5240391478),
             (1.906368705, -1.282913018, 0.377032829),
         ),
+        centers=(0.5, 2.0, 1.75, 1.0, 0.75),
         num_restarts=2,
         error=0.00337,
         slope=1812.2,

@@ -42,3 +42,8 @@ def frobenius_norm(x: Tensor) -> Tensor:
 def all_finite(x: Tensor) -> Tensor:
     """Whether every entry of a matrix is finite, [..., 1, 1] bool."""
     return x.isfinite().all(dim=-1, keepdim=True).all(dim=-2, keepdim=True)
+
+
+def at_least_something(norm: Tensor) -> Tensor:
+    """`norm`, or 1 where it is 0, so that a zero matrix is divided by 1."""
+    return norm.where(norm > 0, 1.0)

@@ -20,7 +20,7 @@ from soren_align.bench.candidates import (
 )
 from soren_align.recipe import UserError
 from soren_align.spectral import newton_schulz, soft_newton_schulz
-from soren_align.spectral.minimax import minimax_sigmoid, num_flops
+from soren_align.spectral import minimax_sigmoid, num_flops
 
 CPU = torch.device("cpu")
 

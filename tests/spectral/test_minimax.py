@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from soren_align.spectral import exact_sigmoid, newton_schulz, soft_newton_schulz
 from soren_align.spectral.coefficients import SIGN, TANH, TANH_WIDE
-from soren_align.spectral.minimax import minimax_sigmoid, num_flops
+from soren_align.spectral import minimax_sigmoid, num_flops
 
 modest = settings(derandomize=True, deadline=None, max_examples=60)
 QWEN_3B = [(2048, 2048), (256, 2048), (11008, 2048)]

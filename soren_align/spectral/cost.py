@@ -1,0 +1,28 @@
+"""What a map costs before it runs: floating-point operations and memory, from the shape alone."""
+
+from typing import Literal
+
+from .products import block_size, ends_thin
+
+SpectralMap = Literal["minimax", "sns", "muon"]
+
+
+def num_flops(spectral_map: SpectralMap, num_rows: int, num_columns: int, steps: int = 15) -> int:
+    """Floating-point operations of a map's matrix products for one matrix; `steps` are those of sns.
+
+    "minimax" is `minimax_sigmoid` by products in its default resolution, for singular values up to 2; "muon" is
+    `newton_schulz` in 5 steps. In units of m^3, for n = a m: 20a + 10 (muon), 4a (steps + 2) (sns), and 8a + 20
+    (minimax; 14a + 12 near squares), in which from 128 rows on the symmetric products, 4a + 18 (6a + 12), take down to
+    9/16 of that.
+    """
+    m, n = sorted((num_rows, num_columns))
+    thin, square = 2 * m * m * n, 2 * m**3
+    if spectral_map == "sns":
+        return 2 * thin * (steps + 2)
+    if spectral_map == "muon":
+        return 5 * (2 * thin + square)
+    block = block_size(m)
+    symmetric = sum(min(block, m - start) * (m - start) for start in range(0, m, block)) / m**2
+    if ends_thin(m, n, half=False):
+        return round((3 * thin + 6 * square) * symmetric) + 4 * thin
+    return round((2 * thin + 9 * square) * symmetric) + 2 * thin + square
