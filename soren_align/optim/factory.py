@@ -23,9 +23,10 @@ def build_optimizer(
     betas: tuple[float, float] = BETAS,
     eps: float = EPS,
     adjust_lr_fn: AdjustLrFn | None = None,
-    spectral_map: Literal["sns", "minimax", "exact"] = "sns",
-    ns_steps: int = 15,
+    spectral_map: Literal["minimax", "sns", "exact"] = "minimax",
     resolution: float = 0.01,
+    ns_steps: int = 15,
+    workspace_mb: float | None = None,
     p: float = 0.125,
     aux: Sequence[str] = (),
 ) -> SpectralOptimizer:
@@ -34,7 +35,7 @@ def build_optimizer(
     lr, weight_decay: of the matrices; aux_lr, aux_weight_decay: of the rest, which AdamW updates with betas and eps.
         For "adamw" the matrices go to AdamW too, as a group of their own, and aux_lr may be left out: then it is lr.
     adjust_lr_fn: None is the class's own choice.
-    spectral_map, ns_steps, resolution reach only Soren (Muon keeps its 5 steps), p only HTMuon.
+    spectral_map, resolution, ns_steps, workspace_mb reach only Soren (Muon keeps its 5 steps), p only HTMuon.
     ValueError for an unknown name, a missing aux_lr, and what `param_groups` raises.
     """
     if name not in ("soren", "muon", "htmuon", "adamw"):
@@ -62,7 +63,8 @@ def build_optimizer(
     if adjust_lr_fn is not None:
         shared["adjust_lr_fn"] = adjust_lr_fn
     if name == "soren":
-        return Soren(groups, lr, spectral_map=spectral_map, ns_steps=ns_steps, resolution=resolution, **shared)
+        shared |= {"spectral_map": spectral_map, "resolution": resolution, "ns_steps": ns_steps}
+        return Soren(groups, lr, workspace_mb=workspace_mb, **shared)
     return Muon(groups, lr, **shared) if name == "muon" else HTMuon(groups, lr, p=p, **shared)
 
 

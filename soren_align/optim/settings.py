@@ -11,7 +11,7 @@ from torch import Tensor
 from ..spectral import RESOLUTIONS
 
 ADJUST_LR_FNS = ("none", "original", "match_rms_adamw")
-SPECTRAL_MAPS = ("sns", "minimax", "exact")
+SPECTRAL_MAPS = ("minimax", "sns", "exact")
 
 RULE_KEYS = {
     "spectral": ("lr", "weight_decay", "momentum", "nesterov", "adjust_lr_fn"),

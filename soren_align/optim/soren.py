@@ -5,7 +5,13 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ..spectral import exact_sigmoid, guarded_soft_newton_schulz, minimax_sigmoid, newton_schulz, spectral_power
+from ..spectral import (
+    exact_sigmoid,
+    guarded_minimax_sigmoid,
+    guarded_soft_newton_schulz,
+    newton_schulz,
+    spectral_power,
+)
 from .spectral_optimizer import SpectralOptimizer
 
 AdjustLrFn = Literal["none", "original", "match_rms_adamw"]
@@ -19,10 +25,12 @@ class Soren(SpectralOptimizer):
     params: matrices, named or not, or groups; see `soren_align.param_groups` for a whole model.
     momentum, nesterov: M <- M + (1 - momentum) (G - M), N = G + momentum (M - G); no bias correction.
     weight_decay: W <- W (1 - lr * weight_decay) before the step, with the unadjusted lr.
-    spectral_map: "sns", the paper's Algorithm 1 with `ns_steps`; "minimax", closer and cheaper, accurate from the
-        normalised singular value `resolution` on; or "exact", the definition.
+    spectral_map: "minimax", accurate from the normalised singular value `resolution` on (0.01, or 0.001 for more work);
+        "sns", the paper's Algorithm 1 with `ns_steps`, further off and dearer; or "exact", the definition.
     adjust_lr_fn: "none", "original" (sqrt(max(1, m/n))) or "match_rms_adamw" (0.2 sqrt(max(m, n)), divided by the
         sigmoid's 1/2 so that learning rates compare with AdamW's).
+    workspace_mb: MB (2^20 bytes) for mapping matrices of one shape in a batch; one that needs more is mapped alone.
+        None is 16 on a CPU, 256 elsewhere. It changes a step by rounding only.
     The map must see averaged, unscaled gradients, clipped before the step; singular values above 4 are guarded.
     Source: the paper's Algorithm 2.
     """
@@ -38,23 +46,26 @@ class Soren(SpectralOptimizer):
         momentum: float = 0.95,
         nesterov: bool = True,
         weight_decay: float = 0.1,
-        spectral_map: Literal["sns", "minimax", "exact"] = "sns",
-        ns_steps: int = 15,
+        spectral_map: Literal["minimax", "sns", "exact"] = "minimax",
         resolution: float = 0.01,
+        ns_steps: int = 15,
         adjust_lr_fn: AdjustLrFn = "none",
+        workspace_mb: float | None = None,
     ):
         shared = _defaults(lr, momentum, nesterov, weight_decay, adjust_lr_fn)
         super().__init__(
-            params, {**shared, "spectral_map": spectral_map, "ns_steps": ns_steps, "resolution": resolution}
+            params, {**shared, "spectral_map": spectral_map, "resolution": resolution, "ns_steps": ns_steps}
         )
+        self.workspace_mb = workspace_mb
 
     def map_matrix(self, x: Tensor, group: dict[str, Any]) -> Tensor:
         """The sigmoid of the singular values of x."""
         if group["spectral_map"] == "exact":
             return exact_sigmoid(x)
         if group["spectral_map"] == "minimax":
-            return minimax_sigmoid(x, resolution=group["resolution"])
-        output, num_guarded = guarded_soft_newton_schulz(x, group["ns_steps"])
+            output, num_guarded = guarded_minimax_sigmoid(x, resolution=group["resolution"])
+        else:
+            output, num_guarded = guarded_soft_newton_schulz(x, group["ns_steps"])
         self.num_guarded += num_guarded
         return output
 

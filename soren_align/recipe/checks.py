@@ -64,11 +64,12 @@ def _inert_keys(name: Any, optimizer: Any) -> list[tuple[str, str]]:
     """Settings that the named optimizer would not read: never dropped without a word."""
     if not isinstance(optimizer, dict) or name not in ("soren", "muon", "htmuon", "adamw"):
         return []
-    spectral_map = (optimizer.get("spectral_map") or "sns") if name == "soren" else None
+    spectral_map = (optimizer.get("spectral_map") or "minimax") if name == "soren" else None
     reads = {
         "spectral_map": (name == "soren", "soren"),
         "ns_steps": (spectral_map == "sns", "soren with spectral_map sns"),
         "resolution": (spectral_map == "minimax", "soren with spectral_map minimax"),
+        "workspace_mb": (name == "soren", "soren"),
         "p": (name == "htmuon", "htmuon"),
     }
     return [

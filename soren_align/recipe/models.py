@@ -82,13 +82,16 @@ class Optimizer(_Section):
     """Scale of a matrix update: `none`, `original` = sqrt(max(1, m/n)), or `match_rms_adamw` = 0.2 sqrt(max(m, n)),
     which makes learning rates comparable with AdamW's. null: `none` for soren (the paper's text), `original` for muon
     and htmuon (their code)."""
-    spectral_map: Literal["sns", "minimax", "exact"] | None = None
-    """soren only. `sns`, the paper's polynomial; `minimax`, closer to the sigmoid and cheaper; or `exact`, the sigmoid
-    itself. null: sns."""
-    ns_steps: Annotated[int, Field(ge=1, le=100)] | None = None
-    """soren's sns only: steps of the paper's iteration. null: 15."""
+    spectral_map: Literal["minimax", "sns", "exact"] | None = None
+    """soren only. `minimax`, a polynomial within 0.4% of the sigmoid; `sns`, the paper's, further off and dearer; or
+    `exact`, the sigmoid itself. null: minimax."""
     resolution: float | None = None
     """soren's minimax only: the normalised singular value from which it is accurate, 0.01 or 0.001. null: 0.01."""
+    ns_steps: Annotated[int, Field(ge=1, le=100)] | None = None
+    """soren's sns only: steps of the paper's iteration. null: 15."""
+    workspace_mb: NonNegative | None = None
+    """soren only: MB (2^20 bytes) for mapping matrices of one shape in a batch; one that needs more is mapped alone.
+    null: 16 on a CPU, 256 elsewhere."""
     p: Annotated[float, Field(gt=0, le=1)] | None = None
     """htmuon only: the power of the singular values. null: 0.125."""
     betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] = [0.9, 0.999]
@@ -139,8 +142,8 @@ class Recipe(_Section):
     """null: no evaluation after training."""
 
 
-_ONLY = {"spectral_map": "soren", "ns_steps": "soren", "resolution": "soren", "p": "htmuon"}
-_DEFAULT = {"spectral_map": "sns", "ns_steps": 15, "resolution": 0.01, "p": 0.125}
+_ONLY = {"spectral_map": "soren", "resolution": "soren", "ns_steps": "soren", "workspace_mb": "soren", "p": "htmuon"}
+_DEFAULT = {"spectral_map": "minimax", "resolution": 0.01, "ns_steps": 15, "workspace_mb": None, "p": 0.125}
 _SCALE = {"soren": "none", "muon": "original", "htmuon": "original", "adamw": None}
 
 
@@ -153,9 +156,10 @@ def resolve(recipe: Recipe) -> Recipe:
             update[key] = None
         elif getattr(o, key) is None:
             update[key] = _DEFAULT[key]
-    if (update.get("spectral_map") or o.spectral_map) != "sns":
+    spectral_map = update.get("spectral_map", o.spectral_map)
+    if spectral_map != "sns":
         update["ns_steps"] = None
-    if o.spectral_map != "minimax":
+    if spectral_map != "minimax":
         update["resolution"] = None
     if o.name == "adamw":
         update["adjust_lr_fn"] = None

@@ -1,19 +1,21 @@
 """Maps of singular values: pure functions on [..., m, n], batched, tall or wide; the input is never modified."""
 
 from .coefficients import RESOLUTIONS
-from .cost import num_flops
+from .cost import num_flops, num_workspace_numbers
 from .exact import exact_sigmoid, spectral_power
-from .minimax import minimax_sigmoid
+from .minimax import guarded_minimax_sigmoid, minimax_sigmoid
 from .quintic import newton_schulz
 from .sns import guarded_soft_newton_schulz, soft_newton_schulz
 
 __all__ = [
     "RESOLUTIONS",
     "exact_sigmoid",
+    "guarded_minimax_sigmoid",
     "guarded_soft_newton_schulz",
     "minimax_sigmoid",
     "newton_schulz",
     "num_flops",
+    "num_workspace_numbers",
     "soft_newton_schulz",
     "spectral_power",
 ]

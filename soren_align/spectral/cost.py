@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from .products import block_size, ends_thin
+from .products import PADDING, block_size, ends_thin
 
 SpectralMap = Literal["minimax", "sns", "muon"]
 
@@ -26,3 +26,13 @@ def num_flops(spectral_map: SpectralMap, num_rows: int, num_columns: int, steps:
     if ends_thin(m, n, half=False):
         return round((3 * thin + 6 * square) * symmetric) + 4 * thin
     return round((2 * thin + 9 * square) * symmetric) + 2 * thin + square
+
+
+def num_workspace_numbers(num_rows: int, num_columns: int) -> int:
+    """How many numbers a map of one matrix holds at once beside its input, its result among them.
+
+    That of `minimax_sigmoid` by products, the default map: 7 buffers of m x m, with padding, and two of m x n
+    (test_no_more_memory_than_stated).
+    """
+    m, n = sorted((num_rows, num_columns))
+    return 7 * m * (m + PADDING) + 2 * m * n

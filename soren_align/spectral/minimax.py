@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .coefficients import RESOLUTIONS, SIGN, WIDE_FROM
 from .matrices import all_finite, at_least_something, frobenius_norm, from_wide, to_wide
-from .products import by_products, tanh_coefficients
+from .products import by_products, num_beyond, tanh_coefficients
 
 RESOLUTION = 0.01
 SAFE_NORMS = (1e-6, 1e6)  # |x|_F in between needs no scaling: neither sigma^4 nor its sums leave float32
@@ -22,7 +22,6 @@ Method = Literal["auto", "products", "eigh"]
 Precision = Literal["full", "float16"]
 
 
-@torch.no_grad()
 def minimax_sigmoid(
     x: Tensor, method: Method = "auto", resolution: float = RESOLUTION, precision: Precision = "full"
 ) -> Tensor:
@@ -32,13 +31,22 @@ def minimax_sigmoid(
     method: how the one scalar function is evaluated: by "products" of matrices, or by "eigh" of the Gram matrix in
     float64. "auto" takes what measures faster, which is products. They agree to 1e-4 of the result's norm in float32.
     resolution: the singular value, as a share of nu (at most |x|_F), from which the result is accurate: 0.01, or 0.001
-    for 9/5 of the work, where float32 agrees to 1e-3 only.
-    precision: "float16" rounds the factors of every product to float16 and sums in float32 (from 64 rows on).
+    for up to 9/5 of the work, where the methods agree to 1e-3 only. Modes far below it fade out:
+        a spectrum of 1/i with r = 512 has 400 of its 512 below 0.01, and needs 0.001.
+    precision: "float16" rounds the factors of every product to float16 and sums in float32.
     Returns [..., m, n] in the dtype of x. Within 0.5% (float16: 1%) of the sigmoid for singular values above
     `resolution` in a matrix with none above 4; below it falls to 0 for 0. With a singular value above about 4 the tanh
     part sees sigma * 4.3 / sigma_max: finite, bounded by 1, and rising with sigma but for the ripple of f. Zero for
     zero; a matrix with a NaN or an infinity in it comes out all NaN.
     """
+    return guarded_minimax_sigmoid(x, method, resolution, precision)[0]
+
+
+@torch.no_grad()
+def guarded_minimax_sigmoid(
+    x: Tensor, method: Method = "auto", resolution: float = RESOLUTION, precision: Precision = "full"
+) -> tuple[Tensor, int]:
+    """`minimax_sigmoid`, and for how many matrices tanh was scaled down to its polynomial's domain."""
     _check(method, resolution, precision)
     double = x.dtype == torch.float64 and precision == "full"
     wide = to_wide(x, torch.float64 if double else torch.float32)
@@ -46,18 +54,20 @@ def minimax_sigmoid(
     # One host read settles the ordinary case, a matrix as clipped gradients make it; NaN and overflow fail it too.
     low, high = SAFE_NORMS
     if precision == "full" and bool(((norm > low) & (norm < high)).all()):
-        return from_wide(_map(wide, torch.ones_like(norm), norm, method, resolution, half=False), x)
+        result, num_guarded = _map(wide, torch.ones_like(norm), norm, method, resolution, half=False)
+        return from_wide(result, x), num_guarded
 
     finite = all_finite(wide)
     wide = wide.where(finite, 0.0)
     scale = wide.abs().amax(dim=(-2, -1), keepdim=True)
     scale = scale.where(scale > 0, 1.0)
     unit = wide / scale
-    result = _map(unit, scale, frobenius_norm(unit) * scale, method, resolution, precision == "float16")
-    return from_wide(result.masked_fill(~finite, torch.nan), x)
+    norm = frobenius_norm(unit) * scale
+    result, num_guarded = _map(unit, scale, norm, method, resolution, half=precision == "float16")
+    return from_wide(result.masked_fill(~finite, torch.nan), x), num_guarded
 
 
-def _map(x: Tensor, scale: Tensor, norm: Tensor, method: Method, resolution: float, half: bool) -> Tensor:
+def _map(x: Tensor, scale: Tensor, norm: Tensor, method: Method, resolution: float, half: bool) -> tuple[Tensor, int]:
     """The map of scale * x for wide x, whose norm is `norm`; `scale` and `norm` are [..., 1, 1]."""
     # "auto" is products: eigh in float64 took 1.1 to 1.4 times as long at 512 and 1024 rows (float32, CPU).
     if method == "eigh":
@@ -65,7 +75,7 @@ def _map(x: Tensor, scale: Tensor, norm: Tensor, method: Method, resolution: flo
     return by_products(x, scale, norm, resolution, half)
 
 
-def _by_eigh(x: Tensor, scale: Tensor, norm: Tensor, resolution: float) -> Tensor:
+def _by_eigh(x: Tensor, scale: Tensor, norm: Tensor, resolution: float) -> tuple[Tensor, int]:
     # float64: on sigma_i = 1/i with 512 rows float32's eigh is off by 2e-3 of the result, 20 times what is promised.
     double = x.double()
     eigenvalues, vectors = torch.linalg.eigh(double @ double.mT)
@@ -77,15 +87,15 @@ def _by_eigh(x: Tensor, scale: Tensor, norm: Tensor, resolution: float) -> Tenso
     nu = (largest * norm4.pow(0.25)).sqrt()
 
     share = (eigenvalues.pow(64).sum(dim=-1, keepdim=True).clamp(min=1.0) ** (1 / 64) / norm4.pow(0.25)).sqrt()
-    may_be_large = bool((norm > WIDE_FROM[0]).any())
-    coefficients = tanh_coefficients(nu * scale[..., 0].double(), share if may_be_large else None)
+    top, known_share = nu * scale[..., 0].double(), share if bool((norm > WIDE_FROM[0]).any()) else None
+    coefficients = tanh_coefficients(top, known_share)
     tanh = sum(c * r**i for i, c in enumerate(coefficients))
     sign, power = torch.ones_like(r), r
     for step in SIGN[resolution].steps:
         factor = sum(c * power**i for i, c in enumerate(step))
         sign, power = sign * factor, power * factor**2
     gain = (sign + tanh) / (2 * nu)
-    return ((vectors * gain.unsqueeze(-2)) @ vectors.mT).to(x.dtype) @ x
+    return ((vectors * gain.unsqueeze(-2)) @ vectors.mT).to(x.dtype) @ x, num_beyond(top, known_share)
 
 
 def _check(method: str, resolution: float, precision: str) -> None:

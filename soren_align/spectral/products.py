@@ -1,7 +1,7 @@
 """The function of `minimax_sigmoid` by matrix products, in the Gram matrix R, whose eigenvalues are u^2.
 
-A polynomial in R is evaluated about the middle c of its interval, in Z = R - c I: its coefficients are then thirty times
-smaller, and so is the rounding. float16's factors cost 0.2% of a singular value in powers of R, 0.02% in powers of Z.
+A polynomial in R is evaluated about the middle c of its interval, in Z = R - c I: its coefficients are then thirty
+times smaller, and so is the rounding. float16's factors cost up to 0.2% in powers of R, 0.02% in powers of Z.
 After the first step, which lifts the weak modes, the Gram matrix is formed anew. R knows u^2 to float32's 6e-8 of the
 strongest, and the steps magnify that by the square of their slopes: at 512 rows and rank 128 an error of 1.2e-4 of the
 result without that restart, 1.1e-5 with it.
@@ -19,14 +19,15 @@ from .matrices import at_least_something, frobenius_norm
 # in 0.75 (512 rows), 0.70 (1024) and 0.65 (2048) of the time (two CPU cores, MKL, float32).
 MIN_BLOCK, MOST_BLOCKS = 128, 8
 NEAR_SQUARE = 1.15  # n / m up to which one restart more, thin products for square ones, costs less
-# After each row of more than one block. Copies to above the diagonal take half the time, at 1024 and 2048 rows, when rows
-# do not start a power of two apart.
+# Numbers after each row, if there are blocks: at 1024 and 2048 rows the copies to above the diagonal take half the time
+# when rows do not start a power of two apart.
 PADDING = 16
 
 
-def by_products(x: Tensor, scale: Tensor, norm: Tensor, resolution: float, half: bool) -> Tensor:
+def by_products(x: Tensor, scale: Tensor, norm: Tensor, resolution: float, half: bool) -> tuple[Tensor, int]:
     """The map of scale * x, whose norm is `norm`, for x of shape [..., m, n] with m <= n; the others are [..., 1, 1].
 
+    Also returns how many matrices have a singular value beyond tanh's polynomial.
     half: the factors of every product are rounded to float16, the sums are float32.
     """
     table = SIGN[resolution]
@@ -37,7 +38,7 @@ def by_products(x: Tensor, scale: Tensor, norm: Tensor, resolution: float, half:
 
     r = work.symmetric(x, x.mT)
     r2, nu = _normalise_(r, work)
-    tanh = _tanh_part(r, r2, nu, nu * scale, bool((norm > WIDE_FROM[0]).any()), work)
+    tanh, beyond = _tanh_part(r, r2, nu, nu * scale, bool((norm > WIDE_FROM[0]).any()), work)
     y, spare, lift = x, None, None  # y = lift @ x
     for step, center in steps[:num_restarts]:
         factor = _odd_step(step, center, r, r2, work)
@@ -68,10 +69,10 @@ def by_products(x: Tensor, scale: Tensor, norm: Tensor, resolution: float, half:
         sign = longer
     sign.mul_(0.5)
     if lift is None:
-        return work.add_product_(work.product(sign, y, spare), tanh, x)
+        return work.add_product_(work.product(sign, y, spare), tanh, x), beyond
     # Not symmetric to rounding, on purpose: copying a half of sign @ lift would put the strong modes' error before the
     # lift of the weak ones, 2e-4 of the result instead of 2e-5.
-    return work.product(work.add_product_(tanh, sign, lift), x, y)
+    return work.product(work.add_product_(tanh, sign, lift), x, y), beyond
 
 
 def ends_thin(num_rows: int, num_columns: int, half: bool) -> bool:
@@ -100,6 +101,11 @@ def tanh_coefficients(top: Tensor, share: Tensor | None) -> list[Tensor]:
     narrow = (*TANH, *(0.0,) * (len(TANH_WIDE) - len(TANH)))
     pairs = zip(narrow, TANH_WIDE, strict=True)
     return [(a + (b - a) * weight) * top ** (2 * i + 1) for i, (a, b) in enumerate(pairs)]
+
+
+def num_beyond(top: Tensor, share: Tensor | None) -> int:
+    """How many matrices `tanh_coefficients` scales down."""
+    return 0 if share is None else int((top * share > WIDE_LIMIT).sum())
 
 
 def _normalise_(gram: Tensor, work: "_Workspace") -> tuple[Tensor, Tensor]:
@@ -146,8 +152,10 @@ def _about(center: float, coefficients: tuple[float, ...]) -> tuple[float, ...]:
     return tuple(shifted)
 
 
-def _tanh_part(r: Tensor, r2: Tensor, nu: Tensor, top: Tensor, may_be_large: bool, work: "_Workspace") -> Tensor:
-    """t(sigma) / (2 nu u) as a matrix polynomial in R, where sigma = top * u."""
+def _tanh_part(
+    r: Tensor, r2: Tensor, nu: Tensor, top: Tensor, may_be_large: bool, work: "_Workspace"
+) -> tuple[Tensor, int]:
+    """t(sigma) / (2 nu u) as a matrix polynomial in R, where sigma = top * u; and how many matrices are beyond it."""
     powers, share = [r, r2], None
     if may_be_large:
         powers += [work.symmetric(r, r2), work.symmetric(r2, r2)]
@@ -157,7 +165,7 @@ def _tanh_part(r: Tensor, r2: Tensor, nu: Tensor, top: Tensor, may_be_large: boo
     for coefficient, power in zip(c[1:], powers[1:], strict=True):
         result.addcmul_(coefficient, power)
     work.give_back(*powers[2:])
-    return _add_to_diagonal_(result, c0[..., 0])
+    return _add_to_diagonal_(result, c0[..., 0]), num_beyond(top, share)
 
 
 def _top_share(r4: Tensor, work: "_Workspace") -> Tensor:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .matrices import frobenius_norm, from_wide, multiply_add, to_wide
+from .matrices import from_wide, multiply_add, to_wide
 
 # Keller Jordan's coefficients (kellerjordan.github.io/posts/muon), as in torch/optim/_muon.py: the steepest slope at
 # zero that keeps the iteration within about [0.7, 1.2]. test_muons_map_has_the_bits_of_torch makes the comparison.
@@ -20,7 +20,7 @@ def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
     float32's sum of squares overflows and the result is zero, as in torch. NaN or an infinity gives all NaN.
     """
     y = to_wide(x, torch.float64 if x.dtype == torch.float64 else torch.bfloat16)
-    y = y / frobenius_norm(y).clamp(min=EPS)
+    y = y / torch.linalg.vector_norm(y, dim=(-2, -1), keepdim=True).clamp(min=EPS)  # with torch.optim.Muon's bits
     for _ in range(steps):
         gram = y @ y.mT
         y = multiply_add(y, multiply_add(gram, gram, gram, beta=B, alpha=C), y, beta=A, alpha=1.0)

@@ -19,8 +19,7 @@ from soren_align.bench.candidates import (
     newton_schulz_float32,
 )
 from soren_align.recipe import UserError
-from soren_align.spectral import newton_schulz, soft_newton_schulz
-from soren_align.spectral import minimax_sigmoid, num_flops
+from soren_align.spectral import minimax_sigmoid, newton_schulz, num_flops, soft_newton_schulz
 
 CPU = torch.device("cpu")
 

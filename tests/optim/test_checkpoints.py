@@ -86,8 +86,9 @@ def saved(**settings):
 @pytest.mark.parametrize(
     ("key", "was", "now"),
     [
-        ("spectral_map", "sns", "exact"),
+        ("spectral_map", "minimax", "exact"),
         ("ns_steps", 15, 13),
+        ("resolution", 0.01, 0.001),
         ("momentum", 0.95, 0.9),
         ("nesterov", True, False),
         ("weight_decay", 0.1, 0.0),
@@ -116,7 +117,7 @@ def test_every_setting_that_differs_is_named():
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused():
-    with pytest.raises(ValueError, match="group 0 spectral_map: sns in the checkpoint, nothing in this optimizer"):
+    with pytest.raises(ValueError, match="group 0 spectral_map: minimax in the checkpoint, nothing in this optimizer"):
         Muon(groups(model()), lr=0.1).load_state_dict(saved())
     with pytest.raises(ValueError, match="the checkpoint has 2 parameter groups, this optimizer 1"):
         AdamW(model().named_parameters(), lr=0.1).load_state_dict(saved())

@@ -146,7 +146,7 @@ def test_the_factory_builds_what_is_named_with_its_own_settings():
     built = {name: build_optimizer(model, name=name, **shared) for name in ("soren", "muon", "htmuon", "adamw")}
     assert [type(o) for o in built.values()] == [Soren, Muon, HTMuon, AdamW]
     first = {name: o.param_groups[0] for name, o in built.items()}
-    assert (first["soren"]["ns_steps"], first["soren"]["spectral_map"]) == (9, "sns")
+    assert (first["soren"]["ns_steps"], first["soren"]["spectral_map"]) == (9, "minimax")
     assert first["muon"]["ns_steps"] == 5
     assert first["htmuon"]["p"] == 0.5
     assert [g["adjust_lr_fn"] for name, g in first.items() if name != "adamw"] == ["none", "original", "original"]

@@ -1,13 +1,21 @@
 """What a step of Soren does, and what it refuses."""
 
 import copy
+import functools
 import math
 
 import pytest
 import torch
 
 from soren_align.optim import AdamW, HTMuon, Muon, Soren
-from soren_align.spectral import exact_sigmoid, newton_schulz, soft_newton_schulz, spectral_power
+from soren_align.spectral import (
+    exact_sigmoid,
+    minimax_sigmoid,
+    newton_schulz,
+    num_workspace_numbers,
+    soft_newton_schulz,
+    spectral_power,
+)
 
 
 def randn(*shape, seed=0, dtype=torch.float32):
@@ -42,14 +50,19 @@ def test_the_first_step_maps_one_minus_momentum_squared_of_the_gradient():
     optimizer = Soren([p], lr=1.0, momentum=0.9)
     optimizer.observer = seen.append
     optimizer.step()
-    assert torch.allclose(seen[0].output, soft_newton_schulz(grad * (1 - 0.9**2)), atol=1e-6)
+    assert torch.allclose(seen[0].output, minimax_sigmoid(grad * (1 - 0.9**2)), atol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("make", "spectral_map"),
     [
-        (Soren, soft_newton_schulz),
-        (lambda params, **kw: Soren(params, ns_steps=7, **kw), lambda x: soft_newton_schulz(x, 7)),
+        (Soren, minimax_sigmoid),
+        (lambda params, **kw: Soren(params, resolution=0.001, **kw), lambda x: minimax_sigmoid(x, resolution=0.001)),
+        (lambda params, **kw: Soren(params, spectral_map="sns", **kw), soft_newton_schulz),
+        (
+            lambda params, **kw: Soren(params, spectral_map="sns", ns_steps=7, **kw),
+            lambda x: soft_newton_schulz(x, 7),
+        ),
         (lambda params, **kw: Soren(params, spectral_map="exact", **kw), exact_sigmoid),
         (lambda params, **kw: Muon(params, **{"adjust_lr_fn": "none", **kw}), newton_schulz),
         (lambda params, **kw: HTMuon(params, **{"adjust_lr_fn": "none", **kw}), lambda x: spectral_power(x, 0.125)),
@@ -109,16 +122,50 @@ def test_a_zero_gradient_leaves_only_the_weight_decay(optimizer_class):
     assert torch.equal(p, before * (1 - 0.5 * 0.1))
 
 
+@pytest.mark.parametrize("spectral_map", ["minimax", "sns", "exact"])
+def test_matrices_of_one_shape_are_mapped_together_within_the_workspace(spectral_map, monkeypatch):
+    def trained(workspace_mb):
+        shapes = [(6, 9), (9, 6), (6, 9), (6, 9), (4, 4), (6, 9)]
+        params = [parameter(*shape, grad=randn(*shape, seed=i)) for i, shape in enumerate(shapes)]
+        optimizer = Soren(params, lr=0.1, spectral_map=spectral_map, workspace_mb=workspace_mb)
+        seen, batches, plain = [], [], optimizer.map_matrix
+        monkeypatch.setattr(optimizer, "map_matrix", lambda x, group: batches.append(tuple(x.shape)) or plain(x, group))
+        optimizer.observer = seen.append
+        for _ in range(2):
+            optimizer.step()
+        assert optimizer.num_maps == 12
+        assert {u.name for u in seen} == {f"parameter {i}" for i in range(6)}
+        return [p.detach() for p in params], batches[: len(batches) // 2]
+
+    alone, one_by_one = trained(0)
+    assert one_by_one == [(6, 9)] * 4 + [(9, 6), (4, 4)]
+    together, whole = trained(None)
+    assert whole == [(4, 6, 9), (9, 6), (4, 4)]
+    each = (num_workspace_numbers(6, 9) + 54) * 4 / 2**20
+    _, in_threes = trained(3.5 * each)
+    assert in_threes == [(3, 6, 9), (6, 9), (9, 6), (4, 4)]
+    for a, b in zip(alone, together, strict=True):
+        assert torch.allclose(a, b, atol=1e-6)
+
+
+def test_parameters_of_different_dtypes_are_not_mapped_together():
+    params = [parameter(6, 9, grad=randn(6, 9, dtype=dtype), dtype=dtype) for dtype in (torch.float32, torch.float64)]
+    optimizer = Soren(params, lr=0.1)
+    optimizer.step()
+    assert [optimizer.state[p]["exp_avg"].dtype for p in params] == [torch.float32, torch.float64]
+
+
 def test_tiny_and_huge_gradients_give_finite_bounded_steps():
     for scale in (1e-45, 1e-30, 1e-12, 1e6, 1e20, 1e38):
-        for make in (Soren, lambda params, **kw: Soren(params, spectral_map="exact", **kw), HTMuon, Muon):
+        sns, exact = (functools.partial(Soren, spectral_map=name) for name in ("sns", "exact"))
+        for make in (Soren, sns, exact, HTMuon, Muon):
             p = torch.nn.Parameter(torch.zeros(4, 6))
             p.grad = torch.full((4, 6), scale)
             optimizer = make([p], lr=1.0, adjust_lr_fn="none")
             optimizer.step()
             bound = 1.2 if make is not HTMuon else 1.2 * max(1, (scale * math.sqrt(24)) ** 0.125)
             assert torch.linalg.matrix_norm(p.detach(), ord=2) <= bound
-            assert optimizer.num_guarded == (make is Soren and scale > 100)
+            assert optimizer.num_guarded == (make in (Soren, sns) and scale > 100)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
@@ -199,7 +246,7 @@ def test_sparse_complex_and_whole_number_parameters_are_refused():
         ({"momentum": 1.0}, "momentum: found 1.0; write at least 0 and below 1"),
         ({"weight_decay": -0.1}, "weight_decay: found -0.1"),
         ({"ns_steps": 0}, "ns_steps: found 0; write a whole number from 1 to 99"),
-        ({"spectral_map": "snss"}, "spectral_map: found 'snss'; write one of 'sns', 'minimax', 'exact'"),
+        ({"spectral_map": "snss"}, "spectral_map: found 'snss'; write one of 'minimax', 'sns', 'exact'"),
         ({"adjust_lr_fn": "orignal"}, "adjust_lr_fn: found 'orignal'; write one of 'none', 'original'"),
     ],
 )

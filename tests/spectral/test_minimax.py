@@ -6,9 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from soren_align.spectral import exact_sigmoid, newton_schulz, soft_newton_schulz
+from soren_align.spectral import (
+    exact_sigmoid,
+    minimax_sigmoid,
+    newton_schulz,
+    num_flops,
+    num_workspace_numbers,
+    soft_newton_schulz,
+)
 from soren_align.spectral.coefficients import SIGN, TANH, TANH_WIDE
-from soren_align.spectral import minimax_sigmoid, num_flops
+from soren_align.spectral.minimax import guarded_minimax_sigmoid
 
 modest = settings(derandomize=True, deadline=None, max_examples=60)
 QWEN_3B = [(2048, 2048), (256, 2048), (11008, 2048)]
@@ -67,7 +74,8 @@ def test_the_result_is_close_to_the_sigmoid(precision, spectrum, largest):
         result = gains(minimax_sigmoid(((u * sigma) @ v.mT).float(), precision=precision), u, v)
         promised = sigma >= 0.01 * sigma.norm()
         error = ((result - sigma.sigmoid()) / sigma.sigmoid())[promised].abs()
-        assert error.max() < (0.005 if precision == "full" else 0.01)
+        # asked for: 0.5%, and 1% with float16
+        assert error.max() < (0.0038 if precision == "full" else 0.0045)
 
 
 @pytest.mark.parametrize("precision", ["full", "float16"])
@@ -99,11 +107,11 @@ def test_a_matrix_goes_where_its_singular_values_go(method, resolution, largest,
 
 
 @pytest.mark.parametrize("spectrum", SPECTRA)
-@pytest.mark.parametrize("shape", [(300, 300), (256, 600)])
+@pytest.mark.parametrize("shape", [(300, 300), (256, 600), (520, 500)])
 @pytest.mark.parametrize(("resolution", "tolerance"), [(0.01, 1e-4), (0.001, 1e-3)])
 def test_products_and_eigh_agree_in_float32(spectrum, shape, resolution, tolerance):
-    u, v = factors(*shape, shape[0])
-    x = ((u * SPECTRA[spectrum](shape[0])) @ v.mT).float()
+    u, v = factors(*shape, min(shape))
+    x = ((u * SPECTRA[spectrum](min(shape))) @ v.mT).float()
     difference = relative_distance(minimax_sigmoid(x, "products", resolution), minimax_sigmoid(x, "eigh", resolution))
     assert difference < tolerance
 
@@ -229,6 +237,31 @@ def test_the_counted_operations_are_those_that_happen(shape):
         with FlopCounterMode(display=False) as counter:
             spectral_map(x)
         assert num_flops(name, *shape) == pytest.approx(counter.get_total_flops(), rel=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(512, 512), (300, 700), (700, 300), (256, 1024), (64, 64), (3, 64, 80)])
+@pytest.mark.parametrize("resolution", [0.01, 0.001])
+@pytest.mark.parametrize("norm", [1.0, 40.0])
+def test_no_more_memory_than_stated(shape, resolution, norm):
+    x = randn(*shape).float()
+    x *= norm / x.norm()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        minimax_sigmoid(x, resolution=resolution)
+    live = most = 0
+    for event in profile.profiler.kineto_results.events():
+        live += event.nbytes() if event.name() == "[memory]" else 0
+        most = max(most, live)
+    stated = 4 * num_workspace_numbers(*shape[-2:]) * (x.numel() // (shape[-2] * shape[-1]))
+    assert 0.6 * stated < most <= stated + 4096  # numbers per matrix
+
+
+@pytest.mark.parametrize("method", ["products", "eigh"])
+def test_matrices_beyond_the_polynomials_domain_are_counted(method):
+    u, v = factors(6, 9, 6)
+    x = torch.stack([(u * torch.linspace(top, 0.1, 6)) @ v.mT for top in (0.5, 3.9, 4.0, 5.0, 1e30)])
+    assert guarded_minimax_sigmoid(x, method)[1] == 2
+    assert guarded_minimax_sigmoid(x[:3], method)[1] == 0
+    assert guarded_minimax_sigmoid(x * torch.nan, method)[1] == 0
 
 
 def test_wrong_words_are_refused():

@@ -69,7 +69,8 @@ def test_the_gram_form_is_guarded_alike():
 
 def plain_formula(x, steps=15):
     """The recursion without a guard, in the very operations whose bits are promised: [batch, m, n] with m <= n."""
-    q, t = x / (torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True) + 1e-8), x / 4
+    norm = torch.linalg.vector_norm(torch.linalg.vector_norm(x, dim=2, keepdim=True), dim=1, keepdim=True)
+    q, t = x / (norm + 1e-8), x / 4
     for _ in range(steps):
         q = torch.baddbmm(q, q @ q.mT, q, beta=1.5, alpha=-0.5)
     for _ in range(2):
