@@ -16,7 +16,7 @@ from .accuracy import DECOMPOSITION_ROWS, errors, problems, stand_in
 from .candidates import MUON, MUON_FLOAT32, PEERS_OWN, SNS_STEPS, Candidate, as_it_runs, candidates
 from .peers import peers
 from .shapes import Matrices, Shape
-from .timing import Timing, free_bytes, interleaved, machine, matmul_rates
+from .timing import Timing, free_bytes, interleaved, machine, matmul_rates, too_slow
 
 NUM_COPIES = 16  # of a matrix in float32: a decomposition holds five in float64, and errors their own three
 
@@ -65,7 +65,8 @@ def _measure(
     say(f"{name}: the rate of matrix products")
     rates = matmul_rates(device)
     say(f"{name}: warming up")
-    chosen = [as_it_runs(entry, fresh) for entry in entries if _can_run(entry, shape, fresh, device, notes)]
+    quick = [entry for entry in entries if not _too_slow(entry, shape, rates, notes)]
+    chosen = [as_it_runs(entry, fresh) for entry in quick if _can_run(entry, shape, fresh, device, notes)]
     subjects = {entry.name: entry.function for entry in chosen}
     timings = interleaved(subjects, fresh, device, lambda done, of: say(f"{name}: round {done + 1} of {of}"))
 
@@ -80,10 +81,19 @@ def _measure(
     return {
         "shape": list(shape),
         "error_shape": list(small),
-        "num_rounds": timings[MUON].num_rounds,
+        "num_rounds": timings[MUON_FLOAT32].num_rounds,
         "matmul_flops_per_second": rates,
         "maps": [_row(entry, shape, timings, rates) | {"errors": found[entry.name]} for entry in chosen],
     }
+
+
+def _too_slow(entry: Candidate, shape: Shape, rates: dict[str, float], notes: list[str]) -> bool:
+    if entry.counted_as is None or entry.name == MUON_FLOAT32:
+        return False
+    name = f"{'x'.join(map(str, shape))}: {entry.name}"
+    reason = too_slow(name, num_flops(entry.counted_as, *shape, steps=SNS_STEPS), entry.dtype, rates)
+    notes.extend([reason] if reason else [])
+    return reason is not None
 
 
 def _can_run(
@@ -113,7 +123,7 @@ def _row(entry: Candidate, shape: Shape, timings: dict[str, Timing], rates: dict
         "seconds": asdict(timing),
         "flops": flops,
         "share_of_matmul_rate": flops / timing.median / rates[entry.dtype] if flops else None,
-        "ratio_to_muon": timing.median / timings[MUON].median,
+        "ratio_to_muon": timing.median / timings[MUON].median if MUON in timings else None,
         "ratio_to_muon_float32": timing.median / timings[MUON_FLOAT32].median,
     }
 
@@ -124,10 +134,16 @@ def _over_all(shapes: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for name in [row["name"] for row in shapes[0]["maps"]]:
         found = [row for shape in shapes for row in shape["maps"] if row["name"] == name]
         if len(found) == len(shapes):
-            ratios = {key: [row[key] for row in found] for key in ("ratio_to_muon", "ratio_to_muon_float32")}
-            means = {
-                key: {"geometric_mean": math.exp(statistics.fmean(map(math.log, values))), "max": max(values)}
-                for key, values in ratios.items()
-            }
+            means = {key: _mean_and_max([row[key] for row in found]) for key in _RATIOS}
             rows.append({"name": name, **means})
     return rows
+
+
+_RATIOS = ("ratio_to_muon", "ratio_to_muon_float32")
+
+
+def _mean_and_max(ratios: list[float | None]) -> dict[str, float] | None:
+    known = [ratio for ratio in ratios if ratio is not None]
+    if len(known) < len(ratios):
+        return None
+    return {"geometric_mean": math.exp(statistics.fmean(map(math.log, known))), "max": max(known)}

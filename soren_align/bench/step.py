@@ -12,9 +12,10 @@ import torch
 
 from ..optim import HTMuon, Muon, Soren
 from ..recipe import UserError
+from ..spectral import num_flops
 from .candidates import newton_schulz_float32
 from .shapes import Matrices, Shape
-from .timing import Timing, free_bytes, interleaved, machine, matmul_rates
+from .timing import Timing, free_bytes, interleaved, machine, matmul_rates, too_slow
 
 LR = 1e-3
 NUM_COPIES = 11  # float32 parameters, gradients, two moments of AdamW, one of each of up to seven others
@@ -22,7 +23,7 @@ NUM_COPIES = 11  # float32 parameters, gradients, two moments of AdamW, one of e
 CPU_PARAMETERS = 100_000_000
 # Rows up to which whole models are decomposed in float64, matrix by matrix; beyond, a step takes minutes.
 DECOMPOSED_ROWS = 512
-TORCH_MUON, FUSED_ADAMW = "torch.optim.Muon", "fused AdamW"
+TORCH_MUON, FUSED_ADAMW, MUON_FLOAT32 = "torch.optim.Muon", "fused AdamW", "Muon float32"
 
 
 class MuonFloat32(Muon):
@@ -41,7 +42,7 @@ def optimizers(parameters: list[torch.nn.Parameter]) -> dict[str, torch.optim.Op
         f"Soren {name}": Soren(parameters, LR, spectral_map=name) for name in maps if small or name != "exact"
     }
     found["Muon"] = Muon(parameters, LR)
-    found["Muon float32"] = MuonFloat32(parameters, LR)
+    found[MUON_FLOAT32] = MuonFloat32(parameters, LR)
     found[TORCH_MUON] = torch.optim.Muon(parameters, LR)
     if small:
         found["HTMuon"] = HTMuon(parameters, LR)
@@ -60,6 +61,10 @@ def run(
     num_layers, notes = _layers_that_fit(matrices, device)
     parameters = _parameters(matrices, num_layers, device)
     subjects = optimizers(parameters)
+    flops = sum(num_flops("muon", *parameter.shape) for parameter in parameters)
+    if reason := too_slow("Muon, torch's and ours with its bits, in bfloat16,", flops, "bfloat16", rates):
+        del subjects["Muon"], subjects[TORCH_MUON]
+        notes.append(reason)
 
     memory = {}
     for name, optimizer in subjects.items():
@@ -81,7 +86,7 @@ def run(
         "machine": here,
         "num_parameters": matrices.num_parameters,
         "num_layers": {"measured": num_layers, "of": matrices.num_layers},
-        "num_rounds": timings[TORCH_MUON].num_rounds,
+        "num_rounds": timings[FUSED_ADAMW].num_rounds,
         "matmul_flops_per_second": rates,
         "num_tokens": num_tokens,
         "training_seconds": training,
@@ -156,7 +161,8 @@ def _row(name: str, timings: dict[str, Timing], scale: float, training: float | 
     return {
         "name": name,
         "seconds": seconds,
-        "ratio_to_torch_muon": median / timings[TORCH_MUON].median,
+        "ratio_to_torch_muon": median / timings[TORCH_MUON].median if TORCH_MUON in timings else None,
+        "ratio_to_muon_float32": median / timings[MUON_FLOAT32].median,
         "ratio_to_fused_adamw": median / timings[FUSED_ADAMW].median,
         "share_of_training_step": seconds["median"] / (seconds["median"] + training) if training else None,
     }

@@ -85,6 +85,7 @@ def notes(results: dict[str, Any]) -> list[str]:
         ]
     else:
         how = ["ms: median of interleaved rounds; ±: half the distance of its quartiles"]
+        how += ["xtorch: time over torch.optim.Muon's step (bfloat16); xMuon: over ours, iterating in float32"]
         how += ["state: what the optimizer keeps; peak: that and its work, beside parameters and gradients"]
         if results["training_seconds"] is not None:
             rate = results["matmul_flops_per_second"]["bfloat16"]
@@ -110,8 +111,8 @@ def _maps(results: dict[str, Any]) -> list[Grid]:
                 *_milliseconds(row["seconds"]),
                 _number(row["flops"], 1e9),
                 _percent(row["share_of_matmul_rate"]),
-                f"{row['ratio_to_muon']:.2f}",
-                f"{row['ratio_to_muon_float32']:.2f}",
+                _ratio(row["ratio_to_muon"]),
+                _ratio(row["ratio_to_muon_float32"]),
             ]
             for row in shape["maps"]
         ]
@@ -124,7 +125,10 @@ def _maps(results: dict[str, Any]) -> list[Grid]:
         ]
         found.append(Grid(title, ["map", *shape["maps"][0]["errors"]], rows))
     rows = [
-        [row["name"], *(f"{row[key][of]:.2f}" for key in ("ratio_to_muon", "ratio_to_muon_float32") for of in _OF)]
+        [
+            row["name"],
+            *(_ratio(row[key] and row[key][of]) for key in ("ratio_to_muon", "ratio_to_muon_float32") for of in _OF),
+        ]
         for row in results["over_all_shapes"]
     ]
     title = f"over all {len(results['shapes'])} shapes: geometric mean and largest"
@@ -140,12 +144,13 @@ def _step(results: dict[str, Any]) -> list[Grid]:
         f"a step on {results['num_parameters']:,} parameters, "
         f"{layers['measured']} of {layers['of']} layers, {results['num_rounds']} rounds"
     )
-    header = ["optimizer", "ms", "±", "xtorch Muon", "xAdamW", "state MB", "peak MB", "share"]
+    header = ["optimizer", "ms", "±", "xtorch", "xMuon", "xAdamW", "state MB", "peak MB", "share"]
     rows = [
         [
             row["name"],
             *_milliseconds(row["seconds"]),
-            f"{row['ratio_to_torch_muon']:.2f}",
+            _ratio(row["ratio_to_torch_muon"]),
+            _ratio(row["ratio_to_muon_float32"]),
             f"{row['ratio_to_fused_adamw']:.1f}",
             _number(row["state_bytes"], 1e6),
             _number(row["peak_bytes"], 1e6),
@@ -158,6 +163,10 @@ def _step(results: dict[str, Any]) -> list[Grid]:
 
 def _milliseconds(seconds: dict[str, float]) -> list[str]:
     return [_number(seconds["median"], 1e-3), _percent((seconds["high"] - seconds["low"]) / 2 / seconds["median"])]
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def _number(value: float | None, unit: float) -> str:

@@ -21,6 +21,8 @@ SECONDS = 20.0  # for all rounds of one comparison, if MIN_ROUNDS allow
 # Seconds. A shorter call is made once more, untimed, just before: after another subject's code it is up to 45% slower
 # (one 64x96 map under two names: 0.65 and 0.45 ms; with this, 0.27 and 0.25).
 SHORT = 0.01
+# Seconds. What would take longer for one call is left out: some CPUs multiply bfloat16 at 1/100 of float32's rate.
+SLOW = 10.0
 PRODUCT_SIZE = {"cpu": 1024, "cuda": 8192}
 PRODUCT_SECONDS = 0.5
 
@@ -91,6 +93,17 @@ def matmul_rates(device: torch.device) -> dict[str, float]:
     subjects = {name: lambda operands, name=name: operands[name] @ operands[name] for name in names}
     timings = interleaved(subjects, fresh, device, seconds=PRODUCT_SECONDS)
     return {name: 2 * size**3 / timing.median for name, timing in timings.items()}
+
+
+def too_slow(name: str, flops: float, dtype: str, rates: dict[str, float]) -> str | None:
+    """Why `name` is left out, if its products alone would take longer than SLOW."""
+    seconds = flops / rates[dtype]
+    if seconds <= SLOW:
+        return None
+    return (
+        f"{name} is left out: at {rates[dtype] / 1e9:.0f} GFLOP/s, this device's rate in {dtype}, one call would take "
+        f"{seconds:.0f} s or more"
+    )
 
 
 def find_device(name: str | None) -> torch.device:

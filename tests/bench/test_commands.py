@@ -27,7 +27,7 @@ def test_step_prints_tables_of_80_columns(tmp_path):
     lines = done.stdout.splitlines()
     assert max(map(len, lines)) <= 80
     assert "…" not in done.stdout
-    assert any(line.startswith("fused AdamW") and len(line.split()) == 9 for line in lines)
+    assert any(line.startswith("fused AdamW") and len(line.split()) == 10 for line in lines)
     assert any("thread" in line for line in lines)
     assert any(line.startswith("Python 3.") and "torch" in line for line in lines)
 

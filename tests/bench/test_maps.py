@@ -181,3 +181,17 @@ def test_the_page_keeps_the_parts_of_others_and_replaces_its_own(results, tmp_pa
     tables.put({**results, "notes": ["a new note"]}, page)
     assert page.read_text().count("a new note") == 1
     assert page.read_text().count("## `soren-align bench maps") == 2
+
+
+def test_what_would_take_minutes_is_left_out_and_said(monkeypatch):
+    monkeypatch.setattr(timing, "MAX_ROUNDS", 3)
+    monkeypatch.setattr(maps, "matmul_rates", lambda device: {"float32": 1e11, "float64": 5e10, "bfloat16": 1e3})
+    found = maps.run(shapes.parse("8x24"), CPU)
+    rows = {row["name"]: row for row in found["over_all_shapes"]}
+    assert MUON not in rows
+    assert rows["minimax auto"]["ratio_to_muon"] is None
+    assert rows["minimax auto"]["ratio_to_muon_float32"]["geometric_mean"] > 0
+    assert any("8x24: Muon bfloat16 is left out: at 0 GFLOP/s" in note for note in found["notes"])
+    console = Console(file=io.StringIO(), width=80)
+    console.print(tables.terminal(found))
+    assert console.file.getvalue().count(" - ") >= 3

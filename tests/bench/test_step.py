@@ -71,7 +71,7 @@ def test_every_optimizer_really_steps(few_rounds, monkeypatch):
             return super().step(closure)
 
     def optimizers(weights):
-        return {name: Counting(weights, 0.1) for name in (step.TORCH_MUON, step.FUSED_ADAMW)}
+        return {name: Counting(weights, 0.1) for name in (step.TORCH_MUON, step.MUON_FLOAT32, step.FUSED_ADAMW)}
 
     monkeypatch.setattr(step, "optimizers", optimizers)
     step.run(shapes.parse("8x24"), CPU, 1)
@@ -105,3 +105,13 @@ def test_as_many_layers_as_memory_holds_are_measured_and_the_times_scaled(few_ro
     monkeypatch.setattr(step, "free_bytes", lambda device: 100)
     with pytest.raises(UserError, match="one layer of tiny needs"):
         step._layers_that_fit(model, CPU)
+
+
+def test_a_muon_that_would_take_minutes_is_left_out_and_said(few_rounds, monkeypatch):
+    monkeypatch.setattr(timing, "SLOW", 1e-12)
+    found = step.run(shapes.parse("8x24"), CPU, 1)
+    names = [row["name"] for row in found["optimizers"]]
+    assert step.MUON_FLOAT32 in names
+    assert not {"Muon", step.TORCH_MUON} & set(names)
+    assert all(row["ratio_to_torch_muon"] is None for row in found["optimizers"])
+    assert "in bfloat16, is left out: at " in " ".join(found["notes"])
