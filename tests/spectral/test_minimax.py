@@ -16,6 +16,7 @@ from soren_align.spectral import (
 )
 from soren_align.spectral.coefficients import SIGN, TANH, TANH_WIDE
 from soren_align.spectral.minimax import guarded_minimax_sigmoid
+from soren_align.spectral.products import _Workspace
 
 modest = settings(derandomize=True, deadline=None, max_examples=60)
 QWEN_3B = [(2048, 2048), (256, 2048), (11008, 2048)]
@@ -76,6 +77,33 @@ def test_the_result_is_close_to_the_sigmoid(precision, spectrum, largest):
         error = ((result - sigma.sigmoid()) / sigma.sigmoid())[promised].abs()
         # asked for: 0.5%, and 1% with float16
         assert error.max() < (0.0038 if precision == "full" else 0.0045)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3, 8, 33])
+def test_float16_factors_are_precise_enough_for_few_rows_too(rank):
+    for seed in range(40):
+        sigma = 10 ** -(2 * torch.rand(rank, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)))
+        sigma *= (0.01, 1, 4)[seed % 3] / sigma.norm()
+        u, v = factors(rank + 3, rank, rank, seed)
+        result = gains(minimax_sigmoid(((u * sigma) @ v.mT).float(), precision="float16"), u, v)
+        error = ((result - sigma.sigmoid()) / sigma.sigmoid())[sigma >= 0.01 * sigma.norm()].abs()
+        assert error.max() < 0.0045
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (64, 300), (256, 700)])
+def test_products_in_tf32_stay_within_one_percent(shape, monkeypatch):
+    def rounded(a):  # to TF32's 10 bits, as a GPU does with the factors if torch is told to
+        return ((a.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+    monkeypatch.setattr(_Workspace, "_factors", lambda self, a, b: (rounded(a), rounded(b)))
+    for spectrum in ("log", "power", "two levels"):
+        sigma = SPECTRA[spectrum](shape[0]).double()
+        sigma /= sigma.norm()
+        u, v = factors(*shape, shape[0])
+        x = ((u * sigma) @ v.mT).float()
+        error = ((gains(minimax_sigmoid(x), u, v) - sigma.sigmoid()) / sigma.sigmoid())[sigma >= 0.01].abs()
+        assert error.max() < 0.01
+        assert relative_distance(minimax_sigmoid(x), minimax_sigmoid(x, "eigh")) > 1e-4  # it was rounded
 
 
 @pytest.mark.parametrize("precision", ["full", "float16"])
