@@ -22,7 +22,7 @@ SECONDS = 20.0  # for all rounds of one comparison, if MIN_ROUNDS allow
 # (one 64x96 map under two names: 0.65 and 0.45 ms; with this, 0.27 and 0.25).
 SHORT = 0.01
 # Seconds. What would take longer for one call is left out: some CPUs multiply bfloat16 at 1/100 of float32's rate.
-SLOW = 10.0
+SLOW = 30.0
 PRODUCT_SIZE = {"cpu": 1024, "cuda": 8192}
 PRODUCT_SECONDS = 0.5
 
