@@ -66,9 +66,11 @@ class SorenTrainerMixin(Trainer):
         return super().training_step(model, inputs, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """TRL's, with our measurements beside the loss."""
+        """TRL's, with our measurements beside the loss; collective, as TRL's is."""
         if "loss" in logs:
-            logs.update(self.watch.measures())
+            here = torch.as_tensor(int(self.watch.tokens), device=self.args.device)
+            everywhere: Any = self.accelerator.reduce(here, "sum")
+            logs.update(self.watch.measures(int(everywhere)))
         super().log(logs, *args, **kwargs)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
@@ -82,6 +84,9 @@ class SorenTrainerMixin(Trainer):
             super()._save_checkpoint(model, trial)
         finally:
             self.args.save_total_limit = limit
+        self.accelerator.wait_for_everyone()  # each rank writes the state of its random numbers
+        if not self.args.should_save:
+            return
         folder = Path(str(self.args.output_dir))
         checkpoints.seal(folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}", self.origin)
         rotate_checkpoints(
