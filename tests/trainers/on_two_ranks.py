@@ -14,11 +14,13 @@ from pathlib import Path
 import torch
 from conftest import TinyRun
 from safetensors.torch import save_file
+from trl import SFTTrainer
 
 from soren_align.recipe import UserError
 from soren_align.sharding.ranks import join
 from soren_align.trainers.trainers import SorenTrainerMixin
 from soren_align.trainers.watch import Watch
+from soren_align.worker import _hush
 
 # Ten steps at once at the full rate, 32 rows each; the norm of the gradients is about 3, so that the clip binds.
 PARITY = (
@@ -92,8 +94,21 @@ def poisoned(make):
     """One rank alone meets a NaN in its rows."""
     run = make("poisoned", "sft", GLOBAL)
 
-    def loss(self, model, inputs, *args, **kwargs):
-        return sum(p.sum() for p in model.parameters()) * (math.nan if run.ranks.rank == 1 else 1)
+    def loss(self, *args, **kwargs):
+        return SFTTrainer.compute_loss(self, *args, **kwargs) * (math.nan if run.ranks.rank == 1 else 1)
+
+    try:
+        instead(SorenTrainerMixin, "compute_loss", loss, run.train)
+    except UserError as error:
+        return str(error)
+
+
+def drifted(make):
+    """A loss that goes around DDP, so that each rank keeps its own gradients."""
+    run = make("drifted", "sft", GLOBAL)
+
+    def loss(self, model, *args, **kwargs):
+        return SFTTrainer.compute_loss(self, self.accelerator.unwrap_model(model), *args, **kwargs)
 
     try:
         instead(SorenTrainerMixin, "compute_loss", loss, run.train)
@@ -117,6 +132,7 @@ def stopped(make):
 
 def main(folder):
     torch.set_num_threads(1)
+    _hush()
     ranks = join(60)
 
     def make(name, task, *overrides):
@@ -126,6 +142,7 @@ def main(folder):
         "maps": same_steps(make),
         "resumed": resumed(make),
         "poisoned": poisoned(make),
+        "drifted": drifted(make),
         "stopped": stopped(make),
         "of_first": ranks.of_first(f"told by rank {ranks.rank}"),
         "any": [ranks.any(ranks.rank == 1), ranks.any(False)],

@@ -85,6 +85,11 @@ def test_a_nan_on_one_rank_is_the_verdict_of_all(two_ranks):
     assert re.match(r"step 1: NaN or infinity in the gradient of .*nothing was changed", first)
 
 
+def test_ranks_that_walk_apart_are_noticed_at_the_next_log(two_ranks):
+    for rank in seen(two_ranks):
+        assert re.match("step 2: the ranks' weights have walked apart", rank["drifted"]), rank["drifted"]
+
+
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(two_ranks):
     # The signal comes within step 2, of which save_steps=2 leaves a checkpoint anyway; nothing later must be there.
     assert [rank["stopped"] for rank in seen(two_ranks)] == [[False, ["checkpoint-2"]]] * 2
