@@ -122,7 +122,7 @@ RECIPES = {
     "batch of nothing": ("max_steps: 2", "per_device_train_batch_size: 0", r"trainer.per_device.*at least 1"),
     "length of nothing": ("max_length: 64", "max_length: 0", r"trainer.max_length: found 0; it must be at least 1"),
     "a secret": ("max_steps: 2", "hub_token: hf_x", r"trainer.hub_token: .*HF_TOKEN"),
-    "deepspeed": ("max_steps: 2", "deepspeed: ds.json", r"trainer.deepspeed: this version trains in one process"),
+    "deepspeed": ("max_steps: 2", "deepspeed: ds.json", r"trainer.deepspeed: belongs to run.parallel"),
     "evaluation without rows": ("max_steps: 2", "eval_strategy: steps", r"trainer.eval_strategy: .*add data.eval"),
     "a number out of TRL's range": ("max_steps: 2", "max_steps: 0\n  num_train_epochs: 0", r"num_train_epochs: .*more"),
     "half precision twice": ("bf16: false", "bf16: true\n  fp16: true", r"trainer: .*fp16.*bf16"),

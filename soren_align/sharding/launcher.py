@@ -38,10 +38,7 @@ def leave_word(error: BaseException) -> None:
 
 def _verdict(failures: dict[int, Any]) -> tuple[int, str]:
     """Exit code and message of the rank that failed first."""
-    # A rank that lost its neighbour fails too, perhaps within the same second: who was killed, or has something to
-    # tell the user, comes first.
-    kind = {r: 0 if f.exitcode < 0 else 1 if f.exitcode == 2 else 2 for r, f in failures.items()}
-    rank = min(failures, key=lambda r: (kind[r], failures[r].timestamp, r))
+    rank = min(failures, key=lambda r: (_order(failures[r].exitcode), failures[r].timestamp, r))
     failure = failures[rank]
     written = failure.message if isinstance(failure.message, dict) else {}
     if failure.exitcode < 0:
@@ -57,3 +54,10 @@ def _verdict(failures: dict[int, Any]) -> tuple[int, str]:
         return failure.exitcode, written.get("message", "").removeprefix("UserError: ")
     trace = written.get("extraInfo", {}).get("py_callstack", "").rstrip()
     return 1, f"{trace}\nrank {rank} failed with exit code {failure.exitcode}; the other ranks were stopped".lstrip()
+
+
+def _order(code: int) -> int:
+    # A rank that lost its neighbour fails too, perhaps within the same second, and torchrun ends the rest by SIGTERM.
+    if code < 0:
+        return 3 if -code == signal.SIGTERM else 0
+    return 1 if code == 2 else 2
