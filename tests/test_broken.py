@@ -48,7 +48,7 @@ PAIR = {"chosen": chat("Hello", "red"), "rejected": chat("Hello", "blue")}
 def soren_align(tmp_path, monkeypatch, capsys):
     """Run a command in a folder with `rows.jsonl`; returns its exit code and what it wrote to stderr."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch, "_become", lambda arguments, recipe: sys.exit(worker.main(arguments)))
+    monkeypatch.setattr(launch, "_become", lambda arguments, *_: sys.exit(worker.main(arguments)))
     monkeypatch.setattr(worker.console, "_file", None, raising=False)
     (tmp_path / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
 
