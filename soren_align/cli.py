@@ -36,26 +36,30 @@ Page = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
 NoEval = Annotated[bool, typer.Option("--no-eval", help="Leave the evaluation out.")]
+Processes = Annotated[
+    int | None,
+    typer.Option("--processes", min=1, metavar="N", help="Start N processes on this machine, one per GPU. Default: 1."),
+]
 
 
 @app.command()
-def sft(recipe: RecipeArgument, set_: Overrides = None, no_eval: NoEval = False) -> None:
+def sft(recipe: RecipeArgument, set_: Overrides = None, no_eval: NoEval = False, processes: Processes = None) -> None:
     """Train on conversations, then evaluate."""
-    _train("sft", recipe, set_, no_eval)
+    _train("sft", recipe, set_, no_eval, processes)
 
 
 @app.command()
-def dpo(recipe: RecipeArgument, set_: Overrides = None, no_eval: NoEval = False) -> None:
+def dpo(recipe: RecipeArgument, set_: Overrides = None, no_eval: NoEval = False, processes: Processes = None) -> None:
     """Train on preference pairs, then evaluate."""
-    _train("dpo", recipe, set_, no_eval)
+    _train("dpo", recipe, set_, no_eval, processes)
 
 
-def _train(task: str, recipe: str, overrides: list[str] | None, no_eval: bool) -> None:
+def _train(task: str, recipe: str, overrides: list[str] | None, no_eval: bool, processes: int | None) -> None:
     from . import launch
     from .recipe import load
 
     extra = ["eval=null"] if no_eval else []
-    launch.train(load(recipe, [*(overrides or []), *extra], task=task))
+    launch.train(load(recipe, [*(overrides or []), *extra], task=task), processes)
 
 
 @app.command("eval")

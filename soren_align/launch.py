@@ -10,15 +10,30 @@ import sys
 from pathlib import Path
 
 from .bench import shapes as bench_shapes
-from .recipe import Recipe, UserError, differences, load_resolved, to_yaml, training_part
+from .launched import environment as launched_environment
+from .launched import launched, without_ranks
+from .recipe import Recipe, UserError, accumulation, differences, load_resolved, to_yaml, training_part
 from .report import RunFolder, now, provenance, write
 
 
-def train(recipe: Recipe) -> None:
-    """Make or find the run folder, then become its worker. UserError if the folder must not be touched."""
+def train(recipe: Recipe, processes: int | None = None) -> None:
+    """Make or find the run folder, then become its worker, or torchrun for several `processes`.
+
+    Started by a launcher, this is one rank of several: the first prepares the folder, and none launches again.
+    UserError if the folder must not be touched or the batch cannot be dealt out.
+    """
     folder = RunFolder(recipe.run.output_dir)
-    prepare(folder, recipe)
-    _become(["train", str(folder)], recipe)
+    here = launched()
+    if here and processes not in (None, here.num_ranks):
+        raise UserError(f"--processes {processes}: a launcher has already started {here.num_ranks}; leave it out")
+    num_ranks = here.num_ranks if here else processes or 1
+    accumulation(recipe, num_ranks)  # refused before anything is touched
+    if not here or here.rank == 0:
+        prepare(folder, recipe, num_ranks)
+    work = ["train", str(folder), "--timeout", str(recipe.trainer.get("ddp_timeout", 1800))]
+    if num_ranks == 1 or here or (folder.read() or {}).get("status") == "trained":
+        _become(work, recipe, num_ranks if here else 1)
+    _become(["ranks", str(num_ranks), *work], recipe, num_ranks)
 
 
 def plan(recipe: Recipe, as_json: bool) -> int:
@@ -54,10 +69,11 @@ def bench(command: list[str], shapes: str, device: str | None, as_json: bool, ou
     _become([*arguments, *(["--json"] if as_json else [])], None)
 
 
-def prepare(folder: RunFolder, recipe: Recipe) -> None:
+def prepare(folder: RunFolder, recipe: Recipe, num_ranks: int = 1) -> None:
     """Leave a folder that the worker can start or go on in.
 
-    A finished run is not touched; an unfinished one goes on only under the recipe that began it.
+    A finished run is not touched; an unfinished one goes on only under the recipe that began it, and on as many
+    processes.
     """
     run = folder.read()
     if run is None:
@@ -83,10 +99,12 @@ def prepare(folder: RunFolder, recipe: Recipe) -> None:
         )
     else:
         _refuse_another_recipe(folder, recipe)
+        if run["status"] == "training":
+            _refuse_another_number(folder, run.get("processes", 1), num_ranks)
     folder.path.mkdir(parents=True, exist_ok=True)
     write(folder.recipe, to_yaml(recipe))
     if run is None:
-        folder.update(status="training", task=recipe.task, started=now(), **provenance())
+        folder.update(status="training", task=recipe.task, processes=num_ranks, started=now(), **provenance())
 
 
 def _lacks_evaluation(folder: RunFolder, recipe: Recipe) -> bool:
@@ -109,33 +127,50 @@ def _refuse_another_recipe(folder: RunFolder, recipe: Recipe) -> None:
         )
 
 
-def environment(recipe: Recipe | None) -> dict[str, str]:
-    """The worker's environment. What the user has set stands."""
-    env = dict(os.environ)
+def _refuse_another_number(folder: RunFolder, there: int, here: int) -> None:
+    # Dropout draws per process, and sums round otherwise: the run would not be that of either number.
+    if there != here:
+        raise UserError(
+            f"{folder}: holds an unfinished run of {there} process{'es' * (there > 1)}, not {here}. Go on with "
+            f"--processes {there}, choose another run.output_dir, or replace it with --set run.overwrite=true"
+        )
+
+
+def environment(recipe: Recipe | None, num_ranks: int = 1) -> dict[str, str]:
+    """The environment of a worker that is one of `num_ranks`. What the user has set stands."""
+    env = launched_environment() if num_ranks > 1 else without_ranks(os.environ)
     env.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     env.setdefault("TOKENIZERS_PARALLELISM", "false")
     env.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     if recipe and recipe.run.num_threads:
         env.setdefault("OMP_NUM_THREADS", str(recipe.run.num_threads))
+    if num_ranks > 1:
+        env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))  # torchrun says 1, and warns
+    if recipe and recipe.trainer.get("use_cpu"):
+        env.setdefault("ACCELERATE_USE_CPU", "true")
     if recipe and recipe.run.offline:
         env.setdefault("HF_HUB_OFFLINE", "1")
     gpus = sorted(Path("/dev").glob("nvidia[0-9]*"))
-    if len(gpus) > 1 and "CUDA_VISIBLE_DEVICES" not in env:
+    if num_ranks == 1 and len(gpus) > 1 and "CUDA_VISIBLE_DEVICES" not in env:
         # TRL refuses several visible GPUs in one process, and the batch must not depend on the machine.
         env["CUDA_VISIBLE_DEVICES"] = "0"
-        print(f"{len(gpus)} GPUs are here; this run uses one (CUDA_VISIBLE_DEVICES=0)", file=sys.stderr)  # noqa: T201
+        said = f"{len(gpus)} GPUs are here; this run uses one; --processes {len(gpus)} would use all"
+        print(said, file=sys.stderr)  # noqa: T201
     return env
 
 
 _WORKER = [sys.executable, "-m", "soren_align.worker"]
 
 
-def _become(arguments: list[str], recipe: Recipe | None) -> None:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError("WORLD_SIZE is more than 1: this version trains in one process; start it without a launcher")
+def _become(arguments: list[str], recipe: Recipe | None, num_ranks: int = 1) -> None:
+    here = launched()
+    if here and here.num_ranks > num_ranks:
+        raise UserError(
+            f"{arguments[0]} is work for one process; start it without a launcher (WORLD_SIZE is more than 1)"
+        )
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execvpe(sys.executable, [*_WORKER, *arguments], environment(recipe))
+    os.execvpe(sys.executable, [*_WORKER, *arguments], environment(recipe, num_ranks))
 
 
 def _recipe_of(target: str) -> Recipe | None:

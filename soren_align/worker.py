@@ -1,54 +1,83 @@
 """What the process that does the work does, top to bottom.
 
-    python -m soren_align.worker train RUN_FOLDER
+    python -m soren_align.worker ranks N train RUN_FOLDER [--timeout SECONDS]
+    python -m soren_align.worker train RUN_FOLDER [--timeout SECONDS]
     python -m soren_align.worker plan [--json] < RECIPE
     python -m soren_align.worker eval MODEL_OR_RUN... [--suite S] [--output DIR] [--summary FILE]
     python -m soren_align.worker bench maps|step --shapes S [--device D] [--tokens N] [--json] [--output PAGE]
+
+`ranks` is torchrun: it starts `train` N times and says in one place what went wrong. With RANK and WORLD_SIZE in the
+environment, whoever set them, `train` is one rank of a run: all train, the first writes and speaks, and evaluates when
+the others have gone.
 
 Exit codes: 0 done, 2 something the user can mend, 130 stopped by a signal (the same command goes on).
 """
 
 import argparse
 import json
+import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from rich.console import Console
 from rich.status import Status
 
+from .launched import without_ranks
 from .recipe import UserError, load_resolved, load_text
 from .report import RunFolder, now, write
 
 console = Console(stderr=True)
 
 
-def train(path: str) -> int:
+def train(path: str, timeout_seconds: float) -> int:
     """Train the run folder's recipe, then evaluate; whatever is already done is not done again."""
     folder = RunFolder(path)
-    recipe = load_resolved(folder.recipe)
-    with _alone_in(folder):
-        with console.status("Loading torch, transformers and TRL"):
-            from .trainers import run as training
+    with console.status("Loading torch, transformers and TRL"):
+        from .sharding.ranks import join
+        from .trainers import run as training
 
-            _hush()
-        if (folder.read() or {}).get("status") != "trained":
-            with console.status("Checking data and evaluation") as status:
-                ready = training.get_ready(recipe, folder, _counting(status))
-                if recipe.eval:
+        _hush()
+    ranks = join(timeout_seconds)
+    recipe = load_resolved(folder.recipe)  # after joining: the first rank may just have written it
+    with _alone_in(folder) if ranks.is_first else nullcontext():
+        if ranks.of_first((folder.read() or {}).get("status")) != "trained":
+            with console.status("Checking data and evaluation") as status, ranks.first_goes_first():
+                ready = training.get_ready(recipe, folder, _counting(status), ranks)
+                if recipe.eval and ranks.is_first:
                     from .evaluate import load_suite, preflight
 
                     preflight(load_suite(recipe.eval.suite))
-            if not training.train(ready, folder, console):
-                folder.update(last_error="stopped by a signal")
+            if not training.train(ready, folder, console, ranks):
+                if ranks.is_first:
+                    folder.update(last_error="stopped by a signal")
                 return 130
-        if recipe.eval:
-            _evaluate([str(folder)], recipe.eval.suite, None, None, recipe.eval.batch_size)
-        folder.update(status="finished", finished=now(), last_error=None)
-        console.print(f"done      {folder}", highlight=False)
+        ranks.leave()
+        if ranks.num_ranks == 1:
+            if recipe.eval:
+                _evaluate([str(folder)], recipe.eval.suite, None, None, recipe.eval.batch_size)
+            folder.update(status="finished", finished=now(), last_error=None)
+            console.print(f"done      {folder}", highlight=False)
+    if ranks.num_ranks > 1 and ranks.is_first:
+        # The rest is for one process, and libraries remember that they were several: a fresh one takes this place.
+        os.execvpe(
+            sys.executable, [sys.executable, "-m", "soren_align.worker", "train", path], without_ranks(os.environ)
+        )
     return 0
+
+
+def start_ranks(num_ranks: int, arguments: list[str]) -> int:
+    """Start `num_ranks` workers, wait, and say what became of them."""
+    with console.status(f"Starting {num_ranks} processes"):
+        from .sharding import launcher
+    os.environ[launcher.OURS] = "1"
+    code, said = launcher.start(num_ranks, arguments)
+    if said:
+        console.print(said, markup=False, highlight=False, soft_wrap=True)
+    return code
 
 
 def plan(as_json: bool) -> int:
@@ -159,9 +188,54 @@ def _hush() -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one verb; see the module's docstring."""
+    given = _parser().parse_args(arguments)
+    rank = int(os.environ.get("RANK", "0")) if given.verb == "train" else 0
+    console.quiet = rank > 0
+    try:
+        match given.verb:
+            case "ranks":
+                return start_ranks(given.number, given.arguments)
+            case "train":
+                return train(given.folder, given.timeout)
+            case "plan":
+                return plan(given.json)
+            case "bench":
+                return bench(given)
+        return evaluate(given.targets, given.suite, given.output, given.summary)
+    except UserError as error:
+        _complain(error, str(error), rank)
+        return 2
+    except KeyboardInterrupt as error:
+        _complain(error, "stopped" if given.verb == "bench" else "stopped; the same command goes on where it can", rank)
+        return 130
+    except Exception as error:
+        if not {"WORLD_SIZE", "TORCHELASTIC_ERROR_FILE"} & os.environ.keys():
+            raise  # alone: Python's own words will do
+        _complain(error, traceback.format_exc(), rank)
+        return 1
+
+
+def _complain(error: BaseException, said: str, rank: int) -> None:
+    """Tell the user, or whoever started this rank and will tell the user once."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from .sharding import launcher
+
+        launcher.leave_word(error)
+        if launcher.OURS in os.environ:
+            return
+    console.quiet = False
+    console.print(f"rank {rank}: {said}" if rank else said, markup=False, highlight=False, soft_wrap=True)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="soren_align.worker")
     verbs = parser.add_subparsers(dest="verb", required=True)
-    verbs.add_parser("train").add_argument("folder")
+    several = verbs.add_parser("ranks")
+    several.add_argument("number", type=int)
+    several.add_argument("arguments", nargs=argparse.REMAINDER)
+    training = verbs.add_parser("train")
+    training.add_argument("folder")
+    training.add_argument("--timeout", type=float, default=1800)
     verbs.add_parser("plan").add_argument("--json", action="store_true")
     measure = verbs.add_parser("eval")
     measure.add_argument("targets", nargs="+")
@@ -173,21 +247,7 @@ def main(arguments: list[str] | None = None) -> int:
         measure.add_argument(option)
     measure.add_argument("--tokens", type=int)
     measure.add_argument("--json", action="store_true")
-    given = parser.parse_args(arguments)
-    try:
-        if given.verb == "train":
-            return train(given.folder)
-        if given.verb == "plan":
-            return plan(given.json)
-        if given.verb == "bench":
-            return bench(given)
-        return evaluate(given.targets, given.suite, given.output, given.summary)
-    except UserError as error:
-        console.print(str(error), markup=False, highlight=False, soft_wrap=True)
-        return 2
-    except KeyboardInterrupt:
-        console.print("stopped" if given.verb == "bench" else "stopped; the same command goes on where it can")
-        return 130
+    return parser
 
 
 if __name__ == "__main__":

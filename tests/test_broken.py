@@ -48,7 +48,7 @@ PAIR = {"chosen": chat("Hello", "red"), "rejected": chat("Hello", "blue")}
 def soren_align(tmp_path, monkeypatch, capsys):
     """Run a command in a folder with `rows.jsonl`; returns its exit code and what it wrote to stderr."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch, "_become", lambda arguments, recipe: sys.exit(worker.main(arguments)))
+    monkeypatch.setattr(launch, "_become", lambda arguments, *_: sys.exit(worker.main(arguments)))
     monkeypatch.setattr(worker.console, "_file", None, raising=False)
     (tmp_path / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
 
@@ -122,7 +122,7 @@ RECIPES = {
     "batch of nothing": ("max_steps: 2", "per_device_train_batch_size: 0", r"trainer.per_device.*at least 1"),
     "length of nothing": ("max_length: 64", "max_length: 0", r"trainer.max_length: found 0; it must be at least 1"),
     "a secret": ("max_steps: 2", "hub_token: hf_x", r"trainer.hub_token: .*HF_TOKEN"),
-    "deepspeed": ("max_steps: 2", "deepspeed: ds.json", r"trainer.deepspeed: this version trains in one process"),
+    "deepspeed": ("max_steps: 2", "deepspeed: ds.json", r"trainer.deepspeed: belongs to run.parallel"),
     "evaluation without rows": ("max_steps: 2", "eval_strategy: steps", r"trainer.eval_strategy: .*add data.eval"),
     "a number out of TRL's range": ("max_steps: 2", "max_steps: 0\n  num_train_epochs: 0", r"num_train_epochs: .*more"),
     "half precision twice": ("bf16: false", "bf16: true\n  fp16: true", r"trainer: .*fp16.*bf16"),

@@ -1,6 +1,7 @@
 """The commands answer quickly, refuse clearly, and never show a traceback for a user's mistake."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -99,12 +100,27 @@ def test_a_wrong_name_is_a_sentence_and_exit_code_2(tmp_path, arguments, message
     assert "Traceback" not in refused.stderr
 
 
-def test_several_processes_are_refused_in_this_version(tmp_path):
-    import os
-
-    refused = run("sft", "quickstart/sft", cwd=tmp_path, env={**os.environ, "WORLD_SIZE": "2"})
+@pytest.mark.parametrize(
+    ("environment", "arguments", "message"),
+    [
+        ({"WORLD_SIZE": "2"}, (), "WORLD_SIZE is 2 and RANK is not set"),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, ("--processes", "4"), "--processes 4: a launcher has already started 2"),
+        ({"ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "127.0.0.1"}, (), "accelerate launch --cpu starts one process"),
+        ({}, ("--processes", "0"), "greater than or equal to 1"),
+        (
+            {},
+            ("--processes", "2", "--set", "run.global_batch_size=64"),
+            "write trainer.per_device_train_batch_size: 32",
+        ),
+    ],
+)
+def test_processes_that_nobody_could_run_are_refused(tmp_path, environment, arguments, message):
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
+    refused = run("sft", "quickstart/sft", *arguments, cwd=tmp_path, env=clean | environment)
     assert refused.returncode == 2
-    assert "one process" in refused.stderr
+    assert message in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert not (tmp_path / "runs").exists()
 
 
 def test_the_package_has_a_version():

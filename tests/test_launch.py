@@ -1,8 +1,10 @@
 """A run folder is begun, gone on with or refused, never written over silently."""
 
+import os
+
 import pytest
 
-from soren_align import launch, recipe
+from soren_align import launch, launched, recipe
 from soren_align.recipe import UserError
 from soren_align.report import RunFolder
 
@@ -73,6 +75,91 @@ def test_a_run_finished_without_evaluation_can_be_evaluated(make):
     folder.update(status="finished")
     begin(make())
     assert folder.read()["status"] == "trained"
+
+
+def test_a_run_goes_on_only_on_as_many_processes(make):
+    recipe_, folder = make()
+    launch.prepare(folder, recipe_, 2)
+    (folder.checkpoints / "checkpoint-5").mkdir(parents=True)
+    (folder.checkpoints / "checkpoint-5" / "soren_align.json").write_text("{}")
+    with pytest.raises(UserError, match=r"unfinished run of 2 processes, not 1. Go on with --processes 2"):
+        launch.prepare(folder, recipe_)
+    launch.prepare(folder, recipe_, 2)
+    folder.update(status="trained")  # only the evaluation is missing, and that is one process's work
+    launch.prepare(folder, recipe_)
+
+
+def test_another_global_batch_is_another_recipe(make):
+    begin(make(), checkpoint=True)
+    with pytest.raises(UserError, match=r"run.global_batch_size: None there, 64 here"):
+        begin(make("run.global_batch_size=64"))
+
+
+@pytest.mark.parametrize(
+    ("start", "rank", "of"),
+    [
+        ({}, None, None),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, 1, 2),
+        ({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "3"}, 3, 4),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None, None),  # the batch script, not yet a task of srun
+        ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "RANK": "8", "WORLD_SIZE": "16"}, 8, 16),  # srun torchrun
+    ],
+    ids=["nobody", "torchrun", "srun", "sbatch", "srun torchrun"],
+)
+def test_who_launched_this_process_is_known_from_its_environment(monkeypatch, start, rank, of):
+    launcher_words = [k for k in os.environ if k.startswith("SLURM") or k in ("RANK", "WORLD_SIZE", "MASTER_ADDR")]
+    for name in launcher_words:
+        monkeypatch.delenv(name)
+    for name, value in start.items():
+        monkeypatch.setenv(name, value)
+    here = launched.launched()
+    assert (here and here.rank, here and here.num_ranks) == (rank, of)
+    if "SLURM_STEP_NUM_TASKS" in start:
+        env = launched.environment()
+        assert (env["RANK"], env["WORLD_SIZE"]) == (str(rank), str(of))
+    assert not {"RANK", "WORLD_SIZE"} & launched.without_ranks(launched.environment()).keys()
+
+
+def test_srun_on_several_machines_needs_a_meeting_place(monkeypatch):
+    for name, value in {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("SLURM_PROCID", "SLURM_LOCALID"):
+        monkeypatch.setenv(name, "0")
+    with pytest.raises(UserError, match="set MASTER_ADDR"):
+        launched.launched()
+
+
+@pytest.mark.parametrize(
+    ("rows", "per_device", "processes", "steps"), [(64, 8, 1, 8), (64, 8, 2, 4), (96, 16, 3, 2), (None, 8, 4, 5)]
+)
+def test_accumulation_follows_from_the_global_batch(make, rows, per_device, processes, steps):
+    batch = f"run.global_batch_size={rows}" if rows else "trainer.gradient_accumulation_steps=5"
+    made, _ = make(batch, f"trainer.per_device_train_batch_size={per_device}")
+    assert recipe.accumulation(made, processes) == steps
+    assert recipe.rows_per_step(made, processes)[0] == (rows or 5 * per_device * processes)
+
+
+@pytest.mark.parametrize(
+    ("rows", "processes", "message"),
+    [
+        (96, 1, r"96 rows cannot be made of 64 at a time \(one process .*; write .*per_device_train_batch_size: 48"),
+        (64, 2, r"64 rows cannot be made of 128 at a time \(2 processes .*; write .*per_device_train_batch_size: 32"),
+        (64, 3, r"choose a run.global_batch_size that 3 divides"),
+    ],
+)
+def test_a_global_batch_that_cannot_be_dealt_is_refused_with_the_numbers(make, rows, processes, message):
+    with pytest.raises(UserError, match=message):
+        recipe.accumulation(make(f"run.global_batch_size={rows}")[0], processes)
+
+
+def test_two_ways_to_say_the_batch_are_one_too_many(make):
+    with pytest.raises(UserError, match="leave one of the two out"):
+        make("run.global_batch_size=64", "trainer.gradient_accumulation_steps=2")
+
+
+def test_what_is_not_there_yet_is_said_to_be(make):
+    with pytest.raises(UserError, match=r"run.parallel: found 'zero2'; write ddp; ZeRO and FSDP2 are not there yet"):
+        make("run.parallel=zero2")
 
 
 def test_resume_never_refuses_an_unfinished_run(make):

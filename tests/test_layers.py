@@ -10,7 +10,7 @@ LAYERS = [
     {"cli", "worker"},
     {"launch"},
     {"trainers", "evaluate", "bench"},
-    {"sharding", "data", "report"},
+    {"sharding", "data", "report", "launched"},
     {"optim", "recipe"},
     {"spectral", "shipped"},
 ]
@@ -21,7 +21,7 @@ DOORS = {
     "datasets": {"data", "evaluate", "worker"},
     "lm_eval": {"evaluate"},
 }
-WITHOUT_TORCH = {"cli", "launch", "recipe", "shipped", "report"}
+WITHOUT_TORCH = {"cli", "launch", "launched", "recipe", "shipped", "report"}
 HEAVY = {"torch", "transformers", "trl", "datasets", "accelerate", "peft", "lm_eval", "deepspeed"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 

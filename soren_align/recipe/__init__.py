@@ -4,6 +4,7 @@
 must exist, and `load` turns a file into a Recipe or a list of sentences. Nothing here imports torch.
 """
 
+from .batch import accumulation, rows_per_step
 from .checks import is_local
 from .load import find, load, load_resolved, load_text, to_yaml
 from .models import DataSplit, Recipe, UserError, differences, json_schema, training_part
@@ -12,6 +13,7 @@ __all__ = [
     "DataSplit",
     "Recipe",
     "UserError",
+    "accumulation",
     "differences",
     "find",
     "is_local",
@@ -19,6 +21,7 @@ __all__ = [
     "load",
     "load_resolved",
     "load_text",
+    "rows_per_step",
     "to_yaml",
     "training_part",
 ]

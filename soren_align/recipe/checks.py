@@ -46,6 +46,9 @@ def second_look(raw: dict[str, Any]) -> list[tuple[Key, str]]:
         strategy = get("trainer", "eval_strategy")
         if strategy not in (None, "no", False) and get("data", "eval") is None:
             found.append((("trainer", "eval_strategy"), "asks for evaluation during training; add data.eval"))
+    if get("run", "global_batch_size") is not None and get("trainer", "gradient_accumulation_steps") is not None:
+        message = "follows from run.global_batch_size and the number of processes; leave one of the two out"
+        found.append((("trainer", "gradient_accumulation_steps"), message))
     resume = get("run", "resume")
     if isinstance(resume, str) and resume not in ("auto", "never") and not Path(resume).expanduser().is_dir():
         found.append((("run", "resume"), f"found {resume!r}; write auto, never, or the folder of a checkpoint"))

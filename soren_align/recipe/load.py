@@ -191,6 +191,7 @@ _INSTEAD: dict[Key, str] = {
         "dtype",
     ): " (bfloat16 parameters round small updates away; for bfloat16 arithmetic over float32 parameters "
     "write trainer: {bf16: true})",
+    ("run", "parallel"): "; ZeRO and FSDP2 are not there yet",
 }
 
 

@@ -112,6 +112,12 @@ class Run(_Section):
     of a checkpoint."""
     overwrite: bool = False
     """Throw away what the run folder holds and start afresh."""
+    parallel: Literal["ddp"] = "ddp"
+    """How several processes share the work. `ddp`: each has the whole model and a part of the rows. ZeRO and FSDP2 are
+    not there yet."""
+    global_batch_size: Annotated[int, Field(ge=1)] | None = None
+    """Rows per optimizer step, whatever the number of processes: gradient_accumulation_steps follows from it. null:
+    per_device_train_batch_size x gradient_accumulation_steps x processes."""
     num_threads: Annotated[int, Field(ge=1)] | None = None
     """CPU threads (OMP_NUM_THREADS); tiny models are fastest, and repeatable everywhere, with 1."""
     offline: bool = False
@@ -218,6 +224,7 @@ _COSMETIC |= {
 def training_part(recipe: Recipe) -> dict[str, Any]:
     """What decides the weights that come out: a checkpoint goes on only under an equal one."""
     part = recipe.model_dump(include={"task", "model", "data", "optimizer", "trainer"})
+    part["run"] = recipe.run.model_dump(include={"parallel", "global_batch_size"})
     part["data"].pop("eval")
     part["trainer"] = {k: v for k, v in part["trainer"].items() if k not in _COSMETIC}
     return part

@@ -14,8 +14,9 @@ from trl.chat_template_utils import get_training_chat_template
 from .. import shipped
 from ..data import load_split
 from ..optim import build_optimizer
-from ..recipe import Recipe, UserError, is_local, training_part
+from ..recipe import Recipe, UserError, accumulation, is_local, training_part
 from ..report import RunFolder, fingerprint
+from ..sharding.ranks import Ranks
 from .trainers import SorenDPOTrainer, SorenSFTTrainer
 
 CONFIGS = {"sft": SFTConfig, "dpo": DPOConfig}
@@ -27,20 +28,30 @@ def optimizer_settings(recipe: Recipe) -> dict[str, Any]:
     return {k: v for k, v in recipe.optimizer.model_dump().items() if v is not None}
 
 
-def trl_config(recipe: Recipe, output_dir: Path) -> SFTConfig | DPOConfig:
-    """TRL's config object; what it refuses is the user's to mend."""
+def trl_config(recipe: Recipe, output_dir: Path, ranks: Ranks) -> SFTConfig | DPOConfig:
+    """TRL's config object for one of `ranks`; what it refuses is the user's to mend."""
     ours = {
         "output_dir": str(output_dir),
         "learning_rate": recipe.optimizer.lr,  # only for its own logs: the optimizer reads the recipe
         "weight_decay": recipe.optimizer.weight_decay,
         "disable_tqdm": True,
+        "gradient_accumulation_steps": accumulation(recipe, ranks.num_ranks),
     }
+    # transformers would have DDP look through the graph for parameters without a gradient at every step.
+    settings = {"ddp_find_unused_parameters": False, **recipe.trainer, **ours}
     if not (recipe.trainer.get("use_cpu") or torch.accelerator.is_available()):
         raise UserError(
             "trainer.use_cpu: this machine has no GPU; write `use_cpu: true` and `bf16: false` under trainer"
         )
     with the_users("trainer", ValueError, TypeError, ImportError):
-        return CONFIGS[recipe.task](**{**recipe.trainer, **ours})
+        config = CONFIGS[recipe.task](**settings)
+    if config.world_size != ranks.num_ranks:
+        # Such as under `accelerate launch --cpu`: each process would train alone, on all rows, without a word.
+        raise UserError(
+            f"the launcher started {ranks.num_ranks} processes, but the trainer sees {config.world_size}; "
+            "start them with --processes N or torchrun"
+        )
+    return config
 
 
 def starting_checkpoint(recipe: Recipe, folder: RunFolder) -> str:
@@ -85,14 +96,22 @@ def load_model(recipe: Recipe, start: str) -> PreTrainedModel:
         return AutoModelForCausalLM.from_pretrained(start, revision=recipe.model.revision, dtype=torch.float32)
 
 
-def build_trainer(recipe: Recipe, folder: RunFolder, start: str, tokenizer: PreTrainedTokenizerBase, splits: dict):
+def build_trainer(
+    recipe: Recipe,
+    folder: RunFolder,
+    start: str,
+    tokenizer: PreTrainedTokenizerBase,
+    splits: dict,
+    ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
+):
     """The trainer, ready to train; splits: {'train': Loaded, 'eval': Loaded or None}.
 
-    `trainer.origin` is what its checkpoints belong to: recipe, data, starting weights.
+    `trainer.origin` is what its checkpoints belong to: recipe, number of processes, data, starting weights.
     """
     model = load_model(recipe, start)
     origin = {
         "training": training_part(recipe),
+        "processes": ranks.num_ranks,
         "data": splits["train"].source,
         "start": fingerprint(start) or getattr(model.config, "_commit_hash", None),
     }
@@ -102,13 +121,13 @@ def build_trainer(recipe: Recipe, folder: RunFolder, start: str, tokenizer: PreT
     with the_users("trainer", ValueError, RuntimeError), contextlib.redirect_stdout(io.StringIO()):
         return TRAINERS[recipe.task](
             model=model,
-            args=trl_config(recipe, folder.checkpoints),
+            args=trl_config(recipe, folder.checkpoints, ranks),
             train_dataset=splits["train"].dataset,
             eval_dataset=splits["eval"].dataset if splits["eval"] else None,
             processing_class=tokenizer,
             optimizer_settings=optimizer_settings(recipe),
             origin=origin,
-            metrics=folder.metrics,
+            metrics=folder.metrics if ranks.is_first else None,
         )
 
 

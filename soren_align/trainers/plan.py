@@ -19,6 +19,7 @@ from ..data import Account, show_example
 from ..optim import build_optimizer, route, routing_table
 from ..recipe import Recipe
 from ..report import RunFolder
+from ..sharding.ranks import Ranks
 from . import build
 from .run import get_ready, kind_of
 
@@ -27,7 +28,7 @@ def plan(recipe: Recipe, on_rows: Callable[[int], object] | None = None) -> tupl
     """Everything `show` prints, as plain data and with the account that holds the example."""
     with tempfile.TemporaryDirectory() as scratch:  # random starting weights would be written: not into the run
         ready = get_ready(recipe, RunFolder(scratch), on_rows)
-        args: Any = build.trl_config(recipe, Path(scratch))
+        args: Any = build.trl_config(recipe, Path(scratch), Ranks())
         with torch.device("meta"), build.the_users(f"model {recipe.model.name_or_path}"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(ready.start))
     with build.the_users("optimizer", ValueError):

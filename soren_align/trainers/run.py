@@ -12,8 +12,9 @@ from transformers import PrinterCallback
 
 from ..data import account, check_template
 from ..optim import route, routing_table
-from ..recipe import Recipe, UserError
+from ..recipe import Recipe, UserError, rows_per_step
 from ..report import RunFolder
+from ..sharding.ranks import Ranks
 from . import build, checkpoints
 from .progress import ProgressBar
 from .stop import StopOnSignal
@@ -28,15 +29,25 @@ class Ready:
     tokenizer: Any
     splits: dict[str, Any]
     account: Any
-    """What TRL will make of the training rows: data.preview.Account."""
+    """What TRL will make of the training rows: data.preview.Account. None on all ranks but the first."""
 
 
-def get_ready(recipe: Recipe, folder: RunFolder, on_rows: Callable[[int], object] | None = None) -> Ready:
-    """Check all that can be checked before a model is loaded. UserError says what is wrong."""
+def get_ready(
+    recipe: Recipe,
+    folder: RunFolder,
+    on_rows: Callable[[int], object] | None = None,
+    ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
+) -> Ready:
+    """Check all that can be checked before a model is loaded. UserError says what is wrong.
+
+    Rows are counted on the first rank only; it goes first (Ranks.first_goes_first), the others find its files.
+    """
     start = build.starting_checkpoint(recipe, folder)
     tokenizer = build.load_tokenizer(recipe, start)
     splits = build.load_splits(recipe)
-    config = build.trl_config(recipe, folder.checkpoints)
+    config = build.trl_config(recipe, folder.checkpoints, ranks)
+    if not ranks.is_first:
+        return Ready(recipe, start, tokenizer, splits, None)
     assistant_only = bool(recipe.trainer.get("assistant_only_loss"))
     train = splits["train"].dataset
     check_template(tokenizer, recipe.task, assistant_only, train)
@@ -49,19 +60,24 @@ def get_ready(recipe: Recipe, folder: RunFolder, on_rows: Callable[[int], object
     return Ready(recipe, start, tokenizer, splits, counted)
 
 
-def train(ready: Ready, folder: RunFolder, console: Console) -> bool:
-    """Train to `folder.model`, from the last checkpoint if there is one. False if a signal stopped it."""
+def train(ready: Ready, folder: RunFolder, console: Console, ranks: Ranks = Ranks()) -> bool:  # noqa: B008 (frozen)
+    """Train to `folder.model`, from the last checkpoint if there is one. False if a signal stopped it.
+
+    Collective; the first rank alone writes and speaks.
+    """
     recipe = ready.recipe
     with console.status("Loading the model"):
-        trainer = build.build_trainer(recipe, folder, ready.start, ready.tokenizer, ready.splits)
-        resume = _checkpoint(recipe, folder, trainer.origin, console)
-    stop = StopOnSignal()
+        trainer = build.build_trainer(recipe, folder, ready.start, ready.tokenizer, ready.splits, ranks)
+        found = _checkpoint(recipe, folder, trainer.origin, console) if ranks.is_first else None
+        resume = ranks.of_first(found)
+    stop = StopOnSignal(ranks)
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(ProgressBar(console, recipe.task))
     trainer.add_callback(stop)
-    _record_before(folder, ready, trainer)
-    _say_before(console, ready, trainer)
-    folder.forget_metrics_after(checkpoints.step_of(resume) if resume else 0)
+    if ranks.is_first:
+        trainer.add_callback(ProgressBar(console, recipe.task))
+        _record_before(folder, ready, trainer)
+        _say_before(console, ready, trainer, ranks)
+        folder.forget_metrics_after(checkpoints.step_of(resume) if resume else 0)
 
     began = time.monotonic()
     try:
@@ -69,13 +85,20 @@ def train(ready: Ready, folder: RunFolder, console: Console) -> bool:
     except FloatingPointError as error:
         raise UserError(f"step {trainer.state.global_step + 1}: {error}") from error
     seconds = time.monotonic() - began
-    # Resumed at its last step, a run takes none: what it proved before stands.
-    folder.update(optimizer=(folder.read() or {}).get("optimizer", {}) | trainer.watch.record)
-    if stop.received is not None and trainer.state.global_step < trainer.state.max_steps:
-        console.print(f"stopped at step {trainer.state.global_step} with a checkpoint; the same command goes on")
-        return False
+    stopped = stop.stopped and trainer.state.global_step < trainer.state.max_steps
+    if not stopped:
+        _save(trainer, ready.tokenizer, folder, ranks)
+    if ranks.is_first:
+        # Resumed at its last step, a run takes none: what it proved before stands.
+        folder.update(optimizer=(folder.read() or {}).get("optimizer", {}) | trainer.watch.record)
+        if stopped:
+            console.print(f"stopped at step {trainer.state.global_step} with a checkpoint; the same command goes on")
+        else:
+            _record_after(folder, trainer, console, resume, seconds)
+    return not stopped
 
-    _save(trainer, ready.tokenizer, folder)
+
+def _record_after(folder: RunFolder, trainer: Any, console: Console, resume: Path | None, seconds: float) -> None:
     last = trainer.watch.distances()
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     folder.update(
@@ -94,7 +117,6 @@ def train(ready: Ready, folder: RunFolder, console: Console) -> bool:
     console.print(f"trained   {trainer.state.global_step} steps{here} in {seconds:.0f} s{loss}", highlight=False)
     if "relative_change" in last:
         console.print(f"          matrices changed by {last['relative_change']:.2%} of their norm", highlight=False)
-    return True
 
 
 def _checkpoint(recipe: Recipe, folder: RunFolder, origin: dict[str, Any], console: Console) -> Path | None:
@@ -135,7 +157,7 @@ def _record_before(folder: RunFolder, ready: Ready, trainer: Any) -> None:
     )
 
 
-def _say_before(console: Console, ready: Ready, trainer: Any) -> None:
+def _say_before(console: Console, ready: Ready, trainer: Any, ranks: Ranks) -> None:
     counted, split = ready.account, ready.splits["train"]
     for notice in split.notices:
         console.print(f"notice    {notice}", highlight=False)
@@ -143,6 +165,9 @@ def _say_before(console: Console, ready: Ready, trainer: Any) -> None:
     dropped = f", {_reasons(reasons)}" if reasons else ""
     console.print(f"data      {counted.num_kept} of {split.num_rows} rows, {split.layout}{dropped}", highlight=False)
     console.print(f"start     {ready.start}", highlight=False)
+    if ranks.num_ranks > 1:
+        rows, product = rows_per_step(ready.recipe, ranks.num_ranks)
+        console.print(f"batch     {rows} rows per step: {product}", highlight=False)
     optimizer = ready.recipe.optimizer
     tensors = [len(g["params"]) for g in trainer.reference_groups]
     kind = kind_of(optimizer)
@@ -158,10 +183,12 @@ def kind_of(optimizer: Any) -> str:
     return f"{optimizer.name} ({said})" if said else optimizer.name
 
 
-def _save(trainer: Any, tokenizer: Any, folder: RunFolder) -> None:
-    """The model folder, whole or not at all."""
+def _save(trainer: Any, tokenizer: Any, folder: RunFolder, ranks: Ranks) -> None:
+    """The model folder, whole or not at all. Collective: a sharded model is put together by all."""
     aside = folder.model.with_name("model.part")
     trainer.save_model(str(aside))
+    if not ranks.is_first:
+        return
     tokenizer.save_pretrained(aside)
     (aside / "training_args.bin").unlink(missing_ok=True)  # a pickle, and the recipe says all of it
     if folder.model.is_dir():  # of a try that was killed before run.json could say so

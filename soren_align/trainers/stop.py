@@ -4,12 +4,19 @@ import signal
 
 from transformers import TrainerCallback
 
+from ..sharding.ranks import Ranks
+
 
 class StopOnSignal(TrainerCallback):
-    """First signal: save and stop after this step. Second: stop now, as without us."""
+    """First signal: save and stop after this step. Second: stop now, as without us.
 
-    def __init__(self):
+    A signal to one of several ranks stops all of them at the same step: each asks the others after every step.
+    """
+
+    def __init__(self, ranks: Ranks):
+        self.ranks = ranks
         self.received: int | None = None
+        self.stopped = False
 
     def on_train_begin(self, args, state, control, **kwargs):
         """From here on there is something to save."""
@@ -23,7 +30,8 @@ class StopOnSignal(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         """Act between two steps, where a checkpoint is whole."""
-        if self.received is not None:
+        if self.ranks.any(self.received is not None):
+            self.stopped = True
             control.should_save = True
             control.should_training_stop = True
 

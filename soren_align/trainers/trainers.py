@@ -4,6 +4,7 @@ TRL offers no common way in: SFTTrainer takes `optimizer_cls_and_kwargs`, DPOTra
 `create_optimizer` itself. So that one method is overridden, in a mixin for both, and calls the one factory.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import DPOTrainer, SFTTrainer
 
 from ..optim import build_optimizer
+from ..recipe import UserError
 from . import checkpoints
 from .watch import Watch
 
@@ -66,10 +68,24 @@ class SorenTrainerMixin(Trainer):
         return super().training_step(model, inputs, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """TRL's, with our measurements beside the loss."""
+        """TRL's, with our measurements beside the loss; collective, as TRL's is."""
         if "loss" in logs:
-            logs.update(self.watch.measures())
+            tokens: Any = torch.as_tensor(int(self.watch.tokens), device=self.args.device)
+            logs.update(self.watch.measures(int(self.accelerator.reduce(tokens, "sum"))))  # pyright: ignore
+            self._refuse_drift(logs["relative_change"])
         super().log(logs, *args, **kwargs)
+
+    def _refuse_drift(self, change: float) -> None:
+        # DDP averages gradients only where the loss is computed through its wrapper. Where something goes around it,
+        # each rank trains a model of its own and the first one's is saved. 1e-6: GPUs of two kinds may sum differently.
+        everywhere: Any = self.accelerator.gather(torch.tensor([change], device=self.args.device))
+        least, most = float(everywhere.min()), float(everywhere.max())
+        if not math.isclose(least, most, rel_tol=1e-6):
+            raise UserError(
+                f"step {self.state.global_step}: the ranks' weights have walked apart (relative_change {least:g} to "
+                f"{most:g}): their gradients were not averaged. A loss that goes around DDP does this; run it in one "
+                "process"
+            )
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """None per checkpoint: run.json says more than TRL's card."""
@@ -82,6 +98,9 @@ class SorenTrainerMixin(Trainer):
             super()._save_checkpoint(model, trial)
         finally:
             self.args.save_total_limit = limit
+        self.accelerator.wait_for_everyone()  # each rank writes the state of its random numbers
+        if not self.args.should_save:
+            return
         folder = Path(str(self.args.output_dir))
         checkpoints.seal(folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}", self.origin)
         rotate_checkpoints(

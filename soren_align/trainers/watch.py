@@ -103,8 +103,11 @@ class Watch(TrainerCallback):
 
     # -- what is written down ---------------------------------------------------------------------------------------
 
-    def measures(self) -> dict[str, float]:
-        """The latest measurements, for the log: see docs/metrics.md for their meaning."""
+    def measures(self, num_tokens: int) -> dict[str, float]:
+        """The latest measurements, for the log: see docs/metrics.md for their meaning.
+
+        num_tokens: seen so far, on all ranks.
+        """
         found: dict[str, float] = {}
         groups = self.optimizer.param_groups
         if len(groups) > 1:
@@ -118,7 +121,7 @@ class Watch(TrainerCallback):
             found["map_strongest"] = sum(strongest) / len(strongest)
             found["map_weakest"] = sum(weakest) / len(weakest)
         found["num_guarded"] = self.optimizer.num_guarded
-        now, num_tokens, (then, tokens) = time.perf_counter(), int(self.tokens), self._since
+        now, (then, tokens) = time.perf_counter(), self._since
         found["tokens_per_second"] = round((num_tokens - tokens) / max(now - then, 1e-9), 1)
         self._since = (now, num_tokens)
         return found

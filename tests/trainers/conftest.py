@@ -7,6 +7,7 @@ from rich.console import Console
 
 from soren_align import launch, recipe
 from soren_align.report import RunFolder
+from soren_align.sharding.ranks import Ranks
 from soren_align.trainers import run as training
 
 SHORT = ("trainer.max_steps=6", "trainer.warmup_steps=2", "trainer.save_steps=2", "trainer.logging_steps=1")
@@ -14,9 +15,10 @@ SHORT += ("trainer.per_device_train_batch_size=8", "trainer.eval_strategy=no", "
 
 
 class TinyRun:
-    """One run folder of a shortened quickstart recipe."""
+    """One run folder of a shortened quickstart recipe; on several ranks, each has its TinyRun of the one folder."""
 
-    def __init__(self, path, task="sft", *overrides):
+    def __init__(self, path, task="sft", *overrides, ranks=Ranks()):  # noqa: B008
+        self.ranks = ranks
         where = [f"run.output_dir={path}"]
         if task == "dpo" and not any(o.startswith("model.name") for o in overrides):
             where += ["model.name_or_path=shipped:recipes/quickstart/base", "model.init_seed=0"]
@@ -26,15 +28,18 @@ class TinyRun:
         self.console = Console(file=self.said, width=100)
 
     def prepare(self):
-        launch.prepare(self.folder, self.recipe)
-        return training.get_ready(self.recipe, self.folder)
+        with self.ranks.first_goes_first():
+            if self.ranks.is_first:
+                launch.prepare(self.folder, self.recipe, self.ranks.num_ranks)
+            return training.get_ready(self.recipe, self.folder, ranks=self.ranks)
 
     def train(self):
-        return training.train(self.prepare(), self.folder, self.console)
+        return training.train(self.prepare(), self.folder, self.console, self.ranks)
 
     def trainer(self):
         ready = self.prepare()
-        return training.build.build_trainer(self.recipe, self.folder, ready.start, ready.tokenizer, ready.splits)
+        parts = (self.recipe, self.folder, ready.start, ready.tokenizer, ready.splits, self.ranks)
+        return training.build.build_trainer(*parts)
 
 
 @pytest.fixture

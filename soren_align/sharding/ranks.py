@@ -1,0 +1,91 @@
+"""The processes of one run, and the few things that they say to each other outside of the training itself.
+
+A run of one process is a group of one: every question is answered without torch.distributed. All of these are
+collective: every rank must ask, in the same order.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ..recipe import UserError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among `num_ranks`."""
+
+    rank: int = 0
+    num_ranks: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that writes files and speaks."""
+        return self.rank == 0
+
+    def any(self, here: bool) -> bool:
+        """Whether it is so on any rank; the same answer everywhere."""
+        if self.num_ranks == 1:
+            return here
+        # On the CPU, by gloo: asking the GPU would wait for its queue at every step.
+        flag = torch.tensor(int(here))
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag)
+
+    def wait(self) -> None:
+        """Go on when every rank has come here."""
+        self.any(False)
+
+    def of_first(self, value: T) -> T:
+        """The first rank's value, on every rank."""
+        if self.num_ranks == 1:
+            return value
+        told: list[T] = [value]
+        dist.broadcast_object_list(told, src=0, device=torch.device("cpu"))
+        return told[0]
+
+    @contextmanager
+    def first_goes_first(self) -> Iterator[None]:
+        """The block on the first rank, then on the others: they find what the first one left in caches and files."""
+        if not self.is_first:
+            self.wait()
+        yield
+        if self.is_first:
+            self.wait()
+
+    def leave(self) -> None:
+        """End the group when all have come here."""
+        if self.num_ranks > 1:
+            self.wait()
+            dist.destroy_process_group()
+
+
+def join(timeout_seconds: float) -> Ranks:
+    """This process's place in the run that the launcher's environment speaks of (RANK, WORLD_SIZE, MASTER_ADDR...).
+
+    Collectives between GPUs go by NCCL, those between CPUs by gloo; ACCELERATE_USE_CPU leaves the GPUs alone.
+    timeout_seconds: after so long in one collective, a rank gives up. UserError for more ranks than GPUs.
+    """
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if num_ranks == 1:
+        return Ranks()
+    on_gpus = torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false").lower() not in ("true", "1")
+    if on_gpus:
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if here > torch.cuda.device_count():
+            raise UserError(
+                f"{here} processes on this machine and {torch.cuda.device_count()} visible GPUs; start at most one "
+                "process per GPU"
+            )
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    backend = "cpu:gloo,cuda:nccl" if on_gpus else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+    return Ranks(dist.get_rank(), num_ranks)
