@@ -73,7 +73,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def _refuse_unusable_gradients(self) -> None:
         placement = self.placement
         try:
-            refuse_unusable_gradients(self.param_groups, type(self).__name__, placement and placement.holds)
+            refuse_unusable_gradients(self.param_groups, type(self).__name__, placement.holds if placement else None)
         except (ValueError, FloatingPointError) as error:
             if placement is None:
                 raise

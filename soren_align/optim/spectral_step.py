@@ -134,8 +134,9 @@ class GroupStep:
         if wide is not target:
             target.copy_(wide)
         if observer is not None:
-            seen = [t.detach().view(piece.shape) if piece.is_whole else t.detach() for t in (before, target)]
-            observer(Update(piece.name, "spectral", *seen, output.view(piece.shape) if piece.is_whole else None))
+            shape = piece.shape if piece.is_whole else target.shape
+            seen = output.reshape(shape) if piece.is_whole else None
+            observer(Update(piece.name, "spectral", before.view(shape), target.detach().view(shape), seen))
 
     def _batches(self, matrices: Sequence[Whole]) -> list[list[int]]:
         """Places of matrices of one kind, as many together as the workspace holds; those of a kind keep their order."""
