@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from toy import NUM_STEPS, batches
 
+from soren_align.optim import Soren
 from soren_align.sharding import FlatShards, Replicas, RowBlocks, flat_partitions, parameter_slices
 
 
@@ -166,3 +167,63 @@ def averaged_gradients(model, step, group, clip):
             dist.all_reduce(parameter.grad)
             parameter.grad /= group.size()
     nn.utils.clip_grad_norm_(model.parameters(), clip)
+
+
+def refused_step(group, fault):
+    """What a step says on this rank when rank 1 has the fault, and whether it changed anything."""
+    torch.manual_seed(0)
+    matrices = {"a": nn.Parameter(torch.randn(4, 6)), "b": nn.Parameter(torch.randn(6, 4))}
+    optimizer = Soren(matrices.items(), lr=0.1)
+    optimizer.placement = Replicas()
+    for matrix in matrices.values():
+        matrix.grad = torch.ones_like(matrix)
+    if group.rank() == 1:
+        if fault == "nan":
+            matrices["b"].grad[2, 3] = torch.nan
+        elif fault == "no gradient":
+            matrices["b"].grad = None
+        elif fault == "another model":
+            optimizer.param_groups[0]["param_names"] = ["a", "c"]
+    before = [matrix.detach().clone() for matrix in matrices.values()]
+    try:
+        optimizer.step()
+    except (ValueError, FloatingPointError) as error:
+        unchanged = all(torch.equal(m, b) for m, b in zip(matrices.values(), before, strict=True))
+        return type(error).__name__, str(error), unchanged
+    return None
+
+
+def unused_parameter(group):
+    """Whether a matrix without a gradient on any rank stays, and the other moves, alike on all ranks."""
+    still, moving = nn.Parameter(torch.ones(4, 6)), nn.Parameter(torch.ones(4, 6))
+    optimizer = Soren([still, moving], lr=0.1)
+    optimizer.placement = Replicas()
+    moving.grad = torch.ones(4, 6)
+    optimizer.step()
+    return still.detach(), moving.detach()
+
+
+def observed_step(group):
+    """What an observer sees of one step of fully sharded matrices."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4, bias=False), nn.Linear(4, 1, bias=False))
+    fully_shard(model, mesh=init_device_mesh("cpu", (group.size(),)))
+    optimizer, seen = Soren(model.named_parameters(), lr=0.1, weight_decay=0.0), []
+    optimizer.placement = RowBlocks()
+    optimizer.observer = seen.append
+    model(torch.ones(3, 6)).sum().backward()
+    optimizer.step()
+    return [(u.name, tuple(u.after.shape), bool((u.before != u.after).any()), u.output is None) for u in seen]
+
+
+def sharded_without_placement(group):
+    """The error of a step of DTensors whose place nobody named."""
+    model = nn.Linear(6, 4, bias=False)
+    fully_shard(model, mesh=init_device_mesh("cpu", (group.size(),)))
+    optimizer = Soren(model.named_parameters(), lr=0.1)
+    model(torch.ones(3, 6)).sum().backward()
+    try:
+        optimizer.step()
+    except ValueError as error:
+        return str(error)
+    return None
