@@ -8,10 +8,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from toy import NUM_STEPS, batches
+from toy import NUM_STEPS, Run, batches
 
 from soren_align.optim import Soren
 from soren_align.sharding import FlatShards, Replicas, RowBlocks, flat_partitions, parameter_slices
+from soren_align.sharding.zero import attach_zero
 
 
 @dataclass
@@ -227,3 +228,63 @@ def sharded_without_placement(group):
     except ValueError as error:
         return str(error)
     return None
+
+
+def deepspeed(group, stage, run, config=None):
+    """The toy under DeepSpeed itself."""
+    engine, optimizer = deepspeed_engine(group, stage, run, config or {})
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    attach_zero(engine.optimizer, run.round_mb)
+    for step in range(NUM_STEPS):
+        for tokens in batches(step):
+            engine.backward(engine(part_of(tokens, group)))
+            engine.step()
+    weights = {
+        name: safe_get_full_fp32_param(p) if p.requires_grad else p.detach()
+        for name, p in engine.module.named_parameters()
+    }
+    if stage == 3:  # which empties the groups between steps
+        for i, flat in enumerate(engine.optimizer.fp32_partitioned_groups_flat):
+            optimizer.param_groups[engine.optimizer.sub_group_to_group_id[i]]["params"].append(flat)
+    return result(optimizer, weights)
+
+
+def refused_deepspeed(group, stage, config, fault=None):
+    """Why attach_zero refuses, on this rank; `fault` is a change to the ZeRO optimizer of rank 1 before it."""
+    engine, _ = deepspeed_engine(group, stage, Run(), config)
+    if fault == "a number changed" and group.rank() == 1:
+        flats = engine.optimizer.fp32_partitioned_groups_flat if stage == 3 else None
+        (flats or engine.optimizer.single_partition_of_fp32_groups)[0].data[7] += 1
+    elif fault == "another optimizer":
+        engine.optimizer.optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    try:
+        attach_zero(engine.optimizer)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def deepspeed_engine(group, stage, run, config):
+    import os
+
+    os.environ.update(DS_ACCELERATOR="cpu", RANK=str(group.rank()), LOCAL_RANK=str(group.rank()))
+    os.environ.update(WORLD_SIZE=str(group.size()), MASTER_ADDR="localhost", MASTER_PORT="29500")
+    import deepspeed
+    import deepspeed.comm.torch
+
+    deepspeed.comm.torch.build_shm_op = lambda: None  # compiled for minutes, and used by inference only
+    model = run.model()
+    optimizer = run.optimizer(model)
+    zero_config = {"stage": stage, "overlap_comm": False}
+    settings = {
+        "train_micro_batch_size_per_gpu": 6 // group.size(),
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": run.clip,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        **config,
+        "zero_optimization": {**zero_config, **config.get("zero_optimization", {})},
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    return engine, optimizer

@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import traceback
 
-JOB_SECONDS = 120  # after which a job counts as hung
+JOB_SECONDS = 240  # after which a job counts as hung
 
 
 class Ranks:
@@ -29,11 +29,14 @@ class Ranks:
 
     def run(self, job, *arguments):
         """What each rank's job returned. AssertionError with the ranks' tracebacks if one raised or hung."""
+        assert all(process.is_alive() for process in self.processes), "the ranks were stopped after an earlier hang"
         for pipe in self.pipes:
             pipe.send((job, arguments))
         answers = []
         for rank, pipe in enumerate(self.pipes):
-            assert pipe.poll(JOB_SECONDS), f"rank {rank} of {self.num_ranks} hangs in {job.__name__}{arguments}"
+            if not pipe.poll(JOB_SECONDS):
+                self.stop()  # an answer that comes late would be taken for the next job's
+                raise AssertionError(f"rank {rank} of {self.num_ranks} hangs in {job.__name__}{arguments}")
             answers.append(pipe.recv())
         failures = [f"rank {rank}: {failure}" for rank, (_, failure) in enumerate(answers) if failure]
         assert not failures, "\n".join(failures)
