@@ -3,9 +3,11 @@
 from .attach import FlatShards, Replicas, RowBlocks
 from .geometry import Fragment, Layout, Matrix, flat_partitions, parameter_slices, replicas, row_blocks
 from .ownership import assign_owners, loads, numbers_sent
-from .plan import Plan, make_plan
+from .plan import ROUND_MB, Plan, make_plan
+from .zero import attach_zero
 
 __all__ = [
+    "ROUND_MB",
     "FlatShards",
     "Fragment",
     "Layout",
@@ -14,6 +16,7 @@ __all__ = [
     "Replicas",
     "RowBlocks",
     "assign_owners",
+    "attach_zero",
     "flat_partitions",
     "loads",
     "make_plan",

@@ -47,7 +47,7 @@ def attach_zero(zero: Any, round_mb: float = ROUND_MB) -> None:
     if len(groups) != 1:
         raise ValueError(f"found {len(groups)} data-parallel groups; mixtures of experts are not supported")
     (group,) = groups
-    device = _accelerator(zero)
+    device = _accelerator()
     wrong = [name for found in spectral for name in _unlike(found, dist.get_rank(group))]
     verdict = torch.tensor(len(wrong), device=device)
     dist.all_reduce(verdict, dist.ReduceOp.MAX, group=group)
@@ -135,7 +135,9 @@ def _refuse_unsupported(zero: Any) -> None:
         raise ValueError(f"offload_optimizer.ratio is {zero.partial_offload}; only 1 is supported")
 
 
-def _accelerator(zero: Any) -> torch.device:
+def _accelerator() -> torch.device:
+    """The device of this rank; with CPU offload the flat tensors are elsewhere, and the maps happen here."""
     from deepspeed.accelerator import get_accelerator
 
-    return torch.device(get_accelerator().current_device_name())
+    accelerator: Any = get_accelerator()
+    return torch.device(accelerator.current_device_name())

@@ -1,6 +1,6 @@
 """What the ranks run: the toy's ten steps, sharded in each way. Every job returns its rank's `Result`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,8 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from toy import NUM_STEPS, Run, batches
 
 from soren_align.optim import Soren
-from soren_align.sharding import FlatShards, Replicas, RowBlocks, flat_partitions, parameter_slices
-from soren_align.sharding.zero import attach_zero
+from soren_align.sharding import FlatShards, Replicas, RowBlocks, attach_zero, flat_partitions, parameter_slices
 
 
 @dataclass
@@ -24,6 +23,8 @@ class Result:
     bytes_sent: int
     peak_bytes: int
     plans: list[Any]
+    momentum_dtypes: set[torch.dtype]
+    losses: list[float] = field(default_factory=list)
 
 
 def result(optimizer, weights):
@@ -39,6 +40,7 @@ def result(optimizer, weights):
         sum(e.bytes_sent for e in exchanges),
         max((e.peak_bytes for e in exchanges), default=0),
         [e.plan for e in exchanges],
+        {momentum.dtype for momentum in momenta},
     )
 
 
@@ -51,8 +53,11 @@ def ddp(group, run):
     model = run.model()
     optimizer = run.optimizer(model)
     optimizer.placement = Replicas(round_mb=run.round_mb)
+    wrapped = nn.parallel.DistributedDataParallel(model)
     for step in range(NUM_STEPS):
-        averaged_gradients(model, step, group, run.clip)
+        for tokens in batches(step):
+            (wrapped(part_of(tokens, group)) / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), run.clip)
         optimizer.step()
         optimizer.zero_grad()
     return result(optimizer, dict(model.named_parameters()))
@@ -236,9 +241,12 @@ def deepspeed(group, stage, run, config=None):
     from deepspeed.utils import safe_get_full_fp32_param
 
     attach_zero(engine.optimizer, run.round_mb)
+    losses = []
     for step in range(NUM_STEPS):
         for tokens in batches(step):
-            engine.backward(engine(part_of(tokens, group)))
+            loss = engine(part_of(tokens, group))
+            losses.append(float(loss))
+            engine.backward(loss)
             engine.step()
     weights = {
         name: safe_get_full_fp32_param(p) if p.requires_grad else p.detach()
@@ -247,7 +255,9 @@ def deepspeed(group, stage, run, config=None):
     if stage == 3:  # which empties the groups between steps
         for i, flat in enumerate(engine.optimizer.fp32_partitioned_groups_flat):
             optimizer.param_groups[engine.optimizer.sub_group_to_group_id[i]]["params"].append(flat)
-    return result(optimizer, weights)
+    found = result(optimizer, weights)
+    found.losses = losses
+    return found
 
 
 def refused_deepspeed(group, stage, config, fault=None):

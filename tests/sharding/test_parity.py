@@ -71,7 +71,7 @@ def test_the_comparison_would_notice_a_missing_clip(ranks, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("round_mb", [0.001, 0.05, 512])
+@pytest.mark.parametrize("round_mb", [0.001, 512])
 def test_the_exchange_holds_three_rounds_at_most_and_no_rank_more_than_its_share(ranks, kind, round_mb):
     results = same_steps(ranks, kind, Run(round_mb=round_mb))
     largest = 131 * 48 * 4  # a matrix that alone exceeds the round's bytes has a round to itself
@@ -86,7 +86,7 @@ def test_the_exchange_holds_three_rounds_at_most_and_no_rank_more_than_its_share
         assert all(len(result.plans[0].rounds) <= 1 for result in results)
 
 
-def test_two_ranks_of_zero_2_send_only_what_straddles(ranks):
+def test_zero_2_sends_only_what_straddles(ranks):
     results = same_steps(ranks, "zero 1 and 2", Run())
     plan = results[0].plans[0]
     straddling = [m for m in plan.layout.matrices if len(m.fragments) > 1]

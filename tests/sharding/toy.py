@@ -42,7 +42,9 @@ class Toy(nn.Module):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
-        return nn.functional.cross_entropy(self.head(x[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        logits = self.head(x[:, :-1]).flatten(0, 1)
+        wide = torch.promote_types(logits.dtype, torch.float32)  # as models do: bfloat16's losses differ by 1/64
+        return nn.functional.cross_entropy(logits.to(wide), tokens[:, 1:].flatten())
 
 
 @dataclass(frozen=True)
