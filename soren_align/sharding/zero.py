@@ -137,7 +137,7 @@ def _refuse_unsupported(zero: Any) -> None:
 
 def _accelerator() -> torch.device:
     """The device of this rank; with CPU offload the flat tensors are elsewhere, and the maps happen here."""
-    from deepspeed.accelerator import get_accelerator
+    from deepspeed.accelerator import get_accelerator  # pyright: ignore[reportMissingImports]
 
     accelerator: Any = get_accelerator()
     return torch.device(accelerator.current_device_name())
