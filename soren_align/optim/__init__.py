@@ -3,17 +3,22 @@
 from .factory import OptimizerFactory, build_optimizer
 from .routing import Route, param_groups, route, routing_table
 from .soren import AdamW, HTMuon, Muon, Soren
-from .spectral_optimizer import SpectralOptimizer, Update
+from .spectral_optimizer import SpectralOptimizer
+from .spectral_step import GroupStep, Piece, Placement, Update, Whole
 
 __all__ = [
     "AdamW",
+    "GroupStep",
     "HTMuon",
     "Muon",
     "OptimizerFactory",
+    "Piece",
+    "Placement",
     "Route",
     "Soren",
     "SpectralOptimizer",
     "Update",
+    "Whole",
     "build_optimizer",
     "param_groups",
     "route",

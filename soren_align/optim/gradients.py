@@ -4,19 +4,23 @@ A step either happens for every parameter or for none: weights, momentum and ste
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .settings import name_of
+from .spectral_step import local
 
 
-def refuse_unusable_gradients(groups: Sequence[dict[str, Any]], optimizer: str) -> None:
-    """ValueError for flat shards in a spectral group and for sparse gradients; FloatingPointError for NaN and infinity.
+def refuse_unusable_gradients(
+    groups: Sequence[dict[str, Any]], optimizer: str, is_placed: Callable[[Tensor], bool] | None = None
+) -> None:
+    """ValueError for shards in a spectral group and for sparse gradients; FloatingPointError for NaN and infinity.
 
     The error names the parameters. `optimizer` is the name that it speaks of.
+    is_placed: says of a parameter whether it is known which matrices it holds pieces of; None: no shards are.
     """
     gradients: list[tuple[str, Tensor]] = []
     for group in groups:
@@ -24,16 +28,21 @@ def refuse_unusable_gradients(groups: Sequence[dict[str, Any]], optimizer: str) 
             name, grad = name_of(group, position), parameter.grad
             if grad is None:
                 continue
-            # Here the tensor's own shape counts: under ZeRO 3 a flat shard still has a two-dimensional ds_shape.
-            if group["rule"] == "spectral" and (parameter.ndim != 2 or grad.ndim != 2):
+            if group["rule"] == "spectral" and not (is_placed(parameter) if is_placed else _is_a_matrix(parameter)):
                 raise ValueError(
                     f"{optimizer} updates whole matrices; {name} has shape {tuple(parameter.shape)} at the step. "
-                    "A flat shard has no singular values: keep the parameters whole (no ZeRO stage above 0)."
+                    "A shard has no singular values: say where its matrices lie (soren_align.sharding)."
                 )
             if grad.layout != torch.strided:
                 raise ValueError(f"{optimizer} needs dense gradients; that of {name} is {grad.layout}")
-            gradients.append((name, grad))
+            gradients.append((name, local(grad)))
     _refuse_non_finite(gradients)
+
+
+def _is_a_matrix(parameter: Tensor) -> bool:
+    # The tensor's own shape counts: under ZeRO 3 a flat shard still has a two-dimensional ds_shape.
+    grad = parameter.grad
+    return parameter.ndim == 2 and grad is not None and grad.ndim == 2 and local(parameter) is parameter
 
 
 def _refuse_non_finite(gradients: Sequence[tuple[str, Tensor]]) -> None:

@@ -8,33 +8,17 @@ AdamW. The optimizers differ by the map alone, `map_matrix`. Nothing here knows 
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from ..spectral import num_workspace_numbers
 from .gradients import refuse_unusable_gradients
 from .settings import BOOKKEEPING, RULE_KEYS, check_settings, name_of, refuse_changed_settings, refuse_incomplete_state
+from .spectral_step import GroupStep, Piece, Placement, Update, Whole, local
 
-# MB (2^20 bytes), by device. On two CPU cores a batch of 64 x 64 takes a quarter of the time, of 256 x 256 four fifths,
-# of 512 x 512 a third more: 16 MB keep those apart. Elsewhere 256 is a guess, not yet measured.
-WORKSPACE_MB = {"cpu": 16}
-WORKSPACE_MB_ELSEWHERE = 256
 STATE_KEYS = {"spectral": ("step", "exp_avg"), "adamw": ("step", "exp_avg", "exp_avg_sq")}
-
-
-@dataclass(frozen=True, eq=False)
-class Update:
-    """One parameter's step, as an observer sees it. `after` is the live parameter: read it, don't keep it."""
-
-    name: str
-    rule: str
-    before: Tensor
-    after: Tensor
-    output: Tensor | None  # of the spectral map; None for AdamW
 
 
 class SpectralOptimizer(torch.optim.Optimizer):
@@ -47,6 +31,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
     # On the class, because torch's copy and pickle of an optimizer keep only its state and its groups.
     observer: Callable[[Update], None] | None = None
+    placement: Placement | None = None  # where the matrices lie, if the parameters are shards or replicas of them
     num_maps = 0  # matrices mapped so far
     num_guarded = 0  # of these, how often the guard of the map acted
 
@@ -61,78 +46,58 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The closure's loss, after one step of every parameter that has a gradient.
 
-        FloatingPointError for a NaN or an infinity in any gradient, ValueError for a flat shard in a spectral group or
-        a sparse gradient; then nothing has changed.
+        FloatingPointError for a NaN or an infinity in any gradient, ValueError for a shard of unknown place in a
+        spectral group or a sparse gradient; then nothing has changed. With a placement they are raised on every rank.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        refuse_unusable_gradients(self.param_groups, type(self).__name__)
+        self._refuse_unusable_gradients()
         for group in self.param_groups:
             # Also for parameters without a gradient, so that a checkpoint with a hole in it is a broken one.
             for parameter in group["params"]:
                 self._complete_state(parameter, group["rule"])
             with_grad = [(name_of(group, i), p) for i, p in enumerate(group["params"]) if p.grad is not None]
             if group["rule"] == "spectral":
-                for batch in self._batches(with_grad):
-                    self._spectral_step(batch, group)
+                self._spectral_step(with_grad, group)
             elif self.observer is None:
                 self._adamw_step([parameter for _, parameter in with_grad], group)
             else:
                 for name, parameter in with_grad:
                     before = parameter.clone()
                     self._adamw_step([parameter], group)
-                    self.observer(Update(name, "adamw", before, parameter.detach(), None))
+                    self.observer(Update(name, "adamw", local(before), local(parameter.detach()), None))
         return loss
 
-    def _batches(self, named: list[tuple[str, Tensor]]) -> list[list[tuple[str, Tensor]]]:
-        """Matrices of one shape, as many together as the workspace holds; those of a kind keep their order."""
-        kinds: dict[Any, list[tuple[str, Tensor]]] = {}
-        for name, parameter in named:
-            dtype = self.state[parameter]["exp_avg"].dtype
-            kinds.setdefault((tuple(parameter.shape), dtype, parameter.device), []).append((name, parameter))
-        batches = []
-        for (shape, dtype, device), alike in kinds.items():
-            most = self.workspace_mb
-            most = WORKSPACE_MB.get(device.type, WORKSPACE_MB_ELSEWHERE) if most is None else most
-            each = (num_workspace_numbers(*shape) + math.prod(shape)) * dtype.itemsize  # with its place in the batch
-            size = max(1, int(most * 2**20 / each))
-            batches += [alike[start : start + size] for start in range(0, len(alike), size)]
-        return batches
-
-    def _spectral_step(self, batch: list[tuple[str, Tensor]], group: dict[str, Any]) -> None:
-        if len(batch) == 1:
-            outputs = [self.map_matrix(self._averaged(batch[0][1], group), group)]
+    def _refuse_unusable_gradients(self) -> None:
+        placement = self.placement
+        try:
+            refuse_unusable_gradients(self.param_groups, type(self).__name__, placement.holds if placement else None)
+        except (ValueError, FloatingPointError) as error:
+            if placement is None:
+                raise
+            found: Exception | None = error
         else:
-            first = batch[0][1]
-            stack = self.state[first]["exp_avg"].new_empty(len(batch), *first.shape)
-            for matrix, (_, parameter) in zip(stack, batch, strict=True):
-                matrix.copy_(self._averaged(parameter, group))
-            outputs = self.map_matrix(stack, group).unbind()
-        self.num_maps += len(batch)
+            found = None
+        if placement is not None:
+            groups = self.param_groups
+            placement.agree([(name_of(group, i), p) for group in groups for i, p in enumerate(group["params"])], found)
 
-        lr = _scalar(group["lr"])
-        adjusted_lr = lr * self._lr_scale(group["adjust_lr_fn"], *batch[0][1].shape)
-        for (name, parameter), output in zip(batch, outputs, strict=True):
-            before = parameter.clone() if self.observer is not None else parameter
-            wide = parameter.to(output.dtype)  # the parameter itself, unless it is narrower than its momentum
-            wide.mul_(1 - lr * group["weight_decay"]).add_(output, alpha=float(-adjusted_lr))
-            if wide is not parameter:
-                parameter.copy_(wide)
-            if self.observer is not None:
-                self.observer(Update(name, "spectral", before, parameter.detach(), output))
+    def _spectral_step(self, named: list[tuple[str, Tensor]], group: dict[str, Any]) -> None:
+        step = GroupStep(self, group, [parameter for _, parameter in named])
+        if self.placement is not None:
+            self.placement.step_(step, named)
+            return
+        pieces = [Piece(name, (p.shape[0], p.shape[1]), p, 0, p.numel()) for name, p in named]
+        step.map_(
+            [Whole(piece.shape, step.dtype(piece.parameter), piece.parameter.device) for piece in pieces],
+            lambda index: step.averaged(pieces[index]),
+            lambda index, output: step.apply_(pieces[index], output),
+        )
 
-    def _averaged(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        """The gradient averaged over the steps, after one more; with nesterov's look ahead a new tensor."""
-        state, beta = self.state[parameter], group["momentum"]
-        momentum = state["exp_avg"]
-        grad = parameter.grad.to(momentum.dtype)  # type: ignore[union-attr]
-        state["step"] = state["step"] + 1
-        momentum.lerp_(grad, 1 - beta)
-        return grad.lerp(momentum, beta) if group["nesterov"] else momentum
-
-    def _lr_scale(self, adjust_lr_fn: str, num_rows: int, num_columns: int) -> float:
+    def lr_scale(self, adjust_lr_fn: str, num_rows: int, num_columns: int) -> float:
+        """What `adjust_lr_fn` multiplies the learning rate of an m x n matrix by."""
         if adjust_lr_fn == "original":
             return math.sqrt(max(1, num_rows / num_columns))
         if adjust_lr_fn == "match_rms_adamw":
@@ -143,15 +108,17 @@ class SpectralOptimizer(torch.optim.Optimizer):
         if not parameters:
             return
         states = [self.state[p] for p in parameters]
-        dtypes = [state["exp_avg"].dtype for state in states]
+        exp_avgs, exp_avg_sqs = ([local(state[key]) for state in states] for key in ("exp_avg", "exp_avg_sq"))
+        dtypes = [exp_avg.dtype for exp_avg in exp_avgs]
         # torch adds to its step tensors in place: these are new ones.
         steps = [state["step"].clone() for state in states]
-        wide = [p.to(dtype) for p, dtype in zip(parameters, dtypes, strict=True)]
+        here = [local(p) for p in parameters]
+        wide = [p.to(dtype) for p, dtype in zip(here, dtypes, strict=True)]
         adamw(
             wide,
-            [p.grad.to(dtype) for p, dtype in zip(parameters, dtypes, strict=True)],  # type: ignore[union-attr]
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
+            [local(p.grad).to(dtype) for p, dtype in zip(parameters, dtypes, strict=True)],  # type: ignore[arg-type]
+            exp_avgs,
+            exp_avg_sqs,
             [],
             steps,
             amsgrad=False,
@@ -162,7 +129,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
-        for parameter, updated, state, step in zip(parameters, wide, states, steps, strict=True):
+        for parameter, updated, state, step in zip(here, wide, states, steps, strict=True):
             state["step"] = step
             if updated is not parameter:
                 parameter.copy_(updated)
@@ -226,7 +193,3 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
 def _state_dtype(parameter: Tensor) -> torch.dtype:
     return torch.float64 if parameter.dtype == torch.float64 else torch.float32
-
-
-def _scalar(lr: float | Tensor) -> float | Tensor:
-    return lr.squeeze() if isinstance(lr, Tensor) else lr

@@ -1,0 +1,143 @@
+"""DeepSpeed's ZeRO: which matrices its flat tensors hold, read from it and checked against what they hold.
+
+The attribute names stand in every release from 0.7.0 (2022) to 0.19.8, for which this was tested; should one change,
+the check of contents says so before the first step.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..optim import SpectralOptimizer
+from .attach import FlatShards
+from .geometry import Layout, flat_partitions, parameter_slices
+from .plan import ROUND_MB
+
+
+class _FlatTensor(NamedTuple):
+    """One rank's part of `parameters`, which are all of one rule; `contents` are what it should hold of each."""
+
+    flat: Tensor
+    rule: str
+    parameters: Sequence[Any]
+    process_group: dist.ProcessGroup
+    layout: Layout
+
+
+def attach_zero(zero: Any, round_mb: float = ROUND_MB) -> None:
+    """Tell the optimizer in `zero`, DeepSpeed's own for stage 1, 2 or 3 or BF16_Optimizer, where its matrices lie.
+
+    Call it on every rank, after deepspeed.initialize and before the first step.
+    ValueError, on every rank, for an optimizer that is not ours, what this cannot do (gradients dealt out round-robin,
+    optimizer states on NVMe or partly offloaded, ZenFlow, several data-parallel groups), and if a tensor does not hold
+    what its layout says.
+    """
+    optimizer = getattr(zero, "optimizer", None)
+    if not isinstance(optimizer, SpectralOptimizer):
+        raise ValueError(
+            f"DeepSpeed would step {type(optimizer).__name__}, not our optimizer: leave `optimizer` out of its config, "
+            "and set zero_force_ds_cpu_optimizer to false"
+        )
+    _refuse_unsupported(zero)
+    spectral = [found for found in _flat_tensors(zero) if found.rule == "spectral"]
+    groups = {found.process_group for found in _flat_tensors(zero)}
+    if len(groups) != 1:
+        raise ValueError(f"found {len(groups)} data-parallel groups; mixtures of experts are not supported")
+    (group,) = groups
+    device = _accelerator()
+    wrong = [name for found in spectral for name in _unlike(found, dist.get_rank(group))]
+    verdict = torch.tensor(len(wrong), device=device)
+    dist.all_reduce(verdict, dist.ReduceOp.MAX, group=group)
+    if verdict.item():
+        here = f"here {', '.join(wrong[:5])}" if wrong else "none of them here"
+        raise ValueError(
+            f"{type(zero).__name__} keeps up to {verdict.item()} matrices per rank elsewhere than expected, {here}: "
+            "this version of DeepSpeed, or an option of it, is not known to soren-align"
+        )
+    optimizer.placement = FlatShards({found.flat: found.layout for found in spectral}, group, device, round_mb)
+
+
+def _flat_tensors(zero: Any) -> Iterator[_FlatTensor]:
+    """The optimizer's flat tensors, in the order in which they step. ValueError for an unknown kind of ZeRO."""
+    rules = [group["rule"] for group in zero.optimizer.param_groups]
+    if hasattr(zero, "fp32_partitioned_groups_flat"):  # stage 3
+        for i, flat in enumerate(zero.fp32_partitioned_groups_flat):
+            parameters, rule = zero.fp16_groups[i], rules[zero.sub_group_to_group_id[i]]
+            by_group = getattr(zero, "_get_sub_group_process_group", None)  # since 2026-06
+            group = by_group(i) if by_group else zero.dp_process_group
+            shapes = _shapes(zero, parameters, rule)
+            yield _FlatTensor(flat, rule, parameters, group, parameter_slices(shapes, dist.get_world_size(group)))
+    elif hasattr(zero, "single_partition_of_fp32_groups"):  # stages 1 and 2
+        all_starts = getattr(zero, "round_robin_bit16_offsets", None)  # since 0.19.7
+        for i, flat in enumerate(zero.single_partition_of_fp32_groups):
+            starts = all_starts[i] if all_starts else None
+            yield _partition(zero, i, rules[i], flat, zero.round_robin_bit16_groups[i], starts)
+    elif hasattr(zero, "fp32_groups_flat_partition"):  # BF16_Optimizer
+        for i, flat in enumerate(zero.fp32_groups_flat_partition):
+            yield _partition(zero, i, rules[i], flat, zero.bf16_groups[i], None)
+    else:
+        raise ValueError(f"{type(zero).__name__} is no kind of ZeRO that is known here; use stage 1, 2 or 3")
+
+
+def _partition(
+    zero: Any, i: int, rule: str, flat: Tensor, parameters: Sequence[Tensor], starts: Sequence[int] | None
+) -> _FlatTensor:
+    group = zero.real_dp_process_group[i]
+    shapes, num_ranks = _shapes(zero, parameters, rule), dist.get_world_size(group)
+    spectral = rule == "spectral"
+    layout = flat_partitions(
+        shapes, num_ranks, partition_numel=flat.numel() if spectral else None, starts=starts if spectral else None
+    )
+    return _FlatTensor(flat, rule, parameters, group, layout)
+
+
+def _shapes(zero: Any, parameters: Sequence[Any], rule: str) -> dict[str, tuple[int, int]]:
+    if rule != "spectral":  # nobody asks where the others are: AdamW works on any stretch
+        return {}
+    names = getattr(zero, "param_names", {})
+    return {
+        names.get(parameter, f"matrix {i}"): tuple(getattr(parameter, "ds_shape", parameter.shape))
+        for i, parameter in enumerate(parameters)
+    }
+
+
+def _unlike(found: _FlatTensor, rank: int) -> list[str]:
+    """Names of the matrices of which the flat tensor does not hold what it should, on this rank."""
+    wrong = []
+    for matrix, parameter in zip(found.layout.matrices, found.parameters, strict=True):
+        for fragment in matrix.fragments:
+            if fragment.rank != rank:
+                continue
+            held = found.flat.detach()[fragment.local_offset : fragment.local_offset + fragment.numel]
+            if hasattr(parameter, "ds_tensor"):
+                expected = parameter.ds_tensor.detach().view(-1)[: fragment.numel]
+            else:
+                stop = fragment.param_offset + fragment.numel
+                expected = parameter.detach().view(-1)[fragment.param_offset : stop]
+            if not torch.equal(held.to(expected.dtype), expected.to(held.device)):
+                wrong.append(matrix.name)
+    return wrong
+
+
+def _refuse_unsupported(zero: Any) -> None:
+    unsupported = {
+        "round_robin_gradients": "DeepSpeed then writes universal checkpoints with the wrong numbers in them",
+        "zenflow": "it steps outside of the optimizer",
+        "swap_optimizer": "with optimizer states on NVMe the flat tensors are empty; offload to cpu",
+    }
+    for option, reason in unsupported.items():
+        if getattr(zero, option, False):
+            raise ValueError(f"DeepSpeed's {option} is on, which is not supported: {reason}")
+    if getattr(zero, "partial_offload", 1.0) not in (0, 1, 1.0):
+        raise ValueError(f"offload_optimizer.ratio is {zero.partial_offload}; only 1 is supported")
+
+
+def _accelerator() -> torch.device:
+    """The device of this rank; with CPU offload the flat tensors are elsewhere, and the maps happen here."""
+    from deepspeed.accelerator import get_accelerator  # pyright: ignore[reportMissingImports]
+
+    accelerator: Any = get_accelerator()
+    return torch.device(accelerator.current_device_name())

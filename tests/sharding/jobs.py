@@ -1,0 +1,300 @@
+"""What the ranks run: the toy's ten steps, sharded in each way. Every job returns its rank's `Result`."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from toy import NUM_STEPS, Run, batches
+
+from soren_align.optim import Soren
+from soren_align.sharding import FlatShards, Replicas, RowBlocks, attach_zero, flat_partitions, parameter_slices
+
+
+@dataclass
+class Result:
+    weights: dict[str, torch.Tensor]
+    num_maps: int
+    state_numel: int  # of the momentum
+    weights_numel: int  # that the spectral groups hold here
+    bytes_sent: int
+    peak_bytes: int
+    plans: list[Any]
+    momentum_dtypes: set[torch.dtype]
+    losses: list[float] = field(default_factory=list)
+
+
+def result(optimizer, weights):
+    spectral = [p for g in optimizer.param_groups if g["rule"] == "spectral" for p in g["params"]]
+    here = [getattr(p, "_local_tensor", p) for p in spectral]
+    momenta = [optimizer.state[p]["exp_avg"] for p in spectral]
+    exchanges = list(optimizer.placement.exchanges.values())
+    return Result(
+        {name: weight.detach().clone() for name, weight in weights.items()},
+        optimizer.num_maps,
+        sum(getattr(m, "_local_tensor", m).numel() for m in momenta),
+        sum(p.numel() for p in here),
+        sum(e.bytes_sent for e in exchanges),
+        max((e.peak_bytes for e in exchanges), default=0),
+        [e.plan for e in exchanges],
+        {momentum.dtype for momentum in momenta},
+    )
+
+
+def part_of(tokens, group):
+    """This rank's rows of a micro-batch."""
+    return tokens.chunk(group.size())[group.rank()]
+
+
+def ddp(group, run):
+    model = run.model()
+    optimizer = run.optimizer(model)
+    optimizer.placement = Replicas(round_mb=run.round_mb)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    for step in range(NUM_STEPS):
+        for tokens in batches(step):
+            (wrapped(part_of(tokens, group)) / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), run.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return result(optimizer, dict(model.named_parameters()))
+
+
+def fsdp2(group, run):
+    model = run.model()
+    mesh = init_device_mesh("cpu", (group.size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = run.optimizer(model)
+    optimizer.placement = RowBlocks(run.round_mb)
+    for step in range(NUM_STEPS):
+        for tokens in batches(step):
+            (model(part_of(tokens, group)) / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), run.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return result(optimizer, {name: p.full_tensor() for name, p in model.named_parameters()})
+
+
+def zero(group, stage, run):
+    """ZeRO as DeepSpeed does it, without DeepSpeed: flat shards in place of the parameters, stepped one at a time."""
+    model = run.model()
+    optimizer = run.optimizer(model)
+    shards = [s for g in optimizer.param_groups for s in shards_of(g, stage, group, run.num_sub_groups)]
+    for shard in shards:
+        shard.group["params"] = []
+    optimizer.placement = FlatShards({s.flat: s.layout for s in shards if s.layout}, round_mb=run.round_mb)
+    for step in range(NUM_STEPS):
+        averaged_gradients(model, step, group, run.clip)
+        for shard in shards:
+            shard.flat.grad = shard.gather([p.grad for p in shard.parameters])
+            step_alone(optimizer, shard, emptied=stage == 3)
+            shard.flat.grad = None
+            shard.write_back()
+        model.zero_grad()
+    for shard in shards:
+        shard.group["params"].append(shard.flat)
+    return result(optimizer, dict(model.named_parameters()))
+
+
+def step_alone(optimizer, shard, emptied):
+    """Stages 1 and 2 hide the other groups; stage 3 empties them."""
+    groups = optimizer.param_groups
+    shard.group["params"] = [shard.flat]
+    if not emptied:
+        optimizer.param_groups = [shard.group]
+    optimizer.step()
+    optimizer.param_groups, shard.group["params"] = groups, []
+
+
+def shards_of(group, stage, process_group, num_sub_groups):
+    params = group["params"]
+    size = -(-len(params) // num_sub_groups)
+    names = group["param_names"]
+    return [
+        Shard(group, names[i : i + size], params[i : i + size], stage, process_group)
+        for i in range(0, len(params), size)
+    ]
+
+
+class Shard:
+    """One flat tensor of the optimizer: this rank's part of some parameters."""
+
+    def __init__(self, group, names, parameters, stage, process_group):
+        self.group, self.parameters, self.stage = group, parameters, stage
+        self.rank, self.num_ranks = process_group.rank(), process_group.size()
+        self.flat = nn.Parameter(self.gather([p.detach() for p in parameters]))
+        self.layout = None
+        if group["rule"] == "spectral":
+            shapes = {name: tuple(p.shape) for name, p in zip(names, parameters, strict=True)}
+            self.layout = (
+                parameter_slices(shapes, self.num_ranks)
+                if stage == 3
+                else flat_partitions(shapes, self.num_ranks, partition_numel=self.flat.numel())
+            )
+
+    def gather(self, tensors):
+        """This rank's part, padded to an even length as DeepSpeed pads."""
+        if self.stage == 3:
+            return torch.cat([self.padded(t, self.num_ranks).chunk(self.num_ranks)[self.rank] for t in tensors])
+        return self.padded(torch.cat([t.flatten() for t in tensors]), 2 * self.num_ranks).chunk(self.num_ranks)[
+            self.rank
+        ]
+
+    def padded(self, tensor, multiple):
+        return nn.functional.pad(tensor.flatten(), (0, -tensor.numel() % multiple))
+
+    def write_back(self):
+        everywhere = [torch.empty_like(self.flat) for _ in range(self.num_ranks)]
+        dist.all_gather(everywhere, self.flat.detach())
+        place = 0
+        for parameter in self.parameters:
+            numel = parameter.numel()
+            if self.stage == 3:
+                length = -(-numel // self.num_ranks)
+                whole = torch.cat([flat[place : place + length] for flat in everywhere])
+                place += length
+            else:
+                whole = torch.cat(everywhere)[place : place + numel]
+                place += numel
+            parameter.data.copy_(whole[:numel].view(parameter.shape))
+
+
+def averaged_gradients(model, step, group, clip):
+    """Two micro-batches, averaged over the ranks, then clipped."""
+    for tokens in batches(step):
+        (model(part_of(tokens, group)) / 2).backward()
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= group.size()
+    nn.utils.clip_grad_norm_(model.parameters(), clip)
+
+
+def refused_step(group, fault):
+    """What a step says on this rank when rank 1 has the fault, and whether it changed anything."""
+    torch.manual_seed(0)
+    matrices = {"a": nn.Parameter(torch.randn(4, 6)), "b": nn.Parameter(torch.randn(6, 4))}
+    optimizer = Soren(matrices.items(), lr=0.1)
+    optimizer.placement = Replicas()
+    for matrix in matrices.values():
+        matrix.grad = torch.ones_like(matrix)
+    if group.rank() == 1:
+        if fault == "nan":
+            matrices["b"].grad[2, 3] = torch.nan
+        elif fault == "no gradient":
+            matrices["b"].grad = None
+        elif fault == "another model":
+            optimizer.param_groups[0]["param_names"] = ["a", "c"]
+    before = [matrix.detach().clone() for matrix in matrices.values()]
+    try:
+        optimizer.step()
+    except (ValueError, FloatingPointError) as error:
+        unchanged = all(torch.equal(m, b) for m, b in zip(matrices.values(), before, strict=True))
+        return type(error).__name__, str(error), unchanged
+    return None
+
+
+def unused_parameter(group):
+    """Whether a matrix without a gradient on any rank stays, and the other moves, alike on all ranks."""
+    still, moving = nn.Parameter(torch.ones(4, 6)), nn.Parameter(torch.ones(4, 6))
+    optimizer = Soren([still, moving], lr=0.1)
+    optimizer.placement = Replicas()
+    moving.grad = torch.ones(4, 6)
+    optimizer.step()
+    return still.detach(), moving.detach()
+
+
+def observed_step(group):
+    """What an observer sees of one step of fully sharded matrices."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4, bias=False), nn.Linear(4, 1, bias=False))
+    fully_shard(model, mesh=init_device_mesh("cpu", (group.size(),)))
+    optimizer, seen = Soren(model.named_parameters(), lr=0.1, weight_decay=0.0), []
+    optimizer.placement = RowBlocks()
+    optimizer.observer = seen.append
+    model(torch.ones(3, 6)).sum().backward()
+    optimizer.step()
+    return [(u.name, tuple(u.after.shape), bool((u.before != u.after).any()), u.output is None) for u in seen]
+
+
+def sharded_without_placement(group):
+    """The error of a step of DTensors whose place nobody named."""
+    model = nn.Linear(6, 4, bias=False)
+    fully_shard(model, mesh=init_device_mesh("cpu", (group.size(),)))
+    optimizer = Soren(model.named_parameters(), lr=0.1)
+    model(torch.ones(3, 6)).sum().backward()
+    try:
+        optimizer.step()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def deepspeed(group, stage, run, config=None):
+    """The toy under DeepSpeed itself."""
+    engine, optimizer = deepspeed_engine(group, stage, run, config or {})
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    attach_zero(engine.optimizer, run.round_mb)
+    losses = []
+    for step in range(NUM_STEPS):
+        for tokens in batches(step):
+            loss = engine(part_of(tokens, group))
+            losses.append(float(loss))
+            engine.backward(loss)
+            engine.step()
+    weights = {
+        name: safe_get_full_fp32_param(p) if p.requires_grad else p.detach()
+        for name, p in engine.module.named_parameters()
+    }
+    if stage == 3:  # which empties the groups between steps
+        for i, flat in enumerate(engine.optimizer.fp32_partitioned_groups_flat):
+            optimizer.param_groups[engine.optimizer.sub_group_to_group_id[i]]["params"].append(flat)
+    found = result(optimizer, weights)
+    found.losses = losses
+    return found
+
+
+def refused_deepspeed(group, stage, config, fault=None):
+    """Why attach_zero refuses, on this rank; `fault` is a change to the ZeRO optimizer of rank 1 before it."""
+    engine, _ = deepspeed_engine(group, stage, Run(), config)
+    if fault == "a number changed" and group.rank() == 1:
+        flats = engine.optimizer.fp32_partitioned_groups_flat if stage == 3 else None
+        (flats or engine.optimizer.single_partition_of_fp32_groups)[0].data[7] += 1
+    elif fault == "another optimizer":
+        engine.optimizer.optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+    try:
+        attach_zero(engine.optimizer)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def deepspeed_engine(group, stage, run, config):
+    import os
+
+    os.environ.update(DS_ACCELERATOR="cpu", RANK=str(group.rank()), LOCAL_RANK=str(group.rank()))
+    os.environ.update(WORLD_SIZE=str(group.size()), MASTER_ADDR="localhost", MASTER_PORT="29500")
+    import deepspeed
+    import deepspeed.comm.torch
+
+    deepspeed.comm.torch.build_shm_op = lambda: None  # compiled for minutes, and used by inference only
+    model = run.model()
+    optimizer = run.optimizer(model)
+    zero_config = {"stage": stage, "overlap_comm": False}
+    settings = {
+        "train_micro_batch_size_per_gpu": 6 // group.size(),
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": run.clip,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        **config,
+        "zero_optimization": {**zero_config, **config.get("zero_optimization", {})},
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    return engine, optimizer

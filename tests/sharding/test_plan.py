@@ -1,0 +1,116 @@
+"""Work is dealt out evenly, each matrix once, in rounds of bounded bytes, and fast enough for a laptop."""
+
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from soren_align.sharding import (
+    assign_owners,
+    flat_partitions,
+    loads,
+    make_plan,
+    numbers_sent,
+    parameter_slices,
+    replicas,
+    row_blocks,
+)
+
+BLOCK = {
+    **{"q": (4096, 4096), "k": (1024, 4096), "v": (1024, 4096), "o": (4096, 4096)},
+    **{"gate": (14336, 4096), "up": (14336, 4096), "down": (4096, 14336)},
+}
+MISTRAL_7B = {f"layers.{i}.{name}": shape for i in range(32) for name, shape in BLOCK.items()}
+BUILDERS = [replicas, flat_partitions, parameter_slices, row_blocks]
+
+
+def unevenness(layout):
+    load = loads(layout, assign_owners(layout))
+    return max(load) * len(load) / sum(load)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8, 16, 32])
+def test_under_zero_1_and_2_a_7b_model_needs_no_communication(num_ranks):
+    plan = make_plan(flat_partitions(MISTRAL_7B, num_ranks))
+    assert plan.rounds == ()
+    assert unevenness(plan.layout) <= 1.01
+
+
+@pytest.mark.parametrize("builder", [replicas, parameter_slices, row_blocks])
+def test_the_busiest_rank_has_little_more_to_do_than_the_mean(builder):
+    assert unevenness(builder(MISTRAL_7B, 8)) <= 1.01
+    assert unevenness(builder(MISTRAL_7B, 64)) <= 1.01
+
+
+@pytest.mark.parametrize("builder", [parameter_slices, row_blocks])
+def test_under_zero_3_each_of_8_ranks_sends_6_gb_for_a_7b_model(builder):
+    layout = builder(MISTRAL_7B, 8)
+    sent = numbers_sent(layout, assign_owners(layout))
+    # 2 ways x 7/8 of a rank's eighth of 6.98e9 numbers, 4 bytes each
+    assert all(4 * numel == pytest.approx(6.1e9, rel=0.01) for numel in sent)
+
+
+@pytest.mark.parametrize("builder", BUILDERS)
+def test_1024_ranks_are_planned_in_seconds(builder):
+    start = time.process_time()
+    plan = make_plan(builder(MISTRAL_7B, 1024))
+    assert plan.fingerprint > 0
+    assert time.process_time() - start < 5
+    most = max(loads(plan.layout, plan.owners))
+    assert most == max(loads(replicas({"up": BLOCK["up"]}, 1), [0]))  # the largest matrix alone: no plan has less
+
+
+def test_a_straddling_matrix_goes_to_its_biggest_holder_unless_that_one_has_more_to_do():
+    # partitions of 25: a lies on rank 0, b has 8 numbers there and 8 on rank 1
+    assert assign_owners(flat_partitions({"a": (1, 3), "b": (4, 4), "c": (1, 9)}, 2)) == (0, 0, 1)
+    assert assign_owners(flat_partitions({"a": (1, 9), "b": (4, 4), "c": (1, 3)}, 2)) == (0, 1, 1)
+    busy = flat_partitions({"a": (4, 4), "b": (4, 4), "c": (1, 4)}, 2, partition_numel=25)
+    assert [f.numel for f in busy.matrices[1].fragments] == [9, 7]
+    assert assign_owners(busy) == (0, 1, 1)
+
+
+@given(
+    st.sampled_from(BUILDERS),
+    st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=8),
+    st.integers(1, 5),
+    st.integers(1, 300),
+)
+@settings(deadline=None)
+def test_every_matrix_is_planned_once_within_the_bytes_of_a_round(builder, shapes, num_ranks, most):
+    layout = builder({f"{i}": shape for i, shape in enumerate(shapes)}, num_ranks)
+    plan = make_plan(layout, round_mb=most * 4 / 2**20)
+    assert sorted([*plan.at_home, *(i for r in plan.rounds for i in r)]) == list(range(len(shapes)))
+    assert all(owner in {f.rank for f in m.fragments} for m, owner in zip(layout.matrices, plan.owners, strict=True))
+    for indices in plan.rounds:
+        held = [0] * num_ranks
+        for index in indices:
+            matrix, owner = layout.matrices[index], plan.owners[index]
+            for fragment in matrix.fragments:
+                if layout.replicated:
+                    held[owner] += matrix.numel * (fragment.rank == owner)
+                elif fragment.rank != owner:
+                    held[fragment.rank] += fragment.numel
+                    held[owner] += fragment.numel
+        assert len(indices) == 1 or max(held) <= most
+
+
+def test_a_matrix_on_one_rank_never_travels():
+    plan = make_plan(flat_partitions({"a": (4, 4), "b": (4, 4)}, 2))
+    assert (plan.at_home, plan.owners, plan.rounds) == ((0, 1), (0, 1), ())
+    assert make_plan(parameter_slices({"a": (4, 4)}, 1)).rounds == ()
+
+
+def test_the_fingerprint_changes_with_anything_that_matters():
+    layout = row_blocks({"a": (4, 6), "b": (6, 4)}, 2)
+    plan = make_plan(layout)
+    others = [
+        make_plan(row_blocks({"a": (4, 6), "b": (6, 4)}, 3)),
+        make_plan(row_blocks({"a": (4, 6), "c": (6, 4)}, 2)),
+        make_plan(parameter_slices({"a": (4, 6), "b": (6, 4)}, 2)),
+        make_plan(layout, round_mb=1e-5),
+        replace(plan, owners=plan.owners[::-1]),
+    ]
+    assert plan.fingerprint == make_plan(row_blocks({"a": (4, 6), "b": (6, 4)}, 2)).fingerprint
+    assert plan.fingerprint not in [other.fingerprint for other in others]

@@ -1,0 +1,52 @@
+"""What one rank finds, all ranks raise: none is left waiting in a collective, and nothing has changed."""
+
+import jobs
+import pytest
+import torch
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "there", "elsewhere"),
+    [
+        ("nan", "FloatingPointError", "NaN or infinity in the gradient of b", "another rank found a gradient"),
+        (
+            "no gradient",
+            "ValueError",
+            "b: a gradient on some ranks and none on",
+            "b: a gradient on some ranks and none",
+        ),
+    ],
+)
+def test_a_gradient_that_one_rank_cannot_use_stops_all_before_anything_changes(ranks, fault, kind, there, elsewhere):
+    for rank, answer in enumerate(ranks.run(jobs.refused_step, fault)):
+        assert answer is not None
+        assert (answer[0], answer[2]) == (kind, True)
+        assert (there if rank == 1 else elsewhere) in answer[1]
+
+
+def test_ranks_with_different_models_are_refused_on_all(ranks):
+    for answer in ranks.run(jobs.refused_step, "another model"):
+        assert answer is not None
+        assert answer[1].startswith("the ranks found different matrices or shards")
+        assert answer[2]
+
+
+def test_a_matrix_without_a_gradient_on_any_rank_is_left_alone(ranks):
+    for still, moving in ranks.run(jobs.unused_parameter):
+        assert torch.equal(still, torch.ones(4, 6))
+        assert not torch.equal(moving, torch.ones(4, 6))
+
+
+def test_an_observer_sees_the_pieces_that_this_rank_updates(ranks):
+    answers = ranks.run(jobs.observed_step)
+    blocks = torch.arange(4).chunk(ranks.num_ranks)
+    for rank, seen in enumerate(answers):
+        expected = [("0.weight", (len(blocks[rank]), 6), True, True)] if rank < len(blocks) else []
+        expected += [("1.weight", (1, 4), True, False)] if rank == 0 else []
+        assert sorted(seen) == expected
+
+
+def test_shards_whose_place_is_unknown_are_refused(ranks):
+    for message in ranks.run(jobs.sharded_without_placement):
+        assert message is not None
+        assert "A shard has no singular values: say where its matrices lie" in message
