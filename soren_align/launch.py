@@ -12,7 +12,7 @@ from pathlib import Path
 from .bench import shapes as bench_shapes
 from .launched import environment as launched_environment
 from .launched import launched, without_ranks
-from .recipe import Recipe, UserError, accumulation, differences, load_resolved, to_yaml, training_part
+from .recipe import Recipe, UserError, accumulation, differences, load_resolved, to_yaml, trainer_value, training_part
 from .report import RunFolder, now, provenance, write
 
 
@@ -30,7 +30,7 @@ def train(recipe: Recipe, processes: int | None = None) -> None:
     accumulation(recipe, num_ranks)  # refused before anything is touched
     if not here or here.rank == 0:
         prepare(folder, recipe, num_ranks)
-    work = ["train", str(folder), "--timeout", str(recipe.trainer.get("ddp_timeout", 1800))]
+    work = ["train", str(folder), "--timeout", str(trainer_value(recipe, "ddp_timeout"))]
     if num_ranks == 1 or here or (folder.read() or {}).get("status") == "trained":
         _become(work, recipe, num_ranks if here else 1)
     _become(["ranks", str(num_ranks), *work], recipe, num_ranks)

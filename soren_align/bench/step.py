@@ -13,7 +13,7 @@ import torch
 from ..optim import HTMuon, Muon, Soren
 from ..recipe import UserError
 from ..spectral import num_flops
-from .candidates import newton_schulz_float32
+from .candidates import MUON_FLOAT32, newton_schulz_float32
 from .shapes import Matrices, Shape
 from .timing import Timing, free_bytes, interleaved, machine, matmul_rates, too_slow
 
@@ -23,7 +23,7 @@ NUM_COPIES = 11  # float32 parameters, gradients, two moments of AdamW, one of e
 CPU_PARAMETERS = 100_000_000
 # Rows up to which whole models are decomposed in float64, matrix by matrix; beyond, a step takes minutes.
 DECOMPOSED_ROWS = 512
-TORCH_MUON, FUSED_ADAMW, MUON_FLOAT32 = "torch.optim.Muon", "fused AdamW", "Muon float32"
+TORCH_MUON, FUSED_ADAMW = "torch.optim.Muon", "fused AdamW"
 
 
 class MuonFloat32(Muon):

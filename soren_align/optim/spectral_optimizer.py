@@ -16,7 +16,7 @@ from torch.optim.adamw import adamw
 
 from .gradients import refuse_unusable_gradients
 from .settings import BOOKKEEPING, RULE_KEYS, check_settings, name_of, refuse_changed_settings, refuse_incomplete_state
-from .spectral_step import GroupStep, Piece, Placement, Update, Whole, local
+from .spectral_step import GroupStep, Piece, Placement, Update, local
 
 STATE_KEYS = {"spectral": ("step", "exp_avg"), "adamw": ("step", "exp_avg", "exp_avg_sq")}
 
@@ -89,12 +89,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         if self.placement is not None:
             self.placement.step_(step, named)
             return
-        pieces = [Piece(name, (p.shape[0], p.shape[1]), p, 0, p.numel()) for name, p in named]
-        step.map_(
-            [Whole(piece.shape, step.dtype(piece.parameter), piece.parameter.device) for piece in pieces],
-            lambda index: step.averaged(pieces[index]),
-            lambda index, output: step.apply_(pieces[index], output),
-        )
+        step.take_([Piece(name, (p.shape[0], p.shape[1]), p, 0, p.numel()) for name, p in named])
 
     def lr_scale(self, adjust_lr_fn: str, num_rows: int, num_columns: int) -> float:
         """What `adjust_lr_fn` multiplies the learning rate of an m x n matrix by."""

@@ -121,6 +121,14 @@ class GroupStep:
             for index, output in zip(batch, outputs, strict=True):
                 store(index, output)
 
+    def take_(self, pieces: Sequence[Piece], device: torch.device | None = None) -> None:
+        """Map matrices that lie whole in `pieces`, on `device` (None: where each is), and take their steps."""
+        self.map_(
+            [Whole(p.shape, self.dtype(p.parameter), device or p.parameter.device) for p in pieces],
+            lambda i: self.averaged(pieces[i]).reshape(pieces[i].shape).to(device),
+            lambda i, output: self.apply_(pieces[i], output),
+        )
+
     def apply_(self, piece: Piece, output: Tensor) -> None:
         """Decay the piece and take its step, of which `output` is the direction: piece.numel numbers in any shape."""
         group, observer = self._group, self._optimizer.observer

@@ -4,7 +4,7 @@
 must exist, and `load` turns a file into a Recipe or a list of sentences. Nothing here imports torch.
 """
 
-from .batch import accumulation, rows_per_step
+from .batch import accumulation, rows_per_step, trainer_value
 from .checks import is_local
 from .load import find, load, load_resolved, load_text, to_yaml
 from .models import DataSplit, Recipe, UserError, differences, json_schema, training_part
@@ -23,5 +23,6 @@ __all__ = [
     "load_text",
     "rows_per_step",
     "to_yaml",
+    "trainer_value",
     "training_part",
 ]

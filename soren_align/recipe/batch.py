@@ -13,8 +13,8 @@ def accumulation(recipe: Recipe, num_ranks: int) -> int:
     """
     wanted = recipe.run.global_batch_size
     if wanted is None:
-        return _trainer(recipe, "gradient_accumulation_steps")
-    per_device = _trainer(recipe, "per_device_train_batch_size")
+        return trainer_value(recipe, "gradient_accumulation_steps")
+    per_device = trainer_value(recipe, "per_device_train_batch_size")
     at_once = per_device * num_ranks
     if wanted % at_once:
         taken = f"{num_ranks} processes" if num_ranks > 1 else "one process"
@@ -33,9 +33,10 @@ def accumulation(recipe: Recipe, num_ranks: int) -> int:
 
 def rows_per_step(recipe: Recipe, num_ranks: int) -> tuple[int, str]:
     """Rows per optimizer step, and how they come about: (64, "2 processes x 16 rows x accumulation 2")."""
-    steps, per_device = accumulation(recipe, num_ranks), _trainer(recipe, "per_device_train_batch_size")
+    steps, per_device = accumulation(recipe, num_ranks), trainer_value(recipe, "per_device_train_batch_size")
     return num_ranks * per_device * steps, f"{num_ranks} processes x {per_device} rows x accumulation {steps}"
 
 
-def _trainer(recipe: Recipe, key: str) -> Any:
+def trainer_value(recipe: Recipe, key: str) -> Any:
+    """What `trainer.key` is: the recipe's word, or TRL's default."""
     return recipe.trainer.get(key, trl_config.fields(recipe.task)[key].default)

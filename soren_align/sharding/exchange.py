@@ -41,7 +41,8 @@ class Exchange:
         dtype = step.dtype(parameters[0])
         rounds = (_Round(self, route, step, pieces, dtype) for route in self._routes)
         coming, returning = next(rounds, None), None  # next() begins a round
-        self._map_at_home(step, pieces, dtype)
+        at_home = (i for i in self.plan.at_home if self.plan.owners[i] == self.rank and i in pieces)
+        step.take_([pieces[i] for i in at_home], self.device)
         while coming is not None:
             present, coming = coming, next(rounds, None)
             present.map_()
@@ -50,14 +51,6 @@ class Exchange:
             returning = present
         if returning is not None:
             returning.finish_()
-
-    def _map_at_home(self, step: GroupStep, pieces: dict[int, Piece], dtype: torch.dtype) -> None:
-        mine = [pieces[i] for i in self.plan.at_home if self.plan.owners[i] == self.rank and i in pieces]
-        step.map_(
-            [Whole(piece.shape, dtype, self.device) for piece in mine],
-            lambda i: step.averaged(mine[i]).reshape(mine[i].shape).to(self.device),
-            lambda i, output: step.apply_(mine[i], output),
-        )
 
 
 class _Route:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..optim import GroupStep, Piece, Whole
+from ..optim import GroupStep, Piece
 from .plan import Plan
 
 
@@ -30,7 +30,7 @@ class ReplicaExchange:
         for indices in (self.plan.at_home, *self.plan.rounds):
             mine = [i for i in indices if self.plan.owners[i] == self.rank]
             pieces = [Piece(matrices[i].name, matrices[i].shape, parameters[i], 0, matrices[i].numel) for i in mine]
-            self._map(step, pieces)
+            step.take_(pieces)
             for index in indices if self.plan.layout.num_ranks > 1 else ():
                 weights = parameters[index].detach()
                 owner = self.plan.owners[index]
@@ -44,10 +44,3 @@ class ReplicaExchange:
             work.wait()
         for weights, buffer in copies:
             weights.copy_(buffer)
-
-    def _map(self, step: GroupStep, pieces: list[Piece]) -> None:
-        step.map_(
-            [Whole(piece.shape, step.dtype(piece.parameter), piece.parameter.device) for piece in pieces],
-            lambda i: step.averaged(pieces[i]),
-            lambda i, output: step.apply_(pieces[i], output),
-        )

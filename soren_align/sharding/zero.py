@@ -42,8 +42,9 @@ def attach_zero(zero: Any, round_mb: float = ROUND_MB) -> None:
             "and set zero_force_ds_cpu_optimizer to false"
         )
     _refuse_unsupported(zero)
-    spectral = [found for found in _flat_tensors(zero) if found.rule == "spectral"]
-    groups = {found.process_group for found in _flat_tensors(zero)}
+    tensors = list(_flat_tensors(zero))
+    spectral = [found for found in tensors if found.rule == "spectral"]
+    groups = {found.process_group for found in tensors}
     if len(groups) != 1:
         raise ValueError(f"found {len(groups)} data-parallel groups; mixtures of experts are not supported")
     (group,) = groups

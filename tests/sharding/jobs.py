@@ -49,17 +49,22 @@ def part_of(tokens, group):
     return tokens.chunk(group.size())[group.rank()]
 
 
+def train(model, optimizer, group, run):
+    """The steps of a model that averages its own gradients over the ranks."""
+    for step in range(NUM_STEPS):
+        for tokens in batches(step):
+            (model(part_of(tokens, group)) / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), run.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def ddp(group, run):
     model = run.model()
     optimizer = run.optimizer(model)
     optimizer.placement = Replicas(round_mb=run.round_mb)
     wrapped = nn.parallel.DistributedDataParallel(model)
-    for step in range(NUM_STEPS):
-        for tokens in batches(step):
-            (wrapped(part_of(tokens, group)) / 2).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), run.clip)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(wrapped, optimizer, group, run)
     return result(optimizer, dict(model.named_parameters()))
 
 
@@ -71,12 +76,7 @@ def fsdp2(group, run):
     fully_shard(model, mesh=mesh)
     optimizer = run.optimizer(model)
     optimizer.placement = RowBlocks(run.round_mb)
-    for step in range(NUM_STEPS):
-        for tokens in batches(step):
-            (model(part_of(tokens, group)) / 2).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), run.clip)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, optimizer, group, run)
     return result(optimizer, {name: p.full_tensor() for name, p in model.named_parameters()})
 
 

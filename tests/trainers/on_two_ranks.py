@@ -105,10 +105,7 @@ def poisoned(make):
     def loss(self, *args, **kwargs):
         return SFTTrainer.compute_loss(self, *args, **kwargs) * (math.nan if run.ranks.rank == 1 else 1)
 
-    try:
-        instead(SorenTrainerMixin, "compute_loss", loss, run.train)
-    except UserError as error:
-        return str(error)
+    return refusal(run, loss)
 
 
 def drifted(make):
@@ -118,6 +115,11 @@ def drifted(make):
     def loss(self, model, *args, **kwargs):
         return SFTTrainer.compute_loss(self, self.accelerator.unwrap_model(model), *args, **kwargs)
 
+    return refusal(run, loss)
+
+
+def refusal(run, loss):
+    """What training with this loss is refused with; None if it is not."""
     try:
         instead(SorenTrainerMixin, "compute_loss", loss, run.train)
     except UserError as error:
