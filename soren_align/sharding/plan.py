@@ -39,7 +39,7 @@ class Plan:
 def make_plan(layout: Layout, round_mb: float = ROUND_MB, itemsize: int = 4) -> Plan:
     """The plan for `layout`, with at most `round_mb` MB of numbers of `itemsize` bytes per rank and round.
 
-    A matrix that alone needs more has a round to itself.
+    A rank whose next matrix alone needs more takes that one matrix and no other in the round.
     """
     owners = assign_owners(layout)
     at_home = [i for i, m in enumerate(layout.matrices) if is_at_home(m, owners[i], layout)]
