@@ -8,9 +8,11 @@ from .batch import accumulation, rows_per_step, trainer_value
 from .checks import is_local
 from .load import find, load, load_resolved, load_text, to_yaml
 from .models import DataSplit, Recipe, UserError, differences, json_schema, training_part
+from .parallel import Parallel, parallel
 
 __all__ = [
     "DataSplit",
+    "Parallel",
     "Recipe",
     "UserError",
     "accumulation",
@@ -21,6 +23,7 @@ __all__ = [
     "load",
     "load_resolved",
     "load_text",
+    "parallel",
     "rows_per_step",
     "to_yaml",
     "trainer_value",

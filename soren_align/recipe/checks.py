@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from .. import shipped
+from .models import UserError
+from .parallel import parallel
 
 Key = tuple[str | int, ...]
 
@@ -49,6 +51,9 @@ def second_look(raw: dict[str, Any]) -> list[tuple[Key, str]]:
     if get("run", "global_batch_size") is not None and get("trainer", "gradient_accumulation_steps") is not None:
         message = "follows from run.global_batch_size and the number of processes; leave one of the two out"
         found.append((("trainer", "gradient_accumulation_steps"), message))
+    shared = get("run", "parallel")
+    if isinstance(shared, str) and shared:
+        found += [(("run", "parallel"), message) for message in _parallel_problems(shared, get("trainer", "use_cpu"))]
     resume = get("run", "resume")
     if isinstance(resume, str) and resume not in ("auto", "never") and not Path(resume).expanduser().is_dir():
         found.append((("run", "resume"), f"found {resume!r}; write auto, never, or the folder of a checkpoint"))
@@ -61,6 +66,16 @@ def second_look(raw: dict[str, Any]) -> list[tuple[Key, str]]:
         hint = f"did you mean '{close[0]}'?" if close else f"shipped are: {', '.join(shipped.suites())}"
         found.append((("eval", "suite"), f"no suite named {suite!r}, nor such a file; {hint}"))
     return found
+
+
+def _parallel_problems(name_or_path: str, use_cpu: Any) -> list[str]:
+    try:
+        found = parallel(name_or_path)
+    except UserError as error:
+        return list(error.problems)
+    if found.kind == "fsdp2" and use_cpu:
+        return ["accelerate shards on GPUs only and would train by DDP without a word; write ddp or a ZeRO stage"]
+    return []
 
 
 def _inert_keys(name: Any, optimizer: Any) -> list[tuple[str, str]]:

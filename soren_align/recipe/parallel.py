@@ -1,0 +1,160 @@
+"""`run.parallel`: how several processes share a model, and what soren-align cannot share.
+
+A DeepSpeed or FSDP config says how tensors are cut. What steps, clips, accumulates and schedules stands in the recipe,
+so that a config which says it too is refused: DeepSpeed would follow its own word, and nobody would notice.
+"""
+
+import difflib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from .. import shipped
+from .models import UserError
+
+NAMES = ("ddp", "zero1", "zero2", "zero3", "zero2-offload", "zero3-offload", "fsdp2")
+
+# DeepSpeed's words for what the recipe says: "auto" lets transformers fill them in.
+_FILLED = {
+    "train_batch_size": "run.global_batch_size",
+    "train_micro_batch_size_per_gpu": "trainer.per_device_train_batch_size",
+    "gradient_accumulation_steps": "trainer.gradient_accumulation_steps",
+    "gradient_clipping": "trainer.max_grad_norm",
+}
+_ELSEWHERE = {
+    "optimizer": "the recipe's optimizer section says what steps; DeepSpeed would step its own in its place",
+    "scheduler": "trainer.lr_scheduler_type says it",
+    "pipeline": "only data is divided among the processes, not layers",
+    "tensor_parallel": "only data is divided among the processes, not matrices",
+    "amp": "write trainer.bf16",
+}
+_ZERO_UNSUPPORTED = {
+    "round_robin_gradients": "DeepSpeed then writes universal checkpoints with wrong numbers in them",
+    "zenflow": "it steps outside of the optimizer",
+    "super_offload": "it steps outside of the optimizer",
+    "mics_shard_size": "matrices would lie in several groups of processes, which was never tried",
+    "zero_hpz_partition_size": "matrices would lie in several groups of processes, which was never tried",
+    "zero_quantized_weights": "it was never tried",
+    "zero_quantized_gradients": "it was never tried",
+}
+_OFF = (None, False, 0, 1, -1)
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How several processes share a model."""
+
+    kind: Literal["ddp", "zero", "fsdp2"]
+    config: dict[str, Any] = field(default_factory=dict)
+    """DeepSpeed's config for zero, accelerate's `fsdp_config` for fsdp2."""
+
+    @property
+    def stage(self) -> int:
+        """ZeRO's stage; 0 where there is none."""
+        return self.config["zero_optimization"]["stage"] if self.kind == "zero" else 0
+
+    @property
+    def offloads(self) -> bool:
+        """Whether optimizer states lie in the CPU's memory."""
+        offload = self.config.get("zero_optimization", {}).get("offload_optimizer") or {}
+        return offload.get("device", "none") != "none"
+
+
+def parallel(name_or_path: str) -> Parallel:
+    """What `run.parallel` names: one of NAMES, a DeepSpeed config (.json), or accelerate's of FSDP (.yaml).
+
+    UserError, with every mistake, for a file that cannot be read or asks for what does not go together with Soren.
+    """
+    if name_or_path == "ddp":
+        return Parallel("ddp")
+    path = _find(name_or_path)
+    config = _read(path)
+    if path.suffix == ".json":
+        wrong = list(_deepspeed_problems(config))
+        if wrong:
+            raise UserError(*(f"{path.name}: {problem}" for problem in wrong))
+        return Parallel("zero", _completed(config))
+    found, fsdp = config.get("distributed_type"), config.get("fsdp_config")
+    if found != "FSDP" or not isinstance(fsdp, dict):
+        raise UserError(
+            f"{path.name}: distributed_type is {found!r}; only FSDP's configs are read, with an fsdp_config"
+        )
+    fsdp = {key.removeprefix("fsdp_"): value for key, value in fsdp.items()}
+    if fsdp.get("version") != 2:
+        raise UserError(f"{path.name}: fsdp_version is {fsdp.get('version')!r}; write 2")
+    return Parallel("fsdp2", fsdp)
+
+
+def _find(name_or_path: str) -> Path:
+    if name_or_path in NAMES:
+        folder, suffix = ("accelerate", "yaml") if name_or_path == "fsdp2" else ("deepspeed", "json")
+        return shipped.ROOT / "configs" / folder / f"{name_or_path}.{suffix}"
+    path = shipped.resolve(name_or_path)
+    if path.suffix not in (".json", ".yaml", ".yml") or not path.is_file():
+        close = difflib.get_close_matches(name_or_path, NAMES, n=1, cutoff=0.6)
+        hint = f"did you mean '{close[0]}'?" if close else f"write {', '.join(NAMES)}, or a file's path (.json, .yaml)"
+        raise UserError(f"found {name_or_path!r}, which is no such file; {hint}")
+    return path
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        config = json.loads(text) if path.suffix == ".json" else YAML(typ="safe", pure=True).load(text)
+    except (OSError, ValueError, YAMLError) as error:
+        raise UserError(f"{path.name}: cannot be read: {str(error).splitlines()[0]}") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{path.name}: a config is a mapping")
+    return config
+
+
+def _deepspeed_problems(config: dict[str, Any]):
+    for key, reason in _ELSEWHERE.items():
+        if config.get(key):
+            yield f"{key}: {reason}; take it out"
+    for key, where in _FILLED.items():
+        if config.get(key, "auto") != "auto":
+            yield f'{key}: {where} says it; write "auto"'
+    for key in ("bf16", "fp16"):
+        if (config.get(key) or {}).get("enabled", "auto") not in ("auto", False):
+            yield f'{key}.enabled: trainer.{key} says it; write "auto"'
+    zero = config.get("zero_optimization")
+    if not isinstance(zero, dict) or zero.get("stage") not in (1, 2, 3):
+        found = zero.get("stage") if isinstance(zero, dict) else None
+        yield f"zero_optimization.stage: found {found!r}; write 1, 2 or 3 (without ZeRO: run.parallel ddp)"
+        return
+    for key, reason in _ZERO_UNSUPPORTED.items():
+        if zero.get(key) not in _OFF:
+            yield f"zero_optimization.{key}: not supported: {reason}; take it out"
+    for key in ("offload_optimizer", "offload_param"):
+        offload = zero.get(key) or {}
+        where = f"zero_optimization.{key}"
+        if offload.get("device") == "nvme":
+            yield f"{where}.device: nvme is not supported: its tensors are empty between steps; write cpu"
+        if offload.get("ratio", 1) != 1:
+            yield f"{where}.ratio: found {offload['ratio']}; only a whole offload is supported, take it out"
+        if offload.get("super_offload"):
+            yield f"{where}.super_offload: not supported: it steps outside of the optimizer; take it out"
+    if (zero.get("offload_optimizer") or {}).get("device", "none") != "none" and config.get(
+        "zero_force_ds_cpu_optimizer"
+    ):
+        yield "zero_force_ds_cpu_optimizer: DeepSpeed's CPU Adam would step in place of the recipe's; write false"
+
+
+def _completed(config: dict[str, Any]) -> dict[str, Any]:
+    """With what every config needs: the recipe's words, and no optimizer but the recipe's."""
+    zero = dict(config["zero_optimization"])
+    if zero["stage"] == 3:
+        zero.setdefault("stage3_gather_16bit_weights_on_model_save", True)  # else a model folder comes out empty
+    return {
+        **dict.fromkeys(_FILLED, "auto"),
+        "bf16": {"enabled": "auto"},
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+        **config,
+        "zero_optimization": zero,
+    }
