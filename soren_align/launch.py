@@ -31,7 +31,8 @@ def train(recipe: Recipe, processes: int | None = None) -> None:
     if not here or here.rank == 0:
         prepare(folder, recipe, num_ranks)
     work = ["train", str(folder), "--timeout", str(trainer_value(recipe, "ddp_timeout"))]
-    if num_ranks == 1 or here or (folder.read() or {}).get("status") == "trained":
+    alone = num_ranks == 1 and recipe.run.parallel == "ddp"
+    if alone or here or (folder.read() or {}).get("status") == "trained":
         _become(work, recipe, num_ranks if here else 1)
     _become(["ranks", str(num_ranks), *work], recipe, num_ranks)
 

@@ -56,12 +56,12 @@ def train(path: str, timeout_seconds: float) -> int:
                     folder.update(last_error="stopped by a signal")
                 return 130
         ranks.leave()
-        if ranks.num_ranks == 1:
+        if not ranks.launched:
             if recipe.eval:
                 _evaluate([str(folder)], recipe.eval.suite, None, None, recipe.eval.batch_size)
             folder.update(status="finished", finished=now(), last_error=None)
             console.print(f"done      {folder}", highlight=False)
-    if ranks.num_ranks > 1 and ranks.is_first:
+    if ranks.launched and ranks.is_first:
         # The rest is for one process, and libraries remember that they were several: a fresh one takes this place.
         os.execvpe(
             sys.executable, [sys.executable, "-m", "soren_align.worker", "train", path], without_ranks(os.environ)

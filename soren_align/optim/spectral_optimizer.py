@@ -31,6 +31,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
     # On the class, because torch's copy and pickle of an optimizer keep only its state and its groups.
     observer: Callable[[Update], None] | None = None
+    map_observer: Callable[[Tensor], None] | None = None  # gets every output of a map on this rank, to read
     placement: Placement | None = None  # where the matrices lie, if the parameters are shards or replicas of them
     num_maps = 0  # matrices mapped so far
     num_guarded = 0  # of these, how often the guard of the map acted
@@ -67,7 +68,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
                 for name, parameter in with_grad:
                     before = parameter.clone()
                     self._adamw_step([parameter], group)
-                    self.observer(Update(name, "adamw", local(before), local(parameter.detach()), None))
+                    self.observer(Update(name, group, local(before), local(parameter.detach())))
         return loss
 
     def _refuse_unusable_gradients(self) -> None:
@@ -177,11 +178,12 @@ class SpectralOptimizer(torch.optim.Optimizer):
         """
         refuse_changed_settings(state_dict["param_groups"], self.param_groups)
         refuse_incomplete_state(state_dict, self.param_groups, STATE_KEYS)
-        super().load_state_dict(state_dict)
-        # torch casts state to the parameter's dtype, which would round a bfloat16 parameter's float32 momentum.
+        super().load_state_dict({**state_dict, "state": {}})
+        # By hand: torch casts state to the parameter's dtype, and would round a bfloat16 parameter's float32 momentum.
         for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
             for number, parameter in zip(saved["params"], group["params"], strict=True):
-                for key, value in state_dict["state"].get(number, {}).items():
+                for key in STATE_KEYS[group["rule"]] if number in state_dict["state"] else ():
+                    value = state_dict["state"][number][key]
                     kept = value.cpu() if key == "step" else value.to(parameter.device, _state_dtype(parameter))
                     self.state[parameter][key] = kept
 

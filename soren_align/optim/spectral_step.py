@@ -56,10 +56,9 @@ class Update:
     """
 
     name: str
-    rule: str
+    group: dict[str, Any]
     before: Tensor
     after: Tensor
-    output: Tensor | None  # of the spectral map; None for AdamW, and for a piece that is not the whole matrix
 
 
 class Placement(Protocol):
@@ -119,6 +118,8 @@ class GroupStep:
                 outputs = self._optimizer.map_matrix(stack, self._group).unbind()
             self._optimizer.num_maps += len(batch)
             for index, output in zip(batch, outputs, strict=True):
+                if self._optimizer.map_observer is not None:
+                    self._optimizer.map_observer(output)
                 store(index, output)
 
     def take_(self, pieces: Sequence[Piece], device: torch.device | None = None) -> None:
@@ -143,8 +144,7 @@ class GroupStep:
             target.copy_(wide)
         if observer is not None:
             shape = piece.shape if piece.is_whole else target.shape
-            seen = output.reshape(shape) if piece.is_whole else None
-            observer(Update(piece.name, "spectral", before.view(shape), target.detach().view(shape), seen))
+            observer(Update(piece.name, group, before.view(shape), target.detach().view(shape)))
 
     def _batches(self, matrices: Sequence[Whole]) -> list[list[int]]:
         """Places of matrices of one kind, as many together as the workspace holds; those of a kind keep their order."""

@@ -113,9 +113,9 @@ class Run(_Section):
     overwrite: bool = False
     """Throw away what the run folder holds and start afresh."""
     parallel: Annotated[str, Field(min_length=1)] = "ddp"
-    """How several processes share the model. `ddp`: each has all of it. `zero1`, `zero2`, `zero3` (DeepSpeed) and `fsdp2`
-    cut optimizer states, gradients, weights into parts. `zero2-offload`, `zero3-offload`: states in the CPU's memory.
-    Or the path of a DeepSpeed config (.json) or of accelerate's for FSDP2 (.yaml)."""
+    """How several processes share the model. `ddp`: each has all of it. `zero1`, `zero2`, `zero3` (DeepSpeed) and
+    `fsdp2` cut optimizer states, gradients, weights into parts; `zero2-offload` and `zero3-offload` keep the states in
+    the CPU's memory. Or the path of a DeepSpeed config (.json) or of accelerate's for FSDP2 (.yaml)."""
     global_batch_size: Annotated[int, Field(ge=1)] | None = None
     """Rows per optimizer step, whatever the number of processes: gradient_accumulation_steps follows from it. null:
     per_device_train_batch_size x gradient_accumulation_steps x processes."""

@@ -1,8 +1,11 @@
 """Where the matrices of a distributed model lie, who maps which, and how they get there and back."""
 
+from ..optim.spectral_step import local
 from .attach import FlatShards, Replicas, RowBlocks
+from .engine import full_weights, settle, start_deepspeed
 from .geometry import Fragment, Layout, Matrix, flat_partitions, parameter_slices, replicas, row_blocks
 from .ownership import assign_owners, loads, numbers_sent
+from .place import Placed, chain_of, place
 from .plan import ROUND_MB, Plan, make_plan
 from .zero import attach_zero
 
@@ -12,16 +15,23 @@ __all__ = [
     "Fragment",
     "Layout",
     "Matrix",
+    "Placed",
     "Plan",
     "Replicas",
     "RowBlocks",
     "assign_owners",
     "attach_zero",
+    "chain_of",
     "flat_partitions",
+    "full_weights",
     "loads",
+    "local",
     "make_plan",
     "numbers_sent",
     "parameter_slices",
+    "place",
     "replicas",
     "row_blocks",
+    "settle",
+    "start_deepspeed",
 ]

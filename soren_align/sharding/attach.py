@@ -1,6 +1,6 @@
 """How an optimizer learns where its matrices lie: `optimizer.placement = ...`, for DDP, FSDP2 and flat shards."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -88,6 +88,11 @@ class FlatShards(RankPlacement):
         super().__init__(round_mb)
         self._layouts, self._group = dict(layouts), process_group
         self._device = device or next((tensor.device for tensor in layouts), torch.device("cpu"))
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """Those that hold parts of matrices on this rank."""
+        return list(self._layouts)
 
     def holds(self, parameter: Tensor) -> bool:
         """Whether there is a layout for it."""

@@ -13,24 +13,27 @@ from torch import Tensor
 
 from ..optim import SpectralOptimizer
 from .attach import FlatShards
+from .engine import with_second_moments
 from .geometry import Layout, flat_partitions, parameter_slices
 from .plan import ROUND_MB
 
 
 class _FlatTensor(NamedTuple):
-    """One rank's part of `parameters`, which are all of one rule; `contents` are what it should hold of each."""
+    """One rank's part of `parameters`, which are all of the optimizer's group number `group`."""
 
     flat: Tensor
+    group: int
     rule: str
     parameters: Sequence[Any]
     process_group: dist.ProcessGroup
     layout: Layout
 
 
-def attach_zero(zero: Any, round_mb: float = ROUND_MB) -> None:
+def attach_zero(zero: Any, round_mb: float = ROUND_MB) -> list[list[Tensor]]:
     """Tell the optimizer in `zero`, DeepSpeed's own for stage 1, 2 or 3 or BF16_Optimizer, where its matrices lie.
 
-    Call it on every rank, after deepspeed.initialize and before the first step.
+    Returns the flat tensors that this rank steps, of each of the optimizer's groups.
+    Call it on every rank, after deepspeed.initialize and before a checkpoint is loaded or a step taken.
     ValueError, on every rank, for an optimizer that is not ours, what this cannot do (gradients dealt out round-robin,
     optimizer states on NVMe or partly offloaded, ZenFlow, several data-parallel groups), and if a tensor does not hold
     what its layout says.
@@ -59,6 +62,11 @@ def attach_zero(zero: Any, round_mb: float = ROUND_MB) -> None:
             "this version of DeepSpeed, or an option of it, is not known to soren-align"
         )
     optimizer.placement = FlatShards({found.flat: found.layout for found in spectral}, group, device, round_mb)
+    optimizer.register_state_dict_post_hook(with_second_moments)
+    held: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
+    for found in tensors:
+        held[found.group].append(found.flat)
+    return held
 
 
 def _flat_tensors(zero: Any) -> Iterator[_FlatTensor]:
@@ -66,11 +74,12 @@ def _flat_tensors(zero: Any) -> Iterator[_FlatTensor]:
     rules = [group["rule"] for group in zero.optimizer.param_groups]
     if hasattr(zero, "fp32_partitioned_groups_flat"):  # stage 3
         for i, flat in enumerate(zero.fp32_partitioned_groups_flat):
-            parameters, rule = zero.fp16_groups[i], rules[zero.sub_group_to_group_id[i]]
+            number = zero.sub_group_to_group_id[i]
+            parameters, rule = zero.fp16_groups[i], rules[number]
             by_group = getattr(zero, "_get_sub_group_process_group", None)  # since 2026-06
             group = by_group(i) if by_group else zero.dp_process_group
-            shapes = _shapes(zero, parameters, rule)
-            yield _FlatTensor(flat, rule, parameters, group, parameter_slices(shapes, dist.get_world_size(group)))
+            layout = parameter_slices(_shapes(zero, parameters, rule), dist.get_world_size(group))
+            yield _FlatTensor(flat, number, rule, parameters, group, layout)
     elif hasattr(zero, "single_partition_of_fp32_groups"):  # stages 1 and 2
         all_starts = getattr(zero, "round_robin_bit16_offsets", None)  # since 0.19.7
         for i, flat in enumerate(zero.single_partition_of_fp32_groups):
@@ -92,7 +101,7 @@ def _partition(
     layout = flat_partitions(
         shapes, num_ranks, partition_numel=flat.numel() if spectral else None, starts=starts if spectral else None
     )
-    return _FlatTensor(flat, rule, parameters, group, layout)
+    return _FlatTensor(flat, i, rule, parameters, group, layout)
 
 
 def _shapes(zero: Any, parameters: Sequence[Any], rule: str) -> dict[str, tuple[int, int]]:

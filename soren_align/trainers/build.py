@@ -14,8 +14,9 @@ from trl.chat_template_utils import get_training_chat_template
 from .. import shipped
 from ..data import load_split
 from ..optim import build_optimizer
-from ..recipe import Recipe, UserError, accumulation, is_local, training_part
+from ..recipe import Parallel, Recipe, UserError, accumulation, is_local, parallel, training_part
 from ..report import RunFolder, fingerprint
+from ..sharding import start_deepspeed
 from ..sharding.ranks import Ranks
 from .trainers import SorenDPOTrainer, SorenSFTTrainer
 
@@ -37,9 +38,17 @@ def trl_config(recipe: Recipe, output_dir: Path, ranks: Ranks) -> SFTConfig | DP
         "disable_tqdm": True,
         "gradient_accumulation_steps": accumulation(recipe, ranks.num_ranks),
     }
+    shared = parallel(recipe.run.parallel) if ranks.launched else Parallel("ddp")  # only a launched process shares
+    on_cpu = bool(recipe.trainer.get("use_cpu"))
+    if shared.kind == "zero":
+        with the_users("run.parallel", ImportError):
+            start_deepspeed(on_cpu)
+        ours["deepspeed"] = shared.config
+    elif shared.kind == "fsdp2":
+        ours |= {"fsdp": True, "fsdp_config": dict(shared.config)}
     # transformers would have DDP look through the graph for parameters without a gradient at every step.
     settings = {"ddp_find_unused_parameters": False, **recipe.trainer, **ours}
-    if not (recipe.trainer.get("use_cpu") or torch.accelerator.is_available()):
+    if not (on_cpu or torch.accelerator.is_available()):
         raise UserError(
             "trainer.use_cpu: this machine has no GPU; write `use_cpu: true` and `bf16: false` under trainer"
         )
@@ -91,7 +100,7 @@ def load_tokenizer(recipe: Recipe, start: str) -> PreTrainedTokenizerBase:
 
 
 def load_model(recipe: Recipe, start: str) -> PreTrainedModel:
-    """The model with float32 parameters."""
+    """The model with float32 parameters; cut into parts while it loads, where a config for ZeRO 3 is alive."""
     with the_users(f"model {recipe.model.name_or_path}"):
         return AutoModelForCausalLM.from_pretrained(start, revision=recipe.model.revision, dtype=torch.float32)
 
@@ -108,6 +117,7 @@ def build_trainer(
 
     `trainer.origin` is what its checkpoints belong to: recipe, number of processes, data, starting weights.
     """
+    args = trl_config(recipe, folder.checkpoints, ranks)
     model = load_model(recipe, start)
     origin = {
         "training": training_part(recipe),
@@ -121,13 +131,14 @@ def build_trainer(
     with the_users("trainer", ValueError, RuntimeError), contextlib.redirect_stdout(io.StringIO()):
         return TRAINERS[recipe.task](
             model=model,
-            args=trl_config(recipe, folder.checkpoints, ranks),
+            args=args,
             train_dataset=splits["train"].dataset,
             eval_dataset=splits["eval"].dataset if splits["eval"] else None,
             processing_class=tokenizer,
             optimizer_settings=optimizer_settings(recipe),
             origin=origin,
             metrics=folder.metrics if ranks.is_first else None,
+            parallel=parallel(recipe.run.parallel).kind if ranks.launched else None,
         )
 
 

@@ -13,12 +13,13 @@ from typing import Any
 from ..recipe import UserError, differences
 from ..report import SEAL, write
 
-NEEDED = ("optimizer.pt", "scheduler.pt", "trainer_state.json")
+NEEDED = ("scheduler.pt", "trainer_state.json")
 
 
 def seal(checkpoint: Path, origin: dict[str, Any]) -> None:
     """Declare a checkpoint complete; origin: what it belongs to, plain data."""
-    files = {f.name: f.stat().st_size for f in sorted(checkpoint.iterdir()) if f.is_file() and f.name != SEAL}
+    found = (f for f in sorted(checkpoint.rglob("*")) if f.is_file() and f.name != SEAL)
+    files = {f.relative_to(checkpoint).as_posix(): f.stat().st_size for f in found}
     write(checkpoint / SEAL, json.dumps({"origin": origin, "files": files}, indent=2) + "\n")
 
 
@@ -47,6 +48,8 @@ def check(checkpoint: Path, origin: dict[str, Any]) -> None:
     record = json.loads((checkpoint / SEAL).read_text(encoding="utf-8"))
     sizes = {name: (checkpoint / name).stat().st_size for name in record["files"] if (checkpoint / name).is_file()}
     damaged = [n for n in {*record["files"], *NEEDED} if sizes.get(n) != record["files"].get(n, -1)]
+    # optimizer.pt; under ZeRO each rank's *_optim_states.pt, under FSDP2 a folder optimizer_0
+    damaged += [] if any("optim" in name for name in sizes) else ["the optimizer's state"]
     if damaged:
         raise UserError(
             f"{checkpoint}: {', '.join(sorted(damaged))} missing or cut short; going on would start the optimizer or "

@@ -88,18 +88,20 @@ def train(ready: Ready, folder: RunFolder, console: Console, ranks: Ranks = Rank
     stopped = stop.stopped and trainer.state.global_step < trainer.state.max_steps
     if not stopped:
         _save(trainer, ready.tokenizer, folder, ranks)
+    last = trainer.watch.distances()
     if ranks.is_first:
         # Resumed at its last step, a run takes none: what it proved before stands.
         folder.update(optimizer=(folder.read() or {}).get("optimizer", {}) | trainer.watch.record)
         if stopped:
             console.print(f"stopped at step {trainer.state.global_step} with a checkpoint; the same command goes on")
         else:
-            _record_after(folder, trainer, console, resume, seconds)
+            _record_after(folder, trainer, last, console, resume, seconds)
     return not stopped
 
 
-def _record_after(folder: RunFolder, trainer: Any, console: Console, resume: Path | None, seconds: float) -> None:
-    last = trainer.watch.distances()
+def _record_after(
+    folder: RunFolder, trainer: Any, last: dict[str, float], console: Console, resume: Path | None, seconds: float
+) -> None:
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     folder.update(
         status="trained",
@@ -150,8 +152,8 @@ def _record_before(folder: RunFolder, ready: Ready, trainer: Any) -> None:
         device=str(trainer.args.device),
         parameters={
             "dtype": sorted({str(p.dtype).removeprefix("torch.") for p in trainer.model.parameters()}),
-            "total": sum(p.numel() for p in trainer.model.parameters()),
-            "trainable": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
+            "total": sum(map(_numel, trainer.model.parameters())),
+            "trainable": sum(_numel(p) for p in trainer.model.parameters() if p.requires_grad),
         },
         routing=routing_table(route(trainer.model, recipe.optimizer.aux)),
     )
@@ -168,8 +170,10 @@ def _say_before(console: Console, ready: Ready, trainer: Any, ranks: Ranks) -> N
     if ranks.num_ranks > 1:
         rows, product = rows_per_step(ready.recipe, ranks.num_ranks)
         console.print(f"batch     {rows} rows per step: {product}", highlight=False)
+    if ready.recipe.run.parallel != "ddp":
+        console.print(f"parallel  {ready.recipe.run.parallel}", highlight=False)
     optimizer = ready.recipe.optimizer
-    tensors = [len(g["params"]) for g in trainer.reference_groups]
+    tensors = [len(g["params"]) for g in trainer.reference.param_groups]
     kind = kind_of(optimizer)
     console.print(f"steps     {kind} on {tensors[0]} matrices at {optimizer.lr:g}", highlight=False)
     if len(tensors) > 1:
@@ -194,6 +198,10 @@ def _save(trainer: Any, tokenizer: Any, folder: RunFolder, ranks: Ranks) -> None
     if folder.model.is_dir():  # of a try that was killed before run.json could say so
         shutil.rmtree(folder.model)
     aside.rename(folder.model)
+
+
+def _numel(parameter: Any) -> int:
+    return getattr(parameter, "ds_numel", parameter.numel())  # ZeRO 3 empties the tensor
 
 
 def _reasons(dropped: dict[str, int]) -> str:

@@ -4,7 +4,6 @@ TRL offers no common way in: SFTTrainer takes `optimizer_cls_and_kwargs`, DPOTra
 `create_optimizer` itself. So that one method is overridden, in a mixin for both, and calls the one factory.
 """
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,8 @@ from trl import DPOTrainer, SFTTrainer
 
 from ..optim import build_optimizer
 from ..recipe import UserError
+from ..sharding import full_weights, place
+from ..sharding.ranks import present
 from . import checkpoints
 from .watch import Watch
 
@@ -28,23 +29,23 @@ class SorenTrainerMixin(Trainer):
         optimizer_settings: dict[str, Any],
         origin: dict[str, Any] | None = None,
         metrics: Path | None = None,
+        parallel: str | None = None,
         **kwargs: Any,
     ):
         """optimizer_settings: keywords of `soren_align.optim.build_optimizer` (name, lr, aux_lr, ...).
 
         origin: what checkpoints belong to; written into each and compared on resuming.
         metrics: a .jsonl file that gets a line per log.
+        parallel: "ddp", "zero" or "fsdp2", if it must be that one; whatever accelerate has set up, otherwise.
         """
-        self.optimizer_settings = optimizer_settings
+        self.optimizer_settings, self.parallel = optimizer_settings, parallel
         self.origin = origin or {}
         super().__init__(*args, **kwargs)
         # Built once to look at: a model that the optimizer cannot take is refused before training, and what really
         # steps is compared with it then.
         trained: Any = self.model
-        reference = build_optimizer(trained, **optimizer_settings)
-        self.reference_groups = reference.param_groups
-        self.watch = Watch(self, type(reference), metrics)
-        self.watch.remember_start(trained)
+        self.reference = build_optimizer(trained, **optimizer_settings)
+        self.watch = Watch(self.reference, present(), metrics)
         self.add_callback(self.watch)
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
@@ -53,6 +54,18 @@ class SorenTrainerMixin(Trainer):
             whole: Any = self.model if model is None else model
             self.optimizer = build_optimizer(whole, **self.optimizer_settings)
         return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """TRL's. It is made when all wrappers are around the optimizer and no checkpoint is loaded: look at it now."""
+        if optimizer is None and self.watch.optimizer is None:
+            try:
+                placed = place(self.optimizer, self.watch.ranks)
+            except ValueError as error:
+                raise UserError(f"run.parallel: {error}") from error
+            self.watch.begin(self.optimizer, placed)
+            if self.parallel not in (None, placed.kind):
+                raise UserError(f"run.parallel asks for {self.parallel}, but accelerate has set up {placed.kind}")
+        return super().create_scheduler(num_training_steps, optimizer)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         # transformers looks for the end only after a step: resumed at its last one, it would take one too many.
@@ -72,20 +85,20 @@ class SorenTrainerMixin(Trainer):
         if "loss" in logs:
             tokens: Any = torch.as_tensor(int(self.watch.tokens), device=self.args.device)
             logs.update(self.watch.measures(int(self.accelerator.reduce(tokens, "sum"))))  # pyright: ignore
-            self._refuse_drift(logs["relative_change"])
+            if self.watch.record["parallel"] == "ddp":
+                self.watch.refuse_drift(self.state.global_step)
         super().log(logs, *args, **kwargs)
 
-    def _refuse_drift(self, change: float) -> None:
-        # DDP averages gradients only where the loss is computed through its wrapper. Where something goes around it,
-        # each rank trains a model of its own and the first one's is saved. 1e-6: GPUs of two kinds may sum differently.
-        everywhere: Any = self.accelerator.gather(torch.tensor([change], device=self.args.device))
-        least, most = float(everywhere.min()), float(everywhere.max())
-        if not math.isclose(least, most, rel_tol=1e-6):
-            raise UserError(
-                f"step {self.state.global_step}: the ranks' weights have walked apart (relative_change {least:g} to "
-                f"{most:g}): their gradients were not averaged. A loss that goes around DDP does this; run it in one "
-                "process"
-            )
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """TRL's; under ZeRO the float32 weights that are stepped, not the bfloat16 ones that DeepSpeed computes with.
+
+        For checkpoints (_internal_call) those will do: what is resumed from lies beside them.
+        """
+        if self.is_deepspeed_enabled and not _internal_call:
+            trained: Any = self.model
+            self._save(output_dir, state_dict=full_weights(trained))
+        else:
+            super().save_model(output_dir, _internal_call)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """None per checkpoint: run.json says more than TRL's card."""

@@ -13,9 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 
+from ..optim import SpectralOptimizer
 from ..recipe import UserError
+from ..sharding import Placed, chain_of, local
+from ..sharding.ranks import Ranks
 
 MAX_PROBED = 8
 """Matrices whose map output is decomposed on a logging step: one per shape, and not more than these."""
@@ -26,15 +29,20 @@ class WrongOptimizer(UserError):
 
 
 class Watch(TrainerCallback):
-    """Measures one training run; `measures` are merged into each log, `record` goes into run.json."""
+    """Measures one training run; `measures` are merged into each log, `record` goes into run.json.
 
-    def __init__(self, trainer: Trainer, optimizer_class: type, metrics: Path | None = None):
-        self.trainer, self.expected, self.metrics = trainer, optimizer_class, metrics
+    Every rank measures the tensors that it alone steps, and the ranks add up: these methods are collective.
+    """
+
+    def __init__(self, reference: SpectralOptimizer, ranks: Ranks, metrics: Path | None = None):
+        """reference: the optimizer as it should be, over the whole parameters; metrics: a .jsonl file for the logs."""
+        self.reference, self.ranks, self.metrics = reference, ranks, metrics
         self.optimizer: Any = None
-        self.start: dict[str, Tensor] = {}
         self.tokens: Any = 0  # a tensor where the tokens are: read on logging steps only
         self.record: dict[str, Any] = {}
-        self._changes: dict[str, list[tuple[float, int]]] = {}
+        self._weights: list[tuple[int, Tensor, Tensor]] = []  # number of the group, what is stepped here, its start
+        self._matrices: dict[str, Any] = {}  # the group of the matrices
+        self._changes: dict[int, list[tuple[float, int]]] = {}
         self._modes: list[tuple[float, float]] = []
         self._probed: set[tuple[int, ...]] = set()
         self._maps_before = 0
@@ -43,63 +51,65 @@ class Watch(TrainerCallback):
 
     # -- what really steps ------------------------------------------------------------------------------------------
 
-    def on_train_begin(self, args, state, control, **kwargs):
-        """Look behind accelerate's wrapper, and keep the weights to measure distances from."""
-        chain: list[Any] = [self.trainer.optimizer]
-        while hasattr(chain[-1], "optimizer"):
-            chain.append(chain[-1].optimizer)
+    @property
+    def num_matrices(self) -> int:
+        """Parameters that the spectral map must see, once each, per optimizer step."""
+        return sum(len(g["params"]) for g in self.reference.param_groups if g["rule"] == "spectral")
+
+    def begin(self, optimizer: Any, placed: Placed) -> None:
+        """Look behind accelerate's wrappers, and remember the weights: before a checkpoint is loaded over them."""
+        chain = chain_of(optimizer)
         self.optimizer = chain[-1]
-        if type(self.optimizer) is not self.expected:
+        if type(self.optimizer) is not type(self.reference):
             raise WrongOptimizer(
-                f"the recipe names {self.expected.__name__}, but {type(self.optimizer).__name__} would step"
+                f"the recipe names {type(self.reference).__name__}, but {type(self.optimizer).__name__} would step"
             )
         self.record = {
             "class": type(self.optimizer).__name__,
             "chain": [type(o).__name__ for o in chain],
+            "parallel": placed.kind,
             "num_matrices": self.num_matrices,
             "groups": [
                 {k: v for k, v in g.items() if k not in ("params", "param_names", "lr")} | {"tensors": len(g["params"])}
-                for g in self.optimizer.param_groups
+                for g in self.reference.param_groups
             ],
         }
+        everywhere = [(number, tensor) for number, group in enumerate(placed.tensors) for tensor in group]
+        if placed.kind == "ddp":  # each rank has all of them, and looks after a part
+            everywhere = everywhere[self.ranks.rank :: self.ranks.num_ranks]
+        self._weights = [(number, tensor, _compact(local(tensor.detach()))) for number, tensor in everywhere]
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """From here on the optimizer's groups stay the same objects."""
+        self._matrices = self.optimizer.param_groups[0]
         self._since = (time.perf_counter(), int(self.tokens))
 
-    @property
-    def num_matrices(self) -> int:
-        """Parameters that the spectral map must see, once each, per optimizer step."""
-        return sum(len(g["params"]) for g in self.optimizer.param_groups if g["rule"] == "spectral")
-
-    def remember_start(self, model: torch.nn.Module) -> None:
-        """Keep the trainable weights as they are now: call before a checkpoint is loaded over them."""
-        self.start = {name: _compact(p.detach()) for name, p in model.named_parameters() if p.requires_grad}
-
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        """Observe the coming step if its log will be written."""
+    def on_step_begin(self, args, state, control, **kwargs):
+        """Observe the coming step if its log will be written. DeepSpeed steps within the last backward pass."""
         step = state.global_step + 1
         self._maps_before = self.optimizer.num_maps
         if step % max(state.logging_steps, 1) == 0 or (step == 1 and args.logging_first_step):
             self._changes, self._modes, self._probed = {}, [], set()
             self._aux_rate = float(self.optimizer.param_groups[-1]["lr"])  # now: by the log, the schedule has moved on
-            self.optimizer.observer = self._observe
+            self.optimizer.observer, self.optimizer.map_observer = self._observe, self._probe
 
     def on_optimizer_step(self, args, state, control, **kwargs):
-        """Every matrix exactly once per optimizer step, whatever the accumulation."""
-        self.optimizer.observer = None
-        maps = self.optimizer.num_maps - self._maps_before
+        """Every matrix exactly once per optimizer step, on one rank, whatever the accumulation."""
+        self.optimizer.observer = self.optimizer.map_observer = None
+        maps = int(self.ranks.sums([self.optimizer.num_maps - self._maps_before])[0])
         if maps != self.num_matrices:
             raise WrongOptimizer(f"{maps} spectral maps in one optimizer step for {self.num_matrices} matrices")
         self.record["maps_per_step"] = maps
 
     def _observe(self, seen: Any) -> None:
         change = (seen.after - seen.before).float()
-        role = "" if self._is_matrix(seen.name) else "aux_"
-        self._changes.setdefault(role, []).append((float(change.square().sum()), change.numel()))
-        if seen.output is not None and seen.output.shape not in self._probed and len(self._probed) < MAX_PROBED:
-            self._probed.add(seen.output.shape)
-            self._modes.append(_extreme_singular_values(seen.output))
+        number = 0 if seen.group is self._matrices else 1
+        self._changes.setdefault(number, []).append((float(change.square().sum()), change.numel()))
 
-    def _is_matrix(self, name: str) -> bool:
-        return name in self.optimizer.param_groups[0].get("param_names", ())
+    def _probe(self, output: Tensor) -> None:
+        if output.shape not in self._probed and len(self._probed) < MAX_PROBED:
+            self._probed.add(output.shape)
+            self._modes.append(_extreme_singular_values(output))
 
     # -- what is written down ---------------------------------------------------------------------------------------
 
@@ -109,18 +119,20 @@ class Watch(TrainerCallback):
         num_tokens: seen so far, on all ranks.
         """
         found: dict[str, float] = {}
-        groups = self.optimizer.param_groups
-        if len(groups) > 1:
+        if len(self.reference.param_groups) > 1:
             found["aux_learning_rate"] = self._aux_rate
-        for role, changes in self._changes.items():
-            squares, numel = map(sum, zip(*changes, strict=True))
-            found[f"{role}update_rms"] = math.sqrt(squares / numel)
+        here = [sum(column) for i in (0, 1) for column in zip(*self._changes.get(i, [(0.0, 0)]), strict=True)]
+        here += [sum(column) for column in zip(*self._modes, strict=True)] if self._modes else [0.0, 0.0]
+        *changes, strongest, weakest, probed, guarded = self.ranks.sums(
+            [*here, len(self._modes), self.optimizer.num_guarded]
+        )
+        for role, squares, numel in (("", *changes[:2]), ("aux_", *changes[2:])):
+            if numel:
+                found[f"{role}update_rms"] = math.sqrt(squares / numel)
         found |= self.distances()
-        if self._modes:
-            strongest, weakest = zip(*self._modes, strict=True)
-            found["map_strongest"] = sum(strongest) / len(strongest)
-            found["map_weakest"] = sum(weakest) / len(weakest)
-        found["num_guarded"] = self.optimizer.num_guarded
+        if probed:
+            found |= {"map_strongest": strongest / probed, "map_weakest": weakest / probed}
+        found["num_guarded"] = int(guarded)
         now, (then, tokens) = time.perf_counter(), self._since
         found["tokens_per_second"] = round((num_tokens - tokens) / max(now - then, 1e-9), 1)
         self._since = (now, num_tokens)
@@ -128,14 +140,31 @@ class Watch(TrainerCallback):
 
     def distances(self) -> dict[str, float]:
         """||W - W_0|| / ||W_0|| over the matrices, and over the rest."""
-        sums: dict[str, list[float]] = {}
-        for group in self.optimizer.param_groups:
-            role = "" if group is self.optimizer.param_groups[0] else "aux_"
-            for name, p in zip(group["param_names"], group["params"], strict=True):
-                start = self.start[name].to(p.device, torch.float32)
-                moved, norm = sums.setdefault(role, [0.0, 0.0])
-                sums[role] = [moved + float((p.detach() - start).square().sum()), norm + float(start.square().sum())]
-        return {f"{role}relative_change": math.sqrt(m / n) if n else 0.0 for role, (m, n) in sums.items()}
+        here = [0.0] * 4  # squares of the way and of the start: of the matrices, of the rest
+        for number, tensor, start in self._weights:
+            now = local(tensor.detach()).float()
+            then = start.to(now.device, torch.float32)
+            here[2 * number] += float((now - then).square().sum())
+            here[2 * number + 1] += float(then.square().sum())
+        moved, norm, aux_moved, aux_norm = self.ranks.sums(here)
+        found = {"relative_change": math.sqrt(moved / norm) if norm else 0.0}
+        if len(self.reference.param_groups) > 1:
+            found["aux_relative_change"] = math.sqrt(aux_moved / aux_norm) if aux_norm else 0.0
+        return found
+
+    def refuse_drift(self, step: int) -> None:
+        """UserError if the ranks average other gradients than each other, for which each must have all momentum.
+
+        DDP averages gradients only where the loss is computed through its wrapper. Where something goes around it, the
+        ranks step with gradients of their own. 1e-6: GPUs of two kinds may sum differently.
+        """
+        momentum = sum(float(kept["exp_avg"].double().square().sum()) for kept in self.optimizer.state.values())
+        least, most = self.ranks.least_and_most(math.sqrt(momentum))
+        if not math.isclose(least, most, rel_tol=1e-6):
+            raise UserError(
+                f"step {step}: the ranks' gradients were not averaged: their momentum has a norm of {least:g} to "
+                f"{most:g}. A loss that goes around DDP does this; run it in one process, or under ZeRO"
+            )
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         """A line of metrics.jsonl per log."""

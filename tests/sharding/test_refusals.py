@@ -41,8 +41,8 @@ def test_an_observer_sees_the_pieces_that_this_rank_updates(ranks):
     answers = ranks.run(jobs.observed_step)
     blocks = torch.arange(4).chunk(ranks.num_ranks)
     for rank, seen in enumerate(answers):
-        expected = [("0.weight", (len(blocks[rank]), 6), True, True)] if rank < len(blocks) else []
-        expected += [("1.weight", (1, 4), True, False)] if rank == 0 else []
+        expected = [("0.weight", (len(blocks[rank]), 6), True)] if rank < len(blocks) else []
+        expected += [("1.weight", (1, 4), True)] if rank == 0 else []
         assert sorted(seen) == expected
 
 

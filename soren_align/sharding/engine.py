@@ -1,0 +1,73 @@
+"""A run under DeepSpeed: how it starts, what its checkpoints need, and the whole weights at its end."""
+
+import importlib
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..optim import SpectralOptimizer
+from .attach import FlatShards
+
+
+def start_deepspeed(on_cpu: bool) -> None:
+    """Have DeepSpeed use the process group that is there.
+
+    To be called before its first config is made: at stage 3 that one asks for the number of ranks. Repeatable.
+    """
+    if on_cpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        os.environ.pop("ACCELERATE_USE_CPU", None)  # with it accelerate leaves DeepSpeed out, without a word
+    import deepspeed  # pyright: ignore[reportMissingImports]
+
+    deepspeed.utils.logger.setLevel("ERROR")
+    if on_cpu:
+        # It would compile, for three minutes and without a word, an extension that only inference uses.
+        importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # pyright: ignore
+    backend_name = deepspeed.get_accelerator().communication_backend_name()
+    deepspeed.init_distributed(backend_name, auto_mpi_discovery=False, verbose=False)
+
+
+def with_second_moments(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A hook of `state_dict`: DeepSpeed makes universal checkpoints only of what looks like Adam. It adds no bytes."""
+    state = {
+        number: {"exp_avg_sq": kept["exp_avg"].new_zeros(1).expand(kept["exp_avg"].shape), **kept}
+        for number, kept in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
+
+
+def settle(optimizer: SpectralOptimizer, settings: Sequence[dict[str, Any]], rates: Sequence[float]) -> None:
+    """Undo what loading a universal checkpoint does beside loading.
+
+    DeepSpeed gives all groups of stage 3 the first one's settings, and matrices a second moment, of zeros.
+    settings: the groups as they should be; rates: their present learning rates.
+    """
+    for group, right, rate in zip(optimizer.param_groups, settings, rates, strict=True):
+        group.update({key: value for key, value in right.items() if key not in ("params", "param_names")}, lr=rate)
+    if isinstance(optimizer.placement, FlatShards):
+        for tensor in optimizer.placement.tensors:
+            optimizer.state[tensor].pop("exp_avg_sq", None)
+
+
+def full_weights(model: torch.nn.Module) -> dict[str, Tensor]:
+    """The float32 weights of a model under ZeRO, whole, in the first rank's CPU memory; nothing on the others.
+
+    Collective. One parameter at a time is put together, on all ranks.
+    """
+    from deepspeed import zero  # pyright: ignore[reportMissingImports]
+    from deepspeed.utils import safe_get_full_fp32_param  # pyright: ignore[reportMissingImports]
+
+    weights = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            whole = safe_get_full_fp32_param(parameter)
+        else:  # it has no float32 copy
+            with zero.GatheredParameters([parameter] if hasattr(parameter, "ds_id") else []):
+                whole = parameter.detach().float().clone()
+        if dist.get_rank() == 0:
+            weights[name] = whole.detach().to("cpu", copy=True)
+    return weights
