@@ -4,6 +4,7 @@ soren-align sft RECIPE     train on conversations        soren-align eval MODEL_
 soren-align dpo RECIPE     train on preferences          soren-align recipes             what is shipped
 soren-align plan RECIPE    what would happen             soren-align schema              for editors
 soren-align bench maps     time and error of the maps    soren-align bench step          time of optimizer steps
+soren-align universal RUN  for another number of processes
 """
 
 import json
@@ -86,6 +87,16 @@ def plan(
     from .recipe import load
 
     raise typer.Exit(launch.plan(load(recipe, set_), as_json))
+
+
+@app.command()
+def universal(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of an unfinished run.")],
+) -> None:
+    """Let an unfinished run go on with another number of processes."""
+    from . import launch
+
+    launch.universal(run)
 
 
 @app.command()

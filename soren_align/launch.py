@@ -12,7 +12,17 @@ from pathlib import Path
 from .bench import shapes as bench_shapes
 from .launched import environment as launched_environment
 from .launched import launched, without_ranks
-from .recipe import Recipe, UserError, accumulation, differences, load_resolved, to_yaml, trainer_value, training_part
+from .recipe import (
+    Recipe,
+    UserError,
+    accumulation,
+    differences,
+    load_resolved,
+    parallel,
+    to_yaml,
+    trainer_value,
+    training_part,
+)
 from .report import RunFolder, now, provenance, write
 
 
@@ -41,6 +51,19 @@ def plan(recipe: Recipe, as_json: bool) -> int:
     """Print what `train` would do; the worker's exit code."""
     command = [*_WORKER, "plan", *(["--json"] if as_json else [])]
     return subprocess.run(command, input=to_yaml(recipe), text=True, env=environment(recipe)).returncode
+
+
+def universal(run: str) -> None:
+    """Become a worker that frees a run's last checkpoint from the number of processes that wrote it."""
+    folder = RunFolder(run)
+    if (folder.read() or {}).get("status") != "training" or not folder.sealed():
+        raise UserError(f"{folder}: holds no unfinished run with a complete checkpoint")
+    if folder.is_busy():
+        raise UserError(f"{folder}: another process is running this run")
+    recipe = load_resolved(folder.recipe)
+    if parallel(recipe.run.parallel).kind == "fsdp2":
+        raise UserError(f"{folder}: is a run by FSDP2, of which this was never tried; go on with as many processes")
+    _become(["universal", run], recipe)
 
 
 def evaluate(targets: list[str], suite: str | None, output: str | None, summary: str | None) -> None:
@@ -102,6 +125,7 @@ def prepare(folder: RunFolder, recipe: Recipe, num_ranks: int = 1) -> None:
         _refuse_another_recipe(folder, recipe)
         if run["status"] == "training":
             _refuse_another_number(folder, run.get("processes", 1), num_ranks)
+            folder.update(processes=num_ranks)
     folder.path.mkdir(parents=True, exist_ok=True)
     write(folder.recipe, to_yaml(recipe))
     if run is None:
@@ -130,10 +154,11 @@ def _refuse_another_recipe(folder: RunFolder, recipe: Recipe) -> None:
 
 def _refuse_another_number(folder: RunFolder, there: int, here: int) -> None:
     # Dropout draws per process, and sums round otherwise: the run would not be that of either number.
-    if there != here:
+    if there not in (None, here):
         raise UserError(
             f"{folder}: holds an unfinished run of {there} process{'es' * (there > 1)}, not {here}. Go on with "
-            f"--processes {there}, choose another run.output_dir, or replace it with --set run.overwrite=true"
+            f"--processes {there}, free its last checkpoint from that number with `soren-align universal {folder}`, or "
+            "replace it with --set run.overwrite=true"
         )
 
 

@@ -2,6 +2,7 @@
 
     python -m soren_align.worker ranks N train RUN_FOLDER [--timeout SECONDS]
     python -m soren_align.worker train RUN_FOLDER [--timeout SECONDS]
+    python -m soren_align.worker universal RUN_FOLDER
     python -m soren_align.worker plan [--json] < RECIPE
     python -m soren_align.worker eval MODEL_OR_RUN... [--suite S] [--output DIR] [--summary FILE]
     python -m soren_align.worker bench maps|step --shapes S [--device D] [--tokens N] [--json] [--output PAGE]
@@ -15,6 +16,7 @@ Exit codes: 0 done, 2 something the user can mend, 130 stopped by a signal (the 
 
 import argparse
 import json
+import logging
 import os
 import sys
 import traceback
@@ -78,6 +80,19 @@ def start_ranks(num_ranks: int, arguments: list[str]) -> int:
     if said:
         console.print(said, markup=False, highlight=False, soft_wrap=True)
     return code
+
+
+def universal(path: str) -> int:
+    """Free a run's last checkpoint from the number of processes that wrote it."""
+    folder = RunFolder(path)
+    with console.status("Rewriting the last checkpoint"), _alone_in(folder):
+        from .trainers.checkpoints import for_any_number
+
+        _hush()
+        checkpoint = for_any_number(folder.checkpoints)
+        folder.update(processes=None)
+    console.print(f"done      {checkpoint} can be resumed from by any number of processes", highlight=False)
+    return 0
 
 
 def plan(as_json: bool) -> int:
@@ -183,6 +198,7 @@ def _hush() -> None:
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
 
 
@@ -197,6 +213,8 @@ def main(arguments: list[str] | None = None) -> int:
                 return start_ranks(given.number, given.arguments)
             case "train":
                 return train(given.folder, given.timeout)
+            case "universal":
+                return universal(given.folder)
             case "plan":
                 return plan(given.json)
             case "bench":
@@ -236,6 +254,7 @@ def _parser() -> argparse.ArgumentParser:
     training = verbs.add_parser("train")
     training.add_argument("folder")
     training.add_argument("--timeout", type=float, default=1800)
+    verbs.add_parser("universal").add_argument("folder")
     verbs.add_parser("plan").add_argument("--json", action="store_true")
     measure = verbs.add_parser("eval")
     measure.add_argument("targets", nargs="+")

@@ -1,8 +1,12 @@
 """A run under DeepSpeed: how it starts, what its checkpoints need, and the whole weights at its end."""
 
+import argparse
+import contextlib
 import importlib
+import io
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +42,29 @@ def with_second_moments(optimizer: Any, state_dict: dict[str, Any]) -> dict[str,
         for number, kept in state_dict["state"].items()
     }
     return {**state_dict, "state": state}
+
+
+def is_universal(checkpoint: Path) -> bool:
+    """Whether `to_universal` has made a checkpoint readable for any number of ranks."""
+    return (checkpoint / "latest_universal").is_file()
+
+
+def to_universal(checkpoint: Path) -> None:
+    """Put a copy of DeepSpeed's parts into the checkpoint's folder that any number of ranks can read."""
+    from deepspeed.checkpoint import ds_to_universal  # pyright: ignore[reportMissingImports]
+
+    parts = checkpoint / (checkpoint / "latest").read_text().strip()
+    options = argparse.Namespace(
+        input_folder=str(parts),
+        output_folder=f"{parts}_universal",
+        num_extract_workers=1,
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=True,
+    )
+    with contextlib.redirect_stdout(io.StringIO()):
+        ds_to_universal.main(options)
 
 
 def settle(optimizer: SpectralOptimizer, settings: Sequence[dict[str, Any]], rates: Sequence[float]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..recipe import UserError, differences
 from ..report import SEAL, write
+from ..sharding import to_universal
 
 NEEDED = ("scheduler.pt", "trainer_state.json")
 
@@ -55,13 +56,31 @@ def check(checkpoint: Path, origin: dict[str, Any]) -> None:
             f"{checkpoint}: {', '.join(sorted(damaged))} missing or cut short; going on would start the optimizer or "
             "the schedule from nothing. Restore it, or remove this checkpoint's folder to go on from the one before"
         )
-    changed = differences(record["origin"], origin)
+    there = record["origin"]
+    if "processes" in there and there["processes"] is None:  # made for any number: `for_any_number`
+        there, origin = ({k: v for k, v in side.items() if k != "processes"} for side in (there, origin))
+    changed = differences(there, origin)
     if changed:
         raise UserError(
             f"{checkpoint}: belongs to another run:",
             *(f"  {line}" for line in changed),
             "Restore these to go on, or choose another run.output_dir",
         )
+
+
+def for_any_number(folder: Path) -> Path:
+    """Let the newest complete checkpoint under `folder` be resumed from by any number of processes; which it is.
+
+    UserError if there is none. Later checkpoints are bound to a number again.
+    """
+    sealed = sorted((f.parent for f in folder.glob(f"checkpoint-*/{SEAL}")), key=step_of)
+    if not sealed:
+        raise UserError(f"{folder}: holds no complete checkpoint")
+    origin = json.loads((sealed[-1] / SEAL).read_text(encoding="utf-8"))["origin"]
+    if (sealed[-1] / "latest").is_file():  # DeepSpeed's; those of DDP are whole already
+        to_universal(sealed[-1])
+    seal(sealed[-1], origin | {"processes": None})
+    return sealed[-1]
 
 
 def step_of(checkpoint: Path) -> int:

@@ -9,11 +9,13 @@ from typing import Any
 
 from rich.console import Console
 from transformers import PrinterCallback
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from ..data import account, check_template
 from ..optim import route, routing_table
 from ..recipe import Recipe, UserError, rows_per_step
 from ..report import RunFolder
+from ..sharding import is_universal
 from ..sharding.ranks import Ranks
 from . import build, checkpoints
 from .progress import ProgressBar
@@ -42,6 +44,7 @@ def get_ready(
 
     Rows are counted on the first rank only; it goes first (Ranks.first_goes_first), the others find its files.
     """
+    unset_hf_deepspeed_config()  # of an earlier run in this process: models would load cut into parts
     start = build.starting_checkpoint(recipe, folder)
     tokenizer = build.load_tokenizer(recipe, start)
     splits = build.load_splits(recipe)
@@ -70,6 +73,8 @@ def train(ready: Ready, folder: RunFolder, console: Console, ranks: Ranks = Rank
         trainer = build.build_trainer(recipe, folder, ready.start, ready.tokenizer, ready.splits, ranks)
         found = _checkpoint(recipe, folder, trainer.origin, console) if ranks.is_first else None
         resume = ranks.of_first(found)
+    if resume and is_universal(resume):
+        trainer.accelerator.state.deepspeed_plugin.deepspeed_config["checkpoint"] = {"load_universal": True}
     stop = StopOnSignal(ranks)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(stop)

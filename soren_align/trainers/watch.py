@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 
 from ..optim import SpectralOptimizer
 from ..recipe import UserError
-from ..sharding import Placed, chain_of, local
+from ..sharding import Placed, chain_of, local, settle
 from ..sharding.ranks import Ranks
 
 MAX_PROBED = 8
@@ -38,6 +38,7 @@ class Watch(TrainerCallback):
         """reference: the optimizer as it should be, over the whole parameters; metrics: a .jsonl file for the logs."""
         self.reference, self.ranks, self.metrics = reference, ranks, metrics
         self.optimizer: Any = None
+        self._wrappers: list[Any] = []
         self.tokens: Any = 0  # a tensor where the tokens are: read on logging steps only
         self.record: dict[str, Any] = {}
         self._weights: list[tuple[int, Tensor, Tensor]] = []  # number of the group, what is stepped here, its start
@@ -59,7 +60,7 @@ class Watch(TrainerCallback):
     def begin(self, optimizer: Any, placed: Placed) -> None:
         """Look behind accelerate's wrappers, and remember the weights: before a checkpoint is loaded over them."""
         chain = chain_of(optimizer)
-        self.optimizer = chain[-1]
+        *self._wrappers, self.optimizer = chain
         if type(self.optimizer) is not type(self.reference):
             raise WrongOptimizer(
                 f"the recipe names {type(self.reference).__name__}, but {type(self.optimizer).__name__} would step"
@@ -81,6 +82,8 @@ class Watch(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         """From here on the optimizer's groups stay the same objects."""
+        if self.record["parallel"] == "zero":
+            settle(self.optimizer, self.reference.param_groups, kwargs["lr_scheduler"].get_last_lr())
         self._matrices = self.optimizer.param_groups[0]
         self._since = (time.perf_counter(), int(self.tokens))
 
@@ -97,6 +100,12 @@ class Watch(TrainerCallback):
         """Every matrix exactly once per optimizer step, on one rank, whatever the accumulation."""
         self.optimizer.observer = self.optimizer.map_observer = None
         maps = int(self.ranks.sums([self.optimizer.num_maps - self._maps_before])[0])
+        if maps == 0 and any(getattr(wrapper, "overflow", False) for wrapper in self._wrappers):
+            if args.fp16:  # the loss scale is still being found
+                return
+            raise FloatingPointError(
+                "NaN or infinity in the gradient; DeepSpeed left this step out, nothing was changed"
+            )
         if maps != self.num_matrices:
             raise WrongOptimizer(f"{maps} spectral maps in one optimizer step for {self.num_matrices} matrices")
         self.record["maps_per_step"] = maps

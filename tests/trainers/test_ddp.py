@@ -10,70 +10,42 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import TinyRun
-from on_two_ranks import GLOBAL, PARITY, without_bfloat16
+from on_ranks import RUNS
+from parity import furthest, one_process, ranks_do
 from safetensors.torch import load_file
 
 from soren_align.recipe import UserError
 from soren_align.report import RunFolder
 from soren_align.sharding.ranks import Ranks
-from soren_align.spectral import newton_schulz
 
 HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    """The folder in which two ranks have done everything of on_two_ranks.py."""
-    folder = tmp_path_factory.mktemp("two_ranks")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run([*torchrun, HERE / "on_two_ranks.py", folder], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder
+    """The folder in which two ranks have done `ddp` of on_ranks.py, and what each of them saw."""
+    folder = tmp_path_factory.mktemp("ddp")
+    return folder, ranks_do("ddp", 2, folder)
 
 
-def seen(folder):
-    return [json.loads((folder / f"rank{r}.json").read_text()) for r in (0, 1)]
-
-
-def furthest(a, b):
-    return max(float((a[k] - b[k]).abs().max()) for k in a.keys() | b.keys())
-
-
-def one_process(folder, name, task, *overrides):
-    trainer = TinyRun(folder / f"{name}-alone", task, *PARITY, *GLOBAL, *overrides).trainer()
-    trainer.train()
-    assert trainer.args.gradient_accumulation_steps == 4
-    norms = [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log]
-    assert task == "dpo" or min(norms) > 1, "the clip must bind"
-    return {k: v.detach() for k, v in trainer.model.named_parameters()}
-
-
-@pytest.mark.parametrize(
-    ("name", "task", "overrides"),
-    [
-        ("soren", "sft", ()),
-        ("sns", "sft", ("optimizer.spectral_map=sns",)),
-        ("muon", "sft", ("optimizer.name=muon",)),
-        ("dpo", "dpo", ()),
-    ],
-)
-def test_two_ranks_take_the_same_ten_steps_as_one_process(two_ranks, tmp_path, monkeypatch, name, task, overrides):
-    monkeypatch.setattr("soren_align.optim.soren.newton_schulz", newton_schulz)  # put back what the next line replaces
-    without_bfloat16()
-    alone = one_process(tmp_path, name, task, *overrides)
-    first, second = (load_file(two_ranks / name / f"weights{rank}.safetensors") for rank in (0, 1))
+@pytest.mark.parametrize(("name", "task", "overrides"), RUNS)
+def test_two_ranks_take_the_same_ten_steps_as_one_process(two_ranks, name, task, overrides):
+    folder, seen = two_ranks
+    alone = one_process(name, task, *overrides)
+    first, second = (load_file(folder / f"{name}-ddp" / f"weights{rank}.safetensors") for rank in (0, 1))
     assert furthest(first, second) == 0
     # float32 sums in another order; the bound is that of issue 4
     assert furthest(alone, first) <= 2e-6
-    maps = [rank["maps"][name] for rank in seen(two_ranks)]
-    assert maps == [[140, 14, 2]] * 2, "14 matrices once per step, accumulation 2"
+    for rank in seen:
+        maps = rank["maps"][name]
+        assert (maps["all"], maps["per_step"], maps["accumulation"]) == (140, 14, 2), "14 matrices once per step"
     if name == "soren":  # the comparison can fail
-        assert furthest(alone, load_file(two_ranks / "unclipped" / "weights0.safetensors")) > 1e-4
+        assert furthest(alone, load_file(folder / "unclipped-ddp" / "weights0.safetensors")) > 1e-4
 
 
 def test_two_ranks_resume_bit_for_bit(two_ranks):
-    whole, killed = RunFolder(two_ranks / "whole"), RunFolder(two_ranks / "killed")
+    folder, _ = two_ranks
+    whole, killed = RunFolder(folder / "whole-ddp"), RunFolder(folder / "killed-ddp")
     assert killed.read()["resumed_from_steps"] == [2]
     assert furthest(load_file(whole.model / "model.safetensors"), load_file(killed.model / "model.safetensors")) == 0
     sealed = json.loads((killed.sealed()[0] / "soren_align.json").read_text())
@@ -82,24 +54,24 @@ def test_two_ranks_resume_bit_for_bit(two_ranks):
 
 
 def test_a_nan_on_one_rank_is_the_verdict_of_all(two_ranks):
-    first, second = (rank["poisoned"] for rank in seen(two_ranks))
+    first, second = (rank["poisoned"] for rank in two_ranks[1])
     assert first == second
     assert re.match(r"step 1: NaN or infinity in the gradient of .*nothing was changed", first)
 
 
-def test_ranks_that_walk_apart_are_noticed_at_the_next_log(two_ranks):
-    for rank in seen(two_ranks):
-        assert re.match("step 2: the ranks' weights have walked apart", rank["drifted"]), rank["drifted"]
+def test_gradients_that_were_not_averaged_are_noticed_at_the_next_log(two_ranks):
+    for rank in two_ranks[1]:
+        assert re.match("step 2: the ranks' gradients were not averaged", rank["drifted"]), rank["drifted"]
 
 
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(two_ranks):
     # The signal comes within step 3, of which save_steps=2 would leave no checkpoint.
-    assert [rank["stopped"] for rank in seen(two_ranks)] == [[False, ["checkpoint-2", "checkpoint-3"]]] * 2
+    assert [rank["stopped"] for rank in two_ranks[1]] == [[False, ["checkpoint-2", "checkpoint-3"]]] * 2
 
 
 def test_ranks_tell_each_other(two_ranks):
-    assert [rank["of_first"] for rank in seen(two_ranks)] == ["told by rank 0"] * 2
-    assert [rank["any"] for rank in seen(two_ranks)] == [[True, False]] * 2
+    assert [rank["of_first"] for rank in two_ranks[1]] == ["told by rank 0"] * 2
+    assert [rank["any"] for rank in two_ranks[1]] == [[True, False]] * 2
 
 
 def test_a_trainer_that_sees_fewer_processes_than_were_started_is_refused(tiny_run):

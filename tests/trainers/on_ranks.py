@@ -1,0 +1,227 @@
+"""What test_ddp.py and test_zero.py look at, done by ranks under torchrun: much in one start, since imports dominate.
+
+    torchrun --standalone --nproc-per-node N on_ranks.py JOB FOLDER
+
+A job is a function below, under its name. Each rank writes what it returned into FOLDER/<job><rank>.json.
+"""
+
+import json
+import math
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from conftest import TinyRun
+from safetensors.torch import save_file
+from trl import SFTTrainer
+
+from soren_align.optim import soren
+from soren_align.recipe import UserError
+from soren_align.sharding.ranks import join
+from soren_align.spectral import newton_schulz
+from soren_align.trainers.trainers import SorenTrainerMixin
+from soren_align.trainers.watch import Watch
+from soren_align.worker import _hush
+
+# Ten steps at once at the full rate, 32 rows each; the norm of the gradients is about 3, so that the clip binds.
+PARITY = (
+    "trainer.max_steps=10",
+    "trainer.warmup_steps=0",
+    "trainer.lr_scheduler_type=constant",
+    "trainer.save_steps=5",
+)
+GLOBAL = ("run.global_batch_size=32", "data.train.limit=320", "data.eval=null")
+FOR_TWO_OR_THREE = ("run.global_batch_size=24", "data.train.limit=240", "data.eval=null")
+FOR_TWO_OR_THREE += ("trainer.per_device_train_batch_size=4",)
+PRECOMPUTED = ("trainer.precompute_ref_log_probs=true",)
+RECOMPUTED = ("trainer.gradient_checkpointing=true",)
+
+
+def without_bfloat16():
+    """Let Muon iterate in float64: in its own bfloat16 a last bit of the gradient becomes 0.4% of an update."""
+    soren.newton_schulz = lambda x, steps: newton_schulz(x.double(), steps).to(x.dtype)
+
+
+class Kill(BaseException):
+    pass
+
+
+def instead(cls, name, method, then):
+    """`then()` with a method replaced."""
+    original = cls.__dict__.get(name)
+    setattr(cls, name, method)
+    try:
+        return then()
+    finally:
+        if original is None:
+            delattr(cls, name)
+        else:
+            setattr(cls, name, original)
+
+
+RUNS = (
+    ("soren", "sft", ()),
+    ("sns", "sft", ("optimizer.spectral_map=sns",)),
+    ("muon", "sft", ("optimizer.name=muon",)),
+    ("dpo", "dpo", ()),
+)
+
+
+def ddp(make):
+    """All that test_ddp.py asks of two ranks."""
+    return {
+        "maps": same_steps(make, "ddp", *RUNS, ("unclipped", "sft", ("trainer.max_grad_norm=0",))),
+        "resumed": resumed(make, "ddp"),
+        "poisoned": poisoned(make, "ddp"),
+        "drifted": drifted(make),
+        "stopped": stopped(make),
+        "of_first": make.ranks.of_first(f"told by rank {make.ranks.rank}"),
+        "any": [make.ranks.any(make.ranks.rank == 1), make.ranks.any(False)],
+    }
+
+
+def zero(make):
+    """All that test_zero.py asks of two ranks."""
+    more = {
+        "zero1": (),
+        "zero2": (("unclipped", "sft", ("trainer.max_grad_norm=0",)), ("precomputed", "dpo", PRECOMPUTED)),
+        "zero3": (("precomputed", "dpo", PRECOMPUTED), ("recomputed", "sft", RECOMPUTED)),
+        "zero2-offload": (),
+        "zero3-offload": (),
+    }
+    return {
+        "maps": {
+            mode: same_steps(make, mode, *(RUNS if "offload" not in mode else RUNS[:1]), *others)
+            for mode, others in more.items()
+        },
+        "bfloat16": {mode: losses_in_bfloat16(make, mode) for mode in ("zero2", "zero3")},
+        "resumed": [resumed(make, mode) for mode in ("zero2", "zero3")],
+        "poisoned": {mode: poisoned(make, mode) for mode in ("zero2", "zero3")},
+        "freed": [killed(make, f"freed-{mode}", mode, *FOR_TWO_OR_THREE) for mode in ("zero2", "zero3")],
+    }
+
+
+def freed(make):
+    """Three ranks go on where two have left."""
+    for mode in ("zero2", "zero3"):
+        make(f"freed-{mode}", "sft", f"run.parallel={mode}", *FOR_TWO_OR_THREE).train()
+
+
+def same_steps(make, mode, *runs):
+    """Ten steps of each: the weights, for comparison with one process, and the maps counted."""
+    without_bfloat16()
+    maps = {}
+    for name, task, overrides in runs:
+        run = make(f"{name}-{mode}", task, *PARITY, *GLOBAL, *overrides, f"run.parallel={mode}")
+        trainer = run.trainer()
+        trainer.train()
+        optimizer, ranks = trainer.watch.optimizer, run.ranks
+        maps[name] = {
+            "all": ranks.sums([optimizer.num_maps])[0],
+            "per_step": trainer.watch.record["maps_per_step"],
+            "accumulation": trainer.args.gradient_accumulation_steps,
+            "momentum": sum(state["exp_avg"].numel() for state in optimizer.state.values()),
+            "logged": trainer.state.log_history[-2],
+        }
+        if mode == "ddp":
+            # From every rank: replicas that have drifted apart would go unnoticed by the first one's file alone.
+            weights = {k: v.detach().clone() for k, v in trainer.model.named_parameters()}
+            save_file(weights, run.folder.path / f"weights{ranks.rank}.safetensors")
+        else:
+            trainer.save_model(str(run.folder.model))
+    return maps
+
+
+def losses_in_bfloat16(make, mode):
+    """What ten steps log, with DeepSpeed's bfloat16 weights and float32 masters."""
+    run = make(f"bfloat16-{mode}", "sft", *PARITY, *GLOBAL, "trainer.bf16=true", f"run.parallel={mode}")
+    trainer = run.trainer()
+    trainer.train()
+    trainer.save_model(str(run.folder.model))
+    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+def resumed(make, mode):
+    """A run, and one that both ranks leave after step 3 and take up again."""
+    make(f"whole-{mode}", "sft", f"run.parallel={mode}", *GLOBAL).train()
+    assert killed(make, f"killed-{mode}", mode, *GLOBAL)
+    make(f"killed-{mode}", "sft", f"run.parallel={mode}", *GLOBAL).train()
+
+
+def killed(make, name, mode, *overrides):
+    """A run that all ranks leave after step 3; its last checkpoint is of step 2."""
+    original = Watch.on_optimizer_step
+
+    def dying(self, args, state, control, **kwargs):
+        original(self, args, state, control, **kwargs)
+        if state.global_step == 3:
+            raise Kill
+
+    def started():
+        try:
+            make(name, "sft", f"run.parallel={mode}", *overrides).train()
+        except Kill:
+            return True
+
+    return instead(Watch, "on_optimizer_step", dying, started)
+
+
+def poisoned(make, mode):
+    """One rank alone meets a NaN in its rows."""
+    run = make(f"poisoned-{mode}", "sft", f"run.parallel={mode}", *GLOBAL)
+
+    def loss(self, *args, **kwargs):
+        return SFTTrainer.compute_loss(self, *args, **kwargs) * (math.nan if run.ranks.rank == 1 else 1)
+
+    return refusal(run, loss)
+
+
+def drifted(make):
+    """A loss that goes around DDP, so that each rank keeps its own gradients."""
+    run = make("drifted", "sft", *GLOBAL)
+
+    def loss(self, model, *args, **kwargs):
+        return SFTTrainer.compute_loss(self, self.accelerator.unwrap_model(model), *args, **kwargs)
+
+    return refusal(run, loss)
+
+
+def refusal(run, loss):
+    """What training with this loss is refused with; None if it is not."""
+    try:
+        instead(SorenTrainerMixin, "compute_loss", loss, run.train)
+    except UserError as error:
+        return str(error)
+
+
+def stopped(make):
+    """One rank alone gets a signal."""
+    run = make("stopped", "sft", *GLOBAL)
+    original = Watch.on_optimizer_step
+
+    def signalled(self, args, state, control, **kwargs):
+        original(self, args, state, control, **kwargs)
+        if state.global_step == 2 and run.ranks.rank == 1:
+            signal.raise_signal(signal.SIGTERM)
+
+    went_on = instead(Watch, "on_optimizer_step", signalled, run.train)
+    return [went_on, [p.name for p in sorted(run.folder.checkpoints.glob("checkpoint-*"))]]
+
+
+def main(job, folder):
+    torch.set_num_threads(1)
+    _hush()
+    ranks = join(60)
+
+    def make(name, task, *overrides):
+        return TinyRun(folder / name, task, *overrides, ranks=ranks)
+
+    make.ranks = ranks
+    seen = {"ddp": ddp, "zero": zero, "freed": freed}[job](make)
+    (folder / f"{job}{ranks.rank}.json").write_text(json.dumps(seen))
+    ranks.leave()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

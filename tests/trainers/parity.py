@@ -1,0 +1,41 @@
+"""Ten steps of one process, which any number of ranks must take too, and how the ranks are started."""
+
+import functools
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+from conftest import TinyRun
+from on_ranks import GLOBAL, PARITY, without_bfloat16
+
+from soren_align.optim import soren
+
+HERE = Path(__file__).parent
+
+
+def ranks_do(job, num_ranks, folder):
+    """What each of `num_ranks` ranks saw when they did a job of on_ranks.py."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    done = subprocess.run([*torchrun, HERE / "on_ranks.py", job, folder], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads((folder / f"{job}{rank}.json").read_text()) for rank in range(num_ranks)]
+
+
+def furthest(a, b):
+    return max(float((a[k] - b[k]).abs().max()) for k in a.keys() | b.keys())
+
+
+@functools.cache
+def one_process(name, task, *overrides):
+    """The weights after the ten steps."""
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(soren, "newton_schulz", soren.newton_schulz):
+        without_bfloat16()
+        trainer = TinyRun(Path(folder) / name, task, *PARITY, *GLOBAL, *overrides).trainer()
+        trainer.train()
+    assert trainer.args.gradient_accumulation_steps == 4
+    norms = [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log]
+    assert task == "dpo" or min(norms) > 1, "the clip must bind"
+    return {k: v.detach() for k, v in trainer.model.named_parameters()}

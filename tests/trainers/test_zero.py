@@ -1,0 +1,130 @@
+"""Under ZeRO 1, 2 and 3 two ranks take the steps of one process, resume, and leave a plain model folder."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import TinyRun
+from on_ranks import FOR_TWO_OR_THREE, RUNS
+from parity import furthest, one_process, ranks_do
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from soren_align.report import RunFolder
+
+STAGES = ("zero1", "zero2", "zero3")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """The folder in which two ranks have done `zero` of on_ranks.py, and what each of them saw."""
+    folder = tmp_path_factory.mktemp("zero")
+    return folder, ranks_do("zero", 2, folder)
+
+
+def weights(folder):
+    return load_file(folder / "model" / "model.safetensors")
+
+
+@pytest.mark.parametrize("mode", STAGES)
+@pytest.mark.parametrize(("name", "task", "overrides"), RUNS)
+def test_two_ranks_take_the_same_ten_steps_as_one_process(two_ranks, mode, name, task, overrides):
+    folder, seen = two_ranks
+    alone = one_process(name, task, *overrides)
+    assert furthest(alone, weights(folder / f"{name}-{mode}")) <= 2e-6
+    for rank in seen:
+        maps = rank["maps"][mode][name]
+        assert (maps["all"], maps["per_step"], maps["accumulation"]) == (140, 14, 2), "14 matrices once per step"
+        total = sum(w.numel() for w in alone.values())
+        assert maps["momentum"] <= total / 2 + 20 * 4  # 20 tensors, each padded a little
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "like"),
+    [
+        ("soren", "zero2-offload", RUNS[0]),
+        ("soren", "zero3-offload", RUNS[0]),
+        ("recomputed", "zero3", RUNS[0]),
+        ("precomputed", "zero2", RUNS[3]),
+        ("precomputed", "zero3", RUNS[3]),
+    ],
+)
+def test_so_they_do_with_offload_and_with_what_saves_memory(two_ranks, name, mode, like):
+    same, task, overrides = like
+    assert furthest(one_process(same, task, *overrides), weights(two_ranks[0] / f"{name}-{mode}")) <= 2e-6
+
+
+def test_the_comparison_would_notice_a_missing_clip(two_ranks):
+    assert furthest(one_process(*RUNS[0][:2]), weights(two_ranks[0] / "unclipped-zero2")) > 1e-4
+
+
+def test_ranks_measure_together_what_one_process_measures(two_ranks):
+    keys = ("update_rms", "aux_update_rms", "relative_change", "aux_relative_change", "grad_norm")
+    logged = [rank["maps"][mode]["soren"]["logged"] for mode in STAGES for rank in two_ranks[1]]
+    for key in keys:
+        values = {f"{log[key]:.5g}" for log in logged}
+        assert len(values) == 1, (key, values)
+    assert all(0 < log["map_weakest"] < log["map_strongest"] < 0.51 for log in logged)
+
+
+def test_in_bfloat16_the_losses_of_stages_2_and_3_agree_and_the_export_is_of_the_masters(two_ranks):
+    folder, seen = two_ranks
+    second, third = (torch.tensor(seen[0]["bfloat16"][mode]) for mode in ("zero2", "zero3"))
+    assert len(second) == 10
+    assert torch.allclose(second, third, atol=1e-3, rtol=0)
+    for mode in ("zero2", "zero3"):
+        exported = weights(folder / f"bfloat16-{mode}")
+        assert {w.dtype for w in exported.values()} == {torch.float32}
+        assert any(not torch.equal(w, w.bfloat16().float()) for w in exported.values())
+
+
+@pytest.mark.parametrize("mode", ["zero2", "zero3"])
+def test_two_ranks_resume_bit_for_bit(two_ranks, mode):
+    folder, _ = two_ranks
+    killed = RunFolder(folder / f"killed-{mode}")
+    assert killed.read()["resumed_from_steps"] == [2]
+    assert furthest(weights(folder / f"whole-{mode}"), weights(killed.path)) == 0
+    sealed = json.loads((killed.sealed()[0] / "soren_align.json").read_text())
+    assert sum("optim_states" in name for name in sealed["files"]) == 2
+    assert killed.read()["optimizer"]["chain"][0] == "DeepSpeedOptimizerWrapper"
+
+
+@pytest.mark.parametrize("mode", ["zero2", "zero3"])
+def test_the_exported_folder_and_deepspeeds_own_export_are_the_same_plain_model(two_ranks, tmp_path, mode):
+    run = RunFolder(two_ranks[0] / f"whole-{mode}")
+    checkpoint = max(run.sealed(), key=lambda path: int(path.name.split("-")[1]))
+    subprocess.run([sys.executable, "zero_to_fp32.py", ".", tmp_path], cwd=checkpoint, check=True, capture_output=True)
+    theirs = AutoModelForCausalLM.from_pretrained(run.start)
+    tensors = torch.load(tmp_path / "pytorch_model.bin")
+    assert not theirs.load_state_dict(tensors, strict=False).unexpected_keys
+    ours = AutoModelForCausalLM.from_pretrained(run.model)
+    tokens = torch.arange(2, 40).view(2, -1)
+    assert torch.equal(ours(tokens).logits, theirs(tokens).logits)
+    assert not torch.equal(ours(tokens).logits, AutoModelForCausalLM.from_pretrained(run.start)(tokens).logits)
+
+
+@pytest.mark.parametrize("mode", ["zero2", "zero3"])
+def test_a_nan_on_one_rank_is_the_verdict_of_all(two_ranks, mode):
+    first, second = (rank["poisoned"][mode] for rank in two_ranks[1])
+    assert first == second
+    assert re.match("step 1: NaN or infinity in the gradient", first)
+
+
+def test_three_ranks_go_on_where_two_have_left(two_ranks, tmp_path):
+    folder, seen = two_ranks
+    assert [rank["freed"] for rank in seen] == [[True, True]] * 2
+    for mode in ("zero2", "zero3"):
+        command = [sys.executable, "-m", "soren_align.cli", "universal", folder / f"freed-{mode}"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "checkpoint-2 can be resumed from by any number of processes" in " ".join(done.stderr.split())
+    ranks_do("freed", 3, folder)
+    alone = TinyRun(tmp_path / "alone", "sft", *FOR_TWO_OR_THREE)
+    alone.train()
+    for mode in ("zero2", "zero3"):
+        run = RunFolder(folder / f"freed-{mode}")
+        assert (run.read()["processes"], run.read()["resumed_from_steps"]) == (3, [2])
+        assert furthest(weights(alone.folder.path), weights(run.path)) <= 2e-6
