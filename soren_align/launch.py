@@ -177,6 +177,8 @@ def environment(recipe: Recipe | None, num_ranks: int = 1) -> dict[str, str]:
     if recipe and recipe.run.offline:
         env.setdefault("HF_HUB_OFFLINE", "1")
     gpus = sorted(Path("/dev").glob("nvidia[0-9]*"))
+    if not gpus and not Path("/dev/kfd").exists():
+        env.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed says on standard output that it found no GPU
     if num_ranks == 1 and len(gpus) > 1 and "CUDA_VISIBLE_DEVICES" not in env:
         # TRL refuses several visible GPUs in one process, and the batch must not depend on the machine.
         env["CUDA_VISIBLE_DEVICES"] = "0"

@@ -157,11 +157,6 @@ def test_two_ways_to_say_the_batch_are_one_too_many(make):
         make("run.global_batch_size=64", "trainer.gradient_accumulation_steps=2")
 
 
-def test_what_is_not_there_yet_is_said_to_be(make):
-    with pytest.raises(UserError, match=r"run.parallel: found 'zero2'; write ddp; ZeRO and FSDP2 are not there yet"):
-        make("run.parallel=zero2")
-
-
 def test_resume_never_refuses_an_unfinished_run(make):
     begin(make(), checkpoint=True)
     with pytest.raises(UserError, match=r"unfinished run and run.resume is never"):

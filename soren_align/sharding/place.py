@@ -33,10 +33,10 @@ def place(optimizer: Any, ranks: Ranks, round_mb: float = ROUND_MB) -> Placed:
     ValueError, on every rank, where that is not known or not supported; see `attach_zero` and `RowBlocks`.
     """
     *wrappers, inner = chain_of(optimizer)
+    if not isinstance(inner, SpectralOptimizer):
+        raise ValueError(f"{type(inner).__name__} would step, which is not of soren_align.optim")
     if wrappers and "deepspeed" in type(wrappers[-1]).__module__:
         return Placed("zero", attach_zero(wrappers[-1], round_mb))
-    if not isinstance(inner, SpectralOptimizer):
-        raise ValueError(f"{type(inner).__name__} would step, not our optimizer")
     tensors = [list(group["params"]) for group in inner.param_groups]
     if any(isinstance(tensor, DTensor) for group in tensors for tensor in group):
         inner.placement = RowBlocks(round_mb)

@@ -50,7 +50,8 @@ def check(checkpoint: Path, origin: dict[str, Any]) -> None:
     sizes = {name: (checkpoint / name).stat().st_size for name in record["files"] if (checkpoint / name).is_file()}
     damaged = [n for n in {*record["files"], *NEEDED} if sizes.get(n) != record["files"].get(n, -1)]
     # optimizer.pt; under ZeRO each rank's *_optim_states.pt, under FSDP2 a folder optimizer_0
-    damaged += [] if any("optim" in name for name in sizes) else ["the optimizer's state"]
+    if not damaged and not any("optim" in name for name in sizes):
+        damaged = ["the optimizer's state"]
     if damaged:
         raise UserError(
             f"{checkpoint}: {', '.join(sorted(damaged))} missing or cut short; going on would start the optimizer or "

@@ -46,6 +46,8 @@ class SorenTrainerMixin(Trainer):
         trained: Any = self.model
         self.reference = build_optimizer(trained, **optimizer_settings)
         self.watch = Watch(self.reference, present(), metrics)
+        if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
+            self.watch.remember_whole()
         self.add_callback(self.watch)
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
@@ -58,11 +60,12 @@ class SorenTrainerMixin(Trainer):
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """TRL's. It is made when all wrappers are around the optimizer and no checkpoint is loaded: look at it now."""
         if optimizer is None and self.watch.optimizer is None:
+            self.watch.recognise(self.optimizer)
             try:
                 placed = place(self.optimizer, self.watch.ranks)
             except ValueError as error:
                 raise UserError(f"run.parallel: {error}") from error
-            self.watch.begin(self.optimizer, placed)
+            self.watch.begin(placed)
             if self.parallel not in (None, placed.kind):
                 raise UserError(f"run.parallel asks for {self.parallel}, but accelerate has set up {placed.kind}")
         return super().create_scheduler(num_training_steps, optimizer)

@@ -8,6 +8,7 @@ strong and weak modes. The measuring happens on logging steps only.
 import json
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,17 +58,19 @@ class Watch(TrainerCallback):
         """Parameters that the spectral map must see, once each, per optimizer step."""
         return sum(len(g["params"]) for g in self.reference.param_groups if g["rule"] == "spectral")
 
-    def begin(self, optimizer: Any, placed: Placed) -> None:
-        """Look behind accelerate's wrappers, and remember the weights: before a checkpoint is loaded over them."""
-        chain = chain_of(optimizer)
-        *self._wrappers, self.optimizer = chain
+    def recognise(self, optimizer: Any) -> None:
+        """Look behind accelerate's wrappers. WrongOptimizer if another steps than the recipe's."""
+        *self._wrappers, self.optimizer = chain_of(optimizer)
         if type(self.optimizer) is not type(self.reference):
             raise WrongOptimizer(
                 f"the recipe names {type(self.reference).__name__}, but {type(self.optimizer).__name__} would step"
             )
+
+    def begin(self, placed: Placed) -> None:
+        """Note what steps, and remember parts of weights before a checkpoint is loaded over them."""
         self.record = {
             "class": type(self.optimizer).__name__,
-            "chain": [type(o).__name__ for o in chain],
+            "chain": [type(o).__name__ for o in (*self._wrappers, self.optimizer)],
             "parallel": placed.kind,
             "num_matrices": self.num_matrices,
             "groups": [
@@ -75,10 +78,16 @@ class Watch(TrainerCallback):
                 for g in self.reference.param_groups
             ],
         }
-        everywhere = [(number, tensor) for number, group in enumerate(placed.tensors) for tensor in group]
-        if placed.kind == "ddp":  # each rank has all of them, and looks after a part
-            everywhere = everywhere[self.ranks.rank :: self.ranks.num_ranks]
-        self._weights = [(number, tensor, _compact(local(tensor.detach()))) for number, tensor in everywhere]
+        if placed.kind != "ddp":
+            self._remember([(number, tensor) for number, group in enumerate(placed.tensors) for tensor in group])
+
+    def remember_whole(self) -> None:
+        """Remember the weights where each rank has all of them: a checkpoint is loaded before the optimizer is made."""
+        whole = [(number, p) for number, group in enumerate(self.reference.param_groups) for p in group["params"]]
+        self._remember(whole[self.ranks.rank :: self.ranks.num_ranks])
+
+    def _remember(self, stepped: Sequence[tuple[int, Tensor]]) -> None:
+        self._weights = [(number, tensor, _compact(local(tensor.detach()))) for number, tensor in stepped]
 
     def on_train_begin(self, args, state, control, **kwargs):
         """From here on the optimizer's groups stay the same objects."""

@@ -29,6 +29,12 @@ def weights(folder):
     return load_file(folder / "model" / "model.safetensors")
 
 
+def logged(run):
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    exact = ("step", "loss", "learning_rate", "update_rms", "relative_change", "grad_norm")
+    return [{k: line.get(k) for k in exact} for line in lines if "loss" in line]
+
+
 @pytest.mark.parametrize("mode", STAGES)
 @pytest.mark.parametrize(("name", "task", "overrides"), RUNS)
 def test_two_ranks_take_the_same_ten_steps_as_one_process(two_ranks, mode, name, task, overrides):
@@ -84,9 +90,10 @@ def test_in_bfloat16_the_losses_of_stages_2_and_3_agree_and_the_export_is_of_the
 @pytest.mark.parametrize("mode", ["zero2", "zero3"])
 def test_two_ranks_resume_bit_for_bit(two_ranks, mode):
     folder, _ = two_ranks
-    killed = RunFolder(folder / f"killed-{mode}")
+    whole, killed = RunFolder(folder / f"whole-{mode}"), RunFolder(folder / f"killed-{mode}")
     assert killed.read()["resumed_from_steps"] == [2]
-    assert furthest(weights(folder / f"whole-{mode}"), weights(killed.path)) == 0
+    assert furthest(weights(whole.path), weights(killed.path)) == 0
+    assert logged(whole) == logged(killed)
     sealed = json.loads((killed.sealed()[0] / "soren_align.json").read_text())
     assert sum("optim_states" in name for name in sealed["files"]) == 2
     assert killed.read()["optimizer"]["chain"][0] == "DeepSpeedOptimizerWrapper"
