@@ -60,7 +60,7 @@ def forecast(
     """What a step costs on each of `num_ranks`, for a model of `matrices` and `num_others` numbers beside them.
 
     optimizer: "adamw" steps the matrices too, and nothing is mapped; any other maps them.
-    spectral_map: counts the operations; None for a decomposition, whose are not counted.
+    spectral_map: counts the operations, minimax in its default resolution; None: a decomposition, which is not counted.
     arithmetic, reference: see memory.components.
     workspace_mb: for maps in a batch, as the optimizer has it. Any map is taken to need the default one's workspace.
     """

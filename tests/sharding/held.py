@@ -11,30 +11,23 @@ from soren_align.sharding import attach_zero
 
 
 def under_deepspeed(group, stage, run, config):
-    """Bytes of all tensors that came to be, at the end of the first backward and as the optimizer begins to step.
-
-    Of the second optimizer step, when its states are there.
-    """
+    """Bytes of all tensors that came to be, as the optimizer begins its second step: then its states are there."""
     before = storages()
     engine, optimizer = deepspeed_engine(group, stage, run, config)
     attach_zero(engine.optimizer, run.round_mb)
-    seen = {}
+    seen = []
 
-    def look(when):
-        found = storages()
-        seen.setdefault(when, sum(storage.nbytes() for place, storage in found.items() if place not in before))
+    def look(*_):
+        if not seen:  # ZeRO steps its groups one after another: at the first, the gradients of all are there
+            seen.append(sum(storage.nbytes() for place, storage in storages().items() if place not in before))
 
-    handle = optimizer.register_step_pre_hook(lambda *_: look("step"))
     for step in range(2):
-        seen.clear()
+        if step == 1:
+            optimizer.register_step_pre_hook(look)
         for tokens in batches(step):
-            loss = engine(part_of(tokens, group))
-            engine.backward(loss)
-            del loss
-            look("passes")
+            engine.backward(engine(part_of(tokens, group)))
             engine.step()
-    handle.remove()
-    return seen
+    return seen[0]
 
 
 def storages():

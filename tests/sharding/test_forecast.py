@@ -129,18 +129,16 @@ FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 
 
+@pytest.mark.parametrize("ranks", [3], ids=["3 ranks"], indirect=True)
 @pytest.mark.parametrize(
     ("stage", "dtype", "config", "settings"),
     [
-        (1, torch.float32, {}, {}),
         (1, torch.bfloat16, BFLOAT16, {}),
         (1, torch.bfloat16, {**BFLOAT16, **FP32}, {}),
-        (2, torch.float32, {}, {}),
         (2, torch.bfloat16, {**BFLOAT16, **FP32}, {}),
         (2, torch.bfloat16, {**BFLOAT16, **FP32}, OFFLOAD),
         (3, torch.float32, {}, {}),
         (3, torch.bfloat16, {**BFLOAT16, **FP32}, {}),
-        (3, torch.bfloat16, {**BFLOAT16, **FP32}, OFFLOAD),
     ],
     ids=str,
 )
@@ -160,8 +158,8 @@ def test_deepspeed_holds_what_was_forecast(ranks, stage, dtype, config, settings
     expected = sum(part.num_bytes for part in found.memory if part.name not in later and part.when != "passes")
     largest = 131 * 48 * 4  # DeepSpeed keeps a matrix or two beside, which at a toy's size can be seen
     for result in ranks.run(observed.under_deepspeed, stage, run, config):
-        print(f"\n{expected} forecast, {result['step']} held")
-        assert 0.97 * expected <= result["step"] <= 1.03 * expected + 2 * largest
+        print(f"\n{expected} forecast, {result} held")
+        assert 0.97 * expected <= result <= 1.03 * expected + 2 * largest
 
 
 def of_the_toy(run):
