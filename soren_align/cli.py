@@ -81,12 +81,15 @@ def plan(
     recipe: RecipeArgument,
     set_: Overrides = None,
     as_json: AsJson = False,
+    processes: Annotated[
+        int, typer.Option("--processes", min=1, metavar="N", help="What each of N processes would do. Starts none.")
+    ] = 1,
 ) -> None:
     """Show what a recipe would do, without training."""
     from . import launch
     from .recipe import load
 
-    raise typer.Exit(launch.plan(load(recipe, set_), as_json))
+    raise typer.Exit(launch.plan(load(recipe, set_), as_json, processes))
 
 
 @app.command()

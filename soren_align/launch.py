@@ -47,9 +47,10 @@ def train(recipe: Recipe, processes: int | None = None) -> None:
     _become(["ranks", str(num_ranks), *work], recipe, num_ranks)
 
 
-def plan(recipe: Recipe, as_json: bool) -> int:
-    """Print what `train` would do; the worker's exit code."""
-    command = [*_WORKER, "plan", *(["--json"] if as_json else [])]
+def plan(recipe: Recipe, as_json: bool, processes: int = 1) -> int:
+    """Print what `train` on so many processes would do; the worker's exit code."""
+    accumulation(recipe, processes)  # refused before torch loads
+    command = [*_WORKER, "plan", "--processes", str(processes), *(["--json"] if as_json else [])]
     return subprocess.run(command, input=to_yaml(recipe), text=True, env=environment(recipe)).returncode
 
 

@@ -2,8 +2,12 @@
 
     python -m soren_align.worker ranks N train RUN_FOLDER [--timeout SECONDS]
     python -m soren_align.worker train RUN_FOLDER [--timeout SECONDS]
+<<<<<<< HEAD
     python -m soren_align.worker universal RUN_FOLDER
     python -m soren_align.worker plan [--json] < RECIPE
+=======
+    python -m soren_align.worker plan [--processes N] [--json] < RECIPE
+>>>>>>> planning
     python -m soren_align.worker eval MODEL_OR_RUN... [--suite S] [--output DIR] [--summary FILE]
     python -m soren_align.worker bench maps|step --shapes S [--device D] [--tokens N] [--json] [--output PAGE]
 
@@ -95,15 +99,15 @@ def universal(path: str) -> int:
     return 0
 
 
-def plan(as_json: bool) -> int:
-    """Print what the recipe on standard input would do."""
+def plan(as_json: bool, num_ranks: int) -> int:
+    """Print what the recipe on standard input would do on so many processes."""
     recipe = load_text(sys.stdin.read())
     with console.status("Loading torch, transformers and TRL"):
         from .trainers import plan as planning
 
         _hush()
     with console.status("Checking data") as status:
-        found, counted = planning.plan(recipe, _counting(status))
+        found, counted = planning.plan(recipe, _counting(status), num_ranks)
     if as_json:
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
     else:
@@ -216,7 +220,7 @@ def main(arguments: list[str] | None = None) -> int:
             case "universal":
                 return universal(given.folder)
             case "plan":
-                return plan(given.json)
+                return plan(given.json, given.processes)
             case "bench":
                 return bench(given)
         return evaluate(given.targets, given.suite, given.output, given.summary)
@@ -255,7 +259,9 @@ def _parser() -> argparse.ArgumentParser:
     training.add_argument("folder")
     training.add_argument("--timeout", type=float, default=1800)
     verbs.add_parser("universal").add_argument("folder")
-    verbs.add_parser("plan").add_argument("--json", action="store_true")
+    planning = verbs.add_parser("plan")
+    planning.add_argument("--processes", type=int, default=1)
+    planning.add_argument("--json", action="store_true")
     measure = verbs.add_parser("eval")
     measure.add_argument("targets", nargs="+")
     for option in ("--suite", "--output", "--summary"):

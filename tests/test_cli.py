@@ -75,9 +75,15 @@ def test_a_copied_recipe_works_from_any_folder(tmp_path):
 
 def test_plan_shows_rows_an_example_the_rates_and_the_routing(tmp_path):
     shown = run("plan", "quickstart/sft", cwd=tmp_path).stdout
-    for expected in ("kept", "[[", "learning rates", "linear layer", "1-dimensional", "run.json"):
+    for expected in ("kept", "[[", "learning rates", "linear layer", "1-dimensional", "memory per rank", "run.json"):
         assert expected in shown
     assert max(len(line) for line in shown.splitlines()) <= 80
+
+
+def test_plan_refuses_a_batch_that_the_processes_cannot_share(tmp_path):
+    refused = run("plan", "quickstart/sft", "--processes", "3", "--set", "run.global_batch_size=64", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "choose a run.global_batch_size that 3 divides" in refused.stderr
 
 
 def test_the_schema_is_json():

@@ -1,6 +1,7 @@
-"""What a recipe would do, told without training: rows, a decoded example, steps, rates, routing, files.
+"""What a recipe would do, told without training: rows, an example, steps, rates, routing, processes, files.
 
-The model is built on the meta device from its config, so that this costs no memory for weights.
+The model is built on the meta device from its config, so that this costs no memory for weights, and needs none of the
+machine that would train.
 """
 
 import math
@@ -17,28 +18,33 @@ from transformers import AutoConfig, AutoModelForCausalLM, get_scheduler
 
 from ..data import Account, show_example
 from ..optim import build_optimizer, route, routing_table
-from ..recipe import Recipe
+from ..recipe import Recipe, accumulation, rows_per_step
 from ..report import RunFolder
 from ..sharding.ranks import Ranks
-from . import build
+from . import build, processes
 from .run import get_ready, kind_of
 
+NO_GPU = "no GPU here: training on this machine needs trainer.use_cpu: true"
 
-def plan(recipe: Recipe, on_rows: Callable[[int], object] | None = None) -> tuple[dict[str, Any], Account]:
+
+def plan(
+    recipe: Recipe, on_rows: Callable[[int], object] | None = None, num_ranks: int = 1
+) -> tuple[dict[str, Any], Account]:
     """Everything `show` prints, as plain data and with the account that holds the example."""
-    with tempfile.TemporaryDirectory() as scratch:  # random starting weights would be written: not into the run
-        ready = get_ready(recipe, RunFolder(scratch), on_rows)
-        args: Any = build.trl_config(recipe, Path(scratch), Ranks())
-        with torch.device("meta"), build.the_users(f"model {recipe.model.name_or_path}"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(ready.start))
+    here = _as_seen_here(recipe)
+    with tempfile.TemporaryDirectory() as scratch:  # not the run's folder: nothing is to be left there
+        ready = get_ready(here, RunFolder(scratch), on_rows)
+        args: Any = build.trl_config(here, Path(scratch), Ranks())
+    with torch.device("meta"), build.the_users(f"model {recipe.model.name_or_path}"):
+        config = AutoConfig.from_pretrained(ready.start, revision=recipe.model.revision)
+        model = AutoModelForCausalLM.from_config(config)
     with build.the_users("optimizer", ValueError):
         routes = route(model, recipe.optimizer.aux)
         build_optimizer(model, **build.optimizer_settings(recipe))
     counted, split = ready.account, ready.splits["train"]
-    batch = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    # As transformers counts: the last, smaller batches of an epoch still make a step.
-    per_epoch = math.ceil(
-        math.ceil(counted.num_kept / args.per_device_train_batch_size) / args.gradient_accumulation_steps
+    batch, _ = rows_per_step(recipe, num_ranks)
+    per_epoch = processes.steps_per_epoch(
+        counted.num_kept, args.per_device_train_batch_size, accumulation(recipe, num_ranks), num_ranks
     )
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
     found = {
@@ -61,9 +67,26 @@ def plan(recipe: Recipe, on_rows: Callable[[int], object] | None = None) -> tupl
         "kind": kind_of(recipe.optimizer),
         "optimizer": recipe.optimizer.model_dump(exclude_none=True),
         "routing": routing_table(routes),
+        "processes": processes.processes(recipe, routes, num_ranks),
         "files": _files(recipe, args, steps),
+        "notices": [] if here.trainer.get("use_cpu") == recipe.trainer.get("use_cpu") else [NO_GPU],
     }
     return found, counted
+
+
+def _as_seen_here(recipe: Recipe) -> Recipe:
+    """The recipe for one process on this machine, with or without a GPU, and without random weights to be made."""
+    trainer = recipe.trainer
+    if not (trainer.get("use_cpu") or torch.accelerator.is_available()):
+        trainer = {**trainer, "use_cpu": True, "bf16": False, "fp16": False, "tf32": None}
+    model, run = recipe.model, recipe.run
+    return recipe.model_copy(
+        update={
+            "model": model.model_copy(update={"init_seed": None}),
+            "trainer": trainer,
+            "run": run.model_copy(update={"parallel": "ddp"}),
+        }
+    )
 
 
 def _rates(recipe: Recipe, args: Any, steps: int) -> list[dict[str, float]]:
@@ -121,4 +144,7 @@ def show(found: dict[str, Any], counted: Account, console: Console) -> None:
         who = found["optimizer"]["name"] if row["rule"] == "spectral" else "adamw"
         table.add_row(who, row["reason"], str(row["tensors"]), f"{row['numel']:,}")
     console.print(table)
+    processes.show(found["processes"], console)
     say("\nwrites    " + "\n          ".join(found["files"]))
+    for notice in found["notices"]:
+        say(f"\nnotice    {notice}")

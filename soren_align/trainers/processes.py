@@ -1,0 +1,123 @@
+"""What one of several processes would do and hold, told without starting any: the plan's account of `--processes N`."""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ..optim import Route
+from ..optim.spectral_step import WORKSPACE_MB, WORKSPACE_MB_ELSEWHERE
+from ..recipe import Parallel, Recipe, parallel, rows_per_step, trainer_value
+from ..sharding.forecast import Forecast, forecast
+
+NOT_COUNTED = "activations, gathered weights, what the allocator wastes"
+MAPS = ("minimax", "sns", "muon")  # those whose cost spectral.num_flops knows
+WHEN = {"always": "", "passes": "passes only", "step": "step only"}
+
+
+def processes(recipe: Recipe, routes: Sequence[Route], num_ranks: int) -> dict[str, Any]:
+    """The plan's section "processes" as plain data. Bytes, and floating-point operations."""
+    shared = parallel(recipe.run.parallel)
+    found = _forecast(recipe, routes, shared, num_ranks)
+    flops = {"busiest_rank": found.flops_busiest, "all_ranks": found.flops_all} if found.flops_all else None
+    return {
+        "number": num_ranks,
+        "started": _started(shared, num_ranks),
+        "batch": rows_per_step(recipe, num_ranks)[1],
+        "matrices": found.num_matrices,
+        "travelling": found.num_travelling,
+        "max_over_mean_load": found.load and round(found.load, 4),
+        "map_flops": flops,
+        "bytes_sent": {"most": found.bytes_sent_most, "mean": round(found.bytes_sent_mean)},
+        "memory": [part._asdict() for part in found.memory],
+        "memory_total": {w: {t: found.total(w, t) for t in ("passes", "step")} for w in ("device", "cpu")},
+        "memory_not_counted": NOT_COUNTED,
+    }
+
+
+def steps_per_epoch(num_rows: int, per_device: int, accumulation: int, num_ranks: int) -> int:
+    """As transformers counts: the last, smaller batches of an epoch still make a step.
+
+    accelerate deals whole batches out to the ranks, and fills the last round up from the first rows.
+    """
+    batches = math.ceil(math.ceil(num_rows / per_device) / num_ranks)
+    return math.ceil(batches / accumulation)
+
+
+def show(found: dict[str, Any], console: Console) -> None:
+    """Print the section for a person."""
+    say = partial(console.print, markup=False, highlight=False)
+    several, matrices = found["number"] > 1, found["matrices"]
+    say(f"\nprocesses {found['started']}")
+    if several:
+        say(f"          batch of {found['batch']}")
+    if matrices:
+        travelling = {0: "none", matrices: "all"}.get(found["travelling"], found["travelling"])
+        say(f"          {matrices} matrices, each mapped once{f'; {travelling} of them travel' if several else ''}")
+    uneven = f"the busiest rank {found['max_over_mean_load']:.3f} times the mean" if several and matrices else ""
+    if flops := found["map_flops"]:
+        said = f"{_metric(flops['all_ranks'], 'FLOP')} of maps"
+        say(f"          {said}; {uneven}, {_metric(flops['busiest_rank'], 'FLOP')}" if uneven else f"          {said}")
+    elif uneven:
+        say(f"          {uneven}")
+    if found["travelling"]:
+        most, mean = (_metric(found["bytes_sent"][which], "B") for which in ("most", "mean"))
+        say(f"          sent for it per rank and step: {most}{f', {mean} in the mean' if mean != most else ''}")
+    for where in ("device", "cpu"):
+        if any(part["where"] == where for part in found["memory"]):
+            console.print(_table(found, where))
+    say(f"          not counted: {found['memory_not_counted']}")
+
+
+def _table(found: dict[str, Any], where: str) -> Table:
+    total = found["memory_total"][where]
+    unit, size = ("GB", 1e9) if total["step"] >= 1e9 else ("MB", 1e6)
+    title = "\nmemory per rank" + (", of the CPU" if where == "cpu" else "")
+    table = Table("what", unit, "of", "when", title=title, title_justify="left", box=None)
+    table.columns[1].justify = "right"
+    for part in found["memory"]:
+        if part["where"] == where:
+            table.add_row(part["name"], f"{part['num_bytes'] / size:.2f}", part["of"], WHEN[part["when"]])
+    if where == "device":
+        table.add_row("all in the passes", f"{total['passes'] / size:.2f}", "and activations")
+    table.add_row("all in the step", f"{total['step'] / size:.2f}")
+    return table
+
+
+def _forecast(recipe: Recipe, routes: Sequence[Route], shared: Parallel, num_ranks: int) -> Forecast:
+    optimizer, trainer = recipe.optimizer, recipe.trainer
+    matrices = {r.name: (r.shape[0], r.shape[1]) for r in routes if r.rule == "spectral"}
+    use = "cpu" if trainer.get("use_cpu") else "elsewhere"
+    batched = (
+        WORKSPACE_MB.get(use, WORKSPACE_MB_ELSEWHERE) if optimizer.workspace_mb is None else optimizer.workspace_mb
+    )
+    name: Any = optimizer.spectral_map or optimizer.name
+    bf16, fp16 = trainer_value(recipe, "bf16"), trainer.get("fp16")
+    half = "float16" if fp16 else "float32" if bf16 is False else "bfloat16"  # null: TRL takes bfloat16
+    return forecast(
+        matrices,
+        sum(math.prod(r.shape) for r in routes if r.rule != "spectral"),
+        shared,
+        num_ranks,
+        optimizer=optimizer.name,
+        spectral_map=name if name in MAPS else None,
+        ns_steps=optimizer.ns_steps or 0,
+        arithmetic=half,
+        reference=recipe.task == "dpo" and not trainer.get("precompute_ref_log_probs"),
+        workspace_mb=batched if optimizer.name == "soren" else 0,
+    )
+
+
+def _started(shared: Parallel, num_ranks: int) -> str:
+    kinds = {"ddp": "DDP", "zero": f"ZeRO {shared.stage}", "fsdp2": "FSDP2"}
+    kind = kinds[shared.kind] + (" with offload" if shared.offloads else "")
+    return "1" if num_ranks == 1 and shared.kind == "ddp" else f"{num_ranks:,} by {kind}, started by torchrun"
+
+
+def _metric(number: float, unit: str) -> str:
+    """In three digits or more: 6.11 GB, 307 TFLOP."""
+    scale, prefix = next(((10.0**e, p) for e, p in ((12, "T"), (9, "G"), (6, "M")) if number >= 10**e), (1e3, "k"))
+    return f"{number / scale:.{0 if number >= 100 * scale else 1 if number >= 10 * scale else 2}f} {prefix}{unit}"

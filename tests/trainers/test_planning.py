@@ -1,0 +1,137 @@
+"""The plan of several processes needs neither them, nor the model's weights, nor the machine that would train."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from soren_align import recipe, shipped
+
+MISTRAL_7B = {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": False,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def mistral(tmp_path_factory):
+    """Overrides of the quickstart: a config and a tokenizer, no weights; no GPU here, and no word about a CPU."""
+    folder = tmp_path_factory.mktemp("mistral-7b")
+    (folder / "config.json").write_text(json.dumps(MISTRAL_7B))
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).write_bytes((shipped.ROOT / "recipes/quickstart/base" / name).read_bytes())
+    model = [f"model.name_or_path={folder}", "model.init_seed=0"]
+    return [*model, "trainer.use_cpu=false", "trainer.bf16=true", "trainer.per_device_train_batch_size=2"]
+
+
+def plan(name, overrides, num_ranks):
+    from soren_align.trainers import plan as planning
+
+    found, counted = planning.plan(recipe.load(name, overrides), num_ranks=num_ranks)
+    said = io.StringIO()
+    planning.show(found, counted, Console(file=said, width=80))
+    return found, said.getvalue()
+
+
+def test_mistral_7b_on_eight_ranks_by_zero_3_is_planned_by_the_command(mistral, tmp_path):
+    overrides = [part for override in [*mistral, "run.parallel=zero3"] for part in ("--set", override)]
+    command = [
+        sys.executable,
+        "-m",
+        "soren_align.cli",
+        "plan",
+        "quickstart/sft",
+        "--processes",
+        "8",
+        "--json",
+        *overrides,
+    ]
+    before = os.times()
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
+    after = os.times()
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout)["processes"]
+    assert (found["number"], found["started"]) == (8, "8 by ZeRO 3, started by torchrun")
+    assert (found["matrices"], found["travelling"]) == (224, 224)
+    assert found["max_over_mean_load"] <= 1.01
+    assert found["bytes_sent"]["most"] == pytest.approx(6.1e9, rel=0.01)  # 2 x 7/8 of an eighth of 6.98e9, float32
+    assert found["map_flops"]["all_ranks"] == pytest.approx(307e12, rel=0.01)
+    sizes = {part["name"]: part["num_bytes"] / 7_241_732_096 * 8 for part in found["memory"]}
+    assert sizes["weights"] == pytest.approx(2, rel=1e-3)
+    assert sizes["float32 masters"] == sizes["gradients"] == pytest.approx(4, rel=1e-3)
+    assert list(tmp_path.iterdir()) == []
+    # 7 billion random weights would take minutes; a plan takes its imports and a few seconds
+    assert after.children_user - before.children_user < 60
+
+
+@pytest.mark.parametrize("mode", ["zero1", "zero2"])
+def test_under_zero_1_and_2_no_matrix_of_mistral_7b_straddles_eight_ranks(mistral, mode):
+    found, said = plan("quickstart/sft", [*mistral, f"run.parallel={mode}"], 8)
+    found = found["processes"]
+    assert (found["matrices"], found["travelling"]) == (224, 0)
+    assert found["max_over_mean_load"] <= 1.01
+    assert found["bytes_sent"] == {"most": 0, "mean": 0}
+    assert "none of them travel" in said
+    assert max(len(line) for line in said.splitlines()) <= 80
+    assert "needs trainer.use_cpu: true" in said  # on a machine without a GPU, as those of the tests are
+
+
+def test_an_offload_shows_both_memories(mistral):
+    found, said = plan("quickstart/sft", [*mistral, "run.parallel=zero3-offload"], 8)
+    of_the_cpu = {part["name"] for part in found["processes"]["memory"] if part["where"] == "cpu"}
+    assert {"weights", "float32 masters", "optimizer states"} <= of_the_cpu
+    assert "memory per rank, of the CPU" in said
+    assert max(len(line) for line in said.splitlines()) <= 80
+
+
+def test_steps_and_batch_are_those_of_the_processes():
+    small = ["trainer.per_device_train_batch_size=8", "trainer.max_steps=-1", "trainer.num_train_epochs=2"]
+    alone, _ = plan("quickstart/sft", small, 1)
+    found, said = plan("quickstart/sft", small, 3)
+    rows = found["data"]["kept"]
+    assert alone["steps"] == {"batch": 8, "per_epoch": rows // 8, "total": rows // 4, "epochs": 2.0}
+    assert found["steps"] == {"batch": 24, "per_epoch": rows // 24, "total": rows // 12, "epochs": 2.0}
+    assert "batch of 3 processes x 8 rows x accumulation 1" in said
+    assert alone["processes"]["started"] == "1"
+    fixed, _ = plan("quickstart/sft", [*small, "run.global_batch_size=48"], 3)
+    assert (fixed["steps"]["batch"], fixed["steps"]["per_epoch"]) == (48, rows // 48)
+
+
+@pytest.mark.parametrize("num_rows", [96, 97, 111, 113, 120])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_the_batches_of_an_epoch_are_counted_as_accelerate_deals_them(num_rows, num_ranks):
+    from accelerate.data_loader import BatchSamplerShard
+    from torch.utils.data import BatchSampler, SequentialSampler
+
+    from soren_align.trainers.processes import steps_per_epoch
+
+    batches = BatchSampler(SequentialSampler(range(num_rows)), 8, drop_last=False)
+    dealt = [len([*BatchSamplerShard(batches, num_ranks, rank)]) for rank in range(num_ranks)]
+    assert dealt == [steps_per_epoch(num_rows, 8, 1, num_ranks)] * num_ranks
+    assert steps_per_epoch(num_rows, 8, 4, num_ranks) == -(-dealt[0] // 4)
+
+
+def test_dpo_holds_a_reference_model_and_adamw_maps_nothing():
+    start = ["model.name_or_path=shipped:recipes/quickstart/base", "model.init_seed=0"]
+    found, _ = plan("quickstart/dpo", start, 2)
+    sizes = {part["name"]: part["num_bytes"] for part in found["processes"]["memory"]}
+    assert sizes["reference model"] == sizes["weights"] == 4 * found["model"]["parameters"]
+    found, said = plan("quickstart/sft", ["optimizer.name=adamw", "optimizer.adjust_lr_fn=null"], 2)
+    assert (found["processes"]["matrices"], found["processes"]["map_flops"]) == (0, None)
+    sizes = {part["name"]: part["num_bytes"] for part in found["processes"]["memory"]}
+    assert sizes["optimizer states"] == 2 * sizes["weights"]
+    assert "workspace of the map" not in sizes
+    assert "FLOP" not in said
