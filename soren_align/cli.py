@@ -176,8 +176,10 @@ def _task(path: Path) -> Any:
 
 def main() -> None:
     """Run the command line; a mistake that the user can mend ends with its message and exit code 2."""
+    # `deepspeed` hands this to every script; the environment says it too.
+    arguments = [a for a in sys.argv[1:] if not a.startswith("--local_rank=")]
     try:
-        app()
+        app(arguments)
     except ValueError as error:
         from .recipe import UserError
 

@@ -38,6 +38,7 @@ def train(recipe: Recipe, processes: int | None = None) -> None:
         raise UserError(f"--processes {processes}: a launcher has already started {here.num_ranks}; leave it out")
     num_ranks = here.num_ranks if here else processes or 1
     accumulation(recipe, num_ranks)  # refused before anything is touched
+    _refuse_another_kind(parallel(recipe.run.parallel).kind)
     if not here or here.rank == 0:
         prepare(folder, recipe, num_ranks)
     work = ["train", str(folder), "--timeout", str(trainer_value(recipe, "ddp_timeout"))]
@@ -161,6 +162,19 @@ def _refuse_another_number(folder: RunFolder, there: int, here: int) -> None:
             f"--processes {there}, free its last checkpoint from that number with `soren-align universal {folder}`, or "
             "replace it with --set run.overwrite=true"
         )
+
+
+def _refuse_another_kind(kind: str) -> None:
+    """UserError if `accelerate launch` was configured for something else than the recipe."""
+    for variable, theirs, named in (
+        ("ACCELERATE_USE_DEEPSPEED", "zero", "DeepSpeed"),
+        ("ACCELERATE_USE_FSDP", "fsdp2", "FSDP"),
+    ):
+        if os.environ.get(variable, "").lower() == "true" and kind != theirs:
+            raise UserError(
+                f"accelerate was configured for {named}, and run.parallel is {kind}: say it in run.parallel (zero1, "
+                "zero2, zero3, fsdp2 or a config's path), or configure accelerate for plain multi-GPU"
+            )
 
 
 def environment(recipe: Recipe | None, num_ranks: int = 1) -> dict[str, str]:

@@ -24,7 +24,7 @@ from typing import Any
 
 from . import __version__
 
-PACKAGES = ("torch", "transformers", "trl", "datasets", "accelerate", "peft", "lm-eval", "pydantic")
+PACKAGES = ("torch", "transformers", "trl", "datasets", "accelerate", "peft", "deepspeed", "lm-eval", "pydantic")
 SEAL = "soren_align.json"  # written last into a checkpoint, when it is complete
 CONTENTS = ("recipe.yaml", "run.json", "metrics.jsonl", "start", "checkpoints", "model", "eval", ".lock")
 

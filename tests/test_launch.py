@@ -186,3 +186,34 @@ def test_the_environment_keeps_what_the_user_set(make, monkeypatch):
     assert launch.environment(make()[0])["HF_HUB_OFFLINE"] == "1"
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert launch.environment(make()[0])["OMP_NUM_THREADS"] == "7"
+
+
+def test_another_number_of_processes_goes_on_only_from_a_checkpoint_for_any(make):
+    folder = begin(make(), checkpoint=True)
+    with pytest.raises(UserError, match=r"of 1 process, not 3.*soren-align universal"):
+        launch.prepare(folder, make()[0], 3)
+    folder.update(processes=None)
+    launch.prepare(folder, make()[0], 3)
+    assert folder.read()["processes"] == 3
+
+
+def test_what_has_no_checkpoint_cannot_be_freed_from_its_number(make):
+    folder = begin(make())
+    with pytest.raises(UserError, match="holds no unfinished run with a complete checkpoint"):
+        launch.universal(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("variable", "said"), [("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"), ("ACCELERATE_USE_FSDP", "FSDP")]
+)
+def test_accelerate_configured_for_something_else_is_refused(make, monkeypatch, variable, said):
+    monkeypatch.setenv(variable, "true")
+    with pytest.raises(UserError, match=f"accelerate was configured for {said}, and run.parallel is ddp"):
+        launch.train(make()[0])
+
+
+def test_one_process_of_zero_has_a_launcher_too(make, monkeypatch):
+    started = []
+    monkeypatch.setattr(launch.os, "execvpe", lambda program, arguments, env: started.append(arguments[3:]))
+    launch.train(make("run.parallel=zero2")[0])
+    assert started[0][:3] == ["ranks", "1", "train"]

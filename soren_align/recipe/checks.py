@@ -4,6 +4,7 @@ The checks look at the raw data, so that they find their mistakes in the same pa
 """
 
 import difflib
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,8 @@ def _parallel_problems(name_or_path: str, use_cpu: Any) -> list[str]:
         return list(error.problems)
     if found.kind == "fsdp2" and use_cpu:
         return ["accelerate shards on GPUs only and would train by DDP without a word; write ddp or a ZeRO stage"]
+    if found.kind == "zero" and importlib.util.find_spec("deepspeed") is None:
+        return ["needs DeepSpeed, which is not installed: pip install 'deepspeed>=0.19.8,<0.20'"]
     return []
 
 

@@ -41,7 +41,7 @@ _ZERO_UNSUPPORTED = {
     "zero_quantized_weights": "it was never tried",
     "zero_quantized_gradients": "it was never tried",
 }
-_OFF = (None, False, 0, 1, -1)
+_OFF = {"mics_shard_size": -1, "zero_hpz_partition_size": 1}
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def _deepspeed_problems(config: dict[str, Any]):
         yield f"zero_optimization.stage: found {found!r}; write 1, 2 or 3 (without ZeRO: run.parallel ddp)"
         return
     for key, reason in _ZERO_UNSUPPORTED.items():
-        if zero.get(key) not in _OFF:
+        if zero.get(key) and zero[key] != _OFF.get(key):
             yield f"zero_optimization.{key}: not supported: {reason}; take it out"
     for key in ("offload_optimizer", "offload_param"):
         offload = zero.get(key) or {}

@@ -1,9 +1,13 @@
 """Under ZeRO 1, 2 and 3 two ranks take the steps of one process, resume, and leave a plain model folder."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -135,3 +139,72 @@ def test_three_ranks_go_on_where_two_have_left(two_ranks, tmp_path):
         run = RunFolder(folder / f"freed-{mode}")
         assert (run.read()["processes"], run.read()["resumed_from_steps"]) == (3, [2])
         assert furthest(weights(alone.folder.path), weights(run.path)) <= 2e-6
+
+
+def start(folder):
+    """60 steps of 32 rows on two processes, a checkpoint every 5."""
+    sets = [
+        f"run.output_dir={folder.path}",
+        "run.parallel=zero2",
+        "trainer.max_steps=60",
+        "trainer.save_steps=5",
+        "trainer.logging_steps=1",
+    ]
+    sets += ["trainer.per_device_train_batch_size=16", "trainer.eval_strategy=no"]
+    command = [sys.executable, "-m", "soren_align.cli", "sft", "quickstart/sft", "--no-eval", "--processes", "2"]
+    command += [part for s in sets for part in ("--set", s)]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for(condition, process, seconds=120):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.02)
+
+
+def rank_process(rank, folder):
+    """The process id of one rank of the run in `folder`."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if str(folder).encode() not in (entry / "cmdline").read_bytes():
+                continue
+            if f"\0RANK={rank}\0".encode() in (entry / "environ").read_bytes():
+                return int(entry.name)
+        except OSError:  # it ended meanwhile
+            continue
+    raise AssertionError(f"no rank {rank}")
+
+
+def test_a_killed_rank_ends_the_job_and_the_same_command_goes_on(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    process = start(folder)
+    wait_for(folder.sealed, process)
+    os.kill(rank_process(1, folder), signal.SIGKILL)
+    began = time.monotonic()
+    said = process.stderr.read()
+    assert process.wait() == 1
+    assert time.monotonic() - began < 60
+    assert "rank 1 was killed by SIGKILL" in said
+    assert "Traceback" not in said
+    killed_at = len(folder.metrics.read_text().splitlines())
+
+    process = start(folder)
+    wait_for(lambda: len(folder.metrics.read_text().splitlines()) > killed_at + 5, process)
+    process.send_signal(signal.SIGTERM)
+    said = process.stderr.read()
+    assert process.wait() == 130, said
+    assert "resume    from step" in said
+    assert "the same command goes on" in said
+    assert folder.read()["last_error"] == "stopped by a signal"
+
+    process = start(folder)
+    said = process.stderr.read()
+    assert process.wait() == 0, said
+    assert "batch     32 rows per step: 2 processes x 16 rows x accumulation 1" in said
+    run = folder.read()
+    assert (run["status"], run["training"]["steps"], len(run["resumed_from_steps"])) == ("finished", 60, 2)
+    steps = [json.loads(line)["step"] for line in folder.metrics.read_text().splitlines() if '"loss"' in line]
+    assert steps == list(range(1, 61))
+    assert (folder.model / "model.safetensors").is_file()

@@ -1,0 +1,115 @@
+"""What run.parallel names is found, completed and, where it does not go together with Soren, refused with a reason."""
+
+import json
+
+import pytest
+
+from soren_align import recipe, shipped
+from soren_align.recipe import UserError, parallel
+from soren_align.recipe.parallel import NAMES
+
+SHIPPED = sorted((shipped.ROOT / "configs" / "deepspeed").glob("*.json"))
+
+
+def test_every_name_has_its_file_and_every_file_its_name():
+    assert {f.stem for f in SHIPPED} == {name for name in NAMES if name.startswith("zero")}
+    assert [parallel(name).stage for name in NAMES] == [0, 1, 2, 3, 2, 3, 0]
+    assert [name for name in NAMES if parallel(name).offloads] == ["zero2-offload", "zero3-offload"]
+    assert parallel("fsdp2").config["version"] == 2
+
+
+@pytest.mark.parametrize("file", SHIPPED, ids=lambda f: f.stem)
+def test_a_shipped_config_leaves_the_recipe_its_say(file):
+    config = json.loads(file.read_text())
+    assert "optimizer" not in config
+    assert "scheduler" not in config
+    assert config["zero_force_ds_cpu_optimizer"] is False
+    assert config["gradient_clipping"] == config["train_batch_size"] == config["bf16"]["enabled"] == "auto"
+    # stage 1 would keep all of a float32 gradient on each rank
+    assert (config.get("data_types") == {"grad_accum_dtype": "fp32"}) == (config["zero_optimization"]["stage"] > 1)
+
+
+def test_a_config_of_ones_own_is_completed(tmp_path):
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 3, "sub_group_size": 1000}}))
+    found = parallel(str(file))
+    assert found.config["zero_optimization"]["sub_group_size"] == 1000
+    assert found.config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] is True
+    assert found.config["zero_force_ds_cpu_optimizer"] is False
+    assert found.config["gradient_accumulation_steps"] == "auto"
+
+
+def zero(**settings):
+    return {"zero_optimization": {"stage": 2, **settings}}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({**zero(), "optimizer": {"type": "AdamW"}}, "optimizer: the recipe's optimizer section says what steps"),
+        ({**zero(), "scheduler": {"type": "WarmupLR"}}, "scheduler: trainer.lr_scheduler_type says it"),
+        (zero(round_robin_gradients=True), "round_robin_gradients: not supported: .* universal checkpoints"),
+        (zero(offload_optimizer={"device": "nvme"}), "offload_optimizer.device: nvme is not supported"),
+        (zero(offload_param={"device": "nvme"}), "offload_param.device: nvme is not supported"),
+        (zero(offload_optimizer={"device": "cpu", "ratio": 0.5}), "offload_optimizer.ratio: found 0.5; only a whole"),
+        (zero(offload_optimizer={"device": "cpu", "super_offload": True}), "super_offload: not supported"),
+        (zero(zenflow={"topk_ratio": 0.1}), "zenflow: not supported: it steps outside of the optimizer"),
+        (zero(mics_shard_size=2), "mics_shard_size: not supported"),
+        (zero(zero_hpz_partition_size=2), "zero_hpz_partition_size: not supported"),
+        (
+            {**zero(offload_optimizer={"device": "cpu"}), "zero_force_ds_cpu_optimizer": True},
+            "zero_force_ds_cpu_optimizer: DeepSpeed's CPU Adam would step",
+        ),
+        ({**zero(), "gradient_clipping": 0.5}, 'gradient_clipping: trainer.max_grad_norm says it; write "auto"'),
+        ({**zero(), "bf16": {"enabled": True}}, 'bf16.enabled: trainer.bf16 says it; write "auto"'),
+        ({**zero(), "tensor_parallel": {"autotp_size": 2}}, "tensor_parallel: only data is divided"),
+        ({"zero_optimization": {"stage": 0}}, "stage: found 0; write 1, 2 or 3"),
+        ({}, "stage: found None; write 1, 2 or 3"),
+    ],
+    ids=lambda value: None if isinstance(value, dict) else value.split(":")[0],
+)
+def test_what_does_not_go_together_with_soren_is_refused_before_torch_loads(tmp_path, config, message):
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(config))
+    with pytest.raises(UserError, match=f"--set run.parallel=.*mine.json: .*{message}"):
+        recipe.load("quickstart/sft", [f"run.parallel={file}"])
+
+
+def test_all_mistakes_of_a_config_are_told_at_once(tmp_path):
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps({**zero(round_robin_gradients=True, zenflow={"a": 1}), "optimizer": {"type": "Adam"}}))
+    with pytest.raises(UserError) as error:
+        parallel(str(file))
+    assert len(error.value.problems) == 3
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("zero4", "did you mean 'zero3'"),
+        ("ZeRO", "write ddp, zero1"),
+        ("missing.json", "no such file"),
+        ("fsdp2", "accelerate shards on GPUs only and would train by DDP without a word"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_what_there_is(value, message):
+    with pytest.raises(UserError, match=message):
+        recipe.load("quickstart/sft", [f"run.parallel={value}"])
+
+
+def test_files_that_are_no_configs_are_refused(tmp_path):
+    for name, text, message in (
+        ("a.json", "{", "cannot be read"),
+        ("b.json", "[]", "a config is a mapping"),
+        ("c.yaml", "distributed_type: MULTI_GPU", "distributed_type is 'MULTI_GPU'; only FSDP's"),
+        ("d.yaml", "{distributed_type: FSDP, fsdp_config: {fsdp_version: 1}}", "fsdp_version is 1; write 2"),
+    ):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(UserError, match=message):
+            parallel(str(tmp_path / name))
+
+
+def test_without_deepspeed_zero_is_refused_with_the_remedy(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="needs DeepSpeed, which is not installed: pip install"):
+        recipe.load("quickstart/sft", ["run.parallel=zero2"])
