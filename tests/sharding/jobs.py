@@ -182,7 +182,8 @@ def refused_deepspeed(group, stage, config, fault=None):
     return None
 
 
-def deepspeed_engine(group, stage, run, config):
+def deepspeed_engine(group, stage, run, config, make_optimizer=Run.optimizer):
+    """The toy's engine and its optimizer. make_optimizer may return None: then it is that of `config`."""
     os.environ.update(RANK=str(group.rank()), LOCAL_RANK=str(group.rank()), WORLD_SIZE=str(group.size()))
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29500")
     import deepspeed
@@ -192,7 +193,7 @@ def deepspeed_engine(group, stage, run, config):
     communication.build_shm_op = lambda: None  # compiled for minutes, and used by inference only
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns of every optimizer that is not its own
     model = run.model()
-    optimizer = run.optimizer(model)
+    optimizer = make_optimizer(run, model)
     zero_config = {"stage": stage, "overlap_comm": False}
     settings = {
         "train_micro_batch_size_per_gpu": 6 // group.size(),
@@ -203,5 +204,6 @@ def deepspeed_engine(group, stage, run, config):
         **config,
         "zero_optimization": {**zero_config, **config.get("zero_optimization", {})},
     }
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=parameters, config=settings)
     return engine, optimizer

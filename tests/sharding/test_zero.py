@@ -2,7 +2,9 @@
 
 import jobs
 import pytest
+import side_by_side
 import torch
+from configurations import reference
 from toy import Run
 
 
@@ -36,3 +38,12 @@ def test_bfloat16_models_have_the_losses_of_each_other_and_float32_momentum(rank
     assert torch.allclose(losses[3], losses[2], atol=1e-3, rtol=0)
     assert torch.allclose(losses[1], losses[2], atol=1e-3, rtol=0)
     assert {dtype for results in found.values() for r in results for dtype in r.momentum_dtypes} == {torch.float32}
+
+
+def test_deepspeeds_own_muon_clips_another_norm_than_the_gradients(ranks, tmp_path):
+    """Else docs/distributed.md compares us with something that is gone."""
+    (_, norms, _), *_ = ranks.run(side_by_side.train, 2, "DeepSpeed's", str(tmp_path))
+    true_norms = reference(side_by_side.RUN)[1]
+    assert min(norms) > 10 * max(true_norms)
+    (_, norms, _), *_ = ranks.run(side_by_side.train, 2, "ours", str(tmp_path))
+    assert norms == pytest.approx(true_norms, rel=1e-4)

@@ -49,13 +49,13 @@ class Toy(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(vocab, HIDDEN)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(HIDDEN, vocab, bias=False)
+        self.lm_head = nn.Linear(HIDDEN, vocab, bias=False)
 
     def forward(self, tokens):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
-        logits = self.head(x[:, :-1]).flatten(0, 1)
+        logits = self.lm_head(x[:, :-1]).flatten(0, 1)
         wide = torch.promote_types(logits.dtype, torch.float32)  # as models do: bfloat16's losses differ by 1/64
         return nn.functional.cross_entropy(logits.to(wide), tokens[:, 1:].flatten())
 
@@ -91,7 +91,7 @@ class Run:
             factors = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
             optimizer = Soren(factors, settings["lr"], adjust_lr_fn=settings["adjust_lr_fn"])
         else:
-            optimizer = build_optimizer(model, aux=("head.weight",), **settings)
+            optimizer = build_optimizer(model, aux=("lm_head.weight",), **settings)
         if self.float64_map:
             map_matrix = optimizer.map_matrix
             optimizer.map_matrix = lambda x, group: map_matrix(x.double(), group).to(x.dtype)
