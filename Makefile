@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN := runs/quickstart
 
-.PHONY: setup demo test check clean
+.PHONY: setup demo test parity check clean
 
 setup: .venv/installed
 
@@ -22,6 +22,10 @@ demo: setup
 
 test: setup
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+
+# How far 2 and 3 ranks are from one process, sharded in every way: the table of docs/distributed.md. Three minutes.
+parity: setup
+	OMP_NUM_THREADS=1 $(BIN)/python tests/sharding/parity.py
 
 check: setup
 	$(BIN)/ruff format --check .

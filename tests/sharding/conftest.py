@@ -3,7 +3,9 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # so that the ranks, too, find jobs.py and toy.py
+# So that the ranks, too, find jobs.py, and side_by_side.py.
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent.parent / "docs"))
 
 from ranks import Ranks
 

@@ -1,17 +1,19 @@
 """What the ranks run: the toy's ten steps, sharded in each way. Every job returns its rank's `Result`."""
 
+import importlib
+import logging
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from toy import NUM_STEPS, Run, batches
+from toy import NUM_STEPS, Run
 
 from soren_align.optim import Soren
-from soren_align.sharding import FlatShards, Replicas, RowBlocks, attach_zero, flat_partitions, parameter_slices
+from soren_align.sharding import Replicas, RowBlocks, attach_zero
 
 
 @dataclass
@@ -52,7 +54,7 @@ def part_of(tokens, group):
 def train(model, optimizer, group, run):
     """The steps of a model that averages its own gradients over the ranks."""
     for step in range(NUM_STEPS):
-        for tokens in batches(step):
+        for tokens in run.batches(step):
             (model(part_of(tokens, group)) / 2).backward()
         nn.utils.clip_grad_norm_(model.parameters(), run.clip)
         optimizer.step()
@@ -78,101 +80,6 @@ def fsdp2(group, run):
     optimizer.placement = RowBlocks(run.round_mb)
     train(model, optimizer, group, run)
     return result(optimizer, {name: p.full_tensor() for name, p in model.named_parameters()})
-
-
-def zero(group, stage, run):
-    """ZeRO as DeepSpeed does it, without DeepSpeed: flat shards in place of the parameters, stepped one at a time."""
-    model = run.model()
-    optimizer = run.optimizer(model)
-    shards = [s for g in optimizer.param_groups for s in shards_of(g, stage, group, run.num_sub_groups)]
-    for shard in shards:
-        shard.group["params"] = []
-    optimizer.placement = FlatShards({s.flat: s.layout for s in shards if s.layout}, round_mb=run.round_mb)
-    for step in range(NUM_STEPS):
-        averaged_gradients(model, step, group, run.clip)
-        for shard in shards:
-            shard.flat.grad = shard.gather([p.grad for p in shard.parameters])
-            step_alone(optimizer, shard, emptied=stage == 3)
-            shard.flat.grad = None
-            shard.write_back()
-        model.zero_grad()
-    for shard in shards:
-        shard.group["params"].append(shard.flat)
-    return result(optimizer, dict(model.named_parameters()))
-
-
-def step_alone(optimizer, shard, emptied):
-    """Stages 1 and 2 hide the other groups; stage 3 empties them."""
-    groups = optimizer.param_groups
-    shard.group["params"] = [shard.flat]
-    if not emptied:
-        optimizer.param_groups = [shard.group]
-    optimizer.step()
-    optimizer.param_groups, shard.group["params"] = groups, []
-
-
-def shards_of(group, stage, process_group, num_sub_groups):
-    params = group["params"]
-    size = -(-len(params) // num_sub_groups)
-    names = group["param_names"]
-    return [
-        Shard(group, names[i : i + size], params[i : i + size], stage, process_group)
-        for i in range(0, len(params), size)
-    ]
-
-
-class Shard:
-    """One flat tensor of the optimizer: this rank's part of some parameters."""
-
-    def __init__(self, group, names, parameters, stage, process_group):
-        self.group, self.parameters, self.stage = group, parameters, stage
-        self.rank, self.num_ranks = process_group.rank(), process_group.size()
-        self.flat = nn.Parameter(self.gather([p.detach() for p in parameters]))
-        self.layout = None
-        if group["rule"] == "spectral":
-            shapes = {name: tuple(p.shape) for name, p in zip(names, parameters, strict=True)}
-            self.layout = (
-                parameter_slices(shapes, self.num_ranks)
-                if stage == 3
-                else flat_partitions(shapes, self.num_ranks, partition_numel=self.flat.numel())
-            )
-
-    def gather(self, tensors):
-        """This rank's part, padded to an even length as DeepSpeed pads."""
-        if self.stage == 3:
-            return torch.cat([self.padded(t, self.num_ranks).chunk(self.num_ranks)[self.rank] for t in tensors])
-        return self.padded(torch.cat([t.flatten() for t in tensors]), 2 * self.num_ranks).chunk(self.num_ranks)[
-            self.rank
-        ]
-
-    def padded(self, tensor, multiple):
-        return nn.functional.pad(tensor.flatten(), (0, -tensor.numel() % multiple))
-
-    def write_back(self):
-        everywhere = [torch.empty_like(self.flat) for _ in range(self.num_ranks)]
-        dist.all_gather(everywhere, self.flat.detach())
-        place = 0
-        for parameter in self.parameters:
-            numel = parameter.numel()
-            if self.stage == 3:
-                length = -(-numel // self.num_ranks)
-                whole = torch.cat([flat[place : place + length] for flat in everywhere])
-                place += length
-            else:
-                whole = torch.cat(everywhere)[place : place + numel]
-                place += numel
-            parameter.data.copy_(whole[:numel].view(parameter.shape))
-
-
-def averaged_gradients(model, step, group, clip):
-    """Two micro-batches, averaged over the ranks, then clipped."""
-    for tokens in batches(step):
-        (model(part_of(tokens, group)) / 2).backward()
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= group.size()
-    nn.utils.clip_grad_norm_(model.parameters(), clip)
 
 
 def refused_step(group, fault):
@@ -236,16 +143,16 @@ def sharded_without_placement(group):
 
 
 def deepspeed(group, stage, run, config=None):
-    """The toy under DeepSpeed itself."""
+    """The toy under DeepSpeed; `config` adds to that of `deepspeed_engine`."""
     engine, optimizer = deepspeed_engine(group, stage, run, config or {})
     from deepspeed.utils import safe_get_full_fp32_param
 
     attach_zero(engine.optimizer, run.round_mb)
     losses = []
     for step in range(NUM_STEPS):
-        for tokens in batches(step):
+        for tokens in run.batches(step):
             loss = engine(part_of(tokens, group))
-            losses.append(float(loss))
+            losses.append(float(loss.detach()))
             engine.backward(loss)
             engine.step()
     weights = {
@@ -275,17 +182,18 @@ def refused_deepspeed(group, stage, config, fault=None):
     return None
 
 
-def deepspeed_engine(group, stage, run, config):
-    import os
-
-    os.environ.update(DS_ACCELERATOR="cpu", RANK=str(group.rank()), LOCAL_RANK=str(group.rank()))
-    os.environ.update(WORLD_SIZE=str(group.size()), MASTER_ADDR="localhost", MASTER_PORT="29500")
+def deepspeed_engine(group, stage, run, config, make_optimizer=Run.optimizer):
+    """The toy's engine and its optimizer. make_optimizer may return None: then it is that of `config`."""
+    os.environ.update(RANK=str(group.rank()), LOCAL_RANK=str(group.rank()), WORLD_SIZE=str(group.size()))
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29500")
     import deepspeed
-    import deepspeed.comm.torch
 
-    deepspeed.comm.torch.build_shm_op = lambda: None  # compiled for minutes, and used by inference only
+    # The attribute deepspeed.comm.torch is the package torch, hence not `import deepspeed.comm.torch`.
+    communication = importlib.import_module("deepspeed.comm.torch")
+    communication.build_shm_op = lambda: None  # compiled for minutes, and used by inference only
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns of every optimizer that is not its own
     model = run.model()
-    optimizer = run.optimizer(model)
+    optimizer = make_optimizer(run, model)
     zero_config = {"stage": stage, "overlap_comm": False}
     settings = {
         "train_micro_batch_size_per_gpu": 6 // group.size(),
@@ -296,5 +204,6 @@ def deepspeed_engine(group, stage, run, config):
         **config,
         "zero_optimization": {**zero_config, **config.get("zero_optimization", {})},
     }
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=parameters, config=settings)
     return engine, optimizer

@@ -4,11 +4,24 @@ A job is a function of a module that the ranks can import, called as job(group, 
 """
 
 import datetime
+import gc
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import traceback
+from unittest.mock import patch
 
 JOB_SECONDS = 240  # after which a job counts as hung
+# What the jobs import, 9 s of one core: once for all ranks. DeepSpeed looks for its optimizer Muon in initialize(), and
+# that imports a compiler.
+PRELOADED = [
+    *("torch", "torch._dynamo", "torch.distributed.fsdp", "deepspeed.runtime.zero.muon.muon_optimizer"),
+    *("soren_align.sharding", "soren_align.optim"),
+]
+ENVIRONMENT = {
+    **{"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "TORCH_COMPILE_DISABLE": "1"},
+    "PYTHONWARNINGS": "ignore::FutureWarning",  # torch about DeepSpeed, a line per rank and collective
+}
 
 
 class Ranks:
@@ -16,7 +29,9 @@ class Ranks:
 
     def __init__(self, num_ranks, folder):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "soren_align.sharding", "soren_align.optim"])
+        context.set_forkserver_preload(PRELOADED)
+        with patch.dict(os.environ, ENVIRONMENT):  # which the ranks inherit from the server
+            multiprocessing.forkserver.ensure_running()
         self.num_ranks = num_ranks
         pairs = [context.Pipe() for _ in range(num_ranks)]
         self.pipes = [here for here, _ in pairs]
@@ -51,10 +66,12 @@ class Ranks:
 
 def serve(rank, num_ranks, store, pipe):
     """The life of a rank."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ.update(ENVIRONMENT)  # should the server have been started by others
     import torch
     import torch.distributed as dist
 
+    gc.freeze()  # DeepSpeed collects garbage in initialize(): half a second with all that is imported
+    linear = torch.nn.functional.linear
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=datetime.timedelta(seconds=60)
@@ -65,3 +82,4 @@ def serve(rank, num_ranks, store, pipe):
             pipe.send((job(dist.group.WORLD, *arguments), None))
         except Exception:
             pipe.send((None, traceback.format_exc()))
+        torch.nn.functional.linear = linear  # ZeRO 3 puts its own in its place, for all models to come

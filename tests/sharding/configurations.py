@@ -1,0 +1,96 @@
+"""What is compared with one process, and how: the list that test_parity.py goes through and parity.py prints."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jobs
+from toy import Run, one_process
+
+ZERO = ("ZeRO 1", "ZeRO 2", "ZeRO 3")  # DeepSpeed's
+WAYS = ("DDP", "FSDP2", *ZERO)
+TOLERANCE = 2e-6  # float32, ten steps: sums over ranks in another order, magnified by the map's slope at zero
+WITHOUT_CLIP = 1e-4  # what a missing clip must exceed
+LARGEST_BYTES = 131 * 48 * 4  # of the toy's matrices
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """`run` on ranks, sharded in one of `ways`; `zero` is for DeepSpeed's zero_optimization."""
+
+    name: str
+    run: Run
+    ways: tuple[str, ...] = WAYS
+    zero: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self):
+        return self.name
+
+
+DEFAULT = Configuration("default map", Run())
+CONFIGURATIONS = (
+    DEFAULT,
+    Configuration("sns", Run({"spectral_map": "sns", "adjust_lr_fn": "match_rms_adamw", "lr": 1e-2})),
+    Configuration("Muon, map in float64", Run({"name": "muon"}, float64_map=True)),
+    Configuration("HTMuon, full rank", Run({"name": "htmuon"}, full_rank=True)),
+    Configuration("exact, full rank", Run({"spectral_map": "exact"}, full_rank=True)),
+    Configuration("frozen parameters", Run(frozen=("0.q", "1.up"))),
+    Configuration("LoRA", Run(clip=0.05, lora=True)),
+    Configuration("CPU offload", Run(), ZERO, {"offload_optimizer": {"device": "cpu"}}),
+    Configuration("several sub-groups", Run(), ("ZeRO 3",), {"sub_group_size": 10000}),
+)
+CONTROL = Configuration("clip off: must differ", Run(clip=1e9))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`difference`: the largest of any weight, on any rank. norms, num_maps: of one process."""
+
+    difference: float
+    results: list[jobs.Result]
+    norms: list[float]
+    num_maps: int
+
+    @property
+    def pieces(self):
+        """The numbers of each matrix's pieces; none of replicas."""
+        layouts = [plan.layout for plan in self.results[0].plans]
+        return [[f.numel for f in m.fragments] for layout in layouts if not layout.replicated for m in layout.matrices]
+
+    @property
+    def momentum_share(self):
+        """The momentum of the rank that has most, over an even share of all."""
+        num_weights = sum(m.numel for plan in self.results[0].plans for m in plan.layout.matrices)
+        return max(r.state_numel for r in self.results) * len(self.results) / num_weights
+
+
+_references = {}
+_comparisons = {}
+
+
+def reference(run):
+    """The weights of one process, its gradient norms, and how many matrices it mapped."""
+    key = repr((run.settings, run.frozen, run.clip, run.dtype, run.lora, run.full_rank, run.float64_map))
+    if key not in _references:
+        weights, norms, optimizer = one_process(run)
+        _references[key] = weights, norms, optimizer.num_maps
+    return _references[key]
+
+
+def farthest(weights, expected):
+    return max(float((weights[name] - expected[name]).abs().max()) for name in expected)
+
+
+def compare(ranks, way, configuration):
+    """`configuration` on `ranks`, compared with one process; CONTROL with one that clips."""
+    key = ranks.num_ranks, way, repr(configuration)
+    if key not in _comparisons:
+        expected, norms, num_maps = reference(Run() if configuration is CONTROL else configuration.run)
+        run = configuration.run
+        if way in ZERO:
+            config = {"zero_optimization": configuration.zero}
+            results = ranks.run(jobs.deepspeed, ZERO.index(way) + 1, run, config)
+        else:
+            results = ranks.run({"DDP": jobs.ddp, "FSDP2": jobs.fsdp2}[way], run)
+        difference = max(farthest(result.weights, expected) for result in results)
+        _comparisons[key] = Comparison(difference, results, norms, num_maps)
+    return _comparisons[key]
