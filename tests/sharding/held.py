@@ -5,7 +5,6 @@ import warnings
 
 import torch
 from jobs import deepspeed_engine, part_of
-from toy import batches
 
 from soren_align.sharding import attach_zero
 
@@ -24,7 +23,7 @@ def under_deepspeed(group, stage, run, config):
     for step in range(2):
         if step == 1:
             optimizer.register_step_pre_hook(look)
-        for tokens in batches(step):
+        for tokens in run.batches(step):
             engine.backward(engine(part_of(tokens, group)))
             engine.step()
     return seen[0]

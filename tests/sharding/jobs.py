@@ -1,7 +1,5 @@
 """What the ranks run: the toy's ten steps, sharded in each way. Every job returns its rank's `Result`."""
 
-import importlib
-import logging
 import os
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from toy import NUM_STEPS, Run
 
 from soren_align.optim import Soren
-from soren_align.sharding import Replicas, RowBlocks, attach_zero
+from soren_align.sharding import Replicas, RowBlocks, attach_zero, start_deepspeed
 
 
 @dataclass
@@ -186,12 +184,9 @@ def deepspeed_engine(group, stage, run, config, make_optimizer=Run.optimizer):
     """The toy's engine and its optimizer. make_optimizer may return None: then it is that of `config`."""
     os.environ.update(RANK=str(group.rank()), LOCAL_RANK=str(group.rank()), WORLD_SIZE=str(group.size()))
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29500")
+    start_deepspeed(on_cpu=True)
     import deepspeed
 
-    # The attribute deepspeed.comm.torch is the package torch, hence not `import deepspeed.comm.torch`.
-    communication = importlib.import_module("deepspeed.comm.torch")
-    communication.build_shm_op = lambda: None  # compiled for minutes, and used by inference only
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns of every optimizer that is not its own
     model = run.model()
     optimizer = make_optimizer(run, model)
     zero_config = {"stage": stage, "overlap_comm": False}

@@ -2,6 +2,7 @@
 
 import time
 
+import held as observed
 import jobs
 import pytest
 import torch
@@ -143,9 +144,6 @@ OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
     ids=str,
 )
 def test_deepspeed_holds_what_was_forecast(ranks, stage, dtype, config, settings):
-    pytest.importorskip("deepspeed", reason="needs DeepSpeed, which soren-align does not require")
-    import held as observed
-
     run = Run(dtype=dtype)
     settings = {"stage": stage, "reduce_bucket_size": 7000, "overlap_comm": False, **settings}
     config = {**config, "zero_optimization": settings}
@@ -171,7 +169,8 @@ def of_the_toy(run):
 @pytest.mark.parametrize("mode", [Parallel("fsdp2"), zero(2), zero(3)], ids=["fsdp2", "zero2", "zero3"])
 def test_the_ranks_send_and_buffer_what_was_forecast(ranks, mode):
     run = Run()
-    results = ranks.run(jobs.fsdp2, run) if mode.kind == "fsdp2" else ranks.run(jobs.zero, mode.stage, run)
+    job = (jobs.fsdp2, run) if mode.kind == "fsdp2" else (jobs.deepspeed, mode.stage, run)
+    results = ranks.run(*job)
     matrices, _ = of_the_toy(run)
     found = forecast(matrices, 0, mode, ranks.num_ranks, arithmetic="float32", round_mb=run.round_mb)
     sent = [result.bytes_sent / NUM_STEPS for result in results]
@@ -182,11 +181,12 @@ def test_the_ranks_send_and_buffer_what_was_forecast(ranks, mode):
 
 
 def test_sub_groups_of_zero_3_are_forecast_one_by_one(ranks):
-    run = Run(num_sub_groups=2)  # of seven matrices each
+    run = Run()
     matrices, _ = of_the_toy(run)
-    first = sum(-(-m * n // ranks.num_ranks) for m, n in [*matrices.values()][:7])
+    first = sum(-(-m * n // ranks.num_ranks) for m, n in [*matrices.values()][:7])  # two of seven matrices each
     found = forecast(matrices, 0, zero(3, sub_group_size=first), ranks.num_ranks, round_mb=run.round_mb)
-    results = ranks.run(jobs.zero, 3, run)
+    results = ranks.run(jobs.deepspeed, 3, run, {"zero_optimization": {"sub_group_size": first}})
+    assert [len(plan.layout.matrices) for plan in results[0].plans] == [7, 7]
     assert max(result.bytes_sent / NUM_STEPS for result in results) == found.bytes_sent_most
     assert max(result.peak_bytes for result in results) == held(found, when="step")["matrices that travel"]
     assert held(found, when="step")["gradients that step"] == 4 * first
