@@ -121,6 +121,7 @@ class GroupStep:
                 if self._optimizer.map_observer is not None:
                     self._optimizer.map_observer(output)
                 store(index, output)
+            del outputs, output  # before the next are loaded and mapped
 
     def take_(self, pieces: Sequence[Piece], device: torch.device | None = None) -> None:
         """Map matrices that lie whole in `pieces`, on `device` (None: where each is), and take their steps."""

@@ -192,6 +192,7 @@ def test_a_local_file_touches_no_network_and_prints_nothing(write, monkeypatch, 
     def no_network(*address):
         raise AssertionError(f"connects to {address}")
 
+    datasets.enable_progress_bars()
     monkeypatch.setattr(socket.socket, "connect", no_network)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     load_split(split(write("rows.jsonl", [pair_row()])), "dpo")

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from meter import Meter
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -163,6 +164,27 @@ def deepspeed(group, stage, run, config=None):
     found = result(optimizer, weights)
     found.losses = losses
     return found
+
+
+def measured_exchange(group, stage, run):
+    """The most bytes that the exchange of a step held beside the optimizer's tensors, and what it says that it held.
+
+    The map is left out: it returns its input.
+    """
+    engine, optimizer = deepspeed_engine(group, stage, run, {})
+    attach_zero(engine.optimizer, run.round_mb)
+    optimizer.map_matrix, optimizer.workspace_mb = lambda x, group: x, 0
+    meter, step_ = Meter(), optimizer.placement.step_
+
+    def metered(*arguments):
+        with meter:
+            step_(*arguments)
+
+    optimizer.placement.step_ = metered
+    for tokens in run.batches(0):
+        engine.backward(engine(part_of(tokens, group)))
+        engine.step()
+    return meter.peak, max(exchange.peak_bytes for exchange in optimizer.placement.exchanges.values())
 
 
 def refused_deepspeed(group, stage, config, fault=None):

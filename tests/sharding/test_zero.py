@@ -25,6 +25,16 @@ def test_what_cannot_be_placed_is_refused_on_every_rank(ranks, stage, config, fa
             assert ("none of them here" in answer) == (rank != 1)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("round_mb", [0.001, 0.05, 512])
+def test_the_exchange_takes_no_more_memory_than_it_says(ranks, stage, round_mb):
+    for measured, said in ranks.run(jobs.measured_exchange, stage, Run(round_mb=round_mb)):
+        largest = 131 * 48 * 4
+        assert said <= 3 * max(round_mb * 2**20, largest)
+        # Beside the rounds' buffers: a matrix, put together to be mapped, and the average of a piece on its way there.
+        assert said <= measured <= said + 2 * largest
+
+
 def test_bfloat16_models_have_the_losses_of_each_other_and_float32_momentum(ranks):
     config = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
     # stage 1 with these is DeepSpeed's BF16_Optimizer, which steps all groups in one call

@@ -1,10 +1,11 @@
-"""What test_ddp.py and test_zero.py look at, done by ranks under torchrun: much in one start, since imports dominate.
+"""What test_ddp.py and test_zero_runs.py look at, done by ranks under torchrun: much in one start, since imports dominate.
 
     torchrun --standalone --nproc-per-node N on_ranks.py JOB FOLDER
 
 A job is a function below, under its name. Each rank writes what it returned into FOLDER/<job><rank>.json.
 """
 
+import gc
 import json
 import math
 import signal
@@ -65,6 +66,8 @@ RUNS = (
     ("sns", "sft", ("optimizer.spectral_map=sns",)),
     ("muon", "sft", ("optimizer.name=muon",)),
     ("dpo", "dpo", ()),
+    ("dpo-sns", "dpo", ("optimizer.spectral_map=sns",)),
+    ("dpo-muon", "dpo", ("optimizer.name=muon",)),
 )
 
 
@@ -82,7 +85,7 @@ def ddp(make):
 
 
 def zero(make):
-    """All that test_zero.py asks of two ranks."""
+    """All that test_zero_runs.py asks of two ranks."""
     more = {
         "zero1": (),
         "zero2": (("unclipped", "sft", ("trainer.max_grad_norm=0",)), ("precomputed", "dpo", PRECOMPUTED)),
@@ -212,6 +215,7 @@ def stopped(make):
 def main(job, folder):
     torch.set_num_threads(1)
     _hush()
+    gc.freeze()  # DeepSpeed collects garbage for each engine, and what was imported is none
     ranks = join(60)
 
     def make(name, task, *overrides):
