@@ -171,11 +171,13 @@ class Watch(TrainerCallback):
         return found
 
     def refuse_drift(self, step: int) -> None:
-        """UserError if the ranks average other gradients than each other, for which each must have all momentum.
+        """UserError if the ranks of DDP average other gradients than each other; each has all the momentum to tell by.
 
         DDP averages gradients only where the loss is computed through its wrapper. Where something goes around it, the
         ranks step with gradients of their own. 1e-6: GPUs of two kinds may sum differently.
         """
+        if self.ranks.num_ranks == 1:
+            return
         momentum = sum(float(kept["exp_avg"].double().square().sum()) for kept in self.optimizer.state.values())
         least, most = self.ranks.least_and_most(math.sqrt(momentum))
         if not math.isclose(least, most, rel_tol=1e-6):

@@ -30,7 +30,7 @@ PARITY = (
     "trainer.max_steps=10",
     "trainer.warmup_steps=0",
     "trainer.lr_scheduler_type=constant",
-    "trainer.save_steps=5",
+    "trainer.save_strategy=no",
 )
 GLOBAL = ("run.global_batch_size=32", "data.train.limit=320", "data.eval=null")
 FOR_TWO_OR_THREE = ("run.global_batch_size=24", "data.train.limit=240", "data.eval=null")
