@@ -1,4 +1,4 @@
-"""What test_ddp.py and test_zero_runs.py look at, done by ranks under torchrun: much in one start, since imports dominate.
+"""What test_ddp.py and test_zero_runs.py look at, done by ranks under torchrun: much in one start, imports dominate.
 
     torchrun --standalone --nproc-per-node N on_ranks.py JOB FOLDER
 
