@@ -45,7 +45,8 @@ def trl_config(recipe: Recipe, output_dir: Path, ranks: Ranks) -> SFTConfig | DP
             start_deepspeed(on_cpu)
         ours["deepspeed"] = shared.config
     elif shared.kind == "fsdp2":
-        ours |= {"fsdp": True, "fsdp_config": dict(shared.config)}
+        # transformers has another name for accelerate's fsdp_offload_params
+        ours |= {"fsdp": True, "fsdp_config": {**shared.config, "cpu_offload": shared.config.get("offload_params")}}
     # transformers would have DDP look through the graph for parameters without a gradient at every step, and FSDP2 keep
     # whole gradients until the last of the batches that a step accumulates: no longer 1/N of them.
     defaults: dict[str, Any] = {"ddp_find_unused_parameters": False}

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from unittest import mock
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ from parity import furthest, one_process, one_process_logs, ranks_do
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from soren_align.recipe import UserError
+from soren_align import shipped
+from soren_align.recipe import UserError, checks, parallel
 from soren_align.report import RunFolder
-from soren_align.trainers import checkpoints
+from soren_align.sharding.ranks import Ranks
+from soren_align.trainers import build, checkpoints
 
 SOREN, DPO = RUNS[0][:2], RUNS[3][:2]
 
@@ -122,3 +125,24 @@ def test_no_rank_keeps_the_whole_model_or_whole_gradients(two_ranks):
 def test_where_accelerate_trains_by_ddp_instead_the_run_is_refused(two_ranks):
     for rank in two_ranks[1]:
         assert rank["unsharded"] == "run.parallel asks for fsdp2, but accelerate has set up ddp"
+
+
+def test_a_config_says_nothing_that_nobody_reads(tmp_path):
+    config = tmp_path / "mine.yaml"
+    ours = (shipped.ROOT / "configs/accelerate/fsdp2.yaml").read_text()
+    config.write_text(ours.replace("'no' ", "bf16 ") + "  fsdp_forward_prefetch: true\n")
+    with pytest.raises(UserError) as refused:
+        parallel(str(config))
+    assert refused.value.problems == (
+        "mine.yaml: fsdp_forward_prefetch: nobody reads it under FSDP2; take it out",
+        "mine.yaml: mixed_precision: found 'bf16'; trainer.bf16 says it, write 'no'",
+    )
+
+
+def test_accelerates_offload_reaches_transformers_by_its_other_name(tmp_path, tiny_run):
+    config = tmp_path / "mine.yaml"
+    config.write_text((shipped.ROOT / "configs/accelerate/fsdp2.yaml").read_text() + "  fsdp_offload_params: true\n")
+    with mock.patch.object(checks, "_parallel_problems", return_value=[]):
+        run = tiny_run("sft", f"run.parallel={config}")
+    arguments = build.trl_config(run.recipe, tmp_path, Ranks(launched=True))
+    assert arguments.fsdp_plugin_args["cpu_offload"] is True
