@@ -64,7 +64,7 @@ def universal(run: str) -> None:
         raise UserError(f"{folder}: another process is running this run")
     recipe = load_resolved(folder.recipe)
     if parallel(recipe.run.parallel).kind == "fsdp2":
-        raise UserError(f"{folder}: is a run by FSDP2, of which this was never tried; go on with as many processes")
+        raise UserError(f"{folder}: is a run by FSDP2, of which this is not tested; go on with as many processes")
     _become(["universal", run], recipe)
 
 

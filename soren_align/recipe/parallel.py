@@ -43,6 +43,19 @@ _ZERO_UNSUPPORTED = {
 }
 _OFF = {"mics_shard_size": -1, "zero_hpz_partition_size": 1}
 
+# What transformers reads of accelerate's `fsdp_config` for FSDP2; it drops all else without a word.
+_FSDP_READ = (
+    "version",
+    "auto_wrap_policy",
+    "transformer_layer_cls_to_wrap",
+    "min_num_params",
+    "reshard_after_forward",
+    "offload_params",
+    "activation_checkpointing",
+    "cpu_ram_efficient_loading",
+    "state_dict_type",
+)
+
 
 @dataclass(frozen=True)
 class Parallel:
@@ -84,8 +97,9 @@ def parallel(name_or_path: str) -> Parallel:
             f"{path.name}: distributed_type is {found!r}; only FSDP's configs are read, with an fsdp_config"
         )
     fsdp = {key.removeprefix("fsdp_"): value for key, value in fsdp.items()}
-    if fsdp.get("version") != 2:
-        raise UserError(f"{path.name}: fsdp_version is {fsdp.get('version')!r}; write 2")
+    wrong = list(_fsdp_problems(config, fsdp))
+    if wrong:
+        raise UserError(*(f"{path.name}: {problem}" for problem in wrong))
     return Parallel("fsdp2", fsdp)
 
 
@@ -143,6 +157,17 @@ def _deepspeed_problems(config: dict[str, Any]):
         "zero_force_ds_cpu_optimizer"
     ):
         yield "zero_force_ds_cpu_optimizer: DeepSpeed's CPU Adam would step in place of the recipe's; write false"
+
+
+def _fsdp_problems(config: dict[str, Any], fsdp: dict[str, Any]):
+    if fsdp.get("version") != 2:
+        yield f"fsdp_version is {fsdp.get('version')!r}; write 2"
+        return
+    for key in fsdp:
+        if key not in _FSDP_READ:
+            yield f"fsdp_{key}: nobody reads it under FSDP2; take it out"
+    if config.get("mixed_precision") not in (None, False, "no"):
+        yield f"mixed_precision: found {config['mixed_precision']!r}; trainer.bf16 says it, write 'no'"
 
 
 def _completed(config: dict[str, Any]) -> dict[str, Any]:

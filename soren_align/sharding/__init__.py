@@ -2,7 +2,7 @@
 
 from ..optim.spectral_step import local
 from .attach import FlatShards, Replicas, RowBlocks
-from .engine import full_weights, is_universal, settle, start_deepspeed, to_universal
+from .engine import full_weights, is_universal, settle, start_deepspeed, sum_in_float32, to_universal
 from .geometry import Fragment, Layout, Matrix, flat_partitions, parameter_slices, replicas, row_blocks
 from .ownership import assign_owners, loads, numbers_sent
 from .place import Placed, chain_of, place
@@ -35,5 +35,6 @@ __all__ = [
     "row_blocks",
     "settle",
     "start_deepspeed",
+    "sum_in_float32",
     "to_universal",
 ]

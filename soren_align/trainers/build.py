@@ -45,9 +45,14 @@ def trl_config(recipe: Recipe, output_dir: Path, ranks: Ranks) -> SFTConfig | DP
             start_deepspeed(on_cpu)
         ours["deepspeed"] = shared.config
     elif shared.kind == "fsdp2":
-        ours |= {"fsdp": True, "fsdp_config": dict(shared.config)}
-    # transformers would have DDP look through the graph for parameters without a gradient at every step.
-    settings = {"ddp_find_unused_parameters": False, **recipe.trainer, **ours}
+        # transformers has another name for accelerate's fsdp_offload_params
+        ours |= {"fsdp": True, "fsdp_config": {**shared.config, "cpu_offload": shared.config.get("offload_params")}}
+    # transformers would have DDP look through the graph for parameters without a gradient at every step, and FSDP2 keep
+    # whole gradients until the last of the batches that a step accumulates: no longer 1/N of them.
+    defaults: dict[str, Any] = {"ddp_find_unused_parameters": False}
+    if shared.kind == "fsdp2":
+        defaults["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    settings = {**defaults, **recipe.trainer, **ours}
     if not (on_cpu or torch.accelerator.is_available()):
         raise UserError(
             "trainer.use_cpu: this machine has no GPU; write `use_cpu: true` and `bf16: false` under trainer"

@@ -14,7 +14,7 @@ from trl import DPOTrainer, SFTTrainer
 
 from ..optim import build_optimizer
 from ..recipe import UserError
-from ..sharding import full_weights, place
+from ..sharding import full_weights, place, sum_in_float32
 from ..sharding.ranks import present
 from . import checkpoints
 from .watch import Watch
@@ -46,9 +46,19 @@ class SorenTrainerMixin(Trainer):
         trained: Any = self.model
         self.reference = build_optimizer(trained, **optimizer_settings)
         self.watch = Watch(self.reference, present(), metrics)
-        if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
+        if self.is_fsdp_enabled:
+            # FSDP2 puts others in the place of the parameters; kept here, every rank would hold the whole model.
+            for group in self.reference.param_groups:
+                group["params"] = [torch.empty_like(p, device="meta") for p in group["params"]]
+        elif not self.is_deepspeed_enabled:
             self.watch.remember_whole()
         self.add_callback(self.watch)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """TRL's; under FSDP2 only the weights of a pass are bfloat16, as under DDP and ZeRO."""
+        super().create_accelerator_and_postprocess()
+        if self.is_fsdp_enabled:
+            sum_in_float32(self.accelerator.state.fsdp_plugin)
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         """The recipe's optimizer over every trainable parameter."""
@@ -93,11 +103,12 @@ class SorenTrainerMixin(Trainer):
         super().log(logs, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """TRL's; under ZeRO the float32 weights that are stepped, not the bfloat16 ones that DeepSpeed computes with.
+        """TRL's; of a model in parts the float32 weights that are stepped, whole.
 
-        For checkpoints (_internal_call) those will do: what is resumed from lies beside them.
+        transformers would write the bfloat16 weights that DeepSpeed computes with, and under FSDP2 nothing. For
+        checkpoints (_internal_call) that will do: what is resumed from lies beside it.
         """
-        if self.is_deepspeed_enabled and not _internal_call:
+        if (self.is_deepspeed_enabled or self.is_fsdp_enabled) and not _internal_call:
             trained: Any = self.model
             self._save(output_dir, state_dict=full_weights(trained))
         else:

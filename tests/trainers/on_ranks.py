@@ -1,4 +1,4 @@
-"""What test_ddp.py and test_zero_runs.py look at, done by ranks under torchrun: much in one start, imports dominate.
+"""What test_ddp.py, test_zero_runs.py and test_fsdp2.py look at, done by ranks under torchrun: much in one start.
 
     torchrun --standalone --nproc-per-node N on_ranks.py JOB FOLDER
 
@@ -10,15 +10,22 @@ import json
 import math
 import signal
 import sys
+import weakref
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
 from conftest import TinyRun
 from safetensors.torch import save_file
 from trl import SFTTrainer
 
 from soren_align.optim import soren
-from soren_align.recipe import UserError
+from soren_align.recipe import UserError, checks
+from soren_align.sharding import local
 from soren_align.sharding.ranks import join
 from soren_align.spectral import newton_schulz
 from soren_align.trainers.trainers import SorenTrainerMixin
@@ -37,6 +44,8 @@ FOR_TWO_OR_THREE = ("run.global_batch_size=24", "data.train.limit=240", "data.ev
 FOR_TWO_OR_THREE += ("trainer.per_device_train_batch_size=4",)
 PRECOMPUTED = ("trainer.precompute_ref_log_probs=true",)
 RECOMPUTED = ("trainer.gradient_checkpointing=true",)
+EVALUATED = ("data.eval.path=shipped:recipes/quickstart/data/chat_test.jsonl", "data.eval.limit=8")
+EVALUATED += ("trainer.eval_strategy=steps", "trainer.eval_steps=10", "trainer.save_strategy=no")  # saving undoes it
 
 
 def without_bfloat16():
@@ -105,6 +114,40 @@ def zero(make):
     }
 
 
+def fsdp2(make):
+    """All that test_fsdp2.py asks of two ranks."""
+    with mock.patch.object(checks, "_parallel_problems", return_value=[]):  # they refuse fsdp2 without GPUs
+        alone = refusal(make("unsharded", "sft", "run.parallel=fsdp2", *GLOBAL), SFTTrainer.compute_loss)
+        with fsdp2_on_cpus():
+            return {
+                "unsharded": alone,
+                "maps": same_steps(make, "fsdp2", RUNS[0], RUNS[3], ("recomputed", "sft", RECOMPUTED)),
+                "bfloat16": losses_in_bfloat16(make, "fsdp2", *EVALUATED),
+                "resumed": resumed(make, "fsdp2"),
+                "poisoned": poisoned(make, "fsdp2"),
+                "kept_whole": kept_whole(make),
+            }
+
+
+@contextmanager
+def fsdp2_on_cpus():
+    """Let accelerate take its way into FSDP on CPUs with gloo, which it takes for GPUs and other accelerators only.
+
+    Replaced is nothing but the answer MULTI_CPU, by MULTI_GPU, while AcceleratorState asks in which of its branches an
+    `fsdp_plugin` counts (accelerate/state.py). What it finds there is FSDP; the device is the CPU before and after.
+    """
+    original = AcceleratorState.__init__
+
+    def init(self, *args, fsdp_plugin=None, **kwargs):
+        found = PartialState._shared_state
+        if fsdp_plugin is not None and found["distributed_type"] == DistributedType.MULTI_CPU:
+            found["distributed_type"] = DistributedType.MULTI_GPU
+        original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+
+    with mock.patch.object(AcceleratorState, "__init__", init):
+        yield
+
+
 def freed(make):
     """Three ranks go on where two have left."""
     for mode in ("zero2", "zero3"):
@@ -124,7 +167,7 @@ def same_steps(make, mode, *runs):
             "all": ranks.sums([optimizer.num_maps])[0],
             "per_step": trainer.watch.record["maps_per_step"],
             "accumulation": trainer.args.gradient_accumulation_steps,
-            "momentum": sum(state["exp_avg"].numel() for state in optimizer.state.values()),
+            "momentum": sum(local(state["exp_avg"]).numel() for state in optimizer.state.values()),
             "logged": trainer.state.log_history[-2],
         }
         if mode == "ddp":
@@ -136,9 +179,20 @@ def same_steps(make, mode, *runs):
     return maps
 
 
-def losses_in_bfloat16(make, mode):
-    """What ten steps log, with DeepSpeed's bfloat16 weights and float32 masters."""
-    run = make(f"bfloat16-{mode}", "sft", *PARITY, *GLOBAL, "trainer.bf16=true", f"run.parallel={mode}")
+def kept_whole(make):
+    """After a step: how many of the parameters that were loaded are still there, and how often a rank summed alone."""
+    run = make("kept", "sft", *PARITY, *GLOBAL, "run.parallel=fsdp2", "trainer.max_steps=1", "trainer.save_strategy=no")
+    trainer = run.trainer()
+    loaded = [weakref.ref(parameter) for parameter in trainer.model.parameters()]
+    with mock.patch.object(Accelerator, "no_sync", wraps=trainer.accelerator.no_sync) as unsynchronised:
+        trainer.train()
+    gc.collect()
+    return [sum(parameter() is not None for parameter in loaded), unsynchronised.call_count]
+
+
+def losses_in_bfloat16(make, mode, *overrides):
+    """What ten steps log, with bfloat16 weights in the passes and float32 masters."""
+    run = make(f"bfloat16-{mode}", "sft", *PARITY, *GLOBAL, "trainer.bf16=true", *overrides, f"run.parallel={mode}")
     trainer = run.trainer()
     trainer.train()
     trainer.save_model(str(run.folder.model))
@@ -222,7 +276,7 @@ def main(job, folder):
         return TinyRun(folder / name, task, *overrides, ranks=ranks)
 
     make.ranks = ranks
-    seen = {"ddp": ddp, "zero": zero, "freed": freed}[job](make)
+    seen = {"ddp": ddp, "zero": zero, "freed": freed, "fsdp2": fsdp2}[job](make)
     (folder / f"{job}{ranks.rank}.json").write_text(json.dumps(seen))
     ranks.leave()
 

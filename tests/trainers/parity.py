@@ -28,9 +28,18 @@ def furthest(a, b):
     return max(float((a[k] - b[k]).abs().max()) for k in a.keys() | b.keys())
 
 
-@functools.cache
 def one_process(name, task, *overrides):
     """The weights after the ten steps."""
+    return _ten_steps(name, task, *overrides)[0]
+
+
+def one_process_logs(name, task, *overrides):
+    """The last step's log."""
+    return _ten_steps(name, task, *overrides)[1]
+
+
+@functools.cache
+def _ten_steps(name, task, *overrides):
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(soren, "newton_schulz", soren.newton_schulz):
         without_bfloat16()
         trainer = TinyRun(Path(folder) / name, task, *PARITY, *GLOBAL, *overrides).trainer()
@@ -38,4 +47,4 @@ def one_process(name, task, *overrides):
     assert trainer.args.gradient_accumulation_steps == 4
     norms = [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log]
     assert task == "dpo" or min(norms) > 1, "the clip must bind"
-    return {k: v.detach() for k, v in trainer.model.named_parameters()}
+    return {k: v.detach() for k, v in trainer.model.named_parameters()}, trainer.state.log_history[-2]
