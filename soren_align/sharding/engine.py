@@ -34,8 +34,8 @@ def start_deepspeed(on_cpu: bool) -> None:
         # It would compile, for three minutes and without a word, an extension that only inference uses. The attribute
         # deepspeed.comm.torch is the package torch, hence the long way.
         importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # pyright: ignore
-    backend_name = deepspeed.get_accelerator().communication_backend_name()
-    deepspeed.init_distributed(backend_name, auto_mpi_discovery=False, verbose=False)
+    accelerator: Any = deepspeed.get_accelerator()
+    deepspeed.init_distributed(accelerator.communication_backend_name(), auto_mpi_discovery=False, verbose=False)
 
 
 def with_second_moments(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
