@@ -63,6 +63,11 @@ def universal(run: str) -> None:
     if folder.is_busy():
         raise UserError(f"{folder}: another process is running this run")
     recipe = load_resolved(folder.recipe)
+    if recipe.run.global_batch_size is None:
+        raise UserError(
+            f"{folder}: has no run.global_batch_size, so that another number of processes would take another number of "
+            "rows per step, and be another run"
+        )
     if parallel(recipe.run.parallel).kind == "fsdp2":
         raise UserError(f"{folder}: is a run by FSDP2, of which this is not tested; go on with as many processes")
     _become(["universal", run], recipe)

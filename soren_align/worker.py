@@ -28,6 +28,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.status import Status
@@ -37,19 +38,24 @@ from .recipe import UserError, load_resolved, load_text
 from .report import RunFolder, now, write
 
 console = Console(stderr=True)
+STOPPED = "stopped by a signal"
 
 
 def train(path: str, timeout_seconds: float) -> int:
     """Train the run folder's recipe, then evaluate; whatever is already done is not done again."""
     folder = RunFolder(path)
-    with console.status("Loading torch, transformers and TRL"):
+    with _busy("Loading torch, transformers and TRL"):
         from .sharding.ranks import join
         from .trainers import run as training
 
         _hush()
-    ranks = join(timeout_seconds)
+    number = os.environ.get("WORLD_SIZE", "1")
+    with _busy(f"Waiting for all {number} processes") if number != "1" else nullcontext():
+        ranks = join(timeout_seconds)
     recipe = load_resolved(folder.recipe)  # after joining: the first rank may just have written it
     with _alone_in(folder) if ranks.is_first else nullcontext():
+        if ranks.is_first:
+            folder.update(last_error=None)
         if ranks.of_first((folder.read() or {}).get("status")) != "trained":
             with console.status("Checking data and evaluation") as status, ranks.first_goes_first():
                 ready = training.get_ready(recipe, folder, _counting(status), ranks)
@@ -59,15 +65,15 @@ def train(path: str, timeout_seconds: float) -> int:
                     preflight(load_suite(recipe.eval.suite))
             if not training.train(ready, folder, console, ranks):
                 if ranks.is_first:
-                    folder.update(last_error="stopped by a signal")
+                    folder.update(last_error=STOPPED)
                 return 130
         ranks.leave()
-        if not ranks.launched:
+        if ranks.is_first and not (ranks.launched and recipe.eval):
             if recipe.eval:
                 _evaluate([str(folder)], recipe.eval.suite, None, None, recipe.eval.batch_size)
             folder.update(status="finished", finished=now(), last_error=None)
             console.print(f"done      {folder}", highlight=False)
-    if ranks.launched and ranks.is_first:
+    if ranks.launched and ranks.is_first and recipe.eval:
         # The rest is for one process, and libraries remember that they were several: a fresh one takes this place.
         os.execvpe(
             sys.executable, [sys.executable, "-m", "soren_align.worker", "train", path], without_ranks(os.environ)
@@ -81,6 +87,12 @@ def start_ranks(num_ranks: int, arguments: list[str]) -> int:
         from .sharding import launcher
     os.environ[launcher.OURS] = "1"
     code, said = launcher.start(num_ranks, arguments)
+    if arguments[0] == "train" and said:
+        folder = RunFolder(arguments[1])
+        if code == 130 and (folder.read() or {}).get("last_error") == STOPPED:
+            said = None  # the first rank has told the user
+        else:
+            folder.update(last_error=said)
     if said:
         console.print(said, markup=False, highlight=False, soft_wrap=True)
     return code
@@ -94,7 +106,10 @@ def universal(path: str) -> int:
 
         _hush()
         checkpoint = for_any_number(folder.checkpoints)
-        folder.update(processes=None)
+        run = folder.read() or {}
+        if run.get("processes"):
+            before = [*run.get("processes_before", []), run["processes"]]
+            folder.update(processes=None, processes_before=before)
     console.print(f"done      {checkpoint} can be resumed from by any number of processes", highlight=False)
     return 0
 
@@ -167,6 +182,13 @@ def _evaluate(targets: list[str], suite: str, output: str | None, summary: str |
         write(Path(summary), json.dumps(measuring.summary(results), indent=2) + "\n")
 
 
+def _busy(doing: str) -> Any:
+    """A spinner; a line where there is no terminal to turn one, as in a cluster's logs."""
+    if not console.is_terminal:
+        console.print(doing, highlight=False)
+    return console.status(doing)
+
+
 def _counting(status: Status) -> Callable[[int], None]:
     """Show how many rows are counted: a large dataset takes minutes."""
     done = 0
@@ -231,10 +253,20 @@ def main(arguments: list[str] | None = None) -> int:
         _complain(error, "stopped" if given.verb == "bench" else "stopped; the same command goes on where it can", rank)
         return 130
     except Exception as error:
+        if rank_was_lost(error):
+            lost = str(error).splitlines()[0].split("] ", 1)[-1].split(". ")[0]
+            said = f"lost another process ({lost}); its own output says why. The same command goes on"
+            _complain(error, said, rank)
+            return 1
         if not {"WORLD_SIZE", "TORCHELASTIC_ERROR_FILE"} & os.environ.keys():
             raise  # alone: Python's own words will do
         _complain(error, traceback.format_exc(), rank)
         return 1
+
+
+def rank_was_lost(error: Exception) -> bool:
+    """Whether a collective failed because a process at its other end is gone."""
+    return isinstance(error, RuntimeError) and ("gloo/transport" in str(error) or "NCCL" in str(error))
 
 
 def _complain(error: BaseException, said: str, rank: int) -> None:

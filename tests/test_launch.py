@@ -197,6 +197,14 @@ def test_another_number_of_processes_goes_on_only_from_a_checkpoint_for_any(make
     assert folder.read()["processes"] == 3
 
 
+def test_a_run_whose_batch_depends_on_its_number_keeps_it(make):
+    folder = begin(make(), checkpoint=True)
+    with pytest.raises(
+        UserError, match=r"has no run.global_batch_size, so that another number of processes would take"
+    ):
+        launch.universal(str(folder))
+
+
 def test_what_has_no_checkpoint_cannot_be_freed_from_its_number(make):
     folder = begin(make())
     with pytest.raises(UserError, match="holds no unfinished run with a complete checkpoint"):

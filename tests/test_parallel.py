@@ -87,9 +87,10 @@ def test_all_mistakes_of_a_config_are_told_at_once(tmp_path):
     ("value", "message"),
     [
         ("zero4", "did you mean 'zero3'"),
-        ("ZeRO", "write ddp, zero1"),
+        ("ZERO3", "did you mean 'zero3'"),
+        ("megatron", "write ddp, zero1"),
         ("missing.json", "no such file"),
-        ("fsdp2", "accelerate shards on GPUs only and would train by DDP without a word"),
+        ("fsdp2", "under trainer.use_cpu would train by DDP without a word"),
     ],
 )
 def test_an_unknown_name_is_refused_with_what_there_is(value, message):
@@ -113,3 +114,11 @@ def test_without_deepspeed_zero_is_refused_with_the_remedy(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="needs DeepSpeed, which is not installed: pip install"):
         recipe.load("quickstart/sft", ["run.parallel=zero2"])
+
+
+def test_a_lost_process_is_told_from_other_errors():
+    from soren_align.worker import rank_was_lost
+
+    assert rank_was_lost(RuntimeError("[/x/gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"))
+    assert not rank_was_lost(RuntimeError("shape mismatch"))
+    assert not rank_was_lost(ValueError("NCCL"))

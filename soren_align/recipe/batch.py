@@ -34,7 +34,8 @@ def accumulation(recipe: Recipe, num_ranks: int) -> int:
 def rows_per_step(recipe: Recipe, num_ranks: int) -> tuple[int, str]:
     """Rows per optimizer step, and how they come about: (64, "2 processes x 16 rows x accumulation 2")."""
     steps, per_device = accumulation(recipe, num_ranks), trainer_value(recipe, "per_device_train_batch_size")
-    return num_ranks * per_device * steps, f"{num_ranks} processes x {per_device} rows x accumulation {steps}"
+    processes = "1 process" if num_ranks == 1 else f"{num_ranks} processes"
+    return num_ranks * per_device * steps, f"{processes} x {per_device} rows x accumulation {steps}"
 
 
 def trainer_value(recipe: Recipe, key: str) -> Any:

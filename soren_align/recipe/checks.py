@@ -75,7 +75,10 @@ def _parallel_problems(name_or_path: str, use_cpu: Any) -> list[str]:
     except UserError as error:
         return list(error.problems)
     if found.kind == "fsdp2" and use_cpu:
-        return ["accelerate shards on GPUs only and would train by DDP without a word; write ddp or a ZeRO stage"]
+        return [
+            "accelerate shards on GPUs only, and under trainer.use_cpu would train by DDP without a word; write ddp or "
+            "a ZeRO stage, or take use_cpu out"
+        ]
     if found.kind == "zero" and importlib.util.find_spec("deepspeed") is None:
         return ["needs DeepSpeed, which is not installed: pip install 'deepspeed>=0.19.8,<0.20'"]
     return []

@@ -109,9 +109,9 @@ def _find(name_or_path: str) -> Path:
         return shipped.ROOT / "configs" / folder / f"{name_or_path}.{suffix}"
     path = shipped.resolve(name_or_path)
     if path.suffix not in (".json", ".yaml", ".yml") or not path.is_file():
-        close = difflib.get_close_matches(name_or_path, NAMES, n=1, cutoff=0.6)
+        close = difflib.get_close_matches(name_or_path.lower(), NAMES, n=1, cutoff=0.6)
         hint = f"did you mean '{close[0]}'?" if close else f"write {', '.join(NAMES)}, or a file's path (.json, .yaml)"
-        raise UserError(f"found {name_or_path!r}, which is no such file; {hint}")
+        raise UserError(f"found {name_or_path!r}, no word for it and no such file; {hint}")
     return path
 
 

@@ -18,7 +18,9 @@ OURS = "SOREN_ALIGN_LAUNCHER"
 
 def start(num_ranks: int, arguments: list[str]) -> tuple[int, str | None]:
     """The exit code of `num_ranks` workers with these arguments, and what to tell the user if it is not 0."""
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # the same in other words
+    for name in [*logging.root.manager.loggerDict]:
+        if name.startswith("torch.distributed"):  # each has a level of its own; they say the same in other words
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     command = ["--standalone", f"--nproc-per-node={num_ranks}", "-m", "soren_align.worker", *arguments]
     try:
         torchrun.run(torchrun.parse_args(command))

@@ -27,6 +27,7 @@ def processes(recipe: Recipe, routes: Sequence[Route], num_ranks: int) -> dict[s
         "number": num_ranks,
         "started": _started(shared, num_ranks),
         "batch": rows_per_step(recipe, num_ranks)[1],
+        "batch_is_fixed": recipe.run.global_batch_size is not None,
         "matrices": found.num_matrices,
         "travelling": found.num_travelling,
         "max_over_mean_load": found.load and round(found.load, 4),
@@ -54,6 +55,8 @@ def show(found: dict[str, Any], console: Console) -> None:
     say(f"\nprocesses {found['started']}")
     if several:
         say(f"          batch of {found['batch']}")
+        if not found["batch_is_fixed"]:
+            say("          more rows per step than one process takes, unless run.global_batch_size is set")
     if matrices:
         travelling = {0: "none", matrices: "all"}.get(found["travelling"], found["travelling"])
         say(f"          {matrices} matrices, each mapped once{f'; {travelling} of them travel' if several else ''}")

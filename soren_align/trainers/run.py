@@ -153,6 +153,9 @@ def _record_before(folder: RunFolder, ready: Ready, trainer: Any) -> None:
             | {"layout": split.layout, "kept": counted.num_kept, "dropped": split.dropped | counted.dropped},
             "eval": ready.splits["eval"].source if ready.splits["eval"] else None,
         },
+        parallel=recipe.run.parallel,
+        rows_per_step=rows_per_step(recipe, trainer.watch.ranks.num_ranks)[0],
+        accumulation=trainer.args.gradient_accumulation_steps,
         seeds={"trainer": trainer.args.seed, "init": recipe.model.init_seed},
         device=str(trainer.args.device),
         parameters={
@@ -172,10 +175,9 @@ def _say_before(console: Console, ready: Ready, trainer: Any, ranks: Ranks) -> N
     dropped = f", {_reasons(reasons)}" if reasons else ""
     console.print(f"data      {counted.num_kept} of {split.num_rows} rows, {split.layout}{dropped}", highlight=False)
     console.print(f"start     {ready.start}", highlight=False)
-    if ranks.num_ranks > 1:
+    if ranks.launched:
         rows, product = rows_per_step(ready.recipe, ranks.num_ranks)
         console.print(f"batch     {rows} rows per step: {product}", highlight=False)
-    if ready.recipe.run.parallel != "ddp":
         console.print(f"parallel  {ready.recipe.run.parallel}", highlight=False)
     optimizer = ready.recipe.optimizer
     tensors = [len(g["params"]) for g in trainer.reference.param_groups]

@@ -95,6 +95,8 @@ class SorenTrainerMixin(Trainer):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """TRL's, with our measurements beside the loss; collective, as TRL's is."""
+        if self.is_deepspeed_enabled:
+            logs.pop("total_flos", None)  # transformers counts parameters for it, which ZeRO 3 has emptied
         if "loss" in logs:
             tokens: Any = torch.as_tensor(int(self.watch.tokens), device=self.args.device)
             logs.update(self.watch.measures(int(self.accelerator.reduce(tokens, "sum"))))  # pyright: ignore
