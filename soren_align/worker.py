@@ -110,7 +110,8 @@ def universal(path: str) -> int:
         if run.get("processes"):
             before = [*run.get("processes_before", []), run["processes"]]
             folder.update(processes=None, processes_before=before)
-    console.print(f"done      {checkpoint} can be resumed from by any number of processes", highlight=False)
+    said = f"done      {checkpoint} can be resumed from by any number of processes"
+    console.print(said, highlight=False, soft_wrap=True)
     return 0
 
 

@@ -131,7 +131,7 @@ def test_three_ranks_go_on_where_two_have_left(two_ranks, tmp_path):
         command = [sys.executable, "-m", "soren_align.cli", "universal", folder / f"freed-{mode}"]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        assert "checkpoint-2 can be resumed from by any number of processes" in " ".join(done.stderr.split())
+        assert "checkpoint-2 can be resumed from by any number of processes" in done.stderr
     ranks_do("freed", 3, folder)
     alone = TinyRun(tmp_path / "alone", "sft", *FOR_TWO_OR_THREE)
     alone.train()
