@@ -186,7 +186,8 @@ def _evaluate(targets: list[str], suite: str, output: str | None, summary: str |
 def _busy(doing: str) -> Any:
     """A spinner; a line where there is no terminal to turn one, as in a cluster's logs."""
     if not console.is_terminal:
-        console.print(doing, highlight=False)
+        word, rest = doing.split(" ", 1)
+        console.print(f"{word.lower():<9} {rest}", highlight=False)
     return console.status(doing)
 
 
