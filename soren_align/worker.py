@@ -2,12 +2,8 @@
 
     python -m soren_align.worker ranks N train RUN_FOLDER [--timeout SECONDS]
     python -m soren_align.worker train RUN_FOLDER [--timeout SECONDS]
-<<<<<<< HEAD
     python -m soren_align.worker universal RUN_FOLDER
-    python -m soren_align.worker plan [--json] < RECIPE
-=======
     python -m soren_align.worker plan [--processes N] [--json] < RECIPE
->>>>>>> planning
     python -m soren_align.worker eval MODEL_OR_RUN... [--suite S] [--output DIR] [--summary FILE]
     python -m soren_align.worker bench maps|step --shapes S [--device D] [--tokens N] [--json] [--output PAGE]
 
