@@ -98,10 +98,11 @@ def universal(path: str) -> int:
     """Free a run's last checkpoint from the number of processes that wrote it."""
     folder = RunFolder(path)
     with console.status("Rewriting the last checkpoint"), _alone_in(folder):
-        from .trainers.checkpoints import for_any_number
+        from .trainers.checkpoints import for_any_number, step_of
 
         _hush()
-        checkpoint = for_any_number(folder.checkpoints)
+        checkpoint = max(folder.sealed(), key=step_of)
+        for_any_number(checkpoint)
         run = folder.read() or {}
         if run.get("processes"):
             before = [*run.get("processes_before", []), run["processes"]]

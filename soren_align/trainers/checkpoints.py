@@ -69,19 +69,12 @@ def check(checkpoint: Path, origin: dict[str, Any]) -> None:
         )
 
 
-def for_any_number(folder: Path) -> Path:
-    """Let the newest complete checkpoint under `folder` be resumed from by any number of processes; which it is.
-
-    UserError if there is none. Later checkpoints are bound to a number again.
-    """
-    sealed = sorted((f.parent for f in folder.glob(f"checkpoint-*/{SEAL}")), key=step_of)
-    if not sealed:
-        raise UserError(f"{folder}: holds no complete checkpoint")
-    origin = json.loads((sealed[-1] / SEAL).read_text(encoding="utf-8"))["origin"]
-    if (sealed[-1] / "latest").is_file():  # DeepSpeed's; those of DDP are whole already
-        to_universal(sealed[-1])
-    seal(sealed[-1], origin | {"processes": None})
-    return sealed[-1]
+def for_any_number(checkpoint: Path) -> None:
+    """Let a complete checkpoint be resumed from by any number of processes. Later ones are bound to a number again."""
+    origin = json.loads((checkpoint / SEAL).read_text(encoding="utf-8"))["origin"]
+    if (checkpoint / "latest").is_file():  # DeepSpeed's; those of DDP are whole already
+        to_universal(checkpoint)
+    seal(checkpoint, origin | {"processes": None})
 
 
 def step_of(checkpoint: Path) -> int:

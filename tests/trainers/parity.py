@@ -10,6 +10,7 @@ from unittest import mock
 
 from conftest import TinyRun
 from on_ranks import GLOBAL, PARITY, without_bfloat16
+from safetensors.torch import load_file
 
 from soren_align.optim import soren
 
@@ -22,6 +23,18 @@ def ranks_do(job, num_ranks, folder):
     done = subprocess.run([*torchrun, HERE / "on_ranks.py", job, folder], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads((folder / f"{job}{rank}.json").read_text()) for rank in range(num_ranks)]
+
+
+def weights(folder):
+    """What the run in `folder` ended with."""
+    return load_file(folder / "model" / "model.safetensors")
+
+
+def logged(run):
+    """What every log of a resumed run repeats exactly."""
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    exact = ("step", "loss", "learning_rate", "update_rms", "relative_change", "grad_norm", "num_guarded")
+    return [{k: line[k] for k in exact} for line in lines if "loss" in line]
 
 
 def furthest(a, b):

@@ -8,8 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from on_ranks import RUNS
-from parity import furthest, one_process, one_process_logs, ranks_do
-from safetensors.torch import load_file
+from parity import furthest, logged, one_process, one_process_logs, ranks_do, weights
 from transformers import AutoModelForCausalLM
 
 from soren_align import shipped
@@ -26,16 +25,6 @@ def two_ranks(tmp_path_factory):
     """The folder in which two ranks have done `fsdp2` of on_ranks.py, and what each of them saw."""
     folder = tmp_path_factory.mktemp("fsdp2")
     return folder, ranks_do("fsdp2", 2, folder)
-
-
-def weights(folder):
-    return load_file(folder / "model" / "model.safetensors")
-
-
-def logged(run):
-    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
-    exact = ("step", "loss", "learning_rate", "update_rms", "relative_change", "grad_norm", "num_guarded")
-    return [{k: line[k] for k in exact} for line in lines if "loss" in line]
 
 
 @pytest.mark.parametrize(("name", "like"), [("soren", SOREN), ("dpo", DPO), ("recomputed", SOREN)])

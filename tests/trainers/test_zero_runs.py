@@ -13,8 +13,7 @@ import pytest
 import torch
 from conftest import TinyRun
 from on_ranks import FOR_TWO_OR_THREE, RUNS
-from parity import furthest, one_process, ranks_do
-from safetensors.torch import load_file
+from parity import furthest, logged, one_process, ranks_do, weights
 from transformers import AutoModelForCausalLM
 
 from soren_align.report import RunFolder
@@ -27,16 +26,6 @@ def two_ranks(tmp_path_factory):
     """The folder in which two ranks have done `zero` of on_ranks.py, and what each of them saw."""
     folder = tmp_path_factory.mktemp("zero")
     return folder, ranks_do("zero", 2, folder)
-
-
-def weights(folder):
-    return load_file(folder / "model" / "model.safetensors")
-
-
-def logged(run):
-    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
-    exact = ("step", "loss", "learning_rate", "update_rms", "relative_change", "grad_norm")
-    return [{k: line.get(k) for k in exact} for line in lines if "loss" in line]
 
 
 @pytest.mark.parametrize("mode", STAGES)
