@@ -19,7 +19,7 @@ Row = dict[str, Any]
 
 def arc(rng: random.Random) -> Row:
     """Mostly four choices A to D; now and then 1 to 4, or three or five."""
-    count = rng.choice((3, 4, 4, 4, 4, 4, 4, 5))
+    count = rng.choice((3, 4, 4, 4, 5))
     choices = _labels(_choices(rng, count), rng.choice(("ABCDE", "ABCDE", "12345")))
     question = f"If {_clause(rng)} while {rng.choice(REASONS)}, which of these would change first?"
     return {

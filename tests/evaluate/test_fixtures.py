@@ -1,0 +1,161 @@
+"""lm-eval's shipped tasks read the invented data sets, and lm-eval alone scores a tiny model on them."""
+
+import filecmp
+import json
+import math
+
+import datasets
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from .fixtures import NUM_TRAIN, subjects, texts, write_datasets
+from .plain import DATASETS, LEADERBOARD, ZERO_SHOT, plain
+from .tiny import make_reader, nudge
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return write_datasets(tmp_path_factory.mktemp("fixtures") / "data")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_reader(tmp_path_factory.mktemp("readers") / "reader")
+
+
+@pytest.fixture(scope="module")
+def leaderboard(model, root):
+    return plain(model, LEADERBOARD, root, gen_kwargs={"max_gen_toks": 32})
+
+
+@pytest.fixture(scope="module")
+def zero_shot(model, root):
+    return plain(model, ZERO_SHOT, root)
+
+
+def rows(root, task, config, split):
+    cache = str(root.with_name("rows"))
+    return datasets.load_dataset(str(root / DATASETS[task]), config, split=split, cache_dir=cache).to_list()
+
+
+def test_equal_arguments_write_equal_files_and_another_seed_other_rows(root, tmp_path):
+    again, other = write_datasets(tmp_path / "again"), write_datasets(tmp_path / "other", seed=1)
+    names = [str(file.relative_to(root)) for file in root.rglob("*") if file.is_file()]
+    assert filecmp.cmpfiles(root, again, names, shallow=False) == (names, [], [])
+    assert not set(texts(root)) & set(texts(other))
+
+
+def test_no_two_rows_are_equal(root):
+    found = list(texts(root))
+    assert len(found) == len(set(found)) > 800
+
+
+def test_mmlu_has_57_subjects_of_uneven_size_with_class_labels(root):
+    assert len(subjects()) == 57
+    data = datasets.load_dataset(str(root / DATASETS["mmlu"]), "anatomy", cache_dir=str(root.with_name("rows")))
+    assert {split: len(data[split]) for split in data} == {"test": 4, "validation": 2, "dev": 5}
+    assert data["test"].features["answer"].names == [*"ABCD"]
+    assert set(data["test"]["subject"]) == {"anatomy"}
+
+
+def test_the_oddities_of_the_real_ones_are_there(root):
+    arc = rows(root, "arc_challenge", "ARC-Challenge", "train")
+    assert len(arc) == NUM_TRAIN
+    assert {len(row["choices"]["text"]) for row in arc} == {3, 4, 5}
+    assert {row["choices"]["label"][0] for row in arc} == {"A", "1"}
+    truths = rows(root, "truthfulqa_mc2", "multiple_choice", "validation")
+    assert len({tuple(row["mc2_targets"]["labels"]) for row in truths}) > 1
+    assert [row["label"] for row in rows(root, "hellaswag", None, "test")] == [""]
+    assert [row["answer"] for row in rows(root, "winogrande", "winogrande_xl", "test")] == [""]
+    assert [row["label"] for row in rows(root, "piqa", None, "test")] == [-1]
+
+
+def test_datasets_confuses_two_roots_in_one_cache(tmp_path):
+    """Why plain.load gives each root a cache of its own. When this fails, datasets has been repaired."""
+    first, second = (write_datasets(tmp_path / name, seed=seed) for seed, name in enumerate("ab"))
+    name, cache = DATASETS["winogrande"], tmp_path / "cache"
+    shared = [
+        datasets.load_dataset(str(root / name), "winogrande_xl", split="validation", cache_dir=str(cache)).to_list()
+        for root in (first, second)
+    ]
+    assert shared[0] == shared[1]
+    apart = rows(second, "winogrande", "winogrande_xl", "validation")
+    assert apart != shared[1]
+    written = (second / name / "winogrande_xl" / "validation.jsonl").read_text().splitlines()
+    assert apart == [json.loads(line) for line in written]
+
+
+def test_the_leaderboard_is_62_tasks_with_finite_scores(leaderboard):
+    asked = leaderboard["samples"]
+    assert len(asked) == 62
+    assert set(LEADERBOARD) - {"mmlu"} < set(asked)
+    assert {leaderboard["n-shot"][task] for task in asked if task.startswith("mmlu_")} == {5}
+    assert {leaderboard["n-shot"][task] for task in asked} == {0, 5, 10, 25}
+    check_scores(leaderboard)
+
+
+def test_the_zero_shot_suite_is_6_tasks_with_finite_scores(zero_shot):
+    assert set(zero_shot["samples"]) == set(ZERO_SHOT)
+    assert {zero_shot["n-shot"][task] for task in ZERO_SHOT} == {0}
+    check_scores(zero_shot)
+
+
+def check_scores(found):
+    for task, asked in found["samples"].items():
+        numbers = {key: value for key, value in found["results"][task].items() if "," in key}
+        assert numbers
+        assert all(math.isfinite(value) for value in numbers.values()), task
+        assert len({sample["prompt_hash"] for sample in asked}) == len({sample["doc_id"] for sample in asked})
+        for sample in asked:
+            assert all(math.isfinite(r[0]) for r in sample["filtered_resps"] if isinstance(r, tuple | list))
+
+
+def test_mmlus_two_averages_differ(leaderboard):
+    scores = {
+        task: r["acc,none"]
+        for task, r in leaderboard["results"].items()
+        if task in leaderboard["samples"] and task.startswith("mmlu_")
+    }
+    sizes = {task: len(leaderboard["samples"][task]) for task in scores}
+    micro = sum(scores[task] * sizes[task] for task in scores) / sum(sizes.values())
+    assert len(scores) == 57
+    assert leaderboard["results"]["mmlu"]["acc,none"] == pytest.approx(micro)
+    assert abs(micro - sum(scores.values()) / 57) > 1e-3
+
+
+def test_gsm8k_has_both_of_its_filters(leaderboard):
+    assert {sample["filter"] for sample in leaderboard["samples"]["gsm8k"]} == {"strict-match", "flexible-extract"}
+    assert {"exact_match,strict-match", "exact_match,flexible-extract"} < set(leaderboard["results"]["gsm8k"])
+
+
+def test_the_reader_reads_any_text_and_25_shots_fit(model, leaderboard):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    text = "Ω → 40 °C\n\tnaïve 🙂  ####<<3*4=12>>"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    prompt = leaderboard["samples"]["arc_challenge"][0]["arguments"][0][0]
+    assert 500 < len(tokenizer(prompt)["input_ids"]) < 2048
+
+
+def test_a_seed_is_a_model_and_a_nudge_its_neighbour(model, tmp_path):
+    def weights(folder):
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+
+    again, other = make_reader(tmp_path / "again"), make_reader(tmp_path / "other", seed=1)
+    near, near_again = (nudge(model, tmp_path / name, scale=0.01) for name in ("near", "near_again"))
+    assert filecmp.cmpfiles(model, again, ["model.safetensors", "tokenizer.json"], shallow=False)[1:] == ([], [])
+    assert filecmp.cmp(near / "model.safetensors", near_again / "model.safetensors", shallow=False)
+    first = weights(model)
+    for folder, least, most in ((near, 0.005, 0.02), (other, 0.5, 2)):
+        name = "model.embed_tokens.weight"
+        moved = weights(folder)[name] - first[name]
+        assert least < moved.norm() / first[name].norm() < most
+
+
+def test_a_chat_template_is_there_where_asked_for(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(make_reader(tmp_path / "chat", chat_template=True))
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert AutoTokenizer.from_pretrained(make_reader(tmp_path / "base")).chat_template is None
