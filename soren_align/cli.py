@@ -65,15 +65,53 @@ def _train(task: str, recipe: str, overrides: list[str] | None, no_eval: bool, p
 
 @app.command("eval")
 def evaluate(
-    targets: Annotated[list[str], typer.Argument(metavar="MODEL_OR_RUN...", help="Model or run folders.")],
+    models: Annotated[
+        list[str], typer.Argument(metavar="MODEL_OR_RUN...", help="Model, adapter or run folders, or names on the hub.")
+    ],
     suite: Annotated[str | None, typer.Option(help="A shipped suite, or a suite.yaml. Default: the run's own.")] = None,
     output: Annotated[str | None, typer.Option(help="Folder for the results. Default: the run folder's.")] = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Deal the questions among N processes, one per GPU.")
+    ] = None,
+    data_root: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Datasets as downloaded from the hub: DIR/allenai/ai2_arc, ...")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Only the first questions of each task: a rehearsal.")
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Prompts in a forward pass. Default: the suite's.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16. Default: the suite's, float32.")
+    ] = None,
+    backend: Annotated[str | None, typer.Option(help="hf, or vllm where it is installed. Default: hf.")] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="An error where a prompt is too long for the model.")
+    ] = False,
+    quote: Annotated[
+        list[str] | None, typer.Option(help="Rows of others beneath: paper/sft, or a file. Repeatable.")
+    ] = None,
+    cache: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Where answers are kept. Default: the user's cache folder.")
+    ] = None,
     summary: Annotated[str | None, typer.Option(help="Also write the scores, bare, to this JSON file.")] = None,
 ) -> None:
     """Measure models beside the checkpoints that they started from."""
     from . import launch
 
-    launch.evaluate(targets, suite, output, summary)
+    given = {
+        "suite": suite,
+        "batch_size": batch_size,
+        "dtype": dtype,
+        "backend": backend,
+        "processes": processes,
+        "data_root": data_root,
+        "limit": limit,
+        "strict": strict or None,
+        "quote": quote or None,
+    }
+    launch.evaluate(models, given, output, summary, cache)
 
 
 @app.command()

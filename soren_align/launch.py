@@ -8,15 +8,21 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+from pydantic import ValidationError
+
+from . import shipped
 from .bench import shapes as bench_shapes
 from .launched import environment as launched_environment
 from .launched import launched, without_ranks
 from .recipe import (
+    Eval,
     Recipe,
     UserError,
     accumulation,
     differences,
+    is_local,
     load_resolved,
     parallel,
     to_yaml,
@@ -73,15 +79,40 @@ def universal(run: str) -> None:
     _become(["universal", run], recipe)
 
 
-def evaluate(targets: list[str], suite: str | None, output: str | None, summary: str | None) -> None:
-    """Become a worker that evaluates model or run folders."""
-    for target in targets:
-        if not (RunFolder(target).read() or (Path(target) / "config.json").is_file()):
-            raise UserError(f"{target}: neither a run folder (run.json) nor a model folder (config.json)")
-    arguments = ["eval", *targets]
-    for option, value in (("--suite", suite), ("--output", output), ("--summary", summary)):
+def evaluate(
+    models: list[str], given: dict[str, Any], output: str | None, summary: str | None, cache: str | None
+) -> None:
+    """Become a worker that evaluates models and runs; what `given` leaves out is as in the first run's recipe."""
+    for model in models:
+        kinds = [Path(model).expanduser() / name for name in ("run.json", "config.json", "adapter_config.json")]
+        if is_local(model) and not any(kind.is_file() for kind in kinds):
+            raise UserError(
+                f"{model}: neither a run folder (run.json), nor a model's (config.json), nor an adapter's"
+                " (adapter_config.json)"
+            )
+    recipe = _recipe_of(models[0])
+    own = recipe.eval.model_dump() if recipe and recipe.eval else {}
+    given = {key: value for key, value in given.items() if value is not None}
+    if given.get("suite", own.get("suite")) != own.get("suite"):
+        own = {}  # the batch size and the data were another suite's
+    try:
+        asked = Eval.model_validate(own | given)
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
+        if any(problem["loc"] == ("suite",) for problem in problems):
+            raise UserError(
+                "--suite: is required; the first of the given models is no run with an evaluation of its own. Shipped"
+                f" are: {', '.join(shipped.suites())}"
+            ) from None
+        raise UserError(
+            *(f"--{str(p['loc'][0]).replace('_', '-')}: found {p['input']!r}; {p['msg']}" for p in problems)
+        ) from None
+    if output is None and (recipe is None or len(models) > 1):
+        raise UserError("--output: is required: name the folder for results that belong to no single run")
+    arguments = ["eval", *models, "--asked", asked.model_dump_json()]
+    for option, value in (("--output", output), ("--summary", summary), ("--cache", cache)):
         arguments += [option, value] if value else []
-    _become(arguments, _recipe_of(targets[0]))
+    _become(arguments, recipe, num_gpus=asked.processes or 1)
 
 
 def bench(command: list[str], shapes: str, device: str | None, as_json: bool, output: str | None) -> None:
@@ -182,8 +213,11 @@ def _refuse_another_kind(kind: str) -> None:
             )
 
 
-def environment(recipe: Recipe | None, num_ranks: int = 1) -> dict[str, str]:
-    """The environment of a worker that is one of `num_ranks`. What the user has set stands."""
+def environment(recipe: Recipe | None, num_ranks: int = 1, num_gpus: int = 1) -> dict[str, str]:
+    """The environment of a worker that is one of `num_ranks`, or starts processes for `num_gpus` by itself.
+
+    What the user has set stands.
+    """
     env = launched_environment() if num_ranks > 1 else without_ranks(os.environ)
     env.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     env.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -199,7 +233,7 @@ def environment(recipe: Recipe | None, num_ranks: int = 1) -> dict[str, str]:
     gpus = sorted(Path("/dev").glob("nvidia[0-9]*"))
     if not gpus and not Path("/dev/kfd").exists():
         env.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed says on standard output that it found no GPU
-    if num_ranks == 1 and len(gpus) > 1 and "CUDA_VISIBLE_DEVICES" not in env:
+    if num_ranks == num_gpus == 1 and len(gpus) > 1 and "CUDA_VISIBLE_DEVICES" not in env:
         # TRL refuses several visible GPUs in one process, and the batch must not depend on the machine.
         env["CUDA_VISIBLE_DEVICES"] = "0"
         said = f"{len(gpus)} GPUs are here; this run uses one; --processes {len(gpus)} would use all"
@@ -210,7 +244,7 @@ def environment(recipe: Recipe | None, num_ranks: int = 1) -> dict[str, str]:
 _WORKER = [sys.executable, "-m", "soren_align.worker"]
 
 
-def _become(arguments: list[str], recipe: Recipe | None, num_ranks: int = 1) -> None:
+def _become(arguments: list[str], recipe: Recipe | None, num_ranks: int = 1, num_gpus: int = 1) -> None:
     here = launched()
     if here and here.num_ranks > num_ranks:
         raise UserError(
@@ -218,7 +252,7 @@ def _become(arguments: list[str], recipe: Recipe | None, num_ranks: int = 1) -> 
         )
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execvpe(sys.executable, [*_WORKER, *arguments], environment(recipe, num_ranks))
+    os.execvpe(sys.executable, [*_WORKER, *arguments], environment(recipe, num_ranks, num_gpus))
 
 
 def _recipe_of(target: str) -> Recipe | None:

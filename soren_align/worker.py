@@ -4,7 +4,7 @@
     python -m soren_align.worker train RUN_FOLDER [--timeout SECONDS]
     python -m soren_align.worker universal RUN_FOLDER
     python -m soren_align.worker plan [--processes N] [--json] < RECIPE
-    python -m soren_align.worker eval MODEL_OR_RUN... [--suite S] [--output DIR] [--summary FILE]
+    python -m soren_align.worker eval MODEL_OR_RUN... --asked JSON [--output DIR] [--summary FILE] [--cache DIR]
     python -m soren_align.worker bench maps|step --shapes S [--device D] [--tokens N] [--json] [--output PAGE]
 
 `ranks` is torchrun: it starts `train` N times and says in one place what went wrong. With RANK and WORLD_SIZE in the
@@ -15,6 +15,7 @@ Exit codes: 0 done, 2 something the user can mend, 130 stopped by a signal (the 
 """
 
 import argparse
+import gc
 import json
 import logging
 import os
@@ -30,7 +31,7 @@ from rich.console import Console
 from rich.status import Status
 
 from .launched import without_ranks
-from .recipe import UserError, load_resolved, load_text
+from .recipe import Eval, UserError, load_resolved, load_text
 from .report import RunFolder, now, write
 
 console = Console(stderr=True)
@@ -56,9 +57,9 @@ def train(path: str, timeout_seconds: float) -> int:
             with console.status("Checking data and evaluation") as status, ranks.first_goes_first():
                 ready = training.get_ready(recipe, folder, _counting(status), ranks)
                 if recipe.eval and ranks.is_first:
-                    from .evaluate import load_suite, preflight
+                    from .evaluate import preflight
 
-                    preflight(load_suite(recipe.eval.suite))
+                    preflight(recipe.eval, lambda column: status.update(f"Checking evaluation: {column}"))
             if not training.train(ready, folder, console, ranks):
                 if ranks.is_first:
                     folder.update(last_error=STOPPED)
@@ -66,7 +67,7 @@ def train(path: str, timeout_seconds: float) -> int:
         ranks.leave()
         if ranks.is_first and not (ranks.launched and recipe.eval):
             if recipe.eval:
-                _evaluate([str(folder)], recipe.eval.suite, None, None, recipe.eval.batch_size)
+                _evaluate([str(folder)], recipe.eval, None, None, None)
             folder.update(status="finished", finished=now(), last_error=None)
             console.print(f"done      {folder}", highlight=False)
     if ranks.launched and ranks.is_first and recipe.eval:
@@ -128,19 +129,6 @@ def plan(as_json: bool, num_ranks: int) -> int:
     return 0
 
 
-def evaluate(targets: list[str], suite: str | None, output: str | None, summary: str | None) -> int:
-    """Measure models beside the checkpoints that they started from."""
-    run = RunFolder(targets[0])
-    recipe = load_resolved(run.recipe) if run.read() else None
-    name = suite or (recipe.eval.suite if recipe and recipe.eval else None)
-    if name is None:
-        raise UserError("--suite: is required; the first of the given folders is no run with an evaluation of its own")
-    if output is None and (recipe is None or len(targets) > 1):
-        raise UserError("--output: is required: name the folder for results that belong to no single run")
-    _evaluate(targets, name, output, summary, recipe.eval.batch_size if recipe and recipe.eval else None)
-    return 0
-
-
 def bench(given: argparse.Namespace) -> int:
     """Measure maps or optimizer steps."""
     from .bench import shapes
@@ -166,15 +154,23 @@ def bench(given: argparse.Namespace) -> int:
     return 0
 
 
-def _evaluate(targets: list[str], suite: str, output: str | None, summary: str | None, batch_size: int | None) -> None:
-    with console.status("Loading lm-eval"):
+def _evaluate(models: list[str], asked: Eval, output: str | None, summary: str | None, cache: str | None) -> None:
+    """Measure models beside the checkpoints that they started from."""
+    with _busy("Loading lm-eval"):
+        import torch
+
         from . import evaluate as measuring
 
         _hush()
-    rows = measuring.lineages(targets, console)
-    name = measuring.load_suite(suite).name
-    folder = Path(output) if output else RunFolder(targets[0]).evaluation(name)
-    results = measuring.evaluate(rows, suite, folder, batch_size=batch_size, console=console)
+    gc.collect()
+    torch.cuda.empty_cache()  # what training held
+    run = RunFolder(models[0])
+    if asked.processes is None:
+        trained = (run.read() or {}).get("processes") or 1
+        asked = asked.model_copy(update={"processes": min(trained, torch.cuda.device_count() or trained)})
+    rows = measuring.lineages(models, console)
+    folder = Path(output) if output else run.evaluation(measuring.suite_of(asked).name)
+    results = measuring.evaluate(rows, asked, folder, cache=Path(cache) if cache else None, console=console)
     if summary:
         Path(summary).parent.mkdir(parents=True, exist_ok=True)
         write(Path(summary), json.dumps(measuring.summary(results), indent=2) + "\n")
@@ -244,7 +240,9 @@ def main(arguments: list[str] | None = None) -> int:
                 return plan(given.json, given.processes)
             case "bench":
                 return bench(given)
-        return evaluate(given.targets, given.suite, given.output, given.summary)
+        asked = Eval.model_validate_json(given.asked)
+        _evaluate(given.models, asked, given.output, given.summary, given.cache)
+        return 0
     except UserError as error:
         _complain(error, str(error), rank)
         return 2
@@ -294,8 +292,9 @@ def _parser() -> argparse.ArgumentParser:
     planning.add_argument("--processes", type=int, default=1)
     planning.add_argument("--json", action="store_true")
     measure = verbs.add_parser("eval")
-    measure.add_argument("targets", nargs="+")
-    for option in ("--suite", "--output", "--summary"):
+    measure.add_argument("models", nargs="+")
+    measure.add_argument("--asked", required=True)
+    for option in ("--output", "--summary", "--cache"):
         measure.add_argument(option)
     measure = verbs.add_parser("bench")
     measure.add_argument("what", choices=("maps", "step"))

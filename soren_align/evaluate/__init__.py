@@ -1,15 +1,16 @@
 """Did it help? Models answer a suite's questions through lm-eval, beside the checkpoint that they started from.
 
-`suites` reads what is asked, `tasks` loads it, `harness` asks one model, `pairing` compares two models question by
-question, `lineage` finds the checkpoints that a run came from, `stage` evaluates them all, and `tables` shows the
-result.
+`suites` reads what is asked and `tasks` loads it. `harness` asks one model: through `answering`, which deals the work
+out, with the model in a `backends` process and every answer kept in a `journal`. `pairing` compares models question by
+question, `lineage` finds the checkpoints that a run came from, `stage` evaluates them all; `tables` and `picture` show
+the result, beside `quoted` rows of others.
 """
 
 from .harness import Answers, evaluate_model
 from .lineage import lineage, lineages
-from .stage import evaluate, summary
+from .stage import evaluate, preflight, suite_of, summary
 from .suites import Suite, load_suite
-from .tasks import preflight
+from .tasks import load_tasks
 
 __all__ = [
     "Answers",
@@ -19,6 +20,8 @@ __all__ = [
     "lineage",
     "lineages",
     "load_suite",
+    "load_tasks",
     "preflight",
+    "suite_of",
     "summary",
 ]

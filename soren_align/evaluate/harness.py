@@ -1,12 +1,12 @@
-"""One model, one suite, through lm-eval in this process.
+"""One model, one suite, through lm-eval.
 
-What makes scores comparable is held fixed here: float32, the suite's own batch size, seeds and template, no cache
-(lm-eval's is not keyed by the model: a second model would get the first one's answers), and every prompt's hash kept.
+What makes scores comparable is held fixed here: the suite's own dtype, batch size, seeds and template, and every
+prompt's hash is kept.
 """
 
 import statistics
-import tempfile
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from importlib import metadata
 from math import isfinite, sqrt
 from pathlib import Path
@@ -15,121 +15,196 @@ from unittest import mock
 
 import torch
 from lm_eval import simple_evaluate
-from lm_eval.models.huggingface import HFLM
-from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from lm_eval.api.group import Group
+from lm_eval.api.metrics import pooled_sample_stderr
+from lm_eval.tasks import TaskManager
 
 from ..recipe import UserError
+from .answering import Answering
+from .backends import Setup, folder_of, load_tokenizer, refuse_absent
+from .journal import Journal, identity
 from .quiet import quiet
 from .suites import Suite, SuiteTask
-from .tasks import task_manager
+from .tasks import Tasks, leaves, load_tasks, scores_of
 
 PACKAGES = ("lm-eval", "transformers", "torch", "datasets")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Answers:
     """What one model answered, by column, in the order of the questions."""
 
-    scores: dict[str, dict[str, Any]]
-    """{"value": percent, "stderr": percent, "n": questions asked}"""
-    samples: dict[str, list[dict[str, Any]]]
-    """lm-eval's record of every question."""
-    points: dict[str, list[float]]
-    """What each question scored; `value` is 100 times their mean."""
-    prompts: dict[str, list[tuple[str, str]]]
-    """Each question's and prompt's hash: two models are compared only where these are equal."""
     settings: dict[str, Any]
     """What another person needs to repeat it."""
+    scores: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """{"value": percent, "stderr": percent, "n": questions asked}; "also": other scores; "subjects": of a group."""
+    samples: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """lm-eval's record of every question."""
+    points: dict[str, list[float]] = field(default_factory=dict)
+    """What each question scored; `value` is 100 times their mean."""
+    prompts: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
+    """Each question's and prompt's hash: two models are compared only where these are equal."""
+    cut: dict[str, int] = field(default_factory=dict)
+    """Prompts that were longer than the model's context and lost their beginning."""
+    asked: dict[str, int] = field(default_factory=dict)
+    """{"now": requests that the model answered, "before": those that a journal had answers to}"""
 
 
 def evaluate_model(
-    model_path: str | Path, suite: Suite, *, device: str | None = None, batch_size: int | None = None
+    model: Any,
+    suite: Suite,
+    *,
+    tokenizer: Any = None,
+    tasks: Tasks | None = None,
+    backend: str = "hf",
+    dtype: str | None = None,
+    device: str | None = None,
+    batch_size: int | None = None,
+    limit: int | None = None,
+    strict: bool = False,
+    num_processes: int = 1,
+    cache: Path | None = None,
+    on_progress: Callable[[str, int, int], object] | None = None,
+    on_score: Callable[[str, dict[str, Any]], object] | None = None,
 ) -> Answers:
-    """Ask the model in a folder (or on the hub) every question of the suite.
+    """Ask a model every question of the suite.
 
-    device: torch's word; None is the GPU where there is one. batch_size: None is the suite's.
-    Raises UserError where the model cannot be loaded, a prompt does not fit, or an answer is not a number.
+    model: a folder (an adapter's too), a name on the hub, or a loaded model with its `tokenizer`.
+    tasks: from `load_tasks`; None loads them. device: torch's word; None is the GPU where there is one.
+    dtype, batch_size: None is the suite's. limit: so many questions of each task. strict: no prompt may be cut.
+    cache: the folder of all journals; None keeps no answers.
+    Raises UserError where the model cannot be loaded, a prompt does not fit (if strict), or an answer is not a number;
+    OutOfMemory where a batch does not fit the device.
     """
-    batch_size = batch_size or suite.batch_size
-    seeds = {f"{name}_random_seed": seed for name, seed in suite.seeds.model_dump().items() if name != "random"}
-    with quiet() as warned, tempfile.TemporaryDirectory() as folder:
-        lm = _load(str(model_path), suite, device or ("cuda" if torch.cuda.is_available() else "cpu"), batch_size)
-        # These two start git and other programs to describe the machine, slowly and not silently.
-        with mock.patch.multiple("lm_eval.evaluator", get_git_commit_hash=mock.DEFAULT, add_env_info=mock.DEFAULT):
-            found = cast(Any, simple_evaluate)(  # its decorator hides the signature
-                model=lm,
-                tasks=[task.task for task in suite.tasks],
-                task_manager=task_manager(suite, Path(folder)),
-                apply_chat_template=suite.apply_chat_template,
-                bootstrap_iters=0,
-                random_seed=suite.seeds.random,
-                **seeds,
-            )
-    cut = [message for message in warned if "runcat" in message]
-    if cut:
-        raise UserError(f"{model_path}: a prompt of suite {suite.name} does not fit the model: {cut[0]}")
-    assert found is not None  # only other ranks get nothing
-    samples, scores, points, prompts = {}, {}, {}, {}
-    for task in suite.tasks:
-        asked = [s for s in found["samples"][task.task] if s["filter"] == task.filter]
-        samples[task.column] = asked
-        points[task.column] = _points(asked, task, model_path, found["results"][task.task])
-        prompts[task.column] = [(s["doc_hash"], s["prompt_hash"]) for s in asked]
-        scores[task.column] = _score(points[task.column])
-    return Answers(scores, samples, points, prompts, _settings(suite, found, lm, batch_size))
-
-
-def _load(model_path: str, suite: Suite, device: str, batch_size: int) -> Any:
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, output_loading_info=True)
-        tokenizer = AutoTokenizer.from_pretrained(model_path)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(
-            f"{model_path}: not a model that can be loaded: {str(error).strip().splitlines()[0]}"
-        ) from error
-    model, info = loaded
-    absent = sorted(info["missing_keys"])
-    if absent:  # transformers would draw them at random and go on
-        raise UserError(f"{model_path}: weights are missing: {', '.join(absent[:3])} ({len(absent)} in all)")
+    refuse_absent(backend)
+    name = model if isinstance(model, str | Path) else "the given model"
+    if isinstance(model, str | Path):
+        model = folder_of(model)
+        with quiet():
+            tokenizer = tokenizer or load_tokenizer(model)
+    elif num_processes > 1:
+        raise UserError("a loaded model answers in its own process only; give a folder to use several")
+    else:
+        device, dtype = model.device.type, str(model.dtype).removeprefix("torch.")
     if suite.apply_chat_template and not tokenizer.chat_template:
-        raise UserError(f"{model_path}: the tokenizer has no chat template; suite {suite.name} needs one")
-    return cast(Any, HFLM)(pretrained=model.to(device), tokenizer=tokenizer, batch_size=batch_size)
+        raise UserError(f"{name}: the tokenizer has no chat template; suite {suite.name} needs one")
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    setup = Setup(cast(Any, backend), dtype or suite.dtype, device, batch_size or suite.batch_size)
+    tasks = tasks or load_tasks(suite)
+    known = identity(model, tokenizer, setup)
+    lm = Answering(model, tokenizer, setup, Journal(cache, known), num_processes=num_processes, strict=strict)
+    answers = Answers(_settings(suite, setup, known, tokenizer, limit))
+    try:
+        for task in suite.tasks:
+            lm.num_cut = 0
+            lm.on_progress = (
+                (lambda done, of, column=task.column: on_progress(column, done, of)) if on_progress else None
+            )
+            found = _ask(lm, suite, tasks[task.column], limit)
+            _take(answers, task, tasks[task.column], found, name)
+            if lm.num_cut:
+                answers.cut[task.column] = lm.num_cut
+            if on_score:
+                on_score(task.column, answers.scores[task.column])
+    finally:
+        lm.close()
+    if suite.average:
+        answers.scores["average"] = _average(list(answers.scores.values()))
+    answers.asked = {"now": lm.num_asked, "before": lm.num_kept}
+    return answers
 
 
-def _points(asked: list[dict], task: SuiteTask, model_path: str | Path, found: dict[str, Any]) -> list[float]:
+def _ask(lm: Answering, suite: Suite, task: Any, limit: int | None) -> dict[str, Any]:
+    """lm-eval's results of one column."""
+    seeds = {f"{name}_random_seed": seed for name, seed in suite.seeds.model_dump().items() if name != "random"}
+    # These two start git and other programs to describe the machine, slowly and not silently.
+    hushed = mock.patch.multiple("lm_eval.evaluator", get_git_commit_hash=mock.DEFAULT, add_env_info=mock.DEFAULT)
+    with quiet(), hushed:
+        found = cast(Any, simple_evaluate)(  # its decorator hides the signature
+            model=lm,
+            tasks=[task],
+            task_manager=TaskManager(include_defaults=False),
+            apply_chat_template=suite.apply_chat_template,
+            bootstrap_iters=0,
+            limit=limit,
+            random_seed=suite.seeds.random,
+            **seeds,
+        )
+    assert found is not None  # only other ranks get nothing
+    return found
+
+
+def _take(answers: Answers, task: SuiteTask, loaded: Any, found: dict[str, Any], model: Any) -> None:
+    """Put one column's results where they belong."""
+    names = [leaf.task_name for leaf in leaves(loaded)]
+    samples = {name: found["samples"][name] for name in names}
+    headline, *others = scores_of(task)
+    points = {name: _points(samples[name], headline, model, found["results"][name]) for name in names}
+    score = _score(list(points.values()))
+    if isinstance(loaded, Group):
+        each = {name: _score([p]) for name, p in points.items()}
+        plain = [s["value"] for s in each.values()]
+        stderr = sqrt(sum(s["stderr"] ** 2 for s in each.values())) / len(each)
+        score["also"] = {"mean over subjects": {"value": statistics.fmean(plain), "stderr": stderr}}
+        score["subjects"] = each
+    for other in others:
+        also = _score([_points(samples[name], other, model, found["results"][name]) for name in names])
+        score.setdefault("also", {})[other.removesuffix(",none")] = {k: also[k] for k in ("value", "stderr")}
+    asked = [s for name in names for s in samples[name] if s["filter"] == headline.split(",")[1]]
+    answers.samples[task.column] = [s for name in names for s in samples[name]]
+    answers.points[task.column] = [p for each in points.values() for p in each]
+    answers.prompts[task.column] = [(s["doc_hash"], s["prompt_hash"]) for s in asked]
+    answers.scores[task.column] = score
+    answers.settings["task_versions"][task.column] = found["versions"][
+        loaded.name if isinstance(loaded, Group) else names[0]
+    ]
+    answers.settings["num_fewshot"][task.column] = found["n-shot"][names[0]]
+
+
+def _points(samples: list[dict], score: str, model: Any, found: dict[str, Any]) -> list[float]:
     """What each question scored."""
-    answers = [answer for s in asked for answer in s["filtered_resps"]]
-    numbers = [answer[0] for answer in answers if isinstance(answer, tuple | list)]
+    metric, filter_name = score.split(",")
+    asked = [s for s in samples if s["filter"] == filter_name]
+    numbers = [answer[0] for s in asked for answer in s["filtered_resps"] if isinstance(answer, tuple | list)]
     broken = sum(not isfinite(number) for number in numbers)
     if broken:  # argmax of NaNs is the first choice: a broken model could score 100%
         raise UserError(
-            f"{model_path}: {broken} of {len(numbers)} log-likelihoods of {task.column} are not numbers;"
+            f"{model}: {broken} of {len(numbers)} log-likelihoods of {found['alias'].strip(' -')} are not numbers;"
             " its weights are broken, as after a training that diverged"
         )
-    points = [float(s[task.metric]) for s in asked]
-    if abs(statistics.fmean(points) - found[f"{task.metric},{task.filter}"]) > 1e-9:
-        raise UserError(f"{task.column}: {task.metric} is no mean over questions; only such metrics can be compared")
+    points = [float(s[metric]) for s in asked]
+    if abs(statistics.fmean(points) - found[score]) > 1e-9:
+        raise UserError(f"{found['alias']}: {metric} is no mean over questions; only such metrics can be compared")
     return points
 
 
-def _score(points: list[float]) -> dict[str, Any]:
-    """In percent. The standard error is that of a mean of independent questions."""
-    stderr = statistics.stdev(points) / sqrt(len(points)) if len(points) > 1 else 0.0
-    return {"value": 100 * statistics.fmean(points), "stderr": 100 * stderr, "n": len(points)}
+def _score(points: list[list[float]]) -> dict[str, Any]:
+    """In percent, over all questions of a column's tasks. The standard error is lm-eval's: of independent questions."""
+    errors = [statistics.stdev(p) / sqrt(len(p)) if len(p) > 1 else 0.0 for p in points]
+    sizes = [len(p) for p in points]
+    stderr = errors[0] if len(points) == 1 else float(pooled_sample_stderr(errors, sizes))
+    return {"value": 100 * statistics.fmean(v for p in points for v in p), "stderr": 100 * stderr, "n": sum(sizes)}
 
 
-def _settings(suite: Suite, found: Any, lm: Any, batch_size: int) -> dict[str, Any]:
-    first = lm.tokenizer("x")["input_ids"][0]
+def _average(scores: list[dict[str, Any]]) -> dict[str, Any]:
+    """The plain mean of the columns."""
+    stderr = sqrt(sum(s["stderr"] ** 2 for s in scores)) / len(scores)
+    return {"value": statistics.fmean(s["value"] for s in scores), "stderr": stderr, "n": sum(s["n"] for s in scores)}
+
+
+def _settings(suite: Suite, setup: Setup, known: dict[str, Any], tokenizer: Any, limit: int | None) -> dict[str, Any]:
+    first = (tokenizer("x")["input_ids"] or [None])[0]
     return {
         "versions": {package: metadata.version(package) for package in PACKAGES},
-        "task_versions": {task.column: found["versions"][task.task] for task in suite.tasks},
-        "num_fewshot": {task.column: found["n-shot"][task.task] for task in suite.tasks},
-        "metrics": {task.column: f"{task.metric},{task.filter}" for task in suite.tasks},
+        "task_versions": {},
+        "num_fewshot": {},
+        "metrics": {task.column: scores_of(task)[0] for task in suite.tasks},
         "seeds": suite.seeds.model_dump(),
-        "batch_size": batch_size,
+        "limit": limit,
+        "batch_size": setup.batch_size,
         "chat_template": suite.apply_chat_template,
-        "bos": first == lm.tokenizer.bos_token_id,
-        "dtype": str(lm.model.dtype).removeprefix("torch."),
-        "device": lm.device.type,
+        "bos": first is not None and first == tokenizer.bos_token_id,
+        "dtype": setup.dtype,
+        "device": known["device"],
+        "backend": setup.backend,
     }

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from ..recipe import UserError, is_local
 from ..report import fingerprint
+from .backends import base_of, folder_of
 
 TASKS = {"sft": "SFT", "dpo": "DPO"}
 
@@ -17,12 +18,18 @@ TASKS = {"sft": "SFT", "dpo": "DPO"}
 def lineage(path: str | Path, console: Console | None = None) -> list[tuple[str, Path]]:
     """(name, model folder) of the starting checkpoint, of every run between, and of the given one.
 
-    path: a run folder, or a model folder, which is one row unless a run made it.
+    path: a run folder, a model's, which is one row unless a run made it, an adapter's, which its base goes before, or
+    a name on the hub.
     A start that is gone is a UserError; an older ancestor that is gone is left out, and the console says so.
     """
     given = Path(path).expanduser()
     run = _run_of(given)
+    if run is None and not is_local(str(path)):
+        return [(str(path).rpartition("/")[2], folder_of(path))]
     if run is None:
+        base = base_of(given)
+        if base is not None:
+            return [("base", base), (given.resolve().name, given)]
         if not (given / "config.json").is_file():
             raise UserError(f"{path}: neither a run folder (run.json) nor a model folder (config.json)")
         return [(given.resolve().name, given)]

@@ -3,56 +3,93 @@
 import json
 import shutil
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-from ..recipe import UserError
+from ..recipe import Eval, UserError
 from ..report import write
-from . import tables
+from . import picture, tables
+from .answering import OutOfMemory
+from .backends import refuse_absent
 from .harness import Answers, evaluate_model
-from .pairing import differences
-from .suites import load_suite
+from .journal import default_root
+from .pairing import compare
+from .quoted import load_quoted
+from .suites import Suite, load_suite
+from .tasks import Tasks, leaves, load_tasks
 
 
 def evaluate(
-    rows: list[tuple[str, Path]],
-    suite_name: str | Path,
+    rows: Sequence[tuple[str, Path | str]],
+    asked: Eval,
     output: Path,
     *,
     device: str | None = None,
-    batch_size: int | None = None,
+    cache: Path | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Evaluate each (name, model folder) in order, the starting checkpoint first; print and write the table.
+    """Evaluate each (name, model) in order, the starting checkpoint first; print and write the table.
 
-    Writes into `output`: results.json (what is returned), table.md, and samples/<row>/<column>.jsonl. Nothing there
-    is touched before all models have answered.
+    cache: the folder of all journals; None is the user's. Answers found there are not asked for again.
+    Writes into `output`: results.json (what is returned), table.md, scores.png, and samples/<row>/<column>.jsonl.
+    Nothing there is touched before all models have answered.
     """
     console = console or Console()
     names = [name for name, _ in rows]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise UserError(f"two models would stand in the table as {twice[0]!r}; give one folder another name")
-    suite = load_suite(suite_name)
-    answers: list[tuple[str, Answers]] = []
-    entries: list[dict[str, Any]] = []
-    for number, (name, model) in enumerate(rows, 1):
-        began = time.monotonic()
-        with console.status(f"evaluating {name} ({number} of {len(rows)})"):
-            found = evaluate_model(model, suite, device=device, batch_size=batch_size)
-        entry: dict[str, Any] = {"name": name, "model": str(model), "scores": found.scores}
-        if answers:
-            entry["differences"] = differences(answers[0], (name, found))
-        answers.append((name, found))
-        entries.append(entry)
-        console.print(f"evaluated {name} in {time.monotonic() - began:.1f} s", highlight=False)
-    results = {"title": suite.title, "suite": suite.name, "rows": entries, "settings": answers[0][1].settings}
+    suite = suite_of(asked)
+    quoted = [entry for name in asked.quote for entry in load_quoted(name, suite.name)]
+    with console.status("Loading tasks") as status:
+        tasks = load_tasks(suite, lambda column: status.update(f"Loading tasks: {column}"))
+    answers = _ask_all(rows, suite, tasks, asked, device, cache or default_root(), console)
+    first = answers[0][1]
+    entries = [
+        {"name": name, "model": str(model), "scores": found.scores, "cut": found.cut, "answered": found.asked}
+        for (name, model), (_, found) in zip(rows, answers, strict=True)
+    ]
+    for entry, differences in zip(entries, compare(answers, suite.average), strict=True):
+        if differences:
+            entry["differences"] = differences
+    shortfall = _shortfall(suite, first)
+    results = {
+        "title": f"{suite.title}: {shortfall}" if shortfall else suite.title,
+        "suite": suite.name,
+        "rows": entries,
+        "quoted": quoted,
+        "settings": first.settings | {"num_processes": asked.processes or 1, "data": str(suite.data_folder() or "hub")},
+        "notes": suite.notes,
+    }
     _write(results, answers, Path(output))
     console.print()
     console.print(tables.terminal(results), highlight=False)
+    console.print(f"written   {output}", highlight=False, soft_wrap=True)
     return results
+
+
+def suite_of(asked: Eval) -> Suite:
+    """The suite, with what a recipe or the command line changes in it."""
+    suite = load_suite(asked.suite)
+    given = {"batch_size": asked.batch_size, "dtype": asked.dtype}
+    changes: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    if asked.data_root is not None:
+        changes["data_root"] = str(Path(asked.data_root).expanduser().absolute())
+    return suite.model_copy(update=changes)
+
+
+def preflight(asked: Eval, on_column: Callable[[str], object] | None = None) -> dict[str, int]:
+    """Load all that an evaluation needs but the models; by column, its number of questions."""
+    refuse_absent(asked.backend)
+    suite = suite_of(asked)
+    for name in asked.quote:
+        load_quoted(name, suite.name)
+    tasks = load_tasks(suite, on_column)
+    return {column: sum(len(leaf.eval_docs) for leaf in leaves(task)) for column, task in tasks.items()}
 
 
 def summary(results: dict[str, Any]) -> dict[str, Any]:
@@ -65,6 +102,96 @@ def summary(results: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _ask_all(
+    rows: Sequence[tuple[str, Path | str]],
+    suite: Suite,
+    tasks: Tasks,
+    asked: Eval,
+    device: str | None,
+    cache: Path,
+    console: Console,
+) -> list[tuple[str, Answers]]:
+    """Every model's answers, all at the same batch size: the largest that fits all of them."""
+    answers: list[tuple[str, Answers]] = []
+    for name, model in rows:
+        show = _Showing(name, console)
+        try:
+            with show.progress:
+                found = evaluate_model(
+                    model,
+                    suite,
+                    tasks=tasks,
+                    backend=asked.backend,
+                    device=device,
+                    limit=asked.limit,
+                    strict=asked.strict,
+                    num_processes=asked.processes or 1,
+                    cache=cache,
+                    on_progress=show.on_progress,
+                    on_score=show.on_score,
+                )
+        except OutOfMemory as error:
+            if suite.batch_size == 1:
+                raise UserError(f"{model}: out of memory with a batch of one: {error}") from error
+            smaller = suite.model_copy(update={"batch_size": suite.batch_size // 2})
+            again = " (the rows before it again)" if answers else ""
+            console.print(
+                f"{name}: out of memory with batches of {suite.batch_size}; all rows with"
+                f" {smaller.batch_size} now{again}: batches change the last digits of scores",
+                highlight=False,
+                soft_wrap=True,
+            )
+            return _ask_all(rows, smaller, tasks, asked, device, cache, console)
+        kept = found.asked["before"]
+        if kept:
+            everything = "all" if not found.asked["now"] else f"{kept:,} of {kept + found.asked['now']:,}"
+            console.print(f"{name}: {everything} answers kept from before, in {cache}", highlight=False, soft_wrap=True)
+        answers.append((name, found))
+    return answers
+
+
+class _Showing:
+    """One model at work: a bar on a terminal, and a line for each score, in a log too."""
+
+    def __init__(self, name: str, console: Console):
+        self.name, self.console = name, console
+        self.progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self.bar = self.progress.add_task(f"{name}: reading its files", total=None)
+        self.began = time.monotonic()
+
+    def on_progress(self, column: str, done: int, of: int) -> None:
+        self.progress.update(self.bar, description=f"{self.name} {column}", completed=done, total=of)
+
+    def on_score(self, column: str, score: dict[str, Any]) -> None:
+        seconds, self.began = time.monotonic() - self.began, time.monotonic()
+        told = f"{score['value']:.1f} ± {score['stderr']:.1f}"
+        self.console.print(
+            f"{self.name:<20} {column:<16} {told:>12}   {score['n']:,} questions, {seconds:.1f} s",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def _shortfall(suite: Suite, answers: Answers) -> str:
+    """Why this is no result of the benchmarks; empty where it is one."""
+    if answers.settings["limit"]:
+        return f"the first {answers.settings['limit']} questions of each task, not the suite's result"
+    for task in suite.tasks:
+        if task.questions and answers.scores[task.column]["n"] != task.questions:
+            n = answers.scores[task.column]["n"]
+            return f"on other data ({n:,} of {task.questions:,} questions of {task.column}), not the suite's result"
+    return ""
+
+
 def _write(results: dict[str, Any], answers: list[tuple[str, Answers]], output: Path) -> None:
     samples = output / "samples"
     if samples.is_dir():
@@ -75,4 +202,5 @@ def _write(results: dict[str, Any], answers: list[tuple[str, Answers]], output: 
         for column, asked in found.samples.items():
             write(folder / f"{column}.jsonl", "".join(json.dumps(sample, default=str) + "\n" for sample in asked))
     write(output / "table.md", tables.markdown(results))
+    picture.draw(results, output / "scores.png")
     write(output / "results.json", json.dumps(results, indent=2) + "\n")

@@ -1,19 +1,23 @@
 """A suite: which lm-eval tasks are asked, how, and under which column each score stands.
 
-The tasks themselves are lm-eval's own YAML files. A suite adds what a comparison must hold fixed: shots, chat
-template, batch size, seeds, and where the data lie.
+The tasks themselves are lm-eval's YAML files, its own or others beside the suite. A suite adds what a comparison must
+hold fixed: shots, chat template, batch size, seeds, and where the data lie.
 """
 
 import difflib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
+import lm_eval
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from .. import shipped
 from ..recipe import UserError
+
+LM_EVAL = "lm-eval:"
+LM_EVAL_TASKS = Path(lm_eval.__file__).parent / "tasks"
 
 
 class _Section(BaseModel):
@@ -35,15 +39,19 @@ class SuiteTask(_Section):
     column: Annotated[str, Field(pattern=r"^[\w.-]+$")]
     """Its name in results and tables, and of its file of samples."""
     task: str
-    """lm-eval's name of the task."""
+    """lm-eval's name of the task, or of the group, whose tasks' questions all count alike."""
     file: str
-    """Its YAML file, from the suite's folder."""
+    """Its YAML file, from the suite's folder; `lm-eval:` is the folder of lm-eval's own."""
     metric: str
     """Its metric, e.g. acc: a mean over questions."""
     filter: str = "none"
     """Which of the task's filters the answers pass before they are scored."""
     num_fewshot: Annotated[int, Field(ge=0)]
     """Worked examples in front of each question."""
+    questions: int | None = None
+    """How many the benchmark has. On another number the result is not called by the suite's title."""
+    also: list[Annotated[str, Field(pattern=r"^[\w-]+(,[\w-]+)?$")]] = []
+    """Other scores to be stored beside it: `metric`, or `metric,filter`."""
 
 
 class Suite(_Section):
@@ -57,7 +65,13 @@ class Suite(_Section):
     apply_chat_template: bool
     batch_size: Annotated[int, Field(ge=1)]
     """Fixed, since padding changes scores in low precision."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of the weights while they answer. In bfloat16 a small update of the weights may be rounded away."""
     seeds: Seeds
+    average: bool = False
+    """Whether the plain mean of the columns is a column of its own."""
+    notes: list[str] = []
+    """What a reader of the numbers must know; stands under the table."""
     tasks: Annotated[list[SuiteTask], Field(min_length=1)]
 
     @property
@@ -76,17 +90,15 @@ class Suite(_Section):
 
     def file_of(self, task: SuiteTask) -> Path:
         """The task's YAML file."""
+        if task.file.startswith(LM_EVAL):
+            return LM_EVAL_TASKS / task.file.removeprefix(LM_EVAL)
         return (self.path.parent / task.file).resolve()
 
-    def dataset_path(self, task: SuiteTask) -> str | None:
-        """The folder of the task's data; None where the task's own `dataset_path` stands as it is."""
+    def data_folder(self) -> Path | None:
+        """The folder that `data_root` names; None for the hub."""
         if self.data_root is None:
             return None
-        given = YAML(typ="rt", pure=True).load(self.file_of(task).read_text(encoding="utf-8")).get("dataset_path")
-        if given is None:
-            raise UserError(f"{self.file_of(task)}: names no dataset_path for {self.path}'s data_root to complete")
-        root = shipped.resolve(self.data_root)
-        return str((self.path.parent / root / given).resolve())  # an absolute root stays as it is
+        return (self.path.parent / shipped.resolve(self.data_root)).resolve()  # an absolute root stays as it is
 
 
 def load_suite(name_or_path: str | Path) -> Suite:

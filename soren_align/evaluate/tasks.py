@@ -1,52 +1,131 @@
 """From a suite to lm-eval's tasks, with their data."""
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import yaml
+from lm_eval.api.group import Group
+from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
+from lm_eval.tasks._yaml_loader import load_yaml
 
 from ..recipe import UserError
+from .journal import default_root, digest
 from .quiet import quiet
-from .suites import Suite
+from .suites import Suite, SuiteTask
+
+Tasks = dict[str, Task | Group]
+"""By column: a task, or a group of them (MMLU and its 57 subjects)."""
 
 
-def preflight(suite: Suite) -> None:
-    """Load all tasks and their data, so that what is missing is known before a training run and not after it."""
-    with quiet(), tempfile.TemporaryDirectory() as folder:
-        manager = task_manager(suite, Path(folder))
+def load_tasks(suite: Suite, on_column: Callable[[str], object] | None = None) -> Tasks:
+    """Every task of the suite with its data, so that what is missing is known before a training run and not after it.
+
+    on_column: called with each column before it is loaded (MMLU's 57 datasets take seconds).
+    Raises UserError, naming the task, where lm-eval or the data do not have what the suite asks for.
+    """
+    tasks: Tasks = {}
+    with tempfile.TemporaryDirectory() as folder:
+        manager = _manager(suite, Path(folder))
         for task in suite.tasks:
-            try:
-                loaded = manager.load([task.task])["tasks"][task.task]
-                questions = len(loaded.eval_docs)
-            except Exception as error:  # whatever lm-eval, datasets or the hub think of
-                problem = str(error).strip().splitlines() or [""]
-                raise UserError(
-                    f"{suite.file_of(task)}: task {task.task} cannot be loaded: {type(error).__name__}: {problem[0]}"
-                ) from error
-            if not questions:
-                raise UserError(f"{suite.file_of(task)}: task {task.task} has no questions")
-            known = {entry["metric"] for entry in loaded.config.metric_list or []}
-            filters = {entry["name"] for entry in loaded.config.filter_list or []} or {"none"}
-            for word, given, allowed in (("metric", task.metric, known), ("filter", task.filter, filters)):
-                if given not in allowed:
-                    raise UserError(
-                        f"{suite.path} {task.column}: {task.task} has no {word} {given!r};"
-                        f" write {' or '.join(sorted(allowed))}"
-                    )
+            if on_column:
+                on_column(task.column)
+            with quiet():
+                try:
+                    loaded = manager.load([_wrapper(task)])
+                    found = (loaded.get("groups", {}) | loaded["tasks"])[task.task]
+                    empty = [leaf.task_name for leaf in leaves(found) if not len(leaf.eval_docs)]
+                except Exception as error:  # whatever lm-eval, datasets or the hub think of
+                    why = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+                    raise UserError(f"{suite.file_of(task)}: task {task.task} cannot be loaded: {why}") from error
+            if empty:
+                raise UserError(f"{suite.file_of(task)}: task {empty[0]} has no questions")
+            _refuse_unknown_scores(suite, task, leaves(found)[0])
+            tasks[task.column] = found
+    return tasks
 
 
-def task_manager(suite: Suite, folder: Path) -> TaskManager:
+def leaves(task: Task | Group) -> list[Any]:
+    """The tasks of a group, or the task alone."""
+    return task.get_all_tasks() if isinstance(task, Group) else [task]
+
+
+def scores_of(task: SuiteTask) -> list[str]:
+    """lm-eval's keys of the scores that are kept: the headline first, `metric,filter` each."""
+    return [f"{task.metric},{task.filter}", *(a if "," in a else f"{a},{task.filter}" for a in task.also)]
+
+
+def _manager(suite: Suite, folder: Path) -> TaskManager:
     """lm-eval's tasks of this suite and no others (its own index takes half a minute).
 
-    Each is a generated YAML file that includes the suite's: a dict in its place would inherit nothing, silently.
+    Each is a generated YAML file that includes the suite's: a dict in its place would inherit nothing, silently. A
+    group stands in another as `group: mmlu`; with `task: mmlu`, as in lm-eval's own `openllm`, its 57 subjects would
+    all get that name and be one.
     """
+    members = []
     for task in suite.tasks:
-        content = {"include": str(suite.file_of(task)), "task": task.task, "num_fewshot": task.num_fewshot}
-        data = suite.dataset_path(task)
-        if data is not None:
-            if not Path(data).is_dir():
-                raise UserError(f"{suite.file_of(task)}: there is no dataset folder {data}")
-            content["dataset_path"] = data
-        (folder / f"{task.task}.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
-    return TaskManager(include_path=str(folder), include_defaults=False)
+        file = suite.file_of(task)
+        settings: dict[str, Any] = {"num_fewshot": task.num_fewshot}
+        if (data := _data_of(suite, task)) is not None:
+            settings |= {"dataset_path": str(data), "dataset_kwargs": {"cache_dir": str(_cache_for(data))}}
+        if _is_group(suite, task):
+            members.append(str(file.parent))
+            member = {"group": task.task, **settings}
+        else:
+            member = {"task": task.task, **settings}
+            (folder / f"{task.task}.yaml").write_text(f"include: {file}\ntask: {task.task}\n", encoding="utf-8")
+        wrapper = {"group": _wrapper(task), "task": [member]}
+        (folder / f"{_wrapper(task)}.yaml").write_text(yaml.safe_dump(wrapper), encoding="utf-8")
+    return TaskManager(include_path=[str(folder), *members], include_defaults=False)
+
+
+def _wrapper(task: SuiteTask) -> str:
+    """The name under which `_manager` files a task."""
+    return f"suite_{task.task}"
+
+
+def _is_group(suite: Suite, task: SuiteTask) -> bool:
+    return "group" in load_yaml(suite.file_of(task), resolve_func=False)
+
+
+def _data_of(suite: Suite, task: SuiteTask) -> Path | None:
+    """The folder of the task's data; None where the task's own `dataset_path` stands as it is."""
+    root = suite.data_folder()
+    if root is None:
+        return None
+    file = suite.file_of(task)
+    files = sorted(file.parent.glob("*.yaml")) if _is_group(suite, task) else [file]
+    read = [load_yaml(f, resolve_func=False, recursive=True) for f in files]
+    named = {str(y["dataset_path"]) for y in read if y.get("dataset_path")}
+    if len(named) != 1:
+        raise UserError(f"{file}: names no dataset_path for {suite.path}'s data_root to complete")
+    path = root / named.pop()
+    if not path.is_dir():
+        raise UserError(f"{file}: there is no dataset folder {path}")
+    return path
+
+
+def _cache_for(data: Path) -> Path:
+    """A cache of its own for what lies in the folder now.
+
+    `datasets` knows a folder by its last name and its README: from one cache, the same layout with other rows, here or
+    elsewhere, would get the rows that were read first (test_fixtures.py).
+    """
+    files = sorted(f for f in data.rglob("*") if f.is_file())
+    there = [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
+    return default_root() / "datasets" / digest([str(data), there])[:16]
+
+
+def _refuse_unknown_scores(suite: Suite, task: SuiteTask, leaf: Any) -> None:
+    metrics = {entry["metric"] for entry in leaf.config.metric_list or []}
+    filters = {entry["name"] for entry in leaf.config.filter_list or []} or {"none"}
+    for score in scores_of(task):
+        metric, filter_name = score.split(",")
+        for word, given, allowed in (("metric", metric, metrics), ("filter", filter_name, filters)):
+            if given not in allowed:
+                raise UserError(
+                    f"{suite.path} {task.column}: {task.task} has no {word} {given!r};"
+                    f" write {' or '.join(sorted(allowed))}"
+                )

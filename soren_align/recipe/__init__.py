@@ -7,11 +7,12 @@ must exist, and `load` turns a file into a Recipe or a list of sentences. Nothin
 from .batch import accumulation, rows_per_step, trainer_value
 from .checks import is_local
 from .load import find, load, load_resolved, load_text, to_yaml
-from .models import DataSplit, Recipe, UserError, differences, json_schema, training_part
+from .models import DataSplit, Eval, Recipe, UserError, differences, json_schema, training_part
 from .parallel import Parallel, parallel
 
 __all__ = [
     "DataSplit",
+    "Eval",
     "Parallel",
     "Recipe",
     "UserError",

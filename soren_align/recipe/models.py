@@ -131,7 +131,21 @@ class Eval(_Section):
     suite: Annotated[str, Field(min_length=1)]
     """A shipped suite's name, or the path of a suite.yaml."""
     batch_size: Annotated[int, Field(ge=1)] | None = None
-    """null: the suite's own."""
+    """Prompts in one forward pass. null: the suite's own. Halved, for all models of a table, where memory runs out."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Of the weights while they answer. null: the suite's own."""
+    backend: Literal["hf", "vllm"] = "hf"
+    """transformers, or vLLM (pip install 'soren-align[vllm]'); all models of a table are asked by the same."""
+    processes: Annotated[int, Field(ge=1)] | None = None
+    """Processes on this machine among which the questions are dealt, one per GPU. null: as many as trained."""
+    data_root: str | None = None
+    """A folder laid out as downloaded hub datasets (ROOT/allenai/ai2_arc, ...). null: the suite's own, or the hub."""
+    limit: Annotated[int, Field(ge=1)] | None = None
+    """Ask only the first questions of each task: a rehearsal."""
+    strict: bool = False
+    """An error, and not a count, where a prompt is longer than the model's context."""
+    quote: list[str] = []
+    """Rows of others to stand beneath: a name in eval/paper, such as `paper/sft`, or a file of that form."""
 
 
 class Recipe(_Section):

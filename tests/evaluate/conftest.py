@@ -6,6 +6,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from soren_align import shipped
 
+from .fixtures import write_datasets
+from .tiny import make_reader, nudge
+
 BASE = shipped.ROOT / "recipes" / "quickstart" / "base"
 
 
@@ -24,7 +27,28 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory):
+    """Answers and datasets are kept for the tests only."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SOREN_ALIGN_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     return [make_model(root / f"seed{seed}", seed) for seed in (0, 1)]
+
+
+@pytest.fixture(scope="session")
+def data_root(tmp_path_factory):
+    return write_datasets(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="session")
+def readers(tmp_path_factory):
+    """Two models that read any text, the second a neighbour of the first."""
+    root = tmp_path_factory.mktemp("readers")
+    first = make_reader(root / "first")
+    return [first, nudge(first, root / "second")]

@@ -5,15 +5,17 @@ import json
 import statistics
 
 import pytest
+from lm_eval.models.huggingface import HFLM
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from soren_align.evaluate import evaluate, summary
-from soren_align.evaluate.pairing import paired
-from soren_align.recipe import UserError
+from soren_align.evaluate import evaluate, preflight, summary
+from soren_align.recipe import Eval, UserError
 
 from .conftest import make_model
+from .plain import ZERO_SHOT
 
+QUICKSTART = Eval(suite="quickstart")
 COLUMNS = ["zoo_mc", "zoo_gen", "preference"]
 
 
@@ -22,14 +24,14 @@ def stage(models, tmp_path_factory):
     output = tmp_path_factory.mktemp("output") / "eval"
     screen = io.StringIO()
     console = Console(file=screen, width=80)
-    results = evaluate([("base", models[0]), ("SFT", models[1])], "quickstart", output, device="cpu", console=console)
+    results = evaluate([("base", models[0]), ("SFT", models[1])], QUICKSTART, output, device="cpu", console=console)
     return results, output, screen.getvalue()
 
 
 def test_results_json_is_what_was_returned_and_says_how_to_repeat_it(stage, models):
     results, output, _ = stage
     assert json.loads((output / "results.json").read_text()) == results
-    assert list(results) == ["title", "suite", "rows", "settings"]
+    assert list(results) == ["title", "suite", "rows", "quoted", "settings", "notes"]
     assert [(row["name"], row["model"]) for row in results["rows"]] == [
         ("base", str(models[0])),
         ("SFT", str(models[1])),
@@ -67,6 +69,7 @@ def test_the_difference_is_that_of_the_scores_and_its_interval_holds_it(stage):
     for column, d in later["differences"].items():
         assert d["value"] == pytest.approx(later["scores"][column]["value"] - base["scores"][column]["value"])
         assert d["low"] <= d["value"] <= d["high"]
+        assert 0 <= d["p"] <= d["p_holm"] <= 1
 
 
 def test_the_page_has_a_row_a_model_and_the_numbers_of_the_results(stage):
@@ -77,7 +80,7 @@ def test_the_page_has_a_row_a_model_and_the_numbers_of_the_results(stage):
     score, d = later["scores"]["zoo_mc"], later["differences"]["zoo_mc"]
     assert f"| base | {base['scores']['zoo_mc']['value']:.1f} ± " in page
     cell = f"{score['value']:.1f} ± {score['stderr']:.1f}<br>{d['value']:+.1f} [{d['low']:+.1f}, {d['high']:+.1f}]"
-    assert f"| SFT | {cell} |" in page
+    assert f"| SFT | {cell}<br>" in page
     assert f"lm-eval {results['settings']['versions']['lm-eval']}" in page
 
 
@@ -87,8 +90,8 @@ def test_the_terminal_shows_whole_cells_in_eighty_columns(stage):
     rows = [line for line in (output / "table.md").read_text().splitlines() if line.startswith(("| base", "| SFT"))]
     cells = [part.strip() for row in rows for cell in row.split("|") for part in cell.split("<br>")]
     assert [part for part in cells if part not in screen] == []
-    assert "evaluated base in" in screen
-    assert "evaluated SFT in" in screen
+    assert "base                 zoo_mc" in screen
+    assert "SFT                  preference" in screen
     assert not [line for line in screen.splitlines() if "…" in line]
 
 
@@ -102,10 +105,10 @@ def test_the_summary_is_in_fractions(stage):
 
 def test_an_evaluation_leaves_no_rows_of_an_earlier_one(stage, models, tmp_path):
     quiet = Console(file=io.StringIO())
-    evaluate([("old", models[0])], "quickstart", tmp_path, device="cpu", console=quiet)
-    evaluate([("new", models[0])], "quickstart", tmp_path, device="cpu", console=quiet)
+    evaluate([("old", models[0])], QUICKSTART, tmp_path, device="cpu", console=quiet)
+    evaluate([("new", models[0])], QUICKSTART, tmp_path, device="cpu", console=quiet)
     assert [folder.name for folder in (tmp_path / "samples").iterdir()] == ["new"]
-    assert sorted(f.name for f in tmp_path.iterdir()) == ["results.json", "samples", "table.md"]
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["results.json", "samples", "scores.png", "table.md"]
 
 
 def test_models_that_were_asked_in_other_words_are_not_compared(models, tmp_path):
@@ -115,42 +118,60 @@ def test_models_that_were_asked_in_other_words_are_not_compared(models, tmp_path
     tokenizer.save_pretrained(other)
     rows = [("base", models[0]), ("SFT", other)]
     with pytest.raises(UserError, match="zoo_mc: SFT was asked in other words than base"):
-        evaluate(rows, "quickstart", tmp_path / "eval", device="cpu", console=Console(file=io.StringIO()))
+        evaluate(rows, QUICKSTART, tmp_path / "eval", device="cpu", console=Console(file=io.StringIO()))
     assert not (tmp_path / "eval").exists()
 
 
 def test_two_rows_of_one_name_are_refused_before_any_work(models, tmp_path):
     with pytest.raises(UserError, match="two models would stand in the table as 'model'"):
-        evaluate([("model", models[0]), ("model", models[1])], "quickstart", tmp_path)
+        evaluate([("model", models[0]), ("model", models[1])], QUICKSTART, tmp_path)
 
 
-def test_the_paired_interval_covers_the_truth_and_is_narrower_than_the_unpaired_one():
-    """Questions of very different difficulty; the second model gains 10 points on each. Slow and obvious reference."""
-    import numpy as np
+def test_a_batch_that_does_not_fit_is_halved_for_all_rows(models, tmp_path, monkeypatch):
+    """Batches change the last digits: a table has one size."""
+    real = HFLM._model_call
+    calls = []
 
-    rng = np.random.default_rng(0)
-    covered, narrower = 0, 0
-    for _ in range(300):
-        easy = rng.random(200)
-        luck = rng.random(200)
-        a, b = (luck < easy * 0.9).astype(float), (luck < easy * 0.9 + 0.1).astype(float)
-        found = paired(list(a), list(b))
-        covered += found["low"] <= 10 <= found["high"]
-        unpaired = 1.96 * 100 * np.sqrt(a.var(ddof=1) / 200 + b.var(ddof=1) / 200)
-        narrower += found["high"] - found["value"] < unpaired
-    assert 0.91 <= covered / 300 <= 0.99  # 95%, and three standard errors of 300 tries
-    assert narrower == 300
+    def little_memory(self, inputs, **how):
+        calls.append(len(inputs))
+        if len(inputs) > 20 and len(calls) > 6:  # not before the first row is done
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return real(self, inputs, **how)
 
-
-def test_the_interval_of_other_points_is_the_normal_one():
-    found = paired([0.0, 0.2, 0.9, 1.0], [0.5, 0.2, 0.9, 1.0])
-    assert found["value"] == pytest.approx(12.5)
-    assert found["high"] - found["value"] == pytest.approx(1.959964 * statistics.stdev([50, 0, 0, 0]) / 2)
+    monkeypatch.setattr(HFLM, "_model_call", little_memory)
+    screen = io.StringIO()
+    how = {"device": "cpu", "cache": tmp_path / "cache", "console": Console(file=screen, width=80)}
+    results = evaluate([("base", models[0]), ("SFT", models[1])], QUICKSTART, tmp_path / "eval", **how)
+    assert results["settings"]["batch_size"] == 15
+    assert "out of memory with batches of 60; all rows with 30 now" in screen.getvalue()
+    assert all(row["answered"]["now"] + row["answered"]["before"] == 840 for row in results["rows"])
 
 
-def test_certainty_is_not_claimed_where_every_question_changed_alike():
-    found = paired([0.0] * 120, [1.0] * 120)
-    assert found["value"] == found["high"] == 100
-    assert 90 < found["low"] < 97
-    same = paired([1.0] * 120, [1.0] * 120)
-    assert (same["value"], -5 < same["low"] < -1, 1 < same["high"] < 5) == (0, True, True)
+def test_the_base_is_asked_once_for_all_runs(models, tmp_path):
+    screen = io.StringIO()
+    how = {"device": "cpu", "cache": tmp_path / "cache", "console": Console(file=screen, width=80)}
+    evaluate([("base", models[0])], QUICKSTART, tmp_path / "first", **how)
+    results = evaluate([("base", models[0]), ("SFT", models[1])], QUICKSTART, tmp_path / "second", **how)
+    assert [row["answered"]["now"] for row in results["rows"]] == [0, 840]
+    assert "base: all answers kept from before" in screen.getvalue().replace("\n", " ")
+
+
+@pytest.mark.parametrize(("limit", "said"), [(2, "the first 2 questions"), (None, "on other data (4 of 1,172")])
+def test_what_is_no_result_of_the_benchmarks_is_not_called_one(readers, data_root, tmp_path, limit, said):
+    asked = Eval(suite="commonsense-zero-shot", data_root=str(data_root), limit=limit)
+    quiet = Console(file=io.StringIO())
+    results = evaluate([("base", readers[0])], asked, tmp_path, device="cpu", console=quiet)
+    assert results["title"].startswith("Commonsense, zero-shot: ")
+    assert said in results["title"]
+    assert results["title"].endswith("not the suite's result")
+    assert results["title"] in (tmp_path / "table.md").read_text()
+    assert results["settings"]["data"] == str(data_root)
+
+
+def test_preflight_counts_the_questions_and_finds_what_is_missing(data_root, tmp_path):
+    asked = Eval(suite="commonsense-zero-shot", data_root=str(data_root))
+    assert preflight(asked) == dict.fromkeys(ZERO_SHOT, 4)
+    with pytest.raises(UserError, match="there is no dataset folder"):
+        preflight(asked.model_copy(update={"data_root": str(tmp_path)}))
+    with pytest.raises(UserError, match="is vllm, which is not installed"):
+        preflight(asked.model_copy(update={"backend": "vllm"}))

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from soren_align import shipped
-from soren_align.evaluate import load_suite, preflight
+from soren_align.evaluate import load_suite, load_tasks
 from soren_align.recipe import UserError
 
 SHIPPED = shipped.ROOT / "eval" / "quickstart"
@@ -27,20 +27,20 @@ def test_the_shipped_suite_is_found_by_name_by_file_and_by_folder(monkeypatch, t
     monkeypatch.chdir(tmp_path)
     assert load_suite("quickstart") == load_suite(SHIPPED / "suite.yaml") == load_suite(str(SHIPPED))
     assert load_suite("quickstart").name == "quickstart"
-    preflight(load_suite("quickstart"))
+    load_tasks(load_suite("quickstart"))
 
 
 def test_a_copied_suite_works_from_its_own_folder(folder):
     assert load_suite(folder).name == "mine"
-    preflight(load_suite(folder))
+    load_tasks(load_suite(folder))
 
 
 def test_a_data_root_is_taken_from_the_suites_folder(folder):
     shutil.copytree(shipped.ROOT / "recipes/quickstart/data", folder / "data")
     change(folder, "shipped:recipes/quickstart/data", "data")
     suite = load_suite(folder)
-    assert suite.dataset_path(suite.tasks[0]) == str(folder / "data" / "zoo_questions")
-    preflight(suite)
+    assert suite.data_folder() == folder / "data"
+    load_tasks(suite)
 
 
 @pytest.mark.parametrize(
@@ -85,14 +85,14 @@ def test_preflight_finds_what_would_fail_after_training(folder, old, new, messag
     change(folder, old, new)
     suite = load_suite(folder)
     if message is None:
-        preflight(suite)
+        load_tasks(suite)
         return
     with pytest.raises(UserError) as error:
-        preflight(suite)
+        load_tasks(suite)
     assert message in str(error.value)
 
 
 def test_preflight_finds_a_dataset_without_the_split(folder):
     change(folder, "test_split: test", "test_split: validation", "tasks/zoo_mc.yaml")
     with pytest.raises(UserError, match="task zoo_mc cannot be loaded"):
-        preflight(load_suite(folder))
+        load_tasks(load_suite(folder))

@@ -1,0 +1,146 @@
+"""The model that answers, in this process: by Hugging Face's transformers, or by vLLM.
+
+Either is lm-eval's own class, so that a prompt is cut into tokens and scored as `lm_eval` itself does it. Added here:
+weights that are not all there are refused, and prompts that had to be cut are counted.
+"""
+
+import importlib.util
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import huggingface_hub
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import normalize_gen_kwargs
+from peft import PeftModel
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ..recipe import UserError, is_local
+
+ADAPTER = "adapter_config.json"
+FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
+"""What decides a model's answers: weights, configs, tokenizer, chat template. No pickled weights."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a model is made to answer: beside its files, what may change an answer's last digits."""
+
+    backend: Literal["hf", "vllm"]
+    dtype: str
+    device: str
+    """torch's word."""
+    batch_size: int
+    """Prompts in one forward pass; with vLLM, in one call."""
+
+
+def refuse_absent(backend: str) -> None:
+    """UserError where the backend is not installed."""
+    if backend == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise UserError("eval.backend is vllm, which is not installed: pip install 'soren-align[vllm]', or write hf")
+
+
+def folder_of(model: str | Path) -> Path:
+    """Where a model's files lie; a name on the hub is downloaded first."""
+    if is_local(str(model)):
+        folder = Path(model).expanduser()
+        if not any((folder / name).is_file() for name in ("config.json", ADAPTER)):
+            raise UserError(f"{model}: not a model that can be loaded: there is no config.json, nor an {ADAPTER}")
+        return folder
+    try:
+        return Path(huggingface_hub.snapshot_download(str(model), allow_patterns=list(FILES)))
+    except Exception as error:  # not found, gated, offline, no space: the hub's own words say which
+        raise UserError(f"{model}: cannot be had from the hub: {_first_line(error)}") from error
+
+
+def base_of(folder: Path) -> Path | None:
+    """The model under a LoRA adapter; None where the folder holds a whole model."""
+    if not (folder / ADAPTER).is_file():
+        return None
+    return folder_of(json.loads((folder / ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"])
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer in the folder; an adapter without one has its base's."""
+    base = base_of(folder)
+    where = folder if base is None or (folder / "tokenizer_config.json").is_file() else base
+    try:
+        return AutoTokenizer.from_pretrained(where)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{where}: has no tokenizer that can be loaded: {_first_line(error)}") from error
+
+
+def load(model: Any, tokenizer: Any, setup: Setup) -> Any:
+    """lm-eval's object of a model: a folder, or a loaded transformers or PEFT model, which stays on its device."""
+    if setup.backend == "vllm":
+        return _load_vllm(model, setup)
+    # Handed a model, lm-eval takes it as it is, and leaves it in eval mode.
+    loaded = _load_hf(Path(model), setup).to(setup.device) if isinstance(model, str | Path) else model
+    return _counting(HFLM)(pretrained=loaded, tokenizer=tokenizer, batch_size=setup.batch_size)
+
+
+def answer(lm: Any, kind: str, arguments: list[tuple]) -> tuple[list[Any], int]:
+    """The answers to requests of one kind (loglikelihood, generate_until), and how many prompts had to be cut."""
+    lm.num_cut = 0
+    requests = [Instance(cast(Any, kind), {}, each, 0) for each in arguments]
+    return getattr(lm, kind)(requests, disable_tqdm=True), lm.num_cut
+
+
+def _counting(kind: type) -> Any:
+    """lm-eval's class, counting the prompts that it cuts from the left."""
+
+    class Counting(kind):
+        num_cut = 0
+
+        def _loglikelihood_tokens(self, requests: Any, **how: Any) -> Any:
+            self.num_cut += sum(len(prompt) + len(choice) > self.max_length + 1 for _, prompt, choice in requests)
+            return super()._loglikelihood_tokens(requests, **how)
+
+        def generate_until(self, requests: Any, **how: Any) -> Any:
+            for request in requests:
+                prompt, settings = request.args
+                answer_tokens = cast(Any, normalize_gen_kwargs(settings, self.max_gen_toks))["max_gen_toks"]
+                if answer_tokens >= self.max_length:
+                    raise UserError(f"an answer of {answer_tokens} tokens leaves no room in {self.max_length} tokens")
+                self.num_cut += len(self.tok_encode(prompt)) > self.max_length - answer_tokens
+            return super().generate_until(requests, **how)
+
+    return Counting
+
+
+def _load_hf(folder: Path, setup: Setup) -> Any:
+    base = base_of(folder)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            base or folder, dtype=torch.float32, output_loading_info=True, use_safetensors=True
+        )
+        model, info = loaded
+        absent = sorted(info["missing_keys"])
+        if absent:  # transformers would draw them at random and go on
+            raise UserError(f"{base or folder}: weights are missing: {', '.join(absent[:3])} ({len(absent)} in all)")
+        if base:
+            # Merged as `merge_and_unload` would for a model on disk, so that both answer alike to the last bit.
+            model = cast(Any, PeftModel.from_pretrained(model, str(folder))).merge_and_unload()
+    except (OSError, ValueError, SafetensorError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{folder}: not a model that can be loaded: {_first_line(error)}") from error
+    return model.to(getattr(torch, setup.dtype))
+
+
+def _load_vllm(model: Any, setup: Setup) -> Any:
+    if not isinstance(model, str | Path):
+        raise UserError("vLLM loads models from folders; save this one first")
+    if (Path(model) / ADAPTER).is_file():
+        raise UserError(f"{model}: is an adapter; merge it for vLLM, or use --backend hf")
+    from lm_eval.models.vllm_causallms import VLLM
+
+    return _counting(VLLM)(pretrained=str(model), dtype=setup.dtype, batch_size=setup.batch_size, seed=1234)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,114 @@
+"""Answers, kept by what they are answers to: no other model's are ever given, and none is asked for twice.
+
+A journal is a file per model, named by a hash of all that decides an answer: weights, configs, tokenizer, template,
+precision, batch size, device, versions. In it stands a line per piece of work, under a hash of its requests. The
+pieces are cut in the same way however many processes work on them, so that an answer taken from here is, to the last
+bit, the one that would be given again.
+"""
+
+import hashlib
+import json
+import os
+from functools import lru_cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..report import fingerprint
+from .backends import FILES, Setup, base_of
+
+PACKAGES = ("torch", "transformers", "lm-eval", "tokenizers")
+
+
+def default_root() -> Path:
+    """Where journals are kept: $SOREN_ALIGN_CACHE, or soren-align in the user's cache folder."""
+    given = os.environ.get("SOREN_ALIGN_CACHE")
+    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "soren-align"
+
+
+class Journal:
+    """The answers of one model."""
+
+    def __init__(self, root: Path | None, identity: dict[str, Any]):
+        """root: the folder of all journals; None keeps the answers in memory. identity: what decides the answers."""
+        self.answers: dict[str, tuple[list[Any], int]] = {}
+        self.file = None
+        if root is None:
+            return
+        folder = root / "answers"
+        folder.mkdir(parents=True, exist_ok=True)
+        self.file = folder / f"{digest(identity)}.jsonl"
+        lines = self.file.read_bytes().split(b"\n") if self.file.is_file() else []
+        for line in lines[1:-1]:
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                continue  # a kill cut it short
+            self.answers[record["piece"]] = ([_frozen(a) for a in record["answers"]], record["cut"])
+        if not lines:
+            self._append(json.dumps(identity) + "\n")
+        elif lines[-1]:
+            self._append("\n")  # close the line that a kill cut short
+
+    def add(self, piece: str, answers: list[Any], num_cut: int) -> None:
+        """Keep the answers to a piece of work."""
+        self.answers[piece] = ([_frozen(a) for a in answers], num_cut)
+        if self.file:
+            self._append(json.dumps({"piece": piece, "cut": num_cut, "answers": answers}) + "\n")
+
+    def _append(self, text: str) -> None:
+        # One write in append mode: two evaluations of one model may keep their answers at the same time.
+        assert self.file
+        with self.file.open("ab", buffering=0) as stream:
+            stream.write(text.encode())
+
+
+def digest(content: Any) -> str:
+    """sha256 of what JSON can say."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def identity(model: Any, tokenizer: Any, setup: Setup) -> dict[str, Any]:
+    """What decides a model's answers, beside the requests."""
+    device = torch.cuda.get_device_name() if setup.device.startswith("cuda") else setup.device
+    return {
+        "model": contents(Path(model)) if isinstance(model, str | Path) else _contents_of_live(model, tokenizer),
+        "backend": setup.backend,
+        "dtype": setup.dtype,
+        "batch_size": setup.batch_size,
+        "device": device,
+        "versions": {package: metadata.version(package) for package in PACKAGES}
+        | ({"vllm": metadata.version("vllm")} if setup.backend == "vllm" else {}),
+    }
+
+
+def contents(folder: Path) -> str:
+    """sha256 over a model folder's files; with an adapter, over its base's too."""
+    files = sorted({f for pattern in FILES for f in folder.glob(pattern) if f.suffix != ".safetensors"})
+    said: list[Any] = [[f.name, _small(f, f.stat().st_mtime_ns)] for f in files]
+    base = base_of(folder)
+    return digest([fingerprint(str(folder)), said, contents(base) if base else None])
+
+
+@lru_cache
+def _small(file: Path, changed: int) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _contents_of_live(model: Any, tokenizer: Any) -> str:
+    """The same of a loaded model, whose weights may be no file's."""
+    said = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        said.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        said.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    chat = getattr(tokenizer, "chat_template", None)
+    vocabulary = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
+    config = model.config.to_json_string(use_diff=False)
+    return digest([said.hexdigest(), config, chat, vocabulary])
+
+
+def _frozen(answer: Any) -> Any:
+    """A log-likelihood's [number, whether greedy] as lm-eval's tuple; a text as it is."""
+    return tuple(answer) if isinstance(answer, list) else answer

@@ -1,0 +1,2 @@
+def load_quoted(name, suite):
+    return []

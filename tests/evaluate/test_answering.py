@@ -1,0 +1,233 @@
+"""Who answers, how often, and whose answers these are: one process or several, killed or not, never another model's."""
+
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from lm_eval import simple_evaluate
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from soren_align.evaluate import evaluate_model, load_suite
+from soren_align.evaluate.answering import OutOfMemory, pieces
+from soren_align.recipe import UserError
+
+SUITE = load_suite("quickstart")
+
+
+def resps(answers):
+    return {column: [s["filtered_resps"] for s in asked] for column, asked in answers.samples.items()}
+
+
+@pytest.fixture(scope="module")
+def small(models):
+    """The suite in batches of 8: many pieces."""
+    suite = SUITE.model_copy(update={"batch_size": 8})
+    return suite, evaluate_model(models[0], suite, device="cpu")
+
+
+def test_pieces_hold_every_request_once_and_no_context_is_torn():
+    draw = random.Random(0)
+    requests = [("x" * draw.randrange(30), f"choice {i}") for i in range(1000)]
+    found = pieces("loglikelihood", requests, 2)
+    assert sorted(i for piece in found for i in piece) == list(range(1000))
+    where = {}
+    for number, piece in enumerate(found):
+        for i in piece:
+            assert where.setdefault(requests[i][0], number) == number
+    longest = [len(requests[piece[0]][0]) for piece in found]
+    assert longest == sorted(longest, reverse=True)
+    assert all(len(piece) == 1 for piece in pieces("generate_until", [(str(i), {}) for i in range(9)], 1))
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_several_processes_give_the_answers_of_one(number, small, models):
+    suite, one = small
+    several = evaluate_model(models[0], suite, device="cpu", num_processes=number)
+    assert several.prompts == one.prompts
+    assert several.samples == one.samples
+    assert several.scores == one.scores
+
+
+def test_in_process_from_disk_as_adapter_and_merged_the_answers_are_the_same(models, tmp_path, small):
+    suite, _ = small
+    base, tokenizer = models[0], AutoTokenizer.from_pretrained(models[0])
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    adapter = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    adapter.save_pretrained(tmp_path / "adapter")
+    live = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(tmp_path / "adapter"))
+    found = {
+        "in process": evaluate_model(live.eval(), suite, tokenizer=tokenizer),
+        "adapter": evaluate_model(tmp_path / "adapter", suite, device="cpu"),
+    }
+    merged = live.merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    tokenizer.save_pretrained(tmp_path / "merged")
+    found["merged"] = evaluate_model(merged, suite, tokenizer=tokenizer)
+    found["from disk"] = evaluate_model(tmp_path / "merged", suite, device="cpu")
+    reference = found.pop("from disk")
+    assert reference.scores != small[1].scores
+    for how, answers in found.items():
+        assert answers.scores == reference.scores, how
+        assert answers.prompts == reference.prompts, how
+        if how != "in process":  # W x + B A x is not (W + B A) x to the last bit
+            assert resps(answers) == resps(reference), how
+
+
+def test_a_model_in_this_process_stays_as_it_was(models, small):
+    model = AutoModelForCausalLM.from_pretrained(models[0])
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    evaluate_model(model, small[0], tokenizer=AutoTokenizer.from_pretrained(models[0]), limit=2)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert all(p.requires_grad for p in model.parameters())
+    with pytest.raises(UserError, match="in its own process only"):
+        evaluate_model(model, small[0], tokenizer=AutoTokenizer.from_pretrained(models[0]), num_processes=2)
+
+
+def test_what_was_answered_is_not_asked_again(small, models, tmp_path):
+    suite, fresh = small
+    first = evaluate_model(models[0], suite, device="cpu", cache=tmp_path)
+    again = evaluate_model(models[0], suite, device="cpu", cache=tmp_path)
+    assert first.asked == {"now": 840, "before": 0}
+    assert again.asked == {"now": 0, "before": 840}
+    assert again.samples == first.samples == fresh.samples
+
+
+def test_two_models_through_one_cache_never_share_an_answer(small, models, tmp_path):
+    suite, _ = small
+    first = evaluate_model(models[0], suite, device="cpu", cache=tmp_path)
+    second = evaluate_model(models[1], suite, device="cpu", cache=tmp_path)
+    assert second.asked["before"] == 0
+    assert resps(second) == resps(evaluate_model(models[1], suite, device="cpu"))
+    pairs = zip(resps(first)["zoo_mc"], resps(second)["zoo_mc"], strict=True)
+    assert not any(a == b for a, b in pairs)
+
+
+def test_lm_evals_own_cache_gives_a_model_another_ones_answers(models, tmp_path):
+    """Why there is a journal. The day this fails, lm-eval's cache is keyed by the model."""
+    task = tmp_path / "task.yaml"
+    task.write_text(
+        f"include: {SUITE.file_of(SUITE.tasks[0])}\ntask: zoo_mc\ndataset_path: {SUITE.data_folder()}/zoo_questions\n"
+    )
+    found = []
+    for folder in models:
+        lm = HFLM(
+            pretrained=AutoModelForCausalLM.from_pretrained(folder), tokenizer=AutoTokenizer.from_pretrained(folder)
+        )
+        manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+        how = {"apply_chat_template": True, "limit": 4, "use_cache": str(tmp_path / "theirs")}
+        found.append(simple_evaluate(lm, tasks=["zoo_mc"], task_manager=manager, **how)["samples"]["zoo_mc"])
+    first, second = ([s["filtered_resps"] for s in samples] for samples in found)
+    assert first == second
+
+
+@pytest.mark.parametrize("change", ["weights", "template", "generation", "batch size", "dtype"])
+def test_whatever_changes_answers_changes_the_journal(change, small, models, tmp_path):
+    suite, _ = small
+    cache, model = tmp_path / "cache", tmp_path / "model"
+    shutil.copytree(models[0], model)
+    evaluate_model(model, suite, device="cpu", limit=2, cache=cache)
+    how = {}
+    if change == "weights":
+        shutil.copy(models[1] / "model.safetensors", model)
+    elif change == "template":
+        with (model / "chat_template.jinja").open("a") as stream:
+            stream.write("{# another #}")
+    elif change == "generation":
+        (model / "generation_config.json").write_text('{"repetition_penalty": 1.3}')
+    elif change == "batch size":
+        how = {"batch_size": 7}
+    else:
+        how = {"dtype": "bfloat16"}
+    assert evaluate_model(model, suite, device="cpu", limit=2, cache=cache, **how).asked["before"] == 0
+    assert len(list((cache / "answers").iterdir())) == 2
+
+
+def eval_command(model, output, cache):
+    given = {"suite": "quickstart", "batch_size": 1, "processes": 1}
+    command = [sys.executable, "-m", "soren_align.worker", "eval", str(model), "--asked", json.dumps(given)]
+    return [*command, "--output", str(output), "--cache", str(cache)]
+
+
+def test_killed_in_the_middle_and_started_again_nothing_is_asked_twice(models, tmp_path):
+    cache = tmp_path / "cache"
+    env = os.environ | {"DS_ACCELERATOR": "cpu"}
+    killed = subprocess.Popen(eval_command(models[0], tmp_path / "killed", cache), env=env, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    journal: list[Path] = []
+    while not journal or journal[0].read_bytes().count(b"\n") < 20:
+        assert killed.poll() is None, "it ended before it could be killed"
+        assert time.monotonic() < deadline
+        journal = list(cache.glob("answers/*.jsonl"))
+        time.sleep(0.02)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    with journal[0].open("a") as stream:
+        stream.write('{"piece": "cut sho')  # as a kill in the middle of a line would
+    kept = sum(len(json.loads(line)["answers"]) for line in journal[0].read_text().splitlines()[1:-1])
+    subprocess.run(eval_command(models[0], tmp_path / "killed", cache), env=env, check=True, capture_output=True)
+    subprocess.run(
+        eval_command(models[0], tmp_path / "whole", tmp_path / "other"), env=env, check=True, capture_output=True
+    )
+    killed_results, whole = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("killed", "whole"))
+    assert 0 < kept < 840
+    assert killed_results["rows"][0].pop("answered") == {"now": 840 - kept, "before": kept}
+    assert whole["rows"][0].pop("answered") == {"now": 840, "before": 0}
+    assert killed_results == whole
+    for file in sorted((tmp_path / "whole").rglob("*.jsonl")):
+        assert file.read_bytes() == (tmp_path / "killed" / file.relative_to(tmp_path / "whole")).read_bytes()
+
+
+def test_a_process_that_is_killed_ends_the_evaluation_and_says_so(small, models):
+    def kill(_column, done, _of):
+        if done:
+            for child in multiprocessing.active_children():
+                child.kill()
+
+    with pytest.raises(UserError, match="was killed"):
+        evaluate_model(models[0], small[0], device="cpu", num_processes=2, on_progress=kill)
+
+
+def test_what_does_not_fit_the_memory_is_told_from_other_errors(small, models, monkeypatch):
+    def full(*_, **__):
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(HFLM, "_model_call", full)
+    with pytest.raises(OutOfMemory):
+        evaluate_model(models[0], small[0], device="cpu")
+
+
+def test_prompts_that_were_cut_are_counted_and_strictly_an_error(models, tmp_path, small):
+    suite, whole = small
+    model = tmp_path / "short"
+    shutil.copytree(models[0], model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    asked = [argument for sample in whole.samples["zoo_mc"] for argument in sample["arguments"]]
+    lengths = sorted(len(tokenizer(context + choice)["input_ids"]) for context, choice in asked)
+    room = lengths[len(lengths) // 2]
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": room - 1}))
+    only = suite.model_copy(update={"tasks": [suite.tasks[0]]})
+    found = evaluate_model(model, only, device="cpu")
+    assert found.cut == {"zoo_mc": sum(length > room for length in lengths)}
+    assert 0 < found.cut["zoo_mc"] < len(lengths)
+    assert whole.cut == {}
+    with pytest.raises(UserError, match="prompts do not fit"):
+        evaluate_model(model, only, device="cpu", strict=True)
+
+
+def test_vllm_is_asked_for_only_where_it_is_installed(models, small):
+    with pytest.raises(UserError, match="is vllm, which is not installed"):
+        evaluate_model(models[0], small[0], backend="vllm")

@@ -1,0 +1,138 @@
+"""The two suites of real benchmarks, on invented questions in the real schemas: what lm-eval itself would say."""
+
+import time
+
+import pytest
+
+from soren_align import shipped
+from soren_align.evaluate import evaluate_model, load_suite, load_tasks
+from soren_align.evaluate.tasks import leaves
+from soren_align.recipe import UserError
+
+from .fixtures import write_datasets
+from .plain import LEADERBOARD, ZERO_SHOT, plain
+
+SUITES = {"open-llm-leaderboard-v1": LEADERBOARD, "commonsense-zero-shot": ZERO_SHOT}
+
+
+def suite_on(data_root, name, batch_size=16):
+    return load_suite(name).model_copy(update={"data_root": str(data_root), "batch_size": batch_size})
+
+
+@pytest.fixture(scope="module", params=SUITES)
+def both(request, readers, data_root):
+    """(suite, ours, lm-eval's own results), one prompt at a time: padding changes the last digits."""
+    suite = suite_on(data_root, request.param, batch_size=1)
+    theirs = plain(readers[0], SUITES[request.param], data_root, batch_size=1)
+    return suite, evaluate_model(readers[0], suite, device="cpu"), theirs
+
+
+@pytest.fixture(scope="module")
+def leaderboard(readers, data_root):
+    """(suite, tasks, one process's answers, seconds for loading and asking)."""
+    suite = suite_on(data_root, "open-llm-leaderboard-v1")
+    began = time.monotonic()
+    tasks = load_tasks(suite)
+    found = evaluate_model(readers[0], suite, tasks=tasks, device="cpu")
+    return suite, tasks, found, time.monotonic() - began
+
+
+def test_the_leaderboard_has_62_tasks_and_is_asked_whole_within_a_minute(leaderboard):
+    _, tasks, found, seconds = leaderboard
+    assert seconds < 60
+    assert {column: len(leaves(task)) for column, task in tasks.items()} == dict.fromkeys(LEADERBOARD, 1) | {"mmlu": 57}
+    assert sum(len(leaves(task)) for task in tasks.values()) == 62
+    assert len(found.scores["mmlu"]["subjects"]) == 57
+    assert list(found.scores) == [*LEADERBOARD, "average"]
+
+
+def test_every_score_is_lm_evals_own(both):
+    suite, ours, theirs = both
+    for task in suite.tasks:
+        score, key = ours.scores[task.column], f"{task.metric},{task.filter}"
+        own = theirs["results"][task.task]
+        assert score["value"] == pytest.approx(100 * own[key], rel=1e-12), task.column
+        error = own[f"{task.metric}_stderr,{task.filter}"]
+        assert score["stderr"] == pytest.approx(100 * error), task.column
+        for also, other in score.get("also", {}).items():
+            key = also if "," in also else f"{also},none"
+            if also != "mean over subjects":
+                assert other["value"] == pytest.approx(100 * own[key], rel=1e-12), (task.column, also)
+
+
+def test_every_prompt_and_every_answer_is_lm_evals_own(both):
+    suite, ours, theirs = both
+    for task in suite.tasks:
+        names = [name for name in theirs["samples"] if name == task.task or name.startswith(f"{task.task}_")]
+        own = [sample for name in names for sample in theirs["samples"][name]]
+        samples = ours.samples[task.column]
+        assert len(samples) == len(own) > 0
+        by_hash = {(s["doc_hash"], s["filter"]): s for s in own}
+        assert len(by_hash) == len(own)
+        for sample in samples:
+            other = by_hash[sample["doc_hash"], sample["filter"]]
+            assert sample["prompt_hash"] == other["prompt_hash"]
+            assert sample["arguments"] == other["arguments"]
+            assert sample["filtered_resps"] == other["filtered_resps"]
+
+
+def test_the_shots_are_the_suites(both):
+    suite, ours, _ = both
+    assert ours.settings["num_fewshot"] == SUITES[suite.name]
+
+
+def test_mmlu_is_stored_in_both_means_and_gsm8k_in_both_readings(leaderboard):
+    found = leaderboard[2].scores
+    subjects = found["mmlu"]["subjects"].values()
+    sizes = sum(s["n"] for s in subjects)
+    assert found["mmlu"]["n"] == sizes
+    assert found["mmlu"]["value"] == pytest.approx(sum(s["value"] * s["n"] for s in subjects) / sizes)
+    plain_mean = found["mmlu"]["also"]["mean over subjects"]["value"]
+    assert plain_mean == pytest.approx(sum(s["value"] for s in subjects) / 57)
+    assert plain_mean != pytest.approx(found["mmlu"]["value"], abs=0.01)
+    assert "exact_match,flexible-extract" in found["gsm8k"]["also"]
+
+
+def test_the_average_is_the_plain_mean_of_the_columns_with_its_own_error(both):
+    suite, ours, _ = both
+    columns = [ours.scores[task.column] for task in suite.tasks]
+    average = ours.scores["average"]
+    assert average["value"] == pytest.approx(sum(c["value"] for c in columns) / 6)
+    assert average["stderr"] == pytest.approx(sum(c["stderr"] ** 2 for c in columns) ** 0.5 / 6)
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_any_number_of_processes_gives_the_prompts_and_scores_of_one(number, leaderboard, readers):
+    """lm-eval's own data parallelism changes seven of eight few-shot prompts."""
+    suite, tasks, one, _ = leaderboard
+    several = evaluate_model(readers[0], suite, tasks=tasks, device="cpu", num_processes=number)
+    assert several.prompts == one.prompts
+    assert several.scores == one.scores
+    assert several.samples == one.samples
+
+
+def test_batches_change_log_likelihoods_in_the_last_digits_only(leaderboard, readers):
+    suite, tasks, one, _ = leaderboard
+    other = evaluate_model(readers[0], suite, tasks=tasks, device="cpu", batch_size=5)
+    for column, samples in one.samples.items():
+        for a, b in zip(samples, other.samples[column], strict=True):
+            if column != "gsm8k":
+                assert [x[0] for x in a["filtered_resps"]] == pytest.approx(
+                    [x[0] for x in b["filtered_resps"]], abs=1e-3
+                )
+
+
+def test_another_folder_of_the_same_layout_is_read_and_not_remembered(data_root, readers, tmp_path):
+    suite = suite_on(data_root, "commonsense-zero-shot")
+    other = suite_on(write_datasets(tmp_path / "data", seed=1), "commonsense-zero-shot")
+    first, second = (evaluate_model(readers[0], s, device="cpu").prompts for s in (suite, other))
+    assert not set(first["piqa"]) & set(second["piqa"])
+
+
+def test_data_that_are_not_there_are_named(tmp_path):
+    with pytest.raises(UserError, match=r"there is no dataset folder .*allenai/ai2_arc"):
+        load_tasks(suite_on(tmp_path, "open-llm-leaderboard-v1"))
+
+
+def test_a_suites_folder_name_and_title_say_which_it_is():
+    assert set(SUITES) <= set(shipped.suites())
