@@ -12,7 +12,7 @@ from ..recipe import UserError
 from ..report import write
 from . import tables
 from .harness import Answers, evaluate_model
-from .pairing import differences
+from .pairing import compare
 from .suites import load_suite
 
 
@@ -43,11 +43,12 @@ def evaluate(
         with console.status(f"evaluating {name} ({number} of {len(rows)})"):
             found = evaluate_model(model, suite, device=device, batch_size=batch_size)
         entry: dict[str, Any] = {"name": name, "model": str(model), "scores": found.scores}
-        if answers:
-            entry["differences"] = differences(answers[0], (name, found))
         answers.append((name, found))
         entries.append(entry)
         console.print(f"evaluated {name} in {time.monotonic() - began:.1f} s", highlight=False)
+    for entry, differences in zip(entries, compare(answers, average=False), strict=True):
+        if differences:
+            entry["differences"] = differences
     results = {"title": suite.title, "suite": suite.name, "rows": entries, "settings": answers[0][1].settings}
     _write(results, answers, Path(output))
     console.print()

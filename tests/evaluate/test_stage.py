@@ -9,7 +9,6 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from soren_align.evaluate import evaluate, summary
-from soren_align.evaluate.pairing import paired
 from soren_align.recipe import UserError
 
 from .conftest import make_model
@@ -122,35 +121,3 @@ def test_models_that_were_asked_in_other_words_are_not_compared(models, tmp_path
 def test_two_rows_of_one_name_are_refused_before_any_work(models, tmp_path):
     with pytest.raises(UserError, match="two models would stand in the table as 'model'"):
         evaluate([("model", models[0]), ("model", models[1])], "quickstart", tmp_path)
-
-
-def test_the_paired_interval_covers_the_truth_and_is_narrower_than_the_unpaired_one():
-    """Questions of very different difficulty; the second model gains 10 points on each. Slow and obvious reference."""
-    import numpy as np
-
-    rng = np.random.default_rng(0)
-    covered, narrower = 0, 0
-    for _ in range(300):
-        easy = rng.random(200)
-        luck = rng.random(200)
-        a, b = (luck < easy * 0.9).astype(float), (luck < easy * 0.9 + 0.1).astype(float)
-        found = paired(list(a), list(b))
-        covered += found["low"] <= 10 <= found["high"]
-        unpaired = 1.96 * 100 * np.sqrt(a.var(ddof=1) / 200 + b.var(ddof=1) / 200)
-        narrower += found["high"] - found["value"] < unpaired
-    assert 0.91 <= covered / 300 <= 0.99  # 95%, and three standard errors of 300 tries
-    assert narrower == 300
-
-
-def test_the_interval_of_other_points_is_the_normal_one():
-    found = paired([0.0, 0.2, 0.9, 1.0], [0.5, 0.2, 0.9, 1.0])
-    assert found["value"] == pytest.approx(12.5)
-    assert found["high"] - found["value"] == pytest.approx(1.959964 * statistics.stdev([50, 0, 0, 0]) / 2)
-
-
-def test_certainty_is_not_claimed_where_every_question_changed_alike():
-    found = paired([0.0] * 120, [1.0] * 120)
-    assert found["value"] == found["high"] == 100
-    assert 90 < found["low"] < 97
-    same = paired([1.0] * 120, [1.0] * 120)
-    assert (same["value"], -5 < same["low"] < -1, 1 < same["high"] < 5) == (0, True, True)
