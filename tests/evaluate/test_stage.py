@@ -66,6 +66,7 @@ def test_the_difference_is_that_of_the_scores_and_its_interval_holds_it(stage):
     for column, d in later["differences"].items():
         assert d["value"] == pytest.approx(later["scores"][column]["value"] - base["scores"][column]["value"])
         assert d["low"] <= d["value"] <= d["high"]
+        assert 0 <= d["p"] <= d["p_holm"] <= 1
 
 
 def test_the_page_has_a_row_a_model_and_the_numbers_of_the_results(stage):
@@ -76,7 +77,7 @@ def test_the_page_has_a_row_a_model_and_the_numbers_of_the_results(stage):
     score, d = later["scores"]["zoo_mc"], later["differences"]["zoo_mc"]
     assert f"| base | {base['scores']['zoo_mc']['value']:.1f} ± " in page
     cell = f"{score['value']:.1f} ± {score['stderr']:.1f}<br>{d['value']:+.1f} [{d['low']:+.1f}, {d['high']:+.1f}]"
-    assert f"| SFT | {cell} |" in page
+    assert f"| SFT | {cell}<br>" in page
     assert f"lm-eval {results['settings']['versions']['lm-eval']}" in page
 
 
