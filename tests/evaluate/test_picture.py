@@ -1,0 +1,83 @@
+"""The picture holds every score of the results where it belongs; how it looks was looked at."""
+
+import pytest
+from matplotlib.figure import Figure
+from PIL import Image
+
+from soren_align.evaluate import picture
+
+from .tabled import make_results
+
+
+@pytest.fixture
+def drawn(monkeypatch, tmp_path):
+    """Draws results and returns the figure, as matplotlib holds it."""
+    figures = []
+
+    class Kept(Figure):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            figures.append(self)
+
+    def draw(results):
+        monkeypatch.setattr(picture, "Figure", Kept)
+        picture.draw(results, tmp_path / "scores.png")
+        return figures[-1]
+
+    return draw
+
+
+def dots(panel):
+    """(x, y, filled) of every dot."""
+    lines = [line for line in panel.lines if line.get_marker() == "o"]
+    return [(line.get_xdata()[0], line.get_ydata()[0], line.get_markerfacecolor() != "white") for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("num_columns", "num_rows", "num_quoted", "average"), [(3, 3, 0, False), (6, 5, 4, True), (1, 1, 0, False)]
+)
+def test_there_is_a_panel_a_column_and_a_dot_a_row_in_the_tables_order(
+    drawn, num_columns, num_rows, num_quoted, average
+):
+    results = make_results(num_columns, num_rows, num_quoted, average)
+    figure = drawn(results)
+    rows = results["rows"] + results["quoted"]
+    panels = {panel.get_title(): panel for panel in figure.axes if panel.get_visible()}
+    assert list(panels) == list(results["rows"][0]["scores"])
+    for column, panel in panels.items():
+        expected = [(row["scores"][column]["value"], y, y < num_rows) for y, row in enumerate(rows)]
+        assert dots(panel) == expected
+        assert panel.lines[0].get_xdata()[0] == expected[0][0]  # the first row's line
+    names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert names == [row["name"] for row in results["rows"]] + [f"{row['name']} (quoted)" for row in results["quoted"]]
+    low, high = figure.axes[0].get_ylim()
+    assert low > high  # the first row on top
+    assert figure.get_suptitle() == results["title"]
+
+
+def test_an_interval_is_196_standard_errors_and_stays_within_a_hundred(drawn):
+    results = make_results(2, 2, average=False)
+    results["rows"][0]["scores"]["arc_challenge"] |= {"value": 50.0, "stderr": 1.0}
+    results["rows"][1]["scores"]["arc_challenge"] |= {"value": 99.0, "stderr": 1.0}
+    intervals = [list(line.get_xdata()) for line in drawn(results).axes[0].lines if line.get_marker() != "o"][1:]
+    assert intervals == [pytest.approx([48.04, 51.96]), pytest.approx([97.04, 100])]
+
+
+def test_a_quoted_row_without_a_score_leaves_a_gap_and_one_without_an_error_no_interval(drawn):
+    results = make_results(2, 1, num_quoted=2, average=False)
+    del results["quoted"][0]["scores"]["arc_challenge"], results["quoted"][1]["scores"]["arc_challenge"]["stderr"]
+    panel = drawn(results).axes[0]
+    assert [y for _, y, _ in dots(panel)] == [0, 2]
+    last = [line for line in panel.lines if line.get_marker() != "o"][-1]
+    assert last.get_xdata()[0] == last.get_xdata()[1]
+
+
+def test_the_same_results_give_the_same_small_file(tmp_path):
+    results = make_results(6, 5, num_quoted=4)
+    for name in ("one.png", "two.png"):
+        picture.draw(results, tmp_path / name)
+    assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
+    assert (tmp_path / "one.png").stat().st_size < 100_000
+    with Image.open(tmp_path / "one.png") as image:
+        assert image.width == 1275
+        assert not image.text  # no time, no version
