@@ -28,3 +28,9 @@ def recipes() -> dict[str, Path]:
 def suites() -> dict[str, Path]:
     """Every shipped evaluation suite by name, e.g. {'quickstart': .../eval/quickstart/suite.yaml}, sorted."""
     return {f.parent.name: f for f in sorted((ROOT / "eval").glob("*/suite.yaml"))}
+
+
+def quoted() -> dict[str, Path]:
+    """Every shipped table of quoted scores by name, e.g. {'paper/sft': .../eval/paper/sft.yaml}, sorted."""
+    files = sorted((ROOT / "eval").glob("*/*.yaml"))
+    return {f"{f.parent.name}/{f.stem}": f for f in files if not (f.parent / "suite.yaml").exists()}

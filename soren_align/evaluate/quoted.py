@@ -1,2 +1,96 @@
-def load_quoted(name, suite):
-    return []
+"""Rows that others published, to stand beside ours: marked as quoted, and in no test of significance.
+
+They were asked elsewhere and in other words, and their answers question by question are not known.
+"""
+
+import difflib
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from .. import shipped
+from ..recipe import UserError
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+
+class QuotedScore(_Section):
+    """In percent."""
+
+    value: Annotated[float, Field(ge=0, le=100)]
+    stderr: Annotated[float, Field(ge=0, le=100)] | None = None
+    """Null where it was not published."""
+
+
+class QuotedRow(_Section):
+    """One model."""
+
+    name: Annotated[str, Field(min_length=1)]
+    scores: Annotated[dict[str, QuotedScore], Field(min_length=1)]
+    """By the suite's columns, and "average"; not necessarily all of them."""
+
+
+class Quoted(_Section):
+    """One published table."""
+
+    source: str
+    """Who published it and where."""
+    model: str
+    """What was asked."""
+    suite: str
+    """Whose columns these are."""
+    rows: Annotated[list[QuotedRow], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _no_name_twice(self) -> "Quoted":
+        names = [row.name for row in self.rows]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"rows: {twice[0]!r} stands there twice; each must have its own name")
+        return self
+
+
+def load_quoted(name_or_path: str, suite_name: str) -> list[dict[str, Any]]:
+    """The rows of a shipped table ('paper/sft') or of a YAML file like it.
+
+    Returns {"name", "source", "scores": {column: {"value", "stderr" where published}}} of each row, in percent.
+    Raises UserError with every mistake found, and where the scores are those of another suite.
+    """
+    known = shipped.quoted()
+    path = known.get(name_or_path) or shipped.resolve(name_or_path)
+    if not path.is_file():
+        close = difflib.get_close_matches(name_or_path, known, n=1, cutoff=0.5)
+        hint = f"did you mean '{close[0]}'? " if close else ""
+        raise UserError(
+            f"{name_or_path}: neither a file nor a shipped table of quoted scores; {hint}shipped: {', '.join(known)}"
+        )
+    try:
+        raw = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
+    except (YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(raw, dict):
+        raise UserError(f"{path}: quoted scores are a mapping ({', '.join(Quoted.model_fields)})")
+    try:
+        table = Quoted.model_validate(raw)
+    except ValidationError as error:
+        raise UserError(*(f"{path} {_say(e)}" for e in error.errors(include_url=False))) from None
+    if table.suite != suite_name:
+        raise UserError(f"{name_or_path}: quotes scores of suite {table.suite}, and this is suite {suite_name}")
+    source = f"{table.source} ({table.model})"
+    return [{"name": row.name, "source": source} | row.model_dump(exclude_none=True) for row in table.rows]
+
+
+def _say(error: Any) -> str:
+    """One pydantic error as a sentence."""
+    where = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        return f"{where}: unknown key"
+    if error["type"] == "missing":
+        return f"{where}: is required"
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
+    return f"{where}: found {error['input']!r}; {error['msg'][0].lower()}{error['msg'][1:]}"
