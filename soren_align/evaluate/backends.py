@@ -6,6 +6,7 @@ weights that are not all there are refused, and prompts that had to be cut are c
 
 import importlib.util
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -17,13 +18,19 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from peft import PeftModel
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from ..recipe import UserError, is_local
 
 ADAPTER = "adapter_config.json"
 FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 """What decides a model's answers: weights, configs, tokenizer, chat template. No pickled weights."""
+
+_WITHOUT_EFFECT = re.compile(
+    "_.*|output_.*|return_.*|.*_token_id|do_sample|temperature|top_p|top_k|max_length|use_cache|transformers_version"
+)
+"""Of a generation config: lm-eval asks for one likeliest answer, with its own end and length."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,17 @@ def load_tokenizer(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(where)
     except (OSError, ValueError) as error:
         raise UserError(f"{where}: has no tokenizer that can be loaded: {_first_line(error)}") from error
+
+
+def generation_of(model: Any) -> dict[str, Any]:
+    """What the model's own generation config changes in greedy answers: a repetition penalty does, in lm-eval too."""
+    if isinstance(model, str | Path):
+        folder = base_of(Path(model)) or Path(model)
+        config = GenerationConfig.from_pretrained(folder) if (folder / GENERATION_CONFIG_NAME).is_file() else None
+    else:
+        config = model.generation_config
+    said = config.to_diff_dict() if config else {}
+    return {key: value for key, value in said.items() if not _WITHOUT_EFFECT.fullmatch(key)}
 
 
 def load(model: Any, tokenizer: Any, setup: Setup) -> Any:

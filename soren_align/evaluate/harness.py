@@ -21,7 +21,7 @@ from lm_eval.tasks import TaskManager
 
 from ..recipe import UserError
 from .answering import Answering
-from .backends import Setup, folder_of, load_tokenizer, refuse_absent
+from .backends import Setup, folder_of, generation_of, load_tokenizer, refuse_absent
 from .journal import Journal, identity
 from .quiet import quiet
 from .suites import Suite, SuiteTask
@@ -93,7 +93,7 @@ def evaluate_model(
     tasks = tasks or load_tasks(suite)
     known = identity(model, tokenizer, setup)
     lm = Answering(model, tokenizer, setup, Journal(cache, known), num_processes=num_processes, strict=strict)
-    answers = Answers(_settings(suite, setup, known, tokenizer, limit))
+    answers = Answers(_settings(suite, setup, known, tokenizer, limit) | {"generation": generation_of(model)})
     try:
         for task in suite.tasks:
             lm.num_cut = 0
@@ -189,7 +189,7 @@ def _score(points: list[list[float]]) -> dict[str, Any]:
 def _average(scores: list[dict[str, Any]]) -> dict[str, Any]:
     """The plain mean of the columns."""
     stderr = sqrt(sum(s["stderr"] ** 2 for s in scores)) / len(scores)
-    return {"value": statistics.fmean(s["value"] for s in scores), "stderr": stderr, "n": sum(s["n"] for s in scores)}
+    return {"value": statistics.fmean(s["value"] for s in scores), "stderr": stderr}
 
 
 def _settings(suite: Suite, setup: Setup, known: dict[str, Any], tokenizer: Any, limit: int | None) -> dict[str, Any]:

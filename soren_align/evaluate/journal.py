@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..report import fingerprint
-from .backends import FILES, Setup, base_of
+from .backends import FILES, Setup, base_of, generation_of
 
 PACKAGES = ("torch", "transformers", "lm-eval", "tokenizers")
 
@@ -106,7 +106,7 @@ def _contents_of_live(model: Any, tokenizer: Any) -> str:
     chat = getattr(tokenizer, "chat_template", None)
     vocabulary = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
     config = model.config.to_json_string(use_diff=False)
-    return digest([said.hexdigest(), config, chat, vocabulary])
+    return digest([said.hexdigest(), config, generation_of(model), chat, vocabulary])
 
 
 def _frozen(answer: Any) -> Any:

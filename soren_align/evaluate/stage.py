@@ -45,6 +45,8 @@ def evaluate(
         raise UserError(f"two models would stand in the table as {twice[0]!r}; give one folder another name")
     suite = suite_of(asked)
     quoted = [entry for name in asked.quote for entry in load_quoted(name, suite.name)]
+    if not console.is_terminal:
+        console.print("loading   tasks", highlight=False)
     with console.status("Loading tasks") as status:
         tasks = load_tasks(suite, lambda column: status.update(f"Loading tasks: {column}"))
     answers = _ask_all(rows, suite, tasks, asked, device, cache or default_root(), console)

@@ -15,6 +15,7 @@ SETTINGS = {
     "metrics": "metrics: {}",
     "seeds": "seeds: {}",
     "data": "data: {}",
+    "generation": "generation config: {}",
     "chat_template": "chat template {}",
     "bos": "BOS {}",
     "max_length": "prompts up to {} tokens",
@@ -113,7 +114,7 @@ def _beside(results: dict[str, Any]) -> list[str]:
 
 
 def _settings(results: dict[str, Any]) -> list[str]:
-    settings = {key: value for key, value in results["settings"].items() if value is not None}
+    settings = {key: value for key, value in results["settings"].items() if value not in (None, {})}
     if "metrics" in settings:
         settings["metrics"] = {c: m.removesuffix(",none").replace(",", "/") for c, m in settings["metrics"].items()}
     questions = {c: score["n"] for c, score in results["rows"][0]["scores"].items() if "n" in score}

@@ -1,5 +1,7 @@
 """Who answers, how often, and whose answers these are: one process or several, killed or not, never another model's."""
 
+import importlib.util
+import io
 import json
 import multiprocessing
 import os
@@ -9,6 +11,8 @@ import signal
 import subprocess
 import sys
 import time
+import types
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -17,13 +21,16 @@ from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from peft import LoraConfig, PeftModel, get_peft_model
+from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from soren_align.evaluate import evaluate_model, load_suite
+from soren_align.evaluate import evaluate, evaluate_model, load_suite
 from soren_align.evaluate.answering import OutOfMemory, pieces
-from soren_align.recipe import UserError
+from soren_align.evaluate.pairing import compare
+from soren_align.recipe import Eval, UserError
 
 SUITE = load_suite("quickstart")
+SILENT = Console(file=io.StringIO())
 
 
 def resps(answers):
@@ -155,37 +162,31 @@ def test_whatever_changes_answers_changes_the_journal(change, small, models, tmp
     assert len(list((cache / "answers").iterdir())) == 2
 
 
-def eval_command(model, output, cache):
-    given = {"suite": "quickstart", "batch_size": 1, "processes": 1}
-    command = [sys.executable, "-m", "soren_align.worker", "eval", str(model), "--asked", json.dumps(given)]
-    return [*command, "--output", str(output), "--cache", str(cache)]
-
-
 def test_killed_in_the_middle_and_started_again_nothing_is_asked_twice(models, tmp_path):
-    cache = tmp_path / "cache"
+    asked = Eval(suite="quickstart", batch_size=1)
+    command = [sys.executable, "-m", "soren_align.worker", "eval", str(models[0]), "--asked", asked.model_dump_json()]
+    command += ["--output", str(tmp_path / "killed"), "--cache", str(tmp_path / "cache")]
     env = os.environ | {"DS_ACCELERATOR": "cpu"}
-    killed = subprocess.Popen(eval_command(models[0], tmp_path / "killed", cache), env=env, stderr=subprocess.DEVNULL)
+    killed = subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     journal: list[Path] = []
     while not journal or journal[0].read_bytes().count(b"\n") < 20:
         assert killed.poll() is None, "it ended before it could be killed"
         assert time.monotonic() < deadline
-        journal = list(cache.glob("answers/*.jsonl"))
+        journal = list((tmp_path / "cache").glob("answers/*.jsonl"))
         time.sleep(0.02)
     killed.send_signal(signal.SIGKILL)
     killed.wait()
+    kept = sum(len(json.loads(line)["answers"]) for line in journal[0].read_text().splitlines()[1:])
     with journal[0].open("a") as stream:
         stream.write('{"piece": "cut sho')  # as a kill in the middle of a line would
-    kept = sum(len(json.loads(line)["answers"]) for line in journal[0].read_text().splitlines()[1:-1])
-    subprocess.run(eval_command(models[0], tmp_path / "killed", cache), env=env, check=True, capture_output=True)
-    subprocess.run(
-        eval_command(models[0], tmp_path / "whole", tmp_path / "other"), env=env, check=True, capture_output=True
-    )
-    killed_results, whole = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("killed", "whole"))
+    subprocess.run(command, env=env, check=True, capture_output=True)
+    evaluate([(models[0].name, models[0])], asked, tmp_path / "whole", cache=tmp_path / "other", console=SILENT)
+    resumed, whole = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("killed", "whole"))
     assert 0 < kept < 840
-    assert killed_results["rows"][0].pop("answered") == {"now": 840 - kept, "before": kept}
+    assert resumed["rows"][0].pop("answered") == {"now": 840 - kept, "before": kept}
     assert whole["rows"][0].pop("answered") == {"now": 840, "before": 0}
-    assert killed_results == whole
+    assert resumed == whole
     for file in sorted((tmp_path / "whole").rglob("*.jsonl")):
         assert file.read_bytes() == (tmp_path / "killed" / file.relative_to(tmp_path / "whole")).read_bytes()
 
@@ -226,6 +227,43 @@ def test_prompts_that_were_cut_are_counted_and_strictly_an_error(models, tmp_pat
     assert whole.cut == {}
     with pytest.raises(UserError, match="prompts do not fit"):
         evaluate_model(model, only, device="cpu", strict=True)
+
+
+def test_a_repetition_penalty_in_the_models_folder_is_told_and_not_compared_with_none(models, small, tmp_path):
+    """It changes greedy answers, in lm-eval too: Qwen's instruct models have one of 1.05."""
+    model = tmp_path / "model"
+    shutil.copytree(models[0], model)
+    said = {"repetition_penalty": 1.3, "do_sample": True, "temperature": 0.7, "eos_token_id": 2}
+    (model / "generation_config.json").write_text(json.dumps(said))
+    found = [evaluate_model(m, small[0], device="cpu", limit=2) for m in (models[0], model)]
+    assert [answers.settings["generation"] for answers in found] == [{}, {"repetition_penalty": 1.3}]
+    live = AutoModelForCausalLM.from_pretrained(model)
+    again = evaluate_model(live, small[0], tokenizer=AutoTokenizer.from_pretrained(model), limit=2)
+    assert again.settings["generation"] == {"repetition_penalty": 1.3}
+    with pytest.raises(UserError, match="was asked with generation"):
+        compare([("base", found[0]), ("SFT", found[1])], average=False)
+
+
+def test_vllm_gets_the_folder_and_our_settings(models, small, monkeypatch):
+    """vLLM needs a GPU. Here lm-eval's class of it is replaced by one that notes its arguments and answers by HFLM."""
+    got = {}
+
+    class Fake(HFLM):
+        def __init__(self, pretrained, **settings):
+            got.update(settings, pretrained=pretrained)
+            tokenizer = AutoTokenizer.from_pretrained(pretrained)
+            super().__init__(AutoModelForCausalLM.from_pretrained(pretrained), tokenizer=tokenizer, batch_size=8)
+
+    monkeypatch.setitem(sys.modules, "lm_eval.models.vllm_causallms", types.SimpleNamespace(VLLM=Fake))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda *_: object())
+    real = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: "0" if name == "vllm" else real(name))
+    found = evaluate_model(models[0], small[0], backend="vllm", device="cpu")
+    assert got == {"pretrained": str(models[0]), "dtype": "float32", "batch_size": 8, "seed": 1234}
+    assert found.settings["backend"] == "vllm"
+    assert resps(found) == resps(small[1])
+    with pytest.raises(UserError, match="backend = hf"):
+        compare([("a", found), ("b", small[1])], average=False)
 
 
 def test_vllm_is_asked_for_only_where_it_is_installed(models, small):

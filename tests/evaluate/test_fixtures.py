@@ -1,8 +1,7 @@
-"""lm-eval's shipped tasks read the invented data sets, and lm-eval alone scores a tiny model on them."""
+"""The invented datasets are as odd as the real ones, and the tiny model reads them."""
 
 import filecmp
 import json
-import math
 
 import datasets
 import pytest
@@ -10,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from .fixtures import NUM_TRAIN, subjects, texts, write_datasets
-from .plain import DATASETS, LEADERBOARD, ZERO_SHOT, plain
+from .plain import DATASETS, plain
 from .tiny import make_reader, nudge
 
 
@@ -22,16 +21,6 @@ def root(tmp_path_factory):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return make_reader(tmp_path_factory.mktemp("readers") / "reader")
-
-
-@pytest.fixture(scope="module")
-def leaderboard(model, root):
-    return plain(model, LEADERBOARD, root, gen_kwargs={"max_gen_toks": 32})
-
-
-@pytest.fixture(scope="module")
-def zero_shot(model, root):
-    return plain(model, ZERO_SHOT, root)
 
 
 def rows(root, task, config, split):
@@ -86,54 +75,12 @@ def test_datasets_confuses_two_roots_in_one_cache(tmp_path):
     assert apart == [json.loads(line) for line in written]
 
 
-def test_the_leaderboard_is_62_tasks_with_finite_scores(leaderboard):
-    asked = leaderboard["samples"]
-    assert len(asked) == 62
-    assert set(LEADERBOARD) - {"mmlu"} < set(asked)
-    assert {leaderboard["n-shot"][task] for task in asked if task.startswith("mmlu_")} == {5}
-    assert {leaderboard["n-shot"][task] for task in asked} == {0, 5, 10, 25}
-    check_scores(leaderboard)
-
-
-def test_the_zero_shot_suite_is_6_tasks_with_finite_scores(zero_shot):
-    assert set(zero_shot["samples"]) == set(ZERO_SHOT)
-    assert {zero_shot["n-shot"][task] for task in ZERO_SHOT} == {0}
-    check_scores(zero_shot)
-
-
-def check_scores(found):
-    for task, asked in found["samples"].items():
-        numbers = {key: value for key, value in found["results"][task].items() if "," in key}
-        assert numbers
-        assert all(math.isfinite(value) for value in numbers.values()), task
-        assert len({sample["prompt_hash"] for sample in asked}) == len({sample["doc_id"] for sample in asked})
-        for sample in asked:
-            assert all(math.isfinite(r[0]) for r in sample["filtered_resps"] if isinstance(r, tuple | list))
-
-
-def test_mmlus_two_averages_differ(leaderboard):
-    scores = {
-        task: r["acc,none"]
-        for task, r in leaderboard["results"].items()
-        if task in leaderboard["samples"] and task.startswith("mmlu_")
-    }
-    sizes = {task: len(leaderboard["samples"][task]) for task in scores}
-    micro = sum(scores[task] * sizes[task] for task in scores) / sum(sizes.values())
-    assert len(scores) == 57
-    assert leaderboard["results"]["mmlu"]["acc,none"] == pytest.approx(micro)
-    assert abs(micro - sum(scores.values()) / 57) > 1e-3
-
-
-def test_gsm8k_has_both_of_its_filters(leaderboard):
-    assert {sample["filter"] for sample in leaderboard["samples"]["gsm8k"]} == {"strict-match", "flexible-extract"}
-    assert {"exact_match,strict-match", "exact_match,flexible-extract"} < set(leaderboard["results"]["gsm8k"])
-
-
-def test_the_reader_reads_any_text_and_25_shots_fit(model, leaderboard):
+def test_the_reader_reads_any_text_and_25_shots_fit(model, root):
     tokenizer = AutoTokenizer.from_pretrained(model)
     text = "Ω → 40 °C\n\tnaïve 🙂  ####<<3*4=12>>"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-    prompt = leaderboard["samples"]["arc_challenge"][0]["arguments"][0][0]
+    found = plain(model, {"arc_challenge": 25}, root, limit=2)
+    prompt = found["samples"]["arc_challenge"][0]["arguments"][0][0]
     assert 500 < len(tokenizer(prompt)["input_ids"]) < 2048
 
 

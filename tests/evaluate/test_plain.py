@@ -31,21 +31,6 @@ def generated(found):
     return [s["resps"][0][0] for s in found["samples"]["gsm8k"] if s["filter"] == "strict-match"]
 
 
-def log_likelihoods(found):
-    return [response[0][0] for sample in found["samples"]["arc_challenge"] for response in sample["resps"]]
-
-
-def test_padding_moves_a_log_likelihood_by_rounding_only(model, root):
-    one, many = (log_likelihoods(plain(model, {"arc_challenge": 25}, root, batch_size=size)) for size in (1, 7))
-    assert one == pytest.approx(many, abs=4e-5)  # measured: 1.5e-5, a float32's last place at -160
-
-
-def test_one_by_one_a_log_likelihood_does_not_depend_on_what_else_is_asked(model, root):
-    everything = plain(model, {"arc_challenge": 25, "openbookqa": 0}, root, batch_size=1)
-    half = plain(model, {"arc_challenge": 25}, root, limit=2, batch_size=1)
-    assert log_likelihoods(half) == log_likelihoods(everything)[: len(log_likelihoods(half))]
-
-
 @pytest.mark.parametrize(
     ("setting", "changes"),
     [
