@@ -22,6 +22,7 @@ from .recipe import (
     UserError,
     accumulation,
     differences,
+    evaluation_problems,
     is_local,
     load_resolved,
     parallel,
@@ -107,6 +108,9 @@ def evaluate(
         raise UserError(
             *(f"--{str(p['loc'][0]).replace('_', '-')}: found {p['input']!r}; {p['msg']}" for p in problems)
         ) from None
+    problems = evaluation_problems(asked.model_dump())
+    if problems:
+        raise UserError(*(f"--{key.replace('_', '-')}: {message}" for key, message in problems))
     if output is None and (recipe is None or len(models) > 1):
         raise UserError("--output: is required: name the folder for results that belong to no single run")
     arguments = ["eval", *models, "--asked", asked.model_dump_json()]

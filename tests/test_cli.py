@@ -97,6 +97,22 @@ def test_the_schema_is_json():
         (["dpo", "quickstart/sft"], "this is a recipe for `soren-align sft`"),
         (["recipes", "copy", "nothing"], "no such file, nor a shipped recipe"),
         (["eval", "nowhere", "--suite", "quickstart", "--output", "out"], "nowhere"),
+        (["eval", "./nowhere", "--suite", "quickstart", "--output", "out"], "neither a run folder (run.json), nor a"),
+        (["eval", "owner/model", "--output", "out"], "--suite: is required"),
+        (["eval", "owner/model", "--suite", "quickstart"], "--output: is required"),
+        (
+            ["eval", "owner/model", "--suite", "quikstart", "--output", "o"],
+            "--suite: no suite named 'quikstart', nor such",
+        ),
+        (
+            ["eval", "owner/model", "--suite", "quickstart", "--output", "o", "--quote", "paper/sfx"],
+            "did you mean 'paper/sft'",
+        ),
+        (
+            ["eval", "owner/model", "--suite", "quickstart", "--output", "o", "--data-root", "no"],
+            "--data-root: there is no",
+        ),
+        (["eval", "owner/model", "--suite", "quickstart", "--output", "o", "--dtype", "int8"], "--dtype: found 'int8'"),
     ],
 )
 def test_a_wrong_name_is_a_sentence_and_exit_code_2(tmp_path, arguments, message):

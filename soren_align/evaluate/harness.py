@@ -18,6 +18,7 @@ from lm_eval import simple_evaluate
 from lm_eval.api.group import Group
 from lm_eval.api.metrics import pooled_sample_stderr
 from lm_eval.tasks import TaskManager
+from scipy.stats import binomtest
 
 from ..recipe import UserError
 from .answering import Answering
@@ -27,6 +28,7 @@ from .quiet import quiet
 from .suites import Suite, SuiteTask
 from .tasks import Tasks, leaves, load_tasks, scores_of
 
+Z95 = statistics.NormalDist().inv_cdf(0.975)
 PACKAGES = ("lm-eval", "transformers", "torch", "datasets")
 
 
@@ -37,7 +39,8 @@ class Answers:
     settings: dict[str, Any]
     """What another person needs to repeat it."""
     scores: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """{"value": percent, "stderr": percent, "n": questions asked}; "also": other scores; "subjects": of a group."""
+    """{"value", "stderr", and of a 95% interval "low" and "high", in percent, "n": questions asked}; "also": other
+    scores; "subjects": those of a group."""
     samples: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     """lm-eval's record of every question."""
     points: dict[str, list[float]] = field(default_factory=dict)
@@ -179,17 +182,29 @@ def _points(samples: list[dict], score: str, model: Any, found: dict[str, Any]) 
 
 
 def _score(points: list[list[float]]) -> dict[str, Any]:
-    """In percent, over all questions of a column's tasks. The standard error is lm-eval's: of independent questions."""
+    """In percent, over all questions of a column's tasks. The standard error is lm-eval's: of independent questions.
+
+    The 95% interval is Wilson's where answers are right or wrong: four wrong answers of four do not prove 0.0 ± 0.0.
+    """
     errors = [statistics.stdev(p) / sqrt(len(p)) if len(p) > 1 else 0.0 for p in points]
     sizes = [len(p) for p in points]
     stderr = errors[0] if len(points) == 1 else float(pooled_sample_stderr(errors, sizes))
-    return {"value": 100 * statistics.fmean(v for p in points for v in p), "stderr": 100 * stderr, "n": sum(sizes)}
+    every = [value for p in points for value in p]
+    value, n = statistics.fmean(every), len(every)
+    if {0.0, 1.0}.issuperset(every):
+        low, high = binomtest(int(sum(every)), n).proportion_ci(method="wilson")
+    else:
+        low, high = max(value - Z95 * stderr, 0.0), min(value + Z95 * stderr, 1.0)
+    return {"value": 100 * value, "stderr": 100 * stderr, "low": 100 * low, "high": 100 * high, "n": n}
 
 
 def _average(scores: list[dict[str, Any]]) -> dict[str, Any]:
     """The plain mean of the columns."""
-    stderr = sqrt(sum(s["stderr"] ** 2 for s in scores)) / len(scores)
-    return {"value": statistics.fmean(s["value"] for s in scores), "stderr": stderr}
+    value, stderr = (
+        statistics.fmean(s["value"] for s in scores),
+        sqrt(sum(s["stderr"] ** 2 for s in scores)) / len(scores),
+    )
+    return {"value": value, "stderr": stderr, "low": value - Z95 * stderr, "high": value + Z95 * stderr}
 
 
 def _settings(suite: Suite, setup: Setup, known: dict[str, Any], tokenizer: Any, limit: int | None) -> dict[str, Any]:

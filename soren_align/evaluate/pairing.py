@@ -11,9 +11,8 @@ import numpy as np
 from scipy.stats import binomtest
 
 from ..recipe import UserError
-from .harness import Answers
+from .harness import Z95, Answers
 
-Z95 = statistics.NormalDist().inv_cdf(0.975)
 RESAMPLES = 10_000
 SEED = 1234
 """The same for every row, so that another row in the table changes no interval."""

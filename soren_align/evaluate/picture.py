@@ -2,6 +2,7 @@
 
 from math import ceil
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -27,7 +28,7 @@ def draw(results: dict[str, Any], path: str | Path) -> None:
     # Inches: on a page of 830 pixels letters of 9 points are 12 pixels high.
     figure = Figure(figsize=(8.5, 0.75 + down * (0.65 + 0.24 * len(rows))), dpi=150, layout="constrained")
     canvas = FigureCanvasAgg(figure)
-    figure.suptitle(results["title"], fontsize=11, fontweight="bold")
+    figure.suptitle(fill(results["title"], 80), fontsize=11, fontweight="bold")
     panels = figure.subplots(down, across, squeeze=False, sharey=True).flatten()
     for panel, column in zip(panels, columns, strict=False):
         _draw(panel, column, rows)
@@ -48,8 +49,8 @@ def _draw(panel: Axes, column: str, rows: list[tuple[dict[str, Any], str, bool]]
         if score is None:
             continue
         color = BLUE if own else GREY
-        half = 1.96 * score.get("stderr", 0)
-        ends = [max(score["value"] - half, 0), min(score["value"] + half, 100)]
+        half = 1.96 * score.get("stderr", 0)  # of quoted rows, which tell no more
+        ends = [score.get("low", max(score["value"] - half, 0)), score.get("high", min(score["value"] + half, 100))]
         panel.plot(ends, [y, y], color=color, linewidth=1.4, zorder=2)
         face = color if own else "white"
         panel.plot(score["value"], y, "o", markersize=5, color=color, markerfacecolor=face, zorder=3)

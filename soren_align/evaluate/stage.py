@@ -50,6 +50,10 @@ def evaluate(
     with console.status("Loading tasks") as status:
         tasks = load_tasks(suite, lambda column: status.update(f"Loading tasks: {column}"))
     answers = _ask_all(rows, suite, tasks, asked, device, cache or default_root(), console)
+    kept = [f"{name} {found.asked['before']:,}" for name, found in answers if found.asked["before"]]
+    if kept:
+        said = f"kept      answers from before, in {cache or default_root()}: {', '.join(kept)}"
+        console.print(said, highlight=False, soft_wrap=True)
     first = answers[0][1]
     entries = [
         {"name": name, "model": str(model), "scores": found.scores, "cut": found.cut, "answered": found.asked}
@@ -64,7 +68,7 @@ def evaluate(
         "suite": suite.name,
         "rows": entries,
         "quoted": quoted,
-        "settings": first.settings | {"num_processes": asked.processes or 1, "data": str(suite.data_folder() or "hub")},
+        "settings": first.settings | {"num_processes": asked.processes or 1, "data": suite.data_root or "hub"},
         "notes": suite.notes,
     }
     _write(results, answers, Path(output))
@@ -144,10 +148,6 @@ def _ask_all(
                 soft_wrap=True,
             )
             return _ask_all(rows, smaller, tasks, asked, device, cache, console)
-        kept = found.asked["before"]
-        if kept:
-            everything = "all" if not found.asked["now"] else f"{kept:,} of {kept + found.asked['now']:,}"
-            console.print(f"{name}: {everything} answers kept from before, in {cache}", highlight=False, soft_wrap=True)
         answers.append((name, found))
     return answers
 
@@ -169,15 +169,19 @@ class _Showing:
         )
         self.bar = self.progress.add_task(f"{name}: reading its files", total=None)
         self.began = time.monotonic()
+        self.asked = False  # something of the model, and not only the journal
 
     def on_progress(self, column: str, done: int, of: int) -> None:
+        self.asked = self.asked or done < of
         self.progress.update(self.bar, description=f"{self.name} {column}", completed=done, total=of)
 
     def on_score(self, column: str, score: dict[str, Any]) -> None:
         seconds, self.began = time.monotonic() - self.began, time.monotonic()
         told = f"{score['value']:.1f} ± {score['stderr']:.1f}"
+        took = f"{seconds:.1f} s" if self.asked else "kept"
+        self.asked = False
         self.console.print(
-            f"{self.name:<20} {column:<16} {told:>12}   {score['n']:,} questions, {seconds:.1f} s",
+            f"{self.name:<20} {column:<16} {told:>12}   {score['n']:,} questions, {took}",
             highlight=False,
             soft_wrap=True,
         )

@@ -5,7 +5,7 @@ must exist, and `load` turns a file into a Recipe or a list of sentences. Nothin
 """
 
 from .batch import accumulation, rows_per_step, trainer_value
-from .checks import is_local
+from .checks import evaluation_problems, is_local
 from .load import find, load, load_resolved, load_text, to_yaml
 from .models import DataSplit, Eval, Recipe, UserError, differences, json_schema, training_part
 from .parallel import Parallel, parallel
@@ -18,6 +18,7 @@ __all__ = [
     "UserError",
     "accumulation",
     "differences",
+    "evaluation_problems",
     "find",
     "is_local",
     "json_schema",

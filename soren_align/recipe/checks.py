@@ -61,11 +61,24 @@ def second_look(raw: dict[str, Any]) -> list[tuple[Key, str]]:
     output = get("run", "output_dir")
     if isinstance(output, str) and Path(output).expanduser().is_file():
         found.append((("run", "output_dir"), f"{output} is a file; name a folder"))
-    suite = get("eval", "suite")
-    if isinstance(suite, str) and suite and suite not in shipped.suites() and not Path(suite).is_file():
-        close = difflib.get_close_matches(suite, shipped.suites(), n=1, cutoff=0.6)
-        hint = f"did you mean '{close[0]}'?" if close else f"shipped are: {', '.join(shipped.suites())}"
-        found.append((("eval", "suite"), f"no suite named {suite!r}, nor such a file; {hint}"))
+    asked = {key: get("eval", key) for key in ("suite", "data_root", "quote")}
+    found += [(("eval", key), message) for key, message in evaluation_problems(asked)]
+    return found
+
+
+def evaluation_problems(asked: dict[str, Any]) -> list[tuple[str, str]]:
+    """(key, message) of each thing that an evaluation names and that is not there."""
+    found: list[tuple[str, str]] = []
+    for key, kind, known in (("suite", "suite", shipped.suites()), ("quote", "quoted table", shipped.quoted())):
+        names = asked.get(key) or []
+        for name in [names] if isinstance(names, str) else names:
+            if isinstance(name, str) and name not in known and not shipped.resolve(name).exists():
+                close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+                hint = f"did you mean '{close[0]}'?" if close else f"shipped are: {', '.join(known)}"
+                found.append((key, f"no {kind} named {name!r}, nor such a file; {hint}"))
+    root = asked.get("data_root")
+    if isinstance(root, str) and not Path(root).expanduser().is_dir():
+        found.append(("data_root", f"there is no folder {root!r}"))
     return found
 
 
