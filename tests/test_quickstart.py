@@ -53,7 +53,7 @@ def test_it_ends_with_one_readable_table(demo):
 
 
 def test_nothing_but_our_own_words_is_on_the_terminal(demo):
-    ours = r"(loading|data|start|steps|resume|notice|trained|evaluated|done|sft step|dpo step)\b"
+    ours = r"(loading|data|start|steps|resume|notice|trained|kept|written|done|sft step|dpo step)\b"
     ours += r"|(model|base|SFT|DPO|Quickstart zoo)\b"
     ours += r"|          matrices changed by|$|\s|- |their norm|norm"
     for output in demo[1]:

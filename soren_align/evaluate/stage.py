@@ -52,8 +52,7 @@ def evaluate(
     answers = _ask_all(rows, suite, tasks, asked, device, cache or default_root(), console)
     kept = [f"{name} {found.asked['before']:,}" for name, found in answers if found.asked["before"]]
     if kept:
-        said = f"kept      answers from before, in {cache or default_root()}: {', '.join(kept)}"
-        console.print(said, highlight=False, soft_wrap=True)
+        console.print(f"kept      answers from before: {', '.join(kept)}", highlight=False, soft_wrap=True)
     first = answers[0][1]
     entries = [
         {"name": name, "model": str(model), "scores": found.scores, "cut": found.cut, "answered": found.asked}

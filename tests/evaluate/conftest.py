@@ -27,14 +27,6 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def cache(tmp_path_factory):
-    """Answers and datasets are kept for the tests only."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SOREN_ALIGN_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
