@@ -11,7 +11,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -187,7 +187,7 @@ def copy(
 ) -> None:
     """Copy a shipped recipe to edit it; the copy works from any folder."""
     from . import shipped
-    from .recipe import UserError, find
+    from .recipe import UserError, find, task_of
 
     source = shipped.recipes().get(name) or find(name)
     target = Path(dest).expanduser() if dest else Path(f"{name.replace('/', '-')}.yaml")
@@ -198,18 +198,12 @@ def copy(
     if not target.parent.is_dir():
         raise UserError(f"{target.parent}: no such folder")
     shutil.copyfile(source, target)
-    typer.echo(f"{target}: edit it, then run soren-align {_task(target)} {target}")
+    typer.echo(f"{target}: edit it, then run soren-align {task_of(target)} {target}")
 
 
 def _first_comment(path: Path) -> str:
     line = path.read_text(encoding="utf-8").splitlines()[0]
     return line.removeprefix("#").strip() if line.startswith("#") else ""
-
-
-def _task(path: Path) -> Any:
-    from ruamel.yaml import YAML
-
-    return YAML(typ="safe").load(path).get("task")
 
 
 def main() -> None:

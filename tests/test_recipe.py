@@ -48,6 +48,41 @@ def test_yaml_1_2_numbers_and_words(write):
     assert loaded.trainer == {"eval_strategy": "no", "max_grad_norm": 10.0}
 
 
+def test_a_recipe_says_only_what_differs_from_the_one_it_extends(write):
+    write(GOOD.replace("lr: 1e-6", "lr: 1e-6\n  spectral_map: sns\n  ns_steps: 12"), "base.yaml")
+    write("extends: base.yaml\noptimizer: {lr: 2e-6}\ntrainer: {max_grad_norm: 2.0}\n", "middle.yaml")
+    muon = "extends: middle.yaml\noptimizer: {name: muon, spectral_map: null, ns_steps: null}\n"
+    loaded = recipe.load(write(muon, "muon.yaml"), ["run.output_dir=runs/y"])
+    o = loaded.optimizer
+    assert (o.name, o.lr, o.aux_lr, o.ns_steps) == ("muon", 2e-6, 3e-5, None)
+    assert loaded.trainer == {"max_steps": 3, "max_grad_norm": 2.0}
+    assert loaded.run.output_dir == "runs/y"
+    assert recipe.load(write("extends: quickstart/sft\nrun: {output_dir: runs/z}\n")).trainer["max_steps"] == 600
+
+
+def test_a_mistake_is_named_in_the_file_where_it_stands(write):
+    write(GOOD.replace("max_steps", "max_stepz"), "base.yaml")
+    with pytest.raises(UserError) as error:
+        recipe.load(write("extends: base.yaml\n\noptimizer: {ls: 2e-6}\n"))
+    assert any(p.startswith("base.yaml:10 trainer.max_stepz") for p in error.value.problems)
+    assert any(p.startswith("my.yaml:3 optimizer.ls: unknown key") for p in error.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("extends: nothing\n", "my.yaml:1 extends: nothing: no such file, nor a shipped recipe"),
+        ("task: sft\nextends: [a]\n", "my.yaml:2 extends: found ['a']"),
+        ("extends: other.yaml\n", "other.yaml:1 extends: my.yaml extends this one in turn"),
+    ],
+)
+def test_what_cannot_be_extended_is_said(write, text, message):
+    write("extends: my.yaml\n", "other.yaml")
+    with pytest.raises(UserError) as error:
+        recipe.load(write(text))
+    assert message in str(error.value)
+
+
 def test_every_mistake_is_reported_at_once_with_its_line(write):
     text = GOOD.replace("name: soren", "nme: soren").replace("lr: 1e-6", "lr: fast").replace("max_steps", "max_stepz")
     with pytest.raises(UserError) as error:

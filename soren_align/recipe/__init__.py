@@ -6,7 +6,7 @@ must exist, and `load` turns a file into a Recipe or a list of sentences. Nothin
 
 from .batch import accumulation, rows_per_step, trainer_value
 from .checks import evaluation_problems, is_local
-from .load import find, load, load_resolved, load_text, to_yaml
+from .load import find, load, load_resolved, load_text, task_of, to_yaml
 from .models import DataSplit, Eval, Recipe, UserError, differences, json_schema, training_part
 from .parallel import Parallel, parallel
 
@@ -27,6 +27,7 @@ __all__ = [
     "load_text",
     "parallel",
     "rows_per_step",
+    "task_of",
     "to_yaml",
     "trainer_value",
     "training_part",

@@ -27,8 +27,7 @@ def load(name_or_path: str, overrides: list[str] | None = None, task: str | None
     task: the command's; a recipe of the other task is refused.
     Raises UserError with every mistake found.
     """
-    path = find(name_or_path)
-    raw, lines = _parse(_text(path), path.name)
+    raw, lines = _read(find(name_or_path))
     wrong: list[str] = []
     for text in overrides or []:
         _override(text, raw, lines, wrong)
@@ -46,6 +45,11 @@ def find(name_or_path: str) -> Path:
     close = difflib.get_close_matches(name_or_path, known, n=1, cutoff=0.6)
     hint = f"; did you mean '{close[0]}'?" if close else ""
     raise UserError(f"{name_or_path}: no such file, nor a shipped recipe ({', '.join(known)}){hint}")
+
+
+def task_of(path: Path) -> str | None:
+    """The task that a recipe's file, or what it extends, names; the rest is not checked."""
+    return _read(path)[0].get("task")
 
 
 def load_text(text: str, name: str = "recipe") -> Recipe:
@@ -67,6 +71,36 @@ def to_yaml(recipe: Recipe) -> str:
     yaml.width = 100
     yaml.dump(recipe.model_dump(), stream)
     return stream.getvalue()
+
+
+def _read(path: Path, below: tuple[Path, ...] = ()) -> tuple[dict[str, Any], dict[Key, str]]:
+    """A file's data over those of the recipe that it `extends`, and where each key stands.
+
+    Sections are merged key by key; everything else is replaced, lists too. `null` takes the default again.
+    """
+    raw, lines = _parse(_text(path), path.name)
+    if "extends" not in raw:
+        return raw, lines
+    named, place = raw.pop("extends"), lines.pop(("extends",))
+    if not isinstance(named, str):
+        raise UserError(f"{place} extends: found {named!r}; write a recipe's file or a shipped name")
+    beside = path.parent / named
+    try:
+        base = find(str(beside if beside.is_file() else named))
+    except UserError as error:
+        raise UserError(f"{place} extends: {error}") from None
+    if base.resolve() in (path.resolve(), *below):
+        raise UserError(f"{place} extends: {named} extends this one in turn")
+    there, their_lines = _read(base, (*below, path.resolve()))
+    return _merged(there, raw), their_lines | lines
+
+
+def _merged(there: dict[str, Any], here: dict[str, Any]) -> dict[str, Any]:
+    both = there | here
+    for key in there.keys() & here.keys():
+        if isinstance(there[key], dict) and isinstance(here[key], dict):
+            both[key] = _merged(there[key], here[key])
+    return both
 
 
 def _text(path: Path) -> str:

@@ -212,6 +212,11 @@ def json_schema() -> dict[str, Any]:
             elif field.types <= names.keys() | {"None"}:
                 entry["type"] = sorted(names.get(t, "null") for t in field.types)
             properties[field.name] = entry
+    schema["properties"]["extends"] = {
+        "description": "A recipe, by file or shipped name, whose keys hold where this one says nothing.",
+        "type": "string",
+    }
+    schema["anyOf"] = [{"required": schema.pop("required")}, {"required": ["extends"]}]
     schema["properties"]["trainer"] |= {"properties": properties, "additionalProperties": False}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | schema
 
