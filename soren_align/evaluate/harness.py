@@ -154,7 +154,7 @@ def _take(answers: Answers, task: SuiteTask, loaded: Any, found: dict[str, Any],
         also = _score([_points(samples[name], other, model, found["results"][name]) for name in names])
         score.setdefault("also", {})[other.removesuffix(",none")] = {k: also[k] for k in ("value", "stderr")}
     asked = [s for name in names for s in samples[name] if s["filter"] == headline.split(",")[1]]
-    answers.samples[task.column] = [s for name in names for s in samples[name]]
+    answers.samples[task.column] = [{"task": name} | s for name in names for s in samples[name]]
     answers.points[task.column] = [p for each in points.values() for p in each]
     answers.prompts[task.column] = [(s["doc_hash"], s["prompt_hash"]) for s in asked]
     answers.scores[task.column] = score

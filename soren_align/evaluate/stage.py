@@ -205,7 +205,15 @@ def _write(results: dict[str, Any], answers: list[tuple[str, Answers]], output: 
         folder = samples / name
         folder.mkdir(parents=True)
         for column, asked in found.samples.items():
-            write(folder / f"{column}.jsonl", "".join(json.dumps(sample, default=str) + "\n" for sample in asked))
+            write(folder / f"{column}.jsonl", "".join(json.dumps(_brief(s), default=str) + "\n" for s in asked))
     write(output / "table.md", tables.markdown(results))
     picture.draw(results, output / "scores.png")
     write(output / "results.json", json.dumps(results, indent=2) + "\n")
+
+
+def _brief(sample: dict[str, Any]) -> dict[str, Any]:
+    """lm-eval's record of a question, with a prompt that its choices share once: 25 shots are 5 kB."""
+    prompts, choices = zip(*sample["arguments"], strict=True)
+    said = {"prompt": prompts[0] if len(set(prompts)) == 1 else prompts, "choices": choices}
+    left_out = {"arguments"} | ({"resps"} if [r[0] for r in sample["resps"]] == sample["filtered_resps"] else set())
+    return {key: value for key, value in sample.items() if key not in left_out} | said

@@ -59,6 +59,10 @@ def test_each_question_is_kept_and_the_scores_follow_from_them(stage):
         for column in COLUMNS:
             lines = (output / "samples" / row["name"] / f"{column}.jsonl").read_text().splitlines()
             points = [json.loads(line)[metric[column]] for line in lines]
+            first = json.loads(lines[0])
+            assert first["prompt"].startswith("<|user|>\n")
+            assert (first["task"], first["doc_id"]) == (column if column != "preference" else "zoo_preference", 0)
+            assert len(first["choices"]) == len(first["filtered_resps"])
             assert len(points) == row["scores"][column]["n"] == 120
             assert row["scores"][column]["value"] == pytest.approx(100 * statistics.fmean(points))
 
