@@ -111,6 +111,9 @@ def evaluate(
     problems = evaluation_problems(asked.model_dump())
     if problems:
         raise UserError(*(f"--{key.replace('_', '-')}: {message}" for key, message in problems))
+    if asked.processes is None:
+        trained = (RunFolder(models[0]).read() or {}).get("processes")
+        asked = asked.model_copy(update={"processes": trained or 1})
     if output is None and (recipe is None or len(models) > 1):
         raise UserError("--output: is required: name the folder for results that belong to no single run")
     arguments = ["eval", *models, "--asked", asked.model_dump_json()]

@@ -34,7 +34,7 @@ from .launched import without_ranks
 from .recipe import Eval, UserError, load_resolved, load_text
 from .report import RunFolder, now, write
 
-console = Console(stderr=True)
+console = Console(file=sys.stderr)  # the real one: libraries are hushed by putting another in its place
 STOPPED = "stopped by a signal"
 
 

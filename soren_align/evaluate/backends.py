@@ -28,9 +28,10 @@ FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 """What decides a model's answers: weights, configs, tokenizer, chat template. No pickled weights."""
 
 _WITHOUT_EFFECT = re.compile(
-    "_.*|output_.*|return_.*|.*_token_id|do_sample|temperature|top_p|top_k|max_length|use_cache|transformers_version"
+    "_.*|output_.*|return_.*|(bos|pad|decoder_start)_token_id|eos_token_id|do_sample|temperature|top_p|top_k|max_length"
+    "|use_cache|transformers_version"
 )
-"""Of a generation config: lm-eval asks for one likeliest answer, with its own end and length."""
+"""Of a generation config: lm-eval asks for one likeliest answer, of its own length. Where it ends is told by itself."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def refuse_absent(backend: str) -> None:
         raise UserError("eval.backend is vllm, which is not installed: pip install 'soren-align[vllm]', or write hf")
 
 
-def folder_of(model: str | Path) -> Path:
+def folder_of(model: str | Path, revision: str | None = None) -> Path:
     """Where a model's files lie; a name on the hub is downloaded first."""
     if is_local(str(model)):
         folder = Path(model).expanduser()
@@ -59,7 +60,7 @@ def folder_of(model: str | Path) -> Path:
             raise UserError(f"{model}: not a model that can be loaded: there is no config.json, nor an {ADAPTER}")
         return folder
     try:
-        return Path(huggingface_hub.snapshot_download(str(model), allow_patterns=list(FILES)))
+        return Path(huggingface_hub.snapshot_download(str(model), revision=revision, allow_patterns=list(FILES)))
     except Exception as error:  # not found, gated, offline, no space: the hub's own words say which
         raise UserError(f"{model}: cannot be had from the hub: {_first_line(error)}") from error
 
@@ -68,7 +69,10 @@ def base_of(folder: Path) -> Path | None:
     """The model under a LoRA adapter; None where the folder holds a whole model."""
     if not (folder / ADAPTER).is_file():
         return None
-    return folder_of(json.loads((folder / ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"])
+    if not (folder / "adapter_model.safetensors").is_file():
+        raise UserError(f"{folder}: an adapter without adapter_model.safetensors; pickled weights are not loaded")
+    said = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
+    return folder_of(said["base_model_name_or_path"], said.get("revision"))
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -76,20 +80,23 @@ def load_tokenizer(folder: Path) -> Any:
     base = base_of(folder)
     where = folder if base is None or (folder / "tokenizer_config.json").is_file() else base
     try:
-        return AutoTokenizer.from_pretrained(where)
+        return AutoTokenizer.from_pretrained(where, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UserError(f"{where}: has no tokenizer that can be loaded: {_first_line(error)}") from error
 
 
-def generation_of(model: Any) -> dict[str, Any]:
-    """What the model's own generation config changes in greedy answers: a repetition penalty does, in lm-eval too."""
+def generation_of(model: Any) -> tuple[dict[str, Any], Any]:
+    """What the model's own generation config does to greedy answers, and the token ids that end them.
+
+    A repetition penalty changes them, under lm-eval too, as does a limit to their length.
+    """
     if isinstance(model, str | Path):
         folder = base_of(Path(model)) or Path(model)
         config = GenerationConfig.from_pretrained(folder) if (folder / GENERATION_CONFIG_NAME).is_file() else None
     else:
         config = model.generation_config
     said = config.to_diff_dict() if config else {}
-    return {key: value for key, value in said.items() if not _WITHOUT_EFFECT.fullmatch(key)}
+    return {k: v for k, v in said.items() if not _WITHOUT_EFFECT.fullmatch(k)}, said.get("eos_token_id")
 
 
 def load(model: Any, tokenizer: Any, setup: Setup) -> Any:
@@ -98,7 +105,7 @@ def load(model: Any, tokenizer: Any, setup: Setup) -> Any:
         return _load_vllm(model, setup)
     # Handed a model, lm-eval takes it as it is, and leaves it in eval mode.
     loaded = _load_hf(Path(model), setup).to(setup.device) if isinstance(model, str | Path) else model
-    return _counting(HFLM)(pretrained=loaded, tokenizer=tokenizer, batch_size=setup.batch_size)
+    return _counting(HFLM, 1)(pretrained=loaded, tokenizer=tokenizer, batch_size=setup.batch_size)
 
 
 def answer(lm: Any, kind: str, arguments: list[tuple]) -> tuple[list[Any], int]:
@@ -108,14 +115,18 @@ def answer(lm: Any, kind: str, arguments: list[tuple]) -> tuple[list[Any], int]:
     return getattr(lm, kind)(requests, disable_tqdm=True), lm.num_cut
 
 
-def _counting(kind: type) -> Any:
-    """lm-eval's class, counting the prompts that it cuts from the left."""
+def _counting(kind: type, spare: int) -> Any:
+    """lm-eval's class, counting the prompts that it cuts from the left.
+
+    spare: by how many tokens a prompt with its choice may be longer than the model's context.
+    """
 
     class Counting(kind):
         num_cut = 0
 
         def _loglikelihood_tokens(self, requests: Any, **how: Any) -> Any:
-            self.num_cut += sum(len(prompt) + len(choice) > self.max_length + 1 for _, prompt, choice in requests)
+            room = self.max_length + spare
+            self.num_cut += len({text[0] for text, prompt, choice in requests if len(prompt) + len(choice) > room})
             return super()._loglikelihood_tokens(requests, **how)
 
         def generate_until(self, requests: Any, **how: Any) -> Any:
@@ -134,7 +145,12 @@ def _load_hf(folder: Path, setup: Setup) -> Any:
     base = base_of(folder)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            base or folder, dtype=torch.float32, output_loading_info=True, use_safetensors=True
+            base or folder,
+            # Not cast afterwards: that would round the rotary frequencies too, and turn the words of a long prompt.
+            dtype=torch.float32 if base else getattr(torch, setup.dtype),
+            output_loading_info=True,
+            use_safetensors=True,
+            trust_remote_code=False,
         )
         model, info = loaded
         absent = sorted(info["missing_keys"])
@@ -143,11 +159,13 @@ def _load_hf(folder: Path, setup: Setup) -> Any:
         if base:
             # Merged as `merge_and_unload` would for a model on disk, so that both answer alike to the last bit.
             model = cast(Any, PeftModel.from_pretrained(model, str(folder))).merge_and_unload()
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(getattr(torch, setup.dtype))
     except (OSError, ValueError, SafetensorError) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{folder}: not a model that can be loaded: {_first_line(error)}") from error
-    return model.to(getattr(torch, setup.dtype))
+    return model
 
 
 def _load_vllm(model: Any, setup: Setup) -> Any:
@@ -157,7 +175,8 @@ def _load_vllm(model: Any, setup: Setup) -> Any:
         raise UserError(f"{model}: is an adapter; merge it for vLLM, or use --backend hf")
     from lm_eval.models.vllm_causallms import VLLM
 
-    return _counting(VLLM)(pretrained=str(model), dtype=setup.dtype, batch_size=setup.batch_size, seed=1234)
+    # It always generates a token, and needs room for it.
+    return _counting(VLLM, -1)(pretrained=str(model), dtype=setup.dtype, batch_size=setup.batch_size, seed=1234)
 
 
 def _first_line(error: Exception) -> str:

@@ -14,18 +14,18 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..report import fingerprint
-from .backends import FILES, Setup, base_of, generation_of
+from .backends import FILES, Setup, base_of
 
-PACKAGES = ("torch", "transformers", "lm-eval", "tokenizers")
+FORMAT = 1
+"""Of the answers. Counted up when our own loading or asking of a model changes what it answers."""
+PACKAGES = ("torch", "transformers", "lm-eval", "tokenizers", "peft")
 
 
 def default_root() -> Path:
     """Where journals are kept: $SOREN_ALIGN_CACHE, or soren-align in the user's cache folder."""
     given = os.environ.get("SOREN_ALIGN_CACHE")
-    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "soren-align"
+    return Path(given or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "soren-align").expanduser()
 
 
 class Journal:
@@ -40,16 +40,16 @@ class Journal:
         folder = root / "answers"
         folder.mkdir(parents=True, exist_ok=True)
         self.file = folder / f"{digest(identity)}.jsonl"
-        lines = self.file.read_bytes().split(b"\n") if self.file.is_file() else []
-        for line in lines[1:-1]:
+        text = self.file.read_bytes() if self.file.is_file() else b""
+        for line in text.split(b"\n"):
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError:
-                continue  # a kill cut it short
-            self.answers[record["piece"]] = ([_frozen(a) for a in record["answers"]], record["cut"])
-        if not lines:
+                self.answers[record["piece"]] = ([_frozen(a) for a in record["answers"]], record["cut"])
+            except (ValueError, KeyError, TypeError):
+                continue  # the identity, or what a kill cut short
+        if not text:
             self._append(json.dumps(identity) + "\n")
-        elif lines[-1]:
+        elif not text.endswith(b"\n"):
             self._append("\n")  # close the line that a kill cut short
 
     def add(self, piece: str, answers: list[Any], num_cut: int) -> None:
@@ -70,17 +70,17 @@ def digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def identity(model: Any, tokenizer: Any, setup: Setup) -> dict[str, Any]:
-    """What decides a model's answers, beside the requests."""
-    device = torch.cuda.get_device_name() if setup.device.startswith("cuda") else setup.device
+def identity(folder: Path, setup: Setup, device: str) -> dict[str, Any]:
+    """What decides the answers of the model in a folder, beside the requests. device: its full name."""
+    packages = [*PACKAGES, *(["vllm"] if setup.backend == "vllm" else [])]
     return {
-        "model": contents(Path(model)) if isinstance(model, str | Path) else _contents_of_live(model, tokenizer),
+        "format": FORMAT,
+        "model": contents(folder),
         "backend": setup.backend,
         "dtype": setup.dtype,
         "batch_size": setup.batch_size,
         "device": device,
-        "versions": {package: metadata.version(package) for package in PACKAGES}
-        | ({"vllm": metadata.version("vllm")} if setup.backend == "vllm" else {}),
+        "versions": {package: metadata.version(package) for package in packages},
     }
 
 
@@ -95,18 +95,6 @@ def contents(folder: Path) -> str:
 @lru_cache
 def _small(file: Path, changed: int) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-def _contents_of_live(model: Any, tokenizer: Any) -> str:
-    """The same of a loaded model, whose weights may be no file's."""
-    said = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        said.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        said.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    chat = getattr(tokenizer, "chat_template", None)
-    vocabulary = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
-    config = model.config.to_json_string(use_diff=False)
-    return digest([said.hexdigest(), config, generation_of(model), chat, vocabulary])
 
 
 def _frozen(answer: Any) -> Any:

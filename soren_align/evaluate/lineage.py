@@ -11,6 +11,7 @@ from rich.console import Console
 from ..recipe import UserError, is_local
 from ..report import fingerprint
 from .backends import base_of, folder_of
+from .journal import contents
 
 TASKS = {"sft": "SFT", "dpo": "DPO"}
 
@@ -24,15 +25,16 @@ def lineage(path: str | Path, console: Console | None = None) -> list[tuple[str,
     """
     given = Path(path).expanduser()
     run = _run_of(given)
-    if run is None and not is_local(str(path)):
-        return [(str(path).rpartition("/")[2], folder_of(path))]
     if run is None:
+        on_hub = not is_local(str(path))
+        given = folder_of(path) if on_hub else given
+        name = str(path).rpartition("/")[2] if on_hub else given.resolve().name
         base = base_of(given)
         if base is not None:
-            return [("base", base), (given.resolve().name, given)]
+            return [("base", base), (name, given)]
         if not (given / "config.json").is_file():
             raise UserError(f"{path}: neither a run folder (run.json) nor a model folder (config.json)")
-        return [(given.resolve().name, given)]
+        return [(name, given)]
     if not (run / "model").is_dir():
         raise UserError(f"{path}: has no model yet (status: {_read(run).get('status')}); finish the run first")
     rows: list[tuple[str, Path]] = []
@@ -58,20 +60,29 @@ def lineage(path: str | Path, console: Console | None = None) -> list[tuple[str,
 
 
 def lineages(paths: Sequence[str | Path], console: Console | None = None) -> list[tuple[str, Path]]:
-    """The rows of several models side by side: what they have in common (the same weights) stands there once.
+    """The rows of several models side by side: an ancestor that they have in common stands there once.
 
-    Where two runs of a task meet, the later one has its run folder's name beside it.
+    What was named itself keeps its row, were it equal to another in every file. A name that is taken gets its
+    run folder's, or its hub name, beside it.
     """
     rows: list[tuple[str, Path]] = []
-    seen: set[str | None] = set()
+    seen: set[str] = set()
     for path in paths:
-        for name, model in lineage(path, console):
-            weights = fingerprint(str(model))
-            if weights not in seen:
-                seen.add(weights)
-                taken = any(name == other for other, _ in rows)
-                rows.append((f"{name} ({model.parent.resolve().name})" if taken else name, model))
+        *ancestors, named = lineage(path, console)
+        for name, model in ancestors:
+            if contents(model) not in seen:
+                rows.append(_named(rows, name, path, model))
+            seen.add(contents(model))
+        if named[1].resolve() not in [model.resolve() for _, model in rows]:
+            rows.append(_named(rows, named[0], path, named[1]))
+            seen.add(contents(named[1]))
     return rows
+
+
+def _named(rows: list[tuple[str, Path]], name: str, path: str | Path, model: Path) -> tuple[str, Path]:
+    """The row, under a name that none of the others has."""
+    beside = model.parent.resolve().name if is_local(str(path)) else str(path).replace("/", "--")
+    return (f"{name} ({beside})" if any(name == other for other, _ in rows) else name), model
 
 
 def _run_of(path: Path) -> Path | None:

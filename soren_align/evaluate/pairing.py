@@ -11,7 +11,8 @@ import numpy as np
 from scipy.stats import binomtest
 
 from ..recipe import UserError
-from .harness import Z95, Answers
+from .harness import Answers
+from .scores import Z95
 
 RESAMPLES = 10_000
 SEED = 1234
@@ -50,6 +51,12 @@ def same_questions(first: tuple[str, Answers], later: tuple[str, Answers]) -> No
             raise UserError(
                 f"{later_name} was asked with {key} = {b.settings.get(key)}, {first_name} with"
                 f" {a.settings.get(key)}: their scores do not compare"
+            )
+    for column in a.cut | b.cut:
+        if a.cut.get(column) != b.cut.get(column):
+            raise UserError(
+                f"{column}: {a.cut.get(column, 0)} prompts were cut for {first_name} and {b.cut.get(column, 0)} for"
+                f" {later_name}, whose contexts differ: their scores do not compare"
             )
     for column in a.prompts | b.prompts:
         if a.prompts.get(column) != b.prompts.get(column):

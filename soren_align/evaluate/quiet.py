@@ -6,29 +6,16 @@ import logging
 import warnings
 from collections.abc import Iterator
 
-
-class _Listener(logging.Handler):
-    """Keeps what lm-eval warns of."""
-
-    def __init__(self, messages: list[str]):
-        super().__init__(logging.WARNING)
-        self.messages = messages
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep the text."""
-        self.messages.append(record.getMessage())
+LOUD = ("lm_eval", "transformers", "datasets", "huggingface_hub")
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[list[str]]:
-    """lm-eval's bars, prints and logs stay off the terminal; its warnings are handed back."""
-    messages: list[str] = []
-    log, listener = logging.getLogger("lm_eval"), _Listener(messages)
-    others = [logging.getLogger(name) for name in ("transformers", "datasets", "huggingface_hub")]
-    levels, propagate, handlers = [other.level for other in others], log.propagate, log.handlers
-    log.propagate, log.handlers = False, [listener]
-    for other in others:
-        other.setLevel(logging.CRITICAL)
+def quiet() -> Iterator[None]:
+    """Their bars, prints, logs and warnings stay off the terminal. What matters is found out and said by ourselves."""
+    logs = [logging.getLogger(name) for name in LOUD]
+    levels = [log.level for log in logs]
+    for log in logs:
+        log.setLevel(logging.CRITICAL)
     try:
         with (
             contextlib.redirect_stdout(io.StringIO()),
@@ -36,8 +23,7 @@ def quiet() -> Iterator[list[str]]:
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")
-            yield messages
+            yield
     finally:
-        log.propagate, log.handlers = propagate, handlers
-        for other, level in zip(others, levels, strict=True):
-            other.setLevel(level)
+        for log, level in zip(logs, levels, strict=True):
+            log.setLevel(level)

@@ -1,5 +1,6 @@
 """The evaluation stage: every model is asked the same questions, and compared with the one in the first row."""
 
+import gc
 import json
 import shutil
 import time
@@ -7,20 +8,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from ..recipe import Eval, UserError
 from ..report import write
 from . import picture, tables
-from .answering import OutOfMemory
 from .backends import refuse_absent
 from .harness import Answers, evaluate_model
 from .journal import default_root
-from .pairing import compare
+from .pairing import compare, same_questions
 from .quoted import load_quoted
 from .suites import Suite, load_suite
 from .tasks import Tasks, leaves, load_tasks
+from .workers import OutOfMemory
 
 
 def evaluate(
@@ -43,25 +45,34 @@ def evaluate(
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise UserError(f"two models would stand in the table as {twice[0]!r}; give one folder another name")
-    suite = suite_of(asked)
+    cache = cache or default_root()
+    suite, output = suite_of(asked), Path(output)
+    _refuse_foreign(output)
     quoted = [entry for name in asked.quote for entry in load_quoted(name, suite.name)]
     if not console.is_terminal:
         console.print("loading   tasks", highlight=False)
     with console.status("Loading tasks") as status:
-        tasks = load_tasks(suite, lambda column: status.update(f"Loading tasks: {column}"))
-    answers = _ask_all(rows, suite, tasks, asked, device, cache or default_root(), console)
+        tasks = load_tasks(suite, cache, lambda column: status.update(f"Loading tasks: {column}"))
+    answers = _at_the_largest_batch(rows, suite, tasks, asked, device, cache, console)
     kept = [f"{name} {found.asked['before']:,}" for name, found in answers if found.asked["before"]]
     if kept:
         console.print(f"kept      answers from before: {', '.join(kept)}", highlight=False, soft_wrap=True)
     first = answers[0][1]
     entries = [
-        {"name": name, "model": str(model), "scores": found.scores, "cut": found.cut, "answered": found.asked}
+        {
+            "name": name,
+            "model": str(model),
+            "scores": found.scores,
+            "cut": found.cut,
+            "ends": found.ends,
+            "answered": found.asked,
+        }
         for (name, model), (_, found) in zip(rows, answers, strict=True)
     ]
     for entry, differences in zip(entries, compare(answers, suite.average), strict=True):
         if differences:
             entry["differences"] = differences
-    shortfall = _shortfall(suite, first)
+    shortfall = _shortfall(suite, tasks, asked)
     results = {
         "title": f"{suite.title}: {shortfall}" if shortfall else suite.title,
         "suite": suite.name,
@@ -70,7 +81,7 @@ def evaluate(
         "settings": first.settings | {"num_processes": asked.processes or 1, "data": suite.data_root or "hub"},
         "notes": suite.notes,
     }
-    _write(results, answers, Path(output))
+    _write(results, answers, output)
     console.print()
     console.print(tables.terminal(results), highlight=False)
     console.print(f"written   {output}", highlight=False, soft_wrap=True)
@@ -93,7 +104,7 @@ def preflight(asked: Eval, on_column: Callable[[str], object] | None = None) -> 
     suite = suite_of(asked)
     for name in asked.quote:
         load_quoted(name, suite.name)
-    tasks = load_tasks(suite, on_column)
+    tasks = load_tasks(suite, None, on_column)
     return {column: sum(len(leaf.eval_docs) for leaf in leaves(task)) for column, task in tasks.items()}
 
 
@@ -107,7 +118,7 @@ def summary(results: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _ask_all(
+def _at_the_largest_batch(
     rows: Sequence[tuple[str, Path | str]],
     suite: Suite,
     tasks: Tasks,
@@ -116,39 +127,45 @@ def _ask_all(
     cache: Path,
     console: Console,
 ) -> list[tuple[str, Answers]]:
-    """Every model's answers, all at the same batch size: the largest that fits all of them."""
-    answers: list[tuple[str, Answers]] = []
-    for name, model in rows:
-        show = _Showing(name, console)
-        try:
-            with show.progress:
-                found = evaluate_model(
-                    model,
-                    suite,
-                    tasks=tasks,
-                    backend=asked.backend,
-                    device=device,
-                    limit=asked.limit,
-                    strict=asked.strict,
-                    num_processes=asked.processes or 1,
-                    cache=cache,
-                    on_progress=show.on_progress,
-                    on_score=show.on_score,
-                )
-        except OutOfMemory as error:
-            if suite.batch_size == 1:
-                raise UserError(f"{model}: out of memory with a batch of one: {error}") from error
-            smaller = suite.model_copy(update={"batch_size": suite.batch_size // 2})
-            again = " (the rows before it again)" if answers else ""
-            console.print(
-                f"{name}: out of memory with batches of {suite.batch_size}; all rows with"
-                f" {smaller.batch_size} now{again}: batches change the last digits of scores",
-                highlight=False,
-                soft_wrap=True,
-            )
-            return _ask_all(rows, smaller, tasks, asked, device, cache, console)
-        answers.append((name, found))
-    return answers
+    """Every model's answers, all at the same batch size: the suite's, or the first half of it that fits all."""
+    while True:
+        answers: list[tuple[str, Answers]] = []
+        lacked = ""
+        for name, model in rows:
+            show = _Showing(name, console)
+            try:
+                with show.progress:
+                    found = evaluate_model(
+                        model,
+                        suite,
+                        tasks=tasks,
+                        backend=asked.backend,
+                        device=device,
+                        limit=asked.limit,
+                        strict=asked.strict,
+                        num_processes=asked.processes or 1,
+                        cache=cache,
+                        on_progress=show.on_progress,
+                        on_score=show.on_score,
+                    )
+            except OutOfMemory as error:
+                lacked = f"{name}: out of memory with batches of {suite.batch_size}"
+                if suite.batch_size == 1:
+                    raise UserError(f"{lacked}: {error}") from None
+                break
+            if answers:
+                same_questions(answers[0], (name, found))  # before the next model is asked in vain
+            answers.append((name, found))
+        if not lacked:
+            return answers
+        gc.collect()  # the model that failed, with its batch
+        torch.cuda.empty_cache()
+        suite = suite.model_copy(update={"batch_size": suite.batch_size // 2})
+        console.print(
+            f"{lacked}; all rows with {suite.batch_size} now, since batches change the last digits of scores",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 class _Showing:
@@ -186,21 +203,30 @@ class _Showing:
         )
 
 
-def _shortfall(suite: Suite, answers: Answers) -> str:
-    """Why this is no result of the benchmarks; empty where it is one."""
-    if answers.settings["limit"]:
-        return f"the first {answers.settings['limit']} questions of each task, not the suite's result"
+def _shortfall(suite: Suite, tasks: Tasks, asked: Eval) -> str:
+    """Why this is not, or not surely, the suite's result; empty where it is."""
     for task in suite.tasks:
-        if task.questions and answers.scores[task.column]["n"] != task.questions:
-            n = answers.scores[task.column]["n"]
-            return f"on other data ({n:,} of {task.questions:,} questions of {task.column}), not the suite's result"
-    return ""
+        sizes = [len(leaf.eval_docs) for leaf in leaves(tasks[task.column])]
+        if asked.limit and max(sizes) > asked.limit:
+            return f"the first {asked.limit} questions of each task, not the suite's result"
+        if task.questions and sum(sizes) != task.questions:
+            counted = f"{sum(sizes):,} of {task.questions:,} questions of {task.column}"
+            return f"on other data ({counted}), not the suite's result"
+    return f"on the data in {asked.data_root}" if asked.data_root else ""
+
+
+def _refuse_foreign(output: Path) -> None:
+    """UserError, before anything is asked, where writing would remove what no evaluation has written."""
+    samples = output / "samples"
+    if output.is_file() or samples.is_symlink() or (samples.exists() and not (output / "results.json").is_file()):
+        raise UserError(f"{samples}: is there already, and no evaluation's; choose another --output")
 
 
 def _write(results: dict[str, Any], answers: list[tuple[str, Answers]], output: Path) -> None:
     samples = output / "samples"
-    if samples.is_dir():
-        shutil.rmtree(samples)  # another evaluation's rows must not stand beside these
+    if samples.is_dir():  # another evaluation's rows must not stand beside these
+        for row in json.loads((output / "results.json").read_text(encoding="utf-8"))["rows"]:
+            shutil.rmtree(samples / row["name"], ignore_errors=True)
     for name, found in answers:
         folder = samples / name
         folder.mkdir(parents=True)

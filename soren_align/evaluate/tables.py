@@ -108,6 +108,9 @@ def _beside(results: dict[str, Any]) -> list[str]:
         for label in rows[0]["scores"][column].get("also", {}):
             each = [f"{row['name']} {_score(row['scores'][column]['also'][label])}" for row in rows]
             lines.append(f"{column}, {label}: {', '.join(each)}")
+    ends = {row["name"]: row["ends"] for row in rows if row.get("ends") is not None}
+    if len(set(map(str, ends.values()))) > 1:
+        lines.append(f"answers end with token: {', '.join(f'{name} {token}' for name, token in ends.items())}")
     cut = {row["name"]: {c: n for c, n in row.get("cut", {}).items() if n} for row in rows}
     each = [f"{name}: {_say(counts)}" for name, counts in cut.items() if counts]
     return lines + ([f"prompts cut to fit the model: {'; '.join(each)}"] if each else [])

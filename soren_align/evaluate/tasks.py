@@ -20,15 +20,16 @@ Tasks = dict[str, Task | Group]
 """By column: a task, or a group of them (MMLU and its 57 subjects)."""
 
 
-def load_tasks(suite: Suite, on_column: Callable[[str], object] | None = None) -> Tasks:
+def load_tasks(suite: Suite, cache: Path | None = None, on_column: Callable[[str], object] | None = None) -> Tasks:
     """Every task of the suite with its data, so that what is missing is known before a training run and not after it.
 
-    on_column: called with each column before it is loaded (MMLU's 57 datasets take seconds).
+    cache: where what `datasets` makes of local data is kept; None is the user's. on_column: called with each column
+    before it is loaded (MMLU's 57 datasets take seconds).
     Raises UserError, naming the task, where lm-eval or the data do not have what the suite asks for.
     """
     tasks: Tasks = {}
     with tempfile.TemporaryDirectory() as folder:
-        manager = _manager(suite, Path(folder))
+        manager = _manager(suite, Path(folder), cache or default_root())
         for task in suite.tasks:
             if on_column:
                 on_column(task.column)
@@ -57,7 +58,7 @@ def scores_of(task: SuiteTask) -> list[str]:
     return [f"{task.metric},{task.filter}", *(a if "," in a else f"{a},{task.filter}" for a in task.also)]
 
 
-def _manager(suite: Suite, folder: Path) -> TaskManager:
+def _manager(suite: Suite, folder: Path, cache: Path) -> TaskManager:
     """lm-eval's tasks of this suite and no others (its own index takes half a minute).
 
     Each is a generated YAML file that includes the suite's: a dict in its place would inherit nothing, silently. A
@@ -69,7 +70,7 @@ def _manager(suite: Suite, folder: Path) -> TaskManager:
         file = suite.file_of(task)
         settings: dict[str, Any] = {"num_fewshot": task.num_fewshot}
         if (data := _data_of(suite, task)) is not None:
-            settings |= {"dataset_path": str(data), "dataset_kwargs": {"cache_dir": str(_cache_for(data))}}
+            settings |= {"dataset_path": str(data), "dataset_kwargs": {"cache_dir": str(_cache_for(data, cache))}}
         if _is_group(suite, task):
             members.append(str(file.parent))
             member = {"group": task.task, **settings}
@@ -107,7 +108,7 @@ def _data_of(suite: Suite, task: SuiteTask) -> Path | None:
     return path
 
 
-def _cache_for(data: Path) -> Path:
+def _cache_for(data: Path, cache: Path) -> Path:
     """A cache of its own for what lies in the folder now.
 
     `datasets` knows a folder by its last name and its README: from one cache, the same layout with other rows, here or
@@ -115,7 +116,7 @@ def _cache_for(data: Path) -> Path:
     """
     files = sorted(f for f in data.rglob("*") if f.is_file())
     there = [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
-    return default_root() / "datasets" / digest([str(data), there])[:16]
+    return cache / "datasets" / digest([str(data), there])[:16]
 
 
 def _refuse_unknown_scores(suite: Suite, task: SuiteTask, leaf: Any) -> None:

@@ -78,9 +78,11 @@ def starting_checkpoint(recipe: Recipe, folder: RunFolder) -> str:
         aside = folder.start.with_name("start.part")
         torch.manual_seed(model.init_seed)
         with the_users(f"model {model.name_or_path}"):
-            random = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), dtype=torch.float32)
+            random = AutoModelForCausalLM.from_config(
+                AutoConfig.from_pretrained(source, trust_remote_code=False), dtype=torch.float32
+            )
             random.save_pretrained(aside)
-            AutoTokenizer.from_pretrained(source).save_pretrained(aside)
+            AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(aside)
         aside.rename(folder.start)
     return str(folder.start)
 
@@ -88,13 +90,15 @@ def starting_checkpoint(recipe: Recipe, folder: RunFolder) -> str:
 def load_tokenizer(recipe: Recipe, start: str) -> PreTrainedTokenizerBase:
     """The tokenizer with the chat template and end token that training will use."""
     with the_users(f"tokenizer of {recipe.model.name_or_path}"):
-        tokenizer = AutoTokenizer.from_pretrained(start, revision=recipe.model.revision)
+        tokenizer = AutoTokenizer.from_pretrained(start, trust_remote_code=False, revision=recipe.model.revision)
         template = recipe.trainer.get("chat_template_path")
         if template:
             path = Path(template).expanduser()
             is_jinja = path.suffix == ".jinja"
             tokenizer.chat_template = (
-                path.read_text(encoding="utf-8") if is_jinja else AutoTokenizer.from_pretrained(template).chat_template
+                path.read_text(encoding="utf-8")
+                if is_jinja
+                else AutoTokenizer.from_pretrained(template, trust_remote_code=False).chat_template
             )
         if recipe.trainer.get("eos_token"):
             tokenizer.eos_token = recipe.trainer["eos_token"]
@@ -107,7 +111,9 @@ def load_tokenizer(recipe: Recipe, start: str) -> PreTrainedTokenizerBase:
 def load_model(recipe: Recipe, start: str) -> PreTrainedModel:
     """The model with float32 parameters; cut into parts while it loads, where a config for ZeRO 3 is alive."""
     with the_users(f"model {recipe.model.name_or_path}"):
-        return AutoModelForCausalLM.from_pretrained(start, revision=recipe.model.revision, dtype=torch.float32)
+        return AutoModelForCausalLM.from_pretrained(
+            start, revision=recipe.model.revision, dtype=torch.float32, trust_remote_code=False
+        )
 
 
 def build_trainer(

@@ -36,7 +36,7 @@ def plan(
         ready = get_ready(here, RunFolder(scratch), on_rows)
         args: Any = build.trl_config(here, Path(scratch), Ranks())
     with torch.device("meta"), build.the_users(f"model {recipe.model.name_or_path}"):
-        config = AutoConfig.from_pretrained(ready.start, revision=recipe.model.revision)
+        config = AutoConfig.from_pretrained(ready.start, trust_remote_code=False, revision=recipe.model.revision)
         model = AutoModelForCausalLM.from_config(config)
     with build.the_users("optimizer", ValueError):
         routes = route(model, recipe.optimizer.aux)

@@ -18,15 +18,17 @@ from pathlib import Path
 import pytest
 import torch
 from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from peft import LoraConfig, PeftModel, get_peft_model
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from soren_align.evaluate import evaluate, evaluate_model, load_suite
-from soren_align.evaluate.answering import OutOfMemory, pieces
+from soren_align.evaluate import evaluate, evaluate_model, load_suite, workers
+from soren_align.evaluate.answering import pieces
 from soren_align.evaluate.pairing import compare
+from soren_align.evaluate.workers import OutOfMemory
 from soren_align.recipe import Eval, UserError
 
 SUITE = load_suite("quickstart")
@@ -47,7 +49,7 @@ def small(models):
 def test_pieces_hold_every_request_once_and_no_context_is_torn():
     draw = random.Random(0)
     requests = [("x" * draw.randrange(30), f"choice {i}") for i in range(1000)]
-    found = pieces("loglikelihood", requests, 2)
+    found = pieces(requests, 32)
     assert sorted(i for piece in found for i in piece) == list(range(1000))
     where = {}
     for number, piece in enumerate(found):
@@ -55,7 +57,7 @@ def test_pieces_hold_every_request_once_and_no_context_is_torn():
             assert where.setdefault(requests[i][0], number) == number
     longest = [len(requests[piece[0]][0]) for piece in found]
     assert longest == sorted(longest, reverse=True)
-    assert all(len(piece) == 1 for piece in pieces("generate_until", [(str(i), {}) for i in range(9)], 1))
+    assert all(len(piece) == 1 for piece in pieces([(str(i), {}) for i in range(9)], 1))
 
 
 @pytest.mark.parametrize("number", [2, 3])
@@ -94,11 +96,12 @@ def test_in_process_from_disk_as_adapter_and_merged_the_answers_are_the_same(mod
 
 
 def test_a_model_in_this_process_stays_as_it_was(models, small):
-    model = AutoModelForCausalLM.from_pretrained(models[0])
+    model = AutoModelForCausalLM.from_pretrained(models[0]).train()
     before = {name: p.clone() for name, p in model.named_parameters()}
     evaluate_model(model, small[0], tokenizer=AutoTokenizer.from_pretrained(models[0]), limit=2)
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     assert all(p.requires_grad for p in model.parameters())
+    assert model.training
     with pytest.raises(UserError, match="in its own process only"):
         evaluate_model(model, small[0], tokenizer=AutoTokenizer.from_pretrained(models[0]), num_processes=2)
 
@@ -222,10 +225,13 @@ def test_prompts_that_were_cut_are_counted_and_strictly_an_error(models, tmp_pat
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": room - 1}))
     only = suite.model_copy(update={"tasks": [suite.tasks[0]]})
     found = evaluate_model(model, only, device="cpu")
-    assert found.cut == {"zoo_mc": sum(length > room for length in lengths)}
-    assert 0 < found.cut["zoo_mc"] < len(lengths)
+    long = {c for c, choice in asked if len(tokenizer(c + choice)["input_ids"]) > room}
+    assert found.cut == {"zoo_mc": len(long)}
+    assert 0 < len(long) < 120
+    with pytest.raises(UserError, match="for SFT, whose contexts differ"):
+        compare([("base", evaluate_model(models[0], only, device="cpu")), ("SFT", found)], average=False)
     assert whole.cut == {}
-    with pytest.raises(UserError, match="prompts do not fit"):
+    with pytest.raises(UserError, match="short: zoo_mc: prompts do not fit"):
         evaluate_model(model, only, device="cpu", strict=True)
 
 
@@ -242,6 +248,60 @@ def test_a_repetition_penalty_in_the_models_folder_is_told_and_not_compared_with
     assert again.settings["generation"] == {"repetition_penalty": 1.3}
     with pytest.raises(UserError, match="was asked with generation"):
         compare([("base", found[0]), ("SFT", found[1])], average=False)
+
+
+def test_in_bfloat16_the_answers_are_lm_evals_too_however_long_the_prompt(readers, data_root):
+    """Cast after loading, the rotary frequencies would be rounded, and the words of a long prompt turned."""
+    suite = load_suite("open-llm-leaderboard-v1").model_copy(update={"data_root": str(data_root), "batch_size": 1})
+    suite = suite.model_copy(update={"tasks": suite.tasks[:1], "average": False})
+    ours = evaluate_model(readers[0], suite, device="cpu", dtype="bfloat16")
+    lm = HFLM(pretrained=str(readers[0]), dtype="bfloat16", device="cpu", batch_size=1)
+    theirs = lm.loglikelihood(
+        [Instance("loglikelihood", {}, a, 0) for s in ours.samples["arc_challenge"] for a in s["arguments"]]
+    )
+    assert [r for s in ours.samples["arc_challenge"] for r in s["filtered_resps"]] == theirs
+
+
+def test_pickled_adapters_and_code_that_comes_with_a_model_are_refused(models, small, tmp_path):
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(models[0])}))
+    (adapter / "adapter_model.bin").write_bytes(b"")
+    with pytest.raises(UserError, match="pickled weights are not loaded"):
+        evaluate_model(adapter, small[0], device="cpu")
+    model = tmp_path / "model"
+    shutil.copytree(models[0], model)
+    config = json.loads((model / "config.json").read_text())
+    theirs = {"auto_map": {"AutoModelForCausalLM": "code.Model", "AutoConfig": "code.Config"}, "model_type": "theirs"}
+    (model / "config.json").write_text(json.dumps(config | theirs))
+    (model / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    with pytest.raises(UserError, match=r"cannot|can be loaded"):
+        evaluate_model(model, small[0], device="cpu")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_model_that_does_not_fit_is_not_the_batchs_fault(models, small, monkeypatch):
+    def full(*_, **__):
+        raise RuntimeError("CUDA out of memory. Tried to allocate 28.00 GiB.")
+
+    monkeypatch.setattr(workers, "load", full)
+    with pytest.raises(UserError, match="the model itself does not fit"):
+        evaluate_model(models[0], small[0], device="cpu")
+
+
+def test_a_broken_journal_is_read_as_far_as_it_goes(models, small, tmp_path):
+    suite, fresh = small
+    evaluate_model(models[0], suite, device="cpu", cache=tmp_path)
+    (journal,) = (tmp_path / "answers").iterdir()
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(lines[0] + lines[0] + b"\0\0\xff\n[1]\n" + b"".join(lines[1:-1]) + lines[-1][:40])
+    again = evaluate_model(models[0], suite, device="cpu", cache=tmp_path)
+    last = len(json.loads(lines[-1])["answers"])
+    assert again.asked == {"now": last, "before": 840 - last}
+    assert again.samples == fresh.samples
+    journal.write_bytes(b"")
+    assert evaluate_model(models[0], suite, device="cpu", cache=tmp_path).asked["before"] == 0
+    assert evaluate_model(models[0], suite, device="cpu", cache=tmp_path).asked["now"] == 0
 
 
 def test_vllm_gets_the_folder_and_our_settings(models, small, monkeypatch):

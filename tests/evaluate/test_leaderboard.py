@@ -4,7 +4,6 @@ import time
 
 import pytest
 
-from soren_align import shipped
 from soren_align.evaluate import evaluate_model, load_suite, load_tasks
 from soren_align.evaluate.tasks import leaves
 from soren_align.recipe import UserError
@@ -134,5 +133,8 @@ def test_data_that_are_not_there_are_named(tmp_path):
         load_tasks(suite_on(tmp_path, "open-llm-leaderboard-v1"))
 
 
-def test_a_suites_folder_name_and_title_say_which_it_is():
-    assert set(SUITES) <= set(shipped.suites())
+def test_a_rehearsal_of_one_question_each_goes_through(leaderboard, readers):
+    suite, tasks, _, _ = leaderboard
+    found = evaluate_model(readers[0], suite, tasks=tasks, device="cpu", limit=1)
+    assert found.scores["mmlu"]["n"] == 57
+    assert found.scores["mmlu"]["stderr"] == 0

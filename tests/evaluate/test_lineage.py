@@ -118,3 +118,20 @@ def test_two_runs_stand_in_one_table_with_their_common_base_once(runs, tmp_path)
     muon = run(tmp_path / "muon", "sft", base)
     rows = [("base", base), ("SFT", sft / "model"), ("SFT (muon)", muon / "model")]
     assert lineages([sft, muon]) == lineages([sft, muon, sft / "model"]) == rows
+
+
+def test_a_model_that_equals_another_keeps_its_row_if_it_was_named(runs, tmp_path):
+    """A training that changed nothing is a finding."""
+    base, _, _ = runs
+    (base / "model.safetensors").write_text("base")
+    copy = shutil.copytree(base, tmp_path / "other" / "llama")
+    assert lineages([base, copy, base]) == [("llama", base), ("llama (other)", copy)]
+
+
+def test_an_adapter_brings_its_base(runs, tmp_path):
+    base, _, _ = runs
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
+    (adapter / "adapter_model.safetensors").write_text("")
+    assert lineage(adapter) == [("base", base), ("adapter", adapter)]

@@ -1,15 +1,17 @@
 """Several models in one table: what is written, what is printed, and what is never compared."""
 
+import gc
 import io
 import json
 import statistics
+import weakref
 
 import pytest
 from lm_eval.models.huggingface import HFLM
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from soren_align.evaluate import evaluate, preflight, summary
+from soren_align.evaluate import evaluate, preflight, summary, workers
 from soren_align.recipe import Eval, UserError
 
 from .conftest import make_model
@@ -142,7 +144,18 @@ def test_a_batch_that_does_not_fit_is_halved_for_all_rows(models, tmp_path, monk
             raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return real(self, inputs, **how)
 
+    alive = weakref.WeakSet()
+    load = workers.load
+
+    def watched(*what):
+        lm = load(*what)
+        gc.collect()
+        assert not alive  # neither the row before nor the one that failed still holds memory
+        alive.add(lm.model)
+        return lm
+
     monkeypatch.setattr(HFLM, "_model_call", little_memory)
+    monkeypatch.setattr(workers, "load", watched)
     screen = io.StringIO()
     how = {"device": "cpu", "cache": tmp_path / "cache", "console": Console(file=screen, width=80)}
     results = evaluate([("base", models[0]), ("SFT", models[1])], QUICKSTART, tmp_path / "eval", **how)
@@ -161,7 +174,18 @@ def test_the_base_is_asked_once_for_all_runs(models, tmp_path):
     assert "base 840\n" in screen.getvalue()
 
 
-@pytest.mark.parametrize(("limit", "said"), [(2, "the first 2 questions"), (None, "on other data (4 of 1,172")])
+def test_what_no_evaluation_has_written_is_not_removed(models, tmp_path):
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "samples" / "thesis.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"samples: is there already, and no evaluation's"):
+        evaluate([("base", models[0])], QUICKSTART, tmp_path, device="cpu", console=Console(file=io.StringIO()))
+    assert (tmp_path / "samples" / "thesis.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [(2, "the first 2 questions"), (5000, "on other data (4 of 1,172"), (None, "on other data (4 of")],
+)
 def test_what_is_no_result_of_the_benchmarks_is_not_called_one(readers, data_root, tmp_path, limit, said):
     asked = Eval(suite="commonsense-zero-shot", data_root=str(data_root), limit=limit)
     quiet = Console(file=io.StringIO())
