@@ -1,7 +1,5 @@
 """Differences question by question: against scipy and statsmodels, and on models that do not differ at all."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from scipy import stats
@@ -9,6 +7,7 @@ from statsmodels.stats.contingency_tables import mcnemar
 from statsmodels.stats.multitest import multipletests
 
 from soren_align.evaluate import pairing
+from soren_align.evaluate.harness import Answers
 from soren_align.evaluate.pairing import compare
 from soren_align.recipe import UserError
 
@@ -18,7 +17,7 @@ SIZES = {"arc_challenge": 1172, "hellaswag": 10042, "mmlu": 14042, "mc2": 817, "
 def answers(points, prompts=None, **settings):
     points = {column: list(map(float, p)) for column, p in points.items()}
     prompts = prompts or {column: [(str(i), "same") for i in range(len(p))] for column, p in points.items()}
-    return SimpleNamespace(points=points, prompts=prompts, settings={"batch_size": 8} | settings)
+    return Answers(points=points, prompts=prompts, settings={"batch_size": 8} | settings)
 
 
 def difference(a, b, column="x"):
