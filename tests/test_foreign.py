@@ -4,6 +4,8 @@ tests/foreign/ has the key patterns of the alignment handbook's recipes, of TRL'
 of our own.
 """
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -317,3 +319,34 @@ def test_every_key_of_trls_command_is_known(path, name):
     made = translate(SFT | dict.fromkeys(fields.keys() - {"datasets"}, "x"), "x", task="sft")
     assert [n.key for n in made.notes if n.fate == "unknown"] == []
     assert len(fields) > 5
+
+
+def run(*arguments, cwd):
+    command = [sys.executable, "-m", "soren_align.cli", "import", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=60)
+
+
+def test_the_command_prints_the_recipe_or_writes_it_and_tells_the_rest(tmp_path):
+    file = str(FILES["handbook-zephyr-7b-beta-dpo-full"])
+    printed = run(file, cwd=tmp_path)
+    assert (printed.returncode, load_text(printed.stdout).task) == (0, "dpo")
+    assert "changes the training" in printed.stderr
+    written = run(file, "mine.yaml", cwd=tmp_path)
+    assert (written.returncode, written.stdout) == (0, "")
+    assert (tmp_path / "mine.yaml").read_text() == printed.stdout
+    assert "soren-align plan mine.yaml" in written.stderr
+    for arguments, message in (
+        ((file, "mine.yaml"), "exists already"),
+        (("nothing.yaml",), "no such file"),
+        ((file, "--task", "orpo"), "write sft or dpo"),
+    ):
+        refused = run(*arguments, cwd=tmp_path)
+        assert (refused.returncode, message in refused.stderr) == (2, True)
+
+
+def test_importing_a_file_imports_no_torch():
+    code = f"import sys; sys.argv = ['soren-align', 'import', {str(FILES['trl-sft'])!r}]\n"
+    code += "from soren_align.cli import main\ntry:\n    main()\nexcept SystemExit:\n    pass\n"
+    code += "print([m for m in ('torch', 'transformers', 'trl', 'datasets') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+    assert out.splitlines()[-1] == "[]"
