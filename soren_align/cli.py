@@ -5,6 +5,7 @@ soren-align dpo RECIPE     train on preferences          soren-align recipes    
 soren-align plan RECIPE    what would happen             soren-align schema              for editors
 soren-align bench maps     time and error of the maps    soren-align bench step          time of optimizer steps
 soren-align universal RUN  for another number of processes
+soren-align import FILE    TRL's, the alignment handbook's or Axolotl's YAML as a recipe
 """
 
 import json
@@ -140,6 +141,30 @@ def universal(
     launch.universal(run)
 
 
+@app.command("import")
+def import_(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="SFT or DPO YAML of TRL, its handbook or Axolotl.")],
+    dest: Annotated[str | None, typer.Argument(help="File or folder. Default: printed.")] = None,
+    task: Annotated[str | None, typer.Option(help="sft or dpo. Default: as the file's keys or name say.")] = None,
+) -> None:
+    """Make a recipe of another tool's file, and tell what became of every key."""
+    from .recipe import UserError, import_file
+
+    if task not in (None, "sft", "dpo"):
+        raise UserError(f"--task: found {task!r}; write sft or dpo")
+    source = Path(file).expanduser()
+    if not source.is_file():
+        raise UserError(f"{file}: no such file")
+    text, table = import_file(source, task)
+    if dest is None:
+        typer.echo(text, nl=False)
+    else:
+        target = _free(dest, source.name)
+        target.write_text(text, encoding="utf-8")
+        table += f"\n\n{target}: read it, then run soren-align plan {target}"
+    typer.echo(table, err=True)
+
+
 @app.command()
 def schema() -> None:
     """Print the recipe's JSON Schema."""
@@ -187,18 +212,25 @@ def copy(
 ) -> None:
     """Copy a shipped recipe to edit it; the copy works from any folder."""
     from . import shipped
-    from .recipe import UserError, find, task_of
+    from .recipe import find, task_of
 
     source = shipped.recipes().get(name) or find(name)
-    target = Path(dest).expanduser() if dest else Path(f"{name.replace('/', '-')}.yaml")
-    if target.is_dir():
-        target = target / f"{name.replace('/', '-')}.yaml"
+    target = _free(dest or ".", f"{name.replace('/', '-')}.yaml")
+    shutil.copyfile(source, target)
+    typer.echo(f"{target}: edit it, then run soren-align {task_of(target)} {target}")
+
+
+def _free(dest: str, name: str) -> Path:
+    """The file to be written: `dest`, or `name` in the folder `dest`; never one that exists."""
+    from .recipe import UserError
+
+    target = Path(dest).expanduser()
+    target = target / name if target.is_dir() else target
     if target.exists():
         raise UserError(f"{target}: exists already; name another file")
     if not target.parent.is_dir():
         raise UserError(f"{target.parent}: no such folder")
-    shutil.copyfile(source, target)
-    typer.echo(f"{target}: edit it, then run soren-align {task_of(target)} {target}")
+    return target
 
 
 def _first_comment(path: Path) -> str:

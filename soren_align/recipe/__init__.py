@@ -1,11 +1,13 @@
 """The recipe: what one run is, in one YAML file, checked before anything expensive starts.
 
 `models` says which keys there are, `trl_config` what TRL's own namespace under `trainer:` accepts, `checks` what
-must exist, and `load` turns a file into a Recipe or a list of sentences. Nothing here imports torch.
+must exist, and `load` turns a file into a Recipe or a list of sentences. `foreign` makes a
+recipe of TRL's, the alignment handbook's or Axolotl's file. Nothing here imports torch.
 """
 
 from .batch import accumulation, rows_per_step, trainer_value
 from .checks import evaluation_problems, is_local
+from .foreign_file import import_file
 from .load import find, load, load_resolved, load_text, task_of, to_yaml
 from .models import DataSplit, Eval, Recipe, UserError, differences, json_schema, training_part
 from .parallel import Parallel, parallel
@@ -20,6 +22,7 @@ __all__ = [
     "differences",
     "evaluation_problems",
     "find",
+    "import_file",
     "is_local",
     "json_schema",
     "load",

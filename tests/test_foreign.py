@@ -1,0 +1,352 @@
+"""Others' files become recipes that load, and no key of theirs is lost on the way.
+
+tests/foreign/ has the key patterns of the alignment handbook's recipes, of TRL's configs and of Axolotl's, with values
+of our own.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from soren_align import recipe
+from soren_align.recipe import UserError, foreign_names, import_file, models, trl_config
+from soren_align.recipe.foreign import flattened, translate
+from soren_align.recipe.foreign_file import to_table, to_text
+from soren_align.recipe.load import _parse, load_text
+
+FOLDER = Path(__file__).parent / "foreign"
+FILES = {file.stem: file for file in sorted(FOLDER.glob("*.yaml")) if "orpo" not in file.stem}
+SFT = {"model_name_or_path": "lab/base", "dataset_name": "lab/chat", "max_seq_length": 512}
+DPO = {"model_name_or_path": "lab/sft", "dataset_name": "lab/pairs", "beta": 0.1}
+values = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 10**6) | st.floats(0, 1) | st.text("aé01 :#'-\n", max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+def source(name):
+    return _parse(FILES[name].read_text(), name)[0]
+
+
+def translated(name):
+    return translate(source(name), name)
+
+
+def fate(notes, key):
+    (note,) = [n for n in notes if n.key == key]
+    return note
+
+
+def problems(text):
+    try:
+        load_text(text)
+    except UserError as error:
+        return error.problems
+    return ()
+
+
+def known_names():
+    tables = (foreign_names.RENAMED, *foreign_names.DROPPED.values(), *foreign_names.CHANGES.values())
+    words = " ".join(t if isinstance(t, str) else " ".join(t) for t in tables).split()
+    return sorted({w.replace("*", "x") for w in words} | set(trl_config.fields("sft")) | set(trl_config.fields("dpo")))
+
+
+def test_the_handbook_has_21_recipes_for_sft_and_dpo():
+    assert sum(name.startswith("handbook") for name in FILES) == 21
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_file_becomes_a_recipe_that_loads(name, tmp_path):
+    text, _ = import_file(FILES[name])
+    (tmp_path / "mine.yaml").write_text(text)
+    loaded = recipe.load(str(tmp_path / "mine.yaml"), task="dpo" if "dpo" in name else "sft")
+    assert loaded.optimizer.aux_lr == loaded.optimizer.lr
+    assert not loaded.data.train.split.startswith("test")
+    swapped = recipe.load(
+        str(tmp_path / "mine.yaml"), ["optimizer.name=soren", "optimizer.adjust_lr_fn=match_rms_adamw"]
+    )
+    assert swapped.trainer == loaded.trainer
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_key_is_lost(name):
+    given, notes = flattened(source(name)), translated(name).notes
+    told = [n.key for n in notes if n.key in given]
+    assert sorted(told) == sorted(given)  # each once: kept, renamed, dropped or unknown
+    assert all(n.words for n in notes if n.fate in ("renamed", "dropped"))
+    assert [n.key for n in notes if n.fate == "unknown"] == []
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_table_names_every_key_in_80_columns(name):
+    made = translated(name)
+    table = to_table(made, name)
+    assert max(map(len, table.splitlines())) <= 80
+    words = table.replace(",", " ").split()
+    assert set(flattened(source(name))) <= set(words)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_the_source_does_not_say_is_marked_as_ours(name):
+    made = translated(name)
+    marked = [line.split(":")[0].strip() for line in to_text(made, name).splitlines() if "# ours: " in line]
+    assert sorted(marked) == sorted(key.rpartition(".")[2] for key in made.ours)
+    said = " ".join(n.words for n in made.notes if n.fate == "renamed")
+    for key in (f"{section}.{k}" for section in ("optimizer", "run") for k in made.recipe[section]):
+        assert (key in made.ours) != (key in said), key
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("handbook-zephyr-7b-beta-sft-full", "optimizer.lr", 3e-5),
+        ("handbook-zephyr-7b-beta-sft-full", "optimizer.weight_decay", 0.0),  # our own default is 0.1
+        ("handbook-zephyr-7b-beta-sft-full", "trainer.warmup_steps", 0.05),
+        ("handbook-zephyr-7b-beta-sft-full", "trainer.max_length", 2048),
+        ("handbook-zephyr-7b-beta-sft-full", "model.revision", "main"),
+        ("handbook-zephyr-7b-beta-sft-full", "data.train.split", "train_sft"),
+        ("handbook-zephyr-7b-beta-sft-full", "data.eval.split", "test_sft"),
+        ("handbook-zephyr-7b-beta-sft-full", "data.eval.limit", 700),
+        ("handbook-zephyr-7b-beta-dpo-qlora", "data.train.split", "train_prefs"),  # the older dataset_mixer
+        ("handbook-zephyr-7b-beta-dpo-qlora", "data.eval.split", "test_prefs"),
+        ("handbook-smollm2-sft-base", "data.eval.split", "test"),
+        ("handbook-smollm3-dpo-apo", "trainer.loss_type", ["apo_zero"]),
+        ("handbook-smollm3-sft-full", "trainer.packing_strategy", "bfd"),
+        ("handbook-smollm3-sft-full", "trainer.eos_token", "<|im_end|>"),
+        ("handbook-smollm3-sft-full", "trainer.assistant_only_loss", True),
+        ("trl-sft", "optimizer.lr", 3e-5),
+        ("trl-sft", "optimizer.betas", [0.9, 0.95]),
+        ("trl-sft", "data.train.limit", 2000),
+        ("trl-sft", "trainer.num_train_epochs", 2),
+        ("trl-sft", "trainer.packing", True),
+        ("trl-sft", "trainer.gradient_checkpointing", False),
+        ("trl-sft", "trainer.use_cache", False),
+        ("trl-dpo-lora", "trainer.warmup_steps", 0.1),  # where both are said, the ratio counts unless steps are
+        ("trl-dpo-lora", "trainer.eval_strategy", "no"),
+        ("trl-dpo-mixture", "run.output_dir", "runs/trl-dpo-mixture"),
+        ("trl-dpo-mixture", "optimizer.lr", 1e-6),  # TRL's default for DPO
+        ("axolotl-sft", "trainer.assistant_only_loss", True),
+        ("axolotl-sft", "trainer.lr_scheduler_kwargs", {"min_lr_rate": 0.1}),
+        ("axolotl-sft", "trainer.pad_token", "<|end_of_text|>"),
+        ("axolotl-sft-bare", "trainer.num_train_epochs", 1),  # Axolotl's defaults are not TRL's
+        ("axolotl-sft-bare", "trainer.lr_scheduler_type", "cosine"),
+        ("axolotl-sft-bare", "trainer.assistant_only_loss", True),
+        ("axolotl-dpo-qlora", "trainer.beta", 0.3),
+        ("axolotl-dpo-qlora", "data.eval.split", "test_prefs"),
+        ("axolotl-dpo-qlora", "trainer.eval_strategy", "steps"),
+    ],
+)
+def test_values_arrive_where_a_recipe_has_them(name, key, value):
+    found = translated(name).recipe
+    for part in key.split("."):
+        found = found[part]
+    assert found == value
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "words"),
+    [
+        ("handbook-zephyr-7b-beta-dpo-full", "dataset_mixture[test]", "the official test split would be trained on"),
+        ("handbook-constitutional-ai-sft-grok", "dataset_mixture[test]", "the official test split would be trained on"),
+        ("handbook-zephyr-7b-beta-sft-qlora", "use_peft", "all weights are trained"),
+        ("handbook-zephyr-7b-beta-sft-qlora", "load_in_4bit", "not quantised"),
+        ("handbook-zephyr-7b-beta-sft-full", "chat_template", "the tokenizer's own chat template"),
+        ("handbook-zephyr-7b-beta-sft-full", "torch_dtype", "float32"),
+        ("handbook-zephyr-7b-beta-dpo-full", "max_prompt_length", "no limit for prompts"),
+        ("handbook-constitutional-ai-dpo-anthropic", "optim", "there is no rmsprop here"),
+        ("handbook-smollm3-sft-full", "packing_strategy", "no ffd any more"),
+        ("handbook-smollm3-sft-full", "dataset_mixture[others]", "a mixture of 6"),
+        ("handbook-smollm3-sft-full", "dataset_mixture[0].config", "SFT"),
+        ("handbook-smollm3-sft-full", "dataset_mixture[0].columns", "chat_template_kwargs"),
+        ("handbook-smollm3-dpo-apo", "dataset_mixture[0].weight", "0.5"),
+        ("trl-sft", "dataset_config", "short"),
+        ("trl-sft", "weight_decay", "embeddings and head"),
+        ("trl-dpo-mixture", "test_split_size", "here all are trained on"),
+        ("trl-dpo-mixture", "load_best_model_at_end", "write data.eval"),
+        ("trl-dpo-lora", "truncation_mode", "keep_end"),
+        ("axolotl-sft", "optimizer", "float32 states"),
+        ("axolotl-sft", "sample_packing", "drops"),
+        ("axolotl-sft", "datasets[0].field_messages", "conversations"),
+        ("axolotl-dpo-qlora", "datasets[0].type", "whole conversations"),
+        ("axolotl-dpo-qlora", "early_stopping_patience", "to its end"),
+    ],
+)
+def test_what_changes_the_training_is_said_first_and_in_the_file(name, key, words):
+    made = translated(name)
+    note = fate(made.notes, key)
+    assert note.changes
+    assert words in note.words
+    first = to_table(made, name).split("\n\n")[1]
+    assert first.startswith("changes the training\n")
+    assert key in first
+    assert f"{key}" in to_text(made, name).split("task:")[0]
+
+
+def test_a_file_that_loses_nothing_says_no_change():
+    made = translated("axolotl-sft-bare")
+    assert not any(n.changes for n in made.notes)
+    assert "changes the training" not in to_table(made, "x") + to_text(made, "x")
+    assert fate(made.notes, "lora_r").words == "nobody reads it without use_peft or adapter"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(sorted(FILES)),
+    key=st.text("abcdefghijklmnopqrstuvwxyz_0", min_size=1).map(lambda k: f"zq_{k}"),
+    value=values,
+    inside=st.booleans(),
+)
+def test_an_unknown_key_is_always_listed(name, key, value, inside):
+    given = source(name)
+    if inside and "dataset_mixture" in given:
+        given["dataset_mixture"]["datasets"][-1] |= {key: 1}
+        key_told = f"dataset_mixture[{len(given['dataset_mixture']['datasets']) - 1}].{key}"
+    else:
+        given[key], key_told = value, key
+    made = translate(given, name)
+    assert fate(made.notes, key_told).fate == "unknown"
+    text, table = to_text(made, name), to_table(made, name)
+    assert key in "".join(table.replace("\n", " ").split())
+    assert key_told in text.replace("\n# ", " ")
+    assert load_text(text).task == made.task  # and the recipe is as good as without it
+
+
+@settings(max_examples=150, deadline=None)
+@given(base=st.sampled_from([SFT, DPO]), more=st.dictionaries(st.sampled_from(known_names()), values, max_size=4))
+def test_whatever_stands_there_every_key_is_told_or_the_file_refused(base, more):
+    given = base | more
+    try:
+        made = translate(given, "some", task="sft" if base is SFT else "dpo")
+    except UserError:
+        return
+    flat = flattened(given)
+    assert sorted(n.key for n in made.notes if n.key in flat) == sorted(flat)
+    to_table(made, "some")
+    assert [p for p in problems(to_text(made, "some")) if "trainer." in p] == []
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "folder", "task"),
+    [
+        (SFT, "config_full", "", "sft"),
+        (DPO, "config_full", "sft", "dpo"),
+        (SFT | {"loss_type": "nll"}, "x", "", "sft"),
+        ({"dataset_name": "a/b", "loss_type": ["ipo"]}, "x", "", "dpo"),
+        ({"dataset_name": "a/b", "dataset_train_split": "train_prefs"}, "x", "", "dpo"),
+        ({"datasets": [{"path": "a/b", "columns": ["messages"]}]}, "x", "", "sft"),
+        ({"dataset_name": "a/b"}, "my-dpo", "sft", "dpo"),
+        ({"dataset_name": "a/b"}, "config_full", "sft", "sft"),
+        ({"base_model": "a/c", "datasets": [{"path": "a/b"}]}, "x", "dpo", "sft"),
+        ({"base_model": "a/c", "datasets": [{"path": "a/b"}], "rl": "ipo"}, "x", "", "dpo"),
+    ],
+)
+def test_the_task_is_read_from_keys_then_from_names(given, name, folder, task):
+    assert translate(given, name, folder).task == task
+
+
+@pytest.mark.parametrize(
+    ("given", "folder", "message"),
+    [
+        (SFT | DPO, "", "SFT or DPO? max_seq_length are keys of the one, beta of the other: write --task"),
+        ({"dataset_name": "a/b"}, "", "SFT or DPO? Neither a key nor the file's name says it"),
+        (DPO, "orpo", "this trains by ORPO"),
+        (DPO | {"output_dir": "out/mine-kto"}, "", "this trains by KTO"),
+        ({"base_model": "a/b", "rl": "grpo"}, "", "this trains by GRPO"),
+        ({"base_model": "a/b", "reward_model": True}, "", "this trains by REWARD"),
+        ({"beta": 0.1}, "", "no dataset is named"),
+        (DPO | {"dataset_train_split": "test"}, "", "only test splits are named"),
+        (DPO | {"dataset_mixture": [1]}, "", "a list of datasets is meant"),
+        ({"task": "sft", "optimizer": {"name": "soren"}}, "", "this is a recipe already"),
+    ],
+)
+def test_what_cannot_be_imported_is_refused_in_a_sentence(given, folder, message):
+    with pytest.raises(UserError) as error:
+        translate(given, "config_full", folder)
+    assert message in str(error.value)
+
+
+def test_orpo_is_refused_and_can_be_taken_as_dpo():
+    (file,) = FOLDER.glob("*orpo*.yaml")
+    with pytest.raises(UserError, match="this trains by ORPO"):
+        import_file(file)
+    assert "task: dpo" in import_file(file, "dpo")[0]
+
+
+def test_a_test_split_is_not_trained_on_however_it_is_spelt():
+    made = translate(SFT | {"dataset_train_split": "train+test[:50%]"}, "x")
+    assert made.recipe["data"]["train"]["split"] == "train"
+    assert "test[:50%]" in fate(made.notes, "dataset_name[test]").words
+
+
+def test_the_newer_of_two_names_for_one_key_counts():
+    made = translate(SFT | {"max_length": 700}, "x")
+    assert made.recipe["trainer"]["max_length"] == 700
+    assert fate(made.notes, "max_seq_length").words == "trainer.max_length is said by another key"
+
+
+def test_a_recipe_that_would_not_load_is_not_written(tmp_path):
+    file = tmp_path / "sft.yaml"
+    file.write_text("model_name_or_path: ./nowhere\ndataset_name: a/b\nlearning_rate: fast\n")
+    with pytest.raises(UserError) as error:
+        import_file(file)
+    assert "model.name_or_path: no folder ./nowhere" in str(error.value)
+    assert "optimizer.lr: found 'fast'; write a number" in str(error.value)
+    assert "nothing was written" in str(error.value)
+
+
+def test_the_tables_name_keys_that_there_are():
+    for source_name, target in foreign_names.RENAMED.items():
+        section, key = target.split(".")
+        if section == "trainer":
+            assert key in trl_config.fields("sft").keys() | trl_config.fields("dpo").keys(), source_name
+        else:
+            assert key in models.Recipe.model_fields[section].annotation.model_fields, source_name
+    reasons = [p for t in (foreign_names.DROPPED, foreign_names.CHANGES) for p in " ".join(t.values()).split()]
+    assert len(reasons) == len(set(reasons))
+    assert not set(reasons) & foreign_names.RENAMED.keys()
+
+
+@pytest.mark.parametrize(
+    ("path", "name"), [("trainer/model_config.py", "ModelConfig"), ("scripts/utils.py", "ScriptArguments")]
+)
+def test_every_key_of_trls_command_is_known(path, name):
+    fields = trl_config._class_fields(trl_config._source("trl") / path, name, {})
+    made = translate(SFT | dict.fromkeys(fields.keys() - {"datasets"}, "x"), "x", task="sft")
+    assert [n.key for n in made.notes if n.fate == "unknown"] == []
+    assert len(fields) > 5
+
+
+def run(*arguments, cwd):
+    command = [sys.executable, "-m", "soren_align.cli", "import", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=60)
+
+
+def test_the_command_prints_the_recipe_or_writes_it_and_tells_the_rest(tmp_path):
+    file = str(FILES["handbook-zephyr-7b-beta-dpo-full"])
+    printed = run(file, cwd=tmp_path)
+    assert (printed.returncode, load_text(printed.stdout).task) == (0, "dpo")
+    assert "changes the training" in printed.stderr
+    written = run(file, "mine.yaml", cwd=tmp_path)
+    assert (written.returncode, written.stdout) == (0, "")
+    assert (tmp_path / "mine.yaml").read_text() == printed.stdout
+    assert "soren-align plan mine.yaml" in written.stderr
+    for arguments, message in (
+        ((file, "mine.yaml"), "exists already"),
+        (("nothing.yaml",), "no such file"),
+        ((file, "--task", "orpo"), "write sft or dpo"),
+    ):
+        refused = run(*arguments, cwd=tmp_path)
+        assert (refused.returncode, message in refused.stderr) == (2, True)
+
+
+def test_importing_a_file_imports_no_torch():
+    code = f"import sys; sys.argv = ['soren-align', 'import', {str(FILES['trl-sft'])!r}]\n"
+    code += "from soren_align.cli import main\ntry:\n    main()\nexcept SystemExit:\n    pass\n"
+    code += "print([m for m in ('torch', 'transformers', 'trl', 'datasets') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+    assert out.splitlines()[-1] == "[]"
