@@ -91,6 +91,10 @@ def evaluate(
                 f"{model}: neither a run folder (run.json), nor a model's (config.json), nor an adapter's"
                 " (adapter_config.json)"
             )
+        if "/" in model and not is_local(model) and Path(model).parent.is_dir():
+            raise UserError(
+                f"{model}: there is no such folder; a name on the hub it is not, with {Path(model).parent} here"
+            )
     recipe = _recipe_of(models[0])
     own = recipe.eval.model_dump() if recipe and recipe.eval else {}
     given = {key: value for key, value in given.items() if value is not None}

@@ -112,10 +112,16 @@ def test_the_schema_is_json():
             ["eval", "owner/model", "--suite", "quickstart", "--output", "o", "--data-root", "no"],
             "--data-root: there is no",
         ),
+        (
+            ["eval", "owner/model", "--suite", "quickstart", "--output", "o", "--backend", "vllm"],
+            "vLLM is not installed",
+        ),
+        (["eval", "here/model", "--suite", "quickstart", "--output", "o"], "here/model: there is no such folder"),
         (["eval", "owner/model", "--suite", "quickstart", "--output", "o", "--dtype", "int8"], "--dtype: found 'int8'"),
     ],
 )
 def test_a_wrong_name_is_a_sentence_and_exit_code_2(tmp_path, arguments, message):
+    (tmp_path / "here").mkdir()
     refused = run(*arguments, cwd=tmp_path)
     assert refused.returncode == 2
     assert message in refused.stderr

@@ -62,7 +62,7 @@ def folder_of(model: str | Path, revision: str | None = None) -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(str(model), revision=revision, allow_patterns=list(FILES)))
     except Exception as error:  # not found, gated, offline, no space: the hub's own words say which
-        raise UserError(f"{model}: cannot be had from the hub: {_first_line(error)}") from error
+        raise UserError(f"{model}: cannot be had from the hub: {_in_short(error)}") from error
 
 
 def base_of(folder: Path) -> Path | None:
@@ -82,7 +82,7 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(where, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise UserError(f"{where}: has no tokenizer that can be loaded: {_first_line(error)}") from error
+        raise UserError(f"{where}: has no tokenizer that can be loaded: {_in_short(error)}") from error
 
 
 def generation_of(model: Any) -> tuple[dict[str, Any], Any]:
@@ -164,7 +164,7 @@ def _load_hf(folder: Path, setup: Setup) -> Any:
     except (OSError, ValueError, SafetensorError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{folder}: not a model that can be loaded: {_first_line(error)}") from error
+        raise UserError(f"{folder}: not a model that can be loaded: {_in_short(error)}") from error
     return model
 
 
@@ -179,5 +179,6 @@ def _load_vllm(model: Any, setup: Setup) -> Any:
     return _counting(VLLM, -1)(pretrained=str(model), dtype=setup.dtype, batch_size=setup.batch_size, seed=1234)
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _in_short(error: Exception) -> str:
+    said = " ".join(str(error).split()) or type(error).__name__
+    return said if len(said) < 200 else f"{said[:200]}..."

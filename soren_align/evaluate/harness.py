@@ -24,7 +24,7 @@ from .scores import average, score_column
 from .suites import Suite
 from .tasks import Tasks, leaves, load_tasks, scores_of
 
-PACKAGES = ("lm-eval", "transformers", "torch", "datasets")
+PACKAGES = ("soren-align", "lm-eval", "transformers", "torch", "datasets")
 
 
 @dataclass

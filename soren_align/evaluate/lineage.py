@@ -31,7 +31,8 @@ def lineage(path: str | Path, console: Console | None = None) -> list[tuple[str,
         name = str(path).rpartition("/")[2] if on_hub else given.resolve().name
         base = base_of(given)
         if base is not None:
-            return [("base", base), (name, given)]
+            below = lineage(base, console)
+            return [*(below if len(below) > 1 else [("base", base)]), (name, given)]
         if not (given / "config.json").is_file():
             raise UserError(f"{path}: neither a run folder (run.json) nor a model folder (config.json)")
         return [(name, given)]
@@ -43,7 +44,7 @@ def lineage(path: str | Path, console: Console | None = None) -> list[tuple[str,
         seen.add(run.resolve())
         record = _read(run)
         rows.append((TASKS[record["task"]], run / "model"))
-        start = _start(record["start"])
+        start = _own_start(run, record["start"]) or _start(record["start"])
         if start is None:
             problem = f"the checkpoint that {run} started from is gone: {record['start']['path']}"
             if len(rows) == 1:
@@ -95,6 +96,14 @@ def _run_of(path: Path) -> Path | None:
 
 def _read(run: Path) -> dict[str, Any]:
     return json.loads((run / "run.json").read_text(encoding="utf-8"))
+
+
+def _own_start(run: Path, start: dict[str, Any]) -> Path | None:
+    """The start that a run made for itself: it is where the run is now, moved or copied."""
+    own = run / "start"
+    recorded = Path(start["path"])
+    is_it = recorded.name == "start" and start.get("sha256_or_revision") in (None, fingerprint(str(own)))
+    return own if own.is_dir() and is_it else None
 
 
 def _start(start: dict[str, Any]) -> Path | None:

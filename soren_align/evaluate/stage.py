@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from ..recipe import Eval, UserError
-from ..report import write
+from ..report import commit, write
 from . import picture, tables
-from .backends import refuse_absent
+from .backends import folder_of, load_tokenizer, refuse_absent
 from .harness import Answers, evaluate_model
 from .journal import default_root
 from .pairing import compare, same_questions
@@ -33,10 +33,12 @@ def evaluate(
     device: str | None = None,
     cache: Path | None = None,
     console: Console | None = None,
+    table: Console | None = None,
 ) -> dict[str, Any]:
     """Evaluate each (name, model) in order, the starting checkpoint first; print and write the table.
 
     cache: the folder of all journals; None is the user's. Answers found there are not asked for again.
+    console: for what happens. table: for the table; None is `console`.
     Writes into `output`: results.json (what is returned), table.md, scores.png, and samples/<row>/<column>.jsonl.
     Nothing there is touched before all models have answered.
     """
@@ -53,10 +55,12 @@ def evaluate(
         console.print("loading   tasks", highlight=False)
     with console.status("Loading tasks") as status:
         tasks = load_tasks(suite, cache, lambda column: status.update(f"Loading tasks: {column}"))
+    for _, model in rows:  # said now, and not when the rows before it are done
+        load_tokenizer(folder_of(model))
     answers = _at_the_largest_batch(rows, suite, tasks, asked, device, cache, console)
     kept = [f"{name} {found.asked['before']:,}" for name, found in answers if found.asked["before"]]
     if kept:
-        console.print(f"kept      answers from before: {', '.join(kept)}", highlight=False, soft_wrap=True)
+        console.print(f"kept      requests answered before: {', '.join(kept)}", highlight=False, soft_wrap=True)
     first = answers[0][1]
     entries = [
         {
@@ -78,12 +82,13 @@ def evaluate(
         "suite": suite.name,
         "rows": entries,
         "quoted": quoted,
-        "settings": first.settings | {"num_processes": asked.processes or 1, "data": suite.data_root or "hub"},
+        "settings": first.settings
+        | {"num_processes": asked.processes or 1, "data": suite.data_root or "hub", "commit": commit()},
         "notes": suite.notes,
     }
     _write(results, answers, output)
-    console.print()
-    console.print(tables.terminal(results), highlight=False)
+    (table or console).print()
+    (table or console).print(tables.terminal(results), highlight=False)
     console.print(f"written   {output}", highlight=False, soft_wrap=True)
     return results
 

@@ -40,6 +40,8 @@ def load_tasks(suite: Suite, cache: Path | None = None, on_column: Callable[[str
                     empty = [leaf.task_name for leaf in leaves(found) if not len(leaf.eval_docs)]
                 except Exception as error:  # whatever lm-eval, datasets or the hub think of
                     why = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+                    if suite.data_root is None:
+                        why += ". Without a network, --data-root DIR (eval.data_root) takes downloaded datasets"
                     raise UserError(f"{suite.file_of(task)}: task {task.task} cannot be loaded: {why}") from error
             if empty:
                 raise UserError(f"{suite.file_of(task)}: task {empty[0]} has no questions")

@@ -61,7 +61,7 @@ def second_look(raw: dict[str, Any]) -> list[tuple[Key, str]]:
     output = get("run", "output_dir")
     if isinstance(output, str) and Path(output).expanduser().is_file():
         found.append((("run", "output_dir"), f"{output} is a file; name a folder"))
-    asked = {key: get("eval", key) for key in ("suite", "data_root", "quote")}
+    asked = {key: get("eval", key) for key in ("suite", "data_root", "quote", "backend")}
     found += [(("eval", key), message) for key, message in evaluation_problems(asked)]
     return found
 
@@ -76,6 +76,8 @@ def evaluation_problems(asked: dict[str, Any]) -> list[tuple[str, str]]:
                 close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
                 hint = f"did you mean '{close[0]}'?" if close else f"shipped are: {', '.join(known)}"
                 found.append((key, f"no {kind} named {name!r}, nor such a file; {hint}"))
+    if asked.get("backend") == "vllm" and importlib.util.find_spec("vllm") is None:
+        found.append(("backend", "vLLM is not installed: pip install 'soren-align[vllm]', or write hf"))
     root = asked.get("data_root")
     if isinstance(root, str) and not Path(root).expanduser().is_dir():
         found.append(("data_root", f"there is no folder {root!r}"))

@@ -135,3 +135,22 @@ def test_an_adapter_brings_its_base(runs, tmp_path):
     (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
     (adapter / "adapter_model.safetensors").write_text("")
     assert lineage(adapter) == [("base", base), ("adapter", adapter)]
+
+
+def test_an_adapter_on_a_run_brings_the_whole_chain(runs, tmp_path):
+    base, sft, _ = runs
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(sft / "model")}))
+    (adapter / "adapter_model.safetensors").write_text("")
+    assert lineage(adapter) == [("base", base), ("SFT", sft / "model"), ("adapter", adapter)]
+
+
+def test_a_run_that_was_moved_has_its_own_start_beside_it(tmp_path):
+    start = model(tmp_path / "old" / "start")
+    (start / "model.safetensors").write_text("random")
+    model(tmp_path / "old" / "model")
+    record = {"task": "sft", "start": {"path": str(start), "sha256_or_revision": fingerprint(str(start))}}
+    (tmp_path / "old" / "run.json").write_text(json.dumps(record))
+    (tmp_path / "old").rename(tmp_path / "new")
+    assert lineage(tmp_path / "new") == [("base", tmp_path / "new" / "start"), ("SFT", tmp_path / "new" / "model")]

@@ -87,6 +87,7 @@ def test_the_page_has_a_row_a_model_and_the_numbers_of_the_results(stage):
     assert f"| base | {base['scores']['zoo_mc']['value']:.1f} ± " in page
     cell = f"{score['value']:.1f} ± {score['stderr']:.1f}<br>{d['value']:+.1f} [{d['low']:+.1f}, {d['high']:+.1f}]"
     assert f"| SFT | {cell}<br>" in page
+    assert f"models: base {base['model']}, SFT {later['model']}" in page
     assert f"lm-eval {results['settings']['versions']['lm-eval']}" in page
 
 
