@@ -3,14 +3,12 @@
 import gc
 import json
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from ..recipe import Eval, UserError
 from ..report import commit, write
@@ -20,6 +18,7 @@ from .harness import Answers, evaluate_model
 from .journal import default_root
 from .pairing import compare, same_questions
 from .quoted import load_quoted
+from .showing import Showing
 from .suites import Suite, load_suite
 from .tasks import Tasks, leaves, load_tasks
 from .workers import OutOfMemory
@@ -137,7 +136,7 @@ def _at_the_largest_batch(
         answers: list[tuple[str, Answers]] = []
         lacked = ""
         for name, model in rows:
-            show = _Showing(name, console)
+            show = Showing(name, console)
             try:
                 with show.progress:
                     found = evaluate_model(
@@ -168,41 +167,6 @@ def _at_the_largest_batch(
         suite = suite.model_copy(update={"batch_size": suite.batch_size // 2})
         console.print(
             f"{lacked}; all rows with {suite.batch_size} now, since batches change the last digits of scores",
-            highlight=False,
-            soft_wrap=True,
-        )
-
-
-class _Showing:
-    """One model at work: a bar on a terminal, and a line for each score, in a log too."""
-
-    def __init__(self, name: str, console: Console):
-        self.name, self.console = name, console
-        self.progress = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self.bar = self.progress.add_task(f"{name}: reading its files", total=None)
-        self.began = time.monotonic()
-        self.asked = False  # something of the model, and not only the journal
-
-    def on_progress(self, column: str, done: int, of: int) -> None:
-        self.asked = self.asked or done < of
-        self.progress.update(self.bar, description=f"{self.name} {column}", completed=done, total=of)
-
-    def on_score(self, column: str, score: dict[str, Any]) -> None:
-        seconds, self.began = time.monotonic() - self.began, time.monotonic()
-        told = f"{score['value']:.1f} ± {score['stderr']:.1f}"
-        took = f"{seconds:.1f} s" if self.asked else "kept"
-        self.asked = False
-        self.console.print(
-            f"{self.name:<20} {column:<16} {told:>12}   {score['n']:,} questions, {took}",
             highlight=False,
             soft_wrap=True,
         )

@@ -3,6 +3,8 @@
 import json
 import shutil
 import socket
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -86,6 +88,14 @@ def test_nothing_is_printed_and_nothing_asks_the_network(models, suite, monkeypa
     load_tasks(suite)
     evaluate_model(models[0], suite, device="cpu")
     assert capfd.readouterr() == ("", "")
+
+
+def test_what_the_worker_says_is_seen_while_lm_eval_is_hushed():
+    """Else the bar stands still for hours: rich looks for sys.stderr anew at each line."""
+    code = "from soren_align import worker; from soren_align.evaluate.quiet import quiet\nwith quiet():\n"
+    code += "    print('theirs'); worker.console.print('ours')"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (said.stdout, said.stderr.splitlines()[-1]) == ("", "ours")
 
 
 def test_a_model_of_nans_does_not_win(models, suite, tmp_path):
