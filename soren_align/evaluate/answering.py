@@ -12,7 +12,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.huggingface import HFLM
 
 from ..recipe import UserError
-from .backends import Setup
+from .backends import DoesNotFit, Setup
 from .journal import Journal, digest
 from .workers import Here, Several
 
@@ -80,12 +80,15 @@ class Answering(TemplateLM):
         self._workers = self._workers or (
             Here(*what) if self.num_processes == 1 else Several(self.num_processes, *what)
         )
-        for name, found, num_cut in self._workers.work_on(work):
-            self._refuse_cut(num_cut)
-            self.journal.add(name, found, num_cut)
-            self.num_asked += len(found)
-            done += len(found)
-            self._say(done, len(requests))
+        try:
+            for name, found, num_cut in self._workers.work_on(work):
+                self._refuse_cut(num_cut)
+                self.journal.add(name, found, num_cut)
+                self.num_asked += len(found)
+                done += len(found)
+                self._say(done, len(requests))
+        except DoesNotFit as error:
+            raise UserError(f"{self.asking}: {error}") from None
         answers: list[Any] = [None] * len(requests)
         for name, piece in zip(names, numbered, strict=True):
             found, num_cut = self.journal.answers[name]

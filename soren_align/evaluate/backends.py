@@ -34,6 +34,10 @@ _WITHOUT_EFFECT = re.compile(
 """Of a generation config: lm-eval asks for one likeliest answer, of its own length. Where it ends is told by itself."""
 
 
+class DoesNotFit(UserError):
+    """The model's context is too short for a question."""
+
+
 @dataclass(frozen=True)
 class Setup:
     """How a model is made to answer: beside its files, what may change an answer's last digits."""
@@ -134,7 +138,7 @@ def _counting(kind: type, spare: int) -> Any:
                 prompt, settings = request.args
                 answer_tokens = cast(Any, normalize_gen_kwargs(settings, self.max_gen_toks))["max_gen_toks"]
                 if answer_tokens >= self.max_length:
-                    raise UserError(f"an answer of {answer_tokens} tokens leaves no room in {self.max_length} tokens")
+                    raise DoesNotFit(f"an answer of {answer_tokens} tokens leaves no room in {self.max_length}")
                 self.num_cut += len(self.tok_encode(prompt)) > self.max_length - answer_tokens
             return super().generate_until(requests, **how)
 

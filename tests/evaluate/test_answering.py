@@ -231,6 +231,11 @@ def test_prompts_that_were_cut_are_counted_and_strictly_an_error(models, tmp_pat
     with pytest.raises(UserError, match="for SFT, whose contexts differ"):
         compare([("base", evaluate_model(models[0], only, device="cpu")), ("SFT", found)], average=False)
     assert whole.cut == {}
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 6}))
+    generated = suite.model_copy(update={"tasks": [suite.tasks[1]]})
+    with pytest.raises(UserError, match="short: zoo_gen: an answer of 6 tokens leaves no room in 6"):
+        evaluate_model(model, generated, device="cpu")
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": room - 1}))
     with pytest.raises(UserError, match="short: zoo_mc: prompts do not fit"):
         evaluate_model(model, only, device="cpu", strict=True)
 
