@@ -21,7 +21,7 @@ demo: setup
 	$(BIN)/soren-align eval $(RUN)/dpo --summary $(RUN)/summary.json
 
 test: setup
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # How far 2 and 3 ranks are from one process, sharded in every way: the table of docs/distributed.md. Three minutes.
 parity: setup

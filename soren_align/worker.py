@@ -34,7 +34,7 @@ from .launched import without_ranks
 from .recipe import Eval, UserError, load_resolved, load_text
 from .report import RunFolder, now, write
 
-console = Console(file=sys.stderr)  # the real one: libraries are hushed by putting another in its place
+console = Console(stderr=True)
 STOPPED = "stopped by a signal"
 
 
@@ -229,6 +229,7 @@ def _hush() -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one verb; see the module's docstring."""
+    console.file = sys.stderr  # this one: libraries are hushed by putting another in its place, and rich would follow
     given = _parser().parse_args(arguments)
     rank = int(os.environ.get("RANK", "0")) if given.verb == "train" else 0
     console.quiet = rank > 0

@@ -16,3 +16,19 @@ def cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SOREN_ALIGN_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+LONG = (
+    "test_resume",
+    "test_zero_runs",
+    "test_quickstart",
+    "test_leaderboard",
+    "test_answering",
+    "test_fsdp2",
+    "test_ddp",
+)
+
+
+def pytest_collection_modifyitems(items):
+    """The long files first: two processes take a file each in turn, and none shall wait for the other's last one."""
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))

@@ -60,10 +60,9 @@ def test_pieces_hold_every_request_once_and_no_context_is_torn():
     assert all(len(piece) == 1 for piece in pieces([(str(i), {}) for i in range(9)], 1))
 
 
-@pytest.mark.parametrize("number", [2, 3])
-def test_several_processes_give_the_answers_of_one(number, small, models):
+def test_several_processes_give_the_answers_of_one(small, models):
     suite, one = small
-    several = evaluate_model(models[0], suite, device="cpu", num_processes=number)
+    several = evaluate_model(models[0], suite, device="cpu", num_processes=2)
     assert several.prompts == one.prompts
     assert several.samples == one.samples
     assert several.scores == one.scores

@@ -92,8 +92,16 @@ def test_nothing_is_printed_and_nothing_asks_the_network(models, suite, monkeypa
 
 def test_what_the_worker_says_is_seen_while_lm_eval_is_hushed():
     """Else the bar stands still for hours: rich looks for sys.stderr anew at each line."""
-    code = "from soren_align import worker; from soren_align.evaluate.quiet import quiet\nwith quiet():\n"
-    code += "    print('theirs'); worker.console.print('ours')"
+    code = """
+from soren_align import worker
+from soren_align.evaluate.quiet import quiet
+def evaluate(*_):
+    with quiet():
+        print('theirs')
+        worker.console.print('ours')
+worker._evaluate = evaluate
+worker.main(['eval', 'model', '--asked', '{"suite": "quickstart"}'])
+"""
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (said.stdout, said.stderr.splitlines()[-1]) == ("", "ours")
 
