@@ -96,6 +96,18 @@ def evaluate(
                 f"{model}: there is no such folder; a name on the hub it is not, with {Path(model).parent} here"
             )
     recipe = _recipe_of(models[0])
+    asked = _asked(recipe, given)
+    if output is None and (recipe is None or len(models) > 1):
+        raise UserError("--output: is required: name the folder for results that belong to no single run")
+    arguments = ["eval", *models, "--asked", asked.model_dump_json()]
+    for option, value in (("--output", output), ("--summary", summary), ("--cache", cache)):
+        arguments += [option, value] if value else []
+    trained = (RunFolder(models[0]).read() or {}).get("processes")
+    _become(arguments, recipe, num_gpus=asked.processes or trained or 1)
+
+
+def _asked(recipe: Recipe | None, given: dict[str, Any]) -> Eval:
+    """The recipe's evaluation, as the command line changes it."""
     own = recipe.eval.model_dump() if recipe and recipe.eval else {}
     given = {key: value for key, value in given.items() if value is not None}
     if given.get("suite", own.get("suite")) != own.get("suite"):
@@ -115,15 +127,7 @@ def evaluate(
     problems = evaluation_problems(asked.model_dump())
     if problems:
         raise UserError(*(f"--{key.replace('_', '-')}: {message}" for key, message in problems))
-    if asked.processes is None:
-        trained = (RunFolder(models[0]).read() or {}).get("processes")
-        asked = asked.model_copy(update={"processes": trained or 1})
-    if output is None and (recipe is None or len(models) > 1):
-        raise UserError("--output: is required: name the folder for results that belong to no single run")
-    arguments = ["eval", *models, "--asked", asked.model_dump_json()]
-    for option, value in (("--output", output), ("--summary", summary), ("--cache", cache)):
-        arguments += [option, value] if value else []
-    _become(arguments, recipe, num_gpus=asked.processes or 1)
+    return asked
 
 
 def bench(command: list[str], shapes: str, device: str | None, as_json: bool, output: str | None) -> None:
@@ -185,8 +189,7 @@ def _lacks_evaluation(folder: RunFolder, recipe: Recipe) -> bool:
     """Whether a run that was finished with --no-eval is now asked for its evaluation."""
     if recipe.eval is None:
         return False
-    suite = Path(recipe.eval.suite)
-    return not folder.evaluation(suite.parent.name if suite.suffix == ".yaml" else str(suite)).is_dir()
+    return not folder.evaluation(recipe.eval.name).is_dir()
 
 
 def _refuse_another_recipe(folder: RunFolder, recipe: Recipe) -> None:

@@ -169,9 +169,7 @@ def _evaluate(models: list[str], asked: Eval, output: str | None, summary: str |
         trained = (run.read() or {}).get("processes") or 1
         asked = asked.model_copy(update={"processes": min(trained, torch.cuda.device_count() or trained)})
     rows = measuring.lineages(models, console)
-    # A rehearsal does not take the place of the result.
-    name = measuring.suite_of(asked).name + (f"-limit{asked.limit}" if asked.limit else "")
-    folder = Path(output) if output else run.evaluation(name)
+    folder = Path(output) if output else run.evaluation(asked.name)
     results = measuring.evaluate(
         rows, asked, folder, cache=Path(cache) if cache else None, console=console, table=Console()
     )

@@ -77,6 +77,21 @@ def test_a_run_finished_without_evaluation_can_be_evaluated(make):
     assert folder.read()["status"] == "trained"
 
 
+def test_a_rehearsed_evaluation_is_not_rehearsed_again(make):
+    folder = begin(make("eval.limit=5"))
+    folder.update(status="finished")
+    folder.evaluation("quickstart-limit5").mkdir(parents=True)
+    with pytest.raises(UserError, match="holds a finished run"):
+        begin(make("eval.limit=5"))
+    begin(make())  # the whole of it is still to be done
+    assert folder.read()["status"] == "trained"
+
+
+@pytest.mark.parametrize("suite", ["mine", "./evals/mine", "evals/mine/suite.yaml"])
+def test_a_suite_has_one_name_however_it_is_given(suite):
+    assert recipe.Eval(suite=suite).name == "mine"
+
+
 def test_a_run_goes_on_only_on_as_many_processes(make):
     recipe_, folder = make()
     launch.prepare(folder, recipe_, 2)

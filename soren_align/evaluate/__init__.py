@@ -1,9 +1,9 @@
 """Did it help? Models answer a suite's questions through lm-eval, beside the checkpoint that they started from.
 
 `suites` reads what is asked and `tasks` loads it. `harness` asks one model: through `answering`, which deals the work
-out, with the model in a `backends` process and every answer kept in a `journal`. `pairing` compares models question by
-question, `lineage` finds the checkpoints that a run came from, `stage` evaluates them all; `tables` and `picture` show
-the result, beside `quoted` rows of others.
+out to `workers`, each with the model by one of the `backends`, and keeps every answer in a `journal`; `scores` counts.
+`pairing` compares models question by question, `lineage` finds the checkpoints that a run came from, `stage` evaluates
+them all; `tables` and `picture` show the result, beside `quoted` rows of others.
 """
 
 from .harness import Answers, evaluate_model

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from itertools import groupby
 from typing import Any
 
-from lm_eval.api.model import TemplateLM
+from lm_eval.api.model import LM
 from lm_eval.models.huggingface import HFLM
 
 from ..recipe import UserError
@@ -20,28 +20,20 @@ BATCHES_PER_PIECE = 16
 """Of log-likelihoods: enough to sort by length within, few enough to lose little when killed."""
 
 
-class Answering(TemplateLM):
+class Answering(LM):
     """lm-eval's model whose answers come from the journal or, piece by piece, from the processes at work."""
 
     def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        setup: Setup,
-        journal: Journal,
-        *,
-        num_processes: int = 1,
-        strict: bool = False,
+        self, workers: Here | Several, tokenizer: Any, setup: Setup, journal: Journal, *, strict: bool = False
     ):
-        """model: a folder, or a loaded model for one process. strict: a prompt that must be cut is an error."""
+        """strict: a prompt that must be cut is an error."""
         super().__init__()
-        self.model, self.tokenizer, self.setup, self.journal = model, tokenizer, setup, journal
-        self.num_processes, self.strict = num_processes, strict
+        self.workers, self.tokenizer, self.setup, self.journal = workers, tokenizer, setup, journal
+        self.strict = strict
         self.chat_template_args: dict[str, Any] = {}  # as HFLM has it
         self.num_asked = self.num_kept = self.num_cut = 0
         self.asking = ""
         self.on_progress: Callable[[int, int], object] | None = None
-        self._workers: Here | Several | None = None
 
     def begin(self, asking: str, on_progress: Callable[[int, int], object] | None) -> None:
         """Another column. asking: model and column, for errors. on_progress: gets requests done and in all."""
@@ -59,12 +51,6 @@ class Answering(TemplateLM):
         """lm-eval asks: how likely is each text?"""
         return self._answers("loglikelihood_rolling", [request.args for request in requests])
 
-    def close(self) -> None:
-        """Let the model, or the processes that hold it, go."""
-        if self._workers:
-            self._workers.close()
-            self._workers = None
-
     def _answers(self, kind: str, requests: list[tuple]) -> list[Any]:
         """The answers, in order."""
         alone = kind == "generate_until" and self.setup.backend == "hf"  # vLLM batches by itself
@@ -76,12 +62,8 @@ class Answering(TemplateLM):
         self.num_kept += done
         self._say(done, len(requests))
         work = [(name, kind, [requests[i] for i in piece]) for name, piece in todo.items()]
-        what = self.model, self.tokenizer, self.setup
-        self._workers = self._workers or (
-            Here(*what) if self.num_processes == 1 else Several(self.num_processes, *what)
-        )
         try:
-            for name, found, num_cut in self._workers.work_on(work):
+            for name, found, num_cut in self.workers.work_on(work):
                 self._refuse_cut(num_cut)
                 self.journal.add(name, found, num_cut)
                 self.num_asked += len(found)
@@ -108,18 +90,6 @@ class Answering(TemplateLM):
 
     apply_chat_template = HFLM.apply_chat_template
     tokenizer_name = HFLM.tokenizer_name
-
-    @property
-    def eot_token_id(self) -> int:
-        """The end of a text."""
-        return self.tokenizer.eos_token_id
-
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Not asked for: the tokens are cut where the model is."""
-        raise NotImplementedError
-
-    def _loglikelihood_tokens(self, requests: list[Any], **kwargs: Any) -> list[tuple[float, bool]]:
-        raise NotImplementedError
 
 
 def pieces(requests: list[tuple], size: int) -> list[list[int]]:

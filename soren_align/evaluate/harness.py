@@ -23,6 +23,7 @@ from .quiet import quiet
 from .scores import average, score_column
 from .suites import Suite
 from .tasks import Tasks, leaves, load_tasks, scores_of
+from .workers import Here, Several
 
 PACKAGES = ("soren-align", "lm-eval", "transformers", "torch", "datasets")
 
@@ -96,7 +97,9 @@ def evaluate_model(
     setup = Setup(cast(Any, backend), dtype or suite.dtype, device, batch_size or suite.batch_size)
     tasks = tasks or load_tasks(suite, cache)
     journal = Journal(None, {}) if live or cache is None else Journal(cache, identity(model, setup, full_name))
-    lm = Answering(model, tokenizer, setup, journal, num_processes=num_processes, strict=strict)
+    what = model, tokenizer, setup
+    workers = Here(*what) if num_processes == 1 else Several(num_processes, *what)
+    lm = Answering(workers, tokenizer, setup, journal, strict=strict)
     generation, ends = generation_of(model)
     answers = Answers(_settings(suite, setup, full_name, limit) | {"generation": generation}, ends)
     was_training = live and model.training
@@ -120,7 +123,7 @@ def evaluate_model(
             if on_score:
                 on_score(task.column, score)
     finally:
-        lm.close()
+        workers.close()
         if was_training:
             model.train()  # lm-eval leaves it in eval mode
     first = tokenizer(next(iter(answers.samples.values()))[0]["arguments"][0][0])["input_ids"]

@@ -57,7 +57,10 @@ def lineage(path: str | Path, console: Console | None = None) -> list[tuple[str,
         if parent is None:
             rows.append(("base", start))
         run = parent
-    return _distinct(rows[::-1])
+    named: list[tuple[str, Path]] = []
+    for name, model in rows[::-1]:
+        named.append(_named(named, name, model, model))
+    return named
 
 
 def lineages(paths: Sequence[str | Path], console: Console | None = None) -> list[tuple[str, Path]]:
@@ -72,16 +75,16 @@ def lineages(paths: Sequence[str | Path], console: Console | None = None) -> lis
         *ancestors, named = lineage(path, console)
         for name, model in ancestors:
             if contents(model) not in seen:
-                rows.append(_named(rows, name, path, model))
+                rows.append(_named(rows, name, model, path))
             seen.add(contents(model))
         if named[1].resolve() not in [model.resolve() for _, model in rows]:
-            rows.append(_named(rows, named[0], path, named[1]))
+            rows.append(_named(rows, *named, path))
             seen.add(contents(named[1]))
     return rows
 
 
-def _named(rows: list[tuple[str, Path]], name: str, path: str | Path, model: Path) -> tuple[str, Path]:
-    """The row, under a name that none of the others has."""
+def _named(rows: list[tuple[str, Path]], name: str, model: Path, path: str | Path) -> tuple[str, Path]:
+    """The row, under a name that none of `rows` has: its run folder's, or the hub name `path`, stands beside it."""
     beside = model.parent.resolve().name if is_local(str(path)) else str(path).replace("/", "--")
     return (f"{name} ({beside})" if any(name == other for other, _ in rows) else name), model
 
@@ -119,11 +122,3 @@ def _was_changed(folder: Path, start: dict[str, Any]) -> bool:
     """Whether other weights lie there now; the hub's commits do not change."""
     was = start.get("sha256_or_revision")
     return was is not None and is_local(start["path"]) and fingerprint(str(folder)) != was
-
-
-def _distinct(rows: list[tuple[str, Path]]) -> list[tuple[str, Path]]:
-    """A name that comes again gets its run folder's beside it."""
-    names: list[str] = []
-    for name, model in rows:
-        names.append(f"{name} ({model.parent.resolve().name})" if name in names else name)
-    return [(name, model) for name, (_, model) in zip(names, rows, strict=True)]

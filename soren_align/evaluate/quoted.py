@@ -6,19 +6,14 @@ They were asked elsewhere and in other words, and their answers question by ques
 import difflib
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
+from pydantic import Field, model_validator
 
 from .. import shipped
 from ..recipe import UserError
+from .strict import Section, checked, mapping, refuse_twice
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
-
-
-class QuotedScore(_Section):
+class QuotedScore(Section):
     """In percent."""
 
     value: Annotated[float, Field(ge=0, le=100)]
@@ -26,7 +21,7 @@ class QuotedScore(_Section):
     """Null where it was not published."""
 
 
-class QuotedRow(_Section):
+class QuotedRow(Section):
     """One model."""
 
     name: Annotated[str, Field(min_length=1)]
@@ -34,7 +29,7 @@ class QuotedRow(_Section):
     """By the suite's columns, and "average"; not necessarily all of them."""
 
 
-class Quoted(_Section):
+class Quoted(Section):
     """One published table."""
 
     source: str
@@ -47,10 +42,7 @@ class Quoted(_Section):
 
     @model_validator(mode="after")
     def _no_name_twice(self) -> "Quoted":
-        names = [row.name for row in self.rows]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ValueError(f"rows: {twice[0]!r} stands there twice; each must have its own name")
+        refuse_twice([row.name for row in self.rows], "rows: {} stands there twice; each must have its own name")
         return self
 
 
@@ -68,29 +60,9 @@ def load_quoted(name_or_path: str, suite_name: str) -> list[dict[str, Any]]:
         raise UserError(
             f"{name_or_path}: neither a file nor a shipped table of quoted scores; {hint}shipped: {', '.join(known)}"
         )
-    try:
-        raw = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
-    except (YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(raw, dict):
-        raise UserError(f"{path}: quoted scores are a mapping ({', '.join(Quoted.model_fields)})")
-    try:
-        table = Quoted.model_validate(raw)
-    except ValidationError as error:
-        raise UserError(*(f"{path} {_say(e)}" for e in error.errors(include_url=False))) from None
+    raw = mapping(path, f"quoted scores are a mapping ({', '.join(Quoted.model_fields)})")
+    table = checked(raw, Quoted, path)
     if table.suite != suite_name:
         raise UserError(f"{name_or_path}: quotes scores of suite {table.suite}, and this is suite {suite_name}")
     source = f"{table.source} ({table.model})"
     return [{"name": row.name, "source": source} | row.model_dump(exclude_none=True) for row in table.rows]
-
-
-def _say(error: Any) -> str:
-    """One pydantic error as a sentence."""
-    where = ".".join(str(part) for part in error["loc"])
-    if error["type"] == "extra_forbidden":
-        return f"{where}: unknown key"
-    if error["type"] == "missing":
-        return f"{where}: is required"
-    if error["type"] == "value_error":
-        return str(error["ctx"]["error"])
-    return f"{where}: found {error['input']!r}; {error['msg'][0].lower()}{error['msg'][1:]}"

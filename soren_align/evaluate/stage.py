@@ -20,7 +20,7 @@ from .pairing import compare, same_questions
 from .quoted import load_quoted
 from .showing import Showing
 from .suites import Suite, load_suite
-from .tasks import Tasks, leaves, load_tasks
+from .tasks import Tasks, load_tasks, sizes_of
 from .workers import OutOfMemory
 
 
@@ -109,7 +109,7 @@ def preflight(asked: Eval, on_column: Callable[[str], object] | None = None) -> 
     for name in asked.quote:
         load_quoted(name, suite.name)
     tasks = load_tasks(suite, None, on_column)
-    return {column: sum(len(leaf.eval_docs) for leaf in leaves(task)) for column, task in tasks.items()}
+    return {column: sum(sizes_of(task).values()) for column, task in tasks.items()}
 
 
 def summary(results: dict[str, Any]) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def _at_the_largest_batch(
 def _shortfall(suite: Suite, tasks: Tasks, asked: Eval) -> str:
     """Why this is not, or not surely, the suite's result; empty where it is."""
     for task in suite.tasks:
-        sizes = [len(leaf.eval_docs) for leaf in leaves(tasks[task.column])]
+        sizes = sizes_of(tasks[task.column]).values()
         if asked.limit and max(sizes) > asked.limit:
             return f"the first {asked.limit} questions of each task, not the suite's result"
         if task.questions and sum(sizes) != task.questions:

@@ -6,25 +6,20 @@ hold fixed: shots, chat template, batch size, seeds, and where the data lie.
 
 import difflib
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import lm_eval
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
+from pydantic import Field, model_validator
 
 from .. import shipped
 from ..recipe import UserError
+from .strict import Section, checked, mapping, refuse_twice
 
 LM_EVAL = "lm-eval:"
 LM_EVAL_TASKS = Path(lm_eval.__file__).parent / "tasks"
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
-
-
-class Seeds(_Section):
+class Seeds(Section):
     """lm-eval's four."""
 
     random: int
@@ -33,7 +28,7 @@ class Seeds(_Section):
     fewshot: int
 
 
-class SuiteTask(_Section):
+class SuiteTask(Section):
     """One score."""
 
     column: Annotated[str, Field(pattern=r"^[\w.-]+$")]
@@ -50,11 +45,11 @@ class SuiteTask(_Section):
     """Worked examples in front of each question."""
     questions: int | None = None
     """How many the benchmark has. On another number the result is not called by the suite's title."""
-    also: list[Annotated[str, Field(pattern=r"^[\w-]+(,[\w-]+)?$")]] = []
+    also: list[Annotated[str, Field(pattern=r"^[\w-]+(,[\w-]+)?$")]] = Field(default_factory=list)
     """Other scores to be stored beside it: `metric`, or `metric,filter`."""
 
 
-class Suite(_Section):
+class Suite(Section):
     """What every model is asked."""
 
     path: Path
@@ -70,7 +65,7 @@ class Suite(_Section):
     seeds: Seeds
     average: bool = False
     """Whether the plain mean of the columns is a column of its own."""
-    notes: list[str] = []
+    notes: list[str] = Field(default_factory=list)
     """What a reader of the numbers must know; stands under the table."""
     tasks: Annotated[list[SuiteTask], Field(min_length=1)]
 
@@ -83,9 +78,7 @@ class Suite(_Section):
     def _no_name_twice(self) -> "Suite":
         for key in ("column", "task"):
             names = [getattr(task, key) for task in self.tasks]
-            twice = sorted({name for name in names if names.count(name) > 1})
-            if twice:
-                raise ValueError(f"tasks: {key} {twice[0]!r} stands there twice; each must have its own")
+            refuse_twice(names, f"tasks: {key} {{}} stands there twice; each must have its own")
         return self
 
     def file_of(self, task: SuiteTask) -> Path:
@@ -107,18 +100,10 @@ def load_suite(name_or_path: str | Path) -> Suite:
     Raises UserError with every mistake found.
     """
     path = _find(str(name_or_path))
-    try:
-        raw = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
-    except (YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(raw, dict):
-        raise UserError(f"{path}: a suite is a mapping ({', '.join(_keys(Suite))})")
+    raw = mapping(path, f"a suite is a mapping ({', '.join(_keys(Suite))})")
     if "path" in raw:
         raise UserError(f"{path} path: unknown key; keys here: {', '.join(_keys(Suite))}")
-    try:
-        suite = Suite.model_validate(raw | {"path": path})
-    except ValidationError as error:
-        raise UserError(*(f"{path} {_say(e)}" for e in error.errors(include_url=False))) from None
+    suite = checked(raw | {"path": path}, Suite, path, _hint)
     missing = [suite.file_of(task) for task in suite.tasks if not suite.file_of(task).is_file()]
     if missing:
         raise UserError(*(f"{path}: there is no task file {file}" for file in missing))
@@ -138,21 +123,13 @@ def _find(name_or_path: str) -> Path:
     raise UserError(f"{name_or_path}: neither a suite's file nor a shipped suite; {hint}")
 
 
-def _keys(section: type[BaseModel]) -> list[str]:
+def _keys(section: type[Section]) -> list[str]:
     return [key for key in section.model_fields if key != "path"]
 
 
-def _say(error: Any) -> str:
-    """One pydantic error as a sentence: key, finding, remedy."""
-    loc = error["loc"]
-    where = ".".join(str(part) for part in loc)
-    if error["type"] == "extra_forbidden":
-        section = {"tasks": SuiteTask, "seeds": Seeds}.get(loc[0] if len(loc) > 1 else "", Suite)
-        close = difflib.get_close_matches(str(loc[-1]), _keys(section), n=1, cutoff=0.6)
-        hint = f"did you mean '{close[0]}'?" if close else f"keys here: {', '.join(_keys(section))}"
-        return f"{where}: unknown key; {hint}"
-    if error["type"] == "missing":
-        return f"{where}: is required"
-    if error["type"] == "value_error":
-        return str(error["ctx"]["error"])
-    return f"{where}: found {error['input']!r}; {error['msg'][0].lower()}{error['msg'][1:]}"
+def _hint(loc: tuple[str | int, ...]) -> str:
+    """What an unknown key was probably meant to be."""
+    *sections, key = loc
+    section = {"tasks": SuiteTask, "seeds": Seeds}.get(str(sections[0]) if sections else "", Suite)
+    close = difflib.get_close_matches(str(key), _keys(section), n=1, cutoff=0.6)
+    return f"; did you mean '{close[0]}'?" if close else f"; keys here: {', '.join(_keys(section))}"

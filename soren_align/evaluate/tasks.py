@@ -37,7 +37,7 @@ def load_tasks(suite: Suite, cache: Path | None = None, on_column: Callable[[str
                 try:
                     loaded = manager.load([_wrapper(task)])
                     found = (loaded.get("groups", {}) | loaded["tasks"])[task.task]
-                    empty = [leaf.task_name for leaf in leaves(found) if not len(leaf.eval_docs)]
+                    empty = [name for name, size in sizes_of(found).items() if not size]
                 except Exception as error:  # whatever lm-eval, datasets or the hub think of
                     why = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
                     if suite.data_root is None:
@@ -55,6 +55,11 @@ def leaves(task: Task | Group) -> list[Any]:
     return task.get_all_tasks() if isinstance(task, Group) else [task]
 
 
+def sizes_of(task: Task | Group) -> dict[str, int]:
+    """Questions of each leaf, by its name."""
+    return {leaf.task_name: len(leaf.eval_docs) for leaf in leaves(task)}
+
+
 def scores_of(task: SuiteTask) -> list[str]:
     """lm-eval's keys of the scores that are kept: the headline first, `metric,filter` each."""
     return [f"{task.metric},{task.filter}", *(a if "," in a else f"{a},{task.filter}" for a in task.also)]
@@ -70,10 +75,11 @@ def _manager(suite: Suite, folder: Path, cache: Path) -> TaskManager:
     members = []
     for task in suite.tasks:
         file = suite.file_of(task)
+        is_group = "group" in load_yaml(file, resolve_func=False)
         settings: dict[str, Any] = {"num_fewshot": task.num_fewshot}
-        if (data := _data_of(suite, task)) is not None:
+        if (data := _data_of(suite, file, is_group)) is not None:
             settings |= {"dataset_path": str(data), "dataset_kwargs": {"cache_dir": str(_cache_for(data, cache))}}
-        if _is_group(suite, task):
+        if is_group:
             members.append(str(file.parent))
             member = {"group": task.task, **settings}
         else:
@@ -89,17 +95,12 @@ def _wrapper(task: SuiteTask) -> str:
     return f"suite_{task.task}"
 
 
-def _is_group(suite: Suite, task: SuiteTask) -> bool:
-    return "group" in load_yaml(suite.file_of(task), resolve_func=False)
-
-
-def _data_of(suite: Suite, task: SuiteTask) -> Path | None:
-    """The folder of the task's data; None where the task's own `dataset_path` stands as it is."""
+def _data_of(suite: Suite, file: Path, is_group: bool) -> Path | None:
+    """The folder of the data of a task's file; None where the task's own `dataset_path` stands as it is."""
     root = suite.data_folder()
     if root is None:
         return None
-    file = suite.file_of(task)
-    files = sorted(file.parent.glob("*.yaml")) if _is_group(suite, task) else [file]
+    files = sorted(file.parent.glob("*.yaml")) if is_group else [file]
     read = [load_yaml(f, resolve_func=False, recursive=True) for f in files]
     named = {str(y["dataset_path"]) for y in read if y.get("dataset_path")}
     if len(named) != 1:

@@ -1,5 +1,6 @@
 """The sections of a recipe, as pydantic models: every key, its meaning and its default stand here and only here."""
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -146,6 +147,13 @@ class Eval(_Section):
     """An error, and not a count, where a prompt is longer than the model's context."""
     quote: list[str] = []
     """Rows of others to stand beneath: a name in eval/paper, such as `paper/sft`, or a file of that form."""
+
+    @property
+    def name(self) -> str:
+        """Of the folder of its results: the suite's name, and of a rehearsal its limit, lest it replace the result."""
+        path = Path(self.suite).absolute()
+        suite = path.parent.name if path.suffix == ".yaml" else path.name
+        return suite + (f"-limit{self.limit}" if self.limit else "")
 
 
 class Recipe(_Section):

@@ -115,7 +115,7 @@ def _files(recipe: Recipe, args: Any, steps: int) -> list[str]:
     files = [str(folder.recipe), str(folder.path / "run.json"), str(folder.metrics)]
     files += [f"{folder.start} (random starting weights)"] if recipe.model.init_seed is not None else []
     files += [f"{folder.checkpoints} ({every})", str(folder.model)]
-    files += [str(folder.evaluation(recipe.eval.suite))] if recipe.eval else []
+    files += [str(folder.evaluation(recipe.eval.name))] if recipe.eval else []
     return files
 
 
