@@ -57,7 +57,7 @@ def train(path: str, timeout_seconds: float) -> int:
             with console.status("Checking data and evaluation") as status, ranks.first_goes_first():
                 ready = training.get_ready(recipe, folder, _counting(status), ranks)
                 if recipe.eval and ranks.is_first:
-                    from .evaluate import preflight
+                    from .evaluate.stage import preflight
 
                     preflight(recipe.eval, lambda column: status.update(f"Checking evaluation: {column}"))
             if not training.train(ready, folder, console, ranks):
@@ -117,7 +117,11 @@ def plan(as_json: bool, num_ranks: int) -> int:
     """Print what the recipe on standard input would do on so many processes."""
     recipe = load_text(sys.stdin.read())
     with console.status("Loading torch, transformers and TRL"):
-        from .trainers import plan as planning
+        from .planning.known import go_offline_without_hub
+
+        go_offline_without_hub()
+        from .planning import plan as planning
+        from .planning import text
 
         _hush()
     with console.status("Checking data") as status:
@@ -125,7 +129,7 @@ def plan(as_json: bool, num_ranks: int) -> int:
     if as_json:
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
     else:
-        planning.show(found, counted, Console())
+        text.show(found, counted, Console())
     return 0
 
 
@@ -159,7 +163,7 @@ def _evaluate(models: list[str], asked: Eval, output: str | None, summary: str |
     with _busy("Loading lm-eval"):
         import torch
 
-        from . import evaluate as measuring
+        from .evaluate import lineage, stage
 
         _hush()
     gc.collect()
@@ -168,14 +172,14 @@ def _evaluate(models: list[str], asked: Eval, output: str | None, summary: str |
     if asked.processes is None:
         trained = (run.read() or {}).get("processes") or 1
         asked = asked.model_copy(update={"processes": min(trained, torch.cuda.device_count() or trained)})
-    rows = measuring.lineages(models, console)
+    rows = lineage.lineages(models, console)
     folder = Path(output) if output else run.evaluation(asked.name)
-    results = measuring.evaluate(
+    results = stage.evaluate(
         rows, asked, folder, cache=Path(cache) if cache else None, console=console, table=Console()
     )
     if summary:
         Path(summary).parent.mkdir(parents=True, exist_ok=True)
-        write(Path(summary), json.dumps(measuring.summary(results), indent=2) + "\n")
+        write(Path(summary), json.dumps(stage.summary(results), indent=2) + "\n")
 
 
 def _busy(doing: str) -> Any:

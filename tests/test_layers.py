@@ -9,6 +9,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "soren_align"
 LAYERS = [
     {"cli", "worker"},
     {"launch"},
+    {"planning"},
     {"trainers", "evaluate", "bench"},
     {"sharding", "data", "report", "launched"},
     {"optim", "recipe"},

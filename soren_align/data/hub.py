@@ -4,7 +4,7 @@ import datasets
 from datasets import Dataset, DatasetBuilder
 from huggingface_hub import constants
 
-from ..recipe import UserError
+from ..recipe import OutOfReach, UserError
 from .rows import SUFFIXES
 
 
@@ -20,7 +20,8 @@ def fetch(path: str, split: str, revision: str | None) -> tuple[Dataset, str]:
     except UserError:
         raise
     except Exception as error:  # whatever is raised here is about the hub or the data there, not about us
-        raise UserError(_what_happened(path, error)) from None
+        kind = OutOfReach if _is_out_of_reach(error) else UserError
+        raise kind(_what_happened(path, error)) from None
     splits = list(builder.info.splits or {})
     if split not in splits:
         raise UserError(f"{path}: has no split '{split}'; it has {', '.join(splits)}")
@@ -39,9 +40,13 @@ def _refuse_another_revision(builder: DatasetBuilder, path: str, revision: str |
         )
 
 
+def _is_out_of_reach(error: Exception) -> bool:
+    return isinstance(error, ConnectionError) or constants.HF_HUB_OFFLINE
+
+
 def _what_happened(path: str, error: Exception) -> str:
     said = (str(error).strip() or type(error).__name__).splitlines()[0]
-    if isinstance(error, ConnectionError) or constants.HF_HUB_OFFLINE:
+    if _is_out_of_reach(error):
         return (
             f"{path}: no such file here, and as a dataset of the Hugging Face hub it is neither cached nor reachable "
             f"({said}). Write the path of a {', '.join(SUFFIXES)} file, or connect for the first run (without "

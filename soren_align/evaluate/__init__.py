@@ -5,23 +5,3 @@ out to `workers`, each with the model by one of the `backends`, and keeps every 
 `pairing` compares models question by question, `lineage` finds the checkpoints that a run came from, `stage` evaluates
 them all; `tables` and `picture` show the result, beside `quoted` rows of others.
 """
-
-from .harness import Answers, evaluate_model
-from .lineage import lineage, lineages
-from .stage import evaluate, preflight, suite_of, summary
-from .suites import Suite, load_suite
-from .tasks import load_tasks
-
-__all__ = [
-    "Answers",
-    "Suite",
-    "evaluate",
-    "evaluate_model",
-    "lineage",
-    "lineages",
-    "load_suite",
-    "load_tasks",
-    "preflight",
-    "suite_of",
-    "summary",
-]

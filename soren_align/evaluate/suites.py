@@ -5,10 +5,10 @@ hold fixed: shots, chat template, batch size, seeds, and where the data lie.
 """
 
 import difflib
+import importlib.util
 from pathlib import Path
 from typing import Annotated, Literal
 
-import lm_eval
 from pydantic import Field, model_validator
 
 from .. import shipped
@@ -16,7 +16,11 @@ from ..recipe import UserError
 from .strict import Section, checked, mapping, refuse_twice
 
 LM_EVAL = "lm-eval:"
-LM_EVAL_TASKS = Path(lm_eval.__file__).parent / "tasks"
+# Found, not imported: that takes 8 seconds, and a plan only counts.
+_found = importlib.util.find_spec("lm_eval")
+assert _found is not None
+assert _found.origin is not None
+LM_EVAL_TASKS = Path(_found.origin).parent / "tasks"
 
 
 class Seeds(Section):
@@ -45,6 +49,8 @@ class SuiteTask(Section):
     """Worked examples in front of each question."""
     questions: int | None = None
     """How many the benchmark has. On another number the result is not called by the suite's title."""
+    requests: int | None = None
+    """How many times a model is asked for them: once per answer to choose from. Tells a plan the cost."""
     also: list[Annotated[str, Field(pattern=r"^[\w-]+(,[\w-]+)?$")]] = Field(default_factory=list)
     """Other scores to be stored beside it: `metric`, or `metric,filter`."""
 

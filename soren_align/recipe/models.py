@@ -21,6 +21,10 @@ class UserError(ValueError):
         super().__init__("\n".join(problems))
 
 
+class OutOfReach(UserError):
+    """Something is not here, and the Hugging Face hub cannot be asked."""
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 

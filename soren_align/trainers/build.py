@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import constants
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from trl import DPOConfig, SFTConfig
 from trl.chat_template_utils import get_training_chat_template
+from trl.trainer.utils import add_fused_lm_head
 
 from .. import shipped
 from ..data import load_split
 from ..optim import build_optimizer
-from ..recipe import Parallel, Recipe, UserError, accumulation, is_local, parallel, training_part
+from ..recipe import OutOfReach, Parallel, Recipe, UserError, accumulation, is_local, parallel, training_part
 from ..report import RunFolder, fingerprint
 from ..sharding import start_deepspeed
 from ..sharding.ranks import Ranks
@@ -116,6 +118,16 @@ def load_model(recipe: Recipe, start: str) -> PreTrainedModel:
         )
 
 
+def as_trl_calls_it(model: PreTrainedModel, checkpointing: bool) -> Any:
+    """A function of token ids [rows, length] to an output with `loss`, as TRL's trainers have the model compute it."""
+    add_fused_lm_head(model)
+    model.train()
+    model.config.use_cache = False
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return lambda tokens: model(input_ids=tokens, labels=tokens, fused_lm_head=True)
+
+
 def build_trainer(
     recipe: Recipe,
     folder: RunFolder,
@@ -172,4 +184,6 @@ def the_users(what: str, *kinds: type[Exception]) -> Iterator[None]:
     except Exception as error:
         if not isinstance(error, kinds or (ValueError, OSError)):
             raise
-        raise UserError(f"{what}: {' '.join(str(error).split())[:400]}") from error
+        unreachable = isinstance(error, OSError) and constants.HF_HUB_OFFLINE
+        said = f"{what}: {' '.join(str(error).split())[:400]}"
+        raise (OutOfReach if unreachable else UserError)(said) from error

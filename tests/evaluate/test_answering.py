@@ -25,9 +25,12 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from soren_align.evaluate import evaluate, evaluate_model, load_suite, workers
+from soren_align.evaluate import workers
 from soren_align.evaluate.answering import pieces
+from soren_align.evaluate.harness import evaluate_model
 from soren_align.evaluate.pairing import compare
+from soren_align.evaluate.stage import evaluate
+from soren_align.evaluate.suites import load_suite
 from soren_align.evaluate.workers import OutOfMemory
 from soren_align.recipe import Eval, UserError
 

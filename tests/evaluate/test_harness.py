@@ -14,7 +14,9 @@ from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from soren_align import shipped
-from soren_align.evaluate import evaluate_model, load_suite, load_tasks
+from soren_align.evaluate.harness import evaluate_model
+from soren_align.evaluate.suites import load_suite
+from soren_align.evaluate.tasks import load_tasks
 from soren_align.recipe import UserError
 
 COLUMNS = {"zoo_mc": ("zoo_mc", "acc"), "zoo_gen": ("zoo_gen", "exact_match"), "preference": ("zoo_preference", "acc")}

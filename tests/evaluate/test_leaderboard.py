@@ -4,8 +4,9 @@ import time
 
 import pytest
 
-from soren_align.evaluate import evaluate_model, load_suite, load_tasks
-from soren_align.evaluate.tasks import leaves
+from soren_align.evaluate.harness import evaluate_model
+from soren_align.evaluate.suites import load_suite
+from soren_align.evaluate.tasks import leaves, load_tasks
 from soren_align.recipe import UserError
 
 from .fixtures import write_datasets

@@ -7,7 +7,7 @@ import shutil
 import pytest
 from rich.console import Console
 
-from soren_align.evaluate import lineage, lineages
+from soren_align.evaluate.lineage import lineage, lineages
 from soren_align.recipe import UserError
 from soren_align.report import fingerprint
 

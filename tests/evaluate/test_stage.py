@@ -11,7 +11,8 @@ from lm_eval.models.huggingface import HFLM
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from soren_align.evaluate import evaluate, preflight, summary, workers
+from soren_align.evaluate import workers
+from soren_align.evaluate.stage import evaluate, preflight, summary
 from soren_align.recipe import Eval, UserError
 
 from .conftest import make_model

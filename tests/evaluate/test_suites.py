@@ -5,7 +5,8 @@ import shutil
 import pytest
 
 from soren_align import shipped
-from soren_align.evaluate import load_suite, load_tasks
+from soren_align.evaluate.suites import load_suite
+from soren_align.evaluate.tasks import load_tasks
 from soren_align.recipe import UserError
 
 SHIPPED = shipped.ROOT / "eval" / "quickstart"

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from meter import Meter
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -13,6 +12,7 @@ from toy import NUM_STEPS, Run
 
 from soren_align.optim import Soren
 from soren_align.sharding import Replicas, RowBlocks, attach_zero, start_deepspeed
+from soren_align.sharding.meter import Meter
 
 
 @dataclass

@@ -85,7 +85,7 @@ def test_the_logged_numbers_are_those_of_the_weights(tiny_run):
 
 
 def test_the_logged_rates_are_those_of_the_plan(tiny_run):
-    from soren_align.trainers.plan import plan
+    from soren_align.planning.plan import plan
 
     run = tiny_run("sft", "optimizer.aux_lr=1e-4")
     planned, counted = plan(run.recipe)
@@ -101,7 +101,7 @@ def test_the_logged_rates_are_those_of_the_plan(tiny_run):
 
 @pytest.mark.parametrize("epochs", [1, 2.5])
 def test_the_plan_counts_steps_as_transformers_does(tiny_run, epochs):
-    from soren_align.trainers.plan import plan
+    from soren_align.planning.plan import plan
 
     overrides = ["trainer.max_steps=-1", f"trainer.num_train_epochs={epochs}", "data.train.limit=50"]
     run = tiny_run("sft", *overrides, "trainer.gradient_accumulation_steps=4", "trainer.warmup_steps=0")

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,16 +13,19 @@ from ..optim import Route
 from ..optim.spectral_step import WORKSPACE_MB, WORKSPACE_MB_ELSEWHERE
 from ..recipe import Parallel, Recipe, parallel, rows_per_step, trainer_value
 from ..sharding.forecast import Forecast, forecast
+from ..sharding.memory import Component, Place, When
+from .compute import Compute
 
-NOT_COUNTED = "activations, gathered weights, what the allocator wastes"
+NOT_COUNTED = "weights gathered in passing, padding, what the allocator wastes"
 MAPS = ("minimax", "sns", "muon")  # those whose cost spectral.num_flops knows
+PLACES: tuple[Place, ...] = ("device", "cpu")
 WHEN = {"always": "", "passes": "passes only", "step": "step only"}
 
 
-def processes(recipe: Recipe, routes: Sequence[Route], num_ranks: int) -> dict[str, Any]:
+def processes(recipe: Recipe, routes: Sequence[Route], num_ranks: int, costs: Compute) -> dict[str, Any]:
     """The plan's section "processes" as plain data. Bytes, and floating-point operations."""
     shared = parallel(recipe.run.parallel)
-    found = _forecast(recipe, routes, shared, num_ranks)
+    found = _forecast(recipe, routes, shared, num_ranks, costs)
     flops = {"busiest_rank": found.flops_busiest, "all_ranks": found.flops_all} if found.flops_all else None
     return {
         "number": num_ranks,
@@ -34,7 +38,9 @@ def processes(recipe: Recipe, routes: Sequence[Route], num_ranks: int) -> dict[s
         "map_flops": flops,
         "bytes_sent": {"most": found.bytes_sent_most, "mean": round(found.bytes_sent_mean)},
         "memory": [part._asdict() for part in found.memory],
-        "memory_total": {w: {t: found.total(w, t) for t in ("passes", "step")} for w in ("device", "cpu")},
+        "memory_total": _totals(found),
+        "memory_total_adamw": _totals(_forecast(_with_adamw(recipe), routes, shared, num_ranks, costs)),
+        "memory_saved": _saved(recipe, found, costs),
         "memory_not_counted": NOT_COUNTED,
     }
 
@@ -62,17 +68,19 @@ def show(found: dict[str, Any], console: Console) -> None:
         say(f"          {matrices} matrices, each mapped once{f'; {travelling} of them travel' if several else ''}")
     uneven = f"the busiest rank {found['max_over_mean_load']:.3f} times the mean" if several and matrices else ""
     if flops := found["map_flops"]:
-        said = f"{_metric(flops['all_ranks'], 'FLOP')} of maps"
-        say(f"          {said}; {uneven}, {_metric(flops['busiest_rank'], 'FLOP')}" if uneven else f"          {said}")
+        said = f"{metric(flops['all_ranks'], 'FLOP')} of maps"
+        say(f"          {said}; {uneven}, {metric(flops['busiest_rank'], 'FLOP')}" if uneven else f"          {said}")
     elif uneven:
         say(f"          {uneven}")
     if found["travelling"]:
-        most, mean = (_metric(found["bytes_sent"][which], "B") for which in ("most", "mean"))
+        most, mean = (metric(found["bytes_sent"][which], "B") for which in ("most", "mean"))
         say(f"          sent for it per rank and step: {most}{f', {mean} in the mean' if mean != most else ''}")
     for where in ("device", "cpu"):
         if any(part["where"] == where for part in found["memory"]):
             console.print(_table(found, where))
     say(f"          not counted: {found['memory_not_counted']}")
+    for setting, num_bytes in found["memory_saved"].items():
+        say(f"          {setting} saves {metric(num_bytes, 'B')} of it")
 
 
 def _table(found: dict[str, Any], where: str) -> Table:
@@ -85,12 +93,35 @@ def _table(found: dict[str, Any], where: str) -> Table:
         if part["where"] == where:
             table.add_row(part["name"], f"{part['num_bytes'] / size:.2f}", part["of"], WHEN[part["when"]])
     if where == "device":
-        table.add_row("all in the passes", f"{total['passes'] / size:.2f}", "and activations")
+        table.add_row("all in the passes", f"{total['passes'] / size:.2f}")
     table.add_row("all in the step", f"{total['step'] / size:.2f}")
+    if found["matrices"]:
+        table.add_row("at most with adamw", f"{max(found['memory_total_adamw'][where].values()) / size:.2f}")
     return table
 
 
-def _forecast(recipe: Recipe, routes: Sequence[Route], shared: Parallel, num_ranks: int) -> Forecast:
+def _totals(found: Forecast) -> dict[str, dict[str, int]]:
+    """By place and time."""
+    times: tuple[When, ...] = ("passes", "step")
+    return {where: {when: found.total(where, when) for when in times} for where in PLACES}
+
+
+def _with_adamw(recipe: Recipe) -> Recipe:
+    changes = {"name": "adamw", "spectral_map": None, "workspace_mb": None}
+    return recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update=changes)})
+
+
+def _saved(recipe: Recipe, found: Forecast, costs: Compute) -> dict[str, int]:
+    """Setting -> bytes of a process that it saves, of those that are set."""
+    saved = {}
+    if trainer_value(recipe, "gradient_checkpointing"):
+        saved["trainer.gradient_checkpointing"] = costs.without_checkpointing - costs.activations
+    if recipe.trainer.get("precompute_ref_log_probs"):
+        saved["trainer.precompute_ref_log_probs"] = next(p.num_bytes for p in found.memory if p.name == "weights")
+    return saved
+
+
+def _forecast(recipe: Recipe, routes: Sequence[Route], shared: Parallel, num_ranks: int, costs: Compute) -> Forecast:
     optimizer, trainer = recipe.optimizer, recipe.trainer
     matrices = {r.name: (r.shape[0], r.shape[1]) for r in routes if r.rule == "spectral"}
     use = "cpu" if trainer.get("use_cpu") else "elsewhere"
@@ -100,7 +131,7 @@ def _forecast(recipe: Recipe, routes: Sequence[Route], shared: Parallel, num_ran
     name: Any = optimizer.spectral_map or optimizer.name
     bf16, fp16 = trainer_value(recipe, "bf16"), trainer.get("fp16")
     half = "float16" if fp16 else "float32" if bf16 is False else "bfloat16"  # null: TRL takes bfloat16
-    return forecast(
+    found = forecast(
         matrices,
         sum(math.prod(r.shape) for r in routes if r.rule != "spectral"),
         shared,
@@ -112,6 +143,8 @@ def _forecast(recipe: Recipe, routes: Sequence[Route], shared: Parallel, num_ran
         reference=recipe.task == "dpo" and not trainer.get("precompute_ref_log_probs"),
         workspace_mb=batched if optimizer.name == "soren" else 0,
     )
+    of = f"{trainer_value(recipe, 'per_device_train_batch_size')} rows of {costs.length} tokens"
+    return replace(found, memory=(*found.memory, Component("activations", costs.activations, of, when="passes")))
 
 
 def _started(shared: Parallel, num_ranks: int) -> str:
@@ -120,7 +153,7 @@ def _started(shared: Parallel, num_ranks: int) -> str:
     return "1" if num_ranks == 1 and shared.kind == "ddp" else f"{num_ranks:,} by {kind}, started by torchrun"
 
 
-def _metric(number: float, unit: str) -> str:
+def metric(number: float, unit: str) -> str:
     """In three digits or more: 6.11 GB, 307 TFLOP."""
     scale, prefix = next(((10.0**e, p) for e, p in ((12, "T"), (9, "G"), (6, "M")) if number >= 10**e), (1e3, "k"))
     return f"{number / scale:.{0 if number >= 100 * scale else 1 if number >= 10 * scale else 2}f} {prefix}{unit}"

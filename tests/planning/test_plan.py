@@ -38,11 +38,12 @@ def mistral(tmp_path_factory):
 
 
 def plan(name, overrides, num_ranks):
-    from soren_align.trainers import plan as planning
+    from soren_align.planning import plan as planning
+    from soren_align.planning import text
 
     found, counted = planning.plan(recipe.load(name, overrides), num_ranks=num_ranks)
     said = io.StringIO()
-    planning.show(found, counted, Console(file=said, width=80))
+    text.show(found, counted, Console(file=said, width=80))
     return found, said.getvalue()
 
 
@@ -116,7 +117,7 @@ def test_the_batches_of_an_epoch_are_counted_as_accelerate_deals_them(num_rows, 
     from accelerate.data_loader import BatchSamplerShard
     from torch.utils.data import BatchSampler, SequentialSampler
 
-    from soren_align.trainers.processes import steps_per_epoch
+    from soren_align.planning.processes import steps_per_epoch
 
     batches = BatchSampler(SequentialSampler(range(num_rows)), 8, drop_last=False)
     dealt = [len([*BatchSamplerShard(batches, num_ranks, rank)]) for rank in range(num_ranks)]

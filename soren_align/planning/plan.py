@@ -1,0 +1,208 @@
+"""What a recipe would do and cost, as plain data: rows, steps, rates, routing, step sizes, memory, operations, requests.
+
+The model is built from its config alone, without weights; of the data, rows are counted and tokens taken where they
+are at hand. Neither a GPU nor, for the shipped recipes, the hub is needed: what is then not known is left out, and said.
+"""
+
+import math
+import tempfile
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, get_scheduler
+
+from ..data import Account
+from ..evaluate.suites import load_suite
+from ..optim import build_optimizer, route, routing_table
+from ..recipe import OutOfReach, Recipe, accumulation, rows_per_step
+from ..report import RunFolder
+from ..sharding.ranks import Ranks
+from ..trainers import build
+from ..trainers.run import Ready, get_ready, kind_of
+from . import known, processes
+from .compute import compute
+from .updates import held_in, updates
+
+NO_GPU = "no GPU here: training on this machine needs trainer.use_cpu: true"
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What can be seen from here: a config always; tokenizer and rows where they are at hand."""
+
+    config: Any
+    ready: Ready | None
+    num_rows: int
+    """Those that are trained on, or the published number."""
+    notices: tuple[str, ...] = ()
+
+
+def plan(
+    recipe: Recipe, on_rows: Callable[[int], object] | None = None, num_ranks: int = 1
+) -> tuple[dict[str, Any], Account | None]:
+    """Everything that `text.show` prints, as plain data, and the account that holds the example, if rows are seen."""
+    here = _as_seen_here(recipe)
+    with tempfile.TemporaryDirectory() as scratch:  # not the run's folder: nothing is to be left there
+        sight = _look(here, RunFolder(scratch), on_rows)
+        args: Any = build.trl_config(here, Path(scratch), Ranks())
+
+    def build_model(num_blocks: int | None = None) -> PreTrainedModel:
+        return _model(sight.config, num_blocks)
+
+    with torch.device("meta"), build.the_users(f"model {recipe.model.name_or_path}"):
+        model = build_model()
+    with build.the_users("optimizer", ValueError):
+        routes = route(model, recipe.optimizer.aux)
+        build_optimizer(model, **build.optimizer_settings(recipe))
+    counted = sight.ready.account if sight.ready else None
+    batch, _ = rows_per_step(recipe, num_ranks)
+    per_epoch = processes.steps_per_epoch(
+        sight.num_rows, args.per_device_train_batch_size, accumulation(recipe, num_ranks), num_ranks
+    )
+    steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
+    rates = _rates(recipe, args, steps)
+    costs = compute(recipe, build_model, sight.config.num_hidden_layers, counted, batch, args.max_length)
+    shared = processes.processes(recipe, routes, num_ranks, costs)
+    found = {
+        "task": recipe.task,
+        "model": {"start": recipe.model.name_or_path, "parameters": sum(p.numel() for p in model.parameters())},
+        "data": _data(recipe, sight, counted),
+        "steps": {"batch": batch, "per_epoch": per_epoch, "total": steps, "epochs": round(steps / per_epoch, 2)},
+        "learning_rates": [rate for rate in rates if rate["step"] in _shown(args, steps)],
+        "kind": kind_of(recipe.optimizer),
+        "optimizer": recipe.optimizer.model_dump(exclude_none=True),
+        "routing": routing_table(routes),
+        "updates": updates(recipe, routes, rates, getattr(sight.config, "initializer_range", None)),
+        "weights_held_in": held_in(recipe),
+        "processes": shared,
+        "compute": costs.as_data(shared["map_flops"], steps),
+        "evaluation": _evaluation(recipe),
+        "files": _files(recipe, args, steps),
+        "notices": [
+            *sight.notices,
+            *([] if here.trainer.get("use_cpu") == recipe.trainer.get("use_cpu") else [NO_GPU]),
+        ],
+    }
+    return found, counted
+
+
+def _look(here: Recipe, folder: RunFolder, on_rows: Callable[[int], object] | None) -> Sight:
+    """The recipe's config and rows, or what the tree knows of them where the hub is out of reach."""
+    name, train = here.model.name_or_path, here.data.train
+    try:
+        with build.the_users(f"model {name}"):
+            start = build.starting_checkpoint(here, folder)
+            config = AutoConfig.from_pretrained(start, trust_remote_code=False, revision=here.model.revision)
+        ready = get_ready(here, folder, on_rows)
+    except OutOfReach:
+        ours, published = known.model_config(name), known.num_rows(train)
+        if ours is None or published is None:
+            raise
+    else:
+        return Sight(config, ready, ready.account.num_kept)
+    notice = (
+        f"the hub is out of reach, and {name} or {train.path} not in its cache: sizes and rows are the published ones, "
+        "tokens are not counted, and the chat template is not tried"
+    )
+    return Sight(AutoConfig.from_pretrained(ours), None, published, (notice,))
+
+
+def _model(config: Any, num_blocks: int | None) -> PreTrainedModel:
+    """The model of a config, in the dtype that it trains in, with fewer blocks if told."""
+    config = deepcopy(config)
+    if num_blocks is not None:
+        config.num_hidden_layers = num_blocks
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:num_blocks]
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def _as_seen_here(recipe: Recipe) -> Recipe:
+    """The recipe for one process on this machine, with or without a GPU, and without random weights to be made."""
+    trainer = recipe.trainer
+    if not (trainer.get("use_cpu") or torch.accelerator.is_available()):
+        trainer = {**trainer, "use_cpu": True, "bf16": False, "fp16": False, "tf32": None}
+    model, run = recipe.model, recipe.run
+    return recipe.model_copy(
+        update={
+            "model": model.model_copy(update={"init_seed": None}),
+            "trainer": trainer,
+            "run": run.model_copy(update={"parallel": "ddp"}),
+        }
+    )
+
+
+def _data(recipe: Recipe, sight: Sight, counted: Account | None) -> dict[str, Any]:
+    if sight.ready is None or counted is None:
+        train = recipe.data.train
+        return {"source": {"path": train.path, "split": train.split}, "rows": sight.num_rows, "counted": False}
+    split = sight.ready.splits["train"]
+    return {
+        "source": split.source,
+        "counted": True,
+        "layout": split.layout,
+        "rows": split.num_rows,
+        "kept": counted.num_kept,
+        "dropped": split.dropped | counted.dropped,
+        "truncated": counted.num_truncated,
+        "token_length_percentiles": counted.lengths,
+        "trained_token_share": counted.trained_share,
+        "stop_token_trained": counted.stop_token_trained,
+        "example": [{"text": text, "trained": trained} for text, trained in counted.example],
+    }
+
+
+def _rates(recipe: Recipe, args: Any, steps: int) -> list[dict[str, float]]:
+    """Both learning rates at every step."""
+    peaks = [recipe.optimizer.lr, recipe.optimizer.aux_lr or recipe.optimizer.lr]
+    optimizer = torch.optim.SGD([{"params": [torch.zeros(1)], "lr": lr} for lr in peaks], lr=peaks[0])
+    schedule = get_scheduler(
+        args.lr_scheduler_type,
+        optimizer,
+        args.get_warmup_steps(steps),
+        steps,
+        scheduler_specific_kwargs=args.lr_scheduler_kwargs or {},
+    )
+    rates = []
+    for step in range(1, steps + 1):
+        lr, aux_lr = (group["lr"] for group in optimizer.param_groups)
+        rates.append({"step": step, "lr": lr, "aux_lr": aux_lr})
+        optimizer.step()
+        schedule.step()
+    return rates
+
+
+def _shown(args: Any, steps: int) -> set[int]:
+    """The start, the end of the warm-up, the middle and the last step."""
+    return {1, args.get_warmup_steps(steps) + 1, steps // 2, steps}
+
+
+def _evaluation(recipe: Recipe) -> dict[str, Any] | None:
+    """What the evaluation will ask of how many models: the trained one and those that it came from, at least one."""
+    if recipe.eval is None:
+        return None
+    tasks = load_suite(recipe.eval.suite).tasks
+    limit = recipe.eval.limit
+    requests = None if limit or any(t.requests is None for t in tasks) else sum(t.requests or 0 for t in tasks)
+    return {
+        "suite": recipe.eval.suite,
+        "tasks": len(tasks),
+        "limit": limit,
+        "models": 2,
+        "requests_per_model": requests,
+    }
+
+
+def _files(recipe: Recipe, args: Any, steps: int) -> list[str]:
+    folder = RunFolder(recipe.run.output_dir)
+    kept = f", the last {args.save_total_limit} kept" if args.save_total_limit else ""
+    every = f"every {args.save_steps:g} steps{kept}" if args.save_strategy == "steps" else f"{args.save_strategy}"
+    files = [str(folder.recipe), str(folder.path / "run.json"), str(folder.metrics)]
+    files += [f"{folder.start} (random starting weights)"] if recipe.model.init_seed is not None else []
+    files += [f"{folder.checkpoints} ({every})", str(folder.model)]
+    files += [str(folder.evaluation(recipe.eval.name))] if recipe.eval else []
+    return files

@@ -1,0 +1,76 @@
+"""How far a step moves a weight, before any is taken, against the least distance that the weight can be moved.
+
+A map sends ordinary singular values to one level, so that the update of an m x n matrix has a root mean square of
+lr x scale x level / sqrt(max(m, n)), whatever the gradient. Source: shared arithmetic of Muon's family; measured updates
+stand in metrics.jsonl, and the check at the first step counts what rounding really takes.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..optim import HTMuon, Muon, Route, Soren
+from ..recipe import Recipe, parallel
+
+CLASSES = {"soren": Soren, "muon": Muon, "htmuon": HTMuon}
+TYPICAL_WEIGHT = 0.02
+"""Where a config does not name the width of its random weights."""
+ADAMW_RMS = 0.2
+"""Of AdamW's update over its learning rate, as observed in training; match_rms_adamw aims at it."""
+
+
+def held_in(recipe: Recipe) -> str:
+    """The dtype that an update is added in."""
+    if recipe.model.dtype == "float32" or parallel(recipe.run.parallel).kind != "ddp":
+        return "float32"
+    return recipe.model.dtype
+
+
+def updates(
+    recipe: Recipe, routes: Sequence[Route], rates: Sequence[dict[str, float]], weight: float | None
+) -> list[dict[str, Any]]:
+    """One row per rule and shape, of the matrices that are mapped and of all that AdamW steps.
+
+    "rms": of a step at the peak rate. "in_steps_of_dtype": in units of the distance between neighbouring numbers of the
+    weights' dtype at a typical weight; below 1/2, rounding loses most. "at_most": the sum over all steps, were they to pull one
+    way, over the weight. "sets_bfloat16": that sum over half the distance of bfloat16's, in which models are run and saved.
+    """
+    weight = weight or TYPICAL_WEIGHT
+    dtype = getattr(torch, held_in(recipe))
+    found = defaultdict(int)
+    for r in routes:
+        spectral = r.rule == "spectral" and recipe.optimizer.name != "adamw"
+        found["spectral" if spectral else "adamw", r.shape if spectral else None] += 1
+    rows = []
+    for (rule, shape), tensors in found.items():
+        key = "lr" if rule == "spectral" or recipe.optimizer.name == "adamw" else "aux_lr"
+        size = _rms(recipe, shape) if shape else ADAMW_RMS
+        rms, total = (size * reduce(rate[key] for rate in rates) for reduce in (max, sum))
+        rows.append(
+            {
+                "rule": rule,
+                "shape": shape,
+                "tensors": tensors,
+                "rms": rms,
+                "in_steps_of_dtype": rms / distance(weight, dtype),
+                "at_most": total / weight,
+                "sets_bfloat16": total / (distance(weight, torch.bfloat16) / 2),
+            }
+        )
+    return rows
+
+
+def distance(weight: float, dtype: torch.dtype) -> float:
+    """Between `weight` and the next larger number of `dtype`."""
+    return torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(weight))
+
+
+def _rms(recipe: Recipe, shape: tuple[int, ...]) -> float:
+    """Of the update of a matrix at learning rate 1."""
+    name: Any = recipe.optimizer.name
+    kind = CLASSES[name]
+    probe = kind([torch.empty(1, 1, device="meta")], lr=1.0)
+    return probe.lr_scale(recipe.optimizer.adjust_lr_fn or "none", *shape) * kind.map_level / math.sqrt(max(shape))
