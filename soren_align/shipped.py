@@ -25,6 +25,11 @@ def recipes() -> dict[str, Path]:
     return {str(f.relative_to(folder).with_suffix("")): f for f in sorted(folder.glob("*/*.yaml"))}
 
 
+def templates() -> dict[str, Path]:
+    """Every shipped chat template by name: {'qwen2.5': .../configs/templates/qwen2.5.jinja, ...}, sorted."""
+    return {f.stem: f for f in sorted((ROOT / "configs" / "templates").glob("*.jinja"))}
+
+
 def suites() -> dict[str, Path]:
     """Every shipped evaluation suite by name, e.g. {'quickstart': .../eval/quickstart/suite.yaml}, sorted."""
     return {f.parent.name: f for f in sorted((ROOT / "eval").glob("*/suite.yaml"))}

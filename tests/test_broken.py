@@ -233,7 +233,7 @@ def test_many_bad_rows_are_counted_and_the_first_are_named(soren_align, tmp_path
 
 
 TEMPLATES = {
-    "no template": (None, r"has no chat template; set trainer.chat_template_path"),
+    "no template": (None, r"has no chat template; set model.chat_template"),
     "no generation markers": ("{% for m in messages %}{{ m.content }}{% endfor %}", r"has no {% generation %}"),
     "not Jinja": (
         "{% for m in messages %}{% generation %}{{ m.content }}",

@@ -117,7 +117,7 @@ def test_what_the_source_does_not_say_is_marked_as_ours(name):
         ("handbook-smollm2-sft-base", "data.eval.split", "test"),
         ("handbook-smollm3-dpo-apo", "trainer.loss_type", ["apo_zero"]),
         ("handbook-smollm3-sft-full", "trainer.packing_strategy", "bfd"),
-        ("handbook-smollm3-sft-full", "trainer.eos_token", "<|im_end|>"),
+        ("handbook-smollm3-sft-full", "model.eos_token", "<|im_end|>"),
         ("handbook-smollm3-sft-full", "trainer.assistant_only_loss", True),
         ("trl-sft", "optimizer.lr", 3e-5),
         ("trl-sft", "optimizer.betas", [0.9, 0.95]),
@@ -185,6 +185,23 @@ def test_what_changes_the_training_is_said_first_and_in_the_file(name, key, word
     assert first.startswith("changes the training\n")
     assert key in first
     assert f"{key}" in to_text(made, name).split("task:")[0]
+
+
+def test_the_handbooks_zephyr_template_is_known_by_its_text():
+    text = (Path(__file__).parent / "data" / "originals" / "zephyr.jinja").read_text()
+    made = translate({**SFT, "chat_template": text.replace("'  +", "' +")}, "x")
+    assert made.recipe["model"]["chat_template"] == "zephyr"
+    assert not fate(made.notes, "chat_template").changes
+    assert fate(translate({**SFT, "chat_template": text + "."}, "x").notes, "chat_template").changes
+
+
+def test_a_template_and_a_stop_token_go_to_the_model():
+    for source in (SFT, DPO):
+        made = translate({**source, "chat_template_path": "my.jinja", "eos_token": "<|im_end|>"}, "x", task="dpo")
+        assert made.recipe["model"] | {"chat_template": "my.jinja", "eos_token": "<|im_end|>"} == made.recipe["model"]
+    note = fate(translate({**SFT, "chat_template_path": "lab/chat"}, "x").notes, "chat_template_path")
+    assert note.changes
+    assert "lab/chat: only its template, as a .jinja file" in note.words
 
 
 def test_a_file_that_loses_nothing_says_no_change():

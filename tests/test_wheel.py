@@ -25,6 +25,7 @@ def test_it_brings_the_shipped_folders_and_nothing_of_the_tests(wheel):
         "recipes/quickstart/sft.yaml",
         "recipes/quickstart/data/chat_train.jsonl",
         "eval/quickstart/suite.yaml",
+        "configs/templates/qwen2.5.jinja",
     ):
         assert f"soren_align/_shipped/{name}" in names
     assert not [name for name in names if "test" in name.split("/")[-1] and name.endswith(".py")]

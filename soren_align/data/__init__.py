@@ -3,6 +3,16 @@
 from .columns import COLUMNS, Task
 from .load import Loaded, load_split
 from .preview import Account, account, show_example
-from .templates import check_template
+from .templates import check_template, set_template
 
-__all__ = ["COLUMNS", "Account", "Loaded", "Task", "account", "check_template", "load_split", "show_example"]
+__all__ = [
+    "COLUMNS",
+    "Account",
+    "Loaded",
+    "Task",
+    "account",
+    "check_template",
+    "load_split",
+    "set_template",
+    "show_example",
+]

@@ -29,6 +29,9 @@ def second_look(raw: dict[str, Any]) -> list[tuple[Key, str]]:
     model = get("model", "name_or_path")
     if isinstance(model, str) and model:
         found += [(("model", "name_or_path"), m) for m in _model_problems(model, get("model", "init_seed"))]
+    template = get("model", "chat_template")
+    if isinstance(template, str):
+        found += [(("model", "chat_template"), m) for m in _template_problems(template)]
     for split in ("train", "eval"):
         data = get("data", split, "path")
         if isinstance(data, str) and data:
@@ -145,6 +148,18 @@ def _model_problems(path: str, init_seed: Any) -> list[str]:
     if init_seed is None and not weights:
         return [f"{path} has no weights (*.safetensors); for random ones set model.init_seed"]
     return []
+
+
+def _template_problems(name_or_path: str) -> list[str]:
+    known = shipped.templates()
+    file = shipped.resolve(name_or_path)
+    if name_or_path in known or (file.is_file() and file.suffix == ".jinja"):
+        return []
+    if file.suffix == ".jinja":
+        return [f"no file {name_or_path}"]
+    near = difflib.get_close_matches(name_or_path, known, n=1, cutoff=0.5)
+    hint = f"; did you mean '{near[0]}'?" if near else ""
+    return [f"found {name_or_path!r}; write {', '.join(known)}, or the path of a .jinja file{hint}"]
 
 
 def _data_problems(path: str) -> list[str]:

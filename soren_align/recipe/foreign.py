@@ -5,6 +5,7 @@ renamed, dropped with a reason, or unknown. What cannot be carried over and woul
 """
 
 import difflib
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,8 +91,7 @@ def _carry(key: str, flat: dict[str, Any], made: Translation) -> Note:
     known = trl_config.fields(made.task)
     if target is None and name not in known and name not in trl_config.ELSEWHERE:
         if any(name in trl_config.fields(task) for task in trl_config.CLASSES):
-            words = f"TRL's {trl_config.CLASSES[made.task]} has no such key"
-            return Note(key, "dropped", words, name in ("eos_token", "chat_template_path"))
+            return Note(key, "dropped", f"TRL's {trl_config.CLASSES[made.task]} has no such key")
         close = difflib.get_close_matches(name, [*names.RENAMED, *known], n=1, cutoff=0.8)
         return Note(key, "unknown", f"did you mean {close[0]}?" if close else "")
     if target is None and name in trl_config.ELSEWHERE:
@@ -124,6 +124,12 @@ def _special(key: str, name: str, value: Any, flat: dict[str, Any], made: Transl
             return Note(key, "renamed", "model.dtype")
         made.ours["model.dtype"] = f"{value} in the source"
         return Note(key, "renamed", f"model.dtype: float32; {names.DTYPE}", True)
+    if name == "chat_template" and isinstance(value, str) and _is_zephyr(value):
+        made.recipe["model"]["chat_template"] = "zephyr"
+        return Note(key, "renamed", "model.chat_template: zephyr")
+    if name == "chat_template_path" and value is not None and not str(value).endswith(".jinja"):
+        words = f"{value}: only its template, as a .jinja file, can be named as model.chat_template"
+        return Note(key, "dropped", words, True)
     if name == "warmup_steps" and not value and flat.get("warmup_ratio"):
         return Note(key, "dropped", "warmup_ratio says it")
     if name == "rl":
@@ -144,6 +150,10 @@ def _special(key: str, name: str, value: Any, flat: dict[str, Any], made: Transl
     if among(name, names.NEEDS_EVAL) and "eval" not in made.recipe["data"] and value not in (None, False, "no", 0):
         return Note(key, "dropped", "no held-out split is named; write data.eval", name == "load_best_model_at_end")
     return None
+
+
+def _is_zephyr(template: str) -> bool:
+    return hashlib.sha256("".join(template.split()).encode()).hexdigest() == names.ZEPHYR
 
 
 def _left_out(key: str, name: str, value: Any, reason: str, changes: bool, flat: dict[str, Any]) -> Note:

@@ -35,6 +35,8 @@ RENAMED = {
     "model_revision": "model.revision",
     "revision": "model.revision",
     "revision_of_model": "model.revision",
+    "chat_template_path": "model.chat_template",
+    "eos_token": "model.eos_token",
     "learning_rate": "optimizer.lr",
     "weight_decay": "optimizer.weight_decay",
     "adam_epsilon": "optimizer.eps",
@@ -86,6 +88,9 @@ VALUES: dict[tuple[str, Any], tuple[Any, str]] = {
     ("lr_scheduler", "one_cycle"): ("cosine", "TRL has no one_cycle"),
 }
 
+# The handbook's Zephyr template, which recipes call zephyr: sha256 of it without white space (tests/test_foreign.py).
+ZEPHYR = "8705a1897ece1a1b355e1f4d36687f331d6680f5d897d1ae314b3fc506e136b8"
+
 # Left out, and the weights come out the same: reason -> names.
 DROPPED = {
     "nothing is uploaded": "push_to_hub hub_* push_dataset_to_hub hf_use_auth_token",
@@ -136,9 +141,8 @@ CHANGES = {
     "fp8_* bnb_* model_quantization_* quantize_moe_experts",
     "TRL has no limit for prompts any more; max_length counts prompt and answer": "max_prompt_length max_prompt_len "
     "max_completion_length max_target_length",
-    "the tokenizer's own chat template is used; for SFT put another into a .jinja file and name it as "
-    "trainer.chat_template_path": "chat_template chat_template_jinja chat_template_kwargs default_system_message "
-    "eot_tokens",
+    "the tokenizer's own chat template is used; for another name model.chat_template (qwen2.5, zephyr, or a .jinja "
+    "file)": "chat_template chat_template_jinja chat_template_kwargs default_system_message eot_tokens",
     "the tokenizer is the model's": "tokenizer_name_or_path tokenizer_config tokens added_tokens_overrides "
     "bos_token unk_token additional_special_tokens resize_token_embeddings_to_32x tokenizer_use_mistral_common",
     "the model is used as its config.json says": "overrides_of_model_config overrides_of_model_kwargs rope_scaling "

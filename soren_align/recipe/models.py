@@ -41,6 +41,12 @@ class Model(_Section):
     float32 parameters write `trainer: {bf16: true}`."""
     init_seed: Annotated[int, Field(ge=0)] | None = None
     """Instead of loading weights, make random ones from the folder's config.json with this seed."""
+    chat_template: str | None = None
+    """How turns become text: `qwen2.5` (its base models' own), `zephyr`, or the path of a .jinja file; saved with the
+    model. null: the tokenizer's."""
+    eos_token: Annotated[str, Field(min_length=1)] | None = None
+    """What the model stops at, one token of the vocabulary: `<|im_end|>` for Qwen2.5's base models, whose own is not
+    what their template ends answers with. null: the tokenizer's."""
 
 
 class DataSplit(_Section):

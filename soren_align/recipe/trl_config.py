@@ -29,6 +29,8 @@ ELSEWHERE = {
     "output_dir": "belongs to run.output_dir",
     "resume_from_checkpoint": "belongs to run.resume",
     "model_init_kwargs": "belongs to the model section",
+    "chat_template_path": "belongs to model.chat_template (qwen2.5, zephyr, or the path of a .jinja file)",
+    "eos_token": "belongs to model.eos_token",
     "trust_remote_code": "remote code is not run; use a model that transformers knows",
     "dataset_text_field": "belongs to the data section; columns are recognised there",
     "dataset_kwargs": "belongs to the data section",
@@ -60,7 +62,7 @@ RENAMED = {
     "dtype": "belongs to model.dtype",
     "evaluation_strategy": "write eval_strategy",
     "overwrite_output_dir": "write run.overwrite",
-    "chat_template": "for SFT write chat_template_path",
+    "chat_template": "belongs to model.chat_template",
     "dataset_name": "belongs to data.train.path",
     "lr": "belongs to optimizer.lr",
 }

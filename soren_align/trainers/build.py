@@ -14,7 +14,7 @@ from trl.chat_template_utils import get_training_chat_template
 from trl.trainer.utils import add_fused_lm_head
 
 from .. import shipped
-from ..data import load_split
+from ..data import load_split, set_template
 from ..optim import build_optimizer
 from ..recipe import OutOfReach, Parallel, Recipe, UserError, accumulation, is_local, parallel, training_part
 from ..report import RunFolder, fingerprint
@@ -93,17 +93,7 @@ def load_tokenizer(recipe: Recipe, start: str) -> PreTrainedTokenizerBase:
     """The tokenizer with the chat template and end token that training will use."""
     with the_users(f"tokenizer of {recipe.model.name_or_path}"):
         tokenizer = AutoTokenizer.from_pretrained(start, trust_remote_code=False, revision=recipe.model.revision)
-        template = recipe.trainer.get("chat_template_path")
-        if template:
-            path = Path(template).expanduser()
-            is_jinja = path.suffix == ".jinja"
-            tokenizer.chat_template = (
-                path.read_text(encoding="utf-8")
-                if is_jinja
-                else AutoTokenizer.from_pretrained(template, trust_remote_code=False).chat_template
-            )
-        if recipe.trainer.get("eos_token"):
-            tokenizer.eos_token = recipe.trainer["eos_token"]
+    set_template(tokenizer, recipe.model.chat_template, recipe.model.eos_token)
     if recipe.trainer.get("assistant_only_loss") and tokenizer.chat_template:
         with contextlib.suppress(ValueError):  # a template that TRL does not know: check_template says what to do
             tokenizer.chat_template = get_training_chat_template(tokenizer) or tokenizer.chat_template
@@ -142,6 +132,8 @@ def build_trainer(
     """
     args = trl_config(recipe, folder.checkpoints, ranks)
     model = load_model(recipe, start)
+    if recipe.model.eos_token is not None:
+        _stop_at(model, tokenizer)
     origin = {
         "training": training_part(recipe),
         "processes": ranks.num_ranks,
@@ -163,6 +155,16 @@ def build_trainer(
             metrics=folder.metrics if ranks.is_first else None,
             parallel=parallel(recipe.run.parallel).kind if ranks.launched else None,
         )
+
+
+def _stop_at(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """End answers at the tokenizer's eos too, as TRL's SFTTrainer does for its eos_token; DPOTrainer has none."""
+    token: Any = tokenizer.eos_token_id
+    model.config.get_text_config().eos_token_id = token
+    generation = model.generation_config
+    assert generation is not None
+    others = generation.eos_token_id if isinstance(generation.eos_token_id, list) else [generation.eos_token_id]
+    generation.eos_token_id = [token, *(other for other in others if other not in (None, token))]
 
 
 def load_splits(recipe: Recipe) -> dict[str, Any]:

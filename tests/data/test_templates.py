@@ -32,13 +32,13 @@ def test_without_markers_only_the_whole_conversation_can_be_trained(make_tokeniz
     check_template(make_tokenizer(PLAIN), "sft", False, SFT)
     check_template(make_tokenizer(PLAIN), "dpo", True, DPO)  # DPO needs no markers
     message = refused(make_tokenizer(PLAIN))
-    assert "has no {% generation %}. Set trainer.chat_template_path" in message
+    assert "has no {% generation %}. Set model.chat_template" in message
     assert "or set trainer.assistant_only_loss to false" in message
 
 
 def test_a_tokenizer_without_a_template_is_refused(make_tokenizer):
-    assert "has no chat template; set trainer.chat_template_path" in refused(make_tokenizer(None))
-    assert "has no chat template; start from a model that has one" in refused(make_tokenizer(None), "dpo")
+    assert "has no chat template; set model.chat_template" in refused(make_tokenizer(None))
+    assert "has no chat template; set model.chat_template" in refused(make_tokenizer(None), "dpo")
     named = make_tokenizer({"tool_use": CHATML, "rag": CHATML})
     assert "has the chat templates tool_use, rag, and no default" in refused(named)
 

@@ -6,7 +6,9 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
+from soren_align import shipped
 from soren_align.recipe import UserError
 from soren_align.trainers.watch import WrongOptimizer
 
@@ -40,6 +42,20 @@ def test_dpo_steps_with_the_same_factory(tiny_run):
     assert run.train()
     assert run.folder.read()["optimizer"]["maps_per_step"] == 14
     assert "rewards/accuracies" in metrics(run)[0]
+
+
+@pytest.mark.parametrize("task", ["sft", "dpo"])
+def test_the_model_is_saved_with_the_recipes_template_and_stop_token(tiny_run, task):
+    model = ("model.chat_template=zephyr", "model.eos_token=<|user|>")
+    run = tiny_run(task, *model, "trainer.max_steps=1", "trainer.save_strategy=no")
+    assert run.train()
+    tokenizer = AutoTokenizer.from_pretrained(run.folder.model)
+    assert tokenizer.eos_token == "<|user|>"
+    assert tokenizer.chat_template == shipped.templates()["zephyr"].read_text()
+    old = AutoTokenizer.from_pretrained(run.folder.start).eos_token_id
+    assert json.loads((run.folder.model / "config.json").read_text())["eos_token_id"] == tokenizer.eos_token_id
+    generation = json.loads((run.folder.model / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == [tokenizer.eos_token_id, old]
 
 
 def test_an_optimizer_that_is_not_the_recipes_stops_the_run(tiny_run):

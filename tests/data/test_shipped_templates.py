@@ -1,0 +1,154 @@
+"""The shipped templates render what the originals render, and mark the assistant's words and stop token.
+
+tests/data/originals has Qwen2.5's base models' template as published in their tokenizer_config.json (TRL 1.16 ships the
+Instruct models', which differs in the system sentence), and Zephyr's as it stands in the alignment handbook's
+recipes/zephyr-7b-beta/sft/config_full.yaml.
+"""
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+import tokenizers_like
+import trl
+from datasets import Dataset
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from trl import SFTConfig, SFTTrainer
+
+from soren_align import recipe, shipped
+from soren_align.data import check_template, set_template
+from soren_align.recipe import UserError
+
+ORIGINALS = Path(__file__).parent / "originals"
+MAKE = {"qwen2.5": tokenizers_like.qwen, "zephyr": tokenizers_like.mistral}
+STOP = {"qwen2.5": "<|im_end|>", "zephyr": "</s>"}
+U, U2, A, A2, S = (
+    {"role": role, "content": content}
+    for role, content in (
+        ("user", "What does the otter eat?  "),
+        ("user", " And the häron 🦓?\n"),
+        ("assistant", "Fish.\n\nAnd grass. "),
+        ("assistant", "ü 12 <b>{{ it }}</b>"),
+        ("system", "You keep a zoo."),
+    )
+)
+CALL = {"type": "function", "function": {"name": "feed", "arguments": {"animal": "otter"}}}
+CALLS = {"role": "assistant", "content": "", "tool_calls": [CALL, CALL["function"]]}
+RESULT = {"role": "tool", "content": "fed"}
+CHATS = [[U, A], [S, U, A], [U, A, U2, A2], [S, U, A, U2, A2], [U], [S, U], [U, A, U2]]
+WITH_TOOLS = [[U, CALLS, RESULT, RESULT, A], [S, U, {**CALLS, "content": "Now."}, RESULT, A, U2, A2], [U, CALLS]]
+TOOLS = [{"type": "function", "function": {"name": "feed", "description": "Feed an animal", "parameters": {}}}]
+
+
+def original(name):
+    return MAKE[name]((ORIGINALS / f"{name}.jinja").read_text(encoding="utf-8"))
+
+
+def ours(name):
+    tokenizer = MAKE[name]()
+    set_template(tokenizer, name, STOP[name])
+    return tokenizer
+
+
+@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("add_generation_prompt", [False, True])
+def test_renders_are_the_originals_byte_for_byte(name, add_generation_prompt):
+    theirs, mine = original(name), ours(name)
+    chats = [*CHATS, *(WITH_TOOLS if name == "qwen2.5" else [])]
+    for chat, tools in product(chats, [None, TOOLS] if name == "qwen2.5" else [None]):
+        how = {"tokenize": False, "add_generation_prompt": add_generation_prompt, "tools": tools}
+        assert mine.apply_chat_template(chat, **how) == theirs.apply_chat_template(chat, **how)
+
+
+def test_the_original_of_qwen_is_trls_with_another_system_sentence():
+    file = Path(trl.__file__).parent / "chat_templates" / "qwen2_5.jinja"
+    instruct = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+    text = file.read_text(encoding="utf-8").replace(instruct, "You are a helpful assistant.")
+    assert (ORIGINALS / "qwen2.5.jinja").read_text(encoding="utf-8") == text
+
+
+@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("chat", [chat for chat in CHATS if chat[-1]["role"] == "assistant"])
+def test_exactly_what_the_assistant_says_and_its_stop_token_are_trained(name, chat):
+    tokenizer = ours(name)
+    encoded = tokenizer.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
+    spans, before = [], 0
+    for token, trained in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True):
+        if trained and not before:
+            spans.append([])
+        if trained:
+            spans[-1].append(token)
+        before = trained
+    said = [turn["content"] + STOP[name] for turn in chat if turn["role"] == "assistant"]
+    assert [tokenizer.decode(span) for span in spans] == said
+    assert all(span[-1] == tokenizer.eos_token_id for span in spans)
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_trl_trains_the_same_tokens(name, tmp_path):
+    tokenizer = ours(name)
+    tokenizer.save_pretrained(tmp_path)
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **shape)).save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)  # what is saved brings template and stop token along
+    rows = Dataset.from_list([{"messages": [S, U, A, U2, A2]}])
+    check_template(tokenizer, "sft", True, rows)
+    how = {"assistant_only_loss": True, "use_cpu": True, "bf16": False, "report_to": "none"}
+    args = SFTConfig(output_dir=tmp_path / "run", **how)
+    (row,) = SFTTrainer(str(tmp_path), args, train_dataset=rows, processing_class=tokenizer).train_dataset
+    trained = tokenizer.decode([label for label in row["labels"] if label != -100])
+    assert trained == A["content"] + STOP[name] + A2["content"] + STOP[name]
+
+
+def test_a_stop_token_is_one_token_of_the_vocabulary():
+    with pytest.raises(UserError, match=r"model.eos_token: '<\|im_ends\|>' is no single token .*mean '<\|im_end\|>'"):
+        set_template(tokenizers_like.qwen(), "qwen2.5", "<|im_ends|>")
+    with pytest.raises(UserError, match=r"'the end' is no single token of the tokenizer; it stops at '</s>'"):
+        set_template(tokenizers_like.mistral(), None, "the end")
+
+
+def test_a_template_of_ones_own_is_a_file(tmp_path):
+    file = tmp_path / "my.jinja"
+    file.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    tokenizer = tokenizers_like.qwen()
+    set_template(tokenizer, str(file), None)
+    assert tokenizer.apply_chat_template([U], tokenize=False) == U["content"]
+    assert tokenizer.eos_token == "<|endoftext|>"
+
+
+RECIPE = """\
+task: {task}
+model: {{name_or_path: org/model, {model}}}
+data: {{train: {{path: org/data}}}}
+optimizer: {{name: adamw, lr: 1e-6}}
+trainer: {{max_steps: 1, {trainer}}}
+run: {{output_dir: runs/x}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("model", "trainer", "message"),
+    [
+        ("chat_template: qwen2", "", r"my.yaml:2 model.chat_template: found 'qwen2'; write .*mean 'qwen2.5'"),
+        ("chat_template: no.jinja", "", "my.yaml:2 model.chat_template: no file no.jinja"),
+        ("chat_template: my.yaml", "", "model.chat_template: found 'my.yaml'; write qwen2.5, zephyr, or the path"),
+        ("eos_token: ''", "", "model.eos_token: found ''; it is empty"),
+        ("", "chat_template_path: x.jinja", "trainer.chat_template_path: belongs to model.chat_template"),
+        ("", "eos_token: x", "trainer.eos_token: belongs to model.eos_token"),
+        ("", "chat_template: x", "trainer.chat_template: .*belongs to model.chat_template"),
+    ],
+)
+@pytest.mark.parametrize("task", ["sft", "dpo"])
+def test_a_template_that_a_recipe_cannot_name_is_told(tmp_path, monkeypatch, task, model, trainer, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.yaml").write_text(RECIPE.format(task=task, model=model, trainer=trainer))
+    with pytest.raises(UserError, match=message):
+        recipe.load("my.yaml")
+
+
+def test_the_shipped_ones_are_named_in_a_recipe(tmp_path):
+    assert list(shipped.templates()) == ["qwen2.5", "zephyr"]
+    file = tmp_path / "my.yaml"
+    file.write_text(RECIPE.format(task="dpo", model="chat_template: zephyr, eos_token: </s>", trainer=""))
+    model = recipe.load(str(file)).model
+    assert (model.chat_template, model.eos_token) == ("zephyr", "</s>")
