@@ -9,7 +9,7 @@ import torch
 from ..data import Account
 from ..recipe import Recipe, parallel, trainer_value
 from ..trainers.build import as_trl_calls_it
-from .passes import Passes, measure
+from .passes import Passes
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,16 @@ class Compute:
         }
 
 
+def arithmetic(recipe: Recipe) -> str:
+    """The dtype of the passes' products."""
+    if recipe.trainer.get("fp16"):
+        return "float16"
+    return "float32" if recipe.trainer.get("bf16") is False else "bfloat16"  # null: TRL takes bfloat16
+
+
 def compute(
     recipe: Recipe,
-    build_model: Callable[[int], Any],
+    build_model: Callable[[int, torch.dtype], Any],
     num_blocks: int,
     counted: Account | None,
     batch: int,
@@ -56,29 +63,28 @@ def compute(
         mean = counted.num_tokens / (counted.num_kept * sides)
     rows = trainer_value(recipe, "per_device_train_batch_size") * sides
     checkpointing = trainer_value(recipe, "gradient_checkpointing")
-    half = recipe.trainer.get("bf16") is not False and not recipe.trainer.get("use_cpu")
-    shares_half = parallel(recipe.run.parallel).kind != "ddp" and half  # ZeRO and FSDP2 compute with half weights
-    arithmetic = torch.bfloat16 if half and not shares_half else None
+    dtype = getattr(torch, arithmetic(recipe))
+    shared = parallel(recipe.run.parallel).kind != "ddp"  # ZeRO and FSDP2 compute with weights of that dtype
+    autocast = None if shared or dtype == torch.float32 else dtype
 
-    def run(checkpointing: bool, length: int, rows: int, backward: bool = True) -> Passes:
+    def passes(checkpointing: bool) -> Passes:
         def build(num_blocks: int) -> tuple[Any, Any]:
-            model = build_model(num_blocks)
-            if shares_half:
-                model = model.to(torch.bfloat16)
+            model = build_model(num_blocks, dtype if shared else torch.float32)
             return model, as_trl_calls_it(model, checkpointing)
 
-        return measure(build, num_blocks, rows=rows, length=length, arithmetic=arithmetic, backward=backward)
+        return Passes(build, num_blocks, autocast)
 
-    at_the_longest = run(checkpointing, longest, rows)
-    other = run(not checkpointing, longest, rows)
-    flops = run(checkpointing, max(2, round(mean)), 1).num_flops
+    here = passes(checkpointing)
+    activations = here.num_bytes(rows, longest)
+    length = max(2, round(mean))
+    flops = here.num_flops(1, length)
     if recipe.task == "dpo":  # the reference model's pass, at each step or once before
-        flops += run(False, max(2, round(mean)), 1, backward=False).num_flops
+        flops += passes(False).num_flops(1, length, backward=False)
     return Compute(
         length=longest,
         mean_length=mean,
         is_counted=counted is not None,
-        activations=at_the_longest.num_bytes,
-        without_checkpointing=other.num_bytes if checkpointing else at_the_longest.num_bytes,
+        activations=activations,
+        without_checkpointing=passes(False).num_bytes(rows, longest) if checkpointing else activations,
         flops_per_step=flops * batch * sides,
     )

@@ -1,79 +1,99 @@
 """What one pass forward and backward holds and computes, found out on tensors that have shapes and no contents.
 
-A model of one block and one of two are taken through a batch as TRL would take them; all the others lie on the line
+A model of two blocks and one of three are taken through a batch as TRL would take them; all the others lie on the line
 through these. No formula of an architecture is needed, and activation checkpointing, autocast and the head's chunks
 are what they are. tests/planning/test_passes.py holds the result against real tensors.
 """
 
+import contextlib
 import gc
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..sharding.meter import Meter
 
+FEW = (2, 3)
+"""Blocks of the models that are measured; at one, another tensor than with many may make the peak."""
 
-class Passes(NamedTuple):
-    """Of one batch. num_bytes: the peak, beside weights and gradients (a batch before this one has left some)."""
-
-    num_bytes: int
-    num_flops: int
+# The head adds its gradients up in place, which torch does not count.
+_MORE_FLOPS = {torch.ops.aten.addmm_: lambda _, a, b, **kwargs: 2 * a[0] * a[1] * b[1]}
 
 
-def measure(
-    build: Callable[[int], tuple[Any, Callable[[torch.Tensor], Any]]],
-    num_blocks: int,
-    *,
-    rows: int,
-    length: int,
-    arithmetic: torch.dtype | None,
-    backward: bool = True,
-) -> Passes:
-    """One pass of `rows` sequences of `length` tokens through a model of `num_blocks` blocks.
+@dataclass(frozen=True)
+class Passes:
+    """How a model is taken through a batch.
 
-    build: a model with so many blocks, and a function of token ids [rows, length] that takes them through it and returns
-        an output with a `loss`; called here for one block and for two, under fake tensors.
-    arithmetic: of autocast; None where the weights' own dtype is computed in.
+    build: a model with so many blocks, and a function of token ids [rows, length] that takes them through it and
+        returns an output with a `loss`; called for FEW blocks, under fake tensors.
+    num_blocks: of the whole model.
+    autocast: to which dtype; None where the weights' own is computed in.
     """
-    one, two = (_measure(build, number, rows, length, arithmetic, backward) for number in (1, 2))
-    *peaks, flops = (a + (b - a) * (num_blocks - 1) for a, b in zip(one, two, strict=True))
-    return Passes(max(peaks), flops)
+
+    build: Callable[[int], tuple[Any, Callable[[Tensor], Any]]]
+    num_blocks: int
+    autocast: torch.dtype | None
+
+    def num_bytes(self, rows: int, length: int) -> int:
+        """The peak of a pass, beside weights and gradients (a batch before this one has left some)."""
+        few, more = (self._peaks(number, rows, length) for number in FEW)
+        return max(self._on_the_line(a, b) for a, b in zip(few, more, strict=True))
+
+    def num_flops(self, rows: int, length: int, backward: bool = True) -> int:
+        """Of all products of a pass, attention's among them as if nothing were masked."""
+        return self._on_the_line(*(self._flops(number, rows, length, backward) for number in FEW))
+
+    def _on_the_line(self, few: int, more: int) -> int:
+        return few + (more - few) * (self.num_blocks - FEW[0])
+
+    def _peaks(self, num_blocks: int, rows: int, length: int) -> tuple[int, int]:
+        """Forward and backward: each grows by the same with every block, but one may overtake the other."""
+        with self._taken(num_blocks, rows, length) as forward, Meter() as meter:
+            loss = forward()
+            on_the_way, meter.peak = meter.peak, 0
+            loss.backward()
+            return on_the_way, meter.peak
+
+    def _flops(self, num_blocks: int, rows: int, length: int, backward: bool) -> int:
+        counter = FlopCounterMode(display=False, custom_mapping=_MORE_FLOPS)
+        # The CPU's fused attention has no formula in torch; written out, it is two products.
+        with sdpa_kernel(SDPBackend.MATH), self._taken(num_blocks, rows, length) as forward, counter:
+            with torch.set_grad_enabled(backward):
+                loss = forward()
+            if backward:
+                loss.backward()
+        return counter.get_total_flops()
+
+    @contextlib.contextmanager
+    def _taken(self, num_blocks: int, rows: int, length: int) -> Iterator[Callable[[], Tensor]]:
+        """Under fake tensors, a function that goes forward to the loss."""
+        gc.collect()
+        gc.freeze()  # so that the collections of `_forget` look at young objects only
+        try:
+            with FakeTensorMode():
+                model, call = self.build(num_blocks)
+                for parameter in model.parameters():
+                    if parameter.requires_grad:
+                        parameter.register_post_accumulate_grad_hook(_forget)
+                tokens = torch.zeros(rows, length, dtype=torch.long)
+
+                def forward() -> Tensor:
+                    dtype = self.autocast or torch.bfloat16
+                    with torch.autocast("cpu", dtype=dtype, enabled=self.autocast is not None):
+                        return call(tokens).loss
+
+                yield forward
+        finally:
+            gc.unfreeze()
 
 
-def _measure(
-    build: Callable[[int], tuple[Any, Callable[[torch.Tensor], Any]]],
-    num_blocks: int,
-    rows: int,
-    length: int,
-    arithmetic: torch.dtype | None,
-    backward: bool,
-) -> tuple[int, int, int]:
-    """Peak forward, peak backward, operations."""
-    gc.collect()
-    gc.freeze()  # so that the collections below look at young objects only
-    try:
-        with FakeTensorMode():
-            model, call = build(num_blocks)
-            tokens = torch.zeros(rows, length, dtype=torch.long)
-            for parameter in model.parameters():
-                if backward and parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(_forget)
-            with Meter() as meter, FlopCounterMode(display=False) as counter, torch.set_grad_enabled(backward):
-                with torch.autocast("cpu", dtype=arithmetic or torch.bfloat16, enabled=arithmetic is not None):
-                    loss = call(tokens).loss
-                forward, meter.peak = meter.peak, 0
-                if backward:
-                    loss.backward()
-            return forward, meter.peak, counter.get_total_flops()
-    finally:
-        gc.unfreeze()
-
-
-def _forget(parameter: torch.Tensor) -> None:
+def _forget(parameter: Tensor) -> None:
     """As if the gradient had been added to the one of the batch before. Fake tensors leave cycles behind: collected."""
     parameter.grad = None
-    if parameter.ndim == 1:  # a norm: a few times per block
-        gc.collect()
+    gc.collect()

@@ -1,7 +1,8 @@
-"""What a recipe would do and cost, as plain data: rows, steps, rates, routing, step sizes, memory, operations, requests.
+"""What a recipe would do and cost, as plain data: rows, steps, rates, routing, memory, operations, requests.
 
 The model is built from its config alone, without weights; of the data, rows are counted and tokens taken where they
-are at hand. Neither a GPU nor, for the shipped recipes, the hub is needed: what is then not known is left out, and said.
+are at hand. Neither a GPU nor, for the shipped recipes, the hub is needed: what is then not known is left out, and
+said.
 """
 
 import math
@@ -9,6 +10,7 @@ import tempfile
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from ..trainers import build
 from ..trainers.run import Ready, get_ready, kind_of
 from . import known, processes
 from .compute import compute
-from .updates import held_in, updates
+from .updates import TYPICAL_WEIGHT, held_in, updates
 
 NO_GPU = "no GPU here: training on this machine needs trainer.use_cpu: true"
 
@@ -50,11 +52,8 @@ def plan(
         sight = _look(here, RunFolder(scratch), on_rows)
         args: Any = build.trl_config(here, Path(scratch), Ranks())
 
-    def build_model(num_blocks: int | None = None) -> PreTrainedModel:
-        return _model(sight.config, num_blocks)
-
     with torch.device("meta"), build.the_users(f"model {recipe.model.name_or_path}"):
-        model = build_model()
+        model = _model(sight.config)
     with build.the_users("optimizer", ValueError):
         routes = route(model, recipe.optimizer.aux)
         build_optimizer(model, **build.optimizer_settings(recipe))
@@ -65,7 +64,10 @@ def plan(
     )
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
     rates = _rates(recipe, args, steps)
-    costs = compute(recipe, build_model, sight.config.num_hidden_layers, counted, batch, args.max_length)
+    weight = getattr(sight.config, "initializer_range", None) or TYPICAL_WEIGHT
+    costs = compute(
+        recipe, partial(_model, sight.config), sight.config.num_hidden_layers, counted, batch, args.max_length
+    )
     shared = processes.processes(recipe, routes, num_ranks, costs)
     found = {
         "task": recipe.task,
@@ -76,7 +78,8 @@ def plan(
         "kind": kind_of(recipe.optimizer),
         "optimizer": recipe.optimizer.model_dump(exclude_none=True),
         "routing": routing_table(routes),
-        "updates": updates(recipe, routes, rates, getattr(sight.config, "initializer_range", None)),
+        "updates": updates(recipe, routes, rates, weight),
+        "typical_weight": weight,
         "weights_held_in": held_in(recipe),
         "processes": shared,
         "compute": costs.as_data(shared["map_flops"], steps),
@@ -111,14 +114,14 @@ def _look(here: Recipe, folder: RunFolder, on_rows: Callable[[int], object] | No
     return Sight(AutoConfig.from_pretrained(ours), None, published, (notice,))
 
 
-def _model(config: Any, num_blocks: int | None) -> PreTrainedModel:
-    """The model of a config, in the dtype that it trains in, with fewer blocks if told."""
+def _model(config: Any, num_blocks: int | None = None, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The model of a config, with fewer blocks if told."""
     config = deepcopy(config)
     if num_blocks is not None:
         config.num_hidden_layers = num_blocks
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:num_blocks]
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def _as_seen_here(recipe: Recipe) -> Recipe:

@@ -14,7 +14,7 @@ from ..optim.spectral_step import WORKSPACE_MB, WORKSPACE_MB_ELSEWHERE
 from ..recipe import Parallel, Recipe, parallel, rows_per_step, trainer_value
 from ..sharding.forecast import Forecast, forecast
 from ..sharding.memory import Component, Place, When
-from .compute import Compute
+from .compute import Compute, arithmetic
 
 NOT_COUNTED = "weights gathered in passing, padding, what the allocator wastes"
 MAPS = ("minimax", "sns", "muon")  # those whose cost spectral.num_flops knows
@@ -129,8 +129,6 @@ def _forecast(recipe: Recipe, routes: Sequence[Route], shared: Parallel, num_ran
         WORKSPACE_MB.get(use, WORKSPACE_MB_ELSEWHERE) if optimizer.workspace_mb is None else optimizer.workspace_mb
     )
     name: Any = optimizer.spectral_map or optimizer.name
-    bf16, fp16 = trainer_value(recipe, "bf16"), trainer.get("fp16")
-    half = "float16" if fp16 else "float32" if bf16 is False else "bfloat16"  # null: TRL takes bfloat16
     found = forecast(
         matrices,
         sum(math.prod(r.shape) for r in routes if r.rule != "spectral"),
@@ -139,7 +137,7 @@ def _forecast(recipe: Recipe, routes: Sequence[Route], shared: Parallel, num_ran
         optimizer=optimizer.name,
         spectral_map=name if name in MAPS else None,
         ns_steps=optimizer.ns_steps or 0,
-        arithmetic=half,
+        arithmetic=arithmetic(recipe),
         reference=recipe.task == "dpo" and not trainer.get("precompute_ref_log_probs"),
         workspace_mb=batched if optimizer.name == "soren" else 0,
     )
@@ -155,5 +153,7 @@ def _started(shared: Parallel, num_ranks: int) -> str:
 
 def metric(number: float, unit: str) -> str:
     """In three digits or more: 6.11 GB, 307 TFLOP."""
-    scale, prefix = next(((10.0**e, p) for e, p in ((12, "T"), (9, "G"), (6, "M")) if number >= 10**e), (1e3, "k"))
+    scale, prefix = next(
+        ((10.0**e, p) for e, p in ((18, "E"), (15, "P"), (12, "T"), (9, "G"), (6, "M")) if number >= 10**e), (1e3, "k")
+    )
     return f"{number / scale:.{0 if number >= 100 * scale else 1 if number >= 10 * scale else 2}f} {prefix}{unit}"

@@ -57,26 +57,25 @@ def _show_data(data: dict[str, Any], counted: Account | None, console: Console) 
 
 def _show_updates(found: dict[str, Any], console: Console) -> None:
     """Sizes of the steps, and what they come to; a sentence where that is next to nothing."""
-    dtype = found["weights_held_in"]
-    title = f"\nsteps of one weight, at the peak rate (near 0.02; weights held in {dtype})"
-    table = Table(title=title, title_justify="left", box=None)
-    for name in ("who steps", "shape", "tensors", "RMS", f"in {dtype}'s", "all of them"):
+    say = partial(console.print, markup=False, highlight=False)
+    dtype, weight = found["weights_held_in"], found["typical_weight"]
+    table = Table(title="\nhow far a step moves a weight", title_justify="left", box=None)
+    for name in ("who steps", "shape", "tensors", "RMS", f"in {dtype}'s", "all steps"):
         table.add_column(name, justify="left" if name in ("who steps", "shape") else "right")
     for row in found["updates"]:
-        shape = " x ".join(map(str, row["shape"])) if row["shape"] else ""
+        shape = " x ".join(map(str, row["shape"])) if row["shape"] else "all others"
         sizes = (f"{row['rms']:.1e}", f"{row['in_steps_of_dtype']:.2g}", f"{row['at_most']:.2g} x")
         table.add_row(_who(found, row["rule"]), shape, str(row["tensors"]), *sizes)
     console.print(table)
-    say = partial(console.print, markup=False, highlight=False)
-    say(f"          in {dtype}'s: against the distance of neighbouring numbers; below 0.5 most is lost")
-    say("          all of them: over the weight, were they to pull one way; they do not")
-    lost = [row for row in found["updates"] if row["sets_bfloat16"] < 1]
+    say(f"          RMS: at the peak rate. in {dtype}'s: over the distance of neighbouring")
+    say(f"          numbers near {weight:g}. all steps: over a weight of {weight:g}, at most")
+    lost = sum(row["tensors"] for row in found["updates"] if row["sets_bfloat16"] < 1)
     if lost:
-        number, all_of = sum(row["tensors"] for row in lost), sum(row["tensors"] for row in found["updates"])
+        of = sum(row["tensors"] for row in found["updates"])
         say(
-            f"notice    {number} of {all_of} tensors cannot move a typical weight by half of bfloat16's distance, in all "
-            "steps together: run or saved in bfloat16 they are those of the start. A larger learning rate, or "
-            "optimizer.adjust_lr_fn: match_rms_adamw, makes them move"
+            f"notice    All steps together cannot move a weight of {weight:g} to bfloat16's next number in {lost} of "
+            f"{of} tensors: run or saved in bfloat16, most of their weights are the start's. A larger learning rate "
+            "moves them"
         )
 
 

@@ -1,8 +1,8 @@
 """How far a step moves a weight, before any is taken, against the least distance that the weight can be moved.
 
 A map sends ordinary singular values to one level, so that the update of an m x n matrix has a root mean square of
-lr x scale x level / sqrt(max(m, n)), whatever the gradient. Source: shared arithmetic of Muon's family; measured updates
-stand in metrics.jsonl, and the check at the first step counts what rounding really takes.
+lr x scale x level / sqrt(max(m, n)), whatever the gradient. The measured ones stand in a
+run's metrics.jsonl.
 """
 
 import math
@@ -30,22 +30,22 @@ def held_in(recipe: Recipe) -> str:
 
 
 def updates(
-    recipe: Recipe, routes: Sequence[Route], rates: Sequence[dict[str, float]], weight: float | None
+    recipe: Recipe, routes: Sequence[Route], rates: Sequence[dict[str, float]], weight: float
 ) -> list[dict[str, Any]]:
-    """One row per rule and shape, of the matrices that are mapped and of all that AdamW steps.
+    """One row per rule and shape: of the matrices that are mapped, and one of all that AdamW steps.
 
-    "rms": of a step at the peak rate. "in_steps_of_dtype": in units of the distance between neighbouring numbers of the
-    weights' dtype at a typical weight; below 1/2, rounding loses most. "at_most": the sum over all steps, were they to pull one
-    way, over the weight. "sets_bfloat16": that sum over half the distance of bfloat16's, in which models are run and saved.
+    weight: a typical one. "rms": of a step at the peak rate; "in_steps_of_dtype": over the distance of neighbouring
+    numbers there, of the dtype that updates are added in (below 1/2, rounding takes most). "at_most": the sum over all
+    steps, were they to pull one way, over the weight; "sets_bfloat16": over half the distance in bfloat16, in which
+    models are run and saved.
     """
-    weight = weight or TYPICAL_WEIGHT
     dtype = getattr(torch, held_in(recipe))
     found = defaultdict(int)
     for r in routes:
         spectral = r.rule == "spectral" and recipe.optimizer.name != "adamw"
         found["spectral" if spectral else "adamw", r.shape if spectral else None] += 1
     rows = []
-    for (rule, shape), tensors in found.items():
+    for (rule, shape), tensors in sorted(found.items(), key=lambda item: item[0][0] == "adamw"):
         key = "lr" if rule == "spectral" or recipe.optimizer.name == "adamw" else "aux_lr"
         size = _rms(recipe, shape) if shape else ADAMW_RMS
         rms, total = (size * reduce(rate[key] for rate in rates) for reduce in (max, sum))

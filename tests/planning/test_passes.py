@@ -1,0 +1,63 @@
+"""What a plan says of a pass is what a pass on real tensors holds."""
+
+import pytest
+import torch
+from transformers import MistralConfig, Qwen2Config
+
+from soren_align.planning import plan
+from soren_align.planning.passes import Passes
+from soren_align.sharding.meter import Meter
+from soren_align.trainers.build import as_trl_calls_it
+
+SHAPE = {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, "num_key_value_heads": 2}
+CONFIGS = {
+    "qwen2": Qwen2Config(**SHAPE, num_hidden_layers=6, vocab_size=512, tie_word_embeddings=True),
+    "mistral": MistralConfig(**SHAPE, num_hidden_layers=6, vocab_size=512, tie_word_embeddings=False),
+}
+
+
+def on_real_tensors(config, rows, length, checkpointing, arithmetic):
+    """Peak bytes of the second of two batches, whose gradients are summed, beside weights and gradients."""
+    model = plan._model(config)
+    call = as_trl_calls_it(model, checkpointing)
+    tokens = torch.randint(0, config.vocab_size, (rows, length))
+
+    def one_pass():
+        with torch.autocast("cpu", dtype=arithmetic or torch.bfloat16, enabled=arithmetic is not None):
+            loss = call(tokens).loss
+        loss.backward()
+
+    one_pass()
+    with Meter() as meter:
+        one_pass()
+    return meter.peak
+
+
+def passes(config, checkpointing, arithmetic=None):
+    def build(num_blocks):
+        model = plan._model(config, num_blocks)
+        return model, as_trl_calls_it(model, checkpointing)
+
+    return Passes(build, config.num_hidden_layers, arithmetic)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("arithmetic", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_activations_are_those_of_a_real_pass(kind, arithmetic, checkpointing):
+    real = on_real_tensors(CONFIGS[kind], 4, 128, checkpointing, arithmetic)
+    assert passes(CONFIGS[kind], checkpointing, arithmetic).num_bytes(4, 128) == pytest.approx(real, rel=0.05)
+
+
+def test_operations_are_six_per_weight_and_token_and_those_of_attention():
+    blocks = 6 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 176)
+    attention = 6 * 2 * 64 * 64 * 64  # of one row: two products of 64 x 64 x 64 in each block, all heads together
+    # Head: of 63 of 64 positions, with the logits computed once more backward.
+    wanted = 6 * 128 * blocks + 8 * 126 * 64 * 512 + 3 * 2 * 2 * attention
+    assert passes(CONFIGS["mistral"], False).num_flops(2, 64) == pytest.approx(wanted, rel=1e-3)
+
+
+def test_checkpointing_computes_each_block_once_more_up_to_its_last_product():
+    plain, checkpointed = (passes(CONFIGS["qwen2"], c).num_flops(2, 64) for c in (False, True))
+    blocks = passes(CONFIGS["qwen2"], False).num_flops(2, 64, backward=False) - 2 * 126 * 64 * 512
+    assert checkpointed - plain == pytest.approx(blocks - 2 * 128 * 6 * 64 * 176, rel=1e-3)
