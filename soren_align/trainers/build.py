@@ -12,7 +12,7 @@ from trl import DPOConfig, SFTConfig
 from trl.chat_template_utils import get_training_chat_template
 
 from .. import shipped
-from ..data import load_split, set_template
+from ..data import load_mixture, load_split, set_template
 from ..optim import build_optimizer
 from ..recipe import Parallel, Recipe, UserError, accumulation, is_local, parallel, training_part
 from ..report import RunFolder, fingerprint
@@ -157,11 +157,15 @@ def _stop_at(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None
 
 def load_splits(recipe: Recipe) -> dict[str, Any]:
     """The recipe's rows, checked: {'train': Loaded, 'eval': Loaded or None}."""
-    held_out = recipe.data.eval
-    return {
-        "train": load_split(recipe.data.train, recipe.task),
-        "eval": load_split(held_out, recipe.task) if held_out else None,
+    asked = recipe.data.eval
+    splits = {
+        "train": (train := load_mixture(recipe.data.sources, recipe.task, recipe.trainer.get("seed", 42))),
+        "eval": (held_out := load_split(asked, recipe.task) if asked else None),
     }
+    # TRL decides by the training rows what of the others is trained.
+    if held_out and set(held_out.dataset.column_names) != set(train.dataset.column_names):
+        raise UserError(f"data.eval: has {held_out.layout}, and data.train {train.layout}; measure on the same kind")
+    return splits
 
 
 @contextlib.contextmanager
