@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.hub import cached_file, extract_commit_hash
 from trl import DPOConfig, SFTConfig
 from trl.chat_template_utils import get_training_chat_template
 
@@ -126,7 +127,7 @@ def build_trainer(
         "training": training_part(recipe),
         "processes": ranks.num_ranks,
         "data": splits["train"].source,
-        "start": fingerprint(start) or getattr(model.config, "_commit_hash", None),
+        "start": fingerprint(start) or _commit(start, recipe.model.revision),
     }
     with the_users("optimizer", ValueError):
         build_optimizer(model, **optimizer_settings(recipe))
@@ -143,6 +144,11 @@ def build_trainer(
             metrics=folder.metrics if ranks.is_first else None,
             parallel=parallel(recipe.run.parallel).kind if ranks.launched else None,
         )
+
+
+def _commit(name: str, revision: str | None) -> str | None:
+    """The commit of the hub's that a model was loaded from; its config no longer knows (transformers 5.23)."""
+    return extract_commit_hash(cached_file(name, "config.json", revision=revision), None)
 
 
 def _stop_at(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:

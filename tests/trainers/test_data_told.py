@@ -1,6 +1,7 @@
 """What a run says and records of its data and of its stop token."""
 
 import json
+import shutil
 
 import pytest
 from replicas import ANIMALS, chat_row, pair_row
@@ -69,3 +70,15 @@ def test_a_stop_token_that_is_not_the_templates_is_told_before_training(tiny_run
     assert run.train()
     said = " ".join(run.said.getvalue().split())
     assert "notice answers end with <|end|>, but the model stops at <|pad|>: write `eos_token: '<|end|>'` under" in said
+
+
+def test_the_commit_of_a_model_of_the_hub_is_recorded(tiny_run, tmp_path, monkeypatch):
+    made = tiny_run("sft", name="first")
+    made.prepare()
+    commit, cached = "c0ffee" + "0" * 34, tmp_path / "hub" / "models--owner--tiny"
+    shutil.copytree(made.folder.start, cached / "snapshots" / commit)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    run = tiny_run("sft", "model.name_or_path=owner/tiny", "model.init_seed=null", "model.revision=main")
+    assert run.trainer().origin["start"] == commit
