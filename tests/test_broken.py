@@ -211,7 +211,8 @@ PAIRS = {
     "no rejected": ({"chosen": PAIR["chosen"], "prompt": "Hello"}, r"dpo needs 'chosen' and 'rejected'"),
     "identical answers": ({**PAIR, "rejected": PAIR["chosen"]}, r"chosen and rejected are identical"),
     "different prompts": ({**PAIR, "rejected": chat("Bye", "blue")}, r"do not share a prompt: they part at turn \[0\]"),
-    "answers as text": ({"prompt": "Hello", "chosen": "red", "rejected": "blue"}, r"chosen is text, not a list"),
+    "answers as text, no prompt": ({"chosen": "red", "rejected": "blue"}, r"chosen is text, not a list"),
+    "equal answers as text": ({"prompt": "Hello", "chosen": "red", "rejected": "red"}, r"are identical"),
     "no question": ({k: v[1:] for k, v in PAIR.items()}, r"starts with the assistant"),
 }
 

@@ -183,3 +183,72 @@ def test_a_runs_own_recipe_can_be_read_from_anywhere(write, tmp_path, monkeypatc
     with pytest.raises(UserError):
         recipe.load(str(tmp_path / "resolved.yaml"))
     assert recipe.load_resolved(tmp_path / "resolved.yaml") == loaded
+
+
+MIXED = GOOD.replace("{path: org/data}", "[{path: org/data}, {path: org/more, weight: 0.25, split: train_sft}]")
+
+
+def test_a_mixture_is_a_list_and_comes_back_from_its_own_yaml(write):
+    loaded = recipe.load(write(MIXED))
+    assert [(s.path, s.weight, s.split) for s in loaded.data.sources] == [
+        ("org/data", 1.0, "train"),
+        ("org/more", 0.25, "train_sft"),
+    ]
+    assert recipe.load_text(recipe.to_yaml(loaded)) == loaded
+    assert [s.path for s in recipe.load(write(GOOD)).data.sources] == ["org/data"]
+    json.dumps(recipe.json_schema())
+
+
+def test_set_reaches_into_a_mixture(write):
+    loaded = recipe.load(write(MIXED), ["data.train.1.limit=7", "data.train.0.weight=2.0"])
+    assert [(s.limit, s.weight) for s in loaded.data.sources] == [(None, 2.0), (7, 0.25)]
+    for key in ("data.train.limit", "data.train.2.limit"):
+        with pytest.raises(UserError, match=rf"--set {key}=7: data.train is a list of 2; write data.train.0 for the"):
+            recipe.load(write(MIXED), [f"{key}=7"])
+    assert recipe.load(write(MIXED), ["data.train={path: org/other}"]).data.sources[0].path == "org/other"
+    with pytest.raises(UserError, match=r"--set data.train.1.limit=0 data.train.1.limit: found 0; it must be at least"):
+        recipe.load(write(MIXED), ["data.train.1.limit=0"])
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        (
+            "\n  - {path: org/data}\n  - {pth: org/more}",
+            r"my.yaml:6 data.train.1.pth: unknown key; did you mean 'path'",
+        ),
+        ("\n  - {path: org/data}\n  - {split: train}", r"my.yaml:6 data.train.1.path: is required"),
+        ("\n  - {path: org/data}\n  - {path: no.jsonl}", r"my.yaml:6 data.train.1.path: no file no.jsonl"),
+        ("\n  - {path: org/data, weight: 0}", r"my.yaml:5 data.train.0.weight: found 0; it must be more than 0"),
+        ("\n  - {path: org/data}\n  - org/more", r"my.yaml:6 data.train.1: found 'org/more'; write a section"),
+        ("[]", r"my.yaml:4 data.train: found \[\]; it is empty"),
+        ("org/data", r"my.yaml:4 data.train: found 'org/data'; write a section"),
+        ("{pth: org/data}", r"my.yaml:4 data.train.pth: unknown key; did you mean 'path'"),
+        ("{path: org/data, split: test_sft}", r"my.yaml:4 data.train.split: 'test_sft' is a test split.*train_on_test"),
+        ("[{path: org/data, split: 'validation[:50%]'}]", r"data.train.0.split: 'validation\[:50%\]' is a test split"),
+        ("{path: my.jsonl, split: 'train[:10%]'}", r"data.train.split: .*a file is always taken whole; write limit"),
+    ],
+)
+def test_what_is_wrong_with_training_rows_is_said_with_its_line(write, tmp_path, monkeypatch, train, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.jsonl").write_text("{}\n")
+    with pytest.raises(UserError, match=message) as error:
+        recipe.load(write(GOOD.replace("train: {path: org/data}", f"train: {train}")))
+    assert len(error.value.problems) == 1
+
+
+def test_a_test_split_is_trained_on_only_in_so_many_words(write):
+    for split in ("train", "train_sft", "train_sft[:10%]", "latest", "attest", "devices", "default", "evaluate_me_not"):
+        recipe.load(write(GOOD.replace("org/data}", f"org/data, split: '{split}'}}")))
+    for split in ("test", "test_prefs", "prefs_test", "val", "validation", "eval", "dev", "Test", "train+test"):
+        text = GOOD.replace("org/data}", f"org/data, split: '{split}'}}")
+        with pytest.raises(UserError, match="is a test split"):
+            recipe.load(write(text))
+        assert recipe.load(write(text.replace("split:", "train_on_test: true, split:"))).data.train.split == split
+
+
+def test_held_out_rows_are_one_split(write):
+    text = GOOD.replace("  train:", "  eval: [{path: org/a}]\n  train:")
+    with pytest.raises(UserError, match=r"my.yaml:4 data.eval: found a list; held-out rows are one split"):
+        recipe.load(write(text))
+    assert recipe.load(write(text.replace("[{path: org/a}]", "{path: org/a, split: test_sft}"))).data.eval.split

@@ -2,6 +2,7 @@
 
 from .columns import COLUMNS, Task
 from .load import Loaded, load_split
+from .mixture import load_mixture
 from .preview import Account, account, show_example
 from .templates import check_template, set_template
 
@@ -12,6 +13,7 @@ __all__ = [
     "Task",
     "account",
     "check_template",
+    "load_mixture",
     "load_split",
     "set_template",
     "show_example",

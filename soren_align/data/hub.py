@@ -9,7 +9,7 @@ from .rows import SUFFIXES
 
 
 def fetch(path: str, split: str, revision: str | None) -> tuple[Dataset, str]:
-    """(the whole split, memory-mapped; the commit hash that `revision` stands for).
+    """(the split, or the part of it that `train[:10%]` names, memory-mapped; the commit that `revision` stands for).
 
     UserError if the hub has no such dataset, split or revision, or can neither be reached nor be done without.
     """
@@ -23,9 +23,15 @@ def fetch(path: str, split: str, revision: str | None) -> tuple[Dataset, str]:
         kind = OutOfReach if _is_out_of_reach(error) else UserError
         raise kind(_what_happened(path, error)) from None
     splits = list(builder.info.splits or {})
-    if split not in splits:
-        raise UserError(f"{path}: has no split '{split}'; it has {', '.join(splits)}")
-    dataset = builder.as_dataset(split=split)
+    named = [part.split("[")[0].strip() for part in split.split("+")]
+    if missing := next((name for name in named if name not in splits), None):
+        raise UserError(f"{path}: has no split '{missing}'; it has {', '.join(splits)}")
+    try:
+        dataset = builder.as_dataset(split=split)
+    except (ValueError, AssertionError) as error:  # train[:10], train[50%:] and the like
+        raise UserError(
+            f"{path}: no part of a split is '{split}': {error}; train[:10%] is one, and limit: 100"
+        ) from None
     assert isinstance(dataset, Dataset)
     return dataset, str(builder.hash)
 

@@ -22,7 +22,7 @@ from datasets.exceptions import DatasetGenerationError
 
 from .. import shipped
 from ..recipe import UserError, is_local
-from . import columns, hub, rows
+from . import columns, hub, rows, turns
 from .columns import Layout, Task
 
 NUM_NAMED = 5
@@ -44,7 +44,7 @@ class Loaded:
     """Rows ready for TRL, and where they came from."""
 
     dataset: Dataset
-    """Exactly the columns of the task: `messages`, or `chosen` and `rejected`."""
+    """Exactly the columns that TRL needs: see data.columns."""
     layout: str
     """What was recognised, in words: "chat messages (ultrachat_200k)"."""
     num_rows: int
@@ -52,9 +52,12 @@ class Loaded:
     dropped: dict[str, int]
     """Bad rows left out, reason -> number; empty unless `bad_rows` is drop."""
     source: dict[str, Any]
-    """For run.json: path, split, sha256 of a file or revision of a hub dataset, columns dropped."""
+    """For run.json: path, split, sha256 of a file or revision of a hub dataset, columns dropped; of a mixture all of
+    this for each of its `sources`."""
     notices: tuple[str, ...] = ()
     """What a person should know and nothing stops for."""
+    parts: tuple[int, ...] = ()
+    """Of a mixture: for each row the number of the source that it came from, from 0."""
 
 
 def load_split(spec: Split, task: Task) -> Loaded:
@@ -80,22 +83,17 @@ def _from_file(spec: Split, task: Task) -> tuple[Dataset, Layout, dict[str, int]
     file = _existing_file(spec)
     with file.open("rb") as stream:
         sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
-    objects = (row for _, row in rows.read_rows(file) if isinstance(row, dict))
-    layout = columns.recognise(list(next(objects, columns.COLUMNS[task])), task, spec.path)
+    layout = columns.recognise(_sample((row for _, row in rows.read_rows(file)), task), task, spec.path)
 
     between = ":" if rows.in_lines(file) else " row "
 
     def numbered() -> Iterator[tuple[str, Any]]:
         return ((f"{spec.path}{between}{n}", row) for n, row in islice(rows.read_rows(file), spec.limit))
 
-    turns = List({"role": Value("string"), "content": Value("string")})
-    features = Features({column: turns for column in layout.kept})
-    # The rules are part of the key: rows that an older rule let through are checked again.
-    rules = b"".join(Path(module).read_bytes() for module in (columns.__file__, rows.__file__, __file__))
-    key = hashlib.sha256(repr((sha256, file.suffix, task, spec.limit, spec.bad_rows)).encode() + rules).hexdigest()[:32]
+    key = _key(sha256, file.suffix, task, spec.limit, spec.bad_rows)
     try:
-        good_rows = partial(_good_rows, numbered, task, spec.path, spec.bad_rows)
-        dataset = Dataset.from_generator(good_rows, features=features, fingerprint=key)
+        good_rows = partial(_good_rows, numbered, layout, task, spec.path, spec.bad_rows)
+        dataset = Dataset.from_generator(good_rows, features=_features(layout.kept), fingerprint=key)
     except (DatasetGenerationError, OSError) as error:
         cause = error.__cause__ if isinstance(error, DatasetGenerationError) else error
         if isinstance(cause, UserError):
@@ -104,7 +102,26 @@ def _from_file(spec: Split, task: Task) -> tuple[Dataset, Layout, dict[str, int]
             raise
         where = config.HF_DATASETS_CACHE
         raise UserError(f"{spec.path}: cannot be cached in {where} (HF_DATASETS_CACHE): {cause}") from None
-    return dataset, layout, _dropped(numbered(), task, spec), {"split": "all", "sha256": sha256}
+    return dataset, layout, _dropped(numbered(), layout, spec), {"split": "all", "sha256": sha256}
+
+
+def _sample(every: Iterable[Any], task: Task) -> dict[str, Any]:
+    """A row to tell the form by: the first object, or one after it that leaves no column empty."""
+    objects = list(islice((row for row in every if isinstance(row, dict)), 50))
+    whole = (row for row in objects if None not in row.values())
+    return next(whole, objects[0] if objects else dict.fromkeys(columns.COLUMNS[task]))
+
+
+def _features(kept: tuple[str, ...]) -> Features:
+    chat = List({"role": Value("string"), "content": Value("string")})
+    is_chat = kept in columns.COLUMNS.values()
+    return Features({column: chat if is_chat else Value("string") for column in kept})
+
+
+def _key(*what: Any) -> str:
+    # The rules are part of the key: rows that an older rule let through are checked again.
+    rules = b"".join(Path(m).read_bytes() for m in (columns.__file__, turns.__file__, rows.__file__, __file__))
+    return hashlib.sha256(repr(what).encode() + rules).hexdigest()[:32]
 
 
 def _existing_file(spec: Split) -> Path:
@@ -123,23 +140,20 @@ def _existing_file(spec: Split) -> Path:
 
 
 def _good_rows(
-    numbered: Callable[[], Iterable[tuple[str, Any]]], task: Task, where: str, bad_rows: str
-) -> Iterator[dict[str, list[dict[str, str]]]]:
+    numbered: Callable[[], Iterable[tuple[str, Any]]], layout: Layout, task: Task, where: str, bad_rows: str
+) -> Iterator[dict[str, Any]]:
     """Every good row, reduced; at the end a UserError if there was none, or a bad one that must not be dropped."""
     named: list[str] = []
     num_rows = num_bad = 0
     for place, row in numbered():
         num_rows += 1
-        problem = _problem(row, task)
-        if problem is None:
-            yield {
-                column: [{"role": turn["role"], "content": turn["content"]} for turn in row[column]]
-                for column in columns.COLUMNS[task]
-            }
+        found = _read(row, layout)
+        if not isinstance(found, str):
+            yield found
         else:
             num_bad += 1
             if num_bad <= NUM_NAMED:
-                named.append(f"  {place}: {problem}")
+                named.append(f"  {place}: {found}")
     if num_rows == 0:
         raise UserError(f"{where}: has no rows")
     if num_bad == num_rows or (num_bad > 0 and bad_rows == "refuse"):
@@ -149,16 +163,16 @@ def _good_rows(
         raise UserError(head, *named, *more)
 
 
-def _problem(row: Any, task: Task) -> str | None:
-    return row.reason if isinstance(row, rows.Unreadable) else columns.row_problem(row, task)
+def _read(row: Any, layout: Layout) -> dict[str, Any] | str:
+    return row.reason if isinstance(row, rows.Unreadable) else columns.read_row(row, layout)
 
 
-def _dropped(numbered: Iterable[tuple[str, Any]], task: Task, spec: Split) -> dict[str, int]:
+def _dropped(numbered: Iterable[tuple[str, Any]], layout: Layout, spec: Split) -> dict[str, int]:
     """Reasons of the rows that `_good_rows` left out: counted anew, since a cached dataset does not know them."""
     if spec.bad_rows == "refuse":
         return {}
-    problems = (_problem(row, task) for _, row in numbered)
-    return dict(Counter(re.sub(r"\[\d+\]", "", problem) for problem in problems if problem).most_common())
+    found = (_read(row, layout) for _, row in numbered)
+    return dict(Counter(re.sub(r"\[\d+\]", "", f) for f in found if isinstance(f, str)).most_common())
 
 
 def _from_hub(spec: Split, task: Task) -> tuple[Dataset, Layout, dict[str, int], dict[str, Any]]:
@@ -166,21 +180,47 @@ def _from_hub(spec: Split, task: Task) -> tuple[Dataset, Layout, dict[str, int],
     dataset, revision = hub.fetch(spec.path, spec.split, spec.revision)
     if spec.limit is not None:
         dataset = dataset.select(range(min(spec.limit, len(dataset))))
-    layout = columns.recognise(dataset.column_names, task, where)
-    dataset = dataset.select_columns(list(layout.kept))
+    layout = columns.recognise(_sample(_rows(dataset.select(range(min(50, len(dataset))))), task), task, where)
+    dataset = dataset.select_columns(list(layout.reads))
 
     def numbered() -> Iterator[tuple[str, Any]]:
-        batches: Any = dataset.with_format("arrow").iter(batch_size=1000)
-        every = (row for batch in batches for row in batch.to_pylist())
-        return ((f"{where} row {n}", row) for n, row in enumerate(every, start=1))
+        return ((f"{where} row {n}", row) for n, row in enumerate(_rows(dataset), start=1))
 
-    for _ in _good_rows(numbered, task, where, spec.bad_rows):
+    for _ in _good_rows(numbered, layout, task, where, spec.bad_rows):
         pass
-    dropped = _dropped(numbered(), task, spec)
+    dropped = _dropped(numbered(), layout, spec)
+    origin = {"split": spec.split, "revision": revision}
     if dropped:
-        good = [i for i, (_, row) in enumerate(numbered()) if _problem(row, task) is None]
-        return dataset.select(good), layout, dropped, {"split": spec.split, "revision": revision}
-    return dataset, layout, dropped, {"split": spec.split, "revision": revision}
+        dataset = dataset.select(
+            [i for i, (_, row) in enumerate(numbered()) if not isinstance(_read(row, layout), str)]
+        )
+    return dataset if layout.reads == layout.kept else _rewritten(dataset, layout), layout, dropped, origin
+
+
+def _rows(dataset: Dataset) -> Iterator[dict[str, Any]]:
+    batches: Any = dataset.with_format("arrow").iter(batch_size=1000)
+    return (row for batch in batches for row in batch.to_pylist())
+
+
+def _rewritten(dataset: Dataset, layout: Layout) -> Dataset:
+    """The good rows of a hub dataset in TRL's columns; written once into the datasets cache."""
+    return dataset.map(
+        partial(columns.read_row, layout=layout),
+        remove_columns=dataset.column_names,
+        features=_features(layout.kept),
+        new_fingerprint=_key(dataset._fingerprint, layout.words),
+        load_from_cache_file=True,
+    )
+
+
+def canonical(dataset: Dataset) -> Dataset:
+    """The same rows with turns of exactly {role, content}, as they must be to stand beside others."""
+    features = _features(tuple(dataset.column_names))
+    if dataset.features.arrow_schema == features.arrow_schema:
+        return dataset
+    key = _key(dataset._fingerprint, "canonical")
+    with _quiet():
+        return dataset.map(columns.bare, features=features, new_fingerprint=key, load_from_cache_file=True)
 
 
 @contextmanager

@@ -1,9 +1,9 @@
 """What training will see, counted and shown: rows kept and dropped, tokens trained, one example to look at."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from datasets import Dataset
@@ -35,6 +35,8 @@ class Account:
     """(text, trained) pieces of the first row kept; for DPO exactly prompt, chosen, rejected."""
     stop_token_trained: bool
     """Whether any row kept ends in a trained eos. If none does, the model never learns to stop."""
+    kept_of_parts: tuple[int, ...] = ()
+    """Of a mixture: the rows kept of each source."""
 
 
 def account(
@@ -44,12 +46,16 @@ def account(
     *,
     max_length: int | None,
     assistant_only_loss: bool = False,
+    completion_only_loss: bool = True,
+    parts: Sequence[int] = (),
     on_rows: Callable[[int], object] | None = None,
 ) -> Account:
     """What TRL will make of a dataset from `load_split`, without a model.
 
     tokenizer: as the trainer will have it (its template and eos); not modified.
     max_length: TRL's, None for no truncation. With packing pass None: TRL then neither cuts nor drops rows.
+    completion_only_loss: of plain prompts and completions; conversations know no such thing.
+    parts: of a mixture, the number of each row's source.
     on_rows: called with the number of rows just done, for a progress bar.
     """
     tokenizer = deepcopy(tokenizer)
@@ -59,11 +65,13 @@ def account(
     for batch in dataset.iter(batch_size=BATCH):
         assert isinstance(batch, dict)
         before = len(tally.lengths)
-        for row in encode(batch, task, tokenizer, assistant_only_loss):
-            tally.add(row)
+        for row in encode(batch, task, tokenizer, assistant_only_loss, completion_only_loss):
+            part = parts[len(tally.lengths)] if parts else 0
+            tally.kept[part] += tally.add(row)
         if on_rows is not None:
             on_rows(len(tally.lengths) - before)
-    return tally.account()
+    counted = tally.account()
+    return replace(counted, kept_of_parts=tuple(tally.kept[i] for i in range(max(parts) + 1))) if parts else counted
 
 
 class _Tally:
@@ -75,15 +83,17 @@ class _Tally:
         self.max_length = max_length
         self.lengths: list[int] = []
         self.dropped: Counter[str] = Counter()
+        self.kept: Counter[int] = Counter()
         self.num_truncated = self.num_tokens = self.num_trained = 0
         self.example: list[tuple[str, bool]] = []
         self.stops = False
 
-    def add(self, row: Row) -> None:
+    def add(self, row: Row) -> bool:
+        """Whether the row is kept."""
         self.lengths.append(row.length)
         if why := row.why_dropped(self.task, self.max_length):
             self.dropped[why] += 1
-            return
+            return False
         cut = [side.cut(self.max_length) for side in row.sides]
         self.num_truncated += self.max_length is not None and row.length > self.max_length
         self.num_tokens += sum(len(side.ids) for side in cut)
@@ -92,6 +102,7 @@ class _Tally:
         self.stops = self.stops or (whole and ends_in_trained_stop(cut[0], self.tokenizer))
         if not self.example:
             self.example = pieces(cut, row.num_prompt, self.tokenizer)
+        return True
 
     def account(self) -> Account:
         ordered = sorted(self.lengths) or [0]

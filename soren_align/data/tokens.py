@@ -52,12 +52,25 @@ class Row(NamedTuple):
 
 
 def encode(
-    columns: dict[str, list[Any]], task: Task, tokenizer: PreTrainedTokenizerBase, assistant_only_loss: bool
+    columns: dict[str, list[Any]],
+    task: Task,
+    tokenizer: PreTrainedTokenizerBase,
+    assistant_only_loss: bool,
+    completion_only_loss: bool = True,
 ) -> Iterator[Row]:
-    """The rows of a batch {column: conversations}; for DPO the last turn is trained, for SFT all or what is marked."""
+    """The rows of a batch {column: conversations, or texts}.
+
+    For DPO the answers are trained. For SFT all; or what is marked; or, where there is one, the completion.
+    """
     if task == "dpo":
+        if "prompt" in columns:
+            return _encode_plain_pairs(columns["prompt"], columns["chosen"], columns["rejected"], tokenizer)
         return _encode_pairs(columns["chosen"], columns["rejected"], tokenizer)
-    return _encode_chats(columns["messages"], tokenizer, assistant_only_loss)
+    if "messages" in columns:
+        return _encode_chats(columns["messages"], tokenizer, assistant_only_loss)
+    if "text" in columns:
+        return _encode_texts(columns["text"], tokenizer)
+    return _encode_completions(columns["prompt"], columns["completion"], tokenizer, completion_only_loss)
 
 
 def _encode_chats(chats: list[Any], tokenizer: PreTrainedTokenizerBase, assistant_only: bool) -> Iterator[Row]:
@@ -80,9 +93,47 @@ def _encode_pairs(chosen: list[Any], rejected: list[Any], tokenizer: PreTrainedT
         tokenizer.apply_chat_template(rejected, return_dict=True),
     ]
     for prompt, *sides in zip(*(e["input_ids"] for e in encoded), strict=True):
-        # A template may render the prompt alone differently; the completion starts where the two part.
-        num_prompt = min(_num_shared(prompt, ids) for ids in sides)
-        yield Row(tuple(Tokens(ids, [i >= num_prompt for i in range(len(ids))]) for ids in sides), num_prompt)
+        yield _after_prompt(prompt, sides)
+
+
+def _encode_plain_pairs(
+    prompts: list[str], chosen: list[str], rejected: list[str], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[Row]:
+    for prompt, *answers in zip(prompts, chosen, rejected, strict=True):
+        sides = [_ids(prompt + _ended(answer, tokenizer), tokenizer) for answer in answers]
+        yield _after_prompt(_ids(prompt, tokenizer), sides)
+
+
+def _encode_completions(
+    prompts: list[str], completions: list[str], tokenizer: PreTrainedTokenizerBase, completion_only: bool
+) -> Iterator[Row]:
+    for prompt, completion in zip(prompts, completions, strict=True):
+        ids = _ids(prompt + _ended(completion, tokenizer), tokenizer)
+        (tokens,), _ = _after_prompt(_ids(prompt, tokenizer), [ids])
+        yield Row((tokens if completion_only else Tokens(ids, [True] * len(ids)),), 0)
+
+
+def _encode_texts(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[Row]:
+    for text in texts:
+        ids = _ids(_ended(text, tokenizer), tokenizer)
+        yield Row((Tokens(ids, [True] * len(ids)),), 0)
+
+
+def _ended(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    eos = str(tokenizer.eos_token)
+    return text if text.endswith(eos) else text + eos
+
+
+def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    ids: Any = tokenizer(text)["input_ids"]
+    return ids
+
+
+def _after_prompt(prompt: list[int], sides: list[list[int]]) -> Row:
+    # A template may render the prompt alone differently, and tokens may merge across its end: the completion starts
+    # where the two part.
+    num_prompt = min(_num_shared(prompt, ids) for ids in sides)
+    return Row(tuple(Tokens(ids, [i >= num_prompt for i in range(len(ids))]) for ids in sides), num_prompt)
 
 
 def _num_shared(a: Sequence[int], b: Sequence[int]) -> int:

@@ -5,6 +5,8 @@ The checks look at the raw data, so that they find their mistakes in the same pa
 
 import difflib
 import importlib.util
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +34,11 @@ def second_look(raw: dict[str, Any]) -> list[tuple[Key, str]]:
     template = get("model", "chat_template")
     if isinstance(template, str):
         found += [(("model", "chat_template"), m) for m in _template_problems(template)]
-    for split in ("train", "eval"):
-        data = get("data", split, "path")
-        if isinstance(data, str) and data:
-            found += [(("data", split, "path"), m) for m in _data_problems(data)]
+    for at, split in _splits(get("data")):
+        path = split.get("path")
+        if isinstance(path, str) and path:
+            found += [((*at, "path"), m) for m in _data_problems(path)]
+            found += [((*at, "split"), m) for m in _split_problems(path, split, is_trained=at[1] == "train")]
     resolution = get("optimizer", "resolution")
     if isinstance(resolution, int | float) and resolution not in (0.01, 0.001):
         found.append((("optimizer", "resolution"), f"found {resolution!r}; write 0.01 or 0.001"))
@@ -174,6 +177,39 @@ def _data_problems(path: str) -> list[str]:
     if file.suffix not in (".jsonl", ".json", ".parquet"):
         return [f"{path}: cannot read '{file.suffix}'; name a .jsonl, .json or .parquet file"]
     return [f"{path} is empty"] if file.stat().st_size == 0 else []
+
+
+def _splits(data: Any) -> Iterator[tuple[Key, dict[str, Any]]]:
+    """Every split of the data section, and where it stands."""
+    for name in ("train", "eval"):
+        found = data.get(name) if isinstance(data, dict) else None
+        several = enumerate(found) if isinstance(found, list) else [(None, found)]
+        for i, split in several:
+            if isinstance(split, dict):
+                yield ("data", name) if i is None else ("data", name, i), split
+
+
+def is_test_split(split: str) -> bool:
+    """Whether a split's name says that it is there to measure on: test_sft, validation, eval."""
+    return _TEST.search(split.lower()) is not None
+
+
+_TEST = re.compile(r"(?<![a-z])(tests?|val|valid|validation|eval|evaluation|dev|held_?out)(?![a-z])")
+
+
+def _split_problems(path: str, split: dict[str, Any], is_trained: bool) -> list[str]:
+    name = split.get("split", "train")
+    if not isinstance(name, str):
+        return []
+    if is_local(path):
+        wants_part = "[" in name
+        return [f"found {name!r}, but a file is always taken whole; write limit"] if wants_part else []
+    if is_trained and is_test_split(name) and split.get("train_on_test") is not True:
+        return [
+            f"'{name}' is a test split, and what is trained on measures nothing any more; name another, or write "
+            "train_on_test: true beside it"
+        ]
+    return []
 
 
 def _names(folder: Path) -> list[str]:

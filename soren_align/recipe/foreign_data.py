@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from .checks import is_local
+from .checks import is_local, is_test_split
 from .foreign_names import AS_READ, OTHERWISE, Note, among
 from .models import UserError
 
@@ -17,7 +17,6 @@ ROOTS = ("dataset_mixture", "dataset_mixer", "datasets", "dataset_name")
 BESIDE = "dataset_splits dataset_configs dataset_config dataset_train_split dataset_test_split test_split_size "
 BESIDE += "val_set_size test_datasets"
 _ENTRY = ("path", "split", "at", "revision", "config", "data_files", "weight", "fraction")
-_TEST = re.compile(r"(test|val|valid|validation|eval|dev|heldout)(?![a-z])")
 _SLICE = re.compile(r"([^\[]+)\[(?::(\d+))?(.*)")
 
 
@@ -44,7 +43,7 @@ def read_data(source: dict[str, Any], asks_for_eval: bool) -> Data:
     if root is None:
         raise UserError("no dataset is named: write dataset_name (or datasets, dataset_mixture)")
     data, entries = Data(), _entries(source, root)
-    held_out = [e for e in entries if _TEST.match(e["split"])]
+    held_out = [e for e in entries if is_test_split(e["split"])]
     train = [e for e in entries if e not in held_out]
     if not train:
         raise UserError(f"{root}: only test splits are named; name one to train on")

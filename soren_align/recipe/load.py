@@ -17,7 +17,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from .. import shipped
 from . import trl_config
 from .checks import Key, second_look
-from .models import Recipe, UserError, resolve
+from .models import ONE, SEVERAL, Recipe, UserError, resolve
 
 
 def load(name_or_path: str, overrides: list[str] | None = None, task: str | None = None) -> Recipe:
@@ -133,6 +133,8 @@ def _plain(node: Any, at: Key, lines: dict[Key, str], file: str) -> Any:
             lines[(*at, key)] = f"{file}:{node.lc.key(key)[0] + 1}"
         return {key: _plain(value, (*at, key), lines, file) for key, value in node.items()}
     if isinstance(node, CommentedSeq):
+        for i in range(len(node)):
+            lines[(*at, i)] = f"{file}:{node.lc.item(i)[0] + 1}"
         return [_plain(value, (*at, i), lines, file) for i, value in enumerate(node)]
     if isinstance(node, bool) or node is None:
         return node
@@ -144,7 +146,7 @@ def _plain(node: Any, at: Key, lines: dict[Key, str], file: str) -> Any:
 
 def _override(text: str, raw: dict[str, Any], lines: dict[Key, str], wrong: list[str]) -> None:
     key, equals, value = text.partition("=")
-    keys = key.strip().split(".")
+    keys: list[Any] = key.strip().split(".")
     if not equals or not all(keys):
         wrong.append(f"--set {text}: write --set section.key=value")
         return
@@ -153,15 +155,23 @@ def _override(text: str, raw: dict[str, Any], lines: dict[Key, str], wrong: list
     except YAMLError:
         wrong.append(f"--set {text}: the value is not valid YAML")
         return
-    node = raw
-    for part in keys[:-1]:
-        if node.get(part) is None:
+    node: Any = raw
+    for i, part in enumerate(keys):
+        if isinstance(node, list):  # data.train.0.limit: the first of a list
+            if not (part.isdecimal() and int(part) < len(node)):
+                there = ".".join(map(str, keys[:i]))
+                wrong.append(f"--set {text}: {there} is a list of {len(node)}; write {there}.0 for the first")
+                return
+            part = keys[i] = int(part)
+        elif i + 1 < len(keys) and node.get(part) is None:
             node[part] = {}
-        if not isinstance(node[part], dict):
+        if i + 1 == len(keys):
+            node[part] = parsed
+        elif isinstance(node[part], dict | list):
+            node = node[part]
+        else:
             wrong.append(f"--set {text}: '{part}' is not a section")
             return
-        node = node[part]
-    node[keys[-1]] = parsed
     for depth in range(1, len(keys) + 1):
         lines.setdefault(tuple(keys[:depth]), f"--set {text}")
     lines[tuple(keys)] = f"--set {text}"
@@ -172,7 +182,9 @@ def _check(raw: dict[str, Any], lines: dict[Key, str], wrong: list[str], task: s
     try:
         recipe = Recipe.model_validate(raw)
     except ValidationError as error:
-        wrong += [_say(e, lines) for e in _without_echoes(error.errors(include_url=False))]
+        found = error.errors(include_url=False)
+        errors = [{**e, "loc": tuple(part for part in e["loc"] if part not in (ONE, SEVERAL))} for e in found]
+        wrong += [_say(e, lines) for e in _without_echoes(errors)]
     kind = raw.get("task")
     if kind in trl_config.CLASSES:
         if task and kind != task:
@@ -246,6 +258,8 @@ def _say(error: Any, lines: dict[Key, str]) -> str:
             close = difflib.get_close_matches(str(found), choices, n=1, cutoff=0.5)
             hint = f"; did you mean '{close[0]}'?" if close else ""
             return f"{where} found {found!r}; write {_or(choices)}{_INSTEAD.get(key, hint)}"
+        case "model_type" if key == ("data", "eval") and isinstance(found, list):
+            return f"{where} found a list; held-out rows are one split (data.train may be several)"
         case "model_type" | "dict_type":
             return f"{where} found {found!r}; write a section (indented keys below it)"
 
@@ -264,7 +278,7 @@ def _say(error: Any, lines: dict[Key, str]) -> str:
         "less_than_equal": f"it must be at most {bound('le'):g}",
         "finite_number": "it must be finite",
         "string_too_short": "it is empty",
-        "too_short": f"write {error.get('ctx', {}).get('min_length')} values",
+        "too_short": "it is empty" if bound("min_length") == 1 else f"write {bound('min_length')} values",
         "too_long": f"write {error.get('ctx', {}).get('max_length')} values",
     }.get(error["type"], error["msg"])
     hint = " (YAML's word for nothing is null)" if found == "None" else ""
@@ -277,8 +291,9 @@ def _or(words: list[str]) -> str:
 
 def _known_keys(at: Key) -> list[str]:
     model: Any = Recipe
-    for part in at:
+    for part in (part for part in at if isinstance(part, str)):
         annotation = model.model_fields[part].annotation if part in model.model_fields else None
         kinds = [annotation, *getattr(annotation, "__args__", ())]
+        kinds = [getattr(kind, "__origin__", kind) for kind in kinds]  # Annotated
         model = next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), Recipe)
     return list(model.model_fields)

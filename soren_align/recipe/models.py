@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from . import trl_config
 
@@ -55,7 +55,7 @@ class DataSplit(_Section):
     path: Annotated[str, Field(min_length=1)]
     """A .jsonl, .json or .parquet file (`shipped:...` for a shipped one) or a dataset on the Hugging Face hub."""
     split: str = "train"
-    """The hub dataset's split; a file is always taken whole."""
+    """The hub dataset's split, or a part of one (`train_sft[:10%]`); a file is always taken whole."""
     limit: Annotated[int, Field(ge=1)] | None = None
     """Only the first so many rows."""
     revision: str | None = None
@@ -65,12 +65,39 @@ class DataSplit(_Section):
     and say how many and why. For data that one cannot mend, such as the hub's."""
 
 
-class Data(_Section):
-    """What is learned from. Columns are recognised: `messages` for SFT, `chosen` and `rejected` for DPO."""
+class TrainSplit(DataSplit):
+    """Rows to train on, and how many times."""
 
-    train: DataSplit
+    weight: Positive = 1.0
+    """So many times the rows: 2 takes each twice, 0.25 a quarter, drawn by trainer.seed."""
+    train_on_test: bool = False
+    """Train on a split that is called a test split, although nothing measured on it afterwards means anything."""
+
+
+# The words stand in the place of an error in a union, and are taken out of it again (load.py).
+ONE, SEVERAL = "<one>", "<several>"
+
+
+def _number(train: Any) -> str:
+    return SEVERAL if isinstance(train, list | tuple) else ONE
+
+
+class Data(_Section):
+    """What is learned from. Columns are recognised: conversations (`messages`, ShareGPT's `conversations`), prompts
+    with completions or with two answers, plain text."""
+
+    train: Annotated[
+        Annotated[TrainSplit, Tag(ONE)] | Annotated[Annotated[list[TrainSplit], Field(min_length=1)], Tag(SEVERAL)],
+        Discriminator(_number),
+    ]
+    """One split, or a list of several that are shuffled together by trainer.seed."""
     eval: DataSplit | None = None
     """Held-out rows for the loss that `trainer.eval_strategy` asks for."""
+
+    @property
+    def sources(self) -> list[TrainSplit]:
+        """What is trained on, as a list."""
+        return self.train if isinstance(self.train, list) else [self.train]
 
 
 class Optimizer(_Section):

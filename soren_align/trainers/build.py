@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from huggingface_hub import constants
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.hub import cached_file, extract_commit_hash
 from trl import DPOConfig, SFTConfig
 from trl.chat_template_utils import get_training_chat_template
 from trl.trainer.utils import add_fused_lm_head
 
 from .. import shipped
-from ..data import load_split, set_template
+from ..data import load_mixture, load_split, set_template
 from ..optim import build_optimizer
 from ..recipe import OutOfReach, Parallel, Recipe, UserError, accumulation, is_local, parallel, training_part
 from ..report import RunFolder, fingerprint
@@ -138,7 +139,7 @@ def build_trainer(
         "training": training_part(recipe),
         "processes": ranks.num_ranks,
         "data": splits["train"].source,
-        "start": fingerprint(start) or getattr(model.config, "_commit_hash", None),
+        "start": fingerprint(start) or _commit(start, recipe.model.revision),
     }
     with the_users("optimizer", ValueError):
         build_optimizer(model, **optimizer_settings(recipe))
@@ -157,6 +158,11 @@ def build_trainer(
         )
 
 
+def _commit(name: str, revision: str | None) -> str | None:
+    """The commit of the hub's that a model was loaded from; its config no longer knows (transformers 5.23)."""
+    return extract_commit_hash(cached_file(name, "config.json", revision=revision), None)
+
+
 def _stop_at(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """End answers at the tokenizer's eos too, as TRL's SFTTrainer does for its eos_token; DPOTrainer has none."""
     token: Any = tokenizer.eos_token_id
@@ -169,11 +175,15 @@ def _stop_at(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None
 
 def load_splits(recipe: Recipe) -> dict[str, Any]:
     """The recipe's rows, checked: {'train': Loaded, 'eval': Loaded or None}."""
-    held_out = recipe.data.eval
-    return {
-        "train": load_split(recipe.data.train, recipe.task),
-        "eval": load_split(held_out, recipe.task) if held_out else None,
+    asked = recipe.data.eval
+    splits = {
+        "train": (train := load_mixture(recipe.data.sources, recipe.task, recipe.trainer.get("seed", 42))),
+        "eval": (held_out := load_split(asked, recipe.task) if asked else None),
     }
+    # TRL decides by the training rows what of the others is trained.
+    if held_out and set(held_out.dataset.column_names) != set(train.dataset.column_names):
+        raise UserError(f"data.eval: has {held_out.layout}, and data.train {train.layout}; measure on the same kind")
+    return splits
 
 
 @contextlib.contextmanager

@@ -32,6 +32,8 @@ class Ready:
     splits: dict[str, Any]
     account: Any
     """What TRL will make of the training rows: data.preview.Account. None on all ranks but the first."""
+    notices: tuple[str, ...] = ()
+    """What a person should know of data and template, and nothing stops for."""
 
 
 def get_ready(
@@ -53,14 +55,26 @@ def get_ready(
         return Ready(recipe, start, tokenizer, splits, None)
     assistant_only = bool(recipe.trainer.get("assistant_only_loss"))
     train = splits["train"].dataset
-    check_template(tokenizer, recipe.task, assistant_only, train)
-    counted = account(train, recipe.task, tokenizer, max_length=config.max_length, assistant_only_loss=assistant_only)
+    completion_only = recipe.trainer.get("completion_only_loss")
+    notices = check_template(tokenizer, recipe.task, assistant_only, train, completion_only)
+    counted = account(
+        train,
+        recipe.task,
+        tokenizer,
+        max_length=config.max_length,
+        assistant_only_loss=assistant_only,
+        completion_only_loss=completion_only is not False,
+        parts=splits["train"].parts,
+        on_rows=on_rows,
+    )
     if counted.num_kept == 0:
         raise UserError(
-            f"{recipe.data.train.path}: none of {counted.num_rows} rows can be trained on: "
+            f"{splits['train'].source['path']}: none of {counted.num_rows} rows can be trained on: "
             f"{_reasons(counted.dropped)}. trainer.max_length is {config.max_length}"
         )
-    return Ready(recipe, start, tokenizer, splits, counted)
+    if not counted.stop_token_trained and not notices:
+        notices = [f"no answer is trained to its end: all are cut at trainer.max_length {config.max_length}"]
+    return Ready(recipe, start, tokenizer, splits, counted, (*splits["train"].notices, *notices))
 
 
 def train(ready: Ready, folder: RunFolder, console: Console, ranks: Ranks = Ranks()) -> bool:  # noqa: B008 (frozen)
@@ -150,7 +164,8 @@ def _record_before(folder: RunFolder, ready: Ready, trainer: Any) -> None:
         },
         data={
             "train": split.source
-            | {"layout": split.layout, "kept": counted.num_kept, "dropped": split.dropped | counted.dropped},
+            | {"layout": split.layout, "kept": counted.num_kept, "dropped": split.dropped | counted.dropped}
+            | ({"kept_of_sources": list(counted.kept_of_parts)} if counted.kept_of_parts else {}),
             "eval": ready.splits["eval"].source if ready.splits["eval"] else None,
         },
         parallel=recipe.run.parallel,
@@ -169,11 +184,13 @@ def _record_before(folder: RunFolder, ready: Ready, trainer: Any) -> None:
 
 def _say_before(console: Console, ready: Ready, trainer: Any, ranks: Ranks) -> None:
     counted, split = ready.account, ready.splits["train"]
-    for notice in split.notices:
+    for notice in ready.notices:
         console.print(f"notice    {notice}", highlight=False)
     reasons = split.dropped | counted.dropped
     dropped = f", {_reasons(reasons)}" if reasons else ""
     console.print(f"data      {counted.num_kept} of {split.num_rows} rows, {split.layout}{dropped}", highlight=False)
+    for kept, source in zip(counted.kept_of_parts, split.source.get("sources", ()), strict=True):
+        console.print(f"          {_told(source, kept)}", highlight=False, markup=False)
     console.print(f"start     {ready.start}", highlight=False)
     if ranks.launched:
         rows, product = rows_per_step(ready.recipe, ranks.num_ranks)
@@ -185,6 +202,13 @@ def _say_before(console: Console, ready: Ready, trainer: Any, ranks: Ranks) -> N
     console.print(f"steps     {kind} on {tensors[0]} matrices at {optimizer.lr:g}", highlight=False)
     if len(tensors) > 1:
         console.print(f"          adamw on {tensors[1]} other tensors at {optimizer.aux_lr:g}", highlight=False)
+
+
+def _told(source: dict[str, Any], kept: int) -> str:
+    """A source of a mixture in words: "zoo.jsonl: 30 of 120 rows (weight 0.25), 29 kept, chat messages"."""
+    dropped = f", {_reasons(source['dropped'])}" if source["dropped"] else ""
+    taken = f"{source['taken']} of {source['num_rows']} rows (weight {source['weight']:g})"
+    return f"{source['path']}: {taken}, {kept} kept, {source['layout']}{dropped}"
 
 
 def kind_of(optimizer: Any) -> str:

@@ -57,8 +57,8 @@ def test_columns_of_the_other_task_are_named_with_the_command_for_them(write):
 
 
 def test_columns_of_no_task_are_named(write):
-    message = refused(split(write("text.jsonl", [{"text": "hello", "id": 1}])))
-    assert message.endswith("found the columns text, id; sft needs 'messages': a list of {role, content} turns")
+    message = refused(split(write("text.jsonl", [{"story": "hello", "id": 1}])))
+    assert "found the columns story, id; sft needs 'messages': a list of {role, content} turns (or " in message
 
 
 SFT_ROWS = {
@@ -174,7 +174,7 @@ def test_a_changed_file_is_read_anew_and_an_unchanged_one_is_not(write, monkeypa
     assert second.dataset._fingerprint != first.dataset._fingerprint  # TRL's own caches hang on it
 
     checked = []
-    monkeypatch.setattr("soren_align.data.columns.row_problem", lambda row, task: checked.append(row))
+    monkeypatch.setattr("soren_align.data.columns.read_row", lambda row, layout: checked.append(row))
     third = load_split(split(path), "sft")
     assert third.dataset[0] == second.dataset[0]
     assert third.dataset._fingerprint == second.dataset._fingerprint
@@ -240,6 +240,15 @@ def test_a_cached_hub_dataset_loads_offline_with_its_commit(hub_dataset, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_part_of_a_split_is_taken_and_recorded(hub_dataset):
+    loaded = load_split(split(hub_dataset, "train_prefs[50%:]"), "dpo")
+    assert loaded.dataset[0]["chosen"] == pair_row(3)["chosen"]
+    assert (loaded.num_rows, loaded.source["split"]) == (3, "train_prefs[50%:]")
+    assert load_split(split(hub_dataset, "train_prefs+test_prefs[:1]"), "dpo").num_rows == 7
+    assert "has no split 'train'; it has" in refused(split(hub_dataset, "train[:10%]"), "dpo")
+    assert "no part of a split is 'train_prefs[:x]'" in refused(split(hub_dataset, "train_prefs[:x]"), "dpo")
+
+
 def test_a_missing_split_is_named_with_those_there_are(hub_dataset):
     message = refused(split(hub_dataset), "dpo")
     assert message == "owner/replica: has no split 'train'; it has train_prefs, test_prefs"
@@ -251,7 +260,7 @@ def test_another_revision_than_the_cached_one_is_refused_offline(hub_dataset):
 
 
 def test_bad_rows_of_a_hub_dataset_are_named_by_number(hub_dataset, monkeypatch):
-    monkeypatch.setattr("soren_align.data.columns._ROLES", ("user",))
+    monkeypatch.setattr("soren_align.data.turns.ROLES", ("user",))
     lines = refused(split(hub_dataset, "test_prefs"), "dpo").splitlines()
     assert lines[0] == "owner/replica (test_prefs): 2 of 2 rows cannot be used for dpo:"
     assert lines[1].startswith("  owner/replica (test_prefs) row 1: chosen[1] has the role 'assistant'")

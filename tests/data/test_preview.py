@@ -89,6 +89,64 @@ def test_dpo_is_counted_as_trl_does(checkpoint, rows, tmp_path, max_length, gene
         assert ours.num_truncated > 0
 
 
+TEXT = [f"{'Please tell me: ' * (i % 4)}what about animal {i}?" for i in range(NUM_ROWS)]
+PLAIN = {
+    "text": [{"text": text + ("<|im_end|>" if i == 0 else "")} for i, text in enumerate(TEXT)],
+    "completions": [
+        {"prompt": text, "completion": " It eats " + "hay " * (i % 9) + "ü."} for i, text in enumerate(TEXT)
+    ],
+    "turns and completion": [{"prompt": chat(i)[:-1], "completion": chat(i)[-1:]} for i in range(NUM_ROWS)],
+    "ShareGPT": [
+        {"conversations": [{"from": turn["role"], "value": turn["content"]} for turn in chat(i)]}
+        for i in range(NUM_ROWS)
+    ],
+}
+PLAIN_PAIRS = {
+    "texts": [{"prompt": text, "chosen": " Hay " * (1 + i % 5), "rejected": " no"} for i, text in enumerate(TEXT)],
+    "answers as turns": [
+        {"prompt": text, "chosen": chat(i)[-1:], "rejected": [{"role": "assistant", "content": "No."}]}
+        for i, text in enumerate(TEXT)
+    ],
+}
+
+
+@pytest.mark.parametrize("completion_only_loss", [None, False])
+@pytest.mark.parametrize("max_length", [None, 30])
+@pytest.mark.parametrize("form", PLAIN)
+def test_the_other_forms_are_counted_as_trl_does(checkpoint, write, tmp_path, form, max_length, completion_only_loss):
+    dataset = load_split(split(write("rows.jsonl", PLAIN[form])), "sft").dataset
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    only = completion_only_loss is not False
+    ours = account(dataset, "sft", tokenizer, max_length=max_length, completion_only_loss=only)
+    args = SFTConfig(**settings(tmp_path, max_length=max_length, completion_only_loss=completion_only_loss))
+    theirs = SFTTrainer(checkpoint, args, train_dataset=dataset, processing_class=tokenizer).train_dataset
+    labels = [label for row in theirs["labels"] for label in row]
+    assert ours.num_kept == len(theirs)
+    assert ours.num_tokens == len(labels)
+    assert ours.num_trained_tokens == sum(label != -100 for label in labels)
+    assert ours.stop_token_trained or max_length
+    if form == "completions":
+        assert (ours.num_trained_tokens < ours.num_tokens) == only
+        assert (ours.num_kept < NUM_ROWS) == (max_length == 30 and only)
+    assert "".join(text for text, _ in ours.example) == tokenizer.decode(theirs[0]["input_ids"])
+
+
+@pytest.mark.parametrize("max_length", [None, 30])
+@pytest.mark.parametrize("form", PLAIN_PAIRS)
+def test_the_other_forms_of_pairs_are_counted_as_trl_does(checkpoint, write, tmp_path, form, max_length):
+    dataset = load_split(split(write("rows.jsonl", PLAIN_PAIRS[form])), "dpo").dataset
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    ours = account(dataset, "dpo", tokenizer, max_length=max_length)
+    args = DPOConfig(**settings(tmp_path, max_length=max_length))
+    trainer = DPOTrainer(checkpoint, args=args, train_dataset=dataset, processing_class=tokenizer)
+    theirs = trainer.train_dataset
+    batch = trainer.data_collator([theirs[i] for i in range(len(theirs))])
+    assert ours.num_kept == len(theirs)
+    assert ours.num_tokens == batch["attention_mask"].sum()
+    assert ours.num_trained_tokens == batch["completion_mask"].sum()
+    assert ours.example[0] == (tokenizer.decode(theirs[0]["prompt_ids"]), False)
+
+
 @pytest.mark.parametrize("task", ["sft", "dpo"])
 def test_a_row_that_training_drops_is_never_silent(make_tokenizer, rows, task):
     counted = account(rows(task), task, make_tokenizer(), max_length=8, assistant_only_loss=True)

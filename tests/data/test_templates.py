@@ -67,3 +67,40 @@ def test_a_template_that_leaves_out_the_answer_is_refused(make_tokenizer, task):
 def test_a_template_that_marks_nothing_is_refused(make_tokenizer):
     nothing = PLAIN + "{% if false %}{% generation %}{% endgeneration %}{% endif %}"
     assert "marks no token of the first row" in refused(make_tokenizer(nothing))
+
+
+def test_plain_texts_need_no_template_but_an_end(make_tokenizer):
+    texts = Dataset.from_list([{"text": "A lynx."}])
+    assert check_template(make_tokenizer(None), "sft", False, texts) == []
+    with pytest.raises(UserError, match=r"has no eos_token to end plain texts with; write model.eos_token"):
+        check_template(make_tokenizer(None, eos=None), "sft", False, texts)
+    with pytest.raises(
+        UserError, match=r"assistant_only_loss needs conversations, and these rows are plain texts \(te"
+    ):
+        check_template(make_tokenizer(), "sft", True, texts)
+
+
+def test_completion_only_loss_needs_completions(make_tokenizer):
+    rows = Dataset.from_list([{"prompt": "A lynx ", "completion": "sleeps."}])
+    assert check_template(make_tokenizer(None), "sft", False, rows, True) == []
+    with pytest.raises(UserError, match=r"completion_only_loss needs .* these have messages; for conversations write"):
+        check_template(make_tokenizer(), "sft", False, SFT, True)
+
+
+def test_a_stop_token_outside_the_markers_is_refused(make_tokenizer):
+    outside = CHATML.replace(" + '<|im_end|>' }}{% endgeneration %}", " }}{% endgeneration %}<|im_end|>")
+    assert "leaves <|im_end|> out of {% generation %}" in refused(make_tokenizer(outside))
+    assert "leaves <|im_end|> out" in refused(make_tokenizer(outside, eos="<|endoftext|>"))
+    assert check_template(make_tokenizer(outside), "sft", False, SFT) == []  # all of it is trained
+
+
+@pytest.mark.parametrize(("task", "rows"), [("sft", SFT), ("dpo", DPO)])
+def test_a_stop_token_that_is_not_the_templates_is_told(make_tokenizer, task, rows):
+    (notice,) = check_template(make_tokenizer(eos="<|endoftext|>"), task, False, rows)
+    assert notice.startswith(
+        "answers end with <|im_end|>, but the model stops at <|endoftext|>: write `eos_token: '<|im"
+    )
+    endless = PLAIN.replace("+ '<|im_end|>'", "").replace("<|im_end|>", "")
+    (notice,) = check_template(make_tokenizer(endless), task, False, rows)
+    assert "ends answers without a stop token: the model will not learn to stop at <|im_end|>" in notice
+    assert check_template(make_tokenizer(), task, False, rows) == []

@@ -1,0 +1,117 @@
+"""Mixtures: each source as often as its weight says, in an order that the seed decides."""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset
+
+from soren_align.data import account, load_mixture
+from soren_align.recipe import UserError
+
+from .conftest import chat, pair_row, split
+
+
+def source(path, weight=1.0, **how):
+    return SimpleNamespace(**vars(split(path, **how)), weight=weight)
+
+
+def chats(numbers):
+    return [{"messages": chat(i)} for i in numbers]
+
+
+def asked(dataset):
+    return Counter(row["messages"][0]["content"] for row in dataset)
+
+
+@pytest.fixture
+def two(write):
+    return write("a.jsonl", chats(range(8))), write("b.jsonl", chats(range(8, 28)))
+
+
+def test_a_single_source_stands_as_it_is(two):
+    loaded = load_mixture([source(two[0])], "sft", 42)
+    assert [row["messages"] for row in loaded.dataset] == [chat(i) for i in range(8)]
+    assert loaded.parts == ()
+    assert "sources" not in loaded.source
+
+
+def test_weights_say_how_often_rows_are_taken(two):
+    loaded = load_mixture([source(two[0], 2.5), source(two[1], 0.25)], "sft", 42)
+    often = asked(loaded.dataset)
+    first = [often[chat(i)[0]["content"]] for i in range(8)]
+    second = [often[chat(i)[0]["content"]] for i in range(8, 28)]
+    assert sorted(first) == [2, 2, 2, 2, 3, 3, 3, 3]
+    assert sorted(second) == [0] * 15 + [1] * 5
+    assert len(loaded.dataset) == loaded.num_rows == 25
+    assert Counter(loaded.parts) == {0: 20, 1: 5}
+    for row, part in zip(loaded.dataset, loaded.parts, strict=True):
+        assert (row["messages"] in [chat(i) for i in range(8)]) == (part == 0)
+    assert loaded.parts[:5] != (0,) * 5 or loaded.parts[-5:] != (1,) * 5  # shuffled together
+    assert [(s["taken"], s["num_rows"], s["weight"]) for s in loaded.source["sources"]] == [(20, 8, 2.5), (5, 20, 0.25)]
+    assert all(len(s["sha256"]) == 64 for s in loaded.source["sources"])
+
+
+def test_a_fraction_of_one_source_is_drawn_not_cut_off(two):
+    loaded = load_mixture([source(two[1], 0.5)], "sft", 42)
+    assert len(loaded.dataset) == 10
+    assert asked(loaded.dataset) != asked([{"messages": chat(i)} for i in range(8, 18)])
+
+
+def test_the_seed_decides_and_nothing_else(two):
+    def order(seed):
+        loaded = load_mixture([source(two[0], 0.5), source(two[1], 1.5)], "sft", seed)
+        return [row["messages"][0]["content"] for row in loaded.dataset], loaded.dataset._fingerprint
+
+    assert order(42) == order(42)
+    assert order(42) != order(43)
+
+
+def test_forms_that_come_to_the_same_mix_and_others_do_not(two, write, tmp_path):
+    spoken = [{"conversations": [{"from": t["role"], "value": t["content"]} for t in chat(i)]} for i in range(30, 34)]
+    flipped = pa.Table.from_pylist([{"messages": [{"content": t["content"], "role": t["role"]} for t in chat(40)]}])
+    pq.write_table(flipped, tmp_path / "flipped.parquet")
+    sources = [source(two[0]), source(write("s.jsonl", spoken)), source(tmp_path / "flipped.parquet")]
+    loaded = load_mixture(sources, "sft", 1)
+    assert loaded.layout == "chat messages; ShareGPT conversations"
+    assert asked(loaded.dataset) == asked([{"messages": chat(i)} for i in (*range(8), *range(30, 34), 40)])
+    text = write("t.jsonl", [{"text": "A lynx."}])
+    with pytest.raises(
+        UserError, match=r"a.jsonl \(all\) has chat messages \(messages\) and .*t.jsonl \(all\) plain text"
+    ):
+        load_mixture([source(two[0]), source(text)], "sft", 1)
+    pairs = write("p.jsonl", [pair_row(1)])
+    texts = write("q.jsonl", [{"prompt": "Why?", "chosen": "a", "rejected": "b"}])
+    with pytest.raises(UserError, match="these do not mix; train on one kind"):
+        load_mixture([source(pairs), source(texts)], "dpo", 1)
+
+
+def test_rows_of_the_hub_with_their_turns_the_other_way_round_mix(two, monkeypatch):
+    turns = [{"content": t["content"], "role": t["role"], "name": None} for t in chat(50)]
+    table = pa.Table.from_pylist([{"messages": turns}])
+    published = Dataset(datasets.table.InMemoryTable(table))
+    monkeypatch.setattr("soren_align.data.hub.fetch", lambda *asked: (published, "c0ffee"))
+    loaded = load_mixture([source(two[0]), source("owner/chats")], "sft", 1)
+    assert chat(50) in list(loaded.dataset["messages"])
+    assert loaded.source["sources"][1]["revision"] == "c0ffee"
+
+
+def test_a_weight_that_leaves_nothing_is_refused(two):
+    with pytest.raises(UserError, match=r"a weight of 0.01 leaves none of the rows of .*a.jsonl"):
+        load_mixture([source(two[0], 0.01), source(two[1])], "sft", 1)
+
+
+def test_rows_kept_and_dropped_are_told_for_each_source(write, make_tokenizer):
+    bad = write("bad.jsonl", [*chats(range(3)), {"messages": []}, {"messages": []}])
+    long = [{"role": "user", "content": "long " * 200}, {"role": "assistant", "content": "x"}]
+    other = write("other.jsonl", [*chats(range(4)), {"messages": long}, {"messages": []}])
+    loaded = load_mixture([source(bad, bad_rows="drop"), source(other, 2.0, bad_rows="drop")], "sft", 1)
+    assert loaded.dropped == {"messages is an empty list": 3}
+    assert [s["dropped"] for s in loaded.source["sources"]] == [{"messages is an empty list": n} for n in (2, 1)]
+    how = {"max_length": 120, "assistant_only_loss": True, "parts": loaded.parts}
+    counted = account(loaded.dataset, "sft", make_tokenizer(), **how)
+    assert counted.kept_of_parts == (3, 8)
+    assert (counted.num_rows, counted.num_kept) == (13, 11)

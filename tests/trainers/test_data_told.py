@@ -1,0 +1,84 @@
+"""What a run says and records of its data and of its stop token."""
+
+import json
+import shutil
+
+import pytest
+from replicas import ANIMALS, chat_row, pair_row
+
+from soren_align.recipe import UserError
+
+
+@pytest.fixture
+def rows(tmp_path):
+    def write(name, made):
+        path = tmp_path / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in made))
+        return str(path)
+
+    return write
+
+
+def spoken(row):
+    who = {"user": "human", "assistant": "gpt"}
+    return {"conversations": [{"from": who[t["role"]], "value": t["content"]} for t in row["messages"]]}
+
+
+def test_a_mixture_is_trained_told_and_recorded(tiny_run, rows):
+    bad = {"conversations": []}
+    chats = rows("chats.jsonl", [chat_row(i) for i in range(16)])
+    spoken_ = rows("spoken.jsonl", [*(spoken(chat_row(i)) for i in range(8)), bad])
+    listed = f"[{{path: {chats}, weight: 0.5}}, {{path: {spoken_}, weight: 2, bad_rows: drop}}]"
+    run = tiny_run("sft", f"data.train={listed}", "trainer.max_length=512", "trainer.max_steps=2", "trainer.seed=7")
+    assert run.train()
+    said = " ".join(run.said.getvalue().split())
+    assert "24 of 25 rows, chat messages (ultrachat_200k); ShareGPT conversations, 1 dropped (conversations is" in said
+    assert "chats.jsonl: 8 of 16 rows (weight 0.5), 8 kept, chat messages (ultrachat_200k)" in said
+    assert "spoken.jsonl: 16 of 9 rows (weight 2), 16 kept, ShareGPT conversations, 1 dropped" in said
+    train = run.folder.read()["data"]["train"]
+    assert train["kept_of_sources"] == [8, 16]
+    assert train["seed"] == 7
+    assert [(s["path"], s["weight"], s["taken"]) for s in train["sources"]] == [(chats, 0.5, 8), (spoken_, 2, 16)]
+    assert all(len(s["sha256"]) == 64 and s["split"] == "all" for s in train["sources"])
+
+
+@pytest.mark.parametrize(
+    ("task", "row"),
+    [
+        ("sft", {"text": f"A {ANIMALS[0]} eats fish."}),
+        ("sft", {"prompt": "The otter eats", "completion": " fish."}),
+        ("dpo", {"prompt": "The otter eats", "chosen": " fish.", "rejected": " hay."}),
+        ("dpo", {"prompt": "What?", "chosen": pair_row(1)["chosen"][1:], "rejected": pair_row(1)["rejected"][1:]}),
+    ],
+)
+def test_rows_of_other_forms_are_trained(tiny_run, rows, task, row):
+    data = (f"data.train.path={rows('rows.jsonl', [row] * 16)}", "data.eval=null")
+    run = tiny_run(task, *data, "trainer.assistant_only_loss=false" if task == "sft" else "trainer.beta=0.1")
+    assert run.train()
+    assert run.folder.read()["data"]["train"]["kept"] == 16
+
+
+def test_held_out_rows_are_of_the_same_kind(tiny_run, rows):
+    texts, chats = rows("t.jsonl", [{"text": "A lynx."}]), rows("c.jsonl", [chat_row(1)])
+    how = ("trainer.assistant_only_loss=false", f"data.train.path={texts}", f"data.eval={{path: {chats}}}")
+    with pytest.raises(UserError, match=r"data.eval: has chat messages .*, and data.train plain text.*the same kind"):
+        tiny_run("sft", *how).prepare()
+
+
+def test_a_stop_token_that_is_not_the_templates_is_told_before_training(tiny_run):
+    run = tiny_run("sft", "model.eos_token=<|pad|>", "trainer.max_steps=1", "trainer.save_strategy=no")
+    assert run.train()
+    said = " ".join(run.said.getvalue().split())
+    assert "notice answers end with <|end|>, but the model stops at <|pad|>: write `eos_token: '<|end|>'` under" in said
+
+
+def test_the_commit_of_a_model_of_the_hub_is_recorded(tiny_run, tmp_path, monkeypatch):
+    made = tiny_run("sft", name="first")
+    made.prepare()
+    commit, cached = "c0ffee" + "0" * 34, tmp_path / "hub" / "models--owner--tiny"
+    shutil.copytree(made.folder.start, cached / "snapshots" / commit)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    run = tiny_run("sft", "model.name_or_path=owner/tiny", "model.init_seed=null", "model.revision=main")
+    assert run.trainer().origin["start"] == commit
