@@ -16,7 +16,7 @@ from soren_align.report import RunFolder
 
 OPTIMIZERS = ("adamw", "muon", "htmuon", "soren")
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-SHAPE |= {"num_key_value_heads": 2, "max_position_embeddings": 256}
+SHAPE |= {"num_key_value_heads": 2, "max_position_embeddings": 1024}
 FAMILIES = {"qwen2.5-3b": "sft", "mistral-7b": "dpo"}
 NAMES = [f"{family}/{name}" for family in FAMILIES for name in (*(f"paper-{o}" for o in OPTIMIZERS), "soren")]
 SHRUNK = ["trainer.use_cpu=true", "trainer.bf16=false", "trainer.max_length=96", "trainer.max_steps=2"]
@@ -104,7 +104,8 @@ def test_every_recipe_trains_and_its_model_loads_in_plain_transformers(runs, rep
     said = tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False)
     assert "Hello" in said
     assert tokenizer.eos_token == ("<|im_end|>" if name.startswith("qwen") else "</s>")
-    assert trained.generation_config.eos_token_id in (tokenizer.eos_token_id, [tokenizer.eos_token_id])
+    stops = trained.generation_config.eos_token_id
+    assert tokenizer.eos_token_id in (stops if isinstance(stops, list) else [stops])
     record = folder.read()
     matrices = 7 * SHAPE["num_hidden_layers"]
     assert record["optimizer"]["num_matrices"] == (0 if "adamw" in name else matrices)

@@ -5,12 +5,13 @@ The numbers are the published ones; a plan that rests on them says so.
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from huggingface_hub import constants, get_session
 
 from .. import shipped
-from ..recipe import DataSplit
+from ..recipe import TrainSplit
 
 SECONDS = 3.0
 """So long a plan waits for the hub to answer; its client would try for half a minute."""
@@ -22,11 +23,16 @@ def model_config(name: str) -> Path | None:
     return folder if (folder / "config.json").is_file() else None
 
 
-def num_rows(split: DataSplit) -> int | None:
-    """How many rows a split of a shipped recipe's dataset has, by its card, or its limit if that is less."""
+def num_rows(sources: Sequence[TrainSplit]) -> int | None:
+    """How many rows splits of the shipped recipes' datasets have together, by their cards; None if one is not known."""
     datasets = json.loads((shipped.ROOT / "configs/datasets.json").read_text(encoding="utf-8"))
-    rows = datasets.get(split.path, {}).get("rows", {}).get(split.split)
-    return rows and min(rows, split.limit or rows)
+    total = 0
+    for source in sources:
+        rows = datasets.get(source.path, {}).get("rows", {}).get(source.split)
+        if rows is None:
+            return None
+        total += round(min(rows, source.limit or rows) * source.weight)
+    return total
 
 
 def go_offline_without_hub() -> None:

@@ -95,21 +95,22 @@ def plan(
 
 def _look(here: Recipe, folder: RunFolder, on_rows: Callable[[int], object] | None) -> Sight:
     """The recipe's config and rows, or what the tree knows of them where the hub is out of reach."""
-    name, train = here.model.name_or_path, here.data.train
+    name, sources = here.model.name_or_path, here.data.sources
     try:
         with build.the_users(f"model {name}"):
             start = build.starting_checkpoint(here, folder)
             config = AutoConfig.from_pretrained(start, trust_remote_code=False, revision=here.model.revision)
         ready = get_ready(here, folder, on_rows)
     except OutOfReach:
-        ours, published = known.model_config(name), known.num_rows(train)
+        ours, published = known.model_config(name), known.num_rows(sources)
         if ours is None or published is None:
             raise
     else:
-        return Sight(config, ready, ready.account.num_kept)
+        return Sight(config, ready, ready.account.num_kept, ready.notices)
+    paths = " or ".join([name, *dict.fromkeys(source.path for source in sources)])
     notice = (
-        f"the hub is out of reach, and {name} or {train.path} not in its cache: sizes and rows are the published ones, "
-        "tokens are not counted, and the chat template is not tried"
+        f"the hub is out of reach, and {paths} not in its cache: sizes and rows are the published ones, tokens are not "
+        "counted, and the chat template is not tried"
     )
     return Sight(AutoConfig.from_pretrained(ours), None, published, (notice,))
 
@@ -141,8 +142,8 @@ def _as_seen_here(recipe: Recipe) -> Recipe:
 
 def _data(recipe: Recipe, sight: Sight, counted: Account | None) -> dict[str, Any]:
     if sight.ready is None or counted is None:
-        train = recipe.data.train
-        return {"source": {"path": train.path, "split": train.split}, "rows": sight.num_rows, "counted": False}
+        named = " + ".join(f"{source.path} {source.split}" for source in recipe.data.sources)
+        return {"source": {"path": named}, "rows": sight.num_rows, "counted": False}
     split = sight.ready.splits["train"]
     return {
         "source": split.source,

@@ -42,7 +42,7 @@ def _who(found: dict[str, Any], rule: str) -> str:
 def _show_data(data: dict[str, Any], counted: Account | None, console: Console) -> None:
     say = partial(console.print, markup=False, highlight=False)
     if counted is None:
-        say(f"\ndata      {data['source']['path']} {data['source']['split']}: {data['rows']:,} rows, by its card")
+        say(f"\ndata      {data['source']['path']}: {data['rows']:,} rows, by its card")
         return
     say(f"\ndata      {data['source']['path']}: {data['layout']}")
     dropped = ", ".join(f"{n} dropped ({why})" for why, n in data["dropped"].items()) or "none dropped"

@@ -9,7 +9,7 @@ from .batch import accumulation, rows_per_step, trainer_value
 from .checks import evaluation_problems, is_local
 from .foreign_file import import_file
 from .load import find, load, load_resolved, load_text, task_of, to_yaml
-from .models import DataSplit, Eval, OutOfReach, Recipe, UserError, differences, json_schema, training_part
+from .models import DataSplit, Eval, OutOfReach, Recipe, TrainSplit, UserError, differences, json_schema, training_part
 from .parallel import Parallel, parallel
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "OutOfReach",
     "Parallel",
     "Recipe",
+    "TrainSplit",
     "UserError",
     "accumulation",
     "differences",
