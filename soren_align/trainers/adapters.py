@@ -6,10 +6,10 @@ PEFT holds them and TRL trains them; which of them is mapped is optim's to say.
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
 from ..recipe import Lora, Recipe, UserError, adapter_config, is_local, load_resolved
@@ -71,9 +71,20 @@ def go_on(model: PreTrainedModel, start: str) -> Any:
     return adapted
 
 
+def outlined(model: PreTrainedModel, recipe: Recipe, start: str) -> Any:
+    """A model on the meta device with the adapter that training would give it, to be counted: no weights are read."""
+    there = is_local(start) and adapter_config(start) is not None
+    config = LoraConfig.from_pretrained(start) if there else lora_config(recipe, model)
+    if config is None:
+        return model
+    config.inference_mode = False  # an adapter's folder says that it is
+    with torch.device("meta"):
+        return get_peft_model(model, cast(LoraConfig, config))
+
+
 def keep_float32(model: torch.nn.Module) -> None:
     """Cast what is trained to float32, before an optimizer is made: TRL makes the factors beside a 4-bit base bfloat16,
-    and small updates would be rounded away (test_the_factors_beside_a_quantised_base_are_stepped_in_float32)."""
+    and small updates would be rounded away (test_what_trl_makes_bfloat16_beside_a_quantised_base_is_float32_again)."""
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32:
             parameter.data = parameter.data.float()

@@ -7,9 +7,10 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from soren_align.evaluate.lineage import lineage
+from soren_align.optim import route, routing_table
 from soren_align.recipe import UserError, adapter_config
 from soren_align.trainers import adapters
 from soren_align.trainers import run as training
@@ -60,6 +61,15 @@ def test_only_the_factors_are_trained_and_each_is_mapped_once(sft):
     lines = [line for line in metrics(sft) if "loss" in line]
     assert all(line["update_rms"] > 0 for line in lines[1:])  # the warm-up's first step has a rate of 0
     assert lines[-1]["loss"] < lines[0]["loss"]
+
+
+def test_a_model_without_weights_is_outlined_as_it_would_be_trained(sft, second):
+    for run in (sft, second):
+        start = training.build.starting_checkpoint(run.recipe, run.folder)
+        config = AutoConfig.from_pretrained(adapters.base_of(start)[0])
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        assert routing_table(route(adapters.outlined(model, run.recipe, start))) == sft.folder.read()["routing"]
 
 
 def test_the_adapter_remembers_a_base_that_stays(sft):
