@@ -5,6 +5,7 @@ soren-align dpo RECIPE     train on preferences          soren-align recipes    
 soren-align plan RECIPE    what would happen             soren-align schema              for editors
 soren-align bench maps     time and error of the maps    soren-align bench step          time of optimizer steps
 soren-align universal RUN  for another number of processes
+soren-align merge RUN      one model of a LoRA adapter and its base
 soren-align import FILE    TRL's, the alignment handbook's or Axolotl's YAML as a recipe
 """
 
@@ -139,6 +140,16 @@ def universal(
     from . import launch
 
     launch.universal(run)
+
+
+@app.command()
+def merge(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run that trained an adapter.")],
+) -> None:
+    """Make one model of a LoRA adapter and its base: RUN/merged."""
+    from . import launch
+
+    launch.merge(run)
 
 
 @app.command("import")

@@ -21,11 +21,13 @@ from .recipe import (
     Recipe,
     UserError,
     accumulation,
+    adapter_config,
     differences,
     evaluation_problems,
     is_local,
     load_resolved,
     parallel,
+    refuse_unquantizable,
     to_yaml,
     trainer_value,
     training_part,
@@ -45,6 +47,7 @@ def train(recipe: Recipe, processes: int | None = None) -> None:
         raise UserError(f"--processes {processes}: a launcher has already started {here.num_ranks}; leave it out")
     num_ranks = here.num_ranks if here else processes or 1
     accumulation(recipe, num_ranks)  # refused before anything is touched
+    refuse_unquantizable(recipe)
     _refuse_another_kind(parallel(recipe.run.parallel).kind)
     if not here or here.rank == 0:
         prepare(folder, recipe, num_ranks)
@@ -78,6 +81,21 @@ def universal(run: str) -> None:
     if parallel(recipe.run.parallel).kind == "fsdp2":
         raise UserError(f"{folder}: is a run by FSDP2, of which this is not tested; go on with as many processes")
     _become(["universal", run], recipe)
+
+
+def merge(run: str) -> None:
+    """Become a worker that makes one model of a run's adapter and its base."""
+    folder = RunFolder(run)
+    record = folder.read()
+    if record is None:
+        raise UserError(f"{folder}: is no run folder (run.json)")
+    if folder.is_busy():
+        raise UserError(f"{folder}: another process is running this run")
+    if record["status"] not in ("trained", "finished") or not folder.model.is_dir():
+        raise UserError(f"{folder}: has no model yet (status: {record['status']}); finish the run first")
+    if adapter_config(folder.model) is None:
+        raise UserError(f"{folder}: trained no adapter; {folder.model} is a whole model already")
+    _become(["merge", run], load_resolved(folder.recipe))
 
 
 def evaluate(

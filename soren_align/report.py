@@ -4,6 +4,7 @@
     run.json       status, versions, commit, data, start, routing, the optimizer that really stepped
     metrics.jsonl  a line per log
     checkpoints/   to go on from        model/   what came out        eval/<suite>/   what it scores
+    merged/        the model and its base as one, where it is an adapter (soren-align merge)
 
 Files appear whole or not at all (written aside, then renamed), so that a kill leaves nothing half-read.
 """
@@ -27,7 +28,7 @@ from . import __version__
 
 PACKAGES = ("torch", "transformers", "trl", "datasets", "accelerate", "peft", "deepspeed", "lm-eval", "pydantic")
 SEAL = "soren_align.json"  # written last into a checkpoint, when it is complete
-CONTENTS = ("recipe.yaml", "run.json", "metrics.jsonl", "start", "checkpoints", "model", "eval", ".lock")
+CONTENTS = ("recipe.yaml", "run.json", "metrics.jsonl", "start", "checkpoints", "model", "merged", "eval", ".lock")
 
 
 class RunFolder:

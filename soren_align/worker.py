@@ -3,6 +3,7 @@
     python -m soren_align.worker ranks N train RUN_FOLDER [--timeout SECONDS]
     python -m soren_align.worker train RUN_FOLDER [--timeout SECONDS]
     python -m soren_align.worker universal RUN_FOLDER
+    python -m soren_align.worker merge RUN_FOLDER
     python -m soren_align.worker plan [--processes N] [--json] < RECIPE
     python -m soren_align.worker eval MODEL_OR_RUN... --asked JSON [--output DIR] [--summary FILE] [--cache DIR]
     python -m soren_align.worker bench maps|step --shapes S [--device D] [--tokens N] [--json] [--output PAGE]
@@ -110,6 +111,18 @@ def universal(path: str) -> int:
             folder.update(processes=None, processes_before=before)
     said = f"done      {checkpoint} can be resumed from by any number of processes"
     console.print(said, highlight=False, soft_wrap=True)
+    return 0
+
+
+def merge(path: str) -> int:
+    """Make one model of a run's adapter and its base."""
+    folder = RunFolder(path)
+    with console.status("Merging"), _alone_in(folder):
+        from .trainers import adapters
+
+        _hush()
+        merged = adapters.merge(folder)
+    console.print(f"written   {merged}", highlight=False, soft_wrap=True)
     return 0
 
 
@@ -243,6 +256,8 @@ def main(arguments: list[str] | None = None) -> int:
                 return train(given.folder, given.timeout)
             case "universal":
                 return universal(given.folder)
+            case "merge":
+                return merge(given.folder)
             case "plan":
                 return plan(given.json, given.processes)
             case "bench":
@@ -295,6 +310,7 @@ def _parser() -> argparse.ArgumentParser:
     training.add_argument("folder")
     training.add_argument("--timeout", type=float, default=1800)
     verbs.add_parser("universal").add_argument("folder")
+    verbs.add_parser("merge").add_argument("folder")
     planning = verbs.add_parser("plan")
     planning.add_argument("--processes", type=int, default=1)
     planning.add_argument("--json", action="store_true")

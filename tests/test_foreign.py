@@ -114,6 +114,15 @@ def test_what_the_source_does_not_say_is_marked_as_ours(name):
         ("handbook-zephyr-7b-beta-sft-full", "data.eval.limit", 700),
         ("handbook-zephyr-7b-beta-dpo-qlora", "data.train.split", "train_prefs"),  # the older dataset_mixer
         ("handbook-zephyr-7b-beta-dpo-qlora", "data.eval.split", "test_prefs"),
+        ("handbook-zephyr-7b-beta-sft-qlora", "model.lora.r", 24),
+        ("handbook-zephyr-7b-beta-sft-qlora", "model.lora.alpha", 24.0),
+        ("handbook-zephyr-7b-beta-sft-qlora", "model.lora.quantize", "4bit"),
+        ("handbook-zephyr-7b-beta-dpo-qlora", "model.lora.dropout", 0.05),
+        ("trl-dpo-lora", "model.lora.target_modules", "all-linear"),
+        ("trl-dpo-lora", "model.lora.dropout", 0.05),  # TRL's default
+        ("axolotl-dpo-qlora", "model.lora.target_modules", "all-linear"),
+        ("axolotl-dpo-qlora", "model.lora.quantize", "4bit"),
+        ("axolotl-dpo-qlora", "model.lora.dropout", 0.1),
         ("handbook-smollm2-sft-base", "data.eval.split", "test"),
         ("handbook-smollm3-dpo-apo", "trainer.loss_type", ["apo_zero"]),
         ("handbook-smollm3-sft-full", "trainer.packing_strategy", "bfd"),
@@ -153,8 +162,7 @@ def test_values_arrive_where_a_recipe_has_them(name, key, value):
     [
         ("handbook-zephyr-7b-beta-dpo-full", "dataset_mixture[test]", "the official test split would be trained on"),
         ("handbook-constitutional-ai-sft-grok", "dataset_mixture[test]", "the official test split would be trained on"),
-        ("handbook-zephyr-7b-beta-sft-qlora", "use_peft", "all weights are trained"),
-        ("handbook-zephyr-7b-beta-sft-qlora", "load_in_4bit", "not quantised"),
+        ("trl-dpo-lora", "use_rslora", "only plain LoRA"),
         ("handbook-zephyr-7b-beta-sft-full", "chat_template", "the tokenizer's own chat template"),
         ("handbook-zephyr-7b-beta-sft-full", "torch_dtype", "float32"),
         ("handbook-zephyr-7b-beta-dpo-full", "max_prompt_length", "no limit for prompts"),
@@ -367,3 +375,16 @@ def test_importing_a_file_imports_no_torch():
     code += "print([m for m in ('torch', 'transformers', 'trl', 'datasets') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
     assert out.splitlines()[-1] == "[]"
+
+
+def test_lora_that_nobody_asked_for_is_not_trained():
+    made = translate(SFT | {"lora_r": 8, "load_in_4bit": True}, "x", task="sft")
+    assert "lora" not in made.recipe["model"]
+    assert fate(made.notes, "lora_r").words == "nobody reads it without use_peft or adapter"
+    assert fate(made.notes, "load_in_4bit").changes
+
+
+@pytest.mark.parametrize("asked", [{"use_dora": True}, {"lora_target_modules": ".*_proj"}, {"load_in_8bit": True}])
+def test_what_recipes_do_not_know_of_lora_changes_the_training(asked):
+    made = translate(SFT | {"use_peft": True} | asked, "x", task="sft")
+    assert fate(made.notes, next(iter(asked))).changes

@@ -5,7 +5,6 @@ weights that are not all there are refused, and prompts that had to be cut are c
 """
 
 import importlib.util
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +20,8 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from ..recipe import UserError, is_local
+from ..recipe import ADAPTER, UserError, adapter_config, is_local
 
-ADAPTER = "adapter_config.json"
 FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 """What decides a model's answers: weights, configs, tokenizer, chat template. No pickled weights."""
 
@@ -71,12 +69,8 @@ def folder_of(model: str | Path, revision: str | None = None) -> Path:
 
 def base_of(folder: Path) -> Path | None:
     """The model under a LoRA adapter; None where the folder holds a whole model."""
-    if not (folder / ADAPTER).is_file():
-        return None
-    if not (folder / "adapter_model.safetensors").is_file():
-        raise UserError(f"{folder}: an adapter without adapter_model.safetensors; pickled weights are not loaded")
-    said = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
-    return folder_of(said["base_model_name_or_path"], said.get("revision"))
+    said = adapter_config(folder)
+    return folder_of(said["base_model_name_or_path"], said.get("revision")) if said else None
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -176,7 +170,9 @@ def _load_vllm(model: Any, setup: Setup) -> Any:
     if not isinstance(model, str | Path):
         raise UserError("vLLM loads models from folders; save this one first")
     if (Path(model) / ADAPTER).is_file():
-        raise UserError(f"{model}: is an adapter; merge it for vLLM, or use --backend hf")
+        raise UserError(
+            f"{model}: is an adapter; merge it for vLLM (`soren-align merge RUN` makes RUN/merged), or use --backend hf"
+        )
     from lm_eval.models.vllm_causallms import VLLM
 
     # It always generates a token, and needs room for it.

@@ -40,10 +40,11 @@ def lineage(path: str | Path, console: Console | None = None) -> list[tuple[str,
         raise UserError(f"{path}: has no model yet (status: {_read(run).get('status')}); finish the run first")
     rows: list[tuple[str, Path]] = []
     seen: set[Path] = set()
+    model = run / "model" if given == run else given
     while run is not None:
         seen.add(run.resolve())
         record = _read(run)
-        rows.append((TASKS[record["task"]], run / "model"))
+        rows.append((TASKS[record["task"]], model))
         start = _own_start(run, record["start"]) or _start(record["start"])
         if start is None:
             problem = f"the checkpoint that {run} started from is gone: {record['start']['path']}"
@@ -56,7 +57,7 @@ def lineage(path: str | Path, console: Console | None = None) -> list[tuple[str,
             raise UserError(f"{path}: {start} was written over since {run} started from it; its row would be false")
         if parent is None:
             rows.append(("base", start))
-        run = parent
+        run, model = parent, start
     named: list[tuple[str, Path]] = []
     for name, model in rows[::-1]:
         named.append(_named(named, name, model, model))
@@ -90,8 +91,8 @@ def _named(rows: list[tuple[str, Path]], name: str, model: Path, path: str | Pat
 
 
 def _run_of(path: Path) -> Path | None:
-    """The run folder that `path` is, or whose `model` it is."""
-    for run in (path, path.parent if path.resolve().name == "model" else path):
+    """The run folder that `path` is, or whose `model` it is, or whose adapter `merged` into the base."""
+    for run in (path, path.parent if path.resolve().name in ("model", "merged") else path):
         if (run / "run.json").is_file():
             return run
     return None

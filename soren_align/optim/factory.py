@@ -34,20 +34,17 @@ def build_optimizer(
 
     lr, weight_decay: of the matrices; aux_lr, aux_weight_decay: of the rest, which AdamW updates with betas and eps.
         For "adamw" the matrices go to AdamW too, as a group of their own, and aux_lr may be left out: then it is lr.
+        For the others it may be left out where there is no rest, as with LoRA.
     adjust_lr_fn: None is the class's own choice.
     spectral_map, resolution, ns_steps, workspace_mb reach only Soren (Muon keeps its 5 steps), p only HTMuon.
     ValueError for an unknown name, a missing aux_lr, and what `param_groups` raises.
     """
     if name not in ("soren", "muon", "htmuon", "adamw"):
         raise ValueError(f"name: found {name!r}; write 'soren', 'muon', 'htmuon' or 'adamw'")
-    if aux_lr is None and name != "adamw":
-        raise ValueError(
-            f"aux_lr: missing; {name} updates the matrices, AdamW the rest, and their learning rates do not compare"
-        )
     groups = param_groups(
         model,
         lr=lr,
-        aux_lr=lr if aux_lr is None else aux_lr,
+        aux_lr=lr if aux_lr is None and name == "adamw" else aux_lr,
         weight_decay=weight_decay,
         aux_weight_decay=aux_weight_decay,
         aux=aux,

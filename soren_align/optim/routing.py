@@ -2,6 +2,7 @@
 
 Weights of linear layers inside the blocks are matrices to a spectral map. Embeddings, the head (tied or not), norms,
 biases and everything else go to AdamW. Every trainable parameter is in exactly one place, by identity, not by name.
+Of LoRA adapters, the factors of linear layers are matrices, each mapped by itself; see `adapters`.
 """
 
 from collections import defaultdict
@@ -11,6 +12,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
+
+from .adapters import FACTOR, Adapters
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,10 +40,12 @@ def route(model: nn.Module, aux: Sequence[str] = ()) -> list[Route]:
     """Every trainable parameter of `model` once, in the order of `named_parameters`.
 
     aux: globs of parameter names that go to AdamW even if they are matrices, e.g. "*.o_proj.weight".
-    ValueError for a glob that matches nothing and for LoRA factors.
+    ValueError for a glob that matches nothing and for adapters that PEFT does not call LoRA.
     """
     places = _places(model)
-    _refuse_lora_factors(places.values())
+    adapters = Adapters(model)
+    for parameter, found in places.items():
+        adapters.refuse_unknown(parameter, found[0].name)
     for glob in aux:
         if not any(fnmatchcase(place.name, glob) for found in places.values() for place in found):
             raise ValueError(f"aux: {glob!r} matches no trainable parameter")
@@ -55,8 +60,9 @@ def route(model: nn.Module, aux: Sequence[str] = ()) -> list[Route]:
     routes = []
     for parameter, found in places.items():
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-        obstacle = special.get(parameter) or _obstacle(found, shape, aux, hasattr(model, "get_output_embeddings"))
-        reason = obstacle or "linear layer"
+        obstacle = special.get(parameter) or adapters.obstacle(parameter)
+        obstacle = obstacle or _obstacle(found, shape, aux, hasattr(model, "get_output_embeddings"))
+        reason = obstacle or (FACTOR if adapters.is_factor(parameter) else "linear layer")
         if len(found) > 1:
             reason += f", tied to {', '.join(place.name for place in found[1:])}"
         routes.append(Route(found[0].name, parameter, shape, "adamw" if obstacle else "spectral", reason))
@@ -66,7 +72,7 @@ def route(model: nn.Module, aux: Sequence[str] = ()) -> list[Route]:
 def param_groups(
     model: nn.Module,
     *,
-    aux_lr: float,
+    aux_lr: float | None,
     lr: float | None = None,
     weight_decay: float | None = None,
     aux_weight_decay: float = 0.0,
@@ -74,13 +80,20 @@ def param_groups(
 ) -> list[dict[str, Any]]:
     """The groups of `model` for Soren, Muon or HTMuon: the matrices, then the rest for AdamW, if there is any.
 
-    lr, weight_decay: of the matrices; None leaves them to the optimizer. aux_lr, aux_weight_decay: of the rest.
-    ValueError if no parameter is a matrix to be updated whole, and what `route` raises.
+    lr, weight_decay: of the matrices; None leaves them to the optimizer. aux_lr, aux_weight_decay: of the rest; None
+    for aux_lr where there is no rest, as with LoRA.
+    ValueError if no parameter is a matrix to be updated whole, for a missing aux_lr, and what `route` raises.
     """
     routes = route(model, aux)
     if not any(r.rule == "spectral" for r in routes):
         reasons = ", ".join(sorted({r.reason for r in routes})) or "no trainable parameter"
         raise ValueError(f"{type(model).__name__} has no matrix for a spectral optimizer; found only: {reasons}")
+    rest = [r for r in routes if r.rule == "adamw"]
+    if rest and aux_lr is None:
+        raise ValueError(
+            f"aux_lr: missing; AdamW updates what is no matrix ({rest[0].name}, ...), and its learning rates do not "
+            "compare with those of the matrices"
+        )
     settings = {
         "spectral": {"lr": lr, "weight_decay": weight_decay},
         "adamw": {"lr": aux_lr, "weight_decay": aux_weight_decay},
@@ -135,12 +148,3 @@ def _obstacle(found: Sequence[_Place], shape: tuple[int, ...], aux: Sequence[str
     if needs_block and not any(place.in_block for place in found):
         return "outside the blocks"
     return None
-
-
-def _refuse_lora_factors(places: Any) -> None:
-    for place in (place for found in places for place in found):
-        if ".lora_" in place.name:
-            raise ValueError(
-                f"{place.name} is a LoRA factor: spectral updates of single factors are a different algorithm, which "
-                "this version does not have. Train the whole matrices, without an adapter."
-            )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import shipped
+from .adapters import adapter_config, is_all_factors, lora_problems
 from .models import UserError
 from .parallel import parallel
 
@@ -31,6 +32,8 @@ def second_look(raw: dict[str, Any]) -> list[tuple[Key, str]]:
     model = get("model", "name_or_path")
     if isinstance(model, str) and model:
         found += [(("model", "name_or_path"), m) for m in _model_problems(model, get("model", "init_seed"))]
+        lora = lora_problems(model, get("model", "lora"), get("run", "parallel"))
+        found += [(("model", *key.split(".")), message) for key, message in lora]
     template = get("model", "chat_template")
     if isinstance(template, str):
         found += [(("model", "chat_template"), m) for m in _template_problems(template)]
@@ -44,7 +47,8 @@ def second_look(raw: dict[str, Any]) -> list[tuple[Key, str]]:
         found.append((("optimizer", "resolution"), f"found {resolution!r}; write 0.01 or 0.001"))
     name = get("optimizer", "name")
     found += [(("optimizer", key), m) for key, m in _inert_keys(name, raw.get("optimizer"))]
-    if name in ("soren", "muon", "htmuon") and get("optimizer", "aux_lr") is None:
+    has_rest = not (isinstance(model, str) and is_all_factors(model, get("model", "lora")))
+    if name in ("soren", "muon", "htmuon") and get("optimizer", "aux_lr") is None and has_rest:
         found.append(
             (
                 ("optimizer", "aux_lr"),
@@ -144,6 +148,12 @@ def _model_problems(path: str, init_seed: Any) -> list[str]:
         if folder.name == "model":  # <run folder>/model: what another recipe makes
             hint = "; it is what a run makes: run that recipe first"
         return [f"no folder {path}{hint}"]
+    try:
+        adapter = adapter_config(path)
+    except UserError as error:
+        return list(error.problems)
+    if adapter is not None:
+        return _base_problems(path, adapter, init_seed)
     missing = [n for n in ("config.json", "tokenizer_config.json") if not (folder / n).is_file()]
     if missing:
         return [f"{path} has no {' and no '.join(missing)}; is it a model folder?"]
@@ -163,6 +173,18 @@ def _template_problems(name_or_path: str) -> list[str]:
     near = difflib.get_close_matches(name_or_path, known, n=1, cutoff=0.5)
     hint = f"; did you mean '{near[0]}'?" if near else ""
     return [f"found {name_or_path!r}; write {', '.join(known)}, or the path of a .jinja file{hint}"]
+
+
+def _base_problems(path: str, adapter: dict[str, Any], init_seed: Any) -> list[str]:
+    """What is wrong with the model under an adapter."""
+    if init_seed is not None:
+        return [f"{path} is an adapter; random weights would not be those under it, leave init_seed out"]
+    if adapter.get("peft_type") != "LORA":
+        return [f"{path} is an adapter of type {adapter.get('peft_type')}; only LORA can be gone on with"]
+    base = adapter["base_model_name_or_path"]
+    if is_local(base) and not Path(base).is_dir():
+        return [f"{path} is an adapter of {base}, which is not there"]
+    return _model_problems(base, None)
 
 
 def _data_problems(path: str) -> list[str]:

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from . import foreign_lora, trl_config
 from . import foreign_names as names
-from . import trl_config
 from .foreign_data import read_data
 from .foreign_names import Note, among
 from .foreign_task import told_task
@@ -81,7 +81,8 @@ def _carry(key: str, flat: dict[str, Any], made: Translation) -> Note:
     """What becomes of one key, which is done to `made`."""
     name, value = _last(key), flat[key]
     target = names.RENAMED.get(name)
-    if special := _special(key, name, value, flat, made):
+    lora = foreign_lora.carry(key, name, value, flat, made.recipe["model"]) if foreign_lora.is_asked(flat) else None
+    if special := lora or _special(key, name, value, flat, made):
         return special
     if target is None:
         for table, changes in ((names.DROPPED, False), (names.CHANGES, True)):
@@ -220,6 +221,8 @@ def _complete(made: Translation, flat: dict[str, Any], name: str) -> None:
             section[key] = value
             made.ours[f"{next(n for n, s in made.recipe.items() if s is section)}.{key}"] = why
 
+    if foreign_lora.is_asked(flat):
+        made.ours |= foreign_lora.defaults(flat, made.recipe["model"])
     tool = "Axolotl's" if "base_model" in flat else "TRL's"
     if "base_model" in flat:
         for key, value in names.AXOLOTL.items():

@@ -126,8 +126,8 @@ DROPPED = {
 
 # Left out, and the weights come out differently (unless it was off in the source): reason -> names.
 ADAPTERS = (
-    "recipes have no adapters yet: all weights are trained, with more memory; adapters' rates are usually ten times "
-    "those of full training, so lower optimizer.lr"
+    "only plain LoRA is known (model.lora), without variants; of another adapter all weights are trained: then lower "
+    "optimizer.lr, adapters' rates are usually ten times those of full training"
 )
 DTYPE = (
     "trainer.bf16 does the arithmetic. bfloat16 weights lose most small updates to rounding (not under ZeRO, which "
@@ -137,7 +137,8 @@ CHANGES = {
     ADAPTERS: "use_peft adapter lora_* peft peft_* use_dora use_rslora qlora_* "
     "relora relora_* "
     "loraplus_* loftq_* lisa_*",
-    "weights are not quantised": "load_in_4bit load_in_8bit use_bnb_nested_quant gptq gptq_* qat quantization fp8 "
+    "only what is under LoRA is quantised, to 4 bits": "load_in_4bit load_in_8bit use_bnb_nested_quant gptq gptq_* qat "
+    "quantization fp8 "
     "fp8_* bnb_* model_quantization_* quantize_moe_experts",
     "TRL has no limit for prompts any more; max_length counts prompt and answer": "max_prompt_length max_prompt_len "
     "max_completion_length max_target_length",

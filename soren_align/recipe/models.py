@@ -3,10 +3,13 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, WrapValidator
+from pydantic_core import PydanticCustomError
 
+from .. import shipped
 from . import trl_config
 
+ADAPTER = "adapter_config.json"  # lies in an adapter's folder
 Task = Literal["sft", "dpo"]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -29,11 +32,38 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
 
+def _modules(value: Any, check: Any) -> Any:
+    try:
+        return check(value)
+    except ValidationError:
+        raise PydanticCustomError("modules", "write all-linear, or a list of names") from None
+
+
+class Lora(_Section):
+    """Two small factors beside each linear layer are trained, instead of its weights."""
+
+    r: Annotated[int, Field(ge=1)] = 16
+    """The factors' rank."""
+    alpha: Positive | None = None
+    """Their product is added times alpha / r. null: r."""
+    dropout: Beta = 0.0
+    """On what goes into the factors."""
+    target_modules: Annotated[
+        Annotated[list[str], Field(min_length=1)] | Literal["all-linear"], WrapValidator(_modules)
+    ] = "all-linear"
+    """Names of layers, such as q_proj, or `all-linear`: all linear layers but the head."""
+    modules_to_save: list[str] = []
+    """Names of modules that are trained whole beside the factors, by AdamW, such as embed_tokens."""
+    quantize: Literal["4bit"] | None = None
+    """`4bit`: the frozen weights are held in bitsandbytes' NF4, doubly quantised (QLoRA). The factors stay float32."""
+
+
 class Model(_Section):
     """The starting checkpoint."""
 
     name_or_path: Annotated[str, Field(min_length=1)]
-    """A folder (`shipped:...` for a shipped one) or a model on the Hugging Face hub."""
+    """A folder (`shipped:...` for a shipped one) or a model on the Hugging Face hub. A LoRA adapter's folder: training
+    goes on with that adapter."""
     revision: str | None = None
     """The hub's branch, tag or commit; the commit it stood for is written into run.json."""
     dtype: Literal["float32"] = "float32"
@@ -47,6 +77,8 @@ class Model(_Section):
     eos_token: Annotated[str, Field(min_length=1)] | None = None
     """What the model stops at, one token of the vocabulary: `<|im_end|>` for Qwen2.5's base models, whose own is not
     what their template ends answers with. null: the tokenizer's."""
+    lora: Lora | None = None
+    """A new LoRA adapter is trained, and the weights are not."""
 
 
 class DataSplit(_Section):
@@ -108,7 +140,8 @@ class Optimizer(_Section):
     lr: Positive
     """Peak learning rate of the matrices."""
     aux_lr: Positive | None = None
-    """Peak learning rate of everything else. Required, except for adamw, where null means `lr`."""
+    """Peak learning rate of everything else. Required, except for adamw, where null means `lr`, and where there is
+    nothing else, as with LoRA."""
     weight_decay: NonNegative = 0.1
     """Decoupled, on the matrices, with the unadjusted learning rate."""
     aux_weight_decay: NonNegative = 0.0
@@ -119,7 +152,7 @@ class Optimizer(_Section):
     adjust_lr_fn: Literal["none", "original", "match_rms_adamw"] | None = None
     """Scale of a matrix update: `none`, `original` = sqrt(max(1, m/n)), or `match_rms_adamw` = 0.2 sqrt(max(m, n)),
     which makes learning rates comparable with AdamW's. null: `none` for soren (the paper's text), `original` for muon
-    and htmuon (their code)."""
+    and htmuon (their code), `match_rms_adamw` for all three with LoRA."""
     spectral_map: Literal["minimax", "sns", "exact"] | None = None
     """soren only. `minimax`, a polynomial within 0.4% of the sigmoid; `sns`, the paper's, further off and dearer; or
     `exact`, the sigmoid itself. null: minimax."""
@@ -231,8 +264,21 @@ def resolve(recipe: Recipe) -> Recipe:
         update["adjust_lr_fn"] = None
         update["aux_lr"] = o.aux_lr or o.lr
     else:
-        update["adjust_lr_fn"] = o.adjust_lr_fn or _SCALE[o.name]
-    return recipe.model_copy(update={"optimizer": o.model_copy(update=update)})
+        scale = "match_rms_adamw" if trains_adapter(recipe.model) else _SCALE[o.name]
+        update["adjust_lr_fn"] = o.adjust_lr_fn or scale
+    return recipe.model_copy(update={"optimizer": o.model_copy(update=update), "model": _resolved(recipe.model)})
+
+
+def trains_adapter(model: Model) -> bool:
+    """Whether an adapter is trained: a new one, or the one that lies where training starts."""
+    return model.lora is not None or (shipped.resolve(model.name_or_path) / ADAPTER).is_file()
+
+
+def _resolved(model: Model) -> Model:
+    if model.lora is None:
+        return model
+    alpha = float(model.lora.r) if model.lora.alpha is None else model.lora.alpha
+    return model.model_copy(update={"lora": model.lora.model_copy(update={"alpha": alpha})})
 
 
 def json_schema() -> dict[str, Any]:

@@ -21,6 +21,7 @@ from ..recipe import OutOfReach, Parallel, Recipe, UserError, accumulation, is_l
 from ..report import RunFolder, fingerprint
 from ..sharding import start_deepspeed
 from ..sharding.ranks import Ranks
+from . import adapters
 from .trainers import SorenDPOTrainer, SorenSFTTrainer
 
 CONFIGS = {"sft": SFTConfig, "dpo": DPOConfig}
@@ -102,11 +103,17 @@ def load_tokenizer(recipe: Recipe, start: str) -> PreTrainedTokenizerBase:
 
 
 def load_model(recipe: Recipe, start: str) -> PreTrainedModel:
-    """The model with float32 parameters; cut into parts while it loads, where a config for ZeRO 3 is alive."""
-    with the_users(f"model {recipe.model.name_or_path}"):
-        return AutoModelForCausalLM.from_pretrained(
-            start, revision=recipe.model.revision, dtype=torch.float32, trust_remote_code=False
+    """The model with float32 parameters; cut into parts while it loads, where a config for ZeRO 3 is alive.
+
+    With the adapter that lies in `start`, if one does.
+    """
+    name, revision = adapters.base_of(start, recipe.model.revision)
+    quantized = adapters.quantization(recipe.model.lora, bool(recipe.trainer.get("use_cpu")))
+    with the_users(f"model {recipe.model.name_or_path}", ValueError, OSError, ImportError):
+        model = AutoModelForCausalLM.from_pretrained(
+            name, revision=revision, dtype=torch.float32, trust_remote_code=False, quantization_config=quantized
         )
+        return adapters.go_on(model, start)
 
 
 def as_trl_calls_it(model: PreTrainedModel, checkpointing: bool) -> Any:
@@ -141,8 +148,10 @@ def build_trainer(
         "data": splits["train"].source,
         "start": fingerprint(start) or _commit(start, recipe.model.revision),
     }
-    with the_users("optimizer", ValueError):
-        build_optimizer(model, **optimizer_settings(recipe))
+    new_adapter = adapters.lora_config(recipe, model)
+    if new_adapter is None:  # otherwise TRL puts in first what is to be stepped
+        with the_users("optimizer", ValueError):
+            build_optimizer(model, **optimizer_settings(recipe))
     # TRL prints while it maps; what matters of it is counted and shown by data.preview.
     with the_users("trainer", ValueError, RuntimeError), contextlib.redirect_stdout(io.StringIO()):
         return TRAINERS[recipe.task](
@@ -151,6 +160,7 @@ def build_trainer(
             train_dataset=splits["train"].dataset,
             eval_dataset=splits["eval"].dataset if splits["eval"] else None,
             processing_class=tokenizer,
+            peft_config=new_adapter,
             optimizer_settings=optimizer_settings(recipe),
             origin=origin,
             metrics=folder.metrics if ranks.is_first else None,

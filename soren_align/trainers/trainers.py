@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
 from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import DPOTrainer, SFTTrainer
@@ -16,7 +17,7 @@ from ..optim import build_optimizer
 from ..recipe import UserError
 from ..sharding import full_weights, place, sum_in_float32
 from ..sharding.ranks import present
-from . import checkpoints
+from . import adapters, checkpoints
 from .watch import Watch
 
 
@@ -44,6 +45,8 @@ class SorenTrainerMixin(Trainer):
         # Built once to look at: a model that the optimizer cannot take is refused before training, and what really
         # steps is compared with it then.
         trained: Any = self.model
+        if isinstance(trained, PeftModel):
+            adapters.keep_float32(trained)
         self.reference = build_optimizer(trained, **optimizer_settings)
         self.watch = Watch(self.reference, present(), metrics)
         if self.is_fsdp_enabled:
@@ -108,9 +111,13 @@ class SorenTrainerMixin(Trainer):
         """TRL's; of a model in parts the float32 weights that are stepped, whole.
 
         transformers would write the bfloat16 weights that DeepSpeed computes with, and under FSDP2 nothing. For
-        checkpoints (_internal_call) that will do: what is resumed from lies beside it.
+        checkpoints (_internal_call) that will do: what is resumed from lies beside it. Of adapters, the trained one.
         """
-        if (self.is_deepspeed_enabled or self.is_fsdp_enabled) and not _internal_call:
+        if isinstance(self.model, PeftModel) and not _internal_call:
+            weights = full_weights(self.model) if self.is_deepspeed_enabled else None
+            if self.args.should_save:
+                adapters.save_trained(self.model, str(output_dir or self.args.output_dir), weights)
+        elif (self.is_deepspeed_enabled or self.is_fsdp_enabled) and not _internal_call:
             trained: Any = self.model
             self._save(output_dir, state_dict=full_weights(trained))
         else:

@@ -94,10 +94,10 @@ def test_aux_globs_send_matrices_to_adamw():
         route(Model(), aux=["*.down.weight", "*.dwn.weight"])
 
 
-def test_lora_factors_are_refused():
+def test_factors_of_adapters_that_are_not_pefts_are_refused():
     model = Model()
     model.layers[0].up.lora_A = nn.ModuleDict({"default": nn.Linear(4, 2, bias=False)})
-    with pytest.raises(ValueError, match=r"layers.0.up.lora_A.default.weight is a LoRA factor"):
+    with pytest.raises(ValueError, match=r"layers.0.up.lora_A.default.weight is called like a LoRA factor, but"):
         route(model)
 
 
@@ -158,7 +158,7 @@ def test_the_factory_builds_what_is_named_with_its_own_settings():
 
 def test_the_rate_of_the_rest_must_be_said_except_for_adamw():
     for name in ("soren", "muon", "htmuon"):
-        with pytest.raises(ValueError, match=f"aux_lr: missing; {name} updates the matrices"):
+        with pytest.raises(ValueError, match=r"aux_lr: missing; AdamW updates what is no matrix \(embed.weight, ...\)"):
             build_optimizer(Model(), name=name, lr=0.1)
     assert [g["lr"] for g in build_optimizer(Model(), name="adamw", lr=0.1).param_groups] == [0.1, 0.1]
     with pytest.raises(ValueError, match="name: found 'sorn'"):

@@ -25,7 +25,7 @@ SHRUNK += [
 
 
 def small(name, root):
-    """Overrides that shrink a recipe's model and data. Every row is longer than LENGTH, so that all batches are full."""
+    """Overrides that shrink a model and its data; rows are longer than LENGTH, so that all batches are full."""
     if name.startswith("qwen"):
         tokenizer, config, data = qwen(), Qwen2Config, ultrachat_200k(root)["train_sft"]
     else:

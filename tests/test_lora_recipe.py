@@ -1,0 +1,158 @@
+"""What a recipe says of LoRA, and what it is told before torch is loaded."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+
+from soren_align import launch, recipe
+from soren_align.recipe import UserError
+
+LORA = ("model.lora={r: 4}", "optimizer.aux_lr=null", "optimizer.adjust_lr_fn=null")
+
+
+def load(*overrides):
+    return recipe.load("quickstart/sft", list(overrides))
+
+
+def problems(*overrides):
+    with pytest.raises(UserError) as told:
+        load(*overrides)
+    return "\n".join(told.value.problems)
+
+
+@pytest.fixture
+def adapter(tmp_path):
+    """An adapter's folder as PEFT lays it out, on a base beside it."""
+    base, folder = tmp_path / "base", tmp_path / "adapter"
+    for each in (base, folder):
+        each.mkdir()
+        (each / "tokenizer_config.json").write_text("{}")
+    (base / "config.json").write_text("{}")
+    (base / "model.safetensors").write_text("")
+    (folder / "adapter_model.safetensors").write_text("")
+
+    def write(**said):
+        said = {"peft_type": "LORA", "base_model_name_or_path": str(base), **said}
+        (folder / "adapter_config.json").write_text(json.dumps(said))
+        return folder
+
+    write()
+    return write
+
+
+def start(folder):
+    return (f"model.name_or_path={folder}", "model.init_seed=null")
+
+
+def test_a_new_adapter_has_its_defaults_written_out():
+    found = load(*LORA)
+    assert found.model.lora.model_dump() == {
+        "r": 4,
+        "alpha": 4.0,
+        "dropout": 0.0,
+        "target_modules": "all-linear",
+        "modules_to_save": [],
+        "quantize": None,
+    }
+    assert recipe.load_text(recipe.to_yaml(found)) == found
+
+
+@pytest.mark.parametrize("name", ["soren", "muon", "htmuon"])
+def test_with_adapters_an_update_is_as_large_as_adamws_unless_told_otherwise(name, adapter):
+    assert load(*LORA, f"optimizer.name={name}").optimizer.adjust_lr_fn == "match_rms_adamw"
+    going_on = load(*start(adapter()), "optimizer.adjust_lr_fn=null", f"optimizer.name={name}")
+    assert going_on.optimizer.adjust_lr_fn == "match_rms_adamw"
+    assert load(*LORA, f"optimizer.name={name}", "optimizer.adjust_lr_fn=none").optimizer.adjust_lr_fn == "none"
+    assert load("optimizer.adjust_lr_fn=null").optimizer.adjust_lr_fn == "none"
+
+
+def test_a_rate_for_the_rest_is_asked_for_only_where_there_is_one(adapter):
+    assert load(*LORA).optimizer.aux_lr is None
+    assert load(*start(adapter()), "optimizer.aux_lr=null").optimizer.aux_lr is None
+    assert "optimizer.aux_lr: is required" in problems(*LORA, "model.lora.modules_to_save=[embed_tokens]")
+    whole = adapter(modules_to_save=["embed_tokens"])
+    assert "optimizer.aux_lr: is required" in problems(*start(whole), "optimizer.aux_lr=null")
+
+
+def test_an_adapter_beneath_a_new_one_is_told_the_two_ways(adapter):
+    folder = adapter()
+    told = problems(*start(folder), *LORA)
+    assert f"model.lora: {folder} already is a LoRA adapter. Leave model.lora out, and training goes on with it" in told
+    assert "`soren-align merge RUN`" in told
+    assert "start a new adapter from RUN/merged" in told
+
+
+def test_an_adapter_needs_its_base_and_its_weights(adapter, tmp_path):
+    load(*start(adapter()))
+    load(*start(adapter(base_model_name_or_path="someone/on-the-hub")))
+    gone = f"is an adapter of {tmp_path}/gone, which is not there"
+    assert gone in problems(*start(adapter(base_model_name_or_path=str(tmp_path / "gone"))))
+    assert "is an adapter of type IA3; only LORA" in problems(*start(adapter(peft_type="IA3")))
+    assert "does not say which model is under it" in problems(*start(adapter(base_model_name_or_path=None)))
+    assert "leave init_seed out" in problems(f"model.name_or_path={adapter()}")
+    (adapter() / "adapter_model.safetensors").unlink()
+    assert "pickled weights are not loaded" in problems(*start(adapter()))
+
+
+@pytest.mark.parametrize("word", ["zero3", "zero3-offload"])
+def test_adapters_are_not_trained_where_it_was_never_seen_to_work(word, adapter):
+    told = f"adapters are trained under ddp, zero1 and zero2; run.parallel is {word}"
+    assert f"model.lora: {told}" in problems(*LORA, f"run.parallel={word}")
+    assert f"model.name_or_path: {told}" in problems(*start(adapter()), f"run.parallel={word}")
+
+
+def test_a_quantised_base_lies_whole_on_every_process():
+    quantized = (*LORA, "model.lora.quantize=4bit")
+    assert load(*quantized).model.lora.quantize == "4bit"
+    told = "model.lora.quantize: a quantised base is trained under ddp only; run.parallel is zero2"
+    assert told in problems(*quantized, "run.parallel=zero2")
+
+
+def test_without_bitsandbytes_a_quantised_base_is_refused_before_anything_is_touched(monkeypatch, tmp_path):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "bitsandbytes" else find(name, *a)
+    )
+    asked = load(*LORA, "model.lora.quantize=4bit", f"run.output_dir={tmp_path / 'run'}")
+    with pytest.raises(UserError, match="needs bitsandbytes, which is not installed: pip install bitsandbytes"):
+        launch.train(asked)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("model.lora.target_modules=3", "model.lora.target_modules: found 3; write all-linear, or a list of names"),
+        ("model.lora.target_modules=q_proj", "found 'q_proj'; write all-linear, or a list of names"),
+        ("model.lora.target_modules=[]", "found []; write all-linear, or a list of names"),
+        ("model.lora.quantize=8bit", "model.lora.quantize: found '8bit'; write 4bit"),
+        ("model.lora.rank=4", "model.lora.rank: unknown key; did you mean 'r'?"),
+        ("model.lora.lora_alpha=4", "model.lora.lora_alpha: unknown key; did you mean 'alpha'?"),
+        ("model.lora.r=0", "model.lora.r: found 0; it must be at least 1"),
+        ("model.lora=16", "model.lora: found 16; write a section"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(override, told):
+    assert told in problems(*LORA, override)
+
+
+def merge(*arguments):
+    command = [sys.executable, "-m", "soren_align.cli", "merge", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_what_cannot_be_merged_is_told_without_torch(tmp_path):
+    run = tmp_path / "run"
+    (run / "model").mkdir(parents=True)
+    for record, told in (
+        (None, "is no run folder"),
+        ({"status": "training"}, "has no model yet (status: training); finish the run first"),
+        ({"status": "finished"}, "trained no adapter;"),
+    ):
+        if record:
+            (run / "run.json").write_text(json.dumps(record))
+        done = merge(run)
+        assert (done.returncode, told in done.stderr) == (2, True), done.stderr
