@@ -109,11 +109,20 @@ def load_tokenizer(recipe: Recipe, start: str) -> PreTrainedTokenizerBase:
 
 
 def load_model(recipe: Recipe, start: str) -> PreTrainedModel:
-    """The model with float32 parameters; cut into parts while it loads, where a config for ZeRO 3 is alive."""
+    """The model with parameters of model.dtype; cut into parts while it loads, where a config for ZeRO 3 is alive."""
     with the_users(f"model {recipe.model.name_or_path}"):
         return AutoModelForCausalLM.from_pretrained(
-            start, revision=recipe.model.revision, dtype=torch.float32, trust_remote_code=False
+            start, revision=recipe.model.revision, dtype=getattr(torch, recipe.model.dtype), trust_remote_code=False
         )
+
+
+def save_dtype(recipe: Recipe, start: str) -> torch.dtype:
+    """What the model folder is written in: run.save_dtype, or what the starting checkpoint says of itself."""
+    if recipe.run.save_dtype is not None:
+        return getattr(torch, recipe.run.save_dtype)
+    with the_users(f"model {recipe.model.name_or_path}"):
+        config = AutoConfig.from_pretrained(start, revision=recipe.model.revision, trust_remote_code=False)
+    return config.dtype if config.dtype in (torch.bfloat16, torch.float16) else torch.float32
 
 
 def build_trainer(
@@ -149,6 +158,7 @@ def build_trainer(
             optimizer_settings=optimizer_settings(recipe),
             origin=origin,
             metrics=folder.metrics if ranks.is_first else None,
+            save_dtype=save_dtype(recipe, start),
             parallel=parallel(recipe.run.parallel).kind if ranks.launched else None,
         )
 
