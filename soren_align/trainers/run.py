@@ -139,10 +139,10 @@ def _record_after(
 def _say_survival(kept: dict[str, Any], console: Console) -> None:
     if "matrices" not in kept:
         return
-    entries, projection = kept["matrices"]["entries"], kept["matrices"]["projection"]
-    said = f"in {kept['dtype']}: {projection:.1%} of the change is kept, {entries:.1%} of the changed entries differ"
-    console.print(f"saved     {said}", highlight=False)
-    if min(entries, projection) < THRESHOLD:
+    projection, entries = (100 * kept["matrices"][key] for key in ("projection", "entries"))
+    said = f"{projection:.3g}% of the change is kept, {entries:.3g}% of the changed entries differ"
+    console.print(f"saved     in {kept['dtype']}: {said}", highlight=False)
+    if min(entries, projection) < 100 * THRESHOLD:
         console.print("          the rest is rounded away; run.save_dtype: float32 keeps it", highlight=False)
 
 
