@@ -109,7 +109,11 @@ RECIPES = {
     "text for truth value": ("output_dir: out", "output_dir: out\n  offline: 'yes'", r"run.offline: .*true or false"),
     "None for null": ("output_dir: out", "output_dir: out\n  num_threads: None", r"run.num_threads: .*null"),
     "a list for a section": ("run:\n  output_dir: out", "run: [out]", r"my.yaml:16 run: .*write a section"),
-    "bfloat16 parameters": ("  init_seed: 0", "  init_seed: 0\n  dtype: bfloat16", r"model.dtype: found 'bfloat16'"),
+    "bfloat16 parameters": (
+        "  init_seed: 0",
+        "  init_seed: 0\n  dtype: bfloat16",
+        r"model.dtype: bfloat16 .* Write float32",
+    ),
     "rate in TRL's words": ("max_steps: 2", "learning_rate: 1e-3", r"trainer.learning_rate: belongs to optimizer.lr"),
     "folder in TRL's words": ("max_steps: 2", "output_dir: x", r"trainer.output_dir: belongs to run.output_dir"),
     "optimizer in TRL's words": ("max_steps: 2", "optim: adamw_torch", r"trainer.optim: belongs to optimizer.name"),

@@ -1,6 +1,7 @@
 """The optimizers, which parameter goes where, and how a model gets its optimizer."""
 
 from .factory import OptimizerFactory, build_optimizer
+from .rounding import Proposal, move_, summed
 from .routing import Route, param_groups, route, routing_table
 from .soren import AdamW, HTMuon, Muon, Soren
 from .spectral_optimizer import SpectralOptimizer
@@ -14,13 +15,16 @@ __all__ = [
     "OptimizerFactory",
     "Piece",
     "Placement",
+    "Proposal",
     "Route",
     "Soren",
     "SpectralOptimizer",
     "Update",
     "Whole",
     "build_optimizer",
+    "move_",
     "param_groups",
     "route",
     "routing_table",
+    "summed",
 ]

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from torch import nn
 
 from .routing import param_groups
-from .soren import BETAS, EPS, AdamW, AdjustLrFn, HTMuon, Muon, Soren
+from .soren import BETAS, EPS, AdamW, AdjustLrFn, Compensation, HTMuon, Muon, Soren
 from .spectral_optimizer import SpectralOptimizer
 
 
@@ -23,6 +23,7 @@ def build_optimizer(
     betas: tuple[float, float] = BETAS,
     eps: float = EPS,
     adjust_lr_fn: AdjustLrFn | None = None,
+    compensation: Compensation = "none",
     spectral_map: Literal["minimax", "sns", "exact"] = "minimax",
     resolution: float = 0.01,
     ns_steps: int = 15,
@@ -35,7 +36,7 @@ def build_optimizer(
     lr, weight_decay: of the matrices; aux_lr, aux_weight_decay: of the rest, which AdamW updates with betas and eps.
         For "adamw" the matrices go to AdamW too, as a group of their own, and aux_lr may be left out: then it is lr.
         For the others it may be left out where there is no rest, as with LoRA.
-    adjust_lr_fn: None is the class's own choice.
+    adjust_lr_fn: None is the class's own choice. compensation: "none" or "kahan", for narrow parameters.
     spectral_map, resolution, ns_steps, workspace_mb reach only Soren (Muon keeps its 5 steps), p only HTMuon.
     ValueError for an unknown name, a missing aux_lr, and what `param_groups` raises.
     """
@@ -55,8 +56,8 @@ def build_optimizer(
         if group["rule"] == "adamw":
             group.update(betas=betas, eps=eps)
     if name == "adamw":
-        return AdamW(groups, lr)
-    shared: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov}
+        return AdamW(groups, lr, compensation=compensation)
+    shared: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "compensation": compensation}
     if adjust_lr_fn is not None:
         shared["adjust_lr_fn"] = adjust_lr_fn
     if name == "soren":

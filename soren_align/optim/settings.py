@@ -3,19 +3,20 @@
 A group holds the settings of its own rule and no others, so that what a checkpoint keeps is what was used.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from ..spectral import RESOLUTIONS
 
+COMPENSATIONS = ("none", "kahan")
 ADJUST_LR_FNS = ("none", "original", "match_rms_adamw")
 SPECTRAL_MAPS = ("minimax", "sns", "exact")
 
 RULE_KEYS = {
-    "spectral": ("lr", "weight_decay", "momentum", "nesterov", "adjust_lr_fn"),
-    "adamw": ("lr", "weight_decay", "betas", "eps"),
+    "spectral": ("lr", "weight_decay", "compensation", "momentum", "nesterov", "adjust_lr_fn"),
+    "adamw": ("lr", "weight_decay", "compensation", "betas", "eps"),
 }
 # What every group may carry beside its settings; initial_lr is written by learning rate schedulers.
 BOOKKEEPING = ("params", "param_names", "rule", "initial_lr")
@@ -31,6 +32,7 @@ def check_settings(group: dict[str, Any], where: str) -> None:
     allowed = {
         "lr": (lambda v: float(v) >= 0, "0 or more"),
         "weight_decay": (lambda v: v >= 0, "0 or more"),
+        "compensation": (lambda v: v in COMPENSATIONS, f"one of {', '.join(map(repr, COMPENSATIONS))}"),
         "momentum": (lambda v: 0 <= v < 1, "at least 0 and below 1"),
         "nesterov": (lambda v: isinstance(v, bool), "True or False"),
         "adjust_lr_fn": (lambda v: v in ADJUST_LR_FNS, f"one of {', '.join(map(repr, ADJUST_LR_FNS))}"),
@@ -64,17 +66,20 @@ def refuse_changed_settings(saved: Sequence[dict], present: Sequence[dict]) -> N
         raise ValueError("the checkpoint was made with other optimizer settings\n" + "\n".join(differences))
 
 
-def refuse_incomplete_state(saved: dict[str, Any], present: Sequence[dict], keys: dict[str, Sequence[str]]) -> None:
+def refuse_incomplete_state(
+    saved: dict[str, Any], present: Sequence[dict], keys: Callable[[Tensor, dict[str, Any]], Sequence[str]]
+) -> None:
     """ValueError if some parameters of a checkpoint have state, and others lack it or have it in another shape.
 
-    keys: the names of the state of each rule. A checkpoint from before the first step has no state, and passes.
+    keys: the names of a parameter's state in its group. A checkpoint from before the first step has no state, and
+    passes.
     """
     if not saved["state"]:
         return
     for old, new in zip(saved["param_groups"], present, strict=True):
         for position, (number, parameter) in enumerate(zip(old["params"], new["params"], strict=True)):
             name, state = name_of(new, position), saved["state"].get(number, {})
-            missing = [key for key in keys[new["rule"]] if key not in state]
+            missing = [key for key in keys(parameter, new) if key not in state]
             if missing:
                 raise ValueError(f"the checkpoint lacks {', '.join(missing)} of {name}; it cannot be resumed from")
             if state["exp_avg"].shape != parameter.shape:

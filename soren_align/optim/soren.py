@@ -15,6 +15,7 @@ from ..spectral import (
 from .spectral_optimizer import SpectralOptimizer
 
 AdjustLrFn = Literal["none", "original", "match_rms_adamw"]
+Compensation = Literal["none", "kahan"]
 BETAS = (0.9, 0.999)
 EPS = 1e-8
 
@@ -25,6 +26,8 @@ class Soren(SpectralOptimizer):
     params: matrices, named or not, or groups; see `soren_align.param_groups` for a whole model.
     momentum, nesterov: M <- M + (1 - momentum) (G - M), N = G + momentum (M - G); no bias correction.
     weight_decay: W <- W (1 - lr * weight_decay) before the step, with the unadjusted lr.
+    compensation: "kahan" keeps beside each bfloat16 parameter what rounding takes from its steps (rounding.py), so that
+        they are those of float32; other parameters have no need of it.
     spectral_map: "minimax", accurate from the normalised singular value `resolution` on (0.01, or 0.001 for more work);
         "sns", the paper's Algorithm 1 with `ns_steps`, further off and dearer; or "exact", the definition.
     adjust_lr_fn: "none", "original" (sqrt(max(1, m/n))) or "match_rms_adamw" (0.2 sqrt(max(m, n)), divided by the
@@ -46,13 +49,14 @@ class Soren(SpectralOptimizer):
         momentum: float = 0.95,
         nesterov: bool = True,
         weight_decay: float = 0.1,
+        compensation: Compensation = "none",
         spectral_map: Literal["minimax", "sns", "exact"] = "minimax",
         resolution: float = 0.01,
         ns_steps: int = 15,
         adjust_lr_fn: AdjustLrFn = "none",
         workspace_mb: float | None = None,
     ):
-        shared = _defaults(lr, momentum, nesterov, weight_decay, adjust_lr_fn)
+        shared = _defaults(lr, momentum, nesterov, weight_decay, adjust_lr_fn, compensation)
         super().__init__(
             params, {**shared, "spectral_map": spectral_map, "resolution": resolution, "ns_steps": ns_steps}
         )
@@ -83,10 +87,11 @@ class Muon(SpectralOptimizer):
         momentum: float = 0.95,
         nesterov: bool = True,
         weight_decay: float = 0.1,
+        compensation: Compensation = "none",
         ns_steps: int = 5,
         adjust_lr_fn: AdjustLrFn = "original",
     ):
-        shared = _defaults(lr, momentum, nesterov, weight_decay, adjust_lr_fn)
+        shared = _defaults(lr, momentum, nesterov, weight_decay, adjust_lr_fn, compensation)
         super().__init__(params, {**shared, "ns_steps": ns_steps})
 
     def map_matrix(self, x: Tensor, group: dict[str, Any]) -> Tensor:
@@ -110,10 +115,13 @@ class HTMuon(SpectralOptimizer):
         momentum: float = 0.95,
         nesterov: bool = True,
         weight_decay: float = 0.1,
+        compensation: Compensation = "none",
         p: float = 0.125,
         adjust_lr_fn: AdjustLrFn = "original",
     ):
-        super().__init__(params, {**_defaults(lr, momentum, nesterov, weight_decay, adjust_lr_fn), "p": p})
+        super().__init__(
+            params, {**_defaults(lr, momentum, nesterov, weight_decay, adjust_lr_fn, compensation), "p": p}
+        )
 
     def map_matrix(self, x: Tensor, group: dict[str, Any]) -> Tensor:
         """The singular values of x to the power p."""
@@ -133,13 +141,21 @@ class AdamW(SpectralOptimizer):
         betas: tuple[float, float] = BETAS,
         eps: float = EPS,
         weight_decay: float = 1e-2,
+        compensation: Compensation = "none",
     ):
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
+        shared = {"lr": lr, "weight_decay": weight_decay, "compensation": compensation}
+        super().__init__(params, {**shared, "betas": betas, "eps": eps})
 
 
 def _defaults(
-    lr: float | Tensor, momentum: float, nesterov: bool, weight_decay: float, adjust_lr_fn: AdjustLrFn
+    lr: float | Tensor,
+    momentum: float,
+    nesterov: bool,
+    weight_decay: float,
+    adjust_lr_fn: AdjustLrFn,
+    compensation: Compensation,
 ) -> dict[str, Any]:
     """What a group takes when it says nothing; every group keeps the settings of its own rule."""
     spectral = {"momentum": momentum, "nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn}
-    return {"lr": lr, "weight_decay": weight_decay, **spectral, "betas": BETAS, "eps": EPS}
+    shared = {"lr": lr, "weight_decay": weight_decay, "compensation": compensation}
+    return {**shared, **spectral, "betas": BETAS, "eps": EPS}

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from .gradients import refuse_unusable_gradients
+from .rounding import COMPENSATION_DTYPE, Proposal, adamw_direction, is_compensated, put_, summed
 from .settings import BOOKKEEPING, RULE_KEYS, check_settings, name_of, refuse_changed_settings, refuse_incomplete_state
 from .spectral_step import GroupStep, Piece, Placement, Update, local
 
@@ -31,6 +32,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
     # On the class, because torch's copy and pickle of an optimizer keep only its state and its groups.
     observer: Callable[[Update], None] | None = None
+    proposal_observer: Callable[[Proposal], None] | None = None  # gets every step on this rank, before it is taken
     map_observer: Callable[[Tensor], None] | None = None  # gets every output of a map on this rank, to read
     placement: Placement | None = None  # where the matrices lie, if the parameters are shards or replicas of them
     num_maps = 0  # matrices mapped so far
@@ -58,17 +60,15 @@ class SpectralOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             # Also for parameters without a gradient, so that a checkpoint with a hole in it is a broken one.
             for parameter in group["params"]:
-                self._complete_state(parameter, group["rule"])
+                self._complete_state(parameter, group)
             with_grad = [(name_of(group, i), p) for i, p in enumerate(group["params"]) if p.grad is not None]
             if group["rule"] == "spectral":
                 self._spectral_step(with_grad, group)
-            elif self.observer is None:
+            elif self.observer is None and self.proposal_observer is None:
                 self._adamw_step([parameter for _, parameter in with_grad], group)
             else:
                 for name, parameter in with_grad:
-                    before = parameter.clone()
-                    self._adamw_step([parameter], group)
-                    self.observer(Update(name, group, local(before), local(parameter.detach())))
+                    self._observed_adamw_step(name, parameter, group)
         return loss
 
     def _refuse_unusable_gradients(self) -> None:
@@ -109,7 +109,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
         # torch adds to its step tensors in place: these are new ones.
         steps = [state["step"].clone() for state in states]
         here = [local(p) for p in parameters]
-        wide = [p.to(dtype) for p, dtype in zip(here, dtypes, strict=True)]
+        rests = [local(state["compensation"]) if "compensation" in state else None for state in states]
+        wide = [summed(p, rest).to(dtype) for p, dtype, rest in zip(here, dtypes, rests, strict=True)]
         adamw(
             wide,
             [local(p.grad).to(dtype) for p, dtype in zip(parameters, dtypes, strict=True)],  # type: ignore[arg-type]
@@ -125,17 +126,27 @@ class SpectralOptimizer(torch.optim.Optimizer):
             eps=group["eps"],
             maximize=False,
         )
-        for parameter, updated, state, step in zip(here, wide, states, steps, strict=True):
+        for parameter, updated, rest, state, step in zip(here, wide, rests, states, steps, strict=True):
             state["step"] = step
-            if updated is not parameter:
-                parameter.copy_(updated)
+            put_(parameter, rest, updated)
 
-    def _complete_state(self, parameter: Tensor, rule: str) -> None:
+    def _observed_adamw_step(self, name: str, parameter: Tensor, group: dict[str, Any]) -> None:
+        state = {key: local(value) for key, value in self.state[parameter].items()}
+        here, rest = local(parameter.detach()), state.get("compensation")
+        held, compensation = here.clone(), None if rest is None else rest.clone()
+        self._adamw_step([parameter], group)
+        if self.observer is not None:
+            self.observer(Update(name, group, summed(held, compensation), summed(here, rest)))
+        if self.proposal_observer is not None:
+            state["step"] = self.state[parameter]["step"]  # a new tensor; the others were changed in place
+            self.proposal_observer(Proposal(group, held, compensation, adamw_direction(state, group)))
+
+    def _complete_state(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0)
-            for key in STATE_KEYS[rule][1:]:
-                state[key] = torch.zeros_like(parameter, dtype=_state_dtype(parameter))
+            for key in _state_keys(parameter, group)[1:]:
+                state[key] = torch.zeros_like(parameter, dtype=_state_dtype(parameter, key))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, completed with the settings of its own rule.
@@ -177,16 +188,22 @@ class SpectralOptimizer(torch.optim.Optimizer):
         ValueError if any other setting differs from the present one, or if a parameter's state is missing.
         """
         refuse_changed_settings(state_dict["param_groups"], self.param_groups)
-        refuse_incomplete_state(state_dict, self.param_groups, STATE_KEYS)
+        refuse_incomplete_state(state_dict, self.param_groups, _state_keys)
         super().load_state_dict({**state_dict, "state": {}})
         # By hand: torch casts state to the parameter's dtype, and would round a bfloat16 parameter's float32 momentum.
         for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
             for number, parameter in zip(saved["params"], group["params"], strict=True):
-                for key in STATE_KEYS[group["rule"]] if number in state_dict["state"] else ():
+                for key in _state_keys(parameter, group) if number in state_dict["state"] else ():
                     value = state_dict["state"][number][key]
-                    kept = value.cpu() if key == "step" else value.to(parameter.device, _state_dtype(parameter))
+                    kept = value.cpu() if key == "step" else value.to(parameter.device, _state_dtype(parameter, key))
                     self.state[parameter][key] = kept
 
 
-def _state_dtype(parameter: Tensor) -> torch.dtype:
+def _state_keys(parameter: Tensor, group: dict[str, Any]) -> tuple[str, ...]:
+    return STATE_KEYS[group["rule"]] + (("compensation",) if is_compensated(parameter, group) else ())
+
+
+def _state_dtype(parameter: Tensor, key: str) -> torch.dtype:
+    if key == "compensation":
+        return COMPENSATION_DTYPE
     return torch.float64 if parameter.dtype == torch.float64 else torch.float32

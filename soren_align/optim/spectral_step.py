@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..spectral import num_workspace_numbers
+from .rounding import Proposal, move_, summed
 
 if TYPE_CHECKING:
     from .spectral_optimizer import SpectralOptimizer
@@ -52,7 +53,7 @@ class Whole(NamedTuple):
 class Update:
     """One parameter's step on this rank, as an observer sees it. `after` is the live parameter: read it, don't keep it.
 
-    Of a matrix in pieces each piece is an update of its own.
+    Of a matrix in pieces each piece is an update of its own. With a compensation both are the float32 sums.
     """
 
     name: str
@@ -133,19 +134,25 @@ class GroupStep:
 
     def apply_(self, piece: Piece, output: Tensor) -> None:
         """Decay the piece and take its step, of which `output` is the direction: piece.numel numbers in any shape."""
-        group, observer = self._group, self._optimizer.observer
-        lr = _scalar(group["lr"])
-        adjusted_lr = lr * self._optimizer.lr_scale(group["adjust_lr_fn"], *piece.shape)
-        target = _stretch(piece.parameter, piece)
-        before = target.clone() if observer is not None else target
-        wide = target.to(output.dtype)  # the parameter itself, unless it is narrower than its momentum
+        group, observer, proposed = self._group, self._optimizer.observer, self._optimizer.proposal_observer
+        lr, scale = _scalar(group["lr"]), self._optimizer.lr_scale(group["adjust_lr_fn"], *piece.shape)
+        target, kept = _stretch(piece.parameter, piece), self._optimizer.state[piece.parameter].get("compensation")
+        compensation = None if kept is None else _stretch(kept, piece)
         direction = output.reshape(target.shape).to(target.device)
-        wide.mul_(1 - lr * group["weight_decay"]).add_(direction, alpha=float(-adjusted_lr))
-        if wide is not target:
-            target.copy_(wide)
+        if proposed is not None:
+            proposed(Proposal(group, target, compensation, direction, scale))
+        before = summed(target, compensation).clone() if observer is not None else target
+        move_(target, compensation, direction, -(lr * scale), lr * group["weight_decay"])
         if observer is not None:
             shape = piece.shape if piece.is_whole else target.shape
-            observer(Update(piece.name, group, before.view(shape), target.detach().view(shape)))
+            after = summed(target.detach(), compensation)
+            observer(Update(piece.name, group, before.view(shape), after.view(shape)))
+
+    def changed(self, parameter: Tensor) -> list[Tensor]:
+        """What of a matrix the rank that took its step knows alone: itself, and its compensation, as bits."""
+        kept = self._optimizer.state[parameter].get("compensation")
+        bits = [] if kept is None else [kept.view(parameter.dtype)]  # neither gloo nor NCCL sends int16
+        return [parameter.detach(), *bits]
 
     def _batches(self, matrices: Sequence[Whole]) -> list[list[int]]:
         """Places of matrices of one kind, as many together as the workspace holds; those of a kind keep their order."""

@@ -55,6 +55,9 @@ def second_look(raw: dict[str, Any]) -> list[tuple[Key, str]]:
                 "is required: embeddings, norms and biases step with AdamW at this rate",
             )
         )
+    found += _precision_problems(
+        get("model", "dtype"), get("optimizer", "compensation"), get("run", "parallel"), get("trainer")
+    )
     if isinstance(get("trainer"), dict):
         strategy = get("trainer", "eval_strategy")
         if strategy not in (None, "no", False) and get("data", "eval") is None:
@@ -106,6 +109,34 @@ def _parallel_problems(name_or_path: str, use_cpu: Any) -> list[str]:
         ]
     if found.kind == "zero" and importlib.util.find_spec("deepspeed") is None:
         return ["needs DeepSpeed, which is not installed: pip install 'deepspeed>=0.19.8,<0.20'"]
+    return []
+
+
+def _precision_problems(dtype: Any, compensation: Any, shared: Any, trainer: Any) -> list[tuple[Key, str]]:
+    """bfloat16 parameters that would lose their updates unasked, and a compensation that nothing needs."""
+    try:
+        masters = isinstance(shared, str) and parallel(shared).kind != "ddp"
+    except UserError:  # told at run.parallel
+        return []
+    where: Key = ("optimizer", "compensation")
+    if dtype != "bfloat16":
+        inert = "is for bfloat16 parameters, and model.dtype is float32; leave it out, or write null"
+        return [(where, inert)] if compensation == "kahan" else []
+    if not masters:
+        message = (
+            "bfloat16 parameters round most small updates away. Write float32 (with `trainer: {bf16: true}` the "
+            "arithmetic is bfloat16 all the same), or `optimizer: {compensation: kahan}`, which keeps what is rounded "
+            "off, or `compensation: none` to train without"
+        )
+        return [(("model", "dtype"), message)] if compensation is None else []
+    if compensation == "kahan":
+        return [(where, f"{shared} steps float32 masters, which lose nothing; leave it out, or write null")]
+    settings = trainer if isinstance(trainer, dict) else {}
+    if settings.get("bf16") is False and not settings.get("fp16"):
+        message = (
+            f"under {shared} bfloat16 weights have float32 masters with `trainer: {{bf16: true}}` only; write float32"
+        )
+        return [(("model", "dtype"), message)]
     return []
 
 

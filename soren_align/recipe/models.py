@@ -66,9 +66,10 @@ class Model(_Section):
     goes on with that adapter."""
     revision: str | None = None
     """The hub's branch, tag or commit; the commit it stood for is written into run.json."""
-    dtype: Literal["float32"] = "float32"
-    """The parameters' dtype. bfloat16 parameters would round most small updates away; for bfloat16 arithmetic over
-    float32 parameters write `trainer: {bf16: true}`."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """The parameters' dtype. bfloat16 rounds most small updates away, unless `run.parallel` keeps float32 masters
+    (ZeRO, FSDP2) or `optimizer.compensation` is kahan; for bfloat16 arithmetic over float32 parameters write
+    `trainer: {bf16: true}`."""
     init_seed: Annotated[int, Field(ge=0)] | None = None
     """Instead of loading weights, make random ones from the folder's config.json with this seed."""
     chat_template: str | None = None
@@ -165,6 +166,9 @@ class Optimizer(_Section):
     null: 16 on a CPU, 256 elsewhere."""
     p: Annotated[float, Field(gt=0, le=1)] | None = None
     """htmuon only: the power of the singular values. null: 0.125."""
+    compensation: Literal["kahan", "none"] | None = None
+    """For bfloat16 parameters. `kahan` keeps beside each, in 16 bits, what rounding takes from its updates: they then
+    add up as in float32. `none` trains without. null: not asked, for float32 parameters and masters."""
     betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] = [0.9, 0.999]
     """AdamW's."""
     eps: Positive = 1e-8
@@ -190,6 +194,12 @@ class Run(_Section):
     global_batch_size: Annotated[int, Field(ge=1)] | None = None
     """Rows per optimizer step, whatever the number of processes: gradient_accumulation_steps follows from it. null:
     per_device_train_batch_size x gradient_accumulation_steps x processes."""
+    lost_updates: Literal["stop", "warn"] = "stop"
+    """What becomes of a run in which, at the peak learning rate, less than half of the wanted updates change what holds
+    the weights: it stops at its first step, or says so and goes on."""
+    save_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """The dtype of the model folder. null: the starting checkpoint's own. The run's end says how much of the change
+    survives in it."""
     num_threads: Annotated[int, Field(ge=1)] | None = None
     """CPU threads (OMP_NUM_THREADS); tiny models are fastest, and repeatable everywhere, with 1."""
     offline: bool = False

@@ -32,15 +32,15 @@ class ReplicaExchange:
             pieces = [Piece(matrices[i].name, matrices[i].shape, parameters[i], 0, matrices[i].numel) for i in mine]
             step.take_(pieces)
             for index in indices if self.plan.layout.num_ranks > 1 else ():
-                weights = parameters[index].detach()
                 owner = self.plan.owners[index]
-                buffer = weights.contiguous()  # the weights themselves, unless their rows are not in a row
                 source = dist.get_global_rank(self.process_group, owner)
-                works.append(dist.broadcast(buffer, source, group=self.process_group, async_op=True))
-                if buffer is not weights and owner != self.rank:
-                    copies.append((weights, buffer))
-                self.bytes_sent += buffer.nbytes if owner == self.rank else 0
+                for changed in step.changed(parameters[index]):
+                    buffer = changed.contiguous()  # the weights themselves, unless their rows are not in a row
+                    works.append(dist.broadcast(buffer, source, group=self.process_group, async_op=True))
+                    if buffer is not changed and owner != self.rank:
+                        copies.append((changed, buffer))
+                    self.bytes_sent += buffer.nbytes if owner == self.rank else 0
         for work in works:
             work.wait()
-        for weights, buffer in copies:
-            weights.copy_(buffer)
+        for changed, buffer in copies:
+            changed.copy_(buffer)

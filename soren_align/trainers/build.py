@@ -17,7 +17,17 @@ from trl.trainer.utils import add_fused_lm_head
 from .. import shipped
 from ..data import load_mixture, load_split, set_template
 from ..optim import build_optimizer
-from ..recipe import OutOfReach, Parallel, Recipe, UserError, accumulation, is_local, parallel, training_part
+from ..recipe import (
+    OutOfReach,
+    Parallel,
+    Recipe,
+    UserError,
+    accumulation,
+    adapter_config,
+    is_local,
+    parallel,
+    training_part,
+)
 from ..report import RunFolder, fingerprint
 from ..sharding import start_deepspeed
 from ..sharding.ranks import Ranks
@@ -103,7 +113,7 @@ def load_tokenizer(recipe: Recipe, start: str) -> PreTrainedTokenizerBase:
 
 
 def load_model(recipe: Recipe, start: str) -> PreTrainedModel:
-    """The model with float32 parameters; cut into parts while it loads, where a config for ZeRO 3 is alive.
+    """The model with parameters of model.dtype; cut into parts while it loads, where a config for ZeRO 3 is alive.
 
     With the adapter that lies in `start`, if one does.
     """
@@ -111,7 +121,11 @@ def load_model(recipe: Recipe, start: str) -> PreTrainedModel:
     quantized = adapters.quantization(recipe.model.lora, bool(recipe.trainer.get("use_cpu")))
     with the_users(f"model {recipe.model.name_or_path}", ValueError, OSError, ImportError):
         model = AutoModelForCausalLM.from_pretrained(
-            name, revision=revision, dtype=torch.float32, trust_remote_code=False, quantization_config=quantized
+            name,
+            revision=revision,
+            dtype=getattr(torch, recipe.model.dtype),
+            trust_remote_code=False,
+            quantization_config=quantized,
         )
         return adapters.go_on(model, start)
 
@@ -124,6 +138,20 @@ def as_trl_calls_it(model: PreTrainedModel, checkpointing: bool) -> Any:
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return lambda tokens: model(input_ids=tokens, labels=tokens, fused_lm_head=True)
+
+
+def save_dtype(recipe: Recipe, start: str) -> torch.dtype:
+    """What the model folder is written in: run.save_dtype, or what the starting checkpoint says of itself.
+
+    An adapter always in float32: run.save_dtype is then that of `merge`.
+    """
+    if recipe.model.lora or (is_local(start) and adapter_config(start)):
+        return torch.float32
+    if recipe.run.save_dtype is not None:
+        return getattr(torch, recipe.run.save_dtype)
+    with the_users(f"model {recipe.model.name_or_path}"):
+        config = AutoConfig.from_pretrained(start, revision=recipe.model.revision, trust_remote_code=False)
+    return config.dtype if config.dtype in (torch.bfloat16, torch.float16) else torch.float32
 
 
 def build_trainer(
@@ -164,6 +192,7 @@ def build_trainer(
             optimizer_settings=optimizer_settings(recipe),
             origin=origin,
             metrics=folder.metrics if ranks.is_first else None,
+            save_dtype=save_dtype(recipe, start),
             parallel=parallel(recipe.run.parallel).kind if ranks.launched else None,
         )
 

@@ -4,6 +4,7 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ..sharding import is_universal
 from ..sharding.ranks import Ranks
 from . import build, checkpoints
 from .progress import ProgressBar
+from .resolution import THRESHOLD, Resolution, survival
 from .stop import StopOnSignal
 
 
@@ -97,6 +99,9 @@ def train(ready: Ready, folder: RunFolder, console: Console, ranks: Ranks = Rank
         _record_before(folder, ready, trainer)
         _say_before(console, ready, trainer, ranks)
         folder.forget_metrics_after(checkpoints.step_of(resume) if resume else 0)
+    trainer.add_callback(
+        Resolution(trainer.watch, recipe.run.lost_updates, partial(_say_resolution, folder, console, ranks))
+    )
 
     began = time.monotonic()
     try:
@@ -107,7 +112,9 @@ def train(ready: Ready, folder: RunFolder, console: Console, ranks: Ranks = Rank
     stopped = stop.stopped and trainer.state.global_step < trainer.state.max_steps
     if not stopped:
         _save(trainer, ready.tokenizer, folder, ranks)
-    last = trainer.watch.distances()
+    last: dict[str, Any] = trainer.watch.distances()
+    if not stopped:
+        last["survival"] = survival(trainer.watch, trainer.save_dtype)
     if ranks.is_first:
         # Resumed at its last step, a run takes none: what it proved before stands.
         folder.update(optimizer=(folder.read() or {}).get("optimizer", {}) | trainer.watch.record)
@@ -119,7 +126,7 @@ def train(ready: Ready, folder: RunFolder, console: Console, ranks: Ranks = Rank
 
 
 def _record_after(
-    folder: RunFolder, trainer: Any, last: dict[str, float], console: Console, resume: Path | None, seconds: float
+    folder: RunFolder, trainer: Any, last: dict[str, Any], console: Console, resume: Path | None, seconds: float
 ) -> None:
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     folder.update(
@@ -137,7 +144,29 @@ def _record_after(
     here = f" ({taken} now)" if resume else ""
     console.print(f"trained   {trainer.state.global_step} steps{here} in {seconds:.0f} s{loss}", highlight=False)
     if "relative_change" in last:
-        console.print(f"          matrices changed by {last['relative_change']:.2%} of their norm", highlight=False)
+        console.print(
+            f"          matrices changed by {100 * last['relative_change']:.3g}% of their norm", highlight=False
+        )
+        _say_survival(last["survival"], console)
+
+
+def _say_survival(kept: dict[str, Any], console: Console) -> None:
+    if "matrices" not in kept:
+        return
+    projection, entries = (100 * kept["matrices"][key] for key in ("projection", "entries"))
+    said = f"{projection:.3g}% of the change is kept, {entries:.3g}% of the changed entries differ"
+    console.print(f"saved     in {kept['dtype']}: {said}", highlight=False)
+    if min(entries, projection) < 100 * THRESHOLD:
+        console.print("          the rest is rounded away; run.save_dtype: float32 keeps it", highlight=False)
+
+
+def _say_resolution(
+    folder: RunFolder, console: Console, ranks: Ranks, found: dict[str, Any], complaints: list[str]
+) -> None:
+    if ranks.is_first:
+        folder.update(resolution=found)
+        for complaint in complaints:
+            console.print(f"notice    {complaint}", highlight=False)
 
 
 def _checkpoint(recipe: Recipe, folder: RunFolder, origin: dict[str, Any], console: Console) -> Path | None:

@@ -4,17 +4,19 @@ TRL offers no common way in: SFTTrainer takes `optimizer_cls_and_kwargs`, DPOTra
 `create_optimizer` itself. So that one method is overridden, in a mixin for both, and calls the one factory.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftModel
-from transformers import Trainer
+from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import DPOTrainer, SFTTrainer
 
-from ..optim import build_optimizer
+from ..optim import build_optimizer, summed
 from ..recipe import UserError
+from ..report import write
 from ..sharding import full_weights, place, sum_in_float32
 from ..sharding.ranks import present
 from . import adapters, checkpoints
@@ -31,15 +33,17 @@ class SorenTrainerMixin(Trainer):
         origin: dict[str, Any] | None = None,
         metrics: Path | None = None,
         parallel: str | None = None,
+        save_dtype: torch.dtype | None = None,
         **kwargs: Any,
     ):
         """optimizer_settings: keywords of `soren_align.optim.build_optimizer` (name, lr, aux_lr, ...).
 
         origin: what checkpoints belong to; written into each and compared on resuming.
         metrics: a .jsonl file that gets a line per log.
+        save_dtype: of the weights that `save_model` writes; None: as they are stepped.
         parallel: "ddp", "zero" or "fsdp2", if it must be that one; whatever accelerate has set up, otherwise.
         """
-        self.optimizer_settings, self.parallel = optimizer_settings, parallel
+        self.optimizer_settings, self.parallel, self.save_dtype = optimizer_settings, parallel, save_dtype
         self.origin = origin or {}
         super().__init__(*args, **kwargs)
         # Built once to look at: a model that the optimizer cannot take is refused before training, and what really
@@ -108,20 +112,44 @@ class SorenTrainerMixin(Trainer):
         super().log(logs, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """TRL's; of a model in parts the float32 weights that are stepped, whole.
+        """TRL's; the weights that are stepped, whole and in `save_dtype`, wherever they lie.
 
-        transformers would write the bfloat16 weights that DeepSpeed computes with, and under FSDP2 nothing. For
-        checkpoints (_internal_call) that will do: what is resumed from lies beside it. Of adapters, the trained one.
+        transformers would write the bfloat16 weights that DeepSpeed computes with, under FSDP2 nothing, and no
+        compensation. For checkpoints (_internal_call) that will do: what is resumed from lies beside it. Of adapters,
+        the trained one, in float32.
         """
-        if isinstance(self.model, PeftModel) and not _internal_call:
-            weights = full_weights(self.model) if self.is_deepspeed_enabled else None
+        trained: Any = self.model
+        if isinstance(trained, PeftModel) and not _internal_call:
+            weights = full_weights(trained) if self.is_deepspeed_enabled else None
             if self.args.should_save:
-                adapters.save_trained(self.model, str(output_dir or self.args.output_dir), weights)
-        elif (self.is_deepspeed_enabled or self.is_fsdp_enabled) and not _internal_call:
-            trained: Any = self.model
-            self._save(output_dir, state_dict=full_weights(trained))
-        else:
+                adapters.save_trained(trained, str(output_dir or self.args.output_dir), weights)
+            return
+        whole = isinstance(trained, PreTrainedModel) and self.save_dtype is not None
+        if _internal_call or not (self.is_deepspeed_enabled or self.is_fsdp_enabled or whole):
             super().save_model(output_dir, _internal_call)
+            return
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            weights = full_weights(trained)
+        else:
+            weights = self._stepped_weights() if self.args.should_save else {}
+        if self.save_dtype is not None:
+            weights = {name: _narrowed(name, weight, self.save_dtype) for name, weight in weights.items()}
+        self._save(output_dir, state_dict=weights)
+        config = Path(str(output_dir or self.args.output_dir)) / "config.json"
+        if self.save_dtype is not None and self.args.should_save and config.is_file():
+            # transformers writes the dtype of the model in memory, and from_pretrained would round to it.
+            said = json.loads(config.read_text(encoding="utf-8"))
+            write(config, json.dumps(said | {"dtype": str(self.save_dtype).removeprefix("torch.")}, indent=2) + "\n")
+
+    def _stepped_weights(self) -> dict[str, torch.Tensor]:
+        """A whole model's weights, each once, and its buffers, as `state_dict` names them."""
+        trained: Any = self.model
+        state = self.watch.optimizer.state
+        weights = {
+            name: summed(p.detach(), state.get(p, {}).get("compensation")) for name, p in trained.named_parameters()
+        }
+        twice = {name for name, _ in trained.named_parameters(remove_duplicate=False)}
+        return weights | {name: tensor for name, tensor in trained.state_dict().items() if name not in twice}
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """None per checkpoint: run.json says more than TRL's card."""
@@ -145,6 +173,16 @@ class SorenTrainerMixin(Trainer):
             best_model_checkpoint=self.state.best_model_checkpoint,
             use_mtime=False,
         )
+
+
+def _narrowed(name: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The weight in `dtype`, on the CPU; UserError if it does not fit."""
+    if not weight.is_floating_point():
+        return weight
+    narrow = weight.to(dtype).cpu()
+    if dtype == torch.float16 and not torch.equal(narrow.isfinite(), weight.isfinite().cpu()):
+        raise UserError(f"run.save_dtype: float16 ends at 65504, {name} is beyond; write bfloat16 or float32")
+    return narrow
 
 
 class SorenSFTTrainer(SorenTrainerMixin, SFTTrainer):

@@ -8,7 +8,7 @@ strong and weak modes. The measuring happens on logging steps only.
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from ..optim import SpectralOptimizer
+from ..optim import SpectralOptimizer, summed
 from ..recipe import UserError
 from ..sharding import Placed, chain_of, local, settle
 from ..sharding.ranks import Ranks
@@ -159,9 +159,7 @@ class Watch(TrainerCallback):
     def distances(self) -> dict[str, float]:
         """||W - W_0|| / ||W_0|| over the matrices, and over the rest."""
         here = [0.0] * 4  # squares of the way and of the start: of the matrices, of the rest
-        for number, tensor, start in self._weights:
-            now = local(tensor.detach()).float()
-            then = start.to(now.device, torch.float32)
+        for number, now, then in self.ways():
             here[2 * number] += float((now - then).square().sum())
             here[2 * number + 1] += float(then.square().sum())
         moved, norm, aux_moved, aux_norm = self.ranks.sums(here)
@@ -169,6 +167,16 @@ class Watch(TrainerCallback):
         if len(self.reference.param_groups) > 1:
             found["aux_relative_change"] = math.sqrt(aux_moved / aux_norm) if aux_norm else 0.0
         return found
+
+    def ways(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """(number of the group, weights now, weights at the start), float32, of each tensor that this rank answers for.
+
+        With a compensation the weights are its sum with the parameter.
+        """
+        for number, tensor, start in self._weights:
+            kept = self.optimizer.state.get(tensor, {}).get("compensation")
+            now = summed(local(tensor.detach()), None if kept is None else local(kept)).float()
+            yield number, now, start.to(now.device, torch.float32)
 
     def refuse_drift(self, step: int) -> None:
         """UserError if the ranks of DDP average other gradients than each other; each has all the momentum to tell by.

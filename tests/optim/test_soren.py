@@ -259,10 +259,10 @@ def test_groups_hold_the_settings_of_their_rule_and_no_others():
     groups = [{"params": [parameter(4, 6)]}, {"params": [parameter(9)], "rule": "adamw", "lr": 0.3}]
     spectral, adamw = Soren(groups, lr=0.1).param_groups
     assert spectral.keys() == {
-        *("params", "rule", "lr", "weight_decay", "momentum", "nesterov"),
+        *("params", "rule", "lr", "weight_decay", "compensation", "momentum", "nesterov"),
         *("adjust_lr_fn", "spectral_map", "ns_steps", "resolution"),
     }
-    assert adamw.keys() == {"params", "rule", "lr", "weight_decay", "betas", "eps"}
+    assert adamw.keys() == {"params", "rule", "lr", "weight_decay", "compensation", "betas", "eps"}
     assert (spectral["lr"], adamw["lr"]) == (0.1, 0.3)
 
 

@@ -129,6 +129,37 @@ def fsdp2(make):
             }
 
 
+def precision(make):
+    """All that test_precision.py asks of two ranks."""
+    with mock.patch.object(checks, "_parallel_problems", return_value=[]), fsdp2_on_cpus():
+        seen = {mode: narrow(make, mode) for mode in ("ddp", "fsdp2")}
+    return seen | {mode: narrow(make, mode) for mode in ("zero2", "zero3")}
+
+
+def narrow(make, mode):
+    """A run of bfloat16 weights at the paper's rate, and under DDP what becomes of one without a compensation."""
+    slow = ("model.dtype=bfloat16", "trainer.bf16=true", "optimizer.lr=1e-6", "optimizer.adjust_lr_fn=none")
+    slow += ("trainer.save_strategy=no", "run.save_dtype=bfloat16", f"run.parallel={mode}", *GLOBAL)
+    run = make(f"narrow-{mode}", "sft", *slow, *(("optimizer.compensation=kahan",) if mode == "ddp" else ()))
+    trainers, original = [], SorenTrainerMixin.create_scheduler
+
+    def create(self, *args, **kwargs):
+        trainers.append(self)
+        return original(self, *args, **kwargs)
+
+    instead(SorenTrainerMixin, "create_scheduler", create, run.train)
+    state = trainers[0].watch.optimizer.state
+    kept = [value["compensation"].long() for value in state.values() if "compensation" in value]
+    seen = {
+        "stepped": sorted({str(tensor.dtype) for tensor in state}),
+        "kept": [len(kept), sum(int((k * torch.arange(1, k.numel() + 1).view_as(k)).sum()) for k in kept)],
+    }
+    if mode == "ddp":
+        lost = make("lost-ddp", "sft", *slow, "optimizer.compensation=none")
+        seen["lost"] = refusal(lost, SFTTrainer.compute_loss)
+    return seen
+
+
 @contextmanager
 def fsdp2_on_cpus():
     """Let accelerate take its way into FSDP on CPUs with gloo, which it takes for GPUs and other accelerators only.
@@ -276,7 +307,7 @@ def main(job, folder):
         return TinyRun(folder / name, task, *overrides, ranks=ranks)
 
     make.ranks = ranks
-    seen = {"ddp": ddp, "zero": zero, "freed": freed, "fsdp2": fsdp2}[job](make)
+    seen = {"ddp": ddp, "zero": zero, "freed": freed, "fsdp2": fsdp2, "precision": precision}[job](make)
     (folder / f"{job}{ranks.rank}.json").write_text(json.dumps(seen))
     ranks.leave()
 
