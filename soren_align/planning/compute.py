@@ -69,7 +69,7 @@ def compute(
 
     def passes(checkpointing: bool) -> Passes:
         def build(num_blocks: int) -> tuple[Any, Any]:
-            model = build_model(num_blocks, dtype if shared else torch.float32)
+            model = build_model(num_blocks, dtype if shared else getattr(torch, recipe.model.dtype))
             return model, as_trl_calls_it(model, checkpointing)
 
         return Passes(build, num_blocks, autocast)

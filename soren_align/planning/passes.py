@@ -9,7 +9,7 @@ import contextlib
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ class Passes:
     """How a model is taken through a batch.
 
     build: a model with so many blocks, and a function of token ids [rows, length] that takes them through it and
-        returns an output with a `loss`; called for FEW blocks, under fake tensors.
+        returns an output with a `loss`; called for FEW blocks, on the meta device.
     num_blocks: of the whole model.
     autocast: to which dtype; None where the weights' own is computed in.
     """
@@ -76,8 +76,10 @@ class Passes:
         gc.collect()
         gc.freeze()  # so that the collections of `_forget` look at young objects only
         try:
-            with FakeTensorMode():
+            with torch.device("meta"):
                 model, call = self.build(num_blocks)
+            with FakeTensorMode():
+                _give_shapes(model)
                 for parameter in model.parameters():
                     if parameter.requires_grad:
                         parameter.register_post_accumulate_grad_hook(_forget)
@@ -91,6 +93,23 @@ class Passes:
                 yield forward
         finally:
             gc.unfreeze()
+
+
+def _give_shapes(model: torch.nn.Module) -> None:
+    """Put fake tensors in the place of those of the meta device, which computes on no CPU; what is tied stays so.
+
+    Not by Module.to_empty, which swaps tensors where they are, and cannot do so with these.
+    """
+    made: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        for held in (cast(dict[str, Any], module._parameters), module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None:
+                    if tensor not in made:
+                        fake = torch.empty(tensor.shape, dtype=tensor.dtype)
+                        is_parameter = isinstance(tensor, torch.nn.Parameter)
+                        made[tensor] = torch.nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+                    held[name] = made[tensor]
 
 
 def _forget(parameter: Tensor) -> None:

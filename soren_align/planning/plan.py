@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from ..optim import build_optimizer, route, routing_table
 from ..recipe import OutOfReach, Recipe, accumulation, rows_per_step
 from ..report import RunFolder
 from ..sharding.ranks import Ranks
-from ..trainers import build
+from ..trainers import adapters, build
 from ..trainers.run import Ready, get_ready, kind_of
 from . import known, processes
 from .compute import compute
@@ -37,6 +36,7 @@ class Sight:
     """What can be seen from here: a config always; tokenizer and rows where they are at hand."""
 
     config: Any
+    start: str
     ready: Ready | None
     num_rows: int
     """Those that are trained on, or the published number."""
@@ -52,8 +52,11 @@ def plan(
         sight = _look(here, RunFolder(scratch), on_rows)
         args: Any = build.trl_config(here, Path(scratch), Ranks())
 
+    def build_model(num_blocks: int | None = None, dtype: torch.dtype = torch.float32) -> Any:
+        return adapters.outlined(_model(sight.config, num_blocks, dtype), recipe, sight.start)
+
     with torch.device("meta"), build.the_users(f"model {recipe.model.name_or_path}"):
-        model = _model(sight.config)
+        model = build_model()
     with build.the_users("optimizer", ValueError):
         routes = route(model, recipe.optimizer.aux)
         build_optimizer(model, **build.optimizer_settings(recipe))
@@ -65,10 +68,8 @@ def plan(
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
     rates = _rates(recipe, args, steps)
     weight = getattr(sight.config, "initializer_range", None) or TYPICAL_WEIGHT
-    costs = compute(
-        recipe, partial(_model, sight.config), sight.config.num_hidden_layers, counted, batch, args.max_length
-    )
-    shared = processes.processes(recipe, routes, num_ranks, costs)
+    costs = compute(recipe, build_model, sight.config.num_hidden_layers, counted, batch, args.max_length)
+    shared = processes.processes(recipe, routes, _frozen(recipe, model), num_ranks, costs)
     found = {
         "task": recipe.task,
         "model": {"start": recipe.model.name_or_path, "parameters": sum(p.numel() for p in model.parameters())},
@@ -99,23 +100,24 @@ def _look(here: Recipe, folder: RunFolder, on_rows: Callable[[int], object] | No
     try:
         with build.the_users(f"model {name}"):
             start = build.starting_checkpoint(here, folder)
-            config = AutoConfig.from_pretrained(start, trust_remote_code=False, revision=here.model.revision)
+            base, revision = adapters.base_of(start, here.model.revision)
+            config = AutoConfig.from_pretrained(base, trust_remote_code=False, revision=revision)
         ready = get_ready(here, folder, on_rows)
     except OutOfReach:
         ours, published = known.model_config(name), known.num_rows(sources)
         if ours is None or published is None:
             raise
     else:
-        return Sight(config, ready, ready.account.num_kept, ready.notices)
+        return Sight(config, start, ready, ready.account.num_kept, ready.notices)
     paths = " or ".join([name, *dict.fromkeys(source.path for source in sources)])
     notice = (
         f"the hub is out of reach, and {paths} not in its cache: sizes and rows are the published ones, tokens are not "
         "counted, and the chat template is not tried"
     )
-    return Sight(AutoConfig.from_pretrained(ours), None, published, (notice,))
+    return Sight(AutoConfig.from_pretrained(ours), name, None, published, (notice,))
 
 
-def _model(config: Any, num_blocks: int | None = None, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def _model(config: Any, num_blocks: int | None, dtype: torch.dtype) -> PreTrainedModel:
     """The model of a config, with fewer blocks if told."""
     config = deepcopy(config)
     if num_blocks is not None:
@@ -123,6 +125,21 @@ def _model(config: Any, num_blocks: int | None = None, dtype: torch.dtype = torc
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:num_blocks]
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def _frozen(recipe: Recipe, model: Any) -> tuple[int, int]:
+    """Numbers of a model that are held and not trained, and their bytes.
+
+    Four bits of NF4 come with a scale of 8 bits per 64 numbers, and 32 bits per 256 of these.
+    """
+    linear = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Linear)}
+    head = model.get_output_embeddings()
+    numel = {True: 0, False: 0}  # whether it is quantised
+    for parameter in (p for p in model.parameters() if not p.requires_grad):
+        quantised = recipe.model.lora is not None and recipe.model.lora.quantize == "4bit"
+        numel[quantised and id(parameter) in linear and parameter is not head.weight] += parameter.numel()
+    each = getattr(torch, recipe.model.dtype).itemsize
+    return sum(numel.values()), round(numel[False] * each + numel[True] * (0.5 + 1 / 64 + 4 / (64 * 256)))
 
 
 def _as_seen_here(recipe: Recipe) -> Recipe:

@@ -22,10 +22,15 @@ PLACES: tuple[Place, ...] = ("device", "cpu")
 WHEN = {"always": "", "passes": "passes only", "step": "step only"}
 
 
-def processes(recipe: Recipe, routes: Sequence[Route], num_ranks: int, costs: Compute) -> dict[str, Any]:
-    """The plan's section "processes" as plain data. Bytes, and floating-point operations."""
+def processes(
+    recipe: Recipe, routes: Sequence[Route], frozen: tuple[int, int], num_ranks: int, costs: Compute
+) -> dict[str, Any]:
+    """The plan's section "processes" as plain data. Bytes, and floating-point operations.
+
+    frozen: numbers that are held and not trained, and their bytes.
+    """
     shared = parallel(recipe.run.parallel)
-    found = _forecast(recipe, routes, shared, num_ranks, costs)
+    found = _forecast(recipe, routes, frozen, shared, num_ranks, costs)
     flops = {"busiest_rank": found.flops_busiest, "all_ranks": found.flops_all} if found.flops_all else None
     return {
         "number": num_ranks,
@@ -33,14 +38,15 @@ def processes(recipe: Recipe, routes: Sequence[Route], num_ranks: int, costs: Co
         "batch": rows_per_step(recipe, num_ranks)[1],
         "batch_is_fixed": recipe.run.global_batch_size is not None,
         "matrices": found.num_matrices,
+        "frozen": frozen[0],
         "travelling": found.num_travelling,
         "max_over_mean_load": found.load and round(found.load, 4),
         "map_flops": flops,
         "bytes_sent": {"most": found.bytes_sent_most, "mean": round(found.bytes_sent_mean)},
         "memory": [part._asdict() for part in found.memory],
         "memory_total": _totals(found),
-        "memory_total_adamw": _totals(_forecast(_with_adamw(recipe), routes, shared, num_ranks, costs)),
-        "memory_saved": _saved(recipe, found, costs),
+        "memory_total_adamw": _totals(_forecast(_with_adamw(recipe), routes, frozen, shared, num_ranks, costs)),
+        "memory_saved": _saved(recipe, found, costs, has_adapter=frozen[0] > 0),
         "memory_not_counted": NOT_COUNTED,
     }
 
@@ -111,17 +117,24 @@ def _with_adamw(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update=changes)})
 
 
-def _saved(recipe: Recipe, found: Forecast, costs: Compute) -> dict[str, int]:
+def _saved(recipe: Recipe, found: Forecast, costs: Compute, has_adapter: bool) -> dict[str, int]:
     """Setting -> bytes of a process that it saves, of those that are set."""
     saved = {}
     if trainer_value(recipe, "gradient_checkpointing"):
         saved["trainer.gradient_checkpointing"] = costs.without_checkpointing - costs.activations
-    if recipe.trainer.get("precompute_ref_log_probs"):
+    if recipe.trainer.get("precompute_ref_log_probs") and not has_adapter:  # then there is no reference model anyway
         saved["trainer.precompute_ref_log_probs"] = next(p.num_bytes for p in found.memory if p.name == "weights")
     return saved
 
 
-def _forecast(recipe: Recipe, routes: Sequence[Route], shared: Parallel, num_ranks: int, costs: Compute) -> Forecast:
+def _forecast(
+    recipe: Recipe,
+    routes: Sequence[Route],
+    frozen: tuple[int, int],
+    shared: Parallel,
+    num_ranks: int,
+    costs: Compute,
+) -> Forecast:
     optimizer, trainer = recipe.optimizer, recipe.trainer
     matrices = {r.name: (r.shape[0], r.shape[1]) for r in routes if r.rule == "spectral"}
     use = "cpu" if trainer.get("use_cpu") else "elsewhere"
@@ -138,8 +151,12 @@ def _forecast(recipe: Recipe, routes: Sequence[Route], shared: Parallel, num_ran
         spectral_map=name if name in MAPS else None,
         ns_steps=optimizer.ns_steps or 0,
         arithmetic=arithmetic(recipe),
-        reference=recipe.task == "dpo" and not trainer.get("precompute_ref_log_probs"),
+        # With an adapter the reference is the model without it, or with a copy of it.
+        reference=recipe.task == "dpo" and not trainer.get("precompute_ref_log_probs") and not frozen[0],
         workspace_mb=batched if optimizer.name == "soren" else 0,
+        weight_bytes=2 if recipe.model.dtype == "bfloat16" and not frozen[0] else 4,
+        compensation_bytes=2 if optimizer.compensation == "kahan" else 0,
+        frozen=frozen,
     )
     of = f"{trainer_value(recipe, 'per_device_train_batch_size')} rows of {costs.length} tokens"
     return replace(found, memory=(*found.memory, Component("activations", costs.activations, of, when="passes")))

@@ -70,7 +70,7 @@ def _show_updates(found: dict[str, Any], console: Console) -> None:
     say(f"          RMS: at the peak rate. in {dtype}'s: over the distance of neighbouring")
     say(f"          numbers near {weight:g}. all steps: over a weight of {weight:g}, at most")
     lost = sum(row["tensors"] for row in found["updates"] if row["sets_bfloat16"] < 1)
-    if lost:
+    if lost and not found["processes"]["frozen"]:  # factors are no weights of the model
         of = sum(row["tensors"] for row in found["updates"])
         say(
             f"notice    All steps together cannot move a weight of {weight:g} to bfloat16's next number in {lost} of "

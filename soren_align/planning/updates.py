@@ -23,10 +23,10 @@ ADAMW_RMS = 0.2
 
 
 def held_in(recipe: Recipe) -> str:
-    """The dtype that an update is added in."""
-    if recipe.model.dtype == "float32" or parallel(recipe.run.parallel).kind != "ddp":
-        return "float32"
-    return recipe.model.dtype
+    """The dtype that an update is added in: with a compensation as good as float32, and of factors always so."""
+    shared = parallel(recipe.run.parallel).kind != "ddp"
+    wide = shared or recipe.model.lora is not None or recipe.optimizer.compensation == "kahan"
+    return "float32" if wide else recipe.model.dtype
 
 
 def updates(

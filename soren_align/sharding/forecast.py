@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..recipe import Parallel
-from ..spectral import num_flops, num_workspace_numbers
+from ..spectral import num_flops, num_workspace_numbers, usual_workspace_numbers
 from ..spectral.cost import SpectralMap
 from .geometry import Shapes, flat_partitions, parameter_slices, replicas, row_blocks
 from .memory import FLOAT32, Component, Place, Sizes, When, components, numel_of, partition, sub_groups
@@ -55,6 +55,9 @@ def forecast(
     arithmetic: str = "bfloat16",
     reference: bool = False,
     workspace_mb: float = 256,
+    weight_bytes: int = FLOAT32,
+    compensation_bytes: int = 0,
+    frozen: tuple[int, int] = (0, 0),
     round_mb: float = ROUND_MB,
 ) -> Forecast:
     """What a step costs on each of `num_ranks`, for a model of `matrices` and `num_others` numbers beside them.
@@ -62,7 +65,8 @@ def forecast(
     optimizer: "adamw" steps the matrices too, and nothing is mapped; any other maps them.
     spectral_map: counts the operations, minimax in its default resolution; None: a decomposition, which is not counted.
     arithmetic, reference: see memory.components.
-    workspace_mb: for maps in a batch, as the optimizer has it. Any map is taken to need the default one's workspace.
+    workspace_mb: for maps in a batch, as the optimizer has it.
+    weight_bytes, compensation_bytes, frozen: see memory.Sizes.
     """
     plans = _plans(matrices, parallel, num_ranks, round_mb) if optimizer != "adamw" else []
     # Sub-groups step one after another: the rank that is busiest in each makes the others wait.
@@ -71,10 +75,11 @@ def forecast(
         load = _loads(plan, spectral_map, ns_steps)
         busiest, everyone = busiest + max(load), everyone + sum(load)
     sent = [sum(numels) * FLOAT32 for numels in zip(*(numbers_sent(p.layout, p.owners) for p in plans), strict=True)]
-    sizes = Sizes(matrices, num_others, num_ranks, 2 if optimizer == "adamw" else 1)
+    moments = 2 if optimizer == "adamw" else 1
+    sizes = Sizes(matrices, num_others, num_ranks, moments, weight_bytes, compensation_bytes, frozen)
     memory = [*components(sizes, parallel, arithmetic=arithmetic, reference=reference)]
     if plans:
-        rounds, maps = max(map(_exchange, plans)), max(_workspace(plan, workspace_mb) for plan in plans)
+        rounds, maps = max(map(_exchange, plans)), max(_workspace(p, workspace_mb, spectral_map) for p in plans)
         memory.append(Component("matrices that travel", rounds, "float32, three rounds", when="step"))
         memory.append(Component("workspace of the map", maps, "float32", when="step"))
     counted = plans and spectral_map
@@ -133,12 +138,14 @@ def _exchange(plan: Plan) -> int:
     return most * FLOAT32
 
 
-def _workspace(plan: Plan, workspace_mb: float) -> int:
+def _workspace(plan: Plan, workspace_mb: float, spectral_map: SpectralMap | None) -> int:
     """Bytes of the largest batch of maps, its input among them, as GroupStep.map_ makes them."""
     most = 0
     for indices in (plan.at_home, *plan.rounds):
         alike = Counter((plan.owners[i], plan.layout.matrices[i].shape) for i in indices)
         for (_, shape), number in alike.items():
             each = (num_workspace_numbers(*shape) + shape[0] * shape[1]) * FLOAT32
-            most = max(most, each * max(1, min(number, int(workspace_mb * 2**20 / each))))
+            together = max(1, min(number, int(workspace_mb * 2**20 / each)))
+            usual = (usual_workspace_numbers(spectral_map, *shape) + shape[0] * shape[1]) * FLOAT32
+            most = max(most, usual * together)
     return most

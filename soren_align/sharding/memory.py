@@ -39,6 +39,9 @@ class Sizes:
     num_others: int
     num_ranks: int
     num_moments: int = 1  # of a matrix; of the rest AdamW keeps two
+    weight: int = FLOAT32  # bytes of a trained number, and of its gradient, where ZeRO does not choose them
+    compensation: int = 0  # bytes beside each
+    frozen: tuple[int, int] = (0, FLOAT32)  # numbers that are held and not trained, and bytes of all of them
 
     @property
     def whole(self) -> tuple[int, int]:
@@ -81,13 +84,16 @@ def components(sizes: Sizes, parallel: Parallel, *, arithmetic: str, reference: 
     sharded, several = parallel.kind == "fsdp2", sizes.num_ranks > 1
     parts, of = (sizes.rows, f"float32, 1/{sizes.num_ranks}") if sharded else (sizes.whole, "float32")
     where: Place = "cpu" if sharded and parallel.config.get("offload_params") else "device"
-    numel = sum(parts)
-    yield Component("weights", numel * FLOAT32, of, where)
-    yield Component("reference model", numel * FLOAT32 * reference, of, where)
+    numel, narrow = sum(parts), sizes.weight if not sharded else FLOAT32
+    held = of if narrow == FLOAT32 else "bfloat16"
+    yield Component("weights", numel * narrow, held, where)
+    yield Component("frozen weights", sizes.frozen[1], "not trained", where)
+    yield Component("reference model", numel * narrow * reference, held, where)
     yield Component("optimizer states", sizes.states(parts), of, where)
-    yield Component("gradients", numel * FLOAT32, of, where)
+    yield Component("compensation", numel * sizes.compensation, "16 bits a weight", where)
+    yield Component("gradients", numel * narrow, held, where)
     # accelerate leaves DDP's gradient_as_bucket_view off, so that its buckets are a copy of all gradients.
-    yield Component("gradients' buckets", numel * FLOAT32 * (several and not sharded), "float32, DDP's copy")
+    yield Component("gradients' buckets", numel * narrow * (several and not sharded), f"{held}, DDP's copy")
 
 
 def _of_zero(sizes: Sizes, parallel: Parallel, arithmetic: str, reference: bool) -> Iterator[Component]:
@@ -104,6 +110,7 @@ def _of_zero(sizes: Sizes, parallel: Parallel, arithmetic: str, reference: bool)
 
     held, of = (numel, names[weight] + part) if stage == 3 else (whole, names[weight])
     yield Component("weights", held * weight, of, weights)
+    yield Component("frozen weights", sizes.frozen[0] * weight, names[weight], weights)
     yield Component("reference model", held * weight * reference, of, weights)
     # Even of float32 weights: stage 3 means to step those where they are, but compares a device with its name.
     yield Component("float32 masters", numel * FLOAT32, f"float32{part}", states)

@@ -1,7 +1,7 @@
 """Maps of singular values: pure functions on [..., m, n], batched, tall or wide; the input is never modified."""
 
 from .coefficients import RESOLUTIONS
-from .cost import num_flops, num_workspace_numbers
+from .cost import num_flops, num_workspace_numbers, usual_workspace_numbers
 from .exact import exact_sigmoid, spectral_power
 from .minimax import guarded_minimax_sigmoid, minimax_sigmoid
 from .quintic import newton_schulz
@@ -18,4 +18,5 @@ __all__ = [
     "num_workspace_numbers",
     "soft_newton_schulz",
     "spectral_power",
+    "usual_workspace_numbers",
 ]

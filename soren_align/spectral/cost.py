@@ -36,3 +36,20 @@ def num_workspace_numbers(num_rows: int, num_columns: int) -> int:
     """
     m, n = sorted((num_rows, num_columns))
     return 7 * m * (m + PADDING) + 2 * m * n
+
+
+def usual_workspace_numbers(spectral_map: SpectralMap | None, num_rows: int, num_columns: int) -> int:
+    """As `num_workspace_numbers`, but of that map, and for a matrix of norm 1 at most, as clipped gradients are.
+
+    None: a decomposition, without what its library takes for itself.
+    Source: counted, for the shapes of test_usual_workspace.
+    """
+    m, n = sorted((num_rows, num_columns))
+    if spectral_map == "sns":
+        return m * m + 5 * m * n
+    if spectral_map == "muon":  # in bfloat16: numbers of half the size
+        return (m * m + 3 * m * n) // 2
+    if spectral_map is None:
+        return 2 * m * m + 7 * m * n
+    padding = PADDING if block_size(m) < m else 0
+    return (6 if ends_thin(m, n, half=False) else 7) * m * (m + padding) + m * n

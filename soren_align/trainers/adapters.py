@@ -72,14 +72,16 @@ def go_on(model: PreTrainedModel, start: str) -> Any:
 
 
 def outlined(model: PreTrainedModel, recipe: Recipe, start: str) -> Any:
-    """A model on the meta device with the adapter that training would give it, to be counted: no weights are read."""
+    """A model with the adapter that training would give it, to be counted: no weights are read.
+
+    For models on the meta device or of fake tensors, within their context.
+    """
     there = is_local(start) and adapter_config(start) is not None
     config = LoraConfig.from_pretrained(start) if there else lora_config(recipe, model)
     if config is None:
         return model
     config.inference_mode = False  # an adapter's folder says that it is
-    with torch.device("meta"):
-        return get_peft_model(model, cast(LoraConfig, config))
+    return get_peft_model(model, cast(LoraConfig, config))
 
 
 def keep_float32(model: torch.nn.Module) -> None:

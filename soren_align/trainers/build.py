@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import constants
+from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file, extract_commit_hash
 from trl import DPOConfig, SFTConfig
@@ -130,13 +131,14 @@ def load_model(recipe: Recipe, start: str) -> PreTrainedModel:
         return adapters.go_on(model, start)
 
 
-def as_trl_calls_it(model: PreTrainedModel, checkpointing: bool) -> Any:
+def as_trl_calls_it(model: Any, checkpointing: bool) -> Any:
     """A function of token ids [rows, length] to an output with `loss`, as TRL's trainers have the model compute it."""
-    add_fused_lm_head(model)
+    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    add_fused_lm_head(base)
     model.train()
-    model.config.use_cache = False
+    base.config.use_cache = False
     if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        base.gradient_checkpointing_enable({"use_reentrant": False})
     return lambda tokens: model(input_ids=tokens, labels=tokens, fused_lm_head=True)
 
 

@@ -18,7 +18,7 @@ CONFIGS = {
 
 def on_real_tensors(config, rows, length, checkpointing, arithmetic):
     """Peak bytes of the second of two batches, whose gradients are summed, beside weights and gradients."""
-    model = plan._model(config)
+    model = plan._model(config, None, torch.float32)
     call = as_trl_calls_it(model, checkpointing)
     tokens = torch.randint(0, config.vocab_size, (rows, length))
 
@@ -35,7 +35,7 @@ def on_real_tensors(config, rows, length, checkpointing, arithmetic):
 
 def passes(config, checkpointing, arithmetic=None):
     def build(num_blocks):
-        model = plan._model(config, num_blocks)
+        model = plan._model(config, num_blocks, torch.float32)
         return model, as_trl_calls_it(model, checkpointing)
 
     return Passes(build, config.num_hidden_layers, arithmetic)

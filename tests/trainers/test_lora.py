@@ -68,8 +68,8 @@ def test_a_model_without_weights_is_outlined_as_it_would_be_trained(sft, second)
         start = training.build.starting_checkpoint(run.recipe, run.folder)
         config = AutoConfig.from_pretrained(adapters.base_of(start)[0])
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-        assert routing_table(route(adapters.outlined(model, run.recipe, start))) == sft.folder.read()["routing"]
+            model = adapters.outlined(AutoModelForCausalLM.from_config(config), run.recipe, start)
+        assert routing_table(route(model)) == sft.folder.read()["routing"]
 
 
 def test_the_adapter_remembers_a_base_that_stays(sft):
