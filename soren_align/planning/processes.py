@@ -1,6 +1,7 @@
 """What one of several processes would do and hold, told without starting any: the plan's account of `--processes N`."""
 
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -84,7 +85,7 @@ def show(found: dict[str, Any], console: Console) -> None:
     for where in ("device", "cpu"):
         if any(part["where"] == where for part in found["memory"]):
             console.print(_table(found, where))
-    say(f"          not counted: {found['memory_not_counted']}")
+    tell(console, "", f"not counted: {found['memory_not_counted']}")
     for setting, num_bytes in found["memory_saved"].items():
         say(f"          {setting} saves {metric(num_bytes, 'B')} of it")
 
@@ -166,6 +167,13 @@ def _started(shared: Parallel, num_ranks: int) -> str:
     kinds = {"ddp": "DDP", "zero": f"ZeRO {shared.stage}", "fsdp2": "FSDP2"}
     kind = kinds[shared.kind] + (" with offload" if shared.offloads else "")
     return "1" if num_ranks == 1 and shared.kind == "ddp" else f"{num_ranks:,} by {kind}, started by torchrun"
+
+
+def tell(console: Console, label: str, text: str) -> None:
+    """Print a sentence beside its label, wrapped to the right of it."""
+    lines = textwrap.wrap(text, console.width - 10, break_long_words=False, break_on_hyphens=False)
+    for number, line in enumerate(lines):
+        console.print(f"{'' if number else label:<10}{line}", markup=False, highlight=False, soft_wrap=True)
 
 
 def metric(number: float, unit: str) -> str:

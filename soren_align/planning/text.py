@@ -8,7 +8,7 @@ from rich.table import Table
 
 from ..data import Account, show_example
 from . import processes
-from .processes import metric
+from .processes import metric, tell
 
 
 def show(found: dict[str, Any], counted: Account | None, console: Console) -> None:
@@ -16,7 +16,8 @@ def show(found: dict[str, Any], counted: Account | None, console: Console) -> No
     say = partial(console.print, markup=False, highlight=False)
     steps = found["steps"]
     for notice in found["notices"]:
-        say(f"notice    {notice}\n")
+        tell(console, "notice", notice)
+        say("")
     say(f"{found['task']} from {found['model']['start']} ({found['model']['parameters']:,} parameters)")
     _show_data(found["data"], counted, console)
     say(f"\nsteps     {steps['total']:,} of {steps['batch']} rows; {steps['epochs']} epochs of {steps['per_epoch']:,}")
@@ -72,10 +73,11 @@ def _show_updates(found: dict[str, Any], console: Console) -> None:
     lost = sum(row["tensors"] for row in found["updates"] if row["sets_bfloat16"] < 1)
     if lost and not found["processes"]["frozen"]:  # factors are no weights of the model
         of = sum(row["tensors"] for row in found["updates"])
-        say(
-            f"notice    All steps together cannot move a weight of {weight:g} to bfloat16's next number in {lost} of "
-            f"{of} tensors: run or saved in bfloat16, most of their weights are the start's. A larger learning rate "
-            "moves them"
+        tell(
+            console,
+            "notice",
+            f"all steps together cannot move a weight of {weight:g} to bfloat16's next number in {lost} of {of} "
+            "tensors: run or saved in bfloat16, most of their weights are the start's. A larger learning rate moves them",
         )
 
 
