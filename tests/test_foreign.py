@@ -66,7 +66,7 @@ def test_every_file_becomes_a_recipe_that_loads(name, tmp_path):
     (tmp_path / "mine.yaml").write_text(text)
     loaded = recipe.load(str(tmp_path / "mine.yaml"), task="dpo" if "dpo" in name else "sft")
     assert loaded.optimizer.aux_lr == loaded.optimizer.lr
-    assert not loaded.data.train.split.startswith("test")
+    assert not any(source.split.startswith("test") for source in loaded.data.sources)
     swapped = recipe.load(
         str(tmp_path / "mine.yaml"), ["optimizer.name=soren", "optimizer.adjust_lr_fn=match_rms_adamw"]
     )
@@ -168,10 +168,9 @@ def test_values_arrive_where_a_recipe_has_them(name, key, value):
         ("handbook-zephyr-7b-beta-dpo-full", "max_prompt_length", "no limit for prompts"),
         ("handbook-constitutional-ai-dpo-anthropic", "optim", "there is no rmsprop here"),
         ("handbook-smollm3-sft-full", "packing_strategy", "no ffd any more"),
-        ("handbook-smollm3-sft-full", "dataset_mixture[others]", "a mixture of 6"),
         ("handbook-smollm3-sft-full", "dataset_mixture[0].config", "SFT"),
         ("handbook-smollm3-sft-full", "dataset_mixture[0].columns", "chat_template_kwargs"),
-        ("handbook-smollm3-dpo-apo", "dataset_mixture[0].weight", "0.5"),
+        ("trl-dpo-mixture", "datasets[0].fraction", "0.7: a share of the mixture"),
         ("trl-sft", "dataset_config", "short"),
         ("trl-sft", "weight_decay", "embeddings and head"),
         ("trl-dpo-mixture", "test_split_size", "here all are trained on"),
@@ -179,7 +178,6 @@ def test_values_arrive_where_a_recipe_has_them(name, key, value):
         ("trl-dpo-lora", "truncation_mode", "keep_end"),
         ("axolotl-sft", "optimizer", "float32 states"),
         ("axolotl-sft", "sample_packing", "drops"),
-        ("axolotl-sft", "datasets[0].field_messages", "conversations"),
         ("axolotl-dpo-qlora", "datasets[0].type", "whole conversations"),
         ("axolotl-dpo-qlora", "early_stopping_patience", "to its end"),
     ],
@@ -193,6 +191,77 @@ def test_what_changes_the_training_is_said_first_and_in_the_file(name, key, word
     assert first.startswith("changes the training\n")
     assert key in first
     assert f"{key}" in to_text(made, name).split("task:")[0]
+
+
+def sources(name):
+    found = translated(name).recipe["data"]["train"]
+    return [(s["path"], s["split"], s.get("weight", 1)) for s in found]
+
+
+def test_a_mixture_is_trained_on_whole_with_its_weights():
+    assert sources("handbook-smollm-sft-base") == [
+        ("lab/ibex-5", "train_sft", 1),
+        ("lab/stoat-6", "train_sft", 1),
+        ("lab/viper-7", "train_sft", 0.001),
+    ]
+    assert [weight for *_, weight in sources("handbook-smollm3-sft-full")] == [1, 1, 1, 1, 0.5, 1]
+    assert sources("trl-dpo-mixture") == [("lab/otter-1", "train_prefs", 1), ("lab/raven-3", "train", 1)]
+    older = translate(DPO | {"dataset_name": None, "dataset_mixer": {"a/b": 0.25, "a/c": 1.0}}, "x")
+    assert older.recipe["data"]["train"] == [
+        {"path": "a/b", "split": "train", "weight": 0.25, "bad_rows": "drop"},
+        {"path": "a/c", "split": "train", "bad_rows": "drop"},
+    ]
+    assert not any(note.changes for note in older.notes)
+    text, _ = import_file(FILES["handbook-smollm-sft-base"])
+    assert [s.weight for s in load_text(text).data.sources] == [1, 1, 0.001]
+    assert text.count("# ours: counted and told") == 4  # three sources and data.eval
+
+
+def test_a_part_of_a_split_stays_where_a_recipe_can_say_it():
+    def part(split, path="lab/chat"):
+        made = translate(SFT | {"dataset_name": path, "dataset_train_split": split}, "x")
+        return made.recipe["data"]["train"], [n.words for n in made.notes if n.key == "dataset_name[0].split"]
+
+    assert part("train_sft[:10%]") == ({"path": "lab/chat", "split": "train_sft[:10%]", "bad_rows": "drop"}, [])
+    assert part("train[:50]") == ({"path": "lab/chat", "split": "train", "limit": 50, "bad_rows": "drop"}, [])
+    assert part("train[:50]", "./a.jsonl") == ({"path": "./a.jsonl", "split": "train", "limit": 50}, [])
+    assert part("train[5:]", "./a.jsonl") == (
+        {"path": "./a.jsonl", "split": "train"},
+        ["train[5:]: a file is taken whole; write limit"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("said", "is_read"),
+    [
+        ({"columns": ["prompt", "completion"]}, True),
+        ({"columns": ["text"]}, True),
+        ({"columns": ["conversations"]}, True),
+        ({"columns": ["instruction", "output"]}, False),
+        ({"type": "sharegpt"}, True),
+        ({"type": "alpaca"}, False),
+        ({"type": "completion", "field": "text"}, None),  # read, but cut where Axolotl goes on
+        ({"type": "completion", "field": "body"}, False),
+        ({"field_messages": "messages", "message_field_role": "role"}, True),
+        ({"field_messages": "conversations", "message_field_role": "from", "message_field_content": "value"}, True),
+        ({"field_messages": "conversations"}, False),  # there with role and content
+        ({"message_property_mappings": {"role": "from", "content": "value"}}, False),
+        ({"message_property_mappings": {"role": "role", "content": "content", "tools": "x"}}, False),
+    ],
+)
+def test_columns_that_are_read_change_nothing_and_others_are_told(said, is_read):
+    made = translate({"base_model": "a/c", "datasets": [{"path": "a/b", **said}]}, "x")
+    told = [n for n in made.notes if n.key.startswith("datasets[0].") and n.changes]
+    assert (not told) == (is_read is True)
+    if is_read is False:
+        assert any("rows are read by their columns" in note.words for note in told)
+    elif is_read is None:
+        assert [note.key for note in told] == ["datasets[0].type"]
+
+
+def test_another_column_of_text_is_told():
+    assert fate(translate(SFT | {"dataset_text_field": "body"}, "x").notes, "dataset_text_field").changes
+    assert not fate(translate(SFT | {"dataset_text_field": "text"}, "x").notes, "dataset_text_field").changes
 
 
 def test_the_handbooks_zephyr_template_is_known_by_its_text():

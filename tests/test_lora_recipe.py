@@ -97,6 +97,18 @@ def test_an_adapter_needs_its_base_and_its_weights(adapter, tmp_path):
     assert "pickled weights are not loaded" in problems(*start(adapter()))
 
 
+def test_frozen_weights_may_be_bfloat16_and_factors_need_no_compensation(adapter):
+    narrow = "model.dtype=bfloat16"
+    inert = "optimizer.compensation: an adapter's factors are float32, which lose nothing; leave it out"
+    for asked in (LORA, start(adapter())):
+        assert load(*asked, narrow).model.dtype == "bfloat16"
+        assert inert in problems(*asked, narrow, "optimizer.compensation=kahan")
+    assert "bfloat16 parameters round most small updates away" in problems(narrow)
+    whole = ("model.lora={modules_to_save: [embed_tokens]}", narrow)
+    assert load(*whole, "trainer.bf16=true").model.lora.modules_to_save == ["embed_tokens"]
+    assert "model.dtype: modules_to_save are float32, and beside bfloat16 weights" in problems(*whole)
+
+
 @pytest.mark.parametrize("word", ["zero3", "zero3-offload"])
 def test_adapters_are_not_trained_where_it_was_never_seen_to_work(word, adapter):
     told = f"adapters are trained under ddp, zero1 and zero2; run.parallel is {word}"

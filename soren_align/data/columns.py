@@ -1,7 +1,7 @@
 """The forms that rows come in, told by their columns, and the columns of TRL's that each becomes.
 
 Pure functions of a row. Whatever a dataset looks like, everything after this file sees one of TRL's own kinds of
-columns: conversations (COLUMNS), or plain texts (PLAIN), which no template touches.
+columns: conversations (COLUMNS), prompts and completions as turns, or plain texts (PLAIN), which no template touches.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,8 @@ PLAIN: dict[Task, tuple[tuple[str, ...], ...]] = {
     "sft": (("prompt", "completion"), ("text",)),
     "dpo": (("prompt", "chosen", "rejected"),),
 }
-"""What TRL is given of texts: they are trained as they stand, with the eos at the end."""
+"""What TRL is given of texts: they are trained as they stand, with the eos at the end. And of prompts and completions
+as turns, whose columns have the same names."""
 
 _NEEDS: dict[Task, str] = {
     "sft": "'messages': a list of {role, content} turns (or 'conversations' as of ShareGPT, 'prompt' and 'completion', "
@@ -46,6 +47,11 @@ class Layout(NamedTuple):
     dropped: tuple[str, ...]
     read: Callable[[Row], Row | str]
     """A row's content in TRL's columns; or, as text, why it cannot be trained on."""
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether what comes out are lists of turns, and not texts."""
+        return self.read not in (_plain_text, _plain_completion, _plain_pair)
 
 
 def recognise(row: Row, task: Task, where: str) -> Layout:
@@ -84,7 +90,7 @@ def _form(row: Row, task: Task) -> tuple[str, tuple[str, ...], tuple[str, ...], 
         if {"prompt", "completion"} <= has:
             both = ("prompt", "completion")
             if isinstance(row["prompt"], list) or isinstance(row["completion"], list):
-                return "prompts and completions as turns, joined to conversations", both, chats, _joined
+                return "prompts and completions as turns", both, both, _completion
             return "plain prompts and completions, without a template", both, both, _plain_completion
         return ("plain text, without a template", ("text",), ("text",), _plain_text) if "text" in has else None
     if not {"chosen", "rejected"} <= has:
@@ -129,11 +135,12 @@ def _sharegpt(row: Row) -> Row | str:
     return turns if isinstance(turns, str) else _chat(turns, "conversations")
 
 
-def _joined(row: Row) -> Row | str:
+def _completion(row: Row) -> Row | str:
     for column in ("prompt", "completion"):
         if problem := list_problem(row.get(column), column, "{role, content}"):
             return problem
-    return _chat(row["prompt"] + row["completion"], "prompt + completion")
+    problem = conversation_problem(row["prompt"] + row["completion"], "prompt + completion")
+    return problem or {column: _bare(row[column]) for column in ("prompt", "completion")}
 
 
 def _plain(row: Row, *columns: str) -> Row | str:

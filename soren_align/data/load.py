@@ -7,7 +7,7 @@ import hashlib
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -59,6 +59,11 @@ class Loaded:
     parts: tuple[int, ...] = ()
     """Of a mixture: for each row the number of the source that it came from, from 0."""
 
+    @property
+    def kind(self) -> tuple[bool, set[str]]:
+        """What must be equal for rows to stand side by side: whether there are turns in the columns, and which."""
+        return has_turns(self.dataset), set(self.dataset.column_names)
+
 
 def load_split(spec: Split, task: Task) -> Loaded:
     """The rows that `spec` names, for `task`; UserError with everything that is wrong with them.
@@ -93,7 +98,8 @@ def _from_file(spec: Split, task: Task) -> tuple[Dataset, Layout, dict[str, int]
     key = _key(sha256, file.suffix, task, spec.limit, spec.bad_rows)
     try:
         good_rows = partial(_good_rows, numbered, layout, task, spec.path, spec.bad_rows)
-        dataset = Dataset.from_generator(good_rows, features=_features(layout.kept), fingerprint=key)
+        features = _features(layout.kept, layout.has_turns)
+        dataset = Dataset.from_generator(good_rows, features=features, fingerprint=key)
     except (DatasetGenerationError, OSError) as error:
         cause = error.__cause__ if isinstance(error, DatasetGenerationError) else error
         if isinstance(cause, UserError):
@@ -112,10 +118,9 @@ def _sample(every: Iterable[Any], task: Task) -> dict[str, Any]:
     return next(whole, objects[0] if objects else dict.fromkeys(columns.COLUMNS[task]))
 
 
-def _features(kept: tuple[str, ...]) -> Features:
+def _features(kept: Sequence[str], has_turns: bool) -> Features:
     chat = List({"role": Value("string"), "content": Value("string")})
-    is_chat = kept in columns.COLUMNS.values()
-    return Features({column: chat if is_chat else Value("string") for column in kept})
+    return Features({column: chat if has_turns else Value("string") for column in kept})
 
 
 def _key(*what: Any) -> str:
@@ -207,15 +212,20 @@ def _rewritten(dataset: Dataset, layout: Layout) -> Dataset:
     return dataset.map(
         partial(columns.read_row, layout=layout),
         remove_columns=dataset.column_names,
-        features=_features(layout.kept),
+        features=_features(layout.kept, layout.has_turns),
         new_fingerprint=_key(dataset._fingerprint, layout.words),
         load_from_cache_file=True,
     )
 
 
+def has_turns(dataset: Dataset) -> bool:
+    """Whether the columns hold lists of turns, and not texts."""
+    return not any(isinstance(feature, Value) for feature in dataset.features.values())
+
+
 def canonical(dataset: Dataset) -> Dataset:
     """The same rows with turns of exactly {role, content}, as they must be to stand beside others."""
-    features = _features(tuple(dataset.column_names))
+    features = _features(dataset.column_names, has_turns(dataset))
     if dataset.features.arrow_schema == features.arrow_schema:
         return dataset
     key = _key(dataset._fingerprint, "canonical")

@@ -32,7 +32,7 @@ def load_mixture(sources: Sequence[Source], task: Task, seed: int) -> Loaded:
         return loaded[0]
     names = [f"{source.path} ({one.source['split']})" for source, one in zip(sources, loaded, strict=True)]
     kinds = [one.dataset.column_names for one in loaded]
-    if other := next((i for i, kind in enumerate(kinds) if set(kind) != set(kinds[0])), None):
+    if other := next((i for i, one in enumerate(loaded) if one.kind != loaded[0].kind), None):
         raise UserError(
             f"data.train: {names[0]} has {loaded[0].layout} ({', '.join(kinds[0])}) and {names[other]} "
             f"{loaded[other].layout} ({', '.join(kinds[other])}): these do not mix; train on one kind"

@@ -54,7 +54,7 @@ def account(
 
     tokenizer: as the trainer will have it (its template and eos); not modified.
     max_length: TRL's, None for no truncation. With packing pass None: TRL then neither cuts nor drops rows.
-    completion_only_loss: of plain prompts and completions; conversations know no such thing.
+    completion_only_loss: of prompts and completions; whole conversations know no such thing.
     parts: of a mixture, the number of each row's source.
     on_rows: called with the number of rows just done, for a progress bar.
     """

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from .. import shipped
 from ..recipe import UserError
 from .columns import COLUMNS, Task
+from .load import has_turns
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers and TRL look for it
 _REMEDY = "set model.chat_template to qwen2.5, zephyr or a .jinja file"
@@ -53,10 +54,10 @@ def check_template(
     only_assistant = assistant_only_loss and task == "sft"
     if completion_only_loss and task == "sft" and "completion" not in dataset.column_names:
         raise UserError(
-            "trainer.completion_only_loss needs rows of plain prompts and completions, and these have "
+            "trainer.completion_only_loss needs rows of prompts and completions, and these have "
             f"{', '.join(dataset.column_names)}; for conversations write trainer.assistant_only_loss"
         )
-    if tuple(dataset.column_names) != COLUMNS[task]:
+    if not has_turns(dataset):
         return _check_plain(tokenizer, name, only_assistant, dataset)
     template = _template(tokenizer, name)
     if only_assistant and not _GENERATION.search(template):
@@ -67,8 +68,8 @@ def check_template(
             "or set trainer.assistant_only_loss to false"
         )
     notices: list[str] = []
-    for column in COLUMNS[task]:
-        turns = dataset[0][column]
+    row = dataset[0]
+    for turns in [row["prompt"] + row["completion"]] if "completion" in row else [row[c] for c in COLUMNS[task]]:
         text, ids, marked = _render(tokenizer, turns, name, only_assistant)
         said = [turn["content"].strip() for turn in turns if turn["role"] == "assistant"]
         if said[-1] not in text:

@@ -60,7 +60,8 @@ def encode(
 ) -> Iterator[Row]:
     """The rows of a batch {column: conversations, or texts}.
 
-    For DPO the answers are trained. For SFT all; or what is marked; or, where there is one, the completion.
+    For DPO the answers are trained. For SFT all; or what is marked; or, where there is one, the completion; or what of
+    it is marked.
     """
     if task == "dpo":
         if "prompt" in columns:
@@ -70,7 +71,10 @@ def encode(
         return _encode_chats(columns["messages"], tokenizer, assistant_only_loss)
     if "text" in columns:
         return _encode_texts(columns["text"], tokenizer)
-    return _encode_completions(columns["prompt"], columns["completion"], tokenizer, completion_only_loss)
+    prompts, completions = columns["prompt"], columns["completion"]
+    if isinstance(prompts[0], list):
+        return _encode_turns(prompts, completions, tokenizer, assistant_only_loss, completion_only_loss)
+    return _encode_completions(prompts, completions, tokenizer, completion_only_loss)
 
 
 def _encode_chats(chats: list[Any], tokenizer: PreTrainedTokenizerBase, assistant_only: bool) -> Iterator[Row]:
@@ -102,6 +106,21 @@ def _encode_plain_pairs(
     for prompt, *answers in zip(prompts, chosen, rejected, strict=True):
         sides = [_ids(prompt + _ended(answer, tokenizer), tokenizer) for answer in answers]
         yield _after_prompt(_ids(prompt, tokenizer), sides)
+
+
+def _encode_turns(
+    prompts: list[Any],
+    completions: list[Any],
+    tokenizer: PreTrainedTokenizerBase,
+    assistant_only: bool,
+    completion_only: bool,
+) -> Iterator[Row]:
+    chats = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+    alone: Any = tokenizer.apply_chat_template(prompts, return_dict=True, add_generation_prompt=True)
+    for prompt, row in zip(alone["input_ids"], _encode_chats(chats, tokenizer, assistant_only), strict=True):
+        (ids, trained), *_ = row.sides
+        start = _num_shared(prompt, ids) if completion_only else 0
+        yield Row((Tokens(ids, [mark and i >= start for i, mark in enumerate(trained)]),), 0)
 
 
 def _encode_completions(

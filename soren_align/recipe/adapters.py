@@ -35,6 +35,11 @@ def adapter_config(folder: str | Path) -> dict[str, Any] | None:
     return said
 
 
+def is_adapter(model: str) -> bool:
+    """Whether an adapter lies there, whatever is wrong with it."""
+    return (shipped.resolve(model) / ADAPTER).is_file()
+
+
 def lora_problems(model: str, lora: Any, shared: Any) -> list[tuple[str, str]]:
     """(key of `model`, message) of what does not go together; lora: the raw section; shared: `run.parallel`."""
     try:

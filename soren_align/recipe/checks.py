@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import shipped
-from .adapters import adapter_config, is_all_factors, lora_problems
+from .adapters import adapter_config, is_adapter, is_all_factors, lora_problems
 from .models import UserError
 from .parallel import parallel
 
@@ -56,8 +56,15 @@ def second_look(raw: dict[str, Any]) -> list[tuple[Key, str]]:
             )
         )
     found += _precision_problems(
-        get("model", "dtype"), get("optimizer", "compensation"), get("run", "parallel"), get("trainer")
+        get("model", "dtype"),
+        get("optimizer", "compensation"),
+        get("run", "parallel"),
+        get("trainer"),
+        adapts=(adapts := isinstance(get("model", "lora"), dict) or (isinstance(model, str) and is_adapter(model))),
     )
+    if adapts and has_rest and get("model", "dtype") == "bfloat16" and get("trainer", "bf16") is False:
+        message = "modules_to_save are float32, and beside bfloat16 weights compute with `trainer: {bf16: true}` only"
+        found.append((("model", "dtype"), message))
     if isinstance(get("trainer"), dict):
         strategy = get("trainer", "eval_strategy")
         if strategy not in (None, "no", False) and get("data", "eval") is None:
@@ -112,8 +119,13 @@ def _parallel_problems(name_or_path: str, use_cpu: Any) -> list[str]:
     return []
 
 
-def _precision_problems(dtype: Any, compensation: Any, shared: Any, trainer: Any) -> list[tuple[Key, str]]:
-    """bfloat16 parameters that would lose their updates unasked, and a compensation that nothing needs."""
+def _precision_problems(
+    dtype: Any, compensation: Any, shared: Any, trainer: Any, adapts: bool
+) -> list[tuple[Key, str]]:
+    """bfloat16 parameters that would lose their updates unasked, and a compensation that nothing needs.
+
+    adapts: whether an adapter is trained, whose factors are float32 beside frozen weights of any dtype.
+    """
     try:
         masters = isinstance(shared, str) and parallel(shared).kind != "ddp"
     except UserError:  # told at run.parallel
@@ -122,6 +134,10 @@ def _precision_problems(dtype: Any, compensation: Any, shared: Any, trainer: Any
     if dtype != "bfloat16":
         inert = "is for bfloat16 parameters, and model.dtype is float32; leave it out, or write null"
         return [(where, inert)] if compensation == "kahan" else []
+    if adapts and compensation == "kahan":
+        return [(where, "an adapter's factors are float32, which lose nothing; leave it out, or write null")]
+    if adapts and not masters:
+        return []
     if not masters:
         message = (
             "bfloat16 parameters round most small updates away. Write float32 (with `trainer: {bf16: true}` the "

@@ -131,6 +131,8 @@ def _special(key: str, name: str, value: Any, flat: dict[str, Any], made: Transl
     if name == "chat_template_path" and value is not None and not str(value).endswith(".jinja"):
         words = f"{value}: only its template, as a .jinja file, can be named as model.chat_template"
         return Note(key, "dropped", words, True)
+    if name == "dataset_text_field" and value not in (None, "text"):
+        return Note(key, "dropped", f"{value}: plain text is read from the column text, and from no other", True)
     if name == "warmup_steps" and not value and flat.get("warmup_ratio"):
         return Note(key, "dropped", "warmup_ratio says it")
     if name == "rl":

@@ -1,7 +1,7 @@
 """Others' datasets as `data.train` and `data.eval`.
 
-A recipe trains on one split of one dataset. Of a mixture the first training split is taken, and all that is left out
-is noted. A split that is called a test split is never trained on; it becomes data.eval where a loss was asked for.
+Of a mixture every training split becomes a source with its weight. A split that is called a test split is never trained
+on; it becomes data.eval where a loss was asked for. What cannot be carried over is noted.
 """
 
 import re
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .checks import is_local, is_test_split
-from .foreign_names import AS_READ, OTHERWISE, Note, among
+from .foreign_names import AS_READ, COLUMNS, OTHERWISE, TURNS, Note, among
 from .models import UserError
 
 # Where a dataset may be named; the first that is there counts, as in the handbook and in TRL.
@@ -17,14 +17,14 @@ ROOTS = ("dataset_mixture", "dataset_mixer", "datasets", "dataset_name")
 BESIDE = "dataset_splits dataset_configs dataset_config dataset_train_split dataset_test_split test_split_size "
 BESIDE += "val_set_size test_datasets"
 _ENTRY = ("path", "split", "at", "revision", "config", "data_files", "weight", "fraction")
-_SLICE = re.compile(r"([^\[]+)\[(?::(\d+))?(.*)")
+_FIRST = re.compile(r"([^\[]+)\[:(\d+)\]")
 
 
 @dataclass
 class Data:
     """The recipe's data section, what of it is ours (by dotted key), and what became of the source's keys."""
 
-    section: dict[str, dict[str, Any]] = field(default_factory=dict)
+    section: dict[str, Any] = field(default_factory=dict)
     ours: dict[str, str] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
 
@@ -50,20 +50,18 @@ def read_data(source: dict[str, Any], asks_for_eval: bool) -> Data:
     if held_out:
         words = ", ".join(f"{e['path']} {e['split']}" for e in held_out)
         data.note(f"{root}[test]", f"the official test split would be trained on; left out: {words}", True)
-    first = train[0]
-    if len(train) > 1:
-        words = f"a mixture of {len(train)} datasets or splits; recipes take one: only "
-        data.note(f"{root}[others]", f"{words}{first['path']} {first['split']} is trained on", True)
-    data.section["train"] = _split(first, root, data)
+    splits = [_split(entry, root, data) for entry in train]
+    data.section["train"] = splits if len(splits) > 1 else splits[0]
     known = {*AS_READ, *_ENTRY}
     for entry in entries:
         unknown = [key for key in entry if key not in known and not among(key, OTHERWISE)]
         data.notes += [Note(f"{entry['at']}.{key}", "unknown") for key in unknown]
     data.notes.append(Note(root, "renamed", "data.train"))
     if asks_for_eval:
-        _eval(source, root, first, held_out, data)
+        _eval(source, root, train, held_out, data)
     _beside(source, root, data)
-    for name, split in data.section.items():
+    several = {f"train[{i}]": split for i, split in enumerate(splits)} if len(splits) > 1 else {"train": splits[0]}
+    for name, split in (several | {k: v for k, v in data.section.items() if k == "eval"}).items():
         if not is_local(str(split["path"])):
             split["bad_rows"] = "drop"
             data.ours[f"data.{name}.bad_rows"] = "counted and told; a file of yours is better mended"
@@ -97,50 +95,85 @@ def _entries(source: dict[str, Any], root: str) -> list[dict[str, Any]]:
 
 def _split(entry: dict[str, Any], root: str, data: Data) -> dict[str, Any]:
     """The recipe's words for an entry; what they cannot say is noted."""
-    found = {"path": entry["path"], "split": entry["split"]}
     at = entry["at"]
     config = "dataset_config" if root == "dataset_name" else f"{at}.config"
-    if cut := _SLICE.fullmatch(entry["split"]):
-        found["split"] = cut[1]
-        if cut[2] and cut[3] == "]":
-            found["limit"] = int(cut[2])
-        else:
-            data.note(f"{at}.split", f"{entry['split']}: the whole split is taken; write data.train.limit", True)
+    files = entry.get("data_files")
+    path = files if isinstance(files, str) and entry["path"] in ("json", "parquet") else entry["path"]
+    found, left_out = _part(path, entry["split"])
+    if left_out:
+        data.note(f"{at}.split", f"{entry['split']}: a file is taken whole; write limit", True)
+    reads_turns = _turns(entry) in TURNS
     for key, value in entry.items():
         if value is None:
             continue
         if key == "revision":
             found["revision"] = value
-        elif key == "data_files" and isinstance(value, str) and entry["path"] in ("json", "parquet"):
-            found["path"] = value
         elif key == "config" and value == "default":
             data.note(config, "a dataset's default configuration is loaded")
         elif key == "config":
             data.note(config, f"{value}: recipes name no configuration; the dataset's default one is loaded", True)
-        elif key == "data_files":
+        elif key == "data_files" and value != path:
             data.note(f"{at}.{key}", f"{value}: the dataset's own files are loaded", True)
-        elif key in ("weight", "fraction"):
+        elif key == "weight":
             if value != 1:
-                data.note(f"{at}.{key}", f"{value}: all rows are taken; data.train.limit takes the first ones", True)
-        elif value in AS_READ.get(key, ()):
+                found["weight"] = value
+                data.notes.append(Note(f"{at}.{key}", "renamed", "weight, in data.train; drawn by trainer.seed"))
+        elif key == "fraction":
+            words = f"{value}: a share of the mixture; a recipe's weight is a share of the source's own rows: write it"
+            data.note(f"{at}.{key}", words, True)
+        elif key == "type" and value == "completion":
+            data.note(f"{at}.{key}", "plain text; what is longer than max_length is cut, there it went on", True)
+        elif (
+            value in AS_READ.get(key, ()) or (key in _TURNS and reads_turns) or (key == "columns" and _are_read(value))
+        ):
             data.note(f"{at}.{key}", "the recipe's columns are recognised")
         elif key in AS_READ or among(key, OTHERWISE):
-            words = "only `messages` (SFT) or `chosen` and `rejected` (DPO) are read, whole conversations; "
-            words += "other rows are refused"
+            words = "rows are read by their columns: whole conversations (messages, ShareGPT's conversations), prompt "
+            words += "and completion, text; chosen and rejected. Others are refused"
             data.note(f"{at}.{key}", f"{value}: {words}", True)
     return found
 
 
-def _eval(source: dict[str, Any], root: str, first: dict[str, Any], held_out: list[dict[str, Any]], data: Data) -> None:
-    """data.eval, where the source names rows for it: the test split of what is trained on."""
+def _part(path: Any, split: str) -> tuple[dict[str, Any], bool]:
+    """(path, split and limit as a recipe says them; whether a part was named that it cannot say)."""
+    if first := _FIRST.fullmatch(split):
+        number = int(first[2])
+        return {"path": path, "split": first[1], "limit": number}, False
+    if is_local(str(path)) and "[" in split:
+        return {"path": path, "split": split.partition("[")[0]}, True
+    return {"path": path, "split": split}, False
+
+
+_TURNS = ("field_messages", "message_field_role", "message_field_content", "message_property_mappings")
+
+
+def _turns(entry: dict[str, Any]) -> tuple[Any, ...]:
+    """Axolotl's column of turns, and a turn's keys of role and content."""
+    given = entry.get("message_property_mappings")
+    said = given if isinstance(given, dict) else {}
+    more = tuple(key for key in said if key not in ("role", "content"))
+    role = said.get("role") or entry.get("message_field_role") or "role"
+    content = said.get("content") or entry.get("message_field_content") or "content"
+    return (entry.get("field_messages") or "messages", role, content, *more)
+
+
+def _are_read(columns: Any) -> bool:
+    return isinstance(columns, list) and all(column in COLUMNS for column in columns)
+
+
+def _eval(
+    source: dict[str, Any], root: str, train: list[dict[str, Any]], held_out: list[dict[str, Any]], data: Data
+) -> None:
+    """data.eval, where the source names rows for it: the first test split of what is trained on."""
     theirs = source.get("test_datasets")
-    same = [e for e in held_out if e["path"] == first["path"]]
+    paths = [entry["path"] for entry in train]
+    same = [e for e in held_out if e["path"] in paths]
     if isinstance(theirs, list) and len(theirs) == 1:
         same = _entries({"datasets": theirs}, "datasets")
     elif root == "dataset_name":
-        same = [{"path": first["path"], "split": source.get("dataset_test_split") or "test"}]
+        same = [{"path": paths[0], "split": source.get("dataset_test_split") or "test"}]
     if same:
-        data.section["eval"] = {"path": same[0]["path"], "split": same[0]["split"]}
+        data.section["eval"] = _part(same[0]["path"], str(same[0]["split"]))[0]
         if same[0] in held_out:
             data.ours["data.eval.split"] = "the source cut rows off its mixture"
 

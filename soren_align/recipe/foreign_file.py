@@ -74,7 +74,11 @@ def _commented(values: dict[str, Any], at: str, ours: dict[str, str]) -> Comment
     found = CommentedMap()
     for key, value in values.items():
         dotted = f"{at}.{key}"
-        found[key] = _commented(value, dotted, ours) if isinstance(value, dict) and at in ("data", "model") else value
+        found[key] = value
+        if isinstance(value, dict) and at in ("data", "model"):
+            found[key] = _commented(value, dotted, ours)
+        elif isinstance(value, list) and at == "data":
+            found[key] = [_commented(one, f"{dotted}[{i}]", ours) for i, one in enumerate(value)]
         if dotted in ours:
             found.yaml_add_eol_comment(f"ours: {ours[dotted]}", key, column=34)
     return found

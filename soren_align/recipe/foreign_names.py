@@ -202,24 +202,26 @@ OTHER_TASKS = "orpo kto grpo gdpo rloo ppo simpo cpo xpo nash ebft prm reward"
 
 # A dataset's entry: what it may say of its columns without a word, since the recipe reads just that.
 AS_READ: dict[str, tuple[Any, ...]] = {
-    "columns": (
-        ["messages"],
-        ["chosen", "rejected"],
-        ["chosen", "rejected", "prompt"],
-        ["prompt", "chosen", "rejected"],
-    ),
-    "type": ("chat_template",),
-    "field_messages": ("messages",),
+    "columns": (),
+    "type": ("chat_template", "sharegpt"),
+    "field": ("text",),
+    "field_messages": (),
     "field_chosen": ("chosen",),
     "field_rejected": ("rejected",),
-    "message_field_role": ("role",),
-    "message_field_content": ("content",),
-    "message_property_mappings": ({"role": "role", "content": "content"},),
+    "message_field_role": (),
+    "message_field_content": (),
+    "message_property_mappings": (),
     "roles_to_train": (["assistant"],),
-    "roles": ({"system": ["system"], "user": ["user"], "assistant": ["assistant"]},),
+    "roles": (
+        {"system": ["system"], "user": ["user"], "assistant": ["assistant"]},
+        {"system": ["system"], "user": ["human", "user"], "assistant": ["gpt", "assistant"]},
+    ),
     "ds_type": ("json", "parquet"),
     "trust_remote_code": (False,),
 }
+COLUMNS = ("messages", "conversations", "prompt", "completion", "text", "chosen", "rejected")
+# The column of turns, and what a turn calls role and content.
+TURNS = (("messages", "role", "content"), ("conversations", "from", "value"))
 # ... and what changes the rows where it says something else.
 OTHERWISE = "chat_template chat_template_jinja conversation drop_system_message field field_* message_field_* "
 OTHERWISE += "train_on_eos train_on_eot split_thinking template_thinking_key system_prompt system_format shards* skip "

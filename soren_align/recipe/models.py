@@ -69,7 +69,7 @@ class Model(_Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """The parameters' dtype. bfloat16 rounds most small updates away, unless `run.parallel` keeps float32 masters
     (ZeRO, FSDP2) or `optimizer.compensation` is kahan; for bfloat16 arithmetic over float32 parameters write
-    `trainer: {bf16: true}`."""
+    `trainer: {bf16: true}`. With an adapter it is that of the frozen weights: what is trained is float32."""
     init_seed: Annotated[int, Field(ge=0)] | None = None
     """Instead of loading weights, make random ones from the folder's config.json with this seed."""
     chat_template: str | None = None
@@ -199,7 +199,7 @@ class Run(_Section):
     the weights: it stops at its first step, or says so and goes on."""
     save_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """The dtype of the model folder. null: the starting checkpoint's own. The run's end says how much of the change
-    survives in it."""
+    survives in it. An adapter is always float32: there it is the dtype of what `soren-align merge` makes."""
     num_threads: Annotated[int, Field(ge=1)] | None = None
     """CPU threads (OMP_NUM_THREADS); tiny models are fastest, and repeatable everywhere, with 1."""
     offline: bool = False

@@ -1,7 +1,9 @@
 """From a recipe to a trainer: the starting checkpoint, TRL's config, the data, and what is recorded of each."""
 
 import contextlib
+import hashlib
 import io
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -166,7 +168,8 @@ def build_trainer(
 ):
     """The trainer, ready to train; splits: {'train': Loaded, 'eval': Loaded or None}.
 
-    `trainer.origin` is what its checkpoints belong to: recipe, number of processes, data, starting weights.
+    `trainer.origin` is what its checkpoints belong to: recipe, number of processes, data, starting weights,
+    template.
     """
     args = trl_config(recipe, folder.checkpoints, ranks)
     model = load_model(recipe, start)
@@ -177,6 +180,8 @@ def build_trainer(
         "processes": ranks.num_ranks,
         "data": splits["train"].source,
         "start": fingerprint(start) or _commit(start, recipe.model.revision),
+        # The recipe names a file, which may have changed since.
+        "chat_template_sha256": hashlib.sha256(json.dumps(tokenizer.chat_template).encode()).hexdigest(),
     }
     new_adapter = adapters.lora_config(recipe, model)
     if new_adapter is None:  # otherwise TRL puts in first what is to be stepped
@@ -222,7 +227,7 @@ def load_splits(recipe: Recipe) -> dict[str, Any]:
         "eval": (held_out := load_split(asked, recipe.task) if asked else None),
     }
     # TRL decides by the training rows what of the others is trained.
-    if held_out and set(held_out.dataset.column_names) != set(train.dataset.column_names):
+    if held_out and held_out.kind != train.kind:
         raise UserError(f"data.eval: has {held_out.layout}, and data.train {train.layout}; measure on the same kind")
     return splits
 

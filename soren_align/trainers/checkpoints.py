@@ -2,7 +2,7 @@
 
 transformers writes a checkpoint file by file, resumes from half of one, and starts the optimizer from nothing where
 its state is missing, all without a word. Here a checkpoint counts once `soren_align.json` lies in it, written last,
-which lists every file with its size and what the checkpoint belongs to: recipe, data, starting weights.
+which lists every file with its size and what the checkpoint belongs to: recipe, data, starting weights, template.
 """
 
 import json

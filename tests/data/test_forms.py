@@ -37,8 +37,8 @@ FORMS = {
     "turns and completion": (
         "sft",
         {"prompt": PROMPT, "completion": CHAT[-1:], "source": "zoo"},
-        "prompts and completions as turns, joined to conversations",
-        {"messages": CHAT},
+        "prompts and completions as turns",
+        {"prompt": PROMPT, "completion": CHAT[-1:]},
     ),
     "prompt and completion": (
         "sft",
@@ -158,7 +158,7 @@ def test_an_empty_first_row_does_not_decide_the_form(write):
     rows = [{"prompt": None, "completion": None}, *({"prompt": PROMPT, "completion": CHAT[-1:]} for _ in range(2))]
     loaded = load_split(split(write("rows.jsonl", rows), bad_rows="drop"), "sft")
     assert loaded.dropped == {"no 'prompt'": 1}
-    assert loaded.dataset[0] == {"messages": CHAT}
+    assert loaded.dataset[0] == {"prompt": PROMPT, "completion": CHAT[-1:]}
 
 
 def test_two_texts_without_a_prompt_are_no_pair(write):

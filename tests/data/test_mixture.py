@@ -83,6 +83,10 @@ def test_forms_that_come_to_the_same_mix_and_others_do_not(two, write, tmp_path)
         UserError, match=r"a.jsonl \(all\) has chat messages \(messages\) and .*t.jsonl \(all\) plain text"
     ):
         load_mixture([source(two[0]), source(text)], "sft", 1)
+    parted = write("c.jsonl", [{"prompt": "A ", "completion": "lynx."}])
+    turns = write("d.jsonl", [{"prompt": chat(1)[:-1], "completion": chat(1)[-1:]}])
+    with pytest.raises(UserError, match="these do not mix; train on one kind"):
+        load_mixture([source(parted), source(turns)], "sft", 1)
     pairs = write("p.jsonl", [pair_row(1)])
     texts = write("q.jsonl", [{"prompt": "Why?", "chosen": "a", "rejected": "b"}])
     with pytest.raises(UserError, match="these do not mix; train on one kind"):

@@ -8,6 +8,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from soren_align.data import account, load_split, show_example
 from soren_align.data.columns import COLUMNS
+from soren_align.data.tokens import encode
 from soren_align.recipe import UserError
 
 from .conftest import CHATML, chat, chat_row, pair_row, split
@@ -110,6 +111,31 @@ PLAIN_PAIRS = {
 }
 
 
+MANY = {"prompt": chat(1, turns=2, system=True)[:-2], "completion": chat(1, turns=2, system=True)[-2:]}
+
+
+@pytest.mark.parametrize("assistant_only_loss", [False, True])
+@pytest.mark.parametrize(("completion_only_loss", "max_length"), [(None, None), (None, 60), (False, None)])
+def test_of_a_completion_in_turns_the_completion_is_trained(
+    checkpoint, write, tmp_path, completion_only_loss, max_length, assistant_only_loss
+):
+    dataset = load_split(split(write("rows.jsonl", [*PLAIN["turns and completion"], MANY])), "sft").dataset
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    how = {"assistant_only_loss": assistant_only_loss, "max_length": max_length}
+    only = completion_only_loss is not False
+    every = encode(dataset[:], "sft", tokenizer, assistant_only_loss, only)
+    rows = [row.sides[0].cut(max_length) for row in every if row.why_dropped("sft", max_length) is None]
+    args = SFTConfig(**settings(tmp_path, completion_only_loss=completion_only_loss, **how))
+    theirs = SFTTrainer(checkpoint, args, train_dataset=dataset, processing_class=tokenizer).train_dataset
+    assert [row.ids for row in rows] == list(theirs["input_ids"])
+    assert [row.trained for row in rows] == [[label != -100 for label in row] for row in theirs["labels"]]
+    counted = account(dataset, "sft", tokenizer, completion_only_loss=only, **how)
+    assert counted.num_kept == len(rows)
+    assert (len(rows) < len(dataset)) == (max_length == 60)
+    assert all("Animal" in text for text, trained in counted.example if trained)
+    assert counted.example[0][1] == (not only and not assistant_only_loss)
+
+
 @pytest.mark.parametrize("completion_only_loss", [None, False])
 @pytest.mark.parametrize("max_length", [None, 30])
 @pytest.mark.parametrize("form", PLAIN)
@@ -128,7 +154,9 @@ def test_the_other_forms_are_counted_as_trl_does(checkpoint, write, tmp_path, fo
     if form == "completions":
         assert (ours.num_trained_tokens < ours.num_tokens) == only
         assert (ours.num_kept < NUM_ROWS) == (max_length == 30 and only)
-    assert "".join(text for text, _ in ours.example) == tokenizer.decode(theirs[0]["input_ids"])
+    assert "".join(text for text, _ in ours.example) == tokenizer.decode(
+        theirs[0]["input_ids"] if ours.num_kept else []
+    )
 
 
 @pytest.mark.parametrize("max_length", [None, 30])

@@ -87,6 +87,17 @@ def test_completion_only_loss_needs_completions(make_tokenizer):
         check_template(make_tokenizer(), "sft", False, SFT, True)
 
 
+def test_prompts_and_completions_as_turns_are_rendered_whole(make_tokenizer):
+    turns = chat(1)
+    rows = Dataset.from_list([{"prompt": turns[:-1], "completion": turns[-1:]}])
+    for completion_only in (None, True, False):
+        assert check_template(make_tokenizer(), "sft", True, rows, completion_only) == []
+    (notice,) = check_template(make_tokenizer(eos="<|endoftext|>"), "sft", False, rows)
+    assert notice.startswith("answers end with <|im_end|>, but the model stops at <|endoftext|>")
+    with pytest.raises(UserError, match="has no chat template"):
+        check_template(make_tokenizer(None), "sft", False, rows)
+
+
 def test_a_stop_token_outside_the_markers_is_refused(make_tokenizer):
     outside = CHATML.replace(" + '<|im_end|>' }}{% endgeneration %}", " }}{% endgeneration %}<|im_end|>")
     assert "leaves <|im_end|> out of {% generation %}" in refused(make_tokenizer(outside))

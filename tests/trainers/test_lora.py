@@ -174,6 +174,56 @@ def test_a_killed_run_goes_on_to_the_weights_of_an_uninterrupted_one(tiny_run, t
         assert torch.equal(found[name], tensor), name
 
 
+def on_narrow(run):
+    """What is told of a trained run on a bfloat16 base, and of its parameters."""
+    said = run.folder.read()
+    assert said["parameters"]["dtype"] == ["bfloat16", "float32"]
+    assert said["resolution"]["matrices"]["dtype"] == "float32"
+    assert said["resolution"]["matrices"]["fraction"] > 0.9
+    assert said["training"]["survival"]["dtype"] == "float32"
+    assert said["training"]["survival"]["matrices"] == pytest.approx({"entries": 1, "projection": 1})
+    assert {tensor.dtype for tensor in weights(run.folder.model).values()} == {torch.float32}
+    return said
+
+
+@pytest.mark.parametrize("bf16", ["false", "true"])
+def test_on_a_bfloat16_base_the_factors_are_float32_and_lose_nothing(tiny_run, bf16):
+    narrow = ("model.dtype=bfloat16", f"trainer.bf16={bf16}")
+    first = tiny_run("sft", *LORA, *narrow, name="sft")
+    trainer = first.trainer()
+    assert {p.dtype for p in trainer.model.parameters() if p.requires_grad} == {torch.float32}
+    assert {p.dtype for p in trainer.model.parameters() if not p.requires_grad} == {torch.bfloat16}
+    assert first.train()
+    assert on_narrow(first)["routing"][0]["tensors"] == 28
+    lines = [line for line in metrics(first) if "loss" in line]
+    assert lines[-1]["loss"] < lines[0]["loss"]
+
+    where = f"model.name_or_path={first.folder.model}"
+    second = tiny_run("dpo", where, "optimizer.aux_lr=null", *narrow, name="dpo")
+    assert second.train()
+    assert on_narrow(second)["resolution"]["matrices"]["ulp"] > 0  # no factor begins at 0 any more
+    for name, tensor in weights(first.folder.model).items():
+        assert not torch.equal(weights(second.folder.model)[name], tensor)
+
+
+def test_what_is_trained_whole_beside_the_factors_is_float32_too(tiny_run):
+    whole = ("model.lora={r: 4, modules_to_save: [embed_tokens]}", "optimizer.weight_decay=0", "optimizer.aux_lr=1e-2")
+    run = tiny_run("sft", *whole, "model.dtype=bfloat16", "trainer.bf16=true")
+    assert run.train()
+    assert on_narrow(run)["resolution"]["rest"]["dtype"] == "float32"
+
+
+@pytest.mark.parametrize(("asked", "dtype"), [("null", "float32"), ("bfloat16", "bfloat16"), ("float16", "float16")])
+def test_save_dtype_is_that_of_the_merge(tiny_run, asked, dtype):
+    run = tiny_run("sft", *LORA, f"run.save_dtype={asked}")
+    assert run.train()
+    assert {tensor.dtype for tensor in weights(run.folder.model).values()} == {torch.float32}
+    assert run.folder.read()["training"]["survival"]["dtype"] == "float32"
+    merged = adapters.merge(run.folder)
+    assert {tensor.dtype for tensor in load_file(merged / "model.safetensors").values()} == {getattr(torch, dtype)}
+    assert json.loads((merged / "config.json").read_text())["dtype"] == dtype
+
+
 def test_what_trl_makes_bfloat16_beside_a_quantised_base_is_float32_again(tiny_run, monkeypatch):
     """TRL asks for is_loaded_in_4bit alone, so that a plain base with that mark stands in for a quantised one."""
     load = training.build.load_model

@@ -12,6 +12,7 @@ import torch
 from parity import logged
 from safetensors.torch import load_file
 
+from soren_align import shipped
 from soren_align.recipe import UserError
 from soren_align.report import RunFolder
 
@@ -93,6 +94,19 @@ def test_a_checkpoint_of_other_data_or_other_weights_is_refused(tiny_run, monkey
             tiny_run().train()
     seal.write_text(json.dumps(record))
     assert tiny_run().train()
+
+
+def test_a_template_that_has_changed_in_its_file_is_refused(tiny_run, tmp_path, monkeypatch):
+    file = tmp_path / "mine.jinja"
+    text = shipped.resolve("shipped:recipes/quickstart/base/chat_template.jinja").read_text()
+    file.write_text(text)
+    asked = ("sft", f"model.chat_template={file}")
+    stop_after(lambda: tiny_run(*asked), 3, monkeypatch)
+    file.write_text(text + "{# the same #}")
+    with pytest.raises(UserError, match=r"belongs to another run:\n  chat_template_sha256: '\w+' there, '\w+' here"):
+        tiny_run(*asked).train()
+    file.write_text(text)
+    assert tiny_run(*asked).train()
 
 
 def test_a_checkpoint_by_path_must_be_ours(tiny_run, tmp_path):
