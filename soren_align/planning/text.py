@@ -77,7 +77,8 @@ def _show_updates(found: dict[str, Any], console: Console) -> None:
             console,
             "notice",
             f"all steps together cannot move a weight of {weight:g} to bfloat16's next number in {lost} of {of} "
-            "tensors: run or saved in bfloat16, most of their weights are the start's. A larger learning rate moves them",
+            "tensors: run or saved in bfloat16, most of their weights are the start's. A larger learning rate moves "
+            "them",
         )
 
 

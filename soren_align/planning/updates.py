@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..optim import HTMuon, Muon, Route, Soren
-from ..recipe import Recipe, parallel
+from ..recipe import Recipe, parallel, trains_adapter
 
 CLASSES = {"soren": Soren, "muon": Muon, "htmuon": HTMuon}
 TYPICAL_WEIGHT = 0.02
@@ -25,7 +25,7 @@ ADAMW_RMS = 0.2
 def held_in(recipe: Recipe) -> str:
     """The dtype that an update is added in: with a compensation as good as float32, and of factors always so."""
     shared = parallel(recipe.run.parallel).kind != "ddp"
-    wide = shared or recipe.model.lora is not None or recipe.optimizer.compensation == "kahan"
+    wide = shared or trains_adapter(recipe.model) or recipe.optimizer.compensation == "kahan"
     return "float32" if wide else recipe.model.dtype
 
 

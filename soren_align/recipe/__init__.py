@@ -22,6 +22,7 @@ from .models import (
     differences,
     json_schema,
     training_part,
+    trains_adapter,
 )
 from .parallel import Parallel, parallel
 
@@ -53,4 +54,5 @@ __all__ = [
     "to_yaml",
     "trainer_value",
     "training_part",
+    "trains_adapter",
 ]
