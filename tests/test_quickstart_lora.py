@@ -38,6 +38,8 @@ def test_adapters_learn_the_facts_and_then_the_tone_as_full_training_does(folder
 def test_a_merged_run_is_a_checkpoint_like_another(folder):
     said = soren_align("merge", "runs/quickstart/dpo-lora", cwd=folder)
     assert said.split() == ["written", "runs/quickstart/dpo-lora/merged"]
+    assert "library_name: transformers" in (folder / "runs/quickstart/dpo-lora/merged/README.md").read_text()
+    assert "library_name: peft" in (folder / "runs/quickstart/dpo-lora/model/README.md").read_text()
     soren_align("eval", "runs/quickstart/dpo-lora/merged", "--suite", "quickstart", "--output", "of-merged", cwd=folder)
     rows = json.loads((folder / "of-merged/results.json").read_text())["rows"]
     trained = json.loads((folder / "runs/quickstart/dpo-lora/eval/quickstart/results.json").read_text())["rows"]
