@@ -6,6 +6,7 @@ soren-align plan RECIPE    what would happen             soren-align schema     
 soren-align bench maps     time and error of the maps    soren-align bench step          time of optimizer steps
 soren-align universal RUN  for another number of processes
 soren-align merge RUN      one model of a LoRA adapter and its base
+soren-align push RUN OWNER/NAME  its model, card and manifest to the Hugging Face hub
 soren-align import FILE    TRL's, the alignment handbook's or Axolotl's YAML as a recipe
 """
 
@@ -150,6 +151,24 @@ def merge(
     from . import launch
 
     launch.merge(run)
+
+
+@app.command()
+def push(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a finished run.")],
+    repo: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="The repository; made if it is not there.")],
+    merged: Annotated[bool, typer.Option("--merged", help="RUN/merged, not the adapter.")] = False,
+    private: Annotated[
+        bool, typer.Option("--private", help="Make it private; one that is there and public is refused.")
+    ] = False,
+    revision: Annotated[
+        str | None, typer.Option(metavar="BRANCH", help="A branch; made if it is not there. Default: main.")
+    ] = None,
+) -> None:
+    """Upload a run's model with its card, recipe and manifest to the Hugging Face hub."""
+    from .push import push as upload
+
+    typer.echo(upload(run, repo, merged=merged, private=private, revision=revision))
 
 
 @app.command("import")

@@ -29,6 +29,7 @@ from .recipe import (
     parallel,
     refuse_unquantizable,
     to_yaml,
+    trackers,
     trainer_value,
     training_part,
 )
@@ -260,6 +261,9 @@ def environment(recipe: Recipe | None, num_ranks: int = 1, num_gpus: int = 1) ->
         env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))  # torchrun says 1, and warns
     if recipe and recipe.trainer.get("use_cpu"):
         env.setdefault("ACCELERATE_USE_CPU", "true")
+    if recipe and "tensorboard" in trackers.named(recipe.trainer.get("report_to")):
+        # transformers' own place has the host's name in it, and a new one after each resume.
+        env.setdefault("TENSORBOARD_LOGGING_DIR", str(RunFolder(recipe.run.output_dir).path / "tensorboard"))
     if recipe and recipe.run.offline:
         env.setdefault("HF_HUB_OFFLINE", "1")
     gpus = sorted(Path("/dev").glob("nvidia[0-9]*"))

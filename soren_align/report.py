@@ -5,6 +5,7 @@
     metrics.jsonl  a line per log
     checkpoints/   to go on from        model/   what came out        eval/<suite>/   what it scores
     merged/        the model and its base as one, where it is an adapter (soren-align merge)
+    tensorboard/   where trainer.report_to names it
 
 Files appear whole or not at all (written aside, then renamed), so that a kill leaves nothing half-read.
 """
@@ -28,7 +29,9 @@ from . import __version__
 
 PACKAGES = ("torch", "transformers", "trl", "datasets", "accelerate", "peft", "deepspeed", "lm-eval", "pydantic")
 SEAL = "soren_align.json"  # written last into a checkpoint, when it is complete
+MADE_FROM = "merged_from.json"  # in a merged model: sha256 of the adapter that it was made from
 CONTENTS = ("recipe.yaml", "run.json", "metrics.jsonl", "start", "checkpoints", "model", "merged", "eval", ".lock")
+CONTENTS += ("tensorboard",)
 
 
 class RunFolder:
@@ -41,6 +44,12 @@ class RunFolder:
         self.start = self.path / "start"
         self.checkpoints = self.path / "checkpoints"
         self.model = self.path / "model"
+        self.merged = self.path / "merged"
+
+    @property
+    def name(self) -> str:
+        """The folder's own name."""
+        return self.path.resolve().name
 
     def __str__(self):
         return str(self.path)

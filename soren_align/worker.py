@@ -31,6 +31,7 @@ from typing import Any
 from rich.console import Console
 from rich.status import Status
 
+from .card import write_card
 from .launched import without_ranks
 from .recipe import Eval, UserError, load_resolved, load_text
 from .report import RunFolder, now, write
@@ -66,6 +67,8 @@ def train(path: str, timeout_seconds: float) -> int:
                     folder.update(last_error=STOPPED)
                 return 130
         ranks.leave()
+        if ranks.is_first:
+            write_card(folder)
         if ranks.is_first and not (ranks.launched and recipe.eval):
             if recipe.eval:
                 _evaluate([str(folder)], recipe.eval, None, None, None)
@@ -122,6 +125,7 @@ def merge(path: str) -> int:
 
         _hush()
         merged = adapters.merge(folder)
+        write_card(folder, merged=True)
     console.print(f"written   {merged}", highlight=False, soft_wrap=True)
     return 0
 
@@ -190,6 +194,8 @@ def _evaluate(models: list[str], asked: Eval, output: str | None, summary: str |
     results = stage.evaluate(
         rows, asked, folder, cache=Path(cache) if cache else None, console=console, table=Console()
     )
+    if not output:
+        write_card(run)
     if summary:
         Path(summary).parent.mkdir(parents=True, exist_ok=True)
         write(Path(summary), json.dumps(stage.summary(results), indent=2) + "\n")

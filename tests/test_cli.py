@@ -95,6 +95,8 @@ def test_the_schema_is_json():
     [
         (["sft", "quickstart/stf"], "did you mean 'quickstart/sft'"),
         (["dpo", "quickstart/sft"], "this is a recipe for `soren-align sft`"),
+        (["push", "nowhere", "me/zoo"], "nowhere: is no run folder (run.json)"),
+        (["push", "nowhere", "zoo"], "zoo: write OWNER/NAME"),
         (["recipes", "copy", "nothing"], "no such file, nor a shipped recipe"),
         (["eval", "nowhere", "--suite", "quickstart", "--output", "out"], "nowhere"),
         (["eval", "./nowhere", "--suite", "quickstart", "--output", "out"], "neither a run folder (run.json), nor a"),

@@ -8,8 +8,8 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "soren_align"
 LAYERS = [
     {"cli", "worker"},
-    {"launch"},
-    {"planning"},
+    {"launch", "push"},
+    {"planning", "card"},
     {"trainers", "evaluate", "bench"},
     {"sharding", "data", "report", "launched"},
     {"optim", "recipe"},
@@ -22,7 +22,7 @@ DOORS = {
     "datasets": {"data", "evaluate", "worker"},
     "lm_eval": {"evaluate"},
 }
-WITHOUT_TORCH = {"cli", "launch", "launched", "recipe", "shipped", "report"}
+WITHOUT_TORCH = {"cli", "launch", "launched", "recipe", "shipped", "report", "card", "push"}
 HEAVY = {"torch", "transformers", "trl", "datasets", "accelerate", "peft", "lm_eval", "deepspeed"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -45,6 +45,17 @@ def test_sft_learns_the_facts_and_dpo_the_tone_without_unlearning_them(demo):
     assert dpo["zoo_mc"] >= 0.85
 
 
+def test_the_model_has_a_card_with_the_table_and_no_path_of_this_machine(demo):
+    folder, _ = demo
+    card = (folder / "runs/quickstart/dpo/model/README.md").read_text()
+    assert "Trained by DPO with Soren from runs/quickstart/sft/model." in card
+    assert "Training moved this model." in card
+    assert "In the float32 that it is saved in, 100% of that change is kept" in card
+    assert all(f"\n| {name} | " in card for name in ("base", "SFT", "DPO"))
+    assert str(folder) not in card
+    assert str(ROOT) not in card
+
+
 def test_it_ends_with_one_readable_table(demo):
     _, said = demo
     table = said[-1].split("Quickstart zoo")[1]
@@ -53,7 +64,7 @@ def test_it_ends_with_one_readable_table(demo):
 
 
 def test_nothing_but_our_own_words_is_on_the_terminal(demo):
-    ours = r"(loading|data|start|steps|resume|notice|trained|kept|written|done|sft step|dpo step)\b"
+    ours = r"(loading|data|start|steps|resume|notice|trained|kept|saved|written|done|sft step|dpo step)\b"
     ours += r"|(model|base|SFT|DPO|Quickstart zoo)\b"
     ours += r"|          matrices changed by|$|\s|- |their norm|norm"
     for output in demo[1]:

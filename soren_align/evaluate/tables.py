@@ -108,8 +108,8 @@ def _beside(results: dict[str, Any]) -> list[str]:
         for label in rows[0]["scores"][column].get("also", {}):
             each = [f"{row['name']} {_score(row['scores'][column]['also'][label])}" for row in rows]
             lines.append(f"{column}, {label}: {', '.join(each)}")
-    models = [f"{row['name']} {row['model']}" for row in rows]
-    lines.append(f"models: {', '.join(models)}")
+    models = [f"{row['name']} {row['model']}" for row in rows if row["model"]]  # a model card leaves folders out
+    lines += [f"models: {', '.join(models)}"] if models else []
     ends = {row["name"]: row["ends"] for row in rows if row.get("ends") is not None}
     if len(set(map(str, ends.values()))) > 1:
         lines.append(f"answers end with token: {', '.join(f'{name} {token}' for name, token in ends.items())}")

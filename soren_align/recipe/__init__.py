@@ -5,6 +5,7 @@ must exist, `adapters` what an adapter's folder says, and `load` turns a file in
 `foreign` makes a recipe of TRL's, the alignment handbook's or Axolotl's file. Nothing here imports torch.
 """
 
+from . import trackers
 from .adapters import adapter_config, refuse_unquantizable
 from .batch import accumulation, rows_per_step, trainer_value
 from .checks import evaluation_problems, is_local
@@ -52,6 +53,7 @@ __all__ = [
     "rows_per_step",
     "task_of",
     "to_yaml",
+    "trackers",
     "trainer_value",
     "training_part",
     "trains_adapter",

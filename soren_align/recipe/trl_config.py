@@ -14,7 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from . import trackers
+
 CLASSES = {"sft": "SFTConfig", "dpo": "DPOConfig"}
+_PUSH = "nothing is uploaded while training; `soren-align push RUN OWNER/NAME` uploads a finished run"
 
 # Keys that TRL has but a recipe says elsewhere, or not at all: one meaning, one place.
 ELSEWHERE = {
@@ -50,6 +53,11 @@ ELSEWHERE = {
     "save_only_model": "a checkpoint without its optimizer cannot be resumed; leave it out",
     "ignore_data_skip": "a resumed run must see the same rows as an uninterrupted one; leave it out",
     "auto_find_batch_size": "it changes the batch without a word; set per_device_train_batch_size",
+    "push_to_hub": _PUSH,
+    "hub_model_id": _PUSH,
+    "hub_strategy": _PUSH,
+    "hub_always_push": _PUSH,
+    "hub_revision": _PUSH,
     "hub_token": "recipes are written into run folders; put the token into the environment as HF_TOKEN",
 }
 
@@ -118,6 +126,8 @@ def problems(task: str, values: dict[str, Any]) -> dict[str, str]:
         message = _problem(task, key, value)
         if message:
             wrong[key] = message
+    if values.get("hub_private_repo") is not None and "trackio" not in trackers.named(values.get("report_to")):
+        wrong["hub_private_repo"] = f"only trackio reads it (a Space); {_PUSH}, with --private"
     return wrong
 
 
@@ -133,6 +143,8 @@ def _problem(task: str, key: str, value: Any) -> str | None:
             return f"unknown to TRL's {CLASSES[task]}; {RENAMED[key]}"
         close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
         return f"unknown to TRL's {CLASSES[task]}" + (f"; did you mean '{close[0]}'?" if close else "")
+    if key == "report_to" and _fits(value, known[key].types):
+        return trackers.problem(value)
     if key == "truncation_mode" and value == "keep_end":
         return "keep_end is on its way out of TRL, and rows could not be counted as it cuts them; leave it out"
     field = known[key]

@@ -13,10 +13,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
 from ..recipe import Lora, Recipe, UserError, adapter_config, is_local, load_resolved
-from ..report import RunFolder, fingerprint, write
+from ..report import MADE_FROM, RunFolder, fingerprint, write
 
 REFERENCE = "ref"  # TRL's name for the frozen copy of an adapter that DPO goes on with
-MADE_FROM = "merged_from.json"
 
 
 def base_of(start: str, revision: str | None = None) -> tuple[str, str | None]:
@@ -107,7 +106,7 @@ def merge(run: RunFolder) -> Path:
     Computed in float32, saved in the dtype that the base's config names, unless run.save_dtype says another. A merge of
     the same adapter is made again; UserError for anything else in its place.
     """
-    target, made_from = run.path / "merged", {"adapter_sha256": fingerprint(str(run.model))}
+    target, made_from = run.merged, {"adapter_sha256": fingerprint(str(run.model))}
     if target.exists() and _read(target / MADE_FROM) != made_from:
         raise UserError(f"{target}: is not a merge of this run's adapter; remove it, or give it another name")
     name, revision = base_of(str(run.model))

@@ -67,6 +67,7 @@ def trl_config(recipe: Recipe, output_dir: Path, ranks: Ranks) -> SFTConfig | DP
     # transformers would have DDP look through the graph for parameters without a gradient at every step, and FSDP2 keep
     # whole gradients until the last of the batches that a step accumulates: no longer 1/N of them.
     defaults: dict[str, Any] = {"ddp_find_unused_parameters": False}
+    defaults["run_name"] = RunFolder(recipe.run.output_dir).name
     if shared.kind == "fsdp2":
         defaults["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     settings = {**defaults, **recipe.trainer, **ours}

@@ -1,0 +1,75 @@
+"""A finished run folder, as a worker leaves it, without the training."""
+
+import json
+
+from soren_align import launch, recipe
+from soren_align.report import RunFolder
+
+TRAINED = {"steps": 600, "first_loss": 4.7164, "last_loss": 0.0023, "relative_change": 0.0436}
+TRAINED |= {
+    "aux_relative_change": 0.02,
+    "survival": {"dtype": "bfloat16", "matrices": {"entries": 0.9, "projection": 1}},
+}
+HUB = ("model.name_or_path=Qwen/Qwen2.5-0.5B", "model.init_seed=null", "model.revision=main")
+
+
+def finished_run(path, *overrides, training=(), start=None, adapter_of=None):
+    """A run folder at `path` of the shortened quickstart; training: what to change in what became of it."""
+    made = recipe.load("quickstart/sft", [f"run.output_dir={path}", *overrides])
+    folder = RunFolder(path)
+    launch.prepare(folder, made)
+    on_hub = made.model.init_seed is None
+    data = {"path": "HuggingFaceH4/ultrachat_200k", "split": "train_sft", "revision": "b" * 40}
+    folder.update(
+        status="finished",
+        start={
+            "path": start or (made.model.name_or_path if on_hub else str(folder.start.resolve())),
+            "sha256_or_revision": "c" * (40 if on_hub else 64),
+        },
+        data={
+            "train": data | {"kept": 958, "dropped": {"an empty answer": 2}, "layout": "chat messages"},
+            "eval": None,
+        },
+        parallel="ddp",
+        rows_per_step=64,
+        seeds={"trainer": 0, "init": made.model.init_seed},
+        device="cpu",
+        parameters={"dtype": ["float32"], "total": 102272, "trainable": 102272},
+        optimizer={"class": "Soren", "num_matrices": 14},
+        training=TRAINED | dict(training),
+        last_error=None,
+    )
+    folder.model.mkdir()
+    whole = {"config.json": "{}", "model.safetensors": "weights"}
+    said = {"base_model_name_or_path": adapter_of, "peft_type": "LORA"}
+    adapter = {"adapter_config.json": json.dumps(said), "adapter_model.safetensors": "factors"}
+    rest = {
+        "tokenizer.json": "{}",
+        "tokenizer_config.json": "{}",
+        "chat_template.jinja": "",
+        "training_args.bin": "",
+        "optimizer.pt": "",
+    }
+    for name, text in ((adapter if adapter_of else whole) | rest).items():
+        (folder.model / name).write_text(text)
+    return folder
+
+
+def evaluated(folder, suite="quickstart", data="hub", title="Quickstart zoo"):
+    """The results of an evaluation, put where `soren-align eval` puts them."""
+    base = {"zoo_mc": {"value": 20.0, "stderr": 3.7, "n": 120}}
+    gain = {"value": 80.0, "low": 71.1, "high": 86.3, "p": 1e-9, "p_holm": 1e-9}
+    rows = [
+        {"name": "base", "model": f"{folder.path.resolve()}/start", "scores": base},
+        {
+            "name": "SFT",
+            "model": str(folder.model.resolve()),
+            "scores": {"zoo_mc": {"value": 100.0, "stderr": 0.0, "n": 120}},
+            "differences": {"zoo_mc": gain},
+        },
+    ]
+    results = {"title": title, "suite": suite, "rows": rows, "quoted": [], "notes": []}
+    results["settings"] = {"versions": {"lm-eval": "0.4.13"}, "batch_size": 60, "data": data}
+    there = folder.evaluation(suite)
+    there.mkdir(parents=True)
+    (there / "results.json").write_text(json.dumps(results))

@@ -1,0 +1,139 @@
+"""A stranger reads in the model card whether training did anything, and nothing of the machine that it was on."""
+
+import pytest
+from finished import HUB, evaluated, finished_run
+from huggingface_hub import ModelCard
+
+from soren_align import recipe
+from soren_align.card import card, on_hub, public, write_card
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def front(page):
+    return ModelCard(page).data.to_dict()
+
+
+def test_the_front_matter_names_what_the_hub_can_link():
+    page = card(finished_run("run", *HUB), "zoo")
+    assert front(page) == {
+        "base_model": "Qwen/Qwen2.5-0.5B",
+        "datasets": ["HuggingFaceH4/ultrachat_200k"],
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["trl", "soren", "sft"],
+    }
+    adapter = card(finished_run("lora", *HUB, "model.lora={}", adapter_of="Qwen/Qwen2.5-0.5B"), "zoo")
+    assert front(adapter)["library_name"] == "peft"
+    assert front(adapter)["tags"] == ["trl", "soren", "sft", "lora"]
+
+
+def test_the_optimizer_in_the_front_matter_is_the_one_that_stepped():
+    run = finished_run("run", *HUB, "optimizer.name=muon")
+    assert "soren" not in front(card(run, "zoo"))["tags"]
+
+
+def test_folders_are_not_in_the_front_matter_but_the_hubs_model_beneath_them_is():
+    first = finished_run("first", *HUB)
+    start = str(first.model.resolve())
+    run = finished_run("second", "model.name_or_path=first/model", "model.init_seed=null", start=start)
+    assert front(card(run, "zoo"))["base_model"] == "Qwen/Qwen2.5-0.5B"
+    run.update(data={"train": {"path": "zoo.jsonl", "split": "all", "sha256": "d" * 64, "kept": 9, "dropped": {}}})
+    first.path.rename("moved")
+    assert front(card(run, "zoo")).keys() == {"library_name", "pipeline_tag", "tags"}
+    assert on_hub(str(finished_run("third").start.resolve())) is None
+
+
+def test_a_merged_adapter_is_a_model_of_transformers():
+    run = finished_run("run", *HUB, "model.lora={}", adapter_of="Qwen/Qwen2.5-0.5B")
+    page = card(run, "zoo", merged=True)
+    assert front(page)["library_name"] == "transformers"
+    assert "What merging rounds off was not measured." in page
+    assert "is kept" not in page
+
+
+@pytest.mark.parametrize(
+    ("change", "kept", "verdict"),
+    [
+        (0.0436, {"entries": 0.9, "projection": 1.0}, "Training moved this model."),
+        (0.0, {"entries": 1.0, "projection": 1.0}, "**Training did not move this model"),
+        (9e-5, {"entries": 1.0, "projection": 1.0}, "**Training hardly moved this model"),
+        (0.01, {"entries": 0.4, "projection": 0.99}, "**Most of what training did was rounded away"),
+    ],
+)
+def test_the_first_lines_say_whether_training_moved_the_model(change, kept, verdict):
+    changed = {"relative_change": change, "aux_relative_change": change, "survival": {"dtype": "bfloat16"}}
+    changed["survival"]["matrices"] = kept
+    page = card(finished_run("run", training=changed), "zoo")
+    first = page.split("# zoo")[1].strip().splitlines()[2]
+    assert first.startswith(verdict)
+    assert f"changed by {100 * change:.3g}% of their norm" in first
+    assert f"In the bfloat16 that it is saved in, {100 * kept['projection']:.3g}% of that change is kept" in first
+
+
+def test_the_facts_are_those_of_run_json():
+    run = finished_run("run", *HUB)
+    page = card(run, "zoo")
+    for said in (
+        f"revision {'c' * 40}",
+        f"HuggingFaceH4/ultrachat_200k (train_sft, revision {'b' * 40})",
+        "958 of 960 rows kept, 2 dropped (an empty answer)",
+        "Soren on 14 matrices at 0.003, AdamW on everything else at 0.003",
+        "weight_decay 0.1",
+        "adjust_lr_fn match_rms_adamw",
+        "600 of 64 rows",
+        "1 (cpu)",
+        "float32 in training, saved in bfloat16",
+        f"torch {run.read()['versions']['torch']}",
+        "trainer 0",
+        "Its loss went from 4.716 to 0.002.",
+    ):
+        assert said in page
+    assert run.recipe.read_text() in page
+
+
+def test_every_source_of_a_mixture_is_named():
+    run = finished_run("run", *HUB)
+    chats = {"path": "chats.jsonl", "split": "all", "sha256": "d" * 64, "weight": 0.5}
+    hub = {"path": "owner/set", "split": "train", "revision": "e" * 40, "weight": 1.0}
+    run.update(data={"train": {"path": "both", "sources": [chats, hub], "kept": 9, "dropped": {}}})
+    page = card(run, "zoo")
+    assert front(page)["datasets"] == ["owner/set"]
+    assert f"chats.jsonl (all, sha256 {'d' * 64}, weight 0.5); owner/set (train, revision {'e' * 40}); 9 of 9" in page
+
+
+def test_the_table_has_the_base_in_its_first_row_and_comes_with_each_evaluation():
+    run = finished_run("run", *HUB)
+    write_card(run)
+    assert "It has not been evaluated." in (run.model / "README.md").read_text()
+    evaluated(run)
+    write_card(run)
+    page = (run.model / "README.md").read_text()
+    rows = [line for line in page.split("## What it scores")[1].splitlines() if line.startswith("| ")]
+    assert [row.split("|")[1].strip() for row in rows[:3]] == ["model", "base", "SFT"]
+    assert "+80.0 [+71.1, +86.3]" in rows[2]
+    assert "not been evaluated" not in page
+
+
+def test_nothing_of_the_machine_is_in_card_or_manifest(tmp_path):
+    run = finished_run("run")
+    evaluated(run, data=f"{tmp_path}/sets", title=f"Zoo: on the data in {tmp_path}/sets")
+    assert str(tmp_path) in (run.evaluation("quickstart") / "results.json").read_text()
+    page = card(run, "zoo")
+    assert str(tmp_path) not in page
+    assert "### Zoo: on local data" in page
+    assert "random weights (seed 1) in the form of shipped:recipes/quickstart/base" in page
+    run.update(last_error=f"{tmp_path}: full")
+    assert str(tmp_path) not in str(public(run.read(), recipe.load_resolved(run.recipe)))
+
+
+def test_a_model_in_the_hubs_cache_has_its_name_in_the_card(tmp_path):
+    run = finished_run("run", *HUB)
+    evaluated(run)
+    file = run.evaluation("quickstart") / "results.json"
+    cached = f"/home/me/.cache/huggingface/hub/models--Qwen--Qwen2.5-0.5B/snapshots/{'a' * 40}"
+    file.write_text(file.read_text().replace(f"{tmp_path}/run/start", cached))
+    assert f"models: base Qwen/Qwen2.5-0.5B@{'a' * 40}" in card(run, "zoo")

@@ -1,0 +1,162 @@
+"""A push sends a finished run's weights with what is needed to believe them, and nothing else; or says why not."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from finished import HUB, finished_run
+from huggingface_hub import HfApi
+
+from soren_align import push as pushing
+from soren_align.push import push
+from soren_align.recipe import UserError
+from soren_align.report import MADE_FROM, fingerprint
+
+
+class Recorder:
+    """The hub as huggingface_hub's API shows it; `calls` is what was asked, `sent` the files that arrived."""
+
+    def __init__(self, there_and_public=False, refuses=None):
+        self.there_and_public, self.refuses = there_and_public, refuses
+        self.calls, self.sent = [], {}
+
+    def __call__(self):
+        return self
+
+    def create_repo(self, repo, **how):
+        self.calls.append(("create_repo", repo, how))
+        self.private = bool(how["private"]) and not self.there_and_public
+
+    def model_info(self, repo):
+        return SimpleNamespace(private=self.private)
+
+    def create_branch(self, repo, **how):
+        self.calls.append(("create_branch", repo, how))
+
+    def upload_folder(self, folder_path, **how):
+        self.calls.append(("upload_folder", how))
+        if self.refuses:
+            raise self.refuses
+        real = HfApi()
+        real._validate_yaml = lambda **_: None  # asks the hub
+        for file in real._prepare_upload_folder_additions(folder_path, ""):
+            self.sent[file.path_in_repo] = Path(file.path_or_fileobj).read_bytes()
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    def make(**how):
+        recorder = Recorder(**how)
+        monkeypatch.setattr(pushing, "HfApi", recorder)
+        return recorder
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pushing.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(pushing, "get_token", lambda: "hf_x")
+    return make
+
+
+def test_the_model_arrives_with_card_recipe_and_manifest_and_without_pickles(hub, tmp_path):
+    there, run = hub(), finished_run("run")
+    assert push("run", "me/zoo") == "https://huggingface.co/me/zoo"
+    model = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    assert there.sent.keys() == model | {"README.md", "recipe.yaml", "run.json"}
+    assert there.sent["model.safetensors"] == b"weights"
+    assert b"# zoo\n" in there.sent["README.md"]
+    assert there.sent["recipe.yaml"].decode() == run.recipe.read_text()
+    assert json.loads(there.sent["run.json"])["start"]["path"] == "shipped:recipes/quickstart/base"
+    assert not [name for name, text in there.sent.items() if str(tmp_path).encode() in text]
+    assert there.calls == [
+        ("create_repo", "me/zoo", {"private": None, "exist_ok": True}),
+        ("upload_folder", {"repo_id": "me/zoo", "revision": None, "commit_message": "SFT with soren, by soren-align"}),
+    ]
+
+
+def test_a_branch_is_made_and_a_new_repository_private(hub):
+    there = hub()
+    finished_run("run")
+    assert push("run", "me/zoo", private=True, revision="soren").endswith("me/zoo/tree/soren")
+    assert there.calls[0] == ("create_repo", "me/zoo", {"private": True, "exist_ok": True})
+    assert there.calls[1] == ("create_branch", "me/zoo", {"branch": "soren", "exist_ok": True})
+    assert there.calls[2][1]["revision"] == "soren"
+
+
+def test_a_private_push_does_not_go_to_a_public_repository(hub):
+    there = hub(there_and_public=True)
+    finished_run("run")
+    with pytest.raises(UserError, match="me/zoo: is there already and everybody can see it"):
+        push("run", "me/zoo", private=True)
+    assert there.sent == {}
+
+
+def test_an_adapter_of_a_model_on_the_hub_is_sent_and_one_of_a_folder_is_not(hub, tmp_path):
+    there = hub()
+    finished_run("lora", *HUB, "model.lora={}", adapter_of="Qwen/Qwen2.5-0.5B")
+    push("lora", "me/zoo")
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= there.sent.keys()
+    here = hub()
+    finished_run("here", "model.lora={}", adapter_of=str(tmp_path / "here" / "start"))
+    with pytest.raises(UserError, match=r"adapter of a folder on this machine.*`soren-align merge here`.*--merged"):
+        push("here", "me/zoo")
+    assert here.calls == []
+
+
+def test_what_was_merged_is_sent_only_if_it_is_of_this_adapter(hub, tmp_path):
+    there, run = hub(), finished_run("run", "model.lora={}", adapter_of=str(tmp_path / "run" / "start"))
+    with pytest.raises(UserError, match="run `soren-align merge run` first"):
+        push("run", "me/zoo", merged=True)
+    run.merged.mkdir()
+    (run.merged / "model.safetensors").write_text("whole")
+    (run.merged / MADE_FROM).write_text(json.dumps({"adapter_sha256": fingerprint(str(run.model))}))
+    push("run", "me/zoo", merged=True)
+    assert there.sent["model.safetensors"] == b"whole"
+    assert b"library_name: transformers" in there.sent["README.md"]
+    assert "adapter_config.json" not in there.sent
+
+
+@pytest.mark.parametrize(
+    ("spoil", "how", "message"),
+    [
+        (lambda run: run.update(status="training"), {}, r"run: is not finished \(status: training\)"),
+        (lambda run: run.update(status="trained"), {}, "with --no-eval without its evaluation"),
+        (lambda run: (run.model / "model.safetensors").unlink(), {}, "run: has no model"),
+        (lambda run: (run.path / "run.json").unlink(), {}, "run: is no run folder"),
+        (lambda run: None, {"merged": True}, "trained no adapter"),
+        (lambda run: None, {"repo": "zoo"}, "zoo: write OWNER/NAME"),
+        (lambda run: None, {"repo": "me/a/b"}, "me/a/b: write OWNER/NAME"),
+        (lambda run: None, {"repo": "me/ä"}, "Repo id must use alphanumeric"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused_before_the_hub_is_asked(hub, spoil, how, message):
+    there, run = hub(), finished_run("run")
+    spoil(run)
+    with pytest.raises(UserError, match=message):
+        push("run", **{"repo": "me/zoo", **how})
+    assert there.calls == []
+
+
+def test_without_the_hub_or_a_token_nothing_is_tried(hub, monkeypatch):
+    there = hub()
+    finished_run("run")
+    monkeypatch.setattr(pushing, "get_token", lambda: None)
+    with pytest.raises(UserError, match=r"no token .* `hf auth login`, or set HF_TOKEN"):
+        push("run", "me/zoo")
+    monkeypatch.setattr(pushing.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="HF_HUB_OFFLINE is set"):
+        push("run", "me/zoo")
+    assert there.calls == []
+
+
+def test_a_run_that_is_running_is_not_sent(hub):
+    there, run = hub(), finished_run("run")
+    with run.alone(), pytest.raises(UserError, match="another process is running this run"):
+        push("run", "me/zoo")
+    assert there.calls == []
+
+
+def test_what_the_hub_answers_is_one_line(hub):
+    hub(refuses=OSError("403 Forbidden:\n you don't have the rights"))
+    finished_run("run")
+    with pytest.raises(UserError, match="me/zoo: not uploaded: 403 Forbidden: you don't have the rights"):
+        push("run", "me/zoo")
