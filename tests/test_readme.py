@@ -1,9 +1,13 @@
 """What the README says is so."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from soren_align import recipe
 
@@ -50,3 +54,33 @@ def test_every_folder_of_the_package_stands_in_the_tree():
 def test_every_measurement_is_explained(key):
     assert f"`{key}`" in (ROOT / "docs/metrics.md").read_text()
     assert key in (ROOT / "soren_align/trainers/watch.py").read_text()
+
+
+def commands_and_outputs():
+    """{command: what the README shows beneath it}, of the path to a planned model."""
+    section = README.split("## A real model, planned in five commands")[1].split("\n## ")[0]
+    shown, command = {}, None
+    for block in re.split(r"\n(?=\S)", section)[0:]:
+        for line in block.split("\n"):
+            if line.startswith("    soren-align "):
+                command = line.strip()
+                shown[command] = []
+            elif command and (line.startswith("    ") or not line):
+                shown[command].append(line[4:].rstrip())
+            elif line:
+                command = None
+    return {command: "\n".join(lines).strip() for command, lines in shown.items()}
+
+
+def test_the_newcomers_path_prints_what_the_readme_shows(tmp_path):
+    if torch.accelerator.is_available():
+        pytest.skip("the README's plan was made without a GPU, and says so")
+    quiet = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "empty"), "COLUMNS": "80"}
+    shown = commands_and_outputs()
+    assert [c.split()[1] for c in shown] == ["recipes", "recipes", "plan"]
+    for command, output in shown.items():
+        ours = [sys.executable, "-m", "soren_align.cli", *command.split()[1:]]
+        ran = subprocess.run(ours, capture_output=True, text=True, cwd=tmp_path, env=quiet, timeout=300)
+        assert ran.returncode == 0, ran.stderr
+        said = "\n".join(line.rstrip() for line in ran.stdout.splitlines()).strip()
+        assert said == output, command

@@ -154,7 +154,7 @@ def _say_survival(kept: dict[str, Any], console: Console) -> None:
     if "matrices" not in kept:
         return
     projection, entries = (100 * kept["matrices"][key] for key in ("projection", "entries"))
-    said = f"{projection:.3g}% of the change is kept, {entries:.3g}% of the changed entries differ"
+    said = f"{projection:.3g}% of the change is kept, in {entries:.3g}% of its entries"
     console.print(f"saved     in {kept['dtype']}: {said}", highlight=False)
     if min(entries, projection) < 100 * THRESHOLD:
         console.print("          the rest is rounded away; run.save_dtype: float32 keeps it", highlight=False)
