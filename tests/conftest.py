@@ -26,6 +26,11 @@ LONG = (
     "test_answering",
     "test_fsdp2",
     "test_ddp",
+    "test_precision",
+    "test_quickstart_lora",
+    "test_lora_on_ranks",
+    "test_shipped_recipes",
+    "test_memory",
 )
 
 

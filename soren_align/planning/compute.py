@@ -11,6 +11,9 @@ from ..recipe import Recipe, parallel, trainer_value
 from ..trainers.build import as_trl_calls_it
 from .passes import Passes
 
+UNCUT = 4096
+"""Tokens of a row where nothing cuts it and none is at hand to be counted: a guess."""
+
 
 @dataclass(frozen=True)
 class Compute:
@@ -56,9 +59,9 @@ def compute(
 ) -> Compute:
     """Found by taking small models of recipe's architecture through a batch of fake tensors; see `passes`."""
     sides = 2 if recipe.task == "dpo" else 1
-    longest = max_length or 1024
+    longest = max_length or UNCUT
     mean = float(longest)
-    if counted:
+    if counted and not (recipe.trainer.get("packing") and max_length):  # packed rows are full
         longest = min(counted.lengths["max"], max_length or counted.lengths["max"])
         mean = counted.num_tokens / (counted.num_kept * sides)
     rows = trainer_value(recipe, "per_device_train_batch_size") * sides

@@ -25,7 +25,7 @@ from ..sharding.ranks import Ranks
 from ..trainers import adapters, build
 from ..trainers.run import Ready, get_ready, kind_of
 from . import known, processes
-from .compute import compute
+from .compute import UNCUT, compute
 from .updates import TYPICAL_WEIGHT, held_in, updates
 
 NO_GPU = "no GPU here: training on this machine needs trainer.use_cpu: true"
@@ -62,8 +62,9 @@ def plan(
         build_optimizer(model, **build.optimizer_settings(recipe))
     counted = sight.ready.account if sight.ready else None
     batch, _ = rows_per_step(recipe, num_ranks)
+    rows, packed = _packed(recipe, sight.num_rows, counted, args.max_length)
     per_epoch = processes.steps_per_epoch(
-        sight.num_rows, args.per_device_train_batch_size, accumulation(recipe, num_ranks), num_ranks
+        rows, args.per_device_train_batch_size, accumulation(recipe, num_ranks), num_ranks
     )
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
     rates = _rates(recipe, args, steps)
@@ -72,7 +73,11 @@ def plan(
     shared = processes.processes(recipe, routes, _frozen(recipe, model), num_ranks, costs)
     found = {
         "task": recipe.task,
-        "model": {"start": recipe.model.name_or_path, "parameters": sum(p.numel() for p in model.parameters())},
+        "model": {
+            "start": recipe.model.name_or_path,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        },
         "data": _data(recipe, sight, counted),
         "steps": {"batch": batch, "per_epoch": per_epoch, "total": steps, "epochs": round(steps / per_epoch, 2)},
         "learning_rates": [rate for rate in rates if rate["step"] in _shown(args, steps)],
@@ -88,6 +93,7 @@ def plan(
         "files": _files(recipe, args, steps),
         "notices": [
             *sight.notices,
+            *packed,
             *([] if here.trainer.get("use_cpu") == recipe.trainer.get("use_cpu") else [NO_GPU]),
         ],
     }
@@ -177,23 +183,40 @@ def _data(recipe: Recipe, sight: Sight, counted: Account | None) -> dict[str, An
     }
 
 
+def _packed(recipe: Recipe, rows: int, counted: Account | None, max_length: int | None) -> tuple[int, tuple[str, ...]]:
+    """The rows that steps are made of, and what to say where packing makes others of those that are counted."""
+    if max_length is None and counted is None:
+        return rows, (
+            f"trainer.max_length is null: activations and operations are for rows of {UNCUT:,} tokens, a guess",
+        )
+    if not recipe.trainer.get("packing") or max_length is None:
+        return rows, ()
+    if counted is None:
+        return rows, ("trainer.packing makes fewer and longer rows of these: the steps are the most that they can be",)
+    packed = math.ceil(counted.num_tokens / max_length)
+    return packed, (f"trainer.packing makes about {packed:,} rows of {max_length} tokens of these; steps are by them",)
+
+
 def _rates(recipe: Recipe, args: Any, steps: int) -> list[dict[str, float]]:
     """Both learning rates at every step."""
     peaks = [recipe.optimizer.lr, recipe.optimizer.aux_lr or recipe.optimizer.lr]
     optimizer = torch.optim.SGD([{"params": [torch.zeros(1)], "lr": lr} for lr in peaks], lr=peaks[0])
-    schedule = get_scheduler(
-        args.lr_scheduler_type,
-        optimizer,
-        args.get_warmup_steps(steps),
-        steps,
-        scheduler_specific_kwargs=args.lr_scheduler_kwargs or {},
-    )
+    with build.the_users("trainer.lr_scheduler_type", ValueError, TypeError):
+        schedule: Any = get_scheduler(
+            args.lr_scheduler_type,
+            optimizer,
+            args.get_warmup_steps(steps),
+            steps,
+            scheduler_specific_kwargs=args.lr_scheduler_kwargs or {},
+        )
+    follows_loss = isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau)  # shown as if it never fell
     rates = []
     for step in range(1, steps + 1):
         lr, aux_lr = (group["lr"] for group in optimizer.param_groups)
         rates.append({"step": step, "lr": lr, "aux_lr": aux_lr})
         optimizer.step()
-        schedule.step()
+        if not follows_loss:
+            schedule.step()
     return rates
 
 

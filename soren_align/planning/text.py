@@ -18,7 +18,9 @@ def show(found: dict[str, Any], counted: Account | None, console: Console) -> No
     for notice in found["notices"]:
         tell(console, "notice", notice)
         say("")
-    say(f"{found['task']} from {found['model']['start']} ({found['model']['parameters']:,} parameters)")
+    model = found["model"]
+    trained = "" if model["trained"] == model["parameters"] else f", {model['trained']:,} of them trained"
+    say(f"{found['task']} from {model['start']} ({model['parameters']:,} parameters{trained})")
     _show_data(found["data"], counted, console)
     say(f"\nsteps     {steps['total']:,} of {steps['batch']} rows; {steps['epochs']} epochs of {steps['per_epoch']:,}")
     rates = Table("step", "matrices", "the rest", title="learning rates", title_justify="left", box=None)
@@ -43,7 +45,8 @@ def _who(found: dict[str, Any], rule: str) -> str:
 def _show_data(data: dict[str, Any], counted: Account | None, console: Console) -> None:
     say = partial(console.print, markup=False, highlight=False)
     if counted is None:
-        say(f"\ndata      {data['source']['path']}: {data['rows']:,} rows, by its card")
+        say("")
+        tell(console, "data", f"{data['source']['path']}: {data['rows']:,} rows, by its card")
         return
     say(f"\ndata      {data['source']['path']}: {data['layout']}")
     dropped = ", ".join(f"{n} dropped ({why})" for why, n in data["dropped"].items()) or "none dropped"

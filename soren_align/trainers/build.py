@@ -130,6 +130,7 @@ def load_model(recipe: Recipe, start: str) -> PreTrainedModel:
             dtype=getattr(torch, recipe.model.dtype),
             trust_remote_code=False,
             quantization_config=quantized,
+            use_safetensors=True,  # a pickle can run anything
         )
         return adapters.go_on(model, start)
 

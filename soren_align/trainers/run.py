@@ -63,7 +63,7 @@ def get_ready(
         train,
         recipe.task,
         tokenizer,
-        max_length=config.max_length,
+        max_length=None if recipe.trainer.get("packing") else config.max_length,  # packing neither cuts nor drops
         assistant_only_loss=assistant_only,
         completion_only_loss=completion_only is not False,
         parts=splits["train"].parts,

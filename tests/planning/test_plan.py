@@ -136,3 +136,24 @@ def test_dpo_holds_a_reference_model_and_adamw_maps_nothing():
     assert sizes["optimizer states"] == 2 * sizes["weights"]
     assert "workspace of the map" not in sizes
     assert "of maps" not in said
+
+
+def test_packed_rows_are_full_and_steps_are_by_them():
+    loose, _ = plan("quickstart/sft", ["trainer.max_steps=-1", "trainer.num_train_epochs=1"], 1)
+    packing = ["trainer.packing=true", "trainer.max_length=256", "trainer.max_steps=-1", "trainer.num_train_epochs=1"]
+    found, said = plan("quickstart/sft", packing, 1)
+    tokens = loose["compute"]["tokens_per_row"] * loose["data"]["kept"]
+    assert found["steps"]["total"] == -(-round(tokens / 256 + 0.5) // 64)
+    assert found["compute"]["tokens_per_row"] == 256
+    assert "trainer.packing makes about" in said
+
+
+@pytest.mark.parametrize("schedule", ["reduce_lr_on_plateau", "constant"])
+def test_a_schedule_that_follows_the_loss_is_planned_at_its_peak(schedule):
+    found, _ = plan("quickstart/sft", [f"trainer.lr_scheduler_type={schedule}", "trainer.warmup_steps=0"], 1)
+    assert {rate["lr"] for rate in found["learning_rates"]} == {3e-3}
+
+
+def test_a_schedule_that_lacks_its_settings_is_refused_in_words():
+    with pytest.raises(recipe.UserError, match=r"trainer\.lr_scheduler_type"):
+        plan("quickstart/sft", ["trainer.lr_scheduler_type=warmup_stable_decay"], 1)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import AutoTokenizer
 
 from soren_align import shipped
 from soren_align.recipe import UserError
+from soren_align.trainers import build
 from soren_align.trainers.watch import WrongOptimizer
 
 
@@ -150,3 +152,13 @@ def test_the_model_folder_is_plain_hugging_face(tiny_run):
     assert next(model.parameters()).dtype == torch.float32
     assert tokenizer.chat_template
     assert not list(run.folder.model.glob("*.bin"))
+
+
+def test_pickled_weights_are_never_loaded(tiny_run, tmp_path):
+    run = tiny_run()
+    start = shutil.copytree(run.prepare().start, tmp_path / "pickled")
+    weights = start / "model.safetensors"
+    torch.save(load_file(weights), start / "pytorch_model.bin")
+    weights.unlink()
+    with pytest.raises(UserError, match="safetensors"):
+        build.load_model(run.recipe, str(start))
