@@ -30,7 +30,7 @@ LONG = (
     "test_quickstart_lora",
     "test_lora_on_ranks",
     "test_shipped_recipes",
-    "test_memory",
+    "test_planned_memory",
 )
 
 

@@ -135,7 +135,11 @@ RECIPES = {
         "seed: 1",
         r"trainer.use_cpu: this machine has no GPU; write `use_cpu",
     ),
-    "a tracker that is not installed": ("max_steps: 2", "report_to: comet_ml", r"trainer: .*comet"),
+    "a tracker that is not installed": (
+        "max_steps: 2",
+        "report_to: comet_ml",
+        r"trainer\.report_to: comet_ml is not installed",
+    ),
     "a setting nobody reads": (
         "name: soren",
         "name: muon\n  ns_steps: 9",
