@@ -13,12 +13,10 @@ from huggingface_hub import ModelCardData
 
 from .evaluate import tables
 from .recipe import Recipe, adapter_config, load_resolved
-from .report import RunFolder, write
+from .report import LOST, RunFolder, dropped_in_words, write
 
 HARDLY = 1e-4
 """Of their norm. Matrices that changed by less moved a fortieth of the gap between two bfloat16 numbers (2^-8)."""
-LOST = 0.5
-"""Of the change, as in trainers/resolution.py: below a half, saving has undone more than it kept."""
 NAMES = {"soren": "Soren", "muon": "Muon", "htmuon": "HTMuon", "adamw": "AdamW"}
 
 
@@ -181,8 +179,8 @@ def _data(train: dict[str, Any]) -> str:
     """Each source with its revision or hash, then the rows that were kept of all."""
     sources = train.get("sources", [train])
     kept = f"{train['kept']} of {train['kept'] + sum(train['dropped'].values())} rows kept"
-    reasons = "".join(f", {count} dropped ({reason})" for reason, count in train["dropped"].items())
-    return "; ".join([*(_source(source) for source in sources), f"{kept}{reasons}"])
+    counts = [kept, dropped_in_words(train["dropped"])]
+    return "; ".join([*(_source(source) for source in sources), ", ".join(filter(None, counts))])
 
 
 def _source(source: dict[str, Any]) -> str:

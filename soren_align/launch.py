@@ -17,6 +17,7 @@ from .bench import shapes as bench_shapes
 from .launched import environment as launched_environment
 from .launched import launched, without_ranks
 from .recipe import (
+    ADAPTER,
     Eval,
     Recipe,
     UserError,
@@ -71,8 +72,7 @@ def universal(run: str) -> None:
     folder = RunFolder(run)
     if (folder.read() or {}).get("status") != "training" or not folder.sealed():
         raise UserError(f"{folder}: holds no unfinished run with a complete checkpoint")
-    if folder.is_busy():
-        raise UserError(f"{folder}: another process is running this run")
+    folder.refuse_busy()
     recipe = load_resolved(folder.recipe)
     if recipe.run.global_batch_size is None:
         raise UserError(
@@ -90,8 +90,7 @@ def merge(run: str) -> None:
     record = folder.read()
     if record is None:
         raise UserError(f"{folder}: is no run folder (run.json)")
-    if folder.is_busy():
-        raise UserError(f"{folder}: another process is running this run")
+    folder.refuse_busy()
     if record["status"] not in ("trained", "finished") or not folder.model.is_dir():
         raise UserError(f"{folder}: has no model yet (status: {record['status']}); finish the run first")
     if adapter_config(folder.model) is None:
@@ -104,11 +103,10 @@ def evaluate(
 ) -> None:
     """Become a worker that evaluates models and runs; what `given` leaves out is as in the first run's recipe."""
     for model in models:
-        kinds = [Path(model).expanduser() / name for name in ("run.json", "config.json", "adapter_config.json")]
+        kinds = [Path(model).expanduser() / name for name in ("run.json", "config.json", ADAPTER)]
         if is_local(model) and not any(kind.is_file() for kind in kinds):
             raise UserError(
-                f"{model}: neither a run folder (run.json), nor a model's (config.json), nor an adapter's"
-                " (adapter_config.json)"
+                f"{model}: neither a run folder (run.json), nor a model's (config.json), nor an adapter's ({ADAPTER})"
             )
         if "/" in model and not is_local(model) and Path(model).parent.is_dir():
             raise UserError(
@@ -172,11 +170,11 @@ def prepare(folder: RunFolder, recipe: Recipe, num_ranks: int = 1) -> None:
     processes.
     """
     run = folder.read()
+    if run is not None:
+        folder.refuse_busy()
     if run is None:
         if folder.path.is_dir() and any(folder.path.iterdir()):
             raise UserError(f"{folder}: not empty and not a run folder; choose another run.output_dir")
-    elif folder.is_busy():
-        raise UserError(f"{folder}: another process is running this run")
     elif recipe.run.overwrite or (run["status"] == "training" and not folder.sealed()):
         folder.clear()  # without a checkpoint there is nothing to go on from, nor to lose
         run = None

@@ -13,7 +13,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from .card import card, public
 from .recipe import UserError, adapter_config, load_resolved
-from .report import MADE_FROM, RunFolder, fingerprint
+from .report import RunFolder
 
 SENT = (".safetensors", ".json", ".jinja", ".txt", ".model")
 """What weights, configs and tokenizers are in. A pickle (.bin, .pt, .pkl) runs code where it is loaded."""
@@ -35,8 +35,6 @@ def push(path: str, repo: str, *, merged: bool = False, private: bool = False, r
         with run.alone(), tempfile.TemporaryDirectory() as folder:
             _stage(Path(folder), run, model, repo, merged)
             return _upload(Path(folder), run, repo, private, revision)
-    except BlockingIOError:
-        raise UserError(f"{run}: another process is running this run") from None
     except (HTTPError, OSError) as error:  # the hub's answers are both
         raise UserError(f"{repo}: not uploaded: {' '.join(str(error).split())[:400]}") from error
 
@@ -81,9 +79,7 @@ def _model_of(run: RunFolder, merged: bool) -> Path:
     if merged and adapter is None:
         raise UserError(f"{run}: trained no adapter; {run.model} is a whole model already, leave --merged out")
     if merged:
-        made_from = run.merged / MADE_FROM
-        said = json.loads(made_from.read_text(encoding="utf-8")) if made_from.is_file() else None
-        if said != {"adapter_sha256": fingerprint(str(run.model))}:
+        if not run.is_merged():
             raise UserError(f"{run.merged}: is no merge of this run's adapter; run `soren-align merge {run}` first")
         return run.merged
     if adapter and Path(adapter["base_model_name_or_path"]).is_absolute():

@@ -26,12 +26,17 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__
+from .recipe import UserError
 
 PACKAGES = ("torch", "transformers", "trl", "datasets", "accelerate", "peft", "deepspeed", "lm-eval", "pydantic")
 SEAL = "soren_align.json"  # written last into a checkpoint, when it is complete
 MADE_FROM = "merged_from.json"  # in a merged model: sha256 of the adapter that it was made from
 CONTENTS = ("recipe.yaml", "run.json", "metrics.jsonl", "start", "checkpoints", "model", "merged", "eval", ".lock")
 CONTENTS += ("tensorboard",)
+LOST = 0.5
+"""Of a change, or of the entries that are to change: if less arrives, more is lost than done. What works is far above a
+half and what does not far below: at its first step, Soren at the paper's 1e-6 moves 0.98 of float32 weights and less
+than 0.01 of bfloat16 ones."""
 
 
 class RunFolder:
@@ -74,18 +79,27 @@ class RunFolder:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Hold the folder while in it; BlockingIOError if another process does. A killed holder lets go."""
+        """Hold the folder while in it; UserError if another process does. A killed holder lets go."""
         with (self.path / ".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(f"{self}: another process is running this run") from None
             yield
 
-    def is_busy(self) -> bool:
-        """Whether a process is running this run."""
-        try:
-            with self.alone():
-                return False
-        except BlockingIOError:
-            return True
+    def refuse_busy(self) -> None:
+        """UserError if a process is running this run."""
+        with self.alone():
+            pass
+
+    def adapter(self) -> dict[str, str | None]:
+        """Which adapter the run trained, as `merged` says which it was made from."""
+        return {"adapter_sha256": fingerprint(str(self.model))}
+
+    def is_merged(self) -> bool:
+        """Whether `merged` is the run's own adapter and its base."""
+        file = self.merged / MADE_FROM
+        return file.is_file() and json.loads(file.read_text(encoding="utf-8")) == self.adapter()
 
     def clear(self) -> None:
         """Remove what runs write, and nothing else that a person may have put there."""
@@ -109,6 +123,11 @@ class RunFolder:
             if record["step"] <= step:
                 kept.append(line)
         write(self.metrics, "".join(line + "\n" for line in kept))
+
+
+def dropped_in_words(dropped: dict[str, int]) -> str:
+    """Rows left out, reason -> number: "3 dropped (messages is an empty list), ..."; empty for none."""
+    return ", ".join(f"{count} dropped ({reason})" for reason, count in dropped.items())
 
 
 def now() -> str:

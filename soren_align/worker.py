@@ -224,15 +224,12 @@ def _counting(status: Status) -> Callable[[int], None]:
 @contextmanager
 def _alone_in(folder: RunFolder) -> Iterator[None]:
     """Hold the run folder, and note in run.json why a run ended early."""
-    try:
-        with folder.alone():
-            try:
-                yield
-            except UserError as error:
-                folder.update(last_error=str(error))
-                raise
-    except BlockingIOError:
-        raise UserError(f"{folder}: another process is running this run") from None
+    with folder.alone():
+        try:
+            yield
+        except UserError as error:
+            folder.update(last_error=str(error))
+            raise
 
 
 def _hush() -> None:

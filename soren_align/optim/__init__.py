@@ -1,7 +1,7 @@
 """The optimizers, which parameter goes where, and how a model gets its optimizer."""
 
 from .factory import OptimizerFactory, build_optimizer
-from .rounding import Proposal, move_, summed
+from .rounding import Proposal, move_, spacing, summed
 from .routing import Route, param_groups, route, routing_table
 from .soren import AdamW, HTMuon, Muon, Soren
 from .spectral_optimizer import SpectralOptimizer
@@ -26,5 +26,6 @@ __all__ = [
     "param_groups",
     "route",
     "routing_table",
+    "spacing",
     "summed",
 ]

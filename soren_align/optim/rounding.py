@@ -7,6 +7,7 @@ weights after 200 steps, 25% after 1000 (docs/log.md). So it is kept in as many 
 the float32 of which the weight is the upper, rounded. The two are that float32, to the last bit.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,11 @@ def put_(held: Tensor, compensation: Tensor | None, weights: Tensor) -> None:
     upper = (bits + 0x8000) >> 16
     compensation.copy_(bits - (upper << 16))
     held.copy_(upper.to(torch.int16).view(torch.bfloat16))
+
+
+def spacing(weight: float, dtype: torch.dtype) -> float:
+    """The distance from `weight`, 0 or more, to the next larger number of `dtype`; 0 at 0."""
+    return 2.0 ** math.floor(math.log2(weight)) * torch.finfo(dtype).eps if weight else 0.0
 
 
 @dataclass(frozen=True, eq=False)

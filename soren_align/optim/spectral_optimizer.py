@@ -92,12 +92,13 @@ class SpectralOptimizer(torch.optim.Optimizer):
             return
         step.take_([Piece(name, (p.shape[0], p.shape[1]), p, 0, p.numel()) for name, p in named])
 
-    def lr_scale(self, adjust_lr_fn: str, num_rows: int, num_columns: int) -> float:
+    @classmethod
+    def lr_scale(cls, adjust_lr_fn: str, num_rows: int, num_columns: int) -> float:
         """What `adjust_lr_fn` multiplies the learning rate of an m x n matrix by."""
         if adjust_lr_fn == "original":
             return math.sqrt(max(1, num_rows / num_columns))
         if adjust_lr_fn == "match_rms_adamw":
-            return 0.2 * math.sqrt(max(num_rows, num_columns)) / self.map_level
+            return 0.2 * math.sqrt(max(num_rows, num_columns)) / cls.map_level
         return 1.0
 
     def _adamw_step(self, parameters: list[Tensor], group: dict[str, Any]) -> None:

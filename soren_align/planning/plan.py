@@ -62,7 +62,7 @@ def plan(
         build_optimizer(model, **build.optimizer_settings(recipe))
     counted = sight.ready.account if sight.ready else None
     batch, _ = rows_per_step(recipe, num_ranks)
-    rows, packed = _packed(recipe, sight.num_rows, counted, args.max_length)
+    rows = _rows_of_steps(recipe, sight.num_rows, counted, args.max_length)
     per_epoch = processes.steps_per_epoch(
         rows, args.per_device_train_batch_size, accumulation(recipe, num_ranks), num_ranks
     )
@@ -93,7 +93,7 @@ def plan(
         "files": _files(recipe, args, steps),
         "notices": [
             *sight.notices,
-            *packed,
+            *_of_lengths(recipe, rows, counted, args.max_length),
             *([] if here.trainer.get("use_cpu") == recipe.trainer.get("use_cpu") else [NO_GPU]),
         ],
     }
@@ -104,17 +104,16 @@ def _look(here: Recipe, folder: RunFolder, on_rows: Callable[[int], object] | No
     """The recipe's config and rows, or what the tree knows of them where the hub is out of reach."""
     name, sources = here.model.name_or_path, here.data.sources
     try:
-        with build.the_users(f"model {name}"):
-            start = build.starting_checkpoint(here, folder)
-            base, revision = adapters.base_of(start, here.model.revision)
-            config = AutoConfig.from_pretrained(base, trust_remote_code=False, revision=revision)
         ready = get_ready(here, folder, on_rows)
+        base, revision = adapters.base_of(ready.start, here.model.revision)
+        with build.the_users(f"model {name}"):
+            config = AutoConfig.from_pretrained(base, trust_remote_code=False, revision=revision)
     except OutOfReach:
         ours, published = known.model_config(name), known.num_rows(sources)
         if ours is None or published is None:
             raise
     else:
-        return Sight(config, start, ready, ready.account.num_kept, ready.notices)
+        return Sight(config, ready.start, ready, ready.account.num_kept, ready.notices)
     paths = " or ".join([name, *dict.fromkeys(source.path for source in sources)])
     notice = (
         f"the hub is out of reach, and {paths} not in its cache: sizes and rows are the published ones, tokens are not "
@@ -140,12 +139,14 @@ def _frozen(recipe: Recipe, model: Any) -> tuple[int, int]:
     """
     linear = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Linear)}
     head = model.get_output_embeddings()
-    numel = {True: 0, False: 0}  # whether it is quantised
+    quantizes = recipe.model.lora is not None and recipe.model.lora.quantize == "4bit"
+    each, narrow = getattr(torch, recipe.model.dtype).itemsize, 0.5 + 1 / 64 + 4 / (64 * 256)
+    numel, num_bytes = 0, 0.0
     for parameter in (p for p in model.parameters() if not p.requires_grad):
-        quantised = recipe.model.lora is not None and recipe.model.lora.quantize == "4bit"
-        numel[quantised and id(parameter) in linear and parameter is not head.weight] += parameter.numel()
-    each = getattr(torch, recipe.model.dtype).itemsize
-    return sum(numel.values()), round(numel[False] * each + numel[True] * (0.5 + 1 / 64 + 4 / (64 * 256)))
+        is_narrow = quantizes and id(parameter) in linear and parameter is not head.weight
+        numel += parameter.numel()
+        num_bytes += parameter.numel() * (narrow if is_narrow else each)
+    return numel, round(num_bytes)
 
 
 def _as_seen_here(recipe: Recipe) -> Recipe:
@@ -183,18 +184,23 @@ def _data(recipe: Recipe, sight: Sight, counted: Account | None) -> dict[str, An
     }
 
 
-def _packed(recipe: Recipe, rows: int, counted: Account | None, max_length: int | None) -> tuple[int, tuple[str, ...]]:
-    """The rows that steps are made of, and what to say where packing makes others of those that are counted."""
-    if max_length is None and counted is None:
-        return rows, (
-            f"trainer.max_length is null: activations and operations are for rows of {UNCUT:,} tokens, a guess",
-        )
-    if not recipe.trainer.get("packing") or max_length is None:
-        return rows, ()
-    if counted is None:
-        return rows, ("trainer.packing makes fewer and longer rows of these: the steps are the most that they can be",)
-    packed = math.ceil(counted.num_tokens / max_length)
-    return packed, (f"trainer.packing makes about {packed:,} rows of {max_length} tokens of these; steps are by them",)
+def _rows_of_steps(recipe: Recipe, rows: int, counted: Account | None, max_length: int | None) -> int:
+    """The rows that steps are made of: packing makes about so many full ones of those that are counted."""
+    if recipe.trainer.get("packing") and max_length and counted:
+        return math.ceil(counted.num_tokens / max_length)
+    return rows
+
+
+def _of_lengths(recipe: Recipe, rows: int, counted: Account | None, max_length: int | None) -> list[str]:
+    """What to say where rows are not as long as they are counted, or no length is known."""
+    if max_length is None:
+        guess = f"trainer.max_length is null: activations and operations are for rows of {UNCUT:,} tokens, a guess"
+        return [] if counted else [guess]
+    if not recipe.trainer.get("packing"):
+        return []
+    if counted:
+        return [f"trainer.packing makes about {rows:,} rows of {max_length} tokens of these; steps are by them"]
+    return ["trainer.packing makes fewer and longer rows of these: the steps are the most that they can be"]
 
 
 def _rates(recipe: Recipe, args: Any, steps: int) -> list[dict[str, float]]:

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..data import Account, show_example
+from ..report import dropped_in_words
 from . import processes
 from .processes import metric, tell
 
@@ -49,7 +50,7 @@ def _show_data(data: dict[str, Any], counted: Account | None, console: Console) 
         tell(console, "data", f"{data['source']['path']}: {data['rows']:,} rows, by its card")
         return
     say(f"\ndata      {data['source']['path']}: {data['layout']}")
-    dropped = ", ".join(f"{n} dropped ({why})" for why, n in data["dropped"].items()) or "none dropped"
+    dropped = dropped_in_words(data["dropped"]) or "none dropped"
     say(f"          {data['rows']} rows, {data['kept']} kept, {dropped}, {data['truncated']} cut to max_length")
     lengths = ", ".join(f"{name} {value}" for name, value in data["token_length_percentiles"].items())
     say(f"          tokens per row: {lengths}; {data['trained_token_share']:.0%} of them trained")

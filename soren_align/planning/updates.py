@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..optim import HTMuon, Muon, Route, Soren
+from ..optim import HTMuon, Muon, Route, Soren, spacing
 from ..recipe import Recipe, parallel, trains_adapter
 
 CLASSES = {"soren": Soren, "muon": Muon, "htmuon": HTMuon}
@@ -55,22 +55,16 @@ def updates(
                 "shape": shape,
                 "tensors": tensors,
                 "rms": rms,
-                "in_steps_of_dtype": rms / distance(weight, dtype),
+                "in_steps_of_dtype": rms / spacing(weight, dtype),
                 "at_most": total / weight,
-                "sets_bfloat16": total / (distance(weight, torch.bfloat16) / 2),
+                "sets_bfloat16": total / (spacing(weight, torch.bfloat16) / 2),
             }
         )
     return rows
-
-
-def distance(weight: float, dtype: torch.dtype) -> float:
-    """Between `weight` and the next larger number of `dtype`."""
-    return torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(weight))
 
 
 def _rms(recipe: Recipe, shape: tuple[int, ...]) -> float:
     """Of the update of a matrix at learning rate 1."""
     name: Any = recipe.optimizer.name
     kind = CLASSES[name]
-    probe = kind([torch.empty(1, 1, device="meta")], lr=1.0)
-    return probe.lr_scale(recipe.optimizer.adjust_lr_fn or "none", *shape) * kind.map_level / math.sqrt(max(shape))
+    return kind.lr_scale(recipe.optimizer.adjust_lr_fn or "none", *shape) * kind.map_level / math.sqrt(max(shape))

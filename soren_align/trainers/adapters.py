@@ -13,7 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
 from ..recipe import Lora, Recipe, UserError, adapter_config, is_local, load_resolved
-from ..report import MADE_FROM, RunFolder, fingerprint, write
+from ..report import MADE_FROM, RunFolder, write
 
 REFERENCE = "ref"  # TRL's name for the frozen copy of an adapter that DPO goes on with
 
@@ -23,7 +23,7 @@ def base_of(start: str, revision: str | None = None) -> tuple[str, str | None]:
 
     A folder is written out to its root: adapters remember it, and are looked at from elsewhere.
     """
-    said = adapter_config(start) if is_local(start) else None
+    said = adapter_config(start)
     name, revision = (said["base_model_name_or_path"], said.get("revision")) if said else (start, revision)
     return (str(Path(name).resolve()) if is_local(name) else name), revision
 
@@ -60,8 +60,7 @@ def lora_config(recipe: Recipe, model: PreTrainedModel) -> LoraConfig | None:
 
 def go_on(model: PreTrainedModel, start: str) -> Any:
     """The model with the adapter that lies in `start`, to be trained further; itself, if none lies there."""
-    said = adapter_config(start) if is_local(start) else None
-    if said is None:
+    if adapter_config(start) is None:
         if getattr(model, "_hf_peft_config_loaded", False):
             raise UserError(f"model {start}: is an adapter on the hub; download it, and name its folder")
         return model
@@ -75,8 +74,7 @@ def outlined(model: PreTrainedModel, recipe: Recipe, start: str) -> Any:
 
     For models on the meta device or of fake tensors, within their context.
     """
-    there = is_local(start) and adapter_config(start) is not None
-    config = LoraConfig.from_pretrained(start) if there else lora_config(recipe, model)
+    config = LoraConfig.from_pretrained(start) if adapter_config(start) else lora_config(recipe, model)
     if config is None:
         return model
     config.inference_mode = False  # an adapter's folder says that it is
@@ -106,8 +104,8 @@ def merge(run: RunFolder) -> Path:
     Computed in float32, saved in the dtype that the base's config names, unless run.save_dtype says another. A merge of
     the same adapter is made again; UserError for anything else in its place.
     """
-    target, made_from = run.merged, {"adapter_sha256": fingerprint(str(run.model))}
-    if target.exists() and _read(target / MADE_FROM) != made_from:
+    target = run.merged
+    if target.exists() and not run.is_merged():
         raise UserError(f"{target}: is not a merge of this run's adapter; remove it, or give it another name")
     name, revision = base_of(str(run.model))
     where: dict[str, Any] = {"revision": revision, "trust_remote_code": False}
@@ -121,15 +119,11 @@ def merge(run: RunFolder) -> Path:
     whole = adapted.merge_and_unload(safe_merge=True)
     aside = target.with_name("merged.part")
     shutil.rmtree(aside, ignore_errors=True)
-    save_dtype = getattr(load_resolved(run.recipe).run, "save_dtype", None)
+    save_dtype = load_resolved(run.recipe).run.save_dtype
     whole.to(getattr(torch, save_dtype) if save_dtype else dtype).save_pretrained(aside)
     tokenizer.save_pretrained(aside)
-    write(aside / MADE_FROM, json.dumps(made_from) + "\n")
+    write(aside / MADE_FROM, json.dumps(run.adapter()) + "\n")
     if target.is_dir():
         shutil.rmtree(target)
     aside.rename(target)
     return target
-
-
-def _read(file: Path) -> Any:
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None

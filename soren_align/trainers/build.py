@@ -151,7 +151,7 @@ def save_dtype(recipe: Recipe, start: str) -> torch.dtype:
 
     An adapter always in float32: run.save_dtype is then that of `merge`.
     """
-    if recipe.model.lora or (is_local(start) and adapter_config(start)):
+    if recipe.model.lora or adapter_config(start):
         return torch.float32
     if recipe.run.save_dtype is not None:
         return getattr(torch, recipe.run.save_dtype)

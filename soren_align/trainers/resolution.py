@@ -13,14 +13,11 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from ..optim import Proposal, move_, summed
+from ..optim import Proposal, move_, spacing, summed
 from ..recipe import UserError
+from ..report import LOST
 from .watch import Watch
 
-THRESHOLD = 0.5
-"""Of the entries that are to change, how many must. Below a half, more is lost than done; what works is far above it
-and what does not far below: Soren at the paper's 1e-6 moves 0.98 of float32 weights and less than 0.01 of bfloat16
-ones."""
 CHUNK = 2**24  # entries copied at a time
 NAMES = ("matrices", "rest")
 
@@ -38,9 +35,8 @@ class Resolution(TrainerCallback):
         self.watch, self.lost_updates, self.say = watch, lost_updates, say
         self.found: dict[str, dict[str, Any]] = {}
         self._waits = False
-        self._sums = [
-            [0.0] * 5 for _ in NAMES
-        ]  # entries with a direction, changed, in bfloat16; squares of steps, weights
+        # entries with a direction, changed, in bfloat16; squares of steps, weights
+        self._sums = [[0.0] * 5 for _ in NAMES]
         self._rates = [0.0] * len(NAMES)
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -70,10 +66,10 @@ class Resolution(TrainerCallback):
                     "fraction": changed / wanted,
                     "dtype": str(dtype).removeprefix("torch."),
                     "update": math.sqrt(squares / wanted),
-                    "ulp": _ulp(math.sqrt(weights / wanted), dtype),
+                    "ulp": spacing(math.sqrt(weights / wanted), dtype),
                     "lr": self._rates[number],
                 }
-        complaints = [_complaint(name, seen) for name, seen in self.found.items() if seen["fraction"] < THRESHOLD]
+        complaints = [_complaint(name, seen) for name, seen in self.found.items() if seen["fraction"] < LOST]
         stops = self.lost_updates == "stop"
         self.say(self.found, [] if stops else complaints)
         if complaints and stops:
@@ -109,10 +105,6 @@ def _complaint(name: str, seen: dict[str, Any]) -> str:
         f"{seen['fraction']:.2%} of the entries that are to change do, in {seen['dtype']}. A typical update is "
         f"{seen['update']:.1e}, the numbers around a typical weight are {seen['ulp']:.1e} apart"
     )
-
-
-def _ulp(weight: float, dtype: torch.dtype) -> float:
-    return 2.0 ** math.floor(math.log2(weight)) * torch.finfo(dtype).eps if weight else 0.0
 
 
 def survival(watch: Watch, dtype: torch.dtype) -> dict[str, Any]:

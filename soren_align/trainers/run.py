@@ -15,12 +15,12 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from ..data import account, check_template
 from ..optim import route, routing_table
 from ..recipe import Recipe, UserError, rows_per_step
-from ..report import RunFolder
+from ..report import LOST, RunFolder, dropped_in_words
 from ..sharding import is_universal
 from ..sharding.ranks import Ranks
 from . import build, checkpoints
 from .progress import ProgressBar
-from .resolution import THRESHOLD, Resolution, survival
+from .resolution import Resolution, survival
 from .stop import StopOnSignal
 
 
@@ -72,7 +72,7 @@ def get_ready(
     if counted.num_kept == 0:
         raise UserError(
             f"{splits['train'].source['path']}: none of {counted.num_rows} rows can be trained on: "
-            f"{_reasons(counted.dropped)}. trainer.max_length is {config.max_length}"
+            f"{dropped_in_words(counted.dropped)}. trainer.max_length is {config.max_length}"
         )
     if not counted.stop_token_trained and not notices:
         notices = [f"no answer is trained to its end: all are cut at trainer.max_length {config.max_length}"]
@@ -156,7 +156,7 @@ def _say_survival(kept: dict[str, Any], console: Console) -> None:
     projection, entries = (100 * kept["matrices"][key] for key in ("projection", "entries"))
     said = f"{projection:.3g}% of the change is kept, in {entries:.3g}% of its entries"
     console.print(f"saved     in {kept['dtype']}: {said}", highlight=False)
-    if min(entries, projection) < 100 * THRESHOLD:
+    if min(entries, projection) < 100 * LOST:
         console.print("          the rest is rounded away; run.save_dtype: float32 keeps it", highlight=False)
 
 
@@ -216,7 +216,7 @@ def _say_before(console: Console, ready: Ready, trainer: Any, ranks: Ranks) -> N
     for notice in ready.notices:
         console.print(f"notice    {notice}", highlight=False)
     reasons = split.dropped | counted.dropped
-    dropped = f", {_reasons(reasons)}" if reasons else ""
+    dropped = f", {dropped_in_words(reasons)}" if reasons else ""
     console.print(f"data      {counted.num_kept} of {split.num_rows} rows, {split.layout}{dropped}", highlight=False)
     for kept, source in zip(counted.kept_of_parts, split.source.get("sources", ()), strict=True):
         console.print(f"          {_told(source, kept)}", highlight=False, markup=False)
@@ -235,7 +235,7 @@ def _say_before(console: Console, ready: Ready, trainer: Any, ranks: Ranks) -> N
 
 def _told(source: dict[str, Any], kept: int) -> str:
     """A source of a mixture in words: "zoo.jsonl: 30 of 120 rows (weight 0.25), 29 kept, chat messages"."""
-    dropped = f", {_reasons(source['dropped'])}" if source["dropped"] else ""
+    dropped = f", {dropped_in_words(source['dropped'])}" if source["dropped"] else ""
     taken = f"{source['taken']} of {source['num_rows']} rows (weight {source['weight']:g})"
     return f"{source['path']}: {taken}, {kept} kept, {source['layout']}{dropped}"
 
@@ -262,7 +262,3 @@ def _save(trainer: Any, tokenizer: Any, folder: RunFolder, ranks: Ranks) -> None
 
 def _numel(parameter: Any) -> int:
     return getattr(parameter, "ds_numel", parameter.numel())  # ZeRO 3 empties the tensor
-
-
-def _reasons(dropped: dict[str, int]) -> str:
-    return ", ".join(f"{count} dropped ({reason})" for reason, count in dropped.items())
