@@ -125,6 +125,17 @@ class RunFolder:
         write(self.metrics, "".join(line + "\n" for line in kept))
 
 
+def is_component(name: Any) -> bool:
+    """Whether `name`, read from a file, is the name of one entry of a folder, and no path that leads elsewhere."""
+    return (
+        isinstance(name, str)
+        and name not in ("", ".", "..")
+        and name.isprintable()
+        and not {"/", "\\"} & set(name)
+        and len(name.encode("utf-8", "surrogatepass")) <= 200  # 255, less what is written beside it (.part, .jsonl)
+    )
+
+
 def dropped_in_words(dropped: dict[str, int]) -> str:
     """Rows left out, reason -> number: "3 dropped (messages is an empty list), ..."; empty for none."""
     return ", ".join(f"{count} dropped ({reason})" for reason, count in dropped.items())
