@@ -224,12 +224,12 @@ def _counting(status: Status) -> Callable[[int], None]:
 @contextmanager
 def _alone_in(folder: RunFolder) -> Iterator[None]:
     """Hold the run folder, and note in run.json why a run ended early."""
-    with folder.alone():
-        try:
-            yield
-        except UserError as error:
-            folder.update(last_error=str(error))
-            raise
+    folder.lock(as_rank=not folder.holds())  # otherwise the launcher of this rank holds it
+    try:
+        yield
+    except UserError as error:
+        folder.update(last_error=str(error))
+        raise
 
 
 def _hush() -> None:
