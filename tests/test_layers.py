@@ -14,6 +14,8 @@ LAYERS = [
     {"sharding", "data", "report", "launched"},
     {"optim", "recipe"},
     {"spectral", "shipped"},
+    {"files"},
+    {"errors"},
 ]
 DOORS = {
     "deepspeed": {"sharding", "worker", "bench"},
@@ -22,7 +24,7 @@ DOORS = {
     "datasets": {"data", "evaluate", "worker"},
     "lm_eval": {"evaluate"},
 }
-WITHOUT_TORCH = {"cli", "launch", "launched", "recipe", "shipped", "report", "card", "push"}
+WITHOUT_TORCH = {"cli", "launch", "launched", "recipe", "shipped", "report", "card", "push", "files", "errors"}
 HEAVY = {"torch", "transformers", "trl", "datasets", "accelerate", "peft", "lm_eval", "deepspeed"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
