@@ -52,7 +52,6 @@ def train(recipe: Recipe, processes: int | None = None) -> None:
     refuse_unquantizable(recipe)
     _refuse_another_kind(parallel(recipe.run.parallel).kind)
     if not here or here.rank == 0:
-        folder.lock(begin=True)
         prepare(folder, recipe, num_ranks)
     work = ["train", str(folder), "--timeout", str(trainer_value(recipe, "ddp_timeout"))]
     alone = num_ranks == 1 and recipe.run.parallel == "ddp"
@@ -163,11 +162,12 @@ def bench(command: list[str], shapes: str, device: str | None, as_json: bool, ou
 
 
 def prepare(folder: RunFolder, recipe: Recipe, num_ranks: int = 1) -> None:
-    """Leave a folder that the worker can start or go on in. This process holds it (`RunFolder.lock`).
+    """Leave a folder that the worker can start or go on in, held by this process (`RunFolder.lock`).
 
     A finished run is not touched; an unfinished one goes on only under the recipe that began it, and on as many
     processes.
     """
+    folder.lock(begin=True)
     run = folder.read()
     if run is None or recipe.run.overwrite or (run["status"] == "training" and not folder.sealed()):
         folder.clear()  # without a checkpoint there is nothing to go on from, nor to lose

@@ -4,11 +4,12 @@ A run folder may be a stranger's, or of another version: what does not fit is na
 it is used. Keys beyond these are for people.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field, TypeAdapter, ValidationError
-from typing_extensions import NotRequired
+from typing_extensions import TypedDict
 
 from .errors import UserError
 
@@ -117,8 +118,8 @@ OF_A_MODEL = ("start", "data", "parallel", "rows_per_step", "seeds", "device", "
 _MANIFEST, _SOURCE, _MIXTURE = TypeAdapter(Manifest), TypeAdapter(Source), TypeAdapter(Mixture)
 
 
-def checked(record: Any, file: Path, has_model: bool = False) -> dict[str, Any]:
-    """The record itself, if it is one of ours and whole. UserError otherwise."""
+def checked(record: Any, file: Path, needed: Iterable[str] = ()) -> dict[str, Any]:
+    """The record itself, if it is one of ours and has the keys that are needed. UserError otherwise."""
     versions = record.get("versions") if isinstance(record, dict) else None
     if not isinstance(versions, dict) or "soren-align" not in versions:
         raise UserError(f"{file}: was not written by soren-align; choose another folder")
@@ -131,7 +132,7 @@ def checked(record: Any, file: Path, has_model: bool = False) -> dict[str, Any]:
         problem = error.errors(include_url=False)[0]
         wrong = f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
     else:
-        missing = [key for key in OF_A_MODEL if has_model and key not in record]
+        missing = [key for key in needed if key not in record]
         if not missing:
             return record
         wrong = f"lacks {', '.join(missing)}"

@@ -32,7 +32,17 @@ from .files import local_path, read_json
 PACKAGES = ("torch", "transformers", "trl", "datasets", "accelerate", "peft", "deepspeed", "lm-eval", "pydantic")
 SEAL = "soren_align.json"  # written last into a checkpoint, when it is complete
 MADE_FROM = "merged_from.json"  # in a merged model: sha256 of the adapter that it was made from
-CONTENTS = ("recipe.yaml", "metrics.jsonl", "start", "checkpoints", "model", "merged", "eval", "tensorboard", "run.json")
+CONTENTS = (
+    "recipe.yaml",
+    "metrics.jsonl",
+    "start",
+    "checkpoints",
+    "model",
+    "merged",
+    "eval",
+    "tensorboard",
+    "run.json",
+)
 LOCK, RANKS_LOCK = ".lock", ".lock-ranks"
 LOST = 0.5
 """Of a change, or of the entries that are to change: if less arrives, more is lost than done. What works is far above a
@@ -72,12 +82,12 @@ class RunFolder:
         file = self.path / "run.json"
         return manifest.checked(read_json(file), file) if file.is_file() else None
 
-    def read_trained(self) -> dict[str, Any]:
-        """run.json of a run that has a model, with all that such a run knows. UserError if there is none."""
-        file = self.path / "run.json"
-        if not file.is_file():
+    def record(self, *needed: str) -> dict[str, Any]:
+        """run.json, with these keys in it. UserError if it lacks one, or if there is no run."""
+        record = self.read()
+        if record is None:
             raise UserError(f"{self}: is no run folder (run.json)")
-        return manifest.checked(read_json(file), file, has_model=True)
+        return manifest.checked(record, self.path / "run.json", needed)
 
     def update(self, **changes: Any) -> None:
         """Set keys of run.json."""
@@ -170,8 +180,8 @@ class RunFolder:
             for entry in (self.path / name, self.path / f"{name}.part"):
                 for link in _links(entry):
                     raise UserError(
-                        f"{link}: is a link to {os.readlink(link)}, and a run writes into no other folder; remove it, or "
-                        "have the whole run elsewhere (run.output_dir)"
+                        f"{link}: is a link to {os.readlink(link)}, and a run writes into no other folder; remove it, "
+                        "or have the whole run elsewhere (run.output_dir)"
                     )
 
     def clear(self) -> None:

@@ -36,13 +36,15 @@ def lineage(path: str | Path, console: Console | None = None) -> list[tuple[str,
             raise UserError(f"{path}: neither a run folder (run.json) nor a model folder (config.json)")
         return [(name, given)]
     if not (run / "model").is_dir():
-        raise UserError(f"{path}: has no model yet (status: {(RunFolder(run).read() or {}).get('status')}); finish the run first")
+        raise UserError(
+            f"{path}: has no model yet (status: {(RunFolder(run).read() or {}).get('status')}); finish the run first"
+        )
     rows: list[tuple[str, Path]] = []
     seen: set[Path] = set()
     model = run / "model" if given == run else given
     while run is not None:
         seen.add(run.resolve())
-        record = RunFolder(run).read_trained()
+        record = RunFolder(run).record("start")
         rows.append((TASKS[record["task"]], model))
         start = _own_start(run, record["start"]) or _start(record["start"])
         if start is None:

@@ -14,7 +14,9 @@ from ..recipe import UserError, differences
 from ..report import SEAL, is_component, read_json, remove, write
 from ..sharding import check_parts, to_universal
 
-PICKLED = "holds more than tensors and plain data, and is not loaded: a pickle can run code. Remove it, or run.overwrite"
+PICKLED = (
+    "holds more than tensors and plain data, and is not loaded: a pickle can run code. Remove it, or run.overwrite"
+)
 NEEDED = ("scheduler.pt", "trainer_state.json")
 
 
