@@ -1,5 +1,7 @@
 """What is printed of a mistake: errors that the user can fix, and text that a stranger wrote."""
 
+import errno
+import os
 import re
 
 MAX_PROBLEMS = 20
@@ -45,3 +47,14 @@ class UserError(ValueError):
 
 class OutOfReach(UserError):
     """Something is not here, and the Hugging Face hub cannot be asked."""
+
+
+def of_the_system(error: OSError) -> UserError | None:
+    """What the operating system refused, as a sentence that names the file; None for what is no matter of files."""
+    if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return None
+    where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
+    said = f"{where}{error.strerror or error}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        said += ". Make room there, or choose a folder on another disk; then rerun the command"
+    return UserError(said)

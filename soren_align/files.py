@@ -48,6 +48,17 @@ def local_path(text: str | Path) -> Path:
     return path
 
 
+def is_component(name: Any) -> bool:
+    """Whether `name`, read from a file, is the name of one entry of a folder, and no path that leads elsewhere."""
+    return (
+        isinstance(name, str)
+        and name not in ("", ".", "..")
+        and name.isprintable()
+        and not {"/", "\\"} & set(name)
+        and len(name.encode("utf-8", "surrogatepass")) <= 200  # 255, less what is written beside it (.part, .jsonl)
+    )
+
+
 def read_text(path: str | Path, max_bytes: int = MAX_YAML_BYTES) -> str:
     """The text of a file in UTF-8; UserError for one that is larger, is no regular file or cannot be read."""
     file = local_path(path)

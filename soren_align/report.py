@@ -27,7 +27,7 @@ from typing import Any
 
 from . import __version__, manifest
 from .errors import UserError
-from .files import local_path, read_json
+from .files import is_component, local_path, read_json
 
 PACKAGES = ("torch", "transformers", "trl", "datasets", "accelerate", "peft", "deepspeed", "lm-eval", "pydantic")
 SEAL = "soren_align.json"  # written last into a checkpoint, when it is complete
@@ -113,9 +113,13 @@ class RunFolder:
         if not self.holds(name):
             self._refuse_foreign(begin)
             self.path.mkdir(parents=True, exist_ok=True)
-            held = self._locked(name)
-            if not as_rank and not self.holds(RANKS_LOCK):
-                os.close(self._locked(RANKS_LOCK))
+            held = self._locked(name)  # the first of the two: else this could get in the way of a run's own rank
+            try:
+                if not as_rank and not self.holds(RANKS_LOCK):
+                    os.close(self._locked(RANKS_LOCK))
+            except BaseException:
+                os.close(held)
+                raise
             os.set_inheritable(held, True)
             os.environ[_HELD] = " ".join([*os.environ.get(_HELD, "").split(), str(held)])
         self._refuse_links()
@@ -212,17 +216,6 @@ class RunFolder:
                 if json.loads(line)["step"] <= step:
                     kept.append(line)
         write(self.metrics, "".join(line + "\n" for line in kept))
-
-
-def is_component(name: Any) -> bool:
-    """Whether `name`, read from a file, is the name of one entry of a folder, and no path that leads elsewhere."""
-    return (
-        isinstance(name, str)
-        and name not in ("", ".", "..")
-        and name.isprintable()
-        and not {"/", "\\"} & set(name)
-        and len(name.encode("utf-8", "surrogatepass")) <= 200  # 255, less what is written beside it (.part, .jsonl)
-    )
 
 
 def dropped_in_words(dropped: dict[str, int]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import UserError
+from ..files import is_component
 
 TAGS = ("latest", "latest_universal")  # DeepSpeed's files that name the folder of its parts
 _METADATA = {
@@ -48,7 +49,7 @@ def check_parts(checkpoint: Path) -> None:
         if not (checkpoint / name).is_file():
             continue
         tag = (checkpoint / name).read_text(encoding="utf-8", errors="replace").strip()
-        if Path(tag).name != tag or not (checkpoint / tag).is_dir():
+        if not is_component(tag) or not (checkpoint / tag).is_dir():
             raise UserError(f"{checkpoint / name}: names no folder of this checkpoint")
     for file in checkpoint.glob("*/.metadata"):
         try:

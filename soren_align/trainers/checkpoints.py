@@ -10,8 +10,9 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+from ..files import is_component, read_json
 from ..recipe import UserError, differences
-from ..report import SEAL, is_component, read_json, remove, write
+from ..report import SEAL, remove, write
 from ..sharding import check_parts, to_universal
 
 PICKLED = (
