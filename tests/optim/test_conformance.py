@@ -179,7 +179,7 @@ def test_an_empty_matrix_is_left_out(make, shape):
 
 @EVERY_OPTIMIZER
 def test_a_group_that_is_added_is_stepped_by_its_own_settings(make):
-    model, optimizer = trained(make, 1)
+    _, optimizer = trained(make, 1)
     added = torch.nn.Parameter(torch.ones(5, 3))
     optimizer.add_param_group({"params": (pair for pair in [("added", added)]), "lr": 0.5, "weight_decay": 0.2})
     added.grad = torch.zeros(5, 3)

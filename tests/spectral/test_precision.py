@@ -113,13 +113,18 @@ def test_the_setting_is_pinned_within_and_restored_after_an_error(set_):
     set_()
     before = CUDA.fp32_precision, CPU.fp32_precision
     assert before[0] == "tf32"
-    with pytest.raises(KeyError), full_precision(["cpu"]):
-        for _ in range(2):
-            assert CUDA.fp32_precision == "ieee"
-            assert CPU.fp32_precision in ("ieee", "none")
-            with full_precision(["cpu"]):  # as a map within a step
-                pass
-        raise KeyError
+
+    def step():
+        with full_precision(["cpu"]):
+            for _ in range(2):
+                assert CUDA.fp32_precision == "ieee"
+                assert CPU.fp32_precision in ("ieee", "none")
+                with full_precision(["cpu"]):  # as a map within a step
+                    pass
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        step()
     assert (CUDA.fp32_precision, CPU.fp32_precision) == before
 
 
