@@ -82,7 +82,7 @@ def refuse_changed_settings(saved: Sequence[dict], present: Sequence[dict], map_
             counts = f"{len(old['params'])} in the checkpoint, {len(new['params'])} in this optimizer"
             differences.append(f"group {index} number of parameters: {counts}")
         for key in sorted(_settings(old, map_keys) | _settings(new, map_keys)):
-            if key in ("momentum", "betas") and "base_momentum" in old:
+            if key in ("momentum", "betas") and ("base_momentum" in old or "base_momentum" in new):
                 continue  # from the checkpoint, like a learning rate
             was, now = (_comparable(group.get(key, "nothing")) for group in (old, new))
             if was != now:
