@@ -157,3 +157,16 @@ def test_the_last_of_several_threads_restores_the_setting():
 
 def test_a_device_without_autocast_is_no_error():
     assert newton_schulz(torch.ones(2, 3, device="meta")).shape == (2, 3)
+
+
+@pytest.mark.parametrize("spectral_map", [minimax_sigmoid, soft_newton_schulz])
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a")
+@torch._dynamo.config.patch(disable=False)  # in case that the environment says TORCH_COMPILE_DISABLE
+def test_a_compiled_map_is_pinned_too(spectral_map):
+    x = low_rank(128, 192)
+    expected = spectral_map(x)
+    torch.set_float32_matmul_precision("medium")
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(spectral_map, backend="eager")(x), expected)
+    assert torch.get_float32_matmul_precision() == "medium"
+    assert CUDA.fp32_precision == "tf32"  # and nothing is left pinned
