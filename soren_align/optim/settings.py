@@ -56,7 +56,7 @@ def refuse_wrong_parameters(group: dict[str, Any], optimizer: str) -> None:
     """ValueError for a parameter that `optimizer` cannot update by the group's rule; `params` may have names."""
     params = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
     for position, entry in enumerate(params):
-        name, parameter = entry if isinstance(entry, tuple) else (name_of(group, position), entry)
+        name, parameter = entry if isinstance(entry, tuple) else (name_of({**group, "params": params}, position), entry)
         if not isinstance(parameter, Tensor):
             continue  # torch says so
         # ZeRO 3 empties the tensor and keeps the true shape in ds_shape.

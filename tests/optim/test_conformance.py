@@ -192,6 +192,15 @@ def test_a_group_that_is_added_is_stepped_by_its_own_settings(make):
 
 
 @EVERY_OPTIMIZER
+def test_a_group_may_be_one_tensor(make):
+    single, scalar = torch.nn.Parameter(torch.ones(2, 3)), torch.nn.Parameter(torch.ones(()))
+    optimizer = make([{"params": single}, {"params": scalar, "rule": "adamw", "lr": 0.1}])
+    single.grad, scalar.grad = torch.ones(2, 3), torch.ones(())
+    optimizer.step()
+    assert scalar < 1
+
+
+@EVERY_OPTIMIZER
 @pytest.mark.parametrize(
     ("fault", "error", "message"),
     [
