@@ -6,6 +6,7 @@ from .routing import Route, param_groups, route, routing_table
 from .soren import AdamW, HTMuon, Muon, Soren
 from .spectral_optimizer import SpectralOptimizer
 from .spectral_step import GroupStep, Piece, Placement, Update, Whole
+from .state import momentum_dtype
 
 __all__ = [
     "AdamW",
@@ -22,6 +23,7 @@ __all__ = [
     "Update",
     "Whole",
     "build_optimizer",
+    "momentum_dtype",
     "move_",
     "param_groups",
     "route",

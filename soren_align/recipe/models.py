@@ -149,7 +149,7 @@ class Optimizer(_Section):
     `exact`, the sigmoid itself. null: minimax."""
     resolution: float | None = None
     """soren's minimax only: the normalised singular value from which it is accurate, 0.01 or 0.001. null: 0.01."""
-    ns_steps: Annotated[int, Field(ge=1, le=100)] | None = None
+    ns_steps: Annotated[int, Field(ge=1, le=99)] | None = None
     """soren's sns only: steps of the paper's iteration. null: 15."""
     workspace_mb: NonNegative | None = None
     """soren only: MB (2^20 bytes) for mapping matrices of one shape in a batch; one that needs more is mapped alone.
