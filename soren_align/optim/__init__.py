@@ -1,5 +1,6 @@
 """The optimizers, which parameter goes where, and how a model gets its optimizer."""
 
+from .chunks import CHUNK, Sums, chunks, copied_to_cpu
 from .factory import OptimizerFactory, build_optimizer
 from .rounding import Proposal, move_, spacing, summed
 from .routing import Route, param_groups, route, routing_table
@@ -8,6 +9,7 @@ from .spectral_optimizer import SpectralOptimizer
 from .spectral_step import GroupStep, Piece, Placement, Update, Whole
 
 __all__ = [
+    "CHUNK",
     "AdamW",
     "GroupStep",
     "HTMuon",
@@ -19,9 +21,12 @@ __all__ = [
     "Route",
     "Soren",
     "SpectralOptimizer",
+    "Sums",
     "Update",
     "Whole",
     "build_optimizer",
+    "chunks",
+    "copied_to_cpu",
     "move_",
     "param_groups",
     "route",
