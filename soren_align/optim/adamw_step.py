@@ -1,10 +1,11 @@
 """One AdamW step of one group, by torch's own functional AdamW, in buckets of at most CHUNK entries.
 
-On CUDA it is torch's fused kernel, which makes no temporaries of its own; elsewhere torch's loop over tensors, whose
-two are of a chunk's size. Never foreach, torch's default on CUDA: its temporaries are as large as the group, and three
-times that for bfloat16 with a compensation. AdamW is elementwise: a chunk takes the step that the whole would take.
+On CUDA it is torch's fused kernel, which makes no temporaries, elsewhere torch's loop over tensors, which makes two of
+a chunk's size. Never foreach, torch's default on CUDA: its temporaries are as large as the group, and three times that
+for bfloat16 with a compensation. AdamW is elementwise: a chunk takes the step that the whole would take.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,6 +20,8 @@ from .spectral_step import Update, local
 if TYPE_CHECKING:
     from .spectral_optimizer import SpectralOptimizer
 
+FUSED = ("cuda",)  # types of devices
+
 
 class Stretch(NamedTuple):
     """A chunk of a parameter with its gradient and state; `step` counts the steps before this one."""
@@ -32,27 +35,31 @@ class Stretch(NamedTuple):
     compensation: Tensor | None
 
 
-def adamw_step_(
-    optimizer: "SpectralOptimizer", named: Sequence[tuple[str, Tensor]], group: dict[str, Any], numel: int = CHUNK
-) -> None:
-    """Step every parameter of `named`; all have a gradient. numel: entries that are stepped at a time, at most."""
+def adamw_step_(optimizer: "SpectralOptimizer", named: Sequence[tuple[str, Tensor]], group: dict[str, Any]) -> None:
+    """Step every parameter of `named`; all have a gradient."""
+    observed = optimizer.observer is not None or optimizer.proposal_observer is not None
+    makes_none = not observed and all(_steps_in_place(parameter, optimizer.state[parameter]) for _, parameter in named)
+    numel = sys.maxsize if makes_none else CHUNK
     for bucket in _buckets(_stretches(optimizer, named, numel), numel):
-        observed = optimizer.observer is not None or optimizer.proposal_observer is not None
-        before = [(s.held.clone(), _clone(s.compensation)) if observed else None for s in bucket]
-        _take_(bucket, group)
-        for stretch, kept in zip(bucket, before, strict=True):
-            if kept is not None:
-                _show(optimizer, stretch, *kept, group)
+        if observed:
+            _take_and_show_(optimizer, bucket, group)
+        else:
+            _take_(bucket, group)
 
 
 def workspace(numel: int, itemsize: int, compensated: bool, on_cpu: bool) -> int:
-    """Bytes that the step of a group of `numel` entries of `itemsize` bytes makes in passing.
+    """Bytes that a step of `numel` entries of `itemsize` bytes makes in passing (tests/optim/test_adamw_step.py).
 
-    Counted by tests/optim/test_adamw_step.py: the loop's two temporaries, and of narrower weights the wide copy, the
-    wide gradient, and what a compensation is taken apart with.
+    Weights and gradients narrower than float32 are copied; beside them stand the loop's two temporaries, or those that
+    take the weights apart for a compensation.
     """
-    bytes_per_entry = 8 * on_cpu + (8 if itemsize < 4 else 0)
-    return min(numel, CHUNK) * max(bytes_per_entry, 20 if compensated else 0)
+    return min(numel, CHUNK) * 8 * ((itemsize < 4) + (on_cpu or compensated))
+
+
+def _steps_in_place(parameter: Tensor, state: dict[str, Any]) -> bool:
+    """Whether nothing is made in passing: then a chunk is as large as the tensor."""
+    grad, wide = parameter.grad, state["exp_avg"].dtype
+    return parameter.device.type in FUSED and parameter.dtype == wide and grad is not None and grad.dtype == wide
 
 
 def _stretches(optimizer: "SpectralOptimizer", named: Sequence[tuple[str, Tensor]], numel: int) -> Iterator[Stretch]:
@@ -80,7 +87,7 @@ def _buckets(stretches: Iterator[Stretch], numel: int) -> Iterator[list[Stretch]
 
 def _take_(bucket: Sequence[Stretch], group: dict[str, Any]) -> None:
     device = bucket[0].held.device
-    fused = device.type == "cuda"
+    fused = device.type in FUSED
     # torch adds to its step tensors in place, and the fused kernel reads them on the device.
     steps = torch.stack([stretch.step for stretch in bucket]).to(device if fused else "cpu", non_blocking=True)
     wide = [summed(s.held, s.compensation).to(s.exp_avg.dtype) for s in bucket]
@@ -105,21 +112,15 @@ def _take_(bucket: Sequence[Stretch], group: dict[str, Any]) -> None:
         put_(stretch.held, stretch.compensation, updated)
 
 
-def _show(
-    optimizer: "SpectralOptimizer",
-    stretch: Stretch,
-    held: Tensor,
-    compensation: Tensor | None,
-    group: dict[str, Any],
-) -> None:
-    """Let the observers see the stretch's step; `held` and `compensation` are copies from before it."""
-    if optimizer.observer is not None:
-        after = summed(stretch.held, stretch.compensation)
-        optimizer.observer(Update(stretch.name, group, summed(held, compensation), after))
-    if optimizer.proposal_observer is not None:
-        state = {"step": stretch.step + 1, "exp_avg": stretch.exp_avg, "exp_avg_sq": stretch.exp_avg_sq}
-        optimizer.proposal_observer(Proposal(group, held, compensation, adamw_direction(state, group)))
-
-
-def _clone(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.clone()
+def _take_and_show_(optimizer: "SpectralOptimizer", bucket: Sequence[Stretch], group: dict[str, Any]) -> None:
+    rests = [stretch.compensation for stretch in bucket]
+    before = [(s.held.clone(), None if rest is None else rest.clone()) for s, rest in zip(bucket, rests, strict=True)]
+    _take_(bucket, group)
+    for stretch, (held, rest) in zip(bucket, before, strict=True):
+        if optimizer.observer is not None:
+            after = summed(stretch.held, stretch.compensation)
+            optimizer.observer(Update(stretch.name, group, summed(held, rest), after))
+            del after
+        if optimizer.proposal_observer is not None:
+            state = {"step": stretch.step + 1, "exp_avg": stretch.exp_avg, "exp_avg_sq": stretch.exp_avg_sq}
+            optimizer.proposal_observer(Proposal(group, held, rest, adamw_direction(state, group)))

@@ -80,18 +80,13 @@ class Resolution(TrainerCallback):
         for held, direction, rest in chunks(proposal.held, proposal.direction, proposal.compensation):
             moved, moved_rest = held.clone(), None if rest is None else rest.clone()
             move_(moved, moved_rest, direction, -lr * proposal.scale, lr * decay)
-            then, wanted = summed(held, rest), direction != 0
-            changed = (then != summed(moved, moved_rest)).logical_and_(wanted)
-            del moved, moved_rest
+            then, now = summed(held, rest), summed(moved, moved_rest)
+            wanted, changed = direction != 0, then != now
+            del moved, moved_rest, now
             count = wanted.sum()
-            self._sums.add(
-                5 * number,
-                count,
-                changed.sum(),
-                count * (then.dtype == torch.bfloat16),
-                (lr * proposal.scale * direction).square_().sum(),
-                torch.where(wanted, then, 0).float().square_().sum(),
-            )
+            counts = count, changed.logical_and_(wanted).sum(), count * (then.dtype == torch.bfloat16)
+            steps = (lr * proposal.scale * direction).square_().sum()
+            self._sums.add(5 * number, *counts, steps, torch.where(wanted, then, 0).float().square_().sum())
 
 
 REMEDIES = (
