@@ -45,7 +45,7 @@ class Watch(TrainerCallback):
         self._weights: list[tuple[int, Tensor, Tensor]] = []  # number of the group, what is stepped here, its start
         self._matrices: dict[str, Any] = {}  # the group of the matrices
         self._changes, self._num_changed = Sums(2), [0, 0]  # squares and entries: of the matrices, of the rest
-        self._modes: list[Tensor] = []  # strongest and weakest of a map's output
+        self._modes: list[tuple[Tensor, Tensor]] = []  # strongest and weakest of a map's output
         self._probed: set[tuple[int, ...]] = set()
         self._maps_before = 0
         self._aux_rate = 0.0
@@ -228,14 +228,15 @@ class Watch(TrainerCallback):
                 stream.write(json.dumps({"step": state.global_step, **logs}) + "\n")
 
 
-def _extreme_singular_values(matrix: Tensor) -> Tensor:
+def _extreme_singular_values(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """The largest and the smallest, where the matrix is."""
     # By the smaller Gram matrix in float64, good to 1e-8 of the largest: far cheaper than an SVD of a tall matrix.
     tall = matrix if matrix.shape[0] > matrix.shape[1] else matrix.mT
     gram = torch.zeros(tall.shape[1], tall.shape[1], dtype=torch.float64, device=matrix.device)
     for rows in tall.split(max(1, CHUNK // tall.shape[1])):
         gram.addmm_(rows.mT.double(), rows.double())
-    return torch.linalg.eigvalsh(gram).clamp(min=0).sqrt()[[-1, 0]]
+    sigma = torch.linalg.eigvalsh(gram).clamp(min=0).sqrt()
+    return sigma[-1], sigma[0]
 
 
 def _compact(weights: Sequence[Tensor]) -> list[Tensor]:
