@@ -234,7 +234,8 @@ def _extreme_singular_values(matrix: Tensor) -> tuple[Tensor, Tensor]:
     tall = matrix if matrix.shape[0] > matrix.shape[1] else matrix.mT
     gram = torch.zeros(tall.shape[1], tall.shape[1], dtype=torch.float64, device=matrix.device)
     for rows in tall.split(max(1, CHUNK // tall.shape[1])):
-        gram.addmm_(rows.mT.double(), rows.double())
+        exact = rows.double()
+        gram.addmm_(exact.mT, exact)
     sigma = torch.linalg.eigvalsh(gram).clamp(min=0).sqrt()
     return sigma[-1], sigma[0]
 
