@@ -89,7 +89,8 @@ def _take_(bucket: Sequence[Stretch], group: dict[str, Any]) -> None:
     device = bucket[0].held.device
     fused = device.type in FUSED
     # torch adds to its step tensors in place, and the fused kernel reads them on the device.
-    steps = torch.stack([stretch.step for stretch in bucket]).to(device if fused else "cpu", non_blocking=True)
+    steps = torch.stack([stretch.step for stretch in bucket])
+    steps = steps.to(device, non_blocking=True) if fused else steps
     wide = [summed(s.held, s.compensation).to(s.exp_avg.dtype) for s in bucket]
     adamw(
         wide,
