@@ -1,5 +1,6 @@
 """The optimizers, which parameter goes where, and how a model gets its optimizer."""
 
+from .chunks import CHUNK, Sums, chunks, copied_to_cpu
 from .factory import OptimizerFactory, build_optimizer
 from .rounding import Proposal, move_, spacing, summed
 from .routing import Route, param_groups, route, routing_table
@@ -9,6 +10,7 @@ from .spectral_step import GroupStep, Piece, Placement, Update, Whole
 from .state import momentum_dtype
 
 __all__ = [
+    "CHUNK",
     "AdamW",
     "GroupStep",
     "HTMuon",
@@ -20,9 +22,12 @@ __all__ = [
     "Route",
     "Soren",
     "SpectralOptimizer",
+    "Sums",
     "Update",
     "Whole",
     "build_optimizer",
+    "chunks",
+    "copied_to_cpu",
     "momentum_dtype",
     "move_",
     "param_groups",

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from ..spectral import full_precision
+from .adamw_step import adamw_step_
 from .gradients import refuse_unusable_gradients
-from .rounding import Proposal, adamw_direction, put_, summed
+from .rounding import Proposal
 from .settings import (
     ADAMW_DEFAULTS,
     BOOKKEEPING,
@@ -26,7 +26,7 @@ from .settings import (
     refuse_changed_settings,
     refuse_wrong_parameters,
 )
-from .spectral_step import GroupStep, Piece, Placement, Update, local
+from .spectral_step import GroupStep, Piece, Placement, Update
 from .state import loaded_state, new_state
 
 
@@ -84,11 +84,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
             self._complete_state(group)
             if group["rule"] == "spectral":
                 self._spectral_step(named, group)
-            elif self.observer is None and self.proposal_observer is None:
-                self._adamw_step([parameter for _, parameter in named], group)
             else:
-                for name, parameter in named:
-                    self._observed_adamw_step(name, parameter, group)
+                adamw_step_(self, named, group)
 
     def _refuse_unusable_gradients(self) -> None:
         placement = self.placement
@@ -120,47 +117,6 @@ class SpectralOptimizer(torch.optim.Optimizer):
         if adjust_lr_fn == "match_rms_adamw":
             return 0.2 * math.sqrt(max(num_rows, num_columns)) / cls.map_level
         return 1.0
-
-    def _adamw_step(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        if not parameters:
-            return
-        states = [self.state[p] for p in parameters]
-        exp_avgs, exp_avg_sqs = ([local(state[key]) for state in states] for key in ("exp_avg", "exp_avg_sq"))
-        dtypes = [exp_avg.dtype for exp_avg in exp_avgs]
-        # torch adds to its step tensors in place: these are new ones.
-        steps = [state["step"].clone() for state in states]
-        here = [local(p) for p in parameters]
-        rests = [local(state["compensation"]) if "compensation" in state else None for state in states]
-        wide = [summed(p, rest).to(dtype) for p, dtype, rest in zip(here, dtypes, rests, strict=True)]
-        adamw(
-            wide,
-            [local(p.grad).to(dtype) for p, dtype in zip(parameters, dtypes, strict=True)],  # type: ignore[arg-type]
-            exp_avgs,
-            exp_avg_sqs,
-            [],
-            steps,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
-        for parameter, updated, rest, state, step in zip(here, wide, rests, states, steps, strict=True):
-            state["step"] = step
-            put_(parameter, rest, updated)
-
-    def _observed_adamw_step(self, name: str, parameter: Tensor, group: dict[str, Any]) -> None:
-        state = {key: local(value) for key, value in self.state[parameter].items()}
-        here, rest = local(parameter.detach()), state.get("compensation")
-        held, compensation = here.clone(), None if rest is None else rest.clone()
-        self._adamw_step([parameter], group)
-        if self.observer is not None:
-            self.observer(Update(name, group, summed(held, compensation), summed(here, rest)))
-        if self.proposal_observer is not None:
-            state["step"] = self.state[parameter]["step"]  # a new tensor; the others were changed in place
-            self.proposal_observer(Proposal(group, held, compensation, adamw_direction(state, group)))
 
     def _complete_state(self, group: dict[str, Any]) -> None:
         # Also for parameters without a gradient, so that a checkpoint with a hole in it is a broken one.

@@ -158,6 +158,7 @@ def _forecast(
         weight_bytes=2 if recipe.model.dtype == "bfloat16" and not frozen[0] else 4,
         compensation_bytes=2 if optimizer.compensation == "kahan" else 0,
         frozen=frozen,
+        on_cpu=use == "cpu",
     )
     of = f"{trainer_value(recipe, 'per_device_train_batch_size')} rows of {costs.length} tokens"
     return replace(found, memory=(*found.memory, Component("activations", costs.activations, of, when="passes")))

@@ -22,8 +22,15 @@ class Replicas(RankPlacement):
 
     def holds(self, parameter: Tensor) -> bool:
         """Whether it is a whole matrix."""
-        self._device = parameter.device
         return parameter.ndim == 2 and not isinstance(parameter, DTensor)
+
+    def agree(self, named: Named, error: Exception | None) -> None:
+        """As RankPlacement, on the device of the first tensor that steps, whether it is a matrix or has a gradient.
+
+        Then it is one device on all ranks, also on one that has found an error, and one that the group can reduce on.
+        """
+        self._device = named[0][1].device
+        super().agree(named, error)
 
     def layout(self, named: Named) -> Layout:
         """Every matrix on every rank."""
