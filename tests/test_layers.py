@@ -14,7 +14,7 @@ LAYERS = [
     {"sharding", "data", "report", "launched"},
     {"optim", "recipe"},
     {"spectral", "shipped"},
-    {"files"},
+    {"files", "terminal"},
     {"errors"},
 ]
 DOORS = {
@@ -24,7 +24,19 @@ DOORS = {
     "datasets": {"data", "evaluate", "worker"},
     "lm_eval": {"evaluate"},
 }
-WITHOUT_TORCH = {"cli", "launch", "launched", "recipe", "shipped", "report", "card", "push", "files", "errors"}
+WITHOUT_TORCH = {
+    "cli",
+    "launch",
+    "launched",
+    "recipe",
+    "shipped",
+    "report",
+    "card",
+    "push",
+    "files",
+    "errors",
+    "terminal",
+}
 HEAVY = {"torch", "transformers", "trl", "datasets", "accelerate", "peft", "lm_eval", "deepspeed"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
