@@ -28,7 +28,6 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.status import Status
 
 from .card import write_card
@@ -36,8 +35,9 @@ from .errors import of_the_system
 from .launched import without_ranks
 from .recipe import Eval, UserError, load_resolved, load_text
 from .report import RunFolder, now, write
+from .terminal import Terminal
 
-console = Console(stderr=True)
+console = Terminal(stderr=True)
 STOPPED = "stopped by a signal"
 
 
@@ -159,7 +159,7 @@ def plan(as_json: bool, num_ranks: int) -> int:
     if as_json:
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
     else:
-        text.show(found, counted, Console())
+        text.show(found, counted, Terminal())
     return 0
 
 
@@ -184,7 +184,7 @@ def bench(given: argparse.Namespace) -> int:
     if given.json:
         sys.stdout.write(json.dumps(results, indent=2) + "\n")
     else:
-        Console().print(tables.terminal(results), highlight=False)
+        Terminal().print(tables.terminal(results), highlight=False)
     return 0
 
 
@@ -205,7 +205,7 @@ def _evaluate(models: list[str], asked: Eval, output: str | None, summary: str |
     rows = lineage.lineages(models, console)
     folder = Path(output) if output else run.evaluation(asked.name)
     results = stage.evaluate(
-        rows, asked, folder, cache=Path(cache) if cache else None, console=console, table=Console()
+        rows, asked, folder, cache=Path(cache) if cache else None, console=console, table=Terminal()
     )
     if not output:
         write_card(run)

@@ -14,7 +14,7 @@ LAYERS = [
     {"sharding", "data", "report", "launched"},
     {"optim", "recipe", "manifest"},
     {"spectral", "shipped"},
-    {"files"},
+    {"files", "terminal"},
     {"errors"},
 ]
 DOORS = {
@@ -36,6 +36,7 @@ WITHOUT_TORCH = {
     "manifest",
     "files",
     "errors",
+    "terminal",
 }
 HEAVY = {"torch", "transformers", "trl", "datasets", "accelerate", "peft", "lm_eval", "deepspeed"}
 FILES = sorted(PACKAGE.rglob("*.py"))
