@@ -1,6 +1,5 @@
 """The checkpoints that a run came from, oldest first: base, SFT, DPO."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import huggingface_hub
 from rich.console import Console
 
 from ..recipe import UserError, is_local
-from ..report import fingerprint
+from ..report import RunFolder, fingerprint
 from .backends import base_of, folder_of
 from .journal import contents
 
@@ -37,7 +36,8 @@ def lineage(path: str | Path, console: Console | None = None) -> list[tuple[str,
             raise UserError(f"{path}: neither a run folder (run.json) nor a model folder (config.json)")
         return [(name, given)]
     if not (run / "model").is_dir():
-        raise UserError(f"{path}: has no model yet (status: {_read(run).get('status')}); finish the run first")
+        status = (RunFolder(run).read() or {}).get("status")
+        raise UserError(f"{path}: has no model yet (status: {status}); finish the run first")
     rows: list[tuple[str, Path]] = []
     seen: set[Path] = set()
     model = run / "model" if given == run else given
@@ -99,7 +99,18 @@ def _run_of(path: Path) -> Path | None:
 
 
 def _read(run: Path) -> dict[str, Any]:
-    return json.loads((run / "run.json").read_text(encoding="utf-8"))
+    """run.json; UserError where it does not say what was trained from where."""
+    try:
+        record = RunFolder(run).read()
+        start = record["start"] if isinstance(record, dict) else {}
+        found = [start["path"], start.get("sha256_or_revision") or ""]
+        if record and record["task"] in TASKS and all(isinstance(each, str) and each.isprintable() for each in found):
+            return record
+    except UserError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
+        pass
+    raise UserError(f"{run}: run.json is damaged, or no training's; it does not say what was trained from where")
 
 
 def _own_start(run: Path, start: dict[str, Any]) -> Path | None:
@@ -112,11 +123,15 @@ def _own_start(run: Path, start: dict[str, Any]) -> Path | None:
 
 def _start(start: dict[str, Any]) -> Path | None:
     """Where the starting checkpoint lies: a folder, or the hub's files as they were when the run began."""
-    path = Path(start["path"]).expanduser()
-    if path.is_dir() or is_local(start["path"]):
-        return path if path.is_dir() else None
-    revision = start.get("sha256_or_revision")
-    return Path(huggingface_hub.snapshot_download(start["path"], revision=revision, local_files_only=True))
+    try:
+        path = Path(start["path"]).expanduser()
+        if path.is_dir() or is_local(start["path"]):
+            return path if path.is_dir() else None
+        revision = start.get("sha256_or_revision")
+        return Path(huggingface_hub.snapshot_download(start["path"], revision=revision, local_files_only=True))
+    except (OSError, RuntimeError, ValueError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise UserError(f"the checkpoint that a run started from, {start['path'][:200]}, is not here: {why}") from None
 
 
 def _was_changed(folder: Path, start: dict[str, Any]) -> bool:

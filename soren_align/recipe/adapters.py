@@ -3,7 +3,9 @@
 import importlib.util
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .. import shipped
 from .models import ADAPTER, Lora, Recipe, UserError
@@ -14,25 +16,79 @@ TWO_WAYS = (
 )
 
 
+class _Config(BaseModel):
+    """What is used of adapter_config.json, by us and by PEFT, which checks no types. Other keys stay as they are."""
+
+    model_config = ConfigDict(strict=True)
+
+    task_type: Literal["CAUSAL_LM"] | None = None
+    revision: str | None = None
+    r: Annotated[int, Field(ge=1, le=1 << 16)] = 8
+    lora_alpha: Annotated[float, Field(allow_inf_nan=False)] = 8
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0
+    bias: Literal["none", "all", "lora_only"] = "none"
+    target_modules: str | list[str] | None = None
+    exclude_modules: str | list[str] | None = None
+    modules_to_save: list[str] | None = None
+    layers_pattern: str | list[str] | None = None
+    layers_to_transform: int | list[int] | None = None
+    rank_pattern: dict[str, Annotated[int, Field(ge=1, le=1 << 16)]] | None = None
+    alpha_pattern: dict[str, Annotated[float, Field(allow_inf_nan=False)]] | None = None
+    trainable_token_indices: list[int] | dict[str, list[int]] | None = None
+    use_dora: bool = False
+    megatron_config: None = None
+    """With it, PEFT imports the module that `megatron_core` names."""
+
+
 def adapter_config(folder: str | Path) -> dict[str, Any] | None:
-    """What an adapter's folder says of it; None where no adapter lies there. UserError for a pickled one."""
+    """What an adapter's folder says of it; None where no adapter lies there.
+
+    Raises UserError for a pickled one, one that is not LoRA, a field of another type, and a base that is itself an
+    adapter.
+    """
     file = shipped.resolve(str(folder)) / ADAPTER
     if not file.is_file():
         return None
     try:
         said = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:
+    except (OSError, ValueError, RecursionError):
         raise UserError(f"{folder}: {ADAPTER} cannot be read") from None
+    if not isinstance(said, dict):
+        raise UserError(f"{folder}: {ADAPTER} is no mapping")
     if not (file.parent / "adapter_model.safetensors").is_file():
         raise UserError(f"{folder}: an adapter without adapter_model.safetensors; pickled weights are not loaded")
-    if not said.get("base_model_name_or_path"):
+    name = said.get("base_model_name_or_path")
+    if not name:
         raise UserError(f"{folder}: {ADAPTER} does not say which model is under it (base_model_name_or_path)")
-    base, beside = Path(said["base_model_name_or_path"]), file.parent.parent / "start"
-    if base.name == "start" and not base.is_dir() and beside.is_dir():
-        said["base_model_name_or_path"] = str(
-            beside.resolve()
-        )  # the run folder, with the start that it made, was moved
-    return said
+    if said.get("peft_type") != "LORA":
+        raise UserError(f"{folder} is an adapter of type {said.get('peft_type')!s:.40}; only LORA can be gone on with")
+    try:
+        _Config.model_validate(said)
+    except ValidationError as error:
+        raise UserError(*(_problem(folder, each) for each in error.errors(include_url=False)[:3])) from None
+    if not isinstance(name, str) or not name.isprintable():
+        raise UserError(f"{folder}: base_model_name_or_path: found {name!r:.80}; it is a folder's path or a hub name")
+    try:
+        return said | {"base_model_name_or_path": _base_of(file.parent, name)}
+    except (OSError, RuntimeError):  # a name that is too long, or an unknown user's home
+        raise UserError(f"{folder}: base_model_name_or_path: {name[:80]!r} cannot be looked for") from None
+
+
+def _base_of(adapter: Path, name: str) -> str:
+    """Where the base named `name` lies; UserError if it is an adapter too."""
+    beside = adapter.parent / "start"
+    if Path(name).name == "start" and not Path(name).is_dir() and beside.is_dir():
+        return str(beside.resolve())  # the run folder, with the start that it made, was moved
+    if is_adapter(name):
+        raise UserError(
+            f"{adapter}: stands on {name}, which is an adapter too; merge that one, and name the result as the base"
+        )
+    return name
+
+
+def _problem(folder: str | Path, error: Any) -> str:
+    where = ".".join(str(part) for part in error["loc"][:2])
+    return f"{folder}: {ADAPTER}: {where}: found {error['input']!r:.80}; {error['msg'][0].lower()}{error['msg'][1:]}"
 
 
 def is_adapter(model: str) -> bool:
