@@ -111,6 +111,9 @@ def evaluate(
     strict: Annotated[
         bool, typer.Option("--strict", help="An error where a prompt is too long for the model.")
     ] = False,
+    trust_suite: Annotated[
+        bool, typer.Option("--trust-suite", help="Let the files of a suite that is not shipped run code.")
+    ] = False,
     quote: Annotated[
         list[str] | None, typer.Option(help="Rows of others beneath: paper/sft, or a file. Repeatable.")
     ] = None,
@@ -131,6 +134,7 @@ def evaluate(
         "data_root": data_root,
         "limit": limit,
         "strict": strict or None,
+        "trust_suite": trust_suite or None,
         "quote": quote or None,
     }
     launch.evaluate(models, given, output, summary, cache)

@@ -126,7 +126,7 @@ def evaluate(
 
 def _asked(recipe: Recipe | None, given: dict[str, Any]) -> Eval:
     """The recipe's evaluation, as the command line changes it."""
-    own = recipe.eval.model_dump() if recipe and recipe.eval else {}
+    own = recipe.eval.model_dump(exclude={"trust_suite"}) if recipe and recipe.eval else {}  # a stranger's, perhaps
     given = {key: value for key, value in given.items() if value is not None}
     if given.get("suite", own.get("suite")) != own.get("suite"):
         own = {}  # the batch size and the data were another suite's

@@ -11,7 +11,7 @@ LAYERS = [
     {"launch", "push"},
     {"planning", "card"},
     {"trainers", "evaluate", "bench"},
-    {"sharding", "data", "report", "launched"},
+    {"sharding", "data", "report", "launched", "weights"},
     {"optim", "recipe", "manifest"},
     {"spectral", "shipped"},
     {"files", "terminal"},

@@ -1,5 +1,6 @@
 """The sections of a recipe, as pydantic models: every key, its meaning and its default stand here and only here."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -215,13 +216,15 @@ class Eval(_Section):
     """Ask only the first questions of each task: a rehearsal."""
     strict: bool = False
     """An error, and not a count, where a prompt is longer than the model's context."""
+    trust_suite: bool = False
+    """Let the files of a suite that is not shipped run code (`!function`, scripts as metrics): read them first."""
     quote: list[str] = []
     """Rows of others to stand beneath: a name in eval/paper, such as `paper/sft`, or a file of that form."""
 
     @property
     def name(self) -> str:
         """Of the folder of its results: the suite's name, and of a rehearsal its limit, lest it replace the result."""
-        path = Path(self.suite).absolute()
+        path = Path(os.path.abspath(self.suite))  # without the `..` that Path.absolute leaves
         suite = path.parent.name if path.suffix == ".yaml" else path.name
         return suite + (f"-limit{self.limit}" if self.limit else "")
 

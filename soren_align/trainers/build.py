@@ -17,7 +17,7 @@ from trl import DPOConfig, SFTConfig
 from trl.chat_template_utils import get_training_chat_template
 from trl.trainer.utils import add_fused_lm_head
 
-from .. import shipped
+from .. import shipped, weights
 from ..data import load_mixture, load_split, set_template
 from ..optim import build_optimizer
 from ..recipe import (
@@ -124,14 +124,8 @@ def load_model(recipe: Recipe, start: str) -> PreTrainedModel:
     name, revision = adapters.base_of(start, recipe.model.revision)
     quantized = adapters.quantization(recipe.model.lora, bool(recipe.trainer.get("use_cpu")))
     with the_users(f"model {recipe.model.name_or_path}", ValueError, OSError, ImportError):
-        model = AutoModelForCausalLM.from_pretrained(
-            name,
-            revision=revision,
-            dtype=getattr(torch, recipe.model.dtype),
-            trust_remote_code=False,
-            quantization_config=quantized,
-            use_safetensors=True,  # a pickle can run anything
-        )
+        dtype = getattr(torch, recipe.model.dtype)
+        model = weights.load_model(name, revision=revision, dtype=dtype, quantization_config=quantized)
         return adapters.go_on(model, start)
 
 
