@@ -12,6 +12,7 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from .evaluate import tables
+from .manifest import OF_A_MODEL
 from .recipe import Recipe, adapter_config, load_resolved
 from .report import LOST, RunFolder, dropped_in_words, write
 
@@ -27,7 +28,7 @@ def write_card(run: RunFolder, merged: bool = False) -> None:
 
 def card(run: RunFolder, title: str, merged: bool = False) -> str:
     """The whole page of a trained run: YAML front matter for the hub, then Markdown."""
-    recipe, record = load_resolved(run.recipe), run.read() or {}
+    recipe, record = load_resolved(run.recipe), run.record(*OF_A_MODEL)
     is_adapter = adapter_config(run.model) is not None
     facts = "".join(f"| {name} | {_cell(said)} |\n" for name, said in _facts(recipe, record).items() if said)
     parts = [
@@ -58,7 +59,11 @@ def on_hub(start: str) -> str | None:
         if start in seen or not (made_by or adapter):
             return None
         seen.add(start)
-        start = made_by["start"]["path"] if made_by else str((adapter or {})["base_model_name_or_path"])
+        start = (
+            made_by["start"]["path"]
+            if made_by and "start" in made_by
+            else str((adapter or {})["base_model_name_or_path"])
+        )
     return start
 
 

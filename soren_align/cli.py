@@ -18,6 +18,8 @@ from typing import Annotated
 
 import typer
 
+from .errors import UserError, of_the_system
+
 app = typer.Typer(
     help="Fine-tune language models with Soren, Muon, HTMuon or AdamW, and see whether it helped.",
     no_args_is_help=True,
@@ -178,7 +180,7 @@ def import_(
     task: Annotated[str | None, typer.Option(help="sft or dpo. Default: as the file's keys or name say.")] = None,
 ) -> None:
     """Make a recipe of another tool's file, and tell what became of every key."""
-    from .recipe import UserError, import_file
+    from .recipe import import_file
 
     if task not in (None, "sft", "dpo"):
         raise UserError(f"--task: found {task!r}; write sft or dpo")
@@ -252,8 +254,6 @@ def copy(
 
 def _free(dest: str, name: str) -> Path:
     """The file to be written: `dest`, or `name` in the folder `dest`; never one that exists."""
-    from .recipe import UserError
-
     target = Path(dest).expanduser()
     target = target / name if target.is_dir() else target
     if target.exists():
@@ -274,12 +274,11 @@ def main() -> None:
     arguments = [a for a in sys.argv[1:] if not a.startswith("--local_rank=")]
     try:
         app(arguments)
-    except ValueError as error:
-        from .recipe import UserError
-
-        if not isinstance(error, UserError):
+    except (UserError, OSError) as error:
+        said = of_the_system(error) if isinstance(error, OSError) else error
+        if said is None:
             raise
-        typer.echo(error, err=True)
+        typer.echo(said, err=True)
         sys.exit(2)
 
 

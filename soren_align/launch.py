@@ -70,9 +70,9 @@ def plan(recipe: Recipe, as_json: bool, processes: int = 1) -> int:
 def universal(run: str) -> None:
     """Become a worker that frees a run's last checkpoint from the number of processes that wrote it."""
     folder = RunFolder(run)
+    folder.lock()
     if (folder.read() or {}).get("status") != "training" or not folder.sealed():
         raise UserError(f"{folder}: holds no unfinished run with a complete checkpoint")
-    folder.refuse_busy()
     recipe = load_resolved(folder.recipe)
     if recipe.run.global_batch_size is None:
         raise UserError(
@@ -87,12 +87,10 @@ def universal(run: str) -> None:
 def merge(run: str) -> None:
     """Become a worker that makes one model of a run's adapter and its base."""
     folder = RunFolder(run)
-    record = folder.read()
-    if record is None:
-        raise UserError(f"{folder}: is no run folder (run.json)")
-    folder.refuse_busy()
-    if record["status"] not in ("trained", "finished") or not folder.model.is_dir():
-        raise UserError(f"{folder}: has no model yet (status: {record['status']}); finish the run first")
+    folder.lock()
+    status = (folder.read() or {}).get("status")
+    if status not in ("trained", "finished") or not folder.model.is_dir():
+        raise UserError(f"{folder}: has no model yet (status: {status}); finish the run first")
     if adapter_config(folder.model) is None:
         raise UserError(f"{folder}: trained no adapter; {folder.model} is a whole model already")
     _become(["merge", run], load_resolved(folder.recipe))
@@ -164,22 +162,20 @@ def bench(command: list[str], shapes: str, device: str | None, as_json: bool, ou
 
 
 def prepare(folder: RunFolder, recipe: Recipe, num_ranks: int = 1) -> None:
-    """Leave a folder that the worker can start or go on in.
+    """Leave a folder that the worker can start or go on in, held by this process (`RunFolder.lock`).
 
     A finished run is not touched; an unfinished one goes on only under the recipe that began it, and on as many
     processes.
     """
+    folder.lock(begin=True)
     run = folder.read()
-    if run is not None:
-        folder.refuse_busy()
-    if run is None:
-        if folder.path.is_dir() and any(folder.path.iterdir()):
-            raise UserError(f"{folder}: not empty and not a run folder; choose another run.output_dir")
-    elif recipe.run.overwrite or (run["status"] == "training" and not folder.sealed()):
+    if run is None or recipe.run.overwrite or (run["status"] == "training" and not folder.sealed()):
         folder.clear()  # without a checkpoint there is nothing to go on from, nor to lose
-        run = None
+        shared = parallel(recipe.run.parallel).config
+        begun = {"status": "training", "task": recipe.task, "processes": num_ranks, "started": now(), **provenance()}
+        folder.replace(**begun, **({"parallel_config": shared} if shared else {}))
     elif run["status"] == "finished" and _lacks_evaluation(folder, recipe):
-        _refuse_another_recipe(folder, recipe)
+        _refuse_another_recipe(folder, recipe, run)
         folder.update(status="trained")
     elif run["status"] == "finished":
         raise UserError(
@@ -192,14 +188,11 @@ def prepare(folder: RunFolder, recipe: Recipe, num_ranks: int = 1) -> None:
             "--set run.resume=auto, or replace it with --set run.overwrite=true"
         )
     else:
-        _refuse_another_recipe(folder, recipe)
+        _refuse_another_recipe(folder, recipe, run)
         if run["status"] == "training":
             _refuse_another_number(folder, run.get("processes", 1), num_ranks)
             folder.update(processes=num_ranks)
-    folder.path.mkdir(parents=True, exist_ok=True)
     write(folder.recipe, to_yaml(recipe))
-    if run is None:
-        folder.update(status="training", task=recipe.task, processes=num_ranks, started=now(), **provenance())
 
 
 def _lacks_evaluation(folder: RunFolder, recipe: Recipe) -> bool:
@@ -209,10 +202,13 @@ def _lacks_evaluation(folder: RunFolder, recipe: Recipe) -> bool:
     return not folder.evaluation(recipe.eval.name).is_dir()
 
 
-def _refuse_another_recipe(folder: RunFolder, recipe: Recipe) -> None:
+def _refuse_another_recipe(folder: RunFolder, recipe: Recipe, run: dict[str, Any]) -> None:
     if not folder.recipe.is_file():
         return
-    changed = differences(training_part(load_resolved(folder.recipe)), training_part(recipe))
+    began, here = load_resolved(folder.recipe), parallel(recipe.run.parallel).config
+    changed = differences(training_part(began), training_part(recipe))
+    if recipe.run.parallel == began.run.parallel:  # the same file, which may hold something else now
+        changed += differences({"run.parallel": run.get("parallel_config", here)}, {"run.parallel": here})
     if changed:
         raise UserError(
             f"{folder}: holds an unfinished run of another recipe:",
@@ -250,6 +246,8 @@ def environment(recipe: Recipe | None, num_ranks: int = 1, num_gpus: int = 1) ->
     What the user has set stands.
     """
     env = launched_environment() if num_ranks > 1 else without_ranks(os.environ)
+    env["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # no pickle of a checkpoint runs code, whoever reads it
+    env.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
     env.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     env.setdefault("TOKENIZERS_PARALLELISM", "false")
     env.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")

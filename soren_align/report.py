@@ -18,32 +18,44 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from . import __version__
-from .recipe import UserError
+from . import __version__, manifest
+from .errors import UserError
+from .files import is_component, local_path, read_json
 
 PACKAGES = ("torch", "transformers", "trl", "datasets", "accelerate", "peft", "deepspeed", "lm-eval", "pydantic")
 SEAL = "soren_align.json"  # written last into a checkpoint, when it is complete
 MADE_FROM = "merged_from.json"  # in a merged model: sha256 of the adapter that it was made from
-CONTENTS = ("recipe.yaml", "run.json", "metrics.jsonl", "start", "checkpoints", "model", "merged", "eval", ".lock")
-CONTENTS += ("tensorboard",)
+CONTENTS = (
+    "recipe.yaml",
+    "metrics.jsonl",
+    "start",
+    "checkpoints",
+    "model",
+    "merged",
+    "eval",
+    "tensorboard",
+    "run.json",
+)
+LOCK, RANKS_LOCK = ".lock", ".lock-ranks"
 LOST = 0.5
 """Of a change, or of the entries that are to change: if less arrives, more is lost than done. What works is far above a
 half and what does not far below: at its first step, Soren at the paper's 1e-6 moves 0.98 of float32 weights and less
 than 0.01 of bfloat16 ones."""
+_HELD = "SOREN_ALIGN_LOCK"  # the file descriptors of held locks, for what this process becomes by exec
 
 
 class RunFolder:
-    """The files of one run, by name."""
+    """The files of one run, by name. What is read from them is a stranger's until it is checked."""
 
     def __init__(self, path: str | Path):
-        self.path = Path(path).expanduser()
+        self.path = local_path(str(path))
         self.recipe = self.path / "recipe.yaml"
         self.metrics = self.path / "metrics.jsonl"
         self.start = self.path / "start"
@@ -60,37 +72,130 @@ class RunFolder:
         return str(self.path)
 
     def evaluation(self, suite: str) -> Path:
-        """Where a suite's results go."""
+        """Where a suite's results go. UserError for a name that would lead elsewhere."""
+        if not is_component(suite):
+            raise UserError(f"suite {suite!r}: is no name for a folder of results")
         return self.path / "eval" / suite
 
     def read(self) -> dict[str, Any] | None:
-        """run.json, or None where there is no run."""
+        """run.json, or None where there is no run. UserError if it is damaged, or was not written by soren-align."""
         file = self.path / "run.json"
-        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+        return manifest.checked(read_json(file), file) if file.is_file() else None
+
+    def record(self, *needed: str) -> dict[str, Any]:
+        """run.json, with these keys in it. UserError if it lacks one, or if there is no run."""
+        record = self.read()
+        if record is None:
+            raise UserError(f"{self}: is no run folder (run.json)")
+        return manifest.checked(record, self.path / "run.json", needed)
 
     def update(self, **changes: Any) -> None:
         """Set keys of run.json."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        write(self.path / "run.json", json.dumps((self.read() or {}) | changes, indent=2) + "\n")
+        self.replace(**((self.read() or {}) | changes))
+
+    def replace(self, **record: Any) -> None:
+        """Write run.json anew."""
+        write(self.path / "run.json", json.dumps(record, indent=2) + "\n")
 
     def sealed(self) -> list[Path]:
         """The complete checkpoints (see trainers/checkpoints.py)."""
         return [seal.parent for seal in self.checkpoints.glob(f"checkpoint-*/{SEAL}")]
 
+    # -- one process at a time --------------------------------------------------------------------------------------
+
+    def lock(self, *, begin: bool = False, as_rank: bool = False) -> None:
+        """Hold the folder until this process ends, and in what it becomes by exec. Comes before all that is read in it.
+
+        begin: it may be new, and is made. as_rank: by the first of several ranks, beside their launcher, which may be
+        killed before them. UserError if another process holds it, if it is no run's, and for links in it.
+        """
+        name = RANKS_LOCK if as_rank else LOCK
+        if not self.holds(name):
+            self._refuse_foreign(begin)
+            self.path.mkdir(parents=True, exist_ok=True)
+            held = self._locked(name)  # the first of the two: else this could get in the way of a run's own rank
+            try:
+                if not as_rank and not self.holds(RANKS_LOCK):
+                    os.close(self._locked(RANKS_LOCK))
+            except BaseException:
+                os.close(held)
+                raise
+            os.set_inheritable(held, True)
+            os.environ[_HELD] = " ".join([*os.environ.get(_HELD, "").split(), str(held)])
+        self._refuse_links()
+
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Hold the folder while in it; UserError if another process does. A killed holder lets go."""
-        with (self.path / ".lock").open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(f"{self}: another process is running this run") from None
+        """Hold the folder while in it; see `lock`."""
+        was_held = self.holds()
+        try:
+            self.lock()
             yield
+        finally:
+            if not was_held:
+                self.release()
 
-    def refuse_busy(self) -> None:
-        """UserError if a process is running this run."""
-        with self.alone():
-            pass
+    def release(self) -> None:
+        """Let other processes have the folder."""
+        for held in os.environ.pop(_HELD, "").split():
+            if self._is(int(held), LOCK) or self._is(int(held), RANKS_LOCK):
+                os.close(int(held))
+            else:
+                os.environ[_HELD] = " ".join([*os.environ.get(_HELD, "").split(), held])
+
+    def holds(self, name: str = LOCK) -> bool:
+        """Whether this process holds the folder."""
+        return any(self._is(int(held), name) for held in os.environ.get(_HELD, "").split())
+
+    def _is(self, descriptor: int, name: str) -> bool:
+        try:
+            return os.path.samestat(os.fstat(descriptor), (self.path / name).stat(follow_symlinks=False))
+        except OSError:  # of a parent process: a child has the variable, and not the descriptor
+            return False
+
+    def _locked(self, name: str) -> int:
+        """The descriptor of a lock file that nobody else holds; UserError if somebody does."""
+        descriptor = os.open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(descriptor)
+            if isinstance(error, BlockingIOError):
+                raise UserError(f"{self}: another process is running this run") from None
+            raise UserError(f"{self}: its file system has no locks ({error.strerror}); choose another folder") from None
+        return descriptor
+
+    def _refuse_foreign(self, begin: bool) -> None:
+        """UserError where no run is, nor may begin: nothing is put there, not even a lock."""
+        if self.path.exists() and not self.path.is_dir():
+            raise UserError(f"{self}: is a file; choose another run.output_dir")
+        there = {entry.name for entry in self.path.iterdir()} if self.path.is_dir() else set()
+        if self.read() is not None or (begin and not there - {LOCK, RANKS_LOCK}):
+            return
+        if begin:
+            raise UserError(f"{self}: not empty and not a run folder; choose another run.output_dir")
+        raise UserError(f"{self}: is no run folder (run.json)")
+
+    # -- nothing outside of it --------------------------------------------------------------------------------------
+
+    def _refuse_links(self) -> None:
+        """UserError for a link among what runs write: through it, files elsewhere would be changed."""
+        for name in CONTENTS:
+            for entry in (self.path / name, self.path / f"{name}.part"):
+                for link in _links(entry):
+                    raise UserError(
+                        f"{link}: is a link to {os.readlink(link)}, and a run writes into no other folder; remove it, "
+                        "or have the whole run elsewhere (run.output_dir)"
+                    )
+
+    def clear(self) -> None:
+        """Remove what runs write, and nothing else that a person may have put there; links, not what they lead to.
+
+        run.json stays, to be replaced: without it the folder would be no run's if this is interrupted.
+        """
+        for name in CONTENTS[:-1]:
+            remove(self.path / f"{name}.part")
+            remove(self.path / name)
 
     def adapter(self) -> dict[str, str | None]:
         """Which adapter the run trained, as `merged` says which it was made from."""
@@ -99,41 +204,18 @@ class RunFolder:
     def is_merged(self) -> bool:
         """Whether `merged` is the run's own adapter and its base."""
         file = self.merged / MADE_FROM
-        return file.is_file() and json.loads(file.read_text(encoding="utf-8")) == self.adapter()
-
-    def clear(self) -> None:
-        """Remove what runs write, and nothing else that a person may have put there."""
-        for name in CONTENTS:
-            entry = self.path / name
-            if entry.is_dir():
-                shutil.rmtree(entry)
-            else:
-                entry.unlink(missing_ok=True)
+        return file.is_file() and read_json(file) == self.adapter()
 
     def forget_metrics_after(self, step: int) -> None:
         """Drop the lines of steps that a resumed run takes again, and a last line that a kill cut short."""
         if not self.metrics.is_file():
             return
         kept = []
-        for line in self.metrics.read_text(encoding="utf-8").splitlines():
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
-                continue
-            if record["step"] <= step:
-                kept.append(line)
+        for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
+            with suppress(ValueError, TypeError, KeyError, RecursionError):
+                if json.loads(line)["step"] <= step:
+                    kept.append(line)
         write(self.metrics, "".join(line + "\n" for line in kept))
-
-
-def is_component(name: Any) -> bool:
-    """Whether `name`, read from a file, is the name of one entry of a folder, and no path that leads elsewhere."""
-    return (
-        isinstance(name, str)
-        and name not in ("", ".", "..")
-        and name.isprintable()
-        and not {"/", "\\"} & set(name)
-        and len(name.encode("utf-8", "surrogatepass")) <= 200  # 255, less what is written beside it (.part, .jsonl)
-    )
 
 
 def dropped_in_words(dropped: dict[str, int]) -> str:
@@ -147,13 +229,31 @@ def now() -> str:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old one or the new one, never a part."""
+    """Write a file so that a reader sees the old one or the new one, never a part. A link is replaced, not followed."""
     aside = path.with_name(path.name + ".part")
-    with aside.open("w", encoding="utf-8") as stream:
+    remove(aside)
+    with aside.open("x", encoding="utf-8") as stream:
         stream.write(text)
         stream.flush()
         os.fsync(stream.fileno())
     aside.replace(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a folder with all that is in it, or a link without what it leads to; or find nothing there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _links(path: Path) -> Iterator[Path]:
+    """The links at `path` and below it."""
+    if path.is_symlink():
+        yield path
+    elif path.is_dir():
+        for folder, folders, files in os.walk(path):
+            yield from (entry for name in (*folders, *files) if (entry := Path(folder, name)).is_symlink())
 
 
 def fingerprint(model: str) -> str | None:

@@ -6,6 +6,8 @@ In a wheel they lie inside the package; in a checkout (or an editable install), 
 
 from pathlib import Path
 
+from .files import local_path
+
 PREFIX = "shipped:"
 
 _package = Path(__file__).resolve().parent
@@ -13,10 +15,13 @@ ROOT = _package / "_shipped" if (_package / "_shipped").is_dir() else _package.p
 
 
 def resolve(path: str) -> Path:
-    """The file or folder that `path` names: `shipped:...` in the shipped folders, else from the working directory."""
+    """The file or folder that `path` names: `shipped:...` in the shipped folders, else from the working directory.
+
+    UserError where it can be no path.
+    """
     if path.startswith(PREFIX):
-        return ROOT / path.removeprefix(PREFIX)
-    return Path(path).expanduser()
+        return local_path(ROOT / path.removeprefix(PREFIX))
+    return local_path(path)
 
 
 def recipes() -> dict[str, Path]:

@@ -32,6 +32,7 @@ from rich.console import Console
 from rich.status import Status
 
 from .card import write_card
+from .errors import of_the_system
 from .launched import without_ranks
 from .recipe import Eval, UserError, load_resolved, load_text
 from .report import RunFolder, now, write
@@ -71,7 +72,7 @@ def train(path: str, timeout_seconds: float) -> int:
             write_card(folder)
         if ranks.is_first and not (ranks.launched and recipe.eval):
             if recipe.eval:
-                _evaluate([str(folder)], recipe.eval, None, None, None)
+                _evaluate_finished(folder, recipe.eval)
             folder.update(status="finished", finished=now(), last_error=None)
             console.print(f"done      {folder}", highlight=False)
     if ranks.launched and ranks.is_first and recipe.eval:
@@ -80,6 +81,18 @@ def train(path: str, timeout_seconds: float) -> int:
             sys.executable, [sys.executable, "-m", "soren_align.worker", "train", path], without_ranks(os.environ)
         )
     return 0
+
+
+def _evaluate_finished(folder: RunFolder, asked: Eval) -> None:
+    """Evaluate what was just trained. UserError that says where the model is, and how its evaluation is repeated."""
+    try:
+        _evaluate([str(folder)], asked, None, None, None)
+    except UserError as error:
+        raise UserError(
+            *error.problems,
+            f"The model is trained ({folder.model}); only its evaluation is missing. `soren-align eval {folder}` does "
+            "it, with other options too; so does the same command, once the cause is fixed",
+        ) from error
 
 
 def start_ranks(num_ranks: int, arguments: list[str]) -> int:
@@ -224,12 +237,12 @@ def _counting(status: Status) -> Callable[[int], None]:
 @contextmanager
 def _alone_in(folder: RunFolder) -> Iterator[None]:
     """Hold the run folder, and note in run.json why a run ended early."""
-    with folder.alone():
-        try:
-            yield
-        except UserError as error:
-            folder.update(last_error=str(error))
-            raise
+    folder.lock(as_rank=not folder.holds())  # otherwise the launcher of this rank holds it
+    try:
+        yield
+    except UserError as error:
+        folder.update(last_error=str(error))
+        raise
 
 
 def _hush() -> None:
@@ -275,6 +288,10 @@ def main(arguments: list[str] | None = None) -> int:
         _complain(error, "stopped" if given.verb == "bench" else "stopped; the same command goes on where it can", rank)
         return 130
     except Exception as error:
+        refused = of_the_system(error) if isinstance(error, OSError) else None
+        if refused:
+            _complain(error, str(refused), rank)
+            return 2
         if rank_was_lost(error):
             lost = str(error).splitlines()[0].split("] ", 1)[-1].split(". ")[0]
             said = f"lost another process ({lost}); its own output says why. The same command goes on"

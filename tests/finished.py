@@ -1,6 +1,8 @@
 """A finished run folder, as a worker leaves it, without the training."""
 
+import fcntl
 import json
+from contextlib import contextmanager
 
 from soren_align import launch, recipe
 from soren_align.report import RunFolder
@@ -52,7 +54,16 @@ def finished_run(path, *overrides, training=(), start=None, adapter_of=None):
     }
     for name, text in ((adapter if adapter_of else whole) | rest).items():
         (folder.model / name).write_text(text)
+    folder.release()
     return folder
+
+
+@contextmanager
+def held_by_another(folder, name=".lock"):
+    """A run folder that another process holds: the lock is the open file's, so that this one will do."""
+    with (folder.path / name).open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def evaluated(folder, suite="quickstart", data="hub", title="Quickstart zoo"):

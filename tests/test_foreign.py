@@ -16,7 +16,7 @@ from soren_align import recipe
 from soren_align.recipe import UserError, foreign_names, import_file, models, trl_config
 from soren_align.recipe.foreign import flattened, translate
 from soren_align.recipe.foreign_file import to_table, to_text
-from soren_align.recipe.load import _parse, load_text
+from soren_align.recipe.load import load_text, parse
 
 FOLDER = Path(__file__).parent / "foreign"
 FILES = {file.stem: file for file in sorted(FOLDER.glob("*.yaml")) if "orpo" not in file.stem}
@@ -30,7 +30,7 @@ values = st.recursive(
 
 
 def source(name):
-    return _parse(FILES[name].read_text(), name)[0]
+    return parse(FILES[name].read_text(), name)[0]
 
 
 def translated(name):

@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from finished import held_by_another
 
 from soren_align import launch, launched, recipe
 from soren_align.recipe import UserError
@@ -66,7 +67,8 @@ def test_without_a_checkpoint_there_is_nothing_to_protect(make):
 
 def test_a_folder_in_which_a_process_runs_is_refused(make):
     folder = begin(make())
-    with folder.alone(), pytest.raises(UserError, match="another process is running this run"):
+    folder.release()
+    with held_by_another(folder), pytest.raises(UserError, match="another process is running this run"):
         begin(make("run.overwrite=true"))
 
 

@@ -12,8 +12,10 @@ LAYERS = [
     {"planning", "card"},
     {"trainers", "evaluate", "bench"},
     {"sharding", "data", "report", "launched"},
-    {"optim", "recipe"},
+    {"optim", "recipe", "manifest"},
     {"spectral", "shipped"},
+    {"files"},
+    {"errors"},
 ]
 DOORS = {
     "deepspeed": {"sharding", "worker", "bench"},
@@ -22,7 +24,19 @@ DOORS = {
     "datasets": {"data", "evaluate", "worker"},
     "lm_eval": {"evaluate"},
 }
-WITHOUT_TORCH = {"cli", "launch", "launched", "recipe", "shipped", "report", "card", "push"}
+WITHOUT_TORCH = {
+    "cli",
+    "launch",
+    "launched",
+    "recipe",
+    "shipped",
+    "report",
+    "card",
+    "push",
+    "manifest",
+    "files",
+    "errors",
+}
 HEAVY = {"torch", "transformers", "trl", "datasets", "accelerate", "peft", "lm_eval", "deepspeed"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from finished import HUB, finished_run
+from finished import HUB, finished_run, held_by_another
 from huggingface_hub import HfApi
 
 from soren_align import push as pushing
@@ -150,7 +150,7 @@ def test_without_the_hub_or_a_token_nothing_is_tried(hub, monkeypatch):
 
 def test_a_run_that_is_running_is_not_sent(hub):
     there, run = hub(), finished_run("run")
-    with run.alone(), pytest.raises(UserError, match="another process is running this run"):
+    with held_by_another(run), pytest.raises(UserError, match="another process is running this run"):
         push("run", "me/zoo")
     assert there.calls == []
 

@@ -1,6 +1,5 @@
 """The checkpoints that a run came from, oldest first: base, SFT, DPO."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import huggingface_hub
 from rich.console import Console
 
 from ..recipe import UserError, is_local
-from ..report import fingerprint
+from ..report import RunFolder, fingerprint
 from .backends import base_of, folder_of
 from .journal import contents
 
@@ -37,13 +36,15 @@ def lineage(path: str | Path, console: Console | None = None) -> list[tuple[str,
             raise UserError(f"{path}: neither a run folder (run.json) nor a model folder (config.json)")
         return [(name, given)]
     if not (run / "model").is_dir():
-        raise UserError(f"{path}: has no model yet (status: {_read(run).get('status')}); finish the run first")
+        raise UserError(
+            f"{path}: has no model yet (status: {(RunFolder(run).read() or {}).get('status')}); finish the run first"
+        )
     rows: list[tuple[str, Path]] = []
     seen: set[Path] = set()
     model = run / "model" if given == run else given
     while run is not None:
         seen.add(run.resolve())
-        record = _read(run)
+        record = RunFolder(run).record("start")
         rows.append((TASKS[record["task"]], model))
         start = _own_start(run, record["start"]) or _start(record["start"])
         if start is None:
@@ -96,10 +97,6 @@ def _run_of(path: Path) -> Path | None:
         if (run / "run.json").is_file():
             return run
     return None
-
-
-def _read(run: Path) -> dict[str, Any]:
-    return json.loads((run / "run.json").read_text(encoding="utf-8"))
 
 
 def _own_start(run: Path, start: dict[str, Any]) -> Path | None:

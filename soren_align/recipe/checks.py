@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from .. import shipped
+from ..files import Key
 from .adapters import adapter_config, is_adapter, is_all_factors, lora_problems
 from .models import UserError
 from .parallel import parallel
-
-Key = tuple[str | int, ...]
 
 
 def second_look(raw: dict[str, Any]) -> list[tuple[Key, str]]:

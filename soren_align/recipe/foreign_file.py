@@ -8,9 +8,10 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap
 
+from ..files import read_text
 from .foreign import Translation, translate
 from .foreign_names import Note
-from .load import _parse, _text, load_text
+from .load import load_text, parse
 from .models import Model, Optimizer, Run, Task, UserError
 
 _WIDTH = 80
@@ -30,7 +31,7 @@ def import_file(path: Path, task: Task | None = None) -> tuple[str, str]:
     task: sft or dpo, where the file does not say it or says it wrongly.
     UserError, with every mistake, for a file that is not YAML, trains by neither, or becomes no good recipe.
     """
-    source, _ = _parse(_text(path), path.name)
+    source, _ = parse(read_text(path), path.name)
     try:
         made = translate(source, path.stem, path.resolve().parent.name, task)
     except UserError as error:

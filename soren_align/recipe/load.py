@@ -11,12 +11,11 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from ruamel.yaml import YAML
-from ruamel.yaml.comments import CommentedMap, CommentedSeq
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from .. import shipped
+from ..files import Key, local_path, parse_yaml, read_text
 from . import trl_config
-from .checks import Key, second_look
+from .checks import second_look
 from .models import ONE, SEVERAL, Recipe, UserError, resolve
 
 
@@ -36,8 +35,10 @@ def load(name_or_path: str, overrides: list[str] | None = None, task: str | None
 
 def find(name_or_path: str) -> Path:
     """The recipe's file: an existing path first, then a shipped name. UserError, with what exists, if neither."""
-    path = Path(name_or_path).expanduser()
+    path = local_path(name_or_path)
     if path.is_file():
+        if path.suffix not in (".yaml", ".yml"):  # what stands in another file, /etc/shadow, is not to be quoted
+            raise UserError(f"{name_or_path}: a recipe is a .yaml file")
         return path
     known = shipped.recipes()
     if name_or_path in known:
@@ -54,14 +55,20 @@ def task_of(path: Path) -> str | None:
 
 def load_text(text: str, name: str = "recipe") -> Recipe:
     """The checked recipe of YAML text, e.g. of one resolved in another process."""
-    raw, lines = _parse(text, name)
+    raw, lines = parse(text, name)
     return _check(raw, lines, [], None)
 
 
 def load_resolved(path: Path) -> Recipe:
     """The recipe that a run wrote into its folder: checked when it was written, and read again from anywhere."""
-    raw, _ = _parse(_text(path), str(path))
-    return Recipe.model_validate(raw)
+    raw, _ = parse(read_text(path), str(path))
+    try:
+        return Recipe.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise UserError(
+            f"{path}: no recipe that this version of soren-align wrote: {_dotted(first['loc'])}: {first['msg']}"
+        ) from None
 
 
 def to_yaml(recipe: Recipe) -> str:
@@ -78,7 +85,7 @@ def _read(path: Path, below: tuple[Path, ...] = ()) -> tuple[dict[str, Any], dic
 
     Sections are merged key by key; everything else is replaced, lists too. `null` takes the default again.
     """
-    raw, lines = _parse(_text(path), path.name)
+    raw, lines = parse(read_text(path), path.name)
     if "extends" not in raw:
         return raw, lines
     named, place = raw.pop("extends"), lines.pop(("extends",))
@@ -103,45 +110,12 @@ def _merged(there: dict[str, Any], here: dict[str, Any]) -> dict[str, Any]:
     return both
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise UserError(f"{path.name}:1 not a text file in UTF-8") from None
-
-
-def _parse(text: str, name: str) -> tuple[dict[str, Any], dict[Key, str]]:
-    """The YAML as plain data, and where each key stands: ('optimizer', 'lr') -> 'my.yaml:14'."""
-    try:
-        tree = YAML(typ="rt", pure=True).load(text)
-    except MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise UserError(
-            f"{name}:{line} not valid YAML: {(error.problem or 'cannot be read').splitlines()[0]}"
-        ) from None
-    except YAMLError as error:
-        raise UserError(f"{name}:1 not valid YAML: {str(error).splitlines()[0]}") from None
-    if not isinstance(tree, CommentedMap):
+def parse(text: str, name: str) -> tuple[dict[str, Any], dict[Key, str]]:
+    """A recipe's YAML as plain data, and where each key stands: ('optimizer', 'lr') -> 'my.yaml:14'."""
+    raw, lines = parse_yaml(text, name)
+    if not isinstance(raw, dict):
         raise UserError(f"{name}:1 a recipe is a mapping of sections (task, model, data, optimizer, run, ...)")
-    lines: dict[Key, str] = {(): f"{name}:1"}
-    return _plain(tree, (), lines, name), lines
-
-
-def _plain(node: Any, at: Key, lines: dict[Key, str], file: str) -> Any:
-    if isinstance(node, CommentedMap):
-        for key in node:
-            lines[(*at, key)] = f"{file}:{node.lc.key(key)[0] + 1}"
-        return {key: _plain(value, (*at, key), lines, file) for key, value in node.items()}
-    if isinstance(node, CommentedSeq):
-        for i in range(len(node)):
-            lines[(*at, i)] = f"{file}:{node.lc.item(i)[0] + 1}"
-        return [_plain(value, (*at, i), lines, file) for i, value in enumerate(node)]
-    if isinstance(node, bool) or node is None:
-        return node
-    for kind in (int, float, str):  # ruamel's scalars subclass these to remember their looks
-        if isinstance(node, kind):
-            return kind(node)
-    return str(node)  # dates and the like: a text, as it stands
+    return raw, lines
 
 
 def _override(text: str, raw: dict[str, Any], lines: dict[Key, str], wrong: list[str]) -> None:
@@ -151,9 +125,10 @@ def _override(text: str, raw: dict[str, Any], lines: dict[Key, str], wrong: list
         wrong.append(f"--set {text}: write --set section.key=value")
         return
     try:
-        parsed = _plain(YAML(typ="rt", pure=True).load(value) if value else None, (), {}, "")
-    except YAMLError:
-        wrong.append(f"--set {text}: the value is not valid YAML")
+        parsed, _ = parse_yaml(value, "")
+    except UserError as error:
+        reason = str(error).partition("not valid YAML: ")[2] or "too long"
+        wrong.append(f"--set {text}: the value is not valid YAML: {reason}")
         return
     node: Any = raw
     for i, part in enumerate(keys):

@@ -7,6 +7,8 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, Validatio
 from pydantic_core import PydanticCustomError
 
 from .. import shipped
+from ..errors import OutOfReach as OutOfReach
+from ..errors import UserError as UserError
 from . import trl_config
 
 ADAPTER = "adapter_config.json"  # lies in an adapter's folder
@@ -14,18 +16,6 @@ Task = Literal["sft", "dpo"]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
-
-
-class UserError(ValueError):
-    """Something that the user can mend. Printed line by line, without a traceback; the exit code is 2."""
-
-    def __init__(self, *problems: str):
-        self.problems = problems
-        super().__init__("\n".join(problems))
-
-
-class OutOfReach(UserError):
-    """Something is not here, and the Hugging Face hub cannot be asked."""
 
 
 class _Section(BaseModel):

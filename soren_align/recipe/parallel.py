@@ -5,15 +5,12 @@ so that a config which says it too is refused: DeepSpeed would follow its own wo
 """
 
 import difflib
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
-
 from .. import shipped
+from ..files import parse_json, parse_yaml, read_text
 from .models import UserError
 
 NAMES = ("ddp", "zero1", "zero2", "zero3", "zero2-offload", "zero3-offload", "fsdp2")
@@ -116,11 +113,8 @@ def _find(name_or_path: str) -> Path:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-        config = json.loads(text) if path.suffix == ".json" else YAML(typ="safe", pure=True).load(text)
-    except (OSError, ValueError, YAMLError) as error:
-        raise UserError(f"{path.name}: cannot be read: {str(error).splitlines()[0]}") from None
+    text = read_text(path)
+    config = parse_json(text, path.name) if path.suffix == ".json" else parse_yaml(text, path.name)[0]
     if not isinstance(config, dict):
         raise UserError(f"{path.name}: a config is a mapping")
     return config

@@ -5,6 +5,7 @@ from .attach import FlatShards, Replicas, RowBlocks
 from .engine import full_weights, is_universal, settle, start_deepspeed, sum_in_float32, to_universal
 from .geometry import Fragment, Layout, Matrix, flat_partitions, parameter_slices, replicas, row_blocks
 from .ownership import assign_owners, loads, numbers_sent
+from .pickles import check_parts
 from .place import Placed, chain_of, place
 from .plan import ROUND_MB, Plan, make_plan
 from .zero import attach_zero
@@ -22,6 +23,7 @@ __all__ = [
     "assign_owners",
     "attach_zero",
     "chain_of",
+    "check_parts",
     "flat_partitions",
     "full_weights",
     "is_universal",

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from ..optim import SpectralOptimizer
 from .attach import FlatShards
+from .pickles import refuse_pickles
 
 
 def start_deepspeed(on_cpu: bool) -> None:
@@ -29,6 +30,7 @@ def start_deepspeed(on_cpu: bool) -> None:
         os.environ.pop("ACCELERATE_USE_CPU", None)  # with it accelerate leaves DeepSpeed out, without a word
     import deepspeed  # pyright: ignore[reportMissingImports]
 
+    refuse_pickles()
     deepspeed.utils.logger.setLevel("ERROR")
     if on_cpu:
         # It would compile, for three minutes and without a word, an extension that only inference uses. The attribute
@@ -56,6 +58,7 @@ def to_universal(checkpoint: Path) -> None:
     """Put a copy of DeepSpeed's parts into the checkpoint's folder that any number of ranks can read."""
     from deepspeed.checkpoint import ds_to_universal  # pyright: ignore[reportMissingImports]
 
+    refuse_pickles()
     parts = checkpoint / (checkpoint / "latest").read_text().strip()
     options = argparse.Namespace(
         input_folder=str(parts),

@@ -4,7 +4,6 @@ PEFT holds them and TRL trains them; which of them is mapped is optim's to say.
 """
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
 from ..recipe import Lora, Recipe, UserError, adapter_config, is_local, load_resolved
-from ..report import MADE_FROM, RunFolder, write
+from ..report import MADE_FROM, RunFolder, remove, write
 
 REFERENCE = "ref"  # TRL's name for the frozen copy of an adapter that DPO goes on with
 
@@ -118,12 +117,11 @@ def merge(run: RunFolder) -> Path:
         raise UserError(f"{run}: cannot be merged: {' '.join(str(error).split())[:400]}") from error
     whole = adapted.merge_and_unload(safe_merge=True)
     aside = target.with_name("merged.part")
-    shutil.rmtree(aside, ignore_errors=True)
+    remove(aside)
     save_dtype = load_resolved(run.recipe).run.save_dtype
     whole.to(getattr(torch, save_dtype) if save_dtype else dtype).save_pretrained(aside)
     tokenizer.save_pretrained(aside)
     write(aside / MADE_FROM, json.dumps(run.adapter()) + "\n")
-    if target.is_dir():
-        shutil.rmtree(target)
+    remove(target)
     aside.rename(target)
     return target

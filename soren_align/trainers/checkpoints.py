@@ -6,14 +6,18 @@ which lists every file with its size and what the checkpoint belongs to: recipe,
 """
 
 import json
-import shutil
+import pickle
 from pathlib import Path
 from typing import Any
 
+from ..files import is_component, read_json
 from ..recipe import UserError, differences
-from ..report import SEAL, write
-from ..sharding import to_universal
+from ..report import SEAL, remove, write
+from ..sharding import check_parts, to_universal
 
+PICKLED = (
+    "holds more than tensors and plain data, and is not loaded: a pickle can run code. Remove it, or run.overwrite"
+)
 NEEDED = ("scheduler.pt", "trainer_state.json")
 
 
@@ -34,7 +38,7 @@ def latest(folder: Path, origin: dict[str, Any]) -> tuple[Path | None, list[str]
     for checkpoint in sorted(folder.glob("checkpoint-*"), key=step_of, reverse=True):
         if not (checkpoint / SEAL).is_file():
             # A kill fell into the writing; nobody can go on from this.
-            shutil.rmtree(checkpoint)
+            remove(checkpoint)
             notices.append(f"{checkpoint.name} was not completely written; removed")
             continue
         check(checkpoint, origin)
@@ -44,11 +48,9 @@ def latest(folder: Path, origin: dict[str, Any]) -> tuple[Path | None, list[str]
 
 def check(checkpoint: Path, origin: dict[str, Any]) -> None:
     """UserError unless every file of the checkpoint is there and it belongs to this run's recipe, data and start."""
-    if not (checkpoint / SEAL).is_file():
-        raise UserError(f"{checkpoint}: no complete checkpoint of soren-align ({SEAL} is missing)")
-    record = json.loads((checkpoint / SEAL).read_text(encoding="utf-8"))
-    sizes = {name: (checkpoint / name).stat().st_size for name in record["files"] if (checkpoint / name).is_file()}
-    damaged = [n for n in {*record["files"], *NEEDED} if sizes.get(n) != record["files"].get(n, -1)]
+    files, there = _sealed(checkpoint)
+    sizes = {name: (checkpoint / name).stat().st_size for name in files if (checkpoint / name).is_file()}
+    damaged = [n for n in {*files, *NEEDED} if sizes.get(n) != files.get(n, -1)]
     # optimizer.pt; under ZeRO each rank's *_optim_states.pt, under FSDP2 a folder optimizer_0
     if not damaged and not any("optim" in name for name in sizes):
         damaged = ["the optimizer's state"]
@@ -57,7 +59,10 @@ def check(checkpoint: Path, origin: dict[str, Any]) -> None:
             f"{checkpoint}: {', '.join(sorted(damaged))} missing or cut short; going on would start the optimizer or "
             "the schedule from nothing. Restore it, or remove this checkpoint's folder to go on from the one before"
         )
-    there = record["origin"]
+    state = read_json(checkpoint / "trainer_state.json")
+    if not isinstance(state, dict) or any(type(state.get(key)) is not int for key in ("global_step", "max_steps")):
+        raise UserError(f"{checkpoint / 'trainer_state.json'}: was not written by transformers; remove the checkpoint")
+    check_parts(checkpoint)
     if "processes" in there and there["processes"] is None:  # made for any number: `for_any_number`
         there, origin = ({k: v for k, v in side.items() if k != "processes"} for side in (there, origin))
     changed = differences(there, origin)
@@ -69,15 +74,34 @@ def check(checkpoint: Path, origin: dict[str, Any]) -> None:
         )
 
 
+def _sealed(checkpoint: Path) -> tuple[dict[str, int], dict[str, Any]]:
+    """A complete checkpoint's files with their sizes, and what it belongs to. UserError if it says neither."""
+    if not (checkpoint / SEAL).is_file():
+        raise UserError(f"{checkpoint}: no complete checkpoint of soren-align ({SEAL} is missing)")
+    record = read_json(checkpoint / SEAL)
+    files, origin = (record.get(key) if isinstance(record, dict) else None for key in ("files", "origin"))
+    if not isinstance(files, dict) or not isinstance(origin, dict) or not all(_is_within(name) for name in files):
+        raise UserError(f"{checkpoint / SEAL}: was not written by soren-align, or is damaged; remove the checkpoint")
+    return files, origin
+
+
+def _is_within(name: str) -> bool:
+    return all(is_component(part) for part in name.split("/"))
+
+
 def for_any_number(checkpoint: Path) -> None:
     """Let a complete checkpoint be resumed from by any number of processes. Later ones are bound to a number again."""
-    origin = json.loads((checkpoint / SEAL).read_text(encoding="utf-8"))["origin"]
+    _, origin = _sealed(checkpoint)
     if (checkpoint / "latest").is_file():  # DeepSpeed's; those of DDP are whole already
-        to_universal(checkpoint)
+        check_parts(checkpoint)
+        try:
+            to_universal(checkpoint)
+        except pickle.UnpicklingError as error:
+            raise UserError(f"{checkpoint}: {PICKLED}") from error
     seal(checkpoint, origin | {"processes": None})
 
 
 def step_of(checkpoint: Path) -> int:
     """The optimizer step in a checkpoint's name; -1 for a name of another kind."""
     number = checkpoint.name.removeprefix("checkpoint-")
-    return int(number) if number.isdigit() else -1
+    return int(number) if number.isdecimal() else -1

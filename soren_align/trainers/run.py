@@ -1,6 +1,6 @@
 """Training one recipe to its model folder: the middle of the worker's work, resumable at any moment."""
 
-import shutil
+import pickle
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from ..data import account, check_template
 from ..optim import route, routing_table
 from ..recipe import Recipe, UserError, rows_per_step
-from ..report import LOST, RunFolder, dropped_in_words
+from ..report import LOST, RunFolder, dropped_in_words, remove
 from ..sharding import is_universal
 from ..sharding.ranks import Ranks
 from . import build, checkpoints
@@ -108,6 +108,8 @@ def train(ready: Ready, folder: RunFolder, console: Console, ranks: Ranks = Rank
         trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     except FloatingPointError as error:
         raise UserError(f"step {trainer.state.global_step + 1}: {error}") from error
+    except pickle.UnpicklingError as error:
+        raise UserError(f"{resume}: {checkpoints.PICKLED}") from error
     seconds = time.monotonic() - began
     stopped = stop.stopped and trainer.state.global_step < trainer.state.max_steps
     if not stopped:
@@ -250,13 +252,14 @@ def kind_of(optimizer: Any) -> str:
 def _save(trainer: Any, tokenizer: Any, folder: RunFolder, ranks: Ranks) -> None:
     """The model folder, whole or not at all. Collective: a sharded model is put together by all."""
     aside = folder.model.with_name("model.part")
+    if ranks.is_first:
+        remove(aside)
     trainer.save_model(str(aside))
     if not ranks.is_first:
         return
     tokenizer.save_pretrained(aside)
     (aside / "training_args.bin").unlink(missing_ok=True)  # a pickle, and the recipe says all of it
-    if folder.model.is_dir():  # of a try that was killed before run.json could say so
-        shutil.rmtree(folder.model)
+    remove(folder.model)  # of a try that was killed before run.json could say so
     aside.rename(folder.model)
 
 

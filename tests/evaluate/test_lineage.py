@@ -18,14 +18,15 @@ def model(folder):
     return folder
 
 
+def recorded(task, start, status="finished"):
+    start = {"path": str(start), "sha256_or_revision": fingerprint(str(start))}
+    return {"task": task, "status": status, "versions": {"soren-align": "0.1.0"}, "start": start}
+
+
 def run(folder, task, start, status="finished"):
     model(folder / "model")
     (folder / "model" / "model.safetensors").write_text(str(folder))
-    record = {
-        "task": task,
-        "status": status,
-        "start": {"path": str(start), "sha256_or_revision": fingerprint(str(start))},
-    }
+    record = recorded(task, start, status)
     (folder / "run.json").write_text(json.dumps(record))
     return folder
 
@@ -49,8 +50,7 @@ def test_a_start_made_inside_the_run_folder_is_its_base(tmp_path):
     """What `model.init_seed` leaves: random weights in `start`, beside the same run.json."""
     start = model(tmp_path / "sft" / "start")
     model(tmp_path / "sft" / "model")
-    record = {"task": "sft", "status": "finished", "start": {"path": str(start)}}
-    (tmp_path / "sft" / "run.json").write_text(json.dumps(record))
+    (tmp_path / "sft" / "run.json").write_text(json.dumps(recorded("sft", start)))
     assert lineage(tmp_path / "sft") == [("base", start), ("SFT", tmp_path / "sft" / "model")]
 
 
@@ -85,7 +85,9 @@ def test_an_older_ancestor_that_is_gone_is_left_out_aloud(runs):
 def test_a_run_that_was_written_over_by_its_descendant_is_refused(runs):
     _, sft, dpo = runs
     record = json.loads((sft / "run.json").read_text())
-    (sft / "run.json").write_text(json.dumps(record | {"start": {"path": str(dpo / "model")}}))
+    (sft / "run.json").write_text(
+        json.dumps(record | {"start": {"path": str(dpo / "model"), "sha256_or_revision": None}})
+    )
     with pytest.raises(UserError, match="written over"):
         lineage(dpo)
 
@@ -150,7 +152,7 @@ def test_a_run_that_was_moved_has_its_own_start_beside_it(tmp_path):
     start = model(tmp_path / "old" / "start")
     (start / "model.safetensors").write_text("random")
     model(tmp_path / "old" / "model")
-    record = {"task": "sft", "start": {"path": str(start), "sha256_or_revision": fingerprint(str(start))}}
+    record = recorded("sft", start)
     (tmp_path / "old" / "run.json").write_text(json.dumps(record))
     (tmp_path / "old").rename(tmp_path / "new")
     assert lineage(tmp_path / "new") == [("base", tmp_path / "new" / "start"), ("SFT", tmp_path / "new" / "model")]

@@ -1,0 +1,69 @@
+"""No code in a checkpoint runs: DeepSpeed's and FSDP2's are pickles, and are read as tensors and plain data only.
+
+A run folder may be a stranger's, and unpickling calls what the file says.
+"""
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import UserError
+from ..files import is_component
+
+TAGS = ("latest", "latest_universal")  # DeepSpeed's files that name the folder of its parts
+_METADATA = {
+    "torch.distributed.checkpoint.metadata": (
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata"),
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "torch": ("Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))),
+    "pathlib": ("PosixPath",),
+}
+"""Where the names in a .metadata file of torch 2.13's torch.distributed.checkpoint come from."""
+
+
+def refuse_pickles() -> None:
+    """From here on, torch.load in this process reads tensors and plain data only, whatever its caller asks for.
+
+    DeepSpeed 0.19.8 passes weights_only=False in all of its 30 calls. Of its own classes, its checkpoints hold the loss
+    scalers and the addresses of fragments.
+    """
+    from deepspeed.runtime.fp16 import loss_scaler  # pyright: ignore[reportMissingImports]
+    from deepspeed.runtime.zero.config import ZeroStageEnum  # pyright: ignore[reportMissingImports]
+    from deepspeed.utils.tensor_fragment import fragment_address  # pyright: ignore[reportMissingImports]
+
+    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
+    os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
+    scalers: list[Any] = [loss_scaler.LossScaler, loss_scaler.DynamicLossScaler]
+    torch.serialization.add_safe_globals([*scalers, ZeroStageEnum, fragment_address])
+
+
+def check_parts(checkpoint: Path) -> None:
+    """UserError if the parts of a sharded checkpoint lie elsewhere, or if FSDP2's description of them holds code."""
+    for name in TAGS:
+        if not (checkpoint / name).is_file():
+            continue
+        tag = (checkpoint / name).read_text(encoding="utf-8", errors="replace").strip()
+        if not is_component(tag) or not (checkpoint / tag).is_dir():
+            raise UserError(f"{checkpoint / name}: names no folder of this checkpoint")
+    for file in checkpoint.glob("*/.metadata"):
+        try:
+            with file.open("rb") as stream:
+                _Metadata(stream).load()
+        except (pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, IndexError, KeyError) as error:
+            raise UserError(f"{file}: is not read: {str(error).splitlines()[0] or type(error).__name__}") from None
+
+
+class _Metadata(pickle.Unpickler):
+    """Reads what torch.distributed.checkpoint writes, which reads it with pickle.load."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """A class of checkpoints' metadata, by name; UnpicklingError for anything else."""
+        if name in _METADATA.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it holds code ({module}.{name})")

@@ -1,0 +1,75 @@
+"""A checkpoint is read without running what a stranger has put into it."""
+
+import os
+import pickle
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from soren_align.recipe import UserError
+from soren_align.sharding import check_parts
+from soren_align.sharding.pickles import refuse_pickles
+
+
+class Hostile:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, made):
+        self.made = str(made)
+
+    def __reduce__(self):
+        return os.mkdir, (self.made,)
+
+
+@pytest.fixture
+def weights_only(monkeypatch):
+    monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0")  # put back afterwards
+    refuse_pickles()
+
+
+def test_what_deepspeed_loads_with_weights_only_false_runs_no_code(weights_only, tmp_path):
+    torch.save({"module": {}, "evil": Hostile(tmp_path / "made")}, tmp_path / "mp_rank_00_model_states.pt")
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(tmp_path / "mp_rank_00_model_states.pt", weights_only=False)
+    assert not (tmp_path / "made").exists()
+
+
+def test_deepspeeds_own_engine_runs_no_code(weights_only, tmp_path):
+    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+    torch.save(Hostile(tmp_path / "made"), tmp_path / "states.pt")
+    with pytest.raises(pickle.UnpicklingError):
+        TorchCheckpointEngine().load(str(tmp_path / "states.pt"))
+    assert not (tmp_path / "made").exists()
+
+
+def test_the_metadata_of_fsdp2_is_read_and_a_hostile_one_refused(tmp_path):
+    dcp.save({"w": torch.ones(3, 4), "m": torch.ones(2, dtype=torch.bfloat16), "lr": 0.1}, checkpoint_id=tmp_path / "o")
+    check_parts(tmp_path)
+    (tmp_path / "o" / ".metadata").write_bytes(pickle.dumps(Hostile(tmp_path / "made")))
+    with pytest.raises(UserError, match=r"it holds code \(posix\.mkdir\)"):
+        check_parts(tmp_path)
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", b"\x80\x05", b"\x80\x05]q\x00(K\x01"])
+def test_damaged_metadata_is_refused(tmp_path, content):
+    (tmp_path / "o").mkdir()
+    (tmp_path / "o" / ".metadata").write_bytes(content)
+    with pytest.raises(UserError, match=r"\.metadata: is not read"):
+        check_parts(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["latest", "latest_universal"])
+@pytest.mark.parametrize("tag", ["../elsewhere", "/tmp", "..", "", "global_step5"])
+def test_a_tag_that_leads_elsewhere_is_refused(tmp_path, name, tag):
+    (tmp_path / "elsewhere").mkdir()
+    checkpoint = tmp_path / "checkpoint-5"
+    checkpoint.mkdir()
+    (checkpoint / name).write_text(tag)
+    with pytest.raises(UserError, match=f"{name}: names no folder of this checkpoint"):
+        check_parts(checkpoint)
+    (checkpoint / "global_step6").mkdir()
+    (checkpoint / name).write_text("global_step6\n")
+    check_parts(checkpoint)

@@ -1,0 +1,119 @@
+"""What a stranger wrote is read within limits: plain data or a UserError, in seconds, whatever stands in it."""
+
+import time
+
+import pytest
+
+from soren_align.errors import MAX_PROBLEMS, UserError, printable
+from soren_align.files import local_path, parse_json, parse_yaml, read_json, read_text, read_yaml
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{below}: &{below} [{', '.join([f'*{above}'] * 9)}]\n" for above, below in zip("abcdefgh", "bcdefghi", strict=True)
+)
+YAML = {
+    "an alias bomb of 9^9 values": (BOMB, "more than 10,000 keys and values"),
+    "2,000 brackets": ("[" * 2000, "nested more than 50 deep"),
+    "2,000 braces": ("{a: " * 2000, "nested more than 50 deep"),
+    "a nest of indentation": ("".join("  " * i + "a:\n" for i in range(600)), "nested more than 50 deep"),
+    "a nest of aliases": (f"a: &a {'[' * 30}{']' * 30}\nb: {'[' * 30}*a{']' * 30}", ":2 .*nested more than 50"),
+    "500,000 numbers": ("[" + "1," * 500_000 + "]", "more than 10,000 keys and values"),
+    "10,000 keys": ("".join(f"k{i}: 1\n" for i in range(10_000)), ":1001 .*more than 1,000 keys in one mapping"),
+    "two megabytes": ("a" * (2 << 20), "larger than 1,048,576 bytes"),
+    "an alias of what is around it": ("a: &a [*a]", "the alias 'a' stands inside"),
+    "an alias of nothing": ("a: *b", "undefined alias 'b'"),
+    "5,000 digits": ("a: " + "9" * 5000, "a number of 5000 digits"),
+    "a tag on a text": ("b: 1\na: !!int zero", ":2 .*the tag !!int"),
+    "a tag on a list": ("a: !mine [1]", "the tag !mine"),
+    "a tag that makes objects": ("a: !!python/object:os.system [x]", "the tag !!python/object:os.system"),
+    "a tag that calls": ("a: !function tasks.run", "the tag !function"),
+    "a key twice": ("a: 1\na: 2", ":2 .*duplicate key 'a'"),
+    "a list as a key": ("? [1]\n: 2", "a key that is a list"),
+    "two documents": ("a: 1\n---\nb: 2", ":2 .*more than one document"),
+    "another YAML": ("%YAML 1.1\n---\na: yes", "YAML 1.2"),
+    "a merge of a number": ("a: {<<: 3}", "<< merges mappings"),
+    "an escape beyond Unicode": ('a: "\\UFFFFFFFF"', "not valid YAML"),
+    "half of a surrogate pair": ('a: "\\uD800"', "surrogate"),
+    "a NUL": ("a: \0", "not valid YAML"),
+}
+JSON = {
+    "100,000 brackets": ("[" * 100_000, "nested more than 50 deep"),
+    "100 brackets, closed": ("[" * 100 + "]" * 100, "nested more than 50 deep"),
+    "cut short": ('{"a": [1,\n', "mine:2 cannot be read as JSON"),
+    "5,000 digits": ("9" * 5000, "a number of 5000 digits"),
+    "half of a surrogate pair": ('{"a": ["\\ud800"]}', "surrogate"),
+}
+
+
+def refused(call, message):
+    start = time.process_time()
+    with pytest.raises(UserError, match=message):
+        call()
+    assert time.process_time() - start < 2  # the slowest takes 0.3 seconds
+
+
+@pytest.mark.parametrize("case", YAML)
+def test_yaml_beyond_the_limits_is_refused_at_once(case):
+    text, message = YAML[case]
+    refused(lambda: parse_yaml(text, "mine"), message)
+
+
+@pytest.mark.parametrize("case", JSON)
+def test_json_beyond_the_limits_is_refused_at_once(case):
+    text, message = JSON[case]
+    refused(lambda: parse_json(text, "mine"), message)
+
+
+def test_yaml_is_plain_data_and_each_key_has_its_line():
+    text = "a: &a {x: 1e-3, y: [no, 0x1F, 1_000, ~, 2001-12-14]}\n1: {<<: *a, x: '2'}\nz: {<<: [{q: 1}, *a], y: .inf}\n"
+    data, lines = parse_yaml(text, "mine")
+    y = ["no", 31, 1000, None, "2001-12-14"]
+    assert data == {
+        "a": {"x": 0.001, "y": y},
+        "1": {"y": y, "x": "2"},
+        "z": {"x": 0.001, "y": float("inf"), "q": 1},
+    }
+    assert (lines["1", "x"], lines["a", "y", 2]) == ("mine:2", "mine:1")
+    assert data["1"]["y"] is not data["a"]["y"]  # a change of one is no change of the other
+
+
+def test_files_that_cannot_be_read_are_refused(tmp_path):
+    for name, content in {"big": b"x" * (1 << 21), "latin": b"\xff"}.items():
+        (tmp_path / name).write_bytes(content)
+    for path, message in {
+        tmp_path: "not a file",
+        "/dev/zero": "not a file",
+        tmp_path / "nothing": "No such file",
+        tmp_path / "big": "larger than",
+        tmp_path / "latin": "latin:1 not a text file in UTF-8",
+    }.items():
+        refused(lambda path=path: read_text(path), message)
+        refused(lambda path=path: read_yaml(path), message)
+    refused(lambda: read_json(tmp_path / "latin"), "not a text file in UTF-8")
+
+
+@pytest.mark.parametrize("text", ["~nosuchuser/x", "a" * 256, "/".join(["a" * 200] * 30), "a\0b", "\ud800"])
+def test_a_text_that_can_be_no_path_is_refused(text):
+    refused(lambda: local_path(text), "cannot be used as a path")
+
+
+def test_a_path_need_not_exist(tmp_path):
+    assert not local_path(tmp_path / "a" / "b").exists()
+    assert not local_path("/etc/passwd/x").exists()
+
+
+def test_a_message_never_commands_the_terminal():
+    said = str(UserError("found '\x1b[2J\x9b1m\u202egnp\r\x7f\ud800'\tmy.yaml", "next"))
+    assert said == "found '\\x1b[2J\\x9b1m\\u202egnp\\x0d\\x7f\\ud800'\tmy.yaml\nnext"
+    assert str(UserError(said)) == said  # so that messages may be made of messages
+    assert printable("naïve 日本語 🙂") == "naïve 日本語 🙂"
+
+
+def test_a_message_is_bounded():
+    error = UserError("start" + "x" * 10**6 + "end", *(f"line {i}" for i in range(500)), "remedy")
+    lines = str(error).split("\n")
+    assert lines[0].startswith("startx")
+    assert lines[0].endswith("xend")
+    assert len(lines[0]) <= 1000
+    assert len(lines) == MAX_PROBLEMS + 1
+    assert lines[-2:] == ["... and 482 more", "remedy"]
+    assert len(error.problems) == 502

@@ -1,0 +1,310 @@
+"""A run folder may be a stranger's: it is held by one process, and nothing outside of it is touched."""
+
+import errno
+import json
+import subprocess
+import sys
+
+import pytest
+from finished import finished_run, held_by_another
+
+from soren_align import cli, launch, recipe, worker
+from soren_align.card import write_card
+from soren_align.push import push
+from soren_align.recipe import UserError
+from soren_align.report import RunFolder, write
+
+
+@pytest.fixture
+def make(tmp_path):
+    def _make(*overrides):
+        return recipe.load("quickstart/sft", [f"run.output_dir={tmp_path / 'run'}", *overrides])
+
+    return _make
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    yield folder
+    folder.release()
+
+
+@pytest.fixture
+def elsewhere(tmp_path):
+    """Somebody's files, which must be there in the end."""
+    there = tmp_path / "elsewhere"
+    (there / "checkpoint-5").mkdir(parents=True)
+    (there / "checkpoint-5" / "weights").write_text("years of work")
+    return there
+
+
+def contents(folder):
+    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """What commands would become; they end there, as this process would."""
+    became = []
+
+    def become(program, arguments, env):
+        became.append(arguments)
+        raise SystemExit
+
+    monkeypatch.setattr(launch.os, "execvpe", become)
+    return became
+
+
+# -- one process at a time ---------------------------------------------------------------------------------------------
+
+
+def test_a_second_start_while_torch_loads_is_refused_and_changes_nothing(make, folder, started, monkeypatch):
+    with pytest.raises(SystemExit):
+        launch.train(make("trainer.max_steps=3"))
+    before = contents(folder.path)
+    monkeypatch.delenv("SOREN_ALIGN_LOCK")  # the second is another process, which opens the lock for itself
+    for overrides in (["trainer.max_steps=4"], ["trainer.max_steps=4", "run.overwrite=true"]):
+        with pytest.raises(UserError, match="another process is running this run"):
+            launch.train(make(*overrides))
+    assert contents(folder.path) == before
+    assert len(started) == 1
+
+
+@pytest.mark.parametrize("command", [launch.universal, launch.merge])
+def test_commands_on_a_run_that_is_running_are_refused(folder, command):
+    finished_run(folder.path)
+    with held_by_another(folder), pytest.raises(UserError, match="another process is running this run"):
+        command(str(folder))
+
+
+def test_a_folder_stays_held_by_what_a_process_becomes(folder, tmp_path):
+    check = "import sys; from soren_align.report import RunFolder; sys.exit(0 if RunFolder(sys.argv[1]).holds() else 1)"
+    hold = (
+        "import os, sys; from soren_align.report import RunFolder; RunFolder(sys.argv[1]).lock(begin=True);"
+        f"os.execv(sys.executable, [sys.executable, '-c', {check!r}, sys.argv[1]])"
+    )
+    assert subprocess.run([sys.executable, "-c", hold, str(folder)]).returncode == 0
+    folder.lock(begin=True)  # whoever held it has ended
+    assert subprocess.run([sys.executable, "-c", check, str(folder)]).returncode == 1  # a child holds nothing
+
+
+def test_ranks_hold_a_folder_whose_launcher_was_killed(folder, make):
+    launch.prepare(folder, make())
+    folder.release()
+    with held_by_another(folder, ".lock-ranks"), pytest.raises(UserError, match="another process is running"):
+        launch.prepare(folder, make())
+    launch.prepare(folder, make())
+
+
+def test_the_first_rank_holds_a_folder_beside_its_launcher(folder, make):
+    launch.prepare(folder, make())
+    folder.release()
+    with held_by_another(folder):
+        folder.lock(as_rank=True)
+        assert folder.holds(".lock-ranks")
+        assert not folder.holds()
+        folder.lock(as_rank=True)  # again, after this rank has become another process
+
+
+def test_a_folder_on_a_file_system_without_locks_is_refused_in_words(folder, monkeypatch):
+    def flock(*_):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.raises(UserError, match="its file system has no locks"):
+        folder.lock(begin=True)
+
+
+# -- nothing outside of it ---------------------------------------------------------------------------------------------
+
+
+def test_a_linked_folder_is_unlinked_and_not_followed_when_a_run_is_replaced(make, folder, elsewhere):
+    launch.prepare(folder, make())
+    folder.checkpoints.symlink_to(elsewhere)
+    (folder.path / "recipe.yaml.part").symlink_to(elsewhere / "checkpoint-5" / "weights")
+    before = contents(elsewhere)
+    with pytest.raises(UserError, match="is a link to"):
+        launch.prepare(folder, make())
+    folder.clear()
+    launch.prepare(folder, make("run.overwrite=true"))
+    assert contents(elsewhere) == before
+    assert not folder.checkpoints.exists()
+    assert recipe.load(str(folder.recipe)) == make("run.overwrite=true")
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "model", "start", "eval", "metrics.jsonl", "run.json", "model.part"])
+def test_a_link_among_what_runs_write_is_refused_before_anything_is_written(make, folder, elsewhere, name):
+    launch.prepare(folder, make())
+    entry = folder.path / name
+    if entry.exists():
+        entry.rename(elsewhere / name)
+    before, link = contents(elsewhere), elsewhere / name if (elsewhere / name).exists() else elsewhere
+    entry.symlink_to(link)
+    with pytest.raises(UserError, match=rf"{name}: is a link to"):
+        launch.prepare(folder, make())
+    assert contents(elsewhere) == before
+
+
+def test_a_lock_that_is_a_link_is_not_followed(make, folder, elsewhere):
+    launch.prepare(folder, make())
+    folder.release()
+    (folder.path / ".lock").unlink()
+    (folder.path / ".lock").symlink_to(elsewhere / "checkpoint-5" / "weights")
+    with pytest.raises((UserError, OSError)):
+        launch.prepare(folder, make())
+    assert (elsewhere / "checkpoint-5" / "weights").read_text() == "years of work"
+
+
+def test_writing_replaces_a_link_and_what_a_kill_left(tmp_path, elsewhere):
+    target = elsewhere / "checkpoint-5" / "weights"
+    (tmp_path / "run.json").symlink_to(target)
+    (tmp_path / "run.json.part").symlink_to(target)
+    write(tmp_path / "run.json", "{}")
+    assert target.read_text() == "years of work"
+    assert (tmp_path / "run.json").read_text() == "{}"
+
+
+def test_a_run_that_is_half_cleared_is_still_a_run(make, folder, monkeypatch):
+    launch.prepare(folder, make())
+    folder.model.mkdir()
+
+    def denied(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", denied)
+        with pytest.raises(PermissionError):
+            launch.prepare(folder, make("run.overwrite=true"))
+    launch.prepare(folder, make("run.overwrite=true"))
+    assert folder.read()["status"] == "training"
+
+
+# -- a stranger's files ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overrides", [[], ["run.overwrite=true"]], ids=["resume", "overwrite"])
+def test_a_folder_with_another_tools_run_json_is_left_alone(make, folder, overrides):
+    folder.model.mkdir(parents=True)
+    (folder.model / "weights").write_text("years of work")
+    (folder.path / "run.json").write_text('{"status": "training", "task": "sft", "run_id": "sweep-7"}')
+    before = contents(folder.path)
+    with pytest.raises(UserError, match=r"run.json: was not written by soren-align"):
+        launch.prepare(folder, make(*overrides))
+    assert contents(folder.path) == before
+
+
+DAMAGED = {
+    "truncated": '{"status": "trai',
+    "empty": "",
+    "a list": "[1, 2]",
+    "deep": "[" * 100_000,
+    "not UTF-8": b"\xff\xfe{}",
+    "foreign": '{"status": "finished"}',
+}
+
+
+@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
+@pytest.mark.parametrize(
+    "command",
+    [
+        lambda run: launch.train(recipe.load("quickstart/sft", [f"run.output_dir={run}"])),
+        launch.universal,
+        launch.merge,
+        lambda run: launch.evaluate([run], {}, None, None, None),
+        lambda run: push(run, "me/zoo"),
+        lambda run: write_card(RunFolder(run)),
+    ],
+    ids=["sft", "universal", "merge", "eval", "push", "card"],
+)
+def test_a_damaged_run_json_is_one_sentence_in_every_command(folder, started, content, command):
+    finished_run(folder.path)
+    (folder.path / "run.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError, match=r"run\.json"):
+        command(str(folder))
+    assert not started
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"status": "gone"}, "status: Input should be 'training', 'trained' or 'finished'"),
+        ({"processes": "two"}, "processes: Input should be a valid integer"),
+        ({"training": {"steps": 1}}, "training.first_loss: Field required"),
+        ({"data": {"train": {"kept": 1, "dropped": {}, "sources": "all"}}}, "sources: Input should be a valid list"),
+        ({"start": {"path": ["x"], "sha256_or_revision": None}}, "start.path: Input should be a valid string"),
+    ],
+)
+def test_a_run_json_of_another_shape_is_named_with_its_key(folder, changes, said):
+    finished_run(folder.path)
+    record = json.loads((folder.path / "run.json").read_text())
+    (folder.path / "run.json").write_text(json.dumps(record | changes))
+    with pytest.raises(UserError, match=said):
+        folder.read()
+
+
+def test_a_recipe_yaml_of_another_version_is_one_sentence(folder):
+    finished_run(folder.path)
+    folder.recipe.write_text("task: sft\noptimizer: {kind: soren}\n")
+    with pytest.raises(UserError, match=r"recipe\.yaml: no recipe that this version of soren-align wrote"):
+        launch.evaluate([str(folder)], {}, None, None, None)
+
+
+@pytest.mark.parametrize("suite", ["..", "a/b", "/tmp", "\x1b[2J", ""])
+def test_a_suites_name_leads_nowhere_else(folder, suite):
+    with pytest.raises(UserError, match="is no name for a folder of results"):
+        folder.evaluation(suite)
+
+
+def test_metrics_that_cannot_be_read_are_dropped_line_by_line(folder):
+    folder.path.mkdir()
+    lines = [b'{"step": 1}', b'{"step": "x"}', b"[]", b"\xff", b'{"loss": 1}', b"[" * 100_000, b'{"step": 2}']
+    folder.metrics.write_bytes(b"\n".join(lines))
+    folder.forget_metrics_after(1)
+    assert folder.metrics.read_text() == '{"step": 1}\n'
+
+
+# -- what decides the weights ------------------------------------------------------------------------------------------
+
+
+def test_a_changed_parallel_config_of_the_same_name_is_another_recipe(make, folder, tmp_path):
+    config = tmp_path / "mine.json"
+    config.write_text('{"zero_optimization": {"stage": 2}}')
+    made = make(f"run.parallel={config}", "run.global_batch_size=64")
+    launch.prepare(folder, made)
+    (folder.checkpoints / "checkpoint-5").mkdir(parents=True)
+    (folder.checkpoints / "checkpoint-5" / "soren_align.json").write_text("{}")
+    launch.prepare(folder, made)
+    config.write_text('{"zero_optimization": {"stage": 1}}')
+    with pytest.raises(UserError, match=r"run\.parallel\.zero_optimization\.stage: 2 there, 1 here"):
+        launch.prepare(folder, made)
+
+
+# -- the operating system ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("main", [cli.main, lambda: worker.main(["merge", "run"])], ids=["command", "worker"])
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied", "/run/x"), "/run/x: Permission denied"),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "/run/x"),
+            "/run/x: No space left on device. Make room there",
+        ),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "/proc/foo"), "/proc/foo: No such file"),
+    ],
+    ids=["denied", "full", "nowhere"],
+)
+def test_what_the_system_refuses_is_one_sentence(monkeypatch, capsys, main, error, said):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(cli, "app", fail)
+    monkeypatch.setattr(worker, "merge", fail)
+    try:
+        code = main()
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
+    assert said in capsys.readouterr().err
