@@ -124,7 +124,7 @@ RECIPES = {
     "unknown packing": ("max_steps: 2", "packing_strategy: bdf", r"trainer.packing_strategy: .*did you mean 'bfd'"),
     "steps as a word": ("max_steps: 2", "max_steps: two", r"trainer.max_steps: found 'two'; write a whole number"),
     "batch of nothing": ("max_steps: 2", "per_device_train_batch_size: 0", r"trainer.per_device.*at least 1"),
-    "length of nothing": ("max_length: 64", "max_length: 0", r"trainer.max_length: found 0; it must be at least 1"),
+    "length of nothing": ("max_length: 64", "max_length: 1", r"trainer.max_length: found 1; it must be at least 2"),
     "a secret": ("max_steps: 2", "hub_token: hf_x", r"trainer.hub_token: .*HF_TOKEN"),
     "deepspeed": ("max_steps: 2", "deepspeed: ds.json", r"trainer.deepspeed: belongs to run.parallel"),
     "evaluation without rows": ("max_steps: 2", "eval_strategy: steps", r"trainer.eval_strategy: .*add data.eval"),
@@ -164,7 +164,7 @@ RECIPES = {
     "everything is aux": ("name: soren", "name: soren\n  aux: ['*']", r"optimizer: .*no matrix"),
     "nothing fits": (
         "max_length: 64",
-        "max_length: 1\n  assistant_only_loss: true",
+        "max_length: 2\n  assistant_only_loss: true",
         r"none of 1 rows can be trained on",
     ),
 }

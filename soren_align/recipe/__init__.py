@@ -8,7 +8,7 @@ must exist, `adapters` what an adapter's folder says, and `load` turns a file in
 from . import trackers
 from .adapters import adapter_config, refuse_unquantizable
 from .batch import accumulation, rows_per_step, trainer_value
-from .checks import evaluation_problems, is_local
+from .checks import evaluation_problems
 from .foreign_file import import_file
 from .load import find, load, load_resolved, load_text, task_of, to_yaml
 from .models import (
@@ -26,6 +26,7 @@ from .models import (
     trains_adapter,
 )
 from .parallel import Parallel, parallel
+from .references import is_local
 
 __all__ = [
     "ADAPTER",

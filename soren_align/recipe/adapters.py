@@ -1,11 +1,12 @@
 """What can be said of LoRA before torch is there: adapter folders, and what goes together with `model.lora`."""
 
 import importlib.util
-import json
+import re
 from pathlib import Path
 from typing import Any
 
 from .. import shipped
+from ..files import local_path, read_json
 from .models import ADAPTER, Lora, Recipe, UserError
 
 TWO_WAYS = (
@@ -19,20 +20,38 @@ def adapter_config(folder: str | Path) -> dict[str, Any] | None:
     file = shipped.resolve(str(folder)) / ADAPTER
     if not file.is_file():
         return None
-    try:
-        said = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:
-        raise UserError(f"{folder}: {ADAPTER} cannot be read") from None
+    said = read_json(file)
+    if not isinstance(said, dict):
+        raise UserError(f"{folder}: {ADAPTER} is no adapter's: not a mapping")
     if not (file.parent / "adapter_model.safetensors").is_file():
         raise UserError(f"{folder}: an adapter without adapter_model.safetensors; pickled weights are not loaded")
-    if not said.get("base_model_name_or_path"):
+    base = said.get("base_model_name_or_path")
+    if not base or not isinstance(base, str):
         raise UserError(f"{folder}: {ADAPTER} does not say which model is under it (base_model_name_or_path)")
+    if (local_path(base) / ADAPTER).is_file():
+        raise UserError(f"{folder}: an adapter of another adapter, {base}; merge that one into its base first")
+    if slow := next((pattern for pattern in _patterns(said) if _REPEATED_GROUP.search(pattern)), None):
+        raise UserError(
+            f"{folder}: {ADAPTER} has the pattern {slow!r}, whose repeated group may match for hours; name the modules"
+        )
     base, beside = Path(said["base_model_name_or_path"]), file.parent.parent / "start"
     if base.name == "start" and not base.is_dir() and beside.is_dir():
         said["base_model_name_or_path"] = str(
             beside.resolve()
         )  # the run folder, with the start that it made, was moved
     return said
+
+
+# Repeats nest in a repeated group only; without one, matching a module's name takes no exponential time.
+_REPEATED_GROUP = re.compile(r"\)[*+{]")
+
+
+def _patterns(said: dict[str, Any]) -> list[str]:
+    """The regular expressions that PEFT matches with the names of all modules."""
+    named = [said.get(key) for key in ("target_modules", "exclude_modules", "layers_pattern")]
+    keyed = [said.get(key) for key in ("rank_pattern", "alpha_pattern")]
+    listed = [inside for value in [*named, *keyed] if isinstance(value, list | dict) for inside in value]
+    return [value for value in [*named, *listed] if isinstance(value, str)]
 
 
 def is_adapter(model: str) -> bool:

@@ -8,9 +8,9 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from .checks import is_local, is_test_split
 from .foreign_names import AS_READ, COLUMNS, OTHERWISE, TURNS, Note, among
 from .models import UserError
+from .references import is_local, is_test_split
 
 # Where a dataset may be named; the first that is there counts, as in the handbook and in TRL.
 ROOTS = ("dataset_mixture", "dataset_mixer", "datasets", "dataset_name")

@@ -121,7 +121,7 @@ def parse(text: str, name: str) -> tuple[dict[str, Any], dict[Key, str]]:
 def _override(text: str, raw: dict[str, Any], lines: dict[Key, str], wrong: list[str]) -> None:
     key, equals, value = text.partition("=")
     keys: list[Any] = key.strip().split(".")
-    if not equals or not all(keys):
+    if not equals or not all(keys) or len(keys) > 10:  # no section lies deeper
         wrong.append(f"--set {text}: write --set section.key=value")
         return
     try:
@@ -133,7 +133,7 @@ def _override(text: str, raw: dict[str, Any], lines: dict[Key, str], wrong: list
     node: Any = raw
     for i, part in enumerate(keys):
         if isinstance(node, list):  # data.train.0.limit: the first of a list
-            if not (part.isdecimal() and int(part) < len(node)):
+            if not (part.isdecimal() and len(part) < 9 and int(part) < len(node)):
                 there = ".".join(map(str, keys[:i]))
                 wrong.append(f"--set {text}: {there} is a list of {len(node)}; write {there}.0 for the first")
                 return
@@ -161,7 +161,7 @@ def _check(raw: dict[str, Any], lines: dict[Key, str], wrong: list[str], task: s
         errors = [{**e, "loc": tuple(part for part in e["loc"] if part not in (ONE, SEVERAL))} for e in found]
         wrong += [_say(e, lines) for e in _without_echoes(errors)]
     kind = raw.get("task")
-    if kind in trl_config.CLASSES:
+    if isinstance(kind, str) and kind in trl_config.CLASSES:
         if task and kind != task:
             wrong.append(f"{_place(('task',), lines)} task: this is a recipe for `soren-align {kind}`, not {task}")
         trainer = raw.get("trainer")
@@ -175,7 +175,7 @@ def _check(raw: dict[str, Any], lines: dict[Key, str], wrong: list[str], task: s
 
 
 def _line_number(problem: str) -> int:
-    line = re.match(r"[^ ]+:(\d+) ", problem)
+    line = re.match(r"[^ ]+:(\d{1,9}) ", problem)
     return int(line[1]) if line else 10**9  # --set comes last
 
 

@@ -60,7 +60,7 @@ class Model(_Section):
     """The parameters' dtype. bfloat16 rounds most small updates away, unless `run.parallel` keeps float32 masters
     (ZeRO, FSDP2) or `optimizer.compensation` is kahan; for bfloat16 arithmetic over float32 parameters write
     `trainer: {bf16: true}`. With an adapter it is that of the frozen weights: what is trained is float32."""
-    init_seed: Annotated[int, Field(ge=0)] | None = None
+    init_seed: Annotated[int, Field(ge=0, le=2**32 - 1)] | None = None
     """Instead of loading weights, make random ones from the folder's config.json with this seed."""
     chat_template: str | None = None
     """How turns become text: `qwen2.5` (its base models' own), `zephyr`, or the path of a .jinja file; saved with the

@@ -117,7 +117,19 @@ def _read(path: Path) -> dict[str, Any]:
     config = parse_json(text, path.name) if path.suffix == ".json" else parse_yaml(text, path.name)[0]
     if not isinstance(config, dict):
         raise UserError(f"{path.name}: a config is a mapping")
+    zero = config.get("zero_optimization")
+    inside = zero if isinstance(zero, dict) else {}
+    sections = [(key, config.get(key)) for key in ("bf16", "fp16")]
+    sections += [(f"zero_optimization.{key}", inside.get(key)) for key in ("offload_optimizer", "offload_param")]
+    if wrong := [
+        f"{path.name}: {key}: found {value!r}; write a mapping" for key, value in sections if _is_no_map(value)
+    ]:
+        raise UserError(*wrong)
     return config
+
+
+def _is_no_map(value: Any) -> bool:
+    return value is not None and not isinstance(value, dict)
 
 
 def _deepspeed_problems(config: dict[str, Any]):
@@ -131,9 +143,9 @@ def _deepspeed_problems(config: dict[str, Any]):
         if (config.get(key) or {}).get("enabled", "auto") not in ("auto", False):
             yield f'{key}.enabled: trainer.{key} says it; write "auto"'
     zero = config.get("zero_optimization")
-    if not isinstance(zero, dict) or zero.get("stage") not in (1, 2, 3):
-        found = zero.get("stage") if isinstance(zero, dict) else None
-        yield f"zero_optimization.stage: found {found!r}; write 1, 2 or 3 (without ZeRO: run.parallel ddp)"
+    stage = zero.get("stage") if isinstance(zero, dict) else None
+    if not isinstance(zero, dict) or type(stage) is not int or stage not in (1, 2, 3):
+        yield f"zero_optimization.stage: found {stage!r}; write 1, 2 or 3 (without ZeRO: run.parallel ddp)"
         return
     for key, reason in _ZERO_UNSUPPORTED.items():
         if zero.get(key) and zero[key] != _OFF.get(key):

@@ -36,12 +36,14 @@ def named(report_to: Any) -> list[Any]:
 def problem(report_to: Any) -> str | None:
     """What is wrong with `trainer.report_to`; None when nothing is."""
     for name in named(report_to):
+        if not isinstance(name, str):
+            return f"found {name!r}; write none, {', '.join(TRACKERS)}"
         if name == "all":
             return "found 'all', which is another thing on another machine; name the trackers, or write none"
         if name == "none":
             return "found 'none' among others; write it alone, or leave it out"
         if name not in TRACKERS:
-            close = difflib.get_close_matches(str(name), [*TRACKERS, "none"], n=1, cutoff=0.6)
+            close = difflib.get_close_matches(name, [*TRACKERS, "none"], n=1, cutoff=0.6)
             hint = f"; did you mean '{close[0]}'?" if close else ""
             return f"found {name!r}; write none, {', '.join(TRACKERS)}{hint}"
         modules, install = TRACKERS[name]

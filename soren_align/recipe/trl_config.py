@@ -9,6 +9,7 @@ import ast
 import difflib
 import functools
 import importlib.util
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,7 +81,7 @@ AT_LEAST = {
     "per_device_train_batch_size": 1,
     "per_device_eval_batch_size": 1,
     "gradient_accumulation_steps": 1,
-    "max_length": 1,
+    "max_length": 2,
     "save_total_limit": 1,
     "max_steps": -1,
     "seed": 0,
@@ -88,6 +89,7 @@ AT_LEAST = {
     "max_grad_norm": 0,
     "dataloader_num_workers": 0,
 }
+AT_MOST = dict.fromkeys(("seed", "data_seed"), 2**32 - 1)  # numpy's
 MORE_THAN = {"num_train_epochs": 0, "logging_steps": 0, "save_steps": 0, "eval_steps": 0, "beta": 0}
 
 
@@ -159,8 +161,12 @@ def _problem(task: str, key: str, value: Any) -> str | None:
         hint = " (YAML's word for nothing is null)" if value == "None" else ""
         return f"found {value!r}; write {_in_words(field.types)}{hint}"
     if isinstance(value, int | float) and not isinstance(value, bool):
+        if not math.isfinite(value):
+            return f"found {value!r}; it must be finite"
         if key in AT_LEAST and value < AT_LEAST[key]:
             return f"found {value!r}; it must be at least {AT_LEAST[key]}"
+        if key in AT_MOST and value > AT_MOST[key]:
+            return f"found {value!r}; it must be at most {AT_MOST[key]}"
         if key in MORE_THAN and value <= MORE_THAN[key]:
             return f"found {value!r}; it must be more than {MORE_THAN[key]}"
     return None
