@@ -54,7 +54,9 @@ class Watch:
         elif event == "open":
             path, _, flags = arguments
             if flags & _WRITES and not isinstance(path, int):
-                self._check("open", os.path.realpath(os.fspath(path)))
+                path = os.fspath(path)
+                follows = not flags & (os.O_NOFOLLOW | os.O_EXCL)
+                self._check("open", os.path.realpath(path) if follows else _entry(path))
         elif event in _ENTRIES:
             for entry, folder in _ENTRIES[event]:
                 path = arguments[entry]
@@ -64,9 +66,9 @@ class Watch:
                 fd = arguments[folder] if folder is not None and folder < len(arguments) else -1
                 if isinstance(fd, int) and fd >= 0:
                     path = os.path.join(os.readlink(f"/proc/self/fd/{fd}"), path)
-                parent, name = os.path.split(os.path.abspath(path))
-                follows = event in _FOLLOWED
-                self._check(event, os.path.realpath(path) if follows else os.path.join(os.path.realpath(parent), name))
+                if (event == "os.mkdir") == os.path.lexists(path) and event != "os.symlink":
+                    continue  # it will fail: made where something is, or changed where nothing is
+                self._check(event, os.path.realpath(path) if event in _FOLLOWED else _entry(path))
 
     def _check(self, event: str, path: str | bytes) -> None:
         path = os.fsdecode(path)
@@ -76,6 +78,12 @@ class Watch:
     def _refuse(self, what: str) -> None:
         self.breaches.append(what)
         raise PermissionError(13, "Permission denied", what)
+
+
+def _entry(path: str | bytes) -> str:
+    """Where the entry itself stands, be it a link."""
+    parent, name = os.path.split(os.path.abspath(os.fsdecode(path)))
+    return os.path.join(os.path.realpath(parent), name)
 
 
 _watch: Watch | None = None
@@ -128,7 +136,7 @@ class Box:
         self.before = self._digest()
 
     def lay_out(self, files: dict) -> None:
-        """Make the working directory of an input's files: bytes, {"link": target}, {"fifo": true}, or {} for a folder."""
+        """Make the working directory of files: bytes, {"link": target}, {"fifo": true}, or {} for a folder."""
         for folder in (self.work, *self.own):
             if folder != self.work or any(folder.iterdir()):
                 _remove(folder)

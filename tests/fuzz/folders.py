@@ -24,7 +24,11 @@ ORIGIN = {
     "start": None,
     "chat_template_sha256": "0",
 }
-CHECKPOINT = {"optimizer.pt": b"state", "scheduler.pt": b"schedule", "trainer_state.json": b'{"global_step": 100}'}
+CHECKPOINT = {
+    "optimizer.pt": b"state",
+    "scheduler.pt": b"schedule",
+    "trainer_state.json": b'{"global_step": 100, "max_steps": 600}',
+}
 OUTSIDE = [
     "../outside",
     "../../outside",

@@ -12,7 +12,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import resource
 import shutil
 import signal
 import sys
@@ -51,8 +50,6 @@ def work(pipe: Any, now: Any, kinds: list[str]) -> None:
     from kinds import make
 
     box = trial.settle(root, kinds)
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + (6 << 30), resource.RLIM_INFINITY))
     pipe.send(None)
     while (chunk := pipe.recv()) is not None:
         seed, kind, first, last = chunk

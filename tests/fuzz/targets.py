@@ -24,7 +24,7 @@ REFUSED = 2
 """The exit code of a UserError."""
 MOST_OUTPUT = 60_000
 """Characters that a command may say."""
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 class Became(BaseException):
@@ -44,8 +44,13 @@ def _become(_: str, arguments: list[str], environment: dict[str, str]) -> None:
 
 @contextlib.contextmanager
 def _without_processes():
-    with mock.patch.object(os, "execvpe", _become), mock.patch.object(launch, "provenance", _provenance):
-        yield
+    fakes = mock.patch.object(os, "execvpe", _become), mock.patch.object(launch, "provenance", _provenance)
+    with mock.patch.dict(os.environ), fakes[0], fakes[1]:
+        try:
+            yield
+        finally:  # the locks of run folders are held until a process ends
+            for held in os.environ.pop("SOREN_ALIGN_LOCK", "").split():
+                os.close(int(held))
 
 
 @cache
@@ -89,7 +94,7 @@ def an_import(box: Box, arguments: dict[str, Any]) -> None:
     """Import it; what comes out is a recipe, and the table fits a terminal."""
     text, table = recipe.import_file(Path(arguments["name"]), arguments["task"])
     recipe.load_text(text)
-    if _CONTROL.search(table):
+    if CONTROL.search(table):
         raise Wrong("control characters in the table")
 
 
@@ -143,7 +148,7 @@ def a_run_folder(box: Box, arguments: dict[str, Any]) -> int:
     before = {name: _content(name) for name in arguments["foreign"]}
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), _without_models():
         code = _command([box.told(word) for word in arguments["command"]])
-    if found := _CONTROL.search(said.getvalue()):
+    if found := CONTROL.search(said.getvalue()):
         raise Wrong(f"the output has the control character {found[0]!r}")
     if len(said.getvalue()) > MOST_OUTPUT:
         raise Wrong(f"the output has {len(said.getvalue())} characters")

@@ -4,6 +4,7 @@
 """
 
 import json
+import resource
 import shutil
 import sys
 import tempfile
@@ -32,7 +33,10 @@ def box(tmp_path_factory):
         box = Box(root)
         patch.chdir(root)
         targets.warm_up(box, list(SAMPLE))
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        trial.limit_memory()
         yield box
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 @pytest.mark.parametrize("kind", SAMPLE)

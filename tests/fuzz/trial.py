@@ -1,6 +1,7 @@
 """One input tried: what became of it, how long it took and where it failed."""
 
 import os
+import resource
 import signal
 import sys
 import tempfile
@@ -15,9 +16,10 @@ import targets
 from box import Box, watched
 from kinds import Input
 
-from soren_align.recipe import UserError
+from soren_align.errors import UserError, of_the_system
 
 LIMIT_SECONDS = 5.0
+MOST_BYTES = 4 << 30
 PACKAGE = str(Path(targets.recipe.__file__).resolve().parent.parent)
 
 
@@ -66,8 +68,10 @@ def attempt(box: Box, given: Input) -> Outcome:
             with _limited(LIMIT_SECONDS):
                 code = targets.TARGETS[given.kind](box, given.arguments)
             verdict = "refused" if code == targets.REFUSED else "accepted"
-        except UserError:
-            verdict = "refused"
+        except UserError as refusal:
+            verdict, error = _refusal(refusal)
+        except OSError as other:  # the command says it in one sentence, where it names a file
+            verdict, error = ("refused", None) if of_the_system(other) else ("failed", other)
         except TooSlow as late:
             verdict, error = "slow", late
         except (KeyboardInterrupt, GeneratorExit):
@@ -89,6 +93,16 @@ def attempt(box: Box, given: Input) -> Outcome:
     message = " ".join(str(error).replace(str(box.root), "@BOX@").split())[:200]
     trace = "".join(traceback.format_exception(error, limit=-12))
     return Outcome(verdict, seconds, type(error).__name__, _place(error), message, trace)
+
+
+def _refusal(refusal: UserError) -> tuple[str, Exception | None]:
+    """A refusal is short, and its text commands no terminal."""
+    text = str(refusal)
+    if not text.strip() or len(text) > targets.MOST_OUTPUT or targets.CONTROL.search(text):
+        return "failed", targets.Wrong(f"a refusal that cannot be printed: {text[:100]!r}").with_traceback(
+            refusal.__traceback__
+        )
+    return "refused", None
 
 
 def _resolved(content: Any) -> Any:
@@ -137,4 +151,11 @@ def settle(root: Path, kinds: list[str]) -> Box:
     sys.dont_write_bytecode = True
     box = Box(root)
     targets.warm_up(box, kinds)
+    limit_memory()
     return box
+
+
+def limit_memory() -> None:
+    """Let what asks for more than MOST_BYTES fail, and not the machine."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + MOST_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
