@@ -110,6 +110,8 @@ def evaluate(
             raise UserError(
                 f"{model}: there is no such folder; a name on the hub it is not, with {Path(model).parent} here"
             )
+    if output is None and (RunFolder(models[0]).path / "run.json").is_file():
+        RunFolder(models[0]).lock(shared=True)  # results are written into it
     recipe = _recipe_of(models[0])
     asked = _asked(recipe, given)
     if output is None and (recipe is None or len(models) > 1):

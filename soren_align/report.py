@@ -103,20 +103,23 @@ class RunFolder:
 
     # -- one process at a time --------------------------------------------------------------------------------------
 
-    def lock(self, *, begin: bool = False, as_rank: bool = False) -> None:
+    def lock(self, *, begin: bool = False, as_rank: bool = False, shared: bool = False) -> None:
         """Hold the folder until this process ends, and in what it becomes by exec. Comes before all that is read in it.
 
         begin: it may be new, and is made. as_rank: by the first of several ranks, beside their launcher, which may be
-        killed before them. UserError if another process holds it, if it is no run's, and for links in it.
+        killed before them. shared: beside others that evaluate it too, and nobody who trains.
+        UserError if another process holds it, if it is no run's, and for links in it.
         """
         name = RANKS_LOCK if as_rank else LOCK
         if not self.holds(name):
             self._refuse_foreign(begin)
             self.path.mkdir(parents=True, exist_ok=True)
-            held = self._locked(name)  # the first of the two: else this could get in the way of a run's own rank
+            held = self._locked(
+                name, shared
+            )  # the first of the two: else this could get in the way of a run's own rank
             try:
                 if not as_rank and not self.holds(RANKS_LOCK):
-                    os.close(self._locked(RANKS_LOCK))
+                    os.close(self._locked(RANKS_LOCK, shared))
             except BaseException:
                 os.close(held)
                 raise
@@ -153,15 +156,15 @@ class RunFolder:
         except OSError:  # of a parent process: a child has the variable, and not the descriptor
             return False
 
-    def _locked(self, name: str) -> int:
-        """The descriptor of a lock file that nobody else holds; UserError if somebody does."""
+    def _locked(self, name: str, shared: bool) -> int:
+        """The descriptor of a lock file that this process holds; UserError if another does."""
         descriptor = os.open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except OSError as error:
             os.close(descriptor)
             if isinstance(error, BlockingIOError):
-                raise UserError(f"{self}: another process is running this run") from None
+                raise UserError(f"{self}: another process is running this run, or evaluating it") from None
             raise UserError(f"{self}: its file system has no locks ({error.strerror}); choose another folder") from None
         return descriptor
 

@@ -107,6 +107,23 @@ def test_the_first_rank_holds_a_folder_beside_its_launcher(folder, make):
         folder.lock(as_rank=True)  # again, after this rank has become another process
 
 
+def test_a_run_is_evaluated_by_several_processes_and_trained_by_none_of_them(folder, started, make, monkeypatch):
+    finished_run(folder.path)
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            launch.evaluate([str(folder)], {}, None, None, None)
+        monkeypatch.delenv("SOREN_ALIGN_LOCK")
+    with pytest.raises(UserError, match="another process is running this run, or evaluating it"):
+        launch.prepare(folder, make("run.overwrite=true"))
+    assert len(started) == 2
+
+
+def test_a_run_that_is_training_is_not_evaluated(folder, started):
+    finished_run(folder.path)
+    with held_by_another(folder), pytest.raises(UserError, match="another process is running this run"):
+        launch.evaluate([str(folder)], {}, None, None, None)
+
+
 def test_a_folder_on_a_file_system_without_locks_is_refused_in_words(folder, monkeypatch):
     def flock(*_):
         raise OSError(95, "Operation not supported")

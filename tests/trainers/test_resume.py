@@ -1,6 +1,7 @@
 """Killed at any moment and started again, a run ends with the weights of an uninterrupted one, bit for bit."""
 
 import json
+import os
 import random
 import signal
 import subprocess
@@ -82,6 +83,29 @@ def test_a_checkpoint_with_a_lost_file_is_refused(tiny_run, monkeypatch, lost):
     (tiny_run().folder.checkpoints / "checkpoint-2" / lost).unlink()
     with pytest.raises(UserError, match=f"checkpoint-2: {lost} missing or cut short"):
         tiny_run().train()
+
+
+class Hostile:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, made):
+        self.made = str(made)
+
+    def __reduce__(self):
+        return os.mkdir, (self.made,)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+def test_a_pickle_in_a_checkpoint_runs_no_code_and_is_refused_in_words(tiny_run, tmp_path, monkeypatch, name):
+    stop_after(tiny_run, 3, monkeypatch)
+    checkpoint = tiny_run().folder.checkpoints / "checkpoint-2"
+    torch.save(Hostile(tmp_path / "made"), checkpoint / name)
+    record = json.loads((checkpoint / "soren_align.json").read_text())
+    record["files"][name] = (checkpoint / name).stat().st_size
+    (checkpoint / "soren_align.json").write_text(json.dumps(record))
+    with pytest.raises(UserError, match="checkpoint-2: holds more than tensors and plain data, and is not loaded"):
+        tiny_run().train()
+    assert not (tmp_path / "made").exists()
 
 
 def test_a_checkpoint_of_other_data_or_other_weights_is_refused(tiny_run, monkeypatch):
