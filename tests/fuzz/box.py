@@ -145,8 +145,6 @@ class Box:
         box = str(self.root)
         for name, content in files.items():
             path = self.work / name
-            if content is None:
-                continue
             path.parent.mkdir(parents=True, exist_ok=True)
             if isinstance(content, bytes):
                 path.write_bytes(content.replace(BOX.encode(), box.encode()))

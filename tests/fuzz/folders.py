@@ -57,8 +57,10 @@ FOREIGN |= {"summary.json": b'{"mine": true}', "out/scores.png": b"a photo"}
 
 
 @cache
-def _whole(kind: str) -> Files:
-    """The files of a run folder `run` that is as our own commands leave it; kind: finished, adapter or training."""
+def whole(kind: str) -> Files:
+    """The files of a run folder `run` that is as our own commands leave it; kind: finished, adapter, training or ""."""
+    if not kind:
+        return {}
     here = os.getcwd()
     with tempfile.TemporaryDirectory() as root:
         os.chdir(root)
@@ -138,15 +140,19 @@ def _command(rng: random.Random, kind: str) -> list[str]:
     return rng.choice(commands)
 
 
-def tampered(rng: random.Random, as_json: Mutator, as_yaml: Mutator) -> tuple[Files, dict[str, Any]]:
-    """(files, arguments) of a run folder that was tampered with, and of a command on it."""
+def tampered(rng: random.Random, as_json: Mutator, as_yaml: Mutator) -> tuple[Files, dict[str, Any], str]:
+    """(changed files, arguments, base) of a run folder that was tampered with, and of a command on it."""
     kind = rng.choice(["finished", "finished", "adapter", "training"])
-    files = dict(_whole(kind))
+    files = dict(whole(kind))
     command = _command(rng, kind)
     foreign = dict(rng.sample(sorted(FOREIGN.items()), rng.randrange(1, 4))) if rng.random() < 0.3 else {}
     for _ in range(rng.choice((1, 1, 2, 3))):
         _tamper(rng, files, as_json, as_yaml)
-    return files | foreign, {"command": command, "foreign": sorted(foreign)}
+    files |= foreign
+    base = whole(kind)
+    changed = {name: content for name, content in files.items() if base.get(name) != content}
+    gone = dict.fromkeys(sorted(base.keys() - files.keys()))
+    return changed | gone, {"command": command, "foreign": sorted(foreign)}, kind
 
 
 def _tamper(rng: random.Random, files: Files, as_json: Mutator, as_yaml: Mutator) -> None:

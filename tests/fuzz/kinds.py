@@ -35,17 +35,23 @@ class Input:
     kind: str
     files: Files = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)
+    base: str = ""
+    """A whole folder of `folders.whole`, which `files` changes; None there takes one away."""
+
+    def all_files(self) -> Files:
+        """Those of the base, changed."""
+        return {k: v for k, v in ({**folders.whole(self.base)} | self.files).items() if v is not None}
 
     def to_json(self) -> dict[str, Any]:
         """As JSON: bytes as Latin-1, so that each is one character."""
         files = {k: v.decode("latin-1") if isinstance(v, bytes) else v for k, v in self.files.items()}
-        return {"kind": self.kind, "arguments": self.arguments, "files": files}
+        return {"kind": self.kind, "base": self.base, "arguments": self.arguments, "files": files}
 
     @classmethod
     def from_json(cls, said: dict[str, Any]) -> "Input":
         """What `to_json` wrote."""
         files = {k: v.encode("latin-1") if isinstance(v, str) else v for k, v in said["files"].items()}
-        return cls(said["kind"], files, said["arguments"])
+        return cls(said["kind"], files, said["arguments"], said["base"])
 
     def digest(self) -> str:
         """A short name."""
@@ -363,7 +369,12 @@ def _parquet(rng: random.Random, rows: list[Any]) -> bytes:
         kinds += [pa.array([[{"role": "user", "content": None}]] * len(rows)), pa.array([b"\xff"] * len(rows))]
         arrays[rng.choice(columns)] = rng.choice(kinds)
     stream = io.BytesIO()
-    pq.write_table(pa.table(arrays), stream)
+    try:
+        pq.write_table(pa.table(arrays), stream)
+    except pa.ArrowException:  # a kind that Parquet does not know
+        pq.write_table(
+            pa.table({column: [str(row.get(column)) for row in rows] for column in columns}), stream := io.BytesIO()
+        )
     return mutate.content(rng, stream.getvalue()) if rng.random() < 0.2 else stream.getvalue()
 
 

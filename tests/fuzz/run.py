@@ -2,6 +2,7 @@
 
     python tests/fuzz/run.py [--seed N] [--minutes 20] [--jobs 2] [--state FILE] [--kinds recipe,data]
     python tests/fuzz/run.py --seed N --one recipe:123        one input again: shown, tried, with its traceback
+    python tests/fuzz/run.py --seed N --keep                  one small input of each failure goes into tests/fuzz/kept
 
 Every input follows from (seed, kind, index). The state file has a line for every piece of work that is done; with the
 same one, the command goes on. Exit status 1 if anything failed: an exception that is no UserError, more than 5 seconds,
@@ -38,6 +39,7 @@ QUOTAS = {
 }
 """The shares of the kinds, and what 20 minutes on two cores are to reach."""
 CHUNKS = {"recipe": 100, "override": 100, "import": 50, "data": 25, "run": 20, "adapter": 20, "suite": 50}
+KEPT = HERE / "kept"
 STUCK_SECONDS = 30
 """A process that is at one input for so long cannot be interrupted from inside, and is killed."""
 
@@ -207,6 +209,21 @@ def show_one(seed: str, kind: str, index: int) -> int:
     return 0 if outcome.is_fine else 1
 
 
+def keep(state: State) -> int:
+    """Write an input of each kind of failure, made smaller, into KEPT."""
+    import kinds
+    import shrink
+    import trial
+
+    found = {(line["kind"], f["what"], f["where"]): (line["kind"], f["index"]) for line in state.lines
+             for f in reversed(line["failures"])}  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as root:
+        box = trial.settle(Path(root), sorted({kind for kind, _ in found.values()}))
+        for kind, index in found.values():
+            shrink.keep(box, kinds.make(state.seed, kind, index), KEPT)
+    return 0
+
+
 def main() -> int:
     """The command line; the exit status."""
     parser = argparse.ArgumentParser(description="Try mutated inputs.")
@@ -216,12 +233,15 @@ def main() -> int:
     parser.add_argument("--state", type=Path)
     parser.add_argument("--kinds", default=",".join(QUOTAS))
     parser.add_argument("--one", metavar="KIND:INDEX")
+    parser.add_argument("--keep", action="store_true")
     asked = parser.parse_args()
     if asked.one:
         kind, _, index = asked.one.partition(":")
         return show_one(asked.seed, kind, int(index))
     kinds, lock = asked.kinds.split(","), threading.Lock()
     state = State(asked.state or Path("runs/fuzz") / f"{asked.seed}.jsonl", asked.seed)
+    if asked.keep:
+        return keep(state)
     until = time.time() + 60 * asked.minutes
     threads = [threading.Thread(target=attend, args=(state, lock, kinds, until)) for _ in range(asked.jobs)]
     for thread in threads:

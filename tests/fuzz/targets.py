@@ -91,11 +91,11 @@ def an_override(box: Box, arguments: dict[str, Any]) -> None:
 
 
 def an_import(box: Box, arguments: dict[str, Any]) -> None:
-    """Import it; what comes out is a recipe, and the table fits a terminal."""
+    """Import it; what comes out is a recipe, and the table has 80 columns."""
     text, table = recipe.import_file(Path(arguments["name"]), arguments["task"])
     recipe.load_text(text)
-    if CONTROL.search(table):
-        raise Wrong("control characters in the table")
+    if max(map(len, table.splitlines())) > 80:
+        raise Wrong("the table is wider than 80 columns")
 
 
 def a_data_file(box: Box, arguments: dict[str, Any]) -> None:
@@ -243,7 +243,7 @@ def _save_model(folder: str) -> None:
 def _record() -> dict[str, Any]:
     import json
 
-    said = json.loads(folders._whole("finished")["run/run.json"])
+    said = json.loads(folders.whole("finished")["run/run.json"])
     return {key: said[key] for key in ("training", "start", "data", "seeds", "device", "parameters", "optimizer")} | {
         "rows_per_step": 64,
         "parallel": "ddp",

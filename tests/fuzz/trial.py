@@ -58,7 +58,7 @@ class Outcome:
 
 def attempt(box: Box, given: Input) -> Outcome:
     """Try one input in the box."""
-    files = {k: _resolved(v) for k, v in given.files.items()}
+    files = {k: _resolved(v) for k, v in given.all_files().items()}
     here = os.getcwd()
     box.lay_out(files)
     began = time.perf_counter()
