@@ -209,7 +209,7 @@ def _dotted() -> list[str]:
 def an_override(rng: random.Random) -> Input:
     """--set texts for a shipped recipe."""
     name, _, _ = rng.choice(_recipes())
-    texts = []
+    texts = ["model.name_or_path=shipped:recipes/quickstart/base", "model.init_seed=0"] if "/dpo" in name else []
     for _ in range(rng.choice((1, 1, 2, 3))):
         key = rng.choice(_dotted())
         if rng.random() < 0.2:
@@ -217,7 +217,7 @@ def an_override(rng: random.Random) -> Input:
                 [mutate.text(rng, key), key + ".x", key + ".0", key.upper(), "", ".", "a" * 5000, key + "."]
             )
         known = _known_values().get(key.rpartition(".")[2])
-        item = rng.choice(known) if known and rng.random() < 0.3 else mutate.value(rng)
+        item = rng.choice(known) if known and rng.random() < 0.6 else mutate.value(rng)
         written = mutate.as_yaml(rng, item).decode("utf-8", "surrogateescape").strip("\n")
         texts.append(
             rng.choice([f"{key}={written}"] * 8 + [key, f"={written}", f"{key}=={written}"]).replace("\0", "\\0")
@@ -385,7 +385,7 @@ def a_run_folder(rng: random.Random) -> Input:
 
 def _yaml(rng: random.Random, written: bytes) -> bytes:
     node = pairs(YAML(typ="safe", pure=True).load(written.decode()))
-    mutate.tree(rng, node, make=_plausible)
+    mutate.tree(rng, node, rng.choice((1, 1, 1, 2, 4)), make=_plausible)
     return mutate.as_yaml(rng, node)
 
 

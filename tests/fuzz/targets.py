@@ -278,8 +278,8 @@ run: {output_dir: run}
 """
 
 
-def an_adapter(box: Box, arguments: dict[str, Any]) -> None:
-    """Train on from it, evaluate it; loaded, it changes the model that it lies on."""
+def an_adapter(box: Box, arguments: dict[str, Any]) -> int:
+    """Train on from it, and evaluate it."""
     from rich.console import Console
 
     from soren_align.evaluate import backends, lineage
@@ -295,9 +295,13 @@ def an_adapter(box: Box, arguments: dict[str, Any]) -> None:
         setup = backends.Setup("hf", "float32", "cpu", 1)
         steps.append(lambda: build.load_model(recipe.load_text(RECIPE), "adapter"))
         steps.append(lambda: backends.load(Path("adapter"), _tokenizer(), setup))
+    refused = False
     for step in steps:  # each is another command's, so that none is spared by another's refusal
-        with contextlib.suppress(recipe.UserError):
+        try:
             step()
+        except recipe.UserError:
+            refused = True
+    return REFUSED if refused else 0
 
 
 def a_suite(box: Box, arguments: dict[str, Any]) -> None:
