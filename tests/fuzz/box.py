@@ -137,8 +137,9 @@ class Box:
 
     def lay_out(self, files: dict) -> None:
         """Make the working directory of files: bytes, {"link": target}, {"fifo": true}, or {} for a folder."""
+        os.chdir(self.root)
         for folder in (self.work, *self.own):
-            if folder != self.work or any(folder.iterdir()):
+            if not folder.is_dir() or folder.is_symlink() or any(folder.iterdir()):
                 _remove(folder)
                 folder.mkdir()
         os.chdir(self.work)
