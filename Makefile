@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN := runs/quickstart
 
-.PHONY: setup demo test parity check clean
+.PHONY: setup demo test fuzz parity check clean
 
 setup: .venv/installed
 
@@ -22,6 +22,11 @@ demo: setup
 
 test: setup
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# 40,000 mutated recipes, data files, run folders, ... in 20 minutes. `make fuzz SEED=7` again goes on where it was.
+fuzz: SEED ?= $(shell date +%Y%m%d)
+fuzz: setup
+	$(BIN)/python tests/fuzz/run.py --seed $(SEED)
 
 # How far 2 and 3 ranks are from one process, sharded in every way: the table of docs/distributed.md. Three minutes.
 parity: setup

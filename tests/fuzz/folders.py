@@ -1,0 +1,355 @@
+"""Run folders and adapters that a stranger could have left: whole ones, then tampered with."""
+
+import json
+import os
+import random
+import struct
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mutate
+from box import BOX
+from finished import evaluated, finished_run
+
+Files = dict[str, Any]
+Mutator = Callable[[random.Random, Any], bytes]
+
+ORIGIN = {
+    "training": {"task": "sft"},
+    "processes": 1,
+    "data": {"path": "x"},
+    "start": None,
+    "chat_template_sha256": "0",
+}
+CHECKPOINT = {
+    "optimizer.pt": b"state",
+    "scheduler.pt": b"schedule",
+    "trainer_state.json": b'{"global_step": 100, "max_steps": 600}',
+}
+OUTSIDE = [
+    "../outside",
+    "../../outside",
+    "../../../outside",
+    f"{BOX}/outside",
+    f"{BOX}/outside/deep",
+    "../../../../outside",
+]
+NAMES = [
+    *OUTSIDE,
+    "../../../outside/deep",
+    f"{BOX}/outside/base",
+    "..",
+    ".",
+    "",
+    "/",
+    "a/b",
+    "x" * 300,
+    "~",
+    "\0",
+    "\x1b[2J",
+    "SFT",
+]
+FOREIGN = {"out/results.json": b'{"accuracy": 0.9}', "out/table.md": b"# mine\n", "out/samples/base/mine.txt": b"mine"}
+FOREIGN |= {"summary.json": b'{"mine": true}', "out/scores.png": b"a photo"}
+
+
+@cache
+def whole(kind: str) -> Files:
+    """The files of a run folder `run` that is as our own commands leave it; kind: finished, adapter, training or ""."""
+    if not kind:
+        return {}
+    here = os.getcwd()
+    with tempfile.TemporaryDirectory() as root:
+        os.chdir(root)
+        try:
+            adapter_of = f"{root}/run/start" if kind == "adapter" else None
+            run = finished_run("run", BATCH, adapter_of=adapter_of)
+            _fill(run, kind)
+            found = {str(f.relative_to(root)): f.read_bytes() for f in sorted(Path(root).rglob("*")) if f.is_file()}
+        finally:
+            os.chdir(here)
+    return {name: data.replace(root.encode(), f"{BOX}/work".encode()) for name, data in found.items()}
+
+
+def _fill(run: Any, kind: str) -> None:
+    run.start.mkdir()
+    for name, text in {"config.json": "{}", "model.safetensors": "start", "tokenizer_config.json": "{}"}.items():
+        (run.start / name).write_text(text)
+    fixed = {"started": "2026-01-01T00:00:00+00:00", "commit": "c" * 40, "platform": "here"}
+    fixed["versions"] = dict.fromkeys(run.read()["versions"], "1")
+    start = {"path": str(run.start.resolve()), "sha256_or_revision": None}
+    run.update(**fixed, start=start, status="training" if kind == "training" else "finished")
+    run.metrics.write_text("".join(json.dumps({"step": i, "loss": 1.0 / i}) + "\n" for i in (50, 100, 150)))
+    for step in (100, 200):
+        folder = run.checkpoints / f"checkpoint-{step}"
+        folder.mkdir(parents=True)
+        for name, data in CHECKPOINT.items():
+            (folder / name).write_bytes(data)
+    sizes = {name: len(data) for name, data in CHECKPOINT.items()}
+    (run.checkpoints / "checkpoint-100" / "soren_align.json").write_text(json.dumps({"origin": ORIGIN, "files": sizes}))
+    evaluated(run)
+    for row in ("base", "SFT"):
+        folder = run.evaluation("quickstart") / "samples" / row
+        folder.mkdir(parents=True)
+        (folder / "zoo_mc.jsonl").write_text("{}\n")
+    (run.evaluation("quickstart") / "table.md").write_text("# a table\n")
+    if kind == "adapter":
+        run.merged.mkdir()
+        (run.merged / "model.safetensors").write_text("merged")
+        (run.merged / "merged_from.json").write_text(json.dumps(run.adapter()))
+
+
+RECIPES = ["quickstart/sft", "quickstart/sft", "run/recipe.yaml"]
+BATCH = "run.global_batch_size=64"
+OUTPUT = ["--set", "run.output_dir=run", "--set", BATCH]
+
+
+def _command(rng: random.Random, kind: str) -> list[str]:
+    train = ["sft", rng.choice(RECIPES), *OUTPUT]
+    commands = [
+        train,
+        [*train, "--set", "run.overwrite=true"],
+        [*train, "--no-eval"],
+        [*train, "--set", "run.resume=never"],
+        [*train, "--set", "run.resume=run/checkpoints/checkpoint-100"],
+        [*train, "--set", "eval.limit=3"],
+        ["eval", "run"],
+        ["eval", "run"],
+        ["eval", "run", "run/model", "--output", "out"],
+        ["eval", "run", "--output", "out", "--summary", "summary.json"],
+        [
+            "eval",
+            "run",
+            "--suite",
+            rng.choice(["..", "quickstart", ".", "run", "run/eval", "nowhere", "run/suite.yaml"]),
+        ],
+        ["eval", "run", "--limit", "2"],
+        ["eval", "run/model"],
+        ["universal", "run"],
+        ["merge", "run"],
+        ["push", "run", "me/it"],
+        ["push", "run", "me/it", "--merged"],
+        ["recipes", "copy", "run/recipe.yaml", "copy.yaml"],
+        ["import", "run/recipe.yaml", "imported.yaml"],
+    ]
+    if kind == "training":
+        commands += [train] * 8 + [["universal", "run"]] * 2
+    return rng.choice(commands)
+
+
+def tampered(rng: random.Random, as_json: Mutator, as_yaml: Mutator) -> tuple[Files, dict[str, Any], str]:
+    """(changed files, arguments, base) of a run folder that was tampered with, and of a command on it."""
+    kind = rng.choice(["finished", "finished", "adapter", "training"])
+    files = dict(whole(kind))
+    command = _command(rng, kind)
+    foreign = dict(rng.sample(sorted(FOREIGN.items()), rng.randrange(1, 4))) if rng.random() < 0.3 else {}
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        _tamper(rng, files, as_json, as_yaml)
+    files |= foreign
+    base = whole(kind)
+    changed = {name: content for name, content in files.items() if base.get(name) != content}
+    gone = dict.fromkeys(sorted(base.keys() - files.keys()))
+    return changed | gone, {"command": command, "foreign": sorted(foreign)}, kind
+
+
+def _tamper(rng: random.Random, files: Files, as_json: Mutator, as_yaml: Mutator) -> None:
+    texts = sorted(name for name, data in files.items() if isinstance(data, bytes))
+    told = [name for name in texts if name.endswith(("run.json", "results.json", "recipe.yaml", "soren_align.json"))]
+    told += [name for name in texts if name.endswith(("adapter_config.json", "merged_from.json", "metrics.jsonl"))]
+    match rng.choices(("tree", "names", "bytes", "delete", "link", "kind", "foreign"), (6, 4, 2, 2, 4, 1, 1))[0]:
+        case "tree":
+            _retell(rng, files, rng.choice(told or texts), as_json, as_yaml)
+        case "names":
+            _rename(rng, files)
+        case "bytes":
+            name = rng.choice(told if told and rng.random() < 0.8 else texts)
+            files[name] = mutate.content(rng, files[name])
+        case "delete":
+            _drop(files, rng.choice(_folders(files) + texts))
+        case "link":
+            name = rng.choice(
+                _folders(files) + texts + ["run/.lock", "run/start.part", "run/model.part", "run/merged.part"]
+            )
+            _drop(files, name)
+            target = rng.choice(
+                [*OUTSIDE, f"{BOX}/outside/{rng.choice(('victim.txt', 'results.json', 'README.md'))}", "loop"]
+            )
+            files[name] = {"link": target}
+        case "kind":
+            name = rng.choice(
+                _folders(files) + texts + ["run/.lock", "run/run.json.part", "run/model.part", "run/start.part"]
+            )
+            _drop(files, name)
+            files[name] = rng.choice([{}, {}, b"", b"x", {"fifo": True}])
+        case "foreign":
+            name = rng.choice(
+                ["run/run.json", "run/eval/quickstart/results.json", "run/recipe.yaml", "run/metrics.jsonl"]
+            )
+            files[name] = rng.choice(
+                [b"{}", b"[]", b"null", b"3", b'"x"', b"", b'{"status": "done"}', b"[" * 3000, b"task: sft"]
+            )
+
+
+def _retell(rng: random.Random, files: Files, name: str, as_json: Mutator, as_yaml: Mutator) -> None:
+    if name.endswith(".yaml"):
+        files[name] = as_yaml(rng, files[name]) if _is_yaml(files[name]) else files[name][:-1]
+        return
+    try:
+        if name.endswith(".jsonl"):
+            rows = files[name].splitlines()
+            at = rng.randrange(len(rows))
+            rows[at] = as_json(rng, json.loads(rows[at]))
+            files[name] = b"\n".join(rows)
+        else:
+            files[name] = as_json(rng, json.loads(files[name]))
+    except (ValueError, RecursionError):  # of an earlier change
+        files[name] = mutate.content(rng, files[name])
+
+
+def _is_yaml(data: bytes) -> bool:
+    return data.startswith(b"task:") and data.isascii()
+
+
+def _rename(rng: random.Random, files: Files) -> None:
+    """A name in a JSON file that is joined to a path somewhere."""
+    evil = rng.choice(NAMES)
+    name = rng.choice([name for name in files if name.endswith("results.json")] or ["run/run.json"])
+    try:
+        said = json.loads(files[name])
+        match rng.randrange(5):
+            case 0 | 1 | 2 if "rows" in said:
+                rng.choice(said["rows"])[rng.choice(["name", "name", "model"])] = evil
+            case 3 if "suite" in said:
+                said["suite"] = evil
+            case _:
+                name = "run/run.json"
+                said = json.loads(files[name])
+                key = rng.choice(["start", "start", "task", "status", "processes", "parallel"])
+                said[key] = {"path": evil, "sha256_or_revision": None} if key == "start" else evil
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return
+    files[name] = json.dumps(said).encode()
+
+
+def _folders(files: Files) -> list[str]:
+    found = {str(parent) for name in files for parent in Path(name).parents}
+    return sorted(found - {"."})
+
+
+def _drop(files: Files, name: str) -> None:
+    for other in [f for f in files if f == name or f.startswith(name + "/")]:
+        del files[other]
+    above = [str(parent) for parent in Path(name).parents]
+    for parent in above:  # what was made a file or a link has nothing below it any more
+        if parent in files:
+            del files[parent]
+
+
+def safetensors(tensors: dict[str, tuple[str, list[int], bytes]]) -> bytes:
+    """A file of tensors, {name: (dtype, shape, bytes)}."""
+    header, data = {}, b""
+    for name, (dtype, shape, content) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(content)]}
+        data += content
+    return _framed(json.dumps(header).encode(), data)
+
+
+def _framed(header: bytes, data: bytes) -> bytes:
+    return struct.pack("<Q", len(header)) + header + data
+
+
+WIDTH = 8
+"""Of the tiny model under the adapters; see `tiny_model`."""
+CONFIG = {"base_model_name_or_path": "base", "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 4}
+CONFIG |= {"target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.0, "bias": "none", "inference_mode": True}
+CONFIG |= {"modules_to_save": None, "use_dora": False, "revision": None, "fan_in_fan_out": False, "rank_pattern": {}}
+
+
+@cache
+def _factors() -> dict[str, tuple[str, list[int], bytes]]:
+    rng = random.Random(0)
+    found = {}
+    for module in CONFIG["target_modules"]:
+        for factor, shape in (("lora_A", [2, WIDTH]), ("lora_B", [WIDTH, 2])):
+            numbers = [rng.uniform(-0.1, 0.1) for _ in range(2 * WIDTH)]
+            name = f"base_model.model.model.layers.0.self_attn.{module}.{factor}.weight"
+            found[name] = ("F32", shape, struct.pack(f"<{2 * WIDTH}f", *numbers))
+    return found
+
+
+def small_adapter(rng: random.Random) -> Files:
+    """An adapter's folder, as it stands beside a recipe."""
+    base = rng.choice(
+        ["shipped:recipes/quickstart/base", "base", "adapter", "nobody/nothing", ["x"], None, "~nosuchuser/x", "a\0b"]
+    )
+    said = (
+        CONFIG | {"base_model_name_or_path": base} | rng.choice([{}, {}, {"peft_type": "IA3"}, {"modules_to_save": 3}])
+    )
+    return {"adapter_config.json": json.dumps(said).encode(), "adapter_model.safetensors": b"x"}
+
+
+def adapter(rng: random.Random, as_json: Mutator) -> tuple[Files, dict[str, Any]]:
+    """(files, arguments) of an adapter of the tiny model, and whether it is loaded too."""
+    said: Any = dict(CONFIG)
+    files: Files = {"base": {"shared": "tiny"}}
+    tensors = dict(_factors())
+    if rng.random() < 0.7:
+        key = rng.choice(
+            [*CONFIG, "rank_pattern", "alpha_pattern", "layers_to_transform", "auto_mapping", "exclude_modules"]
+        )
+        said[key] = rng.choice(
+            [None, 0, -1, "x", [], ["q_proj"], {"a": 1}, 10**9, "(.*)*x(.*)*y", "adapter", True, ["x" * 300], 1.5]
+        )
+    data = as_json(rng, said) if rng.random() < 0.3 else json.dumps(said).encode()
+    if rng.random() < 0.5:
+        name = rng.choice(sorted(tensors))
+        dtype, shape, content = tensors.pop(name)
+        new = rng.choice([name, name, name.replace("self_attn", "attn"), "x", name + ".weight", "__metadata__"])
+        changed = [
+            (dtype, [WIDTH * 2], content),
+            (dtype, shape[::-1], content),
+            ("F16", shape, content[: len(content) // 2]),
+        ]
+        changed += [
+            ("I32", shape, content),
+            (dtype, [0, 4], b""),
+            ("F99", shape, content),
+            (dtype, shape, content[:-4]),
+        ]
+        changed += [(dtype, shape, b"\xff" * len(content)), (dtype, [2**62, 2], content), (dtype, [-1, 16], content)]
+        if rng.random() < 0.8:
+            tensors[new] = rng.choice(changed)
+    weights = safetensors(tensors)
+    if rng.random() < 0.2:
+        weights = mutate.content(rng, weights)
+    files |= {"adapter/adapter_config.json": data, "adapter/adapter_model.safetensors": weights}
+    if rng.random() < 0.1:
+        files.pop("adapter/adapter_model.safetensors")
+        files["adapter/adapter_model.bin"] = b"\x80\x04cos\nsystem\n"
+    return files, {"loaded": rng.random() < 0.5}
+
+
+@cache
+def tiny_model() -> Path:
+    """A folder with a random Llama of one layer and the quickstart's tokenizer; lives as long as the process."""
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    from soren_align import shipped
+
+    folder = Path(_shared().name) / "tiny"
+    tokenizer = AutoTokenizer.from_pretrained(shipped.ROOT / "recipes/quickstart/base")
+    sizes = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 2}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@cache
+def _shared() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="fuzz-shared-")

@@ -1,0 +1,355 @@
+"""What is called on each input, and what counts as fine: it is accepted or refused by a UserError, nothing else.
+
+Nothing is started: a command that becomes another process goes on as a function here, and models answer at once.
+"""
+
+import contextlib
+import io
+import os
+import re
+import sys
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import folders
+from box import Box
+
+from soren_align import cli, launch, recipe, report
+from soren_align.report import RunFolder
+
+REFUSED = 2
+"""The exit code of a UserError."""
+MOST_OUTPUT = 60_000
+"""Characters that a command may say."""
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+class Became(BaseException):
+    """The process would become another."""
+
+
+class Wrong(AssertionError):
+    """Accepted, and yet not as it should be."""
+
+
+def _become(_: str, arguments: list[str], environment: dict[str, str]) -> None:
+    for key, word in environment.items():
+        if "\0" in key + word:
+            raise ValueError("embedded null byte")  # as the system's own says
+    raise Became(arguments[arguments.index("soren_align.worker") + 1 :])
+
+
+@contextlib.contextmanager
+def _without_processes():
+    fakes = mock.patch.object(os, "execvpe", _become), mock.patch.object(launch, "provenance", _provenance)
+    with mock.patch.dict(os.environ), fakes[0], fakes[1]:
+        try:
+            yield
+        finally:  # the locks of run folders are held until a process ends
+            for held in os.environ.pop("SOREN_ALIGN_LOCK", "").split():
+                os.close(int(held))
+
+
+@cache
+def _cached_provenance() -> dict[str, Any]:
+    return report.provenance()
+
+
+def _provenance() -> dict[str, Any]:
+    return dict(_cached_provenance())
+
+
+def _allowed(box: Box, *more: Path) -> list[str]:
+    return [str(path) for path in (*box.own, *more)]
+
+
+def a_recipe(box: Box, arguments: dict[str, Any]) -> None:
+    """Load it; if it is accepted, read it back, and prepare its run folder."""
+    _and_start(recipe.load("recipe.yaml", task=arguments["task"]), arguments["processes"])
+
+
+def _and_start(accepted: Any, processes: int) -> None:
+    text = recipe.to_yaml(accepted)
+    if _plain(recipe.load_text(text)) != _plain(accepted):
+        raise Wrong("read back, it is another recipe")
+    recipe.rows_per_step(accepted, processes)
+    if Path(accepted.run.output_dir).expanduser().resolve().is_relative_to(Path.cwd()):
+        with _without_processes(), contextlib.suppress(Became):
+            launch.train(accepted, processes)
+
+
+def _plain(made: Any) -> str:
+    return repr(made.model_dump())  # nan equals nan
+
+
+def an_override(box: Box, arguments: dict[str, Any]) -> None:
+    """As `a_recipe`, of a shipped one with --set."""
+    _and_start(recipe.load(arguments["name"], [box.told(text) for text in arguments["texts"]]), 1)
+
+
+def an_import(box: Box, arguments: dict[str, Any]) -> None:
+    """Import it; what comes out is a recipe, and the table has 80 columns."""
+    text, table = recipe.import_file(Path(arguments["name"]), arguments["task"])
+    recipe.load_text(text)
+    if max(map(len, table.splitlines())) > 80:
+        raise Wrong("the table is wider than 80 columns")
+
+
+def a_data_file(box: Box, arguments: dict[str, Any]) -> None:
+    """Load the split or the mixture; render and count what is left."""
+    import datasets
+
+    from soren_align import data
+
+    with mock.patch.object(datasets.config, "HF_DATASETS_CACHE", box.own[0]):
+        _data_file(data, arguments)
+
+
+def _data_file(data: Any, arguments: dict[str, Any]) -> None:
+    given = arguments["spec"] | {"path": arguments["file"]}
+    if arguments["weights"]:
+        sources = [recipe.TrainSplit.model_validate(given | {"weight": weight}) for weight in arguments["weights"]]
+        loaded = data.load_mixture(sources, arguments["task"], 0)
+    else:
+        loaded = data.load_split(recipe.DataSplit.model_validate(given), arguments["task"])
+    tokenizer = _tokenizer()
+    if Path("own.jinja").is_file():
+        data.set_template(tokenizer, "own.jinja", None)
+    only = arguments["only_assistant"]
+    data.check_template(tokenizer, arguments["task"], only, loaded.dataset)
+    account = data.account(
+        loaded.dataset, arguments["task"], tokenizer, max_length=64, assistant_only_loss=only, parts=loaded.parts
+    )
+    if account.num_kept:
+        data.show_example(account)
+
+
+def _tokenizer() -> Any:
+    import copy
+
+    return copy.deepcopy(_loaded_tokenizer())
+
+
+@cache
+def _loaded_tokenizer() -> Any:
+    from transformers import AutoTokenizer
+
+    from soren_align import shipped
+
+    return AutoTokenizer.from_pretrained(shipped.ROOT / "recipes/quickstart/base")
+
+
+def a_run_folder(box: Box, arguments: dict[str, Any]) -> int:
+    """Run a command on it, as far as it goes without a model; its output is short and plain."""
+    said = io.StringIO()
+    before = {name: _content(name) for name in arguments["foreign"]}
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), _without_models():
+        code = _command([box.told(word) for word in arguments["command"]])
+    if found := CONTROL.search(said.getvalue()):
+        raise Wrong(f"the output has the control character {found[0]!r}")
+    if len(said.getvalue()) > MOST_OUTPUT:
+        raise Wrong(f"the output has {len(said.getvalue())} characters")
+    if changed := [name for name, content in before.items() if _content(name) != content]:
+        raise Wrong(f"files of others were overwritten: {', '.join(changed)}")
+    if code not in (0, REFUSED):
+        raise Wrong(f"exit code {code}")
+    return code
+
+
+def _content(name: str) -> bytes | None:
+    return Path(name).read_bytes() if Path(name).is_file() else None
+
+
+def _command(words: list[str]) -> int:
+    """The exit code of a soren-align command; whatever it becomes is called here."""
+    from soren_align import worker
+
+    with mock.patch.object(sys, "argv", ["soren-align", *words]), _without_processes():
+        try:
+            cli.main()
+        except Became as became:
+            return worker.main(became.args[0])
+        except SystemExit as stop:
+            return int(stop.code or 0)
+    return 0
+
+
+@contextlib.contextmanager
+def _without_models():
+    """Models answer at once, a training is over at once, and the hub takes everything."""
+    from soren_align import push
+    from soren_align.evaluate import harness, stage
+    from soren_align.trainers import build
+    from soren_align.trainers import run as training
+
+    def answers(model: Any, suite: Any, **_: Any) -> Any:
+        columns = [task.column for task in suite.tasks]
+        score = {"value": 50.0, "stderr": 1.0, "low": 48.0, "high": 52.0, "n": 2}
+        sample = {"arguments": [("a", "b")], "resps": [["x"]], "filtered_resps": ["x"], "doc": {}}
+        return harness.Answers(
+            settings={"batch_size": suite.batch_size, "versions": {"lm-eval": "0"}, "device": "cpu"},
+            scores={column: dict(score) for column in columns},
+            samples={column: [sample] for column in columns},
+            points={column: [0.0, 1.0] for column in columns},
+            prompts={column: [("a", "b")] for column in columns},
+            asked={"now": 1, "before": 0},
+        )
+
+    def get_ready(made: Any, folder: RunFolder, *_: Any, **__: Any) -> Any:
+        return SimpleNamespace(recipe=made, start=build.starting_checkpoint(made, folder))
+
+    def train(ready: Any, folder: RunFolder, console: Any, ranks: Any) -> bool:
+        found = training._checkpoint(ready.recipe, folder, folders.ORIGIN, console)
+        folder.forget_metrics_after(training.checkpoints.step_of(found) if found else 0)
+        saves = SimpleNamespace(save_model=_save_model, save_pretrained=lambda path: None)
+        training._save(saves, saves, folder, ranks)
+        folder.update(status="trained", **_record())
+        return True
+
+    hub = SimpleNamespace(
+        create_repo=lambda *_, **__: None,
+        create_branch=lambda *_, **__: None,
+        model_info=lambda *_, **__: SimpleNamespace(private=True),
+        upload_folder=lambda *_, **__: None,
+    )
+    with contextlib.ExitStack() as stack:
+        for where, name, fake in (
+            (stage, "evaluate_model", answers),
+            (stage, "load_tokenizer", lambda *_: None),
+            (stage, "load_tasks", _tasks),
+            (stage, "preflight", lambda *_: {}),
+            (stage.picture, "draw", lambda _, path: Path(path).write_bytes(b"PNG")),
+            (stage, "commit", lambda: "c" * 40),
+            (training, "get_ready", get_ready),
+            (training, "train", train),
+            (push, "HfApi", lambda: hub),
+            (push, "get_token", lambda: "token"),
+            (push.constants, "HF_HUB_OFFLINE", False),
+        ):
+            stack.enter_context(mock.patch.object(where, name, fake))
+        yield
+
+
+def _save_model(folder: str) -> None:
+    Path(folder).mkdir()
+    for name in ("config.json", "tokenizer_config.json", "model.safetensors"):
+        (Path(folder) / name).write_text("{}")
+
+
+@cache
+def _record() -> dict[str, Any]:
+    import json
+
+    said = json.loads(folders.whole("finished")["run/run.json"])
+    return {key: said[key] for key in ("training", "start", "data", "seeds", "device", "parameters", "optimizer")} | {
+        "rows_per_step": 64,
+        "parallel": "ddp",
+    }
+
+
+def _tasks(suite: Any, *_: Any) -> Any:
+    """The tasks of a suite, loaded once for the shipped one."""
+    from soren_align import shipped
+    from soren_align.evaluate.tasks import load_tasks
+
+    if suite.path == shipped.suites()["quickstart"]:
+        return _quickstart_tasks()
+    return load_tasks(suite, None)
+
+
+@cache
+def _quickstart_tasks() -> Any:
+    from soren_align.evaluate.suites import load_suite
+    from soren_align.evaluate.tasks import load_tasks
+
+    return load_tasks(load_suite("quickstart"), None)
+
+
+RECIPE = """
+task: sft
+model: {name_or_path: adapter}
+data: {train: {path: shipped:recipes/quickstart/data/chat_test.jsonl}}
+optimizer: {name: soren, lr: 1e-3}
+trainer: {use_cpu: true, bf16: false}
+run: {output_dir: run}
+"""
+
+
+def an_adapter(box: Box, arguments: dict[str, Any]) -> int:
+    """Train on from it, and evaluate it."""
+    from rich.console import Console
+
+    from soren_align.evaluate import backends, lineage
+    from soren_align.trainers import build
+
+    steps = [
+        lambda: recipe.adapter_config("adapter"),
+        lambda: recipe.load_text(RECIPE),
+        lambda: lineage.lineages(["adapter"], Console(file=io.StringIO())),
+        lambda: backends.load_tokenizer(Path("adapter")),
+    ]
+    if arguments["loaded"]:
+        setup = backends.Setup("hf", "float32", "cpu", 1)
+        steps.append(lambda: build.load_model(recipe.load_text(RECIPE), "adapter"))
+        steps.append(lambda: backends.load(Path("adapter"), _tokenizer(), setup))
+    refused = False
+    for step in steps:  # each is another command's, so that none is spared by another's refusal
+        try:
+            step()
+        except recipe.UserError:
+            refused = True
+    return REFUSED if refused else 0
+
+
+def a_suite(box: Box, arguments: dict[str, Any]) -> None:
+    """Read a suite and a quoted table."""
+    from soren_align.evaluate.quoted import load_quoted
+    from soren_align.evaluate.suites import load_suite
+
+    with contextlib.suppress(recipe.UserError):
+        load_quoted("quoted.yaml", "quickstart")
+    made = load_suite("suite")
+    made.data_folder()
+
+
+RUN_OWN = ("run", "out", "summary.json", "summary.json.part", "copy.yaml", "imported.yaml")
+TARGETS = {
+    "recipe": a_recipe,
+    "override": an_override,
+    "import": an_import,
+    "data": a_data_file,
+    "run": a_run_folder,
+    "adapter": an_adapter,
+    "suite": a_suite,
+}
+
+
+def allowed(kind: str, box: Box) -> list[str]:
+    """The folders that an input of the kind may write to."""
+    if kind in ("recipe", "override"):
+        return _allowed(box, box.work)
+    return _allowed(box, *(box.work / name for name in RUN_OWN)) if kind == "run" else _allowed(box)
+
+
+def warm_up(box: Box, kinds: list[str]) -> None:
+    """Import and load what the targets need, before anything is watched."""
+    if {"run", "adapter", "data"} & set(kinds):
+        from soren_align import worker
+
+        worker._hush()
+    _cached_provenance()
+    if "data" in kinds or "adapter" in kinds:
+        _loaded_tokenizer()
+    if "adapter" in kinds:
+        folders.tiny_model()
+    if "run" in kinds:
+        _quickstart_tasks()
+        _record()
+        with _without_models():
+            pass
+
+
+SHARED = {"tiny": folders.tiny_model}

@@ -1,0 +1,82 @@
+"""2,000 mutated inputs, always the same, and every input that ever failed: accepted or refused, and nothing else.
+
+`make fuzz` tries many more. One input again: `python tests/fuzz/run.py --seed make-test --one recipe:123`.
+"""
+
+import json
+import resource
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import targets
+import trial
+from box import Box, watched
+from kinds import Input, make
+
+SEED = "make-test"
+SAMPLE = {"recipe": 1_250, "override": 300, "import": 150, "data": 100, "run": 100, "adapter": 50, "suite": 50}
+KEPT = sorted((Path(__file__).parent / "kept").glob("*.json"))
+pytestmark = pytest.mark.filterwarnings("ignore")  # of mutated YAML; the commands silence them, too
+
+
+@pytest.fixture(scope="module")
+def box(tmp_path_factory):
+    root = tmp_path_factory.mktemp("fuzz")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, word in trial.surroundings(root).items():
+            patch.setenv(name, word)
+        patch.setattr(tempfile, "tempdir", str(root / "tmp"))
+        patch.setattr(sys, "dont_write_bytecode", True)
+        box = Box(root)
+        patch.chdir(root)
+        targets.warm_up(box, list(SAMPLE))
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        trial.limit_memory()
+        yield box
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.mark.parametrize("kind", SAMPLE)
+def test_a_mutated_input_is_accepted_or_refused_in_words(kind, box):
+    outcomes = {i: trial.attempt(box, make(SEED, kind, i)) for i in range(SAMPLE[kind])}
+    assert [f"--one {kind}:{i} {outcome}" for i, outcome in outcomes.items() if not outcome.is_fine] == []
+    verdicts = [outcome.verdict for outcome in outcomes.values()]
+    assert verdicts.count("accepted") > len(verdicts) / 50  # mutations that all are refused at once would prove little
+
+
+@pytest.mark.parametrize("file", KEPT, ids=lambda file: file.stem)
+def test_what_once_failed_is_accepted_or_refused_in_words(file, box):
+    assert trial.attempt(box, Input.from_json(json.loads(file.read_text()))).is_fine
+
+
+def test_the_sample_has_2000_inputs_and_each_is_made_from_its_number_alone():
+    assert sum(SAMPLE.values()) == 2_000
+    assert make("a", "recipe", 5) == make("a", "recipe", 5) != make("a", "recipe", 6)
+
+
+@pytest.mark.parametrize(
+    "deed",
+    [
+        lambda there: there.joinpath("victim.txt").write_text("gone"),
+        lambda there: there.joinpath("victim.txt").unlink(),
+        lambda there: there.joinpath("new").mkdir(),
+        lambda there: there.joinpath("victim.txt").rename(there / "other"),
+        lambda there: shutil.rmtree(there / "deep"),
+    ],
+)
+def test_a_change_outside_is_refused_and_noted(deed, box):
+    box.lay_out({})
+    with watched([str(box.work)]) as watch, pytest.raises(PermissionError):
+        deed(box.outside)
+    assert len(watch.breaches) == 1
+    assert not box.changes_outside()
+
+
+def test_a_change_that_python_does_not_see_is_found_in_the_canary(box):
+    box.lay_out({})
+    (box.outside / "victim.txt").write_text("gone")
+    assert box.changes_outside()
+    assert not box.changes_outside()

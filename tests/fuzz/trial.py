@@ -1,0 +1,161 @@
+"""One input tried: what became of it, how long it took and where it failed."""
+
+import os
+import resource
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import targets
+from box import Box, watched
+from kinds import Input
+
+from soren_align.errors import UserError, of_the_system
+
+LIMIT_SECONDS = 5.0
+MOST_BYTES = 4 << 30
+PACKAGE = str(Path(targets.recipe.__file__).resolve().parent.parent)
+
+
+class TooSlow(BaseException):
+    """More than LIMIT_SECONDS."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of an input."""
+
+    verdict: str
+    """accepted, refused, failed, slow or outside."""
+    seconds: float
+    what: str = ""
+    """Of a failure: the exception's name."""
+    where: str = ""
+    """The innermost line of soren_align, or of this folder."""
+    message: str = ""
+    trace: str = ""
+
+    @property
+    def is_fine(self) -> bool:
+        """Accepted or refused in time."""
+        return self.verdict in ("accepted", "refused")
+
+    @property
+    def group(self) -> tuple[str, str, str]:
+        """Failures of one cause, as far as can be told."""
+        return self.verdict, self.what, self.where
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON."""
+        return {key: value for key, value in asdict(self).items() if key != "trace"}
+
+
+def attempt(box: Box, given: Input) -> Outcome:
+    """Try one input in the box."""
+    files = {k: _resolved(v) for k, v in given.all_files().items()}
+    here = os.getcwd()
+    box.lay_out(files)
+    began = time.perf_counter()
+    verdict, error = "accepted", None
+    with watched(targets.allowed(given.kind, box)) as watch:
+        try:
+            with _limited(LIMIT_SECONDS):
+                code = targets.TARGETS[given.kind](box, given.arguments)
+            verdict = "refused" if code == targets.REFUSED else "accepted"
+        except UserError as refusal:
+            verdict, error = _refusal(refusal)
+        except OSError as other:  # the command says it in one sentence, where it names a file
+            verdict, error = ("refused", None) if of_the_system(other) else ("failed", other)
+        except TooSlow as late:
+            verdict, error = "slow", late
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as other:
+            verdict, error = "failed", other
+    seconds = time.perf_counter() - began
+    os.chdir(here)
+    if box.changes_outside() and not watch.breaches:
+        watch.breaches.append("the canary")
+    if watch.breaches:
+        what = " ".join(watch.breaches[0].replace(str(box.root), "@BOX@").split()[:2])
+        where = _place(error) if error else ""
+        return Outcome("outside", seconds, what.split(" ")[0], where, what)
+    if seconds > LIMIT_SECONDS and error is None:
+        return Outcome("slow", seconds)
+    if error is None:
+        return Outcome(verdict, seconds)
+    message = " ".join(str(error).replace(str(box.root), "@BOX@").split())[:200]
+    trace = "".join(traceback.format_exception(error, limit=-12))
+    return Outcome(verdict, seconds, type(error).__name__, _place(error), message, trace)
+
+
+def _refusal(refusal: UserError) -> tuple[str, Exception | None]:
+    """A refusal is short, and its text commands no terminal."""
+    text = str(refusal)
+    if not text.strip() or len(text) > targets.MOST_OUTPUT or targets.CONTROL.search(text):
+        return "failed", targets.Wrong(f"a refusal that cannot be printed: {text[:100]!r}").with_traceback(
+            refusal.__traceback__
+        )
+    return "refused", None
+
+
+def _resolved(content: Any) -> Any:
+    if isinstance(content, dict) and "shared" in content:
+        return {"link": str(targets.SHARED[content["shared"]]())}
+    return content
+
+
+def _place(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [f for f in frames if f.filename.startswith(PACKAGE)]
+    if not ours:
+        return "tests"
+    return f"{Path(ours[-1].filename).relative_to(PACKAGE)}:{ours[-1].lineno}"
+
+
+@contextmanager
+def _limited(seconds: float):
+    def stop(*_: Any) -> None:
+        raise TooSlow
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # again and again: an `except` may swallow the first
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def surroundings(root: Path) -> dict[str, str]:
+    """The environment of a process that tries inputs in the box at `root`: no network, a home of its own."""
+    alone = {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TORCH_COMPILE_DISABLE": "1",
+    }
+    return alone | {"HOME": str(root / "home"), "TMPDIR": str(root / "tmp"), "SOREN_ALIGN_CACHE": str(root / "cache")}
+
+
+def settle(root: Path, kinds: list[str]) -> Box:
+    """Make this process one for inputs; its box."""
+    os.environ.update(surroundings(root))
+    tempfile.tempdir = str(root / "tmp")
+    sys.dont_write_bytecode = True
+    box = Box(root)
+    targets.warm_up(box, kinds)
+    limit_memory()
+    return box
+
+
+def limit_memory() -> None:
+    """Let what asks for more than MOST_BYTES fail, and not the machine."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + MOST_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
