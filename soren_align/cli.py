@@ -20,6 +20,7 @@ from typing import Annotated
 import typer
 
 from . import __version__
+from .errors import UserError, printable
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -195,7 +196,6 @@ def import_(
     task: Annotated[str | None, typer.Option(help="sft or dpo. Default: as the file's keys or name say.")] = None,
 ) -> None:
     """Make a recipe of another tool's file, and tell what became of every key."""
-    from .errors import UserError, printable
     from .files import local_path
     from .recipe import import_file
 
@@ -261,7 +261,6 @@ def copy(
 ) -> None:
     """Copy a shipped recipe to edit it; the copy works from any folder."""
     from . import shipped
-    from .errors import UserError, printable
     from .recipe import task_of
 
     known = shipped.recipes()
@@ -274,7 +273,6 @@ def copy(
 
 def _free(dest: str, name: str) -> Path:
     """The file to be written: `dest`, or `name` in the folder `dest`; never one that exists."""
-    from .errors import UserError
     from .files import local_path
 
     target = local_path(dest)
