@@ -21,7 +21,6 @@ import typer
 
 from . import __version__
 from .errors import UserError, of_the_system, printable
-from .files import local_path
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -201,6 +200,7 @@ def import_(
     task: Annotated[str | None, typer.Option(help="sft or dpo. Default: as the file's keys or name say.")] = None,
 ) -> None:
     """Make a recipe of another tool's file, and tell what became of every key."""
+    from .files import local_path
     from .recipe import import_file
 
     if task not in (None, "sft", "dpo"):
@@ -277,6 +277,8 @@ def copy(
 
 def _free(dest: str, name: str) -> Path:
     """The file to be written: `dest`, or `name` in the folder `dest`; never one that exists."""
+    from .files import local_path
+
     target = local_path(dest)
     target = target / name if target.is_dir() else target
     if target.exists() or target.is_symlink():
