@@ -212,28 +212,6 @@ def test_imports(folder, case):
     assert recipe.load_text(made).run.output_dir == "runs/theirs"
 
 
-ADAPTERS = {
-    "a list": ([], "not a mapping"),
-    "a list as its base": ({"base_model_name_or_path": ["a"]}, "does not say which model is under it"),
-    "based on itself": ({"base_model_name_or_path": "adapter"}, "an adapter of another adapter"),
-    "no home": ({"base_model_name_or_path": "~nosuchuser/x"}, "cannot be used as a path"),
-    "a pattern without end": ({"base_model_name_or_path": "x/y", "target_modules": "(a+)+$"}, "may match for hours"),
-    "a key without end": ({"base_model_name_or_path": "x/y", "rank_pattern": {"(a|a)*": 1}}, "may match for hours"),
-    "not LoRA": ({"base_model_name_or_path": "x/y", "peft_type": "IA3"}, "an adapter of type IA3"),
-    "a list as its type": ({"base_model_name_or_path": "x/y", "peft_type": ["LORA"]}, "an adapter of type"),
-}
-
-
-@pytest.mark.parametrize("case", ADAPTERS)
-def test_adapters(folder, case):
-    config, message = ADAPTERS[case]
-    (folder / "adapter").mkdir()
-    (folder / "adapter/adapter_config.json").write_text(json.dumps(config))
-    (folder / "adapter/adapter_model.safetensors").touch()
-    (folder / "my.yaml").write_text(GOOD.replace("org/model", "./adapter"))
-    refused(lambda: recipe.load("my.yaml"), message)
-
-
 def sharegpt(speaker):
     return {"conversations": [{"from": speaker, "value": "a"}, {"from": "gpt", "value": "b"}]}
 

@@ -166,7 +166,8 @@ def test_what_cannot_be_merged_is_told_without_torch(tmp_path):
         ({"status": "finished"}, "trained no adapter;"),
     ):
         if record:
-            (run / "run.json").write_text(json.dumps(record))
+            ours = {"task": "sft", "versions": {"soren-align": "0.1.0"}}
+            (run / "run.json").write_text(json.dumps(record | ours))
         done = merge(run)
         assert (done.returncode, told in done.stderr) == (2, True), done.stderr
 
@@ -178,8 +179,8 @@ def test_what_cannot_be_merged_is_told_without_torch(tmp_path):
         ({"base_model_name_or_path": {"a": 1}}, "is a folder's path or a hub name"),
         ({"base_model_name_or_path": 3}, "is a folder's path or a hub name"),
         ({"base_model_name_or_path": "a\x00b"}, "is a folder's path or a hub name"),
-        ({"base_model_name_or_path": "/" + "x" * 300}, "cannot be looked for"),
-        ({"base_model_name_or_path": "~nosuchuser/x"}, "cannot be looked for"),
+        ({"base_model_name_or_path": "/" + "x" * 300}, "cannot be used as a path"),
+        ({"base_model_name_or_path": "~nosuchuser/x"}, "cannot be used as a path"),
         ({"peft_type": None}, "is an adapter of type None; only LORA"),
         ({"peft_type": ["LORA"]}, "only LORA"),
         ({"task_type": "SEQ_CLS"}, "adapter_config.json: task_type: found 'SEQ_CLS'"),
@@ -201,7 +202,7 @@ def test_a_field_of_an_adapters_config_that_is_none_is_one_sentence(adapter, sai
 def test_an_adapters_config_that_is_no_mapping_is_one_sentence(adapter, text):
     folder = adapter()
     (folder / "adapter_config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
-    assert "adapter_config.json " in problems(*start(folder))
+    assert "adapter_config.json" in problems(*start(folder))
 
 
 def test_an_adapter_stands_on_a_model_and_not_on_an_adapter(adapter, tmp_path):
