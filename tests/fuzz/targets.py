@@ -250,7 +250,7 @@ def _record() -> dict[str, Any]:
     }
 
 
-def _tasks(suite: Any, *_: Any) -> Any:
+def _tasks(suite: Any, *_: Any, **__: Any) -> Any:
     """The tasks of a suite, loaded once for the shipped one."""
     from soren_align import shipped
     from soren_align.evaluate.tasks import load_tasks
