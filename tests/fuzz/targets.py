@@ -344,7 +344,7 @@ def warm_up(box: Box, kinds: list[str]) -> None:
     if "data" in kinds or "adapter" in kinds:
         _loaded_tokenizer()
     if "adapter" in kinds:
-        folders.tiny_model()
+        assert (folders.tiny_model() / "config.json").is_file()
     if "run" in kinds:
         _quickstart_tasks()
         _record()
