@@ -4,7 +4,6 @@ It is composed anew, whole, from run.json, recipe.yaml and the evaluations' resu
 changed. Of this machine it has no path but those that the user wrote into the recipe.
 """
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,10 @@ from typing import Any
 from huggingface_hub import ModelCardData
 
 from .evaluate import tables
+from .evaluate.results import read_results
+from .evaluate.tables import in_cell, plain
 from .manifest import OF_A_MODEL
-from .recipe import Recipe, adapter_config, load_resolved
+from .recipe import Recipe, UserError, adapter_config, load_resolved
 from .report import LOST, RunFolder, dropped_in_words, write
 
 HARDLY = 1e-4
@@ -30,15 +31,15 @@ def card(run: RunFolder, title: str, merged: bool = False) -> str:
     """The whole page of a trained run: YAML front matter for the hub, then Markdown."""
     recipe, record = load_resolved(run.recipe), run.record(*OF_A_MODEL)
     is_adapter = adapter_config(run.model) is not None
-    facts = "".join(f"| {name} | {_cell(said)} |\n" for name, said in _facts(recipe, record).items() if said)
+    facts = "".join(f"| {name} | {in_cell(said)} |\n" for name, said in _facts(recipe, record).items() if said)
     parts = [
         f"---\n{_front_matter(recipe, record, is_adapter and not merged)}\n---",
-        f"# {title}",
-        _first_words(recipe, record, is_adapter, merged),
+        f"# {plain(title)}",
+        plain(_first_words(recipe, record, is_adapter, merged)),
         _moved(record["training"], is_adapter, merged),
         *_evaluations(run, recipe),
         f"## How it was made\n\n| | |\n|---|---|\n{facts}".rstrip(),
-        f"<details><summary>The recipe</summary>\n\n```yaml\n{run.recipe.read_text(encoding='utf-8')}```\n\n</details>",
+        f"<details><summary>The recipe</summary>\n\n{_fenced(run.recipe.read_text(encoding='utf-8'))}\n\n</details>",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -54,8 +55,11 @@ def on_hub(start: str) -> str | None:
     seen: set[str] = set()
     while Path(start).is_absolute():  # run.json has folders written out to their root
         folder = Path(start)
-        made_by = RunFolder(folder.parent).read() if folder.name in ("model", "merged") else None
-        adapter = adapter_config(folder)
+        try:
+            made_by = RunFolder(folder.parent).read() if folder.name in ("model", "merged") else None
+            adapter = adapter_config(folder)
+        except UserError:  # damaged since; the card of what was trained from it does not depend on it
+            return None
         if start in seen or not (made_by or adapter):
             return None
         seen.add(start)
@@ -117,11 +121,20 @@ def _moved(training: dict[str, Any], is_adapter: bool, merged: bool) -> str:
 
 
 def _evaluations(run: RunFolder, recipe: Recipe) -> list[str]:
-    """A table for each suite in the run folder, the starting checkpoint in its first row."""
-    found = [json.loads(f.read_text(encoding="utf-8")) for f in sorted(run.path.glob("eval/*/results.json"))]
-    if not found:
-        return ["It has not been evaluated."]
-    return ["## What it scores", *(f"##{tables.markdown(_shown(results, recipe))}".rstrip() for results in found)]
+    """A table for each suite in the run folder, the starting checkpoint in its first row.
+
+    A finished training is not held up by results that cannot be read: then the page says so.
+    """
+    parts = []
+    for file in sorted(run.path.glob("eval/*/results.json")):
+        try:
+            results = read_results(file.parent)
+        except UserError:
+            parts.append(f"The results in `eval/{plain(file.parent.name)}` could not be read.")
+            continue
+        if results is not None:
+            parts.append(f"##{tables.markdown(_shown(results, recipe))}".rstrip())
+    return ["## What it scores", *parts] if parts else ["It has not been evaluated."]
 
 
 def _shown(results: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
@@ -204,5 +217,7 @@ def _percent(share: float) -> str:
     return f"{100 * share:.3g}%"
 
 
-def _cell(said: str) -> str:
-    return said.replace("|", "\\|").replace("\n", " ")
+def _fenced(text: str) -> str:
+    """A block of YAML, by a fence that no line of it can close."""
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence}yaml\n{text}{fence}"

@@ -11,6 +11,7 @@ soren-align import FILE    TRL's, the alignment handbook's or Axolotl's YAML as 
 """
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -18,10 +19,10 @@ from typing import Annotated
 
 import typer
 
-from .errors import UserError, of_the_system
+from . import __version__
+from .errors import UserError, of_the_system, printable
 
 app = typer.Typer(
-    help="Fine-tune language models with Soren, Muon, HTMuon or AdamW, and see whether it helped.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -46,6 +47,21 @@ Processes = Annotated[
     int | None,
     typer.Option("--processes", min=1, metavar="N", help="Start N processes on this machine, one per GPU. Default: 1."),
 ]
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"soren-align {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Fine-tune language models with Soren, Muon, HTMuon or AdamW, and see whether it helped."""
 
 
 @app.command()
@@ -94,6 +110,9 @@ def evaluate(
     strict: Annotated[
         bool, typer.Option("--strict", help="An error where a prompt is too long for the model.")
     ] = False,
+    trust_suite: Annotated[
+        bool, typer.Option("--trust-suite", help="Let the files of a suite that is not shipped run code.")
+    ] = False,
     quote: Annotated[
         list[str] | None, typer.Option(help="Rows of others beneath: paper/sft, or a file. Repeatable.")
     ] = None,
@@ -114,6 +133,7 @@ def evaluate(
         "data_root": data_root,
         "limit": limit,
         "strict": strict or None,
+        "trust_suite": trust_suite or None,
         "quote": quote or None,
     }
     launch.evaluate(models, given, output, summary, cache)
@@ -180,21 +200,22 @@ def import_(
     task: Annotated[str | None, typer.Option(help="sft or dpo. Default: as the file's keys or name say.")] = None,
 ) -> None:
     """Make a recipe of another tool's file, and tell what became of every key."""
+    from .files import local_path
     from .recipe import import_file
 
     if task not in (None, "sft", "dpo"):
         raise UserError(f"--task: found {task!r}; write sft or dpo")
-    source = Path(file).expanduser()
+    source = local_path(file)
     if not source.is_file():
         raise UserError(f"{file}: no such file")
     text, table = import_file(source, task)
     if dest is None:
-        typer.echo(text, nl=False)
+        typer.echo(printable(text) if sys.stdout.isatty() else text, nl=False)
     else:
         target = _free(dest, source.name)
         target.write_text(text, encoding="utf-8")
         table += f"\n\n{target}: read it, then run soren-align plan {target}"
-    typer.echo(table, err=True)
+    typer.echo(printable(table), err=True)
 
 
 @app.command()
@@ -244,22 +265,28 @@ def copy(
 ) -> None:
     """Copy a shipped recipe to edit it; the copy works from any folder."""
     from . import shipped
-    from .recipe import find, task_of
+    from .recipe import task_of
 
-    source = shipped.recipes().get(name) or find(name)
+    known = shipped.recipes()
+    if (source := known.get(name)) is None:
+        raise UserError(f"{name}: no shipped recipe; write one of {', '.join(known)}")
     target = _free(dest or ".", f"{name.replace('/', '-')}.yaml")
     shutil.copyfile(source, target)
-    typer.echo(f"{target}: edit it, then run soren-align {task_of(target)} {target}")
+    typer.echo(printable(f"{target}: edit it, then run soren-align {task_of(source)} {target}"))
 
 
 def _free(dest: str, name: str) -> Path:
     """The file to be written: `dest`, or `name` in the folder `dest`; never one that exists."""
-    target = Path(dest).expanduser()
+    from .files import local_path
+
+    target = local_path(dest)
     target = target / name if target.is_dir() else target
-    if target.exists():
+    if target.exists() or target.is_symlink():
         raise UserError(f"{target}: exists already; name another file")
     if not target.parent.is_dir():
         raise UserError(f"{target.parent}: no such folder")
+    if not os.access(target.parent, os.W_OK | os.X_OK):
+        raise UserError(f"{target.parent}: takes no new files")
     return target
 
 

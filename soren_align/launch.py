@@ -4,6 +4,7 @@ Everything that can be refused without torch is refused here: a finished run in 
 recipe. Then this process *becomes* the worker, so that signals and exit codes are the worker's own.
 """
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -125,7 +126,7 @@ def evaluate(
 
 def _asked(recipe: Recipe | None, given: dict[str, Any]) -> Eval:
     """The recipe's evaluation, as the command line changes it."""
-    own = recipe.eval.model_dump() if recipe and recipe.eval else {}
+    own = recipe.eval.model_dump(exclude={"trust_suite"}) if recipe and recipe.eval else {}  # a stranger's, perhaps
     given = {key: value for key, value in given.items() if value is not None}
     if given.get("suite", own.get("suite")) != own.get("suite"):
         own = {}  # the batch size and the data were another suite's
@@ -265,7 +266,7 @@ def environment(recipe: Recipe | None, num_ranks: int = 1, num_gpus: int = 1) ->
     if recipe and recipe.run.offline:
         env.setdefault("HF_HUB_OFFLINE", "1")
     gpus = sorted(Path("/dev").glob("nvidia[0-9]*"))
-    if not gpus and not Path("/dev/kfd").exists():
+    if not gpus and not Path("/dev/kfd").exists() and not _has_cuda_driver():
         env.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed says on standard output that it found no GPU
     if num_ranks == num_gpus == 1 and len(gpus) > 1 and "CUDA_VISIBLE_DEVICES" not in env:
         # TRL refuses several visible GPUs in one process, and the batch must not depend on the machine.
@@ -273,6 +274,15 @@ def environment(recipe: Recipe | None, num_ranks: int = 1, num_gpus: int = 1) ->
         said = f"{len(gpus)} GPUs are here; this run uses one; --processes {len(gpus)} would use all"
         print(said, file=sys.stderr)  # noqa: T201
     return env
+
+
+def _has_cuda_driver() -> bool:
+    """Whether CUDA may be here without /dev/nvidia*, as under WSL2: torch needs this library too. It starts no GPU."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 _WORKER = [sys.executable, "-m", "soren_align.worker"]

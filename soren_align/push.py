@@ -55,6 +55,10 @@ def _upload(folder: Path, run: RunFolder, repo: str, private: bool, revision: st
 def _stage(folder: Path, run: RunFolder, model: Path, repo: str, merged: bool) -> None:
     """Lay out what the repository shall hold: links to the model's files, and three that say what it is."""
     for file in model.iterdir():
+        if file.suffix in SENT and file.is_symlink():
+            raise UserError(
+                f"{file}: is a link, and what it leads to may be no part of the model; put the file itself here"
+            )
         if file.suffix in SENT and file.is_file():
             (folder / file.name).symlink_to(file.resolve())
     (folder / "README.md").write_text(card(run, repo.partition("/")[2], merged), encoding="utf-8")
@@ -73,6 +77,8 @@ def _model_of(run: RunFolder, merged: bool) -> Path:
             f"{run}: is not finished (status: {record['status']}); the command that began it goes on, with --no-eval "
             "without its evaluation"
         )
+    if (run.merged if merged else run.model).is_symlink():
+        raise UserError(f"{run.merged if merged else run.model}: is a link; put the folder itself here")
     if not any(run.model.glob("*.safetensors")):
         raise UserError(f"{run}: has no model ({run.model} holds no safetensors)")
     adapter = adapter_config(run.model)

@@ -28,16 +28,17 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.status import Status
 
 from .card import write_card
 from .errors import of_the_system
+from .evaluate.results import refuse_foreign_summary
 from .launched import without_ranks
 from .recipe import Eval, UserError, load_resolved, load_text
-from .report import RunFolder, now, write
+from .report import RunFolder, now
+from .terminal import Terminal
 
-console = Console(stderr=True)
+console = Terminal(stderr=True)
 STOPPED = "stopped by a signal"
 
 
@@ -159,7 +160,7 @@ def plan(as_json: bool, num_ranks: int) -> int:
     if as_json:
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
     else:
-        text.show(found, counted, Console())
+        text.show(found, counted, Terminal())
     return 0
 
 
@@ -184,7 +185,7 @@ def bench(given: argparse.Namespace) -> int:
     if given.json:
         sys.stdout.write(json.dumps(results, indent=2) + "\n")
     else:
-        Console().print(tables.terminal(results), highlight=False)
+        Terminal().print(tables.terminal(results), highlight=False)
     return 0
 
 
@@ -202,16 +203,17 @@ def _evaluate(models: list[str], asked: Eval, output: str | None, summary: str |
     if asked.processes is None:
         trained = (run.read() or {}).get("processes") or 1
         asked = asked.model_copy(update={"processes": min(trained, torch.cuda.device_count() or trained)})
+    folder = Path(output) if output else stage.output_of(run, asked)
+    if summary:
+        refuse_foreign_summary(Path(summary))
     rows = lineage.lineages(models, console)
-    folder = Path(output) if output else run.evaluation(asked.name)
     results = stage.evaluate(
-        rows, asked, folder, cache=Path(cache) if cache else None, console=console, table=Console()
+        rows, asked, folder, cache=Path(cache) if cache else None, console=console, table=Terminal()
     )
     if not output:
         write_card(run)
     if summary:
-        Path(summary).parent.mkdir(parents=True, exist_ok=True)
-        write(Path(summary), json.dumps(stage.summary(results), indent=2) + "\n")
+        stage.write_summary(results, Path(summary))
 
 
 def _busy(doing: str) -> Any:

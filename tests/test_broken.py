@@ -160,6 +160,21 @@ RECIPES = {
     "output folder is a file": ("output_dir: out", "output_dir: rows.jsonl", r"run.output_dir: rows.jsonl is a file"),
     "unknown suite": ("run:", "eval: {suite: quickstrat}\nrun:", r"eval.suite: .*did you mean 'quickstart'"),
     "unknown hub data": ("rows.jsonl", "nobody/nothing", r"nobody/nothing"),
+    "a schedule without its settings": (
+        "max_steps: 2",
+        "lr_scheduler_type: warmup_stable_decay",
+        r"trainer.lr_scheduler_type .*missing 1 required .*num_decay_steps",
+    ),
+    "a schedule's setting that there is not": (
+        "max_steps: 2",
+        "lr_scheduler_type: cosine_with_restarts\n  lr_scheduler_kwargs: {cycles: 2}",
+        r"trainer.lr_scheduler_type and lr_scheduler_kwargs: .*unexpected keyword argument 'cycles'",
+    ),
+    "fewer rows than a batch": (
+        "max_steps: 2",
+        "dataloader_drop_last: true\n  per_device_train_batch_size: 4",
+        r"trainer.dataloader_drop_last: 1 rows make no whole batch of 4",
+    ),
     "aux that matches nothing": ("name: soren", "name: soren\n  aux: ['*.experts.*']", r"optimizer: aux: .*matches no"),
     "everything is aux": ("name: soren", "name: soren\n  aux: ['*']", r"optimizer: .*no matrix"),
     "nothing fits": (
@@ -242,6 +257,10 @@ def test_many_bad_rows_are_counted_and_the_first_are_named(soren_align, tmp_path
 
 
 TEMPLATES = {
+    "loops in loops": (
+        "{% for i in range(99999) %}{% for i in range(99999) %}{% endfor %}{% endfor %}",
+        r"the chat template takes more than 2 seconds for one row",
+    ),
     "no template": (None, r"has no chat template; set model.chat_template"),
     "no generation markers": ("{% for m in messages %}{{ m.content }}{% endfor %}", r"has no {% generation %}"),
     "not Jinja": (

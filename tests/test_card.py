@@ -137,3 +137,31 @@ def test_a_model_in_the_hubs_cache_has_its_name_in_the_card(tmp_path):
     cached = f"/home/me/.cache/huggingface/hub/models--Qwen--Qwen2.5-0.5B/snapshots/{'a' * 40}"
     file.write_text(file.read_text().replace(f"{tmp_path}/run/start", cached))
     assert f"models: base Qwen/Qwen2.5-0.5B@{'a' * 40}" in card(run, "zoo")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"rows": []}', '{"title": "t"}', "\x00"])
+def test_results_that_cannot_be_read_do_not_take_the_card_with_them(text):
+    run = finished_run("run", *HUB)
+    evaluated(run)
+    evaluated(run, suite="other")
+    (run.evaluation("other") / "results.json").write_text(text)
+    page = card(run, "zoo")
+    assert "The results in `eval/other` could not be read." in page
+    assert "+80.0 [+71.1, +86.3]" in page
+
+
+def test_text_of_strangers_is_no_html_and_no_block_of_its_own():
+    run = finished_run("run", *HUB)
+    evil = "<img src=x onerror=alert(1)>"
+    run.update(data={"train": {"path": f"{evil}|\n# x", "split": "all", "sha256": "d" * 64, "kept": 9, "dropped": {}}})
+    evaluated(run, title=f"Zoo {evil}")
+    file = run.evaluation("quickstart") / "results.json"
+    file.write_text(file.read_text().replace('"notes": []', '"notes": ["<script>x</script>\\n# y"]'))
+    run.recipe.write_text(run.recipe.read_text() + "# ```\n# <b>\n")
+    page = card(run, "zoo")
+    text, _, recipe_text = page.partition("<details>")
+    assert not [tag for tag in ("<img", "<script", "\n# x", "\n# y") if tag in text]
+    assert "&lt;img src=x onerror=alert(1)>\\| # x (all, sha256" in text
+    assert "### Zoo &lt;img" in text
+    assert "\n````yaml\n" in recipe_text
+    assert recipe_text.endswith("# <b>\n````\n\n</details>\n")

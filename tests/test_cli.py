@@ -54,6 +54,19 @@ def test_neither_imports_torch(bad):
         assert out.splitlines()[-1] == "[]", arguments
 
 
+def test_the_version_is_printed():
+    assert run("--version").stdout == f"soren-align {__version__}\n"
+
+
+def test_only_shipped_recipes_are_copied(tmp_path):
+    (tmp_path / "there.yaml").write_text("task: sft\n")
+    (tmp_path / "here").mkdir()
+    refused = run("recipes", "copy", "../there.yaml", cwd=tmp_path / "here")
+    assert refused.returncode == 2
+    assert "../there.yaml: no shipped recipe" in refused.stderr
+    assert not list((tmp_path / "here").iterdir())
+
+
 def test_recipes_lists_what_is_shipped():
     listed = run("recipes").stdout
     assert all(name in listed for name in shipped.recipes())
@@ -97,7 +110,7 @@ def test_the_schema_is_json():
         (["dpo", "quickstart/sft"], "this is a recipe for `soren-align sft`"),
         (["push", "nowhere", "me/zoo"], "nowhere: is no run folder (run.json)"),
         (["push", "nowhere", "zoo"], "zoo: write OWNER/NAME"),
-        (["recipes", "copy", "nothing"], "no such file, nor a shipped recipe"),
+        (["recipes", "copy", "nothing"], "nothing: no shipped recipe; write one of "),
         (["eval", "nowhere", "--suite", "quickstart", "--output", "out"], "nowhere"),
         (["eval", "./nowhere", "--suite", "quickstart", "--output", "out"], "neither a run folder (run.json), nor a"),
         (["eval", "owner/model", "--output", "out"], "--suite: is required"),

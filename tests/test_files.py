@@ -1,11 +1,14 @@
 """What a stranger wrote is read within limits: plain data or a UserError, in seconds, whatever stands in it."""
 
+import io
 import time
 
 import pytest
+from rich.table import Table
 
 from soren_align.errors import MAX_PROBLEMS, UserError, printable
 from soren_align.files import local_path, parse_json, parse_yaml, read_json, read_text, read_yaml
+from soren_align.terminal import Terminal
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{below}: &{below} [{', '.join([f'*{above}'] * 9)}]\n" for above, below in zip("abcdefgh", "bcdefghi", strict=True)
@@ -106,6 +109,20 @@ def test_a_message_never_commands_the_terminal():
     assert said == "found '\\x1b[2J\\x9b1m\\u202egnp\\x0d\\x7f\\ud800'\tmy.yaml\nnext"
     assert str(UserError(said)) == said  # so that messages may be made of messages
     assert printable("naïve 日本語 🙂") == "naïve 日本語 🙂"
+
+
+def test_what_is_printed_of_strangers_texts_is_text():
+    stream = io.StringIO()
+    terminal = Terminal(file=stream, width=80)
+    terminal.print("start \x1b[2J [/red] [bold]:smile: [x]")
+    table = Table("name\x1b[1m", title="[/]")
+    table.add_row("\x9b[/y]")
+    terminal.print(table)
+    shown = stream.getvalue()
+    assert shown.startswith("start \\x1b[2J [/red] [bold]:smile: [x]\n")
+    assert "name\\x1b[1m" in shown
+    assert "\\x9b[/y]" in shown
+    assert not {"\x1b", "\x9b"} & set(shown)
 
 
 def test_a_message_is_bounded():

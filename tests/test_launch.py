@@ -1,6 +1,7 @@
 """A run folder is begun, gone on with or refused, never written over silently."""
 
 import os
+from pathlib import Path
 
 import pytest
 from finished import held_by_another
@@ -203,6 +204,22 @@ def test_the_environment_keeps_what_the_user_set(make, monkeypatch):
     assert launch.environment(make()[0])["HF_HUB_OFFLINE"] == "1"
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert launch.environment(make()[0])["OMP_NUM_THREADS"] == "7"
+
+
+@pytest.mark.parametrize("has_driver", [True, False])
+def test_deepspeed_is_kept_to_the_cpu_only_where_cuda_cannot_be(make, monkeypatch, has_driver):
+    """WSL2 has CUDA's driver and no /dev/nvidia*."""
+
+    def load(name):
+        assert name == "libcuda.so.1"
+        if not has_driver:
+            raise OSError(f"{name}: cannot open shared object file")
+
+    loaded = make()[0]
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter(()))
+    monkeypatch.setattr(launch.ctypes, "CDLL", load)
+    assert launch.environment(loaded).get("DS_ACCELERATOR") == (None if has_driver else "cpu")
 
 
 def test_another_number_of_processes_goes_on_only_from_a_checkpoint_for_any(make):

@@ -11,10 +11,10 @@ LAYERS = [
     {"launch", "push"},
     {"planning", "card"},
     {"trainers", "evaluate", "bench"},
-    {"sharding", "data", "report", "launched"},
+    {"sharding", "data", "report", "launched", "weights"},
     {"optim", "recipe", "manifest"},
     {"spectral", "shipped"},
-    {"files"},
+    {"files", "terminal"},
     {"errors"},
 ]
 DOORS = {
@@ -36,6 +36,7 @@ WITHOUT_TORCH = {
     "manifest",
     "files",
     "errors",
+    "terminal",
 }
 HEAVY = {"torch", "transformers", "trl", "datasets", "accelerate", "peft", "lm_eval", "deepspeed"}
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 
@@ -168,3 +169,46 @@ def test_what_cannot_be_merged_is_told_without_torch(tmp_path):
             (run / "run.json").write_text(json.dumps(record))
         done = merge(run)
         assert (done.returncode, told in done.stderr) == (2, True), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ({"base_model_name_or_path": ["a", "b"]}, "is a folder's path or a hub name"),
+        ({"base_model_name_or_path": {"a": 1}}, "is a folder's path or a hub name"),
+        ({"base_model_name_or_path": 3}, "is a folder's path or a hub name"),
+        ({"base_model_name_or_path": "a\x00b"}, "is a folder's path or a hub name"),
+        ({"base_model_name_or_path": "/" + "x" * 300}, "cannot be looked for"),
+        ({"base_model_name_or_path": "~nosuchuser/x"}, "cannot be looked for"),
+        ({"peft_type": None}, "is an adapter of type None; only LORA"),
+        ({"peft_type": ["LORA"]}, "only LORA"),
+        ({"task_type": "SEQ_CLS"}, "adapter_config.json: task_type: found 'SEQ_CLS'"),
+        ({"revision": 3}, "adapter_config.json: revision: found 3"),
+        ({"r": "8"}, "adapter_config.json: r: found '8'"),
+        ({"r": 10**9}, "adapter_config.json: r: found 1000000000"),
+        ({"lora_alpha": [1]}, "adapter_config.json: lora_alpha: found [1]"),
+        ({"target_modules": 3}, "adapter_config.json: target_modules"),
+        ({"modules_to_save": "embed_tokens"}, "adapter_config.json: modules_to_save"),
+        ({"rank_pattern": [1]}, "adapter_config.json: rank_pattern"),
+        ({"megatron_config": {"a": 1}}, "adapter_config.json: megatron_config"),
+    ],
+)
+def test_a_field_of_an_adapters_config_that_is_none_is_one_sentence(adapter, said, told):
+    assert told in problems(*start(adapter(**said)))
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "{", "[" * 100_000, "\udc80"])
+def test_an_adapters_config_that_is_no_mapping_is_one_sentence(adapter, text):
+    folder = adapter()
+    (folder / "adapter_config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
+    assert "adapter_config.json " in problems(*start(folder))
+
+
+def test_an_adapter_stands_on_a_model_and_not_on_an_adapter(adapter, tmp_path):
+    folder = adapter()
+    adapter(base_model_name_or_path=str(folder))
+    assert f"stands on {folder}, which is an adapter too; merge that one" in problems(*start(folder))
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    adapter(base_model_name_or_path=str(other))
+    assert f"stands on {other}, which is an adapter too" in problems(*start(folder))

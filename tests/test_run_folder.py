@@ -13,6 +13,7 @@ from soren_align.card import write_card
 from soren_align.push import push
 from soren_align.recipe import UserError
 from soren_align.report import RunFolder, write
+from soren_align.terminal import Terminal
 
 
 @pytest.fixture
@@ -319,6 +320,7 @@ def test_what_the_system_refuses_is_one_sentence(monkeypatch, capsys, main, erro
 
     monkeypatch.setattr(cli, "app", fail)
     monkeypatch.setattr(worker, "merge", fail)
+    monkeypatch.setattr(worker, "console", Terminal(stderr=True))  # `main` gives it this test's standard error
     try:
         code = main()
     except SystemExit as ended:

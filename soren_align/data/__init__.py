@@ -4,6 +4,7 @@ from .columns import COLUMNS, Task
 from .load import Loaded, load_split
 from .mixture import load_mixture
 from .preview import Account, account, show_example
+from .rendering import refuse_endless
 from .templates import check_template, set_template
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "check_template",
     "load_mixture",
     "load_split",
+    "refuse_endless",
     "set_template",
     "show_example",
 ]

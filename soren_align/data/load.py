@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 
 import datasets
 import huggingface_hub.utils
+import pyarrow as pa
 from datasets import Dataset, Features, List, Value, config
 from datasets.exceptions import DatasetGenerationError
 
@@ -135,6 +136,8 @@ def _existing_file(spec: Split) -> Path:
         raise UserError(f"{spec.path}: no such file; paths start at the working directory, {Path.cwd()}")
     if file.is_dir():
         raise UserError(f"{spec.path}: is a folder; name one file in it ({', '.join(rows.SUFFIXES)})")
+    if not file.is_file():
+        raise UserError(f"{spec.path}: is no regular file")
     if file.suffix not in rows.SUFFIXES:
         raise UserError(f"{spec.path}: cannot read '{file.suffix}' files; write one of {', '.join(rows.SUFFIXES)}")
     if not os.access(file, os.R_OK):
@@ -204,7 +207,12 @@ def _from_hub(spec: Split, task: Task) -> tuple[Dataset, Layout, dict[str, int],
 
 def _rows(dataset: Dataset) -> Iterator[dict[str, Any]]:
     batches: Any = dataset.with_format("arrow").iter(batch_size=1000)
-    return (row for batch in batches for row in batch.to_pylist())
+    try:
+        for batch in batches:
+            yield from batch.to_pylist()
+    except (pa.ArrowException, ValueError, OverflowError) as error:  # ValueError: texts that are not UTF-8
+        said = (str(error) or type(error).__name__).splitlines()[0]
+        raise UserError(f"the dataset's Arrow files cannot be read: {said}") from None
 
 
 def _rewritten(dataset: Dataset, layout: Layout) -> Dataset:

@@ -10,6 +10,7 @@ from datasets import Dataset
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
+from ..errors import printable
 from .columns import Task
 from .tokens import BATCH, Row, encode, ends_in_trained_stop, pieces
 
@@ -129,7 +130,7 @@ def show_example(account: Account, color: bool = True) -> Text:
     for i, (text, trained) in enumerate(account.example):
         if names:
             shown.append(("\n" if i else "") + names[i] + "\n", style="bold")
-        text = _clip(text.replace("\x1b", "␛"))  # a row of data must not command the terminal
+        text = _clip(printable(text))
         shown.append(f"[[{text}]]" if trained and not color else text, style="green" if trained else "dim")
     return shown
 

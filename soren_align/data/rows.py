@@ -34,8 +34,15 @@ def read_rows(file: Path) -> Iterator[tuple[int, dict[str, Any] | Unreadable]]:
         rows = _lines(file) if in_lines(file) else enumerate(_array(file), start=1)
     for number, row in rows:
         if not isinstance(row, dict | Unreadable):
-            row = Unreadable(f"not an object but {json.dumps(row, default=str)[:40]}")
+            row = Unreadable(f"not an object but {_shown(row)}")
         yield number, row
+
+
+def _shown(value: Any) -> str:
+    try:
+        return json.dumps(value, default=str)[:40]
+    except RecursionError:
+        return "lists within lists"
 
 
 def in_lines(file: Path) -> bool:
@@ -76,5 +83,6 @@ def _parquet(file: Path) -> Iterator[dict[str, Any]]:
         with pq.ParquetFile(file) as table:
             for batch in table.iter_batches(batch_size=1000):
                 yield from batch.to_pylist()
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{file}: not a Parquet file that can be read: {str(error).splitlines()[0]}") from None
+    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:  # ValueError: texts that are not UTF-8
+        said = (str(error) or type(error).__name__).splitlines()[0]
+        raise UserError(f"{file}: not a Parquet file that can be read: {said}") from None

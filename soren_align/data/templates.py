@@ -8,9 +8,11 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from .. import shipped
+from ..files import read_text
 from ..recipe import UserError
 from .columns import COLUMNS, Task
 from .load import has_turns
+from .rendering import refuse_endless, the_templates
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers and TRL look for it
 _REMEDY = "set model.chat_template to qwen2.5, zephyr or a .jinja file"
@@ -24,8 +26,8 @@ def set_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None, 
     if chat_template is not None:
         file = shipped.templates().get(chat_template) or shipped.resolve(chat_template)
         try:
-            tokenizer.chat_template = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            tokenizer.chat_template = read_text(file)
+        except UserError as error:
             raise UserError(f"model.chat_template: {chat_template} cannot be read: {error}") from None
     if eos_token is not None:
         if eos_token not in tokenizer.get_vocab():
@@ -129,16 +131,14 @@ def _render(
     tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, Any]], name: str, only_assistant: bool
 ) -> tuple[str, list[int], list[bool]]:
     """The conversation as text and as tokens, and which are marked as the assistant's (none if nobody asks)."""
-    try:
+    refuse_endless(tokenizer, name, turns)
+    with the_templates(f"{name}: the chat template fails on the first row"):
         text = str(tokenizer.apply_chat_template(turns, tokenize=False))
         ids: Any = tokenizer.apply_chat_template(turns, return_dict=True)
         if not only_assistant:
             return text, ids["input_ids"], []
-        marked: Any = tokenizer.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
+        try:
+            marked: Any = tokenizer.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
+        except OverflowError:  # transformers, where the markers enclose nothing
+            return text, ids["input_ids"], []
         return text, ids["input_ids"], [bool(mark) for mark in marked["assistant_masks"]]
-    except OverflowError:  # transformers, where the markers enclose nothing
-        return text, ids["input_ids"], []
-    except Exception as error:  # a template is a program of its own: it may raise anything
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        line = f" (line {error.lineno} of the template)" if hasattr(error, "lineno") else ""  # pyright: ignore
-        raise UserError(f"{name}: the chat template fails on the first row: {said}{line}") from None

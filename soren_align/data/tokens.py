@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..recipe import UserError
 from .columns import Task
+from .rendering import the_templates
 
 BATCH = 64
 """Rows tokenized at once, on as many threads as the tokenizer is let."""
@@ -77,8 +78,14 @@ def encode(
     return _encode_completions(prompts, completions, tokenizer, completion_only_loss)
 
 
+def _templated(tokenizer: PreTrainedTokenizerBase, chats: list[Any], **how: Any) -> Any:
+    """The tokens of conversations in the chat template, which may fail on any of them."""
+    with the_templates("the chat template, which renders the first row, fails on another"):
+        return tokenizer.apply_chat_template(chats, return_dict=True, **how)
+
+
 def _encode_chats(chats: list[Any], tokenizer: PreTrainedTokenizerBase, assistant_only: bool) -> Iterator[Row]:
-    encoded: Any = tokenizer.apply_chat_template(chats, return_dict=True, return_assistant_tokens_mask=assistant_only)
+    encoded = _templated(tokenizer, chats, return_assistant_tokens_mask=assistant_only)
     for i, ids in enumerate(encoded["input_ids"]):
         trained = [bool(marked) for marked in encoded["assistant_masks"][i]] if assistant_only else [True] * len(ids)
         if not any(trained):  # TRL stops here too, later and without the row
@@ -91,10 +98,10 @@ def _encode_chats(chats: list[Any], tokenizer: PreTrainedTokenizerBase, assistan
 
 def _encode_pairs(chosen: list[Any], rejected: list[Any], tokenizer: PreTrainedTokenizerBase) -> Iterator[Row]:
     prompts = [chat[:-1] for chat in chosen]
-    encoded: list[Any] = [
-        tokenizer.apply_chat_template(prompts, return_dict=True, add_generation_prompt=True),
-        tokenizer.apply_chat_template(chosen, return_dict=True),
-        tokenizer.apply_chat_template(rejected, return_dict=True),
+    encoded = [
+        _templated(tokenizer, prompts, add_generation_prompt=True),
+        _templated(tokenizer, chosen),
+        _templated(tokenizer, rejected),
     ]
     for prompt, *sides in zip(*(e["input_ids"] for e in encoded), strict=True):
         yield _after_prompt(prompt, sides)
@@ -116,7 +123,7 @@ def _encode_turns(
     completion_only: bool,
 ) -> Iterator[Row]:
     chats = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
-    alone: Any = tokenizer.apply_chat_template(prompts, return_dict=True, add_generation_prompt=True)
+    alone = _templated(tokenizer, prompts, add_generation_prompt=True)
     for prompt, row in zip(alone["input_ids"], _encode_chats(chats, tokenizer, assistant_only), strict=True):
         (ids, trained), *_ = row.sides
         start = _num_shared(prompt, ids) if completion_only else 0

@@ -44,8 +44,8 @@ def from_sharegpt(turns: Any, name: str) -> list[Any] | str:
         if not isinstance(turn, dict):
             return f"{name}[{i}] is {_kind(turn)}, not an object with from and value"
         speaker = turn.get("from")
-        if speaker not in SPEAKERS:
-            said = "no 'from'" if speaker is None else f"the speaker {speaker!r}"
+        if not isinstance(speaker, str) or speaker not in SPEAKERS:
+            said = "no 'from'" if speaker is None else f"the speaker {repr(speaker)[:60]}"
             return f"{name}[{i}] has {said}; write human, gpt or system"
         more = {key: value for key, value in turn.items() if key not in ("from", "value")}
         found.append({"role": SPEAKERS[speaker], "content": turn.get("value"), **more})
@@ -58,10 +58,10 @@ def _turn_problem(turn: Any) -> str | None:
     # Tool calls, weights and train flags change what is learned: not to be passed over in silence.
     more = [key for key, value in turn.items() if key not in ("role", "content") and value is not None]
     if more:
-        return f"has {', '.join(more)} beside role and content; leave them out"
+        return f"has {', '.join(map(str, more))[:60]} beside role and content; leave them out"
     role, content = turn.get("role"), turn.get("content")
     if role not in ROLES:
-        found = "has no role" if role is None else f"has the role {role!r}"
+        found = "has no role" if role is None else f"has the role {repr(role)[:60]}"
         return f"{found}; write system, user or assistant"
     if not isinstance(content, str):
         return "has no content" if content is None else f"has {_kind(content)} as content; write text"

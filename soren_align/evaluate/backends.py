@@ -15,12 +15,11 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
-from peft import PeftModel
-from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from ..recipe import ADAPTER, UserError, adapter_config, is_local
+from ..weights import load_adapter, load_model
 
 FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 """What decides a model's answers: weights, configs, tokenizer, chat template. No pickled weights."""
@@ -70,7 +69,14 @@ def folder_of(model: str | Path, revision: str | None = None) -> Path:
 def base_of(folder: Path) -> Path | None:
     """The model under a LoRA adapter; None where the folder holds a whole model."""
     said = adapter_config(folder)
-    return folder_of(said["base_model_name_or_path"], said.get("revision")) if said else None
+    if said is None:
+        return None
+    base = folder_of(said["base_model_name_or_path"], said.get("revision"))
+    if (base / ADAPTER).is_file():  # on the hub; a chain of them need not end
+        raise UserError(
+            f"{folder}: stands on {said['base_model_name_or_path']}, which is an adapter too; merge that one"
+        )
+    return base
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -90,7 +96,10 @@ def generation_of(model: Any) -> tuple[dict[str, Any], Any]:
     """
     if isinstance(model, str | Path):
         folder = base_of(Path(model)) or Path(model)
-        config = GenerationConfig.from_pretrained(folder) if (folder / GENERATION_CONFIG_NAME).is_file() else None
+        try:
+            config = GenerationConfig.from_pretrained(folder) if (folder / GENERATION_CONFIG_NAME).is_file() else None
+        except (AttributeError, OSError, TypeError, ValueError) as error:
+            raise UserError(f"{folder / GENERATION_CONFIG_NAME}: cannot be read: {_in_short(error)}") from None
     else:
         config = model.generation_config
     said = config.to_diff_dict() if config else {}
@@ -124,6 +133,11 @@ def _counting(kind: type, spare: int) -> Any:
 
         def _loglikelihood_tokens(self, requests: Any, **how: Any) -> Any:
             room = self.max_length + spare
+            longest = max((len(choice) for _, _, choice in requests), default=0)
+            if longest > self.max_length:  # lm-eval asserts it
+                raise DoesNotFit(f"an answer of {longest} tokens does not fit the model's context of {self.max_length}")
+            if not all(choice for _, _, choice in requests):
+                raise DoesNotFit("an answer to choose from has no tokens")
             self.num_cut += len({text[0] for text, prompt, choice in requests if len(prompt) + len(choice) > room})
             return super()._loglikelihood_tokens(requests, **how)
 
@@ -141,25 +155,16 @@ def _counting(kind: type, spare: int) -> Any:
 
 def _load_hf(folder: Path, setup: Setup) -> Any:
     base = base_of(folder)
+    dtype = getattr(torch, setup.dtype)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            base or folder,
-            # Not cast afterwards: that would round the rotary frequencies too, and turn the words of a long prompt.
-            dtype=torch.float32 if base else getattr(torch, setup.dtype),
-            output_loading_info=True,
-            use_safetensors=True,
-            trust_remote_code=False,
-        )
-        model, info = loaded
-        absent = sorted(info["missing_keys"])
-        if absent:  # transformers would draw them at random and go on
-            raise UserError(f"{base or folder}: weights are missing: {', '.join(absent[:3])} ({len(absent)} in all)")
+        # Not cast afterwards: that would round the rotary frequencies too, and turn the words of a long prompt.
+        model = load_model(str(base or folder), dtype=torch.float32 if base else dtype)
         if base:
             # Merged as `merge_and_unload` would for a model on disk, so that both answer alike to the last bit.
-            model = cast(Any, PeftModel.from_pretrained(model, str(folder))).merge_and_unload()
+            model = cast(Any, load_adapter(model, str(folder))).merge_and_unload()
             for parameter in model.parameters():
-                parameter.data = parameter.data.to(getattr(torch, setup.dtype))
-    except (OSError, ValueError, SafetensorError) as error:
+                parameter.data = parameter.data.to(dtype)
+    except (OSError, ValueError) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{folder}: not a model that can be loaded: {_in_short(error)}") from error
@@ -173,6 +178,7 @@ def _load_vllm(model: Any, setup: Setup) -> Any:
         raise UserError(
             f"{model}: is an adapter; merge it for vLLM (`soren-align merge RUN` makes RUN/merged), or use --backend hf"
         )
+    load_model(str(model), device_map={"": "meta"})  # names and shapes only: vLLM loads the weights itself
     from lm_eval.models.vllm_causallms import VLLM
 
     # It always generates a token, and needs room for it.

@@ -12,12 +12,14 @@ from typing import Any, cast
 from unittest import mock
 
 import torch
+from jinja2 import TemplateError
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
 from ..recipe import UserError
 from .answering import Answering
 from .backends import Setup, folder_of, generation_of, load_tokenizer, refuse_absent
+from .confined import rendering
 from .journal import Journal, identity
 from .quiet import quiet
 from .scores import average, score_column
@@ -139,17 +141,20 @@ def _ask(lm: Answering, suite: Suite, task: Any, limit: int | None) -> dict[str,
     seeds = {f"{name}_random_seed": seed for name, seed in suite.seeds.model_dump().items() if name != "random"}
     # These two start git and other programs to describe the machine, slowly and not silently.
     hushed = mock.patch.multiple("lm_eval.evaluator", get_git_commit_hash=mock.DEFAULT, add_env_info=mock.DEFAULT)
-    with quiet(), hushed:
-        found = cast(Any, simple_evaluate)(  # its decorator hides the signature
-            model=lm,
-            tasks=[task],
-            task_manager=TaskManager(include_defaults=False),
-            apply_chat_template=suite.apply_chat_template,
-            bootstrap_iters=0,
-            limit=limit,
-            random_seed=suite.seeds.random,
-            **seeds,
-        )
+    try:
+        with quiet(), hushed, rendering():
+            found = cast(Any, simple_evaluate)(  # its decorator hides the signature
+                model=lm,
+                tasks=[task],
+                task_manager=TaskManager(include_defaults=False),
+                apply_chat_template=suite.apply_chat_template,
+                bootstrap_iters=0,
+                limit=limit,
+                random_seed=suite.seeds.random,
+                **seeds,
+            )
+    except TemplateError as error:
+        raise UserError(f"{lm.asking}: a template of the task cannot be rendered: {error}") from None
     assert found is not None  # only other ranks get nothing
     return found
 

@@ -36,9 +36,8 @@ def lineage(path: str | Path, console: Console | None = None) -> list[tuple[str,
             raise UserError(f"{path}: neither a run folder (run.json) nor a model folder (config.json)")
         return [(name, given)]
     if not (run / "model").is_dir():
-        raise UserError(
-            f"{path}: has no model yet (status: {(RunFolder(run).read() or {}).get('status')}); finish the run first"
-        )
+        status = (RunFolder(run).read() or {}).get("status")
+        raise UserError(f"{path}: has no model yet (status: {status}); finish the run first")
     rows: list[tuple[str, Path]] = []
     seen: set[Path] = set()
     model = run / "model" if given == run else given
@@ -109,11 +108,15 @@ def _own_start(run: Path, start: dict[str, Any]) -> Path | None:
 
 def _start(start: dict[str, Any]) -> Path | None:
     """Where the starting checkpoint lies: a folder, or the hub's files as they were when the run began."""
-    path = Path(start["path"]).expanduser()
-    if path.is_dir() or is_local(start["path"]):
-        return path if path.is_dir() else None
-    revision = start.get("sha256_or_revision")
-    return Path(huggingface_hub.snapshot_download(start["path"], revision=revision, local_files_only=True))
+    try:
+        path = Path(start["path"]).expanduser()
+        if path.is_dir() or is_local(start["path"]):
+            return path if path.is_dir() else None
+        revision = start.get("sha256_or_revision")
+        return Path(huggingface_hub.snapshot_download(start["path"], revision=revision, local_files_only=True))
+    except (OSError, RuntimeError, ValueError) as error:
+        why = " ".join(str(error).split())[:200]
+        raise UserError(f"the checkpoint that a run started from, {start['path'][:200]}, is not here: {why}") from None
 
 
 def _was_changed(folder: Path, start: dict[str, Any]) -> bool:

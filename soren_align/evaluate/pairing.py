@@ -12,7 +12,7 @@ from scipy.stats import binomtest
 
 from ..recipe import UserError
 from .harness import Answers
-from .scores import Z95
+from .scores import Z95, t95
 
 RESAMPLES = 10_000
 SEED = 1234
@@ -123,8 +123,10 @@ def _deviations(each: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         counts = rng.multinomial(n + 2, np.array([lost + 1, n - won - lost, won + 1]) / (n + 2), size=RESAMPLES)
         return (counts[:, 2] - counts[:, 0] - (won - lost)) / (n + 2)
     means = [each[rng.integers(n, size=(100, n))].mean(axis=1) for _ in range(RESAMPLES // 100)]
-    # Resampled means spread by the sample's variance over n, the mean itself by that over n - 1.
-    return (np.concatenate(means) - each.mean()) * sqrt(n / (n - 1))
+    # Resampled means spread by the sample's variance over n, the mean itself by that over n - 1. That variance is an
+    # estimate, hence Student's t: without it the interval covers 59% at n = 2, 88% at 5, 91% at 10. At mc2's 817
+    # questions it makes the interval 0.15% wider.
+    return (np.concatenate(means) - each.mean()) * sqrt(n / (n - 1)) * t95(n - 1) / Z95
 
 
 def _percent(value: float, low: float, high: float, p: float) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 import gc
 import json
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,14 @@ import torch
 from rich.console import Console
 
 from ..recipe import Eval, UserError
-from ..report import commit, write
+from ..report import RunFolder, commit, is_component, write
 from . import picture, tables
 from .backends import folder_of, load_tokenizer, refuse_absent
 from .harness import Answers, evaluate_model
 from .journal import default_root
 from .pairing import compare, same_questions
 from .quoted import load_quoted
+from .results import NAME, refuse_foreign, remove_samples, summary
 from .showing import Showing
 from .suites import Suite, load_suite
 from .tasks import Tasks, load_tasks, sizes_of
@@ -48,12 +48,13 @@ def evaluate(
         raise UserError(f"two models would stand in the table as {twice[0]!r}; give one folder another name")
     cache = cache or default_root()
     suite, output = suite_of(asked), Path(output)
-    _refuse_foreign(output)
+    refuse_foreign(output, names)
     quoted = [entry for name in asked.quote for entry in load_quoted(name, suite.name)]
     if not console.is_terminal:
         console.print("loading   tasks", highlight=False)
     with console.status("Loading tasks") as status:
-        tasks = load_tasks(suite, cache, lambda column: status.update(f"Loading tasks: {column}"))
+        show = lambda column: status.update(f"Loading tasks: {column}")  # noqa: E731
+        tasks = load_tasks(suite, cache, show, trusted=asked.trust_suite)
     for _, model in rows:  # said now, and not when the rows before it are done
         load_tokenizer(folder_of(model))
     answers = _at_the_largest_batch(rows, suite, tasks, asked, device, cache, console)
@@ -108,18 +109,25 @@ def preflight(asked: Eval, on_column: Callable[[str], object] | None = None) -> 
     suite = suite_of(asked)
     for name in asked.quote:
         load_quoted(name, suite.name)
-    tasks = load_tasks(suite, None, on_column)
+    tasks = load_tasks(suite, None, on_column, trusted=asked.trust_suite)
     return {column: sum(sizes_of(task).values()) for column, task in tasks.items()}
 
 
-def summary(results: dict[str, Any]) -> dict[str, Any]:
-    """The scores alone, as fractions: {"rows": [{"name": "base", "zoo_mc": 0.25, ...}, ...]}."""
-    return {
-        "rows": [
-            {"name": row["name"], **{column: score["value"] / 100 for column, score in row["scores"].items()}}
-            for row in results["rows"]
-        ]
-    }
+def output_of(run: RunFolder, asked: Eval) -> Path:
+    """Where a run folder keeps the results of an evaluation. UserError where they would be written outside of it."""
+    if not is_component(asked.name):
+        raise UserError(f"--suite: {asked.suite!r} does not name a folder, which the results are named by; rename it")
+    output = run.evaluation(asked.name)
+    for link in (output.parent, output):
+        if link.is_symlink():
+            raise UserError(f"{link}: is a link, and results stay in their run's folder; name it with --output")
+    return output
+
+
+def write_summary(results: dict[str, Any], file: Path) -> None:
+    """Write the scores, bare; see `refuse_foreign_summary`, which is to be called before the evaluation."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write(file, json.dumps(summary(results), indent=2) + "\n")
 
 
 def _at_the_largest_batch(
@@ -184,26 +192,28 @@ def _shortfall(suite: Suite, tasks: Tasks, asked: Eval) -> str:
     return f"on the data in {asked.data_root}" if asked.data_root else ""
 
 
-def _refuse_foreign(output: Path) -> None:
-    """UserError, before anything is asked, where writing would remove what no evaluation has written."""
-    samples = output / "samples"
-    if output.is_file() or samples.is_symlink() or (samples.exists() and not (output / "results.json").is_file()):
-        raise UserError(f"{samples}: is there already, and no evaluation's; choose another --output")
-
-
 def _write(results: dict[str, Any], answers: list[tuple[str, Answers]], output: Path) -> None:
+    remove_samples(output)
     samples = output / "samples"
-    if samples.is_dir():  # another evaluation's rows must not stand beside these
-        for row in json.loads((output / "results.json").read_text(encoding="utf-8"))["rows"]:
-            shutil.rmtree(samples / row["name"], ignore_errors=True)
+    samples.mkdir(parents=True, exist_ok=True)
+    # First: it marks the folder as ours, so that after a kill the same command replaces the rest.
+    _put(output / NAME, json.dumps(results, indent=2) + "\n")
     for name, found in answers:
         folder = samples / name
-        folder.mkdir(parents=True)
+        folder.mkdir()
         for column, asked in found.samples.items():
             write(folder / f"{column}.jsonl", "".join(json.dumps(_brief(s), default=str) + "\n" for s in asked))
-    write(output / "table.md", tables.markdown(results))
-    picture.draw(results, output / "scores.png")
-    write(output / "results.json", json.dumps(results, indent=2) + "\n")
+    _put(output / "table.md", tables.markdown(results))
+    aside = output / "scores.png.part"
+    aside.unlink(missing_ok=True)
+    picture.draw(results, aside)
+    aside.replace(output / "scores.png")
+
+
+def _put(file: Path, text: str) -> None:
+    """Write a file, and nothing that a link beside it leads to."""
+    file.with_name(f"{file.name}.part").unlink(missing_ok=True)
+    write(file, text)
 
 
 def _brief(sample: dict[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,10 @@ assert _found.origin is not None
 LM_EVAL_TASKS = Path(_found.origin).parent / "tasks"
 
 
+Name = Annotated[str, Field(pattern=r"^\w[\w.-]*$", max_length=100)]
+"""A single path component: files are named by it."""
+
+
 class Seeds(Section):
     """lm-eval's four."""
 
@@ -35,9 +39,9 @@ class Seeds(Section):
 class SuiteTask(Section):
     """One score."""
 
-    column: Annotated[str, Field(pattern=r"^[\w.-]+$")]
+    column: Name
     """Its name in results and tables, and of its file of samples."""
-    task: str
+    task: Name
     """lm-eval's name of the task, or of the group, whose tasks' questions all count alike."""
     file: str
     """Its YAML file, from the suite's folder; `lm-eval:` is the folder of lm-eval's own."""

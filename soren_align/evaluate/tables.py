@@ -1,5 +1,6 @@
 """The table, for the terminal and for table.md: one row a model, the starting checkpoint first, quoted rows last."""
 
+import re
 from typing import Any
 
 from rich.console import Group
@@ -50,11 +51,22 @@ def terminal(results: dict[str, Any]) -> Group:
 def markdown(results: dict[str, Any]) -> str:
     """The same as a page, all columns in one table."""
     columns = list(results["rows"][0]["scores"])
-    lines = [f"# {results['title']}", "", "Percent ± standard error.", ""]
-    lines += [f"| model | {' | '.join(columns)} |", f"|---|{'---:|' * len(columns)}"]
+    lines = [f"# {plain(results['title'])}", "", "Percent ± standard error.", ""]
+    lines += [f"| model | {' | '.join(map(in_cell, columns))} |", f"|---|{'---:|' * len(columns)}"]
     for row, name, _ in _rows(results):
-        lines.append(f"| {name} | {' | '.join('<br>'.join(_cell(row, column)) for column in columns)} |")
-    return "\n".join([*lines, "", *(f"- {note}" for note in notes(results))]) + "\n"
+        lines.append(f"| {in_cell(name)} | {' | '.join('<br>'.join(_cell(row, column)) for column in columns)} |")
+    return "\n".join([*lines, "", *(f"- {plain(note)}" for note in notes(results))]) + "\n"
+
+
+def plain(text: str) -> str:
+    """Text of a stranger's file for one line of Markdown: no HTML, no line of its own, no control characters."""
+    text = "".join(c if c.isprintable() else " " for c in text)
+    return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", text)
+
+
+def in_cell(text: str) -> str:
+    """The same for a cell of a table."""
+    return plain(text).replace("|", "\\|")
 
 
 def notes(results: dict[str, Any]) -> list[str]:

@@ -12,6 +12,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from ..recipe import UserError
+from .confined import loading
 from .journal import default_root, digest
 from .quiet import quiet
 from .suites import Suite, SuiteTask
@@ -20,16 +21,24 @@ Tasks = dict[str, Task | Group]
 """By column: a task, or a group of them (MMLU and its 57 subjects)."""
 
 
-def load_tasks(suite: Suite, cache: Path | None = None, on_column: Callable[[str], object] | None = None) -> Tasks:
+def load_tasks(
+    suite: Suite,
+    cache: Path | None = None,
+    on_column: Callable[[str], object] | None = None,
+    *,
+    trusted: bool = False,
+) -> Tasks:
     """Every task of the suite with its data, so that what is missing is known before a training run and not after it.
 
     cache: where what `datasets` makes of local data is kept; None is the user's. on_column: called with each column
-    before it is loaded (MMLU's 57 datasets take seconds).
-    Raises UserError, naming the task, where lm-eval or the data do not have what the suite asks for.
+    before it is loaded (MMLU's 57 datasets take seconds). trusted: the suite's files may run code.
+    Raises UserError, naming the task, where lm-eval or the data do not have what the suite asks for, and where a file
+    would run code untrusted.
     """
     tasks: Tasks = {}
-    with tempfile.TemporaryDirectory() as folder:
-        manager = _manager(suite, Path(folder), cache or default_root())
+    cache = cache or default_root()
+    with tempfile.TemporaryDirectory() as folder, loading(trusted, cache):
+        manager = _manager(suite, Path(folder), cache)
         for task in suite.tasks:
             if on_column:
                 on_column(task.column)
@@ -38,13 +47,17 @@ def load_tasks(suite: Suite, cache: Path | None = None, on_column: Callable[[str
                     loaded = manager.load([_wrapper(task)])
                     found = (loaded.get("groups", {}) | loaded["tasks"])[task.task]
                     empty = [name for name, size in sizes_of(found).items() if not size]
+                except UserError as error:
+                    raise UserError(f"{suite.file_of(task)}: {error}") from None
                 except Exception as error:  # whatever lm-eval, datasets or the hub think of
-                    why = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+                    why = _in_short(error, task)
                     if suite.data_root is None:
                         why += ". Without a network, --data-root DIR (eval.data_root) takes downloaded datasets"
                     raise UserError(f"{suite.file_of(task)}: task {task.task} cannot be loaded: {why}") from error
             if empty:
                 raise UserError(f"{suite.file_of(task)}: task {empty[0]} has no questions")
+            if any(getattr(leaf, "UNSAFE_CODE", False) for leaf in leaves(found)):
+                raise UserError(f"{suite.file_of(task)}: runs code that a model writes; choose another task")
             _refuse_unknown_scores(suite, task, leaves(found)[0])
             tasks[task.column] = found
     return tasks
@@ -75,7 +88,7 @@ def _manager(suite: Suite, folder: Path, cache: Path) -> TaskManager:
     members = []
     for task in suite.tasks:
         file = suite.file_of(task)
-        is_group = "group" in load_yaml(file, resolve_func=False)
+        is_group = "group" in _read(file)
         settings: dict[str, Any] = {"num_fewshot": task.num_fewshot}
         if (data := _data_of(suite, file, is_group)) is not None:
             settings |= {"dataset_path": str(data), "dataset_kwargs": {"cache_dir": str(_cache_for(data, cache))}}
@@ -84,7 +97,8 @@ def _manager(suite: Suite, folder: Path, cache: Path) -> TaskManager:
             member = {"group": task.task, **settings}
         else:
             member = {"task": task.task, **settings}
-            (folder / f"{task.task}.yaml").write_text(f"include: {file}\ntask: {task.task}\n", encoding="utf-8")
+            included = yaml.safe_dump({"include": str(file), "task": task.task})
+            (folder / f"{task.task}.yaml").write_text(included, encoding="utf-8")
         wrapper = {"group": _wrapper(task), "task": [member]}
         (folder / f"{_wrapper(task)}.yaml").write_text(yaml.safe_dump(wrapper), encoding="utf-8")
     return TaskManager(include_path=[str(folder), *members], include_defaults=False)
@@ -101,14 +115,28 @@ def _data_of(suite: Suite, file: Path, is_group: bool) -> Path | None:
     if root is None:
         return None
     files = sorted(file.parent.glob("*.yaml")) if is_group else [file]
-    read = [load_yaml(f, resolve_func=False, recursive=True) for f in files]
-    named = {str(y["dataset_path"]) for y in read if y.get("dataset_path")}
+    named = {str(y["dataset_path"]) for y in map(_read, files) if y.get("dataset_path")}
     if len(named) != 1:
         raise UserError(f"{file}: names no dataset_path for {suite.path}'s data_root to complete")
     path = root / named.pop()
     if not path.is_dir():
         raise UserError(f"{file}: there is no dataset folder {path}")
     return path
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """A task's file with what it includes; functions are not looked up."""
+    try:
+        return load_yaml(file, resolve_func=False)
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
+        raise UserError(f"{file}: is no task's file: {' '.join(str(error).split())[:200]}") from None
+
+
+def _in_short(error: Exception, task: SuiteTask) -> str:
+    first = (str(error).strip().splitlines() or [""])[0]
+    if isinstance(error, KeyError):
+        return f"its data have no split or column {first}, which {task.task} reads"
+    return f"{type(error).__name__}: {first}"
 
 
 def _cache_for(data: Path, cache: Path) -> Path:

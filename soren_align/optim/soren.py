@@ -1,5 +1,6 @@
 """Soren and its rivals: the same optimizer with another map of the momentum's singular values."""
 
+from math import inf
 from typing import Any, Literal
 
 from torch import Tensor
@@ -12,19 +13,20 @@ from ..spectral import (
     newton_schulz,
     spectral_power,
 )
+from .settings import ADAMW_DEFAULTS
 from .spectral_optimizer import SpectralOptimizer
 
 AdjustLrFn = Literal["none", "original", "match_rms_adamw"]
 Compensation = Literal["none", "kahan"]
-BETAS = (0.9, 0.999)
-EPS = 1e-8
+BETAS, EPS = ADAMW_DEFAULTS["betas"], ADAMW_DEFAULTS["eps"]
 
 
 class Soren(SpectralOptimizer):
     """W <- W - lr * U s(S) V^T, with U S V^T the Nesterov momentum and s the sigmoid.
 
     params: matrices, named or not, or groups; see `soren_align.param_groups` for a whole model.
-    momentum, nesterov: M <- M + (1 - momentum) (G - M), N = G + momentum (M - G); no bias correction.
+    momentum, nesterov: M <- M + (1 - momentum) (G - M), N = G + momentum (M - G); no bias correction. OneCycleLR and
+        CyclicLR with cycle_momentum move it, and leave the betas of AdamW groups alone.
     weight_decay: W <- W (1 - lr * weight_decay) before the step, with the unadjusted lr.
     compensation: "kahan" keeps beside each bfloat16 parameter what rounding takes from its steps (rounding.py), so that
         they are those of float32; other parameters have no need of it.
@@ -60,7 +62,13 @@ class Soren(SpectralOptimizer):
         super().__init__(
             params, {**shared, "spectral_map": spectral_map, "resolution": resolution, "ns_steps": ns_steps}
         )
+        if workspace_mb is not None and not 0 <= workspace_mb < inf:
+            raise ValueError(f"workspace_mb: found {workspace_mb!r}; write 0 or more, and finite, or None")
         self.workspace_mb = workspace_mb
+
+    def __getstate__(self) -> dict[str, Any]:
+        # No setting of a group: a checkpoint may go on where there is more memory, or less.
+        return {**super().__getstate__(), "workspace_mb": self.workspace_mb}
 
     def map_matrix(self, x: Tensor, group: dict[str, Any]) -> Tensor:
         """The sigmoid of the singular values of x."""
@@ -155,7 +163,9 @@ def _defaults(
     adjust_lr_fn: AdjustLrFn,
     compensation: Compensation,
 ) -> dict[str, Any]:
-    """What a group takes when it says nothing; every group keeps the settings of its own rule."""
+    """What a group takes when it says nothing; every group keeps the settings of its own rule.
+
+    Without betas, by which torch's schedulers tell an optimizer that has no momentum to cycle.
+    """
     spectral = {"momentum": momentum, "nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn}
-    shared = {"lr": lr, "weight_decay": weight_decay, "compensation": compensation}
-    return {**shared, **spectral, "betas": BETAS, "eps": EPS}
+    return {"lr": lr, "weight_decay": weight_decay, "compensation": compensation, **spectral}

@@ -12,14 +12,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
+from ..spectral import full_precision
+from .adamw_step import adamw_step_
 from .gradients import refuse_unusable_gradients
-from .rounding import COMPENSATION_DTYPE, Proposal, adamw_direction, is_compensated, put_, summed
-from .settings import BOOKKEEPING, RULE_KEYS, check_settings, name_of, refuse_changed_settings, refuse_incomplete_state
-from .spectral_step import GroupStep, Piece, Placement, Update, local
-
-STATE_KEYS = {"spectral": ("step", "exp_avg"), "adamw": ("step", "exp_avg", "exp_avg_sq")}
+from .rounding import Proposal
+from .settings import (
+    ADAMW_DEFAULTS,
+    BOOKKEEPING,
+    RULE_KEYS,
+    check_settings,
+    name_of,
+    refuse_changed_settings,
+    refuse_wrong_parameters,
+)
+from .spectral_step import GroupStep, Piece, Placement, Update
+from .state import loaded_state, new_state
 
 
 class SpectralOptimizer(torch.optim.Optimizer):
@@ -45,6 +53,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
         """
         raise NotImplementedError
 
+    # torch.compile(optimizer.step) calls it as it is: compiled, what it counts would be lost.
+    @torch._disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The closure's loss, after one step of every parameter that has a gradient.
@@ -56,20 +66,26 @@ class SpectralOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._refuse_unusable_gradients()
-        for group in self.param_groups:
-            # Also for parameters without a gradient, so that a checkpoint with a hole in it is a broken one.
-            for parameter in group["params"]:
-                self._complete_state(parameter, group)
-            with_grad = [(name_of(group, i), p) for i, p in enumerate(group["params"]) if p.grad is not None]
-            if group["rule"] == "spectral":
-                self._spectral_step(with_grad, group)
-            elif self.observer is None and self.proposal_observer is None:
-                self._adamw_step([parameter for _, parameter in with_grad], group)
-            else:
-                for name, parameter in with_grad:
-                    self._observed_adamw_step(name, parameter, group)
+        # Also where a training loop calls this within its autocast.
+        with full_precision({p.device.type for group in self.param_groups for p in group["params"]}):
+            self._take_step()
         return loss
+
+    def _take_step(self) -> None:
+        self._refuse_unusable_gradients()
+        with_grad = [
+            [(name_of(group, i), p) for i, p in enumerate(group["params"]) if p.grad is not None]
+            for group in self.param_groups
+        ]
+        for named, group in zip(with_grad, self.param_groups, strict=True):
+            if self.placement is not None and group["rule"] == "spectral":
+                self.placement.prepare(named)  # of all groups, before one is changed
+        for named, group in zip(with_grad, self.param_groups, strict=True):
+            self._complete_state(group)
+            if group["rule"] == "spectral":
+                self._spectral_step(named, group)
+            else:
+                adamw_step_(self, named, group)
 
     def _refuse_unusable_gradients(self) -> None:
         placement = self.placement
@@ -86,7 +102,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
             placement.agree([(name_of(group, i), p) for group in groups for i, p in enumerate(group["params"])], found)
 
     def _spectral_step(self, named: list[tuple[str, Tensor]], group: dict[str, Any]) -> None:
-        step = GroupStep(self, group, [parameter for _, parameter in named])
+        step = GroupStep(self, group)
+        step.advance_([parameter for _, parameter in named])
         if self.placement is not None:
             self.placement.step_(step, named)
             return
@@ -101,59 +118,18 @@ class SpectralOptimizer(torch.optim.Optimizer):
             return 0.2 * math.sqrt(max(num_rows, num_columns)) / cls.map_level
         return 1.0
 
-    def _adamw_step(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        if not parameters:
-            return
-        states = [self.state[p] for p in parameters]
-        exp_avgs, exp_avg_sqs = ([local(state[key]) for state in states] for key in ("exp_avg", "exp_avg_sq"))
-        dtypes = [exp_avg.dtype for exp_avg in exp_avgs]
-        # torch adds to its step tensors in place: these are new ones.
-        steps = [state["step"].clone() for state in states]
-        here = [local(p) for p in parameters]
-        rests = [local(state["compensation"]) if "compensation" in state else None for state in states]
-        wide = [summed(p, rest).to(dtype) for p, dtype, rest in zip(here, dtypes, rests, strict=True)]
-        adamw(
-            wide,
-            [local(p.grad).to(dtype) for p, dtype in zip(parameters, dtypes, strict=True)],  # type: ignore[arg-type]
-            exp_avgs,
-            exp_avg_sqs,
-            [],
-            steps,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
-        for parameter, updated, rest, state, step in zip(here, wide, rests, states, steps, strict=True):
-            state["step"] = step
-            put_(parameter, rest, updated)
-
-    def _observed_adamw_step(self, name: str, parameter: Tensor, group: dict[str, Any]) -> None:
-        state = {key: local(value) for key, value in self.state[parameter].items()}
-        here, rest = local(parameter.detach()), state.get("compensation")
-        held, compensation = here.clone(), None if rest is None else rest.clone()
-        self._adamw_step([parameter], group)
-        if self.observer is not None:
-            self.observer(Update(name, group, summed(held, compensation), summed(here, rest)))
-        if self.proposal_observer is not None:
-            state["step"] = self.state[parameter]["step"]  # a new tensor; the others were changed in place
-            self.proposal_observer(Proposal(group, held, compensation, adamw_direction(state, group)))
-
-    def _complete_state(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        if not state:
-            state["step"] = torch.tensor(0.0)
-            for key in _state_keys(parameter, group)[1:]:
-                state[key] = torch.zeros_like(parameter, dtype=_state_dtype(parameter, key))
+    def _complete_state(self, group: dict[str, Any]) -> None:
+        # Also for parameters without a gradient, so that a checkpoint with a hole in it is a broken one.
+        for parameter in group["params"]:
+            if not self.state[parameter]:
+                self.state[parameter].update(new_state(parameter, group))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, completed with the settings of its own rule.
 
         ValueError for an unknown rule, a setting of another rule, a value that is not allowed, an "adamw" group
-        without a learning rate of its own, and a spectral group with a parameter that is not a matrix.
+        without a learning rate of its own, and a spectral group with a parameter that is not a matrix; then the
+        optimizer is as it was.
         """
         group = {"rule": self.rule, **param_group}
         where = f"{type(self).__name__} group {len(self.param_groups)}"
@@ -166,45 +142,38 @@ class SpectralOptimizer(torch.optim.Optimizer):
         if group["rule"] != self.rule and "lr" not in group:
             raise ValueError(f"{where} lr: missing; matrices and AdamW need learning rates of their own")
 
-        check_settings({**self.defaults, **group}, where)
+        defaults = {**ADAMW_DEFAULTS, **self.defaults}
+        group = {**{key: defaults[key] for key in keys if key in defaults}, **group}
+        check_settings(group, where)
+        if not isinstance(group["params"], Tensor | set):  # these are torch's to wrap and to refuse
+            group["params"] = list(group["params"])  # once: it may be a generator
+        refuse_wrong_parameters(group, type(self).__name__)
         super().add_param_group(group)
         for key in self.defaults.keys() - set(keys):
             del group[key]
-        self._refuse_wrong_parameters(group)
-
-    def _refuse_wrong_parameters(self, group: dict[str, Any]) -> None:
-        for position, parameter in enumerate(group["params"]):
-            name = name_of(group, position)
-            # ZeRO 3 empties the tensor and keeps the true shape in ds_shape.
-            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-            if not parameter.is_floating_point():
-                raise ValueError(f"{type(self).__name__} updates real numbers; {name} is {parameter.dtype}")
-            if group["rule"] == "spectral" and len(shape) != 2:
-                advice = "Route it to AdamW (soren_align.param_groups does)."
-                raise ValueError(f"{type(self).__name__} updates matrices; {name} has shape {shape}. {advice}")
+        if self.state:  # so that a checkpoint from before the next step is whole
+            self._complete_state(group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a checkpoint's state and learning rates.
+        """Load copies of a checkpoint's state, and its learning rates; a momentum too that a scheduler moves.
 
-        ValueError if any other setting differs from the present one, or if a parameter's state is missing.
+        ValueError if any other setting differs from the present one, or if a parameter's state is missing or of
+        another shape; then nothing has changed. Hooks run in torch's order, around both.
         """
-        refuse_changed_settings(state_dict["param_groups"], self.param_groups)
-        refuse_incomplete_state(state_dict, self.param_groups, _state_keys)
-        super().load_state_dict({**state_dict, "state": {}})
-        # By hand: torch casts state to the parameter's dtype, and would round a bfloat16 parameter's float32 momentum.
-        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
-            for number, parameter in zip(saved["params"], group["params"], strict=True):
-                for key in _state_keys(parameter, group) if number in state_dict["state"] else ():
-                    value = state_dict["state"][number][key]
-                    kept = value.cpu() if key == "step" else value.to(parameter.device, _state_dtype(parameter, key))
-                    self.state[parameter][key] = kept
+        state: dict[Tensor, dict[str, Tensor]] = {}
 
+        def validate(_: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
+            refuse_changed_settings(checkpoint["param_groups"], self.param_groups, self.map_keys)
+            state.update(loaded_state(checkpoint, self.param_groups))
+            numbers = {number for group in checkpoint["param_groups"] for number in group["params"]}
+            return {**checkpoint, "state": {k: v for k, v in checkpoint["state"].items() if k not in numbers}}
 
-def _state_keys(parameter: Tensor, group: dict[str, Any]) -> tuple[str, ...]:
-    return STATE_KEYS[group["rule"]] + (("compensation",) if is_compensated(parameter, group) else ())
-
-
-def _state_dtype(parameter: Tensor, key: str) -> torch.dtype:
-    if key == "compensation":
-        return COMPENSATION_DTYPE
-    return torch.float64 if parameter.dtype == torch.float64 else torch.float32
+        handles = [
+            self.register_load_state_dict_pre_hook(validate),
+            self.register_load_state_dict_post_hook(lambda _: self.state.update(state), prepend=True),
+        ]
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for handle in handles:
+                handle.remove()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..spectral import num_workspace_numbers
 from .rounding import Proposal, move_, summed
+from .state import momentum_dtype
 
 if TYPE_CHECKING:
     from .spectral_optimizer import SpectralOptimizer
@@ -73,25 +74,29 @@ class Placement(Protocol):
         """Raise on every rank if any rank found an error, or if the ranks lack different gradients."""
         ...
 
+    def prepare(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        """Find out how these tensors of one spectral group will step. ValueError, on every rank, if they cannot."""
+        ...
+
     def step_(self, step: "GroupStep", named: Sequence[tuple[str, Tensor]]) -> None:
         """Bring every matrix of these tensors through step.map_ once, on some rank, and its output back to apply_."""
         ...
 
 
 class GroupStep:
-    """The group's settings, and a step of `parameters`, whose momentum has been advanced already."""
+    """A step of one group by its settings."""
 
-    def __init__(self, optimizer: "SpectralOptimizer", group: dict[str, Any], parameters: Sequence[Tensor]):
+    def __init__(self, optimizer: "SpectralOptimizer", group: dict[str, Any]):
         self._optimizer, self._group = optimizer, group
+
+    def advance_(self, parameters: Sequence[Tensor]) -> None:
+        """Take the gradients of `parameters` into their momentum: before anything else, once."""
         for parameter in parameters:
-            state = optimizer.state[parameter]
+            state = self._optimizer.state[parameter]
             momentum = local(state["exp_avg"])
             state["step"] = state["step"] + 1
-            momentum.lerp_(local(parameter.grad).to(momentum.dtype), 1 - group["momentum"])  # type: ignore[arg-type]
-
-    def dtype(self, parameter: Tensor) -> torch.dtype:
-        """Of the momentum, of what is averaged, and of the map."""
-        return self._optimizer.state[parameter]["exp_avg"].dtype
+            grad = local(parameter.grad).to(momentum.dtype)  # type: ignore[arg-type]
+            momentum.lerp_(grad, 1 - self._group["momentum"])
 
     def averaged(self, piece: Piece) -> Tensor:
         """The piece's gradient averaged over the steps, in the shape of its stretch; read it, do not write to it."""
@@ -104,7 +109,7 @@ class GroupStep:
     def map_(
         self, matrices: Sequence[Whole], load: Callable[[int], Tensor], store: Callable[[int, Tensor], None]
     ) -> None:
-        """Map every one of `matrices`, those alike together within the workspace.
+        """Map every one of `matrices` that is not empty, those alike together within the workspace.
 
         load(i): the averaged matrix number i, [m, n], not modified. store(i, output): what becomes of its output.
         """
@@ -127,7 +132,7 @@ class GroupStep:
     def take_(self, pieces: Sequence[Piece], device: torch.device | None = None) -> None:
         """Map matrices that lie whole in `pieces`, on `device` (None: where each is), and take their steps."""
         self.map_(
-            [Whole(p.shape, self.dtype(p.parameter), device or p.parameter.device) for p in pieces],
+            [Whole(p.shape, momentum_dtype(p.parameter), device or p.parameter.device) for p in pieces],
             lambda i: self.averaged(pieces[i]).reshape(pieces[i].shape).to(device),
             lambda i, output: self.apply_(pieces[i], output),
         )
@@ -158,7 +163,8 @@ class GroupStep:
         """Places of matrices of one kind, as many together as the workspace holds; those of a kind keep their order."""
         kinds: dict[Whole, list[int]] = {}
         for index, matrix in enumerate(matrices):
-            kinds.setdefault(matrix, []).append(index)
+            if 0 not in matrix.shape:
+                kinds.setdefault(matrix, []).append(index)
         batches = []
         for (shape, dtype, device), alike in kinds.items():
             most = self._optimizer.workspace_mb

@@ -1,6 +1,8 @@
 """What the passes of a step compute and hold, for the plan: activations, operations, and what settings save."""
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +27,12 @@ class Compute:
     """Tokens of a mean row, by which operations are counted."""
     is_counted: bool
     """Whether both come from the data; otherwise they are max_length, the most that they can be."""
-    activations: int
+    activations: int | None
     """Bytes at the peak, beside weights, gradients and what the optimizer holds."""
-    without_checkpointing: int
-    flops_per_step: int
+    without_checkpointing: int | None
+    flops_per_step: int | None
+    unknown: str | None = None
+    """Why these three are not known: what the architecture's pass on tensors without contents ended in."""
 
     def as_data(self, map_flops: dict[str, int] | None, steps: int) -> dict[str, Any]:
         """The plan's section "compute"."""
@@ -37,8 +41,8 @@ class Compute:
             "tokens_per_row": round(self.mean_length, 1),
             "tokens_counted": self.is_counted,
             "training_flops_per_step": self.flops_per_step,
-            "training_flops": self.flops_per_step * steps,
-            "map_share": maps and maps / (self.flops_per_step + maps),
+            "training_flops": self.flops_per_step and self.flops_per_step * steps,
+            "map_share": maps and self.flops_per_step and maps / (self.flops_per_step + maps),
         }
 
 
@@ -77,17 +81,36 @@ def compute(
 
         return Passes(build, num_blocks, autocast)
 
-    here = passes(checkpointing)
-    activations = here.num_bytes(rows, longest)
-    length = max(2, round(mean))
-    flops = here.num_flops(1, length)
-    if recipe.task == "dpo":  # the reference model's pass, at each step or once before
-        flops += passes(False).num_flops(1, length, backward=False)
-    return Compute(
-        length=longest,
-        mean_length=mean,
-        is_counted=counted is not None,
-        activations=activations,
-        without_checkpointing=passes(False).num_bytes(rows, longest) if checkpointing else activations,
-        flops_per_step=flops * batch * sides,
-    )
+    def counts() -> tuple[int, int, int]:
+        if num_blocks < 1:
+            raise ValueError("its config does not say how many blocks it has (num_hidden_layers)")
+        activations = passes(checkpointing).num_bytes(rows, longest)
+        length = max(2, round(mean))
+        flops = passes(checkpointing).num_flops(1, length)
+        if recipe.task == "dpo":  # the reference model's pass, at each step or once before
+            flops += passes(False).num_flops(1, length, backward=False)
+        without = passes(False).num_bytes(rows, longest) if checkpointing else activations
+        return activations, without, flops * batch * sides
+
+    about = {"length": longest, "mean_length": mean, "is_counted": counted is not None}
+    try:
+        with _quiet():
+            return Compute(**about, **dict(zip(_COUNTS, counts(), strict=True)))
+    except Exception as error:  # an architecture's code, which need not work without contents; training may
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
+        return Compute(**about, **dict.fromkeys(_COUNTS), unknown=reason)
+
+
+_COUNTS = ("activations", "without_checkpointing", "flops_per_step")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's own traceback of an operation that fails on fake tensors."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -69,7 +69,7 @@ def plan(
     steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
     rates = _rates(recipe, args, steps)
     weight = getattr(sight.config, "initializer_range", None) or TYPICAL_WEIGHT
-    costs = compute(recipe, build_model, sight.config.num_hidden_layers, counted, batch, args.max_length)
+    costs = compute(recipe, build_model, _num_blocks(sight.config), counted, batch, args.max_length)
     shared = processes.processes(recipe, routes, _frozen(recipe, model), num_ranks, costs)
     found = {
         "task": recipe.task,
@@ -94,6 +94,10 @@ def plan(
         "notices": [
             *sight.notices,
             *_of_lengths(recipe, rows, counted, args.max_length),
+            *(
+                [f"activations and operations are not known for this architecture: {costs.unknown}"]
+                * bool(costs.unknown)
+            ),
             *([] if here.trainer.get("use_cpu") == recipe.trainer.get("use_cpu") else [NO_GPU]),
         ],
     }
@@ -126,10 +130,15 @@ def _model(config: Any, num_blocks: int | None, dtype: torch.dtype) -> PreTraine
     """The model of a config, with fewer blocks if told."""
     config = deepcopy(config)
     if num_blocks is not None:
-        config.num_hidden_layers = num_blocks
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[:num_blocks]
+        blocks = config.get_text_config()  # of a model of text and images, the text's
+        blocks.num_hidden_layers = num_blocks
+        if kinds := getattr(blocks, "layer_types", None):
+            blocks.layer_types = [kinds[i % len(kinds)] for i in range(num_blocks)]  # FEW may be more than there are
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def _num_blocks(config: Any) -> int:
+    return getattr(config.get_text_config(), "num_hidden_layers", 0)
 
 
 def _frozen(recipe: Recipe, model: Any) -> tuple[int, int]:
@@ -207,7 +216,7 @@ def _rates(recipe: Recipe, args: Any, steps: int) -> list[dict[str, float]]:
     """Both learning rates at every step."""
     peaks = [recipe.optimizer.lr, recipe.optimizer.aux_lr or recipe.optimizer.lr]
     optimizer = torch.optim.SGD([{"params": [torch.zeros(1)], "lr": lr} for lr in peaks], lr=peaks[0])
-    with build.the_users("trainer.lr_scheduler_type", ValueError, TypeError):
+    with build.the_users("trainer.lr_scheduler_type", ValueError, TypeError, ArithmeticError):
         schedule: Any = get_scheduler(
             args.lr_scheduler_type,
             optimizer,
@@ -250,7 +259,8 @@ def _evaluation(recipe: Recipe) -> dict[str, Any] | None:
 def _files(recipe: Recipe, args: Any, steps: int) -> list[str]:
     folder = RunFolder(recipe.run.output_dir)
     kept = f", the last {args.save_total_limit} kept" if args.save_total_limit else ""
-    every = f"every {args.save_steps:g} steps{kept}" if args.save_strategy == "steps" else f"{args.save_strategy}"
+    words = {"steps": f"every {args.save_steps:g} steps", "epoch": "every epoch", "best": "at the best so far"}
+    every = words.get(str(args.save_strategy.value), "none on the way") + kept
     files = [str(folder.recipe), str(folder.path / "run.json"), str(folder.metrics)]
     files += [f"{folder.start} (random starting weights)"] if recipe.model.init_seed is not None else []
     files += [f"{folder.checkpoints} ({every})", str(folder.model)]

@@ -45,8 +45,8 @@ def processes(
         "map_flops": flops,
         "bytes_sent": {"most": found.bytes_sent_most, "mean": round(found.bytes_sent_mean)},
         "memory": [part._asdict() for part in found.memory],
-        "memory_total": _totals(found),
-        "memory_total_adamw": _totals(_forecast(_with_adamw(recipe), routes, frozen, shared, num_ranks, costs)),
+        "memory_total": _totals(found, costs),
+        "memory_total_adamw": _totals(_forecast(_with_adamw(recipe), routes, frozen, shared, num_ranks, costs), costs),
         "memory_saved": _saved(recipe, found, costs, has_adapter=frozen[0] > 0),
         "memory_not_counted": NOT_COUNTED,
     }
@@ -99,18 +99,24 @@ def _table(found: dict[str, Any], where: str) -> Table:
     for part in found["memory"]:
         if part["where"] == where:
             table.add_row(part["name"], f"{part['num_bytes'] / size:.2f}", part["of"], WHEN[part["when"]])
+    is_known = total["passes"] is not None
     if where == "device":
-        table.add_row("all in the passes", f"{total['passes'] / size:.2f}")
+        table.add_row("all in the passes", f"{total['passes'] / size:.2f}" if is_known else "not known")
     table.add_row("all in the step", f"{total['step'] / size:.2f}")
-    if found["matrices"]:
+    if found["matrices"] and is_known:
         table.add_row("at most with adamw", f"{max(found['memory_total_adamw'][where].values()) / size:.2f}")
     return table
 
 
-def _totals(found: Forecast) -> dict[str, dict[str, int]]:
-    """By place and time."""
+def _totals(found: Forecast, costs: Compute) -> dict[str, dict[str, int | None]]:
+    """By place and time; None for a device's passes whose activations are not known."""
     times: tuple[When, ...] = ("passes", "step")
-    return {where: {when: found.total(where, when) for when in times} for where in PLACES}
+    totals: dict[str, dict[str, int | None]] = {
+        where: {when: found.total(where, when) for when in times} for where in PLACES
+    }
+    if costs.activations is None:
+        totals["device"]["passes"] = None
+    return totals
 
 
 def _with_adamw(recipe: Recipe) -> Recipe:
@@ -121,8 +127,8 @@ def _with_adamw(recipe: Recipe) -> Recipe:
 def _saved(recipe: Recipe, found: Forecast, costs: Compute, has_adapter: bool) -> dict[str, int]:
     """Setting -> bytes of a process that it saves, of those that are set."""
     saved = {}
-    if trainer_value(recipe, "gradient_checkpointing"):
-        saved["trainer.gradient_checkpointing"] = costs.without_checkpointing - costs.activations
+    if trainer_value(recipe, "gradient_checkpointing") and costs.activations is not None:
+        saved["trainer.gradient_checkpointing"] = (costs.without_checkpointing or 0) - costs.activations
     if recipe.trainer.get("precompute_ref_log_probs") and not has_adapter:  # then there is no reference model anyway
         saved["trainer.precompute_ref_log_probs"] = next(p.num_bytes for p in found.memory if p.name == "weights")
     return saved
@@ -158,7 +164,10 @@ def _forecast(
         weight_bytes=2 if recipe.model.dtype == "bfloat16" and not frozen[0] else 4,
         compensation_bytes=2 if optimizer.compensation == "kahan" else 0,
         frozen=frozen,
+        on_cpu=use == "cpu",
     )
+    if costs.activations is None:
+        return found
     of = f"{trainer_value(recipe, 'per_device_train_batch_size')} rows of {costs.length} tokens"
     return replace(found, memory=(*found.memory, Component("activations", costs.activations, of, when="passes")))
 

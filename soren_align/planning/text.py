@@ -90,8 +90,11 @@ def _show_cost(found: dict[str, Any], console: Console) -> None:
     say = partial(console.print, markup=False, highlight=False)
     compute, evaluation = found["compute"], found["evaluation"]
     tokens = f"{compute['tokens_per_row']:,.0f} tokens a row" + ("" if compute["tokens_counted"] else ", the most")
-    say(f"\ncompute   {metric(compute['training_flops_per_step'], 'FLOP')} per step ({tokens}),", end=" ")
-    say(f"{metric(compute['training_flops'], 'FLOP')} in all")
+    if compute["training_flops_per_step"] is None:
+        say("\ncompute   not known for this architecture")
+    else:
+        say(f"\ncompute   {metric(compute['training_flops_per_step'], 'FLOP')} per step ({tokens}),", end=" ")
+        say(f"{metric(compute['training_flops'], 'FLOP')} in all")
     if compute["map_share"] is not None:
         say(f"          of a step's operations, {compute['map_share']:.2%} are the optimizer's maps")
     if evaluation:

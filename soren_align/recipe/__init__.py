@@ -7,7 +7,7 @@ must exist, `adapters` what an adapter's folder says, and `load` turns a file in
 
 from . import trackers
 from .adapters import adapter_config, refuse_unquantizable
-from .batch import accumulation, rows_per_step, trainer_value
+from .batch import accumulation, refuse_no_batch, rows_per_step, trainer_value
 from .checks import evaluation_problems
 from .foreign_file import import_file
 from .load import find, load, load_resolved, load_text, task_of, to_yaml
@@ -50,6 +50,7 @@ __all__ = [
     "load_resolved",
     "load_text",
     "parallel",
+    "refuse_no_batch",
     "refuse_unquantizable",
     "rows_per_step",
     "task_of",

@@ -1,9 +1,10 @@
 """What can be said of LoRA before torch is there: adapter folders, and what goes together with `model.lora`."""
 
 import importlib.util
-import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from .. import shipped
 from ..files import local_path, read_json
@@ -15,43 +16,74 @@ TWO_WAYS = (
 )
 
 
+class _Config(BaseModel):
+    """What is used of adapter_config.json, by us and by PEFT, which checks no types. Other keys stay as they are."""
+
+    model_config = ConfigDict(strict=True)
+
+    task_type: Literal["CAUSAL_LM"] | None = None
+    revision: str | None = None
+    r: Annotated[int, Field(ge=1, le=1 << 16)] = 8
+    lora_alpha: Annotated[float, Field(allow_inf_nan=False)] = 8
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0
+    bias: Literal["none", "all", "lora_only"] = "none"
+    target_modules: str | list[str] | None = None
+    exclude_modules: str | list[str] | None = None
+    modules_to_save: list[str] | None = None
+    layers_pattern: str | list[str] | None = None
+    layers_to_transform: int | list[int] | None = None
+    rank_pattern: dict[str, Annotated[int, Field(ge=1, le=1 << 16)]] | None = None
+    alpha_pattern: dict[str, Annotated[float, Field(allow_inf_nan=False)]] | None = None
+    trainable_token_indices: list[int] | dict[str, list[int]] | None = None
+    use_dora: bool = False
+    megatron_config: None = None
+    """With it, PEFT imports the module that `megatron_core` names."""
+
+
 def adapter_config(folder: str | Path) -> dict[str, Any] | None:
-    """What an adapter's folder says of it; None where no adapter lies there. UserError for a pickled one."""
+    """What an adapter's folder says of it; None where no adapter lies there.
+
+    Raises UserError for a pickled one, one that is not LoRA, a field of another type, and a base that is itself an
+    adapter.
+    """
     file = shipped.resolve(str(folder)) / ADAPTER
     if not file.is_file():
         return None
     said = read_json(file)
     if not isinstance(said, dict):
-        raise UserError(f"{folder}: {ADAPTER} is no adapter's: not a mapping")
+        raise UserError(f"{folder}: {ADAPTER} is no mapping")
     if not (file.parent / "adapter_model.safetensors").is_file():
         raise UserError(f"{folder}: an adapter without adapter_model.safetensors; pickled weights are not loaded")
-    base = said.get("base_model_name_or_path")
-    if not base or not isinstance(base, str):
+    name = said.get("base_model_name_or_path")
+    if not name:
         raise UserError(f"{folder}: {ADAPTER} does not say which model is under it (base_model_name_or_path)")
-    if (local_path(base) / ADAPTER).is_file():
-        raise UserError(f"{folder}: an adapter of another adapter, {base}; merge that one into its base first")
-    if slow := next((pattern for pattern in _patterns(said) if _REPEATED_GROUP.search(pattern)), None):
-        raise UserError(
-            f"{folder}: {ADAPTER} has the pattern {slow!r}, whose repeated group may match for hours; name the modules"
-        )
-    base, beside = Path(said["base_model_name_or_path"]), file.parent.parent / "start"
+    if said.get("peft_type") != "LORA":
+        raise UserError(f"{folder} is an adapter of type {said.get('peft_type')!s:.40}; only LORA can be gone on with")
+    try:
+        _Config.model_validate(said)
+    except ValidationError as error:
+        raise UserError(*(_problem(folder, each) for each in error.errors(include_url=False)[:3])) from None
+    if not isinstance(name, str) or not name.isprintable():
+        raise UserError(f"{folder}: base_model_name_or_path: found {name!r:.80}; it is a folder's path or a hub name")
+    return said | {"base_model_name_or_path": _base_of(file.parent, name)}
+
+
+def _base_of(adapter: Path, name: str) -> str:
+    """Where the base named `name` lies; UserError if it is an adapter too."""
+    beside = adapter.parent / "start"
+    base = local_path(name)
     if base.name == "start" and not base.is_dir() and beside.is_dir():
-        said["base_model_name_or_path"] = str(
-            beside.resolve()
-        )  # the run folder, with the start that it made, was moved
-    return said
+        return str(beside.resolve())  # the run folder, with the start that it made, was moved
+    if is_adapter(name):
+        raise UserError(
+            f"{adapter}: stands on {name}, which is an adapter too; merge that one, and name the result as the base"
+        )
+    return name
 
 
-# Repeats nest in a repeated group only; without one, matching a module's name takes no exponential time.
-_REPEATED_GROUP = re.compile(r"\)[*+{]")
-
-
-def _patterns(said: dict[str, Any]) -> list[str]:
-    """The regular expressions that PEFT matches with the names of all modules."""
-    named = [said.get(key) for key in ("target_modules", "exclude_modules", "layers_pattern")]
-    keyed = [said.get(key) for key in ("rank_pattern", "alpha_pattern")]
-    listed = [inside for value in [*named, *keyed] if isinstance(value, list | dict) for inside in value]
-    return [value for value in [*named, *listed] if isinstance(value, str)]
+def _problem(folder: str | Path, error: Any) -> str:
+    where = ".".join(str(part) for part in error["loc"][:2])
+    return f"{folder}: {ADAPTER}: {where}: found {error['input']!r:.80}; {error['msg'][0].lower()}{error['msg'][1:]}"
 
 
 def is_adapter(model: str) -> bool:

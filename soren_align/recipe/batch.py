@@ -38,6 +38,16 @@ def rows_per_step(recipe: Recipe, num_ranks: int) -> tuple[int, str]:
     return num_ranks * per_device * steps, f"{processes} x {per_device} rows x accumulation {steps}"
 
 
+def refuse_no_batch(recipe: Recipe, num_rows: int, num_ranks: int) -> None:
+    """UserError if all rows together are less than a batch, and what is less than a batch is to be dropped."""
+    at_once = trainer_value(recipe, "per_device_train_batch_size") * num_ranks
+    if recipe.trainer.get("dataloader_drop_last") and not recipe.trainer.get("packing") and num_rows < at_once:
+        raise UserError(
+            f"trainer.dataloader_drop_last: {num_rows} rows make no whole batch of {at_once}; leave it out, or lower "
+            "trainer.per_device_train_batch_size"
+        )
+
+
 def trainer_value(recipe: Recipe, key: str) -> Any:
     """What `trainer.key` is: the recipe's word, or TRL's default."""
     return recipe.trainer.get(key, trl_config.fields(recipe.task)[key].default)

@@ -13,7 +13,7 @@ from typing import Any
 from . import foreign_lora, trl_config
 from . import foreign_names as names
 from .foreign_data import read_data
-from .foreign_names import Note, among
+from .foreign_names import Note, among, number
 from .foreign_task import told_task
 from .models import Task, UserError
 
@@ -117,7 +117,7 @@ def _special(key: str, name: str, value: Any, flat: dict[str, Any], made: Transl
         states = "with float32 states" if "adamw" in value and "bit" in value else "at the same rate"
         return Note(key, "renamed", f"optimizer.name: adamw {states}; there is no {value} here", True)
     if name in betas:
-        optimizer.setdefault("betas", [0.9, 0.999])[betas.index(name)] = _number(value)
+        optimizer.setdefault("betas", [0.9, 0.999])[betas.index(name)] = number(value)
         return Note(key, "renamed", "optimizer.betas")
     if name in ("torch_dtype", "dtype"):
         made.recipe["model"]["dtype"] = "float32"
@@ -145,7 +145,7 @@ def _special(key: str, name: str, value: Any, flat: dict[str, Any], made: Transl
     if name == _MIN_LR:
         made.recipe["trainer"] |= {
             "lr_scheduler_type": "cosine_with_min_lr",
-            "lr_scheduler_kwargs": {"min_lr_rate": _number(value)},
+            "lr_scheduler_kwargs": {"min_lr_rate": number(value)},
         }
         return Note(key, "renamed", "trainer.lr_scheduler_kwargs")
     if name == "lr_scheduler" and has_min_lr:
@@ -183,7 +183,7 @@ def _put(key: str, name: str, target: str, value: Any, made: Translation) -> Not
         if problem := trl_config.problems(made.task, {ours: value}).get(ours):
             return Note(key, "dropped", problem, not among(ours, names.HARMLESS))
     elif section == "optimizer":
-        value = _number(value)
+        value = number(value)
     there[ours] = value
     if name == ours and section == "trainer" and not word:
         return Note(key, "kept")
@@ -191,14 +191,6 @@ def _put(key: str, name: str, target: str, value: Any, made: Translation) -> Not
         effect = "here matrices decay, there embeddings and head too (aux_weight_decay has norms with them)"
     words = target + (f": {str(value).lower()}" if word else "") + (f"; {effect}" if effect else "")
     return Note(key, "renamed", words, bool(effect))
-
-
-def _number(value: Any) -> Any:
-    """1e-6 is a text to other YAML readers, and a number to those who wrote it."""
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
 
 
 def _typed(value: Any, types: Iterable[str]) -> Any:
@@ -209,8 +201,8 @@ def _typed(value: Any, types: Iterable[str]) -> Any:
     if isinstance(value, str) and kinds == {"bool"}:
         return _BOOLS.get(value.lower(), value)
     if isinstance(value, str) and kinds & {"int", "float"} and "str" not in kinds:
-        number = _number(value)
-        return int(number) if isinstance(number, float) and "float" not in kinds and number.is_integer() else number
+        value = number(value)
+        return int(value) if isinstance(value, float) and "float" not in kinds and value.is_integer() else value
     return value
 
 

@@ -74,9 +74,8 @@ def _entries(source: dict[str, Any], root: str) -> list[dict[str, Any]]:
     if root == "dataset_mixture":
         found = found.get("datasets") if isinstance(found, dict) else None
     elif root == "dataset_mixer" and isinstance(found, dict):
-        splits = source.get("dataset_splits") or ["train"]
-        splits = [splits] if isinstance(splits, str) else splits
-        configs = [*(source.get("dataset_configs") or []), *[None] * len(found)]
+        splits = _list(source.get("dataset_splits") or "train")
+        configs = [*_list(source.get("dataset_configs") or []), *[None] * len(found)]
         parts = zip(found.items(), configs, strict=False)  # more configurations than datasets, never fewer
         found = [{"path": p, "weight": w, "config": c, "split": s} for (p, w), c in parts for s in splits]
     elif root == "dataset_name":
@@ -91,6 +90,10 @@ def _entries(source: dict[str, Any], root: str) -> list[dict[str, Any]]:
         for i, e in enumerate(entries)
         for split in str(e.get("split") or "train").split("+")
     ]
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _split(entry: dict[str, Any], root: str, data: Data) -> dict[str, Any]:

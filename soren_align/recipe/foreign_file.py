@@ -8,6 +8,7 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap
 
+from ..errors import printable
 from ..files import read_text
 from .foreign import Translation, translate
 from .foreign_names import Note
@@ -61,13 +62,15 @@ def to_text(made: Translation, name: str) -> str:
     yaml = YAML()
     yaml.width = 100
     yaml.dump(recipe, stream)
-    lines = [f"{made.task.upper()}, imported from {name}"]
-    changes = [f"{', '.join(keys)}: {words}" for keys, words in _grouped([n for n in made.notes if n.changes])]
+    lines = [f"{made.task.upper()}, imported from {_one_line(name)}"]
+    changes = [
+        _one_line(f"{', '.join(keys)}: {words}") for keys, words in _grouped([n for n in made.notes if n.changes])
+    ]
     if changes:
         lines.append("What changes the training:")
         lines += [line for c in changes for line in textwrap.wrap(c, 100, initial_indent="- ", subsequent_indent="  ")]
     if unknown := [note.key for note in made.notes if note.fate == "unknown"]:
-        lines += textwrap.wrap(f"Unknown, and left out: {', '.join(unknown)}", 100)
+        lines += textwrap.wrap(_one_line(f"Unknown, and left out: {', '.join(unknown)}"), 100)
     return "".join(f"# {line}\n" for line in lines) + stream.getvalue() + "\n" + _EVAL
 
 
@@ -81,8 +84,13 @@ def _commented(values: dict[str, Any], at: str, ours: dict[str, str]) -> Comment
         elif isinstance(value, list) and at == "data":
             found[key] = [_commented(one, f"{dotted}[{i}]", ours) for i, one in enumerate(value)]
         if dotted in ours:
-            found.yaml_add_eol_comment(f"ours: {ours[dotted]}", key, column=34)
+            found.yaml_add_eol_comment(_one_line(f"ours: {ours[dotted]}"), key, column=34)
     return found
+
+
+def _one_line(text: str) -> str:
+    """The text as a comment of YAML: whatever stands in it, it begins no line of its own."""
+    return printable(" ".join(text.split()))
 
 
 def to_table(made: Translation, name: str) -> str:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .foreign_names import Note
+from .foreign_names import Note, number
 
 KEYS = {
     "lora_r": "r",
@@ -46,7 +46,10 @@ def carry(key: str, name: str, value: Any, flat: dict[str, Any], model: dict[str
         value = [value] if isinstance(value, str) and value.isidentifier() else value
         if isinstance(value, str) and value != "all-linear":
             return Note(key, "dropped", "a pattern; write model.lora.target_modules as a list of names", True)
-    lora[target] = float(value) if target in ("alpha", "dropout") else value
+    if target in ("alpha", "dropout"):
+        value = number(value)
+        value = float(value) if type(value) is int else value
+    lora[target] = value
     return Note(key, "renamed", f"model.lora.{target}")
 
 

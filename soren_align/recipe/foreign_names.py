@@ -28,6 +28,14 @@ def among(name: str, names: str) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in names.split())
 
 
+def number(value: Any) -> Any:
+    """The number that a text is: 1e-6 is a text to other YAML readers, and a number to those who wrote it."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
 # Another name for the same thing: name -> the recipe's key.
 RENAMED = {
     "model_name_or_path": "model.name_or_path",

@@ -1,5 +1,6 @@
 """The sections of a recipe, as pydantic models: every key, its meaning and its default stand here and only here."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -149,7 +150,7 @@ class Optimizer(_Section):
     `exact`, the sigmoid itself. null: minimax."""
     resolution: float | None = None
     """soren's minimax only: the normalised singular value from which it is accurate, 0.01 or 0.001. null: 0.01."""
-    ns_steps: Annotated[int, Field(ge=1, le=100)] | None = None
+    ns_steps: Annotated[int, Field(ge=1, le=99)] | None = None
     """soren's sns only: steps of the paper's iteration. null: 15."""
     workspace_mb: NonNegative | None = None
     """soren only: MB (2^20 bytes) for mapping matrices of one shape in a batch; one that needs more is mapped alone.
@@ -215,13 +216,15 @@ class Eval(_Section):
     """Ask only the first questions of each task: a rehearsal."""
     strict: bool = False
     """An error, and not a count, where a prompt is longer than the model's context."""
+    trust_suite: bool = False
+    """Let the files of a suite that is not shipped run code (`!function`, scripts as metrics): read them first."""
     quote: list[str] = []
     """Rows of others to stand beneath: a name in eval/paper, such as `paper/sft`, or a file of that form."""
 
     @property
     def name(self) -> str:
         """Of the folder of its results: the suite's name, and of a rehearsal its limit, lest it replace the result."""
-        path = Path(self.suite).absolute()
+        path = Path(os.path.abspath(self.suite))  # without the `..` that Path.absolute leaves
         suite = path.parent.name if path.suffix == ".yaml" else path.name
         return suite + (f"-limit{self.limit}" if self.limit else "")
 

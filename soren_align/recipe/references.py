@@ -64,8 +64,6 @@ def _base_problems(path: str, adapter: dict[str, Any], init_seed: Any) -> list[s
     """What is wrong with the model under an adapter."""
     if init_seed is not None:
         return [f"{path} is an adapter; random weights would not be those under it, leave init_seed out"]
-    if adapter.get("peft_type") != "LORA":
-        return [f"{path} is an adapter of type {adapter.get('peft_type')}; only LORA can be gone on with"]
     base = adapter["base_model_name_or_path"]
     if is_local(base) and not Path(base).is_dir():
         return [f"{path} is an adapter of {base}, which is not there"]

@@ -22,8 +22,15 @@ class Replicas(RankPlacement):
 
     def holds(self, parameter: Tensor) -> bool:
         """Whether it is a whole matrix."""
-        self._device = parameter.device
         return parameter.ndim == 2 and not isinstance(parameter, DTensor)
+
+    def agree(self, named: Named, error: Exception | None) -> None:
+        """As RankPlacement, on the device of the first tensor that steps, whether it is a matrix or has a gradient.
+
+        Then it is one device on all ranks, also on one that has found an error, and one that the group can reduce on.
+        """
+        self._device = named[0][1].device
+        super().agree(named, error)
 
     def layout(self, named: Named) -> Layout:
         """Every matrix on every rank."""
@@ -45,19 +52,18 @@ class RowBlocks(RankPlacement):
         """Whether it is a matrix cut by rows. ValueError for any other way of cutting it."""
         if not isinstance(parameter, DTensor):
             return False
-        mesh, placements = parameter.device_mesh, parameter.placements
-        if mesh.ndim != 1 or tuple(placements) != (Shard(0),):
-            raise ValueError(
-                f"a matrix is placed as {placements} on a mesh of {mesh.ndim} axes; only fully_shard over one axis is "
-                "supported: no tensor parallelism, no replicated shards (HSDP)"
-            )
+        if parameter.device_mesh.ndim != 1 or tuple(parameter.placements) != (Shard(0),):
+            raise _unsupported(parameter)
         return parameter.ndim == 2
 
     def agree(self, named: Named, error: Exception | None) -> None:
         """As RankPlacement; the mesh is found here, on the tensors that step."""
-        meshes = [p.device_mesh for _, p in named if isinstance(p, DTensor)]
-        if meshes:
-            self._mesh = meshes[0]
+        sharded = [p for _, p in named if isinstance(p, DTensor)]
+        for parameter in sharded:
+            if parameter.device_mesh.ndim != 1:  # the same on all ranks, and such a mesh has no group to agree in
+                raise _unsupported(parameter)
+        if sharded:
+            self._mesh = sharded[0].device_mesh
         super().agree(named, error)
 
     def layout(self, named: Named) -> Layout:
@@ -72,6 +78,13 @@ class RowBlocks(RankPlacement):
         kind = self._mesh.device_type
         device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
         return self._mesh.get_group(), device
+
+
+def _unsupported(parameter: DTensor) -> ValueError:
+    return ValueError(
+        f"a parameter is placed as {parameter.placements} on a mesh of {parameter.device_mesh.ndim} axes; only "
+        "fully_shard over one axis is supported: no tensor parallelism, no replicated shards (HSDP)"
+    )
 
 
 class FlatShards(RankPlacement):

@@ -5,7 +5,7 @@ import contextlib
 import importlib
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,21 +97,24 @@ def sum_in_float32(fsdp: Any) -> None:
         fsdp.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=torch.float32)
 
 
-def full_weights(model: torch.nn.Module) -> dict[str, Tensor]:
-    """The float32 weights of a model under ZeRO or FSDP2, whole, in the first rank's CPU memory; nothing on the others.
+def full_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Name and float32 weights of a model under ZeRO or FSDP2, whole, in the first rank's CPU memory; none elsewhere.
 
-    Collective. One parameter at a time is put together, on all ranks.
+    Collective: to be walked to its end on every rank. One parameter at a time is put together, on all ranks.
     """
     if isinstance(model, FSDPModule):
         # Not from the parameters: after an evaluation some are still whole, in the dtype of the forward pass.
         whole: Any = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         once = {name for name, _ in model.named_parameters()}
         twice = {name for name, _ in model.named_parameters(remove_duplicate=False)} - once
-        return {name: tensor for name, tensor in whole.items() if name not in twice}  # a tied head is its embedding
+        for name in [*whole]:
+            tensor = whole.pop(name)
+            if name not in twice:  # a tied head is its embedding
+                yield name, tensor
+        return
     from deepspeed import zero  # pyright: ignore[reportMissingImports]
     from deepspeed.utils import safe_get_full_fp32_param  # pyright: ignore[reportMissingImports]
 
-    weights = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             whole = safe_get_full_fp32_param(parameter)
@@ -119,5 +122,5 @@ def full_weights(model: torch.nn.Module) -> dict[str, Tensor]:
             with zero.GatheredParameters([parameter] if hasattr(parameter, "ds_id") else []):
                 whole = parameter.detach().float().clone()
         if dist.get_rank() == 0:
-            weights[name] = whole.detach().to("cpu", copy=True)
-    return weights
+            yield name, whole.detach().to("cpu", copy=True)
+        del whole

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..optim import GroupStep, Piece, Whole
+from ..optim import GroupStep, Piece, Whole, momentum_dtype
 from .geometry import Fragment
 from .plan import Plan
 
@@ -38,7 +38,7 @@ class Exchange:
         for index, fragment in self._here.items():
             name, shape, _, tensor = self.plan.layout.matrices[index]
             pieces[index] = Piece(name, shape, parameters[tensor], fragment.local_offset, fragment.numel)
-        dtype = step.dtype(parameters[0])
+        dtype = momentum_dtype(parameters[0])
         rounds = (_Round(self, route, step, pieces, dtype) for route in self._routes)
         coming, returning = next(rounds, None), None  # next() begins a round
         at_home = (i for i in self.plan.at_home if self.plan.owners[i] == self.rank and i in pieces)

@@ -12,7 +12,7 @@ from ..recipe import Parallel
 from ..spectral import num_flops, num_workspace_numbers, usual_workspace_numbers
 from ..spectral.cost import SpectralMap
 from .geometry import Shapes, flat_partitions, parameter_slices, replicas, row_blocks
-from .memory import FLOAT32, Component, Place, Sizes, When, components, numel_of, partition, sub_groups
+from .memory import FLOAT32, Component, Place, Sizes, When, adamw_workspace, components, numel_of, partition, sub_groups
 from .ownership import loads, numbers_sent
 from .plan import ROUND_MB, Plan, make_plan
 
@@ -59,6 +59,7 @@ def forecast(
     compensation_bytes: int = 0,
     frozen: tuple[int, int] = (0, 0),
     round_mb: float = ROUND_MB,
+    on_cpu: bool = False,
 ) -> Forecast:
     """What a step costs on each of `num_ranks`, for a model of `matrices` and `num_others` numbers beside them.
 
@@ -67,6 +68,7 @@ def forecast(
     arithmetic, reference: see memory.components.
     workspace_mb: for maps in a batch, as the optimizer has it.
     weight_bytes, compensation_bytes, frozen: see memory.Sizes.
+    on_cpu: the ranks' device is a CPU.
     """
     plans = _plans(matrices, parallel, num_ranks, round_mb) if optimizer != "adamw" else []
     # Sub-groups step one after another: the rank that is busiest in each makes the others wait.
@@ -78,8 +80,12 @@ def forecast(
     moments = 2 if optimizer == "adamw" else 1
     sizes = Sizes(matrices, num_others, num_ranks, moments, weight_bytes, compensation_bytes, frozen)
     memory = [*components(sizes, parallel, arithmetic=arithmetic, reference=reference)]
+    adamw = adamw_workspace(sizes, parallel, steps_all=not plans, on_cpu=on_cpu)
+    if not plans or adamw.where == "cpu":
+        memory.append(adamw)
     if plans:
         rounds, maps = max(map(_exchange, plans)), max(_workspace(p, workspace_mb, spectral_map) for p in plans)
+        maps = max(maps, adamw.num_bytes * (adamw.where == "device"))  # one after the other
         memory.append(Component("matrices that travel", rounds, "float32, three rounds", when="step"))
         memory.append(Component("workspace of the map", maps, "float32", when="step"))
     counted = plans and spectral_map

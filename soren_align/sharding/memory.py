@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from ..optim.adamw_step import workspace
 from ..recipe import Parallel
 from .geometry import Shapes
 
@@ -144,6 +145,20 @@ def _of_zero(sizes: Sizes, parallel: Parallel, arithmetic: str, reference: bool)
     number = 2 if stage < 3 and zero.get("overlap_comm") else 1
     of = f"{number} x {names[weight]}"
     yield Component("gradients' buckets", int(bucket) * number * weight, of, when="always" if stage == 3 else "passes")
+
+
+def adamw_workspace(sizes: Sizes, parallel: Parallel, *, steps_all: bool, on_cpu: bool) -> Component:
+    """What AdamW's step makes in passing; it steps the rest, and with `steps_all` the matrices too.
+
+    on_cpu: the device is one.
+    """
+    offloads = parallel.offloads or bool(parallel.kind == "fsdp2" and parallel.config.get("offload_params"))
+    sharded = {"ddp": sizes.whole, "fsdp2": sizes.rows}.get(parallel.kind)
+    matrices, others = sharded or (sizes.sliced if parallel.stage == 3 else sizes.flat)
+    weight, compensation = (sizes.weight, sizes.compensation) if parallel.kind == "ddp" else (FLOAT32, 0)
+    numel = others + matrices * steps_all
+    num_bytes = workspace(numel, weight, compensation > 0, on_cpu or offloads)
+    return Component("workspace of AdamW", num_bytes, "float32", "cpu" if offloads else "device", "step")
 
 
 def sub_groups(matrices: Shapes, num_ranks: int, zero: dict[str, Any]) -> list[Shapes]:

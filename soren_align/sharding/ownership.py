@@ -28,7 +28,7 @@ def assign_owners(layout: Layout) -> tuple[int, ...]:
             load[owners[index]] += _cost(matrix)
     for index in sorted(shared, key=lambda i: (-_cost(layout.matrices[i]), i)):
         matrix = layout.matrices[index]
-        cost, most = _cost(matrix), max(f.numel for f in matrix.fragments)
+        cost, most = _cost(matrix), max(f.numel for f in matrix.fragments) or 1  # 0: an empty matrix
         _, owner = min((load[f.rank] + cost * (1 - f.numel / most), f.rank) for f in matrix.fragments)
         owners[index] = owner
         load[owner] += cost

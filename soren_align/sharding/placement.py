@@ -10,13 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..optim import GroupStep
+from ..optim import GroupStep, momentum_dtype
 from .exchange import Exchange
 from .geometry import Layout
-from .plan import ROUND_MB, make_plan
+from .plan import ROUND_MB, Plan, make_plan
 from .replicas import ReplicaExchange
 
 Named = Sequence[tuple[str, Tensor]]
+
+# Subsets of a model's matrices that step together: one, unless some have no gradient at times, or ZeRO 3 steps part by
+# part. A plan left out is made again when it is needed, at the price of one number from each rank.
+MOST_PLANS = 256
 
 
 class RankPlacement(ABC):
@@ -27,8 +31,10 @@ class RankPlacement(ABC):
 
     def __init__(self, round_mb: float = ROUND_MB):
         self.round_mb = round_mb
+        # By the identities of the tensors that step together, the last used last; with them the tensors, so that no
+        # other takes such an identity.
         self.exchanges: dict[tuple[int, ...], Exchange | ReplicaExchange] = {}
-        self._known: list[Tensor] = []  # holds the tensors whose identities are keys
+        self._tensors: dict[tuple[int, ...], list[Tensor]] = {}
 
     @abstractmethod
     def holds(self, parameter: Tensor) -> bool:
@@ -66,32 +72,62 @@ class RankPlacement(ABC):
                 f"{', '.join(uneven[:5])}: a gradient on some ranks and none on others; nothing was changed"
             )
 
+    def prepare(self, named: Named) -> None:
+        """Plan a step of one spectral group's tensors, unless that has been done.
+
+        ValueError, on every rank, where a rank has no plan or another one than the others.
+        """
+        if not named:  # a launcher has emptied the group, on all ranks
+            return
+        key = _key(named)
+        self.exchanges[key] = self.exchanges.pop(key, None) or self._exchange(named)
+        self._tensors[key] = [parameter for _, parameter in named]
+        while len(self.exchanges) > MOST_PLANS:  # the same ones on all ranks, which ask for the same in one order
+            oldest = next(iter(self.exchanges))
+            del self.exchanges[oldest], self._tensors[oldest]
+
     def step_(self, step: GroupStep, named: Named) -> None:
         """One step of one spectral group's tensors, every matrix mapped once on some rank."""
-        parameters = [parameter for _, parameter in named]
-        if not parameters:  # a launcher has emptied the group, on all ranks
+        if not named:
             return
-        key = tuple(map(id, parameters))
-        if key not in self.exchanges:
-            self.exchanges[key] = self._exchange(step, named)
-            self._known += parameters
-        self.exchanges[key].run_(step, parameters)
+        self.prepare(named)  # again, in case that other groups have pushed it out
+        self.exchanges[_key(named)].run_(step, [parameter for _, parameter in named])
 
-    def _exchange(self, step: GroupStep, named: Named) -> Exchange | ReplicaExchange:
-        dtypes = {step.dtype(parameter) for _, parameter in named}
+    def _exchange(self, named: Named) -> Exchange | ReplicaExchange:
+        plan = problem = None
+        try:
+            plan = self._plan(named)
+        except ValueError as error:
+            problem = error
+        group, device = self.ranks()
+        _refuse_different_plans(None if plan is None else plan.fingerprint, group, device, problem)
+        assert plan is not None
+        return (ReplicaExchange if plan.layout.replicated else Exchange)(plan, group, device)
+
+    def _plan(self, named: Named) -> Plan:
+        dtypes = {momentum_dtype(parameter) for _, parameter in named}
         if len(dtypes) > 1:
             raise ValueError(
                 f"matrices of one group must share a dtype to travel together; found {sorted(map(str, dtypes))}"
             )
-        plan = make_plan(self.layout(named), self.round_mb, dtypes.pop().itemsize)
-        group, device = self.ranks()
-        _refuse_different_plans(plan.fingerprint, group, device)
-        return (ReplicaExchange if plan.layout.replicated else Exchange)(plan, group, device)
+        return make_plan(self.layout(named), self.round_mb, dtypes.pop().itemsize)
 
 
-def _refuse_different_plans(fingerprint: int, group: dist.ProcessGroup, device: torch.device) -> None:
-    seen = torch.tensor([fingerprint, -fingerprint], device=device)
+def _key(named: Named) -> tuple[int, ...]:
+    return tuple(id(parameter) for _, parameter in named)
+
+
+def _refuse_different_plans(
+    fingerprint: int | None, group: dist.ProcessGroup, device: torch.device, problem: Exception | None
+) -> None:
+    """Collective. `problem`: why this rank has no fingerprint."""
+    here = 0 if fingerprint is None else fingerprint
+    seen = torch.tensor([int(fingerprint is None), here, -here], device=device)
     dist.all_reduce(seen, dist.ReduceOp.MAX, group=group)
-    most, least = seen.tolist()
+    failed, most, least = seen.tolist()
+    if problem is not None:
+        raise problem
+    if failed:
+        raise ValueError("another rank cannot plan this step, and says why; nothing was changed by it")
     if most != -least:
         raise ValueError("the ranks found different matrices or shards; do all of them load the same model?")

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from .matrices import all_finite, from_wide, to_wide
+from .precision import in_full_precision
 
 
+@in_full_precision
 def exact_sigmoid(x: Tensor) -> Tensor:
     """U s(S) V^T of x = U S V^T: s is the sigmoid, 1 / (1 + exp(-sigma)).
 
@@ -22,6 +24,7 @@ def exact_sigmoid(x: Tensor) -> Tensor:
     return _map_singular_values(x, torch.sigmoid)
 
 
+@in_full_precision
 def spectral_power(x: Tensor, p: float) -> Tensor:
     """U S^p V^T of x = U S V^T.
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .coefficients import RESOLUTIONS, SIGN, WIDE_FROM
 from .matrices import all_finite, at_least_something, frobenius_norm, from_wide, to_wide
+from .precision import in_full_precision
 from .products import by_products, num_beyond, tanh_coefficients
 
 RESOLUTION = 0.01
@@ -43,6 +44,7 @@ def minimax_sigmoid(
 
 
 @torch.no_grad()
+@in_full_precision
 def guarded_minimax_sigmoid(
     x: Tensor, method: Method = "auto", resolution: float = RESOLUTION, precision: Precision = "full"
 ) -> tuple[Tensor, int]:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from .matrices import from_wide, multiply_add, to_wide
+from .precision import in_full_precision
 
 # Keller Jordan's coefficients (kellerjordan.github.io/posts/muon), as in torch/optim/_muon.py: the steepest slope at
 # zero that keeps the iteration within about [0.7, 1.2]. test_muons_map_has_the_bits_of_torch makes the comparison.
@@ -11,6 +12,7 @@ A, B, C = 3.4445, -4.7750, 2.0315
 EPS = 1e-7
 
 
+@in_full_precision
 def newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
     """U S' V^T of x = U S V^T, with S' between about 0.7 and 1.2 where sigma is above 1% of |x|_F.
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .matrices import all_finite, frobenius_norm, from_wide, multiply_add, to_wide
+from .precision import in_full_precision
 
 T_STEPS = 2
 T_LIMIT = 4.0
@@ -34,6 +35,7 @@ def soft_newton_schulz(
     return guarded_soft_newton_schulz(x, steps, form, eps)[0]
 
 
+@in_full_precision
 def guarded_soft_newton_schulz(
     x: Tensor, steps: int = 15, form: Literal["direct", "gram"] = "direct", eps: float = 1e-8
 ) -> tuple[Tensor, int]:

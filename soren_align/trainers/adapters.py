@@ -9,10 +9,11 @@ from typing import Any, cast
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
 from ..recipe import Lora, Recipe, UserError, adapter_config, is_local, load_resolved
 from ..report import MADE_FROM, RunFolder, remove, write
+from ..weights import load_adapter, load_model, refuse_slow_patterns
 
 REFERENCE = "ref"  # TRL's name for the frozen copy of an adapter that DPO goes on with
 
@@ -60,10 +61,8 @@ def lora_config(recipe: Recipe, model: PreTrainedModel) -> LoraConfig | None:
 def go_on(model: PreTrainedModel, start: str) -> Any:
     """The model with the adapter that lies in `start`, to be trained further; itself, if none lies there."""
     if adapter_config(start) is None:
-        if getattr(model, "_hf_peft_config_loaded", False):
-            raise UserError(f"model {start}: is an adapter on the hub; download it, and name its folder")
         return model
-    adapted = PeftModel.from_pretrained(model, start, is_trainable=True)
+    adapted = load_adapter(model, start, is_trainable=True)
     adapted.peft_config["default"].base_model_name_or_path = base_of(start)[0]
     return adapted
 
@@ -76,6 +75,7 @@ def outlined(model: PreTrainedModel, recipe: Recipe, start: str) -> Any:
     config = LoraConfig.from_pretrained(start) if adapter_config(start) else lora_config(recipe, model)
     if config is None:
         return model
+    refuse_slow_patterns(model, start)
     config.inference_mode = False  # an adapter's folder says that it is
     return get_peft_model(model, cast(LoraConfig, config))
 
@@ -107,12 +107,14 @@ def merge(run: RunFolder) -> Path:
     if target.exists() and not run.is_merged():
         raise UserError(f"{target}: is not a merge of this run's adapter; remove it, or give it another name")
     name, revision = base_of(str(run.model))
-    where: dict[str, Any] = {"revision": revision, "trust_remote_code": False}
     try:
-        dtype = getattr(AutoConfig.from_pretrained(name, **where), "dtype", None) or torch.float32
-        base = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, use_safetensors=True, **where)
-        adapted: Any = PeftModel.from_pretrained(base, str(run.model))
+        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+        dtype = getattr(config, "dtype", None) or torch.float32
+        base = load_model(name, revision=revision, dtype=torch.float32)
+        adapted: Any = load_adapter(base, str(run.model))
         tokenizer = AutoTokenizer.from_pretrained(run.model, trust_remote_code=False)
+    except UserError:
+        raise
     except (OSError, ValueError) as error:
         raise UserError(f"{run}: cannot be merged: {' '.join(str(error).split())[:400]}") from error
     whole = adapted.merge_and_unload(safe_merge=True)

@@ -17,8 +17,8 @@ from trl import DPOConfig, SFTConfig
 from trl.chat_template_utils import get_training_chat_template
 from trl.trainer.utils import add_fused_lm_head
 
-from .. import shipped
-from ..data import load_mixture, load_split, set_template
+from .. import shipped, weights
+from ..data import load_mixture, load_split, refuse_endless, set_template
 from ..optim import build_optimizer
 from ..recipe import (
     OutOfReach,
@@ -105,12 +105,25 @@ def starting_checkpoint(recipe: Recipe, folder: RunFolder) -> str:
     return str(folder.start)
 
 
+_CALL = {"type": "function", "function": {"name": "dummy", "arguments": {"a": "b"}}}
+_TRL_RENDERS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "dummy"}, {"role": "assistant", "content": "dummy"}],
+    [
+        {"role": "user", "content": "dummy"},
+        {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+        {"role": "tool", "name": "dummy", "content": "dummy"},
+    ],
+]
+
+
 def load_tokenizer(recipe: Recipe, start: str) -> PreTrainedTokenizerBase:
     """The tokenizer with the chat template and end token that training will use."""
     with the_users(f"tokenizer of {recipe.model.name_or_path}"):
         tokenizer = AutoTokenizer.from_pretrained(start, trust_remote_code=False, revision=recipe.model.revision)
     set_template(tokenizer, recipe.model.chat_template, recipe.model.eos_token)
     if recipe.trainer.get("assistant_only_loss") and tokenizer.chat_template:
+        for turns in _TRL_RENDERS:  # in this process, to see whether the template knows tools
+            refuse_endless(tokenizer, recipe.model.name_or_path, turns)
         with contextlib.suppress(ValueError):  # a template that TRL does not know: check_template says what to do
             tokenizer.chat_template = get_training_chat_template(tokenizer) or tokenizer.chat_template
     return tokenizer
@@ -124,14 +137,8 @@ def load_model(recipe: Recipe, start: str) -> PreTrainedModel:
     name, revision = adapters.base_of(start, recipe.model.revision)
     quantized = adapters.quantization(recipe.model.lora, bool(recipe.trainer.get("use_cpu")))
     with the_users(f"model {recipe.model.name_or_path}", ValueError, OSError, ImportError):
-        model = AutoModelForCausalLM.from_pretrained(
-            name,
-            revision=revision,
-            dtype=getattr(torch, recipe.model.dtype),
-            trust_remote_code=False,
-            quantization_config=quantized,
-            use_safetensors=True,  # a pickle can run anything
-        )
+        dtype = getattr(torch, recipe.model.dtype)
+        model = weights.load_model(name, revision=revision, dtype=dtype, quantization_config=quantized)
         return adapters.go_on(model, start)
 
 

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from ..optim import Proposal, move_, spacing, summed
+from ..optim import Proposal, Sums, chunks, move_, spacing, summed
 from ..recipe import UserError
 from ..report import LOST
 from .watch import Watch
 
-CHUNK = 2**24  # entries copied at a time
 NAMES = ("matrices", "rest")
 
 
@@ -35,8 +34,8 @@ class Resolution(TrainerCallback):
         self.watch, self.lost_updates, self.say = watch, lost_updates, say
         self.found: dict[str, dict[str, Any]] = {}
         self._waits = False
-        # entries with a direction, changed, in bfloat16; squares of steps, weights
-        self._sums = [[0.0] * 5 for _ in NAMES]
+        # of each: entries with a direction, changed, in bfloat16; squares of steps, weights
+        self._sums = Sums(5 * len(NAMES))
         self._rates = [0.0] * len(NAMES)
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -54,7 +53,7 @@ class Resolution(TrainerCallback):
         if not self._waits:
             return
         self.watch.optimizer.proposal_observer = None
-        sums = self.watch.ranks.sums([number for row in self._sums for number in row])
+        sums = self.watch.ranks.sums(self._sums.totals())
         if not sums[0] and not sums[5]:  # nothing had a direction, or no step was taken
             return
         self._waits = False
@@ -77,19 +76,17 @@ class Resolution(TrainerCallback):
 
     def _see(self, proposal: Proposal) -> None:
         number = 0 if proposal.group is self.watch.optimizer.param_groups[0] else 1
-        lr, decay, sums = self._rates[number], proposal.group["weight_decay"], self._sums[number]
-        tensors = (proposal.held, proposal.direction, proposal.compensation)
-        chunks = [[] if t is None else t.reshape(-1).split(CHUNK) for t in tensors]
-        for i, (held, direction) in enumerate(zip(*chunks[:2], strict=True)):
-            rest = chunks[2][i] if chunks[2] else None
+        lr, decay = self._rates[number], proposal.group["weight_decay"]
+        for held, direction, rest in chunks(proposal.held, proposal.direction, proposal.compensation):
             moved, moved_rest = held.clone(), None if rest is None else rest.clone()
             move_(moved, moved_rest, direction, -lr * proposal.scale, lr * decay)
             then, now = summed(held, rest), summed(moved, moved_rest)
-            wanted = direction != 0
-            seen = [wanted.sum(), (wanted & (then != now)).sum(), wanted.sum() * (then.dtype == torch.bfloat16)]
-            seen += [(lr * proposal.scale * direction).square().sum(), then[wanted].float().square().sum()]
-            for position, value in enumerate(seen):
-                sums[position] += float(value)
+            wanted, changed = direction != 0, then != now
+            del moved, moved_rest, now
+            count = wanted.sum()
+            counts = count, changed.logical_and_(wanted).sum(), count * (then.dtype == torch.bfloat16)
+            steps = (lr * proposal.scale * direction).square_().sum()
+            self._sums.add(5 * number, *counts, steps, torch.where(wanted, then, 0).float().square_().sum())
 
 
 REMEDIES = (
@@ -113,13 +110,14 @@ def survival(watch: Watch, dtype: torch.dtype) -> dict[str, Any]:
     {"dtype", "matrices": {"entries", "projection"}, "rest": ...}. entries: of those that changed, the share that still
     differs from the start. projection: of the rounded way onto the way, over its square: 1 where all of it is kept.
     """
-    sums = [[0.0] * 4 for _ in NAMES]
+    sums = Sums(4 * len(NAMES))
     for number, now, then in watch.ways():
         way = now - then
-        kept = _rounded(now, dtype) - _rounded(then, dtype)
-        seen = ((way != 0).sum(), ((way != 0) & (kept != 0)).sum(), (kept * way).sum(), way.square().sum())
-        sums[number] = [total + float(value) for total, value in zip(sums[number], seen, strict=True)]
-    flat = watch.ranks.sums([number for row in sums for number in row])
+        kept = _rounded(now, dtype).sub_(_rounded(then, dtype))
+        changed = way != 0
+        entries = changed.sum(), changed.logical_and_(kept != 0).sum()
+        sums.add(4 * number, *entries, kept.mul_(way).sum(), way.square_().sum())
+    flat = watch.ranks.sums(sums.totals())
     found: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch.")}
     for number, name in enumerate(NAMES):
         changed, left, along, square = flat[4 * number : 4 * number + 4]
@@ -129,4 +127,5 @@ def survival(watch: Watch, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _rounded(weights: Tensor, dtype: torch.dtype) -> Tensor:
-    return weights.to(dtype).float()
+    """A copy, rounded to `dtype`."""
+    return weights.to(dtype, copy=True).float()

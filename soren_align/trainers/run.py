@@ -8,17 +8,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
-from transformers import PrinterCallback
+from transformers import AutoConfig, PrinterCallback, get_scheduler
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from ..data import account, check_template
 from ..optim import route, routing_table
-from ..recipe import Recipe, UserError, rows_per_step
+from ..recipe import Recipe, UserError, refuse_no_batch, rows_per_step
 from ..report import LOST, RunFolder, dropped_in_words, remove
 from ..sharding import is_universal
 from ..sharding.ranks import Ranks
-from . import build, checkpoints
+from . import adapters, build, checkpoints
 from .progress import ProgressBar
 from .resolution import Resolution, survival
 from .stop import StopOnSignal
@@ -53,6 +54,7 @@ def get_ready(
     tokenizer = build.load_tokenizer(recipe, start)
     splits = build.load_splits(recipe)
     config = build.trl_config(recipe, folder.checkpoints, ranks)
+    _check_schedule(config)
     if not ranks.is_first:
         return Ready(recipe, start, tokenizer, splits, None)
     assistant_only = bool(recipe.trainer.get("assistant_only_loss"))
@@ -74,9 +76,35 @@ def get_ready(
             f"{splits['train'].source['path']}: none of {counted.num_rows} rows can be trained on: "
             f"{dropped_in_words(counted.dropped)}. trainer.max_length is {config.max_length}"
         )
+    refuse_no_batch(recipe, counted.num_kept, ranks.num_ranks)
     if not counted.stop_token_trained and not notices:
         notices = [f"no answer is trained to its end: all are cut at trainer.max_length {config.max_length}"]
+    notices += _beyond_positions(recipe, start, counted.lengths["max"], config.max_length)
     return Ready(recipe, start, tokenizer, splits, counted, (*splits["train"].notices, *notices))
+
+
+def _check_schedule(config: Any) -> None:
+    """UserError for lr_scheduler_kwargs that transformers would refuse, or fail on, when the first step is near."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    settings = config.lr_scheduler_kwargs or {}
+    with build.the_users("trainer.lr_scheduler_type and lr_scheduler_kwargs", ValueError, TypeError, ArithmeticError):
+        schedule = get_scheduler(config.lr_scheduler_type, optimizer, 1, 10, scheduler_specific_kwargs=settings)
+        if not isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            optimizer.step()
+            schedule.step()
+
+
+def _beyond_positions(recipe: Recipe, start: str, longest: int, max_length: int | None) -> list[str]:
+    """A notice where rows have more tokens than the model has positions."""
+    base, revision = adapters.base_of(start, recipe.model.revision)
+    with build.the_users(f"model {recipe.model.name_or_path}"):
+        config = AutoConfig.from_pretrained(base, trust_remote_code=False, revision=revision)
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    length = max_length or longest
+    length = length if recipe.trainer.get("packing") else min(longest, length)
+    if not isinstance(positions, int) or length <= positions:
+        return []
+    return [f"rows of {length:,} tokens are trained, and the model has {positions:,} positions; see trainer.max_length"]
 
 
 def train(ready: Ready, folder: RunFolder, console: Console, ranks: Ranks = Ranks()) -> bool:  # noqa: B008 (frozen)

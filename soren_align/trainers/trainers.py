@@ -4,7 +4,9 @@ TRL offers no common way in: SFTTrainer takes `optimizer_cls_and_kwargs`, DPOTra
 `create_optimizer` itself. So that one method is overridden, in a mixin for both, and calls the one factory.
 """
 
+import collections
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import DPOTrainer, SFTTrainer
 
-from ..optim import build_optimizer, summed
+from ..optim import build_optimizer, chunks, copied_to_cpu, summed
 from ..recipe import UserError
 from ..report import write
 from ..sharding import full_weights, place, sum_in_float32
@@ -120,7 +122,7 @@ class SorenTrainerMixin(Trainer):
         """
         trained: Any = self.model
         if isinstance(trained, PeftModel) and not _internal_call:
-            weights = full_weights(trained) if self.is_deepspeed_enabled else None
+            weights = dict(full_weights(trained)) if self.is_deepspeed_enabled else None
             if self.args.should_save:
                 adapters.save_trained(trained, str(output_dir or self.args.output_dir), weights)
             return
@@ -129,11 +131,13 @@ class SorenTrainerMixin(Trainer):
             super().save_model(output_dir, _internal_call)
             return
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
-            weights = full_weights(trained)
+            stepped = ((name, weight, None) for name, weight in full_weights(trained))
         else:
-            weights = self._stepped_weights() if self.args.should_save else {}
-        if self.save_dtype is not None:
-            weights = {name: _narrowed(name, weight, self.save_dtype) for name, weight in weights.items()}
+            stepped = self._stepped_weights() if self.args.should_save else ()
+        try:  # one tensor at a time: nothing of a wider copy is left when the next is put together
+            weights = {name: _exported(name, weight, rest, self.save_dtype) for name, weight, rest in stepped}
+        finally:
+            collections.deque(stepped, maxlen=0)  # to its end, also after an error: the other ranks would wait
         self._save(output_dir, state_dict=weights)
         config = Path(str(output_dir or self.args.output_dir)) / "config.json"
         if self.save_dtype is not None and self.args.should_save and config.is_file():
@@ -141,15 +145,15 @@ class SorenTrainerMixin(Trainer):
             said = json.loads(config.read_text(encoding="utf-8"))
             write(config, json.dumps(said | {"dtype": str(self.save_dtype).removeprefix("torch.")}, indent=2) + "\n")
 
-    def _stepped_weights(self) -> dict[str, torch.Tensor]:
-        """A whole model's weights, each once, and its buffers, as `state_dict` names them."""
+    def _stepped_weights(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
+        """(name as in `state_dict`, tensor, compensation) of a whole model's weights, each once, and of its buffers."""
         trained: Any = self.model
-        state = self.watch.optimizer.state
-        weights = {
-            name: summed(p.detach(), state.get(p, {}).get("compensation")) for name, p in trained.named_parameters()
-        }
+        for name, parameter in trained.named_parameters():
+            yield name, parameter.detach(), self.watch.optimizer.state.get(parameter, {}).get("compensation")
         twice = {name for name, _ in trained.named_parameters(remove_duplicate=False)}
-        return weights | {name: tensor for name, tensor in trained.state_dict().items() if name not in twice}
+        for name, tensor in trained.state_dict().items():
+            if name not in twice:
+                yield name, tensor, None
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """None per checkpoint: run.json says more than TRL's card."""
@@ -175,13 +179,19 @@ class SorenTrainerMixin(Trainer):
         )
 
 
-def _narrowed(name: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The weight in `dtype`, on the CPU; UserError if it does not fit."""
-    if not weight.is_floating_point():
-        return weight
-    narrow = weight.to(dtype).cpu()
-    if dtype == torch.float16 and not torch.equal(narrow.isfinite(), weight.isfinite().cpu()):
-        raise UserError(f"run.save_dtype: float16 ends at 65504, {name} is beyond; write bfloat16 or float32")
+def _exported(
+    name: str, held: torch.Tensor, compensation: torch.Tensor | None, dtype: torch.dtype | None
+) -> torch.Tensor:
+    """The weight in `dtype` (None: its own), on the CPU; UserError if it does not fit. Chunks are made in passing."""
+    if dtype is None or not held.is_floating_point():
+        return held
+    if compensation is None and held.dtype == dtype:
+        return held.cpu()
+    narrow = copied_to_cpu(held, compensation, dtype)
+    if dtype == torch.float16:
+        for here, part, rest in chunks(narrow, held, compensation):
+            if not torch.equal(here.isfinite(), summed(part, rest).isfinite().cpu()):
+                raise UserError(f"run.save_dtype: float16 ends at 65504, {name} is beyond; write bfloat16 or float32")
     return narrow
 
 

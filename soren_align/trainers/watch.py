@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from ..optim import SpectralOptimizer, summed
+from ..optim import CHUNK, SpectralOptimizer, Sums, chunks, copied_to_cpu, summed
 from ..recipe import UserError
 from ..sharding import Placed, chain_of, local, settle
 from ..sharding.ranks import Ranks
@@ -44,8 +44,8 @@ class Watch(TrainerCallback):
         self.record: dict[str, Any] = {}
         self._weights: list[tuple[int, Tensor, Tensor]] = []  # number of the group, what is stepped here, its start
         self._matrices: dict[str, Any] = {}  # the group of the matrices
-        self._changes: dict[int, list[tuple[float, int]]] = {}
-        self._modes: list[tuple[float, float]] = []
+        self._changes, self._num_changed = Sums(2), [0, 0]  # squares and entries: of the matrices, of the rest
+        self._modes: list[tuple[Tensor, Tensor]] = []  # strongest and weakest of a map's output
         self._probed: set[tuple[int, ...]] = set()
         self._maps_before = 0
         self._aux_rate = 0.0
@@ -87,7 +87,8 @@ class Watch(TrainerCallback):
         self._remember(whole[self.ranks.rank :: self.ranks.num_ranks])
 
     def _remember(self, stepped: Sequence[tuple[int, Tensor]]) -> None:
-        self._weights = [(number, tensor, _compact(local(tensor.detach()))) for number, tensor in stepped]
+        starts = _compact([local(tensor.detach()) for _, tensor in stepped])
+        self._weights = [(*pair, start) for pair, start in zip(stepped, starts, strict=True)]
 
     def on_train_begin(self, args, state, control, **kwargs):
         """From here on the optimizer's groups stay the same objects."""
@@ -101,28 +102,43 @@ class Watch(TrainerCallback):
         step = state.global_step + 1
         self._maps_before = self.optimizer.num_maps
         if step % max(state.logging_steps, 1) == 0 or (step == 1 and args.logging_first_step):
-            self._changes, self._modes, self._probed = {}, [], set()
+            self._changes, self._num_changed, self._modes, self._probed = Sums(2), [0, 0], [], set()
             self._aux_rate = float(self.optimizer.param_groups[-1]["lr"])  # now: by the log, the schedule has moved on
             self.optimizer.observer, self.optimizer.map_observer = self._observe, self._probe
 
     def on_optimizer_step(self, args, state, control, **kwargs):
         """Every matrix exactly once per optimizer step, on one rank, whatever the accumulation."""
         self.optimizer.observer = self.optimizer.map_observer = None
-        maps = int(self.ranks.sums([self.optimizer.num_maps - self._maps_before])[0])
-        if maps == 0 and any(getattr(wrapper, "overflow", False) for wrapper in self._wrappers):
-            if args.fp16:  # the loss scale is still being found
-                return
-            raise FloatingPointError(
-                "NaN or infinity in the gradient; DeepSpeed left this step out, nothing was changed"
-            )
+        scaler = next((s for w in self._wrappers if (s := getattr(w, "scaler", None)) is not None), None)
+        skipped = any(getattr(w, "overflow", False) or getattr(w, "step_was_skipped", False) for w in self._wrappers)
+        maps, num_skipping = map(int, self.ranks.sums([self.optimizer.num_maps - self._maps_before, skipped]))
+        if maps == 0 and num_skipping:
+            self._accept_skip(scaler, args.fp16)
+            return
         if maps != self.num_matrices:
             raise WrongOptimizer(f"{maps} spectral maps in one optimizer step for {self.num_matrices} matrices")
         self.record["maps_per_step"] = maps
 
+    def _accept_skip(self, scaler: Any, fp16: bool) -> None:
+        """Count a step left out for its loss scale. FloatingPointError if that is not what was wrong with it.
+
+        scaler: torch's GradScaler, which would halve its scale for ever; DeepSpeed stops at 1 by itself.
+        """
+        if scaler is None and not fp16:
+            raise FloatingPointError(
+                "NaN or infinity in the gradient; DeepSpeed left this step out, nothing was changed"
+            )
+        if scaler is not None and scaler.get_scale() < 1:
+            raise FloatingPointError(
+                f"NaN or infinity in the gradient at a loss scale of {scaler.get_scale():g}: not for float16's range"
+            )
+        self.record["skipped_steps"] = self.record.get("skipped_steps", 0) + 1
+
     def _observe(self, seen: Any) -> None:
-        change = (seen.after - seen.before).float()
         number = 0 if seen.group is self._matrices else 1
-        self._changes.setdefault(number, []).append((float(change.square().sum()), change.numel()))
+        self._num_changed[number] += seen.after.numel()
+        for after, before in chunks(seen.after, seen.before):
+            self._changes.add(number, (after - before).float().square_().sum())
 
     def _probe(self, output: Tensor) -> None:
         if output.shape not in self._probed and len(self._probed) < MAX_PROBED:
@@ -139,18 +155,27 @@ class Watch(TrainerCallback):
         found: dict[str, float] = {}
         if len(self.reference.param_groups) > 1:
             found["aux_learning_rate"] = self._aux_rate
-        here = [sum(column) for i in (0, 1) for column in zip(*self._changes.get(i, [(0.0, 0)]), strict=True)]
-        here += [sum(column) for column in zip(*self._modes, strict=True)] if self._modes else [0.0, 0.0]
-        *changes, strongest, weakest, probed, guarded = self.ranks.sums(
-            [*here, len(self._modes), self.optimizer.num_guarded]
+        modes = Sums(2)
+        for extremes in self._modes:
+            modes.add(0, *extremes)
+        moved, aux_moved, numel, aux_numel, strongest, weakest, probed, guarded = self.ranks.sums(
+            [
+                *self._changes.totals(),
+                *self._num_changed,
+                *modes.totals(),
+                len(self._modes),
+                self.optimizer.num_guarded,
+            ]
         )
-        for role, squares, numel in (("", *changes[:2]), ("aux_", *changes[2:])):
-            if numel:
-                found[f"{role}update_rms"] = math.sqrt(squares / numel)
+        for role, squares, number in (("", moved, numel), ("aux_", aux_moved, aux_numel)):
+            if number:
+                found[f"{role}update_rms"] = math.sqrt(squares / number)
         found |= self.distances()
         if probed:
             found |= {"map_strongest": strongest / probed, "map_weakest": weakest / probed}
         found["num_guarded"] = int(guarded)
+        if "skipped_steps" in self.record:
+            found["num_skipped"] = self.record["skipped_steps"]
         now, (then, tokens) = time.perf_counter(), self._since
         found["tokens_per_second"] = round((num_tokens - tokens) / max(now - then, 1e-9), 1)
         self._since = (now, num_tokens)
@@ -158,25 +183,24 @@ class Watch(TrainerCallback):
 
     def distances(self) -> dict[str, float]:
         """||W - W_0|| / ||W_0|| over the matrices, and over the rest."""
-        here = [0.0] * 4  # squares of the way and of the start: of the matrices, of the rest
+        here = Sums(4)  # squares of the way and of the start: of the matrices, of the rest
         for number, now, then in self.ways():
-            here[2 * number] += float((now - then).square().sum())
-            here[2 * number + 1] += float(then.square().sum())
-        moved, norm, aux_moved, aux_norm = self.ranks.sums(here)
+            here.add(2 * number, (now - then).square_().sum(), then.square().sum())
+        moved, norm, aux_moved, aux_norm = self.ranks.sums(here.totals())
         found = {"relative_change": math.sqrt(moved / norm) if norm else 0.0}
         if len(self.reference.param_groups) > 1:
             found["aux_relative_change"] = math.sqrt(aux_moved / aux_norm) if aux_norm else 0.0
         return found
 
     def ways(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """(number of the group, weights now, weights at the start), float32, of each tensor that this rank answers for.
+        """(number of the group, weights now, weights at the start), float32, in chunks of what this rank answers for.
 
-        With a compensation the weights are its sum with the parameter.
+        With a compensation the weights are its sum with the parameter. Read them, do not keep them.
         """
         for number, tensor, start in self._weights:
             kept = self.optimizer.state.get(tensor, {}).get("compensation")
-            now = summed(local(tensor.detach()), None if kept is None else local(kept)).float()
-            yield number, now, start.to(now.device, torch.float32)
+            for held, rest, then in chunks(local(tensor.detach()), None if kept is None else local(kept), start):
+                yield number, summed(held, rest).float(), then.to(held.device).float()
 
     def refuse_drift(self, step: int) -> None:
         """UserError if the ranks of DDP average other gradients than each other; each has all the momentum to tell by.
@@ -186,8 +210,11 @@ class Watch(TrainerCallback):
         """
         if self.ranks.num_ranks == 1:
             return
-        momentum = sum(float(kept["exp_avg"].double().square().sum()) for kept in self.optimizer.state.values())
-        least, most = self.ranks.least_and_most(math.sqrt(momentum))
+        squares = Sums(1)
+        for kept in self.optimizer.state.values():
+            for (momentum,) in chunks(local(kept["exp_avg"])):
+                squares.add(0, momentum.double().square_().sum())
+        least, most = self.ranks.least_and_most(math.sqrt(squares.totals()[0]))
         if not math.isclose(least, most, rel_tol=1e-6):
             raise UserError(
                 f"step {step}: the ranks' gradients were not averaged: their momentum has a norm of {least:g} to "
@@ -201,14 +228,23 @@ class Watch(TrainerCallback):
                 stream.write(json.dumps({"step": state.global_step, **logs}) + "\n")
 
 
-def _extreme_singular_values(matrix: Tensor) -> tuple[float, float]:
+def _extreme_singular_values(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest and the smallest, where the matrix is."""
     # By the smaller Gram matrix in float64, good to 1e-8 of the largest: far cheaper than an SVD of a tall matrix.
-    wide = (matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix).double()
-    sigma = torch.linalg.eigvalsh(wide @ wide.mT).clamp(min=0).sqrt()
-    return float(sigma[-1]), float(sigma[0])
+    tall = matrix if matrix.shape[0] > matrix.shape[1] else matrix.mT
+    gram = torch.zeros(tall.shape[1], tall.shape[1], dtype=torch.float64, device=matrix.device)
+    for rows in tall.split(max(1, CHUNK // tall.shape[1])):
+        exact = rows.double()
+        gram.addmm_(exact.mT, exact)
+    sigma = torch.linalg.eigvalsh(gram).clamp(min=0).sqrt()
+    return sigma[-1], sigma[0]
 
 
-def _compact(weights: Tensor) -> Tensor:
-    """A copy on the CPU; in bfloat16 where that loses nothing, as for a checkpoint that was published in it."""
-    half = weights.to(torch.bfloat16)
-    return (half if torch.equal(half.to(weights.dtype), weights) else weights).to("cpu", copy=True)
+def _compact(weights: Sequence[Tensor]) -> list[Tensor]:
+    """Copies on the CPU; in bfloat16 where that loses nothing, as for a checkpoint that was published in it."""
+    lost = Sums(len(weights))
+    for number, tensor in enumerate(weights):
+        for (part,) in chunks(tensor):
+            lost.add(number, (part.to(torch.bfloat16).to(part.dtype) != part).any())
+    dtypes = [tensor.dtype if loses else torch.bfloat16 for tensor, loses in zip(weights, lost.totals(), strict=True)]
+    return [copied_to_cpu(tensor, None, dtype) for tensor, dtype in zip(weights, dtypes, strict=True)]

@@ -272,7 +272,9 @@ def test_in_bfloat16_the_answers_are_lm_evals_too_however_long_the_prompt(reader
 def test_pickled_adapters_and_code_that_comes_with_a_model_are_refused(models, small, tmp_path):
     adapter = tmp_path / "adapter"
     adapter.mkdir()
-    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(models[0])}))
+    (adapter / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(models[0])})
+    )
     (adapter / "adapter_model.bin").write_bytes(b"")
     with pytest.raises(UserError, match="pickled weights are not loaded"):
         evaluate_model(adapter, small[0], device="cpu")

@@ -14,7 +14,9 @@ from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from soren_align import shipped
+from soren_align.evaluate.backends import DoesNotFit, Setup, answer, load
 from soren_align.evaluate.harness import evaluate_model
+from soren_align.evaluate.scores import _points
 from soren_align.evaluate.suites import load_suite
 from soren_align.evaluate.tasks import load_tasks
 from soren_align.recipe import UserError
@@ -147,3 +149,27 @@ def test_what_is_no_model_is_an_error(models, suite, tmp_path, damage):
         weights.unlink() if damage == "no weights" else weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(UserError, match="not a model that can be loaded"):
         evaluate_model(model, suite, device="cpu")
+
+
+def test_an_answer_longer_than_the_context_is_one_sentence(models, tmp_path):
+    """As PIQA's in a context of 512, where lm-eval asserts."""
+    model = copy(models[0], tmp_path / "short")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4}))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    lm = load(model, tokenizer, Setup("hf", "float32", "cpu", 8))
+    word = tokenizer.decode(next(i for i in range(tokenizer.vocab_size) if tokenizer.decode(i).isalpha()))
+    with pytest.raises(DoesNotFit, match=r"an answer of 9 tokens does not fit the model's context of 4"):
+        answer(lm, "loglikelihood", [(word, f" {word}" * 9)])
+    with pytest.raises(DoesNotFit, match="an answer to choose from has no tokens"):
+        answer(lm, "loglikelihood", [(word, "")])
+
+
+def test_a_score_that_is_no_number_is_broken_weights():
+    """mc2 is exp(ll) over a sum of them: 0/0 where all are below -745, and its log-likelihoods are finite."""
+    found = {
+        "samples": {"mc2": [{"filter": "none", "filtered_resps": [(-800.0, False)], "acc": float("nan")}] * 3},
+        "results": {"mc2": {"acc,none": float("nan")}},
+    }
+    with pytest.raises(UserError, match=r"3 of 3 scores \(acc\) of mc2 are not numbers; its weights are broken"):
+        _points(found, "mc2", "acc,none", "model")

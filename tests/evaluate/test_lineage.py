@@ -134,7 +134,9 @@ def test_an_adapter_brings_its_base(runs, tmp_path):
     base, _, _ = runs
     adapter = tmp_path / "adapter"
     adapter.mkdir()
-    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
+    (adapter / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(base)})
+    )
     (adapter / "adapter_model.safetensors").write_text("")
     assert lineage(adapter) == [("base", base), ("adapter", adapter)]
 
@@ -143,7 +145,9 @@ def test_an_adapter_on_a_run_brings_the_whole_chain(runs, tmp_path):
     base, sft, _ = runs
     adapter = tmp_path / "adapter"
     adapter.mkdir()
-    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(sft / "model")}))
+    (adapter / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(sft / "model")})
+    )
     (adapter / "adapter_model.safetensors").write_text("")
     assert lineage(adapter) == [("base", base), ("SFT", sft / "model"), ("adapter", adapter)]
 

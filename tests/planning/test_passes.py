@@ -61,3 +61,10 @@ def test_checkpointing_computes_each_block_once_more_up_to_its_last_product():
     plain, checkpointed = (passes(CONFIGS["qwen2"], c).num_flops(2, 64) for c in (False, True))
     blocks = passes(CONFIGS["qwen2"], False).num_flops(2, 64, backward=False) - 2 * 126 * 64 * 512
     assert checkpointed - plain == pytest.approx(blocks - 2 * 128 * 6 * 64 * 176, rel=1e-3)
+
+
+def test_a_model_of_two_blocks_whose_kinds_are_listed_is_measured_on_three():
+    """Its config names two kinds of attention; a third block repeats the first."""
+    config = Qwen2Config(**SHAPE, num_hidden_layers=2, vocab_size=512)
+    assert len(config.layer_types) == 2
+    assert passes(config, False).num_flops(1, 16) > 0

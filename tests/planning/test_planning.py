@@ -157,3 +157,40 @@ def test_a_schedule_that_follows_the_loss_is_planned_at_its_peak(schedule):
 def test_a_schedule_that_lacks_its_settings_is_refused_in_words():
     with pytest.raises(recipe.UserError, match=r"trainer\.lr_scheduler_type"):
         plan("quickstart/sft", ["trainer.lr_scheduler_type=warmup_stable_decay"], 1)
+
+
+def written_down(tmp_path, **config):
+    """Overrides of the quickstart for a model of that config, without weights."""
+    small = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    small |= {"num_key_value_heads": 2, "num_hidden_layers": 2, "eos_token_id": 2, "pad_token_id": 0}
+    (tmp_path / "config.json").write_text(json.dumps(small | config))
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (tmp_path / name).write_bytes((shipped.ROOT / "recipes/quickstart/base" / name).read_bytes())
+    return [f"model.name_or_path={tmp_path}", "model.init_seed=0", "data.train.limit=20"]
+
+
+def test_an_architecture_whose_pass_needs_contents_is_planned_without_its_activations(tmp_path):
+    """The experts' products read from the tokens which goes where."""
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    overrides = written_down(tmp_path, architectures=["MixtralForCausalLM"], model_type="mixtral", **experts)
+    found, said = plan("quickstart/sft", [*overrides, "trainer.bf16=true"], 1)
+    assert found["compute"]["training_flops"] is None
+    assert found["processes"]["memory_total"]["device"]["passes"] is None
+    assert "compute   not known for this architecture" in said
+    assert "activations and operations are not known for this architecture" in said
+
+
+@pytest.mark.parametrize(("strategy", "words"), [("epoch", "every epoch"), ("best", "at the best"), ("no", "none on")])
+def test_when_checkpoints_are_written_is_said_in_words(tmp_path, strategy, words):
+    overrides = [*written_down(tmp_path, architectures=["MistralForCausalLM"], model_type="mistral")]
+    overrides += [f"trainer.save_strategy={strategy}", "trainer.metric_for_best_model=loss"]
+    overrides += ["data.eval={path: shipped:recipes/quickstart/data/chat_test.jsonl}", "trainer.eval_strategy=epoch"]
+    _, said = plan("quickstart/sft", overrides, 1)
+    assert words in said
+    assert "SaveStrategy" not in said
+
+
+def test_rows_longer_than_the_models_positions_are_told(tmp_path):
+    shape = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "max_position_embeddings": 8}
+    found, _ = plan("quickstart/sft", written_down(tmp_path, **shape), 1)
+    assert any("and the model has 8 positions; see trainer.max_length" in notice for notice in found["notices"])

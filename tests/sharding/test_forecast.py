@@ -125,6 +125,19 @@ def test_offloaded_states_lie_in_the_memory_of_the_cpu():
     assert held(found, "cpu") == kept
 
 
+@pytest.mark.parametrize(("weight", "compensation", "each"), [(4, 0, 0), (2, 0, 8), (2, 2, 16)])
+def test_adamw_makes_a_chunk_in_passing_and_no_more(weight, compensation, each):
+    def planned(num_others, mode=Parallel("ddp"), **settings):  # noqa: B008
+        bytes_of = {"weight_bytes": weight, "compensation_bytes": compensation}
+        return forecast({}, num_others, mode, 1, optimizer="adamw", **bytes_of, **settings)
+
+    assert held(planned(100), when="step").get("workspace of AdamW", 0) == 100 * each
+    assert held(planned(10**9), when="step").get("workspace of AdamW", 0) == 2**22 * each
+    assert held(planned(100, on_cpu=True), when="step")["workspace of AdamW"] == 100 * max(each, 8 * (4 // weight))
+    offloaded = planned(100, zero(2, offload=1, accumulated="fp32"))
+    assert held(offloaded, "cpu", "step")["workspace of AdamW"] == 100 * 8, "float32 masters, by the loop"
+
+
 BFLOAT16 = {"bf16": {"enabled": True}}
 FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
@@ -152,7 +165,7 @@ def test_deepspeed_holds_what_was_forecast(ranks, stage, dtype, config, settings
     arithmetic = str(dtype).removeprefix("torch.")
     found = forecast(matrices, num_others, mode, ranks.num_ranks, arithmetic=arithmetic, round_mb=run.round_mb)
     # as the step begins, nothing travels yet; on a CPU both memories are one
-    later = ("matrices that travel", "workspace of the map")
+    later = ("matrices that travel", "workspace of the map", "workspace of AdamW")
     expected = sum(part.num_bytes for part in found.memory if part.name not in later and part.when != "passes")
     largest = 131 * 48 * 4  # DeepSpeed keeps a matrix or two beside, which at a toy's size can be seen
     for result in ranks.run(observed.under_deepspeed, stage, run, config):

@@ -1,0 +1,71 @@
+"""What an optimizer keeps of a parameter: tensors of zeros at first, or copies of a checkpoint's."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .rounding import COMPENSATION_DTYPE, is_compensated
+from .settings import name_of
+
+STATE_KEYS = {"spectral": ("step", "exp_avg"), "adamw": ("step", "exp_avg", "exp_avg_sq")}
+
+
+def new_state(parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    """The state of a parameter that has not been stepped yet."""
+    # float32 by name: under a default dtype of bfloat16 a step count would stay at 256.
+    state = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
+    for key in _state_keys(parameter, group)[1:]:
+        state[key] = torch.zeros_like(parameter, dtype=_state_dtype(parameter, key))
+    return state
+
+
+def loaded_state(saved: dict[str, Any], present: Sequence[dict]) -> dict[Tensor, dict[str, Tensor]]:
+    """Copies of a checkpoint's state, by parameter, in the optimizer's dtypes and on its devices.
+
+    A checkpoint from before the first step has no state, and gives none. ValueError if some parameters have state, and
+    others lack it or have it in another shape.
+    """
+    if not saved["state"]:
+        return {}
+    loaded = {}
+    for old, new in zip(saved["param_groups"], present, strict=True):
+        for position, (number, parameter) in enumerate(zip(old["params"], new["params"], strict=True)):
+            state, name = saved["state"].get(number, {}), name_of(new, position)
+            keys = _state_keys(parameter, new)
+            missing = [key for key in keys if key not in state]
+            if missing:
+                raise ValueError(f"the checkpoint lacks {', '.join(missing)} of {name}; it cannot be resumed from")
+            loaded[parameter] = {key: _loaded(state[key], key, name, parameter) for key in keys}
+    return loaded
+
+
+def momentum_dtype(parameter: Tensor) -> torch.dtype:
+    """Of a matrix's momentum, of what is averaged, and of the map."""
+    return torch.float64 if parameter.dtype == torch.float64 else torch.float32
+
+
+def _loaded(value: Any, key: str, name: str, parameter: Tensor) -> Tensor:
+    """A copy: not by torch's own cast to the parameter's dtype, which would round bfloat16's float32 momentum."""
+    if key == "step":
+        count = torch.as_tensor(value, dtype=torch.float32) if isinstance(value, int | float | Tensor) else None
+        if count is None or count.numel() != 1:
+            raise ValueError(f"the checkpoint has no number for the step of {name}; it cannot be resumed from")
+        return count.detach().reshape(()).to("cpu", copy=True)
+    if not isinstance(value, Tensor) or value.shape != parameter.shape:
+        noun = "momentum" if key == "exp_avg" else key
+        shape = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
+        raise ValueError(
+            f"the checkpoint has a {noun} of {shape} for {name} of shape {tuple(parameter.shape)}; "
+            "it belongs to another model"
+        )
+    return value.detach().to(parameter.device, _state_dtype(parameter, key), copy=True)
+
+
+def _state_keys(parameter: Tensor, group: dict[str, Any]) -> tuple[str, ...]:
+    return STATE_KEYS[group["rule"]] + (("compensation",) if is_compensated(parameter, group) else ())
+
+
+def _state_dtype(parameter: Tensor, key: str) -> torch.dtype:
+    return COMPENSATION_DTYPE if key == "compensation" else momentum_dtype(parameter)

@@ -1,0 +1,52 @@
+"""A chat template ends in seconds, or is refused before training."""
+
+import time
+
+import pytest
+from datasets import Dataset
+
+from soren_align.data import account, check_template
+from soren_align.recipe import UserError
+
+from .conftest import CHATML, chat
+
+SFT = Dataset.from_list([{"messages": chat(1)}])
+ROUND = "{% for i in range(99999) %}"
+ENDLESS = {
+    "loops in loops": ROUND * 3 + "{% endfor %}" * 3,
+    "loops in loops, for prompts only": "{% if add_generation_prompt %}"
+    + ROUND * 3
+    + "{% endfor %}" * 3
+    + "{% endif %}",
+    "macros that call themselves twice": "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}"
+    "{{ f(60) }}",
+    "a power": "{{ 10 ** (10 ** 10) }}",
+    "a text of 100 GB": "{{ 'x' * 10 ** 11 }}",
+    "a text of 100 MB": "{{ 'x' * 10 ** 8 }}",
+    "a wide format": "{{ '%10000000000d' % 1 }}",
+    "a wide filter": "{{ 'x' | center(10 ** 11) }}",
+    "a list that grows": "{% set n = namespace(a=[1]) %}" + ROUND + "{% set n.a = n.a + n.a %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("case", ENDLESS)
+def test_a_template_without_end_is_refused(make_tokenizer, case):
+    tokenizer = make_tokenizer(CHATML + ENDLESS[case])
+    began = time.monotonic()
+    with pytest.raises(UserError, match=r"the chat template (takes more than 2 seconds|makes more than 10,000,000)"):
+        check_template(tokenizer, "sft", True, SFT)
+    assert time.monotonic() - began < 30  # 2 seconds of CPU; the machine may be busy
+
+
+def test_a_range_beyond_the_sandbox_is_a_template_that_fails(make_tokenizer):
+    tokenizer = make_tokenizer(CHATML + "{% for i in range(10 ** 9) %}{% endfor %}")
+    with pytest.raises(UserError, match=r"the chat template fails on the first row: Range too big"):
+        check_template(tokenizer, "sft", True, SFT)
+
+
+def test_a_template_that_fails_on_a_later_row_is_refused(make_tokenizer):
+    picky = CHATML + "{% if messages[0]['content'] == 'no' %}{{ raise_exception('not this one') }}{% endif %}"
+    other = [{"role": "user", "content": "no"}, {"role": "assistant", "content": "yes"}]
+    rows = Dataset.from_list([{"messages": chat(1)}, {"messages": other}])
+    with pytest.raises(UserError, match=r"fails on another: not this one"):
+        account(rows, "sft", make_tokenizer(picky), max_length=None)

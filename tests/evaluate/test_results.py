@@ -1,0 +1,185 @@
+"""An evaluation replaces what an evaluation wrote, in its own folder, and nothing else."""
+
+import io
+import json
+import re
+
+import pytest
+from rich.console import Console
+
+from soren_align import worker
+from soren_align.evaluate import stage
+from soren_align.evaluate.results import read_results, refuse_foreign, refuse_foreign_summary
+from soren_align.recipe import Eval, UserError
+from soren_align.report import RunFolder
+
+from .tabled import make_results
+
+SOURCE = {"value": 1.0, "stderr": 0.5, "low": 0.0, "high": 2.0, "n": 4}
+
+
+def ours(*names):
+    """results.json as e637a41 wrote it, with rows of these names."""
+    rows = [{"name": name, "model": f"/models/{name}", "scores": {"acc": SOURCE}} for name in names]
+    return {"title": "t", "suite": "s", "rows": rows, "quoted": [], "settings": {"data": "hub"}, "notes": []}
+
+
+def put(folder, content):
+    folder.mkdir(parents=True, exist_ok=True)
+    text = content if isinstance(content, str) else json.dumps(content)
+    (folder / "results.json").write_text(text)
+    return folder
+
+
+def evaluate(output, *names):
+    """An evaluation of models that are not there: what it says before any is looked at."""
+    rows = [(name, output.parent / "no-model") for name in names or ("base",)]
+    stage.evaluate(rows, Eval(suite="quickstart"), output, console=Console(file=io.StringIO()))
+
+
+@pytest.mark.parametrize(
+    "name", ["{}", "../victim", "../../victim", "victim/../../victim", "/", "..", "", "a/b", None, 3]
+)
+def test_a_folder_that_results_name_is_not_removed(tmp_path, name):
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "thesis.txt").write_text("mine")
+    output = put(tmp_path / "out", ours(name.format(victim) if isinstance(name, str) else name))
+    (output / "samples").mkdir()
+    with pytest.raises(UserError, match=r"results\.json: is not an evaluation's results, or is damaged"):
+        evaluate(output)
+    with pytest.raises(UserError):
+        stage._write(ours("base"), [], output)
+    assert (victim / "thesis.txt").read_text() == "mine"
+
+
+def test_a_link_among_the_samples_is_removed_and_not_followed(tmp_path):
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "thesis.txt").write_text("mine")
+    output = put(tmp_path / "out", ours("base", "SFT"))
+    (output / "samples").mkdir()
+    (output / "samples" / "base").symlink_to(victim)
+    (output / "samples" / "SFT").symlink_to(victim / "thesis.txt")
+    stage._write(make_results(), [], output)
+    assert (victim / "thesis.txt").read_text() == "mine"
+    assert list((output / "samples").iterdir()) == []
+
+
+def test_a_link_in_place_of_a_file_is_replaced_and_not_followed(tmp_path):
+    mine = tmp_path / "thesis.txt"
+    mine.write_text("mine")
+    output = put(tmp_path / "out", ours("base"))
+    for name in ("table.md", "scores.png"):
+        (output / name).symlink_to(mine)
+    for name in ("table.md.part", "scores.png.part", "results.json.part"):
+        (output / name).symlink_to(mine)
+    stage._write(make_results(), [], output)
+    assert mine.read_text() == "mine"
+    assert read_results(output) == make_results()
+
+
+@pytest.mark.parametrize("file", ["results.json", "table.md", "scores.png"])
+def test_what_somebody_else_wrote_is_not_replaced(tmp_path, file):
+    (tmp_path / file).write_text('{"accuracy": 0.9}')
+    with pytest.raises(UserError, match=re.escape(file)) as error:
+        evaluate(tmp_path)
+    assert "choose another --output, or move it away" in str(error.value)
+    assert (tmp_path / file).read_text() == '{"accuracy": 0.9}'
+
+
+def test_a_folder_of_samples_that_no_row_of_ours_has_is_not_replaced(tmp_path):
+    put(tmp_path, ours("base"))
+    (tmp_path / "samples" / "SFT").mkdir(parents=True)
+    refuse_foreign(tmp_path, ["base"])
+    with pytest.raises(UserError, match=r"samples/SFT: is there already, and no evaluation's"):
+        evaluate(tmp_path, "base", "SFT")
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", "\x1b[31m", "x" * 300])
+def test_a_row_whose_name_is_no_folders_is_refused(tmp_path, name):
+    with pytest.raises(UserError, match="which cannot name a folder"):
+        evaluate(tmp_path / "out", name)
+
+
+def test_a_place_that_cannot_be_written_to_is_refused_before_a_model_is_asked(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for output in (tmp_path / "file", tmp_path / "file" / "out"):
+        with pytest.raises(UserError, match="no folder"):
+            evaluate(output)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda r: json.dumps(r)[:-40],
+        lambda r: "[" * 100_000,
+        lambda r: "[]",
+        lambda r: r | {"rows": []},
+        lambda r: r | {"rows": {}},
+        lambda r: r | {"rows": [r["rows"][0], r["rows"][0]]},
+        lambda r: r | {"settings": []},
+        lambda r: r | {"settings": {"data": ["hub"]}},
+        lambda r: r | {"notes": [3]},
+        lambda r: r | {"title": None},
+        lambda r: r | {"rows": [r["rows"][0] | {"scores": {"acc": {"value": "high"}}}]},
+        lambda r: r | {"rows": [r["rows"][0] | {"differences": {}}]},
+        lambda r: {key: value for key, value in r.items() if key != "suite"},
+        lambda r: r | {"notes": [], "settings": json.loads("[" * 30 + "]" * 30)},
+    ],
+)
+def test_damaged_results_are_one_sentence(tmp_path, damage):
+    put(tmp_path, damage(ours("base")))
+    with pytest.raises(UserError, match=r"results\.json: is not an evaluation's results, or is damaged") as error:
+        evaluate(tmp_path)
+    assert len(error.value.problems) == 1
+    assert len(str(error.value)) < 500
+
+
+def test_our_own_results_are_recognised(tmp_path):
+    assert read_results(tmp_path) is None
+    for results in (make_results(num_quoted=2), make_results(average=False), ours("base", "SFT (mine)")):
+        put(tmp_path, results)
+        assert read_results(tmp_path) == json.loads(json.dumps(results))
+        refuse_foreign(tmp_path, ["base"])
+
+
+@pytest.mark.parametrize(
+    "text", ['{"loss": 1}', "notes", '{"rows": [{"name": "x", "age": "3"}]}', '{"rows": 3}', json.dumps(ours("base"))]
+)
+def test_a_summary_replaces_nothing_but_a_summary(tmp_path, text):
+    file = tmp_path / "summary.json"
+    refuse_foreign_summary(file)
+    stage.write_summary(make_results(), file)
+    refuse_foreign_summary(file)
+    file.write_text(text)
+    with pytest.raises(UserError, match=r"no evaluation's summary.*choose another --summary"):
+        refuse_foreign_summary(file)
+
+
+def test_the_worker_refuses_before_a_model_is_asked(tmp_path, monkeypatch):
+    def asked(*_, **__):
+        raise AssertionError("a model was asked")
+
+    monkeypatch.setattr("soren_align.evaluate.lineage.lineages", asked)
+    for place in (tmp_path, tmp_path / "thesis.json"):
+        (tmp_path / "thesis.json").write_text("mine")
+        with pytest.raises(UserError, match="choose another --summary"):
+            worker._evaluate(["m"], Eval(suite="quickstart"), str(tmp_path / "out"), str(place), None)
+    assert (tmp_path / "thesis.json").read_text() == "mine"
+
+
+def test_results_stay_inside_of_a_runs_folder(tmp_path, monkeypatch):
+    run = RunFolder(tmp_path / "run")
+    (run.path / "eval").mkdir(parents=True)
+    inside = tmp_path / "suites" / "mine" / "tasks"
+    inside.mkdir(parents=True)
+    monkeypatch.chdir(inside)
+    assert stage.output_of(run, Eval(suite="..")) == run.path / "eval" / "mine"
+    assert stage.output_of(run, Eval(suite="../suite.yaml")) == run.path / "eval" / "mine"
+    assert stage.output_of(run, Eval(suite="../../../suites/mine/")) == run.path / "eval" / "mine"
+    with pytest.raises(UserError, match="does not name a folder"):
+        stage.output_of(run, Eval(suite="/suite.yaml"))
+    (run.path / "eval" / "quickstart").symlink_to(tmp_path / "suites")
+    with pytest.raises(UserError, match="is a link"):
+        stage.output_of(run, Eval(suite="quickstart"))

@@ -1,0 +1,92 @@
+"""AdamW in chunks: the bits of the whole, and the bytes that the plan counts."""
+
+import pytest
+import torch
+
+from soren_align.optim import CHUNK, AdamW, adamw_step, chunks
+from soren_align.sharding.meter import Meter
+
+SETTINGS = {"lr": 1e-3, "weight_decay": 0.1}
+LARGE = 2 * CHUNK + 12_345
+
+
+def parameter(shape, dtype=torch.float32, seed=0):
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).mul_(0.02)
+    p = torch.nn.Parameter(drawn.to(dtype))
+    p.grad = drawn.to(dtype).square_()
+    return p
+
+
+@pytest.mark.parametrize("observed", [False, True])
+@pytest.mark.parametrize("shape", [(LARGE,), (3, 2_000_003)], ids=str)
+def test_a_shard_of_several_chunks_takes_torchs_step_to_the_last_bit(shape, observed):
+    ours, theirs = parameter(shape), parameter(shape)
+    optimizer, reference = AdamW([ours], **SETTINGS), torch.optim.AdamW([theirs], **SETTINGS)
+    seen = []
+    optimizer.observer = (lambda update: seen.append(update.after.numel())) if observed else None
+    for _ in range(2):
+        optimizer.step()
+        reference.step()
+    assert torch.equal(ours, theirs)
+    assert float(optimizer.state[ours]["step"]) == 2
+    assert sum(seen) == 2 * ours.numel() * observed
+
+
+def test_a_transposed_parameter_takes_torchs_step(monkeypatch):
+    monkeypatch.setattr(adamw_step, "CHUNK", 100)
+    ours, theirs = (torch.nn.Parameter(parameter((40, 30)).detach().T) for _ in range(2))
+    ours.grad = theirs.grad = torch.ones(30, 40)
+    AdamW([ours], **SETTINGS).step()
+    torch.optim.AdamW([theirs], **SETTINGS).step()
+    assert torch.allclose(ours, theirs, rtol=1e-6)
+
+
+def test_small_parameters_go_together_and_large_ones_in_parts(monkeypatch):
+    monkeypatch.setattr(adamw_step, "CHUNK", 10)
+    sizes = []
+    take_ = adamw_step._take_
+    monkeypatch.setattr(
+        adamw_step,
+        "_take_",
+        lambda bucket, group: sizes.append([s.held.numel() for s in bucket]) or take_(bucket, group),
+    )
+    AdamW([parameter((n,)) for n in (4, 6, 3, 0, 25, 7)], **SETTINGS).step()
+    assert sizes == [[4, 6], [3, 0], [10], [10], [5], [7]]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("dtype", "compensation"), [("float32", "none"), ("bfloat16", "none"), ("bfloat16", "kahan")])
+def test_the_bytes_made_in_passing_are_those_of_the_plan(monkeypatch, fused, dtype, compensation):
+    monkeypatch.setattr(adamw_step, "FUSED", ("cpu",) if fused else ())
+    p = parameter((LARGE,), getattr(torch, dtype))
+    optimizer = AdamW([p], compensation=compensation, **SETTINGS)
+    optimizer._complete_state(p, optimizer.param_groups[0])
+    with Meter() as meter:
+        optimizer.step()
+    planned = adamw_step.workspace(LARGE, p.element_size(), compensation == "kahan", on_cpu=not fused)
+    assert planned <= meter.peak <= planned + 1024, "of step counts"
+
+
+def test_the_fused_kernel_takes_the_loops_step_in_its_last_bits(monkeypatch):
+    found = []
+    for fused in ((), ("cpu",)):
+        monkeypatch.setattr(adamw_step, "FUSED", fused)
+        p = parameter((1000,))
+        AdamW([p], **SETTINGS).step()
+        found.append(p.detach() - parameter((1000,)).detach())
+    assert torch.allclose(*found, rtol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (0, 3), (100,), (9, 11), (1, 250), (2, 3, 40), (3, 1, 101)], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_chunks_cover_every_entry_once_and_share_memory(shape, transposed):
+    whole, other = torch.zeros(shape), torch.zeros(shape, dtype=torch.int16)
+    if transposed and len(shape) == 2:
+        whole = torch.zeros(shape[::-1]).T
+    for number, (part, nothing, beside) in enumerate(chunks(whole, None, other, numel=20)):
+        assert nothing is None
+        assert part.shape == beside.shape
+        assert part.numel() <= 20
+        part += 1
+        beside += number
+    assert bool((whole == 1).all())

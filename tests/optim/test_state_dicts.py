@@ -1,0 +1,266 @@
+"""State dicts are saved and loaded as torch's: its hooks, its order, its freedom of names and keys."""
+
+import copy
+
+import pytest
+import torch
+from classes import OPTIMIZERS, assert_same_weights, gradients, groups, small_model, trained
+from torch import nn
+
+from soren_align.optim import AdamW, Soren
+
+EVERY_OPTIMIZER = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+
+
+def saved_and_trained_on(make):
+    """A model's and its optimizer's state dicts after two steps, and the model after a third."""
+    model, optimizer = trained(make, 2)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    gradients(model, 2)
+    optimizer.step()
+    return *saved, model
+
+
+def assert_resumes(optimizer, model, expected):
+    gradients(model, 2)
+    optimizer.step()
+    assert_same_weights(model, expected)
+
+
+def fresh(make, weights, named=True):
+    model = small_model()
+    model.load_state_dict(weights)
+    return model, make(groups(model, named))
+
+
+@EVERY_OPTIMIZER
+def test_hooks_run_in_torchs_order(make):
+    weights, saved, expected = saved_and_trained_on(make)
+    model, optimizer = fresh(make, weights)
+    reference = torch.optim.AdamW(groups(small_model())[0]["params"])
+    calls = {optimizer: [], reference: []}
+
+    def note(name):
+        def hook(o, state_dict=None):
+            calls[o].append((name, bool(o.state)))
+            if name == "second pre":
+                # What a hook returns is what is loaded, and what the next one gets.
+                return {**state_dict, **checkpoints[o]}
+            if name == "third pre":
+                assert state_dict["state"]
+            return None
+
+        return hook
+
+    third = small_model()
+    gradients(third, 0)
+    other = torch.optim.AdamW(groups(third)[0]["params"])
+    other.step()
+    checkpoints = {optimizer: saved, reference: other.state_dict()}
+    for o in calls:
+        o.register_load_state_dict_pre_hook(note("second pre"))
+        o.register_load_state_dict_pre_hook(note("third pre"))
+        o.register_load_state_dict_pre_hook(note("first pre"), prepend=True)
+        o.register_load_state_dict_post_hook(note("second post"))
+        o.register_load_state_dict_post_hook(note("first post"), prepend=True)
+        o.load_state_dict({"state": {}, "param_groups": []})
+    assert calls[optimizer] == calls[reference]
+    assert [name for name, _ in calls[optimizer]] == [
+        "first pre",
+        "second pre",
+        "third pre",
+        "first post",
+        "second post",
+    ]
+    assert_resumes(optimizer, model, expected)
+    optimizer.load_state_dict(saved)  # and only they are left registered
+    assert len(calls[optimizer]) == 10
+
+
+@EVERY_OPTIMIZER
+def test_a_pre_hook_sees_the_optimizer_before_it_is_loaded(make):
+    _, saved, _ = saved_and_trained_on(make)
+    _, optimizer = trained(make, 1)
+    seen = []
+    optimizer.register_load_state_dict_pre_hook(lambda o, _: seen.append([float(s["step"]) for s in o.state.values()]))
+    optimizer.register_load_state_dict_post_hook(lambda o: seen.append([float(s["step"]) for s in o.state.values()]))
+    optimizer.load_state_dict(saved)
+    assert seen == [[1.0] * 4, [2.0] * 4]
+
+
+@EVERY_OPTIMIZER
+def test_hooks_of_state_dict_see_and_replace_it(make):
+    _, optimizer = trained(make, 1)
+    calls = []
+    optimizer.register_state_dict_pre_hook(lambda o: calls.append(o))
+    optimizer.register_state_dict_post_hook(lambda o, state_dict: {**state_dict, "more": len(state_dict["state"])})
+    assert optimizer.state_dict()["more"] == 4
+    assert calls == [optimizer]
+
+
+@EVERY_OPTIMIZER
+@pytest.mark.parametrize("number", [float, int, lambda step: step.double(), lambda step: step.bfloat16()[None]])
+def test_a_step_count_of_another_kind_is_converted(make, number):
+    weights, saved, expected = saved_and_trained_on(make)
+    for state in saved["state"].values():
+        state["step"] = number(state["step"])
+    model, optimizer = fresh(make, weights)
+    optimizer.load_state_dict(saved)
+    for state in optimizer.state.values():
+        assert (state["step"].dtype, state["step"].shape) == (torch.float32, ())
+    assert_resumes(optimizer, model, expected)
+
+
+def broken(key, value):
+    def damage(checkpoint):
+        checkpoint["state"][2][key] = value
+
+    return damage
+
+
+@EVERY_OPTIMIZER
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (broken("exp_avg_sq", torch.zeros(5)), r"a exp_avg_sq of shape \(5,\) for 0.bias of shape \(8,\)"),
+        (broken("exp_avg", torch.zeros(5)), r"a momentum of shape \(5,\) for 0.bias of shape \(8,\)"),
+        (broken("exp_avg", [0.0] * 8), "a momentum of type list for 0.bias"),
+        (broken("step", torch.ones(2)), "no number for the step of 0.bias"),
+        (broken("step", "two"), "no number for the step of 0.bias"),
+        (lambda c: c["state"].pop(3), "lacks step, exp_avg, exp_avg_sq of 2.bias"),
+        (lambda c: c["param_groups"][1].update(eps=1e-3), "group 1 eps: 0.001 in the checkpoint"),
+        (lambda c: c["param_groups"].pop(), "has 1 parameter groups"),
+    ],
+)
+def test_a_checkpoint_that_is_refused_leaves_the_optimizer_as_it_was(make, damage, message):
+    _, saved, _ = saved_and_trained_on(make)
+    damage(saved)
+    model, optimizer = trained(make, 1)
+    reference, _ = trained(make, 2)
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(saved)
+    assert optimizer.state_dict()["param_groups"] == before["param_groups"]
+    gradients(model, 1)
+    optimizer.step()
+    assert_same_weights(model, reference)
+
+
+@EVERY_OPTIMIZER
+def test_what_is_loaded_is_a_copy(make):
+    weights, saved, expected = saved_and_trained_on(make)
+    model, optimizer = fresh(make, weights)
+    optimizer.load_state_dict(saved)
+    for state in saved["state"].values():
+        for tensor in state.values():
+            tensor.fill_(torch.nan)
+    saved["param_groups"][0]["lr"] = 7.0
+    assert_resumes(optimizer, model, expected)
+
+
+@EVERY_OPTIMIZER
+@pytest.mark.parametrize("was_named", [True, False])
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_checkpoint_with_names_is_loaded_without_and_the_other_way_round(make, was_named, is_named):
+    model = small_model()
+    first = make(groups(model, was_named))
+    gradients(model, 0)
+    first.step()
+    resumed, second = fresh(make, model.state_dict(), is_named)
+    second.load_state_dict(first.state_dict())
+    for m, o in ((model, first), (resumed, second)):
+        gradients(m, 1)
+        o.step()
+    assert_same_weights(resumed, model)
+
+
+@EVERY_OPTIMIZER
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        lambda name: f"_orig_mod.{name}",
+        lambda name: f"_fsdp_wrapped_module.{name}",
+        lambda name: name.replace(".", "._orig_mod.", 1),  # a compiled block
+    ],
+)
+def test_the_names_of_a_wrapped_model_are_the_same_names(make, wrapped):
+    weights, saved, expected = saved_and_trained_on(make)
+    for group in saved["param_groups"]:
+        group["param_names"] = [wrapped(name) for name in group["param_names"]]
+    model, optimizer = fresh(make, weights)
+    optimizer.load_state_dict(saved)
+    assert_resumes(optimizer, model, expected)
+
+
+def test_a_compiled_models_checkpoint_is_loaded_for_the_model_itself():
+    model = nn.Sequential(nn.Linear(6, 8, bias=False))
+    optimizer = Soren(torch.compile(model, backend="eager").named_parameters(), 0.1)
+    assert optimizer.param_groups[0]["param_names"] == ["_orig_mod.0.weight"]
+    plain = Soren(model.named_parameters(), 0.1)
+    plain.load_state_dict(optimizer.state_dict())
+    optimizer.load_state_dict(Soren(model.named_parameters(), 0.1).state_dict())
+
+
+@EVERY_OPTIMIZER
+def test_keys_that_are_no_settings_are_kept_and_not_compared(make):
+    weights, saved, expected = saved_and_trained_on(make)
+    saved["param_groups"][0].update(name="matrices", max_lr=0.3, swa_lr=0.1, anything=[1])
+    model, optimizer = fresh(make, weights)
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["anything"] == [1]
+    assert_resumes(optimizer, model, expected)
+
+
+@EVERY_OPTIMIZER
+def test_a_group_may_have_a_name(make):
+    model = small_model()
+    matrices, biases = groups(model)
+    optimizer = make([{**matrices, "name": "matrices"}, {**biases, "name": "biases", "initial_lr": 0.3}])
+    assert [group["name"] for group in optimizer.param_groups] == ["matrices", "biases"]
+    make(groups(small_model())).load_state_dict(optimizer.state_dict())
+
+
+@EVERY_OPTIMIZER
+def test_a_checkpoint_between_a_new_group_and_the_next_step_is_loaded(make):
+    def with_new_group(optimizer):
+        torch.manual_seed(1)
+        model = nn.Linear(4, 5, bias=False)
+        optimizer.add_param_group({"params": [("new", model.weight)]})
+        return model
+
+    model, optimizer = trained(make, 1)
+    new = with_new_group(optimizer)
+    resumed, second = fresh(make, model.state_dict())
+    new_resumed = with_new_group(second)
+    second.load_state_dict(optimizer.state_dict())
+    for m, n, o in ((model, new, optimizer), (resumed, new_resumed, second)):
+        gradients(m, 1)
+        gradients(n, 2)
+        o.step()
+    assert_same_weights(resumed, model)
+    assert_same_weights(new_resumed, new)
+
+
+@EVERY_OPTIMIZER
+def test_state_of_no_parameter_is_kept_as_it_is(make):
+    weights, saved, expected = saved_and_trained_on(make)
+    saved["state"]["more"] = {"seed": 3}
+    model, optimizer = fresh(make, weights)
+    optimizer.load_state_dict(saved)
+    assert optimizer.state["more"] == {"seed": 3}
+    assert optimizer.state_dict()["state"]["more"] == {"seed": 3}
+    assert_resumes(optimizer, model, expected)
+
+
+def test_adamws_checkpoint_is_that_of_torch_but_for_the_settings():
+    ours, optimizer = trained(lambda g: AdamW(g, lr=0.05), 2)
+    theirs = small_model()
+    reference = torch.optim.AdamW([{k: v for k, v in g.items() if k != "rule"} for g in groups(theirs)], lr=0.05)
+    for step in range(2):
+        gradients(theirs, step)
+        reference.step()
+    state = optimizer.state_dict()["state"]
+    for number, expected in reference.state_dict()["state"].items():
+        assert state[number].keys() == expected.keys()
+        assert all(torch.equal(state[number][key], expected[key]) for key in expected)
+    assert_same_weights(ours, theirs)

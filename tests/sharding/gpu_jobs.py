@@ -1,0 +1,188 @@
+"""What the ranks of test_devices.py run: steps on the device of gpu.py, beside the same steps on the CPU."""
+
+import torch
+import torch.distributed as dist
+from gpu import GPU, OnGPU, WrongDevice
+from torch import nn
+
+from soren_align import optim
+from soren_align.optim import adamw_step
+from soren_align.sharding import FlatShards, Replicas, flat_partitions
+from soren_align.sharding.placement import RankPlacement
+
+SHAPES = {"a": (6, 9), "b": (9, 6), "c": (6, 9), "norm": (9,), "scale": ()}
+MATRICES = ("a", "b", "c")
+NUM_STEPS = 2
+
+
+def drawn(seed, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in SHAPES.items()}
+
+
+def on_gpu(tensor):
+    return OnGPU(tensor.clone())
+
+
+def on_cpu(tensor):
+    return tensor.clone()
+
+
+def trained(name, put, placement=None, observed=False, **settings):
+    """The weights after NUM_STEPS with parameters where `put` puts them."""
+    dtype = torch.bfloat16 if settings.get("compensation") == "kahan" else torch.float32
+    parameters = {key: nn.Parameter(put(weight)) for key, weight in drawn(0, dtype).items()}
+    lr = settings.pop("lr", 0.02)
+    if name == "AdamW":
+        groups = [{"params": [*parameters.items()]}]
+    else:
+        others = {"rule": "adamw", "lr": lr, "params": [(k, p) for k, p in parameters.items() if k not in MATRICES]}
+        groups = [{"params": [(key, parameters[key]) for key in MATRICES]}, others]
+    optimizer = getattr(optim, name)(groups, lr=lr, **settings)
+    optimizer.placement = placement
+    if observed:
+        optimizer.observer = optimizer.proposal_observer = optimizer.map_observer = lambda seen: None
+    for step in range(NUM_STEPS):
+        for key, grad in drawn(1 + step, dtype).items():
+            parameters[key].grad = put(grad)
+        optimizer.step()
+    return [getattr(p.detach(), "contents", p.detach()) for p in parameters.values()]
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def one_process(group, name, compensation, lr):
+    def rate(put):
+        return {"float": 0.02, "on the CPU": torch.tensor(0.02), "on the GPU": put(torch.tensor(0.02))}[lr]
+
+    settings = {"compensation": compensation, "observed": group.rank() == 1}
+    wanted = trained(name, on_cpu, lr=rate(on_cpu), **settings)
+    with GPU():
+        return same(trained(name, on_gpu, lr=rate(on_gpu), **settings), wanted)
+
+
+def replicas(group, name, as_before=False):
+    placement = Replicas(group)
+    if as_before:
+        placement.agree = lambda *arguments: RankPlacement.agree(placement, *arguments)
+    try:
+        with GPU():
+            found = trained(name, on_gpu, placement)
+    except WrongDevice as error:
+        return "a group of NCCL alone" if "NCCL" in str(error) else str(error)
+    return same(found, trained(name, on_cpu))
+
+
+def early_error(group):
+    with GPU():
+        parameter = nn.Parameter(on_gpu(torch.ones(3)))
+        try:
+            Replicas(group).agree([("x", parameter)], ValueError("a rank's own error") if group.rank() else None)
+        except ValueError as error:
+            return " ".join(str(error).split()[:3])
+
+
+def flat_shards(group, offload):
+    """Soren over one flat shard per rank, as ZeRO 2 has it."""
+    put = on_cpu if offload else on_gpu
+    layout = flat_partitions({name: SHAPES[name] for name in MATRICES}, group.size())
+    with GPU():
+        flat = nn.Parameter(put(shard(drawn(0), group)))
+        optimizer = optim.Soren([nn.Parameter(torch.ones(2, 2))], lr=0.02)
+        optimizer.param_groups[0]["params"] = [flat]
+        optimizer.placement = FlatShards({flat: layout}, group, torch.device("gpu"))
+        for step in range(NUM_STEPS):
+            flat.grad = put(shard(drawn(1 + step), group))
+            optimizer.step()
+        found = getattr(flat.detach(), "contents", flat.detach())
+    wanted = dict(zip(SHAPES, trained("Soren", on_cpu), strict=True))
+    return torch.allclose(found, shard(wanted, group), rtol=1e-5, atol=1e-6)  # other matrices are mapped in one batch
+
+
+def shard(tensors, group):
+    return torch.cat([tensors[name].reshape(-1) for name in MATRICES]).chunk(group.size())[group.rank()]
+
+
+def fused(group):
+    """AdamW by the fused kernel; its last bits differ from the loop's."""
+    kept, adamw_step.FUSED = adamw_step.FUSED, ("gpu",)
+    try:
+        with GPU():
+            found = trained("AdamW", on_gpu, observed=group.rank() == 1)
+    finally:
+        adamw_step.FUSED = kept
+    wanted = trained("AdamW", on_cpu)
+    return all(torch.allclose(a, b, rtol=1e-6) for a, b in zip(found, wanted, strict=True))
+
+
+def measured(group):
+    """A step's measurements, the end's and the export's, as of a run on one GPU."""
+    from types import SimpleNamespace
+
+    from soren_align.sharding import Placed
+    from soren_align.sharding.ranks import Ranks
+    from soren_align.trainers.resolution import Resolution, survival
+    from soren_align.trainers.trainers import _exported
+    from soren_align.trainers.watch import Watch
+
+    def run(put):
+        dtype = torch.bfloat16 if group.rank() else torch.float32
+        matrix, vector = nn.Parameter(put(drawn(0, dtype)["a"])), nn.Parameter(put(drawn(0, dtype)["norm"]))
+        groups = [{"params": [matrix]}, {"params": [vector], "rule": "adamw", "lr": 0.02}]
+        optimizer = optim.Soren(groups, lr=0.02, compensation="kahan")
+        watch = Watch(optimizer, Ranks())
+        watch.recognise(optimizer)
+        watch.begin(Placed("fsdp2", [[matrix], [vector]]))
+        state, args = SimpleNamespace(global_step=0, logging_steps=1), SimpleNamespace(fp16=False)
+        watches = (watch, Resolution(watch, "warn", lambda found, warnings: None))
+        for each in watches:
+            each.on_train_begin(args, state, None)
+        for each in watches:
+            each.on_step_begin(args, state, None)
+        matrix.grad, vector.grad = put(drawn(1, dtype)["a"]), put(drawn(1, dtype)["norm"])
+        optimizer.step()
+        for each in watches:
+            each.on_optimizer_step(args, state, None)
+        found = {key: value for key, value in watch.measures(1).items() if key != "tokens_per_second"}
+        watch.ranks = SimpleNamespace(num_ranks=2, least_and_most=lambda norm: (norm, norm), sums=list)
+        watch.refuse_drift(1)
+        exported = [
+            _exported("x", p.detach(), optimizer.state[p].get("compensation"), torch.float16) for p in (matrix, vector)
+        ]
+        return found, watches[1].found, survival(watch, torch.bfloat16), [e.tolist() for e in exported]
+
+    with GPU():
+        there = run(on_gpu)
+    return there, run(on_cpu)
+
+
+def refusals(group):
+    """What must not be done -> whether it was refused."""
+    with GPU():
+        here, there = torch.ones(3), torch.ones(3, device="gpu")
+        scalar, step = torch.tensor(2.0), torch.tensor(1.0)
+        acts = {
+            "sum of both": lambda: here + there,
+            "written scalar": lambda: scalar.add_(there.sum()),
+            "stack": lambda: torch.stack([scalar, there.sum()]),
+            "matrix product": lambda: torch.ones(3, 3, device="gpu") @ here,
+            "collective on the CPU": lambda: dist.all_reduce(here, group=group),
+            "step on the CPU": lambda: torch._fused_adamw_(
+                [there], [there], [there], [there], [], [step], lr=0.1, beta1=0.9, beta2=0.9, weight_decay=0.0,
+                eps=1e-8, amsgrad=False, maximize=False,
+            ),
+        }  # fmt: skip
+        assert torch.equal((there * scalar).cpu(), 2 * here)
+        dist.all_reduce(there, group=group)
+        assert there.cpu().tolist() == [2.0] * 3
+        return {name: refused(act) for name, act in acts.items()}
+
+
+def refused(act):
+    try:
+        act()
+    except WrongDevice:
+        return True
+    return False

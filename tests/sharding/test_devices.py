@@ -1,0 +1,54 @@
+"""Steps of optimizers whose parameters are on a GPU: no kernel and no collective gets a tensor of the CPU."""
+
+import gpu_jobs
+import pytest
+from ranks import Ranks
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """Two ranks of their own: a device from outside stays in a process."""
+    started = Ranks(2, tmp_path_factory.mktemp("gpu"))
+    yield started
+    started.stop()
+
+
+@pytest.mark.parametrize("name", ["Soren", "Muon", "HTMuon", "AdamW"])
+@pytest.mark.parametrize("compensation", ["none", "kahan"])
+@pytest.mark.parametrize("lr", ["float", "on the CPU", "on the GPU"])
+def test_a_step_of_one_process_has_the_bits_of_one_on_the_cpu(pair, name, compensation, lr):
+    assert pair.run(gpu_jobs.one_process, name, compensation, lr) == [True, True]
+
+
+@pytest.mark.parametrize("name", ["Soren", "AdamW"])
+def test_replicas_step_in_a_group_of_nccl_alone(pair, name):
+    assert pair.run(gpu_jobs.replicas, name) == [True, True]
+
+
+def test_an_error_before_the_first_matrix_is_agreed_on_where_the_parameters_are(pair):
+    assert pair.run(gpu_jobs.early_error) == ["another rank found", "a rank's own"]
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_flat_shards_step_in_a_group_of_nccl_alone(pair, offload):
+    assert pair.run(gpu_jobs.flat_shards, offload) == [True, True]
+
+
+def test_the_fused_kernel_of_adamw_gets_steps_that_are_on_the_device(pair):
+    assert pair.run(gpu_jobs.fused) == [True, True]
+
+
+def test_measuring_a_run_mixes_no_devices(pair):
+    for there, here in pair.run(gpu_jobs.measured):
+        assert there[0] == pytest.approx(here[0], rel=1e-12)  # of sums of float64 numbers
+        assert there[1:] == here[1:]
+
+
+def test_the_device_refuses_what_cuda_and_nccl_refuse(pair):
+    for refused in pair.run(gpu_jobs.refusals):
+        assert all(refused.values()), refused
+
+
+def test_replicas_that_do_not_know_their_device_fail_here(pair):
+    """As they were: on the CPU until a matrix with a gradient is seen."""
+    assert pair.run(gpu_jobs.replicas, "AdamW", True) == ["a group of NCCL alone"] * 2

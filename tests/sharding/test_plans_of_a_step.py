@@ -1,0 +1,39 @@
+"""A step is planned before it begins: all of it happens or nothing, on every rank."""
+
+import planned
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("fault", "there", "elsewhere"),
+    [
+        ("two dtypes", "must share a dtype", "must share a dtype"),
+        ("two dtypes on one rank", "must share a dtype", "another rank cannot plan this step"),
+        ("another model", "the ranks found different matrices", "the ranks found different matrices"),
+    ],
+)
+def test_a_step_that_cannot_be_planned_changes_nothing_not_even_momentum(ranks, fault, there, elsewhere):
+    for rank, answer in enumerate(ranks.run(planned.unplannable_step, fault)):
+        assert answer is not None
+        assert (there if rank == 1 else elsewhere) in answer[0]
+        assert answer[1]
+
+
+@pytest.mark.parametrize("with_gradient", [True, False])
+def test_replicated_shards_are_refused_with_advice(ranks, with_gradient):
+    for message in ranks.run(planned.replicated_shards, with_gradient):
+        assert message is not None
+        assert "only fully_shard over one axis is supported" in message
+
+
+@pytest.mark.parametrize("num_plans", [1, 3, 256])
+def test_plans_that_are_left_out_are_made_again(ranks, num_plans):
+    for difference, most in ranks.run(planned.many_subsets, num_plans):
+        assert difference == 0
+        assert most <= num_plans
+
+
+def test_an_empty_matrix_is_left_out_on_every_rank(ranks):
+    answers = ranks.run(planned.empty_matrices)
+    assert sum(num_maps for num_maps, _ in answers) == 2
+    assert sorted(shape for _, shapes in answers for shape in shapes) == [(4, 6), (5, 5)]

@@ -1,0 +1,172 @@
+"""Whatever precision the process has set for its model, a map computes in float32."""
+
+import threading
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from soren_align.spectral import (
+    exact_sigmoid,
+    full_precision,
+    minimax_sigmoid,
+    newton_schulz,
+    soft_newton_schulz,
+    spectral_power,
+)
+from soren_align.spectral.products import by_products
+
+MAPS = {
+    "minimax": minimax_sigmoid,
+    "minimax 0.001": lambda x: minimax_sigmoid(x, resolution=0.001),
+    "minimax by eigh": lambda x: minimax_sigmoid(x, "eigh"),
+    "sns": soft_newton_schulz,
+    "sns by gram": lambda x: soft_newton_schulz(x, form="gram"),
+    "exact": exact_sigmoid,
+    "muon": newton_schulz,
+    "htmuon": lambda x: spectral_power(x, 0.125),
+}
+EVERY_MAP = pytest.mark.parametrize("spectral_map", MAPS.values(), ids=MAPS.keys())
+CUDA, CPU = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+
+
+@pytest.fixture(autouse=True)
+def default_precision():
+    yield
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.fp32_precision = CUDA.fp32_precision = CPU.fp32_precision = "none"
+
+
+def low_rank(rows=256, columns=384):
+    """Of rank m/8, as small as a clipped gradient: most of R's eigenvalues are rounding noise."""
+    generator = torch.Generator().manual_seed(0)
+    factors = [torch.randn(*shape, generator=generator) for shape in ((rows, rows // 8), (rows // 8, columns))]
+    return factors[0] @ factors[1] / 1000
+
+
+class OnAGpu(TorchDispatchMode):
+    """Rounds float32 factors of products to TF32's 11 bits where cuBLAS would."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if str(func).split(".")[1] in ("mm", "bmm", "addmm", "baddbmm") and CUDA.fp32_precision == "tf32":
+            first = len(args) - 2  # addmm and baddbmm add to their first argument, in float32
+            args = (*args[:first], *map(self.rounded, args[first:]))
+        return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def rounded(factor):
+        return ((factor.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+@pytest.mark.parametrize(("resolution", "error"), [(0.01, 0.01), (0.001, 0.08)])
+def test_tf32_would_be_off_by_much_in_a_matrix_of_low_rank_and_is_not_used(resolution, error):
+    x = low_rank()
+    expected = minimax_sigmoid(x, resolution=resolution)
+    CUDA.fp32_precision = "tf32"
+    norm = x.norm()[None, None]
+    with OnAGpu():
+        unpinned, _ = by_products(x, torch.ones_like(norm), norm, resolution, half=False)
+        assert (unpinned - expected).norm() > error * expected.norm()
+        assert torch.equal(minimax_sigmoid(x, resolution=resolution), expected)
+
+
+@EVERY_MAP
+@pytest.mark.parametrize("precision", ["high", "medium"])
+def test_a_map_has_the_same_bits_in_any_matmul_precision(spectral_map, precision):
+    x = low_rank(128, 192)
+    expected = spectral_map(x)
+    torch.set_float32_matmul_precision(precision)  # "medium" is bfloat16 on CPUs that multiply it
+    assert torch.equal(spectral_map(x), expected)
+    assert torch.get_float32_matmul_precision() == precision
+
+
+@EVERY_MAP
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_map_has_the_same_bits_within_autocast(spectral_map, dtype):
+    x = low_rank(128, 192)
+    expected = spectral_map(x)
+    with torch.autocast("cpu", dtype):
+        assert torch.equal(spectral_map(x), expected)
+        assert (x @ x.mT).dtype == dtype  # on again
+
+
+def set_by_set_float32_matmul_precision():
+    torch.set_float32_matmul_precision("medium")
+
+
+def set_by_allow_tf32():
+    CUDA.allow_tf32 = True
+
+
+def set_by_backend():
+    CUDA.fp32_precision, CPU.fp32_precision = "tf32", "bf16"
+
+
+def set_for_all_backends():
+    torch.backends.fp32_precision = "tf32"
+
+
+@pytest.mark.parametrize(
+    "set_", [set_by_set_float32_matmul_precision, set_by_allow_tf32, set_by_backend, set_for_all_backends]
+)
+def test_the_setting_is_pinned_within_and_restored_after_an_error(set_):
+    set_()
+    before = CUDA.fp32_precision, CPU.fp32_precision
+    assert before[0] == "tf32"
+
+    def step():
+        with full_precision(["cpu"]):
+            for _ in range(2):
+                assert CUDA.fp32_precision == "ieee"
+                assert CPU.fp32_precision in ("ieee", "none")
+                with full_precision(["cpu"]):  # as a map within a step
+                    pass
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        step()
+    assert (CUDA.fp32_precision, CPU.fp32_precision) == before
+
+
+def test_a_setting_of_all_backends_is_still_inherited_afterwards():
+    torch.backends.fp32_precision = "tf32"
+    with full_precision(["cpu"]):
+        pass
+    torch.backends.fp32_precision = "ieee"
+    assert (CUDA.fp32_precision, CPU.fp32_precision) == ("ieee", "ieee")
+
+
+def test_the_last_of_several_threads_restores_the_setting():
+    CUDA.fp32_precision = "tf32"
+    entered, leave = threading.Event(), threading.Event()
+
+    def other():
+        with full_precision(["cpu"]):
+            entered.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=other)
+    with full_precision(["cpu"]):
+        thread.start()
+        assert entered.wait(10)
+    assert CUDA.fp32_precision == "ieee"  # the other is still inside
+    leave.set()
+    thread.join()
+    assert CUDA.fp32_precision == "tf32"
+
+
+def test_a_device_without_autocast_is_no_error():
+    assert newton_schulz(torch.ones(2, 3, device="meta")).shape == (2, 3)
+
+
+@pytest.mark.parametrize("spectral_map", [minimax_sigmoid, soft_newton_schulz])
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a")
+@torch._dynamo.config.patch(disable=False)  # in case that the environment says TORCH_COMPILE_DISABLE
+def test_a_compiled_map_is_pinned_too(spectral_map):
+    x = low_rank(128, 192)
+    expected = spectral_map(x)
+    torch.set_float32_matmul_precision("medium")
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(spectral_map, backend="eager")(x), expected)
+    assert torch.get_float32_matmul_precision() == "medium"
+    assert CUDA.fp32_precision == "tf32"  # and nothing is left pinned

@@ -1,0 +1,180 @@
+"""Weights are whole or refused: in training, in evaluation, in a merge and where an adapter is gone on with."""
+
+import json
+import shutil
+import time
+
+import pytest
+import torch
+from finished import finished_run
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.integrations import HfDeepSpeedConfig
+
+from soren_align import recipe, shipped
+from soren_align.evaluate.backends import Setup, load
+from soren_align.recipe import UserError
+from soren_align.trainers import adapters, build
+
+BASE = shipped.ROOT / "recipes" / "quickstart" / "base"
+Q = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    config = adapters.AutoConfig.from_pretrained(BASE)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(BASE).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def model(base, tmp_path):
+    return shutil.copytree(base, tmp_path / "base_model")
+
+
+@pytest.fixture
+def adapter(model, tmp_path):
+    whole = AutoModelForCausalLM.from_pretrained(model)
+    config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights=False)
+    folder = tmp_path / "adapter"
+    get_peft_model(whole, config).save_pretrained(folder)
+    shutil.copy(model / "tokenizer.json", folder)
+    shutil.copy(model / "tokenizer_config.json", folder)
+    config = json.loads((folder / "adapter_config.json").read_text()) | {"base_model_name_or_path": str(model)}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def train(start):
+    made = recipe.load("quickstart/sft", [f"model.name_or_path={start}", "model.init_seed=null"])
+    return build.load_model(made, str(start))
+
+
+def evaluate(start):
+    tokenizer = AutoTokenizer.from_pretrained(start)
+    return load(start, tokenizer, Setup("hf", "float32", "cpu", 8))
+
+
+def change(folder, how, file="model.safetensors"):
+    weights = load_file(folder / file)
+    how(weights)
+    save_file({k: v.contiguous() for k, v in weights.items()}, folder / file, metadata={"format": "pt"})
+
+
+DAMAGE = {
+    "missing": (lambda w: w.pop(f"{Q}.weight"), rf"weights are missing: {Q}\.weight \(1 in all\)"),
+    "unexpected": (
+        lambda w: w.update({f"{Q}.bias": torch.zeros(3)}),
+        rf"weights that the model does not have: {Q}\.bias \(1 in all\)",
+    ),
+    "of another shape": (
+        lambda w: w.update({f"{Q}.weight": torch.zeros(3, 3)}),
+        rf"weights of another shape: {Q}\.weight \(1 in all\)",
+    ),
+    "renamed": (lambda w: w.update({f"other.{k}": w.pop(k) for k in sorted(w)}), "weights are missing: .* in all"),
+}
+
+
+@pytest.mark.parametrize("use", [train, evaluate])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_model_whose_weights_do_not_fit_is_refused(model, use, damage):
+    how, message = DAMAGE[damage]
+    change(model, how)
+    with pytest.raises(UserError, match=message):
+        use(model)
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_under_zero_3_too_before_anything_is_sharded(model, damage):
+    how, message = DAMAGE[damage]
+    change(model, how)
+    alive = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
+    with pytest.raises(UserError, match=message):
+        train(model)
+    assert alive.is_zero3()
+
+
+def test_a_tied_head_is_not_missing(model):
+    config = json.loads((model / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (model / "config.json").write_text(json.dumps(config))
+    change(model, lambda w: w.pop("lm_head.weight", None))
+    for whole in (train(model), evaluate(model).model):
+        assert whole.lm_head.weight is whole.model.embed_tokens.weight
+
+
+FACTOR = f"base_model.model.{Q}.lora_A.weight"
+ADAPTER_DAMAGE = {
+    "renamed": (lambda w: w.update({k.replace("model.layers", "layers"): w.pop(k) for k in sorted(w)}), "are missing"),
+    "missing": (lambda w: w.pop(FACTOR), r"weights are missing: .*lora_A.* \(1 in all\)"),
+    "unexpected": (
+        lambda w: w.update({FACTOR.replace("q_proj", "k_proj"): w[FACTOR].clone()}),
+        r"weights that the model does not have: .*k_proj\.lora_A.* \(1 in all\)",
+    ),
+    "of another shape": (lambda w: w.update({FACTOR: torch.zeros(5, 3)}), "not an adapter that can be loaded"),
+    "empty": (lambda w: w.clear(), "are missing"),
+}
+
+
+def merge(start):
+    run = finished_run(start.parent / "run", adapter_of="x")
+    shutil.rmtree(run.model)
+    shutil.copytree(start, run.model)
+    return adapters.merge(run)
+
+
+@pytest.mark.parametrize("use", [train, evaluate, merge])
+@pytest.mark.parametrize("damage", ADAPTER_DAMAGE)
+def test_an_adapter_whose_weights_do_not_fit_is_refused(adapter, use, damage):
+    how, message = ADAPTER_DAMAGE[damage]
+    change(adapter, how, "adapter_model.safetensors")
+    with pytest.raises(UserError, match=message):
+        use(adapter)
+
+
+@pytest.mark.parametrize("use", [train, evaluate, merge])
+def test_a_whole_adapter_is_used_and_its_base_must_be_whole_too(adapter, model, use):
+    use(adapter)
+    shutil.rmtree(adapter.parent / "run", ignore_errors=True)
+    change(model, lambda w: w.pop(f"{Q}.weight"))
+    with pytest.raises(UserError, match=f"weights are missing: {Q}"):
+        use(adapter)
+
+
+def say(adapter, **keys):
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | keys))
+
+
+@pytest.mark.parametrize("use", [train, evaluate])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"target_modules": r"(([a-z_.0-9]+)+)+X"},
+        {"target_modules": r"(.*.*)*q_projX"},
+        {"exclude_modules": r"(.*.*)*X"},
+        {"rank_pattern": {r"(.*.*)*X": 4}},
+        {"layers_pattern": r"(.*.*)*X", "layers_to_transform": [0]},
+    ],
+)
+def test_a_pattern_that_matches_for_ever_is_refused_in_seconds(adapter, use, keys, monkeypatch):
+    monkeypatch.setattr("soren_align.weights.MATCH_SECONDS", 0.5)
+    say(adapter, **keys)
+    began = time.monotonic()
+    with pytest.raises(UserError, match="a pattern in its config takes too long to match"):
+        use(adapter)
+    assert time.monotonic() - began < 30
+
+
+def test_a_pattern_that_adapters_are_published_with_is_matched(adapter):
+    say(
+        adapter,
+        target_modules=r"(?i)model\.(?:layers\.\d+\.)?self_attn\.(q_proj|nothing)",
+        exclude_modules=r".*\.99\..*",
+    )
+    train(adapter)
+    say(adapter, target_modules="(q_proj")
+    with pytest.raises(UserError, match="is no regular expression"):
+        train(adapter)
