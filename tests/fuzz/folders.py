@@ -157,6 +157,8 @@ def tampered(rng: random.Random, as_json: Mutator, as_yaml: Mutator) -> tuple[Fi
 
 def _tamper(rng: random.Random, files: Files, as_json: Mutator, as_yaml: Mutator) -> None:
     texts = sorted(name for name, data in files.items() if isinstance(data, bytes))
+    if not texts:
+        return
     told = [name for name in texts if name.endswith(("run.json", "results.json", "recipe.yaml", "soren_align.json"))]
     told += [name for name in texts if name.endswith(("adapter_config.json", "merged_from.json", "metrics.jsonl"))]
     match rng.choices(("tree", "names", "bytes", "delete", "link", "kind", "foreign"), (6, 4, 2, 2, 4, 1, 1))[0]:

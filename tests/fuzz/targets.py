@@ -250,7 +250,7 @@ def _record() -> dict[str, Any]:
     }
 
 
-def _tasks(suite: Any, *_: Any) -> Any:
+def _tasks(suite: Any, *_: Any, **__: Any) -> Any:
     """The tasks of a suite, loaded once for the shipped one."""
     from soren_align import shipped
     from soren_align.evaluate.tasks import load_tasks
@@ -344,7 +344,7 @@ def warm_up(box: Box, kinds: list[str]) -> None:
     if "data" in kinds or "adapter" in kinds:
         _loaded_tokenizer()
     if "adapter" in kinds:
-        folders.tiny_model()
+        assert (folders.tiny_model() / "config.json").is_file()
     if "run" in kinds:
         _quickstart_tasks()
         _record()

@@ -26,13 +26,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of mutated YAML; the comman
 def box(tmp_path_factory):
     root = tmp_path_factory.mktemp("fuzz")
     with pytest.MonkeyPatch.context() as patch:
+        box = Box(root)
+        targets.warm_up(box, list(SAMPLE))
         for name, word in trial.surroundings(root).items():
             patch.setenv(name, word)
         patch.setattr(tempfile, "tempdir", str(root / "tmp"))
         patch.setattr(sys, "dont_write_bytecode", True)
-        box = Box(root)
         patch.chdir(root)
-        targets.warm_up(box, list(SAMPLE))
         before = resource.getrlimit(resource.RLIMIT_AS)
         trial.limit_memory()
         yield box

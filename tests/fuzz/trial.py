@@ -146,11 +146,11 @@ def surroundings(root: Path) -> dict[str, str]:
 
 def settle(root: Path, kinds: list[str]) -> Box:
     """Make this process one for inputs; its box."""
+    box = Box(root)
+    targets.warm_up(box, kinds)  # with the system's own folder for what lasts longer than an input
     os.environ.update(surroundings(root))
     tempfile.tempdir = str(root / "tmp")
     sys.dont_write_bytecode = True
-    box = Box(root)
-    targets.warm_up(box, kinds)
     limit_memory()
     return box
 
