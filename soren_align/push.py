@@ -26,17 +26,18 @@ def push(path: str, repo: str, *, merged: bool = False, private: bool = False, r
     """
     run = RunFolder(path)
     _refuse_name(repo)
-    model = _model_of(run, merged)
-    if constants.HF_HUB_OFFLINE:
-        raise UserError("HF_HUB_OFFLINE is set; a push needs the hub: unset it")
-    if get_token() is None:
-        raise UserError("no token for the Hugging Face hub: run `hf auth login`, or set HF_TOKEN")
-    try:
-        with run.alone(), tempfile.TemporaryDirectory() as folder:
-            _stage(Path(folder), run, model, repo, merged)
-            return _upload(Path(folder), run, repo, private, revision)
-    except (HTTPError, OSError) as error:  # the hub's answers are both
-        raise UserError(f"{repo}: not uploaded: {' '.join(str(error).split())[:400]}") from error
+    with run.alone():
+        model = _model_of(run, merged)
+        if constants.HF_HUB_OFFLINE:
+            raise UserError("HF_HUB_OFFLINE is set; a push needs the hub: unset it")
+        if get_token() is None:
+            raise UserError("no token for the Hugging Face hub: run `hf auth login`, or set HF_TOKEN")
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                _stage(Path(folder), run, model, repo, merged)
+                return _upload(Path(folder), run, repo, private, revision)
+        except (HTTPError, OSError) as error:  # the hub's answers are both
+            raise UserError(f"{repo}: not uploaded: {' '.join(str(error).split())[:400]}") from error
 
 
 def _upload(folder: Path, run: RunFolder, repo: str, private: bool, revision: str | None) -> str:

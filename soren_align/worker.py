@@ -32,7 +32,7 @@ from rich.status import Status
 
 from .card import write_card
 from .errors import of_the_system
-from .evaluate.results import refuse_foreign_summary
+from .evaluate.results import refuse_foreign, refuse_foreign_summary
 from .launched import without_ranks
 from .recipe import Eval, UserError, load_resolved, load_text
 from .report import RunFolder, now
@@ -61,9 +61,10 @@ def train(path: str, timeout_seconds: float) -> int:
             with console.status("Checking data and evaluation") as status, ranks.first_goes_first():
                 ready = training.get_ready(recipe, folder, _counting(status), ranks)
                 if recipe.eval and ranks.is_first:
-                    from .evaluate.stage import preflight
+                    from .evaluate import stage
 
-                    preflight(recipe.eval, lambda column: status.update(f"Checking evaluation: {column}"))
+                    refuse_foreign(stage.output_of(folder, recipe.eval), [])
+                    stage.preflight(recipe.eval, lambda column: status.update(f"Checking evaluation: {column}"))
             if not training.train(ready, folder, console, ranks):
                 if ranks.is_first:
                     folder.update(last_error=STOPPED)
@@ -88,9 +89,12 @@ def _evaluate_finished(folder: RunFolder, asked: Eval) -> None:
     """Evaluate what was just trained. UserError that says where the model is, and how its evaluation is repeated."""
     try:
         _evaluate([str(folder)], asked, None, None, None)
-    except UserError as error:
+    except (UserError, OSError) as error:
+        refused = of_the_system(error) if isinstance(error, OSError) else error
+        if refused is None:
+            raise
         raise UserError(
-            *error.problems,
+            *refused.problems,
             f"The model is trained ({folder.model}); only its evaluation is missing. `soren-align eval {folder}` does "
             "it, with other options too; so does the same command, once the cause is fixed",
         ) from error

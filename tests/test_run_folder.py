@@ -327,3 +327,16 @@ def test_what_the_system_refuses_is_one_sentence(monkeypatch, capsys, main, erro
         code = ended.code
     assert code == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error", [UserError("loading failed"), OSError(errno.ENOSPC, "No space left on device", "/run/eval")]
+)
+def test_an_evaluation_that_fails_leaves_a_trained_model_and_a_way_to_evaluate_it(folder, monkeypatch, error):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(worker, "_evaluate", fail)
+    with pytest.raises(UserError, match=r"(loading failed|No space left)(.|\n)*only its evaluation is missing") as told:
+        worker._evaluate_finished(folder, recipe.Eval(suite="quickstart"))
+    assert f"soren-align eval {folder}" in str(told.value)

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from ..recipe import Eval, UserError
-from ..report import RunFolder, commit, is_component, write
+from ..report import RunFolder, commit, is_component, remove, write
 from . import picture, tables
 from .backends import folder_of, load_tokenizer, refuse_absent
 from .harness import Answers, evaluate_model
@@ -197,23 +197,17 @@ def _write(results: dict[str, Any], answers: list[tuple[str, Answers]], output: 
     samples = output / "samples"
     samples.mkdir(parents=True, exist_ok=True)
     # First: it marks the folder as ours, so that after a kill the same command replaces the rest.
-    _put(output / NAME, json.dumps(results, indent=2) + "\n")
+    write(output / NAME, json.dumps(results, indent=2) + "\n")
     for name, found in answers:
         folder = samples / name
         folder.mkdir()
         for column, asked in found.samples.items():
             write(folder / f"{column}.jsonl", "".join(json.dumps(_brief(s), default=str) + "\n" for s in asked))
-    _put(output / "table.md", tables.markdown(results))
+    write(output / "table.md", tables.markdown(results))
     aside = output / "scores.png.part"
-    aside.unlink(missing_ok=True)
+    remove(aside)
     picture.draw(results, aside)
     aside.replace(output / "scores.png")
-
-
-def _put(file: Path, text: str) -> None:
-    """Write a file, and nothing that a link beside it leads to."""
-    file.with_name(f"{file.name}.part").unlink(missing_ok=True)
-    write(file, text)
 
 
 def _brief(sample: dict[str, Any]) -> dict[str, Any]:
