@@ -331,7 +331,7 @@ def adapter(rng: random.Random, as_json: Mutator) -> tuple[Files, dict[str, Any]
     if rng.random() < 0.1:
         files.pop("adapter/adapter_model.safetensors")
         files["adapter/adapter_model.bin"] = b"\x80\x04cos\nsystem\n"
-    return files, {"loaded": rng.random() < 0.5}
+    return files, {"loaded": rng.choice([None, None, "training", "evaluation"])}
 
 
 @cache

@@ -291,9 +291,10 @@ def an_adapter(box: Box, arguments: dict[str, Any]) -> int:
         lambda: lineage.lineages(["adapter"], Console(file=io.StringIO())),
         lambda: backends.load_tokenizer(Path("adapter")),
     ]
-    if arguments["loaded"]:
-        setup = backends.Setup("hf", "float32", "cpu", 1)
+    if arguments["loaded"] == "training":
         steps.append(lambda: build.load_model(recipe.load_text(RECIPE), "adapter"))
+    elif arguments["loaded"]:
+        setup = backends.Setup("hf", "float32", "cpu", 1)
         steps.append(lambda: backends.load(Path("adapter"), _tokenizer(), setup))
     refused = False
     for step in steps:  # each is another command's, so that none is spared by another's refusal
