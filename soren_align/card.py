@@ -111,11 +111,11 @@ def _moved(training: dict[str, Any], is_adapter: bool, merged: bool) -> str:
         lines.insert(0, "**Training did not move this model: its weights are those that it started from.**")
     elif max(change, rest) < HARDLY:
         lines.insert(0, "**Training hardly moved this model: expect what it started from.**")
-    elif kept and not merged and min(kept.values()) < LOST:
+    elif kept and not merged and min(kept["entries"], kept["projection"]) < LOST:
         lines.insert(0, "**Most of what training did was rounded away when the model was saved.**")
     else:
         lines.insert(0, "Training moved this model.")
-    if training.get("first_loss") is not None:
+    if training["first_loss"] is not None and training["last_loss"] is not None:
         lines.append(f"Its loss went from {training['first_loss']:.3f} to {training['last_loss']:.3f}.")
     return " ".join(lines)
 
@@ -202,7 +202,7 @@ def _data(train: dict[str, Any]) -> str:
 
 
 def _source(source: dict[str, Any]) -> str:
-    found = f"revision {source['revision']}" if "revision" in source else f"sha256 {source['sha256']}"
+    found = f"revision {source['revision']}" if "revision" in source else f"sha256 {source.get('sha256')}"
     weight = f", weight {source['weight']:g}" if source.get("weight", 1) != 1 else ""
     return f"{source['path']} ({source['split']}, {found}{weight})"
 

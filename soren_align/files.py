@@ -59,6 +59,13 @@ def is_component(name: Any) -> bool:
     )
 
 
+def refuse_special_files(folder: Path) -> None:
+    """UserError for a pipe, a socket or a device in a folder: to read one may never end."""
+    for entry in folder.iterdir():
+        if entry.exists() and not (entry.is_file() or entry.is_dir()):
+            raise UserError(f"{entry}: is no regular file")
+
+
 def read_text(path: str | Path, max_bytes: int = MAX_YAML_BYTES) -> str:
     """The text of a file in UTF-8; UserError for one that is larger, is no regular file or cannot be read."""
     file = local_path(path)

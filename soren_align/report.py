@@ -263,7 +263,7 @@ def fingerprint(model: str) -> str | None:
     """sha256 over a local model folder's weights; None for a hub name."""
     if not Path(model).is_dir():
         return None
-    files = sorted(Path(model).glob("*.safetensors"))
+    files = sorted(file for file in Path(model).glob("*.safetensors") if file.is_file())
     return _sha256(tuple((file, file.stat().st_size, file.stat().st_mtime_ns) for file in files))
 
 

@@ -18,6 +18,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from transformers import AutoTokenizer, GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
+from ..files import refuse_special_files
 from ..recipe import ADAPTER, UserError, adapter_config, is_local
 from ..weights import load_adapter, load_model
 
@@ -59,6 +60,7 @@ def folder_of(model: str | Path, revision: str | None = None) -> Path:
         folder = Path(model).expanduser()
         if not any((folder / name).is_file() for name in ("config.json", ADAPTER)):
             raise UserError(f"{model}: not a model that can be loaded: there is no config.json, nor an {ADAPTER}")
+        refuse_special_files(folder)
         return folder
     try:
         return Path(huggingface_hub.snapshot_download(str(model), revision=revision, allow_patterns=list(FILES)))

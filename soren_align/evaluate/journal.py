@@ -86,7 +86,7 @@ def identity(folder: Path, setup: Setup, device: str) -> dict[str, Any]:
 
 def contents(folder: Path) -> str:
     """sha256 over a model folder's files; with an adapter, over its base's too."""
-    files = sorted({f for pattern in FILES for f in folder.glob(pattern) if f.suffix != ".safetensors"})
+    files = sorted({f for pattern in FILES for f in folder.glob(pattern) if f.suffix != ".safetensors" and f.is_file()})
     said: list[Any] = [[f.name, _small(f, f.stat().st_mtime_ns)] for f in files]
     base = base_of(folder)
     return digest([fingerprint(str(folder)), said, contents(base) if base else None])

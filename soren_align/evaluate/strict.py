@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
 
+from ..files import read_yaml
 from ..recipe import UserError
 
 
@@ -22,10 +21,7 @@ Whole = TypeVar("Whole", bound=Section)
 
 def mapping(path: Path, described: str) -> dict[str, Any]:
     """The file's content; UserError, with what it should be in the words of `described`, where it is no mapping."""
-    try:
-        raw = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
-    except (YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    raw = read_yaml(path)
     if not isinstance(raw, dict):
         raise UserError(f"{path}: {described}")
     return raw

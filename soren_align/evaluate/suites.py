@@ -25,6 +25,8 @@ LM_EVAL_TASKS = Path(_found.origin).parent / "tasks"
 
 Name = Annotated[str, Field(pattern=r"^\w[\w.-]*$", max_length=100)]
 """A single path component: files are named by it."""
+Place = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$", max_length=1000)]
+"""A path or the beginning of one."""
 
 
 class Seeds(Section):
@@ -43,7 +45,7 @@ class SuiteTask(Section):
     """Its name in results and tables, and of its file of samples."""
     task: Name
     """lm-eval's name of the task, or of the group, whose tasks' questions all count alike."""
-    file: str
+    file: Place
     """Its YAML file, from the suite's folder; `lm-eval:` is the folder of lm-eval's own."""
     metric: str
     """Its metric, e.g. acc: a mean over questions."""
@@ -65,7 +67,7 @@ class Suite(Section):
     path: Path
     """The suite.yaml."""
     title: str
-    data_root: str | None = None
+    data_root: Place | None = None
     """Folder that completes the tasks' `dataset_path`; null: they are names on the Hugging Face hub."""
     apply_chat_template: bool
     batch_size: Annotated[int, Field(ge=1)]

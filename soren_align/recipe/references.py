@@ -7,7 +7,7 @@ from typing import Any
 
 from .. import shipped
 from ..errors import UserError
-from ..files import local_path
+from ..files import local_path, refuse_special_files
 from .adapters import adapter_config
 
 
@@ -33,6 +33,7 @@ def model_problems(path: str, init_seed: Any) -> list[str]:
             hint = "; it is what a run makes: run that recipe first"
         return [f"no folder {path}{hint}"]
     try:
+        refuse_special_files(folder)
         adapter = adapter_config(path)
     except UserError as error:
         return list(error.problems)
