@@ -213,3 +213,11 @@ def test_an_adapter_stands_on_a_model_and_not_on_an_adapter(adapter, tmp_path):
     shutil.copytree(folder, other)
     adapter(base_model_name_or_path=str(other))
     assert f"stands on {other}, which is an adapter too" in problems(*start(folder))
+
+
+def test_a_run_that_is_still_to_come_is_the_only_thing_missing(tmp_path, monkeypatch):
+    """Whether its model is an adapter, with nothing left to AdamW, is not known yet."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as told:
+        recipe.load("quickstart/dpo-lora")
+    assert [problem.partition(" ")[2].partition(":")[0] for problem in told.value.problems] == ["model.name_or_path"]

@@ -97,7 +97,7 @@ def _optimizer(raw: Raw) -> Iterator[tuple[Key, str]]:
     if isinstance(resolution, int | float) and resolution not in (0.01, 0.001):
         yield ("optimizer", "resolution"), f"found {resolution!r}; write 0.01 or 0.001"
     yield from ((("optimizer", key), message) for key, message in _inert_keys(name, raw.section("optimizer")))
-    if name in ("soren", "muon", "htmuon") and raw.get("optimizer", "aux_lr") is None and _has_rest(raw) is not False:
+    if name in ("soren", "muon", "htmuon") and raw.get("optimizer", "aux_lr") is None and _has_rest(raw):
         yield (
             ("optimizer", "aux_lr"),
             "is required: embeddings, norms and biases step with AdamW at this rate",
