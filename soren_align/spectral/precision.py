@@ -2,7 +2,7 @@
 
 The maps magnify the rounding of their factors by up to 1800 (`coefficients`, slope). With the 8 bits of bfloat16 that
 `torch.set_float32_matmul_precision("medium")` lets oneDNN use on a CPU, a matrix of rank m/8 came out wrong by 22% at
-resolution 0.01 and by 210% at 0.001; with TF32's 11 bits by 1 to 3.5% and by 8 to 19% (test_precision.py).
+resolution 0.01 and by 210% at 0.001; with TF32's 11 bits by 1 to 3.5% and by 8 to 19% (test_full_precision.py).
 """
 
 import functools
