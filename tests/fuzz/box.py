@@ -149,6 +149,8 @@ class Box:
         for name, content in files.items():
             path = self.work / name
             path.parent.mkdir(parents=True, exist_ok=True)
+            if os.path.lexists(path):  # two names of one entry
+                continue
             if isinstance(content, bytes):
                 path.write_bytes(content.replace(BOX.encode(), box.encode()))
             elif "link" in content:

@@ -157,7 +157,8 @@ def _right_elsewhere(rng: random.Random, here: Any) -> Any:
         if fits:
             return rng.choice(rng.choice(fits))
     if isinstance(here, int | float) and not isinstance(here, bool):
-        return rng.choice([here * 2, here + 1, here / 2, 1, 1e-5, 0.01])
+        half = here / 2 if abs(here) < 1e300 else here  # an integer may be beyond every float
+        return rng.choice([here * 2, here + 1, half, 1, 1e-5, 0.01])
     return rng.choice(rng.choice(list(known.values())))
 
 
@@ -348,7 +349,13 @@ def _encoded(rng: random.Random, rows: list[Any], suffix: str) -> bytes:
     return mutate.content(rng, data) if rng.random() < 0.15 else data
 
 
+def _whole(text: str) -> str:
+    """The text without halves of surrogate pairs, which Arrow cannot encode."""
+    return text.encode("utf-8", "replace").decode()
+
+
 def _parquet(rng: random.Random, rows: list[Any]) -> bytes:
+    rows = [{_whole(key): cell for key, cell in row.items()} for row in rows]
     columns = sorted({key for row in rows for key in row})
     arrays = {}
     for column in columns:
@@ -373,7 +380,8 @@ def _parquet(rng: random.Random, rows: list[Any]) -> bytes:
         pq.write_table(pa.table(arrays), stream)
     except pa.ArrowException:  # a kind that Parquet does not know
         pq.write_table(
-            pa.table({column: [str(row.get(column)) for row in rows] for column in columns}), stream := io.BytesIO()
+            pa.table({column: [_whole(str(row.get(column))) for row in rows] for column in columns}),
+            stream := io.BytesIO(),
         )
     return mutate.content(rng, stream.getvalue()) if rng.random() < 0.2 else stream.getvalue()
 

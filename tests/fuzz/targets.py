@@ -46,6 +46,7 @@ def _become(_: str, arguments: list[str], environment: dict[str, str]) -> None:
 def _without_processes():
     fakes = mock.patch.object(os, "execvpe", _become), mock.patch.object(launch, "provenance", _provenance)
     with mock.patch.dict(os.environ), fakes[0], fakes[1]:
+        os.environ.pop("SOREN_ALIGN_LOCK", None)  # of another test in this process
         try:
             yield
         finally:  # the locks of run folders are held until a process ends

@@ -60,7 +60,7 @@ def test_the_bytes_made_in_passing_are_those_of_the_plan(monkeypatch, fused, dty
     monkeypatch.setattr(adamw_step, "FUSED", ("cpu",) if fused else ())
     p = parameter((LARGE,), getattr(torch, dtype))
     optimizer = AdamW([p], compensation=compensation, **SETTINGS)
-    optimizer._complete_state(p, optimizer.param_groups[0])
+    optimizer._complete_state(optimizer.param_groups[0])
     with Meter() as meter:
         optimizer.step()
     planned = adamw_step.workspace(LARGE, p.element_size(), compensation == "kahan", on_cpu=not fused)

@@ -31,7 +31,7 @@ class Shard:
         self.flat.grad = torch.full_like(self.flat, 1e-3)
         compensation = "kahan" if dtype == torch.bfloat16 else "none"
         self.optimizer = AdamW([self.flat], lr=1e-3, compensation=compensation)
-        self.optimizer._complete_state(self.flat, self.optimizer.param_groups[0])
+        self.optimizer._complete_state(self.optimizer.param_groups[0])
         self.watch = Watch(self.optimizer, Ranks())
         self.watch.recognise(self.optimizer)
         self.watch.begin(Placed("fsdp2", [[self.flat]]))
