@@ -20,6 +20,7 @@ import mutate
 import pyarrow as pa
 import pyarrow.parquet as pq
 from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
 from yaml_like import Pairs, Raw, dump, pairs, plain
 
 from soren_align import recipe, shipped
@@ -392,7 +393,10 @@ def a_run_folder(rng: random.Random) -> Input:
 
 
 def _yaml(rng: random.Random, written: bytes) -> bytes:
-    node = pairs(YAML(typ="safe", pure=True).load(written.decode()))
+    try:
+        node = pairs(YAML(typ="safe", pure=True).load(written.decode()))
+    except (YAMLError, ValueError):  # a file that was mutated once already
+        return mutate.content(rng, written)
     mutate.tree(rng, node, rng.choice((1, 1, 1, 2, 4)), make=_plausible)
     return mutate.as_yaml(rng, node)
 
