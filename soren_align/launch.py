@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from . import shipped
 from .bench import shapes as bench_shapes
+from .files import local_path
 from .launched import environment as launched_environment
 from .launched import launched, without_ranks
 from .recipe import (
@@ -102,7 +103,7 @@ def evaluate(
 ) -> None:
     """Become a worker that evaluates models and runs; what `given` leaves out is as in the first run's recipe."""
     for model in models:
-        kinds = [Path(model).expanduser() / name for name in ("run.json", "config.json", ADAPTER)]
+        kinds = [local_path(model) / name for name in ("run.json", "config.json", ADAPTER)]
         if is_local(model) and not any(kind.is_file() for kind in kinds):
             raise UserError(
                 f"{model}: neither a run folder (run.json), nor a model's (config.json), nor an adapter's ({ADAPTER})"
@@ -111,8 +112,9 @@ def evaluate(
             raise UserError(
                 f"{model}: there is no such folder; a name on the hub it is not, with {Path(model).parent} here"
             )
-    if output is None and (RunFolder(models[0]).path / "run.json").is_file():
-        RunFolder(models[0]).lock(shared=True)  # results are written into it
+    first = RunFolder(models[0])
+    if output is None and first.read():
+        first.lock(shared=True)  # results are written into it
     recipe = _recipe_of(models[0])
     asked = _asked(recipe, given)
     if output is None and (recipe is None or len(models) > 1):

@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -48,6 +49,7 @@ LOST = 0.5
 """Of a change, or of the entries that are to change: if less arrives, more is lost than done. What works is far above a
 half and what does not far below: at its first step, Soren at the paper's 1e-6 moves 0.98 of float32 weights and less
 than 0.01 of bfloat16 ones."""
+_PART = re.compile(r"run\.json\.(\d+\.)?part")
 _HELD = "SOREN_ALIGN_LOCK"  # the file descriptors of held locks, for what this process becomes by exec
 
 
@@ -78,9 +80,14 @@ class RunFolder:
         return self.path / "eval" / suite
 
     def read(self) -> dict[str, Any] | None:
-        """run.json, or None where there is no run. UserError if it is damaged, or was not written by soren-align."""
+        """run.json, or None where there is no run. UserError if it is damaged, or was not written by soren-align.
+
+        A folder with a config.json is a model's, whatever another tool has put beside it.
+        """
         file = self.path / "run.json"
-        return manifest.checked(read_json(file), file) if file.is_file() else None
+        if not file.is_file() or (self.path / "config.json").is_file():
+            return None
+        return manifest.checked(read_json(file), file)
 
     def record(self, *needed: str) -> dict[str, Any]:
         """run.json, with these keys in it. UserError if it lacks one, or if there is no run."""
@@ -158,7 +165,8 @@ class RunFolder:
 
     def _locked(self, name: str, shared: bool) -> int:
         """The descriptor of a lock file that this process holds; UserError if another does."""
-        descriptor = os.open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        # As the umask says: a group may share a run folder.
+        descriptor = os.open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except OSError as error:
@@ -173,7 +181,8 @@ class RunFolder:
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"{self}: is a file; choose another run.output_dir")
         there = {entry.name for entry in self.path.iterdir()} if self.path.is_dir() else set()
-        if self.read() is not None or (begin and not there - {LOCK, RANKS_LOCK}):
+        there -= {LOCK, RANKS_LOCK, *(name for name in there if _PART.fullmatch(name))}  # of a start that was killed
+        if self.read() is not None or (begin and not there):
             return
         if begin:
             raise UserError(f"{self}: not empty and not a run folder; choose another run.output_dir")
@@ -184,7 +193,7 @@ class RunFolder:
     def _refuse_links(self) -> None:
         """UserError for a link among what runs write: through it, files elsewhere would be changed."""
         for name in CONTENTS:
-            for entry in (self.path / name, self.path / f"{name}.part"):
+            for entry in (self.path / name, *self.path.glob(f"{name}.*part")):
                 for link in _links(entry):
                     raise UserError(
                         f"{link}: is a link to {os.readlink(link)}, and a run writes into no other folder; remove it, "
@@ -197,8 +206,8 @@ class RunFolder:
         run.json stays, to be replaced: without it the folder would be no run's if this is interrupted.
         """
         for name in CONTENTS[:-1]:
-            remove(self.path / f"{name}.part")
-            remove(self.path / name)
+            for entry in (self.path / name, *self.path.glob(f"{name}.*part")):
+                remove(entry)
 
     def adapter(self) -> dict[str, str | None]:
         """Which adapter the run trained, as `merged` says which it was made from."""
@@ -233,7 +242,7 @@ def now() -> str:
 
 def write(path: Path, text: str) -> None:
     """Write a file so that a reader sees the old one or the new one, never a part. A link is replaced, not followed."""
-    aside = path.with_name(path.name + ".part")
+    aside = path.with_name(f"{path.name}.{os.getpid()}.part")  # two evaluations of a run write its card
     remove(aside)
     with aside.open("x", encoding="utf-8") as stream:
         stream.write(text)

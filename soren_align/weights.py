@@ -5,7 +5,9 @@ Training, evaluation and `merge` load by the two functions here.
 """
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -21,7 +23,7 @@ from transformers.integrations import deepspeed as hf_deepspeed
 from .recipe import UserError, adapter_config
 
 MATCH_SECONDS = 3
-"""For all of an adapter's patterns on all of a model's modules; those that adapters are published with take a
+"""Of CPU, for all of an adapter's patterns on all of a model's modules; those that adapters are published with take a
 thousandth."""
 PATTERNS = {
     "target_modules": "%s",
@@ -32,6 +34,8 @@ PATTERNS = {
     "alpha_pattern": r"(.*\.)?(%s)$",
 }
 """Of an adapter's config, and what PEFT makes of them to be matched against each module's name."""
+_MASK = re.compile(r"(^|\.)attn(\.attention)?\.(masked_)?bias$")
+"""Causal masks that old checkpoints of GPT-2 and GPT-Neo carry among their weights."""
 _ADAPTER = "default"  # PEFT's name for the only one
 
 
@@ -41,7 +45,8 @@ def load_model(name: str, **how: Any) -> PreTrainedModel:
     how: keywords of `from_pretrained`. Raises UserError where keys are missing, unexpected or of another shape, naming
     the first ones.
     """
-    if hf_deepspeed.is_deepspeed_zero3_enabled():
+    # By one rank: it reads all files once more. If it refuses, its launcher stops the others.
+    if hf_deepspeed.is_deepspeed_zero3_enabled() and os.environ.get("RANK", "0") == "0":
         _compare_before_sharding(name, how)
     loaded: Any = None
     try:
@@ -93,7 +98,7 @@ def refuse_other_keys(
     problems = []
     for what, keys in (
         ("weights are missing", missing),
-        ("weights that the model does not have", unexpected),
+        ("weights that the model does not have", [key for key in unexpected if not _MASK.search(key)]),
         ("weights of another shape", mismatched),
     ):
         some = sorted(keys)
@@ -112,6 +117,8 @@ def refuse_slow_patterns(model: torch.nn.Module, folder: str) -> None:
     patterns = []
     for key, form in PATTERNS.items():
         given = config.get(key) or []
+        if isinstance(given, list) and form == "%s":
+            continue  # names, which are compared as they are
         for pattern in [given] if isinstance(given, str) else given:
             if not re.fullmatch(r"[\w.-]*", pattern):  # a plain name, which takes no time
                 patterns.append(form % pattern)
@@ -120,17 +127,20 @@ def refuse_slow_patterns(model: torch.nn.Module, folder: str) -> None:
     work = json.dumps([patterns, [name for name, _ in model.named_modules()]])
     try:
         tried = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", _TRY], input=work, text=True, capture_output=True, timeout=MATCH_SECONDS
+            [sys.executable, "-I", "-S", "-c", _TRY], input=work, text=True, capture_output=True, timeout=60
         )
     except subprocess.TimeoutExpired:
         raise UserError(f"{folder}: a pattern in its config takes too long to match; name modules instead") from None
+    if tried.returncode == -signal.SIGXCPU:
+        raise UserError(f"{folder}: a pattern in its config takes too long to match; name modules instead")
     if tried.returncode:
         why = (tried.stderr.strip().splitlines() or ["?"])[-1][:200]
         raise UserError(f"{folder}: a pattern in its config is no regular expression: {why}")
 
 
-_TRY = """
-import json, re, sys
+_TRY = f"""
+import json, re, resource, sys
+resource.setrlimit(resource.RLIMIT_CPU, ({MATCH_SECONDS}, {MATCH_SECONDS + 1}))
 patterns, names = json.load(sys.stdin)
 for pattern in patterns:
     for name in names:

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import subprocess
 import sys
 
@@ -196,6 +197,37 @@ def test_a_run_that_is_half_cleared_is_still_a_run(make, folder, monkeypatch):
             launch.prepare(folder, make("run.overwrite=true"))
     launch.prepare(folder, make("run.overwrite=true"))
     assert folder.read()["status"] == "training"
+
+
+def test_a_start_that_was_killed_in_its_first_write_is_begun_again(make, folder):
+    folder.path.mkdir()
+    for name in (".lock", ".lock-ranks", "run.json.part", "run.json.4711.part"):
+        (folder.path / name).touch()
+    launch.prepare(folder, make())
+    assert folder.read()["status"] == "training"
+
+
+def test_a_folder_that_a_group_shares_has_locks_that_the_group_may_hold(make, folder):
+    before = os.umask(0o002)
+    try:
+        launch.prepare(folder, make())
+    finally:
+        os.umask(before)
+    assert (folder.path / ".lock").stat().st_mode & 0o060 == 0o060
+
+
+def test_a_models_folder_with_another_tools_run_json_is_a_model(tmp_path, started):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "run.json").write_text('{"run_id": "sweep-7"}')
+    with pytest.raises(SystemExit):
+        launch.evaluate([str(tmp_path / "model")], {"suite": "quickstart"}, str(tmp_path / "out"), None, None)
+    assert started
+
+
+def test_a_home_of_nobody_is_one_sentence(started):
+    with pytest.raises(UserError, match="cannot be used as a path"):
+        launch.evaluate(["~nosuchuser/x"], {"suite": "quickstart"}, "out", None, None)
 
 
 # -- a stranger's files ------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from text of gigabytes, and neither can be interrupted in the process that rende
 import os
 import resource
 import signal
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -41,10 +42,38 @@ def refuse_endless(tokenizer: PreTrainedTokenizerBase, name: str, turns: list[di
     code = _exit_code(child)
     if code == _TOO_MUCH:
         raise UserError(f"{name}: the chat template makes more than {CHARACTERS:,} characters of one row")
-    if code != 0:
+    if code in (-signal.SIGXCPU, -signal.SIGKILL):
         raise UserError(
             f"{name}: the chat template takes more than {CPU_SECONDS} seconds for one row; it may have loops in loops"
         )
+
+
+class _TooLong(BaseException):
+    """Passes through what catches every Exception."""
+
+
+@contextmanager
+def at_most(cpu_seconds: float, what: str) -> Iterator[None]:
+    """Stop loops of Python after so much of this process's CPU time, with a UserError that begins with `what`.
+
+    In the main thread only; elsewhere nothing is limited. What one operation takes cannot be stopped.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        raise _TooLong
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    try:
+        signal.setitimer(signal.ITIMER_VIRTUAL, cpu_seconds)
+        yield
+    except _TooLong:
+        raise UserError(f"{what} takes more than {cpu_seconds:g} seconds; it may have loops in loops") from None
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 @contextmanager

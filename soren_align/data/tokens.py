@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..recipe import UserError
 from .columns import Task
-from .rendering import the_templates
+from .rendering import at_most, the_templates
 
 BATCH = 64
 """Rows tokenized at once, on as many threads as the tokenizer is let."""
@@ -80,7 +80,8 @@ def encode(
 
 def _templated(tokenizer: PreTrainedTokenizerBase, chats: list[Any], **how: Any) -> Any:
     """The tokens of conversations in the chat template, which may fail on any of them."""
-    with the_templates("the chat template, which renders the first row, fails on another"):
+    limit = at_most(10 + 0.2 * len(chats), "the chat template, which renders the first row, fails on another: it")
+    with the_templates("the chat template, which renders the first row, fails on another"), limit:
         return tokenizer.apply_chat_template(chats, return_dict=True, **how)
 
 

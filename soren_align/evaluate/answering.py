@@ -6,11 +6,12 @@ by lm-eval on two ranks, most prompts change). What is dealt out here are finish
 
 from collections.abc import Callable
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
 from lm_eval.api.model import LM
 from lm_eval.models.huggingface import HFLM
 
+from ..data.rendering import CPU_SECONDS, at_most
 from ..recipe import UserError
 from .backends import DoesNotFit, Setup
 from .journal import Journal, digest
@@ -88,7 +89,11 @@ class Answering(LM):
         if self.on_progress:
             self.on_progress(done, of)
 
-    apply_chat_template = HFLM.apply_chat_template
+    def apply_chat_template(self, *args: Any, **how: Any) -> str:
+        """lm-eval's, of one question."""
+        with at_most(CPU_SECONDS, f"{self.asking}: the chat template"):
+            return HFLM.apply_chat_template(cast(Any, self), *args, **how)
+
     tokenizer_name = HFLM.tokenizer_name
 
 

@@ -18,7 +18,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from transformers import AutoTokenizer, GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from ..files import refuse_special_files
+from ..files import local_path, read_json, refuse_special_files
 from ..recipe import ADAPTER, UserError, adapter_config, is_local
 from ..weights import load_adapter, load_model
 
@@ -57,7 +57,7 @@ def refuse_absent(backend: str) -> None:
 def folder_of(model: str | Path, revision: str | None = None) -> Path:
     """Where a model's files lie; a name on the hub is downloaded first."""
     if is_local(str(model)):
-        folder = Path(model).expanduser()
+        folder = local_path(model)
         if not any((folder / name).is_file() for name in ("config.json", ADAPTER)):
             raise UserError(f"{model}: not a model that can be loaded: there is no config.json, nor an {ADAPTER}")
         refuse_special_files(folder)
@@ -180,7 +180,13 @@ def _load_vllm(model: Any, setup: Setup) -> Any:
         raise UserError(
             f"{model}: is an adapter; merge it for vLLM (`soren-align merge RUN` makes RUN/merged), or use --backend hf"
         )
-    load_model(str(model), device_map={"": "meta"})  # names and shapes only: vLLM loads the weights itself
+    if "quantization_config" not in (read_json(Path(model) / "config.json") or {}):  # vLLM has quantizers of its own
+        try:
+            load_model(str(model), device_map={"": "meta"})  # names and shapes only: vLLM loads the weights itself
+        except (ImportError, OSError, ValueError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f"{model}: not a model that can be loaded: {_in_short(error)}") from error
     from lm_eval.models.vllm_causallms import VLLM
 
     # It always generates a token, and needs room for it.

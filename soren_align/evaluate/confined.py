@@ -15,12 +15,14 @@ from unittest import mock
 import datasets
 import lm_eval.api.metrics  # noqa: F401 (registers them)
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
+from jinja2 import Template
 from jinja2.sandbox import SandboxedEnvironment
 from lm_eval import utils
 from lm_eval.api import registry, task
 from lm_eval.tasks import _yaml_loader
 
 from .. import shipped
+from ..data.rendering import CPU_SECONDS, at_most
 from ..recipe import UserError
 from .suites import LM_EVAL_TASKS
 
@@ -54,12 +56,20 @@ def loading(trusted: bool, cache_folder: Path) -> Iterator[None]:
         yield
 
 
+class _Prompt(Template):
+    def render(self, *args: Any, **columns: Any) -> str:
+        """The text for one question. UserError if it does not come to an end."""
+        with at_most(CPU_SECONDS, "a task's template"):
+            return super().render(*args, **columns)
+
+
 def rendering() -> Any:
     """While in it, templates see a question's columns and nothing of Python."""
     sandbox = SandboxedEnvironment(
         loader=utils.env.loader, undefined=utils.env.undefined, keep_trailing_newline=utils.env.keep_trailing_newline
     )
     sandbox.filters.update(utils.env.filters)
+    sandbox.template_class = _Prompt
     return mock.patch.object(utils, "env", sandbox)
 
 
@@ -93,7 +103,7 @@ def _guarded_metric(load: Callable[..., Any]) -> Callable[..., Any]:
 def _guarded_loader(load: Callable[..., Any], cache_folder: Path) -> Callable[..., Any]:
     def guarded(path: Any = None, name: Any = None, *rest: Any, **how: Any) -> Any:
         other = sorted(how.keys() - KEYWORDS - {"cache_dir"})
-        if "cache_dir" in how and not Path(how["cache_dir"]).is_relative_to(cache_folder):
+        if "cache_dir" in how and not Path(how["cache_dir"]).resolve().is_relative_to(cache_folder.resolve()):
             other.append("cache_dir")
         if other:
             raise UserError(f"dataset_kwargs: {', '.join(other)} may do more than read data; {REMEDY}")

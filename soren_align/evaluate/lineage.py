@@ -7,6 +7,7 @@ from typing import Any
 import huggingface_hub
 from rich.console import Console
 
+from ..files import local_path
 from ..recipe import UserError, is_local
 from ..report import RunFolder, fingerprint
 from .backends import base_of, folder_of
@@ -22,7 +23,7 @@ def lineage(path: str | Path, console: Console | None = None) -> list[tuple[str,
     a name on the hub.
     A start that is gone is a UserError; an older ancestor that is gone is left out, and the console says so.
     """
-    given = Path(path).expanduser()
+    given = local_path(path)
     run = _run_of(given)
     if run is None:
         on_hub = not is_local(str(path))
@@ -93,7 +94,7 @@ def _named(rows: list[tuple[str, Path]], name: str, model: Path, path: str | Pat
 def _run_of(path: Path) -> Path | None:
     """The run folder that `path` is, or whose `model` it is, or whose adapter `merged` into the base."""
     for run in (path, path.parent if path.resolve().name in ("model", "merged") else path):
-        if (run / "run.json").is_file():
+        if (run / "run.json").is_file() and not (run / "config.json").is_file():
             return run
     return None
 

@@ -134,7 +134,7 @@ def refuse_foreign(output: Path, names: list[str]) -> None:
         raise UserError(f"{error}; {remedy}") from None
     ours = set() if results is None else {row["name"] for row in results["rows"]}
     foreign = [output / name for name in WRITTEN if results is None and os.path.lexists(output / name)]
-    foreign += [samples] if results is None and samples.exists() else []
+    foreign += [samples] if results is None and samples.exists() and any(samples.iterdir()) else []
     foreign += [samples / name for name in names if name not in ours and os.path.lexists(samples / name)]
     if foreign:
         raise UserError(f"{foreign[0]}: is there already, and no evaluation's; {remedy}")

@@ -25,7 +25,7 @@ LM_EVAL_TASKS = Path(_found.origin).parent / "tasks"
 
 Name = Annotated[str, Field(pattern=r"^\w[\w.-]*$", max_length=100)]
 """A single path component: files are named by it."""
-Place = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$", max_length=1000)]
+Place = Annotated[str, Field(pattern=r"^[^\x00]+$", max_length=1000)]
 """A path or the beginning of one."""
 
 

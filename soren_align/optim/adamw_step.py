@@ -1,8 +1,9 @@
 """One AdamW step of one group, by torch's own functional AdamW, in buckets of at most CHUNK entries.
 
-On CUDA it is torch's fused kernel, which makes no temporaries, elsewhere torch's loop over tensors, which makes two of
-a chunk's size. Never foreach, torch's default on CUDA: its temporaries are as large as the group, and three times that
-for bfloat16 with a compensation. AdamW is elementwise: a chunk takes the step that the whole would take.
+On CUDA it is torch's fused kernel, which makes no temporaries. Elsewhere, and for tensors of a layout that the kernel
+refuses, it is torch's loop over tensors, which makes two of a chunk's size. Never foreach, torch's default on CUDA: its
+temporaries are as large as the group, and three times that for bfloat16 with a compensation. AdamW is elementwise: a
+chunk takes the step that the whole would take.
 """
 
 import sys
@@ -33,14 +34,15 @@ class Stretch(NamedTuple):
     exp_avg: Tensor
     exp_avg_sq: Tensor
     compensation: Tensor | None
+    fused: bool
+    num_made: int
+    """Entries of what is made in passing."""
 
 
 def adamw_step_(optimizer: "SpectralOptimizer", named: Sequence[tuple[str, Tensor]], group: dict[str, Any]) -> None:
     """Step every parameter of `named`; all have a gradient."""
     observed = optimizer.observer is not None or optimizer.proposal_observer is not None
-    makes_none = not observed and all(_steps_in_place(parameter, optimizer.state[parameter]) for _, parameter in named)
-    numel = sys.maxsize if makes_none else CHUNK
-    for bucket in _buckets(_stretches(optimizer, named, numel), numel):
+    for bucket in _buckets(_stretches(optimizer, named, observed)):
         if observed:
             _take_and_show_(optimizer, bucket, group)
         else:
@@ -56,38 +58,54 @@ def workspace(numel: int, itemsize: int, compensated: bool, on_cpu: bool) -> int
     return min(numel, CHUNK) * 8 * ((itemsize < 4) + (on_cpu or compensated))
 
 
-def _steps_in_place(parameter: Tensor, state: dict[str, Any]) -> bool:
-    """Whether nothing is made in passing: then a chunk is as large as the tensor."""
-    grad, wide = parameter.grad, state["exp_avg"].dtype
-    return parameter.device.type in FUSED and parameter.dtype == wide and grad is not None and grad.dtype == wide
+def _can_be_fused(*tensors: Tensor) -> bool:
+    """Whether torch's fused kernel takes tensors of this layout, which must be one, and dense.
+
+    As in torch/include/ATen/native/ForeachUtils.h, check_fast_path_restrictions (torch 2.13).
+    """
+    if tensors[0].device.type not in FUSED:
+        return False
+    layouts = {tuple(pair for pair in zip(t.stride(), t.shape, strict=True) if pair[1] > 1) for t in tensors}
+    dense = 1
+    for stride, length in sorted(next(iter(layouts))):
+        if stride != dense:
+            return False
+        dense *= length
+    return len(layouts) == 1
 
 
-def _stretches(optimizer: "SpectralOptimizer", named: Sequence[tuple[str, Tensor]], numel: int) -> Iterator[Stretch]:
+def _stretches(
+    optimizer: "SpectralOptimizer", named: Sequence[tuple[str, Tensor]], observed: bool
+) -> Iterator[Stretch]:
     for name, parameter in named:
         state = optimizer.state[parameter]
         step, state["step"] = state["step"], state["step"] + 1  # a new tensor: a state dict may hold the old one
         tensors = (parameter.detach(), parameter.grad, *map(state.get, ("exp_avg", "exp_avg_sq", "compensation")))
         here = [None if tensor is None else local(tensor) for tensor in tensors]
-        for parts in chunks(*here, numel=numel):
-            yield Stretch(name, step, *parts)
+        one_dtype = len({tensor.dtype for tensor in here[:4] if tensor is not None}) == 1
+        in_place = one_dtype and not observed and _can_be_fused(*here[:4])  # pyright: ignore[reportArgumentType]
+        for parts in chunks(*here, numel=sys.maxsize if in_place else CHUNK):
+            num_made = 0 if in_place else parts[0].numel()
+            yield Stretch(name, step, *parts, fused=_can_be_fused(*parts[:4]), num_made=num_made)
 
 
-def _buckets(stretches: Iterator[Stretch], numel: int) -> Iterator[list[Stretch]]:
-    """Consecutive stretches of one device, as many together as have `numel` entries."""
+def _buckets(stretches: Iterator[Stretch]) -> Iterator[list[Stretch]]:
+    """Consecutive stretches of one device and kernel, as many together as make CHUNK entries in passing."""
     bucket: list[Stretch] = []
+    num_made = 0
     for stretch in stretches:
-        total = sum(s.held.numel() for s in bucket) + stretch.held.numel()
-        if bucket and (total > numel or stretch.held.device != bucket[0].held.device):
+        num_made += stretch.num_made
+        kernel = (stretch.held.device, stretch.fused)
+        if bucket and (num_made > CHUNK or kernel != (bucket[0].held.device, bucket[0].fused)):
             yield bucket
-            bucket = []
+            bucket, num_made = [], stretch.num_made
         bucket.append(stretch)
     if bucket:
         yield bucket
 
 
 def _take_(bucket: Sequence[Stretch], group: dict[str, Any]) -> None:
-    device = bucket[0].held.device
-    fused = device.type in FUSED
+    device, fused = bucket[0].held.device, bucket[0].fused
     # torch adds to its step tensors in place, and the fused kernel reads them on the device.
     steps = torch.stack([stretch.step for stretch in bucket])
     steps = steps.to(device, non_blocking=True) if fused else steps

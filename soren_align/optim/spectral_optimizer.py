@@ -80,8 +80,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
         for named, group in zip(with_grad, self.param_groups, strict=True):
             if self.placement is not None and group["rule"] == "spectral":
                 self.placement.prepare(named)  # of all groups, before one is changed
-        for named, group in zip(with_grad, self.param_groups, strict=True):
+        for group in self.param_groups:  # too: memory may be lacking, and then no weight has moved
             self._complete_state(group)
+        for named, group in zip(with_grad, self.param_groups, strict=True):
             if group["rule"] == "spectral":
                 self._spectral_step(named, group)
             else:

@@ -60,7 +60,12 @@ def _loaded(value: Any, key: str, name: str, parameter: Tensor) -> Tensor:
             f"the checkpoint has a {noun} of {shape} for {name} of shape {tuple(parameter.shape)}; "
             "it belongs to another model"
         )
-    return value.detach().to(parameter.device, _state_dtype(parameter, key), copy=True)
+    dtype, on_cpu = _state_dtype(parameter, key), parameter.device.type == "cpu"
+    # On a GPU what lies there already is taken as it is: at resume a copy would hold the state twice.
+    loaded = value.detach().to(parameter.device, dtype, copy=on_cpu)
+    if loaded.stride() != parameter.stride():  # the weight lay otherwise when the checkpoint was made
+        loaded = torch.empty_like(parameter, dtype=dtype).copy_(loaded)
+    return loaded
 
 
 def _state_keys(parameter: Tensor, group: dict[str, Any]) -> tuple[str, ...]:

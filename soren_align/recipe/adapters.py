@@ -36,6 +36,8 @@ class _Config(BaseModel):
     alpha_pattern: dict[str, Annotated[float, Field(allow_inf_nan=False)]] | None = None
     trainable_token_indices: list[int] | dict[str, list[int]] | None = None
     use_dora: bool = False
+    layer_replication: None = None
+    """It would make as many layers as the file says."""
     megatron_config: None = None
     """With it, PEFT imports the module that `megatron_core` names."""
 

@@ -100,6 +100,7 @@ class FlatShards(RankPlacement):
         """device: where the ranks communicate and map; None is where the tensors are, as without CPU offload."""
         super().__init__(round_mb)
         self._layouts, self._group = dict(layouts), process_group
+        self.most_plans = max(self.most_plans, len(layouts))  # ZeRO 3 may have thousands of sub-groups
         self._device = device or next((tensor.device for tensor in layouts), torch.device("cpu"))
 
     @property

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
+from ..errors import UserError
 from ..optim import SpectralOptimizer
 from .attach import FlatShards
 from .pickles import refuse_pickles
@@ -69,8 +70,32 @@ def to_universal(checkpoint: Path) -> None:
         strict=True,
         inject_missing_state=True,
     )
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+        makes_folders_in(checkpoint),
+    ):
         ds_to_universal.main(options)
+
+
+@contextlib.contextmanager
+def makes_folders_in(checkpoint: Path) -> Iterator[None]:
+    """While in it, os.makedirs makes folders below the checkpoint only, and raises UserError for any other.
+
+    DeepSpeed makes one for each parameter, whose name stands in the checkpoint, before it writes a file there.
+    """
+    make, root = os.makedirs, checkpoint.resolve()
+
+    def make_inside(name: Any, *args: Any, **kwargs: Any) -> None:
+        if not Path(name).resolve().is_relative_to(root):
+            raise UserError(f"{checkpoint}: names a parameter whose files would be written to {name}")
+        make(name, *args, **kwargs)
+
+    os.makedirs = make_inside
+    try:
+        yield
+    finally:
+        os.makedirs = make
 
 
 def settle(optimizer: SpectralOptimizer, settings: Sequence[dict[str, Any]], rates: Sequence[float]) -> None:

@@ -5,7 +5,7 @@ A run folder may be a stranger's, and unpickling calls what the file says.
 
 import os
 import pickle
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ _METADATA = {
     "torch.serialization": ("_get_layout",),
     "torch": ("Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))),
     "pathlib": ("PosixPath",),
+    "pathlib._local": ("PosixPath",),  # its name since Python 3.13
 }
 """Where the names in a .metadata file of torch 2.13's torch.distributed.checkpoint come from."""
 
@@ -51,7 +52,7 @@ def check_parts(checkpoint: Path) -> None:
         tag = (checkpoint / name).read_text(encoding="utf-8", errors="replace").strip()
         if not is_component(tag) or not (checkpoint / tag).is_dir():
             raise UserError(f"{checkpoint / name}: names no folder of this checkpoint")
-    for file in checkpoint.glob("*/.metadata"):
+    for file in checkpoint.rglob(".metadata"):
         try:
             with file.open("rb") as stream:
                 _Metadata(stream).load()
@@ -65,5 +66,5 @@ class _Metadata(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """A class of checkpoints' metadata, by name; UnpicklingError for anything else."""
         if name in _METADATA.get(module, ()):
-            return super().find_class(module, name)
+            return PosixPath if name == "PosixPath" else super().find_class(module, name)
         raise pickle.UnpicklingError(f"it holds code ({module}.{name})")

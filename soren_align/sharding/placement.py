@@ -30,7 +30,7 @@ class RankPlacement(ABC):
     """
 
     def __init__(self, round_mb: float = ROUND_MB):
-        self.round_mb = round_mb
+        self.round_mb, self.most_plans = round_mb, MOST_PLANS
         # By the identities of the tensors that step together, the last used last; with them the tensors, so that no
         # other takes such an identity.
         self.exchanges: dict[tuple[int, ...], Exchange | ReplicaExchange] = {}
@@ -82,7 +82,7 @@ class RankPlacement(ABC):
         key = _key(named)
         self.exchanges[key] = self.exchanges.pop(key, None) or self._exchange(named)
         self._tensors[key] = [parameter for _, parameter in named]
-        while len(self.exchanges) > MOST_PLANS:  # the same ones on all ranks, which ask for the same in one order
+        while len(self.exchanges) > self.most_plans:  # the same ones on all ranks, which ask for the same in one order
             oldest = next(iter(self.exchanges))
             del self.exchanges[oldest], self._tensors[oldest]
 

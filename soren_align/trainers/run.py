@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 from transformers import AutoConfig, PrinterCallback, get_scheduler
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from transformers.optimization import GreedyLR
 
 from ..data import account, check_template
 from ..optim import route, routing_table
@@ -89,7 +90,7 @@ def _check_schedule(config: Any) -> None:
     settings = config.lr_scheduler_kwargs or {}
     with build.the_users("trainer.lr_scheduler_type and lr_scheduler_kwargs", ValueError, TypeError, ArithmeticError):
         schedule = get_scheduler(config.lr_scheduler_type, optimizer, 1, 10, scheduler_specific_kwargs=settings)
-        if not isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        if not isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau | GreedyLR):  # they step by a loss
             optimizer.step()
             schedule.step()
 

@@ -5,7 +5,7 @@ import time
 import pytest
 from datasets import Dataset
 
-from soren_align.data import account, check_template
+from soren_align.data import account, check_template, rendering, tokens
 from soren_align.recipe import UserError
 
 from .conftest import CHATML, chat
@@ -49,4 +49,15 @@ def test_a_template_that_fails_on_a_later_row_is_refused(make_tokenizer):
     other = [{"role": "user", "content": "no"}, {"role": "assistant", "content": "yes"}]
     rows = Dataset.from_list([{"messages": chat(1)}, {"messages": other}])
     with pytest.raises(UserError, match=r"fails on another: not this one"):
+        account(rows, "sft", make_tokenizer(picky), max_length=None)
+
+
+def test_a_template_without_end_for_a_later_row_is_stopped(make_tokenizer, monkeypatch):
+    picky = CHATML + "{% if messages[0]['content'] == 'no' %}" + ROUND * 3 + "{% endfor %}" * 3 + "{% endif %}"
+    other = [{"role": "user", "content": "no"}, {"role": "assistant", "content": "yes"}]
+    rows = Dataset.from_list([{"messages": chat(1)}, {"messages": other}])
+    monkeypatch.setattr(tokens, "at_most", lambda _, what: rendering.at_most(0.5, what))
+    with pytest.raises(
+        UserError, match=r"fails on another: it takes more than 0.5 seconds; it may have loops in loops"
+    ):
         account(rows, "sft", make_tokenizer(picky), max_length=None)

@@ -231,7 +231,7 @@ def _rename(rng: random.Random, files: Files) -> None:
                 said = json.loads(files[name])
                 key = rng.choice(["start", "start", "task", "status", "processes", "parallel"])
                 said[key] = {"path": evil, "sha256_or_revision": None} if key == "start" else evil
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return
     files[name] = json.dumps(said).encode()
 

@@ -90,3 +90,36 @@ def test_chunks_cover_every_entry_once_and_share_memory(shape, transposed):
         part += 1
         beside += number
     assert bool((whole == 1).all())
+
+
+@pytest.mark.parametrize("odd", ["gradient", "view", "momentum"])
+def test_a_layout_that_the_fused_kernel_refuses_is_taken_by_the_loop(monkeypatch, odd):
+    def stepped(fused):
+        monkeypatch.setattr(adamw_step, "FUSED", fused)
+        torch.manual_seed(0)
+        p, q = (torch.nn.Parameter(t) for t in (torch.randn(6, 4), torch.randn(5, 3)))
+        if odd == "view":
+            p = torch.nn.Parameter(torch.randn(6, 8)[:, :4])
+        optimizer = AdamW([p, q], lr=0.1)
+        p.grad, q.grad = (torch.randn(4, 6).t() if odd == "gradient" else torch.randn(6, 4)), torch.randn(5, 3)
+        optimizer.step()
+        if odd == "momentum":  # as in a checkpoint of a weight that lay otherwise
+            state = optimizer.state[p]
+            state["exp_avg"] = state["exp_avg"].t().contiguous().t()
+        optimizer.step()
+        return [p.detach(), q.detach()], used
+
+    used: list[bool] = []
+    real = adamw_step.adamw
+
+    def checked(params, grads, exp_avgs, exp_avg_sqs, *rest, fused, **how):
+        used.append(fused)
+        if fused:
+            for tensors in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
+                assert len({t.stride() for t in tensors}) == 1
+        return real(params, grads, exp_avgs, exp_avg_sqs, *rest, fused=fused, **how)
+
+    monkeypatch.setattr(adamw_step, "adamw", checked)
+    (ours, _), (loop, _) = stepped(("cpu",)), stepped(())
+    assert {True, False} <= set(used)
+    torch.testing.assert_close(ours, loop, rtol=0, atol=1e-6)  # the fused kernel rounds otherwise

@@ -264,3 +264,18 @@ def test_adamws_checkpoint_is_that_of_torch_but_for_the_settings():
         assert state[number].keys() == expected.keys()
         assert all(torch.equal(state[number][key], expected[key]) for key in expected)
     assert_same_weights(ours, theirs)
+
+
+def test_a_momentum_lies_as_its_weight_does():
+    """torch's fused kernels refuse tensors of different strides."""
+    p = torch.nn.Parameter(torch.randn(4, 3))
+    p.grad = torch.randn(4, 3)
+    optimizer = AdamW([p], lr=0.1)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    for key in ("exp_avg", "exp_avg_sq"):
+        saved["state"][0][key] = saved["state"][0][key].t().contiguous().t()
+    optimizer.load_state_dict(saved)
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert optimizer.state[p][key].stride() == p.stride()
+        assert torch.equal(optimizer.state[p][key], saved["state"][0][key])

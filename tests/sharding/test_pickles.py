@@ -9,6 +9,7 @@ import torch.distributed.checkpoint as dcp
 
 from soren_align.recipe import UserError
 from soren_align.sharding import check_parts
+from soren_align.sharding.engine import makes_folders_in
 from soren_align.sharding.pickles import refuse_pickles
 
 
@@ -51,6 +52,34 @@ def test_the_metadata_of_fsdp2_is_read_and_a_hostile_one_refused(tmp_path):
     with pytest.raises(UserError, match=r"it holds code \(posix\.mkdir\)"):
         check_parts(tmp_path)
     assert not (tmp_path / "made").exists()
+
+
+def test_a_path_pickled_by_python_3_13_is_a_path(tmp_path):
+    (tmp_path / "o").mkdir()
+    written = pickle.dumps(tmp_path, protocol=2).replace(b"cpathlib\nPosixPath", b"cpathlib._local\nPosixPath")
+    assert b"_local" in written
+    (tmp_path / "o" / ".metadata").write_bytes(written)
+    check_parts(tmp_path)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Hostile(tmp_path / "made")))  # accelerate reads one there too
+    with pytest.raises(UserError, match="it holds code"):
+        check_parts(tmp_path)
+
+
+def test_a_parameter_whose_name_leads_elsewhere_is_not_written_there(tmp_path):
+    from deepspeed.checkpoint import ds_to_universal
+
+    (tmp_path / "checkpoint-5").mkdir()
+    with makes_folders_in(tmp_path / "checkpoint-5"):
+        ds_to_universal.dump_param_fragment(
+            str(tmp_path / "checkpoint-5" / "zero"), 0, 0, "fp32", torch.ones(3), "layer.weight", 0, 3
+        )
+        for name in (str(tmp_path / "outside"), "../../outside"):
+            with pytest.raises(UserError, match="names a parameter whose files would be written to"):
+                ds_to_universal.dump_param_fragment(
+                    str(tmp_path / "checkpoint-5" / "zero"), 0, 0, "fp32", torch.ones(3), name, 0, 3
+                )
+    assert not (tmp_path / "outside").exists()
+    os.makedirs(tmp_path / "outside")  # the system's own again
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", b"\x80\x05", b"\x80\x05]q\x00(K\x01"])
