@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN := runs/quickstart
 
-.PHONY: setup demo test fuzz parity check clean
+.PHONY: setup demo test fuzz races parity check clean
 
 setup: .venv/installed
 
@@ -27,6 +27,10 @@ test: setup
 fuzz: SEED ?= $(shell date +%Y%m%d)
 fuzz: setup
 	$(BIN)/python tests/fuzz/run.py --seed $(SEED)
+
+# 50 pairs of starts for one folder, 0 to 8 s apart: one trains its own recipe, the other is refused. Ten minutes.
+races: setup
+	OMP_NUM_THREADS=1 $(BIN)/python tests/trainers/races.py
 
 # How far 2 and 3 ranks are from one process, sharded in every way: the table of docs/distributed.md. Three minutes.
 parity: setup
