@@ -182,7 +182,7 @@ def _tamper(rng: random.Random, files: Files, as_json: Mutator, as_yaml: Mutator
             files[name] = {"link": target}
         case "kind":
             name = rng.choice(
-                _folders(files) + texts + ["run/.lock", "run/run.json.part", "run/model.part", "run/start.part"]
+                _folders(files) + texts + ["run/.lock", "run/run.json.4711.part", "run/model.part", "run/start.part"]
             )
             _drop(files, name)
             files[name] = rng.choice([{}, {}, b"", b"x", {"fifo": True}])

@@ -317,7 +317,7 @@ def a_suite(box: Box, arguments: dict[str, Any]) -> None:
     made.data_folder()
 
 
-RUN_OWN = ("run", "out", "summary.json", "summary.json.part", "copy.yaml", "imported.yaml")
+RUN_OWN = ("run", "out", "summary.json", f"summary.json.{os.getpid()}.part", "copy.yaml", "imported.yaml")
 TARGETS = {
     "recipe": a_recipe,
     "override": an_override,
