@@ -51,7 +51,8 @@ class OutOfReach(UserError):
 
 def of_the_system(error: OSError) -> UserError | None:
     """What the operating system refused, as a sentence that names the file; None for what is no matter of files."""
-    is_program = isinstance(error.filename, str) and os.sep not in error.filename  # gcc, ninja: a traceback says whose
+    # gcc, ninja: a traceback says who wants it.
+    is_program = error.errno == errno.ENOENT and isinstance(error.filename, str) and os.sep not in error.filename
     if (error.filename is None or is_program) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return None
     where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""

@@ -91,8 +91,8 @@ def _read(path: Path, below: tuple[Path, ...] = ()) -> tuple[dict[str, Any], dic
     named, place = raw.pop("extends"), lines.pop(("extends",))
     if not isinstance(named, str):
         raise UserError(f"{place} extends: found {named!r}; write a recipe's file or a shipped name")
-    beside = path.parent / named
     try:
+        beside = local_path(path.parent / named)
         base = find(str(beside if beside.is_file() else named))
     except UserError as error:
         raise UserError(f"{place} extends: {error}") from None
