@@ -87,8 +87,6 @@ class _Results(_Part):
         for row in self.rows:
             if row.scores.keys() != first.scores.keys():
                 raise ValueError(f"{row.name} has other columns than {first.name}")
-            if row is not first and row.differences is None:
-                raise ValueError(f"{row.name} has no differences to {first.name}")
             if row.differences is not None and row.differences.keys() != row.scores.keys():
                 raise ValueError(f"the differences of {row.name} are of other columns than its scores")
             if any(row.scores[c].also.keys() != first.scores[c].also.keys() for c in first.scores):

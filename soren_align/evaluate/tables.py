@@ -102,7 +102,7 @@ def _legend(results: dict[str, Any]) -> list[str]:
     first, *later = results["rows"]
     lines = []
     if later:
-        num = sum(len(row["differences"]) for row in later)
+        num = sum(len(row.get("differences", ())) for row in later)
         lines += [
             f"second lines: difference to {first['name']} on the same questions, and its own 95% interval",
             "third lines: the probability p that equally good models differ by as much, by McNemar's exact test where"
