@@ -228,7 +228,7 @@ def _without_models():
             (training, "train", train),
             (push, "HfApi", lambda: hub),
             (push, "get_token", lambda: "token"),
-            (push.constants, "HF_HUB_OFFLINE", False),
+            (push, "constants", SimpleNamespace(HF_HUB_OFFLINE=False, ENDPOINT="hub")),  # for it alone
         ):
             stack.enter_context(mock.patch.object(where, name, fake))
         yield
