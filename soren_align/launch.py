@@ -115,14 +115,15 @@ def evaluate(
     first = RunFolder(models[0])
     if output is None and first.read():
         first.lock(shared=True)  # results are written into it
-    recipe = _recipe_of(models[0])
+    run = first.read()  # again, now that it is held
+    recipe = load_resolved(first.recipe) if run and first.recipe.is_file() else None
     asked = _asked(recipe, given)
     if output is None and (recipe is None or len(models) > 1):
         raise UserError("--output: is required: name the folder for results that belong to no single run")
     arguments = ["eval", *models, "--asked", asked.model_dump_json()]
     for option, value in (("--output", output), ("--summary", summary), ("--cache", cache)):
         arguments += [option, value] if value else []
-    trained = (RunFolder(models[0]).read() or {}).get("processes")
+    trained = (run or {}).get("processes")
     _become(arguments, recipe, num_gpus=asked.processes or trained or 1)
 
 
@@ -299,9 +300,3 @@ def _become(arguments: list[str], recipe: Recipe | None, num_ranks: int = 1, num
     sys.stdout.flush()
     sys.stderr.flush()
     os.execvpe(sys.executable, [*_WORKER, *arguments], environment(recipe, num_ranks, num_gpus))
-
-
-def _recipe_of(target: str) -> Recipe | None:
-    """The recipe of a run folder, for its environment; None for a plain model."""
-    folder = RunFolder(target)
-    return load_resolved(folder.recipe) if folder.read() and folder.recipe.is_file() else None

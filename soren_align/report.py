@@ -79,22 +79,23 @@ class RunFolder:
             raise UserError(f"suite {suite!r}: is no name for a folder of results")
         return self.path / "eval" / suite
 
-    def read(self) -> dict[str, Any] | None:
-        """run.json, or None where there is no run. UserError if it is damaged, or was not written by soren-align.
+    def read(self, *needed: str) -> dict[str, Any] | None:
+        """run.json, with these keys in it, or None where there is no run.
 
-        A folder with a config.json is a model's, whatever another tool has put beside it.
+        UserError if it is damaged, lacks a key, or was not written by soren-align. A folder with a config.json is a
+        model's, whatever another tool has put beside it.
         """
         file = self.path / "run.json"
         if not file.is_file() or (self.path / "config.json").is_file():
             return None
-        return manifest.checked(read_json(file), file)
+        return manifest.checked(read_json(file), file, needed)
 
     def record(self, *needed: str) -> dict[str, Any]:
-        """run.json, with these keys in it. UserError if it lacks one, or if there is no run."""
-        record = self.read()
+        """As `read`, with a UserError if there is no run."""
+        record = self.read(*needed)
         if record is None:
             raise UserError(f"{self}: is no run folder (run.json)")
-        return manifest.checked(record, self.path / "run.json", needed)
+        return record
 
     def update(self, **changes: Any) -> None:
         """Set keys of run.json."""
@@ -121,9 +122,8 @@ class RunFolder:
         if not self.holds(name):
             self._refuse_foreign(begin)
             self.path.mkdir(parents=True, exist_ok=True)
-            held = self._locked(
-                name, shared
-            )  # the first of the two: else this could get in the way of a run's own rank
+            # Before the ranks' lock: else this could get in the way of a run's own rank.
+            held = self._locked(name, shared)
             try:
                 if not as_rank and not self.holds(RANKS_LOCK):
                     os.close(self._locked(RANKS_LOCK, shared))

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from ..files import is_component
 from ..recipe import Eval, UserError
-from ..report import RunFolder, commit, is_component, remove, write
+from ..report import RunFolder, commit, remove, write
 from . import picture, tables
 from .backends import folder_of, load_tokenizer, refuse_absent
 from .harness import Answers, evaluate_model
