@@ -10,12 +10,13 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 
+from .errors import UserError
 from .evaluate import tables
 from .evaluate.results import read_results
 from .evaluate.tables import in_cell, plain
 from .manifest import OF_A_MODEL
-from .recipe import Recipe, UserError, adapter_config, load_resolved
-from .report import LOST, RunFolder, dropped_in_words, write
+from .recipe import Recipe, adapter_config, load_resolved
+from .run_folder import LOST, RunFolder, dropped_in_words, write
 
 HARDLY = 1e-4
 """Of their norm. Matrices that changed by less moved a fortieth of the gap between two bfloat16 numbers (2^-8)."""

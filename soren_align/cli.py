@@ -77,11 +77,11 @@ def dpo(recipe: RecipeArgument, set_: Overrides = None, no_eval: NoEval = False,
 
 
 def _train(task: str, recipe: str, overrides: list[str] | None, no_eval: bool, processes: int | None) -> None:
-    from . import launch
+    from .launch import commands
     from .recipe import load
 
     extra = ["eval=null"] if no_eval else []
-    launch.train(load(recipe, [*(overrides or []), *extra], task=task), processes)
+    commands.train(load(recipe, [*(overrides or []), *extra], task=task), processes)
 
 
 @app.command("eval")
@@ -122,7 +122,7 @@ def evaluate(
     summary: Annotated[str | None, typer.Option(help="Also write the scores, bare, to this JSON file.")] = None,
 ) -> None:
     """Measure models beside the checkpoints that they started from."""
-    from . import launch
+    from .launch import commands
 
     given = {
         "suite": suite,
@@ -136,7 +136,7 @@ def evaluate(
         "trust_suite": trust_suite or None,
         "quote": quote or None,
     }
-    launch.evaluate(models, given, output, summary, cache)
+    commands.evaluate(models, given, output, summary, cache)
 
 
 @app.command()
@@ -149,10 +149,10 @@ def plan(
     ] = 1,
 ) -> None:
     """Show what a recipe would do, without training."""
-    from . import launch
+    from .launch import commands
     from .recipe import load
 
-    raise typer.Exit(launch.plan(load(recipe, set_), as_json, processes))
+    raise typer.Exit(commands.plan(load(recipe, set_), as_json, processes))
 
 
 @app.command()
@@ -160,9 +160,9 @@ def universal(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of an unfinished run.")],
 ) -> None:
     """Let an unfinished run go on with another number of processes."""
-    from . import launch
+    from .launch import commands
 
-    launch.universal(run)
+    commands.universal(run)
 
 
 @app.command()
@@ -170,9 +170,9 @@ def merge(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run that trained an adapter.")],
 ) -> None:
     """Make one model of a LoRA adapter and its base: RUN/merged."""
-    from . import launch
+    from .launch import commands
 
-    launch.merge(run)
+    commands.merge(run)
 
 
 @app.command()
@@ -201,7 +201,7 @@ def import_(
 ) -> None:
     """Make a recipe of another tool's file, and tell what became of every key."""
     from .files import local_path
-    from .recipe import import_file
+    from .importers import import_file
 
     if task not in (None, "sft", "dpo"):
         raise UserError(f"--task: found {task!r}; write sft or dpo")
@@ -229,9 +229,9 @@ def schema() -> None:
 @bench_app.command()
 def maps(shapes: Shapes = "llama-60m", device: Device = None, as_json: AsJson = False, output: Page = None) -> None:
     """Time, FLOPs and error of every map of singular values, beside Muon's iteration."""
-    from . import launch
+    from .launch import commands
 
-    launch.bench(["maps"], shapes, device, as_json, output)
+    commands.bench(["maps"], shapes, device, as_json, output)
 
 
 @bench_app.command()
@@ -243,9 +243,9 @@ def step(
     output: Page = None,
 ) -> None:
     """Time and memory of whole optimizer steps on a model's matrices."""
-    from . import launch
+    from .launch import commands
 
-    launch.bench(["step", "--tokens", str(tokens)], shapes, device, as_json, output)
+    commands.bench(["step", "--tokens", str(tokens)], shapes, device, as_json, output)
 
 
 @recipes_app.callback()

@@ -12,8 +12,9 @@ from huggingface_hub.errors import HTTPError
 from huggingface_hub.utils import validate_repo_id
 
 from .card import card, public
-from .recipe import UserError, adapter_config, load_resolved
-from .report import RunFolder
+from .errors import UserError
+from .recipe import adapter_config, load_resolved
+from .run_folder import RunFolder
 
 SENT = (".safetensors", ".json", ".jinja", ".txt", ".model")
 """What weights, configs and tokenizers are in. A pickle (.bin, .pt, .pkl) runs code where it is loaded."""

@@ -20,7 +20,8 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations import deepspeed as hf_deepspeed
 
-from .recipe import UserError, adapter_config
+from .errors import UserError
+from .recipe import adapter_config
 
 MATCH_SECONDS = 3
 """Of CPU, for all of an adapter's patterns on all of a model's modules; those that adapters are published with take a

@@ -4,8 +4,9 @@ import fcntl
 import json
 from contextlib import contextmanager
 
-from soren_align import launch, recipe
-from soren_align.report import RunFolder
+from soren_align import recipe
+from soren_align.launch import commands
+from soren_align.run_folder import RunFolder
 
 TRAINED = {"steps": 600, "first_loss": 4.7164, "last_loss": 0.0023, "relative_change": 0.0436}
 TRAINED |= {
@@ -19,7 +20,7 @@ def finished_run(path, *overrides, training=(), start=None, adapter_of=None):
     """A run folder at `path` of the shortened quickstart; training: what to change in what became of it."""
     made = recipe.load("quickstart/sft", [f"run.output_dir={path}", *overrides])
     folder = RunFolder(path)
-    launch.prepare(folder, made)
+    commands.prepare(folder, made)
     on_hub = made.model.init_seed is None
     data = {"path": "HuggingFaceH4/ultrachat_200k", "split": "train_sft", "revision": "b" * 40}
     folder.update(

@@ -12,7 +12,8 @@ import sys
 import pytest
 import torch
 
-from soren_align import cli, launch, shipped, worker
+from soren_align import cli, shipped
+from soren_align.launch import commands, worker
 
 RECIPE = """\
 task: sft
@@ -48,7 +49,7 @@ PAIR = {"chosen": chat("Hello", "red"), "rejected": chat("Hello", "blue")}
 def soren_align(tmp_path, monkeypatch, capsys):
     """Run a command in a folder with `rows.jsonl`; returns its exit code and what it wrote to stderr."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch, "_become", lambda arguments, *_: sys.exit(worker.main(arguments)))
+    monkeypatch.setattr(commands, "_become", lambda arguments, *_: sys.exit(worker.main(arguments)))
     monkeypatch.setattr(worker.console, "_file", None, raising=False)
     (tmp_path / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
 

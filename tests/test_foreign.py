@@ -13,10 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from soren_align import recipe
-from soren_align.recipe import UserError, foreign_names, import_file, models, trl_config
-from soren_align.recipe.foreign import flattened, translate
-from soren_align.recipe.foreign_file import to_table, to_text
-from soren_align.recipe.load import load_text, parse
+from soren_align.errors import UserError
+from soren_align.importers import import_file, key_tables
+from soren_align.importers.convert import flattened, translate
+from soren_align.importers.importer import to_table, to_text
+from soren_align.recipe import sections, trl_config
+from soren_align.recipe.loader import load_text, parse
 
 FOLDER = Path(__file__).parent / "foreign"
 FILES = {file.stem: file for file in sorted(FOLDER.glob("*.yaml")) if "orpo" not in file.stem}
@@ -51,7 +53,7 @@ def problems(text):
 
 
 def known_names():
-    tables = (foreign_names.RENAMED, *foreign_names.DROPPED.values(), *foreign_names.CHANGES.values())
+    tables = (key_tables.RENAMED, *key_tables.DROPPED.values(), *key_tables.CHANGES.values())
     words = " ".join(t if isinstance(t, str) else " ".join(t) for t in tables).split()
     return sorted({w.replace("*", "x") for w in words} | set(trl_config.fields("sft")) | set(trl_config.fields("dpo")))
 
@@ -394,15 +396,15 @@ def test_a_recipe_that_would_not_load_is_not_written(tmp_path):
 
 
 def test_the_tables_name_keys_that_there_are():
-    for source_name, target in foreign_names.RENAMED.items():
+    for source_name, target in key_tables.RENAMED.items():
         section, key = target.split(".")
         if section == "trainer":
             assert key in trl_config.fields("sft").keys() | trl_config.fields("dpo").keys(), source_name
         else:
-            assert key in models.Recipe.model_fields[section].annotation.model_fields, source_name
-    reasons = [p for t in (foreign_names.DROPPED, foreign_names.CHANGES) for p in " ".join(t.values()).split()]
+            assert key in sections.Recipe.model_fields[section].annotation.model_fields, source_name
+    reasons = [p for t in (key_tables.DROPPED, key_tables.CHANGES) for p in " ".join(t.values()).split()]
     assert len(reasons) == len(set(reasons))
-    assert not set(reasons) & foreign_names.RENAMED.keys()
+    assert not set(reasons) & key_tables.RENAMED.keys()
 
 
 @pytest.mark.parametrize(

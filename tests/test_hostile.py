@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from soren_align import recipe
+from soren_align import importers, recipe
 from soren_align.errors import UserError
 from soren_align.recipe import DataSplit
 
@@ -203,10 +203,10 @@ def test_imports(folder, case):
     text, message = IMPORTS[case]
     (folder / "theirs.yaml").write_text(text)
     if message:
-        refused(lambda: recipe.import_file(folder / "theirs.yaml", "sft"), message)
+        refused(lambda: importers.import_file(folder / "theirs.yaml", "sft"), message)
         return
     began = time.process_time()
-    made, _ = recipe.import_file(folder / "theirs.yaml", "sft")
+    made, _ = importers.import_file(folder / "theirs.yaml", "sft")
     assert time.process_time() - began < 5
     assert "\x1b" not in made
     assert recipe.load_text(made).run.output_dir == "runs/theirs"

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 from finished import held_by_another
 
-from soren_align import launch, launched, recipe
-from soren_align.recipe import UserError
-from soren_align.report import RunFolder
+from soren_align import recipe
+from soren_align.errors import UserError
+from soren_align.launch import commands, environment
+from soren_align.run_folder import RunFolder
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def make(tmp_path):
 
 def begin(made, checkpoint=False):
     recipe_, folder = made
-    launch.prepare(folder, recipe_)
+    commands.prepare(folder, recipe_)
     if checkpoint:
         (folder.checkpoints / "checkpoint-5").mkdir(parents=True, exist_ok=True)
         (folder.checkpoints / "checkpoint-5" / "soren_align.json").write_text("{}")
@@ -97,14 +98,14 @@ def test_a_suite_has_one_name_however_it_is_given(suite):
 
 def test_a_run_goes_on_only_on_as_many_processes(make):
     recipe_, folder = make()
-    launch.prepare(folder, recipe_, 2)
+    commands.prepare(folder, recipe_, 2)
     (folder.checkpoints / "checkpoint-5").mkdir(parents=True)
     (folder.checkpoints / "checkpoint-5" / "soren_align.json").write_text("{}")
     with pytest.raises(UserError, match=r"unfinished run of 2 processes, not 1. Go on with --processes 2"):
-        launch.prepare(folder, recipe_)
-    launch.prepare(folder, recipe_, 2)
+        commands.prepare(folder, recipe_)
+    commands.prepare(folder, recipe_, 2)
     folder.update(status="trained")  # only the evaluation is missing, and that is one process's work
-    launch.prepare(folder, recipe_)
+    commands.prepare(folder, recipe_)
 
 
 def test_another_global_batch_is_another_recipe(make):
@@ -130,12 +131,12 @@ def test_who_launched_this_process_is_known_from_its_environment(monkeypatch, st
         monkeypatch.delenv(name)
     for name, value in start.items():
         monkeypatch.setenv(name, value)
-    here = launched.launched()
+    here = environment.launched()
     assert (here and here.rank, here and here.num_ranks) == (rank, of)
     if "SLURM_STEP_NUM_TASKS" in start:
-        env = launched.environment()
+        env = environment.environment()
         assert (env["RANK"], env["WORLD_SIZE"]) == (str(rank), str(of))
-    assert not {"RANK", "WORLD_SIZE"} & launched.without_ranks(launched.environment()).keys()
+    assert not {"RANK", "WORLD_SIZE"} & environment.without_ranks(environment.environment()).keys()
 
 
 def test_srun_on_several_machines_needs_a_meeting_place(monkeypatch):
@@ -144,7 +145,7 @@ def test_srun_on_several_machines_needs_a_meeting_place(monkeypatch):
     for name in ("SLURM_PROCID", "SLURM_LOCALID"):
         monkeypatch.setenv(name, "0")
     with pytest.raises(UserError, match="set MASTER_ADDR"):
-        launched.launched()
+        environment.launched()
 
 
 @pytest.mark.parametrize(
@@ -200,10 +201,10 @@ def test_metrics_of_steps_to_be_taken_again_are_dropped(tmp_path):
 def test_the_environment_keeps_what_the_user_set(make, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    assert launch.environment(make()[0])["OMP_NUM_THREADS"] == "1"
-    assert launch.environment(make()[0])["HF_HUB_OFFLINE"] == "1"
+    assert commands.environment(make()[0])["OMP_NUM_THREADS"] == "1"
+    assert commands.environment(make()[0])["HF_HUB_OFFLINE"] == "1"
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert launch.environment(make()[0])["OMP_NUM_THREADS"] == "7"
+    assert commands.environment(make()[0])["OMP_NUM_THREADS"] == "7"
 
 
 @pytest.mark.parametrize("has_driver", [True, False])
@@ -218,16 +219,16 @@ def test_deepspeed_is_kept_to_the_cpu_only_where_cuda_cannot_be(make, monkeypatc
     loaded = make()[0]
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     monkeypatch.setattr(Path, "glob", lambda self, pattern: iter(()))
-    monkeypatch.setattr(launch.ctypes, "CDLL", load)
-    assert launch.environment(loaded).get("DS_ACCELERATOR") == (None if has_driver else "cpu")
+    monkeypatch.setattr(commands.ctypes, "CDLL", load)
+    assert commands.environment(loaded).get("DS_ACCELERATOR") == (None if has_driver else "cpu")
 
 
 def test_another_number_of_processes_goes_on_only_from_a_checkpoint_for_any(make):
     folder = begin(make(), checkpoint=True)
     with pytest.raises(UserError, match=r"of 1 process, not 3.*soren-align universal"):
-        launch.prepare(folder, make()[0], 3)
+        commands.prepare(folder, make()[0], 3)
     folder.update(processes=None)
-    launch.prepare(folder, make()[0], 3)
+    commands.prepare(folder, make()[0], 3)
     assert folder.read()["processes"] == 3
 
 
@@ -236,13 +237,13 @@ def test_a_run_whose_batch_depends_on_its_number_keeps_it(make):
     with pytest.raises(
         UserError, match=r"has no run.global_batch_size, so that another number of processes would take"
     ):
-        launch.universal(str(folder))
+        commands.universal(str(folder))
 
 
 def test_what_has_no_checkpoint_cannot_be_freed_from_its_number(make):
     folder = begin(make())
     with pytest.raises(UserError, match="holds no unfinished run with a complete checkpoint"):
-        launch.universal(str(folder))
+        commands.universal(str(folder))
 
 
 @pytest.mark.parametrize(
@@ -251,11 +252,11 @@ def test_what_has_no_checkpoint_cannot_be_freed_from_its_number(make):
 def test_accelerate_configured_for_something_else_is_refused(make, monkeypatch, variable, said):
     monkeypatch.setenv(variable, "true")
     with pytest.raises(UserError, match=f"accelerate was configured for {said}, and run.parallel is ddp"):
-        launch.train(make()[0])
+        commands.train(make()[0])
 
 
 def test_one_process_of_zero_has_a_launcher_too(make, monkeypatch):
     started = []
-    monkeypatch.setattr(launch.os, "execvpe", lambda program, arguments, env: started.append(arguments[3:]))
-    launch.train(make("run.parallel=zero2")[0])
+    monkeypatch.setattr(commands.os, "execvpe", lambda program, arguments, env: started.append(arguments[3:]))
+    commands.train(make("run.parallel=zero2")[0])
     assert started[0][:3] == ["ranks", "1", "train"]

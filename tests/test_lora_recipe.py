@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
-from soren_align import launch, recipe
-from soren_align.recipe import UserError
+from soren_align import recipe
+from soren_align.errors import UserError
+from soren_align.launch import commands
 
 LORA = ("model.lora={r: 4}", "optimizer.aux_lr=null", "optimizer.adjust_lr_fn=null")
 
@@ -131,7 +132,7 @@ def test_without_bitsandbytes_a_quantised_base_is_refused_before_anything_is_tou
     )
     asked = load(*LORA, "model.lora.quantize=4bit", f"run.output_dir={tmp_path / 'run'}")
     with pytest.raises(UserError, match="needs bitsandbytes, which is not installed: pip install bitsandbytes"):
-        launch.train(asked)
+        commands.train(asked)
     assert list(tmp_path.iterdir()) == []
 
 

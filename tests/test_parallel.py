@@ -5,7 +5,8 @@ import json
 import pytest
 
 from soren_align import recipe, shipped
-from soren_align.recipe import UserError, parallel
+from soren_align.errors import UserError
+from soren_align.recipe import parallel
 from soren_align.recipe.parallel import NAMES
 
 SHIPPED = sorted((shipped.ROOT / "configs" / "deepspeed").glob("*.json"))
@@ -117,7 +118,7 @@ def test_without_deepspeed_zero_is_refused_with_the_remedy(monkeypatch):
 
 
 def test_a_lost_process_is_told_from_other_errors():
-    from soren_align.worker import rank_was_lost
+    from soren_align.launch.worker import rank_was_lost
 
     assert rank_was_lost(RuntimeError("[/x/gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"))
     assert not rank_was_lost(RuntimeError("shape mismatch"))

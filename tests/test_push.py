@@ -9,9 +9,9 @@ from finished import HUB, finished_run, held_by_another
 from huggingface_hub import HfApi
 
 from soren_align import push as pushing
+from soren_align.errors import UserError
 from soren_align.push import push
-from soren_align.recipe import UserError
-from soren_align.report import MADE_FROM, fingerprint
+from soren_align.run_folder import MADE_FROM, fingerprint
 
 
 class Recorder:

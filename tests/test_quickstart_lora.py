@@ -10,13 +10,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from soren_align import launch, recipe
+from soren_align import recipe
 from soren_align.evaluate.lineage import lineage
 from soren_align.evaluate.stage import evaluate
+from soren_align.launch import commands
 from soren_align.recipe import Eval
-from soren_align.report import RunFolder
-from soren_align.trainers import adapters
-from soren_align.trainers import run as training
+from soren_align.run_folder import RunFolder
+from soren_align.trainers import adapters, training
 
 QUIET = Console(file=io.StringIO())
 
@@ -26,7 +26,7 @@ def trained(folder, task, *overrides):
     always = ("trainer.eval_strategy=no", "trainer.save_strategy=no", f"run.output_dir={folder / task}")
     asked = recipe.load(f"quickstart/{task}-lora", [*always, *overrides])
     run = RunFolder(folder / task)
-    launch.prepare(run, asked)
+    commands.prepare(run, asked)
     assert training.train(training.get_ready(asked, run), run, QUIET)
     return run
 

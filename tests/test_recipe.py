@@ -5,7 +5,7 @@ import json
 import pytest
 
 from soren_align import recipe, shipped
-from soren_align.recipe import UserError
+from soren_align.errors import UserError
 
 GOOD = """\
 task: sft

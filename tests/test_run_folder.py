@@ -9,11 +9,12 @@ import sys
 import pytest
 from finished import finished_run, held_by_another
 
-from soren_align import cli, launch, recipe, worker
+from soren_align import cli, recipe
 from soren_align.card import write_card
+from soren_align.errors import UserError
+from soren_align.launch import commands, worker
 from soren_align.push import push
-from soren_align.recipe import UserError
-from soren_align.report import RunFolder, write
+from soren_align.run_folder import RunFolder, write
 from soren_align.terminal import Terminal
 
 
@@ -54,7 +55,7 @@ def started(monkeypatch):
         became.append(arguments)
         raise SystemExit
 
-    monkeypatch.setattr(launch.os, "execvpe", become)
+    monkeypatch.setattr(commands.os, "execvpe", become)
     return became
 
 
@@ -63,17 +64,17 @@ def started(monkeypatch):
 
 def test_a_second_start_while_torch_loads_is_refused_and_changes_nothing(make, folder, started, monkeypatch):
     with pytest.raises(SystemExit):
-        launch.train(make("trainer.max_steps=3"))
+        commands.train(make("trainer.max_steps=3"))
     before = contents(folder.path)
     monkeypatch.delenv("SOREN_ALIGN_LOCK")  # the second is another process, which opens the lock for itself
     for overrides in (["trainer.max_steps=4"], ["trainer.max_steps=4", "run.overwrite=true"]):
         with pytest.raises(UserError, match="another process is running this run"):
-            launch.train(make(*overrides))
+            commands.train(make(*overrides))
     assert contents(folder.path) == before
     assert len(started) == 1
 
 
-@pytest.mark.parametrize("command", [launch.universal, launch.merge])
+@pytest.mark.parametrize("command", [commands.universal, commands.merge])
 def test_commands_on_a_run_that_is_running_are_refused(folder, command):
     finished_run(folder.path)
     with held_by_another(folder), pytest.raises(UserError, match="another process is running this run"):
@@ -81,9 +82,11 @@ def test_commands_on_a_run_that_is_running_are_refused(folder, command):
 
 
 def test_a_folder_stays_held_by_what_a_process_becomes(folder, tmp_path):
-    check = "import sys; from soren_align.report import RunFolder; sys.exit(0 if RunFolder(sys.argv[1]).holds() else 1)"
+    check = (
+        "import sys; from soren_align.run_folder import RunFolder; sys.exit(0 if RunFolder(sys.argv[1]).holds() else 1)"
+    )
     hold = (
-        "import os, sys; from soren_align.report import RunFolder; RunFolder(sys.argv[1]).lock(begin=True);"
+        "import os, sys; from soren_align.run_folder import RunFolder; RunFolder(sys.argv[1]).lock(begin=True);"
         f"os.execv(sys.executable, [sys.executable, '-c', {check!r}, sys.argv[1]])"
     )
     assert subprocess.run([sys.executable, "-c", hold, str(folder)]).returncode == 0
@@ -92,15 +95,15 @@ def test_a_folder_stays_held_by_what_a_process_becomes(folder, tmp_path):
 
 
 def test_ranks_hold_a_folder_whose_launcher_was_killed(folder, make):
-    launch.prepare(folder, make())
+    commands.prepare(folder, make())
     folder.release()
     with held_by_another(folder, ".lock-ranks"), pytest.raises(UserError, match="another process is running"):
-        launch.prepare(folder, make())
-    launch.prepare(folder, make())
+        commands.prepare(folder, make())
+    commands.prepare(folder, make())
 
 
 def test_the_first_rank_holds_a_folder_beside_its_launcher(folder, make):
-    launch.prepare(folder, make())
+    commands.prepare(folder, make())
     folder.release()
     with held_by_another(folder):
         folder.lock(as_rank=True)
@@ -113,17 +116,17 @@ def test_a_run_is_evaluated_by_several_processes_and_trained_by_none_of_them(fol
     finished_run(folder.path)
     for _ in range(2):
         with pytest.raises(SystemExit):
-            launch.evaluate([str(folder)], {}, None, None, None)
+            commands.evaluate([str(folder)], {}, None, None, None)
         monkeypatch.delenv("SOREN_ALIGN_LOCK")
     with pytest.raises(UserError, match="another process is running this run, or evaluating it"):
-        launch.prepare(folder, make("run.overwrite=true"))
+        commands.prepare(folder, make("run.overwrite=true"))
     assert len(started) == 2
 
 
 def test_a_run_that_is_training_is_not_evaluated(folder, started):
     finished_run(folder.path)
     with held_by_another(folder), pytest.raises(UserError, match="another process is running this run"):
-        launch.evaluate([str(folder)], {}, None, None, None)
+        commands.evaluate([str(folder)], {}, None, None, None)
 
 
 def test_a_folder_on_a_file_system_without_locks_is_refused_in_words(folder, monkeypatch):
@@ -139,14 +142,14 @@ def test_a_folder_on_a_file_system_without_locks_is_refused_in_words(folder, mon
 
 
 def test_a_linked_folder_is_unlinked_and_not_followed_when_a_run_is_replaced(make, folder, elsewhere):
-    launch.prepare(folder, make())
+    commands.prepare(folder, make())
     folder.checkpoints.symlink_to(elsewhere)
     (folder.path / "recipe.yaml.part").symlink_to(elsewhere / "checkpoint-5" / "weights")
     before = contents(elsewhere)
     with pytest.raises(UserError, match="is a link to"):
-        launch.prepare(folder, make())
+        commands.prepare(folder, make())
     folder.clear()
-    launch.prepare(folder, make("run.overwrite=true"))
+    commands.prepare(folder, make("run.overwrite=true"))
     assert contents(elsewhere) == before
     assert not folder.checkpoints.exists()
     assert recipe.load(str(folder.recipe)) == make("run.overwrite=true")
@@ -154,24 +157,24 @@ def test_a_linked_folder_is_unlinked_and_not_followed_when_a_run_is_replaced(mak
 
 @pytest.mark.parametrize("name", ["checkpoints", "model", "start", "eval", "metrics.jsonl", "run.json", "model.part"])
 def test_a_link_among_what_runs_write_is_refused_before_anything_is_written(make, folder, elsewhere, name):
-    launch.prepare(folder, make())
+    commands.prepare(folder, make())
     entry = folder.path / name
     if entry.exists():
         entry.rename(elsewhere / name)
     before, link = contents(elsewhere), elsewhere / name if (elsewhere / name).exists() else elsewhere
     entry.symlink_to(link)
     with pytest.raises(UserError, match=rf"{name}: is a link to"):
-        launch.prepare(folder, make())
+        commands.prepare(folder, make())
     assert contents(elsewhere) == before
 
 
 def test_a_lock_that_is_a_link_is_not_followed(make, folder, elsewhere):
-    launch.prepare(folder, make())
+    commands.prepare(folder, make())
     folder.release()
     (folder.path / ".lock").unlink()
     (folder.path / ".lock").symlink_to(elsewhere / "checkpoint-5" / "weights")
     with pytest.raises((UserError, OSError)):
-        launch.prepare(folder, make())
+        commands.prepare(folder, make())
     assert (elsewhere / "checkpoint-5" / "weights").read_text() == "years of work"
 
 
@@ -185,7 +188,7 @@ def test_writing_replaces_a_link_and_what_a_kill_left(tmp_path, elsewhere):
 
 
 def test_a_run_that_is_half_cleared_is_still_a_run(make, folder, monkeypatch):
-    launch.prepare(folder, make())
+    commands.prepare(folder, make())
     folder.model.mkdir()
 
     def denied(path):
@@ -194,8 +197,8 @@ def test_a_run_that_is_half_cleared_is_still_a_run(make, folder, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("shutil.rmtree", denied)
         with pytest.raises(PermissionError):
-            launch.prepare(folder, make("run.overwrite=true"))
-    launch.prepare(folder, make("run.overwrite=true"))
+            commands.prepare(folder, make("run.overwrite=true"))
+    commands.prepare(folder, make("run.overwrite=true"))
     assert folder.read()["status"] == "training"
 
 
@@ -203,14 +206,14 @@ def test_a_start_that_was_killed_in_its_first_write_is_begun_again(make, folder)
     folder.path.mkdir()
     for name in (".lock", ".lock-ranks", "run.json.part", "run.json.4711.part"):
         (folder.path / name).touch()
-    launch.prepare(folder, make())
+    commands.prepare(folder, make())
     assert folder.read()["status"] == "training"
 
 
 def test_a_folder_that_a_group_shares_has_locks_that_the_group_may_hold(make, folder):
     before = os.umask(0o002)
     try:
-        launch.prepare(folder, make())
+        commands.prepare(folder, make())
     finally:
         os.umask(before)
     assert (folder.path / ".lock").stat().st_mode & 0o060 == 0o060
@@ -221,13 +224,13 @@ def test_a_models_folder_with_another_tools_run_json_is_a_model(tmp_path, starte
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "model" / "run.json").write_text('{"run_id": "sweep-7"}')
     with pytest.raises(SystemExit):
-        launch.evaluate([str(tmp_path / "model")], {"suite": "quickstart"}, str(tmp_path / "out"), None, None)
+        commands.evaluate([str(tmp_path / "model")], {"suite": "quickstart"}, str(tmp_path / "out"), None, None)
     assert started
 
 
 def test_a_home_of_nobody_is_one_sentence(started):
     with pytest.raises(UserError, match="cannot be used as a path"):
-        launch.evaluate(["~nosuchuser/x"], {"suite": "quickstart"}, "out", None, None)
+        commands.evaluate(["~nosuchuser/x"], {"suite": "quickstart"}, "out", None, None)
 
 
 # -- a stranger's files ------------------------------------------------------------------------------------------------
@@ -240,7 +243,7 @@ def test_a_folder_with_another_tools_run_json_is_left_alone(make, folder, overri
     (folder.path / "run.json").write_text('{"status": "training", "task": "sft", "run_id": "sweep-7"}')
     before = contents(folder.path)
     with pytest.raises(UserError, match=r"run.json: was not written by soren-align"):
-        launch.prepare(folder, make(*overrides))
+        commands.prepare(folder, make(*overrides))
     assert contents(folder.path) == before
 
 
@@ -258,10 +261,10 @@ DAMAGED = {
 @pytest.mark.parametrize(
     "command",
     [
-        lambda run: launch.train(recipe.load("quickstart/sft", [f"run.output_dir={run}"])),
-        launch.universal,
-        launch.merge,
-        lambda run: launch.evaluate([run], {}, None, None, None),
+        lambda run: commands.train(recipe.load("quickstart/sft", [f"run.output_dir={run}"])),
+        commands.universal,
+        commands.merge,
+        lambda run: commands.evaluate([run], {}, None, None, None),
         lambda run: push(run, "me/zoo"),
         lambda run: write_card(RunFolder(run)),
     ],
@@ -297,7 +300,7 @@ def test_a_recipe_yaml_of_another_version_is_one_sentence(folder):
     finished_run(folder.path)
     folder.recipe.write_text("task: sft\noptimizer: {kind: soren}\n")
     with pytest.raises(UserError, match=r"recipe\.yaml: no recipe that this version of soren-align wrote"):
-        launch.evaluate([str(folder)], {}, None, None, None)
+        commands.evaluate([str(folder)], {}, None, None, None)
 
 
 @pytest.mark.parametrize("suite", ["..", "a/b", "/tmp", "\x1b[2J", ""])
@@ -321,13 +324,13 @@ def test_a_changed_parallel_config_of_the_same_name_is_another_recipe(make, fold
     config = tmp_path / "mine.json"
     config.write_text('{"zero_optimization": {"stage": 2}}')
     made = make(f"run.parallel={config}", "run.global_batch_size=64")
-    launch.prepare(folder, made)
+    commands.prepare(folder, made)
     (folder.checkpoints / "checkpoint-5").mkdir(parents=True)
     (folder.checkpoints / "checkpoint-5" / "soren_align.json").write_text("{}")
-    launch.prepare(folder, made)
+    commands.prepare(folder, made)
     config.write_text('{"zero_optimization": {"stage": 1}}')
     with pytest.raises(UserError, match=r"run\.parallel\.zero_optimization\.stage: 2 there, 1 here"):
-        launch.prepare(folder, made)
+        commands.prepare(folder, made)
 
 
 # -- the operating system ----------------------------------------------------------------------------------------------

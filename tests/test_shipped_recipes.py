@@ -11,8 +11,9 @@ from rich.console import Console
 from tokenizers_like import mistral, qwen
 from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, Qwen2Config
 
-from soren_align import launch, recipe, shipped
-from soren_align.report import RunFolder
+from soren_align import recipe, shipped
+from soren_align.launch import commands
+from soren_align.run_folder import RunFolder
 
 OPTIMIZERS = ("adamw", "muon", "htmuon", "soren")
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -46,13 +47,13 @@ def replicas(tmp_path_factory):
 @pytest.fixture(scope="module")
 def runs(replicas, tmp_path_factory):
     """Every recipe trained: {name: its run folder}."""
-    from soren_align.trainers import run as training
+    from soren_align.trainers import training
 
     root, found = tmp_path_factory.mktemp("runs"), {}
     for name in NAMES:
         folder = RunFolder(root / name)
         loaded = recipe.load(name, [*replicas[name.split("/")[0]], f"run.output_dir={root / name}"])
-        launch.prepare(folder, loaded, 1)
+        commands.prepare(folder, loaded, 1)
         ready = training.get_ready(loaded, folder)
         assert training.train(ready, folder, Console(file=io.StringIO(), width=80))
         found[name] = folder

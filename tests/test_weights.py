@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations import HfDeepSpeedConfig
 
 from soren_align import recipe, shipped
+from soren_align.errors import UserError
 from soren_align.evaluate.backends import Setup, load
-from soren_align.recipe import UserError
 from soren_align.trainers import adapters, build
 
 BASE = shipped.ROOT / "recipes" / "quickstart" / "base"

@@ -4,7 +4,7 @@ import difflib
 import re
 from dataclasses import dataclass
 
-from ..recipe import UserError
+from ..errors import UserError
 
 Shape = tuple[int, int]
 

@@ -1,10 +1,10 @@
 """Data: files and hub datasets, checked and reduced to what TRL reads, and an account of what it will train on."""
 
 from .columns import COLUMNS, Task
-from .load import Loaded, load_split
 from .mixture import load_mixture
 from .preview import Account, account, show_example
 from .rendering import refuse_endless
+from .split import Loaded, load_split
 from .templates import check_template, set_template
 
 __all__ = [

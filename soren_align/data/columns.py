@@ -7,7 +7,7 @@ columns: conversations (COLUMNS), prompts and completions as turns, or plain tex
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-from ..recipe import UserError
+from ..errors import UserError
 from .turns import conversation_problem, from_sharegpt, list_problem, pair_problem, text_problem
 
 Task = Literal["sft", "dpo"]

@@ -4,7 +4,7 @@ import datasets
 from datasets import Dataset, DatasetBuilder
 from huggingface_hub import constants
 
-from ..recipe import OutOfReach, UserError
+from ..errors import OutOfReach, UserError
 from .rows import SUFFIXES
 
 

@@ -10,9 +10,9 @@ from typing import Protocol
 import numpy as np
 from datasets import concatenate_datasets
 
-from ..recipe import UserError
+from ..errors import UserError
 from .columns import Task
-from .load import Loaded, Split, canonical, load_split
+from .split import Loaded, Split, canonical, load_split
 
 
 class Source(Split, Protocol):

@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ..recipe import UserError
+from ..errors import UserError
 
 CPU_SECONDS = 2
 WALL_SECONDS = 30

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from ..recipe import UserError
+from ..errors import UserError
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 

@@ -8,11 +8,11 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from .. import shipped
+from ..errors import UserError
 from ..files import read_text
-from ..recipe import UserError
 from .columns import COLUMNS, Task
-from .load import has_turns
 from .rendering import refuse_endless, the_templates
+from .split import has_turns
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers and TRL look for it
 _REMEDY = "set model.chat_template to qwen2.5, zephyr or a .jinja file"

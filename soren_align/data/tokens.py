@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from ..recipe import UserError
+from ..errors import UserError
 from .columns import Task
 from .rendering import at_most, the_templates
 

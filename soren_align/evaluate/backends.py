@@ -18,8 +18,9 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from transformers import AutoTokenizer, GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
+from ..errors import UserError
 from ..files import local_path, read_json, refuse_special_files
-from ..recipe import ADAPTER, UserError, adapter_config, is_local
+from ..recipe import ADAPTER, adapter_config, is_local
 from ..weights import load_adapter, load_model
 
 FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")

@@ -16,12 +16,12 @@ from jinja2 import TemplateError
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
-from ..recipe import UserError
-from .answering import Answering
+from ..errors import UserError
 from .backends import Setup, folder_of, generation_of, load_tokenizer, refuse_absent
-from .confined import rendering
-from .journal import Journal, identity
+from .cache import Journal, identity
 from .quiet import quiet
+from .requests import Answering
+from .sandbox import rendering
 from .scores import average, score_column
 from .suites import Suite
 from .tasks import Tasks, leaves, load_tasks, scores_of

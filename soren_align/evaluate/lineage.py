@@ -7,11 +7,12 @@ from typing import Any
 import huggingface_hub
 from rich.console import Console
 
+from ..errors import UserError
 from ..files import local_path
-from ..recipe import UserError, is_local
-from ..report import RunFolder, fingerprint
+from ..recipe import is_local
+from ..run_folder import RunFolder, fingerprint
 from .backends import base_of, folder_of
-from .journal import contents
+from .cache import contents
 
 TASKS = {"sft": "SFT", "dpo": "DPO"}
 

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from ..errors import UserError
 from ..files import is_component
-from ..recipe import UserError
 
 NAME = "results.json"
 WRITTEN = (NAME, "table.md", "scores.png")

@@ -8,7 +8,7 @@ from lm_eval.api.group import Group
 from lm_eval.api.metrics import pooled_sample_stderr
 from scipy.stats import binomtest, t
 
-from ..recipe import UserError
+from ..errors import UserError
 from .suites import SuiteTask
 from .tasks import leaves, scores_of
 

@@ -9,17 +9,18 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from ..errors import UserError
 from ..files import is_component
-from ..recipe import Eval, UserError
-from ..report import RunFolder, commit, remove, write
-from . import picture, tables
+from ..recipe import Eval
+from ..run_folder import RunFolder, commit, remove, write
+from . import figure, tables
 from .backends import folder_of, load_tokenizer, refuse_absent
+from .cache import default_root
 from .harness import Answers, evaluate_model
-from .journal import default_root
-from .pairing import compare, same_questions
-from .quoted import load_quoted
+from .published import load_quoted
 from .results import NAME, refuse_foreign, remove_samples, summary
 from .showing import Showing
+from .significance import compare, same_questions
 from .suites import Suite, load_suite
 from .tasks import Tasks, load_tasks, sizes_of
 from .workers import OutOfMemory
@@ -207,7 +208,7 @@ def _write(results: dict[str, Any], answers: list[tuple[str, Answers]], output: 
     write(output / "table.md", tables.markdown(results))
     aside = output / "scores.png.part"
     remove(aside)
-    picture.draw(results, aside)
+    figure.draw(results, aside)
     aside.replace(output / "scores.png")
 
 

@@ -12,8 +12,8 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from .. import shipped
-from ..recipe import UserError
-from .strict import Section, checked, mapping, refuse_twice
+from ..errors import UserError
+from .yaml_sections import Section, checked, mapping, refuse_twice
 
 LM_EVAL = "lm-eval:"
 # Found, not imported: that takes 8 seconds, and a plan only counts.

@@ -11,10 +11,10 @@ from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
-from ..recipe import UserError
-from .confined import loading
-from .journal import default_root, digest
+from ..errors import UserError
+from .cache import default_root, digest
 from .quiet import quiet
+from .sandbox import loading
 from .suites import Suite, SuiteTask
 
 Tasks = dict[str, Task | Group]

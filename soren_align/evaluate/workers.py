@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
 
-from ..recipe import UserError
+from ..errors import UserError
 from .backends import Setup, answer, load
 from .quiet import quiet
 

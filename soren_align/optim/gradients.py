@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .settings import name_of
+from .group_settings import name_of
 from .spectral_step import local
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from .adapters import FACTOR, Adapters
+from .lora_factors import FACTOR, Adapters
 
 
 @dataclass(frozen=True, eq=False)

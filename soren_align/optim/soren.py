@@ -13,7 +13,7 @@ from ..spectral import (
     newton_schulz,
     spectral_power,
 )
-from .settings import ADAMW_DEFAULTS
+from .group_settings import ADAMW_DEFAULTS
 from .spectral_optimizer import SpectralOptimizer
 
 AdjustLrFn = Literal["none", "original", "match_rms_adamw"]

@@ -16,8 +16,7 @@ from torch import Tensor
 from ..spectral import full_precision
 from .adamw_step import adamw_step_
 from .gradients import refuse_unusable_gradients
-from .rounding import Proposal
-from .settings import (
+from .group_settings import (
     ADAMW_DEFAULTS,
     BOOKKEEPING,
     RULE_KEYS,
@@ -26,6 +25,7 @@ from .settings import (
     refuse_changed_settings,
     refuse_wrong_parameters,
 )
+from .rounding import Proposal
 from .spectral_step import GroupStep, Piece, Placement, Update
 from .state import loaded_state, new_state
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .group_settings import name_of
 from .rounding import COMPENSATION_DTYPE, is_compensated
-from .settings import name_of
 
 STATE_KEYS = {"spectral": ("step", "exp_avg"), "adamw": ("step", "exp_avg", "exp_avg_sq")}
 

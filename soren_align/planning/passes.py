@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..sharding.meter import Meter
+from .meter import Meter
 
 FEW = (2, 3)
 """Blocks of the models that are measured; at one, another tensor than with many may make the peak."""

@@ -17,16 +17,17 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, get_scheduler
 
 from ..data import Account
+from ..errors import OutOfReach
 from ..evaluate.suites import load_suite
 from ..optim import build_optimizer, route, routing_table
-from ..recipe import OutOfReach, Recipe, accumulation, rows_per_step
-from ..report import RunFolder
+from ..recipe import Recipe, accumulation, rows_per_step
+from ..run_folder import RunFolder
 from ..sharding.ranks import Ranks
 from ..trainers import adapters, build
-from ..trainers.run import Ready, get_ready, kind_of
+from ..trainers.training import Ready, get_ready, kind_of
 from . import known, processes
 from .compute import UNCUT, compute
-from .updates import TYPICAL_WEIGHT, held_in, updates
+from .update_sizes import TYPICAL_WEIGHT, held_in, updates
 
 NO_GPU = "no GPU here: training on this machine needs trainer.use_cpu: true"
 

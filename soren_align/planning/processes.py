@@ -13,9 +13,9 @@ from rich.table import Table
 from ..optim import Route
 from ..optim.spectral_step import WORKSPACE_MB, WORKSPACE_MB_ELSEWHERE
 from ..recipe import Parallel, Recipe, parallel, rows_per_step, trainer_value
-from ..sharding.forecast import Forecast, forecast
-from ..sharding.memory import Component, Place, When
 from .compute import Compute, arithmetic
+from .forecast import Forecast, forecast
+from .memory import Component, Place, When
 
 NOT_COUNTED = "weights gathered in passing, padding, what the allocator wastes"
 MAPS = ("minimax", "sns", "muon")  # those whose cost spectral.num_flops knows

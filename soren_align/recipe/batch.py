@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from ..errors import UserError
 from . import trl_config
-from .models import Recipe, UserError
+from .sections import Recipe
 
 
 def accumulation(recipe: Recipe, num_ranks: int) -> int:

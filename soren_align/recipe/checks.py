@@ -11,7 +11,7 @@ from typing import Any
 from .. import shipped
 from ..errors import UserError
 from ..files import Key, local_path
-from .adapters import is_adapter, is_all_factors, lora_problems
+from .lora import is_adapter, is_all_factors, lora_problems
 from .parallel import parallel
 from .references import data_problems, is_local, is_test_split, model_problems, template_problems
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .. import shipped
+from ..errors import UserError
 from ..files import parse_json, parse_yaml, read_text
-from .models import UserError
 
 NAMES = ("ddp", "zero1", "zero2", "zero3", "zero2-offload", "zero3-offload", "fsdp2")
 

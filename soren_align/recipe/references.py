@@ -8,7 +8,7 @@ from typing import Any
 from .. import shipped
 from ..errors import UserError
 from ..files import local_path, refuse_special_files
-from .adapters import adapter_config
+from .lora import adapter_config
 
 
 def is_local(path: str) -> bool:

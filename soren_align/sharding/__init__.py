@@ -2,12 +2,12 @@
 
 from ..optim.spectral_step import local
 from .attach import FlatShards, Replicas, RowBlocks
+from .detection import Placed, chain_of, place
 from .engine import full_weights, is_universal, settle, start_deepspeed, sum_in_float32, to_universal
 from .geometry import Fragment, Layout, Matrix, flat_partitions, parameter_slices, replicas, row_blocks
 from .ownership import assign_owners, loads, numbers_sent
 from .pickles import check_parts
-from .place import Placed, chain_of, place
-from .plan import ROUND_MB, Plan, make_plan
+from .step_plan import ROUND_MB, Plan, make_plan
 from .zero import attach_zero
 
 __all__ = [

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from .geometry import Layout, replicas, row_blocks
 from .placement import Named, RankPlacement
-from .plan import ROUND_MB
+from .step_plan import ROUND_MB
 
 
 class Replicas(RankPlacement):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..optim import GroupStep, Piece, Whole, momentum_dtype
 from .geometry import Fragment
-from .plan import Plan
+from .step_plan import Plan
 
 
 class Exchange:

@@ -13,8 +13,8 @@ from torch import Tensor
 from ..optim import GroupStep, momentum_dtype
 from .exchange import Exchange
 from .geometry import Layout
-from .plan import ROUND_MB, Plan, make_plan
 from .replicas import ReplicaExchange
+from .step_plan import ROUND_MB, Plan, make_plan
 
 Named = Sequence[tuple[str, Tensor]]
 

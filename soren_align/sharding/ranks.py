@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..recipe import UserError
+from ..errors import UserError
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..optim import GroupStep, Piece
-from .plan import Plan
+from .step_plan import Plan
 
 
 class ReplicaExchange:

@@ -15,7 +15,7 @@ from ..optim import SpectralOptimizer
 from .attach import FlatShards
 from .engine import with_second_moments
 from .geometry import Layout, flat_partitions, parameter_slices
-from .plan import ROUND_MB
+from .step_plan import ROUND_MB
 
 
 class _FlatTensor(NamedTuple):

@@ -1,5 +1,5 @@
 """SFT and DPO: TRL's trainers with our optimizers, from a recipe."""
 
-from .trainers import SorenDPOTrainer, SorenSFTTrainer
+from .trl_trainers import SorenDPOTrainer, SorenSFTTrainer
 
 __all__ = ["SorenDPOTrainer", "SorenSFTTrainer"]

@@ -11,8 +11,9 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
-from ..recipe import Lora, Recipe, UserError, adapter_config, is_local, load_resolved
-from ..report import MADE_FROM, RunFolder, remove, write
+from ..errors import UserError
+from ..recipe import Lora, Recipe, adapter_config, is_local, load_resolved
+from ..run_folder import MADE_FROM, RunFolder, remove, write
 from ..weights import load_adapter, load_model, refuse_slow_patterns
 
 REFERENCE = "ref"  # TRL's name for the frozen copy of an adapter that DPO goes on with

@@ -19,23 +19,14 @@ from trl.trainer.utils import add_fused_lm_head
 
 from .. import shipped, weights
 from ..data import load_mixture, load_split, refuse_endless, set_template
+from ..errors import OutOfReach, UserError
 from ..optim import build_optimizer
-from ..recipe import (
-    OutOfReach,
-    Parallel,
-    Recipe,
-    UserError,
-    accumulation,
-    adapter_config,
-    is_local,
-    parallel,
-    training_part,
-)
-from ..report import RunFolder, fingerprint
+from ..recipe import Parallel, Recipe, accumulation, adapter_config, is_local, parallel, training_part
+from ..run_folder import RunFolder, fingerprint
 from ..sharding import start_deepspeed
 from ..sharding.ranks import Ranks
 from . import adapters
-from .trainers import SorenDPOTrainer, SorenSFTTrainer
+from .trl_trainers import SorenDPOTrainer, SorenSFTTrainer
 
 CONFIGS = {"sft": SFTConfig, "dpo": DPOConfig}
 TRAINERS = {"sft": SorenSFTTrainer, "dpo": SorenDPOTrainer}

@@ -10,9 +10,10 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+from ..errors import UserError
 from ..files import is_component, read_json
-from ..recipe import UserError, differences
-from ..report import SEAL, remove, write
+from ..recipe import differences
+from ..run_folder import SEAL, remove, write
 from ..sharding import check_parts, to_universal
 
 PICKLED = (

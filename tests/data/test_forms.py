@@ -9,7 +9,7 @@ import pytest
 from replicas import ultrachat_200k, ultrafeedback_binarized
 
 from soren_align.data import load_split
-from soren_align.recipe import UserError
+from soren_align.errors import UserError
 
 from .conftest import chat, split
 

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from soren_align.data import load_split
-from soren_align.recipe import UserError
+from soren_align.errors import UserError
 
 from .conftest import chat, chat_row, pair_row, split
 

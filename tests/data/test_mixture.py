@@ -10,7 +10,7 @@ import pytest
 from datasets import Dataset
 
 from soren_align.data import account, load_mixture
-from soren_align.recipe import UserError
+from soren_align.errors import UserError
 
 from .conftest import chat, pair_row, split
 

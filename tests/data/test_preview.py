@@ -9,7 +9,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from soren_align.data import account, load_split, show_example
 from soren_align.data.columns import COLUMNS
 from soren_align.data.tokens import encode
-from soren_align.recipe import UserError
+from soren_align.errors import UserError
 
 from .conftest import CHATML, chat, chat_row, pair_row, split
 

@@ -6,7 +6,7 @@ import pytest
 from datasets import Dataset
 
 from soren_align.data import account, check_template, rendering, tokens
-from soren_align.recipe import UserError
+from soren_align.errors import UserError
 
 from .conftest import CHATML, chat
 

@@ -17,7 +17,7 @@ from trl import SFTConfig, SFTTrainer
 
 from soren_align import recipe, shipped
 from soren_align.data import check_template, set_template
-from soren_align.recipe import UserError
+from soren_align.errors import UserError
 
 ORIGINALS = Path(__file__).parent / "originals"
 MAKE = {"qwen2.5": tokenizers_like.qwen, "zephyr": tokenizers_like.mistral}

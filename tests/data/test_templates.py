@@ -4,7 +4,7 @@ import pytest
 from datasets import Dataset
 
 from soren_align.data import check_template
-from soren_align.recipe import UserError
+from soren_align.errors import UserError
 
 from .conftest import CHATML, chat, pair_row
 

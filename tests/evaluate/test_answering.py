@@ -25,14 +25,15 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from soren_align.errors import UserError
 from soren_align.evaluate import workers
-from soren_align.evaluate.answering import pieces
 from soren_align.evaluate.harness import evaluate_model
-from soren_align.evaluate.pairing import compare
+from soren_align.evaluate.requests import pieces
+from soren_align.evaluate.significance import compare
 from soren_align.evaluate.stage import evaluate
 from soren_align.evaluate.suites import load_suite
 from soren_align.evaluate.workers import OutOfMemory
-from soren_align.recipe import Eval, UserError
+from soren_align.recipe import Eval
 
 SUITE = load_suite("quickstart")
 SILENT = Console(file=io.StringIO())
@@ -169,7 +170,15 @@ def test_whatever_changes_answers_changes_the_journal(change, small, models, tmp
 
 def test_killed_in_the_middle_and_started_again_nothing_is_asked_twice(models, tmp_path):
     asked = Eval(suite="quickstart", batch_size=1)
-    command = [sys.executable, "-m", "soren_align.worker", "eval", str(models[0]), "--asked", asked.model_dump_json()]
+    command = [
+        sys.executable,
+        "-m",
+        "soren_align.launch.worker",
+        "eval",
+        str(models[0]),
+        "--asked",
+        asked.model_dump_json(),
+    ]
     command += ["--output", str(tmp_path / "killed"), "--cache", str(tmp_path / "cache")]
     env = os.environ | {"DS_ACCELERATOR": "cpu"}
     killed = subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL)

@@ -14,12 +14,12 @@ from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from soren_align import shipped
+from soren_align.errors import UserError
 from soren_align.evaluate.backends import DoesNotFit, Setup, answer, load
 from soren_align.evaluate.harness import evaluate_model
 from soren_align.evaluate.scores import _points
 from soren_align.evaluate.suites import load_suite
 from soren_align.evaluate.tasks import load_tasks
-from soren_align.recipe import UserError
 
 COLUMNS = {"zoo_mc": ("zoo_mc", "acc"), "zoo_gen": ("zoo_gen", "exact_match"), "preference": ("zoo_preference", "acc")}
 

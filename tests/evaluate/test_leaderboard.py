@@ -4,10 +4,10 @@ import time
 
 import pytest
 
+from soren_align.errors import UserError
 from soren_align.evaluate.harness import evaluate_model
 from soren_align.evaluate.suites import load_suite
 from soren_align.evaluate.tasks import leaves, load_tasks
-from soren_align.recipe import UserError
 
 from .fixtures import write_datasets
 from .plain import LEADERBOARD, ZERO_SHOT, plain

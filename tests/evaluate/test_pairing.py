@@ -6,11 +6,11 @@ from scipy import stats
 from statsmodels.stats.contingency_tables import mcnemar
 from statsmodels.stats.multitest import multipletests
 
-from soren_align.evaluate import pairing
+from soren_align.errors import UserError
+from soren_align.evaluate import significance
 from soren_align.evaluate.harness import Answers
-from soren_align.evaluate.pairing import compare
 from soren_align.evaluate.scores import _score
-from soren_align.recipe import UserError
+from soren_align.evaluate.significance import compare
 
 SIZES = {"arc_challenge": 1172, "hellaswag": 10042, "mmlu": 14042, "mc2": 817, "winogrande": 1267, "gsm8k": 1319}
 
@@ -109,7 +109,7 @@ def tables_of_equals():
     """200 pairs of equally good models on the leaderboard's six sizes; 1000 resamples, for the time it takes."""
     rng = np.random.default_rng(0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pairing, "RESAMPLES", 1000)
+        patch.setattr(significance, "RESAMPLES", 1000)
         return [compare(null_pair(rng, SIZES), average=True)[1] for _ in range(200)]
 
 
@@ -210,7 +210,7 @@ def test_every_row_is_held_against_the_first():
 def test_intervals_of_a_few_questions_cover_the_truth(n, monkeypatch):
     """As mc2's with --limit. By the normal quantile, 59% at n = 2, 88% at 5, 91% at 10. 600 tries have an error of 0.9
     points."""
-    monkeypatch.setattr(pairing, "RESAMPLES", 500)
+    monkeypatch.setattr(significance, "RESAMPLES", 500)
     rng = np.random.default_rng(n)
     covered = {"score": 0, "difference": 0}
     for _ in range(600):

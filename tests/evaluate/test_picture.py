@@ -4,7 +4,7 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from soren_align.evaluate import picture
+from soren_align.evaluate import figure
 
 from .tabled import make_results
 
@@ -20,8 +20,8 @@ def drawn(monkeypatch, tmp_path):
             figures.append(self)
 
     def draw(results):
-        monkeypatch.setattr(picture, "Figure", Kept)
-        picture.draw(results, tmp_path / "scores.png")
+        monkeypatch.setattr(figure, "Figure", Kept)
+        figure.draw(results, tmp_path / "scores.png")
         return figures[-1]
 
     return draw
@@ -40,19 +40,19 @@ def test_there_is_a_panel_a_column_and_a_dot_a_row_in_the_tables_order(
     drawn, num_columns, num_rows, num_quoted, average
 ):
     results = make_results(num_columns, num_rows, num_quoted, average)
-    figure = drawn(results)
+    drawing = drawn(results)
     rows = results["rows"] + results["quoted"]
-    panels = {panel.get_title(): panel for panel in figure.axes if panel.get_visible()}
+    panels = {panel.get_title(): panel for panel in drawing.axes if panel.get_visible()}
     assert list(panels) == list(results["rows"][0]["scores"])
     for column, panel in panels.items():
         expected = [(row["scores"][column]["value"], y, y < num_rows) for y, row in enumerate(rows)]
         assert dots(panel) == expected
         assert panel.lines[0].get_xdata()[0] == expected[0][0]  # the first row's line
-    names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    names = [label.get_text() for label in drawing.axes[0].get_yticklabels()]
     assert names == [row["name"] for row in results["rows"]] + [f"{row['name']} (quoted)" for row in results["quoted"]]
-    low, high = figure.axes[0].get_ylim()
+    low, high = drawing.axes[0].get_ylim()
     assert low > high  # the first row on top
-    assert figure.get_suptitle() == results["title"]
+    assert drawing.get_suptitle() == results["title"]
 
 
 def test_an_interval_is_196_standard_errors_and_stays_within_a_hundred(drawn):
@@ -75,7 +75,7 @@ def test_a_quoted_row_without_a_score_leaves_a_gap_and_one_without_an_error_no_i
 def test_the_same_results_give_the_same_small_file(tmp_path):
     results = make_results(6, 5, num_quoted=4)
     for name in ("one.png", "two.png"):
-        picture.draw(results, tmp_path / name)
+        figure.draw(results, tmp_path / name)
     assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
     assert (tmp_path / "one.png").stat().st_size < 100_000
     with Image.open(tmp_path / "one.png") as image:

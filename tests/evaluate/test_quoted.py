@@ -5,9 +5,9 @@ from math import sqrt
 import pytest
 
 from soren_align import shipped
+from soren_align.errors import UserError
 from soren_align.evaluate import tables
-from soren_align.evaluate.quoted import load_quoted
-from soren_align.recipe import UserError
+from soren_align.evaluate.published import load_quoted
 
 from .tabled import make_results
 

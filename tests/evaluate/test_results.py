@@ -7,11 +7,12 @@ import re
 import pytest
 from rich.console import Console
 
-from soren_align import worker
+from soren_align.errors import UserError
 from soren_align.evaluate import stage
 from soren_align.evaluate.results import read_results, refuse_foreign, refuse_foreign_summary
-from soren_align.recipe import Eval, UserError
-from soren_align.report import RunFolder
+from soren_align.launch import worker
+from soren_align.recipe import Eval
+from soren_align.run_folder import RunFolder
 
 from .tabled import make_results
 

@@ -11,9 +11,10 @@ from lm_eval.models.huggingface import HFLM
 from rich.console import Console
 from transformers import AutoTokenizer
 
+from soren_align.errors import UserError
 from soren_align.evaluate import workers
 from soren_align.evaluate.stage import evaluate, preflight, summary
-from soren_align.recipe import Eval, UserError
+from soren_align.recipe import Eval
 
 from .conftest import make_model
 from .plain import ZERO_SHOT

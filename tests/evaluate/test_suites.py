@@ -5,9 +5,9 @@ import shutil
 import pytest
 
 from soren_align import shipped
+from soren_align.errors import UserError
 from soren_align.evaluate.suites import load_suite
 from soren_align.evaluate.tasks import load_tasks
-from soren_align.recipe import UserError
 
 SHIPPED = shipped.ROOT / "eval" / "quickstart"
 

@@ -17,8 +17,9 @@ from unittest import mock
 import folders
 from box import Box
 
-from soren_align import cli, launch, recipe, report
-from soren_align.report import RunFolder
+from soren_align import cli, errors, importers, recipe, run_folder
+from soren_align.launch import commands
+from soren_align.run_folder import RunFolder
 
 REFUSED = 2
 """The exit code of a UserError."""
@@ -39,12 +40,12 @@ def _become(_: str, arguments: list[str], environment: dict[str, str]) -> None:
     for key, word in environment.items():
         if "\0" in key + word:
             raise ValueError("embedded null byte")  # as the system's own says
-    raise Became(arguments[arguments.index("soren_align.worker") + 1 :])
+    raise Became(arguments[arguments.index("soren_align.launch.worker") + 1 :])
 
 
 @contextlib.contextmanager
 def _without_processes():
-    fakes = mock.patch.object(os, "execvpe", _become), mock.patch.object(launch, "provenance", _provenance)
+    fakes = mock.patch.object(os, "execvpe", _become), mock.patch.object(commands, "provenance", _provenance)
     with mock.patch.dict(os.environ), fakes[0], fakes[1]:
         os.environ.pop("SOREN_ALIGN_LOCK", None)  # of another test in this process
         try:
@@ -56,7 +57,7 @@ def _without_processes():
 
 @cache
 def _cached_provenance() -> dict[str, Any]:
-    return report.provenance()
+    return run_folder.provenance()
 
 
 def _provenance() -> dict[str, Any]:
@@ -79,7 +80,7 @@ def _and_start(accepted: Any, processes: int) -> None:
     recipe.rows_per_step(accepted, processes)
     if Path(accepted.run.output_dir).expanduser().resolve().is_relative_to(Path.cwd()):
         with _without_processes(), contextlib.suppress(Became):
-            launch.train(accepted, processes)
+            commands.train(accepted, processes)
 
 
 def _plain(made: Any) -> str:
@@ -93,7 +94,7 @@ def an_override(box: Box, arguments: dict[str, Any]) -> None:
 
 def an_import(box: Box, arguments: dict[str, Any]) -> None:
     """Import it; what comes out is a recipe, and the table has 80 columns."""
-    text, table = recipe.import_file(Path(arguments["name"]), arguments["task"])
+    text, table = importers.import_file(Path(arguments["name"]), arguments["task"])
     recipe.load_text(text)
     if max(map(len, table.splitlines())) > 80:
         raise Wrong("the table is wider than 80 columns")
@@ -166,7 +167,7 @@ def _content(name: str) -> bytes | None:
 
 def _command(words: list[str]) -> int:
     """The exit code of a soren-align command; whatever it becomes is called here."""
-    from soren_align import worker
+    from soren_align.launch import worker
 
     with mock.patch.object(sys, "argv", ["soren-align", *words]), _without_processes():
         try:
@@ -183,8 +184,7 @@ def _without_models():
     """Models answer at once, a training is over at once, and the hub takes everything."""
     from soren_align import push
     from soren_align.evaluate import harness, stage
-    from soren_align.trainers import build
-    from soren_align.trainers import run as training
+    from soren_align.trainers import build, training
 
     def answers(model: Any, suite: Any, **_: Any) -> Any:
         columns = [task.column for task in suite.tasks]
@@ -301,17 +301,17 @@ def an_adapter(box: Box, arguments: dict[str, Any]) -> int:
     for step in steps:  # each is another command's, so that none is spared by another's refusal
         try:
             step()
-        except recipe.UserError:
+        except errors.UserError:
             refused = True
     return REFUSED if refused else 0
 
 
 def a_suite(box: Box, arguments: dict[str, Any]) -> None:
     """Read a suite and a quoted table."""
-    from soren_align.evaluate.quoted import load_quoted
+    from soren_align.evaluate.published import load_quoted
     from soren_align.evaluate.suites import load_suite
 
-    with contextlib.suppress(recipe.UserError):
+    with contextlib.suppress(errors.UserError):
         load_quoted("quoted.yaml", "quickstart")
     made = load_suite("suite")
     made.data_folder()
@@ -339,7 +339,7 @@ def allowed(kind: str, box: Box) -> list[str]:
 def warm_up(box: Box, kinds: list[str]) -> None:
     """Import and load what the targets need, before anything is watched."""
     if {"run", "adapter", "data"} & set(kinds):
-        from soren_align import worker
+        from soren_align.launch import worker
 
         worker._hush()
     _cached_provenance()

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from soren_align.optim import build_optimizer
-from soren_align.recipe import models
+from soren_align.recipe import sections
 from soren_align.spectral import RESOLUTIONS
 
 NAMES = ("soren", "muon", "htmuon", "adamw")
-PROPERTIES = models.Optimizer.model_json_schema()["properties"]
+PROPERTIES = sections.Optimizer.model_json_schema()["properties"]
 NO_NUMBERS = ("name", "aux")
 LARGEST = 1e300
 
@@ -43,13 +43,13 @@ def cases():
         # Its two values are checked where the recipe's keys are compared with one another.
         values = RESOLUTIONS if key == "resolution" else values_at_the_bounds(schema)
         for name in NAMES:
-            if models._ONLY.get(key, name) == name:
+            if sections._ONLY.get(key, name) == name:
                 yield from ((name, key, value) for value in values)
 
 
 @pytest.mark.parametrize(("name", "key", "value"), list(cases()))
 def test_what_the_recipe_accepts_the_optimizer_accepts(name, key, value):
-    section = models.Optimizer(**{"name": name, "lr": 0.1, "aux_lr": 0.1, key: value})
+    section = sections.Optimizer(**{"name": name, "lr": 0.1, "aux_lr": 0.1, key: value})
     settings = {k: v for k, v in section.model_dump().items() if v is not None}
     assert settings[key] == value
     optimizer = build_optimizer(torch.nn.Sequential(torch.nn.Linear(2, 3)), **settings)
@@ -65,6 +65,6 @@ def test_every_number_of_the_section_is_walked():
 def test_what_is_no_finite_number_is_refused_by_both(key, value):
     settings = {"name": "soren", "lr": 0.1, "aux_lr": 0.1, key: value}
     with pytest.raises(ValueError, match=key):
-        models.Optimizer(**settings)
+        sections.Optimizer(**settings)
     with pytest.raises(ValueError, match=key.removeprefix("aux_")):
         build_optimizer(torch.nn.Sequential(torch.nn.Linear(2, 3)), **settings)

@@ -5,8 +5,8 @@ import torch
 from transformers import MistralConfig, Qwen2Config
 
 from soren_align.planning import plan
+from soren_align.planning.meter import Meter
 from soren_align.planning.passes import Passes
-from soren_align.sharding.meter import Meter
 from soren_align.trainers.build import as_trl_calls_it
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -6,10 +6,11 @@ from replicas import ultrachat_200k, ultrafeedback_binarized
 from tokenizers_like import mistral, qwen
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
 
-from soren_align import launch, recipe
+from soren_align import recipe
+from soren_align.launch import commands
 from soren_align.planning import plan as planning
-from soren_align.report import RunFolder
-from soren_align.sharding.meter import Meter
+from soren_align.planning.meter import Meter
+from soren_align.run_folder import RunFolder
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 5, "num_attention_heads": 4}
 SHAPE |= {"num_key_value_heads": 2, "max_position_embeddings": 256}
@@ -44,10 +45,10 @@ def small(name, root):
 
 def measured(loaded):
     """Bytes by the plan's names of components, of one process that trains two steps of two batches."""
-    from soren_align.trainers import run as training
+    from soren_align.trainers import training
 
     folder = RunFolder(loaded.run.output_dir)
-    launch.prepare(folder, loaded, 1)
+    commands.prepare(folder, loaded, 1)
     ready = training.get_ready(loaded, folder)
     trainer = training.build.build_trainer(loaded, folder, ready.start, ready.tokenizer, ready.splits)
     found, batches = {}, []

@@ -9,7 +9,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from soren_align import recipe, shipped
+from soren_align import errors, recipe, shipped
 
 MISTRAL_7B = {
     "architectures": ["MistralForCausalLM"],
@@ -38,12 +38,12 @@ def mistral(tmp_path_factory):
 
 
 def plan(name, overrides, num_ranks):
+    from soren_align.planning import display
     from soren_align.planning import plan as planning
-    from soren_align.planning import text
 
     found, counted = planning.plan(recipe.load(name, overrides), num_ranks=num_ranks)
     said = io.StringIO()
-    text.show(found, counted, Console(file=said, width=80))
+    display.show(found, counted, Console(file=said, width=80))
     return found, said.getvalue()
 
 
@@ -155,7 +155,7 @@ def test_a_schedule_that_follows_the_loss_is_planned_at_its_peak(schedule):
 
 
 def test_a_schedule_that_lacks_its_settings_is_refused_in_words():
-    with pytest.raises(recipe.UserError, match=r"trainer\.lr_scheduler_type"):
+    with pytest.raises(errors.UserError, match=r"trainer\.lr_scheduler_type"):
         plan("quickstart/sft", ["trainer.lr_scheduler_type=warmup_stable_decay"], 1)
 
 

@@ -123,9 +123,9 @@ def measured(group):
 
     from soren_align.sharding import Placed
     from soren_align.sharding.ranks import Ranks
-    from soren_align.trainers.resolution import Resolution, survival
-    from soren_align.trainers.trainers import _exported
-    from soren_align.trainers.watch import Watch
+    from soren_align.trainers.lost_updates import Resolution, survival
+    from soren_align.trainers.measurements import Watch
+    from soren_align.trainers.trl_trainers import _exported
 
     def run(put):
         dtype = torch.bfloat16 if group.rank() else torch.float32

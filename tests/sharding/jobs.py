@@ -11,8 +11,8 @@ from torch.distributed.fsdp import fully_shard
 from toy import NUM_STEPS, Run
 
 from soren_align.optim import Soren
+from soren_align.planning.meter import Meter
 from soren_align.sharding import Replicas, RowBlocks, attach_zero, start_deepspeed
-from soren_align.sharding.meter import Meter
 
 
 @dataclass

@@ -9,9 +9,9 @@ import torch
 from test_plan import MISTRAL_7B
 from toy import NUM_STEPS, Run
 
+from soren_align.planning.forecast import forecast
 from soren_align.recipe import Parallel, parallel
 from soren_align.recipe.parallel import NAMES
-from soren_align.sharding.forecast import forecast
 
 SHAPES = {"a": (4, 6), "b": (3, 5)}  # 39 numbers; with 10 others 49
 CONFIGS = {"reduce_bucket_size": 100, "overlap_comm": False}

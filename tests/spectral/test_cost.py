@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from soren_align.sharding.meter import Meter
+from soren_align.planning.meter import Meter
 from soren_align.spectral import (
     guarded_minimax_sigmoid,
     guarded_soft_newton_schulz,

@@ -5,10 +5,11 @@ import io
 import pytest
 from rich.console import Console
 
-from soren_align import launch, recipe
-from soren_align.report import RunFolder
+from soren_align import recipe
+from soren_align.launch import commands
+from soren_align.run_folder import RunFolder
 from soren_align.sharding.ranks import Ranks
-from soren_align.trainers import run as training
+from soren_align.trainers import training
 
 SHORT = ("trainer.max_steps=6", "trainer.warmup_steps=2", "trainer.save_steps=2", "trainer.logging_steps=1")
 SHORT += ("trainer.per_device_train_batch_size=8", "trainer.eval_strategy=no", "eval=null")
@@ -30,7 +31,7 @@ class TinyRun:
     def prepare(self):
         with self.ranks.first_goes_first():
             if self.ranks.is_first:
-                launch.prepare(self.folder, self.recipe, self.ranks.num_ranks)
+                commands.prepare(self.folder, self.recipe, self.ranks.num_ranks)
             return training.get_ready(self.recipe, self.folder, ranks=self.ranks)
 
     def train(self):

@@ -23,14 +23,15 @@ from conftest import TinyRun
 from safetensors.torch import save_file
 from trl import SFTTrainer
 
+from soren_align.errors import UserError
+from soren_align.launch.worker import _hush
 from soren_align.optim import soren
-from soren_align.recipe import UserError, checks
+from soren_align.recipe import checks
 from soren_align.sharding import local
 from soren_align.sharding.ranks import join
 from soren_align.spectral import newton_schulz
-from soren_align.trainers.trainers import SorenTrainerMixin
-from soren_align.trainers.watch import Watch
-from soren_align.worker import _hush
+from soren_align.trainers.measurements import Watch
+from soren_align.trainers.trl_trainers import SorenTrainerMixin
 
 # Ten steps at once at the full rate, 32 rows each; the norm of the gradients is about 3, so that the clip binds.
 PARITY = (

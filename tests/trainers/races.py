@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from soren_align import recipe
-from soren_align.report import RunFolder
+from soren_align.run_folder import RunFolder
 
 STEPS = (2, 3)  # by which the two recipes differ
 

@@ -6,7 +6,7 @@ import shutil
 import pytest
 from replicas import ANIMALS, chat_row, pair_row
 
-from soren_align.recipe import UserError
+from soren_align.errors import UserError
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from on_ranks import RUNS
 from parity import furthest, one_process, ranks_do
 from safetensors.torch import load_file
 
-from soren_align.recipe import UserError
-from soren_align.report import RunFolder
+from soren_align.errors import UserError
+from soren_align.run_folder import RunFolder
 from soren_align.sharding.ranks import Ranks
 
 HERE = Path(__file__).parent

@@ -12,8 +12,9 @@ from parity import furthest, logged, one_process, one_process_logs, ranks_do, we
 from transformers import AutoModelForCausalLM
 
 from soren_align import shipped
-from soren_align.recipe import UserError, checks, parallel
-from soren_align.report import RunFolder
+from soren_align.errors import UserError
+from soren_align.recipe import checks, parallel
+from soren_align.run_folder import RunFolder
 from soren_align.sharding.ranks import Ranks
 from soren_align.trainers import build, checkpoints
 

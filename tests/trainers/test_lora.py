@@ -9,11 +9,11 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from soren_align.errors import UserError
 from soren_align.evaluate.lineage import lineage
 from soren_align.optim import route, routing_table
-from soren_align.recipe import UserError, adapter_config
-from soren_align.trainers import adapters
-from soren_align.trainers import run as training
+from soren_align.recipe import adapter_config
+from soren_align.trainers import adapters, training
 
 LORA = (
     "model.lora={r: 4}",

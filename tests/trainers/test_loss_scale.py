@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from soren_align.recipe import UserError
-from soren_align.trainers.watch import WrongOptimizer
+from soren_align.errors import UserError
+from soren_align.trainers.measurements import WrongOptimizer
 
 
 def scaled(run, broken_steps, patch, scale=65536.0):
@@ -14,8 +14,7 @@ def scaled(run, broken_steps, patch, scale=65536.0):
 
     Returns the scale at the end.
     """
-    from soren_align.trainers import build
-    from soren_align.trainers import run as training
+    from soren_align.trainers import build, training
 
     scaler, one_pass = torch.amp.GradScaler("cpu", init_scale=scale), build.TRAINERS["sft"].training_step
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from soren_align.optim import AdamW
+from soren_align.planning.meter import Meter
 from soren_align.sharding import Placed
-from soren_align.sharding.meter import Meter
 from soren_align.sharding.ranks import Ranks
-from soren_align.trainers.resolution import Resolution, survival
-from soren_align.trainers.trainers import _exported
-from soren_align.trainers.watch import Watch
+from soren_align.trainers.lost_updates import Resolution, survival
+from soren_align.trainers.measurements import Watch
+from soren_align.trainers.trl_trainers import _exported
 
 MB = 2**20
 MOST = 128 * MB

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from soren_align import shipped
-from soren_align.recipe import UserError
-from soren_align.report import RunFolder
+from soren_align.errors import UserError
+from soren_align.run_folder import RunFolder
 
 # The paper's settings for SFT, and what a tiny model needs.
 PAPER = ("optimizer.name=soren", "optimizer.lr=1e-6", "optimizer.aux_lr=3e-5", "optimizer.adjust_lr_fn=none")

@@ -14,8 +14,8 @@ from parity import logged
 from safetensors.torch import load_file
 
 from soren_align import shipped
-from soren_align.recipe import UserError
-from soren_align.report import RunFolder
+from soren_align.errors import UserError
+from soren_align.run_folder import RunFolder
 
 
 def weights(folder):
@@ -32,7 +32,7 @@ class Kill(BaseException):
 
 def stop_after(run, step, monkeypatch):
     """Train and die after `step`, as rudely as one process can."""
-    from soren_align.trainers.watch import Watch
+    from soren_align.trainers.measurements import Watch
 
     original = Watch.on_optimizer_step
 
@@ -222,7 +222,7 @@ def wait_for(condition, process, seconds=60):
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_kill_around_the_saving_of_the_model_changes_nothing(tiny_run, monkeypatch, moment):
     """The last checkpoint stands, run.json says "training", and the model folder is not there yet, or is already."""
-    from soren_align.trainers import run as training
+    from soren_align.trainers import training
 
     whole = tiny_run(name="whole")
     whole.train()

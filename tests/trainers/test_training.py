@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from soren_align import shipped
-from soren_align.recipe import UserError
+from soren_align.errors import UserError
 from soren_align.trainers import build
-from soren_align.trainers.watch import WrongOptimizer
+from soren_align.trainers.measurements import WrongOptimizer
 
 
 def metrics(run):
@@ -130,7 +130,7 @@ def test_the_plan_counts_steps_as_transformers_does(tiny_run, epochs):
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run_with_its_name_and_the_step(tiny_run, monkeypatch):
-    from soren_align.trainers.trainers import SorenTrainerMixin
+    from soren_align.trainers.trl_trainers import SorenTrainerMixin
 
     def poisoned(self, model, inputs, *args, **kwargs):
         return next(model.parameters()).sum() * math.nan

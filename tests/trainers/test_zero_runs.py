@@ -16,7 +16,7 @@ from on_ranks import FOR_TWO_OR_THREE, RUNS
 from parity import furthest, logged, one_process, ranks_do, weights
 from transformers import AutoModelForCausalLM
 
-from soren_align.report import RunFolder
+from soren_align.run_folder import RunFolder
 
 STAGES = ("zero1", "zero2", "zero3")
 

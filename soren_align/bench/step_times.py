@@ -1,0 +1,168 @@
+"""`soren-align bench step`: a whole optimizer step on a model's matrices, beside torch's fused AdamW and torch's Muon.
+
+All optimizers share the parameters and the gradients, in float32; each has its own state. Gradients are drawn anew for
+every step and have a norm of 1 over all matrices, as after clipping.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, get_args, get_type_hints
+
+import torch
+
+from ..errors import UserError
+from ..optim import HTMuon, Muon, Soren
+from ..spectral import num_flops
+from .candidates import MUON_FLOAT32, newton_schulz_float32
+from .shapes import Matrices, Shape
+from .timing import Timing, free_bytes, interleaved, machine, matmul_rates, too_slow
+
+LR = 1e-3
+NUM_COPIES = 11  # float32 parameters, gradients, two moments of AdamW, one of each of up to seven others
+# On a CPU a larger model takes one layer's time for each of its layers: 100M parameters take SNS about half a minute.
+CPU_PARAMETERS = 100_000_000
+# Rows up to which whole models are decomposed in float64, matrix by matrix; beyond, a step takes minutes.
+DECOMPOSED_ROWS = 512
+TORCH_MUON, FUSED_ADAMW = "torch.optim.Muon", "fused AdamW"
+
+
+class MuonFloat32(Muon):
+    """Muon with its iteration in float32: bfloat16 products are several times as fast on some CPUs, not on others."""
+
+    def map_matrix(self, x: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        """As in Muon, in five steps."""
+        return newton_schulz_float32(x)
+
+
+def optimizers(parameters: list[torch.nn.Parameter]) -> dict[str, torch.optim.Optimizer]:
+    """Every optimizer on the same parameters; those that decompose matrices only for small ones."""
+    small = max(min(p.shape) for p in parameters) <= DECOMPOSED_ROWS
+    maps = get_args(get_type_hints(Soren.__init__)["spectral_map"])
+    found: dict[str, torch.optim.Optimizer] = {
+        f"Soren {name}": Soren(parameters, LR, spectral_map=name) for name in maps if small or name != "exact"
+    }
+    found["Muon"] = Muon(parameters, LR)
+    found[MUON_FLOAT32] = MuonFloat32(parameters, LR)
+    found[TORCH_MUON] = torch.optim.Muon(parameters, LR)
+    if small:
+        found["HTMuon"] = HTMuon(parameters, LR)
+    found[FUSED_ADAMW] = torch.optim.AdamW(parameters, LR, fused=True)
+    return found
+
+
+def run(
+    matrices: Matrices, device: torch.device, num_tokens: int, say: Callable[[str], None] = lambda line: None
+) -> dict[str, Any]:
+    """What the command prints, as JSON. `num_tokens` are those of a training step, estimated on a GPU only."""
+    torch.manual_seed(0)
+    here = machine(device)
+    say("the rate of matrix products")
+    rates = matmul_rates(device)
+    num_layers, notes = _layers_that_fit(matrices, device)
+    parameters = _parameters(matrices, num_layers, device)
+    subjects = optimizers(parameters)
+    flops = sum(num_flops("muon", *parameter.shape) for parameter in parameters)
+    if reason := too_slow("Muon, torch's and ours with its bits, in bfloat16,", flops, "bfloat16", rates):
+        del subjects["Muon"], subjects[TORCH_MUON]
+        notes.append(reason)
+
+    memory = {}
+    for name, optimizer in subjects.items():
+        say(f"{name}: first step")
+        memory[name] = _memory(optimizer, parameters, device)
+    timings = interleaved(
+        {name: lambda _, optimizer=optimizer: optimizer.step() for name, optimizer in subjects.items()},
+        lambda: _fill_gradients(parameters),
+        device,
+        lambda done, of: say(f"round {done + 1} of {of}"),
+    )
+    if not {"Soren exact", "HTMuon"} & subjects.keys():
+        notes.append(f"the exact map and HTMuon are left out above {DECOMPOSED_ROWS} rows")
+    scale = matrices.num_layers / num_layers
+    training = 6 * matrices.num_parameters * num_tokens / rates["bfloat16"] if device.type == "cuda" else None
+    return {
+        "command": "step",
+        "shapes_name": matrices.name,
+        "machine": here,
+        "num_parameters": matrices.num_parameters,
+        "num_layers": {"measured": num_layers, "of": matrices.num_layers},
+        "num_rounds": timings[FUSED_ADAMW].num_rounds,
+        "matmul_flops_per_second": rates,
+        "num_tokens": num_tokens,
+        "training_seconds": training,
+        "optimizers": [_row(name, timings, scale, training) | _scaled(memory[name], scale) for name in subjects],
+        "notes": notes,
+    }
+
+
+def _layers_that_fit(matrices: Matrices, device: torch.device) -> tuple[int, list[str]]:
+    """How many layers are measured, and a sentence about the others."""
+    room = free_bytes(device)
+    bytes_per_layer = 4 * NUM_COPIES * matrices.layer_size
+    if bytes_per_layer > room:
+        needed, there = bytes_per_layer / 1e9, room / 1e9
+        raise UserError(f"--shapes: one layer of {matrices.name} needs {needed:.1f} GB; {there:.1f} GB may be used")
+    num_layers, reason = room // bytes_per_layer, "memory is short"
+    quick = max(1, CPU_PARAMETERS // matrices.layer_size)
+    if device.type == "cpu" and quick < num_layers:
+        num_layers, reason = quick, "all would take long"
+    if num_layers >= matrices.num_layers:
+        return matrices.num_layers, []
+    return num_layers, [
+        f"{num_layers} of {matrices.num_layers} layers were measured, since {reason}; times and bytes are scaled"
+    ]
+
+
+def _parameters(matrices: Matrices, num_layers: int, device: torch.device) -> list[torch.nn.Parameter]:
+    shapes: list[Shape] = [shape for shape, count in matrices.per_layer.items() for _ in range(count)] * num_layers
+    parameters = [torch.nn.Parameter(torch.randn(shape, device=device).mul_(0.02)) for shape in shapes]
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    _fill_gradients(parameters)
+    return parameters
+
+
+def _fill_gradients(parameters: list[torch.nn.Parameter]) -> None:
+    scale = sum(p.numel() for p in parameters) ** -0.5
+    for parameter in parameters:
+        assert parameter.grad is not None
+        parameter.grad.normal_(std=scale)
+
+
+def _memory(
+    optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], device: torch.device
+) -> dict[str, int | None]:
+    """Bytes of the optimizer's state, and of state and work together at their peak (on a GPU; else None).
+
+    The first step makes the state; the peak is that of the second.
+    """
+    optimizer.step()
+    tensors = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    state = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    if device.type != "cuda":
+        return {"state_bytes": state, "peak_bytes": None}
+    _fill_gradients(parameters)
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    optimizer.step()
+    torch.cuda.synchronize(device)
+    return {"state_bytes": state, "peak_bytes": state + torch.cuda.max_memory_allocated(device) - before}
+
+
+def _scaled(memory: dict[str, int | None], scale: float) -> dict[str, int | None]:
+    return {key: None if value is None else round(value * scale) for key, value in memory.items()}
+
+
+def _row(name: str, timings: dict[str, Timing], scale: float, training: float | None) -> dict[str, Any]:
+    seconds = asdict(timings[name])
+    seconds |= {key: seconds[key] * scale for key in ("median", "low", "high")}
+    median = timings[name].median
+    return {
+        "name": name,
+        "seconds": seconds,
+        "ratio_to_torch_muon": median / timings[TORCH_MUON].median if TORCH_MUON in timings else None,
+        "ratio_to_muon_float32": median / timings[MUON_FLOAT32].median,
+        "ratio_to_fused_adamw": median / timings[FUSED_ADAMW].median,
+        "share_of_training_step": seconds["median"] / (seconds["median"] + training) if training else None,
+    }

@@ -1,0 +1,114 @@
+"""A suite is data: none of its files runs code, unless the user says that they are trusted.
+
+lm-eval's task files may name Python functions (`!function`), metrics that the `evaluate` package loads as scripts, any
+loader of `datasets`, and Jinja templates, which lm-eval renders outside of a sandbox. Each of these has one door in
+lm-eval, and a guard stands at each while tasks are loaded and asked; includes and groups pass it too.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import datasets
+import lm_eval.api.metrics  # noqa: F401 (registers them)
+from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
+from jinja2 import Template
+from jinja2.sandbox import SandboxedEnvironment
+from lm_eval import utils
+from lm_eval.api import registry, task
+from lm_eval.tasks import _yaml_loader
+
+from .. import shipped
+from ..data.rendering import CPU_SECONDS, at_most
+from ..errors import UserError
+from .suites import LM_EVAL_TASKS
+
+OWN = (LM_EVAL_TASKS.resolve(), (shipped.ROOT / "eval").resolve())
+"""Where task files may name functions: lm-eval's own, and the shipped suites'."""
+PLAIN = ("arrow", "csv", "json", "parquet", "text")
+"""Loaders of `datasets` that read files; of the others, `pandas` reads pickles in some versions."""
+KEYWORDS = {"data_files", "data_dir", "revision", "streaming", "split", "trust_remote_code"}
+"""Of `dataset_kwargs`; `datasets` 5 runs no scripts, whatever trust_remote_code says."""
+REMEDY = "read the suite's files, and say --trust-suite (eval.trust_suite: true) if they may run code here"
+
+
+@contextlib.contextmanager
+def loading(trusted: bool, cache_folder: Path) -> Iterator[None]:
+    """While in it, task files load no code but lm-eval's own. cache_folder: the only one that datasets may write to.
+
+    trusted: the user has said that this suite may run code.
+    """
+    guards = (
+        []
+        if trusted
+        else [
+            mock.patch.object(_yaml_loader, "_import_func_in_yml", _guarded_function(_yaml_loader._import_func_in_yml)),
+            mock.patch.object(task, "get_metric", _guarded_metric(task.get_metric)),
+            mock.patch.object(datasets, "load_dataset", _guarded_loader(datasets.load_dataset, cache_folder)),
+        ]
+    )
+    with contextlib.ExitStack() as stack:
+        for guard in [*guards, rendering()]:
+            stack.enter_context(guard)
+        yield
+
+
+class _Prompt(Template):
+    def render(self, *args: Any, **columns: Any) -> str:
+        """The text for one question. UserError if it does not come to an end."""
+        with at_most(CPU_SECONDS, "a task's template"):
+            return super().render(*args, **columns)
+
+
+def rendering() -> Any:
+    """While in it, templates see a question's columns and nothing of Python."""
+    sandbox = SandboxedEnvironment(
+        loader=utils.env.loader, undefined=utils.env.undefined, keep_trailing_newline=utils.env.keep_trailing_newline
+    )
+    sandbox.filters.update(utils.env.filters)
+    sandbox.template_class = _Prompt
+    return mock.patch.object(utils, "env", sandbox)
+
+
+def _guarded_function(load: Callable[..., Any]) -> Callable[..., Any]:
+    def guarded(name: str, folder: Path) -> Any:
+        there = Path(folder).expanduser().resolve()
+        if not any(there.is_relative_to(own) for own in OWN):
+            raise UserError(f"a task file in {folder} runs code (!function {name}); {REMEDY}")
+        if _runs_answers(there):
+            raise UserError(f"the functions in {there} run code that a model writes; {REMEDY}")
+        return load(name, folder)
+
+    return guarded
+
+
+@cache
+def _runs_answers(folder: Path) -> bool:
+    """Whether lm-eval's tasks in `folder` are marked as unsafe; a file that includes them could take the mark away."""
+    return any("unsafe_code: true" in f.read_text("utf-8") for f in folder.iterdir() if "yaml" in f.name)
+
+
+def _guarded_metric(load: Callable[..., Any]) -> Callable[..., Any]:
+    def guarded(name: Any, hf_evaluate_metric: bool = False) -> Any:
+        if hf_evaluate_metric or name not in registry.metric_registry:
+            raise UserError(f"metric {name!r} is none of lm-eval's, and would be loaded as a script; {REMEDY}")
+        return load(name)
+
+    return guarded
+
+
+def _guarded_loader(load: Callable[..., Any], cache_folder: Path) -> Callable[..., Any]:
+    def guarded(path: Any = None, name: Any = None, *rest: Any, **how: Any) -> Any:
+        other = sorted(how.keys() - KEYWORDS - {"cache_dir"})
+        if "cache_dir" in how and not Path(how["cache_dir"]).resolve().is_relative_to(cache_folder.resolve()):
+            other.append("cache_dir")
+        if other:
+            raise UserError(f"dataset_kwargs: {', '.join(other)} may do more than read data; {REMEDY}")
+        if path in _PACKAGED_DATASETS_MODULES and path not in PLAIN:
+            raise UserError(f"dataset_path: {path} does more than read a file; write {', '.join(PLAIN)}, or {REMEDY}")
+        return load(path, name, *rest, **how)
+
+    return guarded

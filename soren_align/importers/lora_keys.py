@@ -1,0 +1,67 @@
+"""Others' words for LoRA and QLoRA, as `model.lora`."""
+
+from typing import Any
+
+from .key_tables import Note, number
+
+KEYS = {
+    "lora_r": "r",
+    "lora_alpha": "alpha",
+    "lora_dropout": "dropout",
+    "lora_target_modules": "target_modules",
+    "lora_modules_to_save": "modules_to_save",
+}
+# What TRL and Axolotl do where nothing is said, and a recipe does otherwise.
+TRL = {"r": 16, "alpha": 32.0, "dropout": 0.05}
+AXOLOTL = {"r": 8, "alpha": 16.0, "dropout": 0.0}
+
+
+def is_asked(flat: dict[str, Any]) -> bool:
+    """Whether the source trains a LoRA adapter: TRL's use_peft, or Axolotl's adapter."""
+    return flat.get("adapter") in ("lora", "qlora") if "base_model" in flat else flat.get("use_peft") is True
+
+
+def carry(key: str, name: str, value: Any, flat: dict[str, Any], model: dict[str, Any]) -> Note | None:
+    """What becomes of one key of a source that asks for LoRA, done to the recipe's `model`; None for another's key."""
+    lora = model.setdefault("lora", {})
+    if name in ("use_peft", "adapter"):
+        return Note(key, "renamed", "model.lora")
+    if name == "load_in_4bit" and value is True:
+        lora["quantize"] = "4bit"
+        return Note(key, "renamed", "model.lora.quantize: 4bit (NF4, doubly quantised)")
+    if name == "lora_target_linear" and value is True:
+        lora["target_modules"] = "all-linear"
+        return Note(key, "renamed", "model.lora.target_modules: all-linear")
+    if name in ("use_bnb_nested_quant", "bnb_4bit_quant_type") and flat.get("load_in_4bit"):
+        same = value in (True, "nf4")
+        return Note(key, "dropped", "quantize: 4bit is NF4, doubly quantised", not same)
+    if name == "lora_task_type":
+        return Note(key, "dropped", "it is a language model", value != "CAUSAL_LM")
+    target = KEYS.get(name)
+    if target is None or value in (None, []):
+        return None
+    if target == "target_modules":
+        if flat.get("lora_target_linear"):
+            return Note(key, "dropped", "lora_target_linear says it", value != "all-linear")
+        value = [value] if isinstance(value, str) and value.isidentifier() else value
+        if isinstance(value, str) and value != "all-linear":
+            return Note(key, "dropped", "a pattern; write model.lora.target_modules as a list of names", True)
+    if target in ("alpha", "dropout"):
+        value = number(value)
+        value = float(value) if type(value) is int else value
+    lora[target] = value
+    return Note(key, "renamed", f"model.lora.{target}")
+
+
+def defaults(flat: dict[str, Any], model: dict[str, Any]) -> dict[str, str]:
+    """Put in what the source leaves to its tool; the dotted keys, and why they stand there."""
+    tool, values = ("Axolotl's", AXOLOTL) if "base_model" in flat else ("TRL's", TRL)
+    said = {}
+    for key, value in values.items():
+        if key not in model["lora"]:
+            model["lora"][key] = value
+            said[f"model.lora.{key}"] = f"{tool} default"
+    if "target_modules" not in model["lora"]:
+        model["lora"]["target_modules"] = "all-linear"
+        said["model.lora.target_modules"] = "not said; PEFT's own choice for the architecture may be fewer"
+    return said

@@ -1,0 +1,1 @@
+"""From a command to the process, or the processes, that run it."""
