@@ -16,7 +16,7 @@ LAYERS = [
     {"optim", "recipe", "manifest"},
     {"spectral", "shipped"},
     {"files", "terminal"},
-    {"errors"},
+    {"errors", "optimizer_settings"},
 ]
 DOORS = {
     "deepspeed": {"sharding", "launch", "bench"},
@@ -36,6 +36,7 @@ WITHOUT_TORCH = {
     "manifest",
     "files",
     "errors",
+    "optimizer_settings",
     "terminal",
 }
 HEAVY = {"torch", "transformers", "trl", "datasets", "accelerate", "peft", "lm_eval", "deepspeed"}

@@ -1,0 +1,62 @@
+"""Settings of the optimizers: every default, choice and bound, in one place. Imports no torch.
+
+Read by the recipe's schema, the signatures of `optim`, the checks of a parameter group, and the documentation;
+tests/test_optimizer_settings.py compares them.
+"""
+
+from math import inf
+from typing import Any, Literal, NamedTuple
+
+AdjustLrFn = Literal["none", "original", "match_rms_adamw"]
+Compensation = Literal["none", "kahan"]
+
+
+class Bounds(NamedTuple):
+    """An interval of numbers, open at `above` and `below`, closed at `least` and `most`."""
+
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+
+    def __contains__(self, value: Any) -> bool:
+        return (
+            (self.least is None or value >= self.least)
+            and (self.above is None or value > self.above)
+            and (self.most is None or value <= self.most)
+            and (self.below is None or value < self.below)
+        )
+
+    def __str__(self) -> str:
+        words = {"at least": self.least, "above": self.above, "at most": self.most, "below": self.below}
+        return " and ".join(f"{word} {value:g}" for word, value in words.items() if value not in (None, inf))
+
+
+NON_NEGATIVE = Bounds(least=0, below=inf)
+POSITIVE = Bounds(above=0, below=inf)
+COEFFICIENT = Bounds(least=0, below=1)
+"""Of exponential moving averages: momentum, betas."""
+NUM_STEPS = Bounds(least=1, most=99)
+"""Of Newton-Schulz iterations: torch.optim.Muon refuses 100."""
+POWER = Bounds(above=0, most=1)
+
+WEIGHT_DECAY = 0.1
+AUX_WEIGHT_DECAY = 0.0
+MOMENTUM = 0.95
+NESTEROV = True
+BETAS = (0.9, 0.999)
+EPS = 1e-8
+
+RESOLUTIONS = (0.01, 0.001)
+"""The normalised singular values from which a minimax polynomial of `spectral.coefficients` is accurate."""
+RESOLUTION = 0.01
+SNS_STEPS = 15
+MUON_STEPS = 5
+HTMUON_POWER = 0.125
+
+MAPS: dict[str, dict[str, Any]] = {
+    "minimax": {"resolution": RESOLUTION},
+    "sns": {"steps": SNS_STEPS},
+    "exact": {},
+}
+"""Soren's maps, and the settings of each with their defaults."""
