@@ -1,11 +1,15 @@
-"""The house's two rules: arrows point down only, and each big dependency has one door."""
+"""The rules of the house. Each is a function from a package's folder to its violations, tried on a planted one too."""
 
 import ast
+from collections import defaultdict
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "soren_align"
+# A room imports from rooms below its own layer only.
 LAYERS = [
     {"cli"},
     {"launch", "push"},
@@ -18,6 +22,7 @@ LAYERS = [
     {"files", "terminal"},
     {"errors", "optimizer_settings"},
 ]
+# The rooms that may import each of these dependencies.
 DOORS = {
     "deepspeed": {"sharding", "launch", "bench"},
     "torch.distributed": {"sharding", "launch"},
@@ -25,85 +30,163 @@ DOORS = {
     "datasets": {"data", "evaluate", "launch"},
     "lm_eval": {"evaluate"},
 }
-WITHOUT_TORCH = {
-    "cli",
-    "importers",
-    "recipe",
-    "shipped",
-    "run_folder",
-    "card",
-    "push",
-    "manifest",
-    "files",
-    "errors",
-    "optimizer_settings",
-    "terminal",
-}
 HEAVY = {"torch", "transformers", "trl", "datasets", "accelerate", "peft", "lm_eval", "deepspeed"}
-FILES = sorted(PACKAGE.rglob("*.py"))
+WITHOUT_TORCH = {"cli", "push", "card", "run_folder", "importers", "recipe", "manifest", "shipped", "files", "terminal"}
+WITHOUT_TORCH |= {"errors", "optimizer_settings"}
+MOST_LINES, MOST_LINES_OF_A_FUNCTION, MOST_FILES_TO_A_STEP = 300, 50, 5
 
 
-def room(file: Path) -> str:
-    part = file.relative_to(PACKAGE).parts[0]
-    return part.removesuffix(".py")
+def files(package):
+    return sorted(package.rglob("*.py"))
 
 
-def imports(file: Path) -> set[str]:
-    """Absolute names of all that a file imports, inside functions too; not what is for type checkers only."""
-    package = ["soren_align", *file.relative_to(PACKAGE).parts[:-1]]
+def room(file, package):
+    return file.relative_to(package).parts[0].removesuffix(".py")
+
+
+def layer(name):
+    return next((number for number, names in enumerate(LAYERS) if name in names), None)
+
+
+def imports(file, package):
+    """Absolute names of all that a file imports: in functions and for type checkers too."""
+    parents = ["soren_align", *file.relative_to(package).parts[:-1]]
     names = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
+            base = parents[: len(parents) - node.level + 1] if node.level else []
             prefix = ".".join([*base, *([node.module] if node.module else [])])
             names |= {prefix, *(f"{prefix}.{alias.name}" for alias in node.names)}
     return names
 
 
-def layer(name: str) -> int:
-    return next((i for i, names in enumerate(LAYERS) if name in names), -1)
+def import_graph(package):
+    """For each file the files of the package that it imports; a package's own __init__ only where it is named."""
+    by_name = {}
+    for file in files(package):
+        parts = file.relative_to(package).with_suffix("").parts
+        by_name[".".join(["soren_align", *(parts[:-1] if parts[-1] == "__init__" else parts)])] = file
+    graph = {}
+    for file in files(package):
+        names = imports(file, package)
+        # `from .room import module` names the room too, and needs only the module.
+        modules = {name for name in names if name in by_name}
+        needless = {name for name in modules if all(f"{name}.{leaf}" in by_name for leaf in _leaves(names, name))}
+        graph[file] = {by_name[name] for name in modules - needless} - {file}
+    return graph
 
 
-def test_every_room_has_a_layer():
-    rooms = {room(f) for f in FILES} - {"__init__", "_shipped"}
-    assert {r for r in rooms if layer(r) < 0} == set()
+def _leaves(names, module):
+    leaves = {name.removeprefix(module + ".") for name in names if name.startswith(module + ".")}
+    return {leaf for leaf in leaves if "." not in leaf} or {"itself"}
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(PACKAGE)))
-def test_arrows_point_down_only(file):
-    here = room(file)
-    if here == "__init__":
-        return
-    for name in imports(file):
-        parts = name.split(".")
-        there = parts[1] if parts[0] == "soren_align" and len(parts) > 1 else here
-        if there != here and layer(there) >= 0:
-            assert layer(there) > layer(here), f"{here} must not import {there}"
+def upward_arrows(package):
+    for file in files(package):
+        here = room(file, package)
+        if here in ("__init__", "__main__"):
+            continue
+        if layer(here) is None:
+            yield f"{here} has no layer"
+            continue
+        for there in sorted({name.split(".")[1] for name in imports(file, package) if name.startswith("soren_align.")}):
+            if there != here and layer(there) is not None and layer(there) <= layer(here):
+                yield f"{file.name} of {here} imports {there}, which is not below it"
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(PACKAGE)))
-def test_each_dependency_has_one_door(file):
-    here = room(file)
-    for name in imports(file):
-        for dependency, doors in DOORS.items():
-            if name == dependency or name.startswith(dependency + "."):
-                assert here in doors, f"{here} imports {name}; its door is {sorted(doors)}"
-        if here in WITHOUT_TORCH:
-            assert name.split(".")[0] not in HEAVY, f"{here} must not import {name}"
+def wrong_doors(package):
+    for file in files(package):
+        here = room(file, package)
+        for name in sorted(imports(file, package)):
+            for dependency, doors in DOORS.items():
+                if (name == dependency or name.startswith(dependency + ".")) and here not in doors:
+                    yield f"{file.name} of {here} imports {name}; its doors are {sorted(doors)}"
+            if here in WITHOUT_TORCH and name.split(".")[0] in HEAVY:
+                yield f"{file.name} of {here} imports {name}, and must be quick to import"
 
 
-def test_the_rules_can_fail(tmp_path):
-    """The reader of imports sees relative, absolute, nested and aliased ones."""
-    file = PACKAGE / "spectral" / "imaginary.py"
-    source = "def f():\n    from ..trainers import training\n    import lm_eval.tasks as t\n"
-    tree = tmp_path / "imaginary.py"
-    tree.write_text(source)
+def import_circles(package):
+    try:
+        TopologicalSorter(import_graph(package)).prepare()
+    except CycleError as error:
+        yield " -> ".join(str(file.relative_to(package)) for file in error.args[1])
 
-    class Elsewhere(type(file)):
-        def read_text(self, *a, **k):
-            return source
 
-    names = imports(Elsewhere(file))
-    assert {"soren_align.trainers", "soren_align.trainers.training", "lm_eval.tasks"} <= names
+def long_files(package):
+    for file in files(package):
+        if (count := len(file.read_text().splitlines())) > MOST_LINES:
+            yield f"{file.relative_to(package)} has {count} lines"
+
+
+def long_functions(package):
+    for file in files(package):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                count = node.end_lineno - node.lineno + 1
+                if count > MOST_LINES_OF_A_FUNCTION:
+                    yield f"{file.relative_to(package)} {node.name} has {count} lines"
+
+
+def repeated_names(package):
+    by_name = defaultdict(list)
+    for file in files(package):
+        name = file.parent.name if file.name == "__init__.py" else file.stem
+        by_name[name].append(str(file.relative_to(package)))
+    yield from (f"{name}: {', '.join(places)}" for name, places in by_name.items() if len(places) > 1)
+
+
+def far_steps(package):
+    """The shortest way along imports from the commands to the optimizer's step, if it is too long."""
+    graph, start = import_graph(package), package / "cli.py"
+    ways, reached = [[start]], {start}
+    while ways:
+        way = ways.pop(0)
+        if "def step(self" in way[-1].read_text() and way[-1].parent.name == "optim":
+            if len(way) > MOST_FILES_TO_A_STEP:
+                yield " -> ".join(str(file.relative_to(package)) for file in way)
+            return
+        for file in sorted(graph[way[-1]] - reached):
+            reached.add(file)
+            ways.append([*way, file])
+    yield "no way leads from cli.py to the optimizer's step"
+
+
+def _chain(*names):
+    """Files of which each imports the next; the last has the optimizer's step."""
+    chain = {a: f"import soren_align.{b.removesuffix('.py').replace('/', '.')}\n" for a, b in pairwise(names)}
+    return {**chain, names[-1]: "class Optimizer:\n    def step(self): ...\n"}
+
+
+RULES = {
+    upward_arrows: {"optim/planted.py": "def f():\n    from ..trainers import training\n"},
+    wrong_doors: {"data/planted.py": "import lm_eval.tasks as tasks\n"},
+    import_circles: {
+        "optim/one.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .two import f\n",
+        "optim/two.py": "from . import one\n",
+    },
+    long_files: {"optim/planted.py": "x = 1\n" * 301},
+    long_functions: {"optim/planted.py": "class A:\n    def f(self):\n" + "        x = 1\n" * 50},
+    repeated_names: {"optim/planted.py": "", "data/planted.py": ""},
+    far_steps: _chain("cli.py", "launch/a.py", "launch/b.py", "launch/c.py", "launch/d.py", "optim/e.py"),
+}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_house_keeps_its_rules(rule):
+    assert list(rule(PACKAGE)) == []
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_a_planted_violation_is_found(rule, tmp_path):
+    for name, source in RULES[rule].items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(source)
+    assert len(list(rule(tmp_path))) == 1
+
+
+def test_a_room_of_another_package_is_no_arrow(tmp_path):
+    (tmp_path / "optim").mkdir()
+    (tmp_path / "optim" / "planted.py").write_text("from torch.optim import AdamW\nfrom . import update\n")
+    assert list(upward_arrows(tmp_path)) == []
