@@ -26,15 +26,15 @@ test: setup
 # 40,000 mutated recipes, data files, run folders, ... in 20 minutes. `make fuzz SEED=7` again goes on where it was.
 fuzz: SEED ?= $(shell date +%Y%m%d)
 fuzz: setup
-	$(BIN)/python tests/fuzz/run.py --seed $(SEED)
+	$(BIN)/python -m tests.fuzz.run --seed $(SEED)
 
 # 50 pairs of starts for one folder, 0 to 8 s apart: one trains its own recipe, the other is refused. Ten minutes.
 races: setup
-	OMP_NUM_THREADS=1 $(BIN)/python tests/trainers/races.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.trainers.races
 
 # How far 2 and 3 ranks are from one process, sharded in every way: the table of docs/distributed.md. Three minutes.
 parity: setup
-	OMP_NUM_THREADS=1 $(BIN)/python tests/sharding/parity.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sharding.parity
 
 check: setup
 	$(BIN)/ruff format --check .

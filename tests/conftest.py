@@ -4,6 +4,8 @@ import os
 
 import pytest
 
+from tests.support.rank_pool import Ranks
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
@@ -18,16 +20,23 @@ def cache(tmp_path_factory):
         yield
 
 
+@pytest.fixture(scope="session", params=[2, 3], ids=["2 ranks", "3 ranks"])
+def ranks(request, tmp_path_factory):
+    started = Ranks(request.param, tmp_path_factory.mktemp("ranks"))
+    yield started
+    started.stop()
+
+
 LONG = (
     "test_resume",
     "test_zero_runs",
-    "test_quickstart",
+    "test_demo",
     "test_leaderboard",
     "test_answering",
     "test_fsdp2",
     "test_ddp",
     "test_precision",
-    "test_quickstart_lora",
+    "test_lora",
     "test_lora_on_ranks",
     "test_shipped_recipes",
     "test_planned_memory",

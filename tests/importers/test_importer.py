@@ -1,7 +1,7 @@
 """Others' files become recipes that load, and no key of theirs is lost on the way.
 
-tests/foreign/ has the key patterns of the alignment handbook's recipes, of TRL's configs and of Axolotl's, with values
-of our own.
+tests/importers/foreign/ has the key patterns of the alignment handbook's recipes, of TRL's configs and of Axolotl's,
+with values of our own.
 """
 
 import subprocess
@@ -267,7 +267,7 @@ def test_another_column_of_text_is_told():
 
 
 def test_the_handbooks_zephyr_template_is_known_by_its_text():
-    text = (Path(__file__).parent / "data" / "originals" / "zephyr.jinja").read_text()
+    text = (Path(__file__).parents[1] / "data" / "originals" / "zephyr.jinja").read_text()
     made = translate({**SFT, "chat_template": text.replace("'  +", "' +")}, "x")
     assert made.recipe["model"]["chat_template"] == "zephyr"
     assert not fate(made.notes, "chat_template").changes
