@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN := runs/quickstart
 
-.PHONY: setup demo test fuzz races parity check clean
+.PHONY: setup demo test test-all test-rest fuzz races parity check clean
 
 setup: .venv/installed
 
@@ -20,21 +20,28 @@ demo: setup
 	$(BIN)/soren-align dpo quickstart/dpo
 	$(BIN)/soren-align eval $(RUN)/dpo --summary $(RUN)/summary.json
 
-test: setup
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# The tests have four tiers (tests/support/tiers.py): unit, model, ranks, process. What a person waits for: the first two
+# and a sample of the others. At most 6 minutes on two cores.
+test: TESTS := -m "unit or model or sample"
+# All tests. At most 20 minutes on two cores.
+test-all: TESTS :=
+# What `make test` leaves out: .ci/run takes it after that.
+test-rest: TESTS := -m "not (unit or model or sample)"
+test test-all test-rest: setup
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
 
 # 40,000 mutated recipes, data files, run folders, ... in 20 minutes. `make fuzz SEED=7` again goes on where it was.
 fuzz: SEED ?= $(shell date +%Y%m%d)
 fuzz: setup
-	$(BIN)/python tests/fuzz/run.py --seed $(SEED)
+	$(BIN)/python -m tests.fuzz.run --seed $(SEED)
 
 # 50 pairs of starts for one folder, 0 to 8 s apart: one trains its own recipe, the other is refused. Ten minutes.
 races: setup
-	OMP_NUM_THREADS=1 $(BIN)/python tests/trainers/races.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.trainers.races
 
 # How far 2 and 3 ranks are from one process, sharded in every way: the table of docs/distributed.md. Three minutes.
 parity: setup
-	OMP_NUM_THREADS=1 $(BIN)/python tests/sharding/parity.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sharding.parity
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -18,16 +18,16 @@ import warnings
 from importlib.metadata import version
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "sharding"))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import jobs
 import torch
-from ranks import ENVIRONMENT, Ranks
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from toy import NUM_STEPS, RATES, Run, one_process
 
 from soren_align.sharding import attach_zero
+from tests.support import toy_jobs as jobs
+from tests.support.rank_pool import ENVIRONMENT, Ranks
+from tests.support.toy import NUM_STEPS, RATES, Run, one_process
 
 RUN = Run({"name": "muon"}, float64_map=True)
 STAGES = (1, 2, 3)

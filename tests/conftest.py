@@ -4,6 +4,9 @@ import os
 
 import pytest
 
+from tests.support import tiers
+from tests.support.rank_pool import Ranks
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
@@ -18,22 +21,45 @@ def cache(tmp_path_factory):
         yield
 
 
+@pytest.fixture(scope="session", params=[2, 3], ids=["2 ranks", "3 ranks"])
+def ranks(request, tmp_path_factory):
+    started = Ranks(request.param, tmp_path_factory.mktemp("ranks"))
+    yield started
+    started.stop()
+
+
 LONG = (
     "test_resume",
     "test_zero_runs",
-    "test_quickstart",
+    "test_demo",
     "test_leaderboard",
     "test_answering",
     "test_fsdp2",
     "test_ddp",
     "test_precision",
-    "test_quickstart_lora",
     "test_lora_on_ranks",
     "test_shipped_recipes",
     "test_planned_memory",
 )
+"""The longest files, which come first: with one file at a time for each of two processes, none waits long at the end."""
 
 
+def pytest_configure(config):
+    for name, meaning in (tiers.TIERS | {"sample": tiers.SAMPLE}).items():
+        config.addinivalue_line("markers", f"{name}: {meaning}")
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """The long files first: two processes take a file each in turn, and none shall wait for the other's last one."""
+    tiers.assign_tiers(items)
     items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+
+
+GUARD = tiers.ProcessGuard()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    (tier,) = (mark.name for mark in item.iter_markers() if mark.name in tiers.TIERS)
+    with GUARD.during(tier):
+        return (yield)

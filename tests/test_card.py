@@ -1,11 +1,11 @@
 """A stranger reads in the model card whether training did anything, and nothing of the machine that it was on."""
 
 import pytest
-from finished import HUB, evaluated, finished_run
 from huggingface_hub import ModelCard
 
 from soren_align import recipe
 from soren_align.card import card, on_hub, public, write_card
+from tests.support.run_folders import HUB, evaluated, finished_run
 
 
 @pytest.fixture(autouse=True)

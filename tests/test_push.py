@@ -5,13 +5,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from finished import HUB, finished_run, held_by_another
 from huggingface_hub import HfApi
 
 from soren_align import push as pushing
 from soren_align.errors import UserError
 from soren_align.push import push
 from soren_align.run_folder import MADE_FROM, fingerprint
+from tests.support.run_folders import HUB, finished_run, held_by_another
 
 
 class Recorder:

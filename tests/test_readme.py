@@ -1,15 +1,13 @@
 """What the README says is so."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from soren_align import recipe
+from tests.support.command import run
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -75,12 +73,11 @@ def commands_and_outputs():
 def test_the_newcomers_path_prints_what_the_readme_shows(tmp_path):
     if torch.accelerator.is_available():
         pytest.skip("the README's plan was made without a GPU, and says so")
-    quiet = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "empty"), "COLUMNS": "80"}
+    quiet = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "empty")}
     shown = commands_and_outputs()
     assert [c.split()[1] for c in shown] == ["recipes", "recipes", "plan"]
     for command, output in shown.items():
-        ours = [sys.executable, "-m", "soren_align.cli", *command.split()[1:]]
-        ran = subprocess.run(ours, capture_output=True, text=True, cwd=tmp_path, env=quiet, timeout=300)
+        ran = run(*command.split()[1:], cwd=tmp_path, env=quiet)
         assert ran.returncode == 0, ran.stderr
         said = "\n".join(line.rstrip() for line in ran.stdout.splitlines()).strip()
         assert said == output, command

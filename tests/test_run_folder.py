@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import pytest
-from finished import finished_run, held_by_another
 
 from soren_align import cli, recipe
 from soren_align.card import write_card
@@ -16,6 +15,7 @@ from soren_align.launch import commands, worker
 from soren_align.push import push
 from soren_align.run_folder import RunFolder, write
 from soren_align.terminal import Terminal
+from tests.support.run_folders import finished_run, held_by_another
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import time
 
 import pytest
 import torch
-from finished import finished_run
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -16,6 +15,7 @@ from soren_align import recipe, shipped
 from soren_align.errors import UserError
 from soren_align.evaluate.backends import Setup, load
 from soren_align.trainers import adapters, build
+from tests.support.run_folders import finished_run
 
 BASE = shipped.ROOT / "recipes" / "quickstart" / "base"
 Q = "model.layers.0.self_attn.q_proj"

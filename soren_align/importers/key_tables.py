@@ -96,7 +96,7 @@ VALUES: dict[tuple[str, Any], tuple[Any, str]] = {
     ("lr_scheduler", "one_cycle"): ("cosine", "TRL has no one_cycle"),
 }
 
-# The handbook's Zephyr template, which recipes call zephyr: sha256 of it without white space (tests/test_foreign.py).
+# The handbook's Zephyr template, which recipes call zephyr: sha256 of it without white space (tests/importers).
 ZEPHYR = "8705a1897ece1a1b355e1f4d36687f331d6680f5d897d1ae314b3fc506e136b8"
 
 # Left out, and the weights come out the same: reason -> names.

@@ -1,7 +1,7 @@
 """What a rank holds, tensor kind by tensor kind, under DDP, ZeRO and FSDP2.
 
 These are the rules of DeepSpeed 0.19.8 (stage_1_and_2.py, stage3.py, bf16_optimizer.py), torch's DDP and FSDP2 and
-accelerate's settings of them; tests/sharding/test_forecast.py holds DeepSpeed's own tensors against them. Not counted:
+accelerate's settings of them; tests/planning/test_forecast.py holds DeepSpeed's own tensors against them. Not counted:
 activations, weights gathered for a moment, single matrices in passing, padding, what an allocator wastes.
 """
 

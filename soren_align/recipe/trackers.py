@@ -7,7 +7,7 @@ import difflib
 import importlib.util
 from typing import Any
 
-# Word of report_to -> (modules that must be there, what to install). tests/test_trackers.py compares the words with
+# Word of report_to -> (modules that must be there, what to install). test_trackers.py compares the words with
 # those of the installed transformers.
 TRACKERS: dict[str, tuple[tuple[str, ...], str]] = {
     "azure_ml": (("azureml.core",), "azureml-core"),

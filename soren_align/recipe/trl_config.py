@@ -1,7 +1,7 @@
 """What TRL's SFTConfig and DPOConfig accept, read from their source without importing them.
 
 Importing TRL takes ten seconds and torch; a typo deserves its answer in one. So the dataclasses of the *installed*
-TRL and transformers are parsed, never executed. tests/test_trl_config.py compares the result with
+TRL and transformers are parsed, never executed. tests/recipe/test_trl_config.py compares the result with
 `dataclasses.fields` of the real classes, so that an upgrade which changes their style is noticed.
 """
 

@@ -7,10 +7,11 @@ import sys
 import pytest
 import torch
 
+from tests.support.command import run
+
 
 def bench(*arguments, cwd=None):
-    command = [sys.executable, "-m", "soren_align.cli", "bench", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=120)
+    return run("bench", *arguments, cwd=cwd)
 
 
 def test_maps_prints_json_alone_and_writes_the_page(tmp_path):
@@ -57,6 +58,7 @@ def test_a_gpu_that_is_not_there_is_a_sentence(tmp_path):
     assert (refused.returncode, refused.stderr) == (2, "--device: found 'cuda'; torch sees no GPU here, write cpu\n")
 
 
+@pytest.mark.process
 def test_mistakes_are_seen_before_torch_loads():
     code = "import sys; sys.argv = ['soren-align', 'bench', 'maps', '--shapes', '0x5']\n"
     code += "from soren_align.cli import main\ntry:\n    main()\nexcept SystemExit as e:\n    print(e.code)\n"

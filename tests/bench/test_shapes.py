@@ -60,6 +60,7 @@ def test_an_unknown_device_is_refused(name, message):
     assert message in str(error.value)
 
 
+@pytest.mark.process
 def test_reading_shapes_takes_no_torch():
     code = "import sys, soren_align.bench.shapes; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,6 +1,5 @@
 import json
 import os
-from types import SimpleNamespace
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before any library reads it
 
@@ -9,13 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
-    "{% if m['role'] == 'assistant' %}"
-    "{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
-    "{% else %}{{ m['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+from tests.support.conversations import CHATML, animal_text
 
 
 @pytest.fixture(autouse=True)
@@ -59,36 +52,3 @@ def write(tmp_path):
         return str(path)
 
     return write_rows
-
-
-def split(path, split="train", limit=None, revision=None, bad_rows="refuse"):
-    return SimpleNamespace(path=str(path), split=split, limit=limit, revision=revision, bad_rows=bad_rows)
-
-
-def animal_text(i):
-    return f"Animal number {i} of the zoo eats {'grass and hay ' * (i % 7)}and sleeps in house {i % 5}."
-
-
-def chat(i=0, turns=1, system=False):
-    """A conversation whose length depends on i."""
-    told = [{"role": "system", "content": "You keep a zoo."}] if system else []
-    for turn in range(turns):
-        told += [
-            {"role": "user", "content": f"{'Please tell me: ' * (i % 4)}what about animal {i}, part {turn}?"},
-            {"role": "assistant", "content": animal_text(i + turn) + " ü🦓"},
-        ]
-    return told
-
-
-def chat_row(i=0, turns=1, system=False):
-    """A row in ultrachat_200k's columns."""
-    messages = chat(i, turns, system)
-    return {"prompt": messages[0]["content"], "prompt_id": str(i), "messages": messages}
-
-
-def pair_row(i=0, turns=1, system=False):
-    """A row in ultrafeedback_binarized's columns."""
-    chosen = chat(i, turns, system)
-    rejected = [*chosen[:-1], {"role": "assistant", "content": "I do not know. " * (1 + i % 5)}]
-    prompt = {"prompt": chosen[0]["content"], "prompt_id": str(i), "messages": chosen}
-    return {**prompt, "chosen": chosen, "rejected": rejected, "score_chosen": 8.0, "score_rejected": 2.0}

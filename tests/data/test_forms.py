@@ -6,12 +6,11 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from replicas import ultrachat_200k, ultrafeedback_binarized
 
 from soren_align.data import load_split
 from soren_align.errors import UserError
-
-from .conftest import chat, split
+from tests.support.conversations import chat, split
+from tests.support.published_data import ultrachat_200k, ultrafeedback_binarized
 
 SPEAKERS = {"user": "human", "assistant": "gpt", "system": "system"}
 CHAT = chat(3, turns=2, system=True)

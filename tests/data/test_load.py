@@ -10,8 +10,7 @@ import pytest
 
 from soren_align.data import load_split
 from soren_align.errors import UserError
-
-from .conftest import chat, chat_row, pair_row, split
+from tests.support.conversations import chat, chat_row, pair_row, split
 
 U, A, S = ({"role": role, "content": "words"} for role in ("user", "assistant", "system"))
 

@@ -11,8 +11,7 @@ from datasets import Dataset
 
 from soren_align.data import account, load_mixture
 from soren_align.errors import UserError
-
-from .conftest import chat, pair_row, split
+from tests.support.conversations import chat, pair_row, split
 
 
 def source(path, weight=1.0, **how):

@@ -10,8 +10,7 @@ from soren_align.data import account, load_split, show_example
 from soren_align.data.columns import COLUMNS
 from soren_align.data.tokens import encode
 from soren_align.errors import UserError
-
-from .conftest import CHATML, chat, chat_row, pair_row, split
+from tests.support.conversations import CHATML, chat, chat_row, pair_row, split
 
 NUM_ROWS = 24
 

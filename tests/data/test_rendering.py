@@ -7,8 +7,7 @@ from datasets import Dataset
 
 from soren_align.data import account, check_template, rendering, tokens
 from soren_align.errors import UserError
-
-from .conftest import CHATML, chat
+from tests.support.conversations import CHATML, chat
 
 SFT = Dataset.from_list([{"messages": chat(1)}])
 ROUND = "{% for i in range(99999) %}"

@@ -9,7 +9,6 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-import tokenizers_like
 import trl
 from datasets import Dataset
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -18,6 +17,7 @@ from trl import SFTConfig, SFTTrainer
 from soren_align import recipe, shipped
 from soren_align.data import check_template, set_template
 from soren_align.errors import UserError
+from tests.support import published_tokenizers as tokenizers_like
 
 ORIGINALS = Path(__file__).parent / "originals"
 MAKE = {"qwen2.5": tokenizers_like.qwen, "zephyr": tokenizers_like.mistral}

@@ -5,8 +5,7 @@ from datasets import Dataset
 
 from soren_align.data import check_template
 from soren_align.errors import UserError
-
-from .conftest import CHATML, chat, pair_row
+from tests.support.conversations import CHATML, chat, pair_row
 
 SFT = Dataset.from_list([{"messages": chat(1)}])
 DPO = Dataset.from_list([{column: pair_row(1)[column] for column in ("chosen", "rejected")}])

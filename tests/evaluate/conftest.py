@@ -2,21 +2,9 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from soren_align import shipped
-
-from .fixtures import write_datasets
-from .tiny import make_reader, nudge
-
-BASE = shipped.ROOT / "recipes" / "quickstart" / "base"
-
-
-def make_model(folder, seed):
-    torch.manual_seed(seed)
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(BASE)).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(BASE).save_pretrained(folder)
-    return folder
+from tests.support.benchmark_data import write_datasets
+from tests.support.tiny_models import make_model, make_reader, nudge
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from .fixtures import NUM_TRAIN, subjects, texts, write_datasets
-from .plain import DATASETS, plain
-from .tiny import make_reader, nudge
+from tests.support.benchmark_data import NUM_TRAIN, subjects, texts, write_datasets
+from tests.support.lm_eval_reference import DATASETS, plain
+from tests.support.tiny_models import make_reader, nudge
 
 
 @pytest.fixture(scope="module")

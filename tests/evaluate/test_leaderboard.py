@@ -8,9 +8,8 @@ from soren_align.errors import UserError
 from soren_align.evaluate.harness import evaluate_model
 from soren_align.evaluate.suites import load_suite
 from soren_align.evaluate.tasks import leaves, load_tasks
-
-from .fixtures import write_datasets
-from .plain import LEADERBOARD, ZERO_SHOT, plain
+from tests.support.benchmark_data import write_datasets
+from tests.support.lm_eval_reference import LEADERBOARD, ZERO_SHOT, plain
 
 SUITES = {"open-llm-leaderboard-v1": LEADERBOARD, "commonsense-zero-shot": ZERO_SHOT}
 

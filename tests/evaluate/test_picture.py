@@ -5,8 +5,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from soren_align.evaluate import figure
-
-from .tabled import make_results
+from tests.support.result_tables import make_results
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 
-from .fixtures import write_datasets
-from .plain import plain
-from .tiny import make_reader, teach
+from tests.support.benchmark_data import write_datasets
+from tests.support.lm_eval_reference import plain
+from tests.support.tiny_models import make_reader, teach
 
 GENERATED = {"gen_kwargs": {"max_gen_toks": 16}}
 

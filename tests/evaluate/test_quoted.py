@@ -8,8 +8,7 @@ from soren_align import shipped
 from soren_align.errors import UserError
 from soren_align.evaluate import tables
 from soren_align.evaluate.published import load_quoted
-
-from .tabled import make_results
+from tests.support.result_tables import make_results
 
 COLUMNS = {
     "open-llm-leaderboard-v1": ["arc_challenge", "hellaswag", "mmlu", "truthfulqa_mc2", "winogrande", "gsm8k"],

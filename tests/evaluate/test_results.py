@@ -13,8 +13,7 @@ from soren_align.evaluate.results import read_results, refuse_foreign, refuse_fo
 from soren_align.launch import worker
 from soren_align.recipe import Eval
 from soren_align.run_folder import RunFolder
-
-from .tabled import make_results
+from tests.support.result_tables import make_results
 
 SOURCE = {"value": 1.0, "stderr": 0.5, "low": 0.0, "high": 2.0, "n": 4}
 

@@ -15,9 +15,8 @@ from soren_align.errors import UserError
 from soren_align.evaluate import workers
 from soren_align.evaluate.stage import evaluate, preflight, summary
 from soren_align.recipe import Eval
-
-from .conftest import make_model
-from .plain import ZERO_SHOT
+from tests.support.lm_eval_reference import ZERO_SHOT
+from tests.support.tiny_models import make_model
 
 QUICKSTART = Eval(suite="quickstart")
 COLUMNS = ["zoo_mc", "zoo_gen", "preference"]

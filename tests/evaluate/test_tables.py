@@ -7,8 +7,7 @@ import pytest
 from rich.console import Console
 
 from soren_align.evaluate import tables
-
-from .tabled import COLUMNS, make_results
+from tests.support.result_tables import COLUMNS, make_results
 
 
 def screen(results, width=80):

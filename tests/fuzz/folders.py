@@ -10,9 +10,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import mutate
-from box import BOX
-from finished import evaluated, finished_run
+from tests.fuzz import mutate
+from tests.fuzz.box import BOX
+from tests.support.run_folders import evaluated, finished_run
 
 Files = dict[str, Any]
 Mutator = Callable[[random.Random, Any], bytes]

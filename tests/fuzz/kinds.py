@@ -15,17 +15,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import folders
-import mutate
 import pyarrow as pa
 import pyarrow.parquet as pq
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
-from yaml_like import Pairs, Raw, dump, pairs, plain
 
 from soren_align import recipe, shipped
+from tests.fuzz import folders, mutate
+from tests.fuzz.yaml_like import Pairs, Raw, dump, pairs, plain
 
-FOREIGN = Path(__file__).resolve().parent.parent / "foreign"
+FOREIGN = Path(__file__).resolve().parent.parent / "importers" / "foreign"
 Files = dict[str, Any]
 
 

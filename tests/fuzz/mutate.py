@@ -4,7 +4,7 @@ import random
 from copy import deepcopy
 from typing import Any
 
-from yaml_like import Pairs, Raw, dump
+from tests.fuzz.yaml_like import Pairs, Raw, dump
 
 # Words that lead somewhere else than the one who wrote the code thought of.
 PATHS = [

@@ -1,8 +1,8 @@
 """`make fuzz`: mutated recipes, overrides, imports, data files, run folders, adapters and suites, for 20 minutes.
 
-    python tests/fuzz/run.py [--seed N] [--minutes 20] [--jobs 2] [--state FILE] [--kinds recipe,data]
-    python tests/fuzz/run.py --seed N --one recipe:123        one input again: shown, tried, with its traceback
-    python tests/fuzz/run.py --seed N --keep                  one small input of each failure goes into tests/fuzz/kept
+    python -m tests.fuzz.run [--seed N] [--minutes 20] [--jobs 2] [--state FILE] [--kinds recipe,data]
+    python -m tests.fuzz.run --seed N --one recipe:123        one input again: shown, tried, with its traceback
+    python -m tests.fuzz.run --seed N --keep                  one small input of each failure goes into tests/fuzz/kept
 
 Every input follows from (seed, kind, index). The state file has a line for every piece of work that is done; with the
 same one, the command goes on. Exit status 1 if anything failed: an exception that is no UserError, more than 5 seconds,
@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent.parent)]
 os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", TORCH_COMPILE_DISABLE="1")
 
 QUOTAS = {
@@ -48,8 +47,8 @@ def work(pipe: Any, now: Any, kinds: list[str]) -> None:
     """Try the pieces of work that come through the pipe; `now` holds the index of the input under way."""
     root = Path(tempfile.mkdtemp(prefix="fuzz-"))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    import trial
-    from kinds import make
+    from tests.fuzz import trial
+    from tests.fuzz.kinds import make
 
     box = trial.settle(root, kinds)
     pipe.send(None)
@@ -197,8 +196,7 @@ def table(state: State) -> str:
 
 def show_one(seed: str, kind: str, index: int) -> int:
     """Try one input again, with all that is known of it."""
-    import kinds
-    import trial
+    from tests.fuzz import kinds, trial
 
     given = kinds.make(seed, kind, index)
     print(json.dumps(given.to_json(), indent=1)[:20_000])
@@ -211,9 +209,7 @@ def show_one(seed: str, kind: str, index: int) -> int:
 
 def keep(state: State) -> int:
     """Write an input of each kind of failure, made smaller, into KEPT."""
-    import kinds
-    import shrink
-    import trial
+    from tests.fuzz import kinds, shrink, trial
 
     found = {(line["kind"], f["what"], f["where"]): (line["kind"], f["index"]) for line in state.lines
              for f in reversed(line["failures"])}  # fmt: skip

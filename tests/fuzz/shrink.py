@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import trial
-from box import Box
-from kinds import Input
+from tests.fuzz import trial
+from tests.fuzz.box import Box
+from tests.fuzz.kinds import Input
 
 SECONDS = 20
 MOST_BYTES = 20_000

@@ -14,12 +14,11 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import folders
-from box import Box
-
 from soren_align import cli, errors, importers, recipe, run_folder
 from soren_align.launch import commands
 from soren_align.run_folder import RunFolder
+from tests.fuzz import folders
+from tests.fuzz.box import Box
 
 REFUSED = 2
 """The exit code of a UserError."""

@@ -1,6 +1,6 @@
 """2,000 mutated inputs, always the same, and every input that ever failed: accepted or refused, and nothing else.
 
-`make fuzz` tries many more. One input again: `python tests/fuzz/run.py --seed make-test --one recipe:123`.
+`make fuzz` tries many more. One input again: `python -m tests.fuzz.run --seed make-test --one recipe:123`.
 """
 
 import json
@@ -11,10 +11,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import targets
-import trial
-from box import Box, watched
-from kinds import Input, make
+
+from tests.fuzz import targets, trial
+from tests.fuzz.box import Box, watched
+from tests.fuzz.kinds import Input, make
 
 SEED = "make-test"
 SAMPLE = {"recipe": 1_250, "override": 300, "import": 150, "data": 100, "run": 100, "adapter": 50, "suite": 50}

@@ -12,11 +12,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import targets
-from box import Box, watched
-from kinds import Input
-
 from soren_align.errors import UserError, of_the_system
+from tests.fuzz import targets
+from tests.fuzz.box import Box, watched
+from tests.fuzz.kinds import Input
 
 LIMIT_SECONDS = 5.0
 MOST_BYTES = 4 << 30

@@ -5,10 +5,10 @@ import pickle
 
 import pytest
 import torch
-from classes import OPTIMIZERS, assert_same_weights, gradients, groups, small_model, trained
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from soren_align.optim import AdamW, Muon, Soren
+from tests.support.optimizers import OPTIMIZERS, assert_same_weights, gradients, groups, small_model, trained
 
 EVERY_OPTIMIZER = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 

@@ -4,8 +4,9 @@ import copy
 
 import pytest
 import torch
-from classes import OPTIMIZERS, assert_same_weights, gradients, groups, small_model
 from torch.optim import lr_scheduler as schedulers
+
+from tests.support.optimizers import OPTIMIZERS, assert_same_weights, gradients, groups, small_model
 
 SCHEDULERS = {
     "LambdaLR": lambda o: schedulers.LambdaLR(o, lambda step: 0.9**step),

@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from classes import OPTIMIZERS, assert_same_weights, gradients, groups, small_model, trained
 from torch import nn
 
 from soren_align.optim import AdamW, Soren
+from tests.support.optimizers import OPTIMIZERS, assert_same_weights, gradients, groups, small_model, trained
 
 EVERY_OPTIMIZER = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from replicas import ultrachat_200k, ultrafeedback_binarized
-from tokenizers_like import mistral, qwen
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
 
 from soren_align import recipe
@@ -11,6 +9,8 @@ from soren_align.launch import commands
 from soren_align.planning import plan as planning
 from soren_align.planning.meter import Meter
 from soren_align.run_folder import RunFolder
+from tests.support.published_data import ultrachat_200k, ultrafeedback_binarized
+from tests.support.published_tokenizers import mistral, qwen
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 5, "num_attention_heads": 4}
 SHAPE |= {"num_key_value_heads": 2, "max_position_embeddings": 256}

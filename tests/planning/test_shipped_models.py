@@ -1,11 +1,10 @@
 """The plans of the recipes for real models: no network, no weights, and the numbers that are published."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
+
+from tests.support.command import run
 
 WANTED = {
     # matrices, tensors that share one embedding, parameters, steps
@@ -17,9 +16,7 @@ WANTED = {
 @pytest.fixture(scope="module", params=WANTED)
 def planned(request, tmp_path_factory):
     here = tmp_path_factory.mktemp("elsewhere")
-    command = [sys.executable, "-m", "soren_align.cli", "plan", request.param, "--json"]
-    quiet = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(here / "empty")}
-    ran = subprocess.run(command, capture_output=True, text=True, cwd=here, env=quiet, timeout=300)
+    ran = run("plan", request.param, "--json", cwd=here, env={"HF_HUB_OFFLINE": "1", "HF_HOME": str(here / "empty")})
     assert ran.returncode == 0, ran.stderr
     return request.param, json.loads(ran.stdout)
 

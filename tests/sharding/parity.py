@@ -1,6 +1,6 @@
 """`make parity`: how far N ranks are from one process, as a table, and what each of them does and holds.
 
-    python tests/sharding/parity.py [number of ranks ...]        2 and 3 unless said otherwise
+    python -m tests.sharding.parity [number of ranks ...]        2 and 3 unless said otherwise
 
 Exit status 1 if anything differs by more than the tests allow.
 """
@@ -11,7 +11,7 @@ import tempfile
 from importlib.metadata import version
 from pathlib import Path
 
-from configurations import (
+from tests.support.parity_configurations import (
     CONFIGURATIONS,
     CONTROL,
     DEFAULT,
@@ -22,8 +22,8 @@ from configurations import (
     compare,
     reference,
 )
-from ranks import Ranks
-from toy import NUM_STEPS
+from tests.support.rank_pool import Ranks
+from tests.support.toy import NUM_STEPS
 
 HEAD = f"""\
 Largest difference of any weight from one process after {NUM_STEPS} steps

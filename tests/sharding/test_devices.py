@@ -1,8 +1,9 @@
 """Steps of optimizers whose parameters are on a GPU: no kernel and no collective gets a tensor of the CPU."""
 
-import gpu_jobs
 import pytest
-from ranks import Ranks
+
+from tests.support import fake_gpu_jobs as gpu_jobs
+from tests.support.rank_pool import Ranks
 
 
 @pytest.fixture(scope="module")

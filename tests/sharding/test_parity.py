@@ -4,8 +4,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from configurations import CONFIGURATIONS, CONTROL, DEFAULT, LARGEST_BYTES, TOLERANCE, WAYS, WITHOUT_CLIP, compare
-from toy import NUM_STEPS, Run, one_process
+
+from tests.support.parity_configurations import (
+    CONFIGURATIONS,
+    CONTROL,
+    DEFAULT,
+    LARGEST_BYTES,
+    TOLERANCE,
+    WAYS,
+    WITHOUT_CLIP,
+    compare,
+)
+from tests.support.toy import NUM_STEPS, Run, one_process
 
 CASES = [(way, configuration) for configuration in CONFIGURATIONS for way in configuration.ways]
 

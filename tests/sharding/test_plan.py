@@ -17,12 +17,8 @@ from soren_align.sharding import (
     replicas,
     row_blocks,
 )
+from tests.support.mistral_shapes import BLOCK, MISTRAL_7B
 
-BLOCK = {
-    **{"q": (4096, 4096), "k": (1024, 4096), "v": (1024, 4096), "o": (4096, 4096)},
-    **{"gate": (14336, 4096), "up": (14336, 4096), "down": (4096, 14336)},
-}
-MISTRAL_7B = {f"layers.{i}.{name}": shape for i in range(32) for name, shape in BLOCK.items()}
 BUILDERS = [replicas, flat_partitions, parameter_slices, row_blocks]
 
 

@@ -1,7 +1,8 @@
 """A step is planned before it begins: all of it happens or nothing, on every rank."""
 
-import planned
 import pytest
+
+from tests.support import step_plan_jobs as planned
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """What one rank finds, all ranks raise: none is left waiting in a collective, and nothing has changed."""
 
-import jobs
 import pytest
 import torch
+
+from tests.support import toy_jobs as jobs
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,12 @@
 """What is DeepSpeed's alone: what it cannot place, and bfloat16."""
 
-import jobs
 import pytest
 import side_by_side
 import torch
-from configurations import reference
-from toy import Run
+
+from tests.support import toy_jobs as jobs
+from tests.support.parity_configurations import reference
+from tests.support.toy import Run
 
 
 @pytest.mark.parametrize(

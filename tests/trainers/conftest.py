@@ -1,46 +1,6 @@
-"""A few steps of the quickstart, in this process."""
-
-import io
-
 import pytest
-from rich.console import Console
 
-from soren_align import recipe
-from soren_align.launch import commands
-from soren_align.run_folder import RunFolder
-from soren_align.sharding.ranks import Ranks
-from soren_align.trainers import training
-
-SHORT = ("trainer.max_steps=6", "trainer.warmup_steps=2", "trainer.save_steps=2", "trainer.logging_steps=1")
-SHORT += ("trainer.per_device_train_batch_size=8", "trainer.eval_strategy=no", "eval=null")
-
-
-class TinyRun:
-    """One run folder of a shortened quickstart recipe; on several ranks, each has its TinyRun of the one folder."""
-
-    def __init__(self, path, task="sft", *overrides, ranks=Ranks()):  # noqa: B008
-        self.ranks = ranks
-        where = [f"run.output_dir={path}"]
-        if task == "dpo" and not any(o.startswith("model.name") for o in overrides):
-            where += ["model.name_or_path=shipped:recipes/quickstart/base", "model.init_seed=0"]
-        self.recipe = recipe.load(f"quickstart/{task}", [*SHORT, *where, *overrides])
-        self.folder = RunFolder(path)
-        self.said = io.StringIO()
-        self.console = Console(file=self.said, width=100)
-
-    def prepare(self):
-        with self.ranks.first_goes_first():
-            if self.ranks.is_first:
-                commands.prepare(self.folder, self.recipe, self.ranks.num_ranks)
-            return training.get_ready(self.recipe, self.folder, ranks=self.ranks)
-
-    def train(self):
-        return training.train(self.prepare(), self.folder, self.console, self.ranks)
-
-    def trainer(self):
-        ready = self.prepare()
-        parts = (self.recipe, self.folder, ready.start, ready.tokenizer, ready.splits, self.ranks)
-        return training.build.build_trainer(*parts)
+from tests.support.tiny_run import TinyRun
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Starts two runs for one folder, 0 to 8 seconds apart: one must train its own recipe, the other be refused.
 
-    python tests/trainers/races.py [PAIRS] [SEED]
+    python -m tests.trainers.races [PAIRS] [SEED]
 
 Torch takes about 8 seconds to load; in that time the folder used to be free. Two pairs at a time; 50 take 10 minutes.
 """

@@ -4,9 +4,9 @@ import json
 import shutil
 
 import pytest
-from replicas import ANIMALS, chat_row, pair_row
 
 from soren_align.errors import UserError
+from tests.support.published_data import ANIMALS, chat_row, pair_row
 
 
 @pytest.fixture

@@ -5,20 +5,20 @@ import re
 from pathlib import Path
 
 import pytest
-from on_ranks import RUNS
-from parity import furthest, one_process, ranks_do
 from safetensors.torch import load_file
 
 from soren_align.errors import UserError
 from soren_align.run_folder import RunFolder
 from soren_align.sharding.ranks import Ranks
+from tests.support.trainer_jobs import RUNS
+from tests.support.trainer_parity import furthest, one_process, ranks_do
 
 HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    """The folder in which two ranks have done `ddp` of on_ranks.py, and what each of them saw."""
+    """The folder in which two ranks have done `ddp` of trainer_jobs.py, and what each of them saw."""
     folder = tmp_path_factory.mktemp("ddp")
     return folder, ranks_do("ddp", 2, folder)
 

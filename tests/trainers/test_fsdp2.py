@@ -7,8 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-from on_ranks import RUNS
-from parity import furthest, logged, one_process, one_process_logs, ranks_do, weights
 from transformers import AutoModelForCausalLM
 
 from soren_align import shipped
@@ -17,13 +15,15 @@ from soren_align.recipe import checks, parallel
 from soren_align.run_folder import RunFolder
 from soren_align.sharding.ranks import Ranks
 from soren_align.trainers import build, checkpoints
+from tests.support.trainer_jobs import RUNS
+from tests.support.trainer_parity import furthest, logged, one_process, one_process_logs, ranks_do, weights
 
 SOREN, DPO = RUNS[0][:2], RUNS[3][:2]
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    """The folder in which two ranks have done `fsdp2` of on_ranks.py, and what each of them saw."""
+    """The folder in which two ranks have done `fsdp2` of trainer_jobs.py, and what each of them saw."""
     folder = tmp_path_factory.mktemp("fsdp2")
     return folder, ranks_do("fsdp2", 2, folder)
 

@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 import torch
-from parity import ranks_do
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
@@ -13,6 +12,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qw
 from soren_align import shipped
 from soren_align.errors import UserError
 from soren_align.run_folder import RunFolder
+from tests.support.trainer_parity import ranks_do
 
 # The paper's settings for SFT, and what a tiny model needs.
 PAPER = ("optimizer.name=soren", "optimizer.lr=1e-6", "optimizer.aux_lr=3e-5", "optimizer.adjust_lr_fn=none")
@@ -215,7 +215,7 @@ def test_what_keeps_float32_masters_may_load_bfloat16(tiny_run):
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    """The folder in which two ranks have done `precision` of on_ranks.py, and what each of them saw."""
+    """The folder in which two ranks have done `precision` of trainer_jobs.py, and what each of them saw."""
     folder = tmp_path_factory.mktemp("precision")
     return folder, ranks_do("precision", 2, folder)
 

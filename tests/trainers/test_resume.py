@@ -10,12 +10,12 @@ import time
 
 import pytest
 import torch
-from parity import logged
 from safetensors.torch import load_file
 
 from soren_align import shipped
 from soren_align.errors import UserError
 from soren_align.run_folder import RunFolder
+from tests.support.trainer_parity import logged
 
 
 def weights(folder):

@@ -11,19 +11,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TinyRun
-from on_ranks import FOR_TWO_OR_THREE, RUNS
-from parity import furthest, logged, one_process, ranks_do, weights
 from transformers import AutoModelForCausalLM
 
 from soren_align.run_folder import RunFolder
+from tests.support.tiny_run import TinyRun
+from tests.support.trainer_jobs import FOR_TWO_OR_THREE, RUNS
+from tests.support.trainer_parity import furthest, logged, one_process, ranks_do, weights
 
 STAGES = ("zero1", "zero2", "zero3")
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    """The folder in which two ranks have done `zero` of on_ranks.py, and what each of them saw."""
+    """The folder in which two ranks have done `zero` of trainer_jobs.py, and what each of them saw."""
     folder = tmp_path_factory.mktemp("zero")
     return folder, ranks_do("zero", 2, folder)
 

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from toy import NUM_STEPS, Run
 
 from soren_align.optim import Soren
 from soren_align.planning.meter import Meter
 from soren_align.sharding import Replicas, RowBlocks, attach_zero, start_deepspeed
+from tests.support.toy import NUM_STEPS, Run
 
 
 @dataclass

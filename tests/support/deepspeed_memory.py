@@ -4,9 +4,9 @@ import gc
 import warnings
 
 import torch
-from jobs import deepspeed_engine, part_of
 
 from soren_align.sharding import attach_zero
+from tests.support.toy_jobs import deepspeed_engine, part_of
 
 
 def under_deepspeed(group, stage, run, config):

@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 import yaml
 from datasets import ClassLabel, Features, List, Value
 
-from . import questions
-from .questions import Row
+from tests.support import benchmark_questions as questions
+from tests.support.benchmark_questions import Row
 
 TASKS = Path(lm_eval.__file__).parent / "tasks"
 NUM_TRAIN = 30  # 25 shots are the most that a suite asks for

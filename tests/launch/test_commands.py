@@ -4,12 +4,12 @@ import os
 from pathlib import Path
 
 import pytest
-from finished import held_by_another
 
 from soren_align import recipe
 from soren_align.errors import UserError
 from soren_align.launch import commands, environment
 from soren_align.run_folder import RunFolder
+from tests.support.run_folders import held_by_another
 
 
 @pytest.fixture

@@ -2,16 +2,16 @@
 
 import time
 
-import held as observed
-import jobs
 import pytest
 import torch
-from test_plan import MISTRAL_7B
-from toy import NUM_STEPS, Run
 
 from soren_align.planning.forecast import forecast
 from soren_align.recipe import Parallel, parallel
 from soren_align.recipe.parallel import NAMES
+from tests.support import deepspeed_memory as observed
+from tests.support import toy_jobs as jobs
+from tests.support.mistral_shapes import MISTRAL_7B
+from tests.support.toy import NUM_STEPS, Run
 
 SHAPES = {"a": (4, 6), "b": (3, 5)}  # 39 numbers; with 10 others 49
 CONFIGS = {"reduce_bucket_size": 100, "overlap_comm": False}

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-import jobs
-from toy import Run, one_process
+from tests.support import toy_jobs as jobs
+from tests.support.toy import Run, one_process
 
 ZERO = ("ZeRO 1", "ZeRO 2", "ZeRO 3")  # DeepSpeed's
 WAYS = ("DDP", "FSDP2", *ZERO)

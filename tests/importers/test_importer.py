@@ -1,7 +1,7 @@
 """Others' files become recipes that load, and no key of theirs is lost on the way.
 
-tests/foreign/ has the key patterns of the alignment handbook's recipes, of TRL's configs and of Axolotl's, with values
-of our own.
+tests/importers/foreign/ has the key patterns of the alignment handbook's recipes, of TRL's configs and of Axolotl's,
+with values of our own.
 """
 
 import subprocess
@@ -19,6 +19,7 @@ from soren_align.importers.convert import flattened, translate
 from soren_align.importers.importer import to_table, to_text
 from soren_align.recipe import sections, trl_config
 from soren_align.recipe.loader import load_text, parse
+from tests.support import command
 
 FOLDER = Path(__file__).parent / "foreign"
 FILES = {file.stem: file for file in sorted(FOLDER.glob("*.yaml")) if "orpo" not in file.stem}
@@ -267,7 +268,7 @@ def test_another_column_of_text_is_told():
 
 
 def test_the_handbooks_zephyr_template_is_known_by_its_text():
-    text = (Path(__file__).parent / "data" / "originals" / "zephyr.jinja").read_text()
+    text = (Path(__file__).parents[1] / "data" / "originals" / "zephyr.jinja").read_text()
     made = translate({**SFT, "chat_template": text.replace("'  +", "' +")}, "x")
     assert made.recipe["model"]["chat_template"] == "zephyr"
     assert not fate(made.notes, "chat_template").changes
@@ -418,8 +419,7 @@ def test_every_key_of_trls_command_is_known(path, name):
 
 
 def run(*arguments, cwd):
-    command = [sys.executable, "-m", "soren_align.cli", "import", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=60)
+    return command.run("import", *arguments, cwd=cwd)
 
 
 def test_the_command_prints_the_recipe_or_writes_it_and_tells_the_rest(tmp_path):
@@ -440,6 +440,7 @@ def test_the_command_prints_the_recipe_or_writes_it_and_tells_the_rest(tmp_path)
         assert (refused.returncode, message in refused.stderr) == (2, True)
 
 
+@pytest.mark.process
 def test_importing_a_file_imports_no_torch():
     code = f"import sys; sys.argv = ['soren-align', 'import', {str(FILES['trl-sft'])!r}]\n"
     code += "from soren_align.cli import main\ntry:\n    main()\nexcept SystemExit:\n    pass\n"

@@ -1,14 +1,14 @@
-"""What the ranks of test_devices.py run: steps on the device of gpu.py, beside the same steps on the CPU."""
+"""What the ranks of test_devices.py run: steps on the device of fake_gpu.py, beside the same steps on the CPU."""
 
 import torch
 import torch.distributed as dist
-from gpu import GPU, OnGPU, WrongDevice
 from torch import nn
 
 from soren_align import optim
 from soren_align.optim import adamw_step
 from soren_align.sharding import FlatShards, Replicas, flat_partitions
 from soren_align.sharding.placement import RankPlacement
+from tests.support.fake_gpu import GPU, OnGPU, WrongDevice
 
 SHAPES = {"a": (6, 9), "b": (9, 6), "c": (6, 9), "norm": (9,), "scale": ()}
 MATRICES = ("a", "b", "c")

@@ -3,14 +3,13 @@
 import importlib.util
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 
 from soren_align import recipe
 from soren_align.errors import UserError
 from soren_align.launch import commands
+from tests.support import command
 
 LORA = ("model.lora={r: 4}", "optimizer.aux_lr=null", "optimizer.adjust_lr_fn=null")
 
@@ -153,23 +152,20 @@ def test_mistakes_are_told_in_one_line(override, told):
     assert told in problems(*LORA, override)
 
 
-def merge(*arguments):
-    command = [sys.executable, "-m", "soren_align.cli", "merge", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True)
-
-
 def test_what_cannot_be_merged_is_told_without_torch(tmp_path):
-    run = tmp_path / "run"
-    (run / "model").mkdir(parents=True)
-    for record, told in (
-        (None, "is no run folder"),
-        ({"status": "training"}, "has no model yet (status: training); finish the run first"),
-        ({"status": "finished"}, "trained no adapter;"),
+    for number, (record, told) in enumerate(
+        (
+            (None, "is no run folder"),
+            ({"status": "training"}, "has no model yet (status: training); finish the run first"),
+            ({"status": "finished"}, "trained no adapter;"),
+        )
     ):
+        run = tmp_path / str(number)
+        (run / "model").mkdir(parents=True)
         if record:
             ours = {"task": "sft", "versions": {"soren-align": "0.1.0"}}
             (run / "run.json").write_text(json.dumps(record | ours))
-        done = merge(run)
+        done = command.run("merge", run)
         assert (done.returncode, told in done.stderr) == (2, True), done.stderr
 
 

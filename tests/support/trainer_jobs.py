@@ -1,6 +1,6 @@
 """What test_ddp.py, test_zero_runs.py and test_fsdp2.py look at, done by ranks under torchrun: much in one start.
 
-    torchrun --standalone --nproc-per-node N on_ranks.py JOB FOLDER
+    torchrun --standalone --nproc-per-node N -m tests.support.trainer_jobs JOB FOLDER
 
 A job is a function below, under its name. Each rank writes what it returned into FOLDER/<job><rank>.json.
 """
@@ -19,7 +19,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
-from conftest import TinyRun
 from safetensors.torch import save_file
 from trl import SFTTrainer
 
@@ -32,6 +31,7 @@ from soren_align.sharding.ranks import join
 from soren_align.spectral import newton_schulz
 from soren_align.trainers.measurements import Watch
 from soren_align.trainers.trl_trainers import SorenTrainerMixin
+from tests.support.tiny_run import TinyRun
 
 # Ten steps at once at the full rate, 32 rows each; the norm of the gradients is about 3, so that the clip binds.
 PARITY = (

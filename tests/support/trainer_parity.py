@@ -8,19 +8,20 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
-from conftest import TinyRun
-from on_ranks import GLOBAL, PARITY, without_bfloat16
 from safetensors.torch import load_file
 
 from soren_align.optim import soren
+from tests.support.tiny_run import TinyRun
+from tests.support.trainer_jobs import GLOBAL, PARITY, without_bfloat16
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def ranks_do(job, num_ranks, folder):
-    """What each of `num_ranks` ranks saw when they did a job of on_ranks.py."""
+    """What each of `num_ranks` ranks saw when they did a job of trainer_jobs.py."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    done = subprocess.run([*torchrun, HERE / "on_ranks.py", job, folder], capture_output=True, text=True, timeout=600)
+    command = [*torchrun, "-m", "tests.support.trainer_jobs", job, folder]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads((folder / f"{job}{rank}.json").read_text()) for rank in range(num_ranks)]
 

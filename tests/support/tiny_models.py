@@ -8,16 +8,33 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
-from . import questions
+from soren_align import shipped
+from tests.support import benchmark_questions as questions
 
+BASE = shipped.ROOT / "recipes" / "quickstart" / "base"
 SPECIAL = ["<pad>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 MAKERS = (questions.arc, questions.hellaswag, questions.mmlu, questions.winogrande, questions.gsm8k, questions.piqa)
+
+
+def make_model(folder, seed):
+    """Write a random model of the quickstart's size and with its tokenizer, and return the folder."""
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(BASE)).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(BASE).save_pretrained(folder)
+    return folder
 
 
 def make_reader(folder: Path, seed: int = 0, chat_template: bool = False) -> Path:

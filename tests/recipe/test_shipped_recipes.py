@@ -5,15 +5,15 @@ import json
 
 import pytest
 import torch
-from evaluate.fixtures import write_datasets
-from replicas import ultrachat_200k, ultrafeedback_binarized
 from rich.console import Console
-from tokenizers_like import mistral, qwen
 from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, Qwen2Config
 
 from soren_align import recipe, shipped
 from soren_align.launch import commands
 from soren_align.run_folder import RunFolder
+from tests.support.benchmark_data import write_datasets
+from tests.support.published_data import ultrachat_200k, ultrafeedback_binarized
+from tests.support.published_tokenizers import mistral, qwen
 
 OPTIMIZERS = ("adamw", "muon", "htmuon", "soren")
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -1,0 +1,86 @@
+"""The command `soren-align`, in this process or in one of its own."""
+
+import contextlib
+import io
+import os
+import subprocess
+import sys
+from typing import NamedTuple
+from unittest import mock
+
+from soren_align import cli
+from soren_align.launch import commands
+
+
+class Result(NamedTuple):
+    """As a subprocess.CompletedProcess has them."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run(*arguments, cwd=None, env=None):
+    """The Result of a command in this process. cwd: its folder. env: variables to set, or to unset where None.
+
+    An exception that the command does not turn into a message is raised here. Not for commands that start ranks.
+    """
+    out, err = io.StringIO(), io.StringIO()
+    changes = {"COLUMNS": "80", **(env or {})}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(
+            mock.patch.dict(os.environ, {name: text for name, text in changes.items() if text is not None})
+        )
+        for name in (name for name, text in changes.items() if text is None):
+            os.environ.pop(name, None)
+        if cwd is not None:
+            stack.enter_context(contextlib.chdir(cwd))
+        stack.enter_context(contextlib.redirect_stdout(out))
+        stack.enter_context(contextlib.redirect_stderr(err))
+        return Result(_main([str(argument) for argument in arguments]), out.getvalue(), err.getvalue())
+
+
+def start(*arguments, **settings):
+    """A subprocess.Popen of the command; its standard error is a pipe of text."""
+    command = [sys.executable, "-m", "soren_align.cli", *map(str, arguments)]
+    return subprocess.Popen(command, **{"stderr": subprocess.PIPE, "text": True, **settings})
+
+
+def run_process(*arguments, cwd=None, env=None, timeout=300):
+    """The Result of a command in a process of its own. env: its whole environment."""
+    command = [sys.executable, "-m", "soren_align.cli", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env, timeout=timeout)
+    return Result(done.returncode, done.stdout, done.stderr)
+
+
+def overrides(*settings):
+    """`--set` before each of them."""
+    return [part for setting in settings for part in ("--set", setting)]
+
+
+def _main(arguments):
+    """The exit code of the command line; a worker is called where the command would start one."""
+    from soren_align.launch import worker
+
+    run_process = subprocess.run
+
+    def call_worker(rest, *_, **__):
+        sys.exit(worker.main(rest))
+
+    def call_planner(command, **settings):
+        if command[: len(commands._WORKER)] != commands._WORKER:
+            return run_process(command, **settings)
+        with mock.patch.object(sys, "stdin", io.StringIO(settings["input"])):
+            return subprocess.CompletedProcess(command, worker.main(command[len(commands._WORKER) :]))
+
+    with (
+        mock.patch.object(commands, "_become", call_worker),
+        mock.patch.object(commands.subprocess, "run", call_planner),
+        mock.patch.object(sys, "argv", ["soren-align", *arguments]),
+        mock.patch.object(worker.console, "_file", None),
+    ):
+        try:
+            cli.main()
+        except SystemExit as end:
+            return end.code or 0
+        return 0
