@@ -24,8 +24,8 @@ Generated from the commands' help by `docs/make_commands.py`; `soren-align COMMA
   optimizer.name=muon`, `--set trainer.bf16=true`, `--set run.num_threads=null`.
 - RUN is a run folder: the `run.output_dir` of a recipe.
 - Results go to standard output; progress, notices and errors go to standard error.
-- Exit codes: 0 done, 1 failed, 2 an error that the user can fix (its message names the place and the remedy), 130 stopped
-  by Ctrl-C or SIGTERM. After 1 and 130, rerun the same command to resume.
+- Exit codes: 0 done, 1 failed, 2 an error that the user can fix (its message names the place and the remedy), 130
+  stopped by Ctrl-C or SIGTERM. After 1 and 130, rerun the same command to resume.
 """
 
 NOTES = {

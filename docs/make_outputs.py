@@ -2,10 +2,10 @@
 
     python docs/make_outputs.py
 
-In README.md and docs/*.md a fenced block of the language `console` holds commands, each after `$ `, and beneath each what
-it prints, 80 columns wide, without a GPU and without the hub. A comment before the block names the parts of the output
-that are shown (parts are separated by blank lines, and named by how they begin): `<!-- shown: steps, memory -->`. `...`
-stands for the others. tests/test_docs.py compares the pages with what `page` returns.
+In README.md and docs/*.md a fenced block of the language `console` holds commands, each after `$ `, and their
+outputs, 80 columns wide, without a GPU and without the hub. A comment before the block names the parts of the last
+command's output that are shown: `<!-- shown: steps, memory -->`. Parts are separated by blank lines and named by their
+first words; `...` stands for the others. tests/test_docs.py compares the pages with what `page` returns.
 """
 
 import os
@@ -34,7 +34,8 @@ def page(text: str) -> str:
 def _block(match: re.Match[str]) -> str:
     commands = tuple(line[2:] for line in match["lines"].splitlines() if line.startswith("$ "))
     shown = match["shown"].split(", ") if match["shown"] else []
-    outputs = [_excerpt(output, shown) for output in _run(commands)]
+    *outputs, last = _run(commands)
+    outputs = [*outputs, _excerpt(last, shown)]
     parts = [f"$ {command}\n{output}".strip() for command, output in zip(commands, outputs, strict=True)]
     comment = f"<!-- shown: {match['shown']} -->\n" if shown else ""
     return f"{comment}```console\n" + "\n\n".join(parts) + "\n```\n"
@@ -73,7 +74,8 @@ def _excerpt(output: str, shown: list[str]) -> str:
     if missing:
         raise ValueError(f"no part of the output begins with {', '.join(missing)}; it has:\n{output}")
     kept = [part if part.startswith(tuple(shown)) else "..." for part in parts]
-    return "\n\n".join(part for i, part in enumerate(kept) if part != "..." or kept[i - 1 : i] != ["..."])
+    once = [part for i, part in enumerate(kept) if part != "..." or kept[i - 1 : i] != ["..."]]
+    return "\n".join(once)
 
 
 if __name__ == "__main__":
