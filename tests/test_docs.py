@@ -50,10 +50,10 @@ def test_the_annotated_tree_is_current():
 
 def test_every_file_of_the_package_stands_in_the_tree_once():
     tree = script("make_architecture").generated().split("```")[1]
-    names = re.findall(r"^ *(\S+\.py)  ", tree, re.MULTILINE)
+    names = re.findall(r"^ *(\S+\.py) +\S", tree, re.MULTILINE)
     there = [f for f in (ROOT / "soren_align").rglob("*.py") if f.name != "__init__.py"]
     assert sorted(names) == sorted(f.name for f in there)
-    rooms = re.findall(r"^ *(\S+)/  ", tree, re.MULTILINE)
+    rooms = re.findall(r"^ *(\S+)/ +\S", tree, re.MULTILINE)
     assert sorted(rooms) == sorted(f.parent.name for f in (ROOT / "soren_align").rglob("__init__.py"))
 
 
