@@ -13,10 +13,11 @@ import re
 import subprocess
 import sys
 import tempfile
-from functools import cache
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+Run = Callable[[list[str], str, dict[str, str]], tuple[int, str, str]]
 BLOCK = re.compile(r"(?:<!-- shown: (?P<shown>[^\n]*) -->\n)?```console\n(?P<lines>.*?)```\n", re.DOTALL)
 
 
@@ -26,43 +27,42 @@ def pages() -> list[Path]:
     return [file for file in files if BLOCK.search(file.read_text(encoding="utf-8"))]
 
 
-def page(text: str) -> str:
-    """The text of a page with the output of every command made anew."""
-    return BLOCK.sub(_block, text)
+def page(text: str, run: Run | None = None) -> str:
+    """The text of a page with the output of every command made anew.
+
+    run: (arguments, folder, environment) -> (exit code, standard output, standard error); None starts a process.
+    """
+    return BLOCK.sub(lambda match: _block(match, run or _start), text)
 
 
-def _block(match: re.Match[str]) -> str:
-    commands = tuple(line[2:] for line in match["lines"].splitlines() if line.startswith("$ "))
+def _block(match: re.Match[str], run: Run) -> str:
+    commands = [line[2:] for line in match["lines"].splitlines() if line.startswith("$ ")]
     shown = match["shown"].split(", ") if match["shown"] else []
-    *outputs, last = _run(commands)
+    with tempfile.TemporaryDirectory() as folder:
+        *outputs, last = [_output(command, folder, run) for command in commands]
     outputs = [*outputs, _excerpt(last, shown)]
     parts = [f"$ {command}\n{output}".strip() for command, output in zip(commands, outputs, strict=True)]
     comment = f"<!-- shown: {match['shown']} -->\n" if shown else ""
     return f"{comment}```console\n" + "\n\n".join(parts) + "\n```\n"
 
 
-@cache
-def _run(commands: tuple[str, ...]) -> list[str]:
-    """What each command prints, run one after the other in an empty folder."""
-    with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {
-            "HF_HUB_OFFLINE": "1",
-            "HF_HOME": f"{folder}/hub",
-            "COLUMNS": "80",
-            "PYTHONPATH": str(ROOT),
-        }
-        return [_printed(command, folder, environment) for command in commands]
-
-
-def _printed(command: str, folder: str, environment: dict[str, str]) -> str:
+def _output(command: str, folder: str, run: Run) -> str:
+    """What a command prints in `folder`."""
     name, *arguments = command.split()
     if name != "soren-align":
         raise ValueError(f"{command}: only soren-align is run; write other commands into a block of another language")
-    ours = [sys.executable, "-m", "soren_align.cli", *arguments]
-    done = subprocess.run(ours, capture_output=True, text=True, cwd=folder, env=environment, timeout=300)
-    if done.returncode:
-        raise ValueError(f"{command}: {done.stderr}")
-    return "\n".join(line.rstrip() for line in done.stdout.splitlines()).strip()
+    environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": f"{folder}/hub", "COLUMNS": "80", "PYTHONPATH": str(ROOT)}
+    code, output, error = run(arguments, folder, environment)
+    if code:
+        raise ValueError(f"{command}: {error}")
+    return "\n".join(line.rstrip() for line in output.splitlines()).strip()
+
+
+def _start(arguments: list[str], folder: str, environment: dict[str, str]) -> tuple[int, str, str]:
+    command = [sys.executable, "-m", "soren_align.cli", *arguments]
+    env = os.environ | environment
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=env, timeout=300)
+    return done.returncode, done.stdout, done.stderr
 
 
 def _excerpt(output: str, shown: list[str]) -> str:
