@@ -137,6 +137,31 @@ def test_sections_of_recipes_in_the_pages_are_valid(page, tmp_path, monkeypatch)
     assert recipe.load("my.yaml", task="sft").task == "sft"
 
 
+def blocks_of_readme(language):
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+
+
+def test_soren_alone_learns_in_the_lines_of_the_readme():
+    (code,) = blocks_of_readme("python")
+    names = {}
+    exec(code, names)
+    assert names["loss"].item() < 0.01
+    assert names["optimizer"].num_maps == 200
+
+
+def test_the_recipe_of_the_readme_is_valid(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chat.jsonl").write_text("{}\n")
+    (tmp_path / "my.yaml").write_text(blocks_of_readme("yaml")[0])
+    assert recipe.load("my.yaml", task="sft").optimizer.name == "soren"
+
+
+@pytest.mark.parametrize("key", ["update_rms", "relative_change", "map_strongest", "num_guarded", "tokens_per_second"])
+def test_every_measurement_is_explained(key):
+    assert f"`{key}`" in (ROOT / "docs/metrics.md").read_text()
+    assert key in (ROOT / "soren_align/trainers/measurements.py").read_text()
+
+
 def test_the_license_is_the_text_of_apache_2():
     digest = hashlib.sha256((ROOT / "LICENSE").read_bytes()).hexdigest()
     assert digest == "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"  # LICENSE-2.0.txt of apache.org
