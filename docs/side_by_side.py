@@ -4,7 +4,7 @@
 
 Ten steps of two micro-batches, float32, gradients clipped to 0.5 in every step, learning rate 0.02, and AdamW at 1e-3
 for embeddings, head, norms and biases. DeepSpeed's Muon iterates in float32 on a CPU; ours, which has the bits of
-torch's and iterates in bfloat16, iterates in float64 here: else rounding would hide what is compared.
+torch's and iterates in bfloat16, iterates in float64 here, because rounding would hide the differences.
 """
 
 import math
@@ -42,7 +42,7 @@ DEEPSPEEDS_MUON = {
 
 
 class BytesSent(TorchDispatchMode):
-    """Counts what a rank sends to others, on average over the ranks and by a ring, which no algorithm can better."""
+    """Counts the bytes that a rank sends, on average over the ranks, with ring algorithms, which are optimal."""
 
     def __init__(self, num_ranks):
         super().__init__()
@@ -67,10 +67,10 @@ class BytesSent(TorchDispatchMode):
             return self.others / self.num_ranks * num_bytes(args[0])
         if name == "alltoall_base_":  # equal parts in the toy's case
             return num_bytes(args[1]) * (self.others / self.num_ranks if not args[4] else self.share(args[4]))
-        raise ValueError(f"{name}: how much does it send?")
+        raise ValueError(f"{name}: unknown collective; add its bytes here")
 
     def share(self, splits):
-        """What of a buffer that is split so goes to others."""
+        """The share of a buffer with these splits that is sent to other ranks."""
         return 1 - splits[torch.distributed.get_rank()] / max(sum(splits), 1)
 
 
@@ -167,7 +167,7 @@ def universal(folder):
 
 
 def main():
-    """Run everything, then print it."""
+    """Run all combinations, then print the tables."""
     os.environ.update(ENVIRONMENT)
     warnings.simplefilter("ignore", FutureWarning)
     ours, true_norms, _ = one_process(RUN)
