@@ -73,9 +73,8 @@ def _excerpt(output: str, shown: list[str]) -> str:
     missing = [name for name in shown if not any(part.startswith(name) for part in parts)]
     if missing:
         raise ValueError(f"no part of the output begins with {', '.join(missing)}; it has:\n{output}")
-    kept = [part if part.startswith(tuple(shown)) else "..." for part in parts]
-    once = [part for i, part in enumerate(kept) if part != "..." or kept[i - 1 : i] != ["..."]]
-    return "\n".join(once)
+    lines = [part if part.startswith(tuple(shown)) else "..." for part in parts]
+    return re.sub(r"\.\.\.(\n\.\.\.)+", "...", "\n".join(lines))
 
 
 if __name__ == "__main__":

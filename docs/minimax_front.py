@@ -2,8 +2,8 @@
 
     python docs/minimax_front.py            prints the front, then the tables as they are shipped
 
-The sign of u in [resolution, 1] is approximated by a composition of odd polynomials. Each is the best one on the range of
-the previous one: for given degrees this greedy choice is optimal (Polar Express, arXiv 2505.16932).
+The sign of u in [resolution, 1] is approximated by a composition of odd polynomials. Each is the best one on the range
+of the previous one: for given degrees this greedy choice is optimal (Polar Express, arXiv 2505.16932).
 """
 
 import itertools

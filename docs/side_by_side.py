@@ -54,7 +54,7 @@ class BytesSent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def sent(self, name, args):
-        """Bytes of one collective, by the name of torch's operator; ValueError for an unknown one."""
+        """Bytes of one collective, by the name of torch's operator; Raises ValueError if it is unknown."""
         if name in ("barrier", "monitored_barrier_"):
             return 0
         if "allreduce" in name:
@@ -176,22 +176,22 @@ def main():
     with tempfile.TemporaryDirectory() as temporary:
         ranks = Ranks(2, Path(temporary))
         try:
-            found = {
+            results = {
                 (kind, stage): ranks.run(train, stage, kind, f"{temporary}/{kind} {stage}")
                 for kind in ("AdamW", "ours", "DeepSpeed's")
                 for stage in STAGES
             }
         finally:
             ranks.stop()
-        converted = {key: universal(f"{temporary}/{' '.join(map(str, key))}") for key in found}
+        converted = {key: universal(f"{temporary}/{' '.join(map(str, key))}") for key in results}
 
     print(f"Python {platform.python_version()}, torch {version('torch')}, deepspeed {version('deepspeed')}, 2 ranks")
-    adamw_sent = [mean_sent(found["AdamW", stage]) for stage in STAGES]
+    adamw_sent = [mean_sent(results["AdamW", stage]) for stage in STAGES]
     for kind, norms, expected in (
         ("ours", true_norms, {"clip, then map": ours}),
         ("DeepSpeed's", its_true_norms, {"clip, then map": clip_first, "map, then clip": clip_last}),
     ):
-        runs = [found[kind, stage] for stage in STAGES]
+        runs = [results[kind, stage] for stage in STAGES]
         print()
         line(f"Muon, {kind}", [f"ZeRO {stage}" for stage in STAGES])
         for order, weights in expected.items():
