@@ -3,14 +3,16 @@
 import ast
 import hashlib
 import importlib.util
+import math
 import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from soren_align import recipe
+from soren_align import optim, recipe
 from soren_align.evaluate.suites import load_suite
+from soren_align.optim import spectral_optimizer
 from tests.support import command
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -116,6 +118,20 @@ def test_the_readme_is_short_and_leads_to_the_update_rule_on_its_first_screen():
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 180
     assert any("soren_align/optim/update.py" in line for line in lines[:40])
+
+
+def test_the_optimizer_of_the_contributing_page_takes_its_step(monkeypatch):
+    (code,) = re.findall(
+        r'```python\n("""Tanh.*?)```', (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.DOTALL
+    )
+    monkeypatch.setattr(spectral_optimizer, "OPTIMIZERS", registered := dict(optim.OPTIMIZERS))
+    exec(code, {})
+    assert registered.keys() - optim.OPTIMIZERS.keys() == {"tanh"}
+    weight = torch.nn.Parameter(torch.eye(3, 2))
+    weight.grad = torch.tensor([[3.0, 0.0], [0.0, 0.2], [0.0, 0.0]])
+    registered["tanh"]([weight], 1.0, momentum=0.0, weight_decay=0.0, adjust_lr_fn="none").step()
+    expected = torch.eye(3, 2) - torch.tensor([[1.0, 0.0], [0.0, math.tanh(2.0)], [0.0, 0.0]])
+    torch.testing.assert_close(weight.detach(), expected)  # tanh(30) is 1 in float32
 
 
 def test_the_suite_of_the_contributing_page_is_valid(tmp_path):
