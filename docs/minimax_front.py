@@ -1,9 +1,9 @@
-"""Where the numbers of soren_align/spectral/coefficients.py come from, and what else could have been chosen.
+"""Compute the polynomials of soren_align/spectral/coefficients.py, and print the alternatives to them.
 
     python docs/minimax_front.py            prints the front, then the tables as they are shipped
 
-The sign of u in [resolution, 1] is approached by composing odd polynomials. Each is the best one on the interval that
-the last one left: for a composition of given degrees that greedy choice is optimal (Polar Express, arXiv 2505.16932).
+The sign of u in [resolution, 1] is approximated by a composition of odd polynomials. Each is the best one on the range
+of the previous one: for given degrees this greedy choice is optimal (Polar Express, arXiv 2505.16932).
 """
 
 import itertools
@@ -11,7 +11,7 @@ import itertools
 import numpy as np
 from scipy.optimize import linprog
 
-TOP = 1.005  # rounding may lift a normalised singular value past 1, where the first polynomial is steep
+TOP = 1.005  # by rounding a normalised singular value may exceed 1, where the first polynomial is steep
 SLACK = 0.005  # every later interval is wider by this share: what float16 products add (0.5% instead of 0.7% in error)
 RESOLUTIONS = {0.01: (9, 9, 9), 0.001: (9, 9, 9, 3, 5)}
 TANH_DOMAINS = {5: 2.5, 9: 4.3}  # degree: largest argument

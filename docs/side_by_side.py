@@ -4,7 +4,7 @@
 
 Ten steps of two micro-batches, float32, gradients clipped to 0.5 in every step, learning rate 0.02, and AdamW at 1e-3
 for embeddings, head, norms and biases. DeepSpeed's Muon iterates in float32 on a CPU; ours, which has the bits of
-torch's and iterates in bfloat16, iterates in float64 here: else rounding would hide what is compared.
+torch's and iterates in bfloat16, iterates in float64 here, because rounding would hide the differences.
 """
 
 import math
@@ -42,7 +42,7 @@ DEEPSPEEDS_MUON = {
 
 
 class BytesSent(TorchDispatchMode):
-    """Counts what a rank sends to others, on average over the ranks and by a ring, which no algorithm can better."""
+    """Counts the bytes that a rank sends, on average over the ranks, with ring algorithms, which are optimal."""
 
     def __init__(self, num_ranks):
         super().__init__()
@@ -54,7 +54,7 @@ class BytesSent(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def sent(self, name, args):
-        """Bytes of one collective, by the name of torch's operator; ValueError for an unknown one."""
+        """Bytes of one collective, by the name of torch's operator; Raises ValueError if it is unknown."""
         if name in ("barrier", "monitored_barrier_"):
             return 0
         if "allreduce" in name:
@@ -67,10 +67,10 @@ class BytesSent(TorchDispatchMode):
             return self.others / self.num_ranks * num_bytes(args[0])
         if name == "alltoall_base_":  # equal parts in the toy's case
             return num_bytes(args[1]) * (self.others / self.num_ranks if not args[4] else self.share(args[4]))
-        raise ValueError(f"{name}: how much does it send?")
+        raise ValueError(f"{name}: unknown collective; add its bytes here")
 
     def share(self, splits):
-        """What of a buffer that is split so goes to others."""
+        """The share of a buffer with these splits that is sent to other ranks."""
         return 1 - splits[torch.distributed.get_rank()] / max(sum(splits), 1)
 
 
@@ -167,7 +167,7 @@ def universal(folder):
 
 
 def main():
-    """Run everything, then print it."""
+    """Run all combinations, then print the tables."""
     os.environ.update(ENVIRONMENT)
     warnings.simplefilter("ignore", FutureWarning)
     ours, true_norms, _ = one_process(RUN)
@@ -176,22 +176,22 @@ def main():
     with tempfile.TemporaryDirectory() as temporary:
         ranks = Ranks(2, Path(temporary))
         try:
-            found = {
+            results = {
                 (kind, stage): ranks.run(train, stage, kind, f"{temporary}/{kind} {stage}")
                 for kind in ("AdamW", "ours", "DeepSpeed's")
                 for stage in STAGES
             }
         finally:
             ranks.stop()
-        converted = {key: universal(f"{temporary}/{' '.join(map(str, key))}") for key in found}
+        converted = {key: universal(f"{temporary}/{' '.join(map(str, key))}") for key in results}
 
     print(f"Python {platform.python_version()}, torch {version('torch')}, deepspeed {version('deepspeed')}, 2 ranks")
-    adamw_sent = [mean_sent(found["AdamW", stage]) for stage in STAGES]
+    adamw_sent = [mean_sent(results["AdamW", stage]) for stage in STAGES]
     for kind, norms, expected in (
         ("ours", true_norms, {"clip, then map": ours}),
         ("DeepSpeed's", its_true_norms, {"clip, then map": clip_first, "map, then clip": clip_last}),
     ):
-        runs = [found[kind, stage] for stage in STAGES]
+        runs = [results[kind, stage] for stage in STAGES]
         print()
         line(f"Muon, {kind}", [f"ZeRO {stage}" for stage in STAGES])
         for order, weights in expected.items():

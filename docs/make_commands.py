@@ -1,0 +1,118 @@
+"""Write docs/commands.md from the commands' own help.
+
+    python docs/make_commands.py
+
+tests/test_docs.py compares the page with what `page` returns.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from soren_align.cli import app
+
+PAGE = Path(__file__).with_name("commands.md")
+HEAD = """\
+# Commands
+
+Generated from the commands' help by `docs/make_commands.py`; `soren-align COMMAND --help` prints the same.
+
+- RECIPE is a file, or the name of a shipped recipe (`soren-align recipes`). [recipe.md](recipe.md) has all keys.
+- `--set section.key=value` changes one key of the recipe and may be repeated. Values are YAML: `--set
+  optimizer.name=muon`, `--set trainer.bf16=true`, `--set run.num_threads=null`.
+- RUN is a run folder: the `run.output_dir` of a recipe.
+- Results go to standard output; progress, notices and errors go to standard error.
+- Exit codes: 0 done, 1 failed, 2 an error that the user can fix (its message names the place and the remedy), 130
+  stopped by Ctrl-C or SIGTERM. After 1 and 130, rerun the same command to resume.
+"""
+
+NOTES = {
+    "sft": """\
+The same command resumes an unfinished run, bit for bit; a finished run is never overwritten. `dpo` does the same for
+preference pairs.
+
+    soren-align sft quickstart/sft --set optimizer.name=muon --set optimizer.lr=1e-3 --set run.output_dir=runs/muon
+""",
+    "eval": """\
+A run is evaluated beside the checkpoints it was trained from; runs with the same base share its row. The options'
+meaning, the statistics and the suites are in [evaluation.md](evaluation.md).
+
+    soren-align eval runs/mine
+    soren-align eval runs/soren runs/muon --suite open-llm-leaderboard-v1 --output runs/compared
+""",
+    "plan": """\
+Prints: examples used and dropped, one example with its trained tokens marked, steps, learning rates, which parameters
+each optimizer updates and by how much, memory by component beside AdamW's, operations, requests of the evaluation, and
+the files that will be written. Works offline for the models and datasets of the shipped recipes.
+
+    soren-align plan mistral-7b/soren --processes 8 --set run.parallel=zero3
+""",
+    "universal": "See [distributed.md](distributed.md), Checkpoints.\n",
+    "merge": "For runs with `model.lora`; see [optimizers.md](optimizers.md), LoRA.\n",
+    "push": "Nothing is ever uploaded without this command.\n",
+    "import": """\
+Reads the YAML of TRL, the alignment handbook or Axolotl. Every key of the file is reported as kept, renamed, dropped
+(with the reason) or unknown; keys whose loss changes the training come first.
+
+    soren-align import zephyr-7b-sft.yaml my.yaml
+""",
+    "schema": "For completion and checks in an editor: `soren-align schema > recipe.schema.json`.\n",
+    "bench maps": "The tables of [benchmarks.md](benchmarks.md) were written by this command.\n",
+}
+"""What the help has no room for, by command."""
+
+
+def page() -> str:
+    """The text of docs/commands.md."""
+    return "\n".join([HEAD, *(_section(path, command) for path, command in commands())])
+
+
+def commands() -> Iterator[tuple[str, Any]]:
+    """("soren-align bench maps", its command) of every command that does something, in the order of the help."""
+    yield from _below("soren-align", typer.main.get_command(app))
+
+
+def _below(path: str, command: Any) -> Iterator[tuple[str, Any]]:
+    children = getattr(command, "commands", {})
+    if not children or command.invoke_without_command:
+        yield path, command
+    for name, child in children.items():
+        yield from _below(f"{path} {name}", child)
+
+
+def _section(path: str, command: Any) -> str:
+    parameters = [p for p in command.params if not p.hidden]
+    arguments = [p for p in parameters if p.param_type_name == "argument"]
+    usage = " ".join(
+        [path, *(_usage(a) for a in arguments), *(["[OPTIONS]"] if len(arguments) < len(parameters) else [])]
+    )
+    lines = [f"## `{path}`", "", *command.help.splitlines(), "", f"    {usage}", ""]
+    if parameters:
+        lines += ["| | |", "|---|---|", *(f"| `{_spelling(p)}` | {_meaning(p)} |" for p in parameters), ""]
+    if note := NOTES.get(path.removeprefix("soren-align ")):
+        lines.append(note)
+    return "\n".join(lines)
+
+
+def _usage(argument: Any) -> str:
+    return _spelling(argument) if argument.required else f"[{_spelling(argument)}]"
+
+
+def _spelling(parameter: Any) -> str:
+    name = parameter.metavar or parameter.name.upper()
+    if parameter.param_type_name == "argument":
+        return name
+    return ", ".join(parameter.opts) + ("" if parameter.is_flag else f" {name}")
+
+
+def _meaning(parameter: Any) -> str:
+    meaning = (parameter.help or "").replace("|", "\\|")
+    if parameter.default not in (None, False) and "Default" not in meaning:
+        meaning += f" Default: {parameter.default}."
+    return meaning
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

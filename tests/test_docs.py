@@ -1,0 +1,183 @@
+"""The pages agree with the code: generated parts are current, and what a page names exists."""
+
+import ast
+import hashlib
+import importlib.util
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from soren_align import optim, recipe
+from soren_align.evaluate.suites import load_suite
+from soren_align.optim import spectral_optimizer
+from tests.support import command
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def script(name):
+    """docs/NAME.py as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def prose_of(page):
+    """The page without fenced blocks."""
+    return re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+def test_the_page_of_the_commands_is_current():
+    """If not: python docs/make_commands.py."""
+    commands = script("make_commands")
+    assert commands.page() == commands.PAGE.read_text(encoding="utf-8")
+
+
+def test_every_note_belongs_to_a_command():
+    commands = script("make_commands")
+    assert {f"soren-align {name}" for name in commands.NOTES} <= {path for path, _ in commands.commands()}
+
+
+def test_the_annotated_tree_is_current():
+    """If not: python docs/make_architecture.py."""
+    architecture = script("make_architecture")
+    text = architecture.PAGE.read_text(encoding="utf-8")
+    assert architecture.page(text) == text
+
+
+def test_every_file_of_the_package_stands_in_the_tree_once():
+    tree = script("make_architecture").generated().split("```")[1]
+    names = re.findall(r"^ *(\S+\.py) +\S", tree, re.MULTILINE)
+    there = [f for f in (ROOT / "soren_align").rglob("*.py") if f.name != "__init__.py"]
+    assert sorted(names) == sorted(f.name for f in there)
+    rooms = re.findall(r"^ *(\S+)/ +\S", tree, re.MULTILINE)
+    assert sorted(rooms) == sorted(f.parent.name for f in (ROOT / "soren_align").rglob("__init__.py"))
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="the pages show what is printed without a GPU")
+@pytest.mark.model
+@pytest.mark.parametrize("page", script("make_outputs").pages(), ids=lambda page: page.name)
+def test_the_commands_print_what_the_pages_show(page):
+    """If not: python docs/make_outputs.py."""
+
+    def in_this_process(arguments, folder, environment):
+        return command.run(*arguments, cwd=folder, env=environment)
+
+    text = page.read_text(encoding="utf-8")
+    assert script("make_outputs").page(text, in_this_process) == text
+
+
+@EVERY_PAGE
+def test_every_path_and_symbol_that_a_page_names_exists(page):
+    for name, symbol in re.findall(r"`([\w./-]+\.(?:py|md|json|yaml|sbatch|jinja))(?:: ([\w.]+))?`", prose_of(page)):
+        if "/" not in name and not symbol:  # a file of a run folder or of a user, such as recipe.yaml
+            continue
+        found = [folder / name for folder in (ROOT, ROOT / "soren_align", ROOT / "docs") if (folder / name).is_file()]
+        assert found, f"{page.name}: {name} does not exist"
+        if symbol:
+            assert symbol in symbols(found[0]), f"{page.name}: {name} has no {symbol}"
+
+
+def symbols(file):
+    """Names of a module's functions, classes and constants, and of classes' members as Class.member."""
+    names = set()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        names |= names_in(node)
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{name}" for member in node.body for name in names_in(member)}
+    return names
+
+
+def names_in(node):
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return {node.name}
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+@EVERY_PAGE
+def test_every_link_leads_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", prose_of(page)):
+        assert "://" in target or (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_page_is_reached_from_the_readme():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    reached = {page.name for page in (ROOT / "docs").glob("*.md") if f"docs/{page.name}" in readme}
+    assert reached | {"style.md"} == {page.name for page in (ROOT / "docs").glob("*.md")}
+    assert "docs/style.md" in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+def test_the_readme_is_short_and_leads_to_the_update_rule_on_its_first_screen():
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 180
+    assert any("soren_align/optim/update.py" in line for line in lines[:40])
+
+
+def test_the_optimizer_of_the_contributing_page_takes_its_step(monkeypatch):
+    (code,) = re.findall(
+        r'```python\n("""Tanh.*?)```', (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.DOTALL
+    )
+    monkeypatch.setattr(spectral_optimizer, "OPTIMIZERS", registered := dict(optim.OPTIMIZERS))
+    exec(code, {})
+    assert registered.keys() - optim.OPTIMIZERS.keys() == {"tanh"}
+    weight = torch.nn.Parameter(torch.eye(3, 2))
+    weight.grad = torch.tensor([[3.0, 0.0], [0.0, 0.2], [0.0, 0.0]])
+    registered["tanh"]([weight], 1.0, momentum=0.0, weight_decay=0.0, adjust_lr_fn="none").step()
+    expected = torch.eye(3, 2) - torch.tensor([[1.0, 0.0], [0.0, math.tanh(2.0)], [0.0, 0.0]])
+    torch.testing.assert_close(weight.detach(), expected)  # tanh(30) is 1 in float32
+
+
+def test_the_suite_of_the_contributing_page_is_valid(tmp_path):
+    (block,) = re.findall(
+        r"```yaml\n(title: .*?)```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.DOTALL
+    )
+    (tmp_path / "suite.yaml").write_text(block, encoding="utf-8")
+    suite = load_suite(tmp_path / "suite.yaml")
+    assert [suite.file_of(task).is_file() for task in suite.tasks] == [True]
+
+
+@pytest.mark.parametrize("page", ["data.md", "optimizers.md"])
+def test_sections_of_recipes_in_the_pages_are_valid(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("chat.jsonl", "held-out.jsonl"):
+        (tmp_path / name).write_text("{}\n")
+    (block,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.DOTALL)
+    (tmp_path / "my.yaml").write_text(f"extends: quickstart/sft\n{block}", encoding="utf-8")
+    assert recipe.load("my.yaml", task="sft").task == "sft"
+
+
+def blocks_of_readme(language):
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+
+
+def test_soren_alone_learns_in_the_lines_of_the_readme():
+    (code,) = blocks_of_readme("python")
+    names = {}
+    exec(code, names)
+    assert names["loss"].item() < 0.01
+    assert names["optimizer"].num_maps == 200
+
+
+def test_the_recipe_of_the_readme_is_valid(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chat.jsonl").write_text("{}\n")
+    (tmp_path / "my.yaml").write_text(blocks_of_readme("yaml")[0])
+    assert recipe.load("my.yaml", task="sft").optimizer.name == "soren"
+
+
+@pytest.mark.parametrize("key", ["update_rms", "relative_change", "map_strongest", "num_guarded", "tokens_per_second"])
+def test_every_measurement_is_explained(key):
+    assert f"`{key}`" in (ROOT / "docs/metrics.md").read_text()
+    assert key in (ROOT / "soren_align/trainers/measurements.py").read_text()
+
+
+def test_the_license_is_the_text_of_apache_2():
+    digest = hashlib.sha256((ROOT / "LICENSE").read_bytes()).hexdigest()
+    assert digest == "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"  # LICENSE-2.0.txt of apache.org
