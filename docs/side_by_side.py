@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy import NUM_STEPS, RATES, Run, one_process
 
-from soren_align.sharding import attach_zero
+from soren_align.sharding import set_zero_placement
 
 RUN = Run({"name": "muon"}, float64_map=True)
 STAGES = (1, 2, 3)
@@ -92,7 +92,7 @@ def train(group, stage, kind, folder):
         make_optimizer = adamw
     engine, _ = jobs.deepspeed_engine(group, stage, RUN, config, make_optimizer)
     if kind == "ours":
-        attach_zero(engine.optimizer)
+        set_zero_placement(engine.optimizer)
     norms, sent = [], []
     for step in range(NUM_STEPS):
         with BytesSent(group.size()) as counter:

@@ -12,7 +12,7 @@ from conftest import TinyRun
 from on_ranks import GLOBAL, PARITY, without_bfloat16
 from safetensors.torch import load_file
 
-from soren_align.optim import soren
+from soren_align.optim import muon
 
 HERE = Path(__file__).parent
 
@@ -53,7 +53,7 @@ def one_process_logs(name, task, *overrides):
 
 @functools.cache
 def _ten_steps(name, task, *overrides):
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(soren, "newton_schulz", soren.newton_schulz):
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(muon, "newton_schulz", muon.newton_schulz):
         without_bfloat16()
         trainer = TinyRun(Path(folder) / name, task, *PARITY, *GLOBAL, *overrides).trainer()
         trainer.train()
