@@ -42,8 +42,17 @@ POWER = Bounds(above=0, most=1)
 
 WEIGHT_DECAY = 0.1
 AUX_WEIGHT_DECAY = 0.0
+ADAMW_WEIGHT_DECAY = 1e-2
+"""torch.optim.AdamW's, of the class AdamW used alone; in a recipe it is WEIGHT_DECAY, as for the other optimizers."""
+LR = 1e-3
+"""torch.optim's, of the classes Muon and AdamW used alone; a recipe states its own."""
 MOMENTUM = 0.95
 NESTEROV = True
+COMPENSATION: Compensation = "none"
+SOREN_ADJUST_LR_FN: AdjustLrFn = "none"
+"""The paper's text."""
+MUON_ADJUST_LR_FN: AdjustLrFn = "original"
+"""Muon's and HTMuon's code."""
 BETAS = (0.9, 0.999)
 EPS = 1e-8
 

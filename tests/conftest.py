@@ -41,7 +41,7 @@ LONG = (
     "test_shipped_recipes",
     "test_planned_memory",
 )
-"""The longest files, which come first: with one file at a time for each of two processes, none waits long at the end."""
+"""The longest files, which come first: with a file at a time for each of two processes, none waits long at the end."""
 
 
 def pytest_configure(config):

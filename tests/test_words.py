@@ -9,7 +9,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # Pattern -> what to write instead. Patterns are matched without regard to case, over line breaks too.
 AVOID = {
-    r"(training|dataset|data|bad|eval|of|per|held-out|more|kept|dropped) rows|rows (per|kept|dropped|of data)": "examples",
+    r"(training|dataset|data|bad|eval|of|per|held-out|more|kept|dropped) rows": "examples",
+    r"rows (per|kept|dropped|of data)": "examples",
     r"\bbad_rows": "bad_examples",
     r"\bwho steps|\bthe rest\b": "optimizer, other parameters (AdamW)",
     r"how far (a|the) step|in float32's": "update RMS, relative update, ulp",

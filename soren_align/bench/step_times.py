@@ -6,12 +6,13 @@ every step and have a norm of 1 over all matrices, as after clipping.
 
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import torch
 
 from ..errors import UserError
 from ..optim import HTMuon, Muon, Soren
+from ..optimizer_settings import MAPS
 from ..spectral import num_flops
 from .candidates import MUON_FLOAT32, newton_schulz_float32
 from .shapes import Matrices, Shape
@@ -37,9 +38,8 @@ class MuonFloat32(Muon):
 def optimizers(parameters: list[torch.nn.Parameter]) -> dict[str, torch.optim.Optimizer]:
     """Every optimizer on the same parameters; those that decompose matrices only for small ones."""
     small = max(min(p.shape) for p in parameters) <= DECOMPOSED_ROWS
-    maps = get_args(get_type_hints(Soren.__init__)["spectral_map"])
     found: dict[str, torch.optim.Optimizer] = {
-        f"Soren {name}": Soren(parameters, LR, spectral_map=name) for name in maps if small or name != "exact"
+        f"Soren {name}": Soren(parameters, LR, map=name) for name in MAPS if small or name != "exact"
     }
     found["Muon"] = Muon(parameters, LR)
     found[MUON_FLOAT32] = MuonFloat32(parameters, LR)

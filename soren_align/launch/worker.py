@@ -46,18 +46,18 @@ def train(path: str, timeout_seconds: float) -> int:
     """Train the run folder's recipe, then evaluate; whatever is already done is not done again."""
     folder = RunFolder(path)
     with _busy("Loading torch, transformers and TRL"):
-        from ..sharding.ranks import join
+        from ..sharding.ranks import init_ranks
         from ..trainers import training
 
         _hush()
     number = os.environ.get("WORLD_SIZE", "1")
     with _busy(f"Waiting for all {number} processes") if number != "1" else nullcontext():
-        ranks = join(timeout_seconds)
+        ranks = init_ranks(timeout_seconds)
     recipe = load_resolved(folder.recipe)  # after joining: the first rank may just have written it
     with _alone_in(folder) if ranks.is_first else nullcontext():
         if ranks.is_first:
             folder.update(last_error=None)
-        if ranks.of_first((folder.read() or {}).get("status")) != "trained":
+        if ranks.broadcast((folder.read() or {}).get("status")) != "trained":
             with console.status("Checking data and evaluation") as status, ranks.first_goes_first():
                 ready = training.get_ready(recipe, folder, _counting(status), ranks)
                 if recipe.eval and ranks.is_first:

@@ -1,38 +1,46 @@
-"""The optimizers, which parameter goes where, and how a model gets its optimizer."""
+"""The optimizers, the routing of parameters to their rules, and `build_optimizer` for a whole model."""
 
+from .adamw import AdamW
 from .chunks import CHUNK, Sums, chunks, copied_to_cpu
 from .factory import OptimizerFactory, build_optimizer
-from .rounding import Proposal, move_, spacing, summed
+from .htmuon import HTMuon
+from .muon import Muon
+from .pieces import Piece, Whole, local
+from .placement import Placement
+from .rounding import master_weights, ulp
 from .routing import Route, param_groups, route, routing_table
-from .soren import AdamW, HTMuon, Muon, Soren
-from .spectral_optimizer import SpectralOptimizer
-from .spectral_step import GroupStep, Piece, Placement, Update, Whole
+from .soren import Soren
+from .spectral_optimizer import OPTIMIZERS, SpectralOptimizer
 from .state import momentum_dtype
+from .update import GroupUpdate, decay_and_add_
+from .update_records import AppliedUpdate, PendingUpdate
 
 __all__ = [
     "CHUNK",
+    "OPTIMIZERS",
     "AdamW",
-    "GroupStep",
+    "AppliedUpdate",
+    "GroupUpdate",
     "HTMuon",
     "Muon",
     "OptimizerFactory",
+    "PendingUpdate",
     "Piece",
     "Placement",
-    "Proposal",
     "Route",
     "Soren",
     "SpectralOptimizer",
     "Sums",
-    "Update",
     "Whole",
     "build_optimizer",
     "chunks",
     "copied_to_cpu",
+    "decay_and_add_",
+    "local",
+    "master_weights",
     "momentum_dtype",
-    "move_",
     "param_groups",
     "route",
     "routing_table",
-    "spacing",
-    "summed",
+    "ulp",
 ]

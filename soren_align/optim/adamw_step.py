@@ -1,65 +1,74 @@
-"""One AdamW step of one group, by torch's own functional AdamW, in buckets of at most CHUNK entries.
+"""One AdamW step of one group, by torch's own functional AdamW, in buckets of at most CHUNK elements.
 
-On CUDA it is torch's fused kernel, which makes no temporaries. Elsewhere, and for tensors of a layout that the kernel
-refuses, it is torch's loop over tensors, which makes two of a chunk's size. Never foreach, torch's default on CUDA: its
-temporaries are as large as the group, and three times that for bfloat16 with a compensation. AdamW is elementwise: a
-chunk takes the step that the whole would take.
+On CUDA it is torch's fused kernel, which allocates no temporaries. Elsewhere, and for tensor layouts that the kernel
+does not support, it is torch's loop over tensors, which allocates two of a chunk's size. Never foreach, torch's default
+on CUDA: its temporaries are as large as the group, and three times that for bfloat16 with a compensation. AdamW is
+elementwise, so a chunk gets the same update as in the whole tensor.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
 from .chunks import CHUNK, chunks
-from .rounding import Proposal, adamw_direction, put_, summed
-from .spectral_step import Update, local
-
-if TYPE_CHECKING:
-    from .spectral_optimizer import SpectralOptimizer
+from .pieces import local
+from .rounding import master_weights, store_master_weights_
+from .update_records import AppliedUpdate, PendingUpdate
 
 FUSED = ("cuda",)  # types of devices
 
 
-class Stretch(NamedTuple):
+class Chunk(NamedTuple):
     """A chunk of a parameter with its gradient and state; `step` counts the steps before this one."""
 
     name: str
     step: Tensor
-    held: Tensor
+    parameter: Tensor
     grad: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
     compensation: Tensor | None
     fused: bool
-    num_made: int
-    """Entries of what is made in passing."""
+    num_temporary: int
+    """Elements of each temporary tensor."""
 
 
-def adamw_step_(optimizer: "SpectralOptimizer", named: Sequence[tuple[str, Tensor]], group: dict[str, Any]) -> None:
-    """Step every parameter of `named`; all have a gradient."""
-    observed = optimizer.observer is not None or optimizer.proposal_observer is not None
-    for bucket in _buckets(_stretches(optimizer, named, observed)):
-        if observed:
-            _take_and_show_(optimizer, bucket, group)
-        else:
-            _take_(bucket, group)
+def adamw_step_(
+    named: Sequence[tuple[str, Tensor]],
+    group: dict[str, Any],
+    state: Mapping[Tensor, dict[str, Tensor]],
+    pending_observer: Callable[[PendingUpdate], None] | None = None,
+    observer: Callable[[AppliedUpdate], None] | None = None,
+) -> None:
+    """One step of every parameter of `named`; all have a gradient. The observers get every chunk's update."""
+    is_observed = observer is not None or pending_observer is not None
+    for bucket in _buckets(_chunks(named, state, is_observed)):
+        before = [_copied(chunk) for chunk in bucket] if is_observed else []
+        _update_(bucket, group)
+        for chunk, (parameter, compensation) in zip(bucket, before, strict=False):
+            if observer is not None:
+                after = master_weights(chunk.parameter, chunk.compensation)
+                observer(AppliedUpdate(chunk.name, group, master_weights(parameter, compensation), after))
+                del after
+            if pending_observer is not None:
+                pending_observer(PendingUpdate(group, parameter, compensation, _direction(chunk, group)))
 
 
 def workspace(numel: int, itemsize: int, compensated: bool, on_cpu: bool) -> int:
-    """Bytes that a step of `numel` entries of `itemsize` bytes makes in passing (tests/optim/test_adamw_step.py).
+    """Bytes of temporaries in a step of `numel` elements of `itemsize` bytes (tests/optim/test_adamw_step.py).
 
-    Weights and gradients narrower than float32 are copied; beside them stand the loop's two temporaries, or those that
-    take the weights apart for a compensation.
+    Weights and gradients narrower than float32 are copied; in addition there are the loop's two temporaries, or those
+    that split the master weights.
     """
     return min(numel, CHUNK) * 8 * ((itemsize < 4) + (on_cpu or compensated))
 
 
 def _can_be_fused(*tensors: Tensor) -> bool:
-    """Whether torch's fused kernel takes tensors of this layout, which must be one, and dense.
+    """Whether torch's fused kernel supports the layout of these tensors, which must be one, and dense.
 
     As in torch/include/ATen/native/ForeachUtils.h, check_fast_path_restrictions (torch 2.13).
     """
@@ -74,47 +83,47 @@ def _can_be_fused(*tensors: Tensor) -> bool:
     return len(layouts) == 1
 
 
-def _stretches(
-    optimizer: "SpectralOptimizer", named: Sequence[tuple[str, Tensor]], observed: bool
-) -> Iterator[Stretch]:
+def _chunks(
+    named: Sequence[tuple[str, Tensor]], states: Mapping[Tensor, dict[str, Tensor]], is_observed: bool
+) -> Iterator[Chunk]:
     for name, parameter in named:
-        state = optimizer.state[parameter]
+        state = states[parameter]
         step, state["step"] = state["step"], state["step"] + 1  # a new tensor: a state dict may hold the old one
         tensors = (parameter.detach(), parameter.grad, *map(state.get, ("exp_avg", "exp_avg_sq", "compensation")))
         here = [None if tensor is None else local(tensor) for tensor in tensors]
         one_dtype = len({tensor.dtype for tensor in here[:4] if tensor is not None}) == 1
-        in_place = one_dtype and not observed and _can_be_fused(*here[:4])  # pyright: ignore[reportArgumentType]
+        in_place = one_dtype and not is_observed and _can_be_fused(*here[:4])  # pyright: ignore[reportArgumentType]
         for parts in chunks(*here, numel=sys.maxsize if in_place else CHUNK):
-            num_made = 0 if in_place else parts[0].numel()
-            yield Stretch(name, step, *parts, fused=_can_be_fused(*parts[:4]), num_made=num_made)
+            num_temporary = 0 if in_place else parts[0].numel()
+            yield Chunk(name, step, *parts, fused=_can_be_fused(*parts[:4]), num_temporary=num_temporary)
 
 
-def _buckets(stretches: Iterator[Stretch]) -> Iterator[list[Stretch]]:
-    """Consecutive stretches of one device and kernel, as many together as make CHUNK entries in passing."""
-    bucket: list[Stretch] = []
-    num_made = 0
-    for stretch in stretches:
-        num_made += stretch.num_made
-        kernel = (stretch.held.device, stretch.fused)
-        if bucket and (num_made > CHUNK or kernel != (bucket[0].held.device, bucket[0].fused)):
+def _buckets(parts: Iterator[Chunk]) -> Iterator[list[Chunk]]:
+    """Consecutive chunks of one device and kernel, together with at most CHUNK temporary elements."""
+    bucket: list[Chunk] = []
+    num_temporary = 0
+    for chunk in parts:
+        num_temporary += chunk.num_temporary
+        kernel = (chunk.parameter.device, chunk.fused)
+        if bucket and (num_temporary > CHUNK or kernel != (bucket[0].parameter.device, bucket[0].fused)):
             yield bucket
-            bucket, num_made = [], stretch.num_made
-        bucket.append(stretch)
+            bucket, num_temporary = [], chunk.num_temporary
+        bucket.append(chunk)
     if bucket:
         yield bucket
 
 
-def _take_(bucket: Sequence[Stretch], group: dict[str, Any]) -> None:
-    device, fused = bucket[0].held.device, bucket[0].fused
+def _update_(bucket: Sequence[Chunk], group: dict[str, Any]) -> None:
+    device, fused = bucket[0].parameter.device, bucket[0].fused
     # torch adds to its step tensors in place, and the fused kernel reads them on the device.
-    steps = torch.stack([stretch.step for stretch in bucket])
+    steps = torch.stack([chunk.step for chunk in bucket])
     steps = steps.to(device, non_blocking=True) if fused else steps
-    wide = [summed(s.held, s.compensation).to(s.exp_avg.dtype) for s in bucket]
+    weights = [master_weights(c.parameter, c.compensation).to(c.exp_avg.dtype) for c in bucket]
     adamw(
-        wide,
-        [s.grad.to(s.exp_avg.dtype) for s in bucket],
-        [s.exp_avg for s in bucket],
-        [s.exp_avg_sq for s in bucket],
+        weights,
+        [chunk.grad.to(chunk.exp_avg.dtype) for chunk in bucket],
+        [chunk.exp_avg for chunk in bucket],
+        [chunk.exp_avg_sq for chunk in bucket],
         [],
         list(steps.unbind()),
         foreach=False,
@@ -127,19 +136,17 @@ def _take_(bucket: Sequence[Stretch], group: dict[str, Any]) -> None:
         eps=group["eps"],
         maximize=False,
     )
-    for stretch, updated in zip(bucket, wide, strict=True):
-        put_(stretch.held, stretch.compensation, updated)
+    for chunk, updated in zip(bucket, weights, strict=True):
+        store_master_weights_(chunk.parameter, chunk.compensation, updated)
 
 
-def _take_and_show_(optimizer: "SpectralOptimizer", bucket: Sequence[Stretch], group: dict[str, Any]) -> None:
-    rests = [stretch.compensation for stretch in bucket]
-    before = [(s.held.clone(), None if rest is None else rest.clone()) for s, rest in zip(bucket, rests, strict=True)]
-    _take_(bucket, group)
-    for stretch, (held, rest) in zip(bucket, before, strict=True):
-        if optimizer.observer is not None:
-            after = summed(stretch.held, stretch.compensation)
-            optimizer.observer(Update(stretch.name, group, summed(held, rest), after))
-            del after
-        if optimizer.proposal_observer is not None:
-            state = {"step": stretch.step + 1, "exp_avg": stretch.exp_avg, "exp_avg_sq": stretch.exp_avg_sq}
-            optimizer.proposal_observer(Proposal(group, held, rest, adamw_direction(state, group)))
+def _copied(chunk: Chunk) -> tuple[Tensor, Tensor | None]:
+    return chunk.parameter.clone(), None if chunk.compensation is None else chunk.compensation.clone()
+
+
+def _direction(chunk: Chunk, group: dict[str, Any]) -> Tensor:
+    """The direction of the step that has just updated the chunk's state."""
+    beta1, beta2 = group["betas"]
+    step = float(chunk.step + 1)
+    denominator = chunk.exp_avg_sq.div(1 - beta2**step).sqrt_().add_(group["eps"])
+    return chunk.exp_avg.div(1 - beta1**step).div_(denominator)

@@ -1,7 +1,7 @@
 """Walks over weights chunk by chunk, so that temporary memory is bounded whatever the size of a tensor.
 
-A flat shard of ZeRO is one tensor of everything that a rank steps: one temporary of its size is 11 GB for Qwen2.5-3B on
-one GPU. Sums over the chunks stay on the device, and the host reads them once.
+A flat shard of ZeRO is one tensor of all that a rank updates: one temporary of its size is 11 GB for Qwen2.5-3B on one
+GPU. Sums over the chunks stay on the device, and are copied to the host once.
 """
 
 from collections.abc import Iterator
@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .rounding import summed
+from .rounding import master_weights
 
 CHUNK = 2**22
-"""Entries of a chunk: 16 MB in float32. Walks hold up to 32 bytes per entry, 128 MB (tests/trainers/test_memory.py)."""
+"""Elements of a chunk: 16 MB in float32. Walks hold up to 32 bytes each, 128 MB (tests/trainers/test_memory.py)."""
 
 
 def chunks(*tensors: Tensor | None, numel: int = CHUNK) -> Iterator[tuple[Any, ...]]:
-    """Views of at most `numel` entries that cover tensors of one shape, the same entries of each; None for None.
+    """Views of at most `numel` elements that cover tensors of one shape, the same elements of each; None for None.
 
-    What fits into one chunk keeps its shape. No tensor is copied, whatever its strides. A DTensor is to be made local
+    A tensor that fits into one chunk keeps its shape. No tensor is copied, whatever its strides. Make DTensors local
     before.
     """
     present = [tensor for tensor in tensors if tensor is not None]
@@ -43,29 +43,29 @@ def _part(tensor: Tensor | None, start: int, step: int) -> Tensor | None:
     return tensor.narrow(0, start, step) if step else tensor.select(0, start)
 
 
-def copied_to_cpu(held: Tensor, compensation: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The weights in `dtype`, in new memory of the CPU; they are rounded where they are."""
-    copy = torch.empty(held.shape, dtype=dtype)
-    for here, part, rest in chunks(copy, held, compensation):
-        here.copy_(summed(part, rest).to(dtype))
+def copied_to_cpu(parameter: Tensor, compensation: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """A copy of the master weights on the CPU in `dtype`; they are rounded on their own device, chunk by chunk."""
+    copy = torch.empty(parameter.shape, dtype=dtype)
+    for target, part, rest in chunks(copy, parameter, compensation):
+        target.copy_(master_weights(part, rest).to(dtype))
     return copy
 
 
 class Sums:
-    """`length` sums that grow on the devices of what is added, in float64; `totals` reads them, once per device."""
+    """`length` running sums in float64, kept on the devices of their terms; `totals` reads each device once."""
 
     def __init__(self, length: int):
         self._length = length
-        self._on: dict[torch.device, Tensor] = {}
+        self._by_device: dict[torch.device, Tensor] = {}
 
     def add(self, start: int, *values: Tensor) -> None:
         """Add scalars of one device to the sums number `start` and following."""
         device = values[0].device
-        if device not in self._on:
-            self._on[device] = torch.zeros(self._length, dtype=torch.float64, device=device)
-        self._on[device][start : start + len(values)] += torch.stack([value.double() for value in values])
+        if device not in self._by_device:
+            self._by_device[device] = torch.zeros(self._length, dtype=torch.float64, device=device)
+        self._by_device[device][start : start + len(values)] += torch.stack([value.double() for value in values])
 
     def totals(self) -> list[float]:
         """All sums, over all devices."""
-        rows = [sums.tolist() for sums in self._on.values()]
+        rows = [sums.tolist() for sums in self._by_device.values()]
         return [sum(column) for column in zip(*rows, strict=True)] if rows else [0.0] * self._length

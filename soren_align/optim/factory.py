@@ -1,69 +1,69 @@
 """From a model and a name to the optimizer, with every parameter routed."""
 
+import inspect
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
+from ..optimizer_settings import AUX_WEIGHT_DECAY, BETAS, EPS, WEIGHT_DECAY
 from .routing import param_groups
-from .soren import BETAS, EPS, AdamW, AdjustLrFn, Compensation, HTMuon, Muon, Soren
-from .spectral_optimizer import SpectralOptimizer
+from .spectral_optimizer import OPTIMIZERS, SpectralOptimizer
 
 
 def build_optimizer(
     model: nn.Module,
     *,
-    name: Literal["soren", "muon", "htmuon", "adamw"],
+    name: str,
     lr: float,
     aux_lr: float | None = None,
-    weight_decay: float = 0.1,
-    aux_weight_decay: float = 0.0,
-    momentum: float = 0.95,
-    nesterov: bool = True,
+    aux_weight_decay: float = AUX_WEIGHT_DECAY,
     betas: tuple[float, float] = BETAS,
     eps: float = EPS,
-    adjust_lr_fn: AdjustLrFn | None = None,
-    compensation: Compensation = "none",
-    spectral_map: Literal["minimax", "sns", "exact"] = "minimax",
-    resolution: float = 0.01,
-    ns_steps: int = 15,
-    workspace_mb: float | None = None,
-    p: float = 0.125,
     aux: Sequence[str] = (),
+    **settings: Any,
 ) -> SpectralOptimizer:
     """The optimizer `name` for every trainable parameter of `model`.
 
-    lr, weight_decay: of the matrices; aux_lr, aux_weight_decay: of the rest, which AdamW updates with betas and eps.
-        For "adamw" the matrices go to AdamW too, as a group of their own, and aux_lr may be left out: then it is lr.
-        For the others it may be left out where there is no rest, as with LoRA.
-    adjust_lr_fn: None is the class's own choice. compensation: "none" or "kahan", for narrow parameters.
-    spectral_map, resolution, ns_steps, workspace_mb reach only Soren (Muon keeps its 5 steps), p only HTMuon.
-    ValueError for an unknown name, a missing aux_lr, and what `param_groups` raises.
+    name: "soren", "muon", "htmuon", "adamw", or that of any other subclass of SpectralOptimizer.
+    lr: of the matrices; aux_lr, aux_weight_decay: of the other parameters, which AdamW updates with betas and eps.
+        For "adamw" the matrices are a group of their own, and aux_lr is lr if it is None.
+        For the others it may be None where there are no other parameters, as with LoRA.
+    aux: globs of parameter names, see `route`.
+    settings: keyword arguments of the class (weight_decay, momentum, map, p, ...). weight_decay is 0.1 for every class;
+        adjust_lr_fn=None is the class's own default.
+    Raises ValueError for an unknown name or setting, a missing aux_lr, and whatever `param_groups` refuses.
     """
-    if name not in ("soren", "muon", "htmuon", "adamw"):
-        raise ValueError(f"name: found {name!r}; write 'soren', 'muon', 'htmuon' or 'adamw'")
+    if name not in OPTIMIZERS:
+        raise ValueError(f"name: found {name!r}; write one of {', '.join(map(repr, sorted(OPTIMIZERS)))}")
+    cls = OPTIMIZERS[name]
+    if settings.get("adjust_lr_fn", "") is None:
+        del settings["adjust_lr_fn"]
+    allowed = settings_of(cls)
+    for key in settings.keys() - set(allowed):
+        raise ValueError(f"{key}: not a setting of {name}; it has {', '.join(allowed)}")
+    is_adamw = cls.rule == "adamw"
     groups = param_groups(
-        model,
-        lr=lr,
-        aux_lr=lr if aux_lr is None and name == "adamw" else aux_lr,
-        weight_decay=weight_decay,
-        aux_weight_decay=aux_weight_decay,
-        aux=aux,
+        model, lr=lr, aux_lr=lr if aux_lr is None and is_adamw else aux_lr, aux_weight_decay=aux_weight_decay, aux=aux
     )
     for group in groups:
-        if name == "adamw":
+        if is_adamw:
             group["rule"] = "adamw"
         if group["rule"] == "adamw":
             group.update(betas=betas, eps=eps)
-    if name == "adamw":
-        return AdamW(groups, lr, compensation=compensation)
-    shared: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "compensation": compensation}
-    if adjust_lr_fn is not None:
-        shared["adjust_lr_fn"] = adjust_lr_fn
-    if name == "soren":
-        shared |= {"spectral_map": spectral_map, "resolution": resolution, "ns_steps": ns_steps}
-        return Soren(groups, lr, workspace_mb=workspace_mb, **shared)
-    return Muon(groups, lr, **shared) if name == "muon" else HTMuon(groups, lr, p=p, **shared)
+    return cls(groups, lr, **{"weight_decay": WEIGHT_DECAY, **settings})
+
+
+def settings_of(cls: type[SpectralOptimizer]) -> list[str]:
+    """The keyword arguments of an optimizer's constructor after `params` and `lr`."""
+    names: list[str] = []
+    for base in cls.__mro__:
+        if "__init__" in vars(base):
+            parameters = inspect.signature(base).parameters.values()
+            names += [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+            if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
+                break  # it passes no others on
+    return list(dict.fromkeys([*names, *cls.map_settings]))
 
 
 class OptimizerFactory:

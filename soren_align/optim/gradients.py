@@ -1,6 +1,6 @@
-"""What a step refuses, found before anything is changed.
+"""Gradients that an optimizer cannot use are refused before anything is changed.
 
-A step either happens for every parameter or for none: weights, momentum and step counts stay as they are.
+A step updates every parameter or none: after an error weights, momentum and step counts are unchanged.
 """
 
 from collections import defaultdict
@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from .group_settings import name_of
-from .spectral_step import local
+from .pieces import local
 
 
 def refuse_unusable_gradients(
-    groups: Sequence[dict[str, Any]], optimizer: str, is_placed: Callable[[Tensor], bool] | None = None
+    groups: Sequence[dict[str, Any]], optimizer: str, is_known: Callable[[Tensor], bool] | None = None
 ) -> None:
-    """ValueError for shards in a spectral group and for sparse gradients; FloatingPointError for NaN and infinity.
+    """Raise ValueError for shards in a spectral group and sparse gradients, FloatingPointError for NaN and infinity.
 
-    The error names the parameters. `optimizer` is the name that it speaks of.
-    is_placed: says of a parameter whether it is known which matrices it holds pieces of; None: no shards are.
+    The error names the parameters. optimizer: its name for the message.
+    is_known: whether the layout of the matrices in a parameter is known; None: parameters must be whole matrices.
     """
     gradients: list[tuple[str, Tensor]] = []
     for group in groups:
@@ -28,10 +28,10 @@ def refuse_unusable_gradients(
             name, grad = name_of(group, position), parameter.grad
             if grad is None:
                 continue
-            if group["rule"] == "spectral" and not (is_placed(parameter) if is_placed else _is_a_matrix(parameter)):
+            if group["rule"] == "spectral" and not (is_known(parameter) if is_known else _is_a_matrix(parameter)):
                 raise ValueError(
                     f"{optimizer} updates whole matrices; {name} has shape {tuple(parameter.shape)} at the step. "
-                    "A shard has no singular values: say where its matrices lie (soren_align.sharding)."
+                    "A shard has no singular values: set the optimizer's placement (soren_align.sharding)."
                 )
             if grad.layout != torch.strided:
                 raise ValueError(f"{optimizer} needs dense gradients; that of {name} is {grad.layout}")

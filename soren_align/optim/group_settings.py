@@ -1,64 +1,109 @@
-"""What a parameter group says: the keys of each rule, which values are allowed, and whether a checkpoint agrees.
+"""The settings of parameter groups: the keys of each rule, their checks, and whether a checkpoint has the same ones.
 
-A group holds the settings of its own rule and no others, so that what a checkpoint keeps is what was used.
+A group holds the settings of its own rule and no others, so that a checkpoint records the settings that were used.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import inf
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor
 
-from ..spectral import RESOLUTIONS
+from ..optimizer_settings import BETAS, COEFFICIENT, EPS, NON_NEGATIVE, AdjustLrFn, Bounds, Compensation
 
-COMPENSATIONS = ("none", "kahan")
-ADJUST_LR_FNS = ("none", "original", "match_rms_adamw")
-SPECTRAL_MAPS = ("minimax", "sns", "exact")
+Check = Callable[[Any], Any]
+"""Returns a setting's complete value. Raises ValueError ("found ...; write ...") if it is not allowed."""
 
-RULE_KEYS = {
-    "spectral": ("lr", "weight_decay", "compensation", "momentum", "nesterov", "adjust_lr_fn"),
-    "adamw": ("lr", "weight_decay", "compensation", "betas", "eps"),
-}
-# Of every map; a group has those of its optimizer's.
-MAP_KEYS = ("spectral_map", "ns_steps", "resolution", "p")
-ADAMW_DEFAULTS: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8}
-# What every group may carry beside its settings: a user's name for it, and what torch's schedulers write.
-SCHEDULED = ("initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum")
-BOOKKEEPING = ("params", "param_names", "rule", "name", *SCHEDULED)
+ADAMW_DEFAULTS: dict[str, Any] = {"betas": BETAS, "eps": EPS}
+# Keys that a group may have beside its settings: a user's name for it, and those that torch's schedulers write.
+SCHEDULER_KEYS = ("initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum")
+OTHER_KEYS = ("params", "param_names", "rule", "name", *SCHEDULER_KEYS)
 WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")  # in names of a wrapped model
 
 
-def check_settings(group: dict[str, Any], where: str) -> None:
-    """ValueError naming `where` and the first setting of `group` whose value is not allowed."""
-    lr = group["lr"]
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"{where} lr: found a tensor of shape {tuple(lr.shape)}; write one number")
-    allowed = {
-        "lr": (lambda v: 0 <= float(v) < inf, "0 or more, and finite"),
-        "weight_decay": (lambda v: 0 <= v < inf, "0 or more, and finite"),
-        "compensation": (lambda v: v in COMPENSATIONS, f"one of {', '.join(map(repr, COMPENSATIONS))}"),
-        "momentum": (lambda v: 0 <= v < 1, "at least 0 and below 1"),
-        "nesterov": (lambda v: isinstance(v, bool), "True or False"),
-        "adjust_lr_fn": (lambda v: v in ADJUST_LR_FNS, f"one of {', '.join(map(repr, ADJUST_LR_FNS))}"),
-        "spectral_map": (lambda v: v in SPECTRAL_MAPS, f"one of {', '.join(map(repr, SPECTRAL_MAPS))}"),
-        "ns_steps": (lambda v: isinstance(v, int) and 1 <= v < 100, "a whole number from 1 to 99"),
-        "resolution": (lambda v: v in RESOLUTIONS, f"one of {', '.join(map(str, RESOLUTIONS))}"),
-        "p": (lambda v: 0 <= v <= 1, "a number from 0 to 1"),
-        "betas": (lambda v: len(v) == 2 and all(0 <= b < 1 for b in v), "two numbers, at least 0 and below 1"),
-        "eps": (lambda v: 0 <= v < inf, "0 or more, and finite"),
-    }
-    for key, (holds, wanted) in allowed.items():
-        if key in group and not holds(group[key]):
-            raise ValueError(f"{where} {key}: found {group[key]!r}; write {wanted}")
+def number(bounds: Bounds) -> Check:
+    """A check that a value is a number within `bounds`; a tensor of one element is one too."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(f"found a tensor of shape {tuple(value.shape)}; write one number")
+        if not isinstance(value, int | float | Tensor) or float(value) not in bounds:
+            raise ValueError(f"found {value!r}; write a {'finite ' * (bounds.below == inf)}number, {bounds}")
+        return value
+
+    return check
+
+
+def whole_number(bounds: Bounds) -> Check:
+    """A check that a value is a whole number within `bounds`."""
+
+    def check(value: Any) -> Any:
+        if not isinstance(value, int) or isinstance(value, bool) or value not in bounds:
+            raise ValueError(f"found {value!r}; write a whole number, {bounds}")
+        return value
+
+    return check
+
+
+def choice(options: Sequence[Any]) -> Check:
+    """A check that a value is one of `options`."""
+
+    def check(value: Any) -> Any:
+        if value not in options:
+            raise ValueError(f"found {value!r}; write one of {', '.join(map(repr, options))}")
+        return value
+
+    return check
+
+
+def _truth_value(value: Any) -> Any:
+    if not isinstance(value, bool):
+        raise ValueError(f"found {value!r}; write True or False")
+    return value
+
+
+def _betas(value: Any) -> Any:
+    if len(value) != 2 or any(beta not in COEFFICIENT for beta in value):
+        raise ValueError(f"found {value!r}; write two numbers, {COEFFICIENT}")
+    return value
+
+
+_SHARED_SETTINGS: dict[str, Check] = {
+    "lr": number(NON_NEGATIVE),
+    "weight_decay": number(NON_NEGATIVE),
+    "compensation": choice(get_args(Compensation)),
+}
+RULES: dict[str, dict[str, Check]] = {
+    "spectral": {
+        **_SHARED_SETTINGS,
+        "momentum": number(COEFFICIENT),
+        "nesterov": _truth_value,
+        "adjust_lr_fn": choice(get_args(AdjustLrFn)),
+    },
+    "adamw": {**_SHARED_SETTINGS, "betas": _betas, "eps": number(NON_NEGATIVE)},
+}
+"""The settings of each rule with their checks; a spectral group has those of its optimizer's map besides."""
+
+
+def checked_settings(group: dict[str, Any], checks: Mapping[str, Check], where: str) -> dict[str, Any]:
+    """`group` with complete values. Raises ValueError naming `where` and the first setting that is not allowed."""
+    group = dict(group)
+    for key, check in checks.items():
+        if key in group:
+            try:
+                group[key] = check(group[key])
+            except ValueError as error:
+                raise ValueError(f"{where} {key}: {error}") from None
+    return group
 
 
 def refuse_wrong_parameters(group: dict[str, Any], optimizer: str) -> None:
-    """ValueError for a parameter that `optimizer` cannot update by the group's rule; `params` may have names."""
+    """Raise ValueError for a parameter that `optimizer` cannot update by the group's rule; `params` may have names."""
     params = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
     for position, entry in enumerate(params):
         name, parameter = entry if isinstance(entry, tuple) else (name_of({**group, "params": params}, position), entry)
         if not isinstance(parameter, Tensor):
-            continue  # torch says so
+            continue  # torch raises TypeError
         # ZeRO 3 empties the tensor and keeps the true shape in ds_shape.
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
         if not parameter.is_floating_point():
@@ -68,45 +113,49 @@ def refuse_wrong_parameters(group: dict[str, Any], optimizer: str) -> None:
             raise ValueError(f"{optimizer} updates matrices; {name} has shape {shape}. {advice}")
 
 
-def refuse_changed_settings(saved: Sequence[dict], present: Sequence[dict], map_keys: Sequence[str]) -> None:
-    """ValueError naming every setting that differs between a checkpoint's groups and the present ones.
+def refuse_changed_settings(saved: Sequence[dict], current: Sequence[dict], map_keys: Collection[str]) -> None:
+    """Raise ValueError naming every setting that differs between a checkpoint's groups and the current ones.
 
-    Learning rates may differ, a momentum that a scheduler moves, names of the same parameters in a wrapped model, names
-    that only one side has, and whatever is no setting of the group's rule. map_keys: settings of the present map.
+    Ignored are learning rates, a momentum that a scheduler changes, the prefixes of wrapped models in parameter names,
+    names that only one side has, and all that is no setting of the group's rule. map_keys: settings of any map.
     """
-    if len(saved) != len(present):
-        raise ValueError(f"the checkpoint has {len(saved)} parameter groups, this optimizer {len(present)}")
+    if len(saved) != len(current):
+        raise ValueError(f"the checkpoint has {len(saved)} parameter groups, this optimizer {len(current)}")
     differences = []
-    for index, (old, new) in enumerate(zip(saved, present, strict=True)):
-        if len(old["params"]) != len(new["params"]):
-            counts = f"{len(old['params'])} in the checkpoint, {len(new['params'])} in this optimizer"
-            differences.append(f"group {index} number of parameters: {counts}")
-        for key in sorted(_settings(old, map_keys) | _settings(new, map_keys)):
-            if key in ("momentum", "betas") and ("base_momentum" in old or "base_momentum" in new):
-                continue  # from the checkpoint, like a learning rate
-            was, now = (_comparable(group.get(key, "nothing")) for group in (old, new))
-            if was != now:
-                differences.append(f"group {index} {key}: {was} in the checkpoint, {now} in this optimizer")
-        if "param_names" in old and "param_names" in new:
-            was, now = (_plain_names(group["param_names"]) for group in (old, new))
-            if was != now:
-                was, now = _first_difference(was, now)
-                differences.append(f"group {index} param_names: {was} in the checkpoint, {now} in this optimizer")
+    for index, (old, new) in enumerate(zip(saved, current, strict=True)):
+        for key, was, now in _differences(old, new, map_keys):
+            differences.append(f"group {index} {key}: {was} in the checkpoint, {now} in this optimizer")
     if differences:
         raise ValueError("the checkpoint was made with other optimizer settings\n" + "\n".join(differences))
 
 
 def name_of(group: dict[str, Any], position: int) -> str:
-    """The name of the group's parameter at `position`, or its place where names are not known."""
+    """The name of the group's parameter at `position`, or its position where names are not known."""
     names = group.get("param_names", ())
-    # ZeRO swaps flat shards for the parameters and keeps the names; then a name would be another parameter's.
+    # ZeRO replaces the parameters by flat shards and keeps the names, which are then those of other tensors.
     return names[position] if len(names) == len(group["params"]) else f"parameter {position}"
 
 
-def _settings(group: dict[str, Any], map_keys: Sequence[str]) -> set[str]:
-    """The settings that the group's rule reads, and the rule."""
+def _differences(old: dict[str, Any], new: dict[str, Any], map_keys: Collection[str]) -> list[tuple[str, Any, Any]]:
+    differences: list[tuple[str, Any, Any]] = []
+    if len(old["params"]) != len(new["params"]):
+        differences.append(("number of parameters", len(old["params"]), len(new["params"])))
+    for key in sorted(_setting_keys(old, map_keys) | _setting_keys(new, map_keys)):
+        if key in ("momentum", "betas") and ("base_momentum" in old or "base_momentum" in new):
+            continue  # loaded from the checkpoint, like a learning rate
+        was, now = (_comparable(group.get(key, "nothing")) for group in (old, new))
+        if was != now:
+            differences.append((key, was, now))
+    if "param_names" in old and "param_names" in new:
+        was, now = (_plain_names(group["param_names"]) for group in (old, new))
+        if was != now:
+            differences.append(("param_names", *_first_difference(was, now)))
+    return differences
+
+
+def _setting_keys(group: dict[str, Any], map_keys: Collection[str]) -> set[str]:
     rule = group.get("rule", "")
-    return {"rule", *RULE_KEYS.get(rule, ()), *((*MAP_KEYS, *map_keys) if rule == "spectral" else ())} - {"lr"}
+    return {"rule", *RULES.get(rule, ()), *(map_keys if rule == "spectral" else ())} - {"lr"}
 
 
 def _comparable(value: Any) -> Any:

@@ -1,66 +1,98 @@
-"""One update path for matrices and for everything else.
+"""The base of all optimizers: groups of matrices, updated by a map of singular values, and AdamW groups.
 
-A group with rule "spectral" is updated by a map of its momentum's singular values, one with rule "adamw" by torch's own
-AdamW. The optimizers differ by the map alone, `map_matrix`. Nothing here knows of ranks, ZeRO or trainers.
-
-    EMA momentum -> Nesterov -> map of the whole matrix -> adjust_lr_fn -> decoupled decay -> add
+A group with rule "spectral" is updated by the rule in `update`, one with rule "adamw" by torch's own AdamW. Optimizers
+differ only in `map_matrix` and its settings. Nothing here depends on ranks, ZeRO or trainers.
 """
 
-import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
+from ..optimizer_settings import COMPENSATION, MOMENTUM, NESTEROV, WEIGHT_DECAY, AdjustLrFn, Compensation
 from ..spectral import full_precision
 from .adamw_step import adamw_step_
 from .gradients import refuse_unusable_gradients
 from .group_settings import (
     ADAMW_DEFAULTS,
-    BOOKKEEPING,
-    RULE_KEYS,
-    check_settings,
+    OTHER_KEYS,
+    RULES,
+    Check,
+    checked_settings,
     name_of,
     refuse_changed_settings,
     refuse_wrong_parameters,
 )
-from .rounding import Proposal
-from .spectral_step import GroupStep, Piece, Placement, Update
+from .placement import Placement
 from .state import loaded_state, new_state
+from .update import GroupUpdate, lr_scale
+from .update_records import AppliedUpdate, PendingUpdate
+
+OPTIMIZERS: dict[str, type["SpectralOptimizer"]] = {}
+"""The optimizers that `build_optimizer` builds, by name. A subclass registers itself: class X(..., name="x")."""
 
 
 class SpectralOptimizer(torch.optim.Optimizer):
-    """The base of Soren, Muon, HTMuon and AdamW; a subclass brings `map_matrix` and the settings that it reads."""
+    """The base of Soren, Muon, HTMuon and AdamW. A subclass defines `map_matrix`, and the settings of its map."""
 
     rule = "spectral"  # of a group that names none
-    map_keys: tuple[str, ...] = ()  # settings of a spectral group that only this class's map reads
-    map_level = 1.0  # what the map sends an ordinary singular value to; match_rms_adamw divides by it
-    workspace_mb: float | None = 0  # for mapping matrices of one shape in a batch; 0: one by one, None: WORKSPACE_MB
+    map_settings: ClassVar[Mapping[str, Check]] = {}  # the settings of a spectral group for this class's map
+    map_level = 1.0  # the map's value for an ordinary singular value; match_rms_adamw divides by it
+    workspace_mb: float | None = 0  # for mapping matrices of one shape in a batch; 0: one by one; see `map_batches`
 
     # On the class, because torch's copy and pickle of an optimizer keep only its state and its groups.
-    observer: Callable[[Update], None] | None = None
-    proposal_observer: Callable[[Proposal], None] | None = None  # gets every step on this rank, before it is taken
+    placement: Placement | None = None  # set it if the parameters are shards or replicas of matrices
+    pending_observer: Callable[[PendingUpdate], None] | None = None  # gets every update on this rank before it is made
+    observer: Callable[[AppliedUpdate], None] | None = None  # gets every update on this rank after it is made
     map_observer: Callable[[Tensor], None] | None = None  # gets every output of a map on this rank, to read
-    placement: Placement | None = None  # where the matrices lie, if the parameters are shards or replicas of them
-    num_maps = 0  # matrices mapped so far
-    num_guarded = 0  # of these, how often the guard of the map acted
+    num_maps = 0  # matrices mapped
+    num_guarded = 0  # of these, matrices with a singular value beyond the domain of the map's polynomials
+
+    def __init_subclass__(cls, *, name: str = "", **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        if name in OPTIMIZERS:
+            raise ValueError(f"{cls.__name__}: the name {name!r} is taken by {OPTIMIZERS[name].__name__}")
+        if name:
+            OPTIMIZERS[name] = cls
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor,
+        *,
+        momentum: float = MOMENTUM,
+        nesterov: bool = NESTEROV,
+        weight_decay: float = WEIGHT_DECAY,
+        compensation: Compensation = COMPENSATION,
+        adjust_lr_fn: AdjustLrFn = "none",
+        **map_settings: Any,
+    ):
+        """The arguments are described in `Soren`; map_settings: those that the class declares, with their defaults."""
+        for key in map_settings.keys() - self.map_settings.keys():
+            raise TypeError(f"{type(self).__name__} got an unexpected keyword argument {key!r}")
+        shared = {"lr": lr, "weight_decay": weight_decay, "compensation": compensation}
+        spectral = {"momentum": momentum, "nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn}
+        # Without betas, by which torch's schedulers recognize an optimizer that has no momentum to cycle.
+        super().__init__(params, {**shared, **spectral, **map_settings})
 
     def map_matrix(self, x: Tensor, group: dict[str, Any]) -> Tensor:
-        """The update's direction for the averaged gradient x: [m, n], float32 or float64; x is not modified.
+        """The direction of the update for its input x: [m, n], float32 or float64; x is not modified.
 
         With a `workspace_mb` x may be [k, m, n], k matrices.
         """
         raise NotImplementedError
 
-    # torch.compile(optimizer.step) calls it as it is: compiled, what it counts would be lost.
+    # torch.compile(optimizer.step) calls it uncompiled: compiled, its counts would be lost.
     @torch._disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The closure's loss, after one step of every parameter that has a gradient.
+        """One step of every parameter that has a gradient; returns the closure's loss.
 
-        FloatingPointError for a NaN or an infinity in any gradient, ValueError for a shard of unknown place in a
-        spectral group or a sparse gradient; then nothing has changed. With a placement they are raised on every rank.
+        Raises FloatingPointError for a NaN or an infinity in any gradient, ValueError for a shard of unknown layout in
+        a spectral group or a sparse gradient; then nothing has changed. With a placement every rank raises.
         """
         loss = None
         if closure is not None:
@@ -68,10 +100,10 @@ class SpectralOptimizer(torch.optim.Optimizer):
                 loss = closure()
         # Also where a training loop calls this within its autocast.
         with full_precision({p.device.type for group in self.param_groups for p in group["params"]}):
-            self._take_step()
+            self._step()
         return loss
 
-    def _take_step(self) -> None:
+    def _step(self) -> None:
         self._refuse_unusable_gradients()
         with_grad = [
             [(name_of(group, i), p) for i, p in enumerate(group["params"]) if p.grad is not None]
@@ -79,48 +111,58 @@ class SpectralOptimizer(torch.optim.Optimizer):
         ]
         for named, group in zip(with_grad, self.param_groups, strict=True):
             if self.placement is not None and group["rule"] == "spectral":
-                self.placement.prepare(named)  # of all groups, before one is changed
-        for group in self.param_groups:  # too: memory may be lacking, and then no weight has moved
+                self.placement.prepare(named)  # for all groups, before one is changed
+        for group in self.param_groups:  # too: if memory is exhausted here, no weight has changed
             self._complete_state(group)
         for named, group in zip(with_grad, self.param_groups, strict=True):
             if group["rule"] == "spectral":
                 self._spectral_step(named, group)
             else:
-                adamw_step_(self, named, group)
+                adamw_step_(named, group, self.state, self.pending_observer, self.observer)
 
     def _refuse_unusable_gradients(self) -> None:
         placement = self.placement
+        problem: Exception | None = None
         try:
-            refuse_unusable_gradients(self.param_groups, type(self).__name__, placement.holds if placement else None)
+            refuse_unusable_gradients(self.param_groups, type(self).__name__, placement.knows if placement else None)
         except (ValueError, FloatingPointError) as error:
             if placement is None:
                 raise
-            found: Exception | None = error
-        else:
-            found = None
+            problem = error
         if placement is not None:
-            groups = self.param_groups
-            placement.agree([(name_of(group, i), p) for group in groups for i, p in enumerate(group["params"])], found)
+            named = [(name_of(group, i), p) for group in self.param_groups for i, p in enumerate(group["params"])]
+            placement.check_gradients(named, problem)
 
     def _spectral_step(self, named: list[tuple[str, Tensor]], group: dict[str, Any]) -> None:
-        step = GroupStep(self, group)
-        step.advance_([parameter for _, parameter in named])
-        if self.placement is not None:
-            self.placement.step_(step, named)
-            return
-        step.take_([Piece(name, (p.shape[0], p.shape[1]), p, 0, p.numel()) for name, p in named])
+        update = GroupUpdate(
+            group,
+            self.state,
+            map_matrix=partial(self._mapped, group=group),
+            lr_scale=partial(self.lr_scale, group["adjust_lr_fn"]),
+            workspace_mb=self.workspace_mb,
+            pending_observer=self.pending_observer,
+            observer=self.observer,
+        )
+        if self.placement is None:
+            update.step_(named)
+        else:
+            self.placement.step_(update, named)
+
+    def _mapped(self, x: Tensor, group: dict[str, Any]) -> Tensor:
+        output = self.map_matrix(x, group)
+        matrices = [output] if output.ndim == 2 else output.unbind()
+        self.num_maps += len(matrices)
+        for matrix in matrices if self.map_observer is not None else ():
+            self.map_observer(matrix)  # pyright: ignore[reportOptionalCall]
+        return output
 
     @classmethod
     def lr_scale(cls, adjust_lr_fn: str, num_rows: int, num_columns: int) -> float:
-        """What `adjust_lr_fn` multiplies the learning rate of an m x n matrix by."""
-        if adjust_lr_fn == "original":
-            return math.sqrt(max(1, num_rows / num_columns))
-        if adjust_lr_fn == "match_rms_adamw":
-            return 0.2 * math.sqrt(max(num_rows, num_columns)) / cls.map_level
-        return 1.0
+        """The factor by which `adjust_lr_fn` scales the learning rate of an m x n matrix."""
+        return lr_scale(adjust_lr_fn, num_rows, num_columns, cls.map_level)
 
     def _complete_state(self, group: dict[str, Any]) -> None:
-        # Also for parameters without a gradient, so that a checkpoint with a hole in it is a broken one.
+        # Also for parameters without a gradient, so that a checkpoint that lacks a state is known to be broken.
         for parameter in group["params"]:
             if not self.state[parameter]:
                 self.state[parameter].update(new_state(parameter, group))
@@ -128,43 +170,44 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, completed with the settings of its own rule.
 
-        ValueError for an unknown rule, a setting of another rule, a value that is not allowed, an "adamw" group
+        Raises ValueError for an unknown rule, a setting of another rule, a value that is not allowed, an "adamw" group
         without a learning rate of its own, and a spectral group with a parameter that is not a matrix; then the
-        optimizer is as it was.
+        optimizer is unchanged.
         """
         group = {"rule": self.rule, **param_group}
         where = f"{type(self).__name__} group {len(self.param_groups)}"
         rules = {"spectral", "adamw"} if self.rule == "spectral" else {"adamw"}
         if group["rule"] not in rules:
             raise ValueError(f"{where} rule: found {group['rule']!r}; write {' or '.join(sorted(rules))}")
-        keys = RULE_KEYS[group["rule"]] + (self.map_keys if group["rule"] == "spectral" else ())
-        for key in group.keys() - set(keys) - set(BOOKKEEPING):
-            raise ValueError(f"{where} {key}: not a setting of rule {group['rule']!r}; it has {', '.join(keys)}")
+        checks = {**RULES[group["rule"]], **(self.map_settings if group["rule"] == "spectral" else {})}
+        for key in group.keys() - checks.keys() - set(OTHER_KEYS):
+            raise ValueError(f"{where} {key}: not a setting of rule {group['rule']!r}; it has {', '.join(checks)}")
         if group["rule"] != self.rule and "lr" not in group:
             raise ValueError(f"{where} lr: missing; matrices and AdamW need learning rates of their own")
 
         defaults = {**ADAMW_DEFAULTS, **self.defaults}
-        group = {**{key: defaults[key] for key in keys if key in defaults}, **group}
-        check_settings(group, where)
-        if not isinstance(group["params"], Tensor | set):  # these are torch's to wrap and to refuse
+        group = {**{key: defaults[key] for key in checks if key in defaults}, **group}
+        group = checked_settings(group, checks, where)
+        if not isinstance(group["params"], Tensor | set):  # torch wraps the one and refuses the other
             group["params"] = list(group["params"])  # once: it may be a generator
         refuse_wrong_parameters(group, type(self).__name__)
         super().add_param_group(group)
-        for key in self.defaults.keys() - set(keys):
+        for key in self.defaults.keys() - checks.keys():
             del group[key]
-        if self.state:  # so that a checkpoint from before the next step is whole
+        if self.state:  # so that a checkpoint saved before the next step is complete
             self._complete_state(group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load copies of a checkpoint's state, and its learning rates; a momentum too that a scheduler moves.
+        """Load copies of a checkpoint's state, its learning rates, and a momentum that a scheduler changes.
 
-        ValueError if any other setting differs from the present one, or if a parameter's state is missing or of
+        Raises ValueError if any other setting differs from the current one, or if a parameter's state is missing or of
         another shape; then nothing has changed. Hooks run in torch's order, around both.
         """
         state: dict[Tensor, dict[str, Tensor]] = {}
 
         def validate(_: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
-            refuse_changed_settings(checkpoint["param_groups"], self.param_groups, self.map_keys)
+            map_keys = {key for cls in (*OPTIMIZERS.values(), type(self)) for key in cls.map_settings}
+            refuse_changed_settings(checkpoint["param_groups"], self.param_groups, map_keys)
             state.update(loaded_state(checkpoint, self.param_groups))
             numbers = {number for group in checkpoint["param_groups"] for number in group["params"]}
             return {**checkpoint, "state": {k: v for k, v in checkpoint["state"].items() if k not in numbers}}

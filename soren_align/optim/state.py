@@ -1,4 +1,4 @@
-"""What an optimizer keeps of a parameter: tensors of zeros at first, or copies of a checkpoint's."""
+"""The state of a parameter: tensors of zeros before the first step, or copies of a checkpoint's."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ STATE_KEYS = {"spectral": ("step", "exp_avg"), "adamw": ("step", "exp_avg", "exp
 
 
 def new_state(parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-    """The state of a parameter that has not been stepped yet."""
+    """The state of a parameter before its first step."""
     # float32 by name: under a default dtype of bfloat16 a step count would stay at 256.
     state = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
     for key in _state_keys(parameter, group)[1:]:
@@ -21,16 +21,16 @@ def new_state(parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
     return state
 
 
-def loaded_state(saved: dict[str, Any], present: Sequence[dict]) -> dict[Tensor, dict[str, Tensor]]:
+def loaded_state(saved: dict[str, Any], current: Sequence[dict]) -> dict[Tensor, dict[str, Tensor]]:
     """Copies of a checkpoint's state, by parameter, in the optimizer's dtypes and on its devices.
 
-    A checkpoint from before the first step has no state, and gives none. ValueError if some parameters have state, and
-    others lack it or have it in another shape.
+    A checkpoint from before the first step has no state; then the result is empty. Raises ValueError if some parameters
+    have a state and others lack it or have it in another shape.
     """
     if not saved["state"]:
         return {}
     loaded = {}
-    for old, new in zip(saved["param_groups"], present, strict=True):
+    for old, new in zip(saved["param_groups"], current, strict=True):
         for position, (number, parameter) in enumerate(zip(old["params"], new["params"], strict=True)):
             state, name = saved["state"].get(number, {}), name_of(new, position)
             keys = _state_keys(parameter, new)
@@ -42,12 +42,12 @@ def loaded_state(saved: dict[str, Any], present: Sequence[dict]) -> dict[Tensor,
 
 
 def momentum_dtype(parameter: Tensor) -> torch.dtype:
-    """Of a matrix's momentum, of what is averaged, and of the map."""
+    """The dtype of a parameter's momentum, and of a map's input and output."""
     return torch.float64 if parameter.dtype == torch.float64 else torch.float32
 
 
 def _loaded(value: Any, key: str, name: str, parameter: Tensor) -> Tensor:
-    """A copy: not by torch's own cast to the parameter's dtype, which would round bfloat16's float32 momentum."""
+    """A copy, without torch's own cast to the parameter's dtype, which would round bfloat16's float32 momentum."""
     if key == "step":
         count = torch.as_tensor(value, dtype=torch.float32) if isinstance(value, int | float | Tensor) else None
         if count is None or count.numel() != 1:
@@ -61,9 +61,9 @@ def _loaded(value: Any, key: str, name: str, parameter: Tensor) -> Tensor:
             "it belongs to another model"
         )
     dtype, on_cpu = _state_dtype(parameter, key), parameter.device.type == "cpu"
-    # On a GPU what lies there already is taken as it is: at resume a copy would hold the state twice.
+    # A tensor that is on the GPU already is not copied: on resuming, a copy would take the state's memory twice.
     loaded = value.detach().to(parameter.device, dtype, copy=on_cpu)
-    if loaded.stride() != parameter.stride():  # the weight lay otherwise when the checkpoint was made
+    if loaded.stride() != parameter.stride():  # the weight had other strides when the checkpoint was made
         loaded = torch.empty_like(parameter, dtype=dtype).copy_(loaded)
     return loaded
 

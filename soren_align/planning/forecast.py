@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..recipe import Parallel
+from ..sharding.exchange_plan import ROUND_MB, ExchangePlan, make_exchange_plan
 from ..sharding.geometry import Shapes, flat_partitions, parameter_slices, replicas, row_blocks
-from ..sharding.ownership import loads, numbers_sent
-from ..sharding.step_plan import ROUND_MB, Plan, make_plan
+from ..sharding.ownership import elements_sent, flops_per_rank
 from ..spectral import num_flops, num_workspace_numbers, usual_workspace_numbers
 from ..spectral.cost import SpectralMap
 from .memory import FLOAT32, Component, Place, Sizes, When, adamw_workspace, components, numel_of, partition, sub_groups
@@ -76,7 +76,7 @@ def forecast(
     for plan in plans:
         load = _loads(plan, spectral_map, ns_steps)
         busiest, everyone = busiest + max(load), everyone + sum(load)
-    sent = [sum(numels) * FLOAT32 for numels in zip(*(numbers_sent(p.layout, p.owners) for p in plans), strict=True)]
+    sent = [sum(numels) * FLOAT32 for numels in zip(*(elements_sent(p.layout, p.owners) for p in plans), strict=True)]
     moments = 2 if optimizer == "adamw" else 1
     sizes = Sizes(matrices, num_others, num_ranks, moments, weight_bytes, compensation_bytes, frozen)
     memory = [*components(sizes, parallel, arithmetic=arithmetic, reference=reference)]
@@ -102,7 +102,7 @@ def forecast(
     )
 
 
-def _plans(matrices: Shapes, parallel: Parallel, num_ranks: int, round_mb: float) -> list[Plan]:
+def _plans(matrices: Shapes, parallel: Parallel, num_ranks: int, round_mb: float) -> list[ExchangePlan]:
     """One for all that the optimizer steps at a time."""
     if parallel.kind == "ddp":
         layouts = [replicas(matrices, num_ranks)]
@@ -114,20 +114,20 @@ def _plans(matrices: Shapes, parallel: Parallel, num_ranks: int, round_mb: float
     else:
         numel = partition(numel_of(matrices), num_ranks)
         layouts = [flat_partitions(matrices, num_ranks, partition_numel=numel)]
-    return [make_plan(layout, round_mb, FLOAT32) for layout in layouts]
+    return [make_exchange_plan(layout, round_mb, FLOAT32) for layout in layouts]
 
 
-def _loads(plan: Plan, spectral_map: SpectralMap | None, ns_steps: int) -> Sequence[int]:
+def _loads(plan: ExchangePlan, spectral_map: SpectralMap | None, ns_steps: int) -> Sequence[int]:
     """Operations per rank; for a decomposition those of the default map, by which owners are chosen."""
     if spectral_map is None:
-        return loads(plan.layout, plan.owners)
+        return flops_per_rank(plan.layout, plan.owners)
     load = [0] * plan.layout.num_ranks
     for matrix, owner in zip(plan.layout.matrices, plan.owners, strict=True):
         load[owner] += num_flops(spectral_map, *matrix.shape, ns_steps)
     return load
 
 
-def _exchange(plan: Plan) -> int:
+def _exchange(plan: ExchangePlan) -> int:
     """Bytes of the buffers of an Exchange at its peak, on the rank that has most: those of three rounds in a row."""
     if plan.layout.replicated:  # the weights themselves are the buffers
         return 0
@@ -144,10 +144,10 @@ def _exchange(plan: Plan) -> int:
     return most * FLOAT32
 
 
-def _workspace(plan: Plan, workspace_mb: float, spectral_map: SpectralMap | None) -> int:
-    """Bytes of the largest batch of maps, its input among them, as GroupStep.map_ makes them."""
+def _workspace(plan: ExchangePlan, workspace_mb: float, spectral_map: SpectralMap | None) -> int:
+    """Bytes of the largest batch of maps, its input among them, as GroupUpdate.map_ makes them."""
     most = 0
-    for indices in (plan.at_home, *plan.rounds):
+    for indices in (plan.local, *plan.rounds):
         alike = Counter((plan.owners[i], plan.layout.matrices[i].shape) for i in indices)
         for (_, shape), number in alike.items():
             each = (num_workspace_numbers(*shape) + shape[0] * shape[1]) * FLOAT32

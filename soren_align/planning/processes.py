@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..optim import Route
-from ..optim.spectral_step import WORKSPACE_MB, WORKSPACE_MB_ELSEWHERE
+from ..optim.map_batches import default_workspace_mb
 from ..recipe import Parallel, Recipe, parallel, rows_per_step, trainer_value
 from .compute import Compute, arithmetic
 from .forecast import Forecast, forecast
@@ -145,9 +145,7 @@ def _forecast(
     optimizer, trainer = recipe.optimizer, recipe.trainer
     matrices = {r.name: (r.shape[0], r.shape[1]) for r in routes if r.rule == "spectral"}
     use = "cpu" if trainer.get("use_cpu") else "elsewhere"
-    batched = (
-        WORKSPACE_MB.get(use, WORKSPACE_MB_ELSEWHERE) if optimizer.workspace_mb is None else optimizer.workspace_mb
-    )
+    batched = default_workspace_mb(use) if optimizer.workspace_mb is None else optimizer.workspace_mb
     name: Any = optimizer.spectral_map or optimizer.name
     found = forecast(
         matrices,

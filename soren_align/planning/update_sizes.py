@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from ..optim import HTMuon, Muon, Route, Soren, spacing
+from ..optim import OPTIMIZERS, Route, ulp
 from ..recipe import Recipe, parallel, trains_adapter
 
-CLASSES = {"soren": Soren, "muon": Muon, "htmuon": HTMuon}
 TYPICAL_WEIGHT = 0.02
 """Where a config does not name the width of its random weights."""
 ADAMW_RMS = 0.2
@@ -55,9 +54,9 @@ def updates(
                 "shape": shape,
                 "tensors": tensors,
                 "rms": rms,
-                "in_steps_of_dtype": rms / spacing(weight, dtype),
+                "in_steps_of_dtype": rms / ulp(weight, dtype),
                 "at_most": total / weight,
-                "sets_bfloat16": total / (spacing(weight, torch.bfloat16) / 2),
+                "sets_bfloat16": total / (ulp(weight, torch.bfloat16) / 2),
             }
         )
     return rows
@@ -66,5 +65,5 @@ def updates(
 def _rms(recipe: Recipe, shape: tuple[int, ...]) -> float:
     """Of the update of a matrix at learning rate 1."""
     name: Any = recipe.optimizer.name
-    kind = CLASSES[name]
+    kind = OPTIMIZERS[name]
     return kind.lr_scale(recipe.optimizer.adjust_lr_fn or "none", *shape) * kind.map_level / math.sqrt(max(shape))

@@ -1,41 +1,41 @@
-"""Where the matrices of a distributed model lie, who maps which, and how they get there and back."""
+"""Optimizer steps of sharded or replicated matrices: layouts, owner ranks, and the exchange between ranks."""
 
-from ..optim.spectral_step import local
-from .attach import FlatShards, Replicas, RowBlocks
-from .detection import Placed, chain_of, place
-from .engine import full_weights, is_universal, settle, start_deepspeed, sum_in_float32, to_universal
+from ..optim import local
+from .detection import Sharding, chain_of, set_placement
+from .engine import full_weights, is_universal, restore_groups_, start_deepspeed, sum_in_float32, to_universal
+from .exchange_plan import ROUND_MB, ExchangePlan, make_exchange_plan
 from .geometry import Fragment, Layout, Matrix, flat_partitions, parameter_slices, replicas, row_blocks
-from .ownership import assign_owners, loads, numbers_sent
+from .ownership import assign_owners, elements_sent, flops_per_rank
 from .pickles import check_parts
-from .step_plan import ROUND_MB, Plan, make_plan
-from .zero import attach_zero
+from .strategies import FlatShards, Replicas, RowBlocks
+from .zero import set_zero_placement
 
 __all__ = [
     "ROUND_MB",
+    "ExchangePlan",
     "FlatShards",
     "Fragment",
     "Layout",
     "Matrix",
-    "Placed",
-    "Plan",
     "Replicas",
     "RowBlocks",
+    "Sharding",
     "assign_owners",
-    "attach_zero",
     "chain_of",
     "check_parts",
+    "elements_sent",
     "flat_partitions",
+    "flops_per_rank",
     "full_weights",
     "is_universal",
-    "loads",
     "local",
-    "make_plan",
-    "numbers_sent",
+    "make_exchange_plan",
     "parameter_slices",
-    "place",
     "replicas",
+    "restore_groups_",
     "row_blocks",
-    "settle",
+    "set_placement",
+    "set_zero_placement",
     "start_deepspeed",
     "sum_in_float32",
     "to_universal",

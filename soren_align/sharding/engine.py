@@ -1,4 +1,4 @@
-"""A run under DeepSpeed or FSDP2: how it starts, what its checkpoints need, and the whole weights at its end."""
+"""Runs under DeepSpeed or FSDP2: their start, their checkpoints, and the full weights at their end."""
 
 import argparse
 import contextlib
@@ -17,35 +17,35 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from ..errors import UserError
 from ..optim import SpectralOptimizer
-from .attach import FlatShards
 from .pickles import refuse_pickles
+from .strategies import FlatShards
 
 
 def start_deepspeed(on_cpu: bool) -> None:
-    """Have DeepSpeed use the process group that is there.
+    """Initialize DeepSpeed with the existing process group. Repeatable.
 
-    To be called before its first config is made: at stage 3 that one asks for the number of ranks. Repeatable.
+    Call it before the first DeepSpeed config is constructed: at stage 3 that reads the number of ranks.
     """
     if on_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
-        os.environ.pop("ACCELERATE_USE_CPU", None)  # with it accelerate leaves DeepSpeed out, without a word
+        os.environ.pop("ACCELERATE_USE_CPU", None)  # with it accelerate silently ignores DeepSpeed
     import deepspeed  # pyright: ignore[reportMissingImports]
 
     refuse_pickles()
     deepspeed.utils.logger.setLevel("ERROR")
     if on_cpu:
-        # It would compile, for three minutes and without a word, an extension that only inference uses. The attribute
-        # deepspeed.comm.torch is the package torch, hence the long way.
+        # It would silently compile, for three minutes, an extension that only inference uses. The attribute
+        # deepspeed.comm.torch is the package torch, hence import_module.
         importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # pyright: ignore
     accelerator: Any = deepspeed.get_accelerator()
     deepspeed.init_distributed(accelerator.communication_backend_name(), auto_mpi_discovery=False, verbose=False)
 
 
 def with_second_moments(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A hook of `state_dict`: DeepSpeed makes universal checkpoints only of what looks like Adam. It adds no bytes."""
+    """A state_dict hook that adds `exp_avg_sq`, which DeepSpeed's universal checkpoints need. It adds no bytes."""
     state = {
-        number: {"exp_avg_sq": kept["exp_avg"].new_zeros(1).expand(kept["exp_avg"].shape), **kept}
-        for number, kept in state_dict["state"].items()
+        number: {"exp_avg_sq": saved["exp_avg"].new_zeros(1).expand(saved["exp_avg"].shape), **saved}
+        for number, saved in state_dict["state"].items()
     }
     return {**state_dict, "state": state}
 
@@ -56,7 +56,7 @@ def is_universal(checkpoint: Path) -> bool:
 
 
 def to_universal(checkpoint: Path) -> None:
-    """Put a copy of DeepSpeed's parts into the checkpoint's folder that any number of ranks can read."""
+    """Add to the checkpoint's folder a copy of DeepSpeed's shards that any number of ranks can load."""
     from deepspeed.checkpoint import ds_to_universal  # pyright: ignore[reportMissingImports]
 
     refuse_pickles()
@@ -73,16 +73,16 @@ def to_universal(checkpoint: Path) -> None:
     with (
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.redirect_stderr(io.StringIO()),
-        makes_folders_in(checkpoint),
+        folders_confined_to(checkpoint),
     ):
         ds_to_universal.main(options)
 
 
 @contextlib.contextmanager
-def makes_folders_in(checkpoint: Path) -> Iterator[None]:
-    """While in it, os.makedirs makes folders below the checkpoint only, and raises UserError for any other.
+def folders_confined_to(checkpoint: Path) -> Iterator[None]:
+    """A context in which os.makedirs raises UserError for any folder that is not below the checkpoint.
 
-    DeepSpeed makes one for each parameter, whose name stands in the checkpoint, before it writes a file there.
+    DeepSpeed creates one per parameter, whose name is read from the checkpoint, before it writes a file there.
     """
     make, root = os.makedirs, checkpoint.resolve()
 
@@ -98,11 +98,11 @@ def makes_folders_in(checkpoint: Path) -> Iterator[None]:
         os.makedirs = make
 
 
-def settle(optimizer: SpectralOptimizer, settings: Sequence[dict[str, Any]], rates: Sequence[float]) -> None:
-    """Undo what loading a universal checkpoint does beside loading.
+def restore_groups_(optimizer: SpectralOptimizer, settings: Sequence[dict[str, Any]], rates: Sequence[float]) -> None:
+    """Undo the side effects of loading a universal checkpoint.
 
-    DeepSpeed gives all groups of stage 3 the first one's settings, and matrices a second moment, of zeros.
-    settings: the groups as they should be; rates: their present learning rates.
+    DeepSpeed gives all groups of stage 3 the first one's settings, and matrices a second moment of zeros.
+    settings: the groups' correct settings; rates: their current learning rates.
     """
     for group, right, rate in zip(optimizer.param_groups, settings, rates, strict=True):
         group.update({key: value for key, value in right.items() if key not in ("params", "param_names")}, lr=rate)
@@ -112,10 +112,10 @@ def settle(optimizer: SpectralOptimizer, settings: Sequence[dict[str, Any]], rat
 
 
 def sum_in_float32(fsdp: Any) -> None:
-    """Let accelerate's FSDP plugin sum gradients in float32 and leave a model's results as they are.
+    """Set accelerate's FSDP plugin to reduce gradients in float32 and not to cast the model's outputs.
 
-    It would take the dtype of the passes for these too: in bfloat16 the first loss of DPO, log(2) = 0.6931, came out
-    as 0.691, the second as 0.707 in place of 0.687.
+    It would use the dtype of the forward pass for both: in bfloat16 the first loss of DPO, log(2) = 0.6931, was 0.691,
+    the second 0.707 instead of 0.687.
     """
     policy = fsdp.mixed_precision_policy
     if policy is not None:
@@ -123,9 +123,9 @@ def sum_in_float32(fsdp: Any) -> None:
 
 
 def full_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Name and float32 weights of a model under ZeRO or FSDP2, whole, in the first rank's CPU memory; none elsewhere.
+    """Names and full float32 weights of a model under ZeRO or FSDP2, on the first rank's CPU; nothing on other ranks.
 
-    Collective: to be walked to its end on every rank. One parameter at a time is put together, on all ranks.
+    Collective: iterate to the end on every rank. One parameter at a time is gathered, on all ranks.
     """
     if isinstance(model, FSDPModule):
         # Not from the parameters: after an evaluation some are still whole, in the dtype of the forward pass.

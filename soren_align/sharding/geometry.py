@@ -1,6 +1,6 @@
-"""Which rank holds which numbers of which matrix: metadata only, from sizes alone, the same on every rank.
+"""Layouts: which rank holds which elements of which matrix, computed from shapes alone, the same on every rank.
 
-A matrix of shape (m, n) is its m * n numbers in row-major order; a fragment is a stretch of them in one rank's memory.
+A matrix of shape (m, n) is its m * n elements in row-major order; a fragment is an interval of them on one rank.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ Shapes = Mapping[str, tuple[int, int]]
 
 
 class Fragment(NamedTuple):
-    """`numel` numbers of a matrix, from its `param_offset` on, that lie on `rank` from `local_offset` on."""
+    """`numel` elements of a matrix: from `param_offset` on in the matrix, from `local_offset` on in `rank`'s tensor."""
 
     rank: int
     param_offset: int
@@ -20,7 +20,7 @@ class Fragment(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """One matrix and its fragments, which lie in the optimizer's tensor number `tensor` on every rank."""
+    """One matrix and its fragments, which are in the optimizer's tensor number `tensor` on every rank."""
 
     name: str
     shape: tuple[int, int]
@@ -29,13 +29,13 @@ class Matrix(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """How many numbers the whole matrix has."""
+        """Elements of the whole matrix."""
         return self.shape[0] * self.shape[1]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The matrices of one spectral group over the ranks. `replicated`: every rank has every matrix whole."""
+    """The matrices of one spectral group on all ranks. replicated: every rank has every matrix whole."""
 
     matrices: tuple[Matrix, ...]
     num_ranks: int
@@ -53,21 +53,21 @@ def replicas(shapes: Shapes, num_ranks: int) -> Layout:
 def flat_partitions(
     shapes: Shapes, num_ranks: int, *, partition_numel: int | None = None, starts: Sequence[int] | None = None
 ) -> Layout:
-    """ZeRO 1 and 2: the group's parameters one after the other, cut into `num_ranks` equal partitions.
+    """ZeRO 1 and 2: the group's parameters, concatenated and divided into `num_ranks` equal partitions.
 
-    partition_numel: numbers per partition, padding included; None is the least that holds everything.
-    starts: where each parameter begins in the flat group, if there is padding between them.
-    ValueError if a parameter begins before the last one ends, or reaches beyond the last partition.
+    partition_numel: elements per partition, padding included; None is the smallest sufficient number.
+    starts: the offset of each parameter in the flat group, if there is padding between them.
+    Raises ValueError if parameters overlap, or if one ends beyond the last partition.
     """
     starts = [*_cumulated([m * n for m, n in shapes.values()])] if starts is None else starts
     end = max((start + m * n for start, (m, n) in zip(starts, shapes.values(), strict=True)), default=0)
     size = -(-end // num_ranks) if partition_numel is None else partition_numel
     if end > size * num_ranks:
-        raise ValueError(f"{num_ranks} partitions of {size} numbers cannot hold {end}")
+        raise ValueError(f"{num_ranks} partitions of {size} elements cannot hold {end}")
     matrices, free_from = [], 0
     for start, (name, (m, n)) in zip(starts, shapes.items(), strict=True):
         if start < free_from:
-            raise ValueError(f"{name} begins at {start}, within the parameter before it")
+            raise ValueError(f"{name} starts at {start}, within the parameter before it")
         free_from = start + m * n
         fragments = []
         for rank in range(start // size, -(-free_from // size)) if free_from > start else ():
@@ -80,7 +80,7 @@ def flat_partitions(
 def parameter_slices(shapes: Shapes, num_ranks: int) -> Layout:
     """ZeRO 3: each parameter in `num_ranks` slices of ceil(numel / num_ranks), the last ones short or empty.
 
-    A rank's flat tensor is its slices one after the other, each with the place of a full one.
+    A rank's flat tensor is the concatenation of its slices, each padded to the full size.
     """
     matrices, local = [], 0
     for name, (m, n) in shapes.items():
@@ -91,7 +91,7 @@ def parameter_slices(shapes: Shapes, num_ranks: int) -> Layout:
 
 
 def row_blocks(shapes: Shapes, num_ranks: int) -> Layout:
-    """FSDP2: each matrix in a tensor of its own, cut by rows as torch.chunk does; the last ranks may have none."""
+    """FSDP2: each matrix in a tensor of its own, sharded by rows as torch.chunk does; the last ranks may have none."""
     matrices = []
     for tensor, (name, (m, n)) in enumerate(shapes.items()):
         matrices.append(Matrix(name, (m, n), _slices(m * n, -(-m // num_ranks) * n, num_ranks, 0), tensor))

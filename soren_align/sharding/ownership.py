@@ -1,6 +1,7 @@
-"""Who updates which matrix, so that the slowest rank has little more to do than the mean.
+"""Assign each matrix to one owner rank.
 
-A matrix is mapped whole, by one rank. Nothing is communicated here: from the same layout every rank finds the same.
+Matrices are mapped whole. Given the layout, this module balances the maps' FLOPs over ranks. No communication happens
+here: every rank computes the same owners from the same layout.
 """
 
 from collections.abc import Sequence
@@ -11,42 +12,42 @@ from .geometry import Layout, Matrix
 
 
 def assign_owners(layout: Layout) -> tuple[int, ...]:
-    """The owner of each matrix, in the layout's order.
+    """The owner rank of each matrix, in the layout's order.
 
-    A matrix that lies whole on one rank is owned there. The others, dearest first, go to the holder with the least
-    load; a holder counts as loaded by what it lacks of the matrix, so that a straddler goes to its biggest holder
-    unless that one is behind by more. Ties go to the lowest rank.
+    A matrix that lies whole on one rank is owned by it. The others, most expensive first, go to the rank with the least
+    FLOPs among those that hold a fragment. For this choice the missing share of the matrix is added to a rank's FLOPs:
+    the rank with the largest fragment is preferred, unless it has more to do by that much. Ties go to the lowest rank.
     """
     owners: dict[int, int] = {}
-    load = [0.0] * layout.num_ranks
+    flops = [0.0] * layout.num_ranks
     shared = []
     for index, matrix in enumerate(layout.matrices):
         if len(matrix.fragments) > 1:
             shared.append(index)
         else:
-            owners[index] = matrix.fragments[0].rank if matrix.fragments else 0  # an empty one needs nobody
-            load[owners[index]] += _cost(matrix)
+            owners[index] = matrix.fragments[0].rank if matrix.fragments else 0  # an empty matrix has no map
+            flops[owners[index]] += _cost(matrix)
     for index in sorted(shared, key=lambda i: (-_cost(layout.matrices[i]), i)):
         matrix = layout.matrices[index]
-        cost, most = _cost(matrix), max(f.numel for f in matrix.fragments) or 1  # 0: an empty matrix
-        _, owner = min((load[f.rank] + cost * (1 - f.numel / most), f.rank) for f in matrix.fragments)
+        cost, largest = _cost(matrix), max(f.numel for f in matrix.fragments) or 1  # 0: an empty matrix
+        _, owner = min((flops[f.rank] + cost * (1 - f.numel / largest), f.rank) for f in matrix.fragments)
         owners[index] = owner
-        load[owner] += cost
+        flops[owner] += cost
     return tuple(owners[index] for index in range(len(layout.matrices)))
 
 
-def loads(layout: Layout, owners: Sequence[int]) -> list[int]:
-    """Floating-point operations of the maps per rank and step."""
-    load = [0] * layout.num_ranks
+def flops_per_rank(layout: Layout, owners: Sequence[int]) -> list[int]:
+    """Floating-point operations of a step's maps, by rank."""
+    flops = [0] * layout.num_ranks
     for matrix, owner in zip(layout.matrices, owners, strict=True):
-        load[owner] += _cost(matrix)
-    return load
+        flops[owner] += _cost(matrix)
+    return flops
 
 
-def numbers_sent(layout: Layout, owners: Sequence[int]) -> list[int]:
-    """How many numbers each rank sends in a step: fragments to their owner, and the outputs back to the fragments.
+def elements_sent(layout: Layout, owners: Sequence[int]) -> list[int]:
+    """Elements that each rank sends in a step: fragments to their owner (gather), outputs to the fragments (scatter).
 
-    Replicas: the updated matrix from its owner to all, of which a ring sends each number once per rank but the last.
+    Replicas: the owner broadcasts the updated matrix in a ring, where every rank but the last sends each element once.
     """
     sent = [0] * layout.num_ranks
     for matrix, owner in zip(layout.matrices, owners, strict=True):
@@ -61,8 +62,8 @@ def numbers_sent(layout: Layout, owners: Sequence[int]) -> list[int]:
     return sent
 
 
-def is_at_home(matrix: Matrix, owner: int, layout: Layout) -> bool:
-    """Whether a matrix is mapped where it lies, without any communication."""
+def is_local(matrix: Matrix, owner: int, layout: Layout) -> bool:
+    """Whether a matrix lies whole on its owner rank and needs no communication."""
     return layout.num_ranks == 1 or all(fragment.rank == owner for fragment in matrix.fragments)
 
 
@@ -72,5 +73,5 @@ def _cost(matrix: Matrix) -> int:
 
 @cache
 def _map_flops(num_rows: int, num_columns: int) -> int:
-    # The default map's: the others rise with the shape in much the same way.
+    # Those of the default map: the other maps scale with the shape in much the same way.
     return num_flops("minimax", num_rows, num_columns) if num_rows else 0

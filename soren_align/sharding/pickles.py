@@ -1,6 +1,6 @@
-"""No code in a checkpoint runs: DeepSpeed's and FSDP2's are pickles, and are read as tensors and plain data only.
+"""Checkpoints of DeepSpeed and FSDP2 are pickles; they are loaded as tensors and plain data only, without running code.
 
-A run folder may be a stranger's, and unpickling calls what the file says.
+A run folder may come from someone else, and unpickling calls any function that the file names.
 """
 
 import os
@@ -13,7 +13,7 @@ import torch
 from ..errors import UserError
 from ..files import is_component
 
-TAGS = ("latest", "latest_universal")  # DeepSpeed's files that name the folder of its parts
+TAGS = ("latest", "latest_universal")  # DeepSpeed's files that name the folder of its shards
 _METADATA = {
     "torch.distributed.checkpoint.metadata": (
         *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata"),
@@ -25,11 +25,11 @@ _METADATA = {
     "pathlib": ("PosixPath",),
     "pathlib._local": ("PosixPath",),  # its name since Python 3.13
 }
-"""Where the names in a .metadata file of torch 2.13's torch.distributed.checkpoint come from."""
+"""The classes in a .metadata file of torch 2.13's torch.distributed.checkpoint, by module."""
 
 
 def refuse_pickles() -> None:
-    """From here on, torch.load in this process reads tensors and plain data only, whatever its caller asks for.
+    """Make torch.load in this process load tensors and plain data only, whatever its arguments are.
 
     DeepSpeed 0.19.8 passes weights_only=False in all of its 30 calls. Of its own classes, its checkpoints hold the loss
     scalers and the addresses of fragments.
@@ -45,7 +45,7 @@ def refuse_pickles() -> None:
 
 
 def check_parts(checkpoint: Path) -> None:
-    """UserError if the parts of a sharded checkpoint lie elsewhere, or if FSDP2's description of them holds code."""
+    """Raise UserError if the shards of a checkpoint are outside of its folder, or if FSDP2's metadata contains code."""
     for name in TAGS:
         if not (checkpoint / name).is_file():
             continue
@@ -61,10 +61,10 @@ def check_parts(checkpoint: Path) -> None:
 
 
 class _Metadata(pickle.Unpickler):
-    """Reads what torch.distributed.checkpoint writes, which reads it with pickle.load."""
+    """A restricted reader of the metadata of torch.distributed.checkpoint, which itself uses pickle.load."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """A class of checkpoints' metadata, by name; UnpicklingError for anything else."""
+        """A class of checkpoints' metadata, by name. Raises UnpicklingError for anything else."""
         if name in _METADATA.get(module, ()):
             return PosixPath if name == "PosixPath" else super().find_class(module, name)
         raise pickle.UnpicklingError(f"it holds code ({module}.{name})")

@@ -1,7 +1,8 @@
-"""The processes of one run, and the few things that they say to each other outside of the training itself.
+"""The processes of one run, and their few collectives outside of the training itself.
 
-A run of one process is a group of one: every question is answered without torch.distributed. All of these are
-collective: every rank must ask, in the same order.
+A run of one process needs no torch.distributed. All methods of `Ranks` are collective: every rank must call them, in
+the same order. accelerate's PartialState is not used: with GPUs it makes a group of NCCL alone, and these collectives
+would wait for the GPU's queue at every step.
 """
 
 import os
@@ -21,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among `num_ranks`. `launched`: by a launcher, which alone can have ZeRO or FSDP2 in it."""
+    """This process among `num_ranks`. launched: by a launcher, without which there is no ZeRO or FSDP2."""
 
     rank: int = 0
     num_ranks: int = 1
@@ -29,81 +30,82 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that writes files and speaks."""
+        """Whether this is the rank that writes files and prints."""
         return self.rank == 0
 
-    def any(self, here: bool) -> bool:
-        """Whether it is so on any rank; the same answer everywhere."""
-        return bool(self._reduced([int(here)], dist.ReduceOp.MAX)[0])
+    def any(self, condition: bool) -> bool:
+        """Whether the condition is true on any rank."""
+        return bool(self._all_reduce([int(condition)], dist.ReduceOp.MAX)[0])
 
-    def sums(self, here: Sequence[float]) -> list[float]:
-        """The sums over all ranks, number by number."""
-        return self._reduced(here, dist.ReduceOp.SUM)
+    def sums(self, values: Sequence[float]) -> list[float]:
+        """The elementwise sums of `values` over all ranks."""
+        return self._all_reduce(values, dist.ReduceOp.SUM)
 
-    def least_and_most(self, here: float) -> tuple[float, float]:
-        """Of the values of all ranks."""
-        minus_least, most = self._reduced([-here, here], dist.ReduceOp.MAX)
-        return -minus_least, most
+    def min_and_max(self, value: float) -> tuple[float, float]:
+        """The smallest and the largest value of all ranks."""
+        minus_min, maximum = self._all_reduce([-value, value], dist.ReduceOp.MAX)
+        return -minus_min, maximum
 
-    def _reduced(self, here: Sequence[float], operation: Any) -> list[float]:
+    def _all_reduce(self, values: Sequence[float], operation: Any) -> list[float]:
         if self.num_ranks == 1:
-            return [float(number) for number in here]
-        # By gloo where there is one: asking the GPU would wait for its queue at every step.
+            return [float(value) for value in values]
+        # By gloo where there is one: a copy from the GPU would wait for its queue at every step.
         device = "cpu" if "gloo" in str(dist.get_backend_config()) else torch.accelerator.current_accelerator()
-        numbers = torch.tensor(here, dtype=torch.float64, device=device)
+        numbers = torch.tensor(values, dtype=torch.float64, device=device)
         dist.all_reduce(numbers, operation)
         return numbers.tolist()
 
-    def wait(self) -> None:
-        """Go on when every rank has come here."""
+    def barrier(self) -> None:
+        """Wait until every rank has called this."""
         self.any(False)
 
-    def of_first(self, value: T) -> T:
-        """The first rank's value, on every rank."""
+    def broadcast(self, value: T) -> T:
+        """The first rank's value, on every rank; any object that can be pickled."""
         if self.num_ranks == 1:
             return value
-        told: list[T] = [value]
-        dist.broadcast_object_list(told, src=0, device=torch.device("cpu"))
-        return told[0]
+        values: list[T] = [value]
+        dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
+        return values[0]
 
     @contextmanager
     def first_goes_first(self) -> Iterator[None]:
-        """The block on the first rank, then on the others: they find what the first one left in caches and files."""
+        """Run the block on the first rank, then on the others, which use the caches and files of the first."""
         if not self.is_first:
-            self.wait()
+            self.barrier()
         yield
         if self.is_first:
-            self.wait()
+            self.barrier()
 
     def leave(self) -> None:
-        """End the group when all have come here."""
+        """Destroy the process group when all ranks have called this."""
         if dist.is_initialized():
-            self.wait()
+            self.barrier()
             dist.destroy_process_group()
 
 
-def join(timeout_seconds: float) -> Ranks:
-    """This process's place in the run that a launcher's environment speaks of (RANK, WORLD_SIZE, MASTER_ADDR...).
+def init_ranks(timeout_seconds: float) -> Ranks:
+    """Initialize the process group of the launcher's environment (RANK, WORLD_SIZE, MASTER_ADDR...); returns its ranks.
 
-    Collectives between GPUs go by NCCL, those between CPUs by gloo; ACCELERATE_USE_CPU leaves the GPUs alone.
-    timeout_seconds: after so long in one collective, a rank gives up. UserError for more ranks than GPUs.
+    Without that environment it is a run of one process. Collectives of CUDA tensors use NCCL, those of CPU tensors
+    gloo; with ACCELERATE_USE_CPU no GPU is used. timeout_seconds: of one collective. Raises UserError if there are more
+    processes than GPUs.
     """
     if "RANK" not in os.environ:
         return Ranks()
     on_gpus = torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false").lower() not in ("true", "1")
     if on_gpus:
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if here > torch.cuda.device_count():
+        num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if num_local > torch.cuda.device_count():
             raise UserError(
-                f"{here} processes on this machine and {torch.cuda.device_count()} visible GPUs; start at most one "
-                "process per GPU"
+                f"{num_local} processes on this machine and {torch.cuda.device_count()} visible GPUs; "
+                "start at most one process per GPU"
             )
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = "cpu:gloo,cuda:nccl" if on_gpus else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
-    return present()
+    return current_ranks()
 
 
-def present() -> Ranks:
-    """This process's place in the process group that somebody has made; alone, if nobody has."""
+def current_ranks() -> Ranks:
+    """The ranks of the default process group; one process if there is none."""
     return Ranks(dist.get_rank(), dist.get_world_size(), launched=True) if dist.is_initialized() else Ranks()

@@ -1,7 +1,7 @@
-"""DeepSpeed's ZeRO: which matrices its flat tensors hold, read from it and checked against what they hold.
+"""DeepSpeed's ZeRO: the layouts of its flat tensors, read from its attributes and verified by the tensors' contents.
 
-The attribute names stand in every release from 0.7.0 (2022) to 0.19.8, for which this was tested; should one change,
-the check of contents says so before the first step.
+The attributes exist in every release from 0.7.0 (2022) to 0.19.8, for which this was tested; if one changes, the
+verification fails before the first step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..optim import SpectralOptimizer
-from .attach import FlatShards
 from .engine import with_second_moments
+from .exchange_plan import ROUND_MB
 from .geometry import Layout, flat_partitions, parameter_slices
-from .step_plan import ROUND_MB
+from .strategies import FlatShards
 
 
 class _FlatTensor(NamedTuple):
-    """One rank's part of `parameters`, which are all of the optimizer's group number `group`."""
+    """One rank's shard of `parameters`, of the optimizer's group number `group`."""
 
     flat: Tensor
     group: int
@@ -29,14 +29,14 @@ class _FlatTensor(NamedTuple):
     layout: Layout
 
 
-def attach_zero(zero: Any, round_mb: float = ROUND_MB) -> list[list[Tensor]]:
-    """Tell the optimizer in `zero`, DeepSpeed's own for stage 1, 2 or 3 or BF16_Optimizer, where its matrices lie.
+def set_zero_placement(zero: Any, round_mb: float = ROUND_MB) -> list[list[Tensor]]:
+    """Set the placement of the optimizer in `zero`, DeepSpeed's own for stage 1, 2 or 3 or BF16_Optimizer. Collective.
 
-    Returns the flat tensors that this rank steps, of each of the optimizer's groups.
-    Call it on every rank, after deepspeed.initialize and before a checkpoint is loaded or a step taken.
-    ValueError, on every rank, for an optimizer that is not ours, what this cannot do (gradients dealt out round-robin,
-    optimizer states on NVMe or partly offloaded, ZenFlow, several data-parallel groups), and if a tensor does not hold
-    what its layout says.
+    Returns the flat tensors that this rank updates, for each of the optimizer's groups.
+    Call it on every rank, after deepspeed.initialize and before a checkpoint is loaded or a step is taken.
+    Raises ValueError, on every rank, for an optimizer that is not ours, an unsupported option (round-robin gradients,
+    optimizer states on NVMe or partly offloaded, ZenFlow, several data-parallel groups), and if the contents of a
+    tensor do not match its layout.
     """
     optimizer = getattr(zero, "optimizer", None)
     if not isinstance(optimizer, SpectralOptimizer):
@@ -46,31 +46,31 @@ def attach_zero(zero: Any, round_mb: float = ROUND_MB) -> list[list[Tensor]]:
         )
     _refuse_unsupported(zero)
     tensors = list(_flat_tensors(zero))
-    spectral = [found for found in tensors if found.rule == "spectral"]
-    groups = {found.process_group for found in tensors}
+    spectral = [tensor for tensor in tensors if tensor.rule == "spectral"]
+    groups = {tensor.process_group for tensor in tensors}
     if len(groups) != 1:
         raise ValueError(f"found {len(groups)} data-parallel groups; mixtures of experts are not supported")
     (group,) = groups
     device = _accelerator()
-    wrong = [name for found in spectral for name in _unlike(found, dist.get_rank(group))]
-    verdict = torch.tensor(len(wrong), device=device)
-    dist.all_reduce(verdict, dist.ReduceOp.MAX, group=group)
-    if verdict.item():
+    wrong = [name for tensor in spectral for name in _mismatches(tensor, dist.get_rank(group))]
+    num_wrong = torch.tensor(len(wrong), device=device)
+    dist.all_reduce(num_wrong, dist.ReduceOp.MAX, group=group)
+    if num_wrong.item():
         here = f"here {', '.join(wrong[:5])}" if wrong else "none of them here"
         raise ValueError(
-            f"{type(zero).__name__} keeps up to {verdict.item()} matrices per rank elsewhere than expected, {here}: "
+            f"{type(zero).__name__} keeps up to {num_wrong.item()} matrices per rank elsewhere than expected, {here}: "
             "this version of DeepSpeed, or an option of it, is not known to soren-align"
         )
-    optimizer.placement = FlatShards({found.flat: found.layout for found in spectral}, group, device, round_mb)
+    optimizer.placement = FlatShards({tensor.flat: tensor.layout for tensor in spectral}, group, device, round_mb)
     optimizer.register_state_dict_post_hook(with_second_moments)
-    held: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
-    for found in tensors:
-        held[found.group].append(found.flat)
-    return held
+    by_group: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
+    for tensor in tensors:
+        by_group[tensor.group].append(tensor.flat)
+    return by_group
 
 
 def _flat_tensors(zero: Any) -> Iterator[_FlatTensor]:
-    """The optimizer's flat tensors, in the order in which they step. ValueError for an unknown kind of ZeRO."""
+    """The optimizer's flat tensors, in the order in which they step. Raises ValueError for an unknown kind of ZeRO."""
     rules = [group["rule"] for group in zero.optimizer.param_groups]
     if hasattr(zero, "fp32_partitioned_groups_flat"):  # stage 3
         for i, flat in enumerate(zero.fp32_partitioned_groups_flat):
@@ -89,7 +89,7 @@ def _flat_tensors(zero: Any) -> Iterator[_FlatTensor]:
         for i, flat in enumerate(zero.fp32_groups_flat_partition):
             yield _partition(zero, i, rules[i], flat, zero.bf16_groups[i], None)
     else:
-        raise ValueError(f"{type(zero).__name__} is no kind of ZeRO that is known here; use stage 1, 2 or 3")
+        raise ValueError(f"{type(zero).__name__}: an unknown kind of ZeRO; use stage 1, 2 or 3")
 
 
 def _partition(
@@ -105,7 +105,7 @@ def _partition(
 
 
 def _shapes(zero: Any, parameters: Sequence[Any], rule: str) -> dict[str, tuple[int, int]]:
-    if rule != "spectral":  # nobody asks where the others are: AdamW works on any stretch
+    if rule != "spectral":  # not needed: AdamW is elementwise
         return {}
     names = getattr(zero, "param_names", {})
     return {
@@ -114,27 +114,27 @@ def _shapes(zero: Any, parameters: Sequence[Any], rule: str) -> dict[str, tuple[
     }
 
 
-def _unlike(found: _FlatTensor, rank: int) -> list[str]:
-    """Names of the matrices of which the flat tensor does not hold what it should, on this rank."""
+def _mismatches(tensor: _FlatTensor, rank: int) -> list[str]:
+    """Names of the matrices whose fragment in the flat tensor differs from the parameter, on this rank."""
     wrong = []
-    for matrix, parameter in zip(found.layout.matrices, found.parameters, strict=True):
+    for matrix, parameter in zip(tensor.layout.matrices, tensor.parameters, strict=True):
         for fragment in matrix.fragments:
             if fragment.rank != rank:
                 continue
-            held = found.flat.detach()[fragment.local_offset : fragment.local_offset + fragment.numel]
+            actual = tensor.flat.detach()[fragment.local_offset : fragment.local_offset + fragment.numel]
             if hasattr(parameter, "ds_tensor"):
                 expected = parameter.ds_tensor.detach().view(-1)[: fragment.numel]
             else:
                 stop = fragment.param_offset + fragment.numel
                 expected = parameter.detach().view(-1)[fragment.param_offset : stop]
-            if not torch.equal(held.to(expected.dtype), expected.to(held.device)):
+            if not torch.equal(actual.to(expected.dtype), expected.to(actual.device)):
                 wrong.append(matrix.name)
     return wrong
 
 
 def _refuse_unsupported(zero: Any) -> None:
     unsupported = {
-        "round_robin_gradients": "DeepSpeed then writes universal checkpoints with the wrong numbers in them",
+        "round_robin_gradients": "DeepSpeed then writes wrong universal checkpoints",
         "zenflow": "it steps outside of the optimizer",
         "swap_optimizer": "with optimizer states on NVMe the flat tensors are empty; offload to cpu",
     }
@@ -146,7 +146,7 @@ def _refuse_unsupported(zero: Any) -> None:
 
 
 def _accelerator() -> torch.device:
-    """The device of this rank; with CPU offload the flat tensors are elsewhere, and the maps happen here."""
+    """The device of this rank, on which the maps run; with CPU offload the flat tensors are on the CPU."""
     from deepspeed.accelerator import get_accelerator  # pyright: ignore[reportMissingImports]
 
     accelerator: Any = get_accelerator()

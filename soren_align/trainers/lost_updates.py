@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from ..errors import UserError
-from ..optim import Proposal, Sums, chunks, move_, spacing, summed
+from ..optim import PendingUpdate, Sums, chunks, decay_and_add_, master_weights, ulp
 from ..run_folder import LOST
 from .measurements import Watch
 
@@ -46,13 +46,13 @@ class Resolution(TrainerCallback):
         """Look at the coming step. DeepSpeed may leave it out; then at the one after it."""
         if self._waits:
             self._rates = [float(g.get("initial_lr", g["lr"])) for g in self.watch.optimizer.param_groups]
-            self.watch.optimizer.proposal_observer = self._see
+            self.watch.optimizer.pending_observer = self._see
 
     def on_optimizer_step(self, args, state, control, **kwargs):
         """The verdict, the same on every rank. UserError if too much is lost."""
         if not self._waits:
             return
-        self.watch.optimizer.proposal_observer = None
+        self.watch.optimizer.pending_observer = None
         sums = self.watch.ranks.sums(self._sums.totals())
         if not sums[0] and not sums[5]:  # nothing had a direction, or no step was taken
             return
@@ -65,7 +65,7 @@ class Resolution(TrainerCallback):
                     "fraction": changed / wanted,
                     "dtype": str(dtype).removeprefix("torch."),
                     "update": math.sqrt(squares / wanted),
-                    "ulp": spacing(math.sqrt(weights / wanted), dtype),
+                    "ulp": ulp(math.sqrt(weights / wanted), dtype),
                     "lr": self._rates[number],
                 }
         complaints = [_complaint(name, seen) for name, seen in self.found.items() if seen["fraction"] < LOST]
@@ -74,13 +74,13 @@ class Resolution(TrainerCallback):
         if complaints and stops:
             raise UserError(*complaints, REMEDIES)
 
-    def _see(self, proposal: Proposal) -> None:
+    def _see(self, proposal: PendingUpdate) -> None:
         number = 0 if proposal.group is self.watch.optimizer.param_groups[0] else 1
         lr, decay = self._rates[number], proposal.group["weight_decay"]
-        for held, direction, rest in chunks(proposal.held, proposal.direction, proposal.compensation):
+        for held, direction, rest in chunks(proposal.parameter, proposal.direction, proposal.compensation):
             moved, moved_rest = held.clone(), None if rest is None else rest.clone()
-            move_(moved, moved_rest, direction, -lr * proposal.scale, lr * decay)
-            then, now = summed(held, rest), summed(moved, moved_rest)
+            decay_and_add_(moved, moved_rest, direction, lr=lr, scale=proposal.scale, weight_decay=decay)
+            then, now = master_weights(held, rest), master_weights(moved, moved_rest)
             wanted, changed = direction != 0, then != now
             del moved, moved_rest, now
             count = wanted.sum()

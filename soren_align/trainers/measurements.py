@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from ..errors import UserError
-from ..optim import CHUNK, SpectralOptimizer, Sums, chunks, copied_to_cpu, summed
-from ..sharding import Placed, chain_of, local, settle
+from ..optim import CHUNK, SpectralOptimizer, Sums, chunks, copied_to_cpu, master_weights
+from ..sharding import Sharding, chain_of, local, restore_groups_
 from ..sharding.ranks import Ranks
 
 MAX_PROBED = 8
@@ -66,7 +66,7 @@ class Watch(TrainerCallback):
                 f"the recipe names {type(self.reference).__name__}, but {type(self.optimizer).__name__} would step"
             )
 
-    def begin(self, placed: Placed) -> None:
+    def begin(self, placed: Sharding) -> None:
         """Note what steps, and remember parts of weights before a checkpoint is loaded over them."""
         self.record = {
             "class": type(self.optimizer).__name__,
@@ -93,7 +93,7 @@ class Watch(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         """From here on the optimizer's groups stay the same objects."""
         if self.record["parallel"] == "zero":
-            settle(self.optimizer, self.reference.param_groups, kwargs["lr_scheduler"].get_last_lr())
+            restore_groups_(self.optimizer, self.reference.param_groups, kwargs["lr_scheduler"].get_last_lr())
         self._matrices = self.optimizer.param_groups[0]
         self._since = (time.perf_counter(), int(self.tokens))
 
@@ -200,7 +200,7 @@ class Watch(TrainerCallback):
         for number, tensor, start in self._weights:
             kept = self.optimizer.state.get(tensor, {}).get("compensation")
             for held, rest, then in chunks(local(tensor.detach()), None if kept is None else local(kept), start):
-                yield number, summed(held, rest).float(), then.to(held.device).float()
+                yield number, master_weights(held, rest).float(), then.to(held.device).float()
 
     def refuse_drift(self, step: int) -> None:
         """UserError if the ranks of DDP average other gradients than each other; each has all the momentum to tell by.
@@ -214,7 +214,7 @@ class Watch(TrainerCallback):
         for kept in self.optimizer.state.values():
             for (momentum,) in chunks(local(kept["exp_avg"])):
                 squares.add(0, momentum.double().square_().sum())
-        least, most = self.ranks.least_and_most(math.sqrt(squares.totals()[0]))
+        least, most = self.ranks.min_and_max(math.sqrt(squares.totals()[0]))
         if not math.isclose(least, most, rel_tol=1e-6):
             raise UserError(
                 f"step {step}: the ranks' gradients were not averaged: their momentum has a norm of {least:g} to "

@@ -118,7 +118,7 @@ def train(ready: Ready, folder: RunFolder, console: Console, ranks: Ranks = Rank
     with console.status("Loading the model"):
         trainer = build.build_trainer(recipe, folder, ready.start, ready.tokenizer, ready.splits, ranks)
         found = _checkpoint(recipe, folder, trainer.origin, console) if ranks.is_first else None
-        resume = ranks.of_first(found)
+        resume = ranks.broadcast(found)
     if resume and is_universal(resume):
         trainer.accelerator.state.deepspeed_plugin.deepspeed_config["checkpoint"] = {"load_universal": True}
     stop = StopOnSignal(ranks)

@@ -17,10 +17,10 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import DPOTrainer, SFTTrainer
 
 from ..errors import UserError
-from ..optim import build_optimizer, chunks, copied_to_cpu, summed
+from ..optim import build_optimizer, chunks, copied_to_cpu, master_weights
 from ..run_folder import write
-from ..sharding import full_weights, place, sum_in_float32
-from ..sharding.ranks import present
+from ..sharding import full_weights, set_placement, sum_in_float32
+from ..sharding.ranks import current_ranks
 from . import adapters, checkpoints
 from .measurements import Watch
 
@@ -54,7 +54,7 @@ class SorenTrainerMixin(Trainer):
         if isinstance(trained, PeftModel):
             adapters.keep_float32(trained)
         self.reference = build_optimizer(trained, **optimizer_settings)
-        self.watch = Watch(self.reference, present(), metrics)
+        self.watch = Watch(self.reference, current_ranks(), metrics)
         if self.is_fsdp_enabled:
             # FSDP2 puts others in the place of the parameters; kept here, every rank would hold the whole model.
             for group in self.reference.param_groups:
@@ -81,7 +81,7 @@ class SorenTrainerMixin(Trainer):
         if optimizer is None and self.watch.optimizer is None:
             self.watch.recognise(self.optimizer)
             try:
-                placed = place(self.optimizer, self.watch.ranks)
+                placed = set_placement(self.optimizer, self.watch.ranks)
             except ValueError as error:
                 raise UserError(f"run.parallel: {error}") from error
             self.watch.begin(placed)
@@ -190,7 +190,7 @@ def _exported(
     narrow = copied_to_cpu(held, compensation, dtype)
     if dtype == torch.float16:
         for here, part, rest in chunks(narrow, held, compensation):
-            if not torch.equal(here.isfinite(), summed(part, rest).isfinite().cpu()):
+            if not torch.equal(here.isfinite(), master_weights(part, rest).isfinite().cpu()):
                 raise UserError(f"run.save_dtype: float16 ends at 65504, {name} is beyond; write bfloat16 or float32")
     return narrow
 

@@ -44,11 +44,11 @@ def test_a_transposed_parameter_takes_torchs_step(monkeypatch):
 def test_small_parameters_go_together_and_large_ones_in_parts(monkeypatch):
     monkeypatch.setattr(adamw_step, "CHUNK", 10)
     sizes = []
-    take_ = adamw_step._take_
+    update_ = adamw_step._update_
     monkeypatch.setattr(
         adamw_step,
-        "_take_",
-        lambda bucket, group: sizes.append([s.held.numel() for s in bucket]) or take_(bucket, group),
+        "_update_",
+        lambda bucket, group: sizes.append([s.parameter.numel() for s in bucket]) or update_(bucket, group),
     )
     AdamW([parameter((n,)) for n in (4, 6, 3, 0, 25, 7)], **SETTINGS).step()
     assert sizes == [[4, 6], [3, 0], [10], [10], [5], [7]]

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from soren_align.optim import AdamW, HTMuon, Muon, Soren, move_
-from soren_align.optim.rounding import put_, summed
+from soren_align.optim import AdamW, HTMuon, Muon, Soren, decay_and_add_
+from soren_align.optim.rounding import master_weights, store_master_weights_
 
 STEPS = 200
 
@@ -35,7 +35,7 @@ def cosine(step):
 
 def weights(optimizer, p):
     """The weights as the optimizer knows them, in float32 or float64."""
-    return summed(p.detach(), optimizer.state[p].get("compensation"))
+    return master_weights(p.detach(), optimizer.state[p].get("compensation"))
 
 
 def two_hundred_steps(cls, lr, dtype, compensation="kahan"):
@@ -104,8 +104,8 @@ def test_weights_and_compensation_are_a_float32_and_back():
     edges = torch.cat([bits.view(torch.float32), -bits.view(torch.float32), torch.tensor([1e30, -1e-38, 0.0, -0.0])])
     for w in (drawn, edges, drawn.view(100, 100).T):
         held, compensation = torch.empty_like(w, dtype=torch.bfloat16), torch.empty_like(w, dtype=torch.int16)
-        put_(held, compensation, w.contiguous())
-        assert torch.equal(summed(held, compensation).view(torch.int32), w.contiguous().view(torch.int32))
+        store_master_weights_(held, compensation, w.contiguous())
+        assert torch.equal(master_weights(held, compensation).view(torch.int32), w.contiguous().view(torch.int32))
         assert (held.float() - w).abs().le(w.abs() * 2**-8 + 1e-40).all()
 
 
@@ -199,16 +199,18 @@ def test_a_proposal_is_the_step_that_is_taken():
         optimizer = optimizer_of(net, compensation)
 
         def see(proposal, seen=seen):
-            held, kept = (None if t is None else t.clone() for t in (proposal.held, proposal.compensation))
-            lr = proposal.group["lr"]
-            move_(held, kept, proposal.direction, -lr * proposal.scale, lr * proposal.group["weight_decay"])
+            held, kept = (None if t is None else t.clone() for t in (proposal.parameter, proposal.compensation))
+            settings = {key: proposal.group[key] for key in ("lr", "weight_decay")}
+            decay_and_add_(held, kept, proposal.direction, scale=proposal.scale, **settings)
             seen.append((held, kept))
 
-        optimizer.proposal_observer = see
+        optimizer.pending_observer = see
         train(net, optimizer, 1, seed=1)
         matrices_first = sorted(net.parameters(), key=lambda p: p.ndim != 2)
         assert len(seen) == 4
         for p, (held, kept) in zip(matrices_first, seen, strict=True):
-            now = summed(p.detach(), optimizer.state[p].get("compensation"))
+            now = master_weights(p.detach(), optimizer.state[p].get("compensation"))
             # AdamW's direction is computed twice, and may differ in its last bit.
-            assert torch.allclose(now.float(), summed(held, kept).float(), rtol=2e-7 if kept is not None else 4e-3)
+            assert torch.allclose(
+                now.float(), master_weights(held, kept).float(), rtol=2e-7 if kept is not None else 4e-3
+            )

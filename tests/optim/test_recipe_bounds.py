@@ -52,8 +52,19 @@ def test_what_the_recipe_accepts_the_optimizer_accepts(name, key, value):
     section = sections.Optimizer(**{"name": name, "lr": 0.1, "aux_lr": 0.1, key: value})
     settings = {k: v for k, v in section.model_dump().items() if v is not None}
     assert settings[key] == value
-    optimizer = build_optimizer(torch.nn.Sequential(torch.nn.Linear(2, 3)), **settings)
+    optimizer = build_optimizer(torch.nn.Sequential(torch.nn.Linear(2, 3)), **keywords(settings))
     assert optimizer.param_groups
+
+
+def keywords(flat):
+    """The recipe's flat keys as keywords of build_optimizer."""
+    map_keys = {"spectral_map": "name", "resolution": "resolution", "ns_steps": "steps"}
+    spectral_map = {map_keys[key]: value for key, value in flat.items() if key in map_keys}
+    if spectral_map:
+        spectral_map.setdefault("name", "sns" if "steps" in spectral_map else "minimax")
+    settings = {k: v for k, v in flat.items() if k not in map_keys} | ({"map": spectral_map} if spectral_map else {})
+    foreign = ("momentum", "nesterov", "adjust_lr_fn") if flat["name"] == "adamw" else ()
+    return {key: value for key, value in settings.items() if key not in foreign}
 
 
 def test_every_number_of_the_section_is_walked():

@@ -142,12 +142,13 @@ def test_the_routing_table_counts_what_there_is():
 
 
 def test_the_factory_builds_what_is_named_with_its_own_settings():
-    model, shared = Model(), {"lr": 0.1, "aux_lr": 0.01, "ns_steps": 9, "p": 0.5, "betas": (0.8, 0.9)}
-    built = {name: build_optimizer(model, name=name, **shared) for name in ("soren", "muon", "htmuon", "adamw")}
+    model, shared = Model(), {"lr": 0.1, "aux_lr": 0.01, "betas": (0.8, 0.9), "adjust_lr_fn": None}
+    own = {"soren": {"map": {"name": "sns", "steps": 9}}, "muon": {"ns_steps": 6}, "htmuon": {"p": 0.5}, "adamw": {}}
+    built = {name: build_optimizer(model, name=name, **shared, **settings) for name, settings in own.items()}
     assert [type(o) for o in built.values()] == [Soren, Muon, HTMuon, AdamW]
     first = {name: o.param_groups[0] for name, o in built.items()}
-    assert (first["soren"]["ns_steps"], first["soren"]["spectral_map"]) == (9, "minimax")
-    assert first["muon"]["ns_steps"] == 5
+    assert first["soren"]["map"] == {"name": "sns", "steps": 9}
+    assert first["muon"]["ns_steps"] == 6
     assert first["htmuon"]["p"] == 0.5
     assert [g["adjust_lr_fn"] for name, g in first.items() if name != "adamw"] == ["none", "original", "original"]
     assert (first["adamw"]["rule"], first["adamw"]["weight_decay"]) == ("adamw", 0.1)

@@ -29,12 +29,6 @@ def assert_same_bits(ours, theirs):
 class Plain(SpectralOptimizer):
     """The update path with the identity for a map."""
 
-    def __init__(self, params, lr, *, momentum, nesterov, weight_decay=0.0):
-        settings = {"momentum": momentum, "nesterov": nesterov, "adjust_lr_fn": "none"}
-        super().__init__(
-            params, {"lr": lr, "weight_decay": weight_decay, "betas": (0.9, 0.999), "eps": 1e-8, **settings}
-        )
-
     def map_matrix(self, x, group):
         return x
 
@@ -44,7 +38,7 @@ def test_with_the_identity_for_a_map_it_is_sgd_with_ema_momentum():
     sgd = torch.optim.SGD(theirs, lr=0.1, momentum=0.9, dampening=0.9)
     for p in theirs:  # torch starts its buffer from the whole first gradient, an average starts from zero
         sgd.state[p]["momentum_buffer"] = torch.zeros_like(p)
-    run(Plain(ours, 0.1, momentum=0.9, nesterov=False), ours)
+    run(Plain(ours, 0.1, momentum=0.9, nesterov=False, weight_decay=0.0), ours)
     run(sgd, theirs)
     assert all((a - b).abs().max() < 1e-14 for a, b in zip(ours, theirs, strict=True))
 
@@ -52,7 +46,7 @@ def test_with_the_identity_for_a_map_it_is_sgd_with_ema_momentum():
 def test_with_the_identity_for_a_map_it_is_nesterov_sgd_at_a_larger_rate():
     # an average is (1 - momentum) times torch's sum
     ours, theirs = parameters(dtype=torch.float64), parameters(dtype=torch.float64)
-    run(Plain(ours, 1.0, momentum=0.9, nesterov=True), ours)
+    run(Plain(ours, 1.0, momentum=0.9, nesterov=True, weight_decay=0.0), ours)
     run(torch.optim.SGD(theirs, lr=0.1, momentum=0.9, nesterov=True), theirs)
     assert all((a - b).abs().max() < 1e-14 for a, b in zip(ours, theirs, strict=True))
 

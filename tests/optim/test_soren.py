@@ -57,13 +57,16 @@ def test_the_first_step_maps_one_minus_momentum_squared_of_the_gradient():
     ("make", "spectral_map"),
     [
         (Soren, minimax_sigmoid),
-        (lambda params, **kw: Soren(params, resolution=0.001, **kw), lambda x: minimax_sigmoid(x, resolution=0.001)),
-        (lambda params, **kw: Soren(params, spectral_map="sns", **kw), soft_newton_schulz),
         (
-            lambda params, **kw: Soren(params, spectral_map="sns", ns_steps=7, **kw),
+            lambda params, **kw: Soren(params, map={"name": "minimax", "resolution": 0.001}, **kw),
+            lambda x: minimax_sigmoid(x, resolution=0.001),
+        ),
+        (lambda params, **kw: Soren(params, map="sns", **kw), soft_newton_schulz),
+        (
+            lambda params, **kw: Soren(params, map={"name": "sns", "steps": 7}, **kw),
             lambda x: soft_newton_schulz(x, 7),
         ),
-        (lambda params, **kw: Soren(params, spectral_map="exact", **kw), exact_sigmoid),
+        (lambda params, **kw: Soren(params, map="exact", **kw), exact_sigmoid),
         (lambda params, **kw: Muon(params, **{"adjust_lr_fn": "none", **kw}), newton_schulz),
         (lambda params, **kw: HTMuon(params, **{"adjust_lr_fn": "none", **kw}), lambda x: spectral_power(x, 0.125)),
     ],
@@ -110,7 +113,7 @@ def test_adjust_lr_fn_scales_the_step_and_not_the_decay(adjust_lr_fn, shape, fac
 def test_matched_to_adamw_the_update_of_a_full_spectrum_has_rms_a_fifth_of_lr():
     p = torch.nn.Parameter(torch.zeros(64, 64))
     p.grad = torch.linalg.qr(randn(64, 64))[0] * 1e-3
-    Soren([p], lr=1.0, spectral_map="exact", adjust_lr_fn="match_rms_adamw").step()
+    Soren([p], lr=1.0, map="exact", adjust_lr_fn="match_rms_adamw").step()
     assert p.square().mean().sqrt().item() == pytest.approx(0.2, rel=1e-3)
 
 
@@ -127,7 +130,7 @@ def test_matrices_of_one_shape_are_mapped_together_within_the_workspace(spectral
     def trained(workspace_mb):
         shapes = [(6, 9), (9, 6), (6, 9), (6, 9), (4, 4), (6, 9)]
         params = [parameter(*shape, grad=randn(*shape, seed=i)) for i, shape in enumerate(shapes)]
-        optimizer = Soren(params, lr=0.1, spectral_map=spectral_map, workspace_mb=workspace_mb)
+        optimizer = Soren(params, lr=0.1, map=spectral_map, workspace_mb=workspace_mb)
         seen, batches, plain = [], [], optimizer.map_matrix
         monkeypatch.setattr(optimizer, "map_matrix", lambda x, group: batches.append(tuple(x.shape)) or plain(x, group))
         optimizer.observer = seen.append
@@ -157,7 +160,7 @@ def test_parameters_of_different_dtypes_are_not_mapped_together():
 
 def test_tiny_and_huge_gradients_give_finite_bounded_steps():
     for scale in (1e-45, 1e-30, 1e-12, 1e6, 1e20, 1e38):
-        sns, exact = (functools.partial(Soren, spectral_map=name) for name in ("sns", "exact"))
+        sns, exact = (functools.partial(Soren, map=name) for name in ("sns", "exact"))
         for make in (Soren, sns, exact, HTMuon, Muon):
             p = torch.nn.Parameter(torch.zeros(4, 6))
             p.grad = torch.full((4, 6), scale)
@@ -240,13 +243,20 @@ def test_sparse_complex_and_whole_number_parameters_are_refused():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lr": -1.0}, "Soren group 0 lr: found -1.0; write 0 or more"),
+        ({"lr": -1.0}, "Soren group 0 lr: found -1.0; write a finite number, at least 0"),
         ({"lr": float("nan")}, "lr: found nan"),
         ({"lr": torch.ones(2)}, "write one number"),
-        ({"momentum": 1.0}, "momentum: found 1.0; write at least 0 and below 1"),
+        ({"momentum": 1.0}, "momentum: found 1.0; write a number, at least 0 and below 1"),
         ({"weight_decay": -0.1}, "weight_decay: found -0.1"),
-        ({"ns_steps": 0}, "ns_steps: found 0; write a whole number from 1 to 99"),
-        ({"spectral_map": "snss"}, "spectral_map: found 'snss'; write one of 'minimax', 'sns', 'exact'"),
+        (
+            {"map": {"name": "sns", "steps": 0}},
+            "map: sns steps: found 0; write a whole number, at least 1 and at most 99",
+        ),
+        ({"map": "snss"}, "map: found 'snss'; write one of 'minimax', 'sns', 'exact'"),
+        ({"map": {"steps": 15}}, "map: found None; write one of 'minimax', 'sns', 'exact'"),
+        ({"map": {"name": "minimax", "steps": 15}}, "map: found 'steps'; map 'minimax' has 'resolution'"),
+        ({"map": {"name": "exact", "steps": 15}}, "map: found 'steps'; map 'exact' has no settings"),
+        ({"map": {"name": "minimax", "resolution": 0.02}}, "map: minimax resolution: found 0.02; write one of 0.01"),
         ({"adjust_lr_fn": "orignal"}, "adjust_lr_fn: found 'orignal'; write one of 'none', 'original'"),
     ],
 )
@@ -260,9 +270,10 @@ def test_groups_hold_the_settings_of_their_rule_and_no_others():
     spectral, adamw = Soren(groups, lr=0.1).param_groups
     assert spectral.keys() == {
         *("params", "rule", "lr", "weight_decay", "compensation", "momentum", "nesterov"),
-        *("adjust_lr_fn", "spectral_map", "ns_steps", "resolution"),
+        *("adjust_lr_fn", "map"),
     }
     assert adamw.keys() == {"params", "rule", "lr", "weight_decay", "compensation", "betas", "eps"}
+    assert spectral["map"] == {"name": "minimax", "resolution": 0.01}
     assert (spectral["lr"], adamw["lr"]) == (0.1, 0.3)
 
 

@@ -63,7 +63,7 @@ def test_several_sub_groups_are_several(ranks):
 
 
 def test_full_rank_is_full_rank():
-    _, _, optimizer = one_process(Run({"spectral_map": "exact"}, full_rank=True))
+    _, _, optimizer = one_process(Run({"map": "exact"}, full_rank=True))
     for parameter in optimizer.param_groups[0]["params"]:
         sigma = torch.linalg.svdvals(optimizer.state[parameter]["exp_avg"].double())
         assert sigma[-1] > 1e-4 * sigma[0]

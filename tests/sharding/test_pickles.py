@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 
 from soren_align.errors import UserError
 from soren_align.sharding import check_parts
-from soren_align.sharding.engine import makes_folders_in
+from soren_align.sharding.engine import folders_confined_to
 from soren_align.sharding.pickles import refuse_pickles
 
 
@@ -69,7 +69,7 @@ def test_a_parameter_whose_name_leads_elsewhere_is_not_written_there(tmp_path):
     from deepspeed.checkpoint import ds_to_universal
 
     (tmp_path / "checkpoint-5").mkdir()
-    with makes_folders_in(tmp_path / "checkpoint-5"):
+    with folders_confined_to(tmp_path / "checkpoint-5"):
         ds_to_universal.dump_param_fragment(
             str(tmp_path / "checkpoint-5" / "zero"), 0, 0, "fp32", torch.ones(3), "layer.weight", 0, 3
         )

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from soren_align.sharding import (
     assign_owners,
+    elements_sent,
     flat_partitions,
-    loads,
-    make_plan,
-    numbers_sent,
+    flops_per_rank,
+    make_exchange_plan,
     parameter_slices,
     replicas,
     row_blocks,
@@ -23,13 +23,13 @@ BUILDERS = [replicas, flat_partitions, parameter_slices, row_blocks]
 
 
 def unevenness(layout):
-    load = loads(layout, assign_owners(layout))
+    load = flops_per_rank(layout, assign_owners(layout))
     return max(load) * len(load) / sum(load)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8, 16, 32])
 def test_under_zero_1_and_2_a_7b_model_needs_no_communication(num_ranks):
-    plan = make_plan(flat_partitions(MISTRAL_7B, num_ranks))
+    plan = make_exchange_plan(flat_partitions(MISTRAL_7B, num_ranks))
     assert plan.rounds == ()
     assert unevenness(plan.layout) <= 1.01
 
@@ -43,7 +43,7 @@ def test_the_busiest_rank_has_little_more_to_do_than_the_mean(builder):
 @pytest.mark.parametrize("builder", [parameter_slices, row_blocks])
 def test_under_zero_3_each_of_8_ranks_sends_6_gb_for_a_7b_model(builder):
     layout = builder(MISTRAL_7B, 8)
-    sent = numbers_sent(layout, assign_owners(layout))
+    sent = elements_sent(layout, assign_owners(layout))
     # 2 ways x 7/8 of a rank's eighth of 6.98e9 numbers, 4 bytes each
     assert all(4 * numel == pytest.approx(6.1e9, rel=0.01) for numel in sent)
 
@@ -51,11 +51,13 @@ def test_under_zero_3_each_of_8_ranks_sends_6_gb_for_a_7b_model(builder):
 @pytest.mark.parametrize("builder", BUILDERS)
 def test_1024_ranks_are_planned_in_seconds(builder):
     start = time.process_time()
-    plan = make_plan(builder(MISTRAL_7B, 1024))
+    plan = make_exchange_plan(builder(MISTRAL_7B, 1024))
     assert plan.fingerprint > 0
     assert time.process_time() - start < 5
-    most = max(loads(plan.layout, plan.owners))
-    assert most == max(loads(replicas({"up": BLOCK["up"]}, 1), [0]))  # the largest matrix alone: no plan has less
+    most = max(flops_per_rank(plan.layout, plan.owners))
+    assert most == max(
+        flops_per_rank(replicas({"up": BLOCK["up"]}, 1), [0])
+    )  # the largest matrix alone: no plan has less
 
 
 def test_a_straddling_matrix_goes_to_its_biggest_holder_unless_that_one_has_more_to_do():
@@ -76,8 +78,8 @@ def test_a_straddling_matrix_goes_to_its_biggest_holder_unless_that_one_has_more
 @settings(deadline=None)
 def test_every_matrix_is_planned_once_within_the_bytes_of_a_round(builder, shapes, num_ranks, most):
     layout = builder({f"{i}": shape for i, shape in enumerate(shapes)}, num_ranks)
-    plan = make_plan(layout, round_mb=most * 4 / 2**20)
-    assert sorted([*plan.at_home, *(i for r in plan.rounds for i in r)]) == list(range(len(shapes)))
+    plan = make_exchange_plan(layout, round_mb=most * 4 / 2**20)
+    assert sorted([*plan.local, *(i for r in plan.rounds for i in r)]) == list(range(len(shapes)))
     assert all(owner in {f.rank for f in m.fragments} for m, owner in zip(layout.matrices, plan.owners, strict=True))
     for indices in plan.rounds:
         held = [[] for _ in range(num_ranks)]  # by each rank, of each matrix that it sends or receives something of
@@ -94,20 +96,20 @@ def test_every_matrix_is_planned_once_within_the_bytes_of_a_round(builder, shape
 
 
 def test_a_matrix_on_one_rank_never_travels():
-    plan = make_plan(flat_partitions({"a": (4, 4), "b": (4, 4)}, 2))
-    assert (plan.at_home, plan.owners, plan.rounds) == ((0, 1), (0, 1), ())
-    assert make_plan(parameter_slices({"a": (4, 4)}, 1)).rounds == ()
+    plan = make_exchange_plan(flat_partitions({"a": (4, 4), "b": (4, 4)}, 2))
+    assert (plan.local, plan.owners, plan.rounds) == ((0, 1), (0, 1), ())
+    assert make_exchange_plan(parameter_slices({"a": (4, 4)}, 1)).rounds == ()
 
 
 def test_the_fingerprint_changes_with_anything_that_matters():
     layout = row_blocks({"a": (4, 6), "b": (6, 4)}, 2)
-    plan = make_plan(layout)
+    plan = make_exchange_plan(layout)
     others = [
-        make_plan(row_blocks({"a": (4, 6), "b": (6, 4)}, 3)),
-        make_plan(row_blocks({"a": (4, 6), "c": (6, 4)}, 2)),
-        make_plan(parameter_slices({"a": (4, 6), "b": (6, 4)}, 2)),
-        make_plan(layout, round_mb=1e-5),
+        make_exchange_plan(row_blocks({"a": (4, 6), "b": (6, 4)}, 3)),
+        make_exchange_plan(row_blocks({"a": (4, 6), "c": (6, 4)}, 2)),
+        make_exchange_plan(parameter_slices({"a": (4, 6), "b": (6, 4)}, 2)),
+        make_exchange_plan(layout, round_mb=1e-5),
         replace(plan, owners=plan.owners[::-1]),
     ]
-    assert plan.fingerprint == make_plan(row_blocks({"a": (4, 6), "b": (6, 4)}, 2)).fingerprint
+    assert plan.fingerprint == make_exchange_plan(row_blocks({"a": (4, 6), "b": (6, 4)}, 2)).fingerprint
     assert plan.fingerprint not in [other.fingerprint for other in others]

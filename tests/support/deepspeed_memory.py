@@ -5,7 +5,7 @@ import warnings
 
 import torch
 
-from soren_align.sharding import attach_zero
+from soren_align.sharding import set_zero_placement
 from tests.support.toy_jobs import deepspeed_engine, part_of
 
 
@@ -13,7 +13,7 @@ def under_deepspeed(group, stage, run, config):
     """Bytes of all tensors that came to be, as the optimizer begins its second step: then its states are there."""
     before = storages()
     engine, optimizer = deepspeed_engine(group, stage, run, config)
-    attach_zero(engine.optimizer, run.round_mb)
+    set_zero_placement(engine.optimizer, run.round_mb)
     seen = []
 
     def look(*_):

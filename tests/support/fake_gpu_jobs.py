@@ -7,7 +7,7 @@ from torch import nn
 from soren_align import optim
 from soren_align.optim import adamw_step
 from soren_align.sharding import FlatShards, Replicas, flat_partitions
-from soren_align.sharding.placement import RankPlacement
+from soren_align.sharding.rank_placement import RankPlacement
 from tests.support.fake_gpu import GPU, OnGPU, WrongDevice
 
 SHAPES = {"a": (6, 9), "b": (9, 6), "c": (6, 9), "norm": (9,), "scale": ()}
@@ -41,7 +41,7 @@ def trained(name, put, placement=None, observed=False, **settings):
     optimizer = getattr(optim, name)(groups, lr=lr, **settings)
     optimizer.placement = placement
     if observed:
-        optimizer.observer = optimizer.proposal_observer = optimizer.map_observer = lambda seen: None
+        optimizer.observer = optimizer.pending_observer = optimizer.map_observer = lambda seen: None
     for step in range(NUM_STEPS):
         for key, grad in drawn(1 + step, dtype).items():
             parameters[key].grad = put(grad)
@@ -66,7 +66,7 @@ def one_process(group, name, compensation, lr):
 def replicas(group, name, as_before=False):
     placement = Replicas(group)
     if as_before:
-        placement.agree = lambda *arguments: RankPlacement.agree(placement, *arguments)
+        placement.check_gradients = lambda *arguments: RankPlacement.check_gradients(placement, *arguments)
     try:
         with GPU():
             found = trained(name, on_gpu, placement)
@@ -79,7 +79,9 @@ def early_error(group):
     with GPU():
         parameter = nn.Parameter(on_gpu(torch.ones(3)))
         try:
-            Replicas(group).agree([("x", parameter)], ValueError("a rank's own error") if group.rank() else None)
+            Replicas(group).check_gradients(
+                [("x", parameter)], ValueError("a rank's own error") if group.rank() else None
+            )
         except ValueError as error:
             return " ".join(str(error).split()[:3])
 
@@ -121,7 +123,7 @@ def measured(group):
     """A step's measurements, the end's and the export's, as of a run on one GPU."""
     from types import SimpleNamespace
 
-    from soren_align.sharding import Placed
+    from soren_align.sharding import Sharding
     from soren_align.sharding.ranks import Ranks
     from soren_align.trainers.lost_updates import Resolution, survival
     from soren_align.trainers.measurements import Watch
@@ -134,7 +136,7 @@ def measured(group):
         optimizer = optim.Soren(groups, lr=0.02, compensation="kahan")
         watch = Watch(optimizer, Ranks())
         watch.recognise(optimizer)
-        watch.begin(Placed("fsdp2", [[matrix], [vector]]))
+        watch.begin(Sharding("fsdp2", [[matrix], [vector]]))
         state, args = SimpleNamespace(global_step=0, logging_steps=1), SimpleNamespace(fp16=False)
         watches = (watch, Resolution(watch, "warn", lambda found, warnings: None))
         for each in watches:
@@ -146,7 +148,7 @@ def measured(group):
         for each in watches:
             each.on_optimizer_step(args, state, None)
         found = {key: value for key, value in watch.measures(1).items() if key != "tokens_per_second"}
-        watch.ranks = SimpleNamespace(num_ranks=2, least_and_most=lambda norm: (norm, norm), sums=list)
+        watch.ranks = SimpleNamespace(num_ranks=2, min_and_max=lambda norm: (norm, norm), sums=list)
         watch.refuse_drift(1)
         exported = [
             _exported("x", p.detach(), optimizer.state[p].get("compensation"), torch.float16) for p in (matrix, vector)

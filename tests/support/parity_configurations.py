@@ -29,10 +29,10 @@ class Configuration:
 DEFAULT = Configuration("default map", Run())
 CONFIGURATIONS = (
     DEFAULT,
-    Configuration("sns", Run({"spectral_map": "sns", "adjust_lr_fn": "match_rms_adamw", "lr": 1e-2})),
+    Configuration("sns", Run({"map": "sns", "adjust_lr_fn": "match_rms_adamw", "lr": 1e-2})),
     Configuration("Muon, map in float64", Run({"name": "muon"}, float64_map=True)),
     Configuration("HTMuon, full rank", Run({"name": "htmuon"}, full_rank=True)),
-    Configuration("exact, full rank", Run({"spectral_map": "exact"}, full_rank=True)),
+    Configuration("exact, full rank", Run({"map": "exact"}, full_rank=True)),
     Configuration("frozen parameters", Run(frozen=("0.q", "1.up"))),
     Configuration("LoRA", Run(clip=0.05, lora=True)),
     Configuration("CPU offload", Run(), ZERO, {"offload_optimizer": {"device": "cpu"}}),

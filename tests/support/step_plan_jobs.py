@@ -56,7 +56,7 @@ def many_subsets(group, num_plans):
     # One by one: in batches the maps differ by rounding.
     optimizer, reference = (Soren(params, lr=0.1, workspace_mb=0) for params in (matrices, alone))
     optimizer.placement = Replicas()
-    optimizer.placement.most_plans = num_plans
+    optimizer.placement.max_plans = num_plans
     most = 0
     for first in range(4):
         for second in range(4):

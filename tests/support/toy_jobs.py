@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from soren_align.optim import Soren
 from soren_align.planning.meter import Meter
-from soren_align.sharding import Replicas, RowBlocks, attach_zero, start_deepspeed
+from soren_align.sharding import Replicas, RowBlocks, set_zero_placement, start_deepspeed
 from tests.support.toy import NUM_STEPS, Run
 
 
@@ -146,7 +146,7 @@ def deepspeed(group, stage, run, config=None):
     engine, optimizer = deepspeed_engine(group, stage, run, config or {})
     from deepspeed.utils import safe_get_full_fp32_param
 
-    attach_zero(engine.optimizer, run.round_mb)
+    set_zero_placement(engine.optimizer, run.round_mb)
     losses = []
     for step in range(NUM_STEPS):
         for tokens in run.batches(step):
@@ -172,7 +172,7 @@ def measured_exchange(group, stage, run):
     The map is left out: it returns its input.
     """
     engine, optimizer = deepspeed_engine(group, stage, run, {})
-    attach_zero(engine.optimizer, run.round_mb)
+    set_zero_placement(engine.optimizer, run.round_mb)
     optimizer.map_matrix, optimizer.workspace_mb = lambda x, group: x, 0
     meter, step_ = Meter(), optimizer.placement.step_
 
@@ -188,7 +188,7 @@ def measured_exchange(group, stage, run):
 
 
 def refused_deepspeed(group, stage, config, fault=None):
-    """Why attach_zero refuses, on this rank; `fault` is a change to the ZeRO optimizer of rank 1 before it."""
+    """Why set_zero_placement refuses, on this rank; `fault` is a change to the ZeRO optimizer of rank 1 before it."""
     engine, _ = deepspeed_engine(group, stage, Run(), config)
     if fault == "a number changed" and group.rank() == 1:
         flats = engine.optimizer.fp32_partitioned_groups_flat if stage == 3 else None
@@ -196,7 +196,7 @@ def refused_deepspeed(group, stage, config, fault=None):
     elif fault == "another optimizer":
         engine.optimizer.optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
     try:
-        attach_zero(engine.optimizer)
+        set_zero_placement(engine.optimizer)
     except ValueError as error:
         return str(error)
     return None

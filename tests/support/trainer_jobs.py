@@ -24,10 +24,10 @@ from trl import SFTTrainer
 
 from soren_align.errors import UserError
 from soren_align.launch.worker import _hush
-from soren_align.optim import soren
+from soren_align.optim import muon
 from soren_align.recipe import checks
 from soren_align.sharding import local
-from soren_align.sharding.ranks import join
+from soren_align.sharding.ranks import init_ranks
 from soren_align.spectral import newton_schulz
 from soren_align.trainers.measurements import Watch
 from soren_align.trainers.trl_trainers import SorenTrainerMixin
@@ -51,7 +51,7 @@ EVALUATED += ("trainer.eval_strategy=steps", "trainer.eval_steps=10", "trainer.s
 
 def without_bfloat16():
     """Let Muon iterate in float64: in its own bfloat16 a last bit of the gradient becomes 0.4% of an update."""
-    soren.newton_schulz = lambda x, steps: newton_schulz(x.double(), steps).to(x.dtype)
+    muon.newton_schulz = lambda x, steps: newton_schulz(x.double(), steps).to(x.dtype)
 
 
 class Kill(BaseException):
@@ -89,7 +89,7 @@ def ddp(make):
         "poisoned": poisoned(make, "ddp"),
         "drifted": drifted(make),
         "stopped": stopped(make),
-        "of_first": make.ranks.of_first(f"told by rank {make.ranks.rank}"),
+        "of_first": make.ranks.broadcast(f"told by rank {make.ranks.rank}"),
         "any": [make.ranks.any(make.ranks.rank == 1), make.ranks.any(False)],
     }
 
@@ -302,7 +302,7 @@ def main(job, folder):
     torch.set_num_threads(1)
     _hush()
     gc.freeze()  # DeepSpeed collects garbage for each engine, and what was imported is none
-    ranks = join(60)
+    ranks = init_ranks(60)
 
     def make(name, task, *overrides):
         return TinyRun(folder / name, task, *overrides, ranks=ranks)

@@ -10,7 +10,7 @@ from unittest import mock
 
 from safetensors.torch import load_file
 
-from soren_align.optim import soren
+from soren_align.optim import muon
 from tests.support.tiny_run import TinyRun
 from tests.support.trainer_jobs import GLOBAL, PARITY, without_bfloat16
 
@@ -54,7 +54,7 @@ def one_process_logs(name, task, *overrides):
 
 @functools.cache
 def _ten_steps(name, task, *overrides):
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(soren, "newton_schulz", soren.newton_schulz):
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(muon, "newton_schulz", muon.newton_schulz):
         without_bfloat16()
         trainer = TinyRun(Path(folder) / name, task, *PARITY, *GLOBAL, *overrides).trainer()
         trainer.train()

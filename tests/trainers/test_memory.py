@@ -11,7 +11,7 @@ import torch
 
 from soren_align.optim import AdamW
 from soren_align.planning.meter import Meter
-from soren_align.sharding import Placed
+from soren_align.sharding import Sharding
 from soren_align.sharding.ranks import Ranks
 from soren_align.trainers.lost_updates import Resolution, survival
 from soren_align.trainers.measurements import Watch
@@ -34,7 +34,7 @@ class Shard:
         self.optimizer._complete_state(self.optimizer.param_groups[0])
         self.watch = Watch(self.optimizer, Ranks())
         self.watch.recognise(self.optimizer)
-        self.watch.begin(Placed("fsdp2", [[self.flat]]))
+        self.watch.begin(Sharding("fsdp2", [[self.flat]]))
         self.watch.on_train_begin(ARGS, STATE, None)
         self.resolution = Resolution(self.watch, "warn", lambda found, warnings: None)
 
@@ -61,7 +61,7 @@ class Shard:
         ]
 
     def drift(self):
-        self.watch.ranks = SimpleNamespace(num_ranks=2, least_and_most=lambda value: (value, value))
+        self.watch.ranks = SimpleNamespace(num_ranks=2, min_and_max=lambda value: (value, value))
         self.watch.refuse_drift(1)
 
     def start(self):

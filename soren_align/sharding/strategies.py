@@ -1,4 +1,4 @@
-"""How an optimizer learns where its matrices lie: `optimizer.placement = ...`, for DDP, FSDP2 and flat shards."""
+"""The placements for DDP (Replicas), FSDP2 (RowBlocks) and ZeRO (FlatShards): set as `optimizer.placement`."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,9 +7,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from .exchange_plan import ROUND_MB
 from .geometry import Layout, replicas, row_blocks
-from .placement import Named, RankPlacement
-from .step_plan import ROUND_MB
+from .rank_placement import Named, RankPlacement
 
 
 class Replicas(RankPlacement):
@@ -20,59 +20,59 @@ class Replicas(RankPlacement):
         self._group = process_group
         self._device = torch.device("cpu")
 
-    def holds(self, parameter: Tensor) -> bool:
+    def knows(self, parameter: Tensor) -> bool:
         """Whether it is a whole matrix."""
         return parameter.ndim == 2 and not isinstance(parameter, DTensor)
 
-    def agree(self, named: Named, error: Exception | None) -> None:
-        """As RankPlacement, on the device of the first tensor that steps, whether it is a matrix or has a gradient.
+    def check_gradients(self, named: Named, error: Exception | None) -> None:
+        """As RankPlacement, on the device of the first parameter, whether it is a matrix or has a gradient.
 
-        Then it is one device on all ranks, also on one that has found an error, and one that the group can reduce on.
+        That is one device on all ranks, also on a rank with an error, and one that the group can reduce on.
         """
         self._device = named[0][1].device
-        super().agree(named, error)
+        super().check_gradients(named, error)
 
     def layout(self, named: Named) -> Layout:
         """Every matrix on every rank."""
         return replicas({name: (p.shape[0], p.shape[1]) for name, p in named}, dist.get_world_size(self._group))
 
     def ranks(self) -> tuple[dist.ProcessGroup, torch.device]:
-        """All of the group, where the parameters are."""
+        """All ranks of the group, on the device of the parameters."""
         return self._group or dist.group.WORLD, self._device  # type: ignore[return-value]
 
 
 class RowBlocks(RankPlacement):
-    """FSDP2: `fully_shard` has cut every parameter by rows, over a mesh of one axis."""
+    """FSDP2: `fully_shard` has sharded every parameter by rows, over a mesh of one axis."""
 
     def __init__(self, round_mb: float = ROUND_MB):
         super().__init__(round_mb)
         self._mesh = None
 
-    def holds(self, parameter: Tensor) -> bool:
-        """Whether it is a matrix cut by rows. ValueError for any other way of cutting it."""
+    def knows(self, parameter: Tensor) -> bool:
+        """Whether it is a matrix sharded by rows. Raises ValueError for a parameter sharded in any other way."""
         if not isinstance(parameter, DTensor):
             return False
         if parameter.device_mesh.ndim != 1 or tuple(parameter.placements) != (Shard(0),):
             raise _unsupported(parameter)
         return parameter.ndim == 2
 
-    def agree(self, named: Named, error: Exception | None) -> None:
-        """As RankPlacement; the mesh is found here, on the tensors that step."""
+    def check_gradients(self, named: Named, error: Exception | None) -> None:
+        """As RankPlacement; the mesh is that of the parameters."""
         sharded = [p for _, p in named if isinstance(p, DTensor)]
         for parameter in sharded:
-            if parameter.device_mesh.ndim != 1:  # the same on all ranks, and such a mesh has no group to agree in
+            if parameter.device_mesh.ndim != 1:  # the same on all ranks, and such a mesh has no group for a collective
                 raise _unsupported(parameter)
         if sharded:
             self._mesh = sharded[0].device_mesh
-        super().agree(named, error)
+        super().check_gradients(named, error)
 
     def layout(self, named: Named) -> Layout:
-        """Blocks of rows, as torch.chunk cuts them."""
+        """Blocks of rows, as torch.chunk divides them."""
         group, _ = self.ranks()
         return row_blocks({name: (p.shape[0], p.shape[1]) for name, p in named}, dist.get_world_size(group))
 
     def ranks(self) -> tuple[dist.ProcessGroup, torch.device]:
-        """Those of the mesh, each with its current device."""
+        """All ranks of the mesh, each with its current device."""
         if self._mesh is None:
             raise ValueError("no parameter is a DTensor: call fully_shard before the first step")
         kind = self._mesh.device_type
@@ -88,7 +88,7 @@ def _unsupported(parameter: DTensor) -> ValueError:
 
 
 class FlatShards(RankPlacement):
-    """ZeRO: each of the optimizer's tensors is one rank's part of many matrices, as `layouts` says."""
+    """ZeRO: each of the optimizer's tensors is one rank's flat shard of many matrices, with a layout of its own."""
 
     def __init__(
         self,
@@ -97,23 +97,23 @@ class FlatShards(RankPlacement):
         device: torch.device | None = None,
         round_mb: float = ROUND_MB,
     ):
-        """device: where the ranks communicate and map; None is where the tensors are, as without CPU offload."""
+        """device: for communication and maps; None is that of the tensors, which is right without CPU offload."""
         super().__init__(round_mb)
         self._layouts, self._group = dict(layouts), process_group
-        self.most_plans = max(self.most_plans, len(layouts))  # ZeRO 3 may have thousands of sub-groups
+        self.max_plans = max(self.max_plans, len(layouts))  # ZeRO 3 may have thousands of sub-groups
         self._device = device or next((tensor.device for tensor in layouts), torch.device("cpu"))
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        """Those that hold parts of matrices on this rank."""
+        """The flat shards of matrices on this rank."""
         return list(self._layouts)
 
-    def holds(self, parameter: Tensor) -> bool:
+    def knows(self, parameter: Tensor) -> bool:
         """Whether there is a layout for it."""
         return parameter in self._layouts
 
     def layout(self, named: Named) -> Layout:
-        """That of the one tensor that steps: ZeRO steps group by group, sub-group by sub-group."""
+        """The layout of the one tensor: ZeRO steps group by group, sub-group by sub-group."""
         if len(named) != 1:
             raise ValueError(f"one flat shard steps at a time; found {len(named)} in a group")
         return self._layouts[named[0][1]]

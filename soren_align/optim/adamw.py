@@ -1,0 +1,27 @@
+"""AdamW with the groups, states and checks of the spectral optimizers."""
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from ..optimizer_settings import ADAMW_WEIGHT_DECAY, BETAS, COMPENSATION, EPS, LR, Compensation
+from .spectral_optimizer import SpectralOptimizer
+
+
+class AdamW(SpectralOptimizer, name="adamw"):
+    """torch.optim.AdamW, bit for bit on float32 and float64 parameters, with the state and checks of the others."""
+
+    rule = "adamw"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = LR,
+        *,
+        betas: tuple[float, float] = BETAS,
+        eps: float = EPS,
+        weight_decay: float = ADAMW_WEIGHT_DECAY,
+        compensation: Compensation = COMPENSATION,
+    ):
+        shared = {"lr": lr, "weight_decay": weight_decay, "compensation": compensation}
+        # Not SpectralOptimizer's constructor: AdamW has none of the settings of its rule.
+        super(SpectralOptimizer, self).__init__(params, {**shared, "betas": betas, "eps": eps})

@@ -1,0 +1,28 @@
+"""The interface through which an optimizer steps matrices that are sharded or replicated over ranks."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from .update import GroupUpdate
+
+
+class Placement(Protocol):
+    """Where the matrices of an optimizer lie, and who maps them. `soren_align.sharding` implements it."""
+
+    def knows(self, parameter: Tensor) -> bool:
+        """Whether the layout of the matrices in `parameter` is known."""
+        ...
+
+    def check_gradients(self, named: Sequence[tuple[str, Tensor]], error: Exception | None) -> None:
+        """Raise on every rank if `error` is set on any rank, or if the ranks lack different gradients. Collective."""
+        ...
+
+    def prepare(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        """Plan the step of these tensors of one spectral group. Raises ValueError on every rank if none is possible."""
+        ...
+
+    def step_(self, update: GroupUpdate, named: Sequence[tuple[str, Tensor]]) -> None:
+        """One step of these tensors: every matrix in them is mapped once, on its owner rank. Collective."""
+        ...

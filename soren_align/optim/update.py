@@ -1,0 +1,158 @@
+"""The update rule of Soren, Muon and HTMuon: Algorithm 2 of the Soren paper, with decoupled weight decay.
+
+For a matrix W [m, n] with gradient G and momentum M (zeros before the first step):
+
+    M <- momentum * M + (1 - momentum) * G                update_momentum_
+    N <- momentum * M + (1 - momentum) * G                nesterov; without it N <- M
+    O <- U f(S) V^T  for  N = U S V^T                     map_matrix of the optimizer's class; Soren: f = sigmoid
+    W <- (1 - lr * weight_decay) * W                      decay_and_add_
+    W <- W - lr * scale(m, n) * O                         decay_and_add_ with lr_scale
+
+Only the map needs a whole matrix. All else is elementwise, and is done on any piece of the matrix, on the rank that
+holds it. `GroupUpdate.step_` composes the functions for whole matrices; `soren_align.sharding` composes the same
+functions around its collectives: gather the N of every piece on the matrix's owner rank, map, scatter O to the pieces.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .map_batches import map_batches
+from .pieces import Piece, Whole, local, whole_piece
+from .rounding import master_weights, store_master_weights_
+from .state import momentum_dtype
+from .update_records import AppliedUpdate, PendingUpdate
+
+
+def update_momentum_(momentum: Tensor, grad: Tensor, coefficient: float) -> None:
+    """momentum <- coefficient * momentum + (1 - coefficient) * grad: an average without bias correction."""
+    momentum.lerp_(grad.to(momentum.dtype), 1 - coefficient)
+
+
+def nesterov(momentum: Tensor, grad: Tensor, coefficient: float) -> Tensor:
+    """coefficient * momentum + (1 - coefficient) * grad, in momentum's dtype; `momentum` is that of this step."""
+    return grad.to(momentum.dtype).lerp(momentum, coefficient)
+
+
+def lr_scale(adjust_lr_fn: str, num_rows: int, num_columns: int, map_level: float) -> float:
+    """The factor of the learning rate of an m x n matrix; map_level: f of an ordinary singular value, Soren's is 1/2.
+
+    "original" is sqrt(max(1, m / n)), "match_rms_adamw" 0.2 sqrt(max(m, n)) / map_level, "none" 1.
+    """
+    if adjust_lr_fn == "original":
+        return math.sqrt(max(1, num_rows / num_columns))
+    if adjust_lr_fn == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(num_rows, num_columns)) / map_level
+    return 1.0
+
+
+def decay_and_add_(
+    parameter: Tensor,
+    compensation: Tensor | None,
+    direction: Tensor,
+    *,
+    lr: float | Tensor,
+    scale: float,
+    weight_decay: float,
+) -> None:
+    """parameter <- parameter * (1 - lr * weight_decay) - lr * scale * direction.
+
+    Computed in the direction's dtype, float32 or float64, and rounded once to the parameter's.
+    compensation: None, or the lower half of the float32 master weights (int16), which are then updated without loss.
+    """
+    weights = master_weights(parameter, compensation).to(direction.dtype)  # parameter itself, unless it is narrower
+    weights.mul_(1 - lr * weight_decay).add_(direction, alpha=float(-(lr * scale)))
+    store_master_weights_(parameter, compensation, weights)
+
+
+@dataclass(frozen=True, eq=False)
+class GroupUpdate:
+    """The update rule with the settings and states of one parameter group.
+
+    map_matrix: x [m, n] or [k, m, n] -> its map. lr_scale: (m, n) -> factor of the learning rate.
+    workspace_mb: see `map_batches`. The observers get every update on this rank, before it is applied and after.
+    """
+
+    group: dict[str, Any]
+    state: Mapping[Tensor, dict[str, Tensor]]
+    map_matrix: Callable[[Tensor], Tensor]
+    lr_scale: Callable[[int, int], float]
+    workspace_mb: float | None = 0
+    pending_observer: Callable[[PendingUpdate], None] | None = None
+    observer: Callable[[AppliedUpdate], None] | None = None
+
+    def step_(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        """One step of parameters that are whole matrices, all with a gradient."""
+        self.update_momenta_(named)
+        self.map_and_add_([whole_piece(name, parameter) for name, parameter in named])
+
+    def map_and_add_(self, pieces: Sequence[Piece], device: torch.device | None = None) -> None:
+        """Map matrices that lie whole in `pieces`, on `device` (None: where each is), and add the outputs."""
+        self.map_(
+            [Whole(p.shape, momentum_dtype(p.parameter), device or p.parameter.device) for p in pieces],
+            lambda i: self.map_input(pieces[i]).reshape(pieces[i].shape).to(device),
+            lambda i, output: self.add_output_(pieces[i], output),
+        )
+
+    def update_momenta_(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        """Count the step and update the momentum of every parameter, whole or shard; once per step, before the rest."""
+        for _, parameter in named:
+            state = self.state[parameter]
+            state["step"] = state["step"] + 1  # a new tensor: a state dict may hold the old one
+            update_momentum_(local(state["exp_avg"]), local(parameter.grad), self.group["momentum"])  # type: ignore
+
+    def map_input(self, piece: Piece) -> Tensor:
+        """N of a piece, in the shape of `piece.view_of`; may be the momentum itself: do not modify it."""
+        momentum = piece.view_of(self.state[piece.parameter]["exp_avg"])
+        if not self.group["nesterov"]:
+            return momentum
+        return nesterov(momentum, piece.view_of(piece.parameter.grad), self.group["momentum"])  # type: ignore[arg-type]
+
+    def map_(
+        self, matrices: Sequence[Whole], load: Callable[[int], Tensor], store: Callable[[int, Tensor], None]
+    ) -> None:
+        """Map every matrix that is not empty, equal ones in batches.
+
+        load(i): the input of matrix i, [m, n], not modified. store(i, output): called once per matrix.
+        """
+        for batch in map_batches(matrices, self.workspace_mb):
+            if len(batch) == 1:
+                outputs: Sequence[Tensor] = [self.map_matrix(load(batch[0]))]
+            else:
+                shape, dtype, device = matrices[batch[0]]
+                stack = torch.empty(len(batch), *shape, dtype=dtype, device=device)
+                for matrix, index in zip(stack, batch, strict=True):
+                    matrix.copy_(load(index))
+                outputs = self.map_matrix(stack).unbind()
+            for index, output in zip(batch, outputs, strict=True):
+                store(index, output)
+            del outputs, output  # before the next are loaded and mapped
+
+    def add_output_(self, piece: Piece, output: Tensor) -> None:
+        """Decay the weights of a piece and add its part of the map's output: piece.numel elements in any shape."""
+        lr, scale = _scalar(self.group["lr"]), self.lr_scale(*piece.shape)
+        parameter, compensation = piece.view_of(piece.parameter), self.state[piece.parameter].get("compensation")
+        compensation = None if compensation is None else piece.view_of(compensation)
+        direction = output.reshape(parameter.shape).to(parameter.device)
+        if self.pending_observer is not None:
+            self.pending_observer(PendingUpdate(self.group, parameter, compensation, direction, scale))
+        before = master_weights(parameter, compensation).clone() if self.observer is not None else parameter
+        decay_and_add_(parameter, compensation, direction, lr=lr, scale=scale, weight_decay=self.group["weight_decay"])
+        if self.observer is not None:
+            shape = piece.shape if piece.is_whole else parameter.shape
+            after = master_weights(parameter.detach(), compensation)
+            self.observer(AppliedUpdate(piece.name, self.group, before.view(shape), after.view(shape)))
+
+    def replicated_tensors(self, parameter: Tensor) -> list[Tensor]:
+        """The tensors that a step changes on the owner rank and that all replicas share: weights and compensation."""
+        compensation = self.state[parameter].get("compensation")
+        # As bfloat16: neither gloo nor NCCL sends int16.
+        return [parameter.detach(), *([] if compensation is None else [compensation.view(parameter.dtype)])]
+
+
+def _scalar(lr: float | Tensor) -> float | Tensor:
+    return lr.squeeze() if isinstance(lr, Tensor) else lr

@@ -1,0 +1,46 @@
+"""DDP: every rank has every matrix; the owner rank updates it and broadcasts the new weights.
+
+Why not every map on every rank, without any communication? For Mistral-7B the default map takes 307 TFLOP a step,
+about 0.8 s at 400 TFLOP/s, and 0.1 s divided over 8 ranks; the weights are 28 GB in float32, 0.1 s over NVLink. The two
+are even at 40 GB/s. And replicas stay equal bit for bit, even if a kernel is not deterministic.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..optim import GroupUpdate, Piece
+from .exchange_plan import ExchangePlan
+
+
+class ReplicaExchange:
+    """Carries out `plan` between the ranks of `process_group`. The weights themselves are the buffers."""
+
+    def __init__(self, plan: ExchangePlan, process_group: dist.ProcessGroup, device: torch.device):
+        self.plan, self.process_group, self.device = plan, process_group, device
+        self.rank = dist.get_rank(process_group)
+        self.bytes_sent = self.peak_bytes = 0
+
+    def run_(self, update: GroupUpdate, parameters: Sequence[Tensor]) -> None:
+        """Map and update `parameters`, whose momentum is that of this step; a round is broadcast during the next."""
+        matrices = self.plan.layout.matrices
+        works, copies = [], []
+        for indices in (self.plan.local, *self.plan.rounds):
+            owned = [i for i in indices if self.plan.owners[i] == self.rank]
+            pieces = [Piece(matrices[i].name, matrices[i].shape, parameters[i], 0, matrices[i].numel) for i in owned]
+            update.map_and_add_(pieces)
+            for index in indices if self.plan.layout.num_ranks > 1 else ():
+                owner = self.plan.owners[index]
+                source = dist.get_global_rank(self.process_group, owner)
+                for tensor in update.replicated_tensors(parameters[index]):
+                    buffer = tensor.contiguous()  # the tensor itself, unless it is strided
+                    works.append(dist.broadcast(buffer, source, group=self.process_group, async_op=True))
+                    if buffer is not tensor and owner != self.rank:
+                        copies.append((tensor, buffer))
+                    self.bytes_sent += buffer.nbytes if owner == self.rank else 0
+        for work in works:
+            work.wait()
+        for tensor, buffer in copies:
+            tensor.copy_(buffer)
