@@ -210,8 +210,8 @@ def test_a_mixture_is_trained_on_whole_with_its_weights():
     assert sources("trl-dpo-mixture") == [("lab/otter-1", "train_prefs", 1), ("lab/raven-3", "train", 1)]
     older = translate(DPO | {"dataset_name": None, "dataset_mixer": {"a/b": 0.25, "a/c": 1.0}}, "x")
     assert older.recipe["data"]["train"] == [
-        {"path": "a/b", "split": "train", "weight": 0.25, "bad_rows": "drop"},
-        {"path": "a/c", "split": "train", "bad_rows": "drop"},
+        {"path": "a/b", "split": "train", "weight": 0.25, "bad_examples": "drop"},
+        {"path": "a/c", "split": "train", "bad_examples": "drop"},
     ]
     assert not any(note.changes for note in older.notes)
     text, _ = import_file(FILES["handbook-smollm-sft-base"])
@@ -224,8 +224,8 @@ def test_a_part_of_a_split_stays_where_a_recipe_can_say_it():
         made = translate(SFT | {"dataset_name": path, "dataset_train_split": split}, "x")
         return made.recipe["data"]["train"], [n.words for n in made.notes if n.key == "dataset_name[0].split"]
 
-    assert part("train_sft[:10%]") == ({"path": "lab/chat", "split": "train_sft[:10%]", "bad_rows": "drop"}, [])
-    assert part("train[:50]") == ({"path": "lab/chat", "split": "train", "limit": 50, "bad_rows": "drop"}, [])
+    assert part("train_sft[:10%]") == ({"path": "lab/chat", "split": "train_sft[:10%]", "bad_examples": "drop"}, [])
+    assert part("train[:50]") == ({"path": "lab/chat", "split": "train", "limit": 50, "bad_examples": "drop"}, [])
     assert part("train[:50]", "./a.jsonl") == ({"path": "./a.jsonl", "split": "train", "limit": 50}, [])
     assert part("train[5:]", "./a.jsonl") == (
         {"path": "./a.jsonl", "split": "train"},

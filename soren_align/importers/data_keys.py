@@ -63,8 +63,8 @@ def read_data(source: dict[str, Any], asks_for_eval: bool) -> Data:
     several = {f"train[{i}]": split for i, split in enumerate(splits)} if len(splits) > 1 else {"train": splits[0]}
     for name, split in (several | {k: v for k, v in data.section.items() if k == "eval"}).items():
         if not is_local(str(split["path"])):
-            split["bad_rows"] = "drop"
-            data.ours[f"data.{name}.bad_rows"] = "counted and told; a file of yours is better mended"
+            split["bad_examples"] = "drop"
+            data.ours[f"data.{name}.bad_examples"] = "counted and told; a file of yours is better mended"
     return data
 
 

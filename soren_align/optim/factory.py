@@ -30,6 +30,7 @@ def build_optimizer(
     workspace_mb: float | None = None,
     p: float = 0.125,
     aux: Sequence[str] = (),
+    map: dict[str, Any] | None = None,  # to be thrown away when the new optim is merged
 ) -> SpectralOptimizer:
     """The optimizer `name` for every trainable parameter of `model`.
 
@@ -40,6 +41,9 @@ def build_optimizer(
     spectral_map, resolution, ns_steps, workspace_mb reach only Soren (Muon keeps its 5 steps), p only HTMuon.
     ValueError for an unknown name, a missing aux_lr, and what `param_groups` raises.
     """
+    if map is not None:
+        spectral_map, resolution = map["name"], map.get("resolution", resolution)
+        ns_steps = map.get("steps", ns_steps)
     if name not in ("soren", "muon", "htmuon", "adamw"):
         raise ValueError(f"name: found {name!r}; write 'soren', 'muon', 'htmuon' or 'adamw'")
     groups = param_groups(

@@ -3,15 +3,15 @@
 The checks look at the raw data, so that they find their mistakes in the same pass as wrong types.
 """
 
-import difflib
 import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
 from .. import shipped
-from ..errors import UserError
+from ..errors import UserError, did_you_mean
 from ..files import Key, local_path
 from .lora import is_adapter, is_all_factors, lora_problems
+from .optimizers import OPTIMIZERS
 from .parallel import parallel
 from .references import data_problems, is_local, is_test_split, model_problems, template_problems
 
@@ -60,7 +60,7 @@ class Raw:
         return value if isinstance(value, dict) else {}
 
 
-def second_look(data: dict[str, Any]) -> Problems:
+def problems_beyond_schema(data: dict[str, Any]) -> Problems:
     """What a schema cannot say: files that must exist, and keys that need each other. On raw data, so that these are
     found in the same pass as wrong types."""
     raw = Raw(data)
@@ -92,18 +92,12 @@ def _data(raw: Raw) -> Iterator[tuple[Key, str]]:
 
 
 def _optimizer(raw: Raw) -> Iterator[tuple[Key, str]]:
-    name, resolution = raw.text("optimizer", "name"), raw.get("optimizer", "resolution")
-    if isinstance(resolution, int | float) and resolution not in (0.01, 0.001):
-        yield ("optimizer", "resolution"), f"found {resolution!r}; write 0.01 or 0.001"
-    yield from ((("optimizer", key), message) for key, message in _inert_keys(name, raw.section("optimizer")))
-    if name in ("soren", "muon", "htmuon") and raw.get("optimizer", "aux_lr") is None and _has_rest(raw):
-        yield (
-            ("optimizer", "aux_lr"),
-            "is required: embeddings, norms and biases step with AdamW at this rate",
-        )
+    member = OPTIMIZERS.get(raw.text("optimizer", "name") or "")
+    if member and member.needs_aux_lr and raw.get("optimizer", "aux_lr") is None and _trains_other_parameters(raw):
+        yield ("optimizer", "aux_lr"), "is required: the AdamW learning rate of embeddings, norms and biases"
 
 
-def _has_rest(raw: Raw) -> bool | None:
+def _trains_other_parameters(raw: Raw) -> bool | None:
     """Whether anything is trained beside factors of linear layers; None where the model names a folder that is not
     there yet, as another recipe's run."""
     model = raw.path("model", "name_or_path")
@@ -119,7 +113,7 @@ def _precision(raw: Raw) -> Iterator[tuple[Key, str]]:
     adapts = isinstance(raw.get("model", "lora"), dict) or (model is not None and is_adapter(model))
     dtype, shared = raw.text("model", "dtype"), raw.path("run", "parallel")
     yield from _precision_problems(dtype, raw.get("optimizer", "compensation"), shared, trainer, adapts)
-    if adapts and _has_rest(raw) and dtype == "bfloat16" and trainer.get("bf16") is False:
+    if adapts and _trains_other_parameters(raw) and dtype == "bfloat16" and trainer.get("bf16") is False:
         message = "modules_to_save are float32, and beside bfloat16 weights compute with `trainer: {bf16: true}` only"
         yield ("model", "dtype"), message
 
@@ -178,9 +172,8 @@ def evaluation_problems(asked: dict[str, Any]) -> list[tuple[str, str]]:
         names = asked.get(key) or []
         for name in [names] if isinstance(names, str) else names:
             if name not in known and not shipped.resolve(name).exists():
-                close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-                hint = f"did you mean '{close[0]}'?" if close else f"shipped are: {', '.join(known)}"
-                found.append((key, f"no {kind} named {name!r}, nor such a file; {hint}"))
+                hint = did_you_mean(name, known, f"shipped are: {', '.join(known)}")
+                found.append((key, f"no {kind} named {name!r}, nor such a file{hint}"))
     if asked.get("backend") == "vllm" and importlib.util.find_spec("vllm") is None:
         found.append(("backend", "vLLM is not installed: pip install 'soren-align[vllm]', or write hf"))
     if (root := asked.get("data_root")) and not local_path(root).is_dir():
@@ -237,25 +230,6 @@ def _precision_problems(
         )
         return [(("model", "dtype"), message)]
     return []
-
-
-def _inert_keys(name: str | None, optimizer: dict[str, Any]) -> list[tuple[str, str]]:
-    """Settings that the named optimizer would not read: never dropped without a word."""
-    if name not in ("soren", "muon", "htmuon", "adamw"):
-        return []
-    spectral_map = (optimizer.get("spectral_map") or "minimax") if name == "soren" else None
-    reads = {
-        "spectral_map": (name == "soren", "soren"),
-        "ns_steps": (spectral_map == "sns", "soren with spectral_map sns"),
-        "resolution": (spectral_map == "minimax", "soren with spectral_map minimax"),
-        "workspace_mb": (name == "soren", "soren"),
-        "p": (name == "htmuon", "htmuon"),
-    }
-    return [
-        (key, f"only {owner} reads it; leave it out, or write null")
-        for key, (is_read, owner) in reads.items()
-        if optimizer.get(key) is not None and not is_read
-    ]
 
 
 def _splits(data: Any) -> Iterator[tuple[Key, dict[str, Any]]]:

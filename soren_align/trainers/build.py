@@ -33,8 +33,8 @@ TRAINERS = {"sft": SorenSFTTrainer, "dpo": SorenDPOTrainer}
 
 
 def optimizer_settings(recipe: Recipe) -> dict[str, Any]:
-    """The recipe's optimizer section as keywords of `build_optimizer`: what does not apply (null) is left to it."""
-    return {k: v for k, v in recipe.optimizer.model_dump().items() if v is not None}
+    """The recipe's optimizer section as keywords of `build_optimizer`, without nulls."""
+    return recipe.optimizer.model_dump(exclude_none=True)
 
 
 def trl_config(recipe: Recipe, output_dir: Path, ranks: Ranks) -> SFTConfig | DPOConfig:
