@@ -64,9 +64,9 @@ def of_the_system(error: OSError) -> UserError | None:
     return UserError(said)
 
 
-def closest(word: object, known: Iterable[str]) -> str | None:
-    """The known word that `word` is probably a misspelling of; None if none is similar."""
-    return next(iter(difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.6)), None)
+def closest(word: object, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known word most similar to `word`; None if the similarity of all (difflib's, 0 to 1) is below `cutoff`."""
+    return next(iter(difflib.get_close_matches(str(word), list(known), n=1, cutoff=cutoff)), None)
 
 
 def did_you_mean(word: object, known: Iterable[str], otherwise: str = "") -> str:

@@ -116,8 +116,8 @@ class MatrixOptimizer(OptimizerSection):
     """Whether the map sees the Nesterov average of gradient and momentum."""
     adjust_lr_fn: AdjustLrFn | None = None
     """Scale of a matrix update: `none`, `original` = sqrt(max(1, m/n)), or `match_rms_adamw` = 0.2 sqrt(max(m, n)),
-    which makes learning rates comparable with AdamW's. null: `none` for soren (the paper's text), `original` for muon
-    and htmuon (their code), `match_rms_adamw` for all three with LoRA."""
+    which makes learning rates comparable with AdamW's. null: `match_rms_adamw` with LoRA, otherwise the optimizer's
+    own: `none` for soren (the paper's text), `original` for the others (their code)."""
 
     def resolved(self, trains_adapter: bool) -> Self:
         """With `adjust_lr_fn` written out."""

@@ -4,13 +4,12 @@ A DeepSpeed or FSDP config says how tensors are cut. What steps, clips, accumula
 so that a config which says it too is refused: DeepSpeed would follow its own word, and nobody would notice.
 """
 
-import difflib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from .. import shipped
-from ..errors import UserError
+from ..errors import UserError, did_you_mean
 from ..files import parse_json, parse_yaml, read_text
 
 NAMES = ("ddp", "zero1", "zero2", "zero3", "zero2-offload", "zero3-offload", "fsdp2")
@@ -106,9 +105,8 @@ def _find(name_or_path: str) -> Path:
         return shipped.ROOT / "configs" / folder / f"{name_or_path}.{suffix}"
     path = shipped.resolve(name_or_path)
     if path.suffix not in (".json", ".yaml", ".yml") or not path.is_file():
-        close = difflib.get_close_matches(name_or_path.lower(), NAMES, n=1, cutoff=0.6)
-        hint = f"did you mean '{close[0]}'?" if close else f"write {', '.join(NAMES)}, or a file's path (.json, .yaml)"
-        raise UserError(f"found {name_or_path!r}, no word for it and no such file; {hint}")
+        hint = did_you_mean(name_or_path.lower(), NAMES, f"write {', '.join(NAMES)}, or a file's path (.json, .yaml)")
+        raise UserError(f"found {name_or_path!r}, neither a known name nor a file{hint}")
     return path
 
 

@@ -1,12 +1,11 @@
 """The models, datasets and templates that a recipe refers to: whether they are there, and of the right kind."""
 
-import difflib
 import re
 from pathlib import Path
 from typing import Any
 
 from .. import shipped
-from ..errors import UserError
+from ..errors import UserError, did_you_mean
 from ..files import local_path, refuse_special_files
 from .lora import adapter_config
 
@@ -56,8 +55,7 @@ def template_problems(name_or_path: str) -> list[str]:
         return []
     if file.suffix == ".jinja":
         return [f"no file {name_or_path}"]
-    near = difflib.get_close_matches(name_or_path, known, n=1, cutoff=0.5)
-    hint = f"; did you mean '{near[0]}'?" if near else ""
+    hint = did_you_mean(name_or_path, known)
     return [f"found {name_or_path!r}; write {', '.join(known)}, or the path of a .jinja file{hint}"]
 
 
@@ -79,8 +77,7 @@ def data_problems(path: str) -> list[str]:
     if file.is_dir():
         return [f"{path} is a folder; name a .jsonl, .json or .parquet file"]
     if not file.is_file():
-        near = difflib.get_close_matches(file.name, _names(file.parent), n=1, cutoff=0.6)
-        return [f"no file {path}" + (f"; did you mean '{near[0]}'?" if near else "")]
+        return [f"no file {path}{did_you_mean(file.name, _names(file.parent))}"]
     if file.suffix not in (".jsonl", ".json", ".parquet"):
         return [f"{path}: cannot read '{file.suffix}'; name a .jsonl, .json or .parquet file"]
     return [f"{path} is empty"] if file.stat().st_size == 0 else []
