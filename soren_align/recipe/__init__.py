@@ -1,8 +1,8 @@
-"""The recipe: what one run is, in one YAML file, checked before anything expensive starts.
+"""The recipe: the definition of one run in one YAML file, checked before anything expensive starts.
 
-`sections` says which keys there are, `trl_config` what TRL's own namespace under `trainer:` accepts, `checks` what
-must exist, `lora` what an adapter's folder says, and `loader` turns a file into a Recipe or a list of sentences.
-Nothing here imports torch.
+`sections` and `optimizers` define the keys, `trl_config` those of TRL under `trainer:`. `loader` reads a file, `merging`
+puts it over the recipe that it extends, `checks` looks for missing files and conflicting keys, and `messages` words the
+errors. Nothing here imports torch.
 """
 
 from . import trackers

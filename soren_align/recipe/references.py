@@ -1,4 +1,4 @@
-"""The models, datasets and templates that a recipe refers to: whether they are there, and of the right kind."""
+"""Whether the models, datasets and templates that a recipe names exist and are of the right kind."""
 
 import re
 from pathlib import Path
@@ -11,25 +11,25 @@ from .lora import adapter_config
 
 
 def is_local(path: str) -> bool:
-    """Whether a model or dataset is meant as a path: the hub's names are `name` or `owner/name`, without a suffix."""
-    given = local_path(path)
+    """Whether a model or dataset is named by a path: the hub's names are `name` or `owner/name`, without a suffix."""
+    local = local_path(path)
     return (
         path.startswith((shipped.PREFIX, "/", "./", "../", "~"))
         or path.count("/") > 1
-        or given.suffix in (".jsonl", ".json", ".parquet")
-        or given.exists()
+        or local.suffix in (".jsonl", ".json", ".parquet")
+        or local.exists()
     )
 
 
 def model_problems(path: str, init_seed: Any) -> list[str]:
-    """What is wrong with the model, or the adapter, that `path` names."""
+    """The problems of the model or adapter at `path`."""
     if not is_local(path):
         return [] if init_seed is None else ["init_seed needs a local folder with a config.json"]
     folder = shipped.resolve(path)
     if not folder.is_dir():
         hint = ""
-        if folder.name == "model":  # <run folder>/model: what another recipe makes
-            hint = "; it is what a run makes: run that recipe first"
+        if folder.name == "model":  # <run folder>/model: the result of another recipe
+            hint = "; it is the result of another run: run that recipe first"
         return [f"no folder {path}{hint}"]
     try:
         refuse_special_files(folder)
@@ -48,7 +48,7 @@ def model_problems(path: str, init_seed: Any) -> list[str]:
 
 
 def template_problems(name_or_path: str) -> list[str]:
-    """What is wrong with the chat template that is named."""
+    """The problems of a chat template's name."""
     known = shipped.templates()
     file = shipped.resolve(name_or_path)
     if name_or_path in known or (file.is_file() and file.suffix == ".jinja"):
@@ -60,17 +60,17 @@ def template_problems(name_or_path: str) -> list[str]:
 
 
 def _base_problems(path: str, adapter: dict[str, Any], init_seed: Any) -> list[str]:
-    """What is wrong with the model under an adapter."""
+    """The problems of an adapter's base model."""
     if init_seed is not None:
-        return [f"{path} is an adapter; random weights would not be those under it, leave init_seed out"]
+        return [f"{path} is an adapter of trained weights, not of random ones; leave init_seed out"]
     base = adapter["base_model_name_or_path"]
     if is_local(base) and not Path(base).is_dir():
-        return [f"{path} is an adapter of {base}, which is not there"]
+        return [f"{path} is an adapter of {base}, which does not exist"]
     return model_problems(base, None)
 
 
 def data_problems(path: str) -> list[str]:
-    """What is wrong with the file of rows that `path` names; nothing is known of the hub's."""
+    """The problems of the data file at `path`; a dataset on the hub is not checked."""
     if not is_local(path):
         return []
     file = shipped.resolve(path)
@@ -84,7 +84,7 @@ def data_problems(path: str) -> list[str]:
 
 
 def is_test_split(split: str) -> bool:
-    """Whether a split's name says that it is there to measure on: test_sft, validation, eval."""
+    """Whether a split's name is that of a held-out split: test_sft, validation, eval."""
     return _TEST.search(split.lower()) is not None
 
 

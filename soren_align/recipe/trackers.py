@@ -1,4 +1,4 @@
-"""Trackers that a run can log to besides metrics.jsonl: transformers' integrations, by the names in `trainer.report_to`.
+"""Trackers besides metrics.jsonl: transformers' integrations, by the names in `trainer.report_to`.
 
 transformers reports a missing package only after the model is loaded; here it is reported before.
 """
