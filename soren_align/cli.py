@@ -81,7 +81,11 @@ def _train(task: str, recipe: str, overrides: list[str] | None, no_eval: bool, p
     from .recipe import load
 
     extra = ["eval=null"] if no_eval else []
-    commands.train(load(recipe, [*(overrides or []), *extra], task=task), processes)
+    commands.train(load(recipe, [*(overrides or []), *extra], task, _print_notice), processes)
+
+
+def _print_notice(line: str) -> None:
+    typer.echo(f"notice    {printable(line)}", err=True)
 
 
 @app.command("eval")
@@ -152,7 +156,7 @@ def plan(
     from .launch import commands
     from .recipe import load
 
-    raise typer.Exit(commands.plan(load(recipe, set_), as_json, processes))
+    raise typer.Exit(commands.plan(load(recipe, set_, notify=_print_notice), as_json, processes))
 
 
 @app.command()

@@ -1,8 +1,10 @@
 """What is printed of a mistake: errors that the user can fix, and text that a stranger wrote."""
 
+import difflib
 import errno
 import os
 import re
+from collections.abc import Iterable
 
 MAX_PROBLEMS = 20
 """So many problems are printed, and the number of the others."""
@@ -60,3 +62,19 @@ def of_the_system(error: OSError) -> UserError | None:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         said += ". Make room there, or choose a folder on another disk; then rerun the command"
     return UserError(said)
+
+
+def closest(word: object, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The known word most similar to `word`; None if the similarity of all (difflib's, 0 to 1) is below `cutoff`."""
+    return next(iter(difflib.get_close_matches(str(word), list(known), n=1, cutoff=cutoff)), None)
+
+
+def did_you_mean(word: object, known: Iterable[str], otherwise: str = "") -> str:
+    """The remedy "; did you mean 'lr'?" for the closest known word.
+
+    otherwise: the remedy where no word is similar; empty for none.
+    """
+    meant = closest(word, known)
+    if meant is not None:
+        return f"; did you mean '{meant}'?"
+    return f"; {otherwise}" if otherwise else ""

@@ -221,7 +221,7 @@ def test_a_speaker_that_is_a_list_is_a_bad_row(folder, monkeypatch):
     rows = [sharegpt(["human"]), sharegpt("human"), sharegpt({"a": 1})]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     refused(lambda: load_split(DataSplit(path="rows.jsonl"), "sft"), r"rows.jsonl:1: .*the speaker \['human'\]")
-    loaded = load_split(DataSplit(path="rows.jsonl", bad_rows="drop"), "sft")
+    loaded = load_split(DataSplit(path="rows.jsonl", bad_examples="drop"), "sft")
     assert (len(loaded.dataset), sum(loaded.dropped.values())) == (1, 2)
 
 

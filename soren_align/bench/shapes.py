@@ -1,10 +1,9 @@
 """Which matrices are measured: those of a real model's blocks, or shapes given by hand. Nothing here imports torch."""
 
-import difflib
 import re
 from dataclasses import dataclass
 
-from ..errors import UserError
+from ..errors import UserError, did_you_mean
 
 Shape = tuple[int, int]
 
@@ -59,15 +58,14 @@ def parse(text: str) -> Matrices:
 def check_device(name: str) -> None:
     """UserError if `name` is no kind of device that is measured; whether there is one, only torch knows."""
     if name not in DEVICES:
-        raise UserError(f"--device: found '{name}'; {_hint(name, DEVICES)}")
+        raise UserError(f"--device: found '{name}'{_hint(name, DEVICES)}")
 
 
 def _unknown(part: str) -> str:
     if part in MODELS:
         return f"--shapes: found '{part}' in a list; a model stands alone, a list has shapes such as 512x1376"
-    return f"--shapes: found '{part}'; {_hint(part.lower(), tuple(MODELS))}, or shapes such as 512x1376,512x512"
+    return f"--shapes: found '{part}'{_hint(part.lower(), tuple(MODELS))}, or shapes such as 512x1376,512x512"
 
 
 def _hint(found: str, known: tuple[str, ...]) -> str:
-    close = difflib.get_close_matches(found, known, n=1, cutoff=0.5)
-    return f"did you mean '{close[0]}'?" if close else f"write {' or '.join(known)}"
+    return did_you_mean(found, known, f"write {' or '.join(known)}")

@@ -38,7 +38,7 @@ class Split(Protocol):
     split: str
     limit: int | None
     revision: str | None
-    bad_rows: Literal["refuse", "drop"]
+    bad_examples: Literal["refuse", "drop"]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Loaded:
     num_rows: int
     """As read, with those that were dropped."""
     dropped: dict[str, int]
-    """Bad rows left out, reason -> number; empty unless `bad_rows` is drop."""
+    """Bad rows left out, reason -> number; empty unless `bad_examples` is drop."""
     source: dict[str, Any]
     """For run.json: path, split, sha256 of a file or revision of a hub dataset, columns dropped; of a mixture all of
     this for each of its `sources`."""
@@ -97,9 +97,9 @@ def _from_file(spec: Split, task: Task) -> tuple[Dataset, Layout, dict[str, int]
     def numbered() -> Iterator[tuple[str, Any]]:
         return ((f"{spec.path}{between}{n}", row) for n, row in islice(rows.read_rows(file), spec.limit))
 
-    key = _key(sha256, file.suffix, task, spec.limit, spec.bad_rows)
+    key = _key(sha256, file.suffix, task, spec.limit, spec.bad_examples)
     try:
-        good_rows = partial(_good_rows, numbered, layout, task, spec.path, spec.bad_rows)
+        good_rows = partial(_good_rows, numbered, layout, task, spec.path, spec.bad_examples)
         features = _features(layout.kept, layout.has_turns)
         dataset = Dataset.from_generator(good_rows, features=features, fingerprint=key)
     except (DatasetGenerationError, OSError) as error:
@@ -149,7 +149,7 @@ def _existing_file(spec: Split) -> Path:
 
 
 def _good_rows(
-    numbered: Callable[[], Iterable[tuple[str, Any]]], layout: Layout, task: Task, where: str, bad_rows: str
+    numbered: Callable[[], Iterable[tuple[str, Any]]], layout: Layout, task: Task, where: str, bad_examples: str
 ) -> Iterator[dict[str, Any]]:
     """Every good row, reduced; at the end a UserError if there was none, or a bad one that must not be dropped."""
     named: list[str] = []
@@ -165,9 +165,9 @@ def _good_rows(
                 named.append(f"  {place}: {found}")
     if num_rows == 0:
         raise UserError(f"{where}: has no rows")
-    if num_bad == num_rows or (num_bad > 0 and bad_rows == "refuse"):
+    if num_bad == num_rows or (num_bad > 0 and bad_examples == "refuse"):
         more = [f"  and {num_bad - NUM_NAMED} more"] if num_bad > NUM_NAMED else []
-        remedy = " (mend them, or write bad_rows: drop beside the path)" if num_bad < num_rows else ""
+        remedy = " (mend them, or write bad_examples: drop beside the path)" if num_bad < num_rows else ""
         head = f"{where}: {num_bad} of {num_rows} rows cannot be used for {task}{remedy}:"
         raise UserError(head, *named, *more)
 
@@ -178,7 +178,7 @@ def _read(row: Any, layout: Layout) -> dict[str, Any] | str:
 
 def _dropped(numbered: Iterable[tuple[str, Any]], layout: Layout, spec: Split) -> dict[str, int]:
     """Reasons of the rows that `_good_rows` left out: counted anew, since a cached dataset does not know them."""
-    if spec.bad_rows == "refuse":
+    if spec.bad_examples == "refuse":
         return {}
     found = (_read(row, layout) for _, row in numbered)
     return dict(Counter(re.sub(r"\[\d+\]", "", f) for f in found if isinstance(f, str)).most_common())
@@ -195,7 +195,7 @@ def _from_hub(spec: Split, task: Task) -> tuple[Dataset, Layout, dict[str, int],
     def numbered() -> Iterator[tuple[str, Any]]:
         return ((f"{where} row {n}", row) for n, row in enumerate(_rows(dataset), start=1))
 
-    for _ in _good_rows(numbered, layout, task, where, spec.bad_rows):
+    for _ in _good_rows(numbered, layout, task, where, spec.bad_examples):
         pass
     dropped = _dropped(numbered(), layout, spec)
     origin = {"split": spec.split, "revision": revision}

@@ -1,6 +1,5 @@
 """The chat template and the stop token: set as the recipe says, and tried on the first row."""
 
-import difflib
 import re
 from typing import Any
 
@@ -8,7 +7,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from .. import shipped
-from ..errors import UserError
+from ..errors import UserError, did_you_mean
 from ..files import read_text
 from .columns import COLUMNS, Task
 from .rendering import refuse_endless, the_templates
@@ -33,8 +32,7 @@ def set_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None, 
         if eos_token not in tokenizer.get_vocab():
             name = tokenizer.name_or_path or "the tokenizer"
             added: Any = tokenizer.added_tokens_encoder
-            near = difflib.get_close_matches(eos_token, added, n=1, cutoff=0.5)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; it stops at {tokenizer.eos_token!r} if left out"
+            hint = did_you_mean(eos_token, added, f"it stops at {tokenizer.eos_token!r} if left out")
             raise UserError(f"model.eos_token: {eos_token!r} is no single token of {name}{hint}")
         tokenizer.eos_token = eos_token
 

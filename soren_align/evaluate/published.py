@@ -3,13 +3,12 @@
 They were asked elsewhere and in other words, and their answers question by question are not known.
 """
 
-import difflib
 from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
 from .. import shipped
-from ..errors import UserError
+from ..errors import UserError, did_you_mean
 from .yaml_sections import Section, checked, mapping, refuse_twice
 
 
@@ -55,11 +54,8 @@ def load_quoted(name_or_path: str, suite_name: str) -> list[dict[str, Any]]:
     known = shipped.quoted()
     path = known.get(name_or_path) or shipped.resolve(name_or_path)
     if not path.is_file():
-        close = difflib.get_close_matches(name_or_path, known, n=1, cutoff=0.5)
-        hint = f"did you mean '{close[0]}'? " if close else ""
-        raise UserError(
-            f"{name_or_path}: neither a file nor a shipped table of quoted scores; {hint}shipped: {', '.join(known)}"
-        )
+        hint = did_you_mean(name_or_path, known, f"shipped: {', '.join(known)}")
+        raise UserError(f"{name_or_path}: neither a file nor a shipped table of quoted scores{hint}")
     raw = mapping(path, f"quoted scores are a mapping ({', '.join(Quoted.model_fields)})")
     table = checked(raw, Quoted, path)
     if table.suite != suite_name:

@@ -4,7 +4,6 @@ The tasks themselves are lm-eval's YAML files, its own or others beside the suit
 hold fixed: shots, chat template, batch size, seeds, and where the data lie.
 """
 
-import difflib
 import importlib.util
 from pathlib import Path
 from typing import Annotated, Literal
@@ -12,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from .. import shipped
-from ..errors import UserError
+from ..errors import UserError, did_you_mean
 from .yaml_sections import Section, checked, mapping, refuse_twice
 
 LM_EVAL = "lm-eval:"
@@ -130,9 +129,8 @@ def _find(name_or_path: str) -> Path:
     path = path / "suite.yaml" if path.is_dir() else path
     if path.is_file():
         return path.resolve()
-    close = difflib.get_close_matches(name_or_path, known, n=1, cutoff=0.5)
-    hint = f"did you mean '{close[0]}'?" if close else f"shipped suites: {', '.join(known)}"
-    raise UserError(f"{name_or_path}: neither a suite's file nor a shipped suite; {hint}")
+    hint = did_you_mean(name_or_path, known, f"shipped suites: {', '.join(known)}")
+    raise UserError(f"{name_or_path}: neither a suite's file nor a shipped suite{hint}")
 
 
 def _keys(section: type[Section]) -> list[str]:
@@ -143,5 +141,4 @@ def _hint(loc: tuple[str | int, ...]) -> str:
     """What an unknown key was probably meant to be."""
     *sections, key = loc
     section = {"tasks": SuiteTask, "seeds": Seeds}.get(str(sections[0]) if sections else "", Suite)
-    close = difflib.get_close_matches(str(key), _keys(section), n=1, cutoff=0.6)
-    return f"; did you mean '{close[0]}'?" if close else f"; keys here: {', '.join(_keys(section))}"
+    return did_you_mean(key, _keys(section), f"keys here: {', '.join(_keys(section))}")

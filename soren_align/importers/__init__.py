@@ -1,4 +1,4 @@
-"""Recipes of other tools, as recipes of ours: TRL's, the alignment handbook's and Axolotl's YAML."""
+"""Conversion of TRL's, the alignment handbook's and Axolotl's YAML to recipes."""
 
 from .importer import import_file
 

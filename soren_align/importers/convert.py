@@ -1,66 +1,66 @@
-"""Others' flat YAML as a recipe: TRL's, the alignment handbook's, Axolotl's.
+"""Convert the flat YAML of TRL, the alignment handbook and Axolotl to a recipe.
 
-Pure: a dict goes in, a recipe's dict comes out, with a note on what became of each key. No key is lost: it is kept,
-renamed, dropped with a reason, or unknown. What cannot be carried over and would change the weights is marked.
+Pure functions from a dict to a recipe's dict and one note per key: a key is unchanged, renamed, dropped with a reason,
+or unknown. A dropped key that changes the trained weights is marked.
 """
 
-import difflib
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import UserError
+from ..errors import UserError, closest
+from ..optimizer_settings import BETAS
 from ..recipe import trl_config
 from ..recipe.sections import Task
 from . import key_tables as names
 from . import lora_keys
 from .data_keys import read_data
-from .key_tables import Note, among, number
-from .task import told_task
+from .key_tables import Note, matches, number
+from .task import task_of_source
 
-_NESTED = ("model_init_kwargs", "special_tokens", "trl")  # their keys are read as if they stood at the top
+_NESTED = ("model_init_kwargs", "special_tokens", "trl")  # sections whose keys are read as if at the top level
+_BETAS = ("adam_beta1", "adam_beta2")
 _BOOLS = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}  # YAML 1.1's
 _MIN_LR = "cosine_min_lr_ratio"
 
 
 @dataclass
-class Translation:
-    """A recipe made of another tool's file."""
+class Conversion:
+    """A recipe made from another tool's file."""
 
     task: Task
     recipe: dict[str, dict[str, Any]]
     """The recipe's sections, `task` aside."""
     ours: dict[str, str] = field(default_factory=dict)
-    """Dotted keys that the source does not say -> why they stand there."""
+    """Dotted key of each value that is not from the source -> its reason."""
     notes: list[Note] = field(default_factory=list)
-    """One per key of the source, and more for what stands inside of a mixture."""
+    """One per key of the source, and one per key inside a mixture."""
 
 
-def translate(source: dict[str, Any], name: str, folder: str = "", task: Task | None = None) -> Translation:
-    """The recipe that says what `source` says.
+def convert(source: dict[str, Any], name: str, folder: str = "", task: Task | None = None) -> Conversion:
+    """The recipe that trains as `source` does.
 
-    name, folder: the file's, without suffix; they tell the task where its keys do not.
-    task: sft or dpo, whatever the source looks like.
-    UserError where the task is neither or cannot be told, and where no dataset is named.
+    name, folder: the file's, without suffix; the task is taken from them if no key determines it. task: sft or dpo,
+    instead of the source's own. Raises UserError if the task is another or unknown, or if no dataset is named.
     """
     if isinstance(source.get("optimizer"), dict) or isinstance(source.get("trainer"), dict):
         raise UserError("this is a recipe already: the keys stand in sections")
     flat = flattened(source)
-    task = task or told_task(flat, name, folder)
-    data = read_data(flat, _asks_for_eval(flat))
+    task = task or task_of_source(flat, name, folder)
+    data = read_data(flat, _evaluates(flat))
     sections: dict[str, dict[str, Any]] = {"model": {}, "data": data.section, "optimizer": {}, "trainer": {}, "run": {}}
-    made = Translation(task, sections, data.ours, data.notes)
-    noted = {note.key for note in made.notes}
-    # What has its own name goes first: it is meant where an older name stands there too.
+    conversion = Conversion(task, sections, data.ours, data.notes)
+    noted = {note.key for note in conversion.notes}
+    # Current names first: of a current and an older name for one key, the current one counts.
     for key in sorted((k for k in flat if k not in noted), key=lambda k: _last(k) in names.RENAMED):
-        made.notes.append(_carry(key, flat, made))
-    _complete(made, flat, name)
-    return made
+        conversion.notes.append(_convert_key(key, flat, conversion))
+    _add_defaults(conversion, flat, name)
+    return conversion
 
 
 def flattened(source: dict[str, Any]) -> dict[str, Any]:
-    """The source's keys, those of _NESTED brought to the top by dotted names: all that `translate` accounts for."""
+    """The source's keys, those inside _NESTED by dotted names. `convert` makes one note for each."""
     flat: dict[str, Any] = {}
     for key, value in source.items():
         inside = value if key in _NESTED and isinstance(value, dict) and value else None
@@ -72,88 +72,109 @@ def _last(key: str) -> str:
     return key.rpartition(".")[2]
 
 
-def _asks_for_eval(flat: dict[str, Any]) -> bool:
-    asked = [flat.get(key) for key in ("eval_strategy", "evaluation_strategy", "evals_per_epoch")]
-    if "base_model" in flat:  # Axolotl measures every eval_steps without being asked for a strategy
-        asked.append(flat.get("eval_steps"))
-    return any(value not in (None, False, "no", 0) for value in asked)
+def _evaluates(flat: dict[str, Any]) -> bool:
+    """Whether the source computes a loss on held-out examples during training."""
+    values = [flat.get(key) for key in ("eval_strategy", "evaluation_strategy", "evals_per_epoch")]
+    if "base_model" in flat:  # Axolotl evaluates every eval_steps without a strategy
+        values.append(flat.get("eval_steps"))
+    return any(value not in (None, False, "no", 0) for value in values)
 
 
-def _carry(key: str, flat: dict[str, Any], made: Translation) -> Note:
-    """What becomes of one key, which is done to `made`."""
+def _convert_key(key: str, flat: dict[str, Any], conversion: Conversion) -> Note:
+    """Write one key of the source into `conversion`, and return the note on it."""
     name, value = _last(key), flat[key]
     target = names.RENAMED.get(name)
-    lora = lora_keys.carry(key, name, value, flat, made.recipe["model"]) if lora_keys.is_asked(flat) else None
-    if special := lora or _special(key, name, value, flat, made):
+    lora = (
+        lora_keys.convert(key, name, value, flat, conversion.recipe["model"]) if lora_keys.trains_lora(flat) else None
+    )
+    if special := lora or _special(key, name, value, flat, conversion):
         return special
     if target is None:
         for table, changes in ((names.DROPPED, False), (names.CHANGES, True)):
-            for reason, patterns in table.items():
-                if among(name, patterns):
+            for patterns, reason in table:
+                if matches(name, patterns):
                     return _left_out(key, name, value, reason, changes, flat)
-    known = trl_config.fields(made.task)
+    known = trl_config.fields(conversion.task)
     if target is None and name not in known and name not in trl_config.ELSEWHERE:
         if any(name in trl_config.fields(task) for task in trl_config.CLASSES):
-            return Note(key, "dropped", f"TRL's {trl_config.CLASSES[made.task]} has no such key")
-        close = difflib.get_close_matches(name, [*names.RENAMED, *known], n=1, cutoff=0.8)
-        return Note(key, "unknown", f"did you mean {close[0]}?" if close else "")
+            return Note(key, "dropped", f"TRL's {trl_config.CLASSES[conversion.task]} has no such key")
+        similar = closest(name, [*names.RENAMED, *known], cutoff=0.8)
+        return Note(key, "unknown", f"did you mean {similar}?" if similar else "")
     if target is None and name in trl_config.ELSEWHERE:
         return Note(key, "dropped", trl_config.ELSEWHERE[name])
     if value is None and not (name in known and "None" in known[name].types and known[name].default is not None):
-        return Note(key, "dropped", "null says nothing")
-    return _put(key, name, target or f"trainer.{name}", value, made)
+        return Note(key, "dropped", "null has no effect")
+    return _put(key, name, target or f"trainer.{name}", value, conversion)
 
 
-def _special(key: str, name: str, value: Any, flat: dict[str, Any], made: Translation) -> Note | None:
-    """Keys whose value decides what they become."""
-    optimizer, betas = made.recipe["optimizer"], ("adam_beta1", "adam_beta2")
-    if value in (None, {}) and name in (*_NESTED, "optim", "optimizer", *betas, "torch_dtype", "dtype", _MIN_LR):
-        return Note(key, "dropped", "null says nothing")
+def _special(key: str, name: str, value: Any, flat: dict[str, Any], conversion: Conversion) -> Note | None:
+    """The note on a key whose value decides its target; None for any other key."""
+    nullable = (*_NESTED, "optim", "optimizer", *_BETAS, "torch_dtype", "dtype", _MIN_LR)
+    if value in (None, {}) and name in nullable:
+        return Note(key, "dropped", "null has no effect")
+    for special in (_optimizer_key, _model_key, _schedule_key):
+        if note := special(key, name, value, flat, conversion):
+            return note
+    if name == "dataset_text_field" and value not in (None, "text"):
+        return Note(key, "dropped", f"{value}: plain text is read from the column text, and from no other", True)
+    if name == "rl":
+        if value == "ipo":
+            conversion.recipe["trainer"]["loss_type"] = ["ipo"]
+        return Note(key, "renamed", f"task: {conversion.task}")
+    has_eval = "eval" in conversion.recipe["data"]
+    if matches(name, names.NEEDS_EVAL) and not has_eval and value not in (None, False, "no", 0):
+        return Note(key, "dropped", "no held-out split is named; write data.eval", name == "load_best_model_at_end")
+    return None
+
+
+def _optimizer_key(key: str, name: str, value: Any, _: dict[str, Any], conversion: Conversion) -> Note | None:
+    optimizer = conversion.recipe["optimizer"]
     if name in ("optim", "optimizer"):
         value = str(value)
         optimizer["name"] = "muon" if value == "muon" else "adamw"
         if value == "muon":
-            return Note(key, "renamed", "optimizer.name: muon; adjust_lr_fn may not be what it was there", True)
-        if among(value, names.ADAMW):
+            return Note(key, "renamed", "optimizer.name: muon; adjust_lr_fn may differ from the source's", True)
+        if matches(value, names.ADAMW):
             return Note(key, "renamed", "optimizer.name: adamw")
         states = "with float32 states" if "adamw" in value and "bit" in value else "at the same rate"
         return Note(key, "renamed", f"optimizer.name: adamw {states}; there is no {value} here", True)
-    if name in betas:
-        optimizer.setdefault("betas", [0.9, 0.999])[betas.index(name)] = number(value)
+    if name in _BETAS:
+        optimizer.setdefault("betas", list(BETAS))[_BETAS.index(name)] = number(value)
         return Note(key, "renamed", "optimizer.betas")
+    return None
+
+
+def _model_key(key: str, name: str, value: Any, _: dict[str, Any], conversion: Conversion) -> Note | None:
+    model = conversion.recipe["model"]
     if name in ("torch_dtype", "dtype"):
-        made.recipe["model"]["dtype"] = "float32"
+        model["dtype"] = "float32"
         if value == "float32":
             return Note(key, "renamed", "model.dtype")
-        made.ours["model.dtype"] = f"{value} in the source"
+        conversion.ours["model.dtype"] = f"{value} in the source"
         return Note(key, "renamed", f"model.dtype: float32; {names.DTYPE}", True)
     if name == "chat_template" and isinstance(value, str) and _is_zephyr(value):
-        made.recipe["model"]["chat_template"] = "zephyr"
+        model["chat_template"] = "zephyr"
         return Note(key, "renamed", "model.chat_template: zephyr")
     if name == "chat_template_path" and value is not None and not str(value).endswith(".jinja"):
-        words = f"{value}: only its template, as a .jinja file, can be named as model.chat_template"
-        return Note(key, "dropped", words, True)
-    if name == "dataset_text_field" and value not in (None, "text"):
-        return Note(key, "dropped", f"{value}: plain text is read from the column text, and from no other", True)
+        explanation = f"{value}: only its template, as a .jinja file, can be named as model.chat_template"
+        return Note(key, "dropped", explanation, True)
+    return None
+
+
+def _schedule_key(key: str, name: str, value: Any, flat: dict[str, Any], conversion: Conversion) -> Note | None:
     if name == "warmup_steps" and not value and flat.get("warmup_ratio"):
-        return Note(key, "dropped", "warmup_ratio says it")
-    if name == "rl":
-        if value == "ipo":
-            made.recipe["trainer"]["loss_type"] = ["ipo"]
-        return Note(key, "renamed", f"task: {made.task}")
+        return Note(key, "dropped", "replaced by warmup_ratio")
     has_min_lr = flat.get(_MIN_LR) is not None and flat.get("lr_scheduler") in (None, "cosine")
     if name == _MIN_LR and not has_min_lr:
-        return Note(key, "dropped", "only cosine has one", True)
+        return Note(key, "dropped", "only the cosine schedule has a least rate", True)
     if name == _MIN_LR:
-        made.recipe["trainer"] |= {
+        conversion.recipe["trainer"] |= {
             "lr_scheduler_type": "cosine_with_min_lr",
             "lr_scheduler_kwargs": {"min_lr_rate": number(value)},
         }
         return Note(key, "renamed", "trainer.lr_scheduler_kwargs")
     if name == "lr_scheduler" and has_min_lr:
         return Note(key, "renamed", "trainer.lr_scheduler_type: cosine_with_min_lr")
-    if among(name, names.NEEDS_EVAL) and "eval" not in made.recipe["data"] and value not in (None, False, "no", 0):
-        return Note(key, "dropped", "no held-out split is named; write data.eval", name == "load_best_model_at_end")
     return None
 
 
@@ -163,40 +184,43 @@ def _is_zephyr(template: str) -> bool:
 
 def _left_out(key: str, name: str, value: Any, reason: str, changes: bool, flat: dict[str, Any]) -> Note:
     if changes and (value in (None, False, 0, "", "no") or value in ([], {}) or (name, value) in names.OFF):
-        return Note(key, "dropped", "off there too")
+        return Note(key, "dropped", "off in the source too")
     for patterns, flags in names.ONLY_WITH.items():
-        if among(name, patterns) and not any(flat.get(flag) for flag in flags):
-            return Note(key, "dropped", f"nobody reads it without {' or '.join(flags)}")
+        if matches(name, patterns) and not any(flat.get(flag) for flag in flags):
+            return Note(key, "dropped", f"has no effect without {' or '.join(flags)}")
     return Note(key, "dropped", reason, changes)
 
 
-def _put(key: str, name: str, target: str, value: Any, made: Translation) -> Note:
+def _put(key: str, name: str, target: str, value: Any, conversion: Conversion) -> Note:
+    """Write the value at the recipe's key `target`."""
     section, _, ours = target.partition(".")
-    there = made.recipe[section]
+    there = conversion.recipe[section]
     word = names.VALUES.get((name, value)) if isinstance(value, bool | int | str) else None
     value, effect = word or (value, "")
     if ours in there:
-        return Note(key, "dropped", f"{target} is said by another key", there[ours] != value)
+        return Note(key, "dropped", f"{target} is set by another key", there[ours] != value)
     if section == "trainer":
-        known = trl_config.fields(made.task)
+        known = trl_config.fields(conversion.task)
         if ours not in known:
-            return Note(key, "dropped", f"TRL's {trl_config.CLASSES[made.task]} has no {ours}")
+            return Note(key, "dropped", f"TRL's {trl_config.CLASSES[conversion.task]} has no {ours}")
         value = _typed(value, known[ours].types)
-        if problem := trl_config.problems(made.task, {ours: value}).get(ours):
-            return Note(key, "dropped", problem, not among(ours, names.HARMLESS))
+        if problem := trl_config.problems(conversion.task, {ours: value}).get(ours):
+            return Note(key, "dropped", problem, not matches(ours, names.HARMLESS))
     elif section == "optimizer":
         value = number(value)
     there[ours] = value
     if name == ours and section == "trainer" and not word:
-        return Note(key, "kept")
+        return Note(key, "unchanged")
     if target == "optimizer.weight_decay" and value:
-        effect = "here matrices decay, there embeddings and head too (aux_weight_decay has norms with them)"
-    words = target + (f": {str(value).lower()}" if word else "") + (f"; {effect}" if effect else "")
-    return Note(key, "renamed", words, bool(effect))
+        effect = (
+            "decays matrices only; in the source embeddings and head too (aux_weight_decay would decay norms as well)"
+        )
+    explanation = target + (f": {str(value).lower()}" if word else "") + (f"; {effect}" if effect else "")
+    return Note(key, "renamed", explanation, bool(effect))
 
 
 def _typed(value: Any, types: Iterable[str]) -> Any:
-    """As TRL's own reader of commands takes a text, and as one value stands for a list of one."""
+    """The value as TRL's command line would read the text; a single value where a list is needed is a list of one."""
     kinds = set(types) - {"None"}
     if kinds == {"list"} and not isinstance(value, list) and value is not None:
         return [value]
@@ -208,27 +232,27 @@ def _typed(value: Any, types: Iterable[str]) -> Any:
     return value
 
 
-def _complete(made: Translation, flat: dict[str, Any], name: str) -> None:
-    """What a recipe needs and the source leaves to its tool, or does not know."""
-    optimizer, trainer = made.recipe["optimizer"], made.recipe["trainer"]
+def _add_defaults(conversion: Conversion, flat: dict[str, Any], name: str) -> None:
+    """Add the keys that a recipe needs and the source leaves to its tool's defaults, or does not have."""
+    optimizer = conversion.recipe["optimizer"]
 
-    def say(section: dict[str, Any], key: str, value: Any, why: str) -> None:
-        if key not in section:
-            section[key] = value
-            made.ours[f"{next(n for n, s in made.recipe.items() if s is section)}.{key}"] = why
+    def add(section: str, key: str, value: Any, reason: str) -> None:
+        if key not in conversion.recipe[section]:
+            conversion.recipe[section][key] = value
+            conversion.ours[f"{section}.{key}"] = reason
 
-    if lora_keys.is_asked(flat):
-        made.ours |= lora_keys.defaults(flat, made.recipe["model"])
+    if lora_keys.trains_lora(flat):
+        conversion.ours |= lora_keys.defaults(flat, conversion.recipe["model"])
     tool = "Axolotl's" if "base_model" in flat else "TRL's"
     if "base_model" in flat:
         for key, value in names.AXOLOTL.items():
-            say(trainer, key, value, "Axolotl's default")
-        if made.task == "sft":
-            say(trainer, "assistant_only_loss", True, "Axolotl's default; needs a template that marks the answers")
-        if "eval_steps" in trainer:
-            say(trainer, "eval_strategy", "steps", "as Axolotl takes eval_steps")
-    say(optimizer, "name", "adamw", f"{tool} default")
-    say(optimizer, "lr", trl_config.fields(made.task)["learning_rate"].default, "TRL's default")
-    say(optimizer, "aux_lr", optimizer["lr"], "lr, for embeddings, head and norms")
-    say(optimizer, "weight_decay", 0.0, f"{tool} default")
-    say(made.recipe["run"], "output_dir", f"runs/{name}", "where the run is written")
+            add("trainer", key, value, "Axolotl's default")
+        if conversion.task == "sft":
+            add("trainer", "assistant_only_loss", True, "Axolotl's default; needs a template that marks the answers")
+        if "eval_steps" in conversion.recipe["trainer"]:
+            add("trainer", "eval_strategy", "steps", "as Axolotl with eval_steps")
+    add("optimizer", "name", "adamw", f"{tool} default")
+    add("optimizer", "lr", trl_config.fields(conversion.task)["learning_rate"].default, "TRL's default")
+    add("optimizer", "aux_lr", optimizer["lr"], "lr, for embeddings, head and norms")
+    add("optimizer", "weight_decay", 0.0, f"{tool} default")
+    add("run", "output_dir", f"runs/{name}", "the run folder")

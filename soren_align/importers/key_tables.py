@@ -1,7 +1,7 @@
-"""What TRL's YAML files, the alignment handbook's and Axolotl's call things, and what a recipe does with each.
+"""The keys of TRL's YAML files, the alignment handbook's and Axolotl's, and their counterparts in a recipe.
 
-`foreign` reads these tables. A name that stands in none of them, and is no key of the installed TRL, is unknown.
-`*` matches anything. Sources: TRL 1.16 (scripts/utils.py, trainer/model_config.py), the handbook at 925acdf
+`convert` reads these tables. A key in none of them that the installed TRL does not have either is unknown. `*` matches
+anything. Sources: TRL 1.16 (scripts/utils.py, trainer/model_config.py), the handbook at 925acdf
 (src/alignment/configs.py), Axolotl at 067b021 (utils/schemas).
 """
 
@@ -12,31 +12,31 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Note:
-    """What became of a key."""
+    """The outcome of a key's conversion."""
 
     key: str
-    """As in the source; dotted, or with [an index], where it stands inside another."""
-    fate: Literal["kept", "renamed", "dropped", "unknown"]
-    words: str = ""
-    """Where it stands now, or why it does not."""
-    changes: bool = False
-    """Whether other weights come out than the source's."""
+    """As in the source; dotted, or with [an index], if it is inside another."""
+    outcome: Literal["unchanged", "renamed", "dropped", "unknown"]
+    explanation: str = ""
+    """The recipe's key, or the reason for dropping it."""
+    changes_training: bool = False
+    """Whether the trained weights differ from the source's."""
 
 
-def among(name: str, names: str) -> bool:
-    """Whether `name` is one of `names`, words in which `*` matches anything."""
+def matches(name: str, names: str) -> bool:
+    """Whether `name` is one of the space-separated `names`, in which `*` matches anything."""
     return any(fnmatchcase(name, pattern) for pattern in names.split())
 
 
 def number(value: Any) -> Any:
-    """The number that a text is: 1e-6 is a text to other YAML readers, and a number to those who wrote it."""
+    """The number in a text, such as 1e-6, which YAML 1.1 reads as text; any other value unchanged."""
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:
         return value
 
 
-# Another name for the same thing: name -> the recipe's key.
+# Other names of the same setting: name -> the recipe's key.
 RENAMED = {
     "model_name_or_path": "model.name_or_path",
     "base_model": "model.name_or_path",
@@ -77,7 +77,7 @@ RENAMED = {
     "dpo_use_weighting": "trainer.use_weighting",
 }
 
-# Another word for the same value: (the source's name, its value) -> (ours, what the word does to the training).
+# Other names of the same value: (the source's key, its value) -> (the recipe's value, its effect on the training).
 VALUES: dict[tuple[str, Any], tuple[Any, str]] = {
     ("bf16", "auto"): (True, ""),
     ("group_by_length", True): ("group_by_length", ""),
@@ -86,8 +86,8 @@ VALUES: dict[tuple[str, Any], tuple[Any, str]] = {
     ("train_on_inputs", False): (True, ""),
     ("gradient_checkpointing", "offload"): (True, ""),
     ("gradient_checkpointing", "unsloth"): (True, ""),
-    ("packing_strategy", "ffd"): ("bfd", "TRL has no ffd any more: bfd puts other rows together"),
-    ("sample_packing", True): (True, "TRL's packing cuts what is longer than max_length; Axolotl drops it"),
+    ("packing_strategy", "ffd"): ("bfd", "TRL has no ffd any more: bfd packs other examples together"),
+    ("sample_packing", True): (True, "TRL's packing truncates examples longer than max_length; Axolotl drops them"),
     ("eval_strategy", False): ("no", ""),
     ("save_strategy", False): ("no", ""),
     ("saves_per_epoch", 1): ("epoch", ""),
@@ -99,103 +99,193 @@ VALUES: dict[tuple[str, Any], tuple[Any, str]] = {
 # The handbook's Zephyr template, which recipes call zephyr: sha256 of it without white space (tests/importers).
 ZEPHYR = "8705a1897ece1a1b355e1f4d36687f331d6680f5d897d1ae314b3fc506e136b8"
 
-# Left out, and the weights come out the same: reason -> names.
-DROPPED = {
-    "nothing is uploaded": "push_to_hub hub_* push_dataset_to_hub hf_use_auth_token",
-    "processes are run.parallel's (zero3, fsdp2, ...) and --processes N": "deepspeed fsdp fsdp_* accelerate_config "
-    "accelerator_config parallelism_config num_processes num_machines dp_shard_size "
-    "dp_replicate_size local_rank world_size ddp device_map max_memory low_cpu_mem_usage use_ray ray_*",
-    "attention is transformers' own choice, sdpa": "attn_implementation flash_attention sdp_attention "
-    "xformers_attention flex_attention eager_attention use_flash_attention_2 flash_attn_* flash_optimum",
-    "speed and memory only": "use_liger_kernel liger_* dpo_use_liger_kernel cut_cross_entropy padding_free "
-    "dpo_padding_free lora_*_kernel use_kernels batch_flattening pad_to_sequence_len flex_attn_* gc_steps "
-    "sample_packing_* experimental_skip_move_to_device torchdistx_path tiled_mlp* "
-    "chunked_cross_entropy*",
-    "progress is shown by soren-align itself": "log_level log_level_replica disable_tqdm debug strict",
-    "the command says what is done": "do_train do_eval do_predict",
-    "the recipe's columns are recognised": "remove_unused_columns dataset_text_field columns",
-    "rows are loaded, checked and counted before training": "dataset_streaming streaming dataset_prepared_path "
-    "shuffle_merged_datasets total_num_tokens skip_prepare_dataset dataset_keep_in_memory preprocessing_num_workers",
-    "a run goes on by itself; run.overwrite: true would begin anew": "overwrite_output_dir resume_from_checkpoint "
-    "auto_resume_from_checkpoints",
-    "remote code is not run": "trust_remote_code",
-    "weights are saved as safetensors": "save_safetensors",
-    "found in the model's own files": "model_type type_of_model tokenizer_type processor_type is_*_derived_model "
-    "tokenizer_legacy tokenizer_use_fast",
-    "trackers read it from the environment (WANDB_PROJECT, ...); report_to names them": "wandb_* use_wandb use_mlflow "
-    "mlflow_* use_comet comet_* use_tensorboard use_trackio trackio_*_name use_swanlab swanlab_*",
-    "write trainer.save_steps": "save_first_step",
-    "the chat template brings the special tokens": "dataset_kwargs",
-    "DDP's buffers are left alone": "ignore_bias_buffers",
-    "loss is watched: a NaN stops the run": "loss_watchdog_*",
-    "checkpoints keep the optimizer": "save_only_model",
-    "Axolotl's flag for what is so here": "full_finetune float32",
-}
+# Dropped without an effect on the trained weights: (names, reason).
+DROPPED = (
+    (
+        "push_to_hub hub_* push_dataset_to_hub hf_use_auth_token",
+        "nothing is uploaded",
+    ),
+    (
+        "deepspeed fsdp fsdp_* accelerate_config accelerator_config parallelism_config num_processes num_machines "
+        "dp_shard_size dp_replicate_size local_rank world_size ddp device_map max_memory low_cpu_mem_usage "
+        "use_ray ray_*",
+        "processes are run.parallel's (zero3, fsdp2, ...) and --processes N",
+    ),
+    (
+        "attn_implementation flash_attention sdp_attention xformers_attention flex_attention eager_attention "
+        "use_flash_attention_2 flash_attn_* flash_optimum",
+        "attention is transformers' own choice, sdpa",
+    ),
+    (
+        "use_liger_kernel liger_* dpo_use_liger_kernel cut_cross_entropy padding_free dpo_padding_free "
+        "lora_*_kernel use_kernels batch_flattening pad_to_sequence_len flex_attn_* gc_steps sample_packing_* "
+        "experimental_skip_move_to_device torchdistx_path tiled_mlp* chunked_cross_entropy*",
+        "speed and memory only",
+    ),
+    (
+        "log_level log_level_replica disable_tqdm debug strict",
+        "progress is shown by soren-align itself",
+    ),
+    (
+        "do_train do_eval do_predict",
+        "determined by the command",
+    ),
+    (
+        "remove_unused_columns dataset_text_field columns",
+        "the recipe's columns are recognised",
+    ),
+    (
+        "dataset_streaming streaming dataset_prepared_path shuffle_merged_datasets total_num_tokens "
+        "skip_prepare_dataset dataset_keep_in_memory preprocessing_num_workers",
+        "examples are loaded, checked and counted before training",
+    ),
+    (
+        "overwrite_output_dir resume_from_checkpoint auto_resume_from_checkpoints",
+        "a run resumes by itself; run.overwrite: true starts afresh",
+    ),
+    (
+        "trust_remote_code",
+        "remote code is not run",
+    ),
+    (
+        "save_safetensors",
+        "weights are saved as safetensors",
+    ),
+    (
+        "model_type type_of_model tokenizer_type processor_type is_*_derived_model tokenizer_legacy tokenizer_use_fast",
+        "read from the model's own files",
+    ),
+    (
+        "wandb_* use_wandb use_mlflow mlflow_* use_comet comet_* use_tensorboard use_trackio trackio_*_name "
+        "use_swanlab swanlab_*",
+        "trackers read it from the environment (WANDB_PROJECT, ...); report_to names them",
+    ),
+    (
+        "save_first_step",
+        "write trainer.save_steps",
+    ),
+    (
+        "dataset_kwargs",
+        "the chat template adds the special tokens",
+    ),
+    (
+        "ignore_bias_buffers",
+        "no effect on training",
+    ),
+    (
+        "loss_watchdog_*",
+        "a NaN loss stops the run anyway",
+    ),
+    (
+        "save_only_model",
+        "checkpoints include the optimizer",
+    ),
+    (
+        "full_finetune float32",
+        "already the default here",
+    ),
+)
 
-# Left out, and the weights come out differently (unless it was off in the source): reason -> names.
+# Dropped with an effect on the trained weights, unless the key was off in the source: (names, reason).
 ADAPTERS = (
-    "only plain LoRA is known (model.lora), without variants; of another adapter all weights are trained: then lower "
-    "optimizer.lr, adapters' rates are usually ten times those of full training"
+    "only plain LoRA is supported (model.lora), without variants; instead of another adapter all weights are trained: "
+    "then lower optimizer.lr, adapters' rates are usually ten times those of full training"
 )
 DTYPE = (
-    "trainer.bf16 does the arithmetic. bfloat16 weights lose most small updates to rounding (not under ZeRO, which "
-    "keeps float32 masters)"
+    "trainer.bf16 makes the arithmetic bfloat16. bfloat16 weights lose most small updates to rounding (not under ZeRO, "
+    "which has float32 masters)"
 )
-CHANGES = {
-    ADAPTERS: "use_peft adapter lora_* peft peft_* use_dora use_rslora qlora_* "
-    "relora relora_* "
-    "loraplus_* loftq_* lisa_*",
-    "only what is under LoRA is quantised, to 4 bits": "load_in_4bit load_in_8bit use_bnb_nested_quant gptq gptq_* qat "
-    "quantization fp8 "
-    "fp8_* bnb_* model_quantization_* quantize_moe_experts",
-    "TRL has no limit for prompts any more; max_length counts prompt and answer": "max_prompt_length max_prompt_len "
-    "max_completion_length max_target_length",
-    "the tokenizer's own chat template is used; for another name model.chat_template (qwen2.5, zephyr, or a .jinja "
-    "file)": "chat_template chat_template_jinja chat_template_kwargs default_system_message eot_tokens",
-    "the tokenizer is the model's": "tokenizer_name_or_path tokenizer_config tokens added_tokens_overrides "
-    "bos_token unk_token additional_special_tokens resize_token_embeddings_to_32x tokenizer_use_mistral_common",
-    "the model is used as its config.json says": "overrides_of_model_config overrides_of_model_kwargs rope_scaling "
-    "model_config base_model_config cls_model_config reinit_weights",
-    "only AdamW's settings are carried over": "optim_args optim_target_modules embedding_lr embedding_lr_scale "
-    "lr_groups eta_min adam_beta3 adam_epsilon2 dion_* qgalore_* lr_quadratic_warmup cosine_constant_lr_ratio",
-    "all weights are trained": "unfrozen_parameters freeze_* layers_to_freeze",
-    "TRL's own trainers train": "trainer_cls plugins use_eaft eaft_* use_pose pose_* jagged_restart_* "
-    "rpo_alpha dpo_norm_loss",
-    "only data is divided among processes": "tensor_parallel_size context_parallel_size sequence_parallel_degree "
-    "expert_parallel_*",
-    "rows are kept whole and once": "dataset_exact_deduplication min_sample_len max_packed_sequence_len "
-    "excess_length_strategy curriculum_sampling dataset_shard_*",
-    "it says the batch in other words; run.global_batch_size fixes one": "batch_size auto_find_batch_size",
-    "training goes on to its end": "early_stopping_patience early_stopping_threshold",
-}
+_ADAPTER_KEYS = (
+    "use_peft adapter lora_* peft peft_* use_dora use_rslora qlora_* relora relora_* loraplus_* loftq_* lisa_*"
+)
+CHANGES = (
+    (
+        _ADAPTER_KEYS,
+        ADAPTERS,
+    ),
+    (
+        "load_in_4bit load_in_8bit use_bnb_nested_quant gptq gptq_* qat quantization fp8 fp8_* bnb_* "
+        "model_quantization_* quantize_moe_experts",
+        "only the frozen weights of LoRA are quantised, to 4 bits",
+    ),
+    (
+        "max_prompt_length max_prompt_len max_completion_length max_target_length",
+        "TRL has no limit for prompts any more; max_length counts prompt and answer",
+    ),
+    (
+        "chat_template chat_template_jinja chat_template_kwargs default_system_message eot_tokens",
+        "the tokenizer's own chat template is used; for another name model.chat_template (qwen2.5, zephyr, or a "
+        ".jinja file)",
+    ),
+    (
+        "tokenizer_name_or_path tokenizer_config tokens added_tokens_overrides bos_token unk_token "
+        "additional_special_tokens resize_token_embeddings_to_32x tokenizer_use_mistral_common",
+        "the model's own tokenizer is used",
+    ),
+    (
+        "overrides_of_model_config overrides_of_model_kwargs rope_scaling model_config base_model_config "
+        "cls_model_config reinit_weights",
+        "the model is used as its config.json says",
+    ),
+    (
+        "optim_args optim_target_modules embedding_lr embedding_lr_scale lr_groups eta_min adam_beta3 "
+        "adam_epsilon2 dion_* qgalore_* lr_quadratic_warmup cosine_constant_lr_ratio",
+        "only AdamW's settings are converted",
+    ),
+    (
+        "unfrozen_parameters freeze_* layers_to_freeze",
+        "all weights are trained",
+    ),
+    (
+        "trainer_cls plugins use_eaft eaft_* use_pose pose_* jagged_restart_* rpo_alpha dpo_norm_loss",
+        "TRL's own trainers are used",
+    ),
+    (
+        "tensor_parallel_size context_parallel_size sequence_parallel_degree expert_parallel_*",
+        "only data is divided among processes",
+    ),
+    (
+        "dataset_exact_deduplication min_sample_len max_packed_sequence_len excess_length_strategy "
+        "curriculum_sampling dataset_shard_*",
+        "each example is used whole and once",
+    ),
+    (
+        "batch_size auto_find_batch_size",
+        "redundant; run.global_batch_size fixes the batch",
+    ),
+    (
+        "early_stopping_patience early_stopping_threshold",
+        "training runs to its end",
+    ),
+)
 
-# Read by nobody without one of these: names -> keys.
+# Without effect unless one of these is set: names -> keys.
 ONLY_WITH = {
-    CHANGES[ADAPTERS]: ("use_peft", "adapter"),
+    _ADAPTER_KEYS: ("use_peft", "adapter"),
     "bnb_* use_bnb_nested_quant": ("load_in_4bit", "load_in_8bit"),
 }
 
-# Values of theirs that change nothing either.
+# Values without an effect on the training.
 OFF = [
     ("chat_template", "tokenizer_default"),
     ("plugins", ["axolotl.integrations.liger.LigerPlugin"]),
     ("plugins", ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"]),
 ]
 
-# Keys of TRL without which the same weights come out, should it refuse their value.
+# TRL's keys without an effect on the trained weights, if TRL refuses their value.
 HARMLESS = "tf32 torch_compile torch_compile_* activation_offloading gradient_checkpointing "
 HARMLESS += "gradient_checkpointing_kwargs dataloader_* dataset_num_proc ddp_* use_cache logging_* save_* eval_* "
 HARMLESS += "report_to run_name project"
 
-# Without data.eval nothing can be measured on the way.
+# Keys without effect unless there is a data.eval.
 NEEDS_EVAL = "eval_strategy evaluation_strategy eval_steps evals_per_epoch eval_on_start eval_delay "
 NEEDS_EVAL += "load_best_model_at_end metric_for_best_model greater_is_better"
 
-# The optimizers that are AdamW and nothing else.
+# Names of plain AdamW.
 ADAMW = "adamw adamw_torch adamw_torch_fused adamw_torch_xla adamw_torch_npu_fused adamw_hf adamw_apex_fused "
 ADAMW += "paged_adamw_32bit adamw_anyprecision"
 
-# What Axolotl does where its file says nothing, and TRL does otherwise.
+# Axolotl's defaults that differ from TRL's.
 AXOLOTL = {
     "per_device_train_batch_size": 1,
     "num_train_epochs": 1,
@@ -205,10 +295,10 @@ AXOLOTL = {
     "gradient_checkpointing": False,
 }
 
-# Trainings of TRL and Axolotl that are neither SFT nor DPO.
+# Tasks of TRL and Axolotl other than SFT and DPO.
 OTHER_TASKS = "orpo kto grpo gdpo rloo ppo simpo cpo xpo nash ebft prm reward"
 
-# A dataset's entry: what it may say of its columns without a word, since the recipe reads just that.
+# Keys about a dataset's columns, with the values for which the recipe reads the same columns.
 AS_READ: dict[str, tuple[Any, ...]] = {
     "columns": (),
     "type": ("chat_template", "sharegpt"),
@@ -228,9 +318,9 @@ AS_READ: dict[str, tuple[Any, ...]] = {
     "trust_remote_code": (False,),
 }
 COLUMNS = ("messages", "conversations", "prompt", "completion", "text", "chosen", "rejected")
-# The column of turns, and what a turn calls role and content.
+# The columns of messages that are recognised: (column, key of the role, key of the content).
 TURNS = (("messages", "role", "content"), ("conversations", "from", "value"))
-# ... and what changes the rows where it says something else.
+# Keys that change the examples for any other value.
 OTHERWISE = "chat_template chat_template_jinja conversation drop_system_message field field_* message_field_* "
 OTHERWISE += "train_on_eos train_on_eot split_thinking template_thinking_key system_prompt system_format shards* skip "
 OTHERWISE += "data_dir format no_input_format input_format input_transform prompt_format chosen_format rejected_format"

@@ -1,4 +1,4 @@
-"""Others' words for LoRA and QLoRA, as `model.lora`."""
+"""Conversion of LoRA and QLoRA keys to `model.lora`."""
 
 from typing import Any
 
@@ -11,18 +11,18 @@ KEYS = {
     "lora_target_modules": "target_modules",
     "lora_modules_to_save": "modules_to_save",
 }
-# What TRL and Axolotl do where nothing is said, and a recipe does otherwise.
+# Defaults of TRL and Axolotl that differ from a recipe's.
 TRL = {"r": 16, "alpha": 32.0, "dropout": 0.05}
 AXOLOTL = {"r": 8, "alpha": 16.0, "dropout": 0.0}
 
 
-def is_asked(flat: dict[str, Any]) -> bool:
+def trains_lora(flat: dict[str, Any]) -> bool:
     """Whether the source trains a LoRA adapter: TRL's use_peft, or Axolotl's adapter."""
     return flat.get("adapter") in ("lora", "qlora") if "base_model" in flat else flat.get("use_peft") is True
 
 
-def carry(key: str, name: str, value: Any, flat: dict[str, Any], model: dict[str, Any]) -> Note | None:
-    """What becomes of one key of a source that asks for LoRA, done to the recipe's `model`; None for another's key."""
+def convert(key: str, name: str, value: Any, flat: dict[str, Any], model: dict[str, Any]) -> Note | None:
+    """Write one key of a source that trains LoRA into the recipe's `model`; None for a key about anything else."""
     lora = model.setdefault("lora", {})
     if name in ("use_peft", "adapter"):
         return Note(key, "renamed", "model.lora")
@@ -36,13 +36,13 @@ def carry(key: str, name: str, value: Any, flat: dict[str, Any], model: dict[str
         same = value in (True, "nf4")
         return Note(key, "dropped", "quantize: 4bit is NF4, doubly quantised", not same)
     if name == "lora_task_type":
-        return Note(key, "dropped", "it is a language model", value != "CAUSAL_LM")
+        return Note(key, "dropped", "only language models are trained", value != "CAUSAL_LM")
     target = KEYS.get(name)
     if target is None or value in (None, []):
         return None
     if target == "target_modules":
         if flat.get("lora_target_linear"):
-            return Note(key, "dropped", "lora_target_linear says it", value != "all-linear")
+            return Note(key, "dropped", "set by lora_target_linear", value != "all-linear")
         value = [value] if isinstance(value, str) and value.isidentifier() else value
         if isinstance(value, str) and value != "all-linear":
             return Note(key, "dropped", "a pattern; write model.lora.target_modules as a list of names", True)
@@ -54,14 +54,14 @@ def carry(key: str, name: str, value: Any, flat: dict[str, Any], model: dict[str
 
 
 def defaults(flat: dict[str, Any], model: dict[str, Any]) -> dict[str, str]:
-    """Put in what the source leaves to its tool; the dotted keys, and why they stand there."""
+    """Add the defaults of the source's tool to `model`; returns dotted key -> reason."""
     tool, values = ("Axolotl's", AXOLOTL) if "base_model" in flat else ("TRL's", TRL)
-    said = {}
+    reasons = {}
     for key, value in values.items():
         if key not in model["lora"]:
             model["lora"][key] = value
-            said[f"model.lora.{key}"] = f"{tool} default"
+            reasons[f"model.lora.{key}"] = f"{tool} default"
     if "target_modules" not in model["lora"]:
         model["lora"]["target_modules"] = "all-linear"
-        said["model.lora.target_modules"] = "not said; PEFT's own choice for the architecture may be fewer"
-    return said
+        reasons["model.lora.target_modules"] = "not in the source; PEFT's own choice for the architecture may be fewer"
+    return reasons

@@ -179,6 +179,7 @@ def prepare(folder: RunFolder, recipe: Recipe, num_ranks: int = 1) -> None:
         folder.clear()  # without a checkpoint there is nothing to go on from, nor to lose
         shared = parallel(recipe.run.parallel).config
         begun = {"status": "training", "task": recipe.task, "processes": num_ranks, "started": now(), **provenance()}
+        begun["extends"] = recipe.extends
         folder.replace(**begun, **({"parallel_config": shared} if shared else {}))
     elif run["status"] == "finished" and _lacks_evaluation(folder, recipe):
         _refuse_another_recipe(folder, recipe, run)

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ..optim import Route
 from ..optim.map_batches import default_workspace_mb
-from ..recipe import Parallel, Recipe, parallel, rows_per_step, trainer_value
+from ..recipe import Parallel, Recipe, as_adamw, parallel, rows_per_step, trainer_value
 from .compute import Compute, arithmetic
 from .forecast import Forecast, forecast
 from .memory import Component, Place, When
@@ -120,8 +120,7 @@ def _totals(found: Forecast, costs: Compute) -> dict[str, dict[str, int | None]]
 
 
 def _with_adamw(recipe: Recipe) -> Recipe:
-    changes = {"name": "adamw", "spectral_map": None, "workspace_mb": None}
-    return recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update=changes)})
+    return recipe.model_copy(update={"optimizer": as_adamw(recipe.optimizer)})
 
 
 def _saved(recipe: Recipe, found: Forecast, costs: Compute, has_adapter: bool) -> dict[str, int]:
@@ -145,8 +144,10 @@ def _forecast(
     optimizer, trainer = recipe.optimizer, recipe.trainer
     matrices = {r.name: (r.shape[0], r.shape[1]) for r in routes if r.rule == "spectral"}
     use = "cpu" if trainer.get("use_cpu") else "elsewhere"
-    batched = default_workspace_mb(use) if optimizer.workspace_mb is None else optimizer.workspace_mb
-    name: Any = optimizer.spectral_map or optimizer.name
+    batched = getattr(optimizer, "workspace_mb", 0)  # 0: one matrix at a time
+    if batched is None:
+        batched = default_workspace_mb(use)
+    name: Any = optimizer.map_name
     found = forecast(
         matrices,
         sum(math.prod(r.shape) for r in routes if r.rule != "spectral"),
@@ -154,11 +155,11 @@ def _forecast(
         num_ranks,
         optimizer=optimizer.name,
         spectral_map=name if name in MAPS else None,
-        ns_steps=optimizer.ns_steps or 0,
+        ns_steps=optimizer.map_steps,
         arithmetic=arithmetic(recipe),
         # With an adapter the reference is the model without it, or with a copy of it.
         reference=recipe.task == "dpo" and not trainer.get("precompute_ref_log_probs") and not frozen[0],
-        workspace_mb=batched if optimizer.name == "soren" else 0,
+        workspace_mb=batched,
         weight_bytes=2 if recipe.model.dtype == "bfloat16" and not frozen[0] else 4,
         compensation_bytes=2 if optimizer.compensation == "kahan" else 0,
         frozen=frozen,

@@ -66,4 +66,5 @@ def _rms(recipe: Recipe, shape: tuple[int, ...]) -> float:
     """Of the update of a matrix at learning rate 1."""
     name: Any = recipe.optimizer.name
     kind = OPTIMIZERS[name]
-    return kind.lr_scale(recipe.optimizer.adjust_lr_fn or "none", *shape) * kind.map_level / math.sqrt(max(shape))
+    scale = kind.lr_scale(getattr(recipe.optimizer, "adjust_lr_fn", "none"), *shape)
+    return scale * kind.map_level / math.sqrt(max(shape))

@@ -1,32 +1,25 @@
-"""The recipe: what one run is, in one YAML file, checked before anything expensive starts.
+"""The recipe: the definition of one run in one YAML file, checked before anything expensive starts.
 
-`sections` says which keys there are, `trl_config` what TRL's own namespace under `trainer:` accepts, `checks` what
-must exist, `lora` what an adapter's folder says, and `loader` turns a file into a Recipe or a list of sentences.
-Nothing here imports torch.
+`sections` and `optimizers` define the keys, `trl_config` those of TRL under `trainer:`. `loader` reads a file, `merging`
+puts it over the recipe that it extends, `checks` looks for missing files and conflicting keys, and `messages` words the
+errors. Nothing here imports torch.
 """
 
 from . import trackers
 from .batch import accumulation, refuse_no_batch, rows_per_step, trainer_value
 from .checks import evaluation_problems
+from .comparison import differences, training_part
 from .loader import find, load, load_resolved, load_text, task_of, to_yaml
 from .lora import adapter_config, refuse_unquantizable
+from .optimizers import OPTIMIZERS, as_adamw
 from .parallel import Parallel, parallel
 from .references import is_local
-from .sections import (
-    ADAPTER,
-    DataSplit,
-    Eval,
-    Lora,
-    Recipe,
-    TrainSplit,
-    differences,
-    json_schema,
-    training_part,
-    trains_adapter,
-)
+from .schema import json_schema
+from .sections import ADAPTER, DataSplit, Eval, Lora, Recipe, TrainSplit, trains_adapter
 
 __all__ = [
     "ADAPTER",
+    "OPTIMIZERS",
     "DataSplit",
     "Eval",
     "Lora",
@@ -35,6 +28,7 @@ __all__ = [
     "TrainSplit",
     "accumulation",
     "adapter_config",
+    "as_adamw",
     "differences",
     "evaluation_problems",
     "find",

@@ -1,21 +1,20 @@
-"""`run.parallel`: how several processes share a model, and what soren-align cannot share.
+"""`run.parallel`: how several processes share a model, and the configurations that are not supported.
 
-A DeepSpeed or FSDP config says how tensors are cut. What steps, clips, accumulates and schedules stands in the recipe,
-so that a config which says it too is refused: DeepSpeed would follow its own word, and nobody would notice.
+A DeepSpeed or FSDP config determines how tensors are sharded. Optimizer, clipping, accumulation and schedule belong to
+the recipe; a config that sets them too is refused, because DeepSpeed would silently use its own values.
 """
 
-import difflib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from .. import shipped
-from ..errors import UserError
+from ..errors import UserError, did_you_mean
 from ..files import parse_json, parse_yaml, read_text
 
 NAMES = ("ddp", "zero1", "zero2", "zero3", "zero2-offload", "zero3-offload", "fsdp2")
 
-# DeepSpeed's words for what the recipe says: "auto" lets transformers fill them in.
+# DeepSpeed's names of settings in the recipe: with "auto" transformers fills them in.
 _FILLED = {
     "train_batch_size": "run.global_batch_size",
     "train_micro_batch_size_per_gpu": "trainer.per_device_train_batch_size",
@@ -23,24 +22,24 @@ _FILLED = {
     "gradient_clipping": "trainer.max_grad_norm",
 }
 _ELSEWHERE = {
-    "optimizer": "the recipe's optimizer section says what steps; DeepSpeed would step its own in its place",
-    "scheduler": "trainer.lr_scheduler_type says it",
+    "optimizer": "set by the recipe's optimizer section; DeepSpeed would use its own optimizer instead",
+    "scheduler": "set by trainer.lr_scheduler_type",
     "pipeline": "only data is divided among the processes, not layers",
     "tensor_parallel": "only data is divided among the processes, not matrices",
     "amp": "write trainer.bf16",
 }
 _ZERO_UNSUPPORTED = {
     "round_robin_gradients": "DeepSpeed then writes universal checkpoints with wrong numbers in them",
-    "zenflow": "it steps outside of the optimizer",
-    "super_offload": "it steps outside of the optimizer",
-    "mics_shard_size": "matrices would lie in several groups of processes, which was never tried",
-    "zero_hpz_partition_size": "matrices would lie in several groups of processes, which was never tried",
-    "zero_quantized_weights": "it was never tried",
-    "zero_quantized_gradients": "it was never tried",
+    "zenflow": "it updates parameters outside of the optimizer",
+    "super_offload": "it updates parameters outside of the optimizer",
+    "mics_shard_size": "matrices would be sharded over several groups of processes, which is untested",
+    "zero_hpz_partition_size": "matrices would be sharded over several groups of processes, which is untested",
+    "zero_quantized_weights": "it is untested",
+    "zero_quantized_gradients": "it is untested",
 }
 _OFF = {"mics_shard_size": -1, "zero_hpz_partition_size": 1}
 
-# What transformers reads of accelerate's `fsdp_config` for FSDP2; it drops all else without a word.
+# The keys of accelerate's `fsdp_config` that transformers reads for FSDP2; it silently ignores all others.
 _FSDP_READ = (
     "version",
     "auto_wrap_policy",
@@ -64,20 +63,20 @@ class Parallel:
 
     @property
     def stage(self) -> int:
-        """ZeRO's stage; 0 where there is none."""
+        """ZeRO's stage; 0 without ZeRO."""
         return self.config["zero_optimization"]["stage"] if self.kind == "zero" else 0
 
     @property
     def offloads(self) -> bool:
-        """Whether optimizer states lie in the CPU's memory."""
+        """Whether optimizer states are in the CPU's memory."""
         offload = self.config.get("zero_optimization", {}).get("offload_optimizer") or {}
         return offload.get("device", "none") != "none"
 
 
 def parallel(name_or_path: str) -> Parallel:
-    """What `run.parallel` names: one of NAMES, a DeepSpeed config (.json), or accelerate's of FSDP (.yaml).
+    """The configuration of `run.parallel`: one of NAMES, a DeepSpeed config (.json), or accelerate's for FSDP (.yaml).
 
-    UserError, with every mistake, for a file that cannot be read or asks for what does not go together with Soren.
+    Raises UserError, with every mistake, for a file that cannot be read or has settings that are not supported.
     """
     if name_or_path == "ddp":
         return Parallel("ddp")
@@ -88,11 +87,9 @@ def parallel(name_or_path: str) -> Parallel:
         if wrong:
             raise UserError(*(f"{path.name}: {problem}" for problem in wrong))
         return Parallel("zero", _completed(config))
-    found, fsdp = config.get("distributed_type"), config.get("fsdp_config")
-    if found != "FSDP" or not isinstance(fsdp, dict):
-        raise UserError(
-            f"{path.name}: distributed_type is {found!r}; only FSDP's configs are read, with an fsdp_config"
-        )
+    kind, fsdp = config.get("distributed_type"), config.get("fsdp_config")
+    if kind != "FSDP" or not isinstance(fsdp, dict):
+        raise UserError(f"{path.name}: distributed_type is {kind!r}; write FSDP, and an fsdp_config")
     fsdp = {key.removeprefix("fsdp_"): value for key, value in fsdp.items()}
     wrong = list(_fsdp_problems(config, fsdp))
     if wrong:
@@ -106,9 +103,8 @@ def _find(name_or_path: str) -> Path:
         return shipped.ROOT / "configs" / folder / f"{name_or_path}.{suffix}"
     path = shipped.resolve(name_or_path)
     if path.suffix not in (".json", ".yaml", ".yml") or not path.is_file():
-        close = difflib.get_close_matches(name_or_path.lower(), NAMES, n=1, cutoff=0.6)
-        hint = f"did you mean '{close[0]}'?" if close else f"write {', '.join(NAMES)}, or a file's path (.json, .yaml)"
-        raise UserError(f"found {name_or_path!r}, no word for it and no such file; {hint}")
+        hint = did_you_mean(name_or_path.lower(), NAMES, f"write {', '.join(NAMES)}, or a file's path (.json, .yaml)")
+        raise UserError(f"found {name_or_path!r}, neither a known name nor a file{hint}")
     return path
 
 
@@ -116,7 +112,7 @@ def _read(path: Path) -> dict[str, Any]:
     text = read_text(path)
     config = parse_json(text, path.name) if path.suffix == ".json" else parse_yaml(text, path.name)[0]
     if not isinstance(config, dict):
-        raise UserError(f"{path.name}: a config is a mapping")
+        raise UserError(f"{path.name}: a config must be a mapping")
     zero = config.get("zero_optimization")
     inside = zero if isinstance(zero, dict) else {}
     sections = [(key, config.get(key)) for key in ("bf16", "fp16")]
@@ -138,10 +134,10 @@ def _deepspeed_problems(config: dict[str, Any]):
             yield f"{key}: {reason}; take it out"
     for key, where in _FILLED.items():
         if config.get(key, "auto") != "auto":
-            yield f'{key}: {where} says it; write "auto"'
+            yield f'{key}: set by {where}; write "auto"'
     for key in ("bf16", "fp16"):
         if (config.get(key) or {}).get("enabled", "auto") not in ("auto", False):
-            yield f'{key}.enabled: trainer.{key} says it; write "auto"'
+            yield f'{key}.enabled: set by trainer.{key}; write "auto"'
     zero = config.get("zero_optimization")
     stage = zero.get("stage") if isinstance(zero, dict) else None
     if not isinstance(zero, dict) or type(stage) is not int or stage not in (1, 2, 3):
@@ -158,11 +154,11 @@ def _deepspeed_problems(config: dict[str, Any]):
         if offload.get("ratio", 1) != 1:
             yield f"{where}.ratio: found {offload['ratio']}; only a whole offload is supported, take it out"
         if offload.get("super_offload"):
-            yield f"{where}.super_offload: not supported: it steps outside of the optimizer; take it out"
+            yield f"{where}.super_offload: not supported: it updates parameters outside of the optimizer; take it out"
     if (zero.get("offload_optimizer") or {}).get("device", "none") != "none" and config.get(
         "zero_force_ds_cpu_optimizer"
     ):
-        yield "zero_force_ds_cpu_optimizer: DeepSpeed's CPU Adam would step in place of the recipe's; write false"
+        yield "zero_force_ds_cpu_optimizer: DeepSpeed's CPU Adam would replace the recipe's optimizer; write false"
 
 
 def _fsdp_problems(config: dict[str, Any], fsdp: dict[str, Any]):
@@ -171,16 +167,16 @@ def _fsdp_problems(config: dict[str, Any], fsdp: dict[str, Any]):
         return
     for key in fsdp:
         if key not in _FSDP_READ:
-            yield f"fsdp_{key}: nobody reads it under FSDP2; take it out"
+            yield f"fsdp_{key}: has no effect under FSDP2; take it out"
     if config.get("mixed_precision") not in (None, False, "no"):
-        yield f"mixed_precision: found {config['mixed_precision']!r}; trainer.bf16 says it, write 'no'"
+        yield f"mixed_precision: found {config['mixed_precision']!r}; set by trainer.bf16; write 'no'"
 
 
 def _completed(config: dict[str, Any]) -> dict[str, Any]:
-    """With what every config needs: the recipe's words, and no optimizer but the recipe's."""
+    """The config with the keys that every one needs: "auto" for the recipe's settings, and no optimizer of its own."""
     zero = dict(config["zero_optimization"])
     if zero["stage"] == 3:
-        zero.setdefault("stage3_gather_16bit_weights_on_model_save", True)  # else a model folder comes out empty
+        zero.setdefault("stage3_gather_16bit_weights_on_model_save", True)  # else the saved model is empty
     return {
         **dict.fromkeys(_FILLED, "auto"),
         "bf16": {"enabled": "auto"},

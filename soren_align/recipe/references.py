@@ -1,36 +1,35 @@
-"""The models, datasets and templates that a recipe refers to: whether they are there, and of the right kind."""
+"""Whether the models, datasets and templates that a recipe names exist and are of the right kind."""
 
-import difflib
 import re
 from pathlib import Path
 from typing import Any
 
 from .. import shipped
-from ..errors import UserError
+from ..errors import UserError, did_you_mean
 from ..files import local_path, refuse_special_files
 from .lora import adapter_config
 
 
 def is_local(path: str) -> bool:
-    """Whether a model or dataset is meant as a path: the hub's names are `name` or `owner/name`, without a suffix."""
-    given = local_path(path)
+    """Whether a model or dataset is named by a path: the hub's names are `name` or `owner/name`, without a suffix."""
+    local = local_path(path)
     return (
         path.startswith((shipped.PREFIX, "/", "./", "../", "~"))
         or path.count("/") > 1
-        or given.suffix in (".jsonl", ".json", ".parquet")
-        or given.exists()
+        or local.suffix in (".jsonl", ".json", ".parquet")
+        or local.exists()
     )
 
 
 def model_problems(path: str, init_seed: Any) -> list[str]:
-    """What is wrong with the model, or the adapter, that `path` names."""
+    """The problems of the model or adapter at `path`."""
     if not is_local(path):
         return [] if init_seed is None else ["init_seed needs a local folder with a config.json"]
     folder = shipped.resolve(path)
     if not folder.is_dir():
         hint = ""
-        if folder.name == "model":  # <run folder>/model: what another recipe makes
-            hint = "; it is what a run makes: run that recipe first"
+        if folder.name == "model":  # <run folder>/model: the result of another recipe
+            hint = "; it is the result of another run: run that recipe first"
         return [f"no folder {path}{hint}"]
     try:
         refuse_special_files(folder)
@@ -49,45 +48,43 @@ def model_problems(path: str, init_seed: Any) -> list[str]:
 
 
 def template_problems(name_or_path: str) -> list[str]:
-    """What is wrong with the chat template that is named."""
+    """The problems of a chat template's name."""
     known = shipped.templates()
     file = shipped.resolve(name_or_path)
     if name_or_path in known or (file.is_file() and file.suffix == ".jinja"):
         return []
     if file.suffix == ".jinja":
         return [f"no file {name_or_path}"]
-    near = difflib.get_close_matches(name_or_path, known, n=1, cutoff=0.5)
-    hint = f"; did you mean '{near[0]}'?" if near else ""
+    hint = did_you_mean(name_or_path, known)
     return [f"found {name_or_path!r}; write {', '.join(known)}, or the path of a .jinja file{hint}"]
 
 
 def _base_problems(path: str, adapter: dict[str, Any], init_seed: Any) -> list[str]:
-    """What is wrong with the model under an adapter."""
+    """The problems of an adapter's base model."""
     if init_seed is not None:
-        return [f"{path} is an adapter; random weights would not be those under it, leave init_seed out"]
+        return [f"{path} is an adapter of trained weights, not of random ones; leave init_seed out"]
     base = adapter["base_model_name_or_path"]
     if is_local(base) and not Path(base).is_dir():
-        return [f"{path} is an adapter of {base}, which is not there"]
+        return [f"{path} is an adapter of {base}, which does not exist"]
     return model_problems(base, None)
 
 
 def data_problems(path: str) -> list[str]:
-    """What is wrong with the file of rows that `path` names; nothing is known of the hub's."""
+    """The problems of the data file at `path`; a dataset on the hub is not checked."""
     if not is_local(path):
         return []
     file = shipped.resolve(path)
     if file.is_dir():
         return [f"{path} is a folder; name a .jsonl, .json or .parquet file"]
     if not file.is_file():
-        near = difflib.get_close_matches(file.name, _names(file.parent), n=1, cutoff=0.6)
-        return [f"no file {path}" + (f"; did you mean '{near[0]}'?" if near else "")]
+        return [f"no file {path}{did_you_mean(file.name, _names(file.parent))}"]
     if file.suffix not in (".jsonl", ".json", ".parquet"):
         return [f"{path}: cannot read '{file.suffix}'; name a .jsonl, .json or .parquet file"]
     return [f"{path} is empty"] if file.stat().st_size == 0 else []
 
 
 def is_test_split(split: str) -> bool:
-    """Whether a split's name says that it is there to measure on: test_sft, validation, eval."""
+    """Whether a split's name is that of a held-out split: test_sft, validation, eval."""
     return _TEST.search(split.lower()) is not None
 
 

@@ -1,12 +1,11 @@
-"""What TRL's SFTConfig and DPOConfig accept, read from their source without importing them.
+"""The fields of TRL's SFTConfig and DPOConfig, read from their source without importing them.
 
-Importing TRL takes ten seconds and torch; a typo deserves its answer in one. So the dataclasses of the *installed*
-TRL and transformers are parsed, never executed. tests/recipe/test_trl_config.py compares the result with
-`dataclasses.fields` of the real classes, so that an upgrade which changes their style is noticed.
+Importing TRL takes ten seconds and torch; a typo should be reported within one. So the dataclasses of the *installed*
+TRL and transformers are parsed, never executed. tests/recipe/test_trl_config.py compares the result with `dataclasses.fields`
+of the real classes, so that an upgrade which changes their style is noticed.
 """
 
 import ast
-import difflib
 import functools
 import importlib.util
 import math
@@ -15,12 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..errors import did_you_mean
 from . import trackers
 
 CLASSES = {"sft": "SFTConfig", "dpo": "DPOConfig"}
-_PUSH = "nothing is uploaded while training; `soren-align push RUN OWNER/NAME` uploads a finished run"
+_PUSH = "nothing is uploaded during training; `soren-align push RUN OWNER/NAME` uploads a finished run"
 
-# Keys that TRL has but a recipe says elsewhere, or not at all: one meaning, one place.
+# Keys of TRL that belong to another section of a recipe, or to none: one meaning, one place.
 ELSEWHERE = {
     "learning_rate": "belongs to optimizer.lr (and optimizer.aux_lr)",
     "weight_decay": "belongs to optimizer.weight_decay",
@@ -42,9 +42,9 @@ ELSEWHERE = {
     "disable_tqdm": "progress is shown by soren-align itself; leave it out",
     "log_level": "progress is shown by soren-align itself; leave it out",
     "log_level_replica": "progress is shown by soren-align itself; leave it out",
-    "do_train": "the command says what is done; leave it out",
-    "do_eval": "the command says what is done; leave it out",
-    "do_predict": "the command says what is done; leave it out",
+    "do_train": "determined by the command; leave it out",
+    "do_eval": "determined by the command; leave it out",
+    "do_predict": "determined by the command; leave it out",
     "deepspeed": "belongs to run.parallel; leave it out",
     "fsdp": "belongs to run.parallel; leave it out",
     "fsdp_config": "belongs to run.parallel; leave it out",
@@ -52,8 +52,8 @@ ELSEWHERE = {
     "accelerator_config": "soren-align sets it for the processes that it starts; leave it out",
     "local_rank": "soren-align sets it for the processes that it starts; leave it out",
     "save_only_model": "a checkpoint without its optimizer cannot be resumed; leave it out",
-    "ignore_data_skip": "a resumed run must see the same rows as an uninterrupted one; leave it out",
-    "auto_find_batch_size": "it changes the batch without a word; set per_device_train_batch_size",
+    "ignore_data_skip": "a resumed run must see the same examples as an uninterrupted one; leave it out",
+    "auto_find_batch_size": "it changes the batch silently; set per_device_train_batch_size",
     "push_to_hub": _PUSH,
     "hub_model_id": _PUSH,
     "hub_strategy": _PUSH,
@@ -62,11 +62,11 @@ ELSEWHERE = {
     "hub_token": "recipes are written into run folders; put the token into the environment as HF_TOKEN",
 }
 
-# Keys that older recipes carry, with what TRL calls them now.
+# Keys of older recipes, with TRL's present name.
 RENAMED = {
     "warmup_ratio": "write warmup_steps: a number below 1 is a ratio",
     "max_seq_length": "write max_length",
-    "max_prompt_length": "TRL has no such limit any more; max_length counts prompt and answer",
+    "max_prompt_length": "TRL no longer has this limit; max_length counts prompt and answer",
     "torch_dtype": "belongs to model.dtype",
     "dtype": "belongs to model.dtype",
     "evaluation_strategy": "write eval_strategy",
@@ -76,7 +76,7 @@ RENAMED = {
     "lr": "belongs to optimizer.lr",
 }
 
-# Least values that make sense; TRL and transformers check few of them, and late.
+# Bounds that TRL and transformers check late, or not at all.
 AT_LEAST = {
     "per_device_train_batch_size": 1,
     "per_device_eval_batch_size": 1,
@@ -111,25 +111,25 @@ def fields(task: str) -> dict[str, Field]:
     """The fields of the installed TRL's config class for `task` ('sft' or 'dpo'), by name."""
     transformers, trl = _source("transformers"), _source("trl")
     enums = _enums(transformers / "trainer_utils.py") | _enums(transformers / "training_args.py")
-    found: dict[str, Field] = {}
+    known: dict[str, Field] = {}
     for path, name in (
         (transformers / "training_args.py", "TrainingArguments"),
         (trl / "trainer/base_config.py", "_BaseConfig"),
         (trl / f"trainer/{task}_config.py", CLASSES[task]),
     ):
-        found |= _class_fields(path, name, enums)
-    return found
+        known |= _class_fields(path, name, enums)
+    return known
 
 
 def problems(task: str, values: dict[str, Any]) -> dict[str, str]:
-    """What is wrong with a recipe's `trainer:` section: key -> message. Empty when nothing is."""
+    """The problems of a recipe's `trainer` section: key -> message."""
     wrong = {}
     for key, value in values.items():
         message = _problem(task, key, value)
         if message:
             wrong[key] = message
     if values.get("hub_private_repo") is not None and "trackio" not in trackers.named(values.get("report_to")):
-        wrong["hub_private_repo"] = f"only trackio reads it (a Space); {_PUSH}, with --private"
+        wrong["hub_private_repo"] = f"has an effect with trackio only (a Space); {_PUSH}, with --private"
     return wrong
 
 
@@ -143,19 +143,17 @@ def _problem(task: str, key: str, value: Any) -> str | None:
             return f"is a key of TRL's {CLASSES[other]}; this is a {task.upper()} recipe"
         if key in RENAMED:
             return f"unknown to TRL's {CLASSES[task]}; {RENAMED[key]}"
-        close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-        return f"unknown to TRL's {CLASSES[task]}" + (f"; did you mean '{close[0]}'?" if close else "")
+        return f"unknown to TRL's {CLASSES[task]}{did_you_mean(key, known)}"
     if key == "report_to" and _fits(value, known[key].types):
         return trackers.problem(value)
     if key == "truncation_mode" and value == "keep_end":
-        return "keep_end is on its way out of TRL, and rows could not be counted as it cuts them; leave it out"
+        return "keep_end is deprecated in TRL, and examples that it truncates could not be counted; leave it out"
     field = known[key]
     if field.choices:
-        given = value if isinstance(value, list) else [value]
-        bad = [v for v in given if v not in field.choices and not (v is None and "None" in field.types)]
+        values = value if isinstance(value, list) else [value]
+        bad = [v for v in values if v not in field.choices and not (v is None and "None" in field.types)]
         if bad:
-            close = difflib.get_close_matches(str(bad[0]), field.choices, n=1, cutoff=0.6)
-            hint = f"; did you mean '{close[0]}'?" if close else ""
+            hint = did_you_mean(bad[0], field.choices)
             return f"found {bad[0]!r}; write one of {', '.join(field.choices)}{hint}"
     elif not _fits(value, field.types):
         hint = " (YAML's word for nothing is null)" if value == "None" else ""
@@ -223,7 +221,7 @@ def _enums(path: Path) -> dict[str, tuple[str, ...]]:
 def _class_fields(path: Path, name: str, enums: dict[str, tuple[str, ...]]) -> dict[str, Field]:
     cls = next(n for n in _tree(path).body if isinstance(n, ast.ClassDef) and n.name == name)
     document = ast.get_docstring(cls) or ""
-    found = {}
+    fields = {}
     for node in cls.body:
         if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
             continue
@@ -232,14 +230,14 @@ def _class_fields(path: Path, name: str, enums: dict[str, tuple[str, ...]]) -> d
         named = {n.id for n in ast.walk(node.annotation) if isinstance(n, ast.Name)}
         types = _types(node.annotation)
         enum = next((enums[n] for n in sorted(named & enums.keys())), None)
-        found[node.target.id] = Field(
+        fields[node.target.id] = Field(
             name=node.target.id,
             types=frozenset(types),
             choices=enum or tuple(meta.get("choices", ())) or _documented_choices(document, node.target.id),
             default=_literal(call.get("default", node.value)),
             help=str(meta.get("help", "")),
         )
-    return found
+    return fields
 
 
 def _documented_choices(document: str, name: str) -> tuple[str, ...]:

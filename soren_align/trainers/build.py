@@ -33,16 +33,8 @@ TRAINERS = {"sft": SorenSFTTrainer, "dpo": SorenDPOTrainer}
 
 
 def optimizer_settings(recipe: Recipe) -> dict[str, Any]:
-    """The recipe's optimizer section as keywords of `build_optimizer`: what does not apply (null) is left to it."""
-    settings = {k: v for k, v in recipe.optimizer.model_dump().items() if v is not None}
-    # Flat keys until the recipe has one section per optimizer.
-    if settings["name"] == "soren":
-        spectral_map = {"name": settings.pop("spectral_map", "minimax")}
-        flat = {"resolution": "resolution", "ns_steps": "steps"}
-        settings["map"] = spectral_map | {key: settings.pop(old) for old, key in flat.items() if old in settings}
-    if settings["name"] == "adamw":
-        settings = {k: v for k, v in settings.items() if k not in ("momentum", "nesterov", "adjust_lr_fn")}
-    return settings
+    """The recipe's optimizer section as keywords of `build_optimizer`, without nulls."""
+    return recipe.optimizer.model_dump(exclude_none=True)
 
 
 def trl_config(recipe: Recipe, output_dir: Path, ranks: Ranks) -> SFTConfig | DPOConfig:

@@ -274,7 +274,9 @@ def _told(source: dict[str, Any], kept: int) -> str:
 
 def kind_of(optimizer: Any) -> str:
     """The matrices' optimizer in words: "soren (sns, scale match_rms_adamw)"."""
-    words = [optimizer.spectral_map, optimizer.adjust_lr_fn and f"scale {optimizer.adjust_lr_fn}"]
+    map_name = optimizer.map_name if optimizer.map_name != optimizer.name else None
+    scale = getattr(optimizer, "adjust_lr_fn", None)
+    words = [map_name, scale and f"scale {scale}"]
     said = ", ".join(word for word in words if word)
     return f"{optimizer.name} ({said})" if said else optimizer.name
 

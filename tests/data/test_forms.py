@@ -149,13 +149,13 @@ def test_a_bad_row_of_any_form_is_named(write, form, row, reason):
     path = write("rows.jsonl", [good, row, good])
     with pytest.raises(UserError, match=f"1 of 3 rows cannot be used .*\n.*rows.jsonl:2: .*{reason}"):
         load_split(split(path), task)
-    loaded = load_split(split(path, bad_rows="drop"), task)
+    loaded = load_split(split(path, bad_examples="drop"), task)
     assert (len(loaded.dataset), sum(loaded.dropped.values())) == (2, 1)
 
 
 def test_an_empty_first_row_does_not_decide_the_form(write):
     rows = [{"prompt": None, "completion": None}, *({"prompt": PROMPT, "completion": CHAT[-1:]} for _ in range(2))]
-    loaded = load_split(split(write("rows.jsonl", rows), bad_rows="drop"), "sft")
+    loaded = load_split(split(write("rows.jsonl", rows), bad_examples="drop"), "sft")
     assert loaded.dropped == {"no 'prompt'": 1}
     assert loaded.dataset[0] == {"prompt": PROMPT, "completion": CHAT[-1:]}
 

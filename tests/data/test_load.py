@@ -276,14 +276,14 @@ def test_a_hub_dataset_out_of_reach_is_refused_with_the_remedy():
 def test_bad_rows_are_dropped_and_counted_when_asked(write):
     rows = [chat_row(), {"messages": []}, chat_row(), {"messages": []}, {"messages": "x"}]
     for _ in range(2):  # the second time from the cache
-        loaded = load_split(split(write("mixed.jsonl", rows), bad_rows="drop"), "sft")
+        loaded = load_split(split(write("mixed.jsonl", rows), bad_examples="drop"), "sft")
         assert (loaded.num_rows, len(loaded.dataset)) == (5, 2)
         assert loaded.dropped == {
             "messages is an empty list": 2,
             "messages is text, not a list of {role, content} turns": 1,
         }
     assert "3 of 5 rows cannot be used" in refused(split(write("mixed.jsonl", rows)))
-    assert "2 of 2 rows" in refused(split(write("bad.jsonl", rows[3:]), bad_rows="drop"))
+    assert "2 of 2 rows" in refused(split(write("bad.jsonl", rows[3:]), bad_examples="drop"))
 
 
 def test_bad_rows_of_the_hub_are_dropped_and_counted_when_asked(monkeypatch):
@@ -291,6 +291,6 @@ def test_bad_rows_of_the_hub_are_dropped_and_counted_when_asked(monkeypatch):
     published = datasets.Dataset.from_list([good, equal, pair_row(2)])
     monkeypatch.setattr("soren_align.data.hub.fetch", lambda path, split, revision: (published, COMMIT))
     assert "owner/replica (train) row 2: chosen and rejected are identical" in refused(split("owner/replica"), "dpo")
-    loaded = load_split(split("owner/replica", bad_rows="drop"), "dpo")
+    loaded = load_split(split("owner/replica", bad_examples="drop"), "dpo")
     assert (loaded.num_rows, loaded.dropped) == (3, {"chosen and rejected are identical": 1})
     assert [row["chosen"] for row in loaded.dataset] == [good["chosen"], pair_row(2)["chosen"]]

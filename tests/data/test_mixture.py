@@ -111,7 +111,7 @@ def test_rows_kept_and_dropped_are_told_for_each_source(write, make_tokenizer):
     bad = write("bad.jsonl", [*chats(range(3)), {"messages": []}, {"messages": []}])
     long = [{"role": "user", "content": "long " * 200}, {"role": "assistant", "content": "x"}]
     other = write("other.jsonl", [*chats(range(4)), {"messages": long}, {"messages": []}])
-    loaded = load_mixture([source(bad, bad_rows="drop"), source(other, 2.0, bad_rows="drop")], "sft", 1)
+    loaded = load_mixture([source(bad, bad_examples="drop"), source(other, 2.0, bad_examples="drop")], "sft", 1)
     assert loaded.dropped == {"messages is an empty list": 3}
     assert [s["dropped"] for s in loaded.source["sources"]] == [{"messages is an empty list": n} for n in (2, 1)]
     how = {"max_length": 120, "assistant_only_loss": True, "parts": loaded.parts}

@@ -97,7 +97,7 @@ def _known_values() -> dict[str, list[Any]]:
                 found.setdefault(where[i][0], []).append(where[i][1])
     found["parallel"] = ["ddp", "zero1", "zero2", "zero3", "zero2-offload", "fsdp2", "ds.json", "fsdp.yaml"]
     found["name"] = ["soren", "muon", "htmuon", "adamw"]
-    found["spectral_map"] = ["minimax", "sns", "exact"]
+    found["map"] = ["minimax", "sns", "exact"]
     found["chat_template"] = ["zephyr", "qwen2.5", "own.jinja"]
     found["extends"] = ["quickstart/sft", "quickstart/dpo", "qwen2.5-3b/soren", "recipe.yaml", "base.yaml", "bad.yaml"]
     found["compensation"], found["dtype"] = ["kahan", "none"], ["float32", "bfloat16"]
@@ -308,7 +308,7 @@ def a_data_file(rng: random.Random) -> Input:
         if rng.random() < share:
             mutate.tree(rng, node := pairs(rows[i]), make=_a_cell)
             rows[i] = plain(node)
-    spec = {"limit": rng.choice([None, None, None, 1, 2, 100]), "bad_rows": rng.choice(["refuse", "drop", "drop"])}
+    spec = {"limit": rng.choice([None, None, None, 1, 2, 100]), "bad_examples": rng.choice(["refuse", "drop", "drop"])}
     files = {f"rows.{suffix}": _encoded(rng, rows, suffix)}
     arguments: dict[str, Any] = {
         "spec": spec,

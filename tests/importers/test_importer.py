@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from soren_align import recipe
 from soren_align.errors import UserError
 from soren_align.importers import import_file, key_tables
-from soren_align.importers.convert import flattened, translate
+from soren_align.importers.convert import convert, flattened
 from soren_align.importers.importer import to_table, to_text
 from soren_align.recipe import sections, trl_config
 from soren_align.recipe.loader import load_text, parse
+from soren_align.recipe.optimizers import AdamWSettings
 from tests.support import command
 
 FOLDER = Path(__file__).parent / "foreign"
@@ -37,10 +38,10 @@ def source(name):
 
 
 def translated(name):
-    return translate(source(name), name)
+    return convert(source(name), name)
 
 
-def fate(notes, key):
+def note_on(notes, key):
     (note,) = [n for n in notes if n.key == key]
     return note
 
@@ -54,7 +55,7 @@ def problems(text):
 
 
 def known_names():
-    tables = (key_tables.RENAMED, *key_tables.DROPPED.values(), *key_tables.CHANGES.values())
+    tables = (key_tables.RENAMED, *(names for names, _ in (*key_tables.DROPPED, *key_tables.CHANGES)))
     words = " ".join(t if isinstance(t, str) else " ".join(t) for t in tables).split()
     return sorted({w.replace("*", "x") for w in words} | set(trl_config.fields("sft")) | set(trl_config.fields("dpo")))
 
@@ -80,9 +81,9 @@ def test_every_file_becomes_a_recipe_that_loads(name, tmp_path):
 def test_no_key_is_lost(name):
     given, notes = flattened(source(name)), translated(name).notes
     told = [n.key for n in notes if n.key in given]
-    assert sorted(told) == sorted(given)  # each once: kept, renamed, dropped or unknown
-    assert all(n.words for n in notes if n.fate in ("renamed", "dropped"))
-    assert [n.key for n in notes if n.fate == "unknown"] == []
+    assert sorted(told) == sorted(given)  # each once: unchanged, renamed, dropped or unknown
+    assert all(n.explanation for n in notes if n.outcome in ("renamed", "dropped"))
+    assert [n.key for n in notes if n.outcome == "unknown"] == []
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -99,7 +100,7 @@ def test_what_the_source_does_not_say_is_marked_as_ours(name):
     made = translated(name)
     marked = [line.split(":")[0].strip() for line in to_text(made, name).splitlines() if "# ours: " in line]
     assert sorted(marked) == sorted(key.rpartition(".")[2] for key in made.ours)
-    said = " ".join(n.words for n in made.notes if n.fate == "renamed")
+    said = " ".join(n.explanation for n in made.notes if n.outcome == "renamed")
     for key in (f"{section}.{k}" for section in ("optimizer", "run") for k in made.recipe[section]):
         assert (key in made.ours) != (key in said), key
 
@@ -187,11 +188,11 @@ def test_values_arrive_where_a_recipe_has_them(name, key, value):
 )
 def test_what_changes_the_training_is_said_first_and_in_the_file(name, key, words):
     made = translated(name)
-    note = fate(made.notes, key)
-    assert note.changes
-    assert words in note.words
+    note = note_on(made.notes, key)
+    assert note.changes_training
+    assert words in note.explanation
     first = to_table(made, name).split("\n\n")[1]
-    assert first.startswith("changes the training\n")
+    assert first.startswith("changes to the training\n")
     assert key in first
     assert f"{key}" in to_text(made, name).split("task:")[0]
 
@@ -209,24 +210,24 @@ def test_a_mixture_is_trained_on_whole_with_its_weights():
     ]
     assert [weight for *_, weight in sources("handbook-smollm3-sft-full")] == [1, 1, 1, 1, 0.5, 1]
     assert sources("trl-dpo-mixture") == [("lab/otter-1", "train_prefs", 1), ("lab/raven-3", "train", 1)]
-    older = translate(DPO | {"dataset_name": None, "dataset_mixer": {"a/b": 0.25, "a/c": 1.0}}, "x")
+    older = convert(DPO | {"dataset_name": None, "dataset_mixer": {"a/b": 0.25, "a/c": 1.0}}, "x")
     assert older.recipe["data"]["train"] == [
-        {"path": "a/b", "split": "train", "weight": 0.25, "bad_rows": "drop"},
-        {"path": "a/c", "split": "train", "bad_rows": "drop"},
+        {"path": "a/b", "split": "train", "weight": 0.25, "bad_examples": "drop"},
+        {"path": "a/c", "split": "train", "bad_examples": "drop"},
     ]
-    assert not any(note.changes for note in older.notes)
+    assert not any(note.changes_training for note in older.notes)
     text, _ = import_file(FILES["handbook-smollm-sft-base"])
     assert [s.weight for s in load_text(text).data.sources] == [1, 1, 0.001]
-    assert text.count("# ours: counted and told") == 4  # three sources and data.eval
+    assert text.count("# ours: reported and counted") == 4  # three sources and data.eval
 
 
 def test_a_part_of_a_split_stays_where_a_recipe_can_say_it():
     def part(split, path="lab/chat"):
-        made = translate(SFT | {"dataset_name": path, "dataset_train_split": split}, "x")
-        return made.recipe["data"]["train"], [n.words for n in made.notes if n.key == "dataset_name[0].split"]
+        made = convert(SFT | {"dataset_name": path, "dataset_train_split": split}, "x")
+        return made.recipe["data"]["train"], [n.explanation for n in made.notes if n.key == "dataset_name[0].split"]
 
-    assert part("train_sft[:10%]") == ({"path": "lab/chat", "split": "train_sft[:10%]", "bad_rows": "drop"}, [])
-    assert part("train[:50]") == ({"path": "lab/chat", "split": "train", "limit": 50, "bad_rows": "drop"}, [])
+    assert part("train_sft[:10%]") == ({"path": "lab/chat", "split": "train_sft[:10%]", "bad_examples": "drop"}, [])
+    assert part("train[:50]") == ({"path": "lab/chat", "split": "train", "limit": 50, "bad_examples": "drop"}, [])
     assert part("train[:50]", "./a.jsonl") == ({"path": "./a.jsonl", "split": "train", "limit": 50}, [])
     assert part("train[5:]", "./a.jsonl") == (
         {"path": "./a.jsonl", "split": "train"},
@@ -253,42 +254,42 @@ def test_a_part_of_a_split_stays_where_a_recipe_can_say_it():
     ],
 )
 def test_columns_that_are_read_change_nothing_and_others_are_told(said, is_read):
-    made = translate({"base_model": "a/c", "datasets": [{"path": "a/b", **said}]}, "x")
-    told = [n for n in made.notes if n.key.startswith("datasets[0].") and n.changes]
+    made = convert({"base_model": "a/c", "datasets": [{"path": "a/b", **said}]}, "x")
+    told = [n for n in made.notes if n.key.startswith("datasets[0].") and n.changes_training]
     assert (not told) == (is_read is True)
     if is_read is False:
-        assert any("rows are read by their columns" in note.words for note in told)
+        assert any("examples are recognised by their columns" in note.explanation for note in told)
     elif is_read is None:
         assert [note.key for note in told] == ["datasets[0].type"]
 
 
 def test_another_column_of_text_is_told():
-    assert fate(translate(SFT | {"dataset_text_field": "body"}, "x").notes, "dataset_text_field").changes
-    assert not fate(translate(SFT | {"dataset_text_field": "text"}, "x").notes, "dataset_text_field").changes
+    assert note_on(convert(SFT | {"dataset_text_field": "body"}, "x").notes, "dataset_text_field").changes_training
+    assert not note_on(convert(SFT | {"dataset_text_field": "text"}, "x").notes, "dataset_text_field").changes_training
 
 
 def test_the_handbooks_zephyr_template_is_known_by_its_text():
     text = (Path(__file__).parents[1] / "data" / "originals" / "zephyr.jinja").read_text()
-    made = translate({**SFT, "chat_template": text.replace("'  +", "' +")}, "x")
+    made = convert({**SFT, "chat_template": text.replace("'  +", "' +")}, "x")
     assert made.recipe["model"]["chat_template"] == "zephyr"
-    assert not fate(made.notes, "chat_template").changes
-    assert fate(translate({**SFT, "chat_template": text + "."}, "x").notes, "chat_template").changes
+    assert not note_on(made.notes, "chat_template").changes_training
+    assert note_on(convert({**SFT, "chat_template": text + "."}, "x").notes, "chat_template").changes_training
 
 
 def test_a_template_and_a_stop_token_go_to_the_model():
     for source in (SFT, DPO):
-        made = translate({**source, "chat_template_path": "my.jinja", "eos_token": "<|im_end|>"}, "x", task="dpo")
+        made = convert({**source, "chat_template_path": "my.jinja", "eos_token": "<|im_end|>"}, "x", task="dpo")
         assert made.recipe["model"] | {"chat_template": "my.jinja", "eos_token": "<|im_end|>"} == made.recipe["model"]
-    note = fate(translate({**SFT, "chat_template_path": "lab/chat"}, "x").notes, "chat_template_path")
-    assert note.changes
-    assert "lab/chat: only its template, as a .jinja file" in note.words
+    note = note_on(convert({**SFT, "chat_template_path": "lab/chat"}, "x").notes, "chat_template_path")
+    assert note.changes_training
+    assert "lab/chat: only its template, as a .jinja file" in note.explanation
 
 
 def test_a_file_that_loses_nothing_says_no_change():
     made = translated("axolotl-sft-bare")
-    assert not any(n.changes for n in made.notes)
-    assert "changes the training" not in to_table(made, "x") + to_text(made, "x")
-    assert fate(made.notes, "lora_r").words == "nobody reads it without use_peft or adapter"
+    assert not any(n.changes_training for n in made.notes)
+    assert "changes to the training" not in to_table(made, "x") + to_text(made, "x")
+    assert note_on(made.notes, "lora_r").explanation == "has no effect without use_peft or adapter"
 
 
 @settings(max_examples=60, deadline=None)
@@ -305,8 +306,8 @@ def test_an_unknown_key_is_always_listed(name, key, value, inside):
         key_told = f"dataset_mixture[{len(given['dataset_mixture']['datasets']) - 1}].{key}"
     else:
         given[key], key_told = value, key
-    made = translate(given, name)
-    assert fate(made.notes, key_told).fate == "unknown"
+    made = convert(given, name)
+    assert note_on(made.notes, key_told).outcome == "unknown"
     text, table = to_text(made, name), to_table(made, name)
     assert key in "".join(table.replace("\n", " ").split())
     assert key_told in text.replace("\n# ", " ")
@@ -318,7 +319,7 @@ def test_an_unknown_key_is_always_listed(name, key, value, inside):
 def test_whatever_stands_there_every_key_is_told_or_the_file_refused(base, more):
     given = base | more
     try:
-        made = translate(given, "some", task="sft" if base is SFT else "dpo")
+        made = convert(given, "some", task="sft" if base is SFT else "dpo")
     except UserError:
         return
     flat = flattened(given)
@@ -343,27 +344,27 @@ def test_whatever_stands_there_every_key_is_told_or_the_file_refused(base, more)
     ],
 )
 def test_the_task_is_read_from_keys_then_from_names(given, name, folder, task):
-    assert translate(given, name, folder).task == task
+    assert convert(given, name, folder).task == task
 
 
 @pytest.mark.parametrize(
     ("given", "folder", "message"),
     [
-        (SFT | DPO, "", "SFT or DPO? max_seq_length are keys of the one, beta of the other: write --task"),
-        ({"dataset_name": "a/b"}, "", "SFT or DPO? Neither a key nor the file's name says it"),
+        (SFT | DPO, "", "SFT or DPO? max_seq_length are SFT keys, beta DPO keys: write --task"),
+        ({"dataset_name": "a/b"}, "", "SFT or DPO? Neither its keys nor its name determine it"),
         (DPO, "orpo", "this trains by ORPO"),
         (DPO | {"output_dir": "out/mine-kto"}, "", "this trains by KTO"),
         ({"base_model": "a/b", "rl": "grpo"}, "", "this trains by GRPO"),
         ({"base_model": "a/b", "reward_model": True}, "", "this trains by REWARD"),
         ({"beta": 0.1}, "", "no dataset is named"),
         (DPO | {"dataset_train_split": "test"}, "", "only test splits are named"),
-        (DPO | {"dataset_mixture": [1]}, "", "a list of datasets is meant"),
+        (DPO | {"dataset_mixture": [1]}, "", "write a list of datasets"),
         ({"task": "sft", "optimizer": {"name": "soren"}}, "", "this is a recipe already"),
     ],
 )
 def test_what_cannot_be_imported_is_refused_in_a_sentence(given, folder, message):
     with pytest.raises(UserError) as error:
-        translate(given, "config_full", folder)
+        convert(given, "config_full", folder)
     assert message in str(error.value)
 
 
@@ -375,15 +376,15 @@ def test_orpo_is_refused_and_can_be_taken_as_dpo():
 
 
 def test_a_test_split_is_not_trained_on_however_it_is_spelt():
-    made = translate(SFT | {"dataset_train_split": "train+test[:50%]"}, "x")
+    made = convert(SFT | {"dataset_train_split": "train+test[:50%]"}, "x")
     assert made.recipe["data"]["train"]["split"] == "train"
-    assert "test[:50%]" in fate(made.notes, "dataset_name[test]").words
+    assert "test[:50%]" in note_on(made.notes, "dataset_name[test]").explanation
 
 
 def test_the_newer_of_two_names_for_one_key_counts():
-    made = translate(SFT | {"max_length": 700}, "x")
+    made = convert(SFT | {"max_length": 700}, "x")
     assert made.recipe["trainer"]["max_length"] == 700
-    assert fate(made.notes, "max_seq_length").words == "trainer.max_length is said by another key"
+    assert note_on(made.notes, "max_seq_length").explanation == "trainer.max_length is set by another key"
 
 
 def test_a_recipe_that_would_not_load_is_not_written(tmp_path):
@@ -402,10 +403,11 @@ def test_the_tables_name_keys_that_there_are():
         if section == "trainer":
             assert key in trl_config.fields("sft").keys() | trl_config.fields("dpo").keys(), source_name
         else:
-            assert key in sections.Recipe.model_fields[section].annotation.model_fields, source_name
-    reasons = [p for t in (key_tables.DROPPED, key_tables.CHANGES) for p in " ".join(t.values()).split()]
-    assert len(reasons) == len(set(reasons))
-    assert not set(reasons) & key_tables.RENAMED.keys()
+            model = AdamWSettings if section == "optimizer" else sections.Recipe.model_fields[section].annotation
+            assert key in model.model_fields, source_name
+    patterns = [p for names, _ in (*key_tables.DROPPED, *key_tables.CHANGES) for p in names.split()]
+    assert len(patterns) == len(set(patterns))
+    assert not set(patterns) & key_tables.RENAMED.keys()
 
 
 @pytest.mark.parametrize(
@@ -413,8 +415,8 @@ def test_the_tables_name_keys_that_there_are():
 )
 def test_every_key_of_trls_command_is_known(path, name):
     fields = trl_config._class_fields(trl_config._source("trl") / path, name, {})
-    made = translate(SFT | dict.fromkeys(fields.keys() - {"datasets"}, "x"), "x", task="sft")
-    assert [n.key for n in made.notes if n.fate == "unknown"] == []
+    made = convert(SFT | dict.fromkeys(fields.keys() - {"datasets"}, "x"), "x", task="sft")
+    assert [n.key for n in made.notes if n.outcome == "unknown"] == []
     assert len(fields) > 5
 
 
@@ -426,7 +428,7 @@ def test_the_command_prints_the_recipe_or_writes_it_and_tells_the_rest(tmp_path)
     file = str(FILES["handbook-zephyr-7b-beta-dpo-full"])
     printed = run(file, cwd=tmp_path)
     assert (printed.returncode, load_text(printed.stdout).task) == (0, "dpo")
-    assert "changes the training" in printed.stderr
+    assert "changes to the training" in printed.stderr
     written = run(file, "mine.yaml", cwd=tmp_path)
     assert (written.returncode, written.stdout) == (0, "")
     assert (tmp_path / "mine.yaml").read_text() == printed.stdout
@@ -450,13 +452,13 @@ def test_importing_a_file_imports_no_torch():
 
 
 def test_lora_that_nobody_asked_for_is_not_trained():
-    made = translate(SFT | {"lora_r": 8, "load_in_4bit": True}, "x", task="sft")
+    made = convert(SFT | {"lora_r": 8, "load_in_4bit": True}, "x", task="sft")
     assert "lora" not in made.recipe["model"]
-    assert fate(made.notes, "lora_r").words == "nobody reads it without use_peft or adapter"
-    assert fate(made.notes, "load_in_4bit").changes
+    assert note_on(made.notes, "lora_r").explanation == "has no effect without use_peft or adapter"
+    assert note_on(made.notes, "load_in_4bit").changes_training
 
 
 @pytest.mark.parametrize("asked", [{"use_dora": True}, {"lora_target_modules": ".*_proj"}, {"load_in_8bit": True}])
 def test_what_recipes_do_not_know_of_lora_changes_the_training(asked):
-    made = translate(SFT | {"use_peft": True} | asked, "x", task="sft")
-    assert fate(made.notes, next(iter(asked))).changes
+    made = convert(SFT | {"use_peft": True} | asked, "x", task="sft")
+    assert note_on(made.notes, next(iter(asked))).changes_training

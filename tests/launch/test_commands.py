@@ -62,8 +62,8 @@ def test_a_finished_run_is_not_overwritten_unless_told(make):
 def test_without_a_checkpoint_there_is_nothing_to_protect(make):
     """A mistake found before the first checkpoint is mended, and the same folder is used again."""
     begin(make()).update(last_error="5 of 6 rows cannot be used")
-    folder = begin(make("data.train.bad_rows=drop"))
-    assert recipe.load(str(folder.recipe)).data.train.bad_rows == "drop"
+    folder = begin(make("data.train.bad_examples=drop"))
+    assert recipe.load(str(folder.recipe)).data.train.bad_examples == "drop"
     assert "last_error" not in folder.read()
 
 

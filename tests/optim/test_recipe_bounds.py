@@ -1,4 +1,4 @@
-"""What a recipe may say in its optimizer section, the optimizers accept."""
+"""Every value that a recipe accepts in its optimizer section, the optimizers accept."""
 
 import math
 
@@ -6,12 +6,9 @@ import pytest
 import torch
 
 from soren_align.optim import build_optimizer
-from soren_align.recipe import sections
-from soren_align.spectral import RESOLUTIONS
+from soren_align.recipe.optimizers import MAPS, OPTIMIZERS
 
-NAMES = ("soren", "muon", "htmuon", "adamw")
-PROPERTIES = sections.Optimizer.model_json_schema()["properties"]
-NO_NUMBERS = ("name", "aux")
+NO_NUMBERS = ("name", "aux", "map")
 LARGEST = 1e300
 
 
@@ -36,39 +33,35 @@ def values_at_the_bounds(schema):
     return [low, high]
 
 
-def cases():
-    for key, schema in PROPERTIES.items():
-        if key in NO_NUMBERS:
-            continue
-        # Its two values are checked where the recipe's keys are compared with one another.
-        values = RESOLUTIONS if key == "resolution" else values_at_the_bounds(schema)
-        for name in NAMES:
-            if sections._ONLY.get(key, name) == name:
-                yield from ((name, key, value) for value in values)
+def cases(sections):
+    for name, section in sections.items():
+        for key, schema in section.model_json_schema()["properties"].items():
+            if key not in NO_NUMBERS:
+                yield from ((name, key, value) for value in values_at_the_bounds(schema))
 
 
-@pytest.mark.parametrize(("name", "key", "value"), list(cases()))
+def built(section):
+    return build_optimizer(torch.nn.Sequential(torch.nn.Linear(2, 3)), **section.model_dump(exclude_none=True))
+
+
+@pytest.mark.parametrize(("name", "key", "value"), list(cases(OPTIMIZERS)))
 def test_what_the_recipe_accepts_the_optimizer_accepts(name, key, value):
-    section = sections.Optimizer(**{"name": name, "lr": 0.1, "aux_lr": 0.1, key: value})
-    settings = {k: v for k, v in section.model_dump().items() if v is not None}
-    assert settings[key] == value
-    optimizer = build_optimizer(torch.nn.Sequential(torch.nn.Linear(2, 3)), **keywords(settings))
-    assert optimizer.param_groups
+    section = OPTIMIZERS[name](**{"name": name, "lr": 0.1, "aux_lr": 0.1, key: value})
+    assert section.model_dump()[key] == value
+    assert built(section).param_groups
 
 
-def keywords(flat):
-    """The recipe's flat keys as keywords of build_optimizer."""
-    map_keys = {"spectral_map": "name", "resolution": "resolution", "ns_steps": "steps"}
-    spectral_map = {map_keys[key]: value for key, value in flat.items() if key in map_keys}
-    if spectral_map:
-        spectral_map.setdefault("name", "sns" if "steps" in spectral_map else "minimax")
-    settings = {k: v for k, v in flat.items() if k not in map_keys} | ({"map": spectral_map} if spectral_map else {})
-    foreign = ("momentum", "nesterov", "adjust_lr_fn") if flat["name"] == "adamw" else ()
-    return {key: value for key, value in settings.items() if key not in foreign}
+@pytest.mark.parametrize(("name", "key", "value"), [*cases(MAPS), ("exact", "name", "exact")])
+def test_what_the_recipe_accepts_in_a_map_soren_accepts(name, key, value):
+    section = OPTIMIZERS["soren"](name="soren", lr=0.1, aux_lr=0.1, map={"name": name, key: value})
+    assert section.model_dump()["map"][key] == value
+    assert built(section).param_groups
 
 
-def test_every_number_of_the_section_is_walked():
-    assert {key for _, key, _ in cases()} == PROPERTIES.keys() - set(NO_NUMBERS)
+def test_every_number_of_the_sections_is_walked():
+    sections = [*OPTIMIZERS.values(), *MAPS.values()]
+    keys = {key for section in sections for key in section.model_fields} - set(NO_NUMBERS)
+    assert {key for _, key, _ in [*cases(OPTIMIZERS), *cases(MAPS)]} == keys
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan, -1.0])
@@ -76,6 +69,6 @@ def test_every_number_of_the_section_is_walked():
 def test_what_is_no_finite_number_is_refused_by_both(key, value):
     settings = {"name": "soren", "lr": 0.1, "aux_lr": 0.1, key: value}
     with pytest.raises(ValueError, match=key):
-        sections.Optimizer(**settings)
+        OPTIMIZERS["soren"](**settings)
     with pytest.raises(ValueError, match=key.removeprefix("aux_")):
         build_optimizer(torch.nn.Sequential(torch.nn.Linear(2, 3)), **settings)

@@ -11,8 +11,8 @@ CHATML = (
 )
 
 
-def split(path, split="train", limit=None, revision=None, bad_rows="refuse"):
-    return SimpleNamespace(path=str(path), split=split, limit=limit, revision=revision, bad_rows=bad_rows)
+def split(path, split="train", limit=None, revision=None, bad_examples="refuse"):
+    return SimpleNamespace(path=str(path), split=split, limit=limit, revision=revision, bad_examples=bad_examples)
 
 
 def animal_text(i):

@@ -73,10 +73,10 @@ def instead(cls, name, method, then):
 
 RUNS = (
     ("soren", "sft", ()),
-    ("sns", "sft", ("optimizer.spectral_map=sns",)),
+    ("sns", "sft", ("optimizer.map=sns",)),
     ("muon", "sft", ("optimizer.name=muon",)),
     ("dpo", "dpo", ()),
-    ("dpo-sns", "dpo", ("optimizer.spectral_map=sns",)),
+    ("dpo-sns", "dpo", ("optimizer.map=sns",)),
     ("dpo-muon", "dpo", ("optimizer.name=muon",)),
 )
 

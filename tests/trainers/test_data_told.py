@@ -28,7 +28,7 @@ def test_a_mixture_is_trained_told_and_recorded(tiny_run, rows):
     bad = {"conversations": []}
     chats = rows("chats.jsonl", [chat_row(i) for i in range(16)])
     spoken_ = rows("spoken.jsonl", [*(spoken(chat_row(i)) for i in range(8)), bad])
-    listed = f"[{{path: {chats}, weight: 0.5}}, {{path: {spoken_}, weight: 2, bad_rows: drop}}]"
+    listed = f"[{{path: {chats}, weight: 0.5}}, {{path: {spoken_}, weight: 2, bad_examples: drop}}]"
     run = tiny_run("sft", f"data.train={listed}", "trainer.max_length=512", "trainer.max_steps=2", "trainer.seed=7")
     assert run.train()
     said = " ".join(run.said.getvalue().split())

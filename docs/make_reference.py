@@ -1,0 +1,154 @@
+"""Write docs/recipe.md, the reference of a recipe's keys, from the models in soren_align/recipe.
+
+    python docs/make_reference.py
+
+tests/test_reference.py compares the page with the models.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from soren_align.recipe import Recipe, trl_config
+from soren_align.recipe.base import Section, members, section_in
+from soren_align.recipe.optimizers import MAPS, OPTIMIZERS, OptimizerSection
+
+DOCS = Path(__file__).parent
+INTRODUCTION = """\
+# The recipe
+
+A recipe is one YAML file (YAML 1.2: `1e-6` is a number, `no` a text). Every key is checked before torch is loaded; all
+mistakes are reported together, each with file, line and remedy. `soren-align schema` prints this page as JSON Schema
+for editors, `soren-align recipes` lists the shipped recipes. `python docs/make_reference.py` generates the page.
+
+    extends: quickstart/sft            # everything that is not written here
+    optimizer: {name: muon, lr: 1.0e-2}
+    run: {output_dir: runs/mine}
+
+`--set section.key=value` changes a key of any recipe; the value is YAML. Where `--set` or a file with `extends` changes
+`optimizer.name` (or `optimizer.map.name`), inherited keys that the new optimizer does not have are left out, and a
+notice lists them. The learning rates are inherited: choose good ones. A key that does not apply and is written beside
+the new name is an error. The run folder's `recipe.yaml` is the resolved recipe, with every default written out.
+"""
+TYPES = {
+    "string": "text",
+    "integer": "a whole number",
+    "number": "a number",
+    "boolean": "true or false",
+    "null": "null",
+}
+TYPES |= {"object": "a section"}
+BOUNDS = {"minimum": "at least", "exclusiveMinimum": "more than", "maximum": "at most", "exclusiveMaximum": "less than"}
+
+
+def recipe_page() -> str:
+    """The text of docs/recipe.md."""
+    top = [key for key, field in Recipe.model_fields.items() if key != "trainer" and not section_in(field.annotation)]
+    parts = [INTRODUCTION, "## At the top\n", _keys(Recipe, top)]
+    for name, field in Recipe.model_fields.items():
+        if name == "optimizer":
+            parts.append(_optimizers())
+        elif name == "trainer":
+            parts.append(_trainer(str(field.description)))
+        elif section := section_in(field.annotation):
+            parts.append(_section(name, section))
+    return "\n".join(parts)
+
+
+def _section(name: str, section: type[Section]) -> str:
+    """A section's heading, docstring and keys, then those of the sections inside it."""
+    text = f"## {name}\n\n{_one_line(section.__doc__)}\n\n{_keys(section, list(section.model_fields))}"
+    for key, field in section.model_fields.items():
+        if inner := section_in(field.annotation):
+            text += f"\n### {name}.{key}\n\n{_one_line(inner.__doc__)}\n\n{_keys(inner, list(inner.model_fields))}"
+    return text
+
+
+def _optimizers() -> str:
+    """The optimizer section: the keys of all members, of some, and of each; then the maps."""
+    text = "## optimizer\n\nThe keys depend on `name`. Keys of every optimizer:\n\n"
+    classes: list[type[Section]] = []
+    for member in OPTIMIZERS.values():
+        classes += [c for c in reversed(member.__mro__) if issubclass(c, OptimizerSection) and c not in classes]
+    for section in sorted(classes, key=lambda c: c in OPTIMIZERS.values()):  # the bases first
+        inherited = {key for base in section.__bases__ for key in getattr(base, "model_fields", {})}
+        own = [key for key in section.model_fields if key not in inherited]
+        names = [name for name, member in OPTIMIZERS.items() if issubclass(member, section)]
+        if section is not OptimizerSection:
+            doc = "" if len(names) > 1 else f"{_one_line(section.__doc__)}\n\n"
+            text += f"\n### optimizer, with name {_listed(names)}\n\n{doc}"
+        text += _keys(section, own) if own else "No further keys.\n"
+    for name, section in MAPS.items():
+        text += f"\n### optimizer.map, with name `{name}`\n\n{_one_line(section.__doc__)}\n\n"
+        own = [key for key in section.model_fields if key != "name"]
+        text += _keys(section, own) if own else "No further keys.\n"
+    return text
+
+
+def _trainer(description: str) -> str:
+    """The trainer section: a pointer to TRL's documentation, and the keys that belong to other sections, by reason."""
+    keys: dict[str, list[str]] = {}
+    for key, reason in trl_config.ELSEWHERE.items():
+        keys.setdefault(reason, []).append(f"`{key}`")
+    text = (
+        f"## trainer\n\n{description} Meanings and defaults are those of the installed TRL: see its documentation of\n"
+    )
+    text += "[SFTConfig](https://huggingface.co/docs/trl/sft_trainer) and\n"
+    text += "[DPOConfig](https://huggingface.co/docs/trl/dpo_trainer). These keys are errors here:\n\n"
+    return text + "".join(f"- {', '.join(names)}: {reason}.\n" for reason, names in keys.items())
+
+
+def _keys(section: type[Section], keys: list[str]) -> str:
+    """One list item per key: name, values, default, meaning."""
+    properties = section.model_json_schema()["properties"]
+    text = ""
+    for key in keys:
+        field, schema = section.model_fields[key], properties[key]
+        default = "required" if field.is_required() else f"default {_yaml(schema.get('default'))}"
+        text += f"- **`{key}`** ({_values(section, key, schema)}; {default}): {_one_line(field.description)}\n"
+    return text
+
+
+def _values(section: type[Section], key: str, schema: dict[str, Any]) -> str:
+    annotation = section.model_fields[key].annotation
+    if section is OptimizerSection and key == "name":
+        return _listed(OPTIMIZERS)
+    if section is Recipe and key == "extends":
+        return "text"
+    if members(annotation) == MAPS:
+        return f"a section, or {_listed(MAPS)}"
+    if section_in(annotation):
+        several = ", or a list of sections" if "array" in json.dumps(schema) else ""
+        return "a section" + several + (", or null" if type(None) in getattr(annotation, "__args__", ()) else "")
+    return _type(schema)
+
+
+def _type(schema: dict[str, Any]) -> str:
+    if "anyOf" in schema:
+        return ", or ".join(_type(part) for part in schema["anyOf"])
+    if "enum" in schema or "const" in schema:
+        return _listed(schema.get("enum") or [schema["const"]])
+    if schema.get("type") == "array":
+        length = f"{schema['minItems']} of: " if schema.get("minItems", 0) > 1 else ""
+        return f"a list ({length}{_type(schema['items'])})"
+    bounds = [f"{word} {schema[key]:.15g}" for key, word in BOUNDS.items() if key in schema]
+    return ", ".join([TYPES[schema.get("type", "object")], *bounds])
+
+
+def _listed(words: Any) -> str:
+    quoted = [f"`{word}`" for word in words]
+    return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} or {quoted[-1]}"
+
+
+def _yaml(default: Any) -> str:
+    if isinstance(default, dict):
+        return f"`{default['name']}`" if "name" in default else "`{}`"
+    return f"`{json.dumps(default)}`" if not isinstance(default, str) else f"`{default}`"
+
+
+def _one_line(text: str | None) -> str:
+    return " ".join((text or "").split())
+
+
+if __name__ == "__main__":
+    (DOCS / "recipe.md").write_text(recipe_page(), encoding="utf-8")

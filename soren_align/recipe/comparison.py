@@ -1,0 +1,47 @@
+"""Whether two recipes train the same weights: the condition for resuming a run."""
+
+from typing import Any
+
+from .sections import Recipe
+
+# Keys of `trainer` that do not change the trained weights: logging, evaluation and saving may change at a resume.
+_NO_EFFECT_ON_WEIGHTS = {
+    "logging_steps",
+    "logging_first_step",
+    "logging_strategy",
+    "save_steps",
+    "save_strategy",
+    "save_total_limit",
+    "report_to",
+    "run_name",
+    "project",
+    "trackio_space_id",
+    "trackio_bucket_id",
+    "trackio_static_space_id",
+    "hub_private_repo",
+    "eval_strategy",
+    "eval_steps",
+    "eval_on_start",
+    "eval_delay",
+}
+
+
+def training_part(recipe: Recipe) -> dict[str, Any]:
+    """The part of the recipe that determines the trained weights: a run resumes only with an equal one."""
+    part = recipe.model_dump(include={"task", "model", "data", "optimizer", "trainer"})
+    part["run"] = recipe.run.model_dump(include={"parallel", "global_batch_size"})
+    part["data"].pop("eval")
+    part["trainer"] = {k: v for k, v in part["trainer"].items() if k not in _NO_EFFECT_ON_WEIGHTS}
+    return part
+
+
+def differences(there: dict[str, Any], here: dict[str, Any], prefix: str = "") -> list[str]:
+    """Where two nested dicts differ: ['optimizer.lr: 0.003 there, 0.001 here', ...]."""
+    lines = []
+    for key in sorted(there.keys() | here.keys()):
+        a, b = there.get(key), here.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            lines += differences(a, b, f"{prefix}{key}.")
+        elif a != b:
+            lines.append(f"{prefix}{key}: {a!r} there, {b!r} here")
+    return lines

@@ -1,0 +1,160 @@
+"""pydantic's errors about a recipe as sentences: place, key, finding, remedy."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+
+from ..errors import closest, did_you_mean
+from ..files import Key
+from .base import Section, members, section_in
+from .older import MOVED
+from .sections import Recipe
+
+_ALIASES = {"learning_rate": "lr", "model_name_or_path": "name_or_path", "dataset": "path", "torch_dtype": "dtype"}
+_ALIASES |= {"rank": "r", "lora_r": "r"}
+_INSTEAD: dict[Key, str] = {
+    ("model", "dtype"): " (bfloat16 parameters round small updates away; for bfloat16 arithmetic with float32 "
+    "parameters write trainer: {bf16: true})",
+}
+
+
+def sentences(error: ValidationError, lines: dict[Key, str]) -> list[str]:
+    """One sentence per mistake; lines: where each key stands."""
+    problems = [_Problem(**_locate(each["loc"]), error=each) for each in error.errors(include_url=False)]
+    return [f"{place(p.key, lines)} {dotted(p.key)}: {p.message()}" for p in _without_echoes(problems)]
+
+
+def place(key: Key, lines: dict[Key, str]) -> str:
+    """'file:line' of the key, or of the nearest section around it."""
+    while key and key not in lines:
+        key = key[:-1]
+    return lines.get(key, "recipe")
+
+
+def dotted(key: Key) -> str:
+    """The key as it is written after --set: 'data.train.0.path'."""
+    return ".".join(map(str, key))
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """One of pydantic's errors, located."""
+
+    error: Any
+    key: Key
+    """Where the value stands, without the tags of unions."""
+    section: type[Section]
+    """The section that the key stands in."""
+    union: dict[str, type[Section]] = field(default_factory=dict)
+    """The members of the union that this section belongs to, by tag; empty for other sections."""
+    tag: str = ""
+    """The section's own tag in `union`."""
+
+    @property
+    def is_unknown_key(self) -> bool:
+        return self.error["type"] == "extra_forbidden"
+
+    @property
+    def is_of_another_member(self) -> bool:
+        """Whether the key is one that another member of the union has."""
+        return any(self.key[-1] in member.model_fields for member in self.union.values())
+
+    def meant(self) -> str | None:
+        """The known key that an unknown one is close to."""
+        known = self.section.model_fields
+        words = {k: k for k in known} | {alias: k for alias, k in _ALIASES.items() if k in known}
+        word = closest(self.key[-1], words)
+        return words[word] if word else None
+
+    def message(self) -> str:
+        """Finding and remedy."""
+        key, value = self.key, self.error.get("input")
+        match self.error["type"]:
+            case "extra_forbidden":
+                return self._unknown_key()
+            case "missing":
+                return "is required"
+            case "literal_error":
+                choices = self.error["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
+                if key[-1] == "name" and self.union:
+                    choices = list(self.union)
+                return f"found {value!r}; write {_or(choices)}{_INSTEAD.get(key) or did_you_mean(value, choices)}"
+            case "model_type" if key == ("data", "eval") and isinstance(value, list):
+                return "found a list; held-out examples are one split (data.train may be several)"
+            case "model_type" | "dict_type":
+                return f"found {value!r}; write a section (indented keys below it)"
+        hint = " (YAML's word for nothing is null)" if value == "None" else ""
+        return f"found {value!r}; {self._remedy()}{hint}"
+
+    def _unknown_key(self) -> str:
+        moved = MOVED.get(tuple(part for part in self.key if isinstance(part, str)))
+        if moved and not (self.is_of_another_member and self.tag != "soren"):  # ns_steps: Muon's, and once Soren's too
+            return moved(self.error.get("input"))
+        if self.is_of_another_member:
+            owners = [tag for tag, member in self.union.items() if self.key[-1] in member.model_fields]
+            return f"unknown key for {self.tag}; {_and(owners)} {'has' if len(owners) == 1 else 'have'} it"
+        meant = self.meant()
+        hint = f"did you mean '{meant}'?" if meant else f"keys here: {', '.join(self.section.model_fields)}"
+        return f"unknown key; {hint}"
+
+    def _remedy(self) -> str:
+        bounds = self.error.get("ctx", {})
+        remedies = {
+            "int_type": "write a whole number",
+            "float_type": "write a number",
+            "string_type": "write a text",
+            "bool_type": "write true or false",
+            "list_type": "write a list",
+            "greater_than": "it must be more than {gt:g}",
+            "greater_than_equal": "it must be at least {ge:g}",
+            "less_than": "it must be less than {lt:g}",
+            "less_than_equal": "it must be at most {le:g}",
+            "finite_number": "it must be finite",
+            "string_too_short": "it is empty",
+            "too_short": "it is empty" if bounds.get("min_length") == 1 else "write {min_length} values",
+            "too_long": "write {max_length} values",
+        }
+        remedy = remedies.get(self.error["type"])
+        return remedy.format(**bounds) if remedy else self.error["msg"]
+
+
+def _locate(location: Key) -> dict[str, Any]:
+    """The fields of a _Problem at one of pydantic's locations, in which the tag of a union follows its key."""
+    key: list[str | int] = []
+    section: type[Section] = Recipe
+    union: dict[str, type[Section]] = {}
+    tag, choices = "", union
+    for i, part in enumerate(location):
+        if part in choices:
+            tag, union = str(part), choices
+            section, choices = choices[tag], {}
+            continue
+        key.append(part)
+        annotation = section.model_fields[part].annotation if part in section.model_fields else None
+        choices = members(annotation)
+        inner = section_in(annotation)
+        if inner and not choices and i + 1 < len(location):
+            section, union, tag = inner, {}, ""
+    return {"key": tuple(key), "section": section, "union": union, "tag": tag}
+
+
+def _without_echoes(problems: list[_Problem]) -> list[_Problem]:
+    """One mistake, one message: without "is required" for a key that is there misspelt, and without "unknown key"
+    where the name that decides about the keys is wrong itself."""
+    misspelt = {(*p.key[:-1], p.meant()) for p in problems if p.is_unknown_key}
+    unnamed = {p.key[:-1] for p in problems if p.union and p.key[-1] == "name"}
+    return [
+        p
+        for p in problems
+        if not (p.error["type"] == "missing" and p.key in misspelt)
+        and not (p.is_unknown_key and p.is_of_another_member and p.key[:-1] in unnamed)
+    ]
+
+
+def _or(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def _and(words: list[str]) -> str:
+    return " and ".join(words)

@@ -1,0 +1,201 @@
+"""The optimizer section: a union of sections on `name`, and Soren's `map`, a union of its own.
+
+A new optimizer is one class here, with its name and the keys that only it has, and one member of `Optimizer`. Choices,
+checks, schema and documentation follow from it. Defaults and bounds come from `optimizer_settings`.
+"""
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
+
+from .. import optimizer_settings as settings
+from ..optimizer_settings import AdjustLrFn, Compensation
+from .base import Coefficient, NonNegative, Positive, Section, members, tag_of, within
+
+
+def _resolution(value: float) -> float:
+    if value not in settings.RESOLUTIONS:
+        raise PydanticCustomError("choice", "write {choices}", {"choices": " or ".join(map(str, settings.RESOLUTIONS))})
+    return value
+
+
+class MinimaxMap(Section):
+    """A polynomial within 0.4% of the sigmoid, from singular values of `resolution` on."""
+
+    name: Literal["minimax"] = "minimax"
+    resolution: Annotated[
+        float, AfterValidator(_resolution), Field(json_schema_extra={"enum": list(settings.RESOLUTIONS)})
+    ] = settings.RESOLUTION
+    """The normalised singular value from which the polynomial is accurate: 0.01, or 0.001 for more work."""
+
+
+class SnsMap(Section):
+    """Soft Newton-Schulz, the paper's Algorithm 1: less accurate than minimax, and more expensive."""
+
+    name: Literal["sns"]
+    steps: Annotated[int, within(settings.NUM_STEPS)] = settings.SNS_STEPS
+    """Iterations."""
+
+
+class ExactMap(Section):
+    """The sigmoid itself, by a singular value decomposition: the reference, and slow."""
+
+    name: Literal["exact"]
+
+
+def _map_tag(value: Any) -> str:
+    return tag_of(value, MAPS)
+
+
+def _as_section(value: Any) -> Any:
+    """`sns` as `{name: sns}`, null as the default map; anything else unchanged."""
+    if value is None:
+        return {}
+    return {"name": value} if isinstance(value, str) else value
+
+
+Map = Annotated[
+    Annotated[MinimaxMap, Tag("minimax")] | Annotated[SnsMap, Tag("sns")] | Annotated[ExactMap, Tag("exact")],
+    Discriminator(_map_tag),
+    BeforeValidator(_as_section),
+]
+MAPS = members(Map)
+
+
+class OptimizerSection(Section):
+    """The keys of every optimizer."""
+
+    needs_aux_lr: ClassVar[bool] = True
+    """Whether `aux_lr` must be set where parameters other than matrices are trained."""
+
+    name: Any
+    """The optimizer of the matrices inside the blocks. Embeddings, head, norms and biases always go to AdamW."""
+    lr: Positive
+    """Peak learning rate of the matrices."""
+    aux_lr: Positive | None = None
+    """Peak learning rate of the other parameters. Required, except for adamw, where null means `lr`, and where there
+    are no other parameters, as with LoRA."""
+    weight_decay: NonNegative = settings.WEIGHT_DECAY
+    """Decoupled weight decay of the matrices, with the unadjusted learning rate."""
+    aux_weight_decay: NonNegative = settings.AUX_WEIGHT_DECAY
+    """Decoupled weight decay of the other parameters."""
+    compensation: Compensation | None = None
+    """For bfloat16 parameters. `kahan` keeps beside each parameter, in 16 bits, the rounding error of its updates: they
+    then add up as in float32. `none` trains without. null: not needed, for float32 parameters and masters."""
+    betas: Annotated[list[Coefficient], Field(min_length=2, max_length=2)] = list(settings.BETAS)
+    """AdamW's coefficients of its running averages."""
+    eps: Positive = settings.EPS
+    """AdamW's term in the denominator."""
+    aux: list[str] = []
+    """Names of further parameters for AdamW; `*` matches anything. A name that matches no parameter is an error."""
+
+    @property
+    def map_name(self) -> str:
+        """The name of the map of singular values: that of the optimizer, unless it has several."""
+        return self.name
+
+    @property
+    def map_steps(self) -> int:
+        """Iterations of the map; 0 where their number is no setting."""
+        return 0
+
+    def resolved(self, trains_adapter: bool) -> Self:
+        """With the defaults that depend on other keys written out."""
+        return self
+
+
+class MatrixOptimizer(OptimizerSection):
+    """The keys of the optimizers that map a matrix of momentum: all but AdamW."""
+
+    default_adjust_lr_fn: ClassVar[AdjustLrFn] = "original"
+
+    momentum: Coefficient = settings.MOMENTUM
+    """Coefficient of the matrices' exponential moving average."""
+    nesterov: bool = settings.NESTEROV
+    """Whether the map sees the Nesterov average of gradient and momentum."""
+    adjust_lr_fn: AdjustLrFn | None = None
+    """Scale of a matrix update: `none`, `original` = sqrt(max(1, m/n)), or `match_rms_adamw` = 0.2 sqrt(max(m, n)),
+    which makes learning rates comparable with AdamW's. null: `match_rms_adamw` with LoRA, otherwise the optimizer's
+    own: `none` for soren (the paper's text), `original` for the others (their code)."""
+
+    def resolved(self, trains_adapter: bool) -> Self:
+        """With `adjust_lr_fn` written out."""
+        default = "match_rms_adamw" if trains_adapter else self.default_adjust_lr_fn
+        return self.model_copy(update={"adjust_lr_fn": self.adjust_lr_fn or default})
+
+
+class SorenSettings(MatrixOptimizer):
+    """The sigmoid of the singular values."""
+
+    default_adjust_lr_fn: ClassVar[AdjustLrFn] = "none"
+
+    name: Literal["soren"]
+    map: Map = MinimaxMap()
+    """How the sigmoid of the singular values is computed; a map's bare name stands for the map with its defaults."""
+    workspace_mb: NonNegative | None = None
+    """MB (2^20 bytes) for mapping matrices of one shape in a batch; a matrix that needs more is mapped alone. null: 16
+    on a CPU, 256 elsewhere."""
+
+    @property
+    def map_name(self) -> str:
+        """The name of `map`."""
+        return self.map.name
+
+    @property
+    def map_steps(self) -> int:
+        """The `steps` of `map`."""
+        return getattr(self.map, "steps", 0)
+
+
+class MuonSettings(MatrixOptimizer):
+    """Orthogonalised momentum, as torch.optim.Muon."""
+
+    name: Literal["muon"]
+    ns_steps: Annotated[int, within(settings.NUM_STEPS)] = settings.MUON_STEPS
+    """Newton-Schulz iterations."""
+
+    @property
+    def map_steps(self) -> int:
+        """`ns_steps`."""
+        return self.ns_steps
+
+
+class HTMuonSettings(MatrixOptimizer):
+    """A power of the singular values (arXiv 2603.10067)."""
+
+    name: Literal["htmuon"]
+    p: Annotated[float, within(settings.POWER)] = settings.HTMUON_POWER
+    """The power of the singular values."""
+
+
+class AdamWSettings(OptimizerSection):
+    """torch.optim.AdamW for all parameters."""
+
+    needs_aux_lr: ClassVar[bool] = False
+
+    name: Literal["adamw"]
+
+    def resolved(self, trains_adapter: bool) -> Self:
+        """With `aux_lr` written out."""
+        return self.model_copy(update={"aux_lr": self.aux_lr or self.lr})
+
+
+def _optimizer_tag(value: Any) -> str:
+    return tag_of(value, OPTIMIZERS)
+
+
+Optimizer = Annotated[
+    Annotated[SorenSettings, Tag("soren")]
+    | Annotated[MuonSettings, Tag("muon")]
+    | Annotated[HTMuonSettings, Tag("htmuon")]
+    | Annotated[AdamWSettings, Tag("adamw")],
+    Discriminator(_optimizer_tag),
+]
+OPTIMIZERS: dict[str, type[OptimizerSection]] = members(Optimizer)
+
+
+def as_adamw(optimizer: OptimizerSection) -> AdamWSettings:
+    """The settings with AdamW in the place of the optimizer; keys that AdamW does not have are left out."""
+    shared = optimizer.model_dump(include=set(AdamWSettings.model_fields) - {"name"})
+    return AdamWSettings(name="adamw", **shared)

@@ -1,0 +1,130 @@
+"""A default, choice or bound of the optimizers stands in optimizer_settings alone; everything else agrees with it."""
+
+import inspect
+import json
+from typing import get_args
+
+import pytest
+import torch
+
+from soren_align import optim, optimizer_settings, recipe
+from soren_align.optimizer_settings import MAPS
+from soren_align.recipe import optimizers
+
+CLASSES = {"soren": optim.Soren, "muon": optim.Muon, "htmuon": optim.HTMuon, "adamw": optim.AdamW}
+ONLY_RECIPE = {"name", "aux_lr", "aux_weight_decay", "aux"}
+"""Keys of `build_optimizer`, which makes groups of them."""
+ONLY_ADAMW = {"betas", "eps"}
+"""In a matrix optimizer these are keys of its AdamW group."""
+
+
+def member(name):
+    return optimizers.OPTIMIZERS[name](name=name, lr=0.1, aux_lr=0.1)
+
+
+def built(settings):
+    return optim.build_optimizer(torch.nn.Sequential(torch.nn.Linear(2, 3)), **settings)
+
+
+def test_every_optimizer_has_a_section_and_a_class():
+    assert set(optimizers.OPTIMIZERS) == set(CLASSES)
+    assert set(optimizers.MAPS) == set(MAPS)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_section_has_the_settings_of_the_class(name):
+    ours = set(type(member(name)).model_fields) - ONLY_RECIPE
+    theirs = set(inspect.signature(CLASSES[name]).parameters) - {"params"}
+    assert ours - ONLY_ADAMW == theirs - ONLY_ADAMW
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_recipes_defaults_are_those_of_the_class(name):
+    resolved = member(name).resolved(trains_adapter=False).model_dump()
+    parameters = inspect.signature(CLASSES[name]).parameters
+    for key in set(resolved) & set(parameters) - {"lr", "map", "weight_decay", "compensation", "betas"}:
+        assert resolved[key] == parameters[key].default, key
+    # torch.optim.AdamW's own decay is 0.01; a null compensation is the class's "none".
+    assert resolved["weight_decay"] == optimizer_settings.WEIGHT_DECAY
+    assert parameters["weight_decay"].default == (0.01 if name == "adamw" else optimizer_settings.WEIGHT_DECAY)
+    assert (resolved["compensation"], parameters["compensation"].default) == (None, "none")
+    assert tuple(resolved["betas"]) == optimizer_settings.BETAS
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_the_defaults_of_a_map_are_those_of_the_settings(name):
+    assert optimizers.MAPS[name](name=name).model_dump() == {"name": name, **MAPS[name]}
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_a_group_holds_the_complete_map_of_the_recipe(name):
+    section = optimizers.SorenSettings(name="soren", lr=0.1, aux_lr=0.1, map=name)
+    group = built(section.model_dump(exclude_none=True)).param_groups[0]
+    assert group["map"] == section.map.model_dump() == {"name": name, **MAPS[name]}
+    bare = optim.Soren([torch.nn.Parameter(torch.zeros(2, 3))], 0.1, map=name)
+    assert bare.param_groups[0]["map"] == group["map"]
+
+
+def test_the_default_map_of_the_class_is_the_recipes():
+    group = optim.Soren([torch.nn.Parameter(torch.zeros(2, 3))], 0.1).param_groups[0]
+    assert group["map"] == member("soren").map.model_dump()
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_built_optimizer_has_the_recipes_settings(name):
+    settings = member(name).resolved(trains_adapter=False).model_dump(exclude_none=True)
+    for group in built(settings).param_groups:
+        for key in group.keys() & settings.keys() - {"weight_decay", "lr"}:
+            assert _plain(group[key]) == _plain(settings[key]), key
+
+
+def _plain(value):
+    return list(value) if isinstance(value, tuple) else value
+
+
+def test_the_schema_has_the_choices_and_bounds_of_the_settings():
+    definitions = recipe.json_schema()["$defs"]
+    names = {
+        definition["properties"]["name"].get("const")
+        for definition in definitions.values()
+        if "name" in definition["properties"]
+    }
+    assert names >= set(CLASSES) | set(MAPS)
+    soren = definitions["SorenSettings"]["properties"]
+    assert set(soren["adjust_lr_fn"]["anyOf"][0]["enum"]) == set(get_args(optimizer_settings.AdjustLrFn))
+    assert set(soren["compensation"]["anyOf"][0]["enum"]) == set(get_args(optimizer_settings.Compensation))
+    assert definitions["MinimaxMap"]["properties"]["resolution"]["enum"] == list(optimizer_settings.RESOLUTIONS)
+    assert {"enum": list(MAPS)} in soren["map"]["anyOf"]
+    steps = definitions["SnsMap"]["properties"]["steps"]
+    assert (steps["minimum"], steps["maximum"]) == (
+        optimizer_settings.NUM_STEPS.least,
+        optimizer_settings.NUM_STEPS.most,
+    )
+    json.dumps(definitions)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "bounds"),
+    [
+        ("soren", "weight_decay", optimizer_settings.NON_NEGATIVE),
+        ("soren", "momentum", optimizer_settings.COEFFICIENT),
+        ("soren", "workspace_mb", optimizer_settings.NON_NEGATIVE),
+        ("htmuon", "p", optimizer_settings.POWER),
+        ("muon", "ns_steps", optimizer_settings.NUM_STEPS),
+    ],
+)
+@pytest.mark.parametrize("value", [-1, 0, 0.5, 1, 2, 99, 100, float("inf"), float("nan")])
+def test_recipe_and_class_accept_the_numbers_within_the_bounds(name, key, bounds, value):
+    def is_accepted(build):
+        try:
+            build()
+        except ValueError:
+            return False
+        return True
+
+    section = optimizers.OPTIMIZERS[name]
+    whole = key != "ns_steps" or isinstance(value, int)
+    wanted = whole and value in bounds
+    assert is_accepted(lambda: section(**{"name": name, "lr": 0.1, key: value})) == wanted
+    parameters = [torch.nn.Parameter(torch.zeros(2, 3))]
+    assert is_accepted(lambda: CLASSES[name](parameters, 0.1, **{key: value})) == wanted
