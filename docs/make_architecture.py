@@ -59,7 +59,7 @@ def _entry(file: Path, indent: str, name: str) -> list[str]:
     docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
     sentence = re.split(r"(?<=[.?])\s", " ".join(docstring.split("\n\n")[0].split()))[0].rstrip(".:")
     first = f"{indent}{name}".ljust(NAMES - 1) + " "
-    return textwrap.wrap(sentence, WIDTH, initial_indent=first, subsequent_indent=" " * NAMES)
+    return textwrap.wrap(sentence, WIDTH, initial_indent=first, subsequent_indent=" " * NAMES, break_on_hyphens=False)
 
 
 if __name__ == "__main__":

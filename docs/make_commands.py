@@ -53,8 +53,8 @@ the files that will be written. Works offline for the models and datasets of the
     "merge": "For runs with `model.lora`; see [optimizers.md](optimizers.md), LoRA.\n",
     "push": "Nothing is ever uploaded without this command.\n",
     "import": """\
-Reads the YAML of TRL, the alignment handbook or Axolotl. Every key of the file is reported as kept, renamed, dropped
-(with the reason) or unknown; keys whose loss changes the training come first.
+Every key of the file is reported as kept, renamed, dropped (with the reason) or unknown; keys whose loss changes the
+training come first.
 
     soren-align import zephyr-7b-sft.yaml my.yaml
 """,

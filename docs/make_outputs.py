@@ -8,6 +8,7 @@ command's output that are shown: `<!-- shown: steps, memory -->`. Parts are sepa
 first words; `...` stands for the others. tests/test_docs.py compares the pages with what `page` returns.
 """
 
+import itertools
 import os
 import re
 import subprocess
@@ -73,8 +74,8 @@ def _excerpt(output: str, shown: list[str]) -> str:
     missing = [name for name in shown if not any(part.startswith(name) for part in parts)]
     if missing:
         raise ValueError(f"no part of the output begins with {', '.join(missing)}; it has:\n{output}")
-    lines = [part if part.startswith(tuple(shown)) else "..." for part in parts]
-    return re.sub(r"\.\.\.(\n\.\.\.)+", "...", "\n".join(lines))
+    runs = itertools.groupby(parts, lambda part: part.startswith(tuple(shown)))
+    return "\n".join("\n\n".join(run) if is_shown else "..." for is_shown, run in runs)
 
 
 if __name__ == "__main__":
