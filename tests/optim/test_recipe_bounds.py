@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from soren_align.optim import build_optimizer
+from soren_align.optimizer_settings import RESOLUTIONS
 from soren_align.recipe import sections
-from soren_align.spectral import RESOLUTIONS
 
 NAMES = ("soren", "muon", "htmuon", "adamw")
 PROPERTIES = sections.Optimizer.model_json_schema()["properties"]
