@@ -1,10 +1,11 @@
-"""Which parameter is updated by which rule, and why.
+"""The routing of parameters: the rule of each trainable parameter, and the reason for it.
 
-Weights of linear layers inside the blocks are matrices to a spectral map. Embeddings, the head (tied or not), norms,
-biases and everything else go to AdamW. Every trainable parameter is in exactly one place, by identity, not by name.
-Of LoRA adapters, the factors of linear layers are matrices, each mapped by itself; see `adapters`.
+Weights of linear layers inside the blocks go to the spectral rule. Embeddings, the head (tied or not), norms, biases
+and all other parameters go to AdamW. Every trainable parameter has exactly one route, by identity, not by name.
+The LoRA factors of linear layers go to the spectral rule, each mapped by itself; see `lora_factors`.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,12 +14,13 @@ from typing import Any
 
 from torch import nn
 
-from .lora_factors import FACTOR, Adapters
+from ..optimizer_settings import AUX_WEIGHT_DECAY
+from .lora_factors import FACTOR, adapter_parameters
 
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """Where one trainable parameter goes. `shape` is the whole one, also where ZeRO 3 has emptied the tensor."""
+    """The rule of one trainable parameter. `shape` is that of the whole, also if ZeRO 3 has emptied the tensor."""
 
     name: str
     parameter: nn.Parameter
@@ -28,8 +30,8 @@ class Route:
 
 
 @dataclass(frozen=True)
-class _Place:
-    """One of the places where a parameter hangs in the model."""
+class _Occurrence:
+    """One of the attributes that hold a parameter; a tied parameter has several."""
 
     name: str
     owner: nn.Module
@@ -37,17 +39,17 @@ class _Place:
 
 
 def route(model: nn.Module, aux: Sequence[str] = ()) -> list[Route]:
-    """Every trainable parameter of `model` once, in the order of `named_parameters`.
+    """The route of every trainable parameter of `model`, in the order of `named_parameters`.
 
     aux: globs of parameter names that go to AdamW even if they are matrices, e.g. "*.o_proj.weight".
-    ValueError for a glob that matches nothing and for adapters that PEFT does not call LoRA.
+    Raises ValueError for a glob that matches nothing, and for PEFT adapters other than LoRA.
     """
-    places = _places(model)
-    adapters = Adapters(model)
-    for parameter, found in places.items():
-        adapters.refuse_unknown(parameter, found[0].name)
+    parameters = _occurrences(model)
+    adapters = adapter_parameters(model)
+    for parameter, occurrences in parameters.items():
+        adapters.refuse_unknown(parameter, occurrences[0].name)
     for glob in aux:
-        if not any(fnmatchcase(place.name, glob) for found in places.values() for place in found):
+        if not any(fnmatchcase(o.name, glob) for occurrences in parameters.values() for o in occurrences):
             raise ValueError(f"aux: {glob!r} matches no trainable parameter")
 
     heads = {"input embedding": "get_input_embeddings", "output embedding": "get_output_embeddings"}
@@ -58,14 +60,14 @@ def route(model: nn.Module, aux: Sequence[str] = ()) -> list[Route]:
             special.setdefault(parameter, reason)
 
     routes = []
-    for parameter, found in places.items():
+    for parameter, occurrences in parameters.items():
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
         obstacle = special.get(parameter) or adapters.obstacle(parameter)
-        obstacle = obstacle or _obstacle(found, shape, aux, hasattr(model, "get_output_embeddings"))
+        obstacle = obstacle or _obstacle(occurrences, shape, aux, hasattr(model, "get_output_embeddings"))
         reason = obstacle or (FACTOR if adapters.is_factor(parameter) else "linear layer")
-        if len(found) > 1:
-            reason += f", tied to {', '.join(place.name for place in found[1:])}"
-        routes.append(Route(found[0].name, parameter, shape, "adamw" if obstacle else "spectral", reason))
+        if len(occurrences) > 1:
+            reason += f", tied to {', '.join(o.name for o in occurrences[1:])}"
+        routes.append(Route(occurrences[0].name, parameter, shape, "adamw" if obstacle else "spectral", reason))
     return routes
 
 
@@ -75,24 +77,24 @@ def param_groups(
     aux_lr: float | None,
     lr: float | None = None,
     weight_decay: float | None = None,
-    aux_weight_decay: float = 0.0,
+    aux_weight_decay: float = AUX_WEIGHT_DECAY,
     aux: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """The groups of `model` for Soren, Muon or HTMuon: the matrices, then the rest for AdamW, if there is any.
+    """The parameter groups of `model` for Soren, Muon or HTMuon: the matrices, then the other parameters (AdamW).
 
-    lr, weight_decay: of the matrices; None leaves them to the optimizer. aux_lr, aux_weight_decay: of the rest; None
-    for aux_lr where there is no rest, as with LoRA.
-    ValueError if no parameter is a matrix to be updated whole, for a missing aux_lr, and what `route` raises.
+    lr, weight_decay: of the matrices; None leaves them to the optimizer. aux_lr, aux_weight_decay: of the other
+    parameters; aux_lr may be None if there are none, as with LoRA.
+    Raises ValueError if no parameter goes to the spectral rule, if aux_lr is missing, and whatever `route` refuses.
     """
     routes = route(model, aux)
     if not any(r.rule == "spectral" for r in routes):
         reasons = ", ".join(sorted({r.reason for r in routes})) or "no trainable parameter"
         raise ValueError(f"{type(model).__name__} has no matrix for a spectral optimizer; found only: {reasons}")
-    rest = [r for r in routes if r.rule == "adamw"]
-    if rest and aux_lr is None:
+    others = [r for r in routes if r.rule == "adamw"]
+    if others and aux_lr is None:
         raise ValueError(
-            f"aux_lr: missing; AdamW updates what is no matrix ({rest[0].name}, ...), and its learning rates do not "
-            "compare with those of the matrices"
+            f"aux_lr: missing; AdamW updates the other parameters ({others[0].name}, ...), and its learning rates do "
+            "not compare with those of the matrices"
         )
     settings = {
         "spectral": {"lr": lr, "weight_decay": weight_decay},
@@ -108,43 +110,42 @@ def param_groups(
 
 
 def routing_table(routes: Sequence[Route]) -> list[dict[str, Any]]:
-    """One plain row per rule and reason: {"rule", "reason", "tensors", "numel"}, the matrices first."""
+    """One dict per rule and reason: {"rule", "reason", "tensors", "numel"}, the matrices first."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for r in sorted(routes, key=lambda r: r.rule != "spectral"):
         row = rows.setdefault((r.rule, r.reason), {"rule": r.rule, "reason": r.reason, "tensors": 0, "numel": 0})
         row["tensors"] += 1
-        numel = 1
-        for length in r.shape:
-            numel *= length
-        row["numel"] += numel
+        row["numel"] += math.prod(r.shape)
     return list(rows.values())
 
 
-def _places(model: nn.Module) -> dict[nn.Parameter, list[_Place]]:
-    """Every trainable parameter with all the places where it hangs; the first gives its name."""
+def _occurrences(model: nn.Module) -> dict[nn.Parameter, list[_Occurrence]]:
+    """The occurrences of every trainable parameter; the first one gives its name."""
     modules = dict(model.named_modules(remove_duplicate=False))
     lists = {name for name, module in modules.items() if isinstance(module, nn.ModuleList)}
-    places = defaultdict(list)
+    occurrences = defaultdict(list)
     for path, owner in modules.items():
         parts = path.split(".")
         in_block = any(".".join(parts[:end]) in lists for end in range(len(parts)))
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
             if parameter.requires_grad:
-                places[parameter].append(_Place(f"{path}.{name}" if path else name, owner, in_block))
-    return places
+                occurrences[parameter].append(_Occurrence(f"{path}.{name}" if path else name, owner, in_block))
+    return occurrences
 
 
-def _obstacle(found: Sequence[_Place], shape: tuple[int, ...], aux: Sequence[str], needs_block: bool) -> str | None:
-    """Why a parameter is not for a spectral map; None if it is."""
-    if any(isinstance(place.owner, nn.Embedding) for place in found):
+def _obstacle(
+    occurrences: Sequence[_Occurrence], shape: tuple[int, ...], aux: Sequence[str], needs_block: bool
+) -> str | None:
+    """The reason why a parameter does not go to the spectral rule; None if it does."""
+    if any(isinstance(o.owner, nn.Embedding) for o in occurrences):
         return "embedding"
     for glob in aux:
-        if any(fnmatchcase(place.name, glob) for place in found):
+        if any(fnmatchcase(o.name, glob) for o in occurrences):
             return f"named by aux {glob!r}"
     if len(shape) != 2:
         return f"{len(shape)}-dimensional"
-    if not all(isinstance(place.owner, nn.Linear) and place.name.split(".")[-1] == "weight" for place in found):
+    if not all(isinstance(o.owner, nn.Linear) and o.name.split(".")[-1] == "weight" for o in occurrences):
         return "not the weight of a linear layer"
-    if needs_block and not any(place.in_block for place in found):
+    if needs_block and not any(o.in_block for o in occurrences):
         return "outside the blocks"
     return None

@@ -129,7 +129,7 @@ class _Round:
         for index, fragment, offset in self._layout.outgoing:
             self._update.add_output_(self._pieces[index], self._out[offset : offset + fragment.numel])
         self._exchange.buffer_bytes -= self._num_bytes
-        del self._out, self._in
+        del self._out, self._in, self._work  # which holds the buffers too
 
     def _assemble(self, number: int) -> Tensor:
         index, (num_rows, num_columns) = self._layout.owned[number], self._layout.shapes[number]

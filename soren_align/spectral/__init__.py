@@ -1,6 +1,5 @@
 """Maps of singular values: pure functions on [..., m, n], batched, tall or wide; the input is never modified."""
 
-from .coefficients import RESOLUTIONS
 from .cost import num_flops, num_workspace_numbers, usual_workspace_numbers
 from .exact import exact_sigmoid, spectral_power
 from .minimax import guarded_minimax_sigmoid, minimax_sigmoid
@@ -9,7 +8,6 @@ from .quintic import newton_schulz
 from .sns import guarded_soft_newton_schulz, soft_newton_schulz
 
 __all__ = [
-    "RESOLUTIONS",
     "exact_sigmoid",
     "full_precision",
     "guarded_minimax_sigmoid",

@@ -1,25 +1,25 @@
-"""The polynomials of `minimax_sigmoid`. docs/minimax_front.py computes them and prints what else could be chosen.
+"""The polynomials of `minimax_sigmoid`. docs/minimax_front.py computes them and prints the alternatives.
 
-An odd polynomial is written as the coefficients of x, x^3, x^5, ... test_the_tables_are_what_the_script_computes makes
-them again, and test_the_certificates_hold evaluates them.
+An odd polynomial is given by its coefficients of x, x^3, x^5, ... tests/spectral/test_minimax_coefficients.py computes
+them again, and evaluates their certificates.
 """
 
 from typing import NamedTuple
 
 
 class Sign(NamedTuple):
-    """f, a composition of odd polynomials, on u in [resolution, TOP]."""
+    """f, a composition of odd polynomials that approximates 1 on u in [resolution, TOP]."""
 
     steps: tuple[tuple[float, ...], ...]
-    centers: tuple[float, ...]  # of the interval that each step sees, in u^2
-    num_restarts: int  # the Gram matrix is formed anew after so many steps
+    centers: tuple[float, ...]  # of the interval of each step, in u^2
+    num_restarts: int  # the Gram matrix is computed again after each of the first num_restarts steps
     error: float  # |f(u) - 1| is at most this
     slope: float  # f'(0)
 
 
 TOP = 1.005  # u is at most 1; the rest is for rounding
 
-# By resolution. Every later interval is 0.5% wider than what the step before leaves, for float16's rounding.
+# By resolution. Every later interval is 0.5% wider than the range of the step before it, for float16's rounding.
 SIGN = {
     # degrees (9, 9, 9)
     0.01: Sign(
@@ -49,7 +49,7 @@ SIGN = {
     ),
 }
 
-# tanh(x / 2), rising on the whole interval; the error is relative to the sigmoid, of which this is one half.
+# tanh(x / 2), increasing on the whole interval; the error is relative to the sigmoid, of which this is one half.
 TANH = (4.96740021e-01, -3.61866082e-02, 1.77539158e-03)  # on [0, 2.5], error 0.0827%
 TANH_WIDE = (  # on [0, 4.3], error 0.0561%
     4.97856604e-01,
@@ -59,6 +59,4 @@ TANH_WIDE = (  # on [0, 4.3], error 0.0561%
     1.94851463e-06,
 )
 WIDE_LIMIT = 4.3  # (sum of sigma^128)^(1/128) is at most 7% above sigma_max, for up to 10 000 singular values
-WIDE_FROM = (2.0, 2.5)  # as nu goes from one to the other, TANH gives way to TANH_WIDE; below it spares five products
-
-RESOLUTIONS = tuple(SIGN)
+WIDE_FROM = (2.0, 2.5)  # between these nu, TANH and TANH_WIDE are interpolated; below, five products are saved

@@ -1,19 +1,20 @@
-"""What a map costs before it runs: floating-point operations and memory, from the shape alone."""
+"""The cost of a map: floating-point operations and memory, from the shape alone."""
 
 from typing import Literal
 
+from ..optimizer_settings import SNS_STEPS
 from .products import PADDING, block_size, ends_thin
 
 SpectralMap = Literal["minimax", "sns", "muon"]
 
 
-def num_flops(spectral_map: SpectralMap, num_rows: int, num_columns: int, steps: int = 15) -> int:
+def num_flops(spectral_map: SpectralMap, num_rows: int, num_columns: int, steps: int = SNS_STEPS) -> int:
     """Floating-point operations of a map's matrix products for one matrix; `steps` are those of sns.
 
     "minimax" is `minimax_sigmoid` by products in its default resolution, for singular values up to 2; "muon" is
     `newton_schulz` in 5 steps. In units of m^3, for n = a m: 20a + 10 (muon), 4a (steps + 2) (sns), and 8a + 20
-    (minimax; 14a + 12 near squares), in which from 128 rows on the symmetric products, 4a + 18 (6a + 12), take down to
-    9/16 of that.
+    (minimax; 14a + 12 near squares). Of the last, the symmetric products, 4a + 18 (6a + 12), cost down to 9/16 of that
+    from 128 rows on.
     """
     m, n = sorted((num_rows, num_columns))
     thin, square = 2 * m * m * n, 2 * m**3
@@ -29,7 +30,7 @@ def num_flops(spectral_map: SpectralMap, num_rows: int, num_columns: int, steps:
 
 
 def num_workspace_numbers(num_rows: int, num_columns: int) -> int:
-    """How many numbers a map of one matrix holds at once beside its input, its result among them.
+    """The largest number of elements that a map of one matrix allocates at once, its result included, not its input.
 
     That of `minimax_sigmoid` by products, the default map: 7 buffers of m x m, with padding, and two of m x n
     (test_no_more_memory_than_stated).
@@ -39,15 +40,15 @@ def num_workspace_numbers(num_rows: int, num_columns: int) -> int:
 
 
 def usual_workspace_numbers(spectral_map: SpectralMap | None, num_rows: int, num_columns: int) -> int:
-    """As `num_workspace_numbers`, but of that map, and for a matrix of norm 1 at most, as clipped gradients are.
+    """As `num_workspace_numbers`, but for `spectral_map`, and for a matrix of norm 1 at most, as clipped gradients are.
 
-    None: a decomposition, without what its library takes for itself.
-    Source: counted, for the shapes of test_usual_workspace.
+    spectral_map: None is a decomposition, without the workspace of its library.
+    Source: measured for the shapes of test_usual_workspace.
     """
     m, n = sorted((num_rows, num_columns))
     if spectral_map == "sns":
         return m * m + 5 * m * n
-    if spectral_map == "muon":  # in bfloat16: numbers of half the size
+    if spectral_map == "muon":  # in bfloat16: elements of half the size
         return (m * m + 3 * m * n) // 2
     if spectral_map is None:
         return 2 * m * m + 7 * m * n

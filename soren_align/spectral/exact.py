@@ -1,7 +1,7 @@
-"""Maps of singular values by their definition: decompose, change the singular values, put together.
+"""Maps of singular values by their definition: decompose, map the singular values, compose.
 
-They are the reference in every test. A singular value of zero has no direction, so the numerical null space
-(sigma <= eps * max(m, n) * sigma_max) maps to zero: the sigmoid's 1/2 there would be a step along rounding noise.
+They are the references in the tests. A singular value of zero has no direction, so the numerical null space
+(sigma <= eps * max(m, n) * sigma_max) maps to zero: the sigmoid's 1/2 there would amplify rounding noise.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ def exact_sigmoid(x: Tensor) -> Tensor:
 
     x: [..., m, n], floating point; not modified.
     Returns [..., m, n] in the dtype of x. Zero on the numerical null space, so a zero matrix gives zero; a matrix
-    with a NaN or an infinity in it comes out all NaN. Source: the paper's definition of Soren.
+    that contains a NaN or an infinity gives all NaN. Source: the paper's definition of Soren.
     """
     return _map_singular_values(x, torch.sigmoid)
 
@@ -39,7 +39,7 @@ def _map_singular_values(x: Tensor, function: Callable[[Tensor], Tensor]) -> Ten
     wide = to_wide(x, torch.float64)
     finite = all_finite(wide)
     wide = wide.where(finite, 0.0)
-    # bfloat16 and float16 count as float32 here: their own eps times 128 columns would call everything null.
+    # float32's eps for bfloat16 and float16: with their own, 128 columns would make everything the null space.
     eps = min(torch.finfo(x.dtype).eps, torch.finfo(torch.float32).eps)
     threshold = eps * max(x.shape[-2:])
 
@@ -48,7 +48,7 @@ def _map_singular_values(x: Tensor, function: Callable[[Tensor], Tensor]) -> Ten
         keep = sigma > threshold * sigma.amax(dim=-1, keepdim=True)
         result = (u * function(sigma).where(keep, 0.0).unsqueeze(-2)) @ vh
     else:
-        # The Gram matrix squares the condition number, which float64 can afford: sigma is good to 1e-8 of
+        # The Gram matrix squares the condition number, which float64 can afford: sigma is accurate to 1e-8 of
         # sigma_max, and the threshold lies above 1e-7 of it.
         eigenvalues, u = torch.linalg.eigh(wide @ wide.mT)
         sigma = eigenvalues.clamp(min=0.0).sqrt()

@@ -1,6 +1,6 @@
-"""What every map does around its mathematics: look at the input, turn it wide, give it back as it came.
+"""Helpers of all maps: check the input, transpose it to wide, return the result in the input's shape and dtype.
 
-A map sees [m, n] or [batch, m, n] with m <= n, so that products and decompositions happen on the shorter side.
+A map works on [m, n] or [batch, m, n] with m <= n, so that products and decompositions have the smaller dimension.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 def to_wide(x: Tensor, dtype: torch.dtype) -> Tensor:
     """`x` as [m, n] or [batch, m, n] with m <= n, in `dtype`; may share memory with `x`.
 
-    ValueError if `x` has fewer than two dimensions or is not floating point.
+    Raises ValueError if `x` has fewer than two dimensions or is not floating point.
     """
     if x.ndim < 2 or not x.is_floating_point():
         raise ValueError(
@@ -46,6 +46,6 @@ def all_finite(x: Tensor) -> Tensor:
     return x.isfinite().all(dim=-1, keepdim=True).all(dim=-2, keepdim=True)
 
 
-def at_least_something(norm: Tensor) -> Tensor:
+def replace_zeros(norm: Tensor) -> Tensor:
     """`norm`, or 1 where it is 0, so that a zero matrix is divided by 1."""
     return norm.where(norm > 0, 1.0)

@@ -1,8 +1,8 @@
-"""Products in full float32 and without autocast, whatever the process has set for its model.
+"""Matrix products in full float32 and without autocast, whatever precision the process has set for its model.
 
 The maps magnify the rounding of their factors by up to 1800 (`coefficients`, slope). With the 8 bits of bfloat16 that
-`torch.set_float32_matmul_precision("medium")` lets oneDNN use on a CPU, a matrix of rank m/8 came out wrong by 22% at
-resolution 0.01 and by 210% at 0.001; with TF32's 11 bits by 1 to 3.5% and by 8 to 19% (test_full_precision.py).
+`torch.set_float32_matmul_precision("medium")` allows oneDNN on a CPU, the error of a matrix of rank m/8 was 22% at
+resolution 0.01 and 210% at 0.001; with TF32's 11 bits 1 to 3.5% and 8 to 19% (test_full_precision.py).
 """
 
 import functools
@@ -17,11 +17,11 @@ from torch import Tensor
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# The owners of float32 products: cuBLAS, and oneDNN on CPUs and Intel's GPUs.
+# The libraries of float32 products: cuBLAS, and oneDNN on CPUs and Intel's GPUs.
 BACKENDS: dict[str, Any] = {"cuda": torch.backends.cuda.matmul, "mkldnn": torch.backends.mkldnn.matmul}  # pyright: ignore
-FULL = ("ieee", "none")  # "none": nothing was set, which is full precision too
+FULL = ("ieee", "none")  # "none": not set, which is full precision too
 
-# The settings are the process's, autocast is the thread's: the first call inside saves them, the last restores them.
+# The settings are global to the process, autocast to the thread: the outermost call saves and restores the settings.
 _lock = threading.Lock()
 _num_inside = 0
 _saved: dict[str, str] = {}
@@ -29,7 +29,7 @@ _saved: dict[str, str] = {}
 
 @contextmanager
 def full_precision(device_types: Iterable[str]) -> Iterator[None]:
-    """Within, float32 products have float32's factors, and autocast is off on these devices."""
+    """A context in which float32 products are computed in full precision, without autocast on these devices."""
     with ExitStack() as stack:
         for device_type in device_types:
             if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):

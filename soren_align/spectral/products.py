@@ -1,10 +1,10 @@
-"""The function of `minimax_sigmoid` by matrix products, in the Gram matrix R, whose eigenvalues are u^2.
+"""`minimax_sigmoid` by matrix products: polynomials in the Gram matrix R, whose eigenvalues are u^2.
 
-A polynomial in R is evaluated about the middle c of its interval, in Z = R - c I: its coefficients are then thirty
-times smaller, and so is the rounding. float16's factors cost up to 0.2% in powers of R, 0.02% in powers of Z.
-After the first step, which lifts the weak modes, the Gram matrix is formed anew. R knows u^2 to float32's 6e-8 of the
-strongest, and the steps magnify that by the square of their slopes: at 512 rows and rank 128 an error of 1.2e-4 of the
-result without that restart, 1.1e-5 with it.
+A polynomial in R is evaluated about the center c of its interval, in Z = R - c I: its coefficients are then thirty
+times smaller, and so is the rounding error. With float16 factors it is up to 0.2% in powers of R, 0.02% in powers of Z.
+After the first step, which magnifies small singular values, the Gram matrix is computed again (a restart). R has u^2 to
+float32's 6e-8 of the largest, and the steps magnify this error by the square of their slopes: at 512 rows and rank 128
+it is 1.2e-4 of the result without the restart, 1.1e-5 with it.
 """
 
 from functools import cache
@@ -13,22 +13,22 @@ import torch
 from torch import Tensor
 
 from .coefficients import SIGN, TANH, TANH_WIDE, WIDE_FROM, WIDE_LIMIT
-from .matrices import at_least_something, frobenius_norm
+from .matrices import frobenius_norm, replace_zeros
 
-# Columns of a block of a symmetric product, whose part above the diagonal is copied: at most 8 blocks, 9/16 of the work
-# in 0.75 (512 rows), 0.70 (1024) and 0.65 (2048) of the time (two CPU cores, MKL, float32).
-MIN_BLOCK, MOST_BLOCKS = 128, 8
-NEAR_SQUARE = 1.15  # n / m up to which one restart more, thin products for square ones, costs less
-# Numbers after each row, if there are blocks: at 1024 and 2048 rows the copies to above the diagonal take half the time
-# when rows do not start a power of two apart.
+# Columns of a block of a symmetric product. The part above the diagonal is copied: with 8 blocks 9/16 of the work, in
+# 0.75 (512 rows), 0.70 (1024) and 0.65 (2048) of the time (two CPU cores, MKL, float32).
+MIN_BLOCK, MAX_BLOCKS = 128, 8
+NEAR_SQUARE = 1.15  # n / m up to which one more restart, which replaces square products by thin ones, costs less
+# Elements after each row, if there are blocks: at 1024 and 2048 rows the copies to above the diagonal take half the
+# time if the stride is no power of two.
 PADDING = 16
 
 
 def by_products(x: Tensor, scale: Tensor, norm: Tensor, resolution: float, half: bool) -> tuple[Tensor, int]:
     """The map of scale * x, whose norm is `norm`, for x of shape [..., m, n] with m <= n; the others are [..., 1, 1].
 
-    Also returns how many matrices have a singular value beyond tanh's polynomial.
-    half: the factors of every product are rounded to float16, the sums are float32.
+    Also returns the number of guarded matrices, those with a singular value beyond the domain of tanh's polynomial.
+    half: round the factors of every product to float16; the sums are float32.
     """
     table = SIGN[resolution]
     steps = list(zip(table.steps, table.centers, strict=True))
@@ -44,48 +44,48 @@ def by_products(x: Tensor, scale: Tensor, norm: Tensor, resolution: float, half:
         factor = _odd_step(step, center, r, r2, work)
         if r2 is not None:
             factor, r2 = factor.div_(nu), None
-        work.give_back(r)
+        work.release(r)
         y, spare = work.product(factor, y, spare), None if y is x else y
         r = work.symmetric(y, y.mT)
         if thin:
-            work.give_back(factor)
+            work.release(factor)
         elif lift is None:
             lift = factor
         else:
             longer = work.product(factor, lift, work.take())
-            work.give_back(factor, lift)
+            work.release(factor, lift)
             lift = longer
 
     step, center = steps[num_restarts]
     factor = sign = _odd_step(step, center, r, None, work)
     for step, center in steps[num_restarts + 1 :]:
         half_way = work.symmetric(r, factor)
-        work.give_back(r)
+        work.release(r)
         r = work.symmetric(factor, half_way)
-        work.give_back(half_way, *(() if factor is sign else (factor,)))
+        work.release(half_way, *(() if factor is sign else (factor,)))
         factor = _odd_step(step, center, r, None, work)
         longer = work.symmetric(factor, sign)
-        work.give_back(sign)
+        work.release(sign)
         sign = longer
     sign.mul_(0.5)
     if lift is None:
         return work.add_product_(work.product(sign, y, spare), tanh, x), beyond
-    # Not symmetric to rounding, on purpose: copying a half of sign @ lift would put the strong modes' error before the
-    # lift of the weak ones, 2e-4 of the result instead of 2e-5.
+    # Not a symmetric product, on purpose: copying a half of sign @ lift would magnify the error of large singular
+    # values by the lift of small ones, 2e-4 of the result instead of 2e-5.
     return work.product(work.add_product_(tanh, sign, lift), x, y), beyond
 
 
 def ends_thin(num_rows: int, num_columns: int, half: bool) -> bool:
-    """Whether the result is sign @ y + tanh @ x, with one restart more, and not (sign @ lift + tanh) @ x.
+    """Whether the result is sign @ y + tanh @ x, with one more restart, instead of (sign @ lift + tanh) @ x.
 
-    float16 has no other way: its 11 bits cannot hold a weak mode's lift of 14 and more beside a strong mode's 1.
+    float16 needs it: its 11 bits cannot hold a small singular value's lift of 14 and more beside a large one's 1.
     """
     return half or num_columns < NEAR_SQUARE * num_rows
 
 
 def block_size(num_rows: int) -> int:
     """Columns of a block of a symmetric product."""
-    return max(MIN_BLOCK, -(-num_rows // MOST_BLOCKS))
+    return max(MIN_BLOCK, -(-num_rows // MAX_BLOCKS))
 
 
 def tanh_coefficients(top: Tensor, share: Tensor | None) -> list[Tensor]:
@@ -104,16 +104,16 @@ def tanh_coefficients(top: Tensor, share: Tensor | None) -> list[Tensor]:
 
 
 def num_beyond(top: Tensor, share: Tensor | None) -> int:
-    """How many matrices `tanh_coefficients` scales down."""
+    """The number of matrices that `tanh_coefficients` scales down."""
     return 0 if share is None else int((top * share > WIDE_LIMIT).sum())
 
 
 def _normalise_(gram: Tensor, work: "_Workspace") -> tuple[Tensor, Tensor]:
-    """Makes R = gram / nu^2 of gram, for the nu that gives |R^2|_F = 1; returns R^2 and nu."""
-    norm = at_least_something(frobenius_norm(gram))
+    """Divide gram in place: R = gram / nu^2, for the nu with |R^2|_F = 1; returns R^2 and nu."""
+    norm = replace_zeros(frobenius_norm(gram))
     r = gram.div_(norm)
     r2 = work.symmetric(r, r)
-    square = at_least_something(frobenius_norm(r2))
+    square = replace_zeros(frobenius_norm(r2))
     r.div_(square.sqrt())
     return r2.div_(square), (norm * square.sqrt()).sqrt()
 
@@ -121,7 +121,7 @@ def _normalise_(gram: Tensor, work: "_Workspace") -> tuple[Tensor, Tensor]:
 def _odd_step(
     coefficients: tuple[float, ...], center: float, r: Tensor, r2: Tensor | None, work: "_Workspace"
 ) -> Tensor:
-    """p(u) / u as a matrix polynomial in R = u^2, for p of degree 3, 5 or 9. R^2, if known, is given back."""
+    """p(u) / u as a matrix polynomial in R = u^2, for p of degree 3, 5 or 9. R^2, if known, is released."""
     c0, c1, *c = _about(center, coefficients)
     if r2 is not None:
         r2 = _add_to_diagonal_(r2.add_(r, alpha=-2 * center), center**2)
@@ -135,7 +135,7 @@ def _odd_step(
         else:
             inner = torch.mul(z2, c[2], out=work.take()).add_(z, alpha=c[1])
             result = work.symmetric(z2, _add_to_diagonal_(inner, c[0]))
-            work.give_back(z2, inner)
+            work.release(z2, inner)
         result.add_(z, alpha=c1)
     _add_to_diagonal_(z, center)  # R again
     return _add_to_diagonal_(result, c0)
@@ -155,7 +155,7 @@ def _about(center: float, coefficients: tuple[float, ...]) -> tuple[float, ...]:
 def _tanh_part(
     r: Tensor, r2: Tensor, nu: Tensor, top: Tensor, may_be_large: bool, work: "_Workspace"
 ) -> tuple[Tensor, int]:
-    """t(sigma) / (2 nu u) as a matrix polynomial in R, where sigma = top * u; and how many matrices are beyond it."""
+    """t(sigma) / (2 nu u) as a matrix polynomial in R, where sigma = top * u; and the number of guarded matrices."""
     powers, share = [r, r2], None
     if may_be_large:
         powers += [work.symmetric(r, r2), work.symmetric(r2, r2)]
@@ -164,23 +164,23 @@ def _tanh_part(
     result = torch.mul(r, c[0], out=work.take())
     for coefficient, power in zip(c[1:], powers[1:], strict=True):
         result.addcmul_(coefficient, power)
-    work.give_back(*powers[2:])
+    work.release(*powers[2:])
     return _add_to_diagonal_(result, c0[..., 0]), num_beyond(top, share)
 
 
 def _top_share(r4: Tensor, work: "_Workspace") -> Tensor:
     """(sum of u^128)^(1/128) from R^4: u of the largest singular value, or up to 7% more."""
     power, weight = torch.mul(r4, 1.0, out=work.take()), 1 / 4
-    norm = at_least_something(frobenius_norm(power))
+    norm = replace_zeros(frobenius_norm(power))
     log = norm.log() * weight
     for _ in range(3):
         square = work.symmetric(power.div_(norm), power)
-        work.give_back(power)
+        work.release(power)
         power = square
-        norm = at_least_something(frobenius_norm(power))
+        norm = replace_zeros(frobenius_norm(power))
         weight /= 2
         log += norm.log() * weight
-    work.give_back(power)
+    work.release(power)
     return (log / 2).exp()
 
 
@@ -190,9 +190,9 @@ def _add_to_diagonal_(a: Tensor, value: float | Tensor) -> Tensor:
 
 
 class _Workspace:
-    """The products of one call, and its m x m buffers, which are taken, given back and taken again.
+    """The matrix products of one call, and its m x m buffers, which are reused.
 
-    With fresh memory for every product a map takes 5% longer at 1024 and more rows (CPU); and so few are ever held.
+    With new memory for every product a map takes 5% longer at 1024 and more rows (CPU), and needs more memory.
     """
 
     def __init__(self, x: Tensor, half: bool):
@@ -209,11 +209,11 @@ class _Workspace:
         *outer, rows = self._shape
         return torch.empty(*outer, rows + self._padding, **self._options)[..., :rows]
 
-    def give_back(self, *buffers: Tensor) -> None:
+    def release(self, *buffers: Tensor) -> None:
         self._free.extend(buffers)
 
     def symmetric(self, a: Tensor, b: Tensor) -> Tensor:
-        """a @ b, known to be symmetric: the blocks below the diagonal are computed, those above are copied."""
+        """a @ b, which must be symmetric: the blocks below the diagonal are computed, those above are copied."""
         result, rows = self.take(), a.shape[-2]
         a, b = self._factors(a, b)
         for start in range(0, rows, self.block):
@@ -238,7 +238,7 @@ class _Workspace:
         if not self.half:
             return a, b
         a, b = a.half(), b.half()
-        return (a, b) if a.is_cuda else (a.float(), b.float())  # a CPU sums float16's products in float32 only so
+        return (a, b) if a.is_cuda else (a.float(), b.float())  # only so does a CPU sum float16 products in float32
 
 
 def _multiply(a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:

@@ -2,9 +2,9 @@
 
     s(sigma) = (1 + tanh(sigma / 2)) / 2  ~  (Q_K + T_2) / 2,    Q_0 = x / (|x|_F + eps),  T_0 = x / 4
 
-Q goes to the polar factor, T to tanh(sigma / 2), both by y <- (3 I - y y^T) y / 2. That step rises from 0 to 1 on
-[0, 1], falls beyond, and explodes past sqrt(5), so T is sane for singular values up to 4 only. A matrix beyond that is
-guarded: its T starts from x / sigma_max instead, which keeps the result finite, monotone and bounded by 1.
+Q converges to the polar factor, T to tanh(sigma / 2), both by y <- (3 I - y y^T) y / 2. That step increases from 0 to 1
+on [0, 1], decreases beyond, and diverges beyond sqrt(5), so T is valid for singular values up to 4 only. A matrix with
+a larger one is guarded: its T starts from x / sigma_max, which keeps the result finite, monotone and bounded by 1.
 """
 
 from typing import Literal
@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..optimizer_settings import SNS_STEPS
 from .matrices import all_finite, frobenius_norm, from_wide, multiply_add, to_wide
 from .precision import in_full_precision
 
@@ -20,16 +21,16 @@ T_LIMIT = 4.0
 
 
 def soft_newton_schulz(
-    x: Tensor, steps: int = 15, form: Literal["direct", "gram"] = "direct", eps: float = 1e-8
+    x: Tensor, steps: int = SNS_STEPS, form: Literal["direct", "gram"] = "direct", eps: float = 1e-8
 ) -> Tensor:
     """U s(S) V^T of x = U S V^T, approximately: s is the sigmoid.
 
     x: [..., m, n], floating point; not modified.
-    steps: K of the paper; modes with sigma * 1.5^K well below |x|_F come out smaller than 1/2.
+    steps: K of the paper; singular values with sigma * 1.5^K well below |x|_F map to less than 1/2.
     form: "direct" iterates on x; "gram" iterates on m x m matrices in float64, with the same result.
     Returns [..., m, n] in the dtype of x. Within 4.4% of the sigmoid for singular values in [0.01, 1] that are also
     above 1% of |x|_F, from 13 steps on. Zero for zero; below |x|_F = eps the result shrinks with x. Singular values
-    above 4 are guarded (see the module). A matrix with a NaN or an infinity in it comes out all NaN.
+    above 4 are guarded (see the module). A matrix that contains a NaN or an infinity gives all NaN.
     Source: the paper's Algorithm 1.
     """
     return guarded_soft_newton_schulz(x, steps, form, eps)[0]
@@ -37,9 +38,9 @@ def soft_newton_schulz(
 
 @in_full_precision
 def guarded_soft_newton_schulz(
-    x: Tensor, steps: int = 15, form: Literal["direct", "gram"] = "direct", eps: float = 1e-8
+    x: Tensor, steps: int = SNS_STEPS, form: Literal["direct", "gram"] = "direct", eps: float = 1e-8
 ) -> tuple[Tensor, int]:
-    """`soft_newton_schulz(x, steps, form, eps)` and the number of matrices for which the guard acted."""
+    """`soft_newton_schulz(x, steps, form, eps)` and the number of guarded matrices."""
     if form not in _ITERATIONS:
         raise ValueError(f"form: found {form!r}; write one of {', '.join(map(repr, _ITERATIONS))}")
     if steps < 0:
@@ -48,7 +49,7 @@ def guarded_soft_newton_schulz(
     wide = to_wide(x, torch.float64 if x.dtype == torch.float64 else torch.float32)
     norm = frobenius_norm(wide)
 
-    # sigma_max <= |x|_F, so this one host read settles the ordinary case; NaN and overflow fail it too.
+    # sigma_max <= |x|_F, so this one host read decides the usual case; it is False for NaN and overflow too.
     if bool((norm <= T_LIMIT).all()):
         q, t = wide / (norm + eps), wide / T_LIMIT
         return from_wide((iterate(q, steps) + iterate(t, T_STEPS)) / 2, x), 0
@@ -60,17 +61,17 @@ def guarded_soft_newton_schulz(
 
 
 def _guarded_start(wide: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Q_0, T_0 and which matrices are guarded ([..., 1, 1] bool); the plain bits for those that are not."""
+    """Q_0, T_0, and a mask of the guarded matrices ([..., 1, 1] bool); the others have the bits of the usual case."""
     largest = wide.abs().amax(dim=(-2, -1), keepdim=True)
     unit = wide / largest.where(largest > 0, 1.0)  # entries up to 1: its norm and Gram matrix cannot overflow
     sigma_max = torch.ones_like(largest, dtype=torch.float64)  # of unit
-    doubtful = (norm > T_LIMIT)[..., 0, 0]
-    candidates = unit[doubtful].double()
-    eigenvalues = torch.linalg.eigvalsh(candidates @ candidates.mT)
-    sigma_max[doubtful] = eigenvalues[..., -1:, None].sqrt()
+    candidate = (norm > T_LIMIT)[..., 0, 0]
+    large = unit[candidate].double()
+    eigenvalues = torch.linalg.eigvalsh(large @ large.mT)
+    sigma_max[candidate] = eigenvalues[..., -1:, None].sqrt()
 
     # The margin is for eigvalsh's rounding at sigma_max = 4 exactly; T_2 is flat there, so it costs nothing.
-    guarded = doubtful[..., None, None] & (sigma_max * largest > T_LIMIT * (1 + 1e-12))
+    guarded = candidate[..., None, None] & (sigma_max * largest > T_LIMIT * (1 + 1e-12))
     q = (unit / frobenius_norm(unit)).where(norm.isinf(), wide / (norm + eps))
     t = (unit / sigma_max.to(unit.dtype)).where(guarded, wide / T_LIMIT)
     return q, t, guarded

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from soren_align.optim import build_optimizer
-from soren_align.recipe.optimizers import MAPS, OPTIMIZERS
+from soren_align.optimizer_settings import RESOLUTIONS
+from soren_align.recipe import sections
 
 NO_NUMBERS = ("name", "aux", "map")
 LARGEST = 1e300

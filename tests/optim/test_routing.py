@@ -159,7 +159,9 @@ def test_the_factory_builds_what_is_named_with_its_own_settings():
 
 def test_the_rate_of_the_rest_must_be_said_except_for_adamw():
     for name in ("soren", "muon", "htmuon"):
-        with pytest.raises(ValueError, match=r"aux_lr: missing; AdamW updates what is no matrix \(embed.weight, ...\)"):
+        with pytest.raises(
+            ValueError, match=r"aux_lr: missing; AdamW updates the other parameters \(embed.weight, ...\)"
+        ):
             build_optimizer(Model(), name=name, lr=0.1)
     assert [g["lr"] for g in build_optimizer(Model(), name="adamw", lr=0.1).param_groups] == [0.1, 0.1]
     with pytest.raises(ValueError, match="name: found 'sorn'"):

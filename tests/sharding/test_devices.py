@@ -27,7 +27,7 @@ def test_replicas_step_in_a_group_of_nccl_alone(pair, name):
 
 
 def test_an_error_before_the_first_matrix_is_agreed_on_where_the_parameters_are(pair):
-    assert pair.run(gpu_jobs.early_error) == ["another rank found", "a rank's own"]
+    assert pair.run(gpu_jobs.early_error) == ["another rank has", "a rank's own"]
 
 
 @pytest.mark.parametrize("offload", [False, True])

@@ -74,7 +74,7 @@ def test_padding_between_parameters_belongs_to_no_matrix():
 
 
 def test_partitions_that_cannot_be_are_refused():
-    with pytest.raises(ValueError, match="b begins at 2, within the parameter before it"):
+    with pytest.raises(ValueError, match="b starts at 2, within the parameter before it"):
         flat_partitions({"a": (1, 3), "b": (2, 2)}, 2, starts=[0, 2])
-    with pytest.raises(ValueError, match="2 partitions of 3 numbers cannot hold 7"):
+    with pytest.raises(ValueError, match="2 partitions of 3 elements cannot hold 7"):
         flat_partitions({"a": (1, 3), "b": (2, 2)}, 2, partition_numel=3)

@@ -9,7 +9,7 @@ from tests.support import toy_jobs as jobs
 @pytest.mark.parametrize(
     ("fault", "kind", "there", "elsewhere"),
     [
-        ("nan", "FloatingPointError", "NaN or infinity in the gradient of b", "another rank found a gradient"),
+        ("nan", "FloatingPointError", "NaN or infinity in the gradient of b", "another rank has a gradient"),
         (
             "no gradient",
             "ValueError",
@@ -50,4 +50,4 @@ def test_an_observer_sees_the_pieces_that_this_rank_updates(ranks):
 def test_shards_whose_place_is_unknown_are_refused(ranks):
     for message in ranks.run(jobs.sharded_without_placement):
         assert message is not None
-        assert "A shard has no singular values: say where its matrices lie" in message
+        assert "A shard has no singular values: set the optimizer's placement" in message
