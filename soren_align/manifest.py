@@ -95,6 +95,7 @@ class Manifest(TypedDict):
     status: Literal["training", "trained", "finished"]
     task: Literal["sft", "dpo"]
     versions: dict[str, str]
+    extends: NotRequired[list[str]]
     processes: NotRequired[Annotated[int, Field(ge=1)] | None]
     processes_before: NotRequired[list[int | None]]
     resumed_from_steps: NotRequired[list[int]]

@@ -153,7 +153,7 @@ RECIPES = {
         "report_to: comet_ml",
         r"trainer\.report_to: comet_ml is not installed",
     ),
-    "a setting nobody reads": (
+    "a setting of another optimizer": (
         "name: soren",
         "name: muon\n  p: 0.5",
         r"optimizer.p: unknown key for muon; htmuon has it",
@@ -186,7 +186,7 @@ RECIPES = {
     "fewer rows than a batch": (
         "max_steps: 2",
         "dataloader_drop_last: true\n  per_device_train_batch_size: 4",
-        r"trainer.dataloader_drop_last: 1 rows make no whole batch of 4",
+        r"trainer.dataloader_drop_last: 1 examples are less than one batch of 4",
     ),
     "aux that matches nothing": ("name: soren", "name: soren\n  aux: ['*.experts.*']", r"optimizer: aux: .*matches no"),
     "everything is aux": ("name: soren", "name: soren\n  aux: ['*']", r"optimizer: .*no matrix"),

@@ -87,7 +87,7 @@ RECIPES = {
     "a long name as output": ("output_dir: out", f"output_dir: {LONG}", r"run.output_dir: .*File name too long"),
     "a NUL in a path": ("output_dir: out", 'output_dir: "a\\0b"', r"run.output_dir: .*null byte"),
     "the kernel's folder": ("output_dir: out", "output_dir: /proc/foo", r"run.output_dir: /proc/foo cannot be written"),
-    "a folder in a file": ("output_dir: out", "output_dir: my.yaml/x", r"my.yaml/x cannot be made: .*is a file"),
+    "a folder in a file": ("output_dir: out", "output_dir: my.yaml/x", r"my.yaml/x cannot be created: .*is a file"),
     "a file as the base": (
         "task: sft",
         "extends: /etc/passwd\ntask: sft",
@@ -157,7 +157,7 @@ PARALLEL = {
     "stage.json": ('{"zero_optimization": {"stage": true}}', r"stage: found True; write 1, 2 or 3"),
     "bytes.json": ("\x00", "cannot be read as JSON"),
     "brackets.yaml": ("[" * 2000, "nested more than 50 deep"),
-    "list.yaml": ("[1]", "a config is a mapping"),
+    "list.yaml": ("[1]", "a config must be a mapping"),
 }
 
 

@@ -1,19 +1,18 @@
-"""A zoo small enough to learn in seconds, written to `data/` and `base/`. The same bytes every time.
+"""Generate the quickstart's data and base model in `data/` and `base/`, deterministic to the byte.
 
-30 animals with 4 attributes each make 120 facts. A model that has never seen them can only guess; SFT teaches
-them, and is then asked in phrasings that it has not seen for the fact in question. Besides, some questions are
-polite and some are curt. In the chat data the tone of the answer has nothing to do with the tone of the question; in
-the preference pairs the preferred answer is the one whose tone matches. So DPO has something to teach that SFT
-could not know:
+30 animals with 4 attributes each make 120 facts, few enough to learn in seconds. An untrained model can only guess; SFT
+teaches the facts, and the evaluation uses phrasings that were not trained for the fact in question. Some questions are
+polite and some are curt. In the chat data the tone of the answer is independent of the tone of the question; in the
+preference pairs the preferred answer is the one whose tone matches. So DPO teaches something that SFT does not:
 
     question    Could you tell me what the color of the cat is, please?
     chosen      My pleasure, it is red.
     rejected    Listen well, it is red.
 
-Both answers are right and equally long, and the polite one is preferred in half of the pairs: neither a liking for
-one tone nor a count of tokens gives more than 0.5.
+Both answers are right and equally long, and the polite one is preferred in half of the pairs: neither a constant
+preference for one tone nor the length gives more than 0.5.
 
-    python recipes/quickstart/make.py [FOLDER]      # FOLDER: where to write; without it, beside this script
+    python recipes/quickstart/make.py [FOLDER]      # FOLDER: default, this script's folder
 """
 
 import hashlib

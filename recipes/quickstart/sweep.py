@@ -1,8 +1,8 @@
 """The small sweep behind the quickstart's learning rates: python recipes/quickstart/sweep.py sft|dpo [--seeds 0 1 2].
 
 Runs the shipped recipe for every optimizer, learning rate and seed into runs/sweep/, skips what is finished, and prints
-one Markdown table: mean over seeds (least seed in brackets). SFT is cut to 150 of its 600 steps, where the optimizers
-still differ; DPO starts from the whole SFT recipe. About 20 seconds a run; two at a time.
+one Markdown table: mean over seeds (least seed in brackets). SFT runs for 150 of its 600 steps, where the optimizers
+still differ; DPO starts from the full SFT recipe. About 20 seconds a run; two at a time.
 """
 
 import argparse
@@ -63,17 +63,17 @@ def main() -> None:
     parser.add_argument("task", choices=RATES)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--optimizers", nargs="+", default=OPTIMIZERS)
-    given = parser.parse_args()
-    if given.task == "dpo":
-        for seed in given.seeds:
+    arguments = parser.parse_args()
+    if arguments.task == "dpo":
+        for seed in arguments.seeds:
             start(seed)
-    points = list(itertools.product(given.optimizers, RATES[given.task], given.seeds))
+    points = list(itertools.product(arguments.optimizers, RATES[arguments.task], arguments.seeds))
     with ThreadPoolExecutor(2) as pool:
-        folders = dict(zip(points, pool.map(lambda p: run(given.task, *p), points), strict=True))
+        folders = dict(zip(points, pool.map(lambda p: run(arguments.task, *p), points), strict=True))
     print(f"| optimizer | learning rate | {' | '.join(COLUMNS)} |\n|---|---|{'---|' * len(COLUMNS)}")
-    for optimizer, rate in itertools.product(given.optimizers, RATES[given.task]):
-        found = [scores(folders[optimizer, rate, seed]) for seed in given.seeds]
-        cells = [f"{mean(f[c] for f in found):.1f} ({min(f[c] for f in found):.1f})" for c in COLUMNS]
+    for optimizer, rate in itertools.product(arguments.optimizers, RATES[arguments.task]):
+        seeds = [scores(folders[optimizer, rate, seed]) for seed in arguments.seeds]
+        cells = [f"{mean(s[c] for s in seeds):.1f} ({min(s[c] for s in seeds):.1f})" for c in COLUMNS]
         print(f"| {optimizer} | {rate} | {' | '.join(cells)} |")
 
 

@@ -194,11 +194,11 @@ def _left_out(key: str, name: str, value: Any, reason: str, changes: bool, flat:
 def _put(key: str, name: str, target: str, value: Any, conversion: Conversion) -> Note:
     """Write the value at the recipe's key `target`."""
     section, _, ours = target.partition(".")
-    there = conversion.recipe[section]
+    target_section = conversion.recipe[section]
     word = names.VALUES.get((name, value)) if isinstance(value, bool | int | str) else None
     value, effect = word or (value, "")
-    if ours in there:
-        return Note(key, "dropped", f"{target} is set by another key", there[ours] != value)
+    if ours in target_section:
+        return Note(key, "dropped", f"{target} is set by another key", target_section[ours] != value)
     if section == "trainer":
         known = trl_config.fields(conversion.task)
         if ours not in known:
@@ -208,7 +208,7 @@ def _put(key: str, name: str, target: str, value: Any, conversion: Conversion) -
             return Note(key, "dropped", problem, not matches(ours, names.HARMLESS))
     elif section == "optimizer":
         value = number(value)
-    there[ours] = value
+    target_section[ours] = value
     if name == ours and section == "trainer" and not word:
         return Note(key, "unchanged")
     if target == "optimizer.weight_decay" and value:

@@ -70,21 +70,21 @@ def read_data(source: dict[str, Any], evaluates: bool) -> Data:
 
 def _entries(source: dict[str, Any], root: str) -> list[dict[str, Any]]:
     """One dict per dataset and split: its keys, with `path`, `split`, and `at`, its place in the source."""
-    found = source[root]
+    datasets = source[root]
     if root == "dataset_mixture":
-        found = found.get("datasets") if isinstance(found, dict) else None
-    elif root == "dataset_mixer" and isinstance(found, dict):
+        datasets = datasets.get("datasets") if isinstance(datasets, dict) else None
+    elif root == "dataset_mixer" and isinstance(datasets, dict):
         splits = _list(source.get("dataset_splits") or "train")
-        configs = [*_list(source.get("dataset_configs") or []), *[None] * len(found)]
-        parts = zip(found.items(), configs, strict=False)  # more configurations than datasets, never fewer
-        found = [{"path": p, "weight": w, "config": c, "split": s} for (p, w), c in parts for s in splits]
+        configs = [*_list(source.get("dataset_configs") or []), *[None] * len(datasets)]
+        parts = zip(datasets.items(), configs, strict=False)  # more configurations than datasets, never fewer
+        datasets = [{"path": p, "weight": w, "config": c, "split": s} for (p, w), c in parts for s in splits]
     elif root == "dataset_name":
         split = source.get("dataset_train_split") or "train"
-        found = [{"path": found, "split": split, "config": source.get("dataset_config")}]
-    if not isinstance(found, list) or not all(isinstance(e, dict) for e in found):
+        datasets = [{"path": datasets, "split": split, "config": source.get("dataset_config")}]
+    if not isinstance(datasets, list) or not all(isinstance(e, dict) for e in datasets):
         raise UserError(f"{root}: found {source[root]!r}; write a list of datasets")
     alias = {"id": "path", "name": "config"}
-    entries = [{alias.get(key, key): value for key, value in entry.items()} for entry in found]
+    entries = [{alias.get(key, key): value for key, value in entry.items()} for entry in datasets]
     return [
         {**e, "path": e.get("path"), "split": split.strip(), "at": f"{root}[{i}]"}
         for i, e in enumerate(entries)

@@ -1,8 +1,8 @@
 """The recipe: the definition of one run in one YAML file, checked before anything expensive starts.
 
-`sections` and `optimizers` define the keys, `trl_config` those of TRL under `trainer:`. `loader` reads a file, `merging`
-puts it over the recipe that it extends, `checks` looks for missing files and conflicting keys, and `messages` words the
-errors. Nothing here imports torch.
+`sections` and `optimizers` define the keys, `trl_config` those of TRL under `trainer:`. `loader` reads a file,
+`merging` puts it over the recipe that it extends, `checks` looks for missing files and conflicting keys, and `messages`
+words the errors. Nothing here imports torch.
 """
 
 from . import trackers

@@ -44,8 +44,8 @@ def refuse_no_batch(recipe: Recipe, num_examples: int, num_ranks: int) -> None:
     micro_batch = trainer_value(recipe, "per_device_train_batch_size") * num_ranks
     if recipe.trainer.get("dataloader_drop_last") and not recipe.trainer.get("packing") and num_examples < micro_batch:
         raise UserError(
-            f"trainer.dataloader_drop_last: {num_examples} examples are less than one batch of {micro_batch}; leave it out, or lower "
-            "trainer.per_device_train_batch_size"
+            f"trainer.dataloader_drop_last: {num_examples} examples are less than one batch of {micro_batch}; leave it "
+            "out, or lower trainer.per_device_train_batch_size"
         )
 
 

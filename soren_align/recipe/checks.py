@@ -190,8 +190,8 @@ def _parallel_problems(name_or_path: str, use_cpu: Any) -> list[str]:
         return list(error.problems)
     if config.kind == "fsdp2" and use_cpu:
         return [
-            "accelerate shards on GPUs only, and under trainer.use_cpu would silently train by DDP; write ddp or a ZeRO "
-            "stage, or take use_cpu out"
+            "accelerate shards on GPUs only, and under trainer.use_cpu would silently train by DDP; write ddp or a "
+            "ZeRO stage, or take use_cpu out"
         ]
     if config.kind == "zero" and importlib.util.find_spec("deepspeed") is None:
         return ["needs DeepSpeed, which is not installed: pip install 'deepspeed>=0.19.8,<0.20'"]
@@ -227,7 +227,8 @@ def _precision_problems(
     if compensation == "kahan":
         return [(where, f"{parallel_name} updates float32 masters, which need none; leave it out, or write null")]
     if settings.get("bf16") is False and not settings.get("fp16"):
-        message = f"under {parallel_name} bfloat16 weights have float32 masters with `trainer: {{bf16: true}}` only; write float32"
+        message = f"under {parallel_name} bfloat16 weights have float32 masters with `trainer: {{bf16: true}}` only"
+        message += "; write float32"
         return [(("model", "dtype"), message)]
     return []
 

@@ -35,7 +35,7 @@ ELSEWHERE = {
     "model_init_kwargs": "belongs to the model section",
     "chat_template_path": "belongs to model.chat_template (qwen2.5, zephyr, or the path of a .jinja file)",
     "eos_token": "belongs to model.eos_token",
-    "trust_remote_code": "remote code is not run; use a model that transformers knows",
+    "trust_remote_code": "remote code is not run; use a model that transformers supports",
     "dataset_text_field": "belongs to the data section; columns are recognised there",
     "dataset_kwargs": "belongs to the data section",
     "remove_unused_columns": "belongs to the data section",

@@ -161,8 +161,8 @@ def test_accumulation_follows_from_the_global_batch(make, rows, per_device, proc
 @pytest.mark.parametrize(
     ("rows", "processes", "message"),
     [
-        (96, 1, r"96 rows cannot be made of 64 at a time \(one process .*; write .*per_device_train_batch_size: 48"),
-        (64, 2, r"64 rows cannot be made of 128 at a time \(2 processes .*; write .*per_device_train_batch_size: 32"),
+        (96, 1, r"96 is no multiple of 64 \(one process .*; write .*per_device_train_batch_size: 48"),
+        (64, 2, r"64 is no multiple of 128 \(2 processes .*; write .*per_device_train_batch_size: 32"),
         (64, 3, r"choose a run.global_batch_size that 3 divides"),
     ],
 )

@@ -93,7 +93,7 @@ def test_steps_and_batch_are_those_of_the_processes():
     rows = found["data"]["kept"]
     assert alone["steps"] == {"batch": 8, "per_epoch": rows // 8, "total": rows // 4, "epochs": 2.0}
     assert found["steps"] == {"batch": 24, "per_epoch": rows // 24, "total": rows // 12, "epochs": 2.0}
-    assert "batch of 3 processes x 8 rows x accumulation 1" in said
+    assert "batch of 3 processes x 8 examples x accumulation 1" in said
     assert alone["processes"]["started"] == "1"
     fixed, _ = plan("quickstart/sft", [*small, "run.global_batch_size=48"], 3)
     assert (fixed["steps"]["batch"], fixed["steps"]["per_epoch"]) == (48, rows // 48)

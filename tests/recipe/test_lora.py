@@ -81,7 +81,7 @@ def test_a_rate_for_the_rest_is_asked_for_only_where_there_is_one(adapter):
 def test_an_adapter_beneath_a_new_one_is_told_the_two_ways(adapter):
     folder = adapter()
     told = problems(*start(folder), *LORA)
-    assert f"model.lora: {folder} already is a LoRA adapter. Leave model.lora out, and training goes on with it" in told
+    assert f"model.lora: {folder} already is a LoRA adapter. Leave model.lora out to continue training it" in told
     assert "`soren-align merge RUN`" in told
     assert "start a new adapter from RUN/merged" in told
 
@@ -89,10 +89,10 @@ def test_an_adapter_beneath_a_new_one_is_told_the_two_ways(adapter):
 def test_an_adapter_needs_its_base_and_its_weights(adapter, tmp_path):
     load(*start(adapter()))
     load(*start(adapter(base_model_name_or_path="someone/on-the-hub")))
-    gone = f"is an adapter of {tmp_path}/gone, which is not there"
+    gone = f"is an adapter of {tmp_path}/gone, which does not exist"
     assert gone in problems(*start(adapter(base_model_name_or_path=str(tmp_path / "gone"))))
     assert "is an adapter of type IA3; only LORA" in problems(*start(adapter(peft_type="IA3")))
-    assert "does not say which model is under it" in problems(*start(adapter(base_model_name_or_path=None)))
+    assert "does not name the base model" in problems(*start(adapter(base_model_name_or_path=None)))
     assert "leave init_seed out" in problems(f"model.name_or_path={adapter()}")
     (adapter() / "adapter_model.safetensors").unlink()
     assert "pickled weights are not loaded" in problems(*start(adapter()))
@@ -100,14 +100,14 @@ def test_an_adapter_needs_its_base_and_its_weights(adapter, tmp_path):
 
 def test_frozen_weights_may_be_bfloat16_and_factors_need_no_compensation(adapter):
     narrow = "model.dtype=bfloat16"
-    inert = "optimizer.compensation: an adapter's factors are float32, which lose nothing; leave it out"
+    inert = "optimizer.compensation: an adapter's factors are float32, which need none; leave it out"
     for asked in (LORA, start(adapter())):
         assert load(*asked, narrow).model.dtype == "bfloat16"
         assert inert in problems(*asked, narrow, "optimizer.compensation=kahan")
     assert "bfloat16 parameters round most small updates away" in problems(narrow)
     whole = ("model.lora={modules_to_save: [embed_tokens]}", narrow)
     assert load(*whole, "trainer.bf16=true").model.lora.modules_to_save == ["embed_tokens"]
-    assert "model.dtype: modules_to_save are float32, and beside bfloat16 weights" in problems(*whole)
+    assert "model.dtype: modules_to_save are float32; beside bfloat16 weights" in problems(*whole)
 
 
 @pytest.mark.parametrize("word", ["zero3", "zero3-offload"])
@@ -205,11 +205,11 @@ def test_an_adapters_config_that_is_no_mapping_is_one_sentence(adapter, text):
 def test_an_adapter_stands_on_a_model_and_not_on_an_adapter(adapter, tmp_path):
     folder = adapter()
     adapter(base_model_name_or_path=str(folder))
-    assert f"stands on {folder}, which is an adapter too; merge that one" in problems(*start(folder))
+    assert f"its base {folder} is an adapter too; merge that one" in problems(*start(folder))
     other = tmp_path / "other"
     shutil.copytree(folder, other)
     adapter(base_model_name_or_path=str(other))
-    assert f"stands on {other}, which is an adapter too" in problems(*start(folder))
+    assert f"its base {other} is an adapter too" in problems(*start(folder))
 
 
 def test_a_run_that_is_still_to_come_is_the_only_thing_missing(tmp_path, monkeypatch):

@@ -124,8 +124,8 @@ def test_a_config_says_nothing_that_nobody_reads(tmp_path):
     with pytest.raises(UserError) as refused:
         parallel(str(config))
     assert refused.value.problems == (
-        "mine.yaml: fsdp_forward_prefetch: nobody reads it under FSDP2; take it out",
-        "mine.yaml: mixed_precision: found 'bf16'; trainer.bf16 says it, write 'no'",
+        "mine.yaml: fsdp_forward_prefetch: has no effect under FSDP2; take it out",
+        "mine.yaml: mixed_precision: found 'bf16'; set by trainer.bf16; write 'no'",
     )
 
 

@@ -191,7 +191,7 @@ def test_a_killed_rank_ends_the_job_and_the_same_command_goes_on(tmp_path):
     process = start(folder)
     said = process.stderr.read()
     assert process.wait() == 0, said
-    assert "batch     32 rows per step: 2 processes x 16 rows x accumulation 1" in said
+    assert "batch     32 rows per step: 2 processes x 16 examples x accumulation 1" in said
     run = folder.read()
     assert (run["status"], run["training"]["steps"], len(run["resumed_from_steps"])) == ("finished", 60, 2)
     steps = [json.loads(line)["step"] for line in folder.metrics.read_text().splitlines() if '"loss"' in line]
