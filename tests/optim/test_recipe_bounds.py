@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from soren_align.optim import build_optimizer
-from soren_align.optimizer_settings import RESOLUTIONS
-from soren_align.recipe import sections
+from soren_align.recipe.optimizers import MAPS, OPTIMIZERS
 
 NO_NUMBERS = ("name", "aux", "map")
 LARGEST = 1e300
