@@ -15,7 +15,8 @@ from transformers.integrations import HfDeepSpeedConfig
 from soren_align import recipe, shipped
 from soren_align.errors import UserError
 from soren_align.evaluate.backends import Setup, load
-from soren_align.trainers import adapters, build
+from soren_align.trainers import adapters
+from soren_align.trainers.starting_model import load_model
 
 BASE = shipped.ROOT / "recipes" / "quickstart" / "base"
 Q = "model.layers.0.self_attn.q_proj"
@@ -50,7 +51,7 @@ def adapter(model, tmp_path):
 
 def train(start):
     made = recipe.load("quickstart/sft", [f"model.name_or_path={start}", "model.init_seed=null"])
-    return build.load_model(made, str(start))
+    return load_model(made, str(start))
 
 
 def evaluate(start):

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from ..optim import HTMuon, Muon, Route, Soren, spacing
+from ..optim import HTMuon, Muon, Route, Soren
 from ..recipe import Recipe, parallel, trains_adapter
+from ..trainers.lost_updates import ulp
 
 CLASSES = {"soren": Soren, "muon": Muon, "htmuon": HTMuon}
 TYPICAL_WEIGHT = 0.02
@@ -55,9 +56,9 @@ def updates(
                 "shape": shape,
                 "tensors": tensors,
                 "rms": rms,
-                "in_steps_of_dtype": rms / spacing(weight, dtype),
+                "in_steps_of_dtype": rms / ulp(weight, dtype),
                 "at_most": total / weight,
-                "sets_bfloat16": total / (spacing(weight, torch.bfloat16) / 2),
+                "sets_bfloat16": total / (ulp(weight, torch.bfloat16) / 2),
             }
         )
     return rows
