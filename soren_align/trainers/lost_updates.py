@@ -6,6 +6,7 @@ counted. After training, the same is measured in the dtype of the saved model.
 """
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -116,9 +117,8 @@ def _problem(name: str, group: dict[str, Any]) -> str:
 
 
 def ulp(value: float, dtype: torch.dtype) -> float:
-    """Return the distance from `value`, rounded to `dtype`, to the next larger number of that dtype; 0 at 0."""
-    here = torch.tensor(value, dtype=dtype, device="cpu")
-    return float(torch.nextafter(here, torch.full_like(here, math.inf)).double() - here.double()) if value else 0.0
+    """Return the distance between neighbouring numbers of `dtype` at `value`; 0 at 0."""
+    return math.ulp(value) / sys.float_info.epsilon * torch.finfo(dtype).eps if value else 0.0
 
 
 def change_after_saving(start: StartingWeights, attached: AttachedOptimizer, dtype: torch.dtype) -> dict[str, Any]:
