@@ -42,14 +42,14 @@ def latest(folder: Path, origin: dict[str, Any]) -> tuple[Path | None, list[str]
 
 
 def mark_complete(checkpoint: Path, origin: dict[str, Any]) -> None:
-    """Write the marker into a checkpoint. origin: what the checkpoint belongs to, plain data."""
+    """Write the marker into a checkpoint. origin: identifies the run, plain data; see build.build_trainer."""
     paths = (path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path.name != COMPLETE_MARKER)
     sizes = {path.relative_to(checkpoint).as_posix(): path.stat().st_size for path in paths}
     write(checkpoint / COMPLETE_MARKER, json.dumps({"origin": origin, "files": sizes}, indent=2) + "\n")
 
 
 def check(checkpoint: Path, origin: dict[str, Any]) -> None:
-    """Raise UserError unless all files of the checkpoint are there, whole, and its origin equals `origin`."""
+    """Raise UserError unless all files of the checkpoint are there and complete, and its origin equals `origin`."""
     expected, actual_origin = _read_marker(checkpoint)
     sizes = {name: (checkpoint / name).stat().st_size for name in expected if (checkpoint / name).is_file()}
     damaged = [name for name in {*expected, *REQUIRED_FILES} if sizes.get(name) != expected.get(name, -1)]

@@ -1,4 +1,4 @@
-"""The weights of a model folder: whole, in the dtype to save, from the weights that the optimizer updates."""
+"""The weights to save: unsharded, in the dtype of the model folder, from the weights that the optimizer updates."""
 
 import collections
 import json

@@ -19,7 +19,7 @@ class StopOnSignal(TrainerCallback):
         self.stopped = False
 
     def on_train_begin(self, args, state, control, **kwargs):
-        """Install the handlers: from here on there is a step to save."""
+        """Install the handlers."""
         self._before = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
 
     def _handle(self, number, frame):

@@ -104,10 +104,10 @@ def print_result(console: Console, trainer: Any, result: dict[str, Any], seconds
         return
     dtype, matrices = (result["change_after_saving"][key] for key in ("dtype", "matrices"))
     projection, entries = (100 * matrices[key] for key in ("projection", "fraction_changed"))
-    remains = f"{projection:.3g}% of the change remains, in {entries:.3g}% of the changed entries"
-    print_line(console, "saved", f"in {dtype}: {remains}")
+    remainder = f"rounding preserves {projection:.3g}% of the change ({entries:.3g}% of entries)"
+    print_line(console, "saved", f"in {dtype}; {remainder}")
     if min(entries, projection) < 100 * LOST:
-        print_line(console, "warning", "most of the change is rounded away; run.save_dtype: float32 saves all of it")
+        print_line(console, "warning", "most of the change is lost to rounding; run.save_dtype: float32 saves all of it")
 
 
 def print_line(console: Console, label: str, text: str) -> None:
@@ -123,10 +123,10 @@ def describe_optimizer(optimizer: Any) -> str:
 
 
 def _describe_source(source: dict[str, Any], num_examples: int) -> str:
-    """Return a line of a mixture: "zoo.jsonl: 30 of 120 rows (weight 0.25), 29 examples, chat messages"."""
+    """Return a line of a mixture: "zoo.jsonl: 30 of 120 examples (weight 0.25), 29 used, chat messages"."""
     dropped = f", {dropped_in_words(source['dropped'])}" if source["dropped"] else ""
-    sampled = f"{source['taken']} of {source['num_rows']} rows (weight {source['weight']:g})"
-    return f"{source['path']}: {sampled}, {num_examples} examples, {source['layout']}{dropped}"
+    sampled = f"{source['taken']} of {source['num_rows']} examples (weight {source['weight']:g})"
+    return f"{source['path']}: {sampled}, {num_examples} used, {source['layout']}{dropped}"
 
 
 def _losses(trainer: Any) -> list[float]:

@@ -66,7 +66,7 @@ class SorenTrainerMixin(Trainer):
             for group in self.expected_optimizer.param_groups:
                 group["params"] = [torch.empty_like(p, device="meta") for p in group["params"]]
         elif not self.is_deepspeed_enabled:
-            # Here already: a checkpoint is loaded into whole parameters before the optimizer is created.
+            # Not later: a checkpoint is loaded into unsharded parameters before the optimizer is created.
             self.starting_weights = StartingWeights(share_of_parameters(self.expected_optimizer, self._ranks))
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -129,7 +129,7 @@ class SorenTrainerMixin(Trainer):
         super().log(logs, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As TRL, but the saved weights are those that the optimizer updates, whole and in `save_dtype`. Collective.
+        """As TRL, but the saved weights are those that the optimizer updates, unsharded and in `save_dtype`. Collective.
 
         transformers would save the bfloat16 weights that DeepSpeed computes with, under FSDP2 nothing, and ignore the
         compensation. For checkpoints (_internal_call) that is enough: the optimizer's state is saved beside them.

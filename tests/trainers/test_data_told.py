@@ -35,8 +35,8 @@ def test_a_mixture_is_trained_told_and_recorded(tiny_run, rows):
     assert (
         "24 of 25 examples, chat messages (ultrachat_200k); ShareGPT conversations, 1 dropped (conversations is" in said
     )
-    assert "chats.jsonl: 8 of 16 rows (weight 0.5), 8 examples, chat messages (ultrachat_200k)" in said
-    assert "spoken.jsonl: 16 of 9 rows (weight 2), 16 examples, ShareGPT conversations, 1 dropped" in said
+    assert "chats.jsonl: 8 of 16 examples (weight 0.5), 8 used, chat messages (ultrachat_200k)" in said
+    assert "spoken.jsonl: 16 of 9 examples (weight 2), 16 used, ShareGPT conversations, 1 dropped" in said
     train = run.folder.read()["data"]["train"]
     assert train["num_examples_by_source"] == [8, 16]
     assert train["seed"] == 7
