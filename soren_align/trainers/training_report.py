@@ -107,7 +107,7 @@ def print_result(console: Console, trainer: Any, result: dict[str, Any], seconds
     remainder = f"rounding preserves {projection:.3g}% of the change ({entries:.3g}% of entries)"
     print_line(console, "saved", f"in {dtype}; {remainder}")
     if min(entries, projection) < 100 * LOST:
-        print_line(console, "warning", "most of the change is lost to rounding; run.save_dtype: float32 saves all of it")
+        print_line(console, "warning", "most of the change is lost to rounding; run.save_dtype: float32 saves all")
 
 
 def print_line(console: Console, label: str, text: str) -> None:

@@ -129,7 +129,7 @@ class SorenTrainerMixin(Trainer):
         super().log(logs, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As TRL, but the saved weights are those that the optimizer updates, unsharded and in `save_dtype`. Collective.
+        """As TRL, but saves the weights that the optimizer updates, unsharded and in `save_dtype`. Collective.
 
         transformers would save the bfloat16 weights that DeepSpeed computes with, under FSDP2 nothing, and ignore the
         compensation. For checkpoints (_internal_call) that is enough: the optimizer's state is saved beside them.
