@@ -99,20 +99,20 @@ def _moved(training: dict[str, Any], is_adapter: bool, merged: bool) -> str:
     what = "factors of the adapter" if is_adapter else "matrices"
     lines = [f"The {what} changed by {_percent(change)} of their norm over training"]
     lines[0] += f", everything else by {_percent(rest)}." if "aux_relative_change" in training else "."
-    saved = training.get("survival", {})
+    saved = training.get("change_after_saving", {})
     kept = saved.get("matrices", {})
     if merged:
         lines.append("What merging rounds off was not measured.")
     elif kept:
         lines.append(
             f"In the {saved['dtype']} that it is saved in, {_percent(kept['projection'])} of that change is kept, and "
-            f"{_percent(kept['entries'])} of the entries that changed differ from the start."
+            f"{_percent(kept['fraction_changed'])} of the entries that changed differ from the start."
         )
     if change == rest == 0:
         lines.insert(0, "**Training did not move this model: its weights are those that it started from.**")
     elif max(change, rest) < HARDLY:
         lines.insert(0, "**Training hardly moved this model: expect what it started from.**")
-    elif kept and not merged and min(kept["entries"], kept["projection"]) < LOST:
+    elif kept and not merged and min(kept["fraction_changed"], kept["projection"]) < LOST:
         lines.insert(0, "**Most of what training did was rounded away when the model was saved.**")
     else:
         lines.insert(0, "Training moved this model.")
@@ -160,7 +160,7 @@ def _facts(recipe: Recipe, record: dict[str, Any]) -> dict[str, str | None]:
     settings = {k: v for k, v in optimizer.model_dump(exclude=inner).items() if v is not None}
     rest = f", AdamW on everything else at {optimizer.aux_lr:g}" if optimizer.aux_lr else ""
     matrices = f"{proof['num_matrices']} " if proof.get("num_matrices") else "the "
-    saved = training.get("survival", {}).get("dtype")
+    saved = training.get("change_after_saving", {}).get("dtype")
     processes, device = record.get("processes") or 1, record["device"].split(":")[0]
     return {
         "trained from": _start(recipe, record),
@@ -168,7 +168,7 @@ def _facts(recipe: Recipe, record: dict[str, Any]) -> dict[str, str | None]:
         "data": _data(record["data"]["train"]),
         "optimizer": f"{proof.get('class', optimizer.name)} on {matrices}matrices at {optimizer.lr:g}{rest}",
         "its settings": ", ".join(f"{key} {_word(value)}" for key, value in settings.items()),
-        "steps": f"{training['steps']} of {record['rows_per_step']} rows",
+        "steps": f"{training['steps']} of {record['examples_per_step']} rows",
         "processes": f"{processes} ({record['parallel']}, {device})" if processes > 1 else f"1 ({device})",
         "parameters": f"{parameters['total']:,}, of which {parameters['trainable']:,} trained",
         "dtype": f"{', '.join(parameters['dtype'])} in training" + (f", saved in {saved}" if saved else ""),
@@ -197,7 +197,7 @@ def _identity(said: str | None) -> str | None:
 def _data(train: dict[str, Any]) -> str:
     """Each source with its revision or hash, then the rows that were kept of all."""
     sources = train.get("sources", [train])
-    kept = f"{train['kept']} of {train['kept'] + sum(train['dropped'].values())} rows kept"
+    kept = f"{train['num_examples']} of {train['num_examples'] + sum(train['dropped'].values())} rows kept"
     counts = [kept, dropped_in_words(train["dropped"])]
     return "; ".join([*(_source(source) for source in sources), ", ".join(filter(None, counts))])
 

@@ -36,7 +36,7 @@ class Mixture(TypedDict):
 class Counted(TypedDict):
     """How many examples of a dataset were trained on, and why the others were not."""
 
-    kept: Count
+    num_examples: Count
     dropped: dict[str, Count]
 
 
@@ -64,7 +64,7 @@ class Parameters(TypedDict):
 class Survived(TypedDict):
     """How much of a change arrived in the model folder."""
 
-    entries: float
+    fraction_changed: float
     projection: float
 
 
@@ -83,7 +83,7 @@ class Training(TypedDict):
     last_loss: float | None
     relative_change: NotRequired[float]
     aux_relative_change: NotRequired[float]
-    survival: NotRequired[Survival]
+    change_after_saving: NotRequired[Survival]
 
 
 Optimizer = TypedDict("Optimizer", {"class": NotRequired[str], "num_matrices": NotRequired[Count]})
@@ -107,14 +107,14 @@ class Manifest(TypedDict):
     start: NotRequired[Start]
     data: NotRequired[Data]
     parallel: NotRequired[str]
-    rows_per_step: NotRequired[Count]
+    examples_per_step: NotRequired[Count]
     seeds: NotRequired[dict[str, int | None]]
     device: NotRequired[str]
     parameters: NotRequired[Parameters]
     training: NotRequired[Training]
 
 
-OF_A_MODEL = ("start", "data", "parallel", "rows_per_step", "seeds", "device", "parameters", "training")
+OF_A_MODEL = ("start", "data", "parallel", "examples_per_step", "seeds", "device", "parameters", "training")
 """Keys of every run that has a model."""
 _MANIFEST, _SOURCE, _MIXTURE = TypeAdapter(Manifest), TypeAdapter(Source), TypeAdapter(Mixture)
 

@@ -31,7 +31,7 @@ from .errors import UserError
 from .files import is_component, local_path, read_json
 
 PACKAGES = ("torch", "transformers", "trl", "datasets", "accelerate", "peft", "deepspeed", "lm-eval", "pydantic")
-SEAL = "soren_align.json"  # written last into a checkpoint, when it is complete
+COMPLETE_MARKER = "soren_align.json"  # written last into a checkpoint, when it is complete
 MADE_FROM = "merged_from.json"  # in a merged model: sha256 of the adapter that it was made from
 CONTENTS = (
     "recipe.yaml",
@@ -105,9 +105,9 @@ class RunFolder:
         """Write run.json anew."""
         write(self.path / "run.json", json.dumps(record, indent=2) + "\n")
 
-    def sealed(self) -> list[Path]:
+    def complete_checkpoints(self) -> list[Path]:
         """The complete checkpoints (see trainers/checkpoints.py)."""
-        return [seal.parent for seal in self.checkpoints.glob(f"checkpoint-*/{SEAL}")]
+        return [seal.parent for seal in self.checkpoints.glob(f"checkpoint-*/{COMPLETE_MARKER}")]
 
     # -- one process at a time --------------------------------------------------------------------------------------
 

@@ -193,7 +193,7 @@ RECIPES = {
     "nothing fits": (
         "max_length: 64",
         "max_length: 2\n  assistant_only_loss: true",
-        r"none of 1 rows can be trained on",
+        r"none of 1 examples can be trained on",
     ),
 }
 

@@ -284,7 +284,10 @@ def test_a_damaged_run_json_is_one_sentence_in_every_command(folder, started, co
         ({"status": "gone"}, "status: Input should be 'training', 'trained' or 'finished'"),
         ({"processes": "two"}, "processes: Input should be a valid integer"),
         ({"training": {"steps": 1}}, "training.first_loss: Field required"),
-        ({"data": {"train": {"kept": 1, "dropped": {}, "sources": "all"}}}, "sources: Input should be a valid list"),
+        (
+            {"data": {"train": {"num_examples": 1, "dropped": {}, "sources": "all"}}},
+            "sources: Input should be a valid list",
+        ),
         ({"start": {"path": ["x"], "sha256_or_revision": None}}, "start.path: Input should be a valid string"),
     ],
 )

@@ -14,7 +14,8 @@ from transformers.integrations import HfDeepSpeedConfig
 from soren_align import recipe, shipped
 from soren_align.errors import UserError
 from soren_align.evaluate.backends import Setup, load
-from soren_align.trainers import adapters, build
+from soren_align.trainers import adapters
+from soren_align.trainers.starting_model import load_model
 from tests.support.run_folders import finished_run
 
 BASE = shipped.ROOT / "recipes" / "quickstart" / "base"
@@ -50,7 +51,7 @@ def adapter(model, tmp_path):
 
 def train(start):
     made = recipe.load("quickstart/sft", [f"model.name_or_path={start}", "model.init_seed=null"])
-    return build.load_model(made, str(start))
+    return load_model(made, str(start))
 
 
 def evaluate(start):

@@ -73,7 +73,7 @@ def universal(run: str) -> None:
     """Become a worker that frees a run's last checkpoint from the number of processes that wrote it."""
     folder = RunFolder(run)
     folder.lock()
-    if (folder.read() or {}).get("status") != "training" or not folder.sealed():
+    if (folder.read() or {}).get("status") != "training" or not folder.complete_checkpoints():
         raise UserError(f"{folder}: holds no unfinished run with a complete checkpoint")
     recipe = load_resolved(folder.recipe)
     if recipe.run.global_batch_size is None:
@@ -175,7 +175,7 @@ def prepare(folder: RunFolder, recipe: Recipe, num_ranks: int = 1) -> None:
     """
     folder.lock(begin=True)
     run = folder.read()
-    if run is None or recipe.run.overwrite or (run["status"] == "training" and not folder.sealed()):
+    if run is None or recipe.run.overwrite or (run["status"] == "training" and not folder.complete_checkpoints()):
         folder.clear()  # without a checkpoint there is nothing to go on from, nor to lose
         shared = parallel(recipe.run.parallel).config
         begun = {"status": "training", "task": recipe.task, "processes": num_ranks, "started": now(), **provenance()}

@@ -46,8 +46,7 @@ def train(path: str, timeout_seconds: float) -> int:
     """Train the run folder's recipe, then evaluate; whatever is already done is not done again."""
     folder = RunFolder(path)
     with _busy("Loading torch, transformers and TRL"):
-        from ..sharding.ranks import init_ranks
-        from ..trainers import training
+        from ..trainers import training, training_setup
 
         _hush()
     number = os.environ.get("WORLD_SIZE", "1")
@@ -59,7 +58,7 @@ def train(path: str, timeout_seconds: float) -> int:
             folder.update(last_error=None)
         if ranks.broadcast((folder.read() or {}).get("status")) != "trained":
             with console.status("Checking data and evaluation") as status, ranks.first_goes_first():
-                ready = training.get_ready(recipe, folder, _counting(status), ranks)
+                ready = training_setup.set_up_training(recipe, folder, _counting(status), ranks)
                 if recipe.eval and ranks.is_first:
                     from ..evaluate import stage
 
@@ -123,11 +122,11 @@ def universal(path: str) -> int:
     """Free a run's last checkpoint from the number of processes that wrote it."""
     folder = RunFolder(path)
     with console.status("Rewriting the last checkpoint"), _alone_in(folder):
-        from ..trainers.checkpoints import for_any_number, step_of
+        from ..trainers.checkpoints import make_universal, step_of
 
         _hush()
-        checkpoint = max(folder.sealed(), key=step_of)
-        for_any_number(checkpoint)
+        checkpoint = max(folder.complete_checkpoints(), key=step_of)
+        make_universal(checkpoint)
         run = folder.read() or {}
         if run.get("processes"):
             before = [*run.get("processes_before", []), run["processes"]]

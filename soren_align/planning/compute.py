@@ -10,7 +10,7 @@ import torch
 
 from ..data import Account
 from ..recipe import Recipe, parallel, trainer_value
-from ..trainers.build import as_trl_calls_it
+from ..trainers.build import trl_forward
 from .passes import Passes
 
 UNCUT = 4096
@@ -77,7 +77,7 @@ def compute(
     def passes(checkpointing: bool) -> Passes:
         def build(num_blocks: int) -> tuple[Any, Any]:
             model = build_model(num_blocks, dtype if shared else getattr(torch, recipe.model.dtype))
-            return model, as_trl_calls_it(model, checkpointing)
+            return model, trl_forward(model, checkpointing)
 
         return Passes(build, num_blocks, autocast)
 

@@ -24,7 +24,10 @@ from ..recipe import Recipe, accumulation, rows_per_step
 from ..run_folder import RunFolder
 from ..sharding.ranks import Ranks
 from ..trainers import adapters, build
-from ..trainers.training import Ready, get_ready, kind_of
+from ..trainers.library_errors import as_user_error
+from ..trainers.training_report import describe_optimizer
+from ..trainers.training_setup import TrainingSetup, set_up_training
+from ..trainers.trl_arguments import trl_arguments
 from . import known, processes
 from .compute import UNCUT, compute
 from .update_sizes import TYPICAL_WEIGHT, held_in, updates
@@ -38,7 +41,7 @@ class Sight:
 
     config: Any
     start: str
-    ready: Ready | None
+    ready: TrainingSetup | None
     num_rows: int
     """Those that are trained on, or the published number."""
     notices: tuple[str, ...] = ()
@@ -51,14 +54,14 @@ def plan(
     here = _as_seen_here(recipe)
     with tempfile.TemporaryDirectory() as scratch:  # not the run's folder: nothing is to be left there
         sight = _look(here, RunFolder(scratch), on_rows)
-        args: Any = build.trl_config(here, Path(scratch), Ranks())
+        args: Any = trl_arguments(here, Path(scratch), Ranks())
 
     def build_model(num_blocks: int | None = None, dtype: torch.dtype = torch.float32) -> Any:
-        return adapters.outlined(_model(sight.config, num_blocks, dtype), recipe, sight.start)
+        return adapters.add_empty_adapter(_model(sight.config, num_blocks, dtype), recipe, sight.start)
 
-    with torch.device("meta"), build.the_users(f"model {recipe.model.name_or_path}"):
+    with torch.device("meta"), as_user_error(f"model {recipe.model.name_or_path}"):
         model = build_model()
-    with build.the_users("optimizer", ValueError):
+    with as_user_error("optimizer", ValueError):
         routes = route(model, recipe.optimizer.aux)
         build_optimizer(model, **build.optimizer_settings(recipe))
     counted = sight.ready.account if sight.ready else None
@@ -82,7 +85,7 @@ def plan(
         "data": _data(recipe, sight, counted),
         "steps": {"batch": batch, "per_epoch": per_epoch, "total": steps, "epochs": round(steps / per_epoch, 2)},
         "learning_rates": [rate for rate in rates if rate["step"] in _shown(args, steps)],
-        "kind": kind_of(recipe.optimizer),
+        "kind": describe_optimizer(recipe.optimizer),
         "optimizer": recipe.optimizer.model_dump(exclude_none=True),
         "routing": routing_table(routes),
         "updates": updates(recipe, routes, rates, weight),
@@ -109,9 +112,9 @@ def _look(here: Recipe, folder: RunFolder, on_rows: Callable[[int], object] | No
     """The recipe's config and rows, or what the tree knows of them where the hub is out of reach."""
     name, sources = here.model.name_or_path, here.data.sources
     try:
-        ready = get_ready(here, folder, on_rows)
-        base, revision = adapters.base_of(ready.start, here.model.revision)
-        with build.the_users(f"model {name}"):
+        ready = set_up_training(here, folder, on_rows)
+        base, revision = adapters.base_model(ready.start, here.model.revision)
+        with as_user_error(f"model {name}"):
             config = AutoConfig.from_pretrained(base, trust_remote_code=False, revision=revision)
     except OutOfReach:
         ours, published = known.model_config(name), known.num_rows(sources)
@@ -217,7 +220,7 @@ def _rates(recipe: Recipe, args: Any, steps: int) -> list[dict[str, float]]:
     """Both learning rates at every step."""
     peaks = [recipe.optimizer.lr, recipe.optimizer.aux_lr or recipe.optimizer.lr]
     optimizer = torch.optim.SGD([{"params": [torch.zeros(1)], "lr": lr} for lr in peaks], lr=peaks[0])
-    with build.the_users("trainer.lr_scheduler_type", ValueError, TypeError, ArithmeticError):
+    with as_user_error("trainer.lr_scheduler_type", ValueError, TypeError, ArithmeticError):
         schedule: Any = get_scheduler(
             args.lr_scheduler_type,
             optimizer,

@@ -1,6 +1,6 @@
-"""LoRA adapters: made or gone on with, kept in float32, and merged into whole models.
+"""LoRA adapters: created or loaded for training, saved in float32, merged into whole models.
 
-PEFT holds them and TRL trains them; which of them is mapped is optim's to say.
+PEFT stores them and TRL trains them; which of their tensors are mapped is decided in optim/routing.py.
 """
 
 import json
@@ -15,22 +15,21 @@ from ..errors import UserError
 from ..recipe import Lora, Recipe, adapter_config, is_local, load_resolved
 from ..run_folder import MADE_FROM, RunFolder, remove, write
 from ..weights import load_adapter, load_model, refuse_slow_patterns
+from .library_errors import as_user_error
 
-REFERENCE = "ref"  # TRL's name for the frozen copy of an adapter that DPO goes on with
 
+def base_model(start: str, revision: str | None = None) -> tuple[str, str | None]:
+    """Return (folder or hub name, revision) of the whole model to load: an adapter's base, or `start` itself.
 
-def base_of(start: str, revision: str | None = None) -> tuple[str, str | None]:
-    """(folder or hub name, revision) of the weights under what training starts from: itself, or an adapter's base.
-
-    A folder is written out to its root: adapters remember it, and are looked at from elsewhere.
+    A folder is returned as an absolute path: adapters store it, and are loaded from other working directories.
     """
-    said = adapter_config(start)
-    name, revision = (said["base_model_name_or_path"], said.get("revision")) if said else (start, revision)
+    config = adapter_config(start)
+    name, revision = (config["base_model_name_or_path"], config.get("revision")) if config else (start, revision)
     return (str(Path(name).resolve()) if is_local(name) else name), revision
 
 
-def quantization(lora: Lora | None, on_cpu: bool) -> BitsAndBytesConfig | None:
-    """NF4, doubly quantised, computed in bfloat16 where there is a GPU; None where nothing is quantised."""
+def quantization_config(lora: Lora | None, on_cpu: bool) -> BitsAndBytesConfig | None:
+    """Return NF4 with double quantization, computed in bfloat16 on a GPU; None if the recipe quantizes nothing."""
     if lora is None or lora.quantize is None:
         return None
     return BitsAndBytesConfig(
@@ -42,34 +41,34 @@ def quantization(lora: Lora | None, on_cpu: bool) -> BitsAndBytesConfig | None:
 
 
 def lora_config(recipe: Recipe, model: PreTrainedModel) -> LoraConfig | None:
-    """The new adapter that the recipe asks for, as PEFT says it; None if it asks for none."""
+    """Return the recipe's new adapter as a config of PEFT; None if it has no `model.lora`."""
     lora = recipe.model.lora
     if lora is None:
         return None
     return LoraConfig(
         task_type="CAUSAL_LM",
         r=lora.r,
-        lora_alpha=lora.alpha or lora.r,  # pyright: ignore[reportArgumentType] (PEFT's word is int, it divides it by r)
+        lora_alpha=lora.alpha or lora.r,  # pyright: ignore[reportArgumentType] (PEFT declares int, and divides it by r)
         lora_dropout=lora.dropout,
         target_modules=lora.target_modules,
         modules_to_save=lora.modules_to_save or None,
-        # Without it an embedding that is the head too would be trained as the one and left as it was as the other.
+        # Otherwise an embedding that is tied to the head would be trained as embedding and not as head.
         ensure_weight_tying=bool(lora.modules_to_save) and bool(model.config.tie_word_embeddings),
         revision=getattr(model.config, "_commit_hash", None) or recipe.model.revision,
     )
 
 
-def go_on(model: PreTrainedModel, start: str) -> Any:
-    """The model with the adapter that lies in `start`, to be trained further; itself, if none lies there."""
+def load_starting_adapter(model: PreTrainedModel, start: str) -> Any:
+    """Return the model with the adapter in `start`, trainable; the model itself if `start` is no adapter."""
     if adapter_config(start) is None:
         return model
     adapted = load_adapter(model, start, is_trainable=True)
-    adapted.peft_config["default"].base_model_name_or_path = base_of(start)[0]
+    adapted.peft_config["default"].base_model_name_or_path = base_model(start)[0]
     return adapted
 
 
-def outlined(model: PreTrainedModel, recipe: Recipe, start: str) -> Any:
-    """A model with the adapter that training would give it, to be counted: no weights are read.
+def add_empty_adapter(model: PreTrainedModel, recipe: Recipe, start: str) -> Any:
+    """Return the model with the adapter that training would add to it, without reading weights.
 
     For models on the meta device or of fake tensors, within their context.
     """
@@ -77,54 +76,53 @@ def outlined(model: PreTrainedModel, recipe: Recipe, start: str) -> Any:
     if config is None:
         return model
     refuse_slow_patterns(model, start)
-    config.inference_mode = False  # an adapter's folder says that it is
+    config.inference_mode = False  # as saved adapters are
     return get_peft_model(model, cast(LoraConfig, config))
 
 
-def keep_float32(model: torch.nn.Module) -> None:
-    """Cast what is trained to float32, before an optimizer is made: TRL makes the factors beside a 4-bit base bfloat16,
-    and small updates would be rounded away (test_what_trl_makes_bfloat16_beside_a_quantised_base_is_float32_again)."""
+def cast_trainable_to_float32(model: torch.nn.Module) -> None:
+    """Cast the trainable parameters to float32, in place. Call it before an optimizer is made.
+
+    With a 4-bit base, TRL casts the factors to bfloat16, where small updates would be lost to rounding
+    (test_what_trl_makes_bfloat16_beside_a_quantised_base_is_float32_again).
+    """
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32:
             parameter.data = parameter.data.float()
 
 
-def save_trained(model: PeftModel, folder: str, weights: dict[str, torch.Tensor] | None = None) -> None:
-    """The adapter that was trained, without TRL's frozen copy of the one that it started as.
+def save_adapter(model: PeftModel, folder: str, weights: dict[str, torch.Tensor] | None = None) -> None:
+    """Save the trained adapter, without TRL's frozen copy of the starting one.
 
-    weights: by the names of the model's parameters, where the model itself has no float32 ones.
+    weights: by the names of the model's parameters, if the model itself has no float32 ones.
     """
     model.save_pretrained(folder, selected_adapters=["default"], state_dict=weights)
-    (Path(folder) / "README.md").unlink(missing_ok=True)  # PEFT's card: nothing but paths of this machine
+    (Path(folder) / "README.md").unlink(missing_ok=True)  # PEFT's card has only paths of this machine
 
 
 def merge(run: RunFolder) -> Path:
-    """Make `run`/merged, the whole model that the run's adapter and its base are together, and its tokenizer.
+    """Write `run`/merged: the run's adapter merged with its base into one model, and its tokenizer. Return that folder.
 
-    Computed in float32, saved in the dtype that the base's config names, unless run.save_dtype says another. A merge of
-    the same adapter is made again; UserError for anything else in its place.
+    Merged in float32; saved in run.save_dtype, or else in the dtype of the base's config. An earlier merge of the same
+    adapter is replaced. Raises UserError if anything else is in its place, or a file cannot be loaded.
     """
     target = run.merged
     if target.exists() and not run.is_merged():
         raise UserError(f"{target}: is not a merge of this run's adapter; remove it, or give it another name")
-    name, revision = base_of(str(run.model))
-    try:
+    name, revision = base_model(str(run.model))
+    with as_user_error(f"{run}: cannot be merged"):
         config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
-        dtype = getattr(config, "dtype", None) or torch.float32
         base = load_model(name, revision=revision, dtype=torch.float32)
-        adapted: Any = load_adapter(base, str(run.model))
+        model: Any = load_adapter(base, str(run.model))
         tokenizer = AutoTokenizer.from_pretrained(run.model, trust_remote_code=False)
-    except UserError:
-        raise
-    except (OSError, ValueError) as error:
-        raise UserError(f"{run}: cannot be merged: {' '.join(str(error).split())[:400]}") from error
-    whole = adapted.merge_and_unload(safe_merge=True)
-    aside = target.with_name("merged.part")
-    remove(aside)
+    merged = model.merge_and_unload(safe_merge=True)
+    partial = target.with_name("merged.part")
+    remove(partial)
     save_dtype = load_resolved(run.recipe).run.save_dtype
-    whole.to(getattr(torch, save_dtype) if save_dtype else dtype).save_pretrained(aside)
-    tokenizer.save_pretrained(aside)
-    write(aside / MADE_FROM, json.dumps(run.adapter()) + "\n")
+    dtype = getattr(torch, save_dtype) if save_dtype else getattr(config, "dtype", None) or torch.float32
+    merged.to(dtype).save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    write(partial / MADE_FROM, json.dumps(run.adapter()) + "\n")
     remove(target)
-    aside.rename(target)
+    partial.rename(target)
     return target

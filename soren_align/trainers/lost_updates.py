@@ -1,13 +1,14 @@
-"""Whether what the optimizer wants arrives in the weights: measured at the first step, and again at the export.
+"""Measure how much of the updates is lost to rounding: at the first step, and again when the model is saved.
 
-An update far below the spacing of the numbers that hold a weight changes nothing, and no loss curve says why. So the
-first step's updates are taken on a copy, at the peak learning rate (warm-up may begin at 0), and the entries that moved
-are counted. At the end the same question is asked of the model folder's dtype.
+An update far below one ulp of a weight does not change the weight, and no loss curve shows why. So the first step's
+updates are applied to a copy, at the peak learning rate (the warm-up may start at 0), and the changed entries are
+counted. After training, the same is measured in the dtype of the saved model.
 """
 
 import math
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,116 +17,128 @@ from transformers import TrainerCallback
 from ..errors import UserError
 from ..optim import PendingUpdate, Sums, chunks, decay_and_add_, master_weights, ulp
 from ..run_folder import LOST
-from .measurements import Watch
+from .attached_optimizer import AttachedOptimizer
+from .starting_weights import StartingWeights
 
-NAMES = ("matrices", "rest")
-
-
-class Resolution(TrainerCallback):
-    """Measures the first step of a run that begins; `found` then holds a dict per group. Collective.
-
-    found: {"matrices": {"fraction", "dtype", "update", "ulp", "lr"}, "rest": ...}. fraction: of the entries with a
-    direction, those that change at lr, the peak. update: root mean square of these entries' steps, without decay. ulp:
-    spacing of the numbers in dtype around the weights' root mean square.
-    """
-
-    def __init__(self, watch: Watch, lost_updates: str, say: Callable[[dict[str, Any], list[str]], object]):
-        """lost_updates: "stop" or "warn". say(found, warnings) is called once, on every rank."""
-        self.watch, self.lost_updates, self.say = watch, lost_updates, say
-        self.found: dict[str, dict[str, Any]] = {}
-        self._waits = False
-        # of each: entries with a direction, changed, in bfloat16; squares of steps, weights
-        self._sums = Sums(5 * len(NAMES))
-        self._rates = [0.0] * len(NAMES)
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        """A run that goes on was measured when it began."""
-        self._waits = state.global_step == 0
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        """Look at the coming step. DeepSpeed may leave it out; then at the one after it."""
-        if self._waits:
-            self._rates = [float(g.get("initial_lr", g["lr"])) for g in self.watch.optimizer.param_groups]
-            self.watch.optimizer.pending_observer = self._see
-
-    def on_optimizer_step(self, args, state, control, **kwargs):
-        """The verdict, the same on every rank. UserError if too much is lost."""
-        if not self._waits:
-            return
-        self.watch.optimizer.pending_observer = None
-        sums = self.watch.ranks.sums(self._sums.totals())
-        if not sums[0] and not sums[5]:  # nothing had a direction, or no step was taken
-            return
-        self._waits = False
-        for number, name in enumerate(NAMES):
-            wanted, changed, narrow, squares, weights = sums[5 * number : 5 * number + 5]
-            if wanted:
-                dtype = torch.bfloat16 if narrow else torch.float32
-                self.found[name] = {
-                    "fraction": changed / wanted,
-                    "dtype": str(dtype).removeprefix("torch."),
-                    "update": math.sqrt(squares / wanted),
-                    "ulp": ulp(math.sqrt(weights / wanted), dtype),
-                    "lr": self._rates[number],
-                }
-        complaints = [_complaint(name, seen) for name, seen in self.found.items() if seen["fraction"] < LOST]
-        stops = self.lost_updates == "stop"
-        self.say(self.found, [] if stops else complaints)
-        if complaints and stops:
-            raise UserError(*complaints, REMEDIES)
-
-    def _see(self, proposal: PendingUpdate) -> None:
-        number = 0 if proposal.group is self.watch.optimizer.param_groups[0] else 1
-        lr, decay = self._rates[number], proposal.group["weight_decay"]
-        for held, direction, rest in chunks(proposal.parameter, proposal.direction, proposal.compensation):
-            moved, moved_rest = held.clone(), None if rest is None else rest.clone()
-            decay_and_add_(moved, moved_rest, direction, lr=lr, scale=proposal.scale, weight_decay=decay)
-            then, now = master_weights(held, rest), master_weights(moved, moved_rest)
-            wanted, changed = direction != 0, then != now
-            del moved, moved_rest, now
-            count = wanted.sum()
-            counts = count, changed.logical_and_(wanted).sum(), count * (then.dtype == torch.bfloat16)
-            steps = (lr * proposal.scale * direction).square_().sum()
-            self._sums.add(5 * number, *counts, steps, torch.where(wanted, then, 0).float().square_().sum())
-
-
+GROUPS = ("matrices", "other_parameters")
 REMEDIES = (
-    "Nothing was saved. Any of these keeps them: model.dtype: float32; optimizer.compensation: kahan, for bfloat16 "
+    "Nothing was saved. Any of these avoids this: model.dtype: float32; optimizer.compensation: kahan, for bfloat16 "
     "parameters; a larger optimizer.lr; optimizer.adjust_lr_fn: match_rms_adamw, at AdamW's learning rates. "
-    "run.lost_updates: warn trains all the same"
+    "run.lost_updates: warn trains anyway"
 )
 
 
-def _complaint(name: str, seen: dict[str, Any]) -> str:
+@dataclass(frozen=True)
+class LostUpdatesPolicy:
+    """If most updates are lost at the first step: stop, or warn.
+
+    report(groups, warnings) is called once, on every rank, before a run is stopped; see `FirstStepCheck.groups`.
+    """
+
+    action: Literal["stop", "warn"]
+    report: Callable[[dict[str, Any], list[str]], object]
+
+
+class FirstStepCheck(TrainerCallback):
+    """Measures the first step of a new run. Collective; raises UserError on every rank if most updates are lost.
+
+    groups: {"matrices": {"fraction_changed", "dtype", "update_rms", "ulp", "lr"}, "other_parameters": ...}.
+    fraction_changed: of the entries with a nonzero update, those that change at lr, the peak. update_rms: of these
+    entries, without decay. ulp: at the root mean square of their weights, in dtype.
+    """
+
+    def __init__(self, attached: AttachedOptimizer, policy: LostUpdatesPolicy):
+        self.attached, self.policy = attached, policy
+        self.groups: dict[str, dict[str, Any]] = {}
+        self._pending = False
+        # of each group: entries with an update, changed, in bfloat16; sums of squares of updates and of weights
+        self._sums = Sums(5 * len(GROUPS))
+        self._peaks = [0.0] * len(GROUPS)
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Measure new runs only: a resumed run was measured at its own first step."""
+        self._pending = state.global_step == 0
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        """Observe the coming step. If the loss scale skips it, the next one is observed."""
+        if self._pending:
+            optimizer = self.attached.optimizer
+            self._peaks = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
+            optimizer.pending_observer = self._add
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        """Report the result, the same on every rank; raise UserError if the policy is to stop."""
+        if not self._pending:
+            return
+        self.attached.optimizer.pending_observer = None
+        sums = self.attached.ranks.sums(self._sums.totals())
+        if not sums[0] and not sums[5]:  # every update is zero, or the step was skipped
+            return
+        self._pending = False
+        for index, name in enumerate(GROUPS):
+            num_updated, num_changed, num_bfloat16, squares, weight_squares = sums[5 * index : 5 * index + 5]
+            if num_updated:
+                dtype = torch.bfloat16 if num_bfloat16 else torch.float32
+                self.groups[name] = {
+                    "fraction_changed": num_changed / num_updated,
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "update_rms": math.sqrt(squares / num_updated),
+                    "ulp": ulp(math.sqrt(weight_squares / num_updated), dtype),
+                    "lr": self._peaks[index],
+                }
+        problems = [_problem(name, group) for name, group in self.groups.items() if group["fraction_changed"] < LOST]
+        stops = self.policy.action == "stop"
+        self.policy.report(self.groups, [] if stops else problems)
+        if problems and stops:
+            raise UserError(*problems, REMEDIES)
+
+    def _add(self, pending: PendingUpdate) -> None:
+        index = 0 if pending.group is self.attached.optimizer.param_groups[0] else 1
+        lr, decay = self._peaks[index], pending.group["weight_decay"]
+        for weights, direction, rest in chunks(pending.parameter, pending.direction, pending.compensation):
+            moved, moved_rest = weights.clone(), None if rest is None else rest.clone()
+            decay_and_add_(moved, moved_rest, direction, lr=lr, scale=pending.scale, weight_decay=decay)
+            before, after = master_weights(weights, rest), master_weights(moved, moved_rest)
+            updated, changed = direction != 0, before != after
+            del moved, moved_rest, after
+            count = updated.sum()
+            counts = count, changed.logical_and_(updated).sum(), count * (before.dtype == torch.bfloat16)
+            squares = (lr * pending.scale * direction).square_().sum()
+            self._sums.add(5 * index, *counts, squares, torch.where(updated, before, 0).float().square_().sum())
+
+
+def _problem(name: str, group: dict[str, Any]) -> str:
     return (
-        f"step 1: the updates of the {name} are lost to rounding: at the peak learning rate, {seen['lr']:g}, "
-        f"{seen['fraction']:.2%} of the entries that are to change do, in {seen['dtype']}. A typical update is "
-        f"{seen['update']:.1e}, the numbers around a typical weight are {seen['ulp']:.1e} apart"
+        f"step 1: most updates of the {name.replace('_', ' ')} are lost to rounding: at the peak learning rate "
+        f"{group['lr']:g}, only {group['fraction_changed']:.2%} of the entries change in {group['dtype']}. The update "
+        f"RMS is {group['update_rms']:.1e}, one ulp of a typical weight is {group['ulp']:.1e}"
     )
 
 
-def survival(watch: Watch, dtype: torch.dtype) -> dict[str, Any]:
-    """How much of the way from the start is left once both ends are rounded to `dtype`. Collective.
+def change_after_saving(start: StartingWeights, attached: AttachedOptimizer, dtype: torch.dtype) -> dict[str, Any]:
+    """Return how much of the change since the start remains if both ends are rounded to `dtype`. Collective.
 
-    {"dtype", "matrices": {"entries", "projection"}, "rest": ...}. entries: of those that changed, the share that still
-    differs from the start. projection: of the rounded way onto the way, over its square: 1 where all of it is kept.
+    {"dtype", "matrices": {"fraction_changed", "projection"}, "other_parameters": ...}. fraction_changed: of the entries
+    that changed, those that still differ after rounding. projection: <rounded change, change> / |change|^2, 1 if
+    rounding loses nothing.
     """
-    sums = Sums(4 * len(NAMES))
-    for number, now, then in watch.ways():
-        way = now - then
-        kept = _rounded(now, dtype).sub_(_rounded(then, dtype))
-        changed = way != 0
-        entries = changed.sum(), changed.logical_and_(kept != 0).sum()
-        sums.add(4 * number, *entries, kept.mul_(way).sum(), way.square_().sum())
-    flat = watch.ranks.sums(sums.totals())
-    found: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch.")}
-    for number, name in enumerate(NAMES):
-        changed, left, along, square = flat[4 * number : 4 * number + 4]
-        if changed:
-            found[name] = {"entries": left / changed, "projection": along / square if square else 1.0}
-    return found
+    sums = Sums(4 * len(GROUPS))
+    for index, weights, before in start.pairs(attached.optimizer):
+        change = weights - before
+        rounded = _rounded(weights, dtype).sub_(_rounded(before, dtype))
+        changed = change != 0
+        counts = changed.sum(), changed.logical_and_(rounded != 0).sum()
+        sums.add(4 * index, *counts, rounded.mul_(change).sum(), change.square_().sum())
+    totals = attached.ranks.sums(sums.totals())
+    result: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch.")}
+    for index, name in enumerate(GROUPS):
+        num_changed, num_remaining, product, square = totals[4 * index : 4 * index + 4]
+        if num_changed:
+            projection = product / square if square else 1.0
+            result[name] = {"fraction_changed": num_remaining / num_changed, "projection": projection}
+    return result
 
 
 def _rounded(weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy, rounded to `dtype`."""
+    """Return a copy, rounded to `dtype` and widened to float32."""
     return weights.to(dtype, copy=True).float()

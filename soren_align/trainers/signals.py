@@ -1,4 +1,4 @@
-"""Ctrl-C (or a scheduler's SIGTERM) ends a run at the next step, with a checkpoint to go on from."""
+"""Stop at the next step, with a checkpoint to resume from, on Ctrl-C or SIGTERM."""
 
 import signal
 
@@ -8,9 +8,9 @@ from ..sharding.ranks import Ranks
 
 
 class StopOnSignal(TrainerCallback):
-    """First signal: save and stop after this step. Second: stop now, as without us.
+    """On the first signal, save and stop after this step; on the second, raise KeyboardInterrupt at once.
 
-    A signal to one of several ranks stops all of them at the same step: each asks the others after every step.
+    A signal to one of several ranks stops all of them at the same step: they exchange a flag after every step.
     """
 
     def __init__(self, ranks: Ranks):
@@ -19,7 +19,7 @@ class StopOnSignal(TrainerCallback):
         self.stopped = False
 
     def on_train_begin(self, args, state, control, **kwargs):
-        """From here on there is something to save."""
+        """Install the handlers."""
         self._before = {s: signal.signal(s, self._handle) for s in (signal.SIGINT, signal.SIGTERM)}
 
     def _handle(self, number, frame):
@@ -29,14 +29,14 @@ class StopOnSignal(TrainerCallback):
         self.received = number
 
     def on_step_end(self, args, state, control, **kwargs):
-        """Act between two steps, where a checkpoint is whole."""
+        """Save and stop between two steps if any rank received a signal. Collective."""
         if self.ranks.any(self.received is not None):
             self.stopped = True
             control.should_save = True
             control.should_training_stop = True
 
     def on_train_end(self, args, state, control, **kwargs):
-        """Give the signals back."""
+        """Restore the previous handlers."""
         self._restore()
 
     def _restore(self):

@@ -1,12 +1,10 @@
-"""TRL's SFTTrainer and DPOTrainer, stepping with our optimizers.
+"""TRL's SFTTrainer and DPOTrainer with this package's optimizers.
 
-TRL offers no common way in: SFTTrainer takes `optimizer_cls_and_kwargs`, DPOTrainer does not, and DeepSpeed calls
-`create_optimizer` itself. So that one method is overridden, in a mixin for both, and calls the one factory.
+TRL has no common way to pass an optimizer: SFTTrainer takes `optimizer_cls_and_kwargs`, DPOTrainer does not, and
+DeepSpeed calls `create_optimizer` itself. So a mixin for both overrides that method. transformers calls, in this order:
+`create_optimizer`, `create_scheduler`, `training_step` per micro-batch, `optimizer.step()`, `log`, `_save_checkpoint`.
 """
 
-import collections
-import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +15,19 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import DPOTrainer, SFTTrainer
 
 from ..errors import UserError
-from ..optim import build_optimizer, chunks, copied_to_cpu, master_weights
-from ..run_folder import write
-from ..sharding import full_weights, set_placement, sum_in_float32
+from ..optim import build_optimizer
+from ..sharding import full_weights, sum_in_float32
 from ..sharding.ranks import current_ranks
 from . import adapters, checkpoints
-from .measurements import Watch
+from .attached_optimizer import OptimizerCheck, attach, refuse_unaveraged_gradients
+from .lost_updates import FirstStepCheck, LostUpdatesPolicy
+from .measurements import Measurements
+from .model_export import export_weights, unsharded_weights, write_dtype
+from .starting_weights import StartingWeights, share_of_parameters
 
 
 class SorenTrainerMixin(Trainer):
-    """Put before a TRL trainer: builds the optimizer, seals checkpoints, measures."""
+    """Put before a TRL trainer: builds the optimizer, checks and measures its steps, marks complete checkpoints."""
 
     def __init__(
         self,
@@ -36,141 +37,142 @@ class SorenTrainerMixin(Trainer):
         metrics: Path | None = None,
         parallel: str | None = None,
         save_dtype: torch.dtype | None = None,
+        lost_updates: LostUpdatesPolicy | None = None,
         **kwargs: Any,
     ):
         """optimizer_settings: keywords of `soren_align.optim.build_optimizer` (name, lr, aux_lr, ...).
 
-        origin: what checkpoints belong to; written into each and compared on resuming.
+        origin: the run that the checkpoints belong to; written into each and compared when resuming.
         metrics: a .jsonl file that gets a line per log.
-        save_dtype: of the weights that `save_model` writes; None: as they are stepped.
-        parallel: "ddp", "zero" or "fsdp2", if it must be that one; whatever accelerate has set up, otherwise.
+        parallel: "ddp", "zero" or "fsdp2": refuse any other; None: whatever accelerate has set up.
+        save_dtype: of the weights that `save_model` writes; None: their own dtype.
+        lost_updates: None: the first step is not measured.
         """
         self.optimizer_settings, self.parallel, self.save_dtype = optimizer_settings, parallel, save_dtype
-        self.origin = origin or {}
+        self.origin, self.lost_updates = origin or {}, lost_updates
         super().__init__(*args, **kwargs)
-        # Built once to look at: a model that the optimizer cannot take is refused before training, and what really
-        # steps is compared with it then.
-        trained: Any = self.model
-        if isinstance(trained, PeftModel):
-            adapters.keep_float32(trained)
-        self.reference = build_optimizer(trained, **optimizer_settings)
-        self.watch = Watch(self.reference, current_ranks(), metrics)
+        model: Any = self.model
+        if isinstance(model, PeftModel):
+            adapters.cast_trainable_to_float32(model)
+        # Never stepped: a model that the optimizer refuses is refused before training, and `attach` compares with it.
+        self.expected_optimizer = build_optimizer(model, **optimizer_settings)
+        self.attached: Any = None  # these four: from `create_scheduler` on
+        self.optimizer_check: Any = None
+        self.measurements: Any = None
+        self.starting_weights: Any = None
+        self._ranks, self._metrics_file = current_ranks(), metrics
         if self.is_fsdp_enabled:
-            # FSDP2 puts others in the place of the parameters; kept here, every rank would hold the whole model.
-            for group in self.reference.param_groups:
+            # FSDP2 replaces the parameters; with references to them, every rank would keep the whole model.
+            for group in self.expected_optimizer.param_groups:
                 group["params"] = [torch.empty_like(p, device="meta") for p in group["params"]]
         elif not self.is_deepspeed_enabled:
-            self.watch.remember_whole()
-        self.add_callback(self.watch)
+            # Not later: a checkpoint is loaded into unsharded parameters before the optimizer is created.
+            self.starting_weights = StartingWeights(share_of_parameters(self.expected_optimizer, self._ranks))
 
     def create_accelerator_and_postprocess(self) -> None:
-        """TRL's; under FSDP2 only the weights of a pass are bfloat16, as under DDP and ZeRO."""
+        """As TRL; under FSDP2 only the weights in forward and backward are bfloat16, as under DDP and ZeRO."""
         super().create_accelerator_and_postprocess()
         if self.is_fsdp_enabled:
             sum_in_float32(self.accelerator.state.fsdp_plugin)
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
-        """The recipe's optimizer over every trainable parameter."""
+        """Return the recipe's optimizer over every trainable parameter."""
         if self.optimizer is None:
-            whole: Any = self.model if model is None else model
-            self.optimizer = build_optimizer(whole, **self.optimizer_settings)
+            trained: Any = self.model if model is None else model
+            self.optimizer = build_optimizer(trained, **self.optimizer_settings)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """TRL's. It is made when all wrappers are around the optimizer and no checkpoint is loaded: look at it now."""
-        if optimizer is None and self.watch.optimizer is None:
-            self.watch.recognise(self.optimizer)
-            try:
-                placed = set_placement(self.optimizer, self.watch.ranks)
-            except ValueError as error:
-                raise UserError(f"run.parallel: {error}") from error
-            self.watch.begin(placed)
-            if self.parallel not in (None, placed.kind):
-                raise UserError(f"run.parallel asks for {self.parallel}, but accelerate has set up {placed.kind}")
+        """As TRL. At this call all wrappers are around the optimizer and no sharded checkpoint is loaded yet."""
+        if optimizer is None and self.attached is None:
+            self._attach_optimizer()
         return super().create_scheduler(num_training_steps, optimizer)
 
+    def _attach_optimizer(self) -> None:
+        self.attached = attach(self.optimizer, self.expected_optimizer, self._ranks)
+        if self.parallel not in (None, self.attached.parallel):
+            raise UserError(f"run.parallel: is {self.parallel}, but accelerate has set up {self.attached.parallel}")
+        if self.attached.parallel != "ddp":
+            tensors = [(index, tensor) for index, group in enumerate(self.attached.tensors) for tensor in group]
+            self.starting_weights = StartingWeights(tensors)
+        self.optimizer_check = OptimizerCheck(self.attached)
+        self.measurements = Measurements(self.attached, self.starting_weights, self._metrics_file)
+        self.add_callback(self.optimizer_check)
+        self.add_callback(self.measurements)
+        if self.lost_updates is not None:
+            self.add_callback(FirstStepCheck(self.attached, self.lost_updates))
+
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        # transformers looks for the end only after a step: resumed at its last one, it would take one too many.
+        # transformers compares with max_steps only after a step: resumed at the last one, it would take one more.
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
         else:
             super()._run_epoch(*args, **kwargs)
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """TRL's, with the tokens counted."""
+        """As TRL; also counts the tokens."""
         mask = inputs.get("attention_mask")
-        self.watch.tokens += mask.sum() if mask is not None else inputs["input_ids"].numel()
+        self.measurements.num_tokens += mask.sum() if mask is not None else inputs["input_ids"].numel()
         return super().training_step(model, inputs, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """TRL's, with our measurements beside the loss; collective, as TRL's is."""
+        """As TRL, with our measurements beside the loss. Collective, as TRL's is."""
         if self.is_deepspeed_enabled:
-            logs.pop("total_flos", None)  # transformers counts parameters for it, which ZeRO 3 has emptied
+            logs.pop("total_flos", None)  # computed from the number of parameters, which ZeRO 3 has emptied
         if "loss" in logs:
-            tokens: Any = torch.as_tensor(int(self.watch.tokens), device=self.args.device)
-            logs.update(self.watch.measures(int(self.accelerator.reduce(tokens, "sum"))))  # pyright: ignore
-            if self.watch.record["parallel"] == "ddp":
-                self.watch.refuse_drift(self.state.global_step)
+            num_tokens: Any = torch.as_tensor(int(self.measurements.num_tokens), device=self.args.device)
+            logs.update(self.measurements.values(int(self.accelerator.reduce(num_tokens, "sum"))))  # pyright: ignore
+            if self.optimizer_check.num_skipped_steps:
+                logs["num_skipped_steps"] = self.optimizer_check.num_skipped_steps
+            if self.attached.parallel == "ddp":
+                refuse_unaveraged_gradients(self.attached, self.state.global_step)
         super().log(logs, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """TRL's; the weights that are stepped, whole and in `save_dtype`, wherever they lie.
+        """As TRL, but saves the weights that the optimizer updates, unsharded and in `save_dtype`. Collective.
 
-        transformers would write the bfloat16 weights that DeepSpeed computes with, under FSDP2 nothing, and no
-        compensation. For checkpoints (_internal_call) that will do: what is resumed from lies beside it. Of adapters,
-        the trained one, in float32.
+        transformers would save the bfloat16 weights that DeepSpeed computes with, under FSDP2 nothing, and ignore the
+        compensation. For checkpoints (_internal_call) that is enough: the optimizer's state is saved beside them.
+        Of adapters, the trained one is saved, in float32.
         """
-        trained: Any = self.model
-        if isinstance(trained, PeftModel) and not _internal_call:
-            weights = dict(full_weights(trained)) if self.is_deepspeed_enabled else None
+        model: Any = self.model
+        folder = Path(str(output_dir or self.args.output_dir))
+        sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
+        if isinstance(model, PeftModel) and not _internal_call:
+            weights = dict(full_weights(model)) if self.is_deepspeed_enabled else None
             if self.args.should_save:
-                adapters.save_trained(trained, str(output_dir or self.args.output_dir), weights)
+                adapters.save_adapter(model, str(folder), weights)
             return
-        whole = isinstance(trained, PreTrainedModel) and self.save_dtype is not None
-        if _internal_call or not (self.is_deepspeed_enabled or self.is_fsdp_enabled or whole):
+        converts = isinstance(model, PreTrainedModel) and self.save_dtype is not None
+        if _internal_call or not (sharded or converts):
             super().save_model(output_dir, _internal_call)
             return
-        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
-            stepped = ((name, weight, None) for name, weight in full_weights(trained))
+        if sharded:
+            weights = export_weights(((name, w, None) for name, w in full_weights(model)), self.save_dtype)
+        elif self.args.should_save:
+            weights = export_weights(unsharded_weights(model, self.attached.optimizer), self.save_dtype)
         else:
-            stepped = self._stepped_weights() if self.args.should_save else ()
-        try:  # one tensor at a time: nothing of a wider copy is left when the next is put together
-            weights = {name: _exported(name, weight, rest, self.save_dtype) for name, weight, rest in stepped}
-        finally:
-            collections.deque(stepped, maxlen=0)  # to its end, also after an error: the other ranks would wait
-        self._save(output_dir, state_dict=weights)
-        config = Path(str(output_dir or self.args.output_dir)) / "config.json"
-        if self.save_dtype is not None and self.args.should_save and config.is_file():
-            # transformers writes the dtype of the model in memory, and from_pretrained would round to it.
-            said = json.loads(config.read_text(encoding="utf-8"))
-            write(config, json.dumps(said | {"dtype": str(self.save_dtype).removeprefix("torch.")}, indent=2) + "\n")
-
-    def _stepped_weights(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
-        """(name as in `state_dict`, tensor, compensation) of a whole model's weights, each once, and of its buffers."""
-        trained: Any = self.model
-        for name, parameter in trained.named_parameters():
-            yield name, parameter.detach(), self.watch.optimizer.state.get(parameter, {}).get("compensation")
-        twice = {name for name, _ in trained.named_parameters(remove_duplicate=False)}
-        for name, tensor in trained.state_dict().items():
-            if name not in twice:
-                yield name, tensor, None
+            weights = {}
+        self._save(str(folder), state_dict=weights)
+        if self.save_dtype is not None and self.args.should_save:
+            write_dtype(folder, self.save_dtype)  # from_pretrained would round to the dtype in config.json
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """None per checkpoint: run.json says more than TRL's card."""
+        """Write no card per checkpoint; card.py writes that of the model."""
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        # Rotation waits for the seal: transformers deletes the old checkpoint before anyone knows that the new one
-        # is complete, so that a kill between the two leaves none.
+        # Old checkpoints are deleted only after the new one is marked complete: a kill between transformers' own
+        # deletion and that mark would leave no complete checkpoint.
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:
             super()._save_checkpoint(model, trial)
         finally:
             self.args.save_total_limit = limit
-        self.accelerator.wait_for_everyone()  # each rank writes the state of its random numbers
+        self.accelerator.wait_for_everyone()  # each rank writes the state of its random number generators
         if not self.args.should_save:
             return
         folder = Path(str(self.args.output_dir))
-        checkpoints.seal(folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}", self.origin)
+        checkpoints.mark_complete(folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}", self.origin)
         rotate_checkpoints(
             output_dir=str(folder),
             save_total_limit=limit,
@@ -179,25 +181,9 @@ class SorenTrainerMixin(Trainer):
         )
 
 
-def _exported(
-    name: str, held: torch.Tensor, compensation: torch.Tensor | None, dtype: torch.dtype | None
-) -> torch.Tensor:
-    """The weight in `dtype` (None: its own), on the CPU; UserError if it does not fit. Chunks are made in passing."""
-    if dtype is None or not held.is_floating_point():
-        return held
-    if compensation is None and held.dtype == dtype:
-        return held.cpu()
-    narrow = copied_to_cpu(held, compensation, dtype)
-    if dtype == torch.float16:
-        for here, part, rest in chunks(narrow, held, compensation):
-            if not torch.equal(here.isfinite(), master_weights(part, rest).isfinite().cpu()):
-                raise UserError(f"run.save_dtype: float16 ends at 65504, {name} is beyond; write bfloat16 or float32")
-    return narrow
-
-
 class SorenSFTTrainer(SorenTrainerMixin, SFTTrainer):
-    """trl.SFTTrainer with an optimizer of ours; see SorenTrainerMixin for the added arguments."""
+    """trl.SFTTrainer with this package's optimizers; see SorenTrainerMixin for the added arguments."""
 
 
 class SorenDPOTrainer(SorenTrainerMixin, DPOTrainer):
-    """trl.DPOTrainer with an optimizer of ours; see SorenTrainerMixin for the added arguments."""
+    """trl.DPOTrainer with this package's optimizers; see SorenTrainerMixin for the added arguments."""

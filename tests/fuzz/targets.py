@@ -183,7 +183,8 @@ def _without_models():
     """Models answer at once, a training is over at once, and the hub takes everything."""
     from soren_align import push
     from soren_align.evaluate import harness, stage
-    from soren_align.trainers import build, training
+    from soren_align.trainers import training, training_setup
+    from soren_align.trainers.starting_model import starting_checkpoint
 
     def answers(model: Any, suite: Any, **_: Any) -> Any:
         columns = [task.column for task in suite.tasks]
@@ -198,14 +199,14 @@ def _without_models():
             asked={"now": 1, "before": 0},
         )
 
-    def get_ready(made: Any, folder: RunFolder, *_: Any, **__: Any) -> Any:
-        return SimpleNamespace(recipe=made, start=build.starting_checkpoint(made, folder))
+    def set_up_training(made: Any, folder: RunFolder, *_: Any, **__: Any) -> Any:
+        return SimpleNamespace(recipe=made, start=starting_checkpoint(made, folder))
 
     def train(ready: Any, folder: RunFolder, console: Any, ranks: Any) -> bool:
-        found = training._checkpoint(ready.recipe, folder, folders.ORIGIN, console)
+        found = training._find_checkpoint(ready.recipe, folder, folders.ORIGIN, console)
         folder.forget_metrics_after(training.checkpoints.step_of(found) if found else 0)
         saves = SimpleNamespace(save_model=_save_model, save_pretrained=lambda path: None)
-        training._save(saves, saves, folder, ranks)
+        training._save_model(saves, saves, folder, ranks)
         folder.update(status="trained", **_record())
         return True
 
@@ -223,7 +224,7 @@ def _without_models():
             (stage, "preflight", lambda *_: {}),
             (stage.picture, "draw", lambda _, path: Path(path).write_bytes(b"PNG")),
             (stage, "commit", lambda: "c" * 40),
-            (training, "get_ready", get_ready),
+            (training_setup, "set_up_training", set_up_training),
             (training, "train", train),
             (push, "HfApi", lambda: hub),
             (push, "get_token", lambda: "token"),
@@ -245,7 +246,7 @@ def _record() -> dict[str, Any]:
 
     said = json.loads(folders.whole("finished")["run/run.json"])
     return {key: said[key] for key in ("training", "start", "data", "seeds", "device", "parameters", "optimizer")} | {
-        "rows_per_step": 64,
+        "examples_per_step": 64,
         "parallel": "ddp",
     }
 
@@ -283,7 +284,7 @@ def an_adapter(box: Box, arguments: dict[str, Any]) -> int:
     from rich.console import Console
 
     from soren_align.evaluate import backends, lineage
-    from soren_align.trainers import build
+    from soren_align.trainers.starting_model import load_model
 
     steps = [
         lambda: recipe.adapter_config("adapter"),
@@ -292,7 +293,7 @@ def an_adapter(box: Box, arguments: dict[str, Any]) -> int:
         lambda: backends.load_tokenizer(Path("adapter")),
     ]
     if arguments["loaded"] == "training":
-        steps.append(lambda: build.load_model(recipe.load_text(RECIPE), "adapter"))
+        steps.append(lambda: load_model(recipe.load_text(RECIPE), "adapter"))
     elif arguments["loaded"]:
         setup = backends.Setup("hf", "float32", "cpu", 1)
         steps.append(lambda: backends.load(Path("adapter"), _tokenizer(), setup))

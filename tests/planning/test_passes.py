@@ -7,7 +7,7 @@ from transformers import MistralConfig, Qwen2Config
 from soren_align.planning import plan
 from soren_align.planning.meter import Meter
 from soren_align.planning.passes import Passes
-from soren_align.trainers.build import as_trl_calls_it
+from soren_align.trainers.build import trl_forward
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, "num_key_value_heads": 2}
 CONFIGS = {
@@ -19,7 +19,7 @@ CONFIGS = {
 def on_real_tensors(config, rows, length, checkpointing, arithmetic):
     """Peak bytes of the second of two batches, whose gradients are summed, beside weights and gradients."""
     model = plan._model(config, None, torch.float32)
-    call = as_trl_calls_it(model, checkpointing)
+    call = trl_forward(model, checkpointing)
     tokens = torch.randint(0, config.vocab_size, (rows, length))
 
     def one_pass():
@@ -36,7 +36,7 @@ def on_real_tensors(config, rows, length, checkpointing, arithmetic):
 def passes(config, checkpointing, arithmetic=None):
     def build(num_blocks):
         model = plan._model(config, num_blocks, torch.float32)
-        return model, as_trl_calls_it(model, checkpointing)
+        return model, trl_forward(model, checkpointing)
 
     return Passes(build, config.num_hidden_layers, arithmetic)
 

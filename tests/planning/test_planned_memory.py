@@ -45,12 +45,12 @@ def small(name, root):
 
 def measured(loaded):
     """Bytes by the plan's names of components, of one process that trains two steps of two batches."""
-    from soren_align.trainers import training
+    from soren_align.trainers import build, training_setup
 
     folder = RunFolder(loaded.run.output_dir)
     commands.prepare(folder, loaded, 1)
-    ready = training.get_ready(loaded, folder)
-    trainer = training.build.build_trainer(loaded, folder, ready.start, ready.tokenizer, ready.splits)
+    setup = training_setup.set_up_training(loaded, folder)
+    trainer = build.build_trainer(setup, folder)
     found, batches = {}, []
     one_pass = trainer.training_step
 
@@ -103,7 +103,7 @@ def test_the_peak_of_a_full_size_step_is_within_15_percent():
 
     from soren_align import shipped
     from soren_align.optim import build_optimizer
-    from soren_align.trainers.build import as_trl_calls_it, optimizer_settings
+    from soren_align.trainers.build import optimizer_settings, trl_forward
 
     loaded = recipe.load("qwen2.5-3b/soren")
     found, _ = planning.plan(loaded)
@@ -111,7 +111,7 @@ def test_the_peak_of_a_full_size_step_is_within_15_percent():
     config = AutoConfig.from_pretrained(shipped.ROOT / "configs/models/Qwen/Qwen2.5-3B")
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    call = as_trl_calls_it(model, checkpointing=True)
+    call = trl_forward(model, checkpointing=True)
     optimizer = build_optimizer(model, **optimizer_settings(loaded))
     for _ in range(2):  # the second step's passes find momentum
         for _ in range(2):

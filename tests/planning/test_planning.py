@@ -181,4 +181,4 @@ def test_when_checkpoints_are_written_is_said_in_words(tmp_path, strategy, words
 def test_rows_longer_than_the_models_positions_are_told(tmp_path):
     shape = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "max_position_embeddings": 8}
     found, _ = plan("quickstart/sft", written_down(tmp_path, **shape), 1)
-    assert any("and the model has 8 positions; see trainer.max_length" in notice for notice in found["notices"])
+    assert any("but the model has 8 positions; lower trainer.max_length" in notice for notice in found["notices"])

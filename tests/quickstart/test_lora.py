@@ -16,7 +16,7 @@ from soren_align.evaluate.stage import evaluate
 from soren_align.launch import commands
 from soren_align.recipe import Eval
 from soren_align.run_folder import RunFolder
-from soren_align.trainers import adapters, training
+from soren_align.trainers import adapters, training, training_setup
 
 QUIET = Console(file=io.StringIO())
 
@@ -27,7 +27,7 @@ def trained(folder, task, *overrides):
     asked = recipe.load(f"quickstart/{task}-lora", [*always, *overrides])
     run = RunFolder(folder / task)
     commands.prepare(run, asked)
-    assert training.train(training.get_ready(asked, run), run, QUIET)
+    assert training.train(training_setup.set_up_training(asked, run), run, QUIET)
     return run
 
 

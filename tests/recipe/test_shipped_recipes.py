@@ -47,15 +47,15 @@ def replicas(tmp_path_factory):
 @pytest.fixture(scope="module")
 def runs(replicas, tmp_path_factory):
     """Every recipe trained: {name: its run folder}."""
-    from soren_align.trainers import training
+    from soren_align.trainers import training, training_setup
 
     root, found = tmp_path_factory.mktemp("runs"), {}
     for name in NAMES:
         folder = RunFolder(root / name)
         loaded = recipe.load(name, [*replicas[name.split("/")[0]], f"run.output_dir={root / name}"])
         commands.prepare(folder, loaded, 1)
-        ready = training.get_ready(loaded, folder)
-        assert training.train(ready, folder, Console(file=io.StringIO(), width=80))
+        setup = training_setup.set_up_training(loaded, folder)
+        assert training.train(setup, folder, Console(file=io.StringIO(), width=80))
         found[name] = folder
     return found
 

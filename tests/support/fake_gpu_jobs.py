@@ -121,39 +121,44 @@ def fused(group):
 
 def measured(group):
     """A step's measurements, the end's and the export's, as of a run on one GPU."""
+    from dataclasses import replace
     from types import SimpleNamespace
 
-    from soren_align.sharding import Sharding
     from soren_align.sharding.ranks import Ranks
-    from soren_align.trainers.lost_updates import Resolution, survival
-    from soren_align.trainers.measurements import Watch
-    from soren_align.trainers.trl_trainers import _exported
+    from soren_align.trainers.attached_optimizer import AttachedOptimizer, OptimizerCheck, refuse_unaveraged_gradients
+    from soren_align.trainers.lost_updates import FirstStepCheck, LostUpdatesPolicy, change_after_saving
+    from soren_align.trainers.measurements import Measurements
+    from soren_align.trainers.model_export import export_weight
+    from soren_align.trainers.starting_weights import StartingWeights
 
     def run(put):
         dtype = torch.bfloat16 if group.rank() else torch.float32
         matrix, vector = nn.Parameter(put(drawn(0, dtype)["a"])), nn.Parameter(put(drawn(0, dtype)["norm"]))
         groups = [{"params": [matrix]}, {"params": [vector], "rule": "adamw", "lr": 0.02}]
         optimizer = optim.Soren(groups, lr=0.02, compensation="kahan")
-        watch = Watch(optimizer, Ranks())
-        watch.recognise(optimizer)
-        watch.begin(Sharding("fsdp2", [[matrix], [vector]]))
+        attached = AttachedOptimizer(optimizer, [], optimizer, "fsdp2", [[matrix], [vector]], Ranks())
+        start = StartingWeights([(0, matrix), (1, vector)])
+        measurements = Measurements(attached, start)
+        first_step = FirstStepCheck(attached, LostUpdatesPolicy("warn", lambda groups, warnings: None))
         state, args = SimpleNamespace(global_step=0, logging_steps=1), SimpleNamespace(fp16=False)
-        watches = (watch, Resolution(watch, "warn", lambda found, warnings: None))
-        for each in watches:
+        callbacks = (OptimizerCheck(attached), measurements, first_step)
+        for each in callbacks:
             each.on_train_begin(args, state, None)
-        for each in watches:
+        for each in callbacks:
             each.on_step_begin(args, state, None)
         matrix.grad, vector.grad = put(drawn(1, dtype)["a"]), put(drawn(1, dtype)["norm"])
         optimizer.step()
-        for each in watches:
+        for each in callbacks:
             each.on_optimizer_step(args, state, None)
-        found = {key: value for key, value in watch.measures(1).items() if key != "tokens_per_second"}
-        watch.ranks = SimpleNamespace(num_ranks=2, min_and_max=lambda norm: (norm, norm), sums=list)
-        watch.refuse_drift(1)
+        values = {key: value for key, value in measurements.values(1).items() if key != "tokens_per_second"}
+        two = SimpleNamespace(num_ranks=2, min_and_max=lambda norm: (norm, norm), sums=list)
+        refuse_unaveraged_gradients(replace(attached, ranks=two), 1)
         exported = [
-            _exported("x", p.detach(), optimizer.state[p].get("compensation"), torch.float16) for p in (matrix, vector)
+            export_weight("x", p.detach(), optimizer.state[p].get("compensation"), torch.float16)
+            for p in (matrix, vector)
         ]
-        return found, watches[1].found, survival(watch, torch.bfloat16), [e.tolist() for e in exported]
+        saved = change_after_saving(start, attached, torch.bfloat16)
+        return values, first_step.groups, saved, [e.tolist() for e in exported]
 
     with GPU():
         there = run(on_gpu)

@@ -11,7 +11,7 @@ from soren_align.run_folder import RunFolder
 TRAINED = {"steps": 600, "first_loss": 4.7164, "last_loss": 0.0023, "relative_change": 0.0436}
 TRAINED |= {
     "aux_relative_change": 0.02,
-    "survival": {"dtype": "bfloat16", "matrices": {"entries": 0.9, "projection": 1}},
+    "change_after_saving": {"dtype": "bfloat16", "matrices": {"fraction_changed": 0.9, "projection": 1}},
 }
 HUB = ("model.name_or_path=Qwen/Qwen2.5-0.5B", "model.init_seed=null", "model.revision=main")
 
@@ -30,11 +30,11 @@ def finished_run(path, *overrides, training=(), start=None, adapter_of=None):
             "sha256_or_revision": "c" * (40 if on_hub else 64),
         },
         data={
-            "train": data | {"kept": 958, "dropped": {"an empty answer": 2}, "layout": "chat messages"},
+            "train": data | {"num_examples": 958, "dropped": {"an empty answer": 2}, "layout": "chat messages"},
             "eval": None,
         },
         parallel="ddp",
-        rows_per_step=64,
+        examples_per_step=64,
         seeds={"trainer": 0, "init": made.model.init_seed},
         device="cpu",
         parameters={"dtype": ["float32"], "total": 102272, "trainable": 102272},

@@ -8,7 +8,8 @@ from soren_align import recipe
 from soren_align.launch import commands
 from soren_align.run_folder import RunFolder
 from soren_align.sharding.ranks import Ranks
-from soren_align.trainers import training
+from soren_align.trainers import build, training
+from soren_align.trainers.training_setup import set_up_training
 
 SHORT = ("trainer.max_steps=6", "trainer.warmup_steps=2", "trainer.save_steps=2", "trainer.logging_steps=1")
 SHORT += ("trainer.per_device_train_batch_size=8", "trainer.eval_strategy=no", "eval=null")
@@ -31,12 +32,10 @@ class TinyRun:
         with self.ranks.first_goes_first():
             if self.ranks.is_first:
                 commands.prepare(self.folder, self.recipe, self.ranks.num_ranks)
-            return training.get_ready(self.recipe, self.folder, ranks=self.ranks)
+            return set_up_training(self.recipe, self.folder, ranks=self.ranks)
 
     def train(self):
         return training.train(self.prepare(), self.folder, self.console, self.ranks)
 
     def trainer(self):
-        ready = self.prepare()
-        parts = (self.recipe, self.folder, ready.start, ready.tokenizer, ready.splits, self.ranks)
-        return training.build.build_trainer(*parts)
+        return build.build_trainer(self.prepare(), self.folder, self.ranks)

@@ -29,7 +29,7 @@ from soren_align.recipe import checks
 from soren_align.sharding import local
 from soren_align.sharding.ranks import init_ranks
 from soren_align.spectral import newton_schulz
-from soren_align.trainers.measurements import Watch
+from soren_align.trainers.attached_optimizer import OptimizerCheck
 from soren_align.trainers.trl_trainers import SorenTrainerMixin
 from tests.support.tiny_run import TinyRun
 
@@ -149,7 +149,7 @@ def narrow(make, mode):
         return original(self, *args, **kwargs)
 
     instead(SorenTrainerMixin, "create_scheduler", create, run.train)
-    state = trainers[0].watch.optimizer.state
+    state = trainers[0].attached.optimizer.state
     kept = [value["compensation"].long() for value in state.values() if "compensation" in value]
     seen = {
         "stepped": sorted({str(tensor.dtype) for tensor in state}),
@@ -194,10 +194,10 @@ def same_steps(make, mode, *runs):
         run = make(f"{name}-{mode}", task, *PARITY, *GLOBAL, *overrides, f"run.parallel={mode}")
         trainer = run.trainer()
         trainer.train()
-        optimizer, ranks = trainer.watch.optimizer, run.ranks
+        optimizer, ranks = trainer.attached.optimizer, run.ranks
         maps[name] = {
             "all": ranks.sums([optimizer.num_maps])[0],
-            "per_step": trainer.watch.record["maps_per_step"],
+            "per_step": trainer.optimizer_check.record["maps_per_step"],
             "accumulation": trainer.args.gradient_accumulation_steps,
             "momentum": sum(local(state["exp_avg"]).numel() for state in optimizer.state.values()),
             "logged": trainer.state.log_history[-2],
@@ -240,7 +240,7 @@ def resumed(make, mode):
 
 def killed(make, name, mode, *overrides):
     """A run that all ranks leave after step 3; its last checkpoint is of step 2."""
-    original = Watch.on_optimizer_step
+    original = OptimizerCheck.on_optimizer_step
 
     def dying(self, args, state, control, **kwargs):
         original(self, args, state, control, **kwargs)
@@ -253,7 +253,7 @@ def killed(make, name, mode, *overrides):
         except Kill:
             return True
 
-    return instead(Watch, "on_optimizer_step", dying, started)
+    return instead(OptimizerCheck, "on_optimizer_step", dying, started)
 
 
 def poisoned(make, mode):
@@ -287,14 +287,14 @@ def refusal(run, loss):
 def stopped(make):
     """One rank alone gets a signal."""
     run = make("stopped", "sft", *GLOBAL)
-    original = Watch.on_optimizer_step
+    original = OptimizerCheck.on_optimizer_step
 
     def signalled(self, args, state, control, **kwargs):
         original(self, args, state, control, **kwargs)
         if state.global_step == 2 and run.ranks.rank == 1:
             signal.raise_signal(signal.SIGTERM)
 
-    went_on = instead(Watch, "on_optimizer_step", signalled, run.train)
+    went_on = instead(OptimizerCheck, "on_optimizer_step", signalled, run.train)
     return [went_on, [p.name for p in sorted(run.folder.checkpoints.glob("checkpoint-*"))]]
 
 

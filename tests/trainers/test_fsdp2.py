@@ -14,7 +14,8 @@ from soren_align.errors import UserError
 from soren_align.recipe import checks, parallel
 from soren_align.run_folder import RunFolder
 from soren_align.sharding.ranks import Ranks
-from soren_align.trainers import build, checkpoints
+from soren_align.trainers import checkpoints
+from soren_align.trainers.trl_arguments import trl_arguments
 from tests.support.trainer_jobs import RUNS
 from tests.support.trainer_parity import furthest, logged, one_process, one_process_logs, ranks_do, weights
 
@@ -48,7 +49,7 @@ def test_ranks_measure_together_what_one_process_measures(two_ranks, name, task)
     for rank in two_ranks[1]:
         log = rank["maps"][name]["logged"]
         assert {k: log[k] for k in keys} == pytest.approx({k: alone[k] for k in keys}, rel=1e-5)
-        assert 0 < log["map_weakest"] < log["map_strongest"] < 0.51
+        assert 0 < log["map_min_singular_value"] < log["map_max_singular_value"] < 0.51
 
 
 def test_in_bfloat16_the_losses_are_not_rounded_and_the_export_is_of_the_masters(two_ranks):
@@ -74,7 +75,7 @@ def test_two_ranks_resume_bit_for_bit(two_ranks):
 
 
 def test_a_checkpoint_is_sealed_with_every_ranks_parts(two_ranks, tmp_path):
-    whole = RunFolder(two_ranks[0] / "whole-fsdp2").sealed()[0]
+    whole = RunFolder(two_ranks[0] / "whole-fsdp2").complete_checkpoints()[0]
     seal = json.loads((whole / "soren_align.json").read_text())
     parts = [
         f"{part}_0/{file}" for part in ("optimizer", "pytorch_model_fsdp") for file in ("__0_0.distcp", ".metadata")
@@ -83,7 +84,7 @@ def test_a_checkpoint_is_sealed_with_every_ranks_parts(two_ranks, tmp_path):
     copy = shutil.copytree(whole, tmp_path / whole.name)
     checkpoints.check(copy, seal["origin"])
     (copy / "optimizer_0" / "__1_0.distcp").unlink()
-    with pytest.raises(UserError, match=r"optimizer_0/__1_0\.distcp missing or cut short"):
+    with pytest.raises(UserError, match=r"optimizer_0/__1_0\.distcp missing or truncated"):
         checkpoints.check(copy, seal["origin"])
 
 
@@ -134,5 +135,5 @@ def test_accelerates_offload_reaches_transformers_by_its_other_name(tmp_path, ti
     config.write_text((shipped.ROOT / "configs/accelerate/fsdp2.yaml").read_text() + "  fsdp_offload_params: true\n")
     with mock.patch.object(checks, "_parallel_problems", return_value=[]):
         run = tiny_run("sft", f"run.parallel={config}")
-    arguments = build.trl_config(run.recipe, tmp_path, Ranks(launched=True))
+    arguments = trl_arguments(run.recipe, tmp_path, Ranks(launched=True))
     assert arguments.fsdp_plugin_args["cpu_offload"] is True

@@ -14,6 +14,7 @@ from soren_align.evaluate.lineage import lineage
 from soren_align.optim import route, routing_table
 from soren_align.recipe import adapter_config
 from soren_align.trainers import adapters, training
+from soren_align.trainers.starting_model import starting_checkpoint
 
 LORA = (
     "model.lora={r: 4}",
@@ -48,7 +49,7 @@ def second(tiny_run, sft):
 
 
 def adapted(folder):
-    base = AutoModelForCausalLM.from_pretrained(adapters.base_of(str(folder))[0], dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(adapters.base_model(str(folder))[0], dtype=torch.float32)
     return PeftModel.from_pretrained(base, str(folder))
 
 
@@ -65,10 +66,10 @@ def test_only_the_factors_are_trained_and_each_is_mapped_once(sft):
 
 def test_a_model_without_weights_is_outlined_as_it_would_be_trained(sft, second):
     for run in (sft, second):
-        start = training.build.starting_checkpoint(run.recipe, run.folder)
-        config = AutoConfig.from_pretrained(adapters.base_of(start)[0])
+        start = starting_checkpoint(run.recipe, run.folder)
+        config = AutoConfig.from_pretrained(adapters.base_model(start)[0])
         with torch.device("meta"):
-            model = adapters.outlined(AutoModelForCausalLM.from_config(config), run.recipe, start)
+            model = adapters.add_empty_adapter(AutoModelForCausalLM.from_config(config), run.recipe, start)
         assert routing_table(route(model)) == sft.folder.read()["routing"]
 
 
@@ -130,7 +131,7 @@ def test_dpo_goes_on_with_the_adapter_of_sft_and_keeps_a_frozen_copy_as_referenc
     assert second.train()
     said = second.folder.read()
     assert said["routing"] == sft.folder.read()["routing"]
-    assert said["optimizer"]["groups"][0]["tensors"] == 28
+    assert said["optimizer"]["groups"][0]["num_tensors"] == 28
     losses = [line["loss"] for line in metrics(second) if "loss" in line]
     assert losses[0] == pytest.approx(0.6931, abs=1e-4)  # the reference is the adapter, not its base
     assert {f.name for f in second.folder.model.iterdir() if f.is_dir()} == set()
@@ -178,10 +179,12 @@ def on_narrow(run):
     """What is told of a trained run on a bfloat16 base, and of its parameters."""
     said = run.folder.read()
     assert said["parameters"]["dtype"] == ["bfloat16", "float32"]
-    assert said["resolution"]["matrices"]["dtype"] == "float32"
-    assert said["resolution"]["matrices"]["fraction"] > 0.9
-    assert said["training"]["survival"]["dtype"] == "float32"
-    assert said["training"]["survival"]["matrices"] == pytest.approx({"entries": 1, "projection": 1})
+    assert said["first_step"]["matrices"]["dtype"] == "float32"
+    assert said["first_step"]["matrices"]["fraction_changed"] > 0.9
+    assert said["training"]["change_after_saving"]["dtype"] == "float32"
+    assert said["training"]["change_after_saving"]["matrices"] == pytest.approx(
+        {"fraction_changed": 1, "projection": 1}
+    )
     assert {tensor.dtype for tensor in weights(run.folder.model).values()} == {torch.float32}
     return said
 
@@ -201,7 +204,7 @@ def test_on_a_bfloat16_base_the_factors_are_float32_and_lose_nothing(tiny_run, b
     where = f"model.name_or_path={first.folder.model}"
     second = tiny_run("dpo", where, "optimizer.aux_lr=null", *narrow, name="dpo")
     assert second.train()
-    assert on_narrow(second)["resolution"]["matrices"]["ulp"] > 0  # no factor begins at 0 any more
+    assert on_narrow(second)["first_step"]["matrices"]["ulp"] > 0  # no factor begins at 0 any more
     for name, tensor in weights(first.folder.model).items():
         assert not torch.equal(weights(second.folder.model)[name], tensor)
 
@@ -210,7 +213,7 @@ def test_what_is_trained_whole_beside_the_factors_is_float32_too(tiny_run):
     whole = ("model.lora={r: 4, modules_to_save: [embed_tokens]}", "optimizer.weight_decay=0", "optimizer.aux_lr=1e-2")
     run = tiny_run("sft", *whole, "model.dtype=bfloat16", "trainer.bf16=true")
     assert run.train()
-    assert on_narrow(run)["resolution"]["rest"]["dtype"] == "float32"
+    assert on_narrow(run)["first_step"]["other_parameters"]["dtype"] == "float32"
 
 
 @pytest.mark.parametrize(("asked", "dtype"), [("null", "float32"), ("bfloat16", "bfloat16"), ("float16", "float16")])
@@ -218,7 +221,7 @@ def test_save_dtype_is_that_of_the_merge(tiny_run, asked, dtype):
     run = tiny_run("sft", *LORA, f"run.save_dtype={asked}")
     assert run.train()
     assert {tensor.dtype for tensor in weights(run.folder.model).values()} == {torch.float32}
-    assert run.folder.read()["training"]["survival"]["dtype"] == "float32"
+    assert run.folder.read()["training"]["change_after_saving"]["dtype"] == "float32"
     merged = adapters.merge(run.folder)
     assert {tensor.dtype for tensor in load_file(merged / "model.safetensors").values()} == {getattr(torch, dtype)}
     assert json.loads((merged / "config.json").read_text())["dtype"] == dtype

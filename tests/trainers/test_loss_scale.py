@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from soren_align.errors import UserError
-from soren_align.trainers.measurements import WrongOptimizer
+from soren_align.trainers.attached_optimizer import OptimizerCheck, OptimizerMismatch
 
 
 def scaled(run, broken_steps, patch, scale=65536.0):
@@ -41,12 +41,12 @@ def test_steps_that_the_loss_scale_left_out_are_counted(tiny_run, monkeypatch):
     run = tiny_run("sft", "trainer.max_grad_norm=0", "trainer.save_strategy=no")
     assert scaled(run, {1, 2, 4}, monkeypatch) == 65536 / 8
     record = run.folder.read()
-    assert record["optimizer"]["skipped_steps"] == 3
+    assert record["optimizer"]["num_skipped_steps"] == 3
     assert record["optimizer"]["maps_per_step"] == record["optimizer"]["num_matrices"]
     logs = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
-    assert [log["num_skipped"] for log in logs if "num_skipped" in log] == [1, 2, 2, 3, 3, 3]
+    assert [log["num_skipped_steps"] for log in logs if "num_skipped_steps" in log] == [1, 2, 2, 3, 3, 3]
     assert ["update_rms" in log for log in logs if "loss" in log] == [False, False, True, False, True, True]
-    assert record["resolution"]["matrices"]["fraction"] > 0.9, "of the first step that was taken"
+    assert record["first_step"]["matrices"]["fraction_changed"] > 0.9, "of the first step that was taken"
 
 
 def test_a_scale_below_1_ends_the_run(tiny_run, monkeypatch):
@@ -57,14 +57,13 @@ def test_a_scale_below_1_ends_the_run(tiny_run, monkeypatch):
 
 def test_a_step_of_some_matrices_is_no_step_that_was_left_out(tiny_run, monkeypatch):
     run = tiny_run("sft", "trainer.max_grad_norm=0", "trainer.save_strategy=no")
-    trainer = run.trainer()
-    step = trainer.watch.on_optimizer_step
+    step = OptimizerCheck.on_optimizer_step
 
-    def by_halves(*args, **kwargs):
-        trainer.watch.optimizer.num_maps -= 1
-        trainer.watch._wrappers[0]._is_overflow = True
-        step(*args, **kwargs)
+    def by_halves(self, *args, **kwargs):
+        self.attached.optimizer.num_maps -= 1
+        self.attached.wrappers[0]._is_overflow = True
+        step(self, *args, **kwargs)
 
-    monkeypatch.setattr(trainer.watch, "on_optimizer_step", by_halves)
-    with pytest.raises(WrongOptimizer, match="13 spectral maps in one optimizer step for 14 matrices"):
-        trainer.train()
+    monkeypatch.setattr(OptimizerCheck, "on_optimizer_step", by_halves)
+    with pytest.raises(OptimizerMismatch, match="13 spectral maps in one optimizer step for 14 matrices"):
+        run.trainer().train()

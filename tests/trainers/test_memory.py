@@ -4,6 +4,7 @@ A flat shard of ZeRO is one tensor of all that a rank steps, so that a temporary
 is free.
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,11 +12,12 @@ import torch
 
 from soren_align.optim import AdamW
 from soren_align.planning.meter import Meter
-from soren_align.sharding import Sharding
 from soren_align.sharding.ranks import Ranks
-from soren_align.trainers.lost_updates import Resolution, survival
-from soren_align.trainers.measurements import Watch
-from soren_align.trainers.trl_trainers import _exported
+from soren_align.trainers.attached_optimizer import AttachedOptimizer, OptimizerCheck, refuse_unaveraged_gradients
+from soren_align.trainers.lost_updates import FirstStepCheck, LostUpdatesPolicy, change_after_saving
+from soren_align.trainers.measurements import Measurements
+from soren_align.trainers.model_export import export_weight
+from soren_align.trainers.starting_weights import StartingWeights, compact_copies
 
 MB = 2**20
 MOST = 128 * MB
@@ -24,7 +26,7 @@ ARGS = SimpleNamespace(logging_first_step=True, fp16=False)
 
 
 class Shard:
-    """A flat shard with its state, and what watches it."""
+    """A flat shard with its optimizer, and all that measures it."""
 
     def __init__(self, numel, dtype):
         self.flat = torch.nn.Parameter(torch.full((numel,), 0.02, dtype=dtype))
@@ -32,41 +34,40 @@ class Shard:
         compensation = "kahan" if dtype == torch.bfloat16 else "none"
         self.optimizer = AdamW([self.flat], lr=1e-3, compensation=compensation)
         self.optimizer._complete_state(self.optimizer.param_groups[0])
-        self.watch = Watch(self.optimizer, Ranks())
-        self.watch.recognise(self.optimizer)
-        self.watch.begin(Sharding("fsdp2", [[self.flat]]))
-        self.watch.on_train_begin(ARGS, STATE, None)
-        self.resolution = Resolution(self.watch, "warn", lambda found, warnings: None)
+        self.attached = AttachedOptimizer(self.optimizer, [], self.optimizer, "fsdp2", [[self.flat]], Ranks())
+        self.starting_weights = StartingWeights([(0, self.flat)])
+        self.measurements = Measurements(self.attached, self.starting_weights)
+        self.first_step = FirstStepCheck(self.attached, LostUpdatesPolicy("warn", lambda groups, warnings: None))
+        self.callbacks = (OptimizerCheck(self.attached), self.measurements, self.first_step)
 
     def log(self):
         """The first step, of which everything is measured that is ever measured of a step, and its log."""
-        self.resolution.on_train_begin(ARGS, STATE, None)
-        for watch in (self.watch, self.resolution):
-            watch.on_step_begin(ARGS, STATE, None)
+        for event in ("on_train_begin", "on_step_begin"):
+            for callback in self.callbacks:
+                getattr(callback, event)(ARGS, STATE, None)
         self.optimizer.step()
-        for watch in (self.watch, self.resolution):
-            watch.on_optimizer_step(ARGS, STATE, None)
-        assert self.watch.measures(1)["relative_change"] > 0
-        assert self.resolution.found["matrices"]["fraction"] == 1
+        for callback in self.callbacks:
+            callback.on_optimizer_step(ARGS, STATE, None)
+        assert self.measurements.values(1)["relative_change"] > 0
+        assert self.first_step.groups["matrices"]["fraction_changed"] == 1
 
     def end(self):
-        assert survival(self.watch, torch.bfloat16)["matrices"]["entries"] > 0.9
+        change = change_after_saving(self.starting_weights, self.attached, torch.bfloat16)
+        assert change["matrices"]["fraction_changed"] > 0.9
 
     def step(self):
         self.optimizer.step()
 
     def export(self):
-        return [
-            _exported("flat", self.flat.detach(), self.optimizer.state[self.flat].get("compensation"), torch.float16)
-        ]
+        compensation = self.optimizer.state[self.flat].get("compensation")
+        return [export_weight("flat", self.flat.detach(), compensation, torch.float16)]
 
     def drift(self):
-        self.watch.ranks = SimpleNamespace(num_ranks=2, min_and_max=lambda value: (value, value))
-        self.watch.refuse_drift(1)
+        two = SimpleNamespace(num_ranks=2, min_and_max=lambda value: (value, value))
+        refuse_unaveraged_gradients(replace(self.attached, ranks=two), 1)
 
     def start(self):
-        self.watch._remember([(0, self.flat)])
-        return [start for *_, start in self.watch._weights]
+        return compact_copies([self.flat.detach()])
 
 
 def extra(shard, walk):

@@ -32,9 +32,9 @@ class Kill(BaseException):
 
 def stop_after(run, step, monkeypatch):
     """Train and die after `step`, as rudely as one process can."""
-    from soren_align.trainers.measurements import Watch
+    from soren_align.trainers.attached_optimizer import OptimizerCheck
 
-    original = Watch.on_optimizer_step
+    original = OptimizerCheck.on_optimizer_step
 
     def dying(self, args, state, control, **kwargs):
         original(self, args, state, control, **kwargs)
@@ -42,7 +42,7 @@ def stop_after(run, step, monkeypatch):
             raise Kill
 
     with monkeypatch.context() as patch:
-        patch.setattr(Watch, "on_optimizer_step", dying)
+        patch.setattr(OptimizerCheck, "on_optimizer_step", dying)
         with pytest.raises(Kill):
             run().train()
 
@@ -72,7 +72,7 @@ def test_a_checkpoint_that_was_not_completely_written_is_passed_over(tiny_run, m
     (folder.checkpoints / "checkpoint-4" / "soren_align.json").unlink(missing_ok=True)
     resumed = tiny_run()
     resumed.train()
-    assert "checkpoint-4 was not completely written; removed" in resumed.said.getvalue()
+    assert "checkpoint-4 is incomplete; removed" in resumed.said.getvalue()
     assert resumed.folder.read()["resumed_from_steps"] == [2]
     assert same(weights(whole.folder), weights(resumed.folder))
 
@@ -81,7 +81,7 @@ def test_a_checkpoint_that_was_not_completely_written_is_passed_over(tiny_run, m
 def test_a_checkpoint_with_a_lost_file_is_refused(tiny_run, monkeypatch, lost):
     stop_after(tiny_run, 3, monkeypatch)
     (tiny_run().folder.checkpoints / "checkpoint-2" / lost).unlink()
-    with pytest.raises(UserError, match=f"checkpoint-2: {lost} missing or cut short"):
+    with pytest.raises(UserError, match=f"checkpoint-2: {lost} missing or truncated"):
         tiny_run().train()
 
 
@@ -103,7 +103,7 @@ def test_a_pickle_in_a_checkpoint_runs_no_code_and_is_refused_in_words(tiny_run,
     record = json.loads((checkpoint / "soren_align.json").read_text())
     record["files"][name] = (checkpoint / name).stat().st_size
     (checkpoint / "soren_align.json").write_text(json.dumps(record))
-    with pytest.raises(UserError, match="checkpoint-2: holds more than tensors and plain data, and is not loaded"):
+    with pytest.raises(UserError, match="checkpoint-2: contains more than tensors and plain data, and is not loaded"):
         tiny_run().train()
     assert not (tmp_path / "made").exists()
 
@@ -142,13 +142,13 @@ def test_a_checkpoint_by_path_must_be_ours(tiny_run, tmp_path):
 def test_old_checkpoints_go_only_after_the_new_one_is_sealed(tiny_run, monkeypatch):
     from soren_align.trainers import checkpoints
 
-    original, seen = checkpoints.seal, []
+    original, seen = checkpoints.mark_complete, []
 
     def watching(checkpoint, origin):
         seen.append(sorted(p.parent.name for p in checkpoint.parent.glob("checkpoint-*/soren_align.json")))
         original(checkpoint, origin)
 
-    monkeypatch.setattr(checkpoints, "seal", watching)
+    monkeypatch.setattr(checkpoints, "mark_complete", watching)
     run = tiny_run("sft", "trainer.save_total_limit=1")
     run.train()
     assert seen == [[], ["checkpoint-2"], ["checkpoint-4"]]
@@ -195,7 +195,7 @@ def test_ctrl_c_leaves_a_run_that_goes_on(tmp_path):
     wait_for(lambda: stopped.metrics.is_file() and stopped.metrics.stat().st_size, process)
     process.send_signal(signal.SIGINT)
     assert process.wait() == 130
-    assert "the same command goes on" in process.stderr.read()
+    assert "rerun the same command to resume" in process.stderr.read()
     assert start(stopped).wait() == 0
     assert same(weights(whole), weights(stopped))
 
@@ -226,7 +226,7 @@ def test_a_kill_around_the_saving_of_the_model_changes_nothing(tiny_run, monkeyp
 
     whole = tiny_run(name="whole")
     whole.train()
-    original = training._save
+    original = training._save_model
 
     def dying(*args):
         if moment == "after":
@@ -234,7 +234,7 @@ def test_a_kill_around_the_saving_of_the_model_changes_nothing(tiny_run, monkeyp
         raise Kill
 
     with monkeypatch.context() as patch:
-        patch.setattr(training, "_save", dying)
+        patch.setattr(training, "_save_model", dying)
         with pytest.raises(Kill):
             tiny_run().train()
     resumed = tiny_run()

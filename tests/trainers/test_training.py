@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 
 from soren_align import shipped
 from soren_align.errors import UserError
-from soren_align.trainers import build
-from soren_align.trainers.measurements import WrongOptimizer
+from soren_align.trainers.attached_optimizer import OptimizerMismatch
+from soren_align.trainers.starting_model import load_model
 
 
 def metrics(run):
@@ -63,7 +63,7 @@ def test_the_model_is_saved_with_the_recipes_template_and_stop_token(tiny_run, t
 def test_an_optimizer_that_is_not_the_recipes_stops_the_run(tiny_run):
     trainer = tiny_run().trainer()
     trainer.optimizer = torch.optim.AdamW(trainer.model.parameters())
-    with pytest.raises(WrongOptimizer, match="names Soren, but AdamW would step"):
+    with pytest.raises(OptimizerMismatch, match="names Soren, but AdamW would step"):
         trainer.train()
 
 
@@ -71,7 +71,7 @@ def test_a_map_that_did_not_run_stops_the_run(tiny_run, monkeypatch):
     trainer = tiny_run().trainer()
     cls = type(trainer.create_optimizer())
     monkeypatch.setattr(cls, "_spectral_step", lambda *a, **k: None)
-    with pytest.raises(WrongOptimizer, match="0 spectral maps in one optimizer step for 14 matrices"):
+    with pytest.raises(OptimizerMismatch, match="0 spectral maps in one optimizer step for 14 matrices"):
         trainer.train()
 
 
@@ -97,8 +97,8 @@ def test_the_logged_numbers_are_those_of_the_weights(tiny_run):
         assert line[f"{prefix}relative_change"] == pytest.approx(float(moved.norm() / norm), rel=1e-4)
     # match_rms_adamw: a full-rank update has RMS 0.2 lr, a rank-deficient one less; decay adds lr * 0.1 * weights.
     assert 0.02 < line["update_rms"] / line["learning_rate"] < 0.25
-    assert 0 < line["map_weakest"] < line["map_strongest"] < 1
-    assert line["num_guarded"] == 0
+    assert 0 < line["map_min_singular_value"] < line["map_max_singular_value"] < 1
+    assert line["num_out_of_range"] == 0
     assert line["tokens_per_second"] > 0
 
 
@@ -161,4 +161,4 @@ def test_pickled_weights_are_never_loaded(tiny_run, tmp_path):
     torch.save(load_file(weights), start / "pytorch_model.bin")
     weights.unlink()
     with pytest.raises(UserError, match="safetensors"):
-        build.load_model(run.recipe, str(start))
+        load_model(run.recipe, str(start))

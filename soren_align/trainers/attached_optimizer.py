@@ -1,0 +1,153 @@
+"""The optimizer that steps: found inside accelerate's wrappers, compared with the recipe's, checked at every step."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers import TrainerCallback
+
+from ..errors import UserError
+from ..optim import SpectralOptimizer, Sums, chunks
+from ..sharding import chain_of, local, restore_groups_, set_placement
+from ..sharding.ranks import Ranks
+
+
+class OptimizerMismatch(UserError):
+    """The optimizer that steps is not the recipe's, or its map did not run once per matrix."""
+
+
+@dataclass(frozen=True, eq=False)
+class AttachedOptimizer:
+    """The optimizer that steps, and where its tensors are.
+
+    wrappers: those around `optimizer`, the outermost first. expected: the optimizer that the recipe describes, built
+    over the whole parameters and never stepped. parallel: "ddp" (also for one process), "zero" or "fsdp2".
+    tensors: those that this rank updates, by parameter group.
+    """
+
+    optimizer: Any
+    wrappers: list[Any]
+    expected: SpectralOptimizer
+    parallel: str
+    tensors: list[list[Tensor]]
+    ranks: Ranks
+
+    @property
+    def num_matrices(self) -> int:
+        """Parameters that go through the spectral map once per optimizer step."""
+        return sum(len(group["params"]) for group in self.expected.param_groups if group["rule"] == "spectral")
+
+    @property
+    def has_other_parameters(self) -> bool:
+        """Whether AdamW updates a second parameter group."""
+        return len(self.expected.param_groups) > 1
+
+    def description(self) -> dict[str, Any]:
+        """Return class, wrappers and parameter groups, for run.json."""
+        hidden = ("params", "param_names", "lr")
+        return {
+            "class": type(self.optimizer).__name__,
+            "chain": [type(optimizer).__name__ for optimizer in (*self.wrappers, self.optimizer)],
+            "parallel": self.parallel,
+            "num_matrices": self.num_matrices,
+            "groups": [
+                {key: value for key, value in group.items() if key not in hidden}
+                | {"num_tensors": len(group["params"])}
+                for group in self.expected.param_groups
+            ],
+        }
+
+
+def attach(optimizer: Any, expected: SpectralOptimizer, ranks: Ranks) -> AttachedOptimizer:
+    """Find the optimizer inside accelerate's wrappers and set its placement. Collective.
+
+    Call it after all wrappers are made and before a sharded checkpoint is loaded.
+    Raises OptimizerMismatch if its class is not that of `expected`, UserError if the sharding is not supported.
+    """
+    *wrappers, inner = chain_of(optimizer)
+    if type(inner) is not type(expected):
+        raise OptimizerMismatch(f"the recipe names {type(expected).__name__}, but {type(inner).__name__} would step")
+    try:
+        placed = set_placement(optimizer, ranks)
+    except ValueError as error:
+        raise UserError(f"run.parallel: {error}") from error
+    return AttachedOptimizer(inner, wrappers, expected, placed.kind, placed.tensors, ranks)
+
+
+class OptimizerCheck(TrainerCallback):
+    """Raises OptimizerMismatch unless every matrix goes through the map exactly once per optimizer step. Collective.
+
+    record: the optimizer's description and the counts of these checks, for run.json.
+    """
+
+    def __init__(self, attached: AttachedOptimizer):
+        self.attached = attached
+        self.record: dict[str, Any] = attached.description()
+        self._num_maps_before = 0
+
+    @property
+    def num_skipped_steps(self) -> int | None:
+        """Steps skipped because of the loss scale; None if there were none."""
+        return self.record.get("num_skipped_steps")
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Restore the group settings that loading a ZeRO checkpoint may have replaced."""
+        if self.attached.parallel == "zero":
+            rates = kwargs["lr_scheduler"].get_last_lr()
+            restore_groups_(self.attached.optimizer, self.attached.expected.param_groups, rates)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        """Note the number of maps before the step."""
+        self._num_maps_before = self.attached.optimizer.num_maps
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        """Compare the number of maps of this step, over all ranks, with the number of matrices."""
+        wrappers, optimizer = self.attached.wrappers, self.attached.optimizer
+        scaler = next((s for w in wrappers if (s := getattr(w, "scaler", None)) is not None), None)
+        skipped = any(getattr(w, "overflow", False) or getattr(w, "step_was_skipped", False) for w in wrappers)
+        counts = self.attached.ranks.sums([optimizer.num_maps - self._num_maps_before, skipped])
+        num_maps, num_skipping_ranks = map(int, counts)
+        if num_maps == 0 and num_skipping_ranks:
+            self._count_skipped_step(scaler, args.fp16)
+            return
+        if num_maps != self.attached.num_matrices:
+            raise OptimizerMismatch(
+                f"{num_maps} spectral maps in one optimizer step for {self.attached.num_matrices} matrices"
+            )
+        self.record["maps_per_step"] = num_maps
+
+    def _count_skipped_step(self, scaler: Any, fp16: bool) -> None:
+        """Count a step that was skipped because of float16's loss scale; raise FloatingPointError for any other reason.
+
+        scaler: torch's GradScaler, which would halve its scale without end. DeepSpeed stops at a scale of 1 by itself.
+        """
+        if scaler is None and not fp16:
+            raise FloatingPointError(
+                "NaN or infinity in the gradient; DeepSpeed skipped this step, nothing was changed"
+            )
+        if scaler is not None and scaler.get_scale() < 1:
+            raise FloatingPointError(
+                f"NaN or infinity in the gradient at a loss scale of {scaler.get_scale():g}: out of float16's range"
+            )
+        self.record["num_skipped_steps"] = self.record.get("num_skipped_steps", 0) + 1
+
+
+def refuse_unaveraged_gradients(attached: AttachedOptimizer, step: int) -> None:
+    """Raise UserError if the ranks of DDP have different momentum, which shows that gradients were not averaged.
+
+    Collective. DDP averages gradients only if the loss is computed through its wrapper; every rank keeps all momentum.
+    The norms may differ by 1e-6: GPUs of two kinds may sum in another order.
+    """
+    if attached.ranks.num_ranks == 1:
+        return
+    squares = Sums(1)
+    for state in attached.optimizer.state.values():
+        for (momentum,) in chunks(local(state["exp_avg"])):
+            squares.add(0, momentum.double().square_().sum())
+    smallest, largest = attached.ranks.min_and_max(math.sqrt(squares.totals()[0]))
+    if not math.isclose(smallest, largest, rel_tol=1e-6):
+        raise UserError(
+            f"step {step}: gradients were not averaged over the processes: the norm of the momentum is {smallest:g} to "
+            f"{largest:g}. A loss computed without DDP's wrapper causes this; use one process, or ZeRO"
+        )

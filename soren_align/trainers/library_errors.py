@@ -1,0 +1,30 @@
+"""Errors of libraries (transformers, TRL, PEFT, DeepSpeed) as UserErrors that name the part of the recipe."""
+
+import contextlib
+from collections.abc import Iterator
+
+from huggingface_hub import constants
+
+from ..errors import OutOfReach, UserError
+
+MAX_CHARACTERS = 400
+
+
+@contextlib.contextmanager
+def as_user_error(place: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Within this context, raise UserError(f"{place}: {message}") in place of a library's error.
+
+    place: the recipe's key, or the model or file that the error is about.
+    kinds: the exceptions that are converted; ValueError and OSError if none are named. UserErrors are not changed.
+    Raises OutOfReach for an OSError when the hub is offline.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if not isinstance(error, kinds or (ValueError, OSError)):
+            raise
+        is_offline = isinstance(error, OSError) and constants.HF_HUB_OFFLINE
+        message = f"{place}: {' '.join(str(error).split())[:MAX_CHARACTERS]}"
+        raise (OutOfReach if is_offline else UserError)(message) from error

@@ -1,0 +1,89 @@
+"""The checkpoint that training starts from: its folder, its tokenizer, its model, and the dtype of the saved model."""
+
+import contextlib
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from trl.chat_template_utils import get_training_chat_template
+
+from .. import shipped, weights
+from ..data import refuse_endless, set_template
+from ..recipe import Recipe, adapter_config, is_local
+from ..run_folder import RunFolder
+from . import adapters
+from .library_errors import as_user_error
+
+
+def starting_checkpoint(recipe: Recipe, folder: RunFolder) -> str:
+    """Return the folder or hub name that training starts from.
+
+    With model.init_seed, random weights are drawn and saved to `folder.start` first, unless they are there already.
+    """
+    model = recipe.model
+    if model.init_seed is None:
+        return str(shipped.resolve(model.name_or_path)) if is_local(model.name_or_path) else model.name_or_path
+    if not folder.start.is_dir():
+        source = shipped.resolve(model.name_or_path)
+        partial = folder.start.with_name("start.part")
+        torch.manual_seed(model.init_seed)
+        with as_user_error(f"model {model.name_or_path}"):
+            random = AutoModelForCausalLM.from_config(
+                AutoConfig.from_pretrained(source, trust_remote_code=False), dtype=torch.float32
+            )
+            random.save_pretrained(partial)
+            AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(partial)
+        partial.rename(folder.start)
+    return str(folder.start)
+
+
+def load_model(recipe: Recipe, start: str) -> PreTrainedModel:
+    """Load the model with parameters of model.dtype, and the adapter that `start` holds, if it holds one.
+
+    Where a DeepSpeed config for ZeRO 3 is alive, the model is sharded while it loads.
+    """
+    name, revision = adapters.base_model(start, recipe.model.revision)
+    quantized = adapters.quantization_config(recipe.model.lora, bool(recipe.trainer.get("use_cpu")))
+    with as_user_error(f"model {recipe.model.name_or_path}", ValueError, OSError, ImportError):
+        dtype = getattr(torch, recipe.model.dtype)
+        model = weights.load_model(name, revision=revision, dtype=dtype, quantization_config=quantized)
+        return adapters.load_starting_adapter(model, start)
+
+
+_TOOL_CALL = {"type": "function", "function": {"name": "dummy", "arguments": {"a": "b"}}}
+_CONVERSATIONS_OF_TRL: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "dummy"}, {"role": "assistant", "content": "dummy"}],
+    [
+        {"role": "user", "content": "dummy"},
+        {"role": "assistant", "content": "", "tool_calls": [_TOOL_CALL]},
+        {"role": "tool", "name": "dummy", "content": "dummy"},
+    ],
+]
+"""TRL renders these in this process, to detect whether a template supports tools."""
+
+
+def load_tokenizer(recipe: Recipe, start: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer, with the chat template and the end token that training will use."""
+    with as_user_error(f"tokenizer of {recipe.model.name_or_path}"):
+        tokenizer = AutoTokenizer.from_pretrained(start, trust_remote_code=False, revision=recipe.model.revision)
+    set_template(tokenizer, recipe.model.chat_template, recipe.model.eos_token)
+    if recipe.trainer.get("assistant_only_loss") and tokenizer.chat_template:
+        for turns in _CONVERSATIONS_OF_TRL:
+            refuse_endless(tokenizer, recipe.model.name_or_path, turns)
+        with contextlib.suppress(ValueError):  # TRL does not support the template: check_template reports it
+            tokenizer.chat_template = get_training_chat_template(tokenizer) or tokenizer.chat_template
+    return tokenizer
+
+
+def save_dtype(recipe: Recipe, start: str) -> torch.dtype:
+    """Return the dtype of the saved model: run.save_dtype, or that of the starting checkpoint's config.
+
+    Adapters are always saved in float32; run.save_dtype is then the dtype of the merged model.
+    """
+    if recipe.model.lora or adapter_config(start):
+        return torch.float32
+    if recipe.run.save_dtype is not None:
+        return getattr(torch, recipe.run.save_dtype)
+    with as_user_error(f"model {recipe.model.name_or_path}"):
+        config = AutoConfig.from_pretrained(start, revision=recipe.model.revision, trust_remote_code=False)
+    return config.dtype if config.dtype in (torch.bfloat16, torch.float16) else torch.float32

@@ -1,0 +1,139 @@
+"""The record of a training run in run.json, and the lines about it in the terminal."""
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ..optim import route, routing_table
+from ..recipe import rows_per_step
+from ..run_folder import LOST, RunFolder, dropped_in_words
+from ..sharding.ranks import Ranks
+from .training_setup import TrainingSetup
+
+
+def record_setup(folder: RunFolder, setup: TrainingSetup, trainer: Any, ranks: Ranks) -> None:
+    """Write data, starting checkpoint, batch, parameters and routing into run.json."""
+    recipe, counts, train = setup.recipe, setup.account, setup.splits["train"]
+    examples: dict[str, Any] = {"num_examples": counts.num_kept, "dropped": train.dropped | counts.dropped}
+    if counts.kept_of_parts:
+        examples["num_examples_by_source"] = list(counts.kept_of_parts)
+    parameters = list(trainer.model.parameters())
+    folder.update(
+        start={
+            "path": str(Path(setup.start).resolve()) if Path(setup.start).is_dir() else setup.start,
+            "sha256_or_revision": trainer.origin["start"],
+        },
+        data={
+            "train": train.source | {"layout": train.layout} | examples,
+            "eval": setup.splits["eval"].source if setup.splits["eval"] else None,
+        },
+        parallel=recipe.run.parallel,
+        examples_per_step=rows_per_step(recipe, ranks.num_ranks)[0],
+        gradient_accumulation_steps=trainer.args.gradient_accumulation_steps,
+        seeds={"trainer": trainer.args.seed, "init": recipe.model.init_seed},
+        device=str(trainer.args.device),
+        parameters={
+            "dtype": sorted({str(p.dtype).removeprefix("torch.") for p in parameters}),
+            "total": sum(map(_numel, parameters)),
+            "trainable": sum(_numel(p) for p in parameters if p.requires_grad),
+        },
+        routing=routing_table(route(trainer.model, recipe.optimizer.aux)),
+    )
+
+
+def print_setup(console: Console, setup: TrainingSetup, trainer: Any, ranks: Ranks) -> None:
+    """Print notices, data, starting checkpoint, batch and optimizer."""
+    counts, train = setup.account, setup.splits["train"]
+    for notice in setup.notices:
+        print_line(console, "notice", notice)
+    dropped = dropped_in_words(train.dropped | counts.dropped)
+    dropped = f", {dropped}" if dropped else ""
+    print_line(console, "data", f"{counts.num_kept} of {train.num_rows} examples, {train.layout}{dropped}")
+    for num_examples, source in zip(counts.kept_of_parts, train.source.get("sources", ()), strict=True):
+        print_line(console, "", _describe_source(source, num_examples))
+    print_line(console, "start", setup.start)
+    if ranks.launched:
+        num_examples, factors = rows_per_step(setup.recipe, ranks.num_ranks)
+        print_line(console, "batch", f"{num_examples} examples per step: {factors}")
+        print_line(console, "parallel", setup.recipe.run.parallel)
+    optimizer = setup.recipe.optimizer
+    num_tensors = [len(group["params"]) for group in trainer.expected_optimizer.param_groups]
+    matrices = f"{describe_optimizer(optimizer)}, lr {optimizer.lr:g}: {num_tensors[0]} matrices"
+    print_line(console, "optimizer", matrices)
+    if len(num_tensors) > 1:
+        print_line(console, "", f"adamw, lr {optimizer.aux_lr:g}: {num_tensors[1]} other parameters")
+
+
+def report_first_step(
+    folder: RunFolder, console: Console, ranks: Ranks, groups: dict[str, Any], warnings: list[str]
+) -> None:
+    """Write the measurements of the first step into run.json and print the warnings, on the first rank."""
+    if ranks.is_first:
+        folder.update(first_step=groups)
+        for warning in warnings:
+            print_line(console, "warning", warning)
+
+
+def record_result(folder: RunFolder, trainer: Any, result: dict[str, Any], seconds: float) -> None:
+    """Write status "trained", losses and `result` (relative changes, `change_after_saving`) into run.json."""
+    losses = _losses(trainer)
+    folder.update(
+        status="trained",
+        training={
+            "steps": trainer.state.global_step,
+            "seconds_since_start_or_resume": round(seconds, 1),
+            "first_loss": losses[0] if losses else None,
+            "last_loss": losses[-1] if losses else None,
+            **result,
+        },
+    )
+
+
+def print_result(console: Console, trainer: Any, result: dict[str, Any], seconds: float, resumed_from: int) -> None:
+    """Print steps, time, losses, and how much the weights changed, also after rounding to the saved dtype.
+
+    resumed_from: the step of the checkpoint; 0 for a new run.
+    """
+    losses, steps = _losses(trainer), trainer.state.global_step
+    loss = f", loss {losses[0]:.3f} -> {losses[-1]:.3f}" if len(losses) > 1 else ""
+    resumed = f", {steps - resumed_from} of them since resuming," if resumed_from else ""
+    print_line(console, "trained", f"{steps} steps{resumed} in {seconds:.0f} s{loss}")
+    print_line(console, "", f"the matrices changed by {100 * result['relative_change']:.3g}% of their norm")
+    if "matrices" not in result["change_after_saving"]:  # nothing has changed
+        return
+    dtype, matrices = (result["change_after_saving"][key] for key in ("dtype", "matrices"))
+    projection, entries = (100 * matrices[key] for key in ("projection", "fraction_changed"))
+    remainder = f"rounding preserves {projection:.3g}% of the change ({entries:.3g}% of entries)"
+    print_line(console, "saved", f"in {dtype}; {remainder}")
+    if min(entries, projection) < 100 * LOST:
+        print_line(console, "warning", "most of the change is lost to rounding; run.save_dtype: float32 saves all")
+
+
+def print_line(console: Console, label: str, text: str) -> None:
+    """Print one line: a label in a column of ten characters, then the text."""
+    console.print(f"{label:10}{text}", highlight=False, markup=False)
+
+
+def describe_optimizer(optimizer: Any) -> str:
+    """Return the recipe's optimizer in words: "soren (minimax, scale match_rms_adamw)"."""
+    map_name = optimizer.map_name if optimizer.map_name != optimizer.name else None
+    scale = getattr(optimizer, "adjust_lr_fn", None)
+    details = [map_name, scale and f"scale {scale}"]
+    text = ", ".join(detail for detail in details if detail)
+    return f"{optimizer.name} ({text})" if text else optimizer.name
+
+
+def _describe_source(source: dict[str, Any], num_examples: int) -> str:
+    """Return a line of a mixture: "zoo.jsonl: 30 of 120 examples (weight 0.25), 29 used, chat messages"."""
+    dropped = f", {dropped_in_words(source['dropped'])}" if source["dropped"] else ""
+    sampled = f"{source['taken']} of {source['num_rows']} examples (weight {source['weight']:g})"
+    return f"{source['path']}: {sampled}, {num_examples} used, {source['layout']}{dropped}"
+
+
+def _losses(trainer: Any) -> list[float]:
+    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+def _numel(parameter: Any) -> int:
+    return getattr(parameter, "ds_numel", parameter.numel())  # ZeRO 3 empties the tensor
