@@ -46,6 +46,7 @@ def train(path: str, timeout_seconds: float) -> int:
     """Train the run folder's recipe, then evaluate; whatever is already done is not done again."""
     folder = RunFolder(path)
     with _busy("Loading torch, transformers and TRL"):
+        from ..sharding.ranks import init_ranks
         from ..trainers import training, training_setup
 
         _hush()

@@ -11,7 +11,7 @@ from .update import GroupUpdate
 class Placement(Protocol):
     """Where the matrices of an optimizer lie, and who maps them. `soren_align.sharding` implements it."""
 
-    def knows(self, parameter: Tensor) -> bool:
+    def has_layout(self, parameter: Tensor) -> bool:
         """Whether the layout of the matrices in `parameter` is known."""
         ...
 

@@ -124,7 +124,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
         placement = self.placement
         problem: Exception | None = None
         try:
-            refuse_unusable_gradients(self.param_groups, type(self).__name__, placement.knows if placement else None)
+            refuse_unusable_gradients(
+                self.param_groups, type(self).__name__, placement.has_layout if placement else None
+            )
         except (ValueError, FloatingPointError) as error:
             if placement is None:
                 raise

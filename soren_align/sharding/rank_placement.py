@@ -37,7 +37,7 @@ class RankPlacement(ABC):
         self._tensors: dict[tuple[int, ...], list[Tensor]] = {}
 
     @abstractmethod
-    def knows(self, parameter: Tensor) -> bool:
+    def has_layout(self, parameter: Tensor) -> bool:
         """Whether the layout of the matrices in `parameter` is known."""
 
     @abstractmethod

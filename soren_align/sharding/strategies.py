@@ -20,7 +20,7 @@ class Replicas(RankPlacement):
         self._group = process_group
         self._device = torch.device("cpu")
 
-    def knows(self, parameter: Tensor) -> bool:
+    def has_layout(self, parameter: Tensor) -> bool:
         """Whether it is a whole matrix."""
         return parameter.ndim == 2 and not isinstance(parameter, DTensor)
 
@@ -48,7 +48,7 @@ class RowBlocks(RankPlacement):
         super().__init__(round_mb)
         self._mesh = None
 
-    def knows(self, parameter: Tensor) -> bool:
+    def has_layout(self, parameter: Tensor) -> bool:
         """Whether it is a matrix sharded by rows. Raises ValueError for a parameter sharded in any other way."""
         if not isinstance(parameter, DTensor):
             return False
@@ -108,7 +108,7 @@ class FlatShards(RankPlacement):
         """The flat shards of matrices on this rank."""
         return list(self._layouts)
 
-    def knows(self, parameter: Tensor) -> bool:
+    def has_layout(self, parameter: Tensor) -> bool:
         """Whether there is a layout for it."""
         return parameter in self._layouts
 
