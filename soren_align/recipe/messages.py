@@ -79,7 +79,8 @@ class _Problem:
                 choices = self.error["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
                 if key[-1] == "name" and self.union:
                     choices = list(self.union)
-                return f"found {value!r}; write {_listed(choices, 'or')}{_INSTEAD.get(key) or did_you_mean(value, choices)}"
+                hint = _INSTEAD.get(key) or did_you_mean(value, choices)
+                return f"found {value!r}; write {_listed(choices, 'or')}{hint}"
             case "model_type" if key == ("data", "eval") and isinstance(value, list):
                 return "found a list; held-out examples are one split (data.train may be several)"
             case "model_type" | "dict_type":
