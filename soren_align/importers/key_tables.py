@@ -101,10 +101,7 @@ ZEPHYR = "8705a1897ece1a1b355e1f4d36687f331d6680f5d897d1ae314b3fc506e136b8"
 
 # Dropped without an effect on the trained weights: (names, reason).
 DROPPED = (
-    (
-        "push_to_hub hub_* push_dataset_to_hub hf_use_auth_token",
-        "nothing is uploaded",
-    ),
+    ("push_to_hub hub_* push_dataset_to_hub hf_use_auth_token", "nothing is uploaded"),
     (
         "deepspeed fsdp fsdp_* accelerate_config accelerator_config parallelism_config num_processes num_machines "
         "dp_shard_size dp_replicate_size local_rank world_size ddp device_map max_memory low_cpu_mem_usage "
@@ -122,18 +119,9 @@ DROPPED = (
         "experimental_skip_move_to_device torchdistx_path tiled_mlp* chunked_cross_entropy*",
         "speed and memory only",
     ),
-    (
-        "log_level log_level_replica disable_tqdm debug strict",
-        "progress is shown by soren-align itself",
-    ),
-    (
-        "do_train do_eval do_predict",
-        "determined by the command",
-    ),
-    (
-        "remove_unused_columns dataset_text_field columns",
-        "the recipe's columns are recognised",
-    ),
+    ("log_level log_level_replica disable_tqdm debug strict", "progress is shown by soren-align itself"),
+    ("do_train do_eval do_predict", "determined by the command"),
+    ("remove_unused_columns dataset_text_field columns", "the recipe's columns are recognised"),
     (
         "dataset_streaming streaming dataset_prepared_path shuffle_merged_datasets total_num_tokens "
         "skip_prepare_dataset dataset_keep_in_memory preprocessing_num_workers",
@@ -143,14 +131,8 @@ DROPPED = (
         "overwrite_output_dir resume_from_checkpoint auto_resume_from_checkpoints",
         "a run resumes by itself; run.overwrite: true starts afresh",
     ),
-    (
-        "trust_remote_code",
-        "remote code is not run",
-    ),
-    (
-        "save_safetensors",
-        "weights are saved as safetensors",
-    ),
+    ("trust_remote_code", "remote code is not run"),
+    ("save_safetensors", "weights are saved as safetensors"),
     (
         "model_type type_of_model tokenizer_type processor_type is_*_derived_model tokenizer_legacy tokenizer_use_fast",
         "read from the model's own files",
@@ -160,30 +142,12 @@ DROPPED = (
         "use_swanlab swanlab_*",
         "trackers read it from the environment (WANDB_PROJECT, ...); report_to names them",
     ),
-    (
-        "save_first_step",
-        "write trainer.save_steps",
-    ),
-    (
-        "dataset_kwargs",
-        "the chat template adds the special tokens",
-    ),
-    (
-        "ignore_bias_buffers",
-        "no effect on training",
-    ),
-    (
-        "loss_watchdog_*",
-        "a NaN loss stops the run anyway",
-    ),
-    (
-        "save_only_model",
-        "checkpoints include the optimizer",
-    ),
-    (
-        "full_finetune float32",
-        "already the default here",
-    ),
+    ("save_first_step", "write trainer.save_steps"),
+    ("dataset_kwargs", "the chat template adds the special tokens"),
+    ("ignore_bias_buffers", "no effect on training"),
+    ("loss_watchdog_*", "a NaN loss stops the run anyway"),
+    ("save_only_model", "checkpoints include the optimizer"),
+    ("full_finetune float32", "already the default here"),
 )
 
 # Dropped with an effect on the trained weights, unless the key was off in the source: (names, reason).
@@ -232,10 +196,7 @@ CHANGES = (
         "adam_epsilon2 dion_* qgalore_* lr_quadratic_warmup cosine_constant_lr_ratio",
         "only AdamW's settings are converted",
     ),
-    (
-        "unfrozen_parameters freeze_* layers_to_freeze",
-        "all weights are trained",
-    ),
+    ("unfrozen_parameters freeze_* layers_to_freeze", "all weights are trained"),
     (
         "trainer_cls plugins use_eaft eaft_* use_pose pose_* jagged_restart_* rpo_alpha dpo_norm_loss",
         "TRL's own trainers are used",
@@ -249,14 +210,8 @@ CHANGES = (
         "curriculum_sampling dataset_shard_*",
         "each example is used whole and once",
     ),
-    (
-        "batch_size auto_find_batch_size",
-        "redundant; run.global_batch_size fixes the batch",
-    ),
-    (
-        "early_stopping_patience early_stopping_threshold",
-        "training runs to its end",
-    ),
+    ("batch_size auto_find_batch_size", "redundant; run.global_batch_size fixes the batch"),
+    ("early_stopping_patience early_stopping_threshold", "training runs to its end"),
 )
 
 # Without effect unless one of these is set: names -> keys.

@@ -79,7 +79,8 @@ class _Problem:
                 choices = self.error["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
                 if key[-1] == "name" and self.union:
                     choices = list(self.union)
-                return f"found {value!r}; write {_or(choices)}{_INSTEAD.get(key) or did_you_mean(value, choices)}"
+                hint = _INSTEAD.get(key) or did_you_mean(value, choices)
+                return f"found {value!r}; write {_listed(choices, 'or')}{hint}"
             case "model_type" if key == ("data", "eval") and isinstance(value, list):
                 return "found a list; held-out examples are one split (data.train may be several)"
             case "model_type" | "dict_type":
@@ -93,7 +94,7 @@ class _Problem:
             return moved(self.error.get("input"))
         if self.is_of_another_member:
             owners = [tag for tag, member in self.union.items() if self.key[-1] in member.model_fields]
-            return f"unknown key for {self.tag}; {_and(owners)} {'has' if len(owners) == 1 else 'have'} it"
+            return f"unknown key for {self.tag}; {_listed(owners, 'and')} {'has' if len(owners) == 1 else 'have'} it"
         meant = self.meant()
         hint = f"did you mean '{meant}'?" if meant else f"keys here: {', '.join(self.section.model_fields)}"
         return f"unknown key; {hint}"
@@ -152,9 +153,5 @@ def _without_echoes(problems: list[_Problem]) -> list[_Problem]:
     ]
 
 
-def _or(words: list[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
-
-
-def _and(words: list[str]) -> str:
-    return " and ".join(words)
+def _listed(words: list[str], conjunction: str) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {conjunction} {words[-1]}"

@@ -118,7 +118,7 @@ def test_dpo_holds_a_reference_model_and_adamw_maps_nothing():
     found, _ = plan("quickstart/dpo", start, 2)
     sizes = {part["name"]: part["num_bytes"] for part in found["processes"]["memory"]}
     assert sizes["reference model"] == sizes["weights"] == 4 * found["model"]["parameters"]
-    found, said = plan("quickstart/sft", ["optimizer.name=adamw", "optimizer.adjust_lr_fn=null"], 2)
+    found, said = plan("quickstart/sft", ["optimizer.name=adamw"], 2)
     assert (found["processes"]["matrices"], found["processes"]["map_flops"]) == (0, None)
     sizes = {part["name"]: part["num_bytes"] for part in found["processes"]["memory"]}
     assert sizes["optimizer states"] == 2 * sizes["weights"]

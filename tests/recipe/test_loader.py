@@ -171,7 +171,7 @@ def test_the_schema_knows_every_key_of_a_shipped_recipe():
     [
         ("name: muon\n  map: exact", "optimizer.map: unknown key for muon; soren has it"),
         ("name: adamw\n  ns_steps: 15", "optimizer.ns_steps: unknown key for adamw; muon has it"),
-        ("name: adamw\n  momentum: 0.9", "optimizer.momentum: unknown key for adamw; soren and muon and htmuon have"),
+        ("name: adamw\n  momentum: 0.9", "optimizer.momentum: unknown key for adamw; soren, muon and htmuon have"),
         ("name: soren\n  p: 0.1", "optimizer.p: unknown key for soren; htmuon has it"),
         ("name: soren\n  map: {name: exact, steps: 15}", "optimizer.map.steps: unknown key for exact; sns has it"),
         ("name: soren\n  map: {name: sns, resolution: 0.01}", "optimizer.map.resolution: unknown key for sns; minimax"),

@@ -109,7 +109,7 @@ def test_every_optimizer_is_measured(paper, name, accumulation):
     short = (
         "trainer.max_steps=2",
         f"trainer.gradient_accumulation_steps={accumulation}",
-        "optimizer.adjust_lr_fn=null",
+        *(["optimizer.adjust_lr_fn=null"] if name != "adamw" else []),
     )
     lost = paper(*LOST, *short, f"optimizer.name={name}", "optimizer.lr=1e-6", name="lost")
     with pytest.raises(UserError, match="updates of the matrices are lost"):
