@@ -18,7 +18,7 @@ from trl.chat_template_utils import get_training_chat_template
 from trl.trainer.utils import add_fused_lm_head
 
 from .. import shipped, weights
-from ..data import load_mixture, load_split, refuse_endless, set_template
+from ..data import check_rendering_cost, load_mixture, load_split, set_template
 from ..errors import OutOfReach, UserError
 from ..optim import build_optimizer
 from ..recipe import Parallel, Recipe, accumulation, adapter_config, is_local, parallel, training_part
@@ -114,7 +114,7 @@ def load_tokenizer(recipe: Recipe, start: str) -> PreTrainedTokenizerBase:
     set_template(tokenizer, recipe.model.chat_template, recipe.model.eos_token)
     if recipe.trainer.get("assistant_only_loss") and tokenizer.chat_template:
         for turns in _TRL_RENDERS:  # in this process, to see whether the template knows tools
-            refuse_endless(tokenizer, recipe.model.name_or_path, turns)
+            check_rendering_cost(tokenizer, recipe.model.name_or_path, turns)
         with contextlib.suppress(ValueError):  # a template that TRL does not know: check_template says what to do
             tokenizer.chat_template = get_training_chat_template(tokenizer) or tokenizer.chat_template
     return tokenizer
@@ -166,7 +166,7 @@ def build_trainer(
     splits: dict,
     ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
 ):
-    """The trainer, ready to train; splits: {'train': Loaded, 'eval': Loaded or None}.
+    """The trainer, ready to train; splits: {'train': LoadedSplit, 'eval': LoadedSplit or None}.
 
     `trainer.origin` is what its checkpoints belong to: recipe, number of processes, data, starting weights,
     template.
@@ -220,7 +220,7 @@ def _stop_at(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None
 
 
 def load_splits(recipe: Recipe) -> dict[str, Any]:
-    """The recipe's rows, checked: {'train': Loaded, 'eval': Loaded or None}."""
+    """The recipe's rows, checked: {'train': LoadedSplit, 'eval': LoadedSplit or None}."""
     asked = recipe.data.eval
     splits = {
         "train": (train := load_mixture(recipe.data.sources, recipe.task, recipe.trainer.get("seed", 42))),

@@ -70,12 +70,12 @@ def get_ready(
         max_length=None if recipe.trainer.get("packing") else config.max_length,  # packing neither cuts nor drops
         assistant_only_loss=assistant_only,
         completion_only_loss=completion_only is not False,
-        parts=splits["train"].parts,
-        on_rows=on_rows,
+        source_indices=splits["train"].source_indices,
+        on_examples=on_rows,
     )
     if counted.num_kept == 0:
         raise UserError(
-            f"{splits['train'].source['path']}: none of {counted.num_rows} rows can be trained on: "
+            f"{splits['train'].source['path']}: none of {counted.num_examples} rows can be trained on: "
             f"{dropped_in_words(counted.dropped)}. trainer.max_length is {config.max_length}"
         )
     refuse_no_batch(recipe, counted.num_kept, ranks.num_ranks)
@@ -226,7 +226,7 @@ def _record_before(folder: RunFolder, ready: Ready, trainer: Any) -> None:
         data={
             "train": split.source
             | {"layout": split.layout, "kept": counted.num_kept, "dropped": split.dropped | counted.dropped}
-            | ({"kept_of_sources": list(counted.kept_of_parts)} if counted.kept_of_parts else {}),
+            | ({"kept_of_sources": list(counted.num_kept_by_source)} if counted.num_kept_by_source else {}),
             "eval": ready.splits["eval"].source if ready.splits["eval"] else None,
         },
         parallel=recipe.run.parallel,
@@ -249,8 +249,10 @@ def _say_before(console: Console, ready: Ready, trainer: Any, ranks: Ranks) -> N
         console.print(f"notice    {notice}", highlight=False)
     reasons = split.dropped | counted.dropped
     dropped = f", {dropped_in_words(reasons)}" if reasons else ""
-    console.print(f"data      {counted.num_kept} of {split.num_rows} rows, {split.layout}{dropped}", highlight=False)
-    for kept, source in zip(counted.kept_of_parts, split.source.get("sources", ()), strict=True):
+    console.print(
+        f"data      {counted.num_kept} of {split.num_examples} rows, {split.layout}{dropped}", highlight=False
+    )
+    for kept, source in zip(counted.num_kept_by_source, split.source.get("sources", ()), strict=True):
         console.print(f"          {_told(source, kept)}", highlight=False, markup=False)
     console.print(f"start     {ready.start}", highlight=False)
     if ranks.launched:
@@ -268,7 +270,7 @@ def _say_before(console: Console, ready: Ready, trainer: Any, ranks: Ranks) -> N
 def _told(source: dict[str, Any], kept: int) -> str:
     """A source of a mixture in words: "zoo.jsonl: 30 of 120 rows (weight 0.25), 29 kept, chat messages"."""
     dropped = f", {dropped_in_words(source['dropped'])}" if source["dropped"] else ""
-    taken = f"{source['taken']} of {source['num_rows']} rows (weight {source['weight']:g})"
+    taken = f"{source['num_sampled']} of {source['num_examples']} rows (weight {source['weight']:g})"
     return f"{source['path']}: {taken}, {kept} kept, {source['layout']}{dropped}"
 
 

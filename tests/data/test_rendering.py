@@ -56,7 +56,7 @@ def test_a_template_without_end_for_a_later_row_is_stopped(make_tokenizer, monke
     picky = CHATML + "{% if messages[0]['content'] == 'no' %}" + ROUND * 3 + "{% endfor %}" * 3 + "{% endif %}"
     other = [{"role": "user", "content": "no"}, {"role": "assistant", "content": "yes"}]
     rows = Dataset.from_list([{"messages": chat(1)}, {"messages": other}])
-    monkeypatch.setattr(tokens, "at_most", lambda _, what: rendering.at_most(0.5, what))
+    monkeypatch.setattr(tokens, "cpu_time_limit", lambda _, what: rendering.cpu_time_limit(0.5, what))
     with pytest.raises(
         UserError, match=r"fails on another: it takes more than 0.5 seconds; it may have loops in loops"
     ):
