@@ -162,7 +162,7 @@ def _existing_file(spec: SplitConfig) -> Path:
     if not file.exists():
         raise UserError(f"{spec.path}: no such file; paths are relative to the working directory, {Path.cwd()}")
     if file.is_dir():
-        raise UserError(f"{spec.path}: is a folder; write the path of one file in it ({', '.join(records.SUFFIXES)})")
+        raise UserError(f"{spec.path}: is a folder; name one file in it ({', '.join(records.SUFFIXES)})")
     if not file.is_file():
         raise UserError(f"{spec.path}: is no regular file; write the path of a {', '.join(records.SUFFIXES)} file")
     if file.suffix not in records.SUFFIXES:

@@ -151,12 +151,17 @@ def test_an_architecture_whose_pass_needs_contents_is_planned_without_its_activa
     assert "activations and FLOPs are unknown for this architecture" in text
 
 
+@pytest.fixture(scope="module")
+def small_mistral(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("small-mistral")
+    return small_model(folder, architectures=["MistralForCausalLM"], model_type="mistral")
+
+
 @pytest.mark.parametrize(
     ("strategy", "words"), [("epoch", "every epoch"), ("best", "at the best"), ("no", "none during")]
 )
-def test_the_plan_describes_when_checkpoints_are_saved(planned, tmp_path, strategy, words):
-    overrides = [*small_model(tmp_path, architectures=["MistralForCausalLM"], model_type="mistral")]
-    overrides += [f"trainer.save_strategy={strategy}", "trainer.metric_for_best_model=loss"]
+def test_the_plan_describes_when_checkpoints_are_saved(planned, small_mistral, strategy, words):
+    overrides = [*small_mistral, f"trainer.save_strategy={strategy}", "trainer.metric_for_best_model=loss"]
     overrides += ["data.eval={path: shipped:recipes/quickstart/data/chat_test.jsonl}", "trainer.eval_strategy=epoch"]
     _, text = planned("quickstart/sft", *overrides)
     assert words in text
