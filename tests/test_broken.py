@@ -234,7 +234,7 @@ PAIRS = {
     "columns of the other task": (ROW, r"these columns are for sft: `soren-align sft`"),
     "no rejected": ({"chosen": PAIR["chosen"], "prompt": "Hello"}, r"dpo needs 'chosen' and 'rejected'"),
     "identical answers": ({**PAIR, "rejected": PAIR["chosen"]}, r"chosen and rejected are identical"),
-    "different prompts": ({**PAIR, "rejected": chat("Bye", "blue")}, r"do not share a prompt: they differ at turn \[0\]"),
+    "different prompts": ({**PAIR, "rejected": chat("Bye", "blue")}, r"share a prompt: they differ at turn \[0\]"),
     "answers as text, no prompt": ({"chosen": "red", "rejected": "blue"}, r"chosen is text, not a list"),
     "equal answers as text": ({"prompt": "Hello", "chosen": "red", "rejected": "red"}, r"are identical"),
     "no question": ({k: v[1:] for k, v in PAIR.items()}, r"starts with the assistant"),

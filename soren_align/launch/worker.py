@@ -187,7 +187,7 @@ def bench(given: argparse.Namespace) -> int:
         else:
             results = step_times.run(matrices, device, given.tokens, status.update)
     if given.output:
-        report.put(results, Path(given.output))
+        report.update_page(results, Path(given.output))
     if given.json:
         sys.stdout.write(json.dumps(results, indent=2) + "\n")
     else:
