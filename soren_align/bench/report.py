@@ -128,7 +128,11 @@ def _maps(results: dict[str, Any]) -> list[Grid]:
     rows = [
         [
             row["name"],
-            *(_ratio(row[key] and row[key][of]) for key in ("ratio_to_muon", "ratio_to_muon_float32") for of in _OF),
+            *(
+                _ratio(row[key] and row[key][statistic])
+                for key in ("ratio_to_muon", "ratio_to_muon_float32")
+                for statistic in _STATISTICS
+            ),
         ]
         for row in results["over_all_shapes"]
     ]
@@ -136,7 +140,7 @@ def _maps(results: dict[str, Any]) -> list[Grid]:
     return [*tables, Grid(title, ["map", "/Muon bf16", "max", "/Muon fp32", "max"], rows)]
 
 
-_OF = ("geometric_mean", "max")
+_STATISTICS = ("geometric_mean", "max")
 
 
 def _step(results: dict[str, Any]) -> list[Grid]:

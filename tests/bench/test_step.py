@@ -117,4 +117,4 @@ def test_a_muon_that_would_take_minutes_is_left_out_and_said(few_rounds, monkeyp
     assert step_times.MUON_FLOAT32 in names
     assert not {"Muon", step_times.TORCH_MUON} & set(names)
     assert all(row["ratio_to_torch_muon"] is None for row in found["optimizers"])
-    assert "in bfloat16, is skipped: at " in " ".join(found["notes"])
+    assert "(torch's and ours) is skipped: at " in " ".join(found["notes"])
