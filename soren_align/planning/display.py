@@ -79,7 +79,8 @@ def _print_steps(plan: dict[str, Any], console: Console) -> None:
 
 
 def _print_optimizer(plan: dict[str, Any], console: Console) -> None:
-    others = "" if plan["optimizer"]["name"] == "adamw" else ", adamw for the other parameters"
+    has_others = any(group["rule"] == "adamw" for group in plan["routing"]) and plan["optimizer"]["name"] != "adamw"
+    others = ", adamw for the other parameters" if has_others else ""
     console.print()
     print_labelled(console, "optimizer", f"{plan['optimizer_description']} for the matrices{others}")
     table = _table("\nparameter groups", "optimizer", "reason", "tensors", "parameters", num_text_columns=2)
@@ -135,9 +136,9 @@ def _print_processes(section: dict[str, Any], console: Console) -> None:
         return
     busiest = f"{with_prefix(flops['busiest_rank'], 'FLOP')}, " if flops else ""
     write("", f"busiest rank: {busiest}{section['max_over_mean_flops']:.3f} times the mean")
-    num_gathered, sent = section["num_gathered_matrices"], section["bytes_sent"]
-    write("", f"matrices gathered from several ranks: {num_gathered:,}")
-    if num_gathered:
+    num_exchanged, sent = section["num_exchanged_matrices"], section["bytes_sent"]
+    write("", f"matrices exchanged between ranks: {num_exchanged:,}")
+    if num_exchanged:
         largest, mean = (with_prefix(sent[key], "B") for key in ("max", "mean"))
         write("", f"sent per rank and step: {largest}" + ("" if mean == largest else f" at most, {mean} on average"))
 

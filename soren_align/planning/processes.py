@@ -44,7 +44,7 @@ def processes(
         "global_batch_size_is_set": recipe.run.global_batch_size is not None,
         "num_matrices": cost.num_matrices,
         "num_frozen_parameters": frozen.numel,
-        "num_gathered_matrices": cost.num_gathered,
+        "num_exchanged_matrices": cost.num_exchanged,
         "max_over_mean_flops": cost.max_over_mean_flops and round(cost.max_over_mean_flops, 4),
         "map_flops": flops if cost.flops_all_ranks else None,
         "bytes_sent": {"max": cost.bytes_sent_max, "mean": round(cost.bytes_sent_mean)},

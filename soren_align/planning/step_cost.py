@@ -21,7 +21,7 @@ from .sizes import ModelSizes, RankSizes, numel_of, partition_numel, sub_groups
 class StepCost:
     """The cost of one optimizer step on `num_ranks` ranks.
 
-    num_matrices: with a spectral map. num_gathered: those whose owner rank has to gather them from other ranks.
+    num_matrices: with a spectral map. num_exchanged: those that their owner rank gathers, or sends to other ranks.
     max_over_mean_flops: map FLOPs of the busiest rank over the mean of all ranks; None without matrices.
     flops_busiest_rank, flops_all_ranks: of the maps; None where the map is a decomposition, or where there is none.
     bytes_sent_max, bytes_sent_mean: over the ranks, by the exchange of matrices. The communication of gradients and
@@ -31,7 +31,7 @@ class StepCost:
 
     num_ranks: int
     num_matrices: int
-    num_gathered: int
+    num_exchanged: int
     max_over_mean_flops: float | None
     flops_busiest_rank: int | None
     flops_all_ranks: int | None
@@ -63,7 +63,7 @@ def step_cost(
     return StepCost(
         num_ranks=num_ranks,
         num_matrices=len(model.matrices) if plans else 0,
-        num_gathered=sum(len(indices) for plan in plans for indices in plan.rounds),
+        num_exchanged=sum(len(indices) for plan in plans for indices in plan.rounds),
         max_over_mean_flops=busiest * num_ranks / total if total else None,
         flops_busiest_rank=busiest if is_counted else None,
         flops_all_ranks=total if is_counted else None,

@@ -37,7 +37,7 @@ def test_mistral_7b_on_eight_ranks_by_zero_3(planned, mistral):
     section = plan["processes"]
     assert (section["num_processes"], section["parallel"]) == (8, "ZeRO 3")
     assert "processes 8, ZeRO 3, started by torchrun" in text
-    assert (section["num_matrices"], section["num_gathered_matrices"]) == (224, 224)
+    assert (section["num_matrices"], section["num_exchanged_matrices"]) == (224, 224)
     assert section["max_over_mean_flops"] <= 1.01
     assert section["bytes_sent"]["max"] == pytest.approx(6.1e9, rel=0.01)  # 2 x 7/8 of an eighth of 6.98e9, float32
     assert section["map_flops"]["all_ranks"] == pytest.approx(307e12, rel=0.01)
@@ -50,10 +50,10 @@ def test_mistral_7b_on_eight_ranks_by_zero_3(planned, mistral):
 def test_under_zero_1_and_2_no_matrix_of_mistral_7b_straddles_eight_ranks(planned, mistral, mode):
     plan, text = planned("quickstart/sft", *mistral, f"run.parallel={mode}", num_ranks=8)
     section = plan["processes"]
-    assert (section["num_matrices"], section["num_gathered_matrices"]) == (224, 0)
+    assert (section["num_matrices"], section["num_exchanged_matrices"]) == (224, 0)
     assert section["max_over_mean_flops"] <= 1.01
     assert section["bytes_sent"] == {"max": 0, "mean": 0}
-    assert "matrices gathered from several ranks: 0\n" in text
+    assert "matrices exchanged between ranks: 0\n" in text
     assert max(len(line) for line in text.splitlines()) <= 80
     assert "needs trainer.use_cpu: true" in text  # on a machine without a GPU, as those of the tests are
 

@@ -221,7 +221,7 @@ def test_the_ranks_send_and_buffer_what_was_computed(ranks, mode):
         "exchange buffers", 0
     )
     assert max(4 * result.state_numel for result in results) == num_bytes(cost)["optimizer states"]
-    assert cost.num_gathered == sum(len(r) for plan in results[0].plans for r in plan.rounds)
+    assert cost.num_exchanged == sum(len(r) for plan in results[0].plans for r in plan.rounds)
 
 
 def test_sub_groups_of_zero_3_are_forecast_one_by_one(ranks):
