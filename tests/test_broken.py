@@ -209,7 +209,7 @@ def test_a_broken_recipe(soren_align, tmp_path, case):
 
 
 ROWS = {
-    "no rows": ("\n", "has no rows"),
+    "no rows": ("\n", "has no examples"),
     "an empty file": ("", r"rows.jsonl is empty"),
     "not JSON": ('{"messages": [}\n', r"rows.jsonl:1: not JSON"),
     "the second line is cut": (json.dumps(ROW) + '\n{"messages": [{"role"', r"rows.jsonl:2: not JSON"),
@@ -246,7 +246,7 @@ PAIRS = {
     "columns of the other task": (ROW, r"these columns are for sft: `soren-align sft`"),
     "no rejected": ({"chosen": PAIR["chosen"], "prompt": "Hello"}, r"dpo needs 'chosen' and 'rejected'"),
     "identical answers": ({**PAIR, "rejected": PAIR["chosen"]}, r"chosen and rejected are identical"),
-    "different prompts": ({**PAIR, "rejected": chat("Bye", "blue")}, r"do not share a prompt: they part at turn \[0\]"),
+    "different prompts": ({**PAIR, "rejected": chat("Bye", "blue")}, r"share a prompt: they differ at turn \[0\]"),
     "answers as text, no prompt": ({"chosen": "red", "rejected": "blue"}, r"chosen is text, not a list"),
     "equal answers as text": ({"prompt": "Hello", "chosen": "red", "rejected": "red"}, r"are identical"),
     "no question": ({k: v[1:] for k, v in PAIR.items()}, r"starts with the assistant"),
@@ -264,7 +264,7 @@ def test_broken_preference_rows(soren_align, tmp_path, case):
 def test_many_bad_rows_are_counted_and_the_first_are_named(soren_align, tmp_path):
     (tmp_path / "my.yaml").write_text(RECIPE)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"messages": []}) + "\n" for _ in range(40)))
-    said = refused(soren_align("sft", "my.yaml"), r"40 of 40 rows cannot be used")
+    said = refused(soren_align("sft", "my.yaml"), r"40 of 40 examples cannot be used")
     assert "and 35 more" in said
     assert len(said.splitlines()) < 10
 
@@ -278,7 +278,7 @@ TEMPLATES = {
     "no generation markers": ("{% for m in messages %}{{ m.content }}{% endfor %}", r"has no {% generation %}"),
     "not Jinja": (
         "{% for m in messages %}{% generation %}{{ m.content }}",
-        r"the chat template fails on the first row",
+        r"the chat template fails on the first example",
     ),
     "it raises": (
         "{% generation %}{% endgeneration %}{{ raise_exception('only one turn') }}",
@@ -286,11 +286,11 @@ TEMPLATES = {
     ),
     "the answer is missing": (
         "{% for m in messages %}{% generation %}{{ m.role }}{% endgeneration %}{% endfor %}",
-        r"leaves out what the assistant says",
+        r"leaves out the assistant's turns",
     ),
     "nothing is marked": (
         "{% for m in messages %}{% generation %}{% endgeneration %}{{ m.content }}{% endfor %}",
-        r"marks no token of the first row",
+        r"marks no token of the first example",
     ),
 }
 

@@ -85,7 +85,7 @@ def test_a_copied_recipe_works_from_any_folder(tmp_path):
     assert planned.returncode == 0, planned.stderr
     plan = json.loads(planned.stdout)
     assert plan["steps"]["total"] > 0
-    assert plan["data"]["kept"] == plan["data"]["rows"]
+    assert plan["data"]["num_kept"] == plan["data"]["num_examples"]
     assert not (tmp_path / "elsewhere" / "runs").exists()
     again = run("recipes", "copy", "quickstart/sft", "mine.yaml", cwd=tmp_path)
     assert (again.returncode, "exists already" in again.stderr) == (2, True)
@@ -93,7 +93,7 @@ def test_a_copied_recipe_works_from_any_folder(tmp_path):
 
 def test_plan_shows_rows_an_example_the_rates_and_the_routing(tmp_path):
     shown = run("plan", "quickstart/sft", cwd=tmp_path).stdout
-    for expected in ("kept", "[[", "learning rates", "linear layer", "1-dimensional", "memory per rank", "run.json"):
+    for expected in ("kept", "[[", "learning rate", "linear layer", "1-dimensional", "memory per rank", "run.json"):
         assert expected in shown
     assert max(len(line) for line in shown.splitlines()) <= 80
 

@@ -1,6 +1,7 @@
-"""How long the maps and the optimizers take, on which machine, and how far off the maps are.
+"""Benchmarks: time, FLOPs and errors of the maps, time and memory of an optimizer step.
 
-`shapes` says which matrices, `timing` how to compare times, `accuracy` what a map does to known spectra; `candidates`
-are our maps, `peers` those of others; `maps` and `step` are the two commands, and `tables` prints what they return.
+`shapes` are the matrices, `timing` compares times, `accuracy` measures errors on known spectra; `candidates` are this
+package's maps, `peers` those of other packages; `map_times` and `step_times` are the commands `bench maps` and
+`bench step`, and `report` makes tables of their results.
 `shapes` and this file import no torch.
 """

@@ -1,12 +1,12 @@
-"""The maps that are measured, and what their FLOPs are counted as.
+"""The measured maps and their FLOPs.
 
-FLOPs are those of the matrix products, for an m x n matrix with m <= n: m^2 n multiplications and additions, 2 m^2 n,
+FLOPs are counted of matrix products, for an m x n matrix with m <= n: m^2 n multiplications and additions, 2 m^2 n,
 for x x^T as for (m x m) x; 2 m^3 for two m x m matrices. So
     Muon      5 steps of x x^T, its square, and their sum times x:    5 (4 m^2 n + 2 m^3)
     SNS       K steps of the sign stream and 2 of the tanh stream, each x x^T and its product with x:  4 m^2 n (K + 2)
-    minimax   x x^T, once more after the restart, and 2 products with x; 10 of m x m. What is symmetric is computed in
-              blocks on one side of the diagonal only, and counted so
-test_counted_flops_are_those_that_torch_sees holds `num_flops` against what runs. Decompositions are not counted.
+    minimax   x x^T, once more after the restart, and 2 products with x; 10 of m x m. Symmetric
+              products are computed, and counted, in blocks on one side of the diagonal only
+test_counted_flops_are_those_that_torch_sees compares `num_flops` with torch's counter. Decompositions are not counted.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ MUON, MUON_FLOAT32 = "Muon bfloat16", "Muon float32"
 
 @dataclass(frozen=True)
 class Candidate:
-    """A map to be measured: the dtype of its products, what its FLOPs are counted as, what it aims at."""
+    """A map to be measured: the dtype of its products, the name for `num_flops`, the target of its singular values."""
 
     name: str
     function: Callable[[Tensor], Tensor]
@@ -38,7 +38,7 @@ class Candidate:
 
 
 def candidates(device: torch.device) -> list[Candidate]:
-    """Our maps, the two references of the ratios among them."""
+    """This package's maps, including Muon's in two dtypes, the references of the ratios."""
     maps = [
         Candidate("minimax auto", minimax_sigmoid, "float32", "minimax"),
         Candidate("minimax products", lambda x: minimax_sigmoid(x, method="products"), "float32", "minimax"),
@@ -48,7 +48,7 @@ def candidates(device: torch.device) -> list[Candidate]:
         Candidate(MUON, newton_schulz, "bfloat16", "muon", "polar"),
         Candidate(MUON_FLOAT32, newton_schulz_float32, "float32", "muon", "polar"),
     ]
-    if device.type == "cuda":  # on a CPU, float16 products only imitate a GPU's
+    if device.type == "cuda":  # on a CPU, float16 products are emulated
         half = Candidate("minimax float16", minimax_float16, "float16", "minimax")
         maps.insert(2, half)
     return maps
@@ -69,20 +69,20 @@ def minimax_float16(x: Tensor) -> Tensor:
     return minimax_sigmoid(x, method="products", precision="float16")
 
 
-def as_it_runs(entry: Candidate, fresh: Callable[[], Tensor]) -> Candidate:
-    """The candidate, uncounted if it turns out to decompose x."""
+def without_decomposed_flops(entry: Candidate, make_input: Callable[[], Tensor]) -> Candidate:
+    """The candidate, without FLOPs if it decomposes its input."""
     if entry.counted_as != "minimax":
         return entry
-    with _Decompositions() as seen:
-        entry.function(fresh())
-    return replace(entry, counted_as=None, dtype="float64") if seen.found else entry
+    with _DecompositionDetector() as detector:
+        entry.function(make_input())
+    return replace(entry, counted_as=None, dtype="float64") if detector.has_decomposed else entry
 
 
-class _Decompositions(TorchDispatchMode):
-    """Sees whether torch decomposes a matrix."""
+class _DecompositionDetector(TorchDispatchMode):
+    """Detects eigenvalue and singular value decompositions."""
 
-    found = False
+    has_decomposed = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found |= any(word in func.name() for word in ("eigh", "svd"))
+        self.has_decomposed |= any(word in func.name() for word in ("eigh", "svd"))
         return func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""`soren-align bench maps`: every map on every shape, in time, in FLOPs and in error."""
+"""`soren-align bench maps`: time, FLOPs and errors of every map on every shape."""
 
 import math
 import statistics
@@ -12,32 +12,31 @@ from torch import Tensor
 from ..errors import UserError
 from ..spectral import num_flops
 from ..spectral.matrices import frobenius_norm
-from .accuracy import DECOMPOSITION_ROWS, errors, problems, stand_in
-from .candidates import MUON, MUON_FLOAT32, PEERS_OWN, SNS_STEPS, Candidate, as_it_runs, candidates
+from .accuracy import DECOMPOSITION_ROWS, error_shape, errors, known_matrices
+from .candidates import MUON, MUON_FLOAT32, PEERS_OWN, SNS_STEPS, Candidate, candidates, without_decomposed_flops
 from .peers import peers
 from .shapes import Matrices, Shape
-from .timing import Timing, free_bytes, interleaved, machine, matmul_rates, too_slow
+from .timing import Timing, available_bytes, interleaved, machine, matmul_rates, too_slow
 
 NUM_COPIES = 16  # of a matrix in float32: a decomposition holds five in float64, and errors their own three
 
 
 @torch.no_grad()
-def run(matrices: Matrices, device: torch.device, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    """What the command prints, as JSON. `say` gets a line on what is being measured."""
+def run(matrices: Matrices, device: torch.device, report: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+    """The results as JSON. `report` is called with the current state, for a spinner."""
     torch.manual_seed(0)
-    here = machine(device)
-    _refuse_what_is_too_large(matrices, device)
-    foreign, notes = peers(device)
+    _check_memory(matrices, device)
+    peer_maps, notes = peers(device)
     entries = candidates(device) + [
-        Candidate(name, function, PEERS_OWN, None, "polar") for name, function in foreign.items()
+        Candidate(name, function, PEERS_OWN, None, "polar") for name, function in peer_maps.items()
     ]
-    shapes = [_measure(shape, entries, device, say, notes) for shape in matrices.per_layer]
+    shapes = [_measure(shape, entries, device, report, notes) for shape in matrices.per_layer]
     for entry, count in zip(shapes, matrices.per_layer.values(), strict=True):
         entry["count"] = count * matrices.num_layers
     return {
         "command": "maps",
         "shapes_name": matrices.name,
-        "machine": here,
+        "machine": machine(device),
         "input": "independent normal numbers, |x|_F = 1 as after clipping, drawn anew for every call",
         "shapes": shapes,
         "over_all_shapes": _over_all(shapes),
@@ -45,45 +44,51 @@ def run(matrices: Matrices, device: torch.device, say: Callable[[str], None] = l
     }
 
 
-def _refuse_what_is_too_large(matrices: Matrices, device: torch.device) -> None:
-    room = free_bytes(device)
+def _check_memory(matrices: Matrices, device: torch.device) -> None:
+    available = available_bytes(device)
     for m, n in matrices.per_layer:
-        if (needed := 4 * NUM_COPIES * m * n) > room:
-            found, there = needed / 1e9, room / 1e9
-            raise UserError(f"--shapes: {m}x{n} needs about {found:.1f} GB; {there:.1f} GB may be used")
+        if (needed := 4 * NUM_COPIES * m * n) > available:
+            sizes = f"needs about {needed / 1e9:.1f} GB; {available / 1e9:.1f} GB may be used"
+            raise UserError(f"--shapes: {m}x{n} {sizes}; write smaller shapes")
 
 
 def _measure(
-    shape: Shape, entries: list[Candidate], device: torch.device, say: Callable[[str], None], notes: list[str]
+    shape: Shape, entries: list[Candidate], device: torch.device, report: Callable[[str], None], notes: list[str]
 ) -> dict[str, Any]:
     name = "x".join(map(str, shape))
 
-    def fresh() -> Tensor:
+    def make_input() -> Tensor:
         x = torch.randn(shape, device=device)
         return x.div_(frobenius_norm(x))
 
-    say(f"{name}: the rate of matrix products")
+    report(f"{name}: FLOP/s of matrix products")
     rates = matmul_rates(device)
-    say(f"{name}: warming up")
+    report(f"{name}: warm-up")
     quick = [entry for entry in entries if not _too_slow(entry, shape, rates, notes)]
-    chosen = [as_it_runs(entry, fresh) for entry in quick if _can_run(entry, shape, fresh, device, notes)]
-    subjects = {entry.name: entry.function for entry in chosen}
-    timings = interleaved(subjects, fresh, device, lambda done, of: say(f"{name}: round {done + 1} of {of}"))
+    measured = [
+        without_decomposed_flops(entry, make_input)
+        for entry in quick
+        if _can_run(entry, shape, make_input, device, notes)
+    ]
+    subjects = {entry.name: entry.function for entry in measured}
+    timings = interleaved(
+        subjects, make_input, device, lambda done, total: report(f"{name}: round {done + 1} of {total}")
+    )
 
-    small = stand_in(shape, device)
-    known = problems(small, device)
-    found = {}
-    for entry in chosen:
-        say(f"{name}: the errors of {entry.name}")
-        found[entry.name] = {
-            spectrum: errors(entry.function, problem, entry.target) for spectrum, problem in known.items()
+    small = error_shape(shape, device)
+    matrices = known_matrices(small, device)
+    all_errors = {}
+    for entry in measured:
+        report(f"{name}: errors of {entry.name}")
+        all_errors[entry.name] = {
+            spectrum: errors(entry.function, matrix, entry.target) for spectrum, matrix in matrices.items()
         }
     return {
         "shape": list(shape),
         "error_shape": list(small),
         "num_rounds": timings[MUON_FLOAT32].num_rounds,
         "matmul_flops_per_second": rates,
-        "maps": [_row(entry, shape, timings, rates) | {"errors": found[entry.name]} for entry in chosen],
+        "maps": [_row(entry, shape, timings, rates) | {"errors": all_errors[entry.name]} for entry in measured],
     }
 
 
@@ -97,16 +102,16 @@ def _too_slow(entry: Candidate, shape: Shape, rates: dict[str, float], notes: li
 
 
 def _can_run(
-    entry: Candidate, shape: Shape, fresh: Callable[[], Tensor], device: torch.device, notes: list[str]
+    entry: Candidate, shape: Shape, make_input: Callable[[], Tensor], device: torch.device, notes: list[str]
 ) -> bool:
     if entry.name == "exact" and min(shape) > DECOMPOSITION_ROWS[device.type]:
-        notes.append(f"exact is left out above {DECOMPOSITION_ROWS[device.type]} rows")
+        notes.append(f"exact is skipped above {DECOMPOSITION_ROWS[device.type]} rows")
         return False
     if entry.dtype != PEERS_OWN:
         return True
     try:
-        entry.function(fresh())
-    except Exception as error:  # a peer's trouble must not stop ours; it is reported
+        entry.function(make_input())
+    except Exception as error:  # a peer's failure must not end the benchmark; it is reported
         reason = str(error).strip().splitlines()
         notes.append(f"{entry.name} failed: {type(error).__name__}: {reason[0] if reason else ''}")
         return False
@@ -132,9 +137,9 @@ def _over_all(shapes: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Geometric mean and largest of each map's ratios, for the maps that ran on every shape."""
     rows = []
     for name in [row["name"] for row in shapes[0]["maps"]]:
-        found = [row for shape in shapes for row in shape["maps"] if row["name"] == name]
-        if len(found) == len(shapes):
-            means = {key: _mean_and_max([row[key] for row in found]) for key in _RATIOS}
+        same_map = [row for shape in shapes for row in shape["maps"] if row["name"] == name]
+        if len(same_map) == len(shapes):
+            means = {key: _mean_and_max([row[key] for row in same_map]) for key in _RATIOS}
             rows.append({"name": name, **means})
     return rows
 

@@ -1,4 +1,4 @@
-"""Other people's iterations, where they are installed, to run beside ours. Nothing of them is needed."""
+"""Newton-Schulz iterations of other packages, measured where these are installed. None of them is required."""
 
 import contextlib
 import functools
@@ -17,37 +17,39 @@ STEPS = 5
 
 
 def peers(device: torch.device) -> tuple[dict[str, Map], list[str]]:
-    """The maps that can run here, and a sentence for each package that cannot."""
-    found: dict[str, Map] = {}
+    """(name -> map, a note on each package that cannot run here)."""
+    maps: dict[str, Map] = {}
     notes = []
     deepspeed = _load("deepspeed", "deepspeed.runtime.zero.muon.original_muon", notes)
     if deepspeed is not None:
         # Both are compiled by DeepSpeed itself, in its default setting.
-        found["DeepSpeed"] = lambda x: deepspeed.zeropower_via_newtonschulz5(x, STEPS)
+        maps["DeepSpeed"] = lambda x: deepspeed.zeropower_via_newtonschulz5(x, STEPS)
         if hasattr(deepspeed, "zeropower_via_gram_newtonschulz"):
-            found["DeepSpeed gram"] = lambda x: deepspeed.zeropower_via_gram_newtonschulz(x, STEPS)
+            maps["DeepSpeed gram"] = lambda x: deepspeed.zeropower_via_gram_newtonschulz(x, STEPS)
     if device.type != "cuda":
         notes.append("gram-newton-schulz is left out: its kernels are for a GPU")
     else:
         gram = _load("gram-newton-schulz", "gram_newton_schulz", notes)
         if gram is not None:
-            build = functools.cache(gram.GramNewtonSchulz)  # it loads its kernels; a failure then is one of the map
-            found["gram-newton-schulz"] = lambda x: build()(x)
-    return found, notes
+            build = functools.cache(
+                gram.GramNewtonSchulz
+            )  # loads its kernels at the first call; a failure counts as the map's
+            maps["gram-newton-schulz"] = lambda x: build()(x)
+    return maps, notes
 
 
 def _load(package: str, module: str, notes: list[str]) -> Any:
-    """The module, or None and a line in `notes`."""
+    """The module, or None and an additional note."""
     if importlib.util.find_spec(module.split(".")[0]) is None:
         notes.append(f"{package} is not installed")
         return None
-    said = io.StringIO()
+    output = io.StringIO()
     level = logging.root.manager.disable
     try:
         logging.disable(logging.CRITICAL)
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             return importlib.import_module(module)
-    except Exception as error:  # whatever a foreign package raises while it is imported, ours goes on without it
+    except Exception as error:  # whatever another package raises on import, the benchmark continues without it
         notes.append(f"{package} is installed and cannot be imported: {type(error).__name__}: {error}")
         return None
     finally:

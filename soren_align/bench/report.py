@@ -1,4 +1,4 @@
-"""What the two commands print: the same tables for a terminal of 80 columns and for a page of Markdown."""
+"""Tables of the results, for a terminal of 80 columns and for a page of Markdown."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ class Grid:
 
 
 def terminal(results: dict[str, Any]) -> Group:
-    """The tables, with what is needed to repeat them above."""
+    """The tables below a head with machine and versions."""
     parts: list[Any] = [Text("\n".join(head(results)), style="dim")]
     for grid in grids(results):
         table = Table(box=None, pad_edge=False, header_style="bold")
@@ -44,15 +44,15 @@ def markdown(results: dict[str, Any]) -> str:
     return "\n".join([*lines, "", *(f"- {note}" for note in notes(results))]) + "\n"
 
 
-def put(results: dict[str, Any], page: Path) -> None:
-    """Write the tables into a page, in place of those of the same command, shapes and kind of device, or at its end."""
+def update_page(results: dict[str, Any], page: Path) -> None:
+    """Write the tables into a page, replacing those of the same command, shapes and kind of device, or at its end."""
     key = f"bench {results['command']} --shapes {results['shapes_name']} --device {results['machine']['kind']}"
     begin, end = f"<!-- {key} -->\n", f"<!-- /{key} -->\n"
     part = f"{begin}## `soren-align {key}`\n\n{markdown(results)}{end}"
     text = page.read_text(encoding="utf-8") if page.is_file() else "# Benchmarks\n"
-    before, found, rest = text.partition(begin)
+    before, marker, rest = text.partition(begin)
     after = rest.partition(end)[2]
-    write(page, before + part + after if found else f"{text.rstrip()}\n\n{part}")
+    write(page, before + part + after if marker else f"{text.rstrip()}\n\n{part}")
 
 
 def head(results: dict[str, Any]) -> list[str]:
@@ -74,37 +74,38 @@ def grids(results: dict[str, Any]) -> list[Grid]:
 
 
 def notes(results: dict[str, Any]) -> list[str]:
-    """How to read the tables, and what is missing from them."""
+    """Explanations of the columns, and notes on skipped measurements."""
     if results["command"] == "maps":
-        how = [
+        lines = [
             f"input: {results['input']}",
-            "ms: median of interleaved rounds; ±: half the distance of its quartiles",
-            "rate: share of a large matrix product's in the same dtype, measured just before",
-            "xMuon: time over that of Muon's iteration, as torch.optim.Muon has it (bfloat16) and in float32",
-            "errors: largest / mean over all modes, relative to the sigmoid (Muon and peers: to 1), against float64",
+            "ms: median of interleaved rounds; ±: half the interquartile range",
+            "util.: FLOP/s relative to a large matrix product in the same dtype, measured just before",
+            "/Muon: time over that of Muon's iteration in bfloat16 (as in torch.optim.Muon) and in float32",
+            "errors: max / mean relative error over all modes, to the sigmoid in float64 (Muon and peers: to 1)",
         ]
     else:
-        how = ["ms: median of interleaved rounds; ±: half the distance of its quartiles"]
-        how += ["xtorch: time over torch.optim.Muon's step (bfloat16); xMuon: over ours, iterating in float32"]
-        how += ["state: what the optimizer keeps; peak: that and its work, beside parameters and gradients"]
+        lines = ["ms: median of interleaved rounds; ±: half the interquartile range"]
+        lines += ["/torch, /Muon, /AdamW: time over torch.optim.Muon (bfloat16), our Muon in float32, fused AdamW"]
+        lines += ["state: optimizer state; peak: state and temporary tensors, without parameters and gradients"]
         if results["training_seconds"] is not None:
             rate = results["matmul_flops_per_second"]["bfloat16"]
-            how.append(
-                f"share: of a training step with {results['num_tokens']} tokens, estimated at 6 x parameters x tokens "
-                f"over {rate / 1e12:.0f} TFLOP/s (bfloat16 products, measured here)"
+            lines.append(
+                f"share: of the time of a training step with {results['num_tokens']} tokens, estimated as "
+                f"6 x parameters x tokens / {rate / 1e12:.0f} TFLOP/s (bfloat16 products, measured here)"
             )
     if results["machine"]["load"] > results["machine"]["num_processors"]:
-        how.append("other work was running when this began: times are too long, ratios uncertain")
-    return [*how, *results["notes"]]
+        lines.append("other processes were running at the start: times are too long, ratios uncertain")
+    return [*lines, *results["notes"]]
 
 
 def _maps(results: dict[str, Any]) -> list[Grid]:
-    found = []
+    tables = []
     for shape in results["shapes"]:
         name = "x".join(map(str, shape["shape"]))
         rates = ", ".join(f"{dtype} {rate / 1e9:.0f}" for dtype, rate in shape["matmul_flops_per_second"].items())
-        title = f"{name}, {shape['count']} of them, {shape['num_rounds']} rounds; products: {rates} GFLOP/s"
-        header = ["map", "ms", "±", "GFLOP", "rate", "xMuon bf16", "xMuon f32"]
+        number = "1 matrix" if shape["count"] == 1 else f"{shape['count']} matrices"
+        title = f"{name}: {number}, {shape['num_rounds']} rounds; matrix products: {rates} GFLOP/s"
+        header = ["map", "ms", "±", "GFLOP", "util.", "/Muon bf16", "/Muon fp32"]
         rows = [
             [
                 row["name"],
@@ -116,26 +117,30 @@ def _maps(results: dict[str, Any]) -> list[Grid]:
             ]
             for row in shape["maps"]
         ]
-        found.append(Grid(title, header, rows))
+        tables.append(Grid(title, header, rows))
         small = "x".join(map(str, shape["error_shape"]))
-        title = f"errors at {name}" if small == name else f"errors at {small}, which stands in for {name}"
+        title = f"errors at {name}" if small == name else f"errors at {small}, in place of {name}"
         rows = [
             [row["name"], *(f"{_error(e['max'])} / {_error(e['mean'])}" for e in row["errors"].values())]
             for row in shape["maps"]
         ]
-        found.append(Grid(title, ["map", *shape["maps"][0]["errors"]], rows))
+        tables.append(Grid(title, ["map", *shape["maps"][0]["errors"]], rows))
     rows = [
         [
             row["name"],
-            *(_ratio(row[key] and row[key][of]) for key in ("ratio_to_muon", "ratio_to_muon_float32") for of in _OF),
+            *(
+                _ratio(row[key] and row[key][statistic])
+                for key in ("ratio_to_muon", "ratio_to_muon_float32")
+                for statistic in _STATISTICS
+            ),
         ]
         for row in results["over_all_shapes"]
     ]
-    title = f"over all {len(results['shapes'])} shapes: geometric mean and largest"
-    return [*found, Grid(title, ["map", "xMuon bf16", "largest", "xMuon f32", "largest"], rows)]
+    title = f"all {len(results['shapes'])} shapes: geometric mean and maximum"
+    return [*tables, Grid(title, ["map", "/Muon bf16", "max", "/Muon fp32", "max"], rows)]
 
 
-_OF = ("geometric_mean", "max")
+_STATISTICS = ("geometric_mean", "max")
 
 
 def _step(results: dict[str, Any]) -> list[Grid]:
@@ -144,7 +149,7 @@ def _step(results: dict[str, Any]) -> list[Grid]:
         f"a step on {results['num_parameters']:,} parameters, "
         f"{layers['measured']} of {layers['of']} layers, {results['num_rounds']} rounds"
     )
-    header = ["optimizer", "ms", "±", "xtorch", "xMuon", "xAdamW", "state MB", "peak MB", "share"]
+    header = ["optimizer", "ms", "±", "/torch", "/Muon", "/AdamW", "state MB", "peak MB", "share"]
     rows = [
         [
             row["name"],
@@ -170,7 +175,7 @@ def _ratio(value: float | None) -> str:
 
 
 def _number(value: float | None, unit: float) -> str:
-    """Three digits, or all before the point; a dash for what was not measured."""
+    """Three digits, or all before the decimal point; a dash for None."""
     if value is None:
         return "-"
     scaled = value / unit

@@ -1,4 +1,4 @@
-"""Which matrices are measured: those of a real model's blocks, or shapes given by hand. Nothing here imports torch."""
+"""The measured matrices: those of a model's blocks, or a list of shapes. Nothing here imports torch."""
 
 import re
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True)
 class Matrices:
-    """What a spectral optimizer steps: `per_layer` counts each shape in one of `num_layers` equal layers."""
+    """Matrices of a spectral optimizer: `per_layer` counts each shape in one of `num_layers` equal layers."""
 
     name: str
     num_layers: int
@@ -37,16 +37,16 @@ DEVICES = ("cpu", "cuda")
 
 
 def parse(text: str) -> Matrices:
-    """The matrices of `text`, a model's name or "MxN,MxN,..." with a shape for every matrix. UserError for others."""
+    """The matrices of `text`: a model's name, or "MxN,MxN,...". Raises UserError for another text."""
     if text.lower() in MODELS:
         return MODELS[text.lower()]
     per_layer: dict[Shape, int] = {}
     problems = []
     for part in text.split(","):
-        found = re.fullmatch(r"(\d+)x(\d+)", part.strip().lower())
-        if found is None:
+        match = re.fullmatch(r"(\d+)x(\d+)", part.strip().lower())
+        if match is None:
             problems.append(_unknown(part.strip()))
-        elif 0 in (shape := (int(found[1]), int(found[2]))):
+        elif 0 in (shape := (int(match[1]), int(match[2]))):
             problems.append(f"--shapes: found '{part.strip()}'; both sides of a matrix are at least 1")
         else:
             per_layer[shape] = per_layer.get(shape, 0) + 1
@@ -56,7 +56,7 @@ def parse(text: str) -> Matrices:
 
 
 def check_device(name: str) -> None:
-    """UserError if `name` is no kind of device that is measured; whether there is one, only torch knows."""
+    """Raise UserError if `name` is no kind of device; whether this machine has one, is checked with torch later."""
     if name not in DEVICES:
         raise UserError(f"--device: found '{name}'{_hint(name, DEVICES)}")
 
@@ -67,5 +67,5 @@ def _unknown(part: str) -> str:
     return f"--shapes: found '{part}'{_hint(part.lower(), tuple(MODELS))}, or shapes such as 512x1376,512x512"
 
 
-def _hint(found: str, known: tuple[str, ...]) -> str:
-    return did_you_mean(found, known, f"write {' or '.join(known)}")
+def _hint(name: str, known: tuple[str, ...]) -> str:
+    return did_you_mean(name, known, f"write {' or '.join(known)}")

@@ -1,6 +1,6 @@
-"""`soren-align bench step`: a whole optimizer step on a model's matrices, beside torch's fused AdamW and torch's Muon.
+"""`soren-align bench step`: time and memory of an optimizer step on a model's matrices, compared with torch's.
 
-All optimizers share the parameters and the gradients, in float32; each has its own state. Gradients are drawn anew for
+All optimizers share the parameters and the gradients, in float32; each has its own state. Gradients are sampled for
 every step and have a norm of 1 over all matrices, as after clipping.
 """
 
@@ -16,19 +16,19 @@ from ..optimizer_settings import MAPS
 from ..spectral import num_flops
 from .candidates import MUON_FLOAT32, newton_schulz_float32
 from .shapes import Matrices, Shape
-from .timing import Timing, free_bytes, interleaved, machine, matmul_rates, too_slow
+from .timing import Timing, available_bytes, interleaved, machine, matmul_rates, too_slow
 
 LR = 1e-3
 NUM_COPIES = 11  # float32 parameters, gradients, two moments of AdamW, one of each of up to seven others
-# On a CPU a larger model takes one layer's time for each of its layers: 100M parameters take SNS about half a minute.
+# On a CPU a subset of the layers is measured above this number: 100M parameters take SNS about half a minute.
 CPU_PARAMETERS = 100_000_000
-# Rows up to which whole models are decomposed in float64, matrix by matrix; beyond, a step takes minutes.
+# Largest matrices, in rows, of models that are decomposed in float64; with larger ones a step takes minutes.
 DECOMPOSED_ROWS = 512
 TORCH_MUON, FUSED_ADAMW = "torch.optim.Muon", "fused AdamW"
 
 
 class MuonFloat32(Muon):
-    """Muon with its iteration in float32: bfloat16 products are several times as fast on some CPUs, not on others."""
+    """Muon with its iteration in float32: bfloat16 products are much faster than float32 on some CPUs only."""
 
     def map_matrix(self, x: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         """As in Muon, in five steps."""
@@ -36,54 +36,56 @@ class MuonFloat32(Muon):
 
 
 def optimizers(parameters: list[torch.nn.Parameter]) -> dict[str, torch.optim.Optimizer]:
-    """Every optimizer on the same parameters; those that decompose matrices only for small ones."""
+    """All optimizers on the same parameters; those that decompose matrices only if these are small."""
     small = max(min(p.shape) for p in parameters) <= DECOMPOSED_ROWS
-    found: dict[str, torch.optim.Optimizer] = {
+    all_optimizers: dict[str, torch.optim.Optimizer] = {
         f"Soren {name}": Soren(parameters, LR, map=name) for name in MAPS if small or name != "exact"
     }
-    found["Muon"] = Muon(parameters, LR)
-    found[MUON_FLOAT32] = MuonFloat32(parameters, LR)
-    found[TORCH_MUON] = torch.optim.Muon(parameters, LR)
+    all_optimizers["Muon"] = Muon(parameters, LR)
+    all_optimizers[MUON_FLOAT32] = MuonFloat32(parameters, LR)
+    all_optimizers[TORCH_MUON] = torch.optim.Muon(parameters, LR)
     if small:
-        found["HTMuon"] = HTMuon(parameters, LR)
-    found[FUSED_ADAMW] = torch.optim.AdamW(parameters, LR, fused=True)
-    return found
+        all_optimizers["HTMuon"] = HTMuon(parameters, LR)
+    all_optimizers[FUSED_ADAMW] = torch.optim.AdamW(parameters, LR, fused=True)
+    return all_optimizers
 
 
 def run(
-    matrices: Matrices, device: torch.device, num_tokens: int, say: Callable[[str], None] = lambda line: None
+    matrices: Matrices, device: torch.device, num_tokens: int, report: Callable[[str], None] = lambda line: None
 ) -> dict[str, Any]:
-    """What the command prints, as JSON. `num_tokens` are those of a training step, estimated on a GPU only."""
+    """The results as JSON.
+
+    num_tokens: of a training step, whose time is estimated on a GPU only. `report` is called with the current state.
+    """
     torch.manual_seed(0)
-    here = machine(device)
-    say("the rate of matrix products")
+    report("FLOP/s of matrix products")
     rates = matmul_rates(device)
     num_layers, notes = _layers_that_fit(matrices, device)
     parameters = _parameters(matrices, num_layers, device)
     subjects = optimizers(parameters)
     flops = sum(num_flops("muon", *parameter.shape) for parameter in parameters)
-    if reason := too_slow("Muon, torch's and ours with its bits, in bfloat16,", flops, "bfloat16", rates):
+    if reason := too_slow("Muon in bfloat16 (torch's and ours)", flops, "bfloat16", rates):
         del subjects["Muon"], subjects[TORCH_MUON]
         notes.append(reason)
 
     memory = {}
     for name, optimizer in subjects.items():
-        say(f"{name}: first step")
+        report(f"{name}: first step")
         memory[name] = _memory(optimizer, parameters, device)
     timings = interleaved(
         {name: lambda _, optimizer=optimizer: optimizer.step() for name, optimizer in subjects.items()},
         lambda: _fill_gradients(parameters),
         device,
-        lambda done, of: say(f"round {done + 1} of {of}"),
+        lambda done, total: report(f"round {done + 1} of {total}"),
     )
     if not {"Soren exact", "HTMuon"} & subjects.keys():
-        notes.append(f"the exact map and HTMuon are left out above {DECOMPOSED_ROWS} rows")
+        notes.append(f"the exact map and HTMuon are skipped above {DECOMPOSED_ROWS} rows")
     scale = matrices.num_layers / num_layers
     training = 6 * matrices.num_parameters * num_tokens / rates["bfloat16"] if device.type == "cuda" else None
     return {
         "command": "step",
         "shapes_name": matrices.name,
-        "machine": here,
+        "machine": machine(device),
         "num_parameters": matrices.num_parameters,
         "num_layers": {"measured": num_layers, "of": matrices.num_layers},
         "num_rounds": timings[FUSED_ADAMW].num_rounds,
@@ -96,20 +98,20 @@ def run(
 
 
 def _layers_that_fit(matrices: Matrices, device: torch.device) -> tuple[int, list[str]]:
-    """How many layers are measured, and a sentence about the others."""
-    room = free_bytes(device)
+    """(number of measured layers, notes on the others)."""
+    available = available_bytes(device)
     bytes_per_layer = 4 * NUM_COPIES * matrices.layer_size
-    if bytes_per_layer > room:
-        needed, there = bytes_per_layer / 1e9, room / 1e9
-        raise UserError(f"--shapes: one layer of {matrices.name} needs {needed:.1f} GB; {there:.1f} GB may be used")
-    num_layers, reason = room // bytes_per_layer, "memory is short"
+    if bytes_per_layer > available:
+        sizes = f"needs {bytes_per_layer / 1e9:.1f} GB; {available / 1e9:.1f} GB may be used"
+        raise UserError(f"--shapes: one layer of {matrices.name} {sizes}; write a smaller model or shapes")
+    num_layers, reason = available // bytes_per_layer, "memory is short"
     quick = max(1, CPU_PARAMETERS // matrices.layer_size)
     if device.type == "cpu" and quick < num_layers:
-        num_layers, reason = quick, "all would take long"
+        num_layers, reason = quick, "all would take minutes"
     if num_layers >= matrices.num_layers:
         return matrices.num_layers, []
     return num_layers, [
-        f"{num_layers} of {matrices.num_layers} layers were measured, since {reason}; times and bytes are scaled"
+        f"{num_layers} of {matrices.num_layers} layers were measured because {reason}; times and bytes are scaled"
     ]
 
 
@@ -132,9 +134,9 @@ def _fill_gradients(parameters: list[torch.nn.Parameter]) -> None:
 def _memory(
     optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], device: torch.device
 ) -> dict[str, int | None]:
-    """Bytes of the optimizer's state, and of state and work together at their peak (on a GPU; else None).
+    """Bytes of the optimizer's state, and peak bytes of state and temporary tensors (None without a GPU).
 
-    The first step makes the state; the peak is that of the second.
+    The first step creates the state; the peak is that of the second.
     """
     optimizer.step()
     tensors = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]

@@ -1,4 +1,4 @@
-"""Times that can be compared: warmed up, in interleaved rounds (A B C A B C ...), so that drift hits all alike."""
+"""Comparable times: after a warm-up, in interleaved rounds (A B C A B C ...), so that drift affects all equally."""
 
 import os
 import platform
@@ -17,12 +17,12 @@ from ..run_folder import provenance
 T = TypeVar("T")
 WARM_UPS = {"cpu": 1, "cuda": 3}  # CUDA graphs record in the second call and replay from the third on
 MIN_ROUNDS, MAX_ROUNDS = 3, 50
-SECONDS = 20.0  # for all rounds of one comparison, if MIN_ROUNDS allow
-# Seconds. A shorter call is made once more, untimed, just before: after another subject's code it is up to 45% slower
-# (one 64x96 map under two names: 0.65 and 0.45 ms; with this, 0.27 and 0.25).
-SHORT = 0.01
-# Seconds. What would take longer for one call is left out: some CPUs multiply bfloat16 at 1/100 of float32's rate.
-SLOW = 30.0
+ROUNDS_SECONDS = 20.0  # for all rounds of one comparison, if MIN_ROUNDS allow
+# A shorter call is repeated once, untimed, just before: after another subject's code it is up to 45% slower (one 64x96
+# map under two names: 0.65 and 0.45 ms; with this, 0.27 and 0.25).
+SHORT_SECONDS = 0.01
+# Subjects with a longer call are skipped: some CPUs multiply bfloat16 at 1/100 of float32's rate.
+MAX_CALL_SECONDS = 30.0
 PRODUCT_SIZE = {"cpu": 1024, "cuda": 8192}
 PRODUCT_SECONDS = 0.5
 
@@ -39,32 +39,32 @@ class Timing:
 
 def interleaved(
     subjects: Mapping[str, Callable[[T], object]],
-    fresh: Callable[[], T],
+    make_argument: Callable[[], T],
     device: torch.device,
-    on_round: Callable[[int, int], None] = lambda done, of: None,
-    seconds: float = SECONDS,
+    on_round: Callable[[int, int], None] = lambda done, total: None,
+    seconds: float = ROUNDS_SECONDS,
 ) -> dict[str, Timing]:
-    """How long each subject takes for one call with an argument of its own, made by `fresh` outside the clock.
+    """Time of one call of each subject, with a new argument that `make_argument` creates outside of the measured time.
 
-    After the warm-up there are as many rounds as fit into `seconds`, within MIN_ROUNDS and MAX_ROUNDS.
-    `on_round(done, of)` is called before every round.
+    After the warm-up there are as many rounds as fit into `seconds`, between MIN_ROUNDS and MAX_ROUNDS.
+    `on_round(done, total)` is called before every round.
     """
     estimates: dict[str, float] = {}
     for _ in range(WARM_UPS[device.type]):
-        estimates = {name: measure(function, fresh(), device) for name, function in subjects.items()}
+        estimates = {name: measure(function, make_argument(), device) for name, function in subjects.items()}
     num_rounds = min(max(int(seconds / max(sum(estimates.values()), 1e-9)), MIN_ROUNDS), MAX_ROUNDS)
     times: dict[str, list[float]] = {name: [] for name in subjects}
     for done in range(num_rounds):
         on_round(done, num_rounds)
         for name, function in subjects.items():
-            if estimates[name] < SHORT:
-                measure(function, fresh(), device)
-            times[name].append(measure(function, fresh(), device))
+            if estimates[name] < SHORT_SECONDS:
+                measure(function, make_argument(), device)
+            times[name].append(measure(function, make_argument(), device))
     return {name: _timing(all_times) for name, all_times in times.items()}
 
 
 def measure(function: Callable[[T], object], argument: T, device: torch.device) -> float:
-    """Seconds of one call, until the device has finished. Freeing the result is not counted."""
+    """Seconds of one call, until the device has finished, without freeing the result."""
     if device.type == "cuda":
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize(device)
@@ -82,47 +82,47 @@ def measure(function: Callable[[T], object], argument: T, device: torch.device) 
 
 
 def matmul_rates(device: torch.device) -> dict[str, float]:
-    """FLOP/s of a large square product, by dtype: what the device gives, not what its maker says."""
+    """Measured FLOP/s of a large square matrix product, by dtype."""
     size = PRODUCT_SIZE[device.type]
     names = ["float32", "bfloat16", *(["float16"] if device.type == "cuda" else [])]
 
-    def fresh() -> dict[str, torch.Tensor]:
+    def make_argument() -> dict[str, torch.Tensor]:
         x = torch.randn(size, size, device=device)
         return {name: x.to(getattr(torch, name)) for name in names}
 
     subjects = {name: lambda operands, name=name: operands[name] @ operands[name] for name in names}
-    timings = interleaved(subjects, fresh, device, seconds=PRODUCT_SECONDS)
+    timings = interleaved(subjects, make_argument, device, seconds=PRODUCT_SECONDS)
     return {name: 2 * size**3 / timing.median for name, timing in timings.items()}
 
 
 def too_slow(name: str, flops: float, dtype: str, rates: dict[str, float]) -> str | None:
-    """Why `name` is left out, if its products alone would take longer than SLOW."""
+    """Why `name` is skipped, if its products alone would take longer than MAX_CALL_SECONDS; else None."""
     seconds = flops / rates[dtype]
-    if seconds <= SLOW:
+    if seconds <= MAX_CALL_SECONDS:
         return None
     return (
-        f"{name} is left out: at {rates[dtype] / 1e9:.0f} GFLOP/s, this device's rate in {dtype}, one call would take "
+        f"{name} is skipped: at {rates[dtype] / 1e9:.0f} GFLOP/s, this device's rate in {dtype}, one call would take "
         f"{seconds:.0f} s or more"
     )
 
 
 def find_device(name: str | None) -> torch.device:
-    """The device called `name`, or the GPU if there is one. UserError if torch has none to offer."""
+    """The device `name`; for None the GPU if there is one, else the CPU. Raises UserError without such a device."""
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
-        raise UserError("--device: found 'cuda'; torch sees no GPU here, write cpu")
+        raise UserError("--device: found 'cuda'; torch finds no GPU here, write cpu")
     return torch.device(name or ("cuda" if available else "cpu"))
 
 
-def free_bytes(device: torch.device) -> int:
-    """What a benchmark may take: 90% of what a GPU has left, half of a machine's memory."""
+def available_bytes(device: torch.device) -> int:
+    """Memory for a benchmark: 90% of a GPU's free memory, or half of the CPU's total memory."""
     if device.type == "cuda":
         return int(0.9 * torch.cuda.mem_get_info(device)[0])
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What stands in every table's head: device, threads, versions, commit."""
+    """The head of the tables: device, threads, versions, commit."""
     versions = provenance()
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),

@@ -1,22 +1,22 @@
-"""Data: files and hub datasets, checked and reduced to what TRL reads, and an account of what it will train on."""
+"""Data: files and hub datasets, validated and converted to TRL's columns, and an account of their tokens."""
 
 from .columns import COLUMNS, Task
 from .mixture import load_mixture
 from .preview import Account, account, show_example
-from .rendering import refuse_endless
-from .split import Loaded, load_split
+from .rendering import check_rendering_cost
+from .split import LoadedSplit, load_split
 from .templates import check_template, set_template
 
 __all__ = [
     "COLUMNS",
     "Account",
-    "Loaded",
+    "LoadedSplit",
     "Task",
     "account",
+    "check_rendering_cost",
     "check_template",
     "load_mixture",
     "load_split",
-    "refuse_endless",
     "set_template",
     "show_example",
 ]

@@ -1,17 +1,17 @@
-"""A split from the Hugging Face hub, or from its cache here, and the commit that it is."""
+"""A split from the Hugging Face hub, or from its local cache, and its commit."""
 
 import datasets
 from datasets import Dataset, DatasetBuilder
 from huggingface_hub import constants
 
 from ..errors import OutOfReach, UserError
-from .rows import SUFFIXES
+from .records import SUFFIXES
 
 
 def fetch(path: str, split: str, revision: str | None) -> tuple[Dataset, str]:
-    """(the split, or the part of it that `train[:10%]` names, memory-mapped; the commit that `revision` stands for).
+    """(the split, or a part of it as `train[:10%]`, memory-mapped; the commit of `revision`).
 
-    UserError if the hub has no such dataset, split or revision, or can neither be reached nor be done without.
+    Raises UserError if the hub has no such dataset, split or revision, OutOfReach if it is needed and unreachable.
     """
     try:
         builder = datasets.load_dataset_builder(path, revision=revision)
@@ -19,30 +19,28 @@ def fetch(path: str, split: str, revision: str | None) -> tuple[Dataset, str]:
         builder.download_and_prepare()
     except UserError:
         raise
-    except Exception as error:  # whatever is raised here is about the hub or the data there, not about us
+    except Exception as error:  # whatever is raised here comes from the hub or its data
         kind = OutOfReach if _is_out_of_reach(error) else UserError
-        raise kind(_what_happened(path, error)) from None
+        raise kind(_message(path, error)) from None
     splits = list(builder.info.splits or {})
-    named = [part.split("[")[0].strip() for part in split.split("+")]
-    if missing := next((name for name in named if name not in splits), None):
-        raise UserError(f"{path}: has no split '{missing}'; it has {', '.join(splits)}")
+    names = [part.split("[")[0].strip() for part in split.split("+")]
+    if missing := next((name for name in names if name not in splits), None):
+        raise UserError(f"{path}: has no split '{missing}'; write one of {', '.join(splits)}")
     try:
         dataset = builder.as_dataset(split=split)
     except (ValueError, AssertionError) as error:  # train[:10], train[50%:] and the like
-        raise UserError(
-            f"{path}: no part of a split is '{split}': {error}; train[:10%] is one, and limit: 100"
-        ) from None
+        raise UserError(f"{path}: '{split}' is no part of a split: {error}; write train[:10%], or limit: 100") from None
     assert isinstance(dataset, Dataset)
     return dataset, str(builder.hash)
 
 
 def _refuse_another_revision(builder: DatasetBuilder, path: str, revision: str | None) -> None:
-    """Without the hub, `datasets` hands out the newest cached copy, whatever revision was asked for."""
+    """Without the hub, `datasets` returns the newest cached copy, whatever the revision."""
     from_cache = type(builder).__module__.startswith("datasets.packaged_modules.cache")
     if from_cache and revision is not None and builder.hash != revision:
         raise UserError(
             f"{path}: the hub cannot be reached, and the cached copy is revision {builder.hash}, "
-            f"not '{revision}'. Write the cached one, or connect"
+            f"not '{revision}'. Write the cached revision, or connect to the hub"
         )
 
 
@@ -50,12 +48,12 @@ def _is_out_of_reach(error: Exception) -> bool:
     return isinstance(error, ConnectionError) or constants.HF_HUB_OFFLINE
 
 
-def _what_happened(path: str, error: Exception) -> str:
-    said = (str(error).strip() or type(error).__name__).splitlines()[0]
+def _message(path: str, error: Exception) -> str:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     if _is_out_of_reach(error):
         return (
-            f"{path}: no such file here, and as a dataset of the Hugging Face hub it is neither cached nor reachable "
-            f"({said}). Write the path of a {', '.join(SUFFIXES)} file, or connect for the first run (without "
+            f"{path}: no such file, and as a dataset of the Hugging Face hub it is neither cached nor reachable "
+            f"({reason}). Write the path of a {', '.join(SUFFIXES)} file, or connect for the first run (without "
             "HF_HUB_OFFLINE)"
         )
-    return f"{path}: cannot be loaded from the Hugging Face hub: {said}"
+    return f"{path}: cannot be loaded from the Hugging Face hub: {reason}"

@@ -1,6 +1,6 @@
-"""Several splits as one: so many rows of each as its weight says, shuffled together.
+"""Several splits as one dataset: of each the share given by its weight, shuffled together.
 
-Everything is decided by the weights and one seed, so that all ranks, and a resumed run, see the same rows.
+Everything depends only on the weights and one seed, so that all ranks, and a resumed run, use the same examples.
 """
 
 from collections import Counter
@@ -12,57 +12,64 @@ from datasets import concatenate_datasets
 
 from ..errors import UserError
 from .columns import Task
-from .split import Loaded, Split, canonical, load_split
+from .split import LoadedSplit, SplitConfig, canonical, load_split
 
 
-class Source(Split, Protocol):
+class SourceConfig(SplitConfig, Protocol):
     """A split and its share; soren_align.recipe.TrainSplit is one."""
 
     weight: float
 
 
-def load_mixture(sources: Sequence[Source], task: Task, seed: int) -> Loaded:
-    """The rows of all sources: each `weight` times, a fraction by a draw without replacement.
+def load_mixture(configs: Sequence[SourceConfig], task: Task, seed: int) -> LoadedSplit:
+    """The examples of all sources: each `weight` times, a fraction by sampling without replacement.
 
-    One source of weight 1 is given as it stands. UserError if the sources come out in different columns, or a weight
-    leaves no row of one.
+    A single source of weight 1 is returned unchanged. Raises UserError if the sources have different columns, or a
+    weight leaves no example of one.
     """
-    loaded = [load_split(source, task) for source in sources]
-    if len(loaded) == 1 and sources[0].weight == 1:
-        return loaded[0]
-    names = [f"{source.path} ({one.source['split']})" for source, one in zip(sources, loaded, strict=True)]
-    kinds = [one.dataset.column_names for one in loaded]
-    if other := next((i for i, one in enumerate(loaded) if one.kind != loaded[0].kind), None):
-        raise UserError(
-            f"data.train: {names[0]} has {loaded[0].layout} ({', '.join(kinds[0])}) and {names[other]} "
-            f"{loaded[other].layout} ({', '.join(kinds[other])}): these do not mix; train on one kind"
-        )
-    draw = np.random.default_rng(seed)
-    taken = [_rows(len(one.dataset), source.weight, draw) for source, one in zip(sources, loaded, strict=True)]
-    for name, source, rows in zip(names, sources, taken, strict=True):
-        if len(rows) == 0:
-            raise UserError(f"data.train: a weight of {source.weight:g} leaves none of the rows of {name}")
-    starts = np.cumsum([0, *(len(one.dataset) for one in loaded[:-1])])
-    order = draw.permutation(sum(map(len, taken)))
-    rows = np.concatenate([start + rows for start, rows in zip(starts, taken, strict=True)])[order]
-    parts = np.repeat(np.arange(len(taken)), [len(rows) for rows in taken])[order]
-    told = [
-        {**one.source, "layout": one.layout, "dropped": one.dropped, "weight": source.weight, "taken": len(rows)}
-        for source, one, rows in zip(sources, loaded, taken, strict=True)
+    splits = [load_split(source, task) for source in configs]
+    if len(splits) == 1 and configs[0].weight == 1:
+        return splits[0]
+    names = [f"{source.path} ({split.source['split']})" for source, split in zip(configs, splits, strict=True)]
+    _check_kinds(splits, names)
+    generator = np.random.default_rng(seed)
+    samples = [_sample(len(s.dataset), source.weight, generator) for source, s in zip(configs, splits, strict=True)]
+    for name, source, sample in zip(names, configs, samples, strict=True):
+        if len(sample) == 0:
+            raise UserError(
+                f"data.train: a weight of {source.weight:g} leaves no example of {name}; write a larger one, or leave "
+                "the source out"
+            )
+    starts = np.cumsum([0, *(len(split.dataset) for split in splits[:-1])])
+    order = generator.permutation(sum(map(len, samples)))
+    indices = np.concatenate([start + sample for start, sample in zip(starts, samples, strict=True)])[order]
+    source_indices = np.repeat(np.arange(len(samples)), [len(sample) for sample in samples])[order]
+    sources = [
+        {**s.source, "layout": s.layout, "dropped": s.dropped, "weight": source.weight, "num_sampled": len(sample)}
+        for source, s, sample in zip(configs, splits, samples, strict=True)
     ]
-    return Loaded(
-        dataset=concatenate_datasets([canonical(one.dataset) for one in loaded]).select(rows),
-        layout="; ".join(dict.fromkeys(one.layout for one in loaded)),
-        num_rows=len(rows) + sum(sum(one.dropped.values()) for one in loaded),
-        dropped=dict(sum((Counter(one.dropped) for one in loaded), Counter())),
-        source={"path": " + ".join(names), "seed": seed, "num_rows": len(rows), "sources": told},
-        notices=tuple(notice for one in loaded for notice in one.notices),
-        parts=tuple(parts.tolist()),
+    return LoadedSplit(
+        dataset=concatenate_datasets([canonical(split.dataset) for split in splits]).select(indices),
+        layout="; ".join(dict.fromkeys(split.layout for split in splits)),
+        num_examples=len(indices) + sum(sum(split.dropped.values()) for split in splits),
+        dropped=dict(sum((Counter(split.dropped) for split in splits), Counter())),
+        source={"path": " + ".join(names), "seed": seed, "num_examples": len(indices), "sources": sources},
+        notices=tuple(notice for split in splits for notice in split.notices),
+        source_indices=tuple(source_indices.tolist()),
     )
 
 
-def _rows(num_rows: int, weight: float, draw: np.random.Generator) -> np.ndarray:
-    """Which rows are taken, in no order that matters."""
-    times = int(weight)
-    rest = draw.permutation(num_rows)[: round((weight - times) * num_rows)]
-    return np.concatenate([np.tile(np.arange(num_rows), times), rest])
+def _check_kinds(splits: Sequence[LoadedSplit], names: Sequence[str]) -> None:
+    columns = [", ".join(split.dataset.column_names) for split in splits]
+    if other := next((i for i, split in enumerate(splits) if split.kind != splits[0].kind), None):
+        raise UserError(
+            f"data.train: {names[0]} has {splits[0].layout} ({columns[0]}) and {names[other]} "
+            f"{splits[other].layout} ({columns[other]}): these do not mix; train on one kind"
+        )
+
+
+def _sample(num_examples: int, weight: float, generator: np.random.Generator) -> np.ndarray:
+    """Indices of the sampled examples, not shuffled."""
+    repeats = int(weight)
+    fraction = generator.permutation(num_examples)[: round((weight - repeats) * num_examples)]
+    return np.concatenate([np.tile(np.arange(num_examples), repeats), fraction])

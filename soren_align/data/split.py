@@ -1,6 +1,6 @@
-"""One split, from a local file or from the hub, reduced to the columns that TRL needs and checked row by row.
+"""One split, from a local file or from the hub, converted to TRL's columns and validated example by example.
 
-Nothing that cannot be trained on gets past here: every bad row is counted and the first few are named.
+Nothing that cannot be trained on passes: all invalid examples are counted and the first few are reported.
 """
 
 import hashlib
@@ -24,15 +24,17 @@ from datasets.exceptions import DatasetGenerationError
 from .. import shipped
 from ..errors import UserError
 from ..recipe import is_local
-from . import columns, hub, rows, turns
-from .columns import Layout, Task
+from . import columns, hub, records, turns
+from .columns import Example, Layout, Task
 
-NUM_NAMED = 5
-"""So many bad rows are named; the rest are counted."""
+MAX_REPORTED = 5
+"""Invalid examples that an error message lists; the others are counted."""
+SAMPLE_SIZE = 50
+"""First examples, among which one is taken to recognize the format."""
 
 
-class Split(Protocol):
-    """Where rows are; soren_align.recipe.DataSplit is one."""
+class SplitConfig(Protocol):
+    """The source of examples; soren_align.recipe.DataSplit is one."""
 
     path: str
     split: str
@@ -42,209 +44,217 @@ class Split(Protocol):
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """Rows ready for TRL, and where they came from."""
+class LoadedSplit:
+    """Examples ready for TRL, and their origin."""
 
     dataset: Dataset
-    """Exactly the columns that TRL needs: see data.columns."""
+    """With TRL's columns only: see data.columns."""
     layout: str
-    """What was recognised, in words: "chat messages (ultrachat_200k)"."""
-    num_rows: int
-    """As read, with those that were dropped."""
+    """Description of the format: "chat messages (ultrachat_200k)"."""
+    num_examples: int
+    """As read, including dropped ones."""
     dropped: dict[str, int]
-    """Bad rows left out, reason -> number; empty unless `bad_examples` is drop."""
+    """Number of invalid examples by reason; empty unless `bad_examples` is drop."""
     source: dict[str, Any]
     """For run.json: path, split, sha256 of a file or revision of a hub dataset, columns dropped; of a mixture all of
     this for each of its `sources`."""
     notices: tuple[str, ...] = ()
-    """What a person should know and nothing stops for."""
-    parts: tuple[int, ...] = ()
-    """Of a mixture: for each row the number of the source that it came from, from 0."""
+    source_indices: tuple[int, ...] = ()
+    """Of a mixture: for each example the index of its source."""
 
     @property
     def kind(self) -> tuple[bool, set[str]]:
-        """What must be equal for rows to stand side by side: whether there are turns in the columns, and which."""
+        """Equal for datasets that can be concatenated: whether columns contain turns, and their names."""
         return has_turns(self.dataset), set(self.dataset.column_names)
 
 
-def load_split(spec: Split, task: Task) -> Loaded:
-    """The rows that `spec` names, for `task`; UserError with everything that is wrong with them.
+def load_split(spec: SplitConfig, task: Task) -> LoadedSplit:
+    """The examples of `spec` for `task`. Raises UserError with all problems if there are invalid ones.
 
-    A local file touches no network. It is converted once into the datasets cache, under its content's hash, and
-    memory-mapped from there, so that several ranks share it and a changed file is always read anew.
+    A local file needs no network. It is converted once into the datasets cache, under its content's hash, and
+    memory-mapped from there, so that several ranks share it and a changed file is read again.
     """
     if spec.limit is not None and spec.limit < 1:
-        raise UserError(f"{spec.path}: limit is {spec.limit}; write 1 or more, or leave it out for every row")
+        raise UserError(f"{spec.path}: limit is {spec.limit}; write 1 or more, or leave it out for all examples")
     with _quiet():
-        read = _from_file if is_local(spec.path) else _from_hub
-        dataset, layout, dropped, origin = read(spec, task)
-    num_rows = len(dataset) + sum(dropped.values())
+        load = _from_file if is_local(spec.path) else _from_hub
+        dataset, layout, dropped, origin = load(spec, task)
+    num_examples = len(dataset) + sum(dropped.values())
     notices = ()
-    if spec.limit is not None and num_rows < spec.limit:
-        notices = (f"{spec.path}: limit is {spec.limit}, there are {num_rows} rows; all are taken",)
-    source = {"path": spec.path, **origin, "columns_dropped": list(layout.dropped), "num_rows": num_rows}
-    return Loaded(dataset, layout.words, num_rows, dropped, source, notices)
+    if spec.limit is not None and num_examples < spec.limit:
+        notices = (f"{spec.path}: limit is {spec.limit}, but there are only {num_examples} examples; all are used",)
+    source = {"path": spec.path, **origin, "columns_dropped": list(layout.unused), "num_examples": num_examples}
+    return LoadedSplit(dataset, layout.description, num_examples, dropped, source, notices)
 
 
-def _from_file(spec: Split, task: Task) -> tuple[Dataset, Layout, dict[str, int], dict[str, Any]]:
+def _from_file(spec: SplitConfig, task: Task) -> tuple[Dataset, Layout, dict[str, int], dict[str, Any]]:
+    """(dataset, layout, dropped, origin)."""
     file = _existing_file(spec)
     with file.open("rb") as stream:
         sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
-    layout = columns.recognise(_sample((row for _, row in rows.read_rows(file)), task), task, spec.path)
+    layout = columns.recognize(_sample((record for _, record in records.read_records(file)), task), task, spec.path)
 
-    between = ":" if rows.in_lines(file) else " row "
+    separator = ":" if records.has_lines(file) else " record "
 
     def numbered() -> Iterator[tuple[str, Any]]:
-        return ((f"{spec.path}{between}{n}", row) for n, row in islice(rows.read_rows(file), spec.limit))
+        first = islice(records.read_records(file), spec.limit)
+        return ((f"{spec.path}{separator}{number}", record) for number, record in first)
 
-    key = _key(sha256, file.suffix, task, spec.limit, spec.bad_examples)
+    key = _cache_key(sha256, file.suffix, task, spec.limit, spec.bad_examples)
     try:
-        good_rows = partial(_good_rows, numbered, layout, task, spec.path, spec.bad_examples)
-        features = _features(layout.kept, layout.has_turns)
-        dataset = Dataset.from_generator(good_rows, features=features, fingerprint=key)
+        examples = partial(_valid_examples, numbered, layout, task, spec.path, spec.bad_examples)
+        features = _features(layout.outputs, layout.has_turns)
+        dataset = Dataset.from_generator(examples, features=features, fingerprint=key)
     except (DatasetGenerationError, OSError) as error:
         cause = error.__cause__ if isinstance(error, DatasetGenerationError) else error
         if isinstance(cause, UserError):
             raise cause from None
         if not isinstance(cause, OSError):
             raise
-        where = config.HF_DATASETS_CACHE
-        raise UserError(f"{spec.path}: cannot be cached in {where} (HF_DATASETS_CACHE): {cause}") from None
-    return dataset, layout, _dropped(numbered(), layout, spec), {"split": "all", "sha256": sha256}
+        folder = config.HF_DATASETS_CACHE
+        raise UserError(f"{spec.path}: cannot be cached in {folder} (HF_DATASETS_CACHE): {cause}") from None
+    return dataset, layout, _count_dropped(numbered(), layout, spec), {"split": "all", "sha256": sha256}
 
 
-def _sample(every: Iterable[Any], task: Task) -> dict[str, Any]:
-    """A row to tell the form by: the first object, or one after it that leaves no column empty."""
-    objects = list(islice((row for row in every if isinstance(row, dict)), 50))
-    whole = (row for row in objects if None not in row.values())
-    return next(whole, objects[0] if objects else dict.fromkeys(columns.COLUMNS[task]))
+def _from_hub(spec: SplitConfig, task: Task) -> tuple[Dataset, Layout, dict[str, int], dict[str, Any]]:
+    """(dataset, layout, dropped, origin)."""
+    place = f"{spec.path} ({spec.split})"
+    dataset, revision = hub.fetch(spec.path, spec.split, spec.revision)
+    if spec.limit is not None:
+        dataset = dataset.select(range(min(spec.limit, len(dataset))))
+    first = dataset.select(range(min(SAMPLE_SIZE, len(dataset))))
+    layout = columns.recognize(_sample(_examples(first), task), task, place)
+    dataset = dataset.select_columns(list(layout.inputs))
+
+    def numbered() -> Iterator[tuple[str, Any]]:
+        return ((f"{place} record {number}", example) for number, example in enumerate(_examples(dataset), start=1))
+
+    for _ in _valid_examples(numbered, layout, task, place, spec.bad_examples):
+        pass
+    dropped = _count_dropped(numbered(), layout, spec)
+    origin = {"split": spec.split, "revision": revision}
+    if dropped:
+        valid = [i for i, (_, example) in enumerate(numbered()) if not isinstance(_read(example, layout), str)]
+        dataset = dataset.select(valid)
+    return dataset if layout.inputs == layout.outputs else _converted(dataset, layout), layout, dropped, origin
 
 
-def _features(kept: Sequence[str], has_turns: bool) -> Features:
+def _sample(examples: Iterable[Any], task: Task) -> Example:
+    """An example to recognize the format by: the first object, or a later one without empty columns."""
+    objects = list(islice((example for example in examples if isinstance(example, dict)), SAMPLE_SIZE))
+    complete = (example for example in objects if None not in example.values())
+    return next(complete, objects[0] if objects else dict.fromkeys(columns.COLUMNS[task]))
+
+
+def _features(names: Sequence[str], has_turns: bool) -> Features:
     chat = List({"role": Value("string"), "content": Value("string")})
-    return Features({column: chat if has_turns else Value("string") for column in kept})
+    return Features({name: chat if has_turns else Value("string") for name in names})
 
 
-def _key(*what: Any) -> str:
-    # The rules are part of the key: rows that an older rule let through are checked again.
-    rules = b"".join(Path(m).read_bytes() for m in (columns.__file__, turns.__file__, rows.__file__, __file__))
-    return hashlib.sha256(repr(what).encode() + rules).hexdigest()[:32]
+def _cache_key(*parts: Any) -> str:
+    # The rules are part of the key: examples that an older rule accepted are validated again.
+    rules = b"".join(Path(m).read_bytes() for m in (columns.__file__, turns.__file__, records.__file__, __file__))
+    return hashlib.sha256(repr(parts).encode() + rules).hexdigest()[:32]
 
 
-def _existing_file(spec: Split) -> Path:
+def _existing_file(spec: SplitConfig) -> Path:
     file = shipped.resolve(spec.path)
     if not file.exists():
-        raise UserError(f"{spec.path}: no such file; paths start at the working directory, {Path.cwd()}")
+        raise UserError(f"{spec.path}: no such file; paths are relative to the working directory, {Path.cwd()}")
     if file.is_dir():
-        raise UserError(f"{spec.path}: is a folder; name one file in it ({', '.join(rows.SUFFIXES)})")
+        raise UserError(f"{spec.path}: is a folder; name one file in it ({', '.join(records.SUFFIXES)})")
     if not file.is_file():
-        raise UserError(f"{spec.path}: is no regular file")
-    if file.suffix not in rows.SUFFIXES:
-        raise UserError(f"{spec.path}: cannot read '{file.suffix}' files; write one of {', '.join(rows.SUFFIXES)}")
+        raise UserError(f"{spec.path}: is no regular file; write the path of a {', '.join(records.SUFFIXES)} file")
+    if file.suffix not in records.SUFFIXES:
+        raise UserError(f"{spec.path}: cannot read '{file.suffix}' files; write one of {', '.join(records.SUFFIXES)}")
     if not os.access(file, os.R_OK):
-        raise UserError(f"{spec.path}: may not be read; see its permissions")
+        raise UserError(f"{spec.path}: no permission to read it; change its permissions")
     if spec.revision is not None:
         raise UserError(f"{spec.path}: is a file and has no revision '{spec.revision}'; leave revision out")
     return file
 
 
-def _good_rows(
-    numbered: Callable[[], Iterable[tuple[str, Any]]], layout: Layout, task: Task, where: str, bad_examples: str
-) -> Iterator[dict[str, Any]]:
-    """Every good row, reduced; at the end a UserError if there was none, or a bad one that must not be dropped."""
-    named: list[str] = []
-    num_rows = num_bad = 0
-    for place, row in numbered():
-        num_rows += 1
-        found = _read(row, layout)
-        if not isinstance(found, str):
-            yield found
+def _valid_examples(
+    numbered: Callable[[], Iterable[tuple[str, Any]]], layout: Layout, task: Task, place: str, bad_examples: str
+) -> Iterator[Example]:
+    """Every valid example in TRL's columns. At the end raises UserError if there is none, or an invalid one to refuse.
+
+    numbered: returns (place, record) pairs.
+    """
+    reported: list[str] = []
+    num_examples = num_invalid = 0
+    for record_place, record in numbered():
+        num_examples += 1
+        example = _read(record, layout)
+        if not isinstance(example, str):
+            yield example
         else:
-            num_bad += 1
-            if num_bad <= NUM_NAMED:
-                named.append(f"  {place}: {found}")
-    if num_rows == 0:
-        raise UserError(f"{where}: has no rows")
-    if num_bad == num_rows or (num_bad > 0 and bad_examples == "refuse"):
-        more = [f"  and {num_bad - NUM_NAMED} more"] if num_bad > NUM_NAMED else []
-        remedy = " (mend them, or write bad_examples: drop beside the path)" if num_bad < num_rows else ""
-        head = f"{where}: {num_bad} of {num_rows} rows cannot be used for {task}{remedy}:"
-        raise UserError(head, *named, *more)
+            num_invalid += 1
+            if num_invalid <= MAX_REPORTED:
+                reported.append(f"  {record_place}: {example}")
+    if num_examples == 0:
+        raise UserError(f"{place}: has no examples")
+    if num_invalid == num_examples or (num_invalid > 0 and bad_examples == "refuse"):
+        more = [f"  and {num_invalid - MAX_REPORTED} more"] if num_invalid > MAX_REPORTED else []
+        remedy = " (fix them, or write bad_examples: drop beside the path)" if num_invalid < num_examples else ""
+        head = f"{place}: {num_invalid} of {num_examples} examples cannot be used for {task}{remedy}:"
+        raise UserError(head, *reported, *more)
 
 
-def _read(row: Any, layout: Layout) -> dict[str, Any] | str:
-    return row.reason if isinstance(row, rows.Unreadable) else columns.read_row(row, layout)
+def _read(record: Any, layout: Layout) -> Example | str:
+    return record.reason if isinstance(record, records.InvalidRecord) else columns.read_example(record, layout)
 
 
-def _dropped(numbered: Iterable[tuple[str, Any]], layout: Layout, spec: Split) -> dict[str, int]:
-    """Reasons of the rows that `_good_rows` left out: counted anew, since a cached dataset does not know them."""
+def _count_dropped(numbered: Iterable[tuple[str, Any]], layout: Layout, spec: SplitConfig) -> dict[str, int]:
+    """The number of invalid examples by reason; counted again for each load, as a cached dataset has no such record."""
     if spec.bad_examples == "refuse":
         return {}
-    found = (_read(row, layout) for _, row in numbered)
-    return dict(Counter(re.sub(r"\[\d+\]", "", f) for f in found if isinstance(f, str)).most_common())
+    results = (_read(record, layout) for _, record in numbered)
+    reasons = (re.sub(r"\[\d+\]", "", result) for result in results if isinstance(result, str))
+    return dict(Counter(reasons).most_common())
 
 
-def _from_hub(spec: Split, task: Task) -> tuple[Dataset, Layout, dict[str, int], dict[str, Any]]:
-    where = f"{spec.path} ({spec.split})"
-    dataset, revision = hub.fetch(spec.path, spec.split, spec.revision)
-    if spec.limit is not None:
-        dataset = dataset.select(range(min(spec.limit, len(dataset))))
-    layout = columns.recognise(_sample(_rows(dataset.select(range(min(50, len(dataset))))), task), task, where)
-    dataset = dataset.select_columns(list(layout.reads))
-
-    def numbered() -> Iterator[tuple[str, Any]]:
-        return ((f"{where} row {n}", row) for n, row in enumerate(_rows(dataset), start=1))
-
-    for _ in _good_rows(numbered, layout, task, where, spec.bad_examples):
-        pass
-    dropped = _dropped(numbered(), layout, spec)
-    origin = {"split": spec.split, "revision": revision}
-    if dropped:
-        dataset = dataset.select(
-            [i for i, (_, row) in enumerate(numbered()) if not isinstance(_read(row, layout), str)]
-        )
-    return dataset if layout.reads == layout.kept else _rewritten(dataset, layout), layout, dropped, origin
-
-
-def _rows(dataset: Dataset) -> Iterator[dict[str, Any]]:
+def _examples(dataset: Dataset) -> Iterator[Example]:
     batches: Any = dataset.with_format("arrow").iter(batch_size=1000)
     try:
         for batch in batches:
             yield from batch.to_pylist()
-    except (pa.ArrowException, ValueError, OverflowError) as error:  # ValueError: texts that are not UTF-8
-        said = (str(error) or type(error).__name__).splitlines()[0]
-        raise UserError(f"the dataset's Arrow files cannot be read: {said}") from None
+    except (pa.ArrowException, ValueError, OverflowError) as error:  # ValueError: text that is not UTF-8
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise UserError(f"the dataset's Arrow files cannot be read: {reason}") from None
 
 
-def _rewritten(dataset: Dataset, layout: Layout) -> Dataset:
-    """The good rows of a hub dataset in TRL's columns; written once into the datasets cache."""
+def _converted(dataset: Dataset, layout: Layout) -> Dataset:
+    """The valid examples of a hub dataset in TRL's columns; written once into the datasets cache."""
     return dataset.map(
-        partial(columns.read_row, layout=layout),
+        partial(columns.read_example, layout=layout),
         remove_columns=dataset.column_names,
-        features=_features(layout.kept, layout.has_turns),
-        new_fingerprint=_key(dataset._fingerprint, layout.words),
+        features=_features(layout.outputs, layout.has_turns),
+        new_fingerprint=_cache_key(dataset._fingerprint, layout.description),
         load_from_cache_file=True,
     )
 
 
 def has_turns(dataset: Dataset) -> bool:
-    """Whether the columns hold lists of turns, and not texts."""
+    """Whether the columns contain lists of turns, and not texts."""
     return not any(isinstance(feature, Value) for feature in dataset.features.values())
 
 
 def canonical(dataset: Dataset) -> Dataset:
-    """The same rows with turns of exactly {role, content}, as they must be to stand beside others."""
+    """The same examples with turns of exactly {role, content}, so that they can be concatenated with others."""
     features = _features(dataset.column_names, has_turns(dataset))
     if dataset.features.arrow_schema == features.arrow_schema:
         return dataset
-    key = _key(dataset._fingerprint, "canonical")
+    key = _cache_key(dataset._fingerprint, "canonical")
     with _quiet():
-        return dataset.map(columns.bare, features=features, new_fingerprint=key, load_from_cache_file=True)
+        return dataset.map(
+            columns.without_extra_keys, features=features, new_fingerprint=key, load_from_cache_file=True
+        )
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No bars and no warnings of the libraries, which a person can do nothing about; put back afterwards."""
+    """Without the libraries' progress bars and warnings; restores their settings."""
     bars, hub_bars = datasets.are_progress_bars_disabled(), huggingface_hub.utils.are_progress_bars_disabled()
     level, hub_level = datasets.logging.get_verbosity(), huggingface_hub.logging.get_verbosity()
     datasets.disable_progress_bars()

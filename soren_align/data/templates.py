@@ -1,4 +1,4 @@
-"""The chat template and the stop token: set as the recipe says, and tried on the first row."""
+"""The chat template and the stop token: set by the recipe, and checked on the first example."""
 
 import re
 from typing import Any
@@ -10,17 +10,17 @@ from .. import shipped
 from ..errors import UserError, did_you_mean
 from ..files import read_text
 from .columns import COLUMNS, Task
-from .rendering import refuse_endless, the_templates
+from .rendering import check_rendering_cost, template_errors
 from .split import has_turns
 
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers and TRL look for it
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as in transformers and TRL
 _REMEDY = "set model.chat_template to qwen2.5, zephyr or a .jinja file"
 
 
 def set_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None, eos_token: str | None) -> None:
-    """Give the tokenizer the recipe's template (a shipped one's name, or a file) and stop token; null leaves its own.
+    """Set the recipe's template (a shipped one's name, or a file) and stop token; null leaves the tokenizer's own.
 
-    UserError if the file cannot be read, or the stop token is no single token of the vocabulary.
+    Raises UserError if the file cannot be read, or the stop token is no single token of the vocabulary.
     """
     if chat_template is not None:
         file = shipped.templates().get(chat_template) or shipped.resolve(chat_template)
@@ -44,17 +44,17 @@ def check_template(
     dataset: Dataset,
     completion_only_loss: bool | None = None,
 ) -> list[str]:
-    """Notices of what the first row shows, such as a stop token that is not the template's.
+    """Check the first example; returns notices, such as of a stop token that is not the template's.
 
-    UserError if the chat template cannot render the row, or cannot mark what is to be trained, or leaves the stop token
-    out of it; and where the rows are plain texts, if something is asked for that only conversations have.
+    Raises UserError if the chat template cannot render the example, does not mark the tokens to train, or does not mark
+    the stop token; and for plain texts, if a setting needs conversations.
     assistant_only_loss: SFT's; DPO trains on the last turn whatever the template marks.
     """
     name = tokenizer.name_or_path or "the tokenizer"
     only_assistant = assistant_only_loss and task == "sft"
     if completion_only_loss and task == "sft" and "completion" not in dataset.column_names:
         raise UserError(
-            "trainer.completion_only_loss needs rows of prompts and completions, and these have "
+            "trainer.completion_only_loss needs examples of prompts and completions, and these have "
             f"{', '.join(dataset.column_names)}; for conversations write trainer.assistant_only_loss"
         )
     if not has_turns(dataset):
@@ -62,34 +62,39 @@ def check_template(
     template = _template(tokenizer, name)
     if only_assistant and not _GENERATION.search(template):
         raise UserError(
-            f"{name}: assistant_only_loss needs a chat template that marks the assistant's words, and this one "
+            f"{name}: assistant_only_loss needs a chat template that marks the assistant's turns, and this one "
             "has no {% generation %}. Set model.chat_template to qwen2.5, zephyr or a template with "
-            "{% generation %}...{% endgeneration %} around what the assistant says and its stop token, "
+            "{% generation %}...{% endgeneration %} around the assistant's content and its stop token, "
             "or set trainer.assistant_only_loss to false"
         )
     notices: list[str] = []
-    row = dataset[0]
-    for turns in [row["prompt"] + row["completion"]] if "completion" in row else [row[c] for c in COLUMNS[task]]:
+    for turns in _conversations(dataset[0], task):
         text, ids, marked = _render(tokenizer, turns, name, only_assistant)
-        said = [turn["content"].strip() for turn in turns if turn["role"] == "assistant"]
-        if said[-1] not in text:
+        answers = [turn["content"].strip() for turn in turns if turn["role"] == "assistant"]
+        if answers[-1] not in text:
             raise UserError(
-                f"{name}: the chat template leaves out what the assistant says: {said[-1][:60]!r} of the first row "
-                f"is not in its rendering, {text[:120]!r}; {_REMEDY} that prints message['content']"
+                f"{name}: the chat template leaves out the assistant's turns: {answers[-1][:60]!r} of the first "
+                f"example is not in its rendering, {text[:120]!r}; {_REMEDY} that prints message['content']"
             )
         if only_assistant and not any(marked):
             raise UserError(
-                f"{name}: the chat template has {{% generation %}} but marks no token of the first row; "
+                f"{name}: the chat template has {{% generation %}} but marks no token of the first example; "
                 "put the markers around message['content'] of the assistant's turns"
             )
         notices = _stop_problem(tokenizer, name, ids, marked if only_assistant else [True] * len(ids))
     return notices
 
 
+def _conversations(example: dict[str, Any], task: Task) -> list[list[dict[str, Any]]]:
+    if "completion" in example:
+        return [example["prompt"] + example["completion"]]
+    return [example[column] for column in COLUMNS[task]]
+
+
 def _check_plain(tokenizer: PreTrainedTokenizerBase, name: str, only_assistant: bool, dataset: Dataset) -> list[str]:
     if only_assistant:
         raise UserError(
-            f"trainer.assistant_only_loss needs conversations, and these rows are plain texts "
+            f"trainer.assistant_only_loss needs conversations, and these examples are plain texts "
             f"({', '.join(dataset.column_names)}): set it to false (of prompt and completion, the completion alone is "
             "trained anyway)"
         )
@@ -99,7 +104,7 @@ def _check_plain(tokenizer: PreTrainedTokenizerBase, name: str, only_assistant: 
 
 
 def _stop_problem(tokenizer: PreTrainedTokenizerBase, name: str, ids: list[int], trained: list[bool]) -> list[str]:
-    """What keeps the model from learning to stop, as notices; UserError where the mark-up does."""
+    """Notices of why the model would not learn to stop. Raises UserError if the cause is the template's marks."""
     last = next((i for i in reversed(range(len(ids))) if str(tokenizer.decode([ids[i]])).strip()), 0)
     end, eos = str(tokenizer.convert_ids_to_tokens(ids[last])), tokenizer.eos_token
     added: Any = tokenizer.added_tokens_encoder
@@ -121,16 +126,16 @@ def _template(tokenizer: PreTrainedTokenizerBase, name: str) -> str:
     try:
         return tokenizer.get_chat_template()
     except ValueError:  # several named templates, none of them "default"
-        found = ", ".join(tokenizer.chat_template)
-        raise UserError(f"{name}: has the chat templates {found}, and no default; {_REMEDY}") from None
+        names = ", ".join(tokenizer.chat_template)
+        raise UserError(f"{name}: has the chat templates {names}, and no default; {_REMEDY}") from None
 
 
 def _render(
     tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, Any]], name: str, only_assistant: bool
 ) -> tuple[str, list[int], list[bool]]:
-    """The conversation as text and as tokens, and which are marked as the assistant's (none if nobody asks)."""
-    refuse_endless(tokenizer, name, turns)
-    with the_templates(f"{name}: the chat template fails on the first row"):
+    """(text, tokens, assistant marks of the tokens) of a conversation; the marks are [] unless `only_assistant`."""
+    check_rendering_cost(tokenizer, name, turns)
+    with template_errors(f"{name}: the chat template fails on the first example"):
         text = str(tokenizer.apply_chat_template(turns, tokenize=False))
         ids: Any = tokenizer.apply_chat_template(turns, return_dict=True)
         if not only_assistant:

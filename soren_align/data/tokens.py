@@ -1,7 +1,7 @@
-"""The tokens that TRL makes of a row, which of them are trained, and what its truncation leaves.
+"""The tokens that TRL makes of an example, which of them are trained, and its truncation.
 
-TRL 1.16's preprocessing once more, without a trainer: SFTTrainer and DPOTrainer `_prepare_dataset`, and the preference
-collator. tests/data/test_preview.py holds the two together, to the token.
+TRL 1.16's preprocessing without a trainer: SFTTrainer's and DPOTrainer's `_prepare_dataset`, and the preference
+collator. tests/data/test_preview.py compares every token with TRL's.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,41 +11,41 @@ from transformers import PreTrainedTokenizerBase
 
 from ..errors import UserError
 from .columns import Task
-from .rendering import at_most, the_templates
+from .rendering import cpu_time_limit, template_errors
 
-BATCH = 64
-"""Rows tokenized at once, on as many threads as the tokenizer is let."""
+BATCH_SIZE = 64
+"""Examples that are tokenized together."""
 
 
 class Tokens(NamedTuple):
-    """A conversation's token ids, and for each whether the loss sees it."""
+    """A conversation's token ids, and for each whether the loss includes it."""
 
     ids: list[int]
     trained: list[bool]
 
-    def cut(self, max_length: int | None) -> "Tokens":
-        """The start of it (TRL's truncation_mode keep_start)."""
+    def truncated(self, max_length: int | None) -> "Tokens":
+        """The first max_length tokens (TRL's truncation_mode keep_start)."""
         return Tokens(self.ids[:max_length], self.trained[:max_length])
 
 
-class Row(NamedTuple):
-    """What a row becomes, before truncation."""
+class EncodedExample(NamedTuple):
+    """The tokens of an example before truncation."""
 
     sides: tuple[Tokens, ...]
-    """One for SFT; chosen and rejected for DPO, each with the prompt before it."""
+    """One for SFT; for DPO chosen and rejected, each with the prompt before it."""
     num_prompt: int
-    """Leading tokens that the sides share and that are not trained; 0 for SFT."""
+    """Leading tokens that both sides share and that are not trained; 0 for SFT."""
 
     @property
     def length(self) -> int:
         """Tokens of the longest side."""
         return max(len(side.ids) for side in self.sides)
 
-    def why_dropped(self, task: Task, max_length: int | None) -> str | None:
-        """TRL's reason to leave the row out, None if it stays."""
+    def drop_reason(self, task: Task, max_length: int | None) -> str | None:
+        """Why TRL leaves the example out; None if it does not."""
         if max_length is None:
             return None
-        if task == "sft" and not any(self.sides[0].cut(max_length).trained):
+        if task == "sft" and not any(self.sides[0].truncated(max_length).trained):
             return f"no token to train on within max_length {max_length}"
         if task == "dpo" and self.num_prompt >= max_length:
             return f"the prompt alone fills max_length {max_length}"
@@ -58,11 +58,11 @@ def encode(
     tokenizer: PreTrainedTokenizerBase,
     assistant_only_loss: bool,
     completion_only_loss: bool = True,
-) -> Iterator[Row]:
-    """The rows of a batch {column: conversations, or texts}.
+) -> Iterator[EncodedExample]:
+    """The examples of a batch {column: conversations, or texts}.
 
-    For DPO the answers are trained. For SFT all; or what is marked; or, where there is one, the completion; or what of
-    it is marked.
+    Trained are, for DPO, the answers. For SFT all tokens; or those marked by the template; or, where there is one,
+    those of the completion; or its marked ones.
     """
     if task == "dpo":
         if "prompt" in columns:
@@ -78,26 +78,31 @@ def encode(
     return _encode_completions(prompts, completions, tokenizer, completion_only_loss)
 
 
-def _templated(tokenizer: PreTrainedTokenizerBase, chats: list[Any], **how: Any) -> Any:
-    """The tokens of conversations in the chat template, which may fail on any of them."""
-    limit = at_most(10 + 0.2 * len(chats), "the chat template, which renders the first row, fails on another: it")
-    with the_templates("the chat template, which renders the first row, fails on another"), limit:
-        return tokenizer.apply_chat_template(chats, return_dict=True, **how)
+def _templated(tokenizer: PreTrainedTokenizerBase, chats: list[Any], **options: Any) -> Any:
+    """The tokens of conversations in the chat template. Raises UserError if it fails on one."""
+    subject = "the chat template renders the first example, but fails on a later one"
+    limit = cpu_time_limit(10 + 0.2 * len(chats), f"{subject}: it")
+    with template_errors(subject), limit:
+        return tokenizer.apply_chat_template(chats, return_dict=True, **options)
 
 
-def _encode_chats(chats: list[Any], tokenizer: PreTrainedTokenizerBase, assistant_only: bool) -> Iterator[Row]:
+def _encode_chats(
+    chats: list[Any], tokenizer: PreTrainedTokenizerBase, assistant_only: bool
+) -> Iterator[EncodedExample]:
     encoded = _templated(tokenizer, chats, return_assistant_tokens_mask=assistant_only)
     for i, ids in enumerate(encoded["input_ids"]):
         trained = [bool(marked) for marked in encoded["assistant_masks"][i]] if assistant_only else [True] * len(ids)
-        if not any(trained):  # TRL stops here too, later and without the row
+        if not any(trained):  # TRL also raises, later and without the example
             raise UserError(
                 f"the chat template marks no token as the assistant's in {chats[i][-1]['content'][:60]!r}; "
                 "put {% generation %}...{% endgeneration %} around every assistant turn"
             )
-        yield Row((Tokens(ids, trained),), 0)
+        yield EncodedExample((Tokens(ids, trained),), 0)
 
 
-def _encode_pairs(chosen: list[Any], rejected: list[Any], tokenizer: PreTrainedTokenizerBase) -> Iterator[Row]:
+def _encode_pairs(
+    chosen: list[Any], rejected: list[Any], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[EncodedExample]:
     prompts = [chat[:-1] for chat in chosen]
     encoded = [
         _templated(tokenizer, prompts, add_generation_prompt=True),
@@ -110,9 +115,9 @@ def _encode_pairs(chosen: list[Any], rejected: list[Any], tokenizer: PreTrainedT
 
 def _encode_plain_pairs(
     prompts: list[str], chosen: list[str], rejected: list[str], tokenizer: PreTrainedTokenizerBase
-) -> Iterator[Row]:
+) -> Iterator[EncodedExample]:
     for prompt, *answers in zip(prompts, chosen, rejected, strict=True):
-        sides = [_ids(prompt + _ended(answer, tokenizer), tokenizer) for answer in answers]
+        sides = [_ids(prompt + _with_eos(answer, tokenizer), tokenizer) for answer in answers]
         yield _after_prompt(_ids(prompt, tokenizer), sides)
 
 
@@ -122,31 +127,32 @@ def _encode_turns(
     tokenizer: PreTrainedTokenizerBase,
     assistant_only: bool,
     completion_only: bool,
-) -> Iterator[Row]:
+) -> Iterator[EncodedExample]:
     chats = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
-    alone = _templated(tokenizer, prompts, add_generation_prompt=True)
-    for prompt, row in zip(alone["input_ids"], _encode_chats(chats, tokenizer, assistant_only), strict=True):
-        (ids, trained), *_ = row.sides
+    prompt_tokens = _templated(tokenizer, prompts, add_generation_prompt=True)
+    encoded = _encode_chats(chats, tokenizer, assistant_only)
+    for prompt, example in zip(prompt_tokens["input_ids"], encoded, strict=True):
+        (ids, trained), *_ = example.sides
         start = _num_shared(prompt, ids) if completion_only else 0
-        yield Row((Tokens(ids, [mark and i >= start for i, mark in enumerate(trained)]),), 0)
+        yield EncodedExample((Tokens(ids, [mark and i >= start for i, mark in enumerate(trained)]),), 0)
 
 
 def _encode_completions(
     prompts: list[str], completions: list[str], tokenizer: PreTrainedTokenizerBase, completion_only: bool
-) -> Iterator[Row]:
+) -> Iterator[EncodedExample]:
     for prompt, completion in zip(prompts, completions, strict=True):
-        ids = _ids(prompt + _ended(completion, tokenizer), tokenizer)
+        ids = _ids(prompt + _with_eos(completion, tokenizer), tokenizer)
         (tokens,), _ = _after_prompt(_ids(prompt, tokenizer), [ids])
-        yield Row((tokens if completion_only else Tokens(ids, [True] * len(ids)),), 0)
+        yield EncodedExample((tokens if completion_only else Tokens(ids, [True] * len(ids)),), 0)
 
 
-def _encode_texts(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[Row]:
+def _encode_texts(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[EncodedExample]:
     for text in texts:
-        ids = _ids(_ended(text, tokenizer), tokenizer)
-        yield Row((Tokens(ids, [True] * len(ids)),), 0)
+        ids = _ids(_with_eos(text, tokenizer), tokenizer)
+        yield EncodedExample((Tokens(ids, [True] * len(ids)),), 0)
 
 
-def _ended(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+def _with_eos(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
     eos = str(tokenizer.eos_token)
     return text if text.endswith(eos) else text + eos
 
@@ -156,11 +162,11 @@ def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return ids
 
 
-def _after_prompt(prompt: list[int], sides: list[list[int]]) -> Row:
+def _after_prompt(prompt: list[int], sides: list[list[int]]) -> EncodedExample:
     # A template may render the prompt alone differently, and tokens may merge across its end: the completion starts
-    # where the two part.
+    # at the first difference.
     num_prompt = min(_num_shared(prompt, ids) for ids in sides)
-    return Row(tuple(Tokens(ids, [i >= num_prompt for i in range(len(ids))]) for ids in sides), num_prompt)
+    return EncodedExample(tuple(Tokens(ids, [i >= num_prompt for i in range(len(ids))]) for ids in sides), num_prompt)
 
 
 def _num_shared(a: Sequence[int], b: Sequence[int]) -> int:
@@ -177,8 +183,8 @@ def ends_in_trained_stop(tokens: Tokens, tokenizer: PreTrainedTokenizerBase) -> 
     return False
 
 
-def pieces(sides: Sequence[Tokens], num_prompt: int, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
-    """A row as (text, trained): a chat cut where `trained` changes, a pair as exactly prompt, chosen, rejected."""
+def text_spans(sides: Sequence[Tokens], num_prompt: int, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
+    """(text, trained) spans of an example: a chat is split where `trained` changes, a pair has three spans."""
     if len(sides) == 1:
         (ids, trained), *_ = sides
         starts = [0, *(i for i in range(1, len(ids)) if trained[i] != trained[i - 1])]
@@ -188,7 +194,7 @@ def pieces(sides: Sequence[Tokens], num_prompt: int, tokenizer: PreTrainedTokeni
     return [(prompt, False), (chosen, True), (rejected, True)]
 
 
-def _split(ids: list[int], cuts: list[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The text between cuts: what it gains by the tokens, since decoded alone many would lose their leading space."""
-    texts = [str(tokenizer.decode(ids[:end])) for end in [*cuts, len(ids)]]
+def _split(ids: list[int], positions: list[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The text between positions; decoded with all earlier tokens, as alone many would lose their leading space."""
+    texts = [str(tokenizer.decode(ids[:end])) for end in [*positions, len(ids)]]
     return [text[len(before) :] for before, text in zip(["", *texts], texts, strict=False)]

@@ -1,10 +1,10 @@
-"""What is wrong with conversations, pairs of them, and single texts, in words. Pure functions."""
+"""Problems of conversations, preference pairs and texts, as messages. Pure functions."""
 
 from typing import Any
 
 ROLES = ("system", "user", "assistant")
-SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
-"""ShareGPT's `from`, and the role that it is."""
+SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+"""ShareGPT's `from` -> role."""
 
 
 def conversation_problem(turns: Any, name: str) -> str | None:
@@ -18,7 +18,7 @@ def conversation_problem(turns: Any, name: str) -> str | None:
 
 
 def list_problem(turns: Any, name: str, keys: str) -> str | None:
-    """Why `turns` is no list of turns with these keys, whatever each is; None if it is one."""
+    """Why `turns` is no list; None if it is one, whatever its elements. keys: of a turn, for the message."""
     if turns is None:
         return f"no '{name}'"
     if not isinstance(turns, list):
@@ -27,47 +27,47 @@ def list_problem(turns: Any, name: str, keys: str) -> str | None:
 
 
 def text_problem(text: Any, name: str) -> str | None:
-    """Why `text` is none that can be trained on; None if it is one."""
+    """Why `text` cannot be trained on; None if it can."""
     if not isinstance(text, str):
         return f"no '{name}'" if text is None else f"{name} is {_kind(text)}, not text"
     if not text.strip():
         return f"{name} is empty"
-    return f"{name} has half of a surrogate pair, which is no text" if _is_broken(text) else None
+    return f"{name} has half of a surrogate pair, which is not valid text" if _is_broken(text) else None
 
 
 def from_sharegpt(turns: Any, name: str) -> list[Any] | str:
-    """ShareGPT's {from, value} turns as {role, content}; what is wrong with them, as text, where they are no such."""
+    """ShareGPT's {from, value} turns as {role, content}; or, as text, why they are not valid."""
     if problem := list_problem(turns, name, "{from, value}"):
         return problem
-    found = []
+    converted = []
     for i, turn in enumerate(turns):
         if not isinstance(turn, dict):
             return f"{name}[{i}] is {_kind(turn)}, not an object with from and value"
         speaker = turn.get("from")
-        if not isinstance(speaker, str) or speaker not in SPEAKERS:
-            said = "no 'from'" if speaker is None else f"the speaker {repr(speaker)[:60]}"
-            return f"{name}[{i}] has {said}; write human, gpt or system"
-        more = {key: value for key, value in turn.items() if key not in ("from", "value")}
-        found.append({"role": SPEAKERS[speaker], "content": turn.get("value"), **more})
-    return found
+        if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
+            finding = "no 'from'" if speaker is None else f"the speaker {repr(speaker)[:60]}"
+            return f"{name}[{i}] has {finding}; write human, gpt or system"
+        others = {key: value for key, value in turn.items() if key not in ("from", "value")}
+        converted.append({"role": SHAREGPT_ROLES[speaker], "content": turn.get("value"), **others})
+    return converted
 
 
 def _turn_problem(turn: Any) -> str | None:
     if not isinstance(turn, dict):
         return f"is {_kind(turn)}, not an object with role and content"
-    # Tool calls, weights and train flags change what is learned: not to be passed over in silence.
-    more = [key for key, value in turn.items() if key not in ("role", "content") and value is not None]
-    if more:
-        return f"has {', '.join(map(str, more))[:60]} beside role and content; leave them out"
+    # Tool calls, weights and train flags change what is learned: ignoring them silently would be wrong.
+    others = [key for key, value in turn.items() if key not in ("role", "content") and value is not None]
+    if others:
+        return f"has {', '.join(map(str, others))[:60]} beside role and content; leave them out"
     role, content = turn.get("role"), turn.get("content")
     if role not in ROLES:
-        found = "has no role" if role is None else f"has the role {repr(role)[:60]}"
-        return f"{found}; write system, user or assistant"
+        finding = "has no role" if role is None else f"has the role {repr(role)[:60]}"
+        return f"{finding}; write system, user or assistant"
     if not isinstance(content, str):
         return "has no content" if content is None else f"has {_kind(content)} as content; write text"
     if not content.strip():
         return f"has empty content (role {role})"
-    return "has content with half of a surrogate pair, which is no text" if _is_broken(content) else None
+    return "has content with half of a surrogate pair, which is not valid text" if _is_broken(content) else None
 
 
 def _is_broken(text: str) -> bool:
@@ -92,16 +92,16 @@ def _order_problem(roles: list[str], name: str) -> str | None:
 
 
 def pair_problem(chosen: Any, rejected: Any) -> str | None:
-    """Why two good conversations, or two texts after one prompt, are no pair; None if they are one."""
+    """Why two valid conversations, or two texts after one prompt, are no preference pair; None if they are one."""
     if chosen == rejected:
         return "chosen and rejected are identical"
     if isinstance(chosen, str) or chosen[:-1] == rejected[:-1]:
         return None
-    apart = next((i for i, (c, r) in enumerate(zip(chosen, rejected, strict=False)) if c != r), None)
-    where = f"they part at turn [{apart}]" if apart is not None else "one is longer"
+    first = next((i for i, (c, r) in enumerate(zip(chosen, rejected, strict=False)) if c != r), None)
+    where = f"they differ at turn [{first}]" if first is not None else "one is longer"
     return f"chosen and rejected do not share a prompt: {where}; only their last turns may differ"
 
 
 def _kind(value: Any) -> str:
-    names = {str: "text", bool: "a truth value", int: "a number", float: "a number", dict: "an object"}
+    names = {str: "text", bool: "a boolean", int: "a number", float: "a number", dict: "an object"}
     return {**names, list: "a list", type(None): "null"}.get(type(value), type(value).__name__)

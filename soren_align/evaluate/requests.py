@@ -11,7 +11,7 @@ from typing import Any, cast
 from lm_eval.api.model import LM
 from lm_eval.models.huggingface import HFLM
 
-from ..data.rendering import CPU_SECONDS, at_most
+from ..data.rendering import CPU_SECONDS, cpu_time_limit
 from ..errors import UserError
 from .backends import DoesNotFit, Setup
 from .cache import Journal, digest
@@ -91,7 +91,7 @@ class Answering(LM):
 
     def apply_chat_template(self, *args: Any, **how: Any) -> str:
         """lm-eval's, of one question."""
-        with at_most(CPU_SECONDS, f"{self.asking}: the chat template"):
+        with cpu_time_limit(CPU_SECONDS, f"{self.asking}: the chat template"):
             return HFLM.apply_chat_template(cast(Any, self), *args, **how)
 
     tokenizer_name = HFLM.tokenizer_name

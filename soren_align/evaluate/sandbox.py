@@ -22,7 +22,7 @@ from lm_eval.api import registry, task
 from lm_eval.tasks import _yaml_loader
 
 from .. import shipped
-from ..data.rendering import CPU_SECONDS, at_most
+from ..data.rendering import CPU_SECONDS, cpu_time_limit
 from ..errors import UserError
 from .suites import LM_EVAL_TASKS
 
@@ -59,7 +59,7 @@ def loading(trusted: bool, cache_folder: Path) -> Iterator[None]:
 class _Prompt(Template):
     def render(self, *args: Any, **columns: Any) -> str:
         """The text for one question. UserError if it does not come to an end."""
-        with at_most(CPU_SECONDS, "a task's template"):
+        with cpu_time_limit(CPU_SECONDS, "a task's template"):
             return super().render(*args, **columns)
 
 

@@ -154,7 +154,7 @@ def plan(as_json: bool, num_ranks: int) -> int:
     """Print what the recipe on standard input would do on so many processes."""
     recipe = load_text(sys.stdin.read())
     with console.status("Loading torch, transformers and TRL"):
-        from ..planning.known import go_offline_without_hub
+        from ..planning.offline import go_offline_without_hub
 
         go_offline_without_hub()
         from ..planning import display
@@ -162,11 +162,11 @@ def plan(as_json: bool, num_ranks: int) -> int:
 
         _hush()
     with console.status("Checking data") as status:
-        found, counted = planning.plan(recipe, _counting(status), num_ranks)
+        found, counted = planning.plan_training(recipe, _counting(status), num_ranks)
     if as_json:
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
     else:
-        display.show(found, counted, Terminal())
+        display.print_plan(found, counted, Terminal())
     return 0
 
 
@@ -187,7 +187,7 @@ def bench(given: argparse.Namespace) -> int:
         else:
             results = step_times.run(matrices, device, given.tokens, status.update)
     if given.output:
-        report.put(results, Path(given.output))
+        report.update_page(results, Path(given.output))
     if given.json:
         sys.stdout.write(json.dumps(results, indent=2) + "\n")
     else:

@@ -1,6 +1,7 @@
-"""What a recipe would do and cost, told without doing it: no GPU, no weights, and for the shipped recipes no network.
+"""What training by a recipe would do and cost, computed without training: no GPU, no weights, no network.
 
-`plan` gathers, `text` shows. `passes` measures a pass forward and backward on tensors without contents, `processes`
-tells what each of several processes holds, `updates` how far a step moves a weight, `known` what stands in the tree
-about the models and datasets of the shipped recipes.
+`plan` collects everything, `display` prints it. `inputs` are config and examples, `schedule` the steps and learning
+rates. `passes` measures forward and backward on fake tensors, and `compute` turns that into activations and FLOPs.
+`step_cost` and `memory` give the cost of an optimizer step per rank, `processes` the plan's section about them,
+`update_sizes` the size of the updates, `offline` what the package ships about the models and datasets of its recipes.
 """

@@ -1,4 +1,4 @@
-"""What the passes of a step compute and hold, for the plan: activations, operations, and what settings save."""
+"""Activations and FLOPs of the forward and backward passes of a training step."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -13,41 +13,41 @@ from ..recipe import Recipe, parallel, trainer_value
 from ..trainers.build import trl_forward
 from .passes import Passes
 
-UNCUT = 4096
-"""Tokens of a row where nothing cuts it and none is at hand to be counted: a guess."""
+UNBOUNDED_LENGTH = 4096
+"""Tokens of an example where trainer.max_length is null and no example can be tokenized: a guess."""
 
 
 @dataclass(frozen=True)
 class Compute:
-    """Of one process's batch, but the operations, which are those of a whole step on all processes."""
+    """Activations are of one process, FLOPs of a whole step on all processes."""
 
-    length: int
-    """Tokens of the longest row of a batch: activations are those of a batch full of such."""
-    mean_length: float
-    """Tokens of a mean row, by which operations are counted."""
-    is_counted: bool
-    """Whether both come from the data; otherwise they are max_length, the most that they can be."""
-    activations: int | None
-    """Bytes at the peak, beside weights, gradients and what the optimizer holds."""
-    without_checkpointing: int | None
+    max_tokens: int
+    """Of the longest example; activations are those of a micro-batch of such examples."""
+    mean_tokens: float
+    """Of an example; FLOPs are counted with it."""
+    is_measured: bool
+    """Whether both come from the data; otherwise they are max_length, an upper bound."""
+    activation_bytes: int | None
+    """At the peak, without weights, gradients and optimizer states."""
+    activation_bytes_without_checkpointing: int | None
     flops_per_step: int | None
-    unknown: str | None = None
-    """Why these three are not known: what the architecture's pass on tensors without contents ended in."""
+    failure: str | None = None
+    """Why these three are None: the error of the architecture's code on fake tensors."""
 
-    def as_data(self, map_flops: dict[str, int] | None, steps: int) -> dict[str, Any]:
-        """The plan's section "compute"."""
+    def as_json(self, map_flops: dict[str, int] | None, num_steps: int) -> dict[str, Any]:
+        """The plan's section "compute". map_flops: of the spectral maps, on "all_ranks"."""
         maps = map_flops["all_ranks"] if map_flops else None
         return {
-            "tokens_per_row": round(self.mean_length, 1),
-            "tokens_counted": self.is_counted,
+            "tokens_per_example": round(self.mean_tokens, 1),
+            "tokens_are_measured": self.is_measured,
             "training_flops_per_step": self.flops_per_step,
-            "training_flops": self.flops_per_step and self.flops_per_step * steps,
+            "training_flops": self.flops_per_step and self.flops_per_step * num_steps,
             "map_share": maps and self.flops_per_step and maps / (self.flops_per_step + maps),
         }
 
 
-def arithmetic(recipe: Recipe) -> str:
-    """The dtype of the passes' products."""
+def compute_dtype(recipe: Recipe) -> str:
+    """The dtype of the matrix products of the passes."""
     if recipe.trainer.get("fp16"):
         return "float16"
     return "float32" if recipe.trainer.get("bf16") is False else "bfloat16"  # null: TRL takes bfloat16
@@ -57,51 +57,60 @@ def compute(
     recipe: Recipe,
     build_model: Callable[[int, torch.dtype], Any],
     num_blocks: int,
-    counted: Account | None,
-    batch: int,
+    account: Account | None,
+    batch_size: int,
     max_length: int | None,
 ) -> Compute:
-    """Found by taking small models of recipe's architecture through a batch of fake tensors; see `passes`."""
-    sides = 2 if recipe.task == "dpo" else 1
-    longest = max_length or UNCUT
-    mean = float(longest)
-    if counted and not (recipe.trainer.get("packing") and max_length):  # packed rows are full
-        longest = min(counted.lengths["max"], max_length or counted.lengths["max"])
-        mean = counted.num_tokens / (counted.num_kept * sides)
-    rows = trainer_value(recipe, "per_device_train_batch_size") * sides
+    """Measured by running small models of the recipe's architecture on fake tensors; see `passes`.
+
+    build_model: a model with so many blocks and of that dtype. batch_size: the global one.
+    """
+    max_tokens, mean_tokens = _example_lengths(recipe, account, max_length)
+    num_sides = 2 if recipe.task == "dpo" else 1
     checkpointing = trainer_value(recipe, "gradient_checkpointing")
-    dtype = getattr(torch, arithmetic(recipe))
-    shared = parallel(recipe.run.parallel).kind != "ddp"  # ZeRO and FSDP2 compute with weights of that dtype
-    autocast = None if shared or dtype == torch.float32 else dtype
 
-    def passes(checkpointing: bool) -> Passes:
-        def build(num_blocks: int) -> tuple[Any, Any]:
-            model = build_model(num_blocks, dtype if shared else getattr(torch, recipe.model.dtype))
-            return model, trl_forward(model, checkpointing)
-
-        return Passes(build, num_blocks, autocast)
-
-    def counts() -> tuple[int, int, int]:
+    def measure() -> tuple[int, int, int]:
         if num_blocks < 1:
-            raise ValueError("its config does not say how many blocks it has (num_hidden_layers)")
-        activations = passes(checkpointing).num_bytes(rows, longest)
-        length = max(2, round(mean))
-        flops = passes(checkpointing).num_flops(1, length)
+            raise ValueError("its config has no number of blocks (num_hidden_layers)")
+        passes, plain = (_passes(recipe, build_model, num_blocks, c) for c in (checkpointing, False))
+        sequences = trainer_value(recipe, "per_device_train_batch_size") * num_sides
+        activations = passes.num_bytes(sequences, max_tokens)
+        length = max(2, round(mean_tokens))
+        flops = passes.num_flops(1, length)
         if recipe.task == "dpo":  # the reference model's pass, at each step or once before
-            flops += passes(False).num_flops(1, length, backward=False)
-        without = passes(False).num_bytes(rows, longest) if checkpointing else activations
-        return activations, without, flops * batch * sides
+            flops += plain.num_flops(1, length, backward=False)
+        without = plain.num_bytes(sequences, max_tokens) if checkpointing else activations
+        return activations, without, flops * batch_size * num_sides
 
-    about = {"length": longest, "mean_length": mean, "is_counted": counted is not None}
     try:
         with _quiet():
-            return Compute(**about, **dict(zip(_COUNTS, counts(), strict=True)))
-    except Exception as error:  # an architecture's code, which need not work without contents; training may
+            return Compute(max_tokens, mean_tokens, account is not None, *measure())
+    except Exception as error:  # an architecture's code need not run on fake tensors; training may work
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
-        return Compute(**about, **dict.fromkeys(_COUNTS), unknown=reason)
+        return Compute(max_tokens, mean_tokens, account is not None, None, None, None, failure=reason)
 
 
-_COUNTS = ("activations", "without_checkpointing", "flops_per_step")
+def _example_lengths(recipe: Recipe, account: Account | None, max_length: int | None) -> tuple[int, float]:
+    """(tokens of the longest example, tokens of a mean one)."""
+    upper_bound = max_length or UNBOUNDED_LENGTH
+    if not account or (recipe.trainer.get("packing") and max_length):  # packed sequences are full
+        return upper_bound, float(upper_bound)
+    num_sides = 2 if recipe.task == "dpo" else 1
+    longest = min(account.lengths["max"], max_length or account.lengths["max"])
+    return longest, account.num_tokens / (account.num_kept * num_sides)
+
+
+def _passes(
+    recipe: Recipe, build_model: Callable[[int, torch.dtype], Any], num_blocks: int, checkpointing: bool
+) -> Passes:
+    dtype = getattr(torch, compute_dtype(recipe))
+    is_sharded = parallel(recipe.run.parallel).kind != "ddp"  # ZeRO and FSDP2 compute with weights of that dtype
+
+    def build(num_blocks: int) -> tuple[Any, Any]:
+        model = build_model(num_blocks, dtype if is_sharded else getattr(torch, recipe.model.dtype))
+        return model, trl_forward(model, checkpointing)
+
+    return Passes(build, num_blocks, autocast=None if is_sharded or dtype == torch.float32 else dtype)
 
 
 @contextmanager

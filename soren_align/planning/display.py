@@ -1,5 +1,6 @@
-"""A plan for a person, 80 columns wide."""
+"""A plan in text, 80 columns wide."""
 
+import textwrap
 from functools import partial
 from typing import Any
 
@@ -8,97 +9,204 @@ from rich.table import Table
 
 from ..data import Account, show_example
 from ..run_folder import dropped_in_words
-from . import processes
-from .processes import metric, tell
+
+PHASES = {"always": "", "forward_backward": "forward/backward", "optimizer_step": "optimizer step"}
 
 
-def show(found: dict[str, Any], counted: Account | None, console: Console) -> None:
-    """Print what `plan.plan` found."""
-    say = partial(console.print, markup=False, highlight=False)
-    steps = found["steps"]
-    for notice in found["notices"]:
-        tell(console, "notice", notice)
-        say("")
-    model = found["model"]
-    trained = "" if model["trained"] == model["parameters"] else f", {model['trained']:,} of them trained"
-    say(f"{found['task']} from {model['start']} ({model['parameters']:,} parameters{trained})")
-    _show_data(found["data"], counted, console)
-    say(f"\nsteps     {steps['total']:,} of {steps['batch']} rows; {steps['epochs']} epochs of {steps['per_epoch']:,}")
-    rates = Table("step", "matrices", "the rest", title="learning rates", title_justify="left", box=None)
-    for rate in found["learning_rates"]:
-        rates.add_row(str(rate["step"]), f"{rate['lr']:.3g}", f"{rate['aux_lr']:.3g}")
-    console.print(rates)
-    say(f"\noptimizer {found['kind']} on the matrices")
-    table = Table("who steps", "why", "tensors", "parameters", title="\nrouting", title_justify="left", box=None)
-    for row in found["routing"]:
-        table.add_row(_who(found, row["rule"]), row["reason"], str(row["tensors"]), f"{row['numel']:,}")
-    console.print(table)
-    _show_updates(found, console)
-    processes.show(found["processes"], console)
-    _show_cost(found, console)
-    say("\nwrites    " + "\n          ".join(found["files"]))
+def print_plan(plan: dict[str, Any], account: Account | None, console: Console) -> None:
+    """Print the return values of `plan.plan_training`."""
+    for notice in plan["notices"]:
+        print_labelled(console, "notice", notice)
+        console.print()
+    _print_model_and_data(plan, account, console)
+    _print_steps(plan, console)
+    _print_optimizer(plan, console)
+    _print_update_sizes(plan, console)
+    _print_processes(plan["processes"], console)
+    for location in ("device", "cpu"):
+        if any(part["location"] == location for part in plan["processes"]["memory"]):
+            console.print(_memory_table(plan, location))
+    print_labelled(console, "", f"not included: {plan['processes']['memory_not_included']}")
+    for setting, num_bytes in plan["processes"]["memory_saved"].items():
+        print_labelled(console, "", f"saved by {setting}: {with_prefix(num_bytes, 'B')}")
+    _print_compute(plan, console)
+    console.print()
+    for number, file in enumerate(plan["files"]):
+        print_labelled(console, "" if number else "files", file)
 
 
-def _who(found: dict[str, Any], rule: str) -> str:
-    return found["optimizer"]["name"] if rule == "spectral" else "adamw"
-
-
-def _show_data(data: dict[str, Any], counted: Account | None, console: Console) -> None:
-    say = partial(console.print, markup=False, highlight=False)
-    if counted is None:
-        say("")
-        tell(console, "data", f"{data['source']['path']}: {data['rows']:,} rows, by its card")
+def _print_model_and_data(plan: dict[str, Any], account: Account | None, console: Console) -> None:
+    write = partial(print_labelled, console)
+    model, data = plan["model"], plan["data"]
+    num_trained = model["num_trained_parameters"]
+    trained = "" if num_trained == model["num_parameters"] else f", {num_trained:,} of them trained"
+    write("task", plan["task"])
+    write("model", f"{model['name_or_path']}: {model['num_parameters']:,} parameters{trained}")
+    console.print()
+    if account is None:
+        write("data", data["source"]["path"])
+        write("", f"{data['num_examples']:,} examples, from the dataset card")
         return
-    say(f"\ndata      {data['source']['path']}: {data['layout']}")
+    write("data", f"{data['source']['path']}: {data['layout']}")
     dropped = dropped_in_words(data["dropped"]) or "none dropped"
-    say(f"          {data['rows']} rows, {data['kept']} kept, {dropped}, {data['truncated']} cut to max_length")
-    lengths = ", ".join(f"{name} {value}" for name, value in data["token_length_percentiles"].items())
-    say(f"          tokens per row: {lengths}; {data['trained_token_share']:.0%} of them trained")
+    counts = f"{data['num_examples']:,} examples: {data['num_kept']:,} kept, {dropped}"
+    write("", f"{counts}, {data['num_truncated']:,} truncated to max_length")
+    lengths = ", ".join(f"{name} {value:,}" for name, value in data["token_length_percentiles"].items())
+    write("", f"tokens per example: {lengths}")
+    write("", f"{data['trained_token_share']:.0%} of all tokens are trained")
     if not data["stop_token_trained"]:
-        say("          the end of the answer is NOT trained: the model will not learn to stop")
-    say("\nexample   (trained tokens are marked)")
-    console.print(show_example(counted, color=console.color_system is not None))
+        write("", "the stop token is NOT trained: the model will not learn to end its answers")
+    colored = console.color_system is not None
+    style = "in green" if colored else "in [[double brackets]]"
+    console.print(f"\nexample   the first one; trained tokens are {style}", markup=False, highlight=False)
+    console.print(show_example(account, color=colored))
 
 
-def _show_updates(found: dict[str, Any], console: Console) -> None:
-    """Sizes of the steps, and what they come to; a sentence where that is next to nothing."""
-    say = partial(console.print, markup=False, highlight=False)
-    dtype, weight = found["weights_held_in"], found["typical_weight"]
-    table = Table(title="\nhow far a step moves a weight", title_justify="left", box=None)
-    for name in ("who steps", "shape", "tensors", "RMS", f"in {dtype}'s", "all steps"):
-        table.add_column(name, justify="left" if name in ("who steps", "shape") else "right")
-    for row in found["updates"]:
-        shape = " x ".join(map(str, row["shape"])) if row["shape"] else "all others"
-        sizes = (f"{row['rms']:.1e}", f"{row['in_steps_of_dtype']:.2g}", f"{row['at_most']:.2g} x")
-        table.add_row(_who(found, row["rule"]), shape, str(row["tensors"]), *sizes)
+def _print_steps(plan: dict[str, Any], console: Console) -> None:
+    steps = plan["steps"]
+    epochs = "1 epoch" if steps["num_epochs"] == 1 else f"{steps['num_epochs']:g} epochs"
+    console.print()
+    print_labelled(
+        console,
+        "steps",
+        f"{steps['total']:,} optimizer steps: {epochs} of {steps['per_epoch']:,} steps, "
+        f"global batch size {steps['global_batch_size']}",
+    )
+    table = _table("\nlearning rate", "step", "matrices", "other parameters", num_text_columns=0)
+    for rate in plan["learning_rates"]:
+        table.add_row(f"{rate['step']:,}", f"{rate['lr']:.3g}", f"{rate['aux_lr']:.3g}")
     console.print(table)
-    say(f"          RMS: at the peak rate. in {dtype}'s: over the distance of neighbouring")
-    say(f"          numbers near {weight:g}. all steps: over a weight of {weight:g}, at most")
-    lost = sum(row["tensors"] for row in found["updates"] if row["sets_bfloat16"] < 1)
-    if lost and not found["processes"]["frozen"]:  # factors are no weights of the model
-        of = sum(row["tensors"] for row in found["updates"])
-        tell(
+
+
+def _print_optimizer(plan: dict[str, Any], console: Console) -> None:
+    has_others = any(group["rule"] == "adamw" for group in plan["routing"]) and plan["optimizer"]["name"] != "adamw"
+    others = ", adamw for the other parameters" if has_others else ""
+    console.print()
+    print_labelled(console, "optimizer", f"{plan['optimizer_description']} for the matrices{others}")
+    table = _table("\nparameter groups", "optimizer", "reason", "tensors", "parameters", num_text_columns=2)
+    for group in plan["routing"]:
+        optimizer = _optimizer_name(plan, group["rule"])
+        table.add_row(optimizer, group["reason"], f"{group['tensors']:,}", f"{group['numel']:,}")
+    console.print(table)
+
+
+def _print_update_sizes(plan: dict[str, Any], console: Console) -> None:
+    """Also print a notice where the updates are too small for bfloat16."""
+    dtype, weight, sizes = plan["update_dtype"], plan["typical_weight"], plan["update_sizes"]
+    columns = ("optimizer", "shape", "tensors", "update RMS", "ulps", "relative, all steps")
+    others = "all parameters" if plan["optimizer"]["name"] == "adamw" else "other parameters"
+    table = _table("\nupdate size at the peak learning rate", *columns, num_text_columns=2)
+    for size in sizes:
+        shape = " x ".join(map(str, size["shape"])) if size["shape"] else others
+        values = (f"{size['update_rms']:.1e}", f"{size['ulps']:.2g}", f"{size['relative_update']:.2g}")
+        table.add_row(_optimizer_name(plan, size["rule"]), shape, f"{size['tensors']:,}", *values)
+    console.print(table)
+    print_labelled(console, "", f"ulps: update RMS / {dtype} spacing near {weight:g}, a typical weight")
+    print_labelled(console, "", f"relative, all steps: summed update RMS / {weight:g}, an upper bound")
+    num_lost = sum(size["tensors"] for size in sizes if size["bfloat16_ulps"] < 0.5)
+    if num_lost and not plan["processes"]["num_frozen_parameters"]:  # LoRA's factors are no weights of the model
+        num_tensors = sum(size["tensors"] for size in sizes)
+        print_labelled(
             console,
             "notice",
-            f"all steps together cannot move a weight of {weight:g} to bfloat16's next number in {lost} of {of} "
-            "tensors: run or saved in bfloat16, most of their weights are the start's. A larger learning rate moves "
-            "them",
+            f"in {num_lost} of {num_tensors} tensors, all updates together are smaller than half a bfloat16 ulp of a "
+            f"weight of {weight:g}: saved or run in bfloat16, most of these weights are unchanged. Use a larger "
+            "learning rate",
         )
 
 
-def _show_cost(found: dict[str, Any], console: Console) -> None:
-    say = partial(console.print, markup=False, highlight=False)
-    compute, evaluation = found["compute"], found["evaluation"]
-    tokens = f"{compute['tokens_per_row']:,.0f} tokens a row" + ("" if compute["tokens_counted"] else ", the most")
+def _print_processes(section: dict[str, Any], console: Console) -> None:
+    write = partial(print_labelled, console)
+    num_processes, num_matrices = section["num_processes"], section["num_matrices"]
+    is_alone = num_processes == 1
+    launched = "" if is_alone and section["parallel"] == "DDP" else f", {section['parallel']}, started by torchrun"
+    console.print()
+    write("processes", f"{num_processes:,}{launched}")
+    if not is_alone:
+        write("", f"global batch size {section['global_batch_size']}: {section['global_batch_size_factors']}")
+        if not section["global_batch_size_is_set"]:
+            write("", "it grows with the number of processes unless run.global_batch_size is set")
+    if not num_matrices:
+        return
+    each = "" if is_alone else ", each map on one rank"
+    flops = section["map_flops"]
+    total = f": {with_prefix(flops['all_ranks'], 'FLOP')}" if flops else ""
+    write("", f"spectral maps of {num_matrices:,} matrices per step{total}{each}")
+    if is_alone:
+        return
+    busiest = f"{with_prefix(flops['busiest_rank'], 'FLOP')}, " if flops else ""
+    write("", f"busiest rank: {busiest}{section['max_over_mean_flops']:.3f} times the mean")
+    num_exchanged, sent = section["num_exchanged_matrices"], section["bytes_sent"]
+    write("", f"matrices exchanged between ranks: {num_exchanged:,}")
+    if num_exchanged:
+        largest, mean = (with_prefix(sent[key], "B") for key in ("max", "mean"))
+        write("", f"sent per rank and step: {largest}" + ("" if mean == largest else f" at most, {mean} on average"))
+
+
+def _memory_table(plan: dict[str, Any], location: str) -> Table:
+    section = plan["processes"]
+    total = section["memory_total"][location]
+    unit, size = ("GB", 1e9) if total["optimizer_step"] >= 1e9 else ("MB", 1e6)
+    title = "\nmemory per rank" + (" (CPU)" if location == "cpu" else "")
+    table = Table("tensors", unit, "dtype or size", "only during", title=title, title_justify="left", box=None)
+    table.columns[1].justify = "right"
+    for part in section["memory"]:
+        if part["location"] == location:
+            table.add_row(part["name"], f"{part['num_bytes'] / size:.2f}", part["detail"], PHASES[part["phase"]])
+    for phase, num_bytes in total.items():
+        if location == "device" or phase == "optimizer_step":
+            value = "unknown" if num_bytes is None else f"{num_bytes / size:.2f}"
+            table.add_row(f"total, {PHASES[phase]}", value)
+    if section["num_matrices"] and total["forward_backward"] is not None:
+        with_adamw = section["memory_total_adamw"][location].values()
+        table.add_row("peak with adamw instead", f"{max(with_adamw) / size:.2f}")
+    return table
+
+
+def _print_compute(plan: dict[str, Any], console: Console) -> None:
+    compute, evaluation = plan["compute"], plan["evaluation"]
+    console.print()
     if compute["training_flops_per_step"] is None:
-        say("\ncompute   not known for this architecture")
+        print_labelled(console, "compute", "unknown for this architecture")
     else:
-        say(f"\ncompute   {metric(compute['training_flops_per_step'], 'FLOP')} per step ({tokens}),", end=" ")
-        say(f"{metric(compute['training_flops'], 'FLOP')} in all")
+        bound = "" if compute["tokens_are_measured"] else " (upper bound)"
+        per_step, total = (with_prefix(compute[key], "FLOP") for key in ("training_flops_per_step", "training_flops"))
+        tokens = f"{compute['tokens_per_example']:,.0f} tokens per example{bound}"
+        print_labelled(console, "compute", f"{per_step} per step, {total} in total, with {tokens}")
     if compute["map_share"] is not None:
-        say(f"          of a step's operations, {compute['map_share']:.2%} are the optimizer's maps")
+        print_labelled(console, "", f"share of the spectral maps: {compute['map_share']:.2%}")
     if evaluation:
-        asked = f"the first {evaluation['limit']} questions of each task" if evaluation["limit"] else ""
-        requests = evaluation["requests_per_model"]
-        asked = asked or (f"{requests:,} requests" if requests else "all questions")
-        say(f"\nevaluates {evaluation['suite']}: {asked} to each of {evaluation['models']} models or more")
+        requests = evaluation["num_requests_per_model"]
+        number = f"{requests:,} requests" if requests else "all questions"
+        if evaluation["limit"]:
+            number = f"the first {evaluation['limit']} questions of each task"
+        text = f"{evaluation['suite']}: {number} for each of {evaluation['num_models']} or more models"
+        console.print()
+        print_labelled(console, "eval", text)
+
+
+def _table(title: str, *columns: str, num_text_columns: int) -> Table:
+    """Without lines; columns after the first `num_text_columns` are numbers."""
+    table = Table(title=title, title_justify="left", box=None)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index < num_text_columns else "right")
+    return table
+
+
+def _optimizer_name(plan: dict[str, Any], rule: str) -> str:
+    return plan["optimizer"]["name"] if rule == "spectral" else "adamw"
+
+
+def print_labelled(console: Console, label: str, text: str) -> None:
+    """Print a label in the first 10 columns and the text wrapped to the right of it."""
+    lines = textwrap.wrap(text, console.width - 10, break_long_words=False, break_on_hyphens=False)
+    for number, line in enumerate(lines):
+        console.print(f"{'' if number else label:<10}{line}", markup=False, highlight=False, soft_wrap=True)
+
+
+def with_prefix(number: float, unit: str) -> str:
+    """At least three digits and an SI prefix: 6.11 GB, 307 TFLOP."""
+    scale, prefix = next(
+        ((10.0**e, p) for e, p in ((18, "E"), (15, "P"), (12, "T"), (9, "G"), (6, "M")) if number >= 10**e), (1e3, "k")
+    )
+    return f"{number / scale:.{0 if number >= 100 * scale else 1 if number >= 10 * scale else 2}f} {prefix}{unit}"

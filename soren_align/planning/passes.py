@@ -1,8 +1,8 @@
-"""What one pass forward and backward holds and computes, found out on tensors that have shapes and no contents.
+"""Memory and FLOPs of one forward and backward pass, measured on fake tensors, which have shapes and no contents.
 
-A model of two blocks and one of three are taken through a batch as TRL would take them; all the others lie on the line
-through these. No formula of an architecture is needed, and activation checkpointing, autocast and the head's chunks
-are what they are. tests/planning/test_passes.py holds the result against real tensors.
+Models of two and of three blocks run a batch as TRL would run it; larger models are extrapolated linearly from these.
+No formula of an architecture is needed, and activation checkpointing, autocast and the head's chunks are included as
+they are. tests/planning/test_passes.py compares the result with real tensors.
 """
 
 import contextlib
@@ -19,51 +19,51 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from .meter import Meter
 
-FEW = (2, 3)
-"""Blocks of the models that are measured; at one, another tensor than with many may make the peak."""
+MEASURED_BLOCKS = (2, 3)
+"""Numbers of blocks that are measured; with one block, the peak may come from another tensor than with many."""
 
-# The head adds its gradients up in place, which torch does not count.
-_MORE_FLOPS = {torch.ops.aten.addmm_: lambda _, a, b, **kwargs: 2 * a[0] * a[1] * b[1]}
+# The head accumulates its gradients in place, which torch does not count.
+_CUSTOM_FLOPS = {torch.ops.aten.addmm_: lambda _, a, b, **kwargs: 2 * a[0] * a[1] * b[1]}
 
 
 @dataclass(frozen=True)
 class Passes:
-    """How a model is taken through a batch.
+    """Forward and backward passes of a model.
 
-    build: a model with so many blocks, and a function of token ids [rows, length] that takes them through it and
-        returns an output with a `loss`; called for FEW blocks, on the meta device.
+    build: returns a model with the given number of blocks, and a function of token ids [batch_size, length] that runs
+        it and returns an output with a `loss`; called for MEASURED_BLOCKS, on the meta device.
     num_blocks: of the whole model.
-    autocast: to which dtype; None where the weights' own is computed in.
+    autocast: its dtype; None to compute in the dtype of the weights.
     """
 
     build: Callable[[int], tuple[Any, Callable[[Tensor], Any]]]
     num_blocks: int
     autocast: torch.dtype | None
 
-    def num_bytes(self, rows: int, length: int) -> int:
-        """The peak of a pass, beside weights and gradients (a batch before this one has left some)."""
-        few, more = (self._peaks(number, rows, length) for number in FEW)
-        return max(self._on_the_line(a, b) for a, b in zip(few, more, strict=True))
+    def num_bytes(self, batch_size: int, length: int) -> int:
+        """Peak of a pass, without weights and gradients (those of an earlier micro-batch exist already)."""
+        fewer, more = (self._peaks(number, batch_size, length) for number in MEASURED_BLOCKS)
+        return max(self._extrapolate(a, b) for a, b in zip(fewer, more, strict=True))
 
-    def num_flops(self, rows: int, length: int, backward: bool = True) -> int:
-        """Of all products of a pass, attention's among them as if nothing were masked."""
-        return self._on_the_line(*(self._flops(number, rows, length, backward) for number in FEW))
+    def num_flops(self, batch_size: int, length: int, backward: bool = True) -> int:
+        """Of all matrix products of a pass; attention is counted without its mask."""
+        return self._extrapolate(*(self._flops(number, batch_size, length, backward) for number in MEASURED_BLOCKS))
 
-    def _on_the_line(self, few: int, more: int) -> int:
-        return few + (more - few) * (self.num_blocks - FEW[0])
+    def _extrapolate(self, fewer: int, more: int) -> int:
+        return fewer + (more - fewer) * (self.num_blocks - MEASURED_BLOCKS[0])
 
-    def _peaks(self, num_blocks: int, rows: int, length: int) -> tuple[int, int]:
-        """Forward and backward: each grows by the same with every block, but one may overtake the other."""
-        with self._taken(num_blocks, rows, length) as forward, Meter() as meter:
+    def _peaks(self, num_blocks: int, batch_size: int, length: int) -> tuple[int, int]:
+        """Of the forward and of the backward pass: each is linear in the blocks, their maximum may not be."""
+        with self._fake_model(num_blocks, batch_size, length) as forward, Meter() as meter:
             loss = forward()
-            on_the_way, meter.peak = meter.peak, 0
+            forward_peak, meter.peak = meter.peak, 0
             loss.backward()
-            return on_the_way, meter.peak
+            return forward_peak, meter.peak
 
-    def _flops(self, num_blocks: int, rows: int, length: int, backward: bool) -> int:
-        counter = FlopCounterMode(display=False, custom_mapping=_MORE_FLOPS)
-        # The CPU's fused attention has no formula in torch; written out, it is two products.
-        with sdpa_kernel(SDPBackend.MATH), self._taken(num_blocks, rows, length) as forward, counter:
+    def _flops(self, num_blocks: int, batch_size: int, length: int, backward: bool) -> int:
+        counter = FlopCounterMode(display=False, custom_mapping=_CUSTOM_FLOPS)
+        # torch has no formula for the CPU's fused attention; unfused, it is two products.
+        with sdpa_kernel(SDPBackend.MATH), self._fake_model(num_blocks, batch_size, length) as forward, counter:
             with torch.set_grad_enabled(backward):
                 loss = forward()
             if backward:
@@ -71,19 +71,19 @@ class Passes:
         return counter.get_total_flops()
 
     @contextlib.contextmanager
-    def _taken(self, num_blocks: int, rows: int, length: int) -> Iterator[Callable[[], Tensor]]:
-        """Under fake tensors, a function that goes forward to the loss."""
+    def _fake_model(self, num_blocks: int, batch_size: int, length: int) -> Iterator[Callable[[], Tensor]]:
+        """A function that computes the loss; the backward pass must run within this context too."""
         gc.collect()
-        gc.freeze()  # so that the collections of `_forget` look at young objects only
+        gc.freeze()  # so that the collections of `_drop_gradient` visit young objects only
         try:
             with torch.device("meta"):
                 model, call = self.build(num_blocks)
             with FakeTensorMode():
-                _give_shapes(model)
+                _replace_meta_tensors(model)
                 for parameter in model.parameters():
                     if parameter.requires_grad:
-                        parameter.register_post_accumulate_grad_hook(_forget)
-                tokens = torch.zeros(rows, length, dtype=torch.long)
+                        parameter.register_post_accumulate_grad_hook(_drop_gradient)
+                tokens = torch.zeros(batch_size, length, dtype=torch.long)
 
                 def forward() -> Tensor:
                     dtype = self.autocast or torch.bfloat16
@@ -95,24 +95,24 @@ class Passes:
             gc.unfreeze()
 
 
-def _give_shapes(model: torch.nn.Module) -> None:
-    """Put fake tensors in the place of those of the meta device, which computes on no CPU; what is tied stays so.
+def _replace_meta_tensors(model: torch.nn.Module) -> None:
+    """Replace tensors on the meta device by fake ones on the CPU; tied parameters stay tied.
 
-    Not by Module.to_empty, which swaps tensors where they are, and cannot do so with these.
+    Not by Module.to_empty, which swaps tensors in place and cannot do so with fake ones.
     """
-    made: dict[Tensor, Tensor] = {}
+    fakes: dict[Tensor, Tensor] = {}
     for module in model.modules():
-        for held in (cast(dict[str, Any], module._parameters), module._buffers):
-            for name, tensor in held.items():
+        for tensors in (cast(dict[str, Any], module._parameters), module._buffers):
+            for name, tensor in tensors.items():
                 if tensor is not None:
-                    if tensor not in made:
+                    if tensor not in fakes:
                         fake = torch.empty(tensor.shape, dtype=tensor.dtype)
                         is_parameter = isinstance(tensor, torch.nn.Parameter)
-                        made[tensor] = torch.nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
-                    held[name] = made[tensor]
+                        fakes[tensor] = torch.nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+                    tensors[name] = fakes[tensor]
 
 
-def _forget(parameter: Tensor) -> None:
-    """As if the gradient had been added to the one of the batch before. Fake tensors leave cycles behind: collected."""
+def _drop_gradient(parameter: Tensor) -> None:
+    """Free a gradient, as if it had been added to that of an earlier micro-batch. Fake tensors leave cycles behind."""
     parameter.grad = None
     gc.collect()

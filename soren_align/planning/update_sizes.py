@@ -1,8 +1,7 @@
-"""How far a step moves a weight, before any is taken, against the least distance that the weight can be moved.
+"""The size of the updates of a schedule, compared with the spacing of the weights' dtype, before any training.
 
-A map sends ordinary singular values to one level, so that the update of an m x n matrix has a root mean square of
-lr x scale x level / sqrt(max(m, n)), whatever the gradient. The measured ones stand in a
-run's metrics.jsonl.
+A map sends ordinary singular values to one level, so that the update of an m x n matrix has a root mean square (RMS) of
+lr x scale x level / sqrt(max(m, n)), whatever the gradient. The measured values of a run are in its metrics.jsonl.
 """
 
 import math
@@ -16,55 +15,55 @@ from ..optim import OPTIMIZERS, Route, ulp
 from ..recipe import Recipe, parallel, trains_adapter
 
 TYPICAL_WEIGHT = 0.02
-"""Where a config does not name the width of its random weights."""
+"""Where a config has no initializer_range."""
 ADAMW_RMS = 0.2
-"""Of AdamW's update over its learning rate, as observed in training; match_rms_adamw aims at it."""
+"""RMS of AdamW's update over its learning rate, as observed in training; match_rms_adamw aims at it."""
 
 
-def held_in(recipe: Recipe) -> str:
-    """The dtype that an update is added in: with a compensation as good as float32, and of factors always so."""
-    shared = parallel(recipe.run.parallel).kind != "ddp"
-    wide = shared or trains_adapter(recipe.model) or recipe.optimizer.compensation == "kahan"
-    return "float32" if wide else recipe.model.dtype
+def update_dtype(recipe: Recipe) -> str:
+    """The dtype that weights are updated in; Kahan compensation is as good as float32, and adapters are float32."""
+    is_sharded = parallel(recipe.run.parallel).kind != "ddp"
+    is_wide = is_sharded or trains_adapter(recipe.model) or recipe.optimizer.compensation == "kahan"
+    return "float32" if is_wide else recipe.model.dtype
 
 
-def updates(
+def update_sizes(
     recipe: Recipe, routes: Sequence[Route], rates: Sequence[dict[str, float]], weight: float
 ) -> list[dict[str, Any]]:
-    """One row per rule and shape: of the matrices that are mapped, and one of all that AdamW steps.
+    """One dict per shape of the matrices, and one for all other parameters (AdamW).
 
-    weight: a typical one. "rms": of a step at the peak rate; "in_steps_of_dtype": over the distance of neighbouring
-    numbers there, of the dtype that updates are added in (below 1/2, rounding takes most). "at_most": the sum over all
-    steps, were they to pull one way, over the weight; "sets_bfloat16": over half the distance in bfloat16, in which
-    models are run and saved.
+    rates: both learning rates of each step. weight: a typical one.
+    "update_rms": of a step at the peak learning rate. "ulps": update_rms over the spacing of update_dtype at `weight`;
+    below 1/2, rounding loses most of it. "relative_update": the sum of update_rms over all steps, an upper bound of
+    the change, over `weight`. "bfloat16_ulps": that sum over the spacing of bfloat16, the dtype of saved models.
     """
-    dtype = getattr(torch, held_in(recipe))
-    found = defaultdict(int)
+    dtype = getattr(torch, update_dtype(recipe))
+    num_tensors = defaultdict(int)
     for r in routes:
-        spectral = r.rule == "spectral" and recipe.optimizer.name != "adamw"
-        found["spectral" if spectral else "adamw", r.shape if spectral else None] += 1
-    rows = []
-    for (rule, shape), tensors in sorted(found.items(), key=lambda item: item[0][0] == "adamw"):
+        is_spectral = r.rule == "spectral" and recipe.optimizer.name != "adamw"
+        num_tensors["spectral" if is_spectral else "adamw", r.shape if is_spectral else None] += 1
+    sizes = []
+    for (rule, shape), number in sorted(num_tensors.items(), key=lambda item: item[0][0] == "adamw"):
         key = "lr" if rule == "spectral" or recipe.optimizer.name == "adamw" else "aux_lr"
-        size = _rms(recipe, shape) if shape else ADAMW_RMS
-        rms, total = (size * reduce(rate[key] for rate in rates) for reduce in (max, sum))
-        rows.append(
+        factor = _rms(recipe, shape) if shape else ADAMW_RMS
+        peak, total = (factor * reduce(rate[key] for rate in rates) for reduce in (max, sum))
+        sizes.append(
             {
                 "rule": rule,
                 "shape": shape,
-                "tensors": tensors,
-                "rms": rms,
-                "in_steps_of_dtype": rms / ulp(weight, dtype),
-                "at_most": total / weight,
-                "sets_bfloat16": total / (ulp(weight, torch.bfloat16) / 2),
+                "tensors": number,
+                "update_rms": peak,
+                "ulps": peak / ulp(weight, dtype),
+                "relative_update": total / weight,
+                "bfloat16_ulps": total / ulp(weight, torch.bfloat16),
             }
         )
-    return rows
+    return sizes
 
 
 def _rms(recipe: Recipe, shape: tuple[int, ...]) -> float:
     """Of the update of a matrix at learning rate 1."""
     name: Any = recipe.optimizer.name
-    kind = OPTIMIZERS[name]
-    scale = kind.lr_scale(getattr(recipe.optimizer, "adjust_lr_fn", "none"), *shape)
-    return scale * kind.map_level / math.sqrt(max(shape))
+    optimizer = OPTIMIZERS[name]
+    scale = optimizer.lr_scale(getattr(recipe.optimizer, "adjust_lr_fn", "none"), *shape)
+    return scale * optimizer.map_level / math.sqrt(max(shape))

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from trl.chat_template_utils import get_training_chat_template
 
 from .. import shipped, weights
-from ..data import refuse_endless, set_template
+from ..data import check_rendering_cost, set_template
 from ..recipe import Recipe, adapter_config, is_local
 from ..run_folder import RunFolder
 from . import adapters
@@ -69,7 +69,7 @@ def load_tokenizer(recipe: Recipe, start: str) -> PreTrainedTokenizerBase:
     set_template(tokenizer, recipe.model.chat_template, recipe.model.eos_token)
     if recipe.trainer.get("assistant_only_loss") and tokenizer.chat_template:
         for turns in _CONVERSATIONS_OF_TRL:
-            refuse_endless(tokenizer, recipe.model.name_or_path, turns)
+            check_rendering_cost(tokenizer, recipe.model.name_or_path, turns)
         with contextlib.suppress(ValueError):  # TRL does not support the template: check_template reports it
             tokenizer.chat_template = get_training_chat_template(tokenizer) or tokenizer.chat_template
     return tokenizer

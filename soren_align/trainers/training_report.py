@@ -16,8 +16,8 @@ def record_setup(folder: RunFolder, setup: TrainingSetup, trainer: Any, ranks: R
     """Write data, starting checkpoint, batch, parameters and routing into run.json."""
     recipe, counts, train = setup.recipe, setup.account, setup.splits["train"]
     examples: dict[str, Any] = {"num_examples": counts.num_kept, "dropped": train.dropped | counts.dropped}
-    if counts.kept_of_parts:
-        examples["num_examples_by_source"] = list(counts.kept_of_parts)
+    if counts.num_kept_by_source:
+        examples["num_examples_by_source"] = list(counts.num_kept_by_source)
     parameters = list(trainer.model.parameters())
     folder.update(
         start={
@@ -49,8 +49,8 @@ def print_setup(console: Console, setup: TrainingSetup, trainer: Any, ranks: Ran
         print_line(console, "notice", notice)
     dropped = dropped_in_words(train.dropped | counts.dropped)
     dropped = f", {dropped}" if dropped else ""
-    print_line(console, "data", f"{counts.num_kept} of {train.num_rows} examples, {train.layout}{dropped}")
-    for num_examples, source in zip(counts.kept_of_parts, train.source.get("sources", ()), strict=True):
+    print_line(console, "data", f"{counts.num_kept} of {train.num_examples} examples, {train.layout}{dropped}")
+    for num_examples, source in zip(counts.num_kept_by_source, train.source.get("sources", ()), strict=True):
         print_line(console, "", _describe_source(source, num_examples))
     print_line(console, "start", setup.start)
     if ranks.launched:
@@ -127,7 +127,7 @@ def describe_optimizer(optimizer: Any) -> str:
 def _describe_source(source: dict[str, Any], num_examples: int) -> str:
     """Return a line of a mixture: "zoo.jsonl: 30 of 120 examples (weight 0.25), 29 used, chat messages"."""
     dropped = f", {dropped_in_words(source['dropped'])}" if source["dropped"] else ""
-    sampled = f"{source['taken']} of {source['num_rows']} examples (weight {source['weight']:g})"
+    sampled = f"{source['num_sampled']} of {source['num_examples']} examples (weight {source['weight']:g})"
     return f"{source['path']}: {sampled}, {num_examples} used, {source['layout']}{dropped}"
 
 

@@ -29,7 +29,7 @@ class TrainingSetup:
     """Folder or hub name of the starting checkpoint."""
     tokenizer: Any
     splits: dict[str, Any]
-    """{"train": data.Loaded, "eval": data.Loaded or None}"""
+    """{"train": data.LoadedSplit, "eval": data.LoadedSplit or None}"""
     account: Any
     """data.Account of the training examples; None on all ranks but the first."""
     notices: tuple[str, ...] = ()
@@ -67,12 +67,12 @@ def set_up_training(
         max_length=None if recipe.trainer.get("packing") else config.max_length,  # packing truncates and drops nothing
         assistant_only_loss=assistant_only,
         completion_only_loss=completion_only is not False,
-        parts=splits["train"].parts,
-        on_rows=on_examples,
+        source_indices=splits["train"].source_indices,
+        on_examples=on_examples,
     )
     if counts.num_kept == 0:
         raise UserError(
-            f"{splits['train'].source['path']}: none of {counts.num_rows} examples can be trained on: "
+            f"{splits['train'].source['path']}: none of {counts.num_examples} examples can be trained on: "
             f"{dropped_in_words(counts.dropped)}. trainer.max_length is {config.max_length}"
         )
     refuse_no_batch(recipe, counts.num_kept, ranks.num_ranks)
@@ -83,7 +83,7 @@ def set_up_training(
 
 
 def load_splits(recipe: Recipe) -> dict[str, Any]:
-    """Load the recipe's data: {"train": data.Loaded, "eval": data.Loaded or None}.
+    """Load the recipe's data: {"train": data.LoadedSplit, "eval": data.LoadedSplit or None}.
 
     Raises UserError if both are of different kinds.
     """

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from soren_align.bench.accuracy import DECOMPOSITION_ROWS, errors, problems, stand_in
+from soren_align.bench.accuracy import DECOMPOSITION_ROWS, error_shape, errors, known_matrices
 from soren_align.spectral import exact_sigmoid
 
 CPU = torch.device("cpu")
@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(params=[(12, 12), (8, 24), (30, 7)], ids=str)
 def known(request):
     torch.manual_seed(0)
-    return problems(request.param, CPU)
+    return known_matrices(request.param, CPU)
 
 
 def test_the_spectra_are_what_they_are_called(known):
@@ -51,6 +51,6 @@ def test_a_turned_output_is_an_error_though_its_singular_values_are_right(known)
 
 def test_a_large_shape_has_a_stand_in_of_the_same_aspect():
     rows = DECOMPOSITION_ROWS["cpu"]
-    assert stand_in((512, 1376), CPU) == (512, 1376)
-    assert stand_in((11008, 2048), CPU) == (5504, 1024)
-    assert min(stand_in((4096, 14336), CPU)) == rows
+    assert error_shape((512, 1376), CPU) == (512, 1376)
+    assert error_shape((11008, 2048), CPU) == (5504, 1024)
+    assert min(error_shape((4096, 14336), CPU)) == rows

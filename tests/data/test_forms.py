@@ -113,7 +113,7 @@ def test_the_papers_datasets_stay_what_they_were(tmp_path):
     loaded = load_split(split(pairs["test_prefs"]), "dpo")
     assert loaded.layout == "preference pairs (ultrafeedback_binarized)"
     assert loaded.dataset.column_names == ["chosen", "rejected"]
-    assert (loaded.num_rows, len(loaded.dataset)) == (8, 8)
+    assert (loaded.num_examples, len(loaded.dataset)) == (8, 8)
 
 
 BAD = [
@@ -147,7 +147,7 @@ BAD = [
 def test_a_bad_row_of_any_form_is_named(write, form, row, reason):
     task, good, *_ = FORMS[form]
     path = write("rows.jsonl", [good, row, good])
-    with pytest.raises(UserError, match=f"1 of 3 rows cannot be used .*\n.*rows.jsonl:2: .*{reason}"):
+    with pytest.raises(UserError, match=f"1 of 3 examples cannot be used .*\n.*rows.jsonl:2: .*{reason}"):
         load_split(split(path), task)
     loaded = load_split(split(path, bad_examples="drop"), task)
     assert (len(loaded.dataset), sum(loaded.dropped.values())) == (2, 1)

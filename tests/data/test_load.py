@@ -40,7 +40,7 @@ def test_a_file_is_reduced_to_what_trl_needs(tmp_path, suffix, task, make_row, c
     loaded = load_split(split(path), task)
     assert loaded.dataset.column_names == columns
     assert loaded.dataset[3] == {column: rows[3][column] for column in columns}
-    assert (loaded.num_rows, loaded.layout, loaded.notices) == (7, words, ())
+    assert (loaded.num_examples, loaded.layout, loaded.notices) == (7, words, ())
     assert loaded.source["columns_dropped"] == [column for column in rows[0] if column not in columns]
     assert len(loaded.source["sha256"]) == 64
     assert json.dumps(loaded.source)  # it goes into run.json
@@ -87,7 +87,7 @@ DPO_ROWS = {
     "no 'rejected'": {"chosen": [U, A]},
     "rejected is text": {"chosen": [U, A], "rejected": "no"},
     "chosen and rejected are identical": {"chosen": [U, A], "rejected": [U, A]},
-    "do not share a prompt: they part at turn [0]": {
+    "do not share a prompt: they differ at turn [0]": {
         "chosen": [U, A],
         "rejected": [{**U, "content": "other"}, A],
     },
@@ -105,7 +105,7 @@ def test_a_bad_row_is_refused_with_its_line_and_reason(write, task, reason, row)
     good = chat_row() if task == "sft" else pair_row()
     path = write("rows.jsonl", [good, "", row, good])  # the blank line counts as a line, not as a row
     head, line = refused(split(path), task).splitlines()
-    assert head.startswith(f"{path}: 1 of 3 rows cannot be used for {task}")
+    assert head.startswith(f"{path}: 1 of 3 examples cannot be used for {task}")
     assert line.startswith(f"  {path}:3: ")
     assert reason in line
 
@@ -113,7 +113,7 @@ def test_a_bad_row_is_refused_with_its_line_and_reason(write, task, reason, row)
 def test_every_bad_row_is_counted_and_the_first_are_named(write):
     path = write("rows.jsonl", [chat_row(), *[{"messages": []}] * 8, chat_row()])
     lines = refused(split(path)).splitlines()
-    assert "8 of 10 rows cannot be used for sft" in lines[0]
+    assert "8 of 10 examples cannot be used for sft" in lines[0]
     assert [line.split(": ")[0] for line in lines[1:6]] == [f"  {path}:{n}" for n in (2, 3, 4, 5, 6)]
     assert lines[6:] == ["  and 3 more"]
 
@@ -133,7 +133,7 @@ def test_a_broken_json_array_is_named_with_its_line(tmp_path):
 def test_a_bad_parquet_row_is_named_with_its_number(tmp_path):
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.Table.from_pylist([chat_row(), {**chat_row(), "messages": [U]}]), path)
-    assert f"{path} row 2: messages has no assistant turn" in refused(split(path))
+    assert f"{path} record 2: messages has no assistant turn" in refused(split(path))
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path, write):
@@ -148,18 +148,18 @@ def test_files_that_cannot_be_read_are_refused(tmp_path, write):
     assert "cannot read '.csv' files; write one of .jsonl, .json, .parquet" in refused(split(tmp_path / "rows.csv"))
     assert "not a Parquet file" in refused(split(tmp_path / "rows.parquet"))
     for empty in ("zero.jsonl", "blank.jsonl", "none.json"):
-        assert refused(split(tmp_path / empty)) == f"{tmp_path / empty}: has no rows"
+        assert refused(split(tmp_path / empty)) == f"{tmp_path / empty}: has no examples"
     assert "has no revision 'main'" in refused(split(write("ok.jsonl", [chat_row()]), revision="main"))
 
 
 def test_limit_takes_the_first_rows_and_says_so_when_there_are_fewer(write):
     path = write("rows.jsonl", [chat_row(i) for i in range(5)] + ["broken beyond the limit"])
     loaded = load_split(split(path, limit=3), "sft")
-    assert loaded.num_rows == len(loaded.dataset) == 3
+    assert loaded.num_examples == len(loaded.dataset) == 3
     assert loaded.dataset[2]["messages"] == chat(2)
     loaded = load_split(split(write("few.jsonl", [chat_row()]), limit=9), "sft")
-    assert loaded.num_rows == 1
-    assert "limit is 9, there are 1 rows" in loaded.notices[0]
+    assert loaded.num_examples == 1
+    assert "limit is 9, but there are only 1 examples" in loaded.notices[0]
     assert "limit is 0; write 1 or more" in refused(split(path, limit=0))
 
 
@@ -173,7 +173,7 @@ def test_a_changed_file_is_read_anew_and_an_unchanged_one_is_not(write, monkeypa
     assert second.dataset._fingerprint != first.dataset._fingerprint  # TRL's own caches hang on it
 
     checked = []
-    monkeypatch.setattr("soren_align.data.columns.read_row", lambda row, layout: checked.append(row))
+    monkeypatch.setattr("soren_align.data.columns.read_example", lambda row, layout: checked.append(row))
     third = load_split(split(path), "sft")
     assert third.dataset[0] == second.dataset[0]
     assert third.dataset._fingerprint == second.dataset._fingerprint
@@ -184,7 +184,7 @@ def test_a_refused_file_is_refused_again_and_accepted_when_mended(write):
     path = write("rows.jsonl", [chat_row(), {"messages": []}])
     assert refused(split(path)) == refused(split(path))
     write("rows.jsonl", [chat_row(), chat_row(1)])
-    assert load_split(split(path), "sft").num_rows == 2
+    assert load_split(split(path), "sft").num_examples == 2
 
 
 def test_a_local_file_touches_no_network_and_prints_nothing(write, monkeypatch, capfd):
@@ -231,26 +231,26 @@ def hub_dataset(cache, tmp_path):
 def test_a_cached_hub_dataset_loads_offline_with_its_commit(hub_dataset, capfd):
     loaded = load_split(split(hub_dataset, "train_prefs", limit=4), "dpo")
     assert loaded.dataset.column_names == ["chosen", "rejected"]
-    assert loaded.num_rows == 4
+    assert loaded.num_examples == 4
     assert loaded.layout == "preference pairs (ultrafeedback_binarized)"
     assert loaded.source["revision"] == COMMIT
     assert loaded.source["split"] == "train_prefs"
-    assert load_split(split(hub_dataset, "test_prefs", revision=COMMIT), "dpo").num_rows == 2
+    assert load_split(split(hub_dataset, "test_prefs", revision=COMMIT), "dpo").num_examples == 2
     assert capfd.readouterr() == ("", "")
 
 
 def test_a_part_of_a_split_is_taken_and_recorded(hub_dataset):
     loaded = load_split(split(hub_dataset, "train_prefs[50%:]"), "dpo")
     assert loaded.dataset[0]["chosen"] == pair_row(3)["chosen"]
-    assert (loaded.num_rows, loaded.source["split"]) == (3, "train_prefs[50%:]")
-    assert load_split(split(hub_dataset, "train_prefs+test_prefs[:1]"), "dpo").num_rows == 7
-    assert "has no split 'train'; it has" in refused(split(hub_dataset, "train[:10%]"), "dpo")
-    assert "no part of a split is 'train_prefs[:x]'" in refused(split(hub_dataset, "train_prefs[:x]"), "dpo")
+    assert (loaded.num_examples, loaded.source["split"]) == (3, "train_prefs[50%:]")
+    assert load_split(split(hub_dataset, "train_prefs+test_prefs[:1]"), "dpo").num_examples == 7
+    assert "has no split 'train'; write one of" in refused(split(hub_dataset, "train[:10%]"), "dpo")
+    assert "'train_prefs[:x]' is no part of a split" in refused(split(hub_dataset, "train_prefs[:x]"), "dpo")
 
 
 def test_a_missing_split_is_named_with_those_there_are(hub_dataset):
     message = refused(split(hub_dataset), "dpo")
-    assert message == "owner/replica: has no split 'train'; it has train_prefs, test_prefs"
+    assert message == "owner/replica: has no split 'train'; write one of train_prefs, test_prefs"
 
 
 def test_another_revision_than_the_cached_one_is_refused_offline(hub_dataset):
@@ -258,39 +258,39 @@ def test_another_revision_than_the_cached_one_is_refused_offline(hub_dataset):
     assert f"the cached copy is revision {COMMIT}, not 'v2'" in message
 
 
-def test_bad_rows_of_a_hub_dataset_are_named_by_number(hub_dataset, monkeypatch):
+def test_bad_examples_of_a_hub_dataset_are_named_by_number(hub_dataset, monkeypatch):
     monkeypatch.setattr("soren_align.data.turns.ROLES", ("user",))
     lines = refused(split(hub_dataset, "test_prefs"), "dpo").splitlines()
-    assert lines[0] == "owner/replica (test_prefs): 2 of 2 rows cannot be used for dpo:"
-    assert lines[1].startswith("  owner/replica (test_prefs) row 1: chosen[1] has the role 'assistant'")
+    assert lines[0] == "owner/replica (test_prefs): 2 of 2 examples cannot be used for dpo:"
+    assert lines[1].startswith("  owner/replica (test_prefs) record 1: chosen[1] has the role 'assistant'")
 
 
 def test_a_hub_dataset_out_of_reach_is_refused_with_the_remedy():
     message = refused(split("owner/never-seen"))
-    assert message.startswith("owner/never-seen: no such file here")
+    assert message.startswith("owner/never-seen: no such file, and as a dataset")
     assert "neither cached nor reachable" in message
     assert "Write the path of a .jsonl, .json, .parquet file, or connect" in message
     assert "\n" not in message
 
 
-def test_bad_rows_are_dropped_and_counted_when_asked(write):
+def test_bad_examples_are_dropped_and_counted_when_asked(write):
     rows = [chat_row(), {"messages": []}, chat_row(), {"messages": []}, {"messages": "x"}]
     for _ in range(2):  # the second time from the cache
         loaded = load_split(split(write("mixed.jsonl", rows), bad_examples="drop"), "sft")
-        assert (loaded.num_rows, len(loaded.dataset)) == (5, 2)
+        assert (loaded.num_examples, len(loaded.dataset)) == (5, 2)
         assert loaded.dropped == {
             "messages is an empty list": 2,
             "messages is text, not a list of {role, content} turns": 1,
         }
-    assert "3 of 5 rows cannot be used" in refused(split(write("mixed.jsonl", rows)))
-    assert "2 of 2 rows" in refused(split(write("bad.jsonl", rows[3:]), bad_examples="drop"))
+    assert "3 of 5 examples cannot be used" in refused(split(write("mixed.jsonl", rows)))
+    assert "2 of 2 examples" in refused(split(write("bad.jsonl", rows[3:]), bad_examples="drop"))
 
 
-def test_bad_rows_of_the_hub_are_dropped_and_counted_when_asked(monkeypatch):
+def test_bad_examples_of_the_hub_are_dropped_and_counted_when_asked(monkeypatch):
     good, equal = pair_row(0), {**pair_row(1), "rejected": pair_row(1)["chosen"]}
     published = datasets.Dataset.from_list([good, equal, pair_row(2)])
     monkeypatch.setattr("soren_align.data.hub.fetch", lambda path, split, revision: (published, COMMIT))
-    assert "owner/replica (train) row 2: chosen and rejected are identical" in refused(split("owner/replica"), "dpo")
+    assert "owner/replica (train) record 2: chosen and rejected are identical" in refused(split("owner/replica"), "dpo")
     loaded = load_split(split("owner/replica", bad_examples="drop"), "dpo")
-    assert (loaded.num_rows, loaded.dropped) == (3, {"chosen and rejected are identical": 1})
+    assert (loaded.num_examples, loaded.dropped) == (3, {"chosen and rejected are identical": 1})
     assert [row["chosen"] for row in loaded.dataset] == [good["chosen"], pair_row(2)["chosen"]]

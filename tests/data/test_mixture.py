@@ -34,7 +34,7 @@ def two(write):
 def test_a_single_source_stands_as_it_is(two):
     loaded = load_mixture([source(two[0])], "sft", 42)
     assert [row["messages"] for row in loaded.dataset] == [chat(i) for i in range(8)]
-    assert loaded.parts == ()
+    assert loaded.source_indices == ()
     assert "sources" not in loaded.source
 
 
@@ -45,12 +45,15 @@ def test_weights_say_how_often_rows_are_taken(two):
     second = [often[chat(i)[0]["content"]] for i in range(8, 28)]
     assert sorted(first) == [2, 2, 2, 2, 3, 3, 3, 3]
     assert sorted(second) == [0] * 15 + [1] * 5
-    assert len(loaded.dataset) == loaded.num_rows == 25
-    assert Counter(loaded.parts) == {0: 20, 1: 5}
-    for row, part in zip(loaded.dataset, loaded.parts, strict=True):
+    assert len(loaded.dataset) == loaded.num_examples == 25
+    assert Counter(loaded.source_indices) == {0: 20, 1: 5}
+    for row, part in zip(loaded.dataset, loaded.source_indices, strict=True):
         assert (row["messages"] in [chat(i) for i in range(8)]) == (part == 0)
-    assert loaded.parts[:5] != (0,) * 5 or loaded.parts[-5:] != (1,) * 5  # shuffled together
-    assert [(s["taken"], s["num_rows"], s["weight"]) for s in loaded.source["sources"]] == [(20, 8, 2.5), (5, 20, 0.25)]
+    assert loaded.source_indices[:5] != (0,) * 5 or loaded.source_indices[-5:] != (1,) * 5  # shuffled together
+    assert [(s["num_sampled"], s["num_examples"], s["weight"]) for s in loaded.source["sources"]] == [
+        (20, 8, 2.5),
+        (5, 20, 0.25),
+    ]
     assert all(len(s["sha256"]) == 64 for s in loaded.source["sources"])
 
 
@@ -103,7 +106,7 @@ def test_rows_of_the_hub_with_their_turns_the_other_way_round_mix(two, monkeypat
 
 
 def test_a_weight_that_leaves_nothing_is_refused(two):
-    with pytest.raises(UserError, match=r"a weight of 0.01 leaves none of the rows of .*a.jsonl"):
+    with pytest.raises(UserError, match=r"a weight of 0.01 leaves no example of .*a.jsonl"):
         load_mixture([source(two[0], 0.01), source(two[1])], "sft", 1)
 
 
@@ -114,7 +117,7 @@ def test_rows_kept_and_dropped_are_told_for_each_source(write, make_tokenizer):
     loaded = load_mixture([source(bad, bad_examples="drop"), source(other, 2.0, bad_examples="drop")], "sft", 1)
     assert loaded.dropped == {"messages is an empty list": 3}
     assert [s["dropped"] for s in loaded.source["sources"]] == [{"messages is an empty list": n} for n in (2, 1)]
-    how = {"max_length": 120, "assistant_only_loss": True, "parts": loaded.parts}
+    how = {"max_length": 120, "assistant_only_loss": True, "source_indices": loaded.source_indices}
     counted = account(loaded.dataset, "sft", make_tokenizer(), **how)
-    assert counted.kept_of_parts == (3, 8)
-    assert (counted.num_rows, counted.num_kept) == (13, 11)
+    assert counted.num_kept_by_source == (3, 8)
+    assert (counted.num_examples, counted.num_kept) == (13, 11)

@@ -51,7 +51,7 @@ def test_sft_is_counted_as_trl_does(checkpoint, rows, tmp_path, max_length, assi
     theirs = SFTTrainer(checkpoint, args, train_dataset=dataset, processing_class=tokenizer).train_dataset
     labels = [label for row in theirs["labels"] for label in row]
     assert ours.num_kept == len(theirs)
-    assert ours.num_kept + sum(ours.dropped.values()) == ours.num_rows == NUM_ROWS
+    assert ours.num_kept + sum(ours.dropped.values()) == ours.num_examples == NUM_ROWS
     assert ours.num_tokens == len(labels)
     assert ours.num_trained_tokens == sum(label != -100 for label in labels)
     trained = [label for label in theirs[0]["labels"] if label != -100]
@@ -79,7 +79,7 @@ def test_dpo_is_counted_as_trl_does(checkpoint, rows, tmp_path, max_length, gene
     theirs = trainer.train_dataset
     batch = trainer.data_collator([theirs[i] for i in range(len(theirs))])
     assert ours.num_kept == len(theirs)
-    assert ours.num_kept + sum(ours.dropped.values()) == ours.num_rows == NUM_ROWS
+    assert ours.num_kept + sum(ours.dropped.values()) == ours.num_examples == NUM_ROWS
     assert ours.num_tokens == batch["attention_mask"].sum()
     assert ours.num_trained_tokens == batch["completion_mask"].sum()
     assert ours.example[0] == (tokenizer.decode(theirs[0]["prompt_ids"]), False)
@@ -123,7 +123,7 @@ def test_of_a_completion_in_turns_the_completion_is_trained(
     how = {"assistant_only_loss": assistant_only_loss, "max_length": max_length}
     only = completion_only_loss is not False
     every = encode(dataset[:], "sft", tokenizer, assistant_only_loss, only)
-    rows = [row.sides[0].cut(max_length) for row in every if row.why_dropped("sft", max_length) is None]
+    rows = [row.sides[0].truncated(max_length) for row in every if row.drop_reason("sft", max_length) is None]
     args = SFTConfig(**settings(tmp_path, completion_only_loss=completion_only_loss, **how))
     theirs = SFTTrainer(checkpoint, args, train_dataset=dataset, processing_class=tokenizer).train_dataset
     assert [row.ids for row in rows] == list(theirs["input_ids"])
@@ -217,7 +217,7 @@ def test_the_account_leaves_the_tokenizer_alone_and_tells_its_progress(make_toke
     tokenizer, done = make_tokenizer(), []
     tokenizer.model_max_length = 5
     before = repr(vars(tokenizer))
-    account(rows("sft"), "sft", tokenizer, max_length=None, on_rows=done.append)
+    account(rows("sft"), "sft", tokenizer, max_length=None, on_examples=done.append)
     assert repr(vars(tokenizer)) == before
     assert sum(done) == NUM_ROWS
     assert capfd.readouterr() == ("", "")

@@ -32,14 +32,14 @@ ENDLESS = {
 def test_a_template_without_end_is_refused(make_tokenizer, case):
     tokenizer = make_tokenizer(CHATML + ENDLESS[case])
     began = time.monotonic()
-    with pytest.raises(UserError, match=r"the chat template (takes more than 2 seconds|makes more than 10,000,000)"):
+    with pytest.raises(UserError, match=r"the chat template (takes more than 2 seconds|renders more than 10,000,000)"):
         check_template(tokenizer, "sft", True, SFT)
     assert time.monotonic() - began < 30  # 2 seconds of CPU; the machine may be busy
 
 
 def test_a_range_beyond_the_sandbox_is_a_template_that_fails(make_tokenizer):
     tokenizer = make_tokenizer(CHATML + "{% for i in range(10 ** 9) %}{% endfor %}")
-    with pytest.raises(UserError, match=r"the chat template fails on the first row: Range too big"):
+    with pytest.raises(UserError, match=r"the chat template fails on the first example: Range too big"):
         check_template(tokenizer, "sft", True, SFT)
 
 
@@ -47,7 +47,7 @@ def test_a_template_that_fails_on_a_later_row_is_refused(make_tokenizer):
     picky = CHATML + "{% if messages[0]['content'] == 'no' %}{{ raise_exception('not this one') }}{% endif %}"
     other = [{"role": "user", "content": "no"}, {"role": "assistant", "content": "yes"}]
     rows = Dataset.from_list([{"messages": chat(1)}, {"messages": other}])
-    with pytest.raises(UserError, match=r"fails on another: not this one"):
+    with pytest.raises(UserError, match=r"fails on a later one: not this one"):
         account(rows, "sft", make_tokenizer(picky), max_length=None)
 
 
@@ -55,8 +55,8 @@ def test_a_template_without_end_for_a_later_row_is_stopped(make_tokenizer, monke
     picky = CHATML + "{% if messages[0]['content'] == 'no' %}" + ROUND * 3 + "{% endfor %}" * 3 + "{% endif %}"
     other = [{"role": "user", "content": "no"}, {"role": "assistant", "content": "yes"}]
     rows = Dataset.from_list([{"messages": chat(1)}, {"messages": other}])
-    monkeypatch.setattr(tokens, "at_most", lambda _, what: rendering.at_most(0.5, what))
+    monkeypatch.setattr(tokens, "cpu_time_limit", lambda _, what: rendering.cpu_time_limit(0.5, what))
     with pytest.raises(
-        UserError, match=r"fails on another: it takes more than 0.5 seconds; it may have loops in loops"
+        UserError, match=r"fails on a later one: it takes more than 0.5 seconds; it may have nested loops"
     ):
         account(rows, "sft", make_tokenizer(picky), max_length=None)

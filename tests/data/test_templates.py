@@ -1,4 +1,4 @@
-"""check_template: a template that cannot carry the training is refused on the first row."""
+"""check_template: a template that cannot carry the training is refused on the first example."""
 
 import pytest
 from datasets import Dataset
@@ -45,7 +45,7 @@ def test_a_tokenizer_without_a_template_is_refused(make_tokenizer):
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        ("{% generation %}{{ raise_exception('no users\nhere') }}{% endgeneration %}", "row: no users"),
+        ("{% generation %}{{ raise_exception('no users\nhere') }}{% endgeneration %}", "example: no users"),
         ("{% generation %}{{ messages", "(line 1 of the template)"),
         ("{% generation %}{{ 1 / 0 }}{% endgeneration %}", "division by zero"),
         ("{% generation %}{{ messages[0]['content'] + none }}{% endgeneration %}", "can only concatenate str"),
@@ -53,19 +53,19 @@ def test_a_tokenizer_without_a_template_is_refused(make_tokenizer):
 )
 def test_a_template_that_fails_is_refused_in_one_line(make_tokenizer, template, reason):
     message = refused(make_tokenizer(template))
-    assert "the chat template fails on the first row" in message
+    assert "the chat template fails on the first example" in message
     assert reason in message
 
 
 @pytest.mark.parametrize("task", ["sft", "dpo"])
 def test_a_template_that_leaves_out_the_answer_is_refused(make_tokenizer, task):
     mute = CHATML.replace("m['content'] + '<|im_end|>'", "'<|im_end|>'")
-    assert "leaves out what the assistant says: 'Animal number 1" in refused(make_tokenizer(mute), task)
+    assert "leaves out the assistant's turns: 'Animal number 1" in refused(make_tokenizer(mute), task)
 
 
 def test_a_template_that_marks_nothing_is_refused(make_tokenizer):
     nothing = PLAIN + "{% if false %}{% generation %}{% endgeneration %}{% endif %}"
-    assert "marks no token of the first row" in refused(make_tokenizer(nothing))
+    assert "marks no token of the first example" in refused(make_tokenizer(nothing))
 
 
 def test_plain_texts_need_no_template_but_an_end(make_tokenizer):
@@ -74,7 +74,7 @@ def test_plain_texts_need_no_template_but_an_end(make_tokenizer):
     with pytest.raises(UserError, match=r"has no eos_token to end plain texts with; write model.eos_token"):
         check_template(make_tokenizer(None, eos=None), "sft", False, texts)
     with pytest.raises(
-        UserError, match=r"assistant_only_loss needs conversations, and these rows are plain texts \(te"
+        UserError, match=r"assistant_only_loss needs conversations, and these examples are plain texts \(te"
     ):
         check_template(make_tokenizer(), "sft", True, texts)
 

@@ -122,7 +122,12 @@ def _data_file(data: Any, arguments: dict[str, Any]) -> None:
     only = arguments["only_assistant"]
     data.check_template(tokenizer, arguments["task"], only, loaded.dataset)
     account = data.account(
-        loaded.dataset, arguments["task"], tokenizer, max_length=64, assistant_only_loss=only, parts=loaded.parts
+        loaded.dataset,
+        arguments["task"],
+        tokenizer,
+        max_length=64,
+        assistant_only_loss=only,
+        source_indices=loaded.source_indices,
     )
     if account.num_kept:
         data.show_example(account)

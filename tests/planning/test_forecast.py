@@ -1,11 +1,13 @@
-"""What is forecast from shapes is what the ranks then do, send and hold."""
+"""The cost of a step that is computed from shapes is the one that ranks measure."""
 
 import time
 
 import pytest
 import torch
 
-from soren_align.planning.forecast import forecast
+from soren_align.planning.memory import StepSettings
+from soren_align.planning.sizes import ModelSizes
+from soren_align.planning.step_cost import step_cost
 from soren_align.recipe import Parallel, parallel
 from soren_align.recipe.parallel import NAMES
 from tests.support import deepspeed_memory as observed
@@ -27,19 +29,33 @@ def zero(stage, offload=None, accumulated=None, **settings):
     )
 
 
-def held(found, where="device", when="always"):
-    return {part.name: part.num_bytes for part in found.memory if (part.where, part.when) == (where, when)}
+def cost_of(matrices, num_others, mode, num_ranks, **settings):
+    return step_cost(ModelSizes(matrices, num_others), mode, num_ranks, StepSettings(**settings))
+
+
+def num_bytes(cost, location="device", phase="always"):
+    return {part.name: part.num_bytes for part in cost.memory if (part.location, part.phase) == (location, phase)}
 
 
 def test_ddp_holds_everything_whole_and_its_gradients_twice():
-    found = forecast(SHAPES, 10, Parallel("ddp"), 2, workspace_mb=0)
+    cost = cost_of(SHAPES, 10, Parallel("ddp"), 2, workspace_mb=0)
     states = 4 * (39 + 2 * 10)  # one moment of a matrix, two of the rest
-    assert held(found) == {"weights": 196, "optimizer states": states, "gradients": 196, "gradients' buckets": 196}
+    assert num_bytes(cost) == {"weights": 196, "optimizer states": states, "gradients": 196, "gradient buckets": 196}
     # the map of 4 x 6: 7 of 4 x 4 and one of 4 x 6, and its input
-    assert held(found, when="step")["workspace of the map"] == 4 * (7 * 16 + 2 * 24)
-    alone = forecast(SHAPES, 10, Parallel("ddp"), 1, optimizer="adamw", reference=True)
-    assert held(alone) == {"weights": 196, "reference model": 196, "optimizer states": 4 * 2 * 49, "gradients": 196}
-    assert (alone.num_matrices, alone.flops_all, alone.bytes_sent_most, alone.load) == (0, None, 0, None)
+    assert num_bytes(cost, phase="optimizer_step")["map workspace"] == 4 * (7 * 16 + 2 * 24)
+    alone = cost_of(SHAPES, 10, Parallel("ddp"), 1, optimizer="adamw", has_reference_model=True)
+    assert num_bytes(alone) == {
+        "weights": 196,
+        "reference model": 196,
+        "optimizer states": 4 * 2 * 49,
+        "gradients": 196,
+    }
+    assert (alone.num_matrices, alone.flops_all_ranks, alone.bytes_sent_max, alone.max_over_mean_flops) == (
+        0,
+        None,
+        0,
+        None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,49 +65,49 @@ def test_ddp_holds_everything_whole_and_its_gradients_twice():
         (
             zero(1),
             "bfloat16",
-            {"weights": 98, "float32 masters": 104, "optimizer states": 128},
-            {"gradients": 98, "gradients' buckets": 200},
-            {"gradients": 52, "gradients that step": 80},
+            {"weights": 98, "float32 master weights": 104, "optimizer states": 128},
+            {"gradients": 98, "gradient buckets": 200},
+            {"gradients": 52, "float32 gradients": 80},
         ),
         (
             zero(2, accumulated="fp32", overlap_comm=True),
             "bfloat16",
-            {"weights": 98, "float32 masters": 104, "optimizer states": 128, "gradients": 104},
-            {"gradients' buckets": 400},
+            {"weights": 98, "float32 master weights": 104, "optimizer states": 128, "gradients": 104},
+            {"gradient buckets": 400},
             {},
         ),
         (
             zero(2),
             "float32",
-            {"weights": 196, "float32 masters": 104, "optimizer states": 128},
-            {"gradients": 104, "gradients' buckets": 400},
-            {"gradients": 104, "gradients that step": 80},
+            {"weights": 196, "float32 master weights": 104, "optimizer states": 128},
+            {"gradients": 104, "gradient buckets": 400},
+            {"gradients": 104, "float32 gradients": 80},
         ),
         (
             zero(3, accumulated="fp32"),
             "bfloat16",
             {
                 "weights": 50,
-                "float32 masters": 100,
+                "float32 master weights": 100,
                 "optimizer states": 120,
                 "gradients": 100,
-                "gradients' buckets": 200,
+                "gradient buckets": 200,
             },
             {},
-            {"gradients that step": 80},
+            {"float32 gradients": 80},
         ),
         (
             zero(3),
             "float32",
             {
                 "weights": 100,
-                "float32 masters": 100,
+                "float32 master weights": 100,
                 "optimizer states": 120,
                 "gradients": 100,
-                "gradients' buckets": 400,
+                "gradient buckets": 400,
             },
             {},
-            {"gradients that step": 80},
+            {"float32 gradients": 80},
         ),
         (
             Parallel("fsdp2"),
@@ -105,37 +121,48 @@ def test_ddp_holds_everything_whole_and_its_gradients_twice():
     ids=["zero1-bf16", "zero2-bf16", "zero2-fp32", "zero3-bf16", "zero3-fp32", "fsdp2"],
 )
 def test_each_mode_holds_its_part(mode, arithmetic, always, passes, step):
-    found = forecast(SHAPES, 10, mode, 2, arithmetic=arithmetic)
-    assert held(found) == always
-    assert held(found, when="passes") == passes
-    exchange = ("matrices that travel", "workspace of the map")
-    assert {name: size for name, size in held(found, when="step").items() if name not in exchange} == step
-    assert held(found, "cpu") == {}
-    assert found.total("device", "passes") == sum(always.values()) + sum(passes.values())
+    cost = cost_of(SHAPES, 10, mode, 2, compute_dtype=arithmetic)
+    assert num_bytes(cost) == always
+    assert num_bytes(cost, phase="forward_backward") == passes
+    exchange = ("exchange buffers", "map workspace")
+    assert {
+        name: size for name, size in num_bytes(cost, phase="optimizer_step").items() if name not in exchange
+    } == step
+    assert num_bytes(cost, "cpu") == {}
+    assert cost.memory_bytes("device", "forward_backward") == sum(always.values()) + sum(passes.values())
 
 
 def test_offloaded_states_lie_in_the_memory_of_the_cpu():
-    found = forecast(SHAPES, 10, zero(3, offload=2, accumulated="fp32"), 2)
-    assert held(found) == {"gradients' buckets": 200}
-    kept = {"weights": 50, "float32 masters": 100, "optimizer states": 120}
-    assert held(found, "cpu") == {**kept, "gradients that step": 100, "gradients so far": 100}
-    found = forecast(SHAPES, 10, zero(2, offload=1, accumulated="fp32"), 2)
-    assert held(found) == {"weights": 98, "gradients so far": 104}
-    kept = {"float32 masters": 104, "optimizer states": 128, "gradients that step": 104, "weights on their way": 52}
-    assert held(found, "cpu") == kept
+    cost = cost_of(SHAPES, 10, zero(3, offload=2, accumulated="fp32"), 2)
+    assert num_bytes(cost) == {"gradient buckets": 200}
+    states = {"weights": 50, "float32 master weights": 100, "optimizer states": 120}
+    assert num_bytes(cost, "cpu") == {**states, "float32 gradients": 100, "accumulated gradients": 100}
+    cost = cost_of(SHAPES, 10, zero(2, offload=1, accumulated="fp32"), 2)
+    assert num_bytes(cost) == {"weights": 98, "accumulated gradients": 104}
+    states = {
+        "float32 master weights": 104,
+        "optimizer states": 128,
+        "float32 gradients": 104,
+        "updated weights, copied": 52,
+    }
+    assert num_bytes(cost, "cpu") == states
 
 
 @pytest.mark.parametrize(("weight", "compensation", "each"), [(4, 0, 0), (2, 0, 8), (2, 2, 16)])
 def test_adamw_makes_a_chunk_in_passing_and_no_more(weight, compensation, each):
     def planned(num_others, mode=Parallel("ddp"), **settings):  # noqa: B008
         bytes_of = {"weight_bytes": weight, "compensation_bytes": compensation}
-        return forecast({}, num_others, mode, 1, optimizer="adamw", **bytes_of, **settings)
+        return cost_of({}, num_others, mode, 1, optimizer="adamw", **bytes_of, **settings)
 
-    assert held(planned(100), when="step").get("workspace of AdamW", 0) == 100 * each
-    assert held(planned(10**9), when="step").get("workspace of AdamW", 0) == 2**22 * each
-    assert held(planned(100, on_cpu=True), when="step")["workspace of AdamW"] == 100 * max(each, 8 * (4 // weight))
+    assert num_bytes(planned(100), phase="optimizer_step").get("AdamW workspace", 0) == 100 * each
+    assert num_bytes(planned(10**9), phase="optimizer_step").get("AdamW workspace", 0) == 2**22 * each
+    assert num_bytes(planned(100, on_cpu=True), phase="optimizer_step")["AdamW workspace"] == 100 * max(
+        each, 8 * (4 // weight)
+    )
     offloaded = planned(100, zero(2, offload=1, accumulated="fp32"))
-    assert held(offloaded, "cpu", "step")["workspace of AdamW"] == 100 * 8, "float32 masters, by the loop"
+    assert num_bytes(offloaded, "cpu", "optimizer_step")["AdamW workspace"] == 100 * 8, (
+        "float32 master weights, by the loop"
+    )
 
 
 BFLOAT16 = {"bf16": {"enabled": True}}
@@ -156,20 +183,22 @@ OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
     ],
     ids=str,
 )
-def test_deepspeed_holds_what_was_forecast(ranks, stage, dtype, config, settings):
+def test_deepspeed_allocates_what_was_computed(ranks, stage, dtype, config, settings):
     run = Run(dtype=dtype)
     settings = {"stage": stage, "reduce_bucket_size": 7000, "overlap_comm": False, **settings}
     config = {**config, "zero_optimization": settings}
     matrices, num_others = of_the_toy(run)
     mode = Parallel("zero", config)
     arithmetic = str(dtype).removeprefix("torch.")
-    found = forecast(matrices, num_others, mode, ranks.num_ranks, arithmetic=arithmetic, round_mb=run.round_mb)
+    cost = cost_of(matrices, num_others, mode, ranks.num_ranks, compute_dtype=arithmetic, round_mb=run.round_mb)
     # as the step begins, nothing travels yet; on a CPU both memories are one
-    later = ("matrices that travel", "workspace of the map", "workspace of AdamW")
-    expected = sum(part.num_bytes for part in found.memory if part.name not in later and part.when != "passes")
+    later = ("exchange buffers", "map workspace", "AdamW workspace")
+    expected = sum(
+        part.num_bytes for part in cost.memory if part.name not in later and part.phase != "forward_backward"
+    )
     largest = 131 * 48 * 4  # DeepSpeed keeps a matrix or two beside, which at a toy's size can be seen
     for result in ranks.run(observed.under_deepspeed, stage, run, config):
-        print(f"\n{expected} forecast, {result} held")
+        print(f"\n{expected} computed, {result} allocated")
         assert 0.97 * expected <= result <= 1.03 * expected + 2 * largest
 
 
@@ -180,48 +209,50 @@ def of_the_toy(run):
 
 
 @pytest.mark.parametrize("mode", [Parallel("fsdp2"), zero(2), zero(3)], ids=["fsdp2", "zero2", "zero3"])
-def test_the_ranks_send_and_buffer_what_was_forecast(ranks, mode):
+def test_the_ranks_send_and_buffer_what_was_computed(ranks, mode):
     run = Run()
     job = (jobs.fsdp2, run) if mode.kind == "fsdp2" else (jobs.deepspeed, mode.stage, run)
     results = ranks.run(*job)
     matrices, _ = of_the_toy(run)
-    found = forecast(matrices, 0, mode, ranks.num_ranks, arithmetic="float32", round_mb=run.round_mb)
+    cost = cost_of(matrices, 0, mode, ranks.num_ranks, compute_dtype="float32", round_mb=run.round_mb)
     sent = [result.bytes_sent / NUM_STEPS for result in results]
-    assert (max(sent), sum(sent) / len(sent)) == (found.bytes_sent_most, found.bytes_sent_mean)
-    assert max(result.peak_bytes for result in results) == held(found, when="step").get("matrices that travel", 0)
-    assert max(4 * result.state_numel for result in results) == held(found)["optimizer states"]
-    assert found.num_travelling == sum(len(r) for plan in results[0].plans for r in plan.rounds)
+    assert (max(sent), sum(sent) / len(sent)) == (cost.bytes_sent_max, cost.bytes_sent_mean)
+    assert max(result.peak_bytes for result in results) == num_bytes(cost, phase="optimizer_step").get(
+        "exchange buffers", 0
+    )
+    assert max(4 * result.state_numel for result in results) == num_bytes(cost)["optimizer states"]
+    assert cost.num_exchanged == sum(len(r) for plan in results[0].plans for r in plan.rounds)
 
 
 def test_sub_groups_of_zero_3_are_forecast_one_by_one(ranks):
     run = Run()
     matrices, _ = of_the_toy(run)
     first = sum(-(-m * n // ranks.num_ranks) for m, n in [*matrices.values()][:7])  # two of seven matrices each
-    found = forecast(matrices, 0, zero(3, sub_group_size=first), ranks.num_ranks, round_mb=run.round_mb)
+    cost = cost_of(matrices, 0, zero(3, sub_group_size=first), ranks.num_ranks, round_mb=run.round_mb)
     results = ranks.run(jobs.deepspeed, 3, run, {"zero_optimization": {"sub_group_size": first}})
     assert [len(plan.layout.matrices) for plan in results[0].plans] == [7, 7]
-    assert max(result.bytes_sent / NUM_STEPS for result in results) == found.bytes_sent_most
-    assert max(result.peak_bytes for result in results) == held(found, when="step")["matrices that travel"]
-    assert held(found, when="step")["gradients that step"] == 4 * first
+    assert max(result.bytes_sent / NUM_STEPS for result in results) == cost.bytes_sent_max
+    assert max(result.peak_bytes for result in results) == num_bytes(cost, phase="optimizer_step")["exchange buffers"]
+    assert num_bytes(cost, phase="optimizer_step")["float32 gradients"] == 4 * first
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith("offload")])
 def test_1024_ranks_are_forecast_in_seconds(name):
     began = time.process_time()
-    found = forecast(MISTRAL_7B, 262_410_240, parallel(name), 1024)
+    cost = cost_of(MISTRAL_7B, 262_410_240, parallel(name), 1024)
     assert time.process_time() - began < 5
-    assert found.total("device", "step") > 1e9
+    assert cost.memory_bytes("device", "optimizer_step") > 1e9
     # 224 matrices, none divided: the rank with the largest one has what the busiest of all must have
-    assert found.load == pytest.approx(1024 * found.flops_busiest / found.flops_all)
+    assert cost.max_over_mean_flops == pytest.approx(1024 * cost.flops_busiest_rank / cost.flops_all_ranks)
 
 
 def test_the_operations_are_those_of_the_named_map():
     counts = {
-        name: forecast(MISTRAL_7B, 0, Parallel("ddp"), 8, spectral_map=name).flops_all
+        name: cost_of(MISTRAL_7B, 0, Parallel("ddp"), 8, spectral_map=name).flops_all_ranks
         for name in ("minimax", "sns", "muon")
     }
     assert counts["minimax"] == pytest.approx(307e12, rel=0.01)
     assert counts["minimax"] < counts["muon"] < counts["sns"]
-    decomposed = forecast(MISTRAL_7B, 0, Parallel("ddp"), 8, spectral_map=None)
-    assert decomposed.flops_all is None
-    assert decomposed.load == pytest.approx(1, abs=0.01)
+    decomposed = cost_of(MISTRAL_7B, 0, Parallel("ddp"), 8, spectral_map=None)
+    assert decomposed.flops_all_ranks is None
+    assert decomposed.max_over_mean_flops == pytest.approx(1, abs=0.01)

@@ -1,10 +1,10 @@
-"""What a plan says of a pass is what a pass on real tensors holds."""
+"""The memory and FLOPs of a pass on fake tensors are those on real tensors."""
 
 import pytest
 import torch
 from transformers import MistralConfig, Qwen2Config
 
-from soren_align.planning import plan
+from soren_align.planning.inputs import build_model
 from soren_align.planning.meter import Meter
 from soren_align.planning.passes import Passes
 from soren_align.trainers.build import trl_forward
@@ -16,11 +16,11 @@ CONFIGS = {
 }
 
 
-def on_real_tensors(config, rows, length, checkpointing, arithmetic):
+def on_real_tensors(config, batch_size, length, checkpointing, arithmetic):
     """Peak bytes of the second of two batches, whose gradients are summed, beside weights and gradients."""
-    model = plan._model(config, None, torch.float32)
+    model = build_model(config, None, torch.float32)
     call = trl_forward(model, checkpointing)
-    tokens = torch.randint(0, config.vocab_size, (rows, length))
+    tokens = torch.randint(0, config.vocab_size, (batch_size, length))
 
     def one_pass():
         with torch.autocast("cpu", dtype=arithmetic or torch.bfloat16, enabled=arithmetic is not None):
@@ -35,7 +35,7 @@ def on_real_tensors(config, rows, length, checkpointing, arithmetic):
 
 def passes(config, checkpointing, arithmetic=None):
     def build(num_blocks):
-        model = plan._model(config, num_blocks, torch.float32)
+        model = build_model(config, num_blocks, torch.float32)
         return model, trl_forward(model, checkpointing)
 
     return Passes(build, config.num_hidden_layers, arithmetic)

@@ -26,7 +26,7 @@ SHRUNK += [
 
 
 def small(name, root):
-    """Overrides that shrink a model and its data; rows are longer than LENGTH, so that all batches are full."""
+    """Overrides that shrink a model and its data; examples are longer than LENGTH, so that all batches are full."""
     if name.startswith("qwen"):
         tokenizer, config, data = qwen(), Qwen2Config, ultrachat_200k(root)["train_sft"]
     else:
@@ -72,7 +72,7 @@ def measured(loaded):
         found["gradients"] = sum(g.untyped_storage().nbytes() for g in grads)
         with Meter() as meter:
             out = step(*args, **kwargs)
-        found["workspace of the map"] = meter.peak  # of the last step: momentum is there already
+        found["map workspace"] = meter.peak  # of the last step: momentum is there already
         return out
 
     trainer.optimizer.step = metered_step
@@ -89,8 +89,8 @@ def measured(loaded):
 @pytest.mark.parametrize("name", ["qwen2.5-3b/soren", "mistral-7b/paper-soren"])
 def test_each_component_is_what_a_run_allocates(name, bf16, tmp_path):
     loaded = recipe.load(name, [*small(name, tmp_path), f"trainer.bf16={bf16}", "run.parallel=ddp"])
-    found, _ = planning.plan(loaded)
-    planned = {part["name"]: part["num_bytes"] for part in found["processes"]["memory"]}
+    plan, _ = planning.plan_training(loaded)
+    planned = {part["name"]: part["num_bytes"] for part in plan["processes"]["memory"]}
     real = measured(loaded)
     assert planned.keys() == real.keys()
     for part in real:
@@ -106,8 +106,8 @@ def test_the_peak_of_a_full_size_step_is_within_15_percent():
     from soren_align.trainers.build import optimizer_settings, trl_forward
 
     loaded = recipe.load("qwen2.5-3b/soren")
-    found, _ = planning.plan(loaded)
-    planned = max(found["processes"]["memory_total"]["device"].values())
+    plan, _ = planning.plan_training(loaded)
+    planned = max(plan["processes"]["memory_total"]["device"].values())
     config = AutoConfig.from_pretrained(shipped.ROOT / "configs/models/Qwen/Qwen2.5-3B")
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

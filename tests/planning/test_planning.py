@@ -1,14 +1,10 @@
 """The plan of several processes needs neither them, nor the model's weights, nor the machine that would train."""
 
-import io
 import json
-import os
 
 import pytest
-from rich.console import Console
 
 from soren_align import errors, recipe, shipped
-from tests.support.command import overrides, run
 
 MISTRAL_7B = {
     "architectures": ["MistralForCausalLM"],
@@ -36,118 +32,105 @@ def mistral(tmp_path_factory):
     return [*model, "trainer.use_cpu=false", "trainer.bf16=true", "trainer.per_device_train_batch_size=2"]
 
 
-def plan(name, overrides, num_ranks):
-    from soren_align.planning import display
-    from soren_align.planning import plan as planning
-
-    found, counted = planning.plan(recipe.load(name, overrides), num_ranks=num_ranks)
-    said = io.StringIO()
-    display.show(found, counted, Console(file=said, width=80))
-    return found, said.getvalue()
-
-
-def test_mistral_7b_on_eight_ranks_by_zero_3_is_planned_by_the_command(mistral, tmp_path):
-    arguments = ("--processes", "8", "--json", *overrides(*mistral, "run.parallel=zero3"))
-    before = os.times()
-    ran = run("plan", "quickstart/sft", *arguments, cwd=tmp_path)
-    after = os.times()
-    assert ran.returncode == 0, ran.stderr
-    found = json.loads(ran.stdout)["processes"]
-    assert (found["number"], found["started"]) == (8, "8 by ZeRO 3, started by torchrun")
-    assert (found["matrices"], found["travelling"]) == (224, 224)
-    assert found["max_over_mean_load"] <= 1.01
-    assert found["bytes_sent"]["most"] == pytest.approx(6.1e9, rel=0.01)  # 2 x 7/8 of an eighth of 6.98e9, float32
-    assert found["map_flops"]["all_ranks"] == pytest.approx(307e12, rel=0.01)
-    sizes = {part["name"]: part["num_bytes"] / 7_241_732_096 * 8 for part in found["memory"]}
+def test_mistral_7b_on_eight_ranks_by_zero_3(planned, mistral):
+    plan, text = planned("quickstart/sft", *mistral, "run.parallel=zero3", num_ranks=8)
+    section = plan["processes"]
+    assert (section["num_processes"], section["parallel"]) == (8, "ZeRO 3")
+    assert "processes 8, ZeRO 3, started by torchrun" in text
+    assert (section["num_matrices"], section["num_exchanged_matrices"]) == (224, 224)
+    assert section["max_over_mean_flops"] <= 1.01
+    assert section["bytes_sent"]["max"] == pytest.approx(6.1e9, rel=0.01)  # 2 x 7/8 of an eighth of 6.98e9, float32
+    assert section["map_flops"]["all_ranks"] == pytest.approx(307e12, rel=0.01)
+    sizes = {part["name"]: part["num_bytes"] / 7_241_732_096 * 8 for part in section["memory"]}
     assert sizes["weights"] == pytest.approx(2, rel=1e-3)
-    assert sizes["float32 masters"] == sizes["gradients"] == pytest.approx(4, rel=1e-3)
-    assert list(tmp_path.iterdir()) == []
-    # 7 billion random weights would take minutes; a plan takes its imports and a few seconds
-    assert after.user - before.user < 60
+    assert sizes["float32 master weights"] == sizes["gradients"] == pytest.approx(4, rel=1e-3)
 
 
 @pytest.mark.parametrize("mode", ["zero1", "zero2"])
-def test_under_zero_1_and_2_no_matrix_of_mistral_7b_straddles_eight_ranks(mistral, mode):
-    found, said = plan("quickstart/sft", [*mistral, f"run.parallel={mode}"], 8)
-    found = found["processes"]
-    assert (found["matrices"], found["travelling"]) == (224, 0)
-    assert found["max_over_mean_load"] <= 1.01
-    assert found["bytes_sent"] == {"most": 0, "mean": 0}
-    assert "none of them travel" in said
-    assert max(len(line) for line in said.splitlines()) <= 80
-    assert "needs trainer.use_cpu: true" in said  # on a machine without a GPU, as those of the tests are
+def test_under_zero_1_and_2_no_matrix_of_mistral_7b_straddles_eight_ranks(planned, mistral, mode):
+    plan, text = planned("quickstart/sft", *mistral, f"run.parallel={mode}", num_ranks=8)
+    section = plan["processes"]
+    assert (section["num_matrices"], section["num_exchanged_matrices"]) == (224, 0)
+    assert section["max_over_mean_flops"] <= 1.01
+    assert section["bytes_sent"] == {"max": 0, "mean": 0}
+    assert "matrices exchanged between ranks: 0\n" in text
+    assert max(len(line) for line in text.splitlines()) <= 80
+    assert "needs trainer.use_cpu: true" in text  # on a machine without a GPU, as those of the tests are
 
 
-def test_an_offload_shows_both_memories(mistral):
-    found, said = plan("quickstart/sft", [*mistral, "run.parallel=zero3-offload"], 8)
-    of_the_cpu = {part["name"] for part in found["processes"]["memory"] if part["where"] == "cpu"}
-    assert {"weights", "float32 masters", "optimizer states"} <= of_the_cpu
-    assert "memory per rank, of the CPU" in said
-    assert max(len(line) for line in said.splitlines()) <= 80
+def test_an_offload_shows_both_memories(planned, mistral):
+    plan, text = planned("quickstart/sft", *mistral, "run.parallel=zero3-offload", num_ranks=8)
+    on_cpu = {part["name"] for part in plan["processes"]["memory"] if part["location"] == "cpu"}
+    assert {"weights", "float32 master weights", "optimizer states"} <= on_cpu
+    assert "memory per rank (CPU)" in text
+    assert max(len(line) for line in text.splitlines()) <= 80
 
 
-def test_steps_and_batch_are_those_of_the_processes():
+def test_steps_and_batch_are_those_of_the_processes(planned):
     small = ["trainer.per_device_train_batch_size=8", "trainer.max_steps=-1", "trainer.num_train_epochs=2"]
-    alone, _ = plan("quickstart/sft", small, 1)
-    found, said = plan("quickstart/sft", small, 3)
-    rows = found["data"]["kept"]
-    assert alone["steps"] == {"batch": 8, "per_epoch": rows // 8, "total": rows // 4, "epochs": 2.0}
-    assert found["steps"] == {"batch": 24, "per_epoch": rows // 24, "total": rows // 12, "epochs": 2.0}
-    assert "batch of 3 processes x 8 examples x accumulation 1" in said
-    assert alone["processes"]["started"] == "1"
-    fixed, _ = plan("quickstart/sft", [*small, "run.global_batch_size=48"], 3)
-    assert (fixed["steps"]["batch"], fixed["steps"]["per_epoch"]) == (48, rows // 48)
+    alone, _ = planned("quickstart/sft", *small)
+    plan, text = planned("quickstart/sft", *small, num_ranks=3)
+    number = plan["data"]["num_kept"]
+    steps = {"per_epoch": number // 8, "total": number // 4, "num_epochs": 2.0}
+    assert alone["steps"] == {"global_batch_size": 8, **steps}
+    steps = {"per_epoch": number // 24, "total": number // 12, "num_epochs": 2.0}
+    assert plan["steps"] == {"global_batch_size": 24, **steps}
+    _, factors = recipe.rows_per_step(recipe.load("quickstart/sft", small), 3)
+    assert f"global batch size 24: {factors}" in text
+    assert (alone["processes"]["num_processes"], alone["processes"]["parallel"]) == (1, "DDP")
+    fixed, _ = planned("quickstart/sft", *small, "run.global_batch_size=48", num_ranks=3)
+    assert (fixed["steps"]["global_batch_size"], fixed["steps"]["per_epoch"]) == (48, number // 48)
 
 
-@pytest.mark.parametrize("num_rows", [96, 97, 111, 113, 120])
+@pytest.mark.parametrize("num_examples", [96, 97, 111, 113, 120])
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_the_batches_of_an_epoch_are_counted_as_accelerate_deals_them(num_rows, num_ranks):
+def test_the_batches_of_an_epoch_are_counted_as_accelerate_deals_them(num_examples, num_ranks):
     from accelerate.data_loader import BatchSamplerShard
     from torch.utils.data import BatchSampler, SequentialSampler
 
     from soren_align.planning.processes import steps_per_epoch
 
-    batches = BatchSampler(SequentialSampler(range(num_rows)), 8, drop_last=False)
-    dealt = [len([*BatchSamplerShard(batches, num_ranks, rank)]) for rank in range(num_ranks)]
-    assert dealt == [steps_per_epoch(num_rows, 8, 1, num_ranks)] * num_ranks
-    assert steps_per_epoch(num_rows, 8, 4, num_ranks) == -(-dealt[0] // 4)
+    batches = BatchSampler(SequentialSampler(range(num_examples)), 8, drop_last=False)
+    assigned = [len([*BatchSamplerShard(batches, num_ranks, rank)]) for rank in range(num_ranks)]
+    assert assigned == [steps_per_epoch(num_examples, 8, 1, num_ranks)] * num_ranks
+    assert steps_per_epoch(num_examples, 8, 4, num_ranks) == -(-assigned[0] // 4)
 
 
-def test_dpo_holds_a_reference_model_and_adamw_maps_nothing():
+def test_dpo_has_a_reference_model_and_adamw_no_maps(planned):
     start = ["model.name_or_path=shipped:recipes/quickstart/base", "model.init_seed=0"]
-    found, _ = plan("quickstart/dpo", start, 2)
-    sizes = {part["name"]: part["num_bytes"] for part in found["processes"]["memory"]}
-    assert sizes["reference model"] == sizes["weights"] == 4 * found["model"]["parameters"]
-    found, said = plan("quickstart/sft", ["optimizer.name=adamw"], 2)
-    assert (found["processes"]["matrices"], found["processes"]["map_flops"]) == (0, None)
-    sizes = {part["name"]: part["num_bytes"] for part in found["processes"]["memory"]}
+    plan, _ = planned("quickstart/dpo", *start, num_ranks=2)
+    sizes = {part["name"]: part["num_bytes"] for part in plan["processes"]["memory"]}
+    assert sizes["reference model"] == sizes["weights"] == 4 * plan["model"]["num_parameters"]
+    plan, text = planned("quickstart/sft", "optimizer.name=adamw", "optimizer.adjust_lr_fn=null", num_ranks=2)
+    assert (plan["processes"]["num_matrices"], plan["processes"]["map_flops"]) == (0, None)
+    sizes = {part["name"]: part["num_bytes"] for part in plan["processes"]["memory"]}
     assert sizes["optimizer states"] == 2 * sizes["weights"]
-    assert "workspace of the map" not in sizes
-    assert "of maps" not in said
+    assert "map workspace" not in sizes
+    assert "spectral maps" not in text
 
 
-def test_packed_rows_are_full_and_steps_are_by_them():
-    loose, _ = plan("quickstart/sft", ["trainer.max_steps=-1", "trainer.num_train_epochs=1"], 1)
+def test_packed_sequences_are_full_and_determine_the_steps(planned):
+    loose, _ = planned("quickstart/sft", "trainer.max_steps=-1", "trainer.num_train_epochs=1")
     packing = ["trainer.packing=true", "trainer.max_length=256", "trainer.max_steps=-1", "trainer.num_train_epochs=1"]
-    found, said = plan("quickstart/sft", packing, 1)
-    tokens = loose["compute"]["tokens_per_row"] * loose["data"]["kept"]
-    assert found["steps"]["total"] == -(-round(tokens / 256 + 0.5) // 64)
-    assert found["compute"]["tokens_per_row"] == 256
-    assert "trainer.packing makes about" in said
+    plan, text = planned("quickstart/sft", *packing)
+    tokens = loose["compute"]["tokens_per_example"] * loose["data"]["num_kept"]
+    assert plan["steps"]["total"] == -(-round(tokens / 256 + 0.5) // 64)
+    assert plan["compute"]["tokens_per_example"] == 256
+    assert "trainer.packing makes about" in text
 
 
 @pytest.mark.parametrize("schedule", ["reduce_lr_on_plateau", "constant"])
-def test_a_schedule_that_follows_the_loss_is_planned_at_its_peak(schedule):
-    found, _ = plan("quickstart/sft", [f"trainer.lr_scheduler_type={schedule}", "trainer.warmup_steps=0"], 1)
-    assert {rate["lr"] for rate in found["learning_rates"]} == {3e-3}
+def test_a_schedule_that_follows_the_loss_is_planned_at_its_peak(planned, schedule):
+    plan, _ = planned("quickstart/sft", f"trainer.lr_scheduler_type={schedule}", "trainer.warmup_steps=0")
+    assert {rate["lr"] for rate in plan["learning_rates"]} == {3e-3}
 
 
-def test_a_schedule_that_lacks_its_settings_is_refused_in_words():
+def test_a_schedule_that_lacks_its_settings_is_refused_in_words(planned):
     with pytest.raises(errors.UserError, match=r"trainer\.lr_scheduler_type"):
-        plan("quickstart/sft", ["trainer.lr_scheduler_type=warmup_stable_decay"], 1)
+        planned("quickstart/sft", "trainer.lr_scheduler_type=warmup_stable_decay")
 
 
-def written_down(tmp_path, **config):
+def small_model(tmp_path, **config):
     """Overrides of the quickstart for a model of that config, without weights."""
     small = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
     small |= {"num_key_value_heads": 2, "num_hidden_layers": 2, "eos_token_id": 2, "pad_token_id": 0}
@@ -157,28 +140,35 @@ def written_down(tmp_path, **config):
     return [f"model.name_or_path={tmp_path}", "model.init_seed=0", "data.train.limit=20"]
 
 
-def test_an_architecture_whose_pass_needs_contents_is_planned_without_its_activations(tmp_path):
-    """The experts' products read from the tokens which goes where."""
+def test_an_architecture_whose_pass_needs_contents_is_planned_without_its_activations(planned, tmp_path):
+    """The products of experts depend on the values of the tokens."""
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
-    overrides = written_down(tmp_path, architectures=["MixtralForCausalLM"], model_type="mixtral", **experts)
-    found, said = plan("quickstart/sft", [*overrides, "trainer.bf16=true"], 1)
-    assert found["compute"]["training_flops"] is None
-    assert found["processes"]["memory_total"]["device"]["passes"] is None
-    assert "compute   not known for this architecture" in said
-    assert "activations and operations are not known for this architecture" in said
+    overrides = small_model(tmp_path, architectures=["MixtralForCausalLM"], model_type="mixtral", **experts)
+    plan, text = planned("quickstart/sft", *overrides, "trainer.bf16=true")
+    assert plan["compute"]["training_flops"] is None
+    assert plan["processes"]["memory_total"]["device"]["forward_backward"] is None
+    assert "compute   unknown for this architecture" in text
+    assert "activations and FLOPs are unknown for this architecture" in text
 
 
-@pytest.mark.parametrize(("strategy", "words"), [("epoch", "every epoch"), ("best", "at the best"), ("no", "none on")])
-def test_when_checkpoints_are_written_is_said_in_words(tmp_path, strategy, words):
-    overrides = [*written_down(tmp_path, architectures=["MistralForCausalLM"], model_type="mistral")]
-    overrides += [f"trainer.save_strategy={strategy}", "trainer.metric_for_best_model=loss"]
+@pytest.fixture(scope="module")
+def small_mistral(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("small-mistral")
+    return small_model(folder, architectures=["MistralForCausalLM"], model_type="mistral")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"), [("epoch", "every epoch"), ("best", "at the best"), ("no", "none during")]
+)
+def test_the_plan_describes_when_checkpoints_are_saved(planned, small_mistral, strategy, words):
+    overrides = [*small_mistral, f"trainer.save_strategy={strategy}", "trainer.metric_for_best_model=loss"]
     overrides += ["data.eval={path: shipped:recipes/quickstart/data/chat_test.jsonl}", "trainer.eval_strategy=epoch"]
-    _, said = plan("quickstart/sft", overrides, 1)
-    assert words in said
-    assert "SaveStrategy" not in said
+    _, text = planned("quickstart/sft", *overrides)
+    assert words in text
+    assert "SaveStrategy" not in text
 
 
-def test_rows_longer_than_the_models_positions_are_told(tmp_path):
+def test_examples_longer_than_the_models_positions_make_a_notice(planned, tmp_path):
     shape = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "max_position_embeddings": 8}
-    found, _ = plan("quickstart/sft", written_down(tmp_path, **shape), 1)
-    assert any("but the model has 8 positions; lower trainer.max_length" in notice for notice in found["notices"])
+    plan, _ = planned("quickstart/sft", *small_model(tmp_path, **shape))
+    assert any("and the model has 8 positions; see trainer.max_length" in notice for notice in plan["notices"])

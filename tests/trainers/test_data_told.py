@@ -40,7 +40,7 @@ def test_a_mixture_is_trained_told_and_recorded(tiny_run, rows):
     train = run.folder.read()["data"]["train"]
     assert train["num_examples_by_source"] == [8, 16]
     assert train["seed"] == 7
-    assert [(s["path"], s["weight"], s["taken"]) for s in train["sources"]] == [(chats, 0.5, 8), (spoken_, 2, 16)]
+    assert [(s["path"], s["weight"], s["num_sampled"]) for s in train["sources"]] == [(chats, 0.5, 8), (spoken_, 2, 16)]
     assert all(len(s["sha256"]) == 64 and s["split"] == "all" for s in train["sources"])
 
 

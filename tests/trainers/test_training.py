@@ -103,10 +103,10 @@ def test_the_logged_numbers_are_those_of_the_weights(tiny_run):
 
 
 def test_the_logged_rates_are_those_of_the_plan(tiny_run):
-    from soren_align.planning.plan import plan
+    from soren_align.planning.plan import plan_training
 
     run = tiny_run("sft", "optimizer.aux_lr=1e-4")
-    planned, counted = plan(run.recipe)
+    planned, counted = plan_training(run.recipe)
     trainer = run.trainer()
     assert counted.num_kept == len(trainer.train_dataset)
     trainer.train()
@@ -119,11 +119,11 @@ def test_the_logged_rates_are_those_of_the_plan(tiny_run):
 
 @pytest.mark.parametrize("epochs", [1, 2.5])
 def test_the_plan_counts_steps_as_transformers_does(tiny_run, epochs):
-    from soren_align.planning.plan import plan
+    from soren_align.planning.plan import plan_training
 
     overrides = ["trainer.max_steps=-1", f"trainer.num_train_epochs={epochs}", "data.train.limit=50"]
     run = tiny_run("sft", *overrides, "trainer.gradient_accumulation_steps=4", "trainer.warmup_steps=0")
-    planned, _ = plan(run.recipe)
+    planned, _ = plan_training(run.recipe)
     trainer = run.trainer()
     trainer.train()
     assert planned["steps"]["total"] == trainer.state.global_step

@@ -1,0 +1,46 @@
+"""What the package ships about the models and datasets of its recipes, for a plan without the hub.
+
+The numbers are the published ones; a plan that uses them has a notice about it.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from huggingface_hub import constants, get_session
+
+from .. import shipped
+from ..recipe import TrainSplit
+
+TIMEOUT_SECONDS = 3.0
+"""For the hub's answer; its own client would retry for half a minute."""
+
+
+def model_config(name: str) -> Path | None:
+    """The folder with the config.json of a model of the shipped recipes; None for another model."""
+    folder = shipped.ROOT / "configs/models" / name
+    return folder if (folder / "config.json").is_file() else None
+
+
+def num_examples(sources: Sequence[TrainSplit]) -> int | None:
+    """Examples of all sources together, from the dataset cards of the shipped recipes; None if one has no card."""
+    datasets = json.loads((shipped.ROOT / "configs/datasets.json").read_text(encoding="utf-8"))
+    total = 0
+    for source in sources:
+        number = datasets.get(source.path, {}).get("rows", {}).get(source.split)
+        if number is None:
+            return None
+        total += round(min(number, source.limit or number) * source.weight)
+    return total
+
+
+def go_offline_without_hub() -> None:
+    """Set offline mode if the hub does not answer. Call before the hub's clients are imported."""
+    if constants.HF_HUB_OFFLINE:
+        return
+    try:
+        get_session().head(constants.ENDPOINT, timeout=TIMEOUT_SECONDS)
+    except Exception:  # whatever its client raises, the hub is unreachable
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        constants.HF_HUB_OFFLINE = True
