@@ -120,7 +120,7 @@ def test_the_schema_is_json():
             "--suite: no suite named 'quikstart', nor such",
         ),
         (
-            ["eval", "owner/model", "--suite", "quickstart", "--output", "o", "--quote", "paper/sfx"],
+            ["eval", "owner/model", "--suite", "quickstart", "--output", "o", "--published", "paper/sfx"],
             "did you mean 'paper/sft'",
         ),
         (

@@ -164,17 +164,19 @@ def _output_problem(output: str) -> str | None:
 
 def _evaluation(raw: Raw) -> Iterator[tuple[Key, str]]:
     section = raw.section("eval")
-    names = section.get("quote")
-    paths = [raw.as_path(("eval", "quote", i), name) for i, name in enumerate(names if isinstance(names, list) else [])]
+    names = section.get("published")
+    names = names if isinstance(names, list) else []
+    paths = [raw.as_path(("eval", "published", i), name) for i, name in enumerate(names)]
     asked: dict[str, Any] = {key: raw.path("eval", key) for key in ("suite", "data_root")}
-    asked |= {"quote": [path for path in paths if path], "backend": raw.text("eval", "backend")}
+    asked |= {"published": [path for path in paths if path], "backend": raw.text("eval", "backend")}
     yield from ((("eval", key), message) for key, message in evaluation_problems(asked))
 
 
 def evaluation_problems(asked: dict[str, Any]) -> list[tuple[str, str]]:
     """(key, message) of each thing that an evaluation names and that is not there."""
     found: list[tuple[str, str]] = []
-    for key, kind, known in (("suite", "suite", shipped.suites()), ("quote", "quoted table", shipped.quoted())):
+    tables = ("published", "table of published scores", shipped.published())
+    for key, kind, known in (("suite", "suite", shipped.suites()), tables):
         names = asked.get(key) or []
         for name in [names] if isinstance(names, str) else names:
             if name not in known and not shipped.resolve(name).exists():

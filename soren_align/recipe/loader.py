@@ -206,7 +206,7 @@ def _meant(key: Key) -> str | None:
 
 
 _ALIASES = {"learning_rate": "lr", "model_name_or_path": "name_or_path", "dataset": "path", "torch_dtype": "dtype"}
-_ALIASES |= {"rank": "r", "lora_r": "r"}
+_ALIASES |= {"rank": "r", "lora_r": "r", "quote": "published"}
 # What a refused value was probably after.
 _INSTEAD: dict[Key, str] = {
     (
