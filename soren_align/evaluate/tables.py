@@ -18,7 +18,7 @@ SETTINGS = {
     "data": "data: {}",
     "generation_config": "generation config: {}",
     "chat_template": "chat template {}",
-    "bos": "BOS {}",
+    "bos": "BOS token {}",
     "dtype": "dtype {}",
     "device": "device {}",
     "backend": "backend {}",

@@ -126,7 +126,7 @@ def test_every_setting_is_listed_known_or_not():
         "few-shot examples: arc_challenge 25, hellaswag 10",
         "metrics: mmlu acc, gsm8k exact_match/strict-match",
         "seeds: random 0, numpy 1234, torch 1234, fewshot 1234",
-        "chat template off; BOS off",
+        "chat template off; BOS token off",
         "dtype bfloat16; device cuda; backend hf; batch size 8; processes 2",
         "new a on, b None",
     ):
