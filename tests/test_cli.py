@@ -123,6 +123,7 @@ def test_the_schema_is_json():
             ["eval", "owner/model", "--suite", "quickstart", "--output", "o", "--published", "paper/sfx"],
             "did you mean 'paper/sft'",
         ),
+        (["eval", "owner/model", "--quote", "paper/sft"], "--quote: unknown option; write --published paper/sft"),
         (
             ["eval", "owner/model", "--suite", "quickstart", "--output", "o", "--data-root", "no"],
             "--data-root: there is no",

@@ -108,11 +108,7 @@ def evaluate_model(
         raise UserError(f"{name}: the tokenizer has no chat template; suite {suite.name} needs one")
     settings, device = _backend_settings(model, suite, options)
     tasks = tasks or load_tasks(suite, options.cache)
-    use_cache = options.cache and not is_loaded
-    cache = ResponseCache(options.cache, cache_key(model, settings, device)) if use_cache else ResponseCache(None, {})
-    arguments = model, tokenizer, settings
-    workers = InProcess(*arguments) if options.num_processes == 1 else WorkerPool(options.num_processes, *arguments)
-    lm = RequestDispatcher(workers, tokenizer, settings, cache, strict=options.strict)
+    lm = _dispatcher(model, tokenizer, settings, device, options)
     generation, eos_token_id = generation_settings(model)
     reported = _reported_settings(suite, settings, device, options.limit) | {"generation_config": generation}
     results = ModelResults(reported, eos_token_id)
@@ -127,7 +123,7 @@ def evaluate_model(
             if display:
                 display.on_score(task.column, results.scores[task.column])
     finally:
-        workers.close()
+        lm.workers.close()
         if was_training:
             model.train()  # lm-eval leaves it in eval mode
     results.settings["bos"] = _starts_with_bos(results, tokenizer)
@@ -163,6 +159,17 @@ def _backend_settings(model: Any, suite: Suite, options: Options) -> tuple[Backe
     full_name = torch.cuda.get_device_name() if device.startswith("cuda") else device
     batch_size = options.batch_size or suite.batch_size
     return BackendSettings(cast(Any, options.backend), dtype, device, batch_size), full_name
+
+
+def _dispatcher(
+    model: Any, tokenizer: Any, settings: BackendSettings, device: str, options: Options
+) -> RequestDispatcher:
+    is_loaded = not isinstance(model, str | Path)
+    use_cache = options.cache and not is_loaded
+    cache = ResponseCache(options.cache, cache_key(model, settings, device)) if use_cache else ResponseCache(None, {})
+    arguments = model, tokenizer, settings
+    workers = InProcess(*arguments) if options.num_processes == 1 else WorkerPool(options.num_processes, *arguments)
+    return RequestDispatcher(workers, tokenizer, settings, cache, strict=options.strict)
 
 
 def _simple_evaluate(lm: RequestDispatcher, suite: Suite, task: Any, limit: int | None) -> dict[str, Any]:

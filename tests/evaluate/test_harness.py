@@ -97,7 +97,7 @@ def test_nothing_is_printed_and_nothing_asks_the_network(models, suite, monkeypa
 def test_what_the_worker_says_is_seen_while_lm_eval_is_hushed():
     """Else the bar stands still for hours: rich looks for sys.stderr anew at each line."""
     code = """
-from soren_align import worker
+from soren_align.launch import worker
 from soren_align.evaluate.quiet import quiet
 def evaluate(*_):
     with quiet():

@@ -8,6 +8,7 @@ from soren_align import shipped
 from soren_align.errors import UserError
 from soren_align.evaluate import tables
 from soren_align.evaluate.published import load_published
+from soren_align.recipe import load
 
 from .tabled import make_results
 
@@ -110,6 +111,11 @@ def test_no_published_score_is_in_a_test_of_significance(name):
 def test_a_table_of_another_suite_is_refused():
     with pytest.raises(UserError, match="has published scores for suite commonsense-zero-shot, not for quickstart"):
         load_published("paper/zero-shot", "quickstart")
+
+
+def test_the_keys_old_name_names_the_new_one(tmp_path):
+    with pytest.raises(UserError, match=r"eval\.quote: unknown key; did you mean 'published'\?"):
+        load("quickstart/sft", [f"run.output_dir={tmp_path}", "eval.quote=[paper/sft]"])
 
 
 @pytest.mark.parametrize("name", ["paper/stf", "no-such-thing"])

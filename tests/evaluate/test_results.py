@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from rich.console import Console
@@ -80,6 +81,23 @@ def test_a_link_in_place_of_a_file_is_replaced_and_not_followed(tmp_path):
     write_results(make_results(), {}, output)
     assert mine.read_text() == "mine"
     assert read_results(output) == make_results()
+
+
+def test_two_evaluations_that_end_together_leave_the_files_of_one(tmp_path):
+    """Each in its thread: a lock of the folder is a matter of open files, not of processes."""
+    for attempt in range(3):
+        output = tmp_path / str(attempt)
+        output.mkdir()
+        with ThreadPoolExecutor() as threads:
+            both = [("base", "SFT"), ("base", "DPO")]
+            futures = [
+                threads.submit(write_results, ours(*names), {n: {"acc": []} for n in names}, output) for names in both
+            ]
+        for future in futures:
+            future.result()
+        rows = [row["name"] for row in (read_results(output) or {})["rows"]]
+        assert tuple(rows) in both
+        assert sorted(folder.name for folder in (output / "samples").iterdir()) == sorted(rows)
 
 
 @pytest.mark.parametrize("file", ["results.json", "table.md", "scores.png"])
