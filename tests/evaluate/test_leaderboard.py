@@ -1,7 +1,5 @@
 """The two suites of real benchmarks, on invented questions in the real schemas: what lm-eval itself would say."""
 
-import time
-
 import pytest
 
 from soren_align.errors import UserError
@@ -29,17 +27,15 @@ def both(request, readers, data_root):
 
 @pytest.fixture(scope="module")
 def leaderboard(readers, data_root):
-    """(suite, tasks, one process's answers, seconds for loading and asking)."""
+    """(suite, tasks, results of one process)."""
     suite = suite_on(data_root, "open-llm-leaderboard-v1")
-    began = time.monotonic()
     tasks = load_tasks(suite)
-    found = evaluate_model(readers[0], suite, Options(device="cpu"), tasks=tasks)
-    return suite, tasks, found, time.monotonic() - began
+    results = evaluate_model(readers[0], suite, Options(device="cpu"), tasks=tasks)
+    return suite, tasks, results
 
 
-def test_the_leaderboard_has_62_tasks_and_is_asked_whole_within_a_minute(leaderboard):
-    _, tasks, found, seconds = leaderboard
-    assert seconds < 60
+def test_the_leaderboard_has_62_tasks_and_a_score_for_each(leaderboard):
+    _, tasks, found = leaderboard
     assert {column: len(subtasks(task)) for column, task in tasks.items()} == dict.fromkeys(LEADERBOARD, 1) | {
         "mmlu": 57
     }
@@ -106,7 +102,7 @@ def test_the_average_is_the_plain_mean_of_the_columns_with_its_own_error(both):
 @pytest.mark.parametrize("number", [2, 3])
 def test_any_number_of_processes_gives_the_prompts_and_scores_of_one(number, leaderboard, readers):
     """lm-eval's own data parallelism changes seven of eight few-shot prompts."""
-    suite, tasks, one, _ = leaderboard
+    suite, tasks, one = leaderboard
     several = evaluate_model(readers[0], suite, Options(device="cpu", num_processes=number), tasks=tasks)
     assert several.prompt_hashes == one.prompt_hashes
     assert several.scores == one.scores
@@ -114,7 +110,7 @@ def test_any_number_of_processes_gives_the_prompts_and_scores_of_one(number, lea
 
 
 def test_batches_change_log_likelihoods_in_the_last_digits_only(leaderboard, readers):
-    suite, tasks, one, _ = leaderboard
+    suite, tasks, one = leaderboard
     other = evaluate_model(readers[0], suite, Options(device="cpu", batch_size=5), tasks=tasks)
     for column, samples in one.samples.items():
         for a, b in zip(samples, other.samples[column], strict=True):
@@ -137,7 +133,7 @@ def test_data_that_are_not_there_are_named(tmp_path):
 
 
 def test_a_rehearsal_of_one_question_each_goes_through(leaderboard, readers):
-    suite, tasks, _, _ = leaderboard
+    suite, tasks, _ = leaderboard
     found = evaluate_model(readers[0], suite, Options(device="cpu", limit=1), tasks=tasks)
     assert found.scores["mmlu"]["n"] == 57
     assert found.scores["mmlu"]["stderr"] == 0
