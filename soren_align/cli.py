@@ -117,9 +117,11 @@ def evaluate(
     trust_suite: Annotated[
         bool, typer.Option("--trust-suite", help="Let the files of a suite that is not shipped run code.")
     ] = False,
-    quote: Annotated[
-        list[str] | None, typer.Option(help="Rows of others beneath: paper/sft, or a file. Repeatable.")
+    published: Annotated[
+        list[str] | None,
+        typer.Option(help="Published scores to show under the table: paper/sft, or a file. Repeatable."),
     ] = None,
+    quote: Annotated[list[str] | None, typer.Option(hidden=True)] = None,
     cache: Annotated[
         str | None, typer.Option(metavar="DIR", help="Where answers are kept. Default: the user's cache folder.")
     ] = None,
@@ -138,8 +140,10 @@ def evaluate(
         "limit": limit,
         "strict": strict or None,
         "trust_suite": trust_suite or None,
-        "quote": quote or None,
+        "published": published or None,
     }
+    if quote:
+        raise UserError(f"--quote: unknown option; write --published {quote[0]}")
     commands.evaluate(models, given, output, summary, cache)
 
 

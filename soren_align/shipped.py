@@ -40,7 +40,7 @@ def suites() -> dict[str, Path]:
     return {f.parent.name: f for f in sorted((ROOT / "eval").glob("*/suite.yaml"))}
 
 
-def quoted() -> dict[str, Path]:
-    """Every shipped table of quoted scores by name, e.g. {'paper/sft': .../eval/paper/sft.yaml}, sorted."""
+def published() -> dict[str, Path]:
+    """Every shipped table of published scores by name, e.g. {'paper/sft': .../eval/paper/sft.yaml}, sorted."""
     files = sorted((ROOT / "eval").glob("*/*.yaml"))
     return {f"{f.parent.name}/{f.stem}": f for f in files if not (f.parent / "suite.yaml").exists()}

@@ -125,9 +125,10 @@ def test_the_schema_is_json():
             "--suite: no suite named 'quikstart', nor such",
         ),
         (
-            ["eval", "owner/model", "--suite", "quickstart", "--output", "o", "--quote", "paper/sfx"],
+            ["eval", "owner/model", "--suite", "quickstart", "--output", "o", "--published", "paper/sfx"],
             "did you mean 'paper/sft'",
         ),
+        (["eval", "owner/model", "--quote", "paper/sft"], "--quote: unknown option; write --published paper/sft"),
         (
             ["eval", "owner/model", "--suite", "quickstart", "--output", "o", "--data-root", "no"],
             "--data-root: there is no",

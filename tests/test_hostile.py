@@ -40,10 +40,14 @@ RECIPES = {
     "a number as a suite": ("run:", "eval: {suite: 3}\nrun:", r"eval.suite: found 3; write a text"),
     "true as quoted tables": (
         "run:",
-        "eval: {suite: quickstart, quote: true}\nrun:",
-        r"eval.quote: found True; write a l",
+        "eval: {suite: quickstart, published: true}\nrun:",
+        r"eval.published: found True; write a l",
     ),
-    "a number as a quoted table": ("run:", "eval: {suite: quickstart, quote: [1]}\nrun:", r"eval.quote.0: found 1"),
+    "a number as a quoted table": (
+        "run:",
+        "eval: {suite: quickstart, published: [1]}\nrun:",
+        r"eval.published.0: found 1",
+    ),
     "a number as a trainer key": ("max_steps: 2", "1: 0", r"trainer.1: unknown to TRL's SFTConfig"),
     "null as a trainer key": ("max_steps: 2", "~: 0", r"trainer.~: unknown to TRL's SFTConfig"),
     "a list in a list of trackers": ("max_steps: 2", "report_to: [[wandb]]", r"trainer.report_to: found \['wandb'\]"),
@@ -78,8 +82,8 @@ RECIPES = {
     ),
     "nobody's home as a table": (
         "run:",
-        "eval: {suite: quickstart, quote: [~nosuchuser/x]}\nrun:",
-        r"eval.quote.0: .*can",
+        "eval: {suite: quickstart, published: [~nosuchuser/x]}\nrun:",
+        r"eval.published.0: .*can",
     ),
     "nobody's home as template": ("org/model", "org/model, chat_template: ~nosuchuser/x.jinja", r"model.chat_template"),
     "a long name as model": ("org/model", f"./{LONG}", r"model.name_or_path: .*File name too long"),

@@ -13,7 +13,7 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from soren_align import recipe, shipped
 from soren_align.errors import UserError
-from soren_align.evaluate.backends import Setup, load
+from soren_align.evaluate.backends import BackendSettings, load_lm
 from soren_align.trainers import adapters
 from soren_align.trainers.starting_model import load_model
 from tests.support.run_folders import finished_run
@@ -56,7 +56,7 @@ def train(start):
 
 def evaluate(start):
     tokenizer = AutoTokenizer.from_pretrained(start)
-    return load(start, tokenizer, Setup("hf", "float32", "cpu", 8))
+    return load_lm(start, tokenizer, BackendSettings("hf", "float32", "cpu", 8))
 
 
 def change(folder, how, file="model.safetensors"):

@@ -1,7 +1,8 @@
-"""Did it help? Models answer a suite's questions through lm-eval, beside the checkpoint that they started from.
+"""Evaluation: models answer a suite's questions through lm-eval, and are compared with their starting checkpoint.
 
-`suites` reads what is asked and `tasks` loads it. `harness` asks one model: through `answering`, which deals the work
-out to `workers`, each with the model by one of the `backends`, and keeps every answer in a `journal`; `scores` counts.
-`pairing` compares models question by question, `lineage` finds the checkpoints that a run came from, `stage` evaluates
-them all; `tables` and `picture` show the result, beside `quoted` rows of others.
+`stage` evaluates several models and writes the results. `suites` reads a suite and `tasks` loads it; `lineage` finds
+the checkpoints that a run was trained from. `harness` evaluates one model through lm-eval; `requests` takes responses
+from the `cache`, or sends the requests to `workers`, each with the model loaded by one of the `backends`. `scores`
+computes a column's score, `significance` compares models. `tables` and `figure` show the results beside `published`
+scores.
 """

@@ -1,7 +1,7 @@
-"""The model that answers, in this process: by Hugging Face's transformers, or by vLLM.
+"""The backends: a model is loaded and run by Hugging Face transformers or by vLLM.
 
-Either is lm-eval's own class, so that a prompt is cut into tokens and scored as `lm_eval` itself does it. Added here:
-weights that are not all there are refused, and prompts that had to be cut are counted.
+Either is lm-eval's own class, so that prompts are tokenized and scored exactly as by `lm_eval`. Added here: missing
+weights are refused, and truncated prompts are counted.
 """
 
 import importlib.util
@@ -24,146 +24,157 @@ from ..recipe import ADAPTER, adapter_config, is_local
 from ..weights import load_adapter, load_model
 
 FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
-"""What decides a model's answers: weights, configs, tokenizer, chat template. No pickled weights."""
+"""The files that determine a model's responses: weights, configs, tokenizer, chat template. No pickled weights."""
 
 _WITHOUT_EFFECT = re.compile(
     "_.*|output_.*|return_.*|(bos|pad|decoder_start)_token_id|eos_token_id|do_sample|temperature|top_p|top_k|max_length"
     "|use_cache|transformers_version"
 )
-"""Of a generation config: lm-eval asks for one likeliest answer, of its own length. Where it ends is told by itself."""
+"""Keys of a generation config that do not change greedy responses, whose length the task sets. eos_token_id does, and
+is reported by itself."""
 
 
-class DoesNotFit(UserError):
-    """The model's context is too short for a question."""
+class ContextTooShort(UserError):
+    """The model's context is too short for a request."""
 
 
 @dataclass(frozen=True)
-class Setup:
-    """How a model is made to answer: beside its files, what may change an answer's last digits."""
+class BackendSettings:
+    """How a model is loaded and run: all that may change the last digits of its responses, beside its files."""
 
     backend: Literal["hf", "vllm"]
     dtype: str
     device: str
-    """torch's word."""
+    """As in torch.device."""
     batch_size: int
     """Prompts in one forward pass; with vLLM, in one call."""
 
 
-def refuse_absent(backend: str) -> None:
-    """UserError where the backend is not installed."""
+def load_lm(model: Any, tokenizer: Any, settings: BackendSettings) -> Any:
+    """Return lm-eval's object for a model.
+
+    model: a folder, or a loaded transformers or PEFT model, which stays on its device and is left in eval mode.
+    """
+    if settings.backend == "vllm":
+        return _load_vllm(model, settings)
+    loaded = _load_hf(Path(model), settings).to(settings.device) if isinstance(model, str | Path) else model
+    return _count_truncated(HFLM, 1)(pretrained=loaded, tokenizer=tokenizer, batch_size=settings.batch_size)
+
+
+def run_requests(lm: Any, kind: str, arguments: list[tuple]) -> tuple[list[Any], int]:
+    """Return the responses to requests of one kind (loglikelihood, generate_until), and the number of truncated
+    prompts."""
+    lm.num_truncated = 0
+    requests = [Instance(cast(Any, kind), {}, each, 0) for each in arguments]
+    return getattr(lm, kind)(requests, disable_tqdm=True), lm.num_truncated
+
+
+def require_backend(backend: str) -> None:
+    """Raises UserError if the backend is not installed."""
     if backend == "vllm" and importlib.util.find_spec("vllm") is None:
         raise UserError("eval.backend is vllm, which is not installed: pip install 'soren-align[vllm]', or write hf")
 
 
-def folder_of(model: str | Path, revision: str | None = None) -> Path:
-    """Where a model's files lie; a name on the hub is downloaded first."""
+def model_folder(model: str | Path, revision: str | None = None) -> Path:
+    """Return the folder of a model's files; a model on the hub is downloaded first."""
     if is_local(str(model)):
         folder = local_path(model)
         if not any((folder / name).is_file() for name in ("config.json", ADAPTER)):
-            raise UserError(f"{model}: not a model that can be loaded: there is no config.json, nor an {ADAPTER}")
+            raise UserError(f"{model}: not a model that can be loaded: it has neither config.json nor {ADAPTER}")
         refuse_special_files(folder)
         return folder
     try:
         return Path(huggingface_hub.snapshot_download(str(model), revision=revision, allow_patterns=list(FILES)))
-    except Exception as error:  # not found, gated, offline, no space: the hub's own words say which
-        raise UserError(f"{model}: cannot be had from the hub: {_in_short(error)}") from error
+    except Exception as error:  # not found, gated, offline, no space: the hub's own message names the reason
+        raise UserError(f"{model}: cannot be downloaded from the hub: {_in_short(error)}") from error
 
 
-def base_of(folder: Path) -> Path | None:
-    """The model under a LoRA adapter; None where the folder holds a whole model."""
-    said = adapter_config(folder)
-    if said is None:
+def base_folder(folder: Path) -> Path | None:
+    """Return the folder of the model under a LoRA adapter; None if `folder` holds a whole model."""
+    config = adapter_config(folder)
+    if config is None:
         return None
-    base = folder_of(said["base_model_name_or_path"], said.get("revision"))
-    if (base / ADAPTER).is_file():  # on the hub; a chain of them need not end
+    base = model_folder(config["base_model_name_or_path"], config.get("revision"))
+    if (base / ADAPTER).is_file():  # on the hub; a chain of adapters might be endless
         raise UserError(
-            f"{folder}: stands on {said['base_model_name_or_path']}, which is an adapter too; merge that one"
+            f"{folder}: its base {config['base_model_name_or_path']} is an adapter too; merge that adapter first"
         )
     return base
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer in the folder; an adapter without one has its base's."""
-    base = base_of(folder)
-    where = folder if base is None or (folder / "tokenizer_config.json").is_file() else base
+    """Return the tokenizer in the folder; for an adapter without one, its base's."""
+    base = base_folder(folder)
+    source = folder if base is None or (folder / "tokenizer_config.json").is_file() else base
     try:
-        return AutoTokenizer.from_pretrained(where, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise UserError(f"{where}: has no tokenizer that can be loaded: {_in_short(error)}") from error
+        raise UserError(f"{source}: has no tokenizer that can be loaded: {_in_short(error)}") from error
 
 
-def generation_of(model: Any) -> tuple[dict[str, Any], Any]:
-    """What the model's own generation config does to greedy answers, and the token ids that end them.
+def generation_settings(model: Any) -> tuple[dict[str, Any], Any]:
+    """Return (the settings of the model's generation config that change greedy responses, its eos_token_id).
 
-    A repetition penalty changes them, under lm-eval too, as does a limit to their length.
+    lm-eval leaves these settings in force: a repetition penalty, for example, or a limit of the length.
     """
     if isinstance(model, str | Path):
-        folder = base_of(Path(model)) or Path(model)
+        folder = base_folder(Path(model)) or Path(model)
         try:
             config = GenerationConfig.from_pretrained(folder) if (folder / GENERATION_CONFIG_NAME).is_file() else None
         except (AttributeError, OSError, TypeError, ValueError) as error:
             raise UserError(f"{folder / GENERATION_CONFIG_NAME}: cannot be read: {_in_short(error)}") from None
     else:
         config = model.generation_config
-    said = config.to_diff_dict() if config else {}
-    return {k: v for k, v in said.items() if not _WITHOUT_EFFECT.fullmatch(k)}, said.get("eos_token_id")
+    settings = config.to_diff_dict() if config else {}
+    changing = {key: value for key, value in settings.items() if not _WITHOUT_EFFECT.fullmatch(key)}
+    return changing, settings.get("eos_token_id")
 
 
-def load(model: Any, tokenizer: Any, setup: Setup) -> Any:
-    """lm-eval's object of a model: a folder, or a loaded transformers or PEFT model, which stays on its device."""
-    if setup.backend == "vllm":
-        return _load_vllm(model, setup)
-    # Handed a model, lm-eval takes it as it is, and leaves it in eval mode.
-    loaded = _load_hf(Path(model), setup).to(setup.device) if isinstance(model, str | Path) else model
-    return _counting(HFLM, 1)(pretrained=loaded, tokenizer=tokenizer, batch_size=setup.batch_size)
+def _count_truncated(lm_class: type, spare: int) -> Any:
+    """Return a subclass of lm-eval's class that counts the prompts it truncates from the left.
 
-
-def answer(lm: Any, kind: str, arguments: list[tuple]) -> tuple[list[Any], int]:
-    """The answers to requests of one kind (loglikelihood, generate_until), and how many prompts had to be cut."""
-    lm.num_cut = 0
-    requests = [Instance(cast(Any, kind), {}, each, 0) for each in arguments]
-    return getattr(lm, kind)(requests, disable_tqdm=True), lm.num_cut
-
-
-def _counting(kind: type, spare: int) -> Any:
-    """lm-eval's class, counting the prompts that it cuts from the left.
-
-    spare: by how many tokens a prompt with its choice may be longer than the model's context.
+    spare: the number of tokens by which a prompt with its continuation may exceed the model's context.
     """
 
-    class Counting(kind):
-        num_cut = 0
+    class CountingLM(lm_class):
+        num_truncated = 0
 
-        def _loglikelihood_tokens(self, requests: Any, **how: Any) -> Any:
-            room = self.max_length + spare
-            longest = max((len(choice) for _, _, choice in requests), default=0)
-            if longest > self.max_length:  # lm-eval asserts it
-                raise DoesNotFit(f"an answer of {longest} tokens does not fit the model's context of {self.max_length}")
-            if not all(choice for _, _, choice in requests):
-                raise DoesNotFit("an answer to choose from has no tokens")
-            self.num_cut += len({text[0] for text, prompt, choice in requests if len(prompt) + len(choice) > room})
-            return super()._loglikelihood_tokens(requests, **how)
+        def _loglikelihood_tokens(self, requests: Any, **options: Any) -> Any:
+            max_tokens = self.max_length + spare
+            longest = max((len(continuation) for _, _, continuation in requests), default=0)
+            if longest > self.max_length:  # an assertion in lm-eval
+                raise ContextTooShort(
+                    f"an answer choice of {longest} tokens does not fit the model's context of {self.max_length}"
+                )
+            if not all(continuation for _, _, continuation in requests):
+                raise ContextTooShort("an answer choice has no tokens")
+            self.num_truncated += len(
+                {text[0] for text, prompt, continuation in requests if len(prompt) + len(continuation) > max_tokens}
+            )
+            return super()._loglikelihood_tokens(requests, **options)
 
-        def generate_until(self, requests: Any, **how: Any) -> Any:
+        def generate_until(self, requests: Any, **options: Any) -> Any:
             for request in requests:
                 prompt, settings = request.args
-                answer_tokens = cast(Any, normalize_gen_kwargs(settings, self.max_gen_toks))["max_gen_toks"]
-                if answer_tokens >= self.max_length:
-                    raise DoesNotFit(f"an answer of {answer_tokens} tokens leaves no room in {self.max_length}")
-                self.num_cut += len(self.tok_encode(prompt)) > self.max_length - answer_tokens
-            return super().generate_until(requests, **how)
+                num_new = cast(Any, normalize_gen_kwargs(settings, self.max_gen_toks))["max_gen_toks"]
+                if num_new >= self.max_length:
+                    raise ContextTooShort(
+                        f"generating {num_new} tokens leaves no room for a prompt in a context of {self.max_length}"
+                    )
+                self.num_truncated += len(self.tok_encode(prompt)) > self.max_length - num_new
+            return super().generate_until(requests, **options)
 
-    return Counting
+    return CountingLM
 
 
-def _load_hf(folder: Path, setup: Setup) -> Any:
-    base = base_of(folder)
-    dtype = getattr(torch, setup.dtype)
+def _load_hf(folder: Path, settings: BackendSettings) -> Any:
+    base = base_folder(folder)
+    dtype = getattr(torch, settings.dtype)
     try:
-        # Not cast afterwards: that would round the rotary frequencies too, and turn the words of a long prompt.
+        # Not cast after loading: that would round the rotary frequencies too, and change the positions of long prompts.
         model = load_model(str(base or folder), dtype=torch.float32 if base else dtype)
         if base:
-            # Merged as `merge_and_unload` would for a model on disk, so that both answer alike to the last bit.
+            # Merged as `merge_and_unload` would for a model on disk: both give the same responses to the last bit.
             model = cast(Any, load_adapter(model, str(folder))).merge_and_unload()
             for parameter in model.parameters():
                 parameter.data = parameter.data.to(dtype)
@@ -174,9 +185,9 @@ def _load_hf(folder: Path, setup: Setup) -> Any:
     return model
 
 
-def _load_vllm(model: Any, setup: Setup) -> Any:
+def _load_vllm(model: Any, settings: BackendSettings) -> Any:
     if not isinstance(model, str | Path):
-        raise UserError("vLLM loads models from folders; save this one first")
+        raise UserError("vLLM loads models from folders; save this model first")
     if (Path(model) / ADAPTER).is_file():
         raise UserError(
             f"{model}: is an adapter; merge it for vLLM (`soren-align merge RUN` makes RUN/merged), or use --backend hf"
@@ -190,10 +201,12 @@ def _load_vllm(model: Any, setup: Setup) -> Any:
             raise UserError(f"{model}: not a model that can be loaded: {_in_short(error)}") from error
     from lm_eval.models.vllm_causallms import VLLM
 
-    # It always generates a token, and needs room for it.
-    return _counting(VLLM, -1)(pretrained=str(model), dtype=setup.dtype, batch_size=setup.batch_size, seed=1234)
+    # vLLM always generates one token, which needs a place in the context.
+    return _count_truncated(VLLM, -1)(
+        pretrained=str(model), dtype=settings.dtype, batch_size=settings.batch_size, seed=1234
+    )
 
 
 def _in_short(error: Exception) -> str:
-    said = " ".join(str(error).split()) or type(error).__name__
-    return said if len(said) < 200 else f"{said[:200]}..."
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) < 200 else f"{text[:200]}..."

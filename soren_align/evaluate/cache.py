@@ -1,9 +1,9 @@
-"""Answers, kept by what they are answers to: no other model's are ever given, and none is asked for twice.
+"""The cache of responses: no request is computed twice, and no model gets another model's responses.
 
-A journal is a file per model, named by a hash of all that decides an answer: weights, configs, tokenizer, template,
-precision, batch size, device, versions. In it stands a line per piece of work, under a hash of its requests. The
-pieces are cut in the same way however many processes work on them, so that an answer taken from here is, to the last
-bit, the one that would be given again.
+A cache file belongs to one model. Its name is a hash of all that determines the responses: weights, configs, tokenizer,
+template, dtype, batch size, device, versions. It has one line per chunk of requests, under a hash of the requests.
+The chunks do not depend on the number of processes, so that a cached response equals, to the last bit, the one that
+would be computed again.
 """
 
 import hashlib
@@ -15,88 +15,89 @@ from pathlib import Path
 from typing import Any
 
 from ..run_folder import fingerprint
-from .backends import FILES, Setup, base_of
+from .backends import FILES, BackendSettings, base_folder
 
-FORMAT = 1
-"""Of the answers. Counted up when our own loading or asking of a model changes what it answers."""
+FORMAT = 2
+"""Of a cache file. Increased when this package loads or runs models differently, so that responses change."""
 PACKAGES = ("torch", "transformers", "lm-eval", "tokenizers", "peft")
 
 
-def default_root() -> Path:
-    """Where journals are kept: $SOREN_ALIGN_CACHE, or soren-align in the user's cache folder."""
-    given = os.environ.get("SOREN_ALIGN_CACHE")
-    return Path(given or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "soren-align").expanduser()
+class ResponseCache:
+    """The cached responses of one model."""
 
-
-class Journal:
-    """The answers of one model."""
-
-    def __init__(self, root: Path | None, identity: dict[str, Any]):
-        """root: the folder of all journals; None keeps the answers in memory. identity: what decides the answers."""
-        self.answers: dict[str, tuple[list[Any], int]] = {}
+    def __init__(self, root: Path | None, key: dict[str, Any]):
+        """root: the cache folder; None keeps the responses in memory. key: what determines them, see `cache_key`."""
+        self.responses: dict[str, tuple[list[Any], int]] = {}
+        """By chunk: the responses, and the number of truncated prompts."""
         self.file = None
         if root is None:
             return
-        folder = root / "answers"
+        folder = root / "responses"
         folder.mkdir(parents=True, exist_ok=True)
-        self.file = folder / f"{digest(identity)}.jsonl"
+        self.file = folder / f"{digest(key)}.jsonl"
         text = self.file.read_bytes() if self.file.is_file() else b""
         for line in text.split(b"\n"):
             try:
                 record = json.loads(line)
-                self.answers[record["piece"]] = ([_frozen(a) for a in record["answers"]], record["cut"])
+                self.responses[record["chunk"]] = ([_restore(r) for r in record["responses"]], record["truncated"])
             except (ValueError, KeyError, TypeError):
-                continue  # the identity, or what a kill cut short
+                continue  # the first line, which is the key, or a line that a kill left incomplete
         if not text:
-            self._append(json.dumps(identity) + "\n")
+            self._append(json.dumps(key) + "\n")
         elif not text.endswith(b"\n"):
-            self._append("\n")  # close the line that a kill cut short
+            self._append("\n")  # ends an incomplete line
 
-    def add(self, piece: str, answers: list[Any], num_cut: int) -> None:
-        """Keep the answers to a piece of work."""
-        self.answers[piece] = ([_frozen(a) for a in answers], num_cut)
+    def add(self, chunk: str, responses: list[Any], num_truncated: int) -> None:
+        """Add the responses to a chunk of requests."""
+        self.responses[chunk] = ([_restore(response) for response in responses], num_truncated)
         if self.file:
-            self._append(json.dumps({"piece": piece, "cut": num_cut, "answers": answers}) + "\n")
+            self._append(json.dumps({"chunk": chunk, "truncated": num_truncated, "responses": responses}) + "\n")
 
     def _append(self, text: str) -> None:
-        # One write in append mode: two evaluations of one model may keep their answers at the same time.
+        # One write in append mode: two evaluations of one model may add responses at the same time.
         assert self.file
         with self.file.open("ab", buffering=0) as stream:
             stream.write(text.encode())
 
 
-def digest(content: Any) -> str:
-    """sha256 of what JSON can say."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+def default_cache_folder() -> Path:
+    """Return $SOREN_ALIGN_CACHE, or else `soren-align` in the user's cache folder."""
+    own = os.environ.get("SOREN_ALIGN_CACHE")
+    return Path(own or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "soren-align").expanduser()
 
 
-def identity(folder: Path, setup: Setup, device: str) -> dict[str, Any]:
-    """What decides the answers of the model in a folder, beside the requests. device: its full name."""
-    packages = [*PACKAGES, *(["vllm"] if setup.backend == "vllm" else [])]
+def cache_key(folder: Path, settings: BackendSettings, device: str) -> dict[str, Any]:
+    """Return what determines the responses of the model in `folder` to given requests. device: its full name."""
+    packages = [*PACKAGES, *(["vllm"] if settings.backend == "vllm" else [])]
     return {
         "format": FORMAT,
-        "model": contents(folder),
-        "backend": setup.backend,
-        "dtype": setup.dtype,
-        "batch_size": setup.batch_size,
+        "model": model_digest(folder),
+        "backend": settings.backend,
+        "dtype": settings.dtype,
+        "batch_size": settings.batch_size,
         "device": device,
         "versions": {package: metadata.version(package) for package in packages},
     }
 
 
-def contents(folder: Path) -> str:
-    """sha256 over a model folder's files; with an adapter, over its base's too."""
+def model_digest(folder: Path) -> str:
+    """Return a sha256 over the files of a model; for an adapter, over its base's files too."""
     files = sorted({f for pattern in FILES for f in folder.glob(pattern) if f.suffix != ".safetensors" and f.is_file()})
-    said: list[Any] = [[f.name, _small(f, f.stat().st_mtime_ns)] for f in files]
-    base = base_of(folder)
-    return digest([fingerprint(str(folder)), said, contents(base) if base else None])
+    hashes: list[Any] = [[f.name, _file_sha256(f, f.stat().st_mtime_ns)] for f in files]
+    base = base_folder(folder)
+    return digest([fingerprint(str(folder)), hashes, model_digest(base) if base else None])
+
+
+def digest(content: Any) -> str:
+    """Return the sha256 of plain data, as JSON."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 @lru_cache
-def _small(file: Path, changed: int) -> str:
+def _file_sha256(file: Path, modified_ns: int) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def _frozen(answer: Any) -> Any:
-    """A log-likelihood's [number, whether greedy] as lm-eval's tuple; a text as it is."""
-    return tuple(answer) if isinstance(answer, list) else answer
+def _restore(response: Any) -> Any:
+    """Return a log-likelihood's [number, is_greedy] as lm-eval's tuple; a text unchanged."""
+    return tuple(response) if isinstance(response, list) else response

@@ -1,4 +1,4 @@
-"""The table as a picture: a panel per column, a dot per row with its 95% interval."""
+"""The table as a figure: a panel per column, a dot per row with its 95% interval."""
 
 from math import ceil
 from pathlib import Path
@@ -11,21 +11,21 @@ from matplotlib.figure import Figure
 
 MAX_ACROSS = 4
 BLUE, GREY = "#0072B2", "#767676"
-"""Of Okabe and Ito's palette, and a grey of 4.5:1 on white: told apart without colour, too, by filled and hollow."""
+"""Okabe and Ito's blue, and a grey of contrast 4.5:1 on white. Filled and hollow dots differ without colour too."""
 
 
 def draw(results: dict[str, Any], path: str | Path) -> None:
-    """Write the picture of `results` as a PNG; the same results give the same bytes.
+    """Write the figure of `results` as a PNG; the same results give the same bytes.
 
-    Rows stand in the table's order, with the first row's value as a line through each panel. Quoted rows are hollow
-    and grey, without an interval where none is known.
+    Rows are in the table's order; a line through each panel marks the first row's score. Published scores are hollow
+    and grey, without an interval if none was published.
     """
     columns = list(results["rows"][0]["scores"])
     rows = [(row, row["name"], True) for row in results["rows"]]
-    rows += [(row, f"{row['name']} (quoted)", False) for row in results.get("quoted", [])]
+    rows += [(row, f"{row['name']} (published)", False) for row in results.get("published", [])]
     across = ceil(len(columns) / ceil(len(columns) / MAX_ACROSS))
     down = ceil(len(columns) / across)
-    # Inches: on a page of 830 pixels letters of 9 points are 12 pixels high.
+    # Inches: on a page 830 pixels wide, letters of 9 points are 12 pixels high.
     figure = Figure(figsize=(8.5, 0.75 + down * (0.65 + 0.24 * len(rows))), dpi=150, layout="constrained")
     canvas = FigureCanvasAgg(figure)
     figure.suptitle(fill(results["title"], 80), fontsize=11, fontweight="bold")
@@ -37,7 +37,7 @@ def draw(results: dict[str, Any], path: str | Path) -> None:
     panels[0].set_yticks(range(len(rows)), [name for _, name, _ in rows])
     panels[0].set_ylim(len(rows) - 0.5, -0.5)
     first = results["rows"][0]["name"]
-    caption = f"percent, each with its own 95% interval; line: {first}; differences, question by question: in the table"
+    caption = f"percent, with the 95% interval of each score; line: {first}; paired differences: see the table"
     figure.supxlabel(caption, fontsize=8, color=GREY)
     canvas.print_png(path, metadata={"Software": None}, pil_kwargs={"optimize": True})
 
@@ -49,7 +49,7 @@ def _draw(panel: Axes, column: str, rows: list[tuple[dict[str, Any], str, bool]]
         if score is None:
             continue
         color = BLUE if own else GREY
-        half = 1.96 * score.get("stderr", 0)  # of quoted rows, which tell no more
+        half = 1.96 * score.get("stderr", 0)  # published scores have no low and high
         ends = [score.get("low", max(score["value"] - half, 0)), score.get("high", min(score["value"] + half, 100))]
         panel.plot(ends, [y, y], color=color, linewidth=1.4, zorder=2)
         face = color if own else "white"

@@ -1,11 +1,12 @@
-"""One model, one suite, through lm-eval.
+"""One model evaluated on one suite by lm-eval.
 
-What makes scores comparable is held fixed here: the suite's own dtype, batch size, seeds and template, and every
-prompt's hash is kept.
+All that makes scores comparable is fixed here: the suite's dtype, batch size, seeds and chat template. The hash of
+every prompt is recorded.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, cast
@@ -17,133 +18,170 @@ from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
 from ..errors import UserError
-from .backends import Setup, folder_of, generation_of, load_tokenizer, refuse_absent
-from .cache import Journal, identity
+from .backends import BackendSettings, generation_settings, load_tokenizer, model_folder, require_backend
+from .cache import ResponseCache, cache_key
+from .progress_display import ProgressDisplay
 from .quiet import quiet
-from .requests import Answering
+from .requests import RequestDispatcher
 from .sandbox import rendering
 from .scores import average, score_column
-from .suites import Suite
-from .tasks import Tasks, leaves, load_tasks, scores_of
-from .workers import Here, Several
+from .suites import Suite, SuiteTask
+from .tasks import Tasks, load_tasks, score_keys, subtasks
+from .workers import InProcess, WorkerPool
 
 PACKAGES = ("soren-align", "lm-eval", "transformers", "torch", "datasets")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a model is evaluated."""
+
+    backend: str = "hf"
+    dtype: str | None = None
+    """None: the suite's; a loaded model's own."""
+    device: str | None = None
+    """As in torch.device. None: the GPU if there is one; a loaded model's own."""
+    batch_size: int | None = None
+    """None: the suite's."""
+    limit: int | None = None
+    """Only the first questions of each task."""
+    strict: bool = False
+    """A truncated prompt is an error."""
+    num_processes: int = 1
+    cache: Path | None = None
+    """The cache folder; None caches nothing."""
+
+
 @dataclass
-class Answers:
-    """What one model answered, by column, in the order of the questions."""
+class ModelResults:
+    """The results of one model, by column, in the order of the questions."""
 
     settings: dict[str, Any]
-    """What another person needs to repeat it; rows of a table have the same."""
-    ends: Any = None
-    """Token ids with which the model ends an answer, by its generation config."""
+    """All that is needed to reproduce the scores; equal for all rows of a table."""
+    eos_token_id: Any = None
+    """Of the model's generation config: the tokens that end a generated text."""
     scores: dict[str, dict[str, Any]] = field(default_factory=dict)
     """See `score_column`, and "average"."""
     samples: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    """lm-eval's record of every question."""
+    """lm-eval's samples."""
     points: dict[str, list[float]] = field(default_factory=dict)
-    """What each question scored; a score is 100 times their mean."""
-    prompts: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
-    """Each question's and prompt's hash: two models are compared only where these are equal."""
-    cut: dict[str, int] = field(default_factory=dict)
-    """Prompts that were longer than the model's context and lost their beginning."""
-    asked: dict[str, int] = field(default_factory=dict)
-    """{"now": requests that the model answered, "before": those that a journal had answers to}"""
+    """The points of each question; a score is 100 times their mean."""
+    prompt_hashes: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
+    """Hashes of each question and its prompt: two models are compared only if these are equal."""
+    truncated: dict[str, int] = field(default_factory=dict)
+    """The number of prompts that were longer than the model's context and lost their beginning."""
+    num_requests: dict[str, int] = field(default_factory=dict)
+    """{"computed": by the model, "cached": responses from the cache}"""
+
+    def add(self, task: SuiteTask, loaded: Any, output: dict[str, Any], model: str) -> None:
+        """Add one column. loaded: lm-eval's task or group. output: of lm-eval's simple_evaluate. model: its name."""
+        score, points, samples = score_column(task, loaded, output, model)
+        questions = [sample for sample in samples if sample["filter"] == task.filter]
+        self.scores[task.column], self.points[task.column], self.samples[task.column] = score, points, samples
+        self.prompt_hashes[task.column] = [(q["doc_hash"], q["prompt_hash"]) for q in questions]
+        self.settings["task_versions"][task.column] = output["versions"][task.task]
+        self.settings["num_fewshot"][task.column] = output["n-shot"][subtasks(loaded)[0].task_name]
 
 
 def evaluate_model(
     model: Any,
     suite: Suite,
+    options: Options | None = None,
     *,
     tokenizer: Any = None,
     tasks: Tasks | None = None,
-    backend: str = "hf",
-    dtype: str | None = None,
-    device: str | None = None,
-    batch_size: int | None = None,
-    limit: int | None = None,
-    strict: bool = False,
-    num_processes: int = 1,
-    cache: Path | None = None,
-    on_progress: Callable[[str, int, int], object] | None = None,
-    on_score: Callable[[str, dict[str, Any]], object] | None = None,
-) -> Answers:
-    """Ask a model every question of the suite.
+    display: ProgressDisplay | None = None,
+) -> ModelResults:
+    """Return the results of a model on all questions of a suite.
 
-    model: a folder (an adapter's too), a name on the hub, or a loaded model with its `tokenizer`, whose answers are
-    not kept. tasks: from `load_tasks`; None loads them. device: torch's word; None is the GPU where there is one.
-    dtype, batch_size: None is the suite's. limit: so many questions of each task. strict: no prompt may be cut.
-    cache: the folder of all journals; None keeps no answers.
-    Raises UserError where the model cannot be loaded, a prompt does not fit (if strict), or an answer is not a number;
-    OutOfMemory where a batch does not fit the device.
+    model: a folder (an adapter's too), a name on the hub, or a loaded model with its `tokenizer`, which is never cached
+    and keeps its train or eval mode. tasks: from `load_tasks`; None loads them.
+    Raises UserError if the model cannot be loaded, a prompt does not fit (if strict), or a score is not a number;
+    OutOfMemory if a batch does not fit the device's memory.
     """
-    refuse_absent(backend)
-    live = not isinstance(model, str | Path)
-    name = "the given model" if live else str(model)
-    if live:
-        if num_processes > 1:
-            raise UserError("a loaded model answers in its own process only; give a folder to use several")
-        device, dtype = model.device.type, str(model.dtype).removeprefix("torch.")
-    else:
-        assert tokenizer is None, "a folder has its own tokenizer"
-        with quiet():
-            model = folder_of(model)
-            tokenizer = load_tokenizer(model)
+    options = options or Options()
+    require_backend(options.backend)
+    is_loaded = not isinstance(model, str | Path)
+    name = "the given model" if is_loaded else str(model)
+    model, tokenizer = _resolve(model, tokenizer, options.num_processes)
     if suite.apply_chat_template and not tokenizer.chat_template:
         raise UserError(f"{name}: the tokenizer has no chat template; suite {suite.name} needs one")
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and num_processes > torch.cuda.device_count():
-        raise UserError(f"{num_processes} processes need as many GPUs, and {torch.cuda.device_count()} can be seen")
-    full_name = torch.cuda.get_device_name() if device.startswith("cuda") else device
-    setup = Setup(cast(Any, backend), dtype or suite.dtype, device, batch_size or suite.batch_size)
-    tasks = tasks or load_tasks(suite, cache)
-    journal = Journal(None, {}) if live or cache is None else Journal(cache, identity(model, setup, full_name))
-    what = model, tokenizer, setup
-    workers = Here(*what) if num_processes == 1 else Several(num_processes, *what)
-    lm = Answering(workers, tokenizer, setup, journal, strict=strict)
-    generation, ends = generation_of(model)
-    answers = Answers(_settings(suite, setup, full_name, limit) | {"generation": generation}, ends)
-    was_training = live and model.training
+    settings, device = _backend_settings(model, suite, options)
+    tasks = tasks or load_tasks(suite, options.cache)
+    lm = _dispatcher(model, tokenizer, settings, device, options)
+    generation, eos_token_id = generation_settings(model)
+    reported = _reported_settings(suite, settings, device, options.limit) | {"generation_config": generation}
+    results = ModelResults(reported, eos_token_id)
+    was_training = is_loaded and model.training
     try:
         for task in suite.tasks:
-            loaded = tasks[task.column]
-            lm.begin(
-                f"{name}: {task.column}",
-                (lambda done, of, column=task.column: on_progress(column, done, of)) if on_progress else None,
-            )
-            found = _ask(lm, suite, loaded, limit)
-            score, points, samples = score_column(task, loaded, found, name)
-            asked = [s for s in samples if s["filter"] == task.filter]
-            answers.scores[task.column], answers.points[task.column] = score, points
-            answers.samples[task.column] = samples
-            answers.prompts[task.column] = [(s["doc_hash"], s["prompt_hash"]) for s in asked]
-            answers.settings["task_versions"][task.column] = found["versions"][task.task]
-            answers.settings["num_fewshot"][task.column] = found["n-shot"][leaves(loaded)[0].task_name]
-            if lm.num_cut:
-                answers.cut[task.column] = lm.num_cut
-            if on_score:
-                on_score(task.column, score)
+            lm.start_column(f"{name}: {task.column}", partial(display.on_progress, task.column) if display else None)
+            output = _simple_evaluate(lm, suite, tasks[task.column], options.limit)
+            results.add(task, tasks[task.column], output, name)
+            if lm.num_truncated:
+                results.truncated[task.column] = lm.num_truncated
+            if display:
+                display.on_score(task.column, results.scores[task.column])
     finally:
-        workers.close()
+        lm.workers.close()
         if was_training:
             model.train()  # lm-eval leaves it in eval mode
-    first = tokenizer(next(iter(answers.samples.values()))[0]["arguments"][0][0])["input_ids"]
-    answers.settings["bos"] = bool(first) and first[0] == tokenizer.bos_token_id
+    results.settings["bos"] = _starts_with_bos(results, tokenizer)
     if suite.average:
-        answers.scores["average"] = average(list(answers.scores.values()))
-    answers.asked = {"now": lm.num_asked, "before": lm.num_kept}
-    return answers
+        results.scores["average"] = average(list(results.scores.values()))
+    results.num_requests = {"computed": lm.num_computed, "cached": lm.num_cached}
+    return results
 
 
-def _ask(lm: Answering, suite: Suite, task: Any, limit: int | None) -> dict[str, Any]:
-    """lm-eval's results of one column."""
+def _resolve(model: Any, tokenizer: Any, num_processes: int) -> tuple[Any, Any]:
+    """Return (the model's folder, its tokenizer); a loaded model and its tokenizer unchanged."""
+    if not isinstance(model, str | Path):
+        if num_processes > 1:
+            raise UserError("a loaded model is evaluated in its own process only; pass a folder for several processes")
+        return model, tokenizer
+    assert tokenizer is None, "a folder has its own tokenizer"
+    with quiet():
+        folder = model_folder(model)
+        return folder, load_tokenizer(folder)
+
+
+def _backend_settings(model: Any, suite: Suite, options: Options) -> tuple[BackendSettings, str]:
+    """Return the settings, and the device's full name."""
+    dtype, device = options.dtype or suite.dtype, options.device
+    if not isinstance(model, str | Path):
+        device, dtype = model.device.type, str(model.dtype).removeprefix("torch.")
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and options.num_processes > torch.cuda.device_count():
+        raise UserError(
+            f"{options.num_processes} processes need as many GPUs; {torch.cuda.device_count()} are visible, write a "
+            "smaller --processes"
+        )
+    full_name = torch.cuda.get_device_name() if device.startswith("cuda") else device
+    batch_size = options.batch_size or suite.batch_size
+    return BackendSettings(cast(Any, options.backend), dtype, device, batch_size), full_name
+
+
+def _dispatcher(
+    model: Any, tokenizer: Any, settings: BackendSettings, device: str, options: Options
+) -> RequestDispatcher:
+    is_loaded = not isinstance(model, str | Path)
+    use_cache = options.cache and not is_loaded
+    cache = ResponseCache(options.cache, cache_key(model, settings, device)) if use_cache else ResponseCache(None, {})
+    arguments = model, tokenizer, settings
+    workers = InProcess(*arguments) if options.num_processes == 1 else WorkerPool(options.num_processes, *arguments)
+    return RequestDispatcher(workers, tokenizer, settings, cache, strict=options.strict)
+
+
+def _simple_evaluate(lm: RequestDispatcher, suite: Suite, task: Any, limit: int | None) -> dict[str, Any]:
+    """Return lm-eval's output for one column."""
     seeds = {f"{name}_random_seed": seed for name, seed in suite.seeds.model_dump().items() if name != "random"}
-    # These two start git and other programs to describe the machine, slowly and not silently.
-    hushed = mock.patch.multiple("lm_eval.evaluator", get_git_commit_hash=mock.DEFAULT, add_env_info=mock.DEFAULT)
+    # These two start git and other programs to describe the machine; they are slow and print.
+    without_machine = mock.patch.multiple(
+        "lm_eval.evaluator", get_git_commit_hash=mock.DEFAULT, add_env_info=mock.DEFAULT
+    )
     try:
-        with quiet(), hushed, rendering():
-            found = cast(Any, simple_evaluate)(  # its decorator hides the signature
+        with quiet(), without_machine, rendering():
+            output = cast(Callable[..., Any], simple_evaluate)(  # its decorator hides the signature
                 model=lm,
                 tasks=[task],
                 task_manager=TaskManager(include_defaults=False),
@@ -154,22 +192,29 @@ def _ask(lm: Answering, suite: Suite, task: Any, limit: int | None) -> dict[str,
                 **seeds,
             )
     except TemplateError as error:
-        raise UserError(f"{lm.asking}: a template of the task cannot be rendered: {error}") from None
-    assert found is not None  # only other ranks get nothing
-    return found
+        raise UserError(f"{lm.label}: a template of the task cannot be rendered: {error}") from None
+    assert output is not None  # None on other ranks only
+    return output
 
 
-def _settings(suite: Suite, setup: Setup, device: str, limit: int | None) -> dict[str, Any]:
+def _starts_with_bos(results: ModelResults, tokenizer: Any) -> bool:
+    """Whether prompts start with a BOS token."""
+    prompt = next(iter(results.samples.values()))[0]["arguments"][0][0]
+    tokens = tokenizer(prompt)["input_ids"]
+    return bool(tokens) and tokens[0] == tokenizer.bos_token_id
+
+
+def _reported_settings(suite: Suite, settings: BackendSettings, device: str, limit: int | None) -> dict[str, Any]:
     return {
         "versions": {package: metadata.version(package) for package in PACKAGES},
         "task_versions": {},
         "num_fewshot": {},
-        "metrics": {task.column: scores_of(task)[0] for task in suite.tasks},
+        "metrics": {task.column: score_keys(task)[0] for task in suite.tasks},
         "seeds": suite.seeds.model_dump(),
         "limit": limit,
-        "batch_size": setup.batch_size,
+        "batch_size": settings.batch_size,
         "chat_template": suite.apply_chat_template,
-        "dtype": setup.dtype,
+        "dtype": settings.dtype,
         "device": device,
-        "backend": setup.backend,
+        "backend": settings.backend,
     }

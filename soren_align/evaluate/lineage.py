@@ -1,4 +1,4 @@
-"""The checkpoints that a run came from, oldest first: base, SFT, DPO."""
+"""The checkpoints that a run was trained from, oldest first: base, SFT, DPO."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,89 +11,101 @@ from ..errors import UserError
 from ..files import local_path
 from ..recipe import is_local
 from ..run_folder import RunFolder, fingerprint
-from .backends import base_of, folder_of
-from .cache import contents
+from .backends import base_folder, model_folder
+from .cache import model_digest
 
 TASKS = {"sft": "SFT", "dpo": "DPO"}
 
+Row = tuple[str, Path]
+"""(name in the table, model folder)."""
 
-def lineage(path: str | Path, console: Console | None = None) -> list[tuple[str, Path]]:
-    """(name, model folder) of the starting checkpoint, of every run between, and of the given one.
 
-    path: a run folder, a model's, which is one row unless a run made it, an adapter's, which its base goes before, or
-    a name on the hub.
-    A start that is gone is a UserError; an older ancestor that is gone is left out, and the console says so.
+def lineages(paths: Sequence[str | Path], console: Console | None = None) -> list[Row]:
+    """Return the rows of several models in one table, in which a common ancestor appears once.
+
+    A model in `paths` has its own row even if all its files equal another's. If a name is taken, the name of the run
+    folder or on the hub is added in parentheses.
     """
-    given = local_path(path)
-    run = _run_of(given)
+    rows: list[Row] = []
+    seen: set[str] = set()
+    for path in paths:
+        *ancestors, last = lineage(path, console)
+        for name, model in ancestors:
+            if model_digest(model) not in seen:
+                rows.append(_with_unique_name(rows, name, model, path))
+            seen.add(model_digest(model))
+        if last[1].resolve() not in [model.resolve() for _, model in rows]:
+            rows.append(_with_unique_name(rows, *last, path))
+            seen.add(model_digest(last[1]))
+    return rows
+
+
+def lineage(path: str | Path, console: Console | None = None) -> list[Row]:
+    """Return the rows of a model: the starting checkpoint, every run between, and the model.
+
+    path: a run folder; a model folder, which is one row unless a run trained it; an adapter, after its base; or a name
+    on the hub.
+    Raises UserError if the direct start is missing. An older ancestor that is missing is left out, with a warning.
+    """
+    local = local_path(path)
+    run = _run_of(local)
     if run is None:
-        on_hub = not is_local(str(path))
-        given = folder_of(path) if on_hub else given
-        name = str(path).rpartition("/")[2] if on_hub else given.resolve().name
-        base = base_of(given)
-        if base is not None:
-            below = lineage(base, console)
-            return [*(below if len(below) > 1 else [("base", base)]), (name, given)]
-        if not (given / "config.json").is_file():
-            raise UserError(f"{path}: neither a run folder (run.json) nor a model folder (config.json)")
-        return [(name, given)]
+        return _model_rows(path, console)
     if not (run / "model").is_dir():
         status = (RunFolder(run).read() or {}).get("status")
         raise UserError(f"{path}: has no model yet (status: {status}); finish the run first")
-    rows: list[tuple[str, Path]] = []
+    rows: list[Row] = []
     seen: set[Path] = set()
-    model = run / "model" if given == run else given
+    model = run / "model" if local == run else local
     while run is not None:
         seen.add(run.resolve())
         record = RunFolder(run).record("start")
         rows.append((TASKS[record["task"]], model))
         start = _own_start(run, record["start"]) or _start(record["start"])
         if start is None:
-            problem = f"the checkpoint that {run} started from is gone: {record['start']['path']}"
+            problem = f"the checkpoint from which {run} was trained is missing: {record['start']['path']}"
             if len(rows) == 1:
-                raise UserError(f"{path}: {problem}")
+                raise UserError(f"{path}: {problem}; restore it")
             (console or Console(stderr=True)).print(f"no row for the base: {problem}", highlight=False, soft_wrap=True)
             break
         parent = _run_of(start)
         if _was_changed(start, record["start"]) or (parent is not None and parent.resolve() in seen):
-            raise UserError(f"{path}: {start} was written over since {run} started from it; its row would be false")
+            raise UserError(
+                f"{path}: {start} was overwritten after {run} was trained from it, so that the comparison would be "
+                "wrong; restore it, or train the run again"
+            )
         if parent is None:
             rows.append(("base", start))
         run, model = parent, start
-    named: list[tuple[str, Path]] = []
+    unique: list[Row] = []
     for name, model in rows[::-1]:
-        named.append(_named(named, name, model, model))
-    return named
+        unique.append(_with_unique_name(unique, name, model, model))
+    return unique
 
 
-def lineages(paths: Sequence[str | Path], console: Console | None = None) -> list[tuple[str, Path]]:
-    """The rows of several models side by side: an ancestor that they have in common stands there once.
-
-    What was named itself keeps its row, were it equal to another in every file. A name that is taken gets its
-    run folder's, or its hub name, beside it.
-    """
-    rows: list[tuple[str, Path]] = []
-    seen: set[str] = set()
-    for path in paths:
-        *ancestors, named = lineage(path, console)
-        for name, model in ancestors:
-            if contents(model) not in seen:
-                rows.append(_named(rows, name, model, path))
-            seen.add(contents(model))
-        if named[1].resolve() not in [model.resolve() for _, model in rows]:
-            rows.append(_named(rows, *named, path))
-            seen.add(contents(named[1]))
-    return rows
+def _model_rows(path: str | Path, console: Console | None) -> list[Row]:
+    """Return the rows of a model or adapter that no run trained."""
+    local = local_path(path)
+    on_hub = not is_local(str(path))
+    folder = model_folder(path) if on_hub else local
+    name = str(path).rpartition("/")[2] if on_hub else folder.resolve().name
+    base = base_folder(folder)
+    if base is not None:
+        base_rows = lineage(base, console)
+        return [*(base_rows if len(base_rows) > 1 else [("base", base)]), (name, folder)]
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{path}: neither a run folder (run.json) nor a model folder (config.json)")
+    return [(name, folder)]
 
 
-def _named(rows: list[tuple[str, Path]], name: str, model: Path, path: str | Path) -> tuple[str, Path]:
-    """The row, under a name that none of `rows` has: its run folder's, or the hub name `path`, stands beside it."""
-    beside = model.parent.resolve().name if is_local(str(path)) else str(path).replace("/", "--")
-    return (f"{name} ({beside})" if any(name == other for other, _ in rows) else name), model
+def _with_unique_name(rows: list[Row], name: str, model: Path, path: str | Path) -> Row:
+    """Return the row; if `rows` has its name, with the run folder's name or the hub name `path` in parentheses."""
+    addition = model.parent.resolve().name if is_local(str(path)) else str(path).replace("/", "--")
+    return (f"{name} ({addition})" if any(name == other for other, _ in rows) else name), model
 
 
 def _run_of(path: Path) -> Path | None:
-    """The run folder that `path` is, or whose `model` it is, or whose adapter `merged` into the base."""
+    """Return the run folder that `path` is, or of which it is the model or the merged model; else None."""
     for run in (path, path.parent if path.resolve().name in ("model", "merged") else path):
         if (run / "run.json").is_file() and not (run / "config.json").is_file():
             return run
@@ -101,15 +113,15 @@ def _run_of(path: Path) -> Path | None:
 
 
 def _own_start(run: Path, start: dict[str, Any]) -> Path | None:
-    """The start that a run made for itself: it is where the run is now, moved or copied."""
+    """Return the start that lies in the run folder itself, which may have been moved or copied; else None."""
     own = run / "start"
     recorded = Path(start["path"])
-    is_it = recorded.name == "start" and start.get("sha256_or_revision") in (None, fingerprint(str(own)))
-    return own if own.is_dir() and is_it else None
+    matches = recorded.name == "start" and start.get("sha256_or_revision") in (None, fingerprint(str(own)))
+    return own if own.is_dir() and matches else None
 
 
 def _start(start: dict[str, Any]) -> Path | None:
-    """Where the starting checkpoint lies: a folder, or the hub's files as they were when the run began."""
+    """Return the folder of the starting checkpoint; for the hub, the files of the recorded revision."""
     try:
         path = Path(start["path"]).expanduser()
         if path.is_dir() or is_local(start["path"]):
@@ -117,11 +129,13 @@ def _start(start: dict[str, Any]) -> Path | None:
         revision = start.get("sha256_or_revision")
         return Path(huggingface_hub.snapshot_download(start["path"], revision=revision, local_files_only=True))
     except (OSError, RuntimeError, ValueError) as error:
-        why = " ".join(str(error).split())[:200]
-        raise UserError(f"the checkpoint that a run started from, {start['path'][:200]}, is not here: {why}") from None
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"the starting checkpoint of a run, {start['path'][:200]}, is not available: {reason}"
+        ) from None
 
 
 def _was_changed(folder: Path, start: dict[str, Any]) -> bool:
-    """Whether other weights lie there now; the hub's commits do not change."""
-    was = start.get("sha256_or_revision")
-    return was is not None and is_local(start["path"]) and fingerprint(str(folder)) != was
+    """Whether the weights there differ from the recorded ones; a revision on the hub does not change."""
+    recorded = start.get("sha256_or_revision")
+    return recorded is not None and is_local(start["path"]) and fingerprint(str(folder)) != recorded

@@ -1,6 +1,6 @@
-"""Rows that others published, to stand beside ours: marked as quoted, and in no test of significance.
+"""Published scores of other authors, shown under the table's own rows and never compared.
 
-They were asked elsewhere and in other words, and their answers question by question are not known.
+They come from other prompts and other software, and the points of single questions are not known.
 """
 
 from typing import Annotated, Any
@@ -9,56 +9,58 @@ from pydantic import Field, model_validator
 
 from .. import shipped
 from ..errors import UserError, did_you_mean
-from .yaml_sections import Section, checked, mapping, refuse_twice
+from .yaml_sections import YamlSection, read_mapping, refuse_duplicates, validate
 
 
-class QuotedScore(Section):
+class PublishedScore(YamlSection):
     """In percent."""
 
     value: Annotated[float, Field(ge=0, le=100)]
     stderr: Annotated[float, Field(ge=0, le=100)] | None = None
-    """Null where it was not published."""
+    """Null if it was not published."""
 
 
-class QuotedRow(Section):
+class PublishedRow(YamlSection):
     """One model."""
 
     name: Annotated[str, Field(min_length=1)]
-    scores: Annotated[dict[str, QuotedScore], Field(min_length=1)]
-    """By the suite's columns, and "average"; not necessarily all of them."""
+    scores: Annotated[dict[str, PublishedScore], Field(min_length=1)]
+    """By column of the suite, and "average"; some may be missing."""
 
 
-class Quoted(Section):
+class PublishedTable(YamlSection):
     """One published table."""
 
     source: str
-    """Who published it and where."""
+    """Authors and publication."""
     model: str
-    """What was asked."""
+    """The model that was evaluated."""
     suite: str
-    """Whose columns these are."""
-    rows: Annotated[list[QuotedRow], Field(min_length=1)]
+    """The suite with the same columns."""
+    rows: Annotated[list[PublishedRow], Field(min_length=1)]
 
     @model_validator(mode="after")
-    def _no_name_twice(self) -> "Quoted":
-        refuse_twice([row.name for row in self.rows], "rows: {} stands there twice; each must have its own name")
+    def _refuse_duplicate_names(self) -> "PublishedTable":
+        refuse_duplicates([row.name for row in self.rows], "rows: {} is there twice; each row needs its own name")
         return self
 
 
-def load_quoted(name_or_path: str, suite_name: str) -> list[dict[str, Any]]:
-    """The rows of a shipped table ('paper/sft') or of a YAML file like it.
+def load_published(name_or_path: str, suite_name: str) -> list[dict[str, Any]]:
+    """Return the rows of a shipped table ('paper/sft') or of a YAML file of the same form.
 
-    Returns {"name", "source", "scores": {column: {"value", "stderr" where published}}} of each row, in percent.
-    Raises UserError with every mistake found, and where the scores are those of another suite.
+    A row is {"name", "source", "scores": {column: {"value", "stderr" if published}}}, in percent.
+    Raises UserError with all errors in the file, or if the scores belong to another suite.
     """
-    known = shipped.quoted()
+    known = shipped.published()
     path = known.get(name_or_path) or shipped.resolve(name_or_path)
     if not path.is_file():
         hint = did_you_mean(name_or_path, known, f"shipped: {', '.join(known)}")
-        raise UserError(f"{name_or_path}: neither a file nor a shipped table of quoted scores{hint}")
-    raw = mapping(path, f"quoted scores are a mapping ({', '.join(Quoted.model_fields)})")
-    table = checked(raw, Quoted, path)
+        raise UserError(f"{name_or_path}: neither a file nor a shipped table of published scores{hint}")
+    raw = read_mapping(path, f"published scores are a mapping ({', '.join(PublishedTable.model_fields)})")
+    table = validate(raw, PublishedTable, path)
     if table.suite != suite_name:
-        raise UserError(f"{name_or_path}: quotes scores of suite {table.suite}, and this is suite {suite_name}")
+        raise UserError(
+            f"{name_or_path}: has published scores for suite {table.suite}, not for {suite_name}; choose another table"
+        )
     source = f"{table.source} ({table.model})"
     return [{"name": row.name, "source": source} | row.model_dump(exclude_none=True) for row in table.rows]

@@ -1,7 +1,7 @@
-"""One model answers all requests, in pieces: by this process or by several, and never the same piece twice.
+"""The requests of one model: responses come from the cache or, chunk by chunk, from the worker processes.
 
-lm-eval sees a single model on a single rank, so that its few-shot prompts cannot depend on the number of processes (run
-by lm-eval on two ranks, most prompts change). What is dealt out here are finished prompts.
+lm-eval sees a single model on a single rank, so that its few-shot examples do not depend on the number of processes
+(with lm-eval's own data parallelism on two ranks, most prompts change). Workers get finished prompts.
 """
 
 from collections.abc import Callable
@@ -13,100 +13,106 @@ from lm_eval.models.huggingface import HFLM
 
 from ..data.rendering import CPU_SECONDS, cpu_time_limit
 from ..errors import UserError
-from .backends import DoesNotFit, Setup
-from .cache import Journal, digest
-from .workers import Here, Several
+from .backends import BackendSettings, ContextTooShort
+from .cache import ResponseCache, digest
+from .workers import InProcess, WorkerPool
 
-BATCHES_PER_PIECE = 16
-"""Of log-likelihoods: enough to sort by length within, few enough to lose little when killed."""
+BATCHES_PER_CHUNK = 16
+"""For log-likelihoods: enough to sort requests by length, few enough to lose little when killed."""
 
 
-class Answering(LM):
-    """lm-eval's model whose answers come from the journal or, piece by piece, from the processes at work."""
+class RequestDispatcher(LM):
+    """lm-eval's model: takes responses from the cache and sends the remaining requests to the workers."""
 
     def __init__(
-        self, workers: Here | Several, tokenizer: Any, setup: Setup, journal: Journal, *, strict: bool = False
+        self,
+        workers: InProcess | WorkerPool,
+        tokenizer: Any,
+        settings: BackendSettings,
+        cache: ResponseCache,
+        *,
+        strict: bool = False,
     ):
-        """strict: a prompt that must be cut is an error."""
+        """strict: a truncated prompt is an error."""
         super().__init__()
-        self.workers, self.tokenizer, self.setup, self.journal = workers, tokenizer, setup, journal
+        self.workers, self.tokenizer, self.settings, self.cache = workers, tokenizer, settings, cache
         self.strict = strict
-        self.chat_template_args: dict[str, Any] = {}  # as HFLM has it
-        self.num_asked = self.num_kept = self.num_cut = 0
-        self.asking = ""
+        self.chat_template_args: dict[str, Any] = {}  # read by HFLM.apply_chat_template
+        self.num_computed = self.num_cached = self.num_truncated = 0
+        self.label = ""
         self.on_progress: Callable[[int, int], object] | None = None
 
-    def begin(self, asking: str, on_progress: Callable[[int, int], object] | None) -> None:
-        """Another column. asking: model and column, for errors. on_progress: gets requests done and in all."""
-        self.asking, self.on_progress, self.num_cut = asking, on_progress, 0
+    def start_column(self, label: str, on_progress: Callable[[int, int], object] | None) -> None:
+        """Reset the number of truncated prompts. label: model and column, for errors. on_progress(done, total)."""
+        self.label, self.on_progress, self.num_truncated = label, on_progress, 0
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """lm-eval asks: how likely is each continuation after its context, and is it the likeliest?"""
-        return self._answers("loglikelihood", [request.args for request in requests])
+        """Return (log-likelihood of the continuation after its context, whether it is greedy) of each request."""
+        return self._responses("loglikelihood", [request.args for request in requests])
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """lm-eval asks: how does each context go on?"""
-        return self._answers("generate_until", [request.args for request in requests])
+        """Return the text generated after each context."""
+        return self._responses("generate_until", [request.args for request in requests])
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """lm-eval asks: how likely is each text?"""
-        return self._answers("loglikelihood_rolling", [request.args for request in requests])
+        """Return the log-likelihood of each text."""
+        return self._responses("loglikelihood_rolling", [request.args for request in requests])
 
-    def _answers(self, kind: str, requests: list[tuple]) -> list[Any]:
-        """The answers, in order."""
-        alone = kind == "generate_until" and self.setup.backend == "hf"  # vLLM batches by itself
-        numbered = pieces(requests, self.setup.batch_size * (1 if alone else BATCHES_PER_PIECE))
-        names = [digest([kind, [requests[i] for i in piece]]) for piece in numbered]
-        todo = {name: piece for name, piece in zip(names, numbered, strict=True) if name not in self.journal.answers}
-        asked = sum(len(piece) for piece in todo.values())
-        done = len(requests) - asked
-        self.num_kept += done
-        self._say(done, len(requests))
-        work = [(name, kind, [requests[i] for i in piece]) for name, piece in todo.items()]
+    def _responses(self, kind: str, requests: list[tuple]) -> list[Any]:
+        """Return the responses in the order of the requests; those not cached are computed and cached."""
+        single = kind == "generate_until" and self.settings.backend == "hf"  # vLLM schedules batches itself
+        chunks = make_chunks(requests, self.settings.batch_size * (1 if single else BATCHES_PER_CHUNK))
+        keys = [digest([kind, [requests[i] for i in chunk]]) for chunk in chunks]
+        missing = {key: chunk for key, chunk in zip(keys, chunks, strict=True) if key not in self.cache.responses}
+        work = [(key, kind, [requests[i] for i in chunk]) for key, chunk in missing.items()]
+        done = len(requests) - sum(len(chunk) for chunk in missing.values())
+        self.num_cached += done
+        self._report_progress(done, len(requests))
         try:
-            for name, found, num_cut in self.workers.work_on(work):
-                self._refuse_cut(num_cut)
-                self.journal.add(name, found, num_cut)
-                self.num_asked += len(found)
-                done += len(found)
-                self._say(done, len(requests))
-        except DoesNotFit as error:
-            raise UserError(f"{self.asking}: {error}") from None
-        answers: list[Any] = [None] * len(requests)
-        for name, piece in zip(names, numbered, strict=True):
-            found, num_cut = self.journal.answers[name]
-            self._refuse_cut(num_cut)
-            self.num_cut += num_cut
-            for i, given in zip(piece, found, strict=True):
-                answers[i] = given
-        return answers
+            for key, responses, num_truncated in self.workers.run(work):
+                self._refuse_truncated(num_truncated)
+                self.cache.add(key, responses, num_truncated)
+                self.num_computed += len(responses)
+                done += len(responses)
+                self._report_progress(done, len(requests))
+        except ContextTooShort as error:
+            raise UserError(f"{self.label}: {error}") from None
+        ordered: list[Any] = [None] * len(requests)
+        for key, chunk in zip(keys, chunks, strict=True):
+            responses, num_truncated = self.cache.responses[key]
+            self._refuse_truncated(num_truncated)
+            self.num_truncated += num_truncated
+            for i, response in zip(chunk, responses, strict=True):
+                ordered[i] = response
+        return ordered
 
-    def _refuse_cut(self, num_cut: int) -> None:
-        if num_cut and self.strict:
-            raise UserError(f"{self.asking}: prompts do not fit the model's context and would be cut (--strict)")
+    def _refuse_truncated(self, num_truncated: int) -> None:
+        if num_truncated and self.strict:
+            raise UserError(f"{self.label}: prompts do not fit the model's context and would be truncated (--strict)")
 
-    def _say(self, done: int, of: int) -> None:
+    def _report_progress(self, done: int, total: int) -> None:
         if self.on_progress:
-            self.on_progress(done, of)
+            self.on_progress(done, total)
 
-    def apply_chat_template(self, *args: Any, **how: Any) -> str:
-        """lm-eval's, of one question."""
-        with cpu_time_limit(CPU_SECONDS, f"{self.asking}: the chat template"):
-            return HFLM.apply_chat_template(cast(Any, self), *args, **how)
+    def apply_chat_template(self, *args: Any, **options: Any) -> str:
+        """Return HFLM's rendering of one prompt, within a time limit."""
+        with cpu_time_limit(CPU_SECONDS, f"{self.label}: the chat template"):
+            return HFLM.apply_chat_template(cast(Any, self), *args, **options)
 
     tokenizer_name = HFLM.tokenizer_name
 
 
-def pieces(requests: list[tuple], size: int) -> list[list[int]]:
-    """The requests' numbers in pieces: long contexts first (a batch too large shows at once), none of them torn.
+def make_chunks(requests: list[tuple], size: int) -> list[list[int]]:
+    """Return the indices of the requests in chunks, longest contexts first: a batch too large fails at once.
 
-    They depend on nothing but the requests and the size.
+    Requests of one context stay in one chunk, which may exceed `size`. The chunks depend on the requests and `size`
+    only.
     """
     order = sorted(range(len(requests)), key=lambda i: (-len(requests[i][0]), requests[i][0], i))
-    found: list[list[int]] = []
-    for _, same_context in groupby(order, key=lambda i: requests[i][0]):
-        alike = list(same_context)
-        if not found or len(found[-1]) + len(alike) > size:
-            found.append([])
-        found[-1] += alike
-    return found
+    chunks: list[list[int]] = []
+    for _, group in groupby(order, key=lambda i: requests[i][0]):
+        same_context = list(group)
+        if not chunks or len(chunks[-1]) + len(same_context) > size:
+            chunks.append([])
+        chunks[-1] += same_context
+    return chunks

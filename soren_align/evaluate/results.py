@@ -1,21 +1,21 @@
-"""results.json and the summary: what an evaluation writes, read back as a stranger's file.
+"""The form of results.json and of the summary, and the checks before an evaluation replaces them.
 
-A run folder comes from anywhere, and `--output` may name any folder: nothing is read as ours, and nothing is replaced,
-but what has our own keys in our own shape. No torch here: model cards read results too.
+A run folder may come from anyone, and `--output` may be any folder: only files of this form are read or replaced. No
+torch here, because model cards read results too.
 """
 
-import json
 import os
-import shutil
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ..errors import UserError
-from ..files import is_component
+from ..files import is_component, read_json
 
 NAME = "results.json"
+FORMAT = 2
+"""Of results.json. Format 1 had no such key, and other names (docs/evaluation.md)."""
 WRITTEN = (NAME, "table.md", "scores.png")
 """Beside `samples`, a folder for each row."""
 MAX_BYTES = 16 << 20
@@ -23,17 +23,17 @@ MAX_DEPTH = 20
 
 
 def component(name: str) -> str:
-    """The name itself; raises ValueError if it is not the name of one entry of a folder."""
+    """Return the name. Raises ValueError if it is not the name of one entry of a folder."""
     if not is_component(name):
         raise ValueError("is not the name of one file or folder")
     return name
 
 
-class _Part(BaseModel):
+class _Section(BaseModel):
     model_config = ConfigDict(strict=True)
 
 
-class _Value(_Part):
+class _Value(_Section):
     value: float
     stderr: float = 0.0
 
@@ -45,55 +45,56 @@ class _Score(_Value):
     also: dict[str, _Value] = {}
 
 
-class _Difference(_Part):
+class _Difference(_Section):
     value: float
     low: float
     high: float
     p_holm: float
 
 
-class _Row(_Part):
+class _Row(_Section):
     name: Annotated[str, AfterValidator(component)]
     model: str | None
     scores: Annotated[dict[str, _Score], Field(min_length=1)]
     differences: dict[str, _Difference] | None = None
-    cut: dict[str, int] = {}
+    truncated: dict[str, int] = {}
 
 
-class _Quoted(_Part):
+class _Published(_Section):
     name: str
     source: str
     scores: dict[str, _Value]
 
 
-class _Settings(_Part):
+class _Settings(_Section):
     metrics: dict[str, str] = {}
     data: str = "hub"
 
 
-class _Results(_Part):
-    """What is needed to name the rows and to show the table; everything else is left as it is."""
+class _Results(_Section):
+    """The keys that the table needs; other keys are not checked."""
 
+    format: int
     title: str
     suite: str
     rows: Annotated[list[_Row], Field(min_length=1)]
-    quoted: list[_Quoted]
+    published: list[_Published]
     settings: _Settings
     notes: list[str]
 
     @model_validator(mode="after")
-    def _rows_are_alike(self) -> "_Results":
+    def _rows_have_equal_columns(self) -> "_Results":
         first = self.rows[0]
         for row in self.rows:
             if row.scores.keys() != first.scores.keys():
                 raise ValueError(f"{row.name} has other columns than {first.name}")
             if row.differences is not None and row.differences.keys() != row.scores.keys():
-                raise ValueError(f"the differences of {row.name} are of other columns than its scores")
+                raise ValueError(f"the differences of {row.name} have other columns than its scores")
             if any(row.scores[c].also.keys() != first.scores[c].also.keys() for c in first.scores):
-                raise ValueError(f"{row.name} has other scores beside its columns than {first.name}")
+                raise ValueError(f"{row.name} has other additional scores than {first.name}")
         names = [row.name for row in self.rows]
         if len(set(names)) < len(names):
-            raise ValueError("two rows have one name")
+            raise ValueError("two rows have the same name")
         return self
 
 
@@ -109,50 +110,39 @@ class _Summary(BaseModel):
 
 
 def read_results(folder: Path) -> dict[str, Any] | None:
-    """The results of an evaluation in `folder`; None where there is no results.json.
+    """Return the results of an evaluation in `folder`; None if there is no results.json.
 
-    Raises UserError where that file is not an evaluation's, or is damaged.
+    Raises UserError if the file has another form or format, or is damaged.
     """
     return _read(folder / NAME, _Results, "is not an evaluation's results, or is damaged")
 
 
 def refuse_foreign(output: Path, names: list[str]) -> None:
-    """UserError, before a model is asked, where writing the rows `names` would replace what no evaluation wrote."""
+    """Raises UserError if writing rows of these names would replace files that no evaluation wrote."""
     remedy = "choose another --output, or move it away"
-    _refuse_no_place(output, "--output")
+    _refuse_unwritable(output, "--output")
     if os.path.lexists(output) and not output.is_dir():
-        raise UserError(f"{output}: is there already, and no folder; {remedy}")
+        raise UserError(f"{output}: is not a folder; {remedy}")
     for name in names:
         if not is_component(name):
-            raise UserError(f"a model would stand in the table as {name!r}, which cannot name a folder; rename its own")
+            raise UserError(f"the row {name!r} cannot be the name of a folder of samples; rename the model's folder")
     samples = output / "samples"
     if samples.is_symlink():
-        raise UserError(f"{samples}: is there already, and no evaluation's; {remedy}")
+        raise UserError(f"{samples}: was not written by an evaluation; {remedy}")
     try:
         results = read_results(output)
     except UserError as error:
         raise UserError(f"{error}; {remedy}") from None
-    ours = set() if results is None else {row["name"] for row in results["rows"]}
+    own = set() if results is None else {row["name"] for row in results["rows"]}
     foreign = [output / name for name in WRITTEN if results is None and os.path.lexists(output / name)]
     foreign += [samples] if results is None and samples.exists() and any(samples.iterdir()) else []
-    foreign += [samples / name for name in names if name not in ours and os.path.lexists(samples / name)]
+    foreign += [samples / name for name in names if name not in own and os.path.lexists(samples / name)]
     if foreign:
-        raise UserError(f"{foreign[0]}: is there already, and no evaluation's; {remedy}")
-
-
-def remove_samples(output: Path) -> None:
-    """Remove the samples of the results in `output`: another evaluation's rows must not stand beside new ones."""
-    results = read_results(output)
-    for row in results["rows"] if results else []:
-        entry = output / "samples" / row["name"]
-        if entry.is_symlink() or entry.is_file():
-            entry.unlink()
-        elif entry.is_dir():
-            shutil.rmtree(entry)
+        raise UserError(f"{foreign[0]}: was not written by an evaluation; {remedy}")
 
 
 def summary(results: dict[str, Any]) -> dict[str, Any]:
-    """The scores alone, as fractions: {"rows": [{"name": "base", "zoo_mc": 0.25, ...}, ...]}."""
+    """Return the scores alone, as fractions: {"rows": [{"name": "base", "zoo_mc": 0.25, ...}, ...]}."""
     return {
         "rows": [
             {"name": row["name"], **{column: score["value"] / 100 for column, score in row["scores"].items()}}
@@ -162,46 +152,50 @@ def summary(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_foreign_summary(file: Path) -> None:
-    """UserError, before a model is asked, where `file` is no earlier summary and would be replaced, or has no place."""
+    """Raises UserError if `file` is there and not an earlier summary, or cannot be written."""
     remedy = "choose another --summary, or move it away"
     if file.is_symlink() or file.is_dir():
         raise UserError(f"{file}: is a link or a folder; {remedy}")
-    _refuse_no_place(file, "--summary")
+    _refuse_unwritable(file, "--summary")
     try:
-        _read(file, _Summary, "is there already, and no evaluation's summary")
+        _read(file, _Summary, "is not a summary of an evaluation")
     except UserError as error:
         raise UserError(f"{error}; {remedy}") from None
 
 
-def _refuse_no_place(path: Path, option: str) -> None:
-    """UserError where the folder that `path` is to be written into cannot be made."""
-    above = next(folder for folder in path.absolute().parents if folder.exists())
-    if not above.is_dir():
-        raise UserError(f"{path}: {above} is no folder; choose another {option}")
+def _refuse_unwritable(path: Path, option: str) -> None:
+    """Raises UserError if the parent folder of `path` cannot be made."""
+    parent = next(folder for folder in path.absolute().parents if folder.exists())
+    if not parent.is_dir():
+        raise UserError(f"{path}: {parent} is not a folder; choose another {option}")
 
 
 def _read(file: Path, form: type[BaseModel], problem: str) -> dict[str, Any] | None:
-    """The content of a JSON file of that form; None where it is not there. UserError, saying `problem`, otherwise."""
+    """Return the content of a JSON file; None if there is no file. Raises UserError if it does not have that form."""
     if not os.path.lexists(file):
         return None
+    if file.is_symlink() or not file.is_file():
+        raise UserError(f"{file}: {problem} (not a regular file)")
     try:
-        if file.is_symlink() or not file.is_file() or file.stat().st_size > MAX_BYTES:
-            raise ValueError("it is a link, no file, or too large")
-        content = json.loads(file.read_text(encoding="utf-8"))
-        _refuse_deep(content)
+        content = read_json(file, max_bytes=MAX_BYTES, max_depth=MAX_DEPTH)
+    except UserError as error:
+        reason = str(error).removeprefix(f"{file}: ").removeprefix(f"{file}:")
+        raise UserError(f"{file}: {problem} ({reason[:120]})") from None
+    if form is _Results and _is_of_other_version(content):
+        raise UserError(f"{file}: was written by another version of soren-align, in another format")
+    try:
         form.model_validate(content)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))[:80]
-        raise UserError(f"{file}: {problem} ({f'{where}: ' if where else ''}{first['msg'][:120]})") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{file}: {problem} ({str(error)[:120]})") from None
+        key = ".".join(map(str, first["loc"]))[:80]
+        raise UserError(f"{file}: {problem} ({f'{key}: ' if key else ''}{first['msg'][:120]})") from None
     return content
 
 
-def _refuse_deep(content: Any, depth: int = MAX_DEPTH) -> None:
-    """ValueError where lists and mappings are nested more deeply than `depth`."""
-    if depth < 0:
-        raise ValueError("nested too deeply")
-    for value in content.values() if isinstance(content, dict) else content if isinstance(content, list) else ():
-        _refuse_deep(value, depth - 1)
+def _is_of_other_version(content: Any) -> bool:
+    """Whether this is results.json of another format."""
+    return (
+        isinstance(content, dict)
+        and {"title", "suite", "rows", "settings"} <= content.keys()
+        and (content.get("format", 1) != FORMAT)
+    )

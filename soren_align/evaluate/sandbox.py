@@ -1,8 +1,8 @@
-"""A suite is data: none of its files runs code, unless the user says that they are trusted.
+"""A suite is data: its files run no code, unless the user trusts them.
 
 lm-eval's task files may name Python functions (`!function`), metrics that the `evaluate` package loads as scripts, any
-loader of `datasets`, and Jinja templates, which lm-eval renders outside of a sandbox. Each of these has one door in
-lm-eval, and a guard stands at each while tasks are loaded and asked; includes and groups pass it too.
+loader of `datasets`, and Jinja templates, which lm-eval renders outside of a sandbox. lm-eval handles each of these in
+one function, which is replaced by a checked one while tasks are loaded and evaluated. Includes and groups use it too.
 """
 
 import contextlib
@@ -27,19 +27,19 @@ from ..errors import UserError
 from .suites import LM_EVAL_TASKS
 
 OWN = (LM_EVAL_TASKS.resolve(), (shipped.ROOT / "eval").resolve())
-"""Where task files may name functions: lm-eval's own, and the shipped suites'."""
+"""The folders whose task files may name functions: lm-eval's own and the shipped suites."""
 PLAIN = ("arrow", "csv", "json", "parquet", "text")
-"""Loaders of `datasets` that read files; of the others, `pandas` reads pickles in some versions."""
+"""Loaders of `datasets` that only read files; `pandas`, for example, reads pickles in some versions."""
 KEYWORDS = {"data_files", "data_dir", "revision", "streaming", "split", "trust_remote_code"}
-"""Of `dataset_kwargs`; `datasets` 5 runs no scripts, whatever trust_remote_code says."""
-REMEDY = "read the suite's files, and say --trust-suite (eval.trust_suite: true) if they may run code here"
+"""Allowed in `dataset_kwargs`; `datasets` 5 runs no scripts, whatever the value of trust_remote_code."""
+REMEDY = "read the suite's files, and use --trust-suite (eval.trust_suite: true) if they may run code here"
 
 
 @contextlib.contextmanager
 def loading(trusted: bool, cache_folder: Path) -> Iterator[None]:
-    """While in it, task files load no code but lm-eval's own. cache_folder: the only one that datasets may write to.
+    """A context in which task files load only lm-eval's own code. cache_folder: the only one datasets may write to.
 
-    trusted: the user has said that this suite may run code.
+    trusted: this suite may run code.
     """
     guards = (
         []
@@ -58,13 +58,13 @@ def loading(trusted: bool, cache_folder: Path) -> Iterator[None]:
 
 class _Prompt(Template):
     def render(self, *args: Any, **columns: Any) -> str:
-        """The text for one question. UserError if it does not come to an end."""
+        """Return the text for one question. Raises UserError if it exceeds the time limit."""
         with cpu_time_limit(CPU_SECONDS, "a task's template"):
             return super().render(*args, **columns)
 
 
 def rendering() -> Any:
-    """While in it, templates see a question's columns and nothing of Python."""
+    """Return a context in which templates have access to a question's columns only, not to Python."""
     sandbox = SandboxedEnvironment(
         loader=utils.env.loader, undefined=utils.env.undefined, keep_trailing_newline=utils.env.keep_trailing_newline
     )
@@ -75,40 +75,40 @@ def rendering() -> Any:
 
 def _guarded_function(load: Callable[..., Any]) -> Callable[..., Any]:
     def guarded(name: str, folder: Path) -> Any:
-        there = Path(folder).expanduser().resolve()
-        if not any(there.is_relative_to(own) for own in OWN):
+        resolved = Path(folder).expanduser().resolve()
+        if not any(resolved.is_relative_to(own) for own in OWN):
             raise UserError(f"a task file in {folder} runs code (!function {name}); {REMEDY}")
-        if _runs_answers(there):
-            raise UserError(f"the functions in {there} run code that a model writes; {REMEDY}")
+        if _runs_generated_code(resolved):
+            raise UserError(f"the functions in {resolved} run code that a model writes; {REMEDY}")
         return load(name, folder)
 
     return guarded
 
 
 @cache
-def _runs_answers(folder: Path) -> bool:
-    """Whether lm-eval's tasks in `folder` are marked as unsafe; a file that includes them could take the mark away."""
+def _runs_generated_code(folder: Path) -> bool:
+    """Whether lm-eval's tasks in `folder` are marked as unsafe. A file that includes them could remove the mark."""
     return any("unsafe_code: true" in f.read_text("utf-8") for f in folder.iterdir() if "yaml" in f.name)
 
 
 def _guarded_metric(load: Callable[..., Any]) -> Callable[..., Any]:
     def guarded(name: Any, hf_evaluate_metric: bool = False) -> Any:
         if hf_evaluate_metric or name not in registry.metric_registry:
-            raise UserError(f"metric {name!r} is none of lm-eval's, and would be loaded as a script; {REMEDY}")
+            raise UserError(f"metric {name!r} is not one of lm-eval's, and would be loaded as a script; {REMEDY}")
         return load(name)
 
     return guarded
 
 
 def _guarded_loader(load: Callable[..., Any], cache_folder: Path) -> Callable[..., Any]:
-    def guarded(path: Any = None, name: Any = None, *rest: Any, **how: Any) -> Any:
-        other = sorted(how.keys() - KEYWORDS - {"cache_dir"})
-        if "cache_dir" in how and not Path(how["cache_dir"]).resolve().is_relative_to(cache_folder.resolve()):
-            other.append("cache_dir")
-        if other:
-            raise UserError(f"dataset_kwargs: {', '.join(other)} may do more than read data; {REMEDY}")
+    def guarded(path: Any = None, name: Any = None, *rest: Any, **options: Any) -> Any:
+        unsafe = sorted(options.keys() - KEYWORDS - {"cache_dir"})
+        if "cache_dir" in options and not Path(options["cache_dir"]).resolve().is_relative_to(cache_folder.resolve()):
+            unsafe.append("cache_dir")
+        if unsafe:
+            raise UserError(f"dataset_kwargs: {', '.join(unsafe)} may do more than read data; {REMEDY}")
         if path in _PACKAGED_DATASETS_MODULES and path not in PLAIN:
             raise UserError(f"dataset_path: {path} does more than read a file; write {', '.join(PLAIN)}, or {REMEDY}")
-        return load(path, name, *rest, **how)
+        return load(path, name, *rest, **options)
 
     return guarded

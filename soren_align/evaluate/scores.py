@@ -1,4 +1,4 @@
-"""From lm-eval's record of every question to scores, with their errors."""
+"""The scores of a column and their standard errors, from lm-eval's samples."""
 
 import statistics
 from math import isfinite, sqrt
@@ -10,28 +10,29 @@ from scipy.stats import binomtest, t
 
 from ..errors import UserError
 from .suites import SuiteTask
-from .tasks import leaves, scores_of
+from .tasks import score_keys, subtasks
 
 Z95 = statistics.NormalDist().inv_cdf(0.975)
 
 
 def t95(degrees: int) -> float:
-    """Student's quantile for a two-sided 95% interval: 12.7 at one degree of freedom, 1.963 at 816 (Z95: 1.960)."""
+    """Return Student's quantile for a two-sided 95% interval: 12.7 for 1 degree of freedom, 1.963 for 816 (Z95)."""
     return float(t.ppf(0.975, degrees)) if degrees > 0 else Z95
 
 
 def score_column(
-    task: SuiteTask, loaded: Any, found: dict[str, Any], model: str
+    task: SuiteTask, loaded: Any, output: dict[str, Any], model: str
 ) -> tuple[dict[str, Any], list[float], list[dict[str, Any]]]:
-    """(score, points, samples) of a column from lm-eval's results.
+    """Return (score, points, samples) of a column.
 
-    score: {"value", "stderr", and of a 95% interval "low" and "high", in percent, "n": questions asked}; "also": other
-    scores, {"value", "stderr"} each; "subjects": those of a group. points: what each question scored, in [0, 1].
-    Raises UserError where log-likelihoods are not numbers, or the metric is no mean over questions.
+    score: {"value", "stderr", "low", "high": of the 95% interval, all in percent, "n": number of questions}; "also":
+    other scores, {"value", "stderr"} each; "subjects": those of a group. points: of each question, in [0, 1].
+    output: of lm-eval's simple_evaluate.
+    Raises UserError if log-likelihoods or points are not numbers, or if the metric is not a mean over questions.
     """
-    names = [leaf.task_name for leaf in leaves(loaded)]
-    headline, *others = scores_of(task)
-    points = [_points(found, name, headline, model) for name in names]
+    names = [subtask.task_name for subtask in subtasks(loaded)]
+    main, *others = score_keys(task)
+    points = [_points(output, name, main, model) for name in names]
     score = _score(points)
     also: dict[str, Any] = {}
     if isinstance(loaded, Group):
@@ -39,48 +40,50 @@ def score_column(
         also["mean over subjects"] = average(list(subjects.values()))
         score["subjects"] = subjects
     for other in others:
-        also[other.removesuffix(",none")] = _score([_points(found, name, other, model) for name in names])
+        also[other.removesuffix(",none")] = _score([_points(output, name, other, model) for name in names])
     if also:
         score["also"] = {label: {key: each[key] for key in ("value", "stderr")} for label, each in also.items()}
-    samples = [{"task": name} | sample for name in names for sample in found["samples"][name]]
+    samples = [{"task": name} | sample for name in names for sample in output["samples"][name]]
     return score, [value for each in points for value in each], samples
 
 
 def average(scores: list[dict[str, Any]]) -> dict[str, Any]:
-    """The plain mean of independent scores."""
+    """Return the plain mean of independent scores."""
     value = statistics.fmean(s["value"] for s in scores)
     stderr = sqrt(sum(s["stderr"] ** 2 for s in scores)) / len(scores)
     return {"value": value, "stderr": stderr, "low": value - Z95 * stderr, "high": value + Z95 * stderr}
 
 
-def _points(found: dict[str, Any], name: str, score: str, model: str) -> list[float]:
-    """What each question of a task scored."""
-    metric, filter_name = score.split(",")
-    asked = [s for s in found["samples"][name] if s["filter"] == filter_name]
-    numbers = [answer[0] for s in asked for answer in s["filtered_resps"] if isinstance(answer, tuple | list)]
+def _points(output: dict[str, Any], name: str, key: str, model: str) -> list[float]:
+    """Return the points of each question of a task."""
+    metric, filter_name = key.split(",")
+    samples = [sample for sample in output["samples"][name] if sample["filter"] == filter_name]
+    numbers = [resp[0] for sample in samples for resp in sample["filtered_resps"] if isinstance(resp, tuple | list)]
     broken = sum(not isfinite(number) for number in numbers)
     if broken:  # argmax of NaNs is the first choice: a broken model could score 100%
         raise UserError(
             f"{model}: {broken} of {len(numbers)} log-likelihoods of {name} are not numbers;"
-            " its weights are broken, as after a training that diverged"
+            " its weights are broken, as after training that diverged"
         )
-    points = [float(s[metric]) for s in asked]
+    points = [float(sample[metric]) for sample in samples]
     broken = sum(not isfinite(point) for point in points)
-    if broken:  # such as mc2's 0/0, where all answers are less likely than exp(-745)
+    if broken:  # such as mc2's 0/0, if all log-likelihoods are below -745
         raise UserError(
             f"{model}: {broken} of {len(points)} scores ({metric}) of {name} are not numbers;"
-            " its weights are broken, as after a training that diverged"
+            " its weights are broken, as after training that diverged"
         )
-    if abs(statistics.fmean(points) - found["results"][name][score]) > 1e-9:
-        raise UserError(f"{name}: {metric} is no mean over questions; only such metrics can be compared")
+    if abs(statistics.fmean(points) - output["results"][name][key]) > 1e-9:
+        raise UserError(
+            f"{name}: {metric} is not a mean over questions; choose a metric that is, others cannot be compared"
+        )
     return points
 
 
 def _score(points: list[list[float]]) -> dict[str, Any]:
-    """In percent, over all questions of a column's tasks. The standard error is lm-eval's: of independent questions.
+    """Return the score over all questions of a column's tasks, in percent, with lm-eval's standard error.
 
-    The 95% interval is Wilson's where answers are right or wrong: four wrong answers of four do not prove 0.0 ± 0.0.
-    Elsewhere it is Student's t, which with few questions is wider than the normal one, and with hundreds equal to it.
+    The 95% interval is Wilson's if answers are right or wrong: four wrong answers of four do not prove 0.0 ± 0.0.
+    Otherwise it is Student's t, which is wider than the normal interval for few questions.
     """
     errors = [statistics.stdev(p) / sqrt(len(p)) if len(p) > 1 else 0.0 for p in points]
     sizes = [len(p) for p in points]

@@ -1,4 +1,4 @@
-"""The evaluation stage: every model is asked the same questions, and compared with the one in the first row."""
+"""The evaluation of several models: each answers the same questions, and is compared with the first row's model."""
 
 import gc
 import json
@@ -12,209 +12,206 @@ from rich.console import Console
 from ..errors import UserError
 from ..files import is_component
 from ..recipe import Eval
-from ..run_folder import RunFolder, commit, remove, write
-from . import figure, tables
-from .backends import folder_of, load_tokenizer, refuse_absent
-from .cache import default_root
-from .harness import Answers, evaluate_model
-from .published import load_quoted
-from .results import NAME, refuse_foreign, remove_samples, summary
-from .showing import Showing
-from .significance import compare, same_questions
+from ..run_folder import RunFolder, commit, write
+from . import tables
+from .backends import load_tokenizer, model_folder, require_backend
+from .cache import default_cache_folder
+from .harness import ModelResults, Options, evaluate_model
+from .progress_display import ProgressDisplay
+from .published import load_published
+from .result_files import write_results
+from .results import FORMAT, refuse_foreign, summary
+from .significance import compare, refuse_unlike
 from .suites import Suite, load_suite
-from .tasks import Tasks, load_tasks, sizes_of
+from .tasks import Tasks, load_tasks, num_questions
 from .workers import OutOfMemory
+
+Rows = Sequence[tuple[str, Path | str]]
+"""(name in the table, model) of each row, the starting checkpoint first."""
 
 
 def evaluate(
-    rows: Sequence[tuple[str, Path | str]],
-    asked: Eval,
+    rows: Rows,
+    options: Eval,
     output: Path,
     *,
     device: str | None = None,
     cache: Path | None = None,
     console: Console | None = None,
-    table: Console | None = None,
 ) -> dict[str, Any]:
-    """Evaluate each (name, model) in order, the starting checkpoint first; print and write the table.
+    """Evaluate the models in order; write the results and return them.
 
-    cache: the folder of all journals; None is the user's. Answers found there are not asked for again.
-    console: for what happens. table: for the table; None is `console`.
-    Writes into `output`: results.json (what is returned), table.md, scores.png, and samples/<row>/<column>.jsonl.
-    Nothing there is touched before all models have answered.
+    cache: the cache folder; None is the user's. console: for progress.
+    Writes into `output`: results.json (as returned), table.md, scores.png, and samples/<row>/<column>.jsonl. Nothing is
+    changed there before all models are evaluated.
     """
-    console = console or Console()
+    console, cache, output = console or Console(), cache or default_cache_folder(), Path(output)
     names = [name for name, _ in rows]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise UserError(f"two models would stand in the table as {twice[0]!r}; give one folder another name")
-    cache = cache or default_root()
-    suite, output = suite_of(asked), Path(output)
+    duplicates = sorted({name for name in names if names.count(name) > 1})
+    if duplicates:
+        raise UserError(f"two models would have the name {duplicates[0]!r} in the table; rename one of the folders")
+    suite = suite_of(options)
     refuse_foreign(output, names)
-    quoted = [entry for name in asked.quote for entry in load_quoted(name, suite.name)]
-    if not console.is_terminal:
-        console.print("loading   tasks", highlight=False)
-    with console.status("Loading tasks") as status:
-        show = lambda column: status.update(f"Loading tasks: {column}")  # noqa: E731
-        tasks = load_tasks(suite, cache, show, trusted=asked.trust_suite)
-    for _, model in rows:  # said now, and not when the rows before it are done
-        load_tokenizer(folder_of(model))
-    answers = _at_the_largest_batch(rows, suite, tasks, asked, device, cache, console)
-    kept = [f"{name} {found.asked['before']:,}" for name, found in answers if found.asked["before"]]
-    if kept:
-        console.print(f"kept      requests answered before: {', '.join(kept)}", highlight=False, soft_wrap=True)
-    first = answers[0][1]
-    entries = [
-        {
-            "name": name,
-            "model": str(model),
-            "scores": found.scores,
-            "cut": found.cut,
-            "ends": found.ends,
-            "answered": found.asked,
-        }
-        for (name, model), (_, found) in zip(rows, answers, strict=True)
-    ]
-    for entry, differences in zip(entries, compare(answers, suite.average), strict=True):
-        if differences:
-            entry["differences"] = differences
-    shortfall = _shortfall(suite, tasks, asked)
+    published = [row for name in options.published for row in load_published(name, suite.name)]
+    tasks = _load_tasks(suite, options, cache, console)
+    for _, model in rows:  # now, rather than after the evaluation of the rows before
+        load_tokenizer(model_folder(model))
+    model_options = Options(
+        backend=options.backend,
+        device=device,
+        limit=options.limit,
+        strict=options.strict,
+        num_processes=options.processes or 1,
+        cache=cache,
+    )
+    evaluated = _evaluate_models(rows, suite, tasks, model_options, console)
+    _print_cached(evaluated, console)
+    shortfall = _shortfall(suite, tasks, options)
     results = {
+        "format": FORMAT,
         "title": f"{suite.title}: {shortfall}" if shortfall else suite.title,
         "suite": suite.name,
-        "rows": entries,
-        "quoted": quoted,
-        "settings": first.settings
-        | {"num_processes": asked.processes or 1, "data": suite.data_root or "hub", "commit": commit()},
+        "rows": _result_rows(rows, evaluated, suite.average),
+        "published": published,
+        "settings": evaluated[0][1].settings
+        | {"num_processes": model_options.num_processes, "data": suite.data_root or "hub", "commit": commit()},
         "notes": suite.notes,
     }
-    _write(results, answers, output)
-    (table or console).print()
-    (table or console).print(tables.terminal(results), highlight=False)
-    console.print(f"written   {output}", highlight=False, soft_wrap=True)
+    write_results(results, {name: each.samples for name, each in evaluated}, output)
     return results
 
 
-def suite_of(asked: Eval) -> Suite:
-    """The suite, with what a recipe or the command line changes in it."""
-    suite = load_suite(asked.suite)
-    given = {"batch_size": asked.batch_size, "dtype": asked.dtype}
-    changes: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-    if asked.data_root is not None:
-        changes["data_root"] = str(Path(asked.data_root).expanduser().absolute())
+def print_results(results: dict[str, Any], output: Path, console: Console, table: Console | None = None) -> None:
+    """Print the table on `table` (None: on `console`), then the folder of the results on `console`."""
+    table = table or console
+    table.print()
+    table.print(tables.terminal(results), highlight=False)
+    console.print(f"written   {output}", highlight=False, soft_wrap=True)
+
+
+def preflight(options: Eval, on_column: Callable[[str], object] | None = None) -> dict[str, int]:
+    """Load all that an evaluation needs except the models. Returns the number of questions by column."""
+    require_backend(options.backend)
+    suite = suite_of(options)
+    for name in options.published:
+        load_published(name, suite.name)
+    tasks = load_tasks(suite, None, on_column, trusted=options.trust_suite)
+    return {column: sum(num_questions(task).values()) for column, task in tasks.items()}
+
+
+def suite_of(options: Eval) -> Suite:
+    """Return the suite, with the changes by a recipe or the command line."""
+    suite = load_suite(options.suite)
+    overrides = {"batch_size": options.batch_size, "dtype": options.dtype}
+    changes: dict[str, Any] = {key: value for key, value in overrides.items() if value is not None}
+    if options.data_root is not None:
+        changes["data_root"] = str(Path(options.data_root).expanduser().absolute())
     return suite.model_copy(update=changes)
 
 
-def preflight(asked: Eval, on_column: Callable[[str], object] | None = None) -> dict[str, int]:
-    """Load all that an evaluation needs but the models; by column, its number of questions."""
-    refuse_absent(asked.backend)
-    suite = suite_of(asked)
-    for name in asked.quote:
-        load_quoted(name, suite.name)
-    tasks = load_tasks(suite, None, on_column, trusted=asked.trust_suite)
-    return {column: sum(sizes_of(task).values()) for column, task in tasks.items()}
-
-
-def output_of(run: RunFolder, asked: Eval) -> Path:
-    """Where a run folder keeps the results of an evaluation. UserError where they would be written outside of it."""
-    if not is_component(asked.name):
-        raise UserError(f"--suite: {asked.suite!r} does not name a folder, which the results are named by; rename it")
-    output = run.evaluation(asked.name)
+def output_of(run: RunFolder, options: Eval) -> Path:
+    """Return the folder of an evaluation's results in a run folder. Raises UserError if it would lie outside."""
+    if not is_component(options.name):
+        raise UserError(
+            f"--suite: {options.suite!r} does not name a folder, after which the results are named; rename it"
+        )
+    output = run.evaluation(options.name)
     for link in (output.parent, output):
         if link.is_symlink():
-            raise UserError(f"{link}: is a link, and results stay in their run's folder; name it with --output")
+            raise UserError(f"{link}: is a link, but results stay in their run's folder; use --output for another one")
     return output
 
 
 def write_summary(results: dict[str, Any], file: Path) -> None:
-    """Write the scores, bare; see `refuse_foreign_summary`, which is to be called before the evaluation."""
+    """Write the scores alone. Call `refuse_foreign_summary` before the evaluation."""
     file.parent.mkdir(parents=True, exist_ok=True)
     write(file, json.dumps(summary(results), indent=2) + "\n")
 
 
-def _at_the_largest_batch(
-    rows: Sequence[tuple[str, Path | str]],
-    suite: Suite,
-    tasks: Tasks,
-    asked: Eval,
-    device: str | None,
-    cache: Path,
-    console: Console,
-) -> list[tuple[str, Answers]]:
-    """Every model's answers, all at the same batch size: the suite's, or the first half of it that fits all."""
+def _load_tasks(suite: Suite, options: Eval, cache: Path, console: Console) -> Tasks:
+    if not console.is_terminal:
+        console.print("loading   tasks", highlight=False)
+    with console.status("Loading tasks") as status:
+
+        def on_column(column: str) -> None:
+            status.update(f"Loading tasks: {column}")
+
+        return load_tasks(suite, cache, on_column, trusted=options.trust_suite)
+
+
+def _evaluate_models(
+    rows: Rows, suite: Suite, tasks: Tasks, options: Options, console: Console
+) -> list[tuple[str, ModelResults]]:
+    """Return each model's results, all with one batch size: the suite's, halved until all models fit the memory."""
     while True:
-        answers: list[tuple[str, Answers]] = []
-        lacked = ""
-        for name, model in rows:
-            show = Showing(name, console)
-            try:
-                with show.progress:
-                    found = evaluate_model(
-                        model,
-                        suite,
-                        tasks=tasks,
-                        backend=asked.backend,
-                        device=device,
-                        limit=asked.limit,
-                        strict=asked.strict,
-                        num_processes=asked.processes or 1,
-                        cache=cache,
-                        on_progress=show.on_progress,
-                        on_score=show.on_score,
-                    )
-            except OutOfMemory as error:
-                lacked = f"{name}: out of memory with batches of {suite.batch_size}"
-                if suite.batch_size == 1:
-                    raise UserError(f"{lacked}: {error}") from None
-                break
-            if answers:
-                same_questions(answers[0], (name, found))  # before the next model is asked in vain
-            answers.append((name, found))
-        if not lacked:
-            return answers
+        evaluated, problem = _evaluate_at_batch_size(rows, suite, tasks, options, console)
+        if not problem:
+            return evaluated
+        del evaluated
         gc.collect()  # the model that failed, with its batch
         torch.cuda.empty_cache()
         suite = suite.model_copy(update={"batch_size": suite.batch_size // 2})
         console.print(
-            f"{lacked}; all rows with {suite.batch_size} now, since batches change the last digits of scores",
+            f"{problem}; all models are evaluated with batch size {suite.batch_size} now, because the batch size "
+            "changes the last digits of scores",
             highlight=False,
             soft_wrap=True,
         )
 
 
-def _shortfall(suite: Suite, tasks: Tasks, asked: Eval) -> str:
-    """Why this is not, or not surely, the suite's result; empty where it is."""
+def _evaluate_at_batch_size(
+    rows: Rows, suite: Suite, tasks: Tasks, options: Options, console: Console
+) -> tuple[list[tuple[str, ModelResults]], str]:
+    """Return (each model's results, ""), or those before the first model that ran out of memory and the problem."""
+    evaluated: list[tuple[str, ModelResults]] = []
+    for name, model in rows:
+        try:
+            with ProgressDisplay(name, console) as display:
+                results = evaluate_model(model, suite, options, tasks=tasks, display=display)
+        except OutOfMemory as error:
+            problem = f"{name}: out of memory with batch size {suite.batch_size}"
+            if suite.batch_size == 1:
+                raise UserError(f"{problem}: {error}") from None
+            return evaluated, problem
+        if evaluated:
+            refuse_unlike(evaluated[0], (name, results))  # before the next model is evaluated for nothing
+        evaluated.append((name, results))
+    return evaluated, ""
+
+
+def _print_cached(evaluated: list[tuple[str, ModelResults]], console: Console) -> None:
+    counts = [(name, results.num_requests["cached"], results.num_requests["computed"]) for name, results in evaluated]
+    parts = [f"{name} {cached:,} of {cached + computed:,} requests" for name, cached, computed in counts if cached]
+    if parts:
+        console.print(f"cached    {', '.join(parts)}", highlight=False, soft_wrap=True)
+
+
+def _result_rows(rows: Rows, evaluated: list[tuple[str, ModelResults]], average: bool) -> list[dict[str, Any]]:
+    """Return the rows of results.json."""
+    entries: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "model": str(model),
+            "scores": results.scores,
+            "truncated": results.truncated,
+            "eos_token_id": results.eos_token_id,
+            "num_requests": results.num_requests,
+        }
+        for (name, model), (_, results) in zip(rows, evaluated, strict=True)
+    ]
+    for entry, differences in zip(entries, compare(evaluated, average), strict=True):
+        if differences:
+            entry["differences"] = differences
+    return entries
+
+
+def _shortfall(suite: Suite, tasks: Tasks, options: Eval) -> str:
+    """Return the reason why the scores are, or may be, no result of the suite; "" if they are."""
     for task in suite.tasks:
-        sizes = sizes_of(tasks[task.column]).values()
-        if asked.limit and max(sizes) > asked.limit:
-            return f"the first {asked.limit} questions of each task, not the suite's result"
+        sizes = num_questions(tasks[task.column]).values()
+        if options.limit and max(sizes) > options.limit:
+            return f"the first {options.limit} questions of each task, not the suite's result"
         if task.questions and sum(sizes) != task.questions:
-            counted = f"{sum(sizes):,} of {task.questions:,} questions of {task.column}"
-            return f"on other data ({counted}), not the suite's result"
-    return f"on the data in {asked.data_root}" if asked.data_root else ""
-
-
-def _write(results: dict[str, Any], answers: list[tuple[str, Answers]], output: Path) -> None:
-    remove_samples(output)
-    samples = output / "samples"
-    samples.mkdir(parents=True, exist_ok=True)
-    # First: it marks the folder as ours, so that after a kill the same command replaces the rest.
-    write(output / NAME, json.dumps(results, indent=2) + "\n")
-    for name, found in answers:
-        folder = samples / name
-        folder.mkdir()
-        for column, asked in found.samples.items():
-            write(folder / f"{column}.jsonl", "".join(json.dumps(_brief(s), default=str) + "\n" for s in asked))
-    write(output / "table.md", tables.markdown(results))
-    aside = output / "scores.png.part"
-    remove(aside)
-    figure.draw(results, aside)
-    aside.replace(output / "scores.png")
-
-
-def _brief(sample: dict[str, Any]) -> dict[str, Any]:
-    """lm-eval's record of a question, with a prompt that its choices share once: 25 shots are 5 kB."""
-    prompts, choices = zip(*sample["arguments"], strict=True)
-    said = {"prompt": prompts[0] if len(set(prompts)) == 1 else prompts, "choices": choices}
-    left_out = {"arguments"} | ({"resps"} if [r[0] for r in sample["resps"]] == sample["filtered_resps"] else set())
-    return {key: value for key, value in sample.items() if key not in left_out} | said
+            counts = f"{sum(sizes):,} of {task.questions:,} questions of {task.column}"
+            return f"on other data ({counts}), not the suite's result"
+    return f"on the data in {options.data_root}" if options.data_root else ""

@@ -1,7 +1,7 @@
-"""A suite: which lm-eval tasks are asked, how, and under which column each score stands.
+"""A suite: lm-eval tasks, each with the column of its score, and the settings that must be equal for all models.
 
-The tasks themselves are lm-eval's YAML files, its own or others beside the suite. A suite adds what a comparison must
-hold fixed: shots, chat template, batch size, seeds, and where the data lie.
+The tasks are YAML files of lm-eval, or of the same form beside the suite. The suite adds few-shot examples, chat
+template, batch size, seeds, and the folder of the data.
 """
 
 import importlib.util
@@ -12,24 +12,23 @@ from pydantic import Field, model_validator
 
 from .. import shipped
 from ..errors import UserError, did_you_mean
-from .yaml_sections import Section, checked, mapping, refuse_twice
+from .yaml_sections import YamlSection, read_mapping, refuse_duplicates, validate
 
 LM_EVAL = "lm-eval:"
-# Found, not imported: that takes 8 seconds, and a plan only counts.
-_found = importlib.util.find_spec("lm_eval")
-assert _found is not None
-assert _found.origin is not None
-LM_EVAL_TASKS = Path(_found.origin).parent / "tasks"
-
+# Not imported: that takes 8 seconds, and `plan` needs only the numbers of requests.
+_spec = importlib.util.find_spec("lm_eval")
+assert _spec is not None
+assert _spec.origin is not None
+LM_EVAL_TASKS = Path(_spec.origin).parent / "tasks"
 
 Name = Annotated[str, Field(pattern=r"^\w[\w.-]*$", max_length=100)]
-"""A single path component: files are named by it."""
+"""A single path component, since files are named after it."""
 Place = Annotated[str, Field(pattern=r"^[^\x00]+$", max_length=1000)]
-"""A path or the beginning of one."""
+"""A path, or the first part of one."""
 
 
-class Seeds(Section):
-    """lm-eval's four."""
+class Seeds(YamlSection):
+    """The four seeds of lm-eval."""
 
     random: int
     numpy: int
@@ -37,84 +36,81 @@ class Seeds(Section):
     fewshot: int
 
 
-class SuiteTask(Section):
-    """One score."""
+class SuiteTask(YamlSection):
+    """A task, and its score's column."""
 
     column: Name
-    """Its name in results and tables, and of its file of samples."""
+    """The name of its score in results and tables, and of its file of samples."""
     task: Name
-    """lm-eval's name of the task, or of the group, whose tasks' questions all count alike."""
+    """lm-eval's name of the task or group. In a group all questions have equal weight."""
     file: Place
-    """Its YAML file, from the suite's folder; `lm-eval:` is the folder of lm-eval's own."""
+    """Its YAML file, relative to the suite's folder; `lm-eval:` stands for the folder of lm-eval's tasks."""
     metric: str
-    """Its metric, e.g. acc: a mean over questions."""
+    """The metric, e.g. acc; it must be a mean over questions."""
     filter: str = "none"
-    """Which of the task's filters the answers pass before they are scored."""
+    """The task's filter for responses before they are scored."""
     num_fewshot: Annotated[int, Field(ge=0)]
-    """Worked examples in front of each question."""
+    """Few-shot examples in each prompt."""
     questions: int | None = None
-    """How many the benchmark has. On another number the result is not called by the suite's title."""
+    """The benchmark's number of questions. With another number the table's title reports other data."""
     requests: int | None = None
-    """How many times a model is asked for them: once per answer to choose from. Tells a plan the cost."""
+    """The number of lm-eval's requests: one per answer choice. `plan` computes the cost from it."""
     also: list[Annotated[str, Field(pattern=r"^[\w-]+(,[\w-]+)?$")]] = Field(default_factory=list)
-    """Other scores to be stored beside it: `metric`, or `metric,filter`."""
+    """Other scores to report: `metric`, or `metric,filter`."""
 
 
-class Suite(Section):
-    """What every model is asked."""
+class Suite(YamlSection):
+    """A suite.yaml."""
 
     path: Path
-    """The suite.yaml."""
+    """Of the file."""
     title: str
     data_root: Place | None = None
-    """Folder that completes the tasks' `dataset_path`; null: they are names on the Hugging Face hub."""
+    """The folder that the tasks' `dataset_path` is relative to; null: it is a name on the Hugging Face hub."""
     apply_chat_template: bool
     batch_size: Annotated[int, Field(ge=1)]
-    """Fixed, since padding changes scores in low precision."""
+    """Fixed, because padding changes the last digits of scores."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of the weights while they answer. In bfloat16 a small update of the weights may be rounded away."""
+    """Of the weights during evaluation. In bfloat16 a small update of the weights may be rounded away."""
     seeds: Seeds
     average: bool = False
-    """Whether the plain mean of the columns is a column of its own."""
+    """Whether to add a column with the plain mean of the others."""
     notes: list[str] = Field(default_factory=list)
-    """What a reader of the numbers must know; stands under the table."""
+    """Notes under the table."""
     tasks: Annotated[list[SuiteTask], Field(min_length=1)]
 
     @property
     def name(self) -> str:
-        """The folder's: eval/quickstart/suite.yaml is 'quickstart'."""
+        """The folder's name: 'quickstart' for eval/quickstart/suite.yaml."""
         return self.path.parent.name
 
     @model_validator(mode="after")
-    def _no_name_twice(self) -> "Suite":
+    def _refuse_duplicate_names(self) -> "Suite":
         for key in ("column", "task"):
             names = [getattr(task, key) for task in self.tasks]
-            refuse_twice(names, f"tasks: {key} {{}} stands there twice; each must have its own")
+            refuse_duplicates(names, f"tasks: {key} {{}} is there twice; each task needs its own")
         return self
 
     def file_of(self, task: SuiteTask) -> Path:
-        """The task's YAML file."""
+        """Return the task's YAML file."""
         if task.file.startswith(LM_EVAL):
             return LM_EVAL_TASKS / task.file.removeprefix(LM_EVAL)
         return (self.path.parent / task.file).resolve()
 
     def data_folder(self) -> Path | None:
-        """The folder that `data_root` names; None for the hub."""
+        """Return the folder `data_root`; None for the hub."""
         if self.data_root is None:
             return None
-        return (self.path.parent / shipped.resolve(self.data_root)).resolve()  # an absolute root stays as it is
+        return (self.path.parent / shipped.resolve(self.data_root)).resolve()  # an absolute data_root stays unchanged
 
 
 def load_suite(name_or_path: str | Path) -> Suite:
-    """The suite of a shipped name, of a suite.yaml or of the folder that holds one.
-
-    Raises UserError with every mistake found.
-    """
+    """Return the suite of a shipped name, a suite.yaml or a folder with one. Raises UserError with all errors in it."""
     path = _find(str(name_or_path))
-    raw = mapping(path, f"a suite is a mapping ({', '.join(_keys(Suite))})")
+    raw = read_mapping(path, f"a suite is a mapping ({', '.join(_keys(Suite))})")
     if "path" in raw:
         raise UserError(f"{path} path: unknown key; keys here: {', '.join(_keys(Suite))}")
-    suite = checked(raw | {"path": path}, Suite, path, _hint)
+    suite = validate(raw | {"path": path}, Suite, path, _hint)
     missing = [suite.file_of(task) for task in suite.tasks if not suite.file_of(task).is_file()]
     if missing:
         raise UserError(*(f"{path}: there is no task file {file}" for file in missing))
@@ -130,15 +126,15 @@ def _find(name_or_path: str) -> Path:
     if path.is_file():
         return path.resolve()
     hint = did_you_mean(name_or_path, known, f"shipped suites: {', '.join(known)}")
-    raise UserError(f"{name_or_path}: neither a suite's file nor a shipped suite{hint}")
+    raise UserError(f"{name_or_path}: neither a suite.yaml nor a shipped suite{hint}")
 
 
-def _keys(section: type[Section]) -> list[str]:
+def _keys(section: type[YamlSection]) -> list[str]:
     return [key for key in section.model_fields if key != "path"]
 
 
 def _hint(loc: tuple[str | int, ...]) -> str:
-    """What an unknown key was probably meant to be."""
+    """Return the known key that is closest to an unknown one, or all known keys."""
     *sections, key = loc
     section = {"tasks": SuiteTask, "seeds": Seeds}.get(str(sections[0]) if sections else "", Suite)
     return did_you_mean(key, _keys(section), f"keys here: {', '.join(_keys(section))}")

@@ -1,4 +1,4 @@
-"""The table, for the terminal and for table.md: one row a model, the starting checkpoint first, quoted rows last."""
+"""The table, for the terminal and table.md: a row per model, the starting checkpoint first, published scores last."""
 
 import re
 from typing import Any
@@ -8,29 +8,28 @@ from rich.table import Table
 from rich.text import Text
 
 NUM_COLUMNS = 3
-"""Scores side by side: with their intervals, three fit into 80 characters; more come in a table below."""
+"""Columns beside each other: with their intervals, three fit into 80 characters; the others follow in a table below."""
 SETTINGS = {
     "versions": "{}",
     "task_versions": "task versions: {}",
-    "num_fewshot": "shots: {}",
+    "num_fewshot": "few-shot examples: {}",
     "metrics": "metrics: {}",
     "seeds": "seeds: {}",
     "data": "data: {}",
-    "generation": "generation config: {}",
+    "generation_config": "generation config: {}",
     "chat_template": "chat template {}",
-    "bos": "BOS {}",
-    "max_length": "prompts up to {} tokens",
+    "bos": "BOS token {}",
     "dtype": "dtype {}",
     "device": "device {}",
     "backend": "backend {}",
     "batch_size": "batch size {}",
     "num_processes": "processes {}",
 }
-"""How a setting is said, in the order that helps to repeat it: what is asked, then what answers."""
+"""The text of each setting under the table, in this order: data and prompts first, then the model's settings."""
 
 
 def terminal(results: dict[str, Any]) -> Group:
-    """The table with differences, intervals and p-values, and beneath it what is needed to repeat it."""
+    """Return the table with differences, intervals and p-values, and the notes under it."""
     columns = list(results["rows"][0]["scores"])
     parts: list[Any] = [Text(f"{results['title']}, percent ± standard error", style="bold")]
     for i in range(0, len(columns), NUM_COLUMNS):
@@ -42,14 +41,14 @@ def terminal(results: dict[str, Any]) -> Group:
             cells = [Text("\n".join(_cell(row, column))) for column in columns[i : i + NUM_COLUMNS]]
             table.add_row(Text(name), *cells, style=style)
         parts += [table, Text()]
-    beneath = Table.grid(padding=(0, 1))
+    footer = Table.grid(padding=(0, 1))
     for note in notes(results):
-        beneath.add_row("-", Text(note, overflow="fold"), style="dim")
-    return Group(*parts, beneath)
+        footer.add_row("-", Text(note, overflow="fold"), style="dim")
+    return Group(*parts, footer)
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """The same as a page, all columns in one table."""
+    """Return the same as a Markdown page, with all columns in one table."""
     columns = list(results["rows"][0]["scores"])
     lines = [f"# {plain(results['title'])}", "", "Percent ± standard error.", ""]
     lines += [f"| model | {' | '.join(map(in_cell, columns))} |", f"|---|{'---:|' * len(columns)}"]
@@ -59,32 +58,32 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def plain(text: str) -> str:
-    """Text of a stranger's file for one line of Markdown: no HTML, no line of its own, no control characters."""
+    """Return untrusted text as one line of Markdown: no HTML, no newlines, no control characters."""
     text = "".join(c if c.isprintable() else " " for c in text)
     return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", text)
 
 
 def in_cell(text: str) -> str:
-    """The same for a cell of a table."""
+    """Return untrusted text for a cell of a table."""
     return plain(text).replace("|", "\\|")
 
 
 def notes(results: dict[str, Any]) -> list[str]:
-    """How to read the table, what does not fit into it, and how to make it again."""
-    return [*_legend(results), *_beside(results), *results.get("notes", []), *_settings(results)]
+    """Return the notes under the table: a legend, additional scores, models, and the settings that reproduce it."""
+    return [*_legend(results), *_details(results), *results.get("notes", []), *_settings(results)]
 
 
 def _rows(results: dict[str, Any]) -> list[tuple[dict[str, Any], str, str]]:
-    """Each row with the name and the style that it stands under."""
+    """Return each row with its name in the table and its style."""
     own = [(row, row["name"], "") for row in results["rows"]]
-    return own + [(row, f"{row['name']} (quoted)", "dim") for row in results.get("quoted", [])]
+    return own + [(row, f"{row['name']} (published)", "dim") for row in results.get("published", [])]
 
 
 def _cell(row: dict[str, Any], column: str) -> list[str]:
-    """The score, and beneath it the difference and its p-value."""
+    """Return the lines of a cell: the score, the difference and its p-value."""
     score = row["scores"].get(column)
     if score is None:
-        return ["-"]  # a quoted row that does not have it
+        return ["-"]  # published scores need not have all columns
     lines = [_score(score)]
     if "differences" in row:
         d = row["differences"][column]
@@ -102,32 +101,32 @@ def _legend(results: dict[str, Any]) -> list[str]:
     first, *later = results["rows"]
     lines = []
     if later:
-        num = sum(len(row.get("differences", ())) for row in later)
+        num_comparisons = sum(len(row.get("differences", ())) for row in later)
         lines += [
-            f"second lines: difference to {first['name']} on the same questions, and its own 95% interval",
-            "third lines: the probability p that equally good models differ by as much, by McNemar's exact test where"
-            " answers are right or wrong, else by a paired bootstrap; with Holm's correction for the"
-            f" {num} comparisons in this table, * where it is below 0.05",
+            f"second line of a cell: difference to {first['name']}, paired by question, with its 95% interval",
+            "third line: two-sided p-value of the difference, by McNemar's exact test if answers are right or wrong,"
+            f" else by a paired bootstrap; Holm-corrected for the {num_comparisons} comparisons in this table;"
+            " * marks p < 0.05",
         ]
-    sources = dict.fromkeys(row["source"] for row in results.get("quoted", []))
-    return [*lines, *(f"quoted, neither asked here nor compared: {source}" for source in sources)]
+    sources = dict.fromkeys(row["source"] for row in results.get("published", []))
+    return [*lines, *(f"published scores, not evaluated here and not compared: {source}" for source in sources)]
 
 
-def _beside(results: dict[str, Any]) -> list[str]:
-    """Scores by other readings, and prompts that were cut."""
+def _details(results: dict[str, Any]) -> list[str]:
+    """Return lines with the additional scores, the models, and the number of truncated prompts."""
     rows, lines = results["rows"], []
     for column in rows[0]["scores"]:
         for label in rows[0]["scores"][column].get("also", {}):
-            each = [f"{row['name']} {_score(row['scores'][column]['also'][label])}" for row in rows]
-            lines.append(f"{column}, {label}: {', '.join(each)}")
-    models = [f"{row['name']} {row['model']}" for row in rows if row["model"]]  # a model card leaves folders out
+            scores = [f"{row['name']} {_score(row['scores'][column]['also'][label])}" for row in rows]
+            lines.append(f"{column}, {label}: {', '.join(scores)}")
+    models = [f"{row['name']} {row['model']}" for row in rows if row["model"]]  # model cards omit local folders
     lines += [f"models: {', '.join(models)}"] if models else []
-    ends = {row["name"]: row["ends"] for row in rows if row.get("ends") is not None}
-    if len(set(map(str, ends.values()))) > 1:
-        lines.append(f"answers end with token: {', '.join(f'{name} {token}' for name, token in ends.items())}")
-    cut = {row["name"]: {c: n for c, n in row.get("cut", {}).items() if n} for row in rows}
-    each = [f"{name}: {_say(counts)}" for name, counts in cut.items() if counts]
-    return lines + ([f"prompts cut to fit the model: {'; '.join(each)}"] if each else [])
+    eos = {row["name"]: row["eos_token_id"] for row in rows if row.get("eos_token_id") is not None}
+    if len(set(map(str, eos.values()))) > 1:
+        lines.append(f"generated text ends with token: {', '.join(f'{name} {token}' for name, token in eos.items())}")
+    truncated = {row["name"]: {c: n for c, n in row.get("truncated", {}).items() if n} for row in rows}
+    counts = [f"{name}: {_text(columns)}" for name, columns in truncated.items() if columns]
+    return lines + ([f"prompts truncated to the model's context: {'; '.join(counts)}"] if counts else [])
 
 
 def _settings(results: dict[str, Any]) -> list[str]:
@@ -135,20 +134,20 @@ def _settings(results: dict[str, Any]) -> list[str]:
     if "metrics" in settings:
         settings["metrics"] = {c: m.removesuffix(",none").replace(",", "/") for c, m in settings["metrics"].items()}
     questions = {c: score["n"] for c, score in results["rows"][0]["scores"].items() if "n" in score}
-    said = {"": f"questions: {_say(questions)}"}
-    said |= {key: how.format(_say(settings[key])) for key, how in SETTINGS.items() if key in settings}
-    said |= {key: f"{key} {_say(value)}" for key, value in settings.items() if key not in said}
-    short = [line for line in said.values() if ", " not in line]
-    return [*(line for line in said.values() if ", " in line), "; ".join(short)]
+    lines = {"": f"questions: {_text(questions)}"}
+    lines |= {key: form.format(_text(settings[key])) for key, form in SETTINGS.items() if key in settings}
+    lines |= {key: f"{key} {_text(value)}" for key, value in settings.items() if key not in lines}
+    short = [line for line in lines.values() if ", " not in line]
+    return [*(line for line in lines.values() if ", " in line), "; ".join(short)]
 
 
-def _say(value: Any) -> str:
-    """One word where all are equal, else each by name."""
+def _text(value: Any) -> str:
+    """Return a value as text; of a dict with equal values this one value, else each with its key."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if not isinstance(value, dict):
         return str(value)
-    words = {name: _say(each) for name, each in value.items()}
-    if len(words) > 1 and len(set(words.values())) == 1:
-        return next(iter(words.values()))
-    return ", ".join(f"{name} {word}" for name, word in words.items())
+    texts = {name: _text(each) for name, each in value.items()}
+    if len(texts) > 1 and len(set(texts.values())) == 1:
+        return next(iter(texts.values()))
+    return ", ".join(f"{name} {text}" for name, text in texts.items())

@@ -1,4 +1,4 @@
-"""From a suite to lm-eval's tasks, with their data."""
+"""The tasks of a suite, loaded by lm-eval with their data."""
 
 import tempfile
 from collections.abc import Callable
@@ -12,13 +12,13 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from ..errors import UserError
-from .cache import default_root, digest
+from .cache import default_cache_folder, digest
 from .quiet import quiet
 from .sandbox import loading
 from .suites import Suite, SuiteTask
 
 Tasks = dict[str, Task | Group]
-"""By column: a task, or a group of them (MMLU and its 57 subjects)."""
+"""By column: a task, or a group of tasks (MMLU's 57 subjects)."""
 
 
 def load_tasks(
@@ -28,15 +28,14 @@ def load_tasks(
     *,
     trusted: bool = False,
 ) -> Tasks:
-    """Every task of the suite with its data, so that what is missing is known before a training run and not after it.
+    """Load the suite's tasks with their data. Called before training too, so that missing data are found early.
 
-    cache: where what `datasets` makes of local data is kept; None is the user's. on_column: called with each column
-    before it is loaded (MMLU's 57 datasets take seconds). trusted: the suite's files may run code.
-    Raises UserError, naming the task, where lm-eval or the data do not have what the suite asks for, and where a file
-    would run code untrusted.
+    cache: the cache folder, for converted local data; None is the user's. on_column: called with each column before it
+    is loaded (MMLU's 57 datasets take seconds). trusted: the suite's files may run code.
+    Raises UserError, with the task, if a task, metric or dataset is missing, or if an untrusted file would run code.
     """
     tasks: Tasks = {}
-    cache = cache or default_root()
+    cache = cache or default_cache_folder()
     with tempfile.TemporaryDirectory() as folder, loading(trusted, cache):
         manager = _manager(suite, Path(folder), cache)
         for task in suite.tasks:
@@ -45,45 +44,40 @@ def load_tasks(
             with quiet():
                 try:
                     loaded = manager.load([_wrapper(task)])
-                    found = (loaded.get("groups", {}) | loaded["tasks"])[task.task]
-                    empty = [name for name, size in sizes_of(found).items() if not size]
+                    tasks[task.column] = (loaded.get("groups", {}) | loaded["tasks"])[task.task]
+                    sizes = num_questions(tasks[task.column])
                 except UserError as error:
                     raise UserError(f"{suite.file_of(task)}: {error}") from None
-                except Exception as error:  # whatever lm-eval, datasets or the hub think of
-                    why = _in_short(error, task)
+                except Exception as error:  # anything that lm-eval, datasets or the hub may raise
+                    reason = _in_short(error, task)
                     if suite.data_root is None:
-                        why += ". Without a network, --data-root DIR (eval.data_root) takes downloaded datasets"
-                    raise UserError(f"{suite.file_of(task)}: task {task.task} cannot be loaded: {why}") from error
-            if empty:
-                raise UserError(f"{suite.file_of(task)}: task {empty[0]} has no questions")
-            if any(getattr(leaf, "UNSAFE_CODE", False) for leaf in leaves(found)):
-                raise UserError(f"{suite.file_of(task)}: runs code that a model writes; choose another task")
-            _refuse_unknown_scores(suite, task, leaves(found)[0])
-            tasks[task.column] = found
+                        reason += ". Without a network, pass downloaded datasets by --data-root DIR (eval.data_root)"
+                    raise UserError(f"{suite.file_of(task)}: task {task.task} cannot be loaded: {reason}") from error
+            _refuse_unusable(suite, task, tasks[task.column], sizes)
     return tasks
 
 
-def leaves(task: Task | Group) -> list[Any]:
-    """The tasks of a group, or the task alone."""
+def subtasks(task: Task | Group) -> list[Any]:
+    """Return the tasks of a group, or the task itself in a list."""
     return task.get_all_tasks() if isinstance(task, Group) else [task]
 
 
-def sizes_of(task: Task | Group) -> dict[str, int]:
-    """Questions of each leaf, by its name."""
-    return {leaf.task_name: len(leaf.eval_docs) for leaf in leaves(task)}
+def num_questions(task: Task | Group) -> dict[str, int]:
+    """Return the number of questions of each subtask, by its name."""
+    return {subtask.task_name: len(subtask.eval_docs) for subtask in subtasks(task)}
 
 
-def scores_of(task: SuiteTask) -> list[str]:
-    """lm-eval's keys of the scores that are kept: the headline first, `metric,filter` each."""
+def score_keys(task: SuiteTask) -> list[str]:
+    """Return lm-eval's keys (`metric,filter`) of the reported scores; the column's own is the first."""
     return [f"{task.metric},{task.filter}", *(a if "," in a else f"{a},{task.filter}" for a in task.also)]
 
 
 def _manager(suite: Suite, folder: Path, cache: Path) -> TaskManager:
-    """lm-eval's tasks of this suite and no others (its own index takes half a minute).
+    """Return lm-eval's manager with the tasks of this suite only (its own index of all tasks takes half a minute).
 
-    Each is a generated YAML file that includes the suite's: a dict in its place would inherit nothing, silently. A
-    group stands in another as `group: mmlu`; with `task: mmlu`, as in lm-eval's own `openllm`, its 57 subjects would
-    all get that name and be one.
+    Each task is a generated YAML file that includes the suite's: a dict instead of a file would inherit nothing,
+    silently. A group is a member as `group: mmlu`; with `task: mmlu`, as in lm-eval's own `openllm`, its 57 subjects
+    would all get this one name and replace one another.
     """
     members = []
     for task in suite.tasks:
@@ -105,59 +99,66 @@ def _manager(suite: Suite, folder: Path, cache: Path) -> TaskManager:
 
 
 def _wrapper(task: SuiteTask) -> str:
-    """The name under which `_manager` files a task."""
+    """Return the name of the group that `_manager` makes for a task."""
     return f"suite_{task.task}"
 
 
 def _data_of(suite: Suite, file: Path, is_group: bool) -> Path | None:
-    """The folder of the data of a task's file; None where the task's own `dataset_path` stands as it is."""
+    """Return the data folder for a task's file; None if its own `dataset_path` is used unchanged."""
     root = suite.data_folder()
     if root is None:
         return None
     files = sorted(file.parent.glob("*.yaml")) if is_group else [file]
-    named = {str(y["dataset_path"]) for y in map(_read, files) if y.get("dataset_path")}
-    if len(named) != 1:
-        raise UserError(f"{file}: names no dataset_path for {suite.path}'s data_root to complete")
-    path = root / named.pop()
+    names = {str(y["dataset_path"]) for y in map(_read, files) if y.get("dataset_path")}
+    if len(names) != 1:
+        raise UserError(f"{file}: needs one dataset_path, relative to data_root of {suite.path}; found {len(names)}")
+    path = root / names.pop()
     if not path.is_dir():
         raise UserError(f"{file}: there is no dataset folder {path}")
     return path
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """A task's file with what it includes; functions are not looked up."""
+    """Return the content of a task's file and its includes; functions are not resolved."""
     try:
         return load_yaml(file, resolve_func=False)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
-        raise UserError(f"{file}: is no task's file: {' '.join(str(error).split())[:200]}") from None
+        raise UserError(f"{file}: is not a task file: {' '.join(str(error).split())[:200]}") from None
 
 
 def _in_short(error: Exception, task: SuiteTask) -> str:
     first = (str(error).strip().splitlines() or [""])[0]
     if isinstance(error, KeyError):
-        return f"its data have no split or column {first}, which {task.task} reads"
+        return f"its data have no split or column {first}, which {task.task} needs"
     return f"{type(error).__name__}: {first}"
 
 
 def _cache_for(data: Path, cache: Path) -> Path:
-    """A cache of its own for what lies in the folder now.
+    """Return a cache folder for the current content of a data folder.
 
-    `datasets` knows a folder by its last name and its README: from one cache, the same layout with other rows, here or
-    elsewhere, would get the rows that were read first (test_fixtures.py).
+    `datasets` identifies a folder by its last name and its README only: with one cache, another folder of the same
+    layout would get the questions of the first (test_fixtures.py).
     """
     files = sorted(f for f in data.rglob("*") if f.is_file())
-    there = [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
-    return cache / "datasets" / digest([str(data), there])[:16]
+    content = [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
+    return cache / "datasets" / digest([str(data), content])[:16]
 
 
-def _refuse_unknown_scores(suite: Suite, task: SuiteTask, leaf: Any) -> None:
-    metrics = {entry["metric"] for entry in leaf.config.metric_list or []}
-    filters = {entry["name"] for entry in leaf.config.filter_list or []} or {"none"}
-    for score in scores_of(task):
-        metric, filter_name = score.split(",")
-        for word, given, allowed in (("metric", metric, metrics), ("filter", filter_name, filters)):
-            if given not in allowed:
+def _refuse_unusable(suite: Suite, task: SuiteTask, loaded: Task | Group, sizes: dict[str, int]) -> None:
+    """Raises UserError for a task without questions, with unsafe code, or without the suite's metric or filter."""
+    empty = [name for name, size in sizes.items() if not size]
+    if empty:
+        raise UserError(f"{suite.file_of(task)}: task {empty[0]} has no questions")
+    if any(getattr(subtask, "UNSAFE_CODE", False) for subtask in subtasks(loaded)):
+        raise UserError(f"{suite.file_of(task)}: runs code that a model writes; choose another task")
+    config = subtasks(loaded)[0].config
+    metrics = {entry["metric"] for entry in config.metric_list or []}
+    filters = {entry["name"] for entry in config.filter_list or []} or {"none"}
+    for key in score_keys(task):
+        metric, filter_name = key.split(",")
+        for word, name, allowed in (("metric", metric, metrics), ("filter", filter_name, filters)):
+            if name not in allowed:
                 raise UserError(
-                    f"{suite.path} {task.column}: {task.task} has no {word} {given!r};"
+                    f"{suite.path} {task.column}: {task.task} has no {word} {name!r};"
                     f" write {' or '.join(sorted(allowed))}"
                 )

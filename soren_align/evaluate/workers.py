@@ -1,4 +1,4 @@
-"""Who holds the model and does the work: this process, or several, each with a copy on a GPU of its own."""
+"""The processes that hold the model: this one, or a pool of workers with a copy of the model on one GPU each."""
 
 import multiprocessing
 import os
@@ -13,115 +13,118 @@ import torch
 from accelerate.utils.memory import should_reduce_batch_size
 
 from ..errors import UserError
-from .backends import Setup, answer, load
+from .backends import BackendSettings, load_lm, run_requests
 from .quiet import quiet
 
-Work = tuple[str, str, list[tuple]]
-"""(name, kind, requests)."""
+Chunk = tuple[str, str, list[tuple]]
+"""(key in the cache, kind of request, requests)."""
 
 
 class OutOfMemory(Exception):
-    """A batch did not fit."""
+    """A batch did not fit the device's memory."""
 
 
-class Here:
-    """This process, which loads the model when there is something to ask."""
+class InProcess:
+    """Runs requests in this process. The model is loaded at the first request."""
 
-    def __init__(self, model: Any, tokenizer: Any, setup: Setup):
-        self.what = model, tokenizer, setup
+    def __init__(self, model: Any, tokenizer: Any, settings: BackendSettings):
+        self.arguments = model, tokenizer, settings
         self.lm: Any = None
 
-    def work_on(self, work: list[Work]) -> Iterator[tuple[str, list[Any], int]]:
-        """(name, answers, prompts cut) of each, as they come."""
-        for name, kind, requests in work:
-            self.lm = self.lm or _load(*self.what)
-            yield name, *_guarded(answer, self.lm, kind, requests)
+    def run(self, chunks: list[Chunk]) -> Iterator[tuple[str, list[Any], int]]:
+        """Yield (key, responses, number of truncated prompts) of each chunk, in order."""
+        for key, kind, requests in chunks:
+            self.lm = self.lm or _load(*self.arguments)
+            yield key, *_guarded(run_requests, self.lm, kind, requests)
 
     def close(self) -> None:
-        """Let the model go."""
+        """Release the model."""
         self.lm = None
 
 
-class Several:
-    """Processes that load the model each when they are first asked; the first free one gets the next work."""
+class WorkerPool:
+    """Runs requests in several processes. Each loads the model at its first request; chunks go to the first free
+    one."""
 
-    def __init__(self, number: int, model: Any, tokenizer: Any, setup: Setup):
-        # Not fork: a forked CUDA does not work. Not spawn: each process would import torch and lm-eval anew, for 6 s.
+    def __init__(self, num_processes: int, model: Any, tokenizer: Any, settings: BackendSettings):
+        # Not fork: a forked CUDA does not work. Not spawn: each process would import torch and lm-eval again, for 6 s.
         server = multiprocessing.get_context("forkserver")
         server.set_forkserver_preload([__name__])
-        numbers = server.SimpleQueue()
-        for each in range(number):
-            numbers.put(each)
-        threads = max(1, torch.get_num_threads() // number)
-        self.pool = ProcessPoolExecutor(number, server, _begin, (numbers, threads, model, tokenizer, setup))
+        indices = server.SimpleQueue()
+        for index in range(num_processes):
+            indices.put(index)
+        num_threads = max(1, torch.get_num_threads() // num_processes)
+        arguments = (indices, num_threads, model, tokenizer, settings)
+        self.pool = ProcessPoolExecutor(num_processes, server, _init_worker, arguments)
 
-    def work_on(self, work: list[Work]) -> Iterator[tuple[str, list[Any], int]]:
-        """(name, answers, prompts cut) of each, as they come."""
-        waiting = {self.pool.submit(_answer, kind, requests): name for name, kind, requests in work}
+    def run(self, chunks: list[Chunk]) -> Iterator[tuple[str, list[Any], int]]:
+        """Yield (key, responses, number of truncated prompts) of each chunk, as they complete."""
+        futures = {self.pool.submit(_run_in_worker, kind, requests): key for key, kind, requests in chunks}
         try:
-            for future in as_completed(waiting):
-                yield waiting[future], *future.result()
+            for future in as_completed(futures):
+                yield futures[future], *future.result()
         except BrokenProcessPool as error:
             raise UserError(
-                "a process that answered questions was killed (out of memory?); the same command goes on"
+                "a worker process was killed (out of memory?); rerun the same command to resume, finished requests "
+                "are cached"
             ) from error
         finally:
-            for future in waiting:
+            for future in futures:
                 future.cancel()
 
     def close(self) -> None:
-        """Let the processes go."""
+        """End the processes."""
         self.pool.shutdown(cancel_futures=True)
 
 
-def _load(model: Any, tokenizer: Any, setup: Setup) -> Any:
+def _load(model: Any, tokenizer: Any, settings: BackendSettings) -> Any:
     try:
-        return _guarded(load, model, tokenizer, setup)
-    except OutOfMemory as error:  # no smaller batch would help
+        return _guarded(load_lm, model, tokenizer, settings)
+    except OutOfMemory as error:  # a smaller batch would not help
         raise UserError(f"{model}: the model itself does not fit the device's memory: {error}") from error
 
 
 def _guarded(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call in silence; OutOfMemory where the device had too little."""
+    """Call a function with silenced libraries. Raises OutOfMemory if the device's memory does not suffice."""
     try:
         with quiet():
             return function(*arguments)
     except RuntimeError as error:
         if not should_reduce_batch_size(error):
             raise
-        lacked = str(error).splitlines()[0]
+        message = str(error).splitlines()[0]
     # Outside of `except`: the error's traceback holds the batch and the model.
-    raise OutOfMemory(lacked)
+    raise OutOfMemory(message)
 
 
-# What follows runs in the processes of Several.
+# The functions below run in the processes of a WorkerPool.
 
-_what: tuple[Any, Any, Setup]
+_arguments: tuple[Any, Any, BackendSettings]
 _lm: Any = None
 
 
-def _begin(numbers: Any, threads: int, model: Any, tokenizer: Any, setup: Setup) -> None:
-    global _what
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
-    number = numbers.get()
-    if setup.device.startswith("cuda"):
+def _init_worker(indices: Any, num_threads: int, model: Any, tokenizer: Any, settings: BackendSettings) -> None:
+    global _arguments
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    index = indices.get()
+    if settings.device.startswith("cuda"):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[number] if visible else str(number)
-    torch.set_num_threads(threads)
-    _what = model, tokenizer, setup
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[index] if visible else str(index)
+    torch.set_num_threads(num_threads)
+    _arguments = model, tokenizer, settings
 
 
-def _leave_with_parent() -> None:
-    """A parent that was killed cannot say goodbye, and an orphan would hold its GPU for ever."""
+def _exit_with_parent() -> None:
+    """Exit when the parent has exited: after SIGKILL it cannot end its workers, which would occupy their GPUs."""
     parent = multiprocessing.parent_process()
     assert parent
     parent.join()
     os._exit(1)
 
 
-def _answer(kind: str, requests: list[tuple]) -> tuple[list[Any], int]:
+def _run_in_worker(kind: str, requests: list[tuple]) -> tuple[list[Any], int]:
     global _lm
     if _lm is None:
-        _lm = _load(*_what)
-    return _guarded(answer, _lm, kind, requests)
+        _lm = _load(*_arguments)
+    return _guarded(run_requests, _lm, kind, requests)

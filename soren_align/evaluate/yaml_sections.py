@@ -1,4 +1,4 @@
-"""YAML files beside the tasks, read strictly: an unknown key is a mistake, and every mistake is found at once."""
+"""The strict reading of a suite's YAML files: an unknown key is an error, and all errors are reported at once."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,47 +10,47 @@ from ..errors import UserError
 from ..files import read_yaml
 
 
-class Section(BaseModel):
-    """Of such a file."""
+class YamlSection(BaseModel):
+    """One mapping in such a file."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
 
-Whole = TypeVar("Whole", bound=Section)
+Form = TypeVar("Form", bound=YamlSection)
+Hint = Callable[[tuple[str | int, ...]], str]
+"""From the location of an unknown key to the remedy in its message."""
 
 
-def mapping(path: Path, described: str) -> dict[str, Any]:
-    """The file's content; UserError, with what it should be in the words of `described`, where it is no mapping."""
+def read_mapping(path: Path, remedy: str) -> dict[str, Any]:
+    """Return a file's content. Raises UserError with the remedy if it is not a mapping."""
     raw = read_yaml(path)
     if not isinstance(raw, dict):
-        raise UserError(f"{path}: {described}")
+        raise UserError(f"{path}: {remedy}")
     return raw
 
 
-def checked(
-    raw: dict[str, Any], whole: type[Whole], path: Path, hint: Callable[[tuple[str | int, ...]], str] = lambda loc: ""
-) -> Whole:
-    """The content as a `whole`; UserError with each mistake as a sentence. hint: what to say of an unknown key."""
+def validate(raw: dict[str, Any], form: type[Form], path: Path, hint: Hint = lambda loc: "") -> Form:
+    """Return the content of the file `path` as a `form`. Raises UserError with a sentence per error."""
     try:
-        return whole.model_validate(raw)
+        return form.model_validate(raw)
     except ValidationError as error:
-        raise UserError(*(f"{path} {_say(e, hint)}" for e in error.errors(include_url=False))) from None
+        raise UserError(*(f"{path} {_sentence(e, hint)}" for e in error.errors(include_url=False))) from None
 
 
-def refuse_twice(names: list[str], problem: str) -> None:
-    """ValueError, saying `problem` of it, where a name stands there twice."""
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(problem.format(repr(twice[0])))
+def refuse_duplicates(names: list[str], problem: str) -> None:
+    """Raises ValueError if a name is there twice. problem: its message, with {} for the name."""
+    duplicates = sorted({name for name in names if names.count(name) > 1})
+    if duplicates:
+        raise ValueError(problem.format(repr(duplicates[0])))
 
 
-def _say(error: Any, hint: Callable[[tuple[str | int, ...]], str]) -> str:
-    """One pydantic error as a sentence: key, finding, remedy."""
-    where = ".".join(str(part) for part in error["loc"])
+def _sentence(error: Any, hint: Hint) -> str:
+    """Return a pydantic error as a sentence: key, finding, remedy."""
+    key = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        return f"{where}: unknown key{hint(error['loc'])}"
+        return f"{key}: unknown key{hint(error['loc'])}"
     if error["type"] == "missing":
-        return f"{where}: is required"
+        return f"{key}: is required"
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
-    return f"{where}: found {error['input']!r}; {error['msg'][0].lower()}{error['msg'][1:]}"
+    return f"{key}: found {error['input']!r}; {error['msg'][0].lower()}{error['msg'][1:]}"

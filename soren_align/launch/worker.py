@@ -213,9 +213,8 @@ def _evaluate(models: list[str], asked: Eval, output: str | None, summary: str |
     if summary:
         refuse_foreign_summary(Path(summary))
     rows = lineage.lineages(models, console)
-    results = stage.evaluate(
-        rows, asked, folder, cache=Path(cache) if cache else None, console=console, table=Terminal()
-    )
+    results = stage.evaluate(rows, asked, folder, cache=Path(cache) if cache else None, console=console)
+    stage.print_results(results, folder, console, Terminal())
     if not output:
         write_card(run)
     if summary:

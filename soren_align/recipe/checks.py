@@ -157,10 +157,11 @@ def _output_problem(output: str) -> str | None:
 
 def _evaluation(raw: Raw) -> Iterator[tuple[Key, str]]:
     section = raw.section("eval")
-    names = section.get("quote")
-    paths = [raw.as_path(("eval", "quote", i), name) for i, name in enumerate(names if isinstance(names, list) else [])]
+    names = section.get("published")
+    names = names if isinstance(names, list) else []
+    paths = [raw.as_path(("eval", "published", i), name) for i, name in enumerate(names)]
     settings: dict[str, Any] = {key: raw.path("eval", key) for key in ("suite", "data_root")}
-    settings |= {"quote": [path for path in paths if path], "backend": raw.text("eval", "backend")}
+    settings |= {"published": [path for path in paths if path], "backend": raw.text("eval", "backend")}
     yield from ((("eval", key), message) for key, message in evaluation_problems(settings))
 
 
@@ -169,7 +170,7 @@ def evaluation_problems(settings: dict[str, Any]) -> list[tuple[str, str]]:
     problems: list[tuple[str, str]] = []
     for key, kind, known in (
         ("suite", "suite", shipped.suites()),
-        ("quote", "table of published scores", shipped.quoted()),
+        ("published", "table of published scores", shipped.published()),
     ):
         names = settings.get(key) or []
         for name in [names] if isinstance(names, str) else names:

@@ -12,7 +12,7 @@ from .older import MOVED
 from .sections import Recipe
 
 _ALIASES = {"learning_rate": "lr", "model_name_or_path": "name_or_path", "dataset": "path", "torch_dtype": "dtype"}
-_ALIASES |= {"rank": "r", "lora_r": "r"}
+_ALIASES |= {"rank": "r", "lora_r": "r", "quote": "published"}
 _INSTEAD: dict[Key, str] = {
     ("model", "dtype"): " (bfloat16 parameters round small updates away; for bfloat16 arithmetic with float32 "
     "parameters write trainer: {bf16: true})",

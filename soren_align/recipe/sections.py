@@ -189,8 +189,8 @@ class Eval(Section):
     """Raise an error, instead of counting, when a prompt is longer than the model's context."""
     trust_suite: bool = False
     """Let the files of a suite that is not shipped run code (`!function`, scripts as metrics): read them first."""
-    quote: list[str] = []
-    """Published scores to show beneath the table: a name in eval/paper, such as `paper/sft`, or a file of that form."""
+    published: list[str] = []
+    """Published scores to show under the table: a shipped table, such as `paper/sft`, or a YAML file of that form."""
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""Who answers, how often, and whose answers these are: one process or several, killed or not, never another model's."""
+"""Responses are the same from one process, several, a killed one or the cache, and never another model's."""
 
 import importlib.util
 import io
@@ -27,8 +27,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from soren_align.errors import UserError
 from soren_align.evaluate import workers
-from soren_align.evaluate.harness import evaluate_model
-from soren_align.evaluate.requests import pieces
+from soren_align.evaluate.harness import Options, evaluate_model
+from soren_align.evaluate.requests import make_chunks
 from soren_align.evaluate.significance import compare
 from soren_align.evaluate.stage import evaluate
 from soren_align.evaluate.suites import load_suite
@@ -45,29 +45,29 @@ def resps(answers):
 
 @pytest.fixture(scope="module")
 def small(models):
-    """The suite in batches of 8: many pieces."""
+    """The suite in batches of 8: many chunks."""
     suite = SUITE.model_copy(update={"batch_size": 8})
-    return suite, evaluate_model(models[0], suite, device="cpu")
+    return suite, evaluate_model(models[0], suite, Options(device="cpu"))
 
 
-def test_pieces_hold_every_request_once_and_no_context_is_torn():
+def test_chunks_hold_every_request_once_and_requests_of_one_context_together():
     draw = random.Random(0)
     requests = [("x" * draw.randrange(30), f"choice {i}") for i in range(1000)]
-    found = pieces(requests, 32)
-    assert sorted(i for piece in found for i in piece) == list(range(1000))
-    where = {}
-    for number, piece in enumerate(found):
-        for i in piece:
-            assert where.setdefault(requests[i][0], number) == number
-    longest = [len(requests[piece[0]][0]) for piece in found]
+    chunks = make_chunks(requests, 32)
+    assert sorted(i for chunk in chunks for i in chunk) == list(range(1000))
+    chunk_of = {}
+    for number, chunk in enumerate(chunks):
+        for i in chunk:
+            assert chunk_of.setdefault(requests[i][0], number) == number
+    longest = [len(requests[chunk[0]][0]) for chunk in chunks]
     assert longest == sorted(longest, reverse=True)
-    assert all(len(piece) == 1 for piece in pieces([(str(i), {}) for i in range(9)], 1))
+    assert all(len(chunk) == 1 for chunk in make_chunks([(str(i), {}) for i in range(9)], 1))
 
 
 def test_several_processes_give_the_answers_of_one(small, models):
     suite, one = small
-    several = evaluate_model(models[0], suite, device="cpu", num_processes=2)
-    assert several.prompts == one.prompts
+    several = evaluate_model(models[0], suite, Options(device="cpu", num_processes=2))
+    assert several.prompt_hashes == one.prompt_hashes
     assert several.samples == one.samples
     assert several.scores == one.scores
 
@@ -82,18 +82,18 @@ def test_in_process_from_disk_as_adapter_and_merged_the_answers_are_the_same(mod
     live = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(tmp_path / "adapter"))
     found = {
         "in process": evaluate_model(live.eval(), suite, tokenizer=tokenizer),
-        "adapter": evaluate_model(tmp_path / "adapter", suite, device="cpu"),
+        "adapter": evaluate_model(tmp_path / "adapter", suite, Options(device="cpu")),
     }
     merged = live.merge_and_unload()
     merged.save_pretrained(tmp_path / "merged")
     tokenizer.save_pretrained(tmp_path / "merged")
     found["merged"] = evaluate_model(merged, suite, tokenizer=tokenizer)
-    found["from disk"] = evaluate_model(tmp_path / "merged", suite, device="cpu")
+    found["from disk"] = evaluate_model(tmp_path / "merged", suite, Options(device="cpu"))
     reference = found.pop("from disk")
     assert reference.scores != small[1].scores
     for how, answers in found.items():
         assert answers.scores == reference.scores, how
-        assert answers.prompts == reference.prompts, how
+        assert answers.prompt_hashes == reference.prompt_hashes, how
         if how != "in process":  # W x + B A x is not (W + B A) x to the last bit
             assert resps(answers) == resps(reference), how
 
@@ -101,35 +101,35 @@ def test_in_process_from_disk_as_adapter_and_merged_the_answers_are_the_same(mod
 def test_a_model_in_this_process_stays_as_it_was(models, small):
     model = AutoModelForCausalLM.from_pretrained(models[0]).train()
     before = {name: p.clone() for name, p in model.named_parameters()}
-    evaluate_model(model, small[0], tokenizer=AutoTokenizer.from_pretrained(models[0]), limit=2)
+    evaluate_model(model, small[0], Options(limit=2), tokenizer=AutoTokenizer.from_pretrained(models[0]))
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     assert all(p.requires_grad for p in model.parameters())
     assert model.training
     with pytest.raises(UserError, match="in its own process only"):
-        evaluate_model(model, small[0], tokenizer=AutoTokenizer.from_pretrained(models[0]), num_processes=2)
+        evaluate_model(model, small[0], Options(num_processes=2), tokenizer=AutoTokenizer.from_pretrained(models[0]))
 
 
-def test_what_was_answered_is_not_asked_again(small, models, tmp_path):
+def test_cached_responses_are_not_computed_again(small, models, tmp_path):
     suite, fresh = small
-    first = evaluate_model(models[0], suite, device="cpu", cache=tmp_path)
-    again = evaluate_model(models[0], suite, device="cpu", cache=tmp_path)
-    assert first.asked == {"now": 840, "before": 0}
-    assert again.asked == {"now": 0, "before": 840}
+    first = evaluate_model(models[0], suite, Options(device="cpu", cache=tmp_path))
+    again = evaluate_model(models[0], suite, Options(device="cpu", cache=tmp_path))
+    assert first.num_requests == {"computed": 840, "cached": 0}
+    assert again.num_requests == {"computed": 0, "cached": 840}
     assert again.samples == first.samples == fresh.samples
 
 
 def test_two_models_through_one_cache_never_share_an_answer(small, models, tmp_path):
     suite, _ = small
-    first = evaluate_model(models[0], suite, device="cpu", cache=tmp_path)
-    second = evaluate_model(models[1], suite, device="cpu", cache=tmp_path)
-    assert second.asked["before"] == 0
-    assert resps(second) == resps(evaluate_model(models[1], suite, device="cpu"))
+    first = evaluate_model(models[0], suite, Options(device="cpu", cache=tmp_path))
+    second = evaluate_model(models[1], suite, Options(device="cpu", cache=tmp_path))
+    assert second.num_requests["cached"] == 0
+    assert resps(second) == resps(evaluate_model(models[1], suite, Options(device="cpu")))
     pairs = zip(resps(first)["zoo_mc"], resps(second)["zoo_mc"], strict=True)
     assert not any(a == b for a, b in pairs)
 
 
 def test_lm_evals_own_cache_gives_a_model_another_ones_answers(models, tmp_path):
-    """Why there is a journal. The day this fails, lm-eval's cache is keyed by the model."""
+    """The reason for a cache of our own. When this fails, lm-eval's cache depends on the model."""
     task = tmp_path / "task.yaml"
     task.write_text(
         f"include: {SUITE.file_of(SUITE.tasks[0])}\ntask: zoo_mc\ndataset_path: {SUITE.data_folder()}/zoo_questions\n"
@@ -147,11 +147,11 @@ def test_lm_evals_own_cache_gives_a_model_another_ones_answers(models, tmp_path)
 
 
 @pytest.mark.parametrize("change", ["weights", "template", "generation", "batch size", "dtype"])
-def test_whatever_changes_answers_changes_the_journal(change, small, models, tmp_path):
+def test_all_that_changes_responses_changes_the_cache_file(change, small, models, tmp_path):
     suite, _ = small
     cache, model = tmp_path / "cache", tmp_path / "model"
     shutil.copytree(models[0], model)
-    evaluate_model(model, suite, device="cpu", limit=2, cache=cache)
+    evaluate_model(model, suite, Options(device="cpu", limit=2, cache=cache))
     how = {}
     if change == "weights":
         shutil.copy(models[1] / "model.safetensors", model)
@@ -164,11 +164,11 @@ def test_whatever_changes_answers_changes_the_journal(change, small, models, tmp
         how = {"batch_size": 7}
     else:
         how = {"dtype": "bfloat16"}
-    assert evaluate_model(model, suite, device="cpu", limit=2, cache=cache, **how).asked["before"] == 0
-    assert len(list((cache / "answers").iterdir())) == 2
+    assert evaluate_model(model, suite, Options(device="cpu", limit=2, cache=cache, **how)).num_requests["cached"] == 0
+    assert len(list((cache / "responses").iterdir())) == 2
 
 
-def test_killed_in_the_middle_and_started_again_nothing_is_asked_twice(models, tmp_path):
+def test_after_a_kill_no_request_is_computed_twice(models, tmp_path):
     asked = Eval(suite="quickstart", batch_size=1)
     command = [
         sys.executable,
@@ -183,23 +183,23 @@ def test_killed_in_the_middle_and_started_again_nothing_is_asked_twice(models, t
     env = os.environ | {"DS_ACCELERATOR": "cpu"}
     killed = subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
-    journal: list[Path] = []
-    while not journal or journal[0].read_bytes().count(b"\n") < 20:
+    file: list[Path] = []
+    while not file or file[0].read_bytes().count(b"\n") < 20:
         assert killed.poll() is None, "it ended before it could be killed"
         assert time.monotonic() < deadline
-        journal = list((tmp_path / "cache").glob("answers/*.jsonl"))
+        file = list((tmp_path / "cache").glob("responses/*.jsonl"))
         time.sleep(0.02)
     killed.send_signal(signal.SIGKILL)
     killed.wait()
-    kept = sum(len(json.loads(line)["answers"]) for line in journal[0].read_text().splitlines()[1:])
-    with journal[0].open("a") as stream:
-        stream.write('{"piece": "cut sho')  # as a kill in the middle of a line would
+    cached = sum(len(json.loads(line)["responses"]) for line in file[0].read_text().splitlines()[1:])
+    with file[0].open("a") as stream:
+        stream.write('{"chunk": "cut sho')  # as a kill in the middle of a line would
     subprocess.run(command, env=env, check=True, capture_output=True)
     evaluate([(models[0].name, models[0])], asked, tmp_path / "whole", cache=tmp_path / "other", console=SILENT)
     resumed, whole = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("killed", "whole"))
-    assert 0 < kept < 840
-    assert resumed["rows"][0].pop("answered") == {"now": 840 - kept, "before": kept}
-    assert whole["rows"][0].pop("answered") == {"now": 840, "before": 0}
+    assert 0 < cached < 840
+    assert resumed["rows"][0].pop("num_requests") == {"computed": 840 - cached, "cached": cached}
+    assert whole["rows"][0].pop("num_requests") == {"computed": 840, "cached": 0}
     assert resumed == whole
     for file in sorted((tmp_path / "whole").rglob("*.jsonl")):
         assert file.read_bytes() == (tmp_path / "killed" / file.relative_to(tmp_path / "whole")).read_bytes()
@@ -211,8 +211,9 @@ def test_a_process_that_is_killed_ends_the_evaluation_and_says_so(small, models)
             for child in multiprocessing.active_children():
                 child.kill()
 
+    display = types.SimpleNamespace(on_progress=kill, on_score=lambda *_: None)
     with pytest.raises(UserError, match="was killed"):
-        evaluate_model(models[0], small[0], device="cpu", num_processes=2, on_progress=kill)
+        evaluate_model(models[0], small[0], Options(device="cpu", num_processes=2), display=display)
 
 
 def test_what_does_not_fit_the_memory_is_told_from_other_errors(small, models, monkeypatch):
@@ -221,10 +222,10 @@ def test_what_does_not_fit_the_memory_is_told_from_other_errors(small, models, m
 
     monkeypatch.setattr(HFLM, "_model_call", full)
     with pytest.raises(OutOfMemory):
-        evaluate_model(models[0], small[0], device="cpu")
+        evaluate_model(models[0], small[0], Options(device="cpu"))
 
 
-def test_prompts_that_were_cut_are_counted_and_strictly_an_error(models, tmp_path, small):
+def test_truncated_prompts_are_counted_and_an_error_if_strict(models, tmp_path, small):
     suite, whole = small
     model = tmp_path / "short"
     shutil.copytree(models[0], model)
@@ -235,34 +236,36 @@ def test_prompts_that_were_cut_are_counted_and_strictly_an_error(models, tmp_pat
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": room - 1}))
     only = suite.model_copy(update={"tasks": [suite.tasks[0]]})
-    found = evaluate_model(model, only, device="cpu")
+    found = evaluate_model(model, only, Options(device="cpu"))
     long = {c for c, choice in asked if len(tokenizer(c + choice)["input_ids"]) > room}
-    assert found.cut == {"zoo_mc": len(long)}
+    assert found.truncated == {"zoo_mc": len(long)}
     assert 0 < len(long) < 120
-    with pytest.raises(UserError, match="for SFT, whose contexts differ"):
-        compare([("base", evaluate_model(models[0], only, device="cpu")), ("SFT", found)], average=False)
-    assert whole.cut == {}
+    with pytest.raises(UserError, match="for SFT, because their contexts differ"):
+        compare([("base", evaluate_model(models[0], only, Options(device="cpu"))), ("SFT", found)], average=False)
+    assert whole.truncated == {}
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 6}))
     generated = suite.model_copy(update={"tasks": [suite.tasks[1]]})
-    with pytest.raises(UserError, match="short: zoo_gen: an answer of 6 tokens leaves no room in 6"):
-        evaluate_model(model, generated, device="cpu")
+    with pytest.raises(
+        UserError, match="short: zoo_gen: generating 6 tokens leaves no room for a prompt in a context of 6"
+    ):
+        evaluate_model(model, generated, Options(device="cpu"))
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": room - 1}))
     with pytest.raises(UserError, match="short: zoo_mc: prompts do not fit"):
-        evaluate_model(model, only, device="cpu", strict=True)
+        evaluate_model(model, only, Options(device="cpu", strict=True))
 
 
-def test_a_repetition_penalty_in_the_models_folder_is_told_and_not_compared_with_none(models, small, tmp_path):
+def test_a_repetition_penalty_in_the_models_folder_is_reported_and_not_compared_with_none(models, small, tmp_path):
     """It changes greedy answers, in lm-eval too: Qwen's instruct models have one of 1.05."""
     model = tmp_path / "model"
     shutil.copytree(models[0], model)
     said = {"repetition_penalty": 1.3, "do_sample": True, "temperature": 0.7, "eos_token_id": 2}
     (model / "generation_config.json").write_text(json.dumps(said))
-    found = [evaluate_model(m, small[0], device="cpu", limit=2) for m in (models[0], model)]
-    assert [answers.settings["generation"] for answers in found] == [{}, {"repetition_penalty": 1.3}]
+    found = [evaluate_model(m, small[0], Options(device="cpu", limit=2)) for m in (models[0], model)]
+    assert [answers.settings["generation_config"] for answers in found] == [{}, {"repetition_penalty": 1.3}]
     live = AutoModelForCausalLM.from_pretrained(model)
-    again = evaluate_model(live, small[0], tokenizer=AutoTokenizer.from_pretrained(model), limit=2)
-    assert again.settings["generation"] == {"repetition_penalty": 1.3}
-    with pytest.raises(UserError, match="was asked with generation"):
+    again = evaluate_model(live, small[0], Options(limit=2), tokenizer=AutoTokenizer.from_pretrained(model))
+    assert again.settings["generation_config"] == {"repetition_penalty": 1.3}
+    with pytest.raises(UserError, match="was evaluated with generation_config"):
         compare([("base", found[0]), ("SFT", found[1])], average=False)
 
 
@@ -270,7 +273,7 @@ def test_in_bfloat16_the_answers_are_lm_evals_too_however_long_the_prompt(reader
     """Cast after loading, the rotary frequencies would be rounded, and the words of a long prompt turned."""
     suite = load_suite("open-llm-leaderboard-v1").model_copy(update={"data_root": str(data_root), "batch_size": 1})
     suite = suite.model_copy(update={"tasks": suite.tasks[:1], "average": False})
-    ours = evaluate_model(readers[0], suite, device="cpu", dtype="bfloat16")
+    ours = evaluate_model(readers[0], suite, Options(device="cpu", dtype="bfloat16"))
     lm = HFLM(pretrained=str(readers[0]), dtype="bfloat16", device="cpu", batch_size=1)
     theirs = lm.loglikelihood(
         [Instance("loglikelihood", {}, a, 0) for s in ours.samples["arc_challenge"] for a in s["arguments"]]
@@ -286,7 +289,7 @@ def test_pickled_adapters_and_code_that_comes_with_a_model_are_refused(models, s
     )
     (adapter / "adapter_model.bin").write_bytes(b"")
     with pytest.raises(UserError, match="pickled weights are not loaded"):
-        evaluate_model(adapter, small[0], device="cpu")
+        evaluate_model(adapter, small[0], Options(device="cpu"))
     model = tmp_path / "model"
     shutil.copytree(models[0], model)
     config = json.loads((model / "config.json").read_text())
@@ -294,7 +297,7 @@ def test_pickled_adapters_and_code_that_comes_with_a_model_are_refused(models, s
     (model / "config.json").write_text(json.dumps(config | theirs))
     (model / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     with pytest.raises(UserError, match=r"cannot|can be loaded"):
-        evaluate_model(model, small[0], device="cpu")
+        evaluate_model(model, small[0], Options(device="cpu"))
     assert not (tmp_path / "ran").exists()
 
 
@@ -302,24 +305,24 @@ def test_a_model_that_does_not_fit_is_not_the_batchs_fault(models, small, monkey
     def full(*_, **__):
         raise RuntimeError("CUDA out of memory. Tried to allocate 28.00 GiB.")
 
-    monkeypatch.setattr(workers, "load", full)
+    monkeypatch.setattr(workers, "load_lm", full)
     with pytest.raises(UserError, match="the model itself does not fit"):
-        evaluate_model(models[0], small[0], device="cpu")
+        evaluate_model(models[0], small[0], Options(device="cpu"))
 
 
-def test_a_broken_journal_is_read_as_far_as_it_goes(models, small, tmp_path):
+def test_a_damaged_cache_file_is_read_line_by_line(models, small, tmp_path):
     suite, fresh = small
-    evaluate_model(models[0], suite, device="cpu", cache=tmp_path)
-    (journal,) = (tmp_path / "answers").iterdir()
-    lines = journal.read_bytes().splitlines(keepends=True)
-    journal.write_bytes(lines[0] + lines[0] + b"\0\0\xff\n[1]\n" + b"".join(lines[1:-1]) + lines[-1][:40])
-    again = evaluate_model(models[0], suite, device="cpu", cache=tmp_path)
-    last = len(json.loads(lines[-1])["answers"])
-    assert again.asked == {"now": last, "before": 840 - last}
+    evaluate_model(models[0], suite, Options(device="cpu", cache=tmp_path))
+    (file,) = (tmp_path / "responses").iterdir()
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(lines[0] + lines[0] + b"\0\0\xff\n[1]\n" + b"".join(lines[1:-1]) + lines[-1][:40])
+    again = evaluate_model(models[0], suite, Options(device="cpu", cache=tmp_path))
+    last = len(json.loads(lines[-1])["responses"])
+    assert again.num_requests == {"computed": last, "cached": 840 - last}
     assert again.samples == fresh.samples
-    journal.write_bytes(b"")
-    assert evaluate_model(models[0], suite, device="cpu", cache=tmp_path).asked["before"] == 0
-    assert evaluate_model(models[0], suite, device="cpu", cache=tmp_path).asked["now"] == 0
+    file.write_bytes(b"")
+    assert evaluate_model(models[0], suite, Options(device="cpu", cache=tmp_path)).num_requests["cached"] == 0
+    assert evaluate_model(models[0], suite, Options(device="cpu", cache=tmp_path)).num_requests["computed"] == 0
 
 
 def test_vllm_gets_the_folder_and_our_settings(models, small, monkeypatch):
@@ -336,7 +339,7 @@ def test_vllm_gets_the_folder_and_our_settings(models, small, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda *_: object())
     real = metadata.version
     monkeypatch.setattr(metadata, "version", lambda name: "0" if name == "vllm" else real(name))
-    found = evaluate_model(models[0], small[0], backend="vllm", device="cpu")
+    found = evaluate_model(models[0], small[0], Options(backend="vllm", device="cpu"))
     assert got == {"pretrained": str(models[0]), "dtype": "float32", "batch_size": 8, "seed": 1234}
     assert found.settings["backend"] == "vllm"
     assert resps(found) == resps(small[1])
@@ -346,4 +349,4 @@ def test_vllm_gets_the_folder_and_our_settings(models, small, monkeypatch):
 
 def test_vllm_is_asked_for_only_where_it_is_installed(models, small):
     with pytest.raises(UserError, match="is vllm, which is not installed"):
-        evaluate_model(models[0], small[0], backend="vllm")
+        evaluate_model(models[0], small[0], Options(backend="vllm"))

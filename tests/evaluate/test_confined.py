@@ -9,7 +9,7 @@ import yaml
 from soren_align import shipped
 from soren_align.errors import UserError
 from soren_align.evaluate import stage
-from soren_align.evaluate.harness import evaluate_model
+from soren_align.evaluate.harness import Options, evaluate_model
 from soren_align.evaluate.suites import LM_EVAL_TASKS, load_suite
 from soren_align.evaluate.tasks import load_tasks
 from soren_align.launch import commands
@@ -49,7 +49,7 @@ def refused(folder, message="--trust-suite"):
 
 def test_a_function_is_not_run(folder):
     add(folder, "process_docs: !function evil.docs")
-    assert "runs code (!function evil.docs); read the suite's files, and say --trust-suite" in refused(folder)
+    assert "runs code (!function evil.docs); read the suite's files, and use --trust-suite" in refused(folder)
     with pytest.raises(UserError, match="--trust-suite"):
         stage.preflight(Eval(suite=str(folder)))
     assert stage.preflight(Eval(suite=str(folder), trust_suite=True)) == {"zoo_mc": 120}
@@ -128,7 +128,7 @@ def test_a_template_that_misbehaves_on_a_later_question_is_one_sentence(folder, 
     suite = load_suite(folder)
     tasks = load_tasks(suite)
     with pytest.raises(UserError, match="a template of the task cannot be rendered: access to attribute '__class__'"):
-        evaluate_model(models[0], suite, tasks=tasks, device="cpu")
+        evaluate_model(models[0], suite, Options(device="cpu"), tasks=tasks)
 
 
 @pytest.mark.parametrize(
@@ -168,14 +168,14 @@ def test_a_files_name_is_no_yaml(folder):
 @pytest.mark.parametrize("text", ["[1]", "a: [", "include: gone.yaml", "include: zoo_mc.yaml", "include: 3", "\x00"])
 def test_what_is_no_tasks_file_is_one_sentence(folder, text):
     (folder / TASK).write_text(text)
-    refused(folder, r"zoo_mc\.yaml: is no task's file")
+    refused(folder, r"zoo_mc\.yaml: is not a task file")
 
 
 def test_a_split_that_is_missing_is_named(folder):
     """As PIQA's train split, which lm-eval reads at zero shots too."""
     change(folder, training_split="train_of_piqa")
     told = refused(folder, "cannot be loaded")
-    assert "its data have no split or column 'train_of_piqa', which zoo_mc reads" in told
+    assert "its data have no split or column 'train_of_piqa', which zoo_mc needs" in told
 
 
 def test_a_run_folders_recipe_trusts_nothing(tmp_path):

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from soren_align import shipped
 from soren_align.errors import UserError
-from soren_align.evaluate.backends import DoesNotFit, Setup, answer, load
-from soren_align.evaluate.harness import evaluate_model
+from soren_align.evaluate.backends import BackendSettings, ContextTooShort, load_lm, run_requests
+from soren_align.evaluate.harness import Options, evaluate_model
 from soren_align.evaluate.scores import _points
 from soren_align.evaluate.suites import load_suite
 from soren_align.evaluate.tasks import load_tasks
@@ -31,7 +31,7 @@ def suite():
 
 @pytest.fixture(scope="module")
 def answers(models, suite):
-    return [evaluate_model(model, suite, device="cpu") for model in models]
+    return [evaluate_model(model, suite, Options(device="cpu")) for model in models]
 
 
 @pytest.fixture(scope="module")
@@ -72,13 +72,13 @@ def test_every_answer_and_log_likelihood_equals_plain_lm_evals(column, answers, 
 
 
 def test_a_model_asked_twice_answers_the_same(answers, models, suite):
-    again = evaluate_model(models[0], suite, device="cpu")
+    again = evaluate_model(models[0], suite, Options(device="cpu"))
     assert again.samples == answers[0].samples
     assert again.settings == answers[0].settings
 
 
 def test_the_batch_size_changes_no_score_in_float32(answers, models, suite):
-    small = evaluate_model(models[0], suite, device="cpu", batch_size=7)
+    small = evaluate_model(models[0], suite, Options(device="cpu", batch_size=7))
     assert small.settings["batch_size"] == 7
     assert small.scores == answers[0].scores
 
@@ -90,7 +90,7 @@ def test_nothing_is_printed_and_nothing_asks_the_network(models, suite, monkeypa
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     load_tasks(suite)
-    evaluate_model(models[0], suite, device="cpu")
+    evaluate_model(models[0], suite, Options(device="cpu"))
     assert capfd.readouterr() == ("", "")
 
 
@@ -117,7 +117,7 @@ def test_a_model_of_nans_does_not_win(models, suite, tmp_path):
     model.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(models[0]).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="log-likelihoods of zoo_mc are not numbers"):
-        evaluate_model(tmp_path, suite, device="cpu")
+        evaluate_model(tmp_path, suite, Options(device="cpu"))
 
 
 def copy(model, to):
@@ -129,7 +129,7 @@ def test_a_model_without_template_is_an_error_where_the_suite_needs_one(models, 
     model = copy(models[0], tmp_path / "plain")
     (model / "chat_template.jinja").unlink()
     with pytest.raises(UserError, match="no chat template"):
-        evaluate_model(model, suite, device="cpu")
+        evaluate_model(model, suite, Options(device="cpu"))
 
 
 def test_missing_weights_are_an_error_and_not_drawn_at_random(models, suite, tmp_path):
@@ -137,7 +137,7 @@ def test_missing_weights_are_an_error_and_not_drawn_at_random(models, suite, tmp
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
     with pytest.raises(UserError, match=r"weights are missing: model\.layers\.2"):
-        evaluate_model(model, suite, device="cpu")
+        evaluate_model(model, suite, Options(device="cpu"))
 
 
 @pytest.mark.parametrize("damage", ["gone", "no weights", "cut"])
@@ -148,7 +148,7 @@ def test_what_is_no_model_is_an_error(models, suite, tmp_path, damage):
         weights = model / "model.safetensors"
         weights.unlink() if damage == "no weights" else weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(UserError, match="not a model that can be loaded"):
-        evaluate_model(model, suite, device="cpu")
+        evaluate_model(model, suite, Options(device="cpu"))
 
 
 def test_an_answer_longer_than_the_context_is_one_sentence(models, tmp_path):
@@ -157,12 +157,12 @@ def test_an_answer_longer_than_the_context_is_one_sentence(models, tmp_path):
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4}))
     tokenizer = AutoTokenizer.from_pretrained(model)
-    lm = load(model, tokenizer, Setup("hf", "float32", "cpu", 8))
+    lm = load_lm(model, tokenizer, BackendSettings("hf", "float32", "cpu", 8))
     word = tokenizer.decode(next(i for i in range(tokenizer.vocab_size) if tokenizer.decode(i).isalpha()))
-    with pytest.raises(DoesNotFit, match=r"an answer of 9 tokens does not fit the model's context of 4"):
-        answer(lm, "loglikelihood", [(word, f" {word}" * 9)])
-    with pytest.raises(DoesNotFit, match="an answer to choose from has no tokens"):
-        answer(lm, "loglikelihood", [(word, "")])
+    with pytest.raises(ContextTooShort, match=r"an answer choice of 9 tokens does not fit the model's context of 4"):
+        run_requests(lm, "loglikelihood", [(word, f" {word}" * 9)])
+    with pytest.raises(ContextTooShort, match="an answer choice has no tokens"):
+        run_requests(lm, "loglikelihood", [(word, "")])
 
 
 def test_a_score_that_is_no_number_is_broken_weights():

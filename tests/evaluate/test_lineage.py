@@ -70,7 +70,7 @@ def test_a_task_that_comes_twice_gets_its_folder_beside_it(runs, tmp_path):
 def test_a_start_that_is_gone_is_an_error(runs):
     _, sft, dpo = runs
     shutil.rmtree(sft)
-    with pytest.raises(UserError, match=r"the checkpoint that .* started from is gone"):
+    with pytest.raises(UserError, match=r"the checkpoint from which .* was trained is missing"):
         lineage(dpo)
 
 
@@ -88,7 +88,7 @@ def test_a_run_that_was_written_over_by_its_descendant_is_refused(runs):
     (sft / "run.json").write_text(
         json.dumps(record | {"start": {"path": str(dpo / "model"), "sha256_or_revision": None}})
     )
-    with pytest.raises(UserError, match="written over"):
+    with pytest.raises(UserError, match="was overwritten"):
         lineage(dpo)
 
 
@@ -107,7 +107,7 @@ def test_what_is_neither_run_nor_model_is_an_error(tmp_path):
 def test_a_start_that_was_trained_anew_is_refused(runs):
     _, sft, dpo = runs
     (sft / "model" / "model.safetensors").write_text("other weights")
-    with pytest.raises(UserError, match=r"sft/model was written over since .*dpo started from it"):
+    with pytest.raises(UserError, match=r"sft/model was overwritten after .*dpo was trained from it"):
         lineage(dpo)
 
 

@@ -8,7 +8,7 @@ from statsmodels.stats.multitest import multipletests
 
 from soren_align.errors import UserError
 from soren_align.evaluate import significance
-from soren_align.evaluate.harness import Answers
+from soren_align.evaluate.harness import ModelResults
 from soren_align.evaluate.scores import _score
 from soren_align.evaluate.significance import compare
 
@@ -18,7 +18,7 @@ SIZES = {"arc_challenge": 1172, "hellaswag": 10042, "mmlu": 14042, "mc2": 817, "
 def answers(points, prompts=None, **settings):
     points = {column: list(map(float, p)) for column, p in points.items()}
     prompts = prompts or {column: [(str(i), "same") for i in range(len(p))] for column, p in points.items()}
-    return Answers(points=points, prompts=prompts, settings={"batch_size": 8} | settings)
+    return ModelResults(points=points, prompt_hashes=prompts, settings={"batch_size": 8} | settings)
 
 
 def difference(a, b, column="x"):
@@ -186,23 +186,23 @@ def test_a_handful_of_questions_proves_nothing(n):
     assert difference([0.2], [0.5])["high"] - difference([0.2], [0.5])["low"] > 50
 
 
-def test_models_that_were_asked_in_other_words_are_not_compared():
+def test_models_evaluated_with_different_prompts_are_not_compared():
     first, other = answers({"x": [0], "y": [1]}), answers({"x": [0], "y": [1]}, prompts={"x": [("0", "same")], "y": []})
-    with pytest.raises(UserError, match="y: SFT was asked in other words than base"):
+    with pytest.raises(UserError, match="y: SFT was evaluated with different prompts than base"):
         compare([("base", first), ("SFT", other)], average=False)
 
 
 @pytest.mark.parametrize("settings", [{"batch_size": 4}, {"dtype": "bfloat16"}])
-def test_models_that_were_asked_with_other_settings_are_not_compared(settings):
+def test_models_evaluated_with_different_settings_are_not_compared(settings):
     key, value = next(iter(settings.items()))
-    with pytest.raises(UserError, match=f"SFT was asked with {key} = {value}, base with (8|None)"):
+    with pytest.raises(UserError, match=f"SFT was evaluated with {key} = {value}, base with (8|None)"):
         compare([("base", answers({"x": [0]})), ("SFT", answers({"x": [0]}, **settings))], average=False)
 
 
-def test_every_row_is_held_against_the_first():
+def test_every_row_is_compared_with_the_first():
     rows = [(name, answers({"x": [0]})) for name in ("base", "SFT", "DPO")]
     rows[2][1].settings["batch_size"] = 1
-    with pytest.raises(UserError, match="DPO was asked with batch_size = 1, base with 8"):
+    with pytest.raises(UserError, match="DPO was evaluated with batch_size = 1, base with 8"):
         compare(rows, average=True)
 
 

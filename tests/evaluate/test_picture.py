@@ -33,14 +33,14 @@ def dots(panel):
 
 
 @pytest.mark.parametrize(
-    ("num_columns", "num_rows", "num_quoted", "average"), [(3, 3, 0, False), (6, 5, 4, True), (1, 1, 0, False)]
+    ("num_columns", "num_rows", "num_published", "average"), [(3, 3, 0, False), (6, 5, 4, True), (1, 1, 0, False)]
 )
 def test_there_is_a_panel_a_column_and_a_dot_a_row_in_the_tables_order(
-    drawn, num_columns, num_rows, num_quoted, average
+    drawn, num_columns, num_rows, num_published, average
 ):
-    results = make_results(num_columns, num_rows, num_quoted, average)
+    results = make_results(num_columns, num_rows, num_published, average)
     drawing = drawn(results)
-    rows = results["rows"] + results["quoted"]
+    rows = results["rows"] + results["published"]
     panels = {panel.get_title(): panel for panel in drawing.axes if panel.get_visible()}
     assert list(panels) == list(results["rows"][0]["scores"])
     for column, panel in panels.items():
@@ -48,7 +48,9 @@ def test_there_is_a_panel_a_column_and_a_dot_a_row_in_the_tables_order(
         assert dots(panel) == expected
         assert panel.lines[0].get_xdata()[0] == expected[0][0]  # the first row's line
     names = [label.get_text() for label in drawing.axes[0].get_yticklabels()]
-    assert names == [row["name"] for row in results["rows"]] + [f"{row['name']} (quoted)" for row in results["quoted"]]
+    assert names == [row["name"] for row in results["rows"]] + [
+        f"{row['name']} (published)" for row in results["published"]
+    ]
     low, high = drawing.axes[0].get_ylim()
     assert low > high  # the first row on top
     assert drawing.get_suptitle() == results["title"]
@@ -62,9 +64,9 @@ def test_an_interval_is_196_standard_errors_and_stays_within_a_hundred(drawn):
     assert intervals == [pytest.approx([48.04, 51.96]), pytest.approx([97.04, 100])]
 
 
-def test_a_quoted_row_without_a_score_leaves_a_gap_and_one_without_an_error_no_interval(drawn):
-    results = make_results(2, 1, num_quoted=2, average=False)
-    del results["quoted"][0]["scores"]["arc_challenge"], results["quoted"][1]["scores"]["arc_challenge"]["stderr"]
+def test_a_published_row_without_a_score_leaves_a_gap_and_one_without_an_error_no_interval(drawn):
+    results = make_results(2, 1, num_published=2, average=False)
+    del results["published"][0]["scores"]["arc_challenge"], results["published"][1]["scores"]["arc_challenge"]["stderr"]
     panel = drawn(results).axes[0]
     assert [y for _, y, _ in dots(panel)] == [0, 2]
     last = [line for line in panel.lines if line.get_marker() != "o"][-1]
@@ -72,7 +74,7 @@ def test_a_quoted_row_without_a_score_leaves_a_gap_and_one_without_an_error_no_i
 
 
 def test_the_same_results_give_the_same_small_file(tmp_path):
-    results = make_results(6, 5, num_quoted=4)
+    results = make_results(6, 5, num_published=4)
     for name in ("one.png", "two.png"):
         figure.draw(results, tmp_path / name)
     assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()

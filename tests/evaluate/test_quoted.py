@@ -1,4 +1,4 @@
-"""What others published: transcribed without a slip, read strictly, and never compared."""
+"""Published scores are transcribed without errors, read strictly, and never compared."""
 
 from math import sqrt
 
@@ -7,7 +7,8 @@ import pytest
 from soren_align import shipped
 from soren_align.errors import UserError
 from soren_align.evaluate import tables
-from soren_align.evaluate.published import load_quoted
+from soren_align.evaluate.published import load_published
+from soren_align.recipe import load
 from tests.support.result_tables import make_results
 
 COLUMNS = {
@@ -26,11 +27,11 @@ RIGHT_OR_WRONG = {"arc_challenge": 1172, "hellaswag": 10042, "mmlu": 14042, "win
 
 
 def rows(name):
-    return load_quoted(name, SUITES[name])
+    return load_published(name, SUITES[name])
 
 
 def test_every_table_that_is_shipped_is_known_here():
-    assert list(shipped.quoted()) == list(SUITES)
+    assert list(shipped.published()) == list(SUITES)
     assert not {name.split("/")[0] for name in SUITES} & shipped.suites().keys()
 
 
@@ -91,38 +92,43 @@ def test_the_papers_best_sft_row_is_the_untouched_model_within_a_standard_error(
 
 
 @pytest.mark.parametrize("name", SUITES)
-def test_no_quoted_number_is_in_a_test_of_significance(name):
+def test_no_published_score_is_in_a_test_of_significance(name):
     """Nothing there to test (no points, no prompts); beside two models of ours, the table compares just these."""
     for row in rows(name):
         assert list(row) == ["name", "source", "scores"]
         assert all(score.keys() <= {"value", "stderr"} for score in row["scores"].values())
     results = make_results(6, 2)
     without = tables.markdown(results)
-    page = tables.markdown(results | {"quoted": rows(name)})
-    assert [line for line in page.splitlines() if "(quoted)" not in line and "quoted, " not in line] == (
+    page = tables.markdown(results | {"published": rows(name)})
+    assert [line for line in page.splitlines() if "(published)" not in line and "published scores, " not in line] == (
         without.splitlines()
     )
-    assert not [line for line in page.splitlines() if "(quoted)" in line and ("[" in line or "p " in line)]
+    assert not [line for line in page.splitlines() if "(published)" in line and ("[" in line or "p " in line)]
     assert rows(name)[0]["source"] in page
 
 
 def test_a_table_of_another_suite_is_refused():
-    with pytest.raises(UserError, match="quotes scores of suite commonsense-zero-shot, and this is suite quickstart"):
-        load_quoted("paper/zero-shot", "quickstart")
+    with pytest.raises(UserError, match="has published scores for suite commonsense-zero-shot, not for quickstart"):
+        load_published("paper/zero-shot", "quickstart")
+
+
+def test_the_keys_old_name_names_the_new_one(tmp_path):
+    with pytest.raises(UserError, match=r"eval\.quote: unknown key; did you mean 'published'\?"):
+        load("quickstart/sft", [f"run.output_dir={tmp_path}", "eval.quote=[paper/sft]"])
 
 
 @pytest.mark.parametrize("name", ["paper/stf", "no-such-thing"])
 def test_an_unknown_name_lists_what_is_shipped(name):
     with pytest.raises(UserError) as error:
-        load_quoted(name, "open-llm-leaderboard-v1")
+        load_published(name, "open-llm-leaderboard-v1")
     assert "shipped: paper/dpo, paper/sft, paper/zero-shot" in str(error.value)
     assert ("did you mean 'paper/sft'?" in str(error.value)) == (name == "paper/stf")
 
 
 def test_a_file_of_ones_own_is_read_like_a_shipped_one(tmp_path):
     file = tmp_path / "mine.yaml"
-    file.write_text(shipped.quoted()["paper/sft"].read_text())
-    assert load_quoted(str(file), "open-llm-leaderboard-v1") == rows("paper/sft")
+    file.write_text(shipped.published()["paper/sft"].read_text())
+    assert load_published(str(file), "open-llm-leaderboard-v1") == rows("paper/sft")
 
 
 @pytest.mark.parametrize(
@@ -134,16 +140,16 @@ def test_a_file_of_ones_own_is_read_like_a_shipped_one(tmp_path):
         ("value: 55.97", "value: 5597", "rows.0.scores.arc_challenge.value: found 5597"),
         ("value: 55.97", "value: 55,97", "rows.0.scores.arc_challenge"),
         ("stderr: 1.45", "error: 1.45", "rows.0.scores.arc_challenge.error: unknown key"),
-        ("name: Muon", "name: AdamW", "'AdamW' stands there twice"),
+        ("name: Muon", "name: AdamW", "'AdamW' is there twice"),
         ("rows:", "rows: [", "not valid YAML"),
     ],
 )
 def test_a_mistake_in_a_table_is_named(tmp_path, old, new, message):
-    text = shipped.quoted()["paper/sft"].read_text()
+    text = shipped.published()["paper/sft"].read_text()
     assert old in text
     file = tmp_path / "mine.yaml"
     file.write_text(text.replace(old, new, 1))
     with pytest.raises(UserError) as error:
-        load_quoted(str(file), "open-llm-leaderboard-v1")
+        load_published(str(file), "open-llm-leaderboard-v1")
     assert f"{file}" in str(error.value)
     assert message in str(error.value)

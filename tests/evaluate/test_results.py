@@ -3,12 +3,14 @@
 import io
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from rich.console import Console
 
 from soren_align.errors import UserError
 from soren_align.evaluate import stage
+from soren_align.evaluate.result_files import write_results
 from soren_align.evaluate.results import read_results, refuse_foreign, refuse_foreign_summary
 from soren_align.launch import worker
 from soren_align.recipe import Eval
@@ -19,9 +21,10 @@ SOURCE = {"value": 1.0, "stderr": 0.5, "low": 0.0, "high": 2.0, "n": 4}
 
 
 def ours(*names):
-    """results.json as e637a41 wrote it, with rows of these names."""
+    """results.json with rows of these names."""
     rows = [{"name": name, "model": f"/models/{name}", "scores": {"acc": SOURCE}} for name in names]
-    return {"title": "t", "suite": "s", "rows": rows, "quoted": [], "settings": {"data": "hub"}, "notes": []}
+    head = {"format": 2, "title": "t", "suite": "s", "rows": rows}
+    return head | {"published": [], "settings": {"data": "hub"}, "notes": []}
 
 
 def put(folder, content):
@@ -49,7 +52,7 @@ def test_a_folder_that_results_name_is_not_removed(tmp_path, name):
     with pytest.raises(UserError, match=r"results\.json: is not an evaluation's results, or is damaged"):
         evaluate(output)
     with pytest.raises(UserError):
-        stage._write(ours("base"), [], output)
+        write_results(ours("base"), {}, output)
     assert (victim / "thesis.txt").read_text() == "mine"
 
 
@@ -61,7 +64,7 @@ def test_a_link_among_the_samples_is_removed_and_not_followed(tmp_path):
     (output / "samples").mkdir()
     (output / "samples" / "base").symlink_to(victim)
     (output / "samples" / "SFT").symlink_to(victim / "thesis.txt")
-    stage._write(make_results(), [], output)
+    write_results(make_results(), {}, output)
     assert (victim / "thesis.txt").read_text() == "mine"
     assert list((output / "samples").iterdir()) == []
 
@@ -74,9 +77,26 @@ def test_a_link_in_place_of_a_file_is_replaced_and_not_followed(tmp_path):
         (output / name).symlink_to(mine)
     for name in ("table.md.part", "scores.png.part", "results.json.part"):
         (output / name).symlink_to(mine)
-    stage._write(make_results(), [], output)
+    write_results(make_results(), {}, output)
     assert mine.read_text() == "mine"
     assert read_results(output) == make_results()
+
+
+def test_two_evaluations_that_end_together_leave_the_files_of_one(tmp_path):
+    """Each in its thread: a lock of the folder is a matter of open files, not of processes."""
+    for attempt in range(3):
+        output = tmp_path / str(attempt)
+        output.mkdir()
+        with ThreadPoolExecutor() as threads:
+            both = [("base", "SFT"), ("base", "DPO")]
+            futures = [
+                threads.submit(write_results, ours(*names), {n: {"acc": []} for n in names}, output) for names in both
+            ]
+        for future in futures:
+            future.result()
+        rows = [row["name"] for row in (read_results(output) or {})["rows"]]
+        assert tuple(rows) in both
+        assert sorted(folder.name for folder in (output / "samples").iterdir()) == sorted(rows)
 
 
 @pytest.mark.parametrize("file", ["results.json", "table.md", "scores.png"])
@@ -92,20 +112,20 @@ def test_a_folder_of_samples_that_no_row_of_ours_has_is_not_replaced(tmp_path):
     put(tmp_path, ours("base"))
     (tmp_path / "samples" / "SFT").mkdir(parents=True)
     refuse_foreign(tmp_path, ["base"])
-    with pytest.raises(UserError, match=r"samples/SFT: is there already, and no evaluation's"):
+    with pytest.raises(UserError, match=r"samples/SFT: was not written by an evaluation"):
         evaluate(tmp_path, "base", "SFT")
 
 
 @pytest.mark.parametrize("name", ["a/b", "..", "\x1b[31m", "x" * 300])
 def test_a_row_whose_name_is_no_folders_is_refused(tmp_path, name):
-    with pytest.raises(UserError, match="which cannot name a folder"):
+    with pytest.raises(UserError, match="cannot be the name of a folder"):
         evaluate(tmp_path / "out", name)
 
 
 def test_a_place_that_cannot_be_written_to_is_refused_before_a_model_is_asked(tmp_path):
     (tmp_path / "file").write_text("mine")
     for output in (tmp_path / "file", tmp_path / "file" / "out"):
-        with pytest.raises(UserError, match="no folder"):
+        with pytest.raises(UserError, match="not a folder"):
             evaluate(output)
 
 
@@ -136,9 +156,20 @@ def test_damaged_results_are_one_sentence(tmp_path, damage):
     assert len(str(error.value)) < 500
 
 
+def test_results_of_an_older_version_are_one_sentence(tmp_path):
+    old = {key: value for key, value in ours("base").items() if key not in ("format", "published")} | {"quoted": []}
+    put(tmp_path, old)
+    with pytest.raises(UserError) as error:
+        evaluate(tmp_path)
+    assert str(error.value) == (
+        f"{tmp_path / 'results.json'}: was written by another version of soren-align, in another format; "
+        "choose another --output, or move it away"
+    )
+
+
 def test_our_own_results_are_recognised(tmp_path):
     assert read_results(tmp_path) is None
-    for results in (make_results(num_quoted=2), make_results(average=False), ours("base", "SFT (mine)")):
+    for results in (make_results(num_published=2), make_results(average=False), ours("base", "SFT (mine)")):
         put(tmp_path, results)
         assert read_results(tmp_path) == json.loads(json.dumps(results))
         refuse_foreign(tmp_path, ["base"])
@@ -153,7 +184,7 @@ def test_a_summary_replaces_nothing_but_a_summary(tmp_path, text):
     stage.write_summary(make_results(), file)
     refuse_foreign_summary(file)
     file.write_text(text)
-    with pytest.raises(UserError, match=r"no evaluation's summary.*choose another --summary"):
+    with pytest.raises(UserError, match=r"is not a summary of an evaluation.*choose another --summary"):
         refuse_foreign_summary(file)
 
 

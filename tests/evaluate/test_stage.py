@@ -13,7 +13,8 @@ from transformers import AutoTokenizer
 
 from soren_align.errors import UserError
 from soren_align.evaluate import workers
-from soren_align.evaluate.stage import evaluate, preflight, summary
+from soren_align.evaluate.results import summary
+from soren_align.evaluate.stage import evaluate, preflight, print_results
 from soren_align.recipe import Eval
 from tests.support.lm_eval_reference import ZERO_SHOT
 from tests.support.tiny_models import make_model
@@ -28,13 +29,14 @@ def stage(models, tmp_path_factory):
     screen = io.StringIO()
     console = Console(file=screen, width=80)
     results = evaluate([("base", models[0]), ("SFT", models[1])], QUICKSTART, output, device="cpu", console=console)
+    print_results(results, output, console)
     return results, output, screen.getvalue()
 
 
 def test_results_json_is_what_was_returned_and_says_how_to_repeat_it(stage, models):
     results, output, _ = stage
     assert json.loads((output / "results.json").read_text()) == results
-    assert list(results) == ["title", "suite", "rows", "quoted", "settings", "notes"]
+    assert list(results) == ["format", "title", "suite", "rows", "published", "settings", "notes"]
     assert [(row["name"], row["model"]) for row in results["rows"]] == [
         ("base", str(models[0])),
         ("SFT", str(models[1])),
@@ -119,19 +121,19 @@ def test_an_evaluation_leaves_no_rows_of_an_earlier_one(stage, models, tmp_path)
     assert sorted(f.name for f in tmp_path.iterdir()) == ["results.json", "samples", "scores.png", "table.md"]
 
 
-def test_models_that_were_asked_in_other_words_are_not_compared(models, tmp_path):
+def test_models_evaluated_with_different_prompts_are_not_compared(models, tmp_path):
     other = make_model(tmp_path / "other", seed=1)
     tokenizer = AutoTokenizer.from_pretrained(other)
     tokenizer.chat_template = tokenizer.chat_template.replace("<|assistant|>", "<|user|>")
     tokenizer.save_pretrained(other)
     rows = [("base", models[0]), ("SFT", other)]
-    with pytest.raises(UserError, match="zoo_mc: SFT was asked in other words than base"):
+    with pytest.raises(UserError, match="zoo_mc: SFT was evaluated with different prompts than base"):
         evaluate(rows, QUICKSTART, tmp_path / "eval", device="cpu", console=Console(file=io.StringIO()))
     assert not (tmp_path / "eval").exists()
 
 
 def test_two_rows_of_one_name_are_refused_before_any_work(models, tmp_path):
-    with pytest.raises(UserError, match="two models would stand in the table as 'model'"):
+    with pytest.raises(UserError, match="two models would have the name 'model' in the table"):
         evaluate([("model", models[0]), ("model", models[1])], QUICKSTART, tmp_path)
 
 
@@ -147,7 +149,7 @@ def test_a_batch_that_does_not_fit_is_halved_for_all_rows(models, tmp_path, monk
         return real(self, inputs, **how)
 
     alive = weakref.WeakSet()
-    load = workers.load
+    load = workers.load_lm
 
     def watched(*what):
         lm = load(*what)
@@ -157,29 +159,29 @@ def test_a_batch_that_does_not_fit_is_halved_for_all_rows(models, tmp_path, monk
         return lm
 
     monkeypatch.setattr(HFLM, "_model_call", little_memory)
-    monkeypatch.setattr(workers, "load", watched)
+    monkeypatch.setattr(workers, "load_lm", watched)
     screen = io.StringIO()
     how = {"device": "cpu", "cache": tmp_path / "cache", "console": Console(file=screen, width=80)}
     results = evaluate([("base", models[0]), ("SFT", models[1])], QUICKSTART, tmp_path / "eval", **how)
     assert results["settings"]["batch_size"] == 15
-    assert "out of memory with batches of 60; all rows with 30 now" in screen.getvalue()
-    assert all(row["answered"]["now"] + row["answered"]["before"] == 840 for row in results["rows"])
+    assert "out of memory with batch size 60; all models are evaluated with batch size 30 now" in screen.getvalue()
+    assert all(sum(row["num_requests"].values()) == 840 for row in results["rows"])
 
 
-def test_the_base_is_asked_once_for_all_runs(models, tmp_path):
+def test_the_base_is_evaluated_once_for_all_runs(models, tmp_path):
     screen = io.StringIO()
     how = {"device": "cpu", "cache": tmp_path / "cache", "console": Console(file=screen, width=80)}
     evaluate([("base", models[0])], QUICKSTART, tmp_path / "first", **how)
     results = evaluate([("base", models[0]), ("SFT", models[1])], QUICKSTART, tmp_path / "second", **how)
-    assert [row["answered"]["now"] for row in results["rows"]] == [0, 840]
-    assert "120 questions, kept" in screen.getvalue()
-    assert "base 840\n" in screen.getvalue()
+    assert [row["num_requests"]["computed"] for row in results["rows"]] == [0, 840]
+    assert "120 questions, cached" in screen.getvalue()
+    assert "cached    base 840 of 840 requests\n" in screen.getvalue()
 
 
 def test_what_no_evaluation_has_written_is_not_removed(models, tmp_path):
     (tmp_path / "samples").mkdir()
     (tmp_path / "samples" / "thesis.txt").write_text("mine")
-    with pytest.raises(UserError, match=r"samples: is there already, and no evaluation's"):
+    with pytest.raises(UserError, match=r"samples: was not written by an evaluation"):
         evaluate([("base", models[0])], QUICKSTART, tmp_path, device="cpu", console=Console(file=io.StringIO()))
     assert (tmp_path / "samples" / "thesis.txt").read_text() == "mine"
 

@@ -1,4 +1,4 @@
-"""The table shows what the results hold: every number, whole, in eighty columns, and quoted rows apart."""
+"""The table shows what the results hold: every number, whole, in eighty columns, and published scores apart."""
 
 import io
 import re
@@ -25,7 +25,7 @@ def cells(page):
 @pytest.mark.parametrize("num_columns", [3, 6])
 @pytest.mark.parametrize("num_rows", [1, 2, 4, 8])
 def test_the_terminal_shows_every_cell_whole_in_eighty_columns(num_columns, num_rows):
-    results = make_results(num_columns, num_rows, num_quoted=4, average=num_columns == 6)
+    results = make_results(num_columns, num_rows, num_published=4, average=num_columns == 6)
     shown = screen(results)
     assert max(len(line.rstrip()) for line in shown.splitlines()) <= 80
     assert "…" not in shown
@@ -65,26 +65,26 @@ def test_the_p_that_is_shown_and_starred_is_the_corrected_one(p_holm, shown):
     assert cells(tables.markdown(results))[2][1][2] == shown
 
 
-def test_the_legend_counts_the_comparisons_and_leaves_quoted_rows_out():
-    results = make_results(6, 4, num_quoted=4)
+def test_the_legend_counts_the_comparisons_without_published_scores():
+    results = make_results(6, 4, num_published=4)
     legend = "\n".join(tables.notes(results))
-    assert "Holm's correction for the 21 comparisons" in legend
+    assert "Holm-corrected for the 21 comparisons" in legend
     assert "McNemar" in legend
     alone = "\n".join(tables.notes(make_results(6, 1)))
     assert "McNemar" not in alone
 
 
-def test_quoted_rows_come_last_are_marked_and_are_held_against_nothing():
-    results = make_results(6, 2, num_quoted=4)
-    del results["quoted"][0]["scores"]["gsm8k"], results["quoted"][0]["scores"]["mmlu"]["stderr"]
+def test_published_scores_come_last_are_marked_and_are_not_compared():
+    results = make_results(6, 2, num_published=4)
+    del results["published"][0]["scores"]["gsm8k"], results["published"][0]["scores"]["mmlu"]["stderr"]
     rows = {row[0][0]: row[1:] for row in cells(tables.markdown(results))[1:]}
-    quoted = ["AdamW (quoted)", "Muon (quoted)", "HTMuon (quoted)", "Soren (quoted)"]
-    assert list(rows) == ["base", "SFT", *quoted]
-    assert all(len(cell) == 1 for name in quoted for cell in rows[name])
-    assert rows["AdamW (quoted)"][COLUMNS.index("gsm8k")] == ["-"]
-    assert "±" not in rows["AdamW (quoted)"][COLUMNS.index("mmlu")][0]
-    sources = [note for note in tables.notes(results) if note.startswith("quoted")]
-    assert sources == ["quoted, neither asked here nor compared: Phi Van et al., Table 3"]
+    published = ["AdamW (published)", "Muon (published)", "HTMuon (published)", "Soren (published)"]
+    assert list(rows) == ["base", "SFT", *published]
+    assert all(len(cell) == 1 for name in published for cell in rows[name])
+    assert rows["AdamW (published)"][COLUMNS.index("gsm8k")] == ["-"]
+    assert "±" not in rows["AdamW (published)"][COLUMNS.index("mmlu")][0]
+    sources = [note for note in tables.notes(results) if note.startswith("published")]
+    assert sources == ["published scores, not evaluated here and not compared: Phi Van et al., Table 3"]
 
 
 def test_other_readings_of_a_score_stand_beneath_the_table():
@@ -97,13 +97,13 @@ def test_other_readings_of_a_score_stand_beneath_the_table():
     assert "gsm8k, flexible-extract: base 24.1 ± 1.2, SFT 25.0 ± 1.2" in notes
 
 
-def test_cut_prompts_are_told_by_model_and_task():
+def test_truncated_prompts_are_counted_by_model_and_task():
     results = make_results(6, 3)
-    assert not [note for note in tables.notes(results) if "cut" in note]
-    results["rows"][1]["cut"] = {"mmlu": 0, "gsm8k": 12}
-    results["rows"][2]["cut"] = {"mmlu": 3, "gsm8k": 12}
-    told = "prompts cut to fit the model: SFT: gsm8k 12; DPO: mmlu 3, gsm8k 12"
-    assert told in tables.notes(results)
+    assert not [note for note in tables.notes(results) if "truncated" in note]
+    results["rows"][1]["truncated"] = {"mmlu": 0, "gsm8k": 12}
+    results["rows"][2]["truncated"] = {"mmlu": 3, "gsm8k": 12}
+    expected = "prompts truncated to the model's context: SFT: gsm8k 12; DPO: mmlu 3, gsm8k 12"
+    assert expected in tables.notes(results)
 
 
 def test_notes_of_the_suite_are_passed_on():
@@ -113,24 +113,24 @@ def test_notes_of_the_suite_are_passed_on():
     assert "limited to 8 questions a task" in screen(results)
 
 
-def test_every_setting_is_told_known_or_not():
+def test_every_setting_is_listed_known_or_not():
     results = make_results(6, 1)
     settings = results["settings"]
     settings |= {"metrics": {"mmlu": "acc,none", "gsm8k": "exact_match,strict-match"}, "new": {"a": True, "b": None}}
-    told = "\n".join(tables.notes(results))
+    text = "\n".join(tables.notes(results))
     for words in (
         "lm-eval 0.4.13, transformers 5.23.0",
         "task versions: arc_challenge 1.0",
         "gsm8k 3.0",
-        "shots: arc_challenge 25, hellaswag 10",
+        "few-shot examples: arc_challenge 25, hellaswag 10",
         "metrics: mmlu acc, gsm8k exact_match/strict-match",
         "seeds: random 0, numpy 1234, torch 1234, fewshot 1234",
-        "chat template off; BOS off; prompts up to 4096 tokens",
+        "chat template off; BOS token off",
         "dtype bfloat16; device cuda; backend hf; batch size 8; processes 2",
         "new a on, b None",
     ):
-        assert words in told
-    results["settings"] = {"dtype": "float32", "max_length": None}
+        assert words in text
+    results["settings"] = {"dtype": "float32", "limit": None}
     assert tables.notes(results)[-1] == "dtype float32"
     results["rows"][0]["scores"] = {c: {**s, "n": 120} for c, s in results["rows"][0]["scores"].items() if "n" in s}
     assert tables.notes(results)[-1] == "questions: 120; dtype float32"

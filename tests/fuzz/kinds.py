@@ -408,7 +408,7 @@ def an_adapter(rng: random.Random) -> Input:
 def a_suite(rng: random.Random) -> Input:
     """A suite's file and a quoted table."""
     suite = rng.choice([file for name, file in sorted(shipped.suites().items())])
-    quoted = rng.choice([file for name, file in sorted(shipped.quoted().items())])
+    quoted = rng.choice([file for name, file in sorted(shipped.published().items())])
     files = {"suite/suite.yaml": _yaml(rng, suite.read_bytes()), "quoted.yaml": _yaml(rng, quoted.read_bytes())}
     if re.search(rb"task: zoo_mc", files["suite/suite.yaml"]):
         for file in (suite.parent / "tasks").glob("*.yaml") if (suite.parent / "tasks").is_dir() else ():

@@ -187,21 +187,21 @@ def _command(words: list[str]) -> int:
 def _without_models():
     """Models answer at once, a training is over at once, and the hub takes everything."""
     from soren_align import push
-    from soren_align.evaluate import harness, stage
+    from soren_align.evaluate import figure, harness, stage
     from soren_align.trainers import training, training_setup
     from soren_align.trainers.starting_model import starting_checkpoint
 
-    def answers(model: Any, suite: Any, **_: Any) -> Any:
+    def answers(model: Any, suite: Any, *_: Any, **__: Any) -> Any:
         columns = [task.column for task in suite.tasks]
         score = {"value": 50.0, "stderr": 1.0, "low": 48.0, "high": 52.0, "n": 2}
         sample = {"arguments": [("a", "b")], "resps": [["x"]], "filtered_resps": ["x"], "doc": {}}
-        return harness.Answers(
+        return harness.ModelResults(
             settings={"batch_size": suite.batch_size, "versions": {"lm-eval": "0"}, "device": "cpu"},
             scores={column: dict(score) for column in columns},
             samples={column: [sample] for column in columns},
             points={column: [0.0, 1.0] for column in columns},
-            prompts={column: [("a", "b")] for column in columns},
-            asked={"now": 1, "before": 0},
+            prompt_hashes={column: [("a", "b")] for column in columns},
+            num_requests={"computed": 1, "cached": 0},
         )
 
     def set_up_training(made: Any, folder: RunFolder, *_: Any, **__: Any) -> Any:
@@ -227,7 +227,7 @@ def _without_models():
             (stage, "load_tokenizer", lambda *_: None),
             (stage, "load_tasks", _tasks),
             (stage, "preflight", lambda *_: {}),
-            (stage.picture, "draw", lambda _, path: Path(path).write_bytes(b"PNG")),
+            (figure, "draw", lambda _, path: Path(path).write_bytes(b"PNG")),
             (stage, "commit", lambda: "c" * 40),
             (training_setup, "set_up_training", set_up_training),
             (training, "train", train),
@@ -300,8 +300,8 @@ def an_adapter(box: Box, arguments: dict[str, Any]) -> int:
     if arguments["loaded"] == "training":
         steps.append(lambda: load_model(recipe.load_text(RECIPE), "adapter"))
     elif arguments["loaded"]:
-        setup = backends.Setup("hf", "float32", "cpu", 1)
-        steps.append(lambda: backends.load(Path("adapter"), _tokenizer(), setup))
+        setup = backends.BackendSettings("hf", "float32", "cpu", 1)
+        steps.append(lambda: backends.load_lm(Path("adapter"), _tokenizer(), setup))
     refused = False
     for step in steps:  # each is another command's, so that none is spared by another's refusal
         try:
@@ -313,11 +313,11 @@ def an_adapter(box: Box, arguments: dict[str, Any]) -> int:
 
 def a_suite(box: Box, arguments: dict[str, Any]) -> None:
     """Read a suite and a quoted table."""
-    from soren_align.evaluate.published import load_quoted
+    from soren_align.evaluate.published import load_published
     from soren_align.evaluate.suites import load_suite
 
     with contextlib.suppress(errors.UserError):
-        load_quoted("quoted.yaml", "quickstart")
+        load_published("quoted.yaml", "quickstart")
     made = load_suite("suite")
     made.data_folder()
 

@@ -7,7 +7,7 @@ COLUMNS = ["arc_challenge", "hellaswag", "mmlu", "truthfulqa_mc2", "winogrande",
 NAMES = ["base", "SFT", "DPO", "checkpoint-12000", "soren", "muon", "htmuon", "adamw"]
 
 
-def make_results(num_columns=6, num_rows=2, num_quoted=0, average=True):
+def make_results(num_columns=6, num_rows=2, num_published=0, average=True):
     draw = random.Random(0)
     columns = COLUMNS[:num_columns]
     level = {c: draw.uniform(25, 75) for c in columns}
@@ -23,11 +23,12 @@ def make_results(num_columns=6, num_rows=2, num_quoted=0, average=True):
             row["differences"] = {c: difference(s, rows[0]["scores"][c], draw) for c, s in scores.items()}
         rows.append(row)
     return {
+        "format": 2,
         "title": "Open LLM Leaderboard v1",
         "suite": "open-llm-leaderboard-v1",
         "rows": rows,
-        "quoted": [quoted(f"{name}", columns, level, average) for name in ("AdamW", "Muon", "HTMuon", "Soren")][
-            :num_quoted
+        "published": [published(f"{name}", columns, level, average) for name in ("AdamW", "Muon", "HTMuon", "Soren")][
+            :num_published
         ],
         "settings": {
             "versions": {"lm-eval": "0.4.13", "transformers": "5.23.0", "torch": "2.13.0", "datasets": "5.2.0"},
@@ -42,7 +43,6 @@ def make_results(num_columns=6, num_rows=2, num_quoted=0, average=True):
             "device": "cuda",
             "backend": "hf",
             "num_processes": 2,
-            "max_length": 4096,
         },
         "notes": [],
     }
@@ -65,7 +65,7 @@ def difference(later, first, draw):
     return {"value": value, "low": value - half, "high": value + half, "p": p, "p_holm": min(1, 6 * p)}
 
 
-def quoted(name, columns, level, average):
+def published(name, columns, level, average):
     scores = {c: {"value": level[c] + 1, "stderr": 1.2} for c in columns}
     if average:
         scores["average"] = {"value": sum(s["value"] for s in scores.values()) / len(columns)}
