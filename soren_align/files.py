@@ -84,29 +84,29 @@ def read_text(path: str | Path, max_bytes: int = MAX_YAML_BYTES) -> str:
         raise UserError(f"{file.name}:1 not a text file in UTF-8") from None
 
 
-def read_json(path: str | Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
-    """A JSON file as plain data; UserError if it is truncated, too large, nested too deeply or not UTF-8."""
-    return parse_json(read_text(path, max_bytes), str(path))
+def read_json(path: str | Path, *, max_bytes: int = MAX_JSON_BYTES, max_depth: int = MAX_DEPTH) -> Any:
+    """Return a JSON file as plain data. Raises UserError if it is truncated, too large, nested too deeply or not UTF-8."""
+    return parse_json(read_text(path, max_bytes), str(path), max_depth)
 
 
-def parse_json(text: str, name: str) -> Any:
-    """JSON text as plain data. name: of the file, for UserError's text."""
+def parse_json(text: str, name: str, max_depth: int = MAX_DEPTH) -> Any:
+    """Return JSON text as plain data. Raises UserError, with `name` for the file, if it exceeds the limits."""
     try:
         data = json.loads(text, parse_int=_json_int)
     except json.JSONDecodeError as error:
         raise UserError(f"{name}:{error.lineno} cannot be read as JSON: {error.msg}") from None
     except RecursionError:
-        raise UserError(f"{name}: cannot be read as JSON: nested more than {MAX_DEPTH} deep") from None
+        raise UserError(f"{name}: cannot be read as JSON: nested more than {max_depth} deep") from None
     except ValueError as error:
         raise UserError(f"{name}: cannot be read as JSON: {error}") from None
     level = [data]
-    for _ in range(MAX_DEPTH):
+    for _ in range(max_depth):
         if any(isinstance(value, str) and not _is_text(value) for value in level):
             raise UserError(f"{name}: has half of a surrogate pair, which is no text")
         level = [inside for value in level for inside in _inside(value)]
         if not level:
             return data
-    raise UserError(f"{name}: cannot be read as JSON: nested more than {MAX_DEPTH} deep")
+    raise UserError(f"{name}: cannot be read as JSON: nested more than {max_depth} deep")
 
 
 def _json_int(digits: str) -> int:

@@ -94,6 +94,14 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
     refused(lambda: read_json(tmp_path / "latin"), "not a text file in UTF-8")
 
 
+def test_a_reader_of_json_sets_its_own_limits(tmp_path):
+    file = tmp_path / "results.json"
+    file.write_text('{"a": [[1]]}')
+    assert read_json(file, max_bytes=12, max_depth=4) == {"a": [[1]]}
+    refused(lambda: read_json(file, max_bytes=11), "larger than 11 bytes")
+    refused(lambda: read_json(file, max_depth=3), "nested more than 3 deep")
+
+
 @pytest.mark.parametrize("text", ["~nosuchuser/x", "a" * 256, "/".join(["a" * 200] * 30), "a\0b", "\ud800"])
 def test_a_text_that_can_be_no_path_is_refused(text):
     refused(lambda: local_path(text), "cannot be used as a path")
