@@ -14,9 +14,10 @@ from .errors import UserError
 from .evaluate import tables
 from .evaluate.results import read_results
 from .evaluate.tables import in_cell, plain
-from .manifest import OF_A_MODEL
+from .files import write
+from .manifest import SURVIVAL_THRESHOLD, TRAINED, describe_dropped
 from .recipe import Recipe, adapter_config, load_resolved
-from .run_folder import LOST, RunFolder, dropped_in_words, write
+from .run_folder import RunFolder
 
 HARDLY = 1e-4
 """Of their norm. Matrices that changed by less moved a fortieth of the gap between two bfloat16 numbers (2^-8)."""
@@ -30,7 +31,7 @@ def write_card(run: RunFolder, merged: bool = False) -> None:
 
 def card(run: RunFolder, title: str, merged: bool = False) -> str:
     """The whole page of a trained run: YAML front matter for the hub, then Markdown."""
-    recipe, record = load_resolved(run.recipe), run.record(*OF_A_MODEL)
+    recipe, record = load_resolved(run.recipe), run.record(*TRAINED)
     is_adapter = adapter_config(run.model) is not None
     facts = "".join(f"| {name} | {in_cell(said)} |\n" for name, said in _facts(recipe, record).items() if said)
     parts = [
@@ -112,7 +113,7 @@ def _moved(training: dict[str, Any], is_adapter: bool, merged: bool) -> str:
         lines.insert(0, "**Training did not move this model: its weights are those that it started from.**")
     elif max(change, rest) < HARDLY:
         lines.insert(0, "**Training hardly moved this model: expect what it started from.**")
-    elif kept and not merged and min(kept["entries"], kept["projection"]) < LOST:
+    elif kept and not merged and min(kept["entries"], kept["projection"]) < SURVIVAL_THRESHOLD:
         lines.insert(0, "**Most of what training did was rounded away when the model was saved.**")
     else:
         lines.insert(0, "Training moved this model.")
@@ -168,7 +169,7 @@ def _facts(recipe: Recipe, record: dict[str, Any]) -> dict[str, str | None]:
         "data": _data(record["data"]["train"]),
         "optimizer": f"{proof.get('class', optimizer.name)} on {matrices}matrices at {optimizer.lr:g}{rest}",
         "its settings": ", ".join(f"{key} {_word(value)}" for key, value in settings.items()),
-        "steps": f"{training['steps']} of {record['rows_per_step']} rows",
+        "steps": f"{training['steps']} of {record['examples_per_step']} rows",
         "processes": f"{processes} ({record['parallel']}, {device})" if processes > 1 else f"1 ({device})",
         "parameters": f"{parameters['total']:,}, of which {parameters['trainable']:,} trained",
         "dtype": f"{', '.join(parameters['dtype'])} in training" + (f", saved in {saved}" if saved else ""),
@@ -197,8 +198,8 @@ def _identity(said: str | None) -> str | None:
 def _data(train: dict[str, Any]) -> str:
     """Each source with its revision or hash, then the rows that were kept of all."""
     sources = train.get("sources", [train])
-    kept = f"{train['kept']} of {train['kept'] + sum(train['dropped'].values())} rows kept"
-    counts = [kept, dropped_in_words(train["dropped"])]
+    kept = f"{train['num_examples']} of {train['num_examples'] + sum(train['dropped'].values())} rows kept"
+    counts = [kept, describe_dropped(train["dropped"])]
     return "; ".join([*(_source(source) for source in sources), ", ".join(filter(None, counts))])
 
 

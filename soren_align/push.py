@@ -27,7 +27,7 @@ def push(path: str, repo: str, *, merged: bool = False, private: bool = False, r
     """
     run = RunFolder(path)
     _refuse_name(repo)
-    with run.alone():
+    with run.locked():
         model = _model_of(run, merged)
         if constants.HF_HUB_OFFLINE:
             raise UserError("HF_HUB_OFFLINE is set; a push needs the hub: unset it")

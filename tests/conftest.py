@@ -18,6 +18,15 @@ def cache(tmp_path_factory):
         yield
 
 
+@pytest.fixture(autouse=True)
+def environment():
+    """Commands set variables for torch's libraries; no test leaves any to the next one."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
 LONG = (
     "test_resume",
     "test_zero_runs",

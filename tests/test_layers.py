@@ -8,21 +8,22 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "soren_align"
 LAYERS = [
     {"cli"},
-    {"launch", "push"},
+    {"launch", "push", "recipe_commands"},
     {"planning", "card"},
     {"trainers", "evaluate", "bench"},
     {"sharding", "data", "run_folder", "weights"},
     {"importers"},
     {"optim", "recipe", "manifest"},
     {"spectral", "shipped"},
-    {"files", "terminal"},
+    {"files", "lock", "provenance", "silence", "terminal"},
+    {"yaml_reader"},
     {"errors", "optimizer_settings"},
 ]
 DOORS = {
     "deepspeed": {"sharding", "launch", "bench"},
     "torch.distributed": {"sharding", "launch"},
     "trl": {"trainers"},
-    "datasets": {"data", "evaluate", "launch"},
+    "datasets": {"data", "evaluate"},
     "lm_eval": {"evaluate"},
 }
 WITHOUT_TORCH = {
@@ -30,7 +31,12 @@ WITHOUT_TORCH = {
     "importers",
     "recipe",
     "shipped",
+    "recipe_commands",
     "run_folder",
+    "lock",
+    "provenance",
+    "silence",
+    "yaml_reader",
     "card",
     "push",
     "manifest",

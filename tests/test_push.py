@@ -10,8 +10,9 @@ from huggingface_hub import HfApi
 
 from soren_align import push as pushing
 from soren_align.errors import UserError
+from soren_align.provenance import fingerprint
 from soren_align.push import push
-from soren_align.run_folder import MADE_FROM, fingerprint
+from soren_align.run_folder import MERGED_FROM
 
 
 class Recorder:
@@ -108,7 +109,7 @@ def test_what_was_merged_is_sent_only_if_it_is_of_this_adapter(hub, tmp_path):
         push("run", "me/zoo", merged=True)
     run.merged.mkdir()
     (run.merged / "model.safetensors").write_text("whole")
-    (run.merged / MADE_FROM).write_text(json.dumps({"adapter_sha256": fingerprint(str(run.model))}))
+    (run.merged / MERGED_FROM).write_text(json.dumps({"adapter_sha256": fingerprint(str(run.model))}))
     push("run", "me/zoo", merged=True)
     assert there.sent["model.safetensors"] == b"whole"
     assert b"library_name: transformers" in there.sent["README.md"]

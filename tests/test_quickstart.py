@@ -93,7 +93,7 @@ def test_run_json_says_what_was_run(demo):
     assert run["start"]["path"] == str((demo[0] / "runs/quickstart/sft/model").resolve())
     assert run["optimizer"]["class"] == "Soren"
     assert run["optimizer"]["groups"][0]["spectral_map"] == "minimax"
-    assert run["data"]["train"]["kept"] == run["data"]["train"]["num_rows"]
+    assert run["data"]["train"]["num_examples"] == run["data"]["train"]["num_rows"]
     assert {"torch", "trl", "lm-eval"} <= run["versions"].keys()
     assert run["parameters"]["dtype"] == ["float32"]
 

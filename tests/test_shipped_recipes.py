@@ -12,7 +12,7 @@ from tokenizers_like import mistral, qwen
 from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, Qwen2Config
 
 from soren_align import recipe, shipped
-from soren_align.launch import commands
+from soren_align.launch.preparation import prepare
 from soren_align.run_folder import RunFolder
 
 OPTIMIZERS = ("adamw", "muon", "htmuon", "soren")
@@ -53,7 +53,7 @@ def runs(replicas, tmp_path_factory):
     for name in NAMES:
         folder = RunFolder(root / name)
         loaded = recipe.load(name, [*replicas[name.split("/")[0]], f"run.output_dir={root / name}"])
-        commands.prepare(folder, loaded, 1)
+        prepare(folder, loaded, 1)
         ready = training.get_ready(loaded, folder)
         assert training.train(ready, folder, Console(file=io.StringIO(), width=80))
         found[name] = folder

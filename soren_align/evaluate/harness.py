@@ -17,9 +17,9 @@ from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
 from ..errors import UserError
+from ..silence import silence
 from .backends import Setup, folder_of, generation_of, load_tokenizer, refuse_absent
 from .cache import Journal, identity
-from .quiet import quiet
 from .requests import Answering
 from .sandbox import rendering
 from .scores import average, score_column
@@ -87,7 +87,7 @@ def evaluate_model(
         device, dtype = model.device.type, str(model.dtype).removeprefix("torch.")
     else:
         assert tokenizer is None, "a folder has its own tokenizer"
-        with quiet():
+        with silence():
             model = folder_of(model)
             tokenizer = load_tokenizer(model)
     if suite.apply_chat_template and not tokenizer.chat_template:
@@ -142,7 +142,7 @@ def _ask(lm: Answering, suite: Suite, task: Any, limit: int | None) -> dict[str,
     # These two start git and other programs to describe the machine, slowly and not silently.
     hushed = mock.patch.multiple("lm_eval.evaluator", get_git_commit_hash=mock.DEFAULT, add_env_info=mock.DEFAULT)
     try:
-        with quiet(), hushed, rendering():
+        with silence(), hushed, rendering():
             found = cast(Any, simple_evaluate)(  # its decorator hides the signature
                 model=lm,
                 tasks=[task],

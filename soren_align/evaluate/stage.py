@@ -10,9 +10,10 @@ import torch
 from rich.console import Console
 
 from ..errors import UserError
-from ..files import is_component
+from ..files import is_component, remove, write
+from ..provenance import commit
 from ..recipe import Eval
-from ..run_folder import RunFolder, commit, remove, write
+from ..run_folder import RunFolder
 from . import figure, tables
 from .backends import folder_of, load_tokenizer, refuse_absent
 from .cache import default_root

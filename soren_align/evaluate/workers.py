@@ -13,8 +13,8 @@ import torch
 from accelerate.utils.memory import should_reduce_batch_size
 
 from ..errors import UserError
+from ..silence import silence
 from .backends import Setup, answer, load
-from .quiet import quiet
 
 Work = tuple[str, str, list[tuple]]
 """(name, kind, requests)."""
@@ -84,7 +84,7 @@ def _load(model: Any, tokenizer: Any, setup: Setup) -> Any:
 def _guarded(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call in silence; OutOfMemory where the device had too little."""
     try:
-        with quiet():
+        with silence():
             return function(*arguments)
     except RuntimeError as error:
         if not should_reduce_batch_size(error):

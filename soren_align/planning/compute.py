@@ -1,8 +1,7 @@
 """What the passes of a step compute and hold, for the plan: activations, operations, and what settings save."""
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 
 from ..data import Account
 from ..recipe import Recipe, parallel, trainer_value
+from ..silence import log_level
 from ..trainers.build import as_trl_calls_it
 from .passes import Passes
 
@@ -94,7 +94,8 @@ def compute(
 
     about = {"length": longest, "mean_length": mean, "is_counted": counted is not None}
     try:
-        with _quiet():
+        # Without torch's own traceback of an operation that fails on fake tensors.
+        with log_level(logging.CRITICAL, "torch._subclasses.fake_tensor"):
             return Compute(**about, **dict(zip(_COUNTS, counts(), strict=True)))
     except Exception as error:  # an architecture's code, which need not work without contents; training may
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
@@ -102,15 +103,3 @@ def compute(
 
 
 _COUNTS = ("activations", "without_checkpointing", "flops_per_step")
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's own traceback of an operation that fails on fake tensors."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..data import Account, show_example
-from ..run_folder import dropped_in_words
+from ..manifest import describe_dropped
 from . import processes
 from .processes import metric, tell
 
@@ -50,7 +50,7 @@ def _show_data(data: dict[str, Any], counted: Account | None, console: Console) 
         tell(console, "data", f"{data['source']['path']}: {data['rows']:,} rows, by its card")
         return
     say(f"\ndata      {data['source']['path']}: {data['layout']}")
-    dropped = dropped_in_words(data["dropped"]) or "none dropped"
+    dropped = describe_dropped(data["dropped"]) or "none dropped"
     say(f"          {data['rows']} rows, {data['kept']} kept, {dropped}, {data['truncated']} cut to max_length")
     lengths = ", ".join(f"{name} {value}" for name, value in data["token_length_percentiles"].items())
     say(f"          tokens per row: {lengths}; {data['trained_token_share']:.0%} of them trained")

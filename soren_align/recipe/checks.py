@@ -10,7 +10,8 @@ from typing import Any
 
 from .. import shipped
 from ..errors import UserError
-from ..files import Key, local_path
+from ..files import local_path
+from ..yaml_reader import Key
 from .lora import is_adapter, is_all_factors, lora_problems
 from .parallel import parallel
 from .references import data_problems, is_local, is_test_split, model_problems, template_problems

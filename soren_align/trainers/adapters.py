@@ -12,8 +12,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
 from ..errors import UserError
+from ..files import remove, write
 from ..recipe import Lora, Recipe, adapter_config, is_local, load_resolved
-from ..run_folder import MADE_FROM, RunFolder, remove, write
+from ..run_folder import MERGED_FROM, RunFolder
 from ..weights import load_adapter, load_model, refuse_slow_patterns
 
 REFERENCE = "ref"  # TRL's name for the frozen copy of an adapter that DPO goes on with
@@ -124,7 +125,7 @@ def merge(run: RunFolder) -> Path:
     save_dtype = load_resolved(run.recipe).run.save_dtype
     whole.to(getattr(torch, save_dtype) if save_dtype else dtype).save_pretrained(aside)
     tokenizer.save_pretrained(aside)
-    write(aside / MADE_FROM, json.dumps(run.adapter()) + "\n")
+    write(aside / MERGED_FROM, json.dumps(run.adapter()) + "\n")
     remove(target)
     aside.rename(target)
     return target

@@ -21,8 +21,9 @@ from .. import shipped, weights
 from ..data import load_mixture, load_split, refuse_endless, set_template
 from ..errors import OutOfReach, UserError
 from ..optim import build_optimizer
+from ..provenance import fingerprint
 from ..recipe import Parallel, Recipe, accumulation, adapter_config, is_local, parallel, training_part
-from ..run_folder import RunFolder, fingerprint
+from ..run_folder import RunFolder
 from ..sharding import start_deepspeed
 from ..sharding.ranks import Ranks
 from . import adapters

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from ..errors import UserError
+from ..manifest import SURVIVAL_THRESHOLD
 from ..optim import Proposal, Sums, chunks, move_, spacing, summed
-from ..run_folder import LOST
 from .measurements import Watch
 
 NAMES = ("matrices", "rest")
@@ -68,7 +68,9 @@ class Resolution(TrainerCallback):
                     "ulp": spacing(math.sqrt(weights / wanted), dtype),
                     "lr": self._rates[number],
                 }
-        complaints = [_complaint(name, seen) for name, seen in self.found.items() if seen["fraction"] < LOST]
+        complaints = [
+            _complaint(name, seen) for name, seen in self.found.items() if seen["fraction"] < SURVIVAL_THRESHOLD
+        ]
         stops = self.lost_updates == "stop"
         self.say(self.found, [] if stops else complaints)
         if complaints and stops:

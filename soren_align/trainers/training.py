@@ -16,9 +16,11 @@ from transformers.optimization import GreedyLR
 
 from ..data import account, check_template
 from ..errors import UserError
+from ..files import remove
+from ..manifest import SURVIVAL_THRESHOLD, describe_dropped
 from ..optim import route, routing_table
 from ..recipe import Recipe, refuse_no_batch, rows_per_step
-from ..run_folder import LOST, RunFolder, dropped_in_words, remove
+from ..run_folder import RunFolder
 from ..sharding import is_universal
 from ..sharding.ranks import Ranks
 from . import adapters, build, checkpoints
@@ -76,7 +78,7 @@ def get_ready(
     if counted.num_kept == 0:
         raise UserError(
             f"{splits['train'].source['path']}: none of {counted.num_rows} rows can be trained on: "
-            f"{dropped_in_words(counted.dropped)}. trainer.max_length is {config.max_length}"
+            f"{describe_dropped(counted.dropped)}. trainer.max_length is {config.max_length}"
         )
     refuse_no_batch(recipe, counted.num_kept, ranks.num_ranks)
     if not counted.stop_token_trained and not notices:
@@ -128,7 +130,7 @@ def train(ready: Ready, folder: RunFolder, console: Console, ranks: Ranks = Rank
         trainer.add_callback(ProgressBar(console, recipe.task))
         _record_before(folder, ready, trainer)
         _say_before(console, ready, trainer, ranks)
-        folder.forget_metrics_after(checkpoints.step_of(resume) if resume else 0)
+        folder.drop_metrics_after(checkpoints.step_of(resume) if resume else 0)
     trainer.add_callback(
         Resolution(trainer.watch, recipe.run.lost_updates, partial(_say_resolution, folder, console, ranks))
     )
@@ -188,7 +190,7 @@ def _say_survival(kept: dict[str, Any], console: Console) -> None:
     projection, entries = (100 * kept["matrices"][key] for key in ("projection", "entries"))
     said = f"{projection:.3g}% of the change is kept, in {entries:.3g}% of its entries"
     console.print(f"saved     in {kept['dtype']}: {said}", highlight=False)
-    if min(entries, projection) < 100 * LOST:
+    if min(entries, projection) < 100 * SURVIVAL_THRESHOLD:
         console.print("          the rest is rounded away; run.save_dtype: float32 keeps it", highlight=False)
 
 
@@ -225,13 +227,13 @@ def _record_before(folder: RunFolder, ready: Ready, trainer: Any) -> None:
         },
         data={
             "train": split.source
-            | {"layout": split.layout, "kept": counted.num_kept, "dropped": split.dropped | counted.dropped}
-            | ({"kept_of_sources": list(counted.kept_of_parts)} if counted.kept_of_parts else {}),
+            | {"layout": split.layout, "num_examples": counted.num_kept, "dropped": split.dropped | counted.dropped}
+            | ({"num_examples_by_source": list(counted.kept_of_parts)} if counted.kept_of_parts else {}),
             "eval": ready.splits["eval"].source if ready.splits["eval"] else None,
         },
         parallel=recipe.run.parallel,
-        rows_per_step=rows_per_step(recipe, trainer.watch.ranks.num_ranks)[0],
-        accumulation=trainer.args.gradient_accumulation_steps,
+        examples_per_step=rows_per_step(recipe, trainer.watch.ranks.num_ranks)[0],
+        gradient_accumulation_steps=trainer.args.gradient_accumulation_steps,
         seeds={"trainer": trainer.args.seed, "init": recipe.model.init_seed},
         device=str(trainer.args.device),
         parameters={
@@ -248,7 +250,7 @@ def _say_before(console: Console, ready: Ready, trainer: Any, ranks: Ranks) -> N
     for notice in ready.notices:
         console.print(f"notice    {notice}", highlight=False)
     reasons = split.dropped | counted.dropped
-    dropped = f", {dropped_in_words(reasons)}" if reasons else ""
+    dropped = f", {describe_dropped(reasons)}" if reasons else ""
     console.print(f"data      {counted.num_kept} of {split.num_rows} rows, {split.layout}{dropped}", highlight=False)
     for kept, source in zip(counted.kept_of_parts, split.source.get("sources", ()), strict=True):
         console.print(f"          {_told(source, kept)}", highlight=False, markup=False)
@@ -267,7 +269,7 @@ def _say_before(console: Console, ready: Ready, trainer: Any, ranks: Ranks) -> N
 
 def _told(source: dict[str, Any], kept: int) -> str:
     """A source of a mixture in words: "zoo.jsonl: 30 of 120 rows (weight 0.25), 29 kept, chat messages"."""
-    dropped = f", {dropped_in_words(source['dropped'])}" if source["dropped"] else ""
+    dropped = f", {describe_dropped(source['dropped'])}" if source["dropped"] else ""
     taken = f"{source['taken']} of {source['num_rows']} rows (weight {source['weight']:g})"
     return f"{source['path']}: {taken}, {kept} kept, {source['layout']}{dropped}"
 

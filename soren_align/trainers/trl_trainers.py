@@ -17,8 +17,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import DPOTrainer, SFTTrainer
 
 from ..errors import UserError
+from ..files import write
 from ..optim import build_optimizer, chunks, copied_to_cpu, summed
-from ..run_folder import write
 from ..sharding import full_weights, place, sum_in_float32
 from ..sharding.ranks import present
 from . import adapters, checkpoints

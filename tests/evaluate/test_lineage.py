@@ -9,7 +9,7 @@ from rich.console import Console
 
 from soren_align.errors import UserError
 from soren_align.evaluate.lineage import lineage, lineages
-from soren_align.run_folder import fingerprint
+from soren_align.provenance import fingerprint
 
 
 def model(folder):

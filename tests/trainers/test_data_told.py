@@ -36,7 +36,7 @@ def test_a_mixture_is_trained_told_and_recorded(tiny_run, rows):
     assert "chats.jsonl: 8 of 16 rows (weight 0.5), 8 kept, chat messages (ultrachat_200k)" in said
     assert "spoken.jsonl: 16 of 9 rows (weight 2), 16 kept, ShareGPT conversations, 1 dropped" in said
     train = run.folder.read()["data"]["train"]
-    assert train["kept_of_sources"] == [8, 16]
+    assert train["num_examples_by_source"] == [8, 16]
     assert train["seed"] == 7
     assert [(s["path"], s["weight"], s["taken"]) for s in train["sources"]] == [(chats, 0.5, 8), (spoken_, 2, 16)]
     assert all(len(s["sha256"]) == 64 and s["split"] == "all" for s in train["sources"])
@@ -55,7 +55,7 @@ def test_rows_of_other_forms_are_trained(tiny_run, rows, task, row):
     data = (f"data.train.path={rows('rows.jsonl', [row] * 16)}", "data.eval=null")
     run = tiny_run(task, *data, "trainer.assistant_only_loss=false" if task == "sft" else "trainer.beta=0.1")
     assert run.train()
-    assert run.folder.read()["data"]["train"]["kept"] == 16
+    assert run.folder.read()["data"]["train"]["num_examples"] == 16
 
 
 def test_held_out_rows_are_of_the_same_kind(tiny_run, rows):

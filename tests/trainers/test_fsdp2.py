@@ -74,7 +74,7 @@ def test_two_ranks_resume_bit_for_bit(two_ranks):
 
 
 def test_a_checkpoint_is_sealed_with_every_ranks_parts(two_ranks, tmp_path):
-    whole = RunFolder(two_ranks[0] / "whole-fsdp2").sealed()[0]
+    whole = RunFolder(two_ranks[0] / "whole-fsdp2").complete_checkpoints()[0]
     seal = json.loads((whole / "soren_align.json").read_text())
     parts = [
         f"{part}_0/{file}" for part in ("optimizer", "pytorch_model_fsdp") for file in ("__0_0.distcp", ".metadata")

@@ -83,7 +83,7 @@ def test_in_bfloat16_the_papers_updates_are_lost_and_the_run_stops_at_its_first_
     assert seen["update"] == pytest.approx(0.5e-6 / 64**0.5, rel=0.7)
     assert seen["ulp"] == 2.0**-13, "of 0.02 in bfloat16"
     assert not run.folder.model.exists()
-    assert not run.folder.sealed()
+    assert not run.folder.complete_checkpoints()
 
 
 def test_told_so_the_run_warns_and_goes_on(paper):

@@ -87,7 +87,7 @@ def test_two_ranks_resume_bit_for_bit(two_ranks, mode):
     assert killed.read()["resumed_from_steps"] == [2]
     assert furthest(weights(whole.path), weights(killed.path)) == 0
     assert logged(whole) == logged(killed)
-    sealed = json.loads((killed.sealed()[0] / "soren_align.json").read_text())
+    sealed = json.loads((killed.complete_checkpoints()[0] / "soren_align.json").read_text())
     assert sum("optim_states" in name for name in sealed["files"]) == 2
     assert killed.read()["optimizer"]["chain"][0] == "DeepSpeedOptimizerWrapper"
 
@@ -95,7 +95,7 @@ def test_two_ranks_resume_bit_for_bit(two_ranks, mode):
 @pytest.mark.parametrize("mode", ["zero2", "zero3"])
 def test_the_exported_folder_and_deepspeeds_own_export_are_the_same_plain_model(two_ranks, tmp_path, mode):
     run = RunFolder(two_ranks[0] / f"whole-{mode}")
-    checkpoint = max(run.sealed(), key=lambda path: int(path.name.split("-")[1]))
+    checkpoint = max(run.complete_checkpoints(), key=lambda path: int(path.name.split("-")[1]))
     subprocess.run([sys.executable, "zero_to_fp32.py", ".", tmp_path], cwd=checkpoint, check=True, capture_output=True)
     theirs = AutoModelForCausalLM.from_pretrained(run.start)
     tensors = torch.load(tmp_path / "pytorch_model.bin")
@@ -169,7 +169,7 @@ def rank_process(rank, folder):
 def test_a_killed_rank_ends_the_job_and_the_same_command_goes_on(tmp_path):
     folder = RunFolder(tmp_path / "run")
     process = start(folder)
-    wait_for(folder.sealed, process)
+    wait_for(folder.complete_checkpoints, process)
     os.kill(rank_process(1, folder), signal.SIGKILL)
     began = time.monotonic()
     said = process.stderr.read()
