@@ -34,9 +34,7 @@ class _Commands(TyperGroup):
 
 
 app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-recipe_commands.add_to(app)
 bench_app = typer.Typer(help="Measure the maps and the optimizers on this machine.", no_args_is_help=True)
-app.add_typer(bench_app, name="bench")
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file or a shipped name.")]
 Overrides = Annotated[
@@ -223,6 +221,10 @@ def step(
     from .launch import commands
 
     commands.bench("step", shapes, device=device, tokens=tokens, as_json=as_json, output=output)
+
+
+recipe_commands.add_to(app)
+app.add_typer(bench_app, name="bench")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -131,9 +131,10 @@ def checked(record: Any, file: Path, required: Iterable[str] = ()) -> dict[str, 
     if not isinstance(versions, dict) or "soren-align" not in versions:
         raise UserError(f"{file}: was not written by soren-align; choose another folder")
     if "format_version" not in record:
+        commit = f" (commit {record['commit']})" if record.get("commit") else ""
         raise UserError(
-            f"{file}: was written by an older version of soren-align (commit {record.get('commit')}); use that version "
-            "for this run, or start a new run in another folder"
+            f"{file}: was written by an older version of soren-align{commit}; use that version for this run, or copy "
+            "its model folder elsewhere to use it as a model"
         )
     try:
         _MANIFEST.validate_python(record, strict=True)

@@ -96,7 +96,7 @@ class _Reader:
             return self._alias(event, depth)
         if event.tag is not None:
             tag = event.tag.replace("tag:yaml.org,2002:", "!!")
-            raise self._invalid(event, f"found the tag {tag}; remove it (quotes make a string)")
+            raise self._invalid(event, f"the tag {tag} is not supported; remove it (quotes make a string)")
         self._count(event, 1, depth)
         before, outer, self.depth = self.num_nodes, self.depth, depth
         if event.anchor is not None:

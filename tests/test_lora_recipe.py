@@ -162,12 +162,12 @@ def test_what_cannot_be_merged_is_told_without_torch(tmp_path):
     run = tmp_path / "run"
     (run / "model").mkdir(parents=True)
     for record, told in (
-        (None, "is no run folder"),
+        (None, "not a run folder"),
         ({"status": "training"}, "has no model yet (status: training); finish the run first"),
         ({"status": "finished"}, "trained no adapter;"),
     ):
         if record:
-            ours = {"task": "sft", "versions": {"soren-align": "0.1.0"}}
+            ours = {"format_version": 2, "task": "sft", "versions": {"soren-align": "0.1.0"}}
             (run / "run.json").write_text(json.dumps(record | ours))
         done = merge(run)
         assert (done.returncode, told in done.stderr) == (2, True), done.stderr

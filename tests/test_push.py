@@ -122,7 +122,7 @@ def test_what_was_merged_is_sent_only_if_it_is_of_this_adapter(hub, tmp_path):
         (lambda run: run.update(status="training"), {}, r"run: is not finished \(status: training\)"),
         (lambda run: run.update(status="trained"), {}, "with --no-eval without its evaluation"),
         (lambda run: (run.model / "model.safetensors").unlink(), {}, "run: has no model"),
-        (lambda run: (run.path / "run.json").unlink(), {}, "run: is no run folder"),
+        (lambda run: (run.path / "run.json").unlink(), {}, "run: not a run folder"),
         (lambda run: None, {"merged": True}, "trained no adapter"),
         (lambda run: None, {"repo": "zoo"}, "zoo: write OWNER/NAME"),
         (lambda run: None, {"repo": "me/a/b"}, "me/a/b: write OWNER/NAME"),
@@ -151,7 +151,7 @@ def test_without_the_hub_or_a_token_nothing_is_tried(hub, monkeypatch):
 
 def test_a_run_that_is_running_is_not_sent(hub):
     there, run = hub(), finished_run("run")
-    with held_by_another(run), pytest.raises(UserError, match="another process is running this run"):
+    with held_by_another(run), pytest.raises(UserError, match="another process is running or evaluating this run"):
         push("run", "me/zoo")
     assert there.calls == []
 

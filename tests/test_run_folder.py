@@ -3,8 +3,11 @@
 import errno
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from finished import finished_run, held_by_another
@@ -263,24 +266,38 @@ DAMAGED = {
 }
 
 
+COMMANDS = {
+    "sft": lambda run: commands.train(recipe.load("quickstart/sft", [f"run.output_dir={run}"])),
+    "universal": commands.universal,
+    "merge": commands.merge,
+    "eval": lambda run: evaluation.evaluate([run], {}),
+    "push": lambda run: push(run, "me/zoo"),
+    "card": lambda run: write_card(RunFolder(run)),
+}
+
+
 @pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
-@pytest.mark.parametrize(
-    "command",
-    [
-        lambda run: commands.train(recipe.load("quickstart/sft", [f"run.output_dir={run}"])),
-        commands.universal,
-        commands.merge,
-        lambda run: evaluation.evaluate([run], {}),
-        lambda run: push(run, "me/zoo"),
-        lambda run: write_card(RunFolder(run)),
-    ],
-    ids=["sft", "universal", "merge", "eval", "push", "card"],
-)
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 def test_a_damaged_run_json_is_one_sentence_in_every_command(folder, started, content, command):
     finished_run(folder.path)
     (folder.path / "run.json").write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UserError, match=r"run\.json"):
         command(str(folder))
+    assert not started
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_a_run_of_the_first_format_is_refused_with_one_sentence(folder, started, command):
+    """tests/old_run: 4 steps of quickstart/sft by commit e637a41."""
+    shutil.copytree(Path(__file__).parent / "old_run", folder.path)
+    folder.model.mkdir()
+    with pytest.raises(UserError) as raised:
+        command(str(folder))
+    assert re.fullmatch(
+        r"\S+run\.json: was written by an older version of soren-align \(commit e637a41\w+\); use that version for "
+        "this run, or copy its model folder elsewhere to use it as a model",
+        str(raised.value),
+    )
     assert not started
 
 

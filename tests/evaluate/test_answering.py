@@ -173,11 +173,13 @@ def test_killed_in_the_middle_and_started_again_nothing_is_asked_twice(models, t
     command = [
         sys.executable,
         "-m",
-        "soren_align.launch.worker",
+        "soren_align.cli",
         "eval",
         str(models[0]),
-        "--asked",
-        asked.model_dump_json(),
+        "--suite",
+        "quickstart",
+        "--batch-size",
+        "1",
     ]
     command += ["--output", str(tmp_path / "killed"), "--cache", str(tmp_path / "cache")]
     env = os.environ | {"DS_ACCELERATOR": "cpu"}

@@ -16,7 +16,7 @@ import targets
 from box import Box, watched
 from kinds import Input
 
-from soren_align.errors import UserError, of_the_system
+from soren_align.errors import UserError, from_os_error
 
 LIMIT_SECONDS = 5.0
 MOST_BYTES = 4 << 30
@@ -71,7 +71,7 @@ def attempt(box: Box, given: Input) -> Outcome:
         except UserError as refusal:
             verdict, error = _refusal(refusal)
         except OSError as other:  # the command says it in one sentence, where it names a file
-            verdict, error = ("refused", None) if of_the_system(other) else ("failed", other)
+            verdict, error = ("refused", None) if from_os_error(other) else ("failed", other)
         except TooSlow as late:
             verdict, error = "slow", late
         except (KeyboardInterrupt, GeneratorExit):
