@@ -86,7 +86,7 @@ def test_a_branch_is_made_and_a_new_repository_private(hub):
 def test_a_private_push_does_not_go_to_a_public_repository(hub):
     there = hub(there_and_public=True)
     finished_run("run")
-    with pytest.raises(UserError, match="me/zoo: is there already and everybody can see it"):
+    with pytest.raises(UserError, match="me/zoo: exists already and is public"):
         push("run", "me/zoo", private=True)
     assert there.sent == {}
 
@@ -98,7 +98,7 @@ def test_an_adapter_of_a_model_on_the_hub_is_sent_and_one_of_a_folder_is_not(hub
     assert {"adapter_config.json", "adapter_model.safetensors"} <= there.sent.keys()
     here = hub()
     finished_run("here", "model.lora={}", adapter_of=str(tmp_path / "here" / "start"))
-    with pytest.raises(UserError, match=r"adapter of a folder on this machine.*`soren-align merge here`.*--merged"):
+    with pytest.raises(UserError, match=r"base model is a folder on this machine.*`soren-align merge here`.*--merged"):
         push("here", "me/zoo")
     assert here.calls == []
 
@@ -120,7 +120,7 @@ def test_what_was_merged_is_sent_only_if_it_is_of_this_adapter(hub, tmp_path):
     ("spoil", "how", "message"),
     [
         (lambda run: run.update(status="training"), {}, r"run: is not finished \(status: training\)"),
-        (lambda run: run.update(status="trained"), {}, "with --no-eval without its evaluation"),
+        (lambda run: run.update(status="trained"), {}, "with --no-eval to skip the evaluation"),
         (lambda run: (run.model / "model.safetensors").unlink(), {}, "run: has no model"),
         (lambda run: (run.path / "run.json").unlink(), {}, "run: not a run folder"),
         (lambda run: None, {"merged": True}, "trained no adapter"),
