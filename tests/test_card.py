@@ -127,7 +127,7 @@ def test_nothing_of_the_machine_is_in_card_or_manifest(tmp_path):
     page = card(run, "zoo")
     assert str(tmp_path) not in page
     assert "### Zoo: on local data" in page
-    assert "random weights (seed 1) in the form of shipped:recipes/quickstart/base" in page
+    assert "random weights (seed 1) with the architecture of shipped:recipes/quickstart/base" in page
     run.update(last_error=f"{tmp_path}: full")
     assert str(tmp_path) not in str(public(run.read(), recipe.load_resolved(run.recipe)))
 

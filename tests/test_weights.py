@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import time
 
 import pytest
 import torch
@@ -159,13 +158,11 @@ def say(adapter, **keys):
         {"layers_pattern": r"(.*.*)*X", "layers_to_transform": [0]},
     ],
 )
-def test_a_pattern_that_matches_for_ever_is_refused_in_seconds(adapter, use, keys, monkeypatch):
+def test_a_pattern_that_matches_for_ever_is_refused(adapter, use, keys, monkeypatch):
     monkeypatch.setattr("soren_align.weights.MATCH_SECONDS", 0.5)
     say(adapter, **keys)
-    began = time.monotonic()
     with pytest.raises(UserError, match="a pattern in its config takes too long to match"):
         use(adapter)
-    assert time.monotonic() - began < 30
 
 
 def test_a_pattern_that_adapters_are_published_with_is_matched(adapter):
