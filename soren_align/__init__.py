@@ -1,10 +1,10 @@
-"""soren-align: SFT and DPO with Soren, a spectral optimizer, and an honest table at the end.
+"""soren-align: SFT and DPO with Soren, a spectral optimizer, and an evaluation of the result.
 
-The optimizers are usable alone, with torch as their only need:
+The optimizers need only torch and can be used alone:
 
     from soren_align import Soren, param_groups
 
-They are imported on first use, so that `import soren_align` stays cheap for the command line.
+They are imported on first use: the command line imports this package without torch.
 """
 
 from typing import TYPE_CHECKING

@@ -1,7 +1,7 @@
-"""The model card: whether training moved the model, what it scores, and what is needed to make it again.
+"""The model card: whether training changed the model, its scores, and how to reproduce it.
 
-It is composed anew, whole, from run.json, recipe.yaml and the evaluations' results.json, each time that one of them has
-changed. Of this machine it has no path but those that the user wrote into the recipe.
+The whole page is written again from run.json, recipe.yaml and the evaluations' results.json whenever one of them
+changes. It contains no path of this machine except those in the recipe.
 """
 
 import re
@@ -14,12 +14,13 @@ from .errors import UserError
 from .evaluate import tables
 from .evaluate.results import read_results
 from .evaluate.tables import in_cell, plain
-from .manifest import OF_A_MODEL
+from .files import write
+from .manifest import SURVIVAL_THRESHOLD, TRAINED, describe_dropped
 from .recipe import Recipe, adapter_config, load_resolved
-from .run_folder import LOST, RunFolder, dropped_in_words, write
+from .run_folder import RunFolder
 
-HARDLY = 1e-4
-"""Of their norm. Matrices that changed by less moved a fortieth of the gap between two bfloat16 numbers (2^-8)."""
+SMALL_CHANGE = 1e-4
+"""Relative to the matrices' norm: a fortieth of bfloat16's ulp (2^-8)."""
 NAMES = {"soren": "Soren", "muon": "Muon", "htmuon": "HTMuon", "adamw": "AdamW"}
 
 
@@ -29,46 +30,42 @@ def write_card(run: RunFolder, merged: bool = False) -> None:
 
 
 def card(run: RunFolder, title: str, merged: bool = False) -> str:
-    """The whole page of a trained run: YAML front matter for the hub, then Markdown."""
-    recipe, record = load_resolved(run.recipe), run.record(*OF_A_MODEL)
+    """Return the page of a trained run: YAML front matter for the hub, then Markdown."""
+    recipe, record = load_resolved(run.recipe), run.record(*TRAINED)
     is_adapter = adapter_config(run.model) is not None
-    facts = "".join(f"| {name} | {in_cell(said)} |\n" for name, said in _facts(recipe, record).items() if said)
+    facts = "".join(f"| {name} | {in_cell(fact)} |\n" for name, fact in _facts(recipe, record).items() if fact)
     parts = [
         f"---\n{_front_matter(recipe, record, is_adapter and not merged)}\n---",
         f"# {plain(title)}",
-        plain(_first_words(recipe, record, is_adapter, merged)),
-        _moved(record["training"], is_adapter, merged),
+        plain(_summary(recipe, record, is_adapter, merged)),
+        _change(record["training"], is_adapter, merged),
         *_evaluations(run, recipe),
-        f"## How it was made\n\n| | |\n|---|---|\n{facts}".rstrip(),
-        f"<details><summary>The recipe</summary>\n\n{_fenced(run.recipe.read_text(encoding='utf-8'))}\n\n</details>",
+        f"## Training\n\n| | |\n|---|---|\n{facts}".rstrip(),
+        f"<details><summary>Recipe</summary>\n\n{_fenced(run.recipe.read_text(encoding='utf-8'))}\n\n</details>",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def public(record: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
-    """run.json for strangers: the start by the name that the recipe gives it, and no message of this machine's."""
-    start = record["start"] | {"path": _named(record, recipe)}
+    """Return run.json for publication: the starting checkpoint by its name in the recipe, and no error message."""
+    start = record["start"] | {"path": _start_name(record, recipe)}
     return {key: value for key, value in record.items() if key != "last_error"} | {"start": start}
 
 
 def on_hub(start: str) -> str | None:
-    """The hub's name of a start, or of what it was trained from, as far as the runs between are still here."""
+    """Return the hub name of a starting checkpoint, or of its own start; None if a run between them is gone."""
     seen: set[str] = set()
-    while Path(start).is_absolute():  # run.json has folders written out to their root
+    while Path(start).is_absolute():  # run.json has absolute paths of folders
         folder = Path(start)
         try:
-            made_by = RunFolder(folder.parent).read() if folder.name in ("model", "merged") else None
+            run = RunFolder(folder.parent).read() if folder.name in ("model", "merged") else None
             adapter = adapter_config(folder)
-        except UserError:  # damaged since; the card of what was trained from it does not depend on it
+        except UserError:  # damaged or of an older version, which must not stop a later run's card
             return None
-        if start in seen or not (made_by or adapter):
+        if start in seen or not (run or adapter):
             return None
         seen.add(start)
-        start = (
-            made_by["start"]["path"]
-            if made_by and "start" in made_by
-            else str((adapter or {})["base_model_name_or_path"])
-        )
+        start = run["start"]["path"] if run and "start" in run else str((adapter or {})["base_model_name_or_path"])
     return start
 
 
@@ -84,47 +81,47 @@ def _front_matter(recipe: Recipe, record: dict[str, Any], is_adapter: bool) -> s
     ).to_yaml()
 
 
-def _first_words(recipe: Recipe, record: dict[str, Any], is_adapter: bool, merged: bool) -> str:
-    what = "A LoRA adapter, trained" if is_adapter else "Trained"
-    whole = " It is merged with its base into one model." if merged else ""
+def _summary(recipe: Recipe, record: dict[str, Any], is_adapter: bool, merged: bool) -> str:
+    subject = "A LoRA adapter, trained" if is_adapter else "Trained"
+    merge = " It is merged with its base model." if merged else ""
     name = NAMES[recipe.optimizer.name]
-    return f"{what} by {recipe.task.upper()} with {name} from {_start(recipe, record)}.{whole}"
+    return f"{subject} by {recipe.task.upper()} with {name} from {_start(recipe, record)}.{merge}"
 
 
-def _moved(training: dict[str, Any], is_adapter: bool, merged: bool) -> str:
-    """Whether training moved the model, in the first lines that a person reads."""
-    if "relative_change" not in training:  # a run of an older version
+def _change(training: dict[str, Any], is_adapter: bool, merged: bool) -> str:
+    """Return whether training changed the model: the first lines that a person reads."""
+    if "relative_change" not in training:
         return ""
-    change, rest = training["relative_change"], training.get("aux_relative_change", 0.0)
-    what = "factors of the adapter" if is_adapter else "matrices"
-    lines = [f"The {what} changed by {_percent(change)} of their norm over training"]
-    lines[0] += f", everything else by {_percent(rest)}." if "aux_relative_change" in training else "."
+    change, aux_change = training["relative_change"], training.get("aux_relative_change", 0.0)
+    tensors = "factors of the adapter" if is_adapter else "matrices"
+    lines = [f"Training changed the {tensors} by {_percent(change)} of their norm"]
+    lines[0] += f", the other parameters by {_percent(aux_change)}." if "aux_relative_change" in training else "."
     saved = training.get("change_after_saving", {})
-    kept = saved.get("matrices", {})
+    survival = saved.get("matrices", {})
     if merged:
-        lines.append("What merging rounds off was not measured.")
-    elif kept:
+        lines.append("The rounding error of the merge was not measured.")
+    elif survival:
         lines.append(
-            f"In the {saved['dtype']} that it is saved in, {_percent(kept['projection'])} of that change is kept, and "
-            f"{_percent(kept['fraction_changed'])} of the entries that changed differ from the start."
+            f"The model is saved in {saved['dtype']}, with {_percent(survival['projection'])} of that change; "
+            f"{_percent(survival['fraction_changed'])} of the changed entries differ from the starting checkpoint."
         )
-    if change == rest == 0:
-        lines.insert(0, "**Training did not move this model: its weights are those that it started from.**")
-    elif max(change, rest) < HARDLY:
-        lines.insert(0, "**Training hardly moved this model: expect what it started from.**")
-    elif kept and not merged and min(kept["fraction_changed"], kept["projection"]) < LOST:
-        lines.insert(0, "**Most of what training did was rounded away when the model was saved.**")
+    if change == aux_change == 0:
+        lines.insert(0, "**Training did not change this model: its weights are those of the starting checkpoint.**")
+    elif max(change, aux_change) < SMALL_CHANGE:
+        lines.insert(0, "**Training hardly changed this model: expect the behavior of the starting checkpoint.**")
+    elif survival and not merged and min(survival["fraction_changed"], survival["projection"]) < SURVIVAL_THRESHOLD:
+        lines.insert(0, "**Most of the change was lost to rounding when the model was saved.**")
     else:
-        lines.insert(0, "Training moved this model.")
+        lines.insert(0, "Training changed this model.")
     if training["first_loss"] is not None and training["last_loss"] is not None:
         lines.append(f"Its loss went from {training['first_loss']:.3f} to {training['last_loss']:.3f}.")
     return " ".join(lines)
 
 
 def _evaluations(run: RunFolder, recipe: Recipe) -> list[str]:
-    """A table for each suite in the run folder, the starting checkpoint in its first row.
+    """Return a table for each suite in the run folder, with the starting checkpoint in its first row.
 
-    A finished training is not held up by results that cannot be read: then the page says so.
+    Results that cannot be read raise nothing: the page states it instead.
     """
     parts = []
     for file in sorted(run.path.glob("eval/*/results.json")):
@@ -134,12 +131,12 @@ def _evaluations(run: RunFolder, recipe: Recipe) -> list[str]:
             parts.append(f"The results in `eval/{plain(file.parent.name)}` could not be read.")
             continue
         if results is not None:
-            parts.append(f"##{tables.markdown(_shown(results, recipe))}".rstrip())
-    return ["## What it scores", *parts] if parts else ["It has not been evaluated."]
+            parts.append(f"##{tables.markdown(_without_paths(results, recipe))}".rstrip())
+    return ["## Evaluation", *parts] if parts else ["This model has not been evaluated."]
 
 
-def _shown(results: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
-    rows = [row | {"model": _from_cache(row["model"])} for row in results["rows"]]
+def _without_paths(results: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
+    rows = [row | {"model": _name_on_hub(row["model"])} for row in results["rows"]]
     settings, title = dict(results["settings"]), results["title"]
     if Path(settings.get("data", "hub")).is_absolute():
         settings["data"] = (recipe.eval and recipe.eval.data_root) or "local files"
@@ -147,65 +144,65 @@ def _shown(results: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
     return results | {"title": title, "rows": rows, "settings": settings}
 
 
-def _from_cache(model: str) -> str | None:
-    """owner/name@commit, where a folder is the hub's cache of it; None for any other folder."""
-    found = re.search(r"models--([^/]+)--([^/]+)/snapshots/(\w+)", model)
-    return f"{found[1]}/{found[2]}@{found[3]}" if found else None
+def _name_on_hub(model: str) -> str | None:
+    """Return owner/name@commit for a folder in the hub's cache; None for any other folder."""
+    match = re.search(r"models--([^/]+)--([^/]+)/snapshots/(\w+)", model)
+    return f"{match[1]}/{match[2]}@{match[3]}" if match else None
 
 
 def _facts(recipe: Recipe, record: dict[str, Any]) -> dict[str, str | None]:
     optimizer, training, parameters = recipe.optimizer, record["training"], record["parameters"]
-    proof, seeds = record.get("optimizer", {}), record["seeds"]
+    measured, seeds = record.get("optimizer", {}), record["seeds"]
     inner = {"lr", "aux_lr", "name", *(() if optimizer.aux else ("aux",))}
     settings = {k: v for k, v in optimizer.model_dump(exclude=inner).items() if v is not None}
-    rest = f", AdamW on everything else at {optimizer.aux_lr:g}" if optimizer.aux_lr else ""
-    matrices = f"{proof['num_matrices']} " if proof.get("num_matrices") else "the "
+    aux = f", AdamW on the other parameters at {optimizer.aux_lr:g}" if optimizer.aux_lr else ""
+    matrices = f"{measured['num_matrices']} " if measured.get("num_matrices") else "the "
     saved = training.get("change_after_saving", {}).get("dtype")
     processes, device = record.get("processes") or 1, record["device"].split(":")[0]
     return {
         "trained from": _start(recipe, record),
-        "weights there": _identity(record["start"]["sha256_or_revision"]),
+        "its weights": _identity(record["start"]["sha256_or_revision"]),
         "data": _data(record["data"]["train"]),
-        "optimizer": f"{proof.get('class', optimizer.name)} on {matrices}matrices at {optimizer.lr:g}{rest}",
-        "its settings": ", ".join(f"{key} {_word(value)}" for key, value in settings.items()),
-        "steps": f"{training['steps']} of {record['examples_per_step']} rows",
+        "optimizer": f"{measured.get('class', optimizer.name)} on {matrices}matrices at {optimizer.lr:g}{aux}",
+        "optimizer settings": ", ".join(f"{key} {_word(value)}" for key, value in settings.items()),
+        "steps": f"{training['steps']}, {record['examples_per_step']} examples each",
         "processes": f"{processes} ({record['parallel']}, {device})" if processes > 1 else f"1 ({device})",
         "parameters": f"{parameters['total']:,}, of which {parameters['trainable']:,} trained",
         "dtype": f"{', '.join(parameters['dtype'])} in training" + (f", saved in {saved}" if saved else ""),
         "seeds": ", ".join(f"{key} {value}" for key, value in seeds.items() if value is not None),
         "versions": ", ".join(f"{name} {version}" for name, version in record["versions"].items()),
         "commit": record.get("commit"),
-        "began": record.get("started"),
+        "started": record.get("started"),
     }
 
 
 def _start(recipe: Recipe, record: dict[str, Any]) -> str:
-    name, seed = _named(record, recipe), recipe.model.init_seed
-    return f"random weights (seed {seed}) in the form of {name}" if seed is not None else name
+    name, seed = _start_name(record, recipe), recipe.model.init_seed
+    return f"random weights (seed {seed}) with the architecture of {name}" if seed is not None else name
 
 
-def _named(record: dict[str, Any], recipe: Recipe) -> str:
+def _start_name(record: dict[str, Any], recipe: Recipe) -> str:
     start = record["start"]["path"]
     return recipe.model.name_or_path if Path(start).is_absolute() else start
 
 
-def _identity(said: str | None) -> str | None:
-    """What a start's weights are: sha256 of a folder's files, or the hub's commit."""
-    return f"{'sha256' if len(said) == 64 else 'revision'} {said}" if said else None
+def _identity(digest: str | None) -> str | None:
+    """Return the identity of a starting checkpoint's weights: sha256 of a folder's files, or the hub's commit."""
+    return f"{'sha256' if len(digest) == 64 else 'revision'} {digest}" if digest else None
 
 
 def _data(train: dict[str, Any]) -> str:
-    """Each source with its revision or hash, then the rows that were kept of all."""
+    """Return each source with its revision or hash, then the number of examples."""
     sources = train.get("sources", [train])
-    kept = f"{train['num_examples']} of {train['num_examples'] + sum(train['dropped'].values())} rows kept"
-    counts = [kept, dropped_in_words(train["dropped"])]
+    total = train["num_kept"] + sum(train["dropped"].values())
+    counts = [f"{train['num_kept']} of {total} examples", describe_dropped(train["dropped"])]
     return "; ".join([*(_source(source) for source in sources), ", ".join(filter(None, counts))])
 
 
 def _source(source: dict[str, Any]) -> str:
-    found = f"revision {source['revision']}" if "revision" in source else f"sha256 {source.get('sha256')}"
+    identity = f"revision {source['revision']}" if "revision" in source else f"sha256 {source.get('sha256')}"
     weight = f", weight {source['weight']:g}" if source.get("weight", 1) != 1 else ""
-    return f"{source['path']} ({source['split']}, {found}{weight})"
+    return f"{source['path']} ({source['split']}, {identity}{weight})"
 
 
 def _word(value: Any) -> str:
@@ -219,6 +216,6 @@ def _percent(share: float) -> str:
 
 
 def _fenced(text: str) -> str:
-    """A block of YAML, by a fence that no line of it can close."""
+    """Return a Markdown block of YAML, with a fence longer than any in the text."""
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}yaml\n{text}{fence}"

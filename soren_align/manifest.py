@@ -1,7 +1,7 @@
-"""What run.json holds: the keys that are read again, with their types.
+"""The keys of run.json that are read again, with their types.
 
-A run folder may be a stranger's, or of another version: what does not fit is named when the file is read, and not where
-it is used. Keys beyond these are for people.
+A run folder may come from anyone, or from another version: a key of the wrong type is reported when the file is read.
+Other keys are for people.
 """
 
 from collections.abc import Iterable
@@ -13,12 +13,18 @@ from typing_extensions import TypedDict
 
 from .errors import UserError
 
+FORMAT_VERSION = 2
+"""1 (without this key) until November 2026: other keys, and a flat `optimizer` section in recipe.yaml."""
+SURVIVAL_THRESHOLD = 0.5
+"""Share of a change, or of the entries to be changed, below which more is lost to rounding than survives. Good settings
+are far above, bad ones far below: in its first step, Soren at the paper's 1e-6 changes 0.98 of float32 weights and less
+than 0.01 of bfloat16 ones."""
 Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0)]
 
 
 class Source(TypedDict):
-    """A dataset, by the hub's commit or a file's sha256."""
+    """A dataset, identified by the hub's commit or a file's sha256."""
 
     path: str
     split: str
@@ -34,14 +40,14 @@ class Mixture(TypedDict):
 
 
 class Counted(TypedDict):
-    """How many examples of a dataset were trained on, and why the others were not."""
+    """The number of examples trained on, and the numbers of dropped examples by reason."""
 
-    num_examples: Count
+    num_kept: Count
     dropped: dict[str, Count]
 
 
 class Data(TypedDict):
-    """What was learned from: Counted, and a Source or a Mixture."""
+    """The training data: Counted, and a Source or a Mixture."""
 
     train: Counted
 
@@ -54,7 +60,7 @@ class Start(TypedDict):
 
 
 class Parameters(TypedDict):
-    """Those of the model."""
+    """The model's parameters."""
 
     dtype: list[str]
     total: Count
@@ -62,21 +68,21 @@ class Parameters(TypedDict):
 
 
 class Survived(TypedDict):
-    """How much of a change arrived in the model folder."""
+    """The shares of a change that the saved model contains."""
 
     fraction_changed: float
     projection: float
 
 
 class Survival(TypedDict):
-    """By group."""
+    """The survival of each parameter group's change."""
 
     dtype: str
     matrices: NotRequired[Survived]
 
 
 class Training(TypedDict):
-    """What training did."""
+    """The result of training."""
 
     steps: Count
     first_loss: float | None
@@ -90,14 +96,15 @@ Optimizer = TypedDict("Optimizer", {"class": NotRequired[str], "num_matrices": N
 
 
 class Manifest(TypedDict):
-    """run.json."""
+    """The content of run.json."""
 
+    format_version: Literal[2]
     status: Literal["training", "trained", "finished"]
     task: Literal["sft", "dpo"]
     versions: dict[str, str]
     extends: NotRequired[list[str]]
     processes: NotRequired[Annotated[int, Field(ge=1)] | None]
-    processes_before: NotRequired[list[int | None]]
+    previous_processes: NotRequired[list[int | None]]
     resumed_from_steps: NotRequired[list[int]]
     parallel_config: NotRequired[dict[str, Any]]
     started: NotRequired[str]
@@ -114,27 +121,38 @@ class Manifest(TypedDict):
     training: NotRequired[Training]
 
 
-OF_A_MODEL = ("start", "data", "parallel", "examples_per_step", "seeds", "device", "parameters", "training")
-"""Keys of every run that has a model."""
+TRAINED = ("start", "data", "parallel", "examples_per_step", "seeds", "device", "parameters", "training")
+"""The keys of every run that has a model."""
 _MANIFEST, _SOURCE, _MIXTURE = TypeAdapter(Manifest), TypeAdapter(Source), TypeAdapter(Mixture)
 
 
-def checked(record: Any, file: Path, needed: Iterable[str] = ()) -> dict[str, Any]:
-    """The record itself, if it is one of ours and has the keys that are needed. UserError otherwise."""
+def checked(record: Any, file: Path, required: Iterable[str] = ()) -> dict[str, Any]:
+    """Return `record`, the content of `file`. Raises UserError if it is not a run.json or lacks a required key."""
     versions = record.get("versions") if isinstance(record, dict) else None
     if not isinstance(versions, dict) or "soren-align" not in versions:
         raise UserError(f"{file}: was not written by soren-align; choose another folder")
+    if "format_version" not in record:
+        commit = f" (commit {record['commit']})" if record.get("commit") else ""
+        raise UserError(
+            f"{file}: was written by an older version of soren-align{commit}; use that version for this run, or copy "
+            "its model folder elsewhere to use it as a model"
+        )
     try:
         _MANIFEST.validate_python(record, strict=True)
         if "data" in record:
             train = record["data"]["train"]
             (_MIXTURE if "sources" in train else _SOURCE).validate_python(train, strict=True)
     except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        wrong = f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
+        first = error.errors(include_url=False)[0]
+        problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
     else:
-        missing = [key for key in needed if key not in record]
+        missing = [key for key in required if key not in record]
         if not missing:
             return record
-        wrong = f"lacks {', '.join(missing)}"
-    raise UserError(f"{file}: {wrong}; it was changed, or written by another version of soren-align")
+        problem = f"lacks {', '.join(missing)}"
+    raise UserError(f"{file}: {problem}; it was edited, or written by another version of soren-align")
+
+
+def describe_dropped(dropped: dict[str, int]) -> str:
+    """Describe dropped examples (reason -> number): "3 dropped (messages is an empty list), ..."; "" for none."""
+    return ", ".join(f"{count} dropped ({reason})" for reason, count in dropped.items())

@@ -1,6 +1,6 @@
-"""A finished run's model to the Hugging Face hub, with what is needed to believe it: card, recipe and run.json.
+"""Upload a finished run's model to the Hugging Face hub, with its card, recipe and run.json.
 
-Only when somebody asks. Weights go as safetensors; pickles, optimizer states, metrics and samples stay here.
+Weights are uploaded as safetensors; pickles, optimizer states, metrics and samples are not uploaded.
 """
 
 import json
@@ -16,18 +16,18 @@ from .errors import UserError
 from .recipe import adapter_config, load_resolved
 from .run_folder import RunFolder
 
-SENT = (".safetensors", ".json", ".jinja", ".txt", ".model")
-"""What weights, configs and tokenizers are in. A pickle (.bin, .pt, .pkl) runs code where it is loaded."""
+UPLOADED = (".safetensors", ".json", ".jinja", ".txt", ".model")
+"""Suffixes of weights, configs and tokenizers. A pickle (.bin, .pt, .pkl) can run code when it is loaded."""
 
 
 def push(path: str, repo: str, *, merged: bool = False, private: bool = False, revision: str | None = None) -> str:
-    """Upload the run's model, or its merged one; the page that it has on the hub then.
+    """Upload the run's model, or its merged model, in one commit; return its page on the hub.
 
-    All files arrive in one commit, or none. UserError, before anything is sent, for what should not or cannot be.
+    Raises UserError, before anything is uploaded, if the model should not or cannot be uploaded.
     """
     run = RunFolder(path)
     _refuse_name(repo)
-    with run.alone():
+    with run.locked():
         model = _model_of(run, merged)
         if constants.HF_HUB_OFFLINE:
             raise UserError("HF_HUB_OFFLINE is set; a push needs the hub: unset it")
@@ -37,31 +37,31 @@ def push(path: str, repo: str, *, merged: bool = False, private: bool = False, r
             with tempfile.TemporaryDirectory() as folder:
                 _stage(Path(folder), run, model, repo, merged)
                 return _upload(Path(folder), run, repo, private, revision)
-        except (HTTPError, OSError) as error:  # the hub's answers are both
+        except (HTTPError, OSError) as error:  # the hub's errors are of both types
             raise UserError(f"{repo}: not uploaded: {' '.join(str(error).split())[:400]}") from error
 
 
 def _upload(folder: Path, run: RunFolder, repo: str, private: bool, revision: str | None) -> str:
     api = HfApi()
     api.create_repo(repo, private=private or None, exist_ok=True)
-    if private and not api.model_info(repo).private:  # it was there before, and exist_ok leaves it as it is
-        raise UserError(f"{repo}: is there already and everybody can see it; choose another name, or leave --private")
+    if private and not api.model_info(repo).private:  # exist_ok does not change an existing repository
+        raise UserError(f"{repo}: exists already and is public; choose another name, or remove --private")
     if revision:
         api.create_branch(repo, branch=revision, exist_ok=True)
     recipe = load_resolved(run.recipe)
-    said = f"{recipe.task.upper()} with {recipe.optimizer.name}, by soren-align"
-    api.upload_folder(repo_id=repo, folder_path=folder, revision=revision, commit_message=said)
+    message = f"{recipe.task.upper()} with {recipe.optimizer.name}, by soren-align"
+    api.upload_folder(repo_id=repo, folder_path=folder, revision=revision, commit_message=message)
     return f"{constants.ENDPOINT}/{repo}" + (f"/tree/{revision}" if revision else "")
 
 
 def _stage(folder: Path, run: RunFolder, model: Path, repo: str, merged: bool) -> None:
-    """Lay out what the repository shall hold: links to the model's files, and three that say what it is."""
+    """Fill `folder` with the repository's files: links to the model's, then card, recipe and run.json."""
     for file in model.iterdir():
-        if file.suffix in SENT and file.is_symlink():
+        if file.suffix in UPLOADED and file.is_symlink():
             raise UserError(
-                f"{file}: is a link, and what it leads to may be no part of the model; put the file itself here"
+                f"{file}: is a link, whose target may not belong to the model; replace it by the file itself"
             )
-        if file.suffix in SENT and file.is_file():
+        if file.suffix in UPLOADED and file.is_file():
             (folder / file.name).symlink_to(file.resolve())
     (folder / "README.md").write_text(card(run, repo.partition("/")[2], merged), encoding="utf-8")
     (folder / "recipe.yaml").write_text(run.recipe.read_text(encoding="utf-8"), encoding="utf-8")
@@ -70,37 +70,37 @@ def _stage(folder: Path, run: RunFolder, model: Path, repo: str, merged: bool) -
 
 
 def _model_of(run: RunFolder, merged: bool) -> Path:
-    """The folder that is to be sent; UserError if it is not there, or nobody else could use it."""
-    record = run.read()
-    if record is None:
-        raise UserError(f"{run}: is no run folder (run.json)")
+    """Return the folder to upload. Raises UserError if it is missing, or useless on another machine."""
+    record = run.record()
     if record["status"] != "finished":
         raise UserError(
-            f"{run}: is not finished (status: {record['status']}); the command that began it goes on, with --no-eval "
-            "without its evaluation"
+            f"{run}: is not finished (status: {record['status']}); rerun its command, with --no-eval to skip the "
+            "evaluation"
         )
     if (run.merged if merged else run.model).is_symlink():
-        raise UserError(f"{run.merged if merged else run.model}: is a link; put the folder itself here")
+        raise UserError(f"{run.merged if merged else run.model}: is a link; replace it by the folder itself")
     if not any(run.model.glob("*.safetensors")):
         raise UserError(f"{run}: has no model ({run.model} holds no safetensors)")
     adapter = adapter_config(run.model)
     if merged and adapter is None:
-        raise UserError(f"{run}: trained no adapter; {run.model} is a whole model already, leave --merged out")
+        raise UserError(f"{run}: trained no adapter; {run.model} is a whole model already; remove --merged")
     if merged:
         if not run.is_merged():
-            raise UserError(f"{run.merged}: is no merge of this run's adapter; run `soren-align merge {run}` first")
+            raise UserError(
+                f"{run.merged}: was not merged from this run's adapter; run `soren-align merge {run}` first"
+            )
         return run.merged
     if adapter and Path(adapter["base_model_name_or_path"]).is_absolute():
         raise UserError(
-            f"{run}: is an adapter of a folder on this machine, which nobody else has. Make a whole model of it with "
-            f"`soren-align merge {run}`, and push that with --merged"
+            f"{run}: its base model is a folder on this machine, which others do not have. Merge the adapter with "
+            f"`soren-align merge {run}`, and push the result with --merged"
         )
     return run.model
 
 
 def _refuse_name(repo: str) -> None:
     if repo.count("/") != 1:
-        raise UserError(f"{repo}: write OWNER/NAME, your name or an organisation's on the hub, then the model's")
+        raise UserError(f"{repo}: write OWNER/NAME, the hub's user or organization, then the model's name")
     try:
         validate_repo_id(repo)
     except ValueError as error:

@@ -1,7 +1,7 @@
-"""Where the shipped folders are: `recipes/`, `configs/` and `eval/`.
+"""The shipped folders: `recipes/`, `configs/` and `eval/`.
 
-In a wheel they lie inside the package; in a checkout (or an editable install), beside it. A path that starts with
-`shipped:` is looked up here, so that a recipe copied elsewhere still finds its data.
+A wheel has them inside the package; a checkout (or an editable install), beside it. A path that starts with `shipped:`
+is resolved here, so that a recipe works in any folder.
 """
 
 from pathlib import Path
@@ -15,9 +15,9 @@ ROOT = _package / "_shipped" if (_package / "_shipped").is_dir() else _package.p
 
 
 def resolve(path: str) -> Path:
-    """The file or folder that `path` names: `shipped:...` in the shipped folders, else from the working directory.
+    """Return the file or folder for a path: `shipped:...` in the shipped folders, others from the working directory.
 
-    UserError where it can be no path.
+    Raises UserError if it cannot be a path.
     """
     if path.startswith(PREFIX):
         return local_path(ROOT / path.removeprefix(PREFIX))
@@ -25,22 +25,22 @@ def resolve(path: str) -> Path:
 
 
 def recipes() -> dict[str, Path]:
-    """Every shipped recipe by name, e.g. {'quickstart/sft': .../recipes/quickstart/sft.yaml}, sorted."""
+    """Return every shipped recipe by name, e.g. {'quickstart/sft': .../recipes/quickstart/sft.yaml}, sorted."""
     folder = ROOT / "recipes"
     return {str(f.relative_to(folder).with_suffix("")): f for f in sorted(folder.glob("*/*.yaml"))}
 
 
 def templates() -> dict[str, Path]:
-    """Every shipped chat template by name: {'qwen2.5': .../configs/templates/qwen2.5.jinja, ...}, sorted."""
+    """Return every shipped chat template by name: {'qwen2.5': .../configs/templates/qwen2.5.jinja, ...}, sorted."""
     return {f.stem: f for f in sorted((ROOT / "configs" / "templates").glob("*.jinja"))}
 
 
 def suites() -> dict[str, Path]:
-    """Every shipped evaluation suite by name, e.g. {'quickstart': .../eval/quickstart/suite.yaml}, sorted."""
+    """Return every shipped evaluation suite by name, e.g. {'quickstart': .../eval/quickstart/suite.yaml}, sorted."""
     return {f.parent.name: f for f in sorted((ROOT / "eval").glob("*/suite.yaml"))}
 
 
 def published() -> dict[str, Path]:
-    """Every shipped table of published scores by name, e.g. {'paper/sft': .../eval/paper/sft.yaml}, sorted."""
+    """Return every shipped table of published scores by name, e.g. {'paper/sft': .../eval/paper/sft.yaml}, sorted."""
     files = sorted((ROOT / "eval").glob("*/*.yaml"))
     return {f"{f.parent.name}/{f.stem}": f for f in files if not (f.parent / "suite.yaml").exists()}

@@ -1,8 +1,10 @@
-"""The terminal: rich's console, for text that strangers wrote."""
+"""The terminal: rich's console, for text of unknown origin."""
 
+import sys
 from typing import Any
 
 from rich.console import Console
+from rich.status import Status
 from rich.text import Text
 
 from .errors import printable
@@ -11,13 +13,26 @@ from .errors import printable
 class Terminal(Console):
     """A console that prints texts as they are: no markup, control characters escaped.
 
-    A path such as `[/red]` is no mark-up, and a name with an escape sequence in it does not command the terminal. What
-    is to be coloured is a rich.text.Text.
+    A path such as `[/red]` is not markup, and a name with an escape sequence does not control the terminal. Use
+    rich.text.Text for colors.
     """
 
     def __init__(self, **settings: Any):
         super().__init__(**{"markup": False, "emoji": False, **settings})
 
-    def render_str(self, text: str, **how: Any) -> Text:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Every text passes here, also those in tables."""
-        return super().render_str(printable(text), **how)
+    def render_str(self, text: str, **options: Any) -> Text:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Render a text; rich calls this for every text, also in tables."""
+        return super().render_str(printable(text), **options)
+
+
+def stderr_console(*, quiet: bool = False) -> Terminal:
+    """Return a console on the current standard error; it also prints within silence.silence()."""
+    return Terminal(file=sys.stderr, quiet=quiet)
+
+
+def loading(console: Console, text: str) -> Status:
+    """Return a spinner with this text; without a terminal, as in a cluster's logs, print the text as a line."""
+    if not console.is_terminal:
+        word, _, rest = text.partition(" ")
+        console.print(f"{word.lower():<9} {rest}", highlight=False)
+    return console.status(text)

@@ -1,7 +1,7 @@
-"""Weights from files, whole: a model or an adapter is loaded as its files say it is, or refused.
+"""Load models and adapters completely: every weight comes from a file, or loading is refused.
 
-transformers draws what is missing at random, and PEFT leaves a new adapter's zeros where no key fits; both only warn.
-Training, evaluation and `merge` load by the two functions here.
+transformers initializes missing weights at random, and PEFT leaves zeros; both only warn. Training, evaluation and
+`merge` load with the two functions here.
 """
 
 import json
@@ -24,8 +24,7 @@ from .errors import UserError
 from .recipe import adapter_config
 
 MATCH_SECONDS = 3
-"""Of CPU, for all of an adapter's patterns on all of a model's modules; those that adapters are published with take a
-thousandth."""
+"""CPU time for matching all patterns of an adapter with all modules of a model; published ones need 0.1% of it."""
 PATTERNS = {
     "target_modules": "%s",
     "exclude_modules": "%s",
@@ -34,60 +33,60 @@ PATTERNS = {
     "rank_pattern": r"(.*\.)?(%s)$",
     "alpha_pattern": r"(.*\.)?(%s)$",
 }
-"""Of an adapter's config, and what PEFT makes of them to be matched against each module's name."""
+"""Keys of an adapter's config with patterns, and the regular expression that PEFT makes of each."""
 _MASK = re.compile(r"(^|\.)attn(\.attention)?\.(masked_)?bias$")
-"""Causal masks that old checkpoints of GPT-2 and GPT-Neo carry among their weights."""
-_ADAPTER = "default"  # PEFT's name for the only one
+"""Causal masks, which old checkpoints of GPT-2 and GPT-Neo contain among their weights."""
+_ADAPTER = "default"  # PEFT's name for a single adapter
 
 
-def load_model(name: str, **how: Any) -> PreTrainedModel:
-    """A causal language model from a folder or the hub, with every parameter from its files.
+def load_model(name: str, **options: Any) -> PreTrainedModel:
+    """Load a causal language model from a folder or the hub, with every parameter from its files.
 
-    how: keywords of `from_pretrained`. Raises UserError where keys are missing, unexpected or of another shape, naming
-    the first ones.
+    options: keywords of `from_pretrained`. Raises UserError if keys are missing, unexpected or of another shape; it
+    names the first ones.
     """
-    # By one rank: it reads all files once more. If it refuses, its launcher stops the others.
+    # On one rank: it reads all files a second time. If it raises, its launcher stops the other ranks.
     if hf_deepspeed.is_deepspeed_zero3_enabled() and os.environ.get("RANK", "0") == "0":
-        _compare_before_sharding(name, how)
+        _compare_before_sharding(name, options)
     loaded: Any = None
     try:
-        # A pickle can run anything, and so can a model's own code.
+        # A pickle can run any code, and so can a model's own modules.
         loaded = AutoModelForCausalLM.from_pretrained(
             name,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, by name
             use_safetensors=True,
             trust_remote_code=False,
-            **how,
+            **options,
         )
     except (RuntimeError, SafetensorError) as error:
         if should_reduce_batch_size(cast(Exception, error)):
             raise
-        raise UserError(f"{name}: not a model that can be loaded: {_in_short(error)}") from error
+        raise UserError(f"{name}: not a model that can be loaded: {_first_words(error)}") from error
     model, info = loaded
     if getattr(model, "_hf_peft_config_loaded", False):
-        raise UserError(f"model {name}: is an adapter on the hub; download it, and name its folder")
+        raise UserError(f"model {name}: is an adapter on the hub; download it and name its folder")
     mismatched = [key for key, *_ in info["mismatched_keys"]]
     refuse_other_keys(name, info["missing_keys"], info["unexpected_keys"], mismatched)
     return model
 
 
 def load_adapter(model: PreTrainedModel, folder: str, *, is_trainable: bool = False) -> PeftModel:
-    """The model with the LoRA adapter in `folder`, every factor from its file.
+    """Return the model with the LoRA adapter in `folder`, every factor from its file.
 
-    Raises UserError where keys are missing, unexpected or of another shape, or its config cannot be applied.
+    Raises UserError if keys are missing, unexpected or of another shape, or if its config cannot be applied.
     """
     try:
         refuse_slow_patterns(model, folder)
         adapted = PeftModel.from_pretrained(model, folder, is_trainable=is_trainable)
-        # Once more, for what it returns: the first result is dropped within PEFT.
+        # A second time for the result, which PEFT drops in the first call.
         result = adapted.load_adapter(folder, _ADAPTER, is_trainable=is_trainable)
     except UserError:
         raise
     except (AttributeError, KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
         if should_reduce_batch_size(cast(Exception, error)):
             raise
-        raise UserError(f"{folder}: not an adapter that can be loaded: {_in_short(error)}") from error
+        raise UserError(f"{folder}: not an adapter that can be loaded: {_first_words(error)}") from error
     refuse_other_keys(folder, result.missing_keys, result.unexpected_keys)
     return adapted
 
@@ -95,48 +94,49 @@ def load_adapter(model: PreTrainedModel, folder: str, *, is_trainable: bool = Fa
 def refuse_other_keys(
     name: str, missing: Iterable[str], unexpected: Iterable[str], mismatched: Iterable[str] = ()
 ) -> None:
-    """UserError, with the first keys and how many there are, unless files and model hold the same weights."""
+    """Raise UserError with the first keys and their number, unless files and model contain the same weights."""
     problems = []
-    for what, keys in (
+    for problem, keys in (
         ("weights are missing", missing),
         ("weights that the model does not have", [key for key in unexpected if not _MASK.search(key)]),
         ("weights of another shape", mismatched),
     ):
-        some = sorted(keys)
-        if some:
-            problems.append(f"{name}: {what}: {', '.join(some[:3])} ({len(some)} in all)")
+        names = sorted(keys)
+        if names:
+            problems.append(f"{name}: {problem}: {', '.join(names[:3])} ({len(names)} in total)")
     if problems:
         raise UserError(*problems)
 
 
 def refuse_slow_patterns(model: torch.nn.Module, folder: str) -> None:
-    """UserError where a pattern in the config of the adapter in `folder` is no regular expression, or matches for ever.
+    """Raise UserError if a pattern in an adapter's config is not a regular expression, or takes too long to match.
 
-    PEFT matches them against every module's name, and a stranger's may need centuries: tried in a process of its own.
+    PEFT matches them with every module's name, and some patterns take exponential time: they are tried in a process
+    with a time limit.
     """
     config = adapter_config(folder) or {}
     patterns = []
     for key, form in PATTERNS.items():
-        given = config.get(key) or []
-        if isinstance(given, list) and form == "%s":
-            continue  # names, which are compared as they are
-        for pattern in [given] if isinstance(given, str) else given:
-            if not re.fullmatch(r"[\w.-]*", pattern):  # a plain name, which takes no time
+        value = config.get(key) or []
+        if isinstance(value, list) and form == "%s":
+            continue  # names, which are compared literally
+        for pattern in [value] if isinstance(value, str) else value:
+            if not re.fullmatch(r"[\w.-]*", pattern):  # a plain name takes no time
                 patterns.append(form % pattern)
     if not patterns:
         return
     work = json.dumps([patterns, [name for name, _ in model.named_modules()]])
     try:
-        tried = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-I", "-S", "-c", _TRY], input=work, text=True, capture_output=True, timeout=60
         )
     except subprocess.TimeoutExpired:
         raise UserError(f"{folder}: a pattern in its config takes too long to match; name modules instead") from None
-    if tried.returncode == -signal.SIGXCPU:
+    if result.returncode == -signal.SIGXCPU:
         raise UserError(f"{folder}: a pattern in its config takes too long to match; name modules instead")
-    if tried.returncode:
-        why = (tried.stderr.strip().splitlines() or ["?"])[-1][:200]
-        raise UserError(f"{folder}: a pattern in its config is no regular expression: {why}")
+    if result.returncode:
+        reason = (result.stderr.strip().splitlines() or ["?"])[-1][:200]
+        raise UserError(f"{folder}: a pattern in its config is not a regular expression: {reason}")
 
 
 _TRY = f"""
@@ -149,18 +149,18 @@ for pattern in patterns:
 """
 
 
-def _compare_before_sharding(name: str, how: dict[str, Any]) -> None:
-    """Under ZeRO 3, compare keys and shapes alone: transformers does not, but for missing keys."""
-    alive = hf_deepspeed._hf_deepspeed_config_weak_ref
-    assert alive is not None
-    config = alive()
+def _compare_before_sharding(name: str, options: dict[str, Any]) -> None:
+    """Under ZeRO 3, compare keys and shapes without loading: transformers only reports missing keys."""
+    reference = hf_deepspeed._hf_deepspeed_config_weak_ref
+    assert reference is not None
+    config = reference()
     hf_deepspeed.unset_hf_deepspeed_config()
     try:
-        load_model(name, **how, device_map={"": "meta"})
+        load_model(name, **options, device_map={"": "meta"})
     finally:
         hf_deepspeed.set_hf_deepspeed_config(config)
 
 
-def _in_short(error: BaseException) -> str:
-    said = " ".join(str(error).split()) or type(error).__name__
-    return said if len(said) < 200 else f"{said[:200]}..."
+def _first_words(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) < 200 else f"{text[:200]}..."

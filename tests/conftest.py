@@ -26,6 +26,13 @@ def ranks(request, tmp_path_factory):
     started = Ranks(request.param, tmp_path_factory.mktemp("ranks"))
     yield started
     started.stop()
+@pytest.fixture(autouse=True)
+def environment():
+    """Commands set variables for torch's libraries; no test leaves any to the next one."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 LONG = (

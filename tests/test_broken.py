@@ -1,19 +1,16 @@
 """What people get wrong: recipes, data, models, templates. Each has its one clear message, exit code 2, no traceback.
 
-A case is a mistake and what the message must say. The whole road is taken, from the command line on; only the
-`exec` between the two processes is a call here.
+A case is a mistake and the message that it must give, from the command line on.
 """
 
 import json
 import re
 import shutil
-import sys
 
 import pytest
 import torch
 
 from soren_align import cli, shipped
-from soren_align.launch import commands, worker
 
 RECIPE = """\
 task: sft
@@ -49,15 +46,10 @@ PAIR = {"chosen": chat("Hello", "red"), "rejected": chat("Hello", "blue")}
 def soren_align(tmp_path, monkeypatch, capsys):
     """Run a command in a folder with `rows.jsonl`; returns its exit code and what it wrote to stderr."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(commands, "_become", lambda arguments, *_: sys.exit(worker.main(arguments)))
-    monkeypatch.setattr(worker.console, "_file", None, raising=False)
     (tmp_path / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
 
     def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["soren-align", *arguments])
-        with pytest.raises(SystemExit) as exit_:
-            cli.main()
-        return exit_.value.code, capsys.readouterr().err
+        return cli.main(arguments), capsys.readouterr().err
 
     return run
 

@@ -53,27 +53,27 @@ def test_a_merged_adapter_is_a_model_of_transformers():
     run = finished_run("run", *HUB, "model.lora={}", adapter_of="Qwen/Qwen2.5-0.5B")
     page = card(run, "zoo", merged=True)
     assert front(page)["library_name"] == "transformers"
-    assert "What merging rounds off was not measured." in page
-    assert "is kept" not in page
+    assert "The rounding error of the merge was not measured." in page
+    assert "is saved in" not in page
 
 
 @pytest.mark.parametrize(
-    ("change", "kept", "verdict"),
+    ("change", "survival", "verdict"),
     [
-        (0.0436, {"fraction_changed": 0.9, "projection": 1.0}, "Training moved this model."),
-        (0.0, {"fraction_changed": 1.0, "projection": 1.0}, "**Training did not move this model"),
-        (9e-5, {"fraction_changed": 1.0, "projection": 1.0}, "**Training hardly moved this model"),
-        (0.01, {"fraction_changed": 0.4, "projection": 0.99}, "**Most of what training did was rounded away"),
+        (0.0436, {"fraction_changed": 0.9, "projection": 1.0}, "Training changed this model."),
+        (0.0, {"fraction_changed": 1.0, "projection": 1.0}, "**Training did not change this model"),
+        (9e-5, {"fraction_changed": 1.0, "projection": 1.0}, "**Training hardly changed this model"),
+        (0.01, {"fraction_changed": 0.4, "projection": 0.99}, "**Most of the change was lost to rounding"),
     ],
 )
-def test_the_first_lines_say_whether_training_moved_the_model(change, kept, verdict):
+def test_the_first_lines_report_whether_training_changed_the_model(change, survival, verdict):
     changed = {"relative_change": change, "aux_relative_change": change, "change_after_saving": {"dtype": "bfloat16"}}
-    changed["change_after_saving"]["matrices"] = kept
+    changed["change_after_saving"]["matrices"] = survival
     page = card(finished_run("run", training=changed), "zoo")
     first = page.split("# zoo")[1].strip().splitlines()[2]
     assert first.startswith(verdict)
-    assert f"changed by {100 * change:.3g}% of their norm" in first
-    assert f"In the bfloat16 that it is saved in, {100 * kept['projection']:.3g}% of that change is kept" in first
+    assert f"changed the matrices by {100 * change:.3g}% of their norm" in first
+    assert f"saved in bfloat16, with {100 * survival['projection']:.3g}% of that change" in first
 
 
 def test_the_facts_are_those_of_run_json():
@@ -82,11 +82,11 @@ def test_the_facts_are_those_of_run_json():
     for said in (
         f"revision {'c' * 40}",
         f"HuggingFaceH4/ultrachat_200k (train_sft, revision {'b' * 40})",
-        "958 of 960 rows kept, 2 dropped (an empty answer)",
-        "Soren on 14 matrices at 0.003, AdamW on everything else at 0.003",
+        "958 of 960 examples, 2 dropped (an empty answer)",
+        "Soren on 14 matrices at 0.003, AdamW on the other parameters at 0.003",
         "weight_decay 0.1",
         "adjust_lr_fn match_rms_adamw",
-        "600 of 64 rows",
+        "600, 64 examples each",
         "1 (cpu)",
         "float32 in training, saved in bfloat16",
         f"torch {run.read()['versions']['torch']}",
@@ -110,11 +110,11 @@ def test_every_source_of_a_mixture_is_named():
 def test_the_table_has_the_base_in_its_first_row_and_comes_with_each_evaluation():
     run = finished_run("run", *HUB)
     write_card(run)
-    assert "It has not been evaluated." in (run.model / "README.md").read_text()
+    assert "This model has not been evaluated." in (run.model / "README.md").read_text()
     evaluated(run)
     write_card(run)
     page = (run.model / "README.md").read_text()
-    rows = [line for line in page.split("## What it scores")[1].splitlines() if line.startswith("| ")]
+    rows = [line for line in page.split("## Evaluation")[1].splitlines() if line.startswith("| ")]
     assert [row.split("|")[1].strip() for row in rows[:3]] == ["model", "base", "SFT"]
     assert "+80.0 [+71.1, +86.3]" in rows[2]
     assert "not been evaluated" not in page
@@ -127,7 +127,7 @@ def test_nothing_of_the_machine_is_in_card_or_manifest(tmp_path):
     page = card(run, "zoo")
     assert str(tmp_path) not in page
     assert "### Zoo: on local data" in page
-    assert "random weights (seed 1) in the form of shipped:recipes/quickstart/base" in page
+    assert "random weights (seed 1) with the architecture of shipped:recipes/quickstart/base" in page
     run.update(last_error=f"{tmp_path}: full")
     assert str(tmp_path) not in str(public(run.read(), recipe.load_resolved(run.recipe)))
 

@@ -12,14 +12,15 @@ PACKAGE = Path(__file__).resolve().parent.parent / "soren_align"
 # A room imports from rooms below its own layer only.
 LAYERS = [
     {"cli"},
-    {"launch", "push"},
+    {"launch", "push", "recipe_commands"},
     {"planning", "card"},
     {"trainers", "evaluate", "bench"},
     {"sharding", "data", "run_folder", "weights"},
     {"importers"},
     {"optim", "recipe", "manifest"},
     {"spectral", "shipped"},
-    {"files", "terminal"},
+    {"files", "lock", "provenance", "silence", "terminal"},
+    {"yaml_reader"},
     {"errors", "optimizer_settings"},
 ]
 # The rooms that may import each of these dependencies.
@@ -27,12 +28,12 @@ DOORS = {
     "deepspeed": {"sharding", "launch", "bench"},
     "torch.distributed": {"sharding", "launch"},
     "trl": {"trainers"},
-    "datasets": {"data", "evaluate", "launch"},
+    "datasets": {"data", "evaluate"},
     "lm_eval": {"evaluate"},
 }
 HEAVY = {"torch", "transformers", "trl", "datasets", "accelerate", "peft", "lm_eval", "deepspeed"}
 WITHOUT_TORCH = {"cli", "push", "card", "run_folder", "importers", "recipe", "manifest", "shipped", "files", "terminal"}
-WITHOUT_TORCH |= {"errors", "optimizer_settings"}
+WITHOUT_TORCH |= {"errors", "lock", "optimizer_settings", "provenance", "recipe_commands", "silence", "yaml_reader"}
 MOST_LINES, MOST_LINES_OF_A_FUNCTION, MOST_FILES_TO_A_STEP = 300, 50, 5
 
 

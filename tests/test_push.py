@@ -9,8 +9,9 @@ from huggingface_hub import HfApi
 
 from soren_align import push as pushing
 from soren_align.errors import UserError
+from soren_align.provenance import fingerprint
 from soren_align.push import push
-from soren_align.run_folder import MADE_FROM, fingerprint
+from soren_align.run_folder import MERGED_FROM
 from tests.support.run_folders import HUB, finished_run, held_by_another
 
 
@@ -85,7 +86,7 @@ def test_a_branch_is_made_and_a_new_repository_private(hub):
 def test_a_private_push_does_not_go_to_a_public_repository(hub):
     there = hub(there_and_public=True)
     finished_run("run")
-    with pytest.raises(UserError, match="me/zoo: is there already and everybody can see it"):
+    with pytest.raises(UserError, match="me/zoo: exists already and is public"):
         push("run", "me/zoo", private=True)
     assert there.sent == {}
 
@@ -97,7 +98,7 @@ def test_an_adapter_of_a_model_on_the_hub_is_sent_and_one_of_a_folder_is_not(hub
     assert {"adapter_config.json", "adapter_model.safetensors"} <= there.sent.keys()
     here = hub()
     finished_run("here", "model.lora={}", adapter_of=str(tmp_path / "here" / "start"))
-    with pytest.raises(UserError, match=r"adapter of a folder on this machine.*`soren-align merge here`.*--merged"):
+    with pytest.raises(UserError, match=r"base model is a folder on this machine.*`soren-align merge here`.*--merged"):
         push("here", "me/zoo")
     assert here.calls == []
 
@@ -108,7 +109,7 @@ def test_what_was_merged_is_sent_only_if_it_is_of_this_adapter(hub, tmp_path):
         push("run", "me/zoo", merged=True)
     run.merged.mkdir()
     (run.merged / "model.safetensors").write_text("whole")
-    (run.merged / MADE_FROM).write_text(json.dumps({"adapter_sha256": fingerprint(str(run.model))}))
+    (run.merged / MERGED_FROM).write_text(json.dumps({"adapter_sha256": fingerprint(str(run.model))}))
     push("run", "me/zoo", merged=True)
     assert there.sent["model.safetensors"] == b"whole"
     assert b"library_name: transformers" in there.sent["README.md"]
@@ -119,9 +120,9 @@ def test_what_was_merged_is_sent_only_if_it_is_of_this_adapter(hub, tmp_path):
     ("spoil", "how", "message"),
     [
         (lambda run: run.update(status="training"), {}, r"run: is not finished \(status: training\)"),
-        (lambda run: run.update(status="trained"), {}, "with --no-eval without its evaluation"),
+        (lambda run: run.update(status="trained"), {}, "with --no-eval to skip the evaluation"),
         (lambda run: (run.model / "model.safetensors").unlink(), {}, "run: has no model"),
-        (lambda run: (run.path / "run.json").unlink(), {}, "run: is no run folder"),
+        (lambda run: (run.path / "run.json").unlink(), {}, "run: not a run folder"),
         (lambda run: None, {"merged": True}, "trained no adapter"),
         (lambda run: None, {"repo": "zoo"}, "zoo: write OWNER/NAME"),
         (lambda run: None, {"repo": "me/a/b"}, "me/a/b: write OWNER/NAME"),
@@ -150,7 +151,7 @@ def test_without_the_hub_or_a_token_nothing_is_tried(hub, monkeypatch):
 
 def test_a_run_that_is_running_is_not_sent(hub):
     there, run = hub(), finished_run("run")
-    with held_by_another(run), pytest.raises(UserError, match="another process is running this run"):
+    with held_by_another(run), pytest.raises(UserError, match="another process is running or evaluating this run"):
         push("run", "me/zoo")
     assert there.calls == []
 

@@ -3,18 +3,23 @@
 import errno
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from soren_align import cli, recipe
+from soren_align import cli, lock, recipe
 from soren_align.card import write_card
 from soren_align.errors import UserError
-from soren_align.launch import commands, worker
+from soren_align.files import write
+from soren_align.launch import commands, evaluation, worker
+from soren_align.launch.preparation import prepare
 from soren_align.push import push
-from soren_align.run_folder import RunFolder, write
-from soren_align.terminal import Terminal
+from soren_align.run_folder import RunFolder
+from soren_align.terminal import stderr_console
 from tests.support.run_folders import finished_run, held_by_another
 
 
@@ -48,85 +53,90 @@ def contents(folder):
 
 @pytest.fixture
 def started(monkeypatch):
-    """What commands would become; they end there, as this process would."""
-    became = []
-
-    def become(program, arguments, env):
-        became.append(arguments)
-        raise SystemExit
-
-    monkeypatch.setattr(commands.os, "execvpe", become)
-    return became
+    """The work that commands start, which is not done."""
+    names = []
+    monkeypatch.setattr(commands, "train_here", lambda folder, _: names.append("train") or 0)
+    monkeypatch.setattr(evaluation, "run_evaluation", lambda *_, **__: names.append("evaluate"))
+    return names
 
 
 # -- one process at a time ---------------------------------------------------------------------------------------------
 
 
-def test_a_second_start_while_torch_loads_is_refused_and_changes_nothing(make, folder, started, monkeypatch):
-    with pytest.raises(SystemExit):
-        commands.train(make("trainer.max_steps=3"))
+def test_a_second_start_is_refused_and_changes_nothing(make, folder, started):
+    assert commands.train(make("trainer.max_steps=3")) == 0
     before = contents(folder.path)
-    monkeypatch.delenv("SOREN_ALIGN_LOCK")  # the second is another process, which opens the lock for itself
     for overrides in (["trainer.max_steps=4"], ["trainer.max_steps=4", "run.overwrite=true"]):
-        with pytest.raises(UserError, match="another process is running this run"):
+        with held_by_another(folder), pytest.raises(UserError, match="another process is running or evaluating"):
             commands.train(make(*overrides))
     assert contents(folder.path) == before
-    assert len(started) == 1
+    assert started == ["train"]
+
+
+def test_a_run_folder_is_held_while_torch_loads_and_free_afterwards(make, folder, monkeypatch):
+    held = []
+    monkeypatch.setattr(commands, "train_here", lambda *_: held.append(folder.is_locked()) or 0)
+    for _ in range(2):  # as two commands in one process
+        commands.train(make())
+    assert held == [True, True]
+    assert not folder.is_locked()
+    with held_by_another(folder):
+        pass  # would wait for ever
 
 
 @pytest.mark.parametrize("command", [commands.universal, commands.merge])
 def test_commands_on_a_run_that_is_running_are_refused(folder, command):
     finished_run(folder.path)
-    with held_by_another(folder), pytest.raises(UserError, match="another process is running this run"):
+    with held_by_another(folder), pytest.raises(UserError, match="another process is running or evaluating this run"):
         command(str(folder))
 
 
-def test_a_folder_stays_held_by_what_a_process_becomes(folder, tmp_path):
-    check = (
-        "import sys; from soren_align.run_folder import RunFolder; sys.exit(0 if RunFolder(sys.argv[1]).holds() else 1)"
-    )
+def test_a_folder_is_held_through_exec_and_not_by_children(folder, tmp_path):
+    check = "import sys; from soren_align.run_folder import RunFolder; sys.exit(RunFolder(sys.argv[1]).is_locked())"
     hold = (
-        "import os, sys; from soren_align.run_folder import RunFolder; RunFolder(sys.argv[1]).lock(begin=True);"
-        f"os.execv(sys.executable, [sys.executable, '-c', {check!r}, sys.argv[1]])"
+        "import os, sys; from soren_align import lock, run_folder; run_folder.RunFolder(sys.argv[1]).lock(create=True);"
+        f"os.execve(sys.executable, [sys.executable, '-c', {check!r}, sys.argv[1]], "
+        "os.environ | lock.keep_through_exec())"
     )
-    assert subprocess.run([sys.executable, "-c", hold, str(folder)]).returncode == 0
-    folder.lock(begin=True)  # whoever held it has ended
-    assert subprocess.run([sys.executable, "-c", check, str(folder)]).returncode == 1  # a child holds nothing
+    assert subprocess.run([sys.executable, "-c", hold, str(folder)]).returncode == 1
+    folder.lock(create=True)  # the other process has ended
+    assert subprocess.run([sys.executable, "-c", check, str(folder)]).returncode == 0
 
 
 def test_ranks_hold_a_folder_whose_launcher_was_killed(folder, make):
-    commands.prepare(folder, make())
+    prepare(folder, make())
     folder.release()
-    with held_by_another(folder, ".lock-ranks"), pytest.raises(UserError, match="another process is running"):
-        commands.prepare(folder, make())
-    commands.prepare(folder, make())
+    with (
+        held_by_another(folder, ".lock-ranks"),
+        pytest.raises(UserError, match="another process is running or evaluating"),
+    ):
+        prepare(folder, make())
+    prepare(folder, make())
 
 
 def test_the_first_rank_holds_a_folder_beside_its_launcher(folder, make):
-    commands.prepare(folder, make())
+    prepare(folder, make())
     folder.release()
     with held_by_another(folder):
         folder.lock(as_rank=True)
-        assert folder.holds(".lock-ranks")
-        assert not folder.holds()
-        folder.lock(as_rank=True)  # again, after this rank has become another process
+        assert lock.is_held(folder.path / ".lock-ranks")
+        assert not lock.is_held(folder.path / ".lock")
+        folder.lock(as_rank=True)  # again, after exec
 
 
-def test_a_run_is_evaluated_by_several_processes_and_trained_by_none_of_them(folder, started, make, monkeypatch):
+def test_a_run_is_evaluated_by_several_processes_and_not_trained_meanwhile(folder, started, make):
     finished_run(folder.path)
-    for _ in range(2):
-        with pytest.raises(SystemExit):
-            commands.evaluate([str(folder)], {}, None, None, None)
-        monkeypatch.delenv("SOREN_ALIGN_LOCK")
-    with pytest.raises(UserError, match="another process is running this run, or evaluating it"):
-        commands.prepare(folder, make("run.overwrite=true"))
-    assert len(started) == 2
+    with held_by_another(folder, shared=True):
+        evaluation.evaluate([str(folder)], {})
+        with pytest.raises(UserError, match="another process is running or evaluating this run"):
+            prepare(folder, make("run.overwrite=true"))
+    assert started == ["evaluate"]
 
 
 def test_a_run_that_is_training_is_not_evaluated(folder, started):
     finished_run(folder.path)
-    with held_by_another(folder), pytest.raises(UserError, match="another process is running this run"):
-        commands.evaluate([str(folder)], {}, None, None, None)
+    with held_by_another(folder), pytest.raises(UserError, match="another process is running or evaluating this run"):
+        evaluation.evaluate([str(folder)], {})
 
 
 def test_a_folder_on_a_file_system_without_locks_is_refused_in_words(folder, monkeypatch):
@@ -135,21 +145,21 @@ def test_a_folder_on_a_file_system_without_locks_is_refused_in_words(folder, mon
 
     monkeypatch.setattr("fcntl.flock", flock)
     with pytest.raises(UserError, match="its file system has no locks"):
-        folder.lock(begin=True)
+        folder.lock(create=True)
 
 
 # -- nothing outside of it ---------------------------------------------------------------------------------------------
 
 
 def test_a_linked_folder_is_unlinked_and_not_followed_when_a_run_is_replaced(make, folder, elsewhere):
-    commands.prepare(folder, make())
+    prepare(folder, make())
     folder.checkpoints.symlink_to(elsewhere)
     (folder.path / "recipe.yaml.part").symlink_to(elsewhere / "checkpoint-5" / "weights")
     before = contents(elsewhere)
     with pytest.raises(UserError, match="is a link to"):
-        commands.prepare(folder, make())
+        prepare(folder, make())
     folder.clear()
-    commands.prepare(folder, make("run.overwrite=true"))
+    prepare(folder, make("run.overwrite=true"))
     assert contents(elsewhere) == before
     assert not folder.checkpoints.exists()
     assert recipe.load(str(folder.recipe)) == make("run.overwrite=true")
@@ -157,24 +167,24 @@ def test_a_linked_folder_is_unlinked_and_not_followed_when_a_run_is_replaced(mak
 
 @pytest.mark.parametrize("name", ["checkpoints", "model", "start", "eval", "metrics.jsonl", "run.json", "model.part"])
 def test_a_link_among_what_runs_write_is_refused_before_anything_is_written(make, folder, elsewhere, name):
-    commands.prepare(folder, make())
+    prepare(folder, make())
     entry = folder.path / name
     if entry.exists():
         entry.rename(elsewhere / name)
     before, link = contents(elsewhere), elsewhere / name if (elsewhere / name).exists() else elsewhere
     entry.symlink_to(link)
     with pytest.raises(UserError, match=rf"{name}: is a link to"):
-        commands.prepare(folder, make())
+        prepare(folder, make())
     assert contents(elsewhere) == before
 
 
 def test_a_lock_that_is_a_link_is_not_followed(make, folder, elsewhere):
-    commands.prepare(folder, make())
+    prepare(folder, make())
     folder.release()
     (folder.path / ".lock").unlink()
     (folder.path / ".lock").symlink_to(elsewhere / "checkpoint-5" / "weights")
     with pytest.raises((UserError, OSError)):
-        commands.prepare(folder, make())
+        prepare(folder, make())
     assert (elsewhere / "checkpoint-5" / "weights").read_text() == "years of work"
 
 
@@ -188,7 +198,7 @@ def test_writing_replaces_a_link_and_what_a_kill_left(tmp_path, elsewhere):
 
 
 def test_a_run_that_is_half_cleared_is_still_a_run(make, folder, monkeypatch):
-    commands.prepare(folder, make())
+    prepare(folder, make())
     folder.model.mkdir()
 
     def denied(path):
@@ -197,8 +207,8 @@ def test_a_run_that_is_half_cleared_is_still_a_run(make, folder, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("shutil.rmtree", denied)
         with pytest.raises(PermissionError):
-            commands.prepare(folder, make("run.overwrite=true"))
-    commands.prepare(folder, make("run.overwrite=true"))
+            prepare(folder, make("run.overwrite=true"))
+    prepare(folder, make("run.overwrite=true"))
     assert folder.read()["status"] == "training"
 
 
@@ -206,14 +216,14 @@ def test_a_start_that_was_killed_in_its_first_write_is_begun_again(make, folder)
     folder.path.mkdir()
     for name in (".lock", ".lock-ranks", "run.json.part", "run.json.4711.part"):
         (folder.path / name).touch()
-    commands.prepare(folder, make())
+    prepare(folder, make())
     assert folder.read()["status"] == "training"
 
 
 def test_a_folder_that_a_group_shares_has_locks_that_the_group_may_hold(make, folder):
     before = os.umask(0o002)
     try:
-        commands.prepare(folder, make())
+        prepare(folder, make())
     finally:
         os.umask(before)
     assert (folder.path / ".lock").stat().st_mode & 0o060 == 0o060
@@ -223,14 +233,13 @@ def test_a_models_folder_with_another_tools_run_json_is_a_model(tmp_path, starte
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "model" / "run.json").write_text('{"run_id": "sweep-7"}')
-    with pytest.raises(SystemExit):
-        commands.evaluate([str(tmp_path / "model")], {"suite": "quickstart"}, str(tmp_path / "out"), None, None)
+    evaluation.evaluate([str(tmp_path / "model")], {"suite": "quickstart"}, output=str(tmp_path / "out"))
     assert started
 
 
 def test_a_home_of_nobody_is_one_sentence(started):
     with pytest.raises(UserError, match="cannot be used as a path"):
-        commands.evaluate(["~nosuchuser/x"], {"suite": "quickstart"}, "out", None, None)
+        evaluation.evaluate(["~nosuchuser/x"], {"suite": "quickstart"}, output="out")
 
 
 # -- a stranger's files ------------------------------------------------------------------------------------------------
@@ -243,7 +252,7 @@ def test_a_folder_with_another_tools_run_json_is_left_alone(make, folder, overri
     (folder.path / "run.json").write_text('{"status": "training", "task": "sft", "run_id": "sweep-7"}')
     before = contents(folder.path)
     with pytest.raises(UserError, match=r"run.json: was not written by soren-align"):
-        commands.prepare(folder, make(*overrides))
+        prepare(folder, make(*overrides))
     assert contents(folder.path) == before
 
 
@@ -257,24 +266,38 @@ DAMAGED = {
 }
 
 
+COMMANDS = {
+    "sft": lambda run: commands.train(recipe.load("quickstart/sft", [f"run.output_dir={run}"])),
+    "universal": commands.universal,
+    "merge": commands.merge,
+    "eval": lambda run: evaluation.evaluate([run], {}),
+    "push": lambda run: push(run, "me/zoo"),
+    "card": lambda run: write_card(RunFolder(run)),
+}
+
+
 @pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
-@pytest.mark.parametrize(
-    "command",
-    [
-        lambda run: commands.train(recipe.load("quickstart/sft", [f"run.output_dir={run}"])),
-        commands.universal,
-        commands.merge,
-        lambda run: commands.evaluate([run], {}, None, None, None),
-        lambda run: push(run, "me/zoo"),
-        lambda run: write_card(RunFolder(run)),
-    ],
-    ids=["sft", "universal", "merge", "eval", "push", "card"],
-)
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 def test_a_damaged_run_json_is_one_sentence_in_every_command(folder, started, content, command):
     finished_run(folder.path)
     (folder.path / "run.json").write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UserError, match=r"run\.json"):
         command(str(folder))
+    assert not started
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_a_run_of_the_first_format_is_refused_with_one_sentence(folder, started, command):
+    """tests/old_run: 4 steps of quickstart/sft by commit e637a41."""
+    shutil.copytree(Path(__file__).parent / "old_run", folder.path)
+    folder.model.mkdir()
+    with pytest.raises(UserError) as raised:
+        command(str(folder))
+    assert re.fullmatch(
+        r"\S+run\.json: was written by an older version of soren-align \(commit e637a41\w+\); use that version for "
+        "this run, or copy its model folder elsewhere to use it as a model",
+        str(raised.value),
+    )
     assert not started
 
 
@@ -303,12 +326,12 @@ def test_a_recipe_yaml_of_another_version_is_one_sentence(folder):
     finished_run(folder.path)
     folder.recipe.write_text("task: sft\noptimizer: {kind: soren}\n")
     with pytest.raises(UserError, match=r"recipe\.yaml: no recipe that this version of soren-align wrote"):
-        commands.evaluate([str(folder)], {}, None, None, None)
+        evaluation.evaluate([str(folder)], {})
 
 
 @pytest.mark.parametrize("suite", ["..", "a/b", "/tmp", "\x1b[2J", ""])
 def test_a_suites_name_leads_nowhere_else(folder, suite):
-    with pytest.raises(UserError, match="is no name for a folder of results"):
+    with pytest.raises(UserError, match="cannot name a folder of results"):
         folder.evaluation(suite)
 
 
@@ -316,7 +339,7 @@ def test_metrics_that_cannot_be_read_are_dropped_line_by_line(folder):
     folder.path.mkdir()
     lines = [b'{"step": 1}', b'{"step": "x"}', b"[]", b"\xff", b'{"loss": 1}', b"[" * 100_000, b'{"step": 2}']
     folder.metrics.write_bytes(b"\n".join(lines))
-    folder.forget_metrics_after(1)
+    folder.drop_metrics_after(1)
     assert folder.metrics.read_text() == '{"step": 1}\n'
 
 
@@ -327,19 +350,23 @@ def test_a_changed_parallel_config_of_the_same_name_is_another_recipe(make, fold
     config = tmp_path / "mine.json"
     config.write_text('{"zero_optimization": {"stage": 2}}')
     made = make(f"run.parallel={config}", "run.global_batch_size=64")
-    commands.prepare(folder, made)
+    prepare(folder, made)
     (folder.checkpoints / "checkpoint-5").mkdir(parents=True)
     (folder.checkpoints / "checkpoint-5" / "soren_align.json").write_text("{}")
-    commands.prepare(folder, made)
+    prepare(folder, made)
     config.write_text('{"zero_optimization": {"stage": 1}}')
     with pytest.raises(UserError, match=r"run\.parallel\.zero_optimization\.stage: 2 there, 1 here"):
-        commands.prepare(folder, made)
+        prepare(folder, made)
 
 
 # -- the operating system ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("main", [cli.main, lambda: worker.main(["merge", "run"])], ids=["command", "worker"])
+@pytest.mark.parametrize(
+    "main",
+    [lambda: cli.main(["merge", "run"]), lambda: worker.main(["run", "--timeout", "1"])],
+    ids=["command", "rank"],
+)
 @pytest.mark.parametrize(
     ("error", "said"),
     [
@@ -356,14 +383,9 @@ def test_what_the_system_refuses_is_one_sentence(monkeypatch, capsys, main, erro
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(cli, "app", fail)
-    monkeypatch.setattr(worker, "merge", fail)
-    monkeypatch.setattr(worker, "console", Terminal(stderr=True))  # `main` gives it this test's standard error
-    try:
-        code = main()
-    except SystemExit as ended:
-        code = ended.code
-    assert code == 2
+    monkeypatch.setattr(commands, "merge", fail)
+    monkeypatch.setattr(worker, "train_here", fail)
+    assert main() == 2
     assert said in capsys.readouterr().err
 
 
@@ -374,7 +396,7 @@ def test_an_evaluation_that_fails_leaves_a_trained_model_and_a_way_to_evaluate_i
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(worker, "_evaluate", fail)
-    with pytest.raises(UserError, match=r"(loading failed|No space left)(.|\n)*only its evaluation is missing") as told:
-        worker._evaluate_finished(folder, recipe.Eval(suite="quickstart"))
-    assert f"soren-align eval {folder}" in str(told.value)
+    monkeypatch.setattr(evaluation, "run_evaluation", fail)
+    with pytest.raises(UserError, match=r"(loading failed|No space left)(.|\n)*only its evaluation failed") as raised:
+        evaluation.evaluate_trained(folder, recipe.Eval(suite="quickstart"), stderr_console())
+    assert f"soren-align eval {folder}" in str(raised.value)

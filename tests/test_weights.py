@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import time
 
 import pytest
 import torch
@@ -66,16 +65,16 @@ def change(folder, how, file="model.safetensors"):
 
 
 DAMAGE = {
-    "missing": (lambda w: w.pop(f"{Q}.weight"), rf"weights are missing: {Q}\.weight \(1 in all\)"),
+    "missing": (lambda w: w.pop(f"{Q}.weight"), rf"weights are missing: {Q}\.weight \(1 in total\)"),
     "unexpected": (
         lambda w: w.update({f"{Q}.bias": torch.zeros(3)}),
-        rf"weights that the model does not have: {Q}\.bias \(1 in all\)",
+        rf"weights that the model does not have: {Q}\.bias \(1 in total\)",
     ),
     "of another shape": (
         lambda w: w.update({f"{Q}.weight": torch.zeros(3, 3)}),
-        rf"weights of another shape: {Q}\.weight \(1 in all\)",
+        rf"weights of another shape: {Q}\.weight \(1 in total\)",
     ),
-    "renamed": (lambda w: w.update({f"other.{k}": w.pop(k) for k in sorted(w)}), "weights are missing: .* in all"),
+    "renamed": (lambda w: w.update({f"other.{k}": w.pop(k) for k in sorted(w)}), "weights are missing: .* in total"),
 }
 
 
@@ -109,10 +108,10 @@ def test_a_tied_head_is_not_missing(model):
 FACTOR = f"base_model.model.{Q}.lora_A.weight"
 ADAPTER_DAMAGE = {
     "renamed": (lambda w: w.update({k.replace("model.layers", "layers"): w.pop(k) for k in sorted(w)}), "are missing"),
-    "missing": (lambda w: w.pop(FACTOR), r"weights are missing: .*lora_A.* \(1 in all\)"),
+    "missing": (lambda w: w.pop(FACTOR), r"weights are missing: .*lora_A.* \(1 in total\)"),
     "unexpected": (
         lambda w: w.update({FACTOR.replace("q_proj", "k_proj"): w[FACTOR].clone()}),
-        r"weights that the model does not have: .*k_proj\.lora_A.* \(1 in all\)",
+        r"weights that the model does not have: .*k_proj\.lora_A.* \(1 in total\)",
     ),
     "of another shape": (lambda w: w.update({FACTOR: torch.zeros(5, 3)}), "not an adapter that can be loaded"),
     "empty": (lambda w: w.clear(), "are missing"),
@@ -160,13 +159,11 @@ def say(adapter, **keys):
         {"layers_pattern": r"(.*.*)*X", "layers_to_transform": [0]},
     ],
 )
-def test_a_pattern_that_matches_for_ever_is_refused_in_seconds(adapter, use, keys, monkeypatch):
+def test_a_pattern_that_matches_for_ever_is_refused(adapter, use, keys, monkeypatch):
     monkeypatch.setattr("soren_align.weights.MATCH_SECONDS", 0.5)
     say(adapter, **keys)
-    began = time.monotonic()
     with pytest.raises(UserError, match="a pattern in its config takes too long to match"):
         use(adapter)
-    assert time.monotonic() - began < 30
 
 
 def test_a_pattern_that_adapters_are_published_with_is_matched(adapter):
@@ -177,5 +174,5 @@ def test_a_pattern_that_adapters_are_published_with_is_matched(adapter):
     )
     train(adapter)
     say(adapter, target_modules="(q_proj")
-    with pytest.raises(UserError, match="is no regular expression"):
+    with pytest.raises(UserError, match="is not a regular expression"):
         train(adapter)

@@ -8,7 +8,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from ..run_folder import write
+from ..files import write
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import UserError
-from ..run_folder import provenance
+from ..provenance import provenance
 
 T = TypeVar("T")
 WARM_UPS = {"cpu": 1, "cuda": 3}  # CUDA graphs record in the second call and replay from the third on

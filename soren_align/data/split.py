@@ -8,15 +8,12 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-import datasets
-import huggingface_hub.utils
 import pyarrow as pa
 from datasets import Dataset, Features, List, Value, config
 from datasets.exceptions import DatasetGenerationError
@@ -24,6 +21,7 @@ from datasets.exceptions import DatasetGenerationError
 from .. import shipped
 from ..errors import UserError
 from ..recipe import is_local
+from ..silence import quiet_libraries
 from . import columns, hub, records, turns
 from .columns import Example, Layout, Task
 
@@ -76,7 +74,7 @@ def load_split(spec: SplitConfig, task: Task) -> LoadedSplit:
     """
     if spec.limit is not None and spec.limit < 1:
         raise UserError(f"{spec.path}: limit is {spec.limit}; write 1 or more, or leave it out for all examples")
-    with _quiet():
+    with quiet_libraries():
         load = _from_file if is_local(spec.path) else _from_hub
         dataset, layout, dropped, origin = load(spec, task)
     num_examples = len(dataset) + sum(dropped.values())
@@ -246,27 +244,7 @@ def canonical(dataset: Dataset) -> Dataset:
     if dataset.features.arrow_schema == features.arrow_schema:
         return dataset
     key = _cache_key(dataset._fingerprint, "canonical")
-    with _quiet():
+    with quiet_libraries():
         return dataset.map(
             columns.without_extra_keys, features=features, new_fingerprint=key, load_from_cache_file=True
         )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the libraries' progress bars and warnings; restores their settings."""
-    bars, hub_bars = datasets.are_progress_bars_disabled(), huggingface_hub.utils.are_progress_bars_disabled()
-    level, hub_level = datasets.logging.get_verbosity(), huggingface_hub.logging.get_verbosity()
-    datasets.disable_progress_bars()
-    huggingface_hub.utils.disable_progress_bars()
-    datasets.logging.set_verbosity_error()
-    huggingface_hub.logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        if not bars:
-            datasets.enable_progress_bars()
-        if not hub_bars:
-            huggingface_hub.utils.enable_progress_bars()
-        datasets.logging.set_verbosity(level)
-        huggingface_hub.logging.set_verbosity(hub_level)

@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ..run_folder import fingerprint
+from ..provenance import fingerprint
 from .backends import FILES, BackendSettings, base_folder
 
 FORMAT = 2

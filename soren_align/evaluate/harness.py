@@ -18,10 +18,10 @@ from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
 from ..errors import UserError
+from ..silence import silence
 from .backends import BackendSettings, generation_settings, load_tokenizer, model_folder, require_backend
 from .cache import ResponseCache, cache_key
 from .progress_display import ProgressDisplay
-from .quiet import quiet
 from .requests import RequestDispatcher
 from .sandbox import rendering
 from .scores import average, score_column
@@ -140,7 +140,7 @@ def _resolve(model: Any, tokenizer: Any, num_processes: int) -> tuple[Any, Any]:
             raise UserError("a loaded model is evaluated in its own process only; pass a folder for several processes")
         return model, tokenizer
     assert tokenizer is None, "a folder has its own tokenizer"
-    with quiet():
+    with silence():
         folder = model_folder(model)
         return folder, load_tokenizer(folder)
 
@@ -166,7 +166,8 @@ def _dispatcher(
 ) -> RequestDispatcher:
     is_loaded = not isinstance(model, str | Path)
     use_cache = options.cache and not is_loaded
-    cache = ResponseCache(options.cache, cache_key(model, settings, device)) if use_cache else ResponseCache(None, {})
+    key = cache_key(cast(Path, model), settings, device) if use_cache else {}
+    cache = ResponseCache(options.cache if use_cache else None, key)
     arguments = model, tokenizer, settings
     workers = InProcess(*arguments) if options.num_processes == 1 else WorkerPool(options.num_processes, *arguments)
     return RequestDispatcher(workers, tokenizer, settings, cache, strict=options.strict)
@@ -180,7 +181,7 @@ def _simple_evaluate(lm: RequestDispatcher, suite: Suite, task: Any, limit: int 
         "lm_eval.evaluator", get_git_commit_hash=mock.DEFAULT, add_env_info=mock.DEFAULT
     )
     try:
-        with quiet(), without_machine, rendering():
+        with silence(), without_machine, rendering():
             output = cast(Callable[..., Any], simple_evaluate)(  # its decorator hides the signature
                 model=lm,
                 tasks=[task],

@@ -9,8 +9,9 @@ from rich.console import Console
 
 from ..errors import UserError
 from ..files import local_path
+from ..provenance import fingerprint
 from ..recipe import is_local
-from ..run_folder import RunFolder, fingerprint
+from ..run_folder import RunFolder
 from .backends import base_folder, model_folder
 from .cache import model_digest
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ..run_folder import remove, write
+from ..files import remove, write
 from . import figure, tables
 from .results import NAME, read_results, refuse_foreign
 

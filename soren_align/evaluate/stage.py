@@ -10,9 +10,10 @@ import torch
 from rich.console import Console
 
 from ..errors import UserError
-from ..files import is_component
+from ..files import is_component, write
+from ..provenance import commit
 from ..recipe import Eval
-from ..run_folder import RunFolder, commit, write
+from ..run_folder import RunFolder
 from . import tables
 from .backends import load_tokenizer, model_folder, require_backend
 from .cache import default_cache_folder

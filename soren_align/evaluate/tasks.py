@@ -12,8 +12,8 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from ..errors import UserError
+from ..silence import silence
 from .cache import default_cache_folder, digest
-from .quiet import quiet
 from .sandbox import loading
 from .suites import Suite, SuiteTask
 
@@ -41,7 +41,7 @@ def load_tasks(
         for task in suite.tasks:
             if on_column:
                 on_column(task.column)
-            with quiet():
+            with silence():
                 try:
                     loaded = manager.load([_wrapper(task)])
                     tasks[task.column] = (loaded.get("groups", {}) | loaded["tasks"])[task.task]

@@ -13,8 +13,8 @@ import torch
 from accelerate.utils.memory import should_reduce_batch_size
 
 from ..errors import UserError
+from ..silence import silence
 from .backends import BackendSettings, load_lm, run_requests
-from .quiet import quiet
 
 Chunk = tuple[str, str, list[tuple]]
 """(key in the cache, kind of request, requests)."""
@@ -87,7 +87,7 @@ def _load(model: Any, tokenizer: Any, settings: BackendSettings) -> Any:
 def _guarded(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function with silenced libraries. Raises OutOfMemory if the device's memory does not suffice."""
     try:
-        with quiet():
+        with silence():
             return function(*arguments)
     except RuntimeError as error:
         if not should_reduce_batch_size(error):

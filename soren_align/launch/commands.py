@@ -1,303 +1,270 @@
-"""From a checked recipe to the process that runs it.
+"""Run a command in this process: check without torch, set the environment, then import torch and work.
 
-Everything that can be refused without torch is refused here: a finished run in the way, a checkpoint of another
-recipe. Then this process *becomes* the worker, so that signals and exit codes are the worker's own.
+Whatever can be refused without torch is refused first. Only training on several ranks starts other processes.
 """
 
-import ctypes
+import json
 import os
-import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
-from pydantic import ValidationError
+from rich.status import Status
 
-from .. import shipped
-from ..bench import shapes as bench_shapes
+from .. import lock
+from ..bench import shapes
 from ..errors import UserError
-from ..files import local_path
 from ..recipe import (
-    ADAPTER,
-    Eval,
     Recipe,
     accumulation,
     adapter_config,
-    differences,
-    evaluation_problems,
-    is_local,
     load_resolved,
     parallel,
     refuse_unquantizable,
-    to_yaml,
-    trackers,
     trainer_value,
-    training_part,
 )
-from ..run_folder import RunFolder, now, provenance, write
-from .environment import environment as launched_environment
-from .environment import launched, without_ranks
+from ..run_folder import RunFolder, now
+from ..silence import quiet_libraries
+from ..terminal import Terminal, loading, stderr_console
+from .environment import rank_from_environment, set_environment, without_ranks
+from .preparation import prepare, refuse_accelerate_config
+
+STOPPED = "stopped by a signal"
 
 
-def train(recipe: Recipe, processes: int | None = None) -> None:
-    """Make or find the run folder, then become its worker, or torchrun for several `processes`.
+def train(recipe: Recipe, processes: int | None = None) -> int:
+    """Train a recipe, then evaluate the model. Returns the exit code: 0, or 130 if a signal stopped it.
 
-    Started by a launcher, this is one rank of several: the first prepares the folder, and none launches again.
-    UserError if the folder must not be touched or the batch cannot be dealt out.
+    Trains in this process, or starts torchrun for several `processes`. Under a launcher this process is one rank, and
+    the first rank prepares the run folder. Raises UserError if the folder cannot be used or the batch not divided.
     """
-    folder = RunFolder(recipe.run.output_dir)
-    here = launched()
-    if here and processes not in (None, here.num_ranks):
-        raise UserError(f"--processes {processes}: a launcher has already started {here.num_ranks}; leave it out")
-    num_ranks = here.num_ranks if here else processes or 1
-    accumulation(recipe, num_ranks)  # refused before anything is touched
+    rank = rank_from_environment()
+    if rank and processes not in (None, rank.num_ranks):
+        raise UserError(f"--processes {processes}: a launcher has already started {rank.num_ranks}; leave it out")
+    num_ranks = rank.num_ranks if rank else processes or 1
+    accumulation(recipe, num_ranks)  # raises before anything is written
     refuse_unquantizable(recipe)
-    _refuse_another_kind(parallel(recipe.run.parallel).kind)
-    if not here or here.rank == 0:
-        prepare(folder, recipe, num_ranks)
-    work = ["train", str(folder), "--timeout", str(trainer_value(recipe, "ddp_timeout"))]
-    alone = num_ranks == 1 and recipe.run.parallel == "ddp"
-    if alone or here or (folder.read() or {}).get("status") == "trained":
-        _become(work, recipe, num_ranks if here else 1)
-    _become(["ranks", str(num_ranks), *work], recipe, num_ranks)
+    refuse_accelerate_config(parallel(recipe.run.parallel).kind)
+    folder = RunFolder(recipe.run.output_dir)
+    timeout_seconds = float(trainer_value(recipe, "ddp_timeout"))
+    try:
+        if rank is None or rank.rank == 0:
+            prepare(folder, recipe, num_ranks)
+        single = num_ranks == 1 and recipe.run.parallel == "ddp"
+        if single or rank or (folder.read() or {}).get("status") == "trained":
+            set_environment(recipe, num_ranks if rank else 1)
+            return train_here(folder, timeout_seconds)
+        set_environment(recipe, num_ranks)
+        return _start_ranks(folder, num_ranks, timeout_seconds)
+    finally:
+        folder.release()
 
 
-def plan(recipe: Recipe, as_json: bool, processes: int = 1) -> int:
-    """Print what `train` on so many processes would do; the worker's exit code."""
-    accumulation(recipe, processes)  # refused before torch loads
-    command = [*_WORKER, "plan", "--processes", str(processes), *(["--json"] if as_json else [])]
-    return subprocess.run(command, input=to_yaml(recipe), text=True, env=environment(recipe)).returncode
+def train_here(folder: RunFolder, timeout_seconds: float) -> int:
+    """Train and evaluate in this process, which may be one rank of several. Returns the exit code, 0 or 130.
+
+    Steps that are done already, by run.json's status, are skipped. The first rank alone writes and prints.
+    """
+    console = stderr_console(quiet=int(os.environ.get("RANK", "0")) > 0)
+    with loading(console, "Loading torch, transformers and TRL"):
+        from ..sharding.ranks import init_ranks
+        from ..trainers import training, training_setup
+    number = os.environ.get("WORLD_SIZE", "1")
+    with quiet_libraries():
+        with loading(console, f"Waiting for all {number} processes") if number != "1" else nullcontext():
+            ranks = init_ranks(timeout_seconds)
+        recipe = load_resolved(folder.recipe)  # after joining: the first rank may just have written it
+        with _recording_errors(folder) if ranks.is_first else nullcontext():
+            if ranks.is_first:
+                folder.update(last_error=None)
+            if ranks.broadcast((folder.read() or {}).get("status")) != "trained":
+                with console.status("Checking data and evaluation") as status, ranks.first_goes_first():
+                    setup = training_setup.set_up_training(recipe, folder, _count_examples(status), ranks)
+                    if recipe.eval and ranks.is_first:
+                        from .evaluation import check_evaluation
+
+                        check_evaluation(folder, recipe.eval, status.update)
+                if not training.train(setup, folder, console, ranks):
+                    if ranks.is_first:
+                        folder.update(last_error=STOPPED)
+                    return 130
+            ranks.leave()
+            if ranks.is_first:
+                _finish(folder, recipe, console, evaluate_here=not ranks.launched)
+    return 0
+
+
+def _finish(folder: RunFolder, recipe: Recipe, console: Terminal, *, evaluate_here: bool) -> None:
+    """Write the card, evaluate, and set the run's status to finished.
+
+    After training on several ranks, a new program evaluates in place of this process: torch, accelerate and DeepSpeed
+    cannot return to a single process.
+    """
+    from ..card import write_card
+
+    write_card(folder)
+    if recipe.eval and not evaluate_here:
+        worker = [sys.executable, "-m", "soren_align.launch.worker", str(folder), "--timeout", "0"]
+        os.execvpe(sys.executable, worker, without_ranks(os.environ) | lock.keep_through_exec())
+    if recipe.eval:
+        from .evaluation import evaluate_trained
+
+        evaluate_trained(folder, recipe.eval, console)
+    folder.update(status="finished", finished=now(), last_error=None)
+    console.print(f"done      {folder}", highlight=False)
+
+
+@contextmanager
+def _recording_errors(folder: RunFolder) -> Iterator[None]:
+    """Hold the run folder, and write a UserError into run.json."""
+    if not folder.is_locked():
+        folder.lock(as_rank=True)  # its launcher holds the folder
+    try:
+        yield
+    except UserError as error:
+        folder.update(last_error=str(error))
+        raise
+
+
+def _start_ranks(folder: RunFolder, num_ranks: int, timeout_seconds: float) -> int:
+    """Train with torchrun; return the exit code. Prints the one message of all ranks."""
+    console = stderr_console()
+    with console.status(f"Starting {num_ranks} processes"):
+        from . import torchrun
+    os.environ[torchrun.STARTED_HERE] = "1"
+    code, message = torchrun.start(num_ranks, [str(folder), "--timeout", str(timeout_seconds)])
+    if code == 130 and (folder.read() or {}).get("last_error") == STOPPED:
+        return code  # the first rank has printed it
+    if message:
+        folder.update(last_error=message)
+        console.print(message, highlight=False, soft_wrap=True)
+    return code
+
+
+def plan(recipe: Recipe, *, as_json: bool = False, processes: int = 1) -> None:
+    """Print what `train` would do with this number of processes."""
+    accumulation(recipe, processes)  # raises before torch is imported
+    set_environment(recipe)
+    console = stderr_console()
+    with console.status("Loading torch, transformers and TRL"):
+        from ..planning.offline import go_offline_without_hub
+
+        go_offline_without_hub()
+        from ..planning import display
+        from ..planning import plan as planning
+    with quiet_libraries(), console.status("Checking data") as status:
+        result, account = planning.plan_training(recipe, _count_examples(status), processes)
+    if as_json:
+        sys.stdout.write(json.dumps(result, indent=2) + "\n")
+    else:
+        display.print_plan(result, account, Terminal())
 
 
 def universal(run: str) -> None:
-    """Become a worker that frees a run's last checkpoint from the number of processes that wrote it."""
+    """Convert the last checkpoint of an unfinished run, so that any number of processes can resume from it."""
     folder = RunFolder(run)
-    folder.lock()
-    if (folder.read() or {}).get("status") != "training" or not folder.complete_checkpoints():
-        raise UserError(f"{folder}: holds no unfinished run with a complete checkpoint")
-    recipe = load_resolved(folder.recipe)
-    if recipe.run.global_batch_size is None:
-        raise UserError(
-            f"{folder}: has no run.global_batch_size, so that another number of processes would take another number of "
-            "rows per step, and be another run"
-        )
-    if parallel(recipe.run.parallel).kind == "fsdp2":
-        raise UserError(f"{folder}: is a run by FSDP2, of which this is not tested; go on with as many processes")
-    _become(["universal", run], recipe)
+    with folder.locked():
+        record = folder.record()
+        if record["status"] != "training" or not folder.complete_checkpoints():
+            raise UserError(f"{folder}: holds no unfinished run with a complete checkpoint")
+        recipe = load_resolved(folder.recipe)
+        if recipe.run.global_batch_size is None:
+            raise UserError(
+                f"{folder}: has no run.global_batch_size, so that another number of processes would train on another "
+                "number of examples per step; resume with the same number"
+            )
+        if parallel(recipe.run.parallel).kind == "fsdp2":
+            raise UserError(f"{folder}: FSDP2 runs cannot be converted; resume with the same number of processes")
+        _refuse_ranks("universal")
+        set_environment(recipe)
+        console = stderr_console()
+        with console.status("Converting the last checkpoint"), _recording_errors(folder):
+            from ..trainers.checkpoints import make_universal, step_of
+
+            checkpoint = max(folder.complete_checkpoints(), key=step_of)
+            with quiet_libraries():
+                make_universal(checkpoint)
+            if record.get("processes"):
+                previous = [*record.get("previous_processes", []), record["processes"]]
+                folder.update(processes=None, previous_processes=previous)
+        message = f"done      any number of processes can resume from {checkpoint}"
+        console.print(message, highlight=False, soft_wrap=True)
 
 
 def merge(run: str) -> None:
-    """Become a worker that makes one model of a run's adapter and its base."""
+    """Merge a run's adapter with its base model into RUN/merged."""
     folder = RunFolder(run)
-    folder.lock()
-    status = (folder.read() or {}).get("status")
-    if status not in ("trained", "finished") or not folder.model.is_dir():
-        raise UserError(f"{folder}: has no model yet (status: {status}); finish the run first")
-    if adapter_config(folder.model) is None:
-        raise UserError(f"{folder}: trained no adapter; {folder.model} is a whole model already")
-    _become(["merge", run], load_resolved(folder.recipe))
+    with folder.locked():
+        status = folder.record()["status"]
+        if status not in ("trained", "finished") or not folder.model.is_dir():
+            raise UserError(f"{folder}: has no model yet (status: {status}); finish the run first")
+        if adapter_config(folder.model) is None:
+            raise UserError(f"{folder}: trained no adapter; {folder.model} is a whole model already")
+        _refuse_ranks("merge")
+        set_environment(load_resolved(folder.recipe))
+        console = stderr_console()
+        with console.status("Merging"), _recording_errors(folder):
+            from ..card import write_card
+            from ..trainers import adapters
+
+            with quiet_libraries():
+                merged = adapters.merge(folder)
+            write_card(folder, merged=True)
+        console.print(f"written   {merged}", highlight=False, soft_wrap=True)
 
 
-def evaluate(
-    models: list[str], given: dict[str, Any], output: str | None, summary: str | None, cache: str | None
+def bench(
+    subject: str,
+    shapes_text: str,
+    *,
+    device: str | None = None,
+    tokens: int = 0,
+    as_json: bool = False,
+    output: str | None = None,
 ) -> None:
-    """Become a worker that evaluates models and runs; what `given` leaves out is as in the first run's recipe."""
-    for model in models:
-        kinds = [local_path(model) / name for name in ("run.json", "config.json", ADAPTER)]
-        if is_local(model) and not any(kind.is_file() for kind in kinds):
-            raise UserError(
-                f"{model}: neither a run folder (run.json), nor a model's (config.json), nor an adapter's ({ADAPTER})"
-            )
-        if "/" in model and not is_local(model) and Path(model).parent.is_dir():
-            raise UserError(
-                f"{model}: there is no such folder; a name on the hub it is not, with {Path(model).parent} here"
-            )
-    first = RunFolder(models[0])
-    if output is None and first.read():
-        first.lock(shared=True)  # results are written into it
-    run = first.read()  # again, now that it is held
-    recipe = load_resolved(first.recipe) if run and first.recipe.is_file() else None
-    asked = _asked(recipe, given)
-    if output is None and (recipe is None or len(models) > 1):
-        raise UserError("--output: is required: name the folder for results that belong to no single run")
-    arguments = ["eval", *models, "--asked", asked.model_dump_json()]
-    for option, value in (("--output", output), ("--summary", summary), ("--cache", cache)):
-        arguments += [option, value] if value else []
-    trained = (run or {}).get("processes")
-    _become(arguments, recipe, num_gpus=asked.processes or trained or 1)
-
-
-def _asked(recipe: Recipe | None, given: dict[str, Any]) -> Eval:
-    """The recipe's evaluation, as the command line changes it."""
-    own = recipe.eval.model_dump(exclude={"trust_suite"}) if recipe and recipe.eval else {}  # a stranger's, perhaps
-    given = {key: value for key, value in given.items() if value is not None}
-    if given.get("suite", own.get("suite")) != own.get("suite"):
-        own = {}  # the batch size and the data were another suite's
-    try:
-        asked = Eval.model_validate(own | given)
-    except ValidationError as error:
-        problems = error.errors(include_url=False)
-        if any(problem["loc"] == ("suite",) for problem in problems):
-            raise UserError(
-                "--suite: is required; the first of the given models is no run with an evaluation of its own. Shipped"
-                f" are: {', '.join(shipped.suites())}"
-            ) from None
-        raise UserError(
-            *(f"--{str(p['loc'][0]).replace('_', '-')}: found {p['input']!r}; {p['msg']}" for p in problems)
-        ) from None
-    problems = evaluation_problems(asked.model_dump())
-    if problems:
-        raise UserError(*(f"--{key.replace('_', '-')}: {message}" for key, message in problems))
-    return asked
-
-
-def bench(command: list[str], shapes: str, device: str | None, as_json: bool, output: str | None) -> None:
-    """Become a worker that measures; what it cannot measure is refused before torch loads."""
-    bench_shapes.parse(shapes)
-    arguments = ["bench", *command, "--shapes", shapes]
+    """Measure the maps ("maps") or the optimizers ("step"). Raises UserError before torch is imported."""
+    matrices = shapes.parse(shapes_text)
     if device:
-        bench_shapes.check_device(device)
-        arguments += ["--device", device]
+        shapes.check_device(device)
+    if output and not Path(output).absolute().parent.is_dir():
+        raise UserError(f"--output: {output}: no such folder")
+    if output and Path(output).is_dir():
+        raise UserError(f"--output: {output}: is a folder; name a file, such as {Path(output) / 'benchmarks.md'}")
+    _refuse_ranks("bench")
+    set_environment(None)
+    console = stderr_console()
+    with console.status("Loading torch"):
+        from ..bench import map_times, report, step_times
+        from ..bench.timing import find_device
+    with quiet_libraries(), console.status("Measuring", refresh_per_second=2) as status:
+        # The spinner turns slowly: its thread takes time from what is measured.
+        target = find_device(device)
+        if subject == "maps":
+            results = map_times.run(matrices, target, status.update)
+        else:
+            results = step_times.run(matrices, target, tokens, status.update)
     if output:
-        if not Path(output).absolute().parent.is_dir():
-            raise UserError(f"--output: {output}: no such folder")
-        if Path(output).is_dir():
-            raise UserError(f"--output: {output}: is a folder; name a file, such as {Path(output) / 'benchmarks.md'}")
-        arguments += ["--output", output]
-    _become([*arguments, *(["--json"] if as_json else [])], None)
-
-
-def prepare(folder: RunFolder, recipe: Recipe, num_ranks: int = 1) -> None:
-    """Leave a folder that the worker can start or go on in, held by this process (`RunFolder.lock`).
-
-    A finished run is not touched; an unfinished one goes on only under the recipe that began it, and on as many
-    processes.
-    """
-    folder.lock(begin=True)
-    run = folder.read()
-    if run is None or recipe.run.overwrite or (run["status"] == "training" and not folder.complete_checkpoints()):
-        folder.clear()  # without a checkpoint there is nothing to go on from, nor to lose
-        shared = parallel(recipe.run.parallel).config
-        begun = {"status": "training", "task": recipe.task, "processes": num_ranks, "started": now(), **provenance()}
-        begun["extends"] = recipe.extends
-        folder.replace(**begun, **({"parallel_config": shared} if shared else {}))
-    elif run["status"] == "finished" and _lacks_evaluation(folder, recipe):
-        _refuse_another_recipe(folder, recipe, run)
-        folder.update(status="trained")
-    elif run["status"] == "finished":
-        raise UserError(
-            f"{folder}: holds a finished run. Choose another run.output_dir, look at it with "
-            f"`soren-align eval {folder}`, or replace it with --set run.overwrite=true"
-        )
-    elif recipe.run.resume == "never":
-        raise UserError(
-            f"{folder}: holds an unfinished run and run.resume is never. Choose another run.output_dir, go on with "
-            "--set run.resume=auto, or replace it with --set run.overwrite=true"
-        )
+        report.update_page(results, Path(output))
+    if as_json:
+        sys.stdout.write(json.dumps(results, indent=2) + "\n")
     else:
-        _refuse_another_recipe(folder, recipe, run)
-        if run["status"] == "training":
-            _refuse_another_number(folder, run.get("processes", 1), num_ranks)
-            folder.update(processes=num_ranks)
-    write(folder.recipe, to_yaml(recipe))
+        Terminal().print(report.terminal(results), highlight=False)
 
 
-def _lacks_evaluation(folder: RunFolder, recipe: Recipe) -> bool:
-    """Whether a run that was finished with --no-eval is now asked for its evaluation."""
-    if recipe.eval is None:
-        return False
-    return not folder.evaluation(recipe.eval.name).is_dir()
+def _refuse_ranks(command: str) -> None:
+    rank = rank_from_environment()
+    if rank and rank.num_ranks > 1:
+        raise UserError(f"{command} runs in one process; start it without a launcher (WORLD_SIZE is more than 1)")
 
 
-def _refuse_another_recipe(folder: RunFolder, recipe: Recipe, run: dict[str, Any]) -> None:
-    if not folder.recipe.is_file():
-        return
-    began, here = load_resolved(folder.recipe), parallel(recipe.run.parallel).config
-    changed = differences(training_part(began), training_part(recipe))
-    if recipe.run.parallel == began.run.parallel:  # the same file, which may hold something else now
-        changed += differences({"run.parallel": run.get("parallel_config", here)}, {"run.parallel": here})
-    if changed:
-        raise UserError(
-            f"{folder}: holds an unfinished run of another recipe:",
-            *(f"  {line}" for line in changed),
-            "Restore these to go on, choose another run.output_dir, or replace it with --set run.overwrite=true",
-        )
+def _count_examples(status: Status) -> Callable[[int], None]:
+    """Return a callback that shows the number of counted examples: a large dataset takes minutes."""
+    total = 0
 
+    def on_examples(number: int) -> None:
+        nonlocal total
+        total += number
+        status.update(f"Counting tokens: {total:,} examples")
 
-def _refuse_another_number(folder: RunFolder, there: int, here: int) -> None:
-    # Dropout draws per process, and sums round otherwise: the run would not be that of either number.
-    if there not in (None, here):
-        raise UserError(
-            f"{folder}: holds an unfinished run of {there} process{'es' * (there > 1)}, not {here}. Go on with "
-            f"--processes {there}, free its last checkpoint from that number with `soren-align universal {folder}`, or "
-            "replace it with --set run.overwrite=true"
-        )
-
-
-def _refuse_another_kind(kind: str) -> None:
-    """UserError if `accelerate launch` was configured for something else than the recipe."""
-    for variable, theirs, named in (
-        ("ACCELERATE_USE_DEEPSPEED", "zero", "DeepSpeed"),
-        ("ACCELERATE_USE_FSDP", "fsdp2", "FSDP"),
-    ):
-        if os.environ.get(variable, "").lower() == "true" and kind != theirs:
-            raise UserError(
-                f"accelerate was configured for {named}, and run.parallel is {kind}: say it in run.parallel (zero1, "
-                "zero2, zero3, fsdp2 or a config's path), or configure accelerate for plain multi-GPU"
-            )
-
-
-def environment(recipe: Recipe | None, num_ranks: int = 1, num_gpus: int = 1) -> dict[str, str]:
-    """The environment of a worker that is one of `num_ranks`, or starts processes for `num_gpus` by itself.
-
-    What the user has set stands.
-    """
-    env = launched_environment() if num_ranks > 1 else without_ranks(os.environ)
-    env["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # no pickle of a checkpoint runs code, whoever reads it
-    env.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
-    env.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    env.setdefault("TOKENIZERS_PARALLELISM", "false")
-    env.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-    if recipe and recipe.run.num_threads:
-        env.setdefault("OMP_NUM_THREADS", str(recipe.run.num_threads))
-    if num_ranks > 1:
-        env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))  # torchrun says 1, and warns
-    if recipe and recipe.trainer.get("use_cpu"):
-        env.setdefault("ACCELERATE_USE_CPU", "true")
-    if recipe and "tensorboard" in trackers.named(recipe.trainer.get("report_to")):
-        # transformers' own place has the host's name in it, and a new one after each resume.
-        env.setdefault("TENSORBOARD_LOGGING_DIR", str(RunFolder(recipe.run.output_dir).path / "tensorboard"))
-    if recipe and recipe.run.offline:
-        env.setdefault("HF_HUB_OFFLINE", "1")
-    gpus = sorted(Path("/dev").glob("nvidia[0-9]*"))
-    if not gpus and not Path("/dev/kfd").exists() and not _has_cuda_driver():
-        env.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed says on standard output that it found no GPU
-    if num_ranks == num_gpus == 1 and len(gpus) > 1 and "CUDA_VISIBLE_DEVICES" not in env:
-        # TRL refuses several visible GPUs in one process, and the batch must not depend on the machine.
-        env["CUDA_VISIBLE_DEVICES"] = "0"
-        said = f"{len(gpus)} GPUs are here; this run uses one; --processes {len(gpus)} would use all"
-        print(said, file=sys.stderr)  # noqa: T201
-    return env
-
-
-def _has_cuda_driver() -> bool:
-    """Whether CUDA may be here without /dev/nvidia*, as under WSL2: torch needs this library too. It starts no GPU."""
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return True
-
-
-_WORKER = [sys.executable, "-m", "soren_align.launch.worker"]
-
-
-def _become(arguments: list[str], recipe: Recipe | None, num_ranks: int = 1, num_gpus: int = 1) -> None:
-    here = launched()
-    if here and here.num_ranks > num_ranks:
-        raise UserError(
-            f"{arguments[0]} is work for one process; start it without a launcher (WORLD_SIZE is more than 1)"
-        )
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.execvpe(sys.executable, [*_WORKER, *arguments], environment(recipe, num_ranks, num_gpus))
+    return on_examples

@@ -1,70 +1,126 @@
-"""What launchers leave in the environment of the processes that they start.
+"""Environment variables: those that launchers set for their ranks, and those that torch and its libraries read.
 
-torchrun, accelerate and deepspeed set RANK and WORLD_SIZE; srun has words of its own. No torch here.
+torchrun, accelerate and deepspeed set RANK and WORLD_SIZE; srun has its own names. The libraries read theirs when they
+are imported, so that `set_environment` comes before torch.
 """
 
+import ctypes
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..errors import UserError
+from ..recipe import Recipe, trackers
+from ..run_folder import RunFolder
 
-# srun's word for torch's. The batch script itself has SLURM_PROCID too, but no SLURM_STEP_NUM_TASKS.
+# srun's name for torch's. The batch script itself has SLURM_PROCID too, but no SLURM_STEP_NUM_TASKS.
 _SRUN = {
     "RANK": "SLURM_PROCID",
     "WORLD_SIZE": "SLURM_STEP_NUM_TASKS",
     "LOCAL_RANK": "SLURM_LOCALID",
 }
-_NAMES = {*_SRUN, "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-_NAMES |= {"ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"}
-_NAMES |= {"PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"}  # accelerate looks at these as well
+_RANK_VARIABLES = {*_SRUN, "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+_RANK_VARIABLES |= {"ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"}
+_RANK_VARIABLES |= {"PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"}  # accelerate reads these as well
 
 
 @dataclass(frozen=True)
-class Launched:
-    """This process among those that a launcher started."""
+class RankInfo:
+    """The rank of this process among those that a launcher started."""
 
     rank: int
     num_ranks: int
 
 
-def launched() -> Launched | None:
-    """Which of how many processes this is; None if nobody launched it. UserError where a launcher is half-hearted."""
-    env = environment()
+def rank_from_environment() -> RankInfo | None:
+    """Return this process's rank, or None if no launcher started it. Raises UserError if variables are missing."""
+    env = launcher_environment()
     if "WORLD_SIZE" in env and "RANK" in env:
-        return Launched(int(env["RANK"]), int(env["WORLD_SIZE"]))
+        return RankInfo(int(env["RANK"]), int(env["WORLD_SIZE"]))
     if int(env.get("WORLD_SIZE", "1")) > 1:
         raise UserError(
-            f"WORLD_SIZE is {env['WORLD_SIZE']} and RANK is not set: nobody can tell which process this is. Start it "
-            "with --processes N or torchrun, or unset WORLD_SIZE"
+            f"WORLD_SIZE is {env['WORLD_SIZE']} and RANK is not set, so that the rank of this process is unknown. "
+            "Start it with --processes N or torchrun, or unset WORLD_SIZE"
         )
-    # accelerate sets MASTER_ADDR for more than one process, and with --cpu starts a single one all the same.
+    # accelerate sets MASTER_ADDR for several processes, and with --cpu starts a single one all the same.
     if env.get("ACCELERATE_USE_CPU", "").lower() == "true" and "MASTER_ADDR" in env:
         raise UserError(
-            "accelerate launch --cpu starts one process whatever --num_processes says; leave accelerate out and write "
+            "accelerate launch --cpu starts one process and ignores --num_processes; do not use accelerate, and write "
             "--processes N"
         )
     return None
 
 
-def environment() -> dict[str, str]:
-    """This process's environment, in torch's words if srun started it."""
+def launcher_environment() -> dict[str, str]:
+    """Return this process's environment, with torch's names for srun's variables."""
     env = dict(os.environ)
     if "RANK" in env or int(env.get("SLURM_STEP_NUM_TASKS", "1")) == 1:
         return env
-    for ours, theirs in _SRUN.items():
-        env[ours] = env[theirs]
+    for name, srun_name in _SRUN.items():
+        env[name] = env[srun_name]
     if "MASTER_ADDR" not in env and int(env.get("SLURM_STEP_NUM_NODES", "1")) > 1:
         raise UserError(
             "srun on several machines: set MASTER_ADDR to the first one's name, "
             "$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)"
         )
     env.setdefault("MASTER_ADDR", "127.0.0.1")
-    # The same port for all tasks of a job, and hardly ever that of another job on the machine.
+    # The same port for all tasks of a job, rarely that of another job on the machine.
     env.setdefault("MASTER_PORT", str(20000 + int(env.get("SLURM_JOB_ID", "0")) % 10000))
     return env
 
 
 def without_ranks(env: Mapping[str, str]) -> dict[str, str]:
-    """An environment for a process that is alone."""
-    return {name: value for name, value in env.items() if name not in _NAMES}
+    """Return `env` without the variables of launchers, for a single process."""
+    return {name: value for name, value in env.items() if name not in _RANK_VARIABLES}
+
+
+def set_environment(recipe: Recipe | None, num_ranks: int = 1, num_gpus: int = 1) -> None:
+    """Set os.environ to `library_environment`. Comes before torch is imported."""
+    env = library_environment(recipe, num_ranks)
+    gpus = _gpus()
+    if num_ranks == num_gpus == 1 and len(gpus) > 1 and "CUDA_VISIBLE_DEVICES" not in env:
+        # TRL refuses several visible GPUs in one process, and the batch must not depend on the machine.
+        env["CUDA_VISIBLE_DEVICES"] = "0"
+        notice = f"notice    {len(gpus)} GPUs are visible; this process uses one (--processes {len(gpus)} uses all)"
+        print(notice, file=sys.stderr)  # noqa: T201
+    os.environ.clear()
+    os.environ.update(env)
+
+
+def library_environment(recipe: Recipe | None, num_ranks: int = 1) -> dict[str, str]:
+    """Return the environment for torch and its libraries in one of `num_ranks` processes. The user's values stay."""
+    env = launcher_environment() if num_ranks > 1 else without_ranks(os.environ)
+    env["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # a checkpoint's pickle runs no code, whichever library loads it
+    env.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
+    env.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    env.setdefault("TOKENIZERS_PARALLELISM", "false")
+    env.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    if recipe and recipe.run.num_threads:
+        env.setdefault("OMP_NUM_THREADS", str(recipe.run.num_threads))
+    if num_ranks > 1:  # torchrun would set 1, and warn
+        env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
+    if recipe and recipe.trainer.get("use_cpu"):
+        env.setdefault("ACCELERATE_USE_CPU", "true")
+    if recipe and "tensorboard" in trackers.named(recipe.trainer.get("report_to")):
+        # transformers' default contains the host's name, and is a new folder after each resume.
+        env.setdefault("TENSORBOARD_LOGGING_DIR", str(RunFolder(recipe.run.output_dir).path / "tensorboard"))
+    if recipe and recipe.run.offline:
+        env.setdefault("HF_HUB_OFFLINE", "1")
+    if not _gpus() and not Path("/dev/kfd").exists() and not _has_cuda_driver():
+        env.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed prints that it found no GPU
+    return env
+
+
+def _gpus() -> list[Path]:
+    return sorted(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def _has_cuda_driver() -> bool:
+    """Whether CUDA may work without /dev/nvidia*, as under WSL2: torch needs this library too. It starts no GPU."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True

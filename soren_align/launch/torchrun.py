@@ -1,7 +1,7 @@
-"""torchrun on this machine, with one clear ending.
+"""Start ranks on this machine with torchrun, and report one error for all of them.
 
-torchrun starts the ranks, watches them and stops all when one fails, within 30 seconds. What it prints then is a table
-of its own; here the rank that failed first is named, once, in our words, and its exit code is ours.
+torchrun starts the ranks, monitors them and stops all within 30 seconds when one fails. It would print a table of
+failures; here the message of the rank that failed first is printed once, and its exit code is returned.
 """
 
 import logging
@@ -12,34 +12,36 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, get_error_handler
 
-OURS = "SOREN_ALIGN_LAUNCHER"
-"""Set for ranks that `start` started: they leave their errors to it."""
+from ..silence import log_level
+
+STARTED_HERE = "SOREN_ALIGN_LAUNCHER"
+"""Environment variable of ranks that `start` started: they record their errors and do not print them."""
 
 
 def start(num_ranks: int, arguments: list[str]) -> tuple[int, str | None]:
-    """The exit code of `num_ranks` workers with these arguments, and what to tell the user if it is not 0."""
-    for name in [*logging.root.manager.loggerDict]:
-        if name.startswith("torch.distributed"):  # each has a level of its own; they say the same in other words
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+    """Run `num_ranks` workers with these arguments; return the exit code, and the message to print if it is not 0."""
     command = ["--standalone", f"--nproc-per-node={num_ranks}", "-m", "soren_align.launch.worker", *arguments]
+    # Each of these loggers has a level of its own, and repeats the message.
+    names = [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]
     try:
-        torchrun.run(torchrun.parse_args(command))
+        with log_level(logging.CRITICAL, *names):
+            torchrun.run(torchrun.parse_args(command))
     except ChildFailedError as error:
-        return _verdict(error.failures)
-    except SignalException as stopped:
-        return 130, f"{num_ranks} processes stopped by {stopped.sigval.name}; the same command goes on where it can"
+        return _first_failure(error.failures)
+    except SignalException as error:
+        return 130, f"{num_ranks} processes stopped by {error.sigval.name}; rerun the same command to resume"
     return 0, None
 
 
-def leave_word(error: BaseException) -> None:
-    """Write down, for whoever started this rank, why it fails."""
+def record_error(error: BaseException) -> None:
+    """Write the error of this rank into the file that torchrun reads."""
     handler = get_error_handler()
     handler.initialize()
     handler.record_exception(error)
 
 
-def _verdict(failures: dict[int, Any]) -> tuple[int, str]:
-    """Exit code and message of the rank that failed first."""
+def _first_failure(failures: dict[int, Any]) -> tuple[int, str]:
+    """Return exit code and message of the rank that failed first."""
     rank = min(failures, key=lambda r: (_order(failures[r].exitcode), failures[r].timestamp, r))
     failure = failures[rank]
     written = failure.message if isinstance(failure.message, dict) else {}
@@ -48,10 +50,11 @@ def _verdict(failures: dict[int, Any]) -> tuple[int, str]:
             name = signal.Signals(-failure.exitcode).name
         except ValueError:
             name = f"signal {-failure.exitcode}"
-        said = f"rank {rank} was killed by {name}"
-        if -failure.exitcode == signal.SIGKILL:
-            said += " (out of memory, perhaps)"
-        return 1, f"{said}; the other ranks were stopped. The same command goes on from the last checkpoint"
+        cause = " (out of memory, perhaps)" if -failure.exitcode == signal.SIGKILL else ""
+        return 1, (
+            f"rank {rank} was killed by {name}{cause}; the other ranks were stopped. Rerun the same command to resume "
+            "from the last checkpoint"
+        )
     if failure.exitcode in (2, 130):
         return failure.exitcode, written.get("message", "").removeprefix("UserError: ")
     trace = written.get("extraInfo", {}).get("py_callstack", "").rstrip()
@@ -59,7 +62,7 @@ def _verdict(failures: dict[int, Any]) -> tuple[int, str]:
 
 
 def _order(code: int) -> int:
-    # A rank that lost its neighbour fails too, perhaps within the same second, and torchrun ends the rest by SIGTERM.
+    # A rank that lost its neighbour fails too, perhaps within the same second, and torchrun ends the others by SIGTERM.
     if code < 0:
         return 3 if -code == signal.SIGTERM else 0
     return 1 if code == 2 else 2

@@ -1,8 +1,7 @@
 """Activations and FLOPs of the forward and backward passes of a training step."""
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 
 from ..data import Account
 from ..recipe import Recipe, parallel, trainer_value
+from ..silence import log_level
 from ..trainers.build import trl_forward
 from .passes import Passes
 
@@ -83,7 +83,8 @@ def compute(
         return activations, without, flops * batch_size * num_sides
 
     try:
-        with _quiet():
+        # Without torch's own traceback of an operation that fails on fake tensors.
+        with log_level(logging.CRITICAL, "torch._subclasses.fake_tensor"):
             return Compute(max_tokens, mean_tokens, account is not None, *measure())
     except Exception as error:  # an architecture's code need not run on fake tensors; training may work
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
@@ -111,15 +112,3 @@ def _passes(
         return model, trl_forward(model, checkpointing)
 
     return Passes(build, num_blocks, autocast=None if is_sharded or dtype == torch.float32 else dtype)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's own traceback of an operation that fails on fake tensors."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..data import Account, show_example
-from ..run_folder import dropped_in_words
+from ..manifest import describe_dropped
 
 PHASES = {"always": "", "forward_backward": "forward/backward", "optimizer_step": "optimizer step"}
 
@@ -48,7 +48,7 @@ def _print_model_and_data(plan: dict[str, Any], account: Account | None, console
         write("", f"{data['num_examples']:,} examples, from the dataset card")
         return
     write("data", f"{data['source']['path']}: {data['layout']}")
-    dropped = dropped_in_words(data["dropped"]) or "none dropped"
+    dropped = describe_dropped(data["dropped"]) or "none dropped"
     counts = f"{data['num_examples']:,} examples: {data['num_kept']:,} kept, {dropped}"
     write("", f"{counts}, {data['num_truncated']:,} truncated to max_length")
     lengths = ", ".join(f"{name} {value:,}" for name, value in data["token_length_percentiles"].items())

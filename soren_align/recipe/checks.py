@@ -9,7 +9,8 @@ from typing import Any
 
 from .. import shipped
 from ..errors import UserError, did_you_mean
-from ..files import Key, local_path
+from ..files import local_path
+from ..yaml_reader import Key
 from .lora import is_adapter, is_all_factors, lora_problems
 from .optimizers import OPTIMIZERS
 from .parallel import parallel

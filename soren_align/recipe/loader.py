@@ -13,7 +13,8 @@ from ruamel.yaml import YAML
 
 from .. import shipped
 from ..errors import UserError, did_you_mean
-from ..files import Key, local_path, parse_yaml, read_text
+from ..files import local_path, read_text
+from ..yaml_reader import Key, parse_yaml
 from . import trl_config
 from .checks import problems_beyond_schema
 from .merging import Notify, merged, override

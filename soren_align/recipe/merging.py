@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import UserError
-from ..files import Key, parse_yaml
+from ..yaml_reader import Key, parse_yaml
 from .base import tag_of
 from .optimizers import MAPS, OPTIMIZERS
 

@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..errors import closest, did_you_mean
-from ..files import Key
+from ..yaml_reader import Key
 from .base import Section, members, section_in
 from .older import MOVED
 from .sections import Recipe

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from ..files import Key
 from ..optimizer_settings import MAPS
+from ..yaml_reader import Key
 from .optimizers import OPTIMIZERS
 
 

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from .. import shipped
 from ..errors import UserError, did_you_mean
-from ..files import parse_json, parse_yaml, read_text
+from ..files import parse_json, read_text
+from ..yaml_reader import parse_yaml
 
 NAMES = ("ddp", "zero1", "zero2", "zero3", "zero2-offload", "zero3-offload", "fsdp2")
 

@@ -12,8 +12,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
 from ..errors import UserError
+from ..files import remove, write
 from ..recipe import Lora, Recipe, adapter_config, is_local, load_resolved
-from ..run_folder import MADE_FROM, RunFolder, remove, write
+from ..run_folder import MERGED_FROM, RunFolder
 from ..weights import load_adapter, load_model, refuse_slow_patterns
 from .library_errors import as_user_error
 
@@ -122,7 +123,7 @@ def merge(run: RunFolder) -> Path:
     dtype = getattr(torch, save_dtype) if save_dtype else getattr(config, "dtype", None) or torch.float32
     merged.to(dtype).save_pretrained(partial)
     tokenizer.save_pretrained(partial)
-    write(partial / MADE_FROM, json.dumps(run.adapter()) + "\n")
+    write(partial / MERGED_FROM, json.dumps(run.adapter()) + "\n")
     remove(target)
     partial.rename(target)
     return target

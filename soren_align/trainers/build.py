@@ -12,8 +12,9 @@ from transformers.utils.hub import cached_file, extract_commit_hash
 from trl.trainer.utils import add_fused_lm_head
 
 from ..optim import build_optimizer
+from ..provenance import fingerprint
 from ..recipe import Recipe, parallel, training_part
-from ..run_folder import RunFolder, fingerprint
+from ..run_folder import RunFolder
 from ..sharding.ranks import Ranks
 from . import adapters
 from .library_errors import as_user_error

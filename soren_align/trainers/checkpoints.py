@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from ..files import is_component, read_json
+from ..files import is_component, read_json, remove, write
 from ..recipe import differences
-from ..run_folder import COMPLETE_MARKER, remove, write
+from ..run_folder import COMPLETE_MARKER
 from ..sharding import check_parts, to_universal
 
 PICKLE_REFUSED = (

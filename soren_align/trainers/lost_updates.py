@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from ..errors import UserError
+from ..manifest import SURVIVAL_THRESHOLD
 from ..optim import PendingUpdate, Sums, chunks, decay_and_add_, master_weights, ulp
-from ..run_folder import LOST
 from .attached_optimizer import AttachedOptimizer
 from .starting_weights import StartingWeights
 
@@ -86,7 +86,8 @@ class FirstStepCheck(TrainerCallback):
                     "ulp": ulp(math.sqrt(weight_squares / num_updated), dtype),
                     "lr": self._peaks[index],
                 }
-        problems = [_problem(name, group) for name, group in self.groups.items() if group["fraction_changed"] < LOST]
+        lossy = {name: g for name, g in self.groups.items() if g["fraction_changed"] < SURVIVAL_THRESHOLD}
+        problems = [_problem(name, group) for name, group in lossy.items()]
         stops = self.policy.action == "stop"
         self.policy.report(self.groups, [] if stops else problems)
         if problems and stops:

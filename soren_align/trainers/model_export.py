@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
+from ..files import write
 from ..optim import chunks, copied_to_cpu, master_weights
-from ..run_folder import write
 
 Weight = tuple[str, Tensor, Tensor | None]
 """Name as in `state_dict`, tensor, compensation."""

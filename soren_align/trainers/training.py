@@ -10,8 +10,9 @@ from rich.console import Console
 from transformers import PrinterCallback
 
 from ..errors import UserError
+from ..files import remove
 from ..recipe import Recipe
-from ..run_folder import RunFolder, remove
+from ..run_folder import RunFolder
 from ..sharding import is_universal
 from ..sharding.ranks import Ranks
 from . import build, checkpoints
@@ -49,7 +50,7 @@ def train(
         trainer.add_callback(ProgressBar(console, recipe.task))
         record_setup(folder, setup, trainer, ranks)
         print_setup(console, setup, trainer, ranks)
-        folder.forget_metrics_after(resumed_from)
+        folder.drop_metrics_after(resumed_from)
 
     seconds = _run(trainer, checkpoint)
     finished = not stop.stopped or trainer.state.global_step >= trainer.state.max_steps

@@ -5,9 +5,10 @@ from typing import Any
 
 from rich.console import Console
 
+from ..manifest import SURVIVAL_THRESHOLD, describe_dropped
 from ..optim import route, routing_table
 from ..recipe import rows_per_step
-from ..run_folder import LOST, RunFolder, dropped_in_words
+from ..run_folder import RunFolder
 from ..sharding.ranks import Ranks
 from .training_setup import TrainingSetup
 
@@ -15,9 +16,9 @@ from .training_setup import TrainingSetup
 def record_setup(folder: RunFolder, setup: TrainingSetup, trainer: Any, ranks: Ranks) -> None:
     """Write data, starting checkpoint, batch, parameters and routing into run.json."""
     recipe, counts, train = setup.recipe, setup.account, setup.splits["train"]
-    examples: dict[str, Any] = {"num_examples": counts.num_kept, "dropped": train.dropped | counts.dropped}
+    examples: dict[str, Any] = {"num_kept": counts.num_kept, "dropped": train.dropped | counts.dropped}
     if counts.num_kept_by_source:
-        examples["num_examples_by_source"] = list(counts.num_kept_by_source)
+        examples["num_kept_by_source"] = list(counts.num_kept_by_source)
     parameters = list(trainer.model.parameters())
     folder.update(
         start={
@@ -47,7 +48,7 @@ def print_setup(console: Console, setup: TrainingSetup, trainer: Any, ranks: Ran
     counts, train = setup.account, setup.splits["train"]
     for notice in setup.notices:
         print_line(console, "notice", notice)
-    dropped = dropped_in_words(train.dropped | counts.dropped)
+    dropped = describe_dropped(train.dropped | counts.dropped)
     dropped = f", {dropped}" if dropped else ""
     print_line(console, "data", f"{counts.num_kept} of {train.num_examples} examples, {train.layout}{dropped}")
     for num_examples, source in zip(counts.num_kept_by_source, train.source.get("sources", ()), strict=True):
@@ -106,7 +107,7 @@ def print_result(console: Console, trainer: Any, result: dict[str, Any], seconds
     projection, entries = (100 * matrices[key] for key in ("projection", "fraction_changed"))
     remainder = f"rounding preserves {projection:.3g}% of the change ({entries:.3g}% of entries)"
     print_line(console, "saved", f"in {dtype}; {remainder}")
-    if min(entries, projection) < 100 * LOST:
+    if min(entries, projection) < 100 * SURVIVAL_THRESHOLD:
         print_line(console, "warning", "most of the change is lost to rounding; run.save_dtype: float32 saves all")
 
 
@@ -126,7 +127,7 @@ def describe_optimizer(optimizer: Any) -> str:
 
 def _describe_source(source: dict[str, Any], num_examples: int) -> str:
     """Return a line of a mixture: "zoo.jsonl: 30 of 120 examples (weight 0.25), 29 used, chat messages"."""
-    dropped = f", {dropped_in_words(source['dropped'])}" if source["dropped"] else ""
+    dropped = f", {describe_dropped(source['dropped'])}" if source["dropped"] else ""
     sampled = f"{source['num_sampled']} of {source['num_examples']} examples (weight {source['weight']:g})"
     return f"{source['path']}: {sampled}, {num_examples} used, {source['layout']}{dropped}"
 

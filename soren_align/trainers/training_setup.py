@@ -11,8 +11,9 @@ from transformers.optimization import GreedyLR
 
 from ..data import account, check_template, load_mixture, load_split
 from ..errors import UserError
+from ..manifest import describe_dropped
 from ..recipe import Recipe, refuse_no_batch
-from ..run_folder import RunFolder, dropped_in_words
+from ..run_folder import RunFolder
 from ..sharding.ranks import Ranks
 from . import adapters
 from .library_errors import as_user_error
@@ -73,7 +74,7 @@ def set_up_training(
     if counts.num_kept == 0:
         raise UserError(
             f"{splits['train'].source['path']}: none of {counts.num_examples} examples can be trained on: "
-            f"{dropped_in_words(counts.dropped)}. trainer.max_length is {config.max_length}"
+            f"{describe_dropped(counts.dropped)}. trainer.max_length is {config.max_length}"
         )
     refuse_no_batch(recipe, counts.num_kept, ranks.num_ranks)
     if not counts.stop_token_trained and not notices:

@@ -173,11 +173,13 @@ def test_after_a_kill_no_request_is_computed_twice(models, tmp_path):
     command = [
         sys.executable,
         "-m",
-        "soren_align.launch.worker",
+        "soren_align.cli",
         "eval",
         str(models[0]),
-        "--asked",
-        asked.model_dump_json(),
+        "--suite",
+        "quickstart",
+        "--batch-size",
+        "1",
     ]
     command += ["--output", str(tmp_path / "killed"), "--cache", str(tmp_path / "cache")]
     env = os.environ | {"DS_ACCELERATOR": "cpu"}

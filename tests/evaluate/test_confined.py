@@ -12,7 +12,7 @@ from soren_align.evaluate import stage
 from soren_align.evaluate.harness import Options, evaluate_model
 from soren_align.evaluate.suites import LM_EVAL_TASKS, load_suite
 from soren_align.evaluate.tasks import load_tasks
-from soren_align.launch import commands
+from soren_align.launch.evaluation import evaluation_settings
 from soren_align.recipe import Eval, load, training_part
 
 SHIPPED = shipped.ROOT / "eval" / "quickstart"
@@ -183,6 +183,6 @@ def test_a_run_folders_recipe_trusts_nothing(tmp_path):
     recipe = load("quickstart/sft", own)
     assert recipe.eval is not None
     assert recipe.eval.trust_suite  # the user's own recipe
-    assert not commands._asked(recipe, {}).trust_suite
-    assert commands._asked(recipe, {"trust_suite": True}).trust_suite
+    assert not evaluation_settings(recipe, {}).trust_suite
+    assert evaluation_settings(recipe, {"trust_suite": True}).trust_suite
     assert training_part(recipe) == training_part(load("quickstart/sft", own[:-1]))

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from soren_align.errors import UserError
 from soren_align.evaluate.lineage import lineage, lineages
-from soren_align.run_folder import fingerprint
+from soren_align.provenance import fingerprint
 
 
 def model(folder):
@@ -20,7 +20,8 @@ def model(folder):
 
 def recorded(task, start, status="finished"):
     start = {"path": str(start), "sha256_or_revision": fingerprint(str(start))}
-    return {"task": task, "status": status, "versions": {"soren-align": "0.1.0"}, "start": start}
+    record = {"format_version": 2, "task": task, "status": status, "versions": {"soren-align": "0.1.0"}}
+    return record | {"start": start}
 
 
 def run(folder, task, start, status="finished"):

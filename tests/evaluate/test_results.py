@@ -12,9 +12,10 @@ from soren_align.errors import UserError
 from soren_align.evaluate import stage
 from soren_align.evaluate.result_files import write_results
 from soren_align.evaluate.results import read_results, refuse_foreign, refuse_foreign_summary
-from soren_align.launch import worker
+from soren_align.launch.evaluation import run_evaluation
 from soren_align.recipe import Eval
 from soren_align.run_folder import RunFolder
+from soren_align.terminal import stderr_console
 from tests.support.result_tables import make_results
 
 SOURCE = {"value": 1.0, "stderr": 0.5, "low": 0.0, "high": 2.0, "n": 4}
@@ -188,15 +189,16 @@ def test_a_summary_replaces_nothing_but_a_summary(tmp_path, text):
         refuse_foreign_summary(file)
 
 
-def test_the_worker_refuses_before_a_model_is_asked(tmp_path, monkeypatch):
+def test_an_evaluation_refuses_before_a_model_is_asked(tmp_path, monkeypatch):
     def asked(*_, **__):
         raise AssertionError("a model was asked")
 
     monkeypatch.setattr("soren_align.evaluate.lineage.lineages", asked)
     for place in (tmp_path, tmp_path / "thesis.json"):
         (tmp_path / "thesis.json").write_text("mine")
+        files = {"output": str(tmp_path / "out"), "summary": str(place)}
         with pytest.raises(UserError, match="choose another --summary"):
-            worker._evaluate(["m"], Eval(suite="quickstart"), str(tmp_path / "out"), str(place), None)
+            run_evaluation(["m"], Eval(suite="quickstart"), stderr_console(), **files)
     assert (tmp_path / "thesis.json").read_text() == "mine"
 
 

@@ -1,21 +1,21 @@
 """What is called on each input, and what counts as fine: it is accepted or refused by a UserError, nothing else.
 
-Nothing is started: a command that becomes another process goes on as a function here, and models answer at once.
+No process is started, and models answer at once.
 """
 
 import contextlib
 import io
 import os
 import re
-import sys
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from soren_align import cli, errors, importers, recipe, run_folder
-from soren_align.launch import commands
+from soren_align import cli, errors, importers, recipe
+from soren_align.launch import commands, preparation
+from soren_align.provenance import provenance
 from soren_align.run_folder import RunFolder
 from tests.fuzz import folders
 from tests.fuzz.box import Box
@@ -27,36 +27,25 @@ MOST_OUTPUT = 60_000
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
-class Became(BaseException):
-    """The process would become another."""
-
-
 class Wrong(AssertionError):
     """Accepted, and yet not as it should be."""
 
 
-def _become(_: str, arguments: list[str], environment: dict[str, str]) -> None:
-    for key, word in environment.items():
-        if "\0" in key + word:
-            raise ValueError("embedded null byte")  # as the system's own says
-    raise Became(arguments[arguments.index("soren_align.launch.worker") + 1 :])
-
-
 @contextlib.contextmanager
-def _without_processes():
-    fakes = mock.patch.object(os, "execvpe", _become), mock.patch.object(commands, "provenance", _provenance)
-    with mock.patch.dict(os.environ), fakes[0], fakes[1]:
-        os.environ.pop("SOREN_ALIGN_LOCK", None)  # of another test in this process
-        try:
-            yield
-        finally:  # the locks of run folders are held until a process ends
-            for held in os.environ.pop("SOREN_ALIGN_LOCK", "").split():
-                os.close(int(held))
+def _without_processes(*, trains: bool = True):
+    """Nothing starts ranks; trains: nor does anything train."""
+    fakes = [mock.patch.object(preparation, "provenance", _provenance)]
+    fakes += [mock.patch.object(commands, "_start_ranks", return_value=0)]
+    fakes += [] if trains else [mock.patch.object(commands, "train_here", return_value=0)]
+    with mock.patch.dict(os.environ), contextlib.ExitStack() as stack:
+        for fake in fakes:
+            stack.enter_context(fake)
+        yield
 
 
 @cache
 def _cached_provenance() -> dict[str, Any]:
-    return run_folder.provenance()
+    return provenance()
 
 
 def _provenance() -> dict[str, Any]:
@@ -78,7 +67,7 @@ def _and_start(accepted: Any, processes: int) -> None:
         raise Wrong("read back, it is another recipe")
     recipe.rows_per_step(accepted, processes)
     if Path(accepted.run.output_dir).expanduser().resolve().is_relative_to(Path.cwd()):
-        with _without_processes(), contextlib.suppress(Became):
+        with _without_processes(trains=False):
             commands.train(accepted, processes)
 
 
@@ -170,17 +159,9 @@ def _content(name: str) -> bytes | None:
 
 
 def _command(words: list[str]) -> int:
-    """The exit code of a soren-align command; whatever it becomes is called here."""
-    from soren_align.launch import worker
-
-    with mock.patch.object(sys, "argv", ["soren-align", *words]), _without_processes():
-        try:
-            cli.main()
-        except Became as became:
-            return worker.main(became.args[0])
-        except SystemExit as stop:
-            return int(stop.code or 0)
-    return 0
+    """The exit code of a soren-align command."""
+    with _without_processes():
+        return cli.main(words)
 
 
 @contextlib.contextmanager
@@ -209,7 +190,7 @@ def _without_models():
 
     def train(ready: Any, folder: RunFolder, console: Any, ranks: Any) -> bool:
         found = training._find_checkpoint(ready.recipe, folder, folders.ORIGIN, console)
-        folder.forget_metrics_after(training.checkpoints.step_of(found) if found else 0)
+        folder.drop_metrics_after(training.checkpoints.step_of(found) if found else 0)
         saves = SimpleNamespace(save_model=_save_model, save_pretrained=lambda path: None)
         training._save_model(saves, saves, folder, ranks)
         folder.update(status="trained", **_record())
@@ -344,9 +325,8 @@ def allowed(kind: str, box: Box) -> list[str]:
 def warm_up(box: Box, kinds: list[str]) -> None:
     """Import and load what the targets need, before anything is watched."""
     if {"run", "adapter", "data"} & set(kinds):
-        from soren_align.launch import worker
-
-        worker._hush()
+        import datasets  # noqa: F401
+        import transformers  # noqa: F401
     _cached_provenance()
     if "data" in kinds or "adapter" in kinds:
         _loaded_tokenizer()

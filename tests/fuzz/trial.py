@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from soren_align.errors import UserError, of_the_system
+from soren_align.errors import UserError, from_os_error
 from tests.fuzz import targets
 from tests.fuzz.box import Box, watched
 from tests.fuzz.kinds import Input
@@ -70,7 +70,7 @@ def attempt(box: Box, given: Input) -> Outcome:
         except UserError as refusal:
             verdict, error = _refusal(refusal)
         except OSError as other:  # the command says it in one sentence, where it names a file
-            verdict, error = ("refused", None) if of_the_system(other) else ("failed", other)
+            verdict, error = ("refused", None) if from_os_error(other) else ("failed", other)
         except TooSlow as late:
             verdict, error = "slow", late
         except (KeyboardInterrupt, GeneratorExit):

@@ -8,6 +8,7 @@ import pytest
 from soren_align import recipe
 from soren_align.errors import UserError
 from soren_align.launch import commands, environment
+from soren_align.launch.preparation import prepare
 from soren_align.run_folder import RunFolder
 from tests.support.run_folders import held_by_another
 
@@ -23,7 +24,7 @@ def make(tmp_path):
 
 def begin(made, checkpoint=False):
     recipe_, folder = made
-    commands.prepare(folder, recipe_)
+    prepare(folder, recipe_)
     if checkpoint:
         (folder.checkpoints / "checkpoint-5").mkdir(parents=True, exist_ok=True)
         (folder.checkpoints / "checkpoint-5" / "soren_align.json").write_text("{}")
@@ -43,7 +44,7 @@ def test_the_same_command_goes_on_and_another_recipe_is_refused_with_its_differe
     begin(make("trainer.logging_steps=3"))
     with pytest.raises(UserError) as error:
         begin(make("optimizer.lr=0.5", "trainer.seed=9"))
-    assert "optimizer.lr: 0.003 there, 0.5 here" in str(error.value) or "there, 0.5 here" in str(error.value)
+    assert "optimizer.lr: 0.003 there, 0.5 here" in str(error.value)
     assert "trainer.seed: 0 there, 9 here" in str(error.value)
 
 
@@ -70,7 +71,7 @@ def test_without_a_checkpoint_there_is_nothing_to_protect(make):
 def test_a_folder_in_which_a_process_runs_is_refused(make):
     folder = begin(make())
     folder.release()
-    with held_by_another(folder), pytest.raises(UserError, match="another process is running this run"):
+    with held_by_another(folder), pytest.raises(UserError, match="another process is running or evaluating this run"):
         begin(make("run.overwrite=true"))
 
 
@@ -98,14 +99,14 @@ def test_a_suite_has_one_name_however_it_is_given(suite):
 
 def test_a_run_goes_on_only_on_as_many_processes(make):
     recipe_, folder = make()
-    commands.prepare(folder, recipe_, 2)
+    prepare(folder, recipe_, 2)
     (folder.checkpoints / "checkpoint-5").mkdir(parents=True)
     (folder.checkpoints / "checkpoint-5" / "soren_align.json").write_text("{}")
-    with pytest.raises(UserError, match=r"unfinished run of 2 processes, not 1. Go on with --processes 2"):
-        commands.prepare(folder, recipe_)
-    commands.prepare(folder, recipe_, 2)
+    with pytest.raises(UserError, match=r"unfinished run of 2 processes, not 1. Resume with --processes 2"):
+        prepare(folder, recipe_)
+    prepare(folder, recipe_, 2)
     folder.update(status="trained")  # only the evaluation is missing, and that is one process's work
-    commands.prepare(folder, recipe_)
+    prepare(folder, recipe_)
 
 
 def test_another_global_batch_is_another_recipe(make):
@@ -131,12 +132,12 @@ def test_who_launched_this_process_is_known_from_its_environment(monkeypatch, st
         monkeypatch.delenv(name)
     for name, value in start.items():
         monkeypatch.setenv(name, value)
-    here = environment.launched()
-    assert (here and here.rank, here and here.num_ranks) == (rank, of)
+    found = environment.rank_from_environment()
+    assert (found and found.rank, found and found.num_ranks) == (rank, of)
     if "SLURM_STEP_NUM_TASKS" in start:
-        env = environment.environment()
+        env = environment.launcher_environment()
         assert (env["RANK"], env["WORLD_SIZE"]) == (str(rank), str(of))
-    assert not {"RANK", "WORLD_SIZE"} & environment.without_ranks(environment.environment()).keys()
+    assert not {"RANK", "WORLD_SIZE"} & environment.without_ranks(environment.launcher_environment()).keys()
 
 
 def test_srun_on_several_machines_needs_a_meeting_place(monkeypatch):
@@ -145,7 +146,7 @@ def test_srun_on_several_machines_needs_a_meeting_place(monkeypatch):
     for name in ("SLURM_PROCID", "SLURM_LOCALID"):
         monkeypatch.setenv(name, "0")
     with pytest.raises(UserError, match="set MASTER_ADDR"):
-        environment.launched()
+        environment.rank_from_environment()
 
 
 @pytest.mark.parametrize(
@@ -194,17 +195,17 @@ def test_a_folder_of_something_else_is_left_alone(make, tmp_path):
 def test_metrics_of_steps_to_be_taken_again_are_dropped(tmp_path):
     folder = RunFolder(tmp_path)
     folder.metrics.write_text('{"step": 1, "loss": 3}\n{"step": 2, "loss": 2}\n{"step": 3, "lo')
-    folder.forget_metrics_after(1)
+    folder.drop_metrics_after(1)
     assert folder.metrics.read_text() == '{"step": 1, "loss": 3}\n'
 
 
 def test_the_environment_keeps_what_the_user_set(make, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    assert commands.environment(make()[0])["OMP_NUM_THREADS"] == "1"
-    assert commands.environment(make()[0])["HF_HUB_OFFLINE"] == "1"
+    assert environment.library_environment(make()[0])["OMP_NUM_THREADS"] == "1"
+    assert environment.library_environment(make()[0])["HF_HUB_OFFLINE"] == "1"
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert commands.environment(make()[0])["OMP_NUM_THREADS"] == "7"
+    assert environment.library_environment(make()[0])["OMP_NUM_THREADS"] == "7"
 
 
 @pytest.mark.parametrize("has_driver", [True, False])
@@ -219,23 +220,23 @@ def test_deepspeed_is_kept_to_the_cpu_only_where_cuda_cannot_be(make, monkeypatc
     loaded = make()[0]
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     monkeypatch.setattr(Path, "glob", lambda self, pattern: iter(()))
-    monkeypatch.setattr(commands.ctypes, "CDLL", load)
-    assert commands.environment(loaded).get("DS_ACCELERATOR") == (None if has_driver else "cpu")
+    monkeypatch.setattr(environment.ctypes, "CDLL", load)
+    assert environment.library_environment(loaded).get("DS_ACCELERATOR") == (None if has_driver else "cpu")
 
 
 def test_another_number_of_processes_goes_on_only_from_a_checkpoint_for_any(make):
     folder = begin(make(), checkpoint=True)
     with pytest.raises(UserError, match=r"of 1 process, not 3.*soren-align universal"):
-        commands.prepare(folder, make()[0], 3)
+        prepare(folder, make()[0], 3)
     folder.update(processes=None)
-    commands.prepare(folder, make()[0], 3)
+    prepare(folder, make()[0], 3)
     assert folder.read()["processes"] == 3
 
 
 def test_a_run_whose_batch_depends_on_its_number_keeps_it(make):
     folder = begin(make(), checkpoint=True)
     with pytest.raises(
-        UserError, match=r"has no run.global_batch_size, so that another number of processes would take"
+        UserError, match=r"has no run.global_batch_size, so that another number of processes would train"
     ):
         commands.universal(str(folder))
 
@@ -257,6 +258,6 @@ def test_accelerate_configured_for_something_else_is_refused(make, monkeypatch, 
 
 def test_one_process_of_zero_has_a_launcher_too(make, monkeypatch):
     started = []
-    monkeypatch.setattr(commands.os, "execvpe", lambda program, arguments, env: started.append(arguments[3:]))
-    commands.train(make("run.parallel=zero2")[0])
-    assert started[0][:3] == ["ranks", "1", "train"]
+    monkeypatch.setattr(commands, "_start_ranks", lambda folder, num_ranks, _: started.append(num_ranks) or 0)
+    assert commands.train(make("run.parallel=zero2")[0]) == 0
+    assert started == [1]

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
 
 from soren_align import recipe
-from soren_align.launch import commands
+from soren_align.launch.preparation import prepare
 from soren_align.planning import plan as planning
 from soren_align.planning.meter import Meter
 from soren_align.run_folder import RunFolder
@@ -48,7 +48,7 @@ def measured(loaded):
     from soren_align.trainers import build, training_setup
 
     folder = RunFolder(loaded.run.output_dir)
-    commands.prepare(folder, loaded, 1)
+    prepare(folder, loaded, 1)
     setup = training_setup.set_up_training(loaded, folder)
     trainer = build.build_trainer(setup, folder)
     found, batches = {}, []

@@ -13,7 +13,7 @@ from rich.console import Console
 from soren_align import recipe
 from soren_align.evaluate.lineage import lineage
 from soren_align.evaluate.stage import evaluate
-from soren_align.launch import commands
+from soren_align.launch.preparation import prepare
 from soren_align.recipe import Eval
 from soren_align.run_folder import RunFolder
 from soren_align.trainers import adapters, training, training_setup
@@ -26,7 +26,7 @@ def trained(folder, task, *overrides):
     always = ("trainer.eval_strategy=no", "trainer.save_strategy=no", f"run.output_dir={folder / task}")
     asked = recipe.load(f"quickstart/{task}-lora", [*always, *overrides])
     run = RunFolder(folder / task)
-    commands.prepare(run, asked)
+    prepare(run, asked)
     assert training.train(training_setup.set_up_training(asked, run), run, QUIET)
     return run
 

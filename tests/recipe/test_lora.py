@@ -155,7 +155,7 @@ def test_mistakes_are_told_in_one_line(override, told):
 def test_what_cannot_be_merged_is_told_without_torch(tmp_path):
     for number, (record, told) in enumerate(
         (
-            (None, "is no run folder"),
+            (None, "not a run folder"),
             ({"status": "training"}, "has no model yet (status: training); finish the run first"),
             ({"status": "finished"}, "trained no adapter;"),
         )
@@ -163,7 +163,7 @@ def test_what_cannot_be_merged_is_told_without_torch(tmp_path):
         run = tmp_path / str(number)
         (run / "model").mkdir(parents=True)
         if record:
-            ours = {"task": "sft", "versions": {"soren-align": "0.1.0"}}
+            ours = {"format_version": 2, "task": "sft", "versions": {"soren-align": "0.1.0"}}
             (run / "run.json").write_text(json.dumps(record | ours))
         done = command.run("merge", run)
         assert (done.returncode, told in done.stderr) == (2, True), done.stderr

@@ -118,8 +118,8 @@ def test_without_deepspeed_zero_is_refused_with_the_remedy(monkeypatch):
 
 
 def test_a_lost_process_is_told_from_other_errors():
-    from soren_align.launch.worker import rank_was_lost
+    from soren_align.launch.exit_codes import is_lost_rank
 
-    assert rank_was_lost(RuntimeError("[/x/gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"))
-    assert not rank_was_lost(RuntimeError("shape mismatch"))
-    assert not rank_was_lost(ValueError("NCCL"))
+    assert is_lost_rank(RuntimeError("[/x/gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"))
+    assert not is_lost_rank(RuntimeError("shape mismatch"))
+    assert not is_lost_rank(ValueError("NCCL"))

@@ -9,7 +9,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, Qwen2Config
 
 from soren_align import recipe, shipped
-from soren_align.launch import commands
+from soren_align.launch.preparation import prepare
 from soren_align.run_folder import RunFolder
 from tests.support.benchmark_data import write_datasets
 from tests.support.published_data import ultrachat_200k, ultrafeedback_binarized
@@ -53,7 +53,7 @@ def runs(replicas, tmp_path_factory):
     for name in NAMES:
         folder = RunFolder(root / name)
         loaded = recipe.load(name, [*replicas[name.split("/")[0]], f"run.output_dir={root / name}"])
-        commands.prepare(folder, loaded, 1)
+        prepare(folder, loaded, 1)
         setup = training_setup.set_up_training(loaded, folder)
         assert training.train(setup, folder, Console(file=io.StringIO(), width=80))
         found[name] = folder

@@ -4,7 +4,7 @@ import pytest
 
 from soren_align import recipe
 from soren_align.errors import UserError
-from soren_align.launch import commands
+from soren_align.launch.environment import library_environment
 from soren_align.recipe import trackers, trl_config
 
 
@@ -84,6 +84,6 @@ def test_a_private_repository_is_for_a_space_of_trackio(installed):
 def test_tensorboards_files_lie_in_the_run_folder(installed, tmp_path):
     installed("tensorboard")
     made = recipe.load("quickstart/sft", ["trainer.report_to=[tensorboard]", f"run.output_dir={tmp_path}/run"])
-    assert commands.environment(made)["TENSORBOARD_LOGGING_DIR"] == f"{tmp_path}/run/tensorboard"
+    assert library_environment(made)["TENSORBOARD_LOGGING_DIR"] == f"{tmp_path}/run/tensorboard"
     plain = recipe.load("quickstart/sft", [])
-    assert "TENSORBOARD_LOGGING_DIR" not in commands.environment(plain)
+    assert "TENSORBOARD_LOGGING_DIR" not in library_environment(plain)

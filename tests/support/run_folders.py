@@ -5,7 +5,7 @@ import json
 from contextlib import contextmanager
 
 from soren_align import recipe
-from soren_align.launch import commands
+from soren_align.launch.preparation import prepare
 from soren_align.run_folder import RunFolder
 
 TRAINED = {"steps": 600, "first_loss": 4.7164, "last_loss": 0.0023, "relative_change": 0.0436}
@@ -20,7 +20,7 @@ def finished_run(path, *overrides, training=(), start=None, adapter_of=None):
     """A run folder at `path` of the shortened quickstart; training: what to change in what became of it."""
     made = recipe.load("quickstart/sft", [f"run.output_dir={path}", *overrides])
     folder = RunFolder(path)
-    commands.prepare(folder, made)
+    prepare(folder, made)
     on_hub = made.model.init_seed is None
     data = {"path": "HuggingFaceH4/ultrachat_200k", "split": "train_sft", "revision": "b" * 40}
     folder.update(
@@ -60,10 +60,10 @@ def finished_run(path, *overrides, training=(), start=None, adapter_of=None):
 
 
 @contextmanager
-def held_by_another(folder, name=".lock"):
-    """A run folder that another process holds: the lock is the open file's, so that this one will do."""
+def held_by_another(folder, name=".lock", *, shared=False):
+    """A run folder that another process holds: flock belongs to the open file, so that this process will do."""
     with (folder.path / name).open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        fcntl.flock(lock, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
         yield
 
 

@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 
 from soren_align import recipe
-from soren_align.launch import commands
+from soren_align.launch.preparation import prepare
 from soren_align.run_folder import RunFolder
 from soren_align.sharding.ranks import Ranks
 from soren_align.trainers import build, training
@@ -31,7 +31,7 @@ class TinyRun:
     def prepare(self):
         with self.ranks.first_goes_first():
             if self.ranks.is_first:
-                commands.prepare(self.folder, self.recipe, self.ranks.num_ranks)
+                prepare(self.folder, self.recipe, self.ranks.num_ranks)
             return set_up_training(self.recipe, self.folder, ranks=self.ranks)
 
     def train(self):

@@ -23,11 +23,9 @@ from safetensors.torch import save_file
 from trl import SFTTrainer
 
 from soren_align.errors import UserError
-from soren_align.launch.worker import _hush
-from soren_align.optim import muon
 from soren_align.recipe import checks
 from soren_align.sharding import local
-from soren_align.sharding.ranks import init_ranks
+from soren_align.silence import quiet_libraries
 from soren_align.spectral import newton_schulz
 from soren_align.trainers.attached_optimizer import OptimizerCheck
 from soren_align.trainers.trl_trainers import SorenTrainerMixin
@@ -300,7 +298,6 @@ def stopped(make):
 
 def main(job, folder):
     torch.set_num_threads(1)
-    _hush()
     gc.freeze()  # DeepSpeed collects garbage for each engine, and what was imported is none
     ranks = init_ranks(60)
 
@@ -308,7 +305,8 @@ def main(job, folder):
         return TinyRun(folder / name, task, *overrides, ranks=ranks)
 
     make.ranks = ranks
-    seen = {"ddp": ddp, "zero": zero, "freed": freed, "fsdp2": fsdp2, "precision": precision}[job](make)
+    with quiet_libraries():
+        seen = {"ddp": ddp, "zero": zero, "freed": freed, "fsdp2": fsdp2, "precision": precision}[job](make)
     (folder / f"{job}{ranks.rank}.json").write_text(json.dumps(seen))
     ranks.leave()
 

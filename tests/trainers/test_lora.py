@@ -99,7 +99,7 @@ def test_merged_and_unmerged_logits_agree(sft):
     assert adapters.merge(sft.folder) == merged  # of the same adapter: made again
     assert [name for name, _ in lineage(merged)] == ["base", "SFT"]
     assert lineage(merged)[-1][1] == merged
-    (merged / adapters.MADE_FROM).unlink()
+    (merged / adapters.MERGED_FROM).unlink()
     with pytest.raises(UserError, match="is not a merge of this run's adapter; remove it"):
         adapters.merge(sft.folder)
 

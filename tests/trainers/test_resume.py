@@ -207,7 +207,7 @@ def test_two_processes_do_not_share_a_run(tmp_path):
     time.sleep(0.2)
     second = start(folder)
     assert second.wait() == 2
-    assert "another process is running this run" in second.stderr.read()
+    assert "another process is running or evaluating this run" in second.stderr.read()
     first.kill()
     first.wait()
 

@@ -1,0 +1,150 @@
+"""Evaluate models and runs: check the options without torch, then load lm-eval and evaluate."""
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from .. import shipped
+from ..errors import UserError, from_os_error
+from ..files import local_path
+from ..recipe import ADAPTER, Eval, Recipe, evaluation_problems, is_local, load_resolved
+from ..run_folder import RunFolder
+from ..silence import quiet_libraries
+from ..terminal import Terminal, loading, stderr_console
+from .environment import rank_from_environment, set_environment
+
+
+def evaluate(
+    models: list[str],
+    options: dict[str, Any],
+    *,
+    output: str | None = None,
+    summary: str | None = None,
+    cache: str | None = None,
+) -> None:
+    """Evaluate models and runs. Options that are not given come from the first run's recipe.
+
+    options: keys of `Eval`, None if not given. output: the folder for results; default: the first run's own. summary: a
+    JSON file for the scores alone. cache: the folder of cached responses. Raises UserError before torch is imported.
+    """
+    for model in models:
+        _refuse_missing(model)
+    first = RunFolder(models[0])
+    was_locked = first.is_locked()
+    try:
+        if output is None and first.read():
+            first.lock(shared=True)  # results are written into it
+        run = first.read()  # again, now that it is locked
+        recipe = load_resolved(first.recipe) if run and first.recipe.is_file() else None
+        settings = evaluation_settings(recipe, options)
+        if output is None and (recipe is None or len(models) > 1):
+            raise UserError("--output: is required: name the folder for results that belong to no single run")
+        rank = rank_from_environment()
+        if rank and rank.num_ranks > 1:
+            raise UserError("eval runs in one process; start it without a launcher (WORLD_SIZE is more than 1)")
+        set_environment(recipe, num_gpus=settings.processes or (run or {}).get("processes") or 1)
+        run_evaluation(models, settings, stderr_console(), output=output, summary=summary, cache=cache)
+    finally:
+        if not was_locked:
+            first.release()
+
+
+def _refuse_missing(model: str) -> None:
+    """Raise UserError if a model is neither a folder that can be evaluated nor a name on the hub."""
+    files = [local_path(model) / name for name in ("run.json", "config.json", ADAPTER)]
+    if is_local(model) and not any(file.is_file() for file in files):
+        raise UserError(
+            f"{model}: neither a run folder (run.json), nor a model's (config.json), nor an adapter's ({ADAPTER})"
+        )
+    if "/" in model and not is_local(model) and Path(model).parent.is_dir():
+        raise UserError(
+            f"{model}: no such folder; it is not taken for a name on the hub, since {Path(model).parent} is a folder"
+        )
+
+
+def evaluation_settings(recipe: Recipe | None, options: dict[str, Any]) -> Eval:
+    """Return the recipe's evaluation section with the command line's options. Raises UserError for invalid ones."""
+    # trust_suite: the recipe may come from anyone.
+    section = recipe.eval.model_dump(exclude={"trust_suite"}) if recipe and recipe.eval else {}
+    options = {key: value for key, value in options.items() if value is not None}
+    if options.get("suite", section.get("suite")) != section.get("suite"):
+        section = {}  # the batch size and the data belong to the other suite
+    try:
+        settings = Eval.model_validate(section | options)
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
+        if any(problem["loc"] == ("suite",) for problem in problems):
+            raise UserError(
+                "--suite: is required, since the first model is not a run with an evaluation section. Shipped suites: "
+                f"{', '.join(shipped.suites())}"
+            ) from None
+        raise UserError(
+            *(f"--{str(p['loc'][0]).replace('_', '-')}: found {p['input']!r}; {p['msg']}" for p in problems)
+        ) from None
+    problems = evaluation_problems(settings.model_dump())
+    if problems:
+        raise UserError(*(f"--{key.replace('_', '-')}: {message}" for key, message in problems))
+    return settings
+
+
+def run_evaluation(
+    models: list[str],
+    settings: Eval,
+    console: Terminal,
+    *,
+    output: str | None = None,
+    summary: str | None = None,
+    cache: str | None = None,
+) -> None:
+    """Evaluate models beside the checkpoints that their training started from; see `evaluate`."""
+    from ..card import write_card
+    from ..evaluate.results import refuse_foreign_summary
+
+    with loading(console, "Loading lm-eval"):
+        import torch
+
+        from ..evaluate import lineage, stage
+    gc.collect()
+    torch.cuda.empty_cache()  # memory of the training before
+    run = RunFolder(models[0])
+    if settings.processes is None:
+        trained = (run.read() or {}).get("processes") or 1
+        settings = settings.model_copy(update={"processes": min(trained, torch.cuda.device_count() or trained)})
+    folder = Path(output) if output else stage.output_of(run, settings)
+    if summary:
+        refuse_foreign_summary(Path(summary))
+    with quiet_libraries():
+        rows = lineage.lineages(models, console)
+        results = stage.evaluate(rows, settings, folder, cache=Path(cache) if cache else None, console=console)
+    stage.print_results(results, folder, console, Terminal())
+    if not output:
+        write_card(run)
+    if summary:
+        stage.write_summary(results, Path(summary))
+
+
+def check_evaluation(folder: RunFolder, settings: Eval, on_text: Callable[[str], object]) -> None:
+    """Raise UserError, before training, if the evaluation after it could not run."""
+    from ..evaluate import stage
+    from ..evaluate.results import refuse_foreign
+
+    refuse_foreign(stage.output_of(folder, settings), [])
+    stage.preflight(settings, lambda column: on_text(f"Checking evaluation: {column}"))
+
+
+def evaluate_trained(folder: RunFolder, settings: Eval, console: Terminal) -> None:
+    """Evaluate the model of a run after training. A UserError names the model and the command for a new try."""
+    try:
+        run_evaluation([str(folder)], settings, console)
+    except (UserError, OSError) as error:
+        problem = from_os_error(error) if isinstance(error, OSError) else error
+        if problem is None:
+            raise
+        raise UserError(
+            *problem.problems,
+            f"The model is trained ({folder.model}); only its evaluation failed. Fix the cause and rerun the same "
+            f"command, or run `soren-align eval {folder}`, which accepts other options",
+        ) from error

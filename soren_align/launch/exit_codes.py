@@ -1,0 +1,42 @@
+"""Exit codes: 0 done, 1 a failure or a lost rank, 2 an error that the user can fix, 130 stopped by a signal."""
+
+import os
+import sys
+import traceback
+
+from ..errors import UserError, from_os_error, printable
+
+
+def report(error: BaseException, *, resumable: bool = True) -> int:
+    """Print why a command ended and return its exit code.
+
+    A rank that our torchrun started records the message for it, so that it is printed once. Raises the error again if
+    it is a defect in a single process: Python prints the traceback. resumable: whether a rerun continues.
+    """
+    if isinstance(error, OSError):
+        error = from_os_error(error) or error
+    if isinstance(error, UserError):
+        code, message = 2, str(error)
+    elif isinstance(error, KeyboardInterrupt):
+        code, message = 130, "stopped; rerun the same command to resume" if resumable else "stopped"
+    elif is_lost_rank(error):
+        cause = str(error).splitlines()[0].split("] ", 1)[-1].split(". ")[0]
+        code, message = 1, f"lost another rank ({cause}); see its output. Rerun the same command to resume"
+    elif {"WORLD_SIZE", "TORCHELASTIC_ERROR_FILE"} & os.environ.keys():
+        code, message = 1, "".join(traceback.format_exception(error))
+    else:
+        raise error
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from . import torchrun
+
+        torchrun.record_error(error)
+        if torchrun.STARTED_HERE in os.environ:
+            return code
+    rank = int(os.environ.get("RANK", "0"))
+    print(printable(f"rank {rank}: {message}" if rank else message), file=sys.stderr)  # noqa: T201
+    return code
+
+
+def is_lost_rank(error: BaseException) -> bool:
+    """Whether a collective failed because another rank has ended."""
+    return isinstance(error, RuntimeError) and ("gloo/transport" in str(error) or "NCCL" in str(error))

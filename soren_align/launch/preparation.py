@@ -1,0 +1,90 @@
+"""Prepare a run folder for training: create it, resume it, or refuse."""
+
+import os
+from typing import Any
+
+from ..errors import UserError
+from ..files import write
+from ..provenance import provenance
+from ..recipe import Recipe, differences, load_resolved, parallel, to_yaml, training_part
+from ..run_folder import RunFolder, now
+
+
+def prepare(folder: RunFolder, recipe: Recipe, num_ranks: int = 1) -> None:
+    """Make a folder ready to start or resume training in, and hold it (`RunFolder.lock`).
+
+    A finished run is not changed. An unfinished run resumes only with its own recipe and number of processes. Raises
+    UserError otherwise.
+    """
+    folder.lock(create=True)
+    run = folder.read()
+    if run is None or recipe.run.overwrite or (run["status"] == "training" and not folder.complete_checkpoints()):
+        folder.clear()  # without a checkpoint there is nothing to resume from, and nothing to lose
+        config = parallel(recipe.run.parallel).config
+        start = {"status": "training", "task": recipe.task, "processes": num_ranks, "started": now(), **provenance()}
+        start["extends"] = recipe.extends
+        folder.replace(**start, **({"parallel_config": config} if config else {}))
+    elif run["status"] == "finished" and _lacks_evaluation(folder, recipe):
+        _refuse_another_recipe(folder, recipe, run)
+        folder.update(status="trained")
+    elif run["status"] == "finished":
+        raise UserError(
+            f"{folder}: holds a finished run. Choose another run.output_dir, evaluate it with "
+            f"`soren-align eval {folder}`, or replace it with --set run.overwrite=true"
+        )
+    elif recipe.run.resume == "never":
+        raise UserError(
+            f"{folder}: holds an unfinished run and run.resume is never. Choose another run.output_dir, resume with "
+            "--set run.resume=auto, or replace it with --set run.overwrite=true"
+        )
+    else:
+        _refuse_another_recipe(folder, recipe, run)
+        if run["status"] == "training":
+            _refuse_another_number(folder, run.get("processes", 1), num_ranks)
+            folder.update(processes=num_ranks)
+    write(folder.recipe, to_yaml(recipe))
+
+
+def _lacks_evaluation(folder: RunFolder, recipe: Recipe) -> bool:
+    """Whether the recipe asks for an evaluation that the finished run has not made, as after --no-eval."""
+    if recipe.eval is None:
+        return False
+    return not folder.evaluation(recipe.eval.name).is_dir()
+
+
+def _refuse_another_recipe(folder: RunFolder, recipe: Recipe, run: dict[str, Any]) -> None:
+    if not folder.recipe.is_file():
+        return
+    started, config = load_resolved(folder.recipe), parallel(recipe.run.parallel).config
+    changed = differences(training_part(started), training_part(recipe))
+    if recipe.run.parallel == started.run.parallel:  # the same file, whose content may have changed
+        changed += differences({"run.parallel": run.get("parallel_config", config)}, {"run.parallel": config})
+    if changed:
+        raise UserError(
+            f"{folder}: holds an unfinished run of another recipe:",
+            *(f"  {line}" for line in changed),
+            "Restore these to resume, choose another run.output_dir, or replace it with --set run.overwrite=true",
+        )
+
+
+def _refuse_another_number(folder: RunFolder, before: int | None, now: int) -> None:
+    # Dropout is drawn per process, and sums round differently: the result would be that of neither number.
+    if before not in (None, now):
+        raise UserError(
+            f"{folder}: holds an unfinished run of {before} process{'es' * (before > 1)}, not {now}. Resume with "
+            f"--processes {before}, convert its last checkpoint with `soren-align universal {folder}`, or replace it "
+            "with --set run.overwrite=true"
+        )
+
+
+def refuse_accelerate_config(kind: str) -> None:
+    """Raise UserError if `accelerate launch` is configured for another kind of parallelism than the recipe."""
+    for variable, its_kind, name in (
+        ("ACCELERATE_USE_DEEPSPEED", "zero", "DeepSpeed"),
+        ("ACCELERATE_USE_FSDP", "fsdp2", "FSDP"),
+    ):
+        if os.environ.get(variable, "").lower() == "true" and kind != its_kind:
+            raise UserError(
+                f"accelerate was configured for {name}, and run.parallel is {kind}: set run.parallel (zero1, zero2, "
+                "zero3, fsdp2 or a config's path), or configure accelerate for plain multi-GPU"
+            )

@@ -1,0 +1,67 @@
+"""Lock files that end with the process that holds them.
+
+flock: the kernel releases these locks when a process ends, also after SIGKILL, and they survive exec. The filelock
+library (4.2) is not used: its flock is exclusive only, while several evaluations share a run folder, and on a file
+system without flock it creates a marker file instead, which a killed process leaves behind.
+"""
+
+import fcntl
+import os
+from pathlib import Path
+
+from .errors import UserError
+
+_INHERITED = "SOREN_ALIGN_LOCK"
+_descriptors: list[int] = [int(number) for number in os.environ.pop(_INHERITED, "").split()]
+"""The lock files that this process holds, with those that it held before exec."""
+
+
+def acquire(file: Path, *, shared: bool = False) -> None:
+    """Hold a lock file until `release`, or until this process ends. Nothing is done if this process holds it already.
+
+    shared: other processes may hold it too, if theirs is shared. Raises UserError if another process holds it, or if
+    the file system has no locks.
+    """
+    if is_held(file):
+        return
+    # Permissions from the umask: a group may share a run folder. O_NOFOLLOW: a link could name a file elsewhere.
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise UserError(
+            f"{file.parent}: another process is running or evaluating this run; wait until it has ended"
+        ) from None
+    except OSError as error:
+        os.close(descriptor)
+        raise UserError(
+            f"{file.parent}: its file system has no locks ({error.strerror}); choose another folder"
+        ) from None
+    _descriptors.append(descriptor)
+
+
+def release(file: Path) -> None:
+    """Release a lock file if this process holds it."""
+    for descriptor in [number for number in _descriptors if _is_open(number, file)]:
+        _descriptors.remove(descriptor)
+        os.close(descriptor)
+
+
+def is_held(file: Path) -> bool:
+    """Whether this process holds the lock file."""
+    return any(_is_open(descriptor, file) for descriptor in _descriptors)
+
+
+def keep_through_exec() -> dict[str, str]:
+    """Let the program that replaces this process hold its locks; return the variable that its environment needs."""
+    for descriptor in _descriptors:
+        os.set_inheritable(descriptor, True)
+    return {_INHERITED: " ".join(map(str, _descriptors))}
+
+
+def _is_open(descriptor: int, file: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), file.stat(follow_symlinks=False))
+    except OSError:  # a child process has the variable without the descriptor; the file may be gone
+        return False

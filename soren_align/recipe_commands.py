@@ -1,0 +1,99 @@
+"""The commands on recipe files: recipes, recipes copy, import, schema."""
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .errors import UserError, printable
+from .files import local_path
+
+recipes_app = typer.Typer(help="List or copy the shipped recipes.", invoke_without_command=True)
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add these commands to the command line."""
+    app.add_typer(recipes_app, name="recipes")
+    app.command("import")(import_)
+    app.command()(schema)
+
+
+@recipes_app.callback()
+def recipes(context: typer.Context) -> None:
+    """List the shipped recipes."""
+    if context.invoked_subcommand is None:
+        from . import shipped
+
+        for name, path in shipped.recipes().items():
+            typer.echo(f"{name:24} {_first_comment(path)}")
+
+
+@recipes_app.command()
+def copy(
+    name: Annotated[str, typer.Argument(help="A shipped recipe, e.g. quickstart/sft.")],
+    dest: Annotated[str | None, typer.Argument(help="File or folder. Default: NAME.yaml in this folder.")] = None,
+) -> None:
+    """Copy a shipped recipe to edit it; the copy works in any folder."""
+    from . import shipped
+    from .recipe import task_of
+
+    known = shipped.recipes()
+    if (source := known.get(name)) is None:
+        raise UserError(f"{name}: no shipped recipe; write one of {', '.join(known)}")
+    target = _new_file(dest or ".", f"{name.replace('/', '-')}.yaml")
+    shutil.copyfile(source, target)
+    typer.echo(printable(f"{target}: edit it, then run soren-align {task_of(source)} {target}"))
+
+
+def import_(
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", help="YAML of TRL, the alignment handbook or Axolotl.")
+    ],
+    dest: Annotated[str | None, typer.Argument(help="File or folder. Default: print the recipe.")] = None,
+    task: Annotated[str | None, typer.Option(help="sft or dpo. Default: from the file's keys or name.")] = None,
+) -> None:
+    """Convert another tool's file to a recipe, and report every key."""
+    from .importers import import_file
+
+    if task not in (None, "sft", "dpo"):
+        raise UserError(f"--task: found {task!r}; write sft or dpo")
+    source = local_path(file)
+    if not source.is_file():
+        raise UserError(f"{file}: no such file")
+    text, table = import_file(source, task)
+    if dest is None:
+        typer.echo(printable(text) if sys.stdout.isatty() else text, nl=False)
+    else:
+        target = _new_file(dest, source.name)
+        target.write_text(text, encoding="utf-8")
+        table += f"\n\n{target}: read it, then run soren-align plan {target}"
+    typer.echo(printable(table), err=True)
+
+
+def schema() -> None:
+    """Print the recipe's JSON Schema."""
+    from .recipe import json_schema
+
+    typer.echo(json.dumps(json_schema(), indent=2))
+
+
+def _new_file(dest: str, name: str) -> Path:
+    """Return `dest`, or the file `name` in the folder `dest`. Raises UserError if it exists or cannot be written."""
+    target = local_path(dest)
+    target = target / name if target.is_dir() else target
+    if target.exists() or target.is_symlink():
+        raise UserError(f"{target}: exists already; name another file")
+    if not target.parent.is_dir():
+        raise UserError(f"{target.parent}: no such folder")
+    if not os.access(target.parent, os.W_OK | os.X_OK):
+        raise UserError(f"{target.parent}: no permission to write there; name another folder")
+    return target
+
+
+def _first_comment(path: Path) -> str:
+    line = path.read_text(encoding="utf-8").splitlines()[0]
+    return line.removeprefix("#").strip() if line.startswith("#") else ""
