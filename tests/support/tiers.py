@@ -1,7 +1,7 @@
 """The tiers of the tests: how much of a machine a test needs.
 
-The tier of a test is the nearest tier mark on it, its class or its module; else `ranks` if it uses the pool of ranks;
-else `unit`. After collection every test has exactly one tier mark.
+The tier of a test is the nearest tier mark on it, its class or its module; else `ranks` if it uses the fixture
+rank_pools; else `unit`. After collection every test has exactly one tier mark.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ def assign_tiers(items):
 
 def _tier(item):
     marks = [mark.name for mark in item.iter_markers() if mark.name in TIERS]  # the nearest first
-    return marks[0] if marks else "ranks" if "ranks" in item.fixturenames else "unit"
+    return marks[0] if marks else "ranks" if "rank_pools" in item.fixturenames else "unit"
 
 
 class ProcessGuard:

@@ -1,18 +1,13 @@
-"""What test_ddp.py, test_zero_runs.py and test_fsdp2.py look at, done by ranks under torchrun: much in one start.
+"""Training by several ranks of a RankPool, for test_ddp.py, test_zero_runs.py, test_fsdp2.py and their neighbours.
 
-    torchrun --standalone --nproc-per-node N -m tests.support.trainer_jobs JOB FOLDER
-
-A job is a function below, under its name. Each rank writes what it returned into FOLDER/<job><rank>.json.
+`run(group, job, folder)` calls one of the functions below by its name; the runs are folders in `folder`.
 """
 
 import gc
-import json
 import math
 import signal
-import sys
 import weakref
 from contextlib import contextmanager
-from pathlib import Path
 from unittest import mock
 
 import torch
@@ -27,7 +22,7 @@ from soren_align.launch.worker import _hush
 from soren_align.optim import soren
 from soren_align.recipe import checks
 from soren_align.sharding import local
-from soren_align.sharding.ranks import join
+from soren_align.sharding.ranks import present
 from soren_align.spectral import newton_schulz
 from soren_align.trainers.measurements import Watch
 from soren_align.trainers.trl_trainers import SorenTrainerMixin
@@ -135,6 +130,17 @@ def precision(make):
     with mock.patch.object(checks, "_parallel_problems", return_value=[]), fsdp2_on_cpus():
         seen = {mode: narrow(make, mode) for mode in ("ddp", "fsdp2")}
     return seen | {mode: narrow(make, mode) for mode in ("zero2", "zero3")}
+
+
+ADAPTERS = ("trainer.max_steps=4", "trainer.warmup_steps=0", "trainer.per_device_train_batch_size=4")
+ADAPTERS += ("run.global_batch_size=8", "data.train.limit=64")
+
+
+def adapters(make):
+    """All that test_lora_on_ranks.py asks of two ranks."""
+    for mode in ("ddp", "zero2"):
+        for task, start in (("sft", ()), ("dpo", (f"model.name_or_path={make.folder / 'alone-sft/model'}",))):
+            make(f"{mode}-{task}", f"{task}-lora", *ADAPTERS, *start, f"run.parallel={mode}").train()
 
 
 def narrow(make, mode):
@@ -298,20 +304,14 @@ def stopped(make):
     return [went_on, [p.name for p in sorted(run.folder.checkpoints.glob("checkpoint-*"))]]
 
 
-def main(job, folder):
-    torch.set_num_threads(1)
+def run(group, job, folder):
+    """The result of one rank."""
     _hush()
-    gc.freeze()  # DeepSpeed collects garbage for each engine, and what was imported is none
-    ranks = join(60)
 
     def make(name, task, *overrides):
-        return TinyRun(folder / name, task, *overrides, ranks=ranks)
+        return TinyRun(folder / name, task, *overrides, ranks=make.ranks)
 
-    make.ranks = ranks
-    seen = {"ddp": ddp, "zero": zero, "freed": freed, "fsdp2": fsdp2, "precision": precision}[job](make)
-    (folder / f"{job}{ranks.rank}.json").write_text(json.dumps(seen))
-    ranks.leave()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    make.ranks, make.folder = present(), folder
+    jobs = {"ddp": ddp, "zero": zero, "freed": freed, "fsdp2": fsdp2, "precision": precision, "adapters": adapters}
+    with mock.patch.object(soren, "newton_schulz", soren.newton_schulz):  # without_bfloat16() replaces it
+        return jobs[job](make)

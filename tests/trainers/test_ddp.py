@@ -17,10 +17,10 @@ HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
+def two_ranks(rank_pools, tmp_path_factory):
     """The folder in which two ranks have done `ddp` of trainer_jobs.py, and what each of them saw."""
     folder = tmp_path_factory.mktemp("ddp")
-    return folder, ranks_do("ddp", 2, folder)
+    return folder, ranks_do(rank_pools(2), "ddp", folder)
 
 
 @pytest.mark.parametrize(("name", "task", "overrides"), RUNS)
