@@ -15,6 +15,8 @@ import torch
 from soren_align import cli, shipped
 from soren_align.launch import commands, worker
 
+pytestmark = pytest.mark.model
+
 RECIPE = """\
 task: sft
 model:

@@ -70,6 +70,7 @@ def commands_and_outputs():
     return {command: "\n".join(lines).strip() for command, lines in shown.items()}
 
 
+@pytest.mark.model
 def test_the_newcomers_path_prints_what_the_readme_shows(tmp_path):
     if torch.accelerator.is_available():
         pytest.skip("the README's plan was made without a GPU, and says so")

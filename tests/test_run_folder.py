@@ -81,6 +81,7 @@ def test_commands_on_a_run_that_is_running_are_refused(folder, command):
         command(str(folder))
 
 
+@pytest.mark.process
 def test_a_folder_stays_held_by_what_a_process_becomes(folder, tmp_path):
     check = (
         "import sys; from soren_align.run_folder import RunFolder; sys.exit(0 if RunFolder(sys.argv[1]).holds() else 1)"

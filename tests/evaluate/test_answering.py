@@ -35,6 +35,8 @@ from soren_align.evaluate.suites import load_suite
 from soren_align.evaluate.workers import OutOfMemory
 from soren_align.recipe import Eval
 
+pytestmark = pytest.mark.model
+
 SUITE = load_suite("quickstart")
 SILENT = Console(file=io.StringIO())
 
@@ -64,6 +66,8 @@ def test_pieces_hold_every_request_once_and_no_context_is_torn():
     assert all(len(piece) == 1 for piece in pieces([(str(i), {}) for i in range(9)], 1))
 
 
+@pytest.mark.process
+@pytest.mark.sample
 def test_several_processes_give_the_answers_of_one(small, models):
     suite, one = small
     several = evaluate_model(models[0], suite, device="cpu", num_processes=2)
@@ -168,6 +172,7 @@ def test_whatever_changes_answers_changes_the_journal(change, small, models, tmp
     assert len(list((cache / "answers").iterdir())) == 2
 
 
+@pytest.mark.process
 def test_killed_in_the_middle_and_started_again_nothing_is_asked_twice(models, tmp_path):
     asked = Eval(suite="quickstart", batch_size=1)
     command = [
@@ -205,6 +210,7 @@ def test_killed_in_the_middle_and_started_again_nothing_is_asked_twice(models, t
         assert file.read_bytes() == (tmp_path / "killed" / file.relative_to(tmp_path / "whole")).read_bytes()
 
 
+@pytest.mark.process
 def test_a_process_that_is_killed_ends_the_evaluation_and_says_so(small, models):
     def kill(_column, done, _of):
         if done:

@@ -21,6 +21,8 @@ from soren_align.evaluate.scores import _points
 from soren_align.evaluate.suites import load_suite
 from soren_align.evaluate.tasks import load_tasks
 
+pytestmark = pytest.mark.model
+
 COLUMNS = {"zoo_mc": ("zoo_mc", "acc"), "zoo_gen": ("zoo_gen", "exact_match"), "preference": ("zoo_preference", "acc")}
 
 
@@ -94,6 +96,7 @@ def test_nothing_is_printed_and_nothing_asks_the_network(models, suite, monkeypa
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.process
 def test_what_the_worker_says_is_seen_while_lm_eval_is_hushed():
     """Else the bar stands still for hours: rich looks for sys.stderr anew at each line."""
     code = """

@@ -10,6 +10,8 @@ from rich.console import Console
 from soren_align import errors, recipe, shipped
 from tests.support.command import overrides, run
 
+pytestmark = pytest.mark.model
+
 MISTRAL_7B = {
     "architectures": ["MistralForCausalLM"],
     "model_type": "mistral",

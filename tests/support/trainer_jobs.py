@@ -308,10 +308,18 @@ def run(group, job, folder):
     """The result of one rank."""
     _hush()
 
+    folders = []
+
     def make(name, task, *overrides):
-        return TinyRun(folder / name, task, *overrides, ranks=make.ranks)
+        tiny_run = TinyRun(folder / name, task, *overrides, ranks=make.ranks)
+        folders.append(tiny_run.folder)
+        return tiny_run
 
     make.ranks, make.folder = present(), folder
     jobs = {"ddp": ddp, "zero": zero, "freed": freed, "fsdp2": fsdp2, "precision": precision, "adapters": adapters}
     with mock.patch.object(soren, "newton_schulz", soren.newton_schulz):  # without_bfloat16() replaces it
-        return jobs[job](make)
+        try:
+            return jobs[job](make)
+        finally:
+            for run_folder in folders:
+                run_folder.release()  # a rank that was killed would have ended and let go of its lock

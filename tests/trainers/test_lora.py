@@ -15,6 +15,8 @@ from soren_align.optim import route, routing_table
 from soren_align.recipe import adapter_config
 from soren_align.trainers import adapters, training
 
+pytestmark = pytest.mark.model
+
 LORA = (
     "model.lora={r: 4}",
     "optimizer.lr=2e-2",

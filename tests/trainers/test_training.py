@@ -14,6 +14,8 @@ from soren_align.errors import UserError
 from soren_align.trainers import build
 from soren_align.trainers.measurements import WrongOptimizer
 
+pytestmark = pytest.mark.model
+
 
 def metrics(run):
     return [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
