@@ -15,7 +15,7 @@ from soren_align.launch import commands, worker
 from soren_align.push import push
 from soren_align.run_folder import RunFolder, write
 from soren_align.terminal import Terminal
-from tests.support.run_folders import finished_run, held_by_another
+from tests.support.run_folders import finished_run, lock_of_another_process
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_a_second_start_while_torch_loads_is_refused_and_changes_nothing(make, f
 @pytest.mark.parametrize("command", [commands.universal, commands.merge])
 def test_commands_on_a_run_that_is_running_are_refused(folder, command):
     finished_run(folder.path)
-    with held_by_another(folder), pytest.raises(UserError, match="another process is running this run"):
+    with lock_of_another_process(folder), pytest.raises(UserError, match="another process is running this run"):
         command(str(folder))
 
 
@@ -98,7 +98,7 @@ def test_a_folder_stays_held_by_what_a_process_becomes(folder, tmp_path):
 def test_ranks_hold_a_folder_whose_launcher_was_killed(folder, make):
     commands.prepare(folder, make())
     folder.release()
-    with held_by_another(folder, ".lock-ranks"), pytest.raises(UserError, match="another process is running"):
+    with lock_of_another_process(folder, ".lock-ranks"), pytest.raises(UserError, match="another process is running"):
         commands.prepare(folder, make())
     commands.prepare(folder, make())
 
@@ -106,7 +106,7 @@ def test_ranks_hold_a_folder_whose_launcher_was_killed(folder, make):
 def test_the_first_rank_holds_a_folder_beside_its_launcher(folder, make):
     commands.prepare(folder, make())
     folder.release()
-    with held_by_another(folder):
+    with lock_of_another_process(folder):
         folder.lock(as_rank=True)
         assert folder.holds(".lock-ranks")
         assert not folder.holds()
@@ -126,7 +126,7 @@ def test_a_run_is_evaluated_by_several_processes_and_trained_by_none_of_them(fol
 
 def test_a_run_that_is_training_is_not_evaluated(folder, started):
     finished_run(folder.path)
-    with held_by_another(folder), pytest.raises(UserError, match="another process is running this run"):
+    with lock_of_another_process(folder), pytest.raises(UserError, match="another process is running this run"):
         commands.evaluate([str(folder)], {}, None, None, None)
 
 

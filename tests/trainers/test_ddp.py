@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
@@ -13,7 +12,7 @@ from soren_align.sharding.ranks import Ranks
 from tests.support.trainer_jobs import RUNS
 from tests.support.trainer_parity import furthest, one_process, ranks_do
 
-HERE = Path(__file__).parent
+pytestmark = pytest.mark.sample
 
 
 @pytest.fixture(scope="module")

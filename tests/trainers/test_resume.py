@@ -161,10 +161,17 @@ def start(folder, *overrides):
     return command.start("sft", "quickstart/sft", "--no-eval", *command.overrides(*sets))
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of an uninterrupted run by start()."""
+    folder = RunFolder(tmp_path_factory.mktemp("uninterrupted") / "run")
+    assert start(folder).wait() == 0
+    return folder
+
+
 @pytest.mark.process
-def test_five_kills_at_random_moments_change_nothing(tmp_path):
-    whole, killed = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "killed")
-    assert start(whole).wait() == 0
+def test_five_kills_at_random_moments_change_nothing(tmp_path, whole):
+    killed = RunFolder(tmp_path / "killed")
     rng = random.Random(2026)
     kills, moments = 0, []
     while kills < 5:
@@ -189,9 +196,8 @@ def test_five_kills_at_random_moments_change_nothing(tmp_path):
 
 
 @pytest.mark.process
-def test_ctrl_c_leaves_a_run_that_goes_on(tmp_path):
-    whole, stopped = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "stopped")
-    assert start(whole).wait() == 0
+def test_ctrl_c_leaves_a_run_that_goes_on(tmp_path, whole):
+    stopped = RunFolder(tmp_path / "stopped")
     process = start(stopped)
     wait_for(lambda: stopped.metrics.is_file() and stopped.metrics.stat().st_size, process)
     process.send_signal(signal.SIGINT)
