@@ -1,7 +1,6 @@
 """The commands answer quickly, refuse clearly, and never show a traceback for a user's mistake."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -9,16 +8,16 @@ import pytest
 
 from soren_align import __version__, shipped
 from tests.support.command import run, run_process
+from tests.support.cpu_time import cpu_seconds
 
 
 def least_cpu_seconds(number, *arguments):
     """The least of `number` processes: other work on the machine only adds."""
     times = []
     for _ in range(number):
-        before = os.times()
+        before = cpu_seconds()
         run_process(*arguments)
-        after = os.times()
-        times.append(after.children_user + after.children_system - before.children_user - before.children_system)
+        times.append(cpu_seconds() - before)
     return min(times)
 
 

@@ -220,7 +220,7 @@ def test_two_processes_do_not_share_a_run(tmp_path):
     first.wait()
 
 
-def wait_for(condition, process, seconds=60):
+def wait_for(condition, process, seconds=600):
     end = time.monotonic() + seconds
     while not condition() and process.poll() is None:
         assert time.monotonic() < end, "nothing happened"
