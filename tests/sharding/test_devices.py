@@ -5,6 +5,8 @@ import pytest
 from tests.support import fake_gpu_jobs as gpu_jobs
 from tests.support.rank_pool import RankPool
 
+pytestmark = pytest.mark.ranks
+
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):

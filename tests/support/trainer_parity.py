@@ -16,7 +16,7 @@ from tests.support.trainer_jobs import GLOBAL, PARITY, without_bfloat16
 
 def ranks_do(pool, job, folder):
     """The results of a job of trainer_jobs.py, one per rank."""
-    return pool.run(trainer_jobs.run, job, folder, seconds=600)
+    return pool.run(trainer_jobs.run, job, folder, seconds=1800)
 
 
 def weights(folder):
