@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from soren_align.sharding import set_zero_placement
 from tests.support import toy_jobs as jobs
-from tests.support.rank_pool import ENVIRONMENT, Ranks
+from tests.support.rank_pool import ENVIRONMENT, RankPool
 from tests.support.toy import NUM_STEPS, RATES, Run, one_process
 
 RUN = Run({"name": "muon"}, float64_map=True)
@@ -174,7 +174,7 @@ def main():
     clip_first, _ = one_process_of_deepspeeds_muon(clip_first=True)
     clip_last, its_true_norms = one_process_of_deepspeeds_muon(clip_first=False)
     with tempfile.TemporaryDirectory() as temporary:
-        ranks = Ranks(2, Path(temporary))
+        ranks = RankPool(2, Path(temporary))
         try:
             results = {
                 (kind, stage): ranks.run(train, stage, kind, f"{temporary}/{kind} {stage}")

@@ -50,9 +50,7 @@ def copy(
 
 
 def import_(
-    file: Annotated[
-        str, typer.Argument(metavar="FILE", help="YAML of TRL, the alignment handbook or Axolotl.")
-    ],
+    file: Annotated[str, typer.Argument(metavar="FILE", help="YAML of TRL, the alignment handbook or Axolotl.")],
     dest: Annotated[str | None, typer.Argument(help="File or folder. Default: print the recipe.")] = None,
     task: Annotated[str | None, typer.Option(help="sft or dpo. Default: from the file's keys or name.")] = None,
 ) -> None:

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from tests.support import tiers
-from tests.support.rank_pool import Ranks
+from tests.support.rank_pool import RankPool
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -21,11 +21,6 @@ def cache(tmp_path_factory):
         yield
 
 
-@pytest.fixture(scope="session", params=[2, 3], ids=["2 ranks", "3 ranks"])
-def ranks(request, tmp_path_factory):
-    started = Ranks(request.param, tmp_path_factory.mktemp("ranks"))
-    yield started
-    started.stop()
 @pytest.fixture(autouse=True)
 def environment():
     """Commands set variables for torch's libraries; no test leaves any to the next one."""
@@ -35,20 +30,33 @@ def environment():
     os.environ.update(before)
 
 
+@pytest.fixture(scope="session")
+def rank_pools(tmp_path_factory):
+    """rank_pools(n) -> the RankPool of n ranks, started when it is first used."""
+    folder, pools = tmp_path_factory.mktemp("ranks"), {}
+
+    def pool(num_ranks):
+        if num_ranks not in pools:
+            pools[num_ranks] = RankPool(num_ranks, folder)
+        return pools[num_ranks]
+
+    yield pool
+    for started in pools.values():
+        started.stop()
+
+
+@pytest.fixture(params=[2, 3], ids=["2 ranks", "3 ranks"])
+def ranks(request, rank_pools):
+    """The RankPool of two ranks, then that of three."""
+    return rank_pools(request.param)
+
+
 LONG = (
-    "test_resume",
-    "test_zero_runs",
-    "test_demo",
-    "test_leaderboard",
-    "test_answering",
-    "test_fsdp2",
-    "test_ddp",
-    "test_precision",
-    "test_lora_on_ranks",
-    "test_shipped_recipes",
-    "test_planned_memory",
+    *("test_zero_runs", "test_resume", "test_demo", "test_leaderboard", "test_answering", "test_parity"),
+    *("test_precision", "test_ddp", "test_fsdp2", "test_lora_on_ranks", "test_planning", "test_shipped_recipes"),
+    *("test_planned_memory", "test_lora", "test_fuzz", "test_training", "test_memory"),
 )
-"""The longest files, which come first: with a file at a time for each of two processes, none waits long at the end."""
+"""The longest files, which come first: two processes take one file at a time, and none waits long at the end."""
 
 
 def pytest_configure(config):

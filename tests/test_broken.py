@@ -12,6 +12,8 @@ import torch
 
 from soren_align import cli, shipped
 
+pytestmark = pytest.mark.model
+
 RECIPE = """\
 task: sft
 model:

@@ -5,7 +5,7 @@ from huggingface_hub import ModelCard
 
 from soren_align import recipe
 from soren_align.card import card, on_hub, public, write_card
-from tests.support.run_folders import HUB, evaluated, finished_run
+from tests.support.run_folders import HUB, add_results, finished_run
 
 
 @pytest.fixture(autouse=True)
@@ -111,7 +111,7 @@ def test_the_table_has_the_base_in_its_first_row_and_comes_with_each_evaluation(
     run = finished_run("run", *HUB)
     write_card(run)
     assert "This model has not been evaluated." in (run.model / "README.md").read_text()
-    evaluated(run)
+    add_results(run)
     write_card(run)
     page = (run.model / "README.md").read_text()
     rows = [line for line in page.split("## Evaluation")[1].splitlines() if line.startswith("| ")]
@@ -122,7 +122,7 @@ def test_the_table_has_the_base_in_its_first_row_and_comes_with_each_evaluation(
 
 def test_nothing_of_the_machine_is_in_card_or_manifest(tmp_path):
     run = finished_run("run")
-    evaluated(run, data=f"{tmp_path}/sets", title=f"Zoo: on the data in {tmp_path}/sets")
+    add_results(run, data=f"{tmp_path}/sets", title=f"Zoo: on the data in {tmp_path}/sets")
     assert str(tmp_path) in (run.evaluation("quickstart") / "results.json").read_text()
     page = card(run, "zoo")
     assert str(tmp_path) not in page
@@ -134,7 +134,7 @@ def test_nothing_of_the_machine_is_in_card_or_manifest(tmp_path):
 
 def test_a_model_in_the_hubs_cache_has_its_name_in_the_card(tmp_path):
     run = finished_run("run", *HUB)
-    evaluated(run)
+    add_results(run)
     file = run.evaluation("quickstart") / "results.json"
     cached = f"/home/me/.cache/huggingface/hub/models--Qwen--Qwen2.5-0.5B/snapshots/{'a' * 40}"
     file.write_text(file.read_text().replace(f"{tmp_path}/run/start", cached))
@@ -144,8 +144,8 @@ def test_a_model_in_the_hubs_cache_has_its_name_in_the_card(tmp_path):
 @pytest.mark.parametrize("text", ["{", "[]", '{"rows": []}', '{"title": "t"}', "\x00"])
 def test_results_that_cannot_be_read_do_not_take_the_card_with_them(text):
     run = finished_run("run", *HUB)
-    evaluated(run)
-    evaluated(run, suite="other")
+    add_results(run)
+    add_results(run, suite="other")
     (run.evaluation("other") / "results.json").write_text(text)
     page = card(run, "zoo")
     assert "The results in `eval/other` could not be read." in page
@@ -158,7 +158,7 @@ def test_text_of_strangers_is_no_html_and_no_block_of_its_own():
     run.update(
         data={"train": {"path": f"{evil}|\n# x", "split": "all", "sha256": "d" * 64, "num_examples": 9, "dropped": {}}}
     )
-    evaluated(run, title=f"Zoo {evil}")
+    add_results(run, title=f"Zoo {evil}")
     file = run.evaluation("quickstart") / "results.json"
     file.write_text(file.read_text().replace('"notes": []', '"notes": ["<script>x</script>\\n# y"]'))
     run.recipe.write_text(run.recipe.read_text() + "# ```\n# <b>\n")

@@ -39,6 +39,8 @@ def test_a_bad_recipe_is_refused_with_exit_code_2(run, bad):
     assert "Traceback" not in refused.stderr
 
 
+@pytest.mark.process
+@pytest.mark.sample
 def test_help_and_refusals_do_not_import_torch(bad):
     for arguments in (["--help"], ["sft", bad], ["schema"], ["recipes"]):
         code = f"import sys; from soren_align.cli import main; main({arguments!r})\n"

@@ -12,7 +12,7 @@ from soren_align.errors import UserError
 from soren_align.provenance import fingerprint
 from soren_align.push import push
 from soren_align.run_folder import MERGED_FROM
-from tests.support.run_folders import HUB, finished_run, held_by_another
+from tests.support.run_folders import HUB, finished_run, lock_of_another_process
 
 
 class Recorder:
@@ -151,7 +151,8 @@ def test_without_the_hub_or_a_token_nothing_is_tried(hub, monkeypatch):
 
 def test_a_run_that_is_running_is_not_sent(hub):
     there, run = hub(), finished_run("run")
-    with held_by_another(run), pytest.raises(UserError, match="another process is running or evaluating this run"):
+    held = pytest.raises(UserError, match="another process is running or evaluating this run")
+    with lock_of_another_process(run), held:
         push("run", "me/zoo")
     assert there.calls == []
 

@@ -20,7 +20,9 @@ from soren_align.launch.preparation import prepare
 from soren_align.push import push
 from soren_align.run_folder import RunFolder
 from soren_align.terminal import stderr_console
-from tests.support.run_folders import finished_run, held_by_another
+from tests.support.run_folders import finished_run, lock_of_another_process
+
+LOCKED = "another process is running or evaluating this run"
 
 
 @pytest.fixture
@@ -67,7 +69,10 @@ def test_a_second_start_is_refused_and_changes_nothing(make, folder, started):
     assert commands.train(make("trainer.max_steps=3")) == 0
     before = contents(folder.path)
     for overrides in (["trainer.max_steps=4"], ["trainer.max_steps=4", "run.overwrite=true"]):
-        with held_by_another(folder), pytest.raises(UserError, match="another process is running or evaluating"):
+        with (
+            lock_of_another_process(folder),
+            pytest.raises(UserError, match="another process is running or evaluating"),
+        ):
             commands.train(make(*overrides))
     assert contents(folder.path) == before
     assert started == ["train"]
@@ -80,14 +85,14 @@ def test_a_run_folder_is_held_while_torch_loads_and_free_afterwards(make, folder
         commands.train(make())
     assert held == [True, True]
     assert not folder.is_locked()
-    with held_by_another(folder):
+    with lock_of_another_process(folder):
         pass  # would wait for ever
 
 
 @pytest.mark.parametrize("command", [commands.universal, commands.merge])
 def test_commands_on_a_run_that_is_running_are_refused(folder, command):
     finished_run(folder.path)
-    with held_by_another(folder), pytest.raises(UserError, match="another process is running or evaluating this run"):
+    with lock_of_another_process(folder), pytest.raises(UserError, match=LOCKED):
         command(str(folder))
 
 
@@ -107,7 +112,7 @@ def test_ranks_hold_a_folder_whose_launcher_was_killed(folder, make):
     prepare(folder, make())
     folder.release()
     with (
-        held_by_another(folder, ".lock-ranks"),
+        lock_of_another_process(folder, ".lock-ranks"),
         pytest.raises(UserError, match="another process is running or evaluating"),
     ):
         prepare(folder, make())
@@ -117,7 +122,7 @@ def test_ranks_hold_a_folder_whose_launcher_was_killed(folder, make):
 def test_the_first_rank_holds_a_folder_beside_its_launcher(folder, make):
     prepare(folder, make())
     folder.release()
-    with held_by_another(folder):
+    with lock_of_another_process(folder):
         folder.lock(as_rank=True)
         assert lock.is_held(folder.path / ".lock-ranks")
         assert not lock.is_held(folder.path / ".lock")
@@ -126,7 +131,7 @@ def test_the_first_rank_holds_a_folder_beside_its_launcher(folder, make):
 
 def test_a_run_is_evaluated_by_several_processes_and_not_trained_meanwhile(folder, started, make):
     finished_run(folder.path)
-    with held_by_another(folder, shared=True):
+    with lock_of_another_process(folder, shared=True):
         evaluation.evaluate([str(folder)], {})
         with pytest.raises(UserError, match="another process is running or evaluating this run"):
             prepare(folder, make("run.overwrite=true"))
@@ -135,7 +140,7 @@ def test_a_run_is_evaluated_by_several_processes_and_not_trained_meanwhile(folde
 
 def test_a_run_that_is_training_is_not_evaluated(folder, started):
     finished_run(folder.path)
-    with held_by_another(folder), pytest.raises(UserError, match="another process is running or evaluating this run"):
+    with lock_of_another_process(folder), pytest.raises(UserError, match=LOCKED):
         evaluation.evaluate([str(folder)], {})
 
 

@@ -17,6 +17,8 @@ from soren_align.trainers import adapters
 from soren_align.trainers.starting_model import load_model
 from tests.support.run_folders import finished_run
 
+pytestmark = pytest.mark.model
+
 BASE = shipped.ROOT / "recipes" / "quickstart" / "base"
 Q = "model.layers.0.self_attn.q_proj"
 

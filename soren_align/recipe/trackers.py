@@ -8,8 +8,8 @@ from typing import Any
 
 from ..errors import did_you_mean
 
-# Name in report_to -> (required modules, package to install). tests/recipe/test_trackers.py compares the names with those of
-# the installed transformers.
+# Name in report_to -> (required modules, package to install). tests/recipe/test_trackers.py compares the names with
+# those of the installed transformers.
 TRACKERS: dict[str, tuple[tuple[str, ...], str]] = {
     "azure_ml": (("azureml.core",), "azureml-core"),
     "clearml": (("clearml",), "clearml"),

@@ -1,8 +1,8 @@
 """The fields of TRL's SFTConfig and DPOConfig, read from their source without importing them.
 
 Importing TRL takes ten seconds and torch; a typo should be reported within one. So the dataclasses of the *installed*
-TRL and transformers are parsed, never executed. tests/recipe/test_trl_config.py compares the result with `dataclasses.fields`
-of the real classes, so that an upgrade which changes their style is noticed.
+TRL and transformers are parsed, never executed. tests/recipe/test_trl_config.py compares the result with
+`dataclasses.fields` of the real classes, so that an upgrade which changes their style is noticed.
 """
 
 import ast

@@ -1,13 +1,12 @@
 """A chat template ends in seconds, or is refused before training."""
 
-import time
-
 import pytest
 from datasets import Dataset
 
 from soren_align.data import account, check_template, rendering, tokens
 from soren_align.errors import UserError
 from tests.support.conversations import CHATML, chat
+from tests.support.cpu_time import cpu_seconds
 
 SFT = Dataset.from_list([{"messages": chat(1)}])
 ROUND = "{% for i in range(99999) %}"
@@ -31,10 +30,10 @@ ENDLESS = {
 @pytest.mark.parametrize("case", ENDLESS)
 def test_a_template_without_end_is_refused(make_tokenizer, case):
     tokenizer = make_tokenizer(CHATML + ENDLESS[case])
-    began = time.monotonic()
+    before = cpu_seconds()
     with pytest.raises(UserError, match=r"the chat template (takes more than 2 seconds|renders more than 10,000,000)"):
         check_template(tokenizer, "sft", True, SFT)
-    assert time.monotonic() - began < 30  # 2 seconds of CPU; the machine may be busy
+    assert cpu_seconds() - before < 10
 
 
 def test_a_range_beyond_the_sandbox_is_a_template_that_fails(make_tokenizer):

@@ -35,6 +35,8 @@ from soren_align.evaluate.suites import load_suite
 from soren_align.evaluate.workers import OutOfMemory
 from soren_align.recipe import Eval
 
+pytestmark = pytest.mark.model
+
 SUITE = load_suite("quickstart")
 SILENT = Console(file=io.StringIO())
 
@@ -64,6 +66,8 @@ def test_chunks_hold_every_request_once_and_requests_of_one_context_together():
     assert all(len(chunk) == 1 for chunk in make_chunks([(str(i), {}) for i in range(9)], 1))
 
 
+@pytest.mark.process
+@pytest.mark.sample
 def test_several_processes_give_the_answers_of_one(small, models):
     suite, one = small
     several = evaluate_model(models[0], suite, Options(device="cpu", num_processes=2))
@@ -168,6 +172,7 @@ def test_all_that_changes_responses_changes_the_cache_file(change, small, models
     assert len(list((cache / "responses").iterdir())) == 2
 
 
+@pytest.mark.process
 def test_after_a_kill_no_request_is_computed_twice(models, tmp_path):
     asked = Eval(suite="quickstart", batch_size=1)
     command = [
@@ -184,7 +189,7 @@ def test_after_a_kill_no_request_is_computed_twice(models, tmp_path):
     command += ["--output", str(tmp_path / "killed"), "--cache", str(tmp_path / "cache")]
     env = os.environ | {"DS_ACCELERATOR": "cpu"}
     killed = subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     file: list[Path] = []
     while not file or file[0].read_bytes().count(b"\n") < 20:
         assert killed.poll() is None, "it ended before it could be killed"
@@ -207,6 +212,7 @@ def test_after_a_kill_no_request_is_computed_twice(models, tmp_path):
         assert file.read_bytes() == (tmp_path / "killed" / file.relative_to(tmp_path / "whole")).read_bytes()
 
 
+@pytest.mark.process
 def test_a_process_that_is_killed_ends_the_evaluation_and_says_so(small, models):
     def kill(_column, done, _of):
         if done:

@@ -21,6 +21,8 @@ from soren_align.evaluate.tasks import load_tasks
 from soren_align.silence import silence
 from soren_align.terminal import stderr_console
 
+pytestmark = pytest.mark.model
+
 COLUMNS = {"zoo_mc": ("zoo_mc", "acc"), "zoo_gen": ("zoo_gen", "exact_match"), "preference": ("zoo_preference", "acc")}
 
 

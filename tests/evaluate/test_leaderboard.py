@@ -9,6 +9,8 @@ from soren_align.evaluate.tasks import load_tasks, subtasks
 from tests.support.benchmark_data import write_datasets
 from tests.support.lm_eval_reference import LEADERBOARD, ZERO_SHOT, plain
 
+pytestmark = pytest.mark.model
+
 SUITES = {"open-llm-leaderboard-v1": LEADERBOARD, "commonsense-zero-shot": ZERO_SHOT}
 
 
@@ -99,6 +101,7 @@ def test_the_average_is_the_plain_mean_of_the_columns_with_its_own_error(both):
 
 
 @pytest.mark.parametrize("number", [2, 3])
+@pytest.mark.process
 def test_any_number_of_processes_gives_the_prompts_and_scores_of_one(number, leaderboard, readers):
     """lm-eval's own data parallelism changes seven of eight few-shot prompts."""
     suite, tasks, one = leaderboard

@@ -9,6 +9,8 @@ from tests.support.benchmark_data import write_datasets
 from tests.support.lm_eval_reference import plain
 from tests.support.tiny_models import make_reader, teach
 
+pytestmark = pytest.mark.model
+
 GENERATED = {"gen_kwargs": {"max_gen_toks": 16}}
 
 

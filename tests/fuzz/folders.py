@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.fuzz import mutate
 from tests.fuzz.box import BOX
-from tests.support.run_folders import evaluated, finished_run
+from tests.support.run_folders import add_results, finished_run
 
 Files = dict[str, Any]
 Mutator = Callable[[random.Random, Any], bytes]
@@ -90,7 +90,7 @@ def _fill(run: Any, kind: str) -> None:
             (folder / name).write_bytes(data)
     sizes = {name: len(data) for name, data in CHECKPOINT.items()}
     (run.checkpoints / "checkpoint-100" / "soren_align.json").write_text(json.dumps({"origin": ORIGIN, "files": sizes}))
-    evaluated(run)
+    add_results(run)
     for row in ("base", "SFT"):
         folder = run.evaluation("quickstart") / "samples" / row
         folder.mkdir(parents=True)

@@ -10,7 +10,9 @@ from soren_align.errors import UserError
 from soren_align.launch import commands, environment
 from soren_align.launch.preparation import prepare
 from soren_align.run_folder import RunFolder
-from tests.support.run_folders import held_by_another
+from tests.support.run_folders import lock_of_another_process
+
+LOCKED = "another process is running or evaluating this run"
 
 
 @pytest.fixture
@@ -71,7 +73,7 @@ def test_without_a_checkpoint_there_is_nothing_to_protect(make):
 def test_a_folder_in_which_a_process_runs_is_refused(make):
     folder = begin(make())
     folder.release()
-    with held_by_another(folder), pytest.raises(UserError, match="another process is running or evaluating this run"):
+    with lock_of_another_process(folder), pytest.raises(UserError, match=LOCKED):
         begin(make("run.overwrite=true"))
 
 

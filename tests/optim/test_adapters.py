@@ -8,6 +8,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from soren_align.optim import build_optimizer, param_groups, route
 
+pytestmark = pytest.mark.model
+
 FACTOR = "LoRA factor (extension, not in the paper)"
 RATE = 0.01
 

@@ -5,6 +5,8 @@ import torch
 
 from soren_align.optim import OptimizerFactory, route
 
+pytestmark = pytest.mark.model
+
 transformers = pytest.importorskip("transformers")
 
 SETTINGS = {

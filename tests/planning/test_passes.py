@@ -9,6 +9,8 @@ from soren_align.planning.meter import Meter
 from soren_align.planning.passes import Passes
 from soren_align.trainers.build import trl_forward
 
+pytestmark = pytest.mark.model
+
 SHAPE = {"hidden_size": 64, "intermediate_size": 176, "num_attention_heads": 4, "num_key_value_heads": 2}
 CONFIGS = {
     "qwen2": Qwen2Config(**SHAPE, num_hidden_layers=6, vocab_size=512, tie_word_embeddings=True),

@@ -12,6 +12,8 @@ from soren_align.run_folder import RunFolder
 from tests.support.published_data import ultrachat_200k, ultrafeedback_binarized
 from tests.support.published_tokenizers import mistral, qwen
 
+pytestmark = pytest.mark.model
+
 SHAPE = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 5, "num_attention_heads": 4}
 SHAPE |= {"num_key_value_heads": 2, "max_position_embeddings": 256}
 LENGTH = 64

@@ -6,6 +6,8 @@ import pytest
 
 from soren_align import errors, recipe, shipped
 
+pytestmark = pytest.mark.model
+
 MISTRAL_7B = {
     "architectures": ["MistralForCausalLM"],
     "model_type": "mistral",

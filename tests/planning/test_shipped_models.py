@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.model
+
 WANTED = {
     # matrices, tensors that share one embedding, parameters, steps
     "qwen2.5-3b/paper-soren": (252, 3_085_938_688, 1624, 110_758),

@@ -18,6 +18,8 @@ from soren_align.recipe import Eval
 from soren_align.run_folder import RunFolder
 from soren_align.trainers import adapters, training, training_setup
 
+pytestmark = pytest.mark.model
+
 QUIET = Console(file=io.StringIO())
 
 

@@ -15,6 +15,8 @@ from tests.support.benchmark_data import write_datasets
 from tests.support.published_data import ultrachat_200k, ultrafeedback_binarized
 from tests.support.published_tokenizers import mistral, qwen
 
+pytestmark = pytest.mark.model
+
 OPTIMIZERS = ("adamw", "muon", "htmuon", "soren")
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 SHAPE |= {"num_key_value_heads": 2, "max_position_embeddings": 1024}

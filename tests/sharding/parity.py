@@ -22,7 +22,7 @@ from tests.support.parity_configurations import (
     compare,
     reference,
 )
-from tests.support.rank_pool import Ranks
+from tests.support.rank_pool import RankPool
 from tests.support.toy import NUM_STEPS
 
 HEAD = f"""\
@@ -45,7 +45,7 @@ def main(numbers_of_ranks):
     good = True
     with tempfile.TemporaryDirectory() as folder:
         for num_ranks in numbers_of_ranks:
-            ranks = Ranks(num_ranks, Path(folder))
+            ranks = RankPool(num_ranks, Path(folder))
             try:
                 good &= table(ranks)
             finally:

@@ -3,13 +3,15 @@
 import pytest
 
 from tests.support import fake_gpu_jobs as gpu_jobs
-from tests.support.rank_pool import Ranks
+from tests.support.rank_pool import RankPool
+
+pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     """Two ranks of their own: a device from outside stays in a process."""
-    started = Ranks(2, tmp_path_factory.mktemp("gpu"))
+    started = RankPool(2, tmp_path_factory.mktemp("gpu"))
     yield started
     started.stop()
 

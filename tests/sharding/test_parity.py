@@ -17,7 +17,11 @@ from tests.support.parity_configurations import (
 )
 from tests.support.toy import NUM_STEPS, Run, one_process
 
-CASES = [(way, configuration) for configuration in CONFIGURATIONS for way in configuration.ways]
+CASES = [
+    pytest.param(way, configuration, marks=[pytest.mark.sample] if configuration is DEFAULT else [])
+    for configuration in CONFIGURATIONS
+    for way in configuration.ways
+]
 
 
 def same_steps(ranks, way, configuration):

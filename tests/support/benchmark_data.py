@@ -1,4 +1,4 @@
-"""The eight data sets that the shipped suites ask, invented, in the hub's own schemas and layout.
+"""Invented data for the eight benchmarks of the shipped suites, in the hub's schemas and layout.
 
 Each is a folder as `hf download --repo-type dataset` leaves it: a README.md whose front matter says which file is which
 split, and the files. Most are parquet, as on the hub; two are jsonl, so that both are read.

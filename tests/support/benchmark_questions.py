@@ -1,4 +1,4 @@
-"""Invented questions, one row of a data set each: the columns and oddities of the real ones, nobody's sentences."""
+"""Invented questions, one example of a benchmark each, with the columns and oddities of the real ones."""
 
 import random
 from collections.abc import Callable

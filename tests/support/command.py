@@ -9,7 +9,6 @@ from typing import NamedTuple
 from unittest import mock
 
 from soren_align import cli
-from soren_align.launch import commands
 
 
 class Result(NamedTuple):
@@ -37,7 +36,8 @@ def run(*arguments, cwd=None, env=None):
             stack.enter_context(contextlib.chdir(cwd))
         stack.enter_context(contextlib.redirect_stdout(out))
         stack.enter_context(contextlib.redirect_stderr(err))
-        return Result(_main([str(argument) for argument in arguments]), out.getvalue(), err.getvalue())
+        code = cli.main([str(argument) for argument in arguments])
+        return Result(code, out.getvalue(), err.getvalue())
 
 
 def start(*arguments, **settings):
@@ -56,31 +56,3 @@ def run_process(*arguments, cwd=None, env=None, timeout=300):
 def overrides(*settings):
     """`--set` before each of them."""
     return [part for setting in settings for part in ("--set", setting)]
-
-
-def _main(arguments):
-    """The exit code of the command line; a worker is called where the command would start one."""
-    from soren_align.launch import worker
-
-    run_process = subprocess.run
-
-    def call_worker(rest, *_, **__):
-        sys.exit(worker.main(rest))
-
-    def call_planner(command, **settings):
-        if command[: len(commands._WORKER)] != commands._WORKER:
-            return run_process(command, **settings)
-        with mock.patch.object(sys, "stdin", io.StringIO(settings["input"])):
-            return subprocess.CompletedProcess(command, worker.main(command[len(commands._WORKER) :]))
-
-    with (
-        mock.patch.object(commands, "_become", call_worker),
-        mock.patch.object(commands.subprocess, "run", call_planner),
-        mock.patch.object(sys, "argv", ["soren-align", *arguments]),
-        mock.patch.object(worker.console, "_file", None),
-    ):
-        try:
-            cli.main()
-        except SystemExit as end:
-            return end.code or 0
-        return 0

@@ -1,4 +1,4 @@
-"""Conversations about a zoo in the layouts of the paper's two datasets, and a split of the recipe that reads them."""
+"""Conversations about a zoo in the layouts of the paper's two datasets, and the split of a recipe."""
 
 from types import SimpleNamespace
 

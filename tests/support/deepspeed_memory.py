@@ -1,4 +1,4 @@
-"""What DeepSpeed itself holds: every storage that is alive on a rank when the optimizer steps."""
+"""Memory under DeepSpeed: every storage that is alive on a rank when the optimizer steps."""
 
 import gc
 import time

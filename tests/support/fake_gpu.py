@@ -1,4 +1,4 @@
-"""A device named "gpu" whose tensors compute on the CPU: what CUDA and NCCL refuse of mixed devices is refused here.
+"""A device named "gpu" whose tensors compute on the CPU and which refuses mixed devices as CUDA and NCCL do.
 
 FakeTensorMode knows devices too, but has no contents: a step reads a few on the host. These have them. torch has one
 place for a device from outside, and it cannot be left again: for processes of their own.

@@ -1,4 +1,4 @@
-"""What the ranks of test_devices.py run: steps on the device of fake_gpu.py, beside the same steps on the CPU."""
+"""The jobs of test_devices.py: steps on the device of fake_gpu.py, beside the same steps on the CPU."""
 
 import torch
 import torch.distributed as dist

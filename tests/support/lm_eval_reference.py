@@ -1,4 +1,4 @@
-"""lm-eval without us: what its own simple_evaluate says of a model, for the stage to be compared with."""
+"""lm-eval's own simple_evaluate, the reference for our evaluation."""
 
 import tempfile
 from pathlib import Path

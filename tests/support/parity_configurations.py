@@ -1,4 +1,4 @@
-"""What is compared with one process, and how: the list that test_parity.py goes through and parity.py prints."""
+"""The runs on several ranks that are compared with one process, for test_parity.py and `make parity`."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,4 +1,4 @@
-"""Small datasets in the native layouts of the paper's two: made-up words under the real names of columns and splits."""
+"""Small datasets in the layouts of the paper's two: made-up words under the real names of columns and splits."""
 
 from pathlib import Path
 

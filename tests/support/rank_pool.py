@@ -12,11 +12,11 @@ import traceback
 from unittest.mock import patch
 
 JOB_SECONDS = 240  # after which a job counts as hung
-# What the jobs import, 9 s of one core: once for all ranks. DeepSpeed looks for its optimizer Muon in initialize(), and
-# that imports a compiler.
+# Modules that the jobs import, 15 s of one core: once for all ranks. DeepSpeed looks for its optimizer Muon in
+# initialize(), and that imports a compiler.
 PRELOADED = [
     *("torch", "torch._dynamo", "torch.distributed.fsdp", "deepspeed.runtime.zero.muon.muon_optimizer"),
-    *("soren_align.sharding", "soren_align.optim"),
+    *("trl", "peft", "soren_align.trainers.training"),
 ]
 ENVIRONMENT = {
     **{"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "TORCH_COMPILE_DISABLE": "1"},
@@ -24,7 +24,7 @@ ENVIRONMENT = {
 }
 
 
-class Ranks:
+class RankPool:
     """`num_ranks` processes with gloo between them."""
 
     def __init__(self, num_ranks, folder):
@@ -42,14 +42,14 @@ class Ranks:
         for process in self.processes:
             process.start()
 
-    def run(self, job, *arguments):
-        """What each rank's job returned. AssertionError with the ranks' tracebacks if one raised or hung."""
+    def run(self, job, *arguments, seconds=JOB_SECONDS):
+        """The results of the job, one per rank. AssertionError with tracebacks if a rank raised or took too long."""
         assert all(process.is_alive() for process in self.processes), "the ranks were stopped after an earlier hang"
         for pipe in self.pipes:
             pipe.send((job, arguments))
         answers = []
         for rank, pipe in enumerate(self.pipes):
-            if not pipe.poll(JOB_SECONDS):
+            if not pipe.poll(seconds):
                 self.stop()  # an answer that comes late would be taken for the next job's
                 raise AssertionError(f"rank {rank} of {self.num_ranks} hangs in {job.__name__}{arguments}")
             answers.append(pipe.recv())
@@ -65,13 +65,15 @@ class Ranks:
 
 
 def serve(rank, num_ranks, store, pipe):
-    """The life of a rank."""
+    """Run the jobs that come through the pipe, one after another, each in a fresh environment."""
     os.environ.update(ENVIRONMENT)  # should the server have been started by others
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks))
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29500")  # read by libraries; the group has its own store
     import torch
     import torch.distributed as dist
 
     gc.freeze()  # DeepSpeed collects garbage in initialize(): half a second with all that is imported
-    linear = torch.nn.functional.linear
+    environment, linear = dict(os.environ), torch.nn.functional.linear
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=datetime.timedelta(seconds=60)
@@ -83,3 +85,16 @@ def serve(rank, num_ranks, store, pipe):
         except Exception:
             pipe.send((None, traceback.format_exc()))
         torch.nn.functional.linear = linear  # ZeRO 3 puts its own in its place, for all models to come
+        os.environ.clear()
+        os.environ.update(environment)
+        forget_accelerate()
+
+
+def forget_accelerate():
+    """Let accelerate and transformers look anew at the environment and at the arguments of the next Trainer."""
+    from accelerate.state import AcceleratorState, GradientState
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    unset_hf_deepspeed_config()

@@ -1,4 +1,4 @@
-"""Results as the stage hands them to its tables and pictures: numbers made up, every key there."""
+"""Made-up results with every key that tables and pictures read."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""A finished run folder, as a worker leaves it, without the training."""
+"""A finished run folder as training leaves it, made without training."""
 
 import fcntl
 import json
@@ -60,15 +60,15 @@ def finished_run(path, *overrides, training=(), start=None, adapter_of=None):
 
 
 @contextmanager
-def held_by_another(folder, name=".lock", *, shared=False):
-    """A run folder that another process holds: flock belongs to the open file, so that this process will do."""
+def lock_of_another_process(folder, name=".lock", *, shared=False):
+    """Lock a run folder as another process would: the lock belongs to the open file, so this process can stand in."""
     with (folder.path / name).open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
         yield
 
 
-def evaluated(folder, suite="quickstart", data="hub", title="Quickstart zoo"):
-    """The results of an evaluation, put where `soren-align eval` puts them."""
+def add_results(folder, suite="quickstart", data="hub", title="Quickstart zoo"):
+    """Write the results of an evaluation where `soren-align eval` writes them."""
     base = {"zoo_mc": {"value": 20.0, "stderr": 3.7, "n": 120}}
     gain = {"value": 80.0, "low": 71.1, "high": 86.3, "p": 1e-9, "p_holm": 1e-9}
     rows = [

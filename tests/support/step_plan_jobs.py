@@ -1,4 +1,4 @@
-"""What the ranks run about plans: steps that cannot be planned, and how many plans are kept."""
+"""Jobs about step plans: steps that cannot be planned, and how many plans are cached."""
 
 import copy
 

@@ -1,10 +1,11 @@
 """The tiers of the tests: how much of a machine a test needs.
 
-The tier of a test is the nearest tier mark on it, its class or its module; else `ranks` if it uses the pool of ranks;
-else `unit`. After collection every test has exactly one tier mark.
+The tier of a test is the nearest tier mark on it, its class or its module; else `ranks` if it uses the fixture
+rank_pools; else `model` if it uses one of MODEL_FIXTURES; else `unit`. After collection every test has one tier mark.
 """
 
 import contextlib
+import multiprocessing.process
 import os
 import sys
 
@@ -14,6 +15,7 @@ TIERS = {
     "ranks": "runs on several ranks of a pool that is started once",
     "process": "starts processes: kills, launchers, the demo, the wheel",
 }
+MODEL_FIXTURES = {"tiny_run", "models", "readers"}
 SAMPLE = "a test of tier ranks or process that `make test` runs too"
 
 
@@ -28,7 +30,11 @@ def assign_tiers(items):
 
 def _tier(item):
     marks = [mark.name for mark in item.iter_markers() if mark.name in TIERS]  # the nearest first
-    return marks[0] if marks else "ranks" if "ranks" in item.fixturenames else "unit"
+    if marks:
+        return marks[0]
+    if "rank_pools" in item.fixturenames:
+        return "ranks"
+    return "unit" if MODEL_FIXTURES.isdisjoint(item.fixturenames) else "model"
 
 
 class ProcessGuard:
@@ -37,6 +43,13 @@ class ProcessGuard:
     def __init__(self):
         self.tier = None
         sys.addaudithook(self._on_event)  # cannot be removed
+        start = multiprocessing.process.BaseProcess.start
+
+        def guarded_start(process):
+            self._refuse(f"the process {process.name}")
+            start(process)
+
+        multiprocessing.process.BaseProcess.start = guarded_start
 
     @contextlib.contextmanager
     def during(self, tier):
@@ -48,7 +61,13 @@ class ProcessGuard:
             self.tier = None
 
     def _on_event(self, event, arguments):
-        if event == "subprocess.Popen" and self.tier in ("unit", "model"):
+        if event == "subprocess.Popen":
             program = os.path.basename(os.fsdecode(arguments[0]))
-            if program.startswith(("python", "torchrun")):
-                raise AssertionError(f"a test of tier {self.tier} starts {program}; mark it pytest.mark.process")
+            # -I: weights.py tries a regular expression in a bare interpreter, which loads nothing.
+            if program.startswith(("python", "torchrun")) and "-I" not in arguments[1]:
+                self._refuse(program)
+
+    def _refuse(self, program):
+        assert self.tier not in ("unit", "model"), (
+            f"a test of tier {self.tier} starts {program}; mark it with `process`"
+        )

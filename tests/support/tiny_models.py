@@ -1,4 +1,4 @@
-"""A tiny random Llama that reads any text, and neighbours of it: what training could have made of it."""
+"""A tiny random Llama that reads any text, and variants of it that stand in for trained models."""
 
 import random
 import shutil

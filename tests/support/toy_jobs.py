@@ -1,4 +1,4 @@
-"""What the ranks run: the toy's ten steps, sharded in each way. Every job returns its rank's `Result`."""
+"""Jobs that train the toy for ten steps, sharded in each way. Each returns its rank's `Result`."""
 
 import os
 from dataclasses import dataclass, field

@@ -1,18 +1,13 @@
-"""What test_ddp.py, test_zero_runs.py and test_fsdp2.py look at, done by ranks under torchrun: much in one start.
+"""Training by several ranks of a RankPool, for test_ddp.py, test_zero_runs.py, test_fsdp2.py and their neighbours.
 
-    torchrun --standalone --nproc-per-node N -m tests.support.trainer_jobs JOB FOLDER
-
-A job is a function below, under its name. Each rank writes what it returned into FOLDER/<job><rank>.json.
+`run(group, job, folder)` calls one of the functions below by its name; the runs are folders in `folder`.
 """
 
 import gc
-import json
 import math
 import signal
-import sys
 import weakref
 from contextlib import contextmanager
-from pathlib import Path
 from unittest import mock
 
 import torch
@@ -23,9 +18,10 @@ from safetensors.torch import save_file
 from trl import SFTTrainer
 
 from soren_align.errors import UserError
+from soren_align.optim import muon
 from soren_align.recipe import checks
 from soren_align.sharding import local
-from soren_align.silence import quiet_libraries
+from soren_align.sharding.ranks import current_ranks
 from soren_align.spectral import newton_schulz
 from soren_align.trainers.attached_optimizer import OptimizerCheck
 from soren_align.trainers.trl_trainers import SorenTrainerMixin
@@ -133,6 +129,17 @@ def precision(make):
     with mock.patch.object(checks, "_parallel_problems", return_value=[]), fsdp2_on_cpus():
         seen = {mode: narrow(make, mode) for mode in ("ddp", "fsdp2")}
     return seen | {mode: narrow(make, mode) for mode in ("zero2", "zero3")}
+
+
+ADAPTERS = ("trainer.max_steps=4", "trainer.warmup_steps=0", "trainer.per_device_train_batch_size=4")
+ADAPTERS += ("run.global_batch_size=8", "data.train.limit=64")
+
+
+def adapters(make):
+    """All that test_lora_on_ranks.py asks of two ranks."""
+    for mode in ("ddp", "zero2"):
+        for task, start in (("sft", ()), ("dpo", (f"model.name_or_path={make.folder / 'alone-sft/model'}",))):
+            make(f"{mode}-{task}", f"{task}-lora", *ADAPTERS, *start, f"run.parallel={mode}").train()
 
 
 def narrow(make, mode):
@@ -296,20 +303,20 @@ def stopped(make):
     return [went_on, [p.name for p in sorted(run.folder.checkpoints.glob("checkpoint-*"))]]
 
 
-def main(job, folder):
-    torch.set_num_threads(1)
-    gc.freeze()  # DeepSpeed collects garbage for each engine, and what was imported is none
-    ranks = init_ranks(60)
+def run(group, job, folder):
+    """The result of one rank."""
+    folders = []
 
     def make(name, task, *overrides):
-        return TinyRun(folder / name, task, *overrides, ranks=ranks)
+        tiny_run = TinyRun(folder / name, task, *overrides, ranks=make.ranks)
+        folders.append(tiny_run.folder)
+        return tiny_run
 
-    make.ranks = ranks
-    with quiet_libraries():
-        seen = {"ddp": ddp, "zero": zero, "freed": freed, "fsdp2": fsdp2, "precision": precision}[job](make)
-    (folder / f"{job}{ranks.rank}.json").write_text(json.dumps(seen))
-    ranks.leave()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    make.ranks, make.folder = current_ranks(), folder
+    jobs = {"ddp": ddp, "zero": zero, "freed": freed, "fsdp2": fsdp2, "precision": precision, "adapters": adapters}
+    with mock.patch.object(muon, "newton_schulz", muon.newton_schulz):  # without_bfloat16() replaces it
+        try:
+            return jobs[job](make)
+        finally:
+            for run_folder in folders:
+                run_folder.release()  # a rank that was killed would have ended and let go of its lock

@@ -1,9 +1,7 @@
-"""Ten steps of one process, which any number of ranks must take too, and how the ranks are started."""
+"""Ten steps of one process, which any number of ranks must take too."""
 
 import functools
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from unittest import mock
@@ -11,19 +9,14 @@ from unittest import mock
 from safetensors.torch import load_file
 
 from soren_align.optim import muon
+from tests.support import trainer_jobs
 from tests.support.tiny_run import TinyRun
 from tests.support.trainer_jobs import GLOBAL, PARITY, without_bfloat16
 
-ROOT = Path(__file__).resolve().parents[2]
 
-
-def ranks_do(job, num_ranks, folder):
-    """What each of `num_ranks` ranks saw when they did a job of trainer_jobs.py."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    command = [*torchrun, "-m", "tests.support.trainer_jobs", job, folder]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [json.loads((folder / f"{job}{rank}.json").read_text()) for rank in range(num_ranks)]
+def ranks_do(pool, job, folder):
+    """The results of a job of trainer_jobs.py, one per rank."""
+    return pool.run(trainer_jobs.run, job, folder, seconds=1800)
 
 
 def weights(folder):

@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
@@ -13,14 +12,14 @@ from soren_align.sharding.ranks import Ranks
 from tests.support.trainer_jobs import RUNS
 from tests.support.trainer_parity import furthest, one_process, ranks_do
 
-HERE = Path(__file__).parent
+pytestmark = pytest.mark.sample
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
+def two_ranks(rank_pools, tmp_path_factory):
     """The folder in which two ranks have done `ddp` of trainer_jobs.py, and what each of them saw."""
     folder = tmp_path_factory.mktemp("ddp")
-    return folder, ranks_do("ddp", 2, folder)
+    return folder, ranks_do(rank_pools(2), "ddp", folder)
 
 
 @pytest.mark.parametrize(("name", "task", "overrides"), RUNS)

@@ -23,10 +23,10 @@ SOREN, DPO = RUNS[0][:2], RUNS[3][:2]
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
+def two_ranks(rank_pools, tmp_path_factory):
     """The folder in which two ranks have done `fsdp2` of trainer_jobs.py, and what each of them saw."""
     folder = tmp_path_factory.mktemp("fsdp2")
-    return folder, ranks_do("fsdp2", 2, folder)
+    return folder, ranks_do(rank_pools(2), "fsdp2", folder)
 
 
 @pytest.mark.parametrize(("name", "like"), [("soren", SOREN), ("dpo", DPO), ("recomputed", SOREN)])

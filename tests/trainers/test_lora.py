@@ -16,6 +16,8 @@ from soren_align.recipe import adapter_config
 from soren_align.trainers import adapters, training
 from soren_align.trainers.starting_model import starting_checkpoint
 
+pytestmark = pytest.mark.model
+
 LORA = (
     "model.lora={r: 4}",
     "optimizer.lr=2e-2",

@@ -222,10 +222,10 @@ def test_what_keeps_float32_masters_may_load_bfloat16(tiny_run):
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
+def two_ranks(rank_pools, tmp_path_factory):
     """The folder in which two ranks have done `precision` of trainer_jobs.py, and what each of them saw."""
     folder = tmp_path_factory.mktemp("precision")
-    return folder, ranks_do("precision", 2, folder)
+    return folder, ranks_do(rank_pools(2), "precision", folder)
 
 
 @pytest.mark.parametrize("mode", ["zero2", "zero3", "fsdp2"])

@@ -4,8 +4,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -15,7 +13,10 @@ from safetensors.torch import load_file
 from soren_align import shipped
 from soren_align.errors import UserError
 from soren_align.run_folder import RunFolder
+from tests.support import command
 from tests.support.trainer_parity import logged
+
+pytestmark = pytest.mark.model
 
 
 def weights(folder):
@@ -157,14 +158,20 @@ def test_old_checkpoints_go_only_after_the_new_one_is_sealed(tiny_run, monkeypat
 
 def start(folder, *overrides):
     sets = [f"run.output_dir={folder.path}", "trainer.max_steps=60", "trainer.save_steps=5", *overrides]
-    command = [sys.executable, "-m", "soren_align.cli", "sft", "quickstart/sft", "--no-eval"]
-    command += [part for s in sets for part in ("--set", s)]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    return command.start("sft", "quickstart/sft", "--no-eval", *command.overrides(*sets))
 
 
-def test_five_kills_at_random_moments_change_nothing(tmp_path):
-    whole, killed = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "killed")
-    assert start(whole).wait() == 0
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of an uninterrupted run by start()."""
+    folder = RunFolder(tmp_path_factory.mktemp("uninterrupted") / "run")
+    assert start(folder).wait() == 0
+    return folder
+
+
+@pytest.mark.process
+def test_five_kills_at_random_moments_change_nothing(tmp_path, whole):
+    killed = RunFolder(tmp_path / "killed")
     rng = random.Random(2026)
     kills, moments = 0, []
     while kills < 5:
@@ -188,9 +195,9 @@ def test_five_kills_at_random_moments_change_nothing(tmp_path):
     assert same(weights(whole), weights(killed)), f"kills after {moments}"
 
 
-def test_ctrl_c_leaves_a_run_that_goes_on(tmp_path):
-    whole, stopped = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "stopped")
-    assert start(whole).wait() == 0
+@pytest.mark.process
+def test_ctrl_c_leaves_a_run_that_goes_on(tmp_path, whole):
+    stopped = RunFolder(tmp_path / "stopped")
     process = start(stopped)
     wait_for(lambda: stopped.metrics.is_file() and stopped.metrics.stat().st_size, process)
     process.send_signal(signal.SIGINT)
@@ -200,6 +207,7 @@ def test_ctrl_c_leaves_a_run_that_goes_on(tmp_path):
     assert same(weights(whole), weights(stopped))
 
 
+@pytest.mark.process
 def test_two_processes_do_not_share_a_run(tmp_path):
     folder = RunFolder(tmp_path / "run")
     first = start(folder)
@@ -212,7 +220,7 @@ def test_two_processes_do_not_share_a_run(tmp_path):
     first.wait()
 
 
-def wait_for(condition, process, seconds=60):
+def wait_for(condition, process, seconds=600):
     end = time.monotonic() + seconds
     while not condition() and process.poll() is None:
         assert time.monotonic() < end, "nothing happened"

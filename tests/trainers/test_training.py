@@ -14,6 +14,8 @@ from soren_align.errors import UserError
 from soren_align.trainers.attached_optimizer import OptimizerMismatch
 from soren_align.trainers.starting_model import load_model
 
+pytestmark = pytest.mark.model
+
 
 def metrics(run):
     return [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]

@@ -1,0 +1,30 @@
+"""Every test has one tier, and a test of tier unit or model starts no Python process (tests/support/tiers.py)."""
+
+import multiprocessing
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.tiers import TIERS
+
+
+def test_every_collected_test_has_one_tier(request):
+    for item in request.session.items:
+        assert sum(mark.name in TIERS for mark in item.iter_markers()) == 1, item.nodeid
+
+
+def test_a_unit_test_cannot_start_python():
+    with pytest.raises(AssertionError, match="a test of tier unit starts python"):
+        subprocess.run([sys.executable, "-c", ""])
+
+
+@pytest.mark.model
+def test_a_test_with_a_model_cannot_start_a_process():
+    with pytest.raises(AssertionError, match="a test of tier model starts the process"):
+        multiprocessing.get_context("spawn").Process(target=print).start()
+
+
+@pytest.mark.process
+def test_a_test_of_processes_can_start_python():
+    assert subprocess.run([sys.executable, "-c", ""]).returncode == 0
