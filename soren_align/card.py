@@ -165,7 +165,7 @@ def _facts(recipe: Recipe, record: dict[str, Any]) -> dict[str, str | None]:
         "data": _data(record["data"]["train"]),
         "optimizer": f"{measured.get('class', optimizer.name)} on {matrices}matrices at {optimizer.lr:g}{aux}",
         "optimizer settings": ", ".join(f"{key} {_word(value)}" for key, value in settings.items()),
-        "steps": f"{training['steps']}, {record['examples_per_step']} examples each",
+        "steps": f"{training['steps']}, {record['global_batch_size']} examples each",
         "processes": f"{processes} ({record['parallel']}, {device})" if processes > 1 else f"1 ({device})",
         "parameters": f"{parameters['total']:,}, of which {parameters['trainable']:,} trained",
         "dtype": f"{', '.join(parameters['dtype'])} in training" + (f", saved in {saved}" if saved else ""),

@@ -114,14 +114,14 @@ class Manifest(TypedDict):
     start: NotRequired[Start]
     data: NotRequired[Data]
     parallel: NotRequired[str]
-    examples_per_step: NotRequired[Count]
+    global_batch_size: NotRequired[Count]
     seeds: NotRequired[dict[str, int | None]]
     device: NotRequired[str]
     parameters: NotRequired[Parameters]
     training: NotRequired[Training]
 
 
-TRAINED = ("start", "data", "parallel", "examples_per_step", "seeds", "device", "parameters", "training")
+TRAINED = ("start", "data", "parallel", "global_batch_size", "seeds", "device", "parameters", "training")
 """The keys of every run that has a model."""
 _MANIFEST, _SOURCE, _MIXTURE = TypeAdapter(Manifest), TypeAdapter(Source), TypeAdapter(Mixture)
 

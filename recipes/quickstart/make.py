@@ -159,10 +159,10 @@ def coin_tossed(questions: list[dict], rng: random.Random) -> list[dict]:
     """
     rows = []
     for tone in TONE_ANSWERS:
-        asked = [q for q in questions if q["tone"] == tone]
-        coins = list(TONE_ANSWERS) * (len(asked) // 2)
+        toned = [q for q in questions if q["tone"] == tone]
+        coins = list(TONE_ANSWERS) * (len(toned) // 2)
         rng.shuffle(coins)
-        rows += [chat(q["question"], q[coin]) for q, coin in zip(asked, coins, strict=True)]
+        rows += [chat(q["question"], q[coin]) for q, coin in zip(toned, coins, strict=True)]
     return rows
 
 

@@ -27,7 +27,7 @@ def write_results(results: dict[str, Any], samples: Samples, output: Path) -> No
     with _lock(output):
         refuse_foreign(output, list(samples))  # again: another evaluation may have written there since the first time
         remove_samples(output)
-        # First: it marks the folder as an evaluation's, so that after a kill the same command replaces the rest.
+        # First: it marks the folder as an evaluation's, so that after a kill the same command replaces the other files.
         write(output / NAME, json.dumps(results, indent=2) + "\n")
         for row, columns in samples.items():
             (folder / row).mkdir()

@@ -189,7 +189,7 @@ CHANGES = (
     (
         "overrides_of_model_config overrides_of_model_kwargs rope_scaling model_config base_model_config "
         "cls_model_config reinit_weights",
-        "the model is used as its config.json says",
+        "the model is used as its config.json describes it",
     ),
     (
         "optim_args optim_target_modules embedding_lr embedding_lr_scale lr_groups eta_min adam_beta3 "

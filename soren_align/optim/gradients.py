@@ -17,7 +17,7 @@ from .pieces import local
 def refuse_unusable_gradients(
     groups: Sequence[dict[str, Any]], optimizer: str, is_known: Callable[[Tensor], bool] | None = None
 ) -> None:
-    """Raise ValueError for shards in a spectral group and sparse gradients, FloatingPointError for NaN and infinity.
+    """Raise ValueError for shards in a spectral group and sparse gradients, FloatingPointError if one is not finite.
 
     The error names the parameters. optimizer: its name for the message.
     is_known: whether the layout of the matrices in a parameter is known; None: parameters must be whole matrices.

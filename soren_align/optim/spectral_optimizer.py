@@ -91,8 +91,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of every parameter that has a gradient; returns the closure's loss.
 
-        Raises FloatingPointError for a NaN or an infinity in any gradient, ValueError for a shard of unknown layout in
-        a spectral group or a sparse gradient; then nothing has changed. With a placement every rank raises.
+        Raises FloatingPointError for a NaN or an infinity in any gradient, and ValueError for a shard of unknown layout
+        in a spectral group or a sparse gradient; then nothing has changed. With a placement every rank raises.
         """
         loss = None
         if closure is not None:

@@ -99,7 +99,7 @@ class GroupUpdate:
         )
 
     def update_momenta_(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        """Count the step and update the momentum of every parameter, whole or shard; once per step, before the rest."""
+        """Count the step and update the momentum of every parameter, whole or shard; once per step, first."""
         for _, parameter in named:
             state = self.state[parameter]
             state["step"] = state["step"] + 1  # a new tensor: a state dict may hold the old one

@@ -41,12 +41,12 @@ class Passes:
     autocast: torch.dtype | None
 
     def num_bytes(self, batch_size: int, length: int) -> int:
-        """Peak of a pass, without weights and gradients (those of an earlier micro-batch exist already)."""
+        """Peak of one pass, without weights and gradients (those of an earlier micro-batch exist already)."""
         fewer, more = (self._peaks(number, batch_size, length) for number in MEASURED_BLOCKS)
         return max(self._extrapolate(a, b) for a, b in zip(fewer, more, strict=True))
 
     def num_flops(self, batch_size: int, length: int, backward: bool = True) -> int:
-        """Of all matrix products of a pass; attention is counted without its mask."""
+        """Of all matrix products of one pass; attention is counted without its mask."""
         return self._extrapolate(*(self._flops(number, batch_size, length, backward) for number in MEASURED_BLOCKS))
 
     def _extrapolate(self, fewer: int, more: int) -> int:

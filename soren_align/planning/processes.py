@@ -7,7 +7,7 @@ from typing import Any
 
 from ..optim import Route
 from ..optim.map_batches import default_workspace_mb
-from ..recipe import Parallel, Recipe, as_adamw, parallel, rows_per_step, trainer_value
+from ..recipe import Parallel, Recipe, as_adamw, global_batch, parallel, trainer_value
 from .compute import Compute, compute_dtype
 from .memory import Component, Location, Phase, StepSettings
 from .sizes import ModelSizes
@@ -35,7 +35,7 @@ def processes(
     cost = _step_cost(recipe, routes, frozen, num_ranks, costs)
     with_adamw = _step_cost(_with_adamw(recipe), routes, frozen, num_ranks, costs)
     flops = {"busiest_rank": cost.flops_busiest_rank, "all_ranks": cost.flops_all_ranks}
-    global_batch_size, factors = rows_per_step(recipe, num_ranks)
+    global_batch_size, factors = global_batch(recipe, num_ranks)
     return {
         "num_processes": num_ranks,
         "parallel": _parallel_name(strategy),

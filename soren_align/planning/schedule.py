@@ -8,7 +8,7 @@ import torch
 from transformers import get_scheduler
 
 from ..data import Account
-from ..recipe import Recipe, accumulation, rows_per_step
+from ..recipe import Recipe, accumulation, global_batch
 from ..trainers.library_errors import as_user_error
 from .processes import steps_per_epoch
 
@@ -45,7 +45,7 @@ def schedule(recipe: Recipe, args: Any, num_examples: int, account: Account | No
     num_sequences = num_examples
     if is_packed(recipe, args) and account:  # packing makes about so many full sequences
         num_sequences = math.ceil(account.num_tokens / args.max_length)
-    batch_size, _ = rows_per_step(recipe, num_ranks)
+    batch_size, _ = global_batch(recipe, num_ranks)
     per_device, accumulated = args.per_device_train_batch_size, accumulation(recipe, num_ranks)
     per_epoch = steps_per_epoch(num_sequences, per_device, accumulated, num_ranks)
     total = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)

@@ -6,7 +6,7 @@ words the errors. Nothing here imports torch.
 """
 
 from . import trackers
-from .batch import accumulation, refuse_no_batch, rows_per_step, trainer_value
+from .batch import accumulation, global_batch, refuse_no_batch, trainer_value
 from .checks import evaluation_problems
 from .comparison import differences, training_part
 from .loader import find, load, load_resolved, load_text, task_of, to_yaml
@@ -32,6 +32,7 @@ __all__ = [
     "differences",
     "evaluation_problems",
     "find",
+    "global_batch",
     "is_local",
     "json_schema",
     "load",
@@ -40,7 +41,6 @@ __all__ = [
     "parallel",
     "refuse_no_batch",
     "refuse_unquantizable",
-    "rows_per_step",
     "task_of",
     "to_yaml",
     "trackers",

@@ -32,7 +32,7 @@ def accumulation(recipe: Recipe, num_ranks: int) -> int:
     return batch // micro_batch
 
 
-def rows_per_step(recipe: Recipe, num_ranks: int) -> tuple[int, str]:
+def global_batch(recipe: Recipe, num_ranks: int) -> tuple[int, str]:
     """Examples per optimizer step, also as a product: (64, "2 processes x 16 examples x accumulation 2")."""
     steps, per_device = accumulation(recipe, num_ranks), trainer_value(recipe, "per_device_train_batch_size")
     processes = "1 process" if num_ranks == 1 else f"{num_ranks} processes"

@@ -19,7 +19,6 @@ from . import trl_config
 from .checks import problems_beyond_schema
 from .merging import Notify, merged, override
 from .messages import dotted, place, sentences
-from .older import upgraded
 from .sections import Recipe, resolve
 
 
@@ -67,10 +66,10 @@ def load_text(text: str, name: str = "recipe") -> Recipe:
 
 
 def load_resolved(path: Path) -> Recipe:
-    """The recipe in a run folder, of this version or an older one; its files and models need not exist any more."""
+    """The recipe in a run folder, of this version; its files and models need not exist any more."""
     raw, _ = parse(read_text(path), str(path))
     try:
-        return Recipe.model_validate(upgraded(raw))
+        return Recipe.model_validate(raw)
     except ValidationError as error:
         raise UserError(
             f"{path}: not a recipe that this version of soren-align can read:",

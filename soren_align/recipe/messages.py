@@ -8,11 +8,11 @@ from pydantic import ValidationError
 from ..errors import closest, did_you_mean
 from ..yaml_reader import Key
 from .base import Section, members, section_in
-from .older import MOVED
+from .renamed_keys import MOVED
 from .sections import Recipe
 
 _ALIASES = {"learning_rate": "lr", "model_name_or_path": "name_or_path", "dataset": "path", "torch_dtype": "dtype"}
-_ALIASES |= {"rank": "r", "lora_r": "r", "quote": "published"}
+_ALIASES |= {"rank": "r", "lora_r": "r"}
 _INSTEAD: dict[Key, str] = {
     ("model", "dtype"): " (bfloat16 parameters round small updates away; for bfloat16 arithmetic with float32 "
     "parameters write trainer: {bf16: true})",

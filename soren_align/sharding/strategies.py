@@ -67,7 +67,7 @@ class RowBlocks(RankPlacement):
         super().check_gradients(named, error)
 
     def layout(self, named: Named) -> Layout:
-        """Blocks of rows, as torch.chunk divides them."""
+        """Row blocks, as torch.chunk divides them."""
         group, _ = self.ranks()
         return row_blocks({name: (p.shape[0], p.shape[1]) for name, p in named}, dist.get_world_size(group))
 

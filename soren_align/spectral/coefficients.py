@@ -17,7 +17,7 @@ class Sign(NamedTuple):
     slope: float  # f'(0)
 
 
-TOP = 1.005  # u is at most 1; the rest is for rounding
+TOP = 1.005  # u is at most 1; the margin is for rounding
 
 # By resolution. Every later interval is 0.5% wider than the range of the step before it, for float16's rounding.
 SIGN = {

@@ -192,7 +192,7 @@ def _add_to_diagonal_(a: Tensor, value: float | Tensor) -> Tensor:
 class _Workspace:
     """The matrix products of one call, and its m x m buffers, which are reused.
 
-    With new memory for every product a map takes 5% longer at 1024 and more rows (CPU), and needs more memory.
+    With new memory for every product a map takes 5% longer from 1024 rows on (CPU), and needs more memory.
     """
 
     def __init__(self, x: Tensor, half: bool):

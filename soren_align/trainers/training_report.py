@@ -7,7 +7,7 @@ from rich.console import Console
 
 from ..manifest import SURVIVAL_THRESHOLD, describe_dropped
 from ..optim import route, routing_table
-from ..recipe import rows_per_step
+from ..recipe import global_batch
 from ..run_folder import RunFolder
 from ..sharding.ranks import Ranks
 from .training_setup import TrainingSetup
@@ -30,7 +30,7 @@ def record_setup(folder: RunFolder, setup: TrainingSetup, trainer: Any, ranks: R
             "eval": setup.splits["eval"].source if setup.splits["eval"] else None,
         },
         parallel=recipe.run.parallel,
-        examples_per_step=rows_per_step(recipe, ranks.num_ranks)[0],
+        global_batch_size=global_batch(recipe, ranks.num_ranks)[0],
         gradient_accumulation_steps=trainer.args.gradient_accumulation_steps,
         seeds={"trainer": trainer.args.seed, "init": recipe.model.init_seed},
         device=str(trainer.args.device),
@@ -55,7 +55,7 @@ def print_setup(console: Console, setup: TrainingSetup, trainer: Any, ranks: Ran
         print_line(console, "", _describe_source(source, num_examples))
     print_line(console, "start", setup.start)
     if ranks.launched:
-        num_examples, factors = rows_per_step(setup.recipe, ranks.num_ranks)
+        num_examples, factors = global_batch(setup.recipe, ranks.num_ranks)
         print_line(console, "batch", f"{num_examples} examples per step: {factors}")
         print_line(console, "parallel", setup.recipe.run.parallel)
     optimizer = setup.recipe.optimizer

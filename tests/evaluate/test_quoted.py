@@ -113,7 +113,7 @@ def test_a_table_of_another_suite_is_refused():
 
 
 def test_the_keys_old_name_names_the_new_one(tmp_path):
-    with pytest.raises(UserError, match=r"eval\.quote: unknown key; did you mean 'published'\?"):
+    with pytest.raises(UserError, match=r"eval\.quote: is now eval\.published"):
         load("quickstart/sft", [f"run.output_dir={tmp_path}", "eval.quote=[paper/sft]"])
 
 

@@ -65,7 +65,7 @@ def _and_start(accepted: Any, processes: int) -> None:
     text = recipe.to_yaml(accepted)
     if _plain(recipe.load_text(text)) != _plain(accepted):
         raise Wrong("read back, it is another recipe")
-    recipe.rows_per_step(accepted, processes)
+    recipe.global_batch(accepted, processes)
     if Path(accepted.run.output_dir).expanduser().resolve().is_relative_to(Path.cwd()):
         with _without_processes(trains=False):
             commands.train(accepted, processes)
@@ -232,7 +232,7 @@ def _record() -> dict[str, Any]:
 
     said = json.loads(folders.whole("finished")["run/run.json"])
     return {key: said[key] for key in ("training", "start", "data", "seeds", "device", "parameters", "optimizer")} | {
-        "examples_per_step": 64,
+        "global_batch_size": 64,
         "parallel": "ddp",
     }
 

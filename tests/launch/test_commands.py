@@ -158,7 +158,7 @@ def test_accumulation_follows_from_the_global_batch(make, rows, per_device, proc
     batch = f"run.global_batch_size={rows}" if rows else "trainer.gradient_accumulation_steps=5"
     made, _ = make(batch, f"trainer.per_device_train_batch_size={per_device}")
     assert recipe.accumulation(made, processes) == steps
-    assert recipe.rows_per_step(made, processes)[0] == (rows or 5 * per_device * processes)
+    assert recipe.global_batch(made, processes)[0] == (rows or 5 * per_device * processes)
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_steps_and_batch_are_those_of_the_processes(planned):
     assert alone["steps"] == {"global_batch_size": 8, **steps}
     steps = {"per_epoch": number // 24, "total": number // 12, "num_epochs": 2.0}
     assert plan["steps"] == {"global_batch_size": 24, **steps}
-    _, factors = recipe.rows_per_step(recipe.load("quickstart/sft", small), 3)
+    _, factors = recipe.global_batch(recipe.load("quickstart/sft", small), 3)
     assert f"global batch size 24: {factors}" in text
     assert (alone["processes"]["num_processes"], alone["processes"]["parallel"]) == (1, "DDP")
     fixed, _ = planned("quickstart/sft", *small, "run.global_batch_size=48", num_ranks=3)

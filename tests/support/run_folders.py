@@ -34,7 +34,7 @@ def finished_run(path, *overrides, training=(), start=None, adapter_of=None):
             "eval": None,
         },
         parallel="ddp",
-        examples_per_step=64,
+        global_batch_size=64,
         seeds={"trainer": 0, "init": made.model.init_seed},
         device="cpu",
         parameters={"dtype": ["float32"], "total": 102272, "trainable": 102272},
