@@ -31,7 +31,8 @@ def write_card(run: RunFolder, merged: bool = False) -> None:
 
 def card(run: RunFolder, title: str, merged: bool = False) -> str:
     """Return the page of a trained run: YAML front matter for the hub, then Markdown."""
-    recipe, record = load_resolved(run.recipe), run.record(*TRAINED)
+    record = run.record(*TRAINED)  # first: it reports a run folder of another version
+    recipe = load_resolved(run.recipe)
     is_adapter = adapter_config(run.model) is not None
     facts = "".join(f"| {name} | {in_cell(fact)} |\n" for name, fact in _facts(recipe, record).items() if fact)
     parts = [

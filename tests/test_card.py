@@ -41,9 +41,7 @@ def test_folders_are_not_in_the_front_matter_but_the_hubs_model_beneath_them_is(
     start = str(first.model.resolve())
     run = finished_run("second", "model.name_or_path=first/model", "model.init_seed=null", start=start)
     assert front(card(run, "zoo"))["base_model"] == "Qwen/Qwen2.5-0.5B"
-    run.update(
-        data={"train": {"path": "zoo.jsonl", "split": "all", "sha256": "d" * 64, "num_examples": 9, "dropped": {}}}
-    )
+    run.update(data={"train": {"path": "zoo.jsonl", "split": "all", "sha256": "d" * 64, "num_kept": 9, "dropped": {}}})
     first.path.rename("moved")
     assert front(card(run, "zoo")).keys() == {"library_name", "pipeline_tag", "tags"}
     assert on_hub(str(finished_run("third").start.resolve())) is None
@@ -101,7 +99,7 @@ def test_every_source_of_a_mixture_is_named():
     run = finished_run("run", *HUB)
     chats = {"path": "chats.jsonl", "split": "all", "sha256": "d" * 64, "weight": 0.5}
     hub = {"path": "owner/set", "split": "train", "revision": "e" * 40, "weight": 1.0}
-    run.update(data={"train": {"path": "both", "sources": [chats, hub], "num_examples": 9, "dropped": {}}})
+    run.update(data={"train": {"path": "both", "sources": [chats, hub], "num_kept": 9, "dropped": {}}})
     page = card(run, "zoo")
     assert front(page)["datasets"] == ["owner/set"]
     assert f"chats.jsonl (all, sha256 {'d' * 64}, weight 0.5); owner/set (train, revision {'e' * 40}); 9 of 9" in page
@@ -156,7 +154,7 @@ def test_text_of_strangers_is_no_html_and_no_block_of_its_own():
     run = finished_run("run", *HUB)
     evil = "<img src=x onerror=alert(1)>"
     run.update(
-        data={"train": {"path": f"{evil}|\n# x", "split": "all", "sha256": "d" * 64, "num_examples": 9, "dropped": {}}}
+        data={"train": {"path": f"{evil}|\n# x", "split": "all", "sha256": "d" * 64, "num_kept": 9, "dropped": {}}}
     )
     add_results(run, title=f"Zoo {evil}")
     file = run.evaluation("quickstart") / "results.json"

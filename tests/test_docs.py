@@ -172,7 +172,9 @@ def test_the_recipe_of_the_readme_is_valid(tmp_path, monkeypatch):
     assert recipe.load("my.yaml", task="sft").optimizer.name == "soren"
 
 
-@pytest.mark.parametrize("key", ["update_rms", "relative_change", "map_strongest", "num_guarded", "tokens_per_second"])
+@pytest.mark.parametrize(
+    "key", ["update_rms", "relative_change", "map_max_singular_value", "num_out_of_range", "tokens_per_second"]
+)
 def test_every_measurement_is_explained(key):
     assert f"`{key}`" in (ROOT / "docs/metrics.md").read_text()
     assert key in (ROOT / "soren_align/trainers/measurements.py").read_text()

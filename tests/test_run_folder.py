@@ -96,6 +96,7 @@ def test_commands_on_a_run_that_is_running_are_refused(folder, command):
         command(str(folder))
 
 
+@pytest.mark.process
 def test_a_folder_is_held_through_exec_and_not_by_children(folder, tmp_path):
     check = "import sys; from soren_align.run_folder import RunFolder; sys.exit(RunFolder(sys.argv[1]).is_locked())"
     hold = (
@@ -313,7 +314,7 @@ def test_a_run_of_the_first_format_is_refused_with_one_sentence(folder, started,
         ({"processes": "two"}, "processes: Input should be a valid integer"),
         ({"training": {"steps": 1}}, "training.first_loss: Field required"),
         (
-            {"data": {"train": {"num_examples": 1, "dropped": {}, "sources": "all"}}},
+            {"data": {"train": {"num_kept": 1, "dropped": {}, "sources": "all"}}},
             "sources: Input should be a valid list",
         ),
         ({"start": {"path": ["x"], "sha256_or_revision": None}}, "start.path: Input should be a valid string"),
@@ -330,7 +331,7 @@ def test_a_run_json_of_another_shape_is_named_with_its_key(folder, changes, said
 def test_a_recipe_yaml_of_another_version_is_one_sentence(folder):
     finished_run(folder.path)
     folder.recipe.write_text("task: sft\noptimizer: {kind: soren}\n")
-    with pytest.raises(UserError, match=r"recipe\.yaml: no recipe that this version of soren-align wrote"):
+    with pytest.raises(UserError, match=r"recipe\.yaml: not a recipe that this version of soren-align can read"):
         evaluation.evaluate([str(folder)], {})
 
 

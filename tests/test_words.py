@@ -68,5 +68,5 @@ def test_only_words_of_the_field(file):
 
 def test_the_patterns_can_match():
     text = "A rank that\n    # goes on, and tells the user; ValueError for a typo."
-    assert [words for _, words, _ in avoided(text)] == ["goes on", "tells", "Error for"]
+    assert [words for _, words, _ in avoided(text)] == ["goes on", "tells", "ValueError for"]
     assert list(participles("def f(given):\n    found = self.said")) == [(1, "given"), (2, "found"), (2, "said")]

@@ -11,7 +11,7 @@ from .checks import evaluation_problems
 from .comparison import differences, training_part
 from .loader import find, load, load_resolved, load_text, task_of, to_yaml
 from .lora import adapter_config, refuse_unquantizable
-from .optimizers import OPTIMIZERS, as_adamw
+from .optimizers import MAPS, OPTIMIZERS, as_adamw
 from .parallel import Parallel, parallel
 from .references import is_local
 from .schema import json_schema
@@ -19,6 +19,7 @@ from .sections import ADAPTER, DataSplit, Eval, Lora, Recipe, TrainSplit, trains
 
 __all__ = [
     "ADAPTER",
+    "MAPS",
     "OPTIMIZERS",
     "DataSplit",
     "Eval",

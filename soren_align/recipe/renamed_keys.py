@@ -33,12 +33,17 @@ def _bad_rows(value: Any) -> str:
     return f"is now bad_examples; write bad_examples: {value}"
 
 
+def _quote(value: Any) -> str:
+    names = value if isinstance(value, list) else [value]
+    return f"is now eval.published; write published: [{', '.join(map(str, names))}]"
+
+
 MOVED: dict[Key, Callable[[Any], str]] = {
     ("optimizer", "spectral_map"): _spectral_map,
     ("optimizer", "resolution"): _resolution,
     ("optimizer", "ns_steps"): _ns_steps,
     ("data", "train", "bad_rows"): _bad_rows,
     ("data", "eval", "bad_rows"): _bad_rows,
-    ("eval", "quote"): lambda value: f"is now eval.published; write published: {value}",
+    ("eval", "quote"): _quote,
 }
 """Key of 0.1, without the index of a list -> the message about a value of it."""

@@ -117,11 +117,14 @@ def test_the_keys_old_name_names_the_new_one(tmp_path):
         load("quickstart/sft", [f"run.output_dir={tmp_path}", "eval.quote=[paper/sft]"])
 
 
-@pytest.mark.parametrize("name", ["paper/stf", "no-such-thing"])
-def test_an_unknown_name_lists_what_is_shipped(name):
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [("paper/stf", "did you mean 'paper/sft'?"), ("no-such-thing", "shipped: paper/dpo, paper/sft, paper/zero-shot")],
+)
+def test_an_unknown_name_comes_with_a_similar_one_or_all_that_are_shipped(name, remedy):
     with pytest.raises(UserError) as error:
         load_published(name, "open-llm-leaderboard-v1")
-    assert "shipped: paper/dpo, paper/sft, paper/zero-shot" in str(error.value)
+    assert remedy in str(error.value)
     assert ("did you mean 'paper/sft'?" in str(error.value)) == (name == "paper/stf")
 
 

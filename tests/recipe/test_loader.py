@@ -381,6 +381,7 @@ def test_a_file_in_the_spelling_of_0_1_is_refused_with_the_new_one():
         "optimizer.resolution: is now optimizer.map.resolution; leave it out",
         "optimizer.ns_steps: is now optimizer.map.steps; write `map: {name: sns, steps: 15}`",
         "optimizer.p: unknown key for soren; htmuon has it",
+        "eval.quote: is now eval.published; write published: [paper/dpo]",
     ]
 
 

@@ -30,7 +30,7 @@ def finished_run(path, *overrides, training=(), start=None, adapter_of=None):
             "sha256_or_revision": "c" * (40 if on_hub else 64),
         },
         data={
-            "train": data | {"num_examples": 958, "dropped": {"an empty answer": 2}, "layout": "chat messages"},
+            "train": data | {"num_kept": 958, "dropped": {"an empty answer": 2}, "layout": "chat messages"},
             "eval": None,
         },
         parallel="ddp",
