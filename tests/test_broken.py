@@ -266,7 +266,7 @@ def test_many_bad_rows_are_counted_and_the_first_are_named(soren_align, tmp_path
 TEMPLATES = {
     "loops in loops": (
         "{% for i in range(99999) %}{% for i in range(99999) %}{% endfor %}{% endfor %}",
-        r"the chat template takes more than 2 seconds for one row",
+        r"the chat template takes more than 2 seconds for one example",
     ),
     "no template": (None, r"has no chat template; set model.chat_template"),
     "no generation markers": ("{% for m in messages %}{{ m.content }}{% endfor %}", r"has no {% generation %}"),

@@ -182,9 +182,9 @@ def _evaluate_at_batch_size(
 
 def _print_cached(evaluated: list[tuple[str, ModelResults]], console: Console) -> None:
     counts = [(name, results.num_requests["cached"], results.num_requests["computed"]) for name, results in evaluated]
-    parts = [f"{name} {cached:,} of {cached + computed:,} requests" for name, cached, computed in counts if cached]
-    if parts:
-        console.print(f"cached    {', '.join(parts)}", highlight=False, soft_wrap=True)
+    for name, cached, computed in counts:
+        if cached:
+            console.print(f"cached    {name}: {cached:,} of {cached + computed:,} requests", highlight=False)
 
 
 def _result_rows(rows: Rows, evaluated: list[tuple[str, ModelResults]], average: bool) -> list[dict[str, Any]]:

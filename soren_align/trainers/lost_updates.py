@@ -54,6 +54,7 @@ class FirstStepCheck(TrainerCallback):
         # of each group: entries with an update, changed, in bfloat16; sums of squares of updates and of weights
         self._sums = Sums(5 * len(GROUPS))
         self._peaks = [0.0] * len(GROUPS)
+        self._matrices: dict[str, Any] = {}  # the parameter group
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Measure new runs only: a resumed run was measured at its own first step."""
@@ -64,6 +65,7 @@ class FirstStepCheck(TrainerCallback):
         if self._pending:
             optimizer = self.attached.optimizer
             self._peaks = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
+            self._matrices = optimizer.param_groups[0]  # ZeRO 1 and 2 step with a list of one group at a time
             optimizer.pending_observer = self._add
 
     def on_optimizer_step(self, args, state, control, **kwargs):
@@ -94,7 +96,7 @@ class FirstStepCheck(TrainerCallback):
             raise UserError(*problems, REMEDIES)
 
     def _add(self, pending: PendingUpdate) -> None:
-        index = 0 if pending.group is self.attached.optimizer.param_groups[0] else 1
+        index = 0 if pending.group is self._matrices else 1
         lr, decay = self._peaks[index], pending.group["weight_decay"]
         for weights, direction, rest in chunks(pending.parameter, pending.direction, pending.compensation):
             moved, moved_rest = weights.clone(), None if rest is None else rest.clone()

@@ -32,6 +32,7 @@ class Measurements(TrainerCallback):
     def __init__(self, attached: AttachedOptimizer, start: StartingWeights, file: Path | None = None):
         self.attached, self.start, self.file = attached, start, file
         self.num_tokens: Any = 0  # a tensor on the device of the batches: read on logging steps only
+        self._matrices: dict[str, Any] = {}  # the parameter group
         self._aux_learning_rate = 0.0
         self._since = (time.perf_counter(), 0)  # time and number of tokens at the last log
         self._reset()
@@ -81,6 +82,7 @@ class Measurements(TrainerCallback):
         if step % max(state.logging_steps, 1) == 0 or (step == 1 and args.logging_first_step):
             self._reset()
             optimizer = self.attached.optimizer
+            self._matrices = optimizer.param_groups[0]  # ZeRO 1 and 2 step with a list of one group at a time
             self._aux_learning_rate = float(optimizer.param_groups[-1]["lr"])  # at the log the schedule has advanced
             optimizer.observer, optimizer.map_observer = self._add_update, self._add_map_output
 
@@ -95,7 +97,7 @@ class Measurements(TrainerCallback):
                 stream.write(json.dumps({"step": state.global_step, **logs}) + "\n")
 
     def _add_update(self, update: Any) -> None:
-        index = 0 if update.group is self.attached.optimizer.param_groups[0] else 1
+        index = 0 if update.group is self._matrices else 1
         self._numel[index] += update.after.numel()
         for after, before in chunks(update.after, update.before):
             self._squares.add(index, (after - before).float().square_().sum())

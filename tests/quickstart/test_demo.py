@@ -51,7 +51,7 @@ def test_the_model_has_a_card_with_the_table_and_no_path_of_this_machine(demo):
     folder, _ = demo
     card = (folder / "runs/quickstart/dpo/model/README.md").read_text()
     assert "Trained by DPO with Soren from runs/quickstart/sft/model." in card
-    assert "Training moved this model." in card
+    assert "Training changed this model." in card
     assert "In the float32 that it is saved in, 100% of that change is kept" in card
     assert all(f"\n| {name} | " in card for name in ("base", "SFT", "DPO"))
     assert str(folder) not in card
@@ -66,7 +66,7 @@ def test_it_ends_with_one_readable_table(demo):
 
 
 def test_nothing_but_our_own_words_is_on_the_terminal(demo):
-    ours = r"(loading|data|start|optimizer|resume|notice|warning|trained|saved|written|done)\b"
+    ours = r"(loading|data|start|optimizer|resume|cached|notice|warning|trained|saved|written|done)\b"
     ours += r"|(sft|dpo) {7}step |(model|base|SFT|DPO|Quickstart zoo)\b"
     ours += r"|          the matrices changed by|$|\s|- "
     for output in demo[1]:
@@ -95,7 +95,7 @@ def test_run_json_says_what_was_run(demo):
     assert run["start"]["path"] == str((demo[0] / "runs/quickstart/sft/model").resolve())
     assert run["optimizer"]["class"] == "Soren"
     assert run["optimizer"]["groups"][0]["map"] == {"name": "minimax", "resolution": 0.01}
-    assert run["data"]["train"]["num_examples"] == run["data"]["train"]["num_rows"]
+    assert run["data"]["train"]["num_kept"] == run["data"]["train"]["num_examples"]
     assert {"torch", "trl", "lm-eval"} <= run["versions"].keys()
     assert run["parameters"]["dtype"] == ["float32"]
 

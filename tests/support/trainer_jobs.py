@@ -206,6 +206,7 @@ def same_steps(make, mode, *runs):
             "accumulation": trainer.args.gradient_accumulation_steps,
             "momentum": sum(local(state["exp_avg"]).numel() for state in optimizer.state.values()),
             "logged": trainer.state.log_history[-2],
+            "first_step": run.folder.read()["first_step"] if ranks.is_first else None,
         }
         if mode == "ddp":
             # From every rank: replicas that have drifted apart would go unnoticed by the first one's file alone.

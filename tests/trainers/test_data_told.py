@@ -38,7 +38,7 @@ def test_a_mixture_is_trained_told_and_recorded(tiny_run, rows):
     assert "chats.jsonl: 8 of 16 examples (weight 0.5), 8 used, chat messages (ultrachat_200k)" in said
     assert "spoken.jsonl: 16 of 9 examples (weight 2), 16 used, ShareGPT conversations, 1 dropped" in said
     train = run.folder.read()["data"]["train"]
-    assert train["num_examples_by_source"] == [8, 16]
+    assert train["num_kept_by_source"] == [8, 16]
     assert train["seed"] == 7
     assert [(s["path"], s["weight"], s["num_sampled"]) for s in train["sources"]] == [(chats, 0.5, 8), (spoken_, 2, 16)]
     assert all(len(s["sha256"]) == 64 and s["split"] == "all" for s in train["sources"])
