@@ -21,7 +21,6 @@ from .run_folder import RunFolder
 
 SMALL_CHANGE = 1e-4
 """Relative to the matrices' norm: a fortieth of bfloat16's ulp (2^-8)."""
-NAMES = {"soren": "Soren", "muon": "Muon", "htmuon": "HTMuon", "adamw": "AdamW"}
 
 
 def write_card(run: RunFolder, merged: bool = False) -> None:
@@ -85,8 +84,7 @@ def _front_matter(recipe: Recipe, record: dict[str, Any], is_adapter: bool) -> s
 def _summary(recipe: Recipe, record: dict[str, Any], is_adapter: bool, merged: bool) -> str:
     subject = "A LoRA adapter, trained" if is_adapter else "Trained"
     merge = " It is merged with its base model." if merged else ""
-    name = NAMES[recipe.optimizer.name]
-    return f"{subject} by {recipe.task.upper()} with {name} from {_start(recipe, record)}.{merge}"
+    return f"{subject} by {recipe.task.upper()} with {recipe.optimizer.title} from {_start(recipe, record)}.{merge}"
 
 
 def _change(training: dict[str, Any], is_adapter: bool, merged: bool) -> str:
@@ -102,18 +100,16 @@ def _change(training: dict[str, Any], is_adapter: bool, merged: bool) -> str:
     if merged:
         lines.append("The rounding error of the merge was not measured.")
     elif survival:
-        lines.append(
-            f"The model is saved in {saved['dtype']}, with {_percent(survival['projection'])} of that change; "
-            f"{_percent(survival['fraction_changed'])} of the changed entries differ from the starting checkpoint."
-        )
+        preserved, differ = (_percent(survival[key]) for key in ("projection", "fraction_changed"))
+        rounding = f"; rounding preserves {preserved} of that change, and {differ} of the changed entries still differ"
+        is_exact = min(survival.values()) > 0.9995
+        lines.append(f"The model is saved in {saved['dtype']}{'' if is_exact else rounding}.")
     if change == aux_change == 0:
         lines.insert(0, "**Training did not change this model: its weights are those of the starting checkpoint.**")
     elif max(change, aux_change) < SMALL_CHANGE:
         lines.insert(0, "**Training hardly changed this model: expect the behavior of the starting checkpoint.**")
     elif survival and not merged and min(survival["fraction_changed"], survival["projection"]) < SURVIVAL_THRESHOLD:
         lines.insert(0, "**Most of the change was lost to rounding when the model was saved.**")
-    else:
-        lines.insert(0, "Training changed this model.")
     if training["first_loss"] is not None and training["last_loss"] is not None:
         lines.append(f"Its loss went from {training['first_loss']:.3f} to {training['last_loss']:.3f}.")
     return " ".join(lines)
@@ -156,15 +152,16 @@ def _facts(recipe: Recipe, record: dict[str, Any]) -> dict[str, str | None]:
     measured, seeds = record.get("optimizer", {}), record["seeds"]
     inner = {"lr", "aux_lr", "name", *(() if optimizer.aux else ("aux",))}
     settings = {k: v for k, v in optimizer.model_dump(exclude=inner).items() if v is not None}
-    aux = f", AdamW on the other parameters at {optimizer.aux_lr:g}" if optimizer.aux_lr else ""
+    aux = f"; AdamW on the other parameters, learning rate {optimizer.aux_lr:g}" if optimizer.aux_lr else ""
+    name = measured.get("class", optimizer.title)
     matrices = f"{measured['num_matrices']} " if measured.get("num_matrices") else "the "
     saved = training.get("change_after_saving", {}).get("dtype")
     processes, device = record.get("processes") or 1, record["device"].split(":")[0]
     return {
         "trained from": _start(recipe, record),
-        "its weights": _identity(record["start"]["sha256_or_revision"]),
+        "starting weights": _identity(record["start"]["sha256_or_revision"]),
         "data": _data(record["data"]["train"]),
-        "optimizer": f"{measured.get('class', optimizer.name)} on {matrices}matrices at {optimizer.lr:g}{aux}",
+        "optimizer": f"{name} on {matrices}matrices, learning rate {optimizer.lr:g}{aux}",
         "optimizer settings": ", ".join(f"{key} {_word(value)}" for key, value in settings.items()),
         "steps": f"{training['steps']}, {record['global_batch_size']} examples each",
         "processes": f"{processes} ({record['parallel']}, {device})" if processes > 1 else f"1 ({device})",
@@ -209,6 +206,8 @@ def _source(source: dict[str, Any]) -> str:
 def _word(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_word(part)}" for key, part in value.items()).removeprefix("name ")
     return " ".join(map(_word, value)) if isinstance(value, list) else str(value)
 
 

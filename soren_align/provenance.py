@@ -25,13 +25,13 @@ def provenance() -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """Return the commit of the checkout that this code runs from, '+changes' if edited; None in an installed wheel."""
+    """Return the commit of the checkout that this code runs from, '-dirty' if edited; None in an installed wheel."""
     folder = Path(__file__).resolve().parent.parent
     if not (folder / ".git").exists():
         return None
     try:
         head = _git(folder, "rev-parse", "HEAD").strip()
-        return head + ("+changes" if _git(folder, "status", "--porcelain").strip() else "")
+        return head + ("-dirty" if _git(folder, "status", "--porcelain").strip() else "")
     except (OSError, subprocess.CalledProcessError):
         return None
 

@@ -11,7 +11,7 @@ from soren_align import optim, optimizer_settings, recipe
 from soren_align.optimizer_settings import MAPS
 from soren_align.recipe import optimizers
 
-CLASSES = {"soren": optim.Soren, "muon": optim.Muon, "htmuon": optim.HTMuon, "adamw": optim.AdamW}
+CLASSES = optim.OPTIMIZERS
 ONLY_RECIPE = {"name", "aux_lr", "aux_weight_decay", "aux"}
 """Keys of `build_optimizer`, which makes groups of them."""
 ONLY_ADAMW = {"betas", "eps"}

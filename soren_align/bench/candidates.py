@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..optimizer_settings import SNS_STEPS
 from ..spectral import exact_sigmoid, minimax_sigmoid, newton_schulz, soft_newton_schulz
 from ..spectral.matrices import frobenius_norm, from_wide, multiply_add, to_wide
 from ..spectral.quintic import EPS, A, B, C
 
-SNS_STEPS = 15
 PEERS_OWN = "the peer's own"  # dtype
 MUON, MUON_FLOAT32 = "Muon bfloat16", "Muon float32"
 

@@ -13,7 +13,7 @@ from ..errors import UserError
 from ..spectral import num_flops
 from ..spectral.matrices import frobenius_norm
 from .accuracy import DECOMPOSITION_ROWS, error_shape, errors, known_matrices
-from .candidates import MUON, MUON_FLOAT32, PEERS_OWN, SNS_STEPS, Candidate, candidates, without_decomposed_flops
+from .candidates import MUON, MUON_FLOAT32, PEERS_OWN, Candidate, candidates, without_decomposed_flops
 from .peers import peers
 from .shapes import Matrices, Shape
 from .timing import Timing, available_bytes, interleaved, machine, matmul_rates, too_slow
@@ -96,7 +96,7 @@ def _too_slow(entry: Candidate, shape: Shape, rates: dict[str, float], notes: li
     if entry.counted_as is None or entry.name == MUON_FLOAT32:
         return False
     name = f"{'x'.join(map(str, shape))}: {entry.name}"
-    reason = too_slow(name, num_flops(entry.counted_as, *shape, steps=SNS_STEPS), entry.dtype, rates)
+    reason = too_slow(name, num_flops(entry.counted_as, *shape), entry.dtype, rates)
     notes.extend([reason] if reason else [])
     return reason is not None
 
@@ -120,7 +120,7 @@ def _can_run(
 
 def _row(entry: Candidate, shape: Shape, timings: dict[str, Timing], rates: dict[str, float]) -> dict[str, Any]:
     timing = timings[entry.name]
-    flops = num_flops(entry.counted_as, *shape, steps=SNS_STEPS) if entry.counted_as else None
+    flops = num_flops(entry.counted_as, *shape) if entry.counted_as else None
     return {
         "name": entry.name,
         "dtype": entry.dtype,

@@ -61,7 +61,7 @@ def _refuse_another_recipe(folder: RunFolder, recipe: Recipe, run: dict[str, Any
         changed += differences({"run.parallel": run.get("parallel_config", config)}, {"run.parallel": config})
     if changed:
         raise UserError(
-            f"{folder}: holds an unfinished run of another recipe:",
+            f"{folder}: holds a run of another recipe:",
             *(f"  {line}" for line in changed),
             "Restore these to resume, choose another run.output_dir, or replace it with --set run.overwrite=true",
         )

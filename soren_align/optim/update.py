@@ -4,7 +4,7 @@ For a matrix W [m, n] with gradient G and momentum M (zeros before the first ste
 
     M <- momentum * M + (1 - momentum) * G                update_momentum_
     N <- momentum * M + (1 - momentum) * G                nesterov; without it N <- M
-    O <- U f(S) V^T  for  N = U S V^T                     map_matrix of the optimizer's class; Soren: f = sigmoid
+    O <- U s(S) V^T  for  N = U S V^T                     map_matrix of the optimizer's class; Soren: s = sigmoid
     W <- (1 - lr * weight_decay) * W                      decay_and_add_
     W <- W - lr * scale(m, n) * O                         decay_and_add_ with lr_scale
 
@@ -39,7 +39,7 @@ def nesterov(momentum: Tensor, grad: Tensor, coefficient: float) -> Tensor:
 
 
 def lr_scale(adjust_lr_fn: str, num_rows: int, num_columns: int, map_level: float) -> float:
-    """The factor of the learning rate of an m x n matrix; map_level: f of an ordinary singular value, Soren's is 1/2.
+    """The factor of the learning rate of an m x n matrix; map_level: s of an ordinary singular value, Soren's is 1/2.
 
     "original" is sqrt(max(1, m / n)), "match_rms_adamw" 0.2 sqrt(max(m, n)) / map_level, "none" 1.
     """

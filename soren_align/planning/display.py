@@ -9,6 +9,7 @@ from rich.table import Table
 
 from ..data import Account, show_example
 from ..manifest import describe_dropped
+from .update_sizes import ADAMW_RMS
 
 PHASES = {"always": "", "forward_backward": "forward/backward", "optimizer_step": "optimizer step"}
 
@@ -48,17 +49,17 @@ def _print_model_and_data(plan: dict[str, Any], account: Account | None, console
         write("", f"{data['num_examples']:,} examples, from the dataset card")
         return
     write("data", f"{data['source']['path']}: {data['layout']}")
-    dropped = describe_dropped(data["dropped"]) or "none dropped"
+    dropped = describe_dropped(data["dropped"]) or "0 dropped"
     counts = f"{data['num_examples']:,} examples: {data['num_kept']:,} kept, {dropped}"
     write("", f"{counts}, {data['num_truncated']:,} truncated to max_length")
     lengths = ", ".join(f"{name} {value:,}" for name, value in data["token_length_percentiles"].items())
     write("", f"tokens per example: {lengths}")
-    write("", f"{data['trained_token_share']:.0%} of all tokens are trained")
+    write("", f"{data['trained_token_share']:.0%} of the tokens are in the loss")
     if not data["stop_token_trained"]:
-        write("", "the stop token is NOT trained: the model will not learn to end its answers")
+        write("", "the EOS token is NOT in the loss: the model will not learn to end its answers")
     colored = console.color_system is not None
     style = "in green" if colored else "in [[double brackets]]"
-    console.print(f"\nexample   the first one; trained tokens are {style}", markup=False, highlight=False)
+    console.print(f"\nexample   the first one; tokens in the loss are {style}", markup=False, highlight=False)
     console.print(show_example(account, color=colored))
 
 
@@ -93,7 +94,7 @@ def _print_optimizer(plan: dict[str, Any], console: Console) -> None:
 def _print_update_sizes(plan: dict[str, Any], console: Console) -> None:
     """Also print a notice where the updates are too small for bfloat16."""
     dtype, weight, sizes = plan["update_dtype"], plan["typical_weight"], plan["update_sizes"]
-    columns = ("optimizer", "shape", "tensors", "update RMS", "ulps", "relative, all steps")
+    columns = ("optimizer", "shape", "tensors", "update RMS", "ulps", f"sum / {weight:g}")
     others = "all parameters" if plan["optimizer"]["name"] == "adamw" else "other parameters"
     table = _table("\nupdate size at the peak learning rate", *columns, num_text_columns=2)
     for size in sizes:
@@ -102,7 +103,8 @@ def _print_update_sizes(plan: dict[str, Any], console: Console) -> None:
         table.add_row(_optimizer_name(plan, size["rule"]), shape, f"{size['tensors']:,}", *values)
     console.print(table)
     print_labelled(console, "", f"ulps: update RMS / {dtype} spacing near {weight:g}, a typical weight")
-    print_labelled(console, "", f"relative, all steps: summed update RMS / {weight:g}, an upper bound")
+    print_labelled(console, "", f"sum / {weight:g}: over all steps, an upper bound of the relative change")
+    print_labelled(console, "", f"adamw: assumed to be {ADAMW_RMS} x learning rate; larger in the first steps")
     num_lost = sum(size["tensors"] for size in sizes if size["bfloat16_ulps"] < 0.5)
     if num_lost and not plan["processes"]["num_frozen_parameters"]:  # LoRA's factors are no weights of the model
         num_tensors = sum(size["tensors"] for size in sizes)
@@ -135,12 +137,16 @@ def _print_processes(section: dict[str, Any], console: Console) -> None:
     if is_alone:
         return
     busiest = f"{with_prefix(flops['busiest_rank'], 'FLOP')}, " if flops else ""
-    write("", f"busiest rank: {busiest}{section['max_over_mean_flops']:.3f} times the mean")
+    write("", f"maps of the busiest rank: {busiest}{section['max_over_mean_flops']:.3f} x the mean")
     num_exchanged, sent = section["num_exchanged_matrices"], section["bytes_sent"]
     write("", f"matrices exchanged between ranks: {num_exchanged:,}")
     if num_exchanged:
         largest, mean = (with_prefix(sent[key], "B") for key in ("max", "mean"))
-        write("", f"sent per rank and step: {largest}" + ("" if mean == largest else f" at most, {mean} on average"))
+        write(
+            "",
+            f"sent by each rank per optimizer step: {largest}"
+            + ("" if mean == largest else f" at most, {mean} on average"),
+        )
 
 
 def _memory_table(plan: dict[str, Any], location: str) -> Table:
@@ -148,7 +154,7 @@ def _memory_table(plan: dict[str, Any], location: str) -> Table:
     total = section["memory_total"][location]
     unit, size = ("GB", 1e9) if total["optimizer_step"] >= 1e9 else ("MB", 1e6)
     title = "\nmemory per rank" + (" (CPU)" if location == "cpu" else "")
-    table = Table("tensors", unit, "dtype or size", "only during", title=title, title_justify="left", box=None)
+    table = Table("component", unit, "dtype or size", "only during", title=title, title_justify="left", box=None)
     table.columns[1].justify = "right"
     for part in section["memory"]:
         if part["location"] == location:
@@ -172,17 +178,21 @@ def _print_compute(plan: dict[str, Any], console: Console) -> None:
         bound = "" if compute["tokens_are_measured"] else " (upper bound)"
         per_step, total = (with_prefix(compute[key], "FLOP") for key in ("training_flops_per_step", "training_flops"))
         tokens = f"{compute['tokens_per_example']:,.0f} tokens per example{bound}"
-        print_labelled(console, "compute", f"{per_step} per step, {total} in total, with {tokens}")
+        print_labelled(console, "compute", f"forward and backward: {per_step} per step, {total} in total")
+        print_labelled(console, "", f"with {tokens}")
     if compute["map_share"] is not None:
-        print_labelled(console, "", f"share of the spectral maps: {compute['map_share']:.2%}")
+        print_labelled(console, "", f"spectral maps: {compute['map_share']:.2%} of all FLOPs")
     if evaluation:
         requests = evaluation["num_requests_per_model"]
         number = f"{requests:,} requests" if requests else "all questions"
         if evaluation["limit"]:
             number = f"the first {evaluation['limit']} questions of each task"
-        text = f"{evaluation['suite']}: {number} for each of {evaluation['num_models']} or more models"
+        text = f"{evaluation['suite']}: {number} per model; the trained model and its starting checkpoints"
         console.print()
         print_labelled(console, "eval", text)
+    else:
+        console.print()
+        print_labelled(console, "eval", "none: the recipe has no eval section")
 
 
 def _table(title: str, *columns: str, num_text_columns: int) -> Table:

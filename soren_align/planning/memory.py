@@ -48,7 +48,7 @@ class StepSettings:
 
     optimizer: str = "soren"
     spectral_map: SpectralMap | None = "minimax"
-    ns_steps: int = 15
+    ns_steps: int | None = None
     compute_dtype: str = "bfloat16"
     has_reference_model: bool = False
     workspace_mb: float = 256

@@ -14,7 +14,6 @@ from .sizes import ModelSizes
 from .step_cost import StepCost, step_cost
 
 NOT_INCLUDED = "temporarily gathered weights, padding, fragmentation of the allocator"
-MAPS = ("minimax", "sns", "muon")  # those whose FLOPs spectral.num_flops counts
 LOCATIONS: tuple[Location, ...] = ("device", "cpu")
 PHASES: tuple[Phase, ...] = ("forward_backward", "optimizer_step")
 
@@ -108,10 +107,9 @@ def _settings(recipe: Recipe, has_adapter: bool) -> StepSettings:
     workspace = getattr(optimizer, "workspace_mb", 0)  # 0: one matrix at a time
     if workspace is None:
         workspace = default_workspace_mb("cpu" if on_cpu else "cuda")
-    name: Any = optimizer.map_name
     return StepSettings(
         optimizer=optimizer.name,
-        spectral_map=name if name in MAPS else None,
+        spectral_map=optimizer.cost_map,
         ns_steps=optimizer.map_steps,
         compute_dtype=compute_dtype(recipe),
         # With an adapter the reference is the model without it, or with a copy of it.

@@ -134,7 +134,7 @@ def _exchange_bytes(plan: ExchangePlan) -> int:
 
 
 def _map_workspace(plan: ExchangePlan, settings: StepSettings) -> int:
-    """Bytes of the largest batch of maps, its input included, as GroupStep.map_ makes them."""
+    """Bytes of the largest batch of maps, its input included, as GroupUpdate.map_ makes them."""
     peak = 0
     for indices in (plan.local, *plan.rounds):
         batches = Counter((plan.owners[i], plan.layout.matrices[i].shape) for i in indices)

@@ -1,7 +1,7 @@
 """One recipe over another: `extends` and `--set`.
 
 Sections are merged key by key; everything else is replaced, lists too. Where a section is a member of a union and its
-`name` changes, inherited keys that the new member does not have are left out and reported.
+`name` changes, inherited keys that the new member does not have are ignored and reported.
 """
 
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def _without_foreign_keys(section: dict[str, Any], name: Any, at: Key, notify: N
     others = {key for member in union.values() for key in member.model_fields}
     foreign = [key for key in section if key in others - union[name].model_fields.keys()]
     if foreign:
-        notify(f"{_dotted(at)}.name={name}: {', '.join(foreign)} of {old} left out")
+        notify(f"{_dotted(at)}.name={name}: ignored {', '.join(foreign)} of {old}, which {name} does not have")
     return {key: value for key, value in section.items() if key not in foreign}
 
 

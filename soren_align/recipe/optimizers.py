@@ -66,6 +66,8 @@ MAPS = members(Map)
 class OptimizerSection(Section):
     """The keys of every optimizer."""
 
+    title: ClassVar[str]
+    """The optimizer's name as papers print it."""
     needs_aux_lr: ClassVar[bool] = True
     """Whether `aux_lr` must be set where parameters other than matrices are trained."""
 
@@ -91,14 +93,14 @@ class OptimizerSection(Section):
     """Names of further parameters for AdamW; `*` matches anything. A name that matches no parameter is an error."""
 
     @property
-    def map_name(self) -> str:
-        """The name of the map of singular values: that of the optimizer, unless it has several."""
-        return self.name
+    def cost_map(self) -> Literal["minimax", "sns", "muon"] | None:
+        """The map of `spectral.cost` with the same matrix products, for plans; None for a decomposition."""
+        return None
 
     @property
-    def map_steps(self) -> int:
-        """Iterations of the map; 0 where their number is no setting."""
-        return 0
+    def map_steps(self) -> int | None:
+        """Iterations of the map; None where their number is no setting."""
+        return None
 
     def resolved(self, trains_adapter: bool) -> Self:
         """With the defaults that depend on other keys written out."""
@@ -128,6 +130,7 @@ class MatrixOptimizer(OptimizerSection):
 class SorenSettings(MatrixOptimizer):
     """The sigmoid of the singular values."""
 
+    title: ClassVar[str] = "Soren"
     default_adjust_lr_fn: ClassVar[AdjustLrFn] = "none"
 
     name: Literal["soren"]
@@ -138,22 +141,29 @@ class SorenSettings(MatrixOptimizer):
     on a CPU, 256 elsewhere."""
 
     @property
-    def map_name(self) -> str:
-        """The name of `map`."""
-        return self.map.name
+    def cost_map(self) -> Literal["minimax", "sns"] | None:
+        """The name of `map`; None for `exact`."""
+        return None if isinstance(self.map, ExactMap) else self.map.name
 
     @property
-    def map_steps(self) -> int:
+    def map_steps(self) -> int | None:
         """The `steps` of `map`."""
-        return getattr(self.map, "steps", 0)
+        return self.map.steps if isinstance(self.map, SnsMap) else None
 
 
 class MuonSettings(MatrixOptimizer):
     """Orthogonalised momentum, as torch.optim.Muon."""
 
+    title: ClassVar[str] = "Muon"
+
     name: Literal["muon"]
     ns_steps: Annotated[int, within(settings.NUM_STEPS)] = settings.MUON_STEPS
     """Newton-Schulz iterations."""
+
+    @property
+    def cost_map(self) -> Literal["muon"]:
+        """Newton-Schulz products."""
+        return "muon"
 
     @property
     def map_steps(self) -> int:
@@ -164,6 +174,8 @@ class MuonSettings(MatrixOptimizer):
 class HTMuonSettings(MatrixOptimizer):
     """A power of the singular values (arXiv 2603.10067)."""
 
+    title: ClassVar[str] = "HTMuon"
+
     name: Literal["htmuon"]
     p: Annotated[float, within(settings.POWER)] = settings.HTMUON_POWER
     """The power of the singular values."""
@@ -172,6 +184,7 @@ class HTMuonSettings(MatrixOptimizer):
 class AdamWSettings(OptimizerSection):
     """torch.optim.AdamW for all parameters."""
 
+    title: ClassVar[str] = "AdamW"
     needs_aux_lr: ClassVar[bool] = False
 
     name: Literal["adamw"]

@@ -2,26 +2,26 @@
 
 from typing import Literal
 
-from ..optimizer_settings import SNS_STEPS
+from ..optimizer_settings import MUON_STEPS, SNS_STEPS
 from .products import PADDING, block_size, ends_thin
 
 SpectralMap = Literal["minimax", "sns", "muon"]
 
 
-def num_flops(spectral_map: SpectralMap, num_rows: int, num_columns: int, steps: int = SNS_STEPS) -> int:
-    """Floating-point operations of a map's matrix products for one matrix; `steps` are those of sns.
+def num_flops(spectral_map: SpectralMap, num_rows: int, num_columns: int, steps: int | None = None) -> int:
+    """Floating-point operations of a map's matrix products for one matrix.
 
-    "minimax" is `minimax_sigmoid` by products in its default resolution, for singular values up to 2; "muon" is
-    `newton_schulz` in 5 steps. In units of m^3, for n = a m: 20a + 10 (muon), 4a (steps + 2) (sns), and 8a + 20
-    (minimax; 14a + 12 near squares). Of the last, the symmetric products, 4a + 18 (6a + 12), cost down to 9/16 of that
-    from 128 rows on.
+    steps: of "sns" (None: 15) or "muon" (None: 5). "minimax" is `minimax_sigmoid` by products in its default
+    resolution, for singular values up to 2; "muon" is `newton_schulz`. In units of m^3, for n = a m: steps (4a + 2)
+    (muon), 4a (steps + 2) (sns), and 8a + 20 (minimax; 14a + 12 near squares). Of the last, the symmetric products,
+    4a + 18 (6a + 12), cost down to 9/16 of that from 128 rows on.
     """
     m, n = sorted((num_rows, num_columns))
     thin, square = 2 * m * m * n, 2 * m**3
     if spectral_map == "sns":
-        return 2 * thin * (steps + 2)
+        return 2 * thin * ((SNS_STEPS if steps is None else steps) + 2)
     if spectral_map == "muon":
-        return 5 * (2 * thin + square)
+        return (MUON_STEPS if steps is None else steps) * (2 * thin + square)
     block = block_size(m)
     symmetric = sum(min(block, m - start) * (m - start) for start in range(0, m, block)) / m**2
     if ends_thin(m, n, half=False):

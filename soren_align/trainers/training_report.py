@@ -97,7 +97,7 @@ def print_result(console: Console, trainer: Any, result: dict[str, Any], seconds
     resumed_from: the step of the checkpoint; 0 for a new run.
     """
     losses, steps = _losses(trainer), trainer.state.global_step
-    loss = f", loss {losses[0]:.3f} -> {losses[-1]:.3f}" if len(losses) > 1 else ""
+    loss = f", loss {losses[0]:.3f} -> {losses[-1]:.3f} (first and last log)" if len(losses) > 1 else ""
     resumed = f", {steps - resumed_from} of them since resuming," if resumed_from else ""
     print_line(console, "trained", f"{steps} steps{resumed} in {seconds:.0f} s{loss}")
     print_line(console, "", f"the matrices changed by {100 * result['relative_change']:.3g}% of their norm")
@@ -105,8 +105,9 @@ def print_result(console: Console, trainer: Any, result: dict[str, Any], seconds
         return
     dtype, matrices = (result["change_after_saving"][key] for key in ("dtype", "matrices"))
     projection, entries = (100 * matrices[key] for key in ("projection", "fraction_changed"))
-    remainder = f"rounding preserves {projection:.3g}% of the change ({entries:.3g}% of entries)"
-    print_line(console, "saved", f"in {dtype}; {remainder}")
+    print_line(console, "saved", f"model/ in {dtype}, which preserves {projection:.3g}% of the change")
+    if entries < 99.95:
+        print_line(console, "", f"{entries:.3g}% of the changed entries still differ from the start after rounding")
     if min(entries, projection) < 100 * SURVIVAL_THRESHOLD:
         print_line(console, "warning", "most of the change is lost to rounding; run.save_dtype: float32 saves all")
 
@@ -118,7 +119,7 @@ def print_line(console: Console, label: str, text: str) -> None:
 
 def describe_optimizer(optimizer: Any) -> str:
     """Return the recipe's optimizer in words: "soren (minimax, scale match_rms_adamw)"."""
-    map_name = optimizer.map_name if optimizer.map_name != optimizer.name else None
+    map_name = optimizer.map.name if hasattr(optimizer, "map") else None
     scale = getattr(optimizer, "adjust_lr_fn", None)
     details = [map_name, scale and f"scale {scale}"]
     text = ", ".join(detail for detail in details if detail)

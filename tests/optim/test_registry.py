@@ -57,7 +57,7 @@ def test_its_settings_are_checked_saved_and_compared(fifth):
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("sixth", {}, "name: found 'sixth'; write one of 'adamw', 'fifth', 'htmuon', 'muon', 'soren'"),
+        ("sixth", {}, "name: found 'sixth'; write one of 'adamw', 'fifth', 'htmuon', 'muon'"),
         ("fifth", {"divisr": 2}, "divisr: not a setting of fifth; it has divisor, momentum, nesterov"),
         ("muon", {"map": "sns"}, "map: not a setting of muon; it has momentum, nesterov, weight_decay, compensation"),
         ("soren", {"spectral_map": "sns"}, "spectral_map: not a setting of soren; it has .*map, adjust_lr_fn"),

@@ -217,15 +217,15 @@ def test_keys_of_another_optimizer_are_inherited_by_none_and_reported(write):
     write(GOOD.replace("lr: 1e-6", base), "base.yaml")
     notices = []
     muon = recipe.load(write("extends: base.yaml\noptimizer: {name: muon}"), notify=notices.append).optimizer
-    assert notices == ["optimizer.name=muon: map, workspace_mb of soren left out"]
+    assert notices == ["optimizer.name=muon: ignored map, workspace_mb of soren, which muon does not have"]
     assert (muon.name, muon.adjust_lr_fn, muon.aux_lr) == ("muon", "match_rms_adamw", 3e-5)
     notices.clear()
     for overrides in (["optimizer.name=htmuon", "optimizer.p=0.5"], ["optimizer.p=0.5", "optimizer.name=htmuon"]):
         assert recipe.load(write("extends: base.yaml"), overrides, notify=notices.append).optimizer.p == 0.5
-    assert notices == ["optimizer.name=htmuon: map, workspace_mb of soren left out"] * 2
+    assert notices == ["optimizer.name=htmuon: ignored map, workspace_mb of soren, which htmuon does not have"] * 2
     notices.clear()
     exact = recipe.load(write("extends: base.yaml"), ["optimizer.map.name=exact"], notify=notices.append).optimizer
-    assert notices == ["optimizer.map.name=exact: steps of sns left out"]
+    assert notices == ["optimizer.map.name=exact: ignored steps of sns, which exact does not have"]
     assert (exact.map.model_dump(), exact.workspace_mb) == ({"name": "exact"}, 16)
     notices.clear()
     for file in ("optimizer: {map: exact}", "optimizer: {map: {steps: 3}}", "optimizer: {map: {name: sns}}"):

@@ -12,6 +12,8 @@ OPTIMIZERS = {
     "HTMuon": lambda params, lr=0.05, **kw: HTMuon(params, lr, **kw),
     "AdamW": lambda params, lr=0.05, **kw: AdamW(params, lr, **kw),
 }
+BFLOAT16_MAPS = [OPTIMIZERS["Muon"]]
+"""Their maps compute in bfloat16 unless the input is float64."""
 
 
 def small_model(dtype=torch.float32):
