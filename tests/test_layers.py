@@ -1,12 +1,16 @@
 """The rules of the house. Each is a function from a package's folder to its violations, tried on a planted one too."""
 
 import ast
+import traceback
 from collections import defaultdict
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+
+from soren_align.optim import SpectralOptimizer
+from tests.support import command
 
 PACKAGE = Path(__file__).resolve().parent.parent / "soren_align"
 # A room imports from rooms below its own layer only.
@@ -191,3 +195,19 @@ def test_a_room_of_another_package_is_no_arrow(tmp_path):
     (tmp_path / "optim").mkdir()
     (tmp_path / "optim" / "planted.py").write_text("from torch.optim import AdamW\nfrom . import update\n")
     assert list(upward_arrows(tmp_path)) == []
+
+
+@pytest.mark.model
+def test_a_command_reaches_the_optimizers_step_in_five_files(tmp_path, monkeypatch):
+    """As a person finds them in a traceback; `far_steps` reads the imports."""
+    stacks, step = [], SpectralOptimizer.step
+
+    def recorded_step(self, *arguments):
+        stacks.append([Path(frame.filename) for frame in traceback.extract_stack()])
+        return step(self, *arguments)
+
+    monkeypatch.setattr(SpectralOptimizer, "step", recorded_step)
+    short = command.overrides("trainer.max_steps=1", "trainer.warmup_steps=0", f"run.output_dir={tmp_path}")
+    assert command.run("sft", "quickstart/sft", "--no-eval", *short).returncode == 0
+    ours = dict.fromkeys(str(file.relative_to(PACKAGE)) for file in stacks[0] if file.is_relative_to(PACKAGE))
+    assert list(ours) == ["cli.py", "launch/commands.py", "trainers/training.py", "trainers/trl_trainers.py"]

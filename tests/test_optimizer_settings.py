@@ -128,3 +128,8 @@ def test_recipe_and_class_accept_the_numbers_within_the_bounds(name, key, bounds
     assert is_accepted(lambda: section(**{"name": name, "lr": 0.1, key: value})) == wanted
     parameters = [torch.nn.Parameter(torch.zeros(2, 3))]
     assert is_accepted(lambda: CLASSES[name](parameters, 0.1, **{key: value})) == wanted
+
+
+@pytest.mark.parametrize("name", optim.OPTIMIZERS)
+def test_every_class_has_a_section_with_its_name_as_title(name):
+    assert optimizers.OPTIMIZERS[name].title == CLASSES[name].__name__

@@ -8,6 +8,7 @@ from soren_align.spectral import (
     guarded_minimax_sigmoid,
     guarded_soft_newton_schulz,
     newton_schulz,
+    num_flops,
     spectral_power,
     usual_workspace_numbers,
 )
@@ -29,3 +30,7 @@ def test_usual_workspace(name, shape):
         MAPS[name](x)
     near = 0.12 if name is None else 0.05  # decompositions of squares take a copy more
     assert 4 * usual_workspace_numbers(name, *shape) == pytest.approx(meter.peak, rel=near)
+
+
+def test_muons_flops_are_those_of_its_steps():
+    assert num_flops("muon", 64, 176, steps=10) == 2 * num_flops("muon", 64, 176) == 10 * num_flops("muon", 64, 176, 1)
