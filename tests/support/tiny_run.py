@@ -9,6 +9,7 @@ from soren_align.launch.preparation import prepare
 from soren_align.run_folder import RunFolder
 from soren_align.sharding.ranks import Ranks
 from soren_align.trainers import build, training
+from soren_align.trainers.lost_updates import LostUpdatesPolicy
 from soren_align.trainers.training_setup import set_up_training
 
 SHORT = ("trainer.max_steps=6", "trainer.warmup_steps=2", "trainer.save_steps=2", "trainer.logging_steps=1")
@@ -38,4 +39,5 @@ class TinyRun:
         return training.train(self.prepare(), self.folder, self.console, self.ranks)
 
     def trainer(self):
-        return build.build_trainer(self.prepare(), self.folder, self.ranks)
+        policy = LostUpdatesPolicy("warn", lambda groups, warnings: None)
+        return build.build_trainer(self.prepare(), self.folder, self.ranks, policy)

@@ -24,6 +24,7 @@ from soren_align.sharding import local
 from soren_align.sharding.ranks import current_ranks
 from soren_align.spectral import newton_schulz
 from soren_align.trainers.attached_optimizer import OptimizerCheck
+from soren_align.trainers.lost_updates import FirstStepCheck
 from soren_align.trainers.trl_trainers import SorenTrainerMixin
 from tests.support.tiny_run import TinyRun
 
@@ -206,7 +207,7 @@ def same_steps(make, mode, *runs):
             "accumulation": trainer.args.gradient_accumulation_steps,
             "momentum": sum(local(state["exp_avg"]).numel() for state in optimizer.state.values()),
             "logged": trainer.state.log_history[-2],
-            "first_step": run.folder.read()["first_step"] if ranks.is_first else None,
+            "first_step": next(c for c in trainer.callback_handler.callbacks if isinstance(c, FirstStepCheck)).groups,
         }
         if mode == "ddp":
             # From every rank: replicas that have drifted apart would go unnoticed by the first one's file alone.
