@@ -41,7 +41,7 @@ def scores(tmp_path_factory):
     sft = trained(folder, "sft", "trainer.max_steps=300")
     dpo = trained(folder, "dpo", f"model.name_or_path={sft.model}")
     merged = adapters.merge(dpo)
-    results = evaluate(lineage(merged), Eval(suite="quickstart"), folder / "of-merged", console=QUIET, table=QUIET)
+    results = evaluate(lineage(merged), Eval(suite="quickstart"), folder / "of-merged", console=QUIET)
     torch.set_num_threads(threads)
     assert results["rows"][-1]["model"] == str(merged)
     return {row["name"]: {k: v["value"] for k, v in row["scores"].items()} for row in results["rows"]}
