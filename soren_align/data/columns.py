@@ -60,7 +60,7 @@ def recognize(example: Example, task: Task, place: str) -> Layout:
         raise UserError(f"{place}: found the columns {', '.join(columns)}; {task} needs {_REQUIRED[task]}{hint}")
     name, additional = _NATIVE[task]
     if layout.inputs == layout.outputs == COLUMNS[task] and additional <= set(columns):
-        layout = layout._replace(description=f"{layout.description} (columns of {name})")
+        layout = layout._replace(description=f"{layout.description} (like {name})")
     return layout._replace(unused=tuple(c for c in columns if c not in layout.inputs))
 
 

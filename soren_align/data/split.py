@@ -48,7 +48,7 @@ class LoadedSplit:
     dataset: Dataset
     """With TRL's columns only: see data.columns."""
     layout: str
-    """Description of the format: "chat messages (columns of ultrachat_200k)"."""
+    """Description of the format: "chat messages (like ultrachat_200k)"."""
     num_examples: int
     """As read, including dropped ones."""
     dropped: dict[str, int]

@@ -108,10 +108,10 @@ def test_a_form_is_recognised_wherever_its_rows_are(tmp_path, monkeypatch, kind,
 def test_the_papers_datasets_stay_what_they_were(tmp_path):
     chats, pairs = ultrachat_200k(tmp_path), ultrafeedback_binarized(tmp_path)
     loaded = load_split(split(chats["train_sft"]), "sft")
-    assert loaded.layout == "chat messages (columns of ultrachat_200k)"
+    assert loaded.layout == "chat messages (like ultrachat_200k)"
     assert loaded.dataset.column_names == ["messages"]
     loaded = load_split(split(pairs["test_prefs"]), "dpo")
-    assert loaded.layout == "preference pairs (columns of ultrafeedback_binarized)"
+    assert loaded.layout == "preference pairs (like ultrafeedback_binarized)"
     assert loaded.dataset.column_names == ["chosen", "rejected"]
     assert (loaded.num_examples, len(loaded.dataset)) == (8, 8)
 

@@ -24,8 +24,8 @@ def refused(spec, task="sft"):
 @pytest.mark.parametrize(
     ("task", "make_row", "columns", "words"),
     [
-        ("sft", chat_row, ["messages"], "chat messages (columns of ultrachat_200k)"),
-        ("dpo", pair_row, ["chosen", "rejected"], "preference pairs (columns of ultrafeedback_binarized)"),
+        ("sft", chat_row, ["messages"], "chat messages (like ultrachat_200k)"),
+        ("dpo", pair_row, ["chosen", "rejected"], "preference pairs (like ultrafeedback_binarized)"),
         ("sft", lambda i: {"messages": chat(i)}, ["messages"], "chat messages"),
     ],
 )
@@ -232,7 +232,7 @@ def test_a_cached_hub_dataset_loads_offline_with_its_commit(hub_dataset, capfd):
     loaded = load_split(split(hub_dataset, "train_prefs", limit=4), "dpo")
     assert loaded.dataset.column_names == ["chosen", "rejected"]
     assert loaded.num_examples == 4
-    assert loaded.layout == "preference pairs (columns of ultrafeedback_binarized)"
+    assert loaded.layout == "preference pairs (like ultrafeedback_binarized)"
     assert loaded.source["revision"] == COMMIT
     assert loaded.source["split"] == "train_prefs"
     assert load_split(split(hub_dataset, "test_prefs", revision=COMMIT), "dpo").num_examples == 2

@@ -51,8 +51,8 @@ def test_the_model_has_a_card_with_the_table_and_no_path_of_this_machine(demo):
     folder, _ = demo
     card = (folder / "runs/quickstart/dpo/model/README.md").read_text()
     assert "Trained by DPO with Soren from runs/quickstart/sft/model." in card
-    assert "Training changed this model." in card
-    assert "In the float32 that it is saved in, 100% of that change is kept" in card
+    assert "Training changed the matrices by" in card
+    assert "The model is saved in float32." in card
     assert all(f"\n| {name} | " in card for name in ("base", "SFT", "DPO"))
     assert str(folder) not in card
     assert str(ROOT) not in card

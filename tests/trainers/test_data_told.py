@@ -32,9 +32,9 @@ def test_a_mixture_is_trained_told_and_recorded(tiny_run, rows):
     run = tiny_run("sft", f"data.train={listed}", "trainer.max_length=512", "trainer.max_steps=2", "trainer.seed=7")
     assert run.train()
     said = " ".join(run.said.getvalue().split())
-    kinds = "chat messages (columns of ultrachat_200k); ShareGPT conversations"
+    kinds = "chat messages (like ultrachat_200k); ShareGPT conversations"
     assert f"24 of 25 examples, {kinds}, 1 dropped (conversations is" in said
-    assert "chats.jsonl: 8 of 16 examples (weight 0.5), 8 used, chat messages (columns of ultrachat_200k)" in said
+    assert "chats.jsonl: 8 of 16 examples (weight 0.5), 8 used, chat messages (like ultrachat_200k)" in said
     assert "spoken.jsonl: 16 of 9 examples (weight 2), 16 used, ShareGPT conversations, 1 dropped" in said
     train = run.folder.read()["data"]["train"]
     assert train["num_kept_by_source"] == [8, 16]
