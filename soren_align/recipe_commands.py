@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 
 from .errors import UserError, printable
-from .files import local_path
 
 recipes_app = typer.Typer(help="List or copy the shipped recipes.", invoke_without_command=True)
 
@@ -55,6 +54,7 @@ def import_(
     task: Annotated[str | None, typer.Option(help="sft or dpo. Default: from the file's keys or name.")] = None,
 ) -> None:
     """Convert another tool's file to a recipe, and report every key."""
+    from .files import local_path
     from .importers import import_file
 
     if task not in (None, "sft", "dpo"):
@@ -81,6 +81,8 @@ def schema() -> None:
 
 def _new_file(dest: str, name: str) -> Path:
     """Return `dest`, or the file `name` in the folder `dest`. Raises UserError if it exists or cannot be written."""
+    from .files import local_path
+
     target = local_path(dest)
     target = target / name if target.is_dir() else target
     if target.exists() or target.is_symlink():
