@@ -12,6 +12,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from .errors import UserError
+from .yaml_reader import dotted
 
 FORMAT_VERSION = 2
 """1 (without this key) until November 2026: other keys, and a flat `optimizer` section in recipe.yaml."""
@@ -144,7 +145,7 @@ def checked(record: Any, file: Path, required: Iterable[str] = ()) -> dict[str, 
             (_MIXTURE if "sources" in train else _SOURCE).validate_python(train, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        problem = f"{dotted(first['loc'])}: {first['msg']}"
     else:
         missing = [key for key in required if key not in record]
         if not missing:

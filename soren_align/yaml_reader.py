@@ -3,7 +3,7 @@
 ruamel's parser is lazy: its events are counted while the data is built, so that a limit stops it early.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +25,11 @@ MAX_KEYS = 1000
 """Keys of one YAML mapping: each unknown key is compared with all known ones."""
 MAX_DIGITS = 18
 """Digits of an integer in YAML: an int64 holds them."""
+
+
+def dotted(key: Iterable[str | int]) -> str:
+    """Return a key as it is written after --set: 'data.train.0.path'."""
+    return ".".join(map(str, key))
 
 
 def parse_yaml(text: str, name: str) -> tuple[Any, dict[Key, str]]:

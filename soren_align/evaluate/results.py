@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from ..errors import UserError
 from ..files import is_component, read_json
+from ..yaml_reader import dotted
 
 NAME = "results.json"
 FORMAT = 2
@@ -187,7 +188,7 @@ def _read(file: Path, form: type[BaseModel], problem: str) -> dict[str, Any] | N
         form.model_validate(content)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        key = ".".join(map(str, first["loc"]))[:80]
+        key = dotted(first["loc"])[:80]
         raise UserError(f"{file}: {problem} ({f'{key}: ' if key else ''}{first['msg'][:120]})") from None
     return content
 

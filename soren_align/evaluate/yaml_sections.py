@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ..errors import UserError
 from ..files import read_yaml
+from ..yaml_reader import dotted
 
 
 class YamlSection(BaseModel):
@@ -46,7 +47,7 @@ def refuse_duplicates(names: list[str], problem: str) -> None:
 
 def _sentence(error: Any, hint: Hint) -> str:
     """Return a pydantic error as a sentence: key, finding, remedy."""
-    key = ".".join(str(part) for part in error["loc"])
+    key = dotted(error["loc"])
     if error["type"] == "extra_forbidden":
         return f"{key}: unknown key{hint(error['loc'])}"
     if error["type"] == "missing":

@@ -14,11 +14,11 @@ from ruamel.yaml import YAML
 from .. import shipped
 from ..errors import UserError, did_you_mean
 from ..files import local_path, read_text
-from ..yaml_reader import Key, parse_yaml
+from ..yaml_reader import Key, dotted, parse_yaml
 from . import trl_config
 from .checks import problems_beyond_schema
 from .merging import Notify, merged, override
-from .messages import dotted, place, sentences
+from .messages import place, sentences
 from .sections import Recipe, resolve
 
 

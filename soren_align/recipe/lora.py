@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from .. import shipped
 from ..errors import UserError
 from ..files import local_path, read_json
+from ..yaml_reader import dotted
 from .sections import ADAPTER, Lora, Recipe
 
 TWO_WAYS = (
@@ -85,7 +86,7 @@ def _base_of(adapter: Path, name: str) -> str:
 
 
 def _problem(folder: str | Path, error: Any) -> str:
-    where = ".".join(str(part) for part in error["loc"][:2])
+    where = dotted(error["loc"][:2])
     return f"{folder}: {ADAPTER}: {where}: found {error['input']!r:.80}; {error['msg'][0].lower()}{error['msg'][1:]}"
 
 

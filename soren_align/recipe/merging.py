@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import UserError
-from ..yaml_reader import Key, parse_yaml
+from ..yaml_reader import Key, dotted, parse_yaml
 from .base import tag_of
 from .optimizers import MAPS, OPTIMIZERS
 
@@ -46,7 +46,7 @@ def _without_foreign_keys(section: dict[str, Any], name: Any, at: Key, notify: N
     others = {key for member in union.values() for key in member.model_fields}
     foreign = [key for key in section if key in others - union[name].model_fields.keys()]
     if foreign:
-        notify(f"{_dotted(at)}.name={name}: ignored {', '.join(foreign)} of {old}, which {name} does not have")
+        notify(f"{dotted(at)}.name={name}: ignored {', '.join(foreign)} of {old}, which {name} does not have")
     return {key: value for key, value in section.items() if key not in foreign}
 
 
@@ -94,8 +94,8 @@ def _section(raw: dict[str, Any], at: Key) -> dict[str, Any]:
 
 
 def _parsed(text: str) -> _Setting:
-    dotted, equals, value = text.partition("=")
-    key = tuple(dotted.strip().split("."))
+    name, equals, value = text.partition("=")
+    key = tuple(name.strip().split("."))
     if not equals or not all(key) or len(key) > MAX_DEPTH:
         raise UserError(f"--set {text}: write --set section.key=value")
     if key == ("extends",):
@@ -115,7 +115,7 @@ def _set(raw: dict[str, Any], setting: _Setting) -> Key:
         part: Any = name
         if isinstance(node, list):  # data.train.0.limit: the first of a list
             if not (name.isdecimal() and len(name) < 9 and int(name) < len(node)):
-                there = _dotted(key)
+                there = dotted(key)
                 raise UserError(
                     f"--set {setting.text}: {there} is a list of {len(node)}; write {there}.0 for the first"
                 )
@@ -130,7 +130,3 @@ def _set(raw: dict[str, Any], setting: _Setting) -> Key:
             raise UserError(f"--set {setting.text}: '{part}' is not a section")
         node = node[part]
     return tuple(key)
-
-
-def _dotted(key: Any) -> str:
-    return ".".join(map(str, key))

@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..errors import closest, did_you_mean
-from ..yaml_reader import Key
+from ..yaml_reader import Key, dotted
 from .base import Section, members, section_in
 from .renamed_keys import MOVED
 from .sections import Recipe
@@ -30,11 +30,6 @@ def place(key: Key, lines: dict[Key, str]) -> str:
     while key and key not in lines:
         key = key[:-1]
     return lines.get(key, "recipe")
-
-
-def dotted(key: Key) -> str:
-    """The key as it is written after --set: 'data.train.0.path'."""
-    return ".".join(map(str, key))
 
 
 @dataclass(frozen=True)
