@@ -1,6 +1,7 @@
 """The terminal: rich's console, for text of unknown origin."""
 
 import sys
+import textwrap
 from typing import Any
 
 from rich.console import Console
@@ -23,6 +24,13 @@ class Terminal(Console):
     def render_str(self, text: str, **options: Any) -> Text:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Render a text; rich calls this for every text, also in tables."""
         return super().render_str(printable(text), **options)
+
+
+def print_labelled(console: Console, label: str, text: str) -> None:
+    """Print a label in the first 10 columns and the text wrapped to the right of it."""
+    lines = textwrap.wrap(text, console.width - 10, break_long_words=False, break_on_hyphens=False)
+    for number, line in enumerate(lines):
+        console.print(f"{'' if number else label:<10}{line}", markup=False, highlight=False, soft_wrap=True)
 
 
 def stderr_console(*, quiet: bool = False) -> Terminal:

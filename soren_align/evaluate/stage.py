@@ -14,6 +14,7 @@ from ..files import is_component, write
 from ..provenance import commit
 from ..recipe import Eval
 from ..run_folder import RunFolder
+from ..terminal import print_labelled
 from . import tables
 from .backends import load_tokenizer, model_folder, require_backend
 from .cache import default_cache_folder
@@ -184,7 +185,7 @@ def _print_cached(evaluated: list[tuple[str, ModelResults]], console: Console) -
     counts = [(name, results.num_requests["cached"], results.num_requests["computed"]) for name, results in evaluated]
     for name, cached, computed in counts:
         if cached:
-            console.print(f"cached    {name}: {cached:,} of {cached + computed:,} requests", highlight=False)
+            print_labelled(console, "cached", f"{name}: {cached:,} of {cached + computed:,} requests")
 
 
 def _result_rows(rows: Rows, evaluated: list[tuple[str, ModelResults]], average: bool) -> list[dict[str, Any]]:

@@ -112,7 +112,7 @@ def _finish(folder: RunFolder, recipe: Recipe, console: Terminal, *, evaluate_he
 
         evaluate_trained(folder, recipe.eval, console)
     folder.update(status="finished", finished=now(), last_error=None)
-    console.print(f"done      {folder}", highlight=False)
+    console.print(f"done      {folder}", highlight=False, soft_wrap=True)
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """A plan in text, 80 columns wide."""
 
-import textwrap
 from functools import partial
 from typing import Any
 
@@ -9,6 +8,7 @@ from rich.table import Table
 
 from ..data import Account, show_example
 from ..manifest import describe_dropped
+from ..terminal import print_labelled
 from .update_sizes import ADAMW_RMS
 
 PHASES = {"always": "", "forward_backward": "forward/backward", "optimizer_step": "optimizer step"}
@@ -182,17 +182,15 @@ def _print_compute(plan: dict[str, Any], console: Console) -> None:
         print_labelled(console, "", f"with {tokens}")
     if compute["map_share"] is not None:
         print_labelled(console, "", f"spectral maps: {compute['map_share']:.2%} of all FLOPs")
+    text = "none: the recipe has no eval section"
     if evaluation:
         requests = evaluation["num_requests_per_model"]
         number = f"{requests:,} requests" if requests else "all questions"
         if evaluation["limit"]:
             number = f"the first {evaluation['limit']} questions of each task"
         text = f"{evaluation['suite']}: {number} per model; the trained model and its starting checkpoints"
-        console.print()
-        print_labelled(console, "eval", text)
-    else:
-        console.print()
-        print_labelled(console, "eval", "none: the recipe has no eval section")
+    console.print()
+    print_labelled(console, "eval", text)
 
 
 def _table(title: str, *columns: str, num_text_columns: int) -> Table:
@@ -205,13 +203,6 @@ def _table(title: str, *columns: str, num_text_columns: int) -> Table:
 
 def _optimizer_name(plan: dict[str, Any], rule: str) -> str:
     return plan["optimizer"]["name"] if rule == "spectral" else "adamw"
-
-
-def print_labelled(console: Console, label: str, text: str) -> None:
-    """Print a label in the first 10 columns and the text wrapped to the right of it."""
-    lines = textwrap.wrap(text, console.width - 10, break_long_words=False, break_on_hyphens=False)
-    for number, line in enumerate(lines):
-        console.print(f"{'' if number else label:<10}{line}", markup=False, highlight=False, soft_wrap=True)
 
 
 def with_prefix(number: float, unit: str) -> str:

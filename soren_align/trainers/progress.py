@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers import TrainerCallback
 
-from .training_report import print_line
+from ..terminal import print_labelled
 
 LINE_SECONDS = 10.0
 """Shortest time between two plain lines."""
@@ -44,7 +44,9 @@ class ProgressBar(TrainerCallback):
             self.bar.update(self._id, loss=f"loss {logs['loss']:.3f}")
         elif time.monotonic() - self._last_line > LINE_SECONDS:
             self._last_line = time.monotonic()
-            print_line(self.console, self.task, f"step {state.global_step}/{state.max_steps}, loss {logs['loss']:.4f}")
+            print_labelled(
+                self.console, self.task, f"step {state.global_step}/{state.max_steps}, loss {logs['loss']:.4f}"
+            )
 
     def on_train_end(self, args, state, control, **kwargs):
         """Remove the bar."""

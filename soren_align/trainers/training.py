@@ -15,12 +15,13 @@ from ..recipe import Recipe
 from ..run_folder import RunFolder
 from ..sharding import is_universal
 from ..sharding.ranks import Ranks
+from ..terminal import print_labelled
 from . import build, checkpoints
 from .lost_updates import LostUpdatesPolicy, change_after_saving
 from .progress import ProgressBar
 from .signals import StopOnSignal
 from .starting_weights import relative_changes
-from .training_report import print_line, print_result, print_setup, record_result, record_setup, report_first_step
+from .training_report import print_result, print_setup, record_result, record_setup, report_first_step
 from .training_setup import TrainingSetup
 
 
@@ -68,7 +69,7 @@ def train(
             print_result(console, trainer, result, seconds, resumed_from)
         else:
             step = trainer.state.global_step
-            print_line(console, "stopped", f"at step {step}, checkpoint saved; rerun the same command to resume")
+            print_labelled(console, "stopped", f"at step {step}, checkpoint saved; rerun the same command to resume")
     return finished
 
 
@@ -92,9 +93,9 @@ def _find_checkpoint(recipe: Recipe, folder: RunFolder, origin: dict[str, Any], 
         return path
     checkpoint, notices = checkpoints.latest(folder.checkpoints, origin)
     for notice in notices:
-        print_line(console, "notice", notice)
+        print_labelled(console, "notice", notice)
     if checkpoint:
-        print_line(console, "resume", f"from step {checkpoints.step_of(checkpoint)}")
+        print_labelled(console, "resume", f"from step {checkpoints.step_of(checkpoint)}")
         earlier = (folder.read() or {}).get("resumed_from_steps", [])
         folder.update(resumed_from_steps=[*earlier, checkpoints.step_of(checkpoint)])
     return checkpoint

@@ -10,6 +10,7 @@ from ..optim import route, routing_table
 from ..recipe import global_batch
 from ..run_folder import RunFolder
 from ..sharding.ranks import Ranks
+from ..terminal import print_labelled
 from .training_setup import TrainingSetup
 
 
@@ -47,23 +48,23 @@ def print_setup(console: Console, setup: TrainingSetup, trainer: Any, ranks: Ran
     """Print notices, data, starting checkpoint, batch and optimizer."""
     counts, train = setup.account, setup.splits["train"]
     for notice in setup.notices:
-        print_line(console, "notice", notice)
+        print_labelled(console, "notice", notice)
     dropped = describe_dropped(train.dropped | counts.dropped)
     dropped = f", {dropped}" if dropped else ""
-    print_line(console, "data", f"{counts.num_kept} of {train.num_examples} examples, {train.layout}{dropped}")
+    print_labelled(console, "data", f"{counts.num_kept} of {train.num_examples} examples, {train.layout}{dropped}")
     for num_examples, source in zip(counts.num_kept_by_source, train.source.get("sources", ()), strict=True):
-        print_line(console, "", _describe_source(source, num_examples))
-    print_line(console, "start", setup.start)
+        print_labelled(console, "", _describe_source(source, num_examples))
+    print_labelled(console, "start", setup.start)
     if ranks.launched:
         num_examples, factors = global_batch(setup.recipe, ranks.num_ranks)
-        print_line(console, "batch", f"{num_examples} examples per step: {factors}")
-        print_line(console, "parallel", setup.recipe.run.parallel)
+        print_labelled(console, "batch", f"{num_examples} examples per step: {factors}")
+        print_labelled(console, "parallel", setup.recipe.run.parallel)
     optimizer = setup.recipe.optimizer
     num_tensors = [len(group["params"]) for group in trainer.expected_optimizer.param_groups]
     matrices = f"{describe_optimizer(optimizer)}, lr {optimizer.lr:g}: {num_tensors[0]} matrices"
-    print_line(console, "optimizer", matrices)
+    print_labelled(console, "optimizer", matrices)
     if len(num_tensors) > 1:
-        print_line(console, "", f"adamw, lr {optimizer.aux_lr:g}: {num_tensors[1]} other parameters")
+        print_labelled(console, "", f"adamw, lr {optimizer.aux_lr:g}: {num_tensors[1]} other parameters")
 
 
 def report_first_step(
@@ -73,7 +74,7 @@ def report_first_step(
     if ranks.is_first:
         folder.update(first_step=groups)
         for warning in warnings:
-            print_line(console, "warning", warning)
+            print_labelled(console, "warning", warning)
 
 
 def record_result(folder: RunFolder, trainer: Any, result: dict[str, Any], seconds: float) -> None:
@@ -99,22 +100,17 @@ def print_result(console: Console, trainer: Any, result: dict[str, Any], seconds
     losses, steps = _losses(trainer), trainer.state.global_step
     loss = f", loss {losses[0]:.3f} -> {losses[-1]:.3f} (first and last log)" if len(losses) > 1 else ""
     resumed = f", {steps - resumed_from} of them since resuming," if resumed_from else ""
-    print_line(console, "trained", f"{steps} steps{resumed} in {seconds:.0f} s{loss}")
-    print_line(console, "", f"the matrices changed by {100 * result['relative_change']:.3g}% of their norm")
+    print_labelled(console, "trained", f"{steps} steps{resumed} in {seconds:.0f} s{loss}")
+    print_labelled(console, "", f"the matrices changed by {100 * result['relative_change']:.3g}% of their norm")
     if "matrices" not in result["change_after_saving"]:  # nothing has changed
         return
     dtype, matrices = (result["change_after_saving"][key] for key in ("dtype", "matrices"))
     projection, entries = (100 * matrices[key] for key in ("projection", "fraction_changed"))
-    print_line(console, "saved", f"model/ in {dtype}, which preserves {projection:.3g}% of the change")
+    print_labelled(console, "saved", f"model/ in {dtype}, which preserves {projection:.3g}% of the change")
     if entries < 99.95:
-        print_line(console, "", f"{entries:.3g}% of the changed entries still differ from the start after rounding")
+        print_labelled(console, "", f"{entries:.3g}% of the changed entries still differ from the start after rounding")
     if min(entries, projection) < 100 * SURVIVAL_THRESHOLD:
-        print_line(console, "warning", "most of the change is lost to rounding; run.save_dtype: float32 saves all")
-
-
-def print_line(console: Console, label: str, text: str) -> None:
-    """Print one line: a label in a column of ten characters, then the text."""
-    console.print(f"{label:10}{text}", highlight=False, markup=False)
+        print_labelled(console, "warning", "most of the change is lost to rounding; run.save_dtype: float32 saves all")
 
 
 def describe_optimizer(optimizer: Any) -> str:
