@@ -6,6 +6,7 @@ f rises from 0 to 1 on [0, resolution] and is within its certificate of 1 on [re
 nu costs nothing, since the first step computes (x x^T)^2, and it is smaller than |x|_F, so that u is larger.
 """
 
+from functools import partial
 from typing import Literal
 
 import torch
@@ -17,14 +18,18 @@ from .matrices import all_finite, frobenius_norm, from_wide, replace_zeros, to_w
 from .precision import in_full_precision
 from .products import by_products, num_beyond, tanh_coefficients
 
-SAFE_NORMS = (1e-6, 1e6)  # |x|_F in between needs no scaling: neither sigma^4 nor its sums leave float32
+SAFE_NORMS = (1e-12, 1e6)  # |x|_F in between needs no scaling: neither sigma^4 nor its sums leave float32
 
 Method = Literal["products", "eigh"]
 Precision = Literal["full", "float16"]
 
 
 def minimax_sigmoid(
-    x: Tensor, method: Method = "products", resolution: float = RESOLUTION, precision: Precision = "full"
+    x: Tensor,
+    method: Method = "products",
+    resolution: float = RESOLUTION,
+    precision: Precision = "full",
+    max_norm: float | None = None,
 ) -> Tensor:
     """U s(S) V^T of x = U S V^T, approximately: s is the sigmoid.
 
@@ -35,51 +40,58 @@ def minimax_sigmoid(
         for up to 9/5 of the work, where the methods agree to 1e-3 only. Singular values far below it map to nearly 0:
         a spectrum of 1/i with r = 512 has 400 of its 512 below 0.01, and needs 0.001.
     precision: "float16" rounds the factors of every product to float16 and sums in float32.
+    max_norm: an upper bound of |x|_F of every matrix, if it is known: then the host reads nothing from the device, and
+        the map can be compiled whole. None: it is read from x.
     Returns [..., m, n] in the dtype of x. Within 0.5% (float16: 1%) of the sigmoid for singular values above
     `resolution` in a matrix with none above 4; below it falls to 0 for 0. With a singular value above about 4 the tanh
     part is evaluated at sigma * 4.3 / sigma_max ("guarded"): finite, bounded by 1, and increasing with sigma except for
-    the ripple of f. Zero for zero; a matrix that contains a NaN or an infinity gives all NaN.
+    the ripple of f. Zero for zero; with max_norm it falls to zero below |x|_F = 1e-15. A matrix that contains a NaN or an infinity gives all NaN.
     """
-    return guarded_minimax_sigmoid(x, method, resolution, precision)[0]
+    return guarded_minimax_sigmoid(x, method, resolution, precision, max_norm)[0]
 
 
 @torch.no_grad()
 @in_full_precision
 def guarded_minimax_sigmoid(
-    x: Tensor, method: Method = "products", resolution: float = RESOLUTION, precision: Precision = "full"
-) -> tuple[Tensor, int]:
+    x: Tensor,
+    method: Method = "products",
+    resolution: float = RESOLUTION,
+    precision: Precision = "full",
+    max_norm: float | None = None,
+) -> tuple[Tensor, Tensor | int]:
     """`minimax_sigmoid`, and the number of guarded matrices: those scaled down to the domain of tanh's polynomial."""
     _check(method, resolution, precision)
     double = x.dtype == torch.float64 and precision == "full"
     wide = to_wide(x, torch.float64 if double else torch.float32)
-    norm = frobenius_norm(wide)
-    # One host read decides the usual case, a matrix of clipped gradients; it is False for NaN and overflow too.
-    low, high = SAFE_NORMS
-    if precision == "full" and bool(((norm > low) & (norm < high)).all()):
-        result, num_guarded = _map(wide, torch.ones_like(norm), norm, method, resolution, half=False)
+    is_safe, may_be_large = _range(wide, max_norm)
+    half = precision == "float16"
+    evaluate = partial(by_products, half=half) if method == "products" else _by_eigh
+    if is_safe and not half:
+        result, num_guarded = evaluate(wide, 1.0, may_be_large, resolution)
         return from_wide(result, x), num_guarded
 
     finite = all_finite(wide)
     wide = wide.where(finite, 0.0)
-    scale = wide.abs().amax(dim=(-2, -1), keepdim=True)
-    scale = scale.where(scale > 0, 1.0)
-    unit = wide / scale
-    norm = frobenius_norm(unit) * scale
-    result, num_guarded = _map(unit, scale, norm, method, resolution, half=precision == "float16")
+    scale = replace_zeros(wide.abs().amax(dim=(-2, -1), keepdim=True))
+    result, num_guarded = evaluate(wide / scale, scale, may_be_large, resolution)
     return from_wide(result.masked_fill(~finite, torch.nan), x), num_guarded
 
 
-def _map(x: Tensor, scale: Tensor, norm: Tensor, method: Method, resolution: float, half: bool) -> tuple[Tensor, int]:
-    """The map of scale * x for wide x, and the number of guarded matrices.
+def _range(x: Tensor, max_norm: float | None) -> tuple[bool, bool]:
+    """Whether |x|_F of all matrices is within SAFE_NORMS, and whether one may be above WIDE_FROM[0]."""
+    low, high = SAFE_NORMS
+    if max_norm is not None:
+        return max_norm < high, not max_norm <= WIDE_FROM[0]
+    norm = frobenius_norm(x)
+    # Both are for NaN and overflow as for large matrices.
+    is_safe, is_small = torch.stack([((norm > low) & (norm < high)).all(), (norm <= WIDE_FROM[0]).all()]).tolist()
+    return is_safe, not is_small
 
-    norm: of scale * x; scale, norm: [..., 1, 1].
-    """
-    if method == "eigh":
-        return _by_eigh(x, scale, norm, resolution)
-    return by_products(x, scale, norm, resolution, half)
 
-
-def _by_eigh(x: Tensor, scale: Tensor, norm: Tensor, resolution: float) -> tuple[Tensor, int]:
+def _by_eigh(
+    x: Tensor, scale: Tensor | float, may_be_large: bool, resolution: float
+) -> tuple[Tensor, Tensor | int]:
+    """As `by_products`."""
     # float64: for sigma_i = 1/i with 512 rows the error of float32's eigh is 2e-3 of the result, 20 times the stated.
     double = x.double()
     eigenvalues, vectors = torch.linalg.eigh(double @ double.mT)
@@ -91,7 +103,8 @@ def _by_eigh(x: Tensor, scale: Tensor, norm: Tensor, resolution: float) -> tuple
     nu = (largest * norm4.pow(0.25)).sqrt()
 
     share = (eigenvalues.pow(64).sum(dim=-1, keepdim=True).clamp(min=1.0) ** (1 / 64) / norm4.pow(0.25)).sqrt()
-    top, known_share = nu * scale[..., 0].double(), share if bool((norm > WIDE_FROM[0]).any()) else None
+    top = nu * (scale[..., 0].double() if isinstance(scale, Tensor) else scale)
+    known_share = share if may_be_large else None
     coefficients = tanh_coefficients(top, known_share)
     tanh = sum(c * r**i for i, c in enumerate(coefficients))
     sign, power = torch.ones_like(r), r

@@ -22,13 +22,20 @@ NEAR_SQUARE = 1.15  # n / m up to which one more restart, which replaces square 
 # Elements after each row, if there are blocks: at 1024 and 2048 rows the copies to above the diagonal take half the
 # time if the stride is no power of two.
 PADDING = 16
+# A matrix with a smaller |x|_F is divided by nu of this one, so that its result falls to 0: below 1e-19, sigma^2 leaves
+# float32. MIN_SQUARE is less than the Frobenius norm of R^2 for any R with a trace of 1 and up to 10^6 rows.
+MIN_NORM, MIN_SQUARE = 1e-15, 1e-9
 
 
-def by_products(x: Tensor, scale: Tensor, norm: Tensor, resolution: float, half: bool) -> tuple[Tensor, int]:
-    """The map of scale * x, whose norm is `norm`, for x of shape [..., m, n] with m <= n; the others are [..., 1, 1].
+def by_products(
+    x: Tensor, scale: Tensor | float, may_be_large: bool, resolution: float, half: bool
+) -> tuple[Tensor, Tensor | int]:
+    """The map of scale * x for x of shape [..., m, n] with m <= n; scale is [..., 1, 1] or a number.
 
     Also returns the number of guarded matrices, those with a singular value beyond the domain of tanh's polynomial.
-    half: round the factors of every product to float16; the sums are float32.
+    may_be_large: whether |scale * x|_F may be above WIDE_FROM[0]; five more products then find the largest singular
+        value. half: round the factors of every product to float16; the sums are float32.
+    The host reads nothing, so torch.compile and CUDA graphs can take the whole function.
     """
     table = SIGN[resolution]
     steps = list(zip(table.steps, table.centers, strict=True))
@@ -38,7 +45,7 @@ def by_products(x: Tensor, scale: Tensor, norm: Tensor, resolution: float, half:
 
     r = work.symmetric(x, x.mT)
     r2, nu = _normalise_(r, work)
-    tanh, beyond = _tanh_part(r, r2, nu, nu * scale, bool((norm > WIDE_FROM[0]).any()), work)
+    tanh, beyond = _tanh_part(r, r2, nu, nu * scale, may_be_large, work)
     y, spare, lift = x, None, None  # y = lift @ x
     for step, center in steps[:num_restarts]:
         factor = _odd_step(step, center, r, r2, work)
@@ -103,19 +110,19 @@ def tanh_coefficients(top: Tensor, share: Tensor | None) -> list[Tensor]:
     return [(a + (b - a) * weight) * top ** (2 * i + 1) for i, (a, b) in enumerate(pairs)]
 
 
-def num_beyond(top: Tensor, share: Tensor | None) -> int:
+def num_beyond(top: Tensor, share: Tensor | None) -> Tensor | int:
     """The number of matrices that `tanh_coefficients` scales down."""
-    return 0 if share is None else int((top * share > WIDE_LIMIT).sum())
+    return 0 if share is None else (top * share > WIDE_LIMIT).sum()
 
 
 def _normalise_(gram: Tensor, work: "_Workspace") -> tuple[Tensor, Tensor]:
     """Divide gram in place: R = gram / nu^2, for the nu with |R^2|_F = 1; returns R^2 and nu."""
-    norm = replace_zeros(frobenius_norm(gram))
-    r = gram.div_(norm)
+    trace = gram.diagonal(dim1=-2, dim2=-1).sum(dim=-1)[..., None, None].clamp(min=MIN_NORM**2)
+    r = gram.div_(trace)
     r2 = work.symmetric(r, r)
-    square = replace_zeros(frobenius_norm(r2))
+    square = frobenius_norm(r2).clamp(min=MIN_SQUARE)
     r.div_(square.sqrt())
-    return r2.div_(square), (norm * square.sqrt()).sqrt()
+    return r2.div_(square), (trace * square.sqrt()).sqrt()
 
 
 def _odd_step(
@@ -154,7 +161,7 @@ def _about(center: float, coefficients: tuple[float, ...]) -> tuple[float, ...]:
 
 def _tanh_part(
     r: Tensor, r2: Tensor, nu: Tensor, top: Tensor, may_be_large: bool, work: "_Workspace"
-) -> tuple[Tensor, int]:
+) -> tuple[Tensor, Tensor | int]:
     """t(sigma) / (2 nu u) as a matrix polynomial in R, where sigma = top * u; and the number of guarded matrices."""
     powers, share = [r, r2], None
     if may_be_large:
