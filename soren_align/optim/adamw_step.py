@@ -40,15 +40,19 @@ class Chunk(NamedTuple):
 def adamw_step_(
     named: Sequence[tuple[str, Tensor]],
     group: dict[str, Any],
+    lr: float | Tensor,
     state: Mapping[Tensor, dict[str, Tensor]],
     pending_observer: Callable[[PendingUpdate], None] | None = None,
     observer: Callable[[AppliedUpdate], None] | None = None,
 ) -> None:
-    """One step of every parameter of `named`; all have a gradient. The observers get every chunk's update."""
+    """One step of every parameter of `named`; all have a gradient. The observers get every chunk's update.
+
+    lr: the group's, on the host.
+    """
     is_observed = observer is not None or pending_observer is not None
     for bucket in _buckets(_chunks(named, state, is_observed)):
         before = [_copied(chunk) for chunk in bucket] if is_observed else []
-        _update_(bucket, group)
+        _update_(bucket, group, lr)
         for chunk, (parameter, compensation) in zip(bucket, before, strict=False):
             if observer is not None:
                 after = master_weights(chunk.parameter, chunk.compensation)
@@ -113,7 +117,7 @@ def _buckets(parts: Iterator[Chunk]) -> Iterator[list[Chunk]]:
         yield bucket
 
 
-def _update_(bucket: Sequence[Chunk], group: dict[str, Any]) -> None:
+def _update_(bucket: Sequence[Chunk], group: dict[str, Any], lr: float | Tensor) -> None:
     device, fused = bucket[0].parameter.device, bucket[0].fused
     # torch adds to its step tensors in place, and the fused kernel reads them on the device.
     steps = torch.stack([chunk.step for chunk in bucket])
@@ -131,7 +135,7 @@ def _update_(bucket: Sequence[Chunk], group: dict[str, Any]) -> None:
         amsgrad=False,
         beta1=group["betas"][0],
         beta2=group["betas"][1],
-        lr=group["lr"],
+        lr=lr,
         weight_decay=group["weight_decay"],
         eps=group["eps"],
         maximize=False,

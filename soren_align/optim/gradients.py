@@ -1,60 +1,156 @@
 """Gradients that an optimizer cannot use are refused before anything is changed.
 
-A step updates every parameter or none: after an error weights, momentum and step counts are unchanged.
+A step updates every parameter or none: after an error weights, momentum and step counts are unchanged. On a GPU a read
+by the host waits for all that is queued, so a step makes one, of all the numbers that it needs: `checked_numbers`.
 """
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .group_settings import name_of
 from .pieces import local
+from .placement import Placement
 
 
-def refuse_unusable_gradients(
+class StepNumbers(NamedTuple):
+    """The numbers of one step that the host needs.
+
+    max_norm: at least |N|_F of every map input N, on all ranks. lrs: of each group; a tensor is on the CPU.
+    """
+
+    max_norm: float
+    lrs: list[float | Tensor]
+
+
+def checked_numbers(
+    groups: Sequence[dict[str, Any]],
+    state: Mapping[Tensor, dict[str, Tensor]],
+    optimizer: str,
+    placement: Placement | None,
+) -> StepNumbers:
+    """The numbers of a step whose gradients can be used, by one host read. With a placement collective.
+
+    Raises ValueError for a shard in a spectral group and for a sparse gradient, FloatingPointError for a gradient with
+    a NaN or an infinity; the error names the parameters. With a placement every rank raises. optimizer: its name.
+    """
+    named = [(name_of(group, i), p) for group in groups for i, p in enumerate(group["params"])]
+    problem: Exception | None = None
+    numbers = torch.zeros(2, dtype=torch.float64)
+    try:
+        refuse_unusable_layouts(groups, optimizer, placement.has_layout if placement else None)
+        numbers = squared_norms(groups, state)
+    except ValueError as error:
+        if placement is None:
+            raise
+        problem = error
+    tensors = [group["lr"] for group in groups if isinstance(group["lr"], Tensor)]
+    rates = [lr.detach().reshape(1).to(numbers.device, torch.float64) for lr in tensors]
+    if placement is None:
+        total, largest, *rates = torch.cat([numbers, *rates]).tolist()
+    else:
+        total, largest = placement.check_gradients(named, problem, numbers)
+        rates = torch.cat(rates).tolist() if rates else []
+    if not math.isfinite(total):
+        _refuse_non_finite_on_all_ranks(groups, named, placement)  # or the sum has overflowed
+    # Of a tensor's own dtype, in which torch computes with it.
+    on_host = iter([torch.tensor(rate, dtype=lr.dtype) for rate, lr in zip(rates, tensors, strict=True)])
+    lrs = [next(on_host) if isinstance(group["lr"], Tensor) else group["lr"] for group in groups]
+    return StepNumbers(math.sqrt(largest) if math.isfinite(largest) else math.inf, lrs)
+
+
+def _refuse_non_finite_on_all_ranks(
+    groups: Sequence[dict[str, Any]], named: Sequence[tuple[str, Tensor]], placement: Placement | None
+) -> None:
+    problem: Exception | None = None
+    try:
+        refuse_non_finite(groups)
+    except FloatingPointError as error:
+        if placement is None:
+            raise
+        problem = error
+    if placement is not None:
+        placement.check_gradients(named, problem, torch.zeros(2, dtype=torch.float64))
+
+
+def refuse_unusable_layouts(
     groups: Sequence[dict[str, Any]], optimizer: str, is_known: Callable[[Tensor], bool] | None = None
 ) -> None:
-    """Raise ValueError for shards in a spectral group and sparse gradients, FloatingPointError if one is not finite.
+    """Raise ValueError for a shard in a spectral group or a sparse gradient, naming the parameter. Reads no gradient.
 
-    The error names the parameters. optimizer: its name for the message.
+    optimizer: its name for the message.
     is_known: whether the layout of the matrices in a parameter is known; None: parameters must be whole matrices.
     """
-    gradients: list[tuple[str, Tensor]] = []
-    for group in groups:
-        for position, parameter in enumerate(group["params"]):
-            name, grad = name_of(group, position), parameter.grad
-            if grad is None:
-                continue
-            if group["rule"] == "spectral" and not (is_known(parameter) if is_known else _is_a_matrix(parameter)):
-                raise ValueError(
-                    f"{optimizer} updates whole matrices; {name} has shape {tuple(parameter.shape)} at the step. "
-                    "A shard has no singular values: set the optimizer's placement (soren_align.sharding)."
-                )
-            if grad.layout != torch.strided:
-                raise ValueError(f"{optimizer} needs dense gradients; that of {name} is {grad.layout}")
-            gradients.append((name, local(grad)))
-    _refuse_non_finite(gradients)
+    for name, parameter, grad, group in _with_gradient(groups):
+        if group["rule"] == "spectral" and not (is_known(parameter) if is_known else _is_a_matrix(parameter)):
+            raise ValueError(
+                f"{optimizer} updates whole matrices; {name} has shape {tuple(parameter.shape)} at the step. "
+                "A shard has no singular values: set the optimizer's placement (soren_align.sharding)."
+            )
+        if grad.layout != torch.strided:
+            raise ValueError(f"{optimizer} needs dense gradients; that of {name} is {grad.layout}")
+
+
+def refuse_non_finite(groups: Sequence[dict[str, Any]]) -> None:
+    """Raise FloatingPointError, naming the parameters, if a gradient has a NaN or an infinity. Reads every gradient."""
+    broken = [
+        name
+        for name, _, grad, _ in _with_gradient(groups)
+        if grad.numel() and not local(grad).abs().amax().isfinite()  # amax: NaN too
+    ]
+    if broken:
+        shown = ", ".join(broken[:5]) + (f" and {len(broken) - 5} more" if len(broken) > 5 else "")
+        raise FloatingPointError(f"NaN or infinity in the gradient of {shown}; nothing was changed by this step")
+
+
+def squared_norms(groups: Sequence[dict[str, Any]], state: Mapping[Tensor, dict[str, Tensor]]) -> Tensor:
+    """Two sums on the device: of the squares of all gradients, and the largest over the inputs of maps; float64.
+
+    The first is finite only if all gradients are. The second is at least |N|_F^2 of every matrix in one tensor, since
+    N is a weighted mean of its gradient and its momentum (`update`).
+    """
+    matrices: list[Tensor] = []
+    others: list[Tensor] = []
+    for _, parameter, grad, group in _with_gradient(groups):
+        if group["rule"] == "adamw":
+            others.append(local(grad))
+        else:
+            momentum = state[parameter].get("exp_avg") if parameter in state else None
+            matrices += [local(grad)] + ([] if momentum is None else [local(momentum)])
+    device = next((t.device for t in (*matrices, *others) if t.device.type != "cpu"), torch.device("cpu"))
+    of_matrices, of_others = (_squares(tensors, device) for tensors in (matrices, others))
+    return torch.stack([of_matrices.sum() + of_others.sum(), of_matrices.amax()])
+
+
+def _squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Squared norms of `tensors`, and a zero, on `device`."""
+    by_kind = defaultdict(list)
+    for tensor in tensors:
+        by_kind[tensor.device, tensor.dtype].append(tensor)
+    # In float32, whatever the dtype: float16's squares overflow from 256 on.
+    norms = [
+        torch.stack(torch._foreach_norm(same, 2, torch.promote_types(dtype, torch.float32)))
+        for (_, dtype), same in by_kind.items()
+    ]  # pyright: ignore
+    zero = torch.zeros(1, dtype=torch.float64, device=device)
+    return torch.cat([zero, *(norm.to(device, torch.float64) for norm in norms)]).square()
+
+
+def _with_gradient(groups: Sequence[dict[str, Any]]) -> list[tuple[str, Tensor, Tensor, dict[str, Any]]]:
+    """(name, parameter, gradient, group) of every parameter that has a gradient."""
+    return [
+        (name_of(group, i), p, p.grad, group)
+        for group in groups
+        for i, p in enumerate(group["params"])
+        if p.grad is not None
+    ]
 
 
 def _is_a_matrix(parameter: Tensor) -> bool:
     # The tensor's own shape counts: under ZeRO 3 a flat shard still has a two-dimensional ds_shape.
     grad = parameter.grad
     return parameter.ndim == 2 and grad is not None and grad.ndim == 2 and local(parameter) is parameter
-
-
-def _refuse_non_finite(gradients: Sequence[tuple[str, Tensor]]) -> None:
-    by_kind = defaultdict(list)
-    for name, grad in gradients:
-        if grad.numel():  # the maximum of an empty shard is not defined
-            by_kind[grad.device, grad.dtype].append((name, grad))
-    broken = []
-    for named in by_kind.values():
-        # One host read for all gradients of a kind; the norm carries NaN as well as infinity.
-        largest = torch.stack(torch._foreach_norm([grad for _, grad in named], ord=torch.inf))  # pyright: ignore
-        broken += [name for (name, _), finite in zip(named, largest.isfinite().tolist(), strict=True) if not finite]
-    if broken:
-        shown = ", ".join(broken[:5]) + (f" and {len(broken) - 5} more" if len(broken) > 5 else "")
-        raise FloatingPointError(f"NaN or infinity in the gradient of {shown}; nothing was changed by this step")

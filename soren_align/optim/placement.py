@@ -15,8 +15,13 @@ class Placement(Protocol):
         """Whether the layout of the matrices in `parameter` is known."""
         ...
 
-    def check_gradients(self, named: Sequence[tuple[str, Tensor]], error: Exception | None) -> None:
-        """Raise on every rank if `error` is set on any rank, or if the ranks lack different gradients. Collective."""
+    def check_gradients(
+        self, named: Sequence[tuple[str, Tensor]], error: Exception | None, squares: Tensor
+    ) -> tuple[float, ...]:
+        """The sums of `squares` over the ranks, by one host read. Collective.
+
+        Raises on every rank if `error` is set on any rank, or if the ranks lack different gradients.
+        """
         ...
 
     def prepare(self, named: Sequence[tuple[str, Tensor]]) -> None:

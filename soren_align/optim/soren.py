@@ -98,8 +98,8 @@ class Soren(SpectralOptimizer, name="soren"):
         if settings["name"] == "exact":
             return exact_sigmoid(x)
         if settings["name"] == "minimax":
-            output, num_guarded = guarded_minimax_sigmoid(x, resolution=settings["resolution"])
+            output, num_guarded = guarded_minimax_sigmoid(x, resolution=settings["resolution"], max_norm=self.max_norm)
         else:
-            output, num_guarded = guarded_soft_newton_schulz(x, settings["steps"])
-        self.num_guarded += num_guarded
+            output, num_guarded = guarded_soft_newton_schulz(x, settings["steps"], max_norm=self.max_norm)
+        self.num_guarded += int(num_guarded)  # a host read, where a norm is large
         return output

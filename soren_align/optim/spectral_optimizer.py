@@ -15,7 +15,7 @@ from torch.optim.optimizer import ParamsT
 from ..optimizer_settings import COMPENSATION, MOMENTUM, NESTEROV, WEIGHT_DECAY, AdjustLrFn, Compensation
 from ..spectral import full_precision
 from .adamw_step import adamw_step_
-from .gradients import refuse_unusable_gradients
+from .gradients import checked_numbers
 from .group_settings import (
     ADAMW_DEFAULTS,
     OTHER_KEYS,
@@ -48,6 +48,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
     pending_observer: Callable[[PendingUpdate], None] | None = None  # gets every update on this rank before it is made
     observer: Callable[[AppliedUpdate], None] | None = None  # gets every update on this rank after it is made
     map_observer: Callable[[Tensor], None] | None = None  # gets every output of a map on this rank, to read
+    max_norm: float | None = None  # at least |x|_F of every input of `map_matrix` in this step; None: not known
     num_maps = 0  # matrices mapped
     num_guarded = 0  # of these, matrices with a singular value beyond the domain of the map's polynomials
 
@@ -100,11 +101,15 @@ class SpectralOptimizer(torch.optim.Optimizer):
                 loss = closure()
         # Also where a training loop calls this within its autocast.
         with full_precision({p.device.type for group in self.param_groups for p in group["params"]}):
-            self._step()
+            try:
+                self._step()
+            finally:
+                self.max_norm = None
         return loss
 
     def _step(self) -> None:
-        self._refuse_unusable_gradients()
+        numbers = checked_numbers(self.param_groups, self.state, type(self).__name__, self.placement)
+        self.max_norm = numbers.max_norm
         with_grad = [
             [(name_of(group, i), p) for i, p in enumerate(group["params"]) if p.grad is not None]
             for group in self.param_groups
@@ -114,31 +119,17 @@ class SpectralOptimizer(torch.optim.Optimizer):
                 self.placement.prepare(named)  # for all groups, before one is changed
         for group in self.param_groups:  # too: if memory is exhausted here, no weight has changed
             self._complete_state(group)
-        for named, group in zip(with_grad, self.param_groups, strict=True):
+        for named, group, lr in zip(with_grad, self.param_groups, numbers.lrs, strict=True):
             if group["rule"] == "spectral":
-                self._spectral_step(named, group)
+                self._spectral_step(named, group, lr)
             else:
-                adamw_step_(named, group, self.state, self.pending_observer, self.observer)
+                adamw_step_(named, group, lr, self.state, self.pending_observer, self.observer)
 
-    def _refuse_unusable_gradients(self) -> None:
-        placement = self.placement
-        problem: Exception | None = None
-        try:
-            refuse_unusable_gradients(
-                self.param_groups, type(self).__name__, placement.has_layout if placement else None
-            )
-        except (ValueError, FloatingPointError) as error:
-            if placement is None:
-                raise
-            problem = error
-        if placement is not None:
-            named = [(name_of(group, i), p) for group in self.param_groups for i, p in enumerate(group["params"])]
-            placement.check_gradients(named, problem)
-
-    def _spectral_step(self, named: list[tuple[str, Tensor]], group: dict[str, Any]) -> None:
+    def _spectral_step(self, named: list[tuple[str, Tensor]], group: dict[str, Any], lr: float | Tensor) -> None:
         update = GroupUpdate(
             group,
             self.state,
+            lr=lr,
             map_matrix=partial(self._mapped, group=group),
             lr_scale=partial(self.lr_scale, group["adjust_lr_fn"]),
             workspace_mb=self.workspace_mb,

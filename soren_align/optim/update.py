@@ -73,12 +73,14 @@ def decay_and_add_(
 class GroupUpdate:
     """The update rule with the settings and states of one parameter group.
 
-    map_matrix: x [m, n] or [k, m, n] -> its map. lr_scale: (m, n) -> factor of the learning rate.
-    workspace_mb: see `map_batches`. The observers get every update on this rank, before it is applied and after.
+    lr: the group's; a tensor is on the CPU. lr_scale: (m, n) -> its factor.
+    map_matrix: x [m, n] or [k, m, n] -> its map. workspace_mb: see `map_batches`.
+    The observers get every update on this rank, before it is applied and after.
     """
 
     group: dict[str, Any]
     state: Mapping[Tensor, dict[str, Tensor]]
+    lr: float | Tensor
     map_matrix: Callable[[Tensor], Tensor]
     lr_scale: Callable[[int, int], float]
     workspace_mb: float | None = 0
@@ -134,7 +136,7 @@ class GroupUpdate:
 
     def add_output_(self, piece: Piece, output: Tensor) -> None:
         """Decay the weights of a piece and add its part of the map's output: piece.numel elements in any shape."""
-        lr, scale = _scalar(self.group["lr"]), self.lr_scale(*piece.shape)
+        lr, scale = self.lr, self.lr_scale(*piece.shape)
         parameter, compensation = piece.view_of(piece.parameter), self.state[piece.parameter].get("compensation")
         compensation = None if compensation is None else piece.view_of(compensation)
         direction = output.reshape(parameter.shape).to(parameter.device)
@@ -152,7 +154,3 @@ class GroupUpdate:
         compensation = self.state[parameter].get("compensation")
         # As bfloat16: neither gloo nor NCCL sends int16.
         return [parameter.detach(), *([] if compensation is None else [compensation.view(parameter.dtype)])]
-
-
-def _scalar(lr: float | Tensor) -> float | Tensor:
-    return lr.squeeze() if isinstance(lr, Tensor) else lr

@@ -48,29 +48,31 @@ class RankPlacement(ABC):
     def ranks(self) -> tuple[dist.ProcessGroup, torch.device]:
         """The ranks that share the tensors, and the device for communication and maps."""
 
-    def check_gradients(self, named: Named, error: Exception | None) -> None:
-        """Raise on every rank if `error` is set on any rank, or if the ranks lack different gradients. Collective.
+    def check_gradients(self, named: Named, error: Exception | None, squares: Tensor) -> tuple[float, ...]:
+        """The sums of `squares` over the ranks, by one host read. Collective.
 
-        Otherwise one rank would raise, and the others would wait for it in the next collective.
+        Raises on every rank if `error` is set on any rank, or if the ranks lack different gradients: otherwise one rank
+        would raise, and the others would wait for it in the next collective.
         """
-        kind = 0 if error is None else 2 if isinstance(error, ValueError) else 1
-        has_grad = [int(p.grad is not None) for _, p in named]
+        counts = [error is not None, isinstance(error, ValueError), *(p.grad is not None for _, p in named)]
         group, device = self.ranks()
-        maxima = torch.tensor([kind, *has_grad, *(-has for has in has_grad)], device=device)
-        dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
-        kind, *reduced = maxima.tolist()
+        here = torch.tensor(counts, dtype=torch.float64, device=device)
+        sums = torch.cat([here, squares.to(device)])
+        dist.all_reduce(sums, group=group)
+        num_errors, num_value_errors, *rest = sums.tolist()
         if error is not None:
             raise error
-        if kind:
-            raise (ValueError if kind == 2 else FloatingPointError)(
+        if num_errors:
+            raise (ValueError if num_value_errors else FloatingPointError)(
                 "another rank has a gradient that cannot be used, and names it; nothing was changed by this step"
             )
-        somewhere, nowhere = reduced[: len(named)], reduced[len(named) :]
-        uneven = [name for (name, _), some, none in zip(named, somewhere, nowhere, strict=True) if some != -none]
+        nums, num_ranks = rest[: len(named)], dist.get_world_size(group)
+        uneven = [name for (name, _), num in zip(named, nums, strict=True) if num not in (0, num_ranks)]
         if uneven:
             raise ValueError(
                 f"{', '.join(uneven[:5])}: a gradient on some ranks and none on others; nothing was changed"
             )
+        return tuple(rest[len(named) :])
 
     def prepare(self, named: Named) -> None:
         """Plan a step of one spectral group's tensors, unless it is planned already. Collective.

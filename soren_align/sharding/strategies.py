@@ -24,13 +24,13 @@ class Replicas(RankPlacement):
         """Whether it is a whole matrix."""
         return parameter.ndim == 2 and not isinstance(parameter, DTensor)
 
-    def check_gradients(self, named: Named, error: Exception | None) -> None:
+    def check_gradients(self, named: Named, error: Exception | None, squares: Tensor) -> tuple[float, ...]:
         """As RankPlacement, on the device of the first parameter, whether it is a matrix or has a gradient.
 
         That is one device on all ranks, also on a rank with an error, and one that the group can reduce on.
         """
         self._device = named[0][1].device
-        super().check_gradients(named, error)
+        return super().check_gradients(named, error, squares / dist.get_world_size(self._group))  # the same on all
 
     def layout(self, named: Named) -> Layout:
         """Every matrix on every rank."""
@@ -56,7 +56,7 @@ class RowBlocks(RankPlacement):
             raise _unsupported(parameter)
         return parameter.ndim == 2
 
-    def check_gradients(self, named: Named, error: Exception | None) -> None:
+    def check_gradients(self, named: Named, error: Exception | None, squares: Tensor) -> tuple[float, ...]:
         """As RankPlacement; the mesh is that of the parameters."""
         sharded = [p for _, p in named if isinstance(p, DTensor)]
         for parameter in sharded:
@@ -64,7 +64,7 @@ class RowBlocks(RankPlacement):
                 raise _unsupported(parameter)
         if sharded:
             self._mesh = sharded[0].device_mesh
-        super().check_gradients(named, error)
+        return super().check_gradients(named, error, squares)
 
     def layout(self, named: Named) -> Layout:
         """Row blocks, as torch.chunk divides them."""

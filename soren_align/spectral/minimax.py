@@ -45,7 +45,8 @@ def minimax_sigmoid(
     Returns [..., m, n] in the dtype of x. Within 0.5% (float16: 1%) of the sigmoid for singular values above
     `resolution` in a matrix with none above 4; below it falls to 0 for 0. With a singular value above about 4 the tanh
     part is evaluated at sigma * 4.3 / sigma_max ("guarded"): finite, bounded by 1, and increasing with sigma except for
-    the ripple of f. Zero for zero; with max_norm it falls to zero below |x|_F = 1e-15. A matrix that contains a NaN or an infinity gives all NaN.
+    the ripple of f. Zero for zero, and with max_norm falling to zero below |x|_F = 1e-15. A matrix that contains a NaN
+    or an infinity gives all NaN.
     """
     return guarded_minimax_sigmoid(x, method, resolution, precision, max_norm)[0]
 
@@ -88,9 +89,7 @@ def _range(x: Tensor, max_norm: float | None) -> tuple[bool, bool]:
     return is_safe, not is_small
 
 
-def _by_eigh(
-    x: Tensor, scale: Tensor | float, may_be_large: bool, resolution: float
-) -> tuple[Tensor, Tensor | int]:
+def _by_eigh(x: Tensor, scale: Tensor | float, may_be_large: bool, resolution: float) -> tuple[Tensor, Tensor | int]:
     """As `by_products`."""
     # float64: for sigma_i = 1/i with 512 rows the error of float32's eigh is 2e-3 of the result, 20 times the stated.
     double = x.double()

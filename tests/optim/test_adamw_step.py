@@ -48,7 +48,7 @@ def test_small_parameters_go_together_and_large_ones_in_parts(monkeypatch):
     monkeypatch.setattr(
         adamw_step,
         "_update_",
-        lambda bucket, group: sizes.append([s.parameter.numel() for s in bucket]) or update_(bucket, group),
+        lambda bucket, *settings: sizes.append([s.parameter.numel() for s in bucket]) or update_(bucket, *settings),
     )
     AdamW([parameter((n,)) for n in (4, 6, 3, 0, 25, 7)], **SETTINGS).step()
     assert sizes == [[4, 6], [3, 0], [10], [10], [5], [7]]

@@ -28,6 +28,33 @@ def test_replicas_step_in_a_group_of_nccl_alone(pair, name):
     assert pair.run(gpu_jobs.replicas, name) == [True, True]
 
 
+STEPS = {
+    "Soren": ("Soren", {}),
+    "Soren 0.001": ("Soren", {"map": {"name": "minimax", "resolution": 0.001}}),
+    "Soren sns": ("Soren", {"map": "sns"}),
+    "Soren one by one": ("Soren", {"workspace_mb": 0}),
+    "tensor lr": ("Soren", {"tensor_lr": True}),
+    "Muon": ("Muon", {"tensor_lr": True}),
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_the_host_reads_once_in_a_step_on_252_matrices(pair, step):
+    name, settings = STEPS[step]
+    assert pair.run(gpu_jobs.reads, name, settings, 0.02, False) == [["tolist"]] * 2
+
+
+@pytest.mark.parametrize("name", ["Soren", "Muon"])
+def test_the_host_reads_once_in_a_step_of_replicas(pair, name):
+    assert pair.run(gpu_jobs.reads, name, {}, 0.02, True) == [["tolist"]] * 2
+
+
+def test_a_norm_out_of_range_is_read_by_the_map(pair):
+    """So the count above can rise."""
+    (reads, _) = pair.run(gpu_jobs.reads, "Soren", {}, 0.02, False, 30.0)
+    assert len(reads) > 1
+
+
 def test_an_error_before_the_first_matrix_is_agreed_on_where_the_parameters_are(pair):
     assert pair.run(gpu_jobs.early_error) == ["another rank has", "a rank's own"]
 

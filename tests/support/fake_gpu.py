@@ -11,6 +11,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 TRANSFERS = {"aten::copy_", "aten::_to_copy"}
+READS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal"}
+host_reads = []
+"""The operations since the last `clear` after which the host waited for the device."""
 
 
 class WrongDevice(RuntimeError):
@@ -33,6 +36,7 @@ class OnGPU(Tensor):
 
     def tolist(self):
         """A read by the host, which torch does not do for tensors of others."""
+        host_reads.append("tolist")
         return self.contents.tolist()
 
 
@@ -59,6 +63,9 @@ def compute(func, args, kwargs):
     there, here = ([t for t in tensors if isinstance(t, OnGPU) == on_gpu] for on_gpu in (True, False))
     refuse_wrong_devices(func, args, there, here)
     target = kwargs.get("device")
+    name, to_cpu = func._schema.name, target is not None and torch.device(target).type == "cpu"
+    if there and (name in READS or (name in TRANSFERS and (to_cpu or any(t is args[0] for t in here)))):
+        host_reads.append(name)
     if target is not None and torch.device(target).type == "gpu":
         kwargs, on_gpu = {**kwargs, "device": torch.device("cpu")}, True
     else:

@@ -8,7 +8,7 @@ from soren_align import optim
 from soren_align.optim import adamw_step
 from soren_align.sharding import FlatShards, Replicas, flat_partitions
 from soren_align.sharding.rank_placement import RankPlacement
-from tests.support.fake_gpu import GPU, OnGPU, WrongDevice
+from tests.support.fake_gpu import GPU, OnGPU, WrongDevice, host_reads
 
 SHAPES = {"a": (6, 9), "b": (9, 6), "c": (6, 9), "norm": (9,), "scale": ()}
 MATRICES = ("a", "b", "c")
@@ -63,6 +63,24 @@ def one_process(group, name, compensation, lr):
         return same(trained(name, on_gpu, lr=rate(on_gpu), **settings), wanted)
 
 
+def reads(group, name, settings, lr, sharded, norm=0.3):
+    """The reads of the host in a step on 252 matrices, as Qwen2.5-3B has them, with the first step before it."""
+    shapes = [(8, 8), (4, 8), (4, 8), (8, 8), (12, 8), (12, 8), (8, 12)] * 36
+    with GPU():
+        rate = on_gpu(torch.tensor(lr)) if settings.pop("tensor_lr", False) else lr
+        matrices = [nn.Parameter(on_gpu(torch.ones(shape))) for shape in shapes]
+        others = {"rule": "adamw", "lr": rate, "params": [nn.Parameter(on_gpu(torch.ones(8))) for _ in range(4)]}
+        optimizer = getattr(optim, name)([{"params": matrices}, others], lr=rate, **settings)
+        optimizer.placement = Replicas(group) if sharded else None
+        for _ in range(2):
+            for i, parameter in enumerate([*matrices, *others["params"]]):
+                grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i))
+                parameter.grad = on_gpu(grad.mul_(norm / grad.norm()))
+            host_reads.clear()
+            optimizer.step()
+        return list(host_reads)
+
+
 def replicas(group, name, as_before=False):
     placement = Replicas(group)
     if as_before:
@@ -80,7 +98,9 @@ def early_error(group):
         parameter = nn.Parameter(on_gpu(torch.ones(3)))
         try:
             Replicas(group).check_gradients(
-                [("x", parameter)], ValueError("a rank's own error") if group.rank() else None
+                [("x", parameter)],
+                ValueError("a rank's own error") if group.rank() else None,
+                torch.zeros(2, dtype=torch.float64),
             )
         except ValueError as error:
             return " ".join(str(error).split()[:3])
