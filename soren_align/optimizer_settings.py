@@ -9,6 +9,8 @@ from typing import Any, Literal, NamedTuple
 
 AdjustLrFn = Literal["none", "original", "match_rms_adamw"]
 Compensation = Literal["none", "kahan"]
+Precision = Literal["auto", "float32", "tf32", "float16", "bfloat16"]
+"""Of the factors of a map's matrix products, whose sums are float32."""
 
 
 class Bounds(NamedTuple):
@@ -69,3 +71,15 @@ MAPS: dict[str, dict[str, Any]] = {
     "exact": {},
 }
 """Soren's maps, and the settings of each with their defaults."""
+
+PRECISION: Precision = "auto"
+PRECISIONS: dict[str, tuple[Precision, ...]] = {
+    "minimax": ("auto", "float32", "tf32", "float16", "bfloat16"),
+    "sns": ("auto", "float32", "bfloat16"),
+}
+"""Of a map; those without an entry have "auto" only."""
+
+
+def map_precisions(name: str) -> tuple[Precision, ...]:
+    """The precisions that the map `name` can have."""
+    return PRECISIONS.get(name, ("auto",))

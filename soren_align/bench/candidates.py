@@ -11,6 +11,7 @@ test_counted_flops_are_those_that_torch_sees compares `num_flops` with torch's c
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -21,6 +22,7 @@ from ..optimizer_settings import SNS_STEPS
 from ..spectral import exact_sigmoid, minimax_sigmoid, newton_schulz, soft_newton_schulz
 from ..spectral.matrices import frobenius_norm, from_wide, multiply_add, to_wide
 from ..spectral.quintic import EPS, A, B, C
+from .peers import DION, scheduled_quintic
 
 PEERS_OWN = "the peer's own"  # dtype
 MUON, MUON_FLOAT32 = "Muon bfloat16", "Muon float32"
@@ -47,10 +49,10 @@ def candidates(device: torch.device) -> list[Candidate]:
         Candidate("exact", exact_sigmoid, "float64"),
         Candidate(MUON, newton_schulz, "bfloat16", "muon", "polar"),
         Candidate(MUON_FLOAT32, newton_schulz_float32, "float32", "muon", "polar"),
+        Candidate(DION, scheduled_quintic, "bfloat16", "muon", "polar"),
     ]
-    if device.type == "cuda":  # on a CPU, float16 products are emulated
-        half = Candidate("minimax float16", minimax_float16, "float16", "minimax")
-        maps.insert(2, half)
+    if device.type == "cuda":  # on a CPU narrow factors are emulated
+        maps[1:1] = [Candidate(f"minimax {p}", partial(minimax_sigmoid, precision=p), p) for p in ("float16", "tf32")]
     return maps
 
 
@@ -62,11 +64,6 @@ def newton_schulz_float32(x: Tensor) -> Tensor:
         gram = y @ y.mT
         y = multiply_add(y, multiply_add(gram, gram, gram, beta=B, alpha=C), y, beta=A, alpha=1.0)
     return from_wide(y, x)
-
-
-def minimax_float16(x: Tensor) -> Tensor:
-    """`minimax_sigmoid` with float16 factors in its products."""
-    return minimax_sigmoid(x, method="products", precision="float16")
 
 
 def without_decomposed_flops(entry: Candidate, make_input: Callable[[], Tensor]) -> Candidate:

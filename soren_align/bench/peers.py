@@ -1,4 +1,7 @@
-"""Newton-Schulz iterations of other packages, measured where these are installed. None of them is required."""
+"""Newton-Schulz iterations of other packages, measured where these are installed. None of them is required.
+
+`scheduled_quintic` stands for two that are not on every registry: it is written anew from their published coefficients.
+"""
 
 import contextlib
 import functools
@@ -12,8 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..spectral.matrices import from_wide, multiply_add, to_wide
+from ..spectral.quintic import EPS
+
 Map = Callable[[Tensor], Tensor]
 STEPS = 5
+# You Jiacheng's five steps, of microsoft/dion and of NVIDIA's Emerging-Optimizers ("quintic", its default).
+SCHEDULE = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+DION = "dion, Emerging"
 
 
 def peers(device: torch.device) -> tuple[dict[str, Map], list[str]]:
@@ -36,6 +51,16 @@ def peers(device: torch.device) -> tuple[dict[str, Map], list[str]]:
             )  # loads its kernels at the first call; a failure counts as the map's
             maps["gram-newton-schulz"] = lambda x: build()(x)
     return maps, notes
+
+
+def scheduled_quintic(x: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """The iteration of dion and Emerging-Optimizers in `dtype`: a quintic whose coefficients change step by step."""
+    y = to_wide(x, dtype)
+    y = y / (torch.linalg.vector_norm(y, dim=(-2, -1), keepdim=True) + EPS)
+    for a, b, c in SCHEDULE:
+        gram = y @ y.mT
+        y = multiply_add(y, multiply_add(gram, gram, gram, beta=b, alpha=c), y, beta=a, alpha=1.0)
+    return from_wide(y, x)
 
 
 def _load(package: str, module: str, notes: list[str]) -> Any:

@@ -15,11 +15,12 @@ from ..optim import HTMuon, Muon, Soren
 from ..optimizer_settings import MAPS
 from ..spectral import num_flops
 from .candidates import MUON_FLOAT32, newton_schulz_float32
+from .peers import DION, scheduled_quintic
 from .shapes import Matrices, Shape
 from .timing import Timing, available_bytes, interleaved, machine, matmul_rates, too_slow
 
 LR = 1e-3
-NUM_COPIES = 11  # float32 parameters, gradients, two moments of AdamW, one of each of up to seven others
+NUM_COPIES = 12  # float32 parameters, gradients, two moments of AdamW, one of each of up to eight others
 # On a CPU a subset of the layers is measured above this number: 100M parameters take SNS about half a minute.
 CPU_PARAMETERS = 100_000_000
 # Largest matrices, in rows, of models that are decomposed in float64; with larger ones a step takes minutes.
@@ -35,6 +36,14 @@ class MuonFloat32(Muon):
         return newton_schulz_float32(x)
 
 
+class DionsMuon(Muon):
+    """Muon's step with the iteration of dion and Emerging-Optimizers."""
+
+    def map_matrix(self, x: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        """In five steps, bfloat16."""
+        return scheduled_quintic(x)
+
+
 def optimizers(parameters: list[torch.nn.Parameter]) -> dict[str, torch.optim.Optimizer]:
     """All optimizers on the same parameters; those that decompose matrices only if these are small."""
     small = max(min(p.shape) for p in parameters) <= DECOMPOSED_ROWS
@@ -44,6 +53,7 @@ def optimizers(parameters: list[torch.nn.Parameter]) -> dict[str, torch.optim.Op
     all_optimizers["Muon"] = Muon(parameters, LR)
     all_optimizers[MUON_FLOAT32] = MuonFloat32(parameters, LR)
     all_optimizers[TORCH_MUON] = torch.optim.Muon(parameters, LR)
+    all_optimizers[DION] = DionsMuon(parameters, LR)
     if small:
         all_optimizers["HTMuon"] = HTMuon(parameters, LR)
     all_optimizers[FUSED_ADAMW] = torch.optim.AdamW(parameters, LR, fused=True)
@@ -65,7 +75,7 @@ def run(
     subjects = optimizers(parameters)
     flops = sum(num_flops("muon", *parameter.shape) for parameter in parameters)
     if reason := too_slow("Muon in bfloat16 (torch's and ours)", flops, "bfloat16", rates):
-        del subjects["Muon"], subjects[TORCH_MUON]
+        del subjects["Muon"], subjects[TORCH_MUON], subjects[DION]
         notes.append(reason)
 
     memory = {}

@@ -5,7 +5,7 @@ from .chunks import CHUNK, Sums, chunks, copied_to_cpu
 from .factory import OptimizerFactory, build_optimizer
 from .htmuon import HTMuon
 from .muon import Muon
-from .pieces import Piece, Whole, local
+from .pieces import Piece, Whole, local, staged
 from .placement import Placement
 from .rounding import master_weights, ulp
 from .routing import Route, param_groups, route, routing_table
@@ -42,5 +42,6 @@ __all__ = [
     "param_groups",
     "route",
     "routing_table",
+    "staged",
     "ulp",
 ]

@@ -7,9 +7,10 @@ from ..spectral import num_workspace_numbers
 from .pieces import Whole
 
 # MB (2^20 bytes), by device. On two CPU cores a batch of 64 x 64 takes a quarter of the time, of 256 x 256 four fifths,
-# of 512 x 512 a third more: 16 MB keep those apart. Elsewhere 256 is a guess, not yet measured.
+# of 512 x 512 a third more: 16 MB keep those apart. Elsewhere 2048 is a guess, not measured: a product of
+# 256 rows has 4 tiles of 128 x 128 for the 132 multiprocessors of an H100, and all 72 of Qwen2.5-3B make two batches.
 WORKSPACE_MB = {"cpu": 16}
-WORKSPACE_MB_ELSEWHERE = 256
+WORKSPACE_MB_ELSEWHERE = 2048
 
 
 def map_batches(matrices: Sequence[Whole], workspace_mb: float | None) -> list[list[int]]:

@@ -45,6 +45,16 @@ def whole_piece(name: str, parameter: Tensor) -> Piece:
     return Piece(name, (parameter.shape[0], parameter.shape[1]), parameter, 0, parameter.numel())
 
 
+def staged(tensor: Tensor, device: torch.device | None) -> Tensor:
+    """`tensor` on `device` (None: where it is); from a CPU to a GPU through pinned memory.
+
+    The host does not wait for that copy; torch keeps a pinned block until its copies are done. Not run on a GPU yet.
+    """
+    if device is not None and device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor, sharing its memory; any other tensor itself."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
@@ -13,13 +14,16 @@ from ..optimizer_settings import (
     NESTEROV,
     NON_NEGATIVE,
     NUM_STEPS,
+    PRECISION,
     RESOLUTIONS,
     SOREN_ADJUST_LR_FN,
     WEIGHT_DECAY,
     AdjustLrFn,
     Compensation,
+    Precision,
+    map_precisions,
 )
-from ..spectral import exact_sigmoid, guarded_minimax_sigmoid, guarded_soft_newton_schulz
+from ..spectral import FactorPrecision, exact_sigmoid, guarded_minimax_sigmoid, guarded_soft_newton_schulz
 from .group_settings import checked_settings, choice, number, whole_number
 from .spectral_optimizer import SpectralOptimizer
 
@@ -38,6 +42,21 @@ def complete_map(spectral_map: str | Mapping[str, Any]) -> dict[str, Any]:
     return {"name": name, **checked_settings({**MAPS[name], **settings}, _MAP_CHECKS, name)}
 
 
+def factor_precision(precision: Precision, map_name: str, x: Tensor | None = None) -> FactorPrecision:
+    """The precision of a map's factors for its input x, float32 or float64 (None: not asked for).
+
+    "auto" is float16 for the minimax map of float32 matrices on CUDA, otherwise float32: on a CPU float16 is emulated.
+    Raises ValueError if the map does not have `precision`.
+    """
+    if precision not in map_precisions(map_name):
+        words = " or ".join(map(repr, map_precisions(map_name)))
+        raise ValueError(f"Soren precision: found {precision!r}; map {map_name!r} has {words}")
+    if precision != "auto":
+        return precision
+    is_fast = map_name == "minimax" and x is not None and x.is_cuda and x.dtype == torch.float32
+    return "float16" if is_fast else "float32"
+
+
 class Soren(SpectralOptimizer, name="soren"):
     """W <- W - lr * U s(S) V^T, with U S V^T the Nesterov momentum and s the sigmoid.
 
@@ -53,7 +72,10 @@ class Soren(SpectralOptimizer, name="soren"):
     adjust_lr_fn: "none", "original" (sqrt(max(1, m/n))) or "match_rms_adamw" (0.2 sqrt(max(m, n)), divided by the
         sigmoid's 1/2 so that learning rates compare with AdamW's).
     workspace_mb: MB (2^20 bytes) for mapping matrices of one shape in a batch; one that needs more is mapped alone.
-        None is 16 on a CPU, 256 elsewhere. It changes a step by rounding only.
+        None is 16 on a CPU, 2048 elsewhere. It changes a step by rounding only.
+    precision: of the factors of the map's matrix products, whose sums are float32: "auto" is float16 for minimax on
+        CUDA, within 1% of float32's update (docs/optimizers.md), and float32 otherwise; or "float32", "tf32",
+        "float16", "bfloat16". sns has "bfloat16" beside float32, iterated and summed in it, as Muon is.
     The map needs averaged, unscaled gradients, clipped before the step; singular values above 4 are guarded.
     Source: the paper's Algorithm 2.
     """
@@ -73,6 +95,7 @@ class Soren(SpectralOptimizer, name="soren"):
         map: str | Mapping[str, Any] = "minimax",
         adjust_lr_fn: AdjustLrFn = SOREN_ADJUST_LR_FN,
         workspace_mb: float | None = None,
+        precision: Precision = PRECISION,
     ):
         super().__init__(
             params,
@@ -86,20 +109,28 @@ class Soren(SpectralOptimizer, name="soren"):
         )
         if workspace_mb is not None:
             checked_settings({"workspace_mb": workspace_mb}, {"workspace_mb": number(NON_NEGATIVE)}, "Soren")
-        self.workspace_mb = workspace_mb
+        for group in self.param_groups:
+            if group["rule"] == "spectral":
+                factor_precision(precision, group["map"]["name"])
+        self.workspace_mb, self.precision = workspace_mb, precision
 
     def __getstate__(self) -> dict[str, Any]:
-        # No setting of a group: a run may resume on a machine with more memory, or less.
-        return {**super().__getstate__(), "workspace_mb": self.workspace_mb}
+        # No settings of a group: a run may resume on a machine with more memory or less, or on another device.
+        return {**super().__getstate__(), "workspace_mb": self.workspace_mb, "precision": self.precision}
 
     def map_matrix(self, x: Tensor, group: dict[str, Any]) -> Tensor:
         """The sigmoid of the singular values of x."""
         settings = group["map"]
+        precision = factor_precision(self.precision, settings["name"], x)
         if settings["name"] == "exact":
             return exact_sigmoid(x)
         if settings["name"] == "minimax":
-            output, num_guarded = guarded_minimax_sigmoid(x, resolution=settings["resolution"], max_norm=self.max_norm)
+            output, num_guarded = guarded_minimax_sigmoid(
+                x, resolution=settings["resolution"], precision=precision, max_norm=self.max_norm
+            )
         else:
-            output, num_guarded = guarded_soft_newton_schulz(x, settings["steps"], max_norm=self.max_norm)
+            output, num_guarded = guarded_soft_newton_schulz(
+                x, settings["steps"], max_norm=self.max_norm, in_bfloat16=precision == "bfloat16"
+            )
         self.num_guarded += int(num_guarded)  # a host read, where a norm is large
         return output

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .map_batches import map_batches
-from .pieces import Piece, Whole, local, whole_piece
+from .pieces import Piece, Whole, local, staged, whole_piece
 from .rounding import master_weights, store_master_weights_
 from .state import momentum_dtype
 from .update_records import AppliedUpdate, PendingUpdate
@@ -96,7 +96,7 @@ class GroupUpdate:
         """Map matrices that lie whole in `pieces`, on `device` (None: where each is), and add the outputs."""
         self.map_(
             [Whole(p.shape, momentum_dtype(p.parameter), device or p.parameter.device) for p in pieces],
-            lambda i: self.map_input(pieces[i]).reshape(pieces[i].shape).to(device),
+            lambda i: staged(self.map_input(pieces[i]).reshape(pieces[i].shape), device),
             lambda i, output: self.add_output_(pieces[i], output),
         )
 

@@ -43,7 +43,7 @@ class StepSettings:
     has_reference_model: DPO's starting model, stored as the trained one.
     workspace_mb: of maps in a batch, as in the optimizer. round_mb: of a round of the exchange of matrices.
     weight_bytes: of a trained number, and of its gradient; ZeRO chooses its own. compensation_bytes: beside each.
-    on_cpu: the ranks' device is a CPU.
+    on_cpu: the ranks' device is a CPU. narrow_factors: the map's products have factors of 16 bits.
     """
 
     optimizer: str = "soren"
@@ -51,11 +51,12 @@ class StepSettings:
     ns_steps: int | None = None
     compute_dtype: str = "bfloat16"
     has_reference_model: bool = False
-    workspace_mb: float = 256
+    workspace_mb: float = 2048
     round_mb: float = ROUND_MB
     weight_bytes: int = FLOAT32
     compensation_bytes: int = 0
     on_cpu: bool = False
+    narrow_factors: bool = False
 
     def state_bytes(self, shard: Numel) -> int:
         """Bytes of the moments of `shard`, always float32: AdamW has two, a spectral optimizer one."""

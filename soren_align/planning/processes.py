@@ -118,6 +118,7 @@ def _settings(recipe: Recipe, has_adapter: bool) -> StepSettings:
         weight_bytes=2 if recipe.model.dtype == "bfloat16" and not has_adapter else 4,
         compensation_bytes=2 if optimizer.compensation == "kahan" else 0,
         on_cpu=on_cpu,
+        narrow_factors=not on_cpu and optimizer.has_narrow_factors,
     )
 
 

@@ -141,6 +141,7 @@ def _map_workspace(plan: ExchangePlan, settings: StepSettings) -> int:
         for (_, shape), number in batches.items():
             upper_bound = (num_workspace_numbers(*shape) + shape[0] * shape[1]) * FLOAT32
             batch_size = max(1, min(number, int(settings.workspace_mb * 2**20 / upper_bound)))
-            usual = (usual_workspace_numbers(settings.spectral_map, *shape) + shape[0] * shape[1]) * FLOAT32
+            usual = usual_workspace_numbers(settings.spectral_map, *shape, settings.narrow_factors)
+            usual = (usual + shape[0] * shape[1]) * FLOAT32
             peak = max(peak, usual * batch_size)
     return peak

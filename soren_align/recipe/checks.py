@@ -10,9 +10,10 @@ from typing import Any
 from .. import shipped
 from ..errors import UserError, did_you_mean
 from ..files import local_path
+from ..optimizer_settings import map_precisions
 from ..yaml_reader import Key
 from .lora import is_adapter, is_all_factors, lora_problems
-from .optimizers import OPTIMIZERS
+from .optimizers import MAPS, OPTIMIZERS
 from .parallel import parallel
 from .references import data_problems, is_local, is_test_split, model_problems, template_problems
 
@@ -95,6 +96,11 @@ def _optimizer(raw: Raw) -> Iterator[tuple[Key, str]]:
     member = OPTIMIZERS.get(raw.text("optimizer", "name") or "")
     if member and member.needs_aux_lr and raw.get("optimizer", "aux_lr") is None and _trains_other_parameters(raw):
         yield ("optimizer", "aux_lr"), "is required: the AdamW learning rate of embeddings, norms and biases"
+    precision, spectral_map = raw.text("optimizer", "precision"), raw.get("optimizer", "map")
+    name = (spectral_map.get("name") if isinstance(spectral_map, dict) else spectral_map) or next(iter(MAPS))
+    if precision and name in MAPS and precision not in map_precisions(name):
+        words = " or ".join(map_precisions(name))
+        yield ("optimizer", "precision"), f"found {precision!r}; map {name!r} has {words}"
 
 
 def _trains_other_parameters(raw: Raw) -> bool | None:

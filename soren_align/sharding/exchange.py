@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..optim import GroupUpdate, Piece, Whole, momentum_dtype
+from ..optim import GroupUpdate, Piece, Whole, momentum_dtype, staged
 from .exchange_plan import ExchangePlan
 from .geometry import Fragment
 
@@ -113,7 +113,7 @@ class _Round:
         exchange.peak_bytes = max(exchange.peak_bytes, exchange.buffer_bytes)
         for index, fragment, offset in layout.outgoing:
             map_input = self._update.map_input(self._pieces[index]).reshape(-1)
-            self._out[offset : offset + fragment.numel].copy_(map_input)
+            self._out[offset : offset + fragment.numel].copy_(staged(map_input, exchange.device))
         self._work = self._all_to_all(self._in, self._out, layout.num_received, layout.num_sent)
 
     def map_and_scatter_(self) -> None:
@@ -137,7 +137,7 @@ class _Round:
         if index in self._pieces:
             here = self._layout.fragments_here[index]
             map_input = self._update.map_input(self._pieces[index]).reshape(-1)
-            matrix[here.param_offset : here.param_offset + here.numel].copy_(map_input)
+            matrix[here.param_offset : here.param_offset + here.numel].copy_(staged(map_input, matrix.device))
         for fragment, offset in self._layout.incoming[index]:
             target = slice(fragment.param_offset, fragment.param_offset + fragment.numel)
             matrix[target].copy_(self._in[offset : offset + fragment.numel])

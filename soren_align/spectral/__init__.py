@@ -2,12 +2,14 @@
 
 from .cost import num_flops, num_workspace_numbers, usual_workspace_numbers
 from .exact import exact_sigmoid, spectral_power
+from .factors import FactorPrecision
 from .minimax import guarded_minimax_sigmoid, minimax_sigmoid
 from .precision import full_precision
 from .quintic import newton_schulz
 from .sns import guarded_soft_newton_schulz, soft_newton_schulz
 
 __all__ = [
+    "FactorPrecision",
     "exact_sigmoid",
     "full_precision",
     "guarded_minimax_sigmoid",

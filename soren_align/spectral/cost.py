@@ -2,8 +2,9 @@
 
 from typing import Literal
 
-from ..optimizer_settings import MUON_STEPS, SNS_STEPS
-from .products import PADDING, block_size, ends_thin
+from ..optimizer_settings import MUON_STEPS, RESOLUTION, SNS_STEPS
+from .coefficients import SIGN
+from .products import HALVES_FROM, PADDING, block_size, ends_thin
 
 SpectralMap = Literal["minimax", "sns", "muon"]
 
@@ -24,7 +25,7 @@ def num_flops(spectral_map: SpectralMap, num_rows: int, num_columns: int, steps:
         return (MUON_STEPS if steps is None else steps) * (2 * thin + square)
     block = block_size(m)
     symmetric = sum(min(block, m - start) * (m - start) for start in range(0, m, block)) / m**2
-    if ends_thin(m, n, half=False):
+    if ends_thin(m, n):
         return round((3 * thin + 6 * square) * symmetric) + 4 * thin
     return round((2 * thin + 9 * square) * symmetric) + 2 * thin + square
 
@@ -39,10 +40,13 @@ def num_workspace_numbers(num_rows: int, num_columns: int) -> int:
     return 7 * m * (m + PADDING) + 2 * m * n
 
 
-def usual_workspace_numbers(spectral_map: SpectralMap | None, num_rows: int, num_columns: int) -> int:
+def usual_workspace_numbers(
+    spectral_map: SpectralMap | None, num_rows: int, num_columns: int, narrow: bool = False
+) -> int:
     """As `num_workspace_numbers`, but for `spectral_map`, and for a matrix of norm 1 at most, as clipped gradients are.
 
     spectral_map: None is a decomposition, without the workspace of its library.
+    narrow: the products of "minimax" have factors of 16 bits; x is then copied, and each factor.
     Source: measured for the shapes of test_usual_workspace.
     """
     m, n = sorted((num_rows, num_columns))
@@ -52,5 +56,26 @@ def usual_workspace_numbers(spectral_map: SpectralMap | None, num_rows: int, num
         return (m * m + 3 * m * n) // 2
     if spectral_map is None:
         return 2 * m * m + 7 * m * n
+    if narrow:
+        return (11 * m * (m + PADDING) + 7 * m * n) // 2
     padding = PADDING if block_size(m) < m else 0
-    return (6 if ends_thin(m, n, half=False) else 7) * m * (m + padding) + m * n
+    return (6 if ends_thin(m, n) else 7) * m * (m + padding) + m * n
+
+
+def narrow_flops(num_rows: int, num_columns: int, resolution: float = RESOLUTION, device_type: str = "cuda") -> int:
+    """As `num_flops`, of `minimax_sigmoid` with narrow factors, all of them for tensor cores on a GPU."""
+    m, n = sorted((num_rows, num_columns))
+    thin, square, block = 2 * m * m * n, 2 * m**3, block_size(m, device_type)
+    symmetric = sum(min(block, m - start) * (m - start) for start in range(0, m, block)) / m**2
+    steps = SIGN[resolution].steps
+    num_thin, num_symmetric, slope = len(steps) + 1, sum(_PRODUCTS[len(step)] for step in steps), SIGN[resolution].slope
+    num_square = 0
+    for step in steps[:-1]:  # see `products._odd_step` and `_Workspace.apply`
+        num_thin += slope >= HALVES_FROM
+        num_symmetric += 2 * (slope >= HALVES_FROM and step is steps[0] and len(step) == 5)
+        num_square += slope >= HALVES_FROM > slope / step[0] and step is not steps[0] and len(step) > 2
+        slope /= step[0]
+    return round((len(steps) * thin + num_symmetric * square) * symmetric) + num_thin * thin + num_square * square
+
+
+_PRODUCTS = {2: 0, 3: 1, 5: 2}  # m x m products to evaluate a polynomial, by the number of its coefficients

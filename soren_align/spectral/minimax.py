@@ -7,28 +7,28 @@ nu costs nothing, since the first step computes (x x^T)^2, and it is smaller tha
 """
 
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from ..optimizer_settings import RESOLUTION
 from .coefficients import SIGN, WIDE_FROM
+from .factors import FactorPrecision
 from .matrices import all_finite, frobenius_norm, from_wide, replace_zeros, to_wide
-from .precision import in_full_precision
+from .precision import in_full_precision, tf32_products
 from .products import by_products, num_beyond, tanh_coefficients
 
 SAFE_NORMS = (1e-12, 1e6)  # |x|_F in between needs no scaling: neither sigma^4 nor its sums leave float32
 
 Method = Literal["products", "eigh"]
-Precision = Literal["full", "float16"]
 
 
 def minimax_sigmoid(
     x: Tensor,
     method: Method = "products",
     resolution: float = RESOLUTION,
-    precision: Precision = "full",
+    precision: FactorPrecision = "float32",
     max_norm: float | None = None,
 ) -> Tensor:
     """U s(S) V^T of x = U S V^T, approximately: s is the sigmoid.
@@ -39,7 +39,8 @@ def minimax_sigmoid(
     resolution: the singular value, as a share of nu (at most |x|_F), from which the result is accurate: 0.01, or 0.001
         for up to 9/5 of the work, where the methods agree to 1e-3 only. Singular values far below it map to nearly 0:
         a spectrum of 1/i with r = 512 has 400 of its 512 below 0.01, and needs 0.001.
-    precision: "float16" rounds the factors of every product to float16 and sums in float32.
+    precision: of the factors of every product, whose sums are float32: "float32" (float64 for float64), "tf32",
+        "float16" or "bfloat16"; see `certificates`.
     max_norm: an upper bound of |x|_F of every matrix, if it is known: then the host reads nothing from the device, and
         the map can be compiled whole. None: it is read from x.
     Returns [..., m, n] in the dtype of x. Within 0.5% (float16: 1%) of the sigmoid for singular values above
@@ -57,24 +58,25 @@ def guarded_minimax_sigmoid(
     x: Tensor,
     method: Method = "products",
     resolution: float = RESOLUTION,
-    precision: Precision = "full",
+    precision: FactorPrecision = "float32",
     max_norm: float | None = None,
 ) -> tuple[Tensor, Tensor | int]:
     """`minimax_sigmoid`, and the number of guarded matrices: those scaled down to the domain of tanh's polynomial."""
     _check(method, resolution, precision)
-    double = x.dtype == torch.float64 and precision == "full"
+    narrow = precision != "float32"
+    double = x.dtype == torch.float64 and not narrow
     wide = to_wide(x, torch.float64 if double else torch.float32)
     is_safe, may_be_large = _range(wide, max_norm)
-    half = precision == "float16"
-    evaluate = partial(by_products, half=half) if method == "products" else _by_eigh
-    if is_safe and not half:
+    evaluate = partial(by_products, precision=precision) if method == "products" else _by_eigh
+    if is_safe and not narrow:
         result, num_guarded = evaluate(wide, 1.0, may_be_large, resolution)
         return from_wide(result, x), num_guarded
 
     finite = all_finite(wide)
     wide = wide.where(finite, 0.0)
     scale = replace_zeros(wide.abs().amax(dim=(-2, -1), keepdim=True))
-    result, num_guarded = evaluate(wide / scale, scale, may_be_large, resolution)
+    with tf32_products(x.device.type, precision == "tf32"):
+        result, num_guarded = evaluate(wide / scale, scale, may_be_large, resolution)
     return from_wide(result.masked_fill(~finite, torch.nan), x), num_guarded
 
 
@@ -119,10 +121,9 @@ def _check(method: str, resolution: float, precision: str) -> None:
         raise ValueError(f"method: found {method!r}; write 'products' or 'eigh'")
     if resolution not in SIGN:
         raise ValueError(f"resolution: found {resolution!r}; write one of {', '.join(map(str, SIGN))}")
-    if precision not in ("full", "float16"):
-        raise ValueError(f"precision: found {precision!r}; write one of 'full', 'float16'")
-    if precision == "float16" and (method == "eigh" or resolution < RESOLUTION):
+    if precision not in get_args(FactorPrecision):
         raise ValueError(
-            f"precision: 'float16' is for products in resolution {RESOLUTION}; "
-            f"found method {method!r} and resolution {resolution}: write precision='full'"
+            f"precision: found {precision!r}; write one of {', '.join(map(repr, get_args(FactorPrecision)))}"
         )
+    if precision != "float32" and method == "eigh":
+        raise ValueError(f"precision: {precision!r} is for products; found method 'eigh': write precision='float32'")

@@ -39,6 +39,22 @@ def full_precision(device_types: Iterable[str]) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def tf32_products(device_type: str, wanted: bool = True) -> Iterator[None]:
+    """A context within `full_precision` in which cuBLAS rounds float32 factors to TF32, if `wanted`.
+
+    Not run on a GPU yet. The setting is the process's: no other thread may compute in full precision meanwhile.
+    """
+    if not wanted or device_type != "cuda":
+        yield
+        return
+    before, BACKENDS["cuda"].fp32_precision = BACKENDS["cuda"].fp32_precision, "tf32"
+    try:
+        yield
+    finally:
+        BACKENDS["cuda"].fp32_precision = before
+
+
 def in_full_precision(
     function: Callable[Concatenate[Tensor, P], R],
 ) -> Callable[Concatenate[Tensor, P], R]:

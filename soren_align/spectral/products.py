@@ -13,11 +13,18 @@ import torch
 from torch import Tensor
 
 from .coefficients import SIGN, TANH, TANH_WIDE, WIDE_FROM, WIDE_LIMIT
+from .factors import HALF_SCALE, FactorPrecision, halves, multiply, rounded
 from .matrices import frobenius_norm, replace_zeros
 
 # Columns of a block of a symmetric product. The part above the diagonal is copied: with 8 blocks 9/16 of the work, in
 # 0.75 (512 rows), 0.70 (1024) and 0.65 (2048) of the time (two CPU cores, MKL, float32).
 MIN_BLOCK, MAX_BLOCKS = 128, 8
+# Elsewhere: a guess, not measured. A block of 2048 rows has 32 tiles of 128 x 128 for the 132 multiprocessors of an
+# H100, and batches of matrices (`optim.map_batches`) the rest.
+MIN_BLOCK_ELSEWHERE = 64
+# Slopes from which a narrow factor is a sum of two, and from which the value at 0 is taken out of a product: with both
+# float16's distance to float32 for rank m/8 is 0.6% at a slope of 5000, with neither 52% (docs/log.md).
+HALVES_FROM, TAKEN_OUT_FROM = 100.0, 20.0
 NEAR_SQUARE = 1.15  # n / m up to which one more restart, which replaces square products by thin ones, costs less
 # Elements after each row, if there are blocks: at 1024 and 2048 rows the copies to above the diagonal take half the
 # time if the stride is no power of two.
@@ -28,31 +35,32 @@ MIN_NORM, MIN_SQUARE = 1e-15, 1e-9
 
 
 def by_products(
-    x: Tensor, scale: Tensor | float, may_be_large: bool, resolution: float, half: bool
+    x: Tensor, scale: Tensor | float, may_be_large: bool, resolution: float, precision: FactorPrecision = "float32"
 ) -> tuple[Tensor, Tensor | int]:
     """The map of scale * x for x of shape [..., m, n] with m <= n; scale is [..., 1, 1] or a number.
 
     Also returns the number of guarded matrices, those with a singular value beyond the domain of tanh's polynomial.
     may_be_large: whether |scale * x|_F may be above WIDE_FROM[0]; five more products then find the largest singular
-        value. half: round the factors of every product to float16; the sums are float32.
+        value. precision: of the factors of all products; narrower ones need entries of x of about 1 at most.
     The host reads nothing, so torch.compile and CUDA graphs can take the whole function.
     """
     table = SIGN[resolution]
     steps = list(zip(table.steps, table.centers, strict=True))
-    thin = ends_thin(x.shape[-2], x.shape[-1], half)
-    num_restarts = table.num_restarts + thin
-    work = _Workspace(x, half)
+    thin = ends_thin(x.shape[-2], x.shape[-1], precision)
+    num_restarts = len(steps) - 1 if thin else table.num_restarts
+    work = _Workspace(x, precision)
 
     r = work.symmetric(x, x.mT)
     r2, nu = _normalise_(r, work)
     tanh, beyond = _tanh_part(r, r2, nu, nu * scale, may_be_large, work)
-    y, spare, lift = x, None, None  # y = lift @ x
+    y, spare, lift, slope = x, None, None, table.slope  # y = lift @ x; slope: of the remaining steps, at 0
     for step, center in steps[:num_restarts]:
-        factor = _odd_step(step, center, r, r2, work)
+        factor, at_zero = _odd_step(step, center, r, r2, work, slope), step[0]
         if r2 is not None:
-            factor, r2 = factor.div_(nu), None
+            factor, at_zero, r2 = factor.div_(nu), step[0] / nu, None
         work.release(r)
-        y, spare = work.product(factor, y, spare), None if y is x else y
+        y, spare = work.apply(factor, at_zero, slope, y, spare), None if y is x else y
+        slope /= step[0]
         r = work.symmetric(y, y.mT)
         if thin:
             work.release(factor)
@@ -82,17 +90,17 @@ def by_products(
     return work.product(work.add_product_(tanh, sign, lift), x, y), beyond
 
 
-def ends_thin(num_rows: int, num_columns: int, half: bool) -> bool:
+def ends_thin(num_rows: int, num_columns: int, precision: FactorPrecision = "float32") -> bool:
     """Whether the result is sign @ y + tanh @ x, with one more restart, instead of (sign @ lift + tanh) @ x.
 
-    float16 needs it: its 11 bits cannot hold a small singular value's lift of 14 and more beside a large one's 1.
+    Narrow factors need it: 11 bits cannot hold a small singular value's lift of 14 and more beside a large one's 1.
     """
-    return half or num_columns < NEAR_SQUARE * num_rows
+    return precision != "float32" or num_columns < NEAR_SQUARE * num_rows
 
 
-def block_size(num_rows: int) -> int:
+def block_size(num_rows: int, device_type: str = "cpu") -> int:
     """Columns of a block of a symmetric product."""
-    return max(MIN_BLOCK, -(-num_rows // MAX_BLOCKS))
+    return max(MIN_BLOCK if device_type == "cpu" else MIN_BLOCK_ELSEWHERE, -(-num_rows // MAX_BLOCKS))
 
 
 def tanh_coefficients(top: Tensor, share: Tensor | None) -> list[Tensor]:
@@ -117,7 +125,7 @@ def num_beyond(top: Tensor, share: Tensor | None) -> Tensor | int:
 
 def _normalise_(gram: Tensor, work: "_Workspace") -> tuple[Tensor, Tensor]:
     """Divide gram in place: R = gram / nu^2, for the nu with |R^2|_F = 1; returns R^2 and nu."""
-    trace = gram.diagonal(dim1=-2, dim2=-1).sum(dim=-1)[..., None, None].clamp(min=MIN_NORM**2)
+    trace = gram.diagonal(dim1=-2, dim2=-1).sum(dim=-1)[..., None, None].clamp(min=work.least_trace)
     r = gram.div_(trace)
     r2 = work.symmetric(r, r)
     square = frobenius_norm(r2).clamp(min=MIN_SQUARE)
@@ -126,9 +134,19 @@ def _normalise_(gram: Tensor, work: "_Workspace") -> tuple[Tensor, Tensor]:
 
 
 def _odd_step(
-    coefficients: tuple[float, ...], center: float, r: Tensor, r2: Tensor | None, work: "_Workspace"
+    coefficients: tuple[float, ...],
+    center: float,
+    r: Tensor,
+    r2: Tensor | None,
+    work: "_Workspace",
+    slope: float = 1.0,
 ) -> Tensor:
-    """p(u) / u as a matrix polynomial in R = u^2, for p of degree 3, 5 or 9. R^2, if known, is released."""
+    """p(u) / u as a matrix polynomial in R = u^2, for p of degree 3, 5 or 9. R^2, if known, is released.
+
+    slope: of this step and all later ones at 0, by which they magnify rounding. Where it is HALVES_FROM or more, narrow
+    factors are sums of two in the first step's last product, and in Z^2 of the last such step.
+    """
+    in_halves, is_first = slope >= HALVES_FROM, r2 is not None
     c0, c1, *c = _about(center, coefficients)
     if r2 is not None:
         r2 = _add_to_diagonal_(r2.add_(r, alpha=-2 * center), center**2)
@@ -136,12 +154,12 @@ def _odd_step(
     if not c:
         result = torch.mul(z, c1, out=work.take())
     else:
-        z2 = work.symmetric(z, z) if r2 is None else r2
+        z2 = work.symmetric(z, z, in_halves and slope / coefficients[0] < HALVES_FROM) if r2 is None else r2
         if len(c) == 1:
             result = z2.mul_(c[0])
         else:
             inner = torch.mul(z2, c[2], out=work.take()).add_(z, alpha=c[1])
-            result = work.symmetric(z2, _add_to_diagonal_(inner, c[0]))
+            result = work.symmetric(z2, _add_to_diagonal_(inner, c[0]), in_halves and is_first)
             work.release(z2, inner)
         result.add_(z, alpha=c1)
     _add_to_diagonal_(z, center)  # R again
@@ -202,10 +220,12 @@ class _Workspace:
     With new memory for every product a map takes 5% longer from 1024 rows on (CPU), and needs more memory.
     """
 
-    def __init__(self, x: Tensor, half: bool):
+    def __init__(self, x: Tensor, precision: FactorPrecision):
         rows = x.shape[-2]
-        self.half = half
-        self.block = block_size(rows)
+        self.precision: FactorPrecision = precision
+        # With narrow factors the largest entry of x is 1, unless x is 0: 1 / nu would leave float16's range.
+        self.least_trace = MIN_NORM**2 if precision == "float32" else 1.0
+        self.block = block_size(rows, x.device.type)
         self._shape, self._padding = (*x.shape[:-1], rows), PADDING if rows > self.block else 0
         self._options = {"dtype": x.dtype, "device": x.device}
         self._free: list[Tensor] = []
@@ -219,38 +239,57 @@ class _Workspace:
     def release(self, *buffers: Tensor) -> None:
         self._free.extend(buffers)
 
-    def symmetric(self, a: Tensor, b: Tensor) -> Tensor:
-        """a @ b, which must be symmetric: the blocks below the diagonal are computed, those above are copied."""
-        result, rows = self.take(), a.shape[-2]
-        a, b = self._factors(a, b)
+    def symmetric(self, a: Tensor, b: Tensor, in_halves: bool = False) -> Tensor:
+        """a @ b, which must be symmetric: the blocks below the diagonal are computed, those above are copied.
+
+        in_halves: each narrow factor is a sum of two, whose smaller parts are not multiplied. For symmetric a and b.
+        """
+        in_halves = in_halves and self.precision != "float32"
+        result, rows, is_square = self.take(), a.shape[-2], a is b
+        (a, lower_a), (b, lower_b) = (
+            halves(c, self.precision) if in_halves else (rounded(c, self.precision), None) for c in (a, b)
+        )
         for start in range(0, rows, self.block):
             stop = min(start + self.block, rows)
-            _multiply(a[..., start:, :], b[..., start:stop], out=result[..., start:, start:stop])
+            block = multiply(a[..., start:, :], b[..., start:stop], out=result[..., start:, start:stop])
+            if in_halves and not is_square:
+                for left, right in ((a, lower_b), (lower_a, b)):
+                    block.add_(multiply(left[..., start:, :], right[..., start:stop]), alpha=HALF_SCALE)
             if stop < rows:
                 result[..., start:stop, stop:] = result[..., stop:, start:stop].mT
+        if in_halves and is_square:
+            rest = multiply(a, lower_a)
+            result.add_(rest, alpha=HALF_SCALE).add_(rest.mT, alpha=HALF_SCALE)
         return result
 
     def product(self, a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:
         """a @ b, in `out` if there is one; b must not be `out`."""
-        return _multiply(*self._factors(a, b), out=out)
+        return multiply(*self._factors(a, b), out=out)
+
+    def apply(self, factor: Tensor, at_zero: Tensor | float, slope: float, y: Tensor, out: Tensor | None) -> Tensor:
+        """factor @ y, in `out` if there is one, for a polynomial with the value `at_zero` at 0; factor changes.
+
+        slope: of this step and all later ones at 0. Rounding y adds noise outside of its singular vectors, which they
+        magnify by it, and rounding the diagonal of `factor` mixes these. So at_zero * y is taken out of the product,
+        which then multiplies such noise by 0, and from HALVES_FROM on y is a sum of two narrow factors.
+        """
+        if self.precision == "float32" or slope < TAKEN_OUT_FROM:
+            return self.product(factor, y, out)
+        _add_to_diagonal_(factor, -(at_zero[..., 0] if isinstance(at_zero, Tensor) else at_zero))
+        if slope < HALVES_FROM:
+            product = self.product(factor, y, out)
+        else:
+            upper, lower = halves(y, self.precision)
+            factor = rounded(factor, self.precision)
+            product = multiply(factor, upper, out).add_(multiply(factor, lower), alpha=HALF_SCALE)
+        return product.addcmul_(y, torch.as_tensor(at_zero, dtype=y.dtype, device=y.device))
 
     def add_product_(self, c: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """c + a @ b, in c."""
         a, b = self._factors(a, b)
         if a.dtype != c.dtype:
-            return c.add_(_multiply(a, b, out=None))
+            return c.add_(multiply(a, b))
         return (torch.addmm if c.ndim == 2 else torch.baddbmm)(c, a, b, out=c)
 
     def _factors(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        if not self.half:
-            return a, b
-        a, b = a.half(), b.half()
-        return (a, b) if a.is_cuda else (a.float(), b.float())  # only so does a CPU sum float16 products in float32
-
-
-def _multiply(a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:
-    multiply = torch.mm if a.ndim == 2 else torch.bmm
-    if a.dtype != torch.float16:
-        return multiply(a, b, out=out)
-    result = multiply(a, b, out_dtype=torch.float32)
-    return result if out is None else out.copy_(result)
+        return rounded(a, self.precision), rounded(b, self.precision)

@@ -7,6 +7,7 @@ on [0, 1], decreases beyond, and diverges beyond sqrt(5), so T is valid for sing
 a larger one is guarded: its T starts from x / sigma_max, which keeps the result finite, monotone and bounded by 1.
 """
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -26,6 +27,7 @@ def soft_newton_schulz(
     form: Literal["direct", "gram"] = "direct",
     eps: float = 1e-8,
     max_norm: float | None = None,
+    in_bfloat16: bool = False,
 ) -> Tensor:
     """U s(S) V^T of x = U S V^T, approximately: s is the sigmoid.
 
@@ -33,12 +35,13 @@ def soft_newton_schulz(
     steps: K of the paper; singular values with sigma * 1.5^K well below |x|_F map to less than 1/2.
     form: "direct" iterates on x; "gram" iterates on m x m matrices in float64, with the same result.
     max_norm: an upper bound of |x|_F of every matrix, if it is known; up to 4 the host reads nothing from the device.
+    in_bfloat16: iterate in bfloat16, as the paper's authors do: twice as far from exact_sigmoid as in float32.
     Returns [..., m, n] in the dtype of x. Within 4.4% of the sigmoid for singular values in [0.01, 1] that are also
     above 1% of |x|_F, from 13 steps on. Zero for zero; below |x|_F = eps the result shrinks with x. Singular values
     above 4 are guarded (see the module). A matrix that contains a NaN or an infinity gives all NaN.
     Source: the paper's Algorithm 1.
     """
-    return guarded_soft_newton_schulz(x, steps, form, eps, max_norm)[0]
+    return guarded_soft_newton_schulz(x, steps, form, eps, max_norm, in_bfloat16)[0]
 
 
 @in_full_precision
@@ -48,13 +51,14 @@ def guarded_soft_newton_schulz(
     form: Literal["direct", "gram"] = "direct",
     eps: float = 1e-8,
     max_norm: float | None = None,
+    in_bfloat16: bool = False,
 ) -> tuple[Tensor, Tensor | int]:
     """`soft_newton_schulz` and the number of guarded matrices."""
     if form not in _ITERATIONS:
         raise ValueError(f"form: found {form!r}; write one of {', '.join(map(repr, _ITERATIONS))}")
     if steps < 0:
         raise ValueError(f"steps: found {steps}; write 0 or more")
-    iterate = _ITERATIONS[form]
+    iterate = _in_bfloat16(_ITERATIONS[form]) if in_bfloat16 else _ITERATIONS[form]
     wide = to_wide(x, torch.float64 if x.dtype == torch.float64 else torch.float32)
     norm = frobenius_norm(wide)
 
@@ -104,6 +108,10 @@ def _gram_iteration(y: Tensor, steps: int) -> Tensor:
         product = factor @ product
         gram = factor @ gram @ factor
     return (product @ y64).to(y.dtype)
+
+
+def _in_bfloat16(iterate: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, int], Tensor]:
+    return lambda y, steps: iterate(y.bfloat16(), steps).to(y.dtype)
 
 
 _ITERATIONS = {"direct": _direct_iteration, "gram": _gram_iteration}

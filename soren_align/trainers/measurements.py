@@ -22,6 +22,10 @@ from .starting_weights import StartingWeights, relative_changes
 MAX_DECOMPOSED = 8
 """Map outputs that are decomposed on a logging step: one of each shape, and at most so many."""
 
+MAX_COMPARED = 2**25
+"""Weights per rank that are compared with the starting ones on a logging step, of larger models a sample: all those of
+Qwen2.5-3B are 6 GB to copy to the GPU, these 64 MB. After training all are compared."""
+
 
 class Measurements(TrainerCallback):
     """Measures one training run. `values` are merged into each log; every log becomes a line of `file`, a .jsonl file.
@@ -62,7 +66,7 @@ class Measurements(TrainerCallback):
             values["update_rms"] = math.sqrt(squares / numel)
         if aux_numel:
             values["aux_update_rms"] = math.sqrt(aux_squares / aux_numel)
-        values |= relative_changes(self.start, self.attached)
+        values |= relative_changes(self.start, self.attached, MAX_COMPARED)
         if num_decomposed:
             values["map_max_singular_value"] = largest / num_decomposed
             values["map_min_singular_value"] = smallest / num_decomposed

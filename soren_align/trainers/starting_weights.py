@@ -23,15 +23,18 @@ class StartingWeights:
         copies = compact_copies([local(tensor.detach()) for _, tensor in tensors])
         self._tensors = [(*pair, copy) for pair, copy in zip(tensors, copies, strict=True)]
 
-    def pairs(self, optimizer: Any) -> Iterator[tuple[int, Tensor, Tensor]]:
+    def pairs(self, optimizer: Any, most: int | None = None) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield (index of the group, present weights, starting weights), float32, in chunks that cover all tensors.
 
         With a compensation, the present weights are its sum with the parameter. Do not modify or keep them.
+        most: number of elements from which on evenly spaced rows of every tensor are yielded instead of all.
         """
+        stride = max(1, round(sum(copy.numel() for *_, copy in self._tensors) / most)) if most else 1
         for index, tensor, copy in self._tensors:
             rest = optimizer.state.get(tensor, {}).get("compensation")
-            rest = None if rest is None else local(rest)
-            for weights, compensation, start in chunks(local(tensor.detach()), rest, copy):
+            here = (local(tensor.detach()), None if rest is None else local(rest), copy)
+            rows = (part if part is None or not part.ndim else part[::stride] for part in here)
+            for weights, compensation, start in chunks(*rows):
                 yield index, master_weights(weights, compensation).float(), start.to(weights.device).float()
 
 
@@ -41,10 +44,13 @@ def share_of_parameters(optimizer: torch.optim.Optimizer, ranks: Ranks) -> list[
     return parameters[ranks.rank :: ranks.num_ranks]
 
 
-def relative_changes(start: StartingWeights, attached: AttachedOptimizer) -> dict[str, float]:
-    """Return |W - W_0| / |W_0| (Frobenius) over all matrices, and over all other parameters. Collective."""
+def relative_changes(start: StartingWeights, attached: AttachedOptimizer, most: int | None = None) -> dict[str, float]:
+    """Return |W - W_0| / |W_0| (Frobenius) over all matrices, and over all other parameters. Collective.
+
+    most: elements on this rank that are compared; of more, evenly spaced rows of every tensor.
+    """
     squares = Sums(4)  # of the change and of the start: of the matrices, of the other parameters
-    for index, weights, before in start.pairs(attached.optimizer):
+    for index, weights, before in start.pairs(attached.optimizer, most):
         squares.add(2 * index, (weights - before).square_().sum(), before.square().sum())
     change, norm, aux_change, aux_norm = attached.ranks.sums(squares.totals())
     changes = {"relative_change": math.sqrt(change / norm) if norm else 0.0}

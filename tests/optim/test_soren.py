@@ -3,11 +3,13 @@
 import copy
 import functools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from soren_align.optim import AdamW, HTMuon, Muon, Soren
+from soren_align.optim.soren import factor_precision
 from soren_align.spectral import (
     exact_sigmoid,
     minimax_sigmoid,
@@ -263,6 +265,36 @@ def test_sparse_complex_and_whole_number_parameters_are_refused():
 def test_a_setting_that_cannot_be_meant_is_refused(settings, message):
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         Soren([parameter(4, 6)], **{"lr": 0.1, **settings})
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "words"),
+    [("exact", "float32", "'exact' has 'auto'"), ("sns", "float16", "'sns' has 'auto' or 'float32' or 'bfloat16'")],
+)
+def test_a_precision_that_the_map_does_not_have_is_refused(name, precision, words):
+    with pytest.raises(ValueError, match=f"Soren precision: found '{precision}'; map {words}"):
+        Soren([parameter(4, 6)], lr=0.1, map=name, precision=precision)
+
+
+@pytest.mark.parametrize("precision", ["tf32", "float16", "bfloat16"])
+def test_the_map_has_the_precision_of_the_optimizer(precision):
+    grad, seen = randn(24, 40) / 10, []
+    optimizer = Soren([parameter(24, 40, grad=grad)], lr=0.1, momentum=0.0, precision=precision)
+    optimizer.map_observer = seen.append
+    copy.deepcopy(optimizer).step()
+    optimizer.step()
+    # the bound of the norm differs from None by rounding only
+    assert torch.allclose(seen[0], minimax_sigmoid(grad, precision=precision, max_norm=1.0), atol=1e-5)
+    assert not torch.allclose(seen[0], minimax_sigmoid(grad), atol=1e-5)
+
+
+def test_auto_is_float16_on_cuda_for_float32_and_the_minimax_map_alone():
+    def auto(name, is_cuda, dtype=torch.float32):
+        return factor_precision("auto", name, SimpleNamespace(is_cuda=is_cuda, dtype=dtype))
+
+    assert auto("minimax", True) == "float16"
+    others = (("minimax", False), ("sns", True), ("exact", True), ("minimax", True, torch.float64))
+    assert {auto(*case) for case in others} == {"float32"}
 
 
 def test_groups_hold_the_settings_of_their_rule_and_no_others():

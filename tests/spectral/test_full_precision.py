@@ -1,5 +1,6 @@
 """Whatever precision the process has set for its model, a map computes in float32."""
 
+import inspect
 import threading
 
 import pytest
@@ -9,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from soren_align.spectral import (
     exact_sigmoid,
     full_precision,
+    guarded_minimax_sigmoid,
+    guarded_soft_newton_schulz,
     minimax_sigmoid,
     newton_schulz,
     soft_newton_schulz,
@@ -64,7 +67,7 @@ def test_tf32_would_be_off_by_much_in_a_matrix_of_low_rank_and_is_not_used(resol
     expected = minimax_sigmoid(x, resolution=resolution)
     CUDA.fp32_precision = "tf32"
     with OnAGpu():
-        unpinned, _ = by_products(x, 1.0, False, resolution, half=False)
+        unpinned, _ = by_products(x, 1.0, False, resolution)
         assert (unpinned - expected).norm() > error * expected.norm()
         assert torch.equal(minimax_sigmoid(x, resolution=resolution), expected)
 
@@ -169,3 +172,26 @@ def test_a_compiled_map_is_pinned_too(spectral_map):
     assert torch.equal(torch.compile(spectral_map, backend="eager")(x), expected)
     assert torch.get_float32_matmul_precision() == "medium"
     assert CUDA.fp32_precision == "tf32"  # and nothing is left pinned
+
+
+GRAPHS = {
+    "minimax": (guarded_minimax_sigmoid, {"max_norm": 1.0}),
+    "minimax 0.001": (guarded_minimax_sigmoid, {"max_norm": 1.0, "resolution": 0.001}),
+    "minimax guarded": (guarded_minimax_sigmoid, {"max_norm": 30.0}),
+    "sns": (guarded_soft_newton_schulz, {"max_norm": 1.0}),
+    "muon": (newton_schulz, {}),
+}
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a")
+@torch._dynamo.config.patch(disable=False)
+def test_a_map_of_known_norm_compiles_to_one_graph(graph):
+    """All but the pin around it, which a step sets once for all maps."""
+    spectral_map, settings = GRAPHS[graph]
+    x = low_rank(128, 192)
+    x *= 0.9 * settings.get("max_norm", 1.0) / x.norm()
+    torch._dynamo.reset()
+    compiled = torch.compile(inspect.unwrap(spectral_map), backend="aot_eager", fullgraph=True)
+    found, expected = compiled(x, **settings), spectral_map(x, **settings)
+    assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(found, expected, strict=True))

@@ -1,0 +1,41 @@
+"""Predicted seconds of the maps of one step on one H100, from counted FLOPs and assumed rates: nothing is measured.
+
+    python docs/predicted_times.py        prints the table of docs/benchmarks.md
+
+Assumed: dense peaks of NVIDIA's data sheet for the H100 SXM, of which large products reach SHARE. Elementwise work,
+small products that leave multiprocessors idle, and communication come on top.
+"""
+
+from soren_align.bench.shapes import MODELS
+from soren_align.spectral import num_flops
+from soren_align.spectral.cost import narrow_flops
+
+PEAK = {"float32": 67e12, "tf32": 494e12, "bfloat16": 989e12, "float16": 989e12}
+SHARE = 0.6
+ROWS = {
+    "Muon, as it is run": ("bfloat16", lambda m, n: num_flops("muon", m, n)),
+    "Muon in float32": ("float32", lambda m, n: num_flops("muon", m, n)),
+    "minimax, `precision: auto`": ("float16", narrow_flops),
+    "minimax, tf32": ("tf32", narrow_flops),
+    "minimax, float32": ("float32", lambda m, n: num_flops("minimax", m, n)),
+    "sns, bfloat16": ("bfloat16", lambda m, n: num_flops("sns", m, n)),
+    "sns, `precision: auto`": ("float32", lambda m, n: num_flops("sns", m, n)),
+}
+
+
+def main() -> None:
+    """Print the table."""
+    models = ("qwen2.5-3b", "mistral-7b")
+    print("| map | factors | " + " | ".join(f"{name}: TFLOP | seconds" for name in models) + " |")
+    print("|---|---|" + "---:|---:|" * len(models))
+    for row, (precision, flops) in ROWS.items():
+        cells = []
+        for name in models:
+            per_layer = MODELS[name].per_layer.items()
+            total = MODELS[name].num_layers * sum(count * flops(*shape) for shape, count in per_layer)
+            cells += [f"{total / 1e12:.0f}", f"{total / PEAK[precision] / SHARE:.2f}"]
+        print(f"| {row} | {precision} | " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    main()

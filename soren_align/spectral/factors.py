@@ -1,0 +1,42 @@
+"""Matrix products with narrower factors: those of tensor cores, which multiply 8 to 11 bits and sum in float32.
+
+Where the hardware has such products they are used; elsewhere the factors are rounded and multiplied in float32, which
+gives the same result, so that a CPU certifies what a GPU computes.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+FactorPrecision = Literal["float32", "tf32", "float16", "bfloat16"]
+HALF_SCALE = 2.0**-11
+NARROW: dict[str, torch.dtype] = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def rounded(a: Tensor, precision: FactorPrecision) -> Tensor:
+    """`a` as a factor in `precision`; float32, or of 16 bits on a GPU. In "float32" `a` itself, of any dtype."""
+    if precision in NARROW:
+        narrow = a.to(NARROW[precision])
+        return narrow if a.is_cuda else narrow.float()
+    if precision == "tf32":  # on a GPU for `tf32_products`, which would round anyway, and for `halves`
+        return ((a.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+    return a
+
+
+def halves(a: Tensor, precision: FactorPrecision) -> tuple[Tensor, Tensor]:
+    """Two factors (b, c) with a = b + HALF_SCALE c to twice the bits of one."""
+    upper = rounded(a, precision)
+    return upper, rounded((a - upper) / HALF_SCALE, precision)  # scaled, since float16 ends at 6e-8
+
+
+def multiply(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """a @ b of [m, k] and [k, n], or of batches of them, for factors made by `rounded`; in `out` if there is one.
+
+    The sums and the result are float32, or float64 for float64 factors.
+    """
+    function = torch.mm if a.ndim == 2 else torch.bmm
+    if a.dtype.itemsize > 2:
+        return function(a, b, out=out)
+    result = function(a, b, out_dtype=torch.float32)
+    return result if out is None else out.copy_(result)

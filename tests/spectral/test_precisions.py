@@ -1,0 +1,121 @@
+"""The certificates of narrow factors: the distance of the update from that of float32 factors, and the cost.
+
+A GPU's tensor cores multiply factors of 8 to 11 bits and sum in float32; here the factors are rounded and multiplied in
+float32, which is the same product. "auto" on CUDA is float16.
+"""
+
+import importlib.util
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from soren_align.spectral import minimax_sigmoid, num_flops, soft_newton_schulz
+from soren_align.spectral.coefficients import SIGN
+from soren_align.spectral.cost import narrow_flops
+from soren_align.spectral.factors import HALF_SCALE, halves, multiply, rounded
+
+LIMIT = 0.01
+MODELS = {
+    "Qwen2.5-3B": [(2048, 2048), (256, 2048), (11008, 2048)],
+    "Mistral-7B": [(4096, 4096), (1024, 4096), (14336, 4096)],
+}
+SPECTRA = {
+    "1/i": lambda i: 1 / i,
+    "1/sqrt(i)": lambda i: i**-0.5,
+    "flat": torch.ones_like,
+    "rank m/8": lambda i: (i <= len(i) / 8).double(),
+    "rank one": lambda i: (i == 1).double(),
+}
+
+
+def matrix(sigma, shape, seed=0):
+    """A float32 matrix of these singular values, |x|_F = 1."""
+    generator = torch.Generator().manual_seed(seed)
+    u, v = (
+        torch.linalg.qr(torch.randn(size, len(sigma), generator=generator, dtype=torch.float64))[0] for size in shape
+    )
+    return ((u * (sigma / sigma.norm())) @ v.mT).float()
+
+
+def distance(x, precision, resolution):
+    """Of the update from float32's, relative (Frobenius)."""
+    wanted = minimax_sigmoid(x, resolution=resolution)
+    return ((minimax_sigmoid(x, resolution=resolution, precision=precision) - wanted).norm() / wanted.norm()).item()
+
+
+@pytest.mark.parametrize("precision", ["float16", "tf32"])
+@pytest.mark.parametrize("resolution", SIGN)
+@pytest.mark.parametrize("spectrum", SPECTRA)
+@pytest.mark.parametrize("shape", [(256, 256), (128, 1024), (400, 256)], ids=str)
+def test_factors_of_11_bits_stay_within_one_percent_of_float32(precision, resolution, spectrum, shape):
+    sigma = SPECTRA[spectrum](torch.arange(1.0, min(shape) + 1, dtype=torch.float64))
+    assert 1e-5 < distance(matrix(sigma, shape), precision, resolution) < LIMIT
+
+
+@pytest.mark.skipif(importlib.util.find_spec("soren_align.bench.spectra") is None, reason="not recorded yet")
+@pytest.mark.parametrize("resolution", SIGN)
+def test_float16_stays_within_one_percent_on_the_recorded_spectra(resolution):
+    from soren_align.bench import spectra
+
+    quick = [s for s in spectra.load() if min(s.shape) <= 256]
+    for spectrum in quick[:: max(1, len(quick) // 24)]:
+        sigma = torch.tensor(spectrum.singular_values, dtype=torch.float64)
+        found = distance(matrix(sigma, sorted(spectrum.shape)), "float16", resolution)
+        assert found < LIMIT, (spectrum.set, spectrum.name, spectrum.step)
+
+
+@pytest.mark.parametrize("resolution", SIGN)
+def test_factors_of_8_bits_are_beyond_it(resolution):
+    sigma = SPECTRA["rank m/8"](torch.arange(1.0, 257, dtype=torch.float64))
+    assert distance(matrix(sigma, (256, 256)), "bfloat16", resolution) > LIMIT
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e-3, 1e4])
+def test_narrow_factors_do_not_leave_their_range(scale):
+    x = matrix(SPECTRA["1/i"](torch.arange(1.0, 97, dtype=torch.float64)), (96, 128)) * scale
+    for precision in ("float16", "bfloat16", "tf32"):
+        narrow, wide = minimax_sigmoid(x, precision=precision), minimax_sigmoid(x)
+        assert (narrow - wide).norm() < 0.05 * wide.norm()
+        assert minimax_sigmoid(torch.zeros(4, 6), precision=precision).abs().max() == 0
+
+
+def test_two_halves_have_the_bits_of_both():
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    for precision, error in (("float16", 2.0**-21), ("tf32", 2.0**-21), ("bfloat16", 2.0**-15)):
+        upper, lower = halves(x, precision)
+        assert torch.equal(upper, rounded(x, precision))
+        assert ((upper + lower * HALF_SCALE - x).abs() <= error * x.abs()).all()
+
+
+def test_a_product_of_narrow_factors_is_summed_in_float32():
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    exact = x.half().double() @ x.half().double()
+    assert (multiply(rounded(x, "float16"), rounded(x, "float16")) - exact).norm() < 1e-6 * exact.norm()
+
+
+@pytest.mark.parametrize("resolution", SIGN)
+@pytest.mark.parametrize("shape", [shape for shapes in MODELS.values() for shape in shapes], ids=str)
+def test_tensor_cores_do_at_most_1_2_times_the_work_of_muons_five_steps(resolution, shape):
+    assert 5 * narrow_flops(*shape, resolution) <= 6 * num_flops("muon", *shape)
+
+
+@pytest.mark.parametrize("resolution", SIGN)
+@pytest.mark.parametrize("shape", [(96, 96), (64, 300), (512, 260)], ids=str)
+def test_the_counted_operations_are_those_of_the_products(resolution, shape):
+    x = torch.randn(shape) / 1000
+    with FlopCounterMode(display=False) as counter:
+        minimax_sigmoid(x, resolution=resolution, precision="float16")
+    assert narrow_flops(*shape, resolution, "cpu") == pytest.approx(counter.get_total_flops(), rel=1e-6)
+
+
+def test_sns_in_bfloat16_is_the_iteration_in_bfloat16():
+    x = matrix(SPECTRA["1/sqrt(i)"](torch.arange(1.0, 49, dtype=torch.float64)), (48, 80))
+    q, t = (x / (x.norm() + 1e-8)).bfloat16(), (x / 4).bfloat16()
+    for k in range(15):
+        q = 1.5 * q - 0.5 * (q @ q.mT @ q)
+        t = 1.5 * t - 0.5 * (t @ t.mT @ t) if k < 2 else t
+    wanted = ((q + t) / 2).float()
+    found = soft_newton_schulz(x, in_bfloat16=True)
+    assert (found - wanted).norm() < 0.03 * wanted.norm()
+    assert (found - soft_newton_schulz(x)).norm() > 1e-3 * wanted.norm()
