@@ -6,7 +6,10 @@ Assumed: dense peaks of NVIDIA's data sheet for the H100 SXM, of which large pro
 small products that leave multiprocessors idle, and communication come on top.
 """
 
+from functools import partial
+
 from soren_align.bench.shapes import MODELS
+from soren_align.optimizer_settings import RESOLUTIONS
 from soren_align.spectral import num_flops
 from soren_align.spectral.cost import narrow_flops
 
@@ -15,7 +18,10 @@ SHARE = 0.6
 ROWS = {
     "Muon, as it is run": ("bfloat16", lambda m, n: num_flops("muon", m, n)),
     "Muon in float32": ("float32", lambda m, n: num_flops("muon", m, n)),
-    "minimax, `precision: auto`": ("float16", narrow_flops),
+    **{
+        f"minimax {resolution}, `precision: auto`": ("float16", partial(narrow_flops, resolution=resolution))
+        for resolution in RESOLUTIONS
+    },
     "minimax, tf32": ("tf32", narrow_flops),
     "minimax, float32": ("float32", lambda m, n: num_flops("minimax", m, n)),
     "sns, bfloat16": ("bfloat16", lambda m, n: num_flops("sns", m, n)),
