@@ -182,6 +182,11 @@ def test_the_schema_knows_every_key_of_a_shipped_recipe():
             "name: soren\n  map: snss",
             "optimizer.map.name: found 'snss'; write minimax, sns or exact; did you mean 'sns'",
         ),
+        (
+            "name: soren\n  map: sns\n  precision: tf32",
+            "optimizer.precision: found 'tf32'; map 'sns' has auto or float32",
+        ),
+        ("name: soren\n  precision: half", "optimizer.precision: found 'half'; write auto, float32, tf32, float16 or"),
         ("name: muon\n  workspace_mb: 16", "optimizer.workspace_mb: unknown key for muon; soren has it"),
         ("name: muon\n  momentun: 0.9", "optimizer.momentun: unknown key; did you mean 'momentum'"),
         (
