@@ -5,12 +5,12 @@ The checks read the raw data, so that their mistakes are reported together with 
 
 import importlib.util
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 from .. import shipped
 from ..errors import UserError, did_you_mean
 from ..files import local_path
-from ..optimizer_settings import map_precisions
+from ..optimizer_settings import Precision, map_precisions
 from ..yaml_reader import Key
 from .lora import is_adapter, is_all_factors, lora_problems
 from .optimizers import MAPS, OPTIMIZERS
@@ -98,7 +98,7 @@ def _optimizer(raw: Raw) -> Iterator[tuple[Key, str]]:
         yield ("optimizer", "aux_lr"), "is required: the AdamW learning rate of embeddings, norms and biases"
     precision, spectral_map = raw.text("optimizer", "precision"), raw.get("optimizer", "map")
     name = (spectral_map.get("name") if isinstance(spectral_map, dict) else spectral_map) or next(iter(MAPS))
-    if precision and name in MAPS and precision not in map_precisions(name):
+    if precision in get_args(Precision) and name in MAPS and precision not in map_precisions(name):
         words = " or ".join(map_precisions(name))
         yield ("optimizer", "precision"), f"found {precision!r}; map {name!r} has {words}"
 

@@ -183,7 +183,7 @@ def test_the_schema_knows_every_key_of_a_shipped_recipe():
             "optimizer.map.name: found 'snss'; write minimax, sns or exact; did you mean 'sns'",
         ),
         (
-            "name: soren\n  map: sns\n  precision: tf32",
+            "name: soren\n  precision: tf32\n  map: sns",
             "optimizer.precision: found 'tf32'; map 'sns' has auto or float32",
         ),
         ("name: soren\n  precision: half", "optimizer.precision: found 'half'; write auto, float32, tf32, float16 or"),
