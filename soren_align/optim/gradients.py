@@ -35,8 +35,8 @@ def checked_numbers(
 ) -> StepNumbers:
     """The numbers of a step whose gradients can be used, by one host read. With a placement collective.
 
-    Raises ValueError for a shard in a spectral group and for a sparse gradient, FloatingPointError for a gradient with
-    a NaN or an infinity; the error names the parameters. With a placement every rank raises. optimizer: its name.
+    Raises ValueError for a shard in a spectral group and for a sparse gradient, and FloatingPointError if a gradient
+    has a NaN or an infinity; the error names the parameters. With a placement every rank raises. optimizer: its name.
     """
     named = [(name_of(group, i), p) for group in groups for i, p in enumerate(group["params"])]
     problem: Exception | None = None

@@ -20,7 +20,7 @@ from .matrices import frobenius_norm, replace_zeros
 # 0.75 (512 rows), 0.70 (1024) and 0.65 (2048) of the time (two CPU cores, MKL, float32).
 MIN_BLOCK, MAX_BLOCKS = 128, 8
 # Elsewhere: a guess, not measured. A block of 2048 rows has 32 tiles of 128 x 128 for the 132 multiprocessors of an
-# H100, and batches of matrices (`optim.map_batches`) the rest.
+# H100, and batches of matrices (`optim.map_batches`) have more.
 MIN_BLOCK_ELSEWHERE = 64
 # Slopes from which a narrow factor is a sum of two, and from which the value at 0 is taken out of a product: with both
 # float16's distance to float32 for rank m/8 is 0.6% at a slope of 5000, with neither 52% (docs/log.md).
@@ -71,18 +71,7 @@ def by_products(
             work.release(factor, lift)
             lift = longer
 
-    step, center = steps[num_restarts]
-    factor = sign = _odd_step(step, center, r, None, work)
-    for step, center in steps[num_restarts + 1 :]:
-        half_way = work.symmetric(r, factor)
-        work.release(r)
-        r = work.symmetric(factor, half_way)
-        work.release(half_way, *(() if factor is sign else (factor,)))
-        factor = _odd_step(step, center, r, None, work)
-        longer = work.symmetric(factor, sign)
-        work.release(sign)
-        sign = longer
-    sign.mul_(0.5)
+    sign = _composed(steps[num_restarts:], r, work).mul_(0.5)
     if lift is None:
         return work.add_product_(work.product(sign, y, spare), tanh, x), beyond
     # Not a symmetric product, on purpose: copying a half of sign @ lift would magnify the error of large singular
@@ -131,6 +120,22 @@ def _normalise_(gram: Tensor, work: "_Workspace") -> tuple[Tensor, Tensor]:
     square = frobenius_norm(r2).clamp(min=MIN_SQUARE)
     r.div_(square.sqrt())
     return r2.div_(square), (trace * square.sqrt()).sqrt()
+
+
+def _composed(steps: list[tuple[tuple[float, ...], float]], r: Tensor, work: "_Workspace") -> Tensor:
+    """f(u) / u as a matrix polynomial in R = u^2, for the composition f of the steps. R is released."""
+    step, center = steps[0]
+    factor = sign = _odd_step(step, center, r, None, work)
+    for step, center in steps[1:]:
+        half_way = work.symmetric(r, factor)
+        work.release(r)
+        r = work.symmetric(factor, half_way)
+        work.release(half_way, *(() if factor is sign else (factor,)))
+        factor = _odd_step(step, center, r, None, work)
+        longer = work.symmetric(factor, sign)
+        work.release(sign)
+        sign = longer
+    return sign
 
 
 def _odd_step(
