@@ -70,10 +70,10 @@ def narrow_flops(num_rows: int, num_columns: int, resolution: float = RESOLUTION
     steps = SIGN[resolution].steps
     num_thin, num_symmetric, slope = len(steps) + 1, sum(_PRODUCTS[len(step)] for step in steps), SIGN[resolution].slope
     num_square = 0
-    for step in steps[:-1]:  # see `products._odd_step` and `_Workspace.apply`
+    for number, step in enumerate(steps[:-1]):  # see `products._odd_step` and `_Workspace.apply`
         num_thin += slope >= HALVES_FROM
-        num_symmetric += 2 * (slope >= HALVES_FROM and step is steps[0] and len(step) == 5)
-        num_square += slope >= HALVES_FROM > slope / step[0] and step is not steps[0] and len(step) > 2
+        num_symmetric += 2 * (slope >= HALVES_FROM and number == 0 and len(step) == 5)
+        num_square += slope >= HALVES_FROM > slope / step[0] and number > 0 and len(step) > 2
         slope /= step[0]
     return round((len(steps) * thin + num_symmetric * square) * symmetric) + num_thin * thin + num_square * square
 

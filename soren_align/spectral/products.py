@@ -252,7 +252,7 @@ class _Workspace:
         in_halves = in_halves and self.precision != "float32"
         result, rows, is_square = self.take(), a.shape[-2], a is b
         (a, lower_a), (b, lower_b) = (
-            halves(c, self.precision) if in_halves else (rounded(c, self.precision), None) for c in (a, b)
+            halves(c, self.precision) if in_halves else (rounded(c, self.precision),) * 2 for c in (a, b)
         )
         for start in range(0, rows, self.block):
             stop = min(start + self.block, rows)
