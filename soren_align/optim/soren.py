@@ -112,7 +112,8 @@ class Soren(SpectralOptimizer, name="soren"):
         for group in self.param_groups:
             if group["rule"] == "spectral":
                 factor_precision(precision, group["map"]["name"])
-        self.workspace_mb, self.precision = workspace_mb, precision
+        self.workspace_mb = workspace_mb
+        self.precision: Precision = precision
 
     def __getstate__(self) -> dict[str, Any]:
         # No settings of a group: a run may resume on a machine with more memory or less, or on another device.
