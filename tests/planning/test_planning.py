@@ -74,9 +74,10 @@ def test_steps_and_batch_are_those_of_the_processes(planned):
     plan, text = planned("quickstart/sft", *small, num_ranks=3)
     number = plan["data"]["num_kept"]
     steps = {"per_epoch": number // 8, "total": number // 4, "num_epochs": 2.0}
-    assert alone["steps"] == {"global_batch_size": 8, **steps}
+    schedule = {"lr_scheduler_type": "cosine", "num_warmup_steps": 20}
+    assert alone["steps"] == {"global_batch_size": 8, **steps, **schedule}
     steps = {"per_epoch": number // 24, "total": number // 12, "num_epochs": 2.0}
-    assert plan["steps"] == {"global_batch_size": 24, **steps}
+    assert plan["steps"] == {"global_batch_size": 24, **steps, **schedule}
     _, factors = recipe.global_batch(recipe.load("quickstart/sft", small), 3)
     assert f"global batch size 24: {factors}" in text
     assert (alone["processes"]["num_processes"], alone["processes"]["parallel"]) == (1, "DDP")
