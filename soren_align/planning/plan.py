@@ -57,7 +57,7 @@ def plan_training(
         "task": recipe.task,
         "model": _model(recipe, model),
         "data": _data(recipe, inputs),
-        "steps": steps.as_json(),
+        "steps": steps.as_json(args),
         "learning_rates": steps.shown_rates(args),
         "optimizer": recipe.optimizer.model_dump(exclude_none=True),
         "optimizer_description": describe_optimizer(recipe.optimizer),

@@ -54,7 +54,7 @@ def print_setup(console: Console, setup: TrainingSetup, trainer: Any, ranks: Ran
     print_labelled(console, "data", f"{counts.num_kept} of {train.num_examples} examples, {train.layout}{dropped}")
     for num_examples, source in zip(counts.num_kept_by_source, train.source.get("sources", ()), strict=True):
         print_labelled(console, "", _describe_source(source, num_examples))
-    print_labelled(console, "start", setup.start)
+    print_labelled(console, "model", f"{setup.start} (starting checkpoint)")
     if ranks.launched:
         num_examples, factors = global_batch(setup.recipe, ranks.num_ranks)
         print_labelled(console, "batch", f"{num_examples} examples per step: {factors}")
@@ -108,7 +108,11 @@ def print_result(console: Console, trainer: Any, result: dict[str, Any], seconds
     projection, entries = (100 * matrices[key] for key in ("projection", "fraction_changed"))
     print_labelled(console, "saved", f"model/ in {dtype}, which preserves {projection:.3g}% of the change")
     if entries < 99.95:
-        print_labelled(console, "", f"{entries:.3g}% of the changed entries still differ from the start after rounding")
+        print_labelled(
+            console,
+            "",
+            f"{entries:.3g}% of the changed entries still differ from the starting checkpoint after rounding",
+        )
     if min(entries, projection) < 100 * SURVIVAL_THRESHOLD:
         print_labelled(console, "warning", "most of the change is lost to rounding; run.save_dtype: float32 saves all")
 

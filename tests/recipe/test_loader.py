@@ -63,12 +63,12 @@ def test_a_recipe_says_only_what_differs_from_the_one_it_extends(write):
     assert recipe.load(write("extends: quickstart/sft\nrun: {output_dir: runs/z}\n")).trainer["max_steps"] == 600
 
 
-def test_a_mistake_is_named_in_the_file_where_it_stands(write):
+def test_a_mistake_is_named_by_the_path_of_the_file_where_it_stands(write, tmp_path):
     write(GOOD.replace("max_steps", "max_stepz"), "base.yaml")
     with pytest.raises(UserError) as error:
         recipe.load(write("extends: base.yaml\n\noptimizer: {ls: 2e-6}\n"))
-    assert any(p.startswith("base.yaml:10 trainer.max_stepz") for p in error.value.problems)
-    assert any(p.startswith("my.yaml:3 optimizer.ls: unknown key") for p in error.value.problems)
+    assert any(p.startswith(f"{tmp_path}/base.yaml:10 trainer.max_stepz") for p in error.value.problems)
+    assert any(p.startswith(f"{tmp_path}/my.yaml:3 optimizer.ls: unknown key") for p in error.value.problems)
 
 
 @pytest.mark.parametrize(
@@ -91,12 +91,14 @@ def test_every_mistake_is_reported_at_once_with_its_line(write):
     with pytest.raises(UserError) as error:
         recipe.load(write(text))
     problems = error.value.problems
-    assert any(p.startswith("my.yaml:6 optimizer.nme: unknown key; did you mean 'name'?") for p in problems)
-    assert any(p.startswith("my.yaml:7 optimizer.lr: found 'fast'; write a number") for p in problems)
-    assert any(p.startswith("my.yaml:10 trainer.max_stepz: unknown to TRL's SFTConfig; did you mean") for p in problems)
+    assert any("my.yaml:6 optimizer.nme: unknown key; did you mean 'name'?" in p for p in problems)
+    assert any("my.yaml:7 optimizer.lr: found 'fast'; write a number" in p for p in problems)
+    assert any("my.yaml:10 trainer.max_stepz: unknown to TRL's SFTConfig; did you mean" in p for p in problems)
     assert not any("is required" in p for p in problems)  # `name` is there, misspelt: one mistake, one message
     assert len(problems) == 3
-    assert [p.split()[0] for p in problems] == sorted((p.split()[0] for p in problems), key=lambda s: int(s[8:]))
+    assert [p.split()[0] for p in problems] == sorted(
+        (p.split()[0] for p in problems), key=lambda s: int(s.rpartition(":")[2])
+    )
 
 
 def test_overrides_are_typed_and_named_in_errors(write):
@@ -208,7 +210,7 @@ def test_a_key_that_does_not_apply_is_one_clear_error(write, settings, message):
     with pytest.raises(UserError) as error:
         recipe.load(write(GOOD.replace("name: soren", settings)))
     (problem,) = error.value.problems
-    assert problem.startswith(("my.yaml:6 ", "my.yaml:7 "))
+    assert "/my.yaml:6 " in problem or "/my.yaml:7 " in problem
     assert message in problem
 
 
