@@ -114,6 +114,7 @@ def test_every_recipe_trains_and_its_model_loads_in_plain_transformers(runs, rep
     assert record["optimizer"]["num_matrices"] == (0 if "adamw" in name else matrices)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_model_of_a_family_is_evaluated_beside_its_start(runs, family, tmp_path_factory):
     from soren_align.evaluate.lineage import lineages

@@ -12,8 +12,6 @@ from soren_align.sharding.ranks import Ranks
 from tests.support.trainer_jobs import RUNS
 from tests.support.trainer_parity import furthest, one_process, ranks_do
 
-pytestmark = pytest.mark.sample
-
 
 @pytest.fixture(scope="module")
 def two_ranks(rank_pools, tmp_path_factory):
