@@ -23,7 +23,7 @@ from soren_align.spectral.sns import T_LIMIT, T_STEPS
 
 TOP = 1.005  # by rounding a normalised singular value may exceed 1, where the first polynomial is steep
 SLACK = 0.005  # every later interval is wider by this share: what float16 products add (0.5% instead of 0.7% in error)
-RESOLUTIONS = {0.01: (9, 9, 9), 0.001: (9, 9, 9, 3, 5), 0.0004: (9, 9, 5, 9, 9)}
+RESOLUTIONS = {0.0004: (9, 9, 5, 9, 9), 0.001: (9, 9, 9, 3, 5), 0.01: (9, 9, 9)}
 NUM_RESTARTS = {0.01: 1}  # else 2; see `coefficients`
 CANDIDATES = (0.01, 0.003, 0.001, 0.0007, 0.0005, 0.0004, 0.0003, 0.0002)
 MOST_ERROR = 0.005

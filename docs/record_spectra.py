@@ -30,8 +30,8 @@ task: sft
 model: {name_or_path: FOLDER/model}
 data: {train: {path: FOLDER/chat.jsonl}}
 optimizer: {name: soren, lr: 2.0e-5, aux_lr: 2.0e-5, weight_decay: 0.1, adjust_lr_fn: match_rms_adamw}
-trainer: {max_steps: 48, per_device_train_batch_size: 1, gradient_accumulation_steps: 1, max_length: 700, warmup_steps: 5,
-  lr_scheduler_type: cosine, logging_steps: 1, save_strategy: "no", gradient_checkpointing: false, use_cpu: true,
+trainer: {max_steps: 48, per_device_train_batch_size: 1, gradient_accumulation_steps: 1, max_length: 700,
+  warmup_steps: 5, lr_scheduler_type: cosine, logging_steps: 1, save_strategy: "no", gradient_checkpointing: false, use_cpu: true,
   bf16: false, seed: 0}
 run: {num_threads: 1, offline: true}
 """
