@@ -56,9 +56,9 @@ MUON_ADJUST_LR_FN: AdjustLrFn = "original"
 BETAS = (0.9, 0.999)
 EPS = 1e-8
 
-RESOLUTIONS = (0.01, 0.001)
+RESOLUTIONS = (0.0004, 0.001, 0.01)
 """The normalised singular values from which a minimax polynomial of `spectral.coefficients` is accurate."""
-RESOLUTION = 0.01
+RESOLUTION = 0.0004
 SNS_STEPS = 15
 MUON_STEPS = 5
 HTMUON_POWER = 0.125

@@ -47,8 +47,8 @@ class Soren(SpectralOptimizer, name="soren"):
     weight_decay: W <- W (1 - lr * weight_decay) before the step, with the unadjusted lr.
     compensation: "kahan" keeps the rounding error of each bfloat16 parameter beside it (see `rounding`), so that its
         updates are those of float32; other parameters do not need it.
-    map: "minimax", accurate from a normalised singular value of 0.01 on, or {"name": "minimax", "resolution": 0.001}
-        for more work; "sns", the paper's Algorithm 1, less accurate and dearer, or {"name": "sns", "steps": 15};
+    map: "minimax", accurate from a normalised singular value of 0.0004 on, or {"name": "minimax", "resolution": 0.01}
+        for less work; "sns", the paper's Algorithm 1, less accurate and dearer, or {"name": "sns", "steps": 15};
         "exact", the definition.
     adjust_lr_fn: "none", "original" (sqrt(max(1, m/n))) or "match_rms_adamw" (0.2 sqrt(max(m, n)), divided by the
         sigmoid's 1/2 so that learning rates compare with AdamW's).

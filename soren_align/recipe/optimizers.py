@@ -21,13 +21,13 @@ def _resolution(value: float) -> float:
 
 
 class MinimaxMap(Section):
-    """A polynomial within 0.4% of the sigmoid, from singular values of `resolution` on."""
+    """A polynomial within 0.5% of the sigmoid, from singular values of `resolution` on."""
 
     name: Literal["minimax"] = "minimax"
     resolution: Annotated[
         float, AfterValidator(_resolution), Field(json_schema_extra={"enum": list(settings.RESOLUTIONS)})
     ] = settings.RESOLUTION
-    """The normalised singular value from which the polynomial is accurate: 0.01, or 0.001 for more work."""
+    """The normalised singular value from which the polynomial is accurate: 0.0004; 0.001 and 0.01 are less work."""
 
 
 class SnsMap(Section):

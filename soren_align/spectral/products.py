@@ -33,7 +33,7 @@ def by_products(x: Tensor, scale: Tensor, norm: Tensor, resolution: float, half:
     table = SIGN[resolution]
     steps = list(zip(table.steps, table.centers, strict=True))
     thin = ends_thin(x.shape[-2], x.shape[-1], half)
-    num_restarts = table.num_restarts + thin
+    num_restarts = len(steps) - 1 if thin else table.num_restarts
     work = _Workspace(x, half)
 
     r = work.symmetric(x, x.mT)
@@ -213,14 +213,14 @@ class _Workspace:
         self._free.extend(buffers)
 
     def symmetric(self, a: Tensor, b: Tensor) -> Tensor:
-        """a @ b, which must be symmetric: the blocks below the diagonal are computed, those above are copied."""
+        """a @ b, which must be symmetric: the blocks above the diagonal are computed, those below are copied."""
         result, rows = self.take(), a.shape[-2]
         a, b = self._factors(a, b)
         for start in range(0, rows, self.block):
             stop = min(start + self.block, rows)
-            _multiply(a[..., start:, :], b[..., start:stop], out=result[..., start:, start:stop])
+            _multiply(a[..., start:stop, :], b[..., start:], out=result[..., start:stop, start:])
             if stop < rows:
-                result[..., start:stop, stop:] = result[..., stop:, start:stop].mT
+                result[..., stop:, start:stop] = result[..., start:stop, stop:].mT
         return result
 
     def product(self, a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:

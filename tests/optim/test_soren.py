@@ -256,7 +256,7 @@ def test_sparse_complex_and_whole_number_parameters_are_refused():
         ({"map": {"steps": 15}}, "map: found None; write one of 'minimax', 'sns', 'exact'"),
         ({"map": {"name": "minimax", "steps": 15}}, "map: found 'steps'; map 'minimax' has 'resolution'"),
         ({"map": {"name": "exact", "steps": 15}}, "map: found 'steps'; map 'exact' has no settings"),
-        ({"map": {"name": "minimax", "resolution": 0.02}}, "map: minimax resolution: found 0.02; write one of 0.01"),
+        ({"map": {"name": "minimax", "resolution": 0.02}}, "map: minimax resolution: found 0.02; write one of 0.0004"),
         ({"adjust_lr_fn": "orignal"}, "adjust_lr_fn: found 'orignal'; write one of 'none', 'original'"),
     ],
 )
@@ -273,7 +273,7 @@ def test_groups_hold_the_settings_of_their_rule_and_no_others():
         *("adjust_lr_fn", "map"),
     }
     assert adamw.keys() == {"params", "rule", "lr", "weight_decay", "compensation", "betas", "eps"}
-    assert spectral["map"] == {"name": "minimax", "resolution": 0.01}
+    assert spectral["map"] == {"name": "minimax", "resolution": 0.0004}
     assert (spectral["lr"], adamw["lr"]) == (0.1, 0.3)
 
 

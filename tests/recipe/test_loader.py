@@ -115,7 +115,7 @@ def test_overrides_are_typed_and_named_in_errors(write):
 def test_the_resolved_recipe_says_everything_and_loads_again(write):
     first = recipe.load(write(GOOD))
     optimizer = first.optimizer
-    assert (optimizer.map.model_dump(), optimizer.adjust_lr_fn) == ({"name": "minimax", "resolution": 0.01}, "none")
+    assert (optimizer.map.model_dump(), optimizer.adjust_lr_fn) == ({"name": "minimax", "resolution": 0.0004}, "none")
     for spelling in ("optimizer.map=sns", "optimizer.map={name: sns}", "optimizer.map.name=sns"):
         sns = recipe.load(write(GOOD), [spelling]).optimizer
         assert sns.map.model_dump() == {"name": "sns", "steps": 15}
@@ -179,7 +179,7 @@ def test_the_schema_knows_every_key_of_a_shipped_recipe():
         ("name: soren\n  map: {name: sns, resolution: 0.01}", "optimizer.map.resolution: unknown key for sns; minimax"),
         ("name: soren\n  map: {steps: 15}", "optimizer.map.steps: unknown key for minimax; sns has it"),
         ("name: soren\n  map: {name: sns, stes: 15}", "optimizer.map.stes: unknown key; did you mean 'steps'"),
-        ("name: soren\n  map: {resolution: 0.1}", "optimizer.map.resolution: found 0.1; write 0.01 or 0.001"),
+        ("name: soren\n  map: {resolution: 0.1}", "optimizer.map.resolution: found 0.1; write 0.0004 or 0.001 or 0.01"),
         (
             "name: soren\n  map: snss",
             "optimizer.map.name: found 'snss'; write minimax, sns or exact; did you mean 'sns'",
