@@ -49,10 +49,10 @@ MODEL = {"hidden_size": 160, "intermediate_size": 448, "num_hidden_layers": 4, "
 MODEL |= {"num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": LENGTH}
 
 
-def quickstart(optimizer: dict, lr: float, seed: int) -> tuple[float, float]:
+def quickstart(settings: dict, lr: float, seed: int) -> tuple[float, float]:
     """The held-out loss and the last logged training loss of the quickstart's SFT, 150 of its 600 steps."""
     with tempfile.TemporaryDirectory() as folder:
-        sets = [f"optimizer.{key}={json.dumps(value)}" for key, value in optimizer.items()]
+        sets = [f"optimizer.{key}={json.dumps(value)}" for key, value in settings.items()]
         sets += [f"optimizer.lr={lr}", f"optimizer.aux_lr={AUX_LR}", f"trainer.seed={seed}", f"model.init_seed={seed}"]
         sets += ["optimizer.adjust_lr_fn=match_rms_measured", "trainer.max_steps=150", "trainer.eval_steps=150"]
         sets += ["trainer.save_strategy=no", "eval=null", f"run.output_dir={folder}/run"]
@@ -63,14 +63,12 @@ def quickstart(optimizer: dict, lr: float, seed: int) -> tuple[float, float]:
     return tuple([log[key] for log in logs if key in log][-1] for key in ("eval_loss", "loss"))
 
 
-def source(optimizer: dict, lr: float, seed: int) -> tuple[float, float]:
+def source(settings: dict, lr: float, seed: int) -> tuple[float, float]:
     """The held-out loss and the mean training loss of the last ten steps of a Llama on the standard library's bytes."""
     torch.manual_seed(seed)
     model = LlamaForCausalLM(LlamaConfig(**MODEL))
-    groups = build_optimizer(
-        model, lr=lr, aux_lr=AUX_LR, aux=["lm_head.weight"], adjust_lr_fn="match_rms_measured", **optimizer
-    )
-    schedule = get_cosine_schedule_with_warmup(groups, NUM_STEPS // 10, NUM_STEPS)
+    optimizer = build_optimizer(model, lr=lr, aux_lr=AUX_LR, adjust_lr_fn="match_rms_measured", **settings)
+    schedule = get_cosine_schedule_with_warmup(optimizer, NUM_STEPS // 10, NUM_STEPS)
     train, held_out = (windows(part, seed) for part in ("train", "held-out"))
     losses = []
     for step in range(NUM_STEPS):
@@ -78,8 +76,8 @@ def source(optimizer: dict, lr: float, seed: int) -> tuple[float, float]:
         loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        groups.step()
-        groups.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         schedule.step()
         losses.append(float(loss.detach()))
     with torch.no_grad():
