@@ -127,6 +127,13 @@ def test_a_schedule_that_follows_the_loss_is_planned_at_its_peak(planned, schedu
     assert {rate["lr"] for rate in plan["learning_rates"]} == {5e-3}
 
 
+def test_with_a_measured_rms_every_matrix_is_planned_to_move_by_a_fifth_of_the_rate(planned):
+    for name in ("soren", "muon", "htmuon"):
+        plan, _ = planned("quickstart/sft", f"optimizer.name={name}")
+        assert len(plan["update_sizes"]) > 2
+        assert {size["update_rms"] for size in plan["update_sizes"]} == {0.2 * 5e-3}
+
+
 def test_a_schedule_that_lacks_its_settings_is_refused_in_words(planned):
     with pytest.raises(errors.UserError, match=r"trainer\.lr_scheduler_type"):
         planned("quickstart/sft", "trainer.lr_scheduler_type=warmup_stable_decay")
