@@ -20,6 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -47,7 +48,7 @@ AUX_LR = 3e-3
 T_975 = 2.776  # Student's t with 4 degrees of freedom: 95% intervals of five seeds
 
 NUM_STEPS, BATCH, LENGTH = 100, 8, 64  # of "source"
-MODEL = {"hidden_size": 160, "intermediate_size": 448, "num_hidden_layers": 4, "num_attention_heads": 4}
+MODEL: dict[str, Any] = {"hidden_size": 160, "intermediate_size": 448, "num_hidden_layers": 4, "num_attention_heads": 4}
 MODEL |= {"num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": LENGTH}
 
 
