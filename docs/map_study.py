@@ -35,6 +35,7 @@ from soren_align.trainers import training, training_setup
 COARSE = {"name": "minimax", "resolution": 0.01}
 COLUMNS = {
     "exact": {"name": "soren", "map": {"name": "exact"}},
+    "minimax 0.0004": {"name": "soren", "map": {"name": "minimax", "resolution": 0.0004}},
     "minimax 0.001": {"name": "soren", "map": {"name": "minimax", "resolution": 0.001}},
     "minimax 0.01": {"name": "soren", "map": COARSE},
     "sns 15": {"name": "soren", "map": {"name": "sns", "steps": 15}},

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import mean
 
 OPTIMIZERS = ("adamw", "muon", "htmuon", "soren")
-RATES = {"sft": ("2.5e-3", "5e-3", "1e-2"), "dpo": ("1e-4", "2e-4", "4e-4", "8e-4")}
+RATES = {"sft": ("2.5e-3", "5e-3", "1e-2"), "dpo": ("1e-4", "2e-4", "4e-4", "5.5e-4", "8e-4")}
 STEPS = {"sft": 600, "dpo": 100}
 COLUMNS = ("zoo_mc", "zoo_gen", "preference")
 
