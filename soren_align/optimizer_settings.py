@@ -7,7 +7,7 @@ tests/test_optimizer_settings.py compares them.
 from math import inf
 from typing import Any, Literal, NamedTuple
 
-AdjustLrFn = Literal["none", "original", "match_rms_adamw"]
+AdjustLrFn = Literal["none", "original", "match_rms_adamw", "match_rms_measured"]
 Compensation = Literal["none", "kahan"]
 
 

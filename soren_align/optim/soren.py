@@ -50,8 +50,9 @@ class Soren(SpectralOptimizer, name="soren"):
     map: "minimax", accurate from a normalised singular value of 0.0004 on, or {"name": "minimax", "resolution": 0.01}
         for less work; "sns", the paper's Algorithm 1, less accurate and dearer, or {"name": "sns", "steps": 15};
         "exact", the definition.
-    adjust_lr_fn: "none", "original" (sqrt(max(1, m/n))) or "match_rms_adamw" (0.2 sqrt(max(m, n)), divided by the
-        sigmoid's 1/2 so that learning rates compare with AdamW's).
+    adjust_lr_fn: "none", "original" (sqrt(max(1, m/n))), "match_rms_adamw" (0.2 sqrt(max(m, n)), divided by the
+        sigmoid's 1/2 so that learning rates compare with AdamW's), or "match_rms_measured" (0.2 over the RMS of the
+        map's output, so that every update has RMS 0.2 lr, whatever the spectrum and the map).
     workspace_mb: MB (2^20 bytes) for mapping matrices of one shape in a batch; one that needs more is mapped alone.
         None is 16 on a CPU, 256 elsewhere. It changes a step by rounding only.
     The map needs averaged, unscaled gradients, clipped before the step; singular values above 4 are guarded.

@@ -11,7 +11,8 @@ class PendingUpdate:
     """The direction of one update on this rank, with the weights before it: `parameter` itself, or a copy.
 
     The update is decay_and_add_(parameter, compensation, direction, lr=lr, scale=scale, weight_decay=weight_decay) with
-    the group's settings. Read the tensors in the observer, do not keep them.
+    the group's settings; for match_rms_measured the direction has an RMS of 1 over the whole matrix already. Read the
+    tensors in the observer, do not keep them.
     """
 
     group: dict[str, Any]

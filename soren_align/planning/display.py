@@ -8,8 +8,8 @@ from rich.table import Table
 
 from ..data import Account, show_example
 from ..manifest import describe_dropped
+from ..optim import ADAMW_RMS
 from ..terminal import print_labelled
-from .update_sizes import ADAMW_RMS
 
 PHASES = {"always": "", "forward_backward": "forward/backward", "optimizer_step": "optimizer step"}
 

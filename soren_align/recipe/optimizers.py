@@ -117,9 +117,10 @@ class MatrixOptimizer(OptimizerSection):
     nesterov: bool = settings.NESTEROV
     """Whether the map sees the Nesterov average of gradient and momentum."""
     adjust_lr_fn: AdjustLrFn | None = None
-    """Scale of a matrix update: `none`, `original` = sqrt(max(1, m/n)), or `match_rms_adamw` = 0.2 sqrt(max(m, n)),
-    which makes learning rates comparable with AdamW's. null: `match_rms_adamw` with LoRA, otherwise the optimizer's
-    own: `none` for soren (the paper's text), `original` for the others (their code)."""
+    """Scale of a matrix update: `none`, `original` = sqrt(max(1, m/n)), `match_rms_adamw` = 0.2 sqrt(max(m, n)), which
+    makes learning rates comparable with AdamW's, or `match_rms_measured` = 0.2 over the RMS of the map's output, which
+    makes every update that large whatever the momentum's spectrum. null: `match_rms_adamw` with LoRA, otherwise the
+    optimizer's own: `none` for soren (the paper's text), `original` for the others (their code)."""
 
     def resolved(self, trains_adapter: bool) -> Self:
         """With `adjust_lr_fn` written out."""

@@ -46,7 +46,7 @@ def test_the_same_command_goes_on_and_another_recipe_is_refused_with_its_differe
     begin(make("trainer.logging_steps=3"))
     with pytest.raises(UserError) as error:
         begin(make("optimizer.lr=0.5", "trainer.seed=9"))
-    assert "optimizer.lr: 0.003 there, 0.5 here" in str(error.value)
+    assert "optimizer.lr: 0.005 there, 0.5 here" in str(error.value)
     assert "trainer.seed: 0 there, 9 here" in str(error.value)
 
 

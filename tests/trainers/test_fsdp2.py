@@ -49,6 +49,7 @@ def test_ranks_measure_together_what_one_process_measures(two_ranks, name, task)
     for rank in two_ranks[1]:
         log = rank["maps"][name]["logged"]
         assert {k: log[k] for k in keys} == pytest.approx({k: alone[k] for k in keys}, rel=1e-5)
+        assert log["update_rms"] == pytest.approx(0.2 * log["learning_rate"], rel=0.01)
         assert 0 < log["map_min_singular_value"] < log["map_max_singular_value"] < 0.51
 
 
