@@ -13,12 +13,13 @@ from .soren import Soren
 from .spectral_optimizer import OPTIMIZERS, SpectralOptimizer
 from .state import momentum_dtype
 from .update import GroupUpdate, decay_and_add_
-from .update_records import AppliedUpdate, PendingUpdate
+from .update_records import AppliedMap, AppliedUpdate, PendingUpdate
 
 __all__ = [
     "CHUNK",
     "OPTIMIZERS",
     "AdamW",
+    "AppliedMap",
     "AppliedUpdate",
     "GroupUpdate",
     "HTMuon",

@@ -73,13 +73,13 @@ def decay_and_add_(
 class GroupUpdate:
     """The update rule with the settings and states of one parameter group.
 
-    map_matrix: x [m, n] or [k, m, n] -> its map. lr_scale: (m, n) -> factor of the learning rate.
+    map_matrix: x [m, n] or [k, m, n], names of the matrices -> its map. lr_scale: (m, n) -> factor of the learning rate.
     workspace_mb: see `map_batches`. The observers get every update on this rank, before it is applied and after.
     """
 
     group: dict[str, Any]
     state: Mapping[Tensor, dict[str, Tensor]]
-    map_matrix: Callable[[Tensor], Tensor]
+    map_matrix: Callable[[Tensor, Sequence[str]], Tensor]
     lr_scale: Callable[[int, int], float]
     workspace_mb: float | None = 0
     pending_observer: Callable[[PendingUpdate], None] | None = None
@@ -94,6 +94,7 @@ class GroupUpdate:
         """Map matrices that lie whole in `pieces`, on `device` (None: where each is), and add the outputs."""
         self.map_(
             [Whole(p.shape, momentum_dtype(p.parameter), device or p.parameter.device) for p in pieces],
+            [p.name for p in pieces],
             lambda i: self.map_input(pieces[i]).reshape(pieces[i].shape).to(device),
             lambda i, output: self.add_output_(pieces[i], output),
         )
@@ -113,7 +114,11 @@ class GroupUpdate:
         return nesterov(momentum, piece.view_of(piece.parameter.grad), self.group["momentum"])  # type: ignore[arg-type]
 
     def map_(
-        self, matrices: Sequence[Whole], load: Callable[[int], Tensor], store: Callable[[int, Tensor], None]
+        self,
+        matrices: Sequence[Whole],
+        names: Sequence[str],
+        load: Callable[[int], Tensor],
+        store: Callable[[int, Tensor], None],
     ) -> None:
         """Map every matrix that is not empty, equal ones in batches.
 
@@ -121,13 +126,13 @@ class GroupUpdate:
         """
         for batch in map_batches(matrices, self.workspace_mb):
             if len(batch) == 1:
-                outputs: Sequence[Tensor] = [self.map_matrix(load(batch[0]))]
+                outputs: Sequence[Tensor] = [self.map_matrix(load(batch[0]), [names[batch[0]]])]
             else:
                 shape, dtype, device = matrices[batch[0]]
                 stack = torch.empty(len(batch), *shape, dtype=dtype, device=device)
                 for matrix, index in zip(stack, batch, strict=True):
                     matrix.copy_(load(index))
-                outputs = self.map_matrix(stack).unbind()
+                outputs = self.map_matrix(stack, [names[i] for i in batch]).unbind()
             for index, output in zip(batch, outputs, strict=True):
                 store(index, output)
             del outputs, output  # before the next are loaded and mapped
