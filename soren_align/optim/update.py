@@ -73,8 +73,8 @@ def decay_and_add_(
 class GroupUpdate:
     """The update rule with the settings and states of one parameter group.
 
-    map_matrix: x [m, n] or [k, m, n], names of the matrices -> its map. lr_scale: (m, n) -> factor of the learning rate.
-    workspace_mb: see `map_batches`. The observers get every update on this rank, before it is applied and after.
+    map_matrix: x [m, n] or [k, m, n], names of the matrices -> their map. lr_scale: (m, n) -> factor of the learning
+    rate. workspace_mb: see `map_batches`. The observers get every update on this rank, before it is applied and after.
     """
 
     group: dict[str, Any]

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
@@ -51,7 +50,7 @@ class Measurements(TrainerCallback):
         self,
         attached: AttachedOptimizer,
         start: StartingWeights,
-        log: MeasurementLog = MeasurementLog(),  # noqa: B008 (frozen)
+        log: MeasurementLog = MeasurementLog(),
     ):
         self.attached, self.start, self.log = attached, start, log
         self.num_tokens: Any = 0  # a tensor on the device of the batches: read on logging steps only
