@@ -58,11 +58,12 @@ def _draw_kind(spectra: Sequence[Spectrum], maps: dict[str, SpectralOptimizer], 
         if spectrum.name in rows and spectrum.step in columns:
             panel = panels[rows.index(spectrum.name)][columns.index(spectrum.step)]
             _draw_panel(panel, spectrum, maps)
+            entries = panel.get_legend_handles_labels()
     for name, row in zip(rows, panels, strict=True):
         label = re.sub(r".*layers\.(\d+)\.", r"layer \1, ", name.removesuffix(".weight"))
         row[0].set_ylabel(label, fontsize=8, parse_math=False)
     legend = {"loc": "outside upper center", "ncols": 4, "fontsize": 8, "frameon": False, "handlelength": 3.5}
-    figure.legend(*panels[0][0].get_legend_handles_labels(), **legend)
+    figure.legend(*entries, **legend)
     figure.supxlabel("mode, from the largest singular value on", fontsize=8)
     canvas.draw()
     image = Image.frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba())
