@@ -22,8 +22,8 @@ from .starting_weights import StartingWeights, relative_changes
 
 MAX_DECOMPOSED = 8
 """Map outputs that are decomposed on a logging step: one of each shape, and at most so many."""
-MAX_ROWS = 2048
-"""Of the smaller dimension of a matrix whose map is compared with the exact sigmoid: 5 s on two CPU cores."""
+MAX_ROWS = 1024
+"""Of the smaller dimension of a matrix whose map is compared with the exact sigmoid (docs/metrics.md has the cost)."""
 
 
 @dataclass(frozen=True)
