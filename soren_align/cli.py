@@ -4,6 +4,7 @@ soren-align sft RECIPE     train on conversations        soren-align eval MODEL_
 soren-align dpo RECIPE     train on preference pairs     soren-align recipes             list shipped recipes
 soren-align plan RECIPE    show what a run would do      soren-align schema              JSON Schema for editors
 soren-align bench maps     time and error of the maps    soren-align bench step          time of optimizer steps
+soren-align spectrum RUN   every map on a run's momenta, with pictures
 soren-align universal RUN  convert a checkpoint for another number of processes
 soren-align merge RUN      merge a LoRA adapter with its base model
 soren-align push RUN OWNER/NAME  upload model, card and run.json to the Hugging Face hub
@@ -203,6 +204,21 @@ def universal(
     from .launch import commands
 
     commands.universal(run)
+
+
+@app.command()
+def spectrum(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder with spectra.jsonl or a checkpoint.")],
+    matrices: Annotated[
+        list[str] | None, typer.Option("--matrices", metavar="GLOB", help="Only these, such as '*q_proj*'. Repeatable.")
+    ] = None,
+    output: Annotated[str | None, typer.Option(metavar="DIR", help="A folder for pictures of the spectra.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare every map with the exact sigmoid on a run's momenta, without training."""
+    from .launch.spectrum import spectrum as show
+
+    show(run, matrices or ["*"], output=output, as_json=as_json)
 
 
 @app.command()

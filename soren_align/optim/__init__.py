@@ -13,13 +13,14 @@ from .soren import Soren
 from .spectral_optimizer import OPTIMIZERS, SpectralOptimizer
 from .state import momentum_dtype
 from .update import ADAMW_RMS, GroupUpdate, decay_and_add_
-from .update_records import AppliedUpdate, PendingUpdate
+from .update_records import AppliedMap, AppliedUpdate, PendingUpdate
 
 __all__ = [
     "ADAMW_RMS",
     "CHUNK",
     "OPTIMIZERS",
     "AdamW",
+    "AppliedMap",
     "AppliedUpdate",
     "GroupUpdate",
     "HTMuon",

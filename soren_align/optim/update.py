@@ -89,13 +89,13 @@ def decay_and_add_(
 class GroupUpdate:
     """The update rule with the settings and states of one parameter group.
 
-    map_matrix: x [m, n] or [k, m, n] -> its map. lr_scale: (m, n) -> factor of the learning rate.
-    workspace_mb: see `map_batches`. The observers get every update on this rank, before it is applied and after.
+    map_matrix: x [m, n] or [k, m, n], names of the matrices -> their map. lr_scale: (m, n) -> factor of the learning
+    rate. workspace_mb: see `map_batches`. The observers get every update on this rank, before it is applied and after.
     """
 
     group: dict[str, Any]
     state: Mapping[Tensor, dict[str, Tensor]]
-    map_matrix: Callable[[Tensor], Tensor]
+    map_matrix: Callable[[Tensor, Sequence[str]], Tensor]
     lr_scale: Callable[[int, int], float]
     workspace_mb: float | None = 0
     pending_observer: Callable[[PendingUpdate], None] | None = None
@@ -110,6 +110,7 @@ class GroupUpdate:
         """Map matrices that lie whole in `pieces`, on `device` (None: where each is), and add the outputs."""
         self.map_(
             [Whole(p.shape, momentum_dtype(p.parameter), device or p.parameter.device) for p in pieces],
+            [p.name for p in pieces],
             lambda i: self.map_input(pieces[i]).reshape(pieces[i].shape).to(device),
             lambda i, output: self.add_output_(pieces[i], output),
         )
@@ -129,7 +130,11 @@ class GroupUpdate:
         return nesterov(momentum, piece.view_of(piece.parameter.grad), self.group["momentum"])  # type: ignore[arg-type]
 
     def map_(
-        self, matrices: Sequence[Whole], load: Callable[[int], Tensor], store: Callable[[int, Tensor], None]
+        self,
+        matrices: Sequence[Whole],
+        names: Sequence[str],
+        load: Callable[[int], Tensor],
+        store: Callable[[int, Tensor], None],
     ) -> None:
         """Map every matrix that is not empty, equal ones in batches.
 
@@ -137,19 +142,19 @@ class GroupUpdate:
         """
         for batch in map_batches(matrices, self.workspace_mb):
             if len(batch) == 1:
-                outputs: Sequence[Tensor] = [self._direction(load(batch[0]))]
+                outputs: Sequence[Tensor] = [self._direction(load(batch[0]), [names[batch[0]]])]
             else:
                 shape, dtype, device = matrices[batch[0]]
                 stack = torch.empty(len(batch), *shape, dtype=dtype, device=device)
                 for matrix, index in zip(stack, batch, strict=True):
                     matrix.copy_(load(index))
-                outputs = self._direction(stack).unbind()
+                outputs = self._direction(stack, [names[i] for i in batch]).unbind()
             for index, output in zip(batch, outputs, strict=True):
                 store(index, output)
             del outputs, output  # before the next are loaded and mapped
 
-    def _direction(self, x: Tensor) -> Tensor:
-        output = self.map_matrix(x)
+    def _direction(self, x: Tensor, names: Sequence[str]) -> Tensor:
+        output = self.map_matrix(x, names)
         return with_unit_rms(output) if self.group["adjust_lr_fn"] == "match_rms_measured" else output
 
     def add_output_(self, piece: Piece, output: Tensor) -> None:

@@ -1,9 +1,19 @@
-"""What an optimizer's observers receive: each update before it is applied, and after."""
+"""What an optimizer's observers receive: each map of a matrix, and each update before it is applied, and after."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class AppliedMap:
+    """The input of a map and its output for one whole matrix, on its owner rank. Read the tensors, do not keep them."""
+
+    name: str
+    group: dict[str, Any]
+    input: Tensor
+    output: Tensor
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,12 +2,14 @@
 
 from .cost import num_flops, num_workspace_numbers, usual_workspace_numbers
 from .exact import exact_sigmoid, spectral_power
+from .fidelity import distance_from_sigmoid, singular_values
 from .minimax import guarded_minimax_sigmoid, minimax_sigmoid
 from .precision import full_precision
 from .quintic import newton_schulz
 from .sns import guarded_soft_newton_schulz, soft_newton_schulz
 
 __all__ = [
+    "distance_from_sigmoid",
     "exact_sigmoid",
     "full_precision",
     "guarded_minimax_sigmoid",
@@ -16,6 +18,7 @@ __all__ = [
     "newton_schulz",
     "num_flops",
     "num_workspace_numbers",
+    "singular_values",
     "soft_newton_schulz",
     "spectral_power",
     "usual_workspace_numbers",
