@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from ..optim import OPTIMIZERS, Route, ulp
+from ..optimizer_settings import RELEASED_STEPS
 from ..recipe import Recipe, parallel, trains_adapter
+from ..spectral import released_level
 
 TYPICAL_WEIGHT = 0.02
 """Where a config has no initializer_range."""
@@ -66,4 +68,12 @@ def _rms(recipe: Recipe, shape: tuple[int, ...]) -> float:
     name: Any = recipe.optimizer.name
     optimizer = OPTIMIZERS[name]
     scale = optimizer.lr_scale(getattr(recipe.optimizer, "adjust_lr_fn", "none"), *shape)
-    return scale * optimizer.map_level / math.sqrt(max(shape))
+    return scale * _map_level(recipe, shape) / math.sqrt(max(shape))
+
+
+def _map_level(recipe: Recipe, shape: tuple[int, ...]) -> float:
+    """The map's value for an ordinary singular value; for the released map its largest mean, on a flat spectrum."""
+    name: Any = recipe.optimizer.name
+    if recipe.optimizer.cost_map == "released":
+        return released_level(shape[0], shape[1], recipe.optimizer.map_steps or RELEASED_STEPS)
+    return OPTIMIZERS[name].map_level

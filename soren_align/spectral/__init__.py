@@ -5,6 +5,7 @@ from .exact import exact_sigmoid, spectral_power
 from .minimax import guarded_minimax_sigmoid, minimax_sigmoid
 from .precision import full_precision
 from .quintic import newton_schulz
+from .released import released_level, released_sigmoid
 from .sns import guarded_soft_newton_schulz, soft_newton_schulz
 
 __all__ = [
@@ -16,6 +17,8 @@ __all__ = [
     "newton_schulz",
     "num_flops",
     "num_workspace_numbers",
+    "released_level",
+    "released_sigmoid",
     "soft_newton_schulz",
     "spectral_power",
     "usual_workspace_numbers",

@@ -19,7 +19,7 @@ from soren_align.bench.candidates import (
     without_decomposed_flops,
 )
 from soren_align.errors import UserError
-from soren_align.spectral import minimax_sigmoid, newton_schulz, num_flops, soft_newton_schulz
+from soren_align.spectral import minimax_sigmoid, newton_schulz, num_flops, released_sigmoid, soft_newton_schulz
 
 CPU = torch.device("cpu")
 
@@ -38,6 +38,7 @@ def results():
         ("muon", newton_schulz),
         ("muon", newton_schulz_float32),
         ("sns", soft_newton_schulz),
+        ("released", released_sigmoid),
         ("minimax", lambda x: minimax_sigmoid(x, method="products")),
     ],
 )
@@ -86,9 +87,16 @@ def test_the_results_are_json_with_these_keys(results):
     for shape in results["shapes"]:
         keys = {"shape", "error_shape", "count", "num_rounds", "matmul_flops_per_second", "maps"}
         assert set(shape) == keys
-        assert {MUON, MUON_FLOAT32, "minimax auto", "minimax products", "minimax eigh", "SNS K=15", "exact"} <= {
-            row["name"] for row in shape["maps"]
-        }
+        assert {
+            MUON,
+            MUON_FLOAT32,
+            "minimax auto",
+            "minimax products",
+            "minimax eigh",
+            "SNS K=15",
+            "released K=5",
+            "exact",
+        } <= {row["name"] for row in shape["maps"]}
         for row in shape["maps"]:
             assert set(row) == {
                 *("name", "dtype", "target", "seconds", "flops", "share_of_matmul_rate"),
