@@ -1,6 +1,6 @@
 """The paper's convergence theorems as numbers: the tables of docs/theory.md.
 
-    python docs/theorems.py            half a minute, float64
+    python docs/theorems.py            a minute, float64
 
 Steps W <- W - eta s(G) without momentum and decay, as in the theorems. For a gradient G = U diag(sigma) V^T, [m, n]
 with m <= n, P = U diag(s(sigma) / sigma) U^T, so that s(G) = P G. Matrices on vec(W) are [m n, m n], rows of W first.
