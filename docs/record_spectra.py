@@ -39,7 +39,7 @@ run: {num_threads: 1, offline: true}
 
 
 def record(name: str, matrices: str, command: list[str]) -> None:
-    """Train by `command` up to the last of STEPS[name], and write the spectra of the parameters that match `matrices`."""
+    """Train by `command` up to the last of STEPS[name]; write the spectra of the parameters matching `matrices`."""
     others = [spectrum for spectrum in spectra.load() if spectrum.set != name]
     recorded: list[spectra.Spectrum] = []
     num_steps = 0

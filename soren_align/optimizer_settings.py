@@ -60,12 +60,15 @@ RESOLUTIONS = (0.0004, 0.001, 0.01)
 """The normalised singular values from which a minimax polynomial of `spectral.coefficients` is accurate."""
 RESOLUTION = 0.0004
 SNS_STEPS = 15
+RELEASED_STEPS = 5
+"""K of the authors' released code."""
 MUON_STEPS = 5
 HTMUON_POWER = 0.125
 
 MAPS: dict[str, dict[str, Any]] = {
     "minimax": {"resolution": RESOLUTION},
     "sns": {"steps": SNS_STEPS},
+    "released": {"steps": RELEASED_STEPS},
     "exact": {},
 }
 """Soren's maps, and the settings of each with their defaults."""

@@ -19,7 +19,7 @@ from ..optimizer_settings import (
     AdjustLrFn,
     Compensation,
 )
-from ..spectral import exact_sigmoid, guarded_minimax_sigmoid, guarded_soft_newton_schulz
+from ..spectral import exact_sigmoid, guarded_minimax_sigmoid, guarded_soft_newton_schulz, released_sigmoid
 from .group_settings import checked_settings, choice, number, whole_number
 from .spectral_optimizer import SpectralOptimizer
 
@@ -49,7 +49,8 @@ class Soren(SpectralOptimizer, name="soren"):
         updates are those of float32; other parameters do not need it.
     map: "minimax", accurate from a normalised singular value of 0.0004 on, or {"name": "minimax", "resolution": 0.01}
         for less work; "sns", the paper's Algorithm 1, less accurate and dearer, or {"name": "sns", "steps": 15};
-        "exact", the definition.
+        "exact", the definition; "released", the map of the authors' code, which has a smaller update and is closer to
+        momentum SGD, or {"name": "released", "steps": 5}.
     adjust_lr_fn: "none", "original" (sqrt(max(1, m/n))), "match_rms_adamw" (0.2 sqrt(max(m, n)), divided by the
         sigmoid's 1/2 so that learning rates compare with AdamW's), or "match_rms_measured" (0.2 over the RMS of the
         map's output, so that every update has RMS 0.2 lr, whatever the spectrum and the map).
@@ -98,6 +99,8 @@ class Soren(SpectralOptimizer, name="soren"):
         settings = group["map"]
         if settings["name"] == "exact":
             return exact_sigmoid(x)
+        if settings["name"] == "released":
+            return released_sigmoid(x, settings["steps"])
         if settings["name"] == "minimax":
             output, num_guarded = guarded_minimax_sigmoid(x, resolution=settings["resolution"])
         else:

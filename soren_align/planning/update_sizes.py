@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from ..optim import ADAMW_RMS, OPTIMIZERS, Route, ulp
+from ..optimizer_settings import RELEASED_STEPS
 from ..recipe import Recipe, parallel, trains_adapter
+from ..spectral import released_level
 
 TYPICAL_WEIGHT = 0.02
 """Where a config has no initializer_range."""
@@ -67,4 +69,12 @@ def _rms(recipe: Recipe, shape: tuple[int, ...]) -> float:
     optimizer = OPTIMIZERS[name]
     adjust_lr_fn = getattr(recipe.optimizer, "adjust_lr_fn", "none")
     scale = optimizer.lr_scale(adjust_lr_fn, *shape)
-    return scale if adjust_lr_fn == "match_rms_measured" else scale * optimizer.map_level / math.sqrt(max(shape))
+    return scale if adjust_lr_fn == "match_rms_measured" else scale * _map_level(recipe, shape) / math.sqrt(max(shape))
+
+
+def _map_level(recipe: Recipe, shape: tuple[int, ...]) -> float:
+    """The map's value for an ordinary singular value; for the released map its largest mean, on a flat spectrum."""
+    name: Any = recipe.optimizer.name
+    if recipe.optimizer.cost_map == "released":
+        return released_level(shape[0], shape[1], recipe.optimizer.map_steps or RELEASED_STEPS)
+    return OPTIMIZERS[name].map_level

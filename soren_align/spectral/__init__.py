@@ -6,6 +6,7 @@ from .fidelity import distance_from_sigmoid, singular_values
 from .minimax import guarded_minimax_sigmoid, minimax_sigmoid
 from .precision import full_precision
 from .quintic import newton_schulz
+from .released import released_level, released_sigmoid
 from .sns import guarded_soft_newton_schulz, soft_newton_schulz
 
 __all__ = [
@@ -18,6 +19,8 @@ __all__ = [
     "newton_schulz",
     "num_flops",
     "num_workspace_numbers",
+    "released_level",
+    "released_sigmoid",
     "singular_values",
     "soft_newton_schulz",
     "spectral_power",

@@ -2,11 +2,11 @@
 
 from typing import Literal
 
-from ..optimizer_settings import MUON_STEPS, RESOLUTION, SNS_STEPS
+from ..optimizer_settings import MUON_STEPS, RELEASED_STEPS, RESOLUTION, SNS_STEPS
 from .coefficients import SIGN, Sign
 from .products import PADDING, block_size, ends_thin
 
-SpectralMap = Literal["minimax", "sns", "muon"]
+SpectralMap = Literal["minimax", "sns", "released", "muon"]
 POLYNOMIAL_PRODUCTS = {2: 0, 3: 1, 5: 2}
 """Products of m x m matrices by the number of coefficients."""
 
@@ -20,15 +20,16 @@ def num_flops(
 ) -> int:
     """Floating-point operations of a map's matrix products for one matrix.
 
-    steps: of "sns" (None: 15) or "muon" (None: 5). "minimax" is `minimax_sigmoid` by products, for singular values up
-    to 2; "muon" is `newton_schulz`. In units of m^3, for n = a m: steps (4a + 2) (muon), 4a (steps + 2) (sns), and for
-    minimax in its default resolution 12a + 34 (22a + 18 near squares). Of the last, the symmetric products, 6a + 30
-    (10a + 18), cost down to 9/16 of that from 128 rows on.
+    steps: of "sns" (None: 15), "released" or "muon" (None: 5). "minimax" is `minimax_sigmoid` by products, for singular
+    values up to 2; "muon" is `newton_schulz`. In units of m^3, for n = a m: steps (4a + 2) (muon), 4a (steps + 2) (sns,
+    released), and for minimax in its default resolution 12a + 34 (22a + 18 near squares). Of the last, the symmetric
+    products, 6a + 30 (10a + 18), cost down to 9/16 of that from 128 rows on.
     """
     m, n = sorted((num_rows, num_columns))
     thin, square = 2 * m * m * n, 2 * m**3
-    if spectral_map == "sns":
-        return 2 * thin * ((SNS_STEPS if steps is None else steps) + 2)
+    if spectral_map in ("sns", "released"):
+        default = SNS_STEPS if spectral_map == "sns" else RELEASED_STEPS
+        return 2 * thin * ((default if steps is None else steps) + 2)
     if spectral_map == "muon":
         return (MUON_STEPS if steps is None else steps) * (2 * thin + square)
     return minimax_flops(SIGN[resolution], m, n)
@@ -69,6 +70,8 @@ def usual_workspace_numbers(spectral_map: SpectralMap | None, num_rows: int, num
     m, n = sorted((num_rows, num_columns))
     if spectral_map == "sns":
         return m * m + 5 * m * n
+    if spectral_map == "released":
+        return m * m + 4 * m * n
     if spectral_map == "muon":  # in bfloat16: elements of half the size
         return (m * m + 3 * m * n) // 2
     if spectral_map is None:

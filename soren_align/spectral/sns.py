@@ -77,7 +77,8 @@ def _guarded_start(wide: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tens
     return q, t, guarded
 
 
-def _direct_iteration(y: Tensor, steps: int) -> Tensor:
+def cubic_iteration(y: Tensor, steps: int) -> Tensor:
+    """y <- (3 I - y y^T) y / 2, `steps` times; y: wide, not modified."""
     for _ in range(steps):
         y = multiply_add(y, y @ y.mT, y, beta=1.5, alpha=-0.5)
     return y
@@ -97,4 +98,4 @@ def _gram_iteration(y: Tensor, steps: int) -> Tensor:
     return (product @ y64).to(y.dtype)
 
 
-_ITERATIONS = {"direct": _direct_iteration, "gram": _gram_iteration}
+_ITERATIONS = {"direct": cubic_iteration, "gram": _gram_iteration}

@@ -61,7 +61,7 @@ def print_setup(console: Console, setup: TrainingSetup, trainer: Any, ranks: Ran
         print_labelled(console, "parallel", setup.recipe.run.parallel)
     optimizer = setup.recipe.optimizer
     num_tensors = [len(group["params"]) for group in trainer.expected_optimizer.param_groups]
-    matrices = f"{describe_optimizer(optimizer)}, lr {optimizer.lr:g}: {num_tensors[0]} matrices"
+    matrices = f"{optimizer.description}, lr {optimizer.lr:g}: {num_tensors[0]} matrices"
     print_labelled(console, "optimizer", matrices)
     if len(num_tensors) > 1:
         print_labelled(console, "", f"adamw, lr {optimizer.aux_lr:g}: {num_tensors[1]} other parameters")
@@ -115,15 +115,6 @@ def print_result(console: Console, trainer: Any, result: dict[str, Any], seconds
         )
     if min(entries, projection) < 100 * SURVIVAL_THRESHOLD:
         print_labelled(console, "warning", "most of the change is lost to rounding; run.save_dtype: float32 saves all")
-
-
-def describe_optimizer(optimizer: Any) -> str:
-    """Return the recipe's optimizer in words: "soren (minimax, scale match_rms_adamw)"."""
-    map_name = optimizer.map.name if hasattr(optimizer, "map") else None
-    scale = getattr(optimizer, "adjust_lr_fn", None)
-    details = [map_name, scale and f"scale {scale}"]
-    text = ", ".join(detail for detail in details if detail)
-    return f"{optimizer.name} ({text})" if text else optimizer.name
 
 
 def _describe_source(source: dict[str, Any], num_examples: int) -> str:

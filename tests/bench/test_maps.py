@@ -20,7 +20,7 @@ from soren_align.bench.candidates import (
 )
 from soren_align.errors import UserError
 from soren_align.optimizer_settings import RESOLUTIONS
-from soren_align.spectral import minimax_sigmoid, newton_schulz, num_flops, soft_newton_schulz
+from soren_align.spectral import minimax_sigmoid, newton_schulz, num_flops, released_sigmoid, soft_newton_schulz
 
 CPU = torch.device("cpu")
 
@@ -39,6 +39,7 @@ def results():
         ("muon", newton_schulz),
         ("muon", newton_schulz_float32),
         ("sns", soft_newton_schulz),
+        ("released", released_sigmoid),
         ("minimax", lambda x: minimax_sigmoid(x, method="products")),
     ],
 )
@@ -105,6 +106,7 @@ def test_the_results_are_json_with_these_keys(results):
             "minimax 0.01",
             "minimax eigh",
             "SNS K=15",
+            "released K=5",
             "exact",
         } <= {row["name"] for row in shape["maps"]}
         for row in shape["maps"]:

@@ -13,6 +13,7 @@ from soren_align.spectral import (
     minimax_sigmoid,
     newton_schulz,
     num_workspace_numbers,
+    released_sigmoid,
     soft_newton_schulz,
     spectral_power,
 )
@@ -65,6 +66,10 @@ def test_the_first_step_maps_one_minus_momentum_squared_of_the_gradient():
         (
             lambda params, **kw: Soren(params, map={"name": "sns", "steps": 7}, **kw),
             lambda x: soft_newton_schulz(x, 7),
+        ),
+        (
+            lambda params, **kw: Soren(params, map={"name": "released", "steps": 7}, **kw),
+            lambda x: released_sigmoid(x, 7),
         ),
         (lambda params, **kw: Soren(params, map="exact", **kw), exact_sigmoid),
         (lambda params, **kw: Muon(params, **{"adjust_lr_fn": "none", **kw}), newton_schulz),
@@ -125,7 +130,7 @@ def test_a_zero_gradient_leaves_only_the_weight_decay(optimizer_class):
     assert torch.equal(p, before * (1 - 0.5 * 0.1))
 
 
-@pytest.mark.parametrize("spectral_map", ["minimax", "sns", "exact"])
+@pytest.mark.parametrize("spectral_map", ["minimax", "sns", "released", "exact"])
 def test_matrices_of_one_shape_are_mapped_together_within_the_workspace(spectral_map, monkeypatch):
     def trained(workspace_mb):
         shapes = [(6, 9), (9, 6), (6, 9), (6, 9), (4, 4), (6, 9)]
@@ -160,8 +165,8 @@ def test_parameters_of_different_dtypes_are_not_mapped_together():
 
 def test_tiny_and_huge_gradients_give_finite_bounded_steps():
     for scale in (1e-45, 1e-30, 1e-12, 1e6, 1e20, 1e38):
-        sns, exact = (functools.partial(Soren, map=name) for name in ("sns", "exact"))
-        for make in (Soren, sns, exact, HTMuon, Muon):
+        sns, released, exact = (functools.partial(Soren, map=name) for name in ("sns", "released", "exact"))
+        for make in (Soren, sns, released, exact, HTMuon, Muon):
             p = torch.nn.Parameter(torch.zeros(4, 6))
             p.grad = torch.full((4, 6), scale)
             optimizer = make([p], lr=1.0, adjust_lr_fn="none")
@@ -252,8 +257,8 @@ def test_sparse_complex_and_whole_number_parameters_are_refused():
             {"map": {"name": "sns", "steps": 0}},
             "map: sns steps: found 0; write a whole number, at least 1 and at most 99",
         ),
-        ({"map": "snss"}, "map: found 'snss'; write one of 'minimax', 'sns', 'exact'"),
-        ({"map": {"steps": 15}}, "map: found None; write one of 'minimax', 'sns', 'exact'"),
+        ({"map": "snss"}, "map: found 'snss'; write one of 'minimax', 'sns', 'released', 'exact'"),
+        ({"map": {"steps": 15}}, "map: found None; write one of 'minimax', 'sns', 'released', 'exact'"),
         ({"map": {"name": "minimax", "steps": 15}}, "map: found 'steps'; map 'minimax' has 'resolution'"),
         ({"map": {"name": "exact", "steps": 15}}, "map: found 'steps'; map 'exact' has no settings"),
         ({"map": {"name": "minimax", "resolution": 0.02}}, "map: minimax resolution: found 0.02; write one of 0.0004"),

@@ -175,14 +175,17 @@ def test_the_schema_knows_every_key_of_a_shipped_recipe():
         ("name: adamw\n  ns_steps: 15", "optimizer.ns_steps: unknown key for adamw; muon has it"),
         ("name: adamw\n  momentum: 0.9", "optimizer.momentum: unknown key for adamw; soren, muon and htmuon have"),
         ("name: soren\n  p: 0.1", "optimizer.p: unknown key for soren; htmuon has it"),
-        ("name: soren\n  map: {name: exact, steps: 15}", "optimizer.map.steps: unknown key for exact; sns has it"),
+        (
+            "name: soren\n  map: {name: exact, steps: 15}",
+            "optimizer.map.steps: unknown key for exact; sns and released have it",
+        ),
         ("name: soren\n  map: {name: sns, resolution: 0.01}", "optimizer.map.resolution: unknown key for sns; minimax"),
-        ("name: soren\n  map: {steps: 15}", "optimizer.map.steps: unknown key for minimax; sns has it"),
+        ("name: soren\n  map: {steps: 15}", "optimizer.map.steps: unknown key for minimax; sns and released have it"),
         ("name: soren\n  map: {name: sns, stes: 15}", "optimizer.map.stes: unknown key; did you mean 'steps'"),
         ("name: soren\n  map: {resolution: 0.1}", "optimizer.map.resolution: found 0.1; write 0.0004 or 0.001 or 0.01"),
         (
             "name: soren\n  map: snss",
-            "optimizer.map.name: found 'snss'; write minimax, sns or exact; did you mean 'sns'",
+            "optimizer.map.name: found 'snss'; write minimax, sns, released or exact; did you mean 'sns'",
         ),
         ("name: muon\n  workspace_mb: 16", "optimizer.workspace_mb: unknown key for muon; soren has it"),
         ("name: muon\n  momentun: 0.9", "optimizer.momentun: unknown key; did you mean 'momentum'"),
@@ -273,7 +276,7 @@ def test_any_optimizer_runs_any_shipped_recipe(name, optimizer, monkeypatch, tmp
     assert loaded.optimizer.name == optimizer
     assert recipe.load_text(recipe.to_yaml(loaded)) == loaded
     if optimizer == "soren":
-        for map_name in ("minimax", "sns", "exact"):
+        for map_name in ("minimax", "sns", "released", "exact"):
             for spelling in (f"optimizer.map.name={map_name}", f"optimizer.map={map_name}"):
                 assert recipe.load(name, [*overrides, "optimizer.name=soren", spelling]).optimizer.map.name == map_name
 

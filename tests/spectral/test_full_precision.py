@@ -11,6 +11,7 @@ from soren_align.spectral import (
     full_precision,
     minimax_sigmoid,
     newton_schulz,
+    released_sigmoid,
     soft_newton_schulz,
     spectral_power,
 )
@@ -22,6 +23,7 @@ MAPS = {
     "minimax by eigh": lambda x: minimax_sigmoid(x, "eigh"),
     "sns": soft_newton_schulz,
     "sns by gram": lambda x: soft_newton_schulz(x, form="gram"),
+    "released": released_sigmoid,
     "exact": exact_sigmoid,
     "muon": newton_schulz,
     "htmuon": lambda x: spectral_power(x, 0.125),
