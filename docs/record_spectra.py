@@ -81,7 +81,7 @@ def smollm2(source: Path, folder: Path) -> list[str]:
     model.save_pretrained(folder / "model")
     with (folder / "chat.jsonl").open("w") as file:
         for topic, text in sorted(topics.items()):
-            question = f"What does Python's documentation say about {topic!r}?"
+            question = f"How does Python's documentation explain {topic!r}?"
             roles = {"user": question, "assistant": text.strip()}
             file.write(json.dumps({"messages": [{"role": r, "content": c} for r, c in roles.items()]}) + "\n")
     recipe = folder / "recipe.yaml"
