@@ -1,8 +1,8 @@
 """Whether the map's accuracy matters for learning: Soren's maps and Muon at equal update RMS and at their tuned rates.
 
-    python docs/map_study.py FILE                     all runs, one JSON line each; runs that FILE has are skipped
-    python docs/map_study.py FILE --tasks source --columns muon
-    python docs/map_study.py FILE --table             the tables of docs/optimizers.md
+    python docs/map_study.py docs/map_study.jsonl            the missing runs, one JSON line each
+    python docs/map_study.py docs/map_study.jsonl --tasks source --columns muon
+    python docs/map_study.py docs/map_study.jsonl --table    the tables of docs/optimizers.md, of the runs in the file
 
 Two tasks: "quickstart", its SFT cut to 150 of 600 steps, and "source", a Llama of 1.25 million parameters on the bytes
 of the standard library. All columns but the last have match_rms_measured, so that at one learning rate they have one
@@ -18,6 +18,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -46,7 +47,7 @@ SHARED_RATES = {"quickstart": 2**-6, "source": 2**-6}
 GRID = (0.5, 1, 2)  # times the shared rate, at first
 GRID_SEED, SEEDS = 100, (0, 1, 2, 3, 4)
 AUX_LR = 3e-3
-T_975 = 2.776  # Student's t with 4 degrees of freedom: 95% intervals of five seeds
+T_975 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # Student's t by the number of seeds, for 95% intervals
 
 NUM_STEPS, BATCH, LENGTH = 100, 8, 64  # of "source"
 MODEL: dict[str, Any] = {"hidden_size": 160, "intermediate_size": 448, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -124,24 +125,25 @@ class Study:
             self.runs[key] = run
         return self.runs[key]["held_out"]
 
-    def grid(self, task: str, column: str) -> dict[float, float]:
-        """The held-out loss of every rate, with the best inside."""
+    def best_rate(self, task: str, column: str) -> float:
+        """The rate with the lowest held-out loss on the grid's seed; the grid is extended until it is inside."""
         rates = [factor * SHARED_RATES[task] for factor in GRID]
         while True:
             losses = {lr: self.loss(task, column, lr, GRID_SEED) for lr in rates}
             best = min(rates, key=losses.__getitem__)
             if best not in (rates[0], rates[-1]):
-                return losses
+                return best
             rates = [rates[0] / 2, *rates] if best == rates[0] else [*rates, 2 * rates[-1]]
 
-    def best_rate(self, task: str, column: str) -> float:
-        """That of `grid`."""
-        losses = self.grid(task, column)
-        return min(losses, key=losses.__getitem__)
+    def grid(self, task: str, column: str) -> dict[float, float]:
+        """The losses of the grid's seed that the file has, by rate."""
+        return {
+            lr: r["held_out"] for (*of, lr, seed), r in self.runs.items() if (*of, seed) == (task, column, GRID_SEED)
+        }
 
-    def fresh(self, task: str, column: str, lr: float) -> list[float]:
-        """The losses of the fresh seeds."""
-        return [self.loss(task, column, lr, seed) for seed in SEEDS]
+    def fresh(self, task: str, column: str, lr: float | None) -> dict[int, float]:
+        """The losses of the fresh seeds that the file has, by seed."""
+        return {seed: self.runs[key]["held_out"] for seed in SEEDS if (key := (task, column, lr, seed)) in self.runs}
 
 
 TASKS = {"quickstart": quickstart, "source": source}
@@ -149,24 +151,29 @@ TASKS = {"quickstart": quickstart, "source": source}
 
 def interval(values: list[float]) -> str:
     """Mean and half the width of the 95% interval."""
-    return f"{fmean(values):.4f} ± {T_975 * stdev(values) / len(values) ** 0.5:.4f}"
+    if len(values) < 2:
+        return "no result"
+    return f"{fmean(values):.4f} ± {T_975[len(values)] * stdev(values) / len(values) ** 0.5:.4f}"
 
 
 def table(study: Study, task: str, columns: list[str]) -> None:
-    """Print the task's table; the first column is the one that the others are compared with, seed by seed."""
-    print(f"| {task} | lr {SHARED_RATES[task]:g} | difference | best lr (grid) | at its best lr | difference |")
-    print("|---|---|---|---|---|---|")
+    """Print the task's table; every column is compared with the first, seed by seed."""
+    print(
+        f"| {task} | seeds | lr {SHARED_RATES[task]:g} | difference | best lr | seeds | at its best lr | difference |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    references: list[dict[int, float]] = []
     for column in columns:
-        cells = []
-        for reference_rate, rate in (
-            (SHARED_RATES[task], SHARED_RATES[task]),
-            (study.best_rate(task, columns[0]), study.best_rate(task, column)),
-        ):
-            losses, reference = study.fresh(task, column, rate), study.fresh(task, columns[0], reference_rate)
-            differences = [a - b for a, b in zip(losses, reference, strict=True)]
-            cells += [interval(losses), "" if column == columns[0] else interval(differences)]
         grid = study.grid(task, column)
-        cells.insert(2, f"{study.best_rate(task, column):g} ({min(grid):g} to {max(grid):g})")
+        best = min(grid, key=grid.__getitem__) if len(grid) >= len(GRID) else None
+        cells = []
+        for part, rate in enumerate((SHARED_RATES[task], best)):
+            losses = study.fresh(task, column, rate)
+            references += [losses] if column == columns[0] else []
+            differences = [losses[seed] - references[part][seed] for seed in losses if seed in references[part]]
+            difference = "" if column == columns[0] else interval(differences)
+            cells += [str(len(losses)), interval([*losses.values()]), difference]
+        cells.insert(3, f"{best:g}" if best else "no result")
         print(f"| {column} | {' | '.join(cells)} |")
     print()
 
@@ -185,10 +192,12 @@ def main() -> None:
             table(study, task, arguments.columns)
         return
     pairs = [(task, column) for task in arguments.tasks for column in arguments.columns]
-    for task, column in pairs:
-        study.fresh(task, column, SHARED_RATES[task])
-    for task, column in pairs:
-        study.fresh(task, column, study.best_rate(task, column))
+    rates: list[Callable[[str, str], float]] = [lambda task, _: SHARED_RATES[task], study.best_rate]
+    for rate in rates:
+        for task, column in pairs:
+            lr = rate(task, column)
+            for seed in SEEDS:
+                study.loss(task, column, lr, seed)
 
 
 if __name__ == "__main__":
