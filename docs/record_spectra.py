@@ -39,7 +39,7 @@ run: {num_threads: 1, offline: true}
 
 
 def record(name: str, matrices: str, command: list[str]) -> None:
-    """Train by `command` up to the last of STEPS[name], and write the spectra of the parameters that match `matrices`."""
+    """Train by `command` to the last of STEPS[name], and write the spectra of the parameters that match `matrices`."""
     others = [spectrum for spectrum in spectra.load() if spectrum.set != name]
     recorded: list[spectra.Spectrum] = []
     num_steps = 0
@@ -81,7 +81,7 @@ def smollm2(source: Path, folder: Path) -> list[str]:
     model.save_pretrained(folder / "model")
     with (folder / "chat.jsonl").open("w") as file:
         for topic, text in sorted(topics.items()):
-            question = f"What does Python's documentation say about {topic!r}?"
+            question = f"How does Python's documentation explain {topic!r}?"
             roles = {"user": question, "assistant": text.strip()}
             file.write(json.dumps({"messages": [{"role": r, "content": c} for r, c in roles.items()]}) + "\n")
     recipe = folder / "recipe.yaml"
