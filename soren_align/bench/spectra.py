@@ -34,7 +34,7 @@ def load(path: Path = PATH) -> list[Spectrum]:
         return []
     with gzip.open(path, "rt") as file:
         records = [json.loads(line) for line in file]
-    return [Spectrum(**{key: tuple(v) if isinstance(v, list) else v for key, v in r.items()}) for r in records]
+    return [Spectrum(r["set"], r["name"], r["step"], tuple(r["shape"]), tuple(r["singular_values"])) for r in records]
 
 
 def save(spectra: Iterable[Spectrum], path: Path = PATH) -> None:

@@ -97,7 +97,7 @@ def test_the_tables_are_80_columns_wide_and_pictures_are_small(run, tmp_path):
     lines = [line.rstrip() for line in done.stdout.splitlines()]
     assert max(map(len, lines)) <= 80
     table = lines[lines.index("distance from the exact sigmoid") :]
-    assert table[2].split()[:4] == ["matrix", "step", "muon", "0.01"]
+    assert table[2].split()[:4] == ["matrix", "step", "muon", "0.0004"]
     assert table[3].split()[:2] == ["0.self_attn.q_proj", "1"]
     assert [line.split()[0] for line in table[7:9]] == ["mean", "largest"]
     (picture,) = (tmp_path / "pictures").iterdir()
