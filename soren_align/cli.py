@@ -1,15 +1,4 @@
-"""The command line. Nothing here imports torch: help and a wrong recipe take less than a second.
-
-soren-align sft RECIPE     train on conversations        soren-align eval MODEL_OR_RUN   evaluate
-soren-align dpo RECIPE     train on preference pairs     soren-align recipes             list shipped recipes
-soren-align plan RECIPE    show what a run would do      soren-align schema              JSON Schema for editors
-soren-align bench maps     time and error of the maps    soren-align bench step          time of optimizer steps
-soren-align spectrum RUN   every map on a run's momenta, with pictures
-soren-align universal RUN  convert a checkpoint for another number of processes
-soren-align merge RUN      merge a LoRA adapter with its base model
-soren-align push RUN OWNER/NAME  upload model, card and run.json to the Hugging Face hub
-soren-align import FILE    make a recipe from YAML of TRL, the alignment handbook, Axolotl or LLaMA-Factory
-"""
+"""The command line. Nothing here imports torch: help and a wrong recipe take less than a second."""
 
 import os
 import sys

@@ -66,7 +66,7 @@ def _draw_kind(spectra: Sequence[Spectrum], maps: dict[str, SpectralOptimizer], 
     figure.legend(*entries, **legend)
     figure.supxlabel("mode, from the largest singular value on", fontsize=8)
     canvas.draw()
-    image = Image.frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba())
+    image = Image.frombuffer("RGBA", canvas.get_width_height(), bytes(canvas.buffer_rgba()))
     image.convert("RGB").quantize(NUM_COLORS).save(file, optimize=True)
 
 
