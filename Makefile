@@ -20,13 +20,13 @@ demo: setup
 	$(BIN)/soren-align dpo quickstart/dpo
 	$(BIN)/soren-align eval $(RUN)/dpo --summary $(RUN)/summary.json
 
-# The tests have four tiers (tests/support/tiers.py): unit, model, ranks, process. What a person waits for: the first two
-# and a sample of the others. At most 6 minutes on two cores.
-test: TESTS := -m "unit or model or sample"
+# The tests have four tiers (tests/support/tiers.py): unit, model, ranks, process. What a person waits for: the first two,
+# but for slow ones, and a sample of the others. At most 6 minutes on two cores.
+test: TESTS := -m "(unit or model or sample) and not slow"
 # All tests. At most 20 minutes on two cores.
 test-all: TESTS :=
 # What `make test` leaves out: .ci/run takes it after that.
-test-rest: TESTS := -m "not (unit or model or sample)"
+test-rest: TESTS := -m "not (unit or model or sample) or slow"
 test test-all test-rest: setup
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
 

@@ -50,6 +50,13 @@ the files that will be written. Works offline for the models and datasets of the
     soren-align plan mistral-7b/soren --processes 8 --set run.parallel=zero3
 """,
     "universal": "See [distributed.md](distributed.md), Checkpoints.\n",
+    "spectrum": """\
+Prints, for every matrix and step, the share of small singular values of the momentum, and how far the output of every
+map is from the exact sigmoid. See [runs.md](runs.md), Spectra.
+
+    soren-align sft quickstart/sft --set run.log_spectra.steps=[1,100,600] --no-eval
+    soren-align spectrum runs/quickstart/sft --matrices '*q_proj*' --output pictures
+""",
     "merge": "For runs with `model.lora`; see [optimizers.md](optimizers.md), LoRA.\n",
     "push": "Nothing is ever uploaded without this command.\n",
     "import": """\

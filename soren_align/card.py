@@ -153,7 +153,7 @@ def _facts(recipe: Recipe, record: dict[str, Any]) -> dict[str, str | None]:
     inner = {"lr", "aux_lr", "name", *(() if optimizer.aux else ("aux",))}
     settings = {k: v for k, v in optimizer.model_dump(exclude=inner).items() if v is not None}
     aux = f"; AdamW on the other parameters, learning rate {optimizer.aux_lr:g}" if optimizer.aux_lr else ""
-    name = measured.get("class", optimizer.title)
+    name = measured.get("class", optimizer.title) + (f" ({optimizer.map_title})" if optimizer.map_title else "")
     matrices = f"{measured['num_matrices']} " if measured.get("num_matrices") else "the "
     saved = training.get("change_after_saving", {}).get("dtype")
     processes, device = record.get("processes") or 1, record["device"].split(":")[0]

@@ -1,14 +1,4 @@
-"""The command line. Nothing here imports torch: help and a wrong recipe take less than a second.
-
-soren-align sft RECIPE     train on conversations        soren-align eval MODEL_OR_RUN   evaluate
-soren-align dpo RECIPE     train on preference pairs     soren-align recipes             list shipped recipes
-soren-align plan RECIPE    show what a run would do      soren-align schema              JSON Schema for editors
-soren-align bench maps     time and error of the maps    soren-align bench step          time of optimizer steps
-soren-align universal RUN  convert a checkpoint for another number of processes
-soren-align merge RUN      merge a LoRA adapter with its base model
-soren-align push RUN OWNER/NAME  upload model, card and manifest to the Hugging Face hub
-soren-align import FILE    make a recipe from YAML of TRL, the alignment handbook, Axolotl or LLaMA-Factory
-"""
+"""The command line. Nothing here imports torch: help and a wrong recipe take less than a second."""
 
 import os
 import sys
@@ -34,12 +24,16 @@ class _Commands(TyperGroup):
             raise typer.Exit(report(error, resumable=ctx.invoked_subcommand in RESUMABLE)) from error
 
 
-app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-bench_app = typer.Typer(help="Measure the maps and the optimizers on this machine.", no_args_is_help=True)
+app = typer.Typer(
+    cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+)
+bench_app = typer.Typer(
+    help="Measure the maps and the optimizers on this machine.", no_args_is_help=True, rich_markup_mode=None
+)
 
 RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file or a shipped name.")]
 Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a key: optimizer.lr=1e-3. Repeatable.")
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key: optimizer.lr=1e-3. Repeatable.")
 ]
 NoEval = Annotated[bool, typer.Option("--no-eval", help="Do not evaluate.")]
 Processes = Annotated[
@@ -47,10 +41,15 @@ Processes = Annotated[
     typer.Option("--processes", min=1, metavar="N", help="Start N processes on this machine, one per GPU. Default: 1."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Shapes = Annotated[str, typer.Option(help="llama-60m, qwen2.5-3b, mistral-7b, or shapes: 512x1376,512x512.")]
-Device = Annotated[str | None, typer.Option(help="cpu or cuda. Default: the GPU, if there is one.")]
+Shapes = Annotated[
+    str, typer.Option(metavar="SHAPES", help="llama-60m, qwen2.5-3b, mistral-7b, or shapes: 512x1376,512x512.")
+]
+Device = Annotated[str | None, typer.Option(metavar="DEVICE", help="cpu or cuda. Default: the GPU, if there is one.")]
 Page = Annotated[
-    str | None, typer.Option("--output", metavar="FILE.md", help="Also write the tables into this Markdown page.")
+    str | None,
+    typer.Option(
+        "--output", metavar="FILE.md", help="Also write the tables into this Markdown file, over earlier ones."
+    ),
 ]
 
 
@@ -96,26 +95,37 @@ def _print_notice(line: str) -> None:
 Models = Annotated[
     list[str], typer.Argument(metavar="MODEL_OR_RUN...", help="Model, adapter or run folders, or names on the hub.")
 ]
-SuiteOption = Annotated[str | None, typer.Option(help="A shipped suite or a suite.yaml. Default: the run's own.")]
-Output = Annotated[str | None, typer.Option(help="Folder for the results. Default: the run folder's.")]
+SuiteOption = Annotated[
+    str | None, typer.Option(metavar="SUITE", help="A shipped suite or a suite.yaml. Default: the run's own.")
+]
+Output = Annotated[str | None, typer.Option(metavar="DIR", help="Folder for the results. Default: RUN/eval/SUITE.")]
 EvalProcesses = Annotated[int | None, typer.Option(min=1, metavar="N", help="Evaluate with N processes, one per GPU.")]
 DataRoot = Annotated[
     str | None, typer.Option(metavar="DIR", help="Datasets downloaded from the hub: DIR/allenai/ai2_arc, ...")
 ]
-Limit = Annotated[int | None, typer.Option(min=1, help="Only the first questions of each task, for a quick check.")]
-BatchSize = Annotated[int | None, typer.Option(min=1, help="Prompts in a forward pass. Default: the suite's.")]
-Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: the suite's, float32.")]
-Backend = Annotated[str | None, typer.Option(help="hf, or vllm if it is installed. Default: hf.")]
+Limit = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Only the first N questions of each task, for a quick check.")
+]
+BatchSize = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Prompts in a forward pass. Default: the suite's.")
+]
+Dtype = Annotated[
+    str | None, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16. Default: the suite's, float32.")
+]
+Backend = Annotated[str | None, typer.Option(metavar="BACKEND", help="hf, or vllm if it is installed. Default: hf.")]
 Strict = Annotated[bool, typer.Option("--strict", help="Fail if a prompt is too long for the model.")]
 TrustSuite = Annotated[
     bool, typer.Option("--trust-suite", help="Allow the files of a suite that is not shipped to run code.")
 ]
 Published = Annotated[
-    list[str] | None, typer.Option(help="Published scores to print below: paper/sft, or a file. Repeatable.")
+    list[str] | None,
+    typer.Option(metavar="SCORES", help="Published scores to print below: paper/sft, or a file. Repeatable."),
 ]
 Quote = Annotated[list[str] | None, typer.Option(hidden=True)]  # the name of --published in 0.1
 Cache = Annotated[str | None, typer.Option(metavar="DIR", help="Folder of cached responses. Default: the user's own.")]
-Summary = Annotated[str | None, typer.Option(help="Also write the scores alone to this JSON file.")]
+Summary = Annotated[
+    str | None, typer.Option(metavar="FILE.json", help="Also write the scores alone to this JSON file.")
+]
 
 
 @app.command("eval")
@@ -176,10 +186,28 @@ def plan(
 def universal(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of an unfinished run.")],
 ) -> None:
-    """Convert the last checkpoint, to resume with another number of processes."""
+    """Convert a checkpoint for another number of processes.
+
+    Rewrites the run's last checkpoint; then rerun the training command. Not for FSDP2.
+    """
     from .launch import commands
 
     commands.universal(run)
+
+
+@app.command()
+def spectrum(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder with spectra.jsonl or a checkpoint.")],
+    matrices: Annotated[
+        list[str] | None, typer.Option("--matrices", metavar="GLOB", help="Only these, such as '*q_proj*'. Repeatable.")
+    ] = None,
+    output: Annotated[str | None, typer.Option(metavar="DIR", help="A folder for pictures of the spectra.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare every map with the exact sigmoid on a run's momenta, without training."""
+    from .launch.spectrum import spectrum as show
+
+    show(run, matrices or ["*"], output=output, as_json=as_json)
 
 
 @app.command()
@@ -204,7 +232,10 @@ def push(
         str | None, typer.Option(metavar="BRANCH", help="A branch; created if missing. Default: main.")
     ] = None,
 ) -> None:
-    """Upload a run's model with card, recipe and manifest to the Hugging Face hub."""
+    """Upload a run's model to the Hugging Face hub.
+
+    With its model card, recipe and run.json.
+    """
     from .push import push as upload
 
     typer.echo(upload(run, repo, merged=merged, private=private, revision=revision))
@@ -212,7 +243,7 @@ def push(
 
 @bench_app.command()
 def maps(shapes: Shapes = "llama-60m", device: Device = None, as_json: AsJson = False, output: Page = None) -> None:
-    """Time, FLOPs and error of every map of singular values, beside Muon's iteration."""
+    """Time, FLOPs and error of every map, beside Muon's."""
     from .launch import commands
 
     commands.bench("maps", shapes, device=device, as_json=as_json, output=output)
@@ -222,7 +253,9 @@ def maps(shapes: Shapes = "llama-60m", device: Device = None, as_json: AsJson = 
 def step(
     shapes: Shapes = "llama-60m",
     device: Device = None,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens per training step, for the optimizer's share.")] = 32768,
+    tokens: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Tokens per training step, for the optimizer's share.")
+    ] = 32768,
     as_json: AsJson = False,
     output: Page = None,
 ) -> None:

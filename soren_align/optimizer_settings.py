@@ -7,7 +7,7 @@ tests/test_optimizer_settings.py compares them.
 from math import inf
 from typing import Any, Literal, NamedTuple
 
-AdjustLrFn = Literal["none", "original", "match_rms_adamw"]
+AdjustLrFn = Literal["none", "original", "match_rms_adamw", "match_rms_measured"]
 Compensation = Literal["none", "kahan"]
 Precision = Literal["auto", "float32", "tf32", "float16", "bfloat16"]
 """Of the factors of a map's matrix products, whose sums are float32."""
@@ -58,16 +58,19 @@ MUON_ADJUST_LR_FN: AdjustLrFn = "original"
 BETAS = (0.9, 0.999)
 EPS = 1e-8
 
-RESOLUTIONS = (0.01, 0.001)
+RESOLUTIONS = (0.0004, 0.001, 0.01)
 """The normalised singular values from which a minimax polynomial of `spectral.coefficients` is accurate."""
-RESOLUTION = 0.01
+RESOLUTION = 0.0004
 SNS_STEPS = 15
+RELEASED_STEPS = 5
+"""K of the authors' released code."""
 MUON_STEPS = 5
 HTMUON_POWER = 0.125
 
 MAPS: dict[str, dict[str, Any]] = {
     "minimax": {"resolution": RESOLUTION},
     "sns": {"steps": SNS_STEPS},
+    "released": {"steps": RELEASED_STEPS},
     "exact": {},
 }
 """Soren's maps, and the settings of each with their defaults."""
@@ -76,6 +79,7 @@ PRECISION: Precision = "auto"
 PRECISIONS: dict[str, tuple[Precision, ...]] = {
     "minimax": ("auto", "float32", "tf32", "float16", "bfloat16"),
     "sns": ("auto", "float32", "bfloat16"),
+    "released": ("auto", "float32"),
 }
 """Of a map; those without an entry have "auto" only."""
 

@@ -11,7 +11,7 @@ import typer
 
 from .errors import UserError, printable
 
-recipes_app = typer.Typer(help="List or copy the shipped recipes.", invoke_without_command=True)
+recipes_app = typer.Typer(help="List or copy the shipped recipes.", invoke_without_command=True, rich_markup_mode=None)
 
 
 def add_to(app: typer.Typer) -> None:
@@ -33,8 +33,10 @@ def recipes(context: typer.Context) -> None:
 
 @recipes_app.command()
 def copy(
-    name: Annotated[str, typer.Argument(help="A shipped recipe, e.g. quickstart/sft.")],
-    dest: Annotated[str | None, typer.Argument(help="File or folder. Default: NAME.yaml in this folder.")] = None,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A shipped recipe, e.g. quickstart/sft.")],
+    dest: Annotated[
+        str | None, typer.Argument(metavar="DEST", help="File or folder. Default: NAME.yaml in this folder.")
+    ] = None,
 ) -> None:
     """Copy a shipped recipe to edit it; the copy works in any folder."""
     from . import shipped
@@ -50,8 +52,12 @@ def copy(
 
 def import_(
     file: Annotated[str, typer.Argument(metavar="FILE", help="YAML of TRL, the alignment handbook or Axolotl.")],
-    dest: Annotated[str | None, typer.Argument(help="File or folder. Default: print the recipe.")] = None,
-    task: Annotated[str | None, typer.Option(help="sft or dpo. Default: from the file's keys or name.")] = None,
+    dest: Annotated[
+        str | None, typer.Argument(metavar="DEST", help="File or folder. Default: print the recipe.")
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option(metavar="TASK", help="sft or dpo. Default: from the file's keys or name.")
+    ] = None,
 ) -> None:
     """Convert another tool's file to a recipe, and report every key."""
     from .files import local_path

@@ -3,6 +3,7 @@
     recipe.yaml    the resolved recipe, with every default
     run.json       status, versions, commit, data, start, routing, the optimizer that made the steps (see manifest.py)
     metrics.jsonl  one line per log
+    spectra.jsonl  singular values of momenta, if run.log_spectra names steps
     checkpoints/   to resume from       model/   the trained model       eval/<suite>/   its scores
     merged/        the adapter merged with its base model (soren-align merge)
     tensorboard/   if trainer.report_to names it
@@ -29,6 +30,7 @@ MERGED_FROM = "merged_from.json"  # in a merged model: sha256 of the adapter tha
 CONTENTS = (
     "recipe.yaml",
     "metrics.jsonl",
+    "spectra.jsonl",
     "start",
     "checkpoints",
     "model",
@@ -48,6 +50,7 @@ class RunFolder:
         self.path = local_path(str(path))
         self.recipe = self.path / "recipe.yaml"
         self.metrics = self.path / "metrics.jsonl"
+        self.spectra = self.path / "spectra.jsonl"
         self.start = self.path / "start"
         self.checkpoints = self.path / "checkpoints"
         self.model = self.path / "model"
@@ -185,16 +188,17 @@ class RunFolder:
         file = self.merged / MERGED_FROM
         return file.is_file() and read_json(file) == self.adapter()
 
-    def drop_metrics_after(self, step: int) -> None:
+    def drop_measurements_after(self, step: int) -> None:
         """Remove the lines of steps that a resumed run repeats, and lines that a kill left truncated."""
-        if not self.metrics.is_file():
-            return
-        lines = []
-        for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError, TypeError, KeyError, RecursionError):
-                if json.loads(line)["step"] <= step:
-                    lines.append(line)
-        write(self.metrics, "".join(line + "\n" for line in lines))
+        for file in (self.metrics, self.spectra):
+            if not file.is_file():
+                continue
+            lines = []
+            for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+                with suppress(ValueError, TypeError, KeyError, RecursionError):
+                    if json.loads(line)["step"] <= step:
+                        lines.append(line)
+            write(file, "".join(line + "\n" for line in lines))
 
 
 def now() -> str:

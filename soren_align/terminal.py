@@ -1,10 +1,13 @@
 """The terminal: rich's console, for text of unknown origin."""
 
+import re
 import sys
 import textwrap
+from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console
+from rich.segment import Segment
 from rich.status import Status
 from rich.text import Text
 
@@ -12,7 +15,7 @@ from .errors import printable
 
 
 class Terminal(Console):
-    """A console that prints texts as they are: no markup, control characters escaped.
+    """A console that prints texts as they are: no markup, control characters escaped, no blanks at the ends of lines.
 
     A path such as `[/red]` is not markup, and a name with an escape sequence does not control the terminal. Use
     rich.text.Text for colors.
@@ -24,6 +27,10 @@ class Terminal(Console):
     def render_str(self, text: str, **options: Any) -> Text:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Render a text; rich calls this for every text, also in tables."""
         return super().render_str(printable(text), **options)
+
+    def _render_buffer(self, buffer: Iterable[Segment]) -> str:
+        """Return the text of segments without the blanks that rich pads tables with, for logs and copied lines."""
+        return re.sub(r" +(?=\n)", "", super()._render_buffer(buffer))
 
 
 def print_labelled(console: Console, label: str, text: str) -> None:

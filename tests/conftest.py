@@ -60,7 +60,7 @@ LONG = (
 
 
 def pytest_configure(config):
-    for name, meaning in (tiers.TIERS | {"sample": tiers.SAMPLE}).items():
+    for name, meaning in (tiers.TIERS | {"sample": tiers.SAMPLE, "slow": tiers.SLOW}).items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
 
 

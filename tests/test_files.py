@@ -131,6 +131,7 @@ def test_what_is_printed_of_strangers_texts_is_text():
     assert "name\\x1b[1m" in shown
     assert "\\x9b[/y]" in shown
     assert not {"\x1b", "\x9b"} & set(shown)
+    assert " \n" not in shown  # rich pads the cells of a table
 
 
 def test_a_message_is_bounded():

@@ -95,11 +95,10 @@ def test_the_schema_has_the_choices_and_bounds_of_the_settings():
     assert set(soren["compensation"]["anyOf"][0]["enum"]) == set(get_args(optimizer_settings.Compensation))
     assert definitions["MinimaxMap"]["properties"]["resolution"]["enum"] == list(optimizer_settings.RESOLUTIONS)
     assert {"enum": list(MAPS)} in soren["map"]["anyOf"]
-    steps = definitions["SnsMap"]["properties"]["steps"]
-    assert (steps["minimum"], steps["maximum"]) == (
-        optimizer_settings.NUM_STEPS.least,
-        optimizer_settings.NUM_STEPS.most,
-    )
+    for section in ("SnsMap", "ReleasedMap"):
+        steps = definitions[section]["properties"]["steps"]
+        bounds = optimizer_settings.NUM_STEPS
+        assert (steps["minimum"], steps["maximum"]) == (bounds.least, bounds.most)
     json.dumps(definitions)
 
 

@@ -345,7 +345,7 @@ def test_metrics_that_cannot_be_read_are_dropped_line_by_line(folder):
     folder.path.mkdir()
     lines = [b'{"step": 1}', b'{"step": "x"}', b"[]", b"\xff", b'{"loss": 1}', b"[" * 100_000, b'{"step": 2}']
     folder.metrics.write_bytes(b"\n".join(lines))
-    folder.drop_metrics_after(1)
+    folder.drop_measurements_after(1)
     assert folder.metrics.read_text() == '{"step": 1}\n'
 
 

@@ -4,7 +4,8 @@ FLOPs are counted of matrix products, for an m x n matrix with m <= n: m^2 n mul
 for x x^T as for (m x m) x; 2 m^3 for two m x m matrices. So
     Muon      5 steps of x x^T, its square, and their sum times x:    5 (4 m^2 n + 2 m^3)
     SNS       K steps of the sign stream and 2 of the tanh stream, each x x^T and its product with x:  4 m^2 n (K + 2)
-    minimax   x x^T, once more after the restart, and 2 products with x; 10 of m x m. Symmetric
+    released  as SNS, with another K
+    minimax   x x^T, once more after each restart, and a product with x each; about 15 of m x m. Symmetric
               products are computed, and counted, in blocks on one side of the diagonal only
 test_counted_flops_are_those_that_torch_sees compares `num_flops` with torch's counter. Decompositions are not counted.
 """
@@ -18,11 +19,20 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..optimizer_settings import SNS_STEPS
-from ..spectral import exact_sigmoid, minimax_sigmoid, newton_schulz, soft_newton_schulz
+from ..optimizer_settings import RELEASED_STEPS, RESOLUTION, RESOLUTIONS, SNS_STEPS
+from ..spectral import (
+    exact_sigmoid,
+    minimax_sigmoid,
+    newton_schulz,
+    num_flops,
+    released_sigmoid,
+    soft_newton_schulz,
+)
+from ..spectral.cost import SpectralMap
 from ..spectral.matrices import frobenius_norm, from_wide, multiply_add, to_wide
 from ..spectral.quintic import EPS, A, B, C
 from .peers import DION, scheduled_quintic
+from .shapes import Shape
 
 PEERS_OWN = "the peer's own"  # dtype
 MUON, MUON_FLOAT32 = "Muon bfloat16", "Muon float32"
@@ -35,17 +45,25 @@ class Candidate:
     name: str
     function: Callable[[Tensor], Tensor]
     dtype: str
-    counted_as: Literal["minimax", "sns", "muon"] | None = None
+    counted_as: SpectralMap | None = None
     target: Literal["sigmoid", "polar"] = "sigmoid"
+    resolution: float = RESOLUTION
+
+    def num_flops(self, shape: Shape) -> int | None:
+        """Floating-point operations for one matrix, None where they are not counted."""
+        return num_flops(self.counted_as, *shape, resolution=self.resolution) if self.counted_as else None
 
 
 def candidates(device: torch.device) -> list[Candidate]:
     """This package's maps, including Muon's in two dtypes, the references of the ratios."""
     maps = [
-        Candidate("minimax auto", minimax_sigmoid, "float32", "minimax"),
-        Candidate("minimax products", lambda x: minimax_sigmoid(x, method="products"), "float32", "minimax"),
+        *(
+            Candidate(f"minimax {r:g}", partial(minimax_sigmoid, resolution=r), "float32", "minimax", resolution=r)
+            for r in sorted(RESOLUTIONS)
+        ),
         Candidate("minimax eigh", lambda x: minimax_sigmoid(x, method="eigh"), "float64"),
         Candidate(f"SNS K={SNS_STEPS}", lambda x: soft_newton_schulz(x, SNS_STEPS), "float32", "sns"),
+        Candidate(f"released K={RELEASED_STEPS}", released_sigmoid, "float32", "released"),
         Candidate("exact", exact_sigmoid, "float64"),
         Candidate(MUON, newton_schulz, "bfloat16", "muon", "polar"),
         Candidate(MUON_FLOAT32, newton_schulz_float32, "float32", "muon", "polar"),

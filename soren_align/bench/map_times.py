@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from ..spectral import num_flops
 from ..spectral.matrices import frobenius_norm
 from .accuracy import DECOMPOSITION_ROWS, error_shape, errors, known_matrices
 from .candidates import MUON, MUON_FLOAT32, PEERS_OWN, Candidate, candidates, without_decomposed_flops
@@ -93,10 +92,11 @@ def _measure(
 
 
 def _too_slow(entry: Candidate, shape: Shape, rates: dict[str, float], notes: list[str]) -> bool:
-    if entry.counted_as is None or entry.name == MUON_FLOAT32:
+    flops = entry.num_flops(shape)
+    if flops is None or entry.name == MUON_FLOAT32:
         return False
     name = f"{'x'.join(map(str, shape))}: {entry.name}"
-    reason = too_slow(name, num_flops(entry.counted_as, *shape), entry.dtype, rates)
+    reason = too_slow(name, flops, entry.dtype, rates)
     notes.extend([reason] if reason else [])
     return reason is not None
 
@@ -120,7 +120,7 @@ def _can_run(
 
 def _row(entry: Candidate, shape: Shape, timings: dict[str, Timing], rates: dict[str, float]) -> dict[str, Any]:
     timing = timings[entry.name]
-    flops = num_flops(entry.counted_as, *shape) if entry.counted_as else None
+    flops = entry.num_flops(shape)
     return {
         "name": entry.name,
         "dtype": entry.dtype,

@@ -67,7 +67,7 @@ def lineage(path: str | Path, console: Console | None = None) -> list[Row]:
             problem = f"the checkpoint from which {run} was trained is missing: {record['start']['path']}"
             if len(rows) == 1:
                 raise UserError(f"{path}: {problem}; restore it")
-            (console or Console(stderr=True)).print(f"no row for the base: {problem}", highlight=False, soft_wrap=True)
+            (console or Console(stderr=True)).print(f"no row base: {problem}", highlight=False, soft_wrap=True)
             break
         parent = _run_of(start)
         if _was_changed(start, record["start"]) or (parent is not None and parent.resolve() in seen):

@@ -182,10 +182,11 @@ def _evaluate_at_batch_size(
 
 
 def _print_cached(evaluated: list[tuple[str, ModelResults]], console: Console) -> None:
-    counts = [(name, results.num_requests["cached"], results.num_requests["computed"]) for name, results in evaluated]
-    for name, cached, computed in counts:
-        if cached:
-            print_labelled(console, "cached", f"{name}: {cached:,} of {cached + computed:,} requests")
+    requests = [(name, results.num_requests["cached"], results.num_requests["computed"]) for name, results in evaluated]
+    counts = [f"{name} {cached:,} of {cached + computed:,}" for name, cached, computed in requests if cached]
+    if counts:
+        unit = "requests; a multiple-choice question is one request per choice"
+        print_labelled(console, "cached", f"{', '.join(counts)} {unit}")
 
 
 def _result_rows(rows: Rows, evaluated: list[tuple[str, ModelResults]], average: bool) -> list[dict[str, Any]]:

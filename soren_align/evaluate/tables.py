@@ -9,23 +9,26 @@ from rich.text import Text
 
 NUM_COLUMNS = 3
 """Columns beside each other: with their intervals, three fit into 80 characters; the others follow in a table below."""
+SHA = re.compile(r"^([0-9a-f]{12})[0-9a-f]{28}")
+"""A commit, which is shown by its first 12 digits."""
 SETTINGS = {
-    "versions": "{}",
-    "task_versions": "task versions: {}",
-    "num_fewshot": "few-shot examples: {}",
-    "metrics": "metrics: {}",
-    "seeds": "seeds: {}",
-    "data": "data: {}",
-    "generation_config": "generation config: {}",
-    "chat_template": "chat template {}",
-    "bos": "BOS token {}",
-    "dtype": "dtype {}",
-    "device": "device {}",
-    "backend": "backend {}",
-    "batch_size": "batch size {}",
-    "num_processes": "processes {}",
+    "versions": "versions",
+    "task_versions": "task versions",
+    "num_fewshot": "few-shot examples",
+    "metrics": "metrics",
+    "seeds": "seeds",
+    "data": "data",
+    "generation_config": "generation config",
+    "chat_template": "chat template",
+    "bos": "BOS token",
+    "dtype": "dtype",
+    "device": "device",
+    "backend": "backend",
+    "batch_size": "batch size",
+    "num_processes": "processes",
+    "commit": "commit of soren-align",
 }
-"""The text of each setting under the table, in this order: data and prompts first, then the model's settings."""
+"""The label of each setting under the table, in this order: data and prompts first, then the model's settings."""
 
 
 def terminal(results: dict[str, Any]) -> Group:
@@ -103,11 +106,22 @@ def _legend(results: dict[str, Any]) -> list[str]:
     if later:
         num_comparisons = sum(len(row.get("differences", ())) for row in later)
         lines += [
-            f"second line of a cell: difference to {first['name']}, paired by question, with its 95% interval",
-            "third line: two-sided p-value of the difference, by McNemar's exact test if answers are right or wrong,"
-            f" else by a paired bootstrap; Holm-corrected for the {num_comparisons} comparisons in this table;"
-            " * marks p < 0.05",
+            f"+x [low, high]: difference to {first['name']} on the same questions, with its 95% interval (Bonett and"
+            " Price's; for averages and fractional scores by bootstrap)",
+            "p: two-sided p-value of the difference (McNemar's exact test, else bootstrap), Holm-corrected for the"
+            f" {num_comparisons} comparisons in this table; *: p < 0.05",
         ]
+    intervals = [
+        f"{row['name']} {column} [{score['low']:.1f}, {score['high']:.1f}]"
+        for row in results["rows"]
+        for column, score in row["scores"].items()
+        if score.get("stderr") == 0 and score.get("low", 0) < score.get("high", 0)
+    ]
+    if intervals:
+        lines.append(
+            "± 0.0: answers that are all right, or all wrong, have no standard error; their 95% intervals (Wilson's):"
+            f" {', '.join(intervals)}"
+        )
     sources = dict.fromkeys(row["source"] for row in results.get("published", []))
     return [*lines, *(f"published scores, not evaluated here and not compared: {source}" for source in sources)]
 
@@ -133,12 +147,13 @@ def _settings(results: dict[str, Any]) -> list[str]:
     settings = {key: value for key, value in results["settings"].items() if value not in (None, {})}
     if "metrics" in settings:
         settings["metrics"] = {c: m.removesuffix(",none").replace(",", "/") for c, m in settings["metrics"].items()}
+    if isinstance(commit := settings.get("commit"), str):
+        settings["commit"] = SHA.sub(r"\1", commit)
     questions = {c: score["n"] for c, score in results["rows"][0]["scores"].items() if "n" in score}
-    lines = {"": f"questions: {_text(questions)}"}
-    lines |= {key: form.format(_text(settings[key])) for key, form in SETTINGS.items() if key in settings}
-    lines |= {key: f"{key} {_text(value)}" for key, value in settings.items() if key not in lines}
-    short = [line for line in lines.values() if ", " not in line]
-    return [*(line for line in lines.values() if ", " in line), "; ".join(short)]
+    labels = SETTINGS | {key: key for key in settings if key not in SETTINGS}
+    values = {"questions": questions} | {labels[key]: settings[key] for key in labels if key in settings}
+    lines = [f"{label}: {_text(value)}" for label, value in values.items()]
+    return [*(line for line in lines if ", " in line), "; ".join(line for line in lines if ", " not in line)]
 
 
 def _text(value: Any) -> str:

@@ -12,13 +12,15 @@ from .routing import Route, param_groups, route, routing_table
 from .soren import Soren
 from .spectral_optimizer import OPTIMIZERS, SpectralOptimizer
 from .state import momentum_dtype
-from .update import GroupUpdate, decay_and_add_
-from .update_records import AppliedUpdate, PendingUpdate
+from .update import ADAMW_RMS, GroupUpdate, decay_and_add_
+from .update_records import AppliedMap, AppliedUpdate, PendingUpdate
 
 __all__ = [
+    "ADAMW_RMS",
     "CHUNK",
     "OPTIMIZERS",
     "AdamW",
+    "AppliedMap",
     "AppliedUpdate",
     "GroupUpdate",
     "HTMuon",

@@ -23,7 +23,13 @@ from ..optimizer_settings import (
     Precision,
     map_precisions,
 )
-from ..spectral import FactorPrecision, exact_sigmoid, guarded_minimax_sigmoid, guarded_soft_newton_schulz
+from ..spectral import (
+    FactorPrecision,
+    exact_sigmoid,
+    guarded_minimax_sigmoid,
+    guarded_soft_newton_schulz,
+    released_sigmoid,
+)
 from .group_settings import checked_settings, choice, number, whole_number
 from .spectral_optimizer import SpectralOptimizer
 
@@ -66,16 +72,19 @@ class Soren(SpectralOptimizer, name="soren"):
     weight_decay: W <- W (1 - lr * weight_decay) before the step, with the unadjusted lr.
     compensation: "kahan" keeps the rounding error of each bfloat16 parameter beside it (see `rounding`), so that its
         updates are those of float32; other parameters do not need it.
-    map: "minimax", accurate from a normalised singular value of 0.01 on, or {"name": "minimax", "resolution": 0.001}
-        for more work; "sns", the paper's Algorithm 1, less accurate and dearer, or {"name": "sns", "steps": 15};
-        "exact", the definition.
-    adjust_lr_fn: "none", "original" (sqrt(max(1, m/n))) or "match_rms_adamw" (0.2 sqrt(max(m, n)), divided by the
-        sigmoid's 1/2 so that learning rates compare with AdamW's).
+    map: "minimax", accurate from a normalised singular value of 0.0004 on, or {"name": "minimax", "resolution": 0.01}
+        for less work; "sns", the paper's Algorithm 1, less accurate and dearer, or {"name": "sns", "steps": 15};
+        "exact", the definition; "released", the map of the authors' code, which has a smaller update and is closer to
+        momentum SGD, or {"name": "released", "steps": 5}.
+    adjust_lr_fn: "none", "original" (sqrt(max(1, m/n))), "match_rms_adamw" (0.2 sqrt(max(m, n)), divided by the
+        sigmoid's 1/2 so that learning rates compare with AdamW's), or "match_rms_measured" (0.2 over the RMS of the
+        map's output, so that every update has RMS 0.2 lr, whatever the spectrum and the map).
     workspace_mb: MB (2^20 bytes) for mapping matrices of one shape in a batch; one that needs more is mapped alone.
         None is 16 on a CPU, 2048 elsewhere. It changes a step by rounding only.
     precision: of the factors of the map's matrix products, whose sums are float32: "auto" is float16 for minimax on
         CUDA, within 1% of float32's update (docs/optimizers.md), and float32 otherwise; or "float32", "tf32",
-        "float16", "bfloat16". sns has "bfloat16" beside float32, iterated and summed in it, as Muon is.
+        "float16", "bfloat16". sns has "bfloat16" beside float32, iterated and summed in it, as Muon is; released has
+        float32 alone.
     The map needs averaged, unscaled gradients, clipped before the step; singular values above 4 are guarded.
     Source: the paper's Algorithm 2.
     """
@@ -125,6 +134,8 @@ class Soren(SpectralOptimizer, name="soren"):
         precision = factor_precision(self.precision, settings["name"], x)
         if settings["name"] == "exact":
             return exact_sigmoid(x)
+        if settings["name"] == "released":
+            return released_sigmoid(x, settings["steps"])
         if settings["name"] == "minimax":
             output, num_guarded = guarded_minimax_sigmoid(
                 x, resolution=settings["resolution"], precision=precision, max_norm=self.max_norm

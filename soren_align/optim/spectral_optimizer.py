@@ -4,7 +4,7 @@ A group with rule "spectral" is updated by the rule in `update`, one with rule "
 differ only in `map_matrix` and its settings. Nothing here depends on ranks, ZeRO or trainers.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -29,7 +29,7 @@ from .group_settings import (
 from .placement import Placement
 from .state import loaded_state, new_state
 from .update import GroupUpdate, lr_scale
-from .update_records import AppliedUpdate, PendingUpdate
+from .update_records import AppliedMap, AppliedUpdate, PendingUpdate
 
 OPTIMIZERS: dict[str, type["SpectralOptimizer"]] = {}
 """The optimizers that `build_optimizer` builds, by name. A subclass registers itself: class X(..., name="x")."""
@@ -47,7 +47,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
     placement: Placement | None = None  # set it if the parameters are shards or replicas of matrices
     pending_observer: Callable[[PendingUpdate], None] | None = None  # gets every update on this rank before it is made
     observer: Callable[[AppliedUpdate], None] | None = None  # gets every update on this rank after it is made
-    map_observer: Callable[[Tensor], None] | None = None  # gets every output of a map on this rank, to read
+    map_observers: Sequence[Callable[[AppliedMap], None]] = ()  # each gets every map of a matrix on this rank
     max_norm: float | None = None  # at least |x|_F of every input of `map_matrix` in this step; None: not known
     num_maps = 0  # matrices mapped
     num_guarded = 0  # of these, matrices with a singular value beyond the domain of the map's polynomials
@@ -141,12 +141,13 @@ class SpectralOptimizer(torch.optim.Optimizer):
         else:
             self.placement.step_(update, named)
 
-    def _mapped(self, x: Tensor, group: dict[str, Any]) -> Tensor:
+    def _mapped(self, x: Tensor, names: Sequence[str], group: dict[str, Any]) -> Tensor:
         output = self.map_matrix(x, group)
-        matrices = [output] if output.ndim == 2 else output.unbind()
-        self.num_maps += len(matrices)
-        for matrix in matrices if self.map_observer is not None else ():
-            self.map_observer(matrix)  # pyright: ignore[reportOptionalCall]
+        self.num_maps += len(names)
+        for observe in self.map_observers:
+            inputs, outputs = (x[None], output[None]) if x.ndim == 2 else (x, output)
+            for name, matrix, result in zip(names, inputs, outputs, strict=True):
+                observe(AppliedMap(name, group, matrix, result))
         return output
 
     @classmethod

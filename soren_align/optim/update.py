@@ -5,12 +5,14 @@ For a matrix W [m, n] with gradient G and momentum M (zeros before the first ste
     M <- momentum * M + (1 - momentum) * G                update_momentum_
     N <- momentum * M + (1 - momentum) * G                nesterov; without it N <- M
     O <- U s(S) V^T  for  N = U S V^T                     map_matrix of the optimizer's class; Soren: s = sigmoid
+    O <- O / RMS(O)                                       only for match_rms_measured: with_unit_rms
     W <- (1 - lr * weight_decay) * W                      decay_and_add_
     W <- W - lr * scale(m, n) * O                         decay_and_add_ with lr_scale
 
-Only the map needs a whole matrix. All else is elementwise, and is done on any piece of the matrix, on the rank that
-holds it. `GroupUpdate.step_` composes the functions for whole matrices; `soren_align.sharding` composes the same
-functions around its collectives: gather the N of every piece on the matrix's owner rank, map, scatter O to the pieces.
+Only the map and the RMS need a whole matrix. All else is elementwise, and is done on any piece of the matrix, on the
+rank that holds it. `GroupUpdate.step_` composes the functions for whole matrices; `soren_align.sharding` composes the
+same functions around its collectives: gather the N of every piece on the matrix's owner rank, map, scatter O to the
+pieces.
 """
 
 import math
@@ -21,11 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..spectral.matrices import frobenius_norm
 from .map_batches import map_batches
 from .pieces import Piece, Whole, local, staged, whole_piece
 from .rounding import master_weights, store_master_weights_
 from .state import momentum_dtype
 from .update_records import AppliedUpdate, PendingUpdate
+
+ADAMW_RMS = 0.2
+"""RMS of AdamW's update over its learning rate, as observed in training: the aim of both `match_rms_` scales."""
 
 
 def update_momentum_(momentum: Tensor, grad: Tensor, coefficient: float) -> None:
@@ -41,13 +47,23 @@ def nesterov(momentum: Tensor, grad: Tensor, coefficient: float) -> Tensor:
 def lr_scale(adjust_lr_fn: str, num_rows: int, num_columns: int, map_level: float) -> float:
     """The factor of the learning rate of an m x n matrix; map_level: s of an ordinary singular value, Soren's is 1/2.
 
-    "original" is sqrt(max(1, m / n)), "match_rms_adamw" 0.2 sqrt(max(m, n)) / map_level, "none" 1.
+    "original" is sqrt(max(1, m / n)), "match_rms_adamw" 0.2 sqrt(max(m, n)) / map_level, "match_rms_measured" 0.2,
+    of an output that is divided by its RMS, "none" 1.
     """
     if adjust_lr_fn == "original":
         return math.sqrt(max(1, num_rows / num_columns))
     if adjust_lr_fn == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(num_rows, num_columns)) / map_level
-    return 1.0
+        return ADAMW_RMS * math.sqrt(max(num_rows, num_columns)) / map_level
+    return ADAMW_RMS if adjust_lr_fn == "match_rms_measured" else 1.0
+
+
+def with_unit_rms(output: Tensor) -> Tensor:
+    """Each matrix of a map's output [..., m, n], not modified, over its root mean square; zero stays zero.
+
+    An RMS below 1e-12, of a map that is not scale-free, counts as 1e-12.
+    """
+    rms = frobenius_norm(output) / math.sqrt(output.shape[-2] * output.shape[-1])
+    return output / rms.clamp(min=1e-12)
 
 
 def decay_and_add_(
@@ -74,14 +90,14 @@ class GroupUpdate:
     """The update rule with the settings and states of one parameter group.
 
     lr: the group's; a tensor is on the CPU. lr_scale: (m, n) -> its factor.
-    map_matrix: x [m, n] or [k, m, n] -> its map. workspace_mb: see `map_batches`.
+    map_matrix: x [m, n] or [k, m, n], names of the matrices -> their map. workspace_mb: see `map_batches`.
     The observers get every update on this rank, before it is applied and after.
     """
 
     group: dict[str, Any]
     state: Mapping[Tensor, dict[str, Tensor]]
     lr: float | Tensor
-    map_matrix: Callable[[Tensor], Tensor]
+    map_matrix: Callable[[Tensor, Sequence[str]], Tensor]
     lr_scale: Callable[[int, int], float]
     workspace_mb: float | None = 0
     pending_observer: Callable[[PendingUpdate], None] | None = None
@@ -96,6 +112,7 @@ class GroupUpdate:
         """Map matrices that lie whole in `pieces`, on `device` (None: where each is), and add the outputs."""
         self.map_(
             [Whole(p.shape, momentum_dtype(p.parameter), device or p.parameter.device) for p in pieces],
+            [p.name for p in pieces],
             lambda i: staged(self.map_input(pieces[i]).reshape(pieces[i].shape), device),
             lambda i, output: self.add_output_(pieces[i], output),
         )
@@ -115,7 +132,11 @@ class GroupUpdate:
         return nesterov(momentum, piece.view_of(piece.parameter.grad), self.group["momentum"])  # type: ignore[arg-type]
 
     def map_(
-        self, matrices: Sequence[Whole], load: Callable[[int], Tensor], store: Callable[[int, Tensor], None]
+        self,
+        matrices: Sequence[Whole],
+        names: Sequence[str],
+        load: Callable[[int], Tensor],
+        store: Callable[[int, Tensor], None],
     ) -> None:
         """Map every matrix that is not empty, equal ones in batches.
 
@@ -123,16 +144,20 @@ class GroupUpdate:
         """
         for batch in map_batches(matrices, self.workspace_mb):
             if len(batch) == 1:
-                outputs: Sequence[Tensor] = [self.map_matrix(load(batch[0]))]
+                outputs: Sequence[Tensor] = [self._direction(load(batch[0]), [names[batch[0]]])]
             else:
                 shape, dtype, device = matrices[batch[0]]
                 stack = torch.empty(len(batch), *shape, dtype=dtype, device=device)
                 for matrix, index in zip(stack, batch, strict=True):
                     matrix.copy_(load(index))
-                outputs = self.map_matrix(stack).unbind()
+                outputs = self._direction(stack, [names[i] for i in batch]).unbind()
             for index, output in zip(batch, outputs, strict=True):
                 store(index, output)
             del outputs, output  # before the next are loaded and mapped
+
+    def _direction(self, x: Tensor, names: Sequence[str]) -> Tensor:
+        output = self.map_matrix(x, names)
+        return with_unit_rms(output) if self.group["adjust_lr_fn"] == "match_rms_measured" else output
 
     def add_output_(self, piece: Piece, output: Tensor) -> None:
         """Decay the weights of a piece and add its part of the map's output: piece.numel elements in any shape."""

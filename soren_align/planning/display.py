@@ -8,8 +8,8 @@ from rich.table import Table
 
 from ..data import Account, show_example
 from ..manifest import describe_dropped
+from ..optim import ADAMW_RMS
 from ..terminal import print_labelled
-from .update_sizes import ADAMW_RMS
 
 PHASES = {"always": "", "forward_backward": "forward/backward", "optimizer_step": "optimizer step"}
 
@@ -29,7 +29,7 @@ def print_plan(plan: dict[str, Any], account: Account | None, console: Console) 
             console.print(_memory_table(plan, location))
     print_labelled(console, "", f"not included: {plan['processes']['memory_not_included']}")
     for setting, num_bytes in plan["processes"]["memory_saved"].items():
-        print_labelled(console, "", f"saved by {setting}: {with_prefix(num_bytes, 'B')}")
+        print_labelled(console, "", f"{with_prefix(num_bytes, 'B')} more without {setting}")
     _print_compute(plan, console)
     console.print()
     for number, file in enumerate(plan["files"]):
@@ -75,8 +75,11 @@ def _print_steps(plan: dict[str, Any], console: Console) -> None:
     )
     table = _table("\nlearning rate", "step", "matrices", "other parameters", num_text_columns=0)
     for rate in plan["learning_rates"]:
-        table.add_row(f"{rate['step']:,}", f"{rate['lr']:.3g}", f"{rate['aux_lr']:.3g}")
+        lr, aux_lr = (f"{rate[key]:.2e}" if rate[key] else "0" for key in ("lr", "aux_lr"))
+        table.add_row(f"{rate['step']:,}", lr, aux_lr)
     console.print(table)
+    warmup = f" after {steps['num_warmup_steps']:,} steps of warmup" if steps["num_warmup_steps"] else ""
+    print_labelled(console, "", f"schedule: {steps['lr_scheduler_type']}{warmup}")
 
 
 def _print_optimizer(plan: dict[str, Any], console: Console) -> None:
@@ -99,7 +102,8 @@ def _print_update_sizes(plan: dict[str, Any], console: Console) -> None:
     table = _table("\nupdate size at the peak learning rate", *columns, num_text_columns=2)
     for size in sizes:
         shape = " x ".join(map(str, size["shape"])) if size["shape"] else others
-        values = (f"{size['update_rms']:.1e}", f"{size['ulps']:.2g}", f"{size['relative_update']:.2g}")
+        ulps = float(f"{size['ulps']:.2g}")
+        values = (f"{size['update_rms']:.1e}", f"{ulps:,g}", f"{size['relative_update']:.2g}")
         table.add_row(_optimizer_name(plan, size["rule"]), shape, f"{size['tensors']:,}", *values)
     console.print(table)
     print_labelled(console, "", f"ulps: update RMS / {dtype} spacing near {weight:g}, a typical weight")
@@ -185,10 +189,12 @@ def _print_compute(plan: dict[str, Any], console: Console) -> None:
     text = "none: the recipe has no eval section"
     if evaluation:
         requests = evaluation["num_requests_per_model"]
-        number = f"{requests:,} requests" if requests else "all questions"
+        number = "all questions"
+        if requests:
+            number = f"{requests:,} requests, one per choice of a multiple-choice question"
         if evaluation["limit"]:
             number = f"the first {evaluation['limit']} questions of each task"
-        text = f"{evaluation['suite']}: {number} per model; the trained model and its starting checkpoints"
+        text = f"{evaluation['suite']}, of the trained model and its starting checkpoints. Per model: {number}"
     console.print()
     print_labelled(console, "eval", text)
 

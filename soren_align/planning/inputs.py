@@ -58,9 +58,9 @@ def load_inputs(recipe: Recipe, folder: RunFolder, on_examples: Callable[[int], 
             raise
     else:
         return Inputs(config, ready.start, ready, ready.account.num_kept, ready.notices)
-    paths = " or ".join([name, *dict.fromkeys(source.path for source in sources)])
+    paths = " and ".join([name, *dict.fromkeys(source.path for source in sources)])
     notice = (
-        f"the hub is out of reach, and {paths} is not in its cache: the plan uses published numbers of parameters and "
+        f"the hub is out of reach, and not all of {paths} is cached: the plan uses published numbers of parameters and "
         "examples; tokens are not counted, and the chat template is not checked"
     )
     return Inputs(AutoConfig.from_pretrained(config_folder), name, None, num_published, (notice,))

@@ -112,11 +112,11 @@ def _zero_gradients(sizes: RankSizes, parallel: Parallel, settings: StepSettings
     gradient = ITEMSIZE.get(str(setting), weight)  # bytes of an accumulated number
     gradient_dtype = {2: dtype, FLOAT32: "float32"}[gradient]
     largest = max(largest_sub_group(sizes, zero) if stage == 3 else shard.matrices, shard.others)
-    to_update = Component("float32 gradients", largest * FLOAT32, f"float32{part}, flat", phase="optimizer_step")
+    to_update = Component("gradients for the step", largest * FLOAT32, f"float32{part}, copied", phase="optimizer_step")
     # An accumulation buffer of its own is flat already: stages 1 and 2 then use it as it is.
     has_buffer = gradient != weight
     if parallel.offloads:
-        yield Component("float32 gradients", numel * FLOAT32, f"float32{part}", "cpu")
+        yield Component("gradients for the step", numel * FLOAT32, f"float32{part}", "cpu")
         location: Location = "device" if stage < 3 and has_buffer else "cpu"
         yield Component("accumulated gradients", numel * gradient, gradient_dtype + part, location)
         yield Component("updated weights, copied", numel * weight * (stage < 3), dtype + part, "cpu")
@@ -141,8 +141,8 @@ def _zero_buckets(sizes: RankSizes, zero: dict[str, Any], stage: int, dtype: str
     if numel == "auto":  # transformers: the square of the hidden size, the shorter side of a model's largest matrices
         numel = max((min(shape) for shape in sizes.model.matrices.values()), default=0) ** 2
     number = 2 if stage < 3 and zero.get("overlap_comm") else 1
-    num_bytes, detail = int(numel) * number * ITEMSIZE[dtype], f"{number} x {dtype}"
-    return Component("gradient buckets", num_bytes, detail, phase="always" if stage == 3 else "forward_backward")
+    num_bytes, detail = int(numel) * number * ITEMSIZE[dtype], f"{dtype}, {number} x {int(numel):,}"
+    return Component("reduce buckets", num_bytes, detail, phase="always" if stage == 3 else "forward_backward")
 
 
 def adamw_workspace(sizes: RankSizes, parallel: Parallel, settings: StepSettings) -> Component:

@@ -19,7 +19,6 @@ from ..run_folder import RunFolder
 from ..sharding.ranks import Ranks
 from ..trainers import adapters, build
 from ..trainers.library_errors import as_user_error
-from ..trainers.training_report import describe_optimizer
 from ..trainers.trl_arguments import trl_arguments
 from .compute import UNBOUNDED_LENGTH, compute
 from .inputs import Inputs, build_model, count_frozen, load_inputs, on_this_machine
@@ -57,10 +56,10 @@ def plan_training(
         "task": recipe.task,
         "model": _model(recipe, model),
         "data": _data(recipe, inputs),
-        "steps": steps.as_json(),
+        "steps": steps.as_json(args),
         "learning_rates": steps.shown_rates(args),
         "optimizer": recipe.optimizer.model_dump(exclude_none=True),
-        "optimizer_description": describe_optimizer(recipe.optimizer),
+        "optimizer_description": recipe.optimizer.description,
         "routing": routing_table(routes),
         **_update_sizes(recipe, inputs, routes, steps),
         "processes": ranks,

@@ -25,13 +25,15 @@ class Schedule:
     rates: list[dict[str, float]]
     """{"step", "lr", "aux_lr"} of every step, from 1."""
 
-    def as_json(self) -> dict[str, Any]:
-        """The plan's section "steps"."""
+    def as_json(self, args: Any) -> dict[str, Any]:
+        """The plan's section "steps". args: TRL's config."""
         return {
             "global_batch_size": self.global_batch_size,
             "per_epoch": self.per_epoch,
             "total": self.total,
             "num_epochs": round(self.total / self.per_epoch, 2),
+            "lr_scheduler_type": str(args.lr_scheduler_type.value),
+            "num_warmup_steps": args.get_warmup_steps(self.total),
         }
 
     def shown_rates(self, args: Any) -> list[dict[str, float]]:

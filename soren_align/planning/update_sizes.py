@@ -1,7 +1,9 @@
 """The size of the updates of a schedule, compared with the spacing of the weights' dtype, before any training.
 
-A map sends ordinary singular values to one level, so that the update of an m x n matrix has a root mean square (RMS) of
-lr x scale x level / sqrt(max(m, n)), whatever the gradient. The measured values of a run are in its metrics.jsonl.
+With `adjust_lr_fn: match_rms_measured` the update of a matrix has a root mean square (RMS) of 0.2 lr. With the other
+scales it is at most about lr x scale x level / sqrt(max(m, n)), since a map sends ordinary singular values to one
+level, and less where the momentum has singular values below the map's reach. The measured values of a run are in its
+metrics.jsonl.
 """
 
 import math
@@ -11,13 +13,13 @@ from typing import Any
 
 import torch
 
-from ..optim import OPTIMIZERS, Route, ulp
+from ..optim import ADAMW_RMS, OPTIMIZERS, Route, ulp
+from ..optimizer_settings import RELEASED_STEPS
 from ..recipe import Recipe, parallel, trains_adapter
+from ..spectral import released_level
 
 TYPICAL_WEIGHT = 0.02
 """Where a config has no initializer_range."""
-ADAMW_RMS = 0.2
-"""RMS of AdamW's update over its learning rate, as observed in training; match_rms_adamw aims at it."""
 
 
 def update_dtype(recipe: Recipe) -> str:
@@ -65,5 +67,14 @@ def _rms(recipe: Recipe, shape: tuple[int, ...]) -> float:
     """Of the update of a matrix at learning rate 1."""
     name: Any = recipe.optimizer.name
     optimizer = OPTIMIZERS[name]
-    scale = optimizer.lr_scale(getattr(recipe.optimizer, "adjust_lr_fn", "none"), *shape)
-    return scale * optimizer.map_level / math.sqrt(max(shape))
+    adjust_lr_fn = getattr(recipe.optimizer, "adjust_lr_fn", "none")
+    scale = optimizer.lr_scale(adjust_lr_fn, *shape)
+    return scale if adjust_lr_fn == "match_rms_measured" else scale * _map_level(recipe, shape) / math.sqrt(max(shape))
+
+
+def _map_level(recipe: Recipe, shape: tuple[int, ...]) -> float:
+    """The map's value for an ordinary singular value; for the released map its largest mean, on a flat spectrum."""
+    name: Any = recipe.optimizer.name
+    if recipe.optimizer.cost_map == "released":
+        return released_level(shape[0], shape[1], recipe.optimizer.map_steps or RELEASED_STEPS)
+    return OPTIMIZERS[name].map_level

@@ -50,8 +50,8 @@ def find(name_or_path: str) -> Path:
     known = shipped.recipes()
     if name_or_path in known:
         return known[name_or_path]
-    hint = did_you_mean(name_or_path, known)
-    raise UserError(f"{name_or_path}: no such file, nor a shipped recipe ({', '.join(known)}){hint}")
+    hint = did_you_mean(name_or_path, known, otherwise=f"shipped are {', '.join(known)}")
+    raise UserError(f"{name_or_path}: no such file, nor a shipped recipe{hint}")
 
 
 def task_of(path: Path) -> str | None:
@@ -99,7 +99,7 @@ def _read(path: Path, notify: Notify, extending: tuple[Path, ...] = ()) -> tuple
 
     `extends` is then the list of these recipes. extending: the files that extend this one.
     """
-    raw, lines = parse(read_text(path), path.name)
+    raw, lines = parse(read_text(path), str(path))
     base_name = raw.get("extends")
     is_resolved = isinstance(base_name, list) and raw.keys() >= Recipe.model_fields.keys()  # from a run folder
     if "extends" not in raw or is_resolved:
@@ -142,5 +142,5 @@ def _checked(raw: dict[str, Any], lines: dict[Key, str], problems: list[str], ta
 
 
 def _line_number(problem: str) -> int:
-    line = re.match(r"[^ ]+:(\d{1,9}) ", problem)
+    line = re.match(r".*?(?:\.ya?ml|recipe):(\d{1,9}) ", problem)
     return int(line[1]) if line else 10**9  # --set comes last

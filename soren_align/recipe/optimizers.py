@@ -21,25 +21,42 @@ def _resolution(value: float) -> float:
 
 
 class MinimaxMap(Section):
-    """A polynomial within 0.4% of the sigmoid, from singular values of `resolution` on."""
+    """A polynomial within 0.5% of the sigmoid, from singular values of `resolution` on."""
+
+    title: ClassVar[str] = "minimax, our approximation"
 
     name: Literal["minimax"] = "minimax"
     resolution: Annotated[
         float, AfterValidator(_resolution), Field(json_schema_extra={"enum": list(settings.RESOLUTIONS)})
     ] = settings.RESOLUTION
-    """The normalised singular value from which the polynomial is accurate: 0.01, or 0.001 for more work."""
+    """The normalised singular value from which the polynomial is accurate: 0.0004; 0.001 and 0.01 are less work."""
 
 
 class SnsMap(Section):
     """Soft Newton-Schulz, the paper's Algorithm 1: less accurate than minimax, and more expensive."""
+
+    title: ClassVar[str] = "sns, the paper's Algorithm 1"
 
     name: Literal["sns"]
     steps: Annotated[int, within(settings.NUM_STEPS)] = settings.SNS_STEPS
     """Iterations."""
 
 
+class ReleasedMap(Section):
+    """The map of the authors' released code, another one than the paper's: its updates are smaller, and closer to
+    momentum SGD's."""
+
+    title: ClassVar[str] = "released, the authors' code"
+
+    name: Literal["released"]
+    steps: Annotated[int, within(settings.NUM_STEPS)] = settings.RELEASED_STEPS
+    """Iterations; 5 in the code."""
+
+
 class ExactMap(Section):
     """The sigmoid itself, by a singular value decomposition: the reference, and slow."""
+
+    title: ClassVar[str] = "exact, the paper's definition"
 
     name: Literal["exact"]
 
@@ -56,7 +73,10 @@ def _as_section(value: Any) -> Any:
 
 
 Map = Annotated[
-    Annotated[MinimaxMap, Tag("minimax")] | Annotated[SnsMap, Tag("sns")] | Annotated[ExactMap, Tag("exact")],
+    Annotated[MinimaxMap, Tag("minimax")]
+    | Annotated[SnsMap, Tag("sns")]
+    | Annotated[ReleasedMap, Tag("released")]
+    | Annotated[ExactMap, Tag("exact")],
     Discriminator(_map_tag),
     BeforeValidator(_as_section),
 ]
@@ -93,7 +113,17 @@ class OptimizerSection(Section):
     """Names of further parameters for AdamW; `*` matches anything. A name that matches no parameter is an error."""
 
     @property
-    def cost_map(self) -> Literal["minimax", "sns", "muon"] | None:
+    def map_title(self) -> str | None:
+        """Which map it is and whose; None where an optimizer has only one."""
+        return None
+
+    @property
+    def description(self) -> str:
+        """The optimizer in words, for plans and the first lines of a run."""
+        return self.name
+
+    @property
+    def cost_map(self) -> Literal["minimax", "sns", "released", "muon"] | None:
         """The map of `spectral.cost` with the same matrix products, for plans; None for a decomposition."""
         return None
 
@@ -122,9 +152,15 @@ class MatrixOptimizer(OptimizerSection):
     nesterov: bool = settings.NESTEROV
     """Whether the map sees the Nesterov average of gradient and momentum."""
     adjust_lr_fn: AdjustLrFn | None = None
-    """Scale of a matrix update: `none`, `original` = sqrt(max(1, m/n)), or `match_rms_adamw` = 0.2 sqrt(max(m, n)),
-    which makes learning rates comparable with AdamW's. null: `match_rms_adamw` with LoRA, otherwise the optimizer's
-    own: `none` for soren (the paper's text), `original` for the others (their code)."""
+    """Scale of a matrix update: `none`, `original` = sqrt(max(1, m/n)), `match_rms_adamw` = 0.2 sqrt(max(m, n)), which
+    makes learning rates comparable with AdamW's, or `match_rms_measured` = 0.2 over the RMS of the map's output, which
+    makes every update that large whatever the momentum's spectrum. null: `match_rms_adamw` with LoRA, otherwise the
+    optimizer's own: `none` for soren (the paper's text), `original` for the others (their code)."""
+
+    @property
+    def description(self) -> str:
+        """Name, map and scale: "soren (released, the authors' code, K = 5; scale original)"."""
+        return f"{self.name} ({f'{self.map_title}; ' if self.map_title else ''}scale {self.adjust_lr_fn})"
 
     def resolved(self, trains_adapter: bool) -> Self:
         """With `adjust_lr_fn` written out."""
@@ -146,10 +182,16 @@ class SorenSettings(MatrixOptimizer):
     on a CPU, 2048 elsewhere."""
     precision: Precision = settings.PRECISION
     """Of the factors of the map's matrix products, whose sums are float32. `auto`: float16 for minimax on a GPU, within
-    1% of float32's update, and float32 otherwise. sns has auto, float32 and bfloat16, exact only auto."""
+    1% of float32's update, and float32 otherwise. sns has auto, float32 and bfloat16, released auto and
+    float32, exact only auto."""
 
     @property
-    def cost_map(self) -> Literal["minimax", "sns"] | None:
+    def map_title(self) -> str:
+        """The title of `map`, and its K."""
+        return self.map.title + (f", K = {self.map_steps}" if self.map_steps else "")
+
+    @property
+    def cost_map(self) -> Literal["minimax", "sns", "released"] | None:
         """The name of `map`; None for `exact`."""
         return None if isinstance(self.map, ExactMap) else self.map.name
 
@@ -161,7 +203,7 @@ class SorenSettings(MatrixOptimizer):
     @property
     def map_steps(self) -> int | None:
         """The `steps` of `map`."""
-        return self.map.steps if isinstance(self.map, SnsMap) else None
+        return self.map.steps if isinstance(self.map, SnsMap | ReleasedMap) else None
 
 
 class MuonSettings(MatrixOptimizer):

@@ -139,6 +139,20 @@ class Data(Section):
         return self.train if isinstance(self.train, list) else [self.train]
 
 
+class LogSpectra(Section):
+    """Measurements of the spectral map during training; see `soren-align spectrum`."""
+
+    steps: list[Annotated[int, Field(ge=1)]] = []
+    """Optimizer steps at which the singular values of the map's inputs, the momenta, are written into spectra.jsonl:
+    `[1, 100]`. Each matrix costs a decomposition at these steps."""
+    matrices: Annotated[list[str], Field(min_length=1)] = ["*"]
+    """Names of the matrices whose singular values are written; `*` matches anything: `["*.0.*q_proj*"]`. A name that
+    matches no matrix is an error."""
+    map_error: bool = True
+    """Whether logging steps measure the distance of one matrix's map from the exact sigmoid: `map_error` in
+    metrics.jsonl. For Soren with any map but `exact`."""
+
+
 class Run(Section):
     """The run folder, and how the run behaves."""
 
@@ -164,6 +178,8 @@ class Run(Section):
     change survives in it. An adapter is always float32: there it is the dtype of the result of `soren-align merge`."""
     num_threads: Annotated[int, Field(ge=1)] | None = None
     """CPU threads (OMP_NUM_THREADS); tiny models are fastest, and reproducible on any machine, with 1."""
+    log_spectra: LogSpectra = LogSpectra()
+    """Measurements of the spectral map during training."""
     offline: bool = False
     """Never contact the Hugging Face hub."""
 

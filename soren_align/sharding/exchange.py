@@ -120,7 +120,8 @@ class _Round:
         """Map the matrices owned here and send the outputs to the fragments."""
         self._work.wait()
         matrices = [Whole(shape, self._dtype, self._exchange.device) for shape in self._layout.shapes]
-        self._update.map_(matrices, self._assemble, self._split)
+        names = [self._exchange.plan.layout.matrices[i].name for i in self._layout.owned]
+        self._update.map_(matrices, names, self._assemble, self._split)
         self._work = self._all_to_all(self._out, self._in, self._layout.num_sent, self._layout.num_received)
 
     def add_outputs_(self) -> None:

@@ -67,6 +67,13 @@ class Ranks:
         dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
         return values[0]
 
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks, in their order, on every rank; any objects that can be pickled."""
+        values: list[Any] = [value] * self.num_ranks
+        if self.num_ranks > 1:
+            dist.all_gather_object(values, value)
+        return values
+
     @contextmanager
     def first_goes_first(self) -> Iterator[None]:
         """Run the block on the first rank, then on the others, which use the caches and files of the first."""

@@ -3,13 +3,16 @@
 from .cost import num_flops, num_workspace_numbers, usual_workspace_numbers
 from .exact import exact_sigmoid, spectral_power
 from .factors import FactorPrecision
+from .fidelity import distance_from_sigmoid, singular_values
 from .minimax import guarded_minimax_sigmoid, minimax_sigmoid
 from .precision import full_precision
 from .quintic import newton_schulz
+from .released import released_level, released_sigmoid
 from .sns import guarded_soft_newton_schulz, soft_newton_schulz
 
 __all__ = [
     "FactorPrecision",
+    "distance_from_sigmoid",
     "exact_sigmoid",
     "full_precision",
     "guarded_minimax_sigmoid",
@@ -18,6 +21,9 @@ __all__ = [
     "newton_schulz",
     "num_flops",
     "num_workspace_numbers",
+    "released_level",
+    "released_sigmoid",
+    "singular_values",
     "soft_newton_schulz",
     "spectral_power",
     "usual_workspace_numbers",

@@ -12,7 +12,7 @@ class Sign(NamedTuple):
 
     steps: tuple[tuple[float, ...], ...]
     centers: tuple[float, ...]  # of the interval of each step, in u^2
-    num_restarts: int  # the Gram matrix is computed again after each of the first num_restarts steps
+    num_restarts: int  # of wide matrices: the Gram matrix is computed again after each of the first num_restarts steps
     error: float  # |f(u) - 1| is at most this
     slope: float  # f'(0)
 
@@ -21,17 +21,19 @@ TOP = 1.005  # u is at most 1; the margin is for rounding
 
 # By resolution. Every later interval is 0.5% wider than the range of the step before it, for float16's rounding.
 SIGN = {
-    # degrees (9, 9, 9)
-    0.01: Sign(
+    # degrees (9, 9, 5, 9, 9)
+    0.0004: Sign(
         steps=(
-            (13.84676986, -130.8831892, 427.9914727, -542.6972287, 233.2723984),
-            (4.826307337, -10.6428311, 9.359393927, -3.306409887, 0.4015702996),
-            (2.657797512, -3.893663595, 3.571411626, -1.621458911, 0.2838386059),
+            (15.08530945, -146.9692398, 484.9142501, -617.5342869, 266.1164541),
+            (7.386197654, -17.95210715, 14.86212682, -4.75491647, 0.515020259),
+            (3.878366832, -2.866868514, 0.5446092245),
+            (4.467791103, -9.571048096, 8.511749242, -3.076387457, 0.3841255678),
+            (2.578172422, -3.642778195, 3.320222597, -1.535098677, 0.2789642616),
         ),
-        centers=(0.5, 1.75, 1.0),
-        num_restarts=1,
-        error=0.00348,
-        slope=177.6,
+        centers=(0.5, 2.0, 2.0, 1.5, 1.0),
+        num_restarts=2,
+        error=0.00106,
+        slope=4977.7,
     ),
     # degrees (9, 9, 9, 3, 5)
     0.001: Sign(
@@ -46,6 +48,18 @@ SIGN = {
         num_restarts=2,
         error=0.00337,
         slope=1812.2,
+    ),
+    # degrees (9, 9, 9)
+    0.01: Sign(
+        steps=(
+            (13.84676986, -130.8831892, 427.9914727, -542.6972287, 233.2723984),
+            (4.826307337, -10.6428311, 9.359393927, -3.306409887, 0.4015702996),
+            (2.657797512, -3.893663595, 3.571411626, -1.621458911, 0.2838386059),
+        ),
+        centers=(0.5, 1.75, 1.0),
+        num_restarts=1,
+        error=0.00348,
+        slope=177.6,
     ),
 }
 

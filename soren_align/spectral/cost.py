@@ -2,32 +2,53 @@
 
 from typing import Literal
 
-from ..optimizer_settings import MUON_STEPS, RESOLUTION, SNS_STEPS
-from .coefficients import SIGN
+from ..optimizer_settings import MUON_STEPS, RELEASED_STEPS, RESOLUTION, SNS_STEPS
+from .coefficients import SIGN, Sign
 from .products import HALVES_FROM, PADDING, block_size, ends_thin
 
-SpectralMap = Literal["minimax", "sns", "muon"]
+SpectralMap = Literal["minimax", "sns", "released", "muon"]
+POLYNOMIAL_PRODUCTS = {2: 0, 3: 1, 5: 2}
+"""Products of m x m matrices by the number of coefficients."""
 
 
-def num_flops(spectral_map: SpectralMap, num_rows: int, num_columns: int, steps: int | None = None) -> int:
+def num_flops(
+    spectral_map: SpectralMap,
+    num_rows: int,
+    num_columns: int,
+    steps: int | None = None,
+    resolution: float = RESOLUTION,
+) -> int:
     """Floating-point operations of a map's matrix products for one matrix.
 
-    steps: of "sns" (None: 15) or "muon" (None: 5). "minimax" is `minimax_sigmoid` by products in its default
-    resolution, for singular values up to 2; "muon" is `newton_schulz`. In units of m^3, for n = a m: steps (4a + 2)
-    (muon), 4a (steps + 2) (sns), and 8a + 20 (minimax; 14a + 12 near squares). Of the last, the symmetric products,
-    4a + 18 (6a + 12), cost down to 9/16 of that from 128 rows on.
+    steps: of "sns" (None: 15), "released" or "muon" (None: 5). "minimax" is `minimax_sigmoid` by products, for singular
+    values up to 2; "muon" is `newton_schulz`. In units of m^3, for n = a m: steps (4a + 2) (muon), 4a (steps + 2) (sns,
+    released), and for minimax in its default resolution 12a + 34 (22a + 18 near squares). Of the last, the symmetric
+    products, 6a + 30 (10a + 18), cost down to 9/16 of that from 128 rows on.
     """
     m, n = sorted((num_rows, num_columns))
     thin, square = 2 * m * m * n, 2 * m**3
-    if spectral_map == "sns":
-        return 2 * thin * ((SNS_STEPS if steps is None else steps) + 2)
+    if spectral_map in ("sns", "released"):
+        default = SNS_STEPS if spectral_map == "sns" else RELEASED_STEPS
+        return 2 * thin * ((default if steps is None else steps) + 2)
     if spectral_map == "muon":
         return (MUON_STEPS if steps is None else steps) * (2 * thin + square)
+    return minimax_flops(SIGN[resolution], m, n)
+
+
+def minimax_flops(table: Sign, num_rows: int, num_columns: int) -> int:
+    """As `num_flops`, of `minimax_sigmoid` with these polynomials, for num_rows <= num_columns."""
+    m, n = num_rows, num_columns
+    thin, square = 2 * m * m * n, 2 * m**3
     block = block_size(m)
     symmetric = sum(min(block, m - start) * (m - start) for start in range(0, m, block)) / m**2
+    later = len(table.steps) - 1
+    num_square = sum(POLYNOMIAL_PRODUCTS[len(step)] for step in table.steps)
+    num_square += len(table.steps[0]) == 2  # nu needs R^2 if the first polynomial does not
     if ends_thin(m, n):
-        return round((3 * thin + 6 * square) * symmetric) + 4 * thin
-    return round((2 * thin + 9 * square) * symmetric) + 2 * thin + square
+        return round(((1 + later) * thin + num_square * square) * symmetric) + (later + 2) * thin
+    restarts = table.num_restarts
+    num_square += 3 * (later - restarts)  # R <- p R p, and the product of the polynomials
+    return round(((1 + restarts) * thin + num_square * square) * symmetric) + (restarts + 1) * thin + restarts * square
 
 
 def num_workspace_numbers(num_rows: int, num_columns: int) -> int:
@@ -52,6 +73,8 @@ def usual_workspace_numbers(
     m, n = sorted((num_rows, num_columns))
     if spectral_map == "sns":
         return m * m + 5 * m * n
+    if spectral_map == "released":
+        return m * m + 4 * m * n
     if spectral_map == "muon":  # in bfloat16: elements of half the size
         return (m * m + 3 * m * n) // 2
     if spectral_map is None:
@@ -59,7 +82,7 @@ def usual_workspace_numbers(
     if narrow:
         return (11 * m * (m + PADDING) + 7 * m * n) // 2
     padding = PADDING if block_size(m) < m else 0
-    return (6 if ends_thin(m, n) else 7) * m * (m + padding) + m * n
+    return (5 if ends_thin(m, n) else 7) * m * (m + padding) + 2 * m * n
 
 
 def narrow_flops(num_rows: int, num_columns: int, resolution: float = RESOLUTION, device_type: str = "cuda") -> int:
@@ -67,15 +90,12 @@ def narrow_flops(num_rows: int, num_columns: int, resolution: float = RESOLUTION
     m, n = sorted((num_rows, num_columns))
     thin, square, block = 2 * m * m * n, 2 * m**3, block_size(m, device_type)
     symmetric = sum(min(block, m - start) * (m - start) for start in range(0, m, block)) / m**2
-    steps = SIGN[resolution].steps
-    num_thin, num_symmetric, slope = len(steps) + 1, sum(_PRODUCTS[len(step)] for step in steps), SIGN[resolution].slope
+    steps, slope = SIGN[resolution].steps, SIGN[resolution].slope
+    num_thin, num_symmetric = len(steps) + 1, sum(POLYNOMIAL_PRODUCTS[len(step)] for step in steps)
     num_square = 0
-    for number, step in enumerate(steps[:-1]):  # see `products._odd_step` and `_Workspace.apply`
+    for number, (at_zero, *others) in enumerate(steps[:-1]):  # see `products._odd_step` and `_Workspace.apply`
         num_thin += slope >= HALVES_FROM
-        num_symmetric += 2 * (slope >= HALVES_FROM and number == 0 and len(step) == 5)
-        num_square += slope >= HALVES_FROM > slope / step[0] and number > 0 and len(step) > 2
-        slope /= step[0]
+        num_symmetric += 2 * (slope >= HALVES_FROM and number == 0 and len(others) == 4)
+        num_square += slope >= HALVES_FROM > slope / at_zero and number > 0 and len(others) > 1
+        slope /= at_zero
     return round((len(steps) * thin + num_symmetric * square) * symmetric) + num_thin * thin + num_square * square
-
-
-_PRODUCTS = {2: 0, 3: 1, 5: 2}  # m x m products to evaluate a polynomial, by the number of its coefficients

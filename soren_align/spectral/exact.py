@@ -35,13 +35,17 @@ def spectral_power(x: Tensor, p: float) -> Tensor:
     return _map_singular_values(x, lambda sigma: sigma.pow(p))
 
 
+def null_space_bound(x: Tensor) -> float:
+    """The share of sigma_max up to which the singular values of x [..., m, n] are its numerical null space."""
+    # float32's eps for bfloat16 and float16: with their own, 128 columns would make everything the null space.
+    return min(torch.finfo(x.dtype).eps, torch.finfo(torch.float32).eps) * max(x.shape[-2:])
+
+
 def _map_singular_values(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
     wide = to_wide(x, torch.float64)
     finite = all_finite(wide)
     wide = wide.where(finite, 0.0)
-    # float32's eps for bfloat16 and float16: with their own, 128 columns would make everything the null space.
-    eps = min(torch.finfo(x.dtype).eps, torch.finfo(torch.float32).eps)
-    threshold = eps * max(x.shape[-2:])
+    threshold = null_space_bound(x)
 
     if x.dtype == torch.float64:
         u, sigma, vh = torch.linalg.svd(wide, full_matrices=False)

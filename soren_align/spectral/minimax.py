@@ -1,4 +1,4 @@
-"""The sigmoid by a few composed minimax polynomials: cheaper than Muon's iteration, ten times as accurate as SNS.
+"""The sigmoid by a few composed minimax polynomials, closer to it than SNS on recorded momenta at a third of the FLOPs.
 
     s(sigma) = (1 + tanh(sigma / 2)) / 2  ~  (f(u) + t(sigma)) / 2,     u = sigma / nu,  nu = (sum of sigma^8)^(1/8)
 
@@ -35,12 +35,11 @@ def minimax_sigmoid(
 
     x: [..., m, n], floating point; not modified.
     method: evaluates the polynomials by "products" of matrices, or by "eigh" of the Gram matrix in float64, which took
-        1.1 to 1.4 times as long at 512 and 1024 rows (float32, CPU). In float32 they agree to 1e-4 of the norm.
-    resolution: the singular value, as a share of nu (at most |x|_F), from which the result is accurate: 0.01, or 0.001
-        for up to 9/5 of the work, where the methods agree to 1e-3 only. Singular values far below it map to nearly 0:
-        a spectrum of 1/i with r = 512 has 400 of its 512 below 0.01, and needs 0.001.
+        1.1 to 1.4 times as long at 512 and 1024 rows (float32, CPU). In float32 they agree to 2e-3 of the norm.
+    resolution: the singular value, as a share of nu (at most |x|_F), from which the result is accurate: 0.0004, 0.001
+        or 0.01. Singular values far below it map to nearly 0.
     precision: of the factors of every product, whose sums are float32: "float32" (float64 for float64), "tf32",
-        "float16" or "bfloat16"; see `certificates`.
+        "float16" or "bfloat16"; see tests/spectral/test_precisions.py.
     max_norm: an upper bound of |x|_F of every matrix, if it is known: then the host reads nothing from the device, and
         the map can be compiled whole. None: it is read from x.
     Returns [..., m, n] in the dtype of x. Within 0.5% (float16: 1%) of the sigmoid for singular values above

@@ -2,9 +2,10 @@
 
 A polynomial in R is evaluated about the center c of its interval, in Z = R - c I: its coefficients are then thirty
 times smaller, and so is the rounding error. With float16 factors it is up to 0.2% in powers of R, 0.02% in powers of Z.
-After the first step, which magnifies small singular values, the Gram matrix is computed again (a restart). R has u^2 to
-float32's 6e-8 of the largest, and the steps magnify this error by the square of their slopes: at 512 rows and rank 128
-it is 1.2e-4 of the result without the restart, 1.1e-5 with it.
+After a step, which magnifies small singular values, the Gram matrix is computed again (a restart). R has u^2 to
+float32's 6e-8 of the largest, and the steps magnify this error by the square of their slopes: at resolution 0.01, 512
+rows and rank 128 it is 1.2e-4 of the result without a restart, 1.1e-5 with one; at 0.0004 and 576 x 1536 1e-2 with one
+and 1.4e-4 with two.
 """
 
 from functools import cache
@@ -16,8 +17,8 @@ from .coefficients import SIGN, TANH, TANH_WIDE, WIDE_FROM, WIDE_LIMIT
 from .factors import HALF_SCALE, FactorPrecision, halves, multiply, rounded
 from .matrices import frobenius_norm, replace_zeros
 
-# Columns of a block of a symmetric product. The part above the diagonal is copied: with 8 blocks 9/16 of the work, in
-# 0.75 (512 rows), 0.70 (1024) and 0.65 (2048) of the time (two CPU cores, MKL, float32).
+# Rows of a block of a symmetric product. The part below the diagonal is copied: with 8 blocks 9/16 of the work, in 0.69
+# (512 rows), 0.67 (1024) and 0.66 (2048) of the time (one thread of a CPU, MKL, float32).
 MIN_BLOCK, MAX_BLOCKS = 128, 8
 # Elsewhere: a guess, not measured. A block of 2048 rows has 32 tiles of 128 x 128 for the 132 multiprocessors of an
 # H100, and batches of matrices (`optim.map_batches`) have more.
@@ -25,9 +26,9 @@ MIN_BLOCK_ELSEWHERE = 64
 # Slopes from which a narrow factor is a sum of two, and from which the value at 0 is taken out of a product: with both
 # float16's distance to float32 for rank m/8 is 0.6% at a slope of 5000, with neither 52% (docs/log.md).
 HALVES_FROM, TAKEN_OUT_FROM = 100.0, 20.0
-NEAR_SQUARE = 1.15  # n / m up to which one more restart, which replaces square products by thin ones, costs less
-# Elements after each row, if there are blocks: at 1024 and 2048 rows the copies to above the diagonal take half the
-# time if the stride is no power of two.
+NEAR_SQUARE = 1.15  # n / m up to which restarts after all steps, which replace square products by thin ones, cost less
+# Elements after each row, if there are blocks: at 1024 and 2048 rows the copies across the diagonal take half the time
+# if the stride is no power of two.
 PADDING = 16
 # A matrix with a smaller |x|_F is divided by nu of this one, so that its result falls to 0: below 1e-19, sigma^2 leaves
 # float32. MIN_SQUARE is less than the Frobenius norm of R^2 for any R with a trace of 1 and up to 10^6 rows.
@@ -80,7 +81,7 @@ def by_products(
 
 
 def ends_thin(num_rows: int, num_columns: int, precision: FactorPrecision = "float32") -> bool:
-    """Whether the result is sign @ y + tanh @ x, with one more restart, instead of (sign @ lift + tanh) @ x.
+    """Whether the result is sign @ y + tanh @ x, with restarts after all steps, instead of (sign @ lift + tanh) @ x.
 
     Narrow factors need it: 11 bits cannot hold a small singular value's lift of 14 and more beside a large one's 1.
     """
@@ -88,7 +89,7 @@ def ends_thin(num_rows: int, num_columns: int, precision: FactorPrecision = "flo
 
 
 def block_size(num_rows: int, device_type: str = "cpu") -> int:
-    """Columns of a block of a symmetric product."""
+    """Rows of a block of a symmetric product."""
     return max(MIN_BLOCK if device_type == "cpu" else MIN_BLOCK_ELSEWHERE, -(-num_rows // MAX_BLOCKS))
 
 
@@ -245,7 +246,7 @@ class _Workspace:
         self._free.extend(buffers)
 
     def symmetric(self, a: Tensor, b: Tensor, in_halves: bool = False) -> Tensor:
-        """a @ b, which must be symmetric: the blocks below the diagonal are computed, those above are copied.
+        """a @ b, which must be symmetric: the blocks above the diagonal are computed, those below are copied.
 
         in_halves: each narrow factor is a sum of two, whose smaller parts are not multiplied. For symmetric a and b.
         """
@@ -256,12 +257,12 @@ class _Workspace:
         )
         for start in range(0, rows, self.block):
             stop = min(start + self.block, rows)
-            block = multiply(a[..., start:, :], b[..., start:stop], out=result[..., start:, start:stop])
+            block = multiply(a[..., start:stop, :], b[..., start:], out=result[..., start:stop, start:])
             if in_halves and not is_square:
                 for left, right in ((a, lower_b), (lower_a, b)):
-                    block.add_(multiply(left[..., start:, :], right[..., start:stop]), alpha=HALF_SCALE)
+                    block.add_(multiply(left[..., start:stop, :], right[..., start:]), alpha=HALF_SCALE)
             if stop < rows:
-                result[..., start:stop, stop:] = result[..., stop:, start:stop].mT
+                result[..., stop:, start:stop] = result[..., start:stop, stop:].mT
         if in_halves and is_square:
             rest = multiply(a, lower_a)
             result.add_(rest, alpha=HALF_SCALE).add_(rest.mT, alpha=HALF_SCALE)

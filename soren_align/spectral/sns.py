@@ -90,7 +90,8 @@ def _guarded_start(wide: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tens
     return q, t, guarded
 
 
-def _direct_iteration(y: Tensor, steps: int) -> Tensor:
+def cubic_iteration(y: Tensor, steps: int) -> Tensor:
+    """y <- (3 I - y y^T) y / 2, `steps` times; y: wide, not modified."""
     for _ in range(steps):
         y = multiply_add(y, y @ y.mT, y, beta=1.5, alpha=-0.5)
     return y
@@ -114,4 +115,4 @@ def _in_bfloat16(iterate: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, 
     return lambda y, steps: iterate(y.bfloat16(), steps).to(y.dtype)
 
 
-_ITERATIONS = {"direct": _direct_iteration, "gram": _gram_iteration}
+_ITERATIONS = {"direct": cubic_iteration, "gram": _gram_iteration}

@@ -39,6 +39,12 @@ class AttachedOptimizer:
         return sum(len(group["params"]) for group in self.expected.param_groups if group["rule"] == "spectral")
 
     @property
+    def names_of_matrices(self) -> list[str]:
+        """The names of these parameters, in the order of the model."""
+        groups = [group for group in self.expected.param_groups if group["rule"] == "spectral"]
+        return [name for group in groups for name in group["param_names"]]
+
+    @property
     def has_other_parameters(self) -> bool:
         """Whether AdamW updates a second parameter group."""
         return len(self.expected.param_groups) > 1

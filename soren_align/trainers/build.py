@@ -19,6 +19,7 @@ from ..sharding.ranks import Ranks
 from . import adapters
 from .library_errors import as_user_error
 from .lost_updates import LostUpdatesPolicy
+from .measurements import MeasurementLog
 from .starting_model import load_model, save_dtype
 from .training_setup import TrainingSetup
 from .trl_arguments import trl_arguments
@@ -57,11 +58,17 @@ def build_trainer(
             peft_config=new_adapter,
             optimizer_settings=optimizer_settings(recipe),
             origin=_origin(setup, ranks),
-            metrics=folder.metrics if ranks.is_first else None,
+            measurement_log=_measurement_log(recipe, folder, ranks),
             save_dtype=save_dtype(recipe, setup.start),
             parallel=parallel(recipe.run.parallel).kind if ranks.launched else None,
             lost_updates=lost_updates,
         )
+
+
+def _measurement_log(recipe: Recipe, folder: RunFolder, ranks: Ranks) -> MeasurementLog:
+    spectra = recipe.run.log_spectra
+    files = (folder.metrics, folder.spectra) if ranks.is_first else (None, None)
+    return MeasurementLog(*files, tuple(spectra.steps), tuple(spectra.matrices), spectra.map_error)
 
 
 def optimizer_settings(recipe: Recipe) -> dict[str, Any]:

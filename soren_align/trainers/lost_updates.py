@@ -23,7 +23,7 @@ from .starting_weights import StartingWeights
 GROUPS = ("matrices", "other_parameters")
 REMEDIES = (
     "Nothing was saved. Any of these avoids this: model.dtype: float32; optimizer.compensation: kahan, for bfloat16 "
-    "parameters; a larger optimizer.lr; optimizer.adjust_lr_fn: match_rms_adamw, at AdamW's learning rates. "
+    "parameters; a larger optimizer.lr; optimizer.adjust_lr_fn: match_rms_measured, at AdamW's learning rates. "
     "run.lost_updates: warn trains anyway"
 )
 

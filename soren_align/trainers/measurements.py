@@ -8,36 +8,58 @@ They are measured on logging steps only.
 import json
 import math
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from ..optim import CHUNK, Sums, chunks
+from ..optim import AppliedMap, Sums, chunks
+from ..spectral import distance_from_sigmoid, singular_values
 from .attached_optimizer import AttachedOptimizer
 from .starting_weights import StartingWeights, relative_changes
 
 MAX_DECOMPOSED = 8
 """Map outputs that are decomposed on a logging step: one of each shape, and at most so many."""
-
 MAX_COMPARED = 2**25
 """Weights per rank that are compared with the starting ones on a logging step, of larger models a sample: all those of
 Qwen2.5-3B are 6 GB to copy to the GPU, these 64 MB. After training all are compared."""
+MAX_ROWS = 1024
+"""Of the smaller dimension of a matrix whose map is compared with the exact sigmoid (docs/metrics.md has the cost)."""
+
+
+@dataclass(frozen=True)
+class MeasurementLog:
+    """Where measurements are written, on the first rank alone, and which: see `LogSpectra` in `recipe/sections.py`.
+
+    metrics: a .jsonl file that gets a line per log. spectra: one that gets a line per matrix at each of `steps`.
+    """
+
+    metrics: Path | None = None
+    spectra: Path | None = None
+    steps: tuple[int, ...] = ()
+    matrices: tuple[str, ...] = ("*",)
+    map_error: bool = True
 
 
 class Measurements(TrainerCallback):
-    """Measures one training run. `values` are merged into each log; every log becomes a line of `file`, a .jsonl file.
+    """Measures one training run. `values` are merged into each log; every log becomes a line of `log.metrics`.
 
     Every rank measures the tensors that it updates, and the ranks add their sums: `values` is collective.
     """
 
-    def __init__(self, attached: AttachedOptimizer, start: StartingWeights, file: Path | None = None):
-        self.attached, self.start, self.file = attached, start, file
+    def __init__(
+        self,
+        attached: AttachedOptimizer,
+        start: StartingWeights,
+        log: MeasurementLog = MeasurementLog(),
+    ):
+        self.attached, self.start, self.log = attached, start, log
         self.num_tokens: Any = 0  # a tensor on the device of the batches: read on logging steps only
         self._matrices: dict[str, Any] = {}  # the parameter group
         self._aux_learning_rate = 0.0
+        self._compared = (0, "")  # position and name of the matrix whose map is compared with the exact sigmoid
         self._since = (time.perf_counter(), 0)  # time and number of tokens at the last log
         self._reset()
 
@@ -45,6 +67,7 @@ class Measurements(TrainerCallback):
         self._squares, self._numel = Sums(2), [0, 0]  # of the updates: of the matrices, of the other parameters
         self._singular_values: list[tuple[Tensor, Tensor]] = []  # largest and smallest of a map's output
         self._shapes: set[tuple[int, ...]] = set()
+        self._map_errors: list[Tensor] = []  # one, on the owner rank of the matrix `_compared`
 
     def values(self, num_tokens: int) -> dict[str, float]:
         """Return the measurements of the last logging step; docs/metrics.md describes the keys. Collective.
@@ -54,14 +77,15 @@ class Measurements(TrainerCallback):
         values: dict[str, float] = {}
         if self.attached.has_other_parameters:
             values["aux_learning_rate"] = self._aux_learning_rate
-        extremes = Sums(2)
+        of_maps = Sums(3)
         for pair in self._singular_values:
-            extremes.add(0, *pair)
-        num_decomposed, num_guarded = len(self._singular_values), self.attached.optimizer.num_guarded
-        sums = self.attached.ranks.sums(
-            [*self._squares.totals(), *self._numel, *extremes.totals(), num_decomposed, num_guarded]
-        )
-        squares, aux_squares, numel, aux_numel, largest, smallest, num_decomposed, num_guarded = sums
+            of_maps.add(0, *pair)
+        for map_error in self._map_errors:
+            of_maps.add(2, map_error)
+        counts = [len(self._singular_values), len(self._map_errors), self.attached.optimizer.num_guarded]
+        sums = self.attached.ranks.sums([*self._squares.totals(), *self._numel, *of_maps.totals(), *counts])
+        squares, aux_squares, numel, aux_numel, largest, smallest, map_error, *counts = sums
+        num_decomposed, num_compared, num_guarded = counts
         if numel:
             values["update_rms"] = math.sqrt(squares / numel)
         if aux_numel:
@@ -70,6 +94,8 @@ class Measurements(TrainerCallback):
         if num_decomposed:
             values["map_max_singular_value"] = largest / num_decomposed
             values["map_min_singular_value"] = smallest / num_decomposed
+        if num_compared:
+            values |= {"map_error": map_error, "map_error_matrix": self._compared[0]}
         values["num_out_of_range"] = int(num_guarded)
         now, (then, num_tokens_then) = time.perf_counter(), self._since
         values["tokens_per_second"] = round((num_tokens - num_tokens_then) / max(now - then, 1e-9), 1)
@@ -88,16 +114,19 @@ class Measurements(TrainerCallback):
             optimizer = self.attached.optimizer
             self._matrices = optimizer.param_groups[0]  # ZeRO 1 and 2 step with a list of one group at a time
             self._aux_learning_rate = float(optimizer.param_groups[-1]["lr"])  # at the log the schedule has advanced
-            optimizer.observer, optimizer.map_observer = self._add_update, self._add_map_output
+            names = self.attached.names_of_matrices or [""]
+            position = step // max(state.logging_steps, 1) % len(names)  # by the step alone: equal on all ranks
+            self._compared = position, names[position]
+            optimizer.observer, optimizer.map_observers = self._add_update, [self._add_map]
 
     def on_optimizer_step(self, args, state, control, **kwargs):
         """End the observation."""
-        self.attached.optimizer.observer = self.attached.optimizer.map_observer = None
+        self.attached.optimizer.observer, self.attached.optimizer.map_observers = None, []
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         """Append a line to the file."""
-        if self.file and logs:
-            with self.file.open("a", encoding="utf-8") as stream:
+        if self.log.metrics and logs:
+            with self.log.metrics.open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps({"step": state.global_step, **logs}) + "\n")
 
     def _add_update(self, update: Any) -> None:
@@ -106,19 +135,12 @@ class Measurements(TrainerCallback):
         for after, before in chunks(update.after, update.before):
             self._squares.add(index, (after - before).float().square_().sum())
 
-    def _add_map_output(self, output: Tensor) -> None:
-        if output.shape not in self._shapes and len(self._shapes) < MAX_DECOMPOSED:
-            self._shapes.add(output.shape)
-            self._singular_values.append(_extreme_singular_values(output))
-
-
-def _extreme_singular_values(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest and the smallest, as scalars on the matrix's device."""
-    # From the smaller Gram matrix in float64, accurate to 1e-8 of the largest: far cheaper than an SVD.
-    tall = matrix if matrix.shape[0] > matrix.shape[1] else matrix.mT
-    gram = torch.zeros(tall.shape[1], tall.shape[1], dtype=torch.float64, device=matrix.device)
-    for rows in tall.split(max(1, CHUNK // tall.shape[1])):
-        exact = rows.double()
-        gram.addmm_(exact.mT, exact)
-    sigma = torch.linalg.eigvalsh(gram).clamp(min=0).sqrt()
-    return sigma[-1], sigma[0]
+    def _add_map(self, applied: AppliedMap) -> None:
+        shape = applied.output.shape
+        if shape not in self._shapes and len(self._shapes) < MAX_DECOMPOSED:
+            self._shapes.add(shape)
+            values = singular_values(applied.output)
+            self._singular_values.append((values[0], values[-1]))
+        approximates = applied.group.get("map", {"name": "exact"})["name"] != "exact"
+        if self.log.map_error and approximates and applied.name == self._compared[1] and min(shape) <= MAX_ROWS:
+            self._map_errors.append(distance_from_sigmoid(applied.input, applied.output))

@@ -51,7 +51,7 @@ def train(
         trainer.add_callback(ProgressBar(console, recipe.task))
         record_setup(folder, setup, trainer, ranks)
         print_setup(console, setup, trainer, ranks)
-        folder.drop_metrics_after(resumed_from)
+        folder.drop_measurements_after(resumed_from)
 
     seconds = _run(trainer, checkpoint)
     finished = not stop.stopped or trainer.state.global_step >= trainer.state.max_steps

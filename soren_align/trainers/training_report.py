@@ -54,14 +54,14 @@ def print_setup(console: Console, setup: TrainingSetup, trainer: Any, ranks: Ran
     print_labelled(console, "data", f"{counts.num_kept} of {train.num_examples} examples, {train.layout}{dropped}")
     for num_examples, source in zip(counts.num_kept_by_source, train.source.get("sources", ()), strict=True):
         print_labelled(console, "", _describe_source(source, num_examples))
-    print_labelled(console, "start", setup.start)
+    print_labelled(console, "model", f"{setup.start} (starting checkpoint)")
     if ranks.launched:
         num_examples, factors = global_batch(setup.recipe, ranks.num_ranks)
         print_labelled(console, "batch", f"{num_examples} examples per step: {factors}")
         print_labelled(console, "parallel", setup.recipe.run.parallel)
     optimizer = setup.recipe.optimizer
     num_tensors = [len(group["params"]) for group in trainer.expected_optimizer.param_groups]
-    matrices = f"{describe_optimizer(optimizer)}, lr {optimizer.lr:g}: {num_tensors[0]} matrices"
+    matrices = f"{optimizer.description}, lr {optimizer.lr:g}: {num_tensors[0]} matrices"
     print_labelled(console, "optimizer", matrices)
     if len(num_tensors) > 1:
         print_labelled(console, "", f"adamw, lr {optimizer.aux_lr:g}: {num_tensors[1]} other parameters")
@@ -108,18 +108,13 @@ def print_result(console: Console, trainer: Any, result: dict[str, Any], seconds
     projection, entries = (100 * matrices[key] for key in ("projection", "fraction_changed"))
     print_labelled(console, "saved", f"model/ in {dtype}, which preserves {projection:.3g}% of the change")
     if entries < 99.95:
-        print_labelled(console, "", f"{entries:.3g}% of the changed entries still differ from the start after rounding")
+        print_labelled(
+            console,
+            "",
+            f"{entries:.3g}% of the changed entries still differ from the starting checkpoint after rounding",
+        )
     if min(entries, projection) < 100 * SURVIVAL_THRESHOLD:
         print_labelled(console, "warning", "most of the change is lost to rounding; run.save_dtype: float32 saves all")
-
-
-def describe_optimizer(optimizer: Any) -> str:
-    """Return the recipe's optimizer in words: "soren (minimax, scale match_rms_adamw)"."""
-    map_name = optimizer.map.name if hasattr(optimizer, "map") else None
-    scale = getattr(optimizer, "adjust_lr_fn", None)
-    details = [map_name, scale and f"scale {scale}"]
-    text = ", ".join(detail for detail in details if detail)
-    return f"{optimizer.name} ({text})" if text else optimizer.name
 
 
 def _describe_source(source: dict[str, Any], num_examples: int) -> str:

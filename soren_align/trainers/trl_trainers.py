@@ -21,8 +21,9 @@ from ..sharding.ranks import current_ranks
 from . import adapters, checkpoints
 from .attached_optimizer import OptimizerCheck, attach, refuse_unaveraged_gradients
 from .lost_updates import FirstStepCheck, LostUpdatesPolicy
-from .measurements import Measurements
+from .measurements import MeasurementLog, Measurements
 from .model_export import export_weights, unsharded_weights, write_dtype
+from .spectra_recorder import SpectraRecorder
 from .starting_weights import StartingWeights, share_of_parameters
 
 
@@ -34,7 +35,7 @@ class SorenTrainerMixin(Trainer):
         *args: Any,
         optimizer_settings: dict[str, Any],
         origin: dict[str, Any] | None = None,
-        metrics: Path | None = None,
+        measurement_log: MeasurementLog = MeasurementLog(),  # noqa: B008 (frozen)
         parallel: str | None = None,
         save_dtype: torch.dtype | None = None,
         lost_updates: LostUpdatesPolicy | None = None,
@@ -43,7 +44,7 @@ class SorenTrainerMixin(Trainer):
         """optimizer_settings: keywords of `soren_align.optim.build_optimizer` (name, lr, aux_lr, ...).
 
         origin: the run that the checkpoints belong to; written into each and compared when resuming.
-        metrics: a .jsonl file that gets a line per log.
+        measurement_log: where measurements are written, and which.
         parallel: "ddp", "zero" or "fsdp2": refuse any other; None: whatever accelerate has set up.
         save_dtype: of the weights that `save_model` writes; None: their own dtype.
         lost_updates: None: the first step is not measured.
@@ -60,7 +61,7 @@ class SorenTrainerMixin(Trainer):
         self.optimizer_check: Any = None
         self.measurements: Any = None
         self.starting_weights: Any = None
-        self._ranks, self._metrics_file = current_ranks(), metrics
+        self._ranks, self.measurement_log = current_ranks(), measurement_log
         if self.is_fsdp_enabled:
             # FSDP2 replaces the parameters; with references to them, every rank would keep the whole model.
             for group in self.expected_optimizer.param_groups:
@@ -96,9 +97,11 @@ class SorenTrainerMixin(Trainer):
             tensors = [(index, tensor) for index, group in enumerate(self.attached.tensors) for tensor in group]
             self.starting_weights = StartingWeights(tensors)
         self.optimizer_check = OptimizerCheck(self.attached)
-        self.measurements = Measurements(self.attached, self.starting_weights, self._metrics_file)
+        self.measurements = Measurements(self.attached, self.starting_weights, self.measurement_log)
         self.add_callback(self.optimizer_check)
         self.add_callback(self.measurements)
+        if self.measurement_log.steps:
+            self.add_callback(SpectraRecorder(self.attached, self.measurement_log))
         if self.lost_updates is not None:
             self.add_callback(FirstStepCheck(self.attached, self.lost_updates))
 

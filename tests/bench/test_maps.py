@@ -19,7 +19,8 @@ from soren_align.bench.candidates import (
     without_decomposed_flops,
 )
 from soren_align.errors import UserError
-from soren_align.spectral import minimax_sigmoid, newton_schulz, num_flops, soft_newton_schulz
+from soren_align.optimizer_settings import RESOLUTIONS
+from soren_align.spectral import minimax_sigmoid, newton_schulz, num_flops, released_sigmoid, soft_newton_schulz
 
 CPU = torch.device("cpu")
 
@@ -38,6 +39,7 @@ def results():
         ("muon", newton_schulz),
         ("muon", newton_schulz_float32),
         ("sns", soft_newton_schulz),
+        ("released", released_sigmoid),
         ("minimax", lambda x: minimax_sigmoid(x, method="products")),
     ],
 )
@@ -46,6 +48,16 @@ def test_counted_flops_are_those_that_torch_sees(name, function, shape):
     with FlopCounterMode(display=False) as counter:
         function(x / x.norm())
     assert num_flops(name, *shape) == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("resolution", RESOLUTIONS)
+def test_the_flops_of_a_candidate_are_those_of_its_resolution(resolution):
+    (entry,) = [entry for entry in candidates(CPU) if entry.name == f"minimax {resolution:g}"]
+    for shape in ((8, 24), (150, 150), (150, 300)):
+        x = torch.randn(shape)
+        with FlopCounterMode(display=False) as counter:
+            entry.function(x / x.norm())
+        assert entry.num_flops(shape) == pytest.approx(counter.get_total_flops(), rel=1e-6)
 
 
 def test_fewer_steps_of_sns_are_fewer_flops():
@@ -86,9 +98,17 @@ def test_the_results_are_json_with_these_keys(results):
     for shape in results["shapes"]:
         keys = {"shape", "error_shape", "count", "num_rounds", "matmul_flops_per_second", "maps"}
         assert set(shape) == keys
-        assert {MUON, MUON_FLOAT32, "minimax auto", "minimax products", "minimax eigh", "SNS K=15", "exact"} <= {
-            row["name"] for row in shape["maps"]
-        }
+        assert {
+            MUON,
+            MUON_FLOAT32,
+            "minimax 0.0004",
+            "minimax 0.001",
+            "minimax 0.01",
+            "minimax eigh",
+            "SNS K=15",
+            "released K=5",
+            "exact",
+        } <= {row["name"] for row in shape["maps"]}
         for row in shape["maps"]:
             assert set(row) == {
                 *("name", "dtype", "target", "seconds", "flops", "share_of_matmul_rate"),
@@ -117,7 +137,7 @@ def test_ratios_and_shares_are_of_the_medians(results):
 def test_errors_tell_the_maps_apart(results):
     for shape in results["shapes"]:
         errors = {row["name"]: row["errors"]["flat"]["max"] for row in shape["maps"]}
-        assert errors["exact"] < 1e-6 < errors["minimax products"] < 0.01 < errors["SNS K=15"] < 0.05 < errors[MUON]
+        assert errors["exact"] < 1e-6 < errors["minimax 0.0004"] < 0.01 < errors["SNS K=15"] < 0.05 < errors[MUON]
 
 
 def test_every_call_has_fresh_input_that_is_not_zero(monkeypatch):
@@ -154,7 +174,7 @@ def test_a_matrix_beyond_memory_is_refused():
 
 def test_the_tables_fit_into_80_columns(results):
     console = Console(width=80, file=io.StringIO())
-    large = json.loads(json.dumps(results).replace("minimax products", "gram-newton-schulz"))
+    large = json.loads(json.dumps(results).replace("minimax 0.001", "gram-newton-schulz"))
     large["shapes"][0]["shape"] = [14336, 14336]
     for row in large["shapes"][0]["maps"]:
         row |= {"flops": 123456e9, "share_of_matmul_rate": 0.99, "ratio_to_muon": 123.0}
@@ -175,7 +195,7 @@ def test_the_page_keeps_the_parts_of_others_and_replaces_its_own(results, tmp_pa
     report.update_page(other, page)
     first = page.read_text()
     assert first.startswith("# Mine\n\nWords before.\n")
-    assert "| minimax auto | " in first
+    assert "| minimax 0.0004 | " in first
     report.update_page(results, page)
     assert page.read_text() == first
     report.update_page({**results, "notes": ["a new note"]}, page)
@@ -189,8 +209,8 @@ def test_what_would_take_minutes_is_left_out_and_said(monkeypatch):
     found = map_times.run(shapes.parse("8x24"), CPU)
     rows = {row["name"]: row for row in found["over_all_shapes"]}
     assert MUON not in rows
-    assert rows["minimax auto"]["ratio_to_muon"] is None
-    assert rows["minimax auto"]["ratio_to_muon_float32"]["geometric_mean"] > 0
+    assert rows["minimax 0.0004"]["ratio_to_muon"] is None
+    assert rows["minimax 0.0004"]["ratio_to_muon_float32"]["geometric_mean"] > 0
     assert any("8x24: Muon bfloat16 is skipped: at 0 GFLOP/s" in note for note in found["notes"])
     console = Console(file=io.StringIO(), width=80)
     console.print(report.terminal(found))

@@ -25,7 +25,7 @@ def test_every_map_of_soren_is_stepped_beside_the_others():
     names = set(step_times.optimizers(parameters((16, 16))))
     muons = {"Muon", "Muon float32", "torch.optim.Muon", "HTMuon"}
     assert names == {*(f"Soren {name}" for name in MAPS), *muons, "fused AdamW"}
-    assert {"sns", "exact"} <= set(MAPS)
+    assert {"sns", "released", "exact"} <= set(MAPS)
     assert len(names) + 3 <= step_times.NUM_COPIES  # the parameters, the gradients, AdamW's second moment
 
 

@@ -18,7 +18,10 @@ def suite_on(data_root, name, batch_size=16):
     return load_suite(name).model_copy(update={"data_root": str(data_root), "batch_size": batch_size})
 
 
-@pytest.fixture(scope="module", params=SUITES)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("open-llm-leaderboard-v1", marks=pytest.mark.slow), "commonsense-zero-shot"],
+)
 def both(request, readers, data_root):
     """(suite, ours, lm-eval's own results), one prompt at a time: padding changes the last digits."""
     suite = suite_on(data_root, request.param, batch_size=1)

@@ -175,7 +175,7 @@ def test_the_base_is_evaluated_once_for_all_runs(models, tmp_path):
     results = evaluate([("base", models[0]), ("SFT", models[1])], QUICKSTART, tmp_path / "second", **how)
     assert [row["num_requests"]["computed"] for row in results["rows"]] == [0, 840]
     assert "120 questions, cached" in screen.getvalue()
-    assert "cached    base: 840 of 840 requests\n" in screen.getvalue()
+    assert "cached    base 840 of 840 requests;" in screen.getvalue()
 
 
 def test_what_no_evaluation_has_written_is_not_removed(models, tmp_path):

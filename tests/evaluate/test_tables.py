@@ -74,6 +74,20 @@ def test_the_legend_counts_the_comparisons_without_published_scores():
     assert "McNemar" not in alone
 
 
+def test_a_commit_is_shown_by_twelve_digits_and_as_edited():
+    results = make_results(1, 1)
+    for commit, shown in [("251d28d5c7bf182288f1f5306dcb1b30f0d8ab7a-dirty", "251d28d5c7bf-dirty"), ("v1", "v1")]:
+        results["settings"] = {"commit": commit}
+        assert tables.notes(results)[-1].endswith(f"commit of soren-align: {shown}")
+
+
+def test_a_standard_error_of_zero_is_explained_with_the_interval():
+    results = make_results(2, 2, average=False)
+    assert "± 0.0" not in "\n".join(tables.notes(results))
+    results["rows"][1]["scores"]["hellaswag"] |= {"value": 0.0, "stderr": 0.0, "low": 0.0, "high": 3.1}
+    assert [note for note in tables.notes(results) if note.startswith("± 0.0") and "SFT hellaswag [0.0, 3.1]" in note]
+
+
 def test_published_scores_come_last_are_marked_and_are_not_compared():
     results = make_results(6, 2, num_published=4)
     del results["published"][0]["scores"]["gsm8k"], results["published"][0]["scores"]["mmlu"]["stderr"]
@@ -125,15 +139,15 @@ def test_every_setting_is_listed_known_or_not():
         "few-shot examples: arc_challenge 25, hellaswag 10",
         "metrics: mmlu acc, gsm8k exact_match/strict-match",
         "seeds: random 0, numpy 1234, torch 1234, fewshot 1234",
-        "chat template off; BOS token off",
-        "dtype bfloat16; device cuda; backend hf; batch size 8; processes 2",
-        "new a on, b None",
+        "chat template: off; BOS token: off",
+        "dtype: bfloat16; device: cuda; backend: hf; batch size: 8; processes: 2",
+        "new: a on, b None",
     ):
         assert words in text
     results["settings"] = {"dtype": "float32", "limit": None}
-    assert tables.notes(results)[-1] == "dtype float32"
+    assert tables.notes(results)[-1] == "dtype: float32"
     results["rows"][0]["scores"] = {c: {**s, "n": 120} for c, s in results["rows"][0]["scores"].items() if "n" in s}
-    assert tables.notes(results)[-1] == "questions: 120; dtype float32"
+    assert tables.notes(results)[-1] == "questions: 120; dtype: float32"
 
 
 def test_names_are_shown_as_they_are_not_read_as_markup():

@@ -97,7 +97,7 @@ def _known_values() -> dict[str, list[Any]]:
                 found.setdefault(where[i][0], []).append(where[i][1])
     found["parallel"] = ["ddp", "zero1", "zero2", "zero3", "zero2-offload", "fsdp2", "ds.json", "fsdp.yaml"]
     found["name"] = ["soren", "muon", "htmuon", "adamw"]
-    found["map"] = ["minimax", "sns", "exact"]
+    found["map"] = ["minimax", "sns", "released", "exact"]
     found["chat_template"] = ["zephyr", "qwen2.5", "own.jinja"]
     found["extends"] = ["quickstart/sft", "quickstart/dpo", "qwen2.5-3b/soren", "recipe.yaml", "base.yaml", "bad.yaml"]
     found["compensation"], found["dtype"] = ["kahan", "none"], ["float32", "bfloat16"]

@@ -190,7 +190,7 @@ def _without_models():
 
     def train(ready: Any, folder: RunFolder, console: Any, ranks: Any) -> bool:
         found = training._find_checkpoint(ready.recipe, folder, folders.ORIGIN, console)
-        folder.drop_metrics_after(training.checkpoints.step_of(found) if found else 0)
+        folder.drop_measurements_after(training.checkpoints.step_of(found) if found else 0)
         saves = SimpleNamespace(save_model=_save_model, save_pretrained=lambda path: None)
         training._save_model(saves, saves, folder, ranks)
         folder.update(status="trained", **_record())

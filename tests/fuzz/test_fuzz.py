@@ -39,7 +39,7 @@ def box(tmp_path_factory):
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-@pytest.mark.parametrize("kind", SAMPLE)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind == "run")) for kind in SAMPLE])
 def test_a_mutated_input_is_accepted_or_refused_in_words(kind, box):
     outcomes = {i: trial.attempt(box, make(SEED, kind, i)) for i in range(SAMPLE[kind])}
     assert [f"--one {kind}:{i} {outcome}" for i, outcome in outcomes.items() if not outcome.is_fine] == []

@@ -72,7 +72,7 @@ def test_every_file_becomes_a_recipe_that_loads(name, tmp_path):
     assert loaded.optimizer.aux_lr == loaded.optimizer.lr
     assert not any(source.split.startswith("test") for source in loaded.data.sources)
     swapped = recipe.load(
-        str(tmp_path / "mine.yaml"), ["optimizer.name=soren", "optimizer.adjust_lr_fn=match_rms_adamw"]
+        str(tmp_path / "mine.yaml"), ["optimizer.name=soren", "optimizer.adjust_lr_fn=match_rms_measured"]
     )
     assert swapped.trainer == loaded.trainer
 

@@ -46,7 +46,7 @@ def test_the_same_command_goes_on_and_another_recipe_is_refused_with_its_differe
     begin(make("trainer.logging_steps=3"))
     with pytest.raises(UserError) as error:
         begin(make("optimizer.lr=0.5", "trainer.seed=9"))
-    assert "optimizer.lr: 0.003 there, 0.5 here" in str(error.value)
+    assert "optimizer.lr: 0.005 there, 0.5 here" in str(error.value)
     assert "trainer.seed: 0 there, 9 here" in str(error.value)
 
 
@@ -197,7 +197,7 @@ def test_a_folder_of_something_else_is_left_alone(make, tmp_path):
 def test_metrics_of_steps_to_be_taken_again_are_dropped(tmp_path):
     folder = RunFolder(tmp_path)
     folder.metrics.write_text('{"step": 1, "loss": 3}\n{"step": 2, "loss": 2}\n{"step": 3, "lo')
-    folder.drop_metrics_after(1)
+    folder.drop_measurements_after(1)
     assert folder.metrics.read_text() == '{"step": 1, "loss": 3}\n'
 
 

@@ -86,8 +86,8 @@ def saved(**settings):
 @pytest.mark.parametrize(
     ("key", "was", "now"),
     [
-        ("map", {"name": "minimax", "resolution": 0.01}, {"name": "exact"}),
-        ("map", {"name": "minimax", "resolution": 0.01}, {"name": "minimax", "resolution": 0.001}),
+        ("map", {"name": "minimax", "resolution": 0.0004}, {"name": "exact"}),
+        ("map", {"name": "minimax", "resolution": 0.0004}, {"name": "minimax", "resolution": 0.01}),
         ("momentum", 0.95, 0.9),
         ("nesterov", True, False),
         ("weight_decay", 0.1, 0.0),

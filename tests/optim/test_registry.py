@@ -75,7 +75,7 @@ def test_a_name_has_one_class(fifth):
 
 
 def test_every_spelling_of_a_map_is_stored_complete():
-    complete = {"minimax": {"resolution": 0.01}, "sns": {"steps": 15}, "exact": {}}
+    complete = {"minimax": {"resolution": 0.0004}, "sns": {"steps": 15}, "released": {"steps": 5}, "exact": {}}
     assert complete == optimizer_settings.MAPS
     for name, defaults in complete.items():
         for spelling in (name, {"name": name}, {"name": name, **defaults}):

@@ -15,6 +15,7 @@ from soren_align.spectral import (
     minimax_sigmoid,
     newton_schulz,
     num_workspace_numbers,
+    released_sigmoid,
     soft_newton_schulz,
     spectral_power,
 )
@@ -50,7 +51,7 @@ def test_the_first_step_maps_one_minus_momentum_squared_of_the_gradient():
     grad = randn(4, 6, seed=1) / 10
     p, seen = parameter(4, 6, grad=grad), []
     optimizer = Soren([p], lr=1.0, momentum=0.9)
-    optimizer.map_observer = seen.append
+    optimizer.map_observers = [lambda applied: seen.append(applied.output)]
     optimizer.step()
     assert torch.allclose(seen[0], minimax_sigmoid(grad * (1 - 0.9**2)), atol=1e-6)
 
@@ -67,6 +68,10 @@ def test_the_first_step_maps_one_minus_momentum_squared_of_the_gradient():
         (
             lambda params, **kw: Soren(params, map={"name": "sns", "steps": 7}, **kw),
             lambda x: soft_newton_schulz(x, 7),
+        ),
+        (
+            lambda params, **kw: Soren(params, map={"name": "released", "steps": 7}, **kw),
+            lambda x: released_sigmoid(x, 7),
         ),
         (lambda params, **kw: Soren(params, map="exact", **kw), exact_sigmoid),
         (lambda params, **kw: Muon(params, **{"adjust_lr_fn": "none", **kw}), newton_schulz),
@@ -107,7 +112,7 @@ def test_adjust_lr_fn_scales_the_step_and_not_the_decay(adjust_lr_fn, shape, fac
     seen, p = [], parameter(*shape, grad=randn(*shape, seed=1))
     before = p.detach().clone()
     optimizer = Soren([p], lr=0.1, weight_decay=0.3, adjust_lr_fn=adjust_lr_fn)
-    optimizer.map_observer = seen.append
+    optimizer.map_observers = [lambda applied: seen.append(applied.output)]
     optimizer.step()
     assert torch.allclose(p, before * (1 - 0.03) - 0.1 * factor * seen[0], atol=1e-6)
 
@@ -127,7 +132,7 @@ def test_a_zero_gradient_leaves_only_the_weight_decay(optimizer_class):
     assert torch.equal(p, before * (1 - 0.5 * 0.1))
 
 
-@pytest.mark.parametrize("spectral_map", ["minimax", "sns", "exact"])
+@pytest.mark.parametrize("spectral_map", ["minimax", "sns", "released", "exact"])
 def test_matrices_of_one_shape_are_mapped_together_within_the_workspace(spectral_map, monkeypatch):
     def trained(workspace_mb):
         shapes = [(6, 9), (9, 6), (6, 9), (6, 9), (4, 4), (6, 9)]
@@ -162,8 +167,8 @@ def test_parameters_of_different_dtypes_are_not_mapped_together():
 
 def test_tiny_and_huge_gradients_give_finite_bounded_steps():
     for scale in (1e-45, 1e-30, 1e-12, 1e6, 1e20, 1e38):
-        sns, exact = (functools.partial(Soren, map=name) for name in ("sns", "exact"))
-        for make in (Soren, sns, exact, HTMuon, Muon):
+        sns, released, exact = (functools.partial(Soren, map=name) for name in ("sns", "released", "exact"))
+        for make in (Soren, sns, released, exact, HTMuon, Muon):
             p = torch.nn.Parameter(torch.zeros(4, 6))
             p.grad = torch.full((4, 6), scale)
             optimizer = make([p], lr=1.0, adjust_lr_fn="none")
@@ -254,11 +259,11 @@ def test_sparse_complex_and_whole_number_parameters_are_refused():
             {"map": {"name": "sns", "steps": 0}},
             "map: sns steps: found 0; write a whole number, at least 1 and at most 99",
         ),
-        ({"map": "snss"}, "map: found 'snss'; write one of 'minimax', 'sns', 'exact'"),
-        ({"map": {"steps": 15}}, "map: found None; write one of 'minimax', 'sns', 'exact'"),
+        ({"map": "snss"}, "map: found 'snss'; write one of 'minimax', 'sns', 'released', 'exact'"),
+        ({"map": {"steps": 15}}, "map: found None; write one of 'minimax', 'sns', 'released', 'exact'"),
         ({"map": {"name": "minimax", "steps": 15}}, "map: found 'steps'; map 'minimax' has 'resolution'"),
         ({"map": {"name": "exact", "steps": 15}}, "map: found 'steps'; map 'exact' has no settings"),
-        ({"map": {"name": "minimax", "resolution": 0.02}}, "map: minimax resolution: found 0.02; write one of 0.01"),
+        ({"map": {"name": "minimax", "resolution": 0.02}}, "map: minimax resolution: found 0.02; write one of 0.0004"),
         ({"adjust_lr_fn": "orignal"}, "adjust_lr_fn: found 'orignal'; write one of 'none', 'original'"),
     ],
 )
@@ -269,7 +274,11 @@ def test_a_setting_that_cannot_be_meant_is_refused(settings, message):
 
 @pytest.mark.parametrize(
     ("name", "precision", "words"),
-    [("exact", "float32", "'exact' has 'auto'"), ("sns", "float16", "'sns' has 'auto' or 'float32' or 'bfloat16'")],
+    [
+        ("exact", "float32", "'exact' has 'auto'"),
+        ("released", "bfloat16", "'released' has 'auto' or 'float32'"),
+        ("sns", "float16", "'sns' has 'auto' or 'float32' or 'bfloat16'"),
+    ],
 )
 def test_a_precision_that_the_map_does_not_have_is_refused(name, precision, words):
     with pytest.raises(ValueError, match=f"Soren precision: found '{precision}'; map {words}"):
@@ -280,7 +289,7 @@ def test_a_precision_that_the_map_does_not_have_is_refused(name, precision, word
 def test_the_map_has_the_precision_of_the_optimizer(precision):
     grad, seen = randn(24, 40) / 10, []
     optimizer = Soren([parameter(24, 40, grad=grad)], lr=0.1, momentum=0.0, precision=precision)
-    optimizer.map_observer = seen.append
+    optimizer.map_observers = [lambda applied: seen.append(applied.output)]
     copy.deepcopy(optimizer).step()
     optimizer.step()
     # the bound of the norm differs from None by rounding only
@@ -293,7 +302,11 @@ def test_auto_is_float16_on_cuda_for_float32_and_the_minimax_map_alone():
         return factor_precision("auto", name, SimpleNamespace(is_cuda=is_cuda, dtype=dtype))
 
     assert auto("minimax", True) == "float16"
-    others = (("minimax", False), ("sns", True), ("exact", True), ("minimax", True, torch.float64))
+    others = (
+        ("minimax", False),
+        *((name, True) for name in ("sns", "released", "exact")),
+        ("minimax", True, torch.float64),
+    )
     assert {auto(*case) for case in others} == {"float32"}
 
 
@@ -305,7 +318,7 @@ def test_groups_hold_the_settings_of_their_rule_and_no_others():
         *("adjust_lr_fn", "map"),
     }
     assert adamw.keys() == {"params", "rule", "lr", "weight_decay", "compensation", "betas", "eps"}
-    assert spectral["map"] == {"name": "minimax", "resolution": 0.01}
+    assert spectral["map"] == {"name": "minimax", "resolution": 0.0004}
     assert (spectral["lr"], adamw["lr"]) == (0.1, 0.3)
 
 
@@ -360,14 +373,16 @@ def test_the_observer_sees_every_update_as_it_happened():
     ]
     before, seen, outputs = [matrix.detach().clone(), vector.detach().clone()], [], []
     optimizer = Soren(groups, lr=0.1, weight_decay=0.0)
-    optimizer.observer, optimizer.map_observer = seen.append, outputs.append
+    optimizer.observer, optimizer.map_observers = seen.append, [outputs.append]
     optimizer.step()
     assert [(u.name, u.group["rule"]) for u in seen] == [("matrix", "spectral"), ("vector", "adamw")]
     assert all(torch.equal(u.before, b) for u, b in zip(seen, before, strict=True))
     assert torch.equal(seen[0].after, matrix)
     assert torch.equal(seen[1].after, vector)
-    assert torch.allclose(before[0] - 0.1 * outputs[0], matrix)
-    assert len(outputs) == 1
+    (applied,) = outputs
+    assert (applied.name, applied.group) == ("matrix", optimizer.param_groups[0])
+    assert torch.allclose(before[0] - 0.1 * applied.output, matrix)
+    assert torch.allclose(minimax_sigmoid(applied.input), applied.output, atol=1e-6)
 
 
 def test_the_observer_does_not_change_the_steps():

@@ -87,8 +87,15 @@ def measured(loaded):
     return found
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("name", ["qwen2.5-3b/soren", "mistral-7b/paper-soren"])
+@pytest.mark.parametrize(
+    ("name", "bf16"),
+    [
+        ("qwen2.5-3b/soren", False),
+        pytest.param("qwen2.5-3b/soren", True, marks=pytest.mark.slow),
+        pytest.param("mistral-7b/paper-soren", False, marks=pytest.mark.slow),
+        ("mistral-7b/paper-soren", True),
+    ],
+)
 def test_each_component_is_what_a_run_allocates(name, bf16, tmp_path):
     loaded = recipe.load(name, [*small(name, tmp_path), f"trainer.bf16={bf16}", "run.parallel=ddp"])
     plan, _ = planning.plan_training(loaded)

@@ -74,9 +74,10 @@ def test_steps_and_batch_are_those_of_the_processes(planned):
     plan, text = planned("quickstart/sft", *small, num_ranks=3)
     number = plan["data"]["num_kept"]
     steps = {"per_epoch": number // 8, "total": number // 4, "num_epochs": 2.0}
-    assert alone["steps"] == {"global_batch_size": 8, **steps}
+    schedule = {"lr_scheduler_type": "cosine", "num_warmup_steps": 20}
+    assert alone["steps"] == {"global_batch_size": 8, **steps, **schedule}
     steps = {"per_epoch": number // 24, "total": number // 12, "num_epochs": 2.0}
-    assert plan["steps"] == {"global_batch_size": 24, **steps}
+    assert plan["steps"] == {"global_batch_size": 24, **steps, **schedule}
     _, factors = recipe.global_batch(recipe.load("quickstart/sft", small), 3)
     assert f"global batch size 24: {factors}" in text
     assert (alone["processes"]["num_processes"], alone["processes"]["parallel"]) == (1, "DDP")
@@ -123,8 +124,17 @@ def test_packed_sequences_are_full_and_determine_the_steps(planned):
 
 @pytest.mark.parametrize("schedule", ["reduce_lr_on_plateau", "constant"])
 def test_a_schedule_that_follows_the_loss_is_planned_at_its_peak(planned, schedule):
-    plan, _ = planned("quickstart/sft", f"trainer.lr_scheduler_type={schedule}", "trainer.warmup_steps=0")
-    assert {rate["lr"] for rate in plan["learning_rates"]} == {3e-3}
+    plan, text = planned("quickstart/sft", f"trainer.lr_scheduler_type={schedule}", "trainer.warmup_steps=0")
+    assert {rate["lr"] for rate in plan["learning_rates"]} == {5e-3}
+    assert f"schedule: {schedule}\n" in text
+    assert "schedule: cosine after 20 steps of warmup\n" in planned("quickstart/sft")[1]
+
+
+def test_with_a_measured_rms_every_matrix_is_planned_to_move_by_a_fifth_of_the_rate(planned):
+    for name in ("soren", "muon", "htmuon"):
+        plan, _ = planned("quickstart/sft", f"optimizer.name={name}")
+        assert len(plan["update_sizes"]) > 2
+        assert {size["update_rms"] for size in plan["update_sizes"]} == {0.2 * 5e-3}
 
 
 def test_a_schedule_that_lacks_its_settings_is_refused_in_words(planned):

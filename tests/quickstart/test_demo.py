@@ -94,7 +94,7 @@ def test_run_json_says_what_was_run(demo):
     run = json.loads((demo[0] / "runs/quickstart/dpo/run.json").read_text())
     assert run["start"]["path"] == str((demo[0] / "runs/quickstart/sft/model").resolve())
     assert run["optimizer"]["class"] == "Soren"
-    assert run["optimizer"]["groups"][0]["map"] == {"name": "minimax", "resolution": 0.01}
+    assert run["optimizer"]["groups"][0]["map"] == {"name": "minimax", "resolution": 0.0004}
     assert run["data"]["train"]["num_kept"] == run["data"]["train"]["num_examples"]
     assert {"torch", "trl", "lm-eval"} <= run["versions"].keys()
     assert run["parameters"]["dtype"] == ["float32"]

@@ -18,7 +18,7 @@ from soren_align.recipe import Eval
 from soren_align.run_folder import RunFolder
 from soren_align.trainers import adapters, training, training_setup
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.slow]
 
 QUIET = Console(file=io.StringIO())
 

@@ -21,7 +21,8 @@ OPTIMIZERS = ("adamw", "muon", "htmuon", "soren")
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 SHAPE |= {"num_key_value_heads": 2, "max_position_embeddings": 1024}
 FAMILIES = {"qwen2.5-3b": "sft", "mistral-7b": "dpo"}
-NAMES = [f"{family}/{name}" for family in FAMILIES for name in (*(f"paper-{o}" for o in OPTIMIZERS), "soren")]
+OURS = ("soren", "released-soren")
+NAMES = [f"{family}/{name}" for family in FAMILIES for name in (*(f"paper-{o}" for o in OPTIMIZERS), *OURS)]
 SHRUNK = ["trainer.use_cpu=true", "trainer.bf16=false", "trainer.max_length=96", "trainer.max_steps=2"]
 SHRUNK += ["trainer.per_device_train_batch_size=2", "run.global_batch_size=4", "run.num_threads=1"]
 
@@ -114,6 +115,7 @@ def test_every_recipe_trains_and_its_model_loads_in_plain_transformers(runs, rep
     assert record["optimizer"]["num_matrices"] == (0 if "adamw" in name else matrices)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_model_of_a_family_is_evaluated_beside_its_start(runs, family, tmp_path_factory):
     from soren_align.evaluate.lineage import lineages

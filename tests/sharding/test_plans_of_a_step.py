@@ -14,10 +14,10 @@ from tests.support import step_plan_jobs as planned
     ],
 )
 def test_a_step_that_cannot_be_planned_changes_nothing_not_even_momentum(ranks, fault, there, elsewhere):
-    for rank, answer in enumerate(ranks.run(planned.unplannable_step, fault)):
-        assert answer is not None
-        assert (there if rank == 1 else elsewhere) in answer[0]
-        assert answer[1]
+    for rank, (message, unchanged) in enumerate(ranks.run(planned.unplannable_step, fault)):
+        assert message is not None
+        assert (there if rank == 1 else elsewhere) in message
+        assert unchanged
 
 
 @pytest.mark.parametrize("with_gradient", [True, False])

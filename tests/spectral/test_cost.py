@@ -9,6 +9,7 @@ from soren_align.spectral import (
     guarded_soft_newton_schulz,
     newton_schulz,
     num_flops,
+    released_sigmoid,
     spectral_power,
     usual_workspace_numbers,
 )
@@ -16,6 +17,7 @@ from soren_align.spectral import (
 MAPS = {
     "minimax": guarded_minimax_sigmoid,
     "sns": lambda x: guarded_soft_newton_schulz(x, 15),
+    "released": released_sigmoid,
     "muon": lambda x: newton_schulz(x, 5),
     None: lambda x: spectral_power(x, 0.125),
 }

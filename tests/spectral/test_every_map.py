@@ -4,7 +4,14 @@ import pytest
 import torch
 from torch.optim._muon import _zeropower_via_newtonschulz
 
-from soren_align.spectral import exact_sigmoid, minimax_sigmoid, newton_schulz, soft_newton_schulz, spectral_power
+from soren_align.spectral import (
+    exact_sigmoid,
+    minimax_sigmoid,
+    newton_schulz,
+    released_sigmoid,
+    soft_newton_schulz,
+    spectral_power,
+)
 from soren_align.spectral.matrices import frobenius_norm
 
 MAPS = {
@@ -13,6 +20,7 @@ MAPS = {
     "sns gram": lambda x: soft_newton_schulz(x, form="gram"),
     "minimax": minimax_sigmoid,
     "minimax eigh": lambda x: minimax_sigmoid(x, "eigh"),
+    "released": released_sigmoid,
     "newton_schulz": newton_schulz,
     "spectral_power": lambda x: spectral_power(x, 0.125),
 }

@@ -14,6 +14,7 @@ from soren_align.spectral import (
     guarded_soft_newton_schulz,
     minimax_sigmoid,
     newton_schulz,
+    released_sigmoid,
     soft_newton_schulz,
     spectral_power,
 )
@@ -25,6 +26,7 @@ MAPS = {
     "minimax by eigh": lambda x: minimax_sigmoid(x, "eigh"),
     "sns": soft_newton_schulz,
     "sns by gram": lambda x: soft_newton_schulz(x, form="gram"),
+    "released": released_sigmoid,
     "exact": exact_sigmoid,
     "muon": newton_schulz,
     "htmuon": lambda x: spectral_power(x, 0.125),
@@ -176,9 +178,10 @@ def test_a_compiled_map_is_pinned_too(spectral_map):
 
 GRAPHS = {
     "minimax": (guarded_minimax_sigmoid, {"max_norm": 1.0}),
-    "minimax 0.001": (guarded_minimax_sigmoid, {"max_norm": 1.0, "resolution": 0.001}),
+    "minimax 0.01": (guarded_minimax_sigmoid, {"max_norm": 1.0, "resolution": 0.01}),
     "minimax guarded": (guarded_minimax_sigmoid, {"max_norm": 30.0}),
     "sns": (guarded_soft_newton_schulz, {"max_norm": 1.0}),
+    "released": (released_sigmoid, {}),
     "muon": (newton_schulz, {}),
 }
 

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
+from soren_align.optimizer_settings import RESOLUTION
 from soren_align.spectral import (
     exact_sigmoid,
     minimax_sigmoid,
@@ -40,7 +41,7 @@ def relative_distance(a, b):
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
-def scalar_map(sigma, resolution=0.01):
+def scalar_map(sigma, resolution=RESOLUTION):
     """The stated function, for singular values up to 4 that are all of the matrix's."""
     nu = sigma.pow(8).sum() ** 0.125
     sign = sigma / nu
@@ -96,10 +97,10 @@ def test_products_in_tf32_stay_within_one_percent(shape):
         sigma /= sigma.norm()
         u, v = factors(*shape, shape[0])
         x = ((u * sigma) @ v.mT).float()
-        rounded = minimax_sigmoid(x, precision="tf32")
+        rounded = minimax_sigmoid(x, resolution=0.01, precision="tf32")
         error = ((gains(rounded, u, v) - sigma.sigmoid()) / sigma.sigmoid())[sigma >= 0.01].abs()
         assert error.max() < 0.01
-        assert relative_distance(rounded, minimax_sigmoid(x, "eigh")) > 1e-4  # it was rounded
+        assert relative_distance(rounded, minimax_sigmoid(x, "eigh", 0.01)) > 1e-4  # it was rounded
 
 
 @pytest.mark.parametrize("precision", ["float32", "float16"])
@@ -120,7 +121,7 @@ def test_the_mean_error_over_a_spectrum_that_falls_by_100(precision, largest):
 
 
 @pytest.mark.parametrize("method", ["products", "eigh"])
-@pytest.mark.parametrize("resolution", [0.01, 0.001])
+@pytest.mark.parametrize("resolution", SIGN)
 @pytest.mark.parametrize("largest", [1e-3, 1.0, 1.7, 3.9])
 @pytest.mark.parametrize("spectrum", SPECTRA)
 def test_a_matrix_goes_where_its_singular_values_go(method, resolution, largest, spectrum):
@@ -132,7 +133,7 @@ def test_a_matrix_goes_where_its_singular_values_go(method, resolution, largest,
 
 @pytest.mark.parametrize("spectrum", SPECTRA)
 @pytest.mark.parametrize("shape", [(300, 300), (256, 600), (520, 500)])
-@pytest.mark.parametrize(("resolution", "tolerance"), [(0.01, 1e-4), (0.001, 1e-3)])
+@pytest.mark.parametrize(("resolution", "tolerance"), [(0.01, 1e-4), (0.001, 1e-3), (0.0004, 2e-3)])
 def test_products_and_eigh_agree_in_float32(spectrum, shape, resolution, tolerance):
     u, v = factors(*shape, min(shape))
     x = ((u * SPECTRA[spectrum](min(shape))) @ v.mT).float()
@@ -160,7 +161,8 @@ def test_the_methods_are_one_function_on_any_matrix(matrix, dtype):
     x = matrix[0].to(dtype)
     products, eigh = minimax_sigmoid(x, "products"), minimax_sigmoid(x, "eigh")
     assert products.isfinite().all()
-    assert (products - eigh).norm() <= (1e-4 if dtype == torch.float32 else 1e-9) * eigh.norm()
+    # float32: its rounding, 6e-8, times a part of the slope at 0
+    assert (products - eigh).norm() <= (2e-3 if dtype == torch.float32 else 1e-9) * eigh.norm()
 
 
 @modest
@@ -172,9 +174,9 @@ def test_singular_vectors_order_and_bounds_are_kept(matrix, method):
     assert (result - (u * gain) @ v.mT).norm() <= 1e-8 * max(result.norm(), 1e-30)
     assert ((gain > 0) & (gain < 1)).all()
     # kept but for the ripple of f, whose two peaks differ by twice the certificate, halved
-    assert (gain[sigma.argsort()].diff() >= -SIGN[0.01].error).all()
+    assert (gain[sigma.argsort()].diff() >= -SIGN[RESOLUTION].error).all()
     if len(sigma) and sigma.max() <= 4:
-        promised = sigma >= 0.01 * sigma.norm()
+        promised = sigma >= RESOLUTION * sigma.norm()
         assert (((gain - sigma.sigmoid()) / sigma.sigmoid())[promised].abs() < 0.005).all()
 
 
@@ -240,17 +242,18 @@ def test_a_small_perturbation_of_a_rank_deficient_gradient_moves_the_update_litt
     perturbed = x + 1e-7 * noise / noise.norm()
     for dtype in (torch.float32, torch.float64):
         before, after = (minimax_sigmoid(matrix.to(dtype), method) for matrix in (x, perturbed))
-        assert relative_distance(after, before) < 1e-4
+        # 1e-7 is the noise, and float32 adds its own
+        assert relative_distance(after, before) < 3e-7 * SIGN[RESOLUTION].slope
     # the definition jumps from 0 to 1/2 on every direction that the noise opens
     assert relative_distance(exact_sigmoid(perturbed), exact_sigmoid(x)) > 0.9
 
 
 @pytest.mark.parametrize("shape", [*QWEN_3B, *MISTRAL_7B])
-def test_fewer_operations_than_muon_and_a_fifth_of_sns(shape):
+def test_fewer_operations_than_muon_and_a_quarter_of_sns(shape):
     minimax, muon, sns = (num_flops(name, *shape) for name in ("minimax", "muon", "sns"))
     assert minimax < muon
     if max(shape) in (11008, 14336):
-        assert minimax <= 0.2 * sns
+        assert minimax <= 0.25 * sns
 
 
 @pytest.mark.parametrize("shape", [(48, 80), (80, 48), (300, 300), (512, 1024)])
@@ -264,7 +267,7 @@ def test_the_counted_operations_are_those_that_happen(shape):
 
 
 @pytest.mark.parametrize("shape", [(512, 512), (300, 700), (700, 300), (256, 1024), (64, 64), (3, 64, 80)])
-@pytest.mark.parametrize("resolution", [0.01, 0.001])
+@pytest.mark.parametrize("resolution", SIGN)
 @pytest.mark.parametrize("norm", [1.0, 40.0])
 def test_no_more_memory_than_stated(shape, resolution, norm):
     x = randn(*shape).float()
@@ -292,7 +295,7 @@ def test_wrong_words_are_refused():
     x = torch.eye(2)
     with pytest.raises(ValueError, match="write 'products' or 'eigh'"):
         minimax_sigmoid(x, "svd")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"resolution: found 0.02; write one of 0.01, 0.001"):
+    with pytest.raises(ValueError, match=r"resolution: found 0.02; write one of 0.0004, 0.001, 0.01"):
         minimax_sigmoid(x, resolution=0.02)
     with pytest.raises(ValueError, match="write one of 'float32', 'tf32', 'float16', 'bfloat16'"):
         minimax_sigmoid(x, precision="full")  # type: ignore[arg-type]

@@ -1,19 +1,13 @@
 """The shipped polynomials are what docs/minimax_front.py computes, and keep what they promise."""
 
-import importlib.util
-from pathlib import Path
-
 import numpy as np
 import pytest
 
+from soren_align.optimizer_settings import RESOLUTION
 from soren_align.spectral.coefficients import SIGN, TANH, TANH_WIDE, TOP, WIDE_FROM, WIDE_LIMIT
+from tests.support.docs_scripts import docs_script
 
-path = Path(__file__).parents[2] / "docs" / "minimax_front.py"
-spec = importlib.util.spec_from_file_location("minimax_front", path)
-assert spec is not None
-assert spec.loader is not None
-minimax_front = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(minimax_front)
+minimax_front = docs_script("minimax_front")
 
 
 def odd(coefficients, x):
@@ -72,10 +66,12 @@ def test_a_step_is_the_best_of_its_degree():
     assert (np.diff(signs) != 0).sum() + 1 == 6
 
 
-@pytest.mark.parametrize("resolution", [0.01])
+@pytest.mark.parametrize("resolution", [0.01, RESOLUTION])
 def test_the_shipped_degrees_are_on_the_front(resolution):
+    num_restarts = SIGN[resolution].num_restarts
+    assert num_restarts == minimax_front.NUM_RESTARTS.get(resolution, 2)
     degrees = minimax_front.RESOLUTIONS[resolution]
-    cost = minimax_front.num_square_products(degrees, restart=True)
-    error, best = minimax_front.front(resolution, restart=True, most=cost)[cost]
-    assert best == degrees
-    assert error == pytest.approx(SIGN[resolution].error, abs=1e-5)
+    cost = minimax_front.num_square_products(degrees, num_restarts)
+    error, _ = minimax_front.front(resolution, num_restarts, most=cost)[cost]
+    # 1%: the order of the degrees changes the error that little, and the rounding of the products more
+    assert error <= SIGN[resolution].error <= 1.01 * error + 1e-5

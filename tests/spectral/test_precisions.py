@@ -4,12 +4,11 @@ A GPU's tensor cores multiply factors of 8 to 11 bits and sum in float32; here t
 float32, which is the same product. "auto" on CUDA is float16.
 """
 
-import importlib.util
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from soren_align.bench import spectra
 from soren_align.spectral import minimax_sigmoid, num_flops, soft_newton_schulz
 from soren_align.spectral.coefficients import SIGN
 from soren_align.spectral.cost import narrow_flops
@@ -53,11 +52,8 @@ def test_factors_of_11_bits_stay_within_one_percent_of_float32(precision, resolu
     assert 1e-5 < distance(matrix(sigma, shape), precision, resolution) < LIMIT
 
 
-@pytest.mark.skipif(importlib.util.find_spec("soren_align.bench.spectra") is None, reason="not recorded yet")
 @pytest.mark.parametrize("resolution", SIGN)
 def test_float16_stays_within_one_percent_on_the_recorded_spectra(resolution):
-    from soren_align.bench import spectra
-
     quick = [s for s in spectra.load() if min(s.shape) <= 256]
     for spectrum in quick[:: max(1, len(quick) // 24)]:
         sigma = torch.tensor(spectrum.singular_values, dtype=torch.float64)

@@ -41,7 +41,8 @@ def trained(name, put, placement=None, observed=False, **settings):
     optimizer = getattr(optim, name)(groups, lr=lr, **settings)
     optimizer.placement = placement
     if observed:
-        optimizer.observer = optimizer.pending_observer = optimizer.map_observer = lambda seen: None
+        optimizer.observer = optimizer.pending_observer = lambda seen: None
+        optimizer.map_observers = [optimizer.observer]
     for step in range(NUM_STEPS):
         for key, grad in drawn(1 + step, dtype).items():
             parameters[key].grad = put(grad)

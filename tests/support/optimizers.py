@@ -7,6 +7,7 @@ from soren_align.optim import AdamW, HTMuon, Muon, Soren
 OPTIMIZERS = {
     "Soren": lambda params, lr=0.05, **kw: Soren(params, lr, **kw),
     "Soren sns": lambda params, lr=0.05, **kw: Soren(params, lr, map="sns", **kw),
+    "Soren released": lambda params, lr=0.05, **kw: Soren(params, lr, map="released", **kw),
     "Soren exact": lambda params, lr=0.05, **kw: Soren(params, lr, map="exact", **kw),
     "Muon": lambda params, lr=0.05, **kw: Muon(params, lr, **kw),
     "HTMuon": lambda params, lr=0.05, **kw: HTMuon(params, lr, **kw),

@@ -30,6 +30,8 @@ DEFAULT = Configuration("default map", Run())
 CONFIGURATIONS = (
     DEFAULT,
     Configuration("sns", Run({"map": "sns", "adjust_lr_fn": "match_rms_adamw", "lr": 1e-2})),
+    Configuration("measured RMS", Run({"adjust_lr_fn": "match_rms_measured", "lr": 1e-2})),
+    Configuration("released", Run({"map": "released", "adjust_lr_fn": "original", "lr": 1e-1})),
     Configuration("Muon, map in float64", Run({"name": "muon"}, float64_map=True)),
     Configuration("HTMuon, full rank", Run({"name": "htmuon"}, full_rank=True)),
     Configuration("exact, full rank", Run({"map": "exact"}, full_rank=True)),

@@ -12,6 +12,7 @@ import traceback
 from unittest.mock import patch
 
 JOB_SECONDS = 240  # after which a job counts as hung
+STOP_SECONDS = 5
 # Modules that the jobs import, 15 s of one core: once for all ranks. DeepSpeed looks for its optimizer Muon in
 # initialize(), and that imports a compiler.
 PRELOADED = [
@@ -58,8 +59,11 @@ class RankPool:
         return [result for result, _ in answers]
 
     def stop(self):
-        """End the processes."""
+        """End the processes: by SIGTERM, at which coverage.py saves its data; by SIGKILL if one hangs."""
         for process in self.processes:
+            process.terminate()
+        for process in self.processes:
+            process.join(STOP_SECONDS)
             process.kill()
             process.join()
 

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import fully_shard
 
 from soren_align.optim import Soren
 from soren_align.sharding import Replicas, RowBlocks
+from tests.support.toy_jobs import error_of
 
 
 def unplannable_step(group, fault):
@@ -27,12 +28,9 @@ def unplannable_step(group, fault):
     for matrix in (a, b, c):
         matrix.grad = torch.ones_like(matrix)
     before = copy.deepcopy([a, b, c])
-    try:
-        optimizer.step()
-    except ValueError as error:
-        unchanged = all(torch.equal(p, q) for p, q in zip((a, b, c), before, strict=True))
-        return str(error), unchanged and not any(state["exp_avg"].any() for state in optimizer.state.values())
-    return None
+    message = error_of(optimizer.step)
+    unchanged = all(torch.equal(p, q) for p, q in zip((a, b, c), before, strict=True))
+    return message, unchanged and not any(state["exp_avg"].any() for state in optimizer.state.values())
 
 
 def replicated_shards(group, with_gradient):
@@ -43,11 +41,7 @@ def replicated_shards(group, with_gradient):
     optimizer.placement = RowBlocks()
     if with_gradient:
         model(torch.ones(3, 6)).sum().backward()
-    try:
-        optimizer.step()
-    except ValueError as error:
-        return str(error)
-    return None
+    return error_of(optimizer.step)
 
 
 def many_subsets(group, num_plans):

@@ -17,6 +17,7 @@ TIERS = {
 }
 MODEL_FIXTURES = {"tiny_run", "models", "readers"}
 SAMPLE = "a test of tier ranks or process that `make test` runs too"
+SLOW = "a test of tier model that `make test` leaves to `make test-rest`"
 
 
 def assign_tiers(items):

@@ -1,6 +1,7 @@
 """A few steps of the quickstart, in this process or as one of several ranks."""
 
 import io
+import json
 
 from rich.console import Console
 
@@ -41,3 +42,8 @@ class TinyRun:
     def trainer(self):
         policy = LostUpdatesPolicy("warn", lambda groups, warnings: None)
         return build.build_trainer(self.prepare(), self.folder, self.ranks, policy)
+
+
+def spectra(folder):
+    """The records in a run's spectra.jsonl."""
+    return [json.loads(line) for line in folder.spectra.read_text().splitlines() if line.endswith("}")]

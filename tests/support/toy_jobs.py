@@ -128,17 +128,22 @@ def observed_step(group):
     return [(u.name, tuple(u.after.shape), bool((u.before != u.after).any())) for u in seen]
 
 
+def error_of(call, *arguments):
+    """The message of the ValueError that the call raises; None if it raises none."""
+    try:
+        call(*arguments)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def sharded_without_placement(group):
     """The error of a step of DTensors whose place nobody named."""
     model = nn.Linear(6, 4, bias=False)
     fully_shard(model, mesh=init_device_mesh("cpu", (group.size(),)))
     optimizer = Soren(model.named_parameters(), lr=0.1)
     model(torch.ones(3, 6)).sum().backward()
-    try:
-        optimizer.step()
-    except ValueError as error:
-        return str(error)
-    return None
+    return error_of(optimizer.step)
 
 
 def deepspeed(group, stage, run, config=None):
@@ -195,11 +200,7 @@ def refused_deepspeed(group, stage, config, fault=None):
         (flats or engine.optimizer.single_partition_of_fp32_groups)[0].data[7] += 1
     elif fault == "another optimizer":
         engine.optimizer.optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
-    try:
-        set_zero_placement(engine.optimizer)
-    except ValueError as error:
-        return str(error)
-    return None
+    return error_of(set_zero_placement, engine.optimizer)
 
 
 def deepspeed_engine(group, stage, run, config, make_optimizer=Run.optimizer):

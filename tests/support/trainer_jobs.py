@@ -34,6 +34,7 @@ PARITY = (
     "trainer.warmup_steps=0",
     "trainer.lr_scheduler_type=constant",
     "trainer.save_strategy=no",
+    "run.log_spectra.steps=[2]",
 )
 GLOBAL = ("run.global_batch_size=32", "data.train.limit=320", "data.eval=null")
 FOR_TWO_OR_THREE = ("run.global_batch_size=24", "data.train.limit=240", "data.eval=null")

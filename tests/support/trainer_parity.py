@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import tempfile
 from pathlib import Path
 from unittest import mock
@@ -10,7 +11,7 @@ from safetensors.torch import load_file
 
 from soren_align.optim import muon
 from tests.support import trainer_jobs
-from tests.support.tiny_run import TinyRun
+from tests.support.tiny_run import TinyRun, spectra
 from tests.support.trainer_jobs import GLOBAL, PARITY, without_bfloat16
 
 
@@ -40,6 +41,22 @@ def one_process(name, task, *overrides):
     return _ten_steps(name, task, *overrides)[0]
 
 
+def furthest_spectra(a, b):
+    """The largest difference of the singular values in two lists of records, relative to each matrix's largest.
+
+    Infinite if the records are not of the same matrices.
+    """
+    if [(x["step"], x["name"], x["shape"]) for x in a] != [(x["step"], x["name"], x["shape"]) for x in b]:
+        return math.inf
+    pairs = [(x["singular_values"], y["singular_values"]) for x, y in zip(a, b, strict=True)]
+    return max(abs(x - y) / one[0] for one, other in pairs for x, y in zip(one, other, strict=True))
+
+
+def one_process_spectra(name, task, *overrides):
+    """The records of spectra.jsonl."""
+    return _ten_steps(name, task, *overrides)[2]
+
+
 def one_process_logs(name, task, *overrides):
     """The last step's log."""
     return _ten_steps(name, task, *overrides)[1]
@@ -49,9 +66,11 @@ def one_process_logs(name, task, *overrides):
 def _ten_steps(name, task, *overrides):
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(muon, "newton_schulz", muon.newton_schulz):
         without_bfloat16()
-        trainer = TinyRun(Path(folder) / name, task, *PARITY, *GLOBAL, *overrides).trainer()
+        run = TinyRun(Path(folder) / name, task, *PARITY, *GLOBAL, *overrides)
+        trainer = run.trainer()
         trainer.train()
+        records = spectra(run.folder)
     assert trainer.args.gradient_accumulation_steps == 4
     norms = [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log]
     assert task == "dpo" or min(norms) > 1, "the clip must bind"
-    return {k: v.detach() for k, v in trainer.model.named_parameters()}, trainer.state.log_history[-2]
+    return {k: v.detach() for k, v in trainer.model.named_parameters()}, trainer.state.log_history[-2], records

@@ -9,10 +9,16 @@ from safetensors.torch import load_file
 from soren_align.errors import UserError
 from soren_align.run_folder import RunFolder
 from soren_align.sharding.ranks import Ranks
+from tests.support.tiny_run import spectra
 from tests.support.trainer_jobs import RUNS
-from tests.support.trainer_parity import furthest, one_process, ranks_do
-
-pytestmark = pytest.mark.sample
+from tests.support.trainer_parity import (
+    furthest,
+    furthest_spectra,
+    one_process,
+    one_process_logs,
+    one_process_spectra,
+    ranks_do,
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +41,17 @@ def test_two_ranks_take_the_same_ten_steps_as_one_process(two_ranks, name, task,
         assert (maps["all"], maps["per_step"], maps["accumulation"]) == (140, 14, 2), "14 matrices once per step"
     if name == "soren":  # the comparison can fail
         assert furthest(alone, load_file(folder / "unclipped-ddp" / "weights0.safetensors")) > 1e-4
+
+
+def test_two_ranks_record_the_spectra_and_the_map_error_of_one_process(two_ranks):
+    folder, seen = two_ranks
+    # float32 sums in another order: the weights of step 2 differ by 1e-7
+    assert furthest_spectra(one_process_spectra(*RUNS[0][:2]), spectra(RunFolder(folder / "soren-ddp"))) < 1e-5
+    alone = one_process_logs(*RUNS[0][:2])
+    for rank in seen:
+        log = rank["maps"]["soren"]["logged"]
+        assert log["map_error_matrix"] == 10
+        assert log["map_error"] == pytest.approx(alone["map_error"], rel=1e-3)
 
 
 def test_two_ranks_resume_bit_for_bit(two_ranks):

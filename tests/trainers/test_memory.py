@@ -21,6 +21,8 @@ from soren_align.trainers.starting_weights import StartingWeights, compact_copie
 
 MB = 2**20
 MOST = 128 * MB
+NUMELS = (10**7, 2 * 10**7)  # 3 chunks and 5
+WALKS = ("log", "end", "step", "export", "drift", "start")
 STATE = SimpleNamespace(global_step=0, logging_steps=1)
 ARGS = SimpleNamespace(logging_first_step=True, fp16=False)
 
@@ -78,14 +80,9 @@ def extra(shard, walk):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "kahan"])
-@pytest.mark.parametrize(
-    ("sizes", "walks"),
-    [((10**7, 10**8), ("log", "end", "step", "export")), ((10**7, 2 * 10**7), ("drift", "start"))],
-    ids=["10M and 100M", "10M and 20M"],
-)
-def test_what_a_walk_holds_is_bounded_and_does_not_grow_with_the_shard(dtype, sizes, walks):
-    small, large = ({walk: extra(shard, walk) for walk in walks} for shard in (Shard(n, dtype) for n in sizes))
-    for walk in walks:
+def test_a_walks_memory_is_bounded_and_does_not_grow_with_the_shard(dtype):
+    small, large = ({walk: extra(shard, walk) for walk in WALKS} for shard in (Shard(n, dtype) for n in NUMELS))
+    for walk in WALKS:
         print(f"\n{walk} of {dtype}: {small[walk] / MB:.1f} and {large[walk] / MB:.1f} MB")
     assert max(large.values()) <= MOST
-    assert all(abs(large[walk] - small[walk]) < MOST / 2 for walk in walks)
+    assert all(abs(large[walk] - small[walk]) < MB for walk in WALKS), "a bit of each further weight would be 1.2 MB"

@@ -80,7 +80,7 @@ def test_in_bfloat16_the_papers_updates_are_lost_and_the_run_stops_at_its_first_
     assert 0 < fraction < 0.05
     assert "step 1: most updates of the matrices are lost" in said
     assert f"{fraction:.2%} of the entries change in bfloat16" in said
-    for remedy in ("float32", "kahan", "a larger optimizer.lr", "match_rms_adamw", "run.lost_updates: warn"):
+    for remedy in ("float32", "kahan", "a larger optimizer.lr", "match_rms_measured", "run.lost_updates: warn"):
         assert remedy in said
     seen = first_step(run)["matrices"]
     assert seen["lr"] == 1e-6, "the peak: warm-up takes step 1 at 0"
@@ -125,7 +125,9 @@ def test_every_optimizer_is_measured(paper, name, accumulation):
 
 # 2% is issue 6's bound. DPO's gradients differ by more: after 200 steps float32 under bfloat16 autocast is 1.8% of the
 # way apart from itself without, and Kahan 2.3%; by the same gradients they are equal (test_compensation.py).
-@pytest.mark.parametrize(("task", "steps", "bound"), [("sft", 200, 0.02), ("dpo", 20, 0.1)])
+@pytest.mark.parametrize(
+    ("task", "steps", "bound"), [pytest.param("sft", 200, 0.02, marks=pytest.mark.slow), ("dpo", 20, 0.1)]
+)
 def test_with_kahan_the_weights_go_the_way_of_float32(paper, task, steps, bound):
     """Each run by its own gradients: of bfloat16 forward passes, of float32 ones."""
     ends = {}

@@ -15,9 +15,18 @@ from transformers import AutoModelForCausalLM
 
 from soren_align.run_folder import RunFolder
 from tests.support import command
-from tests.support.tiny_run import TinyRun
+from tests.support.tiny_run import TinyRun, spectra
 from tests.support.trainer_jobs import FOR_TWO_OR_THREE, RUNS
-from tests.support.trainer_parity import furthest, logged, one_process, ranks_do, weights
+from tests.support.trainer_parity import (
+    furthest,
+    furthest_spectra,
+    logged,
+    one_process,
+    one_process_logs,
+    one_process_spectra,
+    ranks_do,
+    weights,
+)
 
 STAGES = ("zero1", "zero2", "zero3")
 
@@ -72,6 +81,16 @@ def test_ranks_measure_together_what_one_process_measures(two_ranks):
         for key in ("update_rms", "ulp", "lr"):
             assert len({f"{first[group][key]:.5g}" for first in firsts}) == 1, (group, key, firsts)
     assert all(0 < log["map_min_singular_value"] < log["map_max_singular_value"] < 0.51 for log in logged)
+
+
+@pytest.mark.parametrize("mode", STAGES)
+def test_two_ranks_record_the_spectra_and_the_map_error_of_one_process(two_ranks, mode):
+    alone, folder = RUNS[0][:2], RunFolder(two_ranks[0] / f"soren-{mode}")
+    # float32 sums in another order: the weights of step 2 differ by 1e-7
+    assert furthest_spectra(one_process_spectra(*alone), spectra(folder)) < 1e-5
+    for rank in two_ranks[1]:
+        logged_error = rank["maps"][mode]["soren"]["logged"]["map_error"]
+        assert logged_error == pytest.approx(one_process_logs(*alone)["map_error"], rel=1e-3)
 
 
 def test_in_bfloat16_the_losses_of_stages_2_and_3_agree_and_the_export_is_of_the_masters(two_ranks):

@@ -1,0 +1,186 @@
+"""`soren-align spectrum`: numbers equal those of whole matrices with the recorded singular values."""
+
+import json
+
+import pytest
+import torch
+from PIL import Image
+
+from soren_align.optim import Soren
+from soren_align.optimizer_settings import MAPS
+from soren_align.spectral import exact_sigmoid, minimax_sigmoid, newton_schulz, soft_newton_schulz
+from tests.support import command
+from tests.support.run_folders import finished_run
+
+SHAPE = (24, 40)
+NAMES = [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1)]
+FUNCTIONS = {
+    "muon": newton_schulz,
+    "minimax 0.01": lambda x: minimax_sigmoid(x, resolution=0.01),
+    "minimax 0.001": lambda x: minimax_sigmoid(x, resolution=0.001),
+    "sns 15": soft_newton_schulz,
+    "exact": exact_sigmoid,
+}
+
+
+def spectrum(layer, step):
+    """A long tail, longer in later layers and at later steps."""
+    return 0.1 / torch.arange(1, 25, dtype=torch.float64) ** (1 + layer + step / 10)
+
+
+def record(layer, step):
+    values = spectrum(layer, step).tolist()
+    return {"step": step, "name": NAMES[layer], "shape": list(SHAPE), "singular_values": values}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run with recorded spectra of two matrices at two steps."""
+    folder = finished_run(tmp_path / "run")
+    lines = [json.dumps(record(layer, step)) for step in (1, 12) for layer in (0, 1)]
+    folder.spectra.write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def shown(run, *options):
+    done = command.run("spectrum", run.path, "--json", *options)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def whole_matrix(sigma):
+    """A matrix of SHAPE with these singular values, in random directions."""
+    generator = torch.Generator().manual_seed(0)
+    u, v = (torch.linalg.qr(torch.randn(n, 24, dtype=torch.float64, generator=generator)).Q for n in SHAPE)
+    return (u * sigma) @ v.mT
+
+
+def test_every_map_is_as_far_from_the_sigmoid_as_on_a_matrix_with_these_singular_values(run):
+    found = shown(run)["spectra"]
+    assert [(line["step"], line["name"]) for line in found] == [(s, n) for s in (1, 12) for n in NAMES]
+    for line in found:
+        sigma = spectrum(NAMES.index(line["name"]), line["step"])
+        x, nu = whole_matrix(sigma), float(sigma.pow(8).sum().pow(1 / 8))
+        assert line["nu"] == pytest.approx(nu)
+        assert line["below"] == {
+            "0.01": float((sigma < 0.01 * nu).sum()) / 24,
+            "0.001": float((sigma < 0.001 * nu).sum()) / 24,
+        }
+        exact = exact_sigmoid(x)
+        assert FUNCTIONS.keys() <= line["maps"].keys()
+        for label, function in FUNCTIONS.items():
+            level = 1 if label == "muon" else 0.5
+            output = function(x) * 0.5 / level  # in float64, where the command computes in float32, Muon in bfloat16
+            rough = {"abs": 0.03 if label == "muon" else 1e-4}
+            numbers = line["maps"][label]
+            assert numbers["distance"] == pytest.approx(float((output - exact).norm() / exact.norm()), **rough)
+            cosine = float((output * exact).sum() / output.norm() / exact.norm())
+            assert numbers["cosine"] == pytest.approx(cosine, **rough)
+            assert numbers["size"] == pytest.approx(float(output.norm()) / (0.5 * 24**0.5), **rough)
+
+
+def test_a_new_map_appears_by_itself(run, monkeypatch):
+    original = Soren.map_matrix
+
+    def map_matrix(self, x, group):
+        return x / 2 if group["map"]["name"] == "half" else original(self, x, group)
+
+    monkeypatch.setitem(MAPS, "half", {"steps": 3})
+    monkeypatch.setattr(Soren, "map_matrix", map_matrix)
+    half = shown(run)["spectra"][0]["maps"]["half 3"]
+    assert half["size"] == pytest.approx(float((spectrum(0, 1) / 2).norm() / (0.5 * 24**0.5)), rel=1e-5)
+
+
+def test_the_tables_are_80_columns_wide_and_pictures_are_small(run, tmp_path):
+    done = command.run("spectrum", run.path, "--output", tmp_path / "pictures")
+    assert done.returncode == 0, done.stderr
+    lines = [line.rstrip() for line in done.stdout.splitlines()]
+    assert max(map(len, lines)) <= 80
+    table = lines[lines.index("distance from the exact sigmoid") :]
+    assert table[2].split()[:4] == ["matrix", "step", "muon", "0.0004"]
+    assert table[3].split()[:2] == ["0.self_attn.q_proj", "1"]
+    assert [line.split()[0] for line in table[7:9]] == ["mean", "largest"]
+    (picture,) = (tmp_path / "pictures").iterdir()
+    assert picture.name == "self_attn.q_proj.png"
+    assert picture.stat().st_size < 150_000
+    first = picture.read_bytes()
+    with Image.open(picture) as image:
+        assert image.width > 800
+    assert command.run("spectrum", run.path, "--output", tmp_path / "pictures").returncode == 0
+    assert picture.read_bytes() == first
+
+
+def test_globs_choose_matrices(run):
+    assert {line["name"] for line in shown(run, "--matrices", "*.1.*")["spectra"]} == {NAMES[1]}
+    done = command.run("spectrum", run.path, "--matrices", "*query*")
+    assert done.returncode == 2
+    assert "no spectrum of a matrix *query*; it has model.layers.0.self_attn.q_proj.weight" in done.stderr
+
+
+def test_without_records_the_momentum_of_the_last_checkpoint_is_shown(run):
+    run.spectra.unlink()
+    matrix = torch.nn.Parameter(torch.zeros(SHAPE))
+    vector = torch.nn.Parameter(torch.zeros(3))
+    others = {"params": [("norm", vector)], "rule": "adamw", "lr": 0.1}
+    optimizer = Soren([{"params": [(NAMES[0], matrix)]}, others], 0.1)
+    matrix.grad, vector.grad = whole_matrix(spectrum(0, 1)).float(), torch.ones(3)
+    optimizer.step()
+    for step in (9, 10):
+        checkpoint = run.checkpoints / f"checkpoint-{step}"
+        checkpoint.mkdir(parents=True)
+        torch.save(optimizer.state_dict(), checkpoint / "optimizer.pt")
+        (checkpoint / "soren_align.json").write_text("{}")
+    found = shown(run)
+    assert found["source"] == "the momentum in checkpoint-10, which lacks the Nesterov term of the next gradient"
+    (line,) = found["spectra"]
+    assert (line["name"], line["step"], line["largest"]) == (NAMES[0], 10, pytest.approx(0.1 * 0.05, rel=1e-5))
+
+
+def test_a_run_without_records_and_whole_momentum_is_refused(run):
+    run.spectra.unlink()
+    done = command.run("spectrum", run.path)
+    assert done.returncode == 2
+    assert "train with --set run.log_spectra.steps=[1,100]" in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"singular_values": [0.1]},
+        {"singular_values": None},
+        {"singular_values": [-1.0] * 24},
+        {"singular_values": [float("nan")] * 24},
+        {"shape": [24]},
+        {"shape": [10**9, 10**9]},
+        {"step": "first"},
+    ],
+)
+def test_a_damaged_record_is_refused_with_its_line(run, change):
+    run.spectra.write_text(json.dumps(record(0, 1)) + "\n" + json.dumps({**record(0, 1), **change}) + "\n")
+    done = command.run("spectrum", run.path)
+    assert done.returncode == 2
+    assert "spectra.jsonl:2" in done.stderr
+    assert "no spectrum: name, step, shape" in " ".join(done.stderr.split())
+
+
+def test_a_name_in_a_file_leads_to_no_other_folder_and_is_no_formula(run, tmp_path):
+    hostile = [{**record(0, 1), "name": name} for name in ("model.layers.0.../../$x_{y", "model.layers.0.a/../../b")]
+    run.spectra.write_text("".join(json.dumps(line) + "\n" for line in hostile))
+    done = command.run("spectrum", run.path, "--output", tmp_path / "pictures")
+    assert done.returncode == 0, done.stderr
+    assert len([*(tmp_path / "pictures").iterdir()]) == 2
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "pictures"}
+
+
+def test_factors_of_adapters_have_pictures_of_their_own(run, tmp_path):
+    names = [
+        f"base_model.model.model.layers.{i}.mlp.{m}.lora_{f}.default.weight"
+        for i in (0, 1)
+        for m in ("up", "down")
+        for f in "AB"
+    ]
+    run.spectra.write_text("".join(json.dumps({**record(0, 1), "name": name}) + "\n" for name in names))
+    assert command.run("spectrum", run.path, "--output", tmp_path).returncode == 0
+    assert {path.name for path in tmp_path.glob("*.png")} == {
+        f"{m}.lora_{f}.default.png" for m in ("up", "down") for f in "AB"
+    }

@@ -1,0 +1,31 @@
+"""A ZeRO optimizer of DeepSpeed that cannot be placed is refused before anything is communicated."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from soren_align.optim import Soren
+from soren_align.sharding import set_zero_placement
+
+
+def zero(**attributes):
+    """The attributes of a ZeRO optimizer without a flat tensor."""
+    return SimpleNamespace(optimizer=Soren([torch.nn.Parameter(torch.ones(2, 3))], lr=0.1), **attributes)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        ({"round_robin_gradients": True}, "round_robin_gradients is on, .* wrong universal checkpoints"),
+        ({"zenflow": True}, "zenflow is on, .* it steps outside of the optimizer"),
+        ({"swap_optimizer": True}, "swap_optimizer is on, .* offload to cpu"),
+        ({"partial_offload": 0.5}, r"offload_optimizer\.ratio is 0\.5; only 1 is supported"),
+        ({}, "SimpleNamespace: an unknown kind of ZeRO; use stage 1, 2 or 3"),
+        ({"fp32_partitioned_groups_flat": []}, "found 0 data-parallel groups"),
+    ],
+    ids=lambda value: next(iter(value), "unknown") if isinstance(value, dict) else None,
+)
+def test_it_is_refused_with_the_option(attributes, message):
+    with pytest.raises(ValueError, match=message):
+        set_zero_placement(zero(**attributes))

@@ -1,0 +1,88 @@
+"""The error of the maps on recorded momenta: the bars of the default map, and the real map in float32."""
+
+import numpy as np
+import pytest
+import torch
+
+from soren_align.bench import spectra
+from soren_align.optimizer_settings import RESOLUTION
+from soren_align.spectral import exact_sigmoid, minimax_sigmoid, newton_schulz, soft_newton_schulz
+from soren_align.spectral.coefficients import SIGN
+from tests.support.docs_scripts import docs_script
+
+minimax_front = docs_script("minimax_front")
+RECORDED = spectra.load()
+SMOLLM2 = [s for s in RECORDED if (s.set, s.step) == ("smollm2", 12)]
+QUICKSTART = [s for s in RECORDED if (s.set, s.step) == ("quickstart", 600)]
+
+
+def default_values(sigma):
+    return minimax_front.minimax_values(sigma, SIGN[RESOLUTION].steps)
+
+
+def matrix(spectrum, dtype):
+    """x, u, sigma, v: a matrix with this spectrum and random singular vectors."""
+    generator = torch.Generator().manual_seed(0)
+    sigma = torch.tensor(spectrum.singular_values, dtype=torch.float64)
+    u, v = (
+        torch.linalg.qr(torch.randn(size, len(sigma), dtype=torch.float64, generator=generator)).Q
+        for size in spectrum.shape
+    )
+    return ((u * sigma) @ v.mT).to(dtype), u, sigma, v
+
+
+def test_the_sets_are_those_of_the_module():
+    counts = {}
+    for spectrum in RECORDED:
+        assert len(spectrum.singular_values) == min(spectrum.shape)
+        assert list(spectrum.singular_values) == sorted(spectrum.singular_values, reverse=True)
+        counts[spectrum.set, spectrum.step] = counts.get((spectrum.set, spectrum.step), 0) + 1
+    steps = {"smollm2": (28, (1, 12)), "quickstart": (14, (1, 10, 100, 300, 600))}
+    assert counts == {(name, step): count for name, (count, each) in steps.items() for step in each}
+
+
+def test_a_file_gives_what_was_saved(tmp_path):
+    spectra.save(RECORDED[:3], tmp_path / "first")
+    spectra.save(RECORDED[:3], tmp_path / "second")
+    assert spectra.load(tmp_path / "first") == RECORDED[:3]
+    assert (tmp_path / "first").read_bytes() == (tmp_path / "second").read_bytes()
+
+
+def test_the_default_map_has_a_third_of_the_error_of_sns_on_every_recorded_set():
+    default, sns = (minimax_front.recorded_errors(f) for f in (default_values, minimax_front.sns_values))
+    for key, (mean, worst) in default.items():
+        assert mean <= 0.33 * sns[key][0], key
+        assert worst < sns[key][1], key
+
+
+def test_modes_above_a_thousandth_of_nu_are_within_half_a_percent():
+    for spectrum in RECORDED:
+        sigma = np.array(spectrum.singular_values)
+        kept = sigma > 1e-3 * np.sum(sigma**8) ** (1 / 8)
+        assert np.abs(default_values(sigma) * (1 + np.exp(-sigma)) - 1)[kept].max() <= 0.005
+
+
+@pytest.mark.parametrize("spectrum", QUICKSTART[3:5], ids=lambda s: s.name)
+def test_the_values_of_the_script_are_those_of_the_maps(spectrum):
+    x, u, sigma, v = matrix(spectrum, torch.float64)
+    values = sigma.numpy()
+    maps = [
+        (minimax_sigmoid(x), default_values(values), 1e-3),  # the script has the exact tanh
+        (soft_newton_schulz(x), minimax_front.sns_values(values), 1e-5),
+        (newton_schulz(x) / 2, minimax_front.muon_values(values), 1e-5),
+        (exact_sigmoid(x.float()).double(), minimax_front.exact_values(values, spectrum.shape), 1e-3),
+    ]
+    for output, expected, tolerance in maps:
+        reference = (u * torch.tensor(expected)) @ v.mT
+        assert (output - reference).norm() <= tolerance * reference.norm()
+
+
+@pytest.mark.parametrize("spectrum", [*SMOLLM2[7:14:3], *QUICKSTART[3:7:3]], ids=lambda s: f"{s.set} {s.name}")
+def test_float32_adds_little_to_the_error_on_a_recorded_spectrum(spectrum):
+    x, u, sigma, v = matrix(spectrum, torch.float32)
+    output = minimax_sigmoid(x).double()
+    scalar = (u * torch.tensor(default_values(sigma.numpy()))) @ v.mT
+    assert (output - scalar).norm() <= 1e-3 * scalar.norm()
+    gain = torch.einsum("mi,mn,ni->i", u, output, v)
+    kept = sigma > 1e-3 * sigma.pow(8).sum() ** (1 / 8)
+    assert (gain / sigma.sigmoid() - 1)[kept].abs().max() <= 0.005

@@ -1,0 +1,17 @@
+"""Scripts of docs/ as modules."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def docs_script(name: str) -> ModuleType:
+    """docs/NAME.py, imported."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
