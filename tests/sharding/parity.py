@@ -12,9 +12,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 from tests.support.parity_configurations import (
+    COMMON,
     CONFIGURATIONS,
     CONTROL,
-    DEFAULT,
     LARGEST_BYTES,
     TOLERANCE,
     WAYS,
@@ -34,7 +34,7 @@ FOOT = f"""\
 full rank: no singular value below 1e-4 of the largest; else down to 1e-8
 allowed: {TOLERANCE:.0e}; without the clip more than {WITHOUT_CLIP:.0e}
 share: numbers of the busiest rank over an even part (DDP: all on every rank)
-exchange: most bytes that a rank's buffers held, of 3 rounds of {DEFAULT.run.round_mb} MB or the
+exchange: most bytes that a rank's buffers held, of 3 rounds of {COMMON.run.round_mb} MB or the
 largest matrix ({LARGEST_BYTES / 1000:.0f} kB); under DDP the weights themselves are the buffers
 """
 
@@ -68,15 +68,15 @@ def table(ranks):
             else:
                 good &= comparison.difference <= TOLERANCE and min(comparison.norms) > 1.2 * configuration.run.clip
                 good &= sum(r.num_maps for r in comparison.results) == comparison.num_maps
-    default = [compare(ranks, way, DEFAULT) for way in WAYS]
-    num_maps = reference(DEFAULT.run)[2] // NUM_STEPS
-    maps = [[r.num_maps // NUM_STEPS for r in c.results] for c in default]
+    common = [compare(ranks, way, COMMON) for way in WAYS]
+    num_maps = reference(COMMON.run)[2] // NUM_STEPS
+    maps = [[r.num_maps // NUM_STEPS for r in c.results] for c in common]
     line(f"maps a step ({num_maps} matrices)", ["+".join(map(str, numbers)) for numbers in maps])
-    line("matrices in pieces", [sum(len(p) > 1 for p in c.pieces) for c in default])
-    line("  in unequal pieces", [sum(len(set(p)) > 1 for p in c.pieces) for c in default])
-    line("momentum, share", [f"{c.momentum_share:.3f}" for c in default])
-    peaks = [max(r.peak_bytes for r in c.results) for c in default]
-    bound = 3 * max(DEFAULT.run.round_mb * 2**20, LARGEST_BYTES)
+    line("matrices in pieces", [sum(len(p) > 1 for p in c.pieces) for c in common])
+    line("  in unequal pieces", [sum(len(set(p)) > 1 for p in c.pieces) for c in common])
+    line("momentum, share", [f"{c.momentum_share:.3f}" for c in common])
+    peaks = [max(r.peak_bytes for r in c.results) for c in common]
+    bound = 3 * max(COMMON.run.round_mb * 2**20, LARGEST_BYTES)
     line(f"exchange, kB (of {bound / 1000:.0f})", [f"{peak / 1000:.0f}" for peak in peaks])
     print(flush=True)
     return good and all(peak <= bound for peak in peaks)

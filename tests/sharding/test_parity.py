@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.support.parity_configurations import (
+    COMMON,
     CONFIGURATIONS,
     CONTROL,
     DEFAULT,
@@ -18,7 +19,7 @@ from tests.support.parity_configurations import (
 from tests.support.toy import NUM_STEPS, Run, one_process
 
 CASES = [
-    pytest.param(way, configuration, marks=[pytest.mark.sample] if configuration is DEFAULT else [])
+    pytest.param(way, configuration, marks=[pytest.mark.sample] if configuration in (COMMON, DEFAULT) else [])
     for configuration in CONFIGURATIONS
     for way in configuration.ways
 ]
@@ -49,7 +50,7 @@ def test_the_comparison_would_notice_a_missing_clip(ranks, way):
 
 def test_matrices_straddle_in_unequal_pieces(ranks):
     """Else the comparison would not have tried it."""
-    pieces = {way: compare(ranks, way, DEFAULT).pieces for way in WAYS}
+    pieces = {way: compare(ranks, way, COMMON).pieces for way in WAYS}
     assert pieces["DDP"] == []
     assert pieces["ZeRO 1"] == pieces["ZeRO 2"]
     straddling = [p for p in pieces["ZeRO 2"] if len(p) > 1]
@@ -75,7 +76,7 @@ def test_full_rank_is_full_rank():
 
 @pytest.mark.parametrize("round_mb", [0.001, 512])
 def test_the_size_of_a_round_changes_nothing(ranks, round_mb):
-    found = same_steps(ranks, "FSDP2", replace(DEFAULT, run=replace(DEFAULT.run, round_mb=round_mb)))
+    found = same_steps(ranks, "FSDP2", replace(COMMON, run=replace(COMMON.run, round_mb=round_mb)))
     (plan,) = found.results[0].plans
     assert len(plan.rounds) == 1 if round_mb == 512 else len(plan.rounds) > len(plan.layout.matrices) // 3
 
@@ -83,11 +84,11 @@ def test_the_size_of_a_round_changes_nothing(ranks, round_mb):
 @pytest.mark.parametrize("way", WAYS[1:])
 def test_no_rank_has_more_than_its_share_of_the_momentum(ranks, way):
     # FSDP2 deals out rows, the others numbers with a little padding
-    assert compare(ranks, way, DEFAULT).momentum_share <= (1.03 if way == "FSDP2" else 1.01)
+    assert compare(ranks, way, COMMON).momentum_share <= (1.03 if way == "FSDP2" else 1.01)
 
 
 def test_zero_2_sends_only_what_straddles(ranks):
-    found = compare(ranks, "ZeRO 2", DEFAULT)
+    found = compare(ranks, "ZeRO 2", COMMON)
     straddling = [pieces for pieces in found.pieces if len(pieces) > 1]
     sent = sum(result.bytes_sent for result in found.results)
     assert sent <= NUM_STEPS * 2 * 4 * sum(map(sum, straddling))

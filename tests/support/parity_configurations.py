@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.support import toy_jobs as jobs
-from tests.support.toy import Run, one_process
+from tests.support.toy import MINIMAX, Run, one_process
 
 ZERO = ("ZeRO 1", "ZeRO 2", "ZeRO 3")  # DeepSpeed's
 WAYS = ("DDP", "FSDP2", *ZERO)
@@ -26,11 +26,13 @@ class Configuration:
         return self.name
 
 
-DEFAULT = Configuration("default map", Run())
+COMMON = Configuration("minimax 0.01", Run())  # its map is that of the configurations that name none
+DEFAULT = Configuration("default map, full rank", Run({}, full_rank=True))
 CONFIGURATIONS = (
+    COMMON,
     DEFAULT,
     Configuration("sns", Run({"map": "sns", "adjust_lr_fn": "match_rms_adamw", "lr": 1e-2})),
-    Configuration("measured RMS", Run({"adjust_lr_fn": "match_rms_measured", "lr": 1e-2})),
+    Configuration("measured RMS", Run({"map": MINIMAX, "adjust_lr_fn": "match_rms_measured", "lr": 1e-2})),
     Configuration("released", Run({"map": "released", "adjust_lr_fn": "original", "lr": 1e-1})),
     Configuration("Muon, map in float64", Run({"name": "muon"}, float64_map=True)),
     Configuration("HTMuon, full rank", Run({"name": "htmuon"}, full_rank=True)),

@@ -19,6 +19,7 @@ PAPER = ("optimizer.name=soren", "optimizer.lr=1e-6", "optimizer.aux_lr=3e-5", "
 PAPER += ("optimizer.weight_decay=0.1", "trainer.lr_scheduler_type=cosine", "trainer.warmup_steps=0.1")
 PAPER += ("trainer.save_strategy=no", "model.init_seed=null", "trainer.max_grad_norm=1.0")
 NARROW, KAHAN = "model.dtype=bfloat16", ("model.dtype=bfloat16", "optimizer.compensation=kahan")
+SHORT_REACH = "optimizer.map={name: minimax, resolution: 0.01}"
 LOST = ("model.dtype=bfloat16", "optimizer.compensation=none")
 
 
@@ -124,7 +125,8 @@ def test_every_optimizer_is_measured(paper, name, accumulation):
 
 
 # 2% is issue 6's bound. DPO's gradients differ by more: after 200 steps float32 under bfloat16 autocast is 1.8% of the
-# way apart from itself without, and Kahan 2.3%; by the same gradients they are equal (test_compensation.py).
+# way apart from itself without, and Kahan 2.3%; by the same gradients they are equal (test_compensation.py). The map is
+# that of the bounds: the default map also lifts the modes that are rounding noise of bfloat16 gradients (16% in dpo).
 @pytest.mark.parametrize(
     ("task", "steps", "bound"), [pytest.param("sft", 200, 0.02, marks=pytest.mark.slow), ("dpo", 20, 0.1)]
 )
@@ -132,7 +134,7 @@ def test_with_kahan_the_weights_go_the_way_of_float32(paper, task, steps, bound)
     """Each run by its own gradients: of bfloat16 forward passes, of float32 ones."""
     ends = {}
     for name, overrides in {"wide": (), "kahan": KAHAN}.items():
-        run = paper(f"trainer.max_steps={steps}", *overrides, task=task, name=name)
+        run = paper(f"trainer.max_steps={steps}", *overrides, SHORT_REACH, task=task, name=name)
         trainer = run.trainer()
         trainer.train()
         ways = [
