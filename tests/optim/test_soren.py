@@ -53,7 +53,8 @@ def test_the_first_step_maps_one_minus_momentum_squared_of_the_gradient():
     optimizer = Soren([p], lr=1.0, momentum=0.9)
     optimizer.map_observers = [lambda applied: seen.append(applied.output)]
     optimizer.step()
-    assert torch.allclose(seen[0], minimax_sigmoid(grad * (1 - 0.9**2)), atol=1e-6)
+    # the two inputs differ by rounding, 6e-8, which the map magnifies by a part of its slope of 5000
+    assert torch.allclose(seen[0], minimax_sigmoid(grad * (1 - 0.9**2)), atol=1e-5)
 
 
 @pytest.mark.parametrize(
