@@ -33,6 +33,9 @@ from ..spectral import (
 from .group_settings import checked_settings, choice, number, whole_number
 from .spectral_optimizer import SpectralOptimizer
 
+# Rows (the shorter side) from which "auto" is float16. In fewer, as in factors of LoRA, rounding does not average out
+# (tests/spectral/test_minimax.py, few rows), and tensor cores save nothing.
+NARROW_FROM = 64
 _MAP_CHECKS = {"resolution": choice(RESOLUTIONS), "steps": whole_number(NUM_STEPS)}
 
 
@@ -51,7 +54,8 @@ def complete_map(spectral_map: str | Mapping[str, Any]) -> dict[str, Any]:
 def factor_precision(precision: Precision, map_name: str, x: Tensor | None = None) -> FactorPrecision:
     """The precision of a map's factors for its input x, float32 or float64 (None: not asked for).
 
-    "auto" is float16 for the minimax map of float32 matrices on CUDA, otherwise float32: on a CPU float16 is emulated.
+    "auto" is float16 for the minimax map of float32 matrices of NARROW_FROM rows or more on CUDA, otherwise float32: on
+    a CPU float16 is emulated.
     Raises ValueError if the map does not have `precision`.
     """
     if precision not in map_precisions(map_name):
@@ -59,8 +63,9 @@ def factor_precision(precision: Precision, map_name: str, x: Tensor | None = Non
         raise ValueError(f"Soren precision: found {precision!r}; map {map_name!r} has {words}")
     if precision != "auto":
         return precision
-    is_fast = map_name == "minimax" and x is not None and x.is_cuda and x.dtype == torch.float32
-    return "float16" if is_fast else "float32"
+    if map_name != "minimax" or x is None or not x.is_cuda or x.dtype != torch.float32:
+        return "float32"
+    return "float16" if min(x.shape[-2:]) >= NARROW_FROM else "float32"
 
 
 class Soren(SpectralOptimizer, name="soren"):
@@ -82,9 +87,9 @@ class Soren(SpectralOptimizer, name="soren"):
     workspace_mb: MB (2^20 bytes) for mapping matrices of one shape in a batch; one that needs more is mapped alone.
         None is 16 on a CPU, 2048 elsewhere. It changes a step by rounding only.
     precision: of the factors of the map's matrix products, whose sums are float32: "auto" is float16 for minimax on
-        CUDA, within 1% of float32's update (docs/optimizers.md), and float32 otherwise; or "float32", "tf32",
-        "float16", "bfloat16". sns has "bfloat16" beside float32, iterated and summed in it, as Muon is; released has
-        float32 alone.
+        CUDA from 64 rows on, within 1% of float32's update (docs/optimizers.md), and float32 otherwise; or "float32",
+        "tf32", "float16", "bfloat16". sns has "bfloat16" beside float32, iterated and summed in it, as Muon is;
+        released has float32 alone.
     The map needs averaged, unscaled gradients, clipped before the step; singular values above 4 are guarded.
     Source: the paper's Algorithm 2.
     """

@@ -298,15 +298,16 @@ def test_the_map_has_the_precision_of_the_optimizer(precision):
     assert not torch.allclose(seen[0], minimax_sigmoid(grad), atol=1e-5)
 
 
-def test_auto_is_float16_on_cuda_for_float32_and_the_minimax_map_alone():
-    def auto(name, is_cuda, dtype=torch.float32):
-        return factor_precision("auto", name, SimpleNamespace(is_cuda=is_cuda, dtype=dtype))
+def test_auto_is_float16_on_cuda_for_float32_the_minimax_map_and_many_rows_alone():
+    def auto(name, is_cuda, dtype=torch.float32, shape=(2, 640, 64)):
+        return factor_precision("auto", name, SimpleNamespace(is_cuda=is_cuda, dtype=dtype, shape=shape))
 
     assert auto("minimax", True) == "float16"
     others = (
         ("minimax", False),
         *((name, True) for name in ("sns", "released", "exact")),
         ("minimax", True, torch.float64),
+        ("minimax", True, torch.float32, (640, 63)),
     )
     assert {auto(*case) for case in others} == {"float32"}
 
