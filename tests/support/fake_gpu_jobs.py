@@ -155,7 +155,8 @@ def measured(group):
     def run(put):
         dtype = torch.bfloat16 if group.rank() else torch.float32
         matrix, vector = nn.Parameter(put(drawn(0, dtype)["a"])), nn.Parameter(put(drawn(0, dtype)["norm"]))
-        groups = [{"params": [matrix]}, {"params": [vector], "rule": "adamw", "lr": 0.02}]
+        groups = [{"params": [matrix], "param_names": ["a"]}, {"params": [vector], "param_names": ["norm"]}]
+        groups[1] |= {"rule": "adamw", "lr": 0.02}
         optimizer = optim.Soren(groups, lr=0.02, compensation="kahan")
         attached = AttachedOptimizer(optimizer, [], optimizer, "fsdp2", [[matrix], [vector]], Ranks())
         start = StartingWeights([(0, matrix), (1, vector)])
