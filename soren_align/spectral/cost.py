@@ -71,10 +71,8 @@ def usual_workspace_numbers(
     Source: measured for the shapes of test_usual_workspace.
     """
     m, n = sorted((num_rows, num_columns))
-    if spectral_map == "sns":
+    if spectral_map in ("sns", "released"):
         return m * m + 5 * m * n
-    if spectral_map == "released":
-        return m * m + 4 * m * n
     if spectral_map == "muon":  # in bfloat16: elements of half the size
         return (m * m + 3 * m * n) // 2
     if spectral_map is None:
