@@ -25,7 +25,7 @@ MIN_BLOCK, MAX_BLOCKS = 128, 8
 MIN_BLOCK_ELSEWHERE = 64
 # Slopes from which a narrow factor is a sum of two, and from which the value at 0 is taken out of a product: with both
 # float16's distance to float32 for rank m/8 is 0.6% at a slope of 5000, with neither 52% (docs/log.md).
-HALVES_FROM, TAKEN_OUT_FROM = 100.0, 20.0
+HALVES_FROM, DIAGONAL_FROM = 100.0, 20.0
 NEAR_SQUARE = 1.15  # n / m up to which restarts after all steps, which replace square products by thin ones, cost less
 # Elements after each row, if there are blocks: at 1024 and 2048 rows the copies across the diagonal take half the time
 # if the stride is no power of two.
@@ -56,11 +56,11 @@ def by_products(
     tanh, beyond = _tanh_part(r, r2, nu, nu * scale, may_be_large, work)
     y, spare, lift, slope = x, None, None, table.slope  # y = lift @ x; slope: of the remaining steps, at 0
     for step, center in steps[:num_restarts]:
-        factor, at_zero = _odd_step(step, center, r, r2, work, slope), step[0]
+        factor = _odd_step(step, center, r, r2, work, slope)
         if r2 is not None:
-            factor, at_zero, r2 = factor.div_(nu), step[0] / nu, None
+            factor, r2 = factor.div_(nu), None
         work.release(r)
-        y, spare = work.apply(factor, at_zero, slope, y, spare), None if y is x else y
+        y, spare = work.apply(factor, slope, y, spare), None if y is x else y
         slope /= step[0]
         r = work.symmetric(y, y.mT)
         if thin:
@@ -272,23 +272,23 @@ class _Workspace:
         """a @ b, in `out` if there is one; b must not be `out`."""
         return multiply(*self._factors(a, b), out=out)
 
-    def apply(self, factor: Tensor, at_zero: Tensor | float, slope: float, y: Tensor, out: Tensor | None) -> Tensor:
-        """factor @ y, in `out` if there is one, for a polynomial with the value `at_zero` at 0; factor changes.
+    def apply(self, factor: Tensor, slope: float, y: Tensor, out: Tensor | None) -> Tensor:
+        """factor @ y, in `out` if there is one; factor changes.
 
-        slope: of this step and all later ones at 0. Rounding y adds noise outside of its singular vectors, which they
-        magnify by it, and rounding the diagonal of `factor` mixes these. So at_zero * y is taken out of the product,
-        which then multiplies such noise by 0, and from HALVES_FROM on y is a sum of two narrow factors.
+        slope: of this step and all later ones at 0, by which they magnify rounding. The diagonal of `factor`, which has
+        its value on all singular values near 0, is multiplied in float32, and from HALVES_FROM on y is a sum of two.
         """
-        if self.precision == "float32" or slope < TAKEN_OUT_FROM:
+        if self.precision == "float32" or slope < DIAGONAL_FROM:
             return self.product(factor, y, out)
-        _add_to_diagonal_(factor, -(at_zero[..., 0] if isinstance(at_zero, Tensor) else at_zero))
+        diagonal = factor.diagonal(dim1=-2, dim2=-1).clone()[..., None]
+        factor.diagonal(dim1=-2, dim2=-1).zero_()
         if slope < HALVES_FROM:
             product = self.product(factor, y, out)
         else:
             upper, lower = halves(y, self.precision)
             factor = rounded(factor, self.precision)
             product = multiply(factor, upper, out).add_(multiply(factor, lower), alpha=HALF_SCALE)
-        return product.addcmul_(y, torch.as_tensor(at_zero, dtype=y.dtype, device=y.device))
+        return product.addcmul_(diagonal, y)
 
     def add_product_(self, c: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """c + a @ b, in c."""
