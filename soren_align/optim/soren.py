@@ -33,8 +33,7 @@ from ..spectral import (
 from .group_settings import checked_settings, choice, number, whole_number
 from .spectral_optimizer import SpectralOptimizer
 
-# Rows (the shorter side) from which "auto" is float16. In fewer, as in factors of LoRA, rounding does not average out
-# (tests/spectral/test_minimax.py, few rows), and tensor cores save nothing.
+# Rows (the shorter side) from which "auto" is float16. In fewer, as in factors of LoRA, tensor cores save nothing.
 NARROW_FROM = 64
 _MAP_CHECKS = {"resolution": choice(RESOLUTIONS), "steps": whole_number(NUM_STEPS)}
 

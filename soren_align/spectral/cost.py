@@ -4,7 +4,8 @@ from typing import Literal
 
 from ..optimizer_settings import MUON_STEPS, RELEASED_STEPS, RESOLUTION, SNS_STEPS
 from .coefficients import SIGN, Sign
-from .products import HALVES_FROM, PADDING, block_size, ends_thin
+from .factors import HALVES_FROM
+from .products import PADDING, block_size, ends_thin
 
 SpectralMap = Literal["minimax", "sns", "released", "muon"]
 POLYNOMIAL_PRODUCTS = {2: 0, 3: 1, 5: 2}
@@ -90,10 +91,8 @@ def narrow_flops(num_rows: int, num_columns: int, resolution: float = RESOLUTION
     symmetric = sum(min(block, m - start) * (m - start) for start in range(0, m, block)) / m**2
     steps, slope = SIGN[resolution].steps, SIGN[resolution].slope
     num_thin, num_symmetric = len(steps) + 1, sum(POLYNOMIAL_PRODUCTS[len(step)] for step in steps)
-    num_square = 0
-    for number, (at_zero, *others) in enumerate(steps[:-1]):  # see `products._odd_step` and `_Workspace.apply`
-        num_thin += slope >= HALVES_FROM
-        num_symmetric += 2 * (slope >= HALVES_FROM and number == 0 and len(others) == 4)
-        num_square += slope >= HALVES_FROM > slope / at_zero and number > 0 and len(others) > 1
-        slope /= at_zero
-    return round((len(steps) * thin + num_symmetric * square) * symmetric) + num_thin * thin + num_square * square
+    for number, step in enumerate(steps[:-1]):
+        if slope >= HALVES_FROM:  # the second factor is a sum of two, but for R^2 of the first step
+            num_thin, num_symmetric = num_thin + 1, num_symmetric + POLYNOMIAL_PRODUCTS[len(step)] - (number == 0)
+        slope /= step[0]
+    return round((len(steps) * thin + num_symmetric * square) * symmetric) + num_thin * thin

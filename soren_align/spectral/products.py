@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .coefficients import SIGN, TANH, TANH_WIDE, WIDE_FROM, WIDE_LIMIT
-from .factors import HALF_SCALE, FactorPrecision, halves, multiply, rounded
+from .factors import FactorPrecision, Factors, multiply, rounded
 from .matrices import frobenius_norm, replace_zeros
 
 # Rows of a block of a symmetric product. The part below the diagonal is copied: with 8 blocks 9/16 of the work, in 0.69
@@ -23,9 +23,6 @@ MIN_BLOCK, MAX_BLOCKS = 128, 8
 # Elsewhere: a guess, not measured. A block of 2048 rows has 32 tiles of 128 x 128 for the 132 multiprocessors of an
 # H100, and batches of matrices (`optim.map_batches`) have more.
 MIN_BLOCK_ELSEWHERE = 64
-# Slopes from which a narrow factor is a sum of two, and from which the value at 0 is taken out of a product: with both
-# float16's distance to float32 for rank m/8 is 0.6% at a slope of 5000, with neither 52% (docs/log.md).
-HALVES_FROM, DIAGONAL_FROM = 100.0, 20.0
 NEAR_SQUARE = 1.15  # n / m up to which restarts after all steps, which replace square products by thin ones, cost less
 # Elements after each row, if there are blocks: at 1024 and 2048 rows the copies across the diagonal take half the time
 # if the stride is no power of two.
@@ -54,13 +51,13 @@ def by_products(
     r = work.symmetric(x, x.mT)
     r2, nu = _normalise_(r, work)
     tanh, beyond = _tanh_part(r, r2, nu, nu * scale, may_be_large, work)
-    y, spare, lift, slope = x, None, None, table.slope  # y = lift @ x; slope: of the remaining steps, at 0
+    y, spare, lift, slope = x, None, None, table.slope  # y = lift @ x; slope: of the remaining steps, see `Factors`
     for step, center in steps[:num_restarts]:
         factor = _odd_step(step, center, r, r2, work, slope)
         if r2 is not None:
             factor, r2 = factor.div_(nu), None
         work.release(r)
-        y, spare = work.apply(factor, slope, y, spare), None if y is x else y
+        y, spare = work.product(factor, y, spare, slope), None if y is x else y
         slope /= step[0]
         r = work.symmetric(y, y.mT)
         if thin:
@@ -147,12 +144,7 @@ def _odd_step(
     work: "_Workspace",
     slope: float = 1.0,
 ) -> Tensor:
-    """p(u) / u as a matrix polynomial in R = u^2, for p of degree 3, 5 or 9. R^2, if known, is released.
-
-    slope: of this step and all later ones at 0, by which they magnify rounding. Where it is HALVES_FROM or more, narrow
-    factors are sums of two in the first step's last product, and in Z^2 of the last such step.
-    """
-    in_halves, is_first = slope >= HALVES_FROM, r2 is not None
+    """p(u) / u as a matrix polynomial in R = u^2, for p of degree 3, 5 or 9. R^2, if known, is released."""
     c0, c1, *c = _about(center, coefficients)
     if r2 is not None:
         r2 = _add_to_diagonal_(r2.add_(r, alpha=-2 * center), center**2)
@@ -160,12 +152,12 @@ def _odd_step(
     if not c:
         result = torch.mul(z, c1, out=work.take())
     else:
-        z2 = work.symmetric(z, z, in_halves and slope / coefficients[0] < HALVES_FROM) if r2 is None else r2
+        z2 = work.symmetric(z, z, slope) if r2 is None else r2
         if len(c) == 1:
             result = z2.mul_(c[0])
         else:
             inner = torch.mul(z2, c[2], out=work.take()).add_(z, alpha=c[1])
-            result = work.symmetric(z2, _add_to_diagonal_(inner, c[0]), in_halves and is_first)
+            result = work.symmetric(z2, _add_to_diagonal_(inner, c[0]), slope)
             work.release(z2, inner)
         result.add_(z, alpha=c1)
     _add_to_diagonal_(z, center)  # R again
@@ -245,57 +237,24 @@ class _Workspace:
     def release(self, *buffers: Tensor) -> None:
         self._free.extend(buffers)
 
-    def symmetric(self, a: Tensor, b: Tensor, in_halves: bool = False) -> Tensor:
-        """a @ b, which must be symmetric: the blocks above the diagonal are computed, those below are copied.
-
-        in_halves: each narrow factor is a sum of two, whose smaller parts are not multiplied. For symmetric a and b.
-        """
-        in_halves = in_halves and self.precision != "float32"
-        result, rows, is_square = self.take(), a.shape[-2], a is b
-        (a, lower_a), (b, lower_b) = (
-            halves(c, self.precision) if in_halves else (rounded(c, self.precision),) * 2 for c in (a, b)
-        )
+    def symmetric(self, a: Tensor, b: Tensor, slope: float = 1.0) -> Tensor:
+        """a @ b, which must be symmetric: the blocks above the diagonal are computed, those below are copied."""
+        result, rows = self.take(), a.shape[-2]
+        factors = Factors(a, b, self.precision, slope)
         for start in range(0, rows, self.block):
             stop = min(start + self.block, rows)
-            block = multiply(a[..., start:stop, :], b[..., start:], out=result[..., start:stop, start:])
-            if in_halves and not is_square:
-                for left, right in ((a, lower_b), (lower_a, b)):
-                    block.add_(multiply(left[..., start:stop, :], right[..., start:]), alpha=HALF_SCALE)
+            factors.multiply(result[..., start:stop, start:], slice(start, stop), slice(start, None))
             if stop < rows:
                 result[..., stop:, start:stop] = result[..., start:stop, stop:].mT
-        if in_halves and is_square:
-            rest = multiply(a, lower_a)
-            result.add_(rest, alpha=HALF_SCALE).add_(rest.mT, alpha=HALF_SCALE)
         return result
 
-    def product(self, a: Tensor, b: Tensor, out: Tensor | None) -> Tensor:
+    def product(self, a: Tensor, b: Tensor, out: Tensor | None, slope: float = 1.0) -> Tensor:
         """a @ b, in `out` if there is one; b must not be `out`."""
-        return multiply(*self._factors(a, b), out=out)
-
-    def apply(self, factor: Tensor, slope: float, y: Tensor, out: Tensor | None) -> Tensor:
-        """factor @ y, in `out` if there is one; factor changes.
-
-        slope: of this step and all later ones at 0, by which they magnify rounding. The diagonal of `factor`, which has
-        its value on all singular values near 0, is multiplied in float32, and from HALVES_FROM on y is a sum of two.
-        """
-        if self.precision == "float32" or slope < DIAGONAL_FROM:
-            return self.product(factor, y, out)
-        diagonal = factor.diagonal(dim1=-2, dim2=-1).clone()[..., None]
-        factor.diagonal(dim1=-2, dim2=-1).zero_()
-        if slope < HALVES_FROM:
-            product = self.product(factor, y, out)
-        else:
-            upper, lower = halves(y, self.precision)
-            factor = rounded(factor, self.precision)
-            product = multiply(factor, upper, out).add_(multiply(factor, lower), alpha=HALF_SCALE)
-        return product.addcmul_(diagonal, y)
+        return Factors(a, b, self.precision, slope).multiply(out)
 
     def add_product_(self, c: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """c + a @ b, in c."""
-        a, b = self._factors(a, b)
+        a, b = rounded(a, self.precision), rounded(b, self.precision)
         if a.dtype != c.dtype:
             return c.add_(multiply(a, b))
         return (torch.addmm if c.ndim == 2 else torch.baddbmm)(c, a, b, out=c)
-
-    def _factors(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        return rounded(a, self.precision), rounded(b, self.precision)

@@ -25,6 +25,7 @@ SPECTRA = {
     "flat": torch.ones_like,
     "rank m/8": lambda i: (i <= len(i) / 8).double(),
     "rank one": lambda i: (i == 1).double(),
+    "rank 16, 1/i": lambda i: (i <= 16) / i,
 }
 
 
