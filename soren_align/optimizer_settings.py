@@ -82,6 +82,9 @@ PRECISIONS: dict[str, tuple[Precision, ...]] = {
     "released": ("auto", "float32"),
 }
 """Of a map; those without an entry have "auto" only."""
+NARROW_FROM = 64
+"""Rows (the shorter side) from which "auto" is float16 on a GPU: in fewer, as in factors of LoRA, tensor cores save
+nothing."""
 
 
 def map_precisions(name: str) -> tuple[Precision, ...]:

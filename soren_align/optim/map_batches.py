@@ -8,7 +8,7 @@ from .pieces import Whole
 
 # MB (2^20 bytes), by device. On two CPU cores a batch of 64 x 64 takes a quarter of the time, of 256 x 256 four fifths,
 # of 512 x 512 a third more: 16 MB keep those apart. Elsewhere 2048 is a guess, not measured: a product of
-# 256 rows has 4 tiles of 128 x 128 for the 132 multiprocessors of an H100, and all 72 of Qwen2.5-3B make two batches.
+# 256 rows has 4 tiles of 128 x 128 for the 132 multiprocessors of an H100, and all 72 of Qwen2.5-3B make one batch.
 WORKSPACE_MB = {"cpu": 16}
 WORKSPACE_MB_ELSEWHERE = 2048
 
@@ -25,7 +25,9 @@ def map_batches(matrices: Sequence[Whole], workspace_mb: float | None) -> list[l
     batches = []
     for (shape, dtype, device), equal in indices.items():
         limit = default_workspace_mb(device.type) if workspace_mb is None else workspace_mb
-        num_bytes = (num_workspace_numbers(*shape) + math.prod(shape)) * dtype.itemsize  # of a map and its input
+        num_bytes = (
+            num_workspace_numbers(*shape, device.type) + math.prod(shape)
+        ) * dtype.itemsize  # of a map and its input
         size = max(1, int(limit * 2**20 / num_bytes))
         batches += [equal[start : start + size] for start in range(0, len(equal), size)]
     return batches

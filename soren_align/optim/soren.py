@@ -11,6 +11,7 @@ from ..optimizer_settings import (
     COMPENSATION,
     MAPS,
     MOMENTUM,
+    NARROW_FROM,
     NESTEROV,
     NON_NEGATIVE,
     NUM_STEPS,
@@ -33,8 +34,6 @@ from ..spectral import (
 from .group_settings import checked_settings, choice, number, whole_number
 from .spectral_optimizer import SpectralOptimizer
 
-# Rows (the shorter side) from which "auto" is float16. In fewer, as in factors of LoRA, tensor cores save nothing.
-NARROW_FROM = 64
 _MAP_CHECKS = {"resolution": choice(RESOLUTIONS), "steps": whole_number(NUM_STEPS)}
 
 

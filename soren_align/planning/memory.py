@@ -1,7 +1,7 @@
 """The memory of one rank by kind of tensor, under DDP, ZeRO and FSDP2.
 
 These are the rules of DeepSpeed 0.19.8 (stage_1_and_2.py, stage3.py, bf16_optimizer.py), torch's DDP and FSDP2 and
-accelerate's settings of them; tests/sharding/test_forecast.py compares DeepSpeed's own tensors with them. Not included:
+accelerate's settings of them; tests/planning/test_forecast.py compares DeepSpeed's own tensors with them. Not included:
 activations, temporarily gathered weights, single matrices, padding, fragmentation of the allocator.
 """
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from ..optim.adamw_step import workspace
+from ..optimizer_settings import RESOLUTION
 from ..recipe import Parallel
 from ..sharding.exchange_plan import ROUND_MB
 from ..spectral.cost import SpectralMap
@@ -38,17 +39,20 @@ class StepSettings:
     """The settings of a run that the cost and memory of its steps depend on.
 
     optimizer: "adamw" updates the matrices too, and no spectral map is computed.
-    spectral_map: whose FLOPs are counted, minimax in its default resolution; None: a decomposition, not counted.
+    spectral_map: whose FLOPs are counted, with its ns_steps or resolution; None: a decomposition, not counted.
+    narrow_from: rows from which its products have narrow factors, None for never.
     compute_dtype: "bfloat16" or "float16": under ZeRO the dtype of the weights, elsewhere autocast over their own.
     has_reference_model: DPO's starting model, stored as the trained one.
     workspace_mb: of maps in a batch, as in the optimizer. round_mb: of a round of the exchange of matrices.
     weight_bytes: of a trained number, and of its gradient; ZeRO chooses its own. compensation_bytes: beside each.
-    on_cpu: the ranks' device is a CPU. narrow_factors: the map's products have factors of 16 bits.
+    on_cpu: the ranks' device is a CPU.
     """
 
     optimizer: str = "soren"
     spectral_map: SpectralMap | None = "minimax"
     ns_steps: int | None = None
+    resolution: float = RESOLUTION
+    narrow_from: int | None = None
     compute_dtype: str = "bfloat16"
     has_reference_model: bool = False
     workspace_mb: float = 2048
@@ -56,7 +60,10 @@ class StepSettings:
     weight_bytes: int = FLOAT32
     compensation_bytes: int = 0
     on_cpu: bool = False
-    narrow_factors: bool = False
+
+    def is_narrow(self, shape: tuple[int, int]) -> bool:
+        """Whether the map of a matrix of this shape has narrow factors."""
+        return self.narrow_from is not None and min(shape) >= self.narrow_from
 
     def state_bytes(self, shard: Numel) -> int:
         """Bytes of the moments of `shard`, always float32: AdamW has two, a spectral optimizer one."""

@@ -111,6 +111,7 @@ def _settings(recipe: Recipe, has_adapter: bool) -> StepSettings:
         optimizer=optimizer.name,
         spectral_map=optimizer.cost_map,
         ns_steps=optimizer.map_steps,
+        resolution=optimizer.map_resolution,
         compute_dtype=compute_dtype(recipe),
         # With an adapter the reference is the model without it, or with a copy of it.
         has_reference_model=recipe.task == "dpo" and not trainer.get("precompute_ref_log_probs") and not has_adapter,
@@ -118,7 +119,7 @@ def _settings(recipe: Recipe, has_adapter: bool) -> StepSettings:
         weight_bytes=2 if recipe.model.dtype == "bfloat16" and not has_adapter else 4,
         compensation_bytes=2 if optimizer.compensation == "kahan" else 0,
         on_cpu=on_cpu,
-        narrow_factors=not on_cpu and optimizer.has_narrow_factors,
+        narrow_from=None if on_cpu else optimizer.narrow_from,
     )
 
 

@@ -12,7 +12,7 @@ from ..recipe import Parallel
 from ..sharding.exchange_plan import ExchangePlan, make_exchange_plan
 from ..sharding.geometry import flat_partitions, parameter_slices, replicas, row_blocks
 from ..sharding.ownership import elements_sent, flops_per_rank
-from ..spectral import num_flops, num_workspace_numbers, usual_workspace_numbers
+from ..spectral import narrow_flops, num_flops, num_workspace_numbers, usual_workspace_numbers
 from .memory import FLOAT32, Component, Location, Phase, StepSettings, adamw_workspace, components
 from .sizes import ModelSizes, RankSizes, numel_of, partition_numel, sub_groups
 
@@ -95,7 +95,10 @@ def _flops_per_rank(plan: ExchangePlan, settings: StepSettings) -> Sequence[int]
         return flops_per_rank(plan.layout, plan.owners)
     flops = [0] * plan.layout.num_ranks
     for matrix, owner in zip(plan.layout.matrices, plan.owners, strict=True):
-        flops[owner] += num_flops(settings.spectral_map, *matrix.shape, settings.ns_steps)
+        if settings.is_narrow(matrix.shape):
+            flops[owner] += narrow_flops(*matrix.shape, settings.resolution)
+        else:
+            flops[owner] += num_flops(settings.spectral_map, *matrix.shape, settings.ns_steps, settings.resolution)
     return flops
 
 
@@ -135,13 +138,13 @@ def _exchange_bytes(plan: ExchangePlan) -> int:
 
 def _map_workspace(plan: ExchangePlan, settings: StepSettings) -> int:
     """Bytes of the largest batch of maps, its input included, as GroupUpdate.map_ makes them."""
-    peak = 0
+    peak, device_type = 0, "cpu" if settings.on_cpu else "cuda"
     for indices in (plan.local, *plan.rounds):
         batches = Counter((plan.owners[i], plan.layout.matrices[i].shape) for i in indices)
         for (_, shape), number in batches.items():
-            upper_bound = (num_workspace_numbers(*shape) + shape[0] * shape[1]) * FLOAT32
+            upper_bound = (num_workspace_numbers(*shape, device_type) + shape[0] * shape[1]) * FLOAT32
             batch_size = max(1, min(number, int(settings.workspace_mb * 2**20 / upper_bound)))
-            usual = usual_workspace_numbers(settings.spectral_map, *shape, settings.narrow_factors)
+            usual = usual_workspace_numbers(settings.spectral_map, *shape, settings.is_narrow(shape))
             usual = (usual + shape[0] * shape[1]) * FLOAT32
             peak = max(peak, usual * batch_size)
     return peak

@@ -133,9 +133,14 @@ class OptimizerSection(Section):
         return None
 
     @property
-    def has_narrow_factors(self) -> bool:
-        """Whether the products of the minimax map have factors of 16 bits on a GPU."""
-        return False
+    def map_resolution(self) -> float:
+        """Of the minimax map."""
+        return settings.RESOLUTION
+
+    @property
+    def narrow_from(self) -> int | None:
+        """Rows from which the products of the minimax map have narrow factors on a GPU; None: never."""
+        return None
 
     def resolved(self, trains_adapter: bool) -> Self:
         """With the defaults that depend on other keys written out."""
@@ -196,9 +201,16 @@ class SorenSettings(MatrixOptimizer):
         return None if isinstance(self.map, ExactMap) else self.map.name
 
     @property
-    def has_narrow_factors(self) -> bool:
+    def map_resolution(self) -> float:
+        """The `resolution` of `map`."""
+        return self.map.resolution if isinstance(self.map, MinimaxMap) else settings.RESOLUTION
+
+    @property
+    def narrow_from(self) -> int | None:
         """By `precision`."""
-        return isinstance(self.map, MinimaxMap) and self.precision in ("auto", "float16", "bfloat16")
+        if not isinstance(self.map, MinimaxMap) or self.precision == "float32":
+            return None
+        return settings.NARROW_FROM if self.precision == "auto" else 1
 
     @property
     def map_steps(self) -> int | None:

@@ -1,6 +1,6 @@
 """Maps of singular values: pure functions on [..., m, n], batched, tall or wide; the input is never modified."""
 
-from .cost import num_flops, num_workspace_numbers, usual_workspace_numbers
+from .cost import narrow_flops, num_flops, num_workspace_numbers, usual_workspace_numbers
 from .exact import exact_sigmoid, spectral_power
 from .factors import FactorPrecision
 from .fidelity import distance_from_sigmoid, singular_values
@@ -18,6 +18,7 @@ __all__ = [
     "guarded_minimax_sigmoid",
     "guarded_soft_newton_schulz",
     "minimax_sigmoid",
+    "narrow_flops",
     "newton_schulz",
     "num_flops",
     "num_workspace_numbers",

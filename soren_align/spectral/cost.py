@@ -52,14 +52,16 @@ def minimax_flops(table: Sign, num_rows: int, num_columns: int) -> int:
     return round(((1 + restarts) * thin + num_square * square) * symmetric) + (restarts + 1) * thin + restarts * square
 
 
-def num_workspace_numbers(num_rows: int, num_columns: int) -> int:
+def num_workspace_numbers(num_rows: int, num_columns: int, device_type: str = "cpu") -> int:
     """The largest number of elements that a map of one matrix allocates at once, its result included, not its input.
 
     That of `minimax_sigmoid` by products, the default map: 7 buffers of m x m, with padding, and two of m x n
-    (test_no_more_memory_than_stated).
+    (test_no_more_memory_than_stated); on a GPU 6 of each, with the copies that narrow factors are (test_cost.py).
     """
     m, n = sorted((num_rows, num_columns))
-    return 7 * m * (m + PADDING) + 2 * m * n
+    if device_type == "cpu":
+        return 7 * m * (m + PADDING) + 2 * m * n
+    return 6 * (m * (m + PADDING) + m * n)
 
 
 def usual_workspace_numbers(
@@ -68,7 +70,8 @@ def usual_workspace_numbers(
     """As `num_workspace_numbers`, but for `spectral_map`, and for a matrix of norm 1 at most, as clipped gradients are.
 
     spectral_map: None is a decomposition, without the workspace of its library.
-    narrow: the products of "minimax" have factors of 16 bits; x is then copied, and each factor.
+    narrow: the products of "minimax" have factors of 16 bits on a GPU; x is then copied, and each factor. TF32's are
+        copied too, and take up to a fifth more.
     Source: measured for the shapes of test_usual_workspace.
     """
     m, n = sorted((num_rows, num_columns))
@@ -78,9 +81,9 @@ def usual_workspace_numbers(
         return (m * m + 3 * m * n) // 2
     if spectral_map is None:
         return 2 * m * m + 7 * m * n
+    padding = PADDING if block_size(m, "cuda" if narrow else "cpu") < m else 0
     if narrow:
-        return (11 * m * (m + PADDING) + 7 * m * n) // 2
-    padding = PADDING if block_size(m) < m else 0
+        return (11 * m * (m + padding) + 10 * m * n) // 2
     return (5 if ends_thin(m, n) else 7) * m * (m + padding) + 2 * m * n
 
 

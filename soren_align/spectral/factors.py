@@ -28,7 +28,7 @@ def rounded(a: Tensor, precision: FactorPrecision) -> Tensor:
 def halves(a: Tensor, precision: FactorPrecision) -> tuple[Tensor, Tensor]:
     """Two factors (b, c) with a = b + HALF_SCALE c to twice the bits of one."""
     upper = rounded(a, precision)
-    return upper, rounded((a - upper) / HALF_SCALE, precision)  # scaled, since float16 ends at 6e-8
+    return upper, rounded((a - upper).div_(HALF_SCALE), precision)  # scaled, since float16 ends at 6e-8
 
 
 def multiply(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:

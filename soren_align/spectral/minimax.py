@@ -75,7 +75,7 @@ def guarded_minimax_sigmoid(
     wide = wide.where(finite, 0.0)
     scale = replace_zeros(wide.abs().amax(dim=(-2, -1), keepdim=True))
     with tf32_products(x.device.type, precision == "tf32"):
-        result, num_guarded = evaluate(wide / scale, scale, may_be_large, resolution)
+        result, num_guarded = evaluate(wide.div_(scale), scale, may_be_large, resolution)
     return from_wide(result.masked_fill(~finite, torch.nan), x), num_guarded
 
 

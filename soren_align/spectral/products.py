@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .coefficients import SIGN, TANH, TANH_WIDE, WIDE_FROM, WIDE_LIMIT
-from .factors import FactorPrecision, Factors, multiply, rounded
+from .factors import FactorPrecision, Factors
 from .matrices import frobenius_norm, replace_zeros
 
 # Rows of a block of a symmetric product. The part below the diagonal is copied: with 8 blocks 9/16 of the work, in 0.69
@@ -254,7 +254,6 @@ class _Workspace:
 
     def add_product_(self, c: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """c + a @ b, in c."""
-        a, b = rounded(a, self.precision), rounded(b, self.precision)
-        if a.dtype != c.dtype:
-            return c.add_(multiply(a, b))
+        if self.precision != "float32":
+            return c.add_(self.product(a, b, None))
         return (torch.addmm if c.ndim == 2 else torch.baddbmm)(c, a, b, out=c)
