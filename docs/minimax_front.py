@@ -140,7 +140,7 @@ def recorded_errors(values: Callable[[np.ndarray], np.ndarray]) -> dict[tuple[st
     """{(set, step): (mean, worst)} of |map(M) - exact(M)|_F / |exact(M)|_F over the recorded spectra, in float64."""
     errors: dict[tuple[str, int], list[float]] = {}
     for spectrum in spectra.load():
-        sigma = np.array(spectrum.singular_values)
+        sigma = spectrum.sigma.numpy()
         exact = exact_values(sigma, spectrum.shape)
         error = np.linalg.norm(values(sigma) - exact) / np.linalg.norm(exact)
         errors.setdefault((spectrum.set, spectrum.step), []).append(float(error))

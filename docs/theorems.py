@@ -273,7 +273,7 @@ def print_recorded() -> None:
     print(f"\n| momenta | matrices | sigma_min / sigma_max | alpha / beta | eta | rho: {'; '.join(MAPS)} |")
     print("|---|---|---|---|---|---|")
     for key in sorted({(s.set, s.step) for s in recorded}):
-        sigmas = [torch.tensor(s.singular_values, dtype=torch.float64) for s in recorded if (s.set, s.step) == key]
+        sigmas = [s.sigma for s in recorded if (s.set, s.step) == key]
         gains = [s.sigmoid() / s for s in sigmas]
         errors = {name: [_diagonal_rho(s, spectral_map) for s in sigmas] for name, spectral_map in MAPS.items()}
         columns = (

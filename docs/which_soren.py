@@ -34,8 +34,7 @@ def momenta() -> dict[str, list[Tensor]]:
     index = torch.arange(1, SIZE + 1, dtype=torch.float64)
     sets = {name: [index**-power / (index**-power).norm()] for name, power in POWERS.items()}
     for spectrum in spectra.load():
-        values = torch.tensor(spectrum.singular_values, dtype=torch.float64)
-        sets.setdefault(spectrum.set, []).append(values)
+        sets.setdefault(spectrum.set, []).append(spectrum.sigma)
     return sets
 
 

@@ -98,8 +98,8 @@ class RunFolder:
         write(self.path / "run.json", json.dumps(record, indent=2) + "\n")
 
     def complete_checkpoints(self) -> list[Path]:
-        """Return the complete checkpoints (see trainers/checkpoints.py)."""
-        return [seal.parent for seal in self.checkpoints.glob(f"checkpoint-*/{COMPLETE_MARKER}")]
+        """Return the complete checkpoints (see trainers/checkpoints.py), in the order of their steps."""
+        return sorted((seal.parent for seal in self.checkpoints.glob(f"checkpoint-*/{COMPLETE_MARKER}")), key=step_of)
 
     # -- one process at a time --------------------------------------------------------------------------------------
 
@@ -199,6 +199,12 @@ class RunFolder:
                     if json.loads(line)["step"] <= step:
                         lines.append(line)
             write(file, "".join(line + "\n" for line in lines))
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the optimizer step in a checkpoint's name; -1 for a name of another form."""
+    number = checkpoint.name.removeprefix("checkpoint-")
+    return int(number) if number.isdecimal() else -1
 
 
 def now() -> str:

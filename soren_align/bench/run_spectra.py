@@ -8,7 +8,6 @@ import json
 import math
 import pickle
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -20,37 +19,15 @@ from ..errors import UserError
 from ..files import parse_json, read_text
 from ..optim import Muon, Soren, SpectralOptimizer
 from ..optimizer_settings import MAPS, RESOLUTIONS
-from ..run_folder import RunFolder
+from ..run_folder import RunFolder, step_of
 from ..spectral import singular_values
-from ..spectral.exact import null_space_bound
+from .spectra import Spectrum
 
 MAX_BYTES = 1 << 28  # of spectra.jsonl; 252 matrices with 2048 singular values are 6 MB a step
 MAX_RANK = 1 << 14  # of a matrix in it: the diagonal matrix of a larger one has more than 1 GB
 SHARES = (0.01, 0.001)
 """Of nu, the norm by which `minimax` divides; the table counts the modes below them."""
 EXACT = "exact"
-
-
-@dataclass(frozen=True)
-class Spectrum:
-    """The singular values of one matrix's momentum before one step: float64, in descending order."""
-
-    name: str
-    step: int
-    shape: tuple[int, int]
-    singular_values: Tensor
-
-    @property
-    def nu(self) -> float:
-        """(sum of sigma^8)^(1/8)."""
-        return float(torch.linalg.vector_norm(self.singular_values, 8))
-
-    @property
-    def without_null_space(self) -> Tensor:
-        """The singular values with 0 for those of the numerical null space, which are noise that no map should see."""
-        sigma = self.singular_values
-        bound = null_space_bound(torch.empty(self.shape, dtype=torch.float32, device="meta"))
-        return sigma.where(sigma > bound * sigma[0], 0.0)
 
 
 def spectra_of_run(folder: RunFolder, globs: Sequence[str] = ("*",)) -> tuple[str, list[Spectrum]]:
@@ -61,7 +38,7 @@ def spectra_of_run(folder: RunFolder, globs: Sequence[str] = ("*",)) -> tuple[st
     if folder.spectra.is_file():
         source, spectra = "the map's input, recorded in training", list(_recorded(folder.spectra))
     else:
-        checkpoint = max(folder.complete_checkpoints(), key=_step, default=None)
+        checkpoint = next(reversed(folder.complete_checkpoints()), None)
         if checkpoint is None or not (checkpoint / "optimizer.pt").is_file():
             raise UserError(
                 f"{folder}: has no spectra.jsonl, and no checkpoint with the momentum of whole matrices; "
@@ -80,11 +57,11 @@ def _recorded(file: Path) -> Iterator[Spectrum]:
     for number, line in enumerate(read_text(file, MAX_BYTES).splitlines(), 1):
         record = parse_json(line, f"{file.name}:{number}")
         try:
-            shape, values = tuple(record["shape"]), torch.tensor(record["singular_values"], dtype=torch.float64)
-            spectrum = Spectrum(str(record["name"]), int(record["step"]), shape, values.sort(descending=True).values)
+            shape, values = tuple(record["shape"]), sorted(map(float, record["singular_values"]), reverse=True)
+            spectrum = Spectrum(str(record["name"]), int(record["step"]), shape, tuple(values))
             rank = min(shape)
-            damaged = len(shape) != 2 or values.shape != (rank,) or not 0 < rank <= MAX_RANK
-            damaged = damaged or not bool((values.isfinite() & (values >= 0)).all())
+            damaged = len(shape) != 2 or len(values) != rank or not 0 < rank <= MAX_RANK
+            damaged = damaged or not all(math.isfinite(value) and value >= 0 for value in values)
         except (KeyError, TypeError, ValueError, RuntimeError, OverflowError):
             damaged = True
         if damaged:
@@ -104,11 +81,7 @@ def _of_checkpoint(checkpoint: Path, globs: Sequence[str]) -> Iterator[Spectrum]
         raise UserError(f"{file}: not the state of an optimizer with matrices") from None
     for name, momentum in momenta.items():
         if any(fnmatchcase(name, glob) for glob in globs):
-            yield Spectrum(name, _step(checkpoint), tuple(momentum.shape), singular_values(momentum))
-
-
-def _step(checkpoint: Path) -> int:
-    return int(checkpoint.name.rpartition("-")[2])
+            yield Spectrum(name, step_of(checkpoint), tuple(momentum.shape), tuple(singular_values(momentum).tolist()))
 
 
 def all_maps() -> dict[str, SpectralOptimizer]:
@@ -151,7 +124,7 @@ def measure(spectrum: Spectrum, maps: dict[str, SpectralOptimizer]) -> dict[str,
             "cosine": float(output @ exact / norm) / size if size else 0.0,
             "size": size / (Soren.map_level * math.sqrt(min(spectrum.shape))),
         }
-    sigma, nu = spectrum.singular_values, spectrum.nu
+    sigma, nu = spectrum.sigma, spectrum.nu
     below = {f"{share:g}": float((sigma < share * nu).double().mean()) for share in SHARES}
     about = {"name": spectrum.name, "step": spectrum.step, "shape": list(spectrum.shape)}
     return {**about, "largest": float(sigma[0]), "nu": nu, "below": below, "maps": fidelity}

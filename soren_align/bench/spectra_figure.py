@@ -12,7 +12,8 @@ from PIL import Image
 from torch import Tensor
 
 from ..optim import SpectralOptimizer
-from .run_spectra import EXACT, Spectrum, mapped, short_names
+from .run_spectra import EXACT, mapped, short_names
+from .spectra import Spectrum
 
 MAX_LAYERS, MAX_STEPS = 3, 3
 # Line styles and markers differ without colour too. Okabe and Ito's colours, the lightest excepted.

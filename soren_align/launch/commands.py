@@ -180,9 +180,9 @@ def universal(run: str) -> None:
         set_environment(recipe)
         console = stderr_console()
         with console.status("Converting the last checkpoint"), _recording_errors(folder):
-            from ..trainers.checkpoints import make_universal, step_of
+            from ..trainers.checkpoints import make_universal
 
-            checkpoint = max(folder.complete_checkpoints(), key=step_of)
+            checkpoint = folder.complete_checkpoints()[-1]
             with quiet_libraries():
                 make_universal(checkpoint)
             if record.get("processes"):

@@ -47,7 +47,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
     placement: Placement | None = None  # set it if the parameters are shards or replicas of matrices
     pending_observer: Callable[[PendingUpdate], None] | None = None  # gets every update on this rank before it is made
     observer: Callable[[AppliedUpdate], None] | None = None  # gets every update on this rank after it is made
-    map_observers: Sequence[Callable[[AppliedMap], None]] = ()  # each gets every map of a matrix on this rank
+    map_observers: frozenset[Callable[[AppliedMap], None]] = frozenset()  # each gets every map of a matrix on this rank
     max_norm: float | None = None  # at least |x|_F of every input of `map_matrix` in this step; None: not known
     num_maps = 0  # matrices mapped
     num_guarded = 0  # of these, matrices with a singular value beyond the domain of the map's polynomials

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from ..optim import ADAMW_RMS, OPTIMIZERS, Route, ulp
-from ..optimizer_settings import RELEASED_STEPS
 from ..recipe import Recipe, parallel, trains_adapter
 from ..spectral import released_level
 
@@ -74,7 +73,7 @@ def _rms(recipe: Recipe, shape: tuple[int, ...]) -> float:
 
 def _map_level(recipe: Recipe, shape: tuple[int, ...]) -> float:
     """The map's value for an ordinary singular value; for the released map its largest mean, on a flat spectrum."""
-    name: Any = recipe.optimizer.name
-    if recipe.optimizer.cost_map == "released":
-        return released_level(shape[0], shape[1], recipe.optimizer.map_steps or RELEASED_STEPS)
-    return OPTIMIZERS[name].map_level
+    optimizer: Any = recipe.optimizer
+    if optimizer.cost_map == "released":
+        return released_level(shape[0], shape[1], optimizer.map_steps)
+    return OPTIMIZERS[optimizer.name].map_level

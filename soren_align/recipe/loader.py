@@ -4,7 +4,6 @@ All mistakes are reported together, each with its file, line and key, the findin
 """
 
 import io
-import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from ..yaml_reader import Key, dotted, parse_yaml
 from . import trl_config
 from .checks import problems_beyond_schema
 from .merging import Notify, merged, override
-from .messages import place, sentences
+from .messages import messages, place
 from .sections import Recipe, resolve
 
 
@@ -73,7 +72,7 @@ def load_resolved(path: Path) -> Recipe:
     except ValidationError as error:
         raise UserError(
             f"{path}: not a recipe that this version of soren-align can read:",
-            *(f"  {line.removeprefix('recipe ')}" for line in sentences(error, {})[:3]),
+            *(f"  {dotted(key)}: {message}" for key, message in messages(error)[:3]),
         ) from None
 
 
@@ -121,12 +120,11 @@ def _read(path: Path, notify: Notify, extending: tuple[Path, ...] = ()) -> tuple
 
 def _checked(raw: dict[str, Any], lines: dict[Key, str], problems: list[str], task: str | None) -> Recipe:
     """The resolved recipe; raises UserError with `problems` and all others, in the order of lines."""
-    recipe = None
+    recipe, more = None, list[tuple[Key, str]]()
     try:
         recipe = Recipe.model_validate(raw)
     except ValidationError as error:
-        problems += sentences(error, lines)
-    more: list[tuple[Key, str]] = []
+        more += messages(error)
     kind = raw.get("task")
     if isinstance(kind, str) and kind in trl_config.CLASSES:
         if task and kind != task:
@@ -135,12 +133,13 @@ def _checked(raw: dict[str, Any], lines: dict[Key, str], problems: list[str], ta
         if isinstance(trainer, dict):
             more += [(("trainer", key), message) for key, message in trl_config.problems(kind, trainer).items()]
     more += problems_beyond_schema(raw)
-    problems += [f"{place(key, lines)} {dotted(key)}: {message}" for key, message in more]
-    if problems or recipe is None:
-        raise UserError(*sorted(problems, key=_line_number))
+    if problems or more or recipe is None:
+        placed = [("--set", problem) for problem in problems]
+        placed += [(at := place(key, lines), f"{at} {dotted(key)}: {message}") for key, message in more]
+        raise UserError(*(problem for _, problem in sorted(placed, key=lambda each: _line_number(each[0]))))
     return resolve(recipe)
 
 
-def _line_number(problem: str) -> int:
-    line = re.match(r".*?(?:\.ya?ml|recipe):(\d{1,9}) ", problem)
-    return int(line[1]) if line else 10**9  # --set comes last
+def _line_number(place: str) -> int:
+    number = "" if place.startswith("--set") else place.rpartition(":")[2]
+    return int(number) if number.isdecimal() else 10**9  # --set comes last

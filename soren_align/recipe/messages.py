@@ -1,4 +1,4 @@
-"""pydantic's errors about a recipe as sentences: place, key, finding, remedy."""
+"""pydantic's errors about a recipe in sentences: key, finding, remedy."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..errors import closest, did_you_mean
-from ..yaml_reader import Key, dotted
+from ..yaml_reader import Key
 from .base import Section, members, section_in
 from .renamed_keys import MOVED
 from .sections import Recipe
@@ -19,10 +19,10 @@ _INSTEAD: dict[Key, str] = {
 }
 
 
-def sentences(error: ValidationError, lines: dict[Key, str]) -> list[str]:
-    """One sentence per mistake; lines: where each key stands."""
+def messages(error: ValidationError) -> list[tuple[Key, str]]:
+    """The key and the message of each mistake."""
     problems = [_Problem(**_locate(each["loc"]), error=each) for each in error.errors(include_url=False)]
-    return [f"{place(p.key, lines)} {dotted(p.key)}: {p.message()}" for p in _without_echoes(problems)]
+    return [(p.key, p.message()) for p in _without_echoes(problems)]
 
 
 def place(key: Key, lines: dict[Key, str]) -> str:

@@ -34,8 +34,8 @@ def released_sigmoid(x: Tensor, steps: int = RELEASED_STEPS) -> Tensor:
     largest = replace_zeros(torch.linalg.vector_norm(wide, torch.inf, dim=(-2, -1), keepdim=True))
     unit = wide / largest
     norm = replace_zeros(frobenius_norm(unit))
-    # Both starts have names, so that they live equally long whether or not CPython inlines the call (with dynamo it
-    # does not), and the memory is that of `usual_workspace_numbers`.
+    # Both starts have names, so that they live equally long whether or not CPython inlines the call, and the memory is
+    # that of `usual_workspace_numbers`: without, it was once one matrix more, in a process that had run other tests.
     q, t = unit / (norm + EPS / largest), unit / (T_LIMIT * norm)
     del unit
     q, t = cubic_iteration(q, steps), cubic_iteration(t, T_STEPS)

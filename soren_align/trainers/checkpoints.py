@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import UserError
 from ..files import is_component, read_json, remove, write
 from ..recipe import differences
-from ..run_folder import COMPLETE_MARKER
+from ..run_folder import COMPLETE_MARKER, step_of
 from ..sharding import check_parts, to_universal
 
 PICKLE_REFUSED = (
@@ -90,12 +90,6 @@ def make_universal(checkpoint: Path) -> None:
         except pickle.UnpicklingError as error:
             raise UserError(f"{checkpoint}: {PICKLE_REFUSED}") from error
     mark_complete(checkpoint, origin | {"processes": None})
-
-
-def step_of(checkpoint: Path) -> int:
-    """Return the optimizer step in a checkpoint's name; -1 for a name of another form."""
-    number = checkpoint.name.removeprefix("checkpoint-")
-    return int(number) if number.isdecimal() else -1
 
 
 def _read_marker(checkpoint: Path) -> tuple[dict[str, int], dict[str, Any]]:

@@ -117,11 +117,13 @@ class Measurements(TrainerCallback):
             names = self.attached.names_of_matrices or [""]
             position = step // max(state.logging_steps, 1) % len(names)  # by the step alone: equal on all ranks
             self._compared = position, names[position]
-            optimizer.observer, optimizer.map_observers = self._add_update, [self._add_map]
+            optimizer.observer = self._add_update
+            optimizer.map_observers |= {self._add_map}
 
     def on_optimizer_step(self, args, state, control, **kwargs):
         """End the observation."""
-        self.attached.optimizer.observer, self.attached.optimizer.map_observers = None, []
+        self.attached.optimizer.observer = None
+        self.attached.optimizer.map_observers -= {self._add_map}
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         """Append a line to the file."""

@@ -36,15 +36,14 @@ class SpectraRecorder(TrainerCallback):
     def on_step_begin(self, args, state, control, **kwargs):
         """Observe the coming step if it is one of `steps`."""
         if state.global_step + 1 in self.log.steps:
-            optimizer = self.attached.optimizer
-            optimizer.map_observers = [*optimizer.map_observers, self._add]
+            self.attached.optimizer.map_observers |= {self._add}
 
     def on_optimizer_step(self, args, state, control, **kwargs):
         """Gather the records of all ranks, and append them."""
         step = state.global_step + 1
         if step not in self.log.steps:
             return
-        self.attached.optimizer.map_observers = []
+        self.attached.optimizer.map_observers -= {self._add}
         records = [record for part in self.attached.ranks.gather(self._records) for record in part]
         self._records = []
         if self.log.spectra:

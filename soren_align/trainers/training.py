@@ -12,7 +12,7 @@ from transformers import PrinterCallback
 from ..errors import UserError
 from ..files import remove
 from ..recipe import Recipe
-from ..run_folder import RunFolder
+from ..run_folder import RunFolder, step_of
 from ..sharding import is_universal
 from ..sharding.ranks import Ranks
 from ..terminal import print_labelled
@@ -41,7 +41,7 @@ def train(
         trainer = build.build_trainer(setup, folder, ranks, policy)
         checkpoint = _find_checkpoint(recipe, folder, trainer.origin, console) if ranks.is_first else None
         checkpoint = ranks.broadcast(checkpoint)
-    resumed_from = checkpoints.step_of(checkpoint) if checkpoint else 0
+    resumed_from = step_of(checkpoint) if checkpoint else 0
     if checkpoint and is_universal(checkpoint):
         trainer.accelerator.state.deepspeed_plugin.deepspeed_config["checkpoint"] = {"load_universal": True}
     stop = StopOnSignal(ranks)
@@ -95,9 +95,9 @@ def _find_checkpoint(recipe: Recipe, folder: RunFolder, origin: dict[str, Any], 
     for notice in notices:
         print_labelled(console, "notice", notice)
     if checkpoint:
-        print_labelled(console, "resume", f"from step {checkpoints.step_of(checkpoint)}")
+        print_labelled(console, "resume", f"from step {step_of(checkpoint)}")
         earlier = (folder.read() or {}).get("resumed_from_steps", [])
-        folder.update(resumed_from_steps=[*earlier, checkpoints.step_of(checkpoint)])
+        folder.update(resumed_from_steps=[*earlier, step_of(checkpoint)])
     return checkpoint
 
 

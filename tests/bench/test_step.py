@@ -23,7 +23,7 @@ def parameters(*found):
 
 def test_every_map_of_soren_is_stepped_beside_the_others():
     names = set(step_times.optimizers(parameters((16, 16))))
-    muons = {"Muon", "Muon float32", "torch.optim.Muon", "HTMuon"}
+    muons = {"Muon", "Muon float32", "torch.optim.Muon", "HTMuon", step_times.DION}
     assert names == {*(f"Soren {name}" for name in MAPS), *muons, "fused AdamW"}
     assert {"sns", "released", "exact"} <= set(MAPS)
     assert len(names) + 3 <= step_times.NUM_COPIES  # the parameters, the gradients, AdamW's second moment
@@ -113,6 +113,6 @@ def test_a_muon_that_would_take_minutes_is_left_out_and_said(few_rounds, monkeyp
     found = step_times.run(shapes.parse("8x24"), CPU, 1)
     names = [row["name"] for row in found["optimizers"]]
     assert step_times.MUON_FLOAT32 in names
-    assert not {"Muon", step_times.TORCH_MUON} & set(names)
+    assert not {"Muon", step_times.TORCH_MUON, step_times.DION} & set(names)
     assert all(row["ratio_to_torch_muon"] is None for row in found["optimizers"])
     assert "(torch's and ours) is skipped: at " in " ".join(found["notes"])

@@ -16,7 +16,7 @@ from unittest import mock
 from soren_align import cli, errors, importers, recipe
 from soren_align.launch import commands, preparation
 from soren_align.provenance import provenance
-from soren_align.run_folder import RunFolder
+from soren_align.run_folder import RunFolder, step_of
 from tests.fuzz import folders
 from tests.fuzz.box import Box
 
@@ -190,7 +190,7 @@ def _without_models():
 
     def train(ready: Any, folder: RunFolder, console: Any, ranks: Any) -> bool:
         found = training._find_checkpoint(ready.recipe, folder, folders.ORIGIN, console)
-        folder.drop_measurements_after(training.checkpoints.step_of(found) if found else 0)
+        folder.drop_measurements_after(step_of(found) if found else 0)
         saves = SimpleNamespace(save_model=_save_model, save_pretrained=lambda path: None)
         training._save_model(saves, saves, folder, ranks)
         folder.update(status="trained", **_record())

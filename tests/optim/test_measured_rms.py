@@ -39,7 +39,7 @@ def test_the_update_is_the_maps_output_at_an_rms_of_a_fifth_of_lr(make, spectrum
     """Against float64, from the outputs that the map's observer sees."""
     matrices, outputs = [torch.nn.Parameter(torch.randn(shape)) for shape in (*SHAPES, SHAPES[0])], []
     optimizer = make(matrices, lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_measured")
-    optimizer.map_observers = [lambda applied: outputs.append(applied.output.double())]
+    optimizer.map_observers = frozenset({lambda applied: outputs.append(applied.output.double())})
     for step in range(3):
         for seed, matrix in enumerate(matrices):
             matrix.grad = gradient(matrix.shape, spectrum, seed + 4 * (step % 2))

@@ -51,7 +51,7 @@ def test_the_first_step_maps_one_minus_momentum_squared_of_the_gradient():
     grad = (randn(4, 6, seed=1) / 10).half().float()  # of few bits, so that three quarters of it are exact
     p, seen = parameter(4, 6, grad=grad), []
     optimizer = Soren([p], lr=1.0, momentum=0.5)
-    optimizer.map_observers = [lambda applied: seen.append(applied.output)]
+    optimizer.map_observers = frozenset({lambda applied: seen.append(applied.output)})
     optimizer.step()
     assert torch.equal(seen[0], minimax_sigmoid(grad * (1 - 0.5**2)))
 
@@ -112,7 +112,7 @@ def test_adjust_lr_fn_scales_the_step_and_not_the_decay(adjust_lr_fn, shape, fac
     seen, p = [], parameter(*shape, grad=randn(*shape, seed=1))
     before = p.detach().clone()
     optimizer = Soren([p], lr=0.1, weight_decay=0.3, adjust_lr_fn=adjust_lr_fn)
-    optimizer.map_observers = [lambda applied: seen.append(applied.output)]
+    optimizer.map_observers = frozenset({lambda applied: seen.append(applied.output)})
     optimizer.step()
     assert torch.allclose(p, before * (1 - 0.03) - 0.1 * factor * seen[0], atol=1e-6)
 
@@ -291,7 +291,7 @@ def test_the_map_has_the_precision_of_the_optimizer_and_of_its_copy(precision):
     optimizer = Soren([parameter(24, 40)], lr=0.1, momentum=0.0, precision=precision)
     for each in (copy.deepcopy(optimizer), optimizer):
         each.param_groups[0]["params"][0].grad = grad
-        each.map_observers = [lambda applied: outputs.append(applied.output)]
+        each.map_observers = frozenset({lambda applied: outputs.append(applied.output)})
         each.step()
     wanted = minimax_sigmoid(grad, precision=precision)
     assert len(outputs) == 2
@@ -376,7 +376,7 @@ def test_the_observer_sees_every_update_as_it_happened():
     ]
     before, seen, outputs = [matrix.detach().clone(), vector.detach().clone()], [], []
     optimizer = Soren(groups, lr=0.1, weight_decay=0.0)
-    optimizer.observer, optimizer.map_observers = seen.append, [outputs.append]
+    optimizer.observer, optimizer.map_observers = seen.append, frozenset({outputs.append})
     optimizer.step()
     assert [(u.name, u.group["rule"]) for u in seen] == [("matrix", "spectral"), ("vector", "adamw")]
     assert all(torch.equal(u.before, b) for u, b in zip(seen, before, strict=True))

@@ -23,7 +23,7 @@ def default_values(sigma):
 def matrix(spectrum, dtype):
     """x, u, sigma, v: a matrix with this spectrum and random singular vectors."""
     generator = torch.Generator().manual_seed(0)
-    sigma = torch.tensor(spectrum.singular_values, dtype=torch.float64)
+    sigma = spectrum.sigma
     u, v = (
         torch.linalg.qr(torch.randn(size, len(sigma), dtype=torch.float64, generator=generator)).Q
         for size in spectrum.shape
@@ -57,7 +57,7 @@ def test_the_default_map_has_a_third_of_the_error_of_sns_on_every_recorded_set()
 
 def test_modes_above_a_thousandth_of_nu_are_within_half_a_percent():
     for spectrum in RECORDED:
-        sigma = np.array(spectrum.singular_values)
+        sigma = spectrum.sigma.numpy()
         kept = sigma > 1e-3 * np.sum(sigma**8) ** (1 / 8)
         assert np.abs(default_values(sigma) * (1 + np.exp(-sigma)) - 1)[kept].max() <= 0.005
 

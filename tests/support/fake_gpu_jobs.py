@@ -42,7 +42,7 @@ def trained(name, put, placement=None, observed=False, **settings):
     optimizer.placement = placement
     if observed:
         optimizer.observer = optimizer.pending_observer = lambda seen: None
-        optimizer.map_observers = [optimizer.observer]
+        optimizer.map_observers = frozenset({optimizer.observer})
     for step in range(NUM_STEPS):
         for key, grad in drawn(1 + step, dtype).items():
             parameters[key].grad = put(grad)

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
+import pytest
 from safetensors.torch import load_file
 
 from soren_align.optim import muon
@@ -41,7 +42,17 @@ def one_process(name, task, *overrides):
     return _ten_steps(name, task, *overrides)[0]
 
 
-def furthest_spectra(a, b):
+def assert_same_measurements(run, folder, logs):
+    """The spectra in a run's folder and every rank's last log, against those of `run` in one process."""
+    _, alone, records = _ten_steps(*run)
+    # float32 sums in another order: the weights of step 2 differ by 1e-7
+    assert _furthest_spectra(records, spectra(folder)) < 1e-5
+    for log in logs:
+        assert log["map_error_matrix"] == 10  # one fixed matrix of the 14, by the step alone
+        assert log["map_error"] == pytest.approx(alone["map_error"], rel=1e-3)
+
+
+def _furthest_spectra(a, b):
     """The largest difference of the singular values in two lists of records, relative to each matrix's largest.
 
     Infinite if the records are not of the same matrices.
@@ -50,11 +61,6 @@ def furthest_spectra(a, b):
         return math.inf
     pairs = [(x["singular_values"], y["singular_values"]) for x, y in zip(a, b, strict=True)]
     return max(abs(x - y) / one[0] for one, other in pairs for x, y in zip(one, other, strict=True))
-
-
-def one_process_spectra(name, task, *overrides):
-    """The records of spectra.jsonl."""
-    return _ten_steps(name, task, *overrides)[2]
 
 
 def one_process_logs(name, task, *overrides):
