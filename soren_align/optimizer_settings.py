@@ -9,7 +9,8 @@ from typing import Any, Literal, NamedTuple
 
 AdjustLrFn = Literal["none", "original", "match_rms_adamw", "match_rms_measured"]
 Compensation = Literal["none", "kahan"]
-Precision = Literal["auto", "float32", "tf32", "float16", "bfloat16"]
+FactorPrecision = Literal["float32", "tf32", "float16", "bfloat16"]
+Precision = Literal["auto", FactorPrecision]
 """Of the factors of a map's matrix products, whose sums are float32."""
 
 
@@ -83,10 +84,19 @@ PRECISIONS: dict[str, tuple[Precision, ...]] = {
 }
 """Of a map; those without an entry have "auto" only."""
 NARROW_FROM = 64
-"""Rows (the shorter side) from which "auto" is float16 on a GPU: in fewer, as in factors of LoRA, tensor cores save
-nothing."""
+"""Rows (the shorter side) from which "auto" is float16: in fewer, as in factors of LoRA, tensor cores save nothing."""
 
 
 def map_precisions(name: str) -> tuple[Precision, ...]:
     """The precisions that the map `name` can have."""
     return PRECISIONS.get(name, ("auto",))
+
+
+def factor_precision(precision: Precision, name: str, num_rows: int, on_gpu: bool) -> FactorPrecision:
+    """The precision of the map `name` for a matrix of so many rows (its shorter side), float32 or narrower.
+
+    "auto" is float16 for minimax on CUDA from NARROW_FROM rows on, and float32 otherwise: a CPU emulates float16.
+    """
+    if precision != "auto":
+        return precision
+    return "float16" if name == "minimax" and on_gpu and num_rows >= NARROW_FROM else "float32"

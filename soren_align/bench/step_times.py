@@ -20,7 +20,7 @@ from .shapes import Matrices, Shape
 from .timing import Timing, available_bytes, interleaved, machine, matmul_rates, too_slow
 
 LR = 1e-3
-NUM_COPIES = 12  # float32 parameters, gradients, two moments of AdamW, one of each of up to eight others
+NUM_COPIES = 13  # float32 parameters, gradients, two moments of AdamW, one of each of up to nine others
 # On a CPU a subset of the layers is measured above this number: 100M parameters take SNS about half a minute.
 CPU_PARAMETERS = 100_000_000
 # Largest matrices, in rows, of models that are decomposed in float64; with larger ones a step takes minutes.

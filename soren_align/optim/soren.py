@@ -11,7 +11,6 @@ from ..optimizer_settings import (
     COMPENSATION,
     MAPS,
     MOMENTUM,
-    NARROW_FROM,
     NESTEROV,
     NON_NEGATIVE,
     NUM_STEPS,
@@ -21,11 +20,12 @@ from ..optimizer_settings import (
     WEIGHT_DECAY,
     AdjustLrFn,
     Compensation,
+    FactorPrecision,
     Precision,
+    factor_precision,
     map_precisions,
 )
 from ..spectral import (
-    FactorPrecision,
     exact_sigmoid,
     guarded_minimax_sigmoid,
     guarded_soft_newton_schulz,
@@ -49,21 +49,11 @@ def complete_map(spectral_map: str | Mapping[str, Any]) -> dict[str, Any]:
     return {"name": name, **checked_settings({**MAPS[name], **settings}, _MAP_CHECKS, name)}
 
 
-def factor_precision(precision: Precision, map_name: str, x: Tensor | None = None) -> FactorPrecision:
-    """The precision of a map's factors for its input x, float32 or float64 (None: not asked for).
-
-    "auto" is float16 for the minimax map of float32 matrices of NARROW_FROM rows or more on CUDA, otherwise float32: on
-    a CPU float16 is emulated.
-    Raises ValueError if the map does not have `precision`.
-    """
+def check_precision(precision: Precision, map_name: str) -> None:
+    """Raise ValueError if the map does not have `precision`."""
     if precision not in map_precisions(map_name):
         words = " or ".join(map(repr, map_precisions(map_name)))
         raise ValueError(f"Soren precision: found {precision!r}; map {map_name!r} has {words}")
-    if precision != "auto":
-        return precision
-    if map_name != "minimax" or x is None or not x.is_cuda or x.dtype != torch.float32:
-        return "float32"
-    return "float16" if min(x.shape[-2:]) >= NARROW_FROM else "float32"
 
 
 class Soren(SpectralOptimizer, name="soren"):
@@ -123,7 +113,7 @@ class Soren(SpectralOptimizer, name="soren"):
             checked_settings({"workspace_mb": workspace_mb}, {"workspace_mb": number(NON_NEGATIVE)}, "Soren")
         for group in self.param_groups:
             if group["rule"] == "spectral":
-                factor_precision(precision, group["map"]["name"])
+                check_precision(precision, group["map"]["name"])
         self.workspace_mb = workspace_mb
         self.precision: Precision = precision
 
@@ -131,10 +121,14 @@ class Soren(SpectralOptimizer, name="soren"):
         # No settings of a group: a run may resume on a machine with more memory or less, or on another device.
         return {**super().__getstate__(), "workspace_mb": self.workspace_mb, "precision": self.precision}
 
+    def factor_precision(self, x: Tensor, map_name: str) -> FactorPrecision:
+        """The precision of the factors of the map of x, [..., m, n]; "auto" leaves float64 as it is."""
+        return factor_precision(self.precision, map_name, min(x.shape[-2:]), x.is_cuda and x.dtype == torch.float32)
+
     def map_matrix(self, x: Tensor, group: dict[str, Any]) -> Tensor:
         """The sigmoid of the singular values of x."""
         settings = group["map"]
-        precision = factor_precision(self.precision, settings["name"], x)
+        precision = self.factor_precision(x, settings["name"])
         if settings["name"] == "exact":
             return exact_sigmoid(x)
         if settings["name"] == "released":

@@ -136,7 +136,7 @@ def _print_processes(section: dict[str, Any], console: Console) -> None:
         return
     each = "" if is_alone else ", each map on one rank"
     flops = section["map_flops"]
-    total = f": {with_prefix(flops['all_ranks'], 'FLOP')}" if flops else ""
+    total = f": {with_prefix(flops['all_ranks'], 'FLOP')} in {section['map_precision']}" if flops else ""
     write("", f"spectral maps of {num_matrices:,} matrices per step{total}{each}")
     if is_alone:
         return

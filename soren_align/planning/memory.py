@@ -5,12 +5,12 @@ accelerate's settings of them; tests/planning/test_forecast.py compares DeepSpee
 activations, temporarily gathered weights, single matrices, padding, fragmentation of the allocator.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from ..optim.adamw_step import workspace
-from ..optimizer_settings import RESOLUTION
+from ..optimizer_settings import RESOLUTION, FactorPrecision
 from ..recipe import Parallel
 from ..sharding.exchange_plan import ROUND_MB
 from ..spectral.cost import SpectralMap
@@ -40,7 +40,7 @@ class StepSettings:
 
     optimizer: "adamw" updates the matrices too, and no spectral map is computed.
     spectral_map: whose FLOPs are counted, with its ns_steps or resolution; None: a decomposition, not counted.
-    narrow_from: rows from which its products have narrow factors, None for never.
+    map_precision: of the map's factors for a matrix of so many rows.
     compute_dtype: "bfloat16" or "float16": under ZeRO the dtype of the weights, elsewhere autocast over their own.
     has_reference_model: DPO's starting model, stored as the trained one.
     workspace_mb: of maps in a batch, as in the optimizer. round_mb: of a round of the exchange of matrices.
@@ -52,7 +52,7 @@ class StepSettings:
     spectral_map: SpectralMap | None = "minimax"
     ns_steps: int | None = None
     resolution: float = RESOLUTION
-    narrow_from: int | None = None
+    map_precision: Callable[[int], FactorPrecision] = lambda num_rows: "float32"
     compute_dtype: str = "bfloat16"
     has_reference_model: bool = False
     workspace_mb: float = 2048
@@ -62,8 +62,8 @@ class StepSettings:
     on_cpu: bool = False
 
     def is_narrow(self, shape: tuple[int, int]) -> bool:
-        """Whether the map of a matrix of this shape has narrow factors."""
-        return self.narrow_from is not None and min(shape) >= self.narrow_from
+        """Whether the minimax map of a matrix of this shape has narrow factors."""
+        return self.spectral_map == "minimax" and self.map_precision(min(shape)) != "float32"
 
     def state_bytes(self, shard: Numel) -> int:
         """Bytes of the moments of `shard`, always float32: AdamW has two, a spectral optimizer one."""

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ..optim import Route
@@ -33,6 +34,7 @@ def processes(
     strategy = parallel(recipe.run.parallel)
     cost = _step_cost(recipe, routes, frozen, num_ranks, costs)
     with_adamw = _step_cost(_with_adamw(recipe), routes, frozen, num_ranks, costs)
+    num_rows = max((min(r.shape) for r in routes if r.rule == "spectral"), default=0)
     flops = {"busiest_rank": cost.flops_busiest_rank, "all_ranks": cost.flops_all_ranks}
     global_batch_size, factors = global_batch(recipe, num_ranks)
     return {
@@ -46,6 +48,7 @@ def processes(
         "num_exchanged_matrices": cost.num_exchanged,
         "max_over_mean_flops": cost.max_over_mean_flops and round(cost.max_over_mean_flops, 4),
         "map_flops": flops if cost.flops_all_ranks else None,
+        "map_precision": recipe.optimizer.map_precision(num_rows, not recipe.trainer.get("use_cpu")),
         "bytes_sent": {"max": cost.bytes_sent_max, "mean": round(cost.bytes_sent_mean)},
         "memory": [part._asdict() for part in cost.memory],
         "memory_total": _totals(cost, costs),
@@ -119,7 +122,7 @@ def _settings(recipe: Recipe, has_adapter: bool) -> StepSettings:
         weight_bytes=2 if recipe.model.dtype == "bfloat16" and not has_adapter else 4,
         compensation_bytes=2 if optimizer.compensation == "kahan" else 0,
         on_cpu=on_cpu,
-        narrow_from=None if on_cpu else optimizer.narrow_from,
+        map_precision=partial(optimizer.map_precision, on_gpu=not on_cpu),
     )
 
 

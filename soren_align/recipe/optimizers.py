@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from .. import optimizer_settings as settings
-from ..optimizer_settings import AdjustLrFn, Compensation, Precision
+from ..optimizer_settings import AdjustLrFn, Compensation, FactorPrecision, Precision
 from .base import Coefficient, NonNegative, Positive, Section, members, tag_of, within
 
 
@@ -137,10 +137,9 @@ class OptimizerSection(Section):
         """Of the minimax map."""
         return settings.RESOLUTION
 
-    @property
-    def narrow_from(self) -> int | None:
-        """Rows from which the products of the minimax map have narrow factors on a GPU; None: never."""
-        return None
+    def map_precision(self, num_rows: int, on_gpu: bool) -> FactorPrecision:
+        """The precision of the map's factors for a matrix of so many rows (its shorter side)."""
+        return "float32"
 
     def resolved(self, trains_adapter: bool) -> Self:
         """With the defaults that depend on other keys written out."""
@@ -205,12 +204,9 @@ class SorenSettings(MatrixOptimizer):
         """The `resolution` of `map`."""
         return self.map.resolution if isinstance(self.map, MinimaxMap) else settings.RESOLUTION
 
-    @property
-    def narrow_from(self) -> int | None:
+    def map_precision(self, num_rows: int, on_gpu: bool) -> FactorPrecision:
         """By `precision`."""
-        if not isinstance(self.map, MinimaxMap) or self.precision == "float32":
-            return None
-        return settings.NARROW_FROM if self.precision == "auto" else 1
+        return settings.factor_precision(self.precision, self.map.name, num_rows, on_gpu)
 
     @property
     def map_steps(self) -> int | None:
@@ -231,6 +227,10 @@ class MuonSettings(MatrixOptimizer):
     def cost_map(self) -> Literal["muon"]:
         """Newton-Schulz products."""
         return "muon"
+
+    def map_precision(self, num_rows: int, on_gpu: bool) -> FactorPrecision:
+        """As torch.optim.Muon's."""
+        return "bfloat16"
 
     @property
     def map_steps(self) -> int:

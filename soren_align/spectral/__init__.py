@@ -2,7 +2,6 @@
 
 from .cost import narrow_flops, num_flops, num_workspace_numbers, usual_workspace_numbers
 from .exact import exact_sigmoid, spectral_power
-from .factors import FactorPrecision
 from .fidelity import distance_from_sigmoid, singular_values
 from .minimax import guarded_minimax_sigmoid, minimax_sigmoid
 from .precision import full_precision
@@ -11,7 +10,6 @@ from .released import released_level, released_sigmoid
 from .sns import guarded_soft_newton_schulz, soft_newton_schulz
 
 __all__ = [
-    "FactorPrecision",
     "distance_from_sigmoid",
     "exact_sigmoid",
     "full_precision",

@@ -4,12 +4,11 @@ Where the hardware has such products they are used; elsewhere the factors are ro
 gives the same result, so that a CPU certifies what a GPU computes.
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-FactorPrecision = Literal["float32", "tf32", "float16", "bfloat16"]
+from ..optimizer_settings import FactorPrecision
+
 HALF_SCALE = 2.0**-11
 DIAGONAL_FROM, HALVES_FROM = 20.0, 100.0
 NARROW: dict[str, torch.dtype] = {"float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -12,9 +12,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from ..optimizer_settings import RESOLUTION
+from ..optimizer_settings import RESOLUTION, FactorPrecision
 from .coefficients import SIGN, WIDE_FROM
-from .factors import FactorPrecision
 from .matrices import all_finite, frobenius_norm, from_wide, replace_zeros, to_wide
 from .precision import in_full_precision, tf32_products
 from .products import by_products, num_beyond, tanh_coefficients

@@ -13,8 +13,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from ..optimizer_settings import FactorPrecision
 from .coefficients import SIGN, TANH, TANH_WIDE, WIDE_FROM, WIDE_LIMIT
-from .factors import FactorPrecision, Factors
+from .factors import Factors
 from .matrices import frobenius_norm, replace_zeros
 
 # Rows of a block of a symmetric product. The part below the diagonal is copied: with 8 blocks 9/16 of the work, in 0.69

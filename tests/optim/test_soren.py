@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from soren_align.optim import AdamW, HTMuon, Muon, Soren
-from soren_align.optim.soren import factor_precision
 from soren_align.spectral import (
     exact_sigmoid,
     minimax_sigmoid,
@@ -301,8 +300,9 @@ def test_the_map_has_the_precision_of_the_optimizer_and_of_its_copy(precision):
 
 def test_auto_is_float16_on_cuda_for_float32_the_minimax_map_and_many_rows_alone():
     def auto(name, is_cuda, dtype=torch.float32, shape=(2, 640, 64)):
-        return factor_precision("auto", name, SimpleNamespace(is_cuda=is_cuda, dtype=dtype, shape=shape))
+        return optimizer.factor_precision(SimpleNamespace(is_cuda=is_cuda, dtype=dtype, shape=shape), name)
 
+    optimizer = Soren([parameter(4, 6)], lr=0.1)
     assert auto("minimax", True) == "float16"
     others = (
         ("minimax", False),

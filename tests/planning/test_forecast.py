@@ -252,7 +252,7 @@ def test_the_operations_are_those_of_the_named_map():
         for name in ("minimax", "sns", "muon")
     }
     assert counts["minimax"] == pytest.approx(480e12, rel=0.01)
-    narrow = {"narrow_from": 1024}  # rows of the smallest of its matrices
+    narrow = {"map_precision": lambda num_rows: "float16" if num_rows >= 1024 else "float32"}  # its smallest have 1024
     for resolution, flops in ((0.0004, 750e12), (0.01, 458e12)):
         cost = cost_of(MISTRAL_7B, 0, Parallel("ddp"), 8, resolution=resolution, **narrow)
         assert cost.flops_all_ranks == pytest.approx(flops, rel=0.01)
