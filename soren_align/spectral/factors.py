@@ -45,10 +45,11 @@ def multiply(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 class Factors:
     """Two factors, rounded to `precision`, and their product.
 
-    slope: by which a and all later polynomials magnify a singular value near 0, and so rounding. Of narrow factors then
-    a, m x m, has its diagonal in float32 from DIAGONAL_FROM on, since a nearly is a multiple of the identity on the
-    singular values near 0; and from HALVES_FROM on b is a sum of two, since its rounding is outside of its singular
-    vectors. For rank m/8 at a slope of 5000 float16 is 0.4% from float32 with both, 52% with neither (docs/log.md).
+    slope: by which a and all later polynomials magnify a singular value near 0, and with it rounding. Of narrow factors
+    then a, m x m, has its diagonal in float32 from DIAGONAL_FROM on: it is about the polynomial's value at 0, up to 15,
+    and its rounding would mix the singular vectors. From HALVES_FROM on b is a sum of two, since its rounding lies
+    outside of them. For rank m/8 at a slope of 5000 float16 is 0.4% from float32 with both, 52% with neither (256 x
+    256, emulated on a CPU: docs/log.md).
     """
 
     def __init__(self, a: Tensor, b: Tensor, precision: FactorPrecision, slope: float = 1.0):
