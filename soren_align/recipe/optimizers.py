@@ -186,8 +186,8 @@ class SorenSettings(MatrixOptimizer):
     on a CPU, 2048 elsewhere."""
     precision: Precision = settings.PRECISION
     """Of the factors of the map's matrix products, whose sums are float32. `auto`: float16 for minimax on a GPU from 64
-    rows on, within 1% of float32's update, and float32 otherwise. sns has auto, float32 and bfloat16, released auto and
-    float32, exact only auto."""
+    rows on, within 1% of float32's update on recorded momenta (emulated), and float32 otherwise. sns has auto, float32
+    and bfloat16, released auto and float32, exact only auto."""
 
     @property
     def map_title(self) -> str:
