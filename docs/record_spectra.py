@@ -42,7 +42,7 @@ run: {num_threads: 1, offline: true, log_spectra: {matrices: ["*.layers.0.*", "*
 def record(name: str, recipe: str, folder: Path) -> None:
     """Train `recipe` and write the spectra of STEPS[name]; with the exact map, so they depend on no approximation."""
     sets = (f"run.output_dir={folder}/run", "optimizer.map.name=exact", f"run.log_spectra.steps={STEPS[name]}")
-    # A process of its own: run.num_threads has no effect in one that has imported torch: rounding is another then.
+    # A process of its own: run.num_threads has no effect in one that has imported torch.
     options = [part for text in sets for part in ("--set", text)]
     subprocess.run([sys.executable, "-m", "soren_align.cli", "sft", recipe, "--no-eval", *options], check=True)
     others = [spectrum for spectrum in spectra.load() if spectrum.set != name]
