@@ -11,6 +11,8 @@ Records of the same set are replaced; the other set is left as it is.
 
 import argparse
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -20,7 +22,6 @@ from tempfile import TemporaryDirectory
 from soren_align.bench import spectra
 from soren_align.bench.run_spectra import all_maps, measure, spectra_of_run
 from soren_align.bench.spectra_figure import draw
-from soren_align.cli import app
 from soren_align.run_folder import RunFolder
 
 DOCS = Path(__file__).parent
@@ -41,7 +42,9 @@ run: {num_threads: 1, offline: true, log_spectra: {matrices: ["*.layers.0.*", "*
 def record(name: str, recipe: str, folder: Path) -> None:
     """Train `recipe` and write the spectra of STEPS[name]; with the exact map, so they depend on no approximation."""
     sets = (f"run.output_dir={folder}/run", "optimizer.map.name=exact", f"run.log_spectra.steps={STEPS[name]}")
-    app(["sft", recipe, "--no-eval", *(part for text in sets for part in ("--set", text))], standalone_mode=False)
+    # A process of its own: run.num_threads has no effect in one that has imported torch.
+    options = [part for text in sets for part in ("--set", text)]
+    subprocess.run([sys.executable, "-m", "soren_align.cli", "sft", recipe, "--no-eval", *options], check=True)
     others = [spectrum for spectrum in spectra.load() if spectrum.set != name]
     _, recorded = spectra_of_run(RunFolder(folder / "run"))
     spectra.save([*others, *(_to_four_digits(spectrum, name) for spectrum in recorded)])
