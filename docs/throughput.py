@@ -29,7 +29,7 @@ from soren_align.trainers.starting_model import load_model
 from soren_align.trainers.training_setup import set_up_training
 from soren_align.trainers.trl_arguments import trl_arguments
 
-ROUNDS, STEPS, WARM_UP = 5, 40, 5
+ROUNDS, STEPS, WARM_UP = 7, 65, 5
 BASE = "shipped:recipes/quickstart/base"
 SIZES = {  # name: (changes of the model's config, examples per step)
     "quickstart, 0.1M": ({}, 64),

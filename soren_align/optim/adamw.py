@@ -8,7 +8,10 @@ from .spectral_optimizer import SpectralOptimizer
 
 
 class AdamW(SpectralOptimizer, name="adamw"):
-    """torch.optim.AdamW, bit for bit on float32 and float64 parameters, with the state and checks of the others."""
+    """torch.optim.AdamW(fused=True), TRL's default, bit for bit on float32 and float64 parameters.
+
+    The state and the checks are those of the other optimizers.
+    """
 
     rule = "adamw"
 

@@ -1,9 +1,9 @@
-"""One AdamW step of one group, by torch's own functional AdamW, in buckets of at most CHUNK elements.
+"""One AdamW step of one group, by torch's own functional AdamW, in buckets of at most CHUNK temporary elements.
 
-On CUDA it is torch's fused kernel, which allocates no temporaries. Elsewhere, and for tensor layouts that the kernel
-does not support, it is torch's loop over tensors, which allocates two of a chunk's size. Never foreach, torch's default
-on CUDA: its temporaries are as large as the group, and three times that for bfloat16 with a compensation. AdamW is
-elementwise, so a chunk gets the same update as in the whole tensor.
+It is torch's fused kernel, which allocates no temporaries, and is the default of transformers and TRL. Only for layouts
+that the kernel does not support is it torch's loop over tensors, which allocates two of a chunk's size. Never foreach,
+torch's default on CUDA: its temporaries are as large as the group, and three times that for bfloat16 with a
+compensation. AdamW is elementwise, so a chunk gets the same update as in the whole tensor.
 """
 
 import sys
@@ -19,7 +19,7 @@ from .pieces import local
 from .rounding import master_weights, store_master_weights_
 from .update_records import AppliedUpdate, PendingUpdate
 
-FUSED = ("cuda",)  # types of devices
+FUSED = ("cuda", "cpu")  # types of devices
 
 
 class Chunk(NamedTuple):
@@ -49,6 +49,8 @@ def adamw_step_(
 
     lr: the group's, on the host.
     """
+    if not named:
+        return
     is_observed = observer is not None or pending_observer is not None
     for bucket in _buckets(_chunks(named, state, is_observed)):
         before = [_copied(chunk) for chunk in bucket] if is_observed else []
@@ -62,13 +64,12 @@ def adamw_step_(
                 pending_observer(PendingUpdate(group, parameter, compensation, _direction(chunk, group)))
 
 
-def workspace(numel: int, itemsize: int, compensated: bool, on_cpu: bool) -> int:
-    """Bytes of temporaries in a step of `numel` elements of `itemsize` bytes (tests/optim/test_adamw_step.py).
+def workspace(numel: int, itemsize: int, compensated: bool) -> int:
+    """Bytes of the fused step's temporaries for `numel` elements of `itemsize` bytes (tests/optim/test_adamw_step.py).
 
-    Weights and gradients narrower than float32 are copied; in addition there are the loop's two temporaries, or those
-    that split the master weights.
+    Weights and gradients narrower than float32 are copied; in addition there are those that split the master weights.
     """
-    return min(numel, CHUNK) * 8 * ((itemsize < 4) + (on_cpu or compensated))
+    return min(numel, CHUNK) * 8 * ((itemsize < 4) + compensated)
 
 
 def _can_be_fused(*tensors: Tensor) -> bool:
@@ -78,6 +79,8 @@ def _can_be_fused(*tensors: Tensor) -> bool:
     """
     if tensors[0].device.type not in FUSED:
         return False
+    if all(tensor.is_contiguous() for tensor in tensors):  # nearly always; the strides cost 0.01 ms per tensor
+        return True
     layouts = {tuple(pair for pair in zip(t.stride(), t.shape, strict=True) if pair[1] > 1) for t in tensors}
     dense = 1
     for stride, length in sorted(next(iter(layouts))):
@@ -90,16 +93,17 @@ def _can_be_fused(*tensors: Tensor) -> bool:
 def _chunks(
     named: Sequence[tuple[str, Tensor]], states: Mapping[Tensor, dict[str, Tensor]], is_observed: bool
 ) -> Iterator[Chunk]:
-    for name, parameter in named:
+    steps = torch.stack([states[parameter]["step"] for _, parameter in named])
+    for (name, parameter), step, next_step in zip(named, steps.unbind(), (steps + 1).unbind(), strict=True):
         state = states[parameter]
-        step, state["step"] = state["step"], state["step"] + 1  # a new tensor: a state dict may hold the old one
+        state["step"] = next_step  # a new tensor: a state dict may hold the old one
         tensors = (parameter.detach(), parameter.grad, *map(state.get, ("exp_avg", "exp_avg_sq", "compensation")))
         here = [None if tensor is None else local(tensor) for tensor in tensors]
         one_dtype = len({tensor.dtype for tensor in here[:4] if tensor is not None}) == 1
         in_place = one_dtype and not is_observed and _can_be_fused(*here[:4])  # pyright: ignore[reportArgumentType]
         for parts in chunks(*here, numel=sys.maxsize if in_place else CHUNK):
             num_temporary = 0 if in_place else parts[0].numel()
-            yield Chunk(name, step, *parts, fused=_can_be_fused(*parts[:4]), num_temporary=num_temporary)
+            yield Chunk(name, step, *parts, fused=in_place or _can_be_fused(*parts[:4]), num_temporary=num_temporary)
 
 
 def _buckets(parts: Iterator[Chunk]) -> Iterator[list[Chunk]]:

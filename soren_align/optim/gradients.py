@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .group_settings import name_of
+from .group_settings import names_of
 from .pieces import local
 from .placement import Placement
 
@@ -27,6 +27,15 @@ class StepNumbers(NamedTuple):
     lrs: list[float | Tensor]
 
 
+class Gradient(NamedTuple):
+    """The gradient of one parameter, and the rule of its group."""
+
+    name: str
+    parameter: Tensor
+    grad: Tensor
+    rule: str
+
+
 def checked_numbers(
     groups: Sequence[dict[str, Any]],
     state: Mapping[Tensor, dict[str, Tensor]],
@@ -38,12 +47,13 @@ def checked_numbers(
     Raises ValueError for a shard in a spectral group and for a sparse gradient, and FloatingPointError if a gradient
     has a NaN or an infinity; the error names the parameters. With a placement every rank raises. optimizer: its name.
     """
-    named = [(name_of(group, i), p) for group in groups for i, p in enumerate(group["params"])]
+    named = [pair for group in groups for pair in zip(names_of(group), group["params"], strict=True)]
+    gradients = _gradients(groups)
     problem: Exception | None = None
     numbers = torch.zeros(2, dtype=torch.float64)
     try:
-        refuse_unusable_layouts(groups, optimizer, placement.has_layout if placement else None)
-        numbers = squared_norms(groups, state)
+        _refuse_unusable_layouts(gradients, optimizer, placement.has_layout if placement else None)
+        numbers = _squared_norms(gradients, state)
     except ValueError as error:
         if placement is None:
             raise
@@ -56,19 +66,28 @@ def checked_numbers(
         total, largest = placement.check_gradients(named, problem, numbers)
         rates = torch.cat(rates).tolist() if rates else []
     if not math.isfinite(total):
-        _refuse_non_finite_on_all_ranks(groups, named, placement)  # or the sum has overflowed
+        _refuse_non_finite_on_all_ranks(gradients, named, placement)  # or the sum has overflowed
     # Of a tensor's own dtype, in which torch computes with it.
     on_host = iter([torch.tensor(rate, dtype=lr.dtype) for rate, lr in zip(rates, tensors, strict=True)])
     lrs = [next(on_host) if isinstance(group["lr"], Tensor) else group["lr"] for group in groups]
     return StepNumbers(math.sqrt(largest) if math.isfinite(largest) else math.inf, lrs)
 
 
+def _gradients(groups: Sequence[dict[str, Any]]) -> list[Gradient]:
+    return [
+        Gradient(name, parameter, parameter.grad, group["rule"])
+        for group in groups
+        for name, parameter in zip(names_of(group), group["params"], strict=True)
+        if parameter.grad is not None
+    ]
+
+
 def _refuse_non_finite_on_all_ranks(
-    groups: Sequence[dict[str, Any]], named: Sequence[tuple[str, Tensor]], placement: Placement | None
+    gradients: Sequence[Gradient], named: Sequence[tuple[str, Tensor]], placement: Placement | None
 ) -> None:
     problem: Exception | None = None
     try:
-        refuse_non_finite(groups)
+        _refuse_non_finite(gradients)
     except FloatingPointError as error:
         if placement is None:
             raise
@@ -77,16 +96,16 @@ def _refuse_non_finite_on_all_ranks(
         placement.check_gradients(named, problem, torch.zeros(2, dtype=torch.float64))
 
 
-def refuse_unusable_layouts(
-    groups: Sequence[dict[str, Any]], optimizer: str, is_known: Callable[[Tensor], bool] | None = None
+def _refuse_unusable_layouts(
+    gradients: Sequence[Gradient], optimizer: str, is_known: Callable[[Tensor], bool] | None
 ) -> None:
     """Raise ValueError for a shard in a spectral group or a sparse gradient, naming the parameter. Reads no gradient.
 
     optimizer: its name for the message.
     is_known: whether the layout of the matrices in a parameter is known; None: parameters must be whole matrices.
     """
-    for name, parameter, grad, group in _with_gradient(groups):
-        if group["rule"] == "spectral" and not (is_known(parameter) if is_known else _is_a_matrix(parameter)):
+    for name, parameter, grad, rule in gradients:
+        if rule == "spectral" and not (is_known(parameter) if is_known else _is_a_matrix(parameter)):
             raise ValueError(
                 f"{optimizer} updates whole matrices; {name} has shape {tuple(parameter.shape)} at the step. "
                 "A shard has no singular values: set the optimizer's placement (soren_align.sharding)."
@@ -95,11 +114,11 @@ def refuse_unusable_layouts(
             raise ValueError(f"{optimizer} needs dense gradients; that of {name} is {grad.layout}")
 
 
-def refuse_non_finite(groups: Sequence[dict[str, Any]]) -> None:
+def _refuse_non_finite(gradients: Sequence[Gradient]) -> None:
     """Raise FloatingPointError, naming the parameters, if a gradient has a NaN or an infinity. Reads every gradient."""
     broken = [
         name
-        for name, _, grad, _ in _with_gradient(groups)
+        for name, _, grad, _ in gradients
         if grad.numel() and not local(grad).abs().amax().isfinite()  # amax: NaN too
     ]
     if broken:
@@ -107,7 +126,7 @@ def refuse_non_finite(groups: Sequence[dict[str, Any]]) -> None:
         raise FloatingPointError(f"NaN or infinity in the gradient of {shown}; nothing was changed by this step")
 
 
-def squared_norms(groups: Sequence[dict[str, Any]], state: Mapping[Tensor, dict[str, Tensor]]) -> Tensor:
+def _squared_norms(gradients: Sequence[Gradient], state: Mapping[Tensor, dict[str, Tensor]]) -> Tensor:
     """Two sums on the device: of the squares of all gradients, and the largest over the inputs of maps; float64.
 
     The first is finite only if all gradients are. The second is at least |N|_F^2 of every matrix in one tensor, since
@@ -115,8 +134,8 @@ def squared_norms(groups: Sequence[dict[str, Any]], state: Mapping[Tensor, dict[
     """
     matrices: list[Tensor] = []
     others: list[Tensor] = []
-    for _, parameter, grad, group in _with_gradient(groups):
-        if group["rule"] == "adamw":
+    for _, parameter, grad, rule in gradients:
+        if rule == "adamw":
             others.append(local(grad))
         else:
             momentum = state[parameter].get("exp_avg") if parameter in state else None
@@ -138,16 +157,6 @@ def _squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     ]  # pyright: ignore
     zero = torch.zeros(1, dtype=torch.float64, device=device)
     return torch.cat([zero, *(norm.to(device, torch.float64) for norm in norms)]).square()
-
-
-def _with_gradient(groups: Sequence[dict[str, Any]]) -> list[tuple[str, Tensor, Tensor, dict[str, Any]]]:
-    """(name, parameter, gradient, group) of every parameter that has a gradient."""
-    return [
-        (name_of(group, i), p, p.grad, group)
-        for group in groups
-        for i, p in enumerate(group["params"])
-        if p.grad is not None
-    ]
 
 
 def _is_a_matrix(parameter: Tensor) -> bool:

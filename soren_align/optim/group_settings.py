@@ -100,8 +100,8 @@ def checked_settings(group: dict[str, Any], checks: Mapping[str, Check], where: 
 def refuse_wrong_parameters(group: dict[str, Any], optimizer: str) -> None:
     """Raise ValueError for a parameter that `optimizer` cannot update by the group's rule; `params` may have names."""
     params = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
-    for position, entry in enumerate(params):
-        name, parameter = entry if isinstance(entry, tuple) else (name_of({**group, "params": params}, position), entry)
+    for known_name, entry in zip(names_of({**group, "params": params}), params, strict=True):
+        name, parameter = entry if isinstance(entry, tuple) else (known_name, entry)
         if not isinstance(parameter, Tensor):
             continue  # torch raises TypeError
         # ZeRO 3 empties the tensor and keeps the true shape in ds_shape.
@@ -129,11 +129,11 @@ def refuse_changed_settings(saved: Sequence[dict], current: Sequence[dict], map_
         raise ValueError("the checkpoint was made with other optimizer settings\n" + "\n".join(differences))
 
 
-def name_of(group: dict[str, Any], position: int) -> str:
-    """The name of the group's parameter at `position`, or its position where names are not known."""
-    names = group.get("param_names", ())
+def names_of(group: dict[str, Any]) -> Sequence[str]:
+    """The names of the group's parameters, or their positions where names are not known."""
+    names, num_params = group.get("param_names", ()), len(group["params"])
     # ZeRO replaces the parameters by flat shards and keeps the names, which are then those of other tensors.
-    return names[position] if len(names) == len(group["params"]) else f"parameter {position}"
+    return names if len(names) == num_params else [f"parameter {position}" for position in range(num_params)]
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any], map_keys: Collection[str]) -> list[tuple[str, Any, Any]]:

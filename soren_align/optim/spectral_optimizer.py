@@ -22,7 +22,7 @@ from .group_settings import (
     RULES,
     Check,
     checked_settings,
-    name_of,
+    names_of,
     refuse_changed_settings,
     refuse_wrong_parameters,
 )
@@ -111,7 +111,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         numbers = checked_numbers(self.param_groups, self.state, type(self).__name__, self.placement)
         self.max_norm = numbers.max_norm
         with_grad = [
-            [(name_of(group, i), p) for i, p in enumerate(group["params"]) if p.grad is not None]
+            [(name, p) for name, p in zip(names_of(group), group["params"], strict=True) if p.grad is not None]
             for group in self.param_groups
         ]
         for named, group in zip(with_grad, self.param_groups, strict=True):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .group_settings import name_of
+from .group_settings import names_of
 from .rounding import COMPENSATION_DTYPE, is_compensated
 
 STATE_KEYS = {"spectral": ("step", "exp_avg"), "adamw": ("step", "exp_avg", "exp_avg_sq")}
@@ -31,8 +31,8 @@ def loaded_state(saved: dict[str, Any], current: Sequence[dict]) -> dict[Tensor,
         return {}
     loaded = {}
     for old, new in zip(saved["param_groups"], current, strict=True):
-        for position, (number, parameter) in enumerate(zip(old["params"], new["params"], strict=True)):
-            state, name = saved["state"].get(number, {}), name_of(new, position)
+        for number, parameter, name in zip(old["params"], new["params"], names_of(new), strict=True):
+            state = saved["state"].get(number, {})
             keys = _state_keys(parameter, new)
             missing = [key for key in keys if key not in state]
             if missing:

@@ -80,7 +80,7 @@ def test_adamw_has_the_bits_of_torch(dtype, observed, lr):
     optimizer = AdamW(ours, **settings)
     optimizer.observer = (lambda update: None) if observed else None
     run(optimizer, ours)
-    run(torch.optim.AdamW(theirs, **settings), theirs)
+    run(torch.optim.AdamW(theirs, fused=True, **settings), theirs)
     assert_same_bits(ours, theirs)
 
 
@@ -90,7 +90,7 @@ def test_the_adamw_group_beside_the_matrices_has_the_bits_of_torch(optimizer_cla
     groups = [{"params": matrices}, {"params": ours, "rule": "adamw", "lr": 3e-3, "weight_decay": 0.01}]
     generator = torch.Generator().manual_seed(7)
     grads = [torch.randn(p.shape, generator=generator) for p in ours]
-    optimizer, reference = optimizer_class(groups, lr=0.1), torch.optim.AdamW(theirs, lr=3e-3)
+    optimizer, reference = optimizer_class(groups, lr=0.1), torch.optim.AdamW(theirs, lr=3e-3, fused=True)
     for _ in range(3):
         for p, q, grad in zip(ours, theirs, grads, strict=True):
             p.grad, q.grad = grad.clone(), grad.clone()
@@ -104,7 +104,7 @@ def test_the_adamw_group_beside_the_matrices_has_the_bits_of_torch(optimizer_cla
 def test_adamws_defaults_are_those_of_torch():
     ours, theirs = parameters(), parameters()
     run(AdamW(ours), ours)
-    run(torch.optim.AdamW(theirs), theirs)
+    run(torch.optim.AdamW(theirs, fused=True), theirs)
     assert_same_bits(ours, theirs)
 
 

@@ -156,13 +156,9 @@ def test_adamw_makes_a_chunk_in_passing_and_no_more(weight, compensation, each):
 
     assert num_bytes(planned(100), phase="optimizer_step").get("AdamW workspace", 0) == 100 * each
     assert num_bytes(planned(10**9), phase="optimizer_step").get("AdamW workspace", 0) == 2**22 * each
-    assert num_bytes(planned(100, on_cpu=True), phase="optimizer_step")["AdamW workspace"] == 100 * max(
-        each, 8 * (4 // weight)
-    )
+    assert num_bytes(planned(100, on_cpu=True), phase="optimizer_step").get("AdamW workspace", 0) == 100 * each
     offloaded = planned(100, zero(2, offload=1, accumulated="fp32"))
-    assert num_bytes(offloaded, "cpu", "optimizer_step")["AdamW workspace"] == 100 * 8, (
-        "float32 master weights, by the loop"
-    )
+    assert "AdamW workspace" not in num_bytes(offloaded, "cpu", "optimizer_step"), "float32 master weights"
 
 
 BFLOAT16 = {"bf16": {"enabled": True}}

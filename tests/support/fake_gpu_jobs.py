@@ -1,5 +1,7 @@
 """The jobs of test_devices.py: steps on the device of fake_gpu.py, beside the same steps on the CPU."""
 
+from unittest.mock import patch
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -28,8 +30,8 @@ def on_cpu(tensor):
     return tensor.clone()
 
 
-def trained(name, put, placement=None, observed=False, **settings):
-    """The weights after NUM_STEPS with parameters where `put` puts them."""
+def trained(name, put, placement=None, observed=False, fused=False, **settings):
+    """The weights after NUM_STEPS with parameters where `put` puts them; AdamW by one kernel on both devices."""
     dtype = torch.bfloat16 if settings.get("compensation") == "kahan" else torch.float32
     parameters = {key: nn.Parameter(put(weight)) for key, weight in drawn(0, dtype).items()}
     lr = settings.pop("lr", 0.02)
@@ -43,10 +45,11 @@ def trained(name, put, placement=None, observed=False, **settings):
     if observed:
         optimizer.observer = optimizer.pending_observer = lambda seen: None
         optimizer.map_observers = frozenset({optimizer.observer})
-    for step in range(NUM_STEPS):
-        for key, grad in drawn(1 + step, dtype).items():
-            parameters[key].grad = put(grad)
-        optimizer.step()
+    with patch.object(adamw_step, "FUSED", ("cpu", "gpu") if fused else ()):
+        for step in range(NUM_STEPS):
+            for key, grad in drawn(1 + step, dtype).items():
+                parameters[key].grad = put(grad)
+            optimizer.step()
     return [getattr(p.detach(), "contents", p.detach()) for p in parameters.values()]
 
 
@@ -129,15 +132,10 @@ def shard(tensors, group):
 
 
 def fused(group):
-    """AdamW by the fused kernel; its last bits differ from the loop's."""
-    kept, adamw_step.FUSED = adamw_step.FUSED, ("gpu",)
-    try:
-        with GPU():
-            found = trained("AdamW", on_gpu, observed=group.rank() == 1)
-    finally:
-        adamw_step.FUSED = kept
-    wanted = trained("AdamW", on_cpu)
-    return all(torch.allclose(a, b, rtol=1e-6) for a, b in zip(found, wanted, strict=True))
+    """AdamW by the fused kernel."""
+    with GPU():
+        found = trained("AdamW", on_gpu, observed=group.rank() == 1, fused=True)
+    return same(found, trained("AdamW", on_cpu, fused=True))
 
 
 def measured(group):
