@@ -27,9 +27,9 @@ from .tasks import Tasks, subtasks
 from .workers import InProcess
 
 NUM_LONGEST = 2
-"""Questions of each task, the longest, whose prompts are made for every row."""
-MARGIN_TOKENS = 4
-"""An answer's tokens after a prompt may be fewer than those of the answer alone."""
+"""Questions of each task whose prompts are made for every row, the longest."""
+NUM_LONG_ANSWERS = 20
+"""Questions of each task whose answers might be longer than a context, the longest."""
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,12 @@ def check(rows: Sequence[Row], suite: Suite, load: Callable[[], Tasks], options:
         raise UserError(*problems, *error.problems) from error
     probes = {row.name: _Probe(row, suite, options) for row in rows}
     if not problems:
-        for task in suite.tasks:
+        shortest = min((row.context for row in rows), default=0)
+        for task in suite.tasks if rows else ():
+            loaded = [s for s in subtasks(tasks[task.column]) if s.OUTPUT_TYPE != "loglikelihood_rolling"]
+            questions = [(subtask, _longest(subtask, shortest, options.limit)) for subtask in loaded]
             for probe in probes.values():
-                probe.add(task, subtasks(tasks[task.column]))
+                probe.add(task, questions)
         problems = [problem for probe in probes.values() for problem in probe.problems]
     if problems:
         raise UserError(*dict.fromkeys(problems))
@@ -126,7 +129,7 @@ def _unusable(rows: Sequence[Row], suite: Suite, options: Eval) -> list[str]:
     plain = [row.name for row in rows if not row.template_of]
     if suite.apply_chat_template and plain and options.base_template != "none":
         problems.append(
-            f"{' and '.join(plain)}: has no chat template, but suite {suite.name} applies one. Set model.chat_template "
+            f"{' and '.join(plain)}: no chat template, but suite {suite.name} applies one. Set model.chat_template "
             "before training, or evaluate without a template (eval.base_template: none; --base-template none)"
         )
     adapters = [row.name for row in rows if row.is_adapter]
@@ -148,7 +151,8 @@ def _notices(rows: Sequence[Row], suite: Suite, probes: dict[str, "_Probe"]) -> 
         if row.generation != first.generation:
             reasons.append(f"generation_config.json sets {row.generation}, for {first.name} {first.generation}")
         if probes[row.name].prompts != probes[first.name].prompts:
-            remedy = "" if first.template_of == row.name else "; eval.base_template: run gives them the same"
+            can_be_equal = row is rows[-1] and first.template_of != row.name
+            remedy = "; eval.base_template: run gives them the same" if can_be_equal else ""
             reasons.append(f"other prompts, by another chat template{remedy}")
         if reasons:
             notices.append(f"{row.name} will not be compared with {first.name}: {'; '.join(reasons)}")
@@ -161,6 +165,28 @@ def _notices(rows: Sequence[Row], suite: Suite, probes: dict[str, "_Probe"]) -> 
             f"{', '.join(names)}: the context of {context} tokens truncates the longest prompts of {columns}"
         )
     return notices
+
+
+def _longest(subtask: Any, context: int, limit: int | None) -> list[dict[str, Any]]:
+    """Return the longest questions of a task, and those with the longest answers if these might exceed a context."""
+    docs = list(subtask.eval_docs)[:limit]
+    sizes = [len(str(doc).encode()) for doc in docs]
+    indices = heapq.nlargest(NUM_LONGEST, range(len(docs)), key=sizes.__getitem__)
+    # A text has hardly more tokens than bytes.
+    answers = {i: _answer_size(subtask, docs[i]) for i, size in enumerate(sizes) if size > context}
+    long = [i for i in heapq.nlargest(NUM_LONG_ANSWERS, answers, key=answers.__getitem__) if answers[i] > context]
+    return [docs[i] for i in dict.fromkeys([*indices, *long])]
+
+
+def _answer_size(subtask: Any, doc: dict[str, Any]) -> int:
+    """Return the bytes of the longest answer choice; 0 if text is generated."""
+    with silence(), rendering():
+        requests = _as_list(subtask.construct_requests(doc, [""]))
+    return max((len(r.args[1].encode()) for r in requests if r.request_type == "loglikelihood"), default=0)
+
+
+def _as_list(requests: Any) -> list[Any]:
+    return requests if isinstance(requests, list) else [requests]
 
 
 class _Probe:
@@ -177,11 +203,11 @@ class _Probe:
         self.truncated: list[str] = []
         """Columns with a prompt that is longer than the context."""
 
-    def add(self, task: SuiteTask, loaded: list[Any]) -> None:
-        """Make the requests of a column."""
+    def add(self, task: SuiteTask, questions: list[tuple[Any, list[dict[str, Any]]]]) -> None:
+        """Make the requests of a column. questions: some of each of lm-eval's tasks."""
         self.lm.label = f"{self.row.name}: {task.column}"
         try:
-            requests = [request for subtask in loaded for request in self._requests(subtask)]
+            requests = [request for each in questions for request in self._requests(*each)]
         except Exception as error:  # a template may raise anything
             reason = " ".join(str(error).split())[:200]
             self.problems.append(f"{self.lm.label}: no prompt can be made of a question: {reason}")
@@ -199,30 +225,20 @@ class _Probe:
                     "true; write false (--no-strict) to truncate and count them"
                 )
 
-    def _requests(self, subtask: Any) -> list[Any]:
-        """Return lm-eval's requests for the longest questions, and for all whose answers might not fit."""
-        docs = list(subtask.eval_docs)[: self.options.limit]
-        sizes = [len(str(doc).encode()) for doc in docs]
-        indices = set(heapq.nlargest(NUM_LONGEST, range(len(docs)), key=sizes.__getitem__))
-        # No tokenizer makes more tokens of a text than it has bytes, and few.
-        long = (i for i, size in enumerate(sizes) if size >= self.row.context - MARGIN_TOKENS)
-        indices |= {i for i in long if self._num_answer_tokens(subtask, docs[i]) >= self.row.context - MARGIN_TOKENS}
+    def _requests(self, subtask: Any, docs: list[dict[str, Any]]) -> list[Any]:
+        """Return lm-eval's requests for some questions of a task, made as in `Task.build_all_requests`."""
         has_template = self.suite.apply_chat_template and self.row.template_of is not None
+        how = {"apply_chat_template": has_template, "chat_template": self.lm.apply_chat_template}
+        subtask.set_fewshot_seed(seed=self.suite.seeds.fewshot)
+        requests = []
         with silence(), rendering():
-            subtask.set_fewshot_seed(seed=self.suite.seeds.fewshot)  # as simple_evaluate
-            subtask.build_all_requests(
-                samples=sorted(indices),
-                apply_chat_template=has_template,
-                fewshot_as_multiturn=has_template,
-                chat_template=self.lm.apply_chat_template if has_template else None,
-            )
-        return subtask.instances
-
-    def _num_answer_tokens(self, subtask: Any, doc: dict[str, Any]) -> int:
-        with silence(), rendering():
-            requests = subtask.construct_requests(doc, [""])
-        requests = requests if isinstance(requests, list) else [requests]
-        return max((self._num_tokens(r.args[1]) for r in requests if r.request_type == "loglikelihood"), default=0)
+            for doc in docs:
+                prefix, num_fewshot = subtask.doc_to_prefix(doc), subtask.config.num_fewshot or 0
+                context = subtask.fewshot_context(
+                    doc, num_fewshot, fewshot_as_multiturn=has_template, gen_prefix=prefix, **how
+                )
+                requests += _as_list(subtask.construct_requests(doc, context, **how))
+        return requests
 
     def _num_tokens(self, text: str) -> int:
         return len(self.row.tokenizer(text, add_special_tokens=False)["input_ids"])

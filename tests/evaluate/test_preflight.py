@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 
+import huggingface_hub
 import pytest
 import yaml
 from rich.console import Console
@@ -20,6 +21,7 @@ from soren_align.evaluate.stage import evaluate, preflight
 from soren_align.evaluate.suites import load_suite
 from soren_align.evaluate.tasks import load_tasks, num_questions
 from soren_align.launch import commands
+from soren_align.launch.evaluation import evaluation_settings
 from soren_align.planning.plan import plan_training
 from soren_align.recipe import Eval
 from soren_align.trainers import training
@@ -76,7 +78,7 @@ def test_rows_of_different_prompts_are_shown_uncompared_or_get_the_runs_template
 def test_without_a_template_anywhere_there_is_a_table_of_plain_prompts(plain, tmp_path):
     again = shutil.copytree(plain, tmp_path / "again")
     rows = [("base", plain), ("SFT", again)]
-    with pytest.raises(UserError, match=r"base and SFT: has no chat template.*--base-template none"):
+    with pytest.raises(UserError, match=r"base and SFT: no chat template.*--base-template none"):
         table(rows, tmp_path / "out")
     results, _, page = table(rows, tmp_path / "out", CHAT.model_copy(update={"base_template": "none"}))
     assert list(results["rows"][1]["differences"]) == COLUMNS
@@ -135,7 +137,7 @@ def test_a_run_without_template_is_refused_before_training_and_by_plan(made, pla
 
     monkeypatch.setattr(training, "train", train)
     asked = made(plain, {"suite": "quickstart"})
-    problem = "base and this run: has no chat template, but suite quickstart applies one. Set model.chat_template"
+    problem = "base and this run: no chat template, but suite quickstart applies one. Set model.chat_template"
     with pytest.raises(UserError, match=problem):
         commands.train(asked)
     notices = plan_training(asked)[0]["notices"]
@@ -237,3 +239,24 @@ def test_other_scores_of_a_column_are_compared_too(readers, data_root, tmp_path)
     assert f"- piqa, acc: base {base['value']:.1f} ± {base['stderr']:.1f}, SFT " in page
     assert f"({shown})" in page
     assert "Holm-corrected for the 7 comparisons in this table, and apart from these for the 5 of other scores" in page
+
+
+def test_of_a_start_on_the_hub_no_weights_are_downloaded(models, monkeypatch):
+    asked = []
+
+    def download(name, *, revision, allow_patterns):
+        asked.append((name, revision, "*.safetensors" in allow_patterns, "*.json" in allow_patterns))
+        return str(models[0])
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    rows = planned_rows("lab/model", "v1", load_tokenizer(models[0]), is_adapter=False)
+    assert [(row.name, row.model) for row in rows] == [("base", "lab/model"), ("this run", "lab/model")]
+    assert set(asked) == {("lab/model", "v1", False, True)}
+
+
+def test_the_command_line_overrides_the_recipes_settings(tmp_path):
+    own = [f"run.output_dir={tmp_path}", "eval.strict=true", "eval.base_template=own"]
+    settings = evaluation_settings(recipe.load("quickstart/sft", own), {"strict": False, "base_template": "run"})
+    assert (settings.strict, settings.base_template) == (False, "run")
+    with pytest.raises(UserError, match="--base-template: found 'mine'"):
+        evaluation_settings(None, {"suite": "quickstart", "base_template": "mine"})
