@@ -53,14 +53,12 @@ def lineage(path: str | Path, console: Console | None = None) -> list[Row]:
     return _with_unique_names([(name, model, model) for name, model in _lineage(path, console)])
 
 
-def starting_rows(start: str, revision: str | None = None) -> list[tuple[str, Path | str, str | None]]:
-    """Return (name, model, revision) of the rows above that of a run which will be trained from `start`.
+def starting_rows(start: str) -> list[Row]:
+    """Return the rows of the runs behind the starting checkpoint of a training; none if no run trained it.
 
-    Nothing is downloaded. Raises UserError if the chain of runs behind `start` has a gap or was overwritten.
+    Raises UserError as `lineage`.
     """
-    if is_local(start) and _run_of(local_path(start)) is not None:
-        return [(name, model, None) for name, model in lineage(start)]
-    return [("base", start, revision)]
+    return lineage(start) if is_local(start) and _run_of(local_path(start)) is not None else []
 
 
 def _lineage(path: str | Path, console: Console | None) -> list[Row]:

@@ -15,7 +15,8 @@ from lm_eval.models.utils import normalize_gen_kwargs, resolve_max_length
 from transformers import AutoConfig
 
 from ..errors import UserError
-from ..recipe import Eval
+from ..files import local_path
+from ..recipe import Eval, is_local
 from ..silence import silence
 from .backends import MAX_GEN_TOKS, BackendSettings, base_folder, generation_settings, load_tokenizer, model_folder
 from .cache import ResponseCache
@@ -69,12 +70,21 @@ def read_row(name: str, model: Path | str, tokenizer: Any = None, revision: str 
     return Row(name, model, tokenizer, resolve_max_length(config, tokenizer), generation, base is not None, template_of)
 
 
+def saved_row(name: str, model: Path | str) -> Row:
+    """Return the row of a model whose weights are on this machine, unlike a name on the hub. See `read_row`."""
+    row = read_row(name, model)
+    folder = local_path(model)
+    if is_local(str(model)) and not any(folder.glob("*.safetensors")):
+        raise UserError(f"{name}: {folder} has no weights in .safetensors files (pickled ones are not loaded)")
+    return row
+
+
 def planned_rows(start: str, revision: str | None, tokenizer: Any, *, is_adapter: bool) -> list[Row]:
     """Return the rows of the table after a training from `start`: the checkpoints before it, and the trained model.
 
     tokenizer: of the training, with its chat template. is_adapter: whether an adapter is trained.
     """
-    rows = [read_row(name, model, revision=own) for name, model, own in starting_rows(start, revision)]
+    rows = [saved_row(*row) for row in starting_rows(start)] or [read_row("base", start, revision=revision)]
     trained = read_row("this run", start, tokenizer, revision)
     return [*rows, replace(trained, is_adapter=is_adapter)]
 
@@ -210,7 +220,10 @@ class _Probe:
             requests = [request for each in questions for request in self._requests(*each)]
         except Exception as error:  # a template may raise anything
             reason = " ".join(str(error).split())[:200]
-            self.problems.append(f"{self.lm.label}: no prompt can be made of a question: {reason}")
+            self.problems.append(
+                f"{self.lm.label}: no prompt can be made of a question: {reason}; choose another chat template, or "
+                f"leave the column out: eval.omit: [{task.column}] (--omit {task.column})"
+            )
             return
         self.prompts[task.column] = [request.args[0] for request in requests]
         too_long = list(filter(None, map(self._too_long, requests)))

@@ -20,7 +20,7 @@ from . import tables
 from .backends import require_backend
 from .cache import default_cache_folder
 from .harness import ModelResults, Options, evaluate_model
-from .preflight import Row, check, read_row, with_base_template
+from .preflight import Row, check, saved_row, with_base_template
 from .progress_display import ProgressDisplay
 from .published import load_published
 from .result_files import write_results
@@ -55,7 +55,7 @@ def evaluate(
     suite = suite_of(options)
     refuse_foreign(output, names)
     published = _published(suite, options)
-    candidates = with_base_template([read_row(*row) for row in rows], options.base_template)
+    candidates = with_base_template([saved_row(*row) for row in rows], options.base_template)
     tasks = _check(candidates, suite, options, cache, console)
     model_options = Options(
         backend=options.backend,
@@ -103,7 +103,7 @@ def preflight(
 ) -> tuple[dict[str, int], list[str]]:
     """Check all that an evaluation needs except the models. Returns the number of questions by column, and notices.
 
-    rows: the table's, from `read_row`, the starting checkpoint first. on_column: called before a column is loaded.
+    rows: the table's, from `planned_rows`, the starting checkpoint first. on_column: called before a column is loaded.
     Raises UserError with all problems found.
     """
     require_backend(options.backend)

@@ -260,3 +260,20 @@ def test_the_command_line_overrides_the_recipes_settings(tmp_path):
     assert (settings.strict, settings.base_template) == (False, "run")
     with pytest.raises(UserError, match="--base-template: found 'mine'"):
         evaluation_settings(None, {"suite": "quickstart", "base_template": "mine"})
+
+
+def test_rows_without_weights_and_templates_that_refuse_a_question_are_found_before_any_model_is_loaded(
+    models, tmp_path
+):
+    other = shutil.copytree(models[1], tmp_path / "other")
+    (other / "chat_template.jinja").write_text("{{ raise_exception('a system message first') }}")
+    rows = [("base", models[0]), ("SFT", other)]
+    with pytest.raises(UserError) as error:
+        table(rows, tmp_path / "out")
+    problem = "no prompt can be made of a question: a system message first; choose another chat template, or leave the"
+    assert [line.partition(" column")[0] for line in str(error.value).splitlines()] == [
+        f"SFT: {column}: {problem}" for column in COLUMNS
+    ]
+    (other / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"SFT: .*other has no weights in \.safetensors files"):
+        table(rows, tmp_path / "out")

@@ -205,7 +205,7 @@ def _without_models():
     with contextlib.ExitStack() as stack:
         for where, name, fake in (
             (stage, "evaluate_model", answers),
-            (stage, "read_row", _read_row),
+            (stage, "saved_row", _saved_row),
             (stage, "load_tasks", _tasks),
             (stage, "preflight", lambda *_: ({}, [])),
             (stage, "check", lambda rows, suite, load, options: (load(), [])),
@@ -222,7 +222,7 @@ def _without_models():
         yield
 
 
-def _read_row(name: str, model: Any) -> Any:
+def _saved_row(name: str, model: Any) -> Any:
     from soren_align.evaluate.preflight import Row
 
     return Row(name, model, _tokenizer(), 256, {}, template_of=name)
