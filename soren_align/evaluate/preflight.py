@@ -160,7 +160,9 @@ def _notices(rows: Sequence[Row], suite: Suite, probes: dict[str, "_Probe"]) -> 
         reasons = []
         if row.generation != first.generation:
             reasons.append(f"generation_config.json sets {row.generation}, for {first.name} {first.generation}")
-        if probes[row.name].prompts != probes[first.name].prompts:
+        if (row.template_of is None) != (first.template_of is None) and suite.apply_chat_template:
+            reasons.append("prompts with and without a chat template")
+        elif probes[row.name].prompts != probes[first.name].prompts:
             can_be_equal = row is rows[-1] and first.template_of != row.name
             remedy = "; eval.base_template: run gives them the same" if can_be_equal else ""
             reasons.append(f"other prompts, by another chat template{remedy}")

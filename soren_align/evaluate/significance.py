@@ -20,8 +20,12 @@ SEED = 1234
 """Equal for all rows, so that an additional row changes no interval."""
 
 
-MODELS_OWN = ("generation_config", "chat_template", "bos")
-"""Settings that come with a model. All others are equal for all rows of a table."""
+MODELS_OWN = {
+    "generation_config": "generation config {1} instead of {0}",
+    "chat_template": "prompts with and without a chat template",
+    "bos": "prompts with and without a BOS token",
+}
+"""Settings that come with a model, with the reason if they differ. All others are equal for all rows of a table."""
 
 
 def compare(rows: list[tuple[str, ModelResults]], average: bool) -> list[dict[str, dict[str, Any]] | None]:
@@ -55,10 +59,10 @@ def compare(rows: list[tuple[str, ModelResults]], average: bool) -> list[dict[st
 
 def unpaired(first: ModelResults, later: ModelResults) -> dict[str, str]:
     """Return the columns whose scores cannot be compared, with the reason: what differs in `later`."""
-    for key in MODELS_OWN:
+    for key, reason in MODELS_OWN.items():
         a, b = first.settings.get(key), later.settings.get(key)
         if a != b:
-            return dict.fromkeys(first.points, f"{key.replace('_', ' ')} {b} instead of {a}")
+            return dict.fromkeys(first.points, reason.format(a, b))
     reasons: dict[str, str] = {}
     for column in first.points:
         a, b = first.prompt_hashes.get(column, []), later.prompt_hashes.get(column, [])

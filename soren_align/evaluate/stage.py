@@ -251,13 +251,15 @@ def _result_rows(rows: Sequence[Row], evaluated: list[tuple[str, ModelResults]],
 
 def _shortfall(suite: Suite, tasks: Tasks, options: Eval) -> str:
     """Return the reason why the scores are, or may be, no result of the suite; "" if they are."""
-    if options.omit:
-        return f"without {', '.join(options.omit)}, not the suite's result"
+    reasons = [f"without {', '.join(options.omit)}"] if options.omit else []
     for task in suite.tasks:
         sizes = num_questions(tasks[task.column]).values()
         if options.limit and max(sizes) > options.limit:
-            return f"the first {options.limit} questions of each task, not the suite's result"
+            reasons.append(f"the first {options.limit} questions of each task")
+            break
         if task.questions and sum(sizes) != task.questions:
-            counts = f"{sum(sizes):,} of {task.questions:,} questions of {task.column}"
-            return f"on other data ({counts}), not the suite's result"
+            reasons.append(f"on other data ({sum(sizes):,} of {task.questions:,} questions of {task.column})")
+            break
+    if reasons:
+        return f"{', '.join(reasons)}, not the suite's result"
     return f"on the data in {options.data_root}" if options.data_root else ""

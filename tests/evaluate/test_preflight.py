@@ -89,9 +89,10 @@ def test_without_a_template_anywhere_there_is_a_table_of_plain_prompts(plain, tm
 
 def test_a_base_without_its_template_is_shown_beside_a_run_with_one(models, tmp_path):
     none = CHAT.model_copy(update={"base_template": "none"})
-    results, _, page = table([("base", models[0]), ("SFT", models[1])], tmp_path / "out", none)
+    results, screen, page = table([("base", models[0]), ("SFT", models[1])], tmp_path / "out", none)
     assert [row["chat_template_of"] for row in results["rows"]] == [None, "SFT"]
-    assert "- not compared with base: SFT (chat template True instead of False)" in page
+    assert "- not compared with base: SFT (prompts with and without a chat template)" in page
+    assert "will not be compared with base: prompts with and without a chat template" in " ".join(screen.split())
 
 
 RECIPE = """
@@ -157,7 +158,7 @@ def test_an_answer_longer_than_the_context_is_found_before_training_and_its_colu
     omitted = Eval(**evaluation, omit=["piqa"])
     assert omitted.name == "commonsense-zero-shot-without-piqa"
     results, _, _ = table([("base", model)], tmp_path / "out", omitted)
-    assert results["title"] == "Commonsense, zero-shot: without piqa, not the suite's result"
+    assert results["title"].startswith("Commonsense, zero-shot: without piqa, on other data (4 of 1,172 questions")
     assert "piqa" not in results["rows"][0]["scores"]
     with pytest.raises(UserError, match=r"eval\.omit: suite commonsense-zero-shot has no column 'pica'; did you mean"):
         preflight(Eval(**evaluation, omit=["pica"]))
