@@ -103,9 +103,7 @@ EvalProcesses = Annotated[int | None, typer.Option(min=1, metavar="N", help="Eva
 DataRoot = Annotated[
     str | None, typer.Option(metavar="DIR", help="Datasets downloaded from the hub: DIR/allenai/ai2_arc, ...")
 ]
-Limit = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Only the first N questions of each task, for a quick check.")
-]
+Limit = Annotated[int | None, typer.Option(min=1, metavar="N", help="Only the first N questions of each task.")]
 BatchSize = Annotated[
     int | None, typer.Option(min=1, metavar="N", help="Prompts in a forward pass. Default: the suite's.")
 ]
@@ -113,7 +111,9 @@ Dtype = Annotated[
     str | None, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16. Default: the suite's, float32.")
 ]
 Backend = Annotated[str | None, typer.Option(metavar="BACKEND", help="hf, or vllm if it is installed. Default: hf.")]
-Strict = Annotated[bool, typer.Option("--strict", help="Fail if a prompt is too long for the model.")]
+Strict = Annotated[bool | None, typer.Option("--strict/--no-strict", help="Fail if a prompt does not fit the model.")]
+BaseTemplate = Annotated[str | None, typer.Option(metavar="WHICH", help="The base's template: own, run or none.")]
+Omit = Annotated[list[str] | None, typer.Option(metavar="COLUMN", help="Leave out a column. Repeatable.")]
 TrustSuite = Annotated[
     bool, typer.Option("--trust-suite", help="Allow the files of a suite that is not shipped to run code.")
 ]
@@ -139,7 +139,9 @@ def evaluate(
     batch_size: BatchSize = None,
     dtype: Dtype = None,
     backend: Backend = None,
-    strict: Strict = False,
+    strict: Strict = None,
+    base_template: BaseTemplate = None,
+    omit: Omit = None,
     trust_suite: TrustSuite = False,
     published: Published = None,
     quote: Quote = None,
@@ -157,7 +159,9 @@ def evaluate(
         "processes": processes,
         "data_root": data_root,
         "limit": limit,
-        "strict": strict or None,
+        "strict": strict,
+        "base_template": base_template,
+        "omit": omit or None,
         "trust_suite": trust_suite or None,
         "published": published or None,
     }

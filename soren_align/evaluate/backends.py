@@ -24,7 +24,11 @@ from ..recipe import ADAPTER, adapter_config, is_local
 from ..weights import load_adapter, load_model
 
 FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
-"""The files that determine a model's responses: weights, configs, tokenizer, chat template. No pickled weights."""
+"""The files that determine a model's responses: weights (the first pattern; no pickled ones), configs, tokenizer, chat
+template."""
+
+MAX_GEN_TOKS = 256
+"""New tokens where the task names no number, as in HFLM."""
 
 _WITHOUT_EFFECT = re.compile(
     "_.*|output_.*|return_.*|(bos|pad|decoder_start)_token_id|eos_token_id|do_sample|temperature|top_p|top_k|max_length"
@@ -75,8 +79,8 @@ def require_backend(backend: str) -> None:
         raise UserError("eval.backend is vllm, which is not installed: pip install 'soren-align[vllm]', or write hf")
 
 
-def model_folder(model: str | Path, revision: str | None = None) -> Path:
-    """Return the folder of a model's files; a model on the hub is downloaded first."""
+def model_folder(model: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:
+    """Return the folder of a model's files; a model on the hub is downloaded first, or all but its weights."""
     if is_local(str(model)):
         folder = local_path(model)
         if not any((folder / name).is_file() for name in ("config.json", ADAPTER)):
@@ -84,17 +88,18 @@ def model_folder(model: str | Path, revision: str | None = None) -> Path:
         refuse_special_files(folder)
         return folder
     try:
-        return Path(huggingface_hub.snapshot_download(str(model), revision=revision, allow_patterns=list(FILES)))
+        patterns: list[str] = [*FILES] if weights else [*FILES[1:]]
+        return Path(huggingface_hub.snapshot_download(str(model), revision=revision, allow_patterns=patterns))
     except Exception as error:  # not found, gated, offline, no space: the hub's own message names the reason
         raise UserError(f"{model}: cannot be downloaded from the hub: {_in_short(error)}") from error
 
 
-def base_folder(folder: Path) -> Path | None:
-    """Return the folder of the model under a LoRA adapter; None if `folder` holds a whole model."""
+def base_folder(folder: Path, *, weights: bool = True) -> Path | None:
+    """Return the folder of the model under a LoRA adapter; None if `folder` holds a whole model. See `model_folder`."""
     config = adapter_config(folder)
     if config is None:
         return None
-    base = model_folder(config["base_model_name_or_path"], config.get("revision"))
+    base = model_folder(config["base_model_name_or_path"], config.get("revision"), weights=weights)
     if (base / ADAPTER).is_file():  # on the hub; a chain of adapters might be endless
         raise UserError(
             f"{folder}: its base {config['base_model_name_or_path']} is an adapter too; merge that adapter first"
@@ -104,7 +109,7 @@ def base_folder(folder: Path) -> Path | None:
 
 def load_tokenizer(folder: Path) -> Any:
     """Return the tokenizer in the folder; for an adapter without one, its base's."""
-    base = base_folder(folder)
+    base = base_folder(folder, weights=False)
     source = folder if base is None or (folder / "tokenizer_config.json").is_file() else base
     try:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
@@ -118,7 +123,7 @@ def generation_settings(model: Any) -> tuple[dict[str, Any], Any]:
     lm-eval leaves these settings in force: a repetition penalty, for example, or a limit of the length.
     """
     if isinstance(model, str | Path):
-        folder = base_folder(Path(model)) or Path(model)
+        folder = base_folder(Path(model), weights=False) or Path(model)
         try:
             config = GenerationConfig.from_pretrained(folder) if (folder / GENERATION_CONFIG_NAME).is_file() else None
         except (AttributeError, OSError, TypeError, ValueError) as error:

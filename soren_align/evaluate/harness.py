@@ -48,6 +48,8 @@ class Options:
     strict: bool = False
     """A truncated prompt is an error."""
     num_processes: int = 1
+    chat_template: str | None = None
+    """Renders the prompts, if the suite applies a chat template; "": they are plain text. None: the tokenizer's."""
     cache: Path | None = None
     """The cache folder; None caches nothing."""
 
@@ -66,6 +68,8 @@ class ModelResults:
     """lm-eval's samples."""
     points: dict[str, list[float]] = field(default_factory=dict)
     """The points of each question; a score is 100 times their mean."""
+    also_points: dict[str, dict[str, list[list[float]]]] = field(default_factory=dict)
+    """By column and label, the points of the column's other scores, each 100 times the mean of the lists' means."""
     prompt_hashes: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
     """Hashes of each question and its prompt: two models are compared only if these are equal."""
     truncated: dict[str, int] = field(default_factory=dict)
@@ -75,9 +79,10 @@ class ModelResults:
 
     def add(self, task: SuiteTask, loaded: Any, output: dict[str, Any], model: str) -> None:
         """Add one column. loaded: lm-eval's task or group. output: of lm-eval's simple_evaluate. model: its name."""
-        score, points, samples = score_column(task, loaded, output, model)
+        score, points, also_points, samples = score_column(task, loaded, output, model)
         questions = [sample for sample in samples if sample["filter"] == task.filter]
         self.scores[task.column], self.points[task.column], self.samples[task.column] = score, points, samples
+        self.also_points[task.column] = also_points
         self.prompt_hashes[task.column] = [(q["doc_hash"], q["prompt_hash"]) for q in questions]
         self.settings["task_versions"][task.column] = output["versions"][task.task]
         self.settings["num_fewshot"][task.column] = output["n-shot"][subtasks(loaded)[0].task_name]
@@ -104,8 +109,7 @@ def evaluate_model(
     is_loaded = not isinstance(model, str | Path)
     name = "the given model" if is_loaded else str(model)
     model, tokenizer = _resolve(model, tokenizer, options.num_processes)
-    if suite.apply_chat_template and not tokenizer.chat_template:
-        raise UserError(f"{name}: the tokenizer has no chat template; suite {suite.name} needs one")
+    suite = _with_chat_template(suite, tokenizer, options.chat_template, name)
     settings, device = _backend_settings(model, suite, options)
     tasks = tasks or load_tasks(suite, options.cache)
     lm = _dispatcher(model, tokenizer, settings, device, options)
@@ -143,6 +147,17 @@ def _resolve(model: Any, tokenizer: Any, num_processes: int) -> tuple[Any, Any]:
     with silence():
         folder = model_folder(model)
         return folder, load_tokenizer(folder)
+
+
+def _with_chat_template(suite: Suite, tokenizer: Any, template: str | None, name: str) -> Suite:
+    """Set the tokenizer's chat template, see `Options`; return the suite, which applies none if there is to be none."""
+    if template == "":
+        return suite.model_copy(update={"apply_chat_template": False})
+    if suite.apply_chat_template and template is not None:
+        tokenizer.chat_template = template
+    if suite.apply_chat_template and not tokenizer.chat_template:
+        raise UserError(f"{name}: the tokenizer has no chat template; suite {suite.name} needs one")
+    return suite
 
 
 def _backend_settings(model: Any, suite: Suite, options: Options) -> tuple[BackendSettings, str]:

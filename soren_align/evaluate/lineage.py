@@ -19,26 +19,28 @@ TASKS = {"sft": "SFT", "dpo": "DPO"}
 
 Row = tuple[str, Path]
 """(name in the table, model folder)."""
+_NamedBy = tuple[str, Path, str | Path]
+"""(name, model folder, path by which the user named it or a model trained from it)."""
 
 
 def lineages(paths: Sequence[str | Path], console: Console | None = None) -> list[Row]:
     """Return the rows of several models in one table, in which a common ancestor appears once.
 
-    A model in `paths` has its own row even if all its files equal another's. If a name is taken, the name of the run
-    folder or on the hub is added in parentheses.
+    A model in `paths` has its own row even if all its files equal another's. Where rows would have one name, all of
+    them get the name of their run folder or on the hub in parentheses.
     """
-    rows: list[Row] = []
+    rows: list[_NamedBy] = []
     seen: set[str] = set()
     for path in paths:
-        *ancestors, last = lineage(path, console)
+        *ancestors, last = _lineage(path, console)
         for name, model in ancestors:
             if model_digest(model) not in seen:
-                rows.append(_with_unique_name(rows, name, model, path))
+                rows.append((name, model, path))
             seen.add(model_digest(model))
-        if last[1].resolve() not in [model.resolve() for _, model in rows]:
-            rows.append(_with_unique_name(rows, *last, path))
+        if last[1].resolve() not in [model.resolve() for _, model, _ in rows]:
+            rows.append((*last, path))
             seen.add(model_digest(last[1]))
-    return rows
+    return _with_unique_names(rows)
 
 
 def lineage(path: str | Path, console: Console | None = None) -> list[Row]:
@@ -48,6 +50,19 @@ def lineage(path: str | Path, console: Console | None = None) -> list[Row]:
     on the hub.
     Raises UserError if the direct start is missing. An older ancestor that is missing is left out, with a warning.
     """
+    return _with_unique_names([(name, model, model) for name, model in _lineage(path, console)])
+
+
+def starting_rows(start: str) -> list[Row]:
+    """Return the rows of the runs behind the starting checkpoint of a training; none if no run trained it.
+
+    Raises UserError as `lineage`.
+    """
+    return lineage(start) if is_local(start) and _run_of(local_path(start)) is not None else []
+
+
+def _lineage(path: str | Path, console: Console | None) -> list[Row]:
+    """Return the rows of `lineage`, of which several may have one name."""
     local = local_path(path)
     run = _run_of(local)
     if run is None:
@@ -78,10 +93,7 @@ def lineage(path: str | Path, console: Console | None = None) -> list[Row]:
         if parent is None:
             rows.append(("base", start))
         run, model = parent, start
-    unique: list[Row] = []
-    for name, model in rows[::-1]:
-        unique.append(_with_unique_name(unique, name, model, model))
-    return unique
+    return rows[::-1]
 
 
 def _model_rows(path: str | Path, console: Console | None) -> list[Row]:
@@ -92,17 +104,21 @@ def _model_rows(path: str | Path, console: Console | None) -> list[Row]:
     name = str(path).rpartition("/")[2] if on_hub else folder.resolve().name
     base = base_folder(folder)
     if base is not None:
-        base_rows = lineage(base, console)
+        base_rows = _lineage(base, console)
         return [*(base_rows if len(base_rows) > 1 else [("base", base)]), (name, folder)]
     if not (folder / "config.json").is_file():
         raise UserError(f"{path}: neither a run folder (run.json) nor a model folder (config.json)")
     return [(name, folder)]
 
 
-def _with_unique_name(rows: list[Row], name: str, model: Path, path: str | Path) -> Row:
-    """Return the row; if `rows` has its name, with the run folder's name or the hub name `path` in parentheses."""
-    addition = model.parent.resolve().name if is_local(str(path)) else str(path).replace("/", "--")
-    return (f"{name} ({addition})" if any(name == other for other, _ in rows) else name), model
+def _with_unique_names(rows: list[_NamedBy]) -> list[Row]:
+    """Return the rows; those of one name with the run folder's name or the hub name in parentheses."""
+    names = [name for name, _, _ in rows]
+    return [(_with_source(name, model, path) if names.count(name) > 1 else name, model) for name, model, path in rows]
+
+
+def _with_source(name: str, model: Path, path: str | Path) -> str:
+    return f"{name} ({model.parent.resolve().name if is_local(str(path)) else str(path).replace('/', '--')})"
 
 
 def _run_of(path: Path) -> Path | None:

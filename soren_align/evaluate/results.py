@@ -46,11 +46,15 @@ class _Score(_Value):
     also: dict[str, _Value] = {}
 
 
-class _Difference(_Section):
+class _OtherDifference(_Section):
     value: float
     low: float
     high: float
     p_holm: float
+
+
+class _Difference(_OtherDifference):
+    also: dict[str, _OtherDifference] = {}
 
 
 class _Row(_Section):
@@ -58,6 +62,8 @@ class _Row(_Section):
     model: str | None
     scores: Annotated[dict[str, _Score], Field(min_length=1)]
     differences: dict[str, _Difference] | None = None
+    unpaired: dict[str, str] = {}
+    chat_template_of: str | None = None
     truncated: dict[str, int] = {}
 
 
@@ -89,7 +95,7 @@ class _Results(_Section):
         for row in self.rows:
             if row.scores.keys() != first.scores.keys():
                 raise ValueError(f"{row.name} has other columns than {first.name}")
-            if row.differences is not None and row.differences.keys() != row.scores.keys():
+            if row.differences is not None and row.differences.keys() | row.unpaired.keys() != row.scores.keys():
                 raise ValueError(f"the differences of {row.name} have other columns than its scores")
             if any(row.scores[c].also.keys() != first.scores[c].also.keys() for c in first.scores):
                 raise ValueError(f"{row.name} has other additional scores than {first.name}")

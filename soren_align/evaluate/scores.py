@@ -22,11 +22,12 @@ def t95(degrees: int) -> float:
 
 def score_column(
     task: SuiteTask, loaded: Any, output: dict[str, Any], model: str
-) -> tuple[dict[str, Any], list[float], list[dict[str, Any]]]:
-    """Return (score, points, samples) of a column.
+) -> tuple[dict[str, Any], list[float], dict[str, list[list[float]]], list[dict[str, Any]]]:
+    """Return (score, points, points of the other scores, samples) of a column.
 
     score: {"value", "stderr", "low", "high": of the 95% interval, all in percent, "n": number of questions}; "also":
-    other scores, {"value", "stderr"} each; "subjects": those of a group. points: of each question, in [0, 1].
+    other scores, {"value", "stderr"} each; "subjects": those of a group. points: of each question, in [0, 1]; of the
+    other scores by label, in one list, or in one per subject if all subjects have equal weight.
     output: of lm-eval's simple_evaluate.
     Raises UserError if log-likelihoods or points are not numbers, or if the metric is not a mean over questions.
     """
@@ -35,16 +36,23 @@ def score_column(
     points = [_points(output, name, main, model) for name in names]
     score = _score(points)
     also: dict[str, Any] = {}
+    also_points: dict[str, list[list[float]]] = {}
     if isinstance(loaded, Group):
         subjects = {name: _score([p]) for name, p in zip(names, points, strict=True)}
         also["mean over subjects"] = average(list(subjects.values()))
+        also_points["mean over subjects"] = points
         score["subjects"] = subjects
     for other in others:
-        also[other.removesuffix(",none")] = _score([_points(output, name, other, model) for name in names])
+        label, each = other.removesuffix(",none"), [_points(output, name, other, model) for name in names]
+        also[label], also_points[label] = _score(each), [_joined(each)]
     if also:
         score["also"] = {label: {key: each[key] for key in ("value", "stderr")} for label, each in also.items()}
     samples = [{"task": name} | sample for name in names for sample in output["samples"][name]]
-    return score, [value for each in points for value in each], samples
+    return score, _joined(points), also_points, samples
+
+
+def _joined(points: list[list[float]]) -> list[float]:
+    return [value for each in points for value in each]
 
 
 def average(scores: list[dict[str, Any]]) -> dict[str, Any]:
@@ -87,7 +95,7 @@ def _score(points: list[list[float]]) -> dict[str, Any]:
     """
     errors = [statistics.stdev(p) / sqrt(len(p)) if len(p) > 1 else 0.0 for p in points]
     sizes = [len(p) for p in points]
-    every = [value for p in points for value in p]
+    every = _joined(points)
     value, n = statistics.fmean(every), len(every)
     stderr = errors[0]
     if len(points) > 1:

@@ -1,11 +1,12 @@
 """The differences between models on the same questions, with confidence intervals and p-values.
 
-Questions differ in difficulty more than models do, so all comparisons are paired by question. Models that were
-evaluated with different prompts are never compared.
+Questions differ in difficulty more than models do, so all comparisons are paired by question. Scores from different
+prompts are never compared.
 """
 
 import statistics
 from math import sqrt
+from typing import Any
 
 import numpy as np
 from scipy.stats import binomtest
@@ -19,52 +20,92 @@ SEED = 1234
 """Equal for all rows, so that an additional row changes no interval."""
 
 
-def compare(rows: list[tuple[str, ModelResults]], average: bool) -> list[dict[str, dict[str, float]] | None]:
-    """Return for each row its differences to the first row, by column; None for the first row.
+MODELS_OWN = {
+    "generation_config": "generation config {1} instead of {0}",
+    "chat_template": "prompts with and without a chat template",
+    "bos": "prompts with and without a BOS token",
+}
+"""Settings that come with a model, with the reason if they differ. All others are equal for all rows of a table."""
+
+
+def compare(rows: list[tuple[str, ModelResults]], average: bool) -> list[dict[str, dict[str, Any]] | None]:
+    """Return for each row its differences to the first row, by column, without `unpaired` ones; None for the first.
 
     average: add "average", the difference of the plain means of the columns.
     A difference is {"value", "low", "high"} in percent with a 95% interval, "p" of no difference, two-sided, and
     "p_holm", the same after Holm's correction (1979) for all comparisons: if no row differs from the first, the
-    smallest p_holm of the table is below 0.05 with a probability of 5% only.
-    Raises UserError if two rows have different settings or prompts.
+    smallest p_holm of the table is below 0.05 with a probability of 5% only. "also": the same of the column's other
+    scores, which are corrected among themselves, so that they change no p_holm of a column.
+    Raises UserError if two rows were evaluated with another dtype, batch size or software.
     """
     first_name, first = rows[0]
-    differences: list[dict[str, dict[str, float]]] = []
+    differences: list[dict[str, dict[str, Any]]] = []
     for name, later in rows[1:]:
         refuse_unlike((first_name, first), (name, later))
-        points = {c: np.subtract(later.points[c], first.points[c]) for c in first.points}
-        row = {c: _right_or_wrong(d) if _is_right_or_wrong(d) else _resampled([d]) for c, d in points.items()}
-        if average:
+        reasons = unpaired(first, later)
+        points = {c: np.subtract(later.points[c], first.points[c]) for c in first.points if c not in reasons}
+        row: dict[str, dict[str, Any]] = {column: _difference([each]) for column, each in points.items()}
+        for column, difference in row.items():
+            if also := _also(first.also_points.get(column, {}), later.also_points.get(column, {})):
+                difference["also"] = also
+        if average and not reasons:
             row["average"] = _resampled(list(points.values()))
         differences.append(row)
-    tested = [difference for row in differences for difference in row.values()]
-    for difference, corrected in zip(tested, holm([d["p"] for d in tested]), strict=True):
-        difference["p_holm"] = corrected
+    columns = [difference for row in differences for difference in row.values()]
+    _correct(columns)
+    _correct([other for difference in columns for other in difference.get("also", {}).values()])
     return [None, *differences]
 
 
+def unpaired(first: ModelResults, later: ModelResults) -> dict[str, str]:
+    """Return the columns whose scores cannot be compared, with the reason: what differs in `later`."""
+    for key, reason in MODELS_OWN.items():
+        a, b = first.settings.get(key), later.settings.get(key)
+        if a != b:
+            return dict.fromkeys(first.points, reason.format(a, b))
+    reasons: dict[str, str] = {}
+    for column in first.points:
+        a, b = first.prompt_hashes.get(column, []), later.prompt_hashes.get(column, [])
+        num_a, num_b = first.truncated.get(column, 0), later.truncated.get(column, 0)
+        if [question for question, _ in a] != [question for question, _ in b]:
+            reasons[column] = f"{len(b)} questions, not the same {len(a)}"
+        elif a != b:
+            reasons[column] = "other prompts, as by another chat template"
+        elif num_a != num_b:
+            reasons[column] = f"{num_b} prompts truncated instead of {num_a}, by another context length"
+    return reasons
+
+
 def refuse_unlike(first: tuple[str, ModelResults], later: tuple[str, ModelResults]) -> None:
-    """Raises UserError if two models were evaluated with different settings, truncation or prompts."""
+    """Raises UserError if two models were evaluated with settings that must be equal for all rows of a table."""
     (first_name, a), (later_name, b) = first, later
     for key in a.settings | b.settings:
-        if a.settings.get(key) != b.settings.get(key):
+        if key not in MODELS_OWN and a.settings.get(key) != b.settings.get(key):
             raise UserError(
                 f"{later_name} was evaluated with {key} = {b.settings.get(key)}, {first_name} with"
                 f" {a.settings.get(key)}: their scores cannot be compared; evaluate them separately"
             )
-    for column in a.truncated | b.truncated:
-        if a.truncated.get(column) != b.truncated.get(column):
-            raise UserError(
-                f"{column}: {a.truncated.get(column, 0)} prompts were truncated for {first_name} and"
-                f" {b.truncated.get(column, 0)} for {later_name}, because their contexts differ: their scores cannot"
-                " be compared; evaluate them separately"
-            )
-    for column in a.prompt_hashes | b.prompt_hashes:
-        if a.prompt_hashes.get(column) != b.prompt_hashes.get(column):
-            raise UserError(
-                f"{column}: {later_name} was evaluated with different prompts than {first_name} (another chat"
-                " template?): their scores cannot be compared; evaluate them separately"
-            )
+
+
+def _also(first: dict[str, list[list[float]]], later: dict[str, list[list[float]]]) -> dict[str, dict[str, float]]:
+    """Return the differences of a column's other scores, by label."""
+    return {
+        label: _difference([np.subtract(b, a) for a, b in zip(each, later[label], strict=True)])
+        for label, each in first.items()
+    }
+
+
+def _correct(family: list[dict[str, Any]]) -> None:
+    """Add "p_holm" to the differences of one family."""
+    for difference, corrected in zip(family, holm([d["p"] for d in family]), strict=True):
+        difference["p_holm"] = corrected
+
+
+def _difference(columns: list[np.ndarray]) -> dict[str, Any]:
+    """Return the mean of the columns' mean differences, by the test that fits their points."""
+    if len(columns) == 1 and _is_right_or_wrong(columns[0]):
+        return _right_or_wrong(columns[0])
+    return _resampled(columns)
 
 
 def holm(p: list[float]) -> list[float]:

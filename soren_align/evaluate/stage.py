@@ -3,6 +3,7 @@
 import gc
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,16 @@ from ..recipe import Eval
 from ..run_folder import RunFolder
 from ..terminal import print_labelled
 from . import tables
-from .backends import load_tokenizer, model_folder, require_backend
+from .backends import require_backend
 from .cache import default_cache_folder
 from .harness import ModelResults, Options, evaluate_model
+from .preflight import Row, check, saved_row, with_base_template
 from .progress_display import ProgressDisplay
 from .published import load_published
 from .result_files import write_results
 from .results import FORMAT, refuse_foreign, summary
-from .significance import compare, refuse_unlike
-from .suites import Suite, load_suite
+from .significance import compare, refuse_unlike, unpaired
+from .suites import Suite, suite_of
 from .tasks import Tasks, load_tasks, num_questions
 from .workers import OutOfMemory
 
@@ -48,16 +50,13 @@ def evaluate(
     changed there before all models are evaluated.
     """
     console, cache, output = console or Console(), cache or default_cache_folder(), Path(output)
-    names = [name for name, _ in rows]
-    duplicates = sorted({name for name in names if names.count(name) > 1})
-    if duplicates:
-        raise UserError(f"two models would have the name {duplicates[0]!r} in the table; rename one of the folders")
+    names = _unique_names(rows)
+    require_backend(options.backend)
     suite = suite_of(options)
     refuse_foreign(output, names)
-    published = [row for name in options.published for row in load_published(name, suite.name)]
-    tasks = _load_tasks(suite, options, cache, console)
-    for _, model in rows:  # now, rather than after the evaluation of the rows before
-        load_tokenizer(model_folder(model))
+    published = _published(suite, options)
+    candidates = with_base_template([saved_row(*row) for row in rows], options.base_template)
+    tasks = _check(candidates, suite, options, cache, console)
     model_options = Options(
         backend=options.backend,
         device=device,
@@ -66,21 +65,29 @@ def evaluate(
         num_processes=options.processes or 1,
         cache=cache,
     )
-    evaluated = _evaluate_models(rows, suite, tasks, model_options, console)
+    evaluated = _evaluate_models(candidates, suite, tasks, model_options, console)
     _print_cached(evaluated, console)
     shortfall = _shortfall(suite, tasks, options)
     results = {
         "format": FORMAT,
         "title": f"{suite.title}: {shortfall}" if shortfall else suite.title,
         "suite": suite.name,
-        "rows": _result_rows(rows, evaluated, suite.average),
+        "rows": _result_rows(candidates, evaluated, suite),
         "published": published,
-        "settings": evaluated[0][1].settings
-        | {"num_processes": model_options.num_processes, "data": suite.data_root or "hub", "commit": commit()},
+        "settings": evaluated[0][1].settings | _settings(suite, model_options),
         "notes": suite.notes,
     }
     write_results(results, {name: each.samples for name, each in evaluated}, output)
     return results
+
+
+def _unique_names(rows: Rows) -> list[str]:
+    """Return the rows' names. Raises UserError if two are equal."""
+    names = [name for name, _ in rows]
+    duplicates = sorted({name for name in names if names.count(name) > 1})
+    if duplicates:
+        raise UserError(f"two models would have the name {duplicates[0]!r} in the table; rename one of the folders")
+    return names
 
 
 def print_results(results: dict[str, Any], output: Path, console: Console, table: Console | None = None) -> None:
@@ -91,24 +98,23 @@ def print_results(results: dict[str, Any], output: Path, console: Console, table
     console.print(f"written   {output}", highlight=False, soft_wrap=True)
 
 
-def preflight(options: Eval, on_column: Callable[[str], object] | None = None) -> dict[str, int]:
-    """Load all that an evaluation needs except the models. Returns the number of questions by column."""
+def preflight(
+    options: Eval, rows: Sequence[Row] = (), on_column: Callable[[str], object] | None = None
+) -> tuple[dict[str, int], list[str]]:
+    """Check all that an evaluation needs except the models. Returns the number of questions by column, and notices.
+
+    rows: the table's, from `planned_rows`, the starting checkpoint first. on_column: called before a column is loaded.
+    Raises UserError with all problems found.
+    """
     require_backend(options.backend)
     suite = suite_of(options)
     for name in options.published:
         load_published(name, suite.name)
-    tasks = load_tasks(suite, None, on_column, trusted=options.trust_suite)
-    return {column: sum(num_questions(task).values()) for column, task in tasks.items()}
-
-
-def suite_of(options: Eval) -> Suite:
-    """Return the suite, with the changes by a recipe or the command line."""
-    suite = load_suite(options.suite)
-    overrides = {"batch_size": options.batch_size, "dtype": options.dtype}
-    changes: dict[str, Any] = {key: value for key, value in overrides.items() if value is not None}
-    if options.data_root is not None:
-        changes["data_root"] = str(Path(options.data_root).expanduser().absolute())
-    return suite.model_copy(update=changes)
+    rows = with_base_template(rows, options.base_template) if rows else []
+    tasks, notices = check(
+        rows, suite, lambda: load_tasks(suite, None, on_column, trusted=options.trust_suite), options
+    )
+    return {column: sum(num_questions(task).values()) for column, task in tasks.items()}, notices
 
 
 def output_of(run: RunFolder, options: Eval) -> Path:
@@ -130,6 +136,24 @@ def write_summary(results: dict[str, Any], file: Path) -> None:
     write(file, json.dumps(summary(results), indent=2) + "\n")
 
 
+def _check(rows: Sequence[Row], suite: Suite, options: Eval, cache: Path, console: Console) -> Tasks:
+    """Check the rows, print the notices, and return the tasks."""
+    tasks, notices = check(rows, suite, lambda: _load_tasks(suite, options, cache, console), options)
+    for notice in notices:
+        print_labelled(console, "notice", notice)
+    return tasks
+
+
+def _settings(suite: Suite, options: Options) -> dict[str, Any]:
+    """Return the settings of the table that the first row's do not have, or that may differ in its row."""
+    return {
+        "chat_template": suite.apply_chat_template,
+        "num_processes": options.num_processes,
+        "data": suite.data_root or "hub",
+        "commit": commit(),
+    }
+
+
 def _load_tasks(suite: Suite, options: Eval, cache: Path, console: Console) -> Tasks:
     if not console.is_terminal:
         console.print("loading   tasks", highlight=False)
@@ -141,8 +165,17 @@ def _load_tasks(suite: Suite, options: Eval, cache: Path, console: Console) -> T
         return load_tasks(suite, cache, on_column, trusted=options.trust_suite)
 
 
+def _published(suite: Suite, options: Eval) -> list[dict[str, Any]]:
+    """Return the published rows, without the average if it is one over other columns."""
+    rows = [row for name in options.published for row in load_published(name, suite.name)]
+    if options.omit:
+        scores = [{c: score for c, score in row["scores"].items() if c != "average"} for row in rows]
+        rows = [row | {"scores": each} for row, each in zip(rows, scores, strict=True)]
+    return rows
+
+
 def _evaluate_models(
-    rows: Rows, suite: Suite, tasks: Tasks, options: Options, console: Console
+    rows: Sequence[Row], suite: Suite, tasks: Tasks, options: Options, console: Console
 ) -> list[tuple[str, ModelResults]]:
     """Return each model's results, all with one batch size: the suite's, halved until all models fit the memory."""
     while True:
@@ -162,14 +195,16 @@ def _evaluate_models(
 
 
 def _evaluate_at_batch_size(
-    rows: Rows, suite: Suite, tasks: Tasks, options: Options, console: Console
+    rows: Sequence[Row], suite: Suite, tasks: Tasks, options: Options, console: Console
 ) -> tuple[list[tuple[str, ModelResults]], str]:
     """Return (each model's results, ""), or those before the first model that ran out of memory and the problem."""
     evaluated: list[tuple[str, ModelResults]] = []
-    for name, model in rows:
+    for row in rows:
+        name, template = row.name, row.tokenizer.chat_template or ""
+        own = replace(options, chat_template=template if suite.apply_chat_template else None)
         try:
             with ProgressDisplay(name, console) as display:
-                results = evaluate_model(model, suite, options, tasks=tasks, display=display)
+                results = evaluate_model(row.model, suite, own, tasks=tasks, display=display)
         except OutOfMemory as error:
             problem = f"{name}: out of memory with batch size {suite.batch_size}"
             if suite.batch_size == 1:
@@ -189,32 +224,42 @@ def _print_cached(evaluated: list[tuple[str, ModelResults]], console: Console) -
         print_labelled(console, "cached", f"{', '.join(counts)} {unit}")
 
 
-def _result_rows(rows: Rows, evaluated: list[tuple[str, ModelResults]], average: bool) -> list[dict[str, Any]]:
+def _result_rows(rows: Sequence[Row], evaluated: list[tuple[str, ModelResults]], suite: Suite) -> list[dict[str, Any]]:
     """Return the rows of results.json."""
     entries: list[dict[str, Any]] = [
         {
-            "name": name,
-            "model": str(model),
+            "name": row.name,
+            "model": str(row.model),
             "scores": results.scores,
             "truncated": results.truncated,
             "eos_token_id": results.eos_token_id,
             "num_requests": results.num_requests,
         }
-        for (name, model), (_, results) in zip(rows, evaluated, strict=True)
+        | ({"chat_template_of": row.template_of} if suite.apply_chat_template else {})
+        for row, (_, results) in zip(rows, evaluated, strict=True)
     ]
-    for entry, differences in zip(entries, compare(evaluated, average), strict=True):
-        if differences:
-            entry["differences"] = differences
+    comparisons = compare(evaluated, suite.average)
+    for entry, differences, (_, results) in zip(entries, comparisons, evaluated, strict=True):
+        if differences is None:
+            continue
+        entry["differences"] = differences
+        if reasons := unpaired(evaluated[0][1], results):
+            average = {"average": "not all columns are compared"} if suite.average else {}
+            entry["unpaired"] = reasons | average
     return entries
 
 
 def _shortfall(suite: Suite, tasks: Tasks, options: Eval) -> str:
     """Return the reason why the scores are, or may be, no result of the suite; "" if they are."""
+    reasons = [f"without {', '.join(options.omit)}"] if options.omit else []
     for task in suite.tasks:
         sizes = num_questions(tasks[task.column]).values()
         if options.limit and max(sizes) > options.limit:
-            return f"the first {options.limit} questions of each task, not the suite's result"
+            reasons.append(f"the first {options.limit} questions of each task")
+            break
         if task.questions and sum(sizes) != task.questions:
-            counts = f"{sum(sizes):,} of {task.questions:,} questions of {task.column}"
-            return f"on other data ({counts}), not the suite's result"
+            reasons.append(f"on other data ({sum(sizes):,} of {task.questions:,} questions of {task.column})")
+            break
+    if reasons:
+        return f"{', '.join(reasons)}, not the suite's result"
     return f"on the data in {options.data_root}" if options.data_root else ""

@@ -6,12 +6,13 @@ template, batch size, seeds, and the folder of the data.
 
 import importlib.util
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from .. import shipped
 from ..errors import UserError, did_you_mean
+from ..recipe import Eval
 from .yaml_sections import YamlSection, read_mapping, refuse_duplicates, validate
 
 LM_EVAL = "lm-eval:"
@@ -115,6 +116,28 @@ def load_suite(name_or_path: str | Path) -> Suite:
     if missing:
         raise UserError(*(f"{path}: there is no task file {file}" for file in missing))
     return suite
+
+
+def suite_of(options: Eval) -> Suite:
+    """Return the suite of a recipe's evaluation section, with the changes in that section.
+
+    Raises UserError if the section omits a column that the suite does not have, or all columns.
+    """
+    suite = load_suite(options.suite)
+    overrides = {"batch_size": options.batch_size, "dtype": options.dtype}
+    changes: dict[str, Any] = {key: value for key, value in overrides.items() if value is not None}
+    if options.data_root is not None:
+        changes["data_root"] = str(Path(options.data_root).expanduser().absolute())
+    columns = [task.column for task in suite.tasks]
+    for column in options.omit:
+        if column not in columns:
+            hint = did_you_mean(column, columns, f"columns are: {', '.join(columns)}")
+            raise UserError(f"eval.omit: suite {suite.name} has no column {column!r}{hint}")
+    if options.omit:
+        changes["tasks"] = [task for task in suite.tasks if task.column not in options.omit]
+        if not changes["tasks"]:
+            raise UserError(f"eval.omit: nothing is left of suite {suite.name}; keep a column")
+    return suite.model_copy(update=changes)
 
 
 def _find(name_or_path: str) -> Path:

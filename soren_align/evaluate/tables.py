@@ -87,13 +87,16 @@ def _cell(row: dict[str, Any], column: str) -> list[str]:
     score = row["scores"].get(column)
     if score is None:
         return ["-"]  # published scores need not have all columns
-    lines = [_score(score)]
-    if "differences" in row:
-        d = row["differences"][column]
-        p = "p < 0.001" if d["p_holm"] < 0.001 else f"p {d['p_holm']:.3f}"
-        star = "* " if d["p_holm"] < 0.05 else ""
-        lines += [f"{d['value']:+.1f} [{d['low']:+.1f}, {d['high']:+.1f}]", star + p]
-    return lines
+    if column in row.get("unpaired", {}):
+        return [_score(score), "not compared"]
+    return [_score(score), *(_difference(row["differences"][column]) if "differences" in row else [])]
+
+
+def _difference(d: dict[str, Any]) -> list[str]:
+    """Return a difference with its interval, and its p-value."""
+    p = "p < 0.001" if d["p_holm"] < 0.001 else f"p {d['p_holm']:.3f}"
+    star = "* " if d["p_holm"] < 0.05 else ""
+    return [f"{d['value']:+.1f} [{d['low']:+.1f}, {d['high']:+.1f}]", star + p]
 
 
 def _score(score: dict[str, Any]) -> str:
@@ -103,14 +106,19 @@ def _score(score: dict[str, Any]) -> str:
 def _legend(results: dict[str, Any]) -> list[str]:
     first, *later = results["rows"]
     lines = []
-    if later:
-        num_comparisons = sum(len(row.get("differences", ())) for row in later)
+    differences = [each for row in later for each in (row.get("differences") or {}).values()]
+    if differences:
+        num_also = sum(len(each.get("also", ())) for each in differences)
+        also = f", and apart from these for the {num_also} of other scores below" if num_also else ""
         lines += [
             f"+x [low, high]: difference to {first['name']} on the same questions, with its 95% interval (Bonett and"
             " Price's; for averages and fractional scores by bootstrap)",
             "p: two-sided p-value of the difference (McNemar's exact test, else bootstrap), Holm-corrected for the"
-            f" {num_comparisons} comparisons in this table; *: p < 0.05",
+            f" {len(differences)} comparisons in this table{also}; *: p < 0.05",
+            "intervals are not corrected: one may exclude 0 beside a p above 0.05",
         ]
+    for row in later:
+        lines += _not_compared(row, first["name"])
     intervals = [
         f"{row['name']} {column} [{score['low']:.1f}, {score['high']:.1f}]"
         for row in results["rows"]
@@ -126,13 +134,28 @@ def _legend(results: dict[str, Any]) -> list[str]:
     return [*lines, *(f"published scores, not evaluated here and not compared: {source}" for source in sources)]
 
 
+def _not_compared(row: dict[str, Any], first: str) -> list[str]:
+    """Return a line for each reason why columns of a row are not compared."""
+    unpaired = row.get("unpaired", {})
+    lines = []
+    for reason in dict.fromkeys(unpaired.values()):
+        columns = [column for column, each in unpaired.items() if each == reason]
+        which = "" if len(columns) == len(row["scores"]) else f", {', '.join(columns)}"
+        lines.append(f"not compared with {first}: {row['name']}{which} ({reason})")
+    return lines
+
+
 def _details(results: dict[str, Any]) -> list[str]:
     """Return lines with the additional scores, the models, and the number of truncated prompts."""
     rows, lines = results["rows"], []
     for column in rows[0]["scores"]:
         for label in rows[0]["scores"][column].get("also", {}):
-            scores = [f"{row['name']} {_score(row['scores'][column]['also'][label])}" for row in rows]
-            lines.append(f"{column}, {label}: {', '.join(scores)}")
+            lines.append(f"{column}, {label}: {', '.join(_also(row, column, label) for row in rows)}")
+    for row in rows:
+        source = row.get("chat_template_of", row["name"])
+        if source != row["name"]:
+            template = f"with the chat template of {source}" if source else "without a chat template"
+            lines.append(f"{row['name']} was evaluated {template}")
     models = [f"{row['name']} {row['model']}" for row in rows if row["model"]]  # model cards omit local folders
     lines += [f"models: {', '.join(models)}"] if models else []
     eos = {row["name"]: row["eos_token_id"] for row in rows if row.get("eos_token_id") is not None}
@@ -141,6 +164,13 @@ def _details(results: dict[str, Any]) -> list[str]:
     truncated = {row["name"]: {c: n for c, n in row.get("truncated", {}).items() if n} for row in rows}
     counts = [f"{name}: {_text(columns)}" for name, columns in truncated.items() if columns]
     return lines + ([f"prompts truncated to the model's context: {'; '.join(counts)}"] if counts else [])
+
+
+def _also(row: dict[str, Any], column: str, label: str) -> str:
+    """Return an additional score, with its difference to the first row."""
+    d = ((row.get("differences") or {}).get(column) or {}).get("also", {}).get(label)
+    change = f" ({', '.join(_difference(d))})" if d else ""
+    return f"{row['name']} {_score(row['scores'][column]['also'][label])}{change}"
 
 
 def _settings(results: dict[str, Any]) -> list[str]:

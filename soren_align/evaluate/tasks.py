@@ -83,8 +83,9 @@ def _manager(suite: Suite, folder: Path, cache: Path) -> TaskManager:
     for task in suite.tasks:
         file = suite.file_of(task)
         is_group = "group" in _read(file)
-        settings: dict[str, Any] = {"num_fewshot": task.num_fewshot}
-        if (data := _data_of(suite, file, is_group)) is not None:
+        files = sorted(file.parent.glob("*.yaml")) if is_group else [file]
+        settings: dict[str, Any] = {"num_fewshot": task.num_fewshot, **_without_unused_splits(task, files)}
+        if (data := _data_of(suite, file, files)) is not None:
             settings |= {"dataset_path": str(data), "dataset_kwargs": {"cache_dir": str(_cache_for(data, cache))}}
         if is_group:
             members.append(str(file.parent))
@@ -103,12 +104,28 @@ def _wrapper(task: SuiteTask) -> str:
     return f"suite_{task.task}"
 
 
-def _data_of(suite: Suite, file: Path, is_group: bool) -> Path | None:
-    """Return the data folder for a task's file; None if its own `dataset_path` is used unchanged."""
+def _without_unused_splits(task: SuiteTask, files: list[Path]) -> dict[str, None]:
+    """Return the settings by which lm-eval reads only the split with the questions, if there are no few-shot examples.
+
+    Otherwise it reads the split that examples would come from, such as PIQA's train split, and fails without it.
+    """
+    if task.num_fewshot:
+        return {}
+    contents = [_read(file) for file in files]
+    unused = ["training_split", "fewshot_split"]
+    if all(content.get("test_split") for content in contents if "task" in content):
+        unused.append("validation_split")
+    return {key: None for key in unused if any(content.get(key) for content in contents)}
+
+
+def _data_of(suite: Suite, file: Path, files: list[Path]) -> Path | None:
+    """Return the data folder for a task's file; None if its own `dataset_path` is used unchanged.
+
+    files: the task's file, or all files of its group.
+    """
     root = suite.data_folder()
     if root is None:
         return None
-    files = sorted(file.parent.glob("*.yaml")) if is_group else [file]
     names = {str(y["dataset_path"]) for y in map(_read, files) if y.get("dataset_path")}
     if len(names) != 1:
         raise UserError(f"{file}: needs one dataset_path, relative to data_root of {suite.path}; found {len(names)}")

@@ -26,7 +26,7 @@ from ..recipe import (
 )
 from ..run_folder import RunFolder, now
 from ..silence import quiet_libraries
-from ..terminal import Terminal, loading, stderr_console
+from ..terminal import Terminal, loading, print_labelled, stderr_console
 from .environment import rank_from_environment, set_environment, without_ranks
 from .preparation import prepare, refuse_accelerate_config
 
@@ -84,7 +84,8 @@ def train_here(folder: RunFolder, timeout_seconds: float) -> int:
                     if recipe.eval and ranks.is_first:
                         from .evaluation import check_evaluation
 
-                        check_evaluation(folder, recipe.eval, status.update)
+                        for notice in check_evaluation(folder, setup, recipe.eval, status.update):
+                            print_labelled(console, "notice", notice)
                 if not training.train(setup, folder, console, ranks):
                     if ranks.is_first:
                         folder.update(last_error=STOPPED)

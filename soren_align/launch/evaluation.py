@@ -3,18 +3,21 @@
 import gc
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from .. import shipped
 from ..errors import UserError, from_os_error
 from ..files import local_path
-from ..recipe import ADAPTER, Eval, Recipe, evaluation_problems, is_local, load_resolved
+from ..recipe import ADAPTER, Eval, Recipe, evaluation_problems, is_local, load_resolved, trains_adapter
 from ..run_folder import RunFolder
 from ..silence import quiet_libraries
 from ..terminal import Terminal, loading, stderr_console
 from .environment import rank_from_environment, set_environment
+
+if TYPE_CHECKING:
+    from ..trainers.training_setup import TrainingSetup
 
 
 def evaluate(
@@ -126,13 +129,18 @@ def run_evaluation(
         stage.write_summary(results, Path(summary))
 
 
-def check_evaluation(folder: RunFolder, settings: Eval, on_text: Callable[[str], object]) -> None:
-    """Raise UserError, before training, if the evaluation after it could not run."""
-    from ..evaluate import stage
+def check_evaluation(
+    folder: RunFolder, setup: "TrainingSetup", settings: Eval, on_text: Callable[[str], object]
+) -> list[str]:
+    """Raise UserError, before training, if the evaluation after it could not run. Returns notices about its table."""
+    from ..evaluate import preflight, stage
     from ..evaluate.results import refuse_foreign
 
     refuse_foreign(stage.output_of(folder, settings), [])
-    stage.preflight(settings, lambda column: on_text(f"Checking evaluation: {column}"))
+    on_text("Checking evaluation")
+    model = setup.recipe.model
+    rows = preflight.planned_rows(setup.start, model.revision, setup.tokenizer, is_adapter=trains_adapter(model))
+    return stage.preflight(settings, rows, lambda column: on_text(f"Checking evaluation: {column}"))[1]
 
 
 def evaluate_trained(folder: RunFolder, settings: Eval, console: Terminal) -> None:

@@ -61,7 +61,7 @@ def load_inputs(recipe: Recipe, folder: RunFolder, on_examples: Callable[[int], 
     paths = " and ".join([name, *dict.fromkeys(source.path for source in sources)])
     notice = (
         f"the hub is out of reach, and not all of {paths} is cached: the plan uses published numbers of parameters and "
-        "examples; tokens are not counted, and the chat template is not checked"
+        "examples; tokens are not counted, and neither chat template nor evaluation is checked"
     )
     return Inputs(AutoConfig.from_pretrained(config_folder), name, None, num_published, (notice,))
 

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from ..data import Account
-from ..evaluate.suites import load_suite
+from ..errors import UserError
+from ..evaluate.suites import suite_of
 from ..optim import build_optimizer, route, routing_table
-from ..recipe import Recipe
+from ..recipe import Recipe, trains_adapter
 from ..run_folder import RunFolder
 from ..sharding.ranks import Ranks
 from ..trainers import adapters, build
@@ -66,7 +67,7 @@ def plan_training(
         "compute": costs.as_json(ranks["map_flops"], steps.total),
         "evaluation": _evaluation(recipe),
         "files": _files(recipe, args),
-        "notices": _notices(recipe, inputs, args, steps, costs.failure),
+        "notices": [*_notices(recipe, inputs, args, steps, costs.failure), *_evaluation_notices(recipe, inputs)],
     }
     return plan, inputs.account
 
@@ -113,7 +114,7 @@ def _evaluation(recipe: Recipe) -> dict[str, Any] | None:
     """Requests per model; evaluated are the trained model and its starting models, of which there is one at least."""
     if recipe.eval is None:
         return None
-    tasks = load_suite(recipe.eval.suite).tasks
+    tasks = suite_of(recipe.eval).tasks
     limit = recipe.eval.limit
     requests = None if limit or any(t.requests is None for t in tasks) else sum(t.requests or 0 for t in tasks)
     return {
@@ -123,6 +124,21 @@ def _evaluation(recipe: Recipe) -> dict[str, Any] | None:
         "num_models": 2,
         "num_requests_per_model": requests,
     }
+
+
+def _evaluation_notices(recipe: Recipe, inputs: Inputs) -> list[str]:
+    """Return the findings of the check that training starts with: all that its evaluation needs except the models."""
+    if recipe.eval is None or inputs.ready is None:
+        return []
+    from ..evaluate import preflight, stage  # they import lm-eval, which takes seconds
+
+    model = recipe.model
+    try:
+        tokenizer = inputs.ready.tokenizer
+        rows = preflight.planned_rows(inputs.start, model.revision, tokenizer, is_adapter=trains_adapter(model))
+        return stage.preflight(recipe.eval, rows)[1]
+    except UserError as error:
+        return [f"training would not start, because of its evaluation: {problem}" for problem in error.problems]
 
 
 def _files(recipe: Recipe, args: Any) -> list[str]:

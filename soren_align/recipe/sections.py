@@ -203,6 +203,12 @@ class Eval(Section):
     """Evaluate only the first `limit` questions of each task: a rehearsal."""
     strict: bool = False
     """Raise an error, instead of counting, when a prompt is longer than the model's context."""
+    base_template: Literal["run", "own", "none"] = "own"
+    """The chat template that the table's first model is evaluated with, if the suite applies one. `own`: its own, or
+    the run's if it has none. `run`: the run's, so that both get equal prompts and are compared. `none`: no template,
+    also for every other model that has none."""
+    omit: list[Annotated[str, Field(pattern=r"^\w[\w.-]*$")]] = []
+    """Columns of the suite to leave out, such as `piqa` for a model whose context is too short for its answers."""
     trust_suite: bool = False
     """Let the files of a suite that is not shipped run code (`!function`, scripts as metrics): read them first."""
     published: list[str] = []
@@ -210,11 +216,12 @@ class Eval(Section):
 
     @property
     def name(self) -> str:
-        """The name of the results' folder: the suite's; with the limit of a rehearsal, so that it replaces no full
-        result."""
+        """The name of the results' folder: the suite's; with omitted columns and the limit of a rehearsal, so that they
+        replace no full result."""
         path = Path(os.path.abspath(self.suite))  # without the `..` that Path.absolute leaves
         suite = path.parent.name if path.suffix == ".yaml" else path.name
-        return suite + (f"-limit{self.limit}" if self.limit else "")
+        omitted = "".join(f"-without-{column}" for column in self.omit)
+        return suite + omitted + (f"-limit{self.limit}" if self.limit else "")
 
 
 Recipe.model_rebuild()

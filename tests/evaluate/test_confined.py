@@ -52,7 +52,7 @@ def test_a_function_is_not_run(folder):
     assert "runs code (!function evil.docs); read the suite's files, and use --trust-suite" in refused(folder)
     with pytest.raises(UserError, match="--trust-suite"):
         stage.preflight(Eval(suite=str(folder)))
-    assert stage.preflight(Eval(suite=str(folder), trust_suite=True)) == {"zoo_mc": 120}
+    assert stage.preflight(Eval(suite=str(folder), trust_suite=True))[0] == {"zoo_mc": 120}
     assert (folder.parent / "ran").exists()
 
 
@@ -172,8 +172,10 @@ def test_what_is_no_tasks_file_is_one_sentence(folder, text):
 
 
 def test_a_split_that_is_missing_is_named(folder):
-    """As PIQA's train split, which lm-eval reads at zero shots too."""
+    """Without few-shot examples it is not read (test_preflight.py)."""
     change(folder, training_split="train_of_piqa")
+    text = (folder / "suite.yaml").read_text()
+    (folder / "suite.yaml").write_text(text.replace("num_fewshot: 0", "num_fewshot: 1"))
     told = refused(folder, "cannot be loaded")
     assert "its data have no split or column 'train_of_piqa', which zoo_mc needs" in told
 

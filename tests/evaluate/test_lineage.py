@@ -62,10 +62,10 @@ def test_a_plain_model_is_one_row_named_by_its_folder(runs, monkeypatch):
     assert [name for name, _ in lineage(".")] == ["llama"]
 
 
-def test_a_task_that_comes_twice_gets_its_folder_beside_it(runs, tmp_path):
+def test_of_a_task_that_comes_twice_both_rows_get_their_folders_beside_it(runs, tmp_path):
     base, sft, _ = runs
     again = run(tmp_path / "more", "sft", sft / "model")
-    assert lineage(again) == [("base", base), ("SFT", sft / "model"), ("SFT (more)", again / "model")]
+    assert lineage(again) == [("base", base), ("SFT (sft)", sft / "model"), ("SFT (more)", again / "model")]
 
 
 def test_a_start_that_is_gone_is_an_error(runs):
@@ -119,7 +119,7 @@ def test_two_runs_stand_in_one_table_with_their_common_base_once(runs, tmp_path)
     record["start"]["sha256_or_revision"] = fingerprint(str(base))
     (sft / "run.json").write_text(json.dumps(record))
     muon = run(tmp_path / "muon", "sft", base)
-    rows = [("base", base), ("SFT", sft / "model"), ("SFT (muon)", muon / "model")]
+    rows = [("base", base), ("SFT (sft)", sft / "model"), ("SFT (muon)", muon / "model")]
     assert lineages([sft, muon]) == lineages([sft, muon, sft / "model"]) == rows
 
 
@@ -128,7 +128,7 @@ def test_a_model_that_equals_another_keeps_its_row_if_it_was_named(runs, tmp_pat
     base, _, _ = runs
     (base / "model.safetensors").write_text("base")
     copy = shutil.copytree(base, tmp_path / "other" / "llama")
-    assert lineages([base, copy, base]) == [("llama", base), ("llama (other)", copy)]
+    assert lineages([base, copy, base]) == [(f"llama ({tmp_path.name})", base), ("llama (other)", copy)]
 
 
 def test_an_adapter_brings_its_base(runs, tmp_path):

@@ -70,6 +70,7 @@ def test_the_legend_counts_the_comparisons_without_published_scores():
     legend = "\n".join(tables.notes(results))
     assert "Holm-corrected for the 21 comparisons" in legend
     assert "McNemar" in legend
+    assert "intervals are not corrected: one may exclude 0 beside a p above 0.05" in legend
     alone = "\n".join(tables.notes(make_results(6, 1)))
     assert "McNemar" not in alone
 

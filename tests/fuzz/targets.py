@@ -168,7 +168,7 @@ def _command(words: list[str]) -> int:
 def _without_models():
     """Models answer at once, a training is over at once, and the hub takes everything."""
     from soren_align import push
-    from soren_align.evaluate import figure, harness, stage
+    from soren_align.evaluate import figure, harness, preflight, stage
     from soren_align.trainers import training, training_setup
     from soren_align.trainers.starting_model import starting_checkpoint
 
@@ -186,7 +186,7 @@ def _without_models():
         )
 
     def set_up_training(made: Any, folder: RunFolder, *_: Any, **__: Any) -> Any:
-        return SimpleNamespace(recipe=made, start=starting_checkpoint(made, folder))
+        return SimpleNamespace(recipe=made, start=starting_checkpoint(made, folder), tokenizer=_tokenizer())
 
     def train(ready: Any, folder: RunFolder, console: Any, ranks: Any) -> bool:
         found = training._find_checkpoint(ready.recipe, folder, folders.ORIGIN, console)
@@ -205,9 +205,11 @@ def _without_models():
     with contextlib.ExitStack() as stack:
         for where, name, fake in (
             (stage, "evaluate_model", answers),
-            (stage, "load_tokenizer", lambda *_: None),
+            (stage, "saved_row", _saved_row),
             (stage, "load_tasks", _tasks),
-            (stage, "preflight", lambda *_: {}),
+            (stage, "preflight", lambda *_: ({}, [])),
+            (stage, "check", lambda rows, suite, load, options: (load(), [])),
+            (preflight, "planned_rows", lambda *_, **__: []),
             (figure, "draw", lambda _, path: Path(path).write_bytes(b"PNG")),
             (stage, "commit", lambda: "c" * 40),
             (training_setup, "set_up_training", set_up_training),
@@ -218,6 +220,12 @@ def _without_models():
         ):
             stack.enter_context(mock.patch.object(where, name, fake))
         yield
+
+
+def _saved_row(name: str, model: Any) -> Any:
+    from soren_align.evaluate.preflight import Row
+
+    return Row(name, model, _tokenizer(), 256, {}, template_of=name)
 
 
 def _save_model(folder: str) -> None:

@@ -1,0 +1,280 @@
+"""An evaluation that cannot work is found before training, and a trained model always gets a table."""
+
+import io
+import json
+import re
+import shutil
+
+import huggingface_hub
+import pytest
+import yaml
+from rich.console import Console
+from transformers import AutoTokenizer
+
+from soren_align import recipe
+from soren_align.errors import UserError
+from soren_align.evaluate import tables
+from soren_align.evaluate.backends import load_tokenizer
+from soren_align.evaluate.preflight import planned_rows
+from soren_align.evaluate.results import read_results
+from soren_align.evaluate.stage import evaluate, preflight
+from soren_align.evaluate.suites import load_suite
+from soren_align.evaluate.tasks import load_tasks, num_questions
+from soren_align.launch import commands
+from soren_align.launch.evaluation import evaluation_settings
+from soren_align.planning.plan import plan_training
+from soren_align.recipe import Eval
+from soren_align.trainers import training
+from tests.support.tiny_models import CHATML
+
+pytestmark = pytest.mark.model
+
+CHAT = Eval(suite="quickstart", limit=4)
+COLUMNS = ["zoo_mc", "zoo_gen", "preference"]
+
+
+@pytest.fixture(scope="module")
+def plain(models, tmp_path_factory):
+    """A model whose tokenizer has no chat template, as most base models."""
+    folder = shutil.copytree(models[0], tmp_path_factory.mktemp("plain") / "base")
+    (folder / "chat_template.jinja").unlink()
+    return folder
+
+
+def table(rows, output, options=CHAT):
+    screen = io.StringIO()
+    results = evaluate(rows, options, output, device="cpu", console=Console(file=screen, width=80))
+    return results, screen.getvalue(), (output / "table.md").read_text()
+
+
+def test_a_base_without_template_is_evaluated_with_the_runs_and_compared(plain, models, tmp_path):
+    results, screen, page = table([("base", plain), ("SFT", models[1])], tmp_path / "out")
+    reference, _, _ = table([("base", models[0]), ("SFT", models[1])], tmp_path / "reference")
+    assert [row["chat_template_of"] for row in results["rows"]] == ["SFT", "SFT"]
+    assert results["rows"][0]["scores"] == reference["rows"][0]["scores"]
+    assert results["rows"][1]["differences"] == reference["rows"][1]["differences"]
+    assert "base is evaluated with the chat template of SFT" in " ".join(screen.split())
+    assert "- base was evaluated with the chat template of SFT" in page
+
+
+def test_rows_of_different_prompts_are_shown_uncompared_or_get_the_runs_template(models, tmp_path):
+    other = shutil.copytree(models[1], tmp_path / "other")
+    template = (other / "chat_template.jinja").read_text()
+    (other / "chat_template.jinja").write_text(template.replace("<|assistant|>", "<|user|>"))
+    rows = [("base", models[0]), ("SFT", other)]
+    results, screen, page = table(rows, tmp_path / "own")
+    assert results["rows"][1]["differences"] == {}
+    assert list(results["rows"][1]["unpaired"]) == COLUMNS
+    assert "SFT will not be compared with base: other prompts" in screen
+    assert page.count("<br>not compared") == 3
+    assert "- not compared with base: SFT (other prompts, as by another chat template)" in page
+    assert "Holm" not in page
+    assert tables.markdown(read_results(tmp_path / "own")) == page
+    results, _, page = table(rows, tmp_path / "run", CHAT.model_copy(update={"base_template": "run"}))
+    assert list(results["rows"][1]["differences"]) == COLUMNS
+    assert "not compared" not in page
+
+
+def test_without_a_template_anywhere_there_is_a_table_of_plain_prompts(plain, tmp_path):
+    again = shutil.copytree(plain, tmp_path / "again")
+    rows = [("base", plain), ("SFT", again)]
+    with pytest.raises(UserError, match=r"base and SFT: no chat template.*--base-template none"):
+        table(rows, tmp_path / "out")
+    results, _, page = table(rows, tmp_path / "out", CHAT.model_copy(update={"base_template": "none"}))
+    assert list(results["rows"][1]["differences"]) == COLUMNS
+    assert "- SFT was evaluated without a chat template" in page
+    line = (tmp_path / "out/samples/base/zoo_mc.jsonl").read_text().splitlines()[0]
+    assert "<|user|>" not in json.loads(line)["prompt"]
+
+
+def test_a_base_without_its_template_is_shown_beside_a_run_with_one(models, tmp_path):
+    none = CHAT.model_copy(update={"base_template": "none"})
+    results, screen, page = table([("base", models[0]), ("SFT", models[1])], tmp_path / "out", none)
+    assert [row["chat_template_of"] for row in results["rows"]] == [None, "SFT"]
+    assert "- not compared with base: SFT (prompts with and without a chat template)" in page
+    assert "will not be compared with base: prompts with and without a chat template" in " ".join(screen.split())
+
+
+RECIPE = """
+task: sft
+model: {{name_or_path: {model}}}
+data: {{train: {{path: {data}}}}}
+optimizer: {{name: adamw, lr: 1e-3}}
+trainer: {{use_cpu: true, bf16: false, max_steps: 1, per_device_train_batch_size: 1}}
+run: {{output_dir: {folder}}}
+eval: {evaluation}
+"""
+
+
+@pytest.fixture
+def made(tmp_path):
+    """Write a recipe for plain text, without training data of interest."""
+
+    def make(model, evaluation):
+        (tmp_path / "text.jsonl").write_text('{"text": "a b"}\n' * 4)
+        settings = json.dumps(evaluation)
+        parts = {"model": model, "data": tmp_path / "text.jsonl", "folder": tmp_path / "run", "evaluation": settings}
+        return recipe.load_text(RECIPE.format(**parts))
+
+    return make
+
+
+@pytest.fixture
+def short(readers, data_root, tmp_path):
+    """A model with a context of 512, and benchmarks in which one answer of PIQA is longer."""
+    model = shutil.copytree(readers[0], tmp_path / "short")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 512}))
+    root = shutil.copytree(data_root, tmp_path / "data")
+    file = root / "baber/piqa/data/validation.jsonl"
+    first, *others = file.read_text().splitlines(keepends=True)
+    file.write_text(json.dumps(json.loads(first) | {"sol1": "wash it, " * 600}) + "\n" + "".join(others))
+    return model, {"suite": "commonsense-zero-shot", "data_root": str(root)}
+
+
+def test_a_run_without_template_is_refused_before_training_and_by_plan(made, plain, monkeypatch):
+    def train(*_, **__):
+        raise AssertionError("trained for nothing")
+
+    monkeypatch.setattr(training, "train", train)
+    asked = made(plain, {"suite": "quickstart"})
+    problem = "base and this run: no chat template, but suite quickstart applies one. Set model.chat_template"
+    with pytest.raises(UserError, match=problem):
+        commands.train(asked)
+    notices = plan_training(asked)[0]["notices"]
+    assert [n for n in notices if n.startswith(f"training would not start, because of its evaluation: {problem}")]
+
+
+def test_an_answer_longer_than_the_context_is_found_before_training_and_its_column_left_out(
+    made, short, readers, tmp_path, monkeypatch
+):
+    model, evaluation = short
+    monkeypatch.setattr(training, "train", lambda *_, **__: pytest.fail("trained for nothing"))
+    with pytest.raises(UserError) as error:
+        commands.train(made(model, evaluation))
+    for name in ("base", "this run"):
+        problem = rf"{name}: piqa: an answer choice of \d+ tokens does not fit the model's context of 512; leave this"
+        assert re.search(problem + r" column out: eval\.omit: \[piqa\] \(--omit piqa\)", str(error.value))
+    omitted = Eval(**evaluation, omit=["piqa"])
+    assert omitted.name == "commonsense-zero-shot-without-piqa"
+    results, _, _ = table([("base", model)], tmp_path / "out", omitted)
+    assert results["title"].startswith("Commonsense, zero-shot: without piqa, on other data (4 of 1,172 questions")
+    assert "piqa" not in results["rows"][0]["scores"]
+    with pytest.raises(UserError, match=r"eval\.omit: suite commonsense-zero-shot has no column 'pica'; did you mean"):
+        preflight(Eval(**evaluation, omit=["pica"]))
+
+
+def test_truncated_prompts_are_a_notice_or_a_problem_if_strict(short, readers):
+    model, evaluation = short
+    few = Eval(suite="open-llm-leaderboard-v1", data_root=evaluation["data_root"], omit=["mmlu"])
+    rows = planned_rows(str(model), None, load_tokenizer(model), is_adapter=False)
+    _, notices = preflight(few, rows)
+    assert notices == [
+        "base, this run: the context of 512 tokens truncates the longest prompts of arc_challenge, gsm8k"
+    ]
+    with pytest.raises(UserError, match=r"arc_challenge: prompts do not fit .* eval\.strict is true; write false"):
+        preflight(few.model_copy(update={"strict": True}), rows)
+    rows = planned_rows(str(readers[0]), None, load_tokenizer(readers[0]), is_adapter=False)
+    assert preflight(few, rows)[1] == []
+
+
+def test_every_row_of_the_table_to_come_is_checked(models, tmp_path):
+    """base -> SFT -> DPO: the first has another generation config, the last another template."""
+    run = tmp_path / "sft"
+    base = shutil.copytree(models[0], run / "start")
+    (base / "generation_config.json").write_text('{"repetition_penalty": 1.3}')
+    shutil.copytree(models[1], run / "model")
+    record = {"format_version": 2, "task": "sft", "status": "finished", "versions": {"soren-align": "0.1.0"}}
+    (run / "run.json").write_text(json.dumps(record | {"start": {"path": str(base), "sha256_or_revision": None}}))
+    tokenizer = AutoTokenizer.from_pretrained(models[0])
+    tokenizer.chat_template = CHATML
+    rows = planned_rows(str(run / "model"), None, tokenizer, is_adapter=False)
+    assert [(row.name, row.template_of) for row in rows] == [
+        ("base", "base"),
+        ("SFT", "SFT"),
+        ("this run", "this run"),
+    ]
+    assert AutoTokenizer.from_pretrained(run / "model").chat_template != rows[2].tokenizer.chat_template == CHATML
+    config = "generation_config.json sets {}, for base {'repetition_penalty': 1.3}"
+    _, notices = preflight(CHAT, rows)
+    other = "; other prompts, by another chat template; eval.base_template: run gives them the same"
+    assert notices == [
+        f"SFT will not be compared with base: {config}",
+        f"this run will not be compared with base: {config}{other}",
+    ]
+
+
+def test_vllm_is_refused_for_an_adapter_before_training(models, monkeypatch):
+    monkeypatch.setattr("soren_align.evaluate.stage.require_backend", lambda _: None)
+    rows = planned_rows(str(models[0]), None, load_tokenizer(models[0]), is_adapter=True)
+    with pytest.raises(UserError, match=r"this run: is an adapter, and eval\.backend is vllm"):
+        preflight(CHAT.model_copy(update={"backend": "vllm"}), rows)
+
+
+def test_without_examples_no_train_split_is_needed(data_root, tmp_path):
+    root = shutil.copytree(data_root, tmp_path / "data")
+    folder = root / "baber/piqa"
+    front = yaml.safe_load((folder / "README.md").read_text().split("---")[1])
+    files = front["configs"][0]["data_files"]
+    front["configs"][0]["data_files"] = [each for each in files if each["split"] != "train"]
+    (folder / "README.md").write_text(f"---\n{yaml.safe_dump(front)}---\n")
+    (folder / "data/train.jsonl").unlink()
+    suite = load_suite("commonsense-zero-shot")
+    (piqa,) = (task for task in suite.tasks if task.task == "piqa")
+    suite = suite.model_copy(update={"tasks": [piqa], "data_root": str(root)})
+    assert num_questions(load_tasks(suite, tmp_path / "cache")["piqa"]) == {"piqa": 4}
+    with_examples = suite.model_copy(update={"tasks": [piqa.model_copy(update={"num_fewshot": 1})]})
+    with pytest.raises(UserError, match="its data have no split or column 'train', which piqa needs"):
+        load_tasks(with_examples, tmp_path / "cache")
+
+
+def test_other_scores_of_a_column_are_compared_too(readers, data_root, tmp_path):
+    options = Eval(suite="commonsense-zero-shot", data_root=str(data_root))
+    results, _, page = table([("base", readers[0]), ("SFT", readers[1])], tmp_path / "out", options)
+    base, later = (row["scores"]["piqa"]["also"]["acc"] for row in results["rows"])
+    d = results["rows"][1]["differences"]["piqa"]["also"]["acc"]
+    assert d["value"] == pytest.approx(later["value"] - base["value"])
+    assert d["low"] <= d["value"] <= d["high"]
+    assert 0 <= d["p"] <= d["p_holm"] <= 1
+    shown = f"{d['value']:+.1f} [{d['low']:+.1f}, {d['high']:+.1f}], p {d['p_holm']:.3f}"
+    assert f"- piqa, acc: base {base['value']:.1f} ± {base['stderr']:.1f}, SFT " in page
+    assert f"({shown})" in page
+    assert "Holm-corrected for the 7 comparisons in this table, and apart from these for the 5 of other scores" in page
+
+
+def test_of_a_start_on_the_hub_no_weights_are_downloaded(models, monkeypatch):
+    asked = []
+
+    def download(name, *, revision, allow_patterns):
+        asked.append((name, revision, "*.safetensors" in allow_patterns, "*.json" in allow_patterns))
+        return str(models[0])
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    rows = planned_rows("lab/model", "v1", load_tokenizer(models[0]), is_adapter=False)
+    assert [(row.name, row.model) for row in rows] == [("base", "lab/model"), ("this run", "lab/model")]
+    assert set(asked) == {("lab/model", "v1", False, True)}
+
+
+def test_the_command_line_overrides_the_recipes_settings(tmp_path):
+    own = [f"run.output_dir={tmp_path}", "eval.strict=true", "eval.base_template=own"]
+    settings = evaluation_settings(recipe.load("quickstart/sft", own), {"strict": False, "base_template": "run"})
+    assert (settings.strict, settings.base_template) == (False, "run")
+    with pytest.raises(UserError, match="--base-template: found 'mine'"):
+        evaluation_settings(None, {"suite": "quickstart", "base_template": "mine"})
+
+
+def test_rows_without_weights_and_templates_that_refuse_a_question_are_found_before_any_model_is_loaded(
+    models, tmp_path
+):
+    other = shutil.copytree(models[1], tmp_path / "other")
+    (other / "chat_template.jinja").write_text("{{ raise_exception('a system message first') }}")
+    rows = [("base", models[0]), ("SFT", other)]
+    with pytest.raises(UserError) as error:
+        table(rows, tmp_path / "out")
+    problem = "no prompt can be made of a question: a system message first; choose another chat template, or leave the"
+    assert [line.partition(" column")[0] for line in str(error.value).splitlines()] == [
+        f"SFT: {column}: {problem}" for column in COLUMNS
+    ]
+    (other / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"SFT: .*other has no weights in \.safetensors files"):
+        table(rows, tmp_path / "out")
