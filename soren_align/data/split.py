@@ -35,6 +35,7 @@ class SplitConfig(Protocol):
     """The source of examples; soren_align.recipe.DataSplit is one."""
 
     path: str
+    name: str | None
     split: str
     limit: int | None
     revision: str | None
@@ -116,8 +117,8 @@ def _from_file(spec: SplitConfig, task: Task) -> tuple[Dataset, Layout, dict[str
 
 def _from_hub(spec: SplitConfig, task: Task) -> tuple[Dataset, Layout, dict[str, int], dict[str, Any]]:
     """(dataset, layout, dropped, origin)."""
-    place = f"{spec.path} ({spec.split})"
-    dataset, revision = hub.fetch(spec.path, spec.split, spec.revision)
+    place = f"{spec.path} ({spec.split})" if spec.name is None else f"{spec.path} ({spec.name}, {spec.split})"
+    dataset, revision = hub.fetch(spec.path, spec.split, spec.revision, spec.name)
     if spec.limit is not None:
         dataset = dataset.select(range(min(spec.limit, len(dataset))))
     first = dataset.select(range(min(SAMPLE_SIZE, len(dataset))))
@@ -130,7 +131,7 @@ def _from_hub(spec: SplitConfig, task: Task) -> tuple[Dataset, Layout, dict[str,
     for _ in _valid_examples(numbered, layout, task, place, spec.bad_examples):
         pass
     dropped = _count_dropped(numbered(), layout, spec)
-    origin = {"split": spec.split, "revision": revision}
+    origin = {"split": spec.split, "revision": revision} | ({"name": spec.name} if spec.name else {})
     if dropped:
         valid = [i for i, (_, example) in enumerate(numbered()) if not isinstance(_read(example, layout), str)]
         dataset = dataset.select(valid)
@@ -169,6 +170,8 @@ def _existing_file(spec: SplitConfig) -> Path:
         raise UserError(f"{spec.path}: no permission to read it; change its permissions")
     if spec.revision is not None:
         raise UserError(f"{spec.path}: is a file and has no revision '{spec.revision}'; leave revision out")
+    if spec.name is not None:
+        raise UserError(f"{spec.path}: is a file and has no configuration '{spec.name}'; leave name out")
     return file
 
 

@@ -111,12 +111,11 @@ def _split(entry: dict[str, Any], root: str, data: Data) -> dict[str, Any]:
             continue
         if key == "revision":
             part["revision"] = value
-        elif key == "config" and value == "default":
-            data.drop(config, "a dataset's default configuration is loaded")
+        elif key == "config" and is_local(str(path)):
+            data.drop(config, "a file has no configuration")
         elif key == "config":
-            data.drop(
-                config, f"{value}: a recipe cannot name a configuration; the dataset's default one is loaded", True
-            )
+            part["name"] = str(value)
+            data.notes.append(Note(config, "renamed", "data.train.name"))
         elif key == "data_files" and value != path:
             data.drop(f"{at}.{key}", f"{value}: the dataset's own files are loaded", True)
         elif key == "weight":
@@ -182,9 +181,12 @@ def _eval(
     if isinstance(theirs, list) and len(theirs) == 1:
         same = _entries({"datasets": theirs}, "datasets")
     elif root == "dataset_name":
-        same = [{"path": paths[0], "split": source.get("dataset_test_split") or "test"}]
+        split = source.get("dataset_test_split") or "test"
+        same = [{"path": paths[0], "split": split, "config": source.get("dataset_config")}]
     if same:
         data.section["eval"] = _part(same[0]["path"], str(same[0]["split"]))[0]
+        if same[0].get("config") and not is_local(str(same[0]["path"])):
+            data.section["eval"]["name"] = str(same[0]["config"])
         if same[0] in held_out:
             data.ours["data.eval.split"] = "the source splits examples off its mixture"
 

@@ -29,7 +29,7 @@ def num_examples(sources: Sequence[TrainSplit]) -> int | None:
     total = 0
     for source in sources:
         number = datasets.get(source.path, {}).get("rows", {}).get(source.split)
-        if number is None:
+        if number is None or source.name is not None:
             return None
         total += round(min(number, source.limit or number) * source.weight)
     return total

@@ -93,6 +93,8 @@ class DataSplit(Section):
 
     path: Annotated[str, Field(min_length=1)]
     """A .jsonl, .json or .parquet file (`shipped:...` for a shipped one) or a dataset on the Hugging Face hub."""
+    name: Annotated[str, Field(min_length=1)] | None = None
+    """The hub dataset's configuration (`SFT`). null: its default one."""
     split: str = "train"
     """The hub dataset's split, or a part of one (`train_sft[:10%]`); a file is always taken whole."""
     limit: Annotated[int, Field(ge=1)] | None = None

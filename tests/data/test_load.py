@@ -208,22 +208,26 @@ COMMIT = "8049631c405ae6576f93f445c6b8166f76f5505a"
 @pytest.fixture
 def hub_dataset(cache, tmp_path):
     """owner/replica in the cache, as if downloaded; its splits are train_prefs and test_prefs."""
+    return add_configuration(cache, tmp_path, "default", range(6))
+
+
+def add_configuration(cache, tmp_path, name, numbers):
     files = {}
-    for name, num_rows in (("train_prefs", 6), ("test_prefs", 2)):
-        files[name] = str(tmp_path / f"{name}.parquet")
-        pq.write_table(pa.Table.from_pylist([pair_row(i) for i in range(num_rows)]), files[name])
+    for split_name, rows in (("train_prefs", numbers), ("test_prefs", numbers[:2])):
+        files[split_name] = str(tmp_path / f"{name}-{split_name}.parquet")
+        pq.write_table(pa.Table.from_pylist([pair_row(i) for i in rows]), files[split_name])
     datasets.disable_progress_bars()
     datasets.load_dataset("parquet", data_files=files, cache_dir=cache)
     datasets.enable_progress_bars()
     (made,) = cache.glob("parquet/*/0.0.0/*/")
-    target = cache / "owner___replica" / "default" / "0.0.0" / COMMIT
+    target = cache / "owner___replica" / name / "0.0.0" / COMMIT
     target.parent.mkdir(parents=True)
     made.rename(target)
     for arrow in target.glob("*.arrow"):
         arrow.rename(arrow.with_name(arrow.name.replace("parquet-", "replica-")))
     info = json.loads((target / "dataset_info.json").read_text())
     (target / "dataset_info.json").write_text(
-        json.dumps({**info, "config_name": "default", "dataset_name": "replica", "builder_name": "parquet"})
+        json.dumps({**info, "config_name": name, "dataset_name": "replica", "builder_name": "parquet"})
     )
     return "owner/replica"
 
@@ -237,6 +241,25 @@ def test_a_cached_hub_dataset_loads_offline_with_its_commit(hub_dataset, capfd):
     assert loaded.source["split"] == "train_prefs"
     assert load_split(split(hub_dataset, "test_prefs", revision=COMMIT), "dpo").num_examples == 2
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_configuration_is_loaded_by_its_name_and_recorded(hub_dataset, cache, tmp_path):
+    add_configuration(cache, tmp_path, "other", range(10, 13))
+    for name, first in (("default", 0), ("other", 10)):
+        loaded = load_split(split(hub_dataset, "train_prefs", name=name), "dpo")
+        assert loaded.dataset[0]["chosen"] == pair_row(first)["chosen"]
+        assert loaded.source["name"] == name
+    unnamed = refused(split(hub_dataset, "train_prefs"), "dpo")
+    unknown = refused(split(hub_dataset, "train_prefs", name="third"), "dpo")
+    for message in (unnamed, unknown):
+        assert message.startswith("owner/replica: ")
+        assert "other" in message
+        assert message.endswith("; write one as `name` beside the path")
+    assert "\n" not in unnamed + unknown
+
+
+def test_a_file_has_no_configuration(write):
+    assert "has no configuration 'SFT'; leave name out" in refused(split(write("ok.jsonl", [chat_row()]), name="SFT"))
 
 
 def test_a_part_of_a_split_is_taken_and_recorded(hub_dataset):
@@ -289,7 +312,7 @@ def test_bad_examples_are_dropped_and_counted_when_asked(write):
 def test_bad_examples_of_the_hub_are_dropped_and_counted_when_asked(monkeypatch):
     good, equal = pair_row(0), {**pair_row(1), "rejected": pair_row(1)["chosen"]}
     published = datasets.Dataset.from_list([good, equal, pair_row(2)])
-    monkeypatch.setattr("soren_align.data.hub.fetch", lambda path, split, revision: (published, COMMIT))
+    monkeypatch.setattr("soren_align.data.hub.fetch", lambda path, split, revision, name: (published, COMMIT))
     assert "owner/replica (train) record 2: chosen and rejected are identical" in refused(split("owner/replica"), "dpo")
     loaded = load_split(split("owner/replica", bad_examples="drop"), "dpo")
     assert (loaded.num_examples, loaded.dropped) == (3, {"chosen and rejected are identical": 1})

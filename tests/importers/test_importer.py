@@ -132,6 +132,8 @@ def test_what_the_source_does_not_say_is_marked_as_ours(name):
         ("handbook-smollm3-sft-full", "trainer.packing_strategy", "bfd"),
         ("handbook-smollm3-sft-full", "model.eos_token", "<|im_end|>"),
         ("handbook-smollm3-sft-full", "trainer.assistant_only_loss", True),
+        ("trl-sft", "data.train.name", "short"),
+        ("trl-sft", "data.eval.name", "short"),
         ("trl-sft", "optimizer.lr", 3e-5),
         ("trl-sft", "optimizer.betas", [0.9, 0.95]),
         ("trl-sft", "data.train.limit", 2000),
@@ -172,10 +174,8 @@ def test_values_arrive_where_a_recipe_has_them(name, key, value):
         ("handbook-zephyr-7b-beta-dpo-full", "max_prompt_length", "no limit for prompts"),
         ("handbook-constitutional-ai-dpo-anthropic", "optim", "there is no rmsprop here"),
         ("handbook-smollm3-sft-full", "packing_strategy", "no ffd any more"),
-        ("handbook-smollm3-sft-full", "dataset_mixture[0].config", "SFT"),
         ("handbook-smollm3-sft-full", "dataset_mixture[0].columns", "chat_template_kwargs"),
         ("trl-dpo-mixture", "datasets[0].fraction", "0.7: a share of the mixture"),
-        ("trl-sft", "dataset_config", "short"),
         ("trl-sft", "weight_decay", "embeddings and head"),
         ("trl-dpo-mixture", "test_split_size", "here all are trained on"),
         ("trl-dpo-mixture", "load_best_model_at_end", "write data.eval"),
@@ -209,6 +209,8 @@ def test_a_mixture_is_trained_on_whole_with_its_weights():
         ("lab/viper-7", "train_sft", 0.001),
     ]
     assert [weight for *_, weight in sources("handbook-smollm3-sft-full")] == [1, 1, 1, 1, 0.5, 1]
+    smollm3 = translated("handbook-smollm3-sft-full").recipe["data"]["train"]
+    assert [source["name"] for source in smollm3] == ["SFT"] * 6
     assert sources("trl-dpo-mixture") == [("lab/otter-1", "train_prefs", 1), ("lab/raven-3", "train", 1)]
     older = convert(DPO | {"dataset_name": None, "dataset_mixer": {"a/b": 0.25, "a/c": 1.0}}, "x")
     assert older.recipe["data"]["train"] == [
