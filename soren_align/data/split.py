@@ -7,7 +7,7 @@ import hashlib
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -23,7 +23,7 @@ from ..errors import UserError
 from ..recipe import is_local
 from ..silence import quiet_libraries
 from . import columns, hub, records, turns
-from .columns import Example, Layout, Task
+from .columns import Example, Layout, Names, Task
 
 MAX_REPORTED = 5
 """Invalid examples that an error message lists; the others are counted."""
@@ -40,6 +40,8 @@ class SplitConfig(Protocol):
     limit: int | None
     revision: str | None
     bad_examples: Literal["refuse", "drop"]
+    columns: Mapping[str, str]
+    roles: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,14 @@ def load_split(spec: SplitConfig, task: Task) -> LoadedSplit:
     notices = ()
     if spec.limit is not None and num_examples < spec.limit:
         notices = (f"{spec.path}: limit is {spec.limit}, but there are only {num_examples} examples; all are used",)
-    source = {"path": spec.path, **origin, "columns_dropped": list(layout.unused), "num_examples": num_examples}
+    names = {key: dict(value) for key in ("columns", "roles") if (value := getattr(spec, key))}
+    source = {
+        "path": spec.path,
+        **origin,
+        **names,
+        "columns_dropped": list(layout.unused),
+        "num_examples": num_examples,
+    }
     return LoadedSplit(dataset, layout.description, num_examples, dropped, source, notices)
 
 
@@ -91,7 +100,7 @@ def _from_file(spec: SplitConfig, task: Task) -> tuple[Dataset, Layout, dict[str
     file = _existing_file(spec)
     with file.open("rb") as stream:
         sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
-    layout = columns.recognize(_sample((record for _, record in records.read_records(file)), task), task, spec.path)
+    layout = _layout((record for _, record in records.read_records(file)), spec, task, spec.path)
 
     separator = ":" if records.has_lines(file) else " record "
 
@@ -99,7 +108,7 @@ def _from_file(spec: SplitConfig, task: Task) -> tuple[Dataset, Layout, dict[str
         first = islice(records.read_records(file), spec.limit)
         return ((f"{spec.path}{separator}{number}", record) for number, record in first)
 
-    key = _cache_key(sha256, file.suffix, task, spec.limit, spec.bad_examples)
+    key = _cache_key(sha256, file.suffix, task, spec.limit, spec.bad_examples, layout.names)
     try:
         examples = partial(_valid_examples, numbered, layout, task, spec.path, spec.bad_examples)
         features = _features(layout.outputs, layout.has_turns)
@@ -122,27 +131,36 @@ def _from_hub(spec: SplitConfig, task: Task) -> tuple[Dataset, Layout, dict[str,
     if spec.limit is not None:
         dataset = dataset.select(range(min(spec.limit, len(dataset))))
     first = dataset.select(range(min(SAMPLE_SIZE, len(dataset))))
-    layout = columns.recognize(_sample(_examples(first), task), task, place)
-    dataset = dataset.select_columns(list(layout.inputs))
+    layout = _layout(_examples(first), spec, task, place)
+    dataset = dataset.select_columns(layout.columns_read)
+
+    example: Example = {}
 
     def numbered() -> Iterator[tuple[str, Any]]:
-        return ((f"{place} record {number}", example) for number, example in enumerate(_examples(dataset), start=1))
+        nonlocal example
+        for number, example in enumerate(_examples(dataset), start=1):
+            yield f"{place} record {number}", example
 
-    for _ in _valid_examples(numbered, layout, task, place, spec.bad_examples):
-        pass
+    is_unchanged = not layout.is_renamed
+    for converted in _valid_examples(numbered, layout, task, place, spec.bad_examples):
+        is_unchanged = is_unchanged and converted == example
     dropped = _count_dropped(numbered(), layout, spec)
     origin = {"split": spec.split, "revision": revision} | ({"name": spec.name} if spec.name else {})
     if dropped:
         valid = [i for i, (_, example) in enumerate(numbered()) if not isinstance(_read(example, layout), str)]
         dataset = dataset.select(valid)
-    return dataset if layout.inputs == layout.outputs else _converted(dataset, layout), layout, dropped, origin
+    return dataset if is_unchanged else _converted(dataset, layout), layout, dropped, origin
 
 
-def _sample(examples: Iterable[Any], task: Task) -> Example:
-    """An example to recognize the format by: the first object, or a later one without empty columns."""
+def _layout(examples: Iterable[Any], spec: SplitConfig, task: Task, place: str) -> Layout:
+    """Recognized by the first object, or a later one without empty columns. Raises UserError if there is none."""
+    names = Names.of(spec.columns, spec.roles)
     objects = list(islice((example for example in examples if isinstance(example, dict)), SAMPLE_SIZE))
+    if not objects:
+        return columns.recognize(dict.fromkeys(columns.COLUMNS[task]), task, place)
+    names.refuse_missing({column: None for example in objects for column in example}, place)
     complete = (example for example in objects if None not in example.values())
-    return next(complete, objects[0] if objects else dict.fromkeys(columns.COLUMNS[task]))
+    return columns.recognize(next(complete, objects[0]), task, place, names)
 
 
 def _features(names: Sequence[str], has_turns: bool) -> Features:
@@ -211,8 +229,18 @@ def _count_dropped(numbered: Iterable[tuple[str, Any]], layout: Layout, spec: Sp
     if spec.bad_examples == "refuse":
         return {}
     results = (_read(record, layout) for _, record in numbered)
-    reasons = (re.sub(r"\[\d+\]", "", result) for result in results if isinstance(result, str))
-    return dict(Counter(reasons).most_common())
+    reasons = Counter(result for result in results if isinstance(result, str))
+    alike = Counter(map(_without_indices, reasons))
+    counts: Counter[str] = Counter()
+    for reason, number in reasons.items():
+        counts[reason if alike[_without_indices(reason)] == 1 else _without_indices(reason)] += number
+    return dict(counts.most_common())
+
+
+def _without_indices(reason: str) -> str:
+    """`chosen[i] and chosen[i+1] are both ...` of a reason with any indices of turns."""
+    letters = iter(("[i]", "[i+1]"))  # no reason has more than two indices, and two are neighbours
+    return re.sub(r"\[\d+\]", lambda _: next(letters), reason)
 
 
 def _examples(dataset: Dataset) -> Iterator[Example]:
@@ -231,7 +259,7 @@ def _converted(dataset: Dataset, layout: Layout) -> Dataset:
         partial(columns.read_example, layout=layout),
         remove_columns=dataset.column_names,
         features=_features(layout.outputs, layout.has_turns),
-        new_fingerprint=_cache_key(dataset._fingerprint, layout.description),
+        new_fingerprint=_cache_key(dataset._fingerprint, layout.description, layout.names),
         load_from_cache_file=True,
     )
 

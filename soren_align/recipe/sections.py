@@ -88,6 +88,23 @@ class Model(Section):
     """Train a new LoRA adapter instead of the weights."""
 
 
+Column = Literal[
+    "messages",
+    "conversations",
+    "instruction",
+    "input",
+    "output",
+    "system",
+    "prompt",
+    "completion",
+    "text",
+    "chosen",
+    "rejected",
+    "role",
+    "content",
+]
+
+
 class DataSplit(Section):
     """Examples to train or evaluate on."""
 
@@ -104,6 +121,12 @@ class DataSplit(Section):
     bad_examples: Literal["refuse", "drop"] = "refuse"
     """Whether examples that cannot be trained on (empty answers, equal pairs, ...) are an error, or are dropped and
     counted. `drop` is for data that you cannot fix, such as the hub's."""
+    columns: dict[Column, str] = {}
+    """The dataset's own names: `{instruction: question, output: answer}`. Its other columns are then not read. `role`
+    and `content` name the keys of a turn."""
+    roles: dict[str, Literal["system", "user", "assistant"]] = {}
+    """The dataset's names of roles: `{student: user, teacher: assistant}`. Usual ones, as ShareGPT's human and gpt, are
+    known."""
 
 
 class TrainSplit(DataSplit):
@@ -124,8 +147,9 @@ def _number_of_splits(train: Any) -> str:
 
 
 class Data(Section):
-    """The training data. Columns are recognised: conversations (`messages`, ShareGPT's `conversations`), prompts with
-    completions or with two answers, plain text."""
+    """The training data. Columns are recognised: conversations (`messages`, ShareGPT's `conversations`), Alpaca's
+    instructions and outputs, prompts with completions or with two answers, plain text; others are named under
+    `columns`."""
 
     train: Annotated[
         Annotated[TrainSplit, Tag(ONE)] | Annotated[Annotated[list[TrainSplit], Field(min_length=1)], Tag(SEVERAL)],

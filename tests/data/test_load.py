@@ -67,7 +67,7 @@ SFT_ROWS = {
     "messages is text, not a list": {"messages": "hello"},
     "messages is an empty list": {"messages": []},
     "messages[0] is text, not an object": {"messages": ["hello"]},
-    "messages[1] has the role 'gpt'; write system, user or assistant": {"messages": [U, {**A, "role": "gpt"}]},
+    "messages[1] has the role 'poet'; write system, user or assistant": {"messages": [U, {**A, "role": "poet"}]},
     "messages[0] has no role": {"messages": [{"content": "words"}, A]},
     "messages[1] has no content": {"messages": [U, {"role": "assistant", "content": None}]},
     "messages[1] has a list as content": {"messages": [U, {**A, "content": ["x"]}]},

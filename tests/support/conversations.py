@@ -15,7 +15,7 @@ CHATML = (
 
 def split(path, split="train", **keys):
     """A DataSplit of any path, for functions that read its keys only."""
-    defaults = {key: field.default for key, field in DataSplit.model_fields.items()}
+    defaults = {key: field.get_default(call_default_factory=True) for key, field in DataSplit.model_fields.items()}
     return SimpleNamespace(**defaults | {"path": str(path), "split": split} | keys)
 
 
