@@ -4,10 +4,11 @@ Pure functions of an example. Whatever the format of a dataset, all later code s
 conversations (COLUMNS), prompts and completions as turns, or plain texts, which no chat template changes.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-from ..errors import UserError, closest
+from ..errors import UserError
+from .own_names import Names
 from .turns import (
     conversation_problem,
     from_dialogue,
@@ -15,7 +16,6 @@ from .turns import (
     list_problem,
     pair_problem,
     text_problem,
-    with_known_keys,
 )
 
 Task = Literal["sft", "dpo"]
@@ -39,41 +39,6 @@ _NATIVE: dict[Task, tuple[str, set[str]]] = {  # the paper's datasets, recognize
     "sft": ("ultrachat_200k", {"prompt", "prompt_id"}),
     "dpo": ("ultrafeedback_binarized", {"prompt"}),
 }
-
-
-class Names(NamedTuple):
-    """A dataset's own names of columns, of the keys of turns, and of roles."""
-
-    columns: Mapping[str, str] = {}
-    """Our column -> the dataset's, whose other columns are then not read."""
-    keys: Mapping[str, str] = {}
-    """role and content -> the dataset's keys of a turn."""
-    roles: Mapping[str, str] = {}
-    """The dataset's role -> ours."""
-
-    @classmethod
-    def of(cls, columns: Mapping[str, str], roles: Mapping[str, str]) -> "Names":
-        """From a recipe's `columns`, which include the keys of turns, and its `roles`."""
-        keys = {key: name for key, name in columns.items() if key in ("role", "content")}
-        return cls({key: name for key, name in columns.items() if key not in keys}, keys, roles)
-
-    def known(self, example: Example) -> Example:
-        """The example with our names, for a Reader. Values that are no turns are unchanged."""
-        if self.columns:
-            example = {ours: example.get(theirs) for ours, theirs in self.columns.items()}
-        return {
-            column: with_known_keys(value, self.keys, self.roles) if isinstance(value, list | dict) else value
-            for column, value in example.items()
-        }
-
-    def refuse_missing(self, columns: Mapping[str, Any], place: str) -> None:
-        """Raise UserError if the dataset has none of a name's column. columns: the dataset's."""
-        for ours, theirs in self.columns.items():
-            if theirs not in columns:
-                hint = f"; did you mean '{similar}'?" if (similar := closest(theirs, list(columns))) else ""
-                raise UserError(
-                    f"{place}: columns.{ours} is '{theirs}', and the columns are {', '.join(columns)}{hint}"
-                )
 
 
 class Layout(NamedTuple):

@@ -7,7 +7,7 @@ from datasets import Dataset, DatasetBuilder
 from huggingface_hub import constants
 
 from ..errors import OutOfReach, UserError
-from .records import SUFFIXES
+from ..recipe import FILE_KINDS
 
 
 def fetch(path: str, split: str, revision: str | None, name: str | None = None) -> tuple[Dataset, str]:
@@ -61,7 +61,7 @@ def _message(path: str, error: Exception) -> str:
     if _is_out_of_reach(error):
         return (
             f"{path}: no such file, and as a dataset of the Hugging Face hub it is neither cached nor reachable "
-            f"({reason}). Write the path of a {', '.join(SUFFIXES)} file, or connect for the first run (without "
+            f"({reason}). Write the path of a file ({FILE_KINDS}), or connect for the first run (without "
             "HF_HUB_OFFLINE)"
         )
     return f"{path}: cannot be loaded from the Hugging Face hub: {reason}"

@@ -4,7 +4,6 @@ Nothing that cannot be trained on passes: all invalid examples are counted and t
 """
 
 import hashlib
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,12 +17,13 @@ import pyarrow as pa
 from datasets import Dataset, Features, List, Value, config
 from datasets.exceptions import DatasetGenerationError
 
-from .. import shipped
 from ..errors import UserError
 from ..recipe import is_local
 from ..silence import quiet_libraries
-from . import columns, hub, records, turns
-from .columns import Example, Layout, Names, Task
+from . import columns, hub, own_names, records, turns
+from .columns import Example, Layout, Task
+from .local_files import LocalFiles
+from .own_names import Names
 
 MAX_REPORTED = 5
 """Invalid examples that an error message lists; the others are counted."""
@@ -97,18 +97,15 @@ def load_split(spec: SplitConfig, task: Task) -> LoadedSplit:
 
 def _from_file(spec: SplitConfig, task: Task) -> tuple[Dataset, Layout, dict[str, int], dict[str, Any]]:
     """(dataset, layout, dropped, origin)."""
-    file = _existing_file(spec)
-    with file.open("rb") as stream:
-        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
-    layout = _layout((record for _, record in records.read_records(file)), spec, task, spec.path)
-
-    separator = ":" if records.has_lines(file) else " record "
-
-    def numbered() -> Iterator[tuple[str, Any]]:
-        first = islice(records.read_records(file), spec.limit)
-        return ((f"{spec.path}{separator}{number}", record) for number, record in first)
-
-    key = _cache_key(sha256, file.suffix, task, spec.limit, spec.bad_examples, layout.names)
+    for key in ("revision", "name"):
+        if value := getattr(spec, key):
+            raise UserError(f"{spec.path}: is no dataset of the hub and has no {key} '{value}'; leave {key} out")
+    local = LocalFiles.at(spec.path)
+    origin = local.origin()
+    layout = _common_layout({n: _layout(s, spec, task, n) for n, s in local.samples(SAMPLE_SIZE).items()})
+    numbered = partial(local.numbered, spec.limit)
+    suffixes = [file.suffixes for file in local.files.values()]
+    key = _cache_key(origin["sha256"], suffixes, task, spec.limit, spec.bad_examples, layout.names)
     try:
         examples = partial(_valid_examples, numbered, layout, task, spec.path, spec.bad_examples)
         features = _features(layout.outputs, layout.has_turns)
@@ -121,7 +118,20 @@ def _from_file(spec: SplitConfig, task: Task) -> tuple[Dataset, Layout, dict[str
             raise
         folder = config.HF_DATASETS_CACHE
         raise UserError(f"{spec.path}: cannot be cached in {folder} (HF_DATASETS_CACHE): {cause}") from None
-    return dataset, layout, _count_dropped(numbered(), layout, spec), {"split": "all", "sha256": sha256}
+    return dataset, layout, _count_dropped(numbered(), layout, spec), origin
+
+
+def _common_layout(layouts: Mapping[str, Layout]) -> Layout:
+    """The layout of all files. Raises UserError if they have different ones."""
+    (name, first), *others = layouts.items()
+    for other, layout in others:
+        if (layout.read, layout.outputs) != (first.read, first.outputs):
+            raise UserError(
+                f"{name} has {first.description}, {other} {layout.description}: name the files of one kind, such as "
+                "train*.jsonl, or write several splits"
+            )
+    unused = dict.fromkeys(column for layout in layouts.values() for column in layout.unused)
+    return first._replace(unused=tuple(unused))
 
 
 def _from_hub(spec: SplitConfig, task: Task) -> tuple[Dataset, Layout, dict[str, int], dict[str, Any]]:
@@ -170,27 +180,9 @@ def _features(names: Sequence[str], has_turns: bool) -> Features:
 
 def _cache_key(*parts: Any) -> str:
     # The rules are part of the key: examples that an older rule accepted are validated again.
-    rules = b"".join(Path(m).read_bytes() for m in (columns.__file__, turns.__file__, records.__file__, __file__))
+    modules = (columns, own_names, records, turns)
+    rules = b"".join(Path(file).read_bytes() for file in (*(str(module.__file__) for module in modules), __file__))
     return hashlib.sha256(repr(parts).encode() + rules).hexdigest()[:32]
-
-
-def _existing_file(spec: SplitConfig) -> Path:
-    file = shipped.resolve(spec.path)
-    if not file.exists():
-        raise UserError(f"{spec.path}: no such file; paths are relative to the working directory, {Path.cwd()}")
-    if file.is_dir():
-        raise UserError(f"{spec.path}: is a folder; name one file in it ({', '.join(records.SUFFIXES)})")
-    if not file.is_file():
-        raise UserError(f"{spec.path}: is no regular file; write the path of a {', '.join(records.SUFFIXES)} file")
-    if file.suffix not in records.SUFFIXES:
-        raise UserError(f"{spec.path}: cannot read '{file.suffix}' files; write one of {', '.join(records.SUFFIXES)}")
-    if not os.access(file, os.R_OK):
-        raise UserError(f"{spec.path}: no permission to read it; change its permissions")
-    if spec.revision is not None:
-        raise UserError(f"{spec.path}: is a file and has no revision '{spec.revision}'; leave revision out")
-    if spec.name is not None:
-        raise UserError(f"{spec.path}: is a file and has no configuration '{spec.name}'; leave name out")
-    return file
 
 
 def _valid_examples(

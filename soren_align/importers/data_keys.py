@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import UserError
-from ..recipe.references import is_local, is_test_split
+from ..recipe.data_paths import is_test_split
+from ..recipe.references import is_local
 from .key_tables import AS_READ, COLUMNS, OTHERWISE, TURNS, Note, matches
 
 # Keys that name datasets; the first that is present counts, as in the handbook and in TRL.

@@ -109,11 +109,13 @@ class DataSplit(Section):
     """Examples to train or evaluate on."""
 
     path: Annotated[str, Field(min_length=1)]
-    """A .jsonl, .json or .parquet file (`shipped:...` for a shipped one) or a dataset on the Hugging Face hub."""
+    """A .jsonl, .json, .csv or .txt file, each also as .gz, or a .parquet file; a folder of such files, or a pattern,
+    `data/*.jsonl` (`shipped:...` for shipped ones); or a dataset on the Hugging Face hub."""
     name: Annotated[str, Field(min_length=1)] | None = None
     """The hub dataset's configuration (`SFT`). null: its default one."""
     split: str = "train"
-    """The hub dataset's split, or a part of one (`train_sft[:10%]`); a file is always taken whole."""
+    """The hub dataset's split, or a part of one (`train_sft[:10%]`); files are always taken
+    whole."""
     limit: Annotated[int, Field(ge=1)] | None = None
     """Take only the first `limit` examples."""
     revision: str | None = None

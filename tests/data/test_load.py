@@ -137,15 +137,17 @@ def test_a_bad_parquet_row_is_named_with_its_number(tmp_path):
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path, write):
-    (tmp_path / "rows.csv").write_text("a,b")
+    (tmp_path / "rows.arrow").write_text("a,b")
+    (tmp_path / "none").mkdir()
     (tmp_path / "rows.parquet").write_text("no parquet")
     (tmp_path / "zero.jsonl").write_text("")
     (tmp_path / "blank.jsonl").write_text("\n\n")
     (tmp_path / "none.json").write_text("[]")
-    assert "no such file" in refused(split(tmp_path / "rows.jsonl"))
-    assert "no such file" in refused(split("shipped:no/such.jsonl"))
-    assert "is a folder; name one file" in refused(split(tmp_path))
-    assert "cannot read '.csv' files; write one of .jsonl, .json, .parquet" in refused(split(tmp_path / "rows.csv"))
+    assert "no file " in refused(split(tmp_path / "rows.jsonl"))
+    assert "no file shipped:no/such.jsonl" in refused(split("shipped:no/such.jsonl"))
+    assert "has no data file (.jsonl, .json, " in refused(split(tmp_path / "none"))
+    assert "has no data file (.jsonl, .json, " in refused(split(tmp_path / "*.arrow"))
+    assert "cannot read '.arrow' files; write one of .jsonl, .json, .csv" in refused(split(tmp_path / "rows.arrow"))
     assert "not a Parquet file" in refused(split(tmp_path / "rows.parquet"))
     for empty in ("zero.jsonl", "blank.jsonl", "none.json"):
         assert refused(split(tmp_path / empty)) == f"{tmp_path / empty}: has no examples"
@@ -259,7 +261,8 @@ def test_a_configuration_is_loaded_by_its_name_and_recorded(hub_dataset, cache, 
 
 
 def test_a_file_has_no_configuration(write):
-    assert "has no configuration 'SFT'; leave name out" in refused(split(write("ok.jsonl", [chat_row()]), name="SFT"))
+    message = refused(split(write("ok.jsonl", [chat_row()]), name="SFT"))
+    assert "is no dataset of the hub and has no name 'SFT'; leave name out" in message
 
 
 def test_a_part_of_a_split_is_taken_and_recorded(hub_dataset):
@@ -292,7 +295,7 @@ def test_a_hub_dataset_out_of_reach_is_refused_with_the_remedy():
     message = refused(split("owner/never-seen"))
     assert message.startswith("owner/never-seen: no such file, and as a dataset")
     assert "neither cached nor reachable" in message
-    assert "Write the path of a .jsonl, .json, .parquet file, or connect" in message
+    assert "Write the path of a file (.jsonl, .json, .csv, .txt (each also as .gz) or .parquet), or con" in message
     assert "\n" not in message
 
 
