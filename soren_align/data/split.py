@@ -64,6 +64,11 @@ class LoadedSplit:
     """Of a mixture: for each example the index of its source."""
 
     @property
+    def name(self) -> str:
+        """Path and split, for messages."""
+        return f"{self.source['path']} ({self.source['split']})"
+
+    @property
     def kind(self) -> tuple[bool, set[str]]:
         """Equal for datasets that can be concatenated: whether columns contain turns, and their names."""
         return has_turns(self.dataset), set(self.dataset.column_names)
@@ -141,14 +146,14 @@ def _from_hub(spec: SplitConfig, task: Task) -> tuple[Dataset, Layout, dict[str,
     if spec.limit is not None:
         dataset = dataset.select(range(min(spec.limit, len(dataset))))
     first = dataset.select(range(min(SAMPLE_SIZE, len(dataset))))
-    layout = _layout(_examples(first), spec, task, place)
+    layout = _layout(examples_of(first), spec, task, place)
     dataset = dataset.select_columns(layout.columns_read)
 
     example: Example = {}
 
     def numbered() -> Iterator[tuple[str, Any]]:
         nonlocal example
-        for number, example in enumerate(_examples(dataset), start=1):
+        for number, example in enumerate(examples_of(dataset), start=1):
             yield f"{place} record {number}", example
 
     is_unchanged = not layout.is_renamed
@@ -235,7 +240,8 @@ def _without_indices(reason: str) -> str:
     return re.sub(r"\[\d+\]", lambda _: next(letters), reason)
 
 
-def _examples(dataset: Dataset) -> Iterator[Example]:
+def examples_of(dataset: Dataset) -> Iterator[Example]:
+    """The examples, read without decoding. Raises UserError if the files are damaged."""
     batches: Any = dataset.with_format("arrow").iter(batch_size=1000)
     try:
         for batch in batches:

@@ -16,15 +16,17 @@ from .optimizers import MAPS, OPTIMIZERS, as_adamw
 from .parallel import Parallel, parallel
 from .references import is_local
 from .schema import json_schema
-from .sections import ADAPTER, DataSplit, Eval, Lora, Recipe, TrainSplit, trains_adapter
+from .sections import ADAPTER, Data, DataSplit, Eval, HeldOut, Lora, Recipe, TrainSplit, trains_adapter
 
 __all__ = [
     "ADAPTER",
     "FILE_KINDS",
     "MAPS",
     "OPTIMIZERS",
+    "Data",
     "DataSplit",
     "Eval",
+    "HeldOut",
     "Lora",
     "Parallel",
     "Recipe",

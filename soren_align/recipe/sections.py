@@ -140,12 +140,25 @@ class TrainSplit(DataSplit):
     """Train on a split whose name is that of a test split, although its scores are then meaningless."""
 
 
-ONE, SEVERAL = "<one>", "<several>"
-"""Tags of the union in `data.train`."""
+class HeldOut(Section):
+    """Part of the training examples, which is then not trained on."""
+
+    fraction: Annotated[float, Field(gt=0, lt=1)]
+    """Of the examples of every training split. An example is chosen by a hash of itself alone: not by its place, other
+    examples, or a seed, so that it stays where it is as the data grows, and equal ones are all on one side."""
+
+
+ONE, SEVERAL, SPLIT, PART = "<one>", "<several>", "a split", "a fraction"
+"""Tags of the unions in `data.train` and `data.eval`; messages name the latter two."""
 
 
 def _number_of_splits(train: Any) -> str:
     return SEVERAL if isinstance(train, list | tuple) else ONE
+
+
+def _kind_of_eval(evaluation: Any) -> str:
+    has_fraction = isinstance(evaluation, HeldOut) or (isinstance(evaluation, dict) and "fraction" in evaluation)
+    return PART if has_fraction else SPLIT
 
 
 class Data(Section):
@@ -158,8 +171,11 @@ class Data(Section):
         Discriminator(_number_of_splits),
     ]
     """One split, or a list of several that are shuffled together by trainer.seed."""
-    eval: DataSplit | None = None
-    """Held-out examples for the loss that `trainer.eval_strategy` computes."""
+    eval: (
+        Annotated[Annotated[DataSplit, Tag(SPLIT)] | Annotated[HeldOut, Tag(PART)], Discriminator(_kind_of_eval)] | None
+    ) = None
+    """Held-out examples for a loss during training: a split, or a part of the training examples, `{fraction: 0.05}`.
+    `trainer.eval_strategy` sets when; without it, after every epoch."""
 
     @property
     def sources(self) -> list[TrainSplit]:
@@ -254,8 +270,10 @@ def resolve(recipe: Recipe) -> Recipe:
     if model.lora is not None and model.lora.alpha is None:
         lora = model.lora.model_copy(update={"alpha": float(model.lora.r)})
         model = model.model_copy(update={"lora": lora})
-    optimizer = recipe.optimizer.resolved(trains_adapter(model))
-    return recipe.model_copy(update={"optimizer": optimizer, "model": model})
+    optimizer, trainer = recipe.optimizer.resolved(trains_adapter(model)), recipe.trainer
+    if recipe.data.eval is not None and trainer.get("eval_strategy") is None:
+        trainer = {**trainer, "eval_strategy": "steps" if trainer.get("eval_steps") else "epoch"}
+    return recipe.model_copy(update={"optimizer": optimizer, "model": model, "trainer": trainer})
 
 
 def trains_adapter(model: Model) -> bool:
