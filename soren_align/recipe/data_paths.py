@@ -39,6 +39,8 @@ def data_files(path: str) -> dict[str, Path]:
     if not is_pattern(path) and not place.is_dir():
         return {path: _single(path, place)}
     root = _root(path)
+    if not is_pattern(path) and root.resolve() in (Path("~").expanduser().resolve(), Path("/")):
+        raise UserError(f"{path}: is a whole home or disk; name a folder of data")
     entries = glob.iglob(str(place)) if is_pattern(path) else _walk(place)
     if "**" in path:
         raise UserError(f"{path}: '**' is not read; name the folder, whose data files are read at any depth")
