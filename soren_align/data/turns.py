@@ -54,10 +54,22 @@ def with_known_keys(turns: Any, keys: Mapping[str, str], roles: Mapping[str, str
     for key, other in (("role", keys.get("role", "from")), ("content", keys.get("content", "value"))):
         if other in known and known.get(key) is None:
             known[key] = known.pop(other)
+    known["content"] = _joined_texts(known.get("content"))
     role = known.get("role")
     if isinstance(role, str):
         known["role"] = roles.get(role) or ALIASES.get(role.lower(), role)
     return known
+
+
+def _joined_texts(content: Any) -> Any:
+    """The text of a list of text parts, {"type": "text", "text": ...}, as templates join them; others unchanged."""
+    if not (isinstance(content, list) and content and all(map(_is_text_part, content))):
+        return content
+    return "".join(part["text"] for part in content)
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def is_dialogue(text: Any) -> bool:
@@ -90,6 +102,9 @@ def _turn_problem(turn: Any) -> str | None:
     if role not in ROLES:
         finding = "has no role (or from)" if role is None else f"has the role {repr(role)[:60]}"
         return f"{finding}; write system, user or assistant, or name it under `roles`"
+    kinds = [part.get("type") for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    if other := next((kind for kind in kinds if kind not in (None, "text")), None):
+        return f"has a part of type {repr(other)[:60]} in its content; only text is trained"
     if not isinstance(content, str):
         return "has no content" if content is None else f"has {_kind(content)} as content; write text"
     if not content.strip():

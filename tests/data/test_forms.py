@@ -138,6 +138,17 @@ FORMS |= {
         "chat messages",
         {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]},
     ),
+    "contents in parts": (
+        "sft",
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "What "}, {"type": "text", "text": "for?"}]},
+                {"role": "assistant", "content": [{"type": "text", "text": "Hay."}]},
+            ]
+        },
+        "chat messages",
+        {"messages": [{"role": "user", "content": "What for?"}, ANSWERS[0]]},
+    ),
     "messages in ShareGPT's keys": ("sft", {"messages": spoken(CHAT)}, "chat messages", {"messages": CHAT}),
     "conversations in messages' keys": ("sft", {"conversations": CHAT}, "ShareGPT conversations", {"messages": CHAT}),
 }
@@ -260,7 +271,23 @@ def test_the_papers_datasets_stay_what_they_were(tmp_path):
     assert (loaded.num_examples, len(loaded.dataset)) == (8, 8)
 
 
+PARTS = [{"type": "text", "text": "What is "}, {"type": "image", "image": "a.png"}]
 BAD = [
+    (
+        "contents in parts",
+        {"messages": [{"role": "user", "content": PARTS}, ANSWERS[0]]},
+        r"messages\[0\] has a part of type 'image' in its content; only text is trained",
+    ),
+    (
+        "contents in parts",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": " "}]}, ANSWERS[0]]},
+        r"messages\[0\] has empty content \(role user\)",
+    ),
+    (
+        "contents in parts",
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}, ANSWERS[0]]},
+        r"messages\[0\] has a list as content; write text",
+    ),
     ("Alpaca", {"instruction": " ", "input": "x", "output": "y"}, "instruction is empty"),
     ("Alpaca", {"instruction": "x", "input": 3, "output": "y"}, "input is a number, not text"),
     ("Alpaca", {"instruction": "x", "input": None, "output": ""}, "output is empty"),
