@@ -12,7 +12,7 @@ from dataclasses import replace
 from datasets import concatenate_datasets
 
 from ..errors import UserError
-from .columns import Example, without_extra_keys
+from .columns import Example
 from .mixture import refuse_other_kinds
 from .split import LoadedSplit, canonical, examples_of
 
@@ -53,5 +53,5 @@ def hold_out(splits: Sequence[LoadedSplit], fraction: float) -> tuple[list[Loade
 
 def position(example: Example) -> float:
     """A number in [0, 1), uniform over examples: the first 53 bits of the SHA-256 of an example in TRL's columns."""
-    text = json.dumps(without_extra_keys(example), sort_keys=True, ensure_ascii=False)
+    text = json.dumps(example, sort_keys=True, ensure_ascii=False)
     return (int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 11) / 2**53

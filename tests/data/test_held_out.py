@@ -54,10 +54,9 @@ def test_an_example_stays_on_its_side_as_the_file_grows_and_is_reordered(write):
 
 def test_equal_examples_are_on_one_side_wherever_they_come_from(write, monkeypatch):
     rows = [{"messages": chat(i)} for i in range(40)]
-    turns = [[{"content": t["content"], "role": t["role"], "name": None} for t in chat(i)] for i in range(40)]
+    turns = [[{"content": t["content"], "role": t["role"]} for t in chat(i)] for i in range(40)]
     published = datasets.Dataset.from_list([{"messages": chat_turns} for chat_turns in turns])
     monkeypatch.setattr("soren_align.data.hub.fetch", lambda *asked: (published, "c0ffee"))
-    spoken = [{"conversations": [{"from": "gpt", "value": "x"}]}]
     spoken = [{"conversations": [{"from": t["role"], "value": t["content"]} for t in row["messages"]]} for row in rows]
     sources = [split(write("a.jsonl", rows * 2)), split("owner/chats"), split(write("b.jsonl", spoken))]
     remaining, held_out = hold_out([load_split(source, "sft") for source in sources], 0.3)
