@@ -59,8 +59,12 @@ def _section(name: str, section: type[Section]) -> str:
     """A section's heading, docstring and keys, then those of the sections inside it."""
     text = f"## {name}\n\n{_one_line(section.__doc__)}\n\n{_keys(section, list(section.model_fields))}"
     for key, field in section.model_fields.items():
-        if inner := section_in(field.annotation):
-            text += f"\n### {name}.{key}\n\n{_one_line(inner.__doc__)}\n\n{_keys(inner, list(inner.model_fields))}"
+        first = section_in(field.annotation)
+        inner_sections = list(dict.fromkeys(members(field.annotation).values())) or [first]
+        for number, inner in enumerate(inner_sections):
+            if inner:
+                title = f"{name}.{key}, otherwise" if number else f"{name}.{key}"
+                text += f"\n### {title}\n\n{_one_line(inner.__doc__)}\n\n{_keys(inner, list(inner.model_fields))}"
     return text
 
 

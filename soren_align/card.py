@@ -200,7 +200,8 @@ def _data(train: dict[str, Any]) -> str:
 def _source(source: dict[str, Any]) -> str:
     identity = f"revision {source['revision']}" if "revision" in source else f"sha256 {source.get('sha256')}"
     weight = f", weight {source['weight']:g}" if source.get("weight", 1) != 1 else ""
-    return f"{source['path']} ({source['split']}, {identity}{weight})"
+    name = f"{source['name']}, " if "name" in source else ""
+    return f"{source['path']} ({name}{source['split']}, {identity}{weight})"
 
 
 def _word(value: Any) -> str:

@@ -51,7 +51,9 @@ def copy(
 
 
 def import_(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="YAML of TRL, the alignment handbook or Axolotl.")],
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", help="YAML of TRL, the alignment handbook, Axolotl or LLaMA-Factory.")
+    ],
     dest: Annotated[
         str | None, typer.Argument(metavar="DEST", help="File or folder. Default: print the recipe.")
     ] = None,
@@ -68,11 +70,12 @@ def import_(
     source = local_path(file)
     if not source.is_file():
         raise UserError(f"{file}: no such file")
-    text, table = import_file(source, task)
     if dest is None:
+        text, table = import_file(source, task)
         typer.echo(printable(text) if sys.stdout.isatty() else text, nl=False)
     else:
         target = _new_file(dest, source.name)
+        text, table = import_file(source, task, _new_file(str(target.with_suffix(".jinja")), ""))
         target.write_text(text, encoding="utf-8")
         table += f"\n\n{target}: read it, then run soren-align plan {target}"
     typer.echo(printable(table), err=True)

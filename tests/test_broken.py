@@ -156,7 +156,11 @@ RECIPES = {
     "a tab": ("  lr: 1e-3\n", "\tlr: 1e-3\n", r"my.yaml:\d+ not valid YAML"),
     "a key twice": ("  lr: 1e-3\n", "  lr: 1e-3\n  lr: 2e-3\n", r"my.yaml:\d+ not valid YAML: .*duplicate key"),
     "missing data": ("rows.jsonl", "row.jsonl", r"data.train.path: no file row.jsonl; did you mean 'rows.jsonl'"),
-    "data folder": ("rows.jsonl", "./", r"data.train.path: ./ is a folder; name a"),
+    "data pattern of no file": (
+        "rows.jsonl",
+        "./*.csv",
+        r"data.train.path: ./\*.csv: has no data file \(.jsonl, .json, ",
+    ),
     "data of an unknown kind": ("rows.jsonl", "my.yaml", r"data.train.path: my.yaml: cannot read '.yaml'"),
     "a limit of zero": ("rows.jsonl}", "rows.jsonl, limit: 0}", r"data.train.limit: found 0; it must be at least 1"),
     "missing model": ("shipped:recipes/quickstart/base", "./nothing", r"model.name_or_path: no folder ./nothing"),
@@ -218,13 +222,14 @@ ROWS = {
         r"rows.jsonl:1: messages has no assistant turn: nothing to learn",
     ),
     "ends with the user": ({"messages": chat("a", "b", "c")}, r"messages ends with a user turn"),
-    "an unknown role": ({"messages": [{"role": "human", "content": "x"}]}, r"has the role 'human'; write system, user"),
+    "an unknown role": ({"messages": [{"role": "poet", "content": "x"}]}, r"has the role 'poet'; write system, user"),
     "no role": ({"messages": [{"content": "x"}]}, r"messages\[0\] has no role"),
     "no content": ({"messages": [{"role": "user"}, {"role": "assistant", "content": "x"}]}, r"\[0\] has no content"),
     "empty content": ({"messages": chat("x", " ")}, r"messages\[1\] has empty content \(role assistant\)"),
     "content is a number": ({"messages": chat("x", 3)}, r"messages\[1\] has a number as content; write text"),
     "two user turns": ({"messages": [*chat("a")[:1], *chat("b", "c")]}, r"are both user turns"),
-    "ShareGPT's words": ({"messages": [{"from": "human", "value": "x"}]}, r"from, value beside role and content"),
+    "ShareGPT's words": ({"messages": [{"from": "poet", "value": "x"}]}, r"has the role 'poet'; write system, user"),
+    "tool calls": ({"messages": [{**chat("x", "y")[1], "tool_calls": [1]}]}, r"has tool_calls beside role and content"),
 }
 
 

@@ -146,11 +146,13 @@ def test_the_suite_of_the_contributing_page_is_valid(tmp_path):
 @pytest.mark.parametrize("page", ["data.md", "optimizers.md"])
 def test_sections_of_recipes_in_the_pages_are_valid(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("chat.jsonl", "held-out.jsonl"):
-        (tmp_path / name).write_text("{}\n")
-    (block,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.DOTALL)
-    (tmp_path / "my.yaml").write_text(f"extends: quickstart/sft\n{block}", encoding="utf-8")
-    assert recipe.load("my.yaml", task="sft").task == "sft"
+    blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.DOTALL)
+    for block in blocks:
+        for name in re.findall(r"path: ([\w-]+\.\w+)", block):
+            (tmp_path / name).write_text("{}\n")
+        (tmp_path / "my.yaml").write_text(f"extends: quickstart/sft\n{block}", encoding="utf-8")
+        assert recipe.load("my.yaml", task="sft").task == "sft"
+    assert blocks
 
 
 def blocks_of_readme(language):

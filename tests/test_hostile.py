@@ -180,7 +180,7 @@ IMPORTS = {
     "lists among trackers": (FOREIGN + "report_to: [[wandb]]\n", None),
     "a null key in a mixture": (
         FOREIGN.replace("dataset_name: org/data", "dataset_mixer: {~: 1}"),
-        r"data.train.path: ~ is a folder",
+        r"data.train.path: ~: is a whole home or disk; name a folder of data",
     ),
     "a number as splits": (
         FOREIGN.replace("dataset_name: org/data", "dataset_mixer: {a/b: 1}\ndataset_splits: 3"),
@@ -224,7 +224,7 @@ def test_a_speaker_that_is_a_list_is_a_bad_row(folder, monkeypatch):
     load_split = _data(folder, monkeypatch)
     rows = [sharegpt(["human"]), sharegpt("human"), sharegpt({"a": 1})]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    refused(lambda: load_split(DataSplit(path="rows.jsonl"), "sft"), r"rows.jsonl:1: .*the speaker \['human'\]")
+    refused(lambda: load_split(DataSplit(path="rows.jsonl"), "sft"), r"rows.jsonl:1: .*the role \['human'\]")
     loaded = load_split(DataSplit(path="rows.jsonl", bad_examples="drop"), "sft")
     assert (len(loaded.dataset), sum(loaded.dropped.values())) == (1, 2)
 

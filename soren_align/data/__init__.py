@@ -1,7 +1,8 @@
 """Data: files and hub datasets, validated and converted to TRL's columns, and an account of their tokens."""
 
 from .columns import COLUMNS, Task
-from .mixture import load_mixture
+from .held_out import hold_out
+from .mixture import load_mixture, mix
 from .preview import Account, account, show_example
 from .rendering import check_rendering_cost
 from .split import LoadedSplit, load_split
@@ -15,8 +16,10 @@ __all__ = [
     "account",
     "check_rendering_cost",
     "check_template",
+    "hold_out",
     "load_mixture",
     "load_split",
+    "mix",
     "set_template",
     "show_example",
 ]

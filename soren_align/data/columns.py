@@ -8,7 +8,15 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 from ..errors import UserError
-from .turns import conversation_problem, from_sharegpt, list_problem, pair_problem, text_problem
+from .own_names import Names
+from .turns import (
+    conversation_problem,
+    from_dialogue,
+    is_dialogue,
+    list_problem,
+    pair_problem,
+    text_problem,
+)
 
 Task = Literal["sft", "dpo"]
 Example = dict[str, Any]
@@ -20,11 +28,13 @@ COLUMNS: dict[Task, tuple[str, ...]] = {"sft": ("messages",), "dpo": ("chosen", 
 datasets)."""
 
 _REQUIRED: dict[Task, str] = {
-    "sft": "'messages': a list of {role, content} turns (or 'conversations' as of ShareGPT, 'prompt' and 'completion', "
-    "'text')",
+    "sft": "'messages': a list of {role, content} turns (or 'conversations' as of ShareGPT, 'instruction' and "
+    "'output', 'prompt' and 'completion', 'text'); other names go under `columns`",
     "dpo": "'chosen' and 'rejected': two whole conversations, lists of {role, content} turns (or two answers beside "
-    "their 'prompt')",
+    "their 'prompt' or 'instruction'); other names go under `columns`",
 }
+ALPACA = ("system", "instruction", "input", "output")
+"""Alpaca's columns, and LLaMA-Factory's `system` beside them."""
 _NATIVE: dict[Task, tuple[str, set[str]]] = {  # the paper's datasets, recognized by their additional columns
     "sft": ("ultrachat_200k", {"prompt", "prompt_id"}),
     "dpo": ("ultrafeedback_binarized", {"prompt"}),
@@ -37,36 +47,48 @@ class Layout(NamedTuple):
     description: str
     """As "ShareGPT conversations"."""
     inputs: tuple[str, ...]
-    """The dataset's columns that are read."""
+    """The columns that are read, by our names."""
     outputs: tuple[str, ...]
     """TRL's columns."""
     read: Reader
     unused: tuple[str, ...] = ()
     """The dataset's other columns."""
+    names: Names = Names()
+
+    @property
+    def columns_read(self) -> list[str]:
+        """The columns that are read, by the dataset's names."""
+        return [self.names.columns.get(column, column) for column in self.inputs]
 
     @property
     def has_turns(self) -> bool:
         """Whether the outputs are lists of turns, and not texts."""
         return self.read not in (_plain_text, _plain_completion, _plain_pair)
 
+    @property
+    def is_renamed(self) -> bool:
+        """Whether the outputs are other columns than the dataset's."""
+        return self.columns_read != list(self.outputs)
 
-def recognize(example: Example, task: Task, place: str) -> Layout:
+
+def recognize(example: Example, task: Task, place: str, names: Names = Names()) -> Layout:  # noqa: B008 (immutable)
     """The layout of a dataset with such examples. Raises UserError, starting with `place`, if the task has none."""
-    columns = list(example)
-    layout = _layout(example, task)
+    known = names.known(example)
+    layout = _layout(known, task)
     if layout is None:
         other: Task = "dpo" if task == "sft" else "sft"
-        hint = f"; these columns are for {other}: `soren-align {other}`" if _layout(example, other) else ""
-        raise UserError(f"{place}: found the columns {', '.join(columns)}; {task} needs {_REQUIRED[task]}{hint}")
+        hint = f"; these columns are for {other}: `soren-align {other}`" if _layout(known, other) else ""
+        raise UserError(f"{place}: found the columns {', '.join(known)}; {task} needs {_REQUIRED[task]}{hint}")
     name, additional = _NATIVE[task]
-    if layout.inputs == layout.outputs == COLUMNS[task] and additional <= set(columns):
+    if layout.inputs == layout.outputs == COLUMNS[task] and additional <= known.keys():
         layout = layout._replace(description=f"{layout.description} (like {name})")
-    return layout._replace(unused=tuple(c for c in columns if c not in layout.inputs))
+    layout = layout._replace(names=names)
+    return layout._replace(unused=tuple(c for c in example if c not in layout.columns_read))
 
 
 def read_example(example: Example, layout: Layout) -> Example | str:
     """The example in TRL's columns; or, as text, why it cannot be trained on."""
-    return layout.read(example)
+    return layout.read(layout.names.known(example))
 
 
 def without_extra_keys(example: Example) -> Example:
@@ -81,15 +103,20 @@ def _layout(example: Example, task: Task) -> Layout | None:
 
 def _sft_layout(example: Example) -> Layout | None:
     columns, chats = example.keys(), COLUMNS["sft"]
+    both = ("prompt", "completion")
     if "messages" in columns:
         return Layout("chat messages", chats, chats, _messages)
     if "conversations" in columns:
         return Layout("ShareGPT conversations", ("conversations",), chats, _sharegpt)
-    if {"prompt", "completion"} <= columns:
-        both = ("prompt", "completion")
+    if columns >= {*both}:
         if isinstance(example["prompt"], list) or isinstance(example["completion"], list):
             return Layout("prompts and completions as turns", both, both, _completion)
         return Layout("plain prompts and completions, without a template", both, both, _plain_completion)
+    if {"instruction", "output"} <= columns:
+        inputs = tuple(column for column in ALPACA if column in columns)
+        return Layout("Alpaca instructions and outputs, as turns", inputs, both, _alpaca)
+    if "text" in columns and is_dialogue(example["text"]):
+        return Layout("dialogues as text, split into turns", ("text",), chats, _dialogue)
     if "text" in columns:
         return Layout("plain text, without a template", ("text",), ("text",), _plain_text)
     return None
@@ -99,27 +126,28 @@ def _dpo_layout(example: Example) -> Layout | None:
     columns, pair = example.keys(), COLUMNS["dpo"]
     if not {"chosen", "rejected"} <= columns:
         return None
-    if "conversations" in columns and _is_sharegpt(example["chosen"]):
+    chosen = example["chosen"]
+    if "conversations" in columns and _is_answer(chosen):
         return Layout("ShareGPT preferences, joined to pairs", ("conversations", *pair), pair, _sharegpt_pair)
-    if "prompt" in columns and isinstance(example["chosen"], str) and not isinstance(example["prompt"], list):
+    if is_dialogue(chosen):
+        return Layout("pairs of dialogues as text, split into turns", pair, pair, _dialogue_pair)
+    if "prompt" in columns and isinstance(chosen, str) and not isinstance(example["prompt"], list):
         plain = ("prompt", *pair)
         return Layout("plain prompts and pairs of answers, without a template", plain, plain, _plain_pair)
-    if "prompt" in columns and (isinstance(example["chosen"], str) or _is_answer(example["chosen"])):
+    is_answer = isinstance(chosen, str) or _is_answer(chosen)
+    if "prompt" in columns and is_answer:
         description = "prompts and pairs of answers as turns, joined to pairs"
         return Layout(description, ("prompt", *pair), pair, _joined_pair)
+    if "instruction" in columns and is_answer:
+        inputs = tuple(column for column in ALPACA if column in columns and column != "output")
+        return Layout("Alpaca instructions and pairs of answers, as turns", (*inputs, *pair), pair, _alpaca_pair)
     return Layout("preference pairs", pair, pair, _pair)
 
 
 def _is_answer(turns: Any) -> bool:
     """Whether these turns continue a prompt: whole conversations start with the user, or a system turn."""
-    return (
-        isinstance(turns, list) and bool(turns) and isinstance(turns[0], dict) and turns[0].get("role") == "assistant"
-    )
-
-
-def _is_sharegpt(turns: Any) -> bool:
     turn = turns[0] if isinstance(turns, list) and turns else turns
-    return isinstance(turn, dict) and "from" in turn
+    return isinstance(turn, dict) and turn.get("role") == "assistant"
 
 
 def _turns(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -135,8 +163,41 @@ def _messages(example: Example) -> Example | str:
 
 
 def _sharegpt(example: Example) -> Example | str:
-    turns = from_sharegpt(example.get("conversations"), "conversations")
-    return turns if isinstance(turns, str) else _chat(turns, "conversations")
+    return _chat(example.get("conversations"), "conversations")
+
+
+def _dialogue(example: Example) -> Example | str:
+    turns = from_dialogue(example.get("text"), "text")
+    return turns if isinstance(turns, str) else _chat(turns, "text")
+
+
+def _instructed(example: Example) -> list[dict[str, str]] | str:
+    """The turns of an Alpaca prompt; or, as text, why they are not valid."""
+    texts = {column: example.get(column) or "" for column in ("system", "instruction", "input")}
+    for column, text in texts.items():
+        problem = text_problem(text, column)
+        if problem and (column == "instruction" or text):
+            return problem
+    # As LLaMA-Factory joins them, which trains Alpaca's files with chat templates.
+    request = "\n".join(text for text in (texts["instruction"], texts["input"]) if text)
+    system = [{"role": "system", "content": texts["system"]}] if texts["system"] else []
+    return [*system, {"role": "user", "content": request}]
+
+
+def _alpaca(example: Example) -> Example | str:
+    prompt = _instructed(example)
+    if isinstance(prompt, str):
+        return prompt
+    output = example.get("output")
+    return text_problem(output, "output") or {
+        "prompt": prompt,
+        "completion": [{"role": "assistant", "content": output}],
+    }
+
+
+def _alpaca_pair(example: Example) -> Example | str:
+    prompt = _instructed(example)
+    return prompt if isinstance(prompt, str) else _joined_pair({**example, "prompt": prompt})
 
 
 def _completion(example: Example) -> Example | str:
@@ -189,12 +250,19 @@ def _joined_pair(example: Example) -> Example | str:
     return _conversation_pair(turns + answers[0], turns + answers[1], "prompt + ")
 
 
+def _dialogue_pair(example: Example) -> Example | str:
+    chosen, rejected = (from_dialogue(example.get(column), column) for column in COLUMNS["dpo"])
+    if problem := next((part for part in (chosen, rejected) if isinstance(part, str)), None):
+        return problem
+    return _conversation_pair(chosen, rejected)
+
+
 def _sharegpt_pair(example: Example) -> Example | str:
     parts = []
     for column in ("conversations", "chosen", "rejected"):
         value = example.get(column)
-        turns = from_sharegpt([value] if isinstance(value, dict) else value, column)
-        if isinstance(turns, str):
-            return turns
+        turns = [value] if isinstance(value, dict) else value
+        if problem := list_problem(turns, column, "{from, value}"):
+            return problem
         parts.append(turns)
     return _conversation_pair(parts[0] + parts[1], parts[0] + parts[2], "conversations + ")

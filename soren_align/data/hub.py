@@ -1,20 +1,23 @@
 """A split from the Hugging Face hub, or from its local cache, and its commit."""
 
+import re
+
 import datasets
 from datasets import Dataset, DatasetBuilder
 from huggingface_hub import constants
 
 from ..errors import OutOfReach, UserError
-from .records import SUFFIXES
+from ..recipe import FILE_KINDS
 
 
-def fetch(path: str, split: str, revision: str | None) -> tuple[Dataset, str]:
+def fetch(path: str, split: str, revision: str | None, name: str | None = None) -> tuple[Dataset, str]:
     """(the split, or a part of it as `train[:10%]`, memory-mapped; the commit of `revision`).
 
-    Raises UserError if the hub has no such dataset, split or revision, OutOfReach if it is needed and unreachable.
+    name: of the configuration. Raises UserError if the hub has no such dataset, configuration, split or revision,
+    OutOfReach if it is needed and unreachable.
     """
     try:
-        builder = datasets.load_dataset_builder(path, revision=revision)
+        builder = datasets.load_dataset_builder(path, name, revision=revision)
         _refuse_another_revision(builder, path, revision)
         builder.download_and_prepare()
     except UserError:
@@ -49,11 +52,16 @@ def _is_out_of_reach(error: Exception) -> bool:
 
 
 def _message(path: str, error: Exception) -> str:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    lines = (str(error).strip() or type(error).__name__).splitlines()
+    reason = lines[0]
+    if "configurations in the cache" in reason:
+        return f"{path}: {reason}; write one as `name` beside the path"
+    if re.search("[Aa]vailable", configurations := " ".join(lines[:2])):
+        return f"{path}: {configurations}; write one as `name` beside the path"
     if _is_out_of_reach(error):
         return (
             f"{path}: no such file, and as a dataset of the Hugging Face hub it is neither cached nor reachable "
-            f"({reason}). Write the path of a {', '.join(SUFFIXES)} file, or connect for the first run (without "
+            f"({reason}). Write the path of a file ({FILE_KINDS}), or connect for the first run (without "
             "HF_HUB_OFFLINE)"
         )
     return f"{path}: cannot be loaded from the Hugging Face hub: {reason}"

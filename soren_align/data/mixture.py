@@ -27,11 +27,15 @@ def load_mixture(configs: Sequence[SourceConfig], task: Task, seed: int) -> Load
     A single source of weight 1 is returned unchanged. Raises UserError if the sources have different columns, or a
     weight leaves no example of one.
     """
-    splits = [load_split(source, task) for source in configs]
+    return mix([load_split(source, task) for source in configs], configs, seed)
+
+
+def mix(splits: Sequence[LoadedSplit], configs: Sequence[SourceConfig], seed: int) -> LoadedSplit:
+    """As load_mixture, of loaded sources."""
     if len(splits) == 1 and configs[0].weight == 1:
         return splits[0]
-    names = [f"{source.path} ({split.source['split']})" for source, split in zip(configs, splits, strict=True)]
-    _check_kinds(splits, names)
+    refuse_other_kinds(splits)
+    names = [split.name for split in splits]
     generator = np.random.default_rng(seed)
     samples = [_sample(len(s.dataset), source.weight, generator) for source, s in zip(configs, splits, strict=True)]
     for name, source, sample in zip(names, configs, samples, strict=True):
@@ -59,11 +63,12 @@ def load_mixture(configs: Sequence[SourceConfig], task: Task, seed: int) -> Load
     )
 
 
-def _check_kinds(splits: Sequence[LoadedSplit], names: Sequence[str]) -> None:
+def refuse_other_kinds(splits: Sequence[LoadedSplit]) -> None:
+    """Raise UserError if the sources have different columns."""
     columns = [", ".join(split.dataset.column_names) for split in splits]
     if other := next((i for i, split in enumerate(splits) if split.kind != splits[0].kind), None):
         raise UserError(
-            f"data.train: {names[0]} has {splits[0].layout} ({columns[0]}) and {names[other]} "
+            f"data.train: {splits[0].name} has {splits[0].layout} ({columns[0]}) and {splits[other].name} "
             f"{splits[other].layout} ({columns[other]}): these do not mix; train on one kind"
         )
 

@@ -1,20 +1,29 @@
 """Records of a local file, one at a time, each with its number in the file.
 
 JSONL is read with the plain json module, line by line: it names an invalid line, needs no memory, and takes about
-two seconds per gigabyte.
+two seconds per gigabyte. Compressed files are read without a decompressed copy.
 """
 
+import csv
+import gzip
+import io
 import json
+import zlib
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..errors import UserError
+from ..recipe import data_suffix
 
-SUFFIXES = (".jsonl", ".json", ".parquet")
+MAX_RATIO, MAX_UNCHECKED = 200, 1 << 26
+"""A .gz file may hold 200 times its size, or 64 MiB; text is compressed 3 to 10 times, a bomb 1000 times."""
+MAX_FIELD = 1 << 28
+"""Characters of a field of a .csv file."""
 
 
 class InvalidRecord(NamedTuple):
@@ -24,28 +33,61 @@ class InvalidRecord(NamedTuple):
 
 
 def read_records(file: Path) -> Iterator[tuple[int, dict[str, Any] | InvalidRecord]]:
-    """(number, record) of every record of a .jsonl, .json or .parquet file.
+    """(number, record) of every record of a file of one of recipe.data_paths.SUFFIXES.
 
     The number is that of the line, or of the record, from 1. Blank lines are skipped. Raises UserError if the file as a
     whole cannot be parsed.
     """
-    if file.suffix == ".parquet":
-        records = enumerate(_parquet(file), start=1)
-    else:
-        records = _lines(file) if has_lines(file) else enumerate(_array(file), start=1)
-    for number, record in records:
+    readers = {".parquet": _parquet, ".csv": _csv, ".txt": _texts}
+    reader = readers.get(data_suffix(file), _lines if has_lines(file) else _array)
+    for number, record in reader(file):
         if not isinstance(record, dict | InvalidRecord):
             record = InvalidRecord(f"not an object but {_excerpt(record)}")
         yield number, record
 
 
 def has_lines(file: Path) -> bool:
-    """Whether the file has one JSON object per line: .jsonl, and any .json that does not start with a bracket."""
-    if file.suffix != ".json":
-        return file.suffix == ".jsonl"
-    with file.open("rb") as stream:
+    """Whether a record's number is that of a line: of all but .parquet files and .json files that are one array."""
+    if data_suffix(file) != ".json":
+        return data_suffix(file) != ".parquet"
+    with _open(file) as stream:
         first = next((line.lstrip(b"\xef\xbb\xbf").lstrip() for line in stream if line.strip()), b"")
     return not first.startswith(b"[")
+
+
+def _open(file: Path) -> BinaryIO:
+    """The file's content, decompressed."""
+    return io.BufferedReader(_Decompressed(file)) if file.suffix == ".gz" else file.open("rb")
+
+
+class _Decompressed(io.RawIOBase):
+    """The content of a .gz file. Reading raises UserError if it is damaged, or far larger than the file."""
+
+    def __init__(self, file: Path):
+        super().__init__()
+        self.file = file
+        self.stream = gzip.open(file, "rb")  # noqa: SIM115 (closed in close)
+        self.num_left = max(MAX_UNCHECKED, MAX_RATIO * file.stat().st_size)
+
+    def readable(self) -> bool:
+        """True."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """The number of bytes written into `buffer`; 0 at the end."""
+        try:
+            num_bytes = self.stream.readinto(buffer)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise UserError(f"{self.file}: cannot be decompressed: {error}") from None
+        self.num_left -= num_bytes
+        if self.num_left < 0:
+            raise UserError(f"{self.file}: holds more than {MAX_RATIO} times its size; decompress it")
+        return num_bytes
+
+    def close(self) -> None:
+        """Close the file."""
+        self.stream.close()
+        super().close()
 
 
 def _excerpt(value: Any) -> str:
@@ -56,7 +98,7 @@ def _excerpt(value: Any) -> str:
 
 
 def _lines(file: Path) -> Iterator[tuple[int, Any]]:
-    with file.open("rb") as stream:
+    with _open(file) as stream:
         for number, line in enumerate(stream, start=1):
             if not line.strip():
                 continue
@@ -70,20 +112,61 @@ def _lines(file: Path) -> Iterator[tuple[int, Any]]:
                 yield number, InvalidRecord(f"not JSON that can be read: {error}")
 
 
-def _array(file: Path) -> list[Any]:
+def _texts(file: Path) -> Iterator[tuple[int, Any]]:
+    with _open(file) as stream:
+        for number, line in enumerate(stream, start=1):
+            try:
+                text = line.decode("utf-8-sig").rstrip("\r\n")
+            except UnicodeDecodeError as error:
+                yield number, InvalidRecord(f"not UTF-8: byte {error.start + 1} of the line")
+                continue
+            if text.strip():
+                yield number, {"text": text}
+
+
+def _csv(file: Path) -> Iterator[tuple[int, Any]]:
+    csv.field_size_limit(MAX_FIELD)
+    with io.TextIOWrapper(_open(file), "utf-8-sig", errors="surrogateescape", newline="") as stream:
+        head = stream.readline()
+        delimiter = max(",;\t", key=head.count)
+        names = next(csv.reader([head], delimiter=delimiter), [])
+        if len(names) != len(set(names)) or "" in names:
+            raise UserError(f"{file}:1: the first line must name each column once; found {', '.join(names)[:200]}")
+        rows, number = csv.reader(stream, delimiter=delimiter, strict=True), 2
+        try:
+            for row in rows:
+                if row:
+                    yield number, _csv_record(names, row)
+                number = rows.line_num + 2
+        except csv.Error as error:
+            raise UserError(f"{file}:{number}: not CSV that can be read: {error}") from None
+
+
+def _csv_record(names: list[str], row: list[str]) -> Any:
+    if len(row) != len(names):
+        return InvalidRecord(f"{len(row)} fields, but {len(names)} columns")
     try:
-        return json.loads(file.read_bytes())
+        "".join(row).encode()
+    except UnicodeEncodeError:
+        return InvalidRecord("not UTF-8")
+    return dict(zip(names, row, strict=True))
+
+
+def _array(file: Path) -> Iterator[tuple[int, Any]]:
+    try:
+        with _open(file) as stream:
+            yield from enumerate(json.load(stream), start=1)
     except json.JSONDecodeError as error:
         raise UserError(f"{file}:{error.lineno}: not JSON: {error.msg} at column {error.colno}") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file}: not JSON that can be read: {error}") from None
 
 
-def _parquet(file: Path) -> Iterator[dict[str, Any]]:
+def _parquet(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         with pq.ParquetFile(file) as table:
-            for batch in table.iter_batches(batch_size=1000):
-                yield from batch.to_pylist()
+            batches = (batch.to_pylist() for batch in table.iter_batches(batch_size=1000))
+            yield from enumerate(chain.from_iterable(batches), start=1)
     except (pa.ArrowException, OSError, ValueError, OverflowError) as error:  # ValueError: text that is not UTF-8
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(f"{file}: not a Parquet file that can be read: {reason}") from None

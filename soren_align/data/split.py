@@ -4,10 +4,9 @@ Nothing that cannot be trained on passes: all invalid examples are counted and t
 """
 
 import hashlib
-import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -18,12 +17,13 @@ import pyarrow as pa
 from datasets import Dataset, Features, List, Value, config
 from datasets.exceptions import DatasetGenerationError
 
-from .. import shipped
 from ..errors import UserError
 from ..recipe import is_local
 from ..silence import quiet_libraries
-from . import columns, hub, records, turns
+from . import columns, hub, own_names, records, turns
 from .columns import Example, Layout, Task
+from .local_files import LocalFiles
+from .own_names import Names
 
 MAX_REPORTED = 5
 """Invalid examples that an error message lists; the others are counted."""
@@ -35,10 +35,13 @@ class SplitConfig(Protocol):
     """The source of examples; soren_align.recipe.DataSplit is one."""
 
     path: str
+    name: str | None
     split: str
     limit: int | None
     revision: str | None
     bad_examples: Literal["refuse", "drop"]
+    columns: Mapping[str, str]
+    roles: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,11 @@ class LoadedSplit:
     """Of a mixture: for each example the index of its source."""
 
     @property
+    def name(self) -> str:
+        """Path and split, for messages."""
+        return f"{self.source['path']} ({self.source['split']})"
+
+    @property
     def kind(self) -> tuple[bool, set[str]]:
         """Equal for datasets that can be concatenated: whether columns contain turns, and their names."""
         return has_turns(self.dataset), set(self.dataset.column_names)
@@ -81,24 +89,28 @@ def load_split(spec: SplitConfig, task: Task) -> LoadedSplit:
     notices = ()
     if spec.limit is not None and num_examples < spec.limit:
         notices = (f"{spec.path}: limit is {spec.limit}, but there are only {num_examples} examples; all are used",)
-    source = {"path": spec.path, **origin, "columns_dropped": list(layout.unused), "num_examples": num_examples}
+    names = {key: dict(value) for key in ("columns", "roles") if (value := getattr(spec, key))}
+    source = {
+        "path": spec.path,
+        **origin,
+        **names,
+        "columns_dropped": list(layout.unused),
+        "num_examples": num_examples,
+    }
     return LoadedSplit(dataset, layout.description, num_examples, dropped, source, notices)
 
 
 def _from_file(spec: SplitConfig, task: Task) -> tuple[Dataset, Layout, dict[str, int], dict[str, Any]]:
     """(dataset, layout, dropped, origin)."""
-    file = _existing_file(spec)
-    with file.open("rb") as stream:
-        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
-    layout = columns.recognize(_sample((record for _, record in records.read_records(file)), task), task, spec.path)
-
-    separator = ":" if records.has_lines(file) else " record "
-
-    def numbered() -> Iterator[tuple[str, Any]]:
-        first = islice(records.read_records(file), spec.limit)
-        return ((f"{spec.path}{separator}{number}", record) for number, record in first)
-
-    key = _cache_key(sha256, file.suffix, task, spec.limit, spec.bad_examples)
+    for key in ("revision", "name"):
+        if value := getattr(spec, key):
+            raise UserError(f"{spec.path}: is no dataset of the hub and has no {key} '{value}'; leave {key} out")
+    local = LocalFiles.at(spec.path)
+    origin = local.origin()
+    layout = _common_layout({n: _layout(s, spec, task, n) for n, s in local.samples(SAMPLE_SIZE).items()})
+    numbered = partial(local.numbered, spec.limit)
+    suffixes = [file.suffixes for file in local.files.values()]
+    key = _cache_key(origin["sha256"], suffixes, task, spec.limit, spec.bad_examples, layout.names)
     try:
         examples = partial(_valid_examples, numbered, layout, task, spec.path, spec.bad_examples)
         features = _features(layout.outputs, layout.has_turns)
@@ -111,37 +123,59 @@ def _from_file(spec: SplitConfig, task: Task) -> tuple[Dataset, Layout, dict[str
             raise
         folder = config.HF_DATASETS_CACHE
         raise UserError(f"{spec.path}: cannot be cached in {folder} (HF_DATASETS_CACHE): {cause}") from None
-    return dataset, layout, _count_dropped(numbered(), layout, spec), {"split": "all", "sha256": sha256}
+    return dataset, layout, _count_dropped(numbered(), layout, spec), origin
+
+
+def _common_layout(layouts: Mapping[str, Layout]) -> Layout:
+    """The layout of all files. Raises UserError if they have different ones."""
+    (name, first), *others = layouts.items()
+    for other, layout in others:
+        if (layout.read, layout.outputs) != (first.read, first.outputs):
+            raise UserError(
+                f"{name} has {first.description}, {other} {layout.description}: name the files of one kind, such as "
+                "train*.jsonl, or write several splits"
+            )
+    unused = dict.fromkeys(column for layout in layouts.values() for column in layout.unused)
+    return first._replace(unused=tuple(unused))
 
 
 def _from_hub(spec: SplitConfig, task: Task) -> tuple[Dataset, Layout, dict[str, int], dict[str, Any]]:
     """(dataset, layout, dropped, origin)."""
-    place = f"{spec.path} ({spec.split})"
-    dataset, revision = hub.fetch(spec.path, spec.split, spec.revision)
+    place = f"{spec.path} ({spec.split})" if spec.name is None else f"{spec.path} ({spec.name}, {spec.split})"
+    dataset, revision = hub.fetch(spec.path, spec.split, spec.revision, spec.name)
     if spec.limit is not None:
         dataset = dataset.select(range(min(spec.limit, len(dataset))))
     first = dataset.select(range(min(SAMPLE_SIZE, len(dataset))))
-    layout = columns.recognize(_sample(_examples(first), task), task, place)
-    dataset = dataset.select_columns(list(layout.inputs))
+    layout = _layout(examples_of(first), spec, task, place)
+    dataset = dataset.select_columns(layout.columns_read)
+
+    example: Example = {}
 
     def numbered() -> Iterator[tuple[str, Any]]:
-        return ((f"{place} record {number}", example) for number, example in enumerate(_examples(dataset), start=1))
+        nonlocal example
+        for number, example in enumerate(examples_of(dataset), start=1):
+            yield f"{place} record {number}", example
 
-    for _ in _valid_examples(numbered, layout, task, place, spec.bad_examples):
-        pass
+    is_unchanged = not layout.is_renamed
+    for converted in _valid_examples(numbered, layout, task, place, spec.bad_examples):
+        is_unchanged = is_unchanged and converted == example
     dropped = _count_dropped(numbered(), layout, spec)
-    origin = {"split": spec.split, "revision": revision}
+    origin = {"split": spec.split, "revision": revision} | ({"name": spec.name} if spec.name else {})
     if dropped:
         valid = [i for i, (_, example) in enumerate(numbered()) if not isinstance(_read(example, layout), str)]
         dataset = dataset.select(valid)
-    return dataset if layout.inputs == layout.outputs else _converted(dataset, layout), layout, dropped, origin
+    return dataset if is_unchanged else _converted(dataset, layout), layout, dropped, origin
 
 
-def _sample(examples: Iterable[Any], task: Task) -> Example:
-    """An example to recognize the format by: the first object, or a later one without empty columns."""
+def _layout(examples: Iterable[Any], spec: SplitConfig, task: Task, place: str) -> Layout:
+    """Recognized by the first object, or a later one without empty columns. Raises UserError if there is none."""
+    names = Names.of(spec.columns, spec.roles)
     objects = list(islice((example for example in examples if isinstance(example, dict)), SAMPLE_SIZE))
+    if not objects:
+        return columns.recognize(dict.fromkeys(columns.COLUMNS[task]), task, place)
+    names.refuse_missing({column: None for example in objects for column in example}, place)
     complete = (example for example in objects if None not in example.values())
-    return next(complete, objects[0] if objects else dict.fromkeys(columns.COLUMNS[task]))
+    return columns.recognize(next(complete, objects[0]), task, place, names)
 
 
 def _features(names: Sequence[str], has_turns: bool) -> Features:
@@ -151,25 +185,9 @@ def _features(names: Sequence[str], has_turns: bool) -> Features:
 
 def _cache_key(*parts: Any) -> str:
     # The rules are part of the key: examples that an older rule accepted are validated again.
-    rules = b"".join(Path(m).read_bytes() for m in (columns.__file__, turns.__file__, records.__file__, __file__))
+    modules = (columns, own_names, records, turns)
+    rules = b"".join(Path(file).read_bytes() for file in (*(str(module.__file__) for module in modules), __file__))
     return hashlib.sha256(repr(parts).encode() + rules).hexdigest()[:32]
-
-
-def _existing_file(spec: SplitConfig) -> Path:
-    file = shipped.resolve(spec.path)
-    if not file.exists():
-        raise UserError(f"{spec.path}: no such file; paths are relative to the working directory, {Path.cwd()}")
-    if file.is_dir():
-        raise UserError(f"{spec.path}: is a folder; name one file in it ({', '.join(records.SUFFIXES)})")
-    if not file.is_file():
-        raise UserError(f"{spec.path}: is no regular file; write the path of a {', '.join(records.SUFFIXES)} file")
-    if file.suffix not in records.SUFFIXES:
-        raise UserError(f"{spec.path}: cannot read '{file.suffix}' files; write one of {', '.join(records.SUFFIXES)}")
-    if not os.access(file, os.R_OK):
-        raise UserError(f"{spec.path}: no permission to read it; change its permissions")
-    if spec.revision is not None:
-        raise UserError(f"{spec.path}: is a file and has no revision '{spec.revision}'; leave revision out")
-    return file
 
 
 def _valid_examples(
@@ -208,11 +226,22 @@ def _count_dropped(numbered: Iterable[tuple[str, Any]], layout: Layout, spec: Sp
     if spec.bad_examples == "refuse":
         return {}
     results = (_read(record, layout) for _, record in numbered)
-    reasons = (re.sub(r"\[\d+\]", "", result) for result in results if isinstance(result, str))
-    return dict(Counter(reasons).most_common())
+    reasons = Counter(result for result in results if isinstance(result, str))
+    alike = Counter(map(_without_indices, reasons))
+    counts: Counter[str] = Counter()
+    for reason, number in reasons.items():
+        counts[reason if alike[_without_indices(reason)] == 1 else _without_indices(reason)] += number
+    return dict(counts.most_common())
 
 
-def _examples(dataset: Dataset) -> Iterator[Example]:
+def _without_indices(reason: str) -> str:
+    """`chosen[i] and chosen[i+1] are both ...` of a reason with any indices of turns."""
+    letters = iter(("[i]", "[i+1]"))  # no reason has more than two indices, and two are neighbours
+    return re.sub(r"\[\d+\]", lambda _: next(letters), reason)
+
+
+def examples_of(dataset: Dataset) -> Iterator[Example]:
+    """The examples, read without decoding. Raises UserError if the files are damaged."""
     batches: Any = dataset.with_format("arrow").iter(batch_size=1000)
     try:
         for batch in batches:
@@ -228,7 +257,7 @@ def _converted(dataset: Dataset, layout: Layout) -> Dataset:
         partial(columns.read_example, layout=layout),
         remove_columns=dataset.column_names,
         features=_features(layout.outputs, layout.has_turns),
-        new_fingerprint=_cache_key(dataset._fingerprint, layout.description),
+        new_fingerprint=_cache_key(dataset._fingerprint, layout.description, layout.names),
         load_from_cache_file=True,
     )
 

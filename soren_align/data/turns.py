@@ -1,10 +1,15 @@
 """Problems of conversations, preference pairs and texts, as messages. Pure functions."""
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
 ROLES = ("system", "user", "assistant")
-SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
-"""ShareGPT's `from` -> role."""
+ALIASES = {"human": "user", "prompter": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
+ALIASES |= {"model": "assistant", "ai": "assistant", "developer": "system"}
+"""Other names of the roles."""
+SPEAKER = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
+"""Starts a turn of hh-rlhf's plain dialogues."""
 
 
 def conversation_problem(turns: Any, name: str) -> str | None:
@@ -35,34 +40,71 @@ def text_problem(text: Any, name: str) -> str | None:
     return f"{name} has half of a surrogate pair, which is not valid text" if _is_broken(text) else None
 
 
-def from_sharegpt(turns: Any, name: str) -> list[Any] | str:
-    """ShareGPT's {from, value} turns as {role, content}; or, as text, why they are not valid."""
-    if problem := list_problem(turns, name, "{from, value}"):
+def with_known_keys(turns: Any, keys: Mapping[str, str], roles: Mapping[str, str]) -> Any:
+    """A turn, or a list of turns, with the keys role and content and the names in ROLES; any other value unchanged.
+
+    keys: the dataset's names of role and content, if they are neither these nor ShareGPT's from and value. roles: the
+    dataset's name of a role -> the role; beside ALIASES.
+    """
+    if isinstance(turns, list):
+        return [with_known_keys(turn, keys, roles) for turn in turns]
+    if not isinstance(turns, dict):
+        return turns
+    known = dict(turns)
+    for key, other in (("role", keys.get("role", "from")), ("content", keys.get("content", "value"))):
+        if other in known and known.get(key) is None:
+            known[key] = known.pop(other)
+    known["content"] = _joined_texts(known.get("content"))
+    role = known.get("role")
+    if isinstance(role, str):
+        known["role"] = roles.get(role) or ALIASES.get(role.lower(), role)
+    return known
+
+
+def _joined_texts(content: Any) -> Any:
+    """The text of a list of text parts, {"type": "text", "text": ...}, as templates join them; others unchanged."""
+    if not (isinstance(content, list) and content and all(map(_is_text_part, content))):
+        return content
+    return "".join(part["text"] for part in content)
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def is_dialogue(text: Any) -> bool:
+    """Whether a text is a dialogue as in hh-rlhf: "\\n\\nHuman: ...\\n\\nAssistant: ..."."""
+    return isinstance(text, str) and [match[1] for match in SPEAKER.finditer(text)][:2] == ["Human", "Assistant"]
+
+
+def from_dialogue(text: Any, name: str) -> list[dict[str, str]] | str:
+    """The turns of a dialogue's text; or, as text, why it is none."""
+    if problem := text_problem(text, name):
         return problem
-    converted = []
-    for i, turn in enumerate(turns):
-        if not isinstance(turn, dict):
-            return f"{name}[{i}] is {_kind(turn)}, not an object with from and value"
-        speaker = turn.get("from")
-        if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
-            finding = "no 'from'" if speaker is None else f"the speaker {repr(speaker)[:60]}"
-            return f"{name}[{i}] has {finding}; write human, gpt or system"
-        others = {key: value for key, value in turn.items() if key not in ("from", "value")}
-        converted.append({"role": SHAREGPT_ROLES[speaker], "content": turn.get("value"), **others})
-    return converted
+    before, *parts = SPEAKER.split(text)
+    if before or not parts:
+        return f"{name} does not start with 'Human:'"
+    speakers, contents = parts[::2], parts[1::2]
+    return [
+        {"role": ALIASES.get(speaker.lower(), speaker.lower()), "content": content.strip()}
+        for speaker, content in zip(speakers, contents, strict=True)
+    ]
 
 
 def _turn_problem(turn: Any) -> str | None:
     if not isinstance(turn, dict):
-        return f"is {_kind(turn)}, not an object with role and content"
+        return f"is {_kind(turn)}, not an object with role and content (or from and value)"
     # Tool calls, weights and train flags change what is learned: ignoring them silently would be wrong.
     others = [key for key, value in turn.items() if key not in ("role", "content") and value is not None]
     if others:
         return f"has {', '.join(map(str, others))[:60]} beside role and content; leave them out"
     role, content = turn.get("role"), turn.get("content")
     if role not in ROLES:
-        finding = "has no role" if role is None else f"has the role {repr(role)[:60]}"
-        return f"{finding}; write system, user or assistant"
+        finding = "has no role (or from)" if role is None else f"has the role {repr(role)[:60]}"
+        return f"{finding}; write system, user or assistant, or name it under `roles`"
+    kinds = [part.get("type") for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    if other := next((kind for kind in kinds if kind not in (None, "text")), None):
+        return f"has a part of type {repr(other)[:60]} in its content; only text is trained"
     if not isinstance(content, str):
         return "has no content" if content is None else f"has {_kind(content)} as content; write text"
     if not content.strip():

@@ -1,4 +1,4 @@
-"""Conversion of TRL's, the alignment handbook's and Axolotl's YAML to recipes."""
+"""Conversion of TRL's, the alignment handbook's, Axolotl's and LLaMA-Factory's YAML to recipes."""
 
 from .importer import import_file
 

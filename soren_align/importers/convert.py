@@ -1,4 +1,4 @@
-"""Convert the flat YAML of TRL, the alignment handbook and Axolotl to a recipe.
+"""Convert the flat YAML of TRL, the alignment handbook, Axolotl and LLaMA-Factory to a recipe.
 
 Pure functions from a dict to a recipe's dict and one note per key: a key is unchanged, renamed, dropped with a reason,
 or unknown. A dropped key that changes the trained weights is marked.
@@ -15,7 +15,7 @@ from ..recipe import trl_config
 from ..recipe.sections import Task
 from . import key_tables as names
 from . import lora_keys
-from .data_keys import read_data
+from .data_keys import read_data, trains_completions
 from .key_tables import Note, matches, number
 from .task import task_of_source
 
@@ -36,13 +36,24 @@ class Conversion:
     """Dotted key of each value that is not from the source -> its reason."""
     notes: list[Note] = field(default_factory=list)
     """One per key of the source, and one per key inside a mixture."""
+    template_path: str | None = None
+    """Where an inline template may be written; None: nowhere."""
+    template: str | None = None
+    """The inline template to write there."""
 
 
-def convert(source: dict[str, Any], name: str, folder: str = "", task: Task | None = None) -> Conversion:
+def convert(
+    source: dict[str, Any],
+    name: str,
+    folder: str = "",
+    task: Task | None = None,
+    template_path: str | None = None,
+) -> Conversion:
     """The recipe that trains as `source` does.
 
     name, folder: the file's, without suffix; the task is taken from them if no key determines it. task: sft or dpo,
-    instead of the source's own. Raises UserError if the task is another or unknown, or if no dataset is named.
+    instead of the source's own. template_path: for an inline template, which the caller writes. Raises UserError if the
+    task is another or unknown, or if no dataset is named.
     """
     if isinstance(source.get("optimizer"), dict) or isinstance(source.get("trainer"), dict):
         raise UserError("this is a recipe already: the keys stand in sections")
@@ -50,7 +61,7 @@ def convert(source: dict[str, Any], name: str, folder: str = "", task: Task | No
     task = task or task_of_source(flat, name, folder)
     data = read_data(flat, _evaluates(flat))
     sections: dict[str, dict[str, Any]] = {"model": {}, "data": data.section, "optimizer": {}, "trainer": {}, "run": {}}
-    conversion = Conversion(task, sections, data.ours, data.notes)
+    conversion = Conversion(task, sections, data.ours, data.notes, template_path)
     noted = {note.key for note in conversion.notes}
     # Current names first: of a current and an older name for one key, the current one counts.
     for key in sorted((k for k in flat if k not in noted), key=lambda k: _last(k) in names.RENAMED):
@@ -66,6 +77,13 @@ def flattened(source: dict[str, Any]) -> dict[str, Any]:
         inside = value if key in _NESTED and isinstance(value, dict) and value else None
         flat |= {f"{key}.{k}": v for k, v in inside.items()} if inside else {str(key): value}
     return flat
+
+
+def tool_of(flat: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """("TRL's", "Axolotl's" or "LLaMA-Factory's"; its defaults that differ from TRL's)."""
+    if "base_model" in flat:
+        return "Axolotl's", names.AXOLOTL
+    return ("LLaMA-Factory's", names.LLAMA_FACTORY) if "finetuning_type" in flat else ("TRL's", {})
 
 
 def _last(key: str) -> str:
@@ -115,8 +133,6 @@ def _special(key: str, name: str, value: Any, flat: dict[str, Any], conversion: 
     for special in (_optimizer_key, _model_key, _schedule_key):
         if note := special(key, name, value, flat, conversion):
             return note
-    if name == "dataset_text_field" and value not in (None, "text"):
-        return Note(key, "dropped", f"{value}: plain text is read from the column text, and from no other", True)
     if name == "rl":
         if value == "ipo":
             conversion.recipe["trainer"]["loss_type"] = ["ipo"]
@@ -144,7 +160,7 @@ def _optimizer_key(key: str, name: str, value: Any, _: dict[str, Any], conversio
     return None
 
 
-def _model_key(key: str, name: str, value: Any, _: dict[str, Any], conversion: Conversion) -> Note | None:
+def _model_key(key: str, name: str, value: Any, flat: dict[str, Any], conversion: Conversion) -> Note | None:
     model = conversion.recipe["model"]
     if name in ("torch_dtype", "dtype"):
         model["dtype"] = "float32"
@@ -155,6 +171,14 @@ def _model_key(key: str, name: str, value: Any, _: dict[str, Any], conversion: C
     if name == "chat_template" and isinstance(value, str) and _is_zephyr(value):
         model["chat_template"] = "zephyr"
         return Note(key, "renamed", "model.chat_template: zephyr")
+    if name in ("chat_template", "chat_template_jinja") and isinstance(value, str) and "{{" in value:
+        if conversion.template_path is None:
+            reason = "the tokenizer's own chat template is used; with a DEST, this one is written beside the recipe"
+            return Note(key, "dropped", reason, True)
+        conversion.template, model["chat_template"] = value, conversion.template_path
+        return Note(key, "renamed", f"model.chat_template: {conversion.template_path}")
+    if name == "chat_template" and value == "jinja" and flat.get("chat_template_jinja"):
+        return Note(key, "dropped", "the template is that of chat_template_jinja")
     if name == "chat_template_path" and value is not None and not str(value).endswith(".jinja"):
         explanation = f"{value}: only its template, as a .jinja file, can be named as model.chat_template"
         return Note(key, "dropped", explanation, True)
@@ -243,14 +267,13 @@ def _add_defaults(conversion: Conversion, flat: dict[str, Any], name: str) -> No
 
     if lora_keys.trains_lora(flat):
         conversion.ours |= lora_keys.defaults(flat, conversion.recipe["model"])
-    tool = "Axolotl's" if "base_model" in flat else "TRL's"
-    if "base_model" in flat:
-        for key, value in names.AXOLOTL.items():
-            add("trainer", key, value, "Axolotl's default")
-        if conversion.task == "sft":
-            add("trainer", "assistant_only_loss", True, "Axolotl's default; needs a template that marks the answers")
-        if "eval_steps" in conversion.recipe["trainer"]:
-            add("trainer", "eval_strategy", "steps", "as Axolotl with eval_steps")
+    tool, defaults = tool_of(flat)
+    for key, value in defaults.items():
+        add("trainer", key, value, f"{tool} default")
+    if tool != "TRL's" and conversion.task == "sft" and not trains_completions(flat):
+        add("trainer", "assistant_only_loss", True, f"{tool} default; needs a template that marks the answers")
+    if "base_model" in flat and "eval_steps" in conversion.recipe["trainer"]:
+        add("trainer", "eval_strategy", "steps", "as Axolotl with eval_steps")
     add("optimizer", "name", "adamw", f"{tool} default")
     add("optimizer", "lr", trl_config.fields(conversion.task)["learning_rate"].default, "TRL's default")
     add("optimizer", "aux_lr", optimizer["lr"], "lr, for embeddings, head and norms")

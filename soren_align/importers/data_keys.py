@@ -9,14 +9,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import UserError
-from ..recipe.references import is_local, is_test_split
-from .key_tables import AS_READ, COLUMNS, OTHERWISE, TURNS, Note, matches
+from ..recipe.data_paths import is_test_split
+from ..recipe.references import is_local
+from .data_formats import FIELDS, axolotl_names
+from .key_tables import AS_READ, COLUMNS, OTHERWISE, Note, matches
 
 # Keys that name datasets; the first that is present counts, as in the handbook and in TRL.
-ROOTS = ("dataset_mixture", "dataset_mixer", "datasets", "dataset_name")
+ROOTS = ("dataset_mixture", "dataset_mixer", "datasets", "dataset_name", "dataset")
 BESIDE = "dataset_splits dataset_configs dataset_config dataset_train_split dataset_test_split test_split_size "
-BESIDE += "val_set_size test_datasets"
-_ENTRY = ("path", "split", "at", "revision", "config", "data_files", "weight", "fraction")
+BESIDE += "val_set_size val_size test_datasets eval_dataset dataset_dir dataset_text_field"
+_EVAL_DATA = ("dataset_test_split", "test_datasets", "eval_dataset")
+_ENTRY = ("path", "split", "at", "revision", "config", "data_files", "weight", "fraction", "names", "not_read")
 _FIRST = re.compile(r"([^\[]+)\[:(\d+)\]")
 
 
@@ -50,19 +53,21 @@ def read_data(source: dict[str, Any], evaluates: bool) -> Data:
     if held_out:
         names = ", ".join(f"{e['path']} {e['split']}" for e in held_out)
         data.drop(f"{root}[test]", f"the official test split would be trained on; left out: {names}", True)
-    splits = [_split(entry, root, data) for entry in train]
+    text_column = source.get("dataset_text_field")
+    splits = [_split(entry, root, data, text_column) for entry in train]
     data.section["train"] = splits if len(splits) > 1 else splits[0]
-    known = {*AS_READ, *_ENTRY}
+    known = {*AS_READ, *_ENTRY, *FIELDS}
     for entry in entries:
         unknown = [key for key in entry if key not in known and not matches(key, OTHERWISE)]
         data.notes += [Note(f"{entry['at']}.{key}", "unknown") for key in unknown]
     data.notes.append(Note(root, "renamed", "data.train"))
-    if evaluates:
+    if evaluates or source.get("eval_dataset"):
         _eval(source, root, train, held_out, data)
+    _hold_out(source, root, data)
     _note_others(source, root, data)
     several = {f"train[{i}]": split for i, split in enumerate(splits)} if len(splits) > 1 else {"train": splits[0]}
     for name, split in (several | {k: v for k, v in data.section.items() if k == "eval"}).items():
-        if not is_local(str(split["path"])):
+        if "path" in split and not is_local(str(split["path"])):
             split["bad_examples"] = "drop"
             data.ours[f"data.{name}.bad_examples"] = "reported and counted; a file of your own is better fixed"
     return data
@@ -78,6 +83,10 @@ def _entries(source: dict[str, Any], root: str) -> list[dict[str, Any]]:
         configs = [*_list(source.get("dataset_configs") or []), *[None] * len(datasets)]
         parts = zip(datasets.items(), configs, strict=False)  # more configurations than datasets, never fewer
         datasets = [{"path": p, "weight": w, "config": c, "split": s} for (p, w), c in parts for s in splits]
+    elif root == "dataset" and not isinstance(datasets, list):
+        raise UserError(
+            f"dataset: found {datasets!r}; LLaMA-Factory's names stand in dataset_info.json, beside the file"
+        )
     elif root == "dataset_name":
         split = source.get("dataset_train_split") or "train"
         datasets = [{"path": datasets, "split": split, "config": source.get("dataset_config")}]
@@ -92,31 +101,42 @@ def _entries(source: dict[str, Any], root: str) -> list[dict[str, Any]]:
     ]
 
 
+def trains_completions(source: dict[str, Any]) -> bool:
+    """Whether all examples are read as prompts and completions, of which the completions alone are trained anyway."""
+    root = next(key for key in ROOTS if source.get(key))
+    if root not in ("datasets", "dataset"):
+        return False
+    kinds = [entry.get("type") for entry in _entries(source, root)]
+    return all(isinstance(kind, dict) or str(kind).startswith("alpaca") for kind in kinds)
+
+
 def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _split(entry: dict[str, Any], root: str, data: Data) -> dict[str, Any]:
-    """The recipe's split for an entry; keys without a counterpart are noted."""
+def _split(entry: dict[str, Any], root: str, data: Data, text_column: Any) -> dict[str, Any]:
+    """The recipe's split for an entry; keys without a counterpart are noted. text_column: of plain texts."""
     at = entry["at"]
     config = "dataset_config" if root == "dataset_name" else f"{at}.config"
     files = entry.get("data_files")
-    path = files if isinstance(files, str) and entry["path"] in ("json", "parquet") else entry["path"]
+    path = files if isinstance(files, str) and entry["path"] in ("json", "parquet", "csv", "text") else entry["path"]
     part, is_cut = _part(path, entry["split"])
     if is_cut:
         data.drop(f"{at}.split", f"{entry['split']}: a file is taken whole; write limit", True)
-    reads_turns = _turns(entry) in TURNS
+    names, explained = axolotl_names(entry)
+    part |= entry.get("names") or names
+    if text_column not in (None, "text") and "columns" not in part:
+        part["columns"] = {"text": str(text_column)}
     for key, value in entry.items():
         if value is None:
             continue
         if key == "revision":
             part["revision"] = value
-        elif key == "config" and value == "default":
-            data.drop(config, "a dataset's default configuration is loaded")
+        elif key == "config" and is_local(str(path)):
+            data.drop(config, "a file has no configuration")
         elif key == "config":
-            data.drop(
-                config, f"{value}: a recipe cannot name a configuration; the dataset's default one is loaded", True
-            )
+            part["name"] = str(value)
+            data.notes.append(Note(config, "renamed", "data.train.name"))
         elif key == "data_files" and value != path:
             data.drop(f"{at}.{key}", f"{value}: the dataset's own files are loaded", True)
         elif key == "weight":
@@ -126,23 +146,31 @@ def _split(entry: dict[str, Any], root: str, data: Data) -> dict[str, Any]:
         elif key == "fraction":
             reason = f"{value}: a share of the mixture; write the weight, a multiple of the source's own examples"
             data.drop(f"{at}.{key}", reason, True)
-        elif key == "type" and value == "completion":
-            data.drop(
-                f"{at}.{key}",
-                "plain text; an example longer than max_length is truncated, in the source continued in a next one",
-                True,
-            )
-        elif (
-            value in AS_READ.get(key, ()) or (key in _TURNS and reads_turns) or (key == "columns" and _are_read(value))
-        ):
-            data.drop(f"{at}.{key}", "the recipe's columns are recognised")
-        elif key in AS_READ or matches(key, OTHERWISE):
-            reason = (
-                "examples are recognised by their columns: whole conversations (messages, ShareGPT's conversations), "
-            )
-            reason += "prompt and completion, text; chosen and rejected. Others are refused"
-            data.drop(f"{at}.{key}", f"{value}: {reason}", True)
+        elif key not in _ENTRY:
+            _note_form(key, value, explained.get(key), at, data)
+        elif key == "not_read":
+            data.drop(f"{at}.columns", f"{value}: not read", True)
     return part
+
+
+def _note_form(key: str, value: Any, explained: tuple[str, bool] | None, at: str, data: Data) -> None:
+    """Note a key about the form of examples. explained: explanation and change of a key that is read."""
+    if key == "type" and value == "completion":
+        cut = "plain text; an example longer than max_length is truncated, in the source continued in a next one"
+        data.drop(f"{at}.{key}", cut, True)
+    elif explained is not None:
+        outcome = "renamed" if explained[0].startswith("data.train") else "dropped"
+        data.notes.append(Note(f"{at}.{key}", outcome, *explained))
+    elif value in AS_READ.get(key, ()) or (key == "columns" and _are_read(value)):
+        data.drop(f"{at}.{key}", "the recipe's columns are recognised")
+    elif key in AS_READ or matches(key, OTHERWISE):
+        forms = (
+            "whole conversations (messages, ShareGPT's conversations), instruction and output, prompt and completion, "
+        )
+        reason = (
+            f"examples are recognised by their columns: {forms}text; chosen and rejected. Others go under `columns`"
+        )
+        data.drop(f"{at}.{key}", f"{value}: {reason}", True)
 
 
 def _part(path: Any, split: str) -> tuple[dict[str, Any], bool]:
@@ -153,19 +181,6 @@ def _part(path: Any, split: str) -> tuple[dict[str, Any], bool]:
     if is_local(str(path)) and "[" in split:
         return {"path": path, "split": split.partition("[")[0]}, True
     return {"path": path, "split": split}, False
-
-
-_TURNS = ("field_messages", "message_field_role", "message_field_content", "message_property_mappings")
-
-
-def _turns(entry: dict[str, Any]) -> tuple[Any, ...]:
-    """Axolotl's column of messages, and the keys of a message's role and content."""
-    mappings = entry.get("message_property_mappings")
-    mappings = mappings if isinstance(mappings, dict) else {}
-    more = tuple(key for key in mappings if key not in ("role", "content"))
-    role = mappings.get("role") or entry.get("message_field_role") or "role"
-    content = mappings.get("content") or entry.get("message_field_content") or "content"
-    return (entry.get("field_messages") or "messages", role, content, *more)
 
 
 def _are_read(columns: Any) -> bool:
@@ -181,22 +196,42 @@ def _eval(
     same = [e for e in held_out if e["path"] in paths]
     if isinstance(theirs, list) and len(theirs) == 1:
         same = _entries({"datasets": theirs}, "datasets")
+    elif root == "dataset":
+        same = source.get("eval_dataset") or []
     elif root == "dataset_name":
-        same = [{"path": paths[0], "split": source.get("dataset_test_split") or "test"}]
+        split = source.get("dataset_test_split") or "test"
+        same = [{"path": paths[0], "split": split, "config": source.get("dataset_config")}]
     if same:
         data.section["eval"] = _part(same[0]["path"], str(same[0]["split"]))[0]
+        if same[0].get("config") and not is_local(str(same[0]["path"])):
+            data.section["eval"]["name"] = str(same[0]["config"])
+        data.section["eval"] |= same[0].get("names") or axolotl_names(same[0])[0]
         if same[0] in held_out:
             data.ours["data.eval.split"] = "the source splits examples off its mixture"
+
+
+SIZES = ("test_split_size", "val_set_size", "val_size")
+
+
+def _hold_out(source: dict[str, Any], root: str, data: Data) -> None:
+    """Write data.eval as a fraction, if the source takes one out of its training examples."""
+    inside = source[root] if root == "dataset_mixture" else {}
+    sizes = [where.get(key) for where in (source, inside) for key in SIZES]
+    fraction = next((size for size in sizes if isinstance(size, float) and 0 < size < 1), None)
+    if fraction is not None and "eval" not in data.section:
+        data.section["eval"] = {"fraction": fraction}
 
 
 def _note_others(source: dict[str, Any], root: str, data: Data) -> None:
     """Note the remaining keys about data."""
     has_eval = "eval" in data.section
     inside = source[root] if root == "dataset_mixture" else {}
-    sizes = {"test_split_size": source, "val_set_size": source, f"{root}.test_split_size": inside}
+    sizes = {**dict.fromkeys(SIZES, source), f"{root}.test_split_size": inside}
     for key, where in sizes.items():
         size = where.get(key.rpartition(".")[2])
-        if isinstance(size, int) and size >= 1 and has_eval:
+        if size and data.section.get("eval") == {"fraction": size}:
+            data.notes.append(Note(key, "renamed", "data.eval.fraction; a hash of each example chooses"))
+        elif isinstance(size, int) and size >= 1 and has_eval and "path" in data.section["eval"]:
             data.section["eval"]["limit"] = size
             data.notes.append(Note(key, "renamed", "data.eval.limit"))
         elif size and not has_eval:
@@ -216,9 +251,21 @@ def _note_others(source: dict[str, Any], root: str, data: Data) -> None:
     for key in [key for key in source if key not in noted]:
         if key == splits:
             data.notes.append(Note(key, "renamed", "data.train.split"))
-        elif key in ("dataset_test_split", "test_datasets") and has_eval:
+        elif key == "dataset_text_field":
+            is_mapped = source[key] not in (None, "text")
+            data.notes.append(
+                Note(
+                    key,
+                    *("renamed", "data.train.columns")
+                    if is_mapped
+                    else ("dropped", "the recipe's columns are recognised"),
+                )
+            )
+        elif key == "dataset_dir" and root == "dataset":
+            data.notes.append(Note(key, "renamed", "data.train.path"))
+        elif key in _EVAL_DATA and has_eval:
             data.notes.append(Note(key, "renamed", "data.eval"))
-        elif key in ("dataset_test_split", "test_datasets"):
+        elif key in _EVAL_DATA:
             data.drop(key, "no evaluation during training")
         elif key in ROOTS or matches(key, BESIDE):
             data.drop(key, f"set by {root}")

@@ -15,6 +15,7 @@ from ..recipe.optimizers import OPTIMIZERS
 from ..recipe.sections import Model, Run, Task
 from .convert import Conversion, convert
 from .key_tables import Note
+from .llama_factory import with_datasets
 
 _WIDTH = 80
 _KEYS = 24
@@ -27,21 +28,28 @@ source; global_batch_size: N fixes their number. parallel: zero3, fsdp2, ... sha
 _EVAL = "# eval: {suite: open-llm-leaderboard-v1}     # evaluates the model and its starting checkpoint\n"
 
 
-def import_file(path: Path, task: Task | None = None) -> tuple[str, str]:
+def import_file(path: Path, task: Task | None = None, template_file: Path | None = None) -> tuple[str, str]:
     """The recipe as YAML, which `load` accepts, and the table of the outcome of each key.
 
-    task: sft or dpo, instead of the file's own. Raises UserError, with every mistake, for a file that is not YAML, is
-    for another task, or gives an invalid recipe.
+    task: sft or dpo, instead of the file's own. template_file: where an inline chat template is written, if there is
+    one; None: it is left out. Raises UserError, with every mistake, for a file that is not YAML, is for another task,
+    or gives an invalid recipe; then nothing is written.
     """
     source, _ = parse(read_text(path), path.name)
     try:
-        conversion = convert(source, path.stem, path.resolve().parent.name, task)
+        source = with_datasets(source, path.resolve().parent)
+        conversion = convert(source, path.stem, path.resolve().parent.name, task, template_file and str(template_file))
     except UserError as error:
         raise UserError(*(f"{path.name}: {problem}" for problem in error.problems)) from None
     text = to_text(conversion, path.name)
+    if template_file is not None and conversion.template is not None:
+        with template_file.open("x", encoding="utf-8") as stream:
+            stream.write(conversion.template)
     try:
         load_text(text, f"{path.name} as a recipe")
     except UserError as error:
+        if template_file is not None and conversion.template is not None:
+            template_file.unlink()
         raise UserError(
             *error.problems, f"{path.name}: fix it there, then import it again; nothing was written"
         ) from None

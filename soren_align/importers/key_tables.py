@@ -69,6 +69,9 @@ RENAMED = {
     "wandb_name": "trainer.run_name",
     "saves_per_epoch": "trainer.save_strategy",
     "evals_per_epoch": "trainer.eval_strategy",
+    "cutoff_len": "trainer.max_length",
+    "pref_beta": "trainer.beta",
+    "pref_loss": "trainer.loss_type",
     "rl_beta": "trainer.beta",
     "dpo_beta": "trainer.beta",
     "dpo_loss_type": "trainer.loss_type",
@@ -120,8 +123,13 @@ DROPPED = (
         "speed and memory only",
     ),
     ("log_level log_level_replica disable_tqdm debug strict", "progress is shown by soren-align itself"),
-    ("do_train do_eval do_predict", "determined by the command"),
-    ("remove_unused_columns dataset_text_field columns", "the recipe's columns are recognised"),
+    ("do_train do_eval do_predict stage", "determined by the command"),
+    ("finetuning_type", "all weights are trained, unless it is lora"),
+    (
+        "overwrite_cache plot_loss preprocessing_batch_size tokenized_path data_shared_file_system",
+        "no effect on training",
+    ),
+    ("remove_unused_columns columns", "the recipe's columns are recognised"),
     (
         "dataset_streaming streaming dataset_prepared_path shuffle_merged_datasets total_num_tokens "
         "skip_prepare_dataset dataset_keep_in_memory preprocessing_num_workers",
@@ -177,7 +185,7 @@ CHANGES = (
         "TRL has no limit for prompts any more; max_length counts prompt and answer",
     ),
     (
-        "chat_template chat_template_jinja chat_template_kwargs default_system_message eot_tokens",
+        "chat_template chat_template_jinja chat_template_kwargs template default_system_message eot_tokens",
         "the tokenizer's own chat template is used; for another name model.chat_template (qwen2.5, zephyr, or a "
         ".jinja file)",
     ),
@@ -250,31 +258,22 @@ AXOLOTL = {
     "gradient_checkpointing": False,
 }
 
+# LLaMA-Factory's.
+LLAMA_FACTORY = {"max_length": 2048}
+
 # Tasks of TRL and Axolotl other than SFT and DPO.
-OTHER_TASKS = "orpo kto grpo gdpo rloo ppo simpo cpo xpo nash ebft prm reward"
+OTHER_TASKS = "pt rm orpo kto grpo gdpo rloo ppo simpo cpo xpo nash ebft prm reward"
 
 # Keys about a dataset's columns, with the values for which the recipe reads the same columns.
 AS_READ: dict[str, tuple[Any, ...]] = {
     "columns": (),
     "type": ("chat_template", "sharegpt"),
-    "field": ("text",),
-    "field_messages": (),
-    "field_chosen": ("chosen",),
-    "field_rejected": ("rejected",),
-    "message_field_role": (),
-    "message_field_content": (),
-    "message_property_mappings": (),
     "roles_to_train": (["assistant"],),
-    "roles": (
-        {"system": ["system"], "user": ["user"], "assistant": ["assistant"]},
-        {"system": ["system"], "user": ["human", "user"], "assistant": ["gpt", "assistant"]},
-    ),
-    "ds_type": ("json", "parquet"),
+    "ds_type": ("json", "parquet", "csv", "text"),
     "trust_remote_code": (False,),
 }
-COLUMNS = ("messages", "conversations", "prompt", "completion", "text", "chosen", "rejected")
-# The columns of messages that are recognised: (column, key of the role, key of the content).
-TURNS = (("messages", "role", "content"), ("conversations", "from", "value"))
+COLUMNS = ("messages", "conversations", "instruction", "input", "output", "system", "prompt", "completion", "text")
+COLUMNS += ("chosen", "rejected")
 # Keys that change the examples for any other value.
 OTHERWISE = "chat_template chat_template_jinja conversation drop_system_message field field_* message_field_* "
 OTHERWISE += "train_on_eos train_on_eot split_thinking template_thinking_key system_prompt system_format shards* skip "

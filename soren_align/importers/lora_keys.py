@@ -6,6 +6,9 @@ from .key_tables import Note, number
 
 KEYS = {
     "lora_r": "r",
+    "lora_rank": "r",
+    "lora_target": "target_modules",
+    "additional_target": "modules_to_save",
     "lora_alpha": "alpha",
     "lora_dropout": "dropout",
     "lora_target_modules": "target_modules",
@@ -14,17 +17,20 @@ KEYS = {
 # Defaults of TRL and Axolotl that differ from a recipe's.
 TRL = {"r": 16, "alpha": 32.0, "dropout": 0.05}
 AXOLOTL = {"r": 8, "alpha": 16.0, "dropout": 0.0}
+LLAMA_FACTORY = {"r": 8, "dropout": 0.0}  # alpha is twice r
 
 
 def trains_lora(flat: dict[str, Any]) -> bool:
-    """Whether the source trains a LoRA adapter: TRL's use_peft, or Axolotl's adapter."""
+    """Whether the source trains a LoRA adapter: TRL's use_peft, Axolotl's adapter, LLaMA-Factory's finetuning_type."""
+    if "finetuning_type" in flat:
+        return flat["finetuning_type"] == "lora"
     return flat.get("adapter") in ("lora", "qlora") if "base_model" in flat else flat.get("use_peft") is True
 
 
 def convert(key: str, name: str, value: Any, flat: dict[str, Any], model: dict[str, Any]) -> Note | None:
     """Write one key of a source that trains LoRA into the recipe's `model`; None for a key about anything else."""
     lora = model.setdefault("lora", {})
-    if name in ("use_peft", "adapter"):
+    if name in ("use_peft", "adapter", "finetuning_type"):
         return Note(key, "renamed", "model.lora")
     if name == "load_in_4bit" and value is True:
         lora["quantize"] = "4bit"
@@ -43,7 +49,9 @@ def convert(key: str, name: str, value: Any, flat: dict[str, Any], model: dict[s
     if target == "target_modules":
         if flat.get("lora_target_linear"):
             return Note(key, "dropped", "set by lora_target_linear", value != "all-linear")
-        value = [value] if isinstance(value, str) and value.isidentifier() else value
+        value = "all-linear" if name == "lora_target" and value == "all" else value
+        parts = value.replace(" ", "").split(",") if isinstance(value, str) else [""]
+        value = parts if all(part.isidentifier() for part in parts) else value
         if isinstance(value, str) and value != "all-linear":
             return Note(key, "dropped", "a pattern; write model.lora.target_modules as a list of names", True)
     if target in ("alpha", "dropout"):
@@ -56,6 +64,9 @@ def convert(key: str, name: str, value: Any, flat: dict[str, Any], model: dict[s
 def defaults(flat: dict[str, Any], model: dict[str, Any]) -> dict[str, str]:
     """Add the defaults of the source's tool to `model`; returns dotted key -> reason."""
     tool, values = ("Axolotl's", AXOLOTL) if "base_model" in flat else ("TRL's", TRL)
+    if "finetuning_type" in flat:
+        tool, values = "LLaMA-Factory's", LLAMA_FACTORY
+        values |= {"alpha": 2.0 * model["lora"].get("r", 8)}
     reasons = {}
     for key, value in values.items():
         if key not in model["lora"]:

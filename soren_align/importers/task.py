@@ -16,14 +16,16 @@ def task_of_source(flat: dict[str, Any], name: str, folder: str) -> Task:
     flat: the source's keys; name, folder: the file's, without suffix. Raises UserError if the task is neither SFT nor
     DPO, or cannot be determined.
     """
-    others, rl = OTHER_TASKS.split(), flat.get("rl")
-    around = [str(part) for part in (name, folder, flat.get("output_dir"), flat.get("hub_model_id"), rl) if part]
+    others, rl, stage = OTHER_TASKS.split(), flat.get("rl"), flat.get("stage")
+    around = [str(part) for part in (name, folder, flat.get("output_dir"), flat.get("hub_model_id"), rl, stage) if part]
     words = {word for part in around for word in re.split(r"[^a-z0-9]+", part.lower())}
     flags = {key.removesuffix("_model") for key in ("reward_model", "process_reward_model") if flat.get(key)}
     if other := next((word for word in others if word in words | flags), None) or next(iter(flags), None):
         raise UserError(
             f"this trains by {other.upper()}; only SFT and DPO are supported (--task dpo converts what fits DPO)"
         )
+    if stage in ("sft", "dpo"):
+        return stage
     if rl or "base_model" in flat:
         return "dpo" if rl else "sft"
     sft, dpo = trl_config.fields("sft").keys(), trl_config.fields("dpo").keys()

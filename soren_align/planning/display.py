@@ -52,6 +52,8 @@ def _print_model_and_data(plan: dict[str, Any], account: Account | None, console
     dropped = describe_dropped(data["dropped"]) or "0 dropped"
     counts = f"{data['num_examples']:,} examples: {data['num_kept']:,} kept, {dropped}"
     write("", f"{counts}, {data['num_truncated']:,} truncated to max_length")
+    if data["num_eval_examples"]:
+        write("", f"{data['num_eval_examples']:,} examples for the evaluation loss, not trained on")
     lengths = ", ".join(f"{name} {value:,}" for name, value in data["token_length_percentiles"].items())
     write("", f"tokens per example: {lengths}")
     write("", f"{data['trained_token_share']:.0%} of the tokens are in the loss")

@@ -53,7 +53,7 @@ def load_inputs(recipe: Recipe, folder: RunFolder, on_examples: Callable[[int], 
         with as_user_error(f"model {name}"):
             config = AutoConfig.from_pretrained(base, trust_remote_code=False, revision=revision)
     except OutOfReach:
-        config_folder, num_published = offline.model_config(name), offline.num_examples(sources)
+        config_folder, num_published = offline.model_config(name), offline.num_examples(recipe.data)
         if config_folder is None or num_published is None:
             raise
     else:

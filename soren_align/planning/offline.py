@@ -5,13 +5,12 @@ The numbers are the published ones; a plan that uses them has a notice about it.
 
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 from huggingface_hub import constants, get_session
 
 from .. import shipped
-from ..recipe import TrainSplit
+from ..recipe import Data, HeldOut
 
 TIMEOUT_SECONDS = 3.0
 """For the hub's answer; its own client would retry for half a minute."""
@@ -23,16 +22,16 @@ def model_config(name: str) -> Path | None:
     return folder if (folder / "config.json").is_file() else None
 
 
-def num_examples(sources: Sequence[TrainSplit]) -> int | None:
-    """Examples of all sources together, from the dataset cards of the shipped recipes; None if one has no card."""
+def num_examples(data: Data) -> int | None:
+    """Training examples of all sources, from the dataset cards of the shipped recipes; None if one has no card."""
     datasets = json.loads((shipped.ROOT / "configs/datasets.json").read_text(encoding="utf-8"))
     total = 0
-    for source in sources:
+    for source in data.sources:
         number = datasets.get(source.path, {}).get("rows", {}).get(source.split)
-        if number is None:
+        if number is None or source.name is not None:
             return None
         total += round(min(number, source.limit or number) * source.weight)
-    return total
+    return round(total * (1 - data.eval.fraction)) if isinstance(data.eval, HeldOut) else total
 
 
 def go_offline_without_hub() -> None:

@@ -93,6 +93,7 @@ def _data(recipe: Recipe, inputs: Inputs) -> dict[str, Any]:
         "num_examples": split.num_examples,
         "num_kept": account.num_kept,
         "dropped": split.dropped | account.dropped,
+        "num_eval_examples": len(held_out.dataset) if (held_out := inputs.ready.splits["eval"]) else 0,
         "num_truncated": account.num_truncated,
         "token_length_percentiles": account.lengths,
         "trained_token_share": account.trained_share,

@@ -9,20 +9,24 @@ from . import trackers
 from .batch import accumulation, global_batch, refuse_no_batch, trainer_value
 from .checks import evaluation_problems
 from .comparison import differences, training_part
+from .data_paths import FILE_KINDS, data_files, data_suffix
 from .loader import find, load, load_resolved, load_text, task_of, to_yaml
 from .lora import adapter_config, refuse_unquantizable
 from .optimizers import MAPS, OPTIMIZERS, as_adamw
 from .parallel import Parallel, parallel
 from .references import is_local
 from .schema import json_schema
-from .sections import ADAPTER, DataSplit, Eval, Lora, Recipe, TrainSplit, trains_adapter
+from .sections import ADAPTER, Data, DataSplit, Eval, HeldOut, Lora, Recipe, TrainSplit, trains_adapter
 
 __all__ = [
     "ADAPTER",
+    "FILE_KINDS",
     "MAPS",
     "OPTIMIZERS",
+    "Data",
     "DataSplit",
     "Eval",
+    "HeldOut",
     "Lora",
     "Parallel",
     "Recipe",
@@ -30,6 +34,8 @@ __all__ = [
     "accumulation",
     "adapter_config",
     "as_adamw",
+    "data_files",
+    "data_suffix",
     "differences",
     "evaluation_problems",
     "find",

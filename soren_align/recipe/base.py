@@ -31,12 +31,15 @@ Coefficient = Annotated[float, within(COEFFICIENT)]
 def members(annotation: Any) -> dict[str, Any]:
     """The sections of a tagged union (`Annotated[A, Tag("a")] | ...`) by tag; empty for any other annotation.
 
-    A member `list[A]` counts as A.
+    A member `list[A]` counts as A; the union may stand beside None.
     """
     if get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
+    parts = get_args(annotation)
+    if len(parts) == 2 and parts[1] is type(None):
+        return members(parts[0]) if get_origin(parts[0]) is Annotated else {}
     sections = {}
-    for part in get_args(annotation):
+    for part in parts:
         tag = next((m.tag for m in getattr(part, "__metadata__", ()) if isinstance(m, Tag)), None)
         if tag is not None:
             sections[tag] = section_in(part)

@@ -12,10 +12,11 @@ from ..errors import UserError, did_you_mean
 from ..files import local_path
 from ..optimizer_settings import Precision, map_precisions
 from ..yaml_reader import Key
+from .data_paths import data_problems, is_test_split
 from .lora import is_adapter, is_all_factors, lora_problems
 from .optimizers import MAPS, OPTIMIZERS
 from .parallel import parallel
-from .references import data_problems, is_local, is_test_split, model_problems, template_problems
+from .references import is_local, model_problems, template_problems
 
 Problems = list[tuple[Key, str]]
 
@@ -87,8 +88,12 @@ def _template(raw: Raw) -> Iterator[tuple[Key, str]]:
 def _data(raw: Raw) -> Iterator[tuple[Key, str]]:
     for at, split in _splits(raw.get("data")):
         if (path := raw.as_path((*at, "path"), split.get("path"))) is not None:
-            yield from (((*at, "path"), message) for message in data_problems(path))
-            problems = _split_problems(path, split, is_trained=at[1] == "train")
+            is_trained = at[1] == "train"
+            missing = (
+                data_problems(path, not is_trained or split.get("train_on_test") is True) if is_local(path) else []
+            )
+            yield from (((*at, "path"), message) for message in missing)
+            problems = _split_problems(path, split, is_trained)
             yield from (((*at, "split"), message) for message in problems)
 
 

@@ -30,7 +30,9 @@ def training_part(recipe: Recipe) -> dict[str, Any]:
     """The part of the recipe that determines the trained weights: a run resumes only with an equal one."""
     part = recipe.model_dump(include={"task", "model", "data", "optimizer", "trainer"})
     part["run"] = recipe.run.model_dump(include={"parallel", "global_batch_size"})
-    part["data"].pop("eval")
+    evaluation = part["data"].pop("eval") or {}
+    if "fraction" in evaluation:  # the other examples are trained on
+        part["data"]["eval"] = evaluation
     part["trainer"] = {k: v for k, v in part["trainer"].items() if k not in _NO_EFFECT_ON_WEIGHTS}
     return part
 

@@ -1,7 +1,8 @@
 """One recipe over another: `extends` and `--set`.
 
 Sections are merged key by key; everything else is replaced, lists too. Where a section is a member of a union and its
-`name` changes, inherited keys that the new member does not have are ignored and reported.
+`name` changes, inherited keys that the new member does not have are ignored and reported. `data.eval` is replaced where
+a split becomes a fraction, or the other way round.
 """
 
 from collections.abc import Callable
@@ -29,6 +30,8 @@ def merged(base: dict[str, Any], over: dict[str, Any], notify: Notify, at: Key =
     for key in base.keys() & over.keys():
         inherited = _as_section(base[key], (*at, key))
         if isinstance(inherited, dict) and isinstance(over[key], dict):
+            if (*at, key) == ("data", "eval") and ("fraction" in inherited) != ("fraction" in over[key]):
+                continue
             both[key] = merged(inherited, over[key], notify, (*at, key))
     return both
 

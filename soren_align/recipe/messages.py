@@ -126,6 +126,8 @@ def _locate(location: Key) -> dict[str, Any]:
             tag, union = str(part), choices
             section, choices = choices[tag], {}
             continue
+        if part == "[key]":  # pydantic's mark of a key of `columns` that is none of ours
+            continue
         key.append(part)
         annotation = section.model_fields[part].annotation if part in section.model_fields else None
         choices = members(annotation)

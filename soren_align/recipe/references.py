@@ -1,12 +1,12 @@
-"""Whether the models, datasets and templates that a recipe names exist and are of the right kind."""
+"""Whether the models and templates that a recipe names exist and are of the right kind."""
 
-import re
 from pathlib import Path
 from typing import Any
 
 from .. import shipped
 from ..errors import UserError, did_you_mean
 from ..files import local_path, refuse_special_files
+from .data_paths import SUFFIXES, data_suffix, is_pattern
 from .lora import adapter_config
 
 
@@ -16,7 +16,8 @@ def is_local(path: str) -> bool:
     return (
         path.startswith((shipped.PREFIX, "/", "./", "../", "~"))
         or path.count("/") > 1
-        or local.suffix in (".jsonl", ".json", ".parquet")
+        or data_suffix(local) in SUFFIXES
+        or is_pattern(path)
         or local.exists()
     )
 
@@ -67,29 +68,3 @@ def _base_problems(path: str, adapter: dict[str, Any], init_seed: Any) -> list[s
     if is_local(base) and not Path(base).is_dir():
         return [f"{path} is an adapter of {base}, which does not exist"]
     return model_problems(base, None)
-
-
-def data_problems(path: str) -> list[str]:
-    """The problems of the data file at `path`; a dataset on the hub is not checked."""
-    if not is_local(path):
-        return []
-    file = shipped.resolve(path)
-    if file.is_dir():
-        return [f"{path} is a folder; name a .jsonl, .json or .parquet file"]
-    if not file.is_file():
-        return [f"no file {path}{did_you_mean(file.name, _names(file.parent))}"]
-    if file.suffix not in (".jsonl", ".json", ".parquet"):
-        return [f"{path}: cannot read '{file.suffix}'; name a .jsonl, .json or .parquet file"]
-    return [f"{path} is empty"] if file.stat().st_size == 0 else []
-
-
-def is_test_split(split: str) -> bool:
-    """Whether a split's name is that of a held-out split: test_sft, validation, eval."""
-    return _TEST.search(split.lower()) is not None
-
-
-_TEST = re.compile(r"(?<![a-z])(tests?|val|valid|validation|eval|evaluation|dev|held_?out)(?![a-z])")
-
-
-def _names(folder: Path) -> list[str]:
-    return [f.name for f in folder.iterdir()] if folder.is_dir() else []

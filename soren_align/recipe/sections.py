@@ -88,13 +88,34 @@ class Model(Section):
     """Train a new LoRA adapter instead of the weights."""
 
 
+Column = Literal[
+    "messages",
+    "conversations",
+    "instruction",
+    "input",
+    "output",
+    "system",
+    "prompt",
+    "completion",
+    "text",
+    "chosen",
+    "rejected",
+    "role",
+    "content",
+]
+
+
 class DataSplit(Section):
     """Examples to train or evaluate on."""
 
     path: Annotated[str, Field(min_length=1)]
-    """A .jsonl, .json or .parquet file (`shipped:...` for a shipped one) or a dataset on the Hugging Face hub."""
+    """A .jsonl, .json, .csv or .txt file, each also as .gz, or a .parquet file; a folder of such files, or a pattern,
+    `data/*.jsonl` (`shipped:...` for shipped ones); or a dataset on the Hugging Face hub."""
+    name: Annotated[str, Field(min_length=1)] | None = None
+    """The hub dataset's configuration (`SFT`). null: its default one."""
     split: str = "train"
-    """The hub dataset's split, or a part of one (`train_sft[:10%]`); a file is always taken whole."""
+    """The hub dataset's split, or a part of one (`train_sft[:10%]`); files are always taken
+    whole."""
     limit: Annotated[int, Field(ge=1)] | None = None
     """Take only the first `limit` examples."""
     revision: str | None = None
@@ -102,6 +123,12 @@ class DataSplit(Section):
     bad_examples: Literal["refuse", "drop"] = "refuse"
     """Whether examples that cannot be trained on (empty answers, equal pairs, ...) are an error, or are dropped and
     counted. `drop` is for data that you cannot fix, such as the hub's."""
+    columns: dict[Column, str] = {}
+    """The dataset's own names: `{instruction: question, output: answer}`. Its other columns are then not read. `role`
+    and `content` name the keys of a turn."""
+    roles: dict[str, Literal["system", "user", "assistant"]] = {}
+    """The dataset's names of roles: `{student: user, teacher: assistant}`. Usual ones, as ShareGPT's human and gpt, are
+    known."""
 
 
 class TrainSplit(DataSplit):
@@ -113,25 +140,42 @@ class TrainSplit(DataSplit):
     """Train on a split whose name is that of a test split, although its scores are then meaningless."""
 
 
-ONE, SEVERAL = "<one>", "<several>"
-"""Tags of the union in `data.train`."""
+class HeldOut(Section):
+    """Part of the training examples, which is then not trained on."""
+
+    fraction: Annotated[float, Field(gt=0, lt=1)]
+    """Of the examples of every training split. An example is chosen by a hash of itself alone: not by its place, other
+    examples, or a seed, so that it stays where it is as the data grows, and equal ones are all on one side."""
+
+
+ONE, SEVERAL, SPLIT, PART = "<one>", "<several>", "a split", "a fraction"
+"""Tags of the unions in `data.train` and `data.eval`; messages name the latter two."""
 
 
 def _number_of_splits(train: Any) -> str:
     return SEVERAL if isinstance(train, list | tuple) else ONE
 
 
+def _kind_of_eval(evaluation: Any) -> str:
+    has_fraction = isinstance(evaluation, HeldOut) or (isinstance(evaluation, dict) and "fraction" in evaluation)
+    return PART if has_fraction else SPLIT
+
+
 class Data(Section):
-    """The training data. Columns are recognised: conversations (`messages`, ShareGPT's `conversations`), prompts with
-    completions or with two answers, plain text."""
+    """The training data. Columns are recognised: conversations (`messages`, ShareGPT's `conversations`), Alpaca's
+    instructions and outputs, prompts with completions or with two answers, plain text; others are named under
+    `columns`."""
 
     train: Annotated[
         Annotated[TrainSplit, Tag(ONE)] | Annotated[Annotated[list[TrainSplit], Field(min_length=1)], Tag(SEVERAL)],
         Discriminator(_number_of_splits),
     ]
     """One split, or a list of several that are shuffled together by trainer.seed."""
-    eval: DataSplit | None = None
-    """Held-out examples for the loss that `trainer.eval_strategy` computes."""
+    eval: (
+        Annotated[Annotated[DataSplit, Tag(SPLIT)] | Annotated[HeldOut, Tag(PART)], Discriminator(_kind_of_eval)] | None
+    ) = None
+    """Held-out examples for a loss during training: a split, or a part of the training examples, `{fraction: 0.05}`.
+    `trainer.eval_strategy` sets when; without it, after every epoch."""
 
     @property
     def sources(self) -> list[TrainSplit]:
@@ -233,8 +277,10 @@ def resolve(recipe: Recipe) -> Recipe:
     if model.lora is not None and model.lora.alpha is None:
         lora = model.lora.model_copy(update={"alpha": float(model.lora.r)})
         model = model.model_copy(update={"lora": lora})
-    optimizer = recipe.optimizer.resolved(trains_adapter(model))
-    return recipe.model_copy(update={"optimizer": optimizer, "model": model})
+    optimizer, trainer = recipe.optimizer.resolved(trains_adapter(model)), recipe.trainer
+    if recipe.data.eval is not None and trainer.get("eval_strategy") is None:
+        trainer = {**trainer, "eval_strategy": "steps" if trainer.get("eval_steps") else "epoch"}
+    return recipe.model_copy(update={"optimizer": optimizer, "model": model, "trainer": trainer})
 
 
 def trains_adapter(model: Model) -> bool:

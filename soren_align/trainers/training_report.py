@@ -54,6 +54,8 @@ def print_setup(console: Console, setup: TrainingSetup, trainer: Any, ranks: Ran
     print_labelled(console, "data", f"{counts.num_kept} of {train.num_examples} examples, {train.layout}{dropped}")
     for num_examples, source in zip(counts.num_kept_by_source, train.source.get("sources", ()), strict=True):
         print_labelled(console, "", _describe_source(source, num_examples))
+    if held_out := setup.splits["eval"]:
+        print_labelled(console, "", f"{held_out.num_examples} examples for the evaluation loss, not trained on")
     print_labelled(console, "model", f"{setup.start} (starting checkpoint)")
     if ranks.launched:
         num_examples, factors = global_batch(setup.recipe, ranks.num_ranks)

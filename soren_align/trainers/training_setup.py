@@ -9,10 +9,10 @@ from transformers import AutoConfig, get_scheduler
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.optimization import GreedyLR
 
-from ..data import account, check_template, load_mixture, load_split
+from ..data import account, check_template, hold_out, load_split, mix
 from ..errors import UserError
 from ..manifest import describe_dropped
-from ..recipe import Recipe, refuse_no_batch
+from ..recipe import HeldOut, Recipe, refuse_no_batch
 from ..run_folder import RunFolder
 from ..sharding.ranks import Ranks
 from . import adapters
@@ -89,8 +89,12 @@ def load_splits(recipe: Recipe) -> dict[str, Any]:
     Raises UserError if both are of different kinds.
     """
     evaluation = recipe.data.eval
-    train = load_mixture(recipe.data.sources, recipe.task, recipe.trainer.get("seed", 42))
-    held_out = load_split(evaluation, recipe.task) if evaluation else None
+    sources = [load_split(source, recipe.task) for source in recipe.data.sources]
+    if isinstance(evaluation, HeldOut):
+        sources, held_out = hold_out(sources, evaluation.fraction)
+    else:
+        held_out = load_split(evaluation, recipe.task) if evaluation else None
+    train = mix(sources, recipe.data.sources, recipe.trainer.get("seed", 42))
     # TRL reads from the training data which tokens of both are trained.
     if held_out and held_out.kind != train.kind:
         raise UserError(f"data.eval: has {held_out.layout}, and data.train {train.layout}; evaluate on the same kind")

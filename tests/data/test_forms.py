@@ -18,6 +18,10 @@ ANSWERS = [{"role": "assistant", "content": "Hay."}, {"role": "assistant", "cont
 PROMPT = CHAT[:-1]
 
 
+def answer(text):
+    return {"role": "assistant", "content": text}
+
+
 def spoken(turns):
     return [{"from": SPEAKERS[turn["role"]], "value": turn["content"]} for turn in turns]
 
@@ -85,6 +89,71 @@ FORMS = {
 }
 
 
+HH = "\n\nHuman: Why?\n\nAssistant: Who knows?\n\nHuman: You: do\nyou?\n\nAssistant:"
+HH_TURNS = [
+    {"role": "user", "content": "Why?"},
+    {"role": "assistant", "content": "Who knows?"},
+    {"role": "user", "content": "You: do\nyou?"},
+]
+DIALOGUES = "dialogues as text, split into turns"
+ALPACA = "Alpaca instructions and outputs, as turns"
+FORMS |= {
+    "Alpaca": (
+        "sft",
+        {"instruction": "Sum up.", "input": "A lynx sleeps.", "output": "Sleep.", "text": "Below is ..."},
+        ALPACA,
+        {"prompt": [{"role": "user", "content": "Sum up.\nA lynx sleeps."}], "completion": [answer("Sleep.")]},
+    ),
+    "Alpaca without input": (
+        "sft",
+        {"instruction": "Speak.", "input": "", "output": "Meow."},
+        ALPACA,
+        {"prompt": [{"role": "user", "content": "Speak."}], "completion": [answer("Meow.")]},
+    ),
+    "Alpaca with a system": (
+        "sft",
+        {"instruction": "Speak.", "output": "Meow.", "system": "You are a lynx."},
+        ALPACA,
+        {
+            "prompt": [{"role": "system", "content": "You are a lynx."}, {"role": "user", "content": "Speak."}],
+            "completion": [answer("Meow.")],
+        },
+    ),
+    "Alpaca preferences": (
+        "dpo",
+        {"instruction": "Speak", "input": "now", "chosen": "Hay.", "rejected": "No."},
+        "Alpaca instructions and pairs of answers, as turns",
+        {side: [{"role": "user", "content": "Speak\nnow"}, last] for side, last in zip(PAIRED, ANSWERS, strict=True)},
+    ),
+    "hh-rlhf": (
+        "dpo",
+        {"chosen": f"{HH} Hay.", "rejected": f"{HH} No."},
+        "pairs of dialogues as text, split into turns",
+        {side: [*HH_TURNS, last] for side, last in zip(PAIRED, ANSWERS, strict=True)},
+    ),
+    "hh-rlhf, one side": ("sft", {"text": f"{HH} Hay."}, DIALOGUES, {"messages": [*HH_TURNS, ANSWERS[0]]}),
+    "messages with other roles": (
+        "sft",
+        {"messages": [{"role": "Human", "content": "Hi"}, {"role": "model", "content": "Ho"}]},
+        "chat messages",
+        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]},
+    ),
+    "contents in parts": (
+        "sft",
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "What "}, {"type": "text", "text": "for?"}]},
+                {"role": "assistant", "content": [{"type": "text", "text": "Hay."}]},
+            ]
+        },
+        "chat messages",
+        {"messages": [{"role": "user", "content": "What for?"}, ANSWERS[0]]},
+    ),
+    "messages in ShareGPT's keys": ("sft", {"messages": spoken(CHAT)}, "chat messages", {"messages": CHAT}),
+    "conversations in messages' keys": ("sft", {"conversations": CHAT}, "ShareGPT conversations", {"messages": CHAT}),
+}
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", [".jsonl", ".json", ".parquet", "the hub"])
 def test_a_form_is_recognised_wherever_its_rows_are(tmp_path, monkeypatch, kind, form):
@@ -101,8 +170,94 @@ def test_a_form_is_recognised_wherever_its_rows_are(tmp_path, monkeypatch, kind,
     loaded = load_split(split(path), task)
     assert loaded.layout == words
     assert list(loaded.dataset) == [given, given]
-    beside = {"id", "source", "url", "score"} & row.keys()
-    assert loaded.source["columns_dropped"] == list(beside)
+    beside = {"id", "source", "url", "score"} | ({"text"} if "instruction" in row else set())
+    assert loaded.source["columns_dropped"] == list(beside & row.keys())
+
+
+# own names: (task, a row, columns, roles, what TRL is given of it)
+OWN_NAMES = {
+    "a question's column": (
+        "sft",
+        {"question": "Why? ", "best": "So.", "messages": "of another kind", "id": 7},
+        {"prompt": "question", "completion": "best"},
+        {},
+        {"prompt": "Why? ", "completion": "So."},
+    ),
+    "as turns": (
+        "sft",
+        {"question": "Why?", "best": "So."},
+        {"instruction": "question", "output": "best"},
+        {},
+        {"prompt": [{"role": "user", "content": "Why?"}], "completion": [answer("So.")]},
+    ),
+    "swapped": (
+        "dpo",
+        {"prompt": "Why? ", "chosen": "bad", "rejected": "good"},
+        {"prompt": "prompt", "chosen": "rejected", "rejected": "chosen"},
+        {},
+        {"prompt": "Why? ", "chosen": "good", "rejected": "bad"},
+    ),
+    "keys of turns, and roles": (
+        "sft",
+        {"dialog": [{"who": "student", "says": "Hi"}, {"who": "gpt", "says": "Ho"}], "text": "x"},
+        {"messages": "dialog", "role": "who", "content": "says"},
+        {"student": "user"},
+        {"messages": [{"role": "user", "content": "Hi"}, answer("Ho")]},
+    ),
+    "roles alone": (
+        "sft",
+        {"messages": [{"role": "gpt", "content": "Hi"}, {"role": "me", "content": "Ho"}]},
+        {},
+        {"gpt": "user", "me": "assistant"},
+        {"messages": [{"role": "user", "content": "Hi"}, answer("Ho")]},
+    ),
+}
+
+
+@pytest.mark.parametrize("names", OWN_NAMES)
+@pytest.mark.parametrize("kind", [".jsonl", "the hub"])
+def test_own_names_are_read_as_the_recipe_says(write, monkeypatch, kind, names):
+    task, row, columns, roles, given = OWN_NAMES[names]
+    published = datasets.Dataset.from_list([row, row])
+    monkeypatch.setattr("soren_align.data.hub.fetch", lambda *asked: (published, "c0ffee"))
+    path = "owner/rows" if kind == "the hub" else write("rows.jsonl", [row, row])
+    loaded = load_split(split(path, columns=columns, roles=roles), task)
+    assert list(loaded.dataset) == [given, given]
+    read = {name for ours, name in columns.items() if ours not in ("role", "content")} or {"messages"}
+    assert set(loaded.source["columns_dropped"]) == row.keys() - read
+    names = {"columns": columns, "roles": roles}
+    assert {key: loaded.source.get(key, {}) for key in names} == names
+
+
+def test_other_names_are_another_dataset(write):
+    path = write("rows.jsonl", [{"a": "one", "b": "two"}])
+    first = load_split(split(path, columns={"text": "a"}), "sft")
+    second = load_split(split(path, columns={"text": "b"}), "sft")
+    assert (first.dataset[0], second.dataset[0]) == ({"text": "one"}, {"text": "two"})
+
+
+def test_a_column_that_is_not_there_is_named_with_those_there_are(write):
+    path = write("rows.jsonl", [{"question": "Why?"}, {"question": "x", "best": "So."}])
+    found = split(path, columns={"prompt": "question", "completion": "best"}, bad_examples="drop")
+    assert load_split(found, "sft").dropped == {"no 'completion'": 1}  # it need not be in the first row
+    with pytest.raises(UserError, match=r"columns.prompt is 'questions', and the columns are question, best; did you"):
+        load_split(split(path, columns={"prompt": "questions", "completion": "best"}), "sft")
+
+
+def test_dropped_rows_of_different_turns_are_counted_together_and_of_one_turn_named(write):
+    def chosen(number):
+        turns = [*chat(1, turns=number), {"role": "assistant", "content": "again"}]
+        return {"chosen": turns, "rejected": turns}
+
+    good = {"chosen": [*PROMPT, ANSWERS[0]], "rejected": [*PROMPT, ANSWERS[1]]}
+    of_one = load_split(split(write("a.jsonl", [chosen(2), good, chosen(2)]), bad_examples="drop"), "dpo")
+    assert list(of_one.dropped.items()) == [
+        ("chosen[3] and chosen[4] are both assistant turns; user and assistant must alternate", 2)
+    ]
+    of_two = load_split(split(write("b.jsonl", [chosen(1), good, chosen(2)]), bad_examples="drop"), "dpo")
+    assert list(of_two.dropped.items()) == [
+        ("chosen[i] and chosen[i+1] are both assistant turns; user and assistant must alternate", 2)
+    ]
 
 
 def test_the_papers_datasets_stay_what_they_were(tmp_path):
@@ -116,16 +271,42 @@ def test_the_papers_datasets_stay_what_they_were(tmp_path):
     assert (loaded.num_examples, len(loaded.dataset)) == (8, 8)
 
 
+PARTS = [{"type": "text", "text": "What is "}, {"type": "image", "image": "a.png"}]
 BAD = [
     (
-        "ShareGPT",
-        {"conversations": [{"from": "tool", "value": "x"}]},
-        r"conversations\[0\] has the speaker 'tool'; wri",
+        "contents in parts",
+        {"messages": [{"role": "user", "content": PARTS}, ANSWERS[0]]},
+        r"messages\[0\] has a part of type 'image' in its content; only text is trained",
     ),
-    ("ShareGPT", {"conversations": [{"value": "x"}]}, r"conversations\[0\] has no 'from'; write human, gpt or system"),
-    ("ShareGPT", {"conversations": ["x"]}, r"conversations\[0\] is text, not an object with from and value"),
+    (
+        "contents in parts",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": " "}]}, ANSWERS[0]]},
+        r"messages\[0\] has empty content \(role user\)",
+    ),
+    (
+        "contents in parts",
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}, ANSWERS[0]]},
+        r"messages\[0\] has a list as content; write text",
+    ),
+    ("Alpaca", {"instruction": " ", "input": "x", "output": "y"}, "instruction is empty"),
+    ("Alpaca", {"instruction": "x", "input": 3, "output": "y"}, "input is a number, not text"),
+    ("Alpaca", {"instruction": "x", "input": None, "output": ""}, "output is empty"),
+    ("hh-rlhf", {"chosen": "Hay.", "rejected": f"{HH} No."}, "chosen does not start with 'Human:'"),
+    ("hh-rlhf", {"chosen": f"{HH} ", "rejected": f"{HH} No."}, r"chosen\[3\] has empty content"),
+    ("hh-rlhf", {"chosen": f"{HH} x\n\nAssistant: y", "rejected": HH}, r"chosen\[3\] and chosen\[4\] are both assi"),
+    (
+        "ShareGPT",
+        {"conversations": [{"from": "narrator", "value": "x"}]},
+        r"conversations\[0\] has the role 'narrator'; write system, user or assistant, or name it under `roles`",
+    ),
+    ("ShareGPT", {"conversations": [{"value": "x"}]}, r"conversations\[0\] has no role \(or from\); write sys"),
+    (
+        "ShareGPT",
+        {"conversations": ["x"]},
+        r"conversations\[0\] is text, not an object with role and content \(or from ",
+    ),
     ("ShareGPT", {"conversations": []}, "conversations is an empty list"),
-    ("ShareGPT", {"conversations": "x"}, "conversations is text, not a list of {from, value} turns"),
+    ("ShareGPT", {"conversations": "x"}, "conversations is text, not a list of {role, content} turns"),
     ("ShareGPT", {"conversations": spoken(CHAT[:-1])}, "conversations ends with a user turn"),
     ("ShareGPT", {"conversations": [{"from": "gpt", "value": None}]}, r"conversations\[0\] has no content"),
     ("ShareGPT", {"conversations": [{"from": "gpt", "value": "x", "weight": 0}]}, "has weight beside role and content"),

@@ -67,7 +67,7 @@ SFT_ROWS = {
     "messages is text, not a list": {"messages": "hello"},
     "messages is an empty list": {"messages": []},
     "messages[0] is text, not an object": {"messages": ["hello"]},
-    "messages[1] has the role 'gpt'; write system, user or assistant": {"messages": [U, {**A, "role": "gpt"}]},
+    "messages[1] has the role 'poet'; write system, user or assistant": {"messages": [U, {**A, "role": "poet"}]},
     "messages[0] has no role": {"messages": [{"content": "words"}, A]},
     "messages[1] has no content": {"messages": [U, {"role": "assistant", "content": None}]},
     "messages[1] has a list as content": {"messages": [U, {**A, "content": ["x"]}]},
@@ -137,15 +137,17 @@ def test_a_bad_parquet_row_is_named_with_its_number(tmp_path):
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path, write):
-    (tmp_path / "rows.csv").write_text("a,b")
+    (tmp_path / "rows.arrow").write_text("a,b")
+    (tmp_path / "none").mkdir()
     (tmp_path / "rows.parquet").write_text("no parquet")
     (tmp_path / "zero.jsonl").write_text("")
     (tmp_path / "blank.jsonl").write_text("\n\n")
     (tmp_path / "none.json").write_text("[]")
-    assert "no such file" in refused(split(tmp_path / "rows.jsonl"))
-    assert "no such file" in refused(split("shipped:no/such.jsonl"))
-    assert "is a folder; name one file" in refused(split(tmp_path))
-    assert "cannot read '.csv' files; write one of .jsonl, .json, .parquet" in refused(split(tmp_path / "rows.csv"))
+    assert "no file " in refused(split(tmp_path / "rows.jsonl"))
+    assert "no file shipped:no/such.jsonl" in refused(split("shipped:no/such.jsonl"))
+    assert "has no data file (.jsonl, .json, " in refused(split(tmp_path / "none"))
+    assert "has no data file (.jsonl, .json, " in refused(split(tmp_path / "*.arrow"))
+    assert "cannot read '.arrow' files; write one of .jsonl, .json, .csv" in refused(split(tmp_path / "rows.arrow"))
     assert "not a Parquet file" in refused(split(tmp_path / "rows.parquet"))
     for empty in ("zero.jsonl", "blank.jsonl", "none.json"):
         assert refused(split(tmp_path / empty)) == f"{tmp_path / empty}: has no examples"
@@ -208,22 +210,26 @@ COMMIT = "8049631c405ae6576f93f445c6b8166f76f5505a"
 @pytest.fixture
 def hub_dataset(cache, tmp_path):
     """owner/replica in the cache, as if downloaded; its splits are train_prefs and test_prefs."""
+    return add_configuration(cache, tmp_path, "default", range(6))
+
+
+def add_configuration(cache, tmp_path, name, numbers):
     files = {}
-    for name, num_rows in (("train_prefs", 6), ("test_prefs", 2)):
-        files[name] = str(tmp_path / f"{name}.parquet")
-        pq.write_table(pa.Table.from_pylist([pair_row(i) for i in range(num_rows)]), files[name])
+    for split_name, rows in (("train_prefs", numbers), ("test_prefs", numbers[:2])):
+        files[split_name] = str(tmp_path / f"{name}-{split_name}.parquet")
+        pq.write_table(pa.Table.from_pylist([pair_row(i) for i in rows]), files[split_name])
     datasets.disable_progress_bars()
     datasets.load_dataset("parquet", data_files=files, cache_dir=cache)
     datasets.enable_progress_bars()
     (made,) = cache.glob("parquet/*/0.0.0/*/")
-    target = cache / "owner___replica" / "default" / "0.0.0" / COMMIT
+    target = cache / "owner___replica" / name / "0.0.0" / COMMIT
     target.parent.mkdir(parents=True)
     made.rename(target)
     for arrow in target.glob("*.arrow"):
         arrow.rename(arrow.with_name(arrow.name.replace("parquet-", "replica-")))
     info = json.loads((target / "dataset_info.json").read_text())
     (target / "dataset_info.json").write_text(
-        json.dumps({**info, "config_name": "default", "dataset_name": "replica", "builder_name": "parquet"})
+        json.dumps({**info, "config_name": name, "dataset_name": "replica", "builder_name": "parquet"})
     )
     return "owner/replica"
 
@@ -237,6 +243,26 @@ def test_a_cached_hub_dataset_loads_offline_with_its_commit(hub_dataset, capfd):
     assert loaded.source["split"] == "train_prefs"
     assert load_split(split(hub_dataset, "test_prefs", revision=COMMIT), "dpo").num_examples == 2
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_configuration_is_loaded_by_its_name_and_recorded(hub_dataset, cache, tmp_path):
+    add_configuration(cache, tmp_path, "other", range(10, 13))
+    for name, first in (("default", 0), ("other", 10)):
+        loaded = load_split(split(hub_dataset, "train_prefs", name=name), "dpo")
+        assert loaded.dataset[0]["chosen"] == pair_row(first)["chosen"]
+        assert loaded.source["name"] == name
+    unnamed = refused(split(hub_dataset, "train_prefs"), "dpo")
+    unknown = refused(split(hub_dataset, "train_prefs", name="third"), "dpo")
+    for message in (unnamed, unknown):
+        assert message.startswith("owner/replica: ")
+        assert "other" in message
+        assert message.endswith("; write one as `name` beside the path")
+    assert "\n" not in unnamed + unknown
+
+
+def test_a_file_has_no_configuration(write):
+    message = refused(split(write("ok.jsonl", [chat_row()]), name="SFT"))
+    assert "is no dataset of the hub and has no name 'SFT'; leave name out" in message
 
 
 def test_a_part_of_a_split_is_taken_and_recorded(hub_dataset):
@@ -269,7 +295,7 @@ def test_a_hub_dataset_out_of_reach_is_refused_with_the_remedy():
     message = refused(split("owner/never-seen"))
     assert message.startswith("owner/never-seen: no such file, and as a dataset")
     assert "neither cached nor reachable" in message
-    assert "Write the path of a .jsonl, .json, .parquet file, or connect" in message
+    assert "Write the path of a file (.jsonl, .json, .csv, .txt (each also as .gz) or .parquet), or con" in message
     assert "\n" not in message
 
 
@@ -289,7 +315,7 @@ def test_bad_examples_are_dropped_and_counted_when_asked(write):
 def test_bad_examples_of_the_hub_are_dropped_and_counted_when_asked(monkeypatch):
     good, equal = pair_row(0), {**pair_row(1), "rejected": pair_row(1)["chosen"]}
     published = datasets.Dataset.from_list([good, equal, pair_row(2)])
-    monkeypatch.setattr("soren_align.data.hub.fetch", lambda path, split, revision: (published, COMMIT))
+    monkeypatch.setattr("soren_align.data.hub.fetch", lambda path, split, revision, name: (published, COMMIT))
     assert "owner/replica (train) record 2: chosen and rejected are identical" in refused(split("owner/replica"), "dpo")
     loaded = load_split(split("owner/replica", bad_examples="drop"), "dpo")
     assert (loaded.num_examples, loaded.dropped) == (3, {"chosen and rejected are identical": 1})

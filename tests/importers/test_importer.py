@@ -132,6 +132,10 @@ def test_what_the_source_does_not_say_is_marked_as_ours(name):
         ("handbook-smollm3-sft-full", "trainer.packing_strategy", "bfd"),
         ("handbook-smollm3-sft-full", "model.eos_token", "<|im_end|>"),
         ("handbook-smollm3-sft-full", "trainer.assistant_only_loss", True),
+        ("axolotl-sft", "data.eval.fraction", 0.02),
+        ("trl-dpo-mixture", "trainer.load_best_model_at_end", True),
+        ("trl-sft", "data.train.name", "short"),
+        ("trl-sft", "data.eval.name", "short"),
         ("trl-sft", "optimizer.lr", 3e-5),
         ("trl-sft", "optimizer.betas", [0.9, 0.95]),
         ("trl-sft", "data.train.limit", 2000),
@@ -172,13 +176,9 @@ def test_values_arrive_where_a_recipe_has_them(name, key, value):
         ("handbook-zephyr-7b-beta-dpo-full", "max_prompt_length", "no limit for prompts"),
         ("handbook-constitutional-ai-dpo-anthropic", "optim", "there is no rmsprop here"),
         ("handbook-smollm3-sft-full", "packing_strategy", "no ffd any more"),
-        ("handbook-smollm3-sft-full", "dataset_mixture[0].config", "SFT"),
         ("handbook-smollm3-sft-full", "dataset_mixture[0].columns", "chat_template_kwargs"),
         ("trl-dpo-mixture", "datasets[0].fraction", "0.7: a share of the mixture"),
-        ("trl-sft", "dataset_config", "short"),
         ("trl-sft", "weight_decay", "embeddings and head"),
-        ("trl-dpo-mixture", "test_split_size", "here all are trained on"),
-        ("trl-dpo-mixture", "load_best_model_at_end", "write data.eval"),
         ("trl-dpo-lora", "truncation_mode", "keep_end"),
         ("axolotl-sft", "optimizer", "float32 states"),
         ("axolotl-sft", "sample_packing", "drops"),
@@ -209,6 +209,8 @@ def test_a_mixture_is_trained_on_whole_with_its_weights():
         ("lab/viper-7", "train_sft", 0.001),
     ]
     assert [weight for *_, weight in sources("handbook-smollm3-sft-full")] == [1, 1, 1, 1, 0.5, 1]
+    smollm3 = translated("handbook-smollm3-sft-full").recipe["data"]["train"]
+    assert [source["name"] for source in smollm3] == ["SFT"] * 6
     assert sources("trl-dpo-mixture") == [("lab/otter-1", "train_prefs", 1), ("lab/raven-3", "train", 1)]
     older = convert(DPO | {"dataset_name": None, "dataset_mixer": {"a/b": 0.25, "a/c": 1.0}}, "x")
     assert older.recipe["data"]["train"] == [
@@ -236,36 +238,90 @@ def test_a_part_of_a_split_stays_where_a_recipe_can_say_it():
 
 
 @pytest.mark.parametrize(
-    ("said", "is_read"),
+    ("said", "names"),
     [
-        ({"columns": ["prompt", "completion"]}, True),
-        ({"columns": ["text"]}, True),
-        ({"columns": ["conversations"]}, True),
-        ({"columns": ["instruction", "output"]}, False),
-        ({"type": "sharegpt"}, True),
-        ({"type": "alpaca"}, False),
-        ({"type": "completion", "field": "text"}, None),  # read, but cut where Axolotl goes on
-        ({"type": "completion", "field": "body"}, False),
-        ({"field_messages": "messages", "message_field_role": "role"}, True),
-        ({"field_messages": "conversations", "message_field_role": "from", "message_field_content": "value"}, True),
-        ({"field_messages": "conversations"}, False),  # there with role and content
-        ({"message_property_mappings": {"role": "from", "content": "value"}}, False),
-        ({"message_property_mappings": {"role": "role", "content": "content", "tools": "x"}}, False),
+        ({"columns": ["prompt", "completion"]}, {}),
+        ({"columns": ["instruction", "output"]}, {}),
+        ({"type": "sharegpt"}, {}),
+        ({"field_messages": "messages", "message_field_role": "role"}, {}),
+        ({"field_messages": "conversations", "message_field_role": "from", "message_field_content": "value"}, {}),
+        ({"field_messages": "conversations"}, {}),
+        ({"message_property_mappings": {"role": "from", "content": "value"}}, {}),
+        (
+            {"field_messages": "dialog", "message_property_mappings": {"role": "who", "content": "line"}},
+            {"columns": {"messages": "dialog", "role": "who", "content": "line"}},
+        ),
+        (
+            {"roles": {"user": ["human", "student"], "assistant": ["gpt", "teacher"]}},
+            {"roles": {"student": "user", "teacher": "assistant"}},
+        ),
+        ({"field_messages": "body", "roles_to_train": ["assistant"]}, {"columns": {"messages": "body"}}),
     ],
 )
-def test_columns_that_are_read_change_nothing_and_others_are_told(said, is_read):
+def test_columns_and_roles_become_the_recipes_where_they_are_not_known(said, names):
+    made = convert({"base_model": "a/c", "datasets": [{"path": "a/b", "type": "chat_template", **said}]}, "x")
+    train = made.recipe["data"]["train"]
+    assert {key: train[key] for key in ("columns", "roles") if key in train} == names
+    assert not [n for n in made.notes if n.key.startswith("datasets[0].") and n.changes_training]
+    assert load_text(to_text(made, "x")).data.sources[0].columns == names.get("columns", {})
+
+
+@pytest.mark.parametrize(
+    ("said", "columns", "words"),
+    [
+        ({"type": "alpaca"}, None, "of Alpaca's own prompt"),
+        ({"type": "alpaca_chat.load_qa"}, {"instruction": "question", "output": "answer"}, "Alpaca's own prompt"),
+        (
+            {"type": {"field_instruction": "q", "field_output": "a", "format": "[INST] {instruction}"}},
+            {"instruction": "q", "output": "a"},
+            "Alpaca's own prompt",
+        ),
+        ({"type": "completion", "field": "text"}, None, "continued in a next one"),
+        ({"type": "completion", "field": "body"}, {"text": "body"}, "continued in a next one"),
+        ({"message_property_mappings": {"role": "role", "content": "content", "tools": "x"}}, None, "only role and"),
+        ({"roles": {"user": ["human"], "narrator": ["book"]}}, None, "narrator: no role of a recipe"),
+        ({"train_on_eos": "all"}, None, "examples are recognised by their columns"),
+        ({"columns": ["question", "solution"]}, None, "examples are recognised by their columns"),
+    ],
+)
+def test_formats_that_change_the_training_are_told_and_read(said, columns, words):
     made = convert({"base_model": "a/c", "datasets": [{"path": "a/b", **said}]}, "x")
-    told = [n for n in made.notes if n.key.startswith("datasets[0].") and n.changes_training]
-    assert (not told) == (is_read is True)
-    if is_read is False:
-        assert any("examples are recognised by their columns" in note.explanation for note in told)
-    elif is_read is None:
-        assert [note.key for note in told] == ["datasets[0].type"]
+    assert made.recipe["data"]["train"].get("columns") == columns
+    (told,) = [n for n in made.notes if n.key.startswith("datasets[0].") and n.changes_training]
+    assert words in told.explanation
+    is_alpaca = "Alpaca" in words
+    assert ("assistant_only_loss" in made.recipe["trainer"]) != is_alpaca  # the completion is trained anyway
 
 
-def test_another_column_of_text_is_told():
-    assert note_on(convert(SFT | {"dataset_text_field": "body"}, "x").notes, "dataset_text_field").changes_training
-    assert not note_on(convert(SFT | {"dataset_text_field": "text"}, "x").notes, "dataset_text_field").changes_training
+@pytest.mark.parametrize(
+    ("said", "columns"),
+    [
+        (
+            {
+                "type": "chat_template.default",
+                "field_messages": "turns",
+                "field_chosen": "good",
+                "field_rejected": "bad",
+            },
+            {"chosen": "good", "rejected": "bad", "conversations": "turns"},
+        ),
+        (
+            {"type": "user_defined.default", "field_prompt": "q", "field_chosen": "good", "field_rejected": "bad"},
+            {"chosen": "good", "rejected": "bad", "prompt": "q"},
+        ),
+        ({"type": "chat_template.argilla_chat", "field_chosen": "chosen", "field_rejected": "rejected"}, None),
+    ],
+)
+def test_columns_of_preferences_become_the_recipes(said, columns):
+    made = convert({"base_model": "a/c", "rl": "dpo", "datasets": [{"path": "a/b", **said}]}, "x")
+    assert made.recipe["data"]["train"].get("columns") == columns
+
+
+def test_another_column_of_text_becomes_the_recipes():
+    made = convert(SFT | {"dataset_text_field": "body"}, "x")
+    assert made.recipe["data"]["train"]["columns"] == {"text": "body"}
+    assert note_on(made.notes, "dataset_text_field").explanation == "data.train.columns"
+    assert "columns" not in convert(SFT | {"dataset_text_field": "text"}, "x").recipe["data"]["train"]
 
 
 def test_the_handbooks_zephyr_template_is_known_by_its_text():
@@ -274,6 +330,30 @@ def test_the_handbooks_zephyr_template_is_known_by_its_text():
     assert made.recipe["model"]["chat_template"] == "zephyr"
     assert not note_on(made.notes, "chat_template").changes_training
     assert note_on(convert({**SFT, "chat_template": text + "."}, "x").notes, "chat_template").changes_training
+
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] + eos_token }}\\n{% endfor %}"
+
+
+@pytest.mark.parametrize("key", ["chat_template", "chat_template_jinja"])
+def test_an_inline_template_is_written_beside_the_recipe(tmp_path, monkeypatch, key):
+    monkeypatch.chdir(tmp_path)
+    more = "chat_template: jinja\n" if key == "chat_template_jinja" else ""
+    (tmp_path / "sft.yaml").write_text(f"model_name_or_path: a/b\ndataset_name: a/c\n{more}{key}: {TEMPLATE!r}\n")
+    text, table = import_file(tmp_path / "sft.yaml", template_file=Path("mine.jinja"))
+    assert load_text(text).model.chat_template == "mine.jinja"
+    assert parse((tmp_path / "sft.yaml").read_text(), "x")[0][key] == (tmp_path / "mine.jinja").read_text()
+    assert "changes to the training\n" not in table.split("chat_template")[0]
+    text, table = import_file(tmp_path / "sft.yaml")
+    assert load_text(text).model.chat_template is None
+    assert "with a DEST, this one is written" in " ".join(table.split())
+
+
+def test_a_template_of_a_recipe_that_would_not_load_is_not_left(tmp_path):
+    (tmp_path / "sft.yaml").write_text(f"model_name_or_path: ./no\ndataset_name: a/c\nchat_template: {TEMPLATE!r}\n")
+    with pytest.raises(UserError, match="nothing was written"):
+        import_file(tmp_path / "sft.yaml", template_file=tmp_path / "mine.jinja")
+    assert not (tmp_path / "mine.jinja").exists()
 
 
 def test_a_template_and_a_stop_token_go_to_the_model():

@@ -349,6 +349,12 @@ def test_set_reaches_into_a_mixture(write):
         ("[]", r"my.yaml:4 data.train: found \[\]; it is empty"),
         ("org/data", r"my.yaml:4 data.train: found 'org/data'; write a section"),
         ("{pth: org/data}", r"my.yaml:4 data.train.pth: unknown key; did you mean 'path'"),
+        ("{path: org/data, columns: {prompts: a}}", r"columns.prompts: found 'prompts'; write .*mean 'prompt'"),
+        ("{path: org/data, columns: {prompt: 3}}", r"my.yaml:4 data.train.columns.prompt: found 3; write a text"),
+        (
+            "{path: org/data, roles: {a: b}}",
+            r"my.yaml:4 data.train.roles.a: found 'b'; write system, user or assistant",
+        ),
         ("{path: org/data, split: test_sft}", r"my.yaml:4 data.train.split: 'test_sft' is a test split.*train_on_test"),
         ("[{path: org/data, split: 'validation[:50%]'}]", r"data.train.0.split: 'validation\[:50%\]' is a test split"),
         ("{path: my.jsonl, split: 'train[:10%]'}", r"data.train.split: .*a file is always taken whole; write limit"),

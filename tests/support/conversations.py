@@ -2,6 +2,8 @@
 
 from types import SimpleNamespace
 
+from soren_align.recipe import DataSplit
+
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
     "{% if m['role'] == 'assistant' %}"
@@ -11,8 +13,10 @@ CHATML = (
 )
 
 
-def split(path, split="train", limit=None, revision=None, bad_examples="refuse"):
-    return SimpleNamespace(path=str(path), split=split, limit=limit, revision=revision, bad_examples=bad_examples)
+def split(path, split="train", **keys):
+    """A DataSplit of any path, for functions that read its keys only."""
+    defaults = {key: field.get_default(call_default_factory=True) for key, field in DataSplit.model_fields.items()}
+    return SimpleNamespace(**defaults | {"path": str(path), "split": split} | keys)
 
 
 def animal_text(i):

@@ -1,0 +1,210 @@
+"""Local data: CSV, text and compressed files, folders and patterns are the same examples as one JSONL file."""
+
+import csv
+import gzip
+import hashlib
+import json
+import os
+import shutil
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from soren_align import recipe
+from soren_align.data import load_split
+from soren_align.data.records import MAX_UNCHECKED
+from soren_align.errors import UserError
+from tests.support.conversations import chat_row, split
+
+ROWS = [
+    {"prompt": f'Question {i}, with "quotes", {"commas, " * i}ü:\nand lines ', "completion": f"; answer\t{i}"}
+    for i in range(5)
+]
+
+
+def refused(spec, task="sft"):
+    with pytest.raises(UserError) as caught:
+        load_split(spec, task)
+    return str(caught.value)
+
+
+def write_as(path, rows):
+    """The rows as a file of the path's suffix, by the standard library and pyarrow alone."""
+    suffix = path.name.partition(".")[2].removesuffix(".gz")
+    if suffix == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+        return
+    opened = gzip.open if path.name.endswith(".gz") else open
+    with opened(path, "wt", encoding="utf-8-sig" if suffix == "csv" else "utf-8", newline="") as stream:
+        if suffix == "json":
+            json.dump(rows, stream)
+        elif suffix == "jsonl":
+            stream.writelines(json.dumps(row) + "\n" for row in rows)
+        elif suffix == "txt":
+            stream.writelines(row["text"] + "\r\n\r\n" for row in rows)
+        else:
+            writer = csv.DictWriter(stream, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl.gz", "json.gz", "csv.gz"])
+def test_a_file_of_any_kind_has_the_rows_that_were_written(tmp_path, suffix):
+    write_as(path := tmp_path / f"rows.{suffix}", ROWS)
+    loaded = load_split(split(path), "sft")
+    assert list(loaded.dataset) == ROWS
+    assert loaded.source["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("suffix", ["txt", "txt.gz"])
+def test_every_line_of_a_text_file_that_is_not_blank_is_an_example(tmp_path, suffix):
+    rows = [{"text": "The lynx sleeps. ü"}, {"text": "  The bear does not."}]
+    write_as(path := tmp_path / f"rows.{suffix}", rows)
+    assert list(load_split(split(path), "sft").dataset) == rows
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
+def test_the_separator_of_a_csv_file_is_that_of_its_first_line(tmp_path, delimiter):
+    path = tmp_path / "rows.csv"
+    path.write_text(delimiter.join(["instruction", "input", "output"]) + "\n" + delimiter.join(["a", "", "b"]) + "\n")
+    loaded = load_split(split(path), "sft")
+    assert loaded.dataset[0]["completion"] == [{"role": "assistant", "content": "b"}]
+
+
+BAD_FILES = {  # name: (content, what is said)
+    "fields.csv": (b"text,id\na,1\nb\n", "fields.csv:3: 1 fields, but 2 columns"),
+    "names.csv": (b"text,text\na,1\n", "names.csv:1: the first line must name each column once; found text, text"),
+    "blank.csv": (b"text,\na,1\n", "blank.csv:1: the first line must name each column once"),
+    "quote.csv": (b'text\n"a\n\n"\n"never ends\n', "quote.csv:5: not CSV that can be read: unexpected end of data"),
+    "latin.csv": (b"text\na\n\xfc\n", "latin.csv:3: not UTF-8"),
+    "latin.txt": (b"a\n\xfc\n", "latin.txt:2: not UTF-8: byte 1 of the line"),
+    "empty.csv": (b"", "empty.csv: has no examples"),
+    "head.csv": (b"text\n", "head.csv: has no examples"),
+    "plain.jsonl.gz": (b"{}", "plain.jsonl.gz: cannot be decompressed: Not a gzipped file"),
+    "plain.json.gz": (b"[]", "plain.json.gz: cannot be decompressed: Not a gzipped file"),
+    "cut.jsonl.gz": (gzip.compress(b'{"text": "a"}\n' * 99)[:-9], "cut.jsonl.gz: cannot be decompressed"),
+    "damaged.txt.gz": (gzip.compress(b"a" * 99)[:14] + b"\0" * 20, "damaged.txt.gz: cannot be decompressed"),
+    "rows.parquet.gz": (b"PAR1", "cannot read '.gz' files"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_a_damaged_file_is_refused_in_a_sentence(tmp_path, name):
+    content, words = BAD_FILES[name]
+    (tmp_path / name).write_bytes(content)
+    message = refused(split(tmp_path / name))
+    assert words in message
+    assert str(tmp_path / name) in message
+
+
+def test_a_file_that_decompresses_to_thousands_of_times_its_size_is_refused(tmp_path):
+    with gzip.open(path := tmp_path / "bomb.jsonl.gz", "wb") as stream:
+        for _ in range(MAX_UNCHECKED // (1 << 20) + 1):
+            stream.write(b" " * (1 << 20))  # one line
+    assert "holds more than 200 times its size; decompress it" in refused(split(path))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """ROWS in files of several kinds, in alphabetical order, with others beside them."""
+    (tmp_path / "data" / "part").mkdir(parents=True)
+    for i, name in enumerate(["a.csv", "b.parquet", "c.json", "part/d.jsonl", "z.jsonl.gz"]):
+        write_as(tmp_path / "data" / name, [ROWS[i]])
+    (tmp_path / "data" / ".hidden").mkdir()
+    for name in ("README.md", ".notes.jsonl", ".hidden/x.jsonl"):
+        (tmp_path / "data" / name).write_text("no data")
+    return tmp_path / "data"
+
+
+def test_a_folder_is_its_data_files_in_alphabetical_order(folder, monkeypatch):
+    loaded = load_split(split(folder), "sft")
+    assert list(loaded.dataset) == ROWS
+    files = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in ("a.csv", "part/d.jsonl")}
+    recorded = {file["path"]: file["sha256"] for file in loaded.source["files"]}
+    assert [os.path.relpath(name, folder) for name in recorded] == [
+        "a.csv",
+        "b.parquet",
+        "c.json",
+        "part/d.jsonl",
+        "z.jsonl.gz",
+    ]
+    assert {name: recorded[str(folder / name)] for name in files} == files
+    assert json.dumps(loaded.source)
+    monkeypatch.chdir(folder.parent)
+    assert load_split(split("data"), "sft").source["sha256"] == loaded.source["sha256"]
+    assert list(load_split(split("data", limit=2), "sft").dataset) == ROWS[:2]
+
+
+def test_a_change_of_one_file_or_of_their_order_is_another_dataset(folder):
+    before = load_split(split(folder), "sft")
+    (folder / "part" / "d.jsonl").rename(folder / "aa.jsonl")
+    reordered = load_split(split(folder), "sft")
+    assert list(reordered.dataset) == [ROWS[i] for i in (0, 3, 1, 2, 4)]
+    write_as(folder / "aa.jsonl", [{**ROWS[3], "completion": "another"}])
+    changed = load_split(split(folder), "sft")
+    assert changed.dataset[1]["completion"] == "another"
+    assert len({loaded.source["sha256"] for loaded in (before, reordered, changed)}) == 3
+
+
+def test_a_pattern_is_the_files_that_it_matches(folder, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    assert list(load_split(split("data/[ab].*"), "sft").dataset) == ROWS[:2]
+    assert list(load_split(split("data/*/*"), "sft").dataset) == ROWS[3:4]
+    assert load_split(split("data/?.*"), "sft").source["files"][0]["path"] == "data/a.csv"
+    assert "data/*.tsv: has no data file" in refused(split("data/*.tsv"))
+    assert "data/**/*.json: '**' is not read; name the folder" in refused(split("data/**/*.json"))
+
+
+def test_a_bad_example_of_a_folder_is_named_with_its_file_and_line(folder):
+    write_as(folder / "part" / "d.jsonl", [ROWS[3], {"prompt": "x", "completion": " "}])
+    assert f"{folder}/part/d.jsonl:2: completion is empty" in refused(split(folder))
+    assert load_split(split(folder, bad_examples="drop"), "sft").dropped == {"completion is empty": 1}
+
+
+def test_files_of_different_kinds_do_not_mix(folder):
+    write_as(folder / "LICENSE.txt", [{"text": "All rights reserved."}])
+    message = refused(split(folder))
+    assert f"{folder}/LICENSE.txt has plain text, without a template, {folder}/a.csv plain prompts" in message
+    assert "name the files of one kind" in message
+
+
+def test_links_to_files_are_read_and_links_to_folders_are_not(folder, tmp_path):
+    outside = tmp_path / "outside"
+    shutil.copytree(folder, outside)
+    (folder / "folder").symlink_to(outside)
+    (folder / "circle").symlink_to(folder)
+    assert len(load_split(split(folder), "sft").dataset) == 5
+    (folder / "link.jsonl").symlink_to(outside / "part" / "d.jsonl")  # as in the hub's cache
+    os.mkfifo(folder / "pipe.jsonl")
+    assert len(load_split(split(folder), "sft").dataset) == 6
+
+
+def problems(path, more=""):
+    settings = [f"data.train={{path: '{path}'{more}}}", "data.eval=null", "trainer.eval_strategy=no"]
+    try:
+        recipe.load("quickstart/sft", settings)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_a_test_file_of_a_folder_is_not_trained_on(folder, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    assert problems("data") == ""
+    write_as(folder / "part" / "test-00.jsonl", ROWS)
+    assert "data.train.path: data/part/test-00.jsonl is a test split by its name" in problems("data")
+    assert "is a test split by its name" in problems("data/part/*.jsonl")
+    assert problems("data/part/d*.jsonl") == ""
+    assert problems("data", ", train_on_test: true") == ""
+    write_as(folder / "test.jsonl", [chat_row()])
+    assert problems("data/test.jsonl") == ""  # named on purpose
+    assert recipe.load("quickstart/sft", ["data.eval={path: data}"]).data.eval.path == "data"
+
+
+def test_a_path_without_data_files_is_refused_before_training(tmp_path):
+    (tmp_path / "none").mkdir()
+    assert "has no data file (.jsonl, .json, .csv, .txt" in problems(tmp_path / "none")
+    assert "has no data file" in problems(tmp_path / "none" / "*.jsonl")
+    (tmp_path / "rows.arrow").write_text("x")
+    assert "cannot read '.arrow' files; write one of" in problems(tmp_path / "rows.arrow")

@@ -1,0 +1,153 @@
+"""LLaMA-Factory's files become recipes: `dataset:` by dataset_info.json, its columns, tags and sizes."""
+
+import json
+
+import pytest
+
+from soren_align.data import load_split
+from soren_align.errors import UserError
+from soren_align.importers import import_file
+from soren_align.recipe.loader import load_text
+
+INFO = {
+    "plain": {"file_name": "plain.json"},
+    "faq": {"file_name": "faq.jsonl", "columns": {"prompt": "question", "query": "about", "response": "reply"}},
+    "chats": {
+        "file_name": "chats.jsonl",
+        "formatting": "sharegpt",
+        "columns": {"messages": "dialog"},
+        "tags": {"role_tag": "who", "content_tag": "line", "user_tag": "student", "assistant_tag": "teacher"},
+    },
+    "usual": {"hf_hub_url": "lab/usual", "formatting": "sharegpt", "subset": "small", "split": "train_sft"},
+    "pairs": {
+        "file_name": "pairs.jsonl",
+        "ranking": True,
+        "columns": {"prompt": "instruction", "query": "input", "chosen": "chosen", "rejected": "rejected"},
+    },
+    "hub_pairs": {
+        "hf_hub_url": "lab/pairs",
+        "ranking": True,
+        "formatting": "sharegpt",
+        "columns": {"messages": "conversations", "chosen": "good", "rejected": "bad"},
+        "num_samples": 50,
+    },
+    "calls": {
+        "hf_hub_url": "lab/calls",
+        "formatting": "sharegpt",
+        "columns": {"messages": "messages", "tools": "tools"},
+    },
+}
+ROWS = {
+    "plain.json": {"instruction": "Add.", "input": "1 + 1", "output": "2"},
+    "faq.jsonl": {"question": "Why?", "about": "", "reply": "So."},
+    "chats.jsonl": {"dialog": [{"who": "student", "line": "Hi"}, {"who": "teacher", "line": "Ho"}]},
+    "pairs.jsonl": {"instruction": "Speak", "input": "now", "chosen": "Meow.", "rejected": "No."},
+}
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """project(text) -> import_file's results for examples/my.yaml with these lines, beside data/."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(INFO))
+    for name, row in ROWS.items():
+        (tmp_path / "data" / name).write_text(json.dumps([row] if name.endswith(".json") else row))
+
+    def imported(text):
+        (tmp_path / "examples" / "my.yaml").write_text("model_name_or_path: lab/tern-1b\n" + text)
+        return import_file(tmp_path / "examples" / "my.yaml")
+
+    return imported
+
+
+SFT = "stage: sft\ndo_train: true\nfinetuning_type: lora\ntemplate: default\ncutoff_len: 512\n"
+
+
+def test_names_become_paths_columns_and_roles_that_read_the_rows(project):
+    text, _ = project(SFT + "dataset: plain, faq\noutput_dir: out\n")
+    sources = load_text(text).data.sources
+    assert [source.path for source in sources] == ["data/plain.json", "data/faq.jsonl"]
+    assert sources[1].columns == {"instruction": "question", "input": "about", "output": "reply"}
+    assert [load_split(source, "sft").dataset[0] for source in sources] == [
+        {
+            "prompt": [{"role": "user", "content": "Add.\n1 + 1"}],
+            "completion": [{"role": "assistant", "content": "2"}],
+        },
+        {"prompt": [{"role": "user", "content": "Why?"}], "completion": [{"role": "assistant", "content": "So."}]},
+    ]
+    assert "assistant_only_loss" not in text  # completions are trained anyway
+    text, _ = project(SFT + "dataset: [chats]\n")
+    (chats,) = load_text(text).data.sources
+    assert chats.roles == {"student": "user", "teacher": "assistant"}
+    assert load_split(chats, "sft").dataset[0]["messages"] == [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Ho"},
+    ]
+    assert load_text(text).trainer["assistant_only_loss"] is True
+
+
+def test_datasets_of_the_hub_keep_their_configuration_split_and_number(project):
+    (usual,) = load_text(project(SFT + "dataset: usual\n")[0]).data.sources
+    assert (usual.path, usual.name, usual.split, usual.columns) == ("lab/usual", "small", "train_sft", {})
+    (pairs,) = load_text(project("stage: dpo\nfinetuning_type: full\ndataset: hub_pairs\n")[0]).data.sources
+    assert (pairs.path, pairs.limit) == ("lab/pairs", 50)
+    assert pairs.columns == {"conversations": "conversations", "chosen": "good", "rejected": "bad"}
+
+
+def test_pairs_train_by_dpo(project):
+    text, _ = project("stage: dpo\nfinetuning_type: full\ndataset: pairs\npref_beta: 0.2\npref_loss: sigmoid\n")
+    loaded = load_text(text)
+    assert (loaded.task, loaded.trainer["beta"], loaded.trainer["loss_type"]) == ("dpo", 0.2, ["sigmoid"])
+    asked = [{"role": "user", "content": "Speak\nnow"}]
+    assert load_split(loaded.data.sources[0], "dpo").dataset[0] == {
+        "chosen": [*asked, {"role": "assistant", "content": "Meow."}],
+        "rejected": [*asked, {"role": "assistant", "content": "No."}],
+    }
+
+
+def test_other_keys_are_converted(project):
+    lora = "lora_rank: 4\nlora_target: q_proj, v_proj\nval_size: 0.1\nlearning_rate: 1.0e-4\n"
+    text, table = project(SFT + "dataset: faq\neval_strategy: steps\noverwrite_cache: true\n" + lora)
+    loaded = load_text(text)
+    assert (loaded.model.lora.r, loaded.model.lora.alpha) == (4, 8.0)
+    assert loaded.model.lora.target_modules == ["q_proj", "v_proj"]
+    assert loaded.data.eval.fraction == 0.1
+    assert (loaded.trainer["max_length"], loaded.optimizer.lr) == (512, 1e-4)
+    assert load_text(project(SFT + "dataset: faq\nlora_target: all\n")[0]).model.lora.target_modules == "all-linear"
+    assert load_text(project("stage: sft\nfinetuning_type: full\ndataset: faq\n")[0]).trainer["max_length"] == 2048
+    assert "unknown" not in table
+    assert "\nchanges to the training\n  template" in table  # the tokenizer's own is used
+
+
+def test_held_out_files_are_the_recipes(project):
+    loaded = load_text(project(SFT + "dataset: chats\neval_dataset: chats\n")[0])
+    assert (loaded.data.eval.path, loaded.data.eval.roles["teacher"]) == ("data/chats.jsonl", "assistant")
+
+
+def test_columns_that_are_not_read_are_told(project):
+    _, table = project(SFT + "dataset: calls\n")
+    assert "tools: not read" in table.partition("\nrenamed")[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (SFT + "dataset: fag\n", "dataset_info.json has no 'fag'; did you mean 'faq'?"),
+        (SFT + "dataset: faq\ndataset_dir: elsewhere\n", "there is no elsewhere/dataset_info.json beside the file"),
+        ("stage: pt\nfinetuning_type: full\ndataset: faq\n", "this trains by PT; only SFT and DPO are supported"),
+        ("stage: kto\nfinetuning_type: full\ndataset: faq\n", "this trains by KTO"),
+    ],
+)
+def test_what_cannot_be_resolved_is_refused_with_the_remedy(project, text, message):
+    with pytest.raises(UserError) as caught:
+        project(text)
+    assert message in str(caught.value)
+
+
+def test_a_damaged_dataset_info_is_refused(project, tmp_path):
+    for content in ("[]", "{", '{"faq": 3}', '{"faq": {"columns": 3}}'):
+        (tmp_path / "data" / "dataset_info.json").write_text(content)
+        with pytest.raises(UserError):
+            project(SFT + "dataset: faq\n")
