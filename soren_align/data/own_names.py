@@ -18,7 +18,7 @@ class Names(NamedTuple):
     """The dataset's role -> ours."""
 
     @classmethod
-    def of(cls, columns: Mapping[str, str], roles: Mapping[str, str]) -> "Names":
+    def of(cls, columns: Mapping[Any, str], roles: Mapping[str, str]) -> "Names":
         """From a recipe's `columns`, which include the keys of turns, and its `roles`."""
         keys = {key: name for key, name in columns.items() if key in ("role", "content")}
         return cls({key: name for key, name in columns.items() if key not in keys}, keys, roles)

@@ -40,8 +40,16 @@ class SplitConfig(Protocol):
     limit: int | None
     revision: str | None
     bad_examples: Literal["refuse", "drop"]
-    columns: Mapping[str, str]
-    roles: Mapping[str, str]
+
+    @property
+    def columns(self) -> Mapping[Any, str]:
+        """Our names -> the dataset's."""
+        ...
+
+    @property
+    def roles(self) -> Mapping[str, str]:
+        """The dataset's roles -> ours."""
+        ...
 
 
 @dataclass(frozen=True)
