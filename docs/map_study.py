@@ -7,8 +7,9 @@
 Two tasks: "quickstart", its SFT cut to 150 of 600 steps, and "source", a Llama of 1.25 million parameters on the bytes
 of the standard library. All columns but the last have match_rms_measured, so that at one learning rate they have one
 update RMS; embeddings, head and norms have AdamW at a fixed rate. First five seeds (weights and order of the data) at
-the rate that all share. Then each column's own rate: powers of two, on another seed, extended until the best is inside,
-and the five seeds at the best. The loss is that of the same held-out data for all. Forty minutes of one core.
+the rate that all share. Then each column's own rate: powers of two, by the mean loss of other seeds, extended until
+the best is inside, and the five seeds at the best. The loss is that of the same held-out data for all. An hour on two
+cores, one task on each, with OMP_NUM_THREADS=1.
 """
 
 import argparse
@@ -18,16 +19,18 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 import torch
 from rich.console import Console
+from scipy.stats import ttest_1samp
 from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with_warmup
 
 from soren_align import recipe
+from soren_align.evaluate.significance import holm
 from soren_align.launch.preparation import prepare
 from soren_align.optim import build_optimizer
 from soren_align.run_folder import RunFolder
@@ -40,16 +43,18 @@ COLUMNS = {
     "minimax 0.001": {"name": "soren", "map": {"name": "minimax", "resolution": 0.001}},
     "minimax 0.01": {"name": "soren", "map": COARSE},
     "sns 15": {"name": "soren", "map": {"name": "sns", "steps": 15}},
+    "released": {"name": "soren", "map": {"name": "released"}},
     "muon": {"name": "muon"},
     "minimax 0.01, match_rms_adamw": {"name": "soren", "map": COARSE, "adjust_lr_fn": "match_rms_adamw"},
 }
 SHARED_RATES = {"quickstart": 2**-6, "source": 2**-6}
 GRID = (0.5, 1, 2)  # times the shared rate, at first
-GRID_SEED, SEEDS = 100, (0, 1, 2, 3, 4)
+GRID_SEEDS = {"quickstart": (100, 101, 102, 103), "source": (100, 101)}  # more where a large rate may diverge
+SEEDS = (0, 1, 2, 3, 4)
 AUX_LR = 3e-3
-T_975 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # Student's t by the number of seeds, for 95% intervals
+T_975 = 2.776  # Student's t of 4 degrees of freedom, for 95% intervals
 
-NUM_STEPS, BATCH, LENGTH = 100, 8, 64  # of "source"
+NUM_STEPS, BATCH, LENGTH = 200, 8, 64  # of "source"
 MODEL: dict[str, Any] = {"hidden_size": 160, "intermediate_size": 448, "num_hidden_layers": 4, "num_attention_heads": 4}
 MODEL |= {"num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": LENGTH}
 
@@ -126,20 +131,23 @@ class Study:
         return self.runs[key]["held_out"]
 
     def best_rate(self, task: str, column: str) -> float:
-        """The rate with the lowest held-out loss on the grid's seed; the grid is extended until it is inside."""
+        """The rate with the lowest held-out loss on the grid's seeds; the grid is extended until it is inside."""
         rates = [factor * SHARED_RATES[task] for factor in GRID]
         while True:
-            losses = {lr: self.loss(task, column, lr, GRID_SEED) for lr in rates}
+            losses = {lr: fmean(self.loss(task, column, lr, seed) for seed in GRID_SEEDS[task]) for lr in rates}
             best = min(rates, key=losses.__getitem__)
             if best not in (rates[0], rates[-1]):
                 return best
             rates = [rates[0] / 2, *rates] if best == rates[0] else [*rates, 2 * rates[-1]]
 
-    def grid(self, task: str, column: str) -> dict[float, float]:
-        """The losses of the grid's seed that the file has, by rate."""
-        return {
-            lr: r["held_out"] for (*of, lr, seed), r in self.runs.items() if (*of, seed) == (task, column, GRID_SEED)
-        }
+    def best_measured(self, task: str, column: str) -> float | None:
+        """As `best_rate`, of the runs in the file; None if the best is not inside of the grid yet."""
+        rates = {key[2] for key in self.runs if key[:2] == (task, column) and key[3] in GRID_SEEDS[task]}
+        runs_of = {lr: [self.runs.get((task, column, lr, seed)) for seed in GRID_SEEDS[task]] for lr in sorted(rates)}
+        losses = {lr: fmean(run["held_out"] for run in runs) for lr, runs in runs_of.items() if all(runs)}
+        rates_inside = [*losses][1:-1]
+        best = min(losses, key=losses.__getitem__, default=None)
+        return best if best in rates_inside else None
 
     def fresh(self, task: str, column: str, lr: float | None) -> dict[int, float]:
         """The losses of the fresh seeds that the file has, by seed."""
@@ -149,33 +157,37 @@ class Study:
 TASKS = {"quickstart": quickstart, "source": source}
 
 
-def interval(values: list[float]) -> str:
-    """Mean and half the width of the 95% interval."""
-    if len(values) < 2:
+def interval(values: Sequence[float]) -> str:
+    """Mean and half the width of the 95% interval by Student's t; no mean of a part of the seeds."""
+    if len(values) < len(SEEDS):
         return "no result"
-    return f"{fmean(values):.4f} ± {T_975[len(values)] * stdev(values) / len(values) ** 0.5:.4f}"
+    return f"{fmean(values):.4f} ± {T_975 * stdev(values) / len(values) ** 0.5:.4f}"
 
 
 def table(study: Study, task: str, columns: list[str]) -> None:
-    """Print the task's table; every column is compared with the first, seed by seed."""
-    print(
-        f"| {task} | seeds | lr {SHARED_RATES[task]:g} | difference | best lr | seeds | at its best lr | difference |"
-    )
-    print("|---|---|---|---|---|---|---|---|")
-    references: list[dict[int, float]] = []
-    for column in columns:
-        grid = study.grid(task, column)
-        best = min(grid, key=grid.__getitem__) if len(grid) >= len(GRID) else None
-        cells = []
-        for part, rate in enumerate((SHARED_RATES[task], best)):
-            losses = study.fresh(task, column, rate)
-            references += [losses] if column == columns[0] else []
-            differences = [losses[seed] - references[part][seed] for seed in losses if seed in references[part]]
-            difference = "" if column == columns[0] else interval(differences)
-            cells += [str(len(losses)), interval([*losses.values()]), difference]
-        cells.insert(3, f"{best:g}" if best else "no result")
-        print(f"| {column} | {' | '.join(cells)} |")
+    """Print the task's table. Differences to the first column are paired by seed, p is Holm's over each half."""
+    best = {column: study.best_measured(task, column) for column in columns}
+    shared = dict.fromkeys(columns, SHARED_RATES[task])
+    cells = [_half(study, task, columns, rates) for rates in (shared, best)]
+    print(f"| {task} | at lr {SHARED_RATES[task]:g} | difference | own lr | at its own lr | difference |")
+    print("|---|---|---|---|---|---|")
+    for column, left, right in zip(columns, *cells, strict=True):
+        print("| " + " | ".join([column, *left, f"{best[column]:g}" if best[column] else "no result", *right]) + " |")
     print()
+
+
+def _half(study: Study, task: str, columns: list[str], rates: dict[str, float | None]) -> list[tuple[str, str]]:
+    """(held-out loss, difference to the first column) of every column at its rate."""
+    losses = [study.fresh(task, column, rates[column]) for column in columns]
+    differences = [[each[seed] - losses[0][seed] for seed in each if seed in losses[0]] for each in losses[1:]]
+    whole = [i for i, difference in enumerate(differences) if len(difference) == len(SEEDS)]
+    p = dict(zip(whole, holm([float(ttest_1samp(differences[i], 0).pvalue) for i in whole]), strict=True))
+    shown = [f"{interval(each)} ({_shown(p[i])})" if i in p else "no result" for i, each in enumerate(differences)]
+    return [(interval([*each.values()]), other) for each, other in zip(losses, ["", *shown], strict=True)]
+
+
+def _shown(p: float) -> str:
+    return "p < 0.001" if p < 0.001 else f"p {p:.3f}"
 
 
 def main() -> None:
