@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..optimizer_settings import RELEASED_STEPS, RESOLUTION, RESOLUTIONS, SNS_STEPS
+from ..optimizer_settings import MUON_STEPS, RELEASED_STEPS, RESOLUTION, RESOLUTIONS, SNS_STEPS
 from ..spectral import (
     exact_sigmoid,
     minimax_sigmoid,
@@ -29,8 +29,8 @@ from ..spectral import (
     soft_newton_schulz,
 )
 from ..spectral.cost import SpectralMap
-from ..spectral.matrices import frobenius_norm, from_wide, multiply_add, to_wide
-from ..spectral.quintic import EPS, A, B, C
+from ..spectral.matrices import frobenius_norm, from_wide, to_wide
+from ..spectral.quintic import EPS, A, B, C, quintic_step
 from .peers import DION, scheduled_quintic
 from .shapes import Shape
 
@@ -78,9 +78,8 @@ def newton_schulz_float32(x: Tensor) -> Tensor:
     """Muon's five steps as in `newton_schulz`, iterated in float32."""
     y = to_wide(x, torch.float32)
     y = y / frobenius_norm(y).clamp(min=EPS)
-    for _ in range(5):
-        gram = y @ y.mT
-        y = multiply_add(y, multiply_add(gram, gram, gram, beta=B, alpha=C), y, beta=A, alpha=1.0)
+    for _ in range(MUON_STEPS):
+        y = quintic_step(y, A, B, C)
     return from_wide(y, x)
 
 

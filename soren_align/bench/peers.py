@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..spectral.matrices import from_wide, multiply_add, to_wide
-from ..spectral.quintic import EPS
+from ..spectral.matrices import from_wide, to_wide
+from ..spectral.quintic import EPS, quintic_step
 
 Map = Callable[[Tensor], Tensor]
 STEPS = 5
@@ -58,8 +58,7 @@ def scheduled_quintic(x: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     y = to_wide(x, dtype)
     y = y / (torch.linalg.vector_norm(y, dim=(-2, -1), keepdim=True) + EPS)
     for a, b, c in SCHEDULE:
-        gram = y @ y.mT
-        y = multiply_add(y, multiply_add(gram, gram, gram, beta=b, alpha=c), y, beta=a, alpha=1.0)
+        y = quintic_step(y, a, b, c)
     return from_wide(y, x)
 
 

@@ -2,7 +2,7 @@
 
 from .columns import COLUMNS, Task
 from .held_out import hold_out
-from .mixture import load_mixture, mix
+from .mixture import mix
 from .preview import Account, account, show_example
 from .rendering import check_rendering_cost
 from .split import LoadedSplit, load_split
@@ -17,7 +17,6 @@ __all__ = [
     "check_rendering_cost",
     "check_template",
     "hold_out",
-    "load_mixture",
     "load_split",
     "mix",
     "set_template",

@@ -11,8 +11,7 @@ import numpy as np
 from datasets import concatenate_datasets
 
 from ..errors import UserError
-from .columns import Task
-from .split import LoadedSplit, SplitConfig, canonical, load_split
+from .split import LoadedSplit, SplitConfig, canonical
 
 
 class SourceConfig(SplitConfig, Protocol):
@@ -21,17 +20,12 @@ class SourceConfig(SplitConfig, Protocol):
     weight: float
 
 
-def load_mixture(configs: Sequence[SourceConfig], task: Task, seed: int) -> LoadedSplit:
+def mix(splits: Sequence[LoadedSplit], configs: Sequence[SourceConfig], seed: int) -> LoadedSplit:
     """The examples of all sources: each `weight` times, a fraction by sampling without replacement.
 
-    A single source of weight 1 is returned unchanged. Raises UserError if the sources have different columns, or a
-    weight leaves no example of one.
+    configs: of `splits`. A single source of weight 1 is returned unchanged. Raises UserError if the sources have
+    different columns, or a weight leaves no example of one.
     """
-    return mix([load_split(source, task) for source in configs], configs, seed)
-
-
-def mix(splits: Sequence[LoadedSplit], configs: Sequence[SourceConfig], seed: int) -> LoadedSplit:
-    """As load_mixture, of loaded sources."""
     if len(splits) == 1 and configs[0].weight == 1:
         return splits[0]
     refuse_other_kinds(splits)

@@ -13,14 +13,14 @@ from rich.console import Console
 from ..errors import UserError
 from ..files import is_component, write
 from ..provenance import commit
-from ..recipe import Eval
+from ..recipe import Eval, Model, trains_adapter
 from ..run_folder import RunFolder
 from ..terminal import print_labelled
 from . import tables
 from .backends import require_backend
 from .cache import default_cache_folder
 from .harness import ModelResults, Options, evaluate_model
-from .preflight import Row, check, saved_row, with_base_template
+from .preflight import Row, check, planned_rows, saved_row, with_base_template
 from .progress_display import ProgressDisplay
 from .published import load_published
 from .result_files import write_results
@@ -115,6 +115,17 @@ def preflight(
         rows, suite, lambda: load_tasks(suite, None, on_column, trusted=options.trust_suite), options
     )
     return {column: sum(num_questions(task).values()) for column, task in tasks.items()}, notices
+
+
+def preflight_of_training(
+    options: Eval, model: Model, start: str, tokenizer: Any, on_column: Callable[[str], object] | None = None
+) -> list[str]:
+    """Return the notices of `preflight` for the table after a training. Raises UserError as `preflight`.
+
+    model: of the recipe. start: the starting checkpoint. tokenizer: of the training, with its chat template.
+    """
+    rows = planned_rows(start, model.revision, tokenizer, is_adapter=trains_adapter(model))
+    return preflight(options, rows, on_column)[1]
 
 
 def output_of(run: RunFolder, options: Eval) -> Path:

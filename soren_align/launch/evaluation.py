@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from .. import shipped
 from ..errors import UserError, from_os_error
 from ..files import local_path
-from ..recipe import ADAPTER, Eval, Recipe, evaluation_problems, is_local, load_resolved, trains_adapter
+from ..recipe import ADAPTER, Eval, Recipe, evaluation_problems, is_local, load_resolved
 from ..run_folder import RunFolder
 from ..silence import quiet_libraries
 from ..terminal import Terminal, loading, stderr_console
@@ -133,14 +133,18 @@ def check_evaluation(
     folder: RunFolder, setup: "TrainingSetup", settings: Eval, on_text: Callable[[str], object]
 ) -> list[str]:
     """Raise UserError, before training, if the evaluation after it could not run. Returns notices about its table."""
-    from ..evaluate import preflight, stage
+    from ..evaluate import stage
     from ..evaluate.results import refuse_foreign
 
     refuse_foreign(stage.output_of(folder, settings), [])
     on_text("Checking evaluation")
-    model = setup.recipe.model
-    rows = preflight.planned_rows(setup.start, model.revision, setup.tokenizer, is_adapter=trains_adapter(model))
-    return stage.preflight(settings, rows, lambda column: on_text(f"Checking evaluation: {column}"))[1]
+    return stage.preflight_of_training(
+        settings,
+        setup.recipe.model,
+        setup.start,
+        setup.tokenizer,
+        lambda column: on_text(f"Checking evaluation: {column}"),
+    )
 
 
 def evaluate_trained(folder: RunFolder, settings: Eval, console: Terminal) -> None:

@@ -25,10 +25,8 @@ def map_batches(matrices: Sequence[Whole], workspace_mb: float | None) -> list[l
     batches = []
     for (shape, dtype, device), equal in indices.items():
         limit = default_workspace_mb(device.type) if workspace_mb is None else workspace_mb
-        num_bytes = (
-            num_workspace_numbers(*shape, device.type) + math.prod(shape)
-        ) * dtype.itemsize  # of a map and its input
-        size = max(1, int(limit * 2**20 / num_bytes))
+        num_numbers = num_workspace_numbers(*shape, device.type) + math.prod(shape)  # of a map and its input
+        size = max(1, int(limit * 2**20 / (num_numbers * dtype.itemsize)))
         batches += [equal[start : start + size] for start in range(0, len(equal), size)]
     return batches
 

@@ -15,7 +15,7 @@ from ..data import Account
 from ..errors import UserError
 from ..evaluate.suites import suite_of
 from ..optim import build_optimizer, route, routing_table
-from ..recipe import Recipe, trains_adapter
+from ..recipe import Recipe
 from ..run_folder import RunFolder
 from ..sharding.ranks import Ranks
 from ..trainers import adapters, build
@@ -131,13 +131,10 @@ def _evaluation_notices(recipe: Recipe, inputs: Inputs) -> list[str]:
     """Return the findings of the check that training starts with: all that its evaluation needs except the models."""
     if recipe.eval is None or inputs.ready is None:
         return []
-    from ..evaluate import preflight, stage  # they import lm-eval, which takes seconds
+    from ..evaluate import stage  # imports lm-eval, which takes seconds
 
-    model = recipe.model
     try:
-        tokenizer = inputs.ready.tokenizer
-        rows = preflight.planned_rows(inputs.start, model.revision, tokenizer, is_adapter=trains_adapter(model))
-        return stage.preflight(recipe.eval, rows)[1]
+        return stage.preflight_of_training(recipe.eval, recipe.model, inputs.start, inputs.ready.tokenizer)
     except UserError as error:
         return [f"training would not start, because of its evaluation: {problem}" for problem in error.problems]
 

@@ -16,7 +16,7 @@ from .optimizers import MAPS, OPTIMIZERS, as_adamw
 from .parallel import Parallel, parallel
 from .references import is_local
 from .schema import json_schema
-from .sections import ADAPTER, Data, DataSplit, Eval, HeldOut, Lora, Recipe, TrainSplit, trains_adapter
+from .sections import ADAPTER, Data, DataSplit, Eval, HeldOut, Lora, Model, Recipe, TrainSplit, trains_adapter
 
 __all__ = [
     "ADAPTER",
@@ -28,6 +28,7 @@ __all__ = [
     "Eval",
     "HeldOut",
     "Lora",
+    "Model",
     "Parallel",
     "Recipe",
     "TrainSplit",

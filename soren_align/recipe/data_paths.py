@@ -35,22 +35,21 @@ def data_files(path: str) -> dict[str, Path]:
     Of a folder, all data files at any depth. Hidden files and folders, and links to folders, are left out. Raises
     UserError if there is no file, if a single one is of no kind that can be read, or if there are too many.
     """
-    place = shipped.resolve(path)
-    if not is_pattern(path) and not place.is_dir():
+    place, has_wildcards = shipped.resolve(path), is_pattern(path)
+    if not has_wildcards and not place.is_dir():
         return {path: _single(path, place)}
-    root = _root(path)
-    if not is_pattern(path) and root.resolve() in (Path("~").expanduser().resolve(), Path("/")):
+    if not has_wildcards and place.resolve() in (Path("~").expanduser().resolve(), Path("/")):
         raise UserError(f"{path}: is a whole home or disk; name a folder of data")
-    entries = glob.iglob(str(place)) if is_pattern(path) else _walk(place)
     if "**" in path:
         raise UserError(f"{path}: '**' is not read; name the folder, whose data files are read at any depth")
-    names = list(islice(entries, MAX_ENTRIES + 1))
+    names = list(islice(glob.iglob(str(place)) if has_wildcards else _walk(place), MAX_ENTRIES + 1))
     if len(names) > MAX_ENTRIES:
         raise UserError(f"{path}: names more than {MAX_ENTRIES:,} files and folders; name fewer")
     files = [file for name in names if data_suffix(file := Path(name)) in SUFFIXES and file.is_file()]
     if not files:
         raise UserError(f"{path}: has no data file ({FILE_KINDS})")
-    start = Path(path) if not is_pattern(path) else root
+    root = _root(path)
+    start = root if has_wildcards else Path(path)
     return {str(start / file.relative_to(root)): file for file in sorted(files)}
 
 

@@ -78,7 +78,7 @@ def usual_workspace_numbers(
     if spectral_map in ("sns", "released"):
         return m * m + 5 * m * n
     if spectral_map == "muon":  # in bfloat16: elements of half the size
-        return (m * m + 3 * m * n) // 2
+        return max(3 * m * n, 2 * m * n + 2 * m * m) // 2
     if spectral_map is None:
         return 2 * m * m + 7 * m * n
     padding = PADDING if block_size(m, "cuda" if narrow else "cpu") < m else 0

@@ -25,6 +25,11 @@ def newton_schulz(x: Tensor, steps: int = MUON_STEPS) -> Tensor:
     y = to_wide(x, torch.float64 if x.dtype == torch.float64 else torch.bfloat16)
     y = y / torch.linalg.vector_norm(y, dim=(-2, -1), keepdim=True).clamp(min=EPS)  # with torch.optim.Muon's bits
     for _ in range(steps):
-        gram = y @ y.mT
-        y = multiply_add(y, multiply_add(gram, gram, gram, beta=B, alpha=C), y, beta=A, alpha=1.0)
+        y = quintic_step(y, A, B, C)
     return from_wide(y, x)
+
+
+def quintic_step(y: Tensor, a: float, b: float, c: float) -> Tensor:
+    """a y + (b G + c G^2) y for G = y y^T; y: wide, not modified."""
+    gram = y @ y.mT
+    return multiply_add(y, multiply_add(gram, gram, gram, beta=b, alpha=c), y, beta=a, alpha=1.0)

@@ -9,13 +9,17 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
 
-from soren_align.data import account, load_mixture
+from soren_align.data import account, load_split, mix
 from soren_align.errors import UserError
 from tests.support.conversations import chat, pair_row, split
 
 
 def source(path, weight=1.0, **how):
     return SimpleNamespace(**vars(split(path, **how)), weight=weight)
+
+
+def load_mixture(sources, task, seed):
+    return mix([load_split(each, task) for each in sources], sources, seed)
 
 
 def chats(numbers):

@@ -102,7 +102,7 @@ def _data_file(data: Any, arguments: dict[str, Any]) -> None:
     given = arguments["spec"] | {"path": arguments["file"]}
     if arguments["weights"]:
         sources = [recipe.TrainSplit.model_validate(given | {"weight": weight}) for weight in arguments["weights"]]
-        loaded = data.load_mixture(sources, arguments["task"], 0)
+        loaded = data.mix([data.load_split(source, arguments["task"]) for source in sources], sources, 0)
     else:
         loaded = data.load_split(recipe.DataSplit.model_validate(given), arguments["task"])
     tokenizer = _tokenizer()
@@ -168,7 +168,7 @@ def _command(words: list[str]) -> int:
 def _without_models():
     """Models answer at once, a training is over at once, and the hub takes everything."""
     from soren_align import push
-    from soren_align.evaluate import figure, harness, preflight, stage
+    from soren_align.evaluate import figure, harness, stage
     from soren_align.trainers import training, training_setup
     from soren_align.trainers.starting_model import starting_checkpoint
 
@@ -209,7 +209,7 @@ def _without_models():
             (stage, "load_tasks", _tasks),
             (stage, "preflight", lambda *_: ({}, [])),
             (stage, "check", lambda rows, suite, load, options: (load(), [])),
-            (preflight, "planned_rows", lambda *_, **__: []),
+            (stage, "planned_rows", lambda *_, **__: []),
             (figure, "draw", lambda _, path: Path(path).write_bytes(b"PNG")),
             (stage, "commit", lambda: "c" * 40),
             (training_setup, "set_up_training", set_up_training),
