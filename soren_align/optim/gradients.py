@@ -16,15 +16,20 @@ from .group_settings import names_of
 from .pieces import local
 from .placement import Placement
 
+# Up to it a bound of a norm serves as well as the norm: no map distinguishes matrices with |N|_F below it.
+LOOSE_NORM = 1.5
+
 
 class StepNumbers(NamedTuple):
     """The numbers of one step that the host needs.
 
     max_norm: at least |N|_F of every map input N, on all ranks. lrs: of each group; a tensor is on the CPU.
+    bound: at least max_norm and the norm of all gradients together.
     """
 
     max_norm: float
     lrs: list[float | Tensor]
+    bound: float
 
 
 class Gradient(NamedTuple):
@@ -41,19 +46,28 @@ def checked_numbers(
     state: Mapping[Tensor, dict[str, Tensor]],
     optimizer: str,
     placement: Placement | None,
+    gradient_norm: Tensor | None = None,
+    previous_bound: float = math.inf,
 ) -> StepNumbers:
     """The numbers of a step whose gradients can be used, by one host read. With a placement collective.
 
+    optimizer: its name. gradient_norm: see `SpectralOptimizer`; previous_bound: of the last step. While both are at
+    most LOOSE_NORM, neither gradients nor momenta are read: a momentum is a weighted mean of gradients.
     Raises ValueError for a shard in a spectral group and for a sparse gradient, and FloatingPointError if a gradient
-    has a NaN or an infinity; the error names the parameters. With a placement every rank raises. optimizer: its name.
+    has a NaN or an infinity; the error names the parameters. With a placement every rank raises.
     """
     named = [pair for group in groups for pair in zip(names_of(group), group["params"], strict=True)]
     gradients = _gradients(groups)
+    norm = gradient_norm if previous_bound <= LOOSE_NORM else None
     problem: Exception | None = None
     numbers = torch.zeros(2, dtype=torch.float64)
     try:
         _refuse_unusable_layouts(gradients, optimizer, placement.has_layout if placement else None)
-        numbers = _squared_norms(gradients, state)
+        if norm is None:
+            numbers = _squared_norms(gradients, state)
+        else:
+            square = norm.detach().double().square()
+            numbers = torch.stack([square, square.clamp(min=previous_bound**2)])
     except ValueError as error:
         if placement is None:
             raise
@@ -65,12 +79,15 @@ def checked_numbers(
     else:
         total, largest = placement.check_gradients(named, problem, numbers)
         rates = torch.cat(rates).tolist() if rates else []
+    if norm is not None and not largest <= LOOSE_NORM**2:  # a NaN too
+        return checked_numbers(groups, state, optimizer, placement)
     if not math.isfinite(total):
         _refuse_non_finite_on_all_ranks(gradients, named, placement)  # or the sum has overflowed
     # Of a tensor's own dtype, in which torch computes with it.
     on_host = iter([torch.tensor(rate, dtype=lr.dtype) for rate, lr in zip(rates, tensors, strict=True)])
     lrs = [next(on_host) if isinstance(group["lr"], Tensor) else group["lr"] for group in groups]
-    return StepNumbers(math.sqrt(largest) if math.isfinite(largest) else math.inf, lrs)
+    max_norm, bound = (math.sqrt(n) if math.isfinite(n) else math.inf for n in (largest, max(largest, total)))
+    return StepNumbers(max_norm, lrs, bound)
 
 
 def _gradients(groups: Sequence[dict[str, Any]]) -> list[Gradient]:

@@ -4,6 +4,7 @@ A group with rule "spectral" is updated by the rule in `update`, one with rule "
 differ only in `map_matrix` and its settings. Nothing here depends on ranks, ZeRO or trainers.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -48,8 +49,12 @@ class SpectralOptimizer(torch.optim.Optimizer):
     pending_observer: Callable[[PendingUpdate], None] | None = None  # gets every update on this rank before it is made
     observer: Callable[[AppliedUpdate], None] | None = None  # gets every update on this rank after it is made
     map_observers: frozenset[Callable[[AppliedMap], None]] = frozenset()  # each gets every map of a matrix on this rank
+    # At least the norm of all gradients of the coming step, finite only if all are; None: the step computes it. Where
+    # clipping has computed it, the step need not read gradients and momenta once more.
+    gradient_norm: Tensor | None = None
     max_norm: float | None = None  # at least |x|_F of every input of `map_matrix` in this step; None: not known
     num_maps = 0  # matrices mapped
+    _bound = math.inf  # of the momenta and of the last step's gradients
     num_guarded = 0  # of these, matrices with a singular value beyond the domain of the map's polynomials
 
     def __init_subclass__(cls, *, name: str = "", **kwargs: Any):
@@ -104,12 +109,13 @@ class SpectralOptimizer(torch.optim.Optimizer):
             try:
                 self._step()
             finally:
-                self.max_norm = None
+                self.max_norm = self.gradient_norm = None
         return loss
 
     def _step(self) -> None:
-        numbers = checked_numbers(self.param_groups, self.state, type(self).__name__, self.placement)
-        self.max_norm = numbers.max_norm
+        name, norm, bound = type(self).__name__, self.gradient_norm, self._bound
+        numbers = checked_numbers(self.param_groups, self.state, name, self.placement, norm, bound)
+        self.max_norm, self._bound = numbers.max_norm, numbers.bound
         with_grad = [
             [(name, p) for name, p in zip(names_of(group), group["params"], strict=True) if p.grad is not None]
             for group in self.param_groups
@@ -210,6 +216,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
             self.register_load_state_dict_pre_hook(validate),
             self.register_load_state_dict_post_hook(lambda _: self.state.update(state), prepend=True),
         ]
+        self._bound = math.inf
         try:
             super().load_state_dict(state_dict)
         finally:

@@ -5,6 +5,7 @@ DeepSpeed calls `create_optimizer` itself. So a mixin for both overrides that me
 `create_optimizer`, `create_scheduler`, `training_step` per micro-batch, `optimizer.step()`, `log`, `_save_checkpoint`.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,15 @@ class SorenTrainerMixin(Trainer):
         mask = inputs.get("attention_mask")
         self.measurements.num_tokens += mask.sum() if mask is not None else inputs["input_ids"].numel()
         return super().training_step(model, inputs, *args, **kwargs)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """As TRL. The norm, computed for clipping or for the log, serves the optimizer too."""
+        norm = super()._get_grad_norm(model, grad_norm)
+        if self.attached.parallel == "ddp" and torch.is_tensor(norm):
+            limit = self.args.max_grad_norm if grad_norm is not None else math.inf
+            # The norm before clipping; 1%: of rounding in bfloat16. An infinity makes clipped gradients NaN.
+            self.attached.optimizer.gradient_norm = torch.where(norm.isfinite(), norm.clamp(max=limit) * 1.01, norm)
+        return norm
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As TRL, with our measurements beside the loss. Collective, as TRL's is."""

@@ -7,12 +7,14 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Trainer
 
 from soren_align import shipped
 from soren_align.errors import UserError
+from soren_align.optim import gradients
 from soren_align.trainers.attached_optimizer import OptimizerMismatch
 from soren_align.trainers.starting_model import load_model
+from soren_align.trainers.trl_trainers import SorenTrainerMixin
 
 pytestmark = pytest.mark.model
 
@@ -141,6 +143,24 @@ def test_a_gradient_that_is_not_finite_ends_the_run_with_its_name_and_the_step(t
     monkeypatch.setattr(SorenTrainerMixin, "compute_loss", poisoned, raising=False)
     with pytest.raises(UserError, match=r"step 1: .*(not finite|NaN)"):
         tiny_run().train()
+
+
+@pytest.mark.parametrize("clip", [1.0, 0.0])
+def test_the_norm_computed_for_clipping_saves_reading_the_gradients_and_changes_no_bit(tiny_run, monkeypatch, clip):
+    def weights_and_counts(name):
+        counts, compute = [], gradients._squared_norms
+        monkeypatch.setattr(gradients, "_squared_norms", lambda *a: counts.append(1) or compute(*a))
+        run = tiny_run("sft", f"trainer.max_grad_norm={clip}", "trainer.max_steps=4", name=name)
+        assert run.train()
+        monkeypatch.setattr(gradients, "_squared_norms", compute)
+        return load_file(run.folder.model / "model.safetensors"), len(counts)
+
+    informed, few = weights_and_counts("informed")
+    monkeypatch.setattr(SorenTrainerMixin, "_get_grad_norm", Trainer._get_grad_norm)
+    plain, every = weights_and_counts("plain")
+    assert every == 4
+    assert few < 4 if clip else few <= 4  # without clipping norms may be above 1.5
+    assert all(torch.equal(informed[name], plain[name]) for name in plain)
 
 
 def test_the_model_folder_is_plain_hugging_face(tiny_run):
