@@ -24,7 +24,7 @@ from .cache import ResponseCache, cache_key
 from .progress_display import ProgressDisplay
 from .requests import RequestDispatcher
 from .sandbox import rendering
-from .scores import average, score_column
+from .scores import average, cluster_of, score_column
 from .suites import Suite, SuiteTask
 from .tasks import Tasks, load_tasks, score_keys, subtasks
 from .workers import InProcess, WorkerPool
@@ -70,6 +70,8 @@ class ModelResults:
     """The points of each question; a score is 100 times their mean."""
     also_points: dict[str, dict[str, list[list[float]]]] = field(default_factory=dict)
     """By column and label, the points of the column's other scores, each 100 times the mean of the lists' means."""
+    clusters: dict[str, list[str]] = field(default_factory=dict)
+    """Of columns with clusters, that of each question."""
     prompt_hashes: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
     """Hashes of each question and its prompt: two models are compared only if these are equal."""
     truncated: dict[str, int] = field(default_factory=dict)
@@ -84,6 +86,8 @@ class ModelResults:
         self.scores[task.column], self.points[task.column], self.samples[task.column] = score, points, samples
         self.also_points[task.column] = also_points
         self.prompt_hashes[task.column] = [(q["doc_hash"], q["prompt_hash"]) for q in questions]
+        if task.cluster:
+            self.clusters[task.column] = [cluster_of(question, task.cluster) for question in questions]
         self.settings["task_versions"][task.column] = output["versions"][task.task]
         self.settings["num_fewshot"][task.column] = output["n-shot"][subtasks(loaded)[0].task_name]
 
@@ -226,6 +230,7 @@ def _reported_settings(suite: Suite, settings: BackendSettings, device: str, lim
         "task_versions": {},
         "num_fewshot": {},
         "metrics": {task.column: score_keys(task)[0] for task in suite.tasks},
+        "clusters": {task.column: task.cluster for task in suite.tasks if task.cluster},
         "seeds": suite.seeds.model_dump(),
         "limit": limit,
         "batch_size": settings.batch_size,

@@ -15,7 +15,7 @@ from .tasks import score_keys, subtasks
 Z95 = statistics.NormalDist().inv_cdf(0.975)
 
 
-def t95(degrees: int) -> float:
+def t95(degrees: float) -> float:
     """Return Student's quantile for a two-sided 95% interval: 12.7 for 1 degree of freedom, 1.963 for 816 (Z95)."""
     return float(t.ppf(0.975, degrees)) if degrees > 0 else Z95
 
@@ -53,6 +53,20 @@ def score_column(
 
 def _joined(points: list[list[float]]) -> list[float]:
     return [value for each in points for value in each]
+
+
+def cluster_of(sample: dict[str, Any], cluster: str) -> str:
+    """Return the cluster of a question: its task for "task", else that field of the question.
+
+    Raises UserError if the question has no such field.
+    """
+    question = sample["doc"] | {"task": sample["task"]}
+    if cluster not in question:
+        raise UserError(
+            f"{sample['task']}: the suite's cluster: {cluster} is no field of its questions; they have "
+            f"{', '.join(map(str, sample['doc']))}, and task"
+        )
+    return str(question[cluster])
 
 
 def average(scores: list[dict[str, Any]]) -> dict[str, Any]:

@@ -50,6 +50,9 @@ class SuiteTask(YamlSection):
     """The metric, e.g. acc; it must be a mean over questions."""
     filter: str = "none"
     """The task's filter for responses before they are scored."""
+    cluster: str | None = None
+    """The field of a question that names its cluster, such as its source text; `task`: a group's subjects. Questions of
+    one cluster are not independent, which makes the intervals of differences wider."""
     num_fewshot: Annotated[int, Field(ge=0)]
     """Few-shot examples in each prompt."""
     questions: int | None = None

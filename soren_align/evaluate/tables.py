@@ -16,6 +16,7 @@ SETTINGS = {
     "task_versions": "task versions",
     "num_fewshot": "few-shot examples",
     "metrics": "metrics",
+    "clusters": "clusters",
     "seeds": "seeds",
     "data": "data",
     "generation_config": "generation config",
@@ -117,6 +118,17 @@ def _legend(results: dict[str, Any]) -> list[str]:
             f" {len(differences)} comparisons in this table{also}; *: p < 0.05",
             "intervals are not corrected: one may exclude 0 beside a p above 0.05",
         ]
+    num_clusters = {
+        column: each["num_clusters"]
+        for row in later
+        for column, each in (row.get("differences") or {}).items()
+        if "num_clusters" in each
+    }
+    if num_clusters:
+        lines.append(
+            "questions of one cluster are not independent, so that interval and p of some columns are Student's t over"
+            f" clusters: {_text(num_clusters)}"
+        )
     for row in later:
         lines += _not_compared(row, first["name"])
     intervals = [

@@ -1,0 +1,137 @@
+"""Questions of one cluster change together: intervals and p-values that count clusters instead of questions."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import statsmodels.api as sm
+
+from soren_align.errors import UserError
+from soren_align.evaluate.harness import ModelResults
+from soren_align.evaluate.scores import cluster_of
+from soren_align.evaluate.significance import Paired, _difference, compare
+
+# The numbers of questions of MMLU's 57 subjects.
+# fmt: off
+MMLU = np.array([
+    100, 135, 152, 100, 265, 144, 100, 100, 100, 173, 102, 100, 235, 114, 145, 378, 126, 100, 310, 203, 100,
+    165, 198, 193, 390, 270, 238, 151, 545, 216, 204, 237, 223, 131, 121, 108, 163, 112, 103, 234, 100, 783,
+    346, 895, 306, 311, 324, 282, 1534, 272, 612, 110, 245, 201, 100, 166, 171,
+])
+# fmt: on
+SIZES = {"mmlu": MMLU, "20 of 30": np.full(20, 30), "300 of 1 to 8": np.random.default_rng(1).integers(1, 9, 300)}
+
+
+def results(points, labels=None, also=None):
+    prompts = {"x": [(str(i), "same") for i in range(len(points))]}
+    clusters = {} if labels is None else {"x": [str(label) for label in labels]}
+    return ModelResults(
+        settings={}, points={"x": list(points)}, prompt_hashes=prompts, clusters=clusters, also_points={"x": also or {}}
+    )
+
+
+def difference(each, labels=None, average=False):
+    """Of two models whose points differ by `each`."""
+    rows = [("base", results([0.0] * len(each), labels)), ("SFT", results(each, labels))]
+    return compare(rows, average)[1]["average" if average else "x"]
+
+
+def changes(rng, sizes, correlation, mean=0.0):
+    """Right and wrong answers of two models, and their clusters; `correlation`: of two questions of one cluster."""
+    labels = np.repeat(np.arange(len(sizes)), sizes)
+    shared = rng.normal(size=len(sizes))[labels] * np.sqrt(correlation)
+    z = mean + shared + rng.normal(size=len(labels)) * np.sqrt(1 - correlation)
+    return np.where(z > 1, 1.0, np.where(z < -1, -1.0, 0.0)), labels
+
+
+def coverage(sizes, correlation, num_tables, seed=0):
+    """Shares of the intervals, with and without clusters, that cover the true difference, 0; and of p < 0.05."""
+    rng = np.random.default_rng(seed)
+    pairs = [changes(rng, sizes, correlation) for _ in range(num_tables)]
+    found = [(_difference([Paired(each, labels)]), _difference([Paired(each)])) for each, labels in pairs]
+    covers = [[d["low"] <= 0 <= d["high"] for d in pair] for pair in found]
+    return *np.mean(covers, axis=0), np.mean([pair[0]["p"] < 0.05 for pair in found])
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_intervals_cover_the_truth_at_a_correlation_of_one_half(name):
+    """94% to 96% of 2,000 tables in docs/evaluation.md (`python -m tests.evaluate.test_clusters`); here 400."""
+    clustered, independent, small_p = coverage(SIZES[name], 0.5, 400)
+    assert 0.92 <= clustered <= 0.975  # 3 standard errors of 400 tables: 0.033
+    assert independent < 0.85
+    assert small_p == pytest.approx(1 - clustered, abs=0.005)
+
+
+def test_error_is_that_of_statsmodels_on_equal_clusters():
+    """For clusters of equal size CR2 is CR1, with G / (G - 1) and without (n - 1) / (n - k)."""
+    each, labels = changes(np.random.default_rng(0), np.full(25, 12), 0.3, mean=0.4)
+    fit = sm.OLS(each, np.ones(len(each))).fit(cov_type="cluster", cov_kwds={"groups": labels, "df_correction": True})
+    factor = (len(each) - 1) / len(each)  # of n / (n - 1) in fit
+    low, high = fit.conf_int()[0]
+    d = difference(each, labels)
+    half = (high - low) / 2 * 100
+    assert d["value"] == pytest.approx(100 * each.mean())
+    assert (d["high"] - d["low"]) / 2 == pytest.approx(half, rel=0.06)  # statsmodels' quantile is the normal one
+    t_over_z = 2.0639 / 1.95996  # 24 degrees of freedom
+    assert (d["high"] - d["low"]) / 2 == pytest.approx(half * np.sqrt(factor) * t_over_z, rel=0.003)
+    assert d["num_clusters"] == 25
+
+
+def test_clusters_of_one_question_give_nearly_the_interval_of_independent_ones():
+    each, _ = changes(np.random.default_rng(0), np.full(2000, 1), 0.0, mean=0.1)
+    alone, independent = difference(each, np.arange(2000)), difference(each)
+    assert alone["high"] - alone["low"] == pytest.approx(independent["high"] - independent["low"], rel=0.01)
+    assert alone["p"] == pytest.approx(independent["p"], rel=0.15)
+
+
+def test_the_average_counts_clusters_too():
+    each, labels = changes(np.random.default_rng(0), np.full(20, 50), 0.5, mean=0.3)
+    clustered, alone = difference(each, labels, average=True), difference(each, labels)
+    assert clustered["high"] - clustered["low"] == pytest.approx(alone["high"] - alone["low"], rel=0.05)
+
+
+def test_the_mean_over_subjects_has_one_observation_per_subject():
+    each, labels = changes(np.random.default_rng(0), np.full(20, 50), 0.5, mean=0.3)
+    subjects = [each[labels == label].tolist() for label in range(20)]
+    label = "mean over subjects"
+    rows = [
+        ("base", results([0.0] * 1000, labels, {label: [[0.0] * 50] * 20})),
+        ("SFT", results(each, labels, {label: subjects})),
+    ]
+    other = compare(rows, average=False)[1]["x"]["also"][label]
+    alone = difference(each, labels)
+    assert other["value"] == pytest.approx(alone["value"])
+    assert other["high"] - other["low"] == pytest.approx(alone["high"] - alone["low"], rel=0.08)  # by bootstrap
+
+
+@pytest.mark.parametrize("each", [[0.0] * 6, [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]])
+def test_few_changed_clusters_give_no_small_p(each):
+    d = difference(each, [0, 0, 1, 1, 2, 2])
+    assert d["p"] == 1
+    assert d["low"] < d["high"]
+
+
+def test_one_cluster_is_no_cluster():
+    each = [1.0, 0.0, 0.0, -1.0, 1.0]
+    assert difference(each, ["a"] * 5) == difference(each)
+
+
+def test_labels_differ_from_another_models_only_by_the_questions():
+    base, later = results([0.0] * 4, "aabb"), results([1.0, 0.0, 1.0, 1.0], "aabb")
+    assert compare([("base", base), ("SFT", later)], False) == compare(
+        [("base", base), ("SFT", replace(later, clusters={}))], False
+    )
+
+
+def test_a_cluster_is_a_field_of_the_question_or_its_task():
+    sample = {"task": "mmlu_law", "doc": {"source_id": 7, "ctx": "..."}}
+    assert (cluster_of(sample, "task"), cluster_of(sample, "source_id")) == ("mmlu_law", "7")
+    with pytest.raises(UserError, match="cluster: source is no field of its questions; they have source_id, ctx"):
+        cluster_of(sample, "source")
+
+
+if __name__ == "__main__":
+    for name, sizes in SIZES.items():
+        for correlation in (0.0, 0.5):
+            clustered, independent, _ = coverage(sizes, correlation, 2000)
+            print(f"{name}, correlation {correlation}: {clustered:.1%} with clusters, {independent:.1%} without")
