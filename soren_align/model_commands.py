@@ -1,4 +1,4 @@
-"""The commands on models: eval."""
+"""The commands on models: eval, chat."""
 
 from typing import Annotated
 
@@ -10,6 +10,7 @@ from .errors import UserError
 def add_to(app: typer.Typer) -> None:
     """Add these commands to the command line."""
     app.command("eval")(evaluate)
+    app.command()(chat)
 
 
 Models = Annotated[
@@ -87,3 +88,29 @@ def evaluate(
     if quote:
         raise UserError(f"--quote: unknown option; write --published {quote[0]}")
     evaluation.evaluate(models, settings, output=output, summary=summary, cache=cache)
+
+
+def chat(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL_OR_RUN", help="A model, adapter or run folder, or a hub name.")
+    ],
+    compare: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="A second model to ask; `start`: the run's starting checkpoint.")
+    ] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="Answer this question, and exit. Repeatable.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system message.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="The longest answer, in tokens.")] = 512,
+    temperature: Annotated[
+        float, typer.Option(min=0, metavar="T", help="Of sampling. Default: 0, the most likely token.")
+    ] = 0.0,
+    dtype: Annotated[
+        str | None, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16. Default: the model's own.")
+    ] = None,
+) -> None:
+    """Talk to a model, with its own chat template."""
+    from .launch import conversation
+
+    options = conversation.ChatOptions(compare, tuple(prompt or ()), system, max_new_tokens, temperature, dtype)
+    conversation.chat(model, options)

@@ -19,7 +19,7 @@ LAYERS = [
     {"cli"},
     {"model_commands", "recipe_commands", "run_commands"},
     {"launch", "push"},
-    {"planning", "card"},
+    {"planning", "card", "chat"},
     {"trainers", "evaluate", "bench"},
     {"sharding", "data", "run_folder", "weights"},
     {"importers"},

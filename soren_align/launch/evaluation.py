@@ -34,7 +34,7 @@ def evaluate(
     JSON file for the scores alone. cache: the folder of cached responses. Raises UserError before torch is imported.
     """
     for model in models:
-        _refuse_missing(model)
+        refuse_missing(model)
     first = RunFolder(models[0])
     was_locked = first.is_locked()
     try:
@@ -55,7 +55,7 @@ def evaluate(
             first.release()
 
 
-def _refuse_missing(model: str) -> None:
+def refuse_missing(model: str) -> None:
     """Raise UserError if a model is neither a folder that can be evaluated nor a name on the hub."""
     files = [local_path(model) / name for name in ("run.json", "config.json", ADAPTER)]
     if is_local(model) and not any(file.is_file() for file in files):
