@@ -8,9 +8,10 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from . import __version__, model_commands, recipe_commands, run_commands
+from . import model_commands, recipe_commands, run_commands
 from .errors import printable
 from .run_commands import AsJson
+from .version import __version__
 
 RESUMABLE = ("sft", "dpo", "eval")
 
