@@ -42,6 +42,15 @@ meaning, the statistics and the suites are in [evaluation.md](evaluation.md).
     soren-align eval runs/mine
     soren-align eval runs/soren runs/muon --suite open-llm-leaderboard-v1 --output runs/compared
 """,
+    "chat": """\
+A run answers with its model, an adapter on its base. On a terminal the answer is streamed and the conversation goes
+into the next question; its oldest turns are dropped, with a notice, when the context is full. Every `--prompt` is a
+conversation of its own, and without a terminal all of standard input is one question. Answers alone go to standard
+output. A model without a chat template completes the text. Control characters in answers are escaped.
+
+    soren-align chat runs/mine --compare start
+    soren-align chat runs/mine --prompt "Name a bird." --max-new-tokens 30 > answer.txt
+""",
     "plan": """\
 Prints: examples used and dropped, one example with its trained tokens marked, steps, learning rates, which parameters
 each optimizer updates and by how much, memory by component beside AdamW's, operations, requests of the evaluation, and

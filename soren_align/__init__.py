@@ -1,22 +1,37 @@
 """soren-align: SFT and DPO with Soren, a spectral optimizer, and an evaluation of the result.
 
-The optimizers need only torch and can be used alone:
+The optimizers need only torch and can be used alone; the trainers are TRL's with these optimizers (docs/library.md):
 
-    from soren_align import Soren, param_groups
+    from soren_align import Soren, SorenSFTTrainer, param_groups
 
 They are imported on first use: the command line imports this package without torch.
 """
 
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
-__all__ = ["HTMuon", "Muon", "Soren", "param_groups"]
+from .version import __version__ as __version__
+
+__all__ = [
+    "HTMuon",
+    "Muon",
+    "OptimizerFactory",
+    "Soren",
+    "SorenDPOTrainer",
+    "SorenSFTTrainer",
+    "build_optimizer",
+    "param_groups",
+]
 
 if TYPE_CHECKING:
-    from .optim import HTMuon, Muon, Soren, param_groups
+    from .optim import HTMuon, Muon, OptimizerFactory, Soren, build_optimizer, param_groups
+    from .trainers import SorenDPOTrainer, SorenSFTTrainer
 
 
 def __getattr__(name: str):
+    if name in ("SorenDPOTrainer", "SorenSFTTrainer"):
+        from . import trainers
+
+        return getattr(trainers, name)
     if name in __all__:
         from . import optim
 

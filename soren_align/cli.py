@@ -8,8 +8,10 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from . import __version__, recipe_commands
-from .errors import UserError, printable
+from . import model_commands, recipe_commands, run_commands
+from .errors import printable
+from .run_commands import AsJson
+from .version import __version__
 
 RESUMABLE = ("sft", "dpo", "eval")
 
@@ -40,7 +42,6 @@ Processes = Annotated[
     int | None,
     typer.Option("--processes", min=1, metavar="N", help="Start N processes on this machine, one per GPU. Default: 1."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Shapes = Annotated[
     str, typer.Option(metavar="SHAPES", help="llama-60m, qwen2.5-3b, mistral-7b, or shapes: 512x1376,512x512.")
 ]
@@ -92,84 +93,6 @@ def _print_notice(line: str) -> None:
     typer.echo(f"notice    {printable(line)}", err=True)
 
 
-Models = Annotated[
-    list[str], typer.Argument(metavar="MODEL_OR_RUN...", help="Model, adapter or run folders, or names on the hub.")
-]
-SuiteOption = Annotated[
-    str | None, typer.Option(metavar="SUITE", help="A shipped suite or a suite.yaml. Default: the run's own.")
-]
-Output = Annotated[str | None, typer.Option(metavar="DIR", help="Folder for the results. Default: RUN/eval/SUITE.")]
-EvalProcesses = Annotated[int | None, typer.Option(min=1, metavar="N", help="Evaluate with N processes, one per GPU.")]
-DataRoot = Annotated[
-    str | None, typer.Option(metavar="DIR", help="Datasets downloaded from the hub: DIR/allenai/ai2_arc, ...")
-]
-Limit = Annotated[int | None, typer.Option(min=1, metavar="N", help="Only the first N questions of each task.")]
-BatchSize = Annotated[
-    int | None, typer.Option(min=1, metavar="N", help="Prompts in a forward pass. Default: the suite's.")
-]
-Dtype = Annotated[
-    str | None, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16. Default: the suite's, float32.")
-]
-Backend = Annotated[str | None, typer.Option(metavar="BACKEND", help="hf, or vllm if it is installed. Default: hf.")]
-Strict = Annotated[bool | None, typer.Option("--strict/--no-strict", help="Fail if a prompt does not fit the model.")]
-BaseTemplate = Annotated[str | None, typer.Option(metavar="WHICH", help="The base's template: own, run or none.")]
-Omit = Annotated[list[str] | None, typer.Option(metavar="COLUMN", help="Leave out a column. Repeatable.")]
-TrustSuite = Annotated[
-    bool, typer.Option("--trust-suite", help="Allow the files of a suite that is not shipped to run code.")
-]
-Published = Annotated[
-    list[str] | None,
-    typer.Option(metavar="SCORES", help="Published scores to print below: paper/sft, or a file. Repeatable."),
-]
-Quote = Annotated[list[str] | None, typer.Option(hidden=True)]  # the name of --published in 0.1
-Cache = Annotated[str | None, typer.Option(metavar="DIR", help="Folder of cached responses. Default: the user's own.")]
-Summary = Annotated[
-    str | None, typer.Option(metavar="FILE.json", help="Also write the scores alone to this JSON file.")
-]
-
-
-@app.command("eval")
-def evaluate(
-    models: Models,
-    suite: SuiteOption = None,
-    output: Output = None,
-    processes: EvalProcesses = None,
-    data_root: DataRoot = None,
-    limit: Limit = None,
-    batch_size: BatchSize = None,
-    dtype: Dtype = None,
-    backend: Backend = None,
-    strict: Strict = None,
-    base_template: BaseTemplate = None,
-    omit: Omit = None,
-    trust_suite: TrustSuite = False,
-    published: Published = None,
-    quote: Quote = None,
-    cache: Cache = None,
-    summary: Summary = None,
-) -> None:
-    """Evaluate models beside the checkpoints that they started from."""
-    from .launch import evaluation
-
-    settings = {
-        "suite": suite,
-        "batch_size": batch_size,
-        "dtype": dtype,
-        "backend": backend,
-        "processes": processes,
-        "data_root": data_root,
-        "limit": limit,
-        "strict": strict,
-        "base_template": base_template,
-        "omit": omit or None,
-        "trust_suite": trust_suite or None,
-        "published": published or None,
-    }
-    if quote:
-        raise UserError(f"--quote: unknown option; write --published {quote[0]}")
-    evaluation.evaluate(models, settings, output=output, summary=summary, cache=cache)
-
-
 @app.command()
 def plan(
     recipe: RecipeArgument,
@@ -184,65 +107,6 @@ def plan(
     from .recipe import load
 
     commands.plan(load(recipe, set_, notify=_print_notice), as_json=as_json, processes=processes)
-
-
-@app.command()
-def universal(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of an unfinished run.")],
-) -> None:
-    """Convert a checkpoint for another number of processes.
-
-    Rewrites the run's last checkpoint; then rerun the training command. Not for FSDP2.
-    """
-    from .launch import commands
-
-    commands.universal(run)
-
-
-@app.command()
-def spectrum(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder with spectra.jsonl or a checkpoint.")],
-    matrices: Annotated[
-        list[str] | None, typer.Option("--matrices", metavar="GLOB", help="Only these, such as '*q_proj*'. Repeatable.")
-    ] = None,
-    output: Annotated[str | None, typer.Option(metavar="DIR", help="A folder for pictures of the spectra.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Compare every map with the exact sigmoid on a run's momenta, without training."""
-    from .launch.spectrum import spectrum as show
-
-    show(run, matrices or ["*"], output=output, as_json=as_json)
-
-
-@app.command()
-def merge(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run that trained an adapter.")],
-) -> None:
-    """Merge a LoRA adapter with its base model into RUN/merged."""
-    from .launch import commands
-
-    commands.merge(run)
-
-
-@app.command()
-def push(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a finished run.")],
-    repo: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="The repository; created if missing.")],
-    merged: Annotated[bool, typer.Option("--merged", help="Upload RUN/merged instead of the adapter.")] = False,
-    private: Annotated[
-        bool, typer.Option("--private", help="Create it private; an existing public one is refused.")
-    ] = False,
-    revision: Annotated[
-        str | None, typer.Option(metavar="BRANCH", help="A branch; created if missing. Default: main.")
-    ] = None,
-) -> None:
-    """Upload a run's model to the Hugging Face hub.
-
-    With its model card, recipe and run.json.
-    """
-    from .push import push as upload
-
-    typer.echo(upload(run, repo, merged=merged, private=private, revision=revision))
 
 
 @bench_app.command()
@@ -269,7 +133,8 @@ def step(
     commands.bench("step", shapes, device=device, tokens=tokens, as_json=as_json, output=output)
 
 
-recipe_commands.add_to(app)
+for module in (model_commands, run_commands, recipe_commands):
+    module.add_to(app)
 app.add_typer(bench_app, name="bench")
 
 

@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from . import __version__
+from .version import __version__
 
 PACKAGES = ("torch", "transformers", "trl", "datasets", "accelerate", "peft", "deepspeed", "lm-eval", "pydantic")
 

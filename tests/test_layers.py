@@ -17,8 +17,9 @@ PACKAGE = Path(__file__).resolve().parent.parent / "soren_align"
 # A room imports from rooms below its own layer only.
 LAYERS = [
     {"cli"},
-    {"launch", "push", "recipe_commands"},
-    {"planning", "card"},
+    {"model_commands", "recipe_commands", "run_commands"},
+    {"launch", "push"},
+    {"planning", "card", "chat"},
     {"trainers", "evaluate", "bench"},
     {"sharding", "data", "run_folder", "weights"},
     {"importers"},
@@ -26,7 +27,7 @@ LAYERS = [
     {"spectral", "shipped"},
     {"files", "lock", "provenance", "silence", "terminal"},
     {"yaml_reader"},
-    {"errors", "optimizer_settings"},
+    {"errors", "optimizer_settings", "version"},
 ]
 # The rooms that may import each of these dependencies.
 DOORS = {
@@ -39,6 +40,7 @@ DOORS = {
 HEAVY = {"torch", "transformers", "trl", "datasets", "accelerate", "peft", "lm_eval", "deepspeed"}
 WITHOUT_TORCH = {"cli", "push", "card", "run_folder", "importers", "recipe", "manifest", "shipped", "files", "terminal"}
 WITHOUT_TORCH |= {"errors", "lock", "optimizer_settings", "provenance", "recipe_commands", "silence", "yaml_reader"}
+WITHOUT_TORCH |= {"model_commands", "run_commands", "version"}
 MOST_LINES, MOST_LINES_OF_A_FUNCTION, MOST_FILES_TO_A_STEP = 300, 50, 5
 
 

@@ -1,11 +1,10 @@
 """The checkpoints that a run was trained from, oldest first: base, SFT, DPO."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
-from rich.console import Console
 
 from ..errors import UserError
 from ..files import local_path
@@ -16,14 +15,21 @@ from .backends import base_folder, model_folder
 from .cache import model_digest
 
 TASKS = {"sft": "SFT", "dpo": "DPO"}
+OVERWRITTEN = "was overwritten after that"
 
 Row = tuple[str, Path]
 """(name in the table, model folder)."""
 _NamedBy = tuple[str, Path, str | Path]
 """(name, model folder, path by which the user named it or a model trained from it)."""
+OnOmitted = Callable[[str, str], object]
+"""Called for a starting checkpoint without a row: (a sentence with the reason, the checkpoint's recorded path)."""
 
 
-def lineages(paths: Sequence[str | Path], console: Console | None = None) -> list[Row]:
+def ignore(sentence: str, path: str) -> None:
+    """Do nothing."""
+
+
+def lineages(paths: Sequence[str | Path], on_omitted: OnOmitted = ignore) -> list[Row]:
     """Return the rows of several models in one table, in which a common ancestor appears once.
 
     A model in `paths` has its own row even if all its files equal another's. Where rows would have one name, all of
@@ -32,7 +38,7 @@ def lineages(paths: Sequence[str | Path], console: Console | None = None) -> lis
     rows: list[_NamedBy] = []
     seen: set[str] = set()
     for path in paths:
-        *ancestors, last = _lineage(path, console)
+        *ancestors, last = _lineage(path, on_omitted)
         for name, model in ancestors:
             if model_digest(model) not in seen:
                 rows.append((name, model, path))
@@ -43,30 +49,28 @@ def lineages(paths: Sequence[str | Path], console: Console | None = None) -> lis
     return _with_unique_names(rows)
 
 
-def lineage(path: str | Path, console: Console | None = None) -> list[Row]:
+def lineage(path: str | Path, on_omitted: OnOmitted = ignore) -> list[Row]:
     """Return the rows of a model: the starting checkpoint, every run between, and the model.
 
     path: a run folder; a model folder, which is one row unless a run trained it; an adapter, after its base; or a name
     on the hub.
-    Raises UserError if the direct start is missing. An older ancestor that is missing is left out, with a warning.
+    The rows begin after a checkpoint that is missing, not available or was overwritten: a training that is done can be
+    evaluated without it.
     """
-    return _with_unique_names([(name, model, model) for name, model in _lineage(path, console)])
+    return _with_unique_names([(name, model, model) for name, model in _lineage(path, on_omitted)])
 
 
-def starting_rows(start: str) -> list[Row]:
-    """Return the rows of the runs behind the starting checkpoint of a training; none if no run trained it.
-
-    Raises UserError as `lineage`.
-    """
-    return lineage(start) if is_local(start) and _run_of(local_path(start)) is not None else []
+def starting_rows(start: str, on_omitted: OnOmitted = ignore) -> list[Row]:
+    """Return the rows of the runs behind the starting checkpoint of a training; none if no run trained it."""
+    return lineage(start, on_omitted) if is_local(start) and _run_of(local_path(start)) is not None else []
 
 
-def _lineage(path: str | Path, console: Console | None) -> list[Row]:
+def _lineage(path: str | Path, on_omitted: OnOmitted) -> list[Row]:
     """Return the rows of `lineage`, of which several may have one name."""
     local = local_path(path)
     run = _run_of(local)
     if run is None:
-        return _model_rows(path, console)
+        return _model_rows(path, on_omitted)
     if not (run / "model").is_dir():
         status = (RunFolder(run).read() or {}).get("status")
         raise UserError(f"{path}: has no model yet (status: {status}); finish the run first")
@@ -77,26 +81,21 @@ def _lineage(path: str | Path, console: Console | None) -> list[Row]:
         seen.add(run.resolve())
         record = RunFolder(run).record("start")
         rows.append((TASKS[record["task"]], model))
-        start = _own_start(run, record["start"]) or _start(record["start"])
-        if start is None:
-            problem = f"the checkpoint from which {run} was trained is missing: {record['start']['path']}"
-            if len(rows) == 1:
-                raise UserError(f"{path}: {problem}; restore it")
-            (console or Console(stderr=True)).print(f"no row base: {problem}", highlight=False, soft_wrap=True)
-            break
+        start, problem = _start(run, record["start"])
         parent = _run_of(start)
-        if _was_changed(start, record["start"]) or (parent is not None and parent.resolve() in seen):
-            raise UserError(
-                f"{path}: {start} was overwritten after {run} was trained from it, so that the comparison would be "
-                "wrong; restore it, or train the run again"
-            )
+        if not problem and parent is not None and parent.resolve() in seen:
+            problem = OVERWRITTEN
+        if problem:
+            sentence = f"no row for the checkpoint that {run.resolve().name} was trained from: it {problem}"
+            on_omitted(sentence, record["start"]["path"])
+            break
         if parent is None:
             rows.append(("base", start))
         run, model = parent, start
     return rows[::-1]
 
 
-def _model_rows(path: str | Path, console: Console | None) -> list[Row]:
+def _model_rows(path: str | Path, on_omitted: OnOmitted) -> list[Row]:
     """Return the rows of a model or adapter that no run trained."""
     local = local_path(path)
     on_hub = not is_local(str(path))
@@ -104,7 +103,7 @@ def _model_rows(path: str | Path, console: Console | None) -> list[Row]:
     name = str(path).rpartition("/")[2] if on_hub else folder.resolve().name
     base = base_folder(folder)
     if base is not None:
-        base_rows = _lineage(base, console)
+        base_rows = _lineage(base, on_omitted)
         return [*(base_rows if len(base_rows) > 1 else [("base", base)]), (name, folder)]
     if not (folder / "config.json").is_file():
         raise UserError(f"{path}: neither a run folder (run.json) nor a model folder (config.json)")
@@ -137,19 +136,23 @@ def _own_start(run: Path, start: dict[str, Any]) -> Path | None:
     return own if own.is_dir() and matches else None
 
 
-def _start(start: dict[str, Any]) -> Path | None:
-    """Return the folder of the starting checkpoint; for the hub, the files of the recorded revision."""
+def _start(run: Path, start: dict[str, Any]) -> tuple[Path, str]:
+    """Return (the folder of the starting checkpoint, the reason why it cannot have a row; "" if it can).
+
+    For the hub, the folder has the files of the recorded revision.
+    """
+    if own := _own_start(run, start):
+        return own, ""
+    path = Path(start["path"])
     try:
-        path = Path(start["path"]).expanduser()
+        path = path.expanduser()
         if path.is_dir() or is_local(start["path"]):
-            return path if path.is_dir() else None
+            problem = OVERWRITTEN if path.is_dir() and _was_changed(path, start) else ""
+            return path, problem if path.is_dir() else "is missing"
         revision = start.get("sha256_or_revision")
-        return Path(huggingface_hub.snapshot_download(start["path"], revision=revision, local_files_only=True))
-    except (OSError, RuntimeError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(
-            f"the starting checkpoint of a run, {start['path'][:200]}, is not available: {reason}"
-        ) from None
+        return Path(huggingface_hub.snapshot_download(start["path"], revision=revision, local_files_only=True)), ""
+    except (OSError, RuntimeError, ValueError):
+        return path, "is not on this machine"
 
 
 def _was_changed(folder: Path, start: dict[str, Any]) -> bool:

@@ -20,7 +20,7 @@ from ..recipe import Eval, is_local
 from ..silence import silence
 from .backends import MAX_GEN_TOKS, BackendSettings, base_folder, generation_settings, load_tokenizer, model_folder
 from .cache import ResponseCache
-from .lineage import starting_rows
+from .lineage import OnOmitted, ignore, starting_rows
 from .requests import RequestDispatcher
 from .sandbox import rendering
 from .suites import Suite, SuiteTask
@@ -79,12 +79,14 @@ def saved_row(name: str, model: Path | str) -> Row:
     return row
 
 
-def planned_rows(start: str, revision: str | None, tokenizer: Any, *, is_adapter: bool) -> list[Row]:
+def planned_rows(
+    start: str, revision: str | None, tokenizer: Any, *, is_adapter: bool, on_omitted: OnOmitted = ignore
+) -> list[Row]:
     """Return the rows of the table after a training from `start`: the checkpoints before it, and the trained model.
 
     tokenizer: of the training, with its chat template. is_adapter: whether an adapter is trained.
     """
-    rows = [saved_row(*row) for row in starting_rows(start)] or [read_row("base", start, revision=revision)]
+    rows = [saved_row(*row) for row in starting_rows(start, on_omitted)] or [read_row("base", start, revision=revision)]
     trained = read_row("this run", start, tokenizer, revision)
     return [*rows, replace(trained, is_adapter=is_adapter)]
 

@@ -42,10 +42,11 @@ def evaluate(
     device: str | None = None,
     cache: Path | None = None,
     console: Console | None = None,
+    notes: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Evaluate the models in order; write the results and return them.
 
-    cache: the cache folder; None is the user's. console: for progress.
+    cache: the cache folder; None is the user's. console: for progress. notes: printed under the table.
     Writes into `output`: results.json (as returned), table.md, scores.png, and samples/<row>/<column>.jsonl. Nothing is
     changed there before all models are evaluated.
     """
@@ -75,7 +76,7 @@ def evaluate(
         "rows": _result_rows(candidates, evaluated, suite),
         "published": published,
         "settings": evaluated[0][1].settings | _settings(suite, model_options),
-        "notes": suite.notes,
+        "notes": [*suite.notes, *notes],
     }
     write_results(results, {name: each.samples for name, each in evaluated}, output)
     return results
@@ -124,8 +125,15 @@ def preflight_of_training(
 
     model: of the recipe. start: the starting checkpoint. tokenizer: of the training, with its chat template.
     """
-    rows = planned_rows(start, model.revision, tokenizer, is_adapter=trains_adapter(model))
-    return preflight(options, rows, on_column)[1]
+    omitted: list[str] = []
+    rows = planned_rows(
+        start,
+        model.revision,
+        tokenizer,
+        is_adapter=trains_adapter(model),
+        on_omitted=lambda sentence, path: omitted.append(f"{sentence} ({path})"),
+    )
+    return [*omitted, *preflight(options, rows, on_column)[1]]
 
 
 def output_of(run: RunFolder, options: Eval) -> Path:

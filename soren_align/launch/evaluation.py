@@ -13,7 +13,7 @@ from ..files import local_path
 from ..recipe import ADAPTER, Eval, Recipe, evaluation_problems, is_local, load_resolved
 from ..run_folder import RunFolder
 from ..silence import quiet_libraries
-from ..terminal import Terminal, loading, stderr_console
+from ..terminal import Terminal, loading, print_labelled, stderr_console
 from .environment import rank_from_environment, set_environment
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def evaluate(
     JSON file for the scores alone. cache: the folder of cached responses. Raises UserError before torch is imported.
     """
     for model in models:
-        _refuse_missing(model)
+        refuse_missing(model)
     first = RunFolder(models[0])
     was_locked = first.is_locked()
     try:
@@ -55,7 +55,7 @@ def evaluate(
             first.release()
 
 
-def _refuse_missing(model: str) -> None:
+def refuse_missing(model: str) -> None:
     """Raise UserError if a model is neither a folder that can be evaluated nor a name on the hub."""
     files = [local_path(model) / name for name in ("run.json", "config.json", ADAPTER)]
     if is_local(model) and not any(file.is_file() for file in files):
@@ -119,9 +119,14 @@ def run_evaluation(
     folder = Path(output) if output else stage.output_of(run, settings)
     if summary:
         refuse_foreign_summary(Path(summary))
+    omitted: dict[str, str] = {}
     with quiet_libraries():
-        rows = lineage.lineages(models, console)
-        results = stage.evaluate(rows, settings, folder, cache=Path(cache) if cache else None, console=console)
+        rows = lineage.lineages(models, omitted.__setitem__)
+        for sentence, path in omitted.items():
+            print_labelled(console, "notice", f"{sentence} ({path})")
+        results = stage.evaluate(
+            rows, settings, folder, cache=Path(cache) if cache else None, console=console, notes=[*omitted]
+        )
     stage.print_results(results, folder, console, Terminal())
     if not output:
         write_card(run)

@@ -12,7 +12,7 @@ from .comparison import differences, training_part
 from .data_paths import FILE_KINDS, data_files, data_suffix
 from .loader import find, load, load_resolved, load_text, task_of, to_yaml
 from .lora import adapter_config, refuse_unquantizable
-from .optimizers import MAPS, OPTIMIZERS, as_adamw
+from .optimizers import MAPS, OPTIMIZERS, OptimizerSection, as_adamw
 from .parallel import Parallel, parallel
 from .references import is_local
 from .schema import json_schema
@@ -29,6 +29,7 @@ __all__ = [
     "HeldOut",
     "Lora",
     "Model",
+    "OptimizerSection",
     "Parallel",
     "Recipe",
     "TrainSplit",

@@ -56,7 +56,7 @@ def build_trainer(
             eval_dataset=splits["eval"].dataset if splits["eval"] else None,
             processing_class=setup.tokenizer,
             peft_config=new_adapter,
-            optimizer_settings=optimizer_settings(recipe),
+            optimizer_settings=recipe.optimizer,
             origin=_origin(setup, ranks),
             measurement_log=_measurement_log(recipe, folder, ranks),
             save_dtype=save_dtype(recipe, setup.start),

@@ -6,6 +6,7 @@ counted. After training, the same is measured in the dtype of the saved model.
 """
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -37,6 +38,14 @@ class LostUpdatesPolicy:
 
     action: Literal["stop", "warn"]
     report: Callable[[dict[str, Any], list[str]], object]
+
+
+def _warn(groups: dict[str, Any], problems: list[str]) -> None:
+    for problem in problems:
+        warnings.warn(problem, stacklevel=2)
+
+
+WARN = LostUpdatesPolicy("warn", _warn)
 
 
 class FirstStepCheck(TrainerCallback):

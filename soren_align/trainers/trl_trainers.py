@@ -21,7 +21,8 @@ from ..sharding import full_weights, sum_in_float32
 from ..sharding.ranks import current_ranks
 from . import adapters, checkpoints
 from .attached_optimizer import OptimizerCheck, attach, refuse_unaveraged_gradients
-from .lost_updates import FirstStepCheck, LostUpdatesPolicy
+from .default_settings import OptimizerSettings, optimizer_keywords
+from .lost_updates import WARN, FirstStepCheck, LostUpdatesPolicy
 from .measurements import MeasurementLog, Measurements
 from .model_export import export_weights, unsharded_weights, write_dtype
 from .spectra_recorder import SpectraRecorder
@@ -34,30 +35,31 @@ class SorenTrainerMixin(Trainer):
     def __init__(
         self,
         *args: Any,
-        optimizer_settings: dict[str, Any],
+        optimizer_settings: OptimizerSettings = None,
         origin: dict[str, Any] | None = None,
         measurement_log: MeasurementLog = MeasurementLog(),  # noqa: B008 (frozen)
         parallel: str | None = None,
         save_dtype: torch.dtype | None = None,
-        lost_updates: LostUpdatesPolicy | None = None,
+        lost_updates: LostUpdatesPolicy | None = WARN,
         **kwargs: Any,
     ):
-        """optimizer_settings: keywords of `soren_align.optim.build_optimizer` (name, lr, aux_lr, ...).
+        """optimizer_settings: "muon", {"name": "soren", "lr": 1e-4, ...}; see `OptimizerSettings`. Default: Soren.
 
         origin: the run that the checkpoints belong to; written into each and compared when resuming.
         measurement_log: where measurements are written, and which.
         parallel: "ddp", "zero" or "fsdp2": refuse any other; None: whatever accelerate has set up.
         save_dtype: of the weights that `save_model` writes; None: their own dtype.
-        lost_updates: None: the first step is not measured.
+        lost_updates: whether to warn or stop; None: the first step is not measured.
         """
-        self.optimizer_settings, self.parallel, self.save_dtype = optimizer_settings, parallel, save_dtype
+        self.parallel, self.save_dtype = parallel, save_dtype
         self.origin, self.lost_updates = origin or {}, lost_updates
         super().__init__(*args, **kwargs)
         model: Any = self.model
         if isinstance(model, PeftModel):
             adapters.cast_trainable_to_float32(model)
+        self.optimizer_settings = optimizer_keywords(optimizer_settings, self.args, model)
         # Never stepped: a model that the optimizer refuses is refused before training, and `attach` compares with it.
-        self.expected_optimizer = build_optimizer(model, **optimizer_settings)
+        self.expected_optimizer = build_optimizer(model, **self.optimizer_settings)
         self.attached: Any = None  # these four: from `create_scheduler` on
         self.optimizer_check: Any = None
         self.measurements: Any = None

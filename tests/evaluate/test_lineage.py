@@ -1,11 +1,9 @@
 """A run's rows begin at the checkpoint that everything came from."""
 
-import io
 import json
 import shutil
 
 import pytest
-from rich.console import Console
 
 from soren_align.errors import UserError
 from soren_align.evaluate.lineage import lineage, lineages
@@ -68,29 +66,47 @@ def test_of_a_task_that_comes_twice_both_rows_get_their_folders_beside_it(runs, 
     assert lineage(again) == [("base", base), ("SFT (sft)", sft / "model"), ("SFT (more)", again / "model")]
 
 
-def test_a_start_that_is_gone_is_an_error(runs):
+@pytest.fixture
+def omitted():
+    """Sentence -> path, of the starting checkpoints without a row."""
+    return {}
+
+
+def test_without_its_start_a_run_is_one_row_and_the_reason_is_reported(runs, omitted):
     _, sft, dpo = runs
     shutil.rmtree(sft)
-    with pytest.raises(UserError, match=r"the checkpoint from which .* was trained is missing"):
-        lineage(dpo)
+    assert lineage(dpo, omitted.__setitem__) == [("DPO", dpo / "model")]
+    assert omitted == {"no row for the checkpoint that dpo was trained from: it is missing": str(sft / "model")}
 
 
-def test_an_older_ancestor_that_is_gone_is_left_out_aloud(runs):
+def test_an_older_ancestor_that_is_gone_is_left_out_and_reported(runs, omitted):
     base, sft, dpo = runs
     shutil.rmtree(base)
-    screen = io.StringIO()
-    assert lineage(dpo, Console(file=screen)) == [("SFT", sft / "model"), ("DPO", dpo / "model")]
-    assert str(base) in screen.getvalue()
+    assert lineage(dpo, omitted.__setitem__) == [("SFT", sft / "model"), ("DPO", dpo / "model")]
+    assert omitted == {"no row for the checkpoint that sft was trained from: it is missing": str(base)}
 
 
-def test_a_run_that_was_written_over_by_its_descendant_is_refused(runs):
+def test_a_start_on_the_hub_that_was_never_downloaded_has_no_row(runs, omitted):
+    _, sft, _ = runs
+    record = json.loads((sft / "run.json").read_text())
+    start = {"path": "lab/model", "sha256_or_revision": "c" * 40}
+    (sft / "run.json").write_text(json.dumps(record | {"start": start}))
+    assert lineage(sft, omitted.__setitem__) == [("SFT", sft / "model")]
+    assert omitted == {"no row for the checkpoint that sft was trained from: it is not on this machine": "lab/model"}
+
+
+def test_a_run_that_was_written_over_by_its_descendant_has_no_row(runs, omitted):
+    """Its weights are not those that the training started from: a comparison would be wrong."""
     _, sft, dpo = runs
     record = json.loads((sft / "run.json").read_text())
     (sft / "run.json").write_text(
         json.dumps(record | {"start": {"path": str(dpo / "model"), "sha256_or_revision": None}})
     )
-    with pytest.raises(UserError, match="was overwritten"):
-        lineage(dpo)
+    rows = lineage(dpo, omitted.__setitem__)
+    assert rows == [("SFT", sft / "model"), ("DPO", dpo / "model")]
+    assert omitted == {
+        "no row for the checkpoint that sft was trained from: it was overwritten after that": str(dpo / "model")
+    }
 
 
 def test_an_unfinished_run_has_no_rows(runs):
@@ -105,11 +121,13 @@ def test_what_is_neither_run_nor_model_is_an_error(tmp_path):
         lineage(tmp_path)
 
 
-def test_a_start_that_was_trained_anew_is_refused(runs):
+def test_a_start_that_was_trained_anew_has_no_row(runs, omitted):
     _, sft, dpo = runs
     (sft / "model" / "model.safetensors").write_text("other weights")
-    with pytest.raises(UserError, match=r"sft/model was overwritten after .*dpo was trained from it"):
-        lineage(dpo)
+    assert lineage(dpo, omitted.__setitem__) == [("DPO", dpo / "model")]
+    assert omitted == {
+        "no row for the checkpoint that dpo was trained from: it was overwritten after that": str(sft / "model")
+    }
 
 
 def test_two_runs_stand_in_one_table_with_their_common_base_once(runs, tmp_path):

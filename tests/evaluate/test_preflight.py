@@ -25,6 +25,7 @@ from soren_align.launch.evaluation import evaluation_settings
 from soren_align.planning.plan import plan_training
 from soren_align.recipe import Eval
 from soren_align.trainers import training
+from tests.support import command
 from tests.support.tiny_models import CHATML
 
 pytestmark = pytest.mark.model
@@ -278,3 +279,31 @@ def test_rows_without_weights_and_templates_that_refuse_a_question_are_found_bef
     (other / "model.safetensors").unlink()
     with pytest.raises(UserError, match=r"SFT: .*other has no weights in \.safetensors files"):
         table(rows, tmp_path / "out")
+
+
+def test_a_run_is_evaluated_when_its_start_is_deleted_and_the_table_states_it(models, tmp_path):
+    shutil.copytree(models[1], tmp_path / "mine" / "model")
+    record = {"format_version": 2, "task": "sft", "status": "finished", "versions": {"soren-align": "0.1.0"}}
+    record["start"] = {"path": str(tmp_path / "deleted"), "sha256_or_revision": None}
+    (tmp_path / "mine" / "run.json").write_text(json.dumps(record))
+    options = ("--suite", "quickstart", "--limit", 2, "--output", tmp_path / "out")
+    done = command.run("eval", tmp_path / "mine", *options)
+    assert done.returncode == 0, done.stderr
+    sentence = "no row for the checkpoint that mine was trained from: it is missing"
+    assert f"notice    {sentence} ({tmp_path}/deleted)" in " ".join(done.stderr.split()).replace(
+        "notice ", "notice    "
+    )
+    page = (tmp_path / "out" / "table.md").read_text()
+    assert f"- {sentence}\n" in page
+    assert str(tmp_path / "deleted") not in page  # it is published with the model's card
+    assert [row["name"] for row in read_results(tmp_path / "out")["rows"]] == ["SFT"]
+    tokenizer, sentences = load_tokenizer(models[1]), []
+    rows = planned_rows(
+        str(tmp_path / "mine" / "model"),
+        None,
+        tokenizer,
+        is_adapter=False,
+        on_omitted=lambda *each: sentences.append(each),
+    )
+    assert [row.name for row in rows] == ["SFT", "this run"]
+    assert sentences == [(sentence, str(tmp_path / "deleted"))]

@@ -275,15 +275,13 @@ run: {output_dir: run}
 
 def an_adapter(box: Box, arguments: dict[str, Any]) -> int:
     """Train on from it, and evaluate it."""
-    from rich.console import Console
-
     from soren_align.evaluate import backends, lineage
     from soren_align.trainers.starting_model import load_model
 
     steps = [
         lambda: recipe.adapter_config("adapter"),
         lambda: recipe.load_text(RECIPE),
-        lambda: lineage.lineages(["adapter"], Console(file=io.StringIO())),
+        lambda: lineage.lineages(["adapter"]),
         lambda: backends.load_tokenizer(Path("adapter")),
     ]
     if arguments["loaded"] == "training":

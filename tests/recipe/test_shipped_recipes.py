@@ -126,7 +126,7 @@ def test_every_model_of_a_family_is_evaluated_beside_its_start(runs, family, tmp
     root = write_datasets(tmp_path_factory.mktemp("questions"), num_questions=2)
     asked = recipe.load(names[0]).eval.model_copy(update={"data_root": str(root), "batch_size": 16})
     output = tmp_path_factory.mktemp("evaluation")
-    rows = lineages([str(runs[name].path) for name in names], console)
+    rows = lineages([str(runs[name].path) for name in names])
     results = evaluate(rows, asked, output / family, cache=output / "cache", console=console)
     assert len(results["rows"]) == 1 + len(names)
     assert all(len(row["scores"]) == 7 for row in results["rows"])  # six benchmarks and their mean

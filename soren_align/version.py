@@ -1,0 +1,3 @@
+"""The version of this package, the same as in pyproject.toml."""
+
+__version__ = "0.1.0"

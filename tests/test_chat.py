@@ -1,0 +1,194 @@
+"""A conversation: the model's own template, greedy answers as `generate` gives them, and a history that fits."""
+
+import io
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from soren_align import chat
+from soren_align.chat import ChatModel, Conversation
+from soren_align.errors import UserError, printable
+from tests.support import command
+from tests.support.tiny_models import make_reader, nudge
+
+pytestmark = pytest.mark.model
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory):
+    """A random model that reads any text, with ChatML and a context of 96 tokens."""
+    folder = make_reader(tmp_path_factory.mktemp("reader") / "model", chat_template=True)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 96}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(reader, tmp_path_factory):
+    """A run that started from it."""
+    folder = tmp_path_factory.mktemp("runs") / "mine"
+    folder.mkdir()
+    nudge(reader, folder / "model", scale=1.0)
+    record = {"format_version": 2, "task": "sft", "status": "finished", "versions": {"soren-align": "0.1.0"}}
+    record["start"] = {"path": str(reader), "sha256_or_revision": None}
+    (folder / "run.json").write_text(json.dumps(record))
+    return folder
+
+
+def greedy(folder, text, num_tokens, special=False):
+    """The continuation by the highest logit, a whole forward pass for each token."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    tokens = tokenizer(text, add_special_tokens=special).input_ids
+    start = len(tokens)
+    while len(tokens) < start + num_tokens:
+        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+        if tokens[-1] == tokenizer.eos_token_id:
+            break
+    return tokenizer.decode(tokens[start:], skip_special_tokens=True)
+
+
+def conversation(folder, max_new_tokens=8, system=None):
+    return Conversation(ChatModel("SFT", folder), system, max_new_tokens, 0.0)
+
+
+def test_an_answer_is_the_greedy_one_after_the_models_own_template_and_is_streamed(reader):
+    talk, words = conversation(reader, system="Be brief."), []
+    answer = talk.ask("hi there", words.append, pytest.fail)
+    text = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi there<|im_end|>\n<|im_start|>assistant\n"
+    assert answer == greedy(reader, text, 8) != ""
+    assert "".join(words) == answer
+    assert len(words) > 1
+    again = talk.ask("and you", words.append, pytest.fail)
+    text += f"{answer}<|im_end|>\n<|im_start|>user\nand you<|im_end|>\n<|im_start|>assistant\n"
+    assert again == greedy(reader, text, 8)
+
+
+def test_a_base_without_template_completes_plain_text_without_history(reader, tmp_path):
+    plain = shutil.copytree(reader, tmp_path / "plain")
+    (plain / "chat_template.jinja").unlink()
+    talk = conversation(plain)
+    assert not talk.model.has_template
+    for question in ("once upon", "a time"):
+        assert talk.ask(question, lambda word: None, pytest.fail) == greedy(plain, question, 8, special=True)
+
+
+def test_an_adapter_answers_on_its_base_as_the_merged_model_would(reader, tmp_path):
+    torch.manual_seed(0)
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(reader),
+        LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False),
+    )
+    model.save_pretrained(tmp_path / "adapter")
+    AutoTokenizer.from_pretrained(reader).save_pretrained(tmp_path / "adapter")
+    merged = tmp_path / "merged"
+    model.merge_and_unload().save_pretrained(merged)
+    AutoTokenizer.from_pretrained(reader).save_pretrained(merged)
+    text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    answer = conversation(tmp_path / "adapter").ask("hi", lambda word: None, pytest.fail)
+    assert answer == greedy(merged, text, 8) != greedy(reader, text, 8)
+
+
+def test_the_oldest_turns_are_dropped_with_a_notice_when_the_context_is_full(reader, monkeypatch):
+    talk, notices, prompts = conversation(reader, max_new_tokens=4, system="Be brief."), [], []
+    generate = ChatModel.generate
+
+    def recorded(self, prompt, *settings):
+        prompts.append(self.tokenizer.decode(prompt[0]))
+        assert prompt.shape[1] + 4 <= 96
+        generate(self, prompt, *settings)
+
+    monkeypatch.setattr(ChatModel, "generate", recorded)
+    for number in range(6):
+        talk.ask(f"question {number}", lambda word: None, notices.append)
+    assert all("Be brief." in prompt for prompt in prompts)
+    assert "question 4" in prompts[5]
+    assert "question 0" not in prompts[5]
+    assert notices[0].startswith("SFT: the context of 96 tokens is full; the oldest 1 of ")
+    with pytest.raises(
+        UserError, match=r"SFT: the question has \d+ tokens with its template, and the context 96: .*shorten"
+    ):
+        talk.ask("word " * 200, lambda word: None, notices.append)
+    assert talk.turns[-2]["content"] == "question 5"
+
+
+def test_prompts_are_answered_on_standard_output_each_in_its_own_conversation(run, reader):
+    prompts = ("--prompt", "hi", "--prompt", "hi", "--max-new-tokens", 8)
+    done = command.run("chat", run, "--compare", "start", *prompts)
+    assert done.returncode == 0, done.stderr
+    text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    one = printable(f"> hi\n\nSFT:\n{greedy(run / 'model', text, 8)}\n\nbase:\n{greedy(reader, text, 8)}\n")
+    assert done.stdout == f"{one}\n{one}"
+    assert f"model SFT: {run}/model, float32, context of 96 tokens, its chat template" in " ".join(done.stderr.split())
+    alone = command.run("chat", run / "model", "--prompt", "hi", "--max-new-tokens", 8, "--dtype", "float32")
+    assert alone.stdout == printable(greedy(run / "model", text, 8)) + "\n"
+
+
+def test_a_pipe_is_one_question(run, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
+    piped = command.run("chat", run, "--max-new-tokens", 8)
+    assert piped.stdout == command.run("chat", run, "--prompt", "hi", "--max-new-tokens", 8).stdout
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
+    empty = command.run("chat", run)
+    assert (empty.returncode, empty.stderr.split(":")[1]) == (
+        2,
+        " the question is empty; write --prompt TEXT, or pipe a text into the command\n",
+    )
+
+
+class Keys:
+    """What a user types: lines, and exceptions for Ctrl-C and Ctrl-D."""
+
+    def __init__(self, *keys):
+        self.keys = list(keys)
+
+    def __call__(self, prompt):
+        key = self.keys.pop(0)
+        if isinstance(key, str):
+            return key
+        raise key
+
+
+@pytest.mark.parametrize("key", [EOFError, KeyboardInterrupt])
+def test_on_a_terminal_ctrl_c_stops_an_answer_and_both_keys_leave(run, monkeypatch, key):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    keys, generate = Keys("stopped", "", "hi", key), ChatModel.generate
+
+    def interrupted(self, prompt, stream, *settings):
+        if keys.keys[0] == "":
+            stream.put(prompt)
+            stream.put(torch.tensor(self.tokenizer("\x1b[31mred wo").input_ids))
+            raise KeyboardInterrupt
+        generate(self, prompt, stream, *settings)
+
+    monkeypatch.setattr(sys, "stdin", terminal)
+    monkeypatch.setattr("builtins.input", keys)
+    monkeypatch.setattr(chat.ChatModel, "generate", interrupted)
+    done = command.run("chat", run, "--max-new-tokens", 8)
+    turns = "<|im_start|>user\nstopped<|im_end|>\n<|im_start|>assistant\n\x1b[31mred wo<|im_end|>\n"
+    turns += "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    answer = printable(greedy(run / "model", turns, 8))
+    assert (done.returncode, done.stdout) == (0, f"\\x1b[31mred \n{answer}\n\n")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere/model", "--prompt", "hi"], "nowhere/model: cannot be downloaded"),
+        (["./nowhere", "--prompt", "hi"], "neither a run folder (run.json), nor a model's"),
+        (["MODEL", "--compare", "start", "--prompt", "hi"], "--compare start: no checkpoint that "),
+        (["MODEL", "--dtype", "int8", "--prompt", "hi"], "--dtype: found 'int8'; write float32, bfloat16, float16"),
+        (["MODEL", "--prompt", ""], "the question is empty"),
+    ],
+)
+def test_a_mistake_is_one_sentence(reader, arguments, message):
+    done = command.run("chat", *(str(reader) if each == "MODEL" else each for each in arguments))
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr

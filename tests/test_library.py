@@ -1,0 +1,175 @@
+"""The trainers as a library: the blocks of docs/library.md run on tiny local models, and settings have their source."""
+
+import inspect
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+import trl
+from peft import LoraConfig
+from transformers import TrainingArguments
+
+import soren_align
+from soren_align import SorenSFTTrainer, recipe, shipped
+from soren_align.errors import UserError
+from tests.support.tiny_models import make_model
+
+pytestmark = pytest.mark.model
+ROOT = Path(__file__).resolve().parent.parent
+DATA = shipped.ROOT / "recipes" / "quickstart" / "data"
+FILES = {"trl-lib/Capybara": "chat_train.jsonl", "trl-lib/ultrafeedback_binarized": "pairs_train.jsonl"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("tiny") / "model", 0)
+
+
+@pytest.fixture(autouse=True)
+def two_steps_on_the_cpu(monkeypatch, tmp_path):
+    """In place of the hub and of a GPU: the quickstart's data, and two steps in float32."""
+    monkeypatch.chdir(tmp_path)
+    for cls in (trl.SFTConfig, trl.DPOConfig, TrainingArguments):
+        monkeypatch.setattr(cls, "__init__", _with_defaults(cls.__init__, cls is not TrainingArguments))
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: _examples(FILES[name]))
+
+
+def _with_defaults(init, has_length):
+    defaults = {"use_cpu": True, "bf16": False, "max_steps": 2, "per_device_train_batch_size": 2, "report_to": []}
+    defaults |= {"max_length": 64} if has_length else {}
+
+    def wrapped(self, *args, **kwargs):
+        init(self, *args, **{**defaults, **kwargs})
+
+    return wrapped
+
+
+def _examples(name):
+    lines = (DATA / name).read_text().splitlines()[:8]
+    columns = ["chosen", "rejected"] if "pairs" in name else ["messages"]
+    return datasets.Dataset.from_list([json.loads(line) for line in lines]).select_columns(columns)
+
+
+def trainer(model, **settings):
+    args = trl.SFTConfig("out", learning_rate=3e-4, weight_decay=0.05, adam_beta2=0.9, adam_epsilon=1e-7)
+    return SorenSFTTrainer(str(model), args, train_dataset=_examples("chat_train.jsonl"), **settings)
+
+
+def groups(trained):
+    """The optimizer's class and its two parameter groups, before the schedule moves their rates."""
+    optimizer = trained.create_optimizer()
+    return type(optimizer).__name__, *optimizer.param_groups
+
+
+def test_every_block_of_the_page_runs(model):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/library.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) == 6
+    names, steps = {}, []
+    for block in blocks:
+        exec(re.sub(r'"Qwen/[\w.-]+"', repr(str(model)), block), names)
+        steps.append(getattr(names["trainer"].state, "global_step", None))
+        assert type(names["trainer"].create_optimizer()).__name__ in ("Soren", "AcceleratedOptimizer")
+    assert steps == [2, 2, 2, 0, 2, 2]  # the fourth only reads a recipe; the last is a loop without a trainer
+    assert names["optimizer"].num_maps == 3 * 14
+    assert (Path("out/model") / "model.safetensors").is_file()
+
+
+def test_by_default_it_is_soren_as_in_our_recipes_with_the_values_of_args(model):
+    name, matrices, others = groups(trainer(model))
+    ours = recipe.load("qwen2.5-3b/soren").optimizer
+    assert name == "Soren"
+    assert matrices["adjust_lr_fn"] == ours.adjust_lr_fn == "match_rms_measured"
+    assert matrices["map"] == ours.map.model_dump()
+    assert matrices["momentum"] == ours.momentum
+    assert (matrices["lr"], matrices["weight_decay"]) == (3e-4, 0.05)
+    assert (others["lr"], others["weight_decay"], others["betas"], others["eps"]) == (3e-4, 0.0, (0.9, 0.9), 1e-7)
+
+
+def test_a_name_or_keys_replace_them(model):
+    name, matrices, others = groups(trainer(model, optimizer_settings="muon"))
+    assert (name, matrices["lr"], others["lr"], matrices["adjust_lr_fn"]) == ("Muon", 3e-4, 3e-4, "match_rms_measured")
+    keys = {"map": "sns", "lr": 1e-2, "weight_decay": 0.0}
+    name, matrices, others = groups(trainer(model, optimizer_settings=keys))
+    assert (name, matrices["lr"], others["lr"], matrices["weight_decay"]) == ("Soren", 1e-2, 3e-4, 0.0)
+    assert matrices["map"]["name"] == "sns"
+    name, matrices, others = groups(trainer(model, optimizer_settings={"name": "adamw", "lr": 1e-3}))
+    assert (name, matrices["lr"], others["lr"]) == ("AdamW", 1e-3, 1e-3)
+
+
+def test_a_recipes_section_is_complete(model):
+    ours = recipe.load("quickstart/sft").optimizer
+    _, matrices, others = groups(trainer(model, optimizer_settings=ours))
+    assert (matrices["lr"], matrices["weight_decay"]) == (ours.lr, ours.weight_decay)
+    assert (others["lr"], others["eps"]) == (ours.aux_lr, ours.eps)
+
+
+def test_lora_factors_have_the_scale_of_a_recipe_with_lora(model):
+    adapted = trainer(model, peft_config=LoraConfig(r=4, target_modules="all-linear"))
+    name, matrices = groups(adapted)
+    assert (name, matrices["adjust_lr_fn"], matrices["lr"]) == ("Soren", "match_rms_adamw", 3e-4)
+    adapted.train()
+    assert adapted.attached.optimizer.num_maps == 2 * 28
+
+
+def test_a_wrong_setting_is_refused_before_training(model):
+    with pytest.raises(ValueError, match=r"momentun: not a setting of soren; it has .*momentum"):
+        trainer(model, optimizer_settings={"momentun": 0.9})
+    with pytest.raises(ValueError, match="name: found 'sorn'; write one of 'adamw', 'htmuon', 'muon', 'soren'"):
+        trainer(model, optimizer_settings="sorn")
+    args = trl.SFTConfig("out", optim="adafactor")
+    with pytest.raises(
+        UserError, match=r"args.optim: is adafactor, which has no effect here; write optimizer_settings"
+    ):
+        SorenSFTTrainer(str(model), args, train_dataset=_examples("chat_train.jsonl"))
+
+
+def test_updates_lost_to_rounding_are_a_warning(model):
+    args = trl.SFTConfig("out", learning_rate=1e-9, model_init_kwargs={"dtype": "bfloat16"})
+    quiet = SorenSFTTrainer(str(model), args, train_dataset=_examples("chat_train.jsonl"))
+    with pytest.warns(UserWarning, match="most updates of the matrices are lost to rounding"):
+        quiet.train()
+
+
+def test_it_trains_as_trls_own_trainer_with_the_same_optimizer(model):
+    """The reference: TRL's trainer, with AdamW built by hand. A trainer changes nothing but the optimizer."""
+    ours = trainer(model, optimizer_settings={"name": "adamw", "aux_weight_decay": 0.05})
+    args = trl.SFTConfig("out", learning_rate=3e-4, weight_decay=0.05, adam_beta2=0.9, adam_epsilon=1e-7)
+    theirs = trl.SFTTrainer(
+        str(model),
+        args,
+        train_dataset=_examples("chat_train.jsonl"),
+        optimizer_cls_and_kwargs=(
+            torch.optim.AdamW,
+            {"lr": 3e-4, "betas": (0.9, 0.9), "eps": 1e-7, "weight_decay": 0.05},
+        ),
+    )
+    theirs.get_decay_parameter_names = lambda model: [name for name, _ in model.named_parameters()]
+    ours.train()
+    theirs.train()
+    other = dict(theirs.model.named_parameters())
+    for name, parameter in ours.model.named_parameters():
+        torch.testing.assert_close(parameter, other[name], rtol=1e-6, atol=1e-8)
+
+
+def test_the_trainers_take_every_argument_of_trls():
+    for ours, base in ((soren_align.SorenSFTTrainer, trl.SFTTrainer), (soren_align.SorenDPOTrainer, trl.DPOTrainer)):
+        assert issubclass(ours, base)
+        added = inspect.signature(ours.__init__).parameters
+        assert "optimizer_settings" in added
+        assert not set(added) - {"self", "args", "kwargs"} & set(inspect.signature(base.__init__).parameters) - {"args"}
+
+
+@pytest.mark.process
+@pytest.mark.sample
+def test_the_package_is_imported_without_torch_and_every_public_name_on_demand():
+    code = "import sys, soren_align; print('torch' in sys.modules, [type(getattr(soren_align, n)).__name__ for n in "
+    code += "soren_align.__all__ if 'Trainer' not in n], 'trl' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+    assert out.startswith("False [")
+    assert out.strip().endswith("False")
+    assert all(getattr(soren_align, name).__name__ == name for name in soren_align.__all__)
