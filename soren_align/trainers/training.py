@@ -2,6 +2,7 @@
 
 import pickle
 import time
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,10 @@ from ..recipe import Recipe
 from ..run_folder import RunFolder, step_of
 from ..sharding import is_universal
 from ..sharding.ranks import Ranks
-from ..terminal import print_labelled
+from ..terminal import print_labelled, working
 from . import build, checkpoints
 from .lost_updates import LostUpdatesPolicy, change_after_saving
-from .progress import ProgressBar
+from .progress import TrainingProgress
 from .signals import StopOnSignal
 from .starting_weights import relative_changes
 from .training_report import print_result, print_setup, record_result, record_setup, report_first_step
@@ -36,7 +37,7 @@ def train(
     Returns False if a signal stopped training, after saving a checkpoint. Only the first rank writes and prints.
     """
     recipe = setup.recipe
-    with console.status("Loading the model"):
+    with working(console, "Loading the model"):
         policy = LostUpdatesPolicy(recipe.run.lost_updates, partial(report_first_step, folder, console, ranks))
         trainer = build.build_trainer(setup, folder, ranks, policy)
         checkpoint = _find_checkpoint(recipe, folder, trainer.origin, console) if ranks.is_first else None
@@ -44,16 +45,17 @@ def train(
     resumed_from = step_of(checkpoint) if checkpoint else 0
     if checkpoint and is_universal(checkpoint):
         trainer.accelerator.state.deepspeed_plugin.deepspeed_config["checkpoint"] = {"load_universal": True}
-    stop = StopOnSignal(ranks)
+    stop, progress = StopOnSignal(ranks), TrainingProgress(console, recipe.task)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(stop)
     if ranks.is_first:
-        trainer.add_callback(ProgressBar(console, recipe.task))
+        trainer.add_callback(progress)
         record_setup(folder, setup, trainer, ranks)
         print_setup(console, setup, trainer, ranks)
         folder.drop_measurements_after(resumed_from)
 
-    seconds = _run(trainer, checkpoint)
+    with closing(progress):
+        seconds = _run(trainer, checkpoint)
     finished = not stop.stopped or trainer.state.global_step >= trainer.state.max_steps
     result: dict[str, Any] = relative_changes(trainer.starting_weights, trainer.attached)
     if finished:
