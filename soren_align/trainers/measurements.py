@@ -32,7 +32,7 @@ MAX_ROWS = 1024
 
 @dataclass(frozen=True)
 class MeasurementLog:
-    """Where measurements are written, on the first rank alone, and which: see `LogSpectra` in `recipe/sections.py`.
+    """Where measurements are written, on the first rank alone, and which: see `LogSpectra` in `recipe/run_sections.py`.
 
     metrics: a .jsonl file that gets a line per log. spectra: one that gets a line per matrix at each of `steps`.
     """

@@ -3,6 +3,7 @@
 import pickle
 import time
 from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from ..sharding import is_universal
 from ..sharding.ranks import Ranks
 from ..terminal import print_labelled, working
 from . import build, checkpoints
+from .early_stopping import EarlyStopping, best_evaluation
 from .lost_updates import LostUpdatesPolicy, change_after_saving
 from .progress import TrainingProgress
+from .samples import SampleWriter
 from .signals import StopOnSignal
 from .starting_weights import relative_changes
 from .training_report import print_result, print_setup, record_result, record_setup, report_first_step
@@ -45,20 +48,18 @@ def train(
     resumed_from = step_of(checkpoint) if checkpoint else 0
     if checkpoint and is_universal(checkpoint):
         trainer.accelerator.state.deepspeed_plugin.deepspeed_config["checkpoint"] = {"load_universal": True}
-    stop, progress = StopOnSignal(ranks), TrainingProgress(console, recipe.task)
-    trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(stop)
+    callbacks = _add_callbacks(trainer, setup, folder, console, ranks)
     if ranks.is_first:
-        trainer.add_callback(progress)
         record_setup(folder, setup, trainer, ranks)
         print_setup(console, setup, trainer, ranks)
         folder.drop_measurements_after(resumed_from)
 
-    with closing(progress):
+    with closing(callbacks.progress):
         seconds = _run(trainer, checkpoint)
-    finished = not stop.stopped or trainer.state.global_step >= trainer.state.max_steps
+    finished = not callbacks.stop.stopped or trainer.state.global_step >= trainer.state.max_steps
     result: dict[str, Any] = relative_changes(trainer.starting_weights, trainer.attached)
     if finished:
+        result |= _ends(trainer, callbacks)
         _save_model(trainer, setup.tokenizer, folder, ranks)
         result["change_after_saving"] = change_after_saving(
             trainer.starting_weights, trainer.attached, trainer.save_dtype
@@ -73,6 +74,47 @@ def train(
             step = trainer.state.global_step
             print_labelled(console, "stopped", f"at step {step}, checkpoint saved; rerun the same command to resume")
     return finished
+
+
+@dataclass(frozen=True)
+class _Callbacks:
+    """The callbacks that are asked after training."""
+
+    stop: StopOnSignal
+    progress: TrainingProgress
+    early_stopping: EarlyStopping | None
+    samples: SampleWriter | None
+
+
+def _add_callbacks(trainer: Any, setup: TrainingSetup, folder: RunFolder, console: Console, ranks: Ranks) -> _Callbacks:
+    run = setup.recipe.run
+    stop, progress, early_stopping, samples = (
+        StopOnSignal(ranks),
+        TrainingProgress(console, setup.recipe.task),
+        None,
+        None,
+    )
+    if run.early_stopping:
+        early_stopping = EarlyStopping(run.early_stopping.patience, run.early_stopping.threshold)
+    if run.samples and ranks.is_first:
+        samples = SampleWriter(setup.prompts, run.samples.max_new_tokens, setup.tokenizer, folder.samples, console)
+    trainer.remove_callback(PrinterCallback)
+    for callback in (stop, early_stopping, progress if ranks.is_first else None, samples):
+        if callback is not None:
+            trainer.add_callback(callback)
+    return _Callbacks(stop, progress, early_stopping, samples)
+
+
+def _ends(trainer: Any, callbacks: _Callbacks) -> dict[str, Any]:
+    """Write the last samples; return the record of an early end, and of the best checkpoint if it was loaded."""
+    args, state, ends = trainer.args, trainer.state, {}
+    if callbacks.early_stopping and (record := callbacks.early_stopping.record(args, state)):
+        ends["stopped_early"] = record
+    if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+        ends["best_model"] = best_evaluation(args, state)
+    if callbacks.samples:
+        callbacks.samples.at_end(trainer.model, state.global_step, is_best="best_model" in ends)
+    return ends
 
 
 def _run(trainer: Any, checkpoint: Path | None) -> float:

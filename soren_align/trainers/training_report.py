@@ -5,12 +5,13 @@ from typing import Any
 
 from rich.console import Console
 
-from ..manifest import SURVIVAL_THRESHOLD, describe_dropped
+from ..manifest import SURVIVAL_THRESHOLD, describe_dropped, describe_early_stop
 from ..optim import route, routing_table
 from ..recipe import global_batch
 from ..run_folder import RunFolder
 from ..sharding.ranks import Ranks
 from ..terminal import print_labelled
+from .progress import peak_memory
 from .training_setup import TrainingSetup
 
 
@@ -80,7 +81,10 @@ def report_first_step(
 
 
 def record_result(folder: RunFolder, trainer: Any, result: dict[str, Any], seconds: float) -> None:
-    """Write status "trained", losses and `result` (relative changes, `change_after_saving`) into run.json."""
+    """Write status "trained", losses, the peak of the memory and `result` into run.json.
+
+    result: relative changes, `change_after_saving`, `stopped_early` and `best_model`.
+    """
     losses = _losses(trainer)
     folder.update(
         status="trained",
@@ -89,6 +93,7 @@ def record_result(folder: RunFolder, trainer: Any, result: dict[str, Any], secon
             "seconds_since_start_or_resume": round(seconds, 1),
             "first_loss": losses[0] if losses else None,
             "last_loss": losses[-1] if losses else None,
+            "peak_memory_bytes": peak_memory(),
             **result,
         },
     )
@@ -103,6 +108,11 @@ def print_result(console: Console, trainer: Any, result: dict[str, Any], seconds
     loss = f", loss {losses[0]:.3f} -> {losses[-1]:.3f} (first and last log)" if len(losses) > 1 else ""
     resumed = f", {steps - resumed_from} of them since resuming," if resumed_from else ""
     print_labelled(console, "trained", f"{steps} steps{resumed} in {seconds:.0f} s{loss}")
+    if early := result.get("stopped_early"):
+        print_labelled(console, "", f"early, of {early['max_steps']} steps: {describe_early_stop(early)}")
+    if best := result.get("best_model"):
+        evaluation = f"{best['metric']} {best['value']:.4g}"
+        print_labelled(console, "", f"the model is that of step {best['step']}, the best evaluation: {evaluation}")
     print_labelled(console, "", f"the matrices changed by {100 * result['relative_change']:.3g}% of their norm")
     if "matrices" not in result["change_after_saving"]:  # nothing has changed
         return

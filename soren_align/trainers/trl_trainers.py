@@ -106,10 +106,11 @@ class SorenTrainerMixin(Trainer):
             self.add_callback(FirstStepCheck(self.attached, self.lost_updates))
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        # transformers compares with max_steps only after a step: resumed at the last one, it would take one more.
+        # transformers compares with max_steps only after a step: resumed at the last one, it would take one more. So it
+        # would after early stopping.
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
-        else:
+        if not self.control.should_training_stop:
             super()._run_epoch(*args, **kwargs)
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -159,6 +160,12 @@ class SorenTrainerMixin(Trainer):
         self._save(str(folder), state_dict=weights)
         if self.save_dtype is not None and self.args.should_save:
             write_dtype(folder, self.save_dtype)  # from_pretrained would round to the dtype in config.json
+
+    def _load_best_model(self) -> None:
+        # The compensation, part of the optimizer's state, belongs to the weights that it was saved with.
+        super()._load_best_model()
+        if self.optimizer_settings.get("compensation") == "kahan":
+            self._load_optimizer_and_scheduler(self.state.best_model_checkpoint)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write no card per checkpoint; card.py writes that of the model."""
