@@ -40,7 +40,7 @@ class Samples(Section):
     """A list of texts, each a user's first message; or a file: .txt with one per line, or .jsonl of objects with a
     `prompt`, which is a text or a list of messages. For data without messages a prompt is the beginning of a text."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 64
-    """The length at which an answer is cut."""
+    """The length at which an answer is cut; less where the model has fewer positions."""
 
 
 class EarlyStopping(Section):

@@ -32,10 +32,11 @@ MAX_SHOWN = 300
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as in the recipe, a text or turns, and its tokens."""
+    """A prompt as in the recipe, a text or turns; its tokens, and the most tokens of an answer."""
 
     content: str | list[dict[str, Any]]
     ids: list[int]
+    max_new_tokens: int
 
     @property
     def text(self) -> str:
@@ -47,7 +48,8 @@ def read_prompts(samples: Samples, tokenizer: Any, has_turns: bool, num_position
     """Return the prompts of `run.samples` with their tokens.
 
     has_turns: of the data: a text is then a user's message, rendered by the chat template; otherwise it is tokenized as
-    it is. Raises UserError for a file that cannot be read, and for a prompt that leaves too few positions.
+    it is. num_positions: of the model, which an answer does not exceed. Raises UserError for a file that cannot be
+    read, and for a prompt that leaves no position.
     """
     place = "run.samples.prompts"
     contents = list(_contents(samples.prompts)) if isinstance(samples.prompts, str) else samples.prompts
@@ -64,13 +66,10 @@ def read_prompts(samples: Samples, tokenizer: Any, has_turns: bool, num_position
             ids = tokenizer(content)["input_ids"]
         else:
             raise UserError(f"{place}: prompt {number} has messages, but the training data are plain texts")
-        length = len(ids) + samples.max_new_tokens
-        if num_positions is not None and length > num_positions:
-            raise UserError(
-                f"{place}: prompt {number} has {len(ids)} tokens; with run.samples.max_new_tokens "
-                f"{samples.max_new_tokens} these are more than the model's {num_positions} positions"
-            )
-        prompts.append(Prompt(content, list(ids)))
+        room = samples.max_new_tokens if num_positions is None else num_positions - len(ids)
+        if room < 1:
+            raise UserError(f"{place}: prompt {number} has {len(ids)} tokens; the model has {num_positions} positions")
+        prompts.append(Prompt(content, list(ids), min(samples.max_new_tokens, room)))
     return tuple(prompts)
 
 
@@ -97,9 +96,8 @@ class SampleWriter(TrainerCallback):
     For the first rank alone, which must hold all weights; the others wait at their next collective.
     """
 
-    def __init__(self, prompts: tuple[Prompt, ...], max_new_tokens: int, tokenizer: Any, file: Path, console: Console):
-        self.prompts, self.max_new_tokens, self.tokenizer = prompts, max_new_tokens, tokenizer
-        self.file, self.console = file, console
+    def __init__(self, prompts: tuple[Prompt, ...], tokenizer: Any, file: Path, console: Console):
+        self.prompts, self.tokenizer, self.file, self.console = prompts, tokenizer, file, console
         self._last_step: int | None = None
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
@@ -123,7 +121,7 @@ class SampleWriter(TrainerCallback):
         lines = []
         with _evaluating(model):
             for number, prompt in enumerate(self.prompts):
-                completion, finish_reason = self._answer(model, prompt.ids)
+                completion, finish_reason = self._answer(model, prompt)
                 record = {"step": step, "prompt": prompt.content, "completion": completion}
                 lines.append(json.dumps(record | {"finish_reason": finish_reason}, ensure_ascii=False) + "\n")
                 if number < NUM_SHOWN:
@@ -132,22 +130,23 @@ class SampleWriter(TrainerCallback):
         with self.file.open("a", encoding="utf-8") as stream:
             stream.writelines(lines)
 
-    def _answer(self, model: Any, ids: list[int]) -> tuple[str, str]:
+    def _answer(self, model: Any, prompt: Prompt) -> tuple[str, str]:
         """Return (text, "stop" or "length") of the greedy continuation."""
         own = getattr(model.generation_config, "eos_token_id", None)
         ends = {self.tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None}
         config = GenerationConfig(
             do_sample=False,
             use_cache=True,  # an argument of this call: TRL has switched it off in the model's config, which stays
-            max_new_tokens=self.max_new_tokens,
+            max_new_tokens=prompt.max_new_tokens,
             eos_token_id=sorted(ends) or None,
             pad_token_id=self.tokenizer.pad_token_id or 0,
         )
-        tokens = torch.tensor([ids], device=next(model.parameters()).device)
+        tokens = torch.tensor([prompt.ids], device=next(model.parameters()).device)
         output = model.generate(input_ids=tokens, attention_mask=torch.ones_like(tokens), generation_config=config)
-        new = output[0, len(ids) :].tolist()
+        new = output[0, len(prompt.ids) :].tolist()
         is_stopped = bool(new) and new[-1] in ends
-        return self.tokenizer.decode(new, skip_special_tokens=True), "stop" if is_stopped else "length"
+        text = self.tokenizer.decode(new[:-1] if is_stopped else new, skip_special_tokens=True)
+        return text, "stop" if is_stopped else "length"
 
 
 @contextmanager

@@ -97,7 +97,7 @@ def _add_callbacks(trainer: Any, setup: TrainingSetup, folder: RunFolder, consol
     if run.early_stopping:
         early_stopping = EarlyStopping(run.early_stopping.patience, run.early_stopping.threshold)
     if run.samples and ranks.is_first:
-        samples = SampleWriter(setup.prompts, run.samples.max_new_tokens, setup.tokenizer, folder.samples, console)
+        samples = SampleWriter(setup.prompts, setup.tokenizer, folder.samples, console)
     trainer.remove_callback(PrinterCallback)
     for callback in (stop, early_stopping, progress if ranks.is_first else None, samples):
         if callback is not None:
