@@ -7,12 +7,12 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from .. import lock
 from ..bench import shapes
-from ..errors import UserError
+from ..errors import UserError, from_os_error
 from ..recipe import (
     Recipe,
     accumulation,
@@ -116,14 +116,16 @@ def _finish(folder: RunFolder, recipe: Recipe, console: Terminal, *, evaluate_he
 
 @contextmanager
 def _recording_errors(folder: RunFolder) -> Iterator[None]:
-    """Hold the run folder, and write a UserError into run.json."""
+    """Hold the run folder, and write a UserError into run.json, or an OSError as one."""
     if not folder.is_locked():
         folder.lock(as_rank=True)  # its launcher holds the folder
     try:
         yield
-    except UserError as error:
-        folder.update(last_error=str(error))
-        raise
+    except (UserError, OSError) as error:
+        problem = from_os_error(error, folder.path) if isinstance(error, OSError) else error
+        with suppress(OSError):  # the disk may be full
+            folder.update(last_error=str(problem or error))
+        raise problem or error from None
 
 
 def _start_ranks(folder: RunFolder, num_ranks: int, timeout_seconds: float) -> int:

@@ -18,7 +18,7 @@ from transformers import GenerationConfig, TrainerCallback
 from .. import shipped
 from ..data import check_rendering_cost, template_errors
 from ..errors import UserError
-from ..files import parse_json, read_text
+from ..files import append, parse_json, read_text
 from ..recipe import Samples
 from ..terminal import print_labelled
 
@@ -127,8 +127,7 @@ class SampleWriter(TrainerCallback):
                 if number < NUM_SHOWN:
                     end = "" if finish_reason == "stop" else " ..."
                     print_labelled(self.console, "sample", f"{_shown(prompt.text)} -> {_shown(completion)}{end}")
-        with self.file.open("a", encoding="utf-8") as stream:
-            stream.writelines(lines)
+        append(self.file, "".join(lines))
 
     def _answer(self, model: Any, prompt: Prompt) -> tuple[str, str]:
         """Return (text, "stop" or "length") of the greedy continuation."""

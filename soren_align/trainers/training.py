@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from peft import PeftModel
 from rich.console import Console
 from transformers import PrinterCallback
 
@@ -19,6 +20,7 @@ from ..sharding import is_universal
 from ..sharding.ranks import Ranks
 from ..terminal import print_labelled, working
 from . import build, checkpoints
+from .disk_space import model_bytes, refuse_full_disk, write_errors
 from .early_stopping import EarlyStopping, best_evaluation
 from .lost_updates import LostUpdatesPolicy, change_after_saving
 from .progress import TrainingProgress
@@ -150,10 +152,13 @@ def _save_model(trainer: Any, tokenizer: Any, folder: RunFolder, ranks: Ranks) -
     partial_folder = folder.model.with_name("model.part")
     if ranks.is_first:
         remove(partial_folder)
-    trainer.save_model(str(partial_folder))
-    if not ranks.is_first:
-        return
-    tokenizer.save_pretrained(partial_folder)
+    num_bytes = model_bytes(trainer.model, adapter_only=isinstance(trainer.model, PeftModel), dtype=trainer.save_dtype)
+    refuse_full_disk(folder.path, num_bytes, "the model", trainer.attached)
+    with write_errors(partial_folder):
+        trainer.save_model(str(partial_folder))
+        if not ranks.is_first:
+            return
+        tokenizer.save_pretrained(partial_folder)
     (partial_folder / "training_args.bin").unlink(missing_ok=True)  # a pickle; recipe.yaml has the same settings
     remove(folder.model)  # of a process that was killed before it updated run.json
     partial_folder.rename(folder.model)

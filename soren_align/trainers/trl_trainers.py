@@ -20,6 +20,7 @@ from ..sharding import full_weights, sum_in_float32
 from ..sharding.ranks import current_ranks
 from . import adapters, checkpoints
 from .attached_optimizer import OptimizerCheck, attach, refuse_unaveraged_gradients
+from .disk_space import checkpoint_bytes, refuse_full_disk, write_errors
 from .lost_updates import FirstStepCheck, LostUpdatesPolicy
 from .measurements import MeasurementLog, Measurements
 from .model_export import export_weights, unsharded_weights, write_dtype
@@ -173,16 +174,20 @@ class SorenTrainerMixin(Trainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         # Old checkpoints are deleted only after the new one is marked complete: a kill between transformers' own
         # deletion and that mark would leave no complete checkpoint.
+        folder = Path(str(self.args.output_dir))
+        checkpoint = folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        num_bytes = checkpoint_bytes(self.model, self.attached, adapter_only=isinstance(self.model, PeftModel))
+        refuse_full_disk(folder, num_bytes, "a checkpoint", self.attached)
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:
-            super()._save_checkpoint(model, trial)
+            with write_errors(checkpoint):
+                super()._save_checkpoint(model, trial)
         finally:
             self.args.save_total_limit = limit
         self.accelerator.wait_for_everyone()  # each rank writes the state of its random number generators
         if not self.args.should_save:
             return
-        folder = Path(str(self.args.output_dir))
-        checkpoints.mark_complete(folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}", self.origin)
+        checkpoints.mark_complete(checkpoint, self.origin)
         rotate_checkpoints(
             output_dir=str(folder),
             save_total_limit=limit,
