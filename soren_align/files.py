@@ -129,6 +129,15 @@ def write(path: Path, text: str) -> None:
         temporary.replace(path)
 
 
+def refuse_unwritable(folder: Path, key: str) -> None:
+    """Raise UserError, which starts with `key`, if files cannot be created in a folder, which may be new."""
+    existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    if not existing.is_dir():
+        raise UserError(f"{key}: {folder} cannot be created: {existing} is a file; name another folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"{key}: {existing}: read-only, or no permission to write there; name another folder")
+
+
 def append(path: Path, text: str) -> None:
     """Append to a file, which may be new."""
     with _naming(path), path.open("a", encoding="utf-8") as stream:

@@ -63,10 +63,10 @@ def refuse_full_disk(folder: Path, needed: int, purpose: str, attached: Attached
 
 
 @contextlib.contextmanager
-def write_errors(folder: Path) -> Iterator[None]:
+def write_errors(folder: Path, remedy: str | None = None) -> Iterator[None]:
     """Within the block, raise UserError for an error of writing `folder`, which is then incomplete and removed.
 
-    It names the folder, the free space of its disk, and the last complete checkpoint beside it.
+    It names the folder, the free space of its disk, and `remedy`: by default the last complete checkpoint beside it.
     """
     try:
         yield
@@ -76,7 +76,7 @@ def write_errors(folder: Path) -> Iterator[None]:
             raise
         with contextlib.suppress(OSError):
             remove(folder)
-        raise UserError(f"{problem}. {_remedy(folder.parent)}") from error
+        raise UserError(f"{problem}. {remedy or _remedy(folder.parent)}") from error
 
 
 def _problem_of_writing(error: Exception, folder: Path) -> str | None:

@@ -177,3 +177,13 @@ def test_a_file_in_the_way_is_one_sentence(tmp_path, name):
     result = command.run("sft", "quickstart/sft", "--set", f"run.output_dir={tmp_path / 'parent' / name}")
     assert result.returncode == 2
     assert "parent is a file; name another folder" in " ".join(result.stderr.split())
+
+
+def test_results_that_cannot_be_written_are_refused_before_the_evaluation(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UserError, match=r"--output: .*/file/out cannot be created: .*/file is a file; name another"):
+        files.refuse_unwritable(tmp_path / "file" / "out", "--output")
+    files.refuse_unwritable(tmp_path / "new" / "out", "--output")
+    monkeypatch.setattr(files.os, "access", lambda *_: False)
+    with pytest.raises(UserError, match=r"--output: .*: read-only, or no permission to write there; name another"):
+        files.refuse_unwritable(tmp_path / "new" / "out", "--output")
