@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -80,8 +81,15 @@ def set_up_training(
             f"{describe_dropped(counts.dropped)}. trainer.max_length is {config.max_length}"
         )
     refuse_no_batch(recipe, counts.num_kept, ranks.num_ranks)
+    if not counts.stop_token_trained and not recipe.trainer.get("packing"):
+        _refuse_no_answer(train, tokenizer, config.max_length)
     if not counts.stop_token_trained and not notices:
         notices = [f"the stop token is never trained: trainer.max_length {config.max_length} truncates every answer"]
+    if "messages" in train.column_names and "assistant_only_loss" not in recipe.trainer:
+        notices.append(
+            "all tokens are in the loss, those of the user's messages too. For the answers alone write "
+            "trainer.assistant_only_loss: true; false hides this notice"
+        )
     num_positions = _num_positions(recipe, start)
     notices += _too_few_positions(recipe, num_positions, counts.lengths["max"], config.max_length)
     samples = recipe.run.samples
@@ -117,6 +125,28 @@ def _check_schedule(config: Any) -> None:
         if not isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau | GreedyLR):  # these step by a loss
             optimizer.step()
             schedule.step()
+
+
+def _refuse_no_answer(dataset: Any, tokenizer: Any, max_length: int | None) -> None:
+    """Raise UserError if every example is cut before its first answer: the loss would be that of prompts alone."""
+    if max_length is None or not {"messages", "prompt"} & set(dataset.column_names):
+        return
+    lengths = []
+    for example in dataset:
+        prompt: Any = example.get("prompt") or list(
+            takewhile(lambda turn: turn["role"] != "assistant", example["messages"])
+        )
+        if isinstance(prompt, list):
+            ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+        else:
+            ids = tokenizer(prompt)["input_ids"]
+        lengths.append(len(ids))
+        if lengths[-1] < max_length:
+            return
+    raise UserError(
+        f"trainer.max_length: {max_length} cuts every example before its answer; the shortest prompt has "
+        f"{min(lengths)} tokens"
+    )
 
 
 def _num_positions(recipe: Recipe, start: str) -> int | None:
