@@ -53,11 +53,19 @@ class Data(TypedDict):
     train: Counted
 
 
+class EarlierRun(TypedDict):
+    """A run whose model a later one started from."""
+
+    task: Literal["sft", "dpo"]
+    steps: Count
+
+
 class Start(TypedDict):
-    """The checkpoint that training started from."""
+    """The checkpoint that training started from, and the runs that trained it, the first one first."""
 
     path: str
     sha256_or_revision: str | None
+    after: NotRequired[list[EarlierRun]]
 
 
 class Parameters(TypedDict):
@@ -186,3 +194,9 @@ def describe_early_stop(early: dict[str, Any]) -> str:
     step = f" of step {best['step']}" if best["step"] is not None else ""
     value = f" {best['value']:.4g}" if best["value"] is not None else ""
     return f"{evaluations} did not improve {best['metric']}{value}{step}{by}"
+
+
+def describe_earlier_runs(start: dict[str, Any]) -> str:
+    """Describe the runs that trained a starting checkpoint: "after 600 steps of SFT, 100 steps of DPO"; "" for none."""
+    runs = [f"{run['steps']:,} steps of {run['task'].upper()}" for run in start.get("after", [])]
+    return f"after {', '.join(runs)}" if runs else ""

@@ -1,11 +1,13 @@
 """The record of a training run in run.json, and the lines about it in the terminal."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from ..manifest import SURVIVAL_THRESHOLD, describe_dropped, describe_early_stop
+from ..errors import UserError
+from ..manifest import SURVIVAL_THRESHOLD, describe_dropped, describe_earlier_runs, describe_early_stop
 from ..optim import route, routing_table
 from ..recipe import global_batch
 from ..run_folder import RunFolder
@@ -26,6 +28,7 @@ def record_setup(folder: RunFolder, setup: TrainingSetup, trainer: Any, ranks: R
         start={
             "path": str(Path(setup.start).resolve()) if Path(setup.start).is_dir() else setup.start,
             "sha256_or_revision": trainer.origin["start"],
+            **({"after": earlier} if (earlier := earlier_runs(setup.start)) else {}),
         },
         data={
             "train": train.source | {"layout": train.layout} | examples,
@@ -57,7 +60,8 @@ def print_setup(console: Console, setup: TrainingSetup, trainer: Any, ranks: Ran
         print_labelled(console, "", _describe_source(source, num_examples))
     if held_out := setup.splits["eval"]:
         print_labelled(console, "", f"{held_out.num_examples} examples for the evaluation loss, not trained on")
-    print_labelled(console, "model", f"{setup.start} (starting checkpoint)")
+    earlier = describe_earlier_runs({"after": earlier_runs(setup.start)})
+    print_labelled(console, "model", f"{setup.start} ({', '.join(filter(None, ('starting checkpoint', earlier)))})")
     if ranks.launched:
         num_examples, factors = global_batch(setup.recipe, ranks.num_ranks)
         print_labelled(console, "batch", f"{num_examples} examples per step: {factors}")
@@ -68,6 +72,17 @@ def print_setup(console: Console, setup: TrainingSetup, trainer: Any, ranks: Ran
     print_labelled(console, "optimizer", matrices)
     if len(num_tensors) > 1:
         print_labelled(console, "", f"adamw, lr {optimizer.aux_lr:g}: {num_tensors[1]} other parameters")
+
+
+def earlier_runs(start: str) -> list[dict[str, Any]]:
+    """Return task and steps of the runs that trained the checkpoint in the folder `start`, the first one first."""
+    folder = Path(start)
+    with suppress(UserError):  # damaged or of an older version: nothing is known of it
+        record = RunFolder(folder.parent).read() if folder.name in ("model", "merged") else None
+        if record and "training" in record:
+            earlier = record.get("start", {}).get("after", [])
+            return [*earlier, {"task": record["task"], "steps": record["training"]["steps"]}]
+    return []
 
 
 def report_first_step(
