@@ -15,7 +15,7 @@ from .evaluate import tables
 from .evaluate.results import read_results
 from .evaluate.tables import in_cell, plain
 from .files import write
-from .manifest import SURVIVAL_THRESHOLD, TRAINED, describe_dropped
+from .manifest import SURVIVAL_THRESHOLD, TRAINED, describe_dropped, describe_earlier_runs, describe_early_stop
 from .recipe import Recipe, adapter_config, load_resolved
 from .run_folder import RunFolder
 
@@ -83,6 +83,9 @@ def _front_matter(recipe: Recipe, record: dict[str, Any], is_adapter: bool) -> s
 
 def _summary(recipe: Recipe, record: dict[str, Any], is_adapter: bool, merged: bool) -> str:
     subject = "A LoRA adapter, trained" if is_adapter else "Trained"
+    earlier = record["start"].get("after", [])
+    if earlier and earlier[-1]["task"] == recipe.task:
+        subject = f"{subject} further"
     merge = " It is merged with its base model." if merged else ""
     return f"{subject} by {recipe.task.upper()} with {recipe.optimizer.title} from {_start(recipe, record)}.{merge}"
 
@@ -156,6 +159,7 @@ def _facts(recipe: Recipe, record: dict[str, Any]) -> dict[str, str | None]:
     name = measured.get("class", optimizer.title) + (f" ({optimizer.map_title})" if optimizer.map_title else "")
     matrices = f"{measured['num_matrices']} " if measured.get("num_matrices") else "the "
     saved = training.get("change_after_saving", {}).get("dtype")
+    early, best = training.get("stopped_early"), training.get("best_model")
     processes, device = record.get("processes") or 1, record["device"].split(":")[0]
     return {
         "trained from": _start(recipe, record),
@@ -164,6 +168,8 @@ def _facts(recipe: Recipe, record: dict[str, Any]) -> dict[str, str | None]:
         "optimizer": f"{name} on {matrices}matrices, learning rate {optimizer.lr:g}{aux}",
         "optimizer settings": ", ".join(f"{key} {_word(value)}" for key, value in settings.items()),
         "steps": f"{training['steps']}, {record['global_batch_size']} examples each",
+        "ended early": f"of {early['max_steps']} steps: {describe_early_stop(early)}" if early else None,
+        "model of step": f"{best['step']}, the best by {best['metric']}: {best['value']:.4g}" if best else None,
         "processes": f"{processes} ({record['parallel']}, {device})" if processes > 1 else f"1 ({device})",
         "parameters": f"{parameters['total']:,}, of which {parameters['trainable']:,} trained",
         "dtype": f"{', '.join(parameters['dtype'])} in training" + (f", saved in {saved}" if saved else ""),
@@ -176,7 +182,9 @@ def _facts(recipe: Recipe, record: dict[str, Any]) -> dict[str, str | None]:
 
 def _start(recipe: Recipe, record: dict[str, Any]) -> str:
     name, seed = _start_name(record, recipe), recipe.model.init_seed
-    return f"random weights (seed {seed}) with the architecture of {name}" if seed is not None else name
+    if seed is not None:
+        return f"random weights (seed {seed}) with the architecture of {name}"
+    return ", ".join(filter(None, (name, describe_earlier_runs(record["start"]))))
 
 
 def _start_name(record: dict[str, Any], recipe: Recipe) -> str:

@@ -4,6 +4,8 @@ import difflib
 import errno
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Iterable
 
 MAX_PROBLEMS = 20
@@ -51,17 +53,39 @@ class OutOfReach(UserError):
     """A file is not on this machine, and the Hugging Face hub cannot be reached."""
 
 
-def from_os_error(error: OSError) -> UserError | None:
-    """Return a UserError that names the file; None if the error is not about a file of the user."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_REMEDIES = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "name another folder, or change its permissions")
+_REMEDIES |= dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "a file is in the way: remove it, or name another folder")
+_REMEDIES |= dict.fromkeys(_FULL, "make room there, or name a folder on another disk, then rerun the command")
+
+
+def from_os_error(error: OSError, folder: str | os.PathLike[str] | None = None) -> UserError | None:
+    """Return a UserError that names the file or folder, the free space of a full disk, and the remedy.
+
+    folder: where this process writes, for an error that names no file. Returns None if the error is not about a file of
+    the user.
+    """
     # A program that is missing (gcc, ninja): the traceback shows which library needs it.
     is_program = error.errno == errno.ENOENT and isinstance(error.filename, str) and os.sep not in error.filename
-    if (error.filename is None or is_program) and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    if "Not enough disk space" in str(error):  # of datasets, with the needed bytes
+        return UserError(str(error))
+    if (error.filename is None or is_program) and error.errno not in _FULL:
         return None
-    where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
-    message = f"{where}{error.strerror or error}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        message += ". Make room there, or choose a folder on another disk; then rerun the command"
-    return UserError(message)
+    place = error.filename if isinstance(error.filename, str | bytes) else folder
+    if place is None:  # of the folders that libraries write into, the one with the least space
+        home = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")
+        place = min((os.getcwd(), tempfile.gettempdir(), home), key=free_bytes)
+    space = f" ({free_bytes(place):,} bytes free)" if error.errno in _FULL else ""
+    remedy = _REMEDIES.get(error.errno or 0)
+    return UserError(f"{os.fsdecode(place)}: {error.strerror or error}{space}{f'; {remedy}' if remedy else ''}")
+
+
+def free_bytes(place: str | bytes | os.PathLike[str]) -> int:
+    """Return the free bytes of the disk that `place` is on, or would be."""
+    path = os.path.abspath(os.fsdecode(place))
+    while not os.path.exists(path):
+        path = os.path.dirname(path)
+    return shutil.disk_usage(path).free
 
 
 def closest(word: object, known: Iterable[str], cutoff: float = 0.6) -> str | None:

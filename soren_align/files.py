@@ -6,6 +6,8 @@ Whatever a YAML or JSON file contains, reading it takes seconds and returns plai
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -119,11 +121,38 @@ def write(path: Path, text: str) -> None:
     """Write a file atomically: a reader sees the old content or the new one. A link is replaced, not followed."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.part")  # two evaluations of a run write its card
     remove(temporary)
-    with temporary.open("x", encoding="utf-8") as stream:
+    with _naming(path):
+        with temporary.open("x", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(path)
+
+
+def refuse_unwritable(folder: Path, key: str) -> None:
+    """Raise UserError, which starts with `key`, if files cannot be created in a folder, which may be new."""
+    existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    if not existing.is_dir():
+        raise UserError(f"{key}: {folder} cannot be created: {existing} is a file; name another folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"{key}: {existing}: read-only, or no permission to write there; name another folder")
+
+
+def append(path: Path, text: str) -> None:
+    """Append to a file, which may be new."""
+    with _naming(path), path.open("a", encoding="utf-8") as stream:
         stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(path)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Let an OSError within the block name the file: that of a write on a full disk names none."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def remove(path: Path) -> None:

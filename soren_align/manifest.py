@@ -53,11 +53,19 @@ class Data(TypedDict):
     train: Counted
 
 
+class EarlierRun(TypedDict):
+    """A run whose model a later one started from."""
+
+    task: Literal["sft", "dpo"]
+    steps: Count
+
+
 class Start(TypedDict):
-    """The checkpoint that training started from."""
+    """The checkpoint that training started from, and the runs that trained it, the first one first."""
 
     path: str
     sha256_or_revision: str | None
+    after: NotRequired[list[EarlierRun]]
 
 
 class Parameters(TypedDict):
@@ -82,6 +90,23 @@ class Survival(TypedDict):
     matrices: NotRequired[Survived]
 
 
+class BestEvaluation(TypedDict):
+    """The best evaluation of a training, by its metric."""
+
+    metric: str
+    value: float | None
+    step: Count | None
+
+
+class EarlyStop(TypedDict):
+    """Why training ended before its last step."""
+
+    max_steps: Count
+    patience: Count
+    threshold: float
+    best: BestEvaluation
+
+
 class Training(TypedDict):
     """The result of training."""
 
@@ -91,6 +116,8 @@ class Training(TypedDict):
     relative_change: NotRequired[float]
     aux_relative_change: NotRequired[float]
     change_after_saving: NotRequired[Survival]
+    stopped_early: NotRequired[EarlyStop]
+    best_model: NotRequired[BestEvaluation]
 
 
 Optimizer = TypedDict("Optimizer", {"class": NotRequired[str], "num_matrices": NotRequired[Count]})
@@ -157,3 +184,19 @@ def checked(record: Any, file: Path, required: Iterable[str] = ()) -> dict[str, 
 def describe_dropped(dropped: dict[str, int]) -> str:
     """Describe dropped examples (reason -> number): "3 dropped (messages is an empty list), ..."; "" for none."""
     return ", ".join(f"{count} dropped ({reason})" for reason, count in dropped.items())
+
+
+def describe_early_stop(early: dict[str, Any]) -> str:
+    """Describe why training ended early: "3 evaluations in a row did not improve eval_loss 0.51 of step 40"."""
+    best, times = early["best"], early["patience"]
+    evaluations = "the last evaluation" if times == 1 else f"{times} evaluations in a row"
+    by = f" by more than {early['threshold']:g}" if early["threshold"] else ""
+    step = f" of step {best['step']}" if best["step"] is not None else ""
+    value = f" {best['value']:.4g}" if best["value"] is not None else ""
+    return f"{evaluations} did not improve {best['metric']}{value}{step}{by}"
+
+
+def describe_earlier_runs(start: dict[str, Any]) -> str:
+    """Describe the runs that trained a starting checkpoint: "after 600 steps of SFT, 100 steps of DPO"; "" for none."""
+    runs = [f"{run['steps']:,} steps of {run['task'].upper()}" for run in start.get("after", [])]
+    return f"after {', '.join(runs)}" if runs else ""

@@ -4,6 +4,7 @@
     run.json       status, versions, commit, data, start, routing, the optimizer that made the steps (see manifest.py)
     metrics.jsonl  one line per log
     spectra.jsonl  singular values of momenta, if run.log_spectra names steps
+    samples.jsonl  answers to prompts during training, if run.samples names some
     checkpoints/   to resume from       model/   the trained model       eval/<suite>/   its scores
     merged/        the adapter merged with its base model (soren-align merge)
     tensorboard/   if trainer.report_to names it
@@ -31,6 +32,7 @@ CONTENTS = (
     "recipe.yaml",
     "metrics.jsonl",
     "spectra.jsonl",
+    "samples.jsonl",
     "start",
     "checkpoints",
     "model",
@@ -51,6 +53,7 @@ class RunFolder:
         self.recipe = self.path / "recipe.yaml"
         self.metrics = self.path / "metrics.jsonl"
         self.spectra = self.path / "spectra.jsonl"
+        self.samples = self.path / "samples.jsonl"
         self.start = self.path / "start"
         self.checkpoints = self.path / "checkpoints"
         self.model = self.path / "model"
@@ -190,7 +193,7 @@ class RunFolder:
 
     def drop_measurements_after(self, step: int) -> None:
         """Remove the lines of steps that a resumed run repeats, and lines that a kill left truncated."""
-        for file in (self.metrics, self.spectra):
+        for file in (self.metrics, self.spectra, self.samples):
             if not file.is_file():
                 continue
             lines = []

@@ -3,7 +3,10 @@
 import re
 import sys
 import textwrap
-from collections.abc import Iterable
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
@@ -12,6 +15,9 @@ from rich.status import Status
 from rich.text import Text
 
 from .errors import printable
+
+LINE_SECONDS = 10.0
+"""Between two lines of progress where there is no terminal."""
 
 
 class Terminal(Console):
@@ -51,3 +57,38 @@ def loading(console: Console, text: str) -> Status:
         word, _, rest = text.partition(" ")
         console.print(f"{word.lower():<9} {rest}", highlight=False)
     return console.status(text)
+
+
+@contextmanager
+def working(console: Console, text: str) -> Iterator[Callable[[str], object]]:
+    """Show `text` while the block runs; yields a function that replaces it.
+
+    A spinner on a terminal; elsewhere a line every LINE_SECONDS with the seconds since the start, so that a log shows
+    that a long phase still runs, and which one.
+    """
+    if console.is_terminal:
+        with console.status(text) as status:
+            yield status.update
+        return
+    current, ended, start = [text], threading.Event(), time.monotonic()
+
+    def print_lines() -> None:
+        while not ended.wait(LINE_SECONDS):
+            label, _, words = current[0].partition(" ")
+            print_labelled(console, label.lower(), f"{words} ({time.monotonic() - start:.0f} s)")
+
+    thread = threading.Thread(target=print_lines, daemon=True)
+    thread.start()
+    try:
+        yield lambda text: current.__setitem__(0, text)
+    finally:
+        ended.set()
+        thread.join()
+
+
+def with_prefix(number: float, unit: str) -> str:
+    """At least three digits and an SI prefix: 6.11 GB, 307 TFLOP."""
+    scale, prefix = next(
+        ((10.0**e, p) for e, p in ((18, "E"), (15, "P"), (12, "T"), (9, "G"), (6, "M")) if number >= 10**e), (1e3, "k")
+    )
+    return f"{number / scale:.{0 if number >= 100 * scale else 1 if number >= 10 * scale else 2}f} {prefix}{unit}"

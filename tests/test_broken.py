@@ -193,6 +193,11 @@ RECIPES = {
         "max_length: 2\n  assistant_only_loss: true",
         r"none of 1 examples can be trained on",
     ),
+    "no answer fits": (
+        "max_length: 64",
+        "max_length: 4",
+        r"trainer.max_length: 4 cuts every example before its answer; the shortest prompt has \d+ tokens",
+    ),
 }
 
 

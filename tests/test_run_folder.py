@@ -379,7 +379,7 @@ def test_a_changed_parallel_config_of_the_same_name_is_another_recipe(make, fold
         (PermissionError(errno.EACCES, "Permission denied", "/run/x"), "/run/x: Permission denied"),
         (
             OSError(errno.ENOSPC, "No space left on device", "/run/x"),
-            "/run/x: No space left on device. Make room there",
+            "/run/x: No space left on device (",
         ),
         (FileNotFoundError(errno.ENOENT, "No such file or directory", "/proc/foo"), "/proc/foo: No such file"),
     ],

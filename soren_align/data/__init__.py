@@ -4,8 +4,8 @@ from .columns import COLUMNS, Task
 from .held_out import hold_out
 from .mixture import mix
 from .preview import Account, account, show_example
-from .rendering import check_rendering_cost
-from .split import LoadedSplit, load_split
+from .rendering import check_rendering_cost, template_errors
+from .split import LoadedSplit, has_turns, load_split
 from .templates import check_template, set_template
 
 __all__ = [
@@ -16,9 +16,11 @@ __all__ = [
     "account",
     "check_rendering_cost",
     "check_template",
+    "has_turns",
     "hold_out",
     "load_split",
     "mix",
     "set_template",
     "show_example",
+    "template_errors",
 ]

@@ -7,14 +7,12 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-
-from rich.status import Status
 
 from .. import lock
 from ..bench import shapes
-from ..errors import UserError
+from ..errors import UserError, from_os_error
 from ..recipe import (
     Recipe,
     accumulation,
@@ -26,7 +24,7 @@ from ..recipe import (
 )
 from ..run_folder import RunFolder, now
 from ..silence import quiet_libraries
-from ..terminal import Terminal, loading, print_labelled, stderr_console
+from ..terminal import Terminal, loading, print_labelled, stderr_console, working
 from .environment import rank_from_environment, set_environment, without_ranks
 from .preparation import prepare, refuse_accelerate_config
 
@@ -79,12 +77,12 @@ def train_here(folder: RunFolder, timeout_seconds: float) -> int:
             if ranks.is_first:
                 folder.update(last_error=None)
             if ranks.broadcast((folder.read() or {}).get("status")) != "trained":
-                with console.status("Checking data and evaluation") as status, ranks.first_goes_first():
-                    setup = training_setup.set_up_training(recipe, folder, _count_examples(status), ranks)
+                with working(console, "Checking data and evaluation") as show, ranks.first_goes_first():
+                    setup = training_setup.set_up_training(recipe, folder, _count_examples(show), ranks)
                     if recipe.eval and ranks.is_first:
                         from .evaluation import check_evaluation
 
-                        for notice in check_evaluation(folder, setup, recipe.eval, status.update):
+                        for notice in check_evaluation(folder, setup, recipe.eval, show):
                             print_labelled(console, "notice", notice)
                 if not training.train(setup, folder, console, ranks):
                     if ranks.is_first:
@@ -118,14 +116,16 @@ def _finish(folder: RunFolder, recipe: Recipe, console: Terminal, *, evaluate_he
 
 @contextmanager
 def _recording_errors(folder: RunFolder) -> Iterator[None]:
-    """Hold the run folder, and write a UserError into run.json."""
+    """Hold the run folder, and write a UserError into run.json, or an OSError as one."""
     if not folder.is_locked():
         folder.lock(as_rank=True)  # its launcher holds the folder
     try:
         yield
-    except UserError as error:
-        folder.update(last_error=str(error))
-        raise
+    except (UserError, OSError) as error:
+        problem = from_os_error(error, folder.path) if isinstance(error, OSError) else error
+        with suppress(OSError):  # the disk may be full
+            folder.update(last_error=str(problem or error))
+        raise problem or error from None
 
 
 def _start_ranks(folder: RunFolder, num_ranks: int, timeout_seconds: float) -> int:
@@ -154,8 +154,8 @@ def plan(recipe: Recipe, *, as_json: bool = False, processes: int = 1) -> None:
         go_offline_without_hub()
         from ..planning import display
         from ..planning import plan as planning
-    with quiet_libraries(), console.status("Checking data") as status:
-        result, account = planning.plan_training(recipe, _count_examples(status), processes)
+    with quiet_libraries(), working(console, "Checking data") as show:
+        result, account = planning.plan_training(recipe, _count_examples(show), processes)
     if as_json:
         sys.stdout.write(json.dumps(result, indent=2) + "\n")
     else:
@@ -259,13 +259,13 @@ def _refuse_ranks(command: str) -> None:
         raise UserError(f"{command} runs in one process; start it without a launcher (WORLD_SIZE is more than 1)")
 
 
-def _count_examples(status: Status) -> Callable[[int], None]:
+def _count_examples(show: Callable[[str], object]) -> Callable[[int], None]:
     """Return a callback that shows the number of counted examples: a large dataset takes minutes."""
     total = 0
 
     def on_examples(number: int) -> None:
         nonlocal total
         total += number
-        status.update(f"Counting tokens: {total:,} examples")
+        show(f"Counting tokens: {total:,} examples")
 
     return on_examples

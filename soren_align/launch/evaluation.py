@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from .. import shipped
 from ..errors import UserError, from_os_error
-from ..files import local_path
+from ..files import local_path, refuse_unwritable
 from ..recipe import ADAPTER, Eval, Recipe, evaluation_problems, is_local, load_resolved
 from ..run_folder import RunFolder
 from ..silence import quiet_libraries
@@ -117,8 +117,11 @@ def run_evaluation(
         trained = (run.read() or {}).get("processes") or 1
         settings = settings.model_copy(update={"processes": min(trained, torch.cuda.device_count() or trained)})
     folder = Path(output) if output else stage.output_of(run, settings)
+    if output:
+        refuse_unwritable(folder, "--output")
     if summary:
         refuse_foreign_summary(Path(summary))
+        refuse_unwritable(Path(summary).parent, "--summary")
     omitted: dict[str, str] = {}
     with quiet_libraries():
         rows = lineage.lineages(models, omitted.__setitem__)

@@ -1,12 +1,15 @@
 """Prepare a run folder for training: create it, resume it, or refuse."""
 
 import os
+import shlex
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
 from ..files import write
 from ..provenance import provenance
-from ..recipe import Recipe, differences, load_resolved, parallel, to_yaml, training_part
+from ..recipe import Recipe, differences, load_resolved, parallel, to_yaml, trainer_value, training_part
 from ..run_folder import RunFolder, now
 
 
@@ -28,6 +31,7 @@ def prepare(folder: RunFolder, recipe: Recipe, num_ranks: int = 1) -> None:
         _refuse_another_recipe(folder, recipe, run)
         folder.update(status="trained")
     elif run["status"] == "finished":
+        _refuse_more_steps(folder, recipe, run)
         raise UserError(
             f"{folder}: holds a finished run. Choose another run.output_dir, evaluate it with "
             f"`soren-align eval {folder}`, or replace it with --set run.overwrite=true"
@@ -60,11 +64,46 @@ def _refuse_another_recipe(folder: RunFolder, recipe: Recipe, run: dict[str, Any
     if recipe.run.parallel == started.run.parallel:  # the same file, whose content may have changed
         changed += differences({"run.parallel": run.get("parallel_config", config)}, {"run.parallel": config})
     if changed:
+        _refuse_more_steps(folder, recipe, run)
         raise UserError(
             f"{folder}: holds a run of another recipe:",
             *(f"  {line}" for line in changed),
             "Restore these to resume, choose another run.output_dir, or replace it with --set run.overwrite=true",
         )
+
+
+def _refuse_more_steps(folder: RunFolder, recipe: Recipe, run: dict[str, Any]) -> None:
+    """Raise UserError with the command that trains on from a trained run, if `recipe` is its own but for more steps.
+
+    The schedule has ended, and its learning rates were those of the shorter run: more steps are another run.
+    """
+    num_steps = run.get("training", {}).get("steps")
+    if run["status"] == "training" or num_steps is None or not folder.recipe.is_file():
+        return
+    started, parts = load_resolved(folder.recipe), []
+    for each in (load_resolved(folder.recipe), recipe):
+        trainer = {key: value for key, value in each.trainer.items() if key not in ("max_steps", "num_train_epochs")}
+        parts.append(training_part(each.model_copy(update={"trainer": trainer})))
+    key = "max_steps" if trainer_value(recipe, "max_steps") > 0 else "num_train_epochs"
+    before = num_steps if key == "max_steps" else trainer_value(started, key)
+    more = trainer_value(recipe, key) - before
+    if differences(*parts) or more <= 0 or (trainer_value(started, "max_steps") > 0) != (key == "max_steps"):
+        return
+    target = next(path for number in count(2) if not Path(path := f"{folder}-{number}").exists())
+    changes = {"model.name_or_path": folder.model, "run.output_dir": target, f"trainer.{key}": f"{more:g}"}
+    changes["trainer.seed"] = trainer_value(started, "seed") + 1
+    model = started.model
+    changes |= {
+        f"model.{name}": "null" for name in ("init_seed", "revision", "lora") if getattr(model, name) is not None
+    }
+    command = ["soren-align", recipe.task, str(folder.recipe)]
+    command += [word for name, value in changes.items() for word in ("--set", f"{name}={value}")]
+    reference = ", with that model as its reference," if recipe.task == "dpo" else ""
+    raise UserError(
+        f"{folder}: holds a trained run of {num_steps} steps, whose schedule has ended. More steps are a new run that "
+        f"starts from its model{reference} with a new schedule, a new optimizer state and another order of examples:",
+        f"  {shlex.join(command)}",
+    )
 
 
 def _refuse_another_number(folder: RunFolder, before: int | None, now: int) -> None:

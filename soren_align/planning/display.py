@@ -9,7 +9,7 @@ from rich.table import Table
 from ..data import Account, show_example
 from ..manifest import describe_dropped
 from ..optim import ADAMW_RMS
-from ..terminal import print_labelled
+from ..terminal import print_labelled, with_prefix
 
 PHASES = {"always": "", "forward_backward": "forward/backward", "optimizer_step": "optimizer step"}
 
@@ -211,11 +211,3 @@ def _table(title: str, *columns: str, num_text_columns: int) -> Table:
 
 def _optimizer_name(plan: dict[str, Any], rule: str) -> str:
     return plan["optimizer"]["name"] if rule == "spectral" else "adamw"
-
-
-def with_prefix(number: float, unit: str) -> str:
-    """At least three digits and an SI prefix: 6.11 GB, 307 TFLOP."""
-    scale, prefix = next(
-        ((10.0**e, p) for e, p in ((18, "E"), (15, "P"), (12, "T"), (9, "G"), (6, "M")) if number >= 10**e), (1e3, "k")
-    )
-    return f"{number / scale:.{0 if number >= 100 * scale else 1 if number >= 10 * scale else 2}f} {prefix}{unit}"

@@ -15,6 +15,7 @@ from .lora import adapter_config, refuse_unquantizable
 from .optimizers import MAPS, OPTIMIZERS, OptimizerSection, as_adamw
 from .parallel import Parallel, parallel
 from .references import is_local
+from .run_sections import Samples
 from .schema import json_schema
 from .sections import ADAPTER, Data, DataSplit, Eval, HeldOut, Lora, Model, Recipe, TrainSplit, trains_adapter
 
@@ -32,6 +33,7 @@ __all__ = [
     "OptimizerSection",
     "Parallel",
     "Recipe",
+    "Samples",
     "TrainSplit",
     "accumulation",
     "adapter_config",

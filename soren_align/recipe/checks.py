@@ -17,6 +17,7 @@ from .lora import is_adapter, is_all_factors, lora_problems
 from .optimizers import MAPS, OPTIMIZERS
 from .parallel import parallel
 from .references import is_local, model_problems, template_problems
+from .run_checks import early_stopping_problems, metric_problems, sample_problems
 
 Problems = list[tuple[Key, str]]
 
@@ -146,6 +147,15 @@ def _run(raw: Raw) -> Iterator[tuple[Key, str]]:
     if (name := raw.path("run", "parallel")) is not None:
         problems = _parallel_problems(name, raw.get("trainer", "use_cpu"))
         yield from ((("run", "parallel"), message) for message in problems)
+    if raw.get("run", "samples") is not None:
+        problems = sample_problems(raw.path("run", "samples", "prompts"), raw.path("run", "parallel"))
+        yield from ((("run", "samples", *key), message) for key, message in problems)
+    stopping = early_stopping_problems(
+        raw.get("run", "early_stopping"), raw.get("data", "eval"), raw.get("trainer", "eval_strategy")
+    )
+    yield from ((("run", "early_stopping"), message) for message in stopping)
+    metric = metric_problems(raw.get("task"), raw.get("trainer", "metric_for_best_model"))
+    yield from ((("trainer", "metric_for_best_model"), message) for message in metric)
     resume = raw.path("run", "resume")
     if resume is not None and resume not in ("auto", "never") and not local_path(resume).is_dir():
         yield ("run", "resume"), f"found {resume!r}; write auto, never, or the folder of a checkpoint"

@@ -4,7 +4,9 @@ from typing import Any
 
 from .sections import Recipe
 
-# Keys of `trainer` that do not change the trained weights: logging, evaluation and saving may change at a resume.
+# Keys of `trainer` that do not change the trained weights: logging, evaluation and saving may change at a resume. With
+# run.early_stopping, evaluation does change them.
+_EVALUATION = {"eval_strategy", "eval_steps", "eval_on_start", "eval_delay"}
 _NO_EFFECT_ON_WEIGHTS = {
     "logging_steps",
     "logging_first_step",
@@ -19,21 +21,18 @@ _NO_EFFECT_ON_WEIGHTS = {
     "trackio_bucket_id",
     "trackio_static_space_id",
     "hub_private_repo",
-    "eval_strategy",
-    "eval_steps",
-    "eval_on_start",
-    "eval_delay",
 }
 
 
 def training_part(recipe: Recipe) -> dict[str, Any]:
     """The part of the recipe that determines the trained weights: a run resumes only with an equal one."""
     part = recipe.model_dump(include={"task", "model", "data", "optimizer", "trainer"})
-    part["run"] = recipe.run.model_dump(include={"parallel", "global_batch_size"})
+    part["run"] = recipe.run.model_dump(include={"parallel", "global_batch_size", "early_stopping"})
     evaluation = part["data"].pop("eval") or {}
     if "fraction" in evaluation:  # the other examples are trained on
         part["data"]["eval"] = evaluation
-    part["trainer"] = {k: v for k, v in part["trainer"].items() if k not in _NO_EFFECT_ON_WEIGHTS}
+    ignored = _NO_EFFECT_ON_WEIGHTS if recipe.run.early_stopping else _NO_EFFECT_ON_WEIGHTS | _EVALUATION
+    part["trainer"] = {k: v for k, v in part["trainer"].items() if k not in ignored}
     return part
 
 

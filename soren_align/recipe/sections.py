@@ -13,6 +13,7 @@ from pydantic_core import PydanticCustomError
 from .. import shipped
 from .base import Coefficient, Positive, Section
 from .optimizers import Optimizer
+from .run_sections import EarlyStopping, LogSpectra, Samples
 
 ADAPTER = "adapter_config.json"
 """The file that makes a folder an adapter's."""
@@ -183,20 +184,6 @@ class Data(Section):
         return self.train if isinstance(self.train, list) else [self.train]
 
 
-class LogSpectra(Section):
-    """Measurements of the spectral map during training; see `soren-align spectrum`."""
-
-    steps: list[Annotated[int, Field(ge=1)]] = []
-    """Optimizer steps at which the singular values of the map's inputs, the momenta, are written into spectra.jsonl:
-    `[1, 100]`. Each matrix costs a decomposition at these steps."""
-    matrices: Annotated[list[str], Field(min_length=1)] = ["*"]
-    """Names of the matrices whose singular values are written; `*` matches anything: `["*.0.*q_proj*"]`. A name that
-    matches no matrix is an error."""
-    map_error: bool = True
-    """Whether logging steps measure the distance of one matrix's map from the exact sigmoid: `map_error` in
-    metrics.jsonl. For Soren with any map but `exact`."""
-
-
 class Run(Section):
     """The run folder, and how the run behaves."""
 
@@ -224,6 +211,10 @@ class Run(Section):
     """CPU threads (OMP_NUM_THREADS); tiny models are fastest, and reproducible on any machine, with 1."""
     log_spectra: LogSpectra = LogSpectra()
     """Measurements of the spectral map during training."""
+    samples: Samples | None = None
+    """Prompts that the model answers at the start, at every evaluation and at the end."""
+    early_stopping: EarlyStopping | None = None
+    """End training when evaluations improve no longer."""
     offline: bool = False
     """Never contact the Hugging Face hub."""
 

@@ -16,6 +16,7 @@ from ..files import remove, write
 from ..recipe import Lora, Recipe, adapter_config, is_local, load_resolved
 from ..run_folder import MERGED_FROM, RunFolder
 from ..weights import load_adapter, load_model, refuse_slow_patterns
+from .disk_space import write_errors
 from .library_errors import as_user_error
 
 
@@ -121,8 +122,9 @@ def merge(run: RunFolder) -> Path:
     remove(partial)
     save_dtype = load_resolved(run.recipe).run.save_dtype
     dtype = getattr(torch, save_dtype) if save_dtype else getattr(config, "dtype", None) or torch.float32
-    merged.to(dtype).save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
+    with write_errors(partial, "Make room there, then rerun the command"):
+        merged.to(dtype).save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
     write(partial / MERGED_FROM, json.dumps(run.adapter()) + "\n")
     remove(target)
     partial.rename(target)

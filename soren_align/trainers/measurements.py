@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 from transformers import TrainerCallback
 
+from ..files import append
 from ..optim import AppliedMap, Sums, chunks
 from ..spectral import distance_from_sigmoid, singular_values
 from .attached_optimizer import AttachedOptimizer
@@ -32,7 +33,7 @@ MAX_ROWS = 1024
 
 @dataclass(frozen=True)
 class MeasurementLog:
-    """Where measurements are written, on the first rank alone, and which: see `LogSpectra` in `recipe/sections.py`.
+    """Where measurements are written, on the first rank alone, and which: see `LogSpectra` in `recipe/run_sections.py`.
 
     metrics: a .jsonl file that gets a line per log. spectra: one that gets a line per matrix at each of `steps`.
     """
@@ -129,8 +130,7 @@ class Measurements(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         """Append a line to the file."""
         if self.log.metrics and logs:
-            with self.log.metrics.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps({"step": state.global_step, **logs}) + "\n")
+            append(self.log.metrics, json.dumps({"step": state.global_step, **logs}) + "\n")
 
     def _add_update(self, update: Any) -> None:
         index = 0 if update.group is self._matrices else 1

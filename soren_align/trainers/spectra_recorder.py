@@ -11,6 +11,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from ..errors import UserError
+from ..files import append
 from ..optim import AppliedMap
 from ..spectral import singular_values
 from .attached_optimizer import AttachedOptimizer
@@ -47,9 +48,8 @@ class SpectraRecorder(TrainerCallback):
         records = [record for part in self.attached.ranks.gather(self._records) for record in part]
         self._records = []
         if self.log.spectra:
-            with self.log.spectra.open("a", encoding="utf-8") as stream:
-                for record in sorted(records, key=lambda record: self._positions[record["name"]]):
-                    stream.write(json.dumps({"step": step, **record}) + "\n")
+            records = sorted(records, key=lambda record: self._positions[record["name"]])
+            append(self.log.spectra, "".join(json.dumps({"step": step, **record}) + "\n" for record in records))
 
     def _add(self, applied: AppliedMap) -> None:
         if applied.name in self._positions:

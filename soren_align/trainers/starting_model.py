@@ -12,6 +12,7 @@ from ..data import check_rendering_cost, set_template
 from ..recipe import Recipe, adapter_config, is_local
 from ..run_folder import RunFolder
 from . import adapters
+from .disk_space import write_errors
 from .library_errors import as_user_error
 
 
@@ -27,7 +28,7 @@ def starting_checkpoint(recipe: Recipe, folder: RunFolder) -> str:
         source = shipped.resolve(model.name_or_path)
         partial = folder.start.with_name("start.part")
         torch.manual_seed(model.init_seed)
-        with as_user_error(f"model {model.name_or_path}"):
+        with write_errors(partial), as_user_error(f"model {model.name_or_path}"):
             random = AutoModelForCausalLM.from_config(
                 AutoConfig.from_pretrained(source, trust_remote_code=False), dtype=torch.float32
             )

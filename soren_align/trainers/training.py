@@ -2,10 +2,13 @@
 
 import pickle
 import time
+from contextlib import closing
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from peft import PeftModel
 from rich.console import Console
 from transformers import PrinterCallback
 
@@ -15,10 +18,13 @@ from ..recipe import Recipe
 from ..run_folder import RunFolder, step_of
 from ..sharding import is_universal
 from ..sharding.ranks import Ranks
-from ..terminal import print_labelled
+from ..terminal import print_labelled, working
 from . import build, checkpoints
+from .disk_space import model_bytes, refuse_full_disk, write_errors
+from .early_stopping import EarlyStopping, best_evaluation
 from .lost_updates import LostUpdatesPolicy, change_after_saving
-from .progress import ProgressBar
+from .progress import TrainingProgress
+from .samples import SampleWriter
 from .signals import StopOnSignal
 from .starting_weights import relative_changes
 from .training_report import print_result, print_setup, record_result, record_setup, report_first_step
@@ -36,7 +42,7 @@ def train(
     Returns False if a signal stopped training, after saving a checkpoint. Only the first rank writes and prints.
     """
     recipe = setup.recipe
-    with console.status("Loading the model"):
+    with working(console, "Loading the model"):
         policy = LostUpdatesPolicy(recipe.run.lost_updates, partial(report_first_step, folder, console, ranks))
         trainer = build.build_trainer(setup, folder, ranks, policy)
         checkpoint = _find_checkpoint(recipe, folder, trainer.origin, console) if ranks.is_first else None
@@ -44,19 +50,18 @@ def train(
     resumed_from = step_of(checkpoint) if checkpoint else 0
     if checkpoint and is_universal(checkpoint):
         trainer.accelerator.state.deepspeed_plugin.deepspeed_config["checkpoint"] = {"load_universal": True}
-    stop = StopOnSignal(ranks)
-    trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(stop)
+    callbacks = _add_callbacks(trainer, setup, folder, console, ranks)
     if ranks.is_first:
-        trainer.add_callback(ProgressBar(console, recipe.task))
         record_setup(folder, setup, trainer, ranks)
         print_setup(console, setup, trainer, ranks)
         folder.drop_measurements_after(resumed_from)
 
-    seconds = _run(trainer, checkpoint)
-    finished = not stop.stopped or trainer.state.global_step >= trainer.state.max_steps
+    with closing(callbacks.progress):
+        seconds = _run(trainer, checkpoint)
+    finished = not callbacks.stop.stopped or trainer.state.global_step >= trainer.state.max_steps
     result: dict[str, Any] = relative_changes(trainer.starting_weights, trainer.attached)
     if finished:
+        result |= _ends(trainer, callbacks)
         _save_model(trainer, setup.tokenizer, folder, ranks)
         result["change_after_saving"] = change_after_saving(
             trainer.starting_weights, trainer.attached, trainer.save_dtype
@@ -71,6 +76,47 @@ def train(
             step = trainer.state.global_step
             print_labelled(console, "stopped", f"at step {step}, checkpoint saved; rerun the same command to resume")
     return finished
+
+
+@dataclass(frozen=True)
+class _Callbacks:
+    """The callbacks that are asked after training."""
+
+    stop: StopOnSignal
+    progress: TrainingProgress
+    early_stopping: EarlyStopping | None
+    samples: SampleWriter | None
+
+
+def _add_callbacks(trainer: Any, setup: TrainingSetup, folder: RunFolder, console: Console, ranks: Ranks) -> _Callbacks:
+    run = setup.recipe.run
+    stop, progress, early_stopping, samples = (
+        StopOnSignal(ranks),
+        TrainingProgress(console, setup.recipe.task),
+        None,
+        None,
+    )
+    if run.early_stopping:
+        early_stopping = EarlyStopping(run.early_stopping.patience, run.early_stopping.threshold)
+    if run.samples and ranks.is_first:
+        samples = SampleWriter(setup.prompts, setup.tokenizer, folder.samples, console)
+    trainer.remove_callback(PrinterCallback)
+    for callback in (stop, early_stopping, progress if ranks.is_first else None, samples):
+        if callback is not None:
+            trainer.add_callback(callback)
+    return _Callbacks(stop, progress, early_stopping, samples)
+
+
+def _ends(trainer: Any, callbacks: _Callbacks) -> dict[str, Any]:
+    """Write the last samples; return the record of an early end, and of the best checkpoint if it was loaded."""
+    args, state, ends = trainer.args, trainer.state, {}
+    if callbacks.early_stopping and (record := callbacks.early_stopping.record(args, state)):
+        ends["stopped_early"] = record
+    if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+        ends["best_model"] = best_evaluation(args, state)
+    if callbacks.samples:
+        callbacks.samples.at_end(trainer.model, state.global_step, is_best="best_model" in ends)
+    return ends
 
 
 def _run(trainer: Any, checkpoint: Path | None) -> float:
@@ -106,10 +152,13 @@ def _save_model(trainer: Any, tokenizer: Any, folder: RunFolder, ranks: Ranks) -
     partial_folder = folder.model.with_name("model.part")
     if ranks.is_first:
         remove(partial_folder)
-    trainer.save_model(str(partial_folder))
-    if not ranks.is_first:
-        return
-    tokenizer.save_pretrained(partial_folder)
+    num_bytes = model_bytes(trainer.model, adapter_only=isinstance(trainer.model, PeftModel), dtype=trainer.save_dtype)
+    refuse_full_disk(folder.path, num_bytes, "the model", trainer.attached)
+    with write_errors(partial_folder):
+        trainer.save_model(str(partial_folder))
+        if not ranks.is_first:
+            return
+        tokenizer.save_pretrained(partial_folder)
     (partial_folder / "training_args.bin").unlink(missing_ok=True)  # a pickle; recipe.yaml has the same settings
     remove(folder.model)  # of a process that was killed before it updated run.json
     partial_folder.rename(folder.model)

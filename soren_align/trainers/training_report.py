@@ -1,16 +1,19 @@
 """The record of a training run in run.json, and the lines about it in the terminal."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from ..manifest import SURVIVAL_THRESHOLD, describe_dropped
+from ..errors import UserError
+from ..manifest import SURVIVAL_THRESHOLD, describe_dropped, describe_earlier_runs, describe_early_stop
 from ..optim import route, routing_table
 from ..recipe import global_batch
 from ..run_folder import RunFolder
 from ..sharding.ranks import Ranks
 from ..terminal import print_labelled
+from .progress import peak_memory
 from .training_setup import TrainingSetup
 
 
@@ -25,6 +28,7 @@ def record_setup(folder: RunFolder, setup: TrainingSetup, trainer: Any, ranks: R
         start={
             "path": str(Path(setup.start).resolve()) if Path(setup.start).is_dir() else setup.start,
             "sha256_or_revision": trainer.origin["start"],
+            **({"after": earlier} if (earlier := earlier_runs(setup.start)) else {}),
         },
         data={
             "train": train.source | {"layout": train.layout} | examples,
@@ -56,7 +60,8 @@ def print_setup(console: Console, setup: TrainingSetup, trainer: Any, ranks: Ran
         print_labelled(console, "", _describe_source(source, num_examples))
     if held_out := setup.splits["eval"]:
         print_labelled(console, "", f"{held_out.num_examples} examples for the evaluation loss, not trained on")
-    print_labelled(console, "model", f"{setup.start} (starting checkpoint)")
+    earlier = describe_earlier_runs({"after": earlier_runs(setup.start)})
+    print_labelled(console, "model", f"{setup.start} ({', '.join(filter(None, ('starting checkpoint', earlier)))})")
     if ranks.launched:
         num_examples, factors = global_batch(setup.recipe, ranks.num_ranks)
         print_labelled(console, "batch", f"{num_examples} examples per step: {factors}")
@@ -67,6 +72,17 @@ def print_setup(console: Console, setup: TrainingSetup, trainer: Any, ranks: Ran
     print_labelled(console, "optimizer", matrices)
     if len(num_tensors) > 1:
         print_labelled(console, "", f"adamw, lr {optimizer.aux_lr:g}: {num_tensors[1]} other parameters")
+
+
+def earlier_runs(start: str) -> list[dict[str, Any]]:
+    """Return task and steps of the runs that trained the checkpoint in the folder `start`, the first one first."""
+    folder = Path(start)
+    with suppress(UserError):  # damaged or of an older version: nothing is known of it
+        record = RunFolder(folder.parent).read() if folder.name in ("model", "merged") else None
+        if record and "training" in record:
+            earlier = record.get("start", {}).get("after", [])
+            return [*earlier, {"task": record["task"], "steps": record["training"]["steps"]}]
+    return []
 
 
 def report_first_step(
@@ -80,7 +96,10 @@ def report_first_step(
 
 
 def record_result(folder: RunFolder, trainer: Any, result: dict[str, Any], seconds: float) -> None:
-    """Write status "trained", losses and `result` (relative changes, `change_after_saving`) into run.json."""
+    """Write status "trained", losses, the peak of the memory and `result` into run.json.
+
+    result: relative changes, `change_after_saving`, `stopped_early` and `best_model`.
+    """
     losses = _losses(trainer)
     folder.update(
         status="trained",
@@ -89,6 +108,7 @@ def record_result(folder: RunFolder, trainer: Any, result: dict[str, Any], secon
             "seconds_since_start_or_resume": round(seconds, 1),
             "first_loss": losses[0] if losses else None,
             "last_loss": losses[-1] if losses else None,
+            "peak_memory_bytes": peak_memory(),
             **result,
         },
     )
@@ -103,6 +123,11 @@ def print_result(console: Console, trainer: Any, result: dict[str, Any], seconds
     loss = f", loss {losses[0]:.3f} -> {losses[-1]:.3f} (first and last log)" if len(losses) > 1 else ""
     resumed = f", {steps - resumed_from} of them since resuming," if resumed_from else ""
     print_labelled(console, "trained", f"{steps} steps{resumed} in {seconds:.0f} s{loss}")
+    if early := result.get("stopped_early"):
+        print_labelled(console, "", f"early, of {early['max_steps']} steps: {describe_early_stop(early)}")
+    if best := result.get("best_model"):
+        evaluation = f"{best['metric']} {best['value']:.4g}"
+        print_labelled(console, "", f"the model is that of step {best['step']}, the best evaluation: {evaluation}")
     print_labelled(console, "", f"the matrices changed by {100 * result['relative_change']:.3g}% of their norm")
     if "matrices" not in result["change_after_saving"]:  # nothing has changed
         return

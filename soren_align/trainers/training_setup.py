@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from transformers import AutoConfig, get_scheduler
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.optimization import GreedyLR
 
-from ..data import account, check_template, hold_out, load_split, mix
+from ..data import account, check_template, has_turns, hold_out, load_split, mix
 from ..errors import UserError
 from ..manifest import describe_dropped
 from ..recipe import HeldOut, Recipe, refuse_no_batch
@@ -17,6 +18,7 @@ from ..run_folder import RunFolder
 from ..sharding.ranks import Ranks
 from . import adapters
 from .library_errors import as_user_error
+from .samples import Prompt, read_prompts
 from .starting_model import load_tokenizer, starting_checkpoint
 from .trl_arguments import trl_arguments
 
@@ -35,6 +37,8 @@ class TrainingSetup:
     """data.Account of the training examples; None on all ranks but the first."""
     notices: tuple[str, ...] = ()
     """Findings about data and template that do not stop the run."""
+    prompts: tuple[Prompt, ...] = ()
+    """Of run.samples; none on all ranks but the first."""
 
 
 def set_up_training(
@@ -77,10 +81,20 @@ def set_up_training(
             f"{describe_dropped(counts.dropped)}. trainer.max_length is {config.max_length}"
         )
     refuse_no_batch(recipe, counts.num_kept, ranks.num_ranks)
+    if not counts.stop_token_trained and not recipe.trainer.get("packing"):
+        _refuse_no_answer(train, tokenizer, config.max_length)
     if not counts.stop_token_trained and not notices:
         notices = [f"the stop token is never trained: trainer.max_length {config.max_length} truncates every answer"]
-    notices += _too_few_positions(recipe, start, counts.lengths["max"], config.max_length)
-    return TrainingSetup(recipe, start, tokenizer, splits, counts, (*splits["train"].notices, *notices))
+    if "messages" in train.column_names and "assistant_only_loss" not in recipe.trainer:
+        notices.append(
+            "all tokens are in the loss, those of the user's messages too. For the answers alone write "
+            "trainer.assistant_only_loss: true; false hides this notice"
+        )
+    num_positions = _num_positions(recipe, start)
+    notices += _too_few_positions(recipe, num_positions, counts.lengths["max"], config.max_length)
+    samples = recipe.run.samples
+    prompts = read_prompts(samples, tokenizer, has_turns(train), num_positions) if samples else ()
+    return TrainingSetup(recipe, start, tokenizer, splits, counts, (*splits["train"].notices, *notices), prompts)
 
 
 def load_splits(recipe: Recipe) -> dict[str, Any]:
@@ -113,15 +127,42 @@ def _check_schedule(config: Any) -> None:
             schedule.step()
 
 
-def _too_few_positions(recipe: Recipe, start: str, longest: int, max_length: int | None) -> list[str]:
-    """Return a notice if examples have more tokens than the model has positions."""
+def _refuse_no_answer(dataset: Any, tokenizer: Any, max_length: int | None) -> None:
+    """Raise UserError if every example is cut before its first answer: the loss would be that of prompts alone."""
+    if max_length is None or not {"messages", "prompt"} & set(dataset.column_names):
+        return
+    lengths = []
+    for example in dataset:
+        prompt: Any = example.get("prompt") or list(
+            takewhile(lambda turn: turn["role"] != "assistant", example["messages"])
+        )
+        if isinstance(prompt, list):
+            ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+        else:
+            ids = tokenizer(prompt)["input_ids"]
+        lengths.append(len(ids))
+        if lengths[-1] < max_length:
+            return
+    raise UserError(
+        f"trainer.max_length: {max_length} cuts every example before its answer; the shortest prompt has "
+        f"{min(lengths)} tokens"
+    )
+
+
+def _num_positions(recipe: Recipe, start: str) -> int | None:
+    """Return the length that the model's config allows; None if it has no such number."""
     base, revision = adapters.base_model(start, recipe.model.revision)
     with as_user_error(f"model {recipe.model.name_or_path}"):
         config = AutoConfig.from_pretrained(base, trust_remote_code=False, revision=revision)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return positions if isinstance(positions, int) else None
+
+
+def _too_few_positions(recipe: Recipe, positions: int | None, longest: int, max_length: int | None) -> list[str]:
+    """Return a notice if examples have more tokens than the model has positions."""
     length = max_length or longest
     length = length if recipe.trainer.get("packing") else min(longest, length)
-    if not isinstance(positions, int) or length <= positions:
+    if positions is None or length <= positions:
         return []
     return [
         f"examples have up to {length:,} tokens, but the model has {positions:,} positions; lower trainer.max_length"

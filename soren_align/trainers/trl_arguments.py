@@ -39,6 +39,8 @@ def trl_arguments(recipe: Recipe, output_dir: Path, ranks: Ranks) -> SFTConfig |
     # transformers would have DDP search the graph for parameters without a gradient at every step.
     defaults: dict[str, Any] = {"ddp_find_unused_parameters": False}
     defaults["run_name"] = RunFolder(recipe.run.output_dir).name
+    if recipe.run.early_stopping:
+        defaults["metric_for_best_model"] = "loss"  # as transformers, but only with load_best_model_at_end
     if shared.kind == "fsdp2":
         # Otherwise FSDP2 keeps whole gradients until the last micro-batch of a step, instead of 1/N of them.
         defaults["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}

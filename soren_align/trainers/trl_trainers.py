@@ -22,6 +22,7 @@ from ..sharding.ranks import current_ranks
 from . import adapters, checkpoints
 from .attached_optimizer import OptimizerCheck, attach, refuse_unaveraged_gradients
 from .default_settings import OptimizerSettings, optimizer_keywords
+from .disk_space import checkpoint_bytes, refuse_full_disk, write_errors
 from .lost_updates import WARN, FirstStepCheck, LostUpdatesPolicy
 from .measurements import MeasurementLog, Measurements
 from .model_export import export_weights, unsharded_weights, write_dtype
@@ -109,10 +110,11 @@ class SorenTrainerMixin(Trainer):
             self.add_callback(FirstStepCheck(self.attached, self.lost_updates))
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        # transformers compares with max_steps only after a step: resumed at the last one, it would take one more.
+        # transformers compares with max_steps only after a step: resumed at the last one, it would take one more. So it
+        # would after early stopping.
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
-        else:
+        if not self.control.should_training_stop:
             super()._run_epoch(*args, **kwargs)
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -172,22 +174,32 @@ class SorenTrainerMixin(Trainer):
         if self.save_dtype is not None and self.args.should_save:
             write_dtype(folder, self.save_dtype)  # from_pretrained would round to the dtype in config.json
 
+    def _load_best_model(self) -> None:
+        # The compensation, part of the optimizer's state, belongs to the weights that it was saved with.
+        super()._load_best_model()
+        if self.optimizer_settings.get("compensation") == "kahan":
+            self._load_optimizer_and_scheduler(self.state.best_model_checkpoint)
+
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write no card per checkpoint; card.py writes that of the model."""
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         # Old checkpoints are deleted only after the new one is marked complete: a kill between transformers' own
         # deletion and that mark would leave no complete checkpoint.
+        folder = Path(str(self.args.output_dir))
+        checkpoint = folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        num_bytes = checkpoint_bytes(self.model, self.attached, adapter_only=isinstance(self.model, PeftModel))
+        refuse_full_disk(folder, num_bytes, "a checkpoint", self.attached)
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:
-            super()._save_checkpoint(model, trial)
+            with write_errors(checkpoint):
+                super()._save_checkpoint(model, trial)
         finally:
             self.args.save_total_limit = limit
         self.accelerator.wait_for_everyone()  # each rank writes the state of its random number generators
         if not self.args.should_save:
             return
-        folder = Path(str(self.args.output_dir))
-        checkpoints.mark_complete(folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}", self.origin)
+        checkpoints.mark_complete(checkpoint, self.origin)
         rotate_checkpoints(
             output_dir=str(folder),
             save_total_limit=limit,

@@ -23,6 +23,7 @@ from soren_align.recipe import checks
 from soren_align.sharding import local
 from soren_align.sharding.ranks import current_ranks
 from soren_align.spectral import newton_schulz
+from soren_align.trainers import trl_trainers
 from soren_align.trainers.attached_optimizer import OptimizerCheck
 from soren_align.trainers.lost_updates import FirstStepCheck
 from soren_align.trainers.trl_trainers import SorenTrainerMixin
@@ -142,6 +143,26 @@ def adapters(make):
     for mode in ("ddp", "zero2"):
         for task, start in (("sft", ()), ("dpo", (f"model.name_or_path={make.folder / 'alone-sft/model'}",))):
             make(f"{mode}-{task}", f"{task}-lora", *ADAPTERS, *start, f"run.parallel={mode}").train()
+
+
+WATCHED = ("data.train.limit=64", "trainer.eval_strategy=steps", "trainer.eval_steps=1", "data.eval.limit=8")
+WATCHED += ("trainer.save_steps=2", "run.early_stopping={patience: 1, threshold: 1}")
+SAMPLED = ("run.samples={prompts: [Hello, What does the owl say?], max_new_tokens: 4}",)
+
+
+def watched(make):
+    """Under every mode a run that ends early without samples, and, where they can be made, one with them.
+
+    Returns the bytes that were expected of each mode's checkpoint.
+    """
+    expected = {}
+    for mode in ("ddp", "zero1", "zero2", "zero3"):
+        if mode != "zero3":
+            make(f"sampled-{mode}", "sft", f"run.parallel={mode}", *WATCHED, *SAMPLED).train()
+        with mock.patch.object(trl_trainers, "refuse_full_disk", wraps=trl_trainers.refuse_full_disk) as refusing:
+            make(f"silent-{mode}", "sft", f"run.parallel={mode}", *WATCHED).train()
+        expected[mode] = [call.args[1] for call in refusing.call_args_list]
+    return expected
 
 
 def narrow(make, mode):
@@ -317,6 +338,7 @@ def run(group, job, folder):
 
     make.ranks, make.folder = current_ranks(), folder
     jobs = {"ddp": ddp, "zero": zero, "freed": freed, "fsdp2": fsdp2, "precision": precision, "adapters": adapters}
+    jobs["watched"] = watched
     with mock.patch.object(muon, "newton_schulz", muon.newton_schulz):  # without_bfloat16() replaces it
         try:
             return jobs[job](make)

@@ -73,6 +73,44 @@ def test_a_stop_token_that_is_not_the_templates_is_told_before_training(tiny_run
     assert "notice answers end with <|end|>, but the model stops at <|pad|>: write `eos_token: '<|end|>'` under" in said
 
 
+@pytest.mark.parametrize(
+    ("row", "setting", "is_noticed"),
+    [
+        (chat_row(1), None, True),
+        (chat_row(1), False, False),
+        (chat_row(1), True, False),
+        ({"prompt": chat_row(1)["messages"][:1], "completion": chat_row(1)["messages"][1:2]}, None, False),
+        ({"text": "The otter eats fish."}, None, False),
+    ],
+    ids=["messages", "on purpose", "answers", "completions", "texts"],
+)
+def test_a_recipe_that_trains_the_users_messages_unawares_gets_a_notice(tiny_run, rows, row, setting, is_noticed):
+    run = tiny_run("sft", f"data.train.path={rows('rows.jsonl', [row] * 16)}", "data.eval=null")
+    trainer = {key: value for key, value in run.recipe.trainer.items() if key != "assistant_only_loss"}
+    trainer |= {} if setting is None else {"assistant_only_loss": setting}
+    run.recipe = run.recipe.model_copy(update={"trainer": trainer})
+    assert any("those of the user's messages too" in notice for notice in run.prepare().notices) == is_noticed
+
+
+@pytest.mark.parametrize(
+    ("row", "length"),
+    [
+        (chat_row(1), 8),
+        ({"prompt": chat_row(1)["messages"][:1], "completion": chat_row(1)["messages"][1:2]}, 8),
+        ({"prompt": "The otter of the long river eats", "completion": " fish."}, 4),
+    ],
+    ids=["messages", "turns", "texts"],
+)
+def test_a_length_that_cuts_every_answer_is_refused(tiny_run, rows, row, length):
+    """All tokens are trained, so that the examples are not dropped."""
+    data = (f"data.train.path={rows('rows.jsonl', [row] * 4)}", "data.eval=null", "trainer.assistant_only_loss=false")
+    data += () if "messages" in row else ("trainer.completion_only_loss=false",)
+    with pytest.raises(UserError, match=rf"trainer.max_length: {length} cuts every example before its answer; the sho"):
+        tiny_run("sft", *data, f"trainer.max_length={length}", name="short").prepare()
+    longer = tiny_run("sft", *data, f"trainer.max_length={length + 50}", name="long")
+    assert longer.prepare().account.num_kept == 4
+
+
 def test_the_commit_of_a_model_of_the_hub_is_recorded(tiny_run, tmp_path, monkeypatch):
     made = tiny_run("sft", name="first")
     made.prepare()

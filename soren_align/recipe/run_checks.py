@@ -1,0 +1,49 @@
+"""Checks of `run.early_stopping` and `run.samples` against other keys, and of the metric that runs are compared by."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from .. import shipped
+from ..errors import UserError, did_you_mean
+from ..files import local_path
+from ..yaml_reader import Key
+from .parallel import parallel
+
+METRICS = {"sft": ["loss", "mean_token_accuracy", "entropy"]}
+METRICS["dpo"] = [*METRICS["sft"], "rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected"]
+METRICS["dpo"] += ["logps/chosen", "logps/rejected", "logits/chosen", "logits/rejected"]
+"""By task: the values of an evaluation during training. tests/trainers/test_early_stopping.py compares."""
+PROMPT_FILES = (".txt", ".jsonl")
+
+
+def early_stopping_problems(early_stopping: Any, evaluation: Any, strategy: Any) -> Iterator[str]:
+    """The problems of run.early_stopping. evaluation: data.eval. strategy: trainer.eval_strategy."""
+    if early_stopping is None:
+        return
+    if evaluation is None:
+        yield "compares evaluations during training; add data.eval"
+    elif strategy in ("no", False):
+        yield "compares evaluations during training; write trainer.eval_strategy: steps or epoch"
+
+
+def metric_problems(task: Any, metric: Any) -> Iterator[str]:
+    """The problems of trainer.metric_for_best_model."""
+    if task in METRICS and isinstance(metric, str) and metric.removeprefix("eval_") not in METRICS[task]:
+        hint = did_you_mean(metric.removeprefix("eval_"), METRICS[task])
+        yield f"found {metric!r}; write one of {', '.join(METRICS[task])}{hint}"
+
+
+def sample_problems(prompts: str | None, parallel_name: str | None) -> Iterator[tuple[Key, str]]:
+    """(key in run.samples, message) for each problem. prompts: a file; None for a list."""
+    if prompts is not None:
+        file = shipped.resolve(prompts)
+        if file.suffix not in PROMPT_FILES:
+            yield ("prompts",), f"found {prompts!r}; write a list of texts, or a file ({' or '.join(PROMPT_FILES)})"
+        elif not local_path(file).is_file():
+            yield ("prompts",), f"there is no file {prompts!r}"
+    try:
+        config = parallel(parallel_name or "ddp")
+    except UserError:  # reported at run.parallel
+        return
+    if config.kind == "fsdp2" or (config.kind == "zero" and config.stage == 3):
+        yield (), f"run.parallel {parallel_name} shards the weights, and no process could answer; leave samples out"
