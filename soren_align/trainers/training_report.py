@@ -7,6 +7,7 @@ from rich.console import Console
 
 from ..manifest import SURVIVAL_THRESHOLD, describe_dropped
 from ..optim import route, routing_table
+from ..quantized_weights import quantization_of, weight_numel
 from ..recipe import global_batch
 from ..run_folder import RunFolder
 from ..sharding.ranks import Ranks
@@ -37,9 +38,10 @@ def record_setup(folder: RunFolder, setup: TrainingSetup, trainer: Any, ranks: R
         device=str(trainer.args.device),
         parameters={
             "dtype": sorted({str(p.dtype).removeprefix("torch.") for p in parameters}),
-            "total": sum(map(_numel, parameters)),
-            "trainable": sum(_numel(p) for p in parameters if p.requires_grad),
+            "total": sum(map(weight_numel, parameters)),
+            "trainable": sum(weight_numel(p) for p in parameters if p.requires_grad),
         },
+        quantization=quantization_of(trainer.model),
         routing=routing_table(route(trainer.model, recipe.optimizer.aux)),
     )
 
@@ -57,6 +59,9 @@ def print_setup(console: Console, setup: TrainingSetup, trainer: Any, ranks: Ran
     if held_out := setup.splits["eval"]:
         print_labelled(console, "", f"{held_out.num_examples} examples for the evaluation loss, not trained on")
     print_labelled(console, "model", f"{setup.start} (starting checkpoint)")
+    if quantized := quantization_of(trainer.model):
+        weights = f"{quantized['num_weights']:,} weights in {quantized['quantize']} ({quantized['type']})"
+        print_labelled(console, "", f"{weights}, computed in {quantized['compute_dtype']}")
     if ranks.launched:
         num_examples, factors = global_batch(setup.recipe, ranks.num_ranks)
         print_labelled(console, "batch", f"{num_examples} examples per step: {factors}")
@@ -128,7 +133,3 @@ def _describe_source(source: dict[str, Any], num_examples: int) -> str:
 
 def _losses(trainer: Any) -> list[float]:
     return [log["loss"] for log in trainer.state.log_history if "loss" in log]
-
-
-def _numel(parameter: Any) -> int:
-    return getattr(parameter, "ds_numel", parameter.numel())  # ZeRO 3 empties the tensor
