@@ -225,7 +225,7 @@ CHANGES = (
 # Without effect unless one of these is set: names -> keys.
 ONLY_WITH = {
     _ADAPTER_KEYS: ("use_peft", "adapter"),
-    "bnb_* use_bnb_nested_quant": ("load_in_4bit", "load_in_8bit"),
+    "bnb_* use_bnb_nested_quant": ("load_in_4bit", "quantization_bit"),
     "double_quantization quantization_method quantization_type": ("quantization_bit",),
 }
 
