@@ -83,7 +83,9 @@ def _quantization(key: str, name: str, value: Any, flat: dict[str, Any], model: 
         return Note(key, "renamed", f"model.quantize: {bits}")
     is_4bit = flat.get("load_in_4bit") is True or flat.get("quantization_bit") == 4
     if name in SAME_4BIT and is_4bit:
-        return Note(key, "dropped", "model.quantize: 4bit is NF4 with double quantization", value not in SAME_4BIT[name])
+        return Note(
+            key, "dropped", "model.quantize: 4bit is NF4 with double quantization", value not in SAME_4BIT[name]
+        )
     if name == "quantization_method" and flat.get("quantization_bit") in (4, 8):
         return Note(key, "dropped", "weights are quantized by bitsandbytes", value not in ("bnb", "bitsandbytes"))
     if name in ("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage") and is_4bit:
