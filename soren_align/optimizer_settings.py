@@ -9,6 +9,8 @@ from typing import Any, Literal, NamedTuple
 
 AdjustLrFn = Literal["none", "original", "match_rms_adamw", "match_rms_measured"]
 Compensation = Literal["none", "kahan"]
+States = Literal["float32", "8bit"]
+"""Of the optimizer: momentum, and AdamW's moments."""
 FactorPrecision = Literal["float32", "tf32", "float16", "bfloat16"]
 Precision = Literal["auto", FactorPrecision]
 """Of the factors of a map's matrix products, whose sums are float32."""
@@ -52,6 +54,7 @@ LR = 1e-3
 MOMENTUM = 0.95
 NESTEROV = True
 COMPENSATION: Compensation = "none"
+STATES: States = "float32"
 SOREN_ADJUST_LR_FN: AdjustLrFn = "none"
 """The paper's text."""
 MUON_ADJUST_LR_FN: AdjustLrFn = "original"

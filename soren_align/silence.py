@@ -12,7 +12,8 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-LIBRARIES = ("accelerate", "datasets", "huggingface_hub", "lm_eval", "transformers")
+LIBRARIES = ("accelerate", "bitsandbytes", "datasets", "huggingface_hub", "lm_eval", "transformers")
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # PEFT imports it where it is installed, and it warns then
 
 
 @contextlib.contextmanager

@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations import deepspeed as hf_deepspeed
 
 from .errors import UserError
-from .recipe import adapter_config
+from .quantized_weights import prepare_quantized, quantization_config
+from .recipe import Quantization, adapter_config, refuse_unquantizable
 
 MATCH_SECONDS = 3
 """CPU time for matching all patterns of an adapter with all modules of a model; published ones need 0.1% of it."""
@@ -39,12 +40,16 @@ _MASK = re.compile(r"(^|\.)attn(\.attention)?\.(masked_)?bias$")
 _ADAPTER = "default"  # PEFT's name for a single adapter
 
 
-def load_model(name: str, **options: Any) -> PreTrainedModel:
+def load_model(name: str, quantization: Quantization | None = None, **options: Any) -> PreTrainedModel:
     """Load a causal language model from a folder or the hub, with every parameter from its files.
 
-    options: keywords of `from_pretrained`. Raises UserError if keys are missing, unexpected or of another shape; it
-    names the first ones.
+    quantization: of its linear layers but the head; `dtype` is then the quantization's. options: keywords of
+    `from_pretrained`. Raises UserError if keys are missing, unexpected or of another shape; it names the first ones.
     """
+    if quantization is not None:
+        refuse_unquantizable(quantization.quantize, name)
+        options |= {"quantization_config": quantization_config(quantization)}
+        options["dtype"] = getattr(torch, quantization.dtype)
     # On one rank: it reads all files a second time. If it raises, its launcher stops the other ranks.
     if hf_deepspeed.is_deepspeed_zero3_enabled() and os.environ.get("RANK", "0") == "0":
         _compare_before_sharding(name, options)
@@ -68,6 +73,8 @@ def load_model(name: str, **options: Any) -> PreTrainedModel:
         raise UserError(f"model {name}: is an adapter on the hub; download it and name its folder")
     mismatched = [key for key, *_ in info["mismatched_keys"]]
     refuse_other_keys(name, info["missing_keys"], info["unexpected_keys"], mismatched)
+    if quantization is not None:
+        prepare_quantized(model)
     return model
 
 

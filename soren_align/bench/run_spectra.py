@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..files import parse_json, read_text
-from ..optim import Muon, Soren, SpectralOptimizer
+from ..optim import Muon, Soren, SpectralOptimizer, momentum_of
 from ..optimizer_settings import MAPS, RESOLUTIONS
 from ..run_folder import RunFolder, step_of
 from ..spectral import singular_values
@@ -76,7 +76,7 @@ def _of_checkpoint(checkpoint: Path, globs: Sequence[str]) -> Iterator[Spectrum]
         saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         groups = [group for group in saved["param_groups"] if group["rule"] == "spectral"]
         named = [pair for group in groups for pair in zip(group["param_names"], group["params"], strict=True)]
-        momenta = {name: saved["state"][number]["exp_avg"] for name, number in named}
+        momenta = {name: momentum_of(saved["state"][number]) for name, number in named}
     except (pickle.UnpicklingError, RuntimeError, KeyError, TypeError, ValueError, EOFError):
         raise UserError(f"{file}: not the state of an optimizer with matrices") from None
     for name, momentum in momenta.items():

@@ -20,7 +20,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from ..errors import UserError
 from ..files import local_path, read_json, refuse_special_files
-from ..recipe import ADAPTER, adapter_config, is_local
+from ..recipe import ADAPTER, Quantization, adapter_config, is_local, recorded_quantization
 from ..weights import load_adapter, load_model
 
 FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
@@ -176,6 +176,8 @@ def _load_hf(folder: Path, settings: BackendSettings) -> Any:
     base = base_folder(folder)
     dtype = getattr(torch, settings.dtype)
     try:
+        if base and (quantization := recorded_quantization(folder)):
+            return _load_on_quantized(folder, base, quantization, settings)
         # Not cast after loading: that would round the rotary frequencies too, and change the positions of long prompts.
         model = load_model(str(base or folder), dtype=torch.float32 if base else dtype)
         if base:
@@ -188,6 +190,16 @@ def _load_hf(folder: Path, settings: BackendSettings) -> Any:
             raise
         raise UserError(f"{folder}: not a model that can be loaded: {_in_short(error)}") from error
     return model
+
+
+def _load_on_quantized(folder: Path, base: Path, quantization: Quantization, settings: BackendSettings) -> Any:
+    """Return an adapter on its base as it was trained: quantized. Merged, the base would be quantized again."""
+    as_evaluated = quantization.model_copy(update={"compute_dtype": settings.dtype})
+    model = load_model(str(base), as_evaluated, device_map={"": settings.device})
+    for parameter in model.parameters():
+        if parameter.is_floating_point():  # else it is quantized
+            parameter.data = parameter.data.to(getattr(torch, settings.dtype))
+    return load_adapter(model, str(folder))
 
 
 def _load_vllm(model: Any, settings: BackendSettings) -> Any:

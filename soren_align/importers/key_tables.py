@@ -176,9 +176,9 @@ CHANGES = (
         ADAPTERS,
     ),
     (
-        "load_in_4bit load_in_8bit use_bnb_nested_quant gptq gptq_* qat quantization fp8 fp8_* bnb_* "
-        "model_quantization_* quantize_moe_experts",
-        "only the frozen weights of LoRA are quantised, to 4 bits",
+        "load_in_4bit load_in_8bit use_bnb_nested_quant gptq gptq_* qat quantization quantization_* "
+        "double_quantization fp8 fp8_* bnb_* model_quantization_* quantize_moe_experts",
+        "only the frozen weights under LoRA are quantized (model.quantize), by bitsandbytes to 4 or 8 bits",
     ),
     (
         "max_prompt_length max_prompt_len max_completion_length max_target_length",
@@ -225,7 +225,8 @@ CHANGES = (
 # Without effect unless one of these is set: names -> keys.
 ONLY_WITH = {
     _ADAPTER_KEYS: ("use_peft", "adapter"),
-    "bnb_* use_bnb_nested_quant": ("load_in_4bit", "load_in_8bit"),
+    "bnb_* use_bnb_nested_quant": ("load_in_4bit", "quantization_bit"),
+    "double_quantization quantization_method quantization_type": ("quantization_bit",),
 }
 
 # Values without an effect on the training.

@@ -1,4 +1,4 @@
-"""Conversion of LoRA and QLoRA keys to `model.lora`."""
+"""Conversion of LoRA and QLoRA keys to `model.lora` and `model.quantize`."""
 
 from typing import Any
 
@@ -14,6 +14,21 @@ KEYS = {
     "lora_target_modules": "target_modules",
     "lora_modules_to_save": "modules_to_save",
 }
+QUANTIZE = {
+    ("load_in_4bit", True): "4bit",
+    ("load_in_8bit", True): "8bit",
+    ("quantization_bit", 4): "4bit",
+    ("quantization_bit", 8): "8bit",
+}
+"""(the source's key, its value) -> `model.quantize`."""
+SAME_4BIT = {
+    "use_bnb_nested_quant": (True,),
+    "bnb_4bit_use_double_quant": (True,),
+    "double_quantization": (True,),
+    "bnb_4bit_quant_type": ("nf4",),
+    "quantization_type": ("nf4",),
+}
+"""Keys of the 4-bit format, with the values that `model.quantize: 4bit` stands for."""
 # Defaults of TRL and Axolotl that differ from a recipe's.
 TRL = {"r": 16, "alpha": 32.0, "dropout": 0.05}
 AXOLOTL = {"r": 8, "alpha": 16.0, "dropout": 0.0}
@@ -30,17 +45,16 @@ def trains_lora(flat: dict[str, Any]) -> bool:
 def convert(key: str, name: str, value: Any, flat: dict[str, Any], model: dict[str, Any]) -> Note | None:
     """Write one key of a source that trains LoRA into the recipe's `model`; None for a key about anything else."""
     lora = model.setdefault("lora", {})
+    if name == "adapter" and value == "qlora":
+        model["quantize"] = "4bit"
+        return Note(key, "renamed", "model.lora, model.quantize: 4bit")
     if name in ("use_peft", "adapter", "finetuning_type"):
         return Note(key, "renamed", "model.lora")
-    if name == "load_in_4bit" and value is True:
-        lora["quantize"] = "4bit"
-        return Note(key, "renamed", "model.lora.quantize: 4bit (NF4, doubly quantised)")
+    if note := _quantization(key, name, value, flat, model):
+        return note
     if name == "lora_target_linear" and value is True:
         lora["target_modules"] = "all-linear"
         return Note(key, "renamed", "model.lora.target_modules: all-linear")
-    if name in ("use_bnb_nested_quant", "bnb_4bit_quant_type") and flat.get("load_in_4bit"):
-        same = value in (True, "nf4")
-        return Note(key, "dropped", "quantize: 4bit is NF4, doubly quantised", not same)
     if name == "lora_task_type":
         return Note(key, "dropped", "only language models are trained", value != "CAUSAL_LM")
     target = KEYS.get(name)
@@ -59,6 +73,24 @@ def convert(key: str, name: str, value: Any, flat: dict[str, Any], model: dict[s
         value = float(value) if type(value) is int else value
     lora[target] = value
     return Note(key, "renamed", f"model.lora.{target}")
+
+
+def _quantization(key: str, name: str, value: Any, flat: dict[str, Any], model: dict[str, Any]) -> Note | None:
+    """Write a key about the quantization of the frozen weights; None for any other key."""
+    bits = QUANTIZE.get((name, value)) if isinstance(value, bool | int) else None
+    if bits:
+        model["quantize"] = bits
+        return Note(key, "renamed", f"model.quantize: {bits}")
+    is_4bit = flat.get("load_in_4bit") is True or flat.get("quantization_bit") == 4
+    if name in SAME_4BIT and is_4bit:
+        return Note(
+            key, "dropped", "model.quantize: 4bit is NF4 with double quantization", value not in SAME_4BIT[name]
+        )
+    if name == "quantization_method" and flat.get("quantization_bit") in (4, 8):
+        return Note(key, "dropped", "weights are quantized by bitsandbytes", value not in ("bnb", "bitsandbytes"))
+    if name in ("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage") and is_4bit:
+        return Note(key, "dropped", "4-bit weights are computed with in the precision of trainer (bf16, fp16)")
+    return None
 
 
 def defaults(flat: dict[str, Any], model: dict[str, Any]) -> dict[str, str]:

@@ -13,12 +13,14 @@ from pathlib import Path
 from .. import lock
 from ..bench import shapes
 from ..errors import UserError, from_os_error
+from ..files import read_json
 from ..recipe import (
     Recipe,
     accumulation,
     adapter_config,
     load_resolved,
     parallel,
+    recorded_quantization,
     refuse_unquantizable,
     trainer_value,
 )
@@ -42,7 +44,7 @@ def train(recipe: Recipe, processes: int | None = None) -> int:
         raise UserError(f"--processes {processes}: a launcher has already started {rank.num_ranks}; leave it out")
     num_ranks = rank.num_ranks if rank else processes or 1
     accumulation(recipe, num_ranks)  # raises before anything is written
-    refuse_unquantizable(recipe)
+    refuse_unquantizable(recipe.model.quantize)
     refuse_accelerate_config(parallel(recipe.run.parallel).kind)
     folder = RunFolder(recipe.run.output_dir)
     timeout_seconds = float(trainer_value(recipe, "ddp_timeout"))
@@ -213,6 +215,10 @@ def merge(run: str) -> None:
                 merged = adapters.merge(folder)
             write_card(folder, merged=True)
         console.print(f"written   {merged}", highlight=False, soft_wrap=True)
+        quantized = recorded_quantization(folder.model)
+        steps = [f"base dequantized from {quantized.quantize}"] if quantized else []
+        steps += ["merged in float32", f"saved in {(read_json(merged / 'config.json') or {}).get('dtype')}"]
+        print_labelled(console, "", ", ".join(steps))
 
 
 def bench(

@@ -2,6 +2,7 @@
 
 from .adamw import AdamW
 from .chunks import CHUNK, Sums, chunks, copied_to_cpu
+from .eight_bits import Segment, norm
 from .factory import OptimizerFactory, build_optimizer
 from .htmuon import HTMuon
 from .muon import Muon
@@ -11,7 +12,7 @@ from .rounding import master_weights, ulp
 from .routing import Route, param_groups, route, routing_table
 from .soren import Soren
 from .spectral_optimizer import OPTIMIZERS, SpectralOptimizer
-from .state import momentum_dtype
+from .state import momentum_dtype, momentum_of
 from .update import ADAMW_RMS, GroupUpdate, decay_and_add_
 from .update_records import AppliedMap, AppliedUpdate, PendingUpdate
 
@@ -30,6 +31,7 @@ __all__ = [
     "Piece",
     "Placement",
     "Route",
+    "Segment",
     "Soren",
     "SpectralOptimizer",
     "Sums",
@@ -41,6 +43,8 @@ __all__ = [
     "local",
     "master_weights",
     "momentum_dtype",
+    "momentum_of",
+    "norm",
     "param_groups",
     "route",
     "routing_table",

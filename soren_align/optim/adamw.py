@@ -3,7 +3,7 @@
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ..optimizer_settings import ADAMW_WEIGHT_DECAY, BETAS, COMPENSATION, EPS, LR, Compensation
+from ..optimizer_settings import ADAMW_WEIGHT_DECAY, BETAS, COMPENSATION, EPS, LR, STATES, Compensation, States
 from .spectral_optimizer import SpectralOptimizer
 
 
@@ -24,7 +24,8 @@ class AdamW(SpectralOptimizer, name="adamw"):
         eps: float = EPS,
         weight_decay: float = ADAMW_WEIGHT_DECAY,
         compensation: Compensation = COMPENSATION,
+        states: States = STATES,
     ):
-        shared = {"lr": lr, "weight_decay": weight_decay, "compensation": compensation}
+        shared = {"lr": lr, "weight_decay": weight_decay, "compensation": compensation, "states": states}
         # Not SpectralOptimizer's constructor: AdamW has none of the settings of its rule.
         super(SpectralOptimizer, self).__init__(params, {**shared, "betas": betas, "eps": eps})

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from .chunks import CHUNK, chunks
+from .eight_bits import Span, decoded, encode_, spans_of
 from .pieces import local
 from .rounding import master_weights, store_master_weights_
 from .update_records import AppliedUpdate, PendingUpdate
@@ -35,6 +36,8 @@ class Chunk(NamedTuple):
     fused: bool
     num_temporary: int
     """Elements of each temporary tensor."""
+    encoded: tuple[dict[str, Tensor], Span] | None = None
+    """The state in 8 bits, and the chunk's span of it; exp_avg and exp_avg_sq are then copies."""
 
 
 def adamw_step_(
@@ -55,6 +58,10 @@ def adamw_step_(
     for bucket in _buckets(_chunks(named, state, is_observed)):
         before = [_copied(chunk) for chunk in bucket] if is_observed else []
         _update_(bucket, group, lr)
+        for chunk in bucket:
+            if chunk.encoded is not None:
+                encode_(chunk.encoded[0], "exp_avg", chunk.encoded[1], chunk.exp_avg)
+                encode_(chunk.encoded[0], "exp_avg_sq", chunk.encoded[1], chunk.exp_avg_sq)
         for chunk, (parameter, compensation) in zip(bucket, before, strict=False):
             if observer is not None:
                 after = master_weights(chunk.parameter, chunk.compensation)
@@ -97,6 +104,9 @@ def _chunks(
     for (name, parameter), step, next_step in zip(named, steps.unbind(), (steps + 1).unbind(), strict=True):
         state = states[parameter]
         state["step"] = next_step  # a new tensor: a state dict may hold the old one
+        if "spans" in state:
+            yield from _encoded_chunks(name, step, state, parameter)
+            continue
         tensors = (parameter.detach(), parameter.grad, *map(state.get, ("exp_avg", "exp_avg_sq", "compensation")))
         here = [None if tensor is None else local(tensor) for tensor in tensors]
         one_dtype = len({tensor.dtype for tensor in here[:4] if tensor is not None}) == 1
@@ -104,6 +114,18 @@ def _chunks(
         for parts in chunks(*here, numel=sys.maxsize if in_place else CHUNK):
             num_temporary = 0 if in_place else parts[0].numel()
             yield Chunk(name, step, *parts, fused=in_place or _can_be_fused(*parts[:4]), num_temporary=num_temporary)
+
+
+def _encoded_chunks(name: str, step: Tensor, state: dict[str, Tensor], parameter: Tensor) -> Iterator[Chunk]:
+    """The chunks of a parameter with a state in 8 bits: one per span, with copies of its moments in float32."""
+    assert parameter.grad is not None
+    flat, grad, compensation = parameter.detach().view(-1), parameter.grad.reshape(-1), state.get("compensation")
+    for span in spans_of(state):
+        here = slice(span.start, span.stop)
+        moments = decoded(state, "exp_avg", span), decoded(state, "exp_avg_sq", span)
+        rest = None if compensation is None else compensation.view(-1)[here]
+        fused, numel = flat.device.type in FUSED, span.stop - span.start
+        yield Chunk(name, step, flat[here], grad[here], *moments, rest, fused, numel, (state, span))
 
 
 def _buckets(parts: Iterator[Chunk]) -> Iterator[list[Chunk]]:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .eight_bits import ROUNDED_NORM, norm
 from .group_settings import names_of
 from .pieces import local
 from .placement import Placement
@@ -151,15 +152,18 @@ def _squared_norms(gradients: Sequence[Gradient], state: Mapping[Tensor, dict[st
     """
     matrices: list[Tensor] = []
     others: list[Tensor] = []
+    bound = 1.0
     for _, parameter, grad, rule in gradients:
         if rule == "adamw":
             others.append(local(grad))
         else:
             momentum = state[parameter].get("exp_avg") if parameter in state else None
+            if momentum is not None and "spans" in state[parameter]:
+                momentum, bound = norm(state[parameter], "exp_avg"), ROUNDED_NORM
             matrices += [local(grad)] + ([] if momentum is None else [local(momentum)])
     device = next((t.device for t in (*matrices, *others) if t.device.type != "cpu"), torch.device("cpu"))
     of_matrices, of_others = (_squares(tensors, device) for tensors in (matrices, others))
-    return torch.stack([of_matrices.sum() + of_others.sum(), of_matrices.amax()])
+    return torch.stack([of_matrices.sum() + of_others.sum(), of_matrices.amax() * bound**2])
 
 
 def _squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:

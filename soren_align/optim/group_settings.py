@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from torch import Tensor
 
-from ..optimizer_settings import BETAS, COEFFICIENT, EPS, NON_NEGATIVE, AdjustLrFn, Bounds, Compensation
+from ..optimizer_settings import BETAS, COEFFICIENT, EPS, NON_NEGATIVE, STATES, AdjustLrFn, Bounds, Compensation, States
 
 Check = Callable[[Any], Any]
 """Returns a setting's complete value. Raises ValueError ("found ...; write ...") if it is not allowed."""
@@ -72,7 +72,11 @@ _SHARED_SETTINGS: dict[str, Check] = {
     "lr": number(NON_NEGATIVE),
     "weight_decay": number(NON_NEGATIVE),
     "compensation": choice(get_args(Compensation)),
+    "states": choice(get_args(States)),
 }
+_ADDED_LATER = {"states": STATES}
+"""Settings that older checkpoints lack, with the value that these had."""
+
 RULES: dict[str, dict[str, Check]] = {
     "spectral": {
         **_SHARED_SETTINGS,
@@ -143,7 +147,7 @@ def _differences(old: dict[str, Any], new: dict[str, Any], map_keys: Collection[
     for key in sorted(_setting_keys(old, map_keys) | _setting_keys(new, map_keys)):
         if key in ("momentum", "betas") and ("base_momentum" in old or "base_momentum" in new):
             continue  # loaded from the checkpoint, like a learning rate
-        was, now = (_comparable(group.get(key, "nothing")) for group in (old, new))
+        was, now = (_comparable(group.get(key, _ADDED_LATER.get(key, "nothing"))) for group in (old, new))
         if was != now:
             differences.append((key, was, now))
     if "param_names" in old and "param_names" in new:

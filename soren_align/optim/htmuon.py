@@ -12,9 +12,11 @@ from ..optimizer_settings import (
     MUON_ADJUST_LR_FN,
     NESTEROV,
     POWER,
+    STATES,
     WEIGHT_DECAY,
     AdjustLrFn,
     Compensation,
+    States,
 )
 from ..spectral import spectral_power
 from .group_settings import number
@@ -38,6 +40,7 @@ class HTMuon(SpectralOptimizer, name="htmuon"):
         nesterov: bool = NESTEROV,
         weight_decay: float = WEIGHT_DECAY,
         compensation: Compensation = COMPENSATION,
+        states: States = STATES,
         p: float = HTMUON_POWER,
         adjust_lr_fn: AdjustLrFn = MUON_ADJUST_LR_FN,
     ):
@@ -48,6 +51,7 @@ class HTMuon(SpectralOptimizer, name="htmuon"):
             nesterov=nesterov,
             weight_decay=weight_decay,
             compensation=compensation,
+            states=states,
             adjust_lr_fn=adjust_lr_fn,
             p=p,
         )

@@ -13,9 +13,11 @@ from ..optimizer_settings import (
     MUON_STEPS,
     NESTEROV,
     NUM_STEPS,
+    STATES,
     WEIGHT_DECAY,
     AdjustLrFn,
     Compensation,
+    States,
 )
 from ..spectral import newton_schulz
 from .group_settings import whole_number
@@ -39,6 +41,7 @@ class Muon(SpectralOptimizer, name="muon"):
         nesterov: bool = NESTEROV,
         weight_decay: float = WEIGHT_DECAY,
         compensation: Compensation = COMPENSATION,
+        states: States = STATES,
         ns_steps: int = MUON_STEPS,
         adjust_lr_fn: AdjustLrFn = MUON_ADJUST_LR_FN,
     ):
@@ -49,6 +52,7 @@ class Muon(SpectralOptimizer, name="muon"):
             nesterov=nesterov,
             weight_decay=weight_decay,
             compensation=compensation,
+            states=states,
             adjust_lr_fn=adjust_lr_fn,
             ns_steps=ns_steps,
         )

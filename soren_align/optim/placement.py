@@ -5,6 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from .eight_bits import Segment
 from .update import GroupUpdate
 
 
@@ -13,6 +14,10 @@ class Placement(Protocol):
 
     def has_layout(self, parameter: Tensor) -> bool:
         """Whether the layout of the matrices in `parameter` is known."""
+        ...
+
+    def segments(self, parameter: Tensor) -> Sequence[Segment] | None:
+        """The parameters' segments in a flat shard; None: it is one parameter. For 8-bit states."""
         ...
 
     def check_gradients(

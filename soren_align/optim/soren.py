@@ -17,11 +17,13 @@ from ..optimizer_settings import (
     PRECISION,
     RESOLUTIONS,
     SOREN_ADJUST_LR_FN,
+    STATES,
     WEIGHT_DECAY,
     AdjustLrFn,
     Compensation,
     FactorPrecision,
     Precision,
+    States,
     factor_precision,
     map_precisions,
 )
@@ -65,6 +67,7 @@ class Soren(SpectralOptimizer, name="soren"):
     weight_decay: W <- W (1 - lr * weight_decay) before the step, with the unadjusted lr.
     compensation: "kahan" keeps the rounding error of each bfloat16 parameter beside it (see `rounding`), so that its
         updates are those of float32; other parameters do not need it.
+    states: "8bit" keeps the momentum, and AdamW's moments, in 8 bits per number (see `eight_bits`).
     map: "minimax", accurate from a normalised singular value of 0.0004 on, or {"name": "minimax", "resolution": 0.01}
         for less work; "sns", the paper's Algorithm 1, less accurate and dearer, or {"name": "sns", "steps": 15};
         "exact", the definition; "released", the map of the authors' code, which has a smaller update and is closer to
@@ -94,6 +97,7 @@ class Soren(SpectralOptimizer, name="soren"):
         nesterov: bool = NESTEROV,
         weight_decay: float = WEIGHT_DECAY,
         compensation: Compensation = COMPENSATION,
+        states: States = STATES,
         map: str | Mapping[str, Any] = "minimax",
         adjust_lr_fn: AdjustLrFn = SOREN_ADJUST_LR_FN,
         workspace_mb: float | None = None,
@@ -106,6 +110,7 @@ class Soren(SpectralOptimizer, name="soren"):
             nesterov=nesterov,
             weight_decay=weight_decay,
             compensation=compensation,
+            states=states,
             adjust_lr_fn=adjust_lr_fn,
             map=map,
         )

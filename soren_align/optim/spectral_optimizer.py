@@ -13,9 +13,19 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ..optimizer_settings import COMPENSATION, MOMENTUM, NESTEROV, WEIGHT_DECAY, AdjustLrFn, Compensation
+from ..optimizer_settings import (
+    COMPENSATION,
+    MOMENTUM,
+    NESTEROV,
+    STATES,
+    WEIGHT_DECAY,
+    AdjustLrFn,
+    Compensation,
+    States,
+)
 from ..spectral import full_precision
 from .adamw_step import adamw_step_
+from .eight_bits import Segment
 from .gradients import checked_numbers
 from .group_settings import (
     ADAMW_DEFAULTS,
@@ -73,13 +83,14 @@ class SpectralOptimizer(torch.optim.Optimizer):
         nesterov: bool = NESTEROV,
         weight_decay: float = WEIGHT_DECAY,
         compensation: Compensation = COMPENSATION,
+        states: States = STATES,
         adjust_lr_fn: AdjustLrFn = "none",
         **map_settings: Any,
     ):
         """The arguments are described in `Soren`; map_settings: those that the class declares, with their defaults."""
         for key in map_settings.keys() - self.map_settings.keys():
             raise TypeError(f"{type(self).__name__} got an unexpected keyword argument {key!r}")
-        shared = {"lr": lr, "weight_decay": weight_decay, "compensation": compensation}
+        shared = {"lr": lr, "weight_decay": weight_decay, "compensation": compensation, "states": states}
         spectral = {"momentum": momentum, "nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn}
         # Without betas, by which torch's schedulers recognize an optimizer that has no momentum to cycle.
         super().__init__(params, {**shared, **spectral, **map_settings})
@@ -165,7 +176,10 @@ class SpectralOptimizer(torch.optim.Optimizer):
         # Also for parameters without a gradient, so that a checkpoint that lacks a state is known to be broken.
         for parameter in group["params"]:
             if not self.state[parameter]:
-                self.state[parameter].update(new_state(parameter, group))
+                self.state[parameter].update(new_state(parameter, group, self._segments(parameter)))
+
+    def _segments(self, parameter: Tensor) -> Sequence[Segment] | None:
+        return None if self.placement is None else self.placement.segments(parameter)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, completed with the settings of its own rule.
@@ -208,7 +222,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         def validate(_: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
             map_keys = {key for cls in (*OPTIMIZERS.values(), type(self)) for key in cls.map_settings}
             refuse_changed_settings(checkpoint["param_groups"], self.param_groups, map_keys)
-            state.update(loaded_state(checkpoint, self.param_groups))
+            state.update(loaded_state(checkpoint, self.param_groups, self._segments))
             numbers = {number for group in checkpoint["param_groups"] for number in group["params"]}
             return {**checkpoint, "state": {k: v for k, v in checkpoint["state"].items() if k not in numbers}}
 

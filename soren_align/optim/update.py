@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ..spectral.matrices import frobenius_norm
+from .eight_bits import decoded, decoded_range, encode_, spans_of
 from .map_batches import map_batches
 from .pieces import Piece, Whole, local, staged, whole_piece
 from .rounding import master_weights, store_master_weights_
@@ -122,11 +123,20 @@ class GroupUpdate:
         for _, parameter in named:
             state = self.state[parameter]
             state["step"] = state["step"] + 1  # a new tensor: a state dict may hold the old one
-            update_momentum_(local(state["exp_avg"]), local(parameter.grad), self.group["momentum"])  # type: ignore
+            grad, coefficient = local(parameter.grad), self.group["momentum"]  # type: ignore
+            if "spans" not in state:
+                update_momentum_(local(state["exp_avg"]), grad, coefficient)
+            for span in spans_of(state):
+                momentum = decoded(state, "exp_avg", span)
+                update_momentum_(momentum, grad.reshape(-1)[span.start : span.stop], coefficient)
+                encode_(state, "exp_avg", span, momentum)
 
     def map_input(self, piece: Piece) -> Tensor:
         """N of a piece, in the shape of `piece.view_of`; may be the momentum itself: do not modify it."""
-        momentum = piece.view_of(self.state[piece.parameter]["exp_avg"])
+        state = self.state[piece.parameter]
+        momentum = piece.view_of(state["exp_avg"])
+        if "spans" in state:
+            momentum = decoded_range(state, "exp_avg", piece.start, piece.numel).view(momentum.shape)
         if not self.group["nesterov"]:
             return momentum
         return nesterov(momentum, piece.view_of(piece.parameter.grad), self.group["momentum"])  # type: ignore[arg-type]

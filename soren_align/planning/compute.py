@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..data import Account
-from ..recipe import Recipe, parallel, trainer_value
+from ..recipe import Recipe, compute_dtype, parallel, trainer_value
 from ..silence import log_level
 from ..trainers.build import trl_forward
 from .passes import Passes
@@ -44,13 +44,6 @@ class Compute:
             "training_flops": self.flops_per_step and self.flops_per_step * num_steps,
             "map_share": maps and self.flops_per_step and maps / (self.flops_per_step + maps),
         }
-
-
-def compute_dtype(recipe: Recipe) -> str:
-    """The dtype of the matrix products of the passes."""
-    if recipe.trainer.get("fp16"):
-        return "float16"
-    return "float32" if recipe.trainer.get("bf16") is False else "bfloat16"  # null: TRL takes bfloat16
 
 
 def compute(

@@ -93,17 +93,25 @@ def build_model(config: Any, num_blocks: int | None, dtype: torch.dtype) -> PreT
 
 
 def count_frozen(recipe: Recipe, model: Any) -> Frozen:
-    """The parameters of a model that are not trained.
-
-    Four bits of NF4 come with a scale of 8 bits per 64 numbers, and 32 bits per 256 scales.
-    """
+    """The parameters of a model that are not trained."""
     linear = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Linear)}
     head = model.get_output_embeddings()
-    is_quantized = recipe.model.lora is not None and recipe.model.lora.quantize == "4bit"
-    itemsize, quantized_itemsize = getattr(torch, recipe.model.dtype).itemsize, 0.5 + 1 / 64 + 4 / (64 * 256)
-    numel, num_bytes = 0, 0.0
+    itemsize = getattr(torch, recipe.model.dtype).itemsize
+    numel = num_bytes = 0
     for parameter in (p for p in model.parameters() if not p.requires_grad):
-        is_narrow = is_quantized and id(parameter) in linear and parameter is not head.weight
+        quantize = recipe.model.quantize if id(parameter) in linear and parameter is not head.weight else None
         numel += parameter.numel()
-        num_bytes += parameter.numel() * (quantized_itemsize if is_narrow else itemsize)
-    return Frozen(numel, round(num_bytes))
+        num_bytes += _quantized_bytes(parameter, quantize) if quantize else parameter.numel() * itemsize
+    return Frozen(numel, num_bytes)
+
+
+def _quantized_bytes(weight: torch.Tensor, quantize: str) -> int:
+    """Bytes of a linear layer's weight in bitsandbytes' formats.
+
+    NF4: 4 bits per weight, a scale of 8 bits per 64 weights, and 32 bits per 256 scales. LLM.int8: 8 bits, and a scale
+    of 32 bits per row.
+    """
+    if quantize == "8bit":
+        return weight.numel() + 4 * weight.shape[0]
+    num_scales = -(-weight.numel() // 64)
+    return -(-weight.numel() // 2) + num_scales + 4 * -(-num_scales // 256)

@@ -8,8 +8,8 @@ from typing import Any
 
 from ..optim import Route
 from ..optim.map_batches import default_workspace_mb
-from ..recipe import Parallel, Recipe, as_adamw, global_batch, parallel, trainer_value
-from .compute import Compute, compute_dtype
+from ..recipe import Parallel, Recipe, as_adamw, compute_dtype, global_batch, parallel, trainer_value
+from .compute import Compute
 from .memory import Component, Location, Phase, StepSettings
 from .sizes import ModelSizes
 from .step_cost import StepCost, step_cost

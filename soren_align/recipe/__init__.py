@@ -11,9 +11,17 @@ from .checks import evaluation_problems
 from .comparison import differences, training_part
 from .data_paths import FILE_KINDS, data_files, data_suffix
 from .loader import find, load, load_resolved, load_text, task_of, to_yaml
-from .lora import adapter_config, refuse_unquantizable
+from .lora import adapter_config
 from .optimizers import MAPS, OPTIMIZERS, OptimizerSection, as_adamw
 from .parallel import Parallel, parallel
+from .quantization import (
+    QUANTIZATION_RECORD,
+    Quantization,
+    compute_dtype,
+    quantization,
+    recorded_quantization,
+    refuse_unquantizable,
+)
 from .references import is_local
 from .run_sections import Samples
 from .schema import json_schema
@@ -24,6 +32,7 @@ __all__ = [
     "FILE_KINDS",
     "MAPS",
     "OPTIMIZERS",
+    "QUANTIZATION_RECORD",
     "Data",
     "DataSplit",
     "Eval",
@@ -32,12 +41,14 @@ __all__ = [
     "Model",
     "OptimizerSection",
     "Parallel",
+    "Quantization",
     "Recipe",
     "Samples",
     "TrainSplit",
     "accumulation",
     "adapter_config",
     "as_adamw",
+    "compute_dtype",
     "data_files",
     "data_suffix",
     "differences",
@@ -50,6 +61,8 @@ __all__ = [
     "load_resolved",
     "load_text",
     "parallel",
+    "quantization",
+    "recorded_quantization",
     "refuse_no_batch",
     "refuse_unquantizable",
     "task_of",

@@ -16,6 +16,7 @@ from .data_paths import data_problems, is_test_split
 from .lora import is_adapter, is_all_factors, lora_problems
 from .optimizers import MAPS, OPTIMIZERS
 from .parallel import parallel
+from .quantization import quantization_problems
 from .references import is_local, model_problems, template_problems
 from .run_checks import early_stopping_problems, metric_problems, sample_problems
 
@@ -77,8 +78,9 @@ def _model(raw: Raw) -> Iterator[tuple[Key, str]]:
         return
     missing = model_problems(model, raw.get("model", "init_seed"))
     yield from ((("model", "name_or_path"), message) for message in missing)
-    lora = lora_problems(model, raw.get("model", "lora"), raw.get("run", "parallel"))
-    yield from ((("model", *key.split(".")), message) for key, message in lora)
+    conflicts = lora_problems(model, raw.get("model", "lora"), raw.get("run", "parallel"))
+    conflicts += quantization_problems(model, raw.section("model"), raw.get("run", "parallel"))
+    yield from ((("model", key), message) for key, message in conflicts)
 
 
 def _template(raw: Raw) -> Iterator[tuple[Key, str]]:

@@ -18,6 +18,7 @@ from . import trl_config
 from .checks import problems_beyond_schema
 from .merging import Notify, merged, override
 from .messages import messages, place
+from .quantization import inherit_quantization
 from .sections import Recipe, resolve
 
 
@@ -137,7 +138,7 @@ def _checked(raw: dict[str, Any], lines: dict[Key, str], problems: list[str], ta
         placed = [("--set", problem) for problem in problems]
         placed += [(at := place(key, lines), f"{at} {dotted(key)}: {message}") for key, message in more]
         raise UserError(*(problem for _, problem in sorted(placed, key=lambda each: _line_number(each[0]))))
-    return resolve(recipe)
+    return inherit_quantization(resolve(recipe))
 
 
 def _line_number(place: str) -> int:

@@ -1,6 +1,5 @@
 """LoRA without torch: adapter folders, and the checks of `model.lora`."""
 
-import importlib.util
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,7 +9,7 @@ from .. import shipped
 from ..errors import UserError
 from ..files import local_path, read_json
 from ..yaml_reader import dotted
-from .sections import ADAPTER, Lora, Recipe
+from .sections import ADAPTER, Lora
 
 TWO_WAYS = (
     "already is a LoRA adapter. Leave model.lora out to continue training it; or merge it into a whole model first "
@@ -105,23 +104,10 @@ def lora_problems(model: str, lora: Any, parallel: Any) -> list[tuple[str, str]]
         return []
     problems = [("lora", f"{model} {TWO_WAYS}")] if is_adapter and lora is not None else []
     name = str(parallel or "ddp")
-    quantized = isinstance(lora, dict) and lora.get("quantize")
     if name.startswith(("zero3", "fsdp2")) or name.endswith((".yaml", ".yml")):
         key = "name_or_path" if is_adapter else "lora"
         problems.append((key, f"adapters are trained under ddp, zero1 and zero2; run.parallel is {name}"))
-    elif quantized and name != "ddp":
-        problems.append(("lora.quantize", f"a quantised base is trained under ddp only; run.parallel is {name}"))
     return problems
-
-
-def refuse_unquantizable(recipe: Recipe) -> None:
-    """Raise UserError if weights are to be quantised and bitsandbytes is missing.
-
-    Called before training only: a machine without bitsandbytes can import, check and plan such a recipe.
-    """
-    lora = recipe.model.lora
-    if lora and lora.quantize and importlib.util.find_spec("bitsandbytes") is None:
-        raise UserError("model.lora.quantize: needs bitsandbytes, which is not installed: pip install bitsandbytes")
 
 
 def is_all_factors(model: str, lora: Lora | dict[str, Any] | None) -> bool:

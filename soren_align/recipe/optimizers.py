@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from .. import optimizer_settings as settings
-from ..optimizer_settings import AdjustLrFn, Compensation, FactorPrecision, Precision
+from ..optimizer_settings import AdjustLrFn, Compensation, FactorPrecision, Precision, States
 from .base import Coefficient, NonNegative, Positive, Section, members, tag_of, within
 
 
@@ -105,6 +105,9 @@ class OptimizerSection(Section):
     compensation: Compensation | None = None
     """For bfloat16 parameters. `kahan` keeps beside each parameter, in 16 bits, the rounding error of its updates: they
     then add up as in float32. `none` trains without. null: not needed, for float32 parameters and masters."""
+    states: States | None = None
+    """`8bit` stores the momentum, and AdamW's moments, in 8 bits per number, with a scale per 256 numbers. null:
+    `float32`."""
     betas: Annotated[list[Coefficient], Field(min_length=2, max_length=2)] = list(settings.BETAS)
     """AdamW's coefficients of its running averages."""
     eps: Positive = settings.EPS

@@ -38,10 +38,15 @@ def _quote(value: Any) -> str:
     return f"is now eval.published; write published: [{', '.join(map(str, names))}]"
 
 
+def _quantize(value: Any) -> str:
+    return f"is now model.quantize; write `model: {{quantize: {'null' if value is None else value}}}`"
+
+
 MOVED: dict[Key, Callable[[Any], str]] = {
     ("optimizer", "spectral_map"): _spectral_map,
     ("optimizer", "resolution"): _resolution,
     ("optimizer", "ns_steps"): _ns_steps,
+    ("model", "lora", "quantize"): _quantize,
     ("data", "train", "bad_rows"): _bad_rows,
     ("data", "eval", "bad_rows"): _bad_rows,
     ("eval", "quote"): _quote,

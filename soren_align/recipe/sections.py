@@ -60,9 +60,9 @@ class Lora(Section):
     """Names of layers, such as q_proj, or `all-linear`: all linear layers but the head."""
     modules_to_save: list[str] = []
     """Names of modules, such as embed_tokens, that are trained whole beside the factors, by AdamW."""
-    quantize: Literal["4bit"] | None = None
-    """`4bit`: the frozen weights are stored in bitsandbytes' NF4, doubly quantised (QLoRA). The factors stay
-    float32."""
+
+
+Quantize = Literal["4bit", "8bit"]
 
 
 class Model(Section):
@@ -87,6 +87,10 @@ class Model(Section):
     that their template ends answers with. null: the tokenizer's."""
     lora: Lora | None = None
     """Train a new LoRA adapter instead of the weights."""
+    quantize: Quantize | None = None
+    """Store the frozen weights under an adapter in fewer bits, by bitsandbytes: `4bit` in NF4 with double quantization
+    (QLoRA), computed in the precision of `trainer` (bf16, fp16, or float32); `8bit` in int8 (LLM.int8). The factors
+    stay float32. null: not quantized; for an adapter that was trained on quantized weights, as there."""
 
 
 Column = Literal[

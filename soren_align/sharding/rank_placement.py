@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..optim import GroupUpdate, momentum_dtype
+from ..optim import GroupUpdate, Segment, momentum_dtype
 from .exchange import Exchange
 from .exchange_plan import ROUND_MB, ExchangePlan, make_exchange_plan
 from .geometry import Layout
@@ -47,6 +47,10 @@ class RankPlacement(ABC):
     @abstractmethod
     def ranks(self) -> tuple[dist.ProcessGroup, torch.device]:
         """The ranks that share the tensors, and the device for communication and maps."""
+
+    def segments(self, parameter: Tensor) -> Sequence[Segment] | None:
+        """The parameters' segments in a flat shard; None: it is one parameter."""
+        return None
 
     def check_gradients(self, named: Named, error: Exception | None, squares: Tensor) -> tuple[float, ...]:
         """The sums of `squares` over the ranks, by one host read. Collective.

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from ..optim import Segment
 from .exchange_plan import ROUND_MB
 from .geometry import Layout, replicas, row_blocks
 from .rank_placement import Named, RankPlacement
@@ -96,10 +97,15 @@ class FlatShards(RankPlacement):
         process_group: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
         round_mb: float = ROUND_MB,
+        other_layouts: Mapping[Tensor, Layout] | None = None,
     ):
-        """device: for communication and maps; None is that of the tensors, which is right without CPU offload."""
+        """device: for communication and maps; None is that of the tensors, which is right without CPU offload.
+
+        other_layouts: of AdamW's flat shards, for 8-bit states; a parameter of any shape is there one row.
+        """
         super().__init__(round_mb)
         self._layouts, self._group = dict(layouts), process_group
+        self._all_layouts = {**self._layouts, **(other_layouts or {})}
         self.max_plans = max(self.max_plans, len(layouts))  # ZeRO 3 may have thousands of sub-groups
         self._device = device or next((tensor.device for tensor in layouts), torch.device("cpu"))
 
@@ -111,6 +117,14 @@ class FlatShards(RankPlacement):
     def has_layout(self, parameter: Tensor) -> bool:
         """Whether there is a layout for it."""
         return parameter in self._layouts
+
+    def segments(self, parameter: Tensor) -> Sequence[Segment] | None:
+        """The parameters' segments in this rank's shard; None if its layout is not known."""
+        layout, rank = self._all_layouts.get(parameter), dist.get_rank(self.ranks()[0])
+        if layout is None:
+            return None
+        here = [(f, matrix.numel) for matrix in layout.matrices for f in matrix.fragments if f.rank == rank]
+        return [Segment(f.local_offset, f.numel, f.param_offset, whole_numel) for f, whole_numel in here]
 
     def layout(self, named: Named) -> Layout:
         """The layout of the one tensor: ZeRO steps group by group, sub-group by sub-group."""

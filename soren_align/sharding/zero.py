@@ -4,6 +4,7 @@ The attributes exist in every release from 0.7.0 (2022) to 0.19.8, for which thi
 verification fails before the first step.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -61,7 +62,9 @@ def set_zero_placement(zero: Any, round_mb: float = ROUND_MB) -> list[list[Tenso
             f"{type(zero).__name__} keeps up to {num_wrong.item()} matrices per rank elsewhere than expected, {here}: "
             "this version of DeepSpeed, or an option of it, is not known to soren-align"
         )
-    optimizer.placement = FlatShards({tensor.flat: tensor.layout for tensor in spectral}, group, device, round_mb)
+    others = {tensor.flat: tensor.layout for tensor in tensors if tensor.rule != "spectral"}
+    matrices = {tensor.flat: tensor.layout for tensor in spectral}
+    optimizer.placement = FlatShards(matrices, group, device, round_mb, others)
     optimizer.register_state_dict_post_hook(with_second_moments)
     by_group: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
     for tensor in tensors:
@@ -97,21 +100,16 @@ def _partition(
 ) -> _FlatTensor:
     group = zero.real_dp_process_group[i]
     shapes, num_ranks = _shapes(zero, parameters, rule), dist.get_world_size(group)
-    spectral = rule == "spectral"
-    layout = flat_partitions(
-        shapes, num_ranks, partition_numel=flat.numel() if spectral else None, starts=starts if spectral else None
-    )
+    layout = flat_partitions(shapes, num_ranks, partition_numel=flat.numel(), starts=starts)
     return _FlatTensor(flat, i, rule, parameters, group, layout)
 
 
 def _shapes(zero: Any, parameters: Sequence[Any], rule: str) -> dict[str, tuple[int, int]]:
-    if rule != "spectral":  # not needed: AdamW is elementwise
-        return {}
     names = getattr(zero, "param_names", {})
-    return {
-        names.get(parameter, f"matrix {i}"): tuple(getattr(parameter, "ds_shape", parameter.shape))
-        for i, parameter in enumerate(parameters)
-    }
+    shapes = [tuple(getattr(parameter, "ds_shape", parameter.shape)) for parameter in parameters]
+    if rule != "spectral":  # AdamW is elementwise: each parameter is one row
+        shapes = [(1, math.prod(shape)) for shape in shapes]
+    return {names.get(p, f"matrix {i}"): shape for i, (p, shape) in enumerate(zip(parameters, shapes, strict=True))}
 
 
 def _mismatches(tensor: _FlatTensor, rank: int) -> list[str]:

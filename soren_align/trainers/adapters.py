@@ -9,11 +9,12 @@ from typing import Any, cast
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from ..errors import UserError
 from ..files import remove, write
-from ..recipe import Lora, Recipe, adapter_config, is_local, load_resolved
+from ..quantized_weights import dequantized, quantization_of
+from ..recipe import QUANTIZATION_RECORD, Recipe, adapter_config, is_local, load_resolved, recorded_quantization
 from ..run_folder import MERGED_FROM, RunFolder
 from ..weights import load_adapter, load_model, refuse_slow_patterns
 from .disk_space import write_errors
@@ -28,18 +29,6 @@ def base_model(start: str, revision: str | None = None) -> tuple[str, str | None
     config = adapter_config(start)
     name, revision = (config["base_model_name_or_path"], config.get("revision")) if config else (start, revision)
     return (str(Path(name).resolve()) if is_local(name) else name), revision
-
-
-def quantization_config(lora: Lora | None, on_cpu: bool) -> BitsAndBytesConfig | None:
-    """Return NF4 with double quantization, computed in bfloat16 on a GPU; None if the recipe quantizes nothing."""
-    if lora is None or lora.quantize is None:
-        return None
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.float32 if on_cpu else torch.bfloat16,
-    )
 
 
 def lora_config(recipe: Recipe, model: PreTrainedModel) -> LoraConfig | None:
@@ -94,19 +83,22 @@ def cast_trainable_to_float32(model: torch.nn.Module) -> None:
 
 
 def save_adapter(model: PeftModel, folder: str, weights: dict[str, torch.Tensor] | None = None) -> None:
-    """Save the trained adapter, without TRL's frozen copy of the starting one.
+    """Save the trained adapter, without TRL's frozen copy of the starting one, and the quantization of its base.
 
     weights: by the names of the model's parameters, if the model itself has no float32 ones.
     """
     model.save_pretrained(folder, selected_adapters=["default"], state_dict=weights)
     (Path(folder) / "README.md").unlink(missing_ok=True)  # PEFT's card has only paths of this machine
+    if (quantization := quantization_of(model)) is not None:
+        write(Path(folder) / QUANTIZATION_RECORD, json.dumps(quantization, indent=2) + "\n")
 
 
 def merge(run: RunFolder) -> Path:
     """Write `run`/merged: the run's adapter merged with its base into one model, and its tokenizer. Return that folder.
 
-    Merged in float32; saved in run.save_dtype, or else in the dtype of the base's config. An earlier merge of the same
-    adapter is replaced. Raises UserError if anything else is in its place, or a file cannot be loaded.
+    Merged in float32; saved in run.save_dtype, or else in the dtype of the base's config. If the base was quantized in
+    training, it is quantized again and dequantized, to the weights that the adapter was trained on. An earlier merge of
+    the same adapter is replaced. Raises UserError if anything else is in its place, or a file cannot be loaded.
     """
     target = run.merged
     if target.exists() and not run.is_merged():
@@ -114,7 +106,9 @@ def merge(run: RunFolder) -> Path:
     name, revision = base_model(str(run.model))
     with as_user_error(f"{run}: cannot be merged"):
         config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
-        base = load_model(name, revision=revision, dtype=torch.float32)
+        quantization = recorded_quantization(run.model)
+        base = load_model(name, quantization, revision=revision, dtype=torch.float32)
+        base = base if quantization is None else dequantized(base)
         model: Any = load_adapter(base, str(run.model))
         tokenizer = AutoTokenizer.from_pretrained(run.model, trust_remote_code=False)
     merged = model.merge_and_unload(safe_merge=True)

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from ..errors import UserError
-from ..optim import SpectralOptimizer, Sums, chunks
+from ..optim import SpectralOptimizer, Sums, chunks, norm
 from ..sharding import chain_of, local, restore_groups_, set_placement
 from ..sharding.ranks import Ranks
 
@@ -149,6 +149,9 @@ def refuse_unaveraged_gradients(attached: AttachedOptimizer, step: int) -> None:
         return
     squares = Sums(1)
     for state in attached.optimizer.state.values():
+        if "spans" in state:  # in 8 bits
+            squares.add(0, norm(state, "exp_avg")[0].double().square())
+            continue
         for (momentum,) in chunks(local(state["exp_avg"])):
             squares.add(0, momentum.double().square_().sum())
     smallest, largest = attached.ranks.min_and_max(math.sqrt(squares.totals()[0]))

@@ -9,7 +9,7 @@ from trl.chat_template_utils import get_training_chat_template
 
 from .. import shipped, weights
 from ..data import check_rendering_cost, set_template
-from ..recipe import Recipe, adapter_config, is_local
+from ..recipe import Recipe, adapter_config, is_local, quantization
 from ..run_folder import RunFolder
 from . import adapters
 from .disk_space import write_errors
@@ -44,10 +44,11 @@ def load_model(recipe: Recipe, start: str) -> PreTrainedModel:
     Where a DeepSpeed config for ZeRO 3 is alive, the model is sharded while it loads.
     """
     name, revision = adapters.base_model(start, recipe.model.revision)
-    quantized = adapters.quantization_config(recipe.model.lora, bool(recipe.trainer.get("use_cpu")))
+    options: dict[str, Any] = {"revision": revision, "dtype": getattr(torch, recipe.model.dtype)}
+    if recipe.model.quantize and recipe.trainer.get("use_cpu"):
+        options["device_map"] = {"": "cpu"}  # otherwise transformers quantizes on a GPU where there is one
     with as_user_error(f"model {recipe.model.name_or_path}", ValueError, OSError, ImportError):
-        dtype = getattr(torch, recipe.model.dtype)
-        model = weights.load_model(name, revision=revision, dtype=dtype, quantization_config=quantized)
+        model = weights.load_model(name, quantization(recipe), **options)
         return adapters.load_starting_adapter(model, start)
 
 

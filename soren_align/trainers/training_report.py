@@ -9,6 +9,7 @@ from rich.console import Console
 from ..errors import UserError
 from ..manifest import SURVIVAL_THRESHOLD, describe_dropped, describe_earlier_runs, describe_early_stop
 from ..optim import route, routing_table
+from ..quantized_weights import quantization_of, weight_numel
 from ..recipe import global_batch
 from ..run_folder import RunFolder
 from ..sharding.ranks import Ranks
@@ -41,9 +42,10 @@ def record_setup(folder: RunFolder, setup: TrainingSetup, trainer: Any, ranks: R
         device=str(trainer.args.device),
         parameters={
             "dtype": sorted({str(p.dtype).removeprefix("torch.") for p in parameters}),
-            "total": sum(map(_numel, parameters)),
-            "trainable": sum(_numel(p) for p in parameters if p.requires_grad),
+            "total": sum(map(weight_numel, parameters)),
+            "trainable": sum(weight_numel(p) for p in parameters if p.requires_grad),
         },
+        quantization=quantization_of(trainer.model),
         routing=routing_table(route(trainer.model, recipe.optimizer.aux)),
     )
 
@@ -62,6 +64,9 @@ def print_setup(console: Console, setup: TrainingSetup, trainer: Any, ranks: Ran
         print_labelled(console, "", f"{held_out.num_examples} examples for the evaluation loss, not trained on")
     earlier = describe_earlier_runs({"after": earlier_runs(setup.start)})
     print_labelled(console, "model", f"{setup.start} ({', '.join(filter(None, ('starting checkpoint', earlier)))})")
+    if quantized := quantization_of(trainer.model):
+        weights = f"{quantized['num_weights']:,} weights in {quantized['quantize']} ({quantized['type']})"
+        print_labelled(console, "", f"{weights}, computed in {quantized['compute_dtype']}")
     if ranks.launched:
         num_examples, factors = global_batch(setup.recipe, ranks.num_ranks)
         print_labelled(console, "batch", f"{num_examples} examples per step: {factors}")
@@ -153,7 +158,3 @@ def _describe_source(source: dict[str, Any], num_examples: int) -> str:
 
 def _losses(trainer: Any) -> list[float]:
     return [log["loss"] for log in trainer.state.log_history if "loss" in log]
-
-
-def _numel(parameter: Any) -> int:
-    return getattr(parameter, "ds_numel", parameter.numel())  # ZeRO 3 empties the tensor

@@ -120,12 +120,12 @@ def test_what_the_source_does_not_say_is_marked_as_ours(name):
         ("handbook-zephyr-7b-beta-dpo-qlora", "data.eval.split", "test_prefs"),
         ("handbook-zephyr-7b-beta-sft-qlora", "model.lora.r", 24),
         ("handbook-zephyr-7b-beta-sft-qlora", "model.lora.alpha", 24.0),
-        ("handbook-zephyr-7b-beta-sft-qlora", "model.lora.quantize", "4bit"),
+        ("handbook-zephyr-7b-beta-sft-qlora", "model.quantize", "4bit"),
         ("handbook-zephyr-7b-beta-dpo-qlora", "model.lora.dropout", 0.05),
         ("trl-dpo-lora", "model.lora.target_modules", "all-linear"),
         ("trl-dpo-lora", "model.lora.dropout", 0.05),  # TRL's default
         ("axolotl-dpo-qlora", "model.lora.target_modules", "all-linear"),
-        ("axolotl-dpo-qlora", "model.lora.quantize", "4bit"),
+        ("axolotl-dpo-qlora", "model.quantize", "4bit"),
         ("axolotl-dpo-qlora", "model.lora.dropout", 0.1),
         ("handbook-smollm2-sft-base", "data.eval.split", "test"),
         ("handbook-smollm3-dpo-apo", "trainer.loss_type", ["apo_zero"]),
@@ -538,7 +538,33 @@ def test_lora_that_nobody_asked_for_is_not_trained():
     assert note_on(made.notes, "load_in_4bit").changes_training
 
 
-@pytest.mark.parametrize("asked", [{"use_dora": True}, {"lora_target_modules": ".*_proj"}, {"load_in_8bit": True}])
+@pytest.mark.parametrize("asked", [{"use_dora": True}, {"lora_target_modules": ".*_proj"}, {"gptq": True}])
 def test_what_recipes_do_not_know_of_lora_changes_the_training(asked):
     made = convert(SFT | {"use_peft": True} | asked, "x", task="sft")
     assert note_on(made.notes, next(iter(asked))).changes_training
+
+
+@pytest.mark.parametrize(
+    ("keys", "quantize"),
+    [  # TRL, Axolotl, LLaMA-Factory
+        ({"use_peft": True, "load_in_4bit": True, "use_bnb_nested_quant": True}, "4bit"),
+        ({"use_peft": True, "load_in_8bit": True}, "8bit"),
+        ({"use_peft": True, "load_in_4bit": False}, None),
+        ({"base_model": "m", "adapter": "qlora", "load_in_4bit": True}, "4bit"),
+        ({"base_model": "m", "adapter": "lora", "load_in_8bit": True, "load_in_4bit": False}, "8bit"),
+        ({"finetuning_type": "lora", "quantization_bit": 4, "quantization_method": "bnb"}, "4bit"),
+        ({"finetuning_type": "lora", "quantization_bit": 8}, "8bit"),
+    ],
+)
+def test_quantized_weights_under_an_adapter_are_quantized_here_too(keys, quantize):
+    data = {"datasets": [{"path": "d", "type": "chat_template"}]} if "base_model" in keys else {"dataset_name": "d"}
+    made = convert({"model_name_or_path": "m"} | data | keys, "x", task="sft")
+    assert made.recipe["model"].get("quantize") == quantize
+    assert not any(note_on(made.notes, key).changes_training for key in keys)
+
+
+def test_another_format_of_4_bits_changes_the_training():
+    made = convert(SFT | {"use_peft": True, "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "x", task="sft")
+    assert note_on(made.notes, "bnb_4bit_quant_type").changes_training
+    made = convert(SFT | {"finetuning_type": "lora", "quantization_bit": 4, "quantization_method": "hqq"}, "x")
+    assert note_on(made.notes, "quantization_method").changes_training

@@ -56,7 +56,6 @@ def test_a_new_adapter_has_its_defaults_written_out():
         "dropout": 0.0,
         "target_modules": "all-linear",
         "modules_to_save": [],
-        "quantize": None,
     }
     assert recipe.load_text(recipe.to_yaml(found)) == found
 
@@ -117,21 +116,48 @@ def test_adapters_are_not_trained_where_it_was_never_seen_to_work(word, adapter)
     assert f"model.name_or_path: {told}" in problems(*start(adapter()), f"run.parallel={word}")
 
 
-def test_a_quantised_base_lies_whole_on_every_process():
-    quantized = (*LORA, "model.lora.quantize=4bit")
-    assert load(*quantized).model.lora.quantize == "4bit"
-    told = "model.lora.quantize: a quantised base is trained under ddp only; run.parallel is zero2"
-    assert told in problems(*quantized, "run.parallel=zero2")
+def test_a_quantized_base_lies_whole_on_every_process():
+    quantized = (*LORA, "model.quantize=4bit")
+    assert load(*quantized).model.quantize == "4bit"
+    assert load(*LORA, "model.quantize=8bit").model.quantize == "8bit"
+    for word in ("zero2", "zero3"):
+        told = f"model.quantize: a quantized base is trained under ddp only; run.parallel is {word}"
+        assert told in problems(*quantized, f"run.parallel={word}")
 
 
-def test_without_bitsandbytes_a_quantised_base_is_refused_before_anything_is_touched(monkeypatch, tmp_path):
+def test_quantized_weights_are_trained_with_an_adapter_only():
+    told = "model.quantize: quantized weights cannot be trained; add `lora: {r: 16}` for an adapter on them"
+    assert told in problems("model.quantize=4bit")
+    assert "is now model.quantize; write `model: {quantize: 4bit}`" in problems(*LORA, "model.lora.quantize=4bit")
+
+
+def test_an_adapter_brings_the_quantization_that_it_was_trained_on(adapter):
+    record = '{"quantize": "4bit", "dtype": "float32", "compute_dtype": "bfloat16", "num_layers": 14}'
+    folder = adapter()
+    assert load(*start(folder)).model.quantize is None
+    assert load(*start(folder), "model.quantize=8bit").model.quantize == "8bit"
+    (folder / "base_quantization.json").write_text(record)
+    assert load(*start(folder)).model.quantize == "4bit"
+    assert load(*start(folder), "model.quantize=4bit").model.quantize == "4bit"
+    told = "model.quantize: found '8bit', but {} was trained on 4bit weights; leave it out"
+    assert told.format(folder) in problems(*start(folder), "model.quantize=8bit")
+    told = "model.name_or_path: a quantized base is trained under ddp only; run.parallel is zero2"
+    assert told in problems(*start(folder), "run.parallel=zero2")
+    for text, told in (("[]", "it: input should be"), ('{"quantize": "3bit"}', "quantize: input should be '4bit' or")):
+        (folder / "base_quantization.json").write_text(text)
+        assert f"base_quantization.json: {told}" in problems(*start(folder))
+
+
+def test_without_bitsandbytes_a_quantized_base_is_refused_before_anything_is_touched(monkeypatch, tmp_path):
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *a: None if name == "bitsandbytes" else find(name, *a)
     )
-    asked = load(*LORA, "model.lora.quantize=4bit", f"run.output_dir={tmp_path / 'run'}")
-    with pytest.raises(UserError, match="needs bitsandbytes, which is not installed: pip install bitsandbytes"):
-        commands.train(asked)
+    quantized = load(*LORA, "model.quantize=4bit", f"run.output_dir={tmp_path / 'run'}")
+    with pytest.raises(
+        UserError, match=r"model.quantize: needs bitsandbytes, .*: pip install 'soren-align\[quantize\]'"
+    ):
+        commands.train(quantized)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -141,7 +167,7 @@ def test_without_bitsandbytes_a_quantised_base_is_refused_before_anything_is_tou
         ("model.lora.target_modules=3", "model.lora.target_modules: found 3; write all-linear, or a list of names"),
         ("model.lora.target_modules=q_proj", "found 'q_proj'; write all-linear, or a list of names"),
         ("model.lora.target_modules=[]", "found []; write all-linear, or a list of names"),
-        ("model.lora.quantize=8bit", "model.lora.quantize: found '8bit'; write 4bit"),
+        ("model.quantize=3bit", "model.quantize: found '3bit'; write 4bit or 8bit"),
         ("model.lora.rank=4", "model.lora.rank: unknown key; did you mean 'r'?"),
         ("model.lora.lora_alpha=4", "model.lora.lora_alpha: unknown key; did you mean 'alpha'?"),
         ("model.lora.r=0", "model.lora.r: found 0; it must be at least 1"),
