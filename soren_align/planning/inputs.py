@@ -28,6 +28,8 @@ class Inputs:
     ready: TrainingSetup | None
     num_examples: int
     """Those that are trained on, or the published number."""
+    num_sequences: int
+    """Of an epoch: packed sequences, where examples are packed and can be read; otherwise examples."""
     notices: tuple[str, ...] = ()
 
     @property
@@ -57,13 +59,16 @@ def load_inputs(recipe: Recipe, folder: RunFolder, on_examples: Callable[[int], 
         if config_folder is None or num_published is None:
             raise
     else:
-        return Inputs(config, ready.start, ready, ready.account.num_kept, ready.notices)
+        num_kept = ready.account.num_kept
+        num_sequences = ready.packing.num_sequences if ready.packing else num_kept
+        return Inputs(config, ready.start, ready, num_kept, num_sequences, ready.notices)
     paths = " and ".join([name, *dict.fromkeys(source.path for source in sources)])
     notice = (
         f"the hub is out of reach, and not all of {paths} is cached: the plan uses published numbers of parameters and "
         "examples; tokens are not counted, and neither chat template nor evaluation is checked"
     )
-    return Inputs(AutoConfig.from_pretrained(config_folder), name, None, num_published, (notice,))
+    config = AutoConfig.from_pretrained(config_folder)
+    return Inputs(config, name, None, num_published, num_published, (notice,))
 
 
 def on_this_machine(recipe: Recipe) -> Recipe:

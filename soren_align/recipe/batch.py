@@ -40,11 +40,13 @@ def global_batch(recipe: Recipe, num_ranks: int) -> tuple[int, str]:
 
 
 def refuse_no_batch(recipe: Recipe, num_examples: int, num_ranks: int) -> None:
-    """Raise UserError if there is less than one batch of examples, and incomplete batches are dropped."""
+    """Raise UserError if there is less than one batch of examples, or packed sequences, and incomplete batches are
+    dropped."""
     micro_batch = trainer_value(recipe, "per_device_train_batch_size") * num_ranks
-    if recipe.trainer.get("dataloader_drop_last") and not recipe.trainer.get("packing") and num_examples < micro_batch:
+    if recipe.trainer.get("dataloader_drop_last") and num_examples < micro_batch:
+        kind = "packed sequences" if recipe.trainer.get("packing") else "examples"
         raise UserError(
-            f"trainer.dataloader_drop_last: {num_examples} examples are less than one batch of {micro_batch}; leave it "
+            f"trainer.dataloader_drop_last: {num_examples} {kind} are less than one batch of {micro_batch}; leave it "
             "out, or lower trainer.per_device_train_batch_size"
         )
 

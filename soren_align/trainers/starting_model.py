@@ -45,8 +45,9 @@ def load_model(recipe: Recipe, start: str) -> PreTrainedModel:
     name, revision = adapters.base_model(start, recipe.model.revision)
     quantized = adapters.quantization_config(recipe.model.lora, bool(recipe.trainer.get("use_cpu")))
     with as_user_error(f"model {recipe.model.name_or_path}", ValueError, OSError, ImportError):
-        dtype = getattr(torch, recipe.model.dtype)
-        model = weights.load_model(name, revision=revision, dtype=dtype, quantization_config=quantized)
+        options: dict[str, Any] = {"dtype": getattr(torch, recipe.model.dtype), "quantization_config": quantized}
+        options["attn_implementation"] = recipe.model.attn_implementation
+        model = weights.load_model(name, revision=revision, **options)
         return adapters.load_starting_adapter(model, start)
 
 

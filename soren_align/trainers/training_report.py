@@ -20,6 +20,9 @@ def record_setup(folder: RunFolder, setup: TrainingSetup, trainer: Any, ranks: R
     examples: dict[str, Any] = {"num_kept": counts.num_kept, "dropped": train.dropped | counts.dropped}
     if counts.num_kept_by_source:
         examples["num_kept_by_source"] = list(counts.num_kept_by_source)
+    examples |= {"num_truncated": counts.num_truncated, "num_truncated_tokens": counts.num_truncated_tokens}
+    if setup.packing:
+        examples["packing"] = setup.packing.as_json()
     parameters = list(trainer.model.parameters())
     folder.update(
         start={
@@ -54,8 +57,12 @@ def print_setup(console: Console, setup: TrainingSetup, trainer: Any, ranks: Ran
     print_labelled(console, "data", f"{counts.num_kept} of {train.num_examples} examples, {train.layout}{dropped}")
     for num_examples, source in zip(counts.num_kept_by_source, train.source.get("sources", ()), strict=True):
         print_labelled(console, "", _describe_source(source, num_examples))
+    if counts.num_truncated:
+        print_labelled(console, "", counts.describe_truncation())
     if held_out := setup.splits["eval"]:
         print_labelled(console, "", f"{held_out.num_examples} examples for the evaluation loss, not trained on")
+    for line in setup.packing.describe() if setup.packing else ():
+        print_labelled(console, "", line)
     print_labelled(console, "model", f"{setup.start} (starting checkpoint)")
     if ranks.launched:
         num_examples, factors = global_batch(setup.recipe, ranks.num_ranks)

@@ -16,7 +16,9 @@ from ..recipe import HeldOut, Recipe, refuse_no_batch
 from ..run_folder import RunFolder
 from ..sharding.ranks import Ranks
 from . import adapters
+from .attention import check_attention
 from .library_errors import as_user_error
+from .packing import Packing, after_packing, pack, packing_notices
 from .starting_model import load_tokenizer, starting_checkpoint
 from .trl_arguments import trl_arguments
 
@@ -32,9 +34,12 @@ class TrainingSetup:
     splits: dict[str, Any]
     """{"train": data.LoadedSplit, "eval": data.LoadedSplit or None}"""
     account: Any
-    """data.Account of the training examples; None on all ranks but the first."""
+    """data.Account of the training examples; None on all ranks but the first. With packing, tokens are counted after
+    it."""
     notices: tuple[str, ...] = ()
     """Findings about data and template that do not stop the run."""
+    packing: Packing | None = None
+    """Of the training examples, on the first rank."""
 
 
 def set_up_training(
@@ -55,32 +60,42 @@ def set_up_training(
     splits = load_splits(recipe)
     config = trl_arguments(recipe, folder.checkpoints, ranks)
     _check_schedule(config)
+    model_config = _model_config(recipe, start)
+    check_attention(recipe, model_config)
     if not ranks.is_first:
         return TrainingSetup(recipe, start, tokenizer, splits, None)
     assistant_only = bool(recipe.trainer.get("assistant_only_loss"))
     train = splits["train"].dataset
     completion_only = recipe.trainer.get("completion_only_loss")
     notices = check_template(tokenizer, recipe.task, assistant_only, train, completion_only)
+    masks: list[bytes] = []
+    is_packed = getattr(config, "packing", False)
     counts = account(
         train,
         recipe.task,
         tokenizer,
-        max_length=None if recipe.trainer.get("packing") else config.max_length,  # packing truncates and drops nothing
+        max_length=None if is_packed else config.max_length,
         assistant_only_loss=assistant_only,
         completion_only_loss=completion_only is not False,
         source_indices=splits["train"].source_indices,
         on_examples=on_examples,
+        on_mask=masks.append if is_packed else None,
     )
+    packing = pack(masks, config) if is_packed and masks else None
+    if packing:
+        counts = after_packing(counts, packing)
     if counts.num_kept == 0:
         raise UserError(
             f"{splits['train'].source['path']}: none of {counts.num_examples} examples can be trained on: "
             f"{describe_dropped(counts.dropped)}. trainer.max_length is {config.max_length}"
         )
-    refuse_no_batch(recipe, counts.num_kept, ranks.num_ranks)
+    refuse_no_batch(recipe, packing.num_sequences if packing else counts.num_kept, ranks.num_ranks)
     if not counts.stop_token_trained and not notices:
         notices = [f"the stop token is never trained: trainer.max_length {config.max_length} truncates every answer"]
-    notices += _too_few_positions(recipe, start, counts.lengths["max"], config.max_length)
-    return TrainingSetup(recipe, start, tokenizer, splits, counts, (*splits["train"].notices, *notices))
+    notices += packing_notices(packing) if packing else []
+    longest = config.max_length if packing else counts.lengths["max"]
+    notices += _too_few_positions(model_config, min(longest, config.max_length or longest))
+    return TrainingSetup(recipe, start, tokenizer, splits, counts, (*splits["train"].notices, *notices), packing)
 
 
 def load_splits(recipe: Recipe) -> dict[str, Any]:
@@ -113,16 +128,17 @@ def _check_schedule(config: Any) -> None:
             schedule.step()
 
 
-def _too_few_positions(recipe: Recipe, start: str, longest: int, max_length: int | None) -> list[str]:
-    """Return a notice if examples have more tokens than the model has positions."""
+def _model_config(recipe: Recipe, start: str) -> Any:
     base, revision = adapters.base_model(start, recipe.model.revision)
     with as_user_error(f"model {recipe.model.name_or_path}"):
-        config = AutoConfig.from_pretrained(base, trust_remote_code=False, revision=revision)
+        return AutoConfig.from_pretrained(base, trust_remote_code=False, revision=revision)
+
+
+def _too_few_positions(config: Any, longest: int) -> list[str]:
+    """Return a notice if sequences have more tokens than the model has positions."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    length = max_length or longest
-    length = length if recipe.trainer.get("packing") else min(longest, length)
-    if not isinstance(positions, int) or length <= positions:
+    if not isinstance(positions, int) or longest <= positions:
         return []
     return [
-        f"examples have up to {length:,} tokens, but the model has {positions:,} positions; lower trainer.max_length"
+        f"examples have up to {longest:,} tokens, but the model has {positions:,} positions; lower trainer.max_length"
     ]
