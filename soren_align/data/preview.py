@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..errors import printable
 from .columns import Task
+from .loss_masks import LossMasks
 from .tokens import BATCH_SIZE, EncodedExample, encode, ends_in_trained_stop, text_spans
 
 
@@ -60,7 +61,7 @@ def account(
     completion_only_loss: bool = True,
     source_indices: Sequence[int] = (),
     on_examples: Callable[[int], object] | None = None,
-    on_mask: Callable[[bytes], object] | None = None,
+    masks: LossMasks | None = None,
 ) -> Account:
     """The account of a dataset from `load_split`, computed without a model.
 
@@ -70,7 +71,7 @@ def account(
     completion_only_loss: of prompts and completions; has no effect on whole conversations.
     source_indices: of a mixture, the index of each example's source.
     on_examples: called with the number of examples just tokenized, for a progress bar.
-    on_mask: called with the loss mask of each example of SFT, before truncation: a byte per token, 1 if it is trained.
+    masks: the loss mask of each example of SFT, before truncation, is added to it.
     """
     tokenizer = deepcopy(tokenizer)
     # Too long examples are counted below; the tokenizer would only warn about the first.
@@ -82,8 +83,8 @@ def account(
         for example in encode(batch, task, tokenizer, assistant_only_loss, completion_only_loss):
             source = source_indices[len(sums.lengths)] if source_indices else 0
             sums.num_kept[source] += sums.add(example)
-            if on_mask is not None:
-                on_mask(bytes(example.sides[0].trained))
+            if masks is not None:
+                masks.add(example.sides[0].trained)
         if on_examples is not None:
             on_examples(len(sums.lengths) - num_before)
     if not source_indices:

@@ -72,29 +72,34 @@ def load_inputs(recipe: Recipe, folder: RunFolder, on_examples: Callable[[int], 
 
 
 def on_this_machine(recipe: Recipe) -> Recipe:
-    """The recipe for one process on this machine, with or without a GPU, and without random weights to create."""
+    """The recipe for one process on this machine: with or without a GPU, with the attention that it has, and without
+    random weights to create."""
     trainer = recipe.trainer
     if not (trainer.get("use_cpu") or torch.accelerator.is_available()):
         trainer = {**trainer, "use_cpu": True, "bf16": False, "fp16": False, "tf32": None}
     model, run = recipe.model, recipe.run
     return recipe.model_copy(
         update={
-            "model": model.model_copy(update={"init_seed": None}),
+            "model": model.model_copy(update={"init_seed": None, "attn_implementation": None}),
             "trainer": trainer,
             "run": run.model_copy(update={"parallel": "ddp"}),
         }
     )
 
 
-def build_model(config: Any, num_blocks: int | None, dtype: torch.dtype) -> PreTrainedModel:
-    """A model with random weights; num_blocks: in place of the config's number."""
+def build_model(
+    config: Any, num_blocks: int | None, dtype: torch.dtype, attention: str | None = None
+) -> PreTrainedModel:
+    """A model with random weights; num_blocks: in place of the config's number. attention: eager needs memory for the
+    scores; the others are measured by transformers' own choice."""
     config = deepcopy(config)
     if num_blocks is not None:
         text_config = config.get_text_config()  # of a model of text and images
         text_config.num_hidden_layers = num_blocks
         if kinds := getattr(text_config, "layer_types", None):
             text_config.layer_types = [kinds[i % len(kinds)] for i in range(num_blocks)]
-    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    attention = attention if attention == "eager" else None
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
 
 
 def count_frozen(recipe: Recipe, model: Any) -> Frozen:

@@ -19,6 +19,7 @@ from ..recipe import Recipe
 from ..run_folder import RunFolder
 from ..sharding.ranks import Ranks
 from ..trainers import adapters, build
+from ..trainers.attention import check_attention
 from ..trainers.library_errors import as_user_error
 from ..trainers.trl_arguments import trl_arguments
 from .compute import UNBOUNDED_LENGTH, compute
@@ -43,7 +44,8 @@ def plan_training(
         args: Any = trl_arguments(local, Path(scratch), Ranks())
 
     def build_outline(num_blocks: int | None = None, dtype: torch.dtype = torch.float32) -> Any:
-        return adapters.add_empty_adapter(build_model(inputs.config, num_blocks, dtype), recipe, inputs.start)
+        outline = build_model(inputs.config, num_blocks, dtype, recipe.model.attn_implementation)
+        return adapters.add_empty_adapter(outline, recipe, inputs.start)
 
     with torch.device("meta"), as_user_error(f"model {recipe.model.name_or_path}"):
         model = build_outline()
@@ -94,6 +96,7 @@ def _data(recipe: Recipe, inputs: Inputs) -> dict[str, Any]:
         "num_kept": account.num_kept,
         "dropped": split.dropped | account.dropped,
         "num_eval_examples": len(held_out.dataset) if (held_out := inputs.ready.splits["eval"]) else 0,
+        "num_tokens": account.num_tokens,
         "num_truncated": account.num_truncated,
         "num_truncated_tokens": account.num_truncated_tokens,
         "packing": inputs.ready.packing.as_json() if inputs.ready.packing else None,
@@ -162,6 +165,10 @@ def _notices(recipe: Recipe, inputs: Inputs, args: Any, failure: str | None) -> 
             f"trainer.max_length is null: activations and FLOPs are for examples of {UNBOUNDED_LENGTH:,} tokens, "
             "a guess"
         )
+    try:
+        check_attention(recipe, inputs.config)
+    except UserError as error:
+        notices.append(f"training would not start here: {error}")
     if failure:
         notices.append(f"activations and FLOPs are unknown for this architecture: {failure}")
     if on_this_machine(recipe).trainer.get("use_cpu") != recipe.trainer.get("use_cpu"):

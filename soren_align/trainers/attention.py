@@ -21,7 +21,8 @@ def check_attention(recipe: Recipe, config: Any) -> None:
         with torch.device("meta"):
             AutoModelForCausalLM.from_config(config, attn_implementation=name)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split()).partition(" Please request")[0].rstrip(".")[:300]
         raise UserError(
-            f"model.attn_implementation: {name} cannot be used here: {' '.join(str(error).split())[:300]} "
-            "Leave it out for transformers' own choice"
+            f"model.attn_implementation: {name} cannot be used here: {reason}. Leave it out for transformers' own "
+            "choice; flash attention is in the packages flash-attn and kernels"
         ) from error

@@ -1,24 +1,18 @@
 """Packing: the sequences that TRL makes of the training examples, counted before training.
 
 TRL 1.16 packs a thousand examples at a time, by `trainer.packing_strategy`: `bfd` cuts examples to
-max_length and drops the rest of them, `bfd_split` divides them, `wrapped` divides their concatenation. Here the same
+max_length, `bfd_split` divides longer ones, `wrapped` divides their concatenation. Here the same
 function packs the examples' loss masks. tests/trainers/test_packing.py compares with the sequences of a run.
 """
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
-from datasets import Dataset, concatenate_datasets
 from trl import pack_dataset
 
-from ..data import Account
-
-_TRAINED, _FIRST = 1, 2
-"""Bits of a token: the loss includes it; it is the first of its example."""
+from ..data import FIRST, TRAINED, Account, LossMasks
 
 
 @dataclass(frozen=True)
@@ -53,37 +47,30 @@ class Packing:
         return lines
 
 
-def pack(trained: Sequence[bytes], args: Any) -> Packing:
-    """Return the packing of the examples by TRL's config `args`.
-
-    trained: of each example, in the order of the dataset, a byte per token: 1 if the loss includes it.
-    """
-    lengths = np.array([len(mask) for mask in trained], np.int64)
-    starts = np.concatenate(([0], lengths.cumsum()))
-    tokens = np.frombuffer(b"".join(trained), np.uint8).copy()
-    tokens[starts[:-1][lengths > 0]] |= _FIRST
-    dataset = Dataset(pa.table({"tokens": pa.LargeListArray.from_arrays(starts, tokens)}))
+def pack(masks: LossMasks, args: Any) -> Packing:
+    """Return the packing of the examples, whose loss masks are given, by TRL's config `args`."""
+    dataset = masks.dataset()
     if args.shuffle_dataset:
         dataset = dataset.shuffle(seed=args.seed)
     num_shards = min(args.dataset_num_proc or 1, len(dataset))  # each process packs its own share
     shards = [dataset.shard(num_shards, index, contiguous=True) for index in range(num_shards)]
-    packed = concatenate_datasets([pack_dataset(shard, args.max_length, args.packing_strategy) for shard in shards])
-    columns = packed.with_format("arrow")[:]
-    kept = _values(columns["tokens"])
-    is_wrapped = "seq_lengths" not in columns.column_names
-    parts = _values(pc.list_value_length(columns["tokens"]) if is_wrapped else columns["seq_lengths"])
-    first_tokens = kept[np.concatenate(([0], parts.cumsum()[:-1]))]
-    num_trained, num_trained_before = (int((part & _TRAINED).sum()) for part in (kept, tokens))
+    packed = [pack_dataset(shard, args.max_length, args.packing_strategy) for shard in shards]
+    tables = [shard.with_format("arrow")[:] for shard in packed]
+    tokens = np.concatenate([_flat(table["tokens"]) for table in tables])
+    num_trained = int((tokens & TRAINED).sum())
+    # The first tokens of sequences, or of the examples in them.
+    lengths = np.concatenate([_part_lengths(table) for table in tables])
+    first_tokens = tokens[np.concatenate(([0], lengths.cumsum()[:-1]))]
     return Packing(
         strategy=args.packing_strategy,
         max_length=args.max_length,
-        num_sequences=len(packed),
-        num_tokens=len(kept),
+        num_sequences=sum(map(len, packed)),
+        num_tokens=len(tokens),
         num_trained_tokens=num_trained,
-        num_long_examples=int((lengths > args.max_length).sum()),
-        num_lost_tokens=len(tokens) - len(kept),
-        num_lost_trained_tokens=num_trained_before - num_trained,
-        num_continuations=int((first_tokens & _FIRST == 0).sum()),
+        num_long_examples=int((masks.lengths > args.max_length).sum()),
+        num_lost_tokens=int(masks.lengths.sum()) - len(tokens),
+        num_lost_trained_tokens=sum(map(sum, masks.masks)) - num_trained,
+        num_continuations=int((first_tokens & FIRST == 0).sum()),
     )
 
 
@@ -115,7 +102,11 @@ def packing_notices(packing: Packing) -> list[str]:
     return []
 
 
-def _values(column: pa.ChunkedArray) -> np.ndarray:
-    """The numbers of a column of numbers or of lists of numbers."""
-    array = pa.concat_arrays(column.chunks)
-    return (array.flatten() if pa.types.is_nested(array.type) else array).to_numpy()
+def _part_lengths(table: pa.Table) -> np.ndarray:
+    if "seq_lengths" in table.column_names:
+        return _flat(table["seq_lengths"])
+    return np.array([len(sequence) for sequence in table["tokens"]])  # wrapped: a sequence is one part
+
+
+def _flat(column: pa.ChunkedArray) -> np.ndarray:
+    return pa.concat_arrays(column.chunks).flatten().to_numpy()

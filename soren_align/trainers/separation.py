@@ -98,8 +98,10 @@ def _cuda_devices(device: Any) -> list[Any]:
 def _problem(model: Any, change: float) -> str:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     attention = str(getattr(base.config, "_attn_implementation", None))
-    has_other = getattr(base, "_supports_flash_attn", False) and "flash" not in attention
-    other = "model.attn_implementation: flash_attention_2 (checked in the same way), " if has_other else ""
+    other = ""
+    if base._supports_flash_attn and "flash" not in attention:
+        (flash, *_) = base._compatible_flash_implementations or ["flash_attention_2"]
+        other = f"model.attn_implementation: {flash} (on a GPU; checked in the same way), "
     return (
         "examples in one sequence are not separate: other tokens in one example change the logits of the others, by "
         f"{change:.1%} of the change of its own. {type(base).__name__} (attention {attention}) mixes them; write "

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from ..manifest import SURVIVAL_THRESHOLD, describe_dropped
 from ..optim import route, routing_table
-from ..recipe import global_batch
+from ..recipe import batch_unit, global_batch
 from ..run_folder import RunFolder
 from ..sharding.ranks import Ranks
 from ..terminal import print_labelled
@@ -65,8 +65,8 @@ def print_setup(console: Console, setup: TrainingSetup, trainer: Any, ranks: Ran
         print_labelled(console, "", line)
     print_labelled(console, "model", f"{setup.start} (starting checkpoint)")
     if ranks.launched:
-        num_examples, factors = global_batch(setup.recipe, ranks.num_ranks)
-        print_labelled(console, "batch", f"{num_examples} examples per step: {factors}")
+        size, factors = global_batch(setup.recipe, ranks.num_ranks)
+        print_labelled(console, "batch", f"{size} {batch_unit(setup.recipe)} per step: {factors}")
         print_labelled(console, "parallel", setup.recipe.run.parallel)
     optimizer = setup.recipe.optimizer
     num_tensors = [len(group["params"]) for group in trainer.expected_optimizer.param_groups]

@@ -9,7 +9,7 @@ from transformers import AutoConfig, get_scheduler
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.optimization import GreedyLR
 
-from ..data import account, check_template, hold_out, load_split, mix
+from ..data import Account, LossMasks, account, check_template, hold_out, load_split, mix
 from ..errors import UserError
 from ..manifest import describe_dropped
 from ..recipe import HeldOut, Recipe, refuse_no_batch
@@ -64,26 +64,10 @@ def set_up_training(
     check_attention(recipe, model_config)
     if not ranks.is_first:
         return TrainingSetup(recipe, start, tokenizer, splits, None)
-    assistant_only = bool(recipe.trainer.get("assistant_only_loss"))
+    assistant_only, completion_only = map(recipe.trainer.get, ("assistant_only_loss", "completion_only_loss"))
     train = splits["train"].dataset
-    completion_only = recipe.trainer.get("completion_only_loss")
-    notices = check_template(tokenizer, recipe.task, assistant_only, train, completion_only)
-    masks: list[bytes] = []
-    is_packed = getattr(config, "packing", False)
-    counts = account(
-        train,
-        recipe.task,
-        tokenizer,
-        max_length=None if is_packed else config.max_length,
-        assistant_only_loss=assistant_only,
-        completion_only_loss=completion_only is not False,
-        source_indices=splits["train"].source_indices,
-        on_examples=on_examples,
-        on_mask=masks.append if is_packed else None,
-    )
-    packing = pack(masks, config) if is_packed and masks else None
-    if packing:
-        counts = after_packing(counts, packing)
+    notices = check_template(tokenizer, recipe.task, bool(assistant_only), train, completion_only)
+    counts, packing = _count(recipe, config, splits["train"], tokenizer, on_examples)
     if counts.num_kept == 0:
         raise UserError(
             f"{splits['train'].source['path']}: none of {counts.num_examples} examples can be trained on: "
@@ -93,8 +77,9 @@ def set_up_training(
     if not counts.stop_token_trained and not notices:
         notices = [f"the stop token is never trained: trainer.max_length {config.max_length} truncates every answer"]
     notices += packing_notices(packing) if packing else []
-    longest = config.max_length if packing else counts.lengths["max"]
-    notices += _too_few_positions(model_config, min(longest, config.max_length or longest))
+    longest, max_length = counts.lengths["max"], config.max_length or counts.lengths["max"]
+    is_wrapped = packing is not None and packing.strategy == "wrapped"  # otherwise positions restart at each example
+    notices += _too_few_positions(model_config, max_length if is_wrapped else min(longest, max_length))
     return TrainingSetup(recipe, start, tokenizer, splits, counts, (*splits["train"].notices, *notices), packing)
 
 
@@ -114,6 +99,26 @@ def load_splits(recipe: Recipe) -> dict[str, Any]:
     if held_out and held_out.kind != train.kind:
         raise UserError(f"data.eval: has {held_out.layout}, and data.train {train.layout}; evaluate on the same kind")
     return {"train": train, "eval": held_out}
+
+
+def _count(
+    recipe: Recipe, config: Any, split: Any, tokenizer: Any, on_examples: Callable[[int], object] | None
+) -> tuple[Account, Packing | None]:
+    """Count the training examples and their tokens, after packing if they are packed. config: TRL's."""
+    masks = LossMasks() if getattr(config, "packing", False) else None
+    counts = account(
+        split.dataset,
+        recipe.task,
+        tokenizer,
+        max_length=config.max_length if masks is None else None,
+        assistant_only_loss=bool(recipe.trainer.get("assistant_only_loss")),
+        completion_only_loss=recipe.trainer.get("completion_only_loss") is not False,
+        source_indices=split.source_indices,
+        on_examples=on_examples,
+        masks=masks,
+    )
+    packing = pack(masks, config) if masks is not None and masks.masks else None
+    return (after_packing(counts, packing) if packing else counts), packing
 
 
 def _check_schedule(config: Any) -> None:

@@ -191,7 +191,7 @@ class SorenSFTTrainer(SorenTrainerMixin, SFTTrainer):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         if self.padding_free:  # several examples are one sequence
-            place = "trainer.packing" if self.args.packing else "trainer.padding_free"
+            place = "trainer.packing" if getattr(self.args, "packing", False) else "trainer.padding_free"
             self.add_callback(SeparationCheck(self.train_dataset, self.data_collator, place))
 
 
