@@ -2,6 +2,7 @@
 
 from .columns import COLUMNS, Task
 from .held_out import hold_out
+from .loss_masks import FIRST, TRAINED, LossMasks
 from .mixture import mix
 from .preview import Account, account, show_example
 from .rendering import check_rendering_cost, template_errors
@@ -10,8 +11,11 @@ from .templates import check_template, set_template
 
 __all__ = [
     "COLUMNS",
+    "FIRST",
+    "TRAINED",
     "Account",
     "LoadedSplit",
+    "LossMasks",
     "Task",
     "account",
     "check_rendering_cost",

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..errors import printable
 from .columns import Task
+from .loss_masks import LossMasks
 from .tokens import BATCH_SIZE, EncodedExample, encode, ends_in_trained_stop, text_spans
 
 
@@ -38,6 +39,16 @@ class Account:
     """Whether any kept example ends in a trained eos. If none does, the model never learns to stop."""
     num_kept_by_source: tuple[int, ...] = ()
     """Of a mixture: the kept examples of each source."""
+    num_truncated_tokens: int = 0
+    """Tokens of kept examples beyond max_length, which are not trained on."""
+
+    def describe_truncation(self) -> str:
+        """Describe truncated examples: "3 truncated to max_length: 120 tokens (4.1%) are left out"."""
+        if not self.num_truncated:
+            return "0 truncated to max_length"
+        share = self.num_truncated_tokens / (self.num_tokens + self.num_truncated_tokens)
+        left_out = f"{self.num_truncated_tokens:,} tokens ({share:.1%}) are left out"
+        return f"{self.num_truncated:,} truncated to max_length: {left_out}"
 
 
 def account(
@@ -50,14 +61,17 @@ def account(
     completion_only_loss: bool = True,
     source_indices: Sequence[int] = (),
     on_examples: Callable[[int], object] | None = None,
+    masks: LossMasks | None = None,
 ) -> Account:
     """The account of a dataset from `load_split`, computed without a model.
 
     tokenizer: with the template and eos of the training; not modified.
-    max_length: TRL's, None for no truncation. With packing pass None: TRL then neither truncates nor drops examples.
+    max_length: TRL's, None for no truncation. With packing pass None: TRL then drops no example, and truncates by
+        `trainer.packing_strategy`.
     completion_only_loss: of prompts and completions; has no effect on whole conversations.
     source_indices: of a mixture, the index of each example's source.
     on_examples: called with the number of examples just tokenized, for a progress bar.
+    masks: the loss mask of each example of SFT, before truncation, is added to it.
     """
     tokenizer = deepcopy(tokenizer)
     # Too long examples are counted below; the tokenizer would only warn about the first.
@@ -69,6 +83,8 @@ def account(
         for example in encode(batch, task, tokenizer, assistant_only_loss, completion_only_loss):
             source = source_indices[len(sums.lengths)] if source_indices else 0
             sums.num_kept[source] += sums.add(example)
+            if masks is not None:
+                masks.add(example.sides[0].trained)
         if on_examples is not None:
             on_examples(len(sums.lengths) - num_before)
     if not source_indices:
@@ -87,7 +103,7 @@ class _Sums:
         self.lengths: list[int] = []
         self.dropped: Counter[str] = Counter()
         self.num_kept: Counter[int] = Counter()  # by source
-        self.num_truncated = self.num_tokens = self.num_trained = 0
+        self.num_truncated = self.num_truncated_tokens = self.num_tokens = self.num_trained = 0
         self.example: list[tuple[str, bool]] = []
         self.stop_token_trained = False
 
@@ -100,6 +116,7 @@ class _Sums:
         sides = [side.truncated(self.max_length) for side in example.sides]
         self.num_truncated += self.max_length is not None and example.length > self.max_length
         self.num_tokens += sum(len(side.ids) for side in sides)
+        self.num_truncated_tokens += sum(len(side.ids) for side in example.sides) - sum(len(side.ids) for side in sides)
         self.num_trained += sum(sum(side.trained) for side in sides)
         if not self.stop_token_trained and len(sides[0].ids) == len(example.sides[0].ids):
             self.stop_token_trained = ends_in_trained_stop(sides[0], self.tokenizer)
@@ -122,6 +139,7 @@ class _Sums:
             trained_share=self.num_trained / max(1, self.num_tokens),
             example=self.example,
             stop_token_trained=self.stop_token_trained,
+            num_truncated_tokens=self.num_truncated_tokens,
         )
 
 

@@ -13,8 +13,8 @@ from ..errors import UserError, closest
 from ..optimizer_settings import BETAS
 from ..recipe import trl_config
 from ..recipe.sections import Task
+from . import attention_keys, lora_keys
 from . import key_tables as names
-from . import lora_keys
 from .data_keys import read_data, trains_completions
 from .key_tables import Note, matches, number
 from .task import task_of_source
@@ -130,6 +130,8 @@ def _special(key: str, name: str, value: Any, flat: dict[str, Any], conversion: 
     nullable = (*_NESTED, "optim", "optimizer", *_BETAS, "torch_dtype", "dtype", _MIN_LR)
     if value in (None, {}) and name in nullable:
         return Note(key, "dropped", "null has no effect")
+    if note := attention_keys.convert(key, name, value, flat, conversion.recipe):
+        return note
     for special in (_optimizer_key, _model_key, _schedule_key):
         if note := special(key, name, value, flat, conversion):
             return note
@@ -272,6 +274,8 @@ def _add_defaults(conversion: Conversion, flat: dict[str, Any], name: str) -> No
         add("trainer", key, value, f"{tool} default")
     if tool != "TRL's" and conversion.task == "sft" and not trains_completions(flat):
         add("trainer", "assistant_only_loss", True, f"{tool} default; needs a template that marks the answers")
+    if strategy := attention_keys.default_strategy(flat, conversion.recipe["trainer"]):
+        add("trainer", "packing_strategy", *strategy)
     if "base_model" in flat and "eval_steps" in conversion.recipe["trainer"]:
         add("trainer", "eval_strategy", "steps", "as Axolotl with eval_steps")
     add("optimizer", "name", "adamw", f"{tool} default")

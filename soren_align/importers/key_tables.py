@@ -90,7 +90,7 @@ VALUES: dict[tuple[str, Any], tuple[Any, str]] = {
     ("gradient_checkpointing", "offload"): (True, ""),
     ("gradient_checkpointing", "unsloth"): (True, ""),
     ("packing_strategy", "ffd"): ("bfd", "TRL has no ffd any more: bfd packs other examples together"),
-    ("sample_packing", True): (True, "TRL's packing truncates examples longer than max_length; Axolotl drops them"),
+    ("sample_packing", True): (True, "Axolotl drops examples longer than max_length; here they are divided and kept"),
     ("eval_strategy", False): ("no", ""),
     ("save_strategy", False): ("no", ""),
     ("saves_per_epoch", 1): ("epoch", ""),
@@ -112,9 +112,8 @@ DROPPED = (
         "processes are run.parallel's (zero3, fsdp2, ...) and --processes N",
     ),
     (
-        "attn_implementation flash_attention sdp_attention xformers_attention flex_attention eager_attention "
-        "use_flash_attention_2 flash_attn_* flash_optimum",
-        "attention is transformers' own choice, sdpa",
+        "xformers_attention s2_attention sage_attention flash_attn_* flash_optimum",
+        "there is no such attention here; it is transformers' own choice, sdpa",
     ),
     (
         "use_liger_kernel liger_* dpo_use_liger_kernel cut_cross_entropy padding_free dpo_padding_free "

@@ -10,6 +10,7 @@ from ..data import Account, show_example
 from ..manifest import describe_dropped
 from ..optim import ADAMW_RMS
 from ..terminal import print_labelled, with_prefix
+from ..trainers.packing import Packing
 
 PHASES = {"always": "", "forward_backward": "forward/backward", "optimizer_step": "optimizer step"}
 
@@ -51,9 +52,11 @@ def _print_model_and_data(plan: dict[str, Any], account: Account | None, console
     write("data", f"{data['source']['path']}: {data['layout']}")
     dropped = describe_dropped(data["dropped"]) or "0 dropped"
     counts = f"{data['num_examples']:,} examples: {data['num_kept']:,} kept, {dropped}"
-    write("", f"{counts}, {data['num_truncated']:,} truncated to max_length")
+    write("", f"{counts}, {account.describe_truncation()}")
     if data["num_eval_examples"]:
         write("", f"{data['num_eval_examples']:,} examples for the evaluation loss, not trained on")
+    for line in Packing(**data["packing"]).describe() if data["packing"] else ():
+        write("", line)
     lengths = ", ".join(f"{name} {value:,}" for name, value in data["token_length_percentiles"].items())
     write("", f"tokens per example: {lengths}")
     write("", f"{data['trained_token_share']:.0%} of the tokens are in the loss")

@@ -28,6 +28,8 @@ class Inputs:
     ready: TrainingSetup | None
     num_examples: int
     """Those that are trained on, or the published number."""
+    num_sequences: int
+    """Of an epoch: packed sequences, where examples are packed and can be read; otherwise examples."""
     notices: tuple[str, ...] = ()
 
     @property
@@ -57,39 +59,47 @@ def load_inputs(recipe: Recipe, folder: RunFolder, on_examples: Callable[[int], 
         if config_folder is None or num_published is None:
             raise
     else:
-        return Inputs(config, ready.start, ready, ready.account.num_kept, ready.notices)
+        num_kept = ready.account.num_kept
+        num_sequences = ready.packing.num_sequences if ready.packing else num_kept
+        return Inputs(config, ready.start, ready, num_kept, num_sequences, ready.notices)
     paths = " and ".join([name, *dict.fromkeys(source.path for source in sources)])
     notice = (
         f"the hub is out of reach, and not all of {paths} is cached: the plan uses published numbers of parameters and "
         "examples; tokens are not counted, and neither chat template nor evaluation is checked"
     )
-    return Inputs(AutoConfig.from_pretrained(config_folder), name, None, num_published, (notice,))
+    config = AutoConfig.from_pretrained(config_folder)
+    return Inputs(config, name, None, num_published, num_published, (notice,))
 
 
 def on_this_machine(recipe: Recipe) -> Recipe:
-    """The recipe for one process on this machine, with or without a GPU, and without random weights to create."""
+    """The recipe for one process on this machine: with or without a GPU, with the attention that it has, and without
+    random weights to create."""
     trainer = recipe.trainer
     if not (trainer.get("use_cpu") or torch.accelerator.is_available()):
         trainer = {**trainer, "use_cpu": True, "bf16": False, "fp16": False, "tf32": None}
     model, run = recipe.model, recipe.run
     return recipe.model_copy(
         update={
-            "model": model.model_copy(update={"init_seed": None}),
+            "model": model.model_copy(update={"init_seed": None, "attn_implementation": None}),
             "trainer": trainer,
             "run": run.model_copy(update={"parallel": "ddp"}),
         }
     )
 
 
-def build_model(config: Any, num_blocks: int | None, dtype: torch.dtype) -> PreTrainedModel:
-    """A model with random weights; num_blocks: in place of the config's number."""
+def build_model(
+    config: Any, num_blocks: int | None, dtype: torch.dtype, attention: str | None = None
+) -> PreTrainedModel:
+    """A model with random weights; num_blocks: in place of the config's number. attention: eager needs memory for the
+    scores; the others are measured by transformers' own choice."""
     config = deepcopy(config)
     if num_blocks is not None:
         text_config = config.get_text_config()  # of a model of text and images
         text_config.num_hidden_layers = num_blocks
         if kinds := getattr(text_config, "layer_types", None):
             text_config.layer_types = [kinds[i % len(kinds)] for i in range(num_blocks)]
-    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+    attention = attention if attention == "eager" else None
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
 
 
 def count_frozen(recipe: Recipe, model: Any) -> Frozen:

@@ -19,12 +19,13 @@ from ..recipe import Recipe
 from ..run_folder import RunFolder
 from ..sharding.ranks import Ranks
 from ..trainers import adapters, build
+from ..trainers.attention import check_attention
 from ..trainers.library_errors import as_user_error
 from ..trainers.trl_arguments import trl_arguments
 from .compute import UNBOUNDED_LENGTH, compute
 from .inputs import Inputs, build_model, count_frozen, load_inputs, on_this_machine
 from .processes import processes
-from .schedule import Schedule, is_packed, schedule
+from .schedule import Schedule, schedule
 from .update_sizes import TYPICAL_WEIGHT, update_dtype, update_sizes
 
 NO_GPU = "no GPU here: training on this machine needs trainer.use_cpu: true"
@@ -43,14 +44,15 @@ def plan_training(
         args: Any = trl_arguments(local, Path(scratch), Ranks())
 
     def build_outline(num_blocks: int | None = None, dtype: torch.dtype = torch.float32) -> Any:
-        return adapters.add_empty_adapter(build_model(inputs.config, num_blocks, dtype), recipe, inputs.start)
+        outline = build_model(inputs.config, num_blocks, dtype, recipe.model.attn_implementation)
+        return adapters.add_empty_adapter(outline, recipe, inputs.start)
 
     with torch.device("meta"), as_user_error(f"model {recipe.model.name_or_path}"):
         model = build_outline()
     with as_user_error("optimizer", ValueError):
         routes = route(model, recipe.optimizer.aux)
         build_optimizer(model, **build.optimizer_settings(recipe))
-    steps = schedule(recipe, args, inputs.num_examples, inputs.account, num_ranks)
+    steps = schedule(recipe, args, inputs.num_sequences, num_ranks)
     costs = compute(recipe, build_outline, inputs.num_blocks, inputs.account, steps.global_batch_size, args.max_length)
     ranks = processes(recipe, routes, count_frozen(recipe, model), num_ranks, costs)
     plan = {
@@ -67,7 +69,7 @@ def plan_training(
         "compute": costs.as_json(ranks["map_flops"], steps.total),
         "evaluation": _evaluation(recipe),
         "files": _files(recipe, args),
-        "notices": [*_notices(recipe, inputs, args, steps, costs.failure), *_evaluation_notices(recipe, inputs)],
+        "notices": [*_notices(recipe, inputs, args, costs.failure), *_evaluation_notices(recipe, inputs)],
     }
     return plan, inputs.account
 
@@ -94,7 +96,10 @@ def _data(recipe: Recipe, inputs: Inputs) -> dict[str, Any]:
         "num_kept": account.num_kept,
         "dropped": split.dropped | account.dropped,
         "num_eval_examples": len(held_out.dataset) if (held_out := inputs.ready.splits["eval"]) else 0,
+        "num_tokens": account.num_tokens,
         "num_truncated": account.num_truncated,
+        "num_truncated_tokens": account.num_truncated_tokens,
+        "packing": inputs.ready.packing.as_json() if inputs.ready.packing else None,
         "token_length_percentiles": account.lengths,
         "trained_token_share": account.trained_share,
         "stop_token_trained": account.stop_token_trained,
@@ -151,20 +156,19 @@ def _files(recipe: Recipe, args: Any) -> list[str]:
     return files
 
 
-def _notices(recipe: Recipe, inputs: Inputs, args: Any, steps: Schedule, failure: str | None) -> list[str]:
+def _notices(recipe: Recipe, inputs: Inputs, args: Any, failure: str | None) -> list[str]:
     notices = [*inputs.notices]
-    if is_packed(recipe, args) and inputs.account:
-        notices.append(
-            f"trainer.packing makes about {steps.num_sequences:,} sequences of {args.max_length} tokens of these "
-            "examples; the number of steps is an estimate"
-        )
-    elif is_packed(recipe, args):
+    if recipe.trainer.get("packing") and not inputs.account:
         notices.append("trainer.packing makes fewer and longer sequences: the number of steps is an upper bound")
     elif args.max_length is None and not inputs.account:
         notices.append(
             f"trainer.max_length is null: activations and FLOPs are for examples of {UNBOUNDED_LENGTH:,} tokens, "
             "a guess"
         )
+    try:
+        check_attention(recipe, inputs.config)
+    except UserError as error:
+        notices.append(f"training would not start here: {error}")
     if failure:
         notices.append(f"activations and FLOPs are unknown for this architecture: {failure}")
     if on_this_machine(recipe).trainer.get("use_cpu") != recipe.trainer.get("use_cpu"):

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from transformers import get_scheduler
 
-from ..data import Account
 from ..recipe import Recipe, accumulation, global_batch
 from ..trainers.library_errors import as_user_error
 from .processes import steps_per_epoch
@@ -17,8 +16,6 @@ from .processes import steps_per_epoch
 class Schedule:
     """The steps of a training run."""
 
-    num_sequences: int
-    """Examples, or packed sequences, of an epoch."""
     global_batch_size: int
     per_epoch: int
     total: int
@@ -42,21 +39,13 @@ class Schedule:
         return [rate for rate in self.rates if rate["step"] in shown]
 
 
-def schedule(recipe: Recipe, args: Any, num_examples: int, account: Account | None, num_ranks: int) -> Schedule:
-    """The schedule of a recipe on `num_ranks` processes. args: TRL's config."""
-    num_sequences = num_examples
-    if is_packed(recipe, args) and account:  # packing makes about so many full sequences
-        num_sequences = math.ceil(account.num_tokens / args.max_length)
+def schedule(recipe: Recipe, args: Any, num_sequences: int, num_ranks: int) -> Schedule:
+    """The schedule of a recipe on `num_ranks` processes. args: TRL's config. num_sequences: of an epoch."""
     batch_size, _ = global_batch(recipe, num_ranks)
     per_device, accumulated = args.per_device_train_batch_size, accumulation(recipe, num_ranks)
     per_epoch = steps_per_epoch(num_sequences, per_device, accumulated, num_ranks)
     total = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
-    return Schedule(num_sequences, batch_size, per_epoch, total, _rates(recipe, args, total))
-
-
-def is_packed(recipe: Recipe, args: Any) -> bool:
-    """Whether examples are packed into sequences of max_length."""
-    return bool(recipe.trainer.get("packing") and args.max_length)
+    return Schedule(batch_size, per_epoch, total, _rates(recipe, args, total))
 
 
 def _rates(recipe: Recipe, args: Any, num_steps: int) -> list[dict[str, float]]:

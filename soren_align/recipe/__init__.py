@@ -6,7 +6,7 @@ words the errors. Nothing here imports torch.
 """
 
 from . import trackers
-from .batch import accumulation, global_batch, refuse_no_batch, trainer_value
+from .batch import accumulation, batch_unit, global_batch, refuse_no_batch, trainer_value
 from .checks import evaluation_problems
 from .comparison import differences, training_part
 from .data_paths import FILE_KINDS, data_files, data_suffix
@@ -48,6 +48,7 @@ __all__ = [
     "accumulation",
     "adapter_config",
     "as_adamw",
+    "batch_unit",
     "compute_dtype",
     "data_files",
     "data_suffix",

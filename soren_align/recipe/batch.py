@@ -33,19 +33,26 @@ def accumulation(recipe: Recipe, num_ranks: int) -> int:
 
 
 def global_batch(recipe: Recipe, num_ranks: int) -> tuple[int, str]:
-    """Examples per optimizer step, also as a product: (64, "2 processes x 16 examples x accumulation 2")."""
+    """Examples per optimizer step, or packed sequences, also as a product: (64, "2 processes x 16 examples x
+    accumulation 2")."""
     steps, per_device = accumulation(recipe, num_ranks), trainer_value(recipe, "per_device_train_batch_size")
     processes = "1 process" if num_ranks == 1 else f"{num_ranks} processes"
-    return num_ranks * per_device * steps, f"{processes} x {per_device} examples x accumulation {steps}"
+    return num_ranks * per_device * steps, f"{processes} x {per_device} {batch_unit(recipe)} x accumulation {steps}"
+
+
+def batch_unit(recipe: Recipe) -> str:
+    """The elements of a batch: examples, or packed sequences of them."""
+    return "sequences" if recipe.trainer.get("packing") else "examples"
 
 
 def refuse_no_batch(recipe: Recipe, num_examples: int, num_ranks: int) -> None:
-    """Raise UserError if there is less than one batch of examples, and incomplete batches are dropped."""
+    """Raise UserError if there is less than one batch of examples, or packed sequences, and incomplete batches are
+    dropped."""
     micro_batch = trainer_value(recipe, "per_device_train_batch_size") * num_ranks
-    if recipe.trainer.get("dataloader_drop_last") and not recipe.trainer.get("packing") and num_examples < micro_batch:
+    if recipe.trainer.get("dataloader_drop_last") and num_examples < micro_batch:
         raise UserError(
-            f"trainer.dataloader_drop_last: {num_examples} examples are less than one batch of {micro_batch}; leave it "
-            "out, or lower trainer.per_device_train_batch_size"
+            f"trainer.dataloader_drop_last: {num_examples} {batch_unit(recipe)} are less than one batch of "
+            f"{micro_batch}; leave it out, or lower trainer.per_device_train_batch_size"
         )
 
 

@@ -17,7 +17,7 @@ from .lora import is_adapter, is_all_factors, lora_problems
 from .optimizers import MAPS, OPTIMIZERS
 from .parallel import parallel
 from .quantization import quantization_problems
-from .references import is_local, model_problems, template_problems
+from .references import attention_problems, is_local, model_problems, template_problems
 from .run_checks import early_stopping_problems, metric_problems, sample_problems
 
 Problems = list[tuple[Key, str]]
@@ -73,6 +73,9 @@ def problems_beyond_schema(data: dict[str, Any]) -> Problems:
 
 
 def _model(raw: Raw) -> Iterator[tuple[Key, str]]:
+    if (attention := raw.text("model", "attn_implementation")) is not None:
+        problems = attention_problems(attention, raw.get("trainer", "use_cpu"))
+        yield from ((("model", "attn_implementation"), message) for message in problems)
     model = raw.path("model", "name_or_path")
     if model is None:
         return
@@ -141,8 +144,21 @@ def _trainer(raw: Raw) -> Iterator[tuple[Key, str]]:
     ):
         message = "follows from run.global_batch_size and the number of processes; leave one of the two out"
         yield ("trainer", "gradient_accumulation_steps"), message
+    yield from _packing(raw.section("trainer"))
     if raw.get("trainer", "use_liger_kernel") is True and importlib.util.find_spec("liger_kernel") is None:
         yield ("trainer", "use_liger_kernel"), "is not installed: pip install liger-kernel, or leave it out"
+
+
+def _packing(settings: dict[str, Any]) -> Iterator[tuple[Key, str]]:
+    is_packed = settings.get("packing") is True
+    if is_packed and settings.get("max_length", 0) is None:
+        yield ("trainer", "max_length"), "is the length of packed sequences; write a number, or packing: false"
+    if settings.get("eval_packing") is True and not is_packed:
+        message = (
+            "without packing, TRL gives packed held-out examples no position ids, and they would attend to each other; "
+            "leave it out, or write packing: true"
+        )
+        yield ("trainer", "eval_packing"), message
 
 
 def _run(raw: Raw) -> Iterator[tuple[Key, str]]:

@@ -48,6 +48,21 @@ def model_problems(path: str, init_seed: Any) -> list[str]:
     return []
 
 
+ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+KERNELS = "kernels-community/"
+"""The owner of the kernels that transformers runs without asking; others could run any code."""
+
+
+def attention_problems(name: str, use_cpu: Any) -> list[str]:
+    """The problems of an attention's name. Whether it is installed is checked before training."""
+    if name not in ATTENTION and not (name.startswith(KERNELS) and len(name) > len(KERNELS)):
+        hint = did_you_mean(name, ATTENTION)
+        return [f"found {name!r}; write one of {', '.join(ATTENTION)}, or {KERNELS}NAME{hint}"]
+    if use_cpu is True and name not in ATTENTION[:3]:
+        return [f"{name} runs on GPUs only; write sdpa or eager, or take trainer.use_cpu out"]
+    return []
+
+
 def template_problems(name_or_path: str) -> list[str]:
     """The problems of a chat template's name."""
     known = shipped.templates()

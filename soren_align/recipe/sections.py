@@ -87,6 +87,10 @@ class Model(Section):
     that their template ends answers with. null: the tokenizer's."""
     lora: Lora | None = None
     """Train a new LoRA adapter instead of the weights."""
+    attn_implementation: Annotated[str, Field(min_length=1)] | None = None
+    """The attention of training: `eager`, `sdpa`, `flex_attention`, `flash_attention_2`, `flash_attention_3`,
+    `flash_attention_4`, or a kernel of the hub, `kernels-community/NAME`. null: sdpa, or eager for an architecture
+    without it. Evaluation always takes that, so that all models of a table run alike."""
     quantize: Quantize | None = None
     """Store the frozen weights under an adapter in fewer bits, by bitsandbytes: `4bit` in NF4 with double quantization
     (QLoRA), computed in the precision of `trainer` (bf16, fp16, or float32); `8bit` in int8 (LLM.int8). The factors
@@ -275,6 +279,8 @@ def resolve(recipe: Recipe) -> Recipe:
     optimizer, trainer = recipe.optimizer.resolved(trains_adapter(model)), recipe.trainer
     if recipe.data.eval is not None and trainer.get("eval_strategy") is None:
         trainer = {**trainer, "eval_strategy": "steps" if trainer.get("eval_steps") else "epoch"}
+    if trainer.get("packing") and trainer.get("packing_strategy") is None:
+        trainer = {**trainer, "packing_strategy": "bfd_split"}  # TRL's own default cuts long examples short
     return recipe.model_copy(update={"optimizer": optimizer, "model": model, "trainer": trainer})
 
 

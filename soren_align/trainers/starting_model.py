@@ -45,6 +45,7 @@ def load_model(recipe: Recipe, start: str) -> PreTrainedModel:
     """
     name, revision = adapters.base_model(start, recipe.model.revision)
     options: dict[str, Any] = {"revision": revision, "dtype": getattr(torch, recipe.model.dtype)}
+    options["attn_implementation"] = recipe.model.attn_implementation
     if recipe.model.quantize and recipe.trainer.get("use_cpu"):
         options["device_map"] = {"": "cpu"}  # otherwise transformers quantizes on a GPU where there is one
     with as_user_error(f"model {recipe.model.name_or_path}", ValueError, OSError, ImportError):

@@ -10,7 +10,7 @@ from ..errors import UserError
 from ..manifest import SURVIVAL_THRESHOLD, describe_dropped, describe_earlier_runs, describe_early_stop
 from ..optim import route, routing_table
 from ..quantized_weights import quantization_of, weight_numel
-from ..recipe import global_batch
+from ..recipe import batch_unit, global_batch
 from ..run_folder import RunFolder
 from ..sharding.ranks import Ranks
 from ..terminal import print_labelled
@@ -24,6 +24,9 @@ def record_setup(folder: RunFolder, setup: TrainingSetup, trainer: Any, ranks: R
     examples: dict[str, Any] = {"num_kept": counts.num_kept, "dropped": train.dropped | counts.dropped}
     if counts.num_kept_by_source:
         examples["num_kept_by_source"] = list(counts.num_kept_by_source)
+    examples |= {"num_truncated": counts.num_truncated, "num_truncated_tokens": counts.num_truncated_tokens}
+    if setup.packing:
+        examples["packing"] = setup.packing.as_json()
     parameters = list(trainer.model.parameters())
     folder.update(
         start={
@@ -60,16 +63,20 @@ def print_setup(console: Console, setup: TrainingSetup, trainer: Any, ranks: Ran
     print_labelled(console, "data", f"{counts.num_kept} of {train.num_examples} examples, {train.layout}{dropped}")
     for num_examples, source in zip(counts.num_kept_by_source, train.source.get("sources", ()), strict=True):
         print_labelled(console, "", _describe_source(source, num_examples))
+    if counts.num_truncated:
+        print_labelled(console, "", counts.describe_truncation())
     if held_out := setup.splits["eval"]:
         print_labelled(console, "", f"{held_out.num_examples} examples for the evaluation loss, not trained on")
+    for line in setup.packing.describe() if setup.packing else ():
+        print_labelled(console, "", line)
     earlier = describe_earlier_runs({"after": earlier_runs(setup.start)})
     print_labelled(console, "model", f"{setup.start} ({', '.join(filter(None, ('starting checkpoint', earlier)))})")
     if quantized := quantization_of(trainer.model):
         weights = f"{quantized['num_weights']:,} weights in {quantized['quantize']} ({quantized['type']})"
         print_labelled(console, "", f"{weights}, computed in {quantized['compute_dtype']}")
     if ranks.launched:
-        num_examples, factors = global_batch(setup.recipe, ranks.num_ranks)
-        print_labelled(console, "batch", f"{num_examples} examples per step: {factors}")
+        size, factors = global_batch(setup.recipe, ranks.num_ranks)
+        print_labelled(console, "batch", f"{size} {batch_unit(setup.recipe)} per step: {factors}")
         print_labelled(console, "parallel", setup.recipe.run.parallel)
     optimizer = setup.recipe.optimizer
     num_tensors = [len(group["params"]) for group in trainer.expected_optimizer.param_groups]

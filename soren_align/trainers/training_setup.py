@@ -10,14 +10,16 @@ from transformers import AutoConfig, get_scheduler
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.optimization import GreedyLR
 
-from ..data import account, check_template, has_turns, hold_out, load_split, mix
+from ..data import Account, LossMasks, account, check_template, has_turns, hold_out, load_split, mix
 from ..errors import UserError
 from ..manifest import describe_dropped
 from ..recipe import HeldOut, Recipe, refuse_no_batch
 from ..run_folder import RunFolder
 from ..sharding.ranks import Ranks
 from . import adapters
+from .attention import check_attention
 from .library_errors import as_user_error
+from .packing import Packing, after_packing, pack, packing_notices
 from .samples import Prompt, read_prompts
 from .starting_model import load_tokenizer, starting_checkpoint
 from .trl_arguments import trl_arguments
@@ -34,11 +36,14 @@ class TrainingSetup:
     splits: dict[str, Any]
     """{"train": data.LoadedSplit, "eval": data.LoadedSplit or None}"""
     account: Any
-    """data.Account of the training examples; None on all ranks but the first."""
+    """data.Account of the training examples; None on all ranks but the first. With packing, tokens are counted after
+    it."""
     notices: tuple[str, ...] = ()
     """Findings about data and template that do not stop the run."""
     prompts: tuple[Prompt, ...] = ()
     """Of run.samples; none on all ranks but the first."""
+    packing: Packing | None = None
+    """Of the training examples, on the first rank."""
 
 
 def set_up_training(
@@ -59,29 +64,21 @@ def set_up_training(
     splits = load_splits(recipe)
     config = trl_arguments(recipe, folder.checkpoints, ranks)
     _check_schedule(config)
+    model_config = _model_config(recipe, start)
+    check_attention(recipe, model_config)
     if not ranks.is_first:
         return TrainingSetup(recipe, start, tokenizer, splits, None)
-    assistant_only = bool(recipe.trainer.get("assistant_only_loss"))
+    assistant_only, completion_only = map(recipe.trainer.get, ("assistant_only_loss", "completion_only_loss"))
     train = splits["train"].dataset
-    completion_only = recipe.trainer.get("completion_only_loss")
-    notices = check_template(tokenizer, recipe.task, assistant_only, train, completion_only)
-    counts = account(
-        train,
-        recipe.task,
-        tokenizer,
-        max_length=None if recipe.trainer.get("packing") else config.max_length,  # packing truncates and drops nothing
-        assistant_only_loss=assistant_only,
-        completion_only_loss=completion_only is not False,
-        source_indices=splits["train"].source_indices,
-        on_examples=on_examples,
-    )
+    notices = check_template(tokenizer, recipe.task, bool(assistant_only), train, completion_only)
+    counts, packing = _count(recipe, config, splits["train"], tokenizer, on_examples)
     if counts.num_kept == 0:
         raise UserError(
             f"{splits['train'].source['path']}: none of {counts.num_examples} examples can be trained on: "
             f"{describe_dropped(counts.dropped)}. trainer.max_length is {config.max_length}"
         )
-    refuse_no_batch(recipe, counts.num_kept, ranks.num_ranks)
-    if not counts.stop_token_trained and not recipe.trainer.get("packing"):
+    refuse_no_batch(recipe, packing.num_sequences if packing else counts.num_kept, ranks.num_ranks)
+    if not counts.stop_token_trained and packing is None:
         _refuse_no_answer(train, tokenizer, config.max_length)
     if not counts.stop_token_trained and not notices:
         notices = [f"the stop token is never trained: trainer.max_length {config.max_length} truncates every answer"]
@@ -90,11 +87,15 @@ def set_up_training(
             "all tokens are in the loss, those of the user's messages too. For the answers alone write "
             "trainer.assistant_only_loss: true; false hides this notice"
         )
-    num_positions = _num_positions(recipe, start)
-    notices += _too_few_positions(recipe, num_positions, counts.lengths["max"], config.max_length)
+    notices += packing_notices(packing) if packing else []
+    longest, max_length = counts.lengths["max"], config.max_length or counts.lengths["max"]
+    is_wrapped = packing is not None and packing.strategy == "wrapped"  # otherwise positions restart at each example
+    num_positions = _num_positions(model_config)
+    notices += _too_few_positions(num_positions, max_length if is_wrapped else min(longest, max_length))
     samples = recipe.run.samples
     prompts = read_prompts(samples, tokenizer, has_turns(train), num_positions) if samples else ()
-    return TrainingSetup(recipe, start, tokenizer, splits, counts, (*splits["train"].notices, *notices), prompts)
+    notices = [*splits["train"].notices, *notices]
+    return TrainingSetup(recipe, start, tokenizer, splits, counts, tuple(notices), prompts, packing)
 
 
 def load_splits(recipe: Recipe) -> dict[str, Any]:
@@ -113,6 +114,26 @@ def load_splits(recipe: Recipe) -> dict[str, Any]:
     if held_out and held_out.kind != train.kind:
         raise UserError(f"data.eval: has {held_out.layout}, and data.train {train.layout}; evaluate on the same kind")
     return {"train": train, "eval": held_out}
+
+
+def _count(
+    recipe: Recipe, config: Any, split: Any, tokenizer: Any, on_examples: Callable[[int], object] | None
+) -> tuple[Account, Packing | None]:
+    """Count the training examples and their tokens, after packing if they are packed. config: TRL's."""
+    masks = LossMasks() if getattr(config, "packing", False) else None
+    counts = account(
+        split.dataset,
+        recipe.task,
+        tokenizer,
+        max_length=config.max_length if masks is None else None,
+        assistant_only_loss=bool(recipe.trainer.get("assistant_only_loss")),
+        completion_only_loss=recipe.trainer.get("completion_only_loss") is not False,
+        source_indices=split.source_indices,
+        on_examples=on_examples,
+        masks=masks,
+    )
+    packing = pack(masks, config) if masks is not None and masks.masks else None
+    return (after_packing(counts, packing) if packing else counts), packing
 
 
 def _check_schedule(config: Any) -> None:
@@ -149,21 +170,22 @@ def _refuse_no_answer(dataset: Any, tokenizer: Any, max_length: int | None) -> N
     )
 
 
-def _num_positions(recipe: Recipe, start: str) -> int | None:
-    """Return the length that the model's config allows; None if it has no such number."""
+def _model_config(recipe: Recipe, start: str) -> Any:
     base, revision = adapters.base_model(start, recipe.model.revision)
     with as_user_error(f"model {recipe.model.name_or_path}"):
-        config = AutoConfig.from_pretrained(base, trust_remote_code=False, revision=revision)
+        return AutoConfig.from_pretrained(base, trust_remote_code=False, revision=revision)
+
+
+def _num_positions(config: Any) -> int | None:
+    """Return the length that the model's config allows; None if it has no such number."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     return positions if isinstance(positions, int) else None
 
 
-def _too_few_positions(recipe: Recipe, positions: int | None, longest: int, max_length: int | None) -> list[str]:
-    """Return a notice if examples have more tokens than the model has positions."""
-    length = max_length or longest
-    length = length if recipe.trainer.get("packing") else min(longest, length)
-    if positions is None or length <= positions:
+def _too_few_positions(positions: int | None, longest: int) -> list[str]:
+    """Return a notice if sequences have more tokens than the model has positions."""
+    if positions is None or longest <= positions:
         return []
     return [
-        f"examples have up to {length:,} tokens, but the model has {positions:,} positions; lower trainer.max_length"
+        f"examples have up to {longest:,} tokens, but the model has {positions:,} positions; lower trainer.max_length"
     ]

@@ -26,6 +26,7 @@ from .disk_space import checkpoint_bytes, refuse_full_disk, write_errors
 from .lost_updates import WARN, FirstStepCheck, LostUpdatesPolicy
 from .measurements import MeasurementLog, Measurements
 from .model_export import export_weights, unsharded_weights, write_dtype
+from .separation import SeparationCheck
 from .spectra_recorder import SpectraRecorder
 from .starting_weights import StartingWeights, share_of_parameters
 
@@ -210,6 +211,12 @@ class SorenTrainerMixin(Trainer):
 
 class SorenSFTTrainer(SorenTrainerMixin, SFTTrainer):
     """trl.SFTTrainer with this package's optimizers; see SorenTrainerMixin for the added arguments."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if self.padding_free:  # several examples are one sequence
+            place = "trainer.packing" if getattr(self.args, "packing", False) else "trainer.padding_free"
+            self.add_callback(SeparationCheck(self.train_dataset, self.data_collator, place))
 
 
 class SorenDPOTrainer(SorenTrainerMixin, DPOTrainer):

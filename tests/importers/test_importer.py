@@ -141,6 +141,10 @@ def test_what_the_source_does_not_say_is_marked_as_ours(name):
         ("trl-sft", "data.train.limit", 2000),
         ("trl-sft", "trainer.num_train_epochs", 2),
         ("trl-sft", "trainer.packing", True),
+        ("trl-sft", "trainer.packing_strategy", "wrapped"),
+        ("trl-sft", "model.attn_implementation", "kernels-community/flash-attn2"),  # not model_init_kwargs'
+        ("handbook-smollm3-sft-mid", "trainer.packing_strategy", "bfd"),  # TRL's default
+        ("handbook-zephyr-7b-beta-dpo-qlora", "model.attn_implementation", "flash_attention_2"),
         ("trl-sft", "trainer.gradient_checkpointing", False),
         ("trl-sft", "trainer.use_cache", False),
         ("trl-dpo-lora", "trainer.warmup_steps", 0.1),  # where both are said, the ratio counts unless steps are

@@ -117,9 +117,11 @@ def test_packed_sequences_are_full_and_determine_the_steps(planned):
     packing = ["trainer.packing=true", "trainer.max_length=256", "trainer.max_steps=-1", "trainer.num_train_epochs=1"]
     plan, text = planned("quickstart/sft", *packing)
     tokens = loose["compute"]["tokens_per_example"] * loose["data"]["num_kept"]
-    assert plan["steps"]["total"] == -(-round(tokens / 256 + 0.5) // 64)
+    packed = plan["data"]["packing"]
+    assert packed["num_tokens"] == pytest.approx(tokens, abs=1)
+    assert plan["steps"]["total"] == -(-packed["num_sequences"] // 64)
     assert plan["compute"]["tokens_per_example"] == 256
-    assert "trainer.packing makes about" in text
+    assert f"packing bfd_split: {packed['num_sequences']} sequences of up to 256 tokens" in text
 
 
 @pytest.mark.parametrize("schedule", ["reduce_lr_on_plateau", "constant"])

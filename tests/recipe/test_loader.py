@@ -222,6 +222,32 @@ def test_a_key_that_does_not_apply_is_one_clear_error(write, settings, message):
     assert message in problem
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model.attn_implementation": "flash_attn_2"}, "did you mean 'flash_attention_2'"),
+        ({"model.attn_implementation": "someone/kernel"}, "write one of eager, sdpa, .*or kernels-community/NAME"),
+        (
+            {"model.attn_implementation": "flash_attention_2", "trainer.use_cpu": "true"},
+            "model.attn_implementation: flash_attention_2 runs on GPUs only; write sdpa or eager",
+        ),
+        ({"trainer.eval_packing": "true"}, "trainer.eval_packing: .*would attend to each other"),
+        ({"trainer.packing": "true", "trainer.max_length": "null"}, "trainer.max_length: is the length of packed"),
+    ],
+)
+def test_attention_and_packing_that_cannot_work_are_one_clear_error(write, settings, message):
+    with pytest.raises(UserError, match=message) as error:
+        recipe.load(write(GOOD), [f"{key}={value}" for key, value in settings.items()])
+    assert len(error.value.problems) == 1
+
+
+def test_packing_keeps_every_token_unless_a_strategy_is_named(write):
+    packed = "trainer.packing=true"
+    assert recipe.load(write(GOOD), [packed]).trainer["packing_strategy"] == "bfd_split"
+    assert recipe.load(write(GOOD), [packed, "trainer.packing_strategy=bfd"]).trainer["packing_strategy"] == "bfd"
+    assert "packing_strategy" not in recipe.load(write(GOOD), ["trainer.packing=false"]).trainer
+
+
 def test_keys_of_another_optimizer_are_inherited_by_none_and_reported(write):
     base = "lr: 1e-6\n  map: {name: sns, steps: 12}\n  workspace_mb: 16\n  adjust_lr_fn: match_rms_adamw"
     write(GOOD.replace("lr: 1e-6", base), "base.yaml")
