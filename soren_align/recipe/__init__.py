@@ -15,7 +15,7 @@ from .lora import adapter_config, refuse_unquantizable
 from .optimizers import MAPS, OPTIMIZERS, OptimizerSection, as_adamw
 from .parallel import Parallel, parallel
 from .references import is_local
-from .schema import json_schema
+from .schema import SCHEMA_FILE, json_schema, schema_text, with_modeline, write_schema
 from .sections import ADAPTER, Data, DataSplit, Eval, HeldOut, Lora, Model, Recipe, TrainSplit, trains_adapter
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "FILE_KINDS",
     "MAPS",
     "OPTIMIZERS",
+    "SCHEMA_FILE",
     "Data",
     "DataSplit",
     "Eval",
@@ -50,10 +51,13 @@ __all__ = [
     "parallel",
     "refuse_no_batch",
     "refuse_unquantizable",
+    "schema_text",
     "task_of",
     "to_yaml",
     "trackers",
     "trainer_value",
     "training_part",
     "trains_adapter",
+    "with_modeline",
+    "write_schema",
 ]
