@@ -130,14 +130,6 @@ def test_the_schema_is_json_and_is_written_over_nothing_else(run, tmp_path):
     assert (tmp_path / "recipe.schema.json").read_text() == "{}"
 
 
-def test_an_imported_recipe_names_the_schema_only_in_a_file(run, tmp_path):
-    (tmp_path / "trl.yaml").write_text("model_name_or_path: me/model\ndataset_name: me/data\nlearning_rate: 1e-5\n")
-    assert "yaml-language-server" not in run("import", "trl.yaml", "--task", "sft", cwd=tmp_path).stdout
-    assert run("import", "trl.yaml", "mine.yaml", "--task", "sft", cwd=tmp_path).returncode == 0
-    assert (tmp_path / "mine.yaml").read_text().startswith("# yaml-language-server: $schema=recipe.schema.json\n")
-    assert (tmp_path / "recipe.schema.json").is_file()
-
-
 def test_docs_lists_the_pages_and_prints_one(run, monkeypatch):
     lines = run("docs").stdout.splitlines()
     assert [line.split()[0] for line in lines] == list(shipped.pages())
