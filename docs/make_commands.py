@@ -26,6 +26,8 @@ Generated from the commands' help by `docs/make_commands.py`; `soren-align COMMA
 - Results go to standard output; progress, notices and errors go to standard error.
 - Exit codes: 0 done, 1 failed, 2 an error that the user can fix (its message names the place and the remedy), 130
   stopped by Ctrl-C or SIGTERM. After 1 and 130, rerun the same command to resume.
+- `soren-align --install-completion` completes commands, options, shipped recipes, suites and pages in bash, zsh, fish
+  and PowerShell.
 """
 
 NOTES = {
@@ -74,7 +76,13 @@ training come first.
 
     soren-align import zephyr-7b-sft.yaml my.yaml
 """,
-    "schema": "For completion and checks in an editor: `soren-align schema > recipe.schema.json`.\n",
+    "schema": "For completion and checks in an editor; see [recipe.md](recipe.md).\n",
+    "docs": """\
+For people and coding agents: the pages of this version, without a network. In a pipe they are printed as they are.
+
+    soren-align docs
+    soren-align docs recipe | grep -A2 warmup
+""",
     "bench maps": "The tables of [benchmarks.md](benchmarks.md) were written by this command.\n",
 }
 """What the help has no room for, by command."""

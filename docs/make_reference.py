@@ -1,25 +1,33 @@
-"""Write docs/recipe.md, the reference of a recipe's keys, from the models in soren_align/recipe.
+"""Write docs/recipe.md, the reference of a recipe's keys, and configs/recipe.schema.json from soren_align/recipe.
 
     python docs/make_reference.py
 
-tests/test_reference.py compares the page with the models.
+tests/test_reference.py compares the page and the schema with the models.
 """
 
 import json
 from pathlib import Path
 from typing import Any
 
-from soren_align.recipe import Recipe, trl_config
+from soren_align.recipe import SCHEMA_FILE, Recipe, schema_text, trl_config
 from soren_align.recipe.base import Section, members, section_in
 from soren_align.recipe.optimizers import MAPS, OPTIMIZERS, OptimizerSection
 
 DOCS = Path(__file__).parent
+SCHEMA = DOCS.parent / "configs" / SCHEMA_FILE
 INTRODUCTION = """\
 # The recipe
 
 A recipe is one YAML file (YAML 1.2: `1e-6` is a number, `no` a text). Every key is checked before torch is loaded; all
-mistakes are reported together, each with file, line and remedy. `soren-align schema` prints this page as JSON Schema
-for editors, `soren-align recipes` lists the shipped recipes. `python docs/make_reference.py` generates the page.
+mistakes are reported together, each with file, line and remedy. `soren-align recipes` lists the shipped recipes.
+`python docs/make_reference.py` generates this page.
+
+**In an editor** with a YAML language server (such as VS Code's YAML extension), keys are completed, explained and
+checked while you type. A recipe made by `recipes copy` or `import` names the schema in its first line, and
+`recipe.schema.json` lies beside it; for a recipe of your own, `soren-align schema --output .` writes the file, and
+again after an upgrade:
+
+    # yaml-language-server: $schema=recipe.schema.json
 
     extends: quickstart/sft            # everything that is not written here
     optimizer: {name: muon, lr: 1.0e-2}
@@ -156,3 +164,4 @@ def _one_line(text: str | None) -> str:
 
 if __name__ == "__main__":
     (DOCS / "recipe.md").write_text(recipe_page(), encoding="utf-8")
+    SCHEMA.write_text(schema_text(), encoding="utf-8")

@@ -24,7 +24,12 @@ class ChatModel:
         """Load the model. name: for messages. path: see `model_folder`. dtype: None: the one in its config."""
         self.name = name
         folder = model_folder(path)
-        config = AutoConfig.from_pretrained(base_folder(folder) or folder, trust_remote_code=False)
+        try:
+            config = AutoConfig.from_pretrained(base_folder(folder) or folder, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{folder}: not a model that can be loaded: {' '.join(str(error).split())[:200]}"
+            ) from error
         dtype = dtype or str(config.dtype or torch.float32).removeprefix("torch.")
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self.tokenizer = load_tokenizer(folder)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from . import model_commands, recipe_commands, run_commands
+from . import model_commands, page_commands, recipe_commands, run_commands
 from .errors import printable
 from .run_commands import AsJson
 from .version import __version__
@@ -26,14 +26,18 @@ class _Commands(TyperGroup):
             raise typer.Exit(report(error, resumable=ctx.invoked_subcommand in RESUMABLE)) from error
 
 
-app = typer.Typer(
-    cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
-)
+app = typer.Typer(cls=_Commands, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 bench_app = typer.Typer(
     help="Measure the maps and the optimizers on this machine.", no_args_is_help=True, rich_markup_mode=None
 )
 
-RecipeArgument = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file or a shipped name.")]
+
+RecipeArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE", help="A recipe file or a shipped name.", autocompletion=recipe_commands.complete_recipe
+    ),
+]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key: optimizer.lr=1e-3. Repeatable.")
 ]
@@ -133,7 +137,7 @@ def step(
     commands.bench("step", shapes, device=device, tokens=tokens, as_json=as_json, output=output)
 
 
-for module in (model_commands, run_commands, recipe_commands):
+for module in (model_commands, run_commands, recipe_commands, page_commands):
     module.add_to(app)
 app.add_typer(bench_app, name="bench")
 
@@ -147,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     environment = dict(os.environ)
     try:
         # `deepspeed` passes --local_rank to every script; the environment has it too.
-        app([word for word in words if not word.startswith("--local_rank=")])
+        app([word for word in words if not word.startswith("--local_rank=")], prog_name="soren-align")
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0
     except (Exception, KeyboardInterrupt) as error:

@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from . import shipped
 from .errors import UserError
 
 
@@ -17,7 +18,12 @@ Models = Annotated[
     list[str], typer.Argument(metavar="MODEL_OR_RUN...", help="Model, adapter or run folders, or names on the hub.")
 ]
 SuiteOption = Annotated[
-    str | None, typer.Option(metavar="SUITE", help="A shipped suite or a suite.yaml. Default: the run's own.")
+    str | None,
+    typer.Option(
+        metavar="SUITE",
+        help="A shipped suite or a suite.yaml. Default: the run's own.",
+        autocompletion=lambda incomplete: [name for name in shipped.suites() if name.startswith(incomplete)],
+    ),
 ]
 Output = Annotated[str | None, typer.Option(metavar="DIR", help="Folder for the results. Default: RUN/eval/SUITE.")]
 EvalProcesses = Annotated[int | None, typer.Option(min=1, metavar="N", help="Evaluate with N processes, one per GPU.")]
@@ -40,7 +46,11 @@ TrustSuite = Annotated[
 ]
 Published = Annotated[
     list[str] | None,
-    typer.Option(metavar="SCORES", help="Published scores to print below: paper/sft, or a file. Repeatable."),
+    typer.Option(
+        metavar="SCORES",
+        help="Published scores to print below: paper/sft, or a file. Repeatable.",
+        autocompletion=lambda incomplete: [name for name in shipped.published() if name.startswith(incomplete)],
+    ),
 ]
 Quote = Annotated[list[str] | None, typer.Option(hidden=True)]  # the name of --published in 0.1
 Cache = Annotated[str | None, typer.Option(metavar="DIR", help="Folder of cached responses. Default: the user's own.")]

@@ -1,15 +1,15 @@
 """The commands on recipe files: recipes, recipes copy, import, schema."""
 
-import json
 import os
-import shutil
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from . import shipped
 from .errors import UserError, printable
+from .shipped import MODELINE
 
 recipes_app = typer.Typer(help="List or copy the shipped recipes.", invoke_without_command=True, rich_markup_mode=None)
 
@@ -25,28 +25,37 @@ def add_to(app: typer.Typer) -> None:
 def recipes(context: typer.Context) -> None:
     """List the shipped recipes."""
     if context.invoked_subcommand is None:
-        from . import shipped
-
         for name, path in shipped.recipes().items():
             typer.echo(f"{name:24} {_first_comment(path)}")
 
 
+def complete_recipe(incomplete: str) -> list[str]:
+    """Return the shipped recipes that begin so, for the shell's completion, which adds files by itself."""
+    return [name for name in shipped.recipes() if name.startswith(incomplete)]
+
+
 @recipes_app.command()
 def copy(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A shipped recipe, e.g. quickstart/sft.")],
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help="A shipped recipe, e.g. quickstart/sft.", autocompletion=complete_recipe),
+    ],
     dest: Annotated[
         str | None, typer.Argument(metavar="DEST", help="File or folder. Default: NAME.yaml in this folder.")
     ] = None,
 ) -> None:
-    """Copy a shipped recipe to edit it; the copy works in any folder."""
-    from . import shipped
-    from .recipe import task_of
+    """Copy a shipped recipe to edit it; the copy works in any folder.
+
+    Beside it, recipe.schema.json completes and checks its keys in an editor.
+    """
+    from .recipe import SCHEMA_FILE, task_of, with_modeline, write_schema
 
     known = shipped.recipes()
     if (source := known.get(name)) is None:
         raise UserError(f"{name}: no shipped recipe; write one of {', '.join(known)}")
     target = _new_file(dest or ".", f"{name.replace('/', '-')}.yaml")
-    shutil.copyfile(source, target)
+    target.write_text(with_modeline(source.read_text(encoding="utf-8")), encoding="utf-8")
+    write_schema(target.parent / SCHEMA_FILE)
     typer.echo(printable(f"{target}: edit it, then run soren-align {task_of(source)} {target}"))
 
 
@@ -64,6 +73,7 @@ def import_(
     """Convert another tool's file to a recipe, and report every key."""
     from .files import local_path
     from .importers import import_file
+    from .recipe import SCHEMA_FILE, with_modeline, write_schema
 
     if task not in (None, "sft", "dpo"):
         raise UserError(f"--task: found {task!r}; write sft or dpo")
@@ -76,16 +86,31 @@ def import_(
     else:
         target = _new_file(dest, source.name)
         text, table = import_file(source, task, _new_file(str(target.with_suffix(".jinja")), ""))
-        target.write_text(text, encoding="utf-8")
+        target.write_text(with_modeline(text), encoding="utf-8")
+        write_schema(target.parent / SCHEMA_FILE)
         table += f"\n\n{target}: read it, then run soren-align plan {target}"
     typer.echo(printable(table), err=True)
 
 
-def schema() -> None:
-    """Print the recipe's JSON Schema."""
-    from .recipe import json_schema
+def schema(
+    output: Annotated[
+        str | None, typer.Option(metavar="FILE", help="A file, or a folder for recipe.schema.json. Default: print it.")
+    ] = None,
+) -> None:
+    """Print the recipe's JSON Schema, or write it beside a recipe for an editor."""
+    from .files import local_path
+    from .recipe import SCHEMA_FILE, schema_text, write_schema
 
-    typer.echo(json.dumps(json_schema(), indent=2))
+    if output is None:
+        typer.echo(schema_text(), nl=False)
+        return
+    target = local_path(output)
+    target = target / SCHEMA_FILE if target.is_dir() else target
+    if not target.parent.is_dir():
+        raise UserError(f"--output: {target.parent}: no such folder")
+    if not write_schema(target):
+        raise UserError(f"--output: {target}: exists already, and is not a schema of this command; name another file")
+    typer.echo(printable(f"{target}: name it in a recipe's first line: {MODELINE}{target.name}"))
 
 
 def _new_file(dest: str, name: str) -> Path:
@@ -104,5 +129,6 @@ def _new_file(dest: str, name: str) -> Path:
 
 
 def _first_comment(path: Path) -> str:
-    line = path.read_text(encoding="utf-8").splitlines()[0]
+    first, line, *_ = path.read_text(encoding="utf-8").splitlines()
+    line = line if first.startswith(MODELINE) else first
     return line.removeprefix("#").strip() if line.startswith("#") else ""

@@ -1,4 +1,4 @@
-"""The shipped folders: `recipes/`, `configs/` and `eval/`.
+"""The shipped folders: `recipes/`, `configs/`, `eval/`, and the pages of `docs/`.
 
 A wheel has them inside the package; a checkout (or an editable install), beside it. A path that starts with `shipped:`
 is resolved here, so that a recipe works in any folder.
@@ -9,6 +9,8 @@ from pathlib import Path
 from .files import local_path
 
 PREFIX = "shipped:"
+MODELINE = "# yaml-language-server: $schema="
+"""The first words of a recipe, by which editors find its JSON Schema."""
 
 _package = Path(__file__).resolve().parent
 ROOT = _package / "_shipped" if (_package / "_shipped").is_dir() else _package.parent
@@ -33,6 +35,11 @@ def recipes() -> dict[str, Path]:
 def templates() -> dict[str, Path]:
     """Return every shipped chat template by name: {'qwen2.5': .../configs/templates/qwen2.5.jinja, ...}, sorted."""
     return {f.stem: f for f in sorted((ROOT / "configs" / "templates").glob("*.jinja"))}
+
+
+def pages() -> dict[str, Path]:
+    """Return every page of the documentation by name: {'readme': .../README.md, 'data': .../docs/data.md, ...}."""
+    return {"readme": ROOT / "README.md"} | {f.stem: f for f in sorted((ROOT / "docs").glob("*.md"))}
 
 
 def suites() -> dict[str, Path]:

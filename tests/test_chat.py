@@ -185,9 +185,13 @@ def test_on_a_terminal_ctrl_c_stops_an_answer_and_both_keys_leave(run, monkeypat
         (["MODEL", "--compare", "start", "--prompt", "hi"], "--compare start: no checkpoint that "),
         (["MODEL", "--dtype", "int8", "--prompt", "hi"], "--dtype: found 'int8'; write float32, bfloat16, float16"),
         (["MODEL", "--prompt", ""], "the question is empty"),
+        (["./odd", "--prompt", "hi"], "odd: not a model that can be loaded: "),
     ],
 )
-def test_a_mistake_is_one_sentence(reader, arguments, message):
+def test_a_mistake_is_one_sentence(reader, arguments, message, tmp_path, monkeypatch):
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "config.json").write_text('{"model_type": "of the future"}')
+    monkeypatch.chdir(tmp_path)
     done = command.run("chat", *(str(reader) if each == "MODEL" else each for each in arguments))
     assert done.returncode == 2
     assert message in done.stderr

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -42,7 +43,7 @@ def test_a_bad_recipe_is_refused_with_exit_code_2(run, bad):
 @pytest.mark.process
 @pytest.mark.sample
 def test_help_and_refusals_do_not_import_torch(bad):
-    for arguments in (["--help"], ["sft", bad], ["schema"], ["recipes"]):
+    for arguments in (["--help"], ["sft", bad], ["schema"], ["recipes"], ["docs", "data"], ["chat", "nowhere/"]):
         code = f"import sys; from soren_align.cli import main; main({arguments!r})\n"
         code += "print(sorted(m for m in ('torch', 'transformers', 'trl', 'datasets') if m in sys.modules))"
         out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
@@ -77,6 +78,8 @@ def test_a_copied_recipe_works_from_any_folder(run, tmp_path):
     assert plan["steps"]["total"] > 0
     assert plan["data"]["num_kept"] == plan["data"]["num_examples"]
     assert not (tmp_path / "elsewhere" / "runs").exists()
+    assert (tmp_path / "mine.yaml").read_text().startswith("# yaml-language-server: $schema=recipe.schema.json\n# SFT")
+    assert json.loads((tmp_path / "recipe.schema.json").read_text())["title"] == "Recipe"
     again = run("recipes", "copy", "quickstart/sft", "mine.yaml", cwd=tmp_path)
     assert (again.returncode, "exists already" in again.stderr) == (2, True)
 
@@ -113,8 +116,57 @@ def test_plan_refuses_a_batch_that_the_processes_cannot_share(run, tmp_path):
     assert "choose a run.global_batch_size that 3 divides" in refused.stderr
 
 
-def test_the_schema_is_json(run):
-    assert json.loads(run("schema").stdout)["title"] == "Recipe"
+def test_the_schema_is_json_and_is_written_over_nothing_else(run, tmp_path):
+    text = run("schema").stdout
+    assert json.loads(text)["title"] == "Recipe"
+    for _ in range(2):
+        written = run("schema", "--output", ".", cwd=tmp_path)
+        assert (written.returncode, (tmp_path / "recipe.schema.json").read_text()) == (0, text)
+    assert "# yaml-language-server: $schema=recipe.schema.json" in written.stdout
+    (tmp_path / "recipe.schema.json").write_text("{}")
+    refused = run("schema", "--output", ".", cwd=tmp_path)
+    assert (refused.returncode, "is not a schema of this command" in refused.stderr) == (2, True)
+    assert run("recipes", "copy", "quickstart/sft", cwd=tmp_path).returncode == 0
+    assert (tmp_path / "recipe.schema.json").read_text() == "{}"
+
+
+def test_docs_lists_the_pages_and_prints_one(run, monkeypatch):
+    lines = run("docs").stdout.splitlines()
+    assert [line.split()[0] for line in lines] == list(shipped.pages())
+    assert all(len(line) <= 80 and len(line.split()) > 1 for line in lines)
+    page = shipped.pages()["data"].read_text()
+    assert run("docs", "data").stdout == run("docs", "docs/data.md").stdout == page
+    assert run("docs", "README").stdout == shipped.pages()["readme"].read_text()
+    wrong = run("docs", "evalution")
+    assert (wrong.returncode, wrong.stderr) == (2, "evalution: no page of this name; did you mean 'evaluation'?\n")
+
+
+def test_on_a_terminal_a_page_is_rendered(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    shown = re.sub("\x1b\\[[0-9;]*m", "", run("docs", "recipe").stdout)
+    assert "The recipe" in shown
+    assert "# The recipe" not in shown
+    assert "`" not in shown.replace("```", "")
+    assert max(len(line) for line in shown.splitlines()) <= 80
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("sft quickstart/sft", ["quickstart/sft", "quickstart/sft-lora"]),
+        ("recipes copy mistral-7b/rel", ["mistral-7b/released-soren"]),
+        ("eval runs/mine --suite open", ["open-llm-leaderboard-v1"]),
+        ("docs opt", ["optimizers"]),
+        ("sp", ["spectrum"]),
+        ("plan my.yaml --proc", ["--processes"]),
+    ],
+)
+def test_the_shell_completes_commands_options_and_shipped_names(run, monkeypatch, words, expected):
+    monkeypatch.setenv("_SOREN_ALIGN_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", f"soren-align {words}")
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split())))
+    assert sorted(run().stdout.split()) == expected
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 import importlib.util
 from pathlib import Path
 
-from soren_align.recipe import OPTIMIZERS, Recipe
+from soren_align import shipped
+from soren_align.recipe import OPTIMIZERS, Recipe, schema_text
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -18,6 +19,18 @@ def make_reference():
 def test_the_page_is_the_generated_one():
     text = make_reference().recipe_page()
     assert (DOCS / "recipe.md").read_text() == text, "run: python docs/make_reference.py"
+
+
+def test_the_shipped_schema_is_the_generated_one():
+    reference = make_reference()
+    assert reference.SCHEMA.read_text(encoding="utf-8") == schema_text(), "run: python docs/make_reference.py"
+
+
+def test_every_shipped_recipe_names_the_schema_for_editors():
+    for path in shipped.recipes().values():
+        first = path.read_text(encoding="utf-8").splitlines()[0]
+        assert first.startswith(shipped.MODELINE)
+        assert (path.parent / first.removeprefix(shipped.MODELINE)).resolve() == make_reference().SCHEMA.resolve()
 
 
 def test_the_page_has_every_key_with_its_meaning():

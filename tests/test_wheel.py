@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -10,6 +11,18 @@ import pytest
 
 pytestmark = pytest.mark.process
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def pages():
+    """README.md and every page of docs/, which `soren-align docs` prints."""
+    return ["README.md", *(f"docs/{file.name}" for file in (ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.unit
+def test_every_page_is_listed_for_the_wheel():
+    included = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    listed = {name: target for name, target in included["force-include"].items() if name.endswith(".md")}
+    assert listed == {name: f"soren_align/_shipped/{name}" for name in pages()}
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +40,8 @@ def test_it_brings_the_shipped_folders_and_nothing_of_the_tests(wheel):
         "recipes/quickstart/data/chat_train.jsonl",
         "eval/quickstart/suite.yaml",
         "configs/templates/qwen2.5.jinja",
+        "configs/recipe.schema.json",
+        *pages(),
     ):
         assert f"soren_align/_shipped/{name}" in names
     assert not [name for name in names if "test" in name.split("/")[-1] and name.endswith(".py")]

@@ -24,7 +24,7 @@ from .quantization import (
 )
 from .references import is_local
 from .run_sections import Samples
-from .schema import json_schema
+from .schema import SCHEMA_FILE, json_schema, schema_text, with_modeline, write_schema
 from .sections import ADAPTER, Data, DataSplit, Eval, HeldOut, Lora, Model, Recipe, TrainSplit, trains_adapter
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "MAPS",
     "OPTIMIZERS",
     "QUANTIZATION_RECORD",
+    "SCHEMA_FILE",
     "Data",
     "DataSplit",
     "Eval",
@@ -66,10 +67,13 @@ __all__ = [
     "recorded_quantization",
     "refuse_no_batch",
     "refuse_unquantizable",
+    "schema_text",
     "task_of",
     "to_yaml",
     "trackers",
     "trainer_value",
     "training_part",
     "trains_adapter",
+    "with_modeline",
+    "write_schema",
 ]

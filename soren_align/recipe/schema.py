@@ -1,11 +1,19 @@
 """JSON Schema of a recipe, for editors."""
 
+import json
+from pathlib import Path
 from typing import Any
 
+from ..files import write
+from ..shipped import MODELINE
 from . import trl_config
 from .optimizers import MAPS
 from .sections import Recipe
 
+SCHEMA_FILE = "recipe.schema.json"
+"""The schema's file beside a recipe. A copied recipe names it by this relative path, which is right on every machine
+that the two files are copied to; the path of the installed package is not, and the schema has no address on the web."""
+_COMMENT = "Written by `soren-align schema`."
 _TYPES = {"int": "integer", "float": "number", "bool": "boolean", "str": "string", "dict": "object", "list": "array"}
 
 
@@ -18,7 +26,27 @@ def json_schema() -> dict[str, Any]:
     soren = schema["$defs"]["SorenSettings"]["properties"]["map"]
     soren["anyOf"] = [*soren.pop("oneOf"), {"enum": list(MAPS)}]
     schema["anyOf"] = [{"required": schema.pop("required")}, {"required": ["extends"]}]
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | schema
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$comment": _COMMENT} | schema
+
+
+def schema_text() -> str:
+    """The text of SCHEMA_FILE."""
+    return json.dumps(json_schema(), indent=2) + "\n"
+
+
+def with_modeline(text: str, reference: str = SCHEMA_FILE) -> str:
+    """Return a recipe whose first line names the schema `reference`, in the place of an earlier such line."""
+    if text.startswith(MODELINE):
+        text = text.partition("\n")[2]
+    return f"{MODELINE}{reference}\n{text}"
+
+
+def write_schema(file: Path) -> bool:
+    """Write the schema, over an earlier one of ours. Returns False, writing nothing, if another tool wrote the file."""
+    if file.is_symlink() or (file.exists() and _COMMENT not in file.read_text(encoding="utf-8", errors="replace")):
+        return False
+    write(file, schema_text())
+    return True
 
 
 def _trainer_properties() -> dict[str, Any]:

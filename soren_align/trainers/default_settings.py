@@ -25,9 +25,8 @@ def optimizer_keywords(settings: OptimizerSettings, args: TrainingArguments, mod
     if isinstance(settings, OptimizerSection):
         return settings.model_dump(exclude_none=True)
     if args.optim not in TRANSFORMERS_DEFAULTS:
-        raise UserError(
-            f'args.optim: is {getattr(args.optim, "value", args.optim)}, which has no effect here; write optimizer_settings="muon", ...'
-        )
+        other = getattr(args.optim, "value", args.optim)
+        raise UserError(f'args.optim: is {other}, which has no effect here; write optimizer_settings="muon", ...')
     keywords: dict[str, Any] = {"name": settings} if isinstance(settings, str) else dict(settings or {})
     name = keywords.setdefault("name", "soren")
     if name in OPTIMIZERS and OPTIMIZERS[name].rule == "spectral":

@@ -515,7 +515,9 @@ def test_the_command_prints_the_recipe_or_writes_it_and_tells_the_rest(tmp_path)
     assert "changes to the training" in printed.stderr
     written = run(file, "mine.yaml", cwd=tmp_path)
     assert (written.returncode, written.stdout) == (0, "")
-    assert (tmp_path / "mine.yaml").read_text() == printed.stdout
+    modeline = "# yaml-language-server: $schema=recipe.schema.json\n"  # in a file only, and the schema beside it
+    assert (tmp_path / "mine.yaml").read_text() == modeline + printed.stdout
+    assert (tmp_path / "recipe.schema.json").is_file()
     assert "soren-align plan mine.yaml" in written.stderr
     for arguments, message in (
         ((file, "mine.yaml"), "exists already"),
