@@ -146,6 +146,7 @@ def _files(recipe: Recipe, args: Any) -> list[str]:
     saved = strategies.get(str(args.save_strategy.value), "none during training") + limit
     files = [str(folder.recipe), str(folder.path / "run.json"), str(folder.metrics)]
     files += [f"{folder.start} (random starting weights)"] if recipe.model.init_seed is not None else []
+    files += [str(folder.samples)] if recipe.run.samples else []
     files += [f"{folder.checkpoints} ({saved})", str(folder.model)]
     files += [str(folder.evaluation(recipe.eval.name))] if recipe.eval else []
     return files
@@ -165,6 +166,8 @@ def _notices(recipe: Recipe, inputs: Inputs, args: Any, steps: Schedule, failure
             f"trainer.max_length is null: activations and FLOPs are for examples of {UNBOUNDED_LENGTH:,} tokens, "
             "a guess"
         )
+    if recipe.run.early_stopping:
+        notices.append("run.early_stopping may end training earlier: the steps are at most these")
     if failure:
         notices.append(f"activations and FLOPs are unknown for this architecture: {failure}")
     if on_this_machine(recipe).trainer.get("use_cpu") != recipe.trainer.get("use_cpu"):
