@@ -187,13 +187,13 @@ def describe_dropped(dropped: dict[str, int]) -> str:
 
 
 def describe_early_stop(early: dict[str, Any]) -> str:
-    """Describe why training ended early: "3 evaluations in a row did not improve eval_loss 0.51 of step 40"."""
+    """Describe why training ended early: "3 evaluations in a row did not improve eval_loss; the best was ..."."""
     best, times = early["best"], early["patience"]
     evaluations = "the last evaluation" if times == 1 else f"{times} evaluations in a row"
     by = f" by more than {early['threshold']:g}" if early["threshold"] else ""
-    step = f" of step {best['step']}" if best["step"] is not None else ""
-    value = f" {best['value']:.4g}" if best["value"] is not None else ""
-    return f"{evaluations} did not improve {best['metric']}{value}{step}{by}"
+    value = f"; the best was {best['value']:.4g}" if best["value"] is not None else ""
+    step = f" at step {best['step']}" if best["step"] is not None else ""
+    return f"{evaluations} did not improve {best['metric']}{by}{value}{step}"
 
 
 def describe_earlier_runs(start: dict[str, Any]) -> str:

@@ -140,6 +140,12 @@ def _special(key: str, name: str, value: Any, flat: dict[str, Any], conversion: 
             conversion.recipe["trainer"]["loss_type"] = ["ipo"]
         return Note(key, "renamed", f"task: {conversion.task}")
     has_eval = "eval" in conversion.recipe["data"]
+    if name in names.EARLY_STOPPING and value and {"early_stopping_patience", "early_stopping_steps"} & flat.keys():
+        if not has_eval or {"no", False} & {flat.get("eval_strategy"), flat.get("evaluation_strategy")}:
+            return Note(key, "dropped", "training runs to its end: nothing is evaluated during it", True)
+        target = names.EARLY_STOPPING[name]
+        conversion.recipe["run"].setdefault("early_stopping", {})[target] = number(value)
+        return Note(key, "renamed", f"run.early_stopping.{target}")
     if matches(name, names.NEEDS_EVAL) and not has_eval and value not in (None, False, "no", 0):
         return Note(key, "dropped", "no held-out split is named; write data.eval", name == "load_best_model_at_end")
     return None

@@ -218,7 +218,7 @@ CHANGES = (
         "each example is used whole and once",
     ),
     ("batch_size auto_find_batch_size", "redundant; run.global_batch_size fixes the batch"),
-    ("early_stopping_patience early_stopping_threshold", "training runs to its end"),
+    ("early_stopping_*", "training runs to its end"),
 )
 
 # Without effect unless one of these is set: names -> keys.
@@ -226,6 +226,7 @@ ONLY_WITH = {
     _ADAPTER_KEYS: ("use_peft", "adapter"),
     "bnb_* use_bnb_nested_quant": ("load_in_4bit", "quantization_bit"),
     "double_quantization quantization_method quantization_type": ("quantization_bit",),
+    "early_stopping_threshold": ("early_stopping_patience", "early_stopping_steps"),
 }
 
 # Values without an effect on the training.
@@ -239,6 +240,10 @@ OFF = [
 HARMLESS = "tf32 torch_compile torch_compile_* activation_offloading gradient_checkpointing "
 HARMLESS += "gradient_checkpointing_kwargs dataloader_* dataset_num_proc ddp_* use_cache logging_* save_* eval_* "
 HARMLESS += "report_to run_name project"
+
+# The keys of run.early_stopping; LLaMA-Factory's, too, is a number of evaluations.
+EARLY_STOPPING = {"early_stopping_patience": "patience", "early_stopping_steps": "patience"}
+EARLY_STOPPING["early_stopping_threshold"] = "threshold"
 
 # Keys without effect unless there is a data.eval.
 NEEDS_EVAL = "eval_strategy evaluation_strategy eval_steps evals_per_epoch eval_on_start eval_delay "

@@ -151,6 +151,7 @@ def _files(recipe: Recipe, args: Any) -> list[str]:
     saved = strategies.get(str(args.save_strategy.value), "none during training") + limit
     files = [str(folder.recipe), str(folder.path / "run.json"), str(folder.metrics)]
     files += [f"{folder.start} (random starting weights)"] if recipe.model.init_seed is not None else []
+    files += [str(folder.samples)] if recipe.run.samples else []
     files += [f"{folder.checkpoints} ({saved})", str(folder.model)]
     files += [str(folder.evaluation(recipe.eval.name))] if recipe.eval else []
     return files
@@ -169,6 +170,8 @@ def _notices(recipe: Recipe, inputs: Inputs, args: Any, failure: str | None) -> 
         check_attention(recipe, inputs.config)
     except UserError as error:
         notices.append(f"training would not start here: {error}")
+    if recipe.run.early_stopping:
+        notices.append("run.early_stopping may end training earlier: the steps are at most these")
     if failure:
         notices.append(f"activations and FLOPs are unknown for this architecture: {failure}")
     if on_this_machine(recipe).trainer.get("use_cpu") != recipe.trainer.get("use_cpu"):

@@ -63,8 +63,8 @@ class TrainingProgress(TrainerCallback):
         """Print a line about the steps until now, if LINE_SECONDS have passed since the last line."""
         if not self.display and state.global_step > self._first_step and self._is_time_for_a_line():
             steps = f"step {state.global_step}/{state.max_steps}"
-            facts = (steps, self._measurements(), self._costs(), self._time_left(state))
-            print_labelled(self.console, self.task, ", ".join(filter(None, facts)))
+            facts = (steps, *self._values(self._logs, ""), self._costs(), self._time_left(state))
+            print_labelled(self.console, self.task, ", ".join(facts))
 
     def on_step_end(self, args, state, control, **kwargs):
         """Advance the bar."""

@@ -83,7 +83,7 @@ def _contents(path: str) -> Iterator[str | list[dict[str, Any]]]:
             yield line.strip()
             continue
         record = parse_json(line, f"{path}:{number}")
-        prompt = record.get("prompt") if isinstance(record, dict) else None
+        prompt: Any = record.get("prompt") if isinstance(record, dict) else None
         is_list = isinstance(prompt, list) and prompt and all(isinstance(turn, dict) for turn in prompt)
         if not (is_list or (isinstance(prompt, str) and prompt)):
             raise UserError(f'{path}:{number} write {{"prompt": ...}}, a text or a list of messages')

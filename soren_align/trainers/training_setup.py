@@ -78,15 +78,7 @@ def set_up_training(
             f"{describe_dropped(counts.dropped)}. trainer.max_length is {config.max_length}"
         )
     refuse_no_batch(recipe, packing.num_sequences if packing else counts.num_kept, ranks.num_ranks)
-    if not counts.stop_token_trained and packing is None:
-        _refuse_no_answer(train, tokenizer, config.max_length)
-    if not counts.stop_token_trained and not notices:
-        notices = [f"the stop token is never trained: trainer.max_length {config.max_length} truncates every answer"]
-    if "messages" in train.column_names and "assistant_only_loss" not in recipe.trainer:
-        notices.append(
-            "all tokens are in the loss, those of the user's messages too. For the answers alone write "
-            "trainer.assistant_only_loss: true; false hides this notice"
-        )
+    notices += _notices(recipe, train, tokenizer, counts, config.max_length, has_notices=bool(notices))
     notices += packing_notices(packing) if packing else []
     longest, max_length = counts.lengths["max"], config.max_length or counts.lengths["max"]
     is_wrapped = packing is not None and packing.strategy == "wrapped"  # otherwise positions restart at each example
@@ -146,6 +138,23 @@ def _check_schedule(config: Any) -> None:
         if not isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau | GreedyLR):  # these step by a loss
             optimizer.step()
             schedule.step()
+
+
+def _notices(
+    recipe: Recipe, dataset: Any, tokenizer: Any, counts: Any, max_length: int | None, *, has_notices: bool
+) -> list[str]:
+    """Return notices about the tokens in the loss. has_notices: there is one about the stop token already."""
+    notices = []
+    if not counts.stop_token_trained and not recipe.trainer.get("packing"):
+        _refuse_no_answer(dataset, tokenizer, max_length)
+    if not counts.stop_token_trained and not has_notices:
+        notices = [f"the stop token is never trained: trainer.max_length {max_length} truncates every answer"]
+    if "messages" in dataset.column_names and "assistant_only_loss" not in recipe.trainer:
+        notices.append(
+            "all tokens are in the loss, those of the user's messages too. For the answers alone write "
+            "trainer.assistant_only_loss: true; false hides this notice"
+        )
+    return notices
 
 
 def _refuse_no_answer(dataset: Any, tokenizer: Any, max_length: int | None) -> None:

@@ -160,6 +160,7 @@ def test_what_the_source_does_not_say_is_marked_as_ours(name):
         ("axolotl-dpo-qlora", "trainer.beta", 0.3),
         ("axolotl-dpo-qlora", "data.eval.split", "test_prefs"),
         ("axolotl-dpo-qlora", "trainer.eval_strategy", "steps"),
+        ("axolotl-dpo-qlora", "run.early_stopping", {"patience": 2}),
     ],
 )
 def test_values_arrive_where_a_recipe_has_them(name, key, value):
@@ -187,7 +188,6 @@ def test_values_arrive_where_a_recipe_has_them(name, key, value):
         ("axolotl-sft", "optimizer", "float32 states"),
         ("axolotl-sft", "sample_packing", "drops"),
         ("axolotl-dpo-qlora", "datasets[0].type", "whole conversations"),
-        ("axolotl-dpo-qlora", "early_stopping_patience", "to its end"),
     ],
 )
 def test_what_changes_the_training_is_said_first_and_in_the_file(name, key, words):
@@ -574,3 +574,20 @@ def test_another_format_of_4_bits_changes_the_training():
     assert note_on(made.notes, "bnb_4bit_quant_type").changes_training
     made = convert(SFT | {"finetuning_type": "lora", "quantization_bit": 4, "quantization_method": "hqq"}, "x")
     assert note_on(made.notes, "quantization_method").changes_training
+
+
+@pytest.mark.parametrize("patience", ["early_stopping_patience", "early_stopping_steps"])
+def test_early_stopping_is_imported_where_the_source_evaluates(patience):
+    stopping = {patience: 2, "early_stopping_threshold": "1e-3"}
+    evaluated = SFT | {"dataset_test_split": "test", "eval_strategy": "steps", "eval_steps": 5}
+    made = convert(evaluated | stopping, "x", task="sft")
+    assert made.recipe["run"]["early_stopping"] == {"patience": 2, "threshold": 1e-3}
+    assert not any(note_on(made.notes, key).changes_training for key in stopping)
+    assert problems(to_text(made, "x")) == ()
+    for source in (SFT, evaluated | {"eval_strategy": "no"}):
+        made = convert(source | stopping, "x", task="sft")
+        assert "early_stopping" not in made.recipe["run"]
+        assert note_on(made.notes, patience).changes_training
+    alone = convert(evaluated | {"early_stopping_threshold": 1e-3}, "x", task="sft")
+    assert "early_stopping" not in alone.recipe["run"]
+    assert "has no effect" in note_on(alone.notes, "early_stopping_threshold").explanation

@@ -134,9 +134,7 @@ def by_name(name):
     return lambda model, **settings: build_optimizer(model, name=name, lr=0.01, aux_lr=0.001, **settings)
 
 
-@pytest.mark.parametrize(
-    ("name", "tolerance"), [("soren", 0.1), ("muon", 0.05), ("htmuon", 0.12), ("adamw", 0.05)]
-)
+@pytest.mark.parametrize(("name", "tolerance"), [("soren", 0.1), ("muon", 0.05), ("htmuon", 0.12), ("adamw", 0.05)])
 def test_steps_are_those_of_float32_states_to_a_few_percent(name, tolerance):
     (exact, _), (rounded, optimizer) = (models(by_name(name), states) for states in ("float32", "8bit"))
     start, _ = models(lambda model, states: torch.optim.SGD(model.parameters(), lr=0.0), None)

@@ -182,6 +182,13 @@ def test_the_plan_describes_when_checkpoints_are_saved(planned, small_mistral, s
     assert "SaveStrategy" not in text
 
 
+def test_the_plan_names_samples_and_an_early_end(planned):
+    watched = ["run.samples.prompts=[What does the owl say?]", "run.early_stopping.patience=2"]
+    plan, _ = planned("quickstart/sft", *watched)
+    assert [file for file in plan["files"] if file.endswith("samples.jsonl")]
+    assert any("run.early_stopping may end training earlier" in notice for notice in plan["notices"])
+
+
 def test_examples_longer_than_the_models_positions_make_a_notice(planned, tmp_path):
     shape = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "max_position_embeddings": 8}
     plan, _ = planned("quickstart/sft", *small_model(tmp_path, **shape))
