@@ -66,14 +66,16 @@ def compute(
         if num_blocks < 1:
             raise ValueError("its config has no number of blocks (num_hidden_layers)")
         passes, plain = (_passes(recipe, build_model, num_blocks, c) for c in (checkpointing, False))
-        sequences = trainer_value(recipe, "per_device_train_batch_size") * num_sides
-        activations = passes.num_bytes(sequences, max_tokens)
-        length = max(2, round(mean_tokens))
+        num_joined = joined_sequences(recipe)
+        sequences = trainer_value(recipe, "per_device_train_batch_size") * num_sides // num_joined
+        length, longest = num_joined * max(2, round(mean_tokens)), num_joined * max_tokens
+        mask = longest**2 if num_joined > 1 else 0  # a byte for each pair of tokens
+        activations = passes.num_bytes(sequences, longest) + mask
         flops = passes.num_flops(1, length)
         if recipe.task == "dpo":  # the reference model's pass, at each step or once before
             flops += plain.num_flops(1, length, backward=False)
-        without = plain.num_bytes(sequences, max_tokens) if checkpointing else activations
-        return activations, without, flops * batch_size * num_sides
+        without = plain.num_bytes(sequences, longest) + mask if checkpointing else activations
+        return activations, without, round(flops / num_joined * batch_size * num_sides)
 
     try:
         # Without torch's own traceback of an operation that fails on fake tensors.
@@ -82,6 +84,17 @@ def compute(
     except Exception as error:  # an architecture's code need not run on fake tensors; training may work
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
         return Compute(max_tokens, mean_tokens, account is not None, None, None, None, failure=reason)
+
+
+def joined_sequences(recipe: Recipe) -> int:
+    """The packed sequences, or examples without padding, that TRL joins into one sequence of a micro-batch.
+
+    1 with flash attention, which computes each by itself; the others mask all pairs of tokens.
+    """
+    is_packed = recipe.trainer.get("packing") and recipe.trainer.get("packing_strategy") != "wrapped"
+    if not (is_packed or recipe.trainer.get("padding_free")) or "flash" in (recipe.model.attn_implementation or ""):
+        return 1
+    return trainer_value(recipe, "per_device_train_batch_size") if recipe.task == "sft" else 1
 
 
 def _example_lengths(recipe: Recipe, account: Account | None, max_length: int | None) -> tuple[int, float]:

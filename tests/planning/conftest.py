@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-PASSES_DEPEND_ON = ("bf16", "fp16", "gradient_checkpointing", "packing", "per_device_train_batch_size")  # of `trainer`
+PASSES_DEPEND_ON = ("bf16", "fp16", "gradient_checkpointing", "packing", "packing_strategy", "padding_free")
+PASSES_DEPEND_ON += ("per_device_train_batch_size",)  # of `trainer`
 
 
 @pytest.fixture(scope="session")

@@ -116,12 +116,41 @@ def test_packed_sequences_are_full_and_determine_the_steps(planned):
     loose, _ = planned("quickstart/sft", "trainer.max_steps=-1", "trainer.num_train_epochs=1")
     packing = ["trainer.packing=true", "trainer.max_length=256", "trainer.max_steps=-1", "trainer.num_train_epochs=1"]
     plan, text = planned("quickstart/sft", *packing)
-    tokens = loose["compute"]["tokens_per_example"] * loose["data"]["num_kept"]
     packed = plan["data"]["packing"]
-    assert packed["num_tokens"] == pytest.approx(tokens, abs=1)
+    assert packed["num_tokens"] == loose["data"]["num_tokens"] + loose["data"]["num_truncated_tokens"]
     assert plan["steps"]["total"] == -(-packed["num_sequences"] // 64)
     assert plan["compute"]["tokens_per_example"] == 256
     assert f"packing bfd_split: {packed['num_sequences']} sequences of up to 256 tokens" in text
+
+
+@pytest.mark.slow
+def test_packed_sequences_of_a_micro_batch_are_joined_without_flash_attention(planned):
+    packing = ("eval=null", "trainer.packing=true", "trainer.max_length=256", "trainer.per_device_train_batch_size=32")
+    joined, text = planned("quickstart/sft", *packing)
+    apart, plain_text = planned("quickstart/sft", *packing, "trainer.packing_strategy=wrapped")
+    assert joined["compute"]["training_flops_per_step"] > 2 * apart["compute"]["training_flops_per_step"]
+    memory = [{part["name"]: part["num_bytes"] for part in each["processes"]["memory"]} for each in (joined, apart)]
+    assert memory[0]["activations"] - memory[1]["activations"] >= (32 * 256) ** 2  # the mask
+    assert "the 32 sequences of a micro-batch are one of 8,192 tokens" in " ".join(text.split())
+    assert "sequences of a micro-batch are one of" not in plain_text
+
+
+@pytest.mark.parametrize(
+    ("settings", "number"),
+    [
+        ("trainer.packing=true", 64),
+        ("trainer.padding_free=true", 64),
+        ("trainer.packing_strategy=wrapped", 1),
+        ("trainer.packing=false", 1),
+        ("model.attn_implementation=flash_attention_2", 1),
+    ],
+)
+def test_micro_batches_are_joined_by_packing_and_without_padding(settings, number):
+    from soren_align.planning.compute import joined_sequences
+
+    packing = () if "padding_free" in settings else ("trainer.packing=true",)
+    loaded = recipe.load("quickstart/sft", [*packing, "trainer.use_cpu=false", settings])
+    assert joined_sequences(loaded) == number
 
 
 @pytest.mark.parametrize("schedule", ["reduce_lr_on_plateau", "constant"])

@@ -76,12 +76,14 @@ RUNS = (
     ("dpo-sns", "dpo", ("optimizer.map=sns",)),
     ("dpo-muon", "dpo", ("optimizer.name=muon",)),
 )
+PACKED = ("packed", "sft", ("trainer.packing=true", "trainer.max_length=40", "data.train.limit=960"))
+"""More than 320 sequences, and the probe of packed examples, which all ranks run before the first step."""
 
 
 def ddp(make):
     """All that test_ddp.py asks of two ranks."""
     return {
-        "maps": same_steps(make, "ddp", *RUNS, ("unclipped", "sft", ("trainer.max_grad_norm=0",))),
+        "maps": same_steps(make, "ddp", *RUNS, PACKED, ("unclipped", "sft", ("trainer.max_grad_norm=0",))),
         "resumed": resumed(make, "ddp"),
         "poisoned": poisoned(make, "ddp"),
         "drifted": drifted(make),
@@ -96,7 +98,7 @@ def zero(make):
     more = {
         "zero1": (),
         "zero2": (("unclipped", "sft", ("trainer.max_grad_norm=0",)), ("precomputed", "dpo", PRECOMPUTED)),
-        "zero3": (("precomputed", "dpo", PRECOMPUTED), ("recomputed", "sft", RECOMPUTED)),
+        "zero3": (("precomputed", "dpo", PRECOMPUTED), ("recomputed", "sft", RECOMPUTED), PACKED),
         "zero2-offload": (),
         "zero3-offload": (),
     }
@@ -119,7 +121,7 @@ def fsdp2(make):
         with fsdp2_on_cpus():
             return {
                 "unsharded": alone,
-                "maps": same_steps(make, "fsdp2", RUNS[0], RUNS[3], ("recomputed", "sft", RECOMPUTED)),
+                "maps": same_steps(make, "fsdp2", RUNS[0], RUNS[3], PACKED, ("recomputed", "sft", RECOMPUTED)),
                 "bfloat16": losses_in_bfloat16(make, "fsdp2", *EVALUATED),
                 "resumed": resumed(make, "fsdp2"),
                 "poisoned": poisoned(make, "fsdp2"),

@@ -16,7 +16,7 @@ from soren_align.run_folder import RunFolder
 from soren_align.sharding.ranks import Ranks
 from soren_align.trainers import checkpoints
 from soren_align.trainers.trl_arguments import trl_arguments
-from tests.support.trainer_jobs import RUNS
+from tests.support.trainer_jobs import PACKED, RUNS
 from tests.support.trainer_parity import (
     assert_same_measurements,
     furthest,
@@ -37,10 +37,11 @@ def two_ranks(rank_pools, tmp_path_factory):
     return folder, ranks_do(rank_pools(2), "fsdp2", folder)
 
 
-@pytest.mark.parametrize(("name", "like"), [("soren", SOREN), ("dpo", DPO), ("recomputed", SOREN)])
+@pytest.mark.parametrize(("name", "like"), [("soren", SOREN), ("dpo", DPO), ("recomputed", SOREN), ("packed", PACKED)])
 def test_two_ranks_take_the_same_ten_steps_as_one_process(two_ranks, name, like):
     folder, seen = two_ranks
-    alone = one_process(*like)
+    run, task, *overrides = like
+    alone = one_process(run, task, *(overrides[0] if overrides else ()))
     assert furthest(alone, weights(folder / f"{name}-fsdp2")) <= 2e-6
     for rank in seen:
         maps = rank["maps"][name]

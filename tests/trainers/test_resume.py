@@ -63,6 +63,17 @@ def test_a_resumed_run_has_the_weights_and_losses_of_an_uninterrupted_one(tiny_r
     assert logged(whole.folder) == logged(resumed.folder)
 
 
+def test_a_resumed_run_packs_the_same_sequences(tiny_run, monkeypatch):
+    packed = ("sft", "trainer.packing=true", "trainer.max_length=128", "trainer.packing_strategy=bfd")
+    whole = tiny_run(*packed, name="whole")
+    whole.train()
+    stop_after(lambda: tiny_run(*packed), 3, monkeypatch)
+    resumed = tiny_run(*packed)
+    resumed.train()
+    assert resumed.folder.read()["resumed_from_steps"] == [2]
+    assert same(weights(whole.folder), weights(resumed.folder))
+
+
 def test_a_checkpoint_that_was_not_completely_written_is_passed_over(tiny_run, monkeypatch):
     whole = tiny_run(name="whole")
     whole.train()
