@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from ..errors import UserError
 from .own_names import Names
+from .tool_calls import OPTIONS, options
 from .turns import (
     conversation_problem,
     from_dialogue,
@@ -16,6 +17,7 @@ from .turns import (
     list_problem,
     pair_problem,
     text_problem,
+    weight_problem,
 )
 
 Task = Literal["sft", "dpo"]
@@ -82,17 +84,26 @@ def recognize(example: Example, task: Task, place: str, names: Names = Names()) 
     name, additional = _NATIVE[task]
     if layout.inputs == layout.outputs == COLUMNS[task] and additional <= known.keys():
         layout = layout._replace(description=f"{layout.description} (like {name})")
+    if layout.has_turns:
+        beside = tuple(column for column in OPTIONS if column in known)
+        layout = layout._replace(inputs=layout.inputs + beside, outputs=layout.outputs + beside)
     layout = layout._replace(names=names)
     return layout._replace(unused=tuple(c for c in example if c not in layout.columns_read))
 
 
 def read_example(example: Example, layout: Layout) -> Example | str:
     """The example in TRL's columns; or, as text, why it cannot be trained on."""
-    return layout.read(layout.names.known(example))
+    known = layout.names.known(example)
+    result = layout.read(known)
+    beside = [column for column in OPTIONS if column in layout.outputs]
+    if isinstance(result, str) or not beside:
+        return result
+    texts = options({column: known.get(column) for column in beside})
+    return texts if isinstance(texts, str) else result | dict.fromkeys(beside) | texts
 
 
-def without_extra_keys(example: Example) -> Example:
-    """A valid example whose turns have the keys role and content only."""
+def without_null_keys(example: Example) -> Example:
+    """A valid example whose turns have no keys that are null, in the order of a Reader's."""
     return {column: _turns(value) if isinstance(value, list) else value for column, value in example.items()}
 
 
@@ -151,7 +162,12 @@ def _is_answer(turns: Any) -> bool:
 
 
 def _turns(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{"role": turn["role"], "content": turn["content"]} for turn in turns]
+    first = ("role", "content")
+    others = [{key: value for key, value in turn.items() if key not in first and value is not None} for turn in turns]
+    return [
+        {key: turn[key] for key in first} | dict(sorted(other.items()))
+        for turn, other in zip(turns, others, strict=True)
+    ]
 
 
 def _chat(turns: Any, name: str) -> Example | str:
@@ -205,6 +221,7 @@ def _completion(example: Example) -> Example | str:
         if problem := list_problem(example.get(column), column, "{role, content}"):
             return problem
     problem = conversation_problem(example["prompt"] + example["completion"], "prompt + completion")
+    problem = problem or weight_problem(example["completion"], "completion")
     return problem or {column: _turns(example[column]) for column in ("prompt", "completion")}
 
 
@@ -230,6 +247,8 @@ def _conversation_pair(chosen: Any, rejected: Any, prefix: str = "") -> Example 
     for turns, name in ((chosen, f"{prefix}chosen"), (rejected, f"{prefix}rejected")):
         if problem := conversation_problem(turns, name):
             return problem
+        if weighted := next((i for i, turn in enumerate(turns) if "weight" in turn), None):
+            return f"{name}[{weighted}] has a weight; of a pair the last turns are trained, and no others: leave it out"
     return pair_problem(chosen, rejected) or {"chosen": _turns(chosen), "rejected": _turns(rejected)}
 
 

@@ -9,12 +9,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 
-from datasets import concatenate_datasets
-
 from ..errors import UserError
+from .arrow import concatenated, examples_of
 from .columns import Example
 from .mixture import refuse_other_kinds
-from .split import LoadedSplit, canonical, examples_of
+from .split import LoadedSplit
 
 
 def hold_out(splits: Sequence[LoadedSplit], fraction: float) -> tuple[list[LoadedSplit], LoadedSplit]:
@@ -32,7 +31,7 @@ def hold_out(splits: Sequence[LoadedSplit], fraction: float) -> tuple[list[Loade
             raise UserError(
                 f"data.eval.fraction: {fraction:g} holds out all examples of {split.name}; write a smaller one"
             )
-        chosen.append(canonical(split.dataset).select(sides[True]))
+        chosen.append(split.dataset.select(sides[True]))
         remaining.append(
             replace(
                 split,
@@ -41,7 +40,7 @@ def hold_out(splits: Sequence[LoadedSplit], fraction: float) -> tuple[list[Loade
                 source={**split.source, "num_held_out": len(sides[True])},
             )
         )
-    dataset = concatenate_datasets(chosen)
+    dataset = concatenated(chosen)
     if len(dataset) == 0:
         total = sum(len(split.dataset) for split in splits)
         raise UserError(f"data.eval.fraction: {fraction:g} holds out none of {total} examples; write a larger one")
@@ -53,5 +52,8 @@ def hold_out(splits: Sequence[LoadedSplit], fraction: float) -> tuple[list[Loade
 
 def position(example: Example) -> float:
     """A number in [0, 1), uniform over examples: the first 53 bits of the SHA-256 of an example in TRL's columns."""
+    example = {
+        column: value for column, value in example.items() if value is not None
+    }  # no tools: as without the column
     text = json.dumps(example, sort_keys=True, ensure_ascii=False)
     return (int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 11) / 2**53

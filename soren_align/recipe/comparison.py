@@ -30,6 +30,7 @@ def training_part(recipe: Recipe) -> dict[str, Any]:
     """The part of the recipe that determines the trained weights: a run resumes only with an equal one."""
     part = recipe.model_dump(include={"task", "model", "data", "optimizer", "trainer"})
     part["run"] = recipe.run.model_dump(include={"parallel", "global_batch_size"})
+    del part["data"]["cache"]
     evaluation = part["data"].pop("eval") or {}
     if "fraction" in evaluation:  # the other examples are trained on
         part["data"]["eval"] = evaluation

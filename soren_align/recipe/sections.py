@@ -100,8 +100,11 @@ Column = Literal[
     "text",
     "chosen",
     "rejected",
+    "tools",
+    "chat_template_kwargs",
     "role",
     "content",
+    "weight",
 ]
 
 
@@ -124,11 +127,11 @@ class DataSplit(Section):
     """Whether examples that cannot be trained on (empty answers, equal pairs, ...) are an error, or are dropped and
     counted. `drop` is for data that you cannot fix, such as the hub's."""
     columns: dict[Column, str] = {}
-    """The dataset's own names: `{instruction: question, output: answer}`. Its other columns are then not read. `role`
-    and `content` name the keys of a turn."""
-    roles: dict[str, Literal["system", "user", "assistant"]] = {}
+    """The dataset's own names: `{instruction: question, output: answer}`. Its other columns are then not read. `role`,
+    `content` and `weight` name the keys of a turn."""
+    roles: dict[str, Literal["system", "user", "assistant", "tool", "tool_call"]] = {}
     """The dataset's names of roles: `{student: user, teacher: assistant}`. Usual ones, as ShareGPT's human and gpt, are
-    known."""
+    known. `tool_call` is an assistant's turn whose content is the calls as JSON text."""
 
 
 class TrainSplit(DataSplit):
@@ -176,6 +179,10 @@ class Data(Section):
     ) = None
     """Held-out examples for a loss during training: a split, or a part of the training examples, `{fraction: 0.05}`.
     `trainer.eval_strategy` sets when; without it, after every epoch."""
+
+    cache: bool = True
+    """Whether the tokens are cached in the user's cache folder ($SOREN_ALIGN_CACHE), for the next plan, run or resume.
+    false: in a temporary folder."""
 
     @property
     def sources(self) -> list[TrainSplit]:

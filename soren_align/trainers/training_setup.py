@@ -9,8 +9,9 @@ from transformers import AutoConfig, get_scheduler
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.optimization import GreedyLR
 
-from ..data import account, check_template, hold_out, load_split, mix
+from ..data import account, check_template, hold_out, load_split, mix, tokenize
 from ..errors import UserError
+from ..files import default_cache_folder
 from ..manifest import describe_dropped
 from ..recipe import HeldOut, Recipe, refuse_no_batch
 from ..run_folder import RunFolder
@@ -31,6 +32,8 @@ class TrainingSetup:
     tokenizer: Any
     splits: dict[str, Any]
     """{"train": data.LoadedSplit, "eval": data.LoadedSplit or None}"""
+    tokens: dict[str, Any]
+    """The examples of `splits` as tokens: {"train": Dataset, "eval": Dataset or None}."""
     account: Any
     """data.Account of the training examples; None on all ranks but the first."""
     notices: tuple[str, ...] = ()
@@ -56,20 +59,17 @@ def set_up_training(
     config = trl_arguments(recipe, folder.checkpoints, ranks)
     _check_schedule(config)
     if not ranks.is_first:
-        return TrainingSetup(recipe, start, tokenizer, splits, None)
+        return TrainingSetup(recipe, start, tokenizer, splits, _tokens(recipe, splits, tokenizer), None)
     assistant_only = bool(recipe.trainer.get("assistant_only_loss"))
-    train = splits["train"].dataset
     completion_only = recipe.trainer.get("completion_only_loss")
-    notices = check_template(tokenizer, recipe.task, assistant_only, train, completion_only)
+    notices = check_template(tokenizer, recipe.task, assistant_only, splits["train"].dataset, completion_only)
+    tokens = _tokens(recipe, splits, tokenizer, on_examples)
     counts = account(
-        train,
+        tokens["train"],
         recipe.task,
         tokenizer,
         max_length=None if recipe.trainer.get("packing") else config.max_length,  # packing truncates and drops nothing
-        assistant_only_loss=assistant_only,
-        completion_only_loss=completion_only is not False,
         source_indices=splits["train"].source_indices,
-        on_examples=on_examples,
     )
     if counts.num_kept == 0:
         raise UserError(
@@ -80,7 +80,28 @@ def set_up_training(
     if not counts.stop_token_trained and not notices:
         notices = [f"the stop token is never trained: trainer.max_length {config.max_length} truncates every answer"]
     notices += _too_few_positions(recipe, start, counts.lengths["max"], config.max_length)
-    return TrainingSetup(recipe, start, tokenizer, splits, counts, (*splits["train"].notices, *notices))
+    notices += [
+        f"the chat template leaves out {kind} of {number:,} of {counts.num_examples:,} examples: not trained"
+        for kind, number in counts.num_left_out.items()
+    ]
+    return TrainingSetup(recipe, start, tokenizer, splits, tokens, counts, (*splits["train"].notices, *notices))
+
+
+def _tokens(
+    recipe: Recipe, splits: dict[str, Any], tokenizer: Any, on_examples: Callable[[int], object] | None = None
+) -> dict[str, Any]:
+    """The tokens of both splits. on_examples: of the training examples."""
+    trainer = recipe.trainer
+    settings = (bool(trainer.get("assistant_only_loss")), trainer.get("completion_only_loss") is not False)
+    cache = default_cache_folder() if recipe.data.cache else None
+    return {
+        name: tokenize(
+            split.dataset, recipe.task, tokenizer, cache, *settings, on_examples if name == "train" else None
+        )
+        if split
+        else None
+        for name, split in splits.items()
+    }
 
 
 def load_splits(recipe: Recipe) -> dict[str, Any]:
