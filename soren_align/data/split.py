@@ -39,6 +39,7 @@ class SplitConfig(Protocol):
     limit: int | None
     revision: str | None
     bad_examples: Literal["refuse", "drop"]
+    mask_history: bool
 
     @property
     def columns(self) -> Mapping[Any, str]:
@@ -117,7 +118,8 @@ def _from_file(spec: SplitConfig, task: Task) -> tuple[Dataset, Layout, dict[str
     layout = _common_layout({n: _layout(s, spec, task, n) for n, s in local.samples(SAMPLE_SIZE).items()})
     numbered = partial(local.numbered, spec.limit)
     suffixes = [file.suffixes for file in local.files.values()]
-    key = cache_key(origin["sha256"], suffixes, task, spec.limit, spec.bad_examples, layout.names)
+    rules = (spec.bad_examples, spec.mask_history, layout.names)
+    key = cache_key(origin["sha256"], suffixes, task, spec.limit, *rules)
     try:
         examples = partial(_examples, numbered, layout, task, spec.path, spec.bad_examples)
         features = features_of(layout.outputs, layout.has_turns)
@@ -179,7 +181,8 @@ def _layout(examples: Iterable[Any], spec: SplitConfig, task: Task, place: str) 
         return columns.recognize(dict.fromkeys(columns.COLUMNS[task]), task, place)
     names.refuse_missing({column: None for example in objects for column in example}, place)
     complete = (example for example in objects if None not in example.values())
-    return columns.recognize(next(complete, objects[0]), task, place, names)
+    layout = columns.recognize(next(complete, objects[0]), task, place, names)
+    return layout._replace(mask_history=spec.mask_history)
 
 
 def _valid_examples(
@@ -244,6 +247,6 @@ def _converted(dataset: Dataset, layout: Layout) -> Dataset:
         partial(columns.read_example, layout=layout),
         remove_columns=dataset.column_names,
         features=features_of(layout.outputs, layout.has_turns),
-        new_fingerprint=cache_key(dataset._fingerprint, layout.description, layout.names),
+        new_fingerprint=cache_key(dataset._fingerprint, layout.description, layout.names, layout.mask_history),
         load_from_cache_file=True,
     )

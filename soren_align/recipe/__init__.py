@@ -10,13 +10,14 @@ from .batch import accumulation, global_batch, refuse_no_batch, trainer_value
 from .checks import evaluation_problems
 from .comparison import differences, training_part
 from .data_paths import FILE_KINDS, data_files, data_suffix
+from .data_section import Data, DataSplit, HeldOut, HeldOutNumber, TrainSplit
 from .loader import find, load, load_resolved, load_text, task_of, to_yaml
 from .lora import adapter_config, refuse_unquantizable
 from .optimizers import MAPS, OPTIMIZERS, as_adamw
 from .parallel import Parallel, parallel
 from .references import is_local
 from .schema import json_schema
-from .sections import ADAPTER, Data, DataSplit, Eval, HeldOut, Lora, Model, Recipe, TrainSplit, trains_adapter
+from .sections import ADAPTER, Eval, Lora, Model, Recipe, trains_adapter
 
 __all__ = [
     "ADAPTER",
@@ -27,6 +28,7 @@ __all__ = [
     "DataSplit",
     "Eval",
     "HeldOut",
+    "HeldOutNumber",
     "Lora",
     "Model",
     "Parallel",

@@ -32,7 +32,7 @@ def training_part(recipe: Recipe) -> dict[str, Any]:
     part["run"] = recipe.run.model_dump(include={"parallel", "global_batch_size"})
     del part["data"]["cache"]
     evaluation = part["data"].pop("eval") or {}
-    if "fraction" in evaluation:  # the other examples are trained on
+    if "path" not in evaluation and evaluation:  # the other examples are trained on
         part["data"]["eval"] = evaluation
     part["trainer"] = {k: v for k, v in part["trainer"].items() if k not in _NO_EFFECT_ON_WEIGHTS}
     return part

@@ -13,7 +13,7 @@ from ..data import account, check_template, hold_out, load_split, mix, tokenize
 from ..errors import UserError
 from ..files import default_cache_folder
 from ..manifest import describe_dropped
-from ..recipe import HeldOut, Recipe, refuse_no_batch
+from ..recipe import HeldOut, HeldOutNumber, Recipe, refuse_no_batch
 from ..run_folder import RunFolder
 from ..sharding.ranks import Ranks
 from . import adapters
@@ -111,8 +111,8 @@ def load_splits(recipe: Recipe) -> dict[str, Any]:
     """
     evaluation = recipe.data.eval
     sources = [load_split(source, recipe.task) for source in recipe.data.sources]
-    if isinstance(evaluation, HeldOut):
-        sources, held_out = hold_out(sources, evaluation.fraction)
+    if isinstance(evaluation, HeldOut | HeldOutNumber):
+        sources, held_out = hold_out(sources, **evaluation.model_dump())
     else:
         held_out = load_split(evaluation, recipe.task) if evaluation else None
     train = mix(sources, recipe.data.sources, recipe.trainer.get("seed", 42))
