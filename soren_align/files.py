@@ -35,6 +35,12 @@ def local_path(text: str | Path) -> Path:
     return path
 
 
+def default_cache_folder() -> Path:
+    """Return $SOREN_ALIGN_CACHE, or else `soren-align` in the user's cache folder."""
+    own = os.environ.get("SOREN_ALIGN_CACHE")
+    return Path(own or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "soren-align").expanduser()
+
+
 def is_component(name: Any) -> bool:
     """Whether `name`, read from a file, is the name of one entry of a folder, and not a path to another folder."""
     return (

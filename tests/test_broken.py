@@ -234,7 +234,7 @@ ROWS = {
     "content is a number": ({"messages": chat("x", 3)}, r"messages\[1\] has a number as content; write text"),
     "two user turns": ({"messages": [*chat("a")[:1], *chat("b", "c")]}, r"are both user turns"),
     "ShareGPT's words": ({"messages": [{"from": "poet", "value": "x"}]}, r"has the role 'poet'; write system, user"),
-    "tool calls": ({"messages": [{**chat("x", "y")[1], "tool_calls": [1]}]}, r"has tool_calls beside role and content"),
+    "tool calls": ({"messages": [{**chat("x", "y")[1], "tool_calls": [1]}]}, r"has a tool call that is no object"),
 }
 
 
@@ -279,7 +279,10 @@ TEMPLATES = {
         r"the chat template takes more than 2 seconds for one example",
     ),
     "no template": (None, r"has no chat template; set model.chat_template"),
-    "no generation markers": ("{% for m in messages %}{{ m.content }}{% endfor %}", r"has no {% generation %}"),
+    "neither marks nor stable": (
+        "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}",
+        r"renders earlier turns differently once others follow",
+    ),
     "not Jinja": (
         "{% for m in messages %}{% generation %}{{ m.content }}",
         r"the chat template fails on the first example",

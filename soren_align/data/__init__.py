@@ -1,6 +1,7 @@
 """Data: files and hub datasets, validated and converted to TRL's columns, and an account of their tokens."""
 
 from .columns import COLUMNS, Task
+from .encoding import ChatEncoder
 from .held_out import hold_out
 from .loss_masks import FIRST, TRAINED, LossMasks
 from .mixture import mix
@@ -8,12 +9,16 @@ from .preview import Account, account, show_example
 from .rendering import check_rendering_cost, template_errors
 from .split import LoadedSplit, has_turns, load_split
 from .templates import check_template, set_template
+from .token_cache import tokenize
+from .tokens import TOKEN_COLUMNS
 
 __all__ = [
     "COLUMNS",
     "FIRST",
+    "TOKEN_COLUMNS",
     "TRAINED",
     "Account",
+    "ChatEncoder",
     "LoadedSplit",
     "LossMasks",
     "Task",
@@ -27,4 +32,5 @@ __all__ = [
     "set_template",
     "show_example",
     "template_errors",
+    "tokenize",
 ]

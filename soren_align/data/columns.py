@@ -8,18 +8,13 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 from ..errors import UserError
+from . import readers
 from .own_names import Names
-from .turns import (
-    conversation_problem,
-    from_dialogue,
-    is_dialogue,
-    list_problem,
-    pair_problem,
-    text_problem,
-)
+from .readers import Example
+from .tool_calls import OPTIONS, options
+from .turns import is_dialogue
 
 Task = Literal["sft", "dpo"]
-Example = dict[str, Any]
 Reader = Callable[[Example], Example | str]
 """Returns an example in TRL's columns; or, as text, why it cannot be trained on."""
 
@@ -54,6 +49,8 @@ class Layout(NamedTuple):
     unused: tuple[str, ...] = ()
     """The dataset's other columns."""
     names: Names = Names()
+    mask_history: bool = False
+    """Whether only the last answer is trained."""
 
     @property
     def columns_read(self) -> list[str]:
@@ -63,7 +60,7 @@ class Layout(NamedTuple):
     @property
     def has_turns(self) -> bool:
         """Whether the outputs are lists of turns, and not texts."""
-        return self.read not in (_plain_text, _plain_completion, _plain_pair)
+        return self.read not in (readers.plain_text, readers.plain_completion, readers.plain_pair)
 
     @property
     def is_renamed(self) -> bool:
@@ -82,18 +79,35 @@ def recognize(example: Example, task: Task, place: str, names: Names = Names()) 
     name, additional = _NATIVE[task]
     if layout.inputs == layout.outputs == COLUMNS[task] and additional <= known.keys():
         layout = layout._replace(description=f"{layout.description} (like {name})")
+    if "system" in names.columns and layout.outputs == COLUMNS["sft"]:
+        layout = layout._replace(inputs=(*layout.inputs, "system"))
+    if layout.has_turns:
+        beside = tuple(column for column in OPTIONS if column in known)
+        layout = layout._replace(inputs=layout.inputs + beside, outputs=layout.outputs + beside)
     layout = layout._replace(names=names)
     return layout._replace(unused=tuple(c for c in example if c not in layout.columns_read))
 
 
 def read_example(example: Example, layout: Layout) -> Example | str:
     """The example in TRL's columns; or, as text, why it cannot be trained on."""
-    return layout.read(layout.names.known(example))
+    known = layout.names.known(example)
+    if "system" in layout.inputs and layout.outputs[:1] == COLUMNS["sft"]:
+        known = readers.with_system(known, layout.inputs[0])
+    result = layout.read(known)
+    if layout.mask_history and isinstance(result, dict) and "messages" in result:
+        result = {**result, "messages": readers.last_alone(result["messages"])}
+    beside = [column for column in OPTIONS if column in layout.outputs]
+    if isinstance(result, str) or not beside:
+        return result
+    texts = options({column: known.get(column) for column in beside})
+    return texts if isinstance(texts, str) else result | dict.fromkeys(beside) | texts
 
 
-def without_extra_keys(example: Example) -> Example:
-    """A valid example whose turns have the keys role and content only."""
-    return {column: _turns(value) if isinstance(value, list) else value for column, value in example.items()}
+def without_null_keys(example: Example) -> Example:
+    """A valid example whose turns have no keys that are null, in the order of a Reader's."""
+    return {
+        column: readers.plain_turns(value) if isinstance(value, list) else value for column, value in example.items()
+    }
 
 
 def _layout(example: Example, task: Task) -> Layout | None:
@@ -105,20 +119,20 @@ def _sft_layout(example: Example) -> Layout | None:
     columns, chats = example.keys(), COLUMNS["sft"]
     both = ("prompt", "completion")
     if "messages" in columns:
-        return Layout("chat messages", chats, chats, _messages)
+        return Layout("chat messages", chats, chats, readers.messages)
     if "conversations" in columns:
-        return Layout("ShareGPT conversations", ("conversations",), chats, _sharegpt)
+        return Layout("ShareGPT conversations", ("conversations",), chats, readers.sharegpt)
     if columns >= {*both}:
         if isinstance(example["prompt"], list) or isinstance(example["completion"], list):
-            return Layout("prompts and completions as turns", both, both, _completion)
-        return Layout("plain prompts and completions, without a template", both, both, _plain_completion)
+            return Layout("prompts and completions as turns", both, both, readers.completion)
+        return Layout("plain prompts and completions, without a template", both, both, readers.plain_completion)
     if {"instruction", "output"} <= columns:
         inputs = tuple(column for column in ALPACA if column in columns)
-        return Layout("Alpaca instructions and outputs, as turns", inputs, both, _alpaca)
+        return Layout("Alpaca instructions and outputs, as turns", inputs, both, readers.alpaca)
     if "text" in columns and is_dialogue(example["text"]):
-        return Layout("dialogues as text, split into turns", ("text",), chats, _dialogue)
+        return Layout("dialogues as text, split into turns", ("text",), chats, readers.dialogue)
     if "text" in columns:
-        return Layout("plain text, without a template", ("text",), ("text",), _plain_text)
+        return Layout("plain text, without a template", ("text",), ("text",), readers.plain_text)
     return None
 
 
@@ -128,141 +142,23 @@ def _dpo_layout(example: Example) -> Layout | None:
         return None
     chosen = example["chosen"]
     if "conversations" in columns and _is_answer(chosen):
-        return Layout("ShareGPT preferences, joined to pairs", ("conversations", *pair), pair, _sharegpt_pair)
+        return Layout("ShareGPT preferences, joined to pairs", ("conversations", *pair), pair, readers.sharegpt_pair)
     if is_dialogue(chosen):
-        return Layout("pairs of dialogues as text, split into turns", pair, pair, _dialogue_pair)
+        return Layout("pairs of dialogues as text, split into turns", pair, pair, readers.dialogue_pair)
     if "prompt" in columns and isinstance(chosen, str) and not isinstance(example["prompt"], list):
         plain = ("prompt", *pair)
-        return Layout("plain prompts and pairs of answers, without a template", plain, plain, _plain_pair)
+        return Layout("plain prompts and pairs of answers, without a template", plain, plain, readers.plain_pair)
     is_answer = isinstance(chosen, str) or _is_answer(chosen)
     if "prompt" in columns and is_answer:
         description = "prompts and pairs of answers as turns, joined to pairs"
-        return Layout(description, ("prompt", *pair), pair, _joined_pair)
+        return Layout(description, ("prompt", *pair), pair, readers.joined_pair)
     if "instruction" in columns and is_answer:
         inputs = tuple(column for column in ALPACA if column in columns and column != "output")
-        return Layout("Alpaca instructions and pairs of answers, as turns", (*inputs, *pair), pair, _alpaca_pair)
-    return Layout("preference pairs", pair, pair, _pair)
+        return Layout("Alpaca instructions and pairs of answers, as turns", (*inputs, *pair), pair, readers.alpaca_pair)
+    return Layout("preference pairs", pair, pair, readers.pair)
 
 
 def _is_answer(turns: Any) -> bool:
     """Whether these turns continue a prompt: whole conversations start with the user, or a system turn."""
     turn = turns[0] if isinstance(turns, list) and turns else turns
     return isinstance(turn, dict) and turn.get("role") == "assistant"
-
-
-def _turns(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{"role": turn["role"], "content": turn["content"]} for turn in turns]
-
-
-def _chat(turns: Any, name: str) -> Example | str:
-    return conversation_problem(turns, name) or {"messages": _turns(turns)}
-
-
-def _messages(example: Example) -> Example | str:
-    return _chat(example.get("messages"), "messages")
-
-
-def _sharegpt(example: Example) -> Example | str:
-    return _chat(example.get("conversations"), "conversations")
-
-
-def _dialogue(example: Example) -> Example | str:
-    turns = from_dialogue(example.get("text"), "text")
-    return turns if isinstance(turns, str) else _chat(turns, "text")
-
-
-def _instructed(example: Example) -> list[dict[str, str]] | str:
-    """The turns of an Alpaca prompt; or, as text, why they are not valid."""
-    texts = {column: example.get(column) or "" for column in ("system", "instruction", "input")}
-    for column, text in texts.items():
-        problem = text_problem(text, column)
-        if problem and (column == "instruction" or text):
-            return problem
-    # As LLaMA-Factory joins them, which trains Alpaca's files with chat templates.
-    request = "\n".join(text for text in (texts["instruction"], texts["input"]) if text)
-    system = [{"role": "system", "content": texts["system"]}] if texts["system"] else []
-    return [*system, {"role": "user", "content": request}]
-
-
-def _alpaca(example: Example) -> Example | str:
-    prompt = _instructed(example)
-    if isinstance(prompt, str):
-        return prompt
-    output = example.get("output")
-    return text_problem(output, "output") or {
-        "prompt": prompt,
-        "completion": [{"role": "assistant", "content": output}],
-    }
-
-
-def _alpaca_pair(example: Example) -> Example | str:
-    prompt = _instructed(example)
-    return prompt if isinstance(prompt, str) else _joined_pair({**example, "prompt": prompt})
-
-
-def _completion(example: Example) -> Example | str:
-    for column in ("prompt", "completion"):
-        if problem := list_problem(example.get(column), column, "{role, content}"):
-            return problem
-    problem = conversation_problem(example["prompt"] + example["completion"], "prompt + completion")
-    return problem or {column: _turns(example[column]) for column in ("prompt", "completion")}
-
-
-def _plain(example: Example, *columns: str) -> Example | str:
-    problems = (text_problem(example.get(column), column) for column in columns)
-    return next((p for p in problems if p), None) or {column: example[column] for column in columns}
-
-
-def _plain_text(example: Example) -> Example | str:
-    return _plain(example, "text")
-
-
-def _plain_completion(example: Example) -> Example | str:
-    return _plain(example, "prompt", "completion")
-
-
-def _plain_pair(example: Example) -> Example | str:
-    pair = _plain(example, "prompt", "chosen", "rejected")
-    return pair if isinstance(pair, str) else pair_problem(pair["chosen"], pair["rejected"]) or pair
-
-
-def _conversation_pair(chosen: Any, rejected: Any, prefix: str = "") -> Example | str:
-    for turns, name in ((chosen, f"{prefix}chosen"), (rejected, f"{prefix}rejected")):
-        if problem := conversation_problem(turns, name):
-            return problem
-    return pair_problem(chosen, rejected) or {"chosen": _turns(chosen), "rejected": _turns(rejected)}
-
-
-def _pair(example: Example) -> Example | str:
-    return _conversation_pair(example.get("chosen"), example.get("rejected"))
-
-
-def _joined_pair(example: Example) -> Example | str:
-    prompt = example.get("prompt")
-    turns: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    answers: list[Any] = [
-        [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-        for answer in (example.get("chosen"), example.get("rejected"))
-    ]
-    for part, name in zip([turns, *answers], ("prompt", "chosen", "rejected"), strict=True):
-        if problem := list_problem(part, name, "{role, content}"):
-            return problem
-    return _conversation_pair(turns + answers[0], turns + answers[1], "prompt + ")
-
-
-def _dialogue_pair(example: Example) -> Example | str:
-    chosen, rejected = (from_dialogue(example.get(column), column) for column in COLUMNS["dpo"])
-    if problem := next((part for part in (chosen, rejected) if isinstance(part, str)), None):
-        return problem
-    return _conversation_pair(chosen, rejected)
-
-
-def _sharegpt_pair(example: Example) -> Example | str:
-    parts = []
-    for column in ("conversations", "chosen", "rejected"):
-        value = example.get(column)
-        turns = [value] if isinstance(value, dict) else value
-        if problem := list_problem(turns, column, "{from, value}"):
-            return problem
-        parts.append(turns)
-    return _conversation_pair(parts[0] + parts[1], parts[0] + parts[2], "conversations + ")

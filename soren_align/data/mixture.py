@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
-from datasets import concatenate_datasets
 
 from ..errors import UserError
-from .split import LoadedSplit, SplitConfig, canonical
+from .arrow import concatenated
+from .split import LoadedSplit, SplitConfig
 
 
 class SourceConfig(SplitConfig, Protocol):
@@ -47,7 +47,7 @@ def mix(splits: Sequence[LoadedSplit], configs: Sequence[SourceConfig], seed: in
         for source, s, sample in zip(configs, splits, samples, strict=True)
     ]
     return LoadedSplit(
-        dataset=concatenate_datasets([canonical(split.dataset) for split in splits]).select(indices),
+        dataset=concatenated([split.dataset for split in splits]).select(indices),
         layout="; ".join(dict.fromkeys(split.layout for split in splits)),
         num_examples=len(indices) + sum(sum(split.dropped.values()) for split in splits),
         dropped=dict(sum((Counter(split.dropped) for split in splits), Counter())),

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..errors import UserError, did_you_mean
+from .tool_calls import OPTIONS
 from .turns import with_known_keys
 
 
@@ -13,14 +14,14 @@ class Names(NamedTuple):
     columns: Mapping[str, str] = {}
     """Our column -> the dataset's, whose other columns are then not read."""
     keys: Mapping[str, str] = {}
-    """role and content -> the dataset's keys of a turn."""
+    """role, content and weight -> the dataset's keys of a turn."""
     roles: Mapping[str, str] = {}
     """The dataset's role -> ours."""
 
     @classmethod
     def of(cls, columns: Mapping[Any, str], roles: Mapping[str, str]) -> "Names":
         """From a recipe's `columns`, which include the keys of turns, and its `roles`."""
-        keys = {key: name for key, name in columns.items() if key in ("role", "content")}
+        keys = {key: name for key, name in columns.items() if key in ("role", "content", "weight")}
         return cls({key: name for key, name in columns.items() if key not in keys}, keys, roles)
 
     def known(self, example: dict[str, Any]) -> dict[str, Any]:
@@ -28,7 +29,9 @@ class Names(NamedTuple):
         if self.columns:
             example = {ours: example.get(theirs) for ours, theirs in self.columns.items()}
         return {
-            column: with_known_keys(value, self.keys, self.roles) if isinstance(value, list | dict) else value
+            column: with_known_keys(value, self.keys, self.roles)
+            if isinstance(value, list | dict) and column not in OPTIONS
+            else value
             for column, value in example.items()
         }
 

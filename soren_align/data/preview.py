@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from datasets import Dataset
@@ -12,8 +12,9 @@ from transformers import PreTrainedTokenizerBase
 
 from ..errors import printable
 from .columns import Task
+from .encoding import BATCH_SIZE, encode
 from .loss_masks import LossMasks
-from .tokens import BATCH_SIZE, EncodedExample, encode, ends_in_trained_stop, text_spans
+from .tokens import EncodedExample, ends_in_trained_stop, text_spans
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class Account:
     """Whether any kept example ends in a trained eos. If none does, the model never learns to stop."""
     num_kept_by_source: tuple[int, ...] = ()
     """Of a mixture: the kept examples of each source."""
+    num_left_out: dict[str, int] = field(default_factory=dict)
+    """Parts that the chat template does not print, such as tools or reasoning -> number of examples with them."""
     num_truncated_tokens: int = 0
     """Tokens of kept examples beyond max_length, which are not trained on."""
 
@@ -102,6 +105,7 @@ class _Sums:
         self.max_length = max_length
         self.lengths: list[int] = []
         self.dropped: Counter[str] = Counter()
+        self.left_out: Counter[str] = Counter()
         self.num_kept: Counter[int] = Counter()  # by source
         self.num_truncated = self.num_truncated_tokens = self.num_tokens = self.num_trained = 0
         self.example: list[tuple[str, bool]] = []
@@ -113,6 +117,7 @@ class _Sums:
         if reason := example.drop_reason(self.task, self.max_length):
             self.dropped[reason] += 1
             return False
+        self.left_out.update(example.left_out)
         sides = [side.truncated(self.max_length) for side in example.sides]
         self.num_truncated += self.max_length is not None and example.length > self.max_length
         self.num_tokens += sum(len(side.ids) for side in sides)
@@ -140,6 +145,7 @@ class _Sums:
             example=self.example,
             stop_token_trained=self.stop_token_trained,
             num_truncated_tokens=self.num_truncated_tokens,
+            num_left_out=dict(self.left_out),
         )
 
 

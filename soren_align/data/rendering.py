@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -25,20 +25,24 @@ WALL_SECONDS = 30
 MAX_MEMORY = 1 << 29
 """Bytes in addition to those in use."""
 MAX_CHARACTERS = 10_000_000
+NO_OPTIONS: Mapping[str, Any] = {}
 _TOO_LARGE = 3  # an exit code
 
 
-def check_rendering_cost(tokenizer: PreTrainedTokenizerBase, name: str, turns: list[dict[str, Any]]) -> None:
+def check_rendering_cost(
+    tokenizer: PreTrainedTokenizerBase, name: str, turns: list[dict[str, Any]], options: Mapping[str, Any] = NO_OPTIONS
+) -> None:
     """Raise UserError if rendering the conversation takes more than 2 seconds, 512 MB or 10 M characters.
 
     A template that fails passes: the next rendering reports its error. name: the tokenizer's, for the message.
+    options: keywords of apply_chat_template.
     """
     with warnings.catch_warnings():
         # Python 3.12 warns of locks that another thread holds; the child uses none.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
-        _render_and_exit(tokenizer, turns)
+        _render_and_exit(tokenizer, turns, options)
     code = _exit_code(child)
     if code == _TOO_LARGE:
         raise UserError(f"{name}: the chat template renders more than {MAX_CHARACTERS:,} characters of one example")
@@ -89,13 +93,16 @@ def template_errors(subject: str) -> Iterator[None]:
         raise UserError(f"{subject}: {reason}{line}") from None
 
 
-def _render_and_exit(tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, Any]]) -> None:
+def _render_and_exit(
+    tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, Any]], options: Mapping[str, Any]
+) -> None:
     """In the child process, which never returns, prints nothing and runs no exit handlers."""
     code = 0
     try:
         _set_limits()
         for prompts in (False, True):
-            text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompts)
+            how: Any = {"tokenize": False, "add_generation_prompt": prompts, **options}
+            text = tokenizer.apply_chat_template(turns, **how)
             if len(str(text)) > MAX_CHARACTERS:
                 code = _TOO_LARGE
     except MemoryError:

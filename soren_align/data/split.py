@@ -3,27 +3,26 @@
 Nothing that cannot be trained on passes: all invalid examples are counted and the first few are reported.
 """
 
-import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
-import pyarrow as pa
-from datasets import Dataset, Features, List, Value, config
+from datasets import Dataset, config
 from datasets.exceptions import DatasetGenerationError
 
 from ..errors import UserError
 from ..recipe import is_local
 from ..silence import quiet_libraries
-from . import columns, hub, own_names, records, turns
+from . import columns, hub, records
+from .arrow import cache_key, examples_of, features_of, has_turns
 from .columns import Example, Layout, Task
 from .local_files import LocalFiles
 from .own_names import Names
+from .tool_calls import OPTIONS
 
 MAX_REPORTED = 5
 """Invalid examples that an error message lists; the others are counted."""
@@ -40,6 +39,7 @@ class SplitConfig(Protocol):
     limit: int | None
     revision: str | None
     bad_examples: Literal["refuse", "drop"]
+    mask_history: bool
 
     @property
     def columns(self) -> Mapping[Any, str]:
@@ -79,7 +79,7 @@ class LoadedSplit:
     @property
     def kind(self) -> tuple[bool, set[str]]:
         """Equal for datasets that can be concatenated: whether columns contain turns, and their names."""
-        return has_turns(self.dataset), set(self.dataset.column_names)
+        return has_turns(self.dataset), {*self.dataset.column_names} - {*OPTIONS}
 
 
 def load_split(spec: SplitConfig, task: Task) -> LoadedSplit:
@@ -118,10 +118,11 @@ def _from_file(spec: SplitConfig, task: Task) -> tuple[Dataset, Layout, dict[str
     layout = _common_layout({n: _layout(s, spec, task, n) for n, s in local.samples(SAMPLE_SIZE).items()})
     numbered = partial(local.numbered, spec.limit)
     suffixes = [file.suffixes for file in local.files.values()]
-    key = _cache_key(origin["sha256"], suffixes, task, spec.limit, spec.bad_examples, layout.names)
+    rules = (spec.bad_examples, spec.mask_history, layout.names)
+    key = cache_key(origin["sha256"], suffixes, task, spec.limit, *rules)
     try:
-        examples = partial(_valid_examples, numbered, layout, task, spec.path, spec.bad_examples)
-        features = _features(layout.outputs, layout.has_turns)
+        examples = partial(_examples, numbered, layout, task, spec.path, spec.bad_examples)
+        features = features_of(layout.outputs, layout.has_turns)
         dataset = Dataset.from_generator(examples, features=features, fingerprint=key)
     except (DatasetGenerationError, OSError) as error:
         cause = error.__cause__ if isinstance(error, DatasetGenerationError) else error
@@ -157,21 +158,18 @@ def _from_hub(spec: SplitConfig, task: Task) -> tuple[Dataset, Layout, dict[str,
     layout = _layout(examples_of(first), spec, task, place)
     dataset = dataset.select_columns(layout.columns_read)
 
-    example: Example = {}
-
     def numbered() -> Iterator[tuple[str, Any]]:
-        nonlocal example
         for number, example in enumerate(examples_of(dataset), start=1):
             yield f"{place} record {number}", example
 
-    is_unchanged = not layout.is_renamed
-    for converted in _valid_examples(numbered, layout, task, place, spec.bad_examples):
-        is_unchanged = is_unchanged and converted == example
+    valid = _valid_examples(numbered, layout, task, place, spec.bad_examples)
+    num_changed = sum(converted != record for record, converted in valid)
     dropped = _count_dropped(numbered(), layout, spec)
     origin = {"split": spec.split, "revision": revision} | ({"name": spec.name} if spec.name else {})
     if dropped:
-        valid = [i for i, (_, example) in enumerate(numbered()) if not isinstance(_read(example, layout), str)]
-        dataset = dataset.select(valid)
+        indices = [i for i, (_, example) in enumerate(numbered()) if not isinstance(_read(example, layout), str)]
+        dataset = dataset.select(indices)
+    is_unchanged = num_changed == 0 and not layout.is_renamed
     return dataset if is_unchanged else _converted(dataset, layout), layout, dropped, origin
 
 
@@ -183,25 +181,16 @@ def _layout(examples: Iterable[Any], spec: SplitConfig, task: Task, place: str) 
         return columns.recognize(dict.fromkeys(columns.COLUMNS[task]), task, place)
     names.refuse_missing({column: None for example in objects for column in example}, place)
     complete = (example for example in objects if None not in example.values())
-    return columns.recognize(next(complete, objects[0]), task, place, names)
-
-
-def _features(names: Sequence[str], has_turns: bool) -> Features:
-    chat = List({"role": Value("string"), "content": Value("string")})
-    return Features({name: chat if has_turns else Value("string") for name in names})
-
-
-def _cache_key(*parts: Any) -> str:
-    # The rules are part of the key: examples that an older rule accepted are validated again.
-    modules = (columns, own_names, records, turns)
-    rules = b"".join(Path(file).read_bytes() for file in (*(str(module.__file__) for module in modules), __file__))
-    return hashlib.sha256(repr(parts).encode() + rules).hexdigest()[:32]
+    layout = columns.recognize(next(complete, objects[0]), task, place, names)
+    return layout._replace(mask_history=spec.mask_history)
 
 
 def _valid_examples(
     numbered: Callable[[], Iterable[tuple[str, Any]]], layout: Layout, task: Task, place: str, bad_examples: str
-) -> Iterator[Example]:
-    """Every valid example in TRL's columns. At the end raises UserError if there is none, or an invalid one to refuse.
+) -> Iterator[tuple[Any, Example]]:
+    """Every valid record, and its example in TRL's columns.
+
+    At the end raises UserError if there is none, or an invalid one to refuse.
 
     numbered: returns (place, record) pairs.
     """
@@ -211,7 +200,7 @@ def _valid_examples(
         num_examples += 1
         example = _read(record, layout)
         if not isinstance(example, str):
-            yield example
+            yield record, example
         else:
             num_invalid += 1
             if num_invalid <= MAX_REPORTED:
@@ -223,6 +212,10 @@ def _valid_examples(
         remedy = " (fix them, or write bad_examples: drop beside the path)" if num_invalid < num_examples else ""
         head = f"{place}: {num_invalid} of {num_examples} examples cannot be used for {task}{remedy}:"
         raise UserError(head, *reported, *more)
+
+
+def _examples(*args: Any) -> Iterator[Example]:
+    return (example for _, example in _valid_examples(*args))
 
 
 def _read(record: Any, layout: Layout) -> Example | str:
@@ -248,40 +241,12 @@ def _without_indices(reason: str) -> str:
     return re.sub(r"\[\d+\]", lambda _: next(letters), reason)
 
 
-def examples_of(dataset: Dataset) -> Iterator[Example]:
-    """The examples, read without decoding. Raises UserError if the files are damaged."""
-    batches: Any = dataset.with_format("arrow").iter(batch_size=1000)
-    try:
-        for batch in batches:
-            yield from batch.to_pylist()
-    except (pa.ArrowException, ValueError, OverflowError) as error:  # ValueError: text that is not UTF-8
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise UserError(f"the dataset's Arrow files cannot be read: {reason}") from None
-
-
 def _converted(dataset: Dataset, layout: Layout) -> Dataset:
     """The valid examples of a hub dataset in TRL's columns; written once into the datasets cache."""
     return dataset.map(
         partial(columns.read_example, layout=layout),
         remove_columns=dataset.column_names,
-        features=_features(layout.outputs, layout.has_turns),
-        new_fingerprint=_cache_key(dataset._fingerprint, layout.description, layout.names),
+        features=features_of(layout.outputs, layout.has_turns),
+        new_fingerprint=cache_key(dataset._fingerprint, layout.description, layout.names, layout.mask_history),
         load_from_cache_file=True,
     )
-
-
-def has_turns(dataset: Dataset) -> bool:
-    """Whether the columns contain lists of turns, and not texts."""
-    return not any(isinstance(feature, Value) for feature in dataset.features.values())
-
-
-def canonical(dataset: Dataset) -> Dataset:
-    """The same examples with turns of exactly {role, content}, so that they can be concatenated with others."""
-    features = _features(dataset.column_names, has_turns(dataset))
-    if dataset.features.arrow_schema == features.arrow_schema:
-        return dataset
-    key = _cache_key(dataset._fingerprint, "canonical")
-    with quiet_libraries():
-        return dataset.map(
-            columns.without_extra_keys, features=features, new_fingerprint=key, load_from_cache_file=True
-        )

@@ -1,6 +1,5 @@
 """The chat template and the stop token: set by the recipe, and checked on the first example."""
 
-import re
 from typing import Any
 
 from datasets import Dataset
@@ -9,11 +8,12 @@ from transformers import PreTrainedTokenizerBase
 from .. import shipped
 from ..errors import UserError, did_you_mean
 from ..files import read_text
+from .arrow import has_turns
 from .columns import COLUMNS, Task
+from .encoding import ChatEncoder, has_marks
 from .rendering import check_rendering_cost, template_errors
-from .split import has_turns
+from .tool_calls import for_template, template_options
 
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as in transformers and TRL
 _REMEDY = "set model.chat_template to qwen2.5, zephyr or a .jinja file"
 
 
@@ -46,8 +46,8 @@ def check_template(
 ) -> list[str]:
     """Check the first example; returns notices, such as of a stop token that is not the template's.
 
-    Raises UserError if the chat template cannot render the example, does not mark the tokens to train, or does not mark
-    the stop token; and for plain texts, if a setting needs conversations.
+    Raises UserError if the chat template cannot render the example, if the tokens to train are neither marked by it nor
+    can be derived, or leave out the stop token; and for plain texts, if a setting needs conversations.
     assistant_only_loss: SFT's; DPO trains on the last turn whatever the template marks.
     """
     name = tokenizer.name_or_path or "the tokenizer"
@@ -59,17 +59,11 @@ def check_template(
         )
     if not has_turns(dataset):
         return _check_plain(tokenizer, name, only_assistant, dataset)
-    template = _template(tokenizer, name)
-    if only_assistant and not _GENERATION.search(template):
-        raise UserError(
-            f"{name}: assistant_only_loss needs a chat template that marks the assistant's turns, and this one "
-            "has no {% generation %}. Set model.chat_template to qwen2.5, zephyr or a template with "
-            "{% generation %}...{% endgeneration %} around the assistant's content and its stop token, "
-            "or set trainer.assistant_only_loss to false"
-        )
+    _template(tokenizer, name)
     notices: list[str] = []
+    options = template_options(dataset[0])
     for turns in _conversations(dataset[0], task):
-        text, ids, marked = _render(tokenizer, turns, name, only_assistant)
+        text, ids, marked = _render(tokenizer, turns, options, name, only_assistant)
         answers = [turn["content"].strip() for turn in turns if turn["role"] == "assistant"]
         if answers[-1] not in text:
             raise UserError(
@@ -87,8 +81,10 @@ def check_template(
 
 def _conversations(example: dict[str, Any], task: Task) -> list[list[dict[str, Any]]]:
     if "completion" in example:
-        return [example["prompt"] + example["completion"]]
-    return [example[column] for column in COLUMNS[task]]
+        chats = [example["prompt"] + example["completion"]]
+    else:
+        chats = [example[column] for column in COLUMNS[task]]
+    return [for_template(chat) for chat in chats]
 
 
 def _check_plain(tokenizer: PreTrainedTokenizerBase, name: str, only_assistant: bool, dataset: Dataset) -> list[str]:
@@ -131,17 +127,25 @@ def _template(tokenizer: PreTrainedTokenizerBase, name: str) -> str:
 
 
 def _render(
-    tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, Any]], name: str, only_assistant: bool
+    tokenizer: PreTrainedTokenizerBase,
+    turns: list[dict[str, Any]],
+    options: dict[str, Any],
+    name: str,
+    only_assistant: bool,
 ) -> tuple[str, list[int], list[bool]]:
     """(text, tokens, assistant marks of the tokens) of a conversation; the marks are [] unless `only_assistant`."""
-    check_rendering_cost(tokenizer, name, turns)
+    check_rendering_cost(tokenizer, name, turns, options)
+    apply: Any = tokenizer.apply_chat_template
     with template_errors(f"{name}: the chat template fails on the first example"):
-        text = str(tokenizer.apply_chat_template(turns, tokenize=False))
-        ids: Any = tokenizer.apply_chat_template(turns, return_dict=True)
+        text = str(apply(turns, tokenize=False, **options))
+        ids = apply(turns, return_dict=True, **options)
         if not only_assistant:
             return text, ids["input_ids"], []
+        if not has_marks(tokenizer.get_chat_template(tools=options.get("tools"))):
+            (example,) = ChatEncoder(tokenizer, assistant_only=True).conversations([turns], [options])
+            return text, example.sides[0].ids, example.sides[0].trained
         try:
-            marked: Any = tokenizer.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
+            marked = apply(turns, return_dict=True, return_assistant_tokens_mask=True, **options)
         except OverflowError:  # transformers, where the markers enclose nothing
             return text, ids["input_ids"], []
         return text, ids["input_ids"], [bool(mark) for mark in marked["assistant_masks"]]

@@ -8,7 +8,6 @@ would be computed again.
 
 import hashlib
 import json
-import os
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
@@ -58,12 +57,6 @@ class ResponseCache:
         assert self.file
         with self.file.open("ab", buffering=0) as stream:
             stream.write(text.encode())
-
-
-def default_cache_folder() -> Path:
-    """Return $SOREN_ALIGN_CACHE, or else `soren-align` in the user's cache folder."""
-    own = os.environ.get("SOREN_ALIGN_CACHE")
-    return Path(own or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "soren-align").expanduser()
 
 
 def cache_key(folder: Path, settings: BackendSettings, device: str) -> dict[str, Any]:

@@ -11,14 +11,13 @@ import torch
 from rich.console import Console
 
 from ..errors import UserError
-from ..files import is_component, write
+from ..files import default_cache_folder, is_component, write
 from ..provenance import commit
 from ..recipe import Eval, Model, trains_adapter
 from ..run_folder import RunFolder
 from ..terminal import print_labelled
 from . import tables
 from .backends import require_backend
-from .cache import default_cache_folder
 from .harness import ModelResults, Options, evaluate_model
 from .preflight import Row, check, planned_rows, saved_row, with_base_template
 from .progress_display import ProgressDisplay

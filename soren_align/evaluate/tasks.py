@@ -12,8 +12,9 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from ..errors import UserError
+from ..files import default_cache_folder
 from ..silence import silence
-from .cache import default_cache_folder, digest
+from .cache import digest
 from .sandbox import loading
 from .suites import Suite, SuiteTask
 

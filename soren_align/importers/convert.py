@@ -83,7 +83,10 @@ def tool_of(flat: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """("TRL's", "Axolotl's" or "LLaMA-Factory's"; its defaults that differ from TRL's)."""
     if "base_model" in flat:
         return "Axolotl's", names.AXOLOTL
-    return ("LLaMA-Factory's", names.LLAMA_FACTORY) if "finetuning_type" in flat else ("TRL's", {})
+    if not names.is_llama_factory(flat):
+        return "TRL's", {}
+    has_precision = any(flat.get(key) for key in ("fp16", "bf16", "pure_bf16"))
+    return "LLaMA-Factory's", {k: v for k, v in names.LLAMA_FACTORY.items() if k != "bf16" or not has_precision}
 
 
 def _last(key: str) -> str:
@@ -285,6 +288,8 @@ def _add_defaults(conversion: Conversion, flat: dict[str, Any], name: str) -> No
     if "base_model" in flat and "eval_steps" in conversion.recipe["trainer"]:
         add("trainer", "eval_strategy", "steps", "as Axolotl with eval_steps")
     add("optimizer", "name", "adamw", f"{tool} default")
+    if tool == "LLaMA-Factory's":
+        add("optimizer", "lr", names.LLAMA_FACTORY_LR, "transformers' default, LLaMA-Factory's too")
     add("optimizer", "lr", trl_config.fields(conversion.task)["learning_rate"].default, "TRL's default")
     add("optimizer", "aux_lr", optimizer["lr"], "lr, for embeddings, head and norms")
     add("optimizer", "weight_decay", 0.0, f"{tool} default")

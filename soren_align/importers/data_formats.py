@@ -2,21 +2,24 @@
 
 from typing import Any
 
-KNOWN_KEYS = {"role": ("role", "from"), "content": ("content", "value")}
+KNOWN_KEYS = {"role": ("role", "from"), "content": ("content", "value"), "weight": ("weight", "train")}
 KNOWN_ROLES = {"user": ("user", "human"), "assistant": ("assistant", "gpt"), "system": ("system",)}
+KNOWN_ROLES |= {"tool": ("tool", "observation", "function", "ipython"), "tool_call": ("tool_call", "function_call")}
+_REASONING = ("reasoning_content", "reasoning", "thinking")
 ALPACA_PROMPT = "instruction and input are the user's turn of the chat template; in the source, of Alpaca's own prompt"
 _ALPACA = {"instruction": "instruction", "input": "input", "output": "output", "system": "system"}
 FIELDS = ("field", "field_messages", "field_chosen", "field_rejected", "field_prompt", "message_field_role")
-FIELDS += ("message_field_content", "message_property_mappings", "roles")
+FIELDS += ("message_field_content", "message_property_mappings", "roles", "field_tools", "message_field_training")
+FIELDS += ("field_thinking", "template_thinking_key")
 
 
 def axolotl_names(entry: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[str, bool]]]:
     """(a split's `columns` and `roles`, where they are needed; explanation and change of each key they come from)."""
-    kind, mappings = entry.get("type"), entry.get("message_property_mappings")
-    mappings = mappings if isinstance(mappings, dict) else {}
+    kind, mappings = entry.get("type"), _mappings(entry)
     keys = {
         "role": mappings.get("role") or entry.get("message_field_role") or "role",
         "content": mappings.get("content") or entry.get("message_field_content") or "content",
+        "weight": entry.get("message_field_training") or "train",
     }
     columns: dict[str, Any] = {}
     if isinstance(kind, dict):
@@ -39,21 +42,38 @@ def axolotl_names(entry: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tupl
             columns["conversations"] = entry["field_messages"]
     elif entry.get("field_messages") not in (None, "messages", "conversations"):
         columns = {"messages": entry["field_messages"]}
+    if entry.get("field_tools") not in (None, "tools"):
+        columns = {"messages": entry.get("field_messages") or "messages", **columns, "tools": entry["field_tools"]}
     names = split_names(columns, keys, _roles(entry.get("roles")))
     where = "the recipe's columns are recognised" if not names else "data.train." + " and data.train.".join(names)
+    return names, _explained(entry, where)
+
+
+def _explained(entry: dict[str, Any], where: str) -> dict[str, tuple[str, bool]]:
+    """Explanation and change of each key about columns and roles. where: the recipe's keys for those that are read."""
     explained = {key: (where, False) for key in FIELDS if key in entry}
-    if set(mappings) - {"role", "content"}:
-        explained["message_property_mappings"] = (f"{mappings}: only role and content are read", True)
+    mappings = _mappings(entry)
+    if renamed := {key: name for key, name in mappings.items() if key not in ("role", "content") and key != name}:
+        explained["message_property_mappings"] = (f"{renamed}: of these, only role and content are renamed", True)
+    for key in ("field_thinking", "template_thinking_key"):
+        if entry.get(key) not in (None, *_REASONING):
+            explained[key] = (f"{entry[key]}: reasoning is read as {', '.join(_REASONING)}", True)
     unknown = (
         {role for role in entry["roles"] if role not in KNOWN_ROLES} if isinstance(entry.get("roles"), dict) else ()
     )
     if unknown:
         explained["roles"] = (f"{', '.join(sorted(map(str, unknown)))}: no role of a recipe", True)
+    kind = entry.get("type")
     if "names" in entry:  # of LLaMA-Factory, which puts Alpaca's columns into a chat template too
         explained["type"] = (where, False)
     elif isinstance(kind, dict) or str(kind).startswith("alpaca"):
         explained["type"] = (ALPACA_PROMPT, True)
-    return names, explained
+    return explained
+
+
+def _mappings(entry: dict[str, Any]) -> dict[str, Any]:
+    mappings = entry.get("message_property_mappings")
+    return mappings if isinstance(mappings, dict) else {}
 
 
 def split_names(columns: dict[str, Any], keys: dict[str, Any], roles: dict[str, str]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from .key_tables import AS_READ, COLUMNS, OTHERWISE, Note, matches
 # Keys that name datasets; the first that is present counts, as in the handbook and in TRL.
 ROOTS = ("dataset_mixture", "dataset_mixer", "datasets", "dataset_name", "dataset")
 BESIDE = "dataset_splits dataset_configs dataset_config dataset_train_split dataset_test_split test_split_size "
-BESIDE += "val_set_size val_size test_datasets eval_dataset dataset_dir dataset_text_field"
+BESIDE += "val_set_size val_size test_datasets eval_dataset dataset_dir dataset_text_field max_samples mask_history"
 _EVAL_DATA = ("dataset_test_split", "test_datasets", "eval_dataset")
 _ENTRY = ("path", "split", "at", "revision", "config", "data_files", "weight", "fraction", "names", "not_read")
 _FIRST = re.compile(r"([^\[]+)\[:(\d+)\]")
@@ -55,6 +55,11 @@ def read_data(source: dict[str, Any], evaluates: bool) -> Data:
         data.drop(f"{root}[test]", f"the official test split would be trained on; left out: {names}", True)
     text_column = source.get("dataset_text_field")
     splits = [_split(entry, root, data, text_column) for entry in train]
+    for split in splits:
+        if source.get("max_samples") and "limit" not in split:
+            split["limit"] = int(source["max_samples"])
+        if source.get("mask_history"):
+            split["mask_history"] = True
     data.section["train"] = splits if len(splits) > 1 else splits[0]
     known = {*AS_READ, *_ENTRY, *FIELDS}
     for entry in entries:
@@ -210,16 +215,22 @@ def _eval(
             data.ours["data.eval.split"] = "the source splits examples off its mixture"
 
 
+SPLIT_KEYS = {"max_samples": "limit", "mask_history": "mask_history"}
+"""LLaMA-Factory's keys about every dataset -> the recipe's."""
 SIZES = ("test_split_size", "val_set_size", "val_size")
 
 
 def _hold_out(source: dict[str, Any], root: str, data: Data) -> None:
-    """Write data.eval as a fraction, if the source takes one out of its training examples."""
+    """Write data.eval as a fraction or a number, if the source takes one out of its training examples."""
     inside = source[root] if root == "dataset_mixture" else {}
     sizes = [where.get(key) for where in (source, inside) for key in SIZES]
-    fraction = next((size for size in sizes if isinstance(size, float) and 0 < size < 1), None)
-    if fraction is not None and "eval" not in data.section:
-        data.section["eval"] = {"fraction": fraction}
+    size = next((size for size in sizes if isinstance(size, int | float) and size is not True and size > 0), None)
+    if size is not None and "eval" not in data.section:
+        data.section["eval"] = _held_out(size)
+
+
+def _held_out(size: float) -> dict[str, Any]:
+    return {"fraction": size} if size < 1 else {"examples": int(size)}
 
 
 def _note_others(source: dict[str, Any], root: str, data: Data) -> None:
@@ -229,8 +240,8 @@ def _note_others(source: dict[str, Any], root: str, data: Data) -> None:
     sizes = {**dict.fromkeys(SIZES, source), f"{root}.test_split_size": inside}
     for key, where in sizes.items():
         size = where.get(key.rpartition(".")[2])
-        if size and data.section.get("eval") == {"fraction": size}:
-            data.notes.append(Note(key, "renamed", "data.eval.fraction; a hash of each example chooses"))
+        if isinstance(size, int | float) and data.section.get("eval") == (held_out := _held_out(size)):
+            data.notes.append(Note(key, "renamed", f"data.eval.{next(iter(held_out))}; a hash of each example chooses"))
         elif isinstance(size, int) and size >= 1 and has_eval and "path" in data.section["eval"]:
             data.section["eval"]["limit"] = size
             data.notes.append(Note(key, "renamed", "data.eval.limit"))
@@ -263,6 +274,8 @@ def _note_others(source: dict[str, Any], root: str, data: Data) -> None:
             )
         elif key == "dataset_dir" and root == "dataset":
             data.notes.append(Note(key, "renamed", "data.train.path"))
+        elif key in SPLIT_KEYS and source[key]:
+            data.notes.append(Note(key, "renamed", f"data.train.{SPLIT_KEYS[key]}"))
         elif key in _EVAL_DATA and has_eval:
             data.notes.append(Note(key, "renamed", "data.eval"))
         elif key in _EVAL_DATA:

@@ -70,6 +70,9 @@ RENAMED = {
     "saves_per_epoch": "trainer.save_strategy",
     "evals_per_epoch": "trainer.eval_strategy",
     "cutoff_len": "trainer.max_length",
+    "train_on_prompt": "trainer.assistant_only_loss",
+    "disable_gradient_checkpointing": "trainer.gradient_checkpointing",
+    "neat_packing": "trainer.packing",
     "pref_beta": "trainer.beta",
     "pref_loss": "trainer.loss_type",
     "rl_beta": "trainer.beta",
@@ -85,6 +88,10 @@ VALUES: dict[tuple[str, Any], tuple[Any, str]] = {
     ("bf16", "auto"): (True, ""),
     ("group_by_length", True): ("group_by_length", ""),
     ("group_by_length", False): ("random", ""),
+    ("train_on_prompt", True): (False, ""),
+    ("train_on_prompt", False): (True, ""),
+    ("disable_gradient_checkpointing", True): (False, ""),
+    ("disable_gradient_checkpointing", False): (True, ""),
     ("train_on_inputs", True): (False, ""),
     ("train_on_inputs", False): (True, ""),
     ("gradient_checkpointing", "offload"): (True, ""),
@@ -263,8 +270,17 @@ AXOLOTL = {
     "gradient_checkpointing": False,
 }
 
-# LLaMA-Factory's.
-LLAMA_FACTORY = {"max_length": 2048}
+# LLaMA-Factory's (hparams/data_args.py at 072bfe2; bf16 and the learning rate are transformers'). Equal to TRL's are
+# 3 epochs, batches of 8, the linear schedule, no warmup, no decay, clipping at 1, beta 0.1 and checkpointing.
+LLAMA_FACTORY = {"max_length": 2048, "bf16": False}
+LLAMA_FACTORY_LR = 5e-5
+_LLAMA_FACTORY_KEYS = ("finetuning_type", "stage", "cutoff_len", "dataset_dir", "template")
+
+
+def is_llama_factory(flat: dict[str, Any]) -> bool:
+    """Whether the source is a file of LLaMA-Factory's."""
+    return "base_model" not in flat and any(key in flat for key in _LLAMA_FACTORY_KEYS)
+
 
 # Tasks of TRL and Axolotl other than SFT and DPO.
 OTHER_TASKS = "pt rm orpo kto grpo gdpo rloo ppo simpo cpo xpo nash ebft prm reward"

@@ -12,7 +12,8 @@ INFO = "dataset_info.json"
 _ALPACA = {"prompt": "instruction", "query": "input", "response": "output", "system": "system"}
 _PAIR = {"chosen": "chosen", "rejected": "rejected"}
 _TAGS = {"user_tag": "user", "assistant_tag": "assistant", "system_tag": "system"}
-_NOT_READ = ("history", "tools", "images", "videos", "audios", "kto_tag")
+_TAGS |= {"observation_tag": "tool", "function_tag": "tool_call"}
+_NOT_READ = ("history", "images", "videos", "audios", "kto_tag")
 
 
 def with_datasets(source: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -71,7 +72,7 @@ def _entry(name: str, about: dict[str, Any], folder: Path) -> dict[str, Any]:
         entry["type"] = "alpaca"
     roles = {str(tags[tag]): role for tag, role in _TAGS.items() if tags.get(tag)}
     entry["names"] = split_names(_columns(columns, is_sharegpt, bool(about.get("ranking"))), keys, roles)
-    if unread := [key for key in (*columns, *tags) if key in _NOT_READ or (key == "system" and is_sharegpt)]:
+    if unread := [key for key in (*columns, *tags) if key in _NOT_READ or (key == "tools" and not is_sharegpt)]:
         entry["not_read"] = ", ".join(unread)
     return entry
 
@@ -84,6 +85,10 @@ def _columns(columns: dict[str, Any], is_sharegpt: bool, is_ranking: bool) -> di
     ours = {known[key]: value for key, value in columns.items() if key in known and value}
     if is_sharegpt and columns.get("messages") not in (None, "messages", "conversations"):
         ours["conversations" if is_ranking else "messages"] = columns["messages"]
+    if is_sharegpt and not is_ranking:  # a column named tools is read anyway
+        beside = {key: columns[key] for key in ("tools", "system") if columns.get(key)}
+        if "system" in beside or beside.get("tools", "tools") != "tools" or (ours and beside):
+            ours = {"messages": columns.get("messages") or "conversations", **ours, **beside}
     if is_ranking and ours:
         ours = {**_PAIR, **({"conversations": "conversations"} if is_sharegpt else {}), **ours}
     return ours

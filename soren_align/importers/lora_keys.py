@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .key_tables import Note, number
+from .key_tables import Note, is_llama_factory, number
 
 KEYS = {
     "lora_r": "r",
@@ -37,8 +37,8 @@ LLAMA_FACTORY = {"r": 8, "dropout": 0.0}  # alpha is twice r
 
 def trains_lora(flat: dict[str, Any]) -> bool:
     """Whether the source trains a LoRA adapter: TRL's use_peft, Axolotl's adapter, LLaMA-Factory's finetuning_type."""
-    if "finetuning_type" in flat:
-        return flat["finetuning_type"] == "lora"
+    if is_llama_factory(flat):
+        return flat.get("finetuning_type", "lora") == "lora"
     return flat.get("adapter") in ("lora", "qlora") if "base_model" in flat else flat.get("use_peft") is True
 
 
@@ -96,9 +96,10 @@ def _quantization(key: str, name: str, value: Any, flat: dict[str, Any], model: 
 def defaults(flat: dict[str, Any], model: dict[str, Any]) -> dict[str, str]:
     """Add the defaults of the source's tool to `model`; returns dotted key -> reason."""
     tool, values = ("Axolotl's", AXOLOTL) if "base_model" in flat else ("TRL's", TRL)
-    if "finetuning_type" in flat:
+    if is_llama_factory(flat):
+        model.setdefault("lora", {})
         tool, values = "LLaMA-Factory's", LLAMA_FACTORY
-        values |= {"alpha": 2.0 * model["lora"].get("r", 8)}
+        values = values | {"alpha": 2.0 * model["lora"].get("r", 8)}
     reasons = {}
     for key, value in values.items():
         if key not in model["lora"]:

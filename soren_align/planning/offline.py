@@ -10,7 +10,7 @@ from pathlib import Path
 from huggingface_hub import constants, get_session
 
 from .. import shipped
-from ..recipe import Data, HeldOut
+from ..recipe import Data, HeldOut, HeldOutNumber
 
 TIMEOUT_SECONDS = 3.0
 """For the hub's answer; its own client would retry for half a minute."""
@@ -31,6 +31,8 @@ def num_examples(data: Data) -> int | None:
         if number is None or source.name is not None:
             return None
         total += round(min(number, source.limit or number) * source.weight)
+    if isinstance(data.eval, HeldOutNumber):
+        return max(1, total - data.eval.examples)
     return round(total * (1 - data.eval.fraction)) if isinstance(data.eval, HeldOut) else total
 
 

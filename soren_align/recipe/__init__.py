@@ -10,6 +10,7 @@ from .batch import accumulation, batch_unit, global_batch, refuse_no_batch, trai
 from .checks import evaluation_problems
 from .comparison import differences, training_part
 from .data_paths import FILE_KINDS, data_files, data_suffix
+from .data_section import Data, DataSplit, HeldOut, HeldOutNumber, TrainSplit
 from .loader import find, load, load_resolved, load_text, task_of, to_yaml
 from .lora import adapter_config
 from .optimizers import MAPS, OPTIMIZERS, OptimizerSection, as_adamw
@@ -25,7 +26,7 @@ from .quantization import (
 from .references import is_local
 from .run_sections import Samples
 from .schema import SCHEMA_FILE, json_schema, schema_text, with_modeline, write_schema
-from .sections import ADAPTER, Data, DataSplit, Eval, HeldOut, Lora, Model, Recipe, TrainSplit, trains_adapter
+from .sections import ADAPTER, Eval, Lora, Model, Recipe, trains_adapter
 
 __all__ = [
     "ADAPTER",
@@ -38,6 +39,7 @@ __all__ = [
     "DataSplit",
     "Eval",
     "HeldOut",
+    "HeldOutNumber",
     "Lora",
     "Model",
     "OptimizerSection",

@@ -28,8 +28,9 @@ def training_part(recipe: Recipe) -> dict[str, Any]:
     """The part of the recipe that determines the trained weights: a run resumes only with an equal one."""
     part = recipe.model_dump(include={"task", "model", "data", "optimizer", "trainer"})
     part["run"] = recipe.run.model_dump(include={"parallel", "global_batch_size", "early_stopping"})
+    del part["data"]["cache"]
     evaluation = part["data"].pop("eval") or {}
-    if "fraction" in evaluation:  # the other examples are trained on
+    if "path" not in evaluation and evaluation:  # the other examples are trained on
         part["data"]["eval"] = evaluation
     ignored = _NO_EFFECT_ON_WEIGHTS if recipe.run.early_stopping else _NO_EFFECT_ON_WEIGHTS | _EVALUATION
     part["trainer"] = {k: v for k, v in part["trainer"].items() if k not in ignored}

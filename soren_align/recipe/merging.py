@@ -12,6 +12,7 @@ from typing import Any
 from ..errors import UserError
 from ..yaml_reader import Key, dotted, parse_yaml
 from .base import tag_of
+from .data_section import kind_of_eval
 from .optimizers import MAPS, OPTIMIZERS
 
 UNIONS: dict[Key, dict[str, Any]] = {("optimizer",): OPTIMIZERS, ("optimizer", "map"): MAPS}
@@ -30,7 +31,7 @@ def merged(base: dict[str, Any], over: dict[str, Any], notify: Notify, at: Key =
     for key in base.keys() & over.keys():
         inherited = _as_section(base[key], (*at, key))
         if isinstance(inherited, dict) and isinstance(over[key], dict):
-            if (*at, key) == ("data", "eval") and ("fraction" in inherited) != ("fraction" in over[key]):
+            if (*at, key) == ("data", "eval") and kind_of_eval(inherited) != kind_of_eval(over[key]):
                 continue
             both[key] = merged(inherited, over[key], notify, (*at, key))
     return both

@@ -1,17 +1,18 @@
 """The sections of a recipe, as pydantic models: every key, its meaning and its default.
 
-The optimizer section is in `optimizers`.
+The optimizer section is in `optimizers`, the data section in `data_section`.
 """
 
 import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, ValidationError, WrapValidator
+from pydantic import Field, ValidationError, WrapValidator
 from pydantic_core import PydanticCustomError
 
 from .. import shipped
 from .base import Coefficient, Positive, Section
+from .data_section import Data
 from .optimizers import Optimizer
 from .run_sections import EarlyStopping, LogSpectra, Samples
 
@@ -29,7 +30,7 @@ class Recipe(Section):
     """Another recipe, by file or shipped name: its keys hold where this file has none, section by section. In a run
     folder's recipe, a list: the recipes that were merged into it, nearest first."""
     model: "Model"
-    data: "Data"
+    data: Data
     optimizer: Optimizer
     trainer: dict[str, Any] = {}
     """TRL's SFTConfig or DPOConfig, key for key, except for keys that belong to other sections."""
@@ -95,101 +96,6 @@ class Model(Section):
     """Store the frozen weights under an adapter in fewer bits, by bitsandbytes: `4bit` in NF4 with double quantization
     (QLoRA), computed in the precision of `trainer` (bf16, fp16, or float32); `8bit` in int8 (LLM.int8). The factors
     stay float32. null: not quantized; for an adapter that was trained on quantized weights, as there."""
-
-
-Column = Literal[
-    "messages",
-    "conversations",
-    "instruction",
-    "input",
-    "output",
-    "system",
-    "prompt",
-    "completion",
-    "text",
-    "chosen",
-    "rejected",
-    "role",
-    "content",
-]
-
-
-class DataSplit(Section):
-    """Examples to train or evaluate on."""
-
-    path: Annotated[str, Field(min_length=1)]
-    """A .jsonl, .json, .csv or .txt file, each also as .gz, or a .parquet file; a folder of such files, or a pattern,
-    `data/*.jsonl` (`shipped:...` for shipped ones); or a dataset on the Hugging Face hub."""
-    name: Annotated[str, Field(min_length=1)] | None = None
-    """The hub dataset's configuration (`SFT`). null: its default one."""
-    split: str = "train"
-    """The hub dataset's split, or a part of one (`train_sft[:10%]`); files are always taken
-    whole."""
-    limit: Annotated[int, Field(ge=1)] | None = None
-    """Take only the first `limit` examples."""
-    revision: str | None = None
-    """The hub's branch, tag or commit."""
-    bad_examples: Literal["refuse", "drop"] = "refuse"
-    """Whether examples that cannot be trained on (empty answers, equal pairs, ...) are an error, or are dropped and
-    counted. `drop` is for data that you cannot fix, such as the hub's."""
-    columns: dict[Column, str] = {}
-    """The dataset's own names: `{instruction: question, output: answer}`. Its other columns are then not read. `role`
-    and `content` name the keys of a turn."""
-    roles: dict[str, Literal["system", "user", "assistant"]] = {}
-    """The dataset's names of roles: `{student: user, teacher: assistant}`. Usual ones, as ShareGPT's human and gpt, are
-    known."""
-
-
-class TrainSplit(DataSplit):
-    """Examples to train on, and how often."""
-
-    weight: Positive = 1.0
-    """Multiple of the examples: 2 takes each twice, 0.25 a quarter of them, drawn by trainer.seed."""
-    train_on_test: bool = False
-    """Train on a split whose name is that of a test split, although its scores are then meaningless."""
-
-
-class HeldOut(Section):
-    """Part of the training examples, which is then not trained on."""
-
-    fraction: Annotated[float, Field(gt=0, lt=1)]
-    """Of the examples of every training split. An example is chosen by a hash of itself alone: not by its place, other
-    examples, or a seed, so that it stays where it is as the data grows, and equal ones are all on one side."""
-
-
-ONE, SEVERAL, SPLIT, PART = "<one>", "<several>", "a split", "a fraction"
-"""Tags of the unions in `data.train` and `data.eval`; messages name the latter two."""
-
-
-def _number_of_splits(train: Any) -> str:
-    return SEVERAL if isinstance(train, list | tuple) else ONE
-
-
-def _kind_of_eval(evaluation: Any) -> str:
-    has_fraction = isinstance(evaluation, HeldOut) or (isinstance(evaluation, dict) and "fraction" in evaluation)
-    return PART if has_fraction else SPLIT
-
-
-class Data(Section):
-    """The training data. Columns are recognised: conversations (`messages`, ShareGPT's `conversations`), Alpaca's
-    instructions and outputs, prompts with completions or with two answers, plain text; others are named under
-    `columns`."""
-
-    train: Annotated[
-        Annotated[TrainSplit, Tag(ONE)] | Annotated[Annotated[list[TrainSplit], Field(min_length=1)], Tag(SEVERAL)],
-        Discriminator(_number_of_splits),
-    ]
-    """One split, or a list of several that are shuffled together by trainer.seed."""
-    eval: (
-        Annotated[Annotated[DataSplit, Tag(SPLIT)] | Annotated[HeldOut, Tag(PART)], Discriminator(_kind_of_eval)] | None
-    ) = None
-    """Held-out examples for a loss during training: a split, or a part of the training examples, `{fraction: 0.05}`.
-    `trainer.eval_strategy` sets when; without it, after every epoch."""
-
-    @property
-    def sources(self) -> list[TrainSplit]:
-        """The training splits, as a list."""
-        return self.train if isinstance(self.train, list) else [self.train]
 
 
 class Run(Section):

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file, extract_commit_hash
 from trl.trainer.utils import add_fused_lm_head
 
+from ..data import TOKEN_COLUMNS
 from ..optim import build_optimizer
 from ..provenance import fingerprint
 from ..recipe import Recipe, parallel, training_part
@@ -38,7 +39,7 @@ def build_trainer(
 
     `trainer.origin` identifies the run in its checkpoints: recipe, processes, data, starting weights, template.
     """
-    recipe, splits = setup.recipe, setup.splits
+    recipe, held_out, columns = setup.recipe, setup.tokens["eval"], list(TOKEN_COLUMNS[setup.recipe.task])
     args = trl_arguments(recipe, folder.checkpoints, ranks)
     model = load_model(recipe, setup.start)
     if recipe.model.eos_token is not None:
@@ -47,13 +48,13 @@ def build_trainer(
     if new_adapter is None:  # otherwise the parameters to train exist only after TRL has added the adapter
         with as_user_error("optimizer", ValueError):
             build_optimizer(model, **optimizer_settings(recipe))
-    # TRL prints while it tokenizes; data.preview has already counted and shown the same.
+    # TRL prints while it truncates and packs; data.preview has already counted and shown the same.
     with as_user_error("trainer", ValueError, RuntimeError), contextlib.redirect_stdout(io.StringIO()):
         return TRAINERS[recipe.task](
             model=model,
             args=args,
-            train_dataset=splits["train"].dataset,
-            eval_dataset=splits["eval"].dataset if splits["eval"] else None,
+            train_dataset=setup.tokens["train"].select_columns(columns),
+            eval_dataset=held_out.select_columns(columns) if held_out else None,
             processing_class=setup.tokenizer,
             peft_config=new_adapter,
             optimizer_settings=recipe.optimizer,

@@ -8,7 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from trl.chat_template_utils import get_training_chat_template
 
 from .. import shipped, weights
-from ..data import check_rendering_cost, set_template
+from ..data import ChatEncoder, check_rendering_cost, set_template
+from ..errors import UserError
 from ..recipe import Recipe, adapter_config, is_local, quantization
 from ..run_folder import RunFolder
 from . import adapters
@@ -53,28 +54,27 @@ def load_model(recipe: Recipe, start: str) -> PreTrainedModel:
         return adapters.load_starting_adapter(model, start)
 
 
-_TOOL_CALL = {"type": "function", "function": {"name": "dummy", "arguments": {"a": "b"}}}
-_CONVERSATIONS_OF_TRL: list[list[dict[str, Any]]] = [
-    [{"role": "user", "content": "dummy"}, {"role": "assistant", "content": "dummy"}],
-    [
-        {"role": "user", "content": "dummy"},
-        {"role": "assistant", "content": "", "tool_calls": [_TOOL_CALL]},
-        {"role": "tool", "name": "dummy", "content": "dummy"},
-    ],
+_TWO_ANSWERS: list[dict[str, Any]] = [
+    {"role": role, "content": content} for content in ("first", "second") for role in ("user", "assistant")
 ]
-"""TRL renders these in this process, to detect whether a template supports tools."""
+"""Templates that leave out parts of earlier turns render them differently as the second answer follows."""
 
 
 def load_tokenizer(recipe: Recipe, start: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer, with the chat template and the end token that training will use."""
+    """Load the tokenizer, with the chat template and the end token that training will use.
+
+    TRL's variant of the template, with {% generation %}, replaces one whose answers cannot be derived (Qwen3's).
+    """
     with as_user_error(f"tokenizer of {recipe.model.name_or_path}"):
         tokenizer = AutoTokenizer.from_pretrained(start, trust_remote_code=False, revision=recipe.model.revision)
     set_template(tokenizer, recipe.model.chat_template, recipe.model.eos_token)
     if recipe.trainer.get("assistant_only_loss") and tokenizer.chat_template:
-        for turns in _CONVERSATIONS_OF_TRL:
-            check_rendering_cost(tokenizer, recipe.model.name_or_path, turns)
-        with contextlib.suppress(ValueError):  # TRL does not support the template: check_template reports it
-            tokenizer.chat_template = get_training_chat_template(tokenizer) or tokenizer.chat_template
+        check_rendering_cost(tokenizer, recipe.model.name_or_path, _TWO_ANSWERS)
+        try:
+            list(ChatEncoder(tokenizer, assistant_only=True).conversations([_TWO_ANSWERS], [{}]))
+        except (UserError, ValueError):
+            with contextlib.suppress(ValueError):  # TRL does not support the template: check_template reports it
+                tokenizer.chat_template = get_training_chat_template(tokenizer) or tokenizer.chat_template
     return tokenizer
 
 

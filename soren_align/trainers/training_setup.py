@@ -1,6 +1,6 @@
 """All checks of a recipe that need no model: starting checkpoint, tokenizer, data, learning-rate schedule."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -10,10 +10,11 @@ from transformers import AutoConfig, get_scheduler
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.optimization import GreedyLR
 
-from ..data import Account, LossMasks, account, check_template, has_turns, hold_out, load_split, mix
+from ..data import Account, LossMasks, account, check_template, has_turns, hold_out, load_split, mix, tokenize
 from ..errors import UserError
+from ..files import default_cache_folder
 from ..manifest import describe_dropped
-from ..recipe import HeldOut, Recipe, refuse_no_batch
+from ..recipe import HeldOut, HeldOutNumber, Recipe, refuse_no_batch
 from ..run_folder import RunFolder
 from ..sharding.ranks import Ranks
 from . import adapters
@@ -35,6 +36,8 @@ class TrainingSetup:
     tokenizer: Any
     splits: dict[str, Any]
     """{"train": data.LoadedSplit, "eval": data.LoadedSplit or None}"""
+    tokens: dict[str, Any]
+    """The examples of `splits` as tokens: {"train": Dataset, "eval": Dataset or None}."""
     account: Any
     """data.Account of the training examples; None on all ranks but the first. With packing, tokens are counted after
     it."""
@@ -67,11 +70,12 @@ def set_up_training(
     model_config = _model_config(recipe, start)
     check_attention(recipe, model_config)
     if not ranks.is_first:
-        return TrainingSetup(recipe, start, tokenizer, splits, None)
+        return TrainingSetup(recipe, start, tokenizer, splits, _tokens(recipe, splits, tokenizer), None)
     assistant_only, completion_only = map(recipe.trainer.get, ("assistant_only_loss", "completion_only_loss"))
     train = splits["train"].dataset
     notices = check_template(tokenizer, recipe.task, bool(assistant_only), train, completion_only)
-    counts, packing = _count(recipe, config, splits["train"], tokenizer, on_examples)
+    tokens = _tokens(recipe, splits, tokenizer, on_examples)
+    counts, packing = _count(recipe, config, tokens["train"], splits["train"].source_indices, tokenizer)
     if counts.num_kept == 0:
         raise UserError(
             f"{splits['train'].source['path']}: none of {counts.num_examples} examples can be trained on: "
@@ -84,10 +88,31 @@ def set_up_training(
     is_wrapped = packing is not None and packing.strategy == "wrapped"  # otherwise positions restart at each example
     num_positions = _num_positions(model_config)
     notices += _too_few_positions(num_positions, max_length if is_wrapped else min(longest, max_length))
+    notices += [
+        f"the chat template leaves out {kind} of {number:,} of {counts.num_examples:,} examples: not trained"
+        for kind, number in counts.num_left_out.items()
+    ]
     samples = recipe.run.samples
     prompts = read_prompts(samples, tokenizer, has_turns(train), num_positions) if samples else ()
     notices = [*splits["train"].notices, *notices]
-    return TrainingSetup(recipe, start, tokenizer, splits, counts, tuple(notices), prompts, packing)
+    return TrainingSetup(recipe, start, tokenizer, splits, tokens, counts, tuple(notices), prompts, packing)
+
+
+def _tokens(
+    recipe: Recipe, splits: dict[str, Any], tokenizer: Any, on_examples: Callable[[int], object] | None = None
+) -> dict[str, Any]:
+    """The tokens of both splits. on_examples: of the training examples."""
+    trainer = recipe.trainer
+    settings = (bool(trainer.get("assistant_only_loss")), trainer.get("completion_only_loss") is not False)
+    cache = default_cache_folder() if recipe.data.cache else None
+    return {
+        name: tokenize(
+            split.dataset, recipe.task, tokenizer, cache, *settings, on_examples if name == "train" else None
+        )
+        if split
+        else None
+        for name, split in splits.items()
+    }
 
 
 def load_splits(recipe: Recipe) -> dict[str, Any]:
@@ -97,8 +122,8 @@ def load_splits(recipe: Recipe) -> dict[str, Any]:
     """
     evaluation = recipe.data.eval
     sources = [load_split(source, recipe.task) for source in recipe.data.sources]
-    if isinstance(evaluation, HeldOut):
-        sources, held_out = hold_out(sources, evaluation.fraction)
+    if isinstance(evaluation, HeldOut | HeldOutNumber):
+        sources, held_out = hold_out(sources, **evaluation.model_dump())
     else:
         held_out = load_split(evaluation, recipe.task) if evaluation else None
     train = mix(sources, recipe.data.sources, recipe.trainer.get("seed", 42))
@@ -109,19 +134,16 @@ def load_splits(recipe: Recipe) -> dict[str, Any]:
 
 
 def _count(
-    recipe: Recipe, config: Any, split: Any, tokenizer: Any, on_examples: Callable[[int], object] | None
+    recipe: Recipe, config: Any, tokens: Any, source_indices: Sequence[int], tokenizer: Any
 ) -> tuple[Account, Packing | None]:
     """Count the training examples and their tokens, after packing if they are packed. config: TRL's."""
     masks = LossMasks() if getattr(config, "packing", False) else None
     counts = account(
-        split.dataset,
+        tokens,
         recipe.task,
         tokenizer,
         max_length=config.max_length if masks is None else None,
-        assistant_only_loss=bool(recipe.trainer.get("assistant_only_loss")),
-        completion_only_loss=recipe.trainer.get("completion_only_loss") is not False,
-        source_indices=split.source_indices,
-        on_examples=on_examples,
+        source_indices=source_indices,
         masks=masks,
     )
     packing = pack(masks, config) if masks is not None and masks.masks else None

@@ -28,7 +28,7 @@ def trl_arguments(recipe: Recipe, output_dir: Path, ranks: Ranks) -> SFTConfig |
             "trainer.use_cpu: this machine has no GPU; write `use_cpu: true` and `bf16: false` under trainer"
         )
     shared = parallel(recipe.run.parallel) if ranks.launched else Parallel("ddp")
-    derived = {
+    derived: dict[str, Any] = {
         "output_dir": str(output_dir),
         "learning_rate": recipe.optimizer.lr,  # only for TRL's logs: the optimizer gets the recipe's section
         "weight_decay": recipe.optimizer.weight_decay,
@@ -36,6 +36,8 @@ def trl_arguments(recipe: Recipe, output_dir: Path, ranks: Ranks) -> SFTConfig |
         "gradient_accumulation_steps": accumulation(recipe, ranks.num_ranks),
         **_sharding_arguments(shared, on_cpu),
     }
+    if recipe.task == "sft":
+        derived["assistant_only_loss"] = False  # the tokens have their labels; TRL would ask for conversations
     # transformers would have DDP search the graph for parameters without a gradient at every step.
     defaults: dict[str, Any] = {"ddp_find_unused_parameters": False}
     defaults["run_name"] = RunFolder(recipe.run.output_dir).name

@@ -221,3 +221,11 @@ class SorenSFTTrainer(SorenTrainerMixin, SFTTrainer):
 
 class SorenDPOTrainer(SorenTrainerMixin, DPOTrainer):
     """trl.DPOTrainer with this package's optimizers; see SorenTrainerMixin for the added arguments."""
+
+    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
+        """As TRL, which tokenizes; of tokens, as SFTTrainer takes them, only examples that are too long are dropped."""
+        if "prompt_ids" not in (dataset.column_names or ()):
+            return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
+        if args.max_length is None or args.truncation_mode != "keep_start":
+            return dataset
+        return dataset.filter(lambda example: len(example["prompt_ids"]) < args.max_length)

@@ -297,7 +297,7 @@ BAD = [
     (
         "ShareGPT",
         {"conversations": [{"from": "narrator", "value": "x"}]},
-        r"conversations\[0\] has the role 'narrator'; write system, user or assistant, or name it under `roles`",
+        r"conversations\[0\] has the role 'narrator'; write system, user, assistant or tool, or name it under `roles`",
     ),
     ("ShareGPT", {"conversations": [{"value": "x"}]}, r"conversations\[0\] has no role \(or from\); write sys"),
     (
@@ -309,7 +309,7 @@ BAD = [
     ("ShareGPT", {"conversations": "x"}, "conversations is text, not a list of {role, content} turns"),
     ("ShareGPT", {"conversations": spoken(CHAT[:-1])}, "conversations ends with a user turn"),
     ("ShareGPT", {"conversations": [{"from": "gpt", "value": None}]}, r"conversations\[0\] has no content"),
-    ("ShareGPT", {"conversations": [{"from": "gpt", "value": "x", "weight": 0}]}, "has weight beside role and content"),
+    ("ShareGPT", {"conversations": [{"from": "gpt", "value": "x", "score": 0}]}, "has score beside role and content"),
     ("turns and completion", {"prompt": PROMPT, "completion": "x"}, "completion is text, not a list"),
     ("turns and completion", {"prompt": PROMPT, "completion": PROMPT[-1:]}, r"completion\[\d\] are both user turns"),
     ("prompt and completion", {"prompt": "x", "completion": " "}, "completion is empty"),

@@ -10,8 +10,9 @@ import pytest
 
 from soren_align import recipe
 from soren_align.data import hold_out, load_split
+from soren_align.data.held_out import position
 from soren_align.errors import UserError
-from soren_align.recipe import HeldOut, training_part
+from soren_align.recipe import HeldOut, HeldOutNumber, training_part
 from soren_align.recipe.loader import parse
 from soren_align.trainers.training_setup import load_splits
 from tests.support.conversations import chat, pair_row, split
@@ -50,6 +51,35 @@ def test_an_example_stays_on_its_side_as_the_file_grows_and_is_reordered(write):
     assert {row["text"] for row in before.dataset} == held_out & {row["text"] for row in TEXTS[:200]}
     _, larger = parts(write, shuffled, 0.2)
     assert held_out < {row["text"] for row in larger.dataset}
+
+
+def test_a_number_is_the_first_examples_by_their_hash_and_shrinks_to_none_that_was_trained(write):
+    def held_out(rows, number):
+        (remaining,), part = hold_out([load_split(split(write("rows.jsonl", rows)), "sft")], examples=number)
+        assert len(remaining.dataset) + len(part.dataset) == len(rows)
+        return [row["text"] for row in part.dataset]
+
+    ordered = sorted(TEXTS, key=lambda row: position(row))
+    assert set(held_out(TEXTS, 50)) == {row["text"] for row in ordered[:50]}
+    before, after = set(held_out(TEXTS[:200], 50)), set(held_out(TEXTS, 50))
+    assert len(before) == len(after) == 50
+    old = {row["text"] for row in TEXTS[:200]}
+    assert after & old < before  # what was trained on before is trained on still
+    assert set(held_out([*TEXTS, ordered[49], ordered[49]], 50)) == {row["text"] for row in ordered[:49]}
+    for number, message in ((400, "400 are all of 400 examples; write a smaller"), (401, "401 are all")):
+        with pytest.raises(UserError, match=f"data.eval.examples: {message}"):
+            held_out(TEXTS, number)
+
+
+def test_a_number_is_of_all_splits_together(write):
+    first, second = (
+        load_split(split(write(n, part)), "sft") for n, part in (("a.jsonl", TEXTS[:100]), ("b.jsonl", TEXTS[100:]))
+    )
+    _, held_out = hold_out([first, second], examples=40)
+    assert {row["text"] for row in held_out.dataset} == {
+        row["text"] for row in sorted(TEXTS, key=lambda row: position(row))[:40]
+    }
+    assert held_out.source["examples"] == held_out.num_examples == 40
 
 
 def test_equal_examples_are_on_one_side_wherever_they_come_from(write, monkeypatch):
@@ -122,11 +152,14 @@ def test_another_fraction_is_another_training_and_another_eval_file_is_not():
     shipped = "shipped:recipes/quickstart/data"
     assert part(f"{{path: '{shipped}/chat_test.jsonl'}}") == part(f"{{path: '{shipped}/chat_train.jsonl'}}")
     assert part("{fraction: 0.1}") != part("{fraction: 0.2}") != part("null")
+    assert part("{examples: 10}") != part("{examples: 20}") != part("null")
 
 
 def test_a_fraction_replaces_the_split_of_an_extended_recipe(tmp_path):
     (tmp_path / "my.yaml").write_text("extends: quickstart/sft\ndata: {eval: {fraction: 0.1}}\n")
     assert recipe.load(str(tmp_path / "my.yaml")).data.eval == HeldOut(fraction=0.1)
+    (tmp_path / "next.yaml").write_text("extends: my.yaml\ndata: {eval: {examples: 5}}\n")
+    assert recipe.load(str(tmp_path / "next.yaml")).data.eval == HeldOutNumber(examples=5)
 
 
 @pytest.mark.parametrize(
@@ -135,6 +168,7 @@ def test_a_fraction_replaces_the_split_of_an_extended_recipe(tmp_path):
         ("{fraction: 0}", "data.eval.fraction: found 0; it must be more than 0"),
         ("{fraction: 1.0}", "data.eval.fraction: found 1.0; it must be less than 1"),
         ("{fraction: 0.1, path: a.jsonl}", "data.eval.path: unknown key for a fraction; a split has it"),
+        ("{examples: 0}", "data.eval.examples: found 0; it must be at least 1"),
         ("{fractoin: 0.1}", "data.eval.path: is required"),
         ("[{fraction: 0.1}]", "found a list; held-out examples are one split"),
     ],

@@ -8,7 +8,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from soren_align.data import account, load_split, show_example
 from soren_align.data.columns import COLUMNS
-from soren_align.data.tokens import encode
+from soren_align.data.encoding import encode
 from soren_align.errors import UserError
 from tests.support.conversations import CHATML, chat, chat_row, pair_row, split
 

@@ -3,7 +3,7 @@
 import pytest
 from datasets import Dataset
 
-from soren_align.data import account, check_template, rendering, tokens
+from soren_align.data import account, check_template, encoding, rendering
 from soren_align.errors import UserError
 from tests.support.conversations import CHATML, chat
 from tests.support.cpu_time import cpu_seconds
@@ -54,7 +54,7 @@ def test_a_template_without_end_for_a_later_row_is_stopped(make_tokenizer, monke
     picky = CHATML + "{% if messages[0]['content'] == 'no' %}" + ROUND * 3 + "{% endfor %}" * 3 + "{% endif %}"
     other = [{"role": "user", "content": "no"}, {"role": "assistant", "content": "yes"}]
     rows = Dataset.from_list([{"messages": chat(1)}, {"messages": other}])
-    monkeypatch.setattr(tokens, "cpu_time_limit", lambda _, what: rendering.cpu_time_limit(0.5, what))
+    monkeypatch.setattr(encoding, "cpu_time_limit", lambda _, what: rendering.cpu_time_limit(0.5, what))
     with pytest.raises(
         UserError, match=r"fails on a later one: it takes more than 0.5 seconds; it may have nested loops"
     ):

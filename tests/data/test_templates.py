@@ -8,13 +8,14 @@ from soren_align.errors import UserError
 from tests.support.conversations import CHATML, chat, pair_row
 
 SFT = Dataset.from_list([{"messages": chat(1)}])
+TWO = Dataset.from_list([{"messages": chat(1, turns=2)}])
 DPO = Dataset.from_list([{column: pair_row(1)[column] for column in ("chosen", "rejected")}])
 PLAIN = CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
 
-def refused(tokenizer, task="sft", assistant_only_loss=True):
+def refused(tokenizer, task="sft", assistant_only_loss=True, rows=SFT):
     with pytest.raises(UserError) as caught:
-        check_template(tokenizer, task, assistant_only_loss, SFT if task == "sft" else DPO)
+        check_template(tokenizer, task, assistant_only_loss, rows if task == "sft" else DPO)
     message = str(caught.value)
     assert "\n" not in message
     return message
@@ -27,12 +28,14 @@ def test_a_template_with_markers_passes(make_tokenizer, trim):
     check_template(make_tokenizer(template), "dpo", False, DPO)
 
 
-def test_without_markers_only_the_whole_conversation_can_be_trained(make_tokenizer):
+def test_without_markers_the_answers_are_derived_or_the_template_is_refused(make_tokenizer):
     check_template(make_tokenizer(PLAIN), "sft", False, SFT)
     check_template(make_tokenizer(PLAIN), "dpo", True, DPO)  # DPO needs no markers
-    message = refused(make_tokenizer(PLAIN))
-    assert "has no {% generation %}. Set model.chat_template" in message
-    assert "or set trainer.assistant_only_loss to false" in message
+    assert check_template(make_tokenizer(PLAIN), "sft", True, SFT) == []
+    hidden = PLAIN.replace(
+        "{{ m['content'] + '<|im_end|>' }}", "{{ m['content'] + '<|im_end|>' if loop.last else '' }}"
+    )
+    assert "renders earlier turns differently once others follow" in refused(make_tokenizer(hidden), rows=TWO)
 
 
 def test_a_tokenizer_without_a_template_is_refused(make_tokenizer):

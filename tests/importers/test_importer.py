@@ -282,7 +282,11 @@ def test_columns_and_roles_become_the_recipes_where_they_are_not_known(said, nam
         ),
         ({"type": "completion", "field": "text"}, None, "continued in a next one"),
         ({"type": "completion", "field": "body"}, {"text": "body"}, "continued in a next one"),
-        ({"message_property_mappings": {"role": "role", "content": "content", "tools": "x"}}, None, "only role and"),
+        (
+            {"message_property_mappings": {"role": "role", "content": "content", "tools": "x"}},
+            None,
+            "only role and content are renamed",
+        ),
         ({"roles": {"user": ["human"], "narrator": ["book"]}}, None, "narrator: no role of a recipe"),
         ({"train_on_eos": "all"}, None, "examples are recognised by their columns"),
         ({"columns": ["question", "solution"]}, None, "examples are recognised by their columns"),

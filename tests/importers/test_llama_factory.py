@@ -126,9 +126,87 @@ def test_held_out_files_are_the_recipes(project):
     assert (loaded.data.eval.path, loaded.data.eval.roles["teacher"]) == ("data/chats.jsonl", "assistant")
 
 
-def test_columns_that_are_not_read_are_told(project):
-    _, table = project(SFT + "dataset: calls\n")
-    assert "tools: not read" in table.partition("\nrenamed")[0]
+CALL = '{"name": "weather", "arguments": {"city": "Bern"}}'
+TALK = [("user", "Rain?"), ("call", CALL), ("result", "dry"), ("gpt", "No.")]
+
+
+def test_tools_their_tags_and_a_system_column_are_read(project, tmp_path):
+    about = {
+        "file_name": "agents.jsonl",
+        "formatting": "sharegpt",
+        "columns": {"messages": "talk", "tools": "functions", "system": "rules"},
+        "tags": {"user_tag": "user", "observation_tag": "result", "function_tag": "call"},
+    }
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps({"agents": about}))
+    row = {
+        "talk": [{"from": who, "value": text} for who, text in TALK],
+        "functions": json.dumps([{"name": "weather", "description": "d", "parameters": {}}]),
+        "rules": "Be brief.",
+    }
+    (tmp_path / "data" / "agents.jsonl").write_text(json.dumps(row))
+    text, table = project(SFT + "dataset: agents\n")
+    (source,) = load_text(text).data.sources
+    assert source.roles == {"result": "tool", "call": "tool_call"}
+    example = load_split(source, "sft").dataset[0]
+    assert [turn["role"] for turn in example["messages"]] == ["system", "user", "assistant", "tool", "assistant"]
+    assert example["messages"][2]["tool_calls"][0]["function"]["name"] == "weather"
+    assert json.loads(example["tools"])[0]["function"]["name"] == "weather"
+    assert "not read" not in table
+
+
+def test_only_the_last_answer_of_a_masked_history_and_the_first_samples_are_trained(project, tmp_path):
+    turns = [{"who": "student", "line": "Hi"}, {"who": "teacher", "line": "Ho"}] * 2
+    (tmp_path / "data" / "chats.jsonl").write_text("".join(json.dumps({"dialog": turns}) + "\n" for _ in range(3)))
+    text, table = project(SFT + "dataset: chats\nmask_history: true\nmax_samples: 2\n")
+    (source,) = load_text(text).data.sources
+    assert (source.limit, source.mask_history) == (2, True)
+    dataset = load_split(source, "sft").dataset
+    assert [turn.get("weight") for turn in dataset[0]["messages"]] == [None, 0, None, None]
+    assert len(dataset) == 2
+    assert "mask_history" in table.partition("\nrenamed")[2]
+
+
+DEFAULTS = {  # LLaMA-Factory's defaults that differ from TRL's: lines without the key -> (the recipe's key, its value)
+    "stage: sft\ndataset: faq\n": {
+        "model.lora.r": 8,
+        "model.lora.alpha": 16.0,
+        "model.lora.dropout": 0.0,
+        "model.lora.target_modules": "all-linear",
+        "trainer.max_length": 2048,
+        "trainer.bf16": False,
+        "optimizer.lr": 5e-5,
+    },
+    "stage: dpo\ndataset: pairs\nfinetuning_type: full\nbf16: true\n": {
+        "model.lora": None,
+        "trainer.max_length": 2048,
+        "trainer.bf16": True,
+        "optimizer.lr": 5e-5,
+    },
+    "stage: sft\ndataset: chats\nfp16: true\nlora_rank: 4\n": {
+        "model.lora.r": 4,
+        "model.lora.alpha": 8.0,
+        "trainer.fp16": True,
+        "trainer.assistant_only_loss": True,
+    },
+    "stage: sft\ndataset: chats\ntrain_on_prompt: true\ndisable_gradient_checkpointing: true\n": {
+        "trainer.assistant_only_loss": False,
+        "trainer.gradient_checkpointing": False,
+    },
+    "stage: sft\ndataset: faq\nval_size: 100\nquantization_bit: 4\n": {
+        "data.eval.examples": 100,
+        "model.lora.quantize": "4bit",
+    },
+}
+
+
+@pytest.mark.parametrize("text", DEFAULTS)
+def test_the_defaults_of_llama_factory_are_taken_over(project, text):
+    loaded = load_text(project(text)[0])
+    for key, value in DEFAULTS[text].items():
+        section: object = loaded
+        for part in key.split("."):
+            section = section[part] if isinstance(section, dict) else getattr(section, part)
+        assert section == value, key
 
 
 @pytest.mark.parametrize(

@@ -379,7 +379,7 @@ def test_set_reaches_into_a_mixture(write):
         ("{path: org/data, columns: {prompt: 3}}", r"my.yaml:4 data.train.columns.prompt: found 3; write a text"),
         (
             "{path: org/data, roles: {a: b}}",
-            r"my.yaml:4 data.train.roles.a: found 'b'; write system, user or assistant",
+            r"my.yaml:4 data.train.roles.a: found 'b'; write system, user, assistant, tool or tool_call",
         ),
         ("{path: org/data, split: test_sft}", r"my.yaml:4 data.train.split: 'test_sft' is a test split.*train_on_test"),
         ("[{path: org/data, split: 'validation[:50%]'}]", r"data.train.0.split: 'validation\[:50%\]' is a test split"),

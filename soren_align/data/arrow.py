@@ -1,0 +1,67 @@
+"""Examples in datasets: the features of converted ones, reading without decoding, and several datasets as one."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from datasets import Dataset, Features, Json, List, Value, concatenate_datasets
+
+from ..errors import UserError
+from ..silence import quiet_libraries
+from .columns import Example, without_null_keys
+from .tool_calls import OPTIONS
+
+
+def features_of(names: Sequence[str], has_turns: bool) -> Features:
+    """The features of converted examples: texts, or lists of turns."""
+    # Turns with tool calls have other keys than those without; JSON holds both.
+    is_text = not has_turns
+    return Features({name: Value("string") if is_text or name in OPTIONS else List(Json()) for name in names})
+
+
+def examples_of(dataset: Dataset) -> Iterator[Example]:
+    """The examples, read without decoding. Raises UserError if the files are damaged."""
+    batches: Any = dataset.with_format("arrow").iter(batch_size=1000)
+    lists = [name for name, feature in dataset.features.items() if feature == List(Json())]
+    try:
+        for batch in batches:
+            for example in batch.to_pylist():
+                yield example | {name: [json.loads(turn) for turn in example[name]] for name in lists if example[name]}
+    except (pa.ArrowException, ValueError, OverflowError) as error:  # ValueError: text that is not UTF-8
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise UserError(f"the dataset's Arrow files cannot be read: {reason}") from None
+
+
+def has_turns(dataset: Dataset) -> bool:
+    """Whether the columns contain lists of turns, and not texts."""
+    return not all(isinstance(feature, Value) for feature in dataset.features.values())
+
+
+def concatenated(datasets: Sequence[Dataset]) -> Dataset:
+    """The examples of datasets of one kind, with the same columns for all."""
+    names = list(dict.fromkeys(name for dataset in datasets for name in dataset.column_names))
+    with quiet_libraries():
+        return concatenate_datasets([_canonical(dataset, names) for dataset in datasets])
+
+
+def _canonical(dataset: Dataset, names: Sequence[str]) -> Dataset:
+    """The same examples with these columns, null where there are none, as `load_split` makes them of a file."""
+    features = features_of(names, has_turns(dataset))
+    if dataset.features.arrow_schema == features.arrow_schema:
+        return dataset
+    absent = {name: None for name in names if name not in dataset.column_names}
+    return dataset.map(
+        lambda example: without_null_keys(example) | absent,
+        features=features,
+        new_fingerprint=cache_key(dataset._fingerprint, "canonical", list(absent)),
+        load_from_cache_file=True,
+    )
+
+
+def cache_key(*parts: Any) -> str:
+    """A hash of `parts` and of the source of this package's rules for examples, which are then validated again."""
+    rules = b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py")))
+    return hashlib.sha256(repr(parts).encode() + rules).hexdigest()[:32]

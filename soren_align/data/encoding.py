@@ -1,0 +1,212 @@
+"""Examples as tokens, as TRL makes them of the same examples.
+
+TRL 1.16's preprocessing without a trainer: SFTTrainer's and DPOTrainer's `_prepare_dataset`, and the preference
+collator. tests/data/test_preview.py compares every token with TRL's. TRL has neither weights of turns nor the
+assistant's tokens of a template without {% generation %}: tests/data/test_turn_masks.py.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from ..errors import UserError
+from .columns import Task
+from .rendering import cpu_time_limit, template_errors
+from .tokens import EncodedExample, Tokens, after_prompt, from_token_columns, num_shared
+from .tool_calls import OPTIONS, Turn, for_template, left_out, template_options
+from .turn_masks import UnstableRenderingError, answer_spans, inside, stop_tokens_of, unstable, untrained_spans
+
+BATCH_SIZE = 64
+"""Examples that are tokenized together."""
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as in transformers and TRL
+_SUBJECT = "the chat template renders the first example, but fails on a later one"
+Chat = list[Turn]
+Options = dict[str, Any]
+
+
+def encode(
+    columns: dict[str, list[Any]],
+    task: Task,
+    tokenizer: PreTrainedTokenizerBase,
+    assistant_only_loss: bool,
+    completion_only_loss: bool = True,
+) -> Iterator[EncodedExample]:
+    """The examples of a batch {column: conversations, or texts}, or of one that `token_columns` made.
+
+    Trained are, for DPO, the answers. For SFT all tokens; or the assistant's; or, where there is one, those of the
+    completion; or the assistant's of it. Turns of weight 0 are never trained.
+    """
+    if "left_out" in columns:
+        return from_token_columns(columns, task)
+    if task == "dpo" and "prompt" in columns:
+        return _encode_plain_pairs(columns["prompt"], columns["chosen"], columns["rejected"], tokenizer)
+    if task == "sft" and "text" in columns:
+        return _encode_texts(columns["text"], tokenizer)
+    if task == "sft" and "prompt" in columns and isinstance(columns["prompt"][0], str):
+        return _encode_completions(columns["prompt"], columns["completion"], tokenizer, completion_only_loss)
+    columns = {name: [_without_nulls(value) for value in values] for name, values in columns.items()}
+    beside = [column for column in OPTIONS if any(columns.get(column, ()))]
+    num_examples = len(next(iter(columns.values())))
+    options = [template_options({column: columns[column][i] for column in beside}) for i in range(num_examples)]
+    encoder = ChatEncoder(tokenizer, assistant_only_loss and task == "sft")
+    if task == "dpo":
+        return encoder.pairs(columns["chosen"], columns["rejected"], options)
+    if "messages" in columns:
+        return encoder.conversations(columns["messages"], options)
+    return encoder.completions(columns["prompt"], columns["completion"], options, completion_only_loss)
+
+
+def has_marks(template: str) -> bool:
+    """Whether a chat template marks the assistant's text, by {% generation %}."""
+    return _GENERATION.search(template) is not None
+
+
+class ChatEncoder:
+    """Conversations as tokens by the tokenizer's chat template. Options: keywords of apply_chat_template, of each."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, assistant_only: bool):
+        """assistant_only: of whole conversations, only the assistant's tokens are trained."""
+        self.tokenizer, self.assistant_only = tokenizer, assistant_only
+        self.stop_tokens = stop_tokens_of(tokenizer)
+
+    def conversations(self, chats: list[Chat], options: list[Options]) -> Iterator[EncodedExample]:
+        """The examples of whole conversations."""
+        marks = self.assistant_only and all(map(self._has_marks, options))
+        how: Options = {"return_assistant_tokens_mask": True} if marks else {}
+        if (self.assistant_only and not marks) or any("weight" in turn for chat in chats for turn in chat):
+            if not self.tokenizer.is_fast:
+                raise UserError(
+                    "assistant_only_loss and weights need a tokenizer with tokenizer.json, and this has none"
+                )
+            how["tokenizer_kwargs"] = {"return_offsets_mapping": True}
+        encoded = self._tokens(chats, options, **how)
+        for chat, own, tokens in zip(chats, options, encoded, strict=True):
+            with _limits(1):
+                example = self._conversation(chat, own, tokens)
+            yield example
+
+    def pairs(self, chosen: list[Chat], rejected: list[Chat], options: list[Options]) -> Iterator[EncodedExample]:
+        """The examples of pairs of conversations that differ in their last turn."""
+        prompts = self._tokens([chat[:-1] for chat in chosen], options, add_generation_prompt=True)
+        sides = (self._tokens(chosen, options), self._tokens(rejected, options))
+        for i, (prompt, *both) in enumerate(zip(prompts, *sides, strict=True)):
+            with _limits(2):
+                lost = [kind for chat in (chosen[i], rejected[i]) for kind in self._left_out(chat, options[i])]
+            example = after_prompt(prompt["input_ids"], [tokens["input_ids"] for tokens in both])
+            yield example._replace(left_out=tuple(dict.fromkeys(lost)))
+
+    def completions(
+        self, prompts: list[Chat], completions: list[Chat], options: list[Options], completion_only: bool
+    ) -> Iterator[EncodedExample]:
+        """The examples of prompts and completions; completion_only: the prompts are not trained."""
+        chats = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+        prompt_tokens = self._tokens(prompts, options, add_generation_prompt=True)
+        for prompt, example in zip(prompt_tokens, self.conversations(chats, options), strict=True):
+            (ids, trained), *_ = example.sides
+            start = num_shared(prompt["input_ids"], ids) if completion_only else 0
+            tokens = Tokens(ids, [mark and i >= start for i, mark in enumerate(trained)])
+            yield example._replace(sides=(tokens,))
+
+    def _tokens(self, chats: list[Chat], options: list[Options], **how: Any) -> list[Options]:
+        """The tokenizer's output for each conversation. Raises UserError if the template fails on one."""
+        plain = [for_template(chat) for chat in chats]
+        apply: Any = self.tokenizer.apply_chat_template
+        with _limits(len(chats)):
+            if any(options):  # transformers takes the same tools for a whole batch
+                return [apply(c, return_dict=True, **own, **how) for c, own in zip(plain, options, strict=True)]
+            encoded = apply(plain, return_dict=True, **how)
+        return [{key: values[i] for key, values in encoded.items()} for i in range(len(chats))]
+
+    def _conversation(self, chat: Chat, options: Options, tokens: Options) -> EncodedExample:
+        ids = tokens["input_ids"]
+        trained = [bool(mark) for mark in tokens.get("assistant_masks", [True] * len(ids))]
+        if not any(trained):  # TRL also raises, later and without the example
+            raise UserError(
+                f"the chat template marks no token as the assistant's in {chat[-1]['content'][:60]!r}; "
+                "put {% generation %}...{% endgeneration %} around every assistant turn"
+            )
+        derives = self.assistant_only and "assistant_masks" not in tokens
+        if derives or any("weight" in turn for turn in chat):
+            trained = self._weighted(chat, options, trained, tokens["offset_mapping"], derives)
+        return EncodedExample((Tokens(ids, trained),), 0, tuple(self._left_out(chat, options)))
+
+    def _weighted(
+        self, chat: Chat, options: Options, trained: list[bool], offsets: list[tuple[int, int]], derives: bool
+    ) -> list[bool]:
+        """`trained` without turns of weight 0; derives: and without all but the assistant's text."""
+
+        def render(turns: Chat, prompts: bool) -> str:
+            return self._text(turns, options, prompts)
+
+        text = render(chat, False)
+        try:
+            if derives:
+                return inside(answer_spans(chat, text, render, self.stop_tokens), offsets)
+            untrained = inside(untrained_spans(chat, text, render), offsets)
+        except UnstableRenderingError:
+            raise unstable(str(chat[-1]["content"])) from None
+        return [mark and not skipped for mark, skipped in zip(trained, untrained, strict=True)]
+
+    def _left_out(self, chat: Chat, options: Options) -> list[str]:
+        tools = options.get("tools", [])
+        if not tools and not any(
+            turn["role"] == "tool" or turn.keys() - {"role", "content", "weight"} for turn in chat
+        ):
+            return []
+        return left_out(chat, tools, lambda turns, tools: self._text(turns, {**options, "tools": tools or None}, False))
+
+    def _text(self, turns: Chat, options: Options, prompts: bool) -> str:
+        how: Options = {"tokenize": False, "add_generation_prompt": prompts}
+        return str(self.tokenizer.apply_chat_template(for_template(turns), **how, **options))
+
+    def _has_marks(self, options: Options) -> bool:
+        return has_marks(self.tokenizer.get_chat_template(tools=options.get("tools")))
+
+
+def _without_nulls(turns: Any) -> Any:
+    """Turns without the keys that Arrow has filled with null; texts unchanged."""
+    if not isinstance(turns, list):
+        return turns
+    return [{key: value for key, value in turn.items() if value is not None} for turn in turns]
+
+
+@contextmanager
+def _limits(num_chats: int) -> Iterator[None]:
+    with template_errors(_SUBJECT), cpu_time_limit(10 + 0.2 * num_chats, f"{_SUBJECT}: it"):
+        yield
+
+
+def _encode_plain_pairs(
+    prompts: list[str], chosen: list[str], rejected: list[str], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[EncodedExample]:
+    for prompt, *answers in zip(prompts, chosen, rejected, strict=True):
+        sides = [_ids(prompt + _with_eos(answer, tokenizer), tokenizer) for answer in answers]
+        yield after_prompt(_ids(prompt, tokenizer), sides)
+
+
+def _encode_completions(
+    prompts: list[str], completions: list[str], tokenizer: PreTrainedTokenizerBase, completion_only: bool
+) -> Iterator[EncodedExample]:
+    for prompt, completion in zip(prompts, completions, strict=True):
+        ids = _ids(prompt + _with_eos(completion, tokenizer), tokenizer)
+        tokens = after_prompt(_ids(prompt, tokenizer), [ids]).sides[0]
+        yield EncodedExample((tokens if completion_only else Tokens(ids, [True] * len(ids)),), 0)
+
+
+def _encode_texts(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[EncodedExample]:
+    for text in texts:
+        ids = _ids(_with_eos(text, tokenizer), tokenizer)
+        yield EncodedExample((Tokens(ids, [True] * len(ids)),), 0)
+
+
+def _with_eos(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    eos = str(tokenizer.eos_token)
+    return text if text.endswith(eos) else text + eos
+
+
+def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    ids: Any = tokenizer(text)["input_ids"]
+    return ids

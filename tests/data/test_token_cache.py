@@ -1,0 +1,152 @@
+"""The cache of tokens: the columns are those without it, computed once, and never those of a damaged file."""
+
+import os
+import shutil
+import time
+
+import pyarrow as pa
+import pytest
+from datasets import Dataset
+
+from soren_align.data import account, load_split, token_cache, tokenize
+from soren_align.data.encoding import encode
+from soren_align.data.tokens import from_token_columns, token_columns
+from soren_align.errors import UserError
+from tests.support.conversations import CHATML, chat_row, pair_row, split
+
+ROWS = {"sft": [chat_row(i, turns=1 + i % 3) for i in range(70)], "dpo": [pair_row(i) for i in range(70)]}
+
+
+@pytest.fixture
+def dataset(write):
+    return lambda task="sft", rows=None: load_split(split(write(f"{task}.jsonl", rows or ROWS[task])), task).dataset
+
+
+@pytest.fixture
+def count(monkeypatch):
+    """The batches that were tokenized."""
+    batches = []
+    monkeypatch.setattr(token_cache, "encode", lambda *given: batches.append(given) or encode(*given))
+    return batches
+
+
+@pytest.mark.parametrize("task", ["sft", "dpo"])
+def test_the_tokens_and_the_account_are_those_of_the_examples(make_tokenizer, dataset, tmp_path, task):
+    rows, tokenizer = dataset(task), make_tokenizer()
+    tokens = tokenize(rows, task, tokenizer, tmp_path, assistant_only_loss=True)
+    expected = list(encode(rows[:], task, tokenizer, True))
+    assert [(e.sides, e.num_prompt) for e in from_token_columns(tokens[:], task)] == [
+        (e.sides, e.num_prompt) for e in expected
+    ]
+    assert token_columns(expected, task) == tokens[:]
+    for max_length in (None, 60):
+        counted = account(tokens, task, tokenizer, max_length=max_length)
+        assert counted == account(rows, task, tokenizer, max_length=max_length, assistant_only_loss=True)
+
+
+def test_equal_examples_and_settings_are_tokenized_once(make_tokenizer, dataset, tmp_path, count):
+    done = []
+    first = tokenize(dataset(), "sft", make_tokenizer(), tmp_path, on_examples=done.append)
+    assert (len(count), sum(done)) == (2, 70)
+    again = tokenize(dataset(), "sft", make_tokenizer(), tmp_path, on_examples=done.append)
+    assert (len(count), sum(done)) == (2, 140)
+    assert again[:] == first[:]
+    assert again._fingerprint == first._fingerprint  # of which TRL's caches depend
+
+
+OTHERS = {
+    "examples": lambda rows, tokenizer: (rows.select(range(69)), "sft", tokenizer, {}),
+    "order": lambda rows, tokenizer: (rows.select(range(69, -1, -1)), "sft", tokenizer, {}),
+    "trained tokens": lambda rows, tokenizer: (rows, "sft", tokenizer, {"assistant_only_loss": True}),
+}
+
+
+@pytest.mark.parametrize("other", [*OTHERS, "template", "stop token"])
+def test_anything_that_changes_tokens_is_tokenized_again(make_tokenizer, dataset, tmp_path, count, other):
+    rows = dataset()
+    tokenize(rows, "sft", make_tokenizer(), tmp_path)
+    tokenizers = {"template": make_tokenizer(CHATML + " "), "stop token": make_tokenizer(eos="<|endoftext|>")}
+    prepare = OTHERS.get(other, lambda rows, tokenizer: (rows, "sft", tokenizer, {}))
+    changed, task, tokenizer, settings = prepare(rows, tokenizers.get(other, make_tokenizer()))
+    tokens = tokenize(changed, task, tokenizer, tmp_path, **settings)
+    assert len(count) == 4
+    assert tokens[:] == token_columns(
+        encode(changed[:], task, tokenizer, **{"assistant_only_loss": False, **settings}), task
+    )
+
+
+def damaged(file, how):
+    content = bytearray(file.read_bytes())
+    if how == "cut":
+        file.write_bytes(content[: len(content) // 2])
+    elif how == "no Arrow":
+        file.write_bytes(b"\x80\x04cos\nsystem\n" * 1000)
+    elif how == "another dataset":
+        table = pa.table({"input_ids": [[1]], "labels": [[1]]})
+        with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as stream:
+            stream.write_table(table)
+    else:  # an offset far out of the buffer of values
+        with pa.ipc.open_stream(pa.py_buffer(bytes(content))) as stream:
+            table = stream.read_all()
+        offsets = table["input_ids"].chunk(0).offsets.to_numpy().tobytes()
+        position = content.index(offsets) + len(offsets) - 4
+        content[position : position + 4] = (10**9).to_bytes(4, "little")
+        file.write_bytes(content)
+
+
+@pytest.mark.parametrize("how", ["cut", "no Arrow", "another dataset", "offsets"])
+def test_a_damaged_file_is_written_again(make_tokenizer, dataset, tmp_path, count, how):
+    first = tokenize(dataset(), "sft", make_tokenizer(), tmp_path)[:]
+    (file,) = tmp_path.glob("tokens/*/tokens.arrow")
+    damaged(file, how)
+    assert tokenize(dataset(), "sft", make_tokenizer(), tmp_path)[:] == first
+    assert len(count) == 4
+    assert len(list(tmp_path.glob("tokens/*"))) == 1  # no part of a folder is left
+
+
+def test_without_a_cache_the_folder_ends_with_the_tokens(make_tokenizer, dataset, tmp_path, monkeypatch, count):
+    monkeypatch.setattr(token_cache.tempfile, "tempdir", str(tmp_path))
+    for _ in range(2):
+        tokens = tokenize(dataset(), "sft", make_tokenizer(), None)
+        assert len(tokens) == 70
+        assert len(list(tmp_path.glob("soren-align-*"))) == 1
+        del tokens
+    assert list(tmp_path.glob("soren-align-*")) == []
+    assert len(count) == 4
+
+
+def test_folders_unused_for_long_or_beyond_the_size_are_removed(tmp_path, monkeypatch):
+    days = {"new": 0, "in use": 1, "older": 10, "oldest": 20, "unused": 40}
+    for name, age in days.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokens.arrow").write_bytes(b"x" * 100)
+        os.utime(tmp_path / name, (time.time() - age * 86400,) * 2)
+    token_cache.prune(tmp_path)
+    assert {f.name for f in tmp_path.iterdir()} == {"new", "in use", "older", "oldest"}
+    monkeypatch.setattr(token_cache, "MAX_BYTES", 350)
+    token_cache.prune(tmp_path)
+    assert {f.name for f in tmp_path.iterdir()} == {"new", "in use", "older"}
+    monkeypatch.setattr(token_cache, "MAX_BYTES", 0)
+    token_cache.prune(tmp_path)
+    assert {f.name for f in tmp_path.iterdir()} == {"new", "in use"}
+
+
+def test_a_failure_leaves_nothing_behind(make_tokenizer, dataset, tmp_path):
+    picky = CHATML + "{% if messages[0]['content'] == 'no' %}{{ raise_exception('not this one') }}{% endif %}"
+    bad = [{"role": "user", "content": "no"}, {"role": "assistant", "content": "yes"}]
+    rows = dataset(rows=[*ROWS["sft"], {"messages": bad}])
+    with pytest.raises(UserError, match="not this one"):
+        tokenize(rows, "sft", make_tokenizer(picky), tmp_path)
+    assert list(tmp_path.glob("tokens/*")) == []
+    shutil.rmtree(tmp_path / "tokens")
+    (tmp_path / "tokens").write_text("a file")
+    with pytest.raises(
+        UserError, match=r"tokens cannot be cached there \(SOREN_ALIGN_CACHE\): .*write `cache: false` under"
+    ):
+        tokenize(rows, "sft", make_tokenizer(), tmp_path)
+
+
+def test_tokens_of_text_need_no_template(make_tokenizer, tmp_path):
+    rows = Dataset.from_list([{"text": "A lynx."}, {"text": "ü🦓"}])
+    tokens = tokenize(rows, "sft", make_tokenizer(None), tmp_path)
+    assert [make_tokenizer().decode(ids) for ids in tokens["input_ids"]] == ["A lynx.<|im_end|>", "ü🦓<|im_end|>"]

@@ -1,0 +1,245 @@
+"""Tools, tool calls, results and reasoning: every form of them is one, and a template that drops them is noticed."""
+
+import json
+from pathlib import Path
+
+import pytest
+import trl
+from datasets import Dataset
+
+from soren_align.data import account, check_template, load_split, mix
+from soren_align.data.encoding import encode
+from soren_align.errors import UserError
+from tests.support.conversations import chat, split
+
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+ARGUMENTS = {"city": "Zürich", "days": 3, "exact": 0.12345678901234567, "large": 2**70, "none": None}
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
+FUNCTION = {"name": "get_weather", "description": "The weather.", "parameters": PARAMETERS}
+TOOLS = [{"type": "function", "function": FUNCTION}]
+CALL = {"name": "get_weather", "arguments": ARGUMENTS}
+USER, LAST = {"role": "user", "content": "Weather?"}, {"role": "assistant", "content": "21 degrees."}
+RESULT = {"role": "tool", "content": '{"degrees": 21}'}
+CANONICAL = [
+    USER,
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"type": "function", "function": {**CALL, "arguments": json.dumps(ARGUMENTS, ensure_ascii=False)}}
+        ],
+    },
+    RESULT,
+    LAST,
+]
+SPOKEN = [("human", "Weather?"), ("function_call", json.dumps(CALL)), ("observation", RESULT["content"])]
+FORMS = {
+    "OpenAI": {
+        "messages": [
+            USER,
+            {"role": "assistant", "content": None, "tool_calls": CANONICAL[1]["tool_calls"]},
+            RESULT,
+            LAST,
+        ],
+        "tools": TOOLS,
+    },
+    "arguments as objects": {
+        "messages": [USER, {"role": "assistant", "tool_calls": [{"function": CALL}]}, RESULT, LAST],
+        "tools": json.dumps(TOOLS),
+    },
+    "calls without `function`": {
+        "messages": [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}, RESULT, LAST],
+        "tools": TOOLS,
+    },
+    "OpenAI's first form": {
+        "messages": [
+            USER,
+            {"role": "assistant", "content": None, "function_call": {**CALL, "arguments": json.dumps(ARGUMENTS)}},
+            {**RESULT, "role": "function"},
+            LAST,
+        ],
+        "tools": [FUNCTION],
+    },
+    "LLaMA-Factory": {
+        "conversations": [{"from": who, "value": text} for who, text in [*SPOKEN, ("gpt", LAST["content"])]],
+        "tools": json.dumps([FUNCTION]),
+    },
+}
+
+
+@pytest.fixture
+def qwen(make_tokenizer):
+    """make(name) -> the test tokenizer with one of TRL's copies of published templates."""
+    return lambda name="qwen2_5": make_tokenizer((TEMPLATES / f"{name}.jinja").read_text())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_is_the_same_example_with_the_same_tokens(write, qwen, form):
+    dataset = load_split(
+        split(write("rows.jsonl", [FORMS[form], {"messages": chat(1)}][: 1 + ("messages" in FORMS[form])])), "sft"
+    ).dataset
+    assert dataset[0]["messages"] == CANONICAL
+    assert json.loads(dataset[0]["tools"]) == TOOLS
+    example, *others = encode(dataset[:], "sft", qwen(), True)
+    turns = [
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL}]},
+        RESULT,
+        LAST,
+    ]
+    assert example.sides[0].ids == qwen().apply_chat_template(turns, tools=TOOLS)["input_ids"]
+    assert example.left_out == ()
+    for other in others:
+        assert other.sides[0].ids == qwen().apply_chat_template(chat(1))["input_ids"]
+    trained = qwen().decode([i for i, is_trained in zip(*example.sides[0], strict=True) if is_trained])
+    call = json.dumps(CALL, ensure_ascii=False)
+    assert trained == f"<tool_call>\n{call}\n</tool_call><|im_end|>21 degrees.<|im_end|>"
+
+
+CALLS = FORMS["OpenAI"]["messages"]
+INVALID = {
+    "messages[1] has a call of 'get_weather' whose arguments are no JSON object": [
+        USER,
+        {"role": "assistant", "tool_calls": [{**CALL, "arguments": "{"}]},
+    ],
+    "messages[1] has a tool call without a name": [
+        USER,
+        {"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]},
+    ],
+    "messages[1] has a tool call that is no object with name and arguments": [
+        USER,
+        {"role": "assistant", "tool_calls": ["f()"]},
+    ],
+    "messages[1] has tool_calls that are not a list": [
+        USER,
+        {"role": "assistant", "content": "x", "tool_calls": "f()"},
+    ],
+    "messages[0] has tool_calls beside role and content (role user)": [{**CALLS[1], "role": "user"}, LAST],
+    "messages[1] has a reasoning_content that is not text": [USER, {**LAST, "reasoning_content": ["x"]}],
+    "messages[2] has the tool_call_id 'b', which the assistant's turn before it lacks": [
+        USER,
+        {"role": "assistant", "tool_calls": [{**CALL, "id": "a"}]},
+        {**RESULT, "tool_call_id": "b"},
+        LAST,
+    ],
+    "messages[1] is a tool turn after a user turn": [USER, RESULT, LAST],
+    "messages[3] is a user turn after a tool turn": [*CALLS[:3], USER, LAST],
+    "messages starts with a tool": [RESULT, LAST],
+    "messages ends with a tool turn": CALLS[:3],
+    "messages[1] has the weight 2; write 0 (not trained) or 1": [USER, {**LAST, "weight": 2}],
+    "messages[0] has weight 1, or train: true, with the role user": [{**USER, "train": True}, LAST],
+    "messages has weight 0 for every assistant turn": [USER, {**LAST, "train": False}],
+    "messages[1] has half of a surrogate pair": '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", '
+    '"content": "y", "thinking": "\\ud800"}]}',
+}
+
+
+@pytest.mark.parametrize("reason", INVALID)
+def test_an_invalid_turn_is_named_with_its_line_and_number(write, reason):
+    row = INVALID[reason]
+    good = {"messages": chat(1)}
+    with pytest.raises(UserError) as caught:
+        load_split(split(write("rows.jsonl", [good, row if isinstance(row, str) else {"messages": row}])), "sft")
+    assert f"rows.jsonl:2: {reason}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("columns", "reason"),
+    [
+        ({"tools": "no JSON"}, "tools is no list of functions"),
+        ({"tools": [{"name": None}]}, "tools is no list of functions"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs is no object"),
+        ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs has chat_template, which is no"),
+    ],
+)
+def test_invalid_tools_and_options_are_named(write, columns, reason):
+    with pytest.raises(UserError, match=rf"rows.jsonl:1: {reason}"):
+        load_split(split(write("rows.jsonl", [{"messages": chat(1), **columns}])), "sft")
+
+
+def test_weights_as_openai_and_axolotl_write_them(write):
+    rows = [
+        [
+            {**turn, key: value} if turn["role"] == "assistant" and i < 2 else turn
+            for i, turn in enumerate(chat(1, turns=2))
+        ]
+        for key, value in (("weight", 0), ("weight", 0.0), ("train", False))
+    ]
+    dataset = load_split(split(write("rows.jsonl", [{"messages": row} for row in rows])), "sft").dataset
+    assert [row["messages"][1]["weight"] for row in dataset] == [0, 0, 0]
+    mapped = split(
+        write(
+            "rows.jsonl",
+            [{"messages": [{("learn" if k == "weight" else k): v for k, v in turn.items()} for turn in rows[0]]}],
+        ),
+        columns={"messages": "messages", "weight": "learn"},
+    )
+    assert load_split(mapped, "sft").dataset[0]["messages"] == dataset[0]["messages"]
+    pair = {"chosen": rows[0], "rejected": [*rows[0][:-1], {"role": "assistant", "content": "No."}]}
+    with pytest.raises(UserError, match=r"chosen\[1\] has a weight; of a pair the last turns are trained"):
+        load_split(split(write("pairs.jsonl", [pair])), "dpo")
+
+
+REASONED = [USER, {**LAST, "reasoning_content": "The sun is high."}]
+
+
+@pytest.mark.parametrize(
+    ("template", "turns", "tools", "left_out"),
+    [
+        ("qwen2_5", CALLS, TOOLS, {}),
+        ("qwen3", REASONED, None, {}),
+        ("qwen2_5", REASONED, None, {"reasoning": 2}),
+        ("qwen3", [*REASONED, USER, LAST], None, {"the reasoning of earlier answers": 2}),
+        ("lfm2", CALLS, TOOLS, {"tool calls": 2}),  # though the list of tools has its name
+        ("deepseek_r1_distill", CALLS, TOOLS, {"tools": 2, "tool calls": 2}),
+    ],
+)
+def test_parts_that_the_template_ignores_are_counted(qwen, write, template, turns, tools, left_out):
+    rows = [{"messages": turns, "tools": tools}] * 2 + [{"messages": chat(1)}]
+    dataset = load_split(split(write("rows.jsonl", rows)), "sft").dataset
+    counted = account(dataset, "sft", qwen(template), max_length=None)
+    assert counted.num_left_out == left_out
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_of_any_name_is_trained(qwen, write, key):
+    rows = [{"messages": [USER, {**LAST, key: "The sun is high."}]}]
+    dataset = load_split(split(write("rows.jsonl", rows)), "sft").dataset
+    (example,) = encode(dataset[:], "sft", qwen("qwen3"), True)
+    trained = qwen().decode([i for i, is_trained in zip(*example.sides[0], strict=True) if is_trained])
+    assert trained == "<think>\nThe sun is high.\n</think>\n\n21 degrees.<|im_end|>"
+
+
+def test_pairs_with_tools_are_the_templates_tokens(qwen, write):
+    rejected = [*CALLS[:-1], {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    dataset = load_split(
+        split(write("pairs.jsonl", [{"chosen": CALLS, "rejected": rejected, "tools": TOOLS}])), "dpo"
+    ).dataset
+    assert check_template(qwen(), "dpo", False, dataset) == []
+    (example,) = encode(dataset[:], "dpo", qwen(), False)
+    call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL}]}
+    for side, last in zip(example.sides, (LAST, call), strict=True):
+        turns = [USER, call, RESULT, last]
+        assert side.ids == qwen().apply_chat_template(turns, tools=TOOLS)["input_ids"]
+    prompt = qwen().apply_chat_template([USER, call, RESULT], tools=TOOLS, add_generation_prompt=True)["input_ids"]
+    assert example.num_prompt == len(prompt)
+
+
+def test_variables_of_the_template_reach_it(qwen, write):
+    rows = [
+        {"messages": [*REASONED[:1], LAST], "chat_template_kwargs": {"enable_thinking": flag}} for flag in (False, True)
+    ]
+    tokenizer = qwen()
+    tokenizer.chat_template += "{% if enable_thinking is defined %}[{{ enable_thinking }}]{% endif %}"
+    dataset = load_split(split(write("rows.jsonl", rows)), "sft").dataset
+    texts = [tokenizer.decode(example.sides[0].ids) for example in encode(dataset[:], "sft", tokenizer, False)]
+    assert [text[-7:] for text in texts] == ["[False]", "\n[True]"]
+
+
+def test_examples_with_tools_mix_with_others_and_are_held_out_by_the_same_hash(write):
+    paths = [write("a.jsonl", [FORMS["OpenAI"]]), write("b.jsonl", [{"messages": chat(i)} for i in range(5)])]
+    sources = [split(path, weight=1) for path in paths]
+    mixed = mix([load_split(source, "sft") for source in sources], sources, seed=0).dataset
+    assert len(mixed) == 6
+    assert sorted(bool(row["tools"]) for row in mixed) == [False] * 5 + [True]
+    assert Dataset.from_list([{"messages": chat(1)}])[0]["messages"] in [row["messages"] for row in mixed]
