@@ -42,7 +42,7 @@ def test_a_section_has_the_settings_of_the_class(name):
 def test_the_recipes_defaults_are_those_of_the_class(name):
     resolved = member(name).resolved(trains_adapter=False).model_dump()
     parameters = inspect.signature(CLASSES[name]).parameters
-    for key in set(resolved) & set(parameters) - {"lr", "map", "weight_decay", "compensation", "betas"}:
+    for key in set(resolved) & set(parameters) - {"lr", "map", "weight_decay", "compensation", "states", "betas"}:
         assert resolved[key] == parameters[key].default, key
     # torch.optim.AdamW's own decay is 0.01; a null compensation is the class's "none".
     assert resolved["weight_decay"] == optimizer_settings.WEIGHT_DECAY

@@ -76,7 +76,7 @@ def _of_checkpoint(checkpoint: Path, globs: Sequence[str]) -> Iterator[Spectrum]
         saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         groups = [group for group in saved["param_groups"] if group["rule"] == "spectral"]
         named = [pair for group in groups for pair in zip(group["param_names"], group["params"], strict=True)]
-        momenta = {name: momentum_of(saved["state"][number]) for name, number in named}
+        momenta: dict[str, Any] = {name: momentum_of(saved["state"][number]) for name, number in named}
     except (pickle.UnpicklingError, RuntimeError, KeyError, TypeError, ValueError, EOFError):
         raise UserError(f"{file}: not the state of an optimizer with matrices") from None
     for name, momentum in momenta.items():

@@ -179,6 +179,8 @@ def universal(run: str) -> None:
             )
         if parallel(recipe.run.parallel).kind == "fsdp2":
             raise UserError(f"{folder}: FSDP2 runs cannot be converted; resume with the same number of processes")
+        if recipe.optimizer.states == "8bit":
+            raise UserError(f"{folder}: 8-bit states cannot be converted; resume with the same number of processes")
         _refuse_ranks("universal")
         set_environment(recipe)
         console = stderr_console()

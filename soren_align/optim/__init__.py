@@ -2,7 +2,7 @@
 
 from .adamw import AdamW
 from .chunks import CHUNK, Sums, chunks, copied_to_cpu
-from .eight_bits import Segment, norm
+from .eight_bits import BLOCK, SMALL, Segment, SharedBlocks, norm
 from .factory import OptimizerFactory, build_optimizer
 from .htmuon import HTMuon
 from .muon import Muon
@@ -18,8 +18,10 @@ from .update_records import AppliedMap, AppliedUpdate, PendingUpdate
 
 __all__ = [
     "ADAMW_RMS",
+    "BLOCK",
     "CHUNK",
     "OPTIMIZERS",
+    "SMALL",
     "AdamW",
     "AppliedMap",
     "AppliedUpdate",
@@ -32,6 +34,7 @@ __all__ = [
     "Placement",
     "Route",
     "Segment",
+    "SharedBlocks",
     "Soren",
     "SpectralOptimizer",
     "Sums",

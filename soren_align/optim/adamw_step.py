@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from .chunks import CHUNK, chunks
-from .eight_bits import Span, decoded, encode_, spans_of
+from .eight_bits import SharedBlocks, Span, decoded, encode_, spans_of
 from .pieces import local
 from .rounding import master_weights, store_master_weights_
 from .update_records import AppliedUpdate, PendingUpdate
@@ -39,6 +39,13 @@ class Chunk(NamedTuple):
     encoded: tuple[dict[str, Tensor], Span] | None = None
     """The state in 8 bits, and the chunk's span of it; exp_avg and exp_avg_sq are then copies."""
 
+    def encode_(self, shared_blocks: SharedBlocks | None) -> None:
+        """Store the moments, if they are copies."""
+        if self.encoded is not None:
+            state, span = self.encoded
+            encode_(state, "exp_avg", span, self.exp_avg, shared_blocks)
+            encode_(state, "exp_avg_sq", span, self.exp_avg_sq, shared_blocks)
+
 
 def adamw_step_(
     named: Sequence[tuple[str, Tensor]],
@@ -47,10 +54,11 @@ def adamw_step_(
     state: Mapping[Tensor, dict[str, Tensor]],
     pending_observer: Callable[[PendingUpdate], None] | None = None,
     observer: Callable[[AppliedUpdate], None] | None = None,
+    shared_blocks: SharedBlocks | None = None,
 ) -> None:
     """One step of every parameter of `named`; all have a gradient. The observers get every chunk's update.
 
-    lr: the group's, on the host.
+    lr: the group's, on the host. shared_blocks: of 8-bit states; then the step is collective.
     """
     if not named:
         return
@@ -59,9 +67,7 @@ def adamw_step_(
         before = [_copied(chunk) for chunk in bucket] if is_observed else []
         _update_(bucket, group, lr)
         for chunk in bucket:
-            if chunk.encoded is not None:
-                encode_(chunk.encoded[0], "exp_avg", chunk.encoded[1], chunk.exp_avg)
-                encode_(chunk.encoded[0], "exp_avg_sq", chunk.encoded[1], chunk.exp_avg_sq)
+            chunk.encode_(shared_blocks)
         for chunk, (parameter, compensation) in zip(bucket, before, strict=False):
             if observer is not None:
                 after = master_weights(chunk.parameter, chunk.compensation)
@@ -69,6 +75,8 @@ def adamw_step_(
                 del after
             if pending_observer is not None:
                 pending_observer(PendingUpdate(group, parameter, compensation, _direction(chunk, group)))
+    if shared_blocks is not None:
+        shared_blocks.encode_()
 
 
 def workspace(numel: int, itemsize: int, compensated: bool) -> int:

@@ -4,8 +4,8 @@ A number x in a block of scale s is stored as the whole number c with x = s (c /
 codes: the momentum of a matrix has k = 1, for the smallest error in the norm of the whole; AdamW's moments, of which
 each number is divided by another, have more codes near zero.
 
-- Blocks begin at multiples of 256 in each parameter, wherever its numbers lie. So a shard has the same blocks as the
-  whole, but for one that its boundary cuts, whose parts then have scales of their own.
+- Blocks begin at multiples of 256 in each parameter, wherever its numbers lie. The ranks that share a block, which the
+  end of a shard cuts, agree on its scale (`SharedBlocks`). So N ranks round as one.
 - A parameter of fewer than 4096 numbers has blocks of one number, which is stored exactly.
 - Codes are rounded up or down with a dither that is known from step and place: rounded to nearest, a second moment
   would never follow a change below 1% a step, and with beta2 = 0.999 its changes are below 0.1%
@@ -13,7 +13,7 @@ each number is divided by another, have more codes near zero.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,18 +32,23 @@ _GOLDEN, _PLASTIC = (math.sqrt(5) - 1) / 2, 0.7548776662466927
 
 
 class Segment(NamedTuple):
-    """`numel` numbers of a parameter of `whole_numel`: from `offset` on in it, from `start` on in a flat shard."""
+    """`numel` numbers of a parameter of `whole_numel`: from `offset` on in it, from `start` on in a flat shard.
+
+    shared: number of each block that lies on other ranks too -> its number among all shared blocks.
+    """
 
     start: int
     numel: int
     offset: int
     whole_numel: int
+    shared: Mapping[int, int] = {}
 
 
 class Span(NamedTuple):
     """Blocks of `size` numbers from `start` to `stop` of a flat tensor, or one shorter block.
 
-    offset: of the first number in its block. scale: the number of the first block.
+    offset: of the first number in its block. scale: the number of the first block. shared: the number of the block
+    among those that several ranks share; -1: these are on this rank.
     """
 
     start: int
@@ -51,10 +56,11 @@ class Span(NamedTuple):
     size: int
     offset: int
     scale: int
+    shared: int
 
 
 class Blocks(NamedTuple):
-    """The blocks of a tensor: its spans, int64 [n, 5], none longer than a chunk, and the number of blocks."""
+    """The blocks of a tensor: its spans, int64 [n, 6], none longer than a chunk, and the number of blocks."""
 
     spans: Tensor
     total: int
@@ -76,10 +82,10 @@ def _spans(segment: Segment) -> Iterator[Span]:
     size, most = (1, CHUNK) if segment.whole_numel < SMALL else (BLOCK, CHUNK // BLOCK * BLOCK)
     start, end = segment.start, segment.start + segment.numel
     while start < end:
-        offset = (segment.offset + start - segment.start) % size
+        number, offset = divmod(segment.offset + start - segment.start, size)
         whole = min(most, (end - start) // size * size)
         stop = start + whole if whole and not offset else min(end, start + size - offset)
-        yield Span(start, stop, size, offset, 0)
+        yield Span(start, stop, size, offset, 0, segment.shared.get(number, -1) if size == BLOCK else -1)
         start = stop
 
 
@@ -103,13 +109,45 @@ def decoded(state: dict[str, Any], key: str, span: Span) -> Tensor:
     return (values.view(len(scales), -1) * scales[:, None]).view(-1)
 
 
-def encode_(state: dict[str, Any], key: str, span: Span, values: Tensor) -> None:
-    """Store the numbers of a span, [numel] in float32; not modified."""
+def encode_(state: dict[str, Any], key: str, span: Span, values: Tensor, shared: "SharedBlocks | None" = None) -> None:
+    """Store the numbers of a span, [numel] in float32; not modified. shared: gets the blocks that it has to finish."""
+    if shared is not None and span.shared >= 0:
+        shared.pending.append((state, key, span, values))
+        return
+    _encode_(state, key, span, values, values.view(_num_blocks(span), -1).abs().amax(1))
+
+
+class SharedBlocks:
+    """The blocks of one step that lie on several ranks, whose scale is the largest magnitude on any of them.
+
+    num_blocks: of all ranks. largest: float32 [n] -> the maxima over the ranks; collective.
+    """
+
+    def __init__(self, num_blocks: int, largest: Callable[[Tensor], Tensor]):
+        self._num_blocks, self._largest = num_blocks, largest
+        self.pending: list[tuple[dict[str, Any], str, Span, Tensor]] = []
+
+    def encode_(self) -> None:
+        """Store the pending blocks. Collective if any rank has one."""
+        if not self._num_blocks:
+            return
+        keys = list(CODES)
+        here = torch.zeros(len(keys) * self._num_blocks)
+        for _, key, span, values in self.pending:
+            slot = keys.index(key) * self._num_blocks + span.shared
+            here[slot] = torch.maximum(here[slot], values.abs().amax().cpu())
+        largest = self._largest(here).cpu()
+        for state, key, span, values in self.pending:
+            _encode_(state, key, span, values, largest[keys.index(key) * self._num_blocks + span.shared])
+        self.pending = []
+
+
+def _encode_(state: dict[str, Any], key: str, span: Span, values: Tensor, largest: Tensor) -> None:
     codes, scales, exponent = _of(state, key, span)
+    scales.copy_(largest)
     levels = torch.iinfo(codes.dtype).max
     blocks = values.view(len(scales), -1)
     magnitudes = blocks.abs()
-    scales.copy_(magnitudes.amax(1))
     magnitudes = magnitudes.div_(scales[:, None].clamp(min=torch.finfo(torch.float32).tiny)).view(-1)
     lower = magnitudes.pow(1 / exponent).mul_(levels).floor_().clamp_(max=levels)
     below, above = (lower / levels).pow_(exponent), ((lower + 1) / levels).pow_(exponent)

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from .eight_bits import Segment
+from .eight_bits import Segment, SharedBlocks
 from .update import GroupUpdate
 
 
@@ -18,6 +18,10 @@ class Placement(Protocol):
 
     def segments(self, parameter: Tensor) -> Sequence[Segment] | None:
         """The parameters' segments in a flat shard; None: it is one parameter. For 8-bit states."""
+        ...
+
+    def shared_blocks(self, named: Sequence[tuple[str, Tensor]]) -> SharedBlocks | None:
+        """The blocks of these tensors' 8-bit states that lie on several ranks; None: there are none."""
         ...
 
     def check_gradients(

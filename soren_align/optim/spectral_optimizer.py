@@ -25,7 +25,7 @@ from ..optimizer_settings import (
 )
 from ..spectral import full_precision
 from .adamw_step import adamw_step_
-from .eight_bits import Segment
+from .eight_bits import Segment, SharedBlocks
 from .gradients import checked_numbers
 from .group_settings import (
     ADAMW_DEFAULTS,
@@ -140,7 +140,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
             if group["rule"] == "spectral":
                 self._spectral_step(named, group, lr)
             else:
-                adamw_step_(named, group, lr, self.state, self.pending_observer, self.observer)
+                shared_blocks = self._shared_blocks(named)
+                adamw_step_(named, group, lr, self.state, self.pending_observer, self.observer, shared_blocks)
 
     def _spectral_step(self, named: list[tuple[str, Tensor]], group: dict[str, Any], lr: float | Tensor) -> None:
         update = GroupUpdate(
@@ -152,6 +153,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
             workspace_mb=self.workspace_mb,
             pending_observer=self.pending_observer,
             observer=self.observer,
+            shared_blocks=self._shared_blocks(named),
         )
         if self.placement is None:
             update.step_(named)
@@ -177,6 +179,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
         for parameter in group["params"]:
             if not self.state[parameter]:
                 self.state[parameter].update(new_state(parameter, group, self._segments(parameter)))
+
+    def _shared_blocks(self, named: Sequence[tuple[str, Tensor]]) -> SharedBlocks | None:
+        return None if self.placement is None else self.placement.shared_blocks(named)
 
     def _segments(self, parameter: Tensor) -> Sequence[Segment] | None:
         return None if self.placement is None else self.placement.segments(parameter)

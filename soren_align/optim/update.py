@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..spectral.matrices import frobenius_norm
-from .eight_bits import decoded, decoded_range, encode_, spans_of
+from .eight_bits import SharedBlocks, decoded, decoded_range, encode_, spans_of
 from .map_batches import map_batches
 from .pieces import Piece, Whole, local, staged, whole_piece
 from .rounding import master_weights, store_master_weights_
@@ -92,7 +92,8 @@ class GroupUpdate:
 
     lr: the group's; a tensor is on the CPU. lr_scale: (m, n) -> its factor.
     map_matrix: x [m, n] or [k, m, n], names of the matrices -> their map. workspace_mb: see `map_batches`.
-    The observers get every update on this rank, before it is applied and after.
+    The observers get every update on this rank, before it is applied and after. shared_blocks: of 8-bit states; whoever
+    calls `update_momenta_` finishes them.
     """
 
     group: dict[str, Any]
@@ -103,6 +104,7 @@ class GroupUpdate:
     workspace_mb: float | None = 0
     pending_observer: Callable[[PendingUpdate], None] | None = None
     observer: Callable[[AppliedUpdate], None] | None = None
+    shared_blocks: SharedBlocks | None = None
 
     def step_(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """One step of parameters that are whole matrices, all with a gradient."""
@@ -129,7 +131,7 @@ class GroupUpdate:
             for span in spans_of(state):
                 momentum = decoded(state, "exp_avg", span)
                 update_momentum_(momentum, grad.reshape(-1)[span.start : span.stop], coefficient)
-                encode_(state, "exp_avg", span, momentum)
+                encode_(state, "exp_avg", span, momentum, self.shared_blocks)
 
     def map_input(self, piece: Piece) -> Tensor:
         """N of a piece, in the shape of `piece.view_of`; may be the momentum itself: do not modify it."""

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from ..optim.adamw_step import workspace
-from ..optimizer_settings import RESOLUTION, FactorPrecision
+from ..optim.eight_bits import BLOCK
+from ..optimizer_settings import RESOLUTION, FactorPrecision, States
 from ..recipe import Parallel
 from ..sharding.exchange_plan import ROUND_MB
 from ..spectral.cost import SpectralMap
-from .sizes import Numel, RankSizes, largest_sub_group
+from .sizes import RankSizes, largest_sub_group
 
 FLOAT32 = 4  # bytes: of momentum, master weights and the matrices that ranks exchange
 ITEMSIZE = {"fp32": FLOAT32, "float32": FLOAT32, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2}
@@ -45,6 +46,7 @@ class StepSettings:
     has_reference_model: DPO's starting model, stored as the trained one.
     workspace_mb: of maps in a batch, as in the optimizer. round_mb: of a round of the exchange of matrices.
     weight_bytes: of a trained number, and of its gradient; ZeRO chooses its own. compensation_bytes: beside each.
+    states: "float32" or "8bit".
     on_cpu: the ranks' device is a CPU.
     """
 
@@ -59,16 +61,29 @@ class StepSettings:
     round_mb: float = ROUND_MB
     weight_bytes: int = FLOAT32
     compensation_bytes: int = 0
+    states: States = "float32"
     on_cpu: bool = False
 
     def is_narrow(self, shape: tuple[int, int]) -> bool:
         """Whether the minimax map of a matrix of this shape has narrow factors."""
         return self.spectral_map == "minimax" and self.map_precision(min(shape)) != "float32"
 
-    def state_bytes(self, shard: Numel) -> int:
-        """Bytes of the moments of `shard`, always float32: AdamW has two, a spectral optimizer one."""
-        num_moments = 2 if self.optimizer == "adamw" else 1
-        return (shard.matrices * num_moments + shard.others * 2) * FLOAT32
+    def optimizer_states(self, sizes: RankSizes, parallel: Parallel, part: str, location: Location) -> Component:
+        """The moments of a rank: AdamW has two, a spectral optimizer one. part: of the detail, as ", 1/8".
+
+        In 8 bits a number is one byte and its part of a block's scale; small parameters have a scale per number.
+        """
+        shard, whole, small = sizes.shard(parallel), sizes.whole, sizes.model.small
+        num_bytes = 0.0
+        for numel, total, num_small, num_moments in (
+            (shard.matrices, whole.matrices, small.matrices, 2 if self.optimizer == "adamw" else 1),
+            (shard.others, whole.others, small.others, 2),
+        ):
+            share = num_small / total if total else 0
+            itemsize = (1 + FLOAT32 / BLOCK) * (1 - share) + (1 + FLOAT32) * share
+            num_bytes += numel * num_moments * (itemsize if self.states == "8bit" else FLOAT32)
+        detail = "8 bits" if self.states == "8bit" else "float32"
+        return Component("optimizer states", round(num_bytes), detail + part, location)
 
 
 def components(sizes: RankSizes, parallel: Parallel, settings: StepSettings) -> Iterator[Component]:
@@ -87,7 +102,7 @@ def components(sizes: RankSizes, parallel: Parallel, settings: StepSettings) -> 
     yield Component("weights", num_bytes, weight_detail, location)
     yield Component("frozen weights", sizes.model.frozen_bytes, "not trained", location)
     yield Component("reference model", num_bytes * settings.has_reference_model, weight_detail, location)
-    yield Component("optimizer states", settings.state_bytes(shard), detail, location)
+    yield settings.optimizer_states(sizes, parallel, detail.removeprefix("float32"), location)
     compensation = shard.total * settings.compensation_bytes
     yield Component("Kahan compensation", compensation, "16 bits per weight", location)
     yield Component("gradients", num_bytes, weight_detail, location)
@@ -108,7 +123,7 @@ def _zero_weights(sizes: RankSizes, parallel: Parallel, settings: StepSettings) 
     yield Component("reference model", num_bytes * settings.has_reference_model, detail, location)
     # Also for float32 weights: stage 3 means to update those in place, but compares a device with its name.
     yield Component("float32 master weights", shard.total * FLOAT32, f"float32{part}", state_location)
-    yield Component("optimizer states", settings.state_bytes(shard), f"float32{part}", state_location)
+    yield settings.optimizer_states(sizes, parallel, part, state_location)
 
 
 def _zero_gradients(sizes: RankSizes, parallel: Parallel, settings: StepSettings) -> Iterator[Component]:

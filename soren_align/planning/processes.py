@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from ..optim import Route
+from ..optim.eight_bits import SMALL
 from ..optim.map_batches import default_workspace_mb
 from ..recipe import Parallel, Recipe, as_adamw, compute_dtype, global_batch, parallel, trainer_value
 from .compute import Compute
@@ -94,8 +95,9 @@ def _saved(recipe: Recipe, cost: StepCost, costs: Compute, has_adapter: bool) ->
 
 def _step_cost(recipe: Recipe, routes: Sequence[Route], frozen: Frozen, num_ranks: int, costs: Compute) -> StepCost:
     matrices = {r.name: (r.shape[0], r.shape[1]) for r in routes if r.rule == "spectral"}
-    num_others = sum(math.prod(r.shape) for r in routes if r.rule != "spectral")
-    model = ModelSizes(matrices, num_others, frozen.numel, frozen.num_bytes)
+    others = [math.prod(r.shape) for r in routes if r.rule != "spectral"]
+    small = sum(numel for numel in others if numel < SMALL)
+    model = ModelSizes(matrices, sum(others), frozen.numel, frozen.num_bytes, small)
     cost = step_cost(model, parallel(recipe.run.parallel), num_ranks, _settings(recipe, has_adapter=frozen.numel > 0))
     if costs.activation_bytes is None:
         return cost
@@ -121,6 +123,7 @@ def _settings(recipe: Recipe, has_adapter: bool) -> StepSettings:
         workspace_mb=workspace,
         weight_bytes=2 if recipe.model.dtype == "bfloat16" and not has_adapter else 4,
         compensation_bytes=2 if optimizer.compensation == "kahan" else 0,
+        states=optimizer.states or "float32",
         on_cpu=on_cpu,
         map_precision=partial(optimizer.map_precision, on_gpu=not on_cpu),
     )

@@ -6,6 +6,7 @@ The shards are those of DeepSpeed 0.19.8 and of torch's FSDP2; all ranks have th
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ..optim.eight_bits import SMALL
 from ..recipe import Parallel
 from ..sharding.geometry import Shapes
 
@@ -31,12 +32,19 @@ class ModelSizes:
     matrices: those that the spectral optimizer updates.
     num_others: numbers of all other trained parameters, which AdamW updates.
     num_frozen, frozen_bytes: numbers and bytes of the parameters that are not trained.
+    num_small_others: numbers of the others whose 8-bit states have a scale each.
     """
 
     matrices: Shapes
     num_others: int
     num_frozen: int = 0
     frozen_bytes: int = 0
+    num_small_others: int = 0
+
+    @property
+    def small(self) -> Numel:
+        """Numbers of all parameters whose 8-bit states have a scale each."""
+        return Numel(sum(m * n for m, n in self.matrices.values() if m * n < SMALL), self.num_small_others)
 
 
 @dataclass(frozen=True)

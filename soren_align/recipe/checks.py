@@ -107,6 +107,9 @@ def _optimizer(raw: Raw) -> Iterator[tuple[Key, str]]:
     member = OPTIMIZERS.get(raw.text("optimizer", "name") or "")
     if member and member.needs_aux_lr and raw.get("optimizer", "aux_lr") is None and _trains_other_parameters(raw):
         yield ("optimizer", "aux_lr"), "is required: the AdamW learning rate of embeddings, norms and biases"
+    mode = raw.text("run", "parallel") or "ddp"
+    if raw.text("optimizer", "states") == "8bit" and (mode == "fsdp2" or mode.endswith((".yaml", ".yml"))):
+        yield ("optimizer", "states"), f"8-bit states are for ddp and ZeRO; run.parallel is {mode}"
     precision, spectral_map = raw.text("optimizer", "precision"), raw.get("optimizer", "map")
     name = (spectral_map.get("name") if isinstance(spectral_map, dict) else spectral_map) or next(iter(MAPS))
     if precision in get_args(Precision) and name in MAPS and precision not in map_precisions(name):

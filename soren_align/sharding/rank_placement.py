@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..optim import GroupUpdate, Segment, momentum_dtype
+from ..optim import GroupUpdate, Segment, SharedBlocks, momentum_dtype
 from .exchange import Exchange
 from .exchange_plan import ROUND_MB, ExchangePlan, make_exchange_plan
 from .geometry import Layout
@@ -50,6 +50,10 @@ class RankPlacement(ABC):
 
     def segments(self, parameter: Tensor) -> Sequence[Segment] | None:
         """The parameters' segments in a flat shard; None: it is one parameter."""
+        return None
+
+    def shared_blocks(self, named: Named) -> SharedBlocks | None:
+        """The blocks of these tensors' 8-bit states that lie on several ranks; None: there are none."""
         return None
 
     def check_gradients(self, named: Named, error: Exception | None, squares: Tensor) -> tuple[float, ...]:
@@ -98,6 +102,8 @@ class RankPlacement(ABC):
             return
         self.prepare(named)  # again: other groups may have displaced it
         update.update_momenta_(named)
+        if update.shared_blocks is not None:
+            update.shared_blocks.encode_()
         self.exchanges[_key(named)].run_(update, [parameter for _, parameter in named])
 
     def _exchange(self, named: Named) -> Exchange | ReplicaExchange:

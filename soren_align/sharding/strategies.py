@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from ..optim import Segment
+from ..optim import BLOCK, SMALL, Segment, SharedBlocks
 from .exchange_plan import ROUND_MB
 from .geometry import Layout, replicas, row_blocks
 from .rank_placement import Named, RankPlacement
@@ -88,6 +88,17 @@ def _unsupported(parameter: DTensor) -> ValueError:
     )
 
 
+def shared_blocks(layout: Layout) -> list[dict[int, int]]:
+    """For each matrix: number of each block of 8-bit states that lies on several ranks -> its number in the layout."""
+    shared, total = [], 0
+    for matrix in layout.matrices:
+        ends = [f.param_offset for f in matrix.fragments if f.param_offset % BLOCK] if matrix.numel >= SMALL else []
+        numbers = sorted({end // BLOCK for end in ends})
+        shared.append({number: total + i for i, number in enumerate(numbers)})
+        total += len(numbers)
+    return shared
+
+
 class FlatShards(RankPlacement):
     """ZeRO: each of the optimizer's tensors is one rank's flat shard of many matrices, with a layout of its own."""
 
@@ -123,8 +134,24 @@ class FlatShards(RankPlacement):
         layout, rank = self._all_layouts.get(parameter), dist.get_rank(self.ranks()[0])
         if layout is None:
             return None
-        here = [(f, matrix.numel) for matrix in layout.matrices for f in matrix.fragments if f.rank == rank]
-        return [Segment(f.local_offset, f.numel, f.param_offset, whole_numel) for f, whole_numel in here]
+        shared = shared_blocks(layout)
+        return [
+            Segment(f.local_offset, f.numel, f.param_offset, matrix.numel, shared[i])
+            for i, matrix in enumerate(layout.matrices)
+            for f in matrix.fragments
+            if f.rank == rank
+        ]
+
+    def shared_blocks(self, named: Named) -> SharedBlocks | None:
+        """The blocks that lie on several ranks, of the one tensor."""
+        layouts = [self._all_layouts[parameter] for _, parameter in named if parameter in self._all_layouts]
+        return SharedBlocks(sum(len(s) for layout in layouts for s in shared_blocks(layout)), self._largest)
+
+    def _largest(self, maxima: Tensor) -> Tensor:
+        group, device = self.ranks()
+        maxima = maxima.to(device)
+        dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
+        return maxima
 
     def layout(self, named: Named) -> Layout:
         """The layout of the one tensor: ZeRO steps group by group, sub-group by sub-group."""

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from soren_align.optim import Soren
+from soren_align.optim import Soren, build_optimizer
 from soren_align.planning.meter import Meter
 from soren_align.sharding import Replicas, RowBlocks, set_zero_placement, start_deepspeed
 from tests.support.toy import NUM_STEPS, Run
@@ -225,3 +226,64 @@ def deepspeed_engine(group, stage, run, config, make_optimizer=Run.optimizer):
     parameters = [p for p in model.parameters() if p.requires_grad]
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=parameters, config=settings)
     return engine, optimizer
+
+
+def _product(module, step):
+    """A loss whose gradients are multiples of 3/64, so that sums over 2 or 3 ranks are exact."""
+    generator, total = torch.Generator().manual_seed(int(step)), 0
+    for parameter in module.parameters(recurse=False):
+        total += (parameter * torch.randint(-64, 65, parameter.shape, generator=generator) * 3 / 64).sum()
+    return total
+
+
+class GivenLinear(nn.Linear):
+    forward = _product
+
+
+class GivenEmbedding(nn.Embedding):
+    forward = _product
+
+
+class Given(nn.Module):
+    """Parameters with exact gradients. On 2 ranks no shard ends within a block, on 3 ranks some do."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = GivenEmbedding(96, 64)
+        # In 8 bits, but for 20 x 48 and the vectors.
+        shapes = ((96, 64), (128, 80), (20, 48), (131, 48), (64, 97), (20, 48), (131, 48), (64, 97))
+        self.layers = nn.ModuleList(GivenLinear(n, m, bias=m == 96) for m, n in shapes)
+        self.lm_head = GivenLinear(64, 80, bias=False)
+
+    def forward(self, step):
+        return sum(module(step + i) for i, module in enumerate((self.embedding, *self.layers, self.lm_head)))
+
+
+def with_exact_gradients(group, way, name, num_steps=6):
+    """The weights of Given after steps with 8-bit states. way: None, "DDP", or ZeRO's stage."""
+    model = Given()
+
+    def make_optimizer(_, model):
+        settings = {} if name == "adamw" else {"adjust_lr_fn": "original"}
+        return build_optimizer(model, name=name, lr=0.02, aux_lr=0.01, states="8bit", **settings)
+
+    if isinstance(way, int):
+        made = SimpleNamespace(model=lambda: model, clip=0.0)
+        config = {"gradient_accumulation_steps": 1, "train_micro_batch_size_per_gpu": 1}
+        engine, _ = deepspeed_engine(group, way, made, config, make_optimizer)
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        set_zero_placement(engine.optimizer)
+        for step in range(num_steps):
+            engine.backward(engine(torch.tensor(step)))
+            engine.step()
+        return {name: safe_get_full_fp32_param(p).clone() for name, p in engine.module.named_parameters()}
+    optimizer: Any = make_optimizer(None, model)
+    if way == "DDP":
+        optimizer.placement = Replicas()
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        model(step).backward()
+        optimizer.step()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
