@@ -5,7 +5,7 @@ GPU nor, for the shipped recipes, the hub is needed: what is unknown without the
 """
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ from ..sharding.ranks import Ranks
 from ..trainers import adapters, build
 from ..trainers.library_errors import as_user_error
 from ..trainers.trl_arguments import trl_arguments
+from .blocks import build_model, kinds_of_blocks
 from .compute import UNBOUNDED_LENGTH, compute
-from .inputs import Inputs, build_model, count_frozen, load_inputs, on_this_machine
+from .inputs import Inputs, count_frozen, load_inputs, on_this_machine
 from .processes import processes
 from .schedule import Schedule, is_packed, schedule
 from .update_sizes import TYPICAL_WEIGHT, update_dtype, update_sizes
@@ -42,8 +43,8 @@ def plan_training(
         inputs = load_inputs(local, RunFolder(scratch), on_examples)
         args: Any = trl_arguments(local, Path(scratch), Ranks())
 
-    def build_outline(num_blocks: int | None = None, dtype: torch.dtype = torch.float32) -> Any:
-        return adapters.add_empty_adapter(build_model(inputs.config, num_blocks, dtype), recipe, inputs.start)
+    def build_outline(blocks: Sequence[int] | None = None, dtype: torch.dtype = torch.float32) -> Any:
+        return adapters.add_empty_adapter(build_model(inputs.config, blocks, dtype), recipe, inputs.start)
 
     with torch.device("meta"), as_user_error(f"model {recipe.model.name_or_path}"):
         model = build_outline()
@@ -51,7 +52,8 @@ def plan_training(
         routes = route(model, recipe.optimizer.aux)
         build_optimizer(model, **build.optimizer_settings(recipe))
     steps = schedule(recipe, args, inputs.num_examples, inputs.account, num_ranks)
-    costs = compute(recipe, build_outline, inputs.num_blocks, inputs.account, steps.global_batch_size, args.max_length)
+    kinds = kinds_of_blocks(model)
+    costs = compute(recipe, build_outline, kinds, inputs.account, steps.global_batch_size, args.max_length)
     ranks = processes(recipe, routes, count_frozen(recipe, model), num_ranks, costs)
     plan = {
         "task": recipe.task,
