@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..files import parse_json, read_text
-from ..optim import Muon, Soren, SpectralOptimizer
+from ..optim import Muon, Soren, SpectralOptimizer, matrices_of
 from ..optimizer_settings import MAPS, RESOLUTIONS
 from ..run_folder import RunFolder, step_of
 from ..spectral import singular_values
@@ -75,11 +75,17 @@ def _of_checkpoint(checkpoint: Path, globs: Sequence[str]) -> Iterator[Spectrum]
     try:
         saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         groups = [group for group in saved["param_groups"] if group["rule"] == "spectral"]
-        named = [pair for group in groups for pair in zip(group["param_names"], group["params"], strict=True)]
-        momenta = {name: saved["state"][number]["exp_avg"] for name, number in named}
-    except (pickle.UnpicklingError, RuntimeError, KeyError, TypeError, ValueError, EOFError):
+        momenta = [
+            named
+            for group in groups
+            for name, number in zip(group["param_names"], group["params"], strict=True)
+            for named in matrices_of(
+                name, saved["state"][number]["exp_avg"], group.get("storages", {}).get(name, "plain")
+            )
+        ]
+    except (AttributeError, pickle.UnpicklingError, RuntimeError, KeyError, TypeError, ValueError, EOFError):
         raise UserError(f"{file}: not the state of an optimizer with matrices") from None
-    for name, momentum in momenta.items():
+    for name, momentum in momenta:
         if any(fnmatchcase(name, glob) for glob in globs):
             yield Spectrum(name, step_of(checkpoint), tuple(momentum.shape), tuple(singular_values(momentum).tolist()))
 

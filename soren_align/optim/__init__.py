@@ -12,6 +12,7 @@ from .routing import Route, param_groups, route, routing_table
 from .soren import Soren
 from .spectral_optimizer import OPTIMIZERS, SpectralOptimizer
 from .state import momentum_dtype
+from .storage import matrices_of, names_of_matrices
 from .update import ADAMW_RMS, GroupUpdate, decay_and_add_
 from .update_records import AppliedMap, AppliedUpdate, PendingUpdate
 
@@ -40,7 +41,9 @@ __all__ = [
     "decay_and_add_",
     "local",
     "master_weights",
+    "matrices_of",
     "momentum_dtype",
+    "names_of_matrices",
     "param_groups",
     "route",
     "routing_table",

@@ -46,7 +46,8 @@ def kinds_of_blocks(model: PreTrainedModel) -> list[list[int]]:
 
 def _chain_of_blocks(model: nn.Module, num_blocks: int) -> tuple[str, nn.ModuleList]:
     """The list of the decoder's blocks, and its path; an empty path if there is none."""
-    decoder: Any = model.get_decoder() if hasattr(model, "get_decoder") else model
+    whole: Any = model
+    decoder = whole.get_decoder() if hasattr(whole, "get_decoder") else whole
     inside = {id(module) for module in decoder.modules()}
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_blocks and id(module) in inside:

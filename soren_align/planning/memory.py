@@ -146,7 +146,7 @@ def _zero_gradients(sizes: RankSizes, parallel: Parallel, settings: StepSettings
 def _zero_buckets(sizes: RankSizes, zero: dict[str, Any], stage: int, dtype: str) -> Component:
     numel = zero.get("reduce_bucket_size", BUCKET_SIZE)
     if numel == "auto":  # transformers: the square of the hidden size, the shorter side of a model's largest matrices
-        numel = max((min(shape) for shape in sizes.model.matrices.values()), default=0) ** 2
+        numel = max((min(shape[-2:]) for shape in sizes.model.matrices.values()), default=0) ** 2
     number = 2 if stage < 3 and zero.get("overlap_comm") else 1
     num_bytes, detail = int(numel) * number * ITEMSIZE[dtype], f"{dtype}, {number} x {int(numel):,}"
     return Component("reduce buckets", num_bytes, detail, phase="always" if stage == 3 else "forward_backward")

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..optim import Route
 from ..optim.map_batches import default_workspace_mb
+from ..optim.storage import Storages
 from ..recipe import Parallel, Recipe, as_adamw, global_batch, parallel, trainer_value
 from .compute import Compute, compute_dtype
 from .memory import Component, Location, Phase, StepSettings
@@ -34,7 +35,7 @@ def processes(
     strategy = parallel(recipe.run.parallel)
     cost = _step_cost(recipe, routes, frozen, num_ranks, costs)
     with_adamw = _step_cost(_with_adamw(recipe), routes, frozen, num_ranks, costs)
-    num_rows = max((min(r.shape) for r in routes if r.rule == "spectral"), default=0)
+    num_rows = max((min(r.matrix) for r in routes if r.rule == "spectral"), default=0)
     flops = {"busiest_rank": cost.flops_busiest_rank, "all_ranks": cost.flops_all_ranks}
     global_batch_size, factors = global_batch(recipe, num_ranks)
     return {
@@ -93,9 +94,10 @@ def _saved(recipe: Recipe, cost: StepCost, costs: Compute, has_adapter: bool) ->
 
 
 def _step_cost(recipe: Recipe, routes: Sequence[Route], frozen: Frozen, num_ranks: int, costs: Compute) -> StepCost:
-    matrices = {r.name: (r.shape[0], r.shape[1]) for r in routes if r.rule == "spectral"}
+    matrices = {r.name: r.shape for r in routes if r.rule == "spectral"}
+    storages: Storages = {r.name: r.storage for r in routes if r.is_stored_otherwise}
     num_others = sum(math.prod(r.shape) for r in routes if r.rule != "spectral")
-    model = ModelSizes(matrices, num_others, frozen.numel, frozen.num_bytes)
+    model = ModelSizes(matrices, num_others, frozen.numel, frozen.num_bytes, storages)
     cost = step_cost(model, parallel(recipe.run.parallel), num_ranks, _settings(recipe, has_adapter=frozen.numel > 0))
     if costs.activation_bytes is None:
         return cost
