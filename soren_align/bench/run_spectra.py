@@ -87,7 +87,12 @@ def _of_checkpoint(checkpoint: Path, globs: Sequence[str]) -> Iterator[Spectrum]
         raise UserError(f"{file}: not the state of an optimizer with matrices") from None
     for name, momentum in momenta:
         if any(fnmatchcase(name, glob) for glob in globs):
-            yield Spectrum(name, step_of(checkpoint), tuple(momentum.shape), tuple(singular_values(momentum).tolist()))
+            yield Spectrum(
+                name,
+                step_of(checkpoint),
+                (momentum.shape[0], momentum.shape[1]),
+                tuple(singular_values(momentum).tolist()),
+            )
 
 
 def all_maps() -> dict[str, SpectralOptimizer]:

@@ -8,7 +8,7 @@ from .muon import Muon
 from .pieces import Piece, Whole, local, staged
 from .placement import Placement
 from .rounding import master_weights, ulp
-from .routing import Route, param_groups, route, routing_table
+from .routing import Route, param_groups, route, routing_table, share_notices, spectral_share
 from .soren import Soren
 from .spectral_optimizer import OPTIMIZERS, SpectralOptimizer
 from .state import momentum_dtype
@@ -47,6 +47,8 @@ __all__ = [
     "param_groups",
     "route",
     "routing_table",
+    "share_notices",
+    "spectral_share",
     "staged",
     "ulp",
 ]

@@ -8,7 +8,7 @@ The LoRA factors of linear layers go to the spectral rule, each mapped by itself
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -18,6 +18,8 @@ from torch import nn
 from ..optimizer_settings import AUX_WEIGHT_DECAY
 from .lora_factors import FACTOR, adapter_parameters
 from .storage import Storage, matrix_shape
+
+_COUNTS = ("tensors", "matrices", "numel")
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +65,7 @@ class _Occurrence:
     def is_router(self) -> bool:
         """Whether it chooses experts."""
         is_linear = isinstance(self.owner, nn.Linear)
-        return is_linear and (self.beside_experts or "router" in type(self.owner).__name__.lower())
+        return "Router" in type(self.owner).__name__ or (is_linear and self.beside_experts)
 
     def storage(self, num_dimensions: int) -> Storage | None:
         """How a parameter of so many dimensions stores matrices of linear layers; None if it has none."""
@@ -155,13 +157,32 @@ def param_groups(
 
 
 def routing_table(routes: Sequence[Route]) -> list[dict[str, Any]]:
-    """One dict per rule and reason: {"rule", "reason", "tensors", "numel"}, the matrices first."""
+    """One dict per rule and reason: {"rule", "reason", "tensors", "matrices", "numel"}, the spectral rule first."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for r in sorted(routes, key=lambda r: r.rule != "spectral"):
-        row = rows.setdefault((r.rule, r.reason), {"rule": r.rule, "reason": r.reason, "tensors": 0, "numel": 0})
+        row = rows.setdefault((r.rule, r.reason), {"rule": r.rule, "reason": r.reason, **dict.fromkeys(_COUNTS, 0)})
         row["tensors"] += 1
+        row["matrices"] += r.num_matrices if r.rule == "spectral" else 0
         row["numel"] += math.prod(r.shape)
     return list(rows.values())
+
+
+def spectral_share(table: Sequence[Mapping[str, Any]]) -> float:
+    """The share of the trained parameters that go to the spectral rule."""
+    numel = {rule: sum(row["numel"] for row in table if row["rule"] == rule) for rule in ("spectral", "adamw")}
+    return numel["spectral"] / max(1, sum(numel.values()))
+
+
+def share_notices(optimizer: str, table: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A notice if `optimizer` updates less than half of the trained parameters; none for AdamW, which updates all."""
+    share = spectral_share(table)
+    if optimizer == "adamw" or share >= 0.5:
+        return []
+    most = max((row for row in table if row["rule"] == "adamw"), key=lambda row: row["numel"])
+    return [
+        f"{optimizer} updates only {share:.1%} of the trained parameters, and adamw the others, at optimizer.aux_lr; "
+        f"most of these: {most['reason']}"
+    ]
 
 
 def _occurrences(model: nn.Module) -> dict[nn.Parameter, list[_Occurrence]]:
@@ -189,7 +210,7 @@ def _obstacle(
     for glob in aux:
         if any(fnmatchcase(o.name, glob) for o in occurrences):
             return f"named by aux {glob!r}"
-    if any(o.is_router for o in occurrences):
+    if len(shape) == 2 and any(o.is_router for o in occurrences):
         return "router"
     if None in [o.storage(len(shape)) for o in occurrences]:
         return "not the weight of a linear layer" if len(shape) == 2 else f"{len(shape)}-dimensional"

@@ -1,7 +1,7 @@
 """The blocks of a model: their kinds, and small models made of a few of them.
 
-Blocks are of one kind if their parameters have the same names and shapes: DeepSeek-V3's first three have no experts,
-and one in four of Qwen3-Next has attention in place of a recurrence.
+Blocks are of one kind if their parameters have the same names and shapes, and the same ones are frozen: DeepSeek-V3's
+first three have no experts, and one in four of Qwen3-Next has attention in place of a recurrence.
 """
 
 from collections.abc import Sequence
@@ -12,21 +12,27 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ..trainers.freezing import freeze
 
-def build_model(config: Any, blocks: Sequence[int] | None, dtype: torch.dtype) -> PreTrainedModel:
+
+def build_model(
+    config: Any, blocks: Sequence[int] | None, dtype: torch.dtype, frozen: Sequence[str] = ()
+) -> PreTrainedModel:
     """A model with random weights; blocks: positions in the whole model of those that it has, None: all.
 
-    Call it on the meta device: a model whose blocks are not the first ones is built whole before.
+    frozen: globs of the parameters that are not trained. Call it on the meta device: a model whose blocks are not the
+    first ones is built whole before.
     """
     config = deepcopy(config)
-    if blocks is None:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
     text_config = config.get_text_config()  # of a model of text and images
-    num_blocks = text_config.num_hidden_layers
-    if [*blocks] == [i % num_blocks for i in range(len(blocks))]:
+    num_blocks = getattr(text_config, "num_hidden_layers", 0)
+    are_first = blocks is not None and [*blocks] == [i % num_blocks for i in range(len(blocks))]
+    if blocks is not None and are_first:
         _select(text_config, blocks)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    freeze(model, frozen)
+    if blocks is None or are_first:
+        return model
     path, chain = _chain_of_blocks(model, num_blocks)
     model.set_submodule(path, nn.ModuleList(deepcopy(chain[i]) for i in blocks))
     _select(model.config.get_text_config(), blocks)
@@ -40,7 +46,7 @@ def kinds_of_blocks(model: PreTrainedModel) -> list[list[int]]:
     kinds: dict[Any, list[int]] = {}
     for position in range(num_blocks):
         parameters = chain[position].named_parameters() if path else ()
-        kinds.setdefault(tuple((name, p.shape) for name, p in parameters), []).append(position)
+        kinds.setdefault(tuple((name, p.shape, p.requires_grad) for name, p in parameters), []).append(position)
     return list(kinds.values())
 
 

@@ -86,7 +86,8 @@ def components(sizes: RankSizes, parallel: Parallel, settings: StepSettings) -> 
     has_buckets = sizes.num_ranks > 1 and not is_sharded
     yield Component("weights", num_bytes, weight_detail, location)
     yield Component("frozen weights", sizes.model.frozen_bytes, "not trained", location)
-    yield Component("reference model", num_bytes * settings.has_reference_model, weight_detail, location)
+    reference = (num_bytes + sizes.model.frozen_bytes) * settings.has_reference_model
+    yield Component("reference model", reference, weight_detail, location)
     yield Component("optimizer states", settings.state_bytes(shard), detail, location)
     compensation = shard.total * settings.compensation_bytes
     yield Component("Kahan compensation", compensation, "16 bits per weight", location)
@@ -105,7 +106,8 @@ def _zero_weights(sizes: RankSizes, parallel: Parallel, settings: StepSettings) 
     num_bytes = numel * ITEMSIZE[dtype]
     yield Component("weights", num_bytes, detail, location)
     yield Component("frozen weights", sizes.model.num_frozen * ITEMSIZE[dtype], dtype, location)
-    yield Component("reference model", num_bytes * settings.has_reference_model, detail, location)
+    reference = (num_bytes + sizes.model.num_frozen * ITEMSIZE[dtype]) * settings.has_reference_model
+    yield Component("reference model", reference, detail, location)
     # Also for float32 weights: stage 3 means to update those in place, but compares a device with its name.
     yield Component("float32 master weights", shard.total * FLOAT32, f"float32{part}", state_location)
     yield Component("optimizer states", settings.state_bytes(shard), f"float32{part}", state_location)

@@ -14,11 +14,12 @@ import torch
 from ..data import Account
 from ..errors import UserError
 from ..evaluate.suites import suite_of
-from ..optim import build_optimizer, route, routing_table
+from ..optim import build_optimizer, route, routing_table, share_notices
 from ..recipe import Recipe
 from ..run_folder import RunFolder
 from ..sharding.ranks import Ranks
 from ..trainers import adapters, build
+from ..trainers.freezing import refuse_unmatched
 from ..trainers.library_errors import as_user_error
 from ..trainers.trl_arguments import trl_arguments
 from .blocks import build_model, kinds_of_blocks
@@ -44,13 +45,17 @@ def plan_training(
         args: Any = trl_arguments(local, Path(scratch), Ranks())
 
     def build_outline(blocks: Sequence[int] | None = None, dtype: torch.dtype = torch.float32) -> Any:
-        return adapters.add_empty_adapter(build_model(inputs.config, blocks, dtype), recipe, inputs.start)
+        outline = build_model(inputs.config, blocks, dtype, () if recipe.model.lora else recipe.model.freeze)
+        if blocks is None:
+            refuse_unmatched(outline, recipe.model.freeze)
+        return adapters.add_empty_adapter(outline, recipe, inputs.start)
 
     with torch.device("meta"), as_user_error(f"model {recipe.model.name_or_path}"):
         model = build_outline()
     with as_user_error("optimizer", ValueError):
         routes = route(model, recipe.optimizer.aux)
         build_optimizer(model, **build.optimizer_settings(recipe))
+    table = routing_table(routes)
     steps = schedule(recipe, args, inputs.num_examples, inputs.account, num_ranks)
     kinds = kinds_of_blocks(model)
     costs = compute(recipe, build_outline, kinds, inputs.account, steps.global_batch_size, args.max_length)
@@ -63,13 +68,17 @@ def plan_training(
         "learning_rates": steps.shown_rates(args),
         "optimizer": recipe.optimizer.model_dump(exclude_none=True),
         "optimizer_description": recipe.optimizer.description,
-        "routing": routing_table(routes),
+        "routing": table,
         **_update_sizes(recipe, inputs, routes, steps),
         "processes": ranks,
         "compute": costs.as_json(ranks["map_flops"], steps.total),
         "evaluation": _evaluation(recipe),
         "files": _files(recipe, args),
-        "notices": [*_notices(recipe, inputs, args, steps, costs.failure), *_evaluation_notices(recipe, inputs)],
+        "notices": [
+            *_notices(recipe, inputs, args, steps, costs.failure),
+            *share_notices(recipe.optimizer.name, table),
+            *_evaluation_notices(recipe, inputs),
+        ],
     }
     return plan, inputs.account
 

@@ -9,7 +9,7 @@ from typing import Any
 from ..optim import Route
 from ..optim.map_batches import default_workspace_mb
 from ..optim.storage import Storages
-from ..recipe import Parallel, Recipe, as_adamw, global_batch, parallel, trainer_value
+from ..recipe import Parallel, Recipe, as_adamw, global_batch, parallel, trainer_value, trains_adapter
 from .compute import Compute, compute_dtype
 from .memory import Component, Location, Phase, StepSettings
 from .sizes import ModelSizes
@@ -54,7 +54,7 @@ def processes(
         "memory": [part._asdict() for part in cost.memory],
         "memory_total": _totals(cost, costs),
         "memory_total_adamw": _totals(with_adamw, costs),
-        "memory_saved": _saved(recipe, cost, costs, has_adapter=frozen.numel > 0),
+        "memory_saved": _saved(recipe, cost, costs, has_adapter=trains_adapter(recipe.model)),
         "memory_not_included": NOT_INCLUDED,
     }
 
@@ -98,7 +98,7 @@ def _step_cost(recipe: Recipe, routes: Sequence[Route], frozen: Frozen, num_rank
     storages: Storages = {r.name: r.storage for r in routes if r.is_stored_otherwise}
     num_others = sum(math.prod(r.shape) for r in routes if r.rule != "spectral")
     model = ModelSizes(matrices, num_others, frozen.numel, frozen.num_bytes, storages)
-    cost = step_cost(model, parallel(recipe.run.parallel), num_ranks, _settings(recipe, has_adapter=frozen.numel > 0))
+    cost = step_cost(model, parallel(recipe.run.parallel), num_ranks, _settings(recipe, trains_adapter(recipe.model)))
     if costs.activation_bytes is None:
         return cost
     detail = f"{trainer_value(recipe, 'per_device_train_batch_size')} x {costs.max_tokens} tokens"

@@ -75,7 +75,7 @@ def slabs(layout: Layout, storages: Storages) -> Layout:
             matrices.append(parameter._replace(storage=storages.get(parameter.name, "plain")))
             continue
         if parameter.name not in storages:
-            raise ValueError(f"{parameter.name} has shape {parameter.shape}, and nothing tells how it stores matrices")
+            raise ValueError(f"{parameter.name} has shape {parameter.shape}, and its group names no storage for it")
         storage, numel = storages[parameter.name], rows * columns
         fragments: list[list[Fragment]] = [[] for _ in slab_names(parameter.name, parameter.shape)]
         for rank, start, local_offset, size in parameter.fragments:

@@ -52,6 +52,12 @@ class AttachedOptimizer:
         ]
 
     @property
+    def names_of_mapped_parameters(self) -> set[str]:
+        """The names of the parameters that hold these matrices."""
+        groups = (group for group in self.expected.param_groups if group["rule"] == "spectral")
+        return {name for group in groups for name in group["param_names"]}
+
+    @property
     def has_other_parameters(self) -> bool:
         """Whether AdamW updates a second parameter group."""
         return len(self.expected.param_groups) > 1

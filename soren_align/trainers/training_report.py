@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 
 from ..manifest import SURVIVAL_THRESHOLD, describe_dropped
-from ..optim import route, routing_table
+from ..optim import route, routing_table, share_notices, spectral_share
 from ..recipe import global_batch
 from ..run_folder import RunFolder
 from ..sharding.ranks import Ranks
@@ -20,7 +20,7 @@ def record_setup(folder: RunFolder, setup: TrainingSetup, trainer: Any, ranks: R
     examples: dict[str, Any] = {"num_kept": counts.num_kept, "dropped": train.dropped | counts.dropped}
     if counts.num_kept_by_source:
         examples["num_kept_by_source"] = list(counts.num_kept_by_source)
-    parameters = list(trainer.model.parameters())
+    parameters, table = list(trainer.model.parameters()), routing_table(route(trainer.model, recipe.optimizer.aux))
     folder.update(
         start={
             "path": str(Path(setup.start).resolve()) if Path(setup.start).is_dir() else setup.start,
@@ -39,15 +39,17 @@ def record_setup(folder: RunFolder, setup: TrainingSetup, trainer: Any, ranks: R
             "dtype": sorted({str(p.dtype).removeprefix("torch.") for p in parameters}),
             "total": sum(map(_numel, parameters)),
             "trainable": sum(_numel(p) for p in parameters if p.requires_grad),
+            "spectral_share": spectral_share(table) * (recipe.optimizer.name != "adamw"),
         },
-        routing=routing_table(route(trainer.model, recipe.optimizer.aux)),
+        routing=table,
     )
 
 
 def print_setup(console: Console, setup: TrainingSetup, trainer: Any, ranks: Ranks) -> None:
     """Print notices, data, starting checkpoint, batch and optimizer."""
     counts, train = setup.account, setup.splits["train"]
-    for notice in setup.notices:
+    table = routing_table(route(trainer.model, setup.recipe.optimizer.aux))
+    for notice in (*setup.notices, *share_notices(setup.recipe.optimizer.name, table)):
         print_labelled(console, "notice", notice)
     dropped = describe_dropped(train.dropped | counts.dropped)
     dropped = f", {dropped}" if dropped else ""
@@ -62,11 +64,12 @@ def print_setup(console: Console, setup: TrainingSetup, trainer: Any, ranks: Ran
         print_labelled(console, "batch", f"{num_examples} examples per step: {factors}")
         print_labelled(console, "parallel", setup.recipe.run.parallel)
     optimizer = setup.recipe.optimizer
-    num_tensors = [len(group["params"]) for group in trainer.expected_optimizer.param_groups]
-    matrices = f"{optimizer.description}, lr {optimizer.lr:g}: {num_tensors[0]} matrices"
-    print_labelled(console, "optimizer", matrices)
-    if len(num_tensors) > 1:
-        print_labelled(console, "", f"adamw, lr {optimizer.aux_lr:g}: {num_tensors[1]} other parameters")
+    num_matrices, share = sum(row["matrices"] for row in table), spectral_share(table)
+    matrices = f"{optimizer.description}, lr {optimizer.lr:g}: {num_matrices:,} matrices"
+    others = sum(row["tensors"] for row in table if row["rule"] == "adamw")
+    print_labelled(console, "optimizer", matrices + f", {share:.1%} of the trained parameters" * bool(others))
+    if others:
+        print_labelled(console, "", f"adamw, lr {optimizer.aux_lr:g}: {others:,} other parameters, {1 - share:.1%}")
 
 
 def report_first_step(

@@ -17,7 +17,7 @@ from ..run_folder import RunFolder
 from ..sharding.ranks import Ranks
 from . import adapters
 from .library_errors import as_user_error
-from .starting_model import load_tokenizer, starting_checkpoint
+from .starting_model import load_tokenizer, refuse_other_models, starting_checkpoint
 from .trl_arguments import trl_arguments
 
 
@@ -50,6 +50,7 @@ def set_up_training(
     Raises UserError if the recipe cannot be trained.
     """
     unset_hf_deepspeed_config()  # of an earlier run in this process: models would be sharded while they load
+    refuse_other_models(recipe)
     start = starting_checkpoint(recipe, folder)
     tokenizer = load_tokenizer(recipe, start)
     splits = load_splits(recipe)

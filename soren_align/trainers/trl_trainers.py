@@ -20,9 +20,16 @@ from ..sharding import full_weights, sum_in_float32
 from ..sharding.ranks import current_ranks
 from . import adapters, checkpoints
 from .attached_optimizer import OptimizerCheck, attach, refuse_unaveraged_gradients
+from .freezing import GradientCheck
 from .lost_updates import FirstStepCheck, LostUpdatesPolicy
 from .measurements import MeasurementLog, Measurements
-from .model_export import export_weights, unsharded_weights, write_dtype
+from .model_export import (
+    changeable_settings,
+    export_weights,
+    restored_settings,
+    unsharded_weights,
+    write_dtype,
+)
 from .spectra_recorder import SpectraRecorder
 from .starting_weights import StartingWeights, share_of_parameters
 
@@ -51,6 +58,8 @@ class SorenTrainerMixin(Trainer):
         """
         self.optimizer_settings, self.parallel, self.save_dtype = optimizer_settings, parallel, save_dtype
         self.origin, self.lost_updates = origin or {}, lost_updates
+        start: Any = args[0] if args else kwargs.get("model")
+        self._config_at_start = changeable_settings(getattr(start, "config", None))
         super().__init__(*args, **kwargs)
         model: Any = self.model
         if isinstance(model, PeftModel):
@@ -98,6 +107,7 @@ class SorenTrainerMixin(Trainer):
             self.starting_weights = StartingWeights(tensors)
         self.optimizer_check = OptimizerCheck(self.attached)
         self.measurements = Measurements(self.attached, self.starting_weights, self.measurement_log)
+        self.add_callback(GradientCheck(self.attached))
         self.add_callback(self.optimizer_check)
         self.add_callback(self.measurements)
         if self.measurement_log.steps:
@@ -159,6 +169,11 @@ class SorenTrainerMixin(Trainer):
         self._save(str(folder), state_dict=weights)
         if self.save_dtype is not None and self.args.should_save:
             write_dtype(folder, self.save_dtype)  # from_pretrained would round to the dtype in config.json
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        # As TRL, with the starting checkpoint's config: training turns the cache off, and routers' logits on.
+        with restored_settings(self._config_at_start):
+            super()._save(output_dir, state_dict)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write no card per checkpoint; card.py writes that of the model."""

@@ -1,4 +1,4 @@
-"""Tiny mixtures of experts under every kind of sharding, and a plain loop in which every expert has its own matrices."""
+"""Tiny mixtures of experts, and a plain loop in which every expert has matrices of its own."""
 
 from dataclasses import dataclass
 
