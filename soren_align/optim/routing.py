@@ -212,6 +212,8 @@ def _obstacle(
             return f"named by aux {glob!r}"
     if len(shape) == 2 and any(o.is_router for o in occurrences):
         return "router"
+    if len(shape) == 2 and all(o.name.endswith("bias") for o in occurrences):
+        return "bias"  # of experts
     if None in [o.storage(len(shape)) for o in occurrences]:
         return "not the weight of a linear layer" if len(shape) == 2 else f"{len(shape)}-dimensional"
     if needs_block and not any(o.in_block for o in occurrences):

@@ -1,6 +1,16 @@
-"""Tiny configs of language models, one per architecture, with the quickstart's vocabulary."""
+"""Tiny models, one per architecture of transformers, and the trial of each: planned, trained, saved, loaded again."""
 
-from transformers import AutoConfig
+import json
+
+import torch
+from transformers import AutoConfig, AutoTokenizer
+
+from soren_align.errors import UserError
+from soren_align.optim import spectral_share
+from soren_align.planning.plan import plan_training
+from soren_align.weights import load_adapter, load_model
+from tests.support.tiny_models import BASE
+from tests.support.tiny_run import TinyRun
 
 SIZE = {
     "vocab_size": 121,
@@ -94,7 +104,95 @@ ARCHITECTURES = {
     "t5": {"vocab_size": 121, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
 }
 
+NAMES = {
+    "llama": "Llama 3, SmolLM2",
+    "smollm3": "SmolLM3",
+    "mistral": "Mistral",
+    "phi3": "Phi-3",
+    "phi": "Phi-2",
+    "opt": "OPT",
+    "gpt_neox": "GPT-NeoX, Pythia",
+    "falcon": "Falcon",
+    "olmo2": "OLMo 2",
+    "stablelm": "StableLM",
+    "bloom": "Bloom",
+    "granite": "Granite",
+    "qwen2": "Qwen2.5",
+    "qwen3": "Qwen3",
+    "gemma2": "Gemma 2",
+    "gemma3_text": "Gemma 3, text",
+    "gpt_neo": "GPT-Neo",
+    "lfm2": "LFM2",
+    "mixtral": "Mixtral",
+    "qwen3_moe": "Qwen3-MoE",
+    "gpt_oss": "gpt-oss",
+    "deepseek_v3": "DeepSeek-V3",
+    "qwen3_next": "Qwen3-Next",
+    "llama4_text": "Llama 4, text",
+    "gpt2": "GPT-2",
+    "mamba": "Mamba",
+    "gemma3": "Gemma 3, images and text",
+    "qwen2_vl": "Qwen2-VL",
+    "t5": "T5",
+}
+FROZEN = {"gemma3": ["model.vision_tower.*", "model.multi_modal_projector.*"]}
+USUAL = ("embedding", "1-dimensional", "outside the blocks")  # reasons for AdamW in most models
+
+SETTINGS = (
+    *("trainer.max_steps=3", "trainer.warmup_steps=0", "trainer.save_strategy=no", "trainer.max_length=24"),
+    *("trainer.per_device_train_batch_size=4", "trainer.assistant_only_loss=false"),
+    *("data.train.limit=12", "data.eval=null", "model.init_seed=0"),
+)
+
 
 def config_of(name, **changes):
     """The tiny config of an architecture."""
     return AutoConfig.for_model(name, **{**ARCHITECTURES[name], **changes})
+
+
+def trial(name, folder):
+    """The row of docs/models.md of one architecture.
+
+    It is planned, trained for three steps, saved and loaded again: all its weights, and by LoRA.
+    """
+    start = folder / "config"
+    config_of(name).save_pretrained(start)
+    AutoTokenizer.from_pretrained(BASE).save_pretrained(start)
+    overrides = [*SETTINGS, f"model.name_or_path={start}", f"model.freeze={json.dumps(FROZEN.get(name, []))}"]
+    full = TinyRun(folder / "full", "sft", *overrides)
+    try:
+        plan, _ = plan_training(full.recipe)
+    except UserError as error:
+        message = str(error).removeprefix(f"model {start}: ")
+        return f"| {NAMES[name]} | refused: {message} | | | |"
+    results = [_trained(full), _trained(TinyRun(folder / "lora", "sft", *overrides, "model.lora={r: 4}"))]
+    return f"| {NAMES[name]} | {_routing(plan)} | {_planned(plan)} | {' | '.join(results)} |"
+
+
+def _routing(plan):
+    """The mapped matrices of a plan, and the less usual ones of AdamW."""
+    mapped = [f"{r['matrices']} of {r['reason'].rstrip('s')}s" for r in plan["routing"] if r["rule"] == "spectral"]
+    others = [row["reason"] for row in plan["routing"] if not any(word in row["reason"] for word in USUAL)]
+    others = [reason for reason in others if reason not in ("linear layer", "experts")]
+    share = f" ({spectral_share(plan['routing']):.0%})"
+    return ", ".join(mapped) + share + (f"; AdamW: {', '.join(others)}" if others else "")
+
+
+def _planned(plan):
+    return "ok" if plan["compute"]["training_flops"] else "activations and FLOPs not known"
+
+
+def _trained(run):
+    """ "ok", after the checks of a run's three steps and of its model folder."""
+    assert run.train()
+    record = run.folder.read()
+    assert record["training"]["relative_change"] > 0
+    if run.recipe.model.lora:
+        load_adapter(load_model(str(run.folder.start)), str(run.folder.model))
+        return "ok"
+    before, after = (json.loads((f / "config.json").read_text()) for f in (run.folder.start, run.folder.model))
+    assert after == before
+    weights, start = (load_model(str(f)).state_dict() for f in (run.folder.model, run.folder.start))
+    assert all(tensor.isfinite().all() for tensor in weights.values())
+    assert any(not torch.equal(weights[key], start[key]) for key in start)
+    return "ok"
