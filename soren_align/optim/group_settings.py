@@ -148,6 +148,9 @@ def _differences(old: dict[str, Any], new: dict[str, Any], map_keys: Collection[
         was, now = (_comparable(group.get(key, "nothing")) for group in (old, new))
         if was != now:
             differences.append((key, was, now))
+    was, now = ([*group.get("storages", {}).values()] for group in (old, new))
+    if was != now:
+        differences.append(("storages", was, now))
     if "param_names" in old and "param_names" in new:
         was, now = (_plain_names(group["param_names"]) for group in (old, new))
         if was != now:

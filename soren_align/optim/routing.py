@@ -105,7 +105,7 @@ def route(model: nn.Module, aux: Sequence[str] = ()) -> list[Route]:
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
         obstacle = special.get(parameter) or adapters.obstacle(parameter)
         obstacle = obstacle or _obstacle(occurrences, shape, aux, hasattr(model, "get_output_embeddings"))
-        if not obstacle and min(shape) == 1 and not adapters.is_factor(parameter):
+        if not obstacle and min(shape[-2:]) == 1 and not adapters.is_factor(parameter):
             obstacle = "a vector: one row or column"
         factor, storage = adapters.is_factor(parameter), occurrences[0].storage(len(shape)) or "plain"
         reason = obstacle or (FACTOR if factor else "experts" if len(shape) == 3 else "linear layer")

@@ -56,13 +56,16 @@ def test_activations_are_those_of_a_real_pass(kind, arithmetic, checkpointing):
     assert passes(CONFIGS[kind], checkpointing, arithmetic).num_bytes(4, 128) == pytest.approx(real, rel=0.05)
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "deepseek_v3", "mamba"])
+@pytest.mark.parametrize(
+    "kind", ["gpt_oss", *(pytest.param(k, marks=pytest.mark.slow) for k in ("mixtral", "deepseek_v3", "mamba"))]
+)
 def test_activations_of_experts_and_recurrences_are_those_of_a_real_pass(kind):
     """Their operations on fake tensors are others than on real ones."""
     real = on_real_tensors(CONFIGS[kind], 4, 24, False, None)
     assert passes(CONFIGS[kind], False).num_bytes(4, 24) == pytest.approx(real, rel=0.05)
 
 
+@pytest.mark.slow
 def test_operations_of_experts_are_those_of_the_chosen_ones():
     counts = [passes(config_of("mixtral", num_experts_per_tok=k), False).num_flops(2, 32) for k in (1, 4)]
     # Three products, forward and twice backward, of 64 tokens with three more experts in each of two blocks.

@@ -7,7 +7,7 @@ import pytest
 from tests.support.architectures import ARCHITECTURES, NAMES, trial
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text().splitlines()
-QUICK = ("gpt_oss", "gpt2", "t5")
+QUICK = ("gpt_oss", "gpt2", "qwen2_vl", "t5")
 
 pytestmark = pytest.mark.model
 

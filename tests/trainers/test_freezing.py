@@ -73,7 +73,7 @@ def test_with_lora_frozen_layers_get_no_factors(tmp_path, quick_plan):
     assert sum(row["tensors"] for row in plan["routing"]) == len(trained)
 
 
-@pytest.mark.parametrize("lora", ["", "model.lora={r: 2}"])
+@pytest.mark.parametrize("lora", ["", pytest.param("model.lora={r: 2}", marks=pytest.mark.slow)])
 def test_an_image_encoder_that_text_does_not_reach_is_named_with_the_remedy(tmp_path, lora):
     run = run_of("gemma3", tmp_path, *([lora] if lora else []))
     with pytest.raises(errors.UserError, match="got no gradient") as caught:
