@@ -165,7 +165,7 @@ def _facts(recipe: Recipe, record: dict[str, Any]) -> dict[str, str | None]:
         "trained from": _start(recipe, record),
         "starting weights": _identity(record["start"]["sha256_or_revision"]),
         "data": _data(record["data"]["train"]),
-        "optimizer": f"{name} on {matrices}matrices, learning rate {optimizer.lr:g}{aux}",
+        "optimizer": f"{name} on {matrices}matrices{_share(parameters)}, learning rate {optimizer.lr:g}{aux}",
         "optimizer settings": ", ".join(f"{key} {_word(value)}" for key, value in settings.items()),
         "steps": f"{training['steps']}, {record['global_batch_size']} examples each",
         "ended early": f"of {early['max_steps']} steps: {describe_early_stop(early)}" if early else None,
@@ -178,6 +178,12 @@ def _facts(recipe: Recipe, record: dict[str, Any]) -> dict[str, str | None]:
         "commit": record.get("commit"),
         "started": record.get("started"),
     }
+
+
+def _share(parameters: dict[str, Any]) -> str:
+    """Return " (84.1% of the trained parameters)"; nothing for AdamW, and for a run that has not recorded it."""
+    share = parameters.get("spectral_share")
+    return f" ({share:.1%} of the trained parameters)" if share else ""
 
 
 def _start(recipe: Recipe, record: dict[str, Any]) -> str:

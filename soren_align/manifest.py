@@ -74,6 +74,7 @@ class Parameters(TypedDict):
     dtype: list[str]
     total: Count
     trainable: Count
+    spectral_share: NotRequired[float]
 
 
 class Survived(TypedDict):

@@ -69,6 +69,7 @@ def load_model(name: str, quantization: Quantization | None = None, **options: A
             raise
         raise UserError(f"{name}: not a model that can be loaded: {_first_words(error)}") from error
     model, info = loaded
+    complete_for_trl_(model)
     if getattr(model, "_hf_peft_config_loaded", False):
         raise UserError(f"model {name}: is an adapter on the hub; download it and name its folder")
     mismatched = [key for key, *_ in info["mismatched_keys"]]
@@ -76,6 +77,16 @@ def load_model(name: str, quantization: Quantization | None = None, **options: A
     if quantization is not None:
         prepare_quantized(model)
     return model
+
+
+def complete_for_trl_(model: Any) -> None:
+    """Set the attributes by which TRL finds a model's backbone and experts, where its class lacks them (Llama 4)."""
+    config = model.config.get_text_config()
+    if model.base_model is model and hasattr(model, "model"):
+        model.base_model_prefix = "model"
+    if hasattr(config, "num_local_experts") and not hasattr(config, "num_experts"):
+        # Another name, and not another value, so that no saved config has it.
+        type(config).attribute_map = {**config.attribute_map, "num_experts": "num_local_experts"}
 
 
 def load_adapter(model: PreTrainedModel, folder: str, *, is_trainable: bool = False) -> PeftModel:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..files import parse_json, read_text
-from ..optim import Muon, Soren, SpectralOptimizer, momentum_of
+from ..optim import Muon, Soren, SpectralOptimizer, matrices_of, momentum_of
 from ..optimizer_settings import MAPS, RESOLUTIONS
 from ..run_folder import RunFolder, step_of
 from ..spectral import singular_values
@@ -75,13 +75,24 @@ def _of_checkpoint(checkpoint: Path, globs: Sequence[str]) -> Iterator[Spectrum]
     try:
         saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         groups = [group for group in saved["param_groups"] if group["rule"] == "spectral"]
-        named = [pair for group in groups for pair in zip(group["param_names"], group["params"], strict=True)]
-        momenta: dict[str, Any] = {name: momentum_of(saved["state"][number]) for name, number in named}
-    except (pickle.UnpicklingError, RuntimeError, KeyError, TypeError, ValueError, EOFError):
+        momenta = [
+            named
+            for group in groups
+            for name, number in zip(group["param_names"], group["params"], strict=True)
+            for named in matrices_of(
+                name, momentum_of(saved["state"][number]), group.get("storages", {}).get(name, "plain")
+            )
+        ]
+    except (AttributeError, pickle.UnpicklingError, RuntimeError, KeyError, TypeError, ValueError, EOFError):
         raise UserError(f"{file}: not the state of an optimizer with matrices") from None
-    for name, momentum in momenta.items():
+    for name, momentum in momenta:
         if any(fnmatchcase(name, glob) for glob in globs):
-            yield Spectrum(name, step_of(checkpoint), tuple(momentum.shape), tuple(singular_values(momentum).tolist()))
+            yield Spectrum(
+                name,
+                step_of(checkpoint),
+                (momentum.shape[0], momentum.shape[1]),
+                tuple(singular_values(momentum).tolist()),
+            )
 
 
 def all_maps() -> dict[str, SpectralOptimizer]:

@@ -9,10 +9,11 @@ from .muon import Muon
 from .pieces import Piece, Whole, local, staged
 from .placement import Placement
 from .rounding import master_weights, ulp
-from .routing import Route, param_groups, route, routing_table
+from .routing import Route, param_groups, route, routing_table, share_notices, spectral_share
 from .soren import Soren
 from .spectral_optimizer import OPTIMIZERS, SpectralOptimizer
 from .state import momentum_dtype, momentum_of
+from .storage import matrices_of, names_of_matrices
 from .update import ADAMW_RMS, GroupUpdate, decay_and_add_
 from .update_records import AppliedMap, AppliedUpdate, PendingUpdate
 
@@ -45,12 +46,16 @@ __all__ = [
     "decay_and_add_",
     "local",
     "master_weights",
+    "matrices_of",
     "momentum_dtype",
     "momentum_of",
+    "names_of_matrices",
     "norm",
     "param_groups",
     "route",
     "routing_table",
+    "share_notices",
+    "spectral_share",
     "staged",
     "ulp",
 ]

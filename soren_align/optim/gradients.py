@@ -181,6 +181,7 @@ def _squares(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def _is_a_matrix(parameter: Tensor) -> bool:
+    """Whether it is a whole matrix, or all experts of a layer."""
     # The tensor's own shape counts: under ZeRO 3 a flat shard still has a two-dimensional ds_shape.
     grad = parameter.grad
-    return parameter.ndim == 2 and grad is not None and grad.ndim == 2 and local(parameter) is parameter
+    return parameter.ndim in (2, 3) and grad is not None and grad.ndim > 1 and local(parameter) is parameter

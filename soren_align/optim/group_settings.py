@@ -15,9 +15,10 @@ Check = Callable[[Any], Any]
 """Returns a setting's complete value. Raises ValueError ("found ...; write ...") if it is not allowed."""
 
 ADAMW_DEFAULTS: dict[str, Any] = {"betas": BETAS, "eps": EPS}
-# Keys that a group may have beside its settings: a user's name for it, and those that torch's schedulers write.
+# Keys that a group may have beside its settings: how its parameters store matrices (`storage`), a user's name for it,
+# and those that torch's schedulers write.
 SCHEDULER_KEYS = ("initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum")
-OTHER_KEYS = ("params", "param_names", "rule", "name", *SCHEDULER_KEYS)
+OTHER_KEYS = ("params", "param_names", "storages", "rule", "name", *SCHEDULER_KEYS)
 WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")  # in names of a wrapped model
 
 
@@ -112,7 +113,8 @@ def refuse_wrong_parameters(group: dict[str, Any], optimizer: str) -> None:
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
         if not parameter.is_floating_point():
             raise ValueError(f"{optimizer} updates real numbers; {name} is {parameter.dtype}")
-        if group["rule"] == "spectral" and len(shape) != 2:
+        is_experts = len(shape) == 3 and name in group.get("storages", {})
+        if group["rule"] == "spectral" and len(shape) != 2 and not is_experts:
             advice = "Route it to AdamW (soren_align.param_groups does)."
             raise ValueError(f"{optimizer} updates matrices; {name} has shape {shape}. {advice}")
 
@@ -150,6 +152,9 @@ def _differences(old: dict[str, Any], new: dict[str, Any], map_keys: Collection[
         was, now = (_comparable(group.get(key, _ADDED_LATER.get(key, "nothing"))) for group in (old, new))
         if was != now:
             differences.append((key, was, now))
+    was, now = ([*group.get("storages", {}).values()] for group in (old, new))
+    if was != now:
+        differences.append(("storages", was, now))
     if "param_names" in old and "param_names" in new:
         was, now = (_plain_names(group["param_names"]) for group in (old, new))
         if was != now:

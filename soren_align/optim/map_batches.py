@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from ..spectral import num_workspace_numbers
 from .pieces import Whole
+from .storage import map_shape, num_matrices
 
 # MB (2^20 bytes), by device. On two CPU cores a batch of 64 x 64 takes a quarter of the time, of 256 x 256 four fifths,
 # of 512 x 512 a third more: 16 MB keep those apart. Elsewhere 2048 is a guess, not measured: a product of
@@ -16,6 +17,8 @@ WORKSPACE_MB_ELSEWHERE = 2048
 def map_batches(matrices: Sequence[Whole], workspace_mb: float | None) -> list[list[int]]:
     """Batches of indices into `matrices`: equal ones in order, as many as the workspace holds, without empty ones.
 
+    A slab of two matrices is not divided.
+
     workspace_mb: MB (2^20 bytes); a matrix that needs more is a batch of its own. None: `default_workspace_mb`.
     """
     indices: dict[Whole, list[int]] = {}
@@ -23,9 +26,10 @@ def map_batches(matrices: Sequence[Whole], workspace_mb: float | None) -> list[l
         if 0 not in matrix.shape:
             indices.setdefault(matrix, []).append(index)
     batches = []
-    for (shape, dtype, device), equal in indices.items():
+    for (shape, dtype, device, storage), equal in indices.items():
         limit = default_workspace_mb(device.type) if workspace_mb is None else workspace_mb
-        num_numbers = num_workspace_numbers(*shape, device.type) + math.prod(shape)  # of a map and its input
+        of_maps = num_matrices(storage) * num_workspace_numbers(*map_shape(shape, storage), device.type)
+        num_numbers = of_maps + math.prod(shape)  # with their input
         size = max(1, int(limit * 2**20 / (num_numbers * dtype.itemsize)))
         batches += [equal[start : start + size] for start in range(0, len(equal), size)]
     return batches

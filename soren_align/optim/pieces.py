@@ -5,11 +5,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .storage import Storage, slab_names
+
 
 class Piece(NamedTuple):
-    """`numel` elements of a matrix of `shape`: those from `start` on of the flattened `parameter`, row-major.
+    """`numel` elements of a slab of `shape`: those from `start` on of the flattened `parameter`, row-major.
 
-    For FSDP2's DTensors `start` counts within the local shard.
+    A slab is one matrix, or the gate's and the up-projection's of one expert: see `storage`. For FSDP2's DTensors
+    `start` counts within the local shard.
     """
 
     name: str
@@ -17,32 +20,41 @@ class Piece(NamedTuple):
     parameter: Tensor
     start: int
     numel: int
+    storage: Storage = "plain"
 
     @property
     def is_whole(self) -> bool:
-        """Whether the piece is all of the matrix."""
+        """Whether the piece is all of the slab."""
         return self.numel == self.shape[0] * self.shape[1]
 
     def view_of(self, tensor: Tensor) -> Tensor:
         """The piece's elements of `tensor`, which has the parameter's shape: its gradient or a state. Shares memory.
 
-        All of a local tensor keeps its shape and strides; any other piece is one-dimensional.
+        All of a local tensor keeps its shape and strides, and so does one of its slabs; any other piece is
+        one-dimensional.
         """
         here = local(tensor)
-        return here if self.numel == here.numel() else here.view(-1)[self.start : self.start + self.numel]
+        if self.numel == here.numel():
+            return here
+        if here.ndim == 3 and self.is_whole:
+            return here[self.start // self.numel]
+        return here.view(-1)[self.start : self.start + self.numel]
 
 
 class Whole(NamedTuple):
-    """A whole matrix as a map takes it; equal ones may be mapped in one batch."""
+    """A whole slab whose matrices are mapped; equal ones may be mapped in one batch."""
 
     shape: tuple[int, int]
     dtype: torch.dtype
     device: torch.device
+    storage: Storage = "plain"
 
 
-def whole_piece(name: str, parameter: Tensor) -> Piece:
-    """The piece that is all of the matrix `parameter`."""
-    return Piece(name, (parameter.shape[0], parameter.shape[1]), parameter, 0, parameter.numel())
+def whole_pieces(name: str, parameter: Tensor, storage: Storage = "plain") -> list[Piece]:
+    """The slabs of a parameter [m, n] or [experts, m, n], each as one piece."""
+    rows, columns = parameter.shape[-2:]
+    names, numel = slab_names(name, parameter.shape), rows * columns
+    return [Piece(slab, (rows, columns), parameter, i * numel, numel, storage) for i, slab in enumerate(names)]
 
 
 def staged(tensor: Tensor, device: torch.device | None) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Protocol
 from torch import Tensor
 
 from .eight_bits import Segment, SharedBlocks
+from .storage import Storages
 from .update import GroupUpdate
 
 
@@ -33,8 +34,11 @@ class Placement(Protocol):
         """
         ...
 
-    def prepare(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        """Plan the step of these tensors of one spectral group. Raises ValueError on every rank if none is possible."""
+    def prepare(self, named: Sequence[tuple[str, Tensor]], storages: Storages) -> None:
+        """Plan the step of these tensors of one spectral group, which store their matrices so.
+
+        Raises ValueError on every rank if none is possible.
+        """
         ...
 
     def step_(self, update: GroupUpdate, named: Sequence[tuple[str, Tensor]]) -> None:

@@ -1,13 +1,14 @@
 """The routing of parameters: the rule of each trainable parameter, and the reason for it.
 
-Weights of linear layers inside the blocks go to the spectral rule. Embeddings, the head (tied or not), norms, biases
-and all other parameters go to AdamW. Every trainable parameter has exactly one route, by identity, not by name.
+Weights of linear layers inside the blocks go to the spectral rule, and those of experts, which transformers stores
+together: see `storage`. Embeddings, the head (tied or not), norms, biases, routers, gates of one row and all other
+parameters go to AdamW. Every trainable parameter has exactly one route, by identity, not by name.
 The LoRA factors of linear layers go to the spectral rule, each mapped by itself; see `lora_factors`.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -16,17 +17,39 @@ from torch import nn
 
 from ..optimizer_settings import AUX_WEIGHT_DECAY
 from .lora_factors import FACTOR, adapter_parameters
+from .storage import Storage, matrix_shape
+
+_COUNTS = ("tensors", "matrices", "numel")
 
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """The rule of one trainable parameter. `shape` is that of the whole, also if ZeRO 3 has emptied the tensor."""
+    """The rule of one trainable parameter. `shape` is that of the whole, also if ZeRO 3 has emptied the tensor.
+
+    storage: of its matrices, if it goes to the spectral rule.
+    """
 
     name: str
     parameter: nn.Parameter
     shape: tuple[int, ...]
     rule: str
     reason: str
+    storage: Storage = "plain"
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """(outputs, inputs) of its matrices."""
+        return matrix_shape(self.shape[-2:], self.storage)
+
+    @property
+    def num_matrices(self) -> int:
+        """Of a parameter of the spectral rule: more than one for experts."""
+        return math.prod(self.shape) // math.prod(self.matrix)
+
+    @property
+    def is_stored_otherwise(self) -> bool:
+        """Whether it is more than one plain matrix, so that a parameter group must name its storage."""
+        return self.rule == "spectral" and (len(self.shape) == 3 or self.storage != "plain")
 
 
 @dataclass(frozen=True)
@@ -36,6 +59,24 @@ class _Occurrence:
     name: str
     owner: nn.Module
     in_block: bool
+    beside_experts: bool
+
+    @property
+    def is_router(self) -> bool:
+        """Whether it chooses experts."""
+        is_linear = isinstance(self.owner, nn.Linear)
+        return "Router" in type(self.owner).__name__ or (is_linear and self.beside_experts)
+
+    def storage(self, num_dimensions: int) -> Storage | None:
+        """How a parameter of so many dimensions stores matrices of linear layers; None if it has none."""
+        name, owner = self.name.split(".")[-1], self.owner
+        if num_dimensions == 3:
+            return expert_storage(owner, name)
+        if name != "weight" or num_dimensions != 2:
+            return None
+        if isinstance(owner, nn.Linear):
+            return "plain"
+        return "transposed" if _is_of_transformers(owner, "Conv1D") else None
 
 
 def route(model: nn.Module, aux: Sequence[str] = ()) -> list[Route]:
@@ -64,10 +105,14 @@ def route(model: nn.Module, aux: Sequence[str] = ()) -> list[Route]:
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
         obstacle = special.get(parameter) or adapters.obstacle(parameter)
         obstacle = obstacle or _obstacle(occurrences, shape, aux, hasattr(model, "get_output_embeddings"))
-        reason = obstacle or (FACTOR if adapters.is_factor(parameter) else "linear layer")
+        if not obstacle and min(shape[-2:]) == 1 and not adapters.is_factor(parameter):
+            obstacle = "a vector: one row or column"
+        factor, storage = adapters.is_factor(parameter), occurrences[0].storage(len(shape)) or "plain"
+        reason = obstacle or (FACTOR if factor else "experts" if len(shape) == 3 else "linear layer")
         if len(occurrences) > 1:
             reason += f", tied to {', '.join(o.name for o in occurrences[1:])}"
-        routes.append(Route(occurrences[0].name, parameter, shape, "adamw" if obstacle else "spectral", reason))
+        rule = "adamw" if obstacle else "spectral"
+        routes.append(Route(occurrences[0].name, parameter, shape, rule, reason, storage))
     return routes
 
 
@@ -104,19 +149,40 @@ def param_groups(
     for rule, values in settings.items():
         members = [r for r in routes if r.rule == rule]
         if members:
-            lists = {"params": [r.parameter for r in members], "param_names": [r.name for r in members]}
+            lists: dict[str, Any] = {"params": [r.parameter for r in members], "param_names": [r.name for r in members]}
+            if storages := {r.name: r.storage for r in members if r.is_stored_otherwise}:
+                lists["storages"] = storages
             groups.append({"rule": rule, **lists, **{k: v for k, v in values.items() if v is not None}})
     return groups
 
 
 def routing_table(routes: Sequence[Route]) -> list[dict[str, Any]]:
-    """One dict per rule and reason: {"rule", "reason", "tensors", "numel"}, the matrices first."""
+    """One dict per rule and reason: {"rule", "reason", "tensors", "matrices", "numel"}, the spectral rule first."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for r in sorted(routes, key=lambda r: r.rule != "spectral"):
-        row = rows.setdefault((r.rule, r.reason), {"rule": r.rule, "reason": r.reason, "tensors": 0, "numel": 0})
+        row = rows.setdefault((r.rule, r.reason), {"rule": r.rule, "reason": r.reason, **dict.fromkeys(_COUNTS, 0)})
         row["tensors"] += 1
+        row["matrices"] += r.num_matrices if r.rule == "spectral" else 0
         row["numel"] += math.prod(r.shape)
     return list(rows.values())
+
+
+def spectral_share(table: Sequence[Mapping[str, Any]]) -> float:
+    """The share of the trained parameters that go to the spectral rule."""
+    numel = {rule: sum(row["numel"] for row in table if row["rule"] == rule) for rule in ("spectral", "adamw")}
+    return numel["spectral"] / max(1, sum(numel.values()))
+
+
+def share_notices(optimizer: str, table: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A notice if `optimizer` updates less than half of the trained parameters; none for AdamW, which updates all."""
+    share = spectral_share(table)
+    if optimizer == "adamw" or share >= 0.5:
+        return []
+    most = max((row for row in table if row["rule"] == "adamw"), key=lambda row: row["numel"])
+    return [
+        f"{optimizer} updates only {share:.1%} of the trained parameters, and adamw the others, at optimizer.aux_lr; "
+        f"most of these: {most['reason']}"
+    ]
 
 
 def _occurrences(model: nn.Module) -> dict[nn.Parameter, list[_Occurrence]]:
@@ -127,9 +193,11 @@ def _occurrences(model: nn.Module) -> dict[nn.Parameter, list[_Occurrence]]:
     for path, owner in modules.items():
         parts = path.split(".")
         in_block = any(".".join(parts[:end]) in lists for end in range(len(parts)))
+        beside_experts = parts[-1] in ("gate", "router") and ".".join([*parts[:-1], "experts"]) in modules
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
             if parameter.requires_grad:
-                occurrences[parameter].append(_Occurrence(f"{path}.{name}" if path else name, owner, in_block))
+                whole_name = f"{path}.{name}" if path else name
+                occurrences[parameter].append(_Occurrence(whole_name, owner, in_block, beside_experts))
     return occurrences
 
 
@@ -142,10 +210,33 @@ def _obstacle(
     for glob in aux:
         if any(fnmatchcase(o.name, glob) for o in occurrences):
             return f"named by aux {glob!r}"
-    if len(shape) != 2:
-        return f"{len(shape)}-dimensional"
-    if not all(isinstance(o.owner, nn.Linear) and o.name.split(".")[-1] == "weight" for o in occurrences):
-        return "not the weight of a linear layer"
+    if len(shape) == 2 and any(o.is_router for o in occurrences):
+        return "router"
+    if len(shape) == 2 and all(o.name.endswith("bias") for o in occurrences):
+        return "bias"  # of experts
+    if None in [o.storage(len(shape)) for o in occurrences]:
+        return "not the weight of a linear layer" if len(shape) == 2 else f"{len(shape)}-dimensional"
     if needs_block and not any(o.in_block for o in occurrences):
         return "outside the blocks"
     return None
+
+
+def expert_storage(owner: nn.Module, name: str) -> Storage | None:
+    """How a layer's weights `name` [experts, rows, columns] store matrices; None if `owner` has no experts.
+
+    transformers' decorator use_experts_implementation leaves the layout in attributes of the module.
+    """
+    is_llama4 = _is_of_transformers(owner, "Llama4TextExperts")  # which it does not decorate
+    if not (is_llama4 or hasattr(owner, "is_transposed")) or name not in ("gate_up_proj", "up_proj", "down_proj"):
+        return None
+    is_transposed = is_llama4 or bool(owner.is_transposed)
+    if name != "gate_up_proj":
+        return "transposed" if is_transposed else "plain"
+    if is_llama4 or owner.is_concatenated:
+        return "transposed halves" if is_transposed else "halves"
+    return "transposed interleaved halves" if is_transposed else None
+
+
+def _is_of_transformers(module: nn.Module, name: str) -> bool:
+    """Whether it is an instance of this class, without importing transformers."""
+    return any(c.__name__ == name and c.__module__.startswith("transformers.") for c in type(module).__mro__)

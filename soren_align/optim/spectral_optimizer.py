@@ -133,7 +133,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
         ]
         for named, group in zip(with_grad, self.param_groups, strict=True):
             if self.placement is not None and group["rule"] == "spectral":
-                self.placement.prepare(named)  # for all groups, before one is changed
+                # for all groups, before one is changed
+                self.placement.prepare(named, group.get("storages", {}))
         for group in self.param_groups:  # too: if memory is exhausted here, no weight has changed
             self._complete_state(group)
         for named, group, lr in zip(with_grad, self.param_groups, numbers.lrs, strict=True):

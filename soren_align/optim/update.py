@@ -26,9 +26,10 @@ from torch import Tensor
 from ..spectral.matrices import frobenius_norm
 from .eight_bits import SharedBlocks, decoded, decoded_range, encode_, spans_of
 from .map_batches import map_batches
-from .pieces import Piece, Whole, local, staged, whole_piece
+from .pieces import Piece, Whole, local, staged, whole_pieces
 from .rounding import master_weights, store_master_weights_
 from .state import momentum_dtype
+from .storage import Storage, Storages, join, matrix_names, matrix_shape, split
 from .update_records import AppliedUpdate, PendingUpdate
 
 ADAMW_RMS = 0.2
@@ -106,15 +107,21 @@ class GroupUpdate:
     observer: Callable[[AppliedUpdate], None] | None = None
     shared_blocks: SharedBlocks | None = None
 
+    @property
+    def storages(self) -> Storages:
+        """Of the group's parameters."""
+        return self.group.get("storages", {})
+
     def step_(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        """One step of parameters that are whole matrices, all with a gradient."""
+        """One step of parameters that are whole matrices, or all experts of a layer, all with a gradient."""
         self.update_momenta_(named)
-        self.map_and_add_([whole_piece(name, parameter) for name, parameter in named])
+        slabs = (whole_pieces(name, parameter, self.storages.get(name, "plain")) for name, parameter in named)
+        self.map_and_add_([slab for parts in slabs for slab in parts])
 
     def map_and_add_(self, pieces: Sequence[Piece], device: torch.device | None = None) -> None:
-        """Map matrices that lie whole in `pieces`, on `device` (None: where each is), and add the outputs."""
+        """Map slabs that lie whole in `pieces`, on `device` (None: where each is), and add the outputs."""
         self.map_(
-            [Whole(p.shape, momentum_dtype(p.parameter), device or p.parameter.device) for p in pieces],
+            [Whole(p.shape, momentum_dtype(p.parameter), device or p.parameter.device, p.storage) for p in pieces],
             [p.name for p in pieces],
             lambda i: staged(self.map_input(pieces[i]).reshape(pieces[i].shape), device),
             lambda i, output: self.add_output_(pieces[i], output),
@@ -145,35 +152,46 @@ class GroupUpdate:
 
     def map_(
         self,
-        matrices: Sequence[Whole],
+        slabs: Sequence[Whole],
         names: Sequence[str],
         load: Callable[[int], Tensor],
         store: Callable[[int, Tensor], None],
     ) -> None:
-        """Map every matrix that is not empty, equal ones in batches.
+        """Map the matrices of every slab that is not empty, those of equal slabs in batches.
 
-        load(i): the input of matrix i, [m, n], not modified. store(i, output): called once per matrix.
+        load(i): the input of slab i, [rows, columns], not modified. store(i, output): called once per slab.
         """
-        for batch in map_batches(matrices, self.workspace_mb):
+        for batch in map_batches(slabs, self.workspace_mb):
+            shape, dtype, device, storage = slabs[batch[0]]
+            matrices = [name for i in batch for name in matrix_names(names[i], storage)]
             if len(batch) == 1:
-                outputs: Sequence[Tensor] = [self._direction(load(batch[0]), [names[batch[0]]])]
+                outputs: Sequence[Tensor] = [self._direction(load(batch[0]), storage, matrices)]
             else:
-                shape, dtype, device = matrices[batch[0]]
                 stack = torch.empty(len(batch), *shape, dtype=dtype, device=device)
                 for matrix, index in zip(stack, batch, strict=True):
                     matrix.copy_(load(index))
-                outputs = self._direction(stack, [names[i] for i in batch]).unbind()
+                outputs = self._direction(stack, storage, matrices).unbind()
             for index, output in zip(batch, outputs, strict=True):
                 store(index, output)
             del outputs, output  # before the next are loaded and mapped
 
-    def _direction(self, x: Tensor, names: Sequence[str]) -> Tensor:
+    def _direction(self, x: Tensor, storage: Storage, names: Sequence[str]) -> Tensor:
+        """The mapped matrices of a slab, or of several [k, rows, columns], stored as `x` stores them."""
+        if "halves" in storage:
+            halves = split(x, storage)
+            if x.ndim == 2:  # one by one, as the workspace may hold no more
+                outputs = [
+                    self._direction(half.contiguous(), "plain", [name])
+                    for half, name in zip(halves, names, strict=True)
+                ]
+                return join(torch.stack(outputs), storage)
+            return join(self._direction(halves.flatten(0, 1), "plain", names).view(halves.shape), storage)
         output = self.map_matrix(x, names)
         return with_unit_rms(output) if self.group["adjust_lr_fn"] == "match_rms_measured" else output
 
     def add_output_(self, piece: Piece, output: Tensor) -> None:
         """Decay the weights of a piece and add its part of the map's output: piece.numel elements in any shape."""
-        lr, scale = self.lr, self.lr_scale(*piece.shape)
+        lr, scale = self.lr, self.lr_scale(*matrix_shape(piece.shape, piece.storage))
         parameter, compensation = piece.view_of(piece.parameter), self.state[piece.parameter].get("compensation")
         compensation = None if compensation is None else piece.view_of(compensation)
         direction = output.reshape(parameter.shape).to(parameter.device)
@@ -186,8 +204,9 @@ class GroupUpdate:
             after = master_weights(parameter.detach(), compensation)
             self.observer(AppliedUpdate(piece.name, self.group, before.view(shape), after.view(shape)))
 
-    def replicated_tensors(self, parameter: Tensor) -> list[Tensor]:
+    def replicated_tensors(self, piece: Piece) -> list[Tensor]:
         """The tensors that a step changes on the owner rank and that all replicas share: weights and compensation."""
-        compensation = self.state[parameter].get("compensation")
+        compensation = self.state[piece.parameter].get("compensation")
         # As bfloat16: neither gloo nor NCCL sends int16.
-        return [parameter.detach(), *([] if compensation is None else [compensation.view(parameter.dtype)])]
+        others = [] if compensation is None else [compensation.view(piece.parameter.dtype)]
+        return [piece.view_of(tensor) for tensor in (piece.parameter.detach(), *others)]

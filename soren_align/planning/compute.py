@@ -1,7 +1,7 @@
 """Activations and FLOPs of the forward and backward passes of a training step."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from .passes import Passes
 
 UNBOUNDED_LENGTH = 4096
 """Tokens of an example where trainer.max_length is null and no example can be tokenized: a guess."""
+MAX_LOOP = 128
+"""Tokens of an example up to which a Mamba is measured: 64 take 3 s for each pair of models (2 CPU cores)."""
 
 
 @dataclass(frozen=True)
@@ -48,24 +50,26 @@ class Compute:
 
 def compute(
     recipe: Recipe,
-    build_model: Callable[[int, torch.dtype], Any],
-    num_blocks: int,
+    build_model: Callable[[Sequence[int], torch.dtype], Any],
+    kinds: Sequence[Sequence[int]],
     account: Account | None,
     batch_size: int,
     max_length: int | None,
 ) -> Compute:
     """Measured by running small models of the recipe's architecture on fake tensors; see `passes`.
 
-    build_model: a model with so many blocks and of that dtype. batch_size: the global one.
+    build_model: a model of these blocks and of that dtype. kinds: see `passes.Passes`. batch_size: the global one.
     """
     max_tokens, mean_tokens = _example_lengths(recipe, account, max_length)
     num_sides = 2 if recipe.task == "dpo" else 1
     checkpointing = trainer_value(recipe, "gradient_checkpointing")
 
     def measure() -> tuple[int, int, int]:
-        if num_blocks < 1:
+        if not kinds:
             raise ValueError("its config has no number of blocks (num_hidden_layers)")
-        passes, plain = (_passes(recipe, build_model, num_blocks, c) for c in (checkpointing, False))
+        if max_tokens > MAX_LOOP and _loops_over_tokens(build_model):
+            raise ValueError("without a GPU it takes one step per token, too many to be measured")
+        passes, plain = (_passes(recipe, build_model, kinds, c) for c in (checkpointing, False))
         num_joined = joined_sequences(recipe)
         sequences = trainer_value(recipe, "per_device_train_batch_size") * num_sides // num_joined
         length, longest = num_joined * max(2, round(mean_tokens)), num_joined * max_tokens
@@ -97,6 +101,12 @@ def joined_sequences(recipe: Recipe) -> int:
     return trainer_value(recipe, "per_device_train_batch_size") if recipe.task == "sft" else 1
 
 
+def _loops_over_tokens(build_model: Callable[[Sequence[int], torch.dtype], Any]) -> bool:
+    with torch.device("meta"):
+        model = build_model([0], torch.float32)
+    return any(type(module).__name__.endswith("MambaMixer") for module in model.modules())
+
+
 def _example_lengths(recipe: Recipe, account: Account | None, max_length: int | None) -> tuple[int, float]:
     """(tokens of the longest example, tokens of a mean one)."""
     upper_bound = max_length or UNBOUNDED_LENGTH
@@ -108,13 +118,16 @@ def _example_lengths(recipe: Recipe, account: Account | None, max_length: int | 
 
 
 def _passes(
-    recipe: Recipe, build_model: Callable[[int, torch.dtype], Any], num_blocks: int, checkpointing: bool
+    recipe: Recipe,
+    build_model: Callable[[Sequence[int], torch.dtype], Any],
+    kinds: Sequence[Sequence[int]],
+    checkpointing: bool,
 ) -> Passes:
     dtype = getattr(torch, compute_dtype(recipe))
     is_sharded = parallel(recipe.run.parallel).kind != "ddp"  # ZeRO and FSDP2 compute with weights of that dtype
 
-    def build(num_blocks: int) -> tuple[Any, Any]:
-        model = build_model(num_blocks, dtype if is_sharded else getattr(torch, recipe.model.dtype))
+    def build(blocks: Sequence[int]) -> tuple[Any, Any]:
+        model = build_model(blocks, dtype if is_sharded else getattr(torch, recipe.model.dtype))
         return model, trl_forward(model, checkpointing)
 
-    return Passes(build, num_blocks, autocast=None if is_sharded or dtype == torch.float32 else dtype)
+    return Passes(build, kinds, autocast=None if is_sharded or dtype == torch.float32 else dtype)

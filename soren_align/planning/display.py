@@ -8,7 +8,7 @@ from rich.table import Table
 
 from ..data import Account, show_example
 from ..manifest import describe_dropped
-from ..optim import ADAMW_RMS
+from ..optim import ADAMW_RMS, spectral_share
 from ..terminal import print_labelled, with_prefix
 from ..trainers.packing import Packing
 
@@ -94,9 +94,13 @@ def _print_optimizer(plan: dict[str, Any], console: Console) -> None:
     print_labelled(console, "optimizer", f"{plan['optimizer_description']} for the matrices{others}")
     table = _table("\nparameter groups", "optimizer", "reason", "tensors", "parameters", num_text_columns=2)
     for group in plan["routing"]:
-        optimizer = _optimizer_name(plan, group["rule"])
-        table.add_row(optimizer, group["reason"], f"{group['tensors']:,}", f"{group['numel']:,}")
+        optimizer, reason = _optimizer_name(plan, group["rule"]), group["reason"]
+        reason += f", {group['matrices']:,} matrices" * (group["matrices"] > group["tensors"])
+        table.add_row(optimizer, reason, f"{group['tensors']:,}", f"{group['numel']:,}")
     console.print(table)
+    if has_others:
+        share = spectral_share(plan["routing"])
+        print_labelled(console, "", f"{plan['optimizer']['name']}: {share:.1%} of the trained parameters")
 
 
 def _print_update_sizes(plan: dict[str, Any], console: Console) -> None:

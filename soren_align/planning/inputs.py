@@ -1,12 +1,11 @@
 """What a plan is computed from: the model's config always, tokenizer and examples where they are available."""
 
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig
 
 from ..data import Account
 from ..errors import OutOfReach
@@ -36,11 +35,6 @@ class Inputs:
     def account(self) -> Account | None:
         """Of the tokenized examples."""
         return self.ready.account if self.ready else None
-
-    @property
-    def num_blocks(self) -> int:
-        """Of the model; 0 if its config has no such number."""
-        return getattr(self.config.get_text_config(), "num_hidden_layers", 0)
 
 
 def load_inputs(recipe: Recipe, folder: RunFolder, on_examples: Callable[[int], object] | None) -> Inputs:
@@ -85,21 +79,6 @@ def on_this_machine(recipe: Recipe) -> Recipe:
             "run": run.model_copy(update={"parallel": "ddp"}),
         }
     )
-
-
-def build_model(
-    config: Any, num_blocks: int | None, dtype: torch.dtype, attention: str | None = None
-) -> PreTrainedModel:
-    """A model with random weights; num_blocks: in place of the config's number. attention: eager needs memory for the
-    scores; the others are measured by transformers' own choice."""
-    config = deepcopy(config)
-    if num_blocks is not None:
-        text_config = config.get_text_config()  # of a model of text and images
-        text_config.num_hidden_layers = num_blocks
-        if kinds := getattr(text_config, "layer_types", None):
-            text_config.layer_types = [kinds[i % len(kinds)] for i in range(num_blocks)]
-    attention = attention if attention == "eager" else None
-    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
 
 
 def count_frozen(recipe: Recipe, model: Any) -> Frozen:

@@ -101,7 +101,8 @@ def components(sizes: RankSizes, parallel: Parallel, settings: StepSettings) -> 
     has_buckets = sizes.num_ranks > 1 and not is_sharded
     yield Component("weights", num_bytes, weight_detail, location)
     yield Component("frozen weights", sizes.model.frozen_bytes, "not trained", location)
-    yield Component("reference model", num_bytes * settings.has_reference_model, weight_detail, location)
+    reference = (num_bytes + sizes.model.frozen_bytes) * settings.has_reference_model
+    yield Component("reference model", reference, weight_detail, location)
     yield settings.optimizer_states(sizes, parallel, detail.removeprefix("float32"), location)
     compensation = shard.total * settings.compensation_bytes
     yield Component("Kahan compensation", compensation, "16 bits per weight", location)
@@ -120,7 +121,8 @@ def _zero_weights(sizes: RankSizes, parallel: Parallel, settings: StepSettings) 
     num_bytes = numel * ITEMSIZE[dtype]
     yield Component("weights", num_bytes, detail, location)
     yield Component("frozen weights", sizes.model.num_frozen * ITEMSIZE[dtype], dtype, location)
-    yield Component("reference model", num_bytes * settings.has_reference_model, detail, location)
+    reference = (num_bytes + sizes.model.num_frozen * ITEMSIZE[dtype]) * settings.has_reference_model
+    yield Component("reference model", reference, detail, location)
     # Also for float32 weights: stage 3 means to update those in place, but compares a device with its name.
     yield Component("float32 master weights", shard.total * FLOAT32, f"float32{part}", state_location)
     yield settings.optimizer_states(sizes, parallel, part, state_location)
@@ -161,7 +163,7 @@ def _zero_gradients(sizes: RankSizes, parallel: Parallel, settings: StepSettings
 def _zero_buckets(sizes: RankSizes, zero: dict[str, Any], stage: int, dtype: str) -> Component:
     numel = zero.get("reduce_bucket_size", BUCKET_SIZE)
     if numel == "auto":  # transformers: the square of the hidden size, the shorter side of a model's largest matrices
-        numel = max((min(shape) for shape in sizes.model.matrices.values()), default=0) ** 2
+        numel = max((min(shape[-2:]) for shape in sizes.model.matrices.values()), default=0) ** 2
     number = 2 if stage < 3 and zero.get("overlap_comm") else 1
     num_bytes, detail = int(numel) * number * ITEMSIZE[dtype], f"{dtype}, {number} x {int(numel):,}"
     return Component("reduce buckets", num_bytes, detail, phase="always" if stage == 3 else "forward_backward")

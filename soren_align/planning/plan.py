@@ -5,7 +5,7 @@ GPU nor, for the shipped recipes, the hub is needed: what is unknown without the
 """
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,18 @@ import torch
 from ..data import Account
 from ..errors import UserError
 from ..evaluate.suites import suite_of
-from ..optim import build_optimizer, route, routing_table
+from ..optim import build_optimizer, route, routing_table, share_notices
 from ..recipe import Recipe
 from ..run_folder import RunFolder
 from ..sharding.ranks import Ranks
 from ..trainers import adapters, build
 from ..trainers.attention import check_attention
+from ..trainers.freezing import refuse_unmatched
 from ..trainers.library_errors import as_user_error
 from ..trainers.trl_arguments import trl_arguments
+from .blocks import build_model, kinds_of_blocks
 from .compute import UNBOUNDED_LENGTH, compute, joined_sequences
-from .inputs import Inputs, build_model, count_frozen, load_inputs, on_this_machine
+from .inputs import Inputs, count_frozen, load_inputs, on_this_machine
 from .processes import processes
 from .schedule import Schedule, schedule
 from .update_sizes import TYPICAL_WEIGHT, update_dtype, update_sizes
@@ -46,8 +48,11 @@ def plan_training(
         inputs = load_inputs(local, RunFolder(scratch), on_examples)
         args: Any = trl_arguments(local, Path(scratch), Ranks())
 
-    def build_outline(num_blocks: int | None = None, dtype: torch.dtype = torch.float32) -> Any:
-        outline = build_model(inputs.config, num_blocks, dtype, recipe.model.attn_implementation)
+    def build_outline(blocks: Sequence[int] | None = None, dtype: torch.dtype = torch.float32) -> Any:
+        frozen = () if recipe.model.lora else recipe.model.freeze
+        outline = build_model(inputs.config, blocks, dtype, frozen, recipe.model.attn_implementation)
+        if blocks is None:
+            refuse_unmatched(outline, recipe.model.freeze)
         return adapters.add_empty_adapter(outline, recipe, inputs.start)
 
     with torch.device("meta"), as_user_error(f"model {recipe.model.name_or_path}"):
@@ -55,8 +60,10 @@ def plan_training(
     with as_user_error("optimizer", ValueError):
         routes = route(model, recipe.optimizer.aux)
         build_optimizer(model, **build.optimizer_settings(recipe))
+    table = routing_table(routes)
     steps = schedule(recipe, args, inputs.num_sequences, num_ranks)
-    costs = compute(recipe, build_outline, inputs.num_blocks, inputs.account, steps.global_batch_size, args.max_length)
+    kinds = kinds_of_blocks(model)
+    costs = compute(recipe, build_outline, kinds, inputs.account, steps.global_batch_size, args.max_length)
     ranks = processes(recipe, routes, count_frozen(recipe, model), num_ranks, costs)
     plan = {
         "task": recipe.task,
@@ -66,13 +73,17 @@ def plan_training(
         "learning_rates": steps.shown_rates(args),
         "optimizer": recipe.optimizer.model_dump(exclude_none=True),
         "optimizer_description": recipe.optimizer.description,
-        "routing": routing_table(routes),
+        "routing": table,
         **_update_sizes(recipe, inputs, routes, steps),
         "processes": ranks,
         "compute": costs.as_json(ranks["map_flops"], steps.total),
         "evaluation": _evaluation(recipe),
         "files": _files(recipe, args),
-        "notices": [*_notices(recipe, inputs, args, costs.failure), *_evaluation_notices(recipe, inputs)],
+        "notices": [
+            *_notices(recipe, inputs, args, costs.failure),
+            *share_notices(recipe.optimizer.name, table),
+            *_evaluation_notices(recipe, inputs),
+        ],
     }
     return plan, inputs.account
 

@@ -9,7 +9,8 @@ from typing import Any
 from ..optim import Route
 from ..optim.eight_bits import SMALL
 from ..optim.map_batches import default_workspace_mb
-from ..recipe import Parallel, Recipe, as_adamw, compute_dtype, global_batch, parallel, trainer_value
+from ..optim.storage import Storages
+from ..recipe import Parallel, Recipe, as_adamw, compute_dtype, global_batch, parallel, trainer_value, trains_adapter
 from .compute import Compute
 from .memory import Component, Location, Phase, StepSettings
 from .sizes import ModelSizes
@@ -35,7 +36,7 @@ def processes(
     strategy = parallel(recipe.run.parallel)
     cost = _step_cost(recipe, routes, frozen, num_ranks, costs)
     with_adamw = _step_cost(_with_adamw(recipe), routes, frozen, num_ranks, costs)
-    num_rows = max((min(r.shape) for r in routes if r.rule == "spectral"), default=0)
+    num_rows = max((min(r.matrix) for r in routes if r.rule == "spectral"), default=0)
     flops = {"busiest_rank": cost.flops_busiest_rank, "all_ranks": cost.flops_all_ranks}
     global_batch_size, factors = global_batch(recipe, num_ranks)
     return {
@@ -54,7 +55,7 @@ def processes(
         "memory": [part._asdict() for part in cost.memory],
         "memory_total": _totals(cost, costs),
         "memory_total_adamw": _totals(with_adamw, costs),
-        "memory_saved": _saved(recipe, cost, costs, has_adapter=frozen.numel > 0),
+        "memory_saved": _saved(recipe, cost, costs, has_adapter=trains_adapter(recipe.model)),
         "memory_not_included": NOT_INCLUDED,
     }
 
@@ -94,11 +95,12 @@ def _saved(recipe: Recipe, cost: StepCost, costs: Compute, has_adapter: bool) ->
 
 
 def _step_cost(recipe: Recipe, routes: Sequence[Route], frozen: Frozen, num_ranks: int, costs: Compute) -> StepCost:
-    matrices = {r.name: (r.shape[0], r.shape[1]) for r in routes if r.rule == "spectral"}
+    matrices = {r.name: r.shape for r in routes if r.rule == "spectral"}
+    storages: Storages = {r.name: r.storage for r in routes if r.is_stored_otherwise}
     others = [math.prod(r.shape) for r in routes if r.rule != "spectral"]
     small = sum(numel for numel in others if numel < SMALL)
-    model = ModelSizes(matrices, sum(others), frozen.numel, frozen.num_bytes, small)
-    cost = step_cost(model, parallel(recipe.run.parallel), num_ranks, _settings(recipe, has_adapter=frozen.numel > 0))
+    model = ModelSizes(matrices, sum(others), frozen.numel, frozen.num_bytes, small, storages)
+    cost = step_cost(model, parallel(recipe.run.parallel), num_ranks, _settings(recipe, trains_adapter(recipe.model)))
     if costs.activation_bytes is None:
         return cost
     detail = f"{trainer_value(recipe, 'per_device_train_batch_size')} x {costs.max_tokens} tokens"

@@ -3,10 +3,12 @@
 The shards are those of DeepSpeed 0.19.8 and of torch's FSDP2; all ranks have the same size, padding included.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..optim.eight_bits import SMALL
+from ..optim.storage import Storages
 from ..recipe import Parallel
 from ..sharding.geometry import Shapes
 
@@ -29,7 +31,7 @@ class Numel(NamedTuple):
 class ModelSizes:
     """A model's parameters.
 
-    matrices: those that the spectral optimizer updates.
+    matrices: the parameters that the spectral optimizer updates. storages: how some of them store matrices.
     num_others: numbers of all other trained parameters, which AdamW updates.
     num_frozen, frozen_bytes: numbers and bytes of the parameters that are not trained.
     num_small_others: numbers of the others whose 8-bit states have a scale each.
@@ -40,11 +42,12 @@ class ModelSizes:
     num_frozen: int = 0
     frozen_bytes: int = 0
     num_small_others: int = 0
+    storages: Storages = field(default_factory=dict)
 
     @property
     def small(self) -> Numel:
         """Numbers of all parameters whose 8-bit states have a scale each."""
-        return Numel(sum(m * n for m, n in self.matrices.values() if m * n < SMALL), self.num_small_others)
+        return Numel(sum(n for n in map(math.prod, self.matrices.values()) if n < SMALL), self.num_small_others)
 
 
 @dataclass(frozen=True)
@@ -67,13 +70,14 @@ class RankSizes:
     @property
     def parameter_slices(self) -> Numel:
         """Of a rank's slices of each parameter under ZeRO 3."""
-        slices = (_ceil(m * n, self.num_ranks) for m, n in self.model.matrices.values())
+        slices = (_ceil(math.prod(shape), self.num_ranks) for shape in self.model.matrices.values())
         return Numel(sum(slices), _ceil(self.model.num_others, self.num_ranks))
 
     @property
     def row_blocks(self) -> Numel:
-        """Of a rank's rows of each parameter under FSDP2, which pads every rank's block to the size of the first."""
-        blocks = (_ceil(m, self.num_ranks) * n for m, n in self.model.matrices.values())
+        """Of a rank's rows (or experts) of each parameter under FSDP2, with every block as large as the first."""
+        shapes = self.model.matrices.values()
+        blocks = (_ceil(shape[0], self.num_ranks) * math.prod(shape[1:]) for shape in shapes)
         return Numel(sum(blocks), _ceil(self.model.num_others, self.num_ranks))
 
     def shard(self, parallel: Parallel) -> Numel:
@@ -88,20 +92,20 @@ class RankSizes:
 def sub_groups(matrices: Shapes, num_ranks: int, zero: dict[str, Any]) -> list[Shapes]:
     """The sub-groups that ZeRO 3 updates one after another; each ends with the parameter that fills it."""
     limit, numel = zero.get("sub_group_size", SUB_GROUP_SIZE), 0
-    groups: list[dict[str, tuple[int, int]]] = [{}]
-    for name, (m, n) in matrices.items():
+    groups: list[dict[str, tuple[int, ...]]] = [{}]
+    for name, shape in matrices.items():
         if numel >= limit:
             groups.append({})
             numel = 0
-        groups[-1][name] = (m, n)
-        numel += _ceil(m * n, num_ranks)
+        groups[-1][name] = shape
+        numel += _ceil(math.prod(shape), num_ranks)
     return [*groups]
 
 
 def largest_sub_group(sizes: RankSizes, zero: dict[str, Any]) -> int:
     """A rank's numbers of the largest sub-group of matrices."""
     groups = sub_groups(sizes.model.matrices, sizes.num_ranks, zero)
-    return max(sum(_ceil(m * n, sizes.num_ranks) for m, n in group.values()) for group in groups)
+    return max(sum(_ceil(math.prod(shape), sizes.num_ranks) for shape in group.values()) for group in groups)
 
 
 def partition_numel(numel: int, num_ranks: int) -> int:
@@ -111,7 +115,7 @@ def partition_numel(numel: int, num_ranks: int) -> int:
 
 def numel_of(matrices: Shapes) -> int:
     """Numbers of all matrices."""
-    return sum(m * n for m, n in matrices.values())
+    return sum(map(math.prod, matrices.values()))
 
 
 def _ceil(numel: int, num_parts: int) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ..recipe import Parallel
 from ..sharding.exchange_plan import ExchangePlan, make_exchange_plan
-from ..sharding.geometry import flat_partitions, parameter_slices, replicas, row_blocks
+from ..sharding.geometry import flat_partitions, parameter_slices, replicas, row_blocks, slabs
 from ..sharding.ownership import elements_sent, flops_per_rank
 from ..spectral import narrow_flops, num_flops, num_workspace_numbers, usual_workspace_numbers
 from .memory import FLOAT32, Component, Location, Phase, StepSettings, adamw_workspace, components
@@ -62,8 +62,8 @@ def step_cost(
     is_counted = plans and settings.spectral_map
     return StepCost(
         num_ranks=num_ranks,
-        num_matrices=len(model.matrices) if plans else 0,
-        num_exchanged=sum(len(indices) for plan in plans for indices in plan.rounds),
+        num_matrices=sum(slab.num_maps for plan in plans for slab in plan.layout.matrices),
+        num_exchanged=sum(plan.layout.matrices[i].num_maps for plan in plans for part in plan.rounds for i in part),
         max_over_mean_flops=busiest * num_ranks / total if total else None,
         flops_busiest_rank=busiest if is_counted else None,
         flops_all_ranks=total if is_counted else None,
@@ -86,7 +86,7 @@ def _plans(model: ModelSizes, parallel: Parallel, num_ranks: int, round_mb: floa
     else:
         numel = partition_numel(numel_of(matrices), num_ranks)
         layouts = [flat_partitions(matrices, num_ranks, partition_numel=numel)]
-    return [make_exchange_plan(layout, round_mb, FLOAT32) for layout in layouts]
+    return [make_exchange_plan(slabs(layout, model.storages), round_mb, FLOAT32) for layout in layouts]
 
 
 def _flops_per_rank(plan: ExchangePlan, settings: StepSettings) -> Sequence[int]:
@@ -95,10 +95,11 @@ def _flops_per_rank(plan: ExchangePlan, settings: StepSettings) -> Sequence[int]
         return flops_per_rank(plan.layout, plan.owners)
     flops = [0] * plan.layout.num_ranks
     for matrix, owner in zip(plan.layout.matrices, plan.owners, strict=True):
-        if settings.is_narrow(matrix.shape):
-            flops[owner] += narrow_flops(*matrix.shape, settings.resolution)
+        if settings.is_narrow(matrix.map_shape):
+            of_map = narrow_flops(*matrix.map_shape, settings.resolution)
         else:
-            flops[owner] += num_flops(settings.spectral_map, *matrix.shape, settings.ns_steps, settings.resolution)
+            of_map = num_flops(settings.spectral_map, *matrix.map_shape, settings.ns_steps, settings.resolution)
+        flops[owner] += matrix.num_maps * of_map
     return flops
 
 
@@ -140,11 +141,12 @@ def _map_workspace(plan: ExchangePlan, settings: StepSettings) -> int:
     """Bytes of the largest batch of maps, its input included, as GroupUpdate.map_ makes them."""
     peak, device_type = 0, "cpu" if settings.on_cpu else "cuda"
     for indices in (plan.local, *plan.rounds):
-        batches = Counter((plan.owners[i], plan.layout.matrices[i].shape) for i in indices)
-        for (_, shape), number in batches.items():
-            upper_bound = (num_workspace_numbers(*shape, device_type) + shape[0] * shape[1]) * FLOAT32
+        parts = [(plan.owners[i], plan.layout.matrices[i]) for i in indices]
+        batches = Counter((owner, slab.map_shape, slab.num_maps) for owner, slab in parts)
+        for (_, shape, num_maps), number in batches.items():
+            upper_bound = num_maps * (num_workspace_numbers(*shape, device_type) + shape[0] * shape[1]) * FLOAT32
             batch_size = max(1, min(number, int(settings.workspace_mb * 2**20 / upper_bound)))
             usual = usual_workspace_numbers(settings.spectral_map, *shape, settings.is_narrow(shape))
             usual = (usual + shape[0] * shape[1]) * FLOAT32
-            peak = max(peak, usual * batch_size)
+            peak = max(peak, usual * batch_size * (num_maps if batch_size > 1 else 1))
     return peak

@@ -42,7 +42,10 @@ def update_sizes(
     num_tensors = defaultdict(int)
     for r in routes:
         is_spectral = r.rule == "spectral" and recipe.optimizer.name != "adamw"
-        num_tensors["spectral" if is_spectral else "adamw", r.shape if is_spectral else None] += 1
+        if is_spectral:
+            num_tensors["spectral", r.matrix] += r.num_matrices
+        else:
+            num_tensors["adamw", None] += 1
     sizes = []
     for (rule, shape), number in sorted(num_tensors.items(), key=lambda item: item[0][0] == "adamw"):
         key = "lr" if rule == "spectral" or recipe.optimizer.name == "adamw" else "aux_lr"

@@ -13,7 +13,7 @@ from ..files import local_path
 from ..optimizer_settings import Precision, map_precisions
 from ..yaml_reader import Key
 from .data_paths import data_problems, is_test_split
-from .lora import is_adapter, is_all_factors, lora_problems
+from .lora import freeze_problem, is_adapter, is_all_factors, lora_problems
 from .optimizers import MAPS, OPTIMIZERS
 from .parallel import parallel
 from .quantization import quantization_problems
@@ -84,6 +84,8 @@ def _model(raw: Raw) -> Iterator[tuple[Key, str]]:
     conflicts = lora_problems(model, raw.get("model", "lora"), raw.get("run", "parallel"))
     conflicts += quantization_problems(model, raw.section("model"), raw.get("run", "parallel"))
     yield from ((("model", key), message) for key, message in conflicts)
+    if (frozen := freeze_problem(model, raw.get("model", "freeze"))) is not None:
+        yield ("model", "freeze"), frozen
 
 
 def _template(raw: Raw) -> Iterator[tuple[Key, str]]:

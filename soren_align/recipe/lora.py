@@ -110,6 +110,13 @@ def lora_problems(model: str, lora: Any, parallel: Any) -> list[tuple[str, str]]
     return problems
 
 
+def freeze_problem(model: str, globs: Any) -> str | None:
+    """The message of `model.freeze` beside an adapter that is trained further."""
+    if not globs or not is_adapter(model):
+        return None
+    return f"{model} is a LoRA adapter, of which only the factors are trained; leave model.freeze out"
+
+
 def is_all_factors(model: str, lora: Lora | dict[str, Any] | None) -> bool:
     """Whether only factors of linear layers are trained, so that AdamW has no parameters."""
     try:

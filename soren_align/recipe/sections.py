@@ -86,6 +86,9 @@ class Model(Section):
     eos_token: Annotated[str, Field(min_length=1)] | None = None
     """The token at which the model stops: `<|im_end|>` for Qwen2.5's base models, whose own end token is not the one
     that their template ends answers with. null: the tokenizer's."""
+    freeze: list[Annotated[str, Field(min_length=1)]] = []
+    """Names of parameters that are not trained; `*` matches anything: `["model.vision_tower.*"]` for a model of images
+    and text that is trained on text. With `lora`, the layers that get no factors."""
     lora: Lora | None = None
     """Train a new LoRA adapter instead of the weights."""
     attn_implementation: Annotated[str, Field(min_length=1)] | None = None

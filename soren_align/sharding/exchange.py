@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..optim import GroupUpdate, Piece, Whole, momentum_dtype, staged
 from .exchange_plan import ExchangePlan
-from .geometry import Fragment
+from .geometry import Fragment, piece_of
 
 
 class Exchange:
@@ -36,8 +36,7 @@ class Exchange:
         """Map and update `parameters`, whose momentum is that of this step; layouts refer to them by number."""
         pieces = {}
         for index, fragment in self._fragments.items():
-            name, shape, _, tensor = self.plan.layout.matrices[index]
-            pieces[index] = Piece(name, shape, parameters[tensor], fragment.local_offset, fragment.numel)
+            pieces[index] = piece_of(self.plan.layout.matrices[index], fragment, parameters)
         dtype = momentum_dtype(parameters[0])
         rounds = [_Round(self, layout, update, pieces, dtype) for layout in self._buffer_layouts]
         if rounds:
@@ -65,7 +64,7 @@ class _BufferLayout:
     def __init__(self, plan: ExchangePlan, indices: Sequence[int], rank: int):
         matrices, owners = plan.layout.matrices, plan.owners
         self.owned = [i for i in indices if owners[i] == rank]
-        self.shapes = [matrices[i].shape for i in self.owned]
+        self.matrices = [matrices[i] for i in self.owned]
         self.fragments_here = {i: f for i in indices for f in matrices[i].fragments if f.rank == rank}
         self.num_sent, self.num_received = [0] * plan.layout.num_ranks, [0] * plan.layout.num_ranks
 
@@ -119,9 +118,9 @@ class _Round:
     def map_and_scatter_(self) -> None:
         """Map the matrices owned here and send the outputs to the fragments."""
         self._work.wait()
-        matrices = [Whole(shape, self._dtype, self._exchange.device) for shape in self._layout.shapes]
-        names = [self._exchange.plan.layout.matrices[i].name for i in self._layout.owned]
-        self._update.map_(matrices, names, self._assemble, self._split)
+        owned, device = self._layout.matrices, self._exchange.device
+        wholes = [Whole((m.shape[0], m.shape[1]), self._dtype, device, m.storage) for m in owned]
+        self._update.map_(wholes, [m.name for m in owned], self._assemble, self._split)
         self._work = self._all_to_all(self._out, self._in, self._layout.num_sent, self._layout.num_received)
 
     def add_outputs_(self) -> None:
@@ -133,8 +132,8 @@ class _Round:
         del self._out, self._in, self._work  # which holds the buffers too
 
     def _assemble(self, number: int) -> Tensor:
-        index, (num_rows, num_columns) = self._layout.owned[number], self._layout.shapes[number]
-        matrix = torch.empty(num_rows * num_columns, dtype=self._dtype, device=self._exchange.device)
+        index, shape = self._layout.owned[number], self._layout.matrices[number].shape
+        matrix = torch.empty(self._layout.matrices[number].numel, dtype=self._dtype, device=self._exchange.device)
         if index in self._pieces:
             here = self._layout.fragments_here[index]
             map_input = self._update.map_input(self._pieces[index]).reshape(-1)
@@ -142,7 +141,7 @@ class _Round:
         for fragment, offset in self._layout.incoming[index]:
             target = slice(fragment.param_offset, fragment.param_offset + fragment.numel)
             matrix[target].copy_(self._in[offset : offset + fragment.numel])
-        return matrix.view(num_rows, num_columns)
+        return matrix.view(shape)
 
     def _split(self, number: int, output: Tensor) -> None:
         index, flat = self._layout.owned[number], output.reshape(-1)

@@ -36,7 +36,7 @@ class ExchangePlan:
         content = repr((self.layout.num_ranks, self.layout.replicated, self.owners, self.local, self.rounds))
         digest = hashlib.sha256(content.encode())
         for matrix in self.layout.matrices:
-            digest.update(repr((matrix.name, tuple(matrix.shape), matrix.tensor)).encode())
+            digest.update(repr((matrix.name, tuple(matrix.shape), matrix.tensor, matrix.storage)).encode())
             digest.update(repr([tuple(fragment) for fragment in matrix.fragments]).encode())
         return int.from_bytes(digest.digest()[:8], "big") >> 1
 

@@ -68,7 +68,7 @@ def is_local(matrix: Matrix, owner: int, layout: Layout) -> bool:
 
 
 def _cost(matrix: Matrix) -> int:
-    return _map_flops(*sorted(matrix.shape))
+    return matrix.num_maps * _map_flops(*sorted(matrix.map_shape))
 
 
 @cache

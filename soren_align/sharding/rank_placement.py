@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..optim import GroupUpdate, Segment, SharedBlocks, momentum_dtype
+from ..optim.storage import Storages
 from .exchange import Exchange
 from .exchange_plan import ROUND_MB, ExchangePlan, make_exchange_plan
-from .geometry import Layout
+from .geometry import Layout, slabs
 from .replica_exchange import ReplicaExchange
 
 Named = Sequence[tuple[str, Tensor]]
@@ -42,7 +43,7 @@ class RankPlacement(ABC):
 
     @abstractmethod
     def layout(self, named: Named) -> Layout:
-        """The matrices in these tensors of one spectral group."""
+        """The parameters in these tensors of one spectral group."""
 
     @abstractmethod
     def ranks(self) -> tuple[dist.ProcessGroup, torch.device]:
@@ -82,7 +83,7 @@ class RankPlacement(ABC):
             )
         return tuple(rest[len(named) :])
 
-    def prepare(self, named: Named) -> None:
+    def prepare(self, named: Named, storages: Storages) -> None:
         """Plan a step of one spectral group's tensors, unless it is planned already. Collective.
 
         Raises ValueError, on every rank, if a rank cannot plan it or has another plan than the others.
@@ -90,7 +91,7 @@ class RankPlacement(ABC):
         if not named:  # a launcher has emptied the group, on all ranks
             return
         key = _key(named)
-        self.exchanges[key] = self.exchanges.pop(key, None) or self._exchange(named)
+        self.exchanges[key] = self.exchanges.pop(key, None) or self._exchange(named, storages)
         self._tensors[key] = [parameter for _, parameter in named]
         while len(self.exchanges) > self.max_plans:  # the same on all ranks, which step in one order
             oldest = next(iter(self.exchanges))
@@ -100,16 +101,16 @@ class RankPlacement(ABC):
         """One step of one spectral group's tensors; every matrix is mapped once, on its owner rank. Collective."""
         if not named:
             return
-        self.prepare(named)  # again: other groups may have displaced it
+        self.prepare(named, update.storages)  # again: other groups may have displaced it
         update.update_momenta_(named)
         if update.shared_blocks is not None:
             update.shared_blocks.encode_()
         self.exchanges[_key(named)].run_(update, [parameter for _, parameter in named])
 
-    def _exchange(self, named: Named) -> Exchange | ReplicaExchange:
+    def _exchange(self, named: Named, storages: Storages) -> Exchange | ReplicaExchange:
         plan = problem = None
         try:
-            plan = self._plan(named)
+            plan = self._plan(named, storages)
         except ValueError as error:
             problem = error
         group, device = self.ranks()
@@ -117,13 +118,13 @@ class RankPlacement(ABC):
         assert plan is not None
         return (ReplicaExchange if plan.layout.replicated else Exchange)(plan, group, device)
 
-    def _plan(self, named: Named) -> ExchangePlan:
+    def _plan(self, named: Named, storages: Storages) -> ExchangePlan:
         dtypes = {momentum_dtype(parameter) for _, parameter in named}
         if len(dtypes) > 1:
             raise ValueError(
                 f"matrices of one group must share a dtype to be sent together; found {sorted(map(str, dtypes))}"
             )
-        return make_exchange_plan(self.layout(named), self.round_mb, dtypes.pop().itemsize)
+        return make_exchange_plan(slabs(self.layout(named), storages), self.round_mb, dtypes.pop().itemsize)
 
 
 def _key(named: Named) -> tuple[int, ...]:

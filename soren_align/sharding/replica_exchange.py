@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..optim import GroupUpdate, Piece
+from ..optim import GroupUpdate
 from .exchange_plan import ExchangePlan
+from .geometry import piece_of
 
 
 class ReplicaExchange:
@@ -26,16 +27,14 @@ class ReplicaExchange:
 
     def run_(self, update: GroupUpdate, parameters: Sequence[Tensor]) -> None:
         """Map and update `parameters`, whose momentum is that of this step; a round is broadcast during the next."""
-        matrices = self.plan.layout.matrices
+        pieces = [piece_of(matrix, matrix.fragments[0], parameters) for matrix in self.plan.layout.matrices]
         works, copies = [], []
         for indices in (self.plan.local, *self.plan.rounds):
-            owned = [i for i in indices if self.plan.owners[i] == self.rank]
-            pieces = [Piece(matrices[i].name, matrices[i].shape, parameters[i], 0, matrices[i].numel) for i in owned]
-            update.map_and_add_(pieces)
+            update.map_and_add_([pieces[i] for i in indices if self.plan.owners[i] == self.rank])
             for index in indices if self.plan.layout.num_ranks > 1 else ():
                 owner = self.plan.owners[index]
                 source = dist.get_global_rank(self.process_group, owner)
-                for tensor in update.replicated_tensors(parameters[index]):
+                for tensor in update.replicated_tensors(pieces[index]):
                     buffer = tensor.contiguous()  # the tensor itself, unless it is strided
                     works.append(dist.broadcast(buffer, source, group=self.process_group, async_op=True))
                     if buffer is not tensor and owner != self.rank:

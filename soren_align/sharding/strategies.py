@@ -22,8 +22,8 @@ class Replicas(RankPlacement):
         self._device = torch.device("cpu")
 
     def has_layout(self, parameter: Tensor) -> bool:
-        """Whether it is a whole matrix."""
-        return parameter.ndim == 2 and not isinstance(parameter, DTensor)
+        """Whether it is a whole matrix, or all experts of a layer."""
+        return parameter.ndim in (2, 3) and not isinstance(parameter, DTensor)
 
     def check_gradients(self, named: Named, error: Exception | None, squares: Tensor) -> tuple[float, ...]:
         """As RankPlacement, on the device of the first parameter, whether it is a matrix or has a gradient.
@@ -34,8 +34,8 @@ class Replicas(RankPlacement):
         return super().check_gradients(named, error, squares / dist.get_world_size(self._group))  # the same on all
 
     def layout(self, named: Named) -> Layout:
-        """Every matrix on every rank."""
-        return replicas({name: (p.shape[0], p.shape[1]) for name, p in named}, dist.get_world_size(self._group))
+        """Every parameter on every rank."""
+        return replicas({name: tuple(p.shape) for name, p in named}, dist.get_world_size(self._group))
 
     def ranks(self) -> tuple[dist.ProcessGroup, torch.device]:
         """All ranks of the group, on the device of the parameters."""
@@ -50,12 +50,15 @@ class RowBlocks(RankPlacement):
         self._mesh = None
 
     def has_layout(self, parameter: Tensor) -> bool:
-        """Whether it is a matrix sharded by rows. Raises ValueError for a parameter sharded in any other way."""
+        """Whether it is a matrix sharded by rows, or experts divided among the ranks.
+
+        Raises ValueError for a parameter sharded in any other way.
+        """
         if not isinstance(parameter, DTensor):
             return False
         if parameter.device_mesh.ndim != 1 or tuple(parameter.placements) != (Shard(0),):
             raise _unsupported(parameter)
-        return parameter.ndim == 2
+        return parameter.ndim in (2, 3)
 
     def check_gradients(self, named: Named, error: Exception | None, squares: Tensor) -> tuple[float, ...]:
         """As RankPlacement; the mesh is that of the parameters."""
@@ -70,7 +73,7 @@ class RowBlocks(RankPlacement):
     def layout(self, named: Named) -> Layout:
         """Row blocks, as torch.chunk divides them."""
         group, _ = self.ranks()
-        return row_blocks({name: (p.shape[0], p.shape[1]) for name, p in named}, dist.get_world_size(group))
+        return row_blocks({name: tuple(p.shape) for name, p in named}, dist.get_world_size(group))
 
     def ranks(self) -> tuple[dist.ProcessGroup, torch.device]:
         """All ranks of the mesh, each with its current device."""

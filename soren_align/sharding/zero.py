@@ -62,6 +62,7 @@ def set_zero_placement(zero: Any, round_mb: float = ROUND_MB) -> list[list[Tenso
             f"{type(zero).__name__} keeps up to {num_wrong.item()} matrices per rank elsewhere than expected, {here}: "
             "this version of DeepSpeed, or an option of it, is not known to soren-align"
         )
+    _refuse_unknown_storages(optimizer, spectral)
     others = {tensor.flat: tensor.layout for tensor in tensors if tensor.rule != "spectral"}
     matrices = {tensor.flat: tensor.layout for tensor in spectral}
     optimizer.placement = FlatShards(matrices, group, device, round_mb, others)
@@ -104,7 +105,7 @@ def _partition(
     return _FlatTensor(flat, i, rule, parameters, group, layout)
 
 
-def _shapes(zero: Any, parameters: Sequence[Any], rule: str) -> dict[str, tuple[int, int]]:
+def _shapes(zero: Any, parameters: Sequence[Any], rule: str) -> dict[str, tuple[int, ...]]:
     names = getattr(zero, "param_names", {})
     shapes = [tuple(getattr(parameter, "ds_shape", parameter.shape)) for parameter in parameters]
     if rule != "spectral":  # AdamW is elementwise: each parameter is one row
@@ -128,6 +129,14 @@ def _mismatches(tensor: _FlatTensor, rank: int) -> list[str]:
             if not torch.equal(actual.to(expected.dtype), expected.to(actual.device)):
                 wrong.append(matrix.name)
     return wrong
+
+
+def _refuse_unknown_storages(optimizer: SpectralOptimizer, spectral: Sequence[_FlatTensor]) -> None:
+    """Raise ValueError, the same on every rank, if DeepSpeed has other names for parameters than their group."""
+    names = {matrix.name for tensor in spectral for matrix in tensor.layout.matrices}
+    unknown = [name for group in optimizer.param_groups for name in group.get("storages", {}) if name not in names]
+    if unknown:
+        raise ValueError(f"DeepSpeed has no parameter {unknown[0]}; build the optimizer from the module that it wraps")
 
 
 def _refuse_unsupported(zero: Any) -> None:

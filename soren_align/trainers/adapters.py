@@ -18,7 +18,11 @@ from ..recipe import QUANTIZATION_RECORD, Recipe, adapter_config, is_local, load
 from ..run_folder import MERGED_FROM, RunFolder
 from ..weights import load_adapter, load_model, refuse_slow_patterns
 from .disk_space import write_errors
+from .freezing import frozen_layers
 from .library_errors import as_user_error
+
+MAMBA_TYPES = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
+"""Whose out_proj, conv1d and dt_proj cannot be adapted: their weights are read without calling the layers."""
 
 
 def base_model(start: str, revision: str | None = None) -> tuple[str, str | None]:
@@ -42,11 +46,23 @@ def lora_config(recipe: Recipe, model: PreTrainedModel) -> LoraConfig | None:
         lora_alpha=lora.alpha or lora.r,  # pyright: ignore[reportArgumentType] (PEFT declares int, and divides it by r)
         lora_dropout=lora.dropout,
         target_modules=lora.target_modules,
+        exclude_modules=_layers_without_factors(recipe, model) or None,
         modules_to_save=lora.modules_to_save or None,
         # Otherwise an embedding that is tied to the head would be trained as embedding and not as head.
         ensure_weight_tying=bool(lora.modules_to_save) and bool(model.config.tie_word_embeddings),
         revision=getattr(model.config, "_commit_hash", None) or recipe.model.revision,
     )
+
+
+def _layers_without_factors(recipe: Recipe, model: PreTrainedModel) -> list[str]:
+    """The frozen layers, and of all linear ones those that PEFT cannot adapt: routers, and some of Mamba."""
+    frozen = frozen_layers(model, recipe.model.freeze)
+    if recipe.model.lora is None or recipe.model.lora.target_modules != "all-linear":
+        return frozen
+    names = [name for name, module in model.named_modules() if "Router" in type(module).__name__]
+    if model.config.model_type in MAMBA_TYPES:
+        names += [name for name, _ in model.named_modules() if name.endswith((".out_proj", ".conv1d", ".dt_proj"))]
+    return [*frozen, *names]
 
 
 def load_starting_adapter(model: PreTrainedModel, start: str) -> Any:

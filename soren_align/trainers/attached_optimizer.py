@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from ..errors import UserError
-from ..optim import SpectralOptimizer, Sums, chunks, norm
+from ..optim import SpectralOptimizer, Sums, chunks, names_of_matrices, norm
 from ..sharding import chain_of, local, restore_groups_, set_placement
 from ..sharding.ranks import Ranks
 
@@ -35,14 +35,27 @@ class AttachedOptimizer:
 
     @property
     def num_matrices(self) -> int:
-        """Parameters that go through the spectral map once per optimizer step."""
-        return sum(len(group["params"]) for group in self.expected.param_groups if group["rule"] == "spectral")
+        """Matrices that go through the spectral map once per optimizer step."""
+        return len(self.names_of_matrices)
 
     @property
     def names_of_matrices(self) -> list[str]:
-        """The names of these parameters, in the order of the model."""
-        groups = [group for group in self.expected.param_groups if group["rule"] == "spectral"]
-        return [name for group in groups for name in group["param_names"]]
+        """The names of these matrices, in the order of the model."""
+        return [
+            matrix
+            for group in self.expected.param_groups
+            if group["rule"] == "spectral"
+            for name, parameter in zip(group["param_names"], group["params"], strict=True)
+            for matrix in names_of_matrices(
+                name, getattr(parameter, "ds_shape", parameter.shape), group.get("storages", {}).get(name, "plain")
+            )
+        ]
+
+    @property
+    def names_of_mapped_parameters(self) -> set[str]:
+        """The names of the parameters that hold these matrices."""
+        groups = (group for group in self.expected.param_groups if group["rule"] == "spectral")
+        return {name for group in groups for name in group["param_names"]}
 
     @property
     def has_other_parameters(self) -> bool:
@@ -51,7 +64,7 @@ class AttachedOptimizer:
 
     def description(self) -> dict[str, Any]:
         """Return class, wrappers and parameter groups, for run.json."""
-        hidden = ("params", "param_names", "lr")
+        hidden = ("params", "param_names", "storages", "lr")
         return {
             "class": type(self.optimizer).__name__,
             "chain": [type(optimizer).__name__ for optimizer in (*self.wrappers, self.optimizer)],

@@ -17,6 +17,7 @@ from ..provenance import fingerprint
 from ..recipe import Recipe, parallel, training_part
 from ..run_folder import RunFolder
 from ..sharding.ranks import Ranks
+from ..weights import complete_for_trl_
 from . import adapters
 from .library_errors import as_user_error
 from .lost_updates import LostUpdatesPolicy
@@ -83,6 +84,7 @@ def trl_forward(model: Any, checkpointing: bool) -> Any:
     The model is modified: training mode, no cache, TRL's fused head.
     """
     base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    complete_for_trl_(base)
     add_fused_lm_head(base)
     model.train()
     base.config.use_cache = False

@@ -1,9 +1,11 @@
 """The weights to save: unsharded, in the dtype of the model folder, from the weights that the optimizer updates."""
 
 import collections
+import contextlib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +14,9 @@ from ..errors import UserError
 from ..files import write
 from ..optim import chunks, copied_to_cpu, master_weights
 
+CHANGED_BY_TRAINING = ("use_cache", "output_router_logits")
+"""Settings of a model's config that transformers and TRL change, and that no training should save."""
+_MISSING = object()
 Weight = tuple[str, Tensor, Tensor | None]
 """Name as in `state_dict`, tensor, compensation."""
 
@@ -49,6 +54,32 @@ def unsharded_weights(model: torch.nn.Module, optimizer: torch.optim.Optimizer) 
     for name, tensor in model.state_dict().items():
         if name not in parameters:
             yield name, tensor, None
+
+
+def changeable_settings(config: Any) -> list[tuple[Any, str, Any]]:
+    """(config, key, value) of the settings that training changes for itself, of a model's config and its parts."""
+    configs = [] if config is None else [config, config.get_text_config()]
+    return [(c, key, getattr(c, key, _MISSING)) for c in configs for key in CHANGED_BY_TRAINING]
+
+
+@contextlib.contextmanager
+def restored_settings(settings: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Within this context, the configs have these values again."""
+    settings = list(settings)
+    changed = [(config, key, getattr(config, key, _MISSING)) for config, key, _ in settings]
+    _set(settings)
+    try:
+        yield
+    finally:
+        _set(changed)
+
+
+def _set(settings: Iterable[tuple[Any, str, Any]]) -> None:
+    for config, key, value in settings:
+        if value is not _MISSING:
+            setattr(config, key, value)
+        elif hasattr(config, key):
+            delattr(config, key)
 
 
 def write_dtype(folder: Path, dtype: torch.dtype) -> None:

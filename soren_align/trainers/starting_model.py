@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from trl.chat_template_utils import get_training_chat_template
 
 from .. import shipped, weights
@@ -14,6 +15,7 @@ from ..recipe import Recipe, adapter_config, is_local, quantization
 from ..run_folder import RunFolder
 from . import adapters
 from .disk_space import write_errors
+from .freezing import freeze, refuse_unmatched
 from .library_errors import as_user_error
 
 
@@ -39,6 +41,20 @@ def starting_checkpoint(recipe: Recipe, folder: RunFolder) -> str:
     return str(folder.start)
 
 
+def refuse_other_models(recipe: Recipe) -> None:
+    """Raise UserError if transformers does not load the recipe's model as a causal language model."""
+    name = recipe.model.name_or_path
+    base, revision = adapters.base_model(str(shipped.resolve(name)) if is_local(name) else name, recipe.model.revision)
+    with as_user_error(f"model {name}"):
+        config = AutoConfig.from_pretrained(base, trust_remote_code=False, revision=revision)
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return
+    kind = "no causal language model"
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        kind = "a model of images and text that transformers does not load as a language model"
+    raise UserError(f"model {name}: {config.model_type} is {kind}; SFT and DPO need one that predicts the next token")
+
+
 def load_model(recipe: Recipe, start: str) -> PreTrainedModel:
     """Load the model with parameters of model.dtype, and the adapter that `start` holds, if it holds one.
 
@@ -51,6 +67,9 @@ def load_model(recipe: Recipe, start: str) -> PreTrainedModel:
         options["device_map"] = {"": "cpu"}  # otherwise transformers quantizes on a GPU where there is one
     with as_user_error(f"model {recipe.model.name_or_path}", ValueError, OSError, ImportError):
         model = weights.load_model(name, quantization(recipe), **options)
+        refuse_unmatched(model, recipe.model.freeze)
+        if recipe.model.lora is None:  # an adapter freezes all; its factors are added later
+            freeze(model, recipe.model.freeze)
         return adapters.load_starting_adapter(model, start)
 
 

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from ..errors import UserError
 from ..manifest import SURVIVAL_THRESHOLD, describe_dropped, describe_earlier_runs, describe_early_stop
-from ..optim import route, routing_table
+from ..optim import route, routing_table, share_notices, spectral_share
 from ..quantized_weights import quantization_of, weight_numel
 from ..recipe import batch_unit, global_batch
 from ..run_folder import RunFolder
@@ -27,7 +27,7 @@ def record_setup(folder: RunFolder, setup: TrainingSetup, trainer: Any, ranks: R
     examples |= {"num_truncated": counts.num_truncated, "num_truncated_tokens": counts.num_truncated_tokens}
     if setup.packing:
         examples["packing"] = setup.packing.as_json()
-    parameters = list(trainer.model.parameters())
+    parameters, table = list(trainer.model.parameters()), routing_table(route(trainer.model, recipe.optimizer.aux))
     folder.update(
         start={
             "path": str(Path(setup.start).resolve()) if Path(setup.start).is_dir() else setup.start,
@@ -47,16 +47,18 @@ def record_setup(folder: RunFolder, setup: TrainingSetup, trainer: Any, ranks: R
             "dtype": sorted({str(p.dtype).removeprefix("torch.") for p in parameters}),
             "total": sum(map(weight_numel, parameters)),
             "trainable": sum(weight_numel(p) for p in parameters if p.requires_grad),
+            "spectral_share": spectral_share(table) * (recipe.optimizer.name != "adamw"),
         },
         quantization=quantization_of(trainer.model),
-        routing=routing_table(route(trainer.model, recipe.optimizer.aux)),
+        routing=table,
     )
 
 
 def print_setup(console: Console, setup: TrainingSetup, trainer: Any, ranks: Ranks) -> None:
     """Print notices, data, starting checkpoint, batch and optimizer."""
     counts, train = setup.account, setup.splits["train"]
-    for notice in setup.notices:
+    table = routing_table(route(trainer.model, setup.recipe.optimizer.aux))
+    for notice in (*setup.notices, *share_notices(setup.recipe.optimizer.name, table)):
         print_labelled(console, "notice", notice)
     dropped = describe_dropped(train.dropped | counts.dropped)
     dropped = f", {dropped}" if dropped else ""
@@ -79,11 +81,12 @@ def print_setup(console: Console, setup: TrainingSetup, trainer: Any, ranks: Ran
         print_labelled(console, "batch", f"{size} {batch_unit(setup.recipe)} per step: {factors}")
         print_labelled(console, "parallel", setup.recipe.run.parallel)
     optimizer = setup.recipe.optimizer
-    num_tensors = [len(group["params"]) for group in trainer.expected_optimizer.param_groups]
-    matrices = f"{optimizer.description}, lr {optimizer.lr:g}: {num_tensors[0]} matrices"
-    print_labelled(console, "optimizer", matrices)
-    if len(num_tensors) > 1:
-        print_labelled(console, "", f"adamw, lr {optimizer.aux_lr:g}: {num_tensors[1]} other parameters")
+    num_matrices, share = sum(row["matrices"] for row in table), spectral_share(table)
+    matrices = f"{optimizer.description}, lr {optimizer.lr:g}: {num_matrices:,} matrices"
+    others = sum(row["tensors"] for row in table if row["rule"] == "adamw")
+    print_labelled(console, "optimizer", matrices + f", {share:.1%} of the trained parameters" * bool(others))
+    if others:
+        print_labelled(console, "", f"adamw, lr {optimizer.aux_lr:g}: {others:,} other parameters, {1 - share:.1%}")
 
 
 def earlier_runs(start: str) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from .attention import check_attention
 from .library_errors import as_user_error
 from .packing import Packing, after_packing, pack, packing_notices
 from .samples import Prompt, read_prompts
-from .starting_model import load_tokenizer, starting_checkpoint
+from .starting_model import load_tokenizer, refuse_other_models, starting_checkpoint
 from .trl_arguments import trl_arguments
 
 
@@ -62,6 +62,7 @@ def set_up_training(
     Raises UserError if the recipe cannot be trained.
     """
     unset_hf_deepspeed_config()  # of an earlier run in this process: models would be sharded while they load
+    refuse_other_models(recipe)
     start = starting_checkpoint(recipe, folder)
     tokenizer = load_tokenizer(recipe, start)
     splits = load_splits(recipe)

@@ -23,9 +23,16 @@ from . import adapters, checkpoints
 from .attached_optimizer import OptimizerCheck, attach, refuse_unaveraged_gradients
 from .default_settings import OptimizerSettings, optimizer_keywords
 from .disk_space import checkpoint_bytes, refuse_full_disk, write_errors
+from .freezing import GradientCheck
 from .lost_updates import WARN, FirstStepCheck, LostUpdatesPolicy
 from .measurements import MeasurementLog, Measurements
-from .model_export import export_weights, unsharded_weights, write_dtype
+from .model_export import (
+    changeable_settings,
+    export_weights,
+    restored_settings,
+    unsharded_weights,
+    write_dtype,
+)
 from .separation import SeparationCheck
 from .spectra_recorder import SpectraRecorder
 from .starting_weights import StartingWeights, share_of_parameters
@@ -55,6 +62,8 @@ class SorenTrainerMixin(Trainer):
         """
         self.parallel, self.save_dtype = parallel, save_dtype
         self.origin, self.lost_updates = origin or {}, lost_updates
+        start: Any = args[0] if args else kwargs.get("model")
+        self._config_at_start = changeable_settings(getattr(start, "config", None))
         super().__init__(*args, **kwargs)
         model: Any = self.model
         if isinstance(model, PeftModel):
@@ -103,6 +112,7 @@ class SorenTrainerMixin(Trainer):
             self.starting_weights = StartingWeights(tensors)
         self.optimizer_check = OptimizerCheck(self.attached)
         self.measurements = Measurements(self.attached, self.starting_weights, self.measurement_log)
+        self.add_callback(GradientCheck(self.attached))
         self.add_callback(self.optimizer_check)
         self.add_callback(self.measurements)
         if self.measurement_log.steps:
@@ -180,6 +190,11 @@ class SorenTrainerMixin(Trainer):
         super()._load_best_model()
         if self.optimizer_settings.get("compensation") == "kahan":
             self._load_optimizer_and_scheduler(self.state.best_model_checkpoint)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        # As TRL, with the starting checkpoint's config: training turns the cache off, and routers' logits on.
+        with restored_settings(self._config_at_start):
+            super()._save(output_dir, state_dict)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write no card per checkpoint; card.py writes that of the model."""

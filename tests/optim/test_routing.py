@@ -134,10 +134,10 @@ def test_a_model_without_matrices_is_refused():
 
 def test_the_routing_table_counts_what_there_is():
     assert routing_table(route(Model(tied=True))) == [
-        {"rule": "spectral", "reason": "linear layer", "tensors": 4, "numel": 128},
-        {"rule": "adamw", "reason": "input embedding, tied to head.weight", "tensors": 1, "numel": 40},
-        {"rule": "adamw", "reason": "1-dimensional", "tensors": 6, "numel": 32},
-        {"rule": "adamw", "reason": "outside the blocks", "tensors": 1, "numel": 16},
+        {"rule": "spectral", "reason": "linear layer", "tensors": 4, "matrices": 4, "numel": 128},
+        {"rule": "adamw", "reason": "input embedding, tied to head.weight", "tensors": 1, "matrices": 0, "numel": 40},
+        {"rule": "adamw", "reason": "1-dimensional", "tensors": 6, "matrices": 0, "numel": 32},
+        {"rule": "adamw", "reason": "outside the blocks", "tensors": 1, "matrices": 0, "numel": 16},
     ]
 
 

@@ -4,10 +4,11 @@ import pytest
 import torch
 from transformers import MistralConfig, Qwen2Config
 
-from soren_align.planning.inputs import build_model
+from soren_align.planning.blocks import build_model, kinds_of_blocks
 from soren_align.planning.meter import Meter
 from soren_align.planning.passes import Passes
 from soren_align.trainers.build import trl_forward
+from tests.support.architectures import config_of
 
 pytestmark = pytest.mark.model
 
@@ -16,6 +17,8 @@ CONFIGS = {
     "qwen2": Qwen2Config(**SHAPE, num_hidden_layers=6, vocab_size=512, tie_word_embeddings=True),
     "mistral": MistralConfig(**SHAPE, num_hidden_layers=6, vocab_size=512, tie_word_embeddings=False),
 }
+# Of DeepSeek-V3's blocks the first one has no experts: two kinds.
+CONFIGS |= {name: config_of(name, num_hidden_layers=5) for name in ("mixtral", "gpt_oss", "deepseek_v3", "mamba")}
 
 
 def on_real_tensors(config, batch_size, length, checkpointing, arithmetic):
@@ -36,19 +39,37 @@ def on_real_tensors(config, batch_size, length, checkpointing, arithmetic):
 
 
 def passes(config, checkpointing, arithmetic=None):
-    def build(num_blocks):
-        model = build_model(config, num_blocks, torch.float32)
+    def build(blocks):
+        model = build_model(config, blocks, torch.float32)
         return model, trl_forward(model, checkpointing)
 
-    return Passes(build, config.num_hidden_layers, arithmetic)
+    with torch.device("meta"):
+        kinds = kinds_of_blocks(build_model(config, None, torch.float32))
+    return Passes(build, kinds, arithmetic)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("arithmetic", [None, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", ["qwen2", "mistral"])
 def test_activations_are_those_of_a_real_pass(kind, arithmetic, checkpointing):
     real = on_real_tensors(CONFIGS[kind], 4, 128, checkpointing, arithmetic)
     assert passes(CONFIGS[kind], checkpointing, arithmetic).num_bytes(4, 128) == pytest.approx(real, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "kind", ["gpt_oss", *(pytest.param(k, marks=pytest.mark.slow) for k in ("mixtral", "deepseek_v3", "mamba"))]
+)
+def test_activations_of_experts_and_recurrences_are_those_of_a_real_pass(kind):
+    """Their operations on fake tensors are others than on real ones."""
+    real = on_real_tensors(CONFIGS[kind], 4, 24, False, None)
+    assert passes(CONFIGS[kind], False).num_bytes(4, 24) == pytest.approx(real, rel=0.05)
+
+
+@pytest.mark.slow
+def test_operations_of_experts_are_those_of_the_chosen_ones():
+    counts = [passes(config_of("mixtral", num_experts_per_tok=k), False).num_flops(2, 32) for k in (1, 4)]
+    # Three products, forward and twice backward, of 64 tokens with three more experts in each of two blocks.
+    assert counts[1] - counts[0] == 2 * 3 * 6 * 64 * 3 * 32 * 48
 
 
 def test_operations_are_six_per_weight_and_token_and_those_of_attention():

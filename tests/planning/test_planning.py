@@ -3,6 +3,8 @@
 import json
 
 import pytest
+import torch
+from transformers import MixtralModel
 
 from soren_align import errors, recipe, shipped
 
@@ -183,8 +185,11 @@ def small_model(tmp_path, **config):
     return [f"model.name_or_path={tmp_path}", "model.init_seed=0", "data.train.limit=20"]
 
 
-def test_an_architecture_whose_pass_needs_contents_is_planned_without_its_activations(planned, tmp_path):
-    """The products of experts depend on the values of the tokens."""
+def test_an_architecture_whose_pass_cannot_be_measured_is_planned_without_its_activations(
+    planned, tmp_path, monkeypatch
+):
+    """An error of its code, as where an operation needs the contents of tensors."""
+    monkeypatch.setattr(MixtralModel, "forward", lambda *args, **kwargs: torch.empty(1, device="meta").item())
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
     overrides = small_model(tmp_path, architectures=["MixtralForCausalLM"], model_type="mixtral", **experts)
     plan, text = planned("quickstart/sft", *overrides, "trainer.bf16=true")

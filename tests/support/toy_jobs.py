@@ -204,7 +204,7 @@ def refused_deepspeed(group, stage, config, fault=None):
     return error_of(set_zero_placement, engine.optimizer)
 
 
-def deepspeed_engine(group, stage, run, config, make_optimizer=Run.optimizer):
+def deepspeed_engine(group, stage, run, config, make_optimizer=lambda run, model: run.optimizer(model)):
     """The toy's engine and its optimizer. make_optimizer may return None: then it is that of `config`."""
     os.environ.update(RANK=str(group.rank()), LOCAL_RANK=str(group.rank()), WORLD_SIZE=str(group.size()))
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29500")

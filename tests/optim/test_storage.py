@@ -1,0 +1,87 @@
+"""Matrices that transformers stores otherwise than nn.Linear does: which they are, and that all of them are found."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from soren_align.optim import matrices_of, names_of_matrices, route, routing_table, share_notices, spectral_share
+from soren_align.optim.storage import join, matrix_shape, split
+from tests.support.architectures import config_of
+
+HALVES = ("halves", "transposed halves", "transposed interleaved halves")
+
+
+def routes(architecture, **changes):
+    with torch.device("meta"):
+        return {r.name: r for r in route(AutoModelForCausalLM.from_config(config_of(architecture, **changes)))}
+
+
+@pytest.mark.parametrize("storage", HALVES)
+def test_halves_are_joined_where_they_were(storage):
+    slabs = torch.arange(5 * 4 * 6.0).view(5, 4, 6)
+    halves = split(slabs, storage)
+    assert halves.shape == (5, 2, 2, 6) if storage == "halves" else (5, 2, 4, 3)
+    assert torch.equal(join(halves.clone(), storage), slabs)
+    assert torch.equal(join(split(slabs[0], storage), storage), slabs[0])
+    expected = {"halves": slabs[0][:2], "transposed halves": slabs[0][:, :3]}
+    assert torch.equal(halves[0][0], expected.get(storage, slabs[0][:, 0::2]))
+
+
+@pytest.mark.parametrize("storage", ["plain", "transposed", *HALVES])
+def test_every_number_of_a_parameter_is_in_one_named_matrix(storage):
+    parameter = torch.arange(3 * 4 * 6).view(3, 4, 6)
+    matrices = dict(matrices_of("experts", parameter, storage))
+    assert list(matrices) == names_of_matrices("experts", parameter.shape, storage)
+    assert sorted(int(n) for matrix in matrices.values() for n in matrix.flatten()) == list(range(72))
+    outputs, inputs = matrix_shape((4, 6), storage)
+    assert {tuple(m.shape) for m in matrices.values()} == {(inputs, outputs) if "tr" in storage else (outputs, inputs)}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "gate_up", "down"),
+    [
+        ("mixtral", "halves", "plain"),
+        ("deepseek_v3", "halves", "plain"),
+        ("gpt_oss", "transposed interleaved halves", "transposed"),
+        ("llama4_text", "transposed halves", "transposed"),
+    ],
+)
+def test_experts_are_stored_as_their_layers_read_them(architecture, gate_up, down):
+    found = routes(architecture)
+    experts = {name.split(".")[-1]: r for name, r in found.items() if len(r.shape) == 3}
+    assert (experts["gate_up_proj"].storage, experts["down_proj"].storage) == (gate_up, down)
+    assert all(r.rule == "spectral" for r in experts.values())
+    assert (experts["gate_up_proj"].num_matrices, experts["down_proj"].num_matrices) == (8, 4)
+    inner = config_of(architecture)
+    width = getattr(inner, "moe_intermediate_size", None) or inner.intermediate_size
+    assert (experts["gate_up_proj"].matrix, experts["down_proj"].matrix) == ((width, 32), (32, width))
+
+
+def test_a_layer_of_gpt_2_is_stored_as_inputs_by_outputs():
+    layer = routes("gpt2")["transformer.h.0.mlp.c_fc.weight"]
+    assert (layer.rule, layer.shape, layer.matrix) == ("spectral", (32, 128), (128, 32))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "reason"),
+    [
+        ("llama4_text", "model.layers.0.feed_forward.router.weight", "router"),
+        ("mixtral", "model.layers.0.mlp.gate.weight", "router"),
+        ("qwen3_next", "model.layers.0.mlp.shared_expert_gate.weight", "a vector: one row or column"),
+        ("gpt_oss", "model.layers.0.mlp.experts.down_proj_bias", "bias"),
+    ],
+)
+def test_routers_and_gates_of_one_row_go_to_adamw(architecture, name, reason):
+    found = routes(architecture)[name]
+    assert (found.rule, found.reason) == ("adamw", reason)
+
+
+def test_less_than_half_under_the_named_optimizer_is_worth_a_notice():
+    table = routing_table([*routes("llama").values()])
+    assert spectral_share(table) == pytest.approx(15360 / (15360 + 2 * 3872 + 160))
+    assert share_notices("soren", table) == []
+    few = routing_table([*routes("llama", vocab_size=1000).values()])
+    (notice,) = share_notices("soren", few)
+    assert "soren updates only 19.3% of the trained parameters" in notice
+    assert "most of these: " in notice
+    assert share_notices("adamw", few) == []

@@ -1,0 +1,26 @@
+"""Every architecture of docs/models.md trains as the page states."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.architectures import ARCHITECTURES, NAMES, trial
+
+PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text().splitlines()
+QUICK = ("gpt_oss", "gpt2", "qwen2_vl", "t5")
+
+pytestmark = pytest.mark.model
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in ARCHITECTURES]
+)
+def test_an_architecture_does_what_its_line_states(name, tmp_path):
+    """If not: python -m docs.make_models."""
+    row = trial(name, tmp_path)
+    assert row in PAGE
+
+
+def test_the_page_has_no_other_lines():
+    rows = [line.split(" | ")[0].removeprefix("| ") for line in PAGE if line.startswith("| ")]
+    assert rows[1:] == [NAMES[name] for name in ARCHITECTURES]
