@@ -42,7 +42,7 @@ def train(
     Returns False if a signal stopped training, after saving a checkpoint. Only the first rank writes and prints.
     """
     recipe = setup.recipe
-    with working(console, "Loading the model"):
+    with working(console, "Loading the model, tokenizing the examples"):
         policy = LostUpdatesPolicy(recipe.run.lost_updates, partial(report_first_step, folder, console, ranks))
         trainer = build.build_trainer(setup, folder, ranks, policy)
         checkpoint = _find_checkpoint(recipe, folder, trainer.origin, console) if ranks.is_first else None

@@ -23,8 +23,11 @@ SAVED = ("trainer.save_steps=2", "trainer.save_total_limit=1")
 @pytest.mark.model
 @pytest.mark.parametrize(
     "overrides",
-    [(), ("model.dtype=bfloat16", "optimizer.compensation=kahan"), ("model.lora={r: 4}", "optimizer.aux_lr=null")],
-    ids=["float32", "kahan", "lora"],
+    [
+        pytest.param((), id="float32", marks=pytest.mark.slow),
+        pytest.param(("model.dtype=bfloat16", "optimizer.compensation=kahan"), id="kahan"),
+        pytest.param(("model.lora={r: 4}", "optimizer.aux_lr=null"), id="lora", marks=pytest.mark.slow),
+    ],
 )
 def test_the_expected_size_is_that_of_the_checkpoint(tiny_run, monkeypatch, overrides):
     expected, original = [], trl_trainers.refuse_full_disk

@@ -69,7 +69,7 @@ class Kill(BaseException):
     pass
 
 
-@pytest.mark.parametrize("step", [2, 3])
+@pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_the_count_of_evaluations_survives_a_kill(tiny_run, monkeypatch, stopped, step):
     """After step 2 one more evaluation ends the run; after step 3 none, and no step is taken."""
     from soren_align.trainers import checkpoints
@@ -124,7 +124,7 @@ class _Stop(TrainerCallback):
         control.should_training_stop = True
 
 
-@pytest.mark.parametrize("task", ["sft", "dpo"])
+@pytest.mark.parametrize("task", [pytest.param("sft", marks=pytest.mark.slow), "dpo"])
 def test_the_metrics_that_a_recipe_may_name_are_those_of_an_evaluation(tiny_run, task):
     one = ("trainer.max_steps=1", "trainer.eval_strategy=steps", "trainer.eval_steps=1", "data.eval.limit=4")
     run = tiny_run(task, *one, "trainer.save_strategy=no")

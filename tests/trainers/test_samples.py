@@ -43,7 +43,9 @@ def greedy(folder, prompt, num_tokens):
     return tokenizer.decode(ids[start:], skip_special_tokens=True), reason
 
 
-@pytest.mark.parametrize("random_part", [(), RANDOM], ids=["weights", "dropout"])
+@pytest.mark.parametrize(
+    "random_part", [pytest.param((), id="weights", marks=pytest.mark.slow), pytest.param(RANDOM, id="dropout")]
+)
 def test_samples_change_no_weight_and_no_loss(tiny_run, random_part):
     silent = tiny_run("sft", *EVALUATED, *random_part, name="silent")
     sampled = tiny_run("sft", *EVALUATED, *random_part, *SAMPLED, name="sampled")
@@ -124,6 +126,7 @@ def test_modes_are_restored_also_after_an_error(tiny_run):
     assert model.config.use_cache == use_cache
 
 
+@pytest.mark.slow
 def test_a_resumed_run_repeats_no_sample(tiny_run, sampled, monkeypatch):
     from tests.trainers.test_resume import stop_after
 
