@@ -88,6 +88,7 @@ TWO = [
 ]
 THINKS = "</think>"
 PUBLISHED = {
+    "smollm2": f"{ANSWER}<|im_end|>Fine.<|im_end|>",
     "qwen2_5": f"{ANSWER}<|im_end|>Fine.<|im_end|>",
     "qwen3_instruct_2507": f"{ANSWER}<|im_end|>Fine.<|im_end|>",
     "llama3_1": f"{ANSWER}<|eot_id|>Fine.<|eot_id|>",
@@ -100,9 +101,18 @@ PUBLISHED = {
 }
 
 
+SMOLLM2 = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
+    "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""SmolLM2-Instruct's own, which TRL does not ship."""
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_of_published_templates_the_answers_are_trained_or_the_template_is_refused(make_tokenizer, name):
-    tokenizer = make_tokenizer((TRLS / f"{name}.jinja").read_text())
+    tokenizer = make_tokenizer(SMOLLM2 if name == "smollm2" else (TRLS / f"{name}.jinja").read_text())
     if PUBLISHED[name] is None:
         with pytest.raises(UserError, match=r"renders earlier turns differently once others follow, .*'Fine.' cannot"):
             encoded(tokenizer, TWO, True)
