@@ -50,7 +50,8 @@ def hold_out(
         )
     dataset = concatenated(chosen)
     if len(dataset) == 0:
-        raise UserError(f"data.eval.{key}: {number:g} holds out none of {total} examples; write a larger one")
+        reason = "" if examples is None else ": more are equal, and equal ones stay on one side"
+        raise UserError(f"data.eval.{key}: {number:g} holds out none of {total} examples{reason}; write a larger one")
     layout = "; ".join(dict.fromkeys(split.layout for split in splits))
     names = " + ".join(split.name for split in splits)
     source = {"path": names, "split": "held out", key: number, "num_examples": len(dataset)}

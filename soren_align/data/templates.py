@@ -84,7 +84,7 @@ def _conversations(example: dict[str, Any], task: Task) -> list[list[dict[str, A
         chats = [example["prompt"] + example["completion"]]
     else:
         chats = [example[column] for column in COLUMNS[task]]
-    return [for_template(chat) for chat in chats]
+    return [[{key: value for key, value in turn.items() if key != "weight"} for turn in chat] for chat in chats]
 
 
 def _check_plain(tokenizer: PreTrainedTokenizerBase, name: str, only_assistant: bool, dataset: Dataset) -> list[str]:
@@ -134,18 +134,19 @@ def _render(
     only_assistant: bool,
 ) -> tuple[str, list[int], list[bool]]:
     """(text, tokens, assistant marks of the tokens) of a conversation; the marks are [] unless `only_assistant`."""
-    check_rendering_cost(tokenizer, name, turns, options)
+    plain = for_template(turns)
+    check_rendering_cost(tokenizer, name, plain, options)
     apply: Any = tokenizer.apply_chat_template
     with template_errors(f"{name}: the chat template fails on the first example"):
-        text = str(apply(turns, tokenize=False, **options))
-        ids = apply(turns, return_dict=True, **options)
+        text = str(apply(plain, tokenize=False, **options))
+        ids = apply(plain, return_dict=True, **options)
         if not only_assistant:
             return text, ids["input_ids"], []
         if not has_marks(tokenizer.get_chat_template(tools=options.get("tools"))):
             (example,) = ChatEncoder(tokenizer, assistant_only=True).conversations([turns], [options])
             return text, example.sides[0].ids, example.sides[0].trained
         try:
-            marked = apply(turns, return_dict=True, return_assistant_tokens_mask=True, **options)
+            marked = apply(plain, return_dict=True, return_assistant_tokens_mask=True, **options)
         except OverflowError:  # transformers, where the markers enclose nothing
             return text, ids["input_ids"], []
         return text, ids["input_ids"], [bool(mark) for mark in marked["assistant_masks"]]

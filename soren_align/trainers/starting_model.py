@@ -77,6 +77,16 @@ _TWO_ANSWERS: list[dict[str, Any]] = [
     {"role": role, "content": content} for content in ("first", "second") for role in ("user", "assistant")
 ]
 """Templates that leave out parts of earlier turns render them differently as the second answer follows."""
+_TOOL_CALL = {"type": "function", "function": {"name": "dummy", "arguments": {"a": "b"}}}
+_CONVERSATIONS_OF_TRL: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": "dummy"}, {"role": "assistant", "content": "dummy"}],
+    [
+        {"role": "user", "content": "dummy"},
+        {"role": "assistant", "content": "", "tool_calls": [_TOOL_CALL]},
+        {"role": "tool", "name": "dummy", "content": "dummy"},
+    ],
+]
+"""TRL renders these in this process, to detect whether a template supports tools."""
 
 
 def load_tokenizer(recipe: Recipe, start: str) -> PreTrainedTokenizerBase:
@@ -92,6 +102,8 @@ def load_tokenizer(recipe: Recipe, start: str) -> PreTrainedTokenizerBase:
         try:
             list(ChatEncoder(tokenizer, assistant_only=True).conversations([_TWO_ANSWERS], [{}]))
         except (UserError, ValueError):
+            for turns in _CONVERSATIONS_OF_TRL:
+                check_rendering_cost(tokenizer, recipe.model.name_or_path, turns)
             with contextlib.suppress(ValueError):  # TRL does not support the template: check_template reports it
                 tokenizer.chat_template = get_training_chat_template(tokenizer) or tokenizer.chat_template
     return tokenizer

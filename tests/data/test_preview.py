@@ -6,10 +6,11 @@ from rich.console import Console
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-from soren_align.data import account, load_split, show_example
+from soren_align.data import TOKEN_COLUMNS, account, load_split, show_example, tokenize
 from soren_align.data.columns import COLUMNS
 from soren_align.data.encoding import encode
 from soren_align.errors import UserError
+from soren_align.trainers.trl_trainers import SorenDPOTrainer
 from tests.support.conversations import CHATML, chat, chat_row, pair_row, split
 
 NUM_ROWS = 24
@@ -251,3 +252,31 @@ def test_the_example_cannot_command_the_terminal_nor_rich(make_tokenizer):
     assert "\x1b[31m" not in captured.get()
     assert "[bold]not markup[/nonsense]" in captured.get()
     assert "characters ..." in captured.get()
+
+
+@pytest.mark.parametrize("packing", [{}, {"packing": True}, {"packing": True, "packing_strategy": "wrapped"}])
+def test_tokens_of_turns_with_weights_reach_trl_unchanged(checkpoint, write, tmp_path, packing):
+    made = [[{**turn, "weight": i % 2} if turn["role"] == "assistant" else turn for turn in chat(i)] for i in range(12)]
+    made = [[*turns, *chat(i)] for i, turns in enumerate(made)]
+    dataset = load_split(split(write("rows.jsonl", [{"messages": turns} for turns in made])), "sft").dataset
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    tokens = tokenize(dataset, "sft", tokenizer, tmp_path / "cache", assistant_only_loss=True)
+    args = SFTConfig(**settings(tmp_path, max_length=400, **packing))
+    given = tokens.select_columns(["input_ids", "labels"])
+    theirs = SFTTrainer(checkpoint, args, train_dataset=given, processing_class=tokenizer).train_dataset
+    counted = account(tokens, "sft", tokenizer, max_length=400)
+    ids, labels = ([value for row in theirs[column] for value in row] for column in ("input_ids", "labels"))
+    assert (len(ids), sum(label != -100 for label in labels)) == (counted.num_tokens, counted.num_trained_tokens)
+    assert all(label in (-100, token) for label, token in zip(labels, ids, strict=True))
+    text = tokenizer.decode([label for label in labels if label != -100])
+    assert text.count("<|im_end|>") == 12 + 6  # the second answer of each, and the first of every other
+
+
+def test_tokens_of_pairs_are_those_that_trl_makes(checkpoint, rows, tmp_path):
+    dataset, tokenizer = rows("dpo"), AutoTokenizer.from_pretrained(checkpoint)
+    tokens = tokenize(dataset, "dpo", tokenizer, tmp_path / "cache").select_columns(TOKEN_COLUMNS["dpo"])
+    args = DPOConfig(**settings(tmp_path, max_length=100))
+    theirs = DPOTrainer(checkpoint, args=args, train_dataset=dataset, processing_class=tokenizer).train_dataset
+    ours = SorenDPOTrainer._prepare_dataset(None, tokens, tokenizer, args, "train")
+    assert 0 < len(ours) < len(dataset)
+    assert list(ours) == list(theirs.select_columns(TOKEN_COLUMNS["dpo"]))

@@ -80,6 +80,8 @@ def test_every_form_is_the_same_example_with_the_same_tokens(write, qwen, form):
     ).dataset
     assert dataset[0]["messages"] == CANONICAL
     assert json.loads(dataset[0]["tools"]) == TOOLS
+    marked = check_template(qwen("qwen2_5_training"), "sft", True, dataset)
+    assert check_template(qwen(), "sft", True, dataset) == marked == []
     example, *others = encode(dataset[:], "sft", qwen(), True)
     turns = [
         USER,

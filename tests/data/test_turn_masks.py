@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import trl
@@ -11,6 +12,7 @@ from soren_align import shipped
 from soren_align.data import account
 from soren_align.data.encoding import encode
 from soren_align.errors import UserError
+from soren_align.trainers import starting_model
 from tests.support.conversations import CHATML, chat
 
 PLAIN = CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", "")
@@ -88,6 +90,7 @@ TWO = [
 ]
 THINKS = "</think>"
 PUBLISHED = {
+    "smollm2": f"{ANSWER}<|im_end|>Fine.<|im_end|>",
     "qwen2_5": f"{ANSWER}<|im_end|>Fine.<|im_end|>",
     "qwen3_instruct_2507": f"{ANSWER}<|im_end|>Fine.<|im_end|>",
     "llama3_1": f"{ANSWER}<|eot_id|>Fine.<|eot_id|>",
@@ -100,9 +103,18 @@ PUBLISHED = {
 }
 
 
+SMOLLM2 = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
+    "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""SmolLM2-Instruct's own, which TRL does not ship."""
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_of_published_templates_the_answers_are_trained_or_the_template_is_refused(make_tokenizer, name):
-    tokenizer = make_tokenizer((TRLS / f"{name}.jinja").read_text())
+    tokenizer = make_tokenizer(SMOLLM2 if name == "smollm2" else (TRLS / f"{name}.jinja").read_text())
     if PUBLISHED[name] is None:
         with pytest.raises(UserError, match=r"renders earlier turns differently once others follow, .*'Fine.' cannot"):
             encoded(tokenizer, TWO, True)
@@ -137,3 +149,17 @@ def test_of_a_completion_with_weights_the_rest_is_trained(make_tokenizer):
     (example,) = encode({"prompt": [turns[:3]], "completion": [turns[3:]]}, "sft", tokenizer, True)
     first = sum(reference(tokenizer, chatml(turns[:3], True))[1])
     assert sum(example.sides[0].trained) == sum(encoded(tokenizer, turns, True).trained) - first
+
+
+@pytest.mark.parametrize(("name", "replaced"), [("qwen2_5", False), ("llama3_1", False), ("qwen3", True)])
+def test_only_a_template_whose_answers_cannot_be_derived_is_replaced(make_tokenizer, monkeypatch, name, replaced):
+    own = (TRLS / f"{name}.jinja").read_text()
+    monkeypatch.setattr(starting_model.AutoTokenizer, "from_pretrained", lambda *_, **__: make_tokenizer(own))
+    model = SimpleNamespace(name_or_path="lab/chat", revision=None, chat_template=None, eos_token=None)
+    recipe = SimpleNamespace(model=model, trainer={"assistant_only_loss": True})
+    tokenizer = starting_model.load_tokenizer(recipe, "lab/chat")
+    expected = (TRLS / f"{name}_training.jinja").read_text() if replaced else own
+    assert tokenizer.chat_template == expected
+    ids, trained = encoded(tokenizer, TWO, True)
+    text = tokenizer.decode([i for i, is_trained in zip(ids, trained, strict=True) if is_trained])
+    assert text.replace("<think>\n\n</think>\n\n", "").startswith(f"{ANSWER}<|")
