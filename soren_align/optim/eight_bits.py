@@ -78,7 +78,7 @@ class Blocks(NamedTuple):
 
 
 def _spans(segment: Segment) -> Iterator[Span]:
-    """The spans of a segment: the rest of a block, then whole blocks, then the beginning of one."""
+    """The spans of a segment: the remainder of a block, then whole blocks, then the beginning of one."""
     size, most = (1, CHUNK) if segment.whole_numel < SMALL else (BLOCK, CHUNK // BLOCK * BLOCK)
     start, end = segment.start, segment.start + segment.numel
     while start < end:
