@@ -22,7 +22,7 @@ LAYERS = [
     {"planning", "card", "chat"},
     {"trainers", "evaluate", "bench"},
     {"sharding", "data", "run_folder", "weights"},
-    {"importers"},
+    {"importers", "quantized_weights"},
     {"optim", "recipe", "manifest"},
     {"spectral", "shipped"},
     {"files", "lock", "provenance", "silence", "terminal"},

@@ -163,8 +163,10 @@ def _optimizer_key(key: str, name: str, value: Any, _: dict[str, Any], conversio
             return Note(key, "renamed", "optimizer.name: muon; adjust_lr_fn may differ from the source's", True)
         if matches(value, names.ADAMW):
             return Note(key, "renamed", "optimizer.name: adamw")
-        states = "with float32 states" if "adamw" in value and "bit" in value else "at the same rate"
-        return Note(key, "renamed", f"optimizer.name: adamw {states}; there is no {value} here", True)
+        if matches(value, names.ADAMW_8BIT):
+            optimizer["states"] = "8bit"
+            return Note(key, "renamed", "optimizer.name: adamw, optimizer.states: 8bit")
+        return Note(key, "renamed", f"optimizer.name: adamw at the same rate; there is no {value} here", True)
     if name in _BETAS:
         optimizer.setdefault("betas", list(BETAS))[_BETAS.index(name)] = number(value)
         return Note(key, "renamed", "optimizer.betas")

@@ -260,6 +260,9 @@ NEEDS_EVAL += "load_best_model_at_end metric_for_best_model greater_is_better"
 ADAMW = "adamw adamw_torch adamw_torch_fused adamw_torch_xla adamw_torch_npu_fused adamw_hf adamw_apex_fused "
 ADAMW += "paged_adamw_32bit adamw_anyprecision"
 
+# Names of AdamW with 8-bit states.
+ADAMW_8BIT = "adamw_8bit adamw_bnb_8bit adamw_torch_8bit paged_adamw_8bit"
+
 # Axolotl's defaults that differ from TRL's.
 AXOLOTL = {
     "per_device_train_batch_size": 1,

@@ -79,12 +79,13 @@ def adamw_step_(
         shared_blocks.encode_()
 
 
-def workspace(numel: int, itemsize: int, compensated: bool) -> int:
+def workspace(numel: int, itemsize: int, compensated: bool, in_8_bits: bool = False) -> int:
     """Bytes of the fused step's temporaries for `numel` elements of `itemsize` bytes (tests/optim/test_adamw_step.py).
 
-    Weights and gradients narrower than float32 are copied; in addition there are those that split the master weights.
+    Weights and gradients narrower than float32 are copied, and so are moments in 8 bits; in addition there are those
+    that split the master weights.
     """
-    return min(numel, CHUNK) * 8 * ((itemsize < 4) + compensated)
+    return min(numel, CHUNK) * 8 * ((itemsize < 4) + compensated + in_8_bits)
 
 
 def _can_be_fused(*tensors: Tensor) -> bool:

@@ -23,8 +23,8 @@ from .chunks import CHUNK
 
 BLOCK, SMALL = 256, 4096
 CODES = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
-EXPONENT = {"momentum": 1, "exp_avg": 3, "exp_avg_sq": 4}
-"""k of a matrix's momentum and of AdamW's moments."""
+SQUARINGS = {"momentum": 0, "exp_avg": 1, "exp_avg_sq": 2}
+"""Of a matrix's momentum and of AdamW's moments: k = 2^SQUARINGS, whose roots are square roots, the quickest."""
 ROUNDED_NORM = 1 + BLOCK**0.5 / 127
 """At least |rounded x| / |x| of a momentum: each number of a block moves by less than a code, 1/127 of the largest."""
 _GOLDEN, _PLASTIC = (math.sqrt(5) - 1) / 2, 0.7548776662466927
@@ -78,7 +78,7 @@ class Blocks(NamedTuple):
 
 
 def _spans(segment: Segment) -> Iterator[Span]:
-    """The spans of a segment: the rest of a block, then whole blocks, then the beginning of one."""
+    """The spans of a segment: the remainder of a block, then whole blocks, then the beginning of one."""
     size, most = (1, CHUNK) if segment.whole_numel < SMALL else (BLOCK, CHUNK // BLOCK * BLOCK)
     start, end = segment.start, segment.start + segment.numel
     while start < end:
@@ -101,12 +101,10 @@ def spans_of(state: dict[str, Any]) -> Iterator[Span]:
 
 def decoded(state: dict[str, Any], key: str, span: Span) -> Tensor:
     """The numbers of a span, float32; a new tensor."""
-    codes, scales, exponent = _of(state, key, span)
-    levels = torch.iinfo(codes.dtype).max
-    values = codes.float().div_(levels)
-    if exponent > 1:
-        values = values.pow_(exponent)  # odd for signed codes
-    return (values.view(len(scales), -1) * scales[:, None]).view(-1)
+    codes, scales, squarings = _of(state, key, span)
+    values = codes.float().div_(torch.iinfo(codes.dtype).max)
+    values = _squared_(values.clone(), squarings).copysign_(values) if squarings else values
+    return values.view(len(scales), -1).mul_(scales[:, None]).view(-1)
 
 
 def encode_(state: dict[str, Any], key: str, span: Span, values: Tensor, shared: "SharedBlocks | None" = None) -> None:
@@ -143,14 +141,17 @@ class SharedBlocks:
 
 
 def _encode_(state: dict[str, Any], key: str, span: Span, values: Tensor, largest: Tensor) -> None:
-    codes, scales, exponent = _of(state, key, span)
+    codes, scales, squarings = _of(state, key, span)
     scales.copy_(largest)
     levels = torch.iinfo(codes.dtype).max
     blocks = values.view(len(scales), -1)
     magnitudes = blocks.abs()
     magnitudes = magnitudes.div_(scales[:, None].clamp(min=torch.finfo(torch.float32).tiny)).view(-1)
-    lower = magnitudes.pow(1 / exponent).mul_(levels).floor_().clamp_(max=levels)
-    below, above = (lower / levels).pow_(exponent), ((lower + 1) / levels).pow_(exponent)
+    lower = magnitudes.clone()
+    for _ in range(squarings):
+        lower.sqrt_()
+    lower.mul_(levels).floor_().clamp_(max=levels)
+    below, above = _squared_(lower / levels, squarings), _squared_((lower + 1).div_(levels), squarings)
     excess = magnitudes.sub_(below).div_(above.sub_(below)).view(len(scales), -1)
     dither = _dither(span, int(state["step"]), blocks.shape[1]).to(values.device)
     rounded = lower.add_((excess > dither).view(-1)).clamp_(max=levels)
@@ -175,10 +176,16 @@ def norm(state: dict[str, Any], key: str) -> Tensor:
 
 
 def _of(state: dict[str, Any], key: str, span: Span) -> tuple[Tensor, Tensor, int]:
-    """Codes and scales of a span, sharing the state's memory, and the exponent k."""
+    """Codes and scales of a span, sharing the state's memory, and the number of squarings."""
     scales = state[f"{key}_scale"][span.scale : span.scale + _num_blocks(span)]
     kind = key if "exp_avg_sq_scale" in state else "momentum"
-    return state[key].view(-1)[span.start : span.stop], scales, EXPONENT[kind]
+    return state[key].view(-1)[span.start : span.stop], scales, SQUARINGS[kind]
+
+
+def _squared_(values: Tensor, times: int) -> Tensor:
+    for _ in range(times):
+        values.square_()
+    return values
 
 
 def _dither(span: Span, step: int, length: int) -> Tensor:

@@ -177,7 +177,7 @@ def adamw_workspace(sizes: RankSizes, parallel: Parallel, settings: StepSettings
     weight, compensation = FLOAT32, 0
     if parallel.kind == "ddp":
         weight, compensation = settings.weight_bytes, settings.compensation_bytes
-    num_bytes = workspace(numel, weight, compensation > 0)
+    num_bytes = workspace(numel, weight, compensation > 0, settings.states == "8bit")
     return Component("AdamW workspace", num_bytes, "float32", "cpu" if offloads else "device", "optimizer_step")
 
 

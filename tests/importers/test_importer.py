@@ -152,6 +152,7 @@ def test_what_the_source_does_not_say_is_marked_as_ours(name):
         ("trl-dpo-mixture", "run.output_dir", "runs/trl-dpo-mixture"),
         ("trl-dpo-mixture", "optimizer.lr", 1e-6),  # TRL's default for DPO
         ("axolotl-sft", "trainer.assistant_only_loss", True),
+        ("axolotl-sft", "optimizer.states", "8bit"),
         ("axolotl-sft", "trainer.lr_scheduler_kwargs", {"min_lr_rate": 0.1}),
         ("axolotl-sft", "trainer.pad_token", "<|end_of_text|>"),
         ("axolotl-sft-bare", "trainer.num_train_epochs", 1),  # Axolotl's defaults are not TRL's
@@ -185,7 +186,6 @@ def test_values_arrive_where_a_recipe_has_them(name, key, value):
         ("trl-dpo-mixture", "datasets[0].fraction", "0.7: a share of the mixture"),
         ("trl-sft", "weight_decay", "embeddings and head"),
         ("trl-dpo-lora", "truncation_mode", "keep_end"),
-        ("axolotl-sft", "optimizer", "float32 states"),
         ("axolotl-sft", "sample_packing", "drops"),
         ("axolotl-dpo-qlora", "datasets[0].type", "whole conversations"),
     ],

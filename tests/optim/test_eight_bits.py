@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from soren_align.optim import AdamW, HTMuon, Muon, Segment, Soren, build_optimizer, momentum_of
-from soren_align.optim.eight_bits import BLOCK, CODES, EXPONENT, Blocks, decoded_range, encode_, norm, spans_of
+from soren_align.optim.eight_bits import BLOCK, CODES, SQUARINGS, Blocks, decoded_range, encode_, norm, spans_of
 from soren_align.optim.state import new_state
 
 NUMEL = 70 * 131  # 35 whole blocks and a part of one
@@ -50,7 +50,7 @@ def test_numbers_are_rounded_as_defined(rule, key):
     state = state_of(parameter, rule, [Segment(0, 600, 512, 8192)], step=7.0)
     golden, plastic = (math.sqrt(5) - 1) / 2, 0.7548776662466927
     dither = [(place * plastic + 7 * golden) % 1 for place in range(BLOCK)]
-    exponent = EXPONENT["momentum" if rule == "spectral" else key]
+    exponent = 2 ** SQUARINGS["momentum" if rule == "spectral" else key]
     expected = reference(values, key, exponent, dither)
     found = store(state, key, values)
     one_code = values.abs().max() / 100  # where a dither equals an excess to rounding

@@ -167,6 +167,19 @@ def watched(make):
     return expected
 
 
+EIGHT_BITS = ("optimizer.states=8bit", *GLOBAL)
+QUANTIZED = ("model.lora={r: 4}", "optimizer.aux_lr=null", "model.quantize=4bit", *GLOBAL)
+
+
+def small_memory(make):
+    """All that test_small_memory.py asks of two ranks."""
+    make("quantized-ddp", "sft", "run.parallel=ddp", *QUANTIZED).train()
+    for mode in ("ddp", "zero1", "zero2"):  # ZeRO last: accelerate keeps it
+        make(f"states-{mode}", "sft", f"run.parallel={mode}", *EIGHT_BITS).train()
+    assert killed(make, "killed-zero2", "zero2", *EIGHT_BITS)
+    make("killed-zero2", "sft", "run.parallel=zero2", *EIGHT_BITS).train()
+
+
 def narrow(make, mode):
     """A run of bfloat16 weights at the paper's rate, and under DDP what becomes of one without a compensation."""
     slow = ("model.dtype=bfloat16", "trainer.bf16=true", "optimizer.lr=1e-6", "optimizer.adjust_lr_fn=none")
@@ -341,6 +354,7 @@ def run(group, job, folder):
     make.ranks, make.folder = current_ranks(), folder
     jobs = {"ddp": ddp, "zero": zero, "freed": freed, "fsdp2": fsdp2, "precision": precision, "adapters": adapters}
     jobs["watched"] = watched
+    jobs |= {"small_memory": small_memory}
     with mock.patch.object(muon, "newton_schulz", muon.newton_schulz):  # without_bfloat16() replaces it
         try:
             return jobs[job](make)
