@@ -89,7 +89,8 @@ def _print_steps(plan: dict[str, Any], console: Console) -> None:
 
 def _print_optimizer(plan: dict[str, Any], console: Console) -> None:
     has_others = any(group["rule"] == "adamw" for group in plan["routing"]) and plan["optimizer"]["name"] != "adamw"
-    others = ", adamw for the other parameters" if has_others else ""
+    share = f"{spectral_share(plan['routing']):.1%} of the trained parameters"
+    others = f", {share}; adamw for the others" if has_others else ""
     console.print()
     print_labelled(console, "optimizer", f"{plan['optimizer_description']} for the matrices{others}")
     table = _table("\nparameter groups", "optimizer", "reason", "tensors", "parameters", num_text_columns=2)
@@ -98,9 +99,6 @@ def _print_optimizer(plan: dict[str, Any], console: Console) -> None:
         reason += f", {group['matrices']:,} matrices" * (group["matrices"] > group["tensors"])
         table.add_row(optimizer, reason, f"{group['tensors']:,}", f"{group['numel']:,}")
     console.print(table)
-    if has_others:
-        share = spectral_share(plan["routing"])
-        print_labelled(console, "", f"{plan['optimizer']['name']}: {share:.1%} of the trained parameters")
 
 
 def _print_update_sizes(plan: dict[str, Any], console: Console) -> None:

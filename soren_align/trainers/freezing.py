@@ -33,15 +33,16 @@ def frozen_layers(model: nn.Module, globs: Sequence[str]) -> list[str]:
 
 
 class GradientCheck(TrainerCallback):
-    """Raises UserError before the first step if a matrix has no gradient. Collective.
+    """Raises UserError after the first step if a matrix had no gradient. Collective.
 
-    Only where gradients are attributes of the parameters, which they are not under ZeRO.
+    Not before it: a gradient with a NaN is the better reason. Only where gradients are attributes of the parameters,
+    which they are not under ZeRO.
     """
 
     def __init__(self, attached: AttachedOptimizer):
         self.attached, self._pending = attached, attached.parallel != "zero"
 
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+    def on_optimizer_step(self, args, state, control, **kwargs):
         """Look for a gradient of every trained parameter, once."""
         if not self._pending:
             return

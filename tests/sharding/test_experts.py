@@ -1,8 +1,10 @@
 """Experts that transformers stores together take the steps of experts that are matrices of their own."""
 
 import functools
+import io
 
 import pytest
+import torch
 
 from tests.support import toy_jobs as jobs
 from tests.support.experts import MIXTURES, ExpertsRun, reference
@@ -53,3 +55,32 @@ def test_experts_on_two_ranks_take_the_steps_of_experts_apart(rank_pools, archit
     results = rank_pools(2).run(job, *stage, ExpertsRun(architecture=architecture))
     for result in results:
         same_steps(result.weights, sum(r.num_maps for r in results), architecture, TOLERANCE)
+
+
+def step(run, model, optimizer, number):
+    (tokens, _) = run.batches(number)
+    model(tokens).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.model
+def test_a_checkpoint_of_experts_continues_bit_for_bit_and_only_if_they_are_stored_so():
+    run = ExpertsRun(architecture="gpt_oss")
+    model = run.model()
+    optimizer = run.optimizer(model)
+    step(run, model, optimizer, 0)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    resumed = run.model()
+    resumed.load_state_dict(saved["model"])
+    again = run.optimizer(resumed)
+    again.load_state_dict(saved["optimizer"])
+    for each in ((model, optimizer), (resumed, again)):
+        step(run, *each, 1)
+    assert farthest(dict(resumed.named_parameters()), dict(model.named_parameters())) == 0
+    group = saved["optimizer"]["param_groups"][0]
+    group["storages"] = dict.fromkeys(group["storages"], "plain")
+    with pytest.raises(ValueError, match="group 0 storages"):
+        again.load_state_dict(saved["optimizer"])

@@ -5,6 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from soren_align import errors, recipe
+from soren_align.card import card
 from soren_align.planning import plan as planning
 from soren_align.planning.blocks import build_model, kinds_of_blocks
 from soren_align.planning.compute import Compute
@@ -33,6 +34,9 @@ def test_frozen_parameters_stay_and_the_others_change(tmp_path):
     frozen = {n for n in start if n.startswith(("model.layers.0.", "model.embed_tokens."))}
     assert same == frozen
     parameters = run.folder.read()["parameters"]
+    share = f"{parameters['spectral_share']:.1%} of the trained parameters"
+    assert share in " ".join(run.said.getvalue().split())
+    assert f" matrices ({share}), learning rate" in card(run.folder, "title")
     assert parameters["total"] - parameters["trainable"] == sum(start[name].numel() for name in frozen)
 
 

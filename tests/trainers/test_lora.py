@@ -57,7 +57,7 @@ def adapted(folder):
 
 def test_only_the_factors_are_trained_and_each_is_mapped_once(sft):
     said = sft.folder.read()
-    assert said["routing"] == [{"rule": "spectral", "reason": FACTOR, "tensors": 28, "numel": 9472}]
+    assert said["routing"] == [{"rule": "spectral", "reason": FACTOR, "tensors": 28, "matrices": 28, "numel": 9472}]
     assert (said["parameters"]["trainable"], said["parameters"]["dtype"]) == (9472, ["float32"])
     assert (said["optimizer"]["num_matrices"], said["optimizer"]["maps_per_step"]) == (28, 28)
     assert said["optimizer"]["groups"][0]["adjust_lr_fn"] == "match_rms_adamw"
