@@ -13,7 +13,7 @@ from ..errors import UserError, closest
 from ..optimizer_settings import BETAS
 from ..recipe import trl_config
 from ..recipe.sections import Task
-from . import attention_keys, lora_keys
+from . import attention_keys, lora_keys, tool_defaults
 from . import key_tables as names
 from .data_keys import read_data, trains_completions
 from .key_tables import Note, matches, number
@@ -82,11 +82,11 @@ def flattened(source: dict[str, Any]) -> dict[str, Any]:
 def tool_of(flat: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """("TRL's", "Axolotl's" or "LLaMA-Factory's"; its defaults that differ from TRL's)."""
     if "base_model" in flat:
-        return "Axolotl's", names.AXOLOTL
-    if not names.is_llama_factory(flat):
+        return "Axolotl's", tool_defaults.AXOLOTL
+    if not tool_defaults.is_llama_factory(flat):
         return "TRL's", {}
     has_precision = any(flat.get(key) for key in ("fp16", "bf16", "pure_bf16"))
-    return "LLaMA-Factory's", {k: v for k, v in names.LLAMA_FACTORY.items() if k != "bf16" or not has_precision}
+    return "LLaMA-Factory's", {k: v for k, v in tool_defaults.LLAMA_FACTORY.items() if k != "bf16" or not has_precision}
 
 
 def _last(key: str) -> str:
@@ -291,7 +291,7 @@ def _add_defaults(conversion: Conversion, flat: dict[str, Any], name: str) -> No
         add("trainer", "eval_strategy", "steps", "as Axolotl with eval_steps")
     add("optimizer", "name", "adamw", f"{tool} default")
     if tool == "LLaMA-Factory's":
-        add("optimizer", "lr", names.LLAMA_FACTORY_LR, "transformers' default, LLaMA-Factory's too")
+        add("optimizer", "lr", tool_defaults.LLAMA_FACTORY_LR, "transformers' default, LLaMA-Factory's too")
     add("optimizer", "lr", trl_config.fields(conversion.task)["learning_rate"].default, "TRL's default")
     add("optimizer", "aux_lr", optimizer["lr"], "lr, for embeddings, head and norms")
     add("optimizer", "weight_decay", 0.0, f"{tool} default")

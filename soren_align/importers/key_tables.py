@@ -263,28 +263,6 @@ ADAMW += "paged_adamw_32bit adamw_anyprecision"
 # Names of AdamW with 8-bit states.
 ADAMW_8BIT = "adamw_8bit adamw_bnb_8bit adamw_torch_8bit paged_adamw_8bit"
 
-# Axolotl's defaults that differ from TRL's.
-AXOLOTL = {
-    "per_device_train_batch_size": 1,
-    "num_train_epochs": 1,
-    "lr_scheduler_type": "cosine",
-    "warmup_steps": 0.03,
-    "max_length": 512,
-    "gradient_checkpointing": False,
-}
-
-# LLaMA-Factory's (hparams/data_args.py at 072bfe2; bf16 and the learning rate are transformers'). Equal to TRL's are
-# 3 epochs, batches of 8, the linear schedule, no warmup, no decay, clipping at 1, beta 0.1 and checkpointing.
-LLAMA_FACTORY = {"max_length": 2048, "bf16": False}
-LLAMA_FACTORY_LR = 5e-5
-_LLAMA_FACTORY_KEYS = ("finetuning_type", "stage", "cutoff_len", "dataset_dir", "template")
-
-
-def is_llama_factory(flat: dict[str, Any]) -> bool:
-    """Whether the source is a file of LLaMA-Factory's."""
-    return "base_model" not in flat and any(key in flat for key in _LLAMA_FACTORY_KEYS)
-
-
 # Tasks of TRL and Axolotl other than SFT and DPO.
 OTHER_TASKS = "pt rm orpo kto grpo gdpo rloo ppo simpo cpo xpo nash ebft prm reward"
 

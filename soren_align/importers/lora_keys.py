@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from .key_tables import Note, is_llama_factory, number
+from .key_tables import Note, number
+from .tool_defaults import is_llama_factory
 
 KEYS = {
     "lora_r": "r",

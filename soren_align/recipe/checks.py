@@ -12,13 +12,14 @@ from ..errors import UserError, did_you_mean
 from ..files import local_path
 from ..optimizer_settings import Precision, map_precisions
 from ..yaml_reader import Key
-from .data_paths import data_problems, is_test_split
+from .data_paths import data_problems
 from .lora import freeze_problem, is_adapter, is_all_factors, lora_problems
 from .optimizers import MAPS, OPTIMIZERS
 from .parallel import parallel
 from .quantization import quantization_problems
 from .references import attention_problems, is_local, model_problems, template_problems
 from .run_checks import early_stopping_problems, metric_problems, sample_problems
+from .split_checks import split_problems, splits
 
 Problems = list[tuple[Key, str]]
 
@@ -94,14 +95,14 @@ def _template(raw: Raw) -> Iterator[tuple[Key, str]]:
 
 
 def _data(raw: Raw) -> Iterator[tuple[Key, str]]:
-    for at, split in _splits(raw.get("data")):
+    for at, split in splits(raw.get("data")):
         if (path := raw.as_path((*at, "path"), split.get("path"))) is not None:
             is_trained = at[1] == "train"
             missing = (
                 data_problems(path, not is_trained or split.get("train_on_test") is True) if is_local(path) else []
             )
             yield from (((*at, "path"), message) for message in missing)
-            problems = _split_problems(path, split, is_trained)
+            problems = split_problems(path, split, is_trained)
             yield from (((*at, "split"), message) for message in problems)
 
 
@@ -276,29 +277,4 @@ def _precision_problems(
         message = f"under {parallel_name} bfloat16 weights have float32 masters with `trainer: {{bf16: true}}` only"
         message += "; write float32"
         return [(("model", "dtype"), message)]
-    return []
-
-
-def _splits(data: Any) -> Iterator[tuple[Key, dict[str, Any]]]:
-    """Every split of the data section, with its key."""
-    for name in ("train", "eval"):
-        value = data.get(name) if isinstance(data, dict) else None
-        splits = enumerate(value) if isinstance(value, list) else [(None, value)]
-        for i, split in splits:
-            if isinstance(split, dict):
-                yield ("data", name) if i is None else ("data", name, i), split
-
-
-def _split_problems(path: str, split: dict[str, Any], is_trained: bool) -> list[str]:
-    name = split.get("split", "train")
-    if not isinstance(name, str):
-        return []
-    if is_local(path):
-        is_part = "[" in name
-        return [f"found {name!r}, but a file is always taken whole; write limit"] if is_part else []
-    if is_trained and is_test_split(name) and split.get("train_on_test") is not True:
-        return [
-            f"'{name}' is a test split, and scores on training data are meaningless; name another, or write "
-            "train_on_test: true beside it"
-        ]
     return []

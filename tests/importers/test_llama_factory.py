@@ -194,7 +194,7 @@ DEFAULTS = {  # LLaMA-Factory's defaults that differ from TRL's: lines without t
     },
     "stage: sft\ndataset: faq\nval_size: 100\nquantization_bit: 4\n": {
         "data.eval.examples": 100,
-        "model.lora.quantize": "4bit",
+        "model.quantize": "4bit",
     },
 }
 
