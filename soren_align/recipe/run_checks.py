@@ -28,7 +28,7 @@ def early_stopping_problems(early_stopping: Any, evaluation: Any, strategy: Any)
 
 def metric_problems(task: Any, metric: Any) -> Iterator[str]:
     """The problems of trainer.metric_for_best_model."""
-    if task in METRICS and isinstance(metric, str) and metric.removeprefix("eval_") not in METRICS[task]:
+    if task in ("sft", "dpo") and isinstance(metric, str) and metric.removeprefix("eval_") not in METRICS[task]:
         hint = did_you_mean(metric.removeprefix("eval_"), METRICS[task])
         yield f"found {metric!r}; write one of {', '.join(METRICS[task])}{hint}"
 

@@ -227,8 +227,8 @@ class SorenTrainerMixin(Trainer):
 class SorenSFTTrainer(SorenTrainerMixin, SFTTrainer):
     """trl.SFTTrainer with this package's optimizers; see SorenTrainerMixin for the added arguments."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
+    def _attach_optimizer(self) -> None:
+        super()._attach_optimizer()
         if self.padding_free:  # several examples are one sequence
             place = "trainer.packing" if getattr(self.args, "packing", False) else "trainer.padding_free"
             self.add_callback(SeparationCheck(self.train_dataset, self.data_collator, place))

@@ -192,6 +192,7 @@ def _without_models():
         found = training._find_checkpoint(ready.recipe, folder, folders.ORIGIN, console)
         folder.drop_measurements_after(step_of(found) if found else 0)
         saves = SimpleNamespace(save_model=_save_model, save_pretrained=lambda path: None)
+        saves.model = saves.save_dtype = saves.attached = None
         training._save_model(saves, saves, folder, ranks)
         folder.update(status="trained", **_record())
         return True
@@ -214,6 +215,8 @@ def _without_models():
             (stage, "commit", lambda: "c" * 40),
             (training_setup, "set_up_training", set_up_training),
             (training, "train", train),
+            (training, "model_bytes", lambda *_, **__: 0),
+            (training, "refuse_full_disk", lambda *_: None),
             (push, "HfApi", lambda: hub),
             (push, "get_token", lambda: "token"),
             (push, "constants", SimpleNamespace(HF_HUB_OFFLINE=False, ENDPOINT="hub")),  # for it alone
