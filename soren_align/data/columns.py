@@ -97,6 +97,9 @@ def read_example(example: Example, layout: Layout) -> Example | str:
     if layout.mask_history and isinstance(result, dict) and "messages" in result:
         result = {**result, "messages": readers.last_alone(result["messages"])}
     beside = [column for column in OPTIONS if column in layout.outputs]
+    unread = [column for column in OPTIONS if known.get(column) and column not in beside]
+    if unread and layout.has_turns:
+        return f"has {unread[0]}, which none of the first examples has; put an example that has it first"
     if isinstance(result, str) or not beside:
         return result
     texts = options({column: known.get(column) for column in beside})

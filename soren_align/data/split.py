@@ -181,7 +181,11 @@ def _layout(examples: Iterable[Any], spec: SplitConfig, task: Task, place: str) 
         return columns.recognize(dict.fromkeys(columns.COLUMNS[task]), task, place)
     names.refuse_missing({column: None for example in objects for column in example}, place)
     complete = (example for example in objects if None not in example.values())
-    layout = columns.recognize(next(complete, objects[0]), task, place, names)
+    example = next(complete, objects[0])
+    for column in (spec.columns.get(name, name) for name in OPTIONS):  # often only some examples have tools
+        value = next((other[column] for other in objects if other.get(column)), None)
+        example = example if value is None or column in example else {**example, column: value}
+    layout = columns.recognize(example, task, place, names)
     return layout._replace(mask_history=spec.mask_history)
 
 

@@ -115,7 +115,7 @@ def _legend(results: dict[str, Any]) -> list[str]:
             f"+x [low, high]: difference to {first['name']} on the same questions, with its 95% interval (Bonett and"
             " Price's; for averages and fractional scores by bootstrap)",
             "p: two-sided p-value of the difference (McNemar's exact test, else bootstrap), Holm-corrected for the"
-            f" {len(differences)} comparisons in this table{also}; *: p < 0.05",
+            f" {len(differences)} comparison{'s' * (len(differences) > 1)} in this table{also}; *: p < 0.05",
             "intervals are not corrected: one may exclude 0 beside a p above 0.05",
         ]
     num_clusters = {

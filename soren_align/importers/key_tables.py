@@ -128,7 +128,8 @@ DROPPED = (
         "experimental_skip_move_to_device torchdistx_path tiled_mlp* chunked_cross_entropy*",
         "speed and memory only",
     ),
-    ("log_level log_level_replica disable_tqdm debug strict", "progress is shown by soren-align itself"),
+    ("log_level log_level_replica disable_tqdm debug", "progress is shown by soren-align itself"),
+    ("strict", "unknown keys are always an error"),
     ("do_train do_eval do_predict stage", "determined by the command"),
     ("finetuning_type", "all weights are trained, unless it is lora"),
     (

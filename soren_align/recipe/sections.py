@@ -188,6 +188,9 @@ def resolve(recipe: Recipe) -> Recipe:
     optimizer, trainer = recipe.optimizer.resolved(trains_adapter(model)), recipe.trainer
     if recipe.data.eval is not None and trainer.get("eval_strategy") is None:
         trainer = {**trainer, "eval_strategy": "steps" if trainer.get("eval_steps") else "epoch"}
+    if trainer.get("load_best_model_at_end") and trainer.get("save_strategy") is None:  # transformers wants them equal
+        saves = {"save_strategy": trainer.get("eval_strategy"), "save_steps": trainer.get("eval_steps")}
+        trainer = {**trainer, **{key: value for key, value in saves.items() if value and trainer.get(key) is None}}
     if trainer.get("packing") and trainer.get("packing_strategy") is None:
         trainer = {**trainer, "packing_strategy": "bfd_split"}  # TRL's own default cuts long examples short
     return recipe.model_copy(update={"optimizer": optimizer, "model": model, "trainer": trainer})

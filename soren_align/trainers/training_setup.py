@@ -85,12 +85,14 @@ def set_up_training(
     refuse_no_batch(recipe, packing.num_sequences if packing else counts.num_kept, ranks.num_ranks)
     notices += _notices(recipe, train, tokenizer, counts, config.max_length, has_notices=bool(notices))
     notices += packing_notices(packing) if packing else []
+    notices += _state_notices(recipe)
     longest, max_length = counts.lengths["max"], config.max_length or counts.lengths["max"]
     is_wrapped = packing is not None and packing.strategy == "wrapped"  # otherwise positions restart at each example
     num_positions = _num_positions(model_config)
     notices += _too_few_positions(num_positions, max_length if is_wrapped else min(longest, max_length))
     notices += [
-        f"the chat template leaves out {kind} of {number:,} of {counts.num_examples:,} examples: not trained"
+        f"the chat template leaves out {kind} of {number:,} of {counts.num_examples:,} examples, trained without "
+        "them: a turn of nothing else as an empty answer. Another template may print them"
         for kind, number in counts.num_left_out.items()
     ]
     samples = recipe.run.samples
@@ -178,6 +180,16 @@ def _notices(
             "trainer.assistant_only_loss: true; false hides this notice"
         )
     return notices
+
+
+def _state_notices(recipe: Recipe) -> list[str]:
+    """Return a notice if a map lifts the rounding of 8-bit momenta, which AdamW's update does not."""
+    if recipe.optimizer.states != "8bit" or recipe.optimizer.name == "adamw":
+        return []
+    return [
+        "optimizer.states: 8bit rounds the momentum, which changes the small singular values of the update: by a third "
+        "and more of its norm with a map that lifts them (docs/optimizers.md, 8-bit states)"
+    ]
 
 
 def _refuse_no_answer(dataset: Any, tokenizer: Any, max_length: int | None) -> None:

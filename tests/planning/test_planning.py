@@ -223,6 +223,12 @@ def test_the_plan_names_samples_and_an_early_end(planned):
     assert any("run.early_stopping may end training earlier" in notice for notice in plan["notices"])
 
 
+@pytest.mark.parametrize(("name", "num_notices"), [("soren", 1), ("muon", 1), ("adamw", 0)])
+def test_8_bit_momentum_under_a_map_is_a_notice(planned, name, num_notices):
+    plan, _ = planned("quickstart/sft", f"optimizer.name={name}", "optimizer.states=8bit")
+    assert sum("optimizer.states: 8bit rounds" in notice for notice in plan["notices"]) == num_notices
+
+
 def test_examples_longer_than_the_models_positions_make_a_notice(planned, tmp_path):
     shape = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "max_position_embeddings": 8}
     plan, _ = planned("quickstart/sft", *small_model(tmp_path, **shape))

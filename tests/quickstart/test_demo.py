@@ -50,7 +50,7 @@ def test_sft_learns_the_facts_and_dpo_the_tone_without_unlearning_them(demo):
 def test_the_model_has_a_card_with_the_table_and_no_path_of_this_machine(demo):
     folder, _ = demo
     card = (folder / "runs/quickstart/dpo/model/README.md").read_text()
-    assert "Trained by DPO with Soren from runs/quickstart/sft/model." in card
+    assert "Trained by DPO with Soren from runs/quickstart/sft/model, after 600 steps of SFT." in card
     assert "Training changed the matrices by" in card
     assert "The model is saved in float32." in card
     assert all(f"\n| {name} | " in card for name in ("base", "SFT", "DPO"))
@@ -66,7 +66,7 @@ def test_it_ends_with_one_readable_table(demo):
 
 
 def test_nothing_but_our_own_words_is_on_the_terminal(demo):
-    ours = r"(loading|data|start|optimizer|resume|cached|notice|warning|trained|saved|written|done)\b"
+    ours = r"(loading|data|eval|start|optimizer|resume|cached|notice|warning|trained|saved|written|done)\b"
     ours += r"|(sft|dpo) {7}step |(model|base|SFT|DPO|Quickstart zoo)\b"
     ours += r"|          the matrices changed by|$|\s|- "
     for output in demo[1]:
