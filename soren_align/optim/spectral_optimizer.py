@@ -124,8 +124,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step(self) -> None:
-        name, norm, bound = type(self).__name__, self.gradient_norm, self._bound
-        numbers = checked_numbers(self.param_groups, self.state, name, self.placement, norm, bound)
+        is_rounded = any(group.get("states") == "8bit" for group in self.param_groups)  # a momentum above its gradients
+        name, norm = type(self).__name__, None if is_rounded else self.gradient_norm
+        numbers = checked_numbers(self.param_groups, self.state, name, self.placement, norm, self._bound)
         self.max_norm, self._bound = numbers.max_norm, numbers.bound
         with_grad = [
             [(name, p) for name, p in zip(names_of(group), group["params"], strict=True) if p.grad is not None]

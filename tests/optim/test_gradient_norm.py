@@ -78,6 +78,17 @@ def test_a_norm_that_is_not_given_is_computed():
         assert norms.count > 0
 
 
+def test_momenta_in_8_bits_are_always_read():
+    """Their rounding may add to the norm, so that the gradients that they average bound it no more."""
+    matrix = torch.nn.Parameter(torch.randn(16, 16))
+    optimizer = OPTIMIZERS["soren"]([{"params": [matrix]}], lr=0.02, states="8bit")
+    for seed in range(3):
+        optimizer.gradient_norm = set_gradients(optimizer, 0.5, seed)
+        with Norms() as norms:
+            optimizer.step()
+        assert norms.count > 0
+
+
 def test_momenta_of_a_loaded_state_are_read():
     optimizer, large = build(), build()
     set_gradients(large, 1e3, 0)
