@@ -59,15 +59,15 @@ def checked_numbers(
     """
     named = [pair for group in groups for pair in zip(names_of(group), group["params"], strict=True)]
     gradients = _gradients(groups)
-    norm = gradient_norm if previous_bound <= LOOSE_NORM else None
+    known_norm = gradient_norm if previous_bound <= LOOSE_NORM else None
     problem: Exception | None = None
     numbers = torch.zeros(2, dtype=torch.float64)
     try:
         _refuse_unusable_layouts(gradients, optimizer, placement.has_layout if placement else None)
-        if norm is None:
+        if known_norm is None:
             numbers = _squared_norms(gradients, state)
         else:
-            square = norm.detach().double().square()
+            square = known_norm.detach().double().square()
             numbers = torch.stack([square, square.clamp(min=previous_bound**2)])
     except ValueError as error:
         if placement is None:
@@ -80,7 +80,7 @@ def checked_numbers(
     else:
         total, largest = placement.check_gradients(named, problem, numbers)
         rates = torch.cat(rates).tolist() if rates else []
-    if norm is not None and not largest <= LOOSE_NORM**2:  # a NaN too
+    if known_norm is not None and not largest <= LOOSE_NORM**2:  # a NaN too
         return checked_numbers(groups, state, optimizer, placement)
     if not math.isfinite(total):
         _refuse_non_finite_on_all_ranks(gradients, named, placement)  # or the sum has overflowed

@@ -11,8 +11,7 @@ from ..data import Account
 from ..errors import OutOfReach
 from ..recipe import Recipe
 from ..run_folder import RunFolder
-from ..trainers import adapters
-from ..trainers.library_errors import as_user_error
+from ..trainers.starting_model import load_config
 from ..trainers.training_setup import TrainingSetup, set_up_training
 from . import offline
 from .processes import Frozen
@@ -45,9 +44,7 @@ def load_inputs(recipe: Recipe, folder: RunFolder, on_examples: Callable[[int], 
     name, sources = recipe.model.name_or_path, recipe.data.sources
     try:
         ready = set_up_training(recipe, folder, on_examples)
-        base, revision = adapters.base_model(ready.start, recipe.model.revision)
-        with as_user_error(f"model {name}"):
-            config = AutoConfig.from_pretrained(base, trust_remote_code=False, revision=revision)
+        config = load_config(recipe)
     except OutOfReach:
         config_folder, num_published = offline.model_config(name), offline.num_examples(recipe.data)
         if config_folder is None or num_published is None:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -38,7 +39,7 @@ class AttachedOptimizer:
         """Matrices that go through the spectral map once per optimizer step."""
         return len(self.names_of_matrices)
 
-    @property
+    @cached_property  # of thousands of experts, and read at every step
     def names_of_matrices(self) -> list[str]:
         """The names of these matrices, in the order of the model."""
         return [

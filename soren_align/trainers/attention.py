@@ -1,4 +1,4 @@
-"""The attention implementation: installed and supported, and whether it keeps packed examples separate."""
+"""The attention implementation of a recipe: installed here, and supported by the architecture."""
 
 from typing import Any
 

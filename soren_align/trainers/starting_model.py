@@ -41,14 +41,14 @@ def starting_checkpoint(recipe: Recipe, folder: RunFolder) -> str:
     return str(folder.start)
 
 
-def refuse_other_models(recipe: Recipe) -> None:
-    """Raise UserError if transformers does not load the recipe's model as a causal language model."""
+def load_config(recipe: Recipe) -> Any:
+    """Load the model's config. Raises UserError if transformers does not load it as a causal language model."""
     name = recipe.model.name_or_path
     base, revision = adapters.base_model(str(shipped.resolve(name)) if is_local(name) else name, recipe.model.revision)
     with as_user_error(f"model {name}"):
         config = AutoConfig.from_pretrained(base, trust_remote_code=False, revision=revision)
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return
+        return config
     kind = "no causal language model"
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         kind = "a model of images and text that transformers does not load as a language model"

@@ -90,12 +90,8 @@ class _Callbacks:
 
 def _add_callbacks(trainer: Any, setup: TrainingSetup, folder: RunFolder, console: Console, ranks: Ranks) -> _Callbacks:
     run = setup.recipe.run
-    stop, progress, early_stopping, samples = (
-        StopOnSignal(ranks),
-        TrainingProgress(console, setup.recipe.task),
-        None,
-        None,
-    )
+    stop, progress = StopOnSignal(ranks), TrainingProgress(console, setup.recipe.task)
+    early_stopping = samples = None
     if run.early_stopping:
         early_stopping = EarlyStopping(run.early_stopping.patience, run.early_stopping.threshold)
     if run.samples and ranks.is_first:

@@ -6,7 +6,7 @@ from itertools import takewhile
 from typing import Any
 
 import torch
-from transformers import AutoConfig, get_scheduler
+from transformers import get_scheduler
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.optimization import GreedyLR
 
@@ -17,12 +17,11 @@ from ..manifest import describe_dropped
 from ..recipe import HeldOut, HeldOutNumber, Recipe, refuse_no_batch
 from ..run_folder import RunFolder
 from ..sharding.ranks import Ranks
-from . import adapters
 from .attention import check_attention
 from .library_errors import as_user_error
 from .packing import Packing, after_packing, pack, packing_notices
 from .samples import Prompt, read_prompts
-from .starting_model import load_tokenizer, refuse_other_models, starting_checkpoint
+from .starting_model import load_config, load_tokenizer, starting_checkpoint
 from .trl_arguments import trl_arguments
 
 
@@ -62,13 +61,12 @@ def set_up_training(
     Raises UserError if the recipe cannot be trained.
     """
     unset_hf_deepspeed_config()  # of an earlier run in this process: models would be sharded while they load
-    refuse_other_models(recipe)
+    model_config = load_config(recipe)
     start = starting_checkpoint(recipe, folder)
     tokenizer = load_tokenizer(recipe, start)
     splits = load_splits(recipe)
     config = trl_arguments(recipe, folder.checkpoints, ranks)
     _check_schedule(config)
-    model_config = _model_config(recipe, start)
     check_attention(recipe, model_config)
     if not ranks.is_first:
         return TrainingSetup(recipe, start, tokenizer, splits, _tokens(recipe, splits, tokenizer), None)
@@ -212,12 +210,6 @@ def _refuse_no_answer(dataset: Any, tokenizer: Any, max_length: int | None) -> N
         f"trainer.max_length: {max_length} cuts every example before its answer; the shortest prompt has "
         f"{min(lengths)} tokens"
     )
-
-
-def _model_config(recipe: Recipe, start: str) -> Any:
-    base, revision = adapters.base_model(start, recipe.model.revision)
-    with as_user_error(f"model {recipe.model.name_or_path}"):
-        return AutoConfig.from_pretrained(base, trust_remote_code=False, revision=revision)
 
 
 def _num_positions(config: Any) -> int | None:
