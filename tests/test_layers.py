@@ -19,7 +19,7 @@ LAYERS = [
     {"cli"},
     {"model_commands", "page_commands", "recipe_commands", "run_commands"},
     {"launch", "push"},
-    {"planning", "card", "chat"},
+    {"planning", "card", "chat", "compare"},
     {"trainers", "evaluate", "bench"},
     {"sharding", "data", "run_folder", "weights"},
     {"importers", "quantized_weights"},

@@ -1,0 +1,116 @@
+"""The runs of a study as plain data, read from their run folders: all that the verdict and the report are made of."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Status = Literal["waiting", "running", "finished", "diverged", "failed", "pruned"]
+"""diverged: the loss was not a number, or above the start's. failed: any other error. All of them are results."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One evaluation during a run, or the start at step 0. None: not measured there."""
+
+    step: int
+    tokens: int | None = None
+    seconds: float | None = None
+    metric: float | None = None
+    """The study's selection metric on the held-out examples."""
+    train_loss: float | None = None
+    relative_change: float | None = None
+    """||W - W_0|| / ||W_0|| of the matrices."""
+    kl_to_start: float | None = None
+    """Mean KL(start || model) of a token of the held-out examples, in nats."""
+    retention_loss: float | None = None
+    """Mean loss of a token of the retention examples, in nats."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a study: a trial of the search, or a run of the verdict with a fresh seed."""
+
+    candidate: str
+    stage: Literal["search", "verdict"]
+    number: int
+    """Of the trial, from 0; in the verdict the position of its seed."""
+    seed: int
+    folder: str
+    """Relative to the study's folder."""
+    parameters: dict[str, float]
+    """Recipe keys that are searched, e.g. {"optimizer.lr": 0.005}."""
+    status: Status
+    reason: str | None = None
+    """Of a run that is not finished, one sentence."""
+    metric: float | None = None
+    """The selection metric at the end of the run."""
+    curve: list[Point] = field(default_factory=list)
+    seconds: float | None = None
+    peak_memory_bytes: int | None = None
+    scores: dict[str, float] | None = None
+    """Of a verdict's run, in percent, by column of the suite."""
+    identity: dict[str, Any] = field(default_factory=dict)
+    """Hashes of what must be equal for all candidates with this seed (docs/comparison.md); see audit.py."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """All runs of one optimizer."""
+
+    name: str
+    settings: dict[str, Any]
+    """Recipe keys that make this candidate, e.g. {"optimizer.name": "muon"}."""
+    space: dict[str, Any]
+    trials: list[Run]
+    selected: int | None
+    """Number of the trial with the best metric; None if no trial finished."""
+    at_edge: dict[str, Literal["low", "high"]]
+    """Searched keys whose selected value lies at an end of the space."""
+    verdict: list[Run] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A candidate compared with a reference on one measure, over seeds and questions."""
+
+    candidate: str
+    reference: str
+    """"base" (the starting checkpoint) or another candidate's name."""
+    measure: str
+    """"held-out", or a column of the suite, or "average"."""
+    unit: Literal["percent", "loss"]
+    value: float
+    """Positive: the candidate's is better, whatever the direction of the measure."""
+    low: float
+    high: float
+    p: float
+    p_holm: float
+    answer: Literal["better", "worse", "not distinguishable"]
+    detectable: float
+    """The difference that this study would have found with the declared power, from its own variances."""
+    margin: float | None = None
+    """Of the equivalence test, for columns that are to be retained; None: not tested."""
+    retained: bool | None = None
+    """Whether the candidate is shown to lose less than the margin."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study with its runs, its verdict and its faults. `dataclasses.asdict` of it is study.json."""
+
+    name: str
+    file: dict[str, Any]
+    """The study's file, resolved."""
+    higher_is_better: bool
+    candidates: list[Candidate]
+    base_scores: dict[str, float] | None
+    """Of the starting checkpoint, in percent."""
+    differences: list[Difference] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    """Faults found by the audit: with any, there is no verdict."""
+    cautions: list[str] = field(default_factory=list)
+    """Facts that weaken the conclusion: edges, overlaps, few seeds."""
+    contamination: dict[str, Any] | None = None
+    """By column: {"questions", "overlapping", "examples_read"}."""
+    command: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    machine: str = ""
