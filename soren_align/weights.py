@@ -143,7 +143,7 @@ def refuse_slow_patterns(model: torch.nn.Module, folder: str) -> None:
                 patterns.append(form % pattern)
     if not patterns:
         return
-    work = json.dumps([patterns, [name for name, _ in model.named_modules()]])
+    work = json.dumps([MATCH_SECONDS, patterns, [name for name, _ in model.named_modules()]])
     try:
         result = subprocess.run(
             [sys.executable, "-I", "-S", "-c", _TRY], input=work, text=True, capture_output=True, timeout=60
@@ -157,10 +157,10 @@ def refuse_slow_patterns(model: torch.nn.Module, folder: str) -> None:
         raise UserError(f"{folder}: a pattern in its config is not a regular expression: {reason}")
 
 
-_TRY = f"""
+_TRY = """
 import json, re, resource, sys
-resource.setrlimit(resource.RLIMIT_CPU, ({MATCH_SECONDS}, {MATCH_SECONDS + 1}))
-patterns, names = json.load(sys.stdin)
+seconds, patterns, names = json.load(sys.stdin)
+resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
 for pattern in patterns:
     for name in names:
         re.fullmatch(pattern, name)

@@ -150,7 +150,7 @@ def say(adapter, **keys):
     (adapter / "adapter_config.json").write_text(json.dumps(config | keys))
 
 
-@pytest.mark.parametrize("use", [train, evaluate])
+@pytest.mark.parametrize("use", [pytest.param(train, marks=pytest.mark.slow), evaluate])
 @pytest.mark.parametrize(
     "keys",
     [
@@ -162,7 +162,7 @@ def say(adapter, **keys):
     ],
 )
 def test_a_pattern_that_matches_for_ever_is_refused(adapter, use, keys, monkeypatch):
-    monkeypatch.setattr("soren_align.weights.MATCH_SECONDS", 0.5)
+    monkeypatch.setattr("soren_align.weights.MATCH_SECONDS", 1)
     say(adapter, **keys)
     with pytest.raises(UserError, match="a pattern in its config takes too long to match"):
         use(adapter)

@@ -50,7 +50,7 @@ def passes(config, checkpointing, arithmetic=None):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("arithmetic", [None, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["qwen2", "mistral"])
+@pytest.mark.parametrize("kind", ["qwen2", pytest.param("mistral", marks=pytest.mark.slow)])
 def test_activations_are_those_of_a_real_pass(kind, arithmetic, checkpointing):
     real = on_real_tensors(CONFIGS[kind], 4, 128, checkpointing, arithmetic)
     assert passes(CONFIGS[kind], checkpointing, arithmetic).num_bytes(4, 128) == pytest.approx(real, rel=0.05)
@@ -80,6 +80,7 @@ def test_operations_are_six_per_weight_and_token_and_those_of_attention():
     assert passes(CONFIGS["mistral"], False).num_flops(2, 64) == pytest.approx(wanted, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_checkpointing_computes_each_block_once_more_up_to_its_last_product():
     plain, checkpointed = (passes(CONFIGS["qwen2"], c).num_flops(2, 64) for c in (False, True))
     blocks = passes(CONFIGS["qwen2"], False).num_flops(2, 64, backward=False) - 2 * 126 * 64 * 512

@@ -90,8 +90,8 @@ def measured(loaded):
 @pytest.mark.parametrize(
     ("name", "bf16", "more"),
     [
-        ("qwen2.5-3b/soren", False, ()),
-        ("qwen2.5-3b/soren", False, ("optimizer.states=8bit",)),
+        pytest.param("qwen2.5-3b/soren", False, (), marks=pytest.mark.slow),
+        pytest.param("qwen2.5-3b/soren", False, ("optimizer.states=8bit",), marks=pytest.mark.slow),
         ("qwen2.5-3b/soren", False, ("optimizer.states=8bit", "optimizer.name=adamw")),
         pytest.param("qwen2.5-3b/soren", True, (), marks=pytest.mark.slow),
         pytest.param("mistral-7b/paper-soren", False, (), marks=pytest.mark.slow),

@@ -156,7 +156,7 @@ def test_reference_log_probabilities_computed_beforehand_are_those_of_the_start(
     assert losses[0] == pytest.approx(losses[1], abs=2e-5)
 
 
-@pytest.mark.parametrize("task", ["sft", "dpo"])
+@pytest.mark.parametrize("task", [pytest.param("sft", marks=pytest.mark.slow), "dpo"])
 def test_a_killed_run_goes_on_to_the_weights_of_an_uninterrupted_one(tiny_run, task, request):
     if task == "sft":
         settings = LORA
@@ -191,7 +191,7 @@ def on_narrow(run):
     return said
 
 
-@pytest.mark.parametrize("bf16", ["false", "true"])
+@pytest.mark.parametrize("bf16", [pytest.param("false", marks=pytest.mark.slow), "true"])
 def test_on_a_bfloat16_base_the_factors_are_float32_and_lose_nothing(tiny_run, bf16):
     narrow = ("model.dtype=bfloat16", f"trainer.bf16={bf16}")
     first = tiny_run("sft", *LORA, *narrow, name="sft")

@@ -109,7 +109,7 @@ def test_in_float32_the_papers_updates_arrive(paper):
 
 
 @pytest.mark.parametrize("name", ["soren", "muon", "htmuon", "adamw"])
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_every_optimizer_is_measured(paper, name, accumulation):
     short = (
         "trainer.max_steps=2",

@@ -49,7 +49,7 @@ def stop_after(run, step, monkeypatch):
 
 
 @pytest.mark.parametrize("task", ["sft", "dpo"])
-@pytest.mark.parametrize("optimizer", ["soren", "htmuon"])
+@pytest.mark.parametrize("optimizer", ["soren", pytest.param("htmuon", marks=pytest.mark.slow)])
 def test_a_resumed_run_has_the_weights_and_losses_of_an_uninterrupted_one(tiny_run, monkeypatch, task, optimizer):
     name = f"optimizer.name={optimizer}"
     whole = tiny_run(task, name, name="whole")
@@ -238,7 +238,7 @@ def wait_for(condition, process, seconds=600):
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("moment", [pytest.param("before", marks=pytest.mark.slow), "after"])
 def test_a_kill_around_the_saving_of_the_model_changes_nothing(tiny_run, monkeypatch, moment):
     """The last checkpoint stands, run.json says "training", and the model folder is not there yet, or is already."""
     from soren_align.trainers import training

@@ -50,7 +50,7 @@ def test_two_ranks_of_ddp_train_on_a_quantized_base_as_one_process(two_ranks):
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("name", ["soren", "adamw"])
+@pytest.mark.parametrize("name", ["soren", pytest.param("adamw", marks=pytest.mark.slow)])
 def test_a_run_with_8_bit_states_learns_as_with_float32_and_resumes_bit_for_bit(tiny_run, name):
     more = (f"optimizer.name={name}", "trainer.max_steps=20", "trainer.warmup_steps=2", "trainer.save_steps=10")
     exact, whole = (tiny_run("sft", *more, f"optimizer.states={s}", name=str(s)) for s in ("null", "8bit"))

@@ -122,7 +122,7 @@ def test_the_logged_rates_are_those_of_the_plan(tiny_run):
         assert logged[rate["step"]]["aux_learning_rate"] == pytest.approx(rate["aux_lr"])
 
 
-@pytest.mark.parametrize("epochs", [1, 2.5])
+@pytest.mark.parametrize("epochs", [pytest.param(1, marks=pytest.mark.slow), 2.5])
 def test_the_plan_counts_steps_as_transformers_does(tiny_run, epochs):
     from soren_align.planning.plan import plan_training
 
