@@ -1,5 +1,7 @@
 """Whether two recipes train the same weights: the condition for resuming a run."""
 
+import hashlib
+import json
 from typing import Any
 
 from .sections import Recipe
@@ -35,6 +37,12 @@ def training_part(recipe: Recipe) -> dict[str, Any]:
     ignored = _NO_EFFECT_ON_WEIGHTS if recipe.run.early_stopping else _NO_EFFECT_ON_WEIGHTS | _EVALUATION
     part["trainer"] = {k: v for k, v in part["trainer"].items() if k not in ignored}
     return part
+
+
+def recipe_hash(recipe: Recipe) -> str:
+    """A hash of `training_part` without the optimizer: equal for runs that differ in the optimizer alone."""
+    part = {key: value for key, value in training_part(recipe).items() if key != "optimizer"}
+    return hashlib.sha256(json.dumps(part, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def differences(there: dict[str, Any], here: dict[str, Any], prefix: str = "") -> list[str]:

@@ -22,6 +22,7 @@ from ..terminal import print_labelled, working
 from . import build, checkpoints
 from .disk_space import model_bytes, refuse_full_disk, write_errors
 from .early_stopping import EarlyStopping, best_evaluation
+from .identity import identity, precision
 from .lost_updates import LostUpdatesPolicy, change_after_saving
 from .progress import TrainingProgress
 from .samples import SampleWriter
@@ -51,8 +52,10 @@ def train(
     if checkpoint and is_universal(checkpoint):
         trainer.accelerator.state.deepspeed_plugin.deepspeed_config["checkpoint"] = {"load_universal": True}
     callbacks = _add_callbacks(trainer, setup, folder, console, ranks)
+    identical = identity(setup, trainer, ranks)
     if ranks.is_first:
         record_setup(folder, setup, trainer, ranks)
+        folder.update(identity=identical)
         print_setup(console, setup, trainer, ranks)
         folder.drop_measurements_after(resumed_from)
 
@@ -66,10 +69,12 @@ def train(
         result["change_after_saving"] = change_after_saving(
             trainer.starting_weights, trainer.attached, trainer.save_dtype
         )
+    identical |= {"precision": precision(trainer), **trainer.batch_hash.record()}
     if ranks.is_first:
         # A run resumed at its last step takes no step: the earlier counts stay.
         folder.update(optimizer=(folder.read() or {}).get("optimizer", {}) | trainer.optimizer_check.record)
         if finished:
+            folder.update(identity=identical)
             record_result(folder, trainer, result, seconds)
             print_result(console, trainer, result, seconds, resumed_from)
         else:

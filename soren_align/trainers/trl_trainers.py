@@ -24,6 +24,7 @@ from .attached_optimizer import OptimizerCheck, attach, refuse_unaveraged_gradie
 from .default_settings import OptimizerSettings, optimizer_keywords
 from .disk_space import checkpoint_bytes, refuse_full_disk, write_errors
 from .freezing import GradientCheck
+from .identity import BatchHash
 from .lost_updates import WARN, FirstStepCheck, LostUpdatesPolicy
 from .measurements import MeasurementLog, Measurements
 from .model_export import (
@@ -76,6 +77,8 @@ class SorenTrainerMixin(Trainer):
         self.measurements: Any = None
         self.starting_weights: Any = None
         self._ranks, self.measurement_log = current_ranks(), measurement_log
+        self.batch_hash = BatchHash(self._ranks)
+        self.add_callback(self.batch_hash)
         if self.is_fsdp_enabled:
             # FSDP2 replaces the parameters; with references to them, every rank would keep the whole model.
             for group in self.expected_optimizer.param_groups:
@@ -129,7 +132,8 @@ class SorenTrainerMixin(Trainer):
             super()._run_epoch(*args, **kwargs)
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As TRL; also counts the tokens."""
+        """As TRL; also counts the tokens and hashes the batch."""
+        self.batch_hash.add(inputs)
         mask = inputs.get("attention_mask")
         self.measurements.num_tokens += mask.sum() if mask is not None else inputs["input_ids"].numel()
         return super().training_step(model, inputs, *args, **kwargs)
@@ -208,6 +212,7 @@ class SorenTrainerMixin(Trainer):
         refuse_full_disk(folder, num_bytes, "a checkpoint", self.attached)
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:
+            self.state.stateful_callbacks[BatchHash.__name__] = self.batch_hash.state()
             with write_errors(checkpoint):
                 super()._save_checkpoint(model, trial)
         finally:
