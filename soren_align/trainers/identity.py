@@ -44,7 +44,8 @@ class BatchHash(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Restore the hash of the checkpoint. One of another number of processes has no order to continue."""
-        saved = state.stateful_callbacks.get(type(self).__name__, {"values": [0] * self.ranks.num_ranks, "batches": 0})
+        states: Any = state.stateful_callbacks
+        saved = states.get(type(self).__name__, {"values": [0] * self.ranks.num_ranks, "batches": 0})
         values, self.num_batches = saved["values"], saved["batches"]
         self._is_complete = values is not None and len(values) == self.ranks.num_ranks
         self._value = values[self.ranks.rank] if self._is_complete else 0
