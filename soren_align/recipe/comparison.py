@@ -30,7 +30,7 @@ def training_part(recipe: Recipe) -> dict[str, Any]:
     """The part of the recipe that determines the trained weights: a run resumes only with an equal one."""
     part = recipe.model_dump(include={"task", "model", "data", "optimizer", "trainer"})
     part["run"] = recipe.run.model_dump(include={"parallel", "global_batch_size", "early_stopping"})
-    del part["data"]["cache"]
+    del part["data"]["cache"], part["data"]["retention"]
     evaluation = part["data"].pop("eval") or {}
     if "path" not in evaluation and evaluation:  # the other examples are trained on
         part["data"]["eval"] = evaluation

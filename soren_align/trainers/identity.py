@@ -46,7 +46,8 @@ class BatchHash(TrainerCallback):
         """Restore the hash of the checkpoint. One of another number of processes has no order to continue."""
         states: Any = state.stateful_callbacks
         saved = states.get(type(self).__name__, {"values": [0] * self.ranks.num_ranks, "batches": 0})
-        values, self.num_batches = saved["values"], saved["batches"]
+        values: Any = saved["values"]
+        self.num_batches = saved["batches"]
         self._is_complete = values is not None and len(values) == self.ranks.num_ranks
         self._value = values[self.ranks.rank] if self._is_complete else 0
 

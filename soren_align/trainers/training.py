@@ -21,6 +21,7 @@ from ..sharding.ranks import Ranks
 from ..terminal import print_labelled, working
 from . import build, checkpoints
 from .disk_space import model_bytes, refuse_full_disk, write_errors
+from .displacement import Displacement, read_probes
 from .early_stopping import EarlyStopping, best_evaluation
 from .identity import identity, precision
 from .lost_updates import LostUpdatesPolicy, change_after_saving
@@ -75,6 +76,7 @@ def train(
         folder.update(optimizer=(folder.read() or {}).get("optimizer", {}) | trainer.optimizer_check.record)
         if finished:
             folder.update(identity=identical)
+            remove(folder.start_logits)
             record_result(folder, trainer, result, seconds)
             print_result(console, trainer, result, seconds, resumed_from)
         else:
@@ -95,6 +97,10 @@ class _Callbacks:
 
 def _add_callbacks(trainer: Any, setup: TrainingSetup, folder: RunFolder, console: Console, ranks: Ranks) -> _Callbacks:
     run = setup.recipe.run
+    with ranks.first_goes_first():  # the others read the retention examples that it caches
+        probes = read_probes(setup.recipe, setup.tokens["eval"], setup.tokenizer)
+    if probes is not None:
+        trainer.displacement = Displacement(trainer, probes, folder, ranks)
     stop, progress = StopOnSignal(ranks), TrainingProgress(console, setup.recipe.task)
     early_stopping = samples = None
     if run.early_stopping:
@@ -102,7 +108,7 @@ def _add_callbacks(trainer: Any, setup: TrainingSetup, folder: RunFolder, consol
     if run.samples and ranks.is_first:
         samples = SampleWriter(setup.prompts, setup.tokenizer, folder.samples, console)
     trainer.remove_callback(PrinterCallback)
-    for callback in (stop, early_stopping, progress if ranks.is_first else None, samples):
+    for callback in (stop, early_stopping, progress if ranks.is_first else None, samples, trainer.displacement):
         if callback is not None:
             trainer.add_callback(callback)
     return _Callbacks(stop, progress, early_stopping, samples)

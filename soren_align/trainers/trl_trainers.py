@@ -72,6 +72,7 @@ class SorenTrainerMixin(Trainer):
         self.optimizer_settings = optimizer_keywords(optimizer_settings, self.args, model)
         # Never stepped: a model that the optimizer refuses is refused before training, and `attach` compares with it.
         self.expected_optimizer = build_optimizer(model, **self.optimizer_settings)
+        self.displacement: Any = None  # a callback whose values belong to the log of an evaluation
         self.attached: Any = None  # these four: from `create_scheduler` on
         self.optimizer_check: Any = None
         self.measurements: Any = None
@@ -158,6 +159,8 @@ class SorenTrainerMixin(Trainer):
                 logs["num_skipped_steps"] = self.optimizer_check.num_skipped_steps
             if self.attached.parallel == "ddp":
                 refuse_unaveraged_gradients(self.attached, self.state.global_step)
+        elif "eval_loss" in logs and self.displacement is not None:
+            logs.update(self.displacement.values())
         super().log(logs, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -212,7 +215,8 @@ class SorenTrainerMixin(Trainer):
         refuse_full_disk(folder, num_bytes, "a checkpoint", self.attached)
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:
-            self.state.stateful_callbacks[BatchHash.__name__] = self.batch_hash.state()
+            states: Any = self.state.stateful_callbacks
+            states[BatchHash.__name__] = self.batch_hash.state()
             with write_errors(checkpoint):
                 super()._save_checkpoint(model, trial)
         finally:
