@@ -121,6 +121,21 @@ class Training(TypedDict):
     best_model: NotRequired[BestEvaluation]
 
 
+class Identity(TypedDict):
+    """What must be equal for runs that are compared at one seed; see trainers/identity.py."""
+
+    starting_weights: str
+    data: str
+    recipe: str
+    precision: dict[str, Any]
+    processes: Annotated[int, Field(ge=1)]
+    global_batch_size: Count
+    versions: dict[str, str]
+    device: str
+    batches: NotRequired[str | None]
+    num_batches: NotRequired[Count]
+
+
 Optimizer = TypedDict("Optimizer", {"class": NotRequired[str], "num_matrices": NotRequired[Count]})
 
 
@@ -148,6 +163,7 @@ class Manifest(TypedDict):
     device: NotRequired[str]
     parameters: NotRequired[Parameters]
     training: NotRequired[Training]
+    identity: NotRequired[Identity]
 
 
 TRAINED = ("start", "data", "parallel", "global_batch_size", "seeds", "device", "parameters", "training")

@@ -5,6 +5,7 @@
     metrics.jsonl  one line per log
     spectra.jsonl  singular values of momenta, if run.log_spectra names steps
     samples.jsonl  answers to prompts during training, if run.samples names some
+    start_logits.safetensors   until training ends, if run.kl_to_start measures the divergence from the start
     checkpoints/   to resume from       model/   the trained model       eval/<suite>/   its scores
     merged/        the adapter merged with its base model (soren-align merge)
     tensorboard/   if trainer.report_to names it
@@ -34,6 +35,7 @@ CONTENTS = (
     "spectra.jsonl",
     "samples.jsonl",
     "start",
+    "start_logits.safetensors",
     "checkpoints",
     "model",
     "merged",
@@ -55,6 +57,7 @@ class RunFolder:
         self.spectra = self.path / "spectra.jsonl"
         self.samples = self.path / "samples.jsonl"
         self.start = self.path / "start"
+        self.start_logits = self.path / "start_logits.safetensors"
         self.checkpoints = self.path / "checkpoints"
         self.model = self.path / "model"
         self.merged = self.path / "merged"

@@ -10,7 +10,7 @@ from .rendering import check_rendering_cost, template_errors
 from .split import LoadedSplit, has_turns, load_split
 from .templates import check_template, set_template
 from .token_cache import tokenize
-from .tokens import TOKEN_COLUMNS
+from .tokens import TOKEN_COLUMNS, Tokens, from_token_columns
 
 __all__ = [
     "COLUMNS",
@@ -22,9 +22,11 @@ __all__ = [
     "LoadedSplit",
     "LossMasks",
     "Task",
+    "Tokens",
     "account",
     "check_rendering_cost",
     "check_template",
+    "from_token_columns",
     "has_turns",
     "hold_out",
     "load_split",

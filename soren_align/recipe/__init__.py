@@ -8,7 +8,7 @@ words the errors. Nothing here imports torch.
 from . import trackers
 from .batch import accumulation, batch_unit, global_batch, refuse_no_batch, trainer_value
 from .checks import evaluation_problems
-from .comparison import differences, training_part
+from .comparison import differences, recipe_hash, training_part
 from .data_paths import FILE_KINDS, data_files, data_suffix
 from .data_section import Data, DataSplit, HeldOut, HeldOutNumber, TrainSplit
 from .loader import find, load, load_resolved, load_text, task_of, to_yaml
@@ -66,6 +66,7 @@ __all__ = [
     "load_text",
     "parallel",
     "quantization",
+    "recipe_hash",
     "recorded_quantization",
     "refuse_no_batch",
     "refuse_unquantizable",

@@ -18,7 +18,7 @@ from .optimizers import MAPS, OPTIMIZERS
 from .parallel import parallel
 from .quantization import quantization_problems
 from .references import attention_problems, is_local, model_problems, template_problems
-from .run_checks import early_stopping_problems, metric_problems, sample_problems
+from .run_checks import evaluation_needed, metric_problems, sample_problems
 from .split_checks import split_problems, splits
 
 Problems = list[tuple[Key, str]]
@@ -174,10 +174,11 @@ def _run(raw: Raw) -> Iterator[tuple[Key, str]]:
     if raw.get("run", "samples") is not None:
         problems = sample_problems(raw.path("run", "samples", "prompts"), raw.path("run", "parallel"))
         yield from ((("run", "samples", *key), message) for key, message in problems)
-    stopping = early_stopping_problems(
-        raw.get("run", "early_stopping"), raw.get("data", "eval"), raw.get("trainer", "eval_strategy")
-    )
-    yield from ((("run", "early_stopping"), message) for message in stopping)
+    for key in (("run", "early_stopping"), ("run", "kl_to_start"), ("data", "retention")):
+        if raw.get(*key) not in (None, 0) and (
+            problem := evaluation_needed(raw.get("data", "eval"), raw.get("trainer", "eval_strategy"))
+        ):
+            yield key, problem
     metric = metric_problems(raw.get("task"), raw.get("trainer", "metric_for_best_model"))
     yield from ((("trainer", "metric_for_best_model"), message) for message in metric)
     resume = raw.path("run", "resume")

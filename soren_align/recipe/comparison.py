@@ -1,5 +1,7 @@
 """Whether two recipes train the same weights: the condition for resuming a run."""
 
+import hashlib
+import json
 from typing import Any
 
 from .sections import Recipe
@@ -28,13 +30,19 @@ def training_part(recipe: Recipe) -> dict[str, Any]:
     """The part of the recipe that determines the trained weights: a run resumes only with an equal one."""
     part = recipe.model_dump(include={"task", "model", "data", "optimizer", "trainer"})
     part["run"] = recipe.run.model_dump(include={"parallel", "global_batch_size", "early_stopping"})
-    del part["data"]["cache"]
+    del part["data"]["cache"], part["data"]["retention"]
     evaluation = part["data"].pop("eval") or {}
     if "path" not in evaluation and evaluation:  # the other examples are trained on
         part["data"]["eval"] = evaluation
     ignored = _NO_EFFECT_ON_WEIGHTS if recipe.run.early_stopping else _NO_EFFECT_ON_WEIGHTS | _EVALUATION
     part["trainer"] = {k: v for k, v in part["trainer"].items() if k not in ignored}
     return part
+
+
+def recipe_hash(recipe: Recipe) -> str:
+    """A hash of `training_part` without the optimizer: equal for runs that differ in the optimizer alone."""
+    part = {key: value for key, value in training_part(recipe).items() if key != "optimizer"}
+    return hashlib.sha256(json.dumps(part, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def differences(there: dict[str, Any], here: dict[str, Any], prefix: str = "") -> list[str]:

@@ -113,6 +113,10 @@ class Data(Section):
     """Held-out examples for a loss during training: a split, or a part of the training examples, `{fraction: 0.05}` or
     `{examples: 500}`. `trainer.eval_strategy` sets when; without it, after every epoch."""
 
+    retention: DataSplit | None = None
+    """Examples of what the model must not forget, in the forms of SFT also for DPO: at every evaluation metrics.jsonl
+    gets `retention_loss`, of the answers of up to 64 of them. They are not trained on."""
+
     cache: bool = True
     """Whether the tokens are cached in the user's cache folder ($SOREN_ALIGN_CACHE), for the next plan, run or resume.
     false: in a temporary folder."""

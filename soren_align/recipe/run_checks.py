@@ -1,4 +1,4 @@
-"""Checks of `run.early_stopping` and `run.samples` against other keys, and of the metric that runs are compared by."""
+"""Checks of keys inside `run` against other keys, and of the metric that runs are compared by."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,14 +16,13 @@ METRICS["dpo"] += ["logps/chosen", "logps/rejected", "logits/chosen", "logits/re
 PROMPT_FILES = (".txt", ".jsonl")
 
 
-def early_stopping_problems(early_stopping: Any, evaluation: Any, strategy: Any) -> Iterator[str]:
-    """The problems of run.early_stopping. evaluation: data.eval. strategy: trainer.eval_strategy."""
-    if early_stopping is None:
-        return
+def evaluation_needed(evaluation: Any, strategy: Any) -> str | None:
+    """The problem of a key that is for evaluations during training. evaluation: data.eval. strategy: eval_strategy."""
     if evaluation is None:
-        yield "compares evaluations during training; add data.eval"
-    elif strategy in ("no", False):
-        yield "compares evaluations during training; write trainer.eval_strategy: steps or epoch"
+        return "needs evaluations during training; add data.eval"
+    if strategy in ("no", False):
+        return "needs evaluations during training; write trainer.eval_strategy: steps or epoch"
+    return None
 
 
 def metric_problems(task: Any, metric: Any) -> Iterator[str]:

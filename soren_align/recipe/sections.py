@@ -130,6 +130,9 @@ class Run(Section):
     """Measurements of the spectral map during training."""
     samples: Samples | None = None
     """Prompts that the model answers at the start, at every evaluation and at the end."""
+    kl_to_start: Annotated[int, Field(ge=0, le=4096)] = 0
+    """Tokens of the held-out examples' answers at which every evaluation measures the divergence from the starting
+    checkpoint, `kl_to_start` in metrics.jsonl: 256. 0: not measured."""
     early_stopping: EarlyStopping | None = None
     """End training when evaluations improve no longer."""
     offline: bool = False

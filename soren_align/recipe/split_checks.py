@@ -10,7 +10,7 @@ from .references import is_local
 
 def splits(data: Any) -> Iterator[tuple[Key, dict[str, Any]]]:
     """Every split of the data section, with its key."""
-    for name in ("train", "eval"):
+    for name in ("train", "eval", "retention"):
         value = data.get(name) if isinstance(data, dict) else None
         splits = enumerate(value) if isinstance(value, list) else [(None, value)]
         for i, split in splits:

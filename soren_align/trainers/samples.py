@@ -119,7 +119,7 @@ class SampleWriter(TrainerCallback):
         """Write and print the answers of the model after `step` steps."""
         self._last_step = step
         lines = []
-        with _evaluating(model):
+        with evaluating(model):
             for number, prompt in enumerate(self.prompts):
                 completion, finish_reason = self._answer(model, prompt)
                 record = {"step": step, "prompt": prompt.content, "completion": completion}
@@ -149,7 +149,7 @@ class SampleWriter(TrainerCallback):
 
 
 @contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
+def evaluating(model: Any) -> Iterator[None]:
     """Within the block the model is in evaluation mode; every module's own mode and the random state are restored."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

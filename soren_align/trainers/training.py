@@ -21,7 +21,9 @@ from ..sharding.ranks import Ranks
 from ..terminal import print_labelled, working
 from . import build, checkpoints
 from .disk_space import model_bytes, refuse_full_disk, write_errors
+from .displacement import Displacement, read_probes
 from .early_stopping import EarlyStopping, best_evaluation
+from .identity import identity, precision
 from .lost_updates import LostUpdatesPolicy, change_after_saving
 from .progress import TrainingProgress
 from .samples import SampleWriter
@@ -51,8 +53,10 @@ def train(
     if checkpoint and is_universal(checkpoint):
         trainer.accelerator.state.deepspeed_plugin.deepspeed_config["checkpoint"] = {"load_universal": True}
     callbacks = _add_callbacks(trainer, setup, folder, console, ranks)
+    identical = identity(setup, trainer, ranks)
     if ranks.is_first:
         record_setup(folder, setup, trainer, ranks)
+        folder.update(identity=identical)
         print_setup(console, setup, trainer, ranks)
         folder.drop_measurements_after(resumed_from)
 
@@ -66,10 +70,13 @@ def train(
         result["change_after_saving"] = change_after_saving(
             trainer.starting_weights, trainer.attached, trainer.save_dtype
         )
+    identical |= {"precision": precision(trainer), **trainer.batch_hash.record()}
     if ranks.is_first:
         # A run resumed at its last step takes no step: the earlier counts stay.
         folder.update(optimizer=(folder.read() or {}).get("optimizer", {}) | trainer.optimizer_check.record)
         if finished:
+            folder.update(identity=identical)
+            remove(folder.start_logits)
             record_result(folder, trainer, result, seconds)
             print_result(console, trainer, result, seconds, resumed_from)
         else:
@@ -90,6 +97,10 @@ class _Callbacks:
 
 def _add_callbacks(trainer: Any, setup: TrainingSetup, folder: RunFolder, console: Console, ranks: Ranks) -> _Callbacks:
     run = setup.recipe.run
+    with ranks.first_goes_first():  # the others read the retention examples that it caches
+        probes = read_probes(setup.recipe, setup.tokens["eval"], setup.tokenizer)
+    if probes is not None:
+        trainer.displacement = Displacement(trainer, probes, folder, ranks)
     stop, progress = StopOnSignal(ranks), TrainingProgress(console, setup.recipe.task)
     early_stopping = samples = None
     if run.early_stopping:
@@ -97,7 +108,7 @@ def _add_callbacks(trainer: Any, setup: TrainingSetup, folder: RunFolder, consol
     if run.samples and ranks.is_first:
         samples = SampleWriter(setup.prompts, setup.tokenizer, folder.samples, console)
     trainer.remove_callback(PrinterCallback)
-    for callback in (stop, early_stopping, progress if ranks.is_first else None, samples):
+    for callback in (stop, early_stopping, progress if ranks.is_first else None, samples, trainer.displacement):
         if callback is not None:
             trainer.add_callback(callback)
     return _Callbacks(stop, progress, early_stopping, samples)

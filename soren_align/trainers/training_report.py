@@ -37,6 +37,7 @@ def record_setup(folder: RunFolder, setup: TrainingSetup, trainer: Any, ranks: R
         data={
             "train": train.source | {"layout": train.layout} | examples,
             "eval": setup.splits["eval"].source if setup.splits["eval"] else None,
+            **({"retention": trainer.displacement.probes.source} if trainer.displacement else {}),
         },
         parallel=recipe.run.parallel,
         global_batch_size=global_batch(recipe, ranks.num_ranks)[0],

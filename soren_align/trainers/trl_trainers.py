@@ -24,6 +24,7 @@ from .attached_optimizer import OptimizerCheck, attach, refuse_unaveraged_gradie
 from .default_settings import OptimizerSettings, optimizer_keywords
 from .disk_space import checkpoint_bytes, refuse_full_disk, write_errors
 from .freezing import GradientCheck
+from .identity import BatchHash
 from .lost_updates import WARN, FirstStepCheck, LostUpdatesPolicy
 from .measurements import MeasurementLog, Measurements
 from .model_export import (
@@ -71,11 +72,14 @@ class SorenTrainerMixin(Trainer):
         self.optimizer_settings = optimizer_keywords(optimizer_settings, self.args, model)
         # Never stepped: a model that the optimizer refuses is refused before training, and `attach` compares with it.
         self.expected_optimizer = build_optimizer(model, **self.optimizer_settings)
+        self.displacement: Any = None  # a callback whose values belong to the log of an evaluation
         self.attached: Any = None  # these four: from `create_scheduler` on
         self.optimizer_check: Any = None
         self.measurements: Any = None
         self.starting_weights: Any = None
         self._ranks, self.measurement_log = current_ranks(), measurement_log
+        self.batch_hash = BatchHash(self._ranks)
+        self.add_callback(self.batch_hash)
         if self.is_fsdp_enabled:
             # FSDP2 replaces the parameters; with references to them, every rank would keep the whole model.
             for group in self.expected_optimizer.param_groups:
@@ -129,7 +133,8 @@ class SorenTrainerMixin(Trainer):
             super()._run_epoch(*args, **kwargs)
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As TRL; also counts the tokens."""
+        """As TRL; also counts the tokens and hashes the batch."""
+        self.batch_hash.add(inputs)
         mask = inputs.get("attention_mask")
         self.measurements.num_tokens += mask.sum() if mask is not None else inputs["input_ids"].numel()
         return super().training_step(model, inputs, *args, **kwargs)
@@ -154,6 +159,8 @@ class SorenTrainerMixin(Trainer):
                 logs["num_skipped_steps"] = self.optimizer_check.num_skipped_steps
             if self.attached.parallel == "ddp":
                 refuse_unaveraged_gradients(self.attached, self.state.global_step)
+        elif "eval_loss" in logs and self.displacement is not None:
+            logs.update(self.displacement.values())
         super().log(logs, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -208,6 +215,8 @@ class SorenTrainerMixin(Trainer):
         refuse_full_disk(folder, num_bytes, "a checkpoint", self.attached)
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:
+            states: Any = self.state.stateful_callbacks
+            states[BatchHash.__name__] = self.batch_hash.state()
             with write_errors(checkpoint):
                 super()._save_checkpoint(model, trial)
         finally:

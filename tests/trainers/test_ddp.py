@@ -50,6 +50,7 @@ def test_two_ranks_resume_bit_for_bit(two_ranks):
     folder, _ = two_ranks
     whole, killed = RunFolder(folder / "whole-ddp"), RunFolder(folder / "killed-ddp")
     assert killed.read()["resumed_from_steps"] == [2]
+    assert killed.read()["identity"] == whole.read()["identity"]
     assert furthest(load_file(whole.model / "model.safetensors"), load_file(killed.model / "model.safetensors")) == 0
     sealed = json.loads((killed.complete_checkpoints()[0] / "soren_align.json").read_text())
     assert {"rng_state_0.pth", "rng_state_1.pth", "optimizer.pt"} <= sealed["files"].keys()

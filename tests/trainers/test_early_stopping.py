@@ -139,7 +139,7 @@ def test_the_metrics_that_a_recipe_may_name_are_those_of_an_evaluation(tiny_run,
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["data.eval=null", "trainer.eval_strategy=no"], "run.early_stopping: compares evaluations .*; add data.eval"),
+        (["data.eval=null", "trainer.eval_strategy=no"], "run.early_stopping: needs evaluations .*; add data.eval"),
         (["trainer.eval_strategy=no"], "run.early_stopping: .*write trainer.eval_strategy: steps or epoch"),
         (["run.early_stopping.patience=0"], "patience: found 0; it must be at least 1"),
         (["trainer.metric_for_best_model=lost"], "metric_for_best_model: found 'lost'; .*did you mean 'loss'"),

@@ -84,6 +84,7 @@ def test_two_ranks_resume_bit_for_bit(two_ranks):
     folder, _ = two_ranks
     whole, killed = RunFolder(folder / "whole-fsdp2"), RunFolder(folder / "killed-fsdp2")
     assert killed.read()["resumed_from_steps"] == [2]
+    assert killed.read()["identity"] == whole.read()["identity"]
     assert furthest(weights(whole.path), weights(killed.path)) == 0
     assert logged(whole) == logged(killed)
     assert killed.read()["optimizer"]["chain"] == ["AcceleratedOptimizer", "Soren"]

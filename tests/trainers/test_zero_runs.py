@@ -105,6 +105,7 @@ def test_two_ranks_resume_bit_for_bit(two_ranks, mode):
     folder, _ = two_ranks
     whole, killed = RunFolder(folder / f"whole-{mode}"), RunFolder(folder / f"killed-{mode}")
     assert killed.read()["resumed_from_steps"] == [2]
+    assert killed.read()["identity"] == whole.read()["identity"]
     assert furthest(weights(whole.path), weights(killed.path)) == 0
     assert logged(whole) == logged(killed)
     sealed = json.loads((killed.complete_checkpoints()[0] / "soren_align.json").read_text())
@@ -146,6 +147,7 @@ def test_three_ranks_go_on_where_two_have_left(rank_pools, two_ranks, tmp_path):
     for mode in ("zero2", "zero3"):
         run = RunFolder(folder / f"freed-{mode}")
         assert (run.read()["processes"], run.read()["resumed_from_steps"]) == (3, [2])
+        assert run.read()["identity"]["batches"] is None  # two ranks have no order that three continue
         assert furthest(weights(alone.folder.path), weights(run.path)) <= 2e-6
 
 
