@@ -172,7 +172,9 @@ def _problems(study: StudyFile) -> Iterator[tuple[Key, str]]:
     for keys, at in ((study.set, ("set",)), *((c.set, ("candidates", n, "set")) for n, c in study.candidates.items())):
         yield from (((*at, key), "is set by the study itself; leave it out") for key in keys if key in OWN_KEYS)
     for name, candidate in study.candidates.items():
-        yield from _space_problems(study, name, ("candidates", name, "space") if candidate.space else ("search", "space"))
+        yield from _space_problems(
+            study, name, ("candidates", name, "space") if candidate.space else ("search", "space")
+        )
 
 
 def _space_problems(study: StudyFile, name: str, at: Key) -> Iterator[tuple[Key, str]]:
@@ -236,7 +238,9 @@ def _against_recipe(study: StudyFile, recipe: Recipe) -> Iterator[tuple[Key, str
     if strategy in ("no", False):
         yield ("recipe",), "found trainer.eval_strategy: no; trials are selected on held-out examples"
     elif strategy == "steps" and steps > 0 and isinstance(every, int) and every >= 1 and steps % every:
-        message = f"the last step, {steps}, is not evaluated with trainer.eval_steps {every}; write a divisor of {steps}"
+        message = (
+            f"the last step, {steps}, is not evaluated with trainer.eval_steps {every}; write a divisor of {steps}"
+        )
         yield ("set",), message
     for column in study.verdict.retention.columns if study.verdict.retention else []:
         if column not in columns:

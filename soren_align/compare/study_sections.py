@@ -32,6 +32,10 @@ class Range(Section):
 Values = list[float | int | str | bool]
 
 
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, int | str) or (isinstance(value, float) and math.isfinite(value))
+
+
 def _dimension(value: Any) -> "Range | Values | str":
     if isinstance(value, dict):
         interval = Range.model_validate(value)
@@ -40,9 +44,8 @@ def _dimension(value: Any) -> "Range | Values | str":
         if interval.log and interval.low <= 0:
             raise PydanticCustomError("interval", "low must be more than 0, or write log: false")
         return interval
-    if isinstance(value, list) and value and all(isinstance(each, float | int | str) for each in value):
-        if all(not isinstance(each, float) or math.isfinite(each) for each in value):
-            return value
+    if isinstance(value, list) and value and all(_is_scalar(each) for each in value):
+        return value
     if isinstance(value, str) and value.startswith("=") and len(value) > 1:
         return value
     message = "write {low: 1.0e-3, high: 1.0e-1}, a list of values, or =KEY for the value of another key"
