@@ -44,8 +44,7 @@ def create(folder: Path, study: StudyFile) -> None:
         write(folder / STUDY_FILE, study_to_yaml(study))  # last: with it the folder is a study's
         return
     before = load_resolved_study(folder / STUDY_FILE)
-    parts = [each.model_dump(exclude=CHANGEABLE) for each in (before, study)]
-    changed = differences(*parts)
+    changed = differences(before.model_dump(exclude=CHANGEABLE), study.model_dump(exclude=CHANGEABLE))
     for name, recipe in recipes.items():
         if not changed and (file := folder / "candidates" / f"{name}.yaml").is_file():
             started = load_resolved(file)

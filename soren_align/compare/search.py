@@ -1,8 +1,8 @@
 """The search: the parameters of each trial, recorded with its result by Optuna's journal in the study's folder.
 
 Trial i of a candidate depends on the study, on i and, for TPE, on the candidate's trials before it: not on the order in
-which runs end, nor on kills. A trial is one line of the journal, so that a kill leaves none incomplete. Callers hold the
-study's lock.
+which runs end, nor on kills. A trial is one line of the journal, so that a kill leaves none incomplete. Callers hold
+the study's lock.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from typing import Any, Literal
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
 from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend
+from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from scipy.stats import qmc
 
@@ -38,7 +38,7 @@ class Trials:
         journal = folder / JOURNAL
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            self._storage = JournalStorage(JournalFileBackend(str(journal), _NoLock()))
+            self._storage = JournalStorage(JournalFileBackend(str(journal), _NoLock(str(journal))))
         direction = "maximize" if higher_is_better else "minimize"
         self._studies = {
             name: optuna.create_study(storage=self._storage, study_name=name, direction=direction, load_if_exists=True)
@@ -138,13 +138,13 @@ def _distribution(values: Range | Values) -> BaseDistribution:
 def _grid_point(free: Mapping[str, Any], number: int) -> dict[str, Any]:
     """The combination with this number; the last key changes fastest."""
     point = {}
-    for key, values in reversed(free.items()):
+    for key, values in reversed(list(free.items())):
         number, place = divmod(number, len(values))
         point[key] = values[place]
     return {key: point[key] for key in free}
 
 
-class _NoLock:
+class _NoLock(JournalFileOpenLock):
     """The journal's lock: none, since callers hold the study's, which ends with a killed process; Optuna's own locks
     are files that a killed process leaves behind."""
 

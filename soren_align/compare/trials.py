@@ -15,9 +15,11 @@ from ..run_folder import STOPPED, RunFolder
 from .study import Point, Run
 from .study_sections import Range, StudyFile
 
-ABOVE_START = 1.1
-"""A run diverged if at its end both the training loss and the held-out loss are more than this multiple of the held-out
-loss of the start. A run that learns its training examples by heart is not one: its training loss is low."""
+PEAK, RECOVERED = 1.5, 0.9
+"""A run diverged if a loss rose to more than PEAK times the held-out loss of the start, and at the end neither the
+training loss nor the held-out loss is below RECOVERED times it. A run that learns its training examples by heart is not
+one: its training loss is low. With a learning rate of 100 weights overflow to equal probabilities, and the loss ends a
+little below that of random weights."""
 ENDED = ("finished", "diverged", "failed", "pruned")
 
 
@@ -72,18 +74,17 @@ def _status(record: dict[str, Any], folder: RunFolder) -> tuple[Any, str | None]
         if error in (None, STOPPED):
             return "running", None
         return ("diverged" if record.get("diverged") else "failed"), error
-    losses = [line for line in read_lines(folder.metrics) if "eval_loss" in line]
-    last = next((line["loss"] for line in reversed(read_lines(folder.metrics)) if "loss" in line), None)
-    if not losses or last is None:
+    lines = read_lines(folder.metrics)
+    held_out = [line["eval_loss"] for line in lines if "eval_loss" in line]
+    training = [line["loss"] for line in lines if "loss" in line]
+    if len(held_out) < 2 or not training:
         return "failed", "metrics.jsonl has no evaluation of the start and of the end"
-    start, end = losses[0]["eval_loss"], losses[-1]["eval_loss"]
-    if not all(math.isfinite(value) for value in (end, last)):
+    start, end, last = held_out[0], held_out[-1], training[-1]
+    if not all(map(math.isfinite, (end, last))):
         return "diverged", "the loss at the end is not a number"
-    if min(end, last) > ABOVE_START * start:
-        return (
-            "diverged",
-            f"the loss rose from {start:.4g} at the start to {end:.4g} (held-out) and {last:.4g} (training)",
-        )
+    peak = max(filter(math.isfinite, held_out + training))
+    if peak > PEAK * start and min(end, last) > RECOVERED * start:
+        return "diverged", f"the held-out loss was {start:.4g} at the start and {end:.4g} at the end, after {peak:.3g}"
     return "finished", None
 
 

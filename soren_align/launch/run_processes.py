@@ -12,6 +12,7 @@ import sys
 import threading
 import traceback
 from multiprocessing.connection import wait
+from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -25,7 +26,7 @@ LOCKED = 75
 _LOADED = "soren_align.launch.loaded_libraries"
 
 
-def start_server(*, on_gpus: bool) -> multiprocessing.context.BaseContext:
+def start_server(*, on_gpus: bool) -> BaseContext:
     """Return where processes of runs are created. Comes after `set_environment`: the server takes the environment."""
     if on_gpus:
         return multiprocessing.get_context("spawn")
@@ -36,9 +37,7 @@ def start_server(*, on_gpus: bool) -> multiprocessing.context.BaseContext:
     return context
 
 
-def start_run(
-    context: multiprocessing.context.BaseContext, recipe: Recipe, log: Path, processes: int, gpus: list[str]
-) -> BaseProcess:
+def start_run(context: BaseContext, recipe: Recipe, log: Path, processes: int, gpus: list[str]) -> BaseProcess:
     """Train and evaluate a recipe in a new process, whose output is appended to `log`. gpus: those it may use."""
     environment = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
     log.parent.mkdir(parents=True, exist_ok=True)

@@ -129,7 +129,7 @@ class _Problem:
 def _locate(location: Key, form: type[Section]) -> dict[str, Any]:
     """The fields of a _Problem at one of pydantic's locations, in which the tag of a union follows its key."""
     key: list[str | int] = []
-    section = form
+    section: type[Section] = form
     union: dict[str, type[Section]] = {}
     tag, choices = "", union
     for i, part in enumerate(location):
