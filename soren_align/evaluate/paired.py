@@ -11,6 +11,12 @@ import numpy as np
 from scipy.stats import t
 
 Z95 = statistics.NormalDist().inv_cdf(0.975)
+MODELS_OWN = {
+    "generation_config": "generation config {1} instead of {0}",
+    "chat_template": "prompts with and without a chat template",
+    "bos": "prompts with and without a BOS token",
+}
+"""Settings that come with a model, with the reason if they differ. All others are equal for all rows of a table."""
 
 
 class Paired(NamedTuple):

@@ -14,18 +14,11 @@ from scipy.stats import binomtest, t
 
 from ..errors import UserError
 from .harness import ModelResults
-from .paired import Z95, Paired, clustered_error, holm, is_right_or_wrong, least_p, t95
+from .paired import MODELS_OWN, Z95, Paired, clustered_error, holm, is_right_or_wrong, least_p, t95
 
 RESAMPLES = 10_000
 SEED = 1234
 """Equal for all rows, so that an additional row changes no interval."""
-
-MODELS_OWN = {
-    "generation_config": "generation config {1} instead of {0}",
-    "chat_template": "prompts with and without a chat template",
-    "bos": "prompts with and without a BOS token",
-}
-"""Settings that come with a model, with the reason if they differ. All others are equal for all rows of a table."""
 
 
 def compare(rows: list[tuple[str, ModelResults]], average: bool) -> list[dict[str, dict[str, Any]] | None]:
