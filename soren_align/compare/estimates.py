@@ -11,7 +11,7 @@ freedom, and a bootstrap of seeds or Satterthwaite's approximation says "better"
 """
 
 from dataclasses import dataclass
-from math import exp, sqrt
+from math import exp, log
 
 import numpy as np
 from scipy.optimize import brentq
@@ -19,69 +19,74 @@ from scipy.special import stdtrit
 
 from ..evaluate.paired import Paired, clustered_error, is_right_or_wrong, least_p
 
+Real = float | np.ndarray
+"""One study's, or those of many simulated studies."""
 SMALLEST_P = 1e-12
 """Beyond it a p-value depends on the tail of a model that nobody has checked."""
+TINY = 1e-300
+"""Added to denominators that are 0 if all seeds gave the same."""
 
 
 @dataclass(frozen=True)
 class Part:
     """A part of a variance, as estimated with so many degrees of freedom."""
 
-    variance: float
-    degrees: float
+    variance: Real
+    degrees: Real
 
-    def at(self, alpha: float) -> float:
+    def at(self, alpha: float) -> Real:
         """Return the square of the margin of a two-sided interval if there was only this part."""
-        return self.variance and float(stdtrit(self.degrees, 1 - alpha / 2)) ** 2 * self.variance
+        return stdtrit(self.degrees, 1 - alpha / 2) ** 2 * self.variance
 
 
 NOTHING = Part(0.0, 1.0)
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """A mean difference and the parts of its variance. Positive: the candidate's is larger."""
+class Spread:
+    """The variance of a mean difference, in its parts."""
 
-    value: float
     seeds: Part
     questions: Part = NOTHING
     rest: Part = NOTHING
     """Counted in both."""
-    least_p: float = SMALLEST_P
-    """Of so few questions that changed."""
 
     @property
-    def variance(self) -> float:
+    def variance(self) -> Real:
         """Of the mean difference."""
-        return self.questions.variance + max(self.seeds.variance - self.rest.variance, 0.0)
+        return self.questions.variance + np.maximum(self.seeds.variance - self.rest.variance, 0.0)
 
-    @property
-    def degrees(self) -> float:
-        """Satterthwaite's degrees of freedom of the variance."""
-        parts = (self.seeds, self.questions, self.rest)
-        return self.variance**2 / sum(part.variance**2 / part.degrees for part in parts)
-
-    def margin(self, alpha: float) -> float:
+    def margin(self, alpha: float) -> Real:
         """Return half of the width of the 1 - alpha interval.
 
         Each part has Student's quantile for its own degrees of freedom (Cochran 1964), which is conservative.
         """
-        return sqrt(self.questions.at(alpha) + max(self.seeds.at(alpha) - self.rest.at(alpha), 0.0))
+        return np.sqrt(self.questions.at(alpha) + np.maximum(self.seeds.at(alpha) - self.rest.at(alpha), 0.0))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean difference. Positive: the candidate's is larger."""
+
+    value: float
+    spread: Spread
+    least_p: float = SMALLEST_P
+    """Of so few questions that changed."""
 
     def p(self, null: float = 0.0) -> float:
         """Return the two-sided p-value of the hypothesis that the true difference is `null`."""
         distance = abs(self.value - null)
-        if distance == 0 or self.variance == 0:  # no spread at all is no evidence
+        if distance == 0 or self.spread.variance == 0:  # no spread at all is no evidence
             return 1.0
 
         def excess(log_alpha: float) -> float:
-            return self.margin(exp(log_alpha)) - distance
+            return float(self.spread.margin(exp(log_alpha))) - distance
 
-        lowest = float(np.log(SMALLEST_P))
-        p = SMALLEST_P if excess(lowest) <= 0 else exp(brentq(excess, lowest, 0.0, xtol=1e-6))
+        lowest = log(SMALLEST_P)
+        p = SMALLEST_P if excess(lowest) <= 0 else exp(brentq(excess, lowest, 0.0, xtol=1e-4))
         return max(p, self.least_p)
 
-    def p_below(self, null: float) -> float:
+    def p_above(self, null: float) -> float:
         """Return the one-sided p-value of the hypothesis that the true difference is at most `null`."""
         p = self.p(null)
         return p / 2 if self.value > null else 1 - p / 2
@@ -90,35 +95,34 @@ class Estimate:
 def seeds_part(scores: np.ndarray, candidate: int, reference: int | None) -> Part:
     """Return the part of the seeds in the variance of a candidate's mean, or of its difference to the reference.
 
-    scores: [candidates, seeds], with the same seeds for all.
+    scores: [..., candidates, seeds], with the same seeds for all candidates.
     The variance is estimated from all candidates together, as in an analysis of variance with blocks, because two
     degrees of freedom of one candidate's three runs would find nothing after Holm's correction. If the candidates'
     spreads differ, its degrees of freedom shrink (Huynh and Feldt 1976), and the candidate's own variance counts if it
     is larger.
     """
-    count, num_seeds = scores.shape
-    own = scores[candidate] - (0.0 if reference is None else scores[reference])
-    own_variance, f = float(own.var(ddof=1)), num_seeds - 1
+    count, num_seeds = scores.shape[-2:]
+    own = scores[..., candidate, :] - (0.0 if reference is None else scores[..., reference, :])
+    own_variance, f = own.var(axis=-1, ddof=1), num_seeds - 1
     if count == 1:
         return Part(own_variance / num_seeds, f)
-    of_seeds = scores.mean(axis=0)
-    rest = scores - scores.mean(axis=1, keepdims=True) - of_seeds + scores.mean()
-    between, within = float(of_seeds.var(ddof=1)), float((rest**2).sum()) / ((count - 1) * f)
+    blocks = scores.mean(axis=-2, keepdims=True)
+    rest = scores - scores.mean(axis=-1, keepdims=True) - blocks + scores.mean(axis=(-2, -1), keepdims=True)
+    within = (rest**2).sum(axis=(-2, -1)) / ((count - 1) * f)
     if reference is None:
-        variances, degrees = np.array([between, within * (count - 1) / count]), np.array([f, (count - 1) * f])
+        between, within = blocks.var(axis=(-2, -1), ddof=1), within * (count - 1) / count
     else:
-        variances, degrees = np.array([2 * within]), np.array([(count - 1) * f])
-    pooled = float(variances.sum())
-    if pooled == 0:
-        return Part(0.0, f)
-    effective = _epsilon(scores.var(axis=1, ddof=1), num_seeds) * pooled**2 / float((variances**2 / degrees).sum())
-    return Part(max(own_variance, pooled) / num_seeds, max(effective, f))
+        between, within = 0.0 * within, 2 * within
+    pooled = between + within
+    inverse = (between**2 + within**2 / (count - 1)) / f + TINY
+    degrees = np.maximum(_epsilon(scores.var(axis=-1, ddof=1), num_seeds) * pooled**2 / inverse, f)
+    return Part(np.maximum(own_variance, pooled) / num_seeds, degrees)
 
 
-def _epsilon(variances: np.ndarray, num_seeds: int) -> float:
+def _epsilon(variances: np.ndarray, num_seeds: int) -> Real:
     """Return the share of the degrees of freedom that the candidates' unequal variances leave, in (0, 1]."""
-    squares = float((variances**2).sum()) * (num_seeds - 1) / (num_seeds + 1)  # unbiased for normal scores
-    return min(float(variances.sum()) ** 2 / (len(variances) * squares), 1.0) if squares else 1.0
+    squares = (variances**2).sum(axis=-1) * (num_seeds - 1) / (num_seeds + 1)  # unbiased for normal scores
+    return np.minimum(variances.sum(axis=-1) ** 2 / (variances.shape[-1] * squares + TINY), 1.0)
 
 
 def estimate(columns: list[Paired], seeds: Part) -> Estimate:
@@ -130,7 +134,8 @@ def estimate(columns: list[Paired], seeds: Part) -> Estimate:
     value = float(np.mean([column.each.mean() for column in columns]))
     questions, rest = zip(*(_question_parts(column) for column in columns), strict=True)
     num_changed = sum(_num_changed(column) for column in columns)
-    return Estimate(value, seeds, _mean(questions, count), _mean(rest, count), max(least_p(num_changed), SMALLEST_P))
+    spread = Spread(seeds, _mean(questions, count), _mean(rest, count))
+    return Estimate(value, spread, max(least_p(num_changed), SMALLEST_P))
 
 
 def _question_parts(column: Paired) -> tuple[Part, Part]:

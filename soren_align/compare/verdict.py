@@ -12,7 +12,7 @@ import numpy as np
 
 from ..evaluate.paired import Paired, holm
 from ..evaluate.points import Points
-from .estimates import Estimate, estimate, seeds_part
+from .estimates import Estimate, Spread, estimate, seeds_part
 from .power import FAMILY_ERROR, detectable
 from .study import Candidate, Difference
 
@@ -105,7 +105,7 @@ def _of_held_out(rules: Rules, complete: Sequence[Candidate]) -> Iterator[_Compa
             other = start if rules.higher_is_better else -start
         else:
             continue
-        found = Estimate(float(scores[k].mean()) - other, seeds_part(scores, k, reference))
+        found = Estimate(float(scores[k].mean()) - other, Spread(seeds_part(scores, k, reference)))
         yield _Comparison(names[k], _name(names, reference), HELD_OUT, found, "loss")
 
 
@@ -134,7 +134,7 @@ def _are_alike(a: Points, b: Points, columns: Sequence[str]) -> bool:
 def _corrected(comparisons: list[_Comparison], rules: Rules) -> list[Difference]:
     """Return the differences with Holm's correction for all differences and all tests of retention together."""
     p = [each.estimate.p() for each in comparisons]
-    retention = [None if each.margin is None else each.estimate.p_below(-each.margin / 100) for each in comparisons]
+    retention = [None if each.margin is None else each.estimate.p_above(-each.margin / 100) for each in comparisons]
     family = holm(p + [each for each in retention if each is not None])
     of_retention = iter(family[len(p) :])
     return [
@@ -149,7 +149,7 @@ def _difference(
     comparison: _Comparison, p: float, p_holm: float, p_retained: float | None, count: int, rules: Rules
 ) -> Difference:
     found, factor = comparison.estimate, 100.0 if comparison.unit == "percent" else 1.0
-    half, limit = found.margin(0.05), 1.0 if comparison.unit == "percent" else float("inf")
+    half, limit = float(found.spread.margin(0.05)), 1.0 if comparison.unit == "percent" else float("inf")
     answer = "not distinguishable" if p_holm >= FAMILY_ERROR else "better" if found.value > 0 else "worse"
     return Difference(
         comparison.candidate,
@@ -162,7 +162,7 @@ def _difference(
         p=p,
         p_holm=p_holm,
         answer=answer,
-        detectable=factor * detectable(found, count, rules.power),
+        detectable=factor * detectable(found.spread, count, rules.power),
         margin=comparison.margin,
         retained=None if p_retained is None else p_retained < FAMILY_ERROR,
     )
