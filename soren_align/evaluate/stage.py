@@ -16,7 +16,7 @@ from ..provenance import commit
 from ..recipe import Eval, Model, trains_adapter
 from ..run_folder import RunFolder
 from ..terminal import print_labelled
-from . import tables
+from . import points, tables
 from .backends import require_backend
 from .harness import ModelResults, Options, evaluate_model
 from .preflight import Row, check, planned_rows, saved_row, with_base_template
@@ -46,8 +46,8 @@ def evaluate(
     """Evaluate the models in order; write the results and return them.
 
     cache: the cache folder; None is the user's. console: for progress. notes: printed under the table.
-    Writes into `output`: results.json (as returned), table.md, scores.png, and samples/<row>/<column>.jsonl. Nothing is
-    changed there before all models are evaluated.
+    Writes into `output`: results.json (as returned), points.json, table.md, scores.png, and
+    samples/<row>/<column>.jsonl. Nothing is changed there before all models are evaluated.
     """
     console, cache, output = console or Console(), cache or default_cache_folder(), Path(output)
     names = _unique_names(rows)
@@ -77,7 +77,8 @@ def evaluate(
         "settings": evaluated[0][1].settings | _settings(suite, model_options),
         "notes": [*suite.notes, *notes],
     }
-    write_results(results, {name: each.samples for name, each in evaluated}, output)
+    samples = {name: each.samples for name, each in evaluated}
+    write_results(results, samples, output, points.text(dict(evaluated)))
     return results
 
 
