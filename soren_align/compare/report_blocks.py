@@ -4,14 +4,15 @@ All strings are plain text of unknown origin, except `Panel.svg` and `Key.svg`, 
 """
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 
 @dataclass(frozen=True)
 class Paragraph:
-    """A text; muted: an explanation under a table or a figure."""
+    """A text; lead: the verdict; muted: an explanation under a table or a figure."""
 
     text: str
-    muted: bool = False
+    kind: Literal["", "lead", "muted"] = ""
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class Table:
     rows: list[list[str]]
     num_text: int = 1
     """Columns of text on the left; the others are numbers, right-aligned."""
+    last_text: bool = False
+    """Whether the last column is text too."""
     strong: frozenset[int] = frozenset()
     """Rows with a line above: the first of each group."""
     long: bool = False

@@ -1,5 +1,6 @@
 """Numbers of the figures: mean curves over seeds, values at equal displacement, the expected best of so many trials."""
 
+import itertools
 from collections.abc import Sequence
 from math import comb, isfinite
 from statistics import fmean, median
@@ -66,9 +67,9 @@ def columns_of(points: Curve) -> tuple[list[float], list[float]]:
 
 
 def interpolate(run: Run, along: str, level: float, key: str) -> float | None:
-    """Return a quantity of a run where it first reaches a level of another, e.g. a displacement; linear between points."""
+    """Return a quantity of a run where it first reaches a level of another (a displacement), linear between points."""
     points = curve(run, along, key)
-    for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
+    for (x0, y0), (x1, y1) in itertools.pairwise(points):
         if x0 <= level <= x1:
             return y1 if x1 == x0 else y0 + (y1 - y0) * (level - x0) / (x1 - x0)
     return None
@@ -83,6 +84,11 @@ def common_level(study: Study, along: str) -> float | None:
     ]
     num = sum(bool(shown_runs(candidate)) for candidate in study.candidates)
     return min(tops) if num > 1 and min(tops) > 0 else None
+
+
+def best_of(study: Study, metrics: Sequence[float]) -> float:
+    """Return the best of some values of the selection metric."""
+    return max(metrics) if study.higher_is_better else min(metrics)
 
 
 def focus(values: Sequence[float], higher_is_better: bool) -> tuple[float, float] | None:
@@ -113,7 +119,7 @@ def expected_best(metrics: Sequence[float], higher_is_better: bool) -> list[floa
 
 
 def trial_metrics(study: Study, candidate: Candidate) -> list[float]:
-    """Return the metric of every ended trial; without a result it is the starting checkpoint's, else the worst one's."""
+    """Return the metric of every ended trial; without a result, the starting checkpoint's, else the worst one's."""
     metrics = [number(run.metric) for run in candidate.trials if run.status not in ("waiting", "running")]
     results = [metric for metric in metrics if metric is not None]
     if not results:

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 
 from .report_blocks import Panel, Panels, Paragraph
-from .report_curves import columns_of, focus
+from .report_curves import best_of, columns_of, focus
 from .report_svg import FONT, GRID, INCHES, INK, MUTED, PAPER, as_svg, look, new_panel, set_log, short
 from .report_text import (
-    BASE,
     count,
     finished,
     in_order,
@@ -18,54 +17,48 @@ from .report_text import (
     metric_text,
     number,
     reference_name,
-    reference_of,
     selected_trial,
     size,
 )
-from .study import Candidate, Run, Study
+from .study import Candidate, Difference, Run, Study
 
 MAX_PANELS = 24
 
 
-def differences_figure(study: Study) -> Panels | Paragraph:
-    """Return a panel per measure: each comparison with its interval, over the differences too small to be seen."""
-    panels = [_differences_panel(study, measure, f"d{i}") for i, measure in enumerate(measures_of(study)[:MAX_PANELS])]
-    if not panels:
-        return Paragraph("No figure of the differences: nothing was compared.", muted=True)
+def differences_figure(study: Study, reference: str, name: str) -> Panels:
+    """Return a panel per measure: the differences to one reference, over those too small to be seen."""
+    panels = []
+    for i, measure in enumerate(measures_of(study)):
+        differences = [d for d in in_order(study, [reference]) if d.measure == measure]
+        if differences:
+            panels.append(_differences_panel(study, differences, f"{name}{i}"))
     caption = (
-        "Differences with their 95% intervals; to the right is better. Filled: to the reference; hollow: to the starting"
-        " checkpoint. Grey: differences that this study could not have seen. Intervals are not corrected for the number"
-        " of comparisons, the answers are."
+        f"Differences to {reference_name(reference)} with their 95% intervals; to the right is better. Grey:"
+        " differences too small for this study to see. Filled dots: better or worse; hollow: not distinguishable."
     )
     return Panels(panels, caption)
 
 
-def _differences_panel(study: Study, measure: str, name: str) -> Panel:
-    differences = [d for d in in_order(study, [reference_of(study) or "", BASE]) if d.measure == measure]
-    unit = "percent points" if differences and differences[0].unit == "percent" else "loss"
-    about = measure_name(study, measure)
-    height = 0.75 + 0.24 * len(differences)
-    figure, axes = new_panel(about, f"difference, {unit if unit != 'loss' else about}", (INCHES[0], height))
+def _differences_panel(study: Study, differences: Sequence[Difference], name: str) -> Panel:
+    about, unit = measure_name(study, differences[0].measure), differences[0].unit
+    reference = reference_name(differences[0].reference)
+    height = 0.72 + 0.26 * len(differences)
+    label = "percent points better" if unit == "percent" else "better by"
+    figure, axes = new_panel(about, label, (INCHES[0], height))
     for y, d in enumerate(differences):
-        hollow = d.reference == BASE
-        axes.plot([-d.detectable, d.detectable], [y, y], color=GRID, linewidth=11, solid_capstyle="butt", zorder=1)
+        axes.plot([-d.detectable, d.detectable], [y, y], color=GRID, linewidth=12, solid_capstyle="butt", zorder=1)
         axes.plot([d.low, d.high], [y, y], color=INK, linewidth=1.4, zorder=3)
-        dot = {"marker": "o", "markersize": 6, "color": INK, "zorder": 4}
-        axes.plot(d.value, y, **dot, markerfacecolor=PAPER if hollow else INK)
+        face = PAPER if d.answer == "not distinguishable" else INK
+        axes.plot(d.value, y, marker="o", markersize=6, color=INK, markerfacecolor=face, zorder=4)
     axes.axvline(0, color=MUTED, linewidth=1, zorder=2)
-    labels = [f"{short(d.candidate, 14)} - {short(d.reference.replace(BASE, 'start'), 14)}" for d in differences]
-    axes.set_yticks(range(len(differences)), labels, parse_math=False)
+    axes.set_yticks(range(len(differences)), [short(d.candidate, 18) for d in differences], parse_math=False)
     axes.set_ylim(len(differences) - 0.5, -0.5)
     axes.grid(visible=False, axis="y")
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
     axes.locator_params(axis="x", nbins=5)
-    words = "; ".join(
-        f"{d.candidate} to {reference_name(d.reference)} {size(d.value, d.unit)} [{size(d.low, d.unit)},"
-        f" {size(d.high, d.unit)}]"
-        for d in differences
-    )
-    alt = f"Differences on {about}: {words}."
+    words = [f"{d.candidate} {size(d.value, unit)} [{size(d.low, unit)}, {size(d.high, unit)}]" for d in differences]
+    alt = f"Differences on {about} to {reference}: {'; '.join(words)}."
     return Panel(as_svg(figure, name, alt), alt)
 
 
@@ -77,7 +70,7 @@ def sensitivity_figure(study: Study) -> Panels | Paragraph:
     limits = focus(values, study.higher_is_better)
     if not keys or limits is None:
         return Paragraph(
-            "No figure of the search: fewer than two trials finished, or nothing was searched.", muted=True
+            "No figure of the search: fewer than two trials finished, or nothing was searched.", kind="muted"
         )
     pairs = [(key, number, candidate) for key in keys for number, candidate in enumerate(study.candidates)]
     panels = [
@@ -108,61 +101,47 @@ def _free_keys(trials: Sequence[Run]) -> list[str]:
 def _sensitivity_panel(
     study: Study, candidate: Candidate, key: str, style: dict, limits: tuple[float, float], name: str
 ) -> Panel:
-    figure, axes = new_panel(f"{candidate.name}: {metric_name(study)}", key)
+    figure, axes = new_panel(f"{candidate.name}: {metric_name(study)}", key, pad=15)
     everywhere = [run for each in study.candidates for run in each.trials]
-    xs = [run.parameters[key] for run in everywhere if key in run.parameters]
-    set_log(axes, min(xs), max(xs))
+    set_log(axes, [run.parameters[key] for run in everywhere if key in run.parameters])
     own = [run for run in candidate.trials if key in run.parameters]
     results = sorted((run.parameters[key], run.metric) for run in finished(own) if run.metric is not None)
-    worst = limits[0] if study.higher_is_better else limits[1]
     inside = [(x, y) for x, y in results if limits[0] <= y <= limits[1]]
     beyond = [x for x, y in results if not limits[0] <= y <= limits[1]]
     alone = len(_free_keys(own)) == 1  # else a line would join settings that differ in other keys
     axes.plot(*columns_of(inside), **{**style, "linestyle": "-" if alone else ""}, linewidth=1, markersize=5)
-    marker = "v" if study.higher_is_better else "^"
-    axes.plot(
-        beyond, [worst] * len(beyond), linestyle="", marker=marker, markersize=7, color=style["color"], clip_on=False
-    )
-    best = (max if study.higher_is_better else min)(
-        run.metric for run in finished(everywhere) if run.metric is not None
-    )
-    axes.axhline(best, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
+    worst, marker = (limits[0], "v") if study.higher_is_better else (limits[1], "^")
+    triangles = {"linestyle": "", "marker": marker, "markersize": 7, "color": style["color"], "clip_on": False}
+    axes.plot(beyond, [worst] * len(beyond), **triangles)
+    best = best_of(study, [run.metric for run in finished(everywhere) if run.metric is not None])
+    axes.axhline(best, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))  # pyright: ignore[reportArgumentType]
     _mark_selected(axes, candidate, key)
-    num_lost = _mark_lost(axes, own, key)
-    axes.set_ylim(*limits)
-    room = (max(xs) / min(xs)) ** 0.05 if axes.get_xscale() == "log" else 0
-    axes.set_xlim(*((min(xs) / room, max(xs) * room) if room else axes.get_xlim()))
-    quality = (
-        f"best {metric_text((max if study.higher_is_better else min)(y for _, y in results))}" if results else "none"
-    )
+    lost = _mark_lost(axes, own, key)
+    axes.set_ylim(limits[0] - 0.1 * (limits[1] - limits[0]), limits[1])
     chosen = selected_trial(candidate)
-    at = f", selected at {chosen.parameters[key]:.3g}" if chosen and key in chosen.parameters else ""
-    alt = f"{metric_name(study)} of {candidate.name} against {key}: {count(len(results), 'finished trial')}, {quality}{at}; {num_lost} without a result."
+    words = [count(len(results), "finished trial")]
+    words += [f"best {metric_text(best_of(study, [y for _, y in results]))}"] if results else []
+    words += [f"selected {chosen.parameters[key]:.3g}"] if chosen and key in chosen.parameters else []
+    alt = f"{metric_name(study)} of {candidate.name} against {key}: {', '.join([*words, *lost])}."
     return Panel(as_svg(figure, name, alt), alt)
 
 
 def _mark_selected(axes: Axes, candidate: Candidate, key: str) -> None:
     run = selected_trial(candidate)
-    if run is None or number(run.metric) is None or key not in run.parameters:
+    if run is None or (y := number(run.metric)) is None or key not in run.parameters:
         return
-    x, y = run.parameters[key], run.metric
+    x = run.parameters[key]
     axes.plot(x, y, marker="o", markersize=12, markerfacecolor="none", color=INK, markeredgewidth=1.4)
-    text = {"xytext": (0, 11), "textcoords": "offset points", "ha": "center", "fontsize": FONT, "color": INK}
+    text = {"xytext": (0, -17), "textcoords": "offset points", "ha": "center", "fontsize": FONT, "color": INK}
     axes.annotate(f"{x:.3g}", (x, y), **text)  # pyright: ignore[reportArgumentType]
 
 
-def _mark_lost(axes: Axes, runs: Sequence[Run], key: str) -> int:
-    """Mark the trials without a result above the panel, and return their number."""
-    num = 0
+def _mark_lost(axes: Axes, runs: Sequence[Run], key: str) -> list[str]:
+    """Mark the trials without a result above the panel, and return their numbers."""
+    words = []
     for status, marker in (("diverged", "x"), ("failed", "+"), ("pruned", "_")):
         xs = [run.parameters[key] for run in runs if run.status == status]
-        place = {"transform": axes.get_xaxis_transform(), "clip_on": False}
-        axes.plot(
-            xs, [1.035] * len(xs), linestyle="", marker=marker, markersize=7, color=INK, markeredgewidth=1.6, **place
-        )
-        num += len(xs)
-    if num:
-        axes.set_title(
-            axes.get_title(loc="left"), loc="left", fontsize=FONT, fontweight="bold", pad=15, parse_math=False
-        )
-    return num
+        place = {"transform": axes.get_xaxis_transform(), "clip_on": False, "linestyle": ""}
+        axes.plot(xs, [1.035] * len(xs), marker=marker, markersize=7, color=INK, markeredgewidth=1.6, **place)
+        words += [f"{len(xs)} {status}"] if xs else []
+    return words

@@ -27,7 +27,7 @@ from .report_text import (
 from .study import Run, Study
 
 Figure = Panels | Paragraph
-DISPLACEMENT = "||W - W0|| / ||W0||"
+DISPLACEMENT = "displacement ||W - W0|| / ||W0||"
 KL = "KL to the start, nats per token"
 RETENTION = "rise of the retention loss"
 
@@ -60,8 +60,8 @@ def front_figure(study: Study) -> Figure:
     names += [f"{about} against KL", "retention loss against KL"]
     missing = [name for panel, name in zip(panels, names, strict=True) if panel is None]
     caption = (
-        "Gain on the task against what was forgotten, from the starting checkpoint (0, 0); large markers: the ends of the"
-        " runs. An optimizer is ahead where it forgets less at an equal gain, displacement or KL."
+        "Gain on the task against what was forgotten, from the starting checkpoint (0, 0); large markers: the ends of"
+        " the runs. An optimizer is ahead where it forgets less at an equal gain, displacement or KL."
     )
     return panels_or_sentence(study, panels, caption, missing, "the front", "f")
 
@@ -146,7 +146,7 @@ def _along(study: Study, title: str, y: str, x: str, label: str, name: str) -> P
 def lines_panel(
     study: Study, title: str, label: str, lines: dict[int, list[Curve]], name: str, *, cut: bool
 ) -> Panel | None:
-    """Return a panel with thin lines for runs and a line with markers for their mean, the last curve of each candidate."""
+    """Return a panel with thin lines for runs and a line with markers for their mean, each candidate's last curve."""
     lines = {i: curves for i, curves in lines.items() if curves and len(curves[-1]) > 1}
     if not lines:
         return None
@@ -184,7 +184,7 @@ def panels_or_sentence(
     """Return the panels that there are with a legend; without any, a sentence."""
     drawn = [panel for panel in panels if panel is not None]
     if not drawn:
-        return Paragraph(f"No figure of {about}: no finished run measured what it needs.", muted=True)
+        return Paragraph(f"No figure of {about}: no finished run measured what it needs.", kind="muted")
     if missing:
         caption += f" Not measured: {', '.join(missing)}."
     legend = [Key(swatch(i, f"{name}k{i}"), each.name) for i, each in enumerate(study.candidates)]

@@ -43,7 +43,7 @@ def _block(block: Block) -> str:
 
 @_block.register
 def _(block: Paragraph) -> str:
-    return f"<p{' class=muted' if block.muted else ''}>{_text(block.text)}</p>"
+    return f"<p{f' class={block.kind}' if block.kind else ''}>{_text(block.text)}</p>"
 
 
 @_block.register
@@ -75,6 +75,8 @@ def _(block: Table) -> str:
 
 
 def _side(block: Table, column: int) -> str:
+    if block.last_text and column == len(block.head) - 1:
+        return " class=text"
     return " class=number" if column >= block.num_text else ""
 
 
@@ -83,8 +85,9 @@ def _(block: Panels) -> str:
     keys = "".join(f"<li>{key.svg}{_text(key.name)}</li>" for key in block.legend)
     legend = f'<ul class="legend">{keys}</ul>' if keys else ""
     panels = "".join(f'<div class="panel">{panel.svg}</div>' for panel in block.panels)
+    across = 2 if len(block.panels) in (2, 4) else 3
     caption = f"<figcaption>{_text(block.caption)}</figcaption>"
-    return f'<figure>{legend}<div class="panels">{panels}</div>{caption}</figure>'
+    return f'<figure>{legend}<div class="panels across{across}">{panels}</div>{caption}</figure>'
 
 
 @_block.register

@@ -40,7 +40,7 @@ def _(block: Paragraph) -> str:
 
 @_block.register
 def _(block: Items) -> str:
-    items = "\n".join(f"- **{_text(item.lead)}**{_text(item.text)}" for item in block.items)
+    items = "\n".join(f"- {f'**{_text(item.lead)}**' if item.lead else ''}{_text(item.text)}" for item in block.items)
     return f"### {_text(block.title)}\n\n{items}" if block.title else items
 
 
@@ -51,7 +51,8 @@ def _(block: Alert) -> str:
 
 @_block.register
 def _(block: Table) -> str:
-    rule = "".join("---|" if i < block.num_text else "---:|" for i in range(len(block.head)))
+    num_left = len(block.head) - block.last_text
+    rule = "".join("---:|" if block.num_text <= i < num_left else "---|" for i in range(len(block.head)))
     rows = [f"| {' | '.join(map(_cell, row))} |" for row in (block.head, *block.rows)]
     return "\n".join([rows[0], f"|{rule}", *rows[1:]])
 

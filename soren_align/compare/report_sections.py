@@ -4,42 +4,31 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .report_blocks import Alert, Block, Code, Item, Items, Page, Paragraph, Section, Table
+from .report_blocks import Block, Code, Item, Items, Page, Paragraph, Section, Table
 from .report_curves import common_level, curve, interpolate, shown_runs, start
-from .report_dots import differences_figure, sensitivity_figure
+from .report_dots import sensitivity_figure
 from .report_figures import curves_figure, front_figure, tuning_figure
 from .report_spectra import spectra_figure
 from .report_text import (
-    BASE,
-    comparison,
     count,
     duration,
-    finished,
-    headline,
-    in_order,
     listed,
-    measure_name,
-    measures_of,
     memory,
     metric_name,
     metric_text,
-    no_verdict,
     number,
-    p_value,
-    reference_of,
     selected_trial,
-    signed,
-    size,
     spread,
 )
-from .study import Candidate, Difference, Run, Study
+from .report_verdict import score_blocks, verdict_blocks
+from .study import Run, Study
 
 
 def report_page(study: Study, folder: Path) -> Page:
     """Return the report of a study; spectra are read from its run folders in `folder`, all else from the study."""
     sections = [
-        Section("Verdict", _verdict(study)),
-        Section("Scores and differences", _tables(study)),
+        Section("Verdict", verdict_blocks(study)),
+        Section("Scores and differences", score_blocks(study)),
         Section("Sensitivity to the settings", [sensitivity_figure(study), *_edges(study)]),
         Section("Along the runs", [curves_figure(study)]),
         Section("Gain against forgetting", [front_figure(study), *_matched(study)]),
@@ -48,7 +37,7 @@ def report_page(study: Study, folder: Path) -> Page:
         Section("Time and memory", [_costs(study)]),
         Section("Contamination", _contamination(study)),
         Section("How this conclusion could be wrong", _cautions(study)),
-        Section("Every run", [_runs(study), Paragraph("The same with more columns: trials.csv.", muted=True)]),
+        Section("Every run", [_runs(study), Paragraph("The same with more columns: trials.csv.", kind="muted")]),
         Section("To repeat it", _repeat(study)),
     ]
     return Page(study.name, _subtitle(study), sections)
@@ -68,108 +57,6 @@ def _subtitle(study: Study) -> str:
         f"{count(len(study.candidates), 'optimizer')} on {study.file.get('recipe', 'one recipe')}: {each} trials each"
         f" ({len(ended)} of {len(trials)} ended{without}), selected by {metric_name(study)}, then compared on {fresh}."
     )
-
-
-def _verdict(study: Study) -> list[Block]:
-    if study.problems:
-        return [
-            Alert("No verdict: the runs cannot be compared", study.problems),
-            Paragraph("The figures and tables below show the runs as they are; they do not support a conclusion."),
-        ]
-    if not study.differences:
-        return [Paragraph(no_verdict(study))]
-    blocks: list[Block] = [Paragraph(sentence) for sentence in headline(study)]
-    blocks.append(differences_figure(study))
-    reference = reference_of(study)
-    titles = {reference: f"Against {reference}", BASE: "Against the starting checkpoint"}
-    for name in dict.fromkeys([reference, BASE, *(d.reference for d in study.differences)]):
-        if name is not None and (differences := in_order(study, [name])):
-            items = [comparison(study, d) for d in differences]
-            blocks.append(Items(items, titles.get(name, f"Against {name}")))
-    num = len(study.differences)
-    blocks.append(
-        Paragraph(
-            f"Intervals are over seeds and questions; p-values are corrected for {count(num, 'comparison')} by Holm's"
-            " method, intervals are not. Positive differences are better, whatever the measure's direction.",
-            muted=True,
-        )
-    )
-    return blocks
-
-
-def _tables(study: Study) -> list[Block]:
-    """Return the scores with the starting checkpoint's as the first row, and every difference."""
-    columns = [
-        *dict.fromkeys([*(study.base_scores or {}), *(c for run in _verdict_runs(study) for c in run.scores or {})])
-    ]
-    begin = start(study, "metric")
-    base = [
-        metric_text(begin),
-        *(f"{study.base_scores[c]:.1f}" if c in (study.base_scores or {}) else "-" for c in columns),
-    ]  # pyright: ignore[reportOptionalSubscript]
-    rows = [["starting checkpoint", "", "-", *base]]
-    for candidate in study.candidates:
-        runs = finished(candidate.verdict)
-        metrics = spread([run.metric for run in runs if run.metric is not None], 4)
-        scores = [spread([run.scores[c] for run in runs if run.scores and c in run.scores], 1) for c in columns]
-        rows.append([candidate.name, _selected(candidate), str(len(runs)), metrics, *scores])
-    blocks: list[Block] = [
-        Table(["", "selected setting", "runs", metric_name(study), *columns], rows, num_text=2),
-        Paragraph("Mean ± standard deviation over the seeds of the verdict; scores in percent.", muted=True),
-    ]
-    if study.differences and not study.problems:
-        blocks.append(_differences(study))
-    return blocks
-
-
-def _verdict_runs(study: Study) -> list[Run]:
-    return [run for candidate in study.candidates for run in finished(candidate.verdict)]
-
-
-def _selected(candidate: Candidate) -> str:
-    trial = selected_trial(candidate)
-    return "none" if trial is None else "\n".join(f"{key} {value:.3g}" for key, value in trial.parameters.items())
-
-
-def _differences(study: Study) -> Table:
-    """Return a row per measure and comparison."""
-    references = [*dict.fromkeys([reference_of(study) or "", BASE, *(d.reference for d in study.differences)])]
-    by_measure = sorted(
-        in_order(study, references), key=lambda d: (measures_of(study).index(d.measure), references.index(d.reference))
-    )
-    rows, strong, measure = [], set(), None
-    for i, d in enumerate(by_measure):
-        if d.measure != measure:
-            strong.add(i)
-        name = "" if d.measure == measure else measure_name(study, d.measure)
-        measure = d.measure
-        rows.append([name, d.candidate, "start" if d.reference == BASE else d.reference, d.answer, *_numbers(d)])
-    head = [
-        "measure",
-        "candidate",
-        "against",
-        "answer",
-        "difference",
-        "95% interval",
-        "Holm's p",
-        "could have seen",
-        "retained",
-    ]
-    return Table(head, rows, num_text=4, strong=frozenset(strong))
-
-
-def _numbers(d: Difference) -> list[str]:
-    interval = f"[{signed(d.low, d.unit)}, {signed(d.high, d.unit)}]"
-    retained = "-"
-    if d.retained is not None and d.margin is not None:
-        retained = f"{'yes' if d.retained else 'not shown'}, margin {size(d.margin, d.unit)}"
-    return [
-        signed(d.value, d.unit),
-        interval,
-        p_value(d.p_holm).removeprefix("p "),
-        size(d.detectable, d.unit),
-        retained,
-    ]
 
 
 def _edges(study: Study) -> list[Block]:
@@ -200,14 +87,14 @@ def _matched(study: Study) -> list[Block]:
             columns.append((along, level, "retention_loss", begin))
     if not columns:
         return [
-            Paragraph("No matched comparison: displacement was measured for fewer than two candidates.", muted=True)
+            Paragraph("No matched comparison: displacement was measured for fewer than two candidates.", kind="muted")
         ]
     rows = [[candidate.name, *_matched_row(shown_runs(candidate), columns)] for candidate in study.candidates]
     note = (
-        "Matched: the values where each run first reaches the largest displacement (or KL) that all runs reach. A run that"
-        " moves further is seen there before its schedule has ended, with a learning rate that is still high."
+        "Matched: the values where each run first reaches the largest displacement (or KL) that all runs reach. A run"
+        " that moves further is seen there before its schedule has ended, with a learning rate that is still high."
     )
-    return [Table(head, rows), Paragraph(note, muted=True)]
+    return [Table(head, rows), Paragraph(note, kind="muted")]
 
 
 def _matched_row(runs: list[Run], columns: list[tuple[str, float, str, float]]) -> list[str]:
@@ -215,7 +102,7 @@ def _matched_row(runs: list[Run], columns: list[tuple[str, float, str, float]]) 
     for along, level, key, zero in columns:
         if key == "metric":
             ends = [points[-1][0] for run in runs if (points := curve(run, along, key))]
-            cells.append(f"{sum(ends) / len(ends):.3g}" if ends else "-")
+            cells.append(metric_text(sum(ends) / len(ends)) if ends else "-")
         values = [value - zero for run in runs if (value := interpolate(run, along, level, key)) is not None]
         cells.append(spread(values, 4))
     return cells
@@ -245,7 +132,7 @@ def _contamination(study: Study) -> list[Block]:
     rows = [[name, *(_cell(each.get(key)) for key in keys)] for name, each in counts.items()]
     others = [f"{name}: {_cell(each)}." for name, each in study.contamination.items() if name not in counts]
     table = [Table(["", *(key.replace("_", " ") for key in keys)], rows)] if rows else []
-    return [*table, *(Paragraph(line, muted=True) for line in others)]
+    return [*table, *(Paragraph(line, kind="muted") for line in others)]
 
 
 def _cell(value: Any) -> str:
@@ -257,10 +144,10 @@ def _cell(value: Any) -> str:
 
 
 def _cautions(study: Study) -> list[Block]:
-    items = [Item(caution, "", "caution") for caution in study.cautions]
+    items = [Item("", caution, "caution") for caution in study.cautions]
     general = (
-        "It holds for this model, these data, this schedule and these search spaces: a longer training, a larger model or"
-        " other spaces may order the optimizers differently."
+        "It holds for this model, these data, this schedule and these search spaces: a longer training, a larger model"
+        " or other spaces may order the optimizers differently."
     )
     none = (
         []
@@ -289,7 +176,7 @@ def _runs(study: Study) -> Table:
         ]
         rows.append(cells)
     head = ["", "run", "status", "seed", *keys, metric_name(study), "time", "peak memory", "reason"]
-    return Table(head, rows, num_text=3, strong=frozenset(strong), long=True)
+    return Table(head, rows, num_text=3, strong=frozenset(strong), last_text=True, long=True)
 
 
 def _repeat(study: Study) -> list[Block]:
@@ -323,7 +210,7 @@ def _identities(study: Study) -> list[Block]:
     note = "Equal for all runs with a seed, or each candidate's where they differ; the whole hashes are in study.json."
     return [
         Table(["seed", *(key.replace("_", " ") for key in keys)], rows, num_text=1 + len(keys)),
-        Paragraph(note, muted=True),
+        Paragraph(note, kind="muted"),
     ]
 
 

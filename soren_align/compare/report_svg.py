@@ -5,6 +5,7 @@ stays text, without a font. The same data give the same bytes.
 """
 
 import re
+from collections.abc import Sequence
 from io import StringIO
 from math import log10
 from typing import Any
@@ -38,13 +39,14 @@ def look(number: int) -> dict[str, Any]:
     return {"color": color, "linestyle": _DASHES[number % len(_DASHES)], "marker": _MARKERS[number % len(_MARKERS)]}
 
 
-def new_panel(title: str, x_label: str, inches: tuple[float, float] = INCHES) -> tuple[Figure, Axes]:
+def new_panel(title: str, x_label: str, inches: tuple[float, float] = INCHES, pad: float = 5) -> tuple[Figure, Axes]:
     """Return an empty panel. The quantity on its y axis stands above it, where a page is read first."""
     figure = Figure(figsize=inches, layout="constrained")
     FigureCanvasSVG(figure)
     axes = figure.subplots()
-    axes.set_title(short(title, 52), loc="left", fontsize=FONT, color=INK, fontweight="bold", parse_math=False)
-    axes.set_xlabel(short(x_label, 52), fontsize=FONT, color=INK, parse_math=False)
+    font = {"fontsize": FONT, "color": INK, "parse_math": False}
+    axes.set_title(short(title, 52), loc="left", fontweight="bold", pad=pad, **font)
+    axes.set_xlabel(short(x_label, 52), **font)
     axes.tick_params(labelsize=FONT - 0.5, labelcolor=INK, color=MUTED, length=3)
     axes.patch.set_visible(False)
     axes.grid(color=GRID, linewidth=0.6)
@@ -55,8 +57,9 @@ def new_panel(title: str, x_label: str, inches: tuple[float, float] = INCHES) ->
     return figure, axes
 
 
-def set_log(axes: Axes, low: float, high: float) -> None:
+def set_log(axes: Axes, values: Sequence[float]) -> None:
     """Give the x axis a logarithmic scale, with numbers as a recipe has them, if the values span a factor of 3."""
+    low, high = min(values), max(values)
     if not 0 < 3 * low <= high:
         axes.xaxis.set_major_locator(MaxNLocator(5))
         return
@@ -66,6 +69,8 @@ def set_log(axes: Axes, low: float, high: float) -> None:
     axes.xaxis.set_major_locator(LogLocator(subs=subs))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    room = (high / low) ** 0.06
+    axes.set_xlim(low / room, high * room)
 
 
 def swatch(number: int, name: str) -> str:

@@ -45,6 +45,22 @@ def measures_of(study: Study) -> list[str]:
     return [*first, *(name for name in names if name not in first)]
 
 
+def columns_of_suite(study: Study) -> list[str]:
+    """Return the columns of the suite: the average first, as the measures are."""
+    names = dict.fromkeys(study.base_scores or {})
+    for candidate in study.candidates:
+        for run in candidate.verdict:
+            names |= dict.fromkeys(run.scores or {})
+    return sorted(names, key=lambda name: name != "average")
+
+
+def references_of(study: Study) -> list[str]:
+    """Return the references of all differences: the named candidate first, then the starting checkpoint."""
+    names = {d.reference for d in study.differences}
+    first = [name for name in (reference_of(study), BASE) if name in names]
+    return [*first, *sorted(names - set(first))]  # pyright: ignore[reportReturnType]
+
+
 def in_order(study: Study, references: Iterable[str]) -> list[Difference]:
     """Return the differences to these references: by reference, measure and candidate."""
     measures, names = measures_of(study), [candidate.name for candidate in study.candidates]
@@ -53,42 +69,63 @@ def in_order(study: Study, references: Iterable[str]) -> list[Difference]:
     return sorted(chosen, key=lambda d: (order[d.reference], measures.index(d.measure), names.index(d.candidate)))
 
 
-def comparison(study: Study, d: Difference) -> Item:
-    """Return the sentence of one comparison: its answer, the difference, and for an open one what could be seen."""
-    about, reference = measure_name(study, d.measure), reference_name(d.reference)
-    numbers = f"95% interval {{}} to {{}}; {p_value(d.p_holm)}"
+def comparisons(study: Study, reference: str, *, most: int | None = None) -> list[Item]:
+    """Return a sentence for each candidate compared with a reference: the answers by measure, then the numbers.
+
+    most: so many measures have numbers.
+    """
+    by_candidate: dict[str, list[Difference]] = {}
+    for d in in_order(study, [reference]):
+        by_candidate.setdefault(d.candidate, []).append(d)
+    return [_comparison(study, each, most) for each in by_candidate.values()]
+
+
+def _comparison(study: Study, differences: Sequence[Difference], most: int | None) -> Item:
+    first = differences[0]
+    reference = reference_name(first.reference)
+    parts = []
+    for answer in ("better", "worse", "not distinguishable"):
+        measures = [measure_name(study, d.measure) for d in differences if d.answer == answer]
+        if measures:
+            parts.append(f"{answer} {_than(answer)} {'it' if parts else reference} on {listed(measures)}")
+    numbers = "; ".join(_numbers(study, d, "95% interval " if d is first else "") for d in differences[:most])
+    kind = "open" if first.answer == "not distinguishable" else first.answer
+    text = f": {numbers}.{''.join(_retention(study, d) for d in differences)}"
+    return Item(f"{first.candidate} is {listed(parts)}", text, kind)
+
+
+def _than(answer: str) -> str:
+    return "from" if answer == "not distinguishable" else "than"
+
+
+def _numbers(study: Study, d: Difference, label: str) -> str:
+    """Return a difference with its interval and p; of one that is open, the difference that could be seen."""
+    unit = _points(d.unit)
+    seen = ""
     if d.answer == "not distinguishable":
-        text = (
-            f": difference {signed(d.value, d.unit)}{_points(d)} ({numbers.format(signed(d.low, d.unit), signed(d.high, d.unit))})."
-            f" This study could have seen {size(d.detectable, d.unit)}{_points(d)} with {power_of(study):.0%} power."
-        )
-        item = Item(f"{d.candidate} and {reference} are not distinguishable on {about}", text, "open")
-    else:
-        ends = (d.low, d.high) if d.value >= 0 else (-d.high, -d.low)
-        text = f" by {size(abs(d.value), d.unit)}{_points(d)} ({numbers.format(*(size(end, d.unit) for end in ends))})."
-        item = Item(f"{d.candidate} is {d.answer} than {reference} on {about}", text, d.answer)
-    return Item(item.lead, item.text + _retention(d), item.kind)
+        whose, power = ("this study ", f" with {power_of(study):.0%} power") if label else ("", "")
+        seen = f"; {whose}could have seen {size(d.detectable, d.unit)}{unit}{power}"
+    interval = f"{label}{signed(d.low, d.unit)} to {signed(d.high, d.unit)}"
+    name = measure_name(study, d.measure)
+    return f"{name} {signed(d.value, d.unit)}{unit} ({interval}, {p_value(d.p_holm)}{seen})"
 
 
-def _retention(d: Difference) -> str:
+def _retention(study: Study, d: Difference) -> str:
     if d.margin is None or d.retained is None:
         return ""
-    loss = f"less than the margin of {size(d.margin, d.unit)}{_points(d)}"
-    return (
-        f" Retained: it loses {loss}."
-        if d.retained
-        else f" Retention is not shown: it may lose more than the margin of {size(d.margin, d.unit)}{_points(d)}."
-    )
+    name, margin = measure_name(study, d.measure), f"{size(d.margin, d.unit)}{_points(d.unit)}"
+    if d.retained:
+        return f" On {name} nothing is lost beyond the margin of {margin}."
+    return f" It is not shown that the loss on {name} stays within the margin of {margin}."
 
 
 def headline(study: Study) -> list[str]:
     """Return the verdict in at most two sentences: the first measure against the reference and against the start."""
     sentences = []
-    for reference in (reference_of(study), BASE):
-        differences = in_order(study, [reference] if reference else [])
-        if differences:
-            measure = differences[0].measure
-            sentences.append(_answers(study, measure, [d for d in differences if d.measure == measure]))
+    for reference in references_of(study)[:2]:
+        differences = in_order(study, [reference])
+        measure = differences[0].measure
+        sentences.append(_answers(study, measure, [d for d in differences if d.measure == measure]))
     return sentences
 
 
@@ -100,13 +137,13 @@ def _answers(study: Study, measure: str, differences: Sequence[Difference]) -> s
         names = [d.candidate for d in differences if d.answer == answer]
         if names:
             verb = "is" if len(names) == 1 else "are"
-            parts.append(f"{listed(names)} {verb} {answer} {'from' if answer[0] == 'n' else 'than'} {reference}")
+            parts.append(f"{listed(names)} {verb} {answer} {_than(answer)} {reference}")
     unseen = [d.detectable for d in differences if d.answer == "not distinguishable"]
     seen = ""
     if unseen:
         unit, low, high = differences[0].unit, min(unseen), max(unseen)
         words = size(high, unit) if size(low, unit) == size(high, unit) else f"{size(low, unit)} to {size(high, unit)}"
-        seen = f", and this study could have seen {words}{_points(differences[0])}"
+        seen = f", and this study could have seen a difference of {words}{_points(unit)}"
     return f"On {measure_name(study, measure)}, {'; '.join(parts)}{seen}."
 
 
@@ -144,8 +181,8 @@ def signed(value: float, unit: str) -> str:
     return text if text.startswith("-") else f"+{text}"
 
 
-def _points(d: Difference) -> str:
-    return " points" if d.unit == "percent" else ""
+def _points(unit: str) -> str:
+    return " points" if unit == "percent" else ""
 
 
 def p_value(p: float) -> str:

@@ -14,15 +14,14 @@ from .report_html import page_html
 from .report_markdown import page_markdown
 from .report_sections import report_page
 from .report_text import (
-    BASE,
-    comparison,
+    columns_of_suite,
+    comparisons,
     finished,
     headline,
-    in_order,
     metric_name,
     metric_text,
     no_verdict,
-    reference_of,
+    references_of,
     spread,
 )
 from .study import Study
@@ -41,15 +40,14 @@ def write_report(study: Study, folder: Path) -> None:
 
 def terminal_verdict(study: Study) -> Group:
     """Return the verdict for a terminal of 80 columns: the scores, each comparison, and faults or cautions."""
-    parts: list[Any] = [Text(study.name, style="bold"), _scores(study), Text()]
+    parts: list[Any] = [Text(study.name, style="bold"), Text(), _scores(study), Text()]
     if study.problems:
         parts.append(Text("No verdict: the runs cannot be compared", style="bold red"))
         return Group(*parts, *(_point(problem, style="red") for problem in study.problems))
     if not study.differences:
         parts.append(Text(no_verdict(study)))
     parts += [Text(f"{sentence}\n", style="bold") for sentence in headline(study)]
-    for d in in_order(study, [name for name in (reference_of(study), BASE) if name]):
-        item = comparison(study, d)
+    for item in (item for name in references_of(study) for item in comparisons(study, name, most=1)):
         parts.append(_point(Text.assemble((item.lead, STYLES[item.kind]), item.text)))
     if study.cautions:
         parts += [Text("\nHow this conclusion could be wrong", style="bold"), *map(_point, study.cautions)]
@@ -58,14 +56,17 @@ def terminal_verdict(study: Study) -> Group:
 
 def _scores(study: Study) -> Table:
     """Return the metric and as many columns of the suite as fit, the starting checkpoint first."""
-    scores = study.base_scores or {}
-    columns = [name for name in ("average", *scores) if name in scores]
-    columns = [*dict.fromkeys(columns)][:3]
+    base = study.base_scores or {}
+    columns = columns_of_suite(study)[:3]
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("", overflow="fold")
     for name in (metric_name(study), *columns):
         table.add_column(name, justify="right", overflow="fold")
-    table.add_row("start", metric_text(start(study, "metric")), *(f"{scores[name]:.1f}" for name in columns))
+    table.add_row(
+        "start",
+        metric_text(start(study, "metric")),
+        *(f"{base[name]:.1f}" if name in base else "-" for name in columns),
+    )
     for candidate in study.candidates:
         runs = finished(candidate.verdict)
         metric = spread([run.metric for run in runs if run.metric is not None], 4)

@@ -3,6 +3,7 @@
 import csv
 from io import StringIO
 
+from ..errors import printable
 from .report_text import selected_trial
 from .study import Study
 
@@ -32,4 +33,7 @@ def trials_csv(study: Study) -> str:
 
 def _safe(value: object) -> object:
     """Return a value that no spreadsheet reads as a formula: a text that starts like one gets an apostrophe."""
-    return f"'{value}" if isinstance(value, str) and value.lstrip().startswith(("=", "+", "-", "@")) else value
+    if not isinstance(value, str):
+        return value
+    text = printable(value)
+    return f"'{text}" if text.lstrip().startswith(("=", "+", "-", "@")) else text
