@@ -1,0 +1,230 @@
+"""The sections of a report, in the order of a reader's questions: the verdict first, then all that it is made of."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from .report_blocks import Block, Code, Item, Items, Page, Paragraph, Section, Table
+from .report_curves import common_level, curve, interpolate, shown_runs, start
+from .report_dots import sensitivity_figure
+from .report_figures import curves_figure, front_figure, tuning_figure
+from .report_spectra import spectra_figure
+from .report_text import (
+    count,
+    duration,
+    listed,
+    memory,
+    metric_name,
+    metric_text,
+    number,
+    selected_trial,
+    spread,
+)
+from .report_verdict import score_blocks, verdict_blocks
+from .study import Run, Study
+
+
+def report_page(study: Study, folder: Path) -> Page:
+    """Return the report of a study; spectra are read from its run folders in `folder`, all else from the study."""
+    sections = [
+        Section("Verdict", verdict_blocks(study)),
+        Section("Scores and differences", score_blocks(study)),
+        Section("Sensitivity to the settings", [sensitivity_figure(study), *_edges(study)]),
+        Section("Along the runs", [curves_figure(study)]),
+        Section("Gain against forgetting", [front_figure(study), *_matched(study)]),
+        Section("How much tuning", [tuning_figure(study)]),
+        Section("Spectra", [spectra_figure(study, folder)]),
+        Section("Time and memory", [_costs(study)]),
+        Section("Contamination", _contamination(study)),
+        Section("How this conclusion could be wrong", _cautions(study)),
+        Section("Every run", [_runs(study), Paragraph("The same with more columns: trials.csv.", kind="muted")]),
+        Section("To repeat it", _repeat(study)),
+    ]
+    return Page(study.name, _subtitle(study), sections)
+
+
+def _subtitle(study: Study) -> str:
+    """Return the study in one sentence: the recipe, the candidates, their trials, the seeds."""
+    trials = [run for candidate in study.candidates for run in candidate.trials]
+    ended = [run for run in trials if run.status not in ("waiting", "running")]
+    lost = [run for run in ended if run.status != "finished"]
+    numbers = sorted({len(candidate.trials) for candidate in study.candidates})
+    each = " or ".join(map(str, numbers)) or "no"
+    seeds = sorted({run.seed for candidate in study.candidates for run in candidate.verdict})
+    fresh = f"{count(len(seeds), 'fresh seed')} ({', '.join(map(str, seeds))})" if seeds else "no fresh seeds yet"
+    without = f", {len(lost)} of them without a result" if lost else ""
+    return (
+        f"{count(len(study.candidates), 'optimizer')} on {study.file.get('recipe', 'one recipe')}: {each} trials each"
+        f" ({len(ended)} of {len(trials)} ended{without}), selected by {metric_name(study)}, then compared on {fresh}."
+    )
+
+
+def _edges(study: Study) -> list[Block]:
+    items = [
+        Item(
+            f"{candidate.name}: {key}",
+            f" was selected at the {end} end of its space; a better value may lie outside.",
+            "caution",
+        )
+        for candidate in study.candidates
+        for key, end in candidate.at_edge.items()
+    ]
+    return [Items(items)] if items else []
+
+
+def _matched(study: Study) -> list[Block]:
+    """Return the candidates at equal displacement and at equal KL: interpolated along their runs."""
+    begin = start(study, "retention_loss")
+    head, columns = [""], []
+    for along, label in (("relative_change", "displacement"), ("kl_to_start", "KL")):
+        level = common_level(study, along)
+        if level is None:
+            continue
+        head += [f"{label} at the end", f"{metric_name(study)} at {label} {level:.3g}"]
+        columns.append((along, level, "metric", 0.0))
+        if begin is not None:
+            head.append(f"rise of the retention loss at {label} {level:.3g}")
+            columns.append((along, level, "retention_loss", begin))
+    if not columns:
+        return [
+            Paragraph("No matched comparison: displacement was measured for fewer than two candidates.", kind="muted")
+        ]
+    rows = [[candidate.name, *_matched_row(shown_runs(candidate), columns)] for candidate in study.candidates]
+    note = (
+        "Matched: the values where each run first reaches the largest displacement (or KL) that all runs reach. A run"
+        " that moves further is seen there before its schedule has ended, with a learning rate that is still high."
+    )
+    return [Table(head, rows), Paragraph(note, kind="muted")]
+
+
+def _matched_row(runs: list[Run], columns: list[tuple[str, float, str, float]]) -> list[str]:
+    cells = []
+    for along, level, key, zero in columns:
+        if key == "metric":
+            ends = [points[-1][0] for run in runs if (points := curve(run, along, key))]
+            cells.append(metric_text(sum(ends) / len(ends)) if ends else "-")
+        values = [value - zero for run in runs if (value := interpolate(run, along, level, key)) is not None]
+        cells.append(spread(values, 4))
+    return cells
+
+
+def _costs(study: Study) -> Table:
+    rows = []
+    for candidate in study.candidates:
+        runs = shown_runs(candidate)
+        seconds = [run.seconds for run in runs if run.seconds is not None]
+        per_step = [
+            run.seconds / run.curve[-1].step * 1e3 for run in runs if run.seconds and run.curve and run.curve[-1].step
+        ]
+        peak = max((run.peak_memory_bytes for run in runs if run.peak_memory_bytes is not None), default=None)
+        total = sum(run.seconds or 0.0 for run in (*candidate.trials, *candidate.verdict))
+        mean = duration(sum(seconds) / len(seconds) if seconds else None)
+        rows.append([candidate.name, mean, spread(per_step, 1), memory(peak), duration(total)])
+    return Table(["", "time of a run", "ms per step", "peak memory", "all runs together"], rows)
+
+
+def _contamination(study: Study) -> list[Block]:
+    """Return a row per benchmark; columns that the counts have beside the known ones are shown too."""
+    if not study.contamination:
+        return [Paragraph("The overlap of the training examples with the questions was not counted.")]
+    counts = {name: each for name, each in study.contamination.items() if isinstance(each, dict)}
+    keys = [*dict.fromkeys(key for each in counts.values() for key in each)]
+    rows = [[name, *(_cell(each.get(key)) for key in keys)] for name, each in counts.items()]
+    others = [f"{name}: {_cell(each)}." for name, each in study.contamination.items() if name not in counts]
+    table = [Table(["", *(key.replace("_", " ") for key in keys)], rows)] if rows else []
+    return [*table, *(Paragraph(line, kind="muted") for line in others)]
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, dict):
+        return "\n".join(f"{key} {_cell(each)}" for key, each in value.items())
+    return (
+        f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value or "-")
+    )
+
+
+def _cautions(study: Study) -> list[Block]:
+    items = [Item("", caution, "caution") for caution in study.cautions]
+    general = (
+        "It holds for this model, these data, this schedule and these search spaces: a longer training, a larger model"
+        " or other spaces may order the optimizers differently."
+    )
+    none = (
+        []
+        if items
+        else [Paragraph("The audit has no cautions: no selected value at an edge, no overlap, enough seeds.")]
+    )
+    return [*([Items(items)] if items else none), Paragraph(general)]
+
+
+def _runs(study: Study) -> Table:
+    """Return every run, of the search and of the verdict, failed ones too."""
+    runs = [(each, run) for each in study.candidates for run in (*each.trials, *each.verdict)]
+    keys = [*dict.fromkeys(key for _, run in runs for key in run.parameters)]
+    rows, strong = [], set()
+    for candidate, run in runs:
+        if not rows or rows[-1][0] != run.candidate:
+            strong.add(len(rows))
+        status = f"{run.status}, selected" if run is selected_trial(candidate) else run.status
+        values = ["-" if run.parameters.get(key) is None else f"{run.parameters[key]:.4g}" for key in keys]
+        cells = [run.candidate, f"{run.stage} {run.number}", status, str(run.seed), *values]
+        cells += [
+            metric_text(number(run.metric)),
+            duration(run.seconds),
+            memory(run.peak_memory_bytes),
+            run.reason or "",
+        ]
+        rows.append(cells)
+    head = ["", "run", "status", "seed", *keys, metric_name(study), "time", "peak memory", "reason"]
+    return Table(head, rows, num_text=3, strong=frozenset(strong), last_text=True, long=True)
+
+
+def _repeat(study: Study) -> list[Block]:
+    versions = ", ".join(f"{name} {version}" for name, version in study.versions.items())
+    blocks: list[Block] = [Code(study.command)] if study.command else []
+    blocks += [
+        Paragraph(text)
+        for text in (
+            f"Versions: {versions}." if versions else "",
+            f"Machine: {study.machine}." if study.machine else "",
+        )
+        if text
+    ]
+    blocks += _identities(study)
+    return [
+        *blocks,
+        Code(json.dumps(study.file, indent=1, ensure_ascii=False, default=str), folded="The study's file, resolved"),
+    ]
+
+
+def _identities(study: Study) -> list[Block]:
+    """Return by seed the hashes that all runs share; where they differ, each candidate's."""
+    runs = [run for each in study.candidates for run in (*each.trials, *each.verdict) if run.identity]
+    keys = [*dict.fromkeys(key for run in runs for key in run.identity)]
+    if not keys:
+        return []
+    rows = [
+        [str(seed), *(_shared([run for run in runs if run.seed == seed], key) for key in keys)]
+        for seed in sorted({run.seed for run in runs})
+    ]
+    note = "Equal for all runs with a seed, or each candidate's where they differ; the whole hashes are in study.json."
+    return [
+        Table(["seed", *(key.replace("_", " ") for key in keys)], rows, num_text=1 + len(keys)),
+        Paragraph(note, kind="muted"),
+    ]
+
+
+def _shared(runs: list[Run], key: str) -> str:
+    """Return the value of all runs, or of each candidate."""
+    names: dict[str, list[str]] = {}
+    for run in runs:
+        names.setdefault(_identity(run.identity.get(key)), []).append(run.candidate)
+    if len(names) == 1:
+        return next(iter(names))
+    return "\n".join(f"{listed([*dict.fromkeys(each)])}: {value}" for value, each in names.items())
+
+
+def _identity(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    text = text.removeprefix("sha256:")
+    return text if len(text) <= 24 else f"{text[:12]}…"

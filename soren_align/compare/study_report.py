@@ -1,0 +1,81 @@
+"""Write the report of a study: a page, its Markdown twin and a table of all runs; print the verdict."""
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from ..files import write
+from .report_curves import start
+from .report_html import page_html
+from .report_markdown import page_markdown
+from .report_sections import report_page
+from .report_text import (
+    columns_of_suite,
+    comparisons,
+    finished,
+    headline,
+    metric_name,
+    metric_text,
+    no_verdict,
+    references_of,
+    spread,
+)
+from .study import Study
+from .trials_csv import trials_csv
+
+STYLES = {"better": "green", "worse": "red", "open": ""}
+
+
+def write_report(study: Study, folder: Path) -> None:
+    """Write report.html, report.md and trials.csv into the study's folder; the same study gives the same bytes."""
+    page = report_page(study, folder)
+    texts = {"report.html": page_html(page), "report.md": page_markdown(page), "trials.csv": trials_csv(study)}
+    for name, text in texts.items():
+        write(folder / name, text)
+
+
+def terminal_verdict(study: Study) -> Group:
+    """Return the verdict for a terminal of 80 columns: the scores, each comparison, and faults or cautions."""
+    parts: list[Any] = [Text(study.name, style="bold"), Text(), _scores(study), Text()]
+    if study.problems:
+        parts.append(Text("No verdict: the runs cannot be compared", style="bold red"))
+        return Group(*parts, *(_point(problem, style="red") for problem in study.problems))
+    if not study.differences:
+        parts.append(Text(no_verdict(study)))
+    parts += [Text(f"{sentence}\n", style="bold") for sentence in headline(study)]
+    for item in (item for name in references_of(study) for item in comparisons(study, name, most=1)):
+        parts.append(_point(Text.assemble((item.lead, STYLES[item.kind]), item.text)))
+    if study.cautions:
+        parts += [Text("\nHow this conclusion could be wrong", style="bold"), *map(_point, study.cautions)]
+    return Group(*parts)
+
+
+def _scores(study: Study) -> Table:
+    """Return the metric and as many columns of the suite as fit, the starting checkpoint first."""
+    base = study.base_scores or {}
+    columns = columns_of_suite(study)[:3]
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("", overflow="fold")
+    for name in (metric_name(study), *columns):
+        table.add_column(name, justify="right", overflow="fold")
+    table.add_row(
+        "start",
+        metric_text(start(study, "metric")),
+        *(f"{base[name]:.1f}" if name in base else "-" for name in columns),
+    )
+    for candidate in study.candidates:
+        runs = finished(candidate.verdict)
+        metric = spread([run.metric for run in runs if run.metric is not None], 4)
+        values = [[run.scores[name] for run in runs if run.scores and name in run.scores] for name in columns]
+        table.add_row(candidate.name, metric, *(spread(each, 1) for each in values))
+    return table
+
+
+def _point(text: str | Text, style: str = "") -> Padding:
+    grid = Table.grid(padding=(0, 1))
+    grid.add_row("-", text if isinstance(text, Text) else Text(text, overflow="fold"), style=style)
+    return Padding(grid, 0)
