@@ -9,6 +9,7 @@ from .preview import Account, account, show_example
 from .rendering import check_rendering_cost, template_errors
 from .split import LoadedSplit, has_turns, load_split
 from .templates import check_template, set_template
+from .texts import texts_of
 from .token_cache import tokenize
 from .tokens import TOKEN_COLUMNS, Tokens, from_token_columns
 
@@ -34,5 +35,6 @@ __all__ = [
     "set_template",
     "show_example",
     "template_errors",
+    "texts_of",
     "tokenize",
 ]

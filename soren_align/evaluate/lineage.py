@@ -62,13 +62,13 @@ def lineage(path: str | Path, on_omitted: OnOmitted = ignore) -> list[Row]:
 
 def starting_rows(start: str, on_omitted: OnOmitted = ignore) -> list[Row]:
     """Return the rows of the runs behind the starting checkpoint of a training; none if no run trained it."""
-    return lineage(start, on_omitted) if is_local(start) and _run_of(local_path(start)) is not None else []
+    return lineage(start, on_omitted) if is_local(start) and run_of(local_path(start)) is not None else []
 
 
 def _lineage(path: str | Path, on_omitted: OnOmitted) -> list[Row]:
     """Return the rows of `lineage`, of which several may have one name."""
     local = local_path(path)
-    run = _run_of(local)
+    run = run_of(local)
     if run is None:
         return _model_rows(path, on_omitted)
     if not (run / "model").is_dir():
@@ -82,7 +82,7 @@ def _lineage(path: str | Path, on_omitted: OnOmitted) -> list[Row]:
         record = RunFolder(run).record("start")
         rows.append((TASKS[record["task"]], model))
         start, problem = _start(run, record["start"])
-        parent = _run_of(start)
+        parent = run_of(start)
         if not problem and parent is not None and parent.resolve() in seen:
             problem = OVERWRITTEN
         if problem:
@@ -120,7 +120,7 @@ def _with_source(name: str, model: Path, path: str | Path) -> str:
     return f"{name} ({model.parent.resolve().name if is_local(str(path)) else str(path).replace('/', '--')})"
 
 
-def _run_of(path: Path) -> Path | None:
+def run_of(path: Path) -> Path | None:
     """Return the run folder that `path` is, or of which it is the model or the merged model; else None."""
     for run in (path, path.parent if path.resolve().name in ("model", "merged") else path):
         if (run / "run.json").is_file() and not (run / "config.json").is_file():

@@ -48,10 +48,13 @@ class _Score(_Value):
     also: dict[str, _Value] = {}
 
 
-class _OtherDifference(_Section):
+class _CleanDifference(_Section):
     value: float
     low: float
     high: float
+
+
+class _OtherDifference(_CleanDifference):
     p_holm: float
 
 
@@ -67,6 +70,20 @@ class _Row(_Section):
     unpaired: dict[str, str] = {}
     chat_template_of: str | None = None
     truncated: dict[str, int] = {}
+
+
+class _CleanScore(_Section):
+    value: float
+    change: float
+    difference: _CleanDifference | None = None
+
+
+class _Contamination(_Section):
+    questions: int
+    overlapping: int
+    exact: int
+    examples_read: int
+    scores: dict[str, _CleanScore] = {}
 
 
 class _Published(_Section):
@@ -88,6 +105,7 @@ class _Results(_Section):
     suite: str
     rows: Annotated[list[_Row], Field(min_length=1)]
     published: list[_Published]
+    contamination: dict[str, _Contamination] | None = None
     settings: _Settings
     notes: list[str]
 

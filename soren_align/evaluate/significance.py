@@ -55,6 +55,14 @@ def compare(rows: list[tuple[str, ModelResults]], average: bool) -> list[dict[st
     return [None, *differences]
 
 
+def difference_on(first: ModelResults, later: ModelResults, column: str, questions: np.ndarray) -> dict[str, Any]:
+    """Return the difference of a column on some of its questions, by their indices; see `compare`, without "p_holm"."""
+    each, clusters = np.subtract(later.points[column], first.points[column]), _clusters(first, column)
+    if clusters is not None:
+        clusters = np.unique(clusters[questions], return_inverse=True)[1]
+    return _difference([Paired(each[questions], clusters)])
+
+
 def unpaired(first: ModelResults, later: ModelResults) -> dict[str, str]:
     """Return the columns whose scores cannot be compared, with the reason: what differs in `later`."""
     for key, reason in MODELS_OWN.items():

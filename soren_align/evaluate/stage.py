@@ -18,6 +18,8 @@ from ..run_folder import RunFolder
 from ..terminal import print_labelled
 from . import points, tables
 from .backends import require_backend
+from .clean_scores import contamination_section
+from .contamination import Overlaps
 from .harness import ModelResults, Options, evaluate_model
 from .preflight import Row, check, planned_rows, saved_row, with_base_template
 from .progress_display import ProgressDisplay
@@ -42,10 +44,12 @@ def evaluate(
     cache: Path | None = None,
     console: Console | None = None,
     notes: Sequence[str] = (),
+    find_overlaps: Callable[[Tasks], Overlaps | str] | None = None,
 ) -> dict[str, Any]:
     """Evaluate the models in order; write the results and return them.
 
     cache: the cache folder; None is the user's. console: for progress. notes: printed under the table.
+    find_overlaps: returns the questions that training examples contain, or the reason why these are not known.
     Writes into `output`: results.json (as returned), points.json, table.md, scores.png, and
     samples/<row>/<column>.jsonl. Nothing is changed there before all models are evaluated.
     """
@@ -57,6 +61,7 @@ def evaluate(
     published = _published(suite, options)
     candidates = with_base_template([saved_row(*row) for row in rows], options.base_template)
     tasks = _check(candidates, suite, options, cache, console)
+    overlaps = find_overlaps(tasks) if find_overlaps else None
     model_options = Options(
         backend=options.backend,
         device=device,
@@ -74,8 +79,9 @@ def evaluate(
         "suite": suite.name,
         "rows": _result_rows(candidates, evaluated, suite),
         "published": published,
+        "contamination": contamination_section(overlaps, evaluated) if isinstance(overlaps, Overlaps) else None,
         "settings": evaluated[0][1].settings | _settings(suite, model_options),
-        "notes": [*suite.notes, *notes],
+        "notes": [*suite.notes, *notes, *([f"contamination: {overlaps}"] if isinstance(overlaps, str) else [])],
     }
     samples = {name: each.samples for name, each in evaluated}
     write_results(results, samples, output, points.text(dict(evaluated)))
@@ -101,8 +107,8 @@ def print_results(results: dict[str, Any], output: Path, console: Console, table
 
 def preflight(
     options: Eval, rows: Sequence[Row] = (), on_column: Callable[[str], object] | None = None
-) -> tuple[dict[str, int], list[str]]:
-    """Check all that an evaluation needs except the models. Returns the number of questions by column, and notices.
+) -> tuple[Tasks, list[str]]:
+    """Check all that an evaluation needs except the models. Returns the tasks with their data, and notices.
 
     rows: the table's, from `planned_rows`, the starting checkpoint first. on_column: called before a column is loaded.
     Raises UserError with all problems found.
@@ -112,16 +118,13 @@ def preflight(
     for name in options.published:
         load_published(name, suite.name)
     rows = with_base_template(rows, options.base_template) if rows else []
-    tasks, notices = check(
-        rows, suite, lambda: load_tasks(suite, None, on_column, trusted=options.trust_suite), options
-    )
-    return {column: sum(num_questions(task).values()) for column, task in tasks.items()}, notices
+    return check(rows, suite, lambda: load_tasks(suite, None, on_column, trusted=options.trust_suite), options)
 
 
 def preflight_of_training(
     options: Eval, model: Model, start: str, tokenizer: Any, on_column: Callable[[str], object] | None = None
-) -> list[str]:
-    """Return the notices of `preflight` for the table after a training. Raises UserError as `preflight`.
+) -> tuple[Tasks, list[str]]:
+    """Return `preflight` for the table after a training. Raises UserError as `preflight`.
 
     model: of the recipe. start: the starting checkpoint. tokenizer: of the training, with its chat template.
     """
@@ -133,7 +136,8 @@ def preflight_of_training(
         is_adapter=trains_adapter(model),
         on_omitted=lambda sentence, path: omitted.append(f"{sentence} ({path})"),
     )
-    return [*omitted, *preflight(options, rows, on_column)[1]]
+    tasks, notices = preflight(options, rows, on_column)
+    return tasks, [*omitted, *notices]
 
 
 def output_of(run: RunFolder, options: Eval) -> Path:

@@ -7,6 +7,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from .contamination import NGRAM
+
 NUM_COLUMNS = 3
 """Columns beside each other: with their intervals, three fit into 80 characters; the others follow in a table below."""
 SHA = re.compile(r"^([0-9a-f]{12})[0-9a-f]{28}")
@@ -74,7 +76,13 @@ def in_cell(text: str) -> str:
 
 def notes(results: dict[str, Any]) -> list[str]:
     """Return the notes under the table: a legend, additional scores, models, and the settings that reproduce it."""
-    return [*_legend(results), *_details(results), *results.get("notes", []), *_settings(results)]
+    return [
+        *_legend(results),
+        *_details(results),
+        *_contamination(results),
+        *results.get("notes", []),
+        *_settings(results),
+    ]
 
 
 def _rows(results: dict[str, Any]) -> list[tuple[dict[str, Any], str, str]]:
@@ -176,6 +184,36 @@ def _details(results: dict[str, Any]) -> list[str]:
     truncated = {row["name"]: {c: n for c, n in row.get("truncated", {}).items() if n} for row in rows}
     counts = [f"{name}: {_text(columns)}" for name, columns in truncated.items() if columns]
     return lines + ([f"prompts truncated to the model's context: {'; '.join(counts)}"] if counts else [])
+
+
+def _contamination(results: dict[str, Any]) -> list[str]:
+    """Return lines with the questions that the training examples contain, and the scores without them."""
+    columns = results.get("contamination") or {}
+    lines, clean = [], [column for column, each in columns.items() if not each["overlapping"]]
+    for column, each in columns.items():
+        if column in clean:
+            continue
+        counts = f"{each['overlapping']:,} of {each['questions']:,} questions are in the training examples"
+        whole = f"{each['exact']:,} as a whole" if each["exact"] else ""
+        parts = each["overlapping"] - each["exact"]
+        how = ", ".join(filter(None, (whole, f"{parts:,} by {NGRAM} words in a row" if parts else "")))
+        scores = ", ".join(f"{row} {_clean(score)}" for row, score in each.get("scores", {}).items())
+        lines.append(
+            f"contamination, {column}: {counts} ({how}); {f'without them: {scores}' if scores else 'no others'}"
+        )
+    if clean:
+        number = next(iter(columns.values()))["examples_read"]
+        lines.append(
+            f"contamination: none of the {number:,} training examples contains a question of {', '.join(clean)}, or"
+            f" {NGRAM} words in a row of one"
+        )
+    return lines
+
+
+def _clean(score: dict[str, Any]) -> str:
+    """Return a score without some questions, with its change, and its difference to the first row."""
+    text, d = f"{score['value']:.1f} ({score['change']:+.1f})", score.get("difference")
+    return f"{text}, difference {d['value']:+.1f} [{d['low']:+.1f}, {d['high']:+.1f}]" if d else text
 
 
 def _also(row: dict[str, Any], column: str, label: str) -> str:

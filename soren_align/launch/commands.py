@@ -155,7 +155,8 @@ def plan(recipe: Recipe, *, as_json: bool = False, processes: int = 1) -> None:
         from ..planning import display
         from ..planning import plan as planning
     with quiet_libraries(), working(console, "Checking data") as show:
-        result, account = planning.plan_training(recipe, _count_examples(show), processes)
+        on_compared = _count_examples(show, "Comparing with the questions")
+        result, account = planning.plan_training(recipe, _count_examples(show), processes, on_compared)
     if as_json:
         sys.stdout.write(json.dumps(result, indent=2) + "\n")
     else:
@@ -265,13 +266,13 @@ def _refuse_ranks(command: str) -> None:
         raise UserError(f"{command} runs in one process; start it without a launcher (WORLD_SIZE is more than 1)")
 
 
-def _count_examples(show: Callable[[str], object]) -> Callable[[int], None]:
+def _count_examples(show: Callable[[str], object], activity: str = "Counting tokens") -> Callable[[int], None]:
     """Return a callback that shows the number of counted examples: a large dataset takes minutes."""
     total = 0
 
     def on_examples(number: int) -> None:
         nonlocal total
         total += number
-        show(f"Counting tokens: {total:,} examples")
+        show(f"{activity}: {total:,} examples")
 
     return on_examples

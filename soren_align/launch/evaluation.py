@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ from pydantic import ValidationError
 
 from .. import shipped
 from ..errors import UserError, from_os_error
-from ..files import local_path, refuse_unwritable
+from ..files import default_cache_folder, local_path, refuse_unwritable
 from ..recipe import ADAPTER, Eval, Recipe, evaluation_problems, is_local, load_resolved
 from ..run_folder import RunFolder
 from ..silence import quiet_libraries
@@ -110,6 +111,7 @@ def run_evaluation(
         import torch
 
         from ..evaluate import lineage, stage
+        from .training_data import overlaps_of_runs
     gc.collect()
     torch.cuda.empty_cache()  # memory of the training before
     run = RunFolder(models[0])
@@ -123,13 +125,15 @@ def run_evaluation(
         refuse_foreign_summary(Path(summary))
         refuse_unwritable(Path(summary).parent, "--summary")
     omitted: dict[str, str] = {}
+    cache_folder = Path(cache) if cache else default_cache_folder()
     with quiet_libraries():
         rows = lineage.lineages(models, omitted.__setitem__)
         for sentence, path in omitted.items():
             print_labelled(console, "notice", f"{sentence} ({path})")
-        results = stage.evaluate(
-            rows, settings, folder, cache=Path(cache) if cache else None, console=console, notes=[*omitted]
-        )
+        overlaps = partial(overlaps_of_runs, rows, settings.limit, cache_folder, console)
+        find_overlaps = overlaps if settings.contamination else None
+        options = {"cache": cache_folder, "console": console, "notes": [*omitted], "find_overlaps": find_overlaps}
+        results = stage.evaluate(rows, settings, folder, **options)
     stage.print_results(results, folder, console, Terminal())
     if not output:
         write_card(run)
@@ -146,13 +150,14 @@ def check_evaluation(
 
     refuse_foreign(stage.output_of(folder, settings), [])
     on_text("Checking evaluation")
-    return stage.preflight_of_training(
+    _, notices = stage.preflight_of_training(
         settings,
         setup.recipe.model,
         setup.start,
         setup.tokenizer,
         lambda column: on_text(f"Checking evaluation: {column}"),
     )
+    return notices
 
 
 def evaluate_trained(folder: RunFolder, settings: Eval, console: Terminal) -> None:

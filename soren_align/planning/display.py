@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..data import Account, show_example
+from ..evaluate.contamination import NGRAM
 from ..manifest import describe_dropped
 from ..optim import ADAMW_RMS, spectral_share
 from ..terminal import print_labelled, with_prefix
@@ -204,6 +205,20 @@ def _print_compute(plan: dict[str, Any], console: Console) -> None:
         text = f"{evaluation['suite']}, of the trained model and its starting checkpoints. Per model: {number}"
     console.print()
     print_labelled(console, "eval", text)
+    _print_contamination(evaluation, console)
+
+
+def _print_contamination(evaluation: dict[str, Any] | None, console: Console) -> None:
+    columns = (evaluation or {}).get("contamination")
+    if not columns:
+        return
+    number = next(iter(columns.values()))["examples_read"]
+    print_labelled(
+        console, "", f"questions in the {number:,} training examples (as a whole, or {NGRAM} words in a row):"
+    )
+    for column, each in columns.items():
+        whole = f", {each['exact']:,} as a whole" if each["exact"] else ""
+        print_labelled(console, "", f"  {column}: {each['overlapping']:,} of {each['questions']:,}{whole}")
 
 
 def _table(title: str, *columns: str, num_text_columns: int) -> Table:

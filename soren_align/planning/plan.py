@@ -14,6 +14,7 @@ import torch
 from ..data import Account
 from ..errors import UserError
 from ..evaluate.suites import suite_of
+from ..files import default_cache_folder
 from ..optim import build_optimizer, route, routing_table, share_notices
 from ..recipe import Recipe
 from ..run_folder import RunFolder
@@ -37,11 +38,15 @@ NO_GPU = "no GPU here: training on this machine needs trainer.use_cpu: true"
 
 
 def plan_training(
-    recipe: Recipe, on_examples: Callable[[int], object] | None = None, num_ranks: int = 1
+    recipe: Recipe,
+    on_examples: Callable[[int], object] | None = None,
+    num_ranks: int = 1,
+    on_compared: Callable[[int], object] | None = None,
 ) -> tuple[dict[str, Any], Account | None]:
     """The plan, and the account of the data if its examples can be read.
 
-    on_examples: called with the number of examples just tokenized, for a progress bar. num_ranks: processes.
+    on_examples, on_compared: called with the number of examples just tokenized, or compared with the evaluation's
+    questions, for a progress bar. num_ranks: processes.
     """
     local = on_this_machine(recipe)
     with tempfile.TemporaryDirectory() as scratch:  # the run folder stays as it is
@@ -57,14 +62,14 @@ def plan_training(
 
     with torch.device("meta"), as_user_error(f"model {recipe.model.name_or_path}"):
         model = build_outline()
-    with as_user_error("optimizer", ValueError):
-        routes = route(model, recipe.optimizer.aux)
-        build_optimizer(model, **build.optimizer_settings(recipe))
+    routes = _routes(recipe, model)
     table = routing_table(routes)
     steps = schedule(recipe, args, inputs.num_sequences, num_ranks)
     kinds = kinds_of_blocks(model)
     costs = compute(recipe, build_outline, kinds, inputs.account, steps.global_batch_size, args.max_length)
     ranks = processes(recipe, routes, count_frozen(recipe, model), num_ranks, costs)
+    contamination, evaluation_notices = _checked_evaluation(recipe, inputs, on_compared)
+    notices = [*_notices(recipe, inputs, args, costs.failure), *share_notices(recipe.optimizer.name, table)]
     plan = {
         "task": recipe.task,
         "model": _model(recipe, model),
@@ -77,15 +82,19 @@ def plan_training(
         **_update_sizes(recipe, inputs, routes, steps),
         "processes": ranks,
         "compute": costs.as_json(ranks["map_flops"], steps.total),
-        "evaluation": _evaluation(recipe),
+        "evaluation": _evaluation(recipe, contamination),
         "files": _files(recipe, args),
-        "notices": [
-            *_notices(recipe, inputs, args, costs.failure),
-            *share_notices(recipe.optimizer.name, table),
-            *_evaluation_notices(recipe, inputs),
-        ],
+        "notices": notices + evaluation_notices,
     }
     return plan, inputs.account
+
+
+def _routes(recipe: Recipe, model: Any) -> Any:
+    """Return `optim.route` of a model. Raises UserError if the optimizer cannot be built for it."""
+    with as_user_error("optimizer", ValueError):
+        routes = route(model, recipe.optimizer.aux)
+        build_optimizer(model, **build.optimizer_settings(recipe))
+    return routes
 
 
 def _model(recipe: Recipe, model: Any) -> dict[str, Any]:
@@ -130,7 +139,7 @@ def _update_sizes(recipe: Recipe, inputs: Inputs, routes: Any, steps: Schedule) 
     }
 
 
-def _evaluation(recipe: Recipe) -> dict[str, Any] | None:
+def _evaluation(recipe: Recipe, contamination: dict[str, Any] | None) -> dict[str, Any] | None:
     """Requests per model; evaluated are the trained model and its starting models, of which there is one at least."""
     if recipe.eval is None:
         return None
@@ -143,19 +152,28 @@ def _evaluation(recipe: Recipe) -> dict[str, Any] | None:
         "limit": limit,
         "num_models": 2,
         "num_requests_per_model": requests,
+        "contamination": contamination,
     }
 
 
-def _evaluation_notices(recipe: Recipe, inputs: Inputs) -> list[str]:
-    """Return the findings of the check that training starts with: all that its evaluation needs except the models."""
+def _checked_evaluation(
+    recipe: Recipe, inputs: Inputs, on_compared: Callable[[int], object] | None
+) -> tuple[dict[str, Any] | None, list[str]]:
+    """Return (the contamination, the findings of the check that training starts with, of all but the models)."""
     if recipe.eval is None or inputs.ready is None:
-        return []
+        return None, []
     from ..evaluate import stage  # imports lm-eval, which takes seconds
+    from ..evaluate.question_texts import overlaps_with, question_texts
 
     try:
-        return stage.preflight_of_training(recipe.eval, recipe.model, inputs.start, inputs.ready.tokenizer)
+        tasks, notices = stage.preflight_of_training(recipe.eval, recipe.model, inputs.start, inputs.ready.tokenizer)
     except UserError as error:
-        return [f"training would not start, because of its evaluation: {problem}" for problem in error.problems]
+        return None, [f"training would not start, because of its evaluation: {problem}" for problem in error.problems]
+    if not recipe.eval.contamination:
+        return None, notices
+    questions = question_texts(tasks, recipe.eval.limit)
+    train = inputs.ready.splits["train"].dataset
+    return overlaps_with(train, questions, default_cache_folder(), on_compared).by_column(), notices
 
 
 def _files(recipe: Recipe, args: Any) -> list[str]:

@@ -52,7 +52,7 @@ def test_a_function_is_not_run(folder):
     assert "runs code (!function evil.docs); read the suite's files, and use --trust-suite" in refused(folder)
     with pytest.raises(UserError, match="--trust-suite"):
         stage.preflight(Eval(suite=str(folder)))
-    assert stage.preflight(Eval(suite=str(folder), trust_suite=True))[0] == {"zoo_mc": 120}
+    assert len(stage.preflight(Eval(suite=str(folder), trust_suite=True))[0]["zoo_mc"].eval_docs) == 120
     assert (folder.parent / "ran").exists()
 
 

@@ -14,6 +14,7 @@ from soren_align.errors import UserError
 from soren_align.evaluate import workers
 from soren_align.evaluate.results import summary
 from soren_align.evaluate.stage import evaluate, preflight, print_results
+from soren_align.evaluate.tasks import num_questions
 from soren_align.recipe import Eval
 from tests.support.lm_eval_reference import ZERO_SHOT
 
@@ -34,7 +35,7 @@ def stage(models, tmp_path_factory):
 def test_results_json_is_what_was_returned_and_says_how_to_repeat_it(stage, models):
     results, output, _ = stage
     assert json.loads((output / "results.json").read_text()) == results
-    assert list(results) == ["format", "title", "suite", "rows", "published", "settings", "notes"]
+    assert list(results) == ["format", "title", "suite", "rows", "published", "contamination", "settings", "notes"]
     assert [(row["name"], row["model"]) for row in results["rows"]] == [
         ("base", str(models[0])),
         ("SFT", str(models[1])),
@@ -190,7 +191,8 @@ def test_what_is_no_result_of_the_benchmarks_is_not_called_one(readers, data_roo
 
 def test_preflight_counts_the_questions_and_finds_what_is_missing(data_root, tmp_path):
     asked = Eval(suite="commonsense-zero-shot", data_root=str(data_root))
-    assert preflight(asked) == (dict.fromkeys(ZERO_SHOT, 4), [])
+    tasks, notices = preflight(asked)
+    assert ({c: sum(num_questions(t).values()) for c, t in tasks.items()}, notices) == (dict.fromkeys(ZERO_SHOT, 4), [])
     with pytest.raises(UserError, match="there is no dataset folder"):
         preflight(asked.model_copy(update={"data_root": str(tmp_path)}))
     with pytest.raises(UserError, match="is vllm, which is not installed"):

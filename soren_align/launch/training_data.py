@@ -1,0 +1,80 @@
+"""The questions of a suite that the training examples of runs contain."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from ..data import LoadedSplit
+from ..errors import UserError
+from ..evaluate.contamination import Overlaps
+from ..evaluate.lineage import run_of
+from ..evaluate.question_texts import overlaps_with, question_texts
+from ..evaluate.tasks import Tasks
+from ..recipe import load_resolved
+from ..run_folder import RunFolder
+from ..terminal import Terminal, working
+from ..trainers.training_setup import load_splits
+
+
+def overlaps_of_runs(
+    rows: Sequence[tuple[str, Path]], limit: int | None, cache: Path, console: Terminal, tasks: Tasks
+) -> Overlaps | str:
+    """Return the questions that the training examples of the rows' runs contain, or the reason why none is known.
+
+    Held-out examples are not trained on, and not read. Examples that several runs share are read once. limit: only the
+    first questions of each task.
+    """
+    runs = {name: run for name, model in rows if (run := run_of(Path(model))) is not None}
+    if not runs:
+        return "not checked, because no row is a run, whose training examples are known"
+    questions = question_texts(tasks, limit)
+    known: dict[str, Overlaps] = {}
+    with working(console, "Reading training examples") as show:
+        for name, run in runs.items():
+            num_read = 0
+
+            def on_examples(number: int) -> None:
+                nonlocal num_read
+                num_read += number
+                show(f"Comparing with the questions: {num_read:,} examples")
+
+            try:
+                dataset = _trained_on(RunFolder(run)).dataset
+            except (UserError, OSError) as error:
+                reason = " ".join(str(error).split())
+                return f"not checked, because the training examples of {name} are not available: {reason[:300]}"
+            if dataset._fingerprint not in known:
+                known[dataset._fingerprint] = overlaps_with(dataset, questions, cache, on_examples)
+    first, *others = known.values()
+    for other in others:
+        first |= other
+    return first
+
+
+def _trained_on(run: RunFolder) -> LoadedSplit:
+    """Return the training examples of a run. Raises UserError if they are missing or were changed since.
+
+    Nothing is downloaded: a run folder may come from anyone.
+    """
+    record = run.record("data")
+    with _without_hub():
+        split = load_splits(load_resolved(run.recipe))["train"]
+    if _identities(split.source) != _identities(record["data"]["train"]):
+        raise UserError(f"{split.source['path']}: was changed since the training")
+    return split
+
+
+def _identities(source: dict[str, Any]) -> list[Any]:
+    """Return the hash or the revision of each source."""
+    return [each.get("sha256") or each.get("revision") for each in source.get("sources", [source])]
+
+
+@contextmanager
+def _without_hub() -> Iterator[None]:
+    with (
+        mock.patch("huggingface_hub.constants.HF_HUB_OFFLINE", True),
+        mock.patch("datasets.config.HF_HUB_OFFLINE", True),
+    ):
+        yield
