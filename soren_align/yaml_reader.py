@@ -32,6 +32,13 @@ def dotted(key: Iterable[str | int]) -> str:
     return ".".join(map(str, key))
 
 
+def place(key: Key, lines: dict[Key, str]) -> str:
+    """Return 'file:line' of the key, or of the nearest section around it. lines: of `parse_yaml`."""
+    while key not in lines:
+        key = key[:-1]
+    return lines[key]
+
+
 def parse_yaml(text: str, name: str) -> tuple[Any, dict[Key, str]]:
     """Return (YAML 1.2 text as plain data, the line of each key: ('optimizer', 'lr') -> 'my.yaml:14').
 

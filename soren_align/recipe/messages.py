@@ -25,13 +25,6 @@ def messages(error: ValidationError) -> list[tuple[Key, str]]:
     return [(p.key, p.message()) for p in _without_echoes(problems)]
 
 
-def place(key: Key, lines: dict[Key, str]) -> str:
-    """'file:line' of the key, or of the nearest section around it."""
-    while key and key not in lines:
-        key = key[:-1]
-    return lines.get(key, "recipe")
-
-
 @dataclass(frozen=True)
 class _Problem:
     """One of pydantic's errors, located."""
