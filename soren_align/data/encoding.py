@@ -45,6 +45,8 @@ def encode(
         return _encode_plain_pairs(columns["prompt"], columns["chosen"], columns["rejected"], tokenizer)
     if task == "sft" and "text" in columns:
         return _encode_texts(columns["text"], tokenizer)
+    if task == "sft" and {"messages", "prompt"} <= columns.keys():
+        return _encode_mixture(columns, tokenizer, assistant_only_loss, completion_only_loss)
     if task == "sft" and "prompt" in columns and isinstance(columns["prompt"][0], str):
         return _encode_completions(columns["prompt"], columns["completion"], tokenizer, completion_only_loss)
     columns = {name: [_without_nulls(value) for value in values] for name, values in columns.items()}
@@ -57,6 +59,22 @@ def encode(
     if "messages" in columns:
         return encoder.conversations(columns["messages"], options)
     return encoder.completions(columns["prompt"], columns["completion"], options, completion_only_loss)
+
+
+def _encode_mixture(
+    columns: dict[str, list[Any]], tokenizer: PreTrainedTokenizerBase, *settings: bool
+) -> Iterator[EncodedExample]:
+    """The examples of a batch of conversations, and of prompts and completions: each as in a batch of its kind."""
+    is_chat = [bool(turns) for turns in columns["messages"]]
+    encoded = {}
+    for kind, names in {True: ("messages",), False: ("prompt", "completion")}.items():
+        own = {
+            name: [value for value, is_one in zip(columns[name], is_chat, strict=True) if is_one is kind]
+            for name in (*names, *OPTIONS)
+            if name in columns
+        }
+        encoded[kind] = encode(own, "sft", tokenizer, *settings) if kind in is_chat else iter(())
+    return (next(encoded[kind]) for kind in is_chat)
 
 
 def has_marks(template: str) -> bool:

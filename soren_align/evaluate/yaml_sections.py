@@ -37,7 +37,11 @@ def validate(raw: dict[str, Any], form: type[Form], lines: Lines, hint: Hint = l
     try:
         return form.model_validate(raw)
     except ValidationError as error:
-        sentences = [f"{place(e['loc'], lines)} {_sentence(e, hint)}" for e in error.errors(include_url=False)]
+        # A default that is made of another key, such as a column of its task, is no error of its own.
+        errors = [e for e in error.errors(include_url=False) if e["type"] != "default_factory_not_called"]
+        places = [place(e["loc"], lines) for e in errors]
+        ordered = sorted(zip(places, errors, strict=True), key=lambda each: int(each[0].rpartition(":")[2]))
+        sentences = [f"{where} {_sentence(e, hint)}" for where, e in ordered]
         raise UserError(*sentences, *([end] if end else [])) from None
 
 

@@ -119,7 +119,7 @@ def _tokens(
 def load_splits(recipe: Recipe) -> dict[str, Any]:
     """Load the recipe's data: {"train": data.LoadedSplit, "eval": data.LoadedSplit or None}.
 
-    Raises UserError if both are of different kinds.
+    Raises UserError if only one of both has turns, or texts have different columns.
     """
     evaluation = recipe.data.eval
     sources = [load_split(source, recipe.task) for source in recipe.data.sources]
@@ -128,7 +128,6 @@ def load_splits(recipe: Recipe) -> dict[str, Any]:
     else:
         held_out = load_split(evaluation, recipe.task) if evaluation else None
     train = mix(sources, recipe.data.sources, recipe.trainer.get("seed", 42))
-    # TRL reads from the training data which tokens of both are trained.
     if held_out and held_out.kind != train.kind:
         raise UserError(f"data.eval: has {held_out.layout}, and data.train {train.layout}; evaluate on the same kind")
     return {"train": train, "eval": held_out}
@@ -174,7 +173,7 @@ def _notices(
         notices = [f"the stop token is never trained: trainer.max_length {max_length} truncates every answer"]
     if "messages" in dataset.column_names and "assistant_only_loss" not in recipe.trainer:
         notices.append(
-            "all tokens are in the loss, those of the user's messages too. For the answers alone write "
+            "all tokens of conversations are in the loss, those of the user's messages too. For the answers alone write "
             "trainer.assistant_only_loss: true; false hides this notice"
         )
     return notices
