@@ -113,6 +113,7 @@ def _data(recipe: Recipe, inputs: Inputs) -> dict[str, Any]:
         "num_tokens": account.num_tokens,
         "num_truncated": account.num_truncated,
         "num_truncated_tokens": account.num_truncated_tokens,
+        "num_unknown_tokens": account.num_unknown_tokens,
         "packing": inputs.ready.packing.as_json() if inputs.ready.packing else None,
         "token_length_percentiles": account.lengths,
         "trained_token_share": account.trained_share,

@@ -25,6 +25,7 @@ def record_setup(folder: RunFolder, setup: TrainingSetup, trainer: Any, ranks: R
     if counts.num_kept_by_source:
         examples["num_kept_by_source"] = list(counts.num_kept_by_source)
     examples |= {"num_truncated": counts.num_truncated, "num_truncated_tokens": counts.num_truncated_tokens}
+    examples["num_unknown_tokens"] = counts.num_unknown_tokens
     if setup.packing:
         examples["packing"] = setup.packing.as_json()
     parameters, table = list(trainer.model.parameters()), routing_table(route(trainer.model, recipe.optimizer.aux))
