@@ -162,7 +162,8 @@ def _evaluation_notices(recipe: Recipe, inputs: Inputs) -> list[str]:
 def _files(recipe: Recipe, args: Any) -> list[str]:
     folder = RunFolder(recipe.run.output_dir)
     limit = f", the last {args.save_total_limit} kept" if args.save_total_limit else ""
-    strategies = {"steps": f"every {args.save_steps:g} steps", "epoch": "every epoch", "best": "at the best so far"}
+    steps = f"{args.save_steps:g} steps" if args.save_steps >= 1 else f"{args.save_steps:.3g} of all steps"
+    strategies = {"steps": f"every {steps}", "epoch": "every epoch", "best": "at the best so far"}
     saved = strategies.get(str(args.save_strategy.value), "none during training") + limit
     files = [str(folder.recipe), str(folder.path / "run.json"), str(folder.metrics)]
     files += [f"{folder.start} (random starting weights)"] if recipe.model.init_seed is not None else []
