@@ -23,7 +23,7 @@ from . import build, checkpoints
 from .disk_space import model_bytes, refuse_full_disk, write_errors
 from .early_stopping import EarlyStopping, best_evaluation
 from .lost_updates import LostUpdatesPolicy, change_after_saving
-from .progress import TrainingProgress
+from .progress import LogsOfShortRuns, TrainingProgress
 from .samples import SampleWriter
 from .signals import StopOnSignal
 from .starting_weights import relative_changes
@@ -97,7 +97,7 @@ def _add_callbacks(trainer: Any, setup: TrainingSetup, folder: RunFolder, consol
     if run.samples and ranks.is_first:
         samples = SampleWriter(setup.prompts, setup.tokenizer, folder.samples, console)
     trainer.remove_callback(PrinterCallback)
-    for callback in (stop, early_stopping, progress if ranks.is_first else None, samples):
+    for callback in (stop, early_stopping, LogsOfShortRuns(), progress if ranks.is_first else None, samples):
         if callback is not None:
             trainer.add_callback(callback)
     return _Callbacks(stop, progress, early_stopping, samples)

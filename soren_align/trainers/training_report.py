@@ -137,6 +137,9 @@ def print_result(console: Console, trainer: Any, result: dict[str, Any], seconds
     """
     losses, steps = _losses(trainer), trainer.state.global_step
     loss = f", loss {losses[0]:.3f} -> {losses[-1]:.3f} (first and last log)" if len(losses) > 1 else ""
+    mean = next((log["train_loss"] for log in reversed(trainer.state.log_history) if "train_loss" in log), None)
+    if not loss and mean is not None:  # ended early, or trainer.logging_strategy is no
+        loss = f", loss {mean:.3f} on average"
     resumed = f", {steps - resumed_from} of them since resuming," if resumed_from else ""
     print_labelled(console, "trained", f"{steps} steps{resumed} in {seconds:.0f} s{loss}")
     if early := result.get("stopped_early"):
