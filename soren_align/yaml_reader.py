@@ -32,6 +32,24 @@ def dotted(key: Iterable[str | int]) -> str:
     return ".".join(map(str, key))
 
 
+def place(key: Key, lines: dict[Key, str]) -> str:
+    """Return 'file:line' of the key, or of the nearest section around it. lines: of `parse_yaml`."""
+    while key not in lines:
+        key = key[:-1]
+    return lines[key]
+
+
+def sentences(problems: list[tuple[Key, str]], lines: dict[Key, str]) -> list[str]:
+    """Return the problems with their places and keys, in the order of lines; those of --set come last."""
+    placed = [(place(key, lines), f"{dotted(key)}: {message}") for key, message in problems]
+    return [f"{at} {sentence}" for at, sentence in sorted(placed, key=lambda each: _line_number(each[0]))]
+
+
+def _line_number(place: str) -> int:
+    number = "" if place.startswith("--set") else place.rpartition(":")[2]
+    return int(number) if number.isdecimal() else 10**9
+
+
 def parse_yaml(text: str, name: str) -> tuple[Any, dict[Key, str]]:
     """Return (YAML 1.2 text as plain data, the line of each key: ('optimizer', 'lr') -> 'my.yaml:14').
 

@@ -42,8 +42,20 @@ def test_a_bad_recipe_is_refused_with_exit_code_2(run, bad):
 
 @pytest.mark.process
 @pytest.mark.sample
-def test_help_and_refusals_do_not_import_torch(bad):
-    for arguments in (["--help"], ["sft", bad], ["schema"], ["recipes"], ["docs", "data"], ["chat", "nowhere/"]):
+def test_help_and_refusals_do_not_import_torch(bad, tmp_path):
+    (tmp_path / "suite.yaml").write_text("title: Mine\ntasks: [{task: mine}]\n")
+    suite, model = str(tmp_path / "suite.yaml"), str(shipped.ROOT / "recipes/quickstart/base")
+    others = [["plan", "quickstart/sft", "--set", f"eval.suite={suite}"]]
+    others.append(["eval", model, "--suite", suite, "--output", str(tmp_path / "out")])
+    for arguments in (
+        ["--help"],
+        ["sft", bad],
+        ["schema"],
+        ["recipes"],
+        ["docs", "data"],
+        ["chat", "nowhere/"],
+        *others,
+    ):
         code = f"import sys; from soren_align.cli import main; main({arguments!r})\n"
         code += "print(sorted(m for m in ('torch', 'transformers', 'trl', 'datasets') if m in sys.modules))"
         out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout

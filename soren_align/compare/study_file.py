@@ -19,9 +19,9 @@ from ..errors import UserError, did_you_mean
 from ..evaluate.suites import suite_of
 from ..files import local_path, read_text
 from ..recipe import Recipe, trainer_value
-from ..recipe.messages import messages, place, sentences
+from ..recipe.messages import messages
 from ..run_folder import RunFolder
-from ..yaml_reader import Key, dotted, parse_yaml
+from ..yaml_reader import Key, dotted, parse_yaml, place, sentences
 from .study import Run
 from .study_sections import HIGHER_IS_BETTER, MIN_SEEDS, Range, StudyFile
 

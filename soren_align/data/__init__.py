@@ -1,6 +1,7 @@
 """Data: files and hub datasets, validated and converted to TRL's columns, and an account of their tokens."""
 
 from .columns import COLUMNS, Task
+from .empty_answers import without_empty_answers
 from .encoding import ChatEncoder
 from .held_out import hold_out
 from .loss_masks import FIRST, TRAINED, LossMasks
@@ -37,4 +38,5 @@ __all__ = [
     "template_errors",
     "texts_of",
     "tokenize",
+    "without_empty_answers",
 ]

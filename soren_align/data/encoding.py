@@ -16,7 +16,7 @@ from ..errors import UserError
 from .columns import Task
 from .rendering import cpu_time_limit, template_errors
 from .tokens import EncodedExample, Tokens, after_prompt, from_token_columns, num_shared
-from .tool_calls import OPTIONS, Turn, for_template, left_out, template_options
+from .tool_calls import EMPTY_ANSWER, OPTIONS, Turn, for_template, left_out, prints_nothing, template_options
 from .turn_masks import UnstableRenderingError, answer_spans, inside, stop_tokens_of, unstable, untrained_spans
 
 BATCH_SIZE = 64
@@ -45,6 +45,8 @@ def encode(
         return _encode_plain_pairs(columns["prompt"], columns["chosen"], columns["rejected"], tokenizer)
     if task == "sft" and "text" in columns:
         return _encode_texts(columns["text"], tokenizer)
+    if task == "sft" and {"messages", "prompt"} <= columns.keys():
+        return _encode_mixture(columns, tokenizer, assistant_only_loss, completion_only_loss)
     if task == "sft" and "prompt" in columns and isinstance(columns["prompt"][0], str):
         return _encode_completions(columns["prompt"], columns["completion"], tokenizer, completion_only_loss)
     columns = {name: [_without_nulls(value) for value in values] for name, values in columns.items()}
@@ -57,6 +59,22 @@ def encode(
     if "messages" in columns:
         return encoder.conversations(columns["messages"], options)
     return encoder.completions(columns["prompt"], columns["completion"], options, completion_only_loss)
+
+
+def _encode_mixture(
+    columns: dict[str, list[Any]], tokenizer: PreTrainedTokenizerBase, *settings: bool
+) -> Iterator[EncodedExample]:
+    """The examples of a batch of conversations, and of prompts and completions: each as in a batch of its kind."""
+    is_chat = [bool(turns) for turns in columns["messages"]]
+    encoded = {}
+    for kind, names in {True: ("messages",), False: ("prompt", "completion")}.items():
+        own = {
+            name: [value for value, is_one in zip(columns[name], is_chat, strict=True) if is_one is kind]
+            for name in (*names, *OPTIONS)
+            if name in columns
+        }
+        encoded[kind] = encode(own, "sft", tokenizer, *settings) if kind in is_chat else iter(())
+    return (next(encoded[kind]) for kind in is_chat)
 
 
 def has_marks(template: str) -> bool:
@@ -94,7 +112,7 @@ class ChatEncoder:
         sides = (self._tokens(chosen, options), self._tokens(rejected, options))
         for i, (prompt, *both) in enumerate(zip(prompts, *sides, strict=True)):
             with _limits(2):
-                lost = [kind for chat in (chosen[i], rejected[i]) for kind in self._left_out(chat, options[i])]
+                lost = [kind for c in (chosen[i], rejected[i]) for kind in self._left_out(c, options[i], c[-1:])]
             example = after_prompt(prompt["input_ids"], [tokens["input_ids"] for tokens in both])
             yield example._replace(left_out=tuple(dict.fromkeys(lost)))
 
@@ -104,11 +122,15 @@ class ChatEncoder:
         """The examples of prompts and completions; completion_only: the prompts are not trained."""
         chats = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
         prompt_tokens = self._tokens(prompts, options, add_generation_prompt=True)
-        for prompt, example in zip(prompt_tokens, self.conversations(chats, options), strict=True):
+        examples = zip(prompt_tokens, completions, self.conversations(chats, options), strict=True)
+        for prompt, completion, example in examples:
             (ids, trained), *_ = example.sides
             start = num_shared(prompt["input_ids"], ids) if completion_only else 0
             tokens = Tokens(ids, [mark and i >= start for i, mark in enumerate(trained)])
-            yield example._replace(sides=(tokens,))
+            kinds = list(example.left_out)
+            if completion_only and EMPTY_ANSWER in kinds and not prints_nothing(completion, kinds):
+                kinds.remove(EMPTY_ANSWER)
+            yield example._replace(sides=(tokens,), left_out=tuple(kinds))
 
     def _tokens(self, chats: list[Chat], options: list[Options], **how: Any) -> list[Options]:
         """The tokenizer's output for each conversation. Raises UserError if the template fails on one."""
@@ -131,7 +153,7 @@ class ChatEncoder:
         derives = self.assistant_only and "assistant_masks" not in tokens
         if derives or any("weight" in turn for turn in chat):
             trained = self._weighted(chat, options, trained, tokens["offset_mapping"], derives)
-        return EncodedExample((Tokens(ids, trained),), 0, tuple(self._left_out(chat, options)))
+        return EncodedExample((Tokens(ids, trained),), 0, tuple(self._left_out(chat, options, chat)))
 
     def _weighted(
         self, chat: Chat, options: Options, trained: list[bool], offsets: list[tuple[int, int]], derives: bool
@@ -150,13 +172,18 @@ class ChatEncoder:
             raise unstable(str(chat[-1]["content"])) from None
         return [mark and not skipped for mark, skipped in zip(trained, untrained, strict=True)]
 
-    def _left_out(self, chat: Chat, options: Options) -> list[str]:
+    def _left_out(self, chat: Chat, options: Options, trained: Chat) -> list[str]:
+        """The kinds of parts that the template does not print. trained: turns that are, unless their weight is 0."""
         tools = options.get("tools", [])
         if not tools and not any(
             turn["role"] == "tool" or turn.keys() - {"role", "content", "weight"} for turn in chat
         ):
             return []
-        return left_out(chat, tools, lambda turns, tools: self._text(turns, {**options, "tools": tools or None}, False))
+        kinds = left_out(
+            chat, tools, lambda turns, tools: self._text(turns, {**options, "tools": tools or None}, False)
+        )
+        is_silent = prints_nothing([turn for turn in trained if turn.get("weight", 1)], kinds)
+        return [*kinds, EMPTY_ANSWER] if is_silent else kinds
 
     def _text(self, turns: Chat, options: Options, prompts: bool) -> str:
         how: Options = {"tokenize": False, "add_generation_prompt": prompts}

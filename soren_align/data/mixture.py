@@ -23,8 +23,8 @@ class SourceConfig(SplitConfig, Protocol):
 def mix(splits: Sequence[LoadedSplit], configs: Sequence[SourceConfig], seed: int) -> LoadedSplit:
     """The examples of all sources: each `weight` times, a fraction by sampling without replacement.
 
-    configs: of `splits`. A single source of weight 1 is returned unchanged. Raises UserError if the sources have
-    different columns, or a weight leaves no example of one.
+    configs: of `splits`. A single source of weight 1 is returned unchanged. Raises UserError if only some
+    of the sources have turns, or texts have different columns, or a weight leaves no example of one.
     """
     if len(splits) == 1 and configs[0].weight == 1:
         return splits[0]
@@ -58,12 +58,12 @@ def mix(splits: Sequence[LoadedSplit], configs: Sequence[SourceConfig], seed: in
 
 
 def refuse_other_kinds(splits: Sequence[LoadedSplit]) -> None:
-    """Raise UserError if the sources have different columns."""
+    """Raise UserError if only some of the sources have turns, or texts have different columns."""
     columns = [", ".join(split.dataset.column_names) for split in splits]
     if other := next((i for i, split in enumerate(splits) if split.kind != splits[0].kind), None):
         raise UserError(
             f"data.train: {splits[0].name} has {splits[0].layout} ({columns[0]}) and {splits[other].name} "
-            f"{splits[other].layout} ({columns[other]}): these do not mix; train on one kind"
+            f"{splits[other].layout} ({columns[other]}): texts do not mix with others; train on one kind"
         )
 
 

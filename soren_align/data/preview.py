@@ -44,6 +44,8 @@ class Account:
     """Parts that the chat template does not print, such as tools or reasoning -> number of examples with them."""
     num_truncated_tokens: int = 0
     """Tokens of kept examples beyond max_length, which are not trained on."""
+    num_unknown_tokens: int = 0
+    """Of the kept examples, before truncation: the tokenizer's unk_token, in place of text that it cannot represent."""
 
     def describe_truncation(self) -> str:
         """Describe truncated examples: "3 truncated to max_length: 120 tokens (4.1%) are left out"."""
@@ -107,6 +109,10 @@ class _Sums:
         self.dropped: Counter[str] = Counter()
         self.left_out: Counter[str] = Counter()
         self.num_kept: Counter[int] = Counter()  # by source
+        # GPT-2's unk_token is its eos_token, which examples have anyway.
+        ends = (tokenizer.eos_token_id, tokenizer.bos_token_id)
+        self.unknown = None if tokenizer.unk_token_id in ends else tokenizer.unk_token_id
+        self.num_unknown = 0
         self.num_truncated = self.num_truncated_tokens = self.num_tokens = self.num_trained = 0
         self.example: list[tuple[str, bool]] = []
         self.stop_token_trained = False
@@ -122,6 +128,8 @@ class _Sums:
         self.num_truncated += self.max_length is not None and example.length > self.max_length
         self.num_tokens += sum(len(side.ids) for side in sides)
         self.num_truncated_tokens += sum(len(side.ids) for side in example.sides) - sum(len(side.ids) for side in sides)
+        if self.unknown is not None:
+            self.num_unknown += sum(side.ids.count(self.unknown) for side in example.sides)
         self.num_trained += sum(sum(side.trained) for side in sides)
         if not self.stop_token_trained and len(sides[0].ids) == len(example.sides[0].ids):
             self.stop_token_trained = ends_in_trained_stop(sides[0], self.tokenizer)
@@ -146,6 +154,7 @@ class _Sums:
             stop_token_trained=self.stop_token_trained,
             num_truncated_tokens=self.num_truncated_tokens,
             num_left_out=dict(self.left_out),
+            num_unknown_tokens=self.num_unknown,
         )
 
 

@@ -77,9 +77,9 @@ class LoadedSplit:
         return f"{self.source['path']} ({self.source['split']})"
 
     @property
-    def kind(self) -> tuple[bool, set[str]]:
-        """Equal for datasets that can be concatenated: whether columns contain turns, and their names."""
-        return has_turns(self.dataset), {*self.dataset.column_names} - {*OPTIONS}
+    def kind(self) -> frozenset[str] | None:
+        """Equal for datasets of one task that can be concatenated: None for turns, the columns of plain texts."""
+        return None if has_turns(self.dataset) else frozenset(self.dataset.column_names)
 
 
 def load_split(spec: SplitConfig, task: Task) -> LoadedSplit:

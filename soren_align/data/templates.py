@@ -80,7 +80,7 @@ def check_template(
 
 
 def _conversations(example: dict[str, Any], task: Task) -> list[list[dict[str, Any]]]:
-    if "completion" in example:
+    if example.get("completion"):
         chats = [example["prompt"] + example["completion"]]
     else:
         chats = [example[column] for column in COLUMNS[task]]

@@ -15,6 +15,8 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys of an assistant's reasoning. transformers gives a template whichever it reads."""
 OPTIONS = ("tools", "chat_template_kwargs")
 """Columns of an example beside its turns: the tools that its template lists, and other variables of the template."""
+EMPTY_ANSWER = "all of an answer"
+"""The kind of `left_out` parts that leave nothing of a trained answer."""
 _RESERVED = {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"}
 Turn = dict[str, Any]
 
@@ -125,6 +127,20 @@ def left_out(turns: list[Turn], tools: list[Any], render: Callable[[list[Turn], 
         if others != turns and _is_same(text, others, tools, render):
             kinds.append(kind)
     return kinds
+
+
+def prints_nothing(turns: list[Turn], kinds: list[str]) -> bool:
+    """Whether one of these turns is an answer made of tool calls alone, or with reasoning, none of which is printed.
+
+    kinds: of `left_out`, of the whole conversation.
+    """
+    prints_reasoning = not any("reasoning" in kind for kind in kinds)
+    return "tool calls" in kinds and any(
+        turn["role"] == "assistant"
+        and not turn["content"].strip()
+        and not (prints_reasoning and any(turn.get(key) for key in REASONING))
+        for turn in turns
+    )
 
 
 def _is_same(text: str, turns: list[Turn], tools: list[Any], render: Callable[[list[Turn], list[Any]], str]) -> bool:

@@ -56,8 +56,8 @@ def load_published(name_or_path: str, suite_name: str) -> list[dict[str, Any]]:
     if not path.is_file():
         hint = did_you_mean(name_or_path, known, f"shipped: {', '.join(known)}")
         raise UserError(f"{name_or_path}: neither a file nor a shipped table of published scores{hint}")
-    raw = read_mapping(path, f"published scores are a mapping ({', '.join(PublishedTable.model_fields)})")
-    table = validate(raw, PublishedTable, path)
+    raw, lines = read_mapping(path, f"published scores are a mapping ({', '.join(PublishedTable.model_fields)})")
+    table = validate(raw, PublishedTable, lines)
     if table.suite != suite_name:
         raise UserError(
             f"{name_or_path}: has published scores for suite {table.suite}, not for {suite_name}; choose another table"

@@ -1,7 +1,8 @@
 """A suite: lm-eval tasks, each with the column of its score, and the settings that must be equal for all models.
 
 The tasks are YAML files of lm-eval, or of the same form beside the suite. The suite adds few-shot examples, chat
-template, batch size, seeds, and the folder of the data.
+template, batch size, seeds, and the folder of the data. The keys are listed in docs/evaluation.md. A suite is read
+without torch.
 """
 
 import importlib.util
@@ -13,6 +14,8 @@ from pydantic import Field, model_validator
 from .. import shipped
 from ..errors import UserError, did_you_mean
 from ..recipe import Eval
+from ..yaml_reader import place
+from .published import load_published
 from .yaml_sections import YamlSection, read_mapping, refuse_duplicates, validate
 
 LM_EVAL = "lm-eval:"
@@ -22,6 +25,7 @@ assert _spec is not None
 assert _spec.origin is not None
 LM_EVAL_TASKS = Path(_spec.origin).parent / "tasks"
 
+_PAGE = "All keys of a suite and their defaults: `soren-align docs evaluation` (docs/evaluation.md)"
 Name = Annotated[str, Field(pattern=r"^\w[\w.-]*$", max_length=100)]
 """A single path component, since files are named after it."""
 Place = Annotated[str, Field(pattern=r"^[^\x00]+$", max_length=1000)]
@@ -29,32 +33,32 @@ Place = Annotated[str, Field(pattern=r"^[^\x00]+$", max_length=1000)]
 
 
 class Seeds(YamlSection):
-    """The four seeds of lm-eval."""
+    """The four seeds of lm-eval, with its defaults."""
 
-    random: int
-    numpy: int
-    torch: int
-    fewshot: int
+    random: int = 0
+    numpy: int = 1234
+    torch: int = 1234
+    fewshot: int = 1234
 
 
 class SuiteTask(YamlSection):
     """A task, and its score's column."""
 
-    column: Name
-    """The name of its score in results and tables, and of its file of samples."""
     task: Name
     """lm-eval's name of the task or group. In a group all questions have equal weight."""
-    file: Place
-    """Its YAML file, relative to the suite's folder; `lm-eval:` stands for the folder of lm-eval's tasks."""
     metric: str
     """The metric, e.g. acc; it must be a mean over questions."""
+    column: Name = Field(default_factory=lambda values: values.get("task", ""))
+    """The name of its score in results and tables, and of its file of samples."""
+    file: Place = Field(default_factory=lambda values: f"{values.get('task', '')}.yaml")
+    """Its YAML file, relative to the suite's folder; `lm-eval:` stands for the folder of lm-eval's tasks."""
     filter: str = "none"
     """The task's filter for responses before they are scored."""
     cluster: str | None = None
     """The field of a question that names its cluster, such as its source text; `task`: a group's subjects. Questions of
     one cluster are not independent, which makes the intervals of differences wider."""
-    num_fewshot: Annotated[int, Field(ge=0)]
-    """Few-shot examples in each prompt."""
+    num_fewshot: Annotated[int, Field(ge=0)] | None = None
+    """Few-shot examples in each prompt. null: the number in the task's file, which is 0 if it has none."""
     questions: int | None = None
     """The benchmark's number of questions. With another number the table's title reports other data."""
     requests: int | None = None
@@ -71,12 +75,13 @@ class Suite(YamlSection):
     title: str
     data_root: Place | None = None
     """The folder that the tasks' `dataset_path` is relative to; null: it is a name on the Hugging Face hub."""
-    apply_chat_template: bool
-    batch_size: Annotated[int, Field(ge=1)]
-    """Fixed, because padding changes the last digits of scores."""
+    apply_chat_template: bool = False
+    """Whether prompts are rendered by each model's chat template."""
+    batch_size: Annotated[int, Field(ge=1)] = 8
+    """Prompts in a forward pass. Fixed, because padding changes the last digits of scores."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of the weights during evaluation. In bfloat16 a small update of the weights may be rounded away."""
-    seeds: Seeds
+    seeds: Seeds = Seeds()
     average: bool = False
     """Whether to add a column with the plain mean of the others."""
     notes: list[str] = Field(default_factory=list)
@@ -111,14 +116,22 @@ class Suite(YamlSection):
 def load_suite(name_or_path: str | Path) -> Suite:
     """Return the suite of a shipped name, a suite.yaml or a folder with one. Raises UserError with all errors in it."""
     path = _find(str(name_or_path))
-    raw = read_mapping(path, f"a suite is a mapping ({', '.join(_keys(Suite))})")
+    raw, lines = read_mapping(path, f"a suite is a mapping ({', '.join(_keys(Suite))}). {_PAGE}")
     if "path" in raw:
-        raise UserError(f"{path} path: unknown key; keys here: {', '.join(_keys(Suite))}")
-    suite = validate(raw | {"path": path}, Suite, path, _hint)
-    missing = [suite.file_of(task) for task in suite.tasks if not suite.file_of(task).is_file()]
+        raise UserError(f"{lines[('path',)]} path: unknown key; keys here: {', '.join(_keys(Suite))}", _PAGE)
+    suite = validate(raw | {"path": path}, Suite, lines, _hint, _PAGE)
+    files = {i: suite.file_of(task) for i, task in enumerate(suite.tasks)}
+    missing = {place(("tasks", i, "file"), lines): file for i, file in files.items() if not file.is_file()}
     if missing:
-        raise UserError(*(f"{path}: there is no task file {file}" for file in missing))
+        raise UserError(*(f"{where} tasks.file: there is no task file {file}" for where, file in missing.items()))
     return suite
+
+
+def check_suite(options: Eval) -> None:
+    """Raise UserError if the suite of an evaluation section, or a table of published scores, cannot be read."""
+    suite = suite_of(options)
+    for name in options.published:
+        load_published(name, suite.name)
 
 
 def suite_of(options: Eval) -> Suite:

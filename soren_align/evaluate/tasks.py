@@ -85,7 +85,9 @@ def _manager(suite: Suite, folder: Path, cache: Path) -> TaskManager:
         file = suite.file_of(task)
         is_group = "group" in _read(file)
         files = sorted(file.parent.glob("*.yaml")) if is_group else [file]
-        settings: dict[str, Any] = {"num_fewshot": task.num_fewshot, **_without_unused_splits(task, files)}
+        settings: dict[str, Any] = _without_unused_splits(task, files)
+        if task.num_fewshot is not None:
+            settings["num_fewshot"] = task.num_fewshot
         if (data := _data_of(suite, file, files)) is not None:
             settings |= {"dataset_path": str(data), "dataset_kwargs": {"cache_dir": str(_cache_for(data, cache))}}
         if is_group:
@@ -110,9 +112,9 @@ def _without_unused_splits(task: SuiteTask, files: list[Path]) -> dict[str, None
 
     Otherwise it reads the split that examples would come from, such as PIQA's train split, and fails without it.
     """
-    if task.num_fewshot:
-        return {}
     contents = [_read(file) for file in files]
+    if task.num_fewshot or (task.num_fewshot is None and any(content.get("num_fewshot") for content in contents)):
+        return {}
     unused = ["training_split", "fewshot_split"]
     if all(content.get("test_split") for content in contents if "task" in content):
         unused.append("validation_split")

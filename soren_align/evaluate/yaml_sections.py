@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ..errors import UserError
-from ..files import read_yaml
-from ..yaml_reader import dotted
+from ..files import read_text
+from ..yaml_reader import Key, dotted, parse_yaml, place
 
 
 class YamlSection(BaseModel):
@@ -18,24 +18,31 @@ class YamlSection(BaseModel):
 
 
 Form = TypeVar("Form", bound=YamlSection)
-Hint = Callable[[tuple[str | int, ...]], str]
+Hint = Callable[[Key], str]
 """From the location of an unknown key to the remedy in its message."""
+Lines = dict[Key, str]
+"""The place of each key: ('tasks', 0, 'metric') -> 'suite.yaml:12'."""
 
 
-def read_mapping(path: Path, remedy: str) -> dict[str, Any]:
-    """Return a file's content. Raises UserError with the remedy if it is not a mapping."""
-    raw = read_yaml(path)
+def read_mapping(path: Path, remedy: str) -> tuple[dict[str, Any], Lines]:
+    """Return a file's content and the places of its keys. Raises UserError with the remedy if it is not a mapping."""
+    raw, lines = parse_yaml(read_text(path), str(path))
     if not isinstance(raw, dict):
         raise UserError(f"{path}: {remedy}")
-    return raw
+    return raw, lines
 
 
-def validate(raw: dict[str, Any], form: type[Form], path: Path, hint: Hint = lambda loc: "") -> Form:
-    """Return the content of the file `path` as a `form`. Raises UserError with a sentence per error."""
+def validate(raw: dict[str, Any], form: type[Form], lines: Lines, hint: Hint = lambda loc: "", end: str = "") -> Form:
+    """Return a file's content as a `form`. Raises UserError with a sentence per error, and `end` after them."""
     try:
         return form.model_validate(raw)
     except ValidationError as error:
-        raise UserError(*(f"{path} {_sentence(e, hint)}" for e in error.errors(include_url=False))) from None
+        # A default that is made of another key, such as a column of its task, is no error of its own.
+        errors = [e for e in error.errors(include_url=False) if e["type"] != "default_factory_not_called"]
+        places = [place(e["loc"], lines) for e in errors]
+        ordered = sorted(zip(places, errors, strict=True), key=lambda each: int(each[0].rpartition(":")[2]))
+        sentences = [f"{where} {_sentence(e, hint)}" for where, e in ordered]
+        raise UserError(*sentences, *([end] if end else [])) from None
 
 
 def refuse_duplicates(names: list[str], problem: str) -> None:

@@ -13,7 +13,7 @@ from ..errors import UserError, closest
 from ..optimizer_settings import BETAS
 from ..recipe import trl_config
 from ..recipe.sections import Task
-from . import attention_keys, lora_keys, tool_defaults
+from . import attention_keys, lora_keys, per_epoch_keys, tool_defaults
 from . import key_tables as names
 from .data_keys import read_data, trains_completions
 from .key_tables import Note, matches, number
@@ -133,8 +133,9 @@ def _special(key: str, name: str, value: Any, flat: dict[str, Any], conversion: 
     nullable = (*_NESTED, "optim", "optimizer", *_BETAS, "torch_dtype", "dtype", _MIN_LR)
     if value in (None, {}) and name in nullable:
         return Note(key, "dropped", "null has no effect")
-    if note := attention_keys.convert(key, name, value, flat, conversion.recipe):
-        return note
+    for of_keys in (attention_keys, per_epoch_keys):
+        if note := of_keys.convert(key, name, value, flat, conversion.recipe):
+            return note
     for special in (_optimizer_key, _model_key, _schedule_key):
         if note := special(key, name, value, flat, conversion):
             return note

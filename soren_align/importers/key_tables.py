@@ -158,6 +158,10 @@ DROPPED = (
         "trackers read it from the environment (WANDB_PROJECT, ...); report_to names them",
     ),
     ("save_first_step", "write trainer.save_steps"),
+    (
+        "eval_table_size eval_max_new_tokens eval_causal_lm_metrics do_causal_lm_eval do_bench_eval bench_dataset",
+        "run.samples prints answers during training, and `eval` measures scores after it",
+    ),
     ("dataset_kwargs", "the chat template adds the special tokens"),
     ("ignore_bias_buffers", "no effect on training"),
     ("loss_watchdog_*", "a NaN loss stops the run anyway"),

@@ -13,6 +13,7 @@ from pathlib import Path
 from .. import lock
 from ..bench import shapes
 from ..errors import DivergedError, UserError, from_os_error
+from ..evaluate.suites import check_suite
 from ..files import read_json
 from ..recipe import (
     Recipe,
@@ -43,6 +44,8 @@ def train(recipe: Recipe, processes: int | None = None) -> int:
     num_ranks = rank.num_ranks if rank else processes or 1
     accumulation(recipe, num_ranks)  # raises before anything is written
     refuse_unquantizable(recipe.model.quantize)
+    if recipe.eval:
+        check_suite(recipe.eval)
     refuse_accelerate_config(parallel(recipe.run.parallel).kind)
     folder = RunFolder(recipe.run.output_dir)
     timeout_seconds = float(trainer_value(recipe, "ddp_timeout"))
@@ -146,6 +149,8 @@ def _start_ranks(folder: RunFolder, num_ranks: int, timeout_seconds: float) -> i
 def plan(recipe: Recipe, *, as_json: bool = False, processes: int = 1) -> None:
     """Print what `train` would do with this number of processes."""
     accumulation(recipe, processes)  # raises before torch is imported
+    if recipe.eval:
+        check_suite(recipe.eval)
     set_environment(recipe)
     console = stderr_console()
     with console.status("Loading torch, transformers and TRL"):

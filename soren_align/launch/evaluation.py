@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from .. import shipped
 from ..errors import UserError, from_os_error
+from ..evaluate.suites import check_suite
 from ..files import default_cache_folder, local_path, refuse_unwritable
 from ..recipe import ADAPTER, Eval, Recipe, evaluation_problems, is_local, load_resolved
 from ..run_folder import RunFolder
@@ -44,6 +45,7 @@ def evaluate(
         run = first.read()  # again, now that it is locked
         recipe = load_resolved(first.recipe) if run and first.recipe.is_file() else None
         settings = evaluation_settings(recipe, options)
+        check_suite(settings)
         if output is None and (recipe is None or len(models) > 1):
             raise UserError("--output: is required: name the folder for results that belong to no single run")
         rank = rank_from_environment()

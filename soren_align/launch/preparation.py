@@ -96,13 +96,13 @@ def _refuse_more_steps(folder: RunFolder, recipe: Recipe, run: dict[str, Any]) -
     changes |= {
         f"model.{name}": "null" for name in ("init_seed", "revision", "lora") if getattr(model, name) is not None
     }
-    command = ["soren-align", recipe.task, str(folder.recipe)]
-    command += [word for name, value in changes.items() for word in ("--set", f"{name}={value}")]
+    command = [f"soren-align {recipe.task} {shlex.quote(str(folder.recipe))}"]
+    command += [f"--set {shlex.quote(f'{name}={value}')}" for name, value in changes.items()]
     reference = ", with that model as its reference," if recipe.task == "dpo" else ""
     raise UserError(
         f"{folder}: holds a trained run of {num_steps} steps, whose schedule has ended. More steps are a new run that "
         f"starts from its model{reference} with a new schedule, a new optimizer state and another order of examples:",
-        f"  {shlex.join(command)}",
+        "  " + " \\\n    ".join(command),  # lines that a shell joins
     )
 
 

@@ -60,7 +60,8 @@ def _print_model_and_data(plan: dict[str, Any], account: Account | None, console
         write("", line)
     lengths = ", ".join(f"{name} {value:,}" for name, value in data["token_length_percentiles"].items())
     write("", f"tokens per example: {lengths}")
-    write("", f"{data['trained_token_share']:.0%} of the tokens are in the loss")
+    unknown = f", {data['num_unknown_tokens']:,} are unknown to the tokenizer" * bool(data["num_unknown_tokens"])
+    write("", f"{data['trained_token_share']:.0%} of the tokens are in the loss{unknown}")
     if not data["stop_token_trained"]:
         write("", "the EOS token is NOT in the loss: the model will not learn to end its answers")
     colored = console.color_system is not None

@@ -122,6 +122,7 @@ def _data(recipe: Recipe, inputs: Inputs) -> dict[str, Any]:
         "num_tokens": account.num_tokens,
         "num_truncated": account.num_truncated,
         "num_truncated_tokens": account.num_truncated_tokens,
+        "num_unknown_tokens": account.num_unknown_tokens,
         "packing": inputs.ready.packing.as_json() if inputs.ready.packing else None,
         "token_length_percentiles": account.lengths,
         "trained_token_share": account.trained_share,
@@ -179,7 +180,8 @@ def _checked_evaluation(
 def _files(recipe: Recipe, args: Any) -> list[str]:
     folder = RunFolder(recipe.run.output_dir)
     limit = f", the last {args.save_total_limit} kept" if args.save_total_limit else ""
-    strategies = {"steps": f"every {args.save_steps:g} steps", "epoch": "every epoch", "best": "at the best so far"}
+    steps = f"{args.save_steps:g} steps" if args.save_steps >= 1 else f"{args.save_steps:.3g} of all steps"
+    strategies = {"steps": f"every {steps}", "epoch": "every epoch", "best": "at the best so far"}
     saved = strategies.get(str(args.save_strategy.value), "none during training") + limit
     files = [str(folder.recipe), str(folder.path / "run.json"), str(folder.metrics)]
     files += [f"{folder.start} (random starting weights)"] if recipe.model.init_seed is not None else []

@@ -13,11 +13,11 @@ from ruamel.yaml import YAML
 from .. import shipped
 from ..errors import UserError, did_you_mean
 from ..files import local_path, read_text
-from ..yaml_reader import Key, dotted, parse_yaml
+from ..yaml_reader import Key, dotted, parse_yaml, sentences
 from . import trl_config
 from .checks import problems_beyond_schema
 from .merging import Notify, merged, override
-from .messages import messages, sentences
+from .messages import messages
 from .quantization import inherit_quantization
 from .sections import Recipe, resolve
 

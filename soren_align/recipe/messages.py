@@ -1,9 +1,11 @@
 """pydantic's errors about a recipe in sentences: key, finding, remedy."""
 
+import io
 from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
+from ruamel.yaml import YAML
 
 from ..errors import closest, did_you_mean
 from ..yaml_reader import Key, dotted
@@ -17,30 +19,26 @@ _INSTEAD: dict[Key, str] = {
     ("model", "dtype"): " (bfloat16 parameters round small updates away; for bfloat16 arithmetic with float32 "
     "parameters write trainer: {bf16: true})",
 }
+_MAIN_KEYS: dict[Key, dict[type, str]] = {
+    ("model",): {str: "name_or_path"},
+    ("model", "lora"): {int: "r"},
+    ("data",): {str: "train.path"},
+    ("data", "train"): {str: "path"},
+    ("data", "eval"): {str: "path", float: "fraction", int: "examples"},
+    ("optimizer",): {str: "name"},
+    ("run",): {str: "output_dir"},
+    ("run", "samples"): {str: "prompts", list: "prompts"},
+    ("run", "early_stopping"): {int: "patience"},
+    ("eval",): {str: "suite"},
+}
+"""The key of a section that a person means who writes a value in its place, by the type of the value."""
+_OPTIONAL: set[Key] = {("model", "lora"), ("data", "eval"), ("run", "samples"), ("run", "early_stopping"), ("eval",)}
 
 
 def messages(error: ValidationError, form: type[Section] = Recipe) -> list[tuple[Key, str]]:
     """The key and the message of each mistake in a file of this form."""
     problems = [_Problem(**_locate(each["loc"], form), error=each) for each in error.errors(include_url=False)]
     return [(p.key, p.message()) for p in _without_echoes(problems)]
-
-
-def place(key: Key, lines: dict[Key, str]) -> str:
-    """'file:line' of the key, or of the nearest section around it."""
-    while key and key not in lines:
-        key = key[:-1]
-    return lines.get(key, "recipe")
-
-
-def sentences(problems: list[tuple[Key, str]], lines: dict[Key, str]) -> list[str]:
-    """The problems with their places and keys, in the order of lines; those of --set come last."""
-    placed = [(place(key, lines), f"{dotted(key)}: {message}") for key, message in problems]
-    return [f"{at} {sentence}" for at, sentence in sorted(placed, key=lambda each: _line_number(each[0]))]
-
-
-def _line_number(place: str) -> int:
-    number = "" if place.startswith("--set") else place.rpartition(":")[2]
-    return int(number) if number.isdecimal() else 10**9
 
 
 @dataclass(frozen=True)
@@ -90,9 +88,25 @@ class _Problem:
             case "model_type" if key == ("data", "eval") and isinstance(value, list):
                 return "found a list; held-out examples are one split (data.train may be several)"
             case "model_type" | "dict_type":
-                return f"found {value!r}; write a section (indented keys below it)"
+                return f"found {value!r}; {self._section_remedy(value)}"
         hint = " (YAML's word for nothing is null)" if value == "None" else ""
         return f"found {value!r}; {self._remedy()}{hint}"
+
+    def _section_remedy(self, value: Any) -> str:
+        """The section with the value at its main key, as it is written in a recipe."""
+        last, section = self.key[-1], tuple(part for part in self.key if isinstance(part, str))
+        if value is False and section in _OPTIONAL:
+            return f"leave it out, or write {last}: null"
+        main = _MAIN_KEYS.get(section, {}).get(int if value is True else type(value))
+        inner = section_in(self.section.model_fields[str(last)].annotation) if value is True and main else None
+        if main is None or (value is True and inner is None):
+            return "write a section (indented keys below it)"
+        content = inner.model_fields[main].default if inner else value
+        if section == ("run", "samples") and isinstance(value, str) and not value.endswith((".txt", ".jsonl")):
+            content = [value]  # a prompt, and no file of prompts
+        for key in reversed(main.split(".")):
+            content = {key: content}
+        return f"write {_flow(content if isinstance(last, int) else {last: content})}"
 
     def _unknown_key(self) -> str:
         moved = MOVED.get(tuple(part for part in self.key if isinstance(part, str)))
@@ -159,6 +173,15 @@ def _without_echoes(problems: list[_Problem]) -> list[_Problem]:
         if not (p.error["type"] == "missing" and p.key in misspelt)
         and not (p.is_unknown_key and p.is_of_another_member and p.key[:-1] in unnamed)
     ]
+
+
+def _flow(section: dict[str, Any]) -> str:
+    """A section in one line of YAML, without the outer braces where it has one key: `train: {path: chat.jsonl}`."""
+    yaml, stream = YAML(typ="safe", pure=True), io.StringIO()
+    yaml.default_flow_style, yaml.width = True, 1000
+    yaml.dump(section, stream)
+    text = stream.getvalue().strip()
+    return text if not isinstance(next(iter(section.values())), dict) else text[1:-1]
 
 
 def _listed(words: list[str], conjunction: str) -> str:

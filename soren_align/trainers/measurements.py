@@ -2,7 +2,7 @@
 
 The loss shows whether a run learns; these numbers show whether the optimizer works as intended: the change that reached
 the weights after decay and rounding, the distance from the starting weights, the singular values of the map's output.
-They are measured on logging steps only.
+They are measured on logging steps only: those of the recipe, and of a run too short for two logs its first and last.
 """
 
 import json
@@ -19,6 +19,7 @@ from ..files import append
 from ..optim import AppliedMap, Sums, chunks
 from ..spectral import distance_from_sigmoid, singular_values
 from .attached_optimizer import AttachedOptimizer
+from .progress import logs_for_short_run
 from .starting_weights import StartingWeights, relative_changes
 
 MAX_DECOMPOSED = 8
@@ -111,7 +112,11 @@ class Measurements(TrainerCallback):
     def on_step_begin(self, args, state, control, **kwargs):
         """Observe the coming step if it will be logged. DeepSpeed steps within the last backward pass."""
         step = state.global_step + 1
-        if step % max(state.logging_steps, 1) == 0 or (step == 1 and args.logging_first_step):
+        if (
+            step % max(state.logging_steps, 1) == 0
+            or (step == 1 and args.logging_first_step)
+            or logs_for_short_run(args, state, step)
+        ):
             self._reset()
             optimizer = self.attached.optimizer
             self._matrices = optimizer.param_groups[0]  # ZeRO 1 and 2 step with a list of one group at a time

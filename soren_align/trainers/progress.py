@@ -34,6 +34,24 @@ class Display(Progress):
         yield Text(self.line, no_wrap=True, overflow="ellipsis")
 
 
+class LogsOfShortRuns(TrainerCallback):
+    """Logs the first and the last step of a run that is too short for two logs, so that its losses are known.
+
+    On all ranks: transformers averages a logged loss over them.
+    """
+
+    def on_step_end(self, args, state, control, **kwargs):
+        """Ask for a log; with `logging_strategy: no`, for none."""
+        if logs_for_short_run(args, state, state.global_step):
+            control.should_log = True
+
+
+def logs_for_short_run(args: Any, state: Any, step: int) -> bool:
+    """Whether a step is the first or the last one of a run with fewer than two logs otherwise."""
+    num_logs = {"steps": state.max_steps // max(state.logging_steps, 1), "epoch": state.num_train_epochs}
+    return step in (1, state.max_steps) and num_logs.get(str(args.logging_strategy.value), 2) < 2
+
+
 class TrainingProgress(TrainerCallback):
     """Shows steps, time and measurements, in place of transformers' bars and printed dictionaries.
 

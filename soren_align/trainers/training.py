@@ -25,7 +25,7 @@ from .displacement import Displacement, read_probes
 from .early_stopping import EarlyStopping, best_evaluation
 from .identity import identity, precision
 from .lost_updates import LostUpdatesPolicy, change_after_saving
-from .progress import TrainingProgress
+from .progress import LogsOfShortRuns, TrainingProgress
 from .samples import SampleWriter
 from .signals import StopOnSignal
 from .starting_weights import relative_changes
@@ -108,7 +108,8 @@ def _add_callbacks(trainer: Any, setup: TrainingSetup, folder: RunFolder, consol
     if run.samples and ranks.is_first:
         samples = SampleWriter(setup.prompts, setup.tokenizer, folder.samples, console)
     trainer.remove_callback(PrinterCallback)
-    for callback in (stop, early_stopping, progress if ranks.is_first else None, samples, trainer.displacement):
+    first_ranks = (progress, samples) if ranks.is_first else ()
+    for callback in (stop, early_stopping, LogsOfShortRuns(), *first_ranks, trainer.displacement):
         if callback is not None:
             trainer.add_callback(callback)
     return _Callbacks(stop, progress, early_stopping, samples)

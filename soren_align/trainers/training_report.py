@@ -25,6 +25,7 @@ def record_setup(folder: RunFolder, setup: TrainingSetup, trainer: Any, ranks: R
     if counts.num_kept_by_source:
         examples["num_kept_by_source"] = list(counts.num_kept_by_source)
     examples |= {"num_truncated": counts.num_truncated, "num_truncated_tokens": counts.num_truncated_tokens}
+    examples["num_unknown_tokens"] = counts.num_unknown_tokens
     if setup.packing:
         examples["packing"] = setup.packing.as_json()
     parameters, table = list(trainer.model.parameters()), routing_table(route(trainer.model, recipe.optimizer.aux))
@@ -137,6 +138,9 @@ def print_result(console: Console, trainer: Any, result: dict[str, Any], seconds
     """
     losses, steps = _losses(trainer), trainer.state.global_step
     loss = f", loss {losses[0]:.3f} -> {losses[-1]:.3f} (first and last log)" if len(losses) > 1 else ""
+    mean = next((log["train_loss"] for log in reversed(trainer.state.log_history) if "train_loss" in log), None)
+    if not loss and mean is not None:  # ended early, or trainer.logging_strategy is no
+        loss = f", loss {mean:.3f} on average"
     resumed = f", {steps - resumed_from} of them since resuming," if resumed_from else ""
     print_labelled(console, "trained", f"{steps} steps{resumed} in {seconds:.0f} s{loss}")
     if early := result.get("stopped_early"):

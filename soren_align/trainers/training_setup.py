@@ -10,7 +10,18 @@ from transformers import get_scheduler
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.optimization import GreedyLR
 
-from ..data import Account, LossMasks, account, check_template, has_turns, hold_out, load_split, mix, tokenize
+from ..data import (
+    Account,
+    LossMasks,
+    account,
+    check_template,
+    has_turns,
+    hold_out,
+    load_split,
+    mix,
+    tokenize,
+    without_empty_answers,
+)
 from ..errors import UserError
 from ..files import default_cache_folder
 from ..manifest import describe_dropped
@@ -23,6 +34,9 @@ from .packing import Packing, after_packing, pack, packing_notices
 from .samples import Prompt, read_prompts
 from .starting_model import load_config, load_tokenizer, starting_checkpoint
 from .trl_arguments import trl_arguments
+
+UNKNOWN_SHARE = 0.001
+"""Of all tokens: from it on a notice reports unknown ones. A tenth of a percent is a word in every other page."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +83,12 @@ def set_up_training(
     _check_schedule(config)
     check_attention(recipe, model_config)
     if not ranks.is_first:
-        return TrainingSetup(recipe, start, tokenizer, splits, _tokens(recipe, splits, tokenizer), None)
+        splits, tokens = _tokens(recipe, splits, tokenizer)
+        return TrainingSetup(recipe, start, tokenizer, splits, tokens, None)
     assistant_only, completion_only = map(recipe.trainer.get, ("assistant_only_loss", "completion_only_loss"))
     train = splits["train"].dataset
     notices = check_template(tokenizer, recipe.task, bool(assistant_only), train, completion_only)
-    tokens = _tokens(recipe, splits, tokenizer, on_examples)
+    splits, tokens = _tokens(recipe, splits, tokenizer, on_examples)
     counts, packing = _count(recipe, config, tokens["train"], splits["train"].source_indices, tokenizer)
     if counts.num_kept == 0:
         raise UserError(
@@ -88,11 +103,7 @@ def set_up_training(
     is_wrapped = packing is not None and packing.strategy == "wrapped"  # otherwise positions restart at each example
     num_positions = _num_positions(model_config)
     notices += _too_few_positions(num_positions, max_length if is_wrapped else min(longest, max_length))
-    notices += [
-        f"the chat template leaves out {kind} of {number:,} of {counts.num_examples:,} examples, trained without "
-        "them: a turn of nothing else as an empty answer. Another template may print them"
-        for kind, number in counts.num_left_out.items()
-    ]
+    notices += _token_notices(counts, tokenizer)
     samples = recipe.run.samples
     prompts = read_prompts(samples, tokenizer, has_turns(train), num_positions) if samples else ()
     notices = [*splits["train"].notices, *notices]
@@ -101,25 +112,25 @@ def set_up_training(
 
 def _tokens(
     recipe: Recipe, splits: dict[str, Any], tokenizer: Any, on_examples: Callable[[int], object] | None = None
-) -> dict[str, Any]:
-    """The tokens of both splits. on_examples: of the training examples."""
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(both splits, their tokens), without examples that teach empty answers. on_examples: of the training examples."""
     trainer = recipe.trainer
     settings = (bool(trainer.get("assistant_only_loss")), trainer.get("completion_only_loss") is not False)
     cache = default_cache_folder() if recipe.data.cache else None
-    return {
-        name: tokenize(
-            split.dataset, recipe.task, tokenizer, cache, *settings, on_examples if name == "train" else None
-        )
-        if split
-        else None
-        for name, split in splits.items()
-    }
+    kept: dict[str, Any] = dict.fromkeys(splits)
+    tokens: dict[str, Any] = dict.fromkeys(splits)
+    for name, split in splits.items():
+        if split:
+            report = on_examples if name == "train" else None
+            all_tokens = tokenize(split.dataset, recipe.task, tokenizer, cache, *settings, report)
+            kept[name], tokens[name] = without_empty_answers(split, all_tokens)
+    return kept, tokens
 
 
 def load_splits(recipe: Recipe) -> dict[str, Any]:
     """Load the recipe's data: {"train": data.LoadedSplit, "eval": data.LoadedSplit or None}.
 
-    Raises UserError if both are of different kinds.
+    Raises UserError if only one of both has turns, or texts have different columns.
     """
     evaluation = recipe.data.eval
     sources = [load_split(source, recipe.task) for source in recipe.data.sources]
@@ -128,7 +139,6 @@ def load_splits(recipe: Recipe) -> dict[str, Any]:
     else:
         held_out = load_split(evaluation, recipe.task) if evaluation else None
     train = mix(sources, recipe.data.sources, recipe.trainer.get("seed", 42))
-    # TRL reads from the training data which tokens of both are trained.
     if held_out and held_out.kind != train.kind:
         raise UserError(f"data.eval: has {held_out.layout}, and data.train {train.layout}; evaluate on the same kind")
     return {"train": train, "eval": held_out}
@@ -174,8 +184,25 @@ def _notices(
         notices = [f"the stop token is never trained: trainer.max_length {max_length} truncates every answer"]
     if "messages" in dataset.column_names and "assistant_only_loss" not in recipe.trainer:
         notices.append(
-            "all tokens are in the loss, those of the user's messages too. For the answers alone write "
-            "trainer.assistant_only_loss: true; false hides this notice"
+            "all tokens of conversations are in the loss, those of the user's messages too. For the answers alone "
+            "write trainer.assistant_only_loss: true; false hides this notice"
+        )
+    return notices
+
+
+def _token_notices(counts: Account, tokenizer: Any) -> list[str]:
+    """Return notices about text that the tokens do not have: the template leaves it out, or the tokenizer cannot."""
+    notices = [
+        f"the chat template leaves out {kind} of {number:,} of {counts.num_examples:,} examples, trained without them. "
+        "Another template may print them"
+        for kind, number in counts.num_left_out.items()
+    ]
+    num_tokens = counts.num_tokens + counts.num_truncated_tokens
+    share = counts.num_unknown_tokens / max(1, num_tokens)
+    if share >= UNKNOWN_SHARE:
+        notices.append(
+            f"{counts.num_unknown_tokens:,} of {num_tokens:,} tokens ({share:.2%}) are {tokenizer.unk_token}: text "
+            "that the tokenizer does not have, and the model never sees. Another model's tokenizer may have it"
         )
     return notices
 

@@ -10,8 +10,9 @@ import pytest
 from datasets import Dataset
 
 from soren_align.data import account, load_split, mix
+from soren_align.data.encoding import encode
 from soren_align.errors import UserError
-from tests.support.conversations import chat, pair_row, split
+from tests.support.conversations import animal_text, chat, pair_row, split
 
 
 def source(path, weight=1.0, **how):
@@ -91,12 +92,41 @@ def test_forms_that_come_to_the_same_mix_and_others_do_not(two, write, tmp_path)
         load_mixture([source(two[0]), source(text)], "sft", 1)
     parted = write("c.jsonl", [{"prompt": "A ", "completion": "lynx."}])
     turns = write("d.jsonl", [{"prompt": chat(1)[:-1], "completion": chat(1)[-1:]}])
-    with pytest.raises(UserError, match="these do not mix; train on one kind"):
+    with pytest.raises(UserError, match="texts do not mix with others; train on one kind"):
         load_mixture([source(parted), source(turns)], "sft", 1)
     pairs = write("p.jsonl", [pair_row(1)])
     texts = write("q.jsonl", [{"prompt": "Why?", "chosen": "a", "rejected": "b"}])
-    with pytest.raises(UserError, match="these do not mix; train on one kind"):
+    with pytest.raises(UserError, match="texts do not mix with others; train on one kind"):
         load_mixture([source(pairs), source(texts)], "dpo", 1)
+
+
+@pytest.mark.parametrize("settings", [(True, True), (False, True), (False, False)])
+def test_conversations_and_completions_have_the_tokens_and_masks_in_a_mixture_that_they_have_alone(
+    write, make_tokenizer, settings
+):
+    weighted = chat(20, turns=2)
+    weighted[1]["train"] = False
+    tool = [{"type": "function", "function": {"name": "feed", "parameters": {"type": "object"}}}]
+    sources = [
+        source(write("chats.jsonl", [{"messages": weighted, "tools": tool}, *chats(range(80))])),
+        source(write("alpaca.jsonl", [{"instruction": f"Feed {i}.", "output": animal_text(i)} for i in range(9)])),
+        source(write("turns.jsonl", [{"prompt": chat(i, 2)[:-1], "completion": chat(i, 2)[-1:]} for i in range(70)])),
+    ]
+    tokenizer = make_tokenizer()
+
+    def encoded(dataset):
+        return [
+            example.sides[0]
+            for batch in dataset.iter(batch_size=64)
+            for example in encode(batch, "sft", tokenizer, *settings)
+        ]
+
+    alone = [encoded(load_split(each, "sft").dataset) for each in sources]
+    mixed = load_mixture(sources, "sft", 3)
+    assert mixed.source_indices[:5] != (0,) * 5  # shuffled together
+    for part, expected in enumerate(alone):
+        found = [t for t, i in zip(encoded(mixed.dataset), mixed.source_indices, strict=True) if i == part]
+        assert sorted(found) == sorted(expected)
 
 
 def test_rows_of_the_hub_with_their_turns_the_other_way_round_mix(two, monkeypatch):

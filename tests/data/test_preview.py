@@ -207,6 +207,16 @@ def test_the_stop_token_counts_as_trained_only_when_the_loss_sees_it(make_tokeni
     assert account(rows("dpo"), "dpo", make_tokenizer(), max_length=None).stop_token_trained
 
 
+@pytest.mark.parametrize(("unknown", "expected"), [("<|unknown|>", 3), ("<|im_end|>", 0), (None, 0)])
+def test_unknown_tokens_are_counted_unless_they_end_texts(make_tokenizer, unknown, expected):
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|unknown|>"]})
+    tokenizer.unk_token = unknown
+    messages = [{"role": "user", "content": "<|unknown|>"}, {"role": "assistant", "content": "A<|unknown|><|unknown|>"}]
+    dataset = Dataset.from_list([{"messages": messages}, {"messages": chat(1)}])
+    assert account(dataset, "sft", tokenizer, max_length=None).num_unknown_tokens == expected
+
+
 def test_a_row_without_marked_tokens_stops_the_account(make_tokenizer):
     only_long = CHATML.replace("{% if m['role'] == 'assistant' %}", "{% if loop.index == 4 %}")
     dataset = Dataset.from_list([{"messages": chat(0, turns=2)}, {"messages": chat(1)}])

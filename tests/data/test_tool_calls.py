@@ -7,7 +7,7 @@ import pytest
 import trl
 from datasets import Dataset
 
-from soren_align.data import account, check_template, load_split, mix
+from soren_align.data import account, check_template, load_split, mix, tokenize, without_empty_answers
 from soren_align.data.encoding import encode
 from soren_align.errors import UserError
 from tests.support.conversations import chat, split
@@ -192,8 +192,8 @@ REASONED = [USER, {**LAST, "reasoning_content": "The sun is high."}]
         ("qwen3", REASONED, None, {}),
         ("qwen2_5", REASONED, None, {"reasoning": 2}),
         ("qwen3", [*REASONED, USER, LAST], None, {"the reasoning of earlier answers": 2}),
-        ("lfm2", CALLS, TOOLS, {"tool calls": 2}),  # though the list of tools has its name
-        ("deepseek_r1_distill", CALLS, TOOLS, {"tools": 2, "tool calls": 2}),
+        ("lfm2", CALLS, TOOLS, {"tool calls": 2, "all of an answer": 2}),  # though the list of tools has its name
+        ("deepseek_r1_distill", CALLS, TOOLS, {"tools": 2, "tool calls": 2, "all of an answer": 2}),
     ],
 )
 def test_parts_that_the_template_ignores_are_counted(qwen, write, template, turns, tools, left_out):
@@ -201,6 +201,48 @@ def test_parts_that_the_template_ignores_are_counted(qwen, write, template, turn
     dataset = load_split(split(write("rows.jsonl", rows)), "sft").dataset
     counted = account(dataset, "sft", qwen(template), max_length=None)
     assert counted.num_left_out == left_out
+
+
+@pytest.mark.parametrize(
+    ("turns", "template", "is_dropped"),
+    [
+        (CALLS, "lfm2", True),
+        (CALLS, "qwen2_5", False),
+        ([CALLS[0], {**CALLS[1], "train": False}, *CALLS[2:]], "lfm2", False),
+        ([CALLS[0], {**CALLS[1], "content": "I look it up."}, *CALLS[2:]], "lfm2", False),
+        ([USER, {**CALLS[1], "reasoning_content": "I look it up."}], "lfm2", True),  # neither is printed
+    ],
+)
+def test_an_answer_of_which_the_template_prints_nothing_is_not_trained(
+    qwen, write, tmp_path, turns, template, is_dropped
+):
+    rows = [{"messages": turns, "tools": TOOLS}, {"messages": chat(1)}]
+    loaded = load_split(split(write("rows.jsonl", rows)), "sft")
+    tokens = tokenize(loaded.dataset, "sft", qwen(template), tmp_path / "cache")
+    kept, kept_tokens = without_empty_answers(loaded, tokens)
+    assert len(kept.dataset) == len(kept_tokens) == 2 - is_dropped
+    assert sum(kept.dropped.values()) == is_dropped
+    assert kept_tokens[-1] == tokens[-1]
+
+
+def test_an_empty_answer_counts_where_it_is_trained(qwen, write, tmp_path):
+    silent = [USER, CALLS[1]]
+    made = [
+        ("sft", {"prompt": CALLS[:-1], "completion": CALLS[-1:], "tools": TOOLS}, False),
+        ("sft", {"prompt": silent[:1], "completion": silent[1:], "tools": TOOLS}, True),
+        ("dpo", {"chosen": CALLS, "rejected": [*CALLS[:-1], {"role": "assistant", "content": "No."}]}, False),
+        ("dpo", {"chosen": silent, "rejected": [USER, LAST]}, True),
+    ]
+    for i, (task, row, is_dropped) in enumerate(made):
+        loaded = load_split(split(write(f"{i}.jsonl", [row])), task)
+        tokens = tokenize(loaded.dataset, task, qwen("lfm2"), tmp_path / "cache")
+        if is_dropped:
+            with pytest.raises(
+                UserError, match=r"of each example an answer is tool calls alone, .* model.chat_template"
+            ):
+                without_empty_answers(loaded, tokens)
+        else:
+            assert without_empty_answers(loaded, tokens) == (loaded, tokens)
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])

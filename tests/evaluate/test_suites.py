@@ -6,7 +6,7 @@ import pytest
 
 from soren_align import shipped
 from soren_align.errors import UserError
-from soren_align.evaluate.suites import load_suite
+from soren_align.evaluate.suites import Suite, SuiteTask, load_suite
 from soren_align.evaluate.tasks import load_tasks
 
 SHIPPED = shipped.ROOT / "eval" / "quickstart"
@@ -47,17 +47,17 @@ def test_a_data_root_is_taken_from_the_suites_folder(folder):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("title: Quickstart zoo", "titel: Quickstart zoo", "titel: unknown key; did you mean 'title'?"),
+        ("title: Quickstart zoo", "titel: Quickstart zoo", "suite.yaml:2 titel: unknown key; did you mean 'title'?"),
         ("title: Quickstart zoo", "", "title: is required"),
         ("title:", "path: here\ntitle:", "path: unknown key"),
         ("fewshot: 1234", "fewshots: 1234", "seeds.fewshots: unknown key; did you mean 'fewshot'?"),
-        ("metric: acc,", "metrik: acc,", "tasks.0.metrik: unknown key; did you mean 'metric'?"),
+        ("metric: acc,", "metrik: acc,", "suite.yaml:8 tasks.0.metrik: unknown key; did you mean 'metric'?"),
         ("batch_size: 60", "batch_size: auto", "batch_size: found 'auto'"),
         ("batch_size: 60", "batch_size: 0", "batch_size: found 0"),
         ("apply_chat_template: true", "apply_chat_template: yes please", "apply_chat_template: found 'yes please'"),
         ("column: zoo_gen", "column: zoo_mc", "column 'zoo_mc' is there twice"),
         ("column: zoo_gen", "column: zoo/gen", "tasks.1.column: found 'zoo/gen'"),
-        ("tasks/zoo_mc.yaml", "tasks/zoo_mcc.yaml", "there is no task file"),
+        ("tasks/zoo_mc.yaml", "tasks/zoo_mcc.yaml", "suite.yaml:8 tasks.file: there is no task file"),
         ("title: Quickstart zoo", "title: [", "not valid YAML"),
     ],
 )
@@ -66,6 +66,35 @@ def test_a_mistake_in_a_suite_is_named(folder, old, new, message):
     with pytest.raises(UserError) as error:
         load_suite(folder)
     assert message in str(error.value)
+
+
+def test_errors_name_the_page_of_all_keys(folder):
+    change(folder, "metric: acc,", "metrik: acc,")
+    with pytest.raises(UserError) as error:
+        load_suite(folder)
+    assert error.value.problems[-1].endswith("`soren-align docs evaluation` (docs/evaluation.md)")
+    page = (shipped.ROOT / "docs/evaluation.md").read_text()
+    assert all(f"\n| `{key}` |" in page for form in (Suite, SuiteTask) for key in form.model_fields if key != "path")
+
+
+def test_a_suite_needs_no_more_than_a_title_and_tasks_with_a_metric(folder):
+    data = "data_root: shipped:recipes/quickstart/data\n"
+    (folder / "suite.yaml").write_text(f"title: Mine\n{data}tasks:\n- {{task: zoo_mc, metric: acc}}\n")
+    shutil.copy(folder / "tasks/zoo_mc.yaml", folder)
+    suite = load_suite(folder)
+    assert (suite.batch_size, suite.apply_chat_template, suite.dtype) == (8, False, "float32")
+    assert suite.seeds == load_suite("quickstart").seeds
+    assert suite.tasks[0].column == "zoo_mc"
+    assert load_tasks(suite)["zoo_mc"].config.num_fewshot in (None, 0)
+
+
+@pytest.mark.parametrize(("own", "expected"), [(None, 2), (0, 0), (1, 1)])
+def test_without_num_fewshot_the_task_files_number_holds(folder, own, expected):
+    file = folder / "tasks/zoo_mc.yaml"
+    file.write_text(file.read_text() + "num_fewshot: 2\n")
+    suite = load_suite(folder)
+    task = suite.tasks[0].model_copy(update={"num_fewshot": own})
+    assert load_tasks(suite.model_copy(update={"tasks": [task]}))["zoo_mc"].config.num_fewshot == expected
 
 
 def test_an_unknown_suite_is_a_question_back():

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import TrainerState, TrainingArguments
 
 from soren_align import recipe
 from soren_align.errors import UserError
@@ -133,6 +134,9 @@ def test_what_the_source_does_not_say_is_marked_as_ours(name):
         ("handbook-smollm3-sft-full", "model.eos_token", "<|im_end|>"),
         ("handbook-smollm3-sft-full", "trainer.assistant_only_loss", True),
         ("axolotl-sft", "data.eval.fraction", 0.02),
+        ("axolotl-sft", "trainer.eval_steps", 0.083333),  # 4 in each of 3 epochs
+        ("axolotl-sft", "trainer.eval_strategy", "steps"),
+        ("axolotl-sft", "trainer.save_strategy", "epoch"),
         ("trl-dpo-mixture", "trainer.load_best_model_at_end", True),
         ("trl-sft", "data.train.name", "short"),
         ("trl-sft", "data.eval.name", "short"),
@@ -371,6 +375,23 @@ def test_a_template_and_a_stop_token_go_to_the_model():
     note = note_on(convert({**SFT, "chat_template_path": "lab/chat"}, "x").notes, "chat_template_path")
     assert note.changes_training
     assert "lab/chat: only its template, as a .jinja file" in note.explanation
+
+
+@pytest.mark.parametrize("per_epoch", [1, 2, 3, 4, 6, 7, 10])
+@pytest.mark.parametrize("epochs", [1, 3, 1.5, None])
+def test_evaluations_per_epoch_are_as_many_as_in_the_source(per_epoch, epochs, tmp_path):
+    keys = {"evals_per_epoch": per_epoch, "saves_per_epoch": per_epoch, "val_set_size": 0.1, "num_epochs": epochs}
+    foreign = {"base_model": "lab/base", "datasets": [{"path": "lab/chat"}], **keys}
+    trainer = convert({key: value for key, value in foreign.items() if value is not None}, "x").recipe["trainer"]
+    if per_epoch == 1:
+        assert (trainer["eval_strategy"], trainer["save_strategy"]) == ("epoch", "epoch")
+        return
+    args = TrainingArguments(str(tmp_path), **{key: trainer[key] for key in ("eval_steps", "save_steps")})
+    num_evaluations = per_epoch * (epochs or 1)
+    for num_steps in (2520, 25200):  # which all these numbers divide
+        state = TrainerState(max_steps=num_steps)
+        state.compute_steps(args, num_steps)
+        assert state.eval_steps == state.save_steps == num_steps / num_evaluations
 
 
 def test_a_file_that_loses_nothing_says_no_change():

@@ -23,7 +23,8 @@ def refusal(folder, *overrides):
 
 
 def commands_in(message):
-    return [line.strip() for line in message.splitlines() if line.startswith("  soren-align")]
+    joined = message.replace("\\\n", "")  # as a shell does
+    return [line.strip() for line in joined.splitlines() if line.startswith("  soren-align")]
 
 
 @pytest.mark.parametrize(
@@ -46,6 +47,9 @@ def test_the_refusal_names_the_command_for_the_remaining_steps(tmp_path, before,
     (tmp_path / "run-2").mkdir()
     message = refusal(folder, *after)
     assert f"{folder}: holds a trained run of 600 steps, whose schedule has ended. More steps are a new run" in message
+    lines = message.splitlines()[1:]
+    assert max(len(line) for line in lines) < 80 + len(str(tmp_path))
+    assert len(lines) == 6
     (words,) = [shlex.split(line) for line in commands_in(message)]
     assert words[:3] == ["soren-align", "sft", str(folder.recipe)]
     assert set(words[3:]) == {

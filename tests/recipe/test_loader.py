@@ -371,9 +371,9 @@ def test_set_reaches_into_a_mixture(write):
         ("\n  - {path: org/data}\n  - {split: train}", r"my.yaml:6 data.train.1.path: is required"),
         ("\n  - {path: org/data}\n  - {path: no.jsonl}", r"my.yaml:6 data.train.1.path: no file no.jsonl"),
         ("\n  - {path: org/data, weight: 0}", r"my.yaml:5 data.train.0.weight: found 0; it must be more than 0"),
-        ("\n  - {path: org/data}\n  - org/more", r"my.yaml:6 data.train.1: found 'org/more'; write a section"),
+        ("\n  - {path: org/data}\n  - org/more", r"my.yaml:6 data.train.1: found 'org/more'; write {path: org/more}"),
         ("[]", r"my.yaml:4 data.train: found \[\]; it is empty"),
-        ("org/data", r"my.yaml:4 data.train: found 'org/data'; write a section"),
+        ("org/data", r"my.yaml:4 data.train: found 'org/data'; write train: {path: org/data}"),
         ("{pth: org/data}", r"my.yaml:4 data.train.pth: unknown key; did you mean 'path'"),
         ("{path: org/data, columns: {prompts: a}}", r"columns.prompts: found 'prompts'; write .*mean 'prompt'"),
         ("{path: org/data, columns: {prompt: 3}}", r"my.yaml:4 data.train.columns.prompt: found 3; write a text"),
@@ -431,3 +431,29 @@ def test_an_unreadable_recipe_of_a_run_folder_is_named(tmp_path):
     (tmp_path / "recipe.yaml").write_text(OLD.read_text())
     with pytest.raises(UserError, match=r"recipe.yaml: not a recipe that this version .*\n  [a-z._]+: .*"):
         recipe.load_resolved(tmp_path / "recipe.yaml")
+
+
+@pytest.mark.parametrize(
+    ("setting", "remedy"),
+    [
+        ("model=org/model", "model: {name_or_path: org/model}"),
+        ("data=chat.jsonl", "data: {train: {path: chat.jsonl}}"),
+        ("data.train=chat.jsonl", "train: {path: chat.jsonl}"),
+        ("data.train=[chat.jsonl]", "{path: chat.jsonl}"),
+        ("data.eval=0.05", "eval: {fraction: 0.05}"),
+        ("data.eval=500", "eval: {examples: 500}"),
+        ("data.eval=false", "eval: null"),
+        ("optimizer=soren", "optimizer: {name: soren}"),
+        ("run=runs/mine", "run: {output_dir: runs/mine}"),
+        ("run.samples=Who are you?", "samples: {prompts: [Who are you?]}"),
+        ("run.samples=questions.txt", "samples: {prompts: questions.txt}"),
+        ("run.early_stopping=true", "early_stopping: {patience: 3}"),
+        ("model.lora=true", "lora: {r: 16}"),
+        ("eval='a: b'", "eval: {suite: 'a: b'}"),
+        ("trainer=3", "a section (indented keys below it)"),
+    ],
+)
+def test_a_value_in_place_of_a_section_is_answered_with_the_section(write, setting, remedy):
+    with pytest.raises(UserError) as error:
+        recipe.load(write(GOOD), [setting])
+    assert any(problem.endswith(f"write {remedy}") for problem in error.value.problems), error.value.problems

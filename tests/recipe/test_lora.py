@@ -171,7 +171,7 @@ def test_without_bitsandbytes_a_quantized_base_is_refused_before_anything_is_tou
         ("model.lora.rank=4", "model.lora.rank: unknown key; did you mean 'r'?"),
         ("model.lora.lora_alpha=4", "model.lora.lora_alpha: unknown key; did you mean 'alpha'?"),
         ("model.lora.r=0", "model.lora.r: found 0; it must be at least 1"),
-        ("model.lora=16", "model.lora: found 16; write a section"),
+        ("model.lora=16", "model.lora: found 16; write lora: {r: 16}"),
     ],
 )
 def test_mistakes_are_told_in_one_line(override, told):

@@ -1,6 +1,7 @@
 """The progress of training is a bar in a terminal, and lines at intervals elsewhere."""
 
 import io
+import json
 import re
 import time
 from types import SimpleNamespace
@@ -126,3 +127,29 @@ def test_a_short_phase_prints_nothing_into_a_log():
     with terminal.working(console, "Loading the model"):
         pass
     assert console.file.getvalue() == ""
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        (("trainer.logging_steps=10",), [1, 5]),
+        (("trainer.logging_steps=4",), [1, 4, 5]),
+        (("trainer.logging_steps=2",), [2, 4]),
+        (("trainer.logging_strategy=epoch",), [1, 5]),
+        (("trainer.logging_strategy=no",), []),
+    ],
+)
+def test_a_run_of_any_length_reports_its_losses(tiny_run, settings, steps):
+    run = tiny_run("sft", "trainer.max_steps=5", "trainer.warmup_steps=0", "trainer.save_strategy=no", *settings)
+    assert run.train()
+    logs = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
+    assert [log["step"] for log in logs if "loss" in log] == steps
+    assert all(log["update_rms"] > 0 and log["aux_learning_rate"] > 0 for log in logs if "loss" in log)
+    training, said = run.folder.read()["training"], " ".join(run.said.getvalue().split())
+    if steps:
+        first, last = (next(log["loss"] for log in logs if log["step"] == step) for step in (steps[0], steps[-1]))
+        assert (training["first_loss"], training["last_loss"]) == (first, last)
+        assert f"loss {first:.3f} -> {last:.3f} (first and last log)" in said
+    else:
+        assert re.search(r"trained 5 steps in \d+ s, loss 4\.\d+ on average", said)
