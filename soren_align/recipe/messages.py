@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from ruamel.yaml import YAML
 
 from ..errors import closest, did_you_mean
-from ..yaml_reader import Key, dotted
+from ..yaml_reader import Key
 from .base import Section, members, section_in
 from .renamed_keys import MOVED
 from .sections import Recipe
