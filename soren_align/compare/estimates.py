@@ -36,7 +36,7 @@ class Part:
 
     def at(self, alpha: float) -> Real:
         """Return the square of the margin of a two-sided interval if there was only this part."""
-        return stdtrit(self.degrees, 1 - alpha / 2) ** 2 * self.variance
+        return stdtrit(self.degrees, alpha / 2) ** 2 * self.variance
 
 
 NOTHING = Part(0.0, 1.0)
@@ -55,6 +55,12 @@ class Spread:
     def variance(self) -> Real:
         """Of the mean difference."""
         return self.questions.variance + np.maximum(self.seeds.variance - self.rest.variance, 0.0)
+
+    @property
+    def degrees(self) -> Real:
+        """Satterthwaite's degrees of freedom of the variance."""
+        parts = (self.seeds, self.questions, self.rest)
+        return self.variance**2 / sum(part.variance**2 / part.degrees for part in parts)
 
     def margin(self, alpha: float) -> Real:
         """Return half of the width of the 1 - alpha interval.
@@ -83,7 +89,7 @@ class Estimate:
             return float(self.spread.margin(exp(log_alpha))) - distance
 
         lowest = log(SMALLEST_P)
-        p = SMALLEST_P if excess(lowest) <= 0 else exp(brentq(excess, lowest, 0.0, xtol=1e-4))
+        p = SMALLEST_P if excess(lowest) <= 0 else exp(brentq(excess, lowest, 0.0, xtol=1e-3))
         return max(p, self.least_p)
 
     def p_above(self, null: float) -> float:

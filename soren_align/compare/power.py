@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import sqrt
 
 import numpy as np
-from scipy.special import ndtri
+from scipy.special import nctdtrinc
 
 from .estimates import Part, Spread, seeds_part
 
@@ -16,8 +16,12 @@ DRAWS, SEED = 10_000, 0
 
 
 def detectable(spread: Spread, comparisons: int, power: float) -> float:
-    """Return the true difference that is found with this spread, power, and Holm's first threshold."""
-    return float(spread.margin(FAMILY_ERROR / comparisons) + ndtri(power) * np.sqrt(spread.variance))
+    """Return the true difference that such a study finds with this power, at Holm's first threshold."""
+    if spread.variance == 0:
+        return 0.0
+    error = float(np.sqrt(spread.variance))
+    threshold = float(spread.margin(FAMILY_ERROR / comparisons)) / error
+    return error * float(nctdtrinc(spread.degrees, 1 - power, threshold))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,13 +5,14 @@ The answer of candidate k with seed s to question q is right if
     skill[k] + seed[k, s] + easiness[q] + taste[k, q] + luck[k, s, q] > 0
 
 with normal effects. A part of the last three is shared by the questions of a cluster. The starting checkpoint is a
-candidate with one run and without an effect of the seed.
+candidate with one run and without an effect of the seed. Graded points, as of TruthfulQA's mc2, are a smooth function
+of the same sum.
 """
 
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from scipy.stats import norm
+from scipy.special import ndtr, ndtri
 
 from soren_align.compare.power import Assumed
 from soren_align.compare.study import Candidate, Point, Run
@@ -34,6 +35,7 @@ LEADERBOARD = {
     "gsm8k": np.ones(1319, int),
 }
 """The sizes of the clusters of each column; 1: independent questions."""
+GRADED, STEEPNESS = {"truthfulqa"}, 2.0
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,8 @@ class World:
     columns: dict[str, np.ndarray] = field(default_factory=lambda: QUICKSTART)
     names: tuple[str, ...] = ("adamw", "muon", "htmuon", "soren")
     seeds: int = 3
-    skill: float = 0.8
-    start: float = 0.8
+    skill: float = 0.0
+    start: float = 0.0
     """The skill of the starting checkpoint. Equal to `skill`: the training changes no score."""
     seed_sd: float = 0.1
     """Of the effect of the seed, on the scale of skills."""
@@ -59,15 +61,28 @@ class World:
     """The candidates' standard deviations over seeds, relative to `seed_sd`. All have the same true scores."""
     loss_sd: float = 0.01
 
-    def true_score(self, skill=None, spread=0.0):
-        """The expected share of right answers of a run."""
-        skill = self.skill if skill is None else skill
-        return float(norm.cdf(skill / np.sqrt(1 + spread**2)))
+    def true_score(self, column, skill=None, spread=None):
+        """The expected points of a run with this skill."""
+        skill, spread = self.skill if skill is None else skill, self.seed_sd if spread is None else spread
+        return float(ndtr(skill / _width(column, spread)))
 
     def skill_of(self, k, column):
-        """The skill at which a candidate's true score is the first's plus its gain."""
-        score = self.true_score(spread=self.seed_sd) + self.gains.get((self.names[k], column), 0.0)
-        return norm.ppf(score) * np.sqrt(1 + (self.spreads[k] * self.seed_sd) ** 2)
+        """The skill at which a candidate's true score is that of `skill` and no effect of the seed, plus its gain."""
+        score = self.true_score(column, spread=0.0) + self.gains.get((self.names[k], column), 0.0)
+        return ndtri(score) * _width(column, self.spreads[k] * self.seed_sd)
+
+    def true_difference(self, candidate, reference, measure):
+        """In the unit of the verdict's differences."""
+        gains = [self.gains.get((name, measure), 0.0) for name in (candidate, reference)]
+        if measure == "held-out":
+            return self.loss_sd * (gains[0] - gains[1])
+        learned = self.true_score(measure, spread=0.0) - self.true_score(measure, self.start, 0.0)
+        return 100 * (gains[0] + (learned if reference == "base" else -gains[1]))
+
+
+def _width(column, spread):
+    """The standard deviation of the sum, and of the slope of graded points."""
+    return np.sqrt(1 + spread**2 + (1 / STEEPNESS**2 if column in GRADED else 0.0))
 
 
 def draw(world, rng):
@@ -84,8 +99,9 @@ def draw(world, rng):
                 each = np.sqrt(1 - world.cluster_correlation) * each + np.sqrt(world.cluster_correlation) * shared
             return np.float32(sd) * each
 
-        def answered(latent, clusters=clusters):
-            return ColumnPoints((latent > 0).astype(float), clusters, "0" * 64)
+        def answered(latent, clusters=clusters, column=column):
+            each = ndtr(STEEPNESS * latent) if column in GRADED else latent > 0
+            return ColumnPoints(each.astype(float), clusters, "0" * 64)
 
         easiness = effect(easy_sd)
         base[column] = answered(world.start + easiness + effect(world.taste) + effect(world.luck))
@@ -117,7 +133,7 @@ def candidates(world, rng):
     return [Candidate(name, {}, {}, [], 0, {}, verdict) for name, verdict in runs.items()]
 
 
-def measured(world, column, rng, num_studies=100):
+def measured(world, column, rng, num_studies=20):
     """The assumptions of power.py as they are in this world, from many studies without gains."""
     world = replace(world, gains={}, columns={column: world.columns[column]})
     shares, scores, correlations = [], [], []
