@@ -21,6 +21,7 @@ from .quantization import (
     compute_dtype,
     quantization,
     recorded_quantization,
+    refuse_unloadable,
     refuse_unquantizable,
 )
 from .references import is_local
@@ -68,6 +69,7 @@ __all__ = [
     "quantization",
     "recorded_quantization",
     "refuse_no_batch",
+    "refuse_unloadable",
     "refuse_unquantizable",
     "schema_text",
     "task_of",
