@@ -13,6 +13,7 @@ from transformers import AutoConfig, TextStreamer
 from .data.rendering import CPU_SECONDS, cpu_time_limit, template_errors
 from .errors import UserError
 from .evaluate.backends import BackendSettings, base_folder, load_lm, load_tokenizer, model_folder
+from .quantized_weights import quantization_of
 
 OnText = Callable[[str], object]
 
@@ -34,7 +35,9 @@ class ChatModel:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self.tokenizer = load_tokenizer(folder)
         lm = load_lm(folder, self.tokenizer, BackendSettings("hf", dtype, device, 1))
-        self.model, self.dtype, self.context = lm.model, dtype, lm.max_length
+        self.model, self.context = lm.model, lm.max_length
+        quantized = quantization_of(self.model)
+        self.precision = dtype if quantized is None else f"{quantized['quantize']} ({quantized['type']})"
 
     @property
     def has_template(self) -> bool:

@@ -155,7 +155,6 @@ class Manifest(TypedDict):
     commit: NotRequired[str | None]
     last_error: NotRequired[str | None]
     diverged: NotRequired[bool]
-    identity: NotRequired[dict[str, Any]]
     optimizer: NotRequired[Optimizer]
     start: NotRequired[Start]
     data: NotRequired[Data]

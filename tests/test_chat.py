@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from soren_align import chat
 from soren_align.chat import ChatModel, Conversation
 from soren_align.errors import UserError, printable
+from soren_align.launch.conversation import _answer, answer_side_by_side
+from soren_align.terminal import Terminal
 from tests.support import command
 from tests.support.tiny_models import make_reader, nudge
 
@@ -126,6 +128,45 @@ def test_prompts_are_answered_on_standard_output_each_in_its_own_conversation(ru
     assert f"model SFT: {run}/model, float32, context of 96 tokens, its chat template" in " ".join(done.stderr.split())
     alone = command.run("chat", run / "model", "--prompt", "hi", "--max-new-tokens", 8, "--dtype", "float32")
     assert alone.stdout == printable(greedy(run / "model", text, 8)) + "\n"
+
+
+def test_two_answers_stand_side_by_side_on_a_wide_terminal(run, reader, monkeypatch):
+    talks = [conversation(run / "model"), conversation(reader)]
+    talks[1].model.name = "base"
+    shown = io.StringIO()
+    terminal = Terminal(file=shown, width=100, color_system=None)
+    answer_side_by_side(talks, "hi", terminal)
+    (names, *lines) = shown.getvalue().splitlines()
+    assert names.split() == ["SFT", "base"]
+    column = names.index("base")
+    text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    for part, folder in ((slice(column), run / "model"), (slice(column, None), reader)):
+        found = "".join(line[part].strip() for line in lines)
+        assert "".join(found.split()) == "".join(printable(greedy(folder, text, 8)).split())
+    stdout = io.StringIO()
+    stdout.isatty = lambda: True
+    calls = []
+    monkeypatch.setattr("soren_align.launch.conversation.answer_side_by_side", lambda *a: calls.append(a))
+    for width, num_calls in (("99", 0), ("100", 1)):
+        calls.clear()
+        monkeypatch.setenv("COLUMNS", width)
+        monkeypatch.setattr(sys, "stdout", stdout)
+        _answer(talks, "hi", terminal)
+        assert len(calls) == num_calls
+
+
+def test_an_empty_answer_is_shown_as_such(run, monkeypatch):
+    def silent(self, prompt, stream, *settings):
+        stream.put(prompt)
+        stream.end()
+
+    monkeypatch.setattr(ChatModel, "generate", silent)
+    done = command.run("chat", run, "--prompt", "hi")
+    assert done.stdout == "\n"
+    assert done.stderr.endswith("(empty answer)\n")
+    talks, shown = [conversation(run / "model")] * 2, io.StringIO()
+    answer_side_by_side(talks, "hi", Terminal(file=shown, width=100))
+    assert shown.getvalue().split("\n")[1].split("  ")[0] == "(empty answer)"
 
 
 def test_a_pipe_is_one_question(run, monkeypatch):

@@ -3,6 +3,8 @@
 import inspect
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import datasets
@@ -179,3 +181,11 @@ def test_every_public_name_is_there_on_demand():
     assert all(getattr(soren_align, name).__name__ == name for name in soren_align.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'SorenKTOTrainer'"):
         _ = soren_align.SorenKTOTrainer
+
+
+@pytest.mark.process
+def test_the_import_prints_nothing_and_leaves_other_warnings():
+    code = "import logging\nfrom soren_align import SorenSFTTrainer\n"
+    code += "logging.getLogger('bitsandbytes.backends.cpu.ops').warning('another one')\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "another one\n")

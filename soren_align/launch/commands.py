@@ -22,6 +22,7 @@ from ..recipe import (
     load_resolved,
     parallel,
     recorded_quantization,
+    refuse_unloadable,
     refuse_unquantizable,
     trainer_value,
 )
@@ -210,6 +211,7 @@ def merge(run: str) -> None:
             raise UserError(f"{folder}: has no model yet (status: {status}); finish the run first")
         if adapter_config(folder.model) is None:
             raise UserError(f"{folder}: trained no adapter; {folder.model} is a whole model already")
+        refuse_unloadable(folder.model)
         _refuse_ranks("merge")
         set_environment(load_resolved(folder.recipe))
         console = stderr_console()

@@ -7,18 +7,23 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.live import Live
+from rich.table import Column, Table
 
 from ..errors import UserError, printable
 from ..recipe import load_resolved
 from ..run_folder import RunFolder
 from ..silence import quiet_libraries
-from ..terminal import loading, print_labelled, stderr_console
+from ..terminal import Terminal, loading, print_labelled, stderr_console
 from .environment import set_environment
 from .evaluation import refuse_missing
 
 if TYPE_CHECKING:
     from ..chat import Conversation
 
+EMPTY = "(empty answer)"
+MIN_COLUMNS_WIDTH = 100
+"""Of a terminal on which two answers stand side by side."""
 START = "start"
 """`--compare start`: the checkpoint that the run was trained from."""
 DTYPES = ("float32", "bfloat16", "float16")
@@ -94,7 +99,7 @@ def _start(model: str, options: ChatOptions, console: Console) -> "list[Conversa
             each = ChatModel(name, path, options.dtype)
         models.append(each)
         template = "its chat template" if each.has_template else "no chat template: it completes plain text"
-        text = f"{each.name}: {path}, {each.dtype}, context of {each.context:,} tokens, {template}"
+        text = f"{each.name}: {path}, {each.precision}, context of {each.context:,} tokens, {template}"
         print_labelled(console, "model", printable(text))
     return [Conversation(each, options.system, options.max_new_tokens, options.temperature) for each in models]
 
@@ -125,12 +130,43 @@ def _questions() -> Iterator[str]:
 
 
 def _answer(conversations: "list[Conversation]", question: str, console: Console) -> None:
-    """Print the answers, one after the other."""
+    """Print the answers: two of them side by side on a wide terminal, else one after the other."""
+    terminal = Terminal()
+    if len(conversations) > 1 and sys.stdout.isatty() and terminal.width >= MIN_COLUMNS_WIDTH:
+        answer_side_by_side(conversations, question, terminal)
+        return
     for conversation in conversations:
         if len(conversations) > 1:
             _write(f"\n{conversation.model.name}:\n")
-        conversation.ask(question, _write, lambda notice: print_labelled(console, "notice", printable(notice)))
+        answer = conversation.ask(question, _write, lambda text: print_labelled(console, "notice", printable(text)))
         _write("\n")
+        if not answer.strip():
+            console.print(EMPTY)
+
+
+def answer_side_by_side(conversations: "list[Conversation]", question: str, terminal: Terminal) -> None:
+    """Stream the answers into a column each, one after the other."""
+    texts, notices = ["" for _ in conversations], list[str]()
+
+    def table() -> Table:
+        names = [Column(printable(c.model.name), ratio=1, overflow="fold") for c in conversations]
+        columns = Table(*names, box=None, expand=True, padding=(0, 2, 0, 0), header_style="bold")
+        columns.add_row(*texts)
+        return columns
+
+    try:
+        with Live(table(), console=terminal, refresh_per_second=8) as live:
+            for i, conversation in enumerate(conversations):
+
+                def add(text: str, i: int = i) -> None:
+                    texts[i] += text
+                    live.update(table())
+
+                if not conversation.ask(question, add, notices.append).strip():
+                    add(EMPTY)
+    finally:
+        for notice in notices:
+            print_labelled(terminal, "notice", printable(notice))
 
 
 def _write(text: str) -> None:

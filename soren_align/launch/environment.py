@@ -5,6 +5,7 @@ are imported, so that `set_environment` comes before torch.
 """
 
 import ctypes
+import logging
 import os
 import sys
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from ..errors import UserError
 from ..recipe import Recipe, trackers
 from ..run_folder import RunFolder
 
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns as PEFT imports it, where it is installed
 # srun's name for torch's. The batch script itself has SLURM_PROCID too, but no SLURM_STEP_NUM_TASKS.
 _SRUN = {
     "RANK": "SLURM_PROCID",

@@ -12,7 +12,7 @@ from .. import shipped
 from ..errors import UserError, from_os_error
 from ..evaluate.suites import check_suite
 from ..files import default_cache_folder, local_path, refuse_unwritable
-from ..recipe import ADAPTER, Eval, Recipe, evaluation_problems, is_local, load_resolved
+from ..recipe import ADAPTER, Eval, Recipe, evaluation_problems, is_local, load_resolved, refuse_unloadable
 from ..run_folder import RunFolder
 from ..silence import quiet_libraries
 from ..terminal import Terminal, loading, print_labelled, stderr_console
@@ -59,7 +59,7 @@ def evaluate(
 
 
 def refuse_missing(model: str) -> None:
-    """Raise UserError if a model is neither a folder that can be evaluated nor a name on the hub."""
+    """Raise UserError if a model is neither a folder that can be loaded here nor a name on the hub."""
     files = [local_path(model) / name for name in ("run.json", "config.json", ADAPTER)]
     if is_local(model) and not any(file.is_file() for file in files):
         raise UserError(
@@ -69,6 +69,9 @@ def refuse_missing(model: str) -> None:
         raise UserError(
             f"{model}: no such folder; it is not taken for a name on the hub, since {Path(model).parent} is a folder"
         )
+    if is_local(model):
+        for adapter in (local_path(model), RunFolder(model).model):
+            refuse_unloadable(adapter)
 
 
 def evaluation_settings(recipe: Recipe | None, options: dict[str, Any]) -> Eval:

@@ -7,6 +7,7 @@ The LoRA factors of linear layers go to the spectral rule, each mapped by itself
 """
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from ..optimizer_settings import AUX_WEIGHT_DECAY
 from .lora_factors import FACTOR, adapter_parameters
 from .storage import Storage, matrix_shape
 
+_ROUTER = re.compile(r"Router|TopKGating")
+"""Names of transformers' classes that choose experts; JetMoE's is the latter."""
 _COUNTS = ("tensors", "matrices", "numel")
 
 
@@ -58,20 +61,17 @@ class _Occurrence:
 
     name: str
     owner: nn.Module
+    around: nn.Module
+    """The module that holds `owner`."""
     in_block: bool
-    beside_experts: bool
-
-    @property
-    def is_router(self) -> bool:
-        """Whether it chooses experts."""
-        is_linear = isinstance(self.owner, nn.Linear)
-        return "Router" in type(self.owner).__name__ or (is_linear and self.beside_experts)
+    is_router: bool
+    """Whether it chooses experts."""
 
     def storage(self, num_dimensions: int) -> Storage | None:
         """How a parameter of so many dimensions stores matrices of linear layers; None if it has none."""
         name, owner = self.name.split(".")[-1], self.owner
         if num_dimensions == 3:
-            return expert_storage(owner, name)
+            return expert_storage(owner, name, self.around)
         if name != "weight" or num_dimensions != 2:
             return None
         if isinstance(owner, nn.Linear):
@@ -189,15 +189,19 @@ def _occurrences(model: nn.Module) -> dict[nn.Parameter, list[_Occurrence]]:
     """The occurrences of every trainable parameter; the first one gives its name."""
     modules = dict(model.named_modules(remove_duplicate=False))
     lists = {name for name, module in modules.items() if isinstance(module, nn.ModuleList)}
+    routers = {name for name, module in modules.items() if _ROUTER.search(type(module).__name__)}
     occurrences = defaultdict(list)
     for path, owner in modules.items():
         parts = path.split(".")
-        in_block = any(".".join(parts[:end]) in lists for end in range(len(parts)))
+        parents = [".".join(parts[:end]) for end in range(len(parts))]
+        in_block = not lists.isdisjoint(parents)
         beside_experts = parts[-1] in ("gate", "router") and ".".join([*parts[:-1], "experts"]) in modules
+        is_router = (isinstance(owner, nn.Linear) and beside_experts) or not routers.isdisjoint([*parents, path])
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
             if parameter.requires_grad:
                 whole_name = f"{path}.{name}" if path else name
-                occurrences[parameter].append(_Occurrence(whole_name, owner, in_block, beside_experts))
+                around = modules[parents[-1]]
+                occurrences[parameter].append(_Occurrence(whole_name, owner, around, in_block, is_router))
     return occurrences
 
 
@@ -221,11 +225,15 @@ def _obstacle(
     return None
 
 
-def expert_storage(owner: nn.Module, name: str) -> Storage | None:
+def expert_storage(owner: nn.Module, name: str, around: nn.Module) -> Storage | None:
     """How a layer's weights `name` [experts, rows, columns] store matrices; None if `owner` has no experts.
 
-    transformers' decorator use_experts_implementation leaves the layout in attributes of the module.
+    around: the module that holds `owner`. transformers' decorator use_experts_implementation leaves the layout in
+    attributes of the module.
     """
+    if _is_of_transformers(owner, "JetMoeParallelExperts"):  # of its MLP, or of its attention
+        is_gate_up = _is_of_transformers(around, "JetMoeMoE") and around.input_linear is owner
+        return "halves" if is_gate_up else "plain"
     is_llama4 = _is_of_transformers(owner, "Llama4TextExperts")  # which it does not decorate
     if not (is_llama4 or hasattr(owner, "is_transposed")) or name not in ("gate_up_proj", "up_proj", "down_proj"):
         return None

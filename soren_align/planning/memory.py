@@ -47,6 +47,7 @@ class StepSettings:
     workspace_mb: of maps in a batch, as in the optimizer. round_mb: of a round of the exchange of matrices.
     weight_bytes: of a trained number, and of its gradient; ZeRO chooses its own. compensation_bytes: beside each.
     states: "float32" or "8bit".
+    quantize: "4bit" or "8bit": of the frozen linear layers.
     on_cpu: the ranks' device is a CPU.
     """
 
@@ -63,6 +64,7 @@ class StepSettings:
     compensation_bytes: int = 0
     states: States = "float32"
     on_cpu: bool = False
+    quantize: str | None = None
 
     def is_narrow(self, shape: tuple[int, int]) -> bool:
         """Whether the minimax map of a matrix of this shape has narrow factors."""
@@ -100,7 +102,8 @@ def components(sizes: RankSizes, parallel: Parallel, settings: StepSettings) -> 
     num_bytes, weight_detail = shard.total * itemsize, detail if itemsize == FLOAT32 else "bfloat16"
     has_buckets = sizes.num_ranks > 1 and not is_sharded
     yield Component("weights", num_bytes, weight_detail, location)
-    yield Component("frozen weights", sizes.model.frozen_bytes, "not trained", location)
+    frozen_detail = f"{settings.quantize}, not trained" if settings.quantize else "not trained"
+    yield Component("frozen weights", sizes.model.frozen_bytes, frozen_detail, location)
     reference = (num_bytes + sizes.model.frozen_bytes) * settings.has_reference_model
     yield Component("reference model", reference, weight_detail, location)
     yield settings.optimizer_states(sizes, parallel, detail.removeprefix("float32"), location)

@@ -127,6 +127,7 @@ def _settings(recipe: Recipe, has_adapter: bool) -> StepSettings:
         compensation_bytes=2 if optimizer.compensation == "kahan" else 0,
         states=optimizer.states or "float32",
         on_cpu=on_cpu,
+        quantize=recipe.model.quantize,
         map_precision=partial(optimizer.map_precision, on_gpu=not on_cpu),
     )
 

@@ -21,6 +21,7 @@ from .quantization import (
     compute_dtype,
     quantization,
     recorded_quantization,
+    refuse_unloadable,
     refuse_unquantizable,
 )
 from .references import is_local
@@ -69,6 +70,7 @@ __all__ = [
     "recipe_hash",
     "recorded_quantization",
     "refuse_no_batch",
+    "refuse_unloadable",
     "refuse_unquantizable",
     "schema_text",
     "task_of",

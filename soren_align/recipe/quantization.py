@@ -98,6 +98,12 @@ def quantization_problems(model: str, section: dict[str, Any], parallel: Any) ->
     return problems
 
 
+def refuse_unloadable(adapter: str | Path) -> None:
+    """Raise UserError if an adapter was trained on quantized weights and bitsandbytes is missing. Imports no torch."""
+    if (recorded := recorded_quantization(adapter)) is not None:
+        refuse_unquantizable(recorded.quantize, str(adapter))
+
+
 def refuse_unquantizable(quantize: str | None, place: str = "model.quantize") -> None:
     """Raise UserError if weights are to be quantized and bitsandbytes is missing.
 

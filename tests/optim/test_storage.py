@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DbrxConfig, DbrxForCausalLM
 
 from soren_align.optim import matrices_of, names_of_matrices, route, routing_table, share_notices, spectral_share
 from soren_align.optim.storage import join, matrix_shape, split
@@ -44,6 +44,7 @@ def test_every_number_of_a_parameter_is_in_one_named_matrix(storage):
         ("deepseek_v3", "halves", "plain"),
         ("gpt_oss", "transposed interleaved halves", "transposed"),
         ("llama4_text", "transposed halves", "transposed"),
+        ("granitemoe", "halves", "plain"),
     ],
 )
 def test_experts_are_stored_as_their_layers_read_them(architecture, gate_up, down):
@@ -57,6 +58,19 @@ def test_experts_are_stored_as_their_layers_read_them(architecture, gate_up, dow
     assert (experts["gate_up_proj"].matrix, experts["down_proj"].matrix) == ((width, 32), (32, width))
 
 
+def test_experts_of_jetmoe_are_stored_in_halves_in_the_mlp_and_plain_in_the_attention():
+    found = routes("jetmoe")
+    experts = {
+        name.removeprefix("model.layers.0."): r for name, r in found.items() if len(r.shape) == 3 and ".0." in name
+    }
+    assert {name: (r.rule, r.storage, r.matrix, r.num_matrices) for name, r in experts.items()} == {
+        "mlp.input_linear.weight": ("spectral", "halves", (48, 32), 8),
+        "mlp.output_linear.weight": ("spectral", "plain", (32, 48), 4),
+        "self_attention.experts.input_linear.weight": ("spectral", "plain", (16, 32), 4),
+        "self_attention.experts.output_linear.weight": ("spectral", "plain", (32, 16), 4),
+    }
+
+
 def test_a_layer_of_gpt_2_is_stored_as_inputs_by_outputs():
     layer = routes("gpt2")["transformer.h.0.mlp.c_fc.weight"]
     assert (layer.rule, layer.shape, layer.matrix) == ("spectral", (32, 128), (128, 32))
@@ -67,6 +81,8 @@ def test_a_layer_of_gpt_2_is_stored_as_inputs_by_outputs():
     [
         ("llama4_text", "model.layers.0.feed_forward.router.weight", "router"),
         ("mixtral", "model.layers.0.mlp.gate.weight", "router"),
+        ("jetmoe", "model.layers.0.mlp.router.layer.weight", "router"),
+        ("jetmoe", "model.layers.0.self_attention.experts.router.layer.weight", "router"),
         ("qwen3_next", "model.layers.0.mlp.shared_expert_gate.weight", "a vector: one row or column"),
         ("gpt_oss", "model.layers.0.mlp.experts.down_proj_bias", "bias"),
     ],
@@ -74,6 +90,15 @@ def test_a_layer_of_gpt_2_is_stored_as_inputs_by_outputs():
 def test_routers_and_gates_of_one_row_go_to_adamw(architecture, name, reason):
     found = routes(architecture)[name]
     assert (found.rule, found.reason) == ("adamw", reason)
+
+
+def test_a_linear_layer_inside_a_router_is_one():
+    sizes = {"vocab_size": 121, "d_model": 32, "n_heads": 4, "n_layers": 1, "pad_token_id": 0}
+    attention, experts = {"kv_n_heads": 2, "rope_theta": 1e4}, {"ffn_hidden_size": 24, "moe_num_experts": 4}
+    with torch.device("meta"):
+        model = DbrxForCausalLM(DbrxConfig(**sizes, attn_config=attention, ffn_config=experts))
+    (router,) = (r for r in route(model) if "router" in r.name)
+    assert (router.rule, router.reason) == ("adamw", "router")
 
 
 def test_less_than_half_under_the_named_optimizer_is_worth_a_notice():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.support import toy_jobs as jobs
-from tests.support.experts import MIXTURES, ExpertsRun, reference
+from tests.support.experts import MIXTURES, OTHERS, ExpertsRun, reference
 from tests.support.parity_configurations import TOLERANCE, farthest
 from tests.support.toy import MINIMAX, NUM_STEPS, one_process
 
@@ -23,7 +23,8 @@ def same_steps(weights, num_maps, architecture, tolerance):
 
 @pytest.mark.model
 @pytest.mark.parametrize(
-    "architecture", [pytest.param(a, marks=[] if a == "gpt_oss" else [pytest.mark.slow]) for a in MIXTURES]
+    "architecture",
+    [pytest.param(a, marks=[] if a in ("gpt_oss", "jetmoe") else [pytest.mark.slow]) for a in (*MIXTURES, *OTHERS)],
 )
 def test_experts_stored_together_take_the_steps_of_experts_apart(architecture):
     weights, norms, optimizer = one_process(ExpertsRun(architecture=architecture))

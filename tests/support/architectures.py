@@ -89,6 +89,8 @@ ARCHITECTURES = {
         "num_experts_per_tok": 1,
         "interleave_moe_layer_step": 1,
     },
+    "granitemoe": {**SIZE, **EXPERTS},
+    "jetmoe": {**SIZE, **EXPERTS, "kv_channels": 8},
     "gpt2": GPT2,
     "mamba": {**SIZE, "state_size": 8, "time_step_rank": 4},
     "gemma3": {
@@ -129,6 +131,8 @@ NAMES = {
     "deepseek_v3": "DeepSeek-V3",
     "qwen3_next": "Qwen3-Next",
     "llama4_text": "Llama 4, text",
+    "granitemoe": "GraniteMoE",
+    "jetmoe": "JetMoE",
     "gpt2": "GPT-2",
     "mamba": "Mamba",
     "gemma3": "Gemma 3, images and text",

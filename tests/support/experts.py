@@ -12,6 +12,8 @@ from tests.support.architectures import config_of
 from tests.support.toy import MINIMAX, NUM_STEPS, RATES, Run
 
 MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
+OTHERS = ("granitemoe", "jetmoe")
+"""Of one process alone."""
 
 
 class WithLoss(nn.Module):
@@ -49,7 +51,7 @@ class ExpertsRun(Run):
 
 def apart(architecture, name, weight):
     """The matrices of one expert's slab, as nn.Linear would store them."""
-    if name.endswith("down_proj"):
+    if name.endswith(("down_proj", "output_linear.weight", "self_attention.experts.input_linear.weight")):
         return [weight.T if architecture == "gpt_oss" else weight]
     if architecture == "gpt_oss":  # [inputs, outputs], the columns of gate and up alternating
         return [weight[:, 0::2].T, weight[:, 1::2].T]
@@ -60,6 +62,7 @@ def reference(run):
     """The weights after the plain loop, and the number of matrices; the optimizer sees matrices alone."""
     model = run.model()
     linear = {f"{path}.weight" for path, m in model.named_modules() if isinstance(m, nn.Linear) and ".layers." in path}
+    linear = {name for name in linear if "router" not in name}
     matrices, others = [], []  # (a function of a tensor that views the matrix in it, the parameter)
     for name, parameter in model.named_parameters():
         if parameter.ndim == 3:

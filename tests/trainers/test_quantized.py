@@ -1,5 +1,6 @@
 """QLoRA: the base is quantized in SFT, in DPO on that adapter, in evaluation, and before a merge."""
 
+import importlib.util
 import json
 import shutil
 
@@ -7,10 +8,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from soren_align.chat import ChatModel
 from soren_align.evaluate.backends import BackendSettings, load_lm
 from soren_align.planning.inputs import count_frozen
+from soren_align.planning.plan import plan_training
 from soren_align.quantized_weights import quantization_of
 from soren_align.trainers import adapters
+from tests.support import command
 from tests.support.tiny_run import TinyRun
 from tests.trainers.test_lora import LORA, WORDS, metrics, weights
 
@@ -114,6 +118,27 @@ def test_a_plan_counts_the_bytes_that_are_loaded(tiny_run, quantize):
     loaded = quantized["num_bytes"] + sum(p.numel() * p.element_size() for p in whole)
     assert planned.num_bytes == loaded
     assert planned.numel == quantized["num_weights"] + sum(p.numel() for p in whole)
+
+
+def test_chat_and_plan_state_the_bits(sft):
+    quantize = sft.recipe.model.quantize
+    assert ChatModel("SFT", sft.folder.model).precision.startswith(f"{quantize} (")
+    plan, _ = plan_training(sft.recipe)
+    (frozen,) = (part for part in plan["processes"]["memory"] if part["name"] == "frozen weights")
+    assert frozen["detail"] == f"{quantize}, not trained"
+
+
+@pytest.mark.parametrize("command_of", [("eval", "--suite", "quickstart"), ("chat", "--prompt", "hi"), ("merge",)])
+def test_without_bitsandbytes_an_adapter_on_quantized_weights_is_refused_before_torch_is_loaded(
+    sft, command_of, monkeypatch
+):
+    find, (name, *options) = importlib.util.find_spec, command_of
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n, *a: None if n == "bitsandbytes" else find(n, *a))
+    done = command.run(name, sft.folder.path, *options)
+    assert done.returncode == 2
+    sentence = "needs bitsandbytes, which is not installed: pip install 'soren-align[quantize]'"
+    assert f"{sft.folder.model}: {sentence}" in done.stderr
+    assert "Loading" not in done.stderr
 
 
 def test_a_killed_quantized_run_resumes_to_the_weights_of_an_uninterrupted_one(tmp_path, sft):
