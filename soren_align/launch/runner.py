@@ -16,9 +16,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from .. import lock
-from ..compare.progress import STUDY_FILE, Progress, create, read_study, write_study
 from ..compare.study import Run, Study
 from ..compare.study_file import recipe_of_run, study_folder
+from ..compare.study_progress import STUDY_FILE, Progress, create, read_study, write_study
 from ..compare.study_sections import StudyFile
 from ..compare.trials import ENDED
 from ..errors import UserError
