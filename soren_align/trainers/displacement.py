@@ -1,9 +1,9 @@
-"""The displacement of a model along its training: KL(start || model) on held-out answers, and the loss on what it must
-not forget.
+"""The displacement of a model along its training: KL(start || model) of held-out answers, and the loss on retention
+examples.
 
 Optimizers are compared at equal displacement, since one that hardly moves retains everything. At the start and at every
-evaluation a few fixed tokens are scored; no random number is drawn and no weight changes. The start's logits are kept
-in the run folder until training ends, for resumed runs.
+evaluation a few fixed tokens are scored; no random number is drawn and no weight changes. The start's logits stay in
+the run folder until training ends, for resumed runs.
 """
 
 import hashlib
@@ -190,17 +190,17 @@ def scores(model: Any, probes: Sequence[Probe], device: torch.device) -> Iterato
     """Yield for each probe its logits at the positions before `probe.positions`: [positions, vocabulary], float32."""
     keeps = "logits_to_keep" in inspect.signature(_language_model(model).forward).parameters
     for group in _groups(probes):
-        kept = sorted({position - 1 for probe in group for position in probe.positions})
+        columns = sorted({position - 1 for probe in group for position in probe.positions})
         ids = torch.zeros(len(group), max(len(probe.ids) for probe in group) - 1, dtype=torch.int64)
         mask = torch.zeros_like(ids)
         for row, probe in enumerate(group):  # padded on the right, which causal models do not see
             length = len(probe.ids) - 1
             ids[row, :length], mask[row, :length] = torch.tensor(probe.ids[:-1]), 1
-        options = {"logits_to_keep": torch.tensor(kept, device=device)} if keeps else {}
+        options = {"logits_to_keep": torch.tensor(columns, device=device)} if keeps else {}
         output = model(input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False, **options)
-        logits = output.logits if keeps else output.logits[:, kept]
+        logits = output.logits if keeps else output.logits[:, columns]
         for row, probe in enumerate(group):
-            yield logits[row, [kept.index(position - 1) for position in probe.positions]].float()
+            yield logits[row, [columns.index(position - 1) for position in probe.positions]].float()
 
 
 def _language_model(model: Any) -> Any:
@@ -212,14 +212,14 @@ def _language_model(model: Any) -> Any:
 def _groups(probes: Sequence[Probe]) -> Iterator[list[Probe]]:
     """Yield consecutive probes that fit into one forward pass; a longer one is alone."""
     group: list[Probe] = []
-    kept: set[int] = set()
+    columns: set[int] = set()
     for probe in probes:
-        both = kept.union(probe.positions)
+        both = columns.union(probe.positions)
         rows, length = len(group) + 1, max(len(each.ids) for each in (*group, probe))
         if group and (rows * length > MAX_INPUTS or rows * len(both) > MAX_LOGITS):
             yield group
             group, both = [], {*probe.positions}
-        group, kept = [*group, probe], both
+        group, columns = [*group, probe], both
     if group:
         yield group
 

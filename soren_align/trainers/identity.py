@@ -40,24 +40,26 @@ class BatchHash(TrainerCallback):
         self.ranks = ranks
         self.num_batches = 0
         self._value: Tensor | int = 0
+        self._keys = position_keys(0)
         self._is_complete = True
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Restore the hash of the checkpoint. One of another number of processes has no order to continue."""
         states: Any = state.stateful_callbacks
-        saved = states.get(type(self).__name__, {"values": [0] * self.ranks.num_ranks, "batches": 0})
-        values: Any = saved["values"]
-        self.num_batches = saved["batches"]
+        saved: Any = states.get(type(self).__name__, {"values": [0] * self.ranks.num_ranks, "batches": 0})
+        values, self.num_batches = saved["values"], saved["batches"]
         self._is_complete = values is not None and len(values) == self.ranks.num_ranks
         self._value = values[self.ranks.rank] if self._is_complete else 0
 
     def add(self, inputs: dict[str, Any]) -> None:
         """Continue the hash with a micro-batch of this rank, without its tensors of floats (log-probabilities)."""
-        for name, tensor in sorted(inputs.items()):
-            if torch.is_tensor(tensor) and not tensor.is_floating_point():
-                mixed = mixed_sum(tensor, zlib.crc32(f"{name} {tuple(tensor.shape)}".encode()))
-                before = self._value if torch.is_tensor(self._value) else torch.tensor(self._value, device=mixed.device)
-                self._value = before * _STEP + mixed
+        tensors = sorted((k, v) for k, v in inputs.items() if torch.is_tensor(v) and not v.is_floating_point())
+        layout = zlib.crc32(str([(name, *tensor.shape) for name, tensor in tensors]).encode())
+        values = torch.cat([tensor.reshape(-1).long() for _, tensor in tensors])
+        if self._keys.numel() < values.numel() or self._keys.device != values.device:
+            self._keys = position_keys(2 * values.numel(), values.device)
+        before = self._value if torch.is_tensor(self._value) else torch.tensor(self._value, device=values.device)
+        self._value = before * _STEP + (mixed_sum(values, self._keys[: values.numel()]) + layout)
         self.num_batches += 1
 
     def state(self) -> dict[str, Any]:
@@ -74,16 +76,18 @@ class BatchHash(TrainerCallback):
         return {"batches": None if values is None else _short_hash(values), "num_batches": self.num_batches}
 
 
-def mixed_sum(tensor: Tensor, seed: int) -> Tensor:
-    """Return the sum of mixed (value, position) pairs of an integer tensor modulo 2^64, an int64 scalar on its device.
+def position_keys(number: int, device: torch.device | str = "cpu") -> Tensor:
+    """Return a key for each position: int64, multiples of an odd number modulo 2^64."""
+    return torch.arange(1, number + 1, device=device) * _STEP
+
+
+def mixed_sum(values: Tensor, keys: Tensor) -> Tensor:
+    """Return the sum of mixed pairs (value, key) modulo 2^64: int64 vectors, and a scalar on their device.
 
     Integers, which wrap around: the sum does not depend on the order in which a device adds.
     """
-    values = tensor.reshape(-1).to(torch.int64)
-    positions = torch.arange(1, values.numel() + 1, device=values.device)
-    mixed = (values + seed) * _MIX ^ positions * _STEP
-    mixed = (mixed ^ (mixed >> 32)) * _MIX
-    return (mixed ^ (mixed >> 29)).sum()
+    mixed = (values * _MIX).bitwise_xor_(keys)
+    return mixed.bitwise_xor_(mixed >> 32).mul_(_MIX).sum()
 
 
 def weights_hash(model: torch.nn.Module, ranks: Ranks) -> str:

@@ -44,6 +44,9 @@ PRECOMPUTED = ("trainer.precompute_ref_log_probs=true",)
 RECOMPUTED = ("trainer.gradient_checkpointing=true",)
 EVALUATED = ("data.eval.path=shipped:recipes/quickstart/data/chat_test.jsonl", "data.eval.limit=8")
 EVALUATED += ("trainer.eval_strategy=steps", "trainer.eval_steps=10", "trainer.save_strategy=no")  # saving undoes it
+DISPLACED = ("data.eval.path=shipped:recipes/quickstart/data/chat_test.jsonl", "data.eval.limit=8")
+DISPLACED += ("trainer.eval_strategy=steps", "trainer.eval_steps=2", "run.kl_to_start=20", "data.retention.limit=6")
+DISPLACED += ("data.retention.path=shipped:recipes/quickstart/data/chat_test.jsonl",)
 
 
 def without_bfloat16():
@@ -277,9 +280,9 @@ def losses_in_bfloat16(make, mode, *overrides):
 
 def resumed(make, mode):
     """A run, and one that both ranks leave after step 3 and take up again."""
-    make(f"whole-{mode}", "sft", f"run.parallel={mode}", *GLOBAL).train()
-    assert killed(make, f"killed-{mode}", mode, *GLOBAL)
-    make(f"killed-{mode}", "sft", f"run.parallel={mode}", *GLOBAL).train()
+    make(f"whole-{mode}", "sft", f"run.parallel={mode}", *GLOBAL, *DISPLACED).train()
+    assert killed(make, f"killed-{mode}", mode, *GLOBAL, *DISPLACED)
+    make(f"killed-{mode}", "sft", f"run.parallel={mode}", *GLOBAL, *DISPLACED).train()
 
 
 def killed(make, name, mode, *overrides):

@@ -33,6 +33,29 @@ def logged(run):
     return [{k: line[k] for k in exact} for line in lines if "loss" in line]
 
 
+def displacements(run):
+    """{step: [kl_to_start, retention_loss]} of a run's evaluations."""
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    return {line["step"]: [line["kl_to_start"], line["retention_loss"]] for line in lines if "kl_to_start" in line}
+
+
+def assert_same_displacements(run):
+    """Those of `trainer_jobs.resumed` on ranks, against one process."""
+    measured, alone = displacements(run), _displacements_of_one_process()
+    assert [*measured] == [*alone] == [0, 2, 4, 6]
+    for step, values in measured.items():
+        # float32 sums in another order: the weights differ by 1e-7, their logits by 1e-5
+        assert values == pytest.approx(alone[step], rel=1e-3, abs=1e-7)
+
+
+@functools.cache
+def _displacements_of_one_process():
+    with tempfile.TemporaryDirectory() as folder:
+        run = TinyRun(Path(folder) / "run", "sft", *GLOBAL, *trainer_jobs.DISPLACED)
+        assert run.train()
+        return displacements(run.folder)
+
+
 def furthest(a, b):
     return max(float((a[k] - b[k]).abs().max()) for k in a.keys() | b.keys())
 

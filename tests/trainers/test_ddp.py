@@ -11,7 +11,9 @@ from soren_align.run_folder import RunFolder
 from soren_align.sharding.ranks import Ranks
 from tests.support.trainer_jobs import PACKED, RUNS
 from tests.support.trainer_parity import (
+    assert_same_displacements,
     assert_same_measurements,
+    displacements,
     furthest,
     one_process,
     ranks_do,
@@ -51,6 +53,8 @@ def test_two_ranks_resume_bit_for_bit(two_ranks):
     whole, killed = RunFolder(folder / "whole-ddp"), RunFolder(folder / "killed-ddp")
     assert killed.read()["resumed_from_steps"] == [2]
     assert killed.read()["identity"] == whole.read()["identity"]
+    assert displacements(killed) == displacements(whole)
+    assert_same_displacements(whole)
     assert furthest(load_file(whole.model / "model.safetensors"), load_file(killed.model / "model.safetensors")) == 0
     sealed = json.loads((killed.complete_checkpoints()[0] / "soren_align.json").read_text())
     assert {"rng_state_0.pth", "rng_state_1.pth", "optimizer.pt"} <= sealed["files"].keys()

@@ -18,7 +18,9 @@ from soren_align.trainers import checkpoints
 from soren_align.trainers.trl_arguments import trl_arguments
 from tests.support.trainer_jobs import PACKED, RUNS
 from tests.support.trainer_parity import (
+    assert_same_displacements,
     assert_same_measurements,
+    displacements,
     furthest,
     logged,
     one_process,
@@ -85,6 +87,8 @@ def test_two_ranks_resume_bit_for_bit(two_ranks):
     whole, killed = RunFolder(folder / "whole-fsdp2"), RunFolder(folder / "killed-fsdp2")
     assert killed.read()["resumed_from_steps"] == [2]
     assert killed.read()["identity"] == whole.read()["identity"]
+    assert displacements(killed) == displacements(whole)
+    assert_same_displacements(whole)
     assert furthest(weights(whole.path), weights(killed.path)) == 0
     assert logged(whole) == logged(killed)
     assert killed.read()["optimizer"]["chain"] == ["AcceleratedOptimizer", "Soren"]

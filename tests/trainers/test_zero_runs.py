@@ -18,7 +18,9 @@ from tests.support import command
 from tests.support.tiny_run import TinyRun
 from tests.support.trainer_jobs import FOR_TWO_OR_THREE, PACKED, RUNS
 from tests.support.trainer_parity import (
+    assert_same_displacements,
     assert_same_measurements,
+    displacements,
     furthest,
     logged,
     one_process,
@@ -106,6 +108,8 @@ def test_two_ranks_resume_bit_for_bit(two_ranks, mode):
     whole, killed = RunFolder(folder / f"whole-{mode}"), RunFolder(folder / f"killed-{mode}")
     assert killed.read()["resumed_from_steps"] == [2]
     assert killed.read()["identity"] == whole.read()["identity"]
+    assert displacements(killed) == displacements(whole)
+    assert_same_displacements(whole)
     assert furthest(weights(whole.path), weights(killed.path)) == 0
     assert logged(whole) == logged(killed)
     sealed = json.loads((killed.complete_checkpoints()[0] / "soren_align.json").read_text())
