@@ -6,7 +6,7 @@ from typing import Any
 
 from .report_blocks import Block, Code, Item, Items, Page, Paragraph, Section, Table
 from .report_curves import common_level, curve, interpolate, shown_runs, start
-from .report_dots import sensitivity_figure
+from .report_dots import sensitivity_figures
 from .report_figures import curves_figure, front_figure, tuning_figure
 from .report_spectra import spectra_figure
 from .report_text import (
@@ -29,7 +29,7 @@ def report_page(study: Study, folder: Path) -> Page:
     sections = [
         Section("Verdict", verdict_blocks(study)),
         Section("Scores and differences", score_blocks(study)),
-        Section("Sensitivity to the settings", [sensitivity_figure(study), *_edges(study)]),
+        Section("Sensitivity to the settings", [*sensitivity_figures(study), *_edges(study)]),
         Section("Along the runs", [curves_figure(study)]),
         Section("Gain against forgetting", [front_figure(study), *_matched(study)]),
         Section("How much tuning", [tuning_figure(study)]),

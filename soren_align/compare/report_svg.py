@@ -1,7 +1,7 @@
 """Small pictures by matplotlib as <svg> elements of a page: the page sets fonts and colours, light or dark.
 
-A line is told from another by its colour, its dashes and its marker, so that it can be read in black and white. Text
-stays text, without a font. The same data give the same bytes.
+Lines differ in colour, dashes and marker, so that they can be read in black and white. Text stays text, without a font.
+The same data give the same bytes.
 """
 
 import re

@@ -87,8 +87,12 @@ def _comparison(study: Study, differences: Sequence[Difference], most: int | Non
     for answer in ("better", "worse", "not distinguishable"):
         measures = [measure_name(study, d.measure) for d in differences if d.answer == answer]
         if measures:
-            parts.append(f"{answer} {_than(answer)} {'it' if parts else reference} on {listed(measures)}")
-    numbers = "; ".join(_numbers(study, d, "95% interval " if d is first else "") for d in differences[:most])
+            where = f"all {len(measures)} measures" if len(measures) == len(differences) > 2 else listed(measures)
+            parts.append(f"{answer} {_than(answer)} {'it' if parts else reference} on {where}")
+    numbers = "; ".join(
+        (f"{measure_name(study, d.measure)} " if len(differences) > 1 else "") + _numbers(study, d, first=d is first)
+        for d in differences[:most]
+    )
     kind = "open" if first.answer == "not distinguishable" else first.answer
     text = f": {numbers}.{''.join(_retention(study, d) for d in differences)}"
     return Item(f"{first.candidate} is {listed(parts)}", text, kind)
@@ -98,16 +102,15 @@ def _than(answer: str) -> str:
     return "from" if answer == "not distinguishable" else "than"
 
 
-def _numbers(study: Study, d: Difference, label: str) -> str:
+def _numbers(study: Study, d: Difference, *, first: bool) -> str:
     """Return a difference with its interval and p; of one that is open, the difference that could be seen."""
     unit = _points(d.unit)
     seen = ""
     if d.answer == "not distinguishable":
-        whose, power = ("this study ", f" with {power_of(study):.0%} power") if label else ("", "")
+        whose, power = ("this study ", f" with {power_of(study):.0%} power") if first else ("", "")
         seen = f"; {whose}could have seen {size(d.detectable, d.unit)}{unit}{power}"
-    interval = f"{label}{signed(d.low, d.unit)} to {signed(d.high, d.unit)}"
-    name = measure_name(study, d.measure)
-    return f"{name} {signed(d.value, d.unit)}{unit} ({interval}, {p_value(d.p_holm)}{seen})"
+    interval = f"{'95% interval ' if first else ''}{signed(d.low, d.unit)} to {signed(d.high, d.unit)}"
+    return f"{signed(d.value, d.unit)}{unit} ({interval}, {p_value(d.p_holm)}{seen})"
 
 
 def _retention(study: Study, d: Difference) -> str:
@@ -137,7 +140,8 @@ def _answers(study: Study, measure: str, differences: Sequence[Difference]) -> s
         names = [d.candidate for d in differences if d.answer == answer]
         if names:
             verb = "is" if len(names) == 1 else "are"
-            parts.append(f"{listed(names)} {verb} {answer} {_than(answer)} {reference}")
+            who = f"all {len(names)} candidates" if len(names) == len(differences) > 4 else listed(names)
+            parts.append(f"{who} {verb} {answer} {_than(answer)} {reference}")
     unseen = [d.detectable for d in differences if d.answer == "not distinguishable"]
     seen = ""
     if unseen:
