@@ -2,14 +2,19 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from .report_blocks import Item
 from .study import Candidate, Difference, Run, Study
 
 BASE = "base"
 """As a reference: the starting checkpoint."""
-NUM_WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
-_METRICS = {"eval_loss": "held-out loss", "eval_rewards/margins": "held-out margin"}
+_METRICS = {
+    "eval_loss": "held-out loss",
+    "eval_mean_token_accuracy": "held-out token accuracy",
+    "eval_rewards/margins": "held-out margin",
+    "eval_rewards/accuracies": "held-out preference accuracy",
+}
 
 
 def metric_name(study: Study) -> str:
@@ -199,6 +204,13 @@ def metric_text(value: float | None) -> str:
     return "-" if value is None or not math.isfinite(value) else f"{value:.4f}"
 
 
+def setting(value: Any, digits: int = 3) -> str:
+    """Return the value of a searched key: a number, or a word such as a map's name."""
+    if value is None:
+        return "-"
+    return f"{value:.{digits}g}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+
+
 def spread(values: Sequence[float], decimals: int) -> str:
     """Return the mean and, of several values, their standard deviation."""
     if not values:
@@ -235,6 +247,11 @@ def number(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
+def is_selected(candidate: Candidate, run: Run) -> bool:
+    """Whether a run is one of the trial whose setting the verdict's runs have."""
+    return run.stage == "search" and run.number == candidate.selected
+
+
 def selected_trial(candidate: Candidate) -> Run | None:
-    """Return the trial whose setting the verdict's runs have."""
-    return next((run for run in candidate.trials if run.number == candidate.selected), None)
+    """Return the selected trial; of one with several seeds, its first run."""
+    return next((run for run in candidate.trials if is_selected(candidate, run)), None)
