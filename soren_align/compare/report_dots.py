@@ -138,6 +138,7 @@ def _sensitivity_panel(
 def _mark_selected(axes: Axes, place: tuple[float, float], label: str, *, above: bool) -> None:
     axes.plot(*place, marker="o", markersize=12, markerfacecolor="none", color=INK, markeredgewidth=1.4)
     text = {"xytext": (0, 10 if above else -17), "textcoords": "offset points", "ha": "center", "fontsize": FONT}
+    text["bbox"] = {"facecolor": PAPER, "edgecolor": "none", "pad": 0.8}  # a line behind the number is interrupted
     axes.annotate(short(label, 14), place, color=INK, parse_math=False, **text)  # pyright: ignore[reportArgumentType]
 
 

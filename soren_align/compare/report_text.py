@@ -122,9 +122,8 @@ def _retention(study: Study, d: Difference) -> str:
     if d.margin is None or d.retained is None:
         return ""
     name, margin = measure_name(study, d.measure), f"{size(d.margin, d.unit)}{_points(d.unit)}"
-    if d.retained:
-        return f" On {name} nothing is lost beyond the margin of {margin}."
-    return f" It is not shown that the loss on {name} stays within the margin of {margin}."
+    shown = "It is shown" if d.retained else "It is not shown"
+    return f" {shown} to lose less than the margin of {margin} on {name}."
 
 
 def headline(study: Study) -> list[str]:

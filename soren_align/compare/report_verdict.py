@@ -74,30 +74,17 @@ def _selected(candidate: Candidate) -> str:
 
 
 def _differences(study: Study) -> Table:
-    """Return a row per measure and comparison."""
-    references, measures = references_of(study), measures_of(study)
-    by_measure = sorted(
-        in_order(study, references), key=lambda d: (measures.index(d.measure), references.index(d.reference))
-    )
-    rows, strong, measure = [], set(), None
-    for i, d in enumerate(by_measure):
-        if d.measure != measure:
-            strong.add(i)
-        name = "" if d.measure == measure else measure_name(study, d.measure)
-        measure = d.measure
-        rows.append([name, d.candidate, "start" if d.reference == BASE else d.reference, d.answer, *_numbers(d)])
-    head = [
-        "measure",
-        "candidate",
-        "against",
-        "answer",
-        "difference",
-        "95% interval",
-        "Holm's p",
-        "could have seen",
-        "retained",
-    ]
-    return Table(head, rows, num_text=4, strong=frozenset(strong))
+    """Return a row per comparison, under a row with the measure's name."""
+    rows, strong = [], set()
+    for measure in measures_of(study):
+        strong.add(len(rows))
+        rows.append([measure_name(study, measure), *[""] * 6])
+        for d in in_order(study, references_of(study)):
+            if d.measure == measure:
+                reference = "start" if d.reference == BASE else d.reference
+                rows.append([f"{d.candidate} - {reference}", d.answer, *_numbers(d)])
+    head = ["", "answer", "difference", "95% interval", "Holm's p", "could have seen", "retained"]
+    return Table(head, rows, num_text=2, strong=frozenset(strong))
 
 
 def _numbers(d: Difference) -> list[str]:

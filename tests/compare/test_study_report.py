@@ -189,7 +189,7 @@ def test_a_worse_candidate_is_called_worse_and_a_loss_of_retention_shown():
     item = comparisons(make_study(differences=[worse]), "base")[0]
     assert item.lead == "muon is worse than the starting checkpoint on zoo_mc"
     assert "-5.0 points (95% interval -6.0 to -4.0, p < 0.001)" in item.text
-    assert "It is not shown that the loss on zoo_mc stays within the margin of 2.0 points." in item.text
+    assert "It is not shown to lose less than the margin of 2.0 points on zoo_mc." in item.text
 
 
 def test_a_study_with_faults_has_no_verdict(tmp_path):
