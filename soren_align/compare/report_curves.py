@@ -119,11 +119,20 @@ def expected_best(metrics: Sequence[float], higher_is_better: bool) -> list[floa
 
 
 def trial_metrics(study: Study, candidate: Candidate) -> list[float]:
-    """Return the metric of every ended trial; without a result, the starting checkpoint's, else the worst one's."""
-    metrics = [number(run.metric) for run in candidate.trials if run.status not in ("waiting", "running")]
-    results = [metric for metric in metrics if metric is not None]
+    """Return the metric of every ended trial, the mean of its runs; of a lost one the start's, else the worst."""
+    trials: dict[int, list[Run]] = {}
+    for run in candidate.trials:
+        if run.status not in ("waiting", "running"):
+            trials.setdefault(run.number, []).append(run)
+    means = [_mean(runs) for runs in trials.values()]
+    results = [mean for mean in means if mean is not None]
     if not results:
         return []
     worst = min(results) if study.higher_is_better else max(results)
     begin = start(study, "metric")
-    return [metric if metric is not None else worst if begin is None else begin for metric in metrics]
+    return [mean if mean is not None else worst if begin is None else begin for mean in means]
+
+
+def _mean(runs: Sequence[Run]) -> float | None:
+    metrics = [run.metric for run in finished(runs) if run.metric is not None]
+    return fmean(metrics) if len(metrics) == len(runs) else None

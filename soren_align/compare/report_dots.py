@@ -1,28 +1,32 @@
 """The figures whose marks are single results: differences with their intervals, and the trials of the search."""
 
 from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
 
 from matplotlib.axes import Axes
 
 from .report_blocks import Panel, Panels, Paragraph
 from .report_curves import best_of, columns_of, focus
-from .report_svg import FONT, GRID, INCHES, INK, MUTED, PAPER, as_svg, look, new_panel, set_log, short
+from .report_svg import FONT, GRID, INCHES, INK, MUTED, PAPER, as_svg, look, new_panel, set_scale, short
 from .report_text import (
     count,
     finished,
     in_order,
+    is_selected,
+    listed,
     measure_name,
     measures_of,
     metric_name,
     metric_text,
-    number,
     reference_name,
-    selected_trial,
+    setting,
     size,
 )
 from .study import Candidate, Difference, Run, Study
 
-MAX_PANELS = 24
+MAX_KEYS = 6
+"""Searched keys that have a figure."""
 
 
 def differences_figure(study: Study, reference: str, name: str) -> Panels:
@@ -62,34 +66,35 @@ def _differences_panel(study: Study, differences: Sequence[Difference], name: st
     return Panel(as_svg(figure, name, alt), alt)
 
 
-def sensitivity_figure(study: Study) -> Panels | Paragraph:
-    """Return a panel per searched key and candidate: the metric of every trial against the key's value."""
+def sensitivity_figures(study: Study) -> list[Panels | Paragraph]:
+    """Return a figure per searched key: a panel per candidate, the metric of every trial against the key's value."""
     trials = [run for candidate in study.candidates for run in candidate.trials]
     keys = _free_keys(trials)
-    values = [run.metric for run in finished(trials) if run.metric is not None]
-    limits = focus(values, study.higher_is_better)
+    limits = focus([run.metric for run in finished(trials) if run.metric is not None], study.higher_is_better)
     if not keys or limits is None:
-        return Paragraph(
-            "No figure of the search: fewer than two trials finished, or nothing was searched.", kind="muted"
-        )
-    pairs = [(key, number, candidate) for key in keys for number, candidate in enumerate(study.candidates)]
-    panels = [
-        _sensitivity_panel(study, candidate, key, look(number), limits, f"l{i}")
-        for i, (key, number, candidate) in enumerate(pairs[:MAX_PANELS])
-    ]
+        sentence = "No figure of the search: fewer than two trials finished, or nothing was searched."
+        return [Paragraph(sentence, kind="muted")]
     caption = (
         f"{metric_name(study).capitalize()} of every trial against its setting. Ring: the selected trial. Dashed: the"
         " best trial of all candidates. Above the panel: x diverged, + failed, - pruned. Triangles: worse than the axis"
         " shows."
     )
-    if len(pairs) > MAX_PANELS:
-        caption += f" {count(len(pairs) - MAX_PANELS, 'panel')} left out; trials.csv has all values."
-    return Panels(panels, caption)
+    figures: list[Panels | Paragraph] = []
+    for i, key in enumerate(keys[:MAX_KEYS]):
+        panels = [
+            _sensitivity_panel(study, candidate, key, look(j), limits, f"l{i}x{j}")
+            for j, candidate in enumerate(study.candidates)
+            if any(key in run.parameters for run in candidate.trials)
+        ]
+        figures.append(Panels(panels, f"The same against {key}." if i else caption))
+    if left := keys[MAX_KEYS:]:
+        figures.append(Paragraph(f"Not shown: {listed(left)}; trials.csv has all values.", kind="muted"))
+    return figures
 
 
 def _free_keys(trials: Sequence[Run]) -> list[str]:
     """Return the searched keys, without those that always have another key's value, or one value for each candidate."""
-    columns: dict[str, tuple[float | None, ...]] = {}
+    columns: dict[str, tuple[Any, ...]] = {}
     for key in dict.fromkeys(key for run in trials for key in run.parameters):
         column = tuple(run.parameters.get(key) for run in trials)
         values = {(run.candidate, value) for run, value in zip(trials, column, strict=True)}
@@ -101,11 +106,11 @@ def _free_keys(trials: Sequence[Run]) -> list[str]:
 def _sensitivity_panel(
     study: Study, candidate: Candidate, key: str, style: dict, limits: tuple[float, float], name: str
 ) -> Panel:
-    figure, axes = new_panel(f"{candidate.name}: {metric_name(study)}", key, pad=15)
+    figure, axes = new_panel(f"{candidate.name}: {metric_name(study)}", key, pad=18)
     everywhere = [run for each in study.candidates for run in each.trials]
-    set_log(axes, [run.parameters[key] for run in everywhere if key in run.parameters])
+    place = set_scale(axes, [run.parameters[key] for run in everywhere if key in run.parameters])
     own = [run for run in candidate.trials if key in run.parameters]
-    results = sorted((run.parameters[key], run.metric) for run in finished(own) if run.metric is not None)
+    results = sorted((place(run.parameters[key]), run.metric) for run in finished(own) if run.metric is not None)
     inside = [(x, y) for x, y in results if limits[0] <= y <= limits[1]]
     beyond = [x for x, y in results if not limits[0] <= y <= limits[1]]
     alone = len(_free_keys(own)) == 1  # else a line would join settings that differ in other keys
@@ -115,33 +120,34 @@ def _sensitivity_panel(
     axes.plot(beyond, [worst] * len(beyond), **triangles)
     best = best_of(study, [run.metric for run in finished(everywhere) if run.metric is not None])
     axes.axhline(best, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))  # pyright: ignore[reportArgumentType]
-    _mark_selected(axes, candidate, key)
-    lost = _mark_lost(axes, own, key)
-    axes.set_ylim(limits[0] - 0.1 * (limits[1] - limits[0]), limits[1])
-    chosen = selected_trial(candidate)
+    chosen = [run for run in finished(own) if is_selected(candidate, run)]
+    if chosen:
+        value = chosen[0].parameters[key]
+        metric = fmean(run.metric for run in chosen if run.metric is not None)
+        _mark_selected(axes, (place(value), metric), setting(value), above=study.higher_is_better)
+    lost = _mark_lost(axes, [(run.status, place(run.parameters[key])) for run in own])
+    room = 0.1 * (limits[1] - limits[0])  # for the selected value, on the side of the best trials
+    axes.set_ylim(*((limits[0], limits[1] + room) if study.higher_is_better else (limits[0] - room, limits[1])))
     words = [count(len(results), "finished trial")]
     words += [f"best {metric_text(best_of(study, [y for _, y in results]))}"] if results else []
-    words += [f"selected {chosen.parameters[key]:.3g}"] if chosen and key in chosen.parameters else []
+    words += [f"selected {setting(chosen[0].parameters[key])}"] if chosen else []
     alt = f"{metric_name(study)} of {candidate.name} against {key}: {', '.join([*words, *lost])}."
     return Panel(as_svg(figure, name, alt), alt)
 
 
-def _mark_selected(axes: Axes, candidate: Candidate, key: str) -> None:
-    run = selected_trial(candidate)
-    if run is None or (y := number(run.metric)) is None or key not in run.parameters:
-        return
-    x = run.parameters[key]
-    axes.plot(x, y, marker="o", markersize=12, markerfacecolor="none", color=INK, markeredgewidth=1.4)
-    text = {"xytext": (0, -17), "textcoords": "offset points", "ha": "center", "fontsize": FONT, "color": INK}
-    axes.annotate(f"{x:.3g}", (x, y), **text)  # pyright: ignore[reportArgumentType]
+def _mark_selected(axes: Axes, place: tuple[float, float], label: str, *, above: bool) -> None:
+    axes.plot(*place, marker="o", markersize=12, markerfacecolor="none", color=INK, markeredgewidth=1.4)
+    text = {"xytext": (0, 10 if above else -17), "textcoords": "offset points", "ha": "center", "fontsize": FONT}
+    text["bbox"] = {"facecolor": PAPER, "edgecolor": "none", "pad": 0.8}  # a line behind the number is interrupted
+    axes.annotate(short(label, 14), place, color=INK, parse_math=False, **text)  # pyright: ignore[reportArgumentType]
 
 
-def _mark_lost(axes: Axes, runs: Sequence[Run], key: str) -> list[str]:
+def _mark_lost(axes: Axes, places: Sequence[tuple[str, float]]) -> list[str]:
     """Mark the trials without a result above the panel, and return their numbers."""
     words = []
     for status, marker in (("diverged", "x"), ("failed", "+"), ("pruned", "_")):
-        xs = [run.parameters[key] for run in runs if run.status == status]
-        place = {"transform": axes.get_xaxis_transform(), "clip_on": False, "linestyle": ""}
-        axes.plot(xs, [1.035] * len(xs), marker=marker, markersize=7, color=INK, markeredgewidth=1.6, **place)
+        xs = [x for each, x in places if each == status]
+        style = {"marker": marker, "markersize": 7, "color": INK, "markeredgewidth": 1.6, "linestyle": ""}
+        axes.plot(xs, [1.06] * len(xs), transform=axes.get_xaxis_transform(), clip_on=False, **style)
         words += [f"{len(xs)} {status}"] if xs else []
     return words

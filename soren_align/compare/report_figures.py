@@ -27,6 +27,8 @@ from .report_text import (
 from .study import Run, Study
 
 Figure = Panels | Paragraph
+MAX_WITH_RUNS = 6
+"""Candidates whose runs are drawn beside their mean; of more, the thin lines would hide the others."""
 DISPLACEMENT = "displacement ||W - W0|| / ||W0||"
 KL = "KL to the start, nats per token"
 RETENTION = "rise of the retention loss"
@@ -38,11 +40,9 @@ def curves_figure(study: Study) -> Figure:
     about = metric_name(study)
     panels = [_along(study, about, "metric", key, label, f"c{i}") for i, (key, label) in enumerate(axes.items())]
     missing = [label for panel, label in zip(panels, axes.values(), strict=True) if panel is None]
-    caption = (
-        "Mean over the seeds, with the runs as thin lines; the axis is cut above, so that the ends can be told apart."
-    )
-    if study.higher_is_better:
-        caption = caption.replace("above", "below")
+    cut = "below" if study.higher_is_better else "above"
+    thin_lines = ", with the runs as thin lines" if len(study.candidates) <= MAX_WITH_RUNS else ""
+    caption = f"Mean over the seeds{thin_lines}. The axis is cut {cut}, so that the ends show."
     return panels_or_sentence(study, panels, caption, missing, f"{about} along the runs", "c")
 
 
@@ -67,13 +67,13 @@ def front_figure(study: Study) -> Figure:
 
 
 def _front_panel(study: Study, name: str) -> Panel | None:
-    begin, kept = start(study, "metric"), start(study, "retention_loss")
-    if begin is None or kept is None:
+    begin, retained = start(study, "metric"), start(study, "retention_loss")
+    if begin is None or retained is None:
         return None
     sign = 1.0 if study.higher_is_better else -1.0
     lines = {
         i: [
-            [(sign * (x - begin), y - kept) for x, y in points]
+            [(sign * (x - begin), y - retained) for x, y in points]
             for points in _with_mean(shown_runs(candidate), "metric", "retention_loss")
         ]
         for i, candidate in enumerate(study.candidates)
@@ -101,6 +101,7 @@ def _retained_panel(study: Study, name: str) -> Panel | None:
     for i, points in dots.items():
         axes.plot(*columns_of(points), **{**look(i), "linestyle": ""}, markersize=7)
     axes.axhline(0, color=MUTED, linewidth=1)
+    axes.locator_params(axis="x", nbins=5)
     words = [f"{study.candidates[i].name} {fmean(y for _, y in points):+.1f}" for i, points in dots.items()]
     alt = f"Mean change of {', '.join(columns)} in points at the ends of the runs: {', '.join(words)}."
     return Panel(as_svg(figure, name, alt), alt)
@@ -153,7 +154,7 @@ def lines_panel(
     figure, axes = new_panel(title, label)
     for i, (*runs, mean) in lines.items():
         style = look(i)
-        for points in runs:
+        for points in runs if len(lines) <= MAX_WITH_RUNS else ():
             axes.plot(*columns_of(points), color=style["color"], linewidth=0.6, alpha=0.55)
         every = max(1, len(mean) // 6)
         line = {**style, "markevery": (i % every, every), "markersize": 4.5, "linewidth": 1.6}

@@ -6,18 +6,19 @@ from typing import Any
 
 from .report_blocks import Block, Code, Item, Items, Page, Paragraph, Section, Table
 from .report_curves import common_level, curve, interpolate, shown_runs, start
-from .report_dots import sensitivity_figure
+from .report_dots import sensitivity_figures
 from .report_figures import curves_figure, front_figure, tuning_figure
 from .report_spectra import spectra_figure
 from .report_text import (
     count,
     duration,
+    is_selected,
     listed,
     memory,
     metric_name,
     metric_text,
     number,
-    selected_trial,
+    setting,
     spread,
 )
 from .report_verdict import score_blocks, verdict_blocks
@@ -29,7 +30,7 @@ def report_page(study: Study, folder: Path) -> Page:
     sections = [
         Section("Verdict", verdict_blocks(study)),
         Section("Scores and differences", score_blocks(study)),
-        Section("Sensitivity to the settings", [sensitivity_figure(study), *_edges(study)]),
+        Section("Sensitivity to the settings", [*sensitivity_figures(study), *_edges(study)]),
         Section("Along the runs", [curves_figure(study)]),
         Section("Gain against forgetting", [front_figure(study), *_matched(study)]),
         Section("How much tuning", [tuning_figure(study)]),
@@ -48,7 +49,7 @@ def _subtitle(study: Study) -> str:
     trials = [run for candidate in study.candidates for run in candidate.trials]
     ended = [run for run in trials if run.status not in ("waiting", "running")]
     lost = [run for run in ended if run.status != "finished"]
-    numbers = sorted({len(candidate.trials) for candidate in study.candidates})
+    numbers = sorted({len({run.number for run in candidate.trials}) for candidate in study.candidates})
     each = " or ".join(map(str, numbers)) or "no"
     seeds = sorted({run.seed for candidate in study.candidates for run in candidate.verdict})
     fresh = f"{count(len(seeds), 'fresh seed')} ({', '.join(map(str, seeds))})" if seeds else "no fresh seeds yet"
@@ -124,20 +125,24 @@ def _costs(study: Study) -> Table:
 
 
 def _contamination(study: Study) -> list[Block]:
-    """Return a row per benchmark; columns that the counts have beside the known ones are shown too."""
+    """Return a row per benchmark: the questions that the training examples contain, and the scores without them."""
     if not study.contamination:
         return [Paragraph("The overlap of the training examples with the questions was not counted.")]
-    counts = {name: each for name, each in study.contamination.items() if isinstance(each, dict)}
-    keys = [*dict.fromkeys(key for each in counts.values() for key in each)]
-    rows = [[name, *(_cell(each.get(key)) for key in keys)] for name, each in counts.items()]
-    others = [f"{name}: {_cell(each)}." for name, each in study.contamination.items() if name not in counts]
-    table = [Table(["", *(key.replace("_", " ") for key in keys)], rows)] if rows else []
-    return [*table, *(Paragraph(line, kind="muted") for line in others)]
+    keys = [str(key) for key in dict.fromkeys(key for each in study.contamination.values() for key in each)]
+    keys = [key for key in keys if key != "indices"]
+    rows = [[name, *(_count(each.get(key)) for key in keys)] for name, each in study.contamination.items()]
+    return [Table(["", *(_CONTAMINATION.get(key, key.replace("_", " ")) for key in keys)], rows)]
 
 
-def _cell(value: Any) -> str:
+_CONTAMINATION = {"exact": "as a whole", "scores": "scores without these (change)"}
+
+
+def _count(value: Any) -> str:
+    """Return an entry of the contamination: a number, or scores by row."""
+    if isinstance(value, dict) and {"value", "change"} <= value.keys():
+        return f"{value['value']:.1f} ({value['change']:+.1f})"
     if isinstance(value, dict):
-        return "\n".join(f"{key} {_cell(each)}" for key, each in value.items())
+        return "\n".join(f"{key} {_count(each)}" for key, each in value.items())
     return (
         f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value or "-")
     )
@@ -165,8 +170,8 @@ def _runs(study: Study) -> Table:
     for candidate, run in runs:
         if not rows or rows[-1][0] != run.candidate:
             strong.add(len(rows))
-        status = f"{run.status}, selected" if run is selected_trial(candidate) else run.status
-        values = ["-" if run.parameters.get(key) is None else f"{run.parameters[key]:.4g}" for key in keys]
+        status = f"{run.status}, selected" if is_selected(candidate, run) else run.status
+        values = [setting(run.parameters.get(key), 4) for key in keys]
         cells = [run.candidate, f"{run.stage} {run.number}", status, str(run.seed), *values]
         cells += [
             metric_text(number(run.metric)),
@@ -198,24 +203,36 @@ def _repeat(study: Study) -> list[Block]:
 
 
 def _identities(study: Study) -> list[Block]:
-    """Return by seed the hashes that all runs share; where they differ, each candidate's."""
+    """Return the hashes and settings that all runs share, and by seed those that differ between seeds."""
     runs = [run for each in study.candidates for run in (*each.trials, *each.verdict) if run.identity]
-    keys = [*dict.fromkeys(key for run in runs for key in run.identity)]
-    if not keys:
-        return []
-    rows = [
-        [str(seed), *(_shared([run for run in runs if run.seed == seed], key) for key in keys)]
-        for seed in sorted({run.seed for run in runs})
-    ]
-    note = "Equal for all runs with a seed, or each candidate's where they differ; the whole hashes are in study.json."
-    return [
-        Table(["seed", *(key.replace("_", " ") for key in keys)], rows, num_text=1 + len(keys)),
-        Paragraph(note, kind="muted"),
-    ]
+    keys = [*dict.fromkeys(key for run in runs for key in run.identity if key not in OWN)]
+    shared = {key: _identity(runs[0].identity.get(key)) for key in keys if _is_shared(runs, key)}
+    own = [key for key in keys if key not in shared]
+    blocks: list[Block] = []
+    if shared:
+        text = "; ".join(f"{key.replace('_', ' ')}: {value}" for key, value in shared.items())
+        blocks.append(Paragraph(f"Equal for all runs: {text}."))
+    if own:
+        rows = [
+            [str(seed), *(_at_seed([run for run in runs if run.seed == seed], key) for key in own)]
+            for seed in sorted({run.seed for run in runs})
+        ]
+        note = "Equal for all candidates with a seed, or each one's where they differ; study.json has the whole hashes."
+        table = Table(["seed", *(key.replace("_", " ") for key in own)], rows, num_text=1 + len(own))
+        blocks += [table, Paragraph(note, kind="muted")]
+    return blocks
 
 
-def _shared(runs: list[Run], key: str) -> str:
-    """Return the value of all runs, or of each candidate."""
+OWN = ("recipe", "num_batches", "versions")
+"""Parts of a run's identity that are not shown: its own recipe, and what stands elsewhere."""
+
+
+def _is_shared(runs: list[Run], key: str) -> bool:
+    return all(run.identity.get(key) == runs[0].identity.get(key) for run in runs)
+
+
+def _at_seed(runs: list[Run], key: str) -> str:
+    """Return the value of all runs with a seed, or of each candidate."""
     names: dict[str, list[str]] = {}
     for run in runs:
         names.setdefault(_identity(run.identity.get(key)), []).append(run.candidate)
@@ -225,6 +242,10 @@ def _shared(runs: list[Run], key: str) -> str:
 
 
 def _identity(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
-    text = text.removeprefix("sha256:")
-    return text if len(text) <= 24 else f"{text[:12]}…"
+    """Return a hash by its first 16 digits; other values as they are."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_identity(each)}" for key, each in value.items() if each is not None)
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    text = "not recorded" if value is None else str(value).removeprefix("sha256:")
+    return f"{text[:16]}…" if len(text) == 64 else text

@@ -1,11 +1,11 @@
 """Small pictures by matplotlib as <svg> elements of a page: the page sets fonts and colours, light or dark.
 
-A line is told from another by its colour, its dashes and its marker, so that it can be read in black and white. Text
-stays text, without a font. The same data give the same bytes.
+Lines differ in colour, dashes and marker, so that they can be read in black and white. Text stays text, without a font.
+The same data give the same bytes.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from io import StringIO
 from math import log10
 from typing import Any
@@ -57,12 +57,21 @@ def new_panel(title: str, x_label: str, inches: tuple[float, float] = INCHES, pa
     return figure, axes
 
 
-def set_log(axes: Axes, values: Sequence[float]) -> None:
-    """Give the x axis a logarithmic scale, with numbers as a recipe has them, if the values span a factor of 3."""
+def set_scale(axes: Axes, values: Sequence[Any]) -> Callable[[Any], float]:
+    """Prepare the x axis for the values of a searched key; returns their places on it.
+
+    Numbers that span a factor of 3 have a logarithmic scale, labelled as a recipe writes them. Words have equal
+    distances.
+    """
+    if any(isinstance(value, bool) or not isinstance(value, int | float) for value in values):
+        words = sorted({str(value) for value in values})
+        axes.set_xticks(range(len(words)), [short(word, 14) for word in words], parse_math=False)
+        axes.set_xlim(-0.5, len(words) - 0.5)
+        return lambda value: words.index(str(value))
     low, high = min(values), max(values)
     if not 0 < 3 * low <= high:
         axes.xaxis.set_major_locator(MaxNLocator(5))
-        return
+        return float
     axes.set_xscale("log")
     decades = log10(high / low)
     subs = (1.0,) if decades > 2.5 else (1.0, 3.0) if decades > 1.2 else (1.0, 2.0, 5.0)
@@ -71,6 +80,7 @@ def set_log(axes: Axes, values: Sequence[float]) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     room = (high / low) ** 0.06
     axes.set_xlim(low / room, high * room)
+    return float
 
 
 def swatch(number: int, name: str) -> str:

@@ -2,14 +2,19 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from .report_blocks import Item
 from .study import Candidate, Difference, Run, Study
 
 BASE = "base"
 """As a reference: the starting checkpoint."""
-NUM_WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
-_METRICS = {"eval_loss": "held-out loss", "eval_rewards/margins": "held-out margin"}
+_METRICS = {
+    "eval_loss": "held-out loss",
+    "eval_mean_token_accuracy": "held-out token accuracy",
+    "eval_rewards/margins": "held-out margin",
+    "eval_rewards/accuracies": "held-out preference accuracy",
+}
 
 
 def metric_name(study: Study) -> str:
@@ -87,8 +92,12 @@ def _comparison(study: Study, differences: Sequence[Difference], most: int | Non
     for answer in ("better", "worse", "not distinguishable"):
         measures = [measure_name(study, d.measure) for d in differences if d.answer == answer]
         if measures:
-            parts.append(f"{answer} {_than(answer)} {'it' if parts else reference} on {listed(measures)}")
-    numbers = "; ".join(_numbers(study, d, "95% interval " if d is first else "") for d in differences[:most])
+            where = f"all {len(measures)} measures" if len(measures) == len(differences) > 2 else listed(measures)
+            parts.append(f"{answer} {_than(answer)} {'it' if parts else reference} on {where}")
+    numbers = "; ".join(
+        (f"{measure_name(study, d.measure)} " if len(differences) > 1 else "") + _numbers(study, d, first=d is first)
+        for d in differences[:most]
+    )
     kind = "open" if first.answer == "not distinguishable" else first.answer
     text = f": {numbers}.{''.join(_retention(study, d) for d in differences)}"
     return Item(f"{first.candidate} is {listed(parts)}", text, kind)
@@ -98,25 +107,23 @@ def _than(answer: str) -> str:
     return "from" if answer == "not distinguishable" else "than"
 
 
-def _numbers(study: Study, d: Difference, label: str) -> str:
+def _numbers(study: Study, d: Difference, *, first: bool) -> str:
     """Return a difference with its interval and p; of one that is open, the difference that could be seen."""
     unit = _points(d.unit)
     seen = ""
     if d.answer == "not distinguishable":
-        whose, power = ("this study ", f" with {power_of(study):.0%} power") if label else ("", "")
+        whose, power = ("this study ", f" with {power_of(study):.0%} power") if first else ("", "")
         seen = f"; {whose}could have seen {size(d.detectable, d.unit)}{unit}{power}"
-    interval = f"{label}{signed(d.low, d.unit)} to {signed(d.high, d.unit)}"
-    name = measure_name(study, d.measure)
-    return f"{name} {signed(d.value, d.unit)}{unit} ({interval}, {p_value(d.p_holm)}{seen})"
+    interval = f"{'95% interval ' if first else ''}{signed(d.low, d.unit)} to {signed(d.high, d.unit)}"
+    return f"{signed(d.value, d.unit)}{unit} ({interval}, {p_value(d.p_holm)}{seen})"
 
 
 def _retention(study: Study, d: Difference) -> str:
     if d.margin is None or d.retained is None:
         return ""
     name, margin = measure_name(study, d.measure), f"{size(d.margin, d.unit)}{_points(d.unit)}"
-    if d.retained:
-        return f" On {name} nothing is lost beyond the margin of {margin}."
-    return f" It is not shown that the loss on {name} stays within the margin of {margin}."
+    shown = "It is shown" if d.retained else "It is not shown"
+    return f" {shown} to lose less than the margin of {margin} on {name}."
 
 
 def headline(study: Study) -> list[str]:
@@ -137,7 +144,8 @@ def _answers(study: Study, measure: str, differences: Sequence[Difference]) -> s
         names = [d.candidate for d in differences if d.answer == answer]
         if names:
             verb = "is" if len(names) == 1 else "are"
-            parts.append(f"{listed(names)} {verb} {answer} {_than(answer)} {reference}")
+            who = f"all {len(names)} candidates" if len(names) == len(differences) > 4 else listed(names)
+            parts.append(f"{who} {verb} {answer} {_than(answer)} {reference}")
     unseen = [d.detectable for d in differences if d.answer == "not distinguishable"]
     seen = ""
     if unseen:
@@ -195,6 +203,13 @@ def metric_text(value: float | None) -> str:
     return "-" if value is None or not math.isfinite(value) else f"{value:.4f}"
 
 
+def setting(value: Any, digits: int = 3) -> str:
+    """Return the value of a searched key: a number, or a word such as a map's name."""
+    if value is None:
+        return "-"
+    return f"{value:.{digits}g}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+
+
 def spread(values: Sequence[float], decimals: int) -> str:
     """Return the mean and, of several values, their standard deviation."""
     if not values:
@@ -231,6 +246,11 @@ def number(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
+def is_selected(candidate: Candidate, run: Run) -> bool:
+    """Whether a run is one of the trial whose setting the verdict's runs have."""
+    return run.stage == "search" and run.number == candidate.selected
+
+
 def selected_trial(candidate: Candidate) -> Run | None:
-    """Return the trial whose setting the verdict's runs have."""
-    return next((run for run in candidate.trials if run.number == candidate.selected), None)
+    """Return the selected trial; of one with several seeds, its first run."""
+    return next((run for run in candidate.trials if is_selected(candidate, run)), None)

@@ -20,6 +20,7 @@ from .report_text import (
     reference_name,
     references_of,
     selected_trial,
+    setting,
     signed,
     size,
     spread,
@@ -40,14 +41,13 @@ def verdict_blocks(study: Study) -> list[Block]:
     for i, name in enumerate(references_of(study)):
         items = Items(comparisons(study, name), f"Against {reference_name(name)}")
         blocks += [items, differences_figure(study, name, f"d{i}x")]
-    num = len(study.differences)
-    blocks.append(
-        Paragraph(
-            f"Intervals are over seeds and questions; p-values are corrected for {count(num, 'comparison')} by Holm's"
-            " method, intervals are not. Positive differences are better, whatever the measure's direction.",
-            kind="muted",
-        )
+    num = len(study.differences) + sum(d.retained is not None for d in study.differences)
+    note = (
+        "Intervals are over seeds and questions (of the held-out metric: over seeds). The answers are by p-values"
+        f" corrected for {count(num, 'test')} by Holm's method; intervals are not corrected. Positive differences are"
+        " better, whatever the measure's direction."
     )
+    blocks.append(Paragraph(note, kind="muted"))
     return blocks
 
 
@@ -70,34 +70,21 @@ def score_blocks(study: Study) -> list[Block]:
 
 def _selected(candidate: Candidate) -> str:
     trial = selected_trial(candidate)
-    return "none" if trial is None else "\n".join(f"{key} {value:.3g}" for key, value in trial.parameters.items())
+    return "none" if trial is None else "\n".join(f"{key} {setting(value)}" for key, value in trial.parameters.items())
 
 
 def _differences(study: Study) -> Table:
-    """Return a row per measure and comparison."""
-    references, measures = references_of(study), measures_of(study)
-    by_measure = sorted(
-        in_order(study, references), key=lambda d: (measures.index(d.measure), references.index(d.reference))
-    )
-    rows, strong, measure = [], set(), None
-    for i, d in enumerate(by_measure):
-        if d.measure != measure:
-            strong.add(i)
-        name = "" if d.measure == measure else measure_name(study, d.measure)
-        measure = d.measure
-        rows.append([name, d.candidate, "start" if d.reference == BASE else d.reference, d.answer, *_numbers(d)])
-    head = [
-        "measure",
-        "candidate",
-        "against",
-        "answer",
-        "difference",
-        "95% interval",
-        "Holm's p",
-        "could have seen",
-        "retained",
-    ]
-    return Table(head, rows, num_text=4, strong=frozenset(strong))
+    """Return a row per comparison, under a row with the measure's name."""
+    rows, strong = [], set()
+    for measure in measures_of(study):
+        strong.add(len(rows))
+        rows.append([measure_name(study, measure), *[""] * 6])
+        for d in in_order(study, references_of(study)):
+            if d.measure == measure:
+                reference = "start" if d.reference == BASE else d.reference
+                rows.append([f"{d.candidate} - {reference}", d.answer, *_numbers(d)])
+    head = ["", "answer", "difference", "95% interval", "Holm's p", "could have seen", "retained"]
+    return Table(head, rows, num_text=2, strong=frozenset(strong))
 
 
 def _numbers(d: Difference) -> list[str]:

@@ -40,13 +40,14 @@ def write_report(study: Study, folder: Path) -> None:
 
 def terminal_verdict(study: Study) -> Group:
     """Return the verdict for a terminal of 80 columns: the scores, each comparison, and faults or cautions."""
-    parts: list[Any] = [Text(study.name, style="bold"), Text(), _scores(study), Text()]
+    parts: list[Any] = [Text(study.name, style="bold"), Text()]
     if study.problems:
         parts.append(Text("No verdict: the runs cannot be compared", style="bold red"))
         return Group(*parts, *(_point(problem, style="red") for problem in study.problems))
     if not study.differences:
-        parts.append(Text(no_verdict(study)))
+        parts.append(Text(f"{no_verdict(study)}\n"))
     parts += [Text(f"{sentence}\n", style="bold") for sentence in headline(study)]
+    parts += [_scores(study), Text()]
     for item in (item for name in references_of(study) for item in comparisons(study, name, most=1)):
         parts.append(_point(Text.assemble((item.lead, STYLES[item.kind]), item.text)))
     if study.cautions:

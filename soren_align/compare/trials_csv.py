@@ -4,7 +4,7 @@ import csv
 from io import StringIO
 
 from ..errors import printable
-from .report_text import selected_trial
+from .report_text import is_selected
 from .study import Study
 
 LAST = ("step", "tokens", "train_loss", "relative_change", "kl_to_start", "retention_loss")
@@ -23,7 +23,7 @@ def trials_csv(study: Study) -> str:
     writer.writerow(map(_safe, head))
     for candidate, run in runs:
         row = [run.candidate, run.stage, run.number, run.seed, run.folder, run.status]
-        row += ["yes" if run is selected_trial(candidate) else "no", *(run.parameters.get(key) for key in keys)]
+        row += ["yes" if is_selected(candidate, run) else "no", *(run.parameters.get(key) for key in keys)]
         row += [run.metric, run.seconds, run.peak_memory_bytes]
         row += [getattr(run.curve[-1], key) if run.curve else None for key in LAST]
         row += [*((run.scores or {}).get(column) for column in columns), run.reason]

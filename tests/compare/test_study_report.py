@@ -12,7 +12,7 @@ from statistics import fmean
 import pytest
 from rich.console import Console
 
-from soren_align.compare.report_blocks import Page, Paragraph, Section
+from soren_align.compare.report_blocks import Page, Paragraph, Section, Table
 from soren_align.compare.report_curves import (
     common_level,
     expected_best,
@@ -23,8 +23,10 @@ from soren_align.compare.report_curves import (
     thin,
     trial_metrics,
 )
+from soren_align.compare.report_dots import sensitivity_figures
 from soren_align.compare.report_figures import curves_figure
 from soren_align.compare.report_markdown import page_markdown
+from soren_align.compare.report_sections import _identities
 from soren_align.compare.report_spectra import spectra_figure
 from soren_align.compare.report_svg import look
 from soren_align.compare.report_text import comparisons, headline
@@ -137,7 +139,7 @@ def test_texts_of_runs_are_no_code(tmp_path):
         candidates=[changed if each.name == changed.name else each for each in study.candidates],
         differences=[*study.differences, *(difference(each, "base", each, 1.0, 2.0) for each in HOSTILE)],
         cautions=[*HOSTILE],
-        contamination={each: {each: each} for each in HOSTILE},
+        contamination={each: {each: each, "scores": {each: {"value": 1.0, "change": 0.1}}} for each in HOSTILE},
         command=HOSTILE[0],
         versions=dict(zip(HOSTILE, HOSTILE, strict=True)),
         machine=HOSTILE[1],
@@ -187,7 +189,7 @@ def test_a_worse_candidate_is_called_worse_and_a_loss_of_retention_shown():
     item = comparisons(make_study(differences=[worse]), "base")[0]
     assert item.lead == "muon is worse than the starting checkpoint on zoo_mc"
     assert "-5.0 points (95% interval -6.0 to -4.0, p < 0.001)" in item.text
-    assert "It is not shown that the loss on zoo_mc stays within the margin of 2.0 points." in item.text
+    assert "It is not shown to lose less than the margin of 2.0 points on zoo_mc." in item.text
 
 
 def test_a_study_with_faults_has_no_verdict(tmp_path):
@@ -301,6 +303,44 @@ def test_a_trial_without_a_result_counts_as_the_start():
     num_lost = sum(run.status == "diverged" for run in candidate.trials)
     assert num_lost > 0
     assert trial_metrics(study, candidate).count(2.9) == num_lost
+
+
+def test_a_trial_of_several_seeds_is_their_mean():
+    runs = [Run("a", "search", i // 2, i % 2, "x", {}, "finished", metric=float(i)) for i in range(4)]
+    runs += [replace(runs[0], number=2), replace(runs[0], number=2, status="failed", metric=None)]
+    candidate = Candidate("a", {}, {}, runs, 0, {})
+    assert trial_metrics(Study("s", {}, False, [candidate], None), candidate) == [0.5, 2.5, 2.5]  # the lost: the worst
+
+
+def test_searched_words_stand_beside_each_other():
+    study = make_study(names=("adamw", "soren"))
+    maps = ["exact", "minimax", True, 3, "exact", "minimax"]
+    candidates = [
+        replace(
+            each,
+            trials=[replace(run, parameters={"optimizer.map": v}) for run, v in zip(each.trials, maps, strict=True)],
+        )
+        for each in study.candidates
+    ]
+    (figure,) = sensitivity_figures(replace(study, candidates=candidates))
+    assert all(f">{word}</text>" in figure.panels[0].svg for word in ("exact", "minimax", "True", "3"))
+    assert "selected exact" in figure.panels[0].alt
+
+
+def test_hashes_are_shown_once_if_all_runs_share_them(report):
+    text = report["report.md"].split("## To repeat it")[1]
+    assert f"starting weights: {'9f' * 8}…; precision: weights float32, autocast no; processes: 1." in text
+    assert f"| 102 | {102:016x}… |".replace(f"{102:016x}", "0" * 16) in text
+    study = make_study(names=("adamw", "muon"))
+    changed = replace(study.candidates[1].verdict[0], identity={"batches": "other"})
+    candidates = [study.candidates[0], replace(study.candidates[1], verdict=[changed])]
+    table = next(b for b in _identities(replace(study, candidates=candidates)) if isinstance(b, Table))
+    column = table.head.index("batches")
+    assert table.rows[0][column] == "adamw: 0000000000000000…\nmuon: other"
+
+
+def test_scores_without_contaminated_questions_are_shown(report):
+    assert "| zoo_mc | 400 | 12 | 4 | 6,000 | base 71.0 (-0.5)<br>adamw 92.0 (-1.0) |" in report["report.md"]
 
 
 def test_matched_values_are_interpolated_at_the_first_crossing():

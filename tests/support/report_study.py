@@ -65,7 +65,13 @@ def make_candidate(name, num_trials, seeds, rng, keys=("optimizer.lr",)):
                 seconds=23.0 + i,
                 peak_memory_bytes=731 << 20,
                 scores={"zoo_mc": mc, "zoo_gen": gen, "average": (mc + gen) / 2},
-                identity={"starting_weights": "sha256:9f2c", "batches": f"sha256:{seed:04x}", "precision": "float32"},
+                identity={
+                    "starting_weights": "9f" * 32,
+                    "batches": f"{seed:064x}",
+                    "precision": {"weights": ["float32"], "autocast": "no", "adapter": None},
+                    "processes": 1,
+                    "recipe": name,
+                },
             )
         )
     edge = {"optimizer.lr": "low"} if name == "htmuon" else {}
@@ -123,7 +129,17 @@ def make_study(names=("adamw", "muon", "htmuon", "soren"), num_trials=6, seeds=(
         "base_scores": {"zoo_mc": 71.5, "zoo_gen": 3.0, "average": 37.25},
         "differences": differences,
         "cautions": ["htmuon: the selected optimizer.lr 0.00112 lies at the low end of its space: run with --extend"],
-        "contamination": {"zoo_mc": {"questions": 400, "overlapping": 12, "examples_read": 6000}},
+        "contamination": {
+            "zoo_mc": {
+                "questions": 400,
+                "overlapping": 12,
+                "exact": 4,
+                "examples_read": 6000,
+                "indices": [*range(12)],
+                "scores": {"base": {"value": 71.0, "change": -0.5}, names[0]: {"value": 92.0, "change": -1.0}},
+            },
+            "zoo_gen": {"questions": 100, "overlapping": 0, "exact": 0, "examples_read": 6000, "indices": []},
+        },
         "command": "soren-align compare quickstart/compare --jobs 2",
         "versions": {"soren-align": "0.1.0", "torch": "2.13.0", "transformers": "5.23.0", "trl": "1.16.0"},
         "machine": "2 CPU cores",
