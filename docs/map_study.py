@@ -30,7 +30,7 @@ from scipy.stats import ttest_1samp
 from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with_warmup
 
 from soren_align import recipe
-from soren_align.evaluate.significance import holm
+from soren_align.evaluate.paired import holm
 from soren_align.launch.preparation import prepare
 from soren_align.optim import build_optimizer
 from soren_align.run_folder import RunFolder

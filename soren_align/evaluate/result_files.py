@@ -11,14 +11,16 @@ from typing import Any
 
 from ..files import remove, write
 from . import figure, tables
-from .results import NAME, read_results, refuse_foreign
+from .results import NAME, POINTS, read_results, refuse_foreign
 
 Samples = dict[str, dict[str, list[dict[str, Any]]]]
 """lm-eval's samples by row and column."""
 
 
-def write_results(results: dict[str, Any], samples: Samples, output: Path) -> None:
-    """Write results.json, samples/<row>/<column>.jsonl, table.md and scores.png.
+def write_results(results: dict[str, Any], samples: Samples, output: Path, points: str = "") -> None:
+    """Write results.json, points.json, samples/<row>/<column>.jsonl, table.md and scores.png.
+
+    points: content of points.json.
 
     Raises UserError if this would replace files that no evaluation wrote.
     """
@@ -29,6 +31,7 @@ def write_results(results: dict[str, Any], samples: Samples, output: Path) -> No
         remove_samples(output)
         # First: it marks the folder as an evaluation's, so that after a kill the same command replaces the other files.
         write(output / NAME, json.dumps(results, indent=2) + "\n")
+        write(output / POINTS, points)
         for row, columns in samples.items():
             (folder / row).mkdir()
             for column, each in columns.items():

@@ -17,7 +17,9 @@ from ..yaml_reader import dotted
 NAME = "results.json"
 FORMAT = 2
 """Of results.json. Format 1 had no such key, and other names (docs/evaluation.md)."""
-WRITTEN = (NAME, "table.md", "scores.png")
+POINTS = "points.json"
+"""See points.py."""
+WRITTEN = (NAME, POINTS, "table.md", "scores.png")
 """Beside `samples`, a folder for each row."""
 MAX_BYTES = 16 << 20
 MAX_DEPTH = 20

@@ -6,18 +6,12 @@ from typing import Any
 
 from lm_eval.api.group import Group
 from lm_eval.api.metrics import pooled_sample_stderr
-from scipy.stats import binomtest, t
+from scipy.stats import binomtest
 
 from ..errors import UserError
+from .paired import Z95, t95
 from .suites import SuiteTask
 from .tasks import score_keys, subtasks
-
-Z95 = statistics.NormalDist().inv_cdf(0.975)
-
-
-def t95(degrees: float) -> float:
-    """Return Student's quantile for a two-sided 95% interval: 12.7 for 1 degree of freedom, 1.963 for 816 (Z95)."""
-    return float(t.ppf(0.975, degrees)) if degrees > 0 else Z95
 
 
 def score_column(

@@ -7,33 +7,18 @@ Scores from different prompts are never compared.
 
 import statistics
 from math import sqrt
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from scipy.stats import binomtest, t
 
 from ..errors import UserError
 from .harness import ModelResults
-from .scores import Z95, t95
+from .paired import MODELS_OWN, Z95, Paired, clustered_error, holm, is_right_or_wrong, least_p, t95
 
 RESAMPLES = 10_000
 SEED = 1234
 """Equal for all rows, so that an additional row changes no interval."""
-
-
-MODELS_OWN = {
-    "generation_config": "generation config {1} instead of {0}",
-    "chat_template": "prompts with and without a chat template",
-    "bos": "prompts with and without a BOS token",
-}
-"""Settings that come with a model, with the reason if they differ. All others are equal for all rows of a table."""
-
-
-class Paired(NamedTuple):
-    """The differences of a column's points, later - first, and the cluster of each question; None: independent."""
-
-    each: np.ndarray
-    clusters: np.ndarray | None = None
 
 
 def compare(rows: list[tuple[str, ModelResults]], average: bool) -> list[dict[str, dict[str, Any]] | None]:
@@ -137,23 +122,9 @@ def _difference(columns: list[Paired]) -> dict[str, Any]:
     if len(columns) == 1:
         if error := _clustered_error(columns[0]):
             return _by_clusters(columns[0], *error)
-        if _is_right_or_wrong(columns[0].each):
+        if is_right_or_wrong(columns[0].each):
             return _right_or_wrong(columns[0].each)
     return _resampled(columns)
-
-
-def holm(p: list[float]) -> list[float]:
-    """Return the p-values after Holm's correction, in the same order."""
-    corrected, largest = [0.0] * len(p), 0.0
-    for rank, i in enumerate(sorted(range(len(p)), key=p.__getitem__)):
-        largest = max(largest, min(1.0, (len(p) - rank) * p[i]))
-        corrected[i] = largest
-    return corrected
-
-
-def _is_right_or_wrong(each: np.ndarray) -> bool:
-    """Whether these are differences of points that are 0 or 1."""
-    return bool(np.isin(each, (-1.0, 0.0, 1.0)).all())
 
 
 def _right_or_wrong(each: np.ndarray) -> dict[str, float]:
@@ -171,20 +142,9 @@ def _right_or_wrong(each: np.ndarray) -> dict[str, float]:
 
 
 def _clustered_error(column: Paired) -> tuple[float, float] | None:
-    """Return the standard error of a mean over clustered questions and its degrees of freedom; None without clusters.
-
-    The sum of a cluster's deviations counts as one observation (Miller 2024, "Adding error bars to evals"), with the
-    factor that corrects the bias of few clusters (Bell and McCaffrey 2002, CR2). The degrees of freedom are Kish's
-    effective number of clusters less one: with one less than their number, an interval on MMLU's sizes covers 94.2%.
-    """
-    if column.clusters is None:
-        return None
-    n, sizes = len(column.each), np.bincount(column.clusters)
-    if len(sizes) == 1:
-        return None
-    sums = np.bincount(column.clusters, column.each - column.each.mean())
-    error = sqrt((sums**2 / (1 - sizes / n)).sum()) / n
-    return (error, n**2 / (sizes**2).sum() - 1) if error > 0 else None  # 0 if no question changed
+    """Return `clustered_error`, and None if no question changed, whose error is 0."""
+    result = clustered_error(column)
+    return result if result and result[0] > 0 else None
 
 
 def _by_clusters(column: Paired, error: float, degrees: float) -> dict[str, Any]:
@@ -193,13 +153,8 @@ def _by_clusters(column: Paired, error: float, degrees: float) -> dict[str, Any]
     value, margin = column.each.mean(), t95(degrees) * error
     p = 2 * float(t.sf(abs(value) / error, degrees))
     sums = np.bincount(column.clusters, column.each)
-    result = _percent(value, value - margin, value + margin, max(p, _least_p(int(np.count_nonzero(sums)))))
+    result = _percent(value, value - margin, value + margin, max(p, least_p(int(np.count_nonzero(sums)))))
     return result | {"num_clusters": len(sums)}
-
-
-def _least_p(num_changed: int) -> float:
-    """The least p of a sign-flip test on so many observations that changed. Other tests' are too small for very few."""
-    return min(1.0, 2.0 ** (1 - num_changed))
 
 
 def _resampled(columns: list[Paired]) -> dict[str, Any]:
@@ -217,7 +172,7 @@ def _resampled(columns: list[Paired]) -> dict[str, Any]:
     p = (1 + int((np.abs(drawn) >= abs(value) - 1e-12).sum())) / (1 + RESAMPLES)
     # With three questions that changed by nearly the same amount, a bootstrap's p would be far too small.
     num_changed = sum(int(np.count_nonzero(column.each)) for column in columns)
-    return _percent(value, value + low, value + high, max(p, _least_p(num_changed)))
+    return _percent(value, value + low, value + high, max(p, least_p(num_changed)))
 
 
 def _deviations(column: Paired, rng: np.random.Generator) -> np.ndarray:
@@ -226,7 +181,7 @@ def _deviations(column: Paired, rng: np.random.Generator) -> np.ndarray:
         return error[0] * rng.standard_t(error[1], RESAMPLES)
     each = column.each
     n = len(each)
-    if n == 1 or _is_right_or_wrong(each):
+    if n == 1 or is_right_or_wrong(each):
         # Only three values occur: drawing their counts is equivalent, and 600 times faster on MMLU. With the two
         # additional pairs of _right_or_wrong, for the same reason.
         won, lost = (each == 1).sum(), (each == -1).sum()

@@ -16,7 +16,7 @@ from ..provenance import commit
 from ..recipe import Eval, Model, trains_adapter
 from ..run_folder import RunFolder
 from ..terminal import print_labelled
-from . import tables
+from . import points, tables
 from .backends import require_backend
 from .clean_scores import contamination_section
 from .contamination import Overlaps
@@ -50,8 +50,8 @@ def evaluate(
 
     cache: the cache folder; None is the user's. console: for progress. notes: printed under the table.
     find_overlaps: returns the questions that training examples contain, or the reason why these are not known.
-    Writes into `output`: results.json (as returned), table.md, scores.png, and samples/<row>/<column>.jsonl. Nothing is
-    changed there before all models are evaluated.
+    Writes into `output`: results.json (as returned), points.json, table.md, scores.png, and
+    samples/<row>/<column>.jsonl. Nothing is changed there before all models are evaluated.
     """
     console, cache, output = console or Console(), cache or default_cache_folder(), Path(output)
     names = _unique_names(rows)
@@ -83,7 +83,8 @@ def evaluate(
         "settings": evaluated[0][1].settings | _settings(suite, model_options),
         "notes": [*suite.notes, *notes, *([f"contamination: {overlaps}"] if isinstance(overlaps, str) else [])],
     }
-    write_results(results, {name: each.samples for name, each in evaluated}, output)
+    samples = {name: each.samples for name, each in evaluated}
+    write_results(results, samples, output, points.text(dict(evaluated)))
     return results
 
 

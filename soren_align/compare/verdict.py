@@ -1,0 +1,168 @@
+"""The verdict: each candidate against the starting checkpoint and against the reference, with three answers only.
+
+Better, worse, or not distinguishable, and then the difference that this study could have found. All statements of a
+study are one family: at most 5% of studies say anything wrong.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from ..evaluate.paired import Paired, holm
+from ..evaluate.points import Points
+from .estimates import Estimate, Spread, estimate, seeds_part
+from .power import FAMILY_ERROR, detectable
+from .study import Candidate, Difference
+
+BASE, AVERAGE, HELD_OUT = "base", "average", "held-out"
+"""The starting checkpoint; measures that are no columns."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """The settings of a verdict, declared before the study."""
+
+    reference: str
+    """The candidate that the others are compared with, besides the starting checkpoint."""
+    power: float = 0.8
+    higher_is_better: bool = False
+    """Of the metric of the held-out examples."""
+    average: bool = False
+    """Whether to compare the plain mean of the columns too."""
+    margins: Mapping[str, float] = field(default_factory=dict)
+    """Columns that are to be retained, with the loss in percent that does not count."""
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """A comparison before the correction."""
+
+    candidate: str
+    reference: str
+    measure: str
+    estimate: Estimate
+    """In units of the loss, or of points in [0, 1]."""
+    unit: Literal["percent", "loss"]
+    margin: float | None = None
+
+
+def verdict(
+    rules: Rules, candidates: Sequence[Candidate], points: Mapping[str, Sequence[Points]], base: Points | None
+) -> list[Difference]:
+    """Return the differences of the candidates whose verdict's runs are all finished.
+
+    points: of each candidate, in the order of its verdict's runs; all candidates have the same seeds. base: of the
+    starting checkpoint; None: it was not evaluated. Columns with unlike prompts are not compared.
+    """
+    complete = [candidate for candidate in candidates if is_complete(candidate)]
+    answers = {candidate.name: points[candidate.name] for candidate in complete if points}
+    comparisons = list(_of_questions(rules, answers, base)) if answers else []
+    comparisons += _of_held_out(rules, complete)
+    return _corrected(sorted(comparisons, key=lambda each: each.reference != BASE), rules)
+
+
+def is_complete(candidate: Candidate) -> bool:
+    """Whether all its runs with fresh seeds are finished: the mean of those that survived would be too good."""
+    return bool(candidate.verdict) and all(run.status == "finished" for run in candidate.verdict)
+
+
+def _of_questions(rules: Rules, answers: Mapping[str, Sequence[Points]], base: Points | None) -> Iterator[_Comparison]:
+    """Yield the comparisons of the columns and of their average."""
+    names = list(answers)
+    columns = _alike([points for runs in answers.values() for points in runs])
+    stacked = {c: np.array([[points[c].each for points in answers[name]] for name in names]) for c in columns}
+    measures = {column: [column] for column in columns} | ({AVERAGE: columns} if rules.average else {})
+    for measure, parts in measures.items():
+        scores = np.mean([stacked[column].mean(axis=2) for column in parts], axis=0)
+        for k, reference in _pairs(names, rules.reference):
+            if reference is None and (base is None or not _are_alike(base, answers[names[0]][0], parts)):
+                continue
+            others = [base[c].each if reference is None else stacked[c][reference] for c in parts]
+            pairs = [
+                Paired(stacked[c][k] - other, answers[names[0]][0][c].clusters)
+                for c, other in zip(parts, others, strict=True)
+            ]
+            found = estimate(pairs, seeds_part(scores, k, reference))
+            margin = rules.margins.get(measure) if reference is None else None
+            yield _Comparison(names[k], _name(names, reference), measure, found, "percent", margin)
+
+
+def _of_held_out(rules: Rules, complete: Sequence[Candidate]) -> Iterator[_Comparison]:
+    """Yield the comparisons of the metric of the held-out examples, for which only the seeds are random."""
+    names = [candidate.name for candidate in complete]
+    metrics = [[run.metric for run in candidate.verdict] for candidate in complete]
+    if not names or any(metric is None for each in metrics for metric in each):
+        return
+    scores = np.array(metrics, dtype=float) * (1 if rules.higher_is_better else -1)
+    starts = [run.curve[0].metric for c in complete for run in c.verdict if run.curve and run.curve[0].step == 0]
+    start = next((metric for metric in starts if metric is not None), None)
+    for k, reference in _pairs(names, rules.reference):
+        if reference is not None:
+            other = float(scores[reference].mean())
+        elif start is not None:
+            other = start if rules.higher_is_better else -start
+        else:
+            continue
+        found = Estimate(float(scores[k].mean()) - other, Spread(seeds_part(scores, k, reference)))
+        yield _Comparison(names[k], _name(names, reference), HELD_OUT, found, "loss")
+
+
+def _pairs(names: list[str], reference: str) -> list[tuple[int, int | None]]:
+    """Return the comparisons as (candidate, reference), None for the starting checkpoint."""
+    pairs: list[tuple[int, int | None]] = [(k, None) for k in range(len(names))]
+    if reference in names:
+        other = names.index(reference)
+        pairs += [(k, other) for k in range(len(names)) if k != other]
+    return pairs
+
+
+def _name(names: list[str], reference: int | None) -> str:
+    return BASE if reference is None else names[reference]
+
+
+def _alike(runs: Sequence[Points]) -> list[str]:
+    """Return the columns whose prompts are equal in all runs."""
+    return [column for column in runs[0] if all(_are_alike(runs[0], other, [column]) for other in runs)]
+
+
+def _are_alike(a: Points, b: Points, columns: Sequence[str]) -> bool:
+    return all(column in a and column in b and a[column].prompts == b[column].prompts for column in columns)
+
+
+def _corrected(comparisons: list[_Comparison], rules: Rules) -> list[Difference]:
+    """Return the differences with Holm's correction for all differences and all tests of retention together."""
+    p = [each.estimate.p() for each in comparisons]
+    retention = [None if each.margin is None else each.estimate.p_above(-each.margin / 100) for each in comparisons]
+    family = holm(p + [each for each in retention if each is not None])
+    of_retention = iter(family[len(p) :])
+    return [
+        _difference(
+            each, p[i], family[i], retention[i] if retention[i] is None else next(of_retention), len(family), rules
+        )
+        for i, each in enumerate(comparisons)
+    ]
+
+
+def _difference(
+    comparison: _Comparison, p: float, p_holm: float, p_retained: float | None, count: int, rules: Rules
+) -> Difference:
+    found, factor = comparison.estimate, 100.0 if comparison.unit == "percent" else 1.0
+    half, limit = float(found.spread.margin(0.05)), 1.0 if comparison.unit == "percent" else float("inf")
+    answer = "not distinguishable" if p_holm >= FAMILY_ERROR else "better" if found.value > 0 else "worse"
+    return Difference(
+        comparison.candidate,
+        comparison.reference,
+        comparison.measure,
+        comparison.unit,
+        value=factor * found.value,
+        low=factor * max(found.value - half, -limit),
+        high=factor * min(found.value + half, limit),
+        p=p,
+        p_holm=p_holm,
+        answer=answer,
+        detectable=factor * detectable(found.spread, count, rules.power),
+        margin=comparison.margin,
+        retained=None if p_retained is None else p_retained < FAMILY_ERROR,
+    )
