@@ -37,6 +37,13 @@ preference pairs.
 
     soren-align sft quickstart/sft --set optimizer.name=muon --set optimizer.lr=1e-3 --set run.output_dir=runs/muon
 """,
+    "compare": """\
+Every run is an ordinary run folder. The same command continues a study after any kill, and several commands share one;
+a finished run is never repeated. The study's file and folder are described in [comparison.md](comparison.md).
+
+    soren-align compare quickstart/compare
+    soren-align compare my-study.yaml --jobs 4
+""",
     "eval": """\
 A run is evaluated beside the checkpoints it was trained from; runs with the same base share its row. The options'
 meaning, the statistics and the suites are in [evaluation.md](evaluation.md).

@@ -8,12 +8,12 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from . import model_commands, page_commands, recipe_commands, run_commands
+from . import model_commands, page_commands, recipe_commands, run_commands, study_commands
 from .errors import printable
 from .run_commands import AsJson
 from .version import __version__
 
-RESUMABLE = ("sft", "dpo", "eval")
+RESUMABLE = ("sft", "dpo", "eval", "compare")
 
 
 class _Commands(TyperGroup):
@@ -137,7 +137,7 @@ def step(
     commands.bench("step", shapes, device=device, tokens=tokens, as_json=as_json, output=output)
 
 
-for module in (model_commands, run_commands, recipe_commands, page_commands):
+for module in (study_commands, model_commands, run_commands, recipe_commands, page_commands):
     module.add_to(app)
 app.add_typer(bench_app, name="bench")
 

@@ -49,6 +49,10 @@ class UserError(ValueError):
         super().__init__("\n".join(lines))
 
 
+class DivergedError(UserError):
+    """A gradient has a NaN or an infinity, so that training cannot continue."""
+
+
 class OutOfReach(UserError):
     """A file is not on this machine, and the Hugging Face hub cannot be reached."""
 

@@ -16,11 +16,15 @@ _descriptors: list[int] = [int(number) for number in os.environ.pop(_INHERITED, 
 """The lock files that this process holds, with those that it held before exec."""
 
 
+class LockedError(UserError):
+    """Another process holds the lock file."""
+
+
 def acquire(file: Path, *, shared: bool = False) -> None:
     """Hold a lock file until `release`, or until this process ends. Nothing is done if this process holds it already.
 
-    shared: other processes may hold it too, if theirs is shared. Raises UserError if another process holds it, or if
-    the file system has no locks.
+    shared: other processes may hold it too, if theirs is shared. Raises LockedError if another process holds it, and
+    UserError if the file system has no locks.
     """
     if is_held(file):
         return
@@ -30,7 +34,7 @@ def acquire(file: Path, *, shared: bool = False) -> None:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise UserError(
+        raise LockedError(
             f"{file.parent}: another process is running or evaluating this run; wait until it has ended"
         ) from None
     except OSError as error:

@@ -139,6 +139,8 @@ class Manifest(TypedDict):
     started: NotRequired[str]
     commit: NotRequired[str | None]
     last_error: NotRequired[str | None]
+    diverged: NotRequired[bool]
+    identity: NotRequired[dict[str, Any]]
     optimizer: NotRequired[Optimizer]
     start: NotRequired[Start]
     data: NotRequired[Data]

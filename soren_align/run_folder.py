@@ -41,6 +41,8 @@ CONTENTS = (
     "tensorboard",
     "run.json",
 )
+STOPPED = "stopped by a signal"
+"""`last_error` of a run that a signal stopped: the same command resumes it."""
 LOCK, RANKS_LOCK = ".lock", ".lock-ranks"
 _PART = re.compile(r"run\.json\.(\d+\.)?part")
 

@@ -4,6 +4,7 @@ A wheel has them inside the package; a checkout (or an editable install), beside
 is resolved here, so that a recipe works in any folder.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from .files import local_path
@@ -28,8 +29,21 @@ def resolve(path: str) -> Path:
 
 def recipes() -> dict[str, Path]:
     """Return every shipped recipe by name, e.g. {'quickstart/sft': .../recipes/quickstart/sft.yaml}, sorted."""
+    return {name: file for name, file in _recipes_and_studies() if not _is_study(file)}
+
+
+def studies() -> dict[str, Path]:
+    """Return every shipped study by name, e.g. {'quickstart/compare': .../recipes/quickstart/compare.yaml}, sorted."""
+    return {name: file for name, file in _recipes_and_studies() if _is_study(file)}
+
+
+def _recipes_and_studies() -> Iterator[tuple[str, Path]]:
     folder = ROOT / "recipes"
-    return {str(f.relative_to(folder).with_suffix("")): f for f in sorted(folder.glob("*/*.yaml"))}
+    yield from ((str(f.relative_to(folder).with_suffix("")), f) for f in sorted(folder.glob("*/*.yaml")))
+
+
+def _is_study(file: Path) -> bool:
+    return any(line.startswith("candidates:") for line in file.read_text(encoding="utf-8").splitlines())
 
 
 def templates() -> dict[str, Path]:

@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "soren_align"
 # A room imports from rooms below its own layer only.
 LAYERS = [
     {"cli"},
-    {"model_commands", "page_commands", "recipe_commands", "run_commands"},
+    {"model_commands", "page_commands", "recipe_commands", "run_commands", "study_commands"},
     {"launch", "push"},
     {"planning", "card", "chat", "compare"},
     {"trainers", "evaluate", "bench"},
@@ -40,7 +40,7 @@ DOORS = {
 HEAVY = {"torch", "transformers", "trl", "datasets", "accelerate", "peft", "lm_eval", "deepspeed"}
 WITHOUT_TORCH = {"cli", "push", "card", "run_folder", "importers", "recipe", "manifest", "shipped", "files", "terminal"}
 WITHOUT_TORCH |= {"errors", "lock", "optimizer_settings", "provenance", "recipe_commands", "silence", "yaml_reader"}
-WITHOUT_TORCH |= {"model_commands", "page_commands", "run_commands", "version"}
+WITHOUT_TORCH |= {"model_commands", "page_commands", "run_commands", "study_commands", "version", "compare"}
 MOST_LINES, MOST_LINES_OF_A_FUNCTION, MOST_FILES_TO_A_STEP = 300, 50, 5
 
 

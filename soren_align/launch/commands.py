@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .. import lock
 from ..bench import shapes
-from ..errors import UserError, from_os_error
+from ..errors import DivergedError, UserError, from_os_error
 from ..files import read_json
 from ..recipe import (
     Recipe,
@@ -24,13 +24,11 @@ from ..recipe import (
     refuse_unquantizable,
     trainer_value,
 )
-from ..run_folder import RunFolder, now
+from ..run_folder import STOPPED, RunFolder, now
 from ..silence import quiet_libraries
 from ..terminal import Terminal, loading, print_labelled, stderr_console, working
 from .environment import rank_from_environment, set_environment, without_ranks
 from .preparation import prepare, refuse_accelerate_config
-
-STOPPED = "stopped by a signal"
 
 
 def train(recipe: Recipe, processes: int | None = None) -> int:
@@ -126,7 +124,7 @@ def _recording_errors(folder: RunFolder) -> Iterator[None]:
     except (UserError, OSError) as error:
         problem = from_os_error(error, folder.path) if isinstance(error, OSError) else error
         with suppress(OSError):  # the disk may be full
-            folder.update(last_error=str(problem or error))
+            folder.update(last_error=str(problem or error), diverged=isinstance(problem, DivergedError))
         raise problem or error from None
 
 

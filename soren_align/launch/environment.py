@@ -113,6 +113,14 @@ def library_environment(recipe: Recipe | None, num_ranks: int = 1) -> dict[str, 
     return env
 
 
+def visible_gpus() -> list[str]:
+    """Return the names of the GPUs that processes started from here may use, for CUDA_VISIBLE_DEVICES."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name.strip() for name in visible.split(",") if name.strip()]
+    return [gpu.name.removeprefix("nvidia") for gpu in _gpus()]
+
+
 def _gpus() -> list[Path]:
     return sorted(Path("/dev").glob("nvidia[0-9]*"))
 

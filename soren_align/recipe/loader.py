@@ -17,7 +17,7 @@ from ..yaml_reader import Key, dotted, parse_yaml
 from . import trl_config
 from .checks import problems_beyond_schema
 from .merging import Notify, merged, override
-from .messages import messages, place
+from .messages import messages, sentences
 from .quantization import inherit_quantization
 from .sections import Recipe, resolve
 
@@ -135,12 +135,5 @@ def _checked(raw: dict[str, Any], lines: dict[Key, str], problems: list[str], ta
             more += [(("trainer", key), message) for key, message in trl_config.problems(kind, trainer).items()]
     more += problems_beyond_schema(raw)
     if problems or more or recipe is None:
-        placed = [("--set", problem) for problem in problems]
-        placed += [(at := place(key, lines), f"{at} {dotted(key)}: {message}") for key, message in more]
-        raise UserError(*(problem for _, problem in sorted(placed, key=lambda each: _line_number(each[0]))))
+        raise UserError(*sentences(more, lines), *problems)  # those of --set come last
     return inherit_quantization(resolve(recipe))
-
-
-def _line_number(place: str) -> int:
-    number = "" if place.startswith("--set") else place.rpartition(":")[2]
-    return int(number) if number.isdecimal() else 10**9  # --set comes last

@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..errors import closest, did_you_mean
-from ..yaml_reader import Key
+from ..yaml_reader import Key, dotted
 from .base import Section, members, section_in
 from .renamed_keys import MOVED
 from .sections import Recipe
@@ -19,9 +19,9 @@ _INSTEAD: dict[Key, str] = {
 }
 
 
-def messages(error: ValidationError) -> list[tuple[Key, str]]:
-    """The key and the message of each mistake."""
-    problems = [_Problem(**_locate(each["loc"]), error=each) for each in error.errors(include_url=False)]
+def messages(error: ValidationError, form: type[Section] = Recipe) -> list[tuple[Key, str]]:
+    """The key and the message of each mistake in a file of this form."""
+    problems = [_Problem(**_locate(each["loc"], form), error=each) for each in error.errors(include_url=False)]
     return [(p.key, p.message()) for p in _without_echoes(problems)]
 
 
@@ -30,6 +30,17 @@ def place(key: Key, lines: dict[Key, str]) -> str:
     while key and key not in lines:
         key = key[:-1]
     return lines.get(key, "recipe")
+
+
+def sentences(problems: list[tuple[Key, str]], lines: dict[Key, str]) -> list[str]:
+    """The problems with their places and keys, in the order of lines; those of --set come last."""
+    placed = [(place(key, lines), f"{dotted(key)}: {message}") for key, message in problems]
+    return [f"{at} {sentence}" for at, sentence in sorted(placed, key=lambda each: _line_number(each[0]))]
+
+
+def _line_number(place: str) -> int:
+    number = "" if place.startswith("--set") else place.rpartition(":")[2]
+    return int(number) if number.isdecimal() else 10**9
 
 
 @dataclass(frozen=True)
@@ -115,10 +126,10 @@ class _Problem:
         return remedy.format(**bounds) if remedy else self.error["msg"]
 
 
-def _locate(location: Key) -> dict[str, Any]:
+def _locate(location: Key, form: type[Section]) -> dict[str, Any]:
     """The fields of a _Problem at one of pydantic's locations, in which the tag of a union follows its key."""
     key: list[str | int] = []
-    section: type[Section] = Recipe
+    section: type[Section] = form
     union: dict[str, type[Section]] = {}
     tag, choices = "", union
     for i, part in enumerate(location):

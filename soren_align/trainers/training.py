@@ -12,7 +12,7 @@ from peft import PeftModel
 from rich.console import Console
 from transformers import PrinterCallback
 
-from ..errors import UserError
+from ..errors import DivergedError, UserError
 from ..files import remove
 from ..recipe import Recipe
 from ..run_folder import RunFolder, step_of
@@ -121,7 +121,7 @@ def _run(trainer: Any, checkpoint: Path | None) -> float:
     try:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except FloatingPointError as error:
-        raise UserError(f"step {trainer.state.global_step + 1}: {error}") from error
+        raise DivergedError(f"step {trainer.state.global_step + 1}: {error}") from error
     except pickle.UnpicklingError as error:
         raise UserError(f"{checkpoint}: {checkpoints.PICKLE_REFUSED}") from error
     return time.monotonic() - started

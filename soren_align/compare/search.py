@@ -1,0 +1,163 @@
+"""The search: the parameters of each trial, recorded with its result by Optuna's journal in the study's folder.
+
+Trial i of a candidate depends on the study, on i and, for TPE, on the candidate's trials before it: not on the order in
+which runs end, nor on kills. A trial is one line of the journal, so that a kill leaves none incomplete. Callers hold
+the study's lock.
+"""
+
+import hashlib
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
+from optuna.trial import FrozenTrial, TrialState, create_trial
+from scipy.stats import qmc
+
+from .study_sections import Range, StudyFile, Values
+
+JOURNAL = "optuna.journal"
+WIDER = 0.5
+"""How much wider an interval becomes at an end, as a share of its width."""
+MOST_STARTING_TRIALS = 10
+"""Of TPE: as many trials, or half of them, are drawn as by `random`. Optuna's default is 10."""
+End = Literal["low", "high"]
+
+
+class Trials:
+    """The trials of all candidates: one Optuna study each, named like the candidate, in the folder's journal."""
+
+    def __init__(self, folder: Path, study: StudyFile, *, higher_is_better: bool):
+        """Open the journal, which may be new; nothing is drawn."""
+        self.study = study
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        journal = folder / JOURNAL
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            self._storage = JournalStorage(JournalFileBackend(str(journal), _NoLock(str(journal))))
+        direction = "maximize" if higher_is_better else "minimize"
+        self._studies = {
+            name: optuna.create_study(storage=self._storage, study_name=name, direction=direction, load_if_exists=True)
+            for name in study.candidates
+        }
+
+    def drawn(self, candidate: str) -> list[dict[str, Any]]:
+        """The searched values of the trials until now, of the keys that are not equal to another one."""
+        return [trial.params for trial in self._frozen(candidate)]
+
+    def draw(self, candidate: str, space: Mapping[str, Range] | None = None) -> None:
+        """Draw one more trial. TPE's needs the results of all before it (`record`).
+
+        space: intervals of an extension, in the place of the study's.
+        """
+        frozen = self._frozen(candidate)
+        values = {**self.study.free(candidate), **(space or {})}
+        distributions = {key: _distribution(each) for key, each in values.items()}
+        params = self._params(candidate, distributions, frozen)
+        drawn = create_trial(state=TrialState.RUNNING, params=params, distributions=distributions)
+        self._studies[candidate].add_trial(drawn)
+
+    def record(self, candidate: str, number: int, value: float | None, *, is_failure: bool) -> None:
+        """Record a trial's metric; None for a diverged trial, the worst. A recorded one is unchanged."""
+        state = TrialState.FAIL if is_failure else TrialState.COMPLETE
+        if value is None and not is_failure:
+            value = float("-inf" if self._studies[candidate].direction.name == "MAXIMIZE" else "inf")
+        self._studies[candidate].tell(number, None if is_failure else value, state=state, skip_if_finished=True)
+
+    def num_recorded(self, candidate: str) -> int:
+        """The number of trials that have a result."""
+        return sum(trial.state.is_finished() for trial in self._frozen(candidate))
+
+    def _frozen(self, candidate: str) -> list[FrozenTrial]:
+        return self._studies[candidate].get_trials(deepcopy=False)
+
+    def _params(self, candidate: str, space: dict[str, BaseDistribution], frozen: list[FrozenTrial]) -> dict[str, Any]:
+        search, number = self.study.search, len(frozen)
+        if search.method == "grid":
+            return _grid_point(self.study.free(candidate), number)
+        if search.method == "random" or number < min(search.trials // 2, MOST_STARTING_TRIALS):
+            return _sobol_point(space, number, search.sampling_seed)
+        seed = int.from_bytes(hashlib.sha256(f"{search.sampling_seed} {number}".encode()).digest()[:4], "little")
+        sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=0)
+        memory = optuna.create_study(sampler=sampler, direction=self._studies[candidate].direction)
+        memory.add_trials(frozen)
+        return memory.ask(space).params
+
+
+def _sobol_point(space: dict[str, BaseDistribution], number: int, seed: int) -> dict[str, Any]:
+    """The parameters at a point of a scrambled Sobol sequence, the same point of the unit cube for every candidate.
+
+    A point is uniformly distributed, and the first few fill the space evenly: of six independent draws, none may lie in
+    the middle half (1.6%), and the best setting of every candidate would be missed.
+    """
+    if not space:
+        return {}
+    sequence = qmc.Sobol(len(space), scramble=True, rng=seed)
+    if number:  # scipy's fast_forward(0) raises OverflowError
+        sequence.fast_forward(number)
+    point = sequence.random(1)[0].tolist()
+    return {key: _at_quantile(space[key], each) for key, each in zip(space, point, strict=True)}
+
+
+def _at_quantile(values: BaseDistribution, quantile: float) -> Any:
+    if isinstance(values, CategoricalDistribution):
+        return values.choices[int(quantile * len(values.choices))]
+    assert isinstance(values, FloatDistribution)
+    if values.log:
+        return values.low * (values.high / values.low) ** quantile
+    return values.low + (values.high - values.low) * quantile
+
+
+def beyond(values: Range, tried: Iterable[float], end: End) -> Range:
+    """The interval from the outermost value that was tried to an end that is WIDER of the interval's width further out.
+
+    On a logarithmic axis where the interval is logarithmic. An interval from 0 does not extend below 0.
+    """
+    if values.log:
+        factor = (values.high / values.low) ** WIDER
+        low, high = values.low / factor, values.high * factor
+    else:
+        margin = (values.high - values.low) * WIDER
+        low = values.low - margin if values.low < 0 else max(values.low - margin, 0.0)
+        high = values.high + margin
+    if end == "low":
+        return Range(low=low, high=min(tried), log=values.log)
+    return Range(low=max(tried), high=high, log=values.log)
+
+
+def _distribution(values: Range | Values) -> BaseDistribution:
+    if isinstance(values, Range):
+        return FloatDistribution(values.low, values.high, log=values.log)
+    return CategoricalDistribution(values)
+
+
+def _grid_point(free: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """The combination with this number; the last key changes fastest."""
+    point = {}
+    for key, values in reversed(list(free.items())):
+        number, place = divmod(number, len(values))
+        point[key] = values[place]
+    return {key: point[key] for key in free}
+
+
+class _NoLock(JournalFileOpenLock):
+    """The journal's lock: none, since callers hold the study's, which ends with a killed process; Optuna's own locks
+    are files that a killed process leaves behind."""
+
+    def acquire(self) -> bool:
+        return True
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+
+def drop_incomplete_line(folder: Path) -> None:
+    """Remove the line that a process was writing when it was killed: Optuna could read no line after it."""
+    journal = folder / JOURNAL
+    if journal.is_file() and not (content := journal.read_bytes()).endswith(b"\n") and content:
+        with journal.open("r+b") as stream:
+            stream.truncate(content.rfind(b"\n") + 1)

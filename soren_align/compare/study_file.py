@@ -1,0 +1,258 @@
+"""A study's file, read as a recipe is, and the recipes of its runs.
+
+All mistakes are reported together, each with its file, line and key, the finding and the remedy. The recipes of every
+candidate at both ends of its space are checked before anything runs.
+"""
+
+import io
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from ruamel.yaml import YAML
+
+from .. import recipe as recipes
+from .. import shipped
+from ..errors import UserError, did_you_mean
+from ..evaluate.suites import suite_of
+from ..files import local_path, read_text
+from ..recipe import Recipe, trainer_value
+from ..recipe.messages import messages, place, sentences
+from ..run_folder import RunFolder
+from ..yaml_reader import Key, dotted, parse_yaml
+from .study import Run
+from .study_sections import HIGHER_IS_BETTER, MIN_SEEDS, Range, StudyFile
+
+OWN_KEYS = ("trainer.seed", "run.output_dir", "run.overwrite", "run.resume", "extends", "task")
+"""Keys of the recipe that a study sets itself, or cannot change."""
+Problems = list[tuple[Key, str]]
+
+
+def load_study(name_or_path: str, overrides: list[str] | None = None) -> StudyFile:
+    """The checked study of a file, or of a shipped name such as 'quickstart/compare'.
+
+    overrides: 'key=value' texts, as after --set: search.trials=8, search.space.optimizer.lr.high=0.1. Raises UserError
+    with every mistake.
+    """
+    path = find_study(name_or_path)
+    raw, lines = _parsed(read_text(path), str(path))
+    problems = [problem for text in overrides or [] for problem in _override(raw, lines, text)]
+    if "candidates" not in raw and "task" in raw:
+        raise UserError(f"{path}: is a recipe; a study has candidates (soren-align {raw['task']} {name_or_path})")
+    try:
+        study = StudyFile.model_validate(raw)
+    except ValidationError as error:
+        raise UserError(*sentences(messages(error, StudyFile), lines), *problems) from None
+    beside = local_path(path.parent / study.recipe)
+    if beside.is_file():
+        study = study.model_copy(update={"recipe": str(beside)})
+    problems += sentences(list(dict.fromkeys(_problems(study))), lines)
+    problems = problems or _recipe_problems(study, lines)
+    if problems:
+        raise UserError(*problems)
+    return study
+
+
+def find_study(name_or_path: str) -> Path:
+    """The study's file: an existing path, else a shipped name. Raises UserError if it is neither."""
+    path = local_path(name_or_path)
+    if path.is_file():
+        if path.suffix not in (".yaml", ".yml"):
+            raise UserError(f"{name_or_path}: a study is a .yaml file")
+        return path
+    known = shipped.studies()
+    if name_or_path in known:
+        return known[name_or_path]
+    hint = did_you_mean(name_or_path, known, otherwise=f"shipped are {', '.join(known)}")
+    raise UserError(f"{name_or_path}: no such file, nor a shipped study{hint}")
+
+
+def load_resolved_study(path: Path) -> StudyFile:
+    """The study in a study's folder, of this version; its recipe need not exist any more."""
+    raw, _ = _parsed(read_text(path), str(path))
+    try:
+        return StudyFile.model_validate(raw)
+    except ValidationError as error:
+        first = messages(error, StudyFile)[0]
+        raise UserError(f"{path}: {dotted(first[0])}: {first[1]}; it was edited, or is of another version") from None
+
+
+def study_to_yaml(study: StudyFile) -> str:
+    """The resolved study, every default written out."""
+    stream = io.StringIO()
+    yaml = YAML()
+    yaml.width = 100
+    yaml.dump(study.model_dump(), stream)
+    return stream.getvalue()
+
+
+def recipe_of_run(study: StudyFile, run: Run, notify: Callable[[str], object] = lambda line: None) -> Recipe:
+    """The recipe of one run, whose folder is below study.output_dir. Raises UserError as `recipe.load` does."""
+    texts = _settings(study.set) + _settings(study.candidates[run.candidate].set) + _settings(run.parameters)
+    own: dict[str, Any] = {"trainer.seed": run.seed, "run.output_dir": f"{study.output_dir}/{run.folder}"}
+    own |= {"run.resume": "auto", "run.overwrite": False, "trainer.eval_on_start": True}
+    if run.stage == "search":
+        own["eval"] = None
+    recipe = recipes.load(study.recipe, texts + _settings(own), notify=notify)
+    if trainer_value(recipe, "data_seed") is not None:  # it would fix the order of the examples for all seeds
+        recipe = recipe.model_copy(update={"trainer": {**recipe.trainer, "data_seed": run.seed}})
+    return recipe
+
+
+def first_run(study: StudyFile, candidate: str, *, high: bool = False) -> Run:
+    """A run of the verdict at the low ends of the candidate's space, or at the high ones: it shows its recipe."""
+    drawn = {}
+    for key, values in study.free(candidate).items():
+        ends = (values.low, values.high) if isinstance(values, Range) else (values[0], values[-1])
+        drawn[key] = ends[high]
+    seed = study.verdict.seeds[0]
+    folder = f"verdict/{candidate}/{seed}"
+    return Run(candidate, "verdict", 0, seed, folder, study.parameters(candidate, drawn), "waiting")
+
+
+def is_higher_better(study: StudyFile, task: str) -> bool:
+    """Whether a larger selection metric is better."""
+    return HIGHER_IS_BETTER[task][study.search.metric]
+
+
+def _parsed(text: str, name: str) -> tuple[dict[str, Any], dict[Key, str]]:
+    raw, lines = parse_yaml(text, name)
+    if not isinstance(raw, dict):
+        raise UserError(f"{name}:1 a study is a mapping ({', '.join(StudyFile.model_fields)})")
+    return raw, lines
+
+
+def _settings(values: dict[str, Any]) -> list[str]:
+    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
+
+
+def _override(raw: dict[str, Any], lines: dict[Key, str], text: str) -> Iterator[str]:
+    """Change `raw` by a 'key=value' text; yields its problem. Keys with dots, as in `set`, are taken as they are."""
+    name, equals, value = text.partition("=")
+    parts = [part.strip() for part in name.split(".")]
+    if not equals or not all(parts):
+        yield f"--set {text}: write --set section.key=value"
+        return
+    node, key = raw, list[str]()
+    while True:
+        dotted_keys = bool(key) and key[-1] in ("set", "space")
+        size = next((n for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in node), len(parts) * dotted_keys or 1)
+        key.append(".".join(parts[:size]))
+        parts = parts[size:]
+        lines[tuple(key)] = f"--set {text}"
+        if not parts:
+            break
+        node = node.setdefault(key[-1], {})
+        if not isinstance(node, dict):
+            yield f"--set {text}: '{dotted(key)}' is not a section"
+            return
+    try:
+        node[key[-1]] = parse_yaml(value, "")[0]
+    except UserError:
+        yield f"--set {text}: the value is not valid YAML"
+
+
+def _problems(study: StudyFile) -> Iterator[tuple[Key, str]]:
+    """What a schema cannot express, without the recipe."""
+    search, verdict = study.search, study.verdict
+    for section, seeds in (("search", search.seeds), ("verdict", verdict.seeds)):
+        if len(set(seeds)) < len(seeds):
+            yield (section, "seeds"), f"found {seeds}; write each seed once"
+    if len(set(verdict.seeds)) < MIN_SEEDS:
+        message = f"found {len(set(verdict.seeds))}; a verdict over seeds needs at least {MIN_SEEDS}"
+        yield ("verdict", "seeds"), message
+    if common := sorted({*search.seeds} & {*verdict.seeds}):
+        message = f"the search has {', '.join(map(str, common))} too; a verdict needs seeds that selected nothing"
+        yield ("verdict", "seeds"), message
+    if verdict.reference not in study.candidates:
+        hint = did_you_mean(verdict.reference, study.candidates, f"candidates are: {', '.join(study.candidates)}")
+        yield ("verdict", "reference"), f"there is no candidate {verdict.reference!r}{hint}"
+    for keys, at in ((study.set, ("set",)), *((c.set, ("candidates", n, "set")) for n, c in study.candidates.items())):
+        yield from (((*at, key), "is set by the study itself; leave it out") for key in keys if key in OWN_KEYS)
+    for name, candidate in study.candidates.items():
+        yield from _space_problems(
+            study, name, ("candidates", name, "space") if candidate.space else ("search", "space")
+        )
+
+
+def _space_problems(study: StudyFile, name: str, at: Key) -> Iterator[tuple[Key, str]]:
+    space, free = study.space(name), study.free(name)
+    for key, each in space.items():
+        if isinstance(each, str) and each[1:] not in free:
+            yield (*at, key), f"found {each!r}; searched are: {', '.join(free)}"
+        if key in OWN_KEYS:
+            yield (*at, key), "is set by the study itself; leave it out"
+    if not free and study.search.trials > 1:
+        yield at, f"nothing is searched for {name}; write search.trials: 1, or a key with its range"
+    if study.search.method == "grid":
+        size = 1
+        for key, values in free.items():
+            if isinstance(values, Range):
+                yield (*at, key), "a grid needs a list of values, or write search.method: random"
+            else:
+                size *= len(values)
+        if size != study.search.trials and not any(isinstance(values, Range) for values in free.values()):
+            message = f"{name}'s grid has {size} points and search.trials is {study.search.trials}; all candidates get "
+            yield at, message + "the same number of trials, one per point"
+
+
+def _recipe_problems(study: StudyFile, lines: dict[Key, str]) -> list[str]:
+    """The problems of the candidates' recipes at both ends of their spaces, at the places of the study's keys."""
+    problems: dict[str, None] = {}
+    for name, candidate in study.candidates.items():
+        for high in (False, True):
+            run = first_run(study, name, high=high)
+            try:
+                recipe = recipe_of_run(study, run)
+            except UserError as error:
+                places = {}
+                for at, values in (
+                    (("set",), study.set),
+                    (("candidates", name, "set"), candidate.set),
+                    (("candidates", name, "space"), run.parameters),
+                ):
+                    for key, text in zip(values, _settings(values), strict=True):
+                        places[f"--set {text}"] = f"{place((*at, key), lines)} {dotted(at)}"
+                for problem in error.problems:
+                    start = next((text for text in places if problem.startswith(text)), None)
+                    problems[f"{places[start]}{problem.removeprefix(start)}" if start else problem] = None
+            else:
+                problems |= dict.fromkeys(sentences(list(_against_recipe(study, recipe)), lines))
+    return list(problems)
+
+
+def _against_recipe(study: StudyFile, recipe: Recipe) -> Iterator[tuple[Key, str]]:
+    """The problems of the study with a candidate's recipe."""
+    metrics, metric = HIGHER_IS_BETTER[recipe.task], study.search.metric
+    columns = [task.column for task in suite_of(recipe.eval).tasks] if recipe.eval else []
+    if metric not in metrics:
+        reason = "selection on a benchmark is refused" if metric.removeprefix("eval_") in columns else "no such metric"
+        remedy = f"write {' or '.join(metrics)}, of the held-out examples"
+        yield ("search", "metric"), f"found {metric!r}; {reason}: {remedy}{did_you_mean(metric, metrics)}"
+    if recipe.data.eval is None:
+        yield ("recipe",), f"{study.recipe} has no data.eval; trials are selected on held-out examples"
+    steps, every = trainer_value(recipe, "max_steps"), trainer_value(recipe, "eval_steps")
+    strategy = recipe.trainer.get("eval_strategy")
+    if strategy in ("no", False):
+        yield ("recipe",), "found trainer.eval_strategy: no; trials are selected on held-out examples"
+    elif strategy == "steps" and steps > 0 and isinstance(every, int) and every >= 1 and steps % every:
+        message = (
+            f"the last step, {steps}, is not evaluated with trainer.eval_steps {every}; write a divisor of {steps}"
+        )
+        yield ("set",), message
+    for column in study.verdict.retention.columns if study.verdict.retention else []:
+        if column not in columns:
+            hint = did_you_mean(column, columns, f"columns are: {', '.join(columns)}" if columns else "no suite")
+            yield ("verdict", "retention", "columns"), f"the suite has no column {column!r}{hint}"
+
+
+def study_folder(study: StudyFile) -> Path:
+    """The study's folder."""
+    return local_path(study.output_dir)
+
+
+def run_folder_of(study: StudyFile, run: Run) -> RunFolder:
+    """The run's folder."""
+    return RunFolder(study_folder(study) / run.folder)

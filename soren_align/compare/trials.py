@@ -1,0 +1,185 @@
+"""The runs of a study in a fixed order, and what their folders record of them."""
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+from ..evaluate.results import read_results
+from ..recipe import load_resolved
+from ..run_folder import STOPPED, RunFolder
+from .study import Point, Run
+from .study_sections import Range, StudyFile
+
+PEAK, RECOVERED = 1.5, 0.9
+"""A run diverged if a loss rose to more than PEAK times the held-out loss of the start, and at the end neither the
+training loss nor the held-out loss is below RECOVERED times it. A run that learns its training examples by heart is not
+one: its training loss is low. With a learning rate of 100 weights overflow to equal probabilities, and the loss ends a
+little below that of random weights."""
+ENDED = ("finished", "diverged", "failed", "pruned")
+
+
+def search_runs(study: StudyFile, drawn: Mapping[str, list[dict[str, Any]]]) -> list[Run]:
+    """The search's runs of the drawn trials: trial 0 of every candidate, then trial 1, ..."""
+    runs = []
+    for number in range(max(map(len, drawn.values()), default=0)):
+        for name, trials in drawn.items():
+            if number >= len(trials):
+                continue
+            for seed in study.search.seeds:
+                suffix = f"-{seed}" if len(study.search.seeds) > 1 else ""
+                folder = f"search/{name}/{number:02}{suffix}"
+                parameters = study.parameters(name, trials[number])
+                runs.append(Run(name, "search", number, seed, folder, parameters, "waiting"))
+    return runs
+
+
+def verdict_runs(study: StudyFile, candidate: str, parameters: dict[str, Any]) -> list[Run]:
+    """The verdict's runs of a candidate with the selected parameters, one per seed."""
+    seeds = enumerate(study.verdict.seeds)
+    return [
+        Run(candidate, "verdict", number, seed, f"verdict/{candidate}/{seed}", parameters, "waiting")
+        for number, seed in seeds
+    ]
+
+
+def read_run(run: Run, folder: RunFolder, metric: str) -> Run:
+    """The run with all that its folder records. status "running": it was started, and has not ended."""
+    record = folder.read()
+    if record is None:
+        return run
+    curve = read_curve(folder.metrics, metric)
+    training = record.get("training", {})
+    status, reason = _status(record, folder)
+    return replace(
+        run,
+        status=status,
+        reason=reason,
+        metric=curve[-1].metric if curve and status in ("finished", "diverged") else None,
+        curve=curve,
+        seconds=curve[-1].seconds if curve else None,
+        peak_memory_bytes=training.get("peak_memory_bytes"),
+        scores=read_scores(folder)[1] if run.stage == "verdict" and status == "finished" else None,
+        identity=record.get("identity", {}),
+    )
+
+
+def _status(record: dict[str, Any], folder: RunFolder) -> tuple[Any, str | None]:
+    error = record.get("last_error")
+    if record["status"] != "finished":
+        if error in (None, STOPPED):
+            return "running", None
+        return ("diverged" if record.get("diverged") else "failed"), error
+    lines = read_lines(folder.metrics)
+    held_out = [line["eval_loss"] for line in lines if "eval_loss" in line]
+    training = [line["loss"] for line in lines if "loss" in line]
+    if len(held_out) < 2 or not training:
+        return "failed", "metrics.jsonl has no evaluation of the start and of the end"
+    start, end, last = held_out[0], held_out[-1], training[-1]
+    if not all(map(math.isfinite, (end, last))):
+        return "diverged", "the loss at the end is not a number"
+    peak = max(filter(math.isfinite, held_out + training))
+    if peak > PEAK * start and min(end, last) > RECOVERED * start:
+        return "diverged", f"the held-out loss was {start:.4g} at the start and {end:.4g} at the end, after {peak:.3g}"
+    return "finished", None
+
+
+def read_curve(metrics: Path, metric: str) -> list[Point]:
+    """The evaluations in metrics.jsonl, one per step, the start first.
+
+    seconds: of training and evaluations, from the logged speeds, so that a resumed run has those of all its parts.
+    """
+    points: dict[int, Point] = {}
+    train: dict[str, Any] = {}
+    seconds, tokens = 0.0, 0.0
+    for line in read_lines(metrics):
+        if "loss" in line:
+            train = line
+            speed, total = line.get("tokens_per_second"), line.get("num_tokens")
+            if speed and total is not None and total > tokens:
+                seconds, tokens = seconds + (total - tokens) / speed, total
+        if metric not in line and "eval_loss" not in line:
+            continue
+        step = line["step"]
+        points[step] = Point(
+            step,
+            tokens=int(line.get("eval_num_tokens", 0)) if step else 0,
+            seconds=seconds,
+            metric=_finite(line.get(metric)),
+            train_loss=_finite(train.get("loss")) if step else None,
+            relative_change=_finite(train.get("relative_change")) if step else 0.0,
+            kl_to_start=_finite(line.get("eval_kl_to_start", line.get("kl_to_start"))),
+            retention_loss=_finite(line.get("eval_retention_loss", line.get("retention_loss"))),
+        )
+    return [points[step] for step in sorted(points)]
+
+
+def read_lines(metrics: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl; a line that a killed process left incomplete is left out."""
+    lines = []
+    if metrics.is_file():
+        for text in metrics.read_text(encoding="utf-8", errors="replace").splitlines():
+            with suppress(ValueError, TypeError, KeyError, RecursionError):
+                line = json.loads(text)
+                int(line["step"])
+                lines.append(line)
+    return lines
+
+
+def read_scores(folder: RunFolder) -> tuple[dict[str, float] | None, dict[str, float] | None]:
+    """(scores of the starting checkpoint, scores of the model) in percent, from the run's evaluation."""
+    recipe = load_resolved(folder.recipe)
+    results = read_results(folder.evaluation(recipe.eval.name)) if recipe.eval else None
+    if results is None or len(results["rows"]) < 2:
+        return None, None
+    start, model = ({column: score["value"] for column, score in row["scores"].items()} for row in results["rows"][-2:])
+    return start, model
+
+
+def metric_of_trial(runs: Iterable[Run]) -> float | None:
+    """The mean metric of a trial's runs, one per seed of the search; None unless all are finished."""
+    values = [run.metric if run.status == "finished" else None for run in runs]
+    return None if None in values or not values else fmean(value for value in values if value is not None)
+
+
+def select(runs: list[Run], *, higher_is_better: bool) -> int | None:
+    """The number of the trial with the best metric, the first of equals; None if none has finished."""
+    metrics = {number: metric_of_trial(trial) for number, trial in by_trial(runs).items()}
+    metrics = {number: metric for number, metric in metrics.items() if metric is not None}
+    best = max if higher_is_better else min
+    return best(metrics, key=lambda number: metrics[number]) if metrics else None
+
+
+def edges(study: StudyFile, candidate: str, runs: list[Run], selected: int) -> dict[str, Literal["low", "high"]]:
+    """The keys whose selected value is the least or the largest that was tried, so that a better one may lie beyond.
+
+    A trial that diverged or failed counts as tried. A list of texts has no ends; 0 as the low end is none.
+    """
+    at_edge: dict[str, Literal["low", "high"]] = {}
+    trials = by_trial(runs)
+    for key, values in study.free(candidate).items():
+        tried = [trial[0].parameters[key] for trial in trials.values()]
+        if len(set(tried)) < 2 or any(isinstance(value, str | bool) for value in tried):
+            continue
+        value = trials[selected][0].parameters[key]
+        if value == max(tried):
+            at_edge[key] = "high"
+        elif value == min(tried) and not (isinstance(values, Range) and not values.log and values.low == 0):
+            at_edge[key] = "low"
+    return at_edge
+
+
+def by_trial(runs: Iterable[Run]) -> dict[int, list[Run]]:
+    """The runs of one candidate's search by number of the trial."""
+    trials: dict[int, list[Run]] = {}
+    for run in runs:
+        trials.setdefault(run.number, []).append(run)
+    return trials
+
+
+def _finite(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

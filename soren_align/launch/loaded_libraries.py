@@ -1,0 +1,11 @@
+"""The libraries that a training and an evaluation import, for the server that runs are forked from: see run_processes.
+
+No thread may run in that server: a fork copies none, and a lock that one holds would stay locked.
+"""
+
+from ..card import write_card as _card
+from ..evaluate import lineage, stage
+from ..sharding import ranks
+from ..trainers import training, training_setup
+
+__all__ = ["_card", "lineage", "ranks", "stage", "training", "training_setup"]

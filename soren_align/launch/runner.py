@@ -1,0 +1,262 @@
+"""`soren-align compare`: start the runs of a study, several at a time, until all have ended.
+
+Every run is an ordinary run folder, trained in a process of its own. Its lock is the claim: several commands, on one
+machine or on several with a shared file system, share a study without a coordinator. What has ended is read from the
+folders, so that a command that was killed at any moment is continued by the same command.
+"""
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from .. import lock
+from ..compare.study import Run, Study
+from ..compare.study_file import recipe_of_run, study_folder
+from ..compare.study_progress import STUDY_FILE, Progress, create, read_study, write_study
+from ..compare.study_sections import StudyFile
+from ..compare.trials import ENDED
+from ..errors import UserError
+from ..run_folder import LOCK, RANKS_LOCK, RunFolder
+from ..terminal import Terminal, print_labelled, stderr_console
+from .environment import set_environment, visible_gpus
+from .run_processes import LOCKED, start_run, start_server
+
+POLL_SECONDS = 2.0
+"""Between two looks at runs of other commands."""
+LOCK_SECONDS = 60.0
+"""For which another command may hold the study's lock: it draws trials within a second."""
+
+
+@dataclass(frozen=True)
+class RunnerOptions:
+    """The options of the command."""
+
+    jobs: int | None = None
+    """Runs at a time. None: the study's, else one per GPU, else 1."""
+    processes: int = 1
+    """Of a run."""
+    extend: bool = False
+    """Add trials beyond the ends of spaces at which selected values lie."""
+
+
+def compare(study: StudyFile, options: RunnerOptions) -> int:
+    """Run a study, or continue it, and conclude it. Returns the exit code: 0, or 130 if a signal stopped it."""
+    folder, console = study_folder(study), stderr_console()
+    if folder.is_dir() and not (folder / STUDY_FILE).is_file() and {entry.name for entry in folder.iterdir()} - {LOCK}:
+        raise UserError(f"{folder}: not empty and not a study's folder; choose another output_dir")
+    folder.mkdir(parents=True, exist_ok=True)
+    with _exclusive(folder):
+        create(folder, study)
+        progress = Progress(folder)
+        if options.extend:
+            _print_extension(progress.extend(), console)
+    code = _Runner(progress, options, console).run_all()
+    if code == 0:
+        print_study(conclude(folder, progress.failures), Terminal())
+    return code
+
+
+def report(study: StudyFile) -> None:
+    """Conclude a study from the runs that have ended. Raises UserError if it has not been started."""
+    folder = study_folder(study)
+    if not (folder / STUDY_FILE).is_file():
+        raise UserError(f"{folder}: no study's folder; run soren-align compare without --report first")
+    print_study(conclude(folder), Terminal())
+
+
+def conclude(folder: Path, failures: dict[str, str] | None = None) -> Study:
+    """Read all runs of a study and write study.json.
+
+    failures: reasons of runs that ended without a record, by folder.
+    """
+    study = read_study(folder, failures)
+    write_study(folder, study)
+    return study
+
+
+@dataclass
+class _Runner:
+    """The processes of this command's runs."""
+
+    progress: Progress
+    options: RunnerOptions
+    console: Terminal
+    active: dict[BaseProcess, tuple[Run, int]] = field(default_factory=dict)
+    """The run and the number of its slot, by process."""
+    reported: set[str] = field(default_factory=set)
+    """Folders of runs whose end was printed."""
+    is_stopping: bool = False
+
+    def run_all(self) -> int:
+        """Start runs until all have ended. Returns the exit code."""
+        runs = self._update()
+        self.reported = {run.folder for run in runs if run.status in ENDED}
+        if self.reported:
+            print_labelled(self.console, "resume", f"{len(self.reported)} of {len(runs)} runs have ended already")
+        pending = [run for run in runs if run.status not in ENDED]
+        if not pending:
+            return 0
+        recipe = recipe_of_run(self.progress.study, pending[0])
+        gpus = [] if recipe.trainer.get("use_cpu") else visible_gpus()
+        set_environment(recipe, num_gpus=max(1, len(gpus)))
+        context = start_server(on_gpus=bool(gpus))
+        slots = self.options.jobs or self.progress.study.jobs or max(1, len(gpus) // self.options.processes)
+        with self._handling_signals(), self.console.status("") as status:
+            while pending or self.active:
+                for run in pending if not self.is_stopping else []:
+                    if len(self.active) < slots and not _is_locked(RunFolder(self.progress.folder / run.folder)):
+                        self._start(run, context, gpus, slots)
+                if self.is_stopping and not self.active:
+                    print_labelled(self.console, "stopped", "rerun the same command to continue")
+                    return 130
+                status.update(self._describe(runs))
+                wait([process.sentinel for process in self.active], timeout=POLL_SECONDS)
+                self._reap()
+                runs = self._update()
+                self._report(runs)
+                own = {run.folder for run, _ in self.active.values()}
+                pending = [run for run in runs if run.status not in ENDED and run.folder not in own]
+        return 0
+
+    def _update(self) -> list[Run]:
+        with _exclusive(self.progress.folder):
+            return self.progress.update()
+
+    def _start(self, run: Run, context: BaseContext, gpus: list[str], slots: int) -> None:
+        taken = {slot for _, slot in self.active.values()}
+        slot = next(number for number in range(slots) if number not in taken)
+        size = self.options.processes
+        own = [gpus[(slot * size + i) % len(gpus)] for i in range(size)] if gpus else []
+        path = self.progress.folder / run.folder
+        _move_another_setting(run, self.progress, path)
+        recipe = recipe_of_run(self.progress.study, run)
+        recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"output_dir": str(path)})})
+        self.active[start_run(context, recipe, path.with_name(f"{path.name}.log"), size, own)] = run, slot
+
+    def _reap(self) -> None:
+        """Take the processes that have ended out of `active`, and note why a run ended without a record."""
+        for process in [each for each in self.active if each.exitcode is not None]:
+            run, _ = self.active.pop(process)
+            code = process.exitcode or 0
+            process.join()
+            if code < 0:
+                with suppress(ValueError):
+                    name = signal.Signals(-code).name
+                    cause = " (out of memory, perhaps)" if -code == signal.SIGKILL else ""
+                    self.progress.failures[run.folder] = f"killed by {name}{cause}; rerun the command to continue it"
+            elif code not in (0, LOCKED):
+                self.progress.failures[run.folder] = f"ended with exit code {code}; see {run.folder}.log"
+
+    def _report(self, runs: list[Run]) -> None:
+        """Print a line per run that has ended since the last call."""
+        for run in runs:
+            if run.status in ENDED and run.folder not in self.reported and not self.is_stopping:
+                self.reported.add(run.folder)
+                print_labelled(self.console, run.candidate, describe_run(run, self.progress.study))
+
+    def _describe(self, runs: list[Run]) -> str:
+        done = sum(run.status in ENDED for run in runs)
+        own = ", ".join(run.folder for run, _ in self.active.values())
+        return f"{done} of {len(runs)} runs; running: {own or 'those of other commands'}"
+
+    @contextmanager
+    def _handling_signals(self) -> Iterator[None]:
+        """On a signal, stop the runs as a run is stopped: with a checkpoint; on a second one, at once."""
+
+        def handle(number: int, frame: object) -> None:
+            self.is_stopping = True
+            for process in self.active:
+                process.terminate()
+
+        before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for process in self.active:
+                process.terminate()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def describe_run(run: Run, study: StudyFile) -> str:
+    """Describe a run that has ended: "trial 3 of 6, lr 0.0052: eval_loss 0.2312, 41 s"."""
+    trials = f"trial {run.number + 1} of {study.search.trials}" if run.stage == "search" else f"seed {run.seed}"
+    if run.stage == "search" and len(study.search.seeds) > 1:
+        trials += f", seed {run.seed}"
+    free = study.free(run.candidate)
+    values = [f"{key.removeprefix('optimizer.')} {_short(run.parameters[key])}" for key in free]
+    text = ", ".join([trials, *values])
+    if run.status != "finished":
+        return f"{text}: {run.status}: {run.reason}"
+    seconds = f", {run.seconds:.0f} s" if run.seconds else ""
+    scores = "".join(f", {column} {score:.1f}" for column, score in (run.scores or {}).items())
+    return f"{text}: {study.search.metric} {_short(run.metric)}{scores}{seconds}"
+
+
+def print_study(study: Study, terminal: Terminal) -> None:
+    """Print the selected setting of every candidate, the mean metric of its verdict, and the cautions."""
+    for each in study.candidates:
+        if each.selected is None:
+            print_labelled(terminal, each.name, "no trial has finished")
+            continue
+        parameters = next(run.parameters for run in each.trials if run.number == each.selected)
+        text = ", ".join(f"{key} {_short(value)}" for key, value in parameters.items())
+        metrics = [run.metric for run in each.verdict if run.metric is not None]
+        mean = f"; mean of {len(metrics)} fresh seeds {_short(sum(metrics) / len(metrics))}" if metrics else ""
+        print_labelled(terminal, each.name, f"trial {each.selected + 1}: {text}{mean}")
+    for caution in study.cautions:
+        print_labelled(terminal, "caution", caution)
+
+
+def _short(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _print_extension(ends: dict[str, dict[str, str]], console: Terminal) -> None:
+    for name, keys in ends.items():
+        print_labelled(console, "extend", ", ".join(f"{name}: {key} beyond its {end} end" for key, end in keys.items()))
+    if not ends:
+        print_labelled(console, "extend", "no selected value lies at an end of its space; nothing to add")
+
+
+def _move_another_setting(run: Run, progress: Progress, path: Path) -> None:
+    """Move a verdict's run of a setting that was selected before an extension out of the way."""
+    if run.stage == "verdict" and (path / "recipe.yaml").is_file() and not progress.is_own(run, RunFolder(path)):
+        number = next(n for n in range(1, 1000) if not path.with_name(f"{path.name}-earlier-{n}").exists())
+        path.rename(path.with_name(f"{path.name}-earlier-{number}"))
+
+
+def _is_locked(folder: RunFolder) -> bool:
+    """Whether another process trains or evaluates in a run folder."""
+    for file in (folder.path / LOCK, folder.path / RANKS_LOCK):
+        if file.is_file():
+            try:
+                lock.acquire(file)
+            except lock.LockedError:
+                return True
+            lock.release(file)
+    return False
+
+
+@contextmanager
+def _exclusive(folder: Path) -> Iterator[None]:
+    """Hold the study's lock within the block."""
+    file, end = folder / LOCK, time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            lock.acquire(file)
+            break
+        except lock.LockedError:
+            if time.monotonic() > end:
+                raise UserError(f"{folder}: another command has held {LOCK} for {LOCK_SECONDS:.0f} s") from None
+            time.sleep(0.05)
+    try:
+        yield
+    finally:
+        lock.release(file)
