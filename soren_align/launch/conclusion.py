@@ -7,8 +7,8 @@ from typing import Any
 
 from ..compare.audit import audit
 from ..compare.cautions import cautions
-from ..compare.progress import read_study, write_study
 from ..compare.study import Run, Study
+from ..compare.study_progress import read_study, write_study
 from ..compare.study_report import write_report
 from ..compare.verdict import Rules, is_complete, verdict
 from ..evaluate.points import Points, read_points

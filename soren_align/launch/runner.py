@@ -16,14 +16,16 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from .. import lock
-from ..compare.study import Run, Study
+from ..compare.study import Run
 from ..compare.study_file import recipe_of_run, study_folder
-from ..compare.study_progress import STUDY_FILE, Progress, create, read_study, write_study
+from ..compare.study_progress import STUDY_FILE, Progress, create
+from ..compare.study_report import terminal_verdict
 from ..compare.study_sections import StudyFile
 from ..compare.trials import ENDED
 from ..errors import UserError
 from ..run_folder import LOCK, RANKS_LOCK, RunFolder
 from ..terminal import Terminal, print_labelled, stderr_console
+from .conclusion import conclude
 from .environment import set_environment, visible_gpus
 from .run_processes import LOCKED, start_run, start_server
 
@@ -46,7 +48,7 @@ class RunnerOptions:
 
 
 def compare(study: StudyFile, options: RunnerOptions) -> int:
-    """Run a study, or continue it, and conclude it. Returns the exit code: 0, or 130 if a signal stopped it."""
+    """Run a study, or continue it, and print its verdict. Returns the exit code: 0, or 130 if a signal stopped it."""
     folder, console = study_folder(study), stderr_console()
     if folder.is_dir() and not (folder / STUDY_FILE).is_file() and {entry.name for entry in folder.iterdir()} - {LOCK}:
         raise UserError(f"{folder}: not empty and not a study's folder; choose another output_dir")
@@ -58,7 +60,7 @@ def compare(study: StudyFile, options: RunnerOptions) -> int:
             _print_extension(progress.extend(), console)
     code = _Runner(progress, options, console).run_all()
     if code == 0:
-        print_study(conclude(folder, progress.failures), Terminal())
+        Terminal().print(terminal_verdict(conclude(folder, progress.failures)), highlight=False)
     return code
 
 
@@ -67,17 +69,7 @@ def report(study: StudyFile) -> None:
     folder = study_folder(study)
     if not (folder / STUDY_FILE).is_file():
         raise UserError(f"{folder}: no study's folder; run soren-align compare without --report first")
-    print_study(conclude(folder), Terminal())
-
-
-def conclude(folder: Path, failures: dict[str, str] | None = None) -> Study:
-    """Read all runs of a study and write study.json.
-
-    failures: reasons of runs that ended without a record, by folder.
-    """
-    study = read_study(folder, failures)
-    write_study(folder, study)
-    return study
+    Terminal().print(terminal_verdict(conclude(folder)), highlight=False)
 
 
 @dataclass
@@ -197,21 +189,6 @@ def describe_run(run: Run, study: StudyFile) -> str:
     seconds = f", {run.seconds:.0f} s" if run.seconds else ""
     scores = "".join(f", {column} {score:.1f}" for column, score in (run.scores or {}).items())
     return f"{text}: {study.search.metric} {_short(run.metric)}{scores}{seconds}"
-
-
-def print_study(study: Study, terminal: Terminal) -> None:
-    """Print the selected setting of every candidate, the mean metric of its verdict, and the cautions."""
-    for each in study.candidates:
-        if each.selected is None:
-            print_labelled(terminal, each.name, "no trial has finished")
-            continue
-        parameters = next(run.parameters for run in each.trials if run.number == each.selected)
-        text = ", ".join(f"{key} {_short(value)}" for key, value in parameters.items())
-        metrics = [run.metric for run in each.verdict if run.metric is not None]
-        mean = f"; mean of {len(metrics)} fresh seeds {_short(sum(metrics) / len(metrics))}" if metrics else ""
-        print_labelled(terminal, each.name, f"trial {each.selected + 1}: {text}{mean}")
-    for caution in study.cautions:
-        print_labelled(terminal, "caution", caution)
 
 
 def _short(value: object) -> str:

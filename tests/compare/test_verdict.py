@@ -30,7 +30,7 @@ def studies(world, count, rules=RULES, seed=0):
 
 def is_false(world, d):
     true = world.true_difference(d.candidate, d.reference, d.measure)
-    return d.answer == "better" and true <= 1e-9 or d.answer == "worse" and true >= -1e-9
+    return (d.answer == "better" and true <= 1e-9) or (d.answer == "worse" and true >= -1e-9)
 
 
 def share_with_false_answers(world, verdicts):
