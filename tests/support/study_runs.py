@@ -6,7 +6,6 @@ from pathlib import Path
 from soren_align.compare import study_progress
 from soren_align.compare.study_file import load_study, recipe_of_run
 from soren_align.compare.trials import ENDED
-from soren_align.provenance import provenance
 from soren_align.recipe import to_yaml
 from soren_align.run_folder import RunFolder
 
@@ -59,7 +58,7 @@ def end(study, run, loss, *, seconds=10.0, error=None, diverged=False):
     lines += [{"step": 6, "eval_loss": loss, "eval_num_tokens": 600.0}]
     folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     status = "training" if error else "finished"
-    folder.replace(status=status, task="sft", last_error=error, diverged=diverged, **provenance())
+    folder.replace(status=status, task="sft", last_error=error, diverged=diverged, versions={"soren-align": "0"})
 
 
 def end_all(study, loss_of, *, order=1):
