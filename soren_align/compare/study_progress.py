@@ -125,7 +125,7 @@ class Progress:
                 if isinstance(values := self.study.free(name)[key], Range):
                     tried = [run.parameters[key] for run in own]
                     wider = beyond(self._widest(name, key, values), tried, end)
-                    self._check(own[0], key, wider.low if end == "low" else wider.high)
+                    self._check(name, own, key, wider.low if end == "low" else wider.high)
                     ends.setdefault(name, {})[key] = end
                     spaces.setdefault(name, {})[key] = wider.model_dump()
         if ends:
@@ -200,9 +200,10 @@ class Progress:
                 number, has_new = number + 1, True
         return has_new
 
-    def _check(self, run: Run, key: str, value: float) -> None:
-        parameters = {k: value if v == run.parameters[key] and k != key else v for k, v in run.parameters.items()}
-        recipe_of_run(self.study, replace(run, parameters={**parameters, key: value}))
+    def _check(self, name: str, own: list[Run], key: str, value: float) -> None:
+        """Raise UserError if the candidate's recipe refuses the value."""
+        drawn = {each: own[0].parameters[each] for each in self.study.free(name)} | {key: value}
+        recipe_of_run(self.study, replace(own[0], parameters=self.study.parameters(name, drawn)))
 
 
 def read_study(folder: Path, failures: Mapping[str, str] | None = None) -> Study:

@@ -1,0 +1,177 @@
+"""A study runs to its end, whatever is killed, and as many runs at a time as one likes give the same bits."""
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from soren_align.errors import DivergedError, UserError
+from soren_align.launch import commands, runner
+from soren_align.run_folder import RunFolder
+from tests.support import command
+from tests.support.run_folders import lock_of_another_process
+from tests.support.study_runs import TINY, end_all, progress_of, study_of
+
+SEARCHED = "soren: {space: {optimizer.lr: [0.005, 100.0]}}"
+SHORT = TINY.replace("soren: {}", SEARCHED).replace("trials: 3", "trials: 2")
+
+
+class _Ended:
+    """A process that has ended."""
+
+    def __init__(self, exitcode):
+        self.exitcode = exitcode
+        self.sentinel, other = os.pipe()
+        os.close(other)
+
+    def join(self):
+        os.close(self.sentinel)
+
+
+def train_here(context, recipe, log, processes, gpus):
+    """In the place of `start_run`: train in this process."""
+    try:
+        return _Ended(commands.train(recipe))
+    except UserError as error:
+        assert isinstance(error, DivergedError)
+        return _Ended(2)
+
+
+def plain(study):
+    """study.json without times and memory."""
+    if isinstance(study, dict):
+        return {k: plain(v) for k, v in study.items() if k not in ("seconds", "peak_memory_bytes", *NAMES)}
+    return [plain(each) for each in study] if isinstance(study, list) else study
+
+
+NAMES = ("name", "command", "output_dir")
+
+
+def result_of(folder):
+    return plain(json.loads((folder / "study.json").read_text()))
+
+
+def weights_of(folder):
+    files = sorted(folder.rglob("model/model.safetensors"))
+    return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+@pytest.fixture(scope="module")
+def one_by_one(tmp_path_factory):
+    """The folder of SHORT's study, whose runs were trained in this process, and what was printed."""
+    folder = tmp_path_factory.mktemp("study")
+    (folder / "short.yaml").write_text(SHORT)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "start_run", train_here)
+        result = command.run("compare", folder / "short.yaml", "--set", f"output_dir={folder / 'study'}")
+    assert result.returncode == 0, result.stderr
+    return folder / "study", result
+
+
+@pytest.mark.model
+def test_a_trial_with_learning_rate_100_is_reported_as_diverged_and_ends_no_study(one_by_one):
+    folder, printed = one_by_one
+    soren = result_of(folder)["candidates"][1]
+    assert [run["status"] for run in soren["trials"]] == ["finished", "diverged"] or soren["selected"] == 1
+    diverged = next(run for run in soren["trials"] if run["status"] == "diverged")
+    assert diverged["parameters"]["optimizer.lr"] == 100.0
+    assert "diverged" in printed.stderr
+    assert [run["status"] for run in soren["verdict"]] == ["finished"] * 3
+    assert max(map(len, printed.stderr.splitlines())) <= 80
+
+
+@pytest.mark.model
+def test_a_study_that_has_ended_is_only_read(one_by_one, monkeypatch):
+    folder, _ = one_by_one
+    monkeypatch.setattr(runner, "start_run", None)
+    before = result_of(folder)
+    for option in ([], ["--report"]):
+        result = command.run("compare", folder.parent / "short.yaml", "--set", f"output_dir={folder}", *option)
+        assert result.returncode == 0
+        assert "soren     trial" in result.stdout
+        assert result_of(folder) == before
+
+
+@pytest.mark.process
+def test_a_study_killed_three_times_with_two_jobs_has_the_bits_of_one_job(one_by_one, tmp_path):
+    """The second kill is of the runs too, as when a machine fails."""
+    (tmp_path / "short.yaml").write_text(SHORT)
+    folder = tmp_path / "study"
+    arguments = ["compare", tmp_path / "short.yaml", "--set", f"output_dir={folder}", "--jobs", "2"]
+    for kill in range(3):
+        with (tmp_path / "errors").open("a") as errors:
+            process = command.start(*arguments, stderr=errors, start_new_session=True)
+        _wait_for(lambda num=kill: len(list(folder.rglob("checkpoint-*/soren_align.json"))) > 3 * num, process)
+        if kill == 1:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.send_signal(signal.SIGINT if kill == 2 else signal.SIGKILL)
+        assert process.wait(60) == (130 if kill == 2 else -signal.SIGKILL)
+    assert command.run_process(*arguments).returncode == 0
+    assert result_of(folder) == result_of(one_by_one[0])
+    assert weights_of(folder) == weights_of(one_by_one[0])
+    assert len(weights_of(folder)) >= 9
+
+
+def _wait_for(condition, process, seconds=240):
+    end = time.monotonic() + seconds
+    while not condition() and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.02)
+
+
+@pytest.mark.process
+def test_no_thread_runs_in_the_server_that_runs_are_forked_from():
+    code = "import soren_align.silence, soren_align.launch.loaded_libraries, os; print(len(os.listdir('/proc/self/task')))"
+    with contextlib.suppress(FileNotFoundError):
+        os.stat("/proc/self/task")
+        import subprocess
+
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == "1"
+
+
+def test_a_run_of_another_command_is_waited_for_and_read(tmp_path, monkeypatch):
+    """Two commands share a study by the locks of run folders alone."""
+    study = study_of(tmp_path)
+    end_all(study, lambda run: 2.0 + run.number)
+    folder = RunFolder(Path(study.output_dir) / "verdict/soren/103")
+    folder.update(status="training", last_error=None)
+    started, waits = [], []
+    monkeypatch.setattr(runner, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(runner, "start_run", lambda *arguments: started.append(arguments))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(lock_of_another_process(folder))
+
+        def finish(*_, **__):
+            waits.append(1)
+            if len(waits) == 3:
+                folder.update(status="finished")
+
+        monkeypatch.setattr(runner, "wait", finish)
+        assert runner.compare(study, runner.RunnerOptions(jobs=2)) == 0
+    assert started == []
+    assert len(waits) == 3
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path):
+    study = study_of(tmp_path)
+    Path(study.output_dir).mkdir()
+    (Path(study.output_dir) / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="not empty and not a study's folder"):
+        runner.compare(study, runner.RunnerOptions())
+
+
+def test_a_report_of_a_study_that_was_not_started_is_refused(tmp_path):
+    with pytest.raises(UserError, match="no study's folder"):
+        runner.report(study_of(tmp_path))
+
+
+def test_a_study_killed_before_its_first_run_continues(tmp_path):
+    study = study_of(tmp_path)
+    progress_of(study)
+    assert [run.status for run in progress_of(study).update()] == ["waiting"] * 6

@@ -1,0 +1,208 @@
+"""Trials are drawn, selected and extended alike for all candidates, whatever the order in which runs end."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from soren_align.compare import study_progress
+from soren_align.compare.search import JOURNAL
+from soren_align.compare.study_progress import read_study
+from soren_align.compare.trials import ENDED
+from soren_align.errors import UserError
+from tests.support.study_runs import end, end_all, progress_of, study_of
+
+METHODS = pytest.mark.parametrize(
+    "method", [["search.method=random"], ["search.method=tpe", "search.trials=6"]], ids=["random", "tpe"]
+)
+
+
+def loss_of(run):
+    """Lowest at 0.01, with a little of the seed."""
+    return 1 + abs(math.log(run.parameters["optimizer.lr"] / 0.01)) + run.seed / 1000
+
+
+def trials_of(study):
+    progress = progress_of(study)
+    return {name: progress.trials.drawn(name) for name in study.candidates}
+
+
+@METHODS
+def test_the_trials_do_not_depend_on_the_order_in_which_runs_end(tmp_path, method):
+    drawn = []
+    for order in (1, -1):
+        folder = tmp_path / str(order)
+        folder.mkdir()
+        study = study_of(folder, *method)
+        end_all(study, loss_of, order=order)
+        drawn.append(trials_of(study))
+    assert drawn[0] == drawn[1]
+    values = [trial["optimizer.lr"] for trial in drawn[0]["soren"]]
+    assert len(set(values)) == len(values) == study.search.trials
+
+
+def test_all_candidates_have_the_same_points_in_their_own_intervals(tmp_path):
+    study = study_of(tmp_path, "candidates.soren.space.optimizer.lr={low: 1.0e-2, high: 1.0}")
+    drawn = trials_of(study)
+    progress_of(study).update()
+    drawn = trials_of(study)
+    for own, other in zip(drawn["soren"], drawn["adamw"], strict=True):
+        assert own["optimizer.lr"] == pytest.approx(10 * other["optimizer.lr"])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_six_trials_leave_no_third_of_the_interval_empty(tmp_path, seed):
+    study = study_of(tmp_path, "search.trials=6", f"search.sampling_seed={seed}")
+    progress_of(study).update()
+    thirds = {int(3 * math.log(t["optimizer.lr"] / 1e-3) / math.log(100)) for t in trials_of(study)["soren"]}
+    assert thirds == {0, 1, 2}
+
+
+def test_a_grid_is_every_combination_once(tmp_path):
+    lists = ["search.space.optimizer.lr=[0.001, 0.01]", "search.space.optimizer.weight_decay=[0.0, 0.1, 0.2]"]
+    study = study_of(tmp_path, *lists, "search.method=grid", "search.trials=6")
+    progress_of(study).update()
+    points = {tuple(trial.values()) for trial in trials_of(study)["soren"]}
+    assert points == {(lr, decay) for lr in (0.001, 0.01) for decay in (0.0, 0.1, 0.2)}
+
+
+def test_the_verdict_has_the_best_setting_and_starts_when_its_search_has_ended(tmp_path):
+    study = study_of(tmp_path)
+    progress = progress_of(study)
+    for run in progress.update():
+        if run.candidate == "soren":
+            end(study, run, loss_of(run))
+    runs = progress.update()
+    verdict = [run for run in runs if run.stage == "verdict"]
+    best = min((run for run in runs if run.candidate == "soren" and run.stage == "search"), key=loss_of)
+    assert [(run.candidate, run.seed) for run in verdict] == [("soren", 101), ("soren", 102), ("soren", 103)]
+    assert all(run.parameters == best.parameters for run in verdict)
+
+
+def test_several_seeds_of_the_search_select_by_their_mean(tmp_path):
+    study = study_of(tmp_path, "search.seeds=[0, 1]")
+    best = {"soren": 1, "adamw": 2}
+
+    def loss(run):  # trial 0 is the best at seed 0 alone
+        if run.stage == "search" and run.number == 0:
+            return 0.1 if run.seed == 0 else 4.0
+        return 1.0 if run.number == best[run.candidate] else 2.0
+
+    end_all(study, loss)
+    result = read_study(Path(study.output_dir))
+    assert {each.name: each.selected for each in result.candidates} == best
+    assert len(result.candidates[0].trials) == 6
+
+
+def test_failed_and_diverged_trials_are_results(tmp_path):
+    study = study_of(tmp_path)
+    progress = progress_of(study)
+    soren = [run for run in progress.update() if run.candidate == "soren"]
+    adamw = [run for run in progress.update() if run.candidate == "adamw"]
+    end(study, soren[0], 9.0)
+    end(study, soren[1], 2.0, error="step 4: NaN or infinity in the gradient of x", diverged=True)
+    end(study, soren[2], 2.0, error="no space left")
+    for run in adamw:
+        end(study, run, 3.0 + run.number)
+    end(study, progress.update()[-1], 2.0, error="stopped by a signal")  # is resumed
+    result = read_study(Path(study.output_dir))
+    candidates = {each.name: each for each in result.candidates}
+    assert [run.status for run in candidates["soren"].trials] == ["diverged", "diverged", "failed"]
+    assert candidates["soren"].trials[0].reason == "the held-out loss was 5 at the start and 9 at the end, after 9"
+    assert candidates["soren"].selected is None
+    assert candidates["soren"].verdict == []
+    assert candidates["adamw"].selected == 0
+    assert [run.status for run in candidates["adamw"].verdict] == ["waiting", "waiting", "running"]
+    assert any("no trial has finished" in caution for caution in result.cautions)
+
+
+def test_a_budget_ends_the_search_after_a_round_of_all_candidates(tmp_path):
+    study = study_of(tmp_path, "search.trials=6", "budget_hours=0.01")  # 36 s
+    progress = progress_of(study)
+    for run in progress.update()[:3]:
+        end(study, run, loss_of(run), seconds=15.0)
+    runs = progress.update()
+    search = [run for run in runs if run.stage == "search" and run.status not in ENDED]
+    assert [run.folder for run in search] == ["search/soren/01"]
+    end(study, search[0], 2.0)
+    result = read_study(Path(study.output_dir))
+    assert [len(each.trials) for each in result.candidates] == [2, 2]
+    assert "the search has 2 of 6 trials of each candidate" in result.cautions
+
+
+def test_a_winner_at_an_end_is_reported_and_extended_with_as_many_trials_for_all(tmp_path):
+    study = study_of(tmp_path)
+
+    def at_the_end(run):  # soren's is best at the largest rate, adamw's within
+        return 0.1 / run.parameters["optimizer.lr"] if run.candidate == "soren" else loss_of(run)
+
+    end_all(study, at_the_end)
+    folder = Path(study.output_dir)
+    before = {each.name: each for each in read_study(folder).candidates}
+    assert before["soren"].at_edge == {"optimizer.lr": "high"}
+    assert before["adamw"].at_edge == {}
+    assert progress_of(study).extend() == {"soren": {"optimizer.lr": "high"}}
+    verdict = {run.folder for run in progress_of(study).update() if run.stage == "verdict"}
+    assert not verdict  # of no candidate, before its further trials have ended
+    progress = progress_of(study)
+    further = [run for run in progress.update() if run.stage == "search" and run.status not in ENDED]
+    assert sorted(run.candidate for run in further) == ["adamw", "adamw", "soren", "soren"]
+    largest = max(run.parameters["optimizer.lr"] for run in before["soren"].trials)
+    assert all(largest < run.parameters["optimizer.lr"] < 1.0 for run in further if run.candidate == "soren")
+    assert all(run.parameters["optimizer.lr"] < 0.1 for run in further if run.candidate == "adamw")
+
+
+def test_an_extension_waits_for_the_search(tmp_path):
+    study = study_of(tmp_path)
+    with pytest.raises(UserError, match="the search has not ended; rerun without --extend first"):
+        progress_of(study).extend()
+
+
+def test_another_study_is_refused_with_the_differences(tmp_path):
+    progress_of(study_of(tmp_path)).update()
+    progress_of(study_of(tmp_path, "jobs=4", "budget_hours=2.0", "title=Mine"))
+    with pytest.raises(UserError, match=r"search.trials: 3 there, 4 here"):
+        progress_of(study_of(tmp_path, "search.trials=4"))
+
+
+def test_a_changed_recipe_is_refused_too(tmp_path):
+    from soren_align import recipe
+
+    base = tmp_path / "base.yaml"
+    base.write_text("extends: quickstart/sft\ndata: {train: {limit: 100}}\n")
+    progress_of(study_of(tmp_path, f"recipe={base}"))
+    base.write_text("extends: quickstart/sft\ndata: {train: {limit: 101}}\n")
+    assert recipe.load(str(base)).data.sources[0].limit == 101
+    with pytest.raises(UserError, match=r"adamw: data.train.limit: 100 there, 101 here"):
+        progress_of(study_of(tmp_path, f"recipe={base}"))
+
+
+def test_a_line_that_a_kill_left_incomplete_is_dropped(tmp_path):
+    study = study_of(tmp_path)
+    progress_of(study).update()
+    drawn = trials_of(study)
+    with (Path(study.output_dir) / JOURNAL).open("a") as stream:
+        stream.write('{"op_code": 4, "worker')
+    progress = progress_of(study)
+    assert trials_of(study) == drawn
+    end(study, progress.update()[0], 2.0)
+    progress.update()
+    assert progress_of(study).trials.num_recorded("adamw") == 1
+
+
+def test_the_study_is_plain_data(tmp_path):
+    study = study_of(tmp_path)
+    end_all(study, loss_of)
+    folder = Path(study.output_dir)
+    study_progress.write_study(folder, read_study(folder))
+    written = json.loads((folder / "study.json").read_text())
+    run = written["candidates"][1]["verdict"][0]
+    assert run["metric"] == run["curve"][-1]["metric"] == pytest.approx(loss_of(_Run(run)))
+    assert [point["step"] for point in run["curve"]] == [0, 6]
+    assert run["curve"][-1]["seconds"] == pytest.approx(10)
+
+
+class _Run:
+    def __init__(self, record):
+        self.parameters, self.seed = record["parameters"], record["seed"]

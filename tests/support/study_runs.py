@@ -1,0 +1,70 @@
+"""Studies of a few short runs, and run folders as their trainings leave them, made without training."""
+
+import json
+from pathlib import Path
+
+from soren_align.compare import study_progress
+from soren_align.compare.study_file import load_study, recipe_of_run
+from soren_align.compare.trials import ENDED
+from soren_align.recipe import to_yaml
+from soren_align.run_folder import RunFolder
+
+TINY = """\
+recipe: quickstart/sft
+set:
+  trainer.max_steps: 6
+  trainer.eval_steps: 3
+  trainer.save_steps: 2
+  trainer.warmup_steps: 2
+  trainer.logging_steps: 2
+  trainer.per_device_train_batch_size: 8
+  eval: null
+candidates:
+  adamw: {set: {optimizer.name: adamw}}
+  soren: {}
+search:
+  space:
+    optimizer.lr: {low: 1.0e-3, high: 1.0e-1}
+    optimizer.aux_lr: =optimizer.lr
+  trials: 3
+verdict: {seeds: [101, 102, 103]}
+output_dir: runs/tiny
+"""
+
+
+def study_of(folder, *overrides, text=TINY):
+    """The study of a file in `folder`, whose runs are below folder/study."""
+    file = Path(folder) / "tiny.yaml"
+    file.write_text(text)
+    return load_study(str(file), [f"output_dir={Path(folder) / 'study'}", *overrides])
+
+
+def progress_of(study):
+    """The Progress of a new or old study."""
+    folder = Path(study.output_dir)
+    folder.mkdir(exist_ok=True)
+    study_progress.create(folder, study)
+    return study_progress.Progress(folder)
+
+
+def end(study, run, loss, *, seconds=10.0, error=None, diverged=False):
+    """Make the folder of a run that ended with this held-out loss, or with an error; the start's is 5."""
+    folder = RunFolder(Path(study.output_dir) / run.folder)
+    folder.path.mkdir(parents=True)
+    folder.recipe.write_text(to_yaml(recipe_of_run(study, run)))
+    lines = [{"step": 0, "eval_loss": 5.0}]
+    speed = {"tokens_per_second": 600 / seconds, "num_tokens": 600.0}
+    lines += [{"step": 6, "loss": loss, "relative_change": 0.1, **speed}]
+    lines += [{"step": 6, "eval_loss": loss, "eval_num_tokens": 600.0}]
+    folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    status = "training" if error else "finished"
+    folder.replace(status=status, task="sft", last_error=error, diverged=diverged, versions={"soren-align": "0"})
+
+
+def end_all(study, loss_of, *, order=1):
+    """End all runs of a study, in the order of `update`, or from behind (-1): the names of their folders."""
+    progress, ended = progress_of(study), []
+    while waiting := [run for run in progress.update() if run.status not in ENDED][::order]:
+        end(study, waiting[0], loss_of(waiting[0]))
+        ended.append(waiting[0].folder)
+    return ended
