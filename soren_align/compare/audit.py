@@ -47,7 +47,7 @@ def audit(candidates: list[Candidate], study_folder: Path, file: dict[str, Any])
     searched = {name: _searched_keys(file, name) for name in file["candidates"]}
     problems += _listing_problems(candidates, study_folder, runs)
     problems += _trial_problems(study_folder, file)
-    problems += _seed_problems(runs, file)
+    problems += _seed_problems(candidates, runs, file)
     problems += _recipe_problems(runs, file, searched)
     problems += _identity_problems(runs)
     problems += _selection_problems(candidates, runs, file, searched)
@@ -76,12 +76,12 @@ def _listing_problems(candidates: list[Candidate], study_folder: Path, runs: lis
 
 
 def _trial_problems(study_folder: Path, file: dict[str, Any]) -> Iterator[str]:
-    """Another number of trials than declared; the same smaller one for all is a caution (a budget that has ended)."""
+    """Unequal numbers of trials; the same for all is no problem (a budget that has ended, or an extended search)."""
     places = [folder.relative_to(study_folder) for folder in run_folders(study_folder)]
     counts = Counter(place.parts[1] for place in places if place.parts[0] == STAGES[0])
     declared = file["search"]["trials"] * len(file["search"]["seeds"])
     numbers = {name: counts[name] for name in {**file["candidates"], **counts}}
-    if len({*numbers.values()}) == 1 and max(numbers.values()) <= declared:
+    if len({*numbers.values()}) == 1:
         return
     for name, number in numbers.items():
         if name not in file["candidates"]:
@@ -93,8 +93,9 @@ def _trial_problems(study_folder: Path, file: dict[str, Any]) -> Iterator[str]:
             )
 
 
-def _seed_problems(runs: list[Evidence], file: dict[str, Any]) -> Iterator[str]:
-    """A verdict on seeds of the search, or without one of its own."""
+def _seed_problems(candidates: list[Candidate], runs: list[Evidence], file: dict[str, Any]) -> Iterator[str]:
+    """A verdict on seeds of the search, or without one of its own; a candidate of which no trial finished has none."""
+    selected = {name: None for name in file["candidates"]} | {each.name: each.selected for each in candidates}
     fresh, selecting = file["verdict"]["seeds"], {run.seed for run in runs if run.stage == "search"}
     for run in runs:
         if run.stage == "verdict" and run.seed in selecting | {*file["search"]["seeds"]}:
@@ -102,9 +103,10 @@ def _seed_problems(runs: list[Evidence], file: dict[str, Any]) -> Iterator[str]:
         elif run.seed not in (fresh if run.stage == "verdict" else file["search"]["seeds"]):
             yield f"{run.place}: has seed {run.seed}, which {run.stage}.seeds does not declare; {MATCHED}"
     for name in file["candidates"]:
-        trained = {run.seed for run in runs if (run.stage, run.candidate) == ("verdict", name) and run.is_trained}
-        if missing := [str(seed) for seed in fresh if seed not in trained]:
-            yield f"verdict/{name}: has no trained run with seed {', '.join(missing)}; rerun the study"
+        started = {run.seed for run in runs if (run.stage, run.candidate) == ("verdict", name)}
+        missing = [str(seed) for seed in fresh if seed not in started]
+        if missing and (started or selected[name] is not None):
+            yield f"verdict/{name}: has no run with seed {', '.join(missing)}; rerun the study"
 
 
 def _recipe_problems(runs: list[Evidence], file: dict[str, Any], searched: dict[str, set[str]]) -> Iterator[str]:

@@ -38,13 +38,21 @@ def _of_search(candidates: list[Candidate], file: dict[str, Any]) -> Iterator[st
         for status in ("diverged", "failed", "pruned"):
             if number := sum(run.status == status for run in candidate.trials):
                 yield f"{candidate.name}: {number} of {len(candidate.trials)} trials {_PAST[status]}"
+        if candidate.selected is None:
+            yield f"{candidate.name}: no trial has finished, so that it has no verdict"
+        for run in candidate.verdict:
+            if run.status in ("diverged", "failed"):
+                yield f"{candidate.name}: the run of the verdict with seed {run.seed} {run.status}"
     finished = {c.name: sum(run.status == "finished" for run in c.trials) for c in candidates}
     if len({*finished.values()}) > 1:
         counts = ", ".join(f"{name} {number}" for name, number in finished.items())
         yield f"the candidates have unequal numbers of finished trials ({counts}): more trials find better settings"
     declared = file["search"]["trials"] * len(file["search"]["seeds"])
-    if candidates and max(len(c.trials) for c in candidates) < declared:
-        yield f"fewer than the declared {declared} trials of each candidate were made; the budget had ended"
+    number = max((len(each.trials) for each in candidates), default=declared)
+    if number < declared:
+        yield f"{number} of the declared {declared} trials of each candidate were made; the budget had ended"
+    elif number > declared:
+        yield f"the search was extended from {declared} to {number} trials of each candidate"
 
 
 _PAST = {"diverged": "diverged", "failed": "failed", "pruned": "were pruned before the end of their schedule"}

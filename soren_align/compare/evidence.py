@@ -63,13 +63,9 @@ class Evidence:
         return {key: value for key, value in values.items() if key not in ("trainer.seed", "trainer.data_seed")}
 
     def metric(self, name: str) -> float | None:
-        """The value of the last evaluation, or of the one whose model was saved; None if it is not finite."""
-        best = self.record.get("training", {}).get("best_model") or {}
-        lines = [line for line in self.metrics if isinstance(line.get(name), int | float)]
-        if best.get("step") is not None:
-            lines = [line for line in lines if line.get("step") == best["step"]]
-        value = float(lines[-1][name]) if lines else math.nan
-        return value if math.isfinite(value) else None
+        """The value of the last evaluation; None if there is none, or it is not finite."""
+        values = [line[name] for line in self.metrics if isinstance(line.get(name), int | float)]
+        return float(values[-1]) if values and math.isfinite(values[-1]) else None
 
 
 def read_evidence(study_folder: Path) -> tuple[list[Evidence], list[str]]:

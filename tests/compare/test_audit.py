@@ -144,7 +144,26 @@ def test_a_trial_less_for_one_optimizer_is_caught_and_less_for_all_is_not(study)
     shutil.rmtree(study.folder / "search/soren/02")
     study.candidates = [replace(candidate, trials=candidate.trials[:2]) for candidate in study.candidates]
     assert study.problems() == []
-    assert any("the budget had ended" in caution for caution in cautions(study.candidates, study.folder, study.file))
+    assert "2 of the declared 3 trials" in " ".join(cautions(study.candidates, study.folder, study.file))
+
+
+def test_a_search_that_was_extended_for_all_is_no_problem(study):
+    for index, name in enumerate(RATES):
+        study.list_trial(index, study.add(name, "03", 0, 0.0033, 1.5))
+    assert study.problems() == []
+    assert "extended from 3 to 4 trials" in " ".join(cautions(study.candidates, study.folder, study.file))
+
+
+def test_a_candidate_of_which_no_trial_finished_has_no_verdict_and_is_no_problem(study):
+    shutil.rmtree(study.folder / "verdict/soren")
+    assert any("verdict/soren: has no run with seed 101, 102, 103" in problem for problem in study.problems())
+    for place in study.folder.glob("search/soren/*"):
+        folder = RunFolder(place)
+        folder.replace(**{key: value for key, value in folder.read().items() if key != "training"})
+    trials = [replace(run, status="diverged", metric=None) for run in study.candidates[1].trials]
+    study.candidates[1] = replace(study.candidates[1], trials=trials, selected=None, verdict=[])
+    assert study.problems() == []
+    assert "soren: no trial has finished" in " ".join(cautions(study.candidates, study.folder, study.file))
 
 
 def test_a_verdict_on_a_seed_of_the_search_is_caught(study):
@@ -158,7 +177,7 @@ def test_a_verdict_on_a_seed_of_the_search_is_caught(study):
     problems = study.problems()
     seeds = [problem for problem in problems if "has seed 0, with which the setting was selected" in problem]
     assert len(seeds) == 2
-    assert any(problem.startswith("verdict/soren: has no trained run with seed 103") for problem in problems)
+    assert any(problem.startswith("verdict/soren: has no run with seed 103") for problem in problems)
 
 
 def test_selection_on_a_benchmark_is_caught(study):
