@@ -2,11 +2,11 @@
 
 The difference of a candidate on question q after the run with seed s is
 
-    d[s, q] = effect + seed[s] + question[q] + rest[s, q]
+    d[s, q] = effect + seed[s] + question[q] + residual[s, q]
 
-so that the variance of its mean has a part of the seeds (which also holds rest / (S Q)), a part of the questions (which
-holds rest / (S Q) too), less rest / (S Q), which was counted twice. With three seeds the first part has few degrees of
-freedom, and a bootstrap of seeds or Satterthwaite's approximation says "better" far too often
+The variance of its mean has a part of the seeds, which also holds residual / (S Q), and a part of the questions, which
+holds residual / (S Q) too; the sum of both, less residual / (S Q), is its variance. With three seeds the first part has
+few degrees of freedom: a bootstrap of seeds, or Satterthwaite's approximation, finds a difference far too often
 (docs/comparison.md, "Statistics").
 """
 
@@ -22,7 +22,7 @@ from ..evaluate.paired import Paired, clustered_error, is_right_or_wrong, least_
 Real = float | np.ndarray
 """One study's, or those of many simulated studies."""
 SMALLEST_P = 1e-12
-"""Beyond it a p-value depends on the tail of a model that nobody has checked."""
+"""Beyond it a p-value depends on the tail of a model that was not checked."""
 TINY = 1e-300
 """Added to denominators that are 0 if all seeds gave the same."""
 
@@ -48,18 +48,18 @@ class Spread:
 
     seeds: Part
     questions: Part = NOTHING
-    rest: Part = NOTHING
+    residual: Part = NOTHING
     """Counted in both."""
 
     @property
     def variance(self) -> Real:
         """Of the mean difference."""
-        return self.questions.variance + np.maximum(self.seeds.variance - self.rest.variance, 0.0)
+        return self.questions.variance + np.maximum(self.seeds.variance - self.residual.variance, 0.0)
 
     @property
     def degrees(self) -> Real:
         """Satterthwaite's degrees of freedom of the variance."""
-        parts = (self.seeds, self.questions, self.rest)
+        parts = (self.seeds, self.questions, self.residual)
         return self.variance**2 / sum(part.variance**2 / part.degrees for part in parts)
 
     def margin(self, alpha: float) -> Real:
@@ -67,7 +67,7 @@ class Spread:
 
         Each part has Student's quantile for its own degrees of freedom (Cochran 1964), which is conservative.
         """
-        return np.sqrt(self.questions.at(alpha) + np.maximum(self.seeds.at(alpha) - self.rest.at(alpha), 0.0))
+        return np.sqrt(self.questions.at(alpha) + np.maximum(self.seeds.at(alpha) - self.residual.at(alpha), 0.0))
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Estimate:
             return float(self.spread.margin(exp(log_alpha))) - distance
 
         lowest = log(SMALLEST_P)
-        p = SMALLEST_P if excess(lowest) <= 0 else exp(brentq(excess, lowest, 0.0, xtol=1e-3))
+        p = SMALLEST_P if excess(lowest) <= 0 else exp(float(brentq(excess, lowest, 0.0, xtol=1e-3)))  # pyright: ignore[reportArgumentType]
         return max(p, self.least_p)
 
     def p_above(self, null: float) -> float:
@@ -113,8 +113,8 @@ def seeds_part(scores: np.ndarray, candidate: int, reference: int | None) -> Par
     if count == 1:
         return Part(own_variance / num_seeds, f)
     blocks = scores.mean(axis=-2, keepdims=True)
-    rest = scores - scores.mean(axis=-1, keepdims=True) - blocks + scores.mean(axis=(-2, -1), keepdims=True)
-    within = (rest**2).sum(axis=(-2, -1)) / ((count - 1) * f)
+    interaction = scores - scores.mean(axis=-1, keepdims=True) - blocks + scores.mean(axis=(-2, -1), keepdims=True)
+    within = (interaction**2).sum(axis=(-2, -1)) / ((count - 1) * f)
     if reference is None:
         between, within = blocks.var(axis=(-2, -1), ddof=1), within * (count - 1) / count
     else:
@@ -138,14 +138,14 @@ def estimate(columns: list[Paired], seeds: Part) -> Estimate:
     """
     count = len(columns)
     value = float(np.mean([column.each.mean() for column in columns]))
-    questions, rest = zip(*(_question_parts(column) for column in columns), strict=True)
+    questions, residual = zip(*(_question_parts(column) for column in columns), strict=True)
     num_changed = sum(_num_changed(column) for column in columns)
-    spread = Spread(seeds, _mean(questions, count), _mean(rest, count))
+    spread = Spread(seeds, _mean(questions, count), _mean(residual, count))
     return Estimate(value, spread, max(least_p(num_changed), SMALLEST_P))
 
 
 def _question_parts(column: Paired) -> tuple[Part, Part]:
-    """Return the part of the questions, and of the rest."""
+    """Return the part of the questions, and of the residual."""
     num_seeds = len(column.each)
     of_questions = column.each.mean(axis=0)
     questions = _part(Paired(of_questions, column.clusters), smooth=is_right_or_wrong(column.each))

@@ -70,22 +70,27 @@ def minimum_detectable(
     inflation = 1 + (questions / effective - 1) * assumed.cluster_correlation
     by_seed = assumed.changed_by_seed * (0.5 if to_base else 1.0)  # one of the two differs from itself only
     changed = max(assumed.changed_by_training if to_base else assumed.changed_by_optimizer, by_seed)
-    rest = by_seed * inflation / questions / design.seeds
+    residual = by_seed * inflation / questions / design.seeds
     of_questions = (changed - by_seed) * inflation / questions
-    return 100 * _found(design, assumed.seed_sd / 100, to_base, of_questions, rest, effective - 1)
+    return 100 * _effect(design, assumed.seed_sd / 100, to_base, of_questions, residual, effective - 1)
 
 
 def minimum_detectable_loss(design: Design, assumed: Assumed, *, to_base: bool) -> float:
     """Return the minimum detectable effect on the held-out metric, in its unit."""
-    return _found(design, assumed.loss_sd, to_base)
+    return _effect(design, assumed.loss_sd, to_base)
 
 
-def _found(
-    design: Design, seed_sd: float, to_base: bool, of_questions: float = 0.0, rest: float = 0.0, degrees: float = 1.0
+def _effect(
+    design: Design,
+    seed_sd: float,
+    to_base: bool,
+    of_questions: float = 0.0,
+    residual: float = 0.0,
+    degrees: float = 1.0,
 ) -> float:
     """Return the true difference that simulated studies find with the design's power.
 
-    seed_sd: of a score on the given questions. of_questions, rest: parts of the variance of the mean difference.
+    seed_sd: of a score on the given questions. of_questions, residual: parts of the variance of the mean difference.
     """
     rng = np.random.default_rng(SEED)
     scores = seed_sd * rng.standard_normal((DRAWS, design.candidates, design.seeds))
@@ -98,8 +103,8 @@ def _found(
 
     spread = Spread(
         seeds_part(scores, 0, reference),
-        estimated(of_questions + rest, degrees),
-        estimated(rest, degrees * (design.seeds - 1)),
+        estimated(of_questions + residual, degrees),
+        estimated(residual, degrees * (design.seeds - 1)),
     )
     threshold = spread.margin(FAMILY_ERROR / design.comparisons)
     return float(np.quantile(threshold - error, design.power))

@@ -1,7 +1,7 @@
 """The verdict: each candidate against the starting checkpoint and against the reference, with three answers only.
 
 Better, worse, or not distinguishable, and then the difference that this study could have found. All statements of a
-study are one family: at most 5% of studies say anything wrong.
+study are one family: at most 5% of studies state anything wrong.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -73,20 +73,21 @@ def _of_questions(rules: Rules, answers: Mapping[str, Sequence[Points]], base: P
     names = list(answers)
     columns = _alike([points for runs in answers.values() for points in runs])
     stacked = {c: np.array([[points[c].each for points in answers[name]] for name in names]) for c in columns}
-    measures = {column: [column] for column in columns} | ({AVERAGE: columns} if rules.average else {})
+    measures = {column: [column] for column in columns}
+    if rules.average and len(columns) == len(answers[names[0]][0]):
+        measures[AVERAGE] = columns
     for measure, parts in measures.items():
+        alike = base is not None and are_alike(base, answers[names[0]][0], parts)
+        start = {c: base[c].each for c in parts} if base is not None and alike else {}
         scores = np.mean([stacked[column].mean(axis=2) for column in parts], axis=0)
         for k, reference in _pairs(names, rules.reference):
-            if reference is None and (base is None or not _are_alike(base, answers[names[0]][0], parts)):
+            if reference is None and not start:
                 continue
-            others = [base[c].each if reference is None else stacked[c][reference] for c in parts]
-            pairs = [
-                Paired(stacked[c][k] - other, answers[names[0]][0][c].clusters)
-                for c, other in zip(parts, others, strict=True)
-            ]
-            found = estimate(pairs, seeds_part(scores, k, reference))
+            others = start if reference is None else {c: stacked[c][reference] for c in parts}
+            pairs = [Paired(stacked[c][k] - others[c], answers[names[0]][0][c].clusters) for c in parts]
+            difference = estimate(pairs, seeds_part(scores, k, reference))
             margin = rules.margins.get(measure) if reference is None else None
-            yield _Comparison(names[k], _name(names, reference), measure, found, "percent", margin)
+            yield _Comparison(names[k], _name(names, reference), measure, difference, "percent", margin)
 
 
 def _of_held_out(rules: Rules, complete: Sequence[Candidate]) -> Iterator[_Comparison]:
@@ -105,8 +106,8 @@ def _of_held_out(rules: Rules, complete: Sequence[Candidate]) -> Iterator[_Compa
             other = start if rules.higher_is_better else -start
         else:
             continue
-        found = Estimate(float(scores[k].mean()) - other, Spread(seeds_part(scores, k, reference)))
-        yield _Comparison(names[k], _name(names, reference), HELD_OUT, found, "loss")
+        difference = Estimate(float(scores[k].mean()) - other, Spread(seeds_part(scores, k, reference)))
+        yield _Comparison(names[k], _name(names, reference), HELD_OUT, difference, "loss")
 
 
 def _pairs(names: list[str], reference: str) -> list[tuple[int, int | None]]:
@@ -124,10 +125,11 @@ def _name(names: list[str], reference: int | None) -> str:
 
 def _alike(runs: Sequence[Points]) -> list[str]:
     """Return the columns whose prompts are equal in all runs."""
-    return [column for column in runs[0] if all(_are_alike(runs[0], other, [column]) for other in runs)]
+    return [column for column in runs[0] if all(are_alike(runs[0], other, [column]) for other in runs)]
 
 
-def _are_alike(a: Points, b: Points, columns: Sequence[str]) -> bool:
+def are_alike(a: Points, b: Points, columns: Sequence[str]) -> bool:
+    """Whether two models answered the same prompts in these columns."""
     return all(column in a and column in b and a[column].prompts == b[column].prompts for column in columns)
 
 
@@ -148,21 +150,21 @@ def _corrected(comparisons: list[_Comparison], rules: Rules) -> list[Difference]
 def _difference(
     comparison: _Comparison, p: float, p_holm: float, p_retained: float | None, count: int, rules: Rules
 ) -> Difference:
-    found, factor = comparison.estimate, 100.0 if comparison.unit == "percent" else 1.0
-    half, limit = float(found.spread.margin(0.05)), 1.0 if comparison.unit == "percent" else float("inf")
-    answer = "not distinguishable" if p_holm >= FAMILY_ERROR else "better" if found.value > 0 else "worse"
+    estimated, factor = comparison.estimate, 100.0 if comparison.unit == "percent" else 1.0
+    half, limit = float(estimated.spread.margin(0.05)), 1.0 if comparison.unit == "percent" else float("inf")
+    answer = "not distinguishable" if p_holm >= FAMILY_ERROR else "better" if estimated.value > 0 else "worse"
     return Difference(
         comparison.candidate,
         comparison.reference,
         comparison.measure,
         comparison.unit,
-        value=factor * found.value,
-        low=factor * max(found.value - half, -limit),
-        high=factor * min(found.value + half, limit),
+        value=factor * estimated.value,
+        low=factor * max(estimated.value - half, -limit),
+        high=factor * min(estimated.value + half, limit),
         p=p,
         p_holm=p_holm,
         answer=answer,
-        detectable=factor * detectable(found.spread, count, rules.power),
+        detectable=factor * detectable(estimated.spread, count, rules.power),
         margin=comparison.margin,
         retained=None if p_retained is None else p_retained < FAMILY_ERROR,
     )

@@ -56,7 +56,7 @@ class _Column(BaseModel):
         if self.clusters is not None:
             if len(self.clusters) != len(self.points):
                 raise ValueError("has another number of clusters than of points")
-            if set(self.clusters) != set(range(max(self.clusters) + 1)):
+            if len(set(self.clusters)) != max(self.clusters) + 1:
                 raise ValueError("numbers of clusters are left out")
         return self
 
@@ -131,5 +131,5 @@ def _numbers(labels: list[str] | None) -> list[int] | None:
 
 def _hash(results: Any, column: str) -> str:
     own = [results.settings.get(key) for key in MODELS_OWN]
-    asked = [results.prompt_hashes[column], results.truncated.get(column, 0), own]
-    return hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()
+    prompts = [results.prompt_hashes[column], results.truncated.get(column, 0), own]
+    return hashlib.sha256(json.dumps(prompts, sort_keys=True, default=str).encode()).hexdigest()

@@ -3,6 +3,7 @@
 `python -m tests.compare.test_verdict` prints the table of docs/comparison.md.
 """
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -144,11 +145,11 @@ def test_retention_is_shown_below_the_margin_only(loss):
 
 
 def ignore_seeds(spread):
-    return Spread(replace(spread.seeds, variance=0.0), spread.questions, spread.rest)
+    return Spread(replace(spread.seeds, variance=0.0), spread.questions, spread.residual)
 
 
 def ignore_questions(spread):
-    return Spread(spread.seeds, replace(spread.questions, variance=0.0), spread.rest)
+    return Spread(spread.seeds, replace(spread.questions, variance=0.0), spread.residual)
 
 
 @pytest.mark.parametrize(("fault", "at_least"), [(ignore_seeds, 0.25), (ignore_questions, 0.1)])
@@ -234,7 +235,43 @@ def test_the_correction_counts_all_answers_and_tests_of_retention():
 
 
 def test_no_spread_at_all_is_no_evidence():
-    candidates, points, base = drawn(seed_sd=0.1)
+    candidates, _, _ = drawn()
     same = [replace(c, verdict=[replace(run, metric=0.5 + k) for run in c.verdict]) for k, c in enumerate(candidates)]
     held_out = [d for d in verdict(RULES, same, {}, None) if d.measure == "held-out"]
     assert {d.answer for d in held_out} == {"not distinguishable"}
+
+
+def report(title, world, count):
+    verdicts = studies(world, count)
+    shares = [share_with_false_answers(world, verdicts), coverage(world, verdicts, world.columns)]
+    cells = [f"{100 * share:.1f}%" for share in (*shares, coverage(world, verdicts, ["held-out"]))]
+    print("|", " | ".join([title, str(count), *cells]), "|", flush=True)
+
+
+def report_power(title, world, column, count):
+    for to_base in (True, False):
+        shares = [
+            f"{100 * share_better(studies(with_gain(world, column, to_base, factor), count), column, to_base):.0f}%"
+            for factor in (1.0, 1.5)
+        ]
+        effect = with_gain(world, column, to_base, 1.0).gains["soren", column]
+        effect = f"{effect:.1f} standard deviations" if column == "held-out" else f"{100 * effect:.1f} points"
+        print(
+            "|", " | ".join([f"{title}, {column}", "start" if to_base else "AdamW", effect, *shares]), "|", flush=True
+        )
+
+
+if __name__ == "__main__":
+    for seed_sd, shared in itertools.product((0.03, 0.1, 0.3), (0.0, 0.5)):
+        scores = f"{measured(replace(EQUAL, seed_sd=seed_sd), 'zoo_mc', np.random.default_rng(0), 200).seed_sd:.1f}"
+        world = replace(EQUAL, seed_sd=seed_sd, seeds_shared=shared)
+        report(f"quickstart, {scores} points over seeds, {shared:.0%} shared", world, 2000)
+        report("the same, all much better than the start", replace(world, skill=0.8, start=-0.8), 1000)
+    for spreads in ((2, 1, 1, 1), (3, 1, 1, 1), (1, 1, 1, 3)):
+        report(f"spreads over seeds of {spreads}", replace(EQUAL, spreads=spreads), 2000)
+    report("five seeds", replace(EQUAL, seeds=5), 1000)
+    for seed_sd in (0.01, 0.05):
+        report(f"leaderboard, {seed_sd}", replace(LARGE, seed_sd=seed_sd), 500)
+    report_power("quickstart", EQUAL, "zoo_mc", 1000)
+    report_power("quickstart", LOSS_ONLY, "held-out", 2000)
+    report_power("leaderboard", LARGE, "mmlu", 200)

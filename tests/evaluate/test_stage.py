@@ -12,6 +12,7 @@ from rich.console import Console
 
 from soren_align.errors import UserError
 from soren_align.evaluate import workers
+from soren_align.evaluate.points import read_points
 from soren_align.evaluate.results import summary
 from soren_align.evaluate.stage import evaluate, preflight, print_results
 from soren_align.evaluate.tasks import num_questions
@@ -71,6 +72,17 @@ def test_each_question_is_kept_and_the_scores_follow_from_them(stage):
             assert row["scores"][column]["value"] == pytest.approx(100 * statistics.fmean(points))
 
 
+def test_the_points_are_those_of_the_samples(stage):
+    results, output, _ = stage
+    rows = read_points(output)
+    assert list(rows) == ["base", "SFT"]
+    for row in results["rows"]:
+        for column, metric in zip(COLUMNS, ("acc", "exact_match", "acc"), strict=True):
+            lines = (output / "samples" / row["name"] / f"{column}.jsonl").read_text().splitlines()
+            assert rows[row["name"]][column].each.tolist() == [json.loads(line)[metric] for line in lines]
+            assert rows["base"][column].prompts == rows["SFT"][column].prompts
+
+
 def test_the_difference_is_that_of_the_scores_and_its_interval_holds_it(stage):
     base, later = stage[0]["rows"]
     assert "differences" not in base
@@ -117,7 +129,13 @@ def test_an_evaluation_leaves_no_rows_of_an_earlier_one(stage, models, tmp_path)
     evaluate([("old", models[0])], QUICKSTART, tmp_path, device="cpu", console=quiet)
     evaluate([("new", models[0])], QUICKSTART, tmp_path, device="cpu", console=quiet)
     assert [folder.name for folder in (tmp_path / "samples").iterdir()] == ["new"]
-    assert sorted(f.name for f in tmp_path.iterdir()) == ["results.json", "samples", "scores.png", "table.md"]
+    assert sorted(f.name for f in tmp_path.iterdir()) == [
+        "points.json",
+        "results.json",
+        "samples",
+        "scores.png",
+        "table.md",
+    ]
 
 
 def test_two_rows_of_one_name_are_refused_before_any_work(models, tmp_path):

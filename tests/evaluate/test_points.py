@@ -1,0 +1,91 @@
+"""points.json: what one evaluation writes, another process compares, and a stranger may have changed."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from soren_align.errors import UserError
+from soren_align.evaluate.points import read_points, text
+
+POINTS = {"acc": [1.0, 0.0, 0.25, 1.0], "gen": [0.0, 1.0]}
+
+
+def model(points=POINTS, settings=None, prompt="a", truncated=None):
+    """As the harness's ModelResults."""
+    return SimpleNamespace(
+        points=points,
+        clusters={"acc": ["law", "art", "law", "art"]},
+        prompt_hashes={column: [(str(i), prompt) for i in range(len(each))] for column, each in points.items()},
+        truncated=truncated or {},
+        settings=settings or {"bos": True},
+    )
+
+
+def written(folder, rows, **changes):
+    scores = [{c: {"value": 100 * sum(p) / len(p)} for c, p in each.points.items()} for each in rows.values()]
+    head = {"format": 2, "title": "t", "suite": "s", "published": [], "settings": {}, "notes": []}
+    entries = [{"name": name, "model": None, "scores": each} for name, each in zip(rows, scores, strict=True)]
+    (folder / "results.json").write_text(json.dumps(head | {"rows": entries}))
+    content = json.loads(text(rows))
+    for name, change in changes.items():
+        content["rows"]["SFT"]["acc"][name] = change
+    (folder / "points.json").write_text(json.dumps(content))
+    return folder
+
+
+def test_points_and_clusters_are_read_as_they_were(tmp_path):
+    rows = read_points(written(tmp_path, {"base": model(), "SFT": model({"acc": [0.0] * 4, "gen": [1.0, 1.0]})}))
+    assert list(rows) == ["base", "SFT"]
+    assert rows["base"]["acc"].each.tolist() == POINTS["acc"]
+    assert rows["SFT"]["gen"].each.tolist() == [1.0, 1.0]
+    assert rows["SFT"]["acc"].clusters.tolist() == [0, 1, 0, 1]
+    assert rows["SFT"]["gen"].clusters is None
+    assert rows["SFT"]["acc"].each.dtype == np.float64
+
+
+@pytest.mark.parametrize(
+    "other", [{"prompt": "b"}, {"truncated": {"acc": 1}}, {"settings": {"bos": False}}, {"settings": {"bos": None}}]
+)
+def test_the_hash_differs_if_the_models_were_evaluated_differently(tmp_path, other):
+    rows = read_points(written(tmp_path, {"base": model(), "same": model(), "other": model(**other)}))
+    assert rows["base"]["acc"].prompts == rows["same"]["acc"].prompts != rows["other"]["acc"].prompts
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"points": [1.0, 1.0, 1.0, 1.0]}, "SFT has 100.0 in acc, results.json 56.25"),
+        ({"points": []}, "at least 1 item"),
+        ({"points": [1e999, 0.0, 0.0, 0.0]}, "less than or equal to 1"),
+        ({"points": ["1", 0.0, 0.0, 0.0]}, "valid number"),
+        ({"clusters": [0, 1]}, "another number of clusters than of points"),
+        ({"clusters": [0, 0, 0, 10**15]}, "numbers of clusters are left out"),
+        ({"clusters": [0, -1, 0, 0]}, "greater than or equal to 0"),
+        ({"prompts": "../../etc"}, "match pattern"),
+        ({"code": "x"}, "not permitted"),
+    ],
+)
+def test_a_changed_file_is_refused(tmp_path, changes, problem):
+    folder = written(tmp_path, {"base": model(), "SFT": model()}, **changes)
+    with pytest.raises(UserError, match=problem) as error:
+        read_points(folder)
+    assert "evaluate the run again" in str(error.value)
+
+
+def test_a_missing_file_a_link_and_missing_rows_are_refused(tmp_path):
+    with pytest.raises(UserError, match=r"no results\.json; evaluate the run first"):
+        read_points(tmp_path)
+    folder = written(tmp_path, {"base": model(), "SFT": model()})
+    content = json.loads((folder / "points.json").read_text())
+    del content["rows"]["SFT"]
+    (folder / "points.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="SFT has None in acc"):
+        read_points(folder)
+    (folder / "points.json").unlink()
+    with pytest.raises(UserError, match=r"points\.json: is missing; evaluate the run again"):
+        read_points(folder)
+    (folder / "points.json").symlink_to(folder / "results.json")
+    with pytest.raises(UserError, match="is missing"):
+        read_points(folder)
