@@ -101,8 +101,8 @@ def as_svg(figure: Figure, name: str, alt: str = "") -> str:
     see no picture; without it the picture is an ornament.
     """
     text = StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name, "path.simplify": True}):
-        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        figure.savefig(text, format="svg", transparent=True)
     root = ElementTree.fromstring(text.getvalue())
     for parent in [*root.iter()]:
         for child in [*parent]:

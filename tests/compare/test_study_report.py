@@ -257,10 +257,9 @@ def test_spectra_of_run_folders_are_drawn(tmp_path):
     (tmp_path / first.folder / "spectra.jsonl").write_text('{"step": 1, "name": "w", "singular_values": [null]}')
     assert "adamw" not in spectra_figure(study, tmp_path).panels[0].alt
     # A folder that a damaged study names outside of its own is not read.
-    outside = [
-        replace(each, verdict=[replace(second, folder=f"../{tmp_path.name}/{second.folder}")])
-        for each in study.candidates
-    ]
+    (tmp_path / "other").mkdir()
+    run = replace(second, folder=f"../{second.folder}")
+    outside = [replace(each, verdict=[run]) for each in study.candidates]
     assert isinstance(spectra_figure(replace(study, candidates=outside), tmp_path / "other"), Paragraph)
 
 
