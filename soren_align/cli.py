@@ -99,14 +99,29 @@ def _print_notice(line: str) -> None:
 
 @app.command()
 def plan(
-    recipe: RecipeArgument,
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE_OR_STUDY",
+            help="A recipe's or a study's file, or a shipped name.",
+            autocompletion=lambda incomplete: (
+                recipe_commands.complete_recipe(incomplete) + study_commands.complete_study(incomplete)
+            ),
+        ),
+    ],
     set_: Overrides = None,
     as_json: AsJson = False,
     processes: Annotated[
         int, typer.Option("--processes", min=1, metavar="N", help="Plan for N processes. Starts none.")
     ] = 1,
 ) -> None:
-    """Show what a recipe would do, without training."""
+    """Show what a recipe or a study would do and cost, without training."""
+    if study_commands.is_study(recipe):
+        from .compare.study_file import load_study
+        from .launch import study_planning
+
+        study_planning.plan(load_study(recipe, set_), as_json=as_json, processes=processes)
+        return
     from .launch import commands
     from .recipe import load
 

@@ -29,12 +29,12 @@ def resolve(path: str) -> Path:
 
 def recipes() -> dict[str, Path]:
     """Return every shipped recipe by name, e.g. {'quickstart/sft': .../recipes/quickstart/sft.yaml}, sorted."""
-    return {name: file for name, file in _recipes_and_studies() if not _is_study(file)}
+    return {name: file for name, file in _recipes_and_studies() if not is_study(file)}
 
 
 def studies() -> dict[str, Path]:
     """Return every shipped study by name, e.g. {'quickstart/compare': .../recipes/quickstart/compare.yaml}, sorted."""
-    return {name: file for name, file in _recipes_and_studies() if _is_study(file)}
+    return {name: file for name, file in _recipes_and_studies() if is_study(file)}
 
 
 def _recipes_and_studies() -> Iterator[tuple[str, Path]]:
@@ -42,8 +42,10 @@ def _recipes_and_studies() -> Iterator[tuple[str, Path]]:
     yield from ((str(f.relative_to(folder).with_suffix("")), f) for f in sorted(folder.glob("*/*.yaml")))
 
 
-def _is_study(file: Path) -> bool:
-    return any(line.startswith("candidates:") for line in file.read_text(encoding="utf-8").splitlines())
+def is_study(file: Path) -> bool:
+    """Whether a YAML file is a study, and not a recipe: it has `candidates`."""
+    text = file.read_text(encoding="utf-8", errors="replace")
+    return any(line.startswith("candidates:") for line in text.splitlines())
 
 
 def templates() -> dict[str, Path]:

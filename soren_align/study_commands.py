@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from . import shipped
+from .files import local_path
 
 
 def add_to(app: typer.Typer) -> None:
@@ -12,14 +13,23 @@ def add_to(app: typer.Typer) -> None:
     app.command()(compare)
 
 
+def complete_study(incomplete: str) -> list[str]:
+    """Return the shipped studies that begin so, for the shell's completion."""
+    return [name for name in shipped.studies() if name.startswith(incomplete)]
+
+
+def is_study(name_or_path: str) -> bool:
+    """Whether this is a study's file or a shipped study."""
+    path = local_path(name_or_path)
+    if path.is_file():
+        return path.suffix in (".yaml", ".yml") and shipped.is_study(path)
+    return name_or_path in shipped.studies()
+
+
 def compare(
     study: Annotated[
         str,
-        typer.Argument(
-            metavar="STUDY",
-            help="A study's file or a shipped name.",
-            autocompletion=lambda incomplete: [name for name in shipped.studies() if name.startswith(incomplete)],
-        ),
+        typer.Argument(metavar="STUDY", help="A study's file or a shipped name.", autocompletion=complete_study),
     ],
     set_: Annotated[
         list[str] | None,

@@ -83,8 +83,7 @@ def evaluate(
         "settings": evaluated[0][1].settings | _settings(suite, model_options),
         "notes": [*suite.notes, *notes, *([f"contamination: {overlaps}"] if isinstance(overlaps, str) else [])],
     }
-    samples = {name: each.samples for name, each in evaluated}
-    write_results(results, samples, output, points.text(dict(evaluated)))
+    write_results(results, {name: each.samples for name, each in evaluated}, output, points.text(dict(evaluated)))
     return results
 
 

@@ -151,6 +151,8 @@ def _evaluation(recipe: Recipe, contamination: dict[str, Any] | None) -> dict[st
         "suite": recipe.eval.suite,
         "num_tasks": len(tasks),
         "limit": limit,
+        "columns": [task.column for task in tasks],
+        "has_average": suite_of(recipe.eval).average,
         "num_models": 2,
         "num_requests_per_model": requests,
         "contamination": contamination,

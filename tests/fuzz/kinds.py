@@ -83,6 +83,8 @@ def _recipes() -> list[tuple[str, Any, bytes]]:
         written = file.read_bytes()
         for needed in (b"runs/quickstart/sft/model", b"runs/quickstart/sft-lora/model"):  # what other recipes make
             written = written.replace(needed, b"shipped:recipes/quickstart/base\n  init_seed: 0")
+        written = written.replace(b"models/SmolLM2-135M-Instruct ", b"shipped:recipes/quickstart/base ")
+        written = written.replace(b"data/train.jsonl}", b"shipped:recipes/quickstart/data/chat_train.jsonl}")
         found.append((name, pairs(YAML(typ="safe", pure=True).load(written.decode())), written))
     return found
 

@@ -34,12 +34,17 @@ def write(tmp_path):
     return _write
 
 
+USERS_OWN = ["model.name_or_path=org/model", "data.train.path=shipped:recipes/quickstart/data/chat_train.jsonl"]
+
+
 @pytest.mark.parametrize("name", shipped.recipes())
 def test_every_shipped_recipe_loads(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     overrides = []
     if name.startswith("quickstart/dpo"):  # it starts from what the SFT recipe makes
         overrides = ["model.name_or_path=org/model", "model.init_seed=null", "optimizer.aux_lr=1e-4"]
+    if name.startswith("smollm2"):  # the user names model and data
+        overrides = USERS_OWN
     loaded = recipe.load(name, overrides)
     assert loaded.task == ("dpo" if name.startswith(("quickstart/dpo", "mistral")) else "sft")
 
@@ -303,6 +308,7 @@ def test_a_misspelt_key_of_the_base_is_not_left_out_silently(write):
 def test_any_optimizer_runs_any_shipped_recipe(name, optimizer, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     overrides = ["model={name_or_path: org/model}", "optimizer.aux_lr=1e-4"] * name.startswith("quickstart/dpo")
+    overrides += USERS_OWN * name.startswith("smollm2")
     loaded = recipe.load(name, [*overrides, f"optimizer.name={optimizer}"])
     assert loaded.optimizer.name == optimizer
     assert recipe.load_text(recipe.to_yaml(loaded)) == loaded
