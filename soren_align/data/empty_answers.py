@@ -30,6 +30,5 @@ def without_empty_answers(split: LoadedSplit, tokens: Dataset) -> tuple[LoadedSp
         name = split.source["sources"][min(lost)]["path"] if lost else split.name
         raise UserError(f"{name}: of each example {_REASON}; name a model.chat_template that does, or leave it out")
     dropped = {**split.dropped, _REASON: len(rows) - len(indices)}
-    return replace(split, dataset=split.dataset.select(indices), dropped=dropped, source_indices=sources), tokens.select(
-        indices
-    )
+    rest = replace(split, dataset=split.dataset.select(indices), dropped=dropped, source_indices=sources)
+    return rest, tokens.select(indices)
