@@ -88,6 +88,17 @@ def test_a_suite_needs_no_more_than_a_title_and_tasks_with_a_metric(folder):
     assert load_tasks(suite)["zoo_mc"].config.num_fewshot in (None, 0)
 
 
+def test_a_task_file_without_metrics_has_lm_evals(folder):
+    file = folder / "tasks/zoo_mc.yaml"
+    text = file.read_text()
+    before, _, after = text.partition("metric_list:")
+    file.write_text(before + after[after.index("metadata") :])
+    load_tasks(load_suite(folder))
+    change(folder, "metric: acc,", "metric: f1,")
+    with pytest.raises(UserError, match="zoo_mc has no metric 'f1'; write acc or acc_norm"):
+        load_tasks(load_suite(folder))
+
+
 @pytest.mark.parametrize(("own", "expected"), [(None, 2), (0, 0), (1, 1)])
 def test_without_num_fewshot_the_task_files_number_holds(folder, own, expected):
     file = folder / "tasks/zoo_mc.yaml"
