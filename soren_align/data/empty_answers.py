@@ -21,15 +21,14 @@ def without_empty_answers(split: LoadedSplit, tokens: Dataset) -> tuple[LoadedSp
     tokens: of `tokenize`, of the split's examples. Raises UserError if no example of a source is left.
     """
     rows = tokens["left_out"][:]
-    kept = [i for i, kinds in enumerate(rows) if EMPTY_ANSWER not in kinds]
-    if len(kept) == len(rows):
+    indices = [i for i, kinds in enumerate(rows) if EMPTY_ANSWER not in kinds]
+    if len(indices) == len(rows):
         return split, tokens
-    sources = tuple(split.source_indices[i] for i in kept) if split.source_indices else ()
-    if not kept or set(sources) != set(split.source_indices):
+    sources = tuple(split.source_indices[i] for i in indices) if split.source_indices else ()
+    if not indices or set(sources) != set(split.source_indices):
         lost = set(split.source_indices) - set(sources)
         name = split.source["sources"][min(lost)]["path"] if lost else split.name
         raise UserError(f"{name}: of each example {_REASON}; name a model.chat_template that does, or leave it out")
-    dropped = {**split.dropped, _REASON: len(rows) - len(kept)}
-    return replace(split, dataset=split.dataset.select(kept), dropped=dropped, source_indices=sources), tokens.select(
-        kept
-    )
+    dropped = {**split.dropped, _REASON: len(rows) - len(indices)}
+    rest = replace(split, dataset=split.dataset.select(indices), dropped=dropped, source_indices=sources)
+    return rest, tokens.select(indices)

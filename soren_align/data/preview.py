@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from datasets import Dataset
@@ -111,7 +112,8 @@ class _Sums:
         self.num_kept: Counter[int] = Counter()  # by source
         # GPT-2's unk_token is its eos_token, which examples have anyway.
         ends = (tokenizer.eos_token_id, tokenizer.bos_token_id)
-        self.unknown = None if tokenizer.unk_token_id in ends else tokenizer.unk_token_id
+        unknown: Any = tokenizer.unk_token_id
+        self.unknown: int | None = None if unknown in ends else unknown
         self.num_unknown = 0
         self.num_truncated = self.num_truncated_tokens = self.num_tokens = self.num_trained = 0
         self.example: list[tuple[str, bool]] = []

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from .. import shipped
 from ..errors import UserError, did_you_mean
 from ..recipe import Eval
-from ..yaml_reader import place
+from ..yaml_reader import dotted, place
 from .published import load_published
 from .yaml_sections import YamlSection, read_mapping, refuse_duplicates, validate
 
@@ -121,9 +121,11 @@ def load_suite(name_or_path: str | Path) -> Suite:
         raise UserError(f"{lines[('path',)]} path: unknown key; keys here: {', '.join(_keys(Suite))}", _PAGE)
     suite = validate(raw | {"path": path}, Suite, lines, _hint, _PAGE)
     files = {i: suite.file_of(task) for i, task in enumerate(suite.tasks)}
-    missing = {place(("tasks", i, "file"), lines): file for i, file in files.items() if not file.is_file()}
+    missing = {("tasks", i, "file"): file for i, file in files.items() if not file.is_file()}
     if missing:
-        raise UserError(*(f"{where} tasks.file: there is no task file {file}" for where, file in missing.items()))
+        raise UserError(
+            *(f"{place(key, lines)} {dotted(key)}: there is no task file {file}" for key, file in missing.items())
+        )
     return suite
 
 

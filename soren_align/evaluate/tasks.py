@@ -171,9 +171,9 @@ def _refuse_unusable(suite: Suite, task: SuiteTask, loaded: Task | Group, sizes:
         raise UserError(f"{suite.file_of(task)}: task {empty[0]} has no questions")
     if any(getattr(subtask, "UNSAFE_CODE", False) for subtask in subtasks(loaded)):
         raise UserError(f"{suite.file_of(task)}: runs code that a model writes; choose another task")
-    config = subtasks(loaded)[0].config
-    metrics = {entry["metric"] for entry in config.metric_list or []}
-    filters = {entry["name"] for entry in config.filter_list or []} or {"none"}
+    first = subtasks(loaded)[0]
+    metrics = set(first.aggregation())  # lm-eval's defaults for the output_type, where the file has no metric_list
+    filters = {entry["name"] for entry in first.config.filter_list or []} or {"none"}
     for key in score_keys(task):
         metric, filter_name = key.split(",")
         for word, name, allowed in (("metric", metric, metrics), ("filter", filter_name, filters)):

@@ -101,7 +101,7 @@ class _Problem:
         inner = section_in(self.section.model_fields[str(last)].annotation) if value is True and main else None
         if main is None or (value is True and inner is None):
             return "write a section (indented keys below it)"
-        content = inner.model_fields[main].default if inner else value
+        content: Any = inner.model_fields[main].default if inner else value
         if section == ("run", "samples") and isinstance(value, str) and not value.endswith((".txt", ".jsonl")):
             content = [value]  # a prompt, and no file of prompts
         for key in reversed(main.split(".")):

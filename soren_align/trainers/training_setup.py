@@ -117,14 +117,14 @@ def _tokens(
     trainer = recipe.trainer
     settings = (bool(trainer.get("assistant_only_loss")), trainer.get("completion_only_loss") is not False)
     cache = default_cache_folder() if recipe.data.cache else None
-    kept: dict[str, Any] = dict.fromkeys(splits)
+    remaining: dict[str, Any] = dict.fromkeys(splits)
     tokens: dict[str, Any] = dict.fromkeys(splits)
     for name, split in splits.items():
         if split:
             report = on_examples if name == "train" else None
             all_tokens = tokenize(split.dataset, recipe.task, tokenizer, cache, *settings, report)
-            kept[name], tokens[name] = without_empty_answers(split, all_tokens)
-    return kept, tokens
+            remaining[name], tokens[name] = without_empty_answers(split, all_tokens)
+    return remaining, tokens
 
 
 def load_splits(recipe: Recipe) -> dict[str, Any]:

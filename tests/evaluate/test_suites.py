@@ -57,7 +57,7 @@ def test_a_data_root_is_taken_from_the_suites_folder(folder):
         ("apply_chat_template: true", "apply_chat_template: yes please", "apply_chat_template: found 'yes please'"),
         ("column: zoo_gen", "column: zoo_mc", "column 'zoo_mc' is there twice"),
         ("column: zoo_gen", "column: zoo/gen", "tasks.1.column: found 'zoo/gen'"),
-        ("tasks/zoo_mc.yaml", "tasks/zoo_mcc.yaml", "suite.yaml:8 tasks.file: there is no task file"),
+        ("tasks/zoo_mc.yaml", "tasks/zoo_mcc.yaml", "suite.yaml:8 tasks.0.file: there is no task file"),
         ("title: Quickstart zoo", "title: [", "not valid YAML"),
     ],
 )
@@ -86,6 +86,17 @@ def test_a_suite_needs_no_more_than_a_title_and_tasks_with_a_metric(folder):
     assert suite.seeds == load_suite("quickstart").seeds
     assert suite.tasks[0].column == "zoo_mc"
     assert load_tasks(suite)["zoo_mc"].config.num_fewshot in (None, 0)
+
+
+def test_a_task_file_without_metrics_has_lm_evals(folder):
+    file = folder / "tasks/zoo_mc.yaml"
+    text = file.read_text()
+    before, _, after = text.partition("metric_list:")
+    file.write_text(before + after[after.index("metadata") :])
+    load_tasks(load_suite(folder))
+    change(folder, "metric: acc,", "metric: f1,")
+    with pytest.raises(UserError, match="zoo_mc has no metric 'f1'; write acc or acc_norm"):
+        load_tasks(load_suite(folder))
 
 
 @pytest.mark.parametrize(("own", "expected"), [(None, 2), (0, 0), (1, 1)])
