@@ -1,36 +1,44 @@
 """Data: files and hub datasets, validated and converted to TRL's columns, and an account of their tokens."""
 
 from .columns import COLUMNS, Task
-from .encoding import ChatEncoder
+from .encoding import BATCH_SIZE, ChatEncoder, encode
 from .held_out import hold_out
 from .loss_masks import FIRST, TRAINED, LossMasks
 from .mixture import mix
 from .preview import Account, account, show_example
 from .rendering import check_rendering_cost, template_errors
 from .split import LoadedSplit, has_turns, load_split
+from .stream import Preview, Stream, open_stream
 from .templates import check_template, set_template
 from .token_cache import tokenize
-from .tokens import TOKEN_COLUMNS
+from .tokens import TOKEN_COLUMNS, EncodedExample, token_columns
 
 __all__ = [
+    "BATCH_SIZE",
     "COLUMNS",
     "FIRST",
     "TOKEN_COLUMNS",
     "TRAINED",
     "Account",
     "ChatEncoder",
+    "EncodedExample",
     "LoadedSplit",
     "LossMasks",
+    "Preview",
+    "Stream",
     "Task",
     "account",
     "check_rendering_cost",
     "check_template",
+    "encode",
     "has_turns",
     "hold_out",
     "load_split",
     "mix",
+    "open_stream",
     "set_template",
     "show_example",
     "template_errors",
+    "token_columns",
     "tokenize",
 ]
