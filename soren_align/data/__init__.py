@@ -1,5 +1,6 @@
 """Data: files and hub datasets, validated and converted to TRL's columns, and an account of their tokens."""
 
+from .arrow import dataset_of, iterable_dataset
 from .columns import COLUMNS, Task
 from .encoding import BATCH_SIZE, ChatEncoder, encode
 from .held_out import hold_out
@@ -8,7 +9,7 @@ from .mixture import mix
 from .preview import Account, account, show_example
 from .rendering import check_rendering_cost, template_errors
 from .split import LoadedSplit, has_turns, load_split
-from .stream import Preview, Stream, open_stream
+from .stream import Preview, State, Stream, open_stream
 from .templates import check_template, set_template
 from .token_cache import tokenize
 from .tokens import TOKEN_COLUMNS, EncodedExample, token_columns
@@ -25,14 +26,17 @@ __all__ = [
     "LoadedSplit",
     "LossMasks",
     "Preview",
+    "State",
     "Stream",
     "Task",
     "account",
     "check_rendering_cost",
     "check_template",
+    "dataset_of",
     "encode",
     "has_turns",
     "hold_out",
+    "iterable_dataset",
     "load_split",
     "mix",
     "open_stream",

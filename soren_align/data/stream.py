@@ -124,13 +124,17 @@ class Stream:
         """TRL's columns, of all splits."""
         return tuple(dict.fromkeys(name for split in self.splits for name in split.layout.outputs))
 
-    def blocks(self, start: State | None = None) -> Iterator[Block]:
-        """The blocks from the one with this start; the first one for None.
+    @property
+    def start(self) -> State:
+        """Of the first block."""
+        first = {"passes": 0, "num_read": 0, "position": None}
+        return {"number": 0, "num_read": 0, "dropped": {}, "splits": [first] * len(self.splits)}
+
+    def blocks(self, start: State) -> Iterator[Block]:
+        """The blocks from the one with this start.
 
         A block of one split ends where the split does. Raises UserError at an invalid example to refuse.
         """
-        first = {"passes": 0, "num_read": 0, "position": None}
-        start = start or {"number": 0, "num_read": 0, "dropped": {}, "splits": [first] * len(self.splits)}
         number, counts = start["number"], _Counts(start["num_read"], Counter(start["dropped"]))
         cursors = [
             _Cursor(split, state, self.held_out_fraction, counts)

@@ -10,12 +10,21 @@ from collections.abc import Iterable, Iterator
 from itertools import islice, repeat
 from typing import Any
 
-from datasets import Dataset, IterableDataset
-from datasets.iterable_dataset import ExamplesIterable
 from transformers import PreTrainedTokenizerBase
 from trl import pack_dataset
 
-from ..data import BATCH_SIZE, TOKEN_COLUMNS, EncodedExample, Stream, Task, encode, token_columns
+from ..data import (
+    BATCH_SIZE,
+    TOKEN_COLUMNS,
+    EncodedExample,
+    State,
+    Stream,
+    Task,
+    dataset_of,
+    encode,
+    iterable_dataset,
+    token_columns,
+)
 from ..silence import quiet_libraries
 
 NUM_PACKED_TOGETHER = 1_000
@@ -34,68 +43,90 @@ class TokenStream:
         self, stream: Stream, task: Task, tokenizer: PreTrainedTokenizerBase, args: Any, loss: tuple[bool, bool]
     ):
         """args: TRL's config. loss: assistant_only_loss and completion_only_loss, see `data.encode`."""
-        self.stream, self.task, self.tokenizer, self.args, self.loss = stream, task, tokenizer, args, loss
-        self.start: dict[str, Any] = {"block": None, "num_rows": 0, "dropped": {}}
+        self.stream, self.tokenizer, self.args, self.loss = stream, tokenizer, args, loss
+        self.task: Task = task
+        self.start: State = {"block": stream.start, "num_rows": 0, "num_kept": 0, "dropped": {}}
         self.num_trained = self.num_passed_over = 0
-        self.block_starts: list[dict[str, Any]] = []
-        self.counts: dict[str, Any] = {}
+        self._begin()
 
-    def dataset(self) -> IterableDataset:
+    def _begin(self) -> None:
+        """Set what an iteration counts to its start."""
+        self.block_starts: list[State] = []
+        self.block_end = self.start["block"]
+        self.num_rows, self.num_kept = self.start["num_rows"], self.start["num_kept"]
+        self.dropped = Counter(self.start["dropped"])
+
+    def dataset(self) -> Any:
         """Return the sequences as TRL's trainers take them."""
-        return IterableDataset(ExamplesIterable(lambda: enumerate(self.rows()), {}))
+        return iterable_dataset(self.rows)
 
-    def resume(self, state: dict[str, Any], num_passed_over: int) -> None:
+    def resume(self, state: State, num_passed_over: int) -> None:
         """Start the next iteration at `state`. num_passed_over: sequences in the batches that are passed over."""
         self.start, self.num_trained, self.num_passed_over = state, state["num_trained"], num_passed_over
+        self._begin()
 
-    def state(self, num_trained: int) -> dict[str, Any]:
+    def state(self, num_trained: int) -> State:
         """Return plain data to resume from after `num_trained` sequences, which the latest iteration has passed."""
         while len(self.block_starts) > 1 and self.block_starts[1]["num_rows"] <= num_trained:
             del self.block_starts[0]
         return {**self.block_starts[0], "num_trained": num_trained}
 
+    def counts(self) -> dict[str, Any]:
+        """Return the numbers for run.json: of records read, with all of the present block; of examples kept, with those
+        that are read ahead; of those dropped, by reason; and of complete passes over each split."""
+        dropped = Counter(self.block_end["dropped"]) + self.dropped
+        passes = [split["passes"] for split in self.block_end["splits"]]
+        return {
+            "num_read": self.block_end["num_read"],
+            "num_kept": self.num_kept,
+            "dropped": dict(dropped.most_common()),
+            "passes": passes,
+        }
+
     def rows(self) -> Iterator[Row]:
         """Return an iterator over the sequences, and the placeholders before the first one after a resume."""
         yield from repeat({name: [0] for name in TOKEN_COLUMNS[self.task]}, self.num_passed_over)
-        num_rows, dropped = self.start["num_rows"], Counter(self.start["dropped"])
-        self.block_starts = []
+        self._begin()
+        pack = self._pack if getattr(self.args, "packing", False) else self._rows
         for block in self.stream.blocks(self.start["block"]):
-            self.block_starts.append({"block": block.start, "num_rows": num_rows, "dropped": dict(dropped)})
-            self.counts = {**block.end, "dropped_tokenized": dropped}
-            encoded = self._encode(block.examples)
-            is_packed = getattr(self.args, "packing", False)
-            for row in self._pack(encoded) if is_packed else self._truncate(encoded, dropped):
-                num_rows += 1
-                if num_rows > self.num_trained:
+            self.block_starts.append(
+                {
+                    "block": block.start,
+                    "num_rows": self.num_rows,
+                    "num_kept": self.num_kept,
+                    "dropped": dict(self.dropped),
+                }
+            )
+            self.block_end = block.end
+            for row in pack(self._kept(block.examples)):
+                self.num_rows += 1
+                if self.num_rows > self.num_trained:
                     yield row
 
-    def _encode(self, examples: list[dict[str, Any]]) -> Iterator[EncodedExample]:
+    def _kept(self, examples: list[dict[str, Any]]) -> Iterator[EncodedExample]:
+        """Return the examples that are not dropped, those of SFT truncated: pairs are, by TRL's collator."""
+        max_length = None if getattr(self.args, "packing", False) else self.args.max_length
         for batch in _batches(examples, BATCH_SIZE):
             columns = {name: [example.get(name) for example in batch] for name in self.stream.columns}
-            yield from encode(columns, self.task, self.tokenizer, *self.loss)
+            for example in encode(columns, self.task, self.tokenizer, *self.loss):
+                if reason := example.drop_reason(self.task, max_length):
+                    self.dropped[reason] += 1
+                    continue
+                self.num_kept += 1
+                is_pair = self.task == "dpo"
+                yield example if is_pair else example._replace(sides=(example.sides[0].truncated(max_length),))
 
-    def _truncate(self, examples: Iterable[EncodedExample], dropped: Counter[str]) -> Iterator[Row]:
-        """Return the sequences; pairs are truncated by TRL's collator."""
-        max_length = self.args.max_length
+    def _rows(self, examples: Iterable[EncodedExample]) -> Iterator[Row]:
+        names = TOKEN_COLUMNS[self.task]
         for example in examples:
-            if reason := example.drop_reason(self.task, max_length):
-                dropped[reason] += 1
-                continue
-            if self.task == "sft":
-                example = example._replace(sides=(example.sides[0].truncated(max_length),))
-            yield from self._rows([example])
+            columns = token_columns([example], self.task)
+            yield {name: columns[name][0] for name in names}
 
     def _pack(self, examples: Iterable[EncodedExample]) -> Iterator[Row]:
-        for batch in _batches(examples, NUM_PACKED_TOGETHER):
-            dataset = Dataset.from_list(list(self._rows(batch)))
+        for batch in _batches(self._rows(examples), NUM_PACKED_TOGETHER):
             with quiet_libraries():
-                packed = pack_dataset(dataset, self.args.max_length, self.args.packing_strategy)
+                packed: Any = pack_dataset(dataset_of(batch), self.args.max_length, self.args.packing_strategy)
             yield from packed
-
-    def _rows(self, examples: list[EncodedExample]) -> Iterator[Row]:
-        columns = token_columns(examples, self.task)
-        names = TOKEN_COLUMNS[self.task]
-        return (dict(zip(names, values, strict=True)) for values in zip(*map(columns.get, names), strict=True))
 
 
 def _batches(values: Iterable[Any], size: int) -> Iterator[list[Any]]:

@@ -108,11 +108,7 @@ def set_up_training(
     is_wrapped = packing is not None and packing.strategy == "wrapped"  # otherwise positions restart at each example
     num_positions = _num_positions(model_config)
     notices += _too_few_positions(num_positions, max_length if is_wrapped else min(longest, max_length))
-    notices += [
-        f"the chat template leaves out {kind} of {number:,} of {counts.num_examples:,} examples, trained without "
-        "them: a turn of nothing else as an empty answer. Another template may print them"
-        for kind, number in counts.num_left_out.items()
-    ]
+    notices += _left_out_notices(counts)
     samples = recipe.run.samples
     prompts = read_prompts(samples, tokenizer, has_turns(train.dataset), num_positions) if samples else ()
     notices = [*train.notices, *notices]
@@ -227,6 +223,14 @@ def _state_notices(recipe: Recipe) -> list[str]:
     return [
         "optimizer.states: 8bit rounds the momentum, which changes the small singular values of the update: by a third "
         "and more of its norm with a map that lifts them (docs/optimizers.md, 8-bit states)"
+    ]
+
+
+def _left_out_notices(counts: Account) -> list[str]:
+    return [
+        f"the chat template leaves out {kind} of {number:,} of {counts.num_examples:,} examples, trained without "
+        "them: a turn of nothing else as an empty answer. Another template may print them"
+        for kind, number in counts.num_left_out.items()
     ]
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import IterableDataset
 from peft import PeftModel
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
@@ -127,7 +126,7 @@ class SorenTrainerMixin(Trainer):
 
     def _prepare_dataset(self, dataset: Any, *args: Any) -> Any:
         """As TRL, but a stream's sequences are complete."""
-        if self.stream is not None and isinstance(dataset, IterableDataset):
+        if self.stream is not None and args[-1] == "train":
             return dataset
         return super()._prepare_dataset(dataset, *args)  # pyright: ignore[reportAttributeAccessIssue] (TRL's)
 
