@@ -98,12 +98,12 @@ class TokenStream:
                 }
             )
             self.block_end = block.end
-            for row in pack(self._kept(block.examples)):
+            for row in pack(self._encode(block.examples)):
                 self.num_rows += 1
                 if self.num_rows > self.num_trained:
                     yield row
 
-    def _kept(self, examples: list[dict[str, Any]]) -> Iterator[EncodedExample]:
+    def _encode(self, examples: list[dict[str, Any]]) -> Iterator[EncodedExample]:
         """Return the examples that are not dropped, those of SFT truncated: pairs are, by TRL's collator."""
         max_length = None if getattr(self.args, "packing", False) else self.args.max_length
         for batch in _batches(examples, BATCH_SIZE):
