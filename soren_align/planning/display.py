@@ -51,7 +51,7 @@ def _print_model_and_data(plan: dict[str, Any], account: Account | None, console
         return
     write("data", f"{data['source']['path']}: {data['layout']}")
     if data["is_streamed"]:
-        write("", "streamed: of all examples the number is unknown, the first ones are described")
+        write("", "streamed: the number of all examples is unknown; these are of the first 1,000 of each split")
     dropped = describe_dropped(data["dropped"]) or "0 dropped"
     counts = f"{data['num_examples']:,} examples: {data['num_kept']:,} kept, {dropped}"
     write("", f"{counts}, {account.describe_truncation()}")

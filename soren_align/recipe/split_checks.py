@@ -57,8 +57,9 @@ def streaming_problems(data: dict[str, Any], trainer: dict[str, Any]) -> Iterato
         message = "the examples of a stream cannot be compared before training; write {fraction: 0.01}, or a split"
         yield ("data", "eval"), message
     for at, split in splits(data):
-        name = split.get("split")
-        if at[1] == "train" and isinstance(name, str) and ("[" in name or "+" in name):
+        name, path = split.get("split"), split.get("path")
+        is_part = isinstance(name, str) and ("[" in name or "+" in name)
+        if at[1] == "train" and is_part and isinstance(path, str) and not is_local(path):
             yield (*at, "split"), "only a whole split can be streamed; write limit for a part, or a list of splits"
 
 
