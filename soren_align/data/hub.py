@@ -71,8 +71,8 @@ class StreamReader:
             except Exception as error:  # whatever is raised here comes from the hub or its data
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
                 raise UserError(
-                    f"{self.place}: cannot be read from the hub after {self.num_read} records: {reason}; rerun the same "
-                    "command to resume"
+                    f"{self.place}: cannot be read from the hub after {self.num_read} records: {reason}; rerun the "
+                    "same command to resume"
                 ) from None
             if record is None:
                 return
