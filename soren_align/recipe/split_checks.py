@@ -18,25 +18,22 @@ def splits(data: Any) -> Iterator[tuple[Key, dict[str, Any]]]:
                 yield ("data", name) if i is None else ("data", name, i), split
 
 
-_NOT_STREAMED = {
-    "num_train_epochs": (None,),
-    "dataloader_num_workers": (None, 0),
-    "precompute_ref_log_probs": (None, False),
-    "train_sampling_strategy": (None, "random"),
-    "shuffle_dataset": (None, False),
-    "save_strategy": (None, "steps", "no", False, "best"),
+NOT_STREAMED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "num_train_epochs": ((None,), "the examples of a stream are not counted; leave it out, and write max_steps"),
+    "dataloader_num_workers": (
+        (None, 0),
+        "a stream is read by the training process itself, so that a run can be resumed at the exact example; leave it "
+        "out",
+    ),
+    "precompute_ref_log_probs": (
+        (None, False),
+        "needs the examples before training, and a stream's are read while training; leave it out",
+    ),
+    "train_sampling_strategy": ((None, "random"), "needs the examples before training; leave it out"),
+    "shuffle_dataset": ((None, False), "a stream is shuffled by data.streaming.shuffle_buffer; leave it out"),
+    "save_strategy": ((None, "steps", "no", False, "best"), "a stream has no epochs; write steps, and save_steps"),
 }
-"""Keys of `trainer` -> the values that data.streaming allows."""
-_REASONS = {
-    "num_train_epochs": "the examples of a stream are not counted; leave it out, and write max_steps",
-    "dataloader_num_workers": "a stream is read by the training process itself, so that a run can be resumed at the "
-    "exact example; leave it out",
-    "precompute_ref_log_probs": "needs the examples before training, and a stream's are read while training; leave it "
-    "out",
-    "train_sampling_strategy": "needs the examples before training; leave it out",
-    "shuffle_dataset": "a stream is shuffled by data.streaming.shuffle_buffer; leave it out",
-    "save_strategy": "a stream has no epochs; write steps, and save_steps",
-}
+"""Keys of `trainer` -> the values that data.streaming allows, and the reason for others."""
 
 
 def streaming_problems(data: dict[str, Any], trainer: dict[str, Any]) -> Iterator[tuple[Key, str]]:
@@ -50,9 +47,9 @@ def streaming_problems(data: dict[str, Any], trainer: dict[str, Any]) -> Iterato
             "is required with data.streaming, as the number of examples is unknown; write the number of optimizer "
             "steps",
         )
-    for key, allowed in _NOT_STREAMED.items():
+    for key, (allowed, reason) in NOT_STREAMED.items():
         if trainer.get(key) not in allowed:
-            yield ("trainer", key), _REASONS[key]
+            yield ("trainer", key), reason
     if isinstance(evaluation := data.get("eval"), dict) and "examples" in evaluation:
         message = "the examples of a stream cannot be compared before training; write {fraction: 0.01}, or a split"
         yield ("data", "eval"), message
