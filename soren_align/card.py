@@ -207,12 +207,17 @@ def _data(train: dict[str, Any]) -> str:
     """Return each source with its revision or hash, then the number of examples."""
     sources = train.get("sources", [train])
     total = train["num_kept"] + sum(train["dropped"].values())
-    counts = [f"{train['num_kept']} of {total} examples", describe_dropped(train["dropped"])]
+    number = f"{train['num_kept']} of {total} examples"
+    if "num_read" in train:
+        number = f"streamed, {train['num_read']:,} examples read"
+    counts = [number, describe_dropped(train["dropped"])]
     return "; ".join([*(_source(source) for source in sources), ", ".join(filter(None, counts))])
 
 
 def _source(source: dict[str, Any]) -> str:
     identity = f"revision {source['revision']}" if "revision" in source else f"sha256 {source.get('sha256')}"
+    if "num_bytes" in source:  # of a stream, whose contents are not hashed
+        identity = f"{source['num_files']:,} files of {source['num_bytes']:,} bytes"
     weight = f", weight {source['weight']:g}" if source.get("weight", 1) != 1 else ""
     name = f"{source['name']}, " if "name" in source else ""
     return f"{source['path']} ({name}{source['split']}, {identity}{weight})"

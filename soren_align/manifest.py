@@ -31,6 +31,8 @@ class Source(TypedDict):
     split: str
     revision: NotRequired[str | None]
     sha256: NotRequired[str]
+    num_files: NotRequired[Count]
+    num_bytes: NotRequired[Count]
     weight: NotRequired[float]
 
 
@@ -45,6 +47,8 @@ class Counted(TypedDict):
 
     num_kept: Count
     dropped: dict[str, Count]
+    num_read: NotRequired[Count]
+    """Of a stream."""
 
 
 class Data(TypedDict):

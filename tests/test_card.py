@@ -108,6 +108,14 @@ def test_every_source_of_a_mixture_is_named():
     assert f"chats.jsonl (all, sha256 {'d' * 64}, weight 0.5); owner/set (train, revision {'e' * 40}); 9 of 9" in page
 
 
+def test_a_streamed_source_is_named_by_its_size():
+    run = finished_run("run", *HUB)
+    files = {"path": "c4", "split": "all", "num_files": 1024, "num_bytes": 3 * 10**11, "num_kept": 9, "num_read": 12000}
+    run.update(data={"train": {**files, "dropped": {"text is empty": 2}}})
+    page = card(run, "zoo")
+    assert "c4 (all, 1,024 files of 300,000,000,000 bytes); streamed, 12,000 examples read, 2 dropped (text" in page
+
+
 def test_the_table_has_the_base_in_its_first_row_and_comes_with_each_evaluation():
     run = finished_run("run", *HUB)
     write_card(run)

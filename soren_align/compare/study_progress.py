@@ -247,14 +247,6 @@ def write_study(folder: Path, study: Study) -> None:
 def _cautions(progress: Progress, candidates: list[Candidate]) -> list[str]:
     cautions = []
     for candidate in candidates:
-        for key, end in candidate.at_edge.items():
-            value = candidate.trials[0].parameters[key]
-            if candidate.selected is not None:
-                value = by_trial(candidate.trials)[candidate.selected][0].parameters[key]
-            word = "largest" if end == "high" else "least"
-            cautions.append(
-                f"{candidate.name}: the selected {key}, {value:.3g}, is the {word} that was tried (--extend)"
-            )
         if candidate.selected is None and candidate.trials:
             cautions.append(f"{candidate.name}: no trial has finished")
         for run in candidate.verdict:

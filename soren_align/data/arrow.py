@@ -2,12 +2,13 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from datasets import Dataset, Features, Json, List, Value, concatenate_datasets
+from datasets import Dataset, Features, IterableDataset, Json, List, Value, concatenate_datasets
+from datasets.iterable_dataset import ExamplesIterable
 
 from ..errors import UserError
 from ..silence import quiet_libraries
@@ -33,6 +34,16 @@ def examples_of(dataset: Dataset) -> Iterator[Example]:
     except (pa.ArrowException, ValueError, OverflowError) as error:  # ValueError: text that is not UTF-8
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(f"the dataset's Arrow files cannot be read: {reason}") from None
+
+
+def dataset_of(rows: Sequence[dict[str, Any]]) -> Dataset:
+    """The rows, equal in their keys, as a dataset in memory."""
+    return Dataset.from_list(list(rows))
+
+
+def iterable_dataset(rows: Callable[[], Iterator[dict[str, Any]]]) -> IterableDataset:
+    """The rows as a dataset without a length, which calls `rows` for each iteration."""
+    return IterableDataset(ExamplesIterable(lambda: enumerate(rows()), {}))
 
 
 def has_turns(dataset: Dataset) -> bool:

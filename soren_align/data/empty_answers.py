@@ -10,9 +10,15 @@ from datasets import Dataset
 
 from ..errors import UserError
 from .split import LoadedSplit
+from .tokens import EncodedExample
 from .tool_calls import EMPTY_ANSWER
 
 _REASON = "an answer is tool calls alone, which the chat template does not print"
+
+
+def drop_reason_of(example: EncodedExample) -> str | None:
+    """The reason to drop an example with such an answer; None for others."""
+    return _REASON if EMPTY_ANSWER in example.left_out else None
 
 
 def without_empty_answers(split: LoadedSplit, tokens: Dataset) -> tuple[LoadedSplit, Dataset]:

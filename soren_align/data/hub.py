@@ -1,9 +1,13 @@
 """A split from the Hugging Face hub, or from its local cache, and its commit."""
 
+import copy
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import datasets
-from datasets import Dataset, DatasetBuilder
+from datasets import Dataset, DatasetBuilder, IterableDataset
 from huggingface_hub import constants
 
 from ..errors import OutOfReach, UserError
@@ -16,15 +20,10 @@ def fetch(path: str, split: str, revision: str | None, name: str | None = None) 
     name: of the configuration. Raises UserError if the hub has no such dataset, configuration, split or revision,
     OutOfReach if it is needed and unreachable.
     """
-    try:
+    with _hub_errors(path):
         builder = datasets.load_dataset_builder(path, name, revision=revision)
         _refuse_another_revision(builder, path, revision)
         builder.download_and_prepare()
-    except UserError:
-        raise
-    except Exception as error:  # whatever is raised here comes from the hub or its data
-        kind = OutOfReach if _is_out_of_reach(error) else UserError
-        raise kind(_message(path, error)) from None
     splits = list(builder.info.splits or {})
     names = [part.split("[")[0].strip() for part in split.split("+")]
     if missing := next((name for name in names if name not in splits), None):
@@ -35,6 +34,62 @@ def fetch(path: str, split: str, revision: str | None, name: str | None = None) 
         raise UserError(f"{path}: '{split}' is no part of a split: {error}; write train[:10%], or limit: 100") from None
     assert isinstance(dataset, Dataset)
     return dataset, str(builder.hash)
+
+
+def stream(path: str, split: str, revision: str | None, name: str | None = None) -> tuple[IterableDataset, str]:
+    """As `fetch`, without a download: (a whole split, read from the hub as it is iterated over; the commit)."""
+    with _hub_errors(path):
+        builder = datasets.load_dataset_builder(path, name, revision=revision)
+        _refuse_another_revision(builder, path, revision)
+        dataset = builder.as_streaming_dataset(split=split)
+    assert isinstance(dataset, IterableDataset)
+    return dataset, str(builder.hash)
+
+
+class StreamReader:
+    """The records of a streamed split from a position, which is None for the first, and otherwise plain data."""
+
+    def __init__(self, dataset: IterableDataset, place: str, position: Any = None):
+        """dataset: from `stream`; not modified. place: for messages."""
+        # A copy of all of it: a shallow one shares its position with the original (datasets 5.2; test_stream.py).
+        self.dataset, self.place = copy.deepcopy(dataset), place
+        self.num_read = 0
+        if position is not None:
+            self.num_read, state = position["num_read"], position["state"]
+            self.dataset.load_state_dict(state)
+
+    @property
+    def position(self) -> Any:
+        """The position after the record that was returned last."""
+        return {"num_read": self.num_read, "state": self.dataset.state_dict()}
+
+    def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        records = iter(self.dataset)
+        while True:
+            try:
+                record = next(records, None)
+            except Exception as error:  # whatever is raised here comes from the hub or its data
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                raise UserError(
+                    f"{self.place}: cannot be read from the hub after {self.num_read} records: {reason}; rerun the "
+                    "same command to resume"
+                ) from None
+            if record is None:
+                return
+            self.num_read += 1
+            yield f"{self.place} record {self.num_read}", dict(record)
+
+
+@contextmanager
+def _hub_errors(path: str) -> Iterator[None]:
+    """Whatever is raised within comes from the hub or its data."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        kind = OutOfReach if _is_out_of_reach(error) else UserError
+        raise kind(_message(path, error)) from None
 
 
 def _refuse_another_revision(builder: DatasetBuilder, path: str, revision: str | None) -> None:

@@ -30,12 +30,14 @@ class LocalFiles:
 
     def numbered(self, limit: int | None) -> Iterator[tuple[str, dict[str, Any] | InvalidRecord]]:
         """(place, record) of the first `limit` records of all files."""
-        return islice((numbered for name in self.files for numbered in self._of_file(name)), limit)
+        return islice((numbered for name in self.files for numbered in self.of_file(name)), limit)
 
-    def samples(self, num_records: int) -> dict[str, list[dict[str, Any] | InvalidRecord]]:
-        """The first records of each file that has any."""
-        samples = {name: [r for _, r in islice(self._of_file(name), num_records)] for name in self.files}
-        return {name: sample for name, sample in samples.items() if sample} or dict(islice(samples.items(), 1))
+    def samples(self, num_records: int) -> Iterator[tuple[str, list[dict[str, Any] | InvalidRecord]]]:
+        """(name, first records) of each file that has any; of the first file if none has."""
+        samples = ((name, [r for _, r in islice(self.of_file(name), num_records)]) for name in self.files)
+        filled = ((name, sample) for name, sample in samples if sample)
+        yield next(filled, (next(iter(self.files)), []))
+        yield from filled
 
     def origin(self) -> dict[str, Any]:
         """For run.json: `split`, `sha256`; of several files one of all hashes, and each file's under `files`."""
@@ -45,10 +47,40 @@ class LocalFiles:
         files = [{"path": name, "sha256": sha256} for name, sha256 in hashes.items()]
         return {"split": "all", "sha256": hashlib.sha256("".join(hashes.values()).encode()).hexdigest(), "files": files}
 
-    def _of_file(self, name: str) -> Iterator[tuple[str, dict[str, Any] | InvalidRecord]]:
+    def sizes(self) -> dict[str, Any]:
+        """As `origin`, but of files too large to be read for it: `sha256_of_sizes`, of their names and sizes."""
+        sizes = [(name, file.stat().st_size) for name, file in self.files.items()]
+        sha256 = hashlib.sha256(repr(sizes).encode()).hexdigest()
+        num_bytes = sum(size for _, size in sizes)
+        return {"split": "all", "num_files": len(sizes), "num_bytes": num_bytes, "sha256_of_sizes": sha256}
+
+    def of_file(self, name: str) -> Iterator[tuple[str, dict[str, Any] | InvalidRecord]]:
+        """(place, record) of a file's records."""
         file = self.files[name]
         separator = ":" if has_lines(file) else " record "
         return ((f"{name}{separator}{number}", record) for number, record in read_records(file))
+
+
+class LocalReader:
+    """The records of local files from a position: [number of a file, number of its records read]; None for the first.
+
+    The records before it are read again, those of one file at most.
+    """
+
+    def __init__(self, local: LocalFiles, position: Any = None):
+        self.local = local
+        self.position: list[int] = list(position or (0, 0))
+        """After the record that was returned last; plain data."""
+
+    def __iter__(self) -> Iterator[tuple[str, dict[str, Any] | InvalidRecord]]:
+        names = list(self.local.files)
+        while self.position[0] < len(names):
+            number, num_read = self.position
+            for numbered in islice(self.local.of_file(names[number]), num_read, None):
+                num_read += 1
+                self.position = [number, num_read]
+                yield numbered
+            self.position = [number + 1, 0]
 
 
 def _sha256(file: Path) -> str:

@@ -97,25 +97,20 @@ def load_split(spec: SplitConfig, task: Task) -> LoadedSplit:
     notices = ()
     if spec.limit is not None and num_examples < spec.limit:
         notices = (f"{spec.path}: limit is {spec.limit}, but there are only {num_examples} examples; all are used",)
-    names = {key: dict(value) for key in ("columns", "roles") if (value := getattr(spec, key))}
-    source = {
-        "path": spec.path,
-        **origin,
-        **names,
-        "columns_dropped": list(layout.unused),
-        "num_examples": num_examples,
-    }
+    source = source_record(spec, origin, layout) | {"num_examples": num_examples}
     return LoadedSplit(dataset, layout.description, num_examples, dropped, source, notices)
+
+
+def source_record(spec: SplitConfig, origin: dict[str, Any], layout: Layout) -> dict[str, Any]:
+    """`LoadedSplit.source` without the number of examples."""
+    names = {key: dict(value) for key in ("columns", "roles") if (value := getattr(spec, key))}
+    return {"path": spec.path, **origin, **names, "columns_dropped": list(layout.unused)}
 
 
 def _from_file(spec: SplitConfig, task: Task) -> tuple[Dataset, Layout, dict[str, int], dict[str, Any]]:
     """(dataset, layout, dropped, origin)."""
-    for key in ("revision", "name"):
-        if value := getattr(spec, key):
-            raise UserError(f"{spec.path}: is no dataset of the hub and has no {key} '{value}'; leave {key} out")
-    local = LocalFiles.at(spec.path)
+    local, layout = local_files(spec, task)
     origin = local.origin()
-    layout = _common_layout({n: _layout(s, spec, task, n) for n, s in local.samples(SAMPLE_SIZE).items()})
     numbered = partial(local.numbered, spec.limit)
     suffixes = [file.suffixes for file in local.files.values()]
     rules = (spec.bad_examples, spec.mask_history, layout.names)
@@ -132,7 +127,16 @@ def _from_file(spec: SplitConfig, task: Task) -> tuple[Dataset, Layout, dict[str
             raise
         folder = config.HF_DATASETS_CACHE
         raise UserError(f"{spec.path}: cannot be cached in {folder} (HF_DATASETS_CACHE): {cause}") from None
-    return dataset, layout, _count_dropped(numbered(), layout, spec), origin
+    return dataset, layout, count_dropped(numbered(), layout, spec), origin
+
+
+def local_files(spec: SplitConfig, task: Task) -> tuple[LocalFiles, Layout]:
+    """The files of a split, and their layout. Raises UserError if there are none, or of different layouts."""
+    for key in ("revision", "name"):
+        if value := getattr(spec, key):
+            raise UserError(f"{spec.path}: is no dataset of the hub and has no {key} '{value}'; leave {key} out")
+    local = LocalFiles.at(spec.path)
+    return local, _common_layout({n: layout_of(s, spec, task, n) for n, s in local.samples(SAMPLE_SIZE)})
 
 
 def _common_layout(layouts: Mapping[str, Layout]) -> Layout:
@@ -155,25 +159,25 @@ def _from_hub(spec: SplitConfig, task: Task) -> tuple[Dataset, Layout, dict[str,
     if spec.limit is not None:
         dataset = dataset.select(range(min(spec.limit, len(dataset))))
     first = dataset.select(range(min(SAMPLE_SIZE, len(dataset))))
-    layout = _layout(examples_of(first), spec, task, place)
+    layout = layout_of(examples_of(first), spec, task, place)
     dataset = dataset.select_columns(layout.columns_read)
 
     def numbered() -> Iterator[tuple[str, Any]]:
         for number, example in enumerate(examples_of(dataset), start=1):
             yield f"{place} record {number}", example
 
-    valid = _valid_examples(numbered, layout, task, place, spec.bad_examples)
+    valid = valid_examples(numbered, layout, task, place, spec.bad_examples)
     num_changed = sum(converted != record for record, converted in valid)
-    dropped = _count_dropped(numbered(), layout, spec)
+    dropped = count_dropped(numbered(), layout, spec)
     origin = {"split": spec.split, "revision": revision} | ({"name": spec.name} if spec.name else {})
     if dropped:
-        indices = [i for i, (_, example) in enumerate(numbered()) if not isinstance(_read(example, layout), str)]
+        indices = [i for i, (_, example) in enumerate(numbered()) if not isinstance(read(example, layout), str)]
         dataset = dataset.select(indices)
     is_unchanged = num_changed == 0 and not layout.is_renamed
     return dataset if is_unchanged else _converted(dataset, layout), layout, dropped, origin
 
 
-def _layout(examples: Iterable[Any], spec: SplitConfig, task: Task, place: str) -> Layout:
+def layout_of(examples: Iterable[Any], spec: SplitConfig, task: Task, place: str) -> Layout:
     """Recognized by the first object, or a later one without empty columns. Raises UserError if there is none."""
     names = Names.of(spec.columns, spec.roles)
     objects = list(islice((example for example in examples if isinstance(example, dict)), SAMPLE_SIZE))
@@ -189,7 +193,7 @@ def _layout(examples: Iterable[Any], spec: SplitConfig, task: Task, place: str) 
     return layout._replace(mask_history=spec.mask_history)
 
 
-def _valid_examples(
+def valid_examples(
     numbered: Callable[[], Iterable[tuple[str, Any]]], layout: Layout, task: Task, place: str, bad_examples: str
 ) -> Iterator[tuple[Any, Example]]:
     """Every valid record, and its example in TRL's columns.
@@ -202,7 +206,7 @@ def _valid_examples(
     num_examples = num_invalid = 0
     for record_place, record in numbered():
         num_examples += 1
-        example = _read(record, layout)
+        example = read(record, layout)
         if not isinstance(example, str):
             yield record, example
         else:
@@ -219,27 +223,28 @@ def _valid_examples(
 
 
 def _examples(*args: Any) -> Iterator[Example]:
-    return (example for _, example in _valid_examples(*args))
+    return (example for _, example in valid_examples(*args))
 
 
-def _read(record: Any, layout: Layout) -> Example | str:
+def read(record: Any, layout: Layout) -> Example | str:
+    """The record in TRL's columns; or, as text, why it cannot be trained on."""
     return record.reason if isinstance(record, records.InvalidRecord) else columns.read_example(record, layout)
 
 
-def _count_dropped(numbered: Iterable[tuple[str, Any]], layout: Layout, spec: SplitConfig) -> dict[str, int]:
+def count_dropped(numbered: Iterable[tuple[str, Any]], layout: Layout, spec: SplitConfig) -> dict[str, int]:
     """The number of invalid examples by reason; counted again for each load, as a cached dataset has no such record."""
     if spec.bad_examples == "refuse":
         return {}
-    results = (_read(record, layout) for _, record in numbered)
+    results = (read(record, layout) for _, record in numbered)
     reasons = Counter(result for result in results if isinstance(result, str))
-    alike = Counter(map(_without_indices, reasons))
+    alike = Counter(map(without_indices, reasons))
     counts: Counter[str] = Counter()
     for reason, number in reasons.items():
-        counts[reason if alike[_without_indices(reason)] == 1 else _without_indices(reason)] += number
+        counts[reason if alike[without_indices(reason)] == 1 else without_indices(reason)] += number
     return dict(counts.most_common())
 
 
-def _without_indices(reason: str) -> str:
+def without_indices(reason: str) -> str:
     """`chosen[i] and chosen[i+1] are both ...` of a reason with any indices of turns."""
     letters = iter(("[i]", "[i+1]"))  # no reason has more than two indices, and two are neighbours
     return re.sub(r"\[\d+\]", lambda _: next(letters), reason)

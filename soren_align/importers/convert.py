@@ -13,7 +13,7 @@ from ..errors import UserError, closest
 from ..optimizer_settings import BETAS
 from ..recipe import trl_config
 from ..recipe.sections import Task
-from . import attention_keys, lora_keys, per_epoch_keys, tool_defaults
+from . import attention_keys, lora_keys, per_epoch_keys, streaming_keys, tool_defaults
 from . import key_tables as names
 from .data_keys import read_data, trains_completions
 from .key_tables import Note, matches, number
@@ -82,7 +82,7 @@ def flattened(source: dict[str, Any]) -> dict[str, Any]:
 def tool_of(flat: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """("TRL's", "Axolotl's" or "LLaMA-Factory's"; its defaults that differ from TRL's)."""
     if "base_model" in flat:
-        return "Axolotl's", tool_defaults.AXOLOTL
+        return "Axolotl's", tool_defaults.axolotl(flat)
     if not tool_defaults.is_llama_factory(flat):
         return "TRL's", {}
     has_precision = any(flat.get(key) for key in ("fp16", "bf16", "pure_bf16"))
@@ -133,7 +133,7 @@ def _special(key: str, name: str, value: Any, flat: dict[str, Any], conversion: 
     nullable = (*_NESTED, "optim", "optimizer", *_BETAS, "torch_dtype", "dtype", _MIN_LR)
     if value in (None, {}) and name in nullable:
         return Note(key, "dropped", "null has no effect")
-    for of_keys in (attention_keys, per_epoch_keys):
+    for of_keys in (attention_keys, per_epoch_keys, streaming_keys):
         if note := of_keys.convert(key, name, value, flat, conversion.recipe):
             return note
     for special in (_optimizer_key, _model_key, _schedule_key):

@@ -19,6 +19,12 @@ LLAMA_FACTORY_LR = 5e-5
 _LLAMA_FACTORY_KEYS = ("finetuning_type", "stage", "cutoff_len", "dataset_dir", "template")
 
 
+def axolotl(flat: dict[str, Any]) -> dict[str, Any]:
+    """AXOLOTL; without the epochs, which have no effect, where the source streams a number of steps."""
+    steps_end_it = flat.get("streaming") is True and flat.get("max_steps")
+    return {key: value for key, value in AXOLOTL.items() if key != "num_train_epochs" or not steps_end_it}
+
+
 def is_llama_factory(flat: dict[str, Any]) -> bool:
     """Whether the source is a file of LLaMA-Factory's."""
     return "base_model" not in flat and any(key in flat for key in _LLAMA_FACTORY_KEYS)

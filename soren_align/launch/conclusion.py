@@ -45,18 +45,20 @@ def _differences(folder: Path, study: Study) -> list[Any]:
     base, options = None, None
     for candidate in filter(is_complete, study.candidates):
         options = _evaluation(folder, candidate.verdict[0])
-        for run in candidate.verdict if options else []:
+        if options is None:
+            continue
+        for run in candidate.verdict:
             rows = list(read_points(RunFolder(folder / run.folder).evaluation(options.name)).values())
             points.setdefault(candidate.name, []).append(rows[-1])
             base = base or rows[-2]
     section = study.file["verdict"]
-    retention = section["retention"] or {"columns": [], "margin": 0.0}
+    retention: dict[str, Any] = section["retention"] or {"columns": [], "margin": 0.0}
     rules = Rules(
         reference=section["reference"],
         power=section["power"],
         higher_is_better=study.higher_is_better,
         average=options is not None and suite_of(options).average,
-        margins=dict.fromkeys(retention["columns"], retention["margin"]),
+        margins={column: retention["margin"] for column in retention["columns"]},
     )
     return verdict(rules, study.candidates, points, base)
 

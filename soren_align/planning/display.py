@@ -51,6 +51,8 @@ def _print_model_and_data(plan: dict[str, Any], account: Account | None, console
         write("", f"{data['num_examples']:,} examples, from the dataset card")
         return
     write("data", f"{data['source']['path']}: {data['layout']}")
+    if data["is_streamed"]:
+        write("", "streamed: the number of all examples is unknown; these are of the first 1,000 of each split")
     dropped = describe_dropped(data["dropped"]) or "0 dropped"
     counts = f"{data['num_examples']:,} examples: {data['num_kept']:,} kept, {dropped}"
     write("", f"{counts}, {account.describe_truncation()}")
@@ -72,14 +74,13 @@ def _print_model_and_data(plan: dict[str, Any], account: Account | None, console
 
 def _print_steps(plan: dict[str, Any], console: Console) -> None:
     steps = plan["steps"]
-    epochs = "1 epoch" if steps["num_epochs"] == 1 else f"{steps['num_epochs']:g} epochs"
+    epochs = ""
+    if steps["per_epoch"]:
+        number = "1 epoch" if steps["num_epochs"] == 1 else f"{steps['num_epochs']:g} epochs"
+        epochs = f": {number} of {steps['per_epoch']:,} steps"
     console.print()
-    print_labelled(
-        console,
-        "steps",
-        f"{steps['total']:,} optimizer steps: {epochs} of {steps['per_epoch']:,} steps, "
-        f"global batch size {steps['global_batch_size']}",
-    )
+    size = f"global batch size {steps['global_batch_size']}"
+    print_labelled(console, "steps", f"{steps['total']:,} optimizer steps{epochs}, {size}")
     table = _table("\nlearning rate", "step", "matrices", "other parameters", num_text_columns=0)
     for rate in plan["learning_rates"]:
         lr, aux_lr = (f"{rate[key]:.2e}" if rate[key] else "0" for key in ("lr", "aux_lr"))
@@ -190,6 +191,7 @@ def _print_compute(plan: dict[str, Any], console: Console) -> None:
     else:
         bound = "" if compute["tokens_are_measured"] else " (upper bound)"
         per_step, total = (with_prefix(compute[key], "FLOP") for key in ("training_flops_per_step", "training_flops"))
+        bound = " (the mean of the first ones)" if plan["data"].get("is_streamed") else bound
         tokens = f"{compute['tokens_per_example']:,.0f} tokens per example{bound}"
         print_labelled(console, "compute", f"forward and backward: {per_step} per step, {total} in total")
         print_labelled(console, "", f"with {tokens}")

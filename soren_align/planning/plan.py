@@ -114,6 +114,7 @@ def _data(recipe: Recipe, inputs: Inputs) -> dict[str, Any]:
     return {
         "source": split.source,
         "is_tokenized": True,
+        "is_streamed": inputs.ready.stream is not None,
         "layout": split.layout,
         "num_examples": split.num_examples,
         "num_kept": account.num_kept,

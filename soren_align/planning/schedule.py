@@ -17,7 +17,8 @@ class Schedule:
     """The steps of a training run."""
 
     global_batch_size: int
-    per_epoch: int
+    per_epoch: int | None
+    """None for a stream, whose examples are not counted."""
     total: int
     rates: list[dict[str, float]]
     """{"step", "lr", "aux_lr"} of every step, from 1."""
@@ -28,7 +29,7 @@ class Schedule:
             "global_batch_size": self.global_batch_size,
             "per_epoch": self.per_epoch,
             "total": self.total,
-            "num_epochs": round(self.total / self.per_epoch, 2),
+            "num_epochs": self.per_epoch and round(self.total / self.per_epoch, 2),
             "lr_scheduler_type": str(args.lr_scheduler_type.value),
             "num_warmup_steps": args.get_warmup_steps(self.total),
         }
@@ -43,6 +44,8 @@ def schedule(recipe: Recipe, args: Any, num_sequences: int, num_ranks: int) -> S
     """The schedule of a recipe on `num_ranks` processes. args: TRL's config. num_sequences: of an epoch."""
     batch_size, _ = global_batch(recipe, num_ranks)
     per_device, accumulated = args.per_device_train_batch_size, accumulation(recipe, num_ranks)
+    if recipe.data.streaming:
+        return Schedule(batch_size, None, args.max_steps, _rates(recipe, args, args.max_steps))
     per_epoch = steps_per_epoch(num_sequences, per_device, accumulated, num_ranks)
     total = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
     return Schedule(batch_size, per_epoch, total, _rates(recipe, args, total))

@@ -10,7 +10,7 @@ from .batch import accumulation, batch_unit, global_batch, refuse_no_batch, trai
 from .checks import evaluation_problems
 from .comparison import differences, recipe_hash, training_part
 from .data_paths import FILE_KINDS, data_files, data_suffix
-from .data_section import Data, DataSplit, HeldOut, HeldOutNumber, TrainSplit
+from .data_section import Data, DataSplit, HeldOut, HeldOutNumber, Streaming, TrainSplit
 from .loader import find, load, load_resolved, load_text, task_of, to_yaml
 from .lora import adapter_config
 from .optimizers import MAPS, OPTIMIZERS, OptimizerSection, as_adamw
@@ -48,6 +48,7 @@ __all__ = [
     "Quantization",
     "Recipe",
     "Samples",
+    "Streaming",
     "TrainSplit",
     "accumulation",
     "adapter_config",

@@ -19,7 +19,7 @@ from .parallel import parallel
 from .quantization import quantization_problems
 from .references import attention_problems, is_local, model_problems, template_problems
 from .run_checks import evaluation_needed, metric_problems, sample_problems
-from .split_checks import split_problems, splits
+from .split_checks import split_problems, splits, streaming_problems
 
 Problems = list[tuple[Key, str]]
 
@@ -104,6 +104,7 @@ def _data(raw: Raw) -> Iterator[tuple[Key, str]]:
             yield from (((*at, "path"), message) for message in missing)
             problems = split_problems(path, split, is_trained)
             yield from (((*at, "split"), message) for message in problems)
+    yield from streaming_problems(raw.section("data"), raw.section("trainer"))
 
 
 def _optimizer(raw: Raw) -> Iterator[tuple[Key, str]]:

@@ -34,6 +34,10 @@ def training_part(recipe: Recipe) -> dict[str, Any]:
     evaluation = part["data"].pop("eval") or {}
     if "path" not in evaluation and evaluation:  # the other examples are trained on
         part["data"]["eval"] = evaluation
+    if recipe.data.streaming:  # refused and dropped examples are equal up to the first one, which ends the run
+        sources = part["data"]["train"]
+        for source in sources if isinstance(sources, list) else [sources]:
+            del source["bad_examples"]
     ignored = _NO_EFFECT_ON_WEIGHTS if recipe.run.early_stopping else _NO_EFFECT_ON_WEIGHTS | _EVALUATION
     part["trainer"] = {k: v for k, v in part["trainer"].items() if k not in ignored}
     return part

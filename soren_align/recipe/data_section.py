@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from .base import Positive, Section
 
@@ -58,7 +58,8 @@ class TrainSplit(DataSplit):
     """Examples to train on, and how often."""
 
     weight: Positive = 1.0
-    """Multiple of the examples: 2 takes each twice, 0.25 a quarter of them, drawn by trainer.seed."""
+    """Multiple of the examples: 2 takes each twice, 0.25 a quarter of them, drawn by trainer.seed. With
+    `data.streaming`, the relative number of examples from each split: of 3 and 1, three quarters and one."""
     train_on_test: bool = False
     """Train on a split whose name is that of a test split, although its scores are then meaningless."""
 
@@ -77,6 +78,20 @@ class HeldOutNumber(Section):
     examples: Annotated[int, Field(ge=1)]
     """Of all training splits together: those with the smallest hashes, in the order of `fraction`. As the data grows,
     new examples take the place of some of them, which are then trained on; none that was trained on is held out."""
+
+
+class Streaming(Section):
+    """Training examples that are read while the model trains, for data larger than memory or disk: their number is
+    unknown, and `trainer.max_steps` ends the training."""
+
+    shuffle_buffer: Annotated[int, Field(ge=1)] = 10_000
+    """Examples that are in memory, and shuffled with each other by trainer.seed, before the next ones are read. 1: in
+    the order of the data."""
+
+
+def _as_streaming(value: Any) -> Any:
+    """`true` as a section of defaults, `false` as null; anything else unchanged."""
+    return ({} if value else None) if isinstance(value, bool) else value
 
 
 ONE, SEVERAL, SPLIT, PART, NUMBER = "<one>", "<several>", "a split", "a fraction", "a number"
@@ -116,6 +131,9 @@ class Data(Section):
     retention: DataSplit | None = None
     """Examples of what the model must not forget, in the forms of SFT also for DPO: at every evaluation metrics.jsonl
     gets `retention_loss`, of the answers of up to 64 of them. They are not trained on."""
+    streaming: Annotated[Streaming | None, BeforeValidator(_as_streaming)] = None
+    """`true`: read the training examples while training, again from the start when they end; docs/data.md has the
+    differences. Needs trainer.max_steps."""
 
     cache: bool = True
     """Whether the tokens are cached in the user's cache folder ($SOREN_ALIGN_CACHE), for the next plan, run or resume.

@@ -1,4 +1,4 @@
-"""Keys of version 0.1 that have another name now, and the message that names it."""
+"""Keys of version 0.1 that have another name now, or that stand elsewhere, and the message that names it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -42,6 +42,10 @@ def _quantize(value: Any) -> str:
     return f"is now model.quantize; write `model: {{quantize: {'null' if value is None else value}}}`"
 
 
+def _streaming(_: Any) -> str:
+    return "is of all of data.train together; write `data: {streaming: true}`"
+
+
 MOVED: dict[Key, Callable[[Any], str]] = {
     ("optimizer", "spectral_map"): _spectral_map,
     ("optimizer", "resolution"): _resolution,
@@ -49,6 +53,7 @@ MOVED: dict[Key, Callable[[Any], str]] = {
     ("model", "lora", "quantize"): _quantize,
     ("data", "train", "bad_rows"): _bad_rows,
     ("data", "eval", "bad_rows"): _bad_rows,
+    ("data", "train", "streaming"): _streaming,
     ("eval", "quote"): _quote,
 }
-"""Key of 0.1, without the index of a list -> the message about a value of it."""
+"""Key, without the index of a list -> the message about a value of it."""

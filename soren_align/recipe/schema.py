@@ -25,6 +25,7 @@ def json_schema() -> dict[str, Any]:
     properties["trainer"] |= {"properties": _trainer_properties(), "additionalProperties": False}
     soren = schema["$defs"]["SorenSettings"]["properties"]["map"]
     soren["anyOf"] = [*soren.pop("oneOf"), {"enum": list(MAPS)}]
+    schema["$defs"]["Data"]["properties"]["streaming"]["anyOf"].append({"type": "boolean"})
     schema["anyOf"] = [{"required": schema.pop("required")}, {"required": ["extends"]}]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$comment": _COMMENT} | schema
 

@@ -54,7 +54,7 @@ def build_trainer(
         return TRAINERS[recipe.task](
             model=model,
             args=args,
-            train_dataset=setup.tokens["train"].select_columns(columns),
+            train_dataset=setup.stream.dataset() if setup.stream else setup.tokens["train"].select_columns(columns),
             eval_dataset=held_out.select_columns(columns) if held_out else None,
             processing_class=setup.tokenizer,
             peft_config=new_adapter,
@@ -64,6 +64,7 @@ def build_trainer(
             save_dtype=save_dtype(recipe, setup.start),
             parallel=parallel(recipe.run.parallel).kind if ranks.launched else None,
             lost_updates=lost_updates,
+            stream=setup.stream,
         )
 
 

@@ -22,6 +22,7 @@ PICKLE_REFUSED = (
     "run.overwrite: true"
 )
 REQUIRED_FILES = ("scheduler.pt", "trainer_state.json")
+_STREAM_FILE = "stream.json"
 
 
 def latest(folder: Path, origin: dict[str, Any]) -> tuple[Path | None, list[str]]:
@@ -75,6 +76,19 @@ def check(checkpoint: Path, origin: dict[str, Any]) -> None:
             *(f"  {line}" for line in changed),
             "Restore these to resume, or choose another run.output_dir",
         )
+
+
+def write_stream(checkpoint: Path, state: dict[str, Any]) -> None:
+    """Write the place in a stream (TokenStream.state) into a checkpoint."""
+    write(checkpoint / _STREAM_FILE, json.dumps(state) + "\n")
+
+
+def read_stream(checkpoint: Path) -> dict[str, Any]:
+    """Return the place in a stream. Raises UserError if the checkpoint has none."""
+    state = read_json(checkpoint / _STREAM_FILE)
+    if not isinstance(state, dict):
+        raise UserError(f"{checkpoint / _STREAM_FILE}: was not written by soren-align; remove the checkpoint")
+    return state
 
 
 def make_universal(checkpoint: Path) -> None:

@@ -20,14 +20,10 @@ from .training_setup import TrainingSetup
 
 def record_setup(folder: RunFolder, setup: TrainingSetup, trainer: Any, ranks: Ranks) -> None:
     """Write data, starting checkpoint, batch, parameters and routing into run.json."""
-    recipe, counts, train = setup.recipe, setup.account, setup.splits["train"]
-    examples: dict[str, Any] = {"num_kept": counts.num_kept, "dropped": train.dropped | counts.dropped}
-    if counts.num_kept_by_source:
-        examples["num_kept_by_source"] = list(counts.num_kept_by_source)
-    examples |= {"num_truncated": counts.num_truncated, "num_truncated_tokens": counts.num_truncated_tokens}
-    examples["num_unknown_tokens"] = counts.num_unknown_tokens
-    if setup.packing:
-        examples["packing"] = setup.packing.as_json()
+    recipe, train = setup.recipe, setup.splits["train"]
+    examples = _counts(setup)
+    if setup.stream:
+        examples = {"preview": {"num_examples": train.num_examples, **examples}, **setup.stream.counts()}
     parameters, table = list(trainer.model.parameters()), routing_table(route(trainer.model, recipe.optimizer.aux))
     folder.update(
         start={
@@ -56,23 +52,22 @@ def record_setup(folder: RunFolder, setup: TrainingSetup, trainer: Any, ranks: R
     )
 
 
+def _counts(setup: TrainingSetup) -> dict[str, Any]:
+    counts = setup.account
+    examples: dict[str, Any] = {"num_kept": counts.num_kept, "dropped": setup.splits["train"].dropped | counts.dropped}
+    if counts.num_kept_by_source:
+        examples["num_kept_by_source"] = list(counts.num_kept_by_source)
+    examples |= {"num_truncated": counts.num_truncated, "num_truncated_tokens": counts.num_truncated_tokens}
+    examples["num_unknown_tokens"] = counts.num_unknown_tokens
+    return examples | ({"packing": setup.packing.as_json()} if setup.packing else {})
+
+
 def print_setup(console: Console, setup: TrainingSetup, trainer: Any, ranks: Ranks) -> None:
     """Print notices, data, starting checkpoint, batch and optimizer."""
-    counts, train = setup.account, setup.splits["train"]
     table = routing_table(route(trainer.model, setup.recipe.optimizer.aux))
     for notice in (*setup.notices, *share_notices(setup.recipe.optimizer.name, table)):
         print_labelled(console, "notice", notice)
-    dropped = describe_dropped(train.dropped | counts.dropped)
-    dropped = f", {dropped}" if dropped else ""
-    print_labelled(console, "data", f"{counts.num_kept} of {train.num_examples} examples, {train.layout}{dropped}")
-    for num_examples, source in zip(counts.num_kept_by_source, train.source.get("sources", ()), strict=True):
-        print_labelled(console, "", _describe_source(source, num_examples))
-    if counts.num_truncated:
-        print_labelled(console, "", counts.describe_truncation())
-    if held_out := setup.splits["eval"]:
-        print_labelled(console, "", f"{held_out.num_examples} examples for the evaluation loss, not trained on")
-    for line in setup.packing.describe() if setup.packing else ():
-        print_labelled(console, "", line)
+    _print_data(console, setup)
     earlier = describe_earlier_runs({"after": earlier_runs(setup.start)})
     print_labelled(console, "model", f"{setup.start} ({', '.join(filter(None, ('starting checkpoint', earlier)))})")
     if quantized := quantization_of(trainer.model):
@@ -89,6 +84,26 @@ def print_setup(console: Console, setup: TrainingSetup, trainer: Any, ranks: Ran
     print_labelled(console, "optimizer", matrices + f", {share:.1%} of the trained parameters" * bool(others))
     if others:
         print_labelled(console, "", f"adamw, lr {optimizer.aux_lr:g}: {others:,} other parameters, {1 - share:.1%}")
+
+
+def _print_data(console: Console, setup: TrainingSetup) -> None:
+    """Print the examples; of a stream, those of its preview."""
+    counts, train = setup.account, setup.splits["train"]
+    dropped = describe_dropped(train.dropped | counts.dropped)
+    dropped = f", {dropped}" if dropped else ""
+    if setup.stream:
+        print_labelled(console, "data", f"streamed, {train.layout}; of {train.source['path']}")
+        print_labelled(console, "", f"the first {train.num_examples:,} examples: {counts.num_kept:,} kept{dropped}")
+    else:
+        print_labelled(console, "data", f"{counts.num_kept} of {train.num_examples} examples, {train.layout}{dropped}")
+        for num_examples, source in zip(counts.num_kept_by_source, train.source.get("sources", ()), strict=True):
+            print_labelled(console, "", _describe_source(source, num_examples))
+    if counts.num_truncated:
+        print_labelled(console, "", counts.describe_truncation())
+    if held_out := setup.splits["eval"]:
+        print_labelled(console, "", f"{held_out.num_examples} examples for the evaluation loss, not trained on")
+    for line in setup.packing.describe() if setup.packing else ():
+        print_labelled(console, "", line)
 
 
 def earlier_runs(start: str) -> list[dict[str, Any]]:
@@ -118,6 +133,9 @@ def record_result(folder: RunFolder, trainer: Any, result: dict[str, Any], secon
     result: relative changes, `change_after_saving`, `stopped_early` and `best_model`.
     """
     losses = _losses(trainer)
+    if trainer.stream:
+        data = (folder.read() or {})["data"]
+        folder.update(data={**data, "train": {**data["train"], **trainer.stream.counts()}})
     folder.update(
         status="trained",
         training={
@@ -143,6 +161,8 @@ def print_result(console: Console, trainer: Any, result: dict[str, Any], seconds
         loss = f", loss {mean:.3f} on average"
     resumed = f", {steps - resumed_from} of them since resuming," if resumed_from else ""
     print_labelled(console, "trained", f"{steps} steps{resumed} in {seconds:.0f} s{loss}")
+    if trainer.stream:
+        print_labelled(console, "", _describe_stream(trainer.stream.counts()))
     if early := result.get("stopped_early"):
         print_labelled(console, "", f"early, of {early['max_steps']} steps: {describe_early_stop(early)}")
     if best := result.get("best_model"):
@@ -169,6 +189,15 @@ def _describe_source(source: dict[str, Any], num_examples: int) -> str:
     dropped = f", {describe_dropped(source['dropped'])}" if source["dropped"] else ""
     sampled = f"{source['num_sampled']} of {source['num_examples']} examples (weight {source['weight']:g})"
     return f"{source['path']}: {sampled}, {num_examples} used, {source['layout']}{dropped}"
+
+
+def _describe_stream(counts: dict[str, Any]) -> str:
+    """Return "12,000 examples read, 3 dropped (...); 2 complete passes"."""
+    dropped = f", {describe_dropped(counts['dropped'])}" if counts["dropped"] else ""
+    passes = (
+        f"; complete passes over the data: {', '.join(map(str, counts['passes']))}" if any(counts["passes"]) else ""
+    )
+    return f"{counts['num_read']:,} examples read{dropped}{passes}"
 
 
 def _losses(trainer: Any) -> list[float]:

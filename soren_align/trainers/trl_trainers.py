@@ -37,6 +37,7 @@ from .model_export import (
 from .separation import SeparationCheck
 from .spectra_recorder import SpectraRecorder
 from .starting_weights import StartingWeights, share_of_parameters
+from .token_stream import TokenStream
 
 
 class SorenTrainerMixin(Trainer):
@@ -51,6 +52,7 @@ class SorenTrainerMixin(Trainer):
         parallel: str | None = None,
         save_dtype: torch.dtype | None = None,
         lost_updates: LostUpdatesPolicy | None = WARN,
+        stream: TokenStream | None = None,
         **kwargs: Any,
     ):
         """optimizer_settings: "muon", {"name": "soren", "lr": 1e-4, ...}; see `OptimizerSettings`. Default: Soren.
@@ -60,7 +62,9 @@ class SorenTrainerMixin(Trainer):
         parallel: "ddp", "zero" or "fsdp2": refuse any other; None: whatever accelerate has set up.
         save_dtype: of the weights that `save_model` writes; None: their own dtype.
         lost_updates: whether to warn or stop; None: the first step is not measured.
+        stream: whose `dataset()` the training examples are; its place is saved in checkpoints.
         """
+        self.stream = stream
         self.parallel, self.save_dtype = parallel, save_dtype
         self.origin, self.lost_updates = origin or {}, lost_updates
         start: Any = args[0] if args else kwargs.get("model")
@@ -124,11 +128,25 @@ class SorenTrainerMixin(Trainer):
         if self.lost_updates is not None:
             self.add_callback(FirstStepCheck(self.attached, self.lost_updates))
 
+    def _prepare_dataset(self, dataset: Any, *args: Any) -> Any:
+        """As TRL, but a stream's sequences are complete."""
+        if self.stream is not None and args[-1] == "train":
+            return dataset
+        return super()._prepare_dataset(dataset, *args)  # pyright: ignore[reportAttributeAccessIssue] (TRL's)
+
+    @property
+    def _sequences_per_batch(self) -> int:
+        """Of a micro-batch, on all ranks."""
+        return self.args.train_batch_size * self.args.world_size
+
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         # transformers compares with max_steps only after a step: resumed at the last one, it would take one more. So it
         # would after early stopping.
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
+        if self.stream is not None and (checkpoint := kwargs["resume_from_checkpoint"]):
+            num_batches = kwargs["steps_trained_in_current_epoch"]
+            self.stream.resume(checkpoints.read_stream(Path(checkpoint)), num_batches * self._sequences_per_batch)
         if not self.control.should_training_stop:
             super()._run_epoch(*args, **kwargs)
 
@@ -224,6 +242,9 @@ class SorenTrainerMixin(Trainer):
         self.accelerator.wait_for_everyone()  # each rank writes the state of its random number generators
         if not self.args.should_save:
             return
+        if self.stream is not None:
+            num_batches = self.state.global_step * self.args.gradient_accumulation_steps
+            checkpoints.write_stream(checkpoint, self.stream.state(num_batches * self._sequences_per_batch))
         checkpoints.mark_complete(checkpoint, self.origin)
         rotate_checkpoints(
             output_dir=str(folder),

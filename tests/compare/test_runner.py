@@ -126,7 +126,9 @@ def _wait_for(condition, process, seconds=240):
 
 @pytest.mark.process
 def test_no_thread_runs_in_the_server_that_runs_are_forked_from():
-    code = "import soren_align.silence, soren_align.launch.loaded_libraries, os; print(len(os.listdir('/proc/self/task')))"
+    code = (
+        "import soren_align.silence, soren_align.launch.loaded_libraries, os; print(len(os.listdir('/proc/self/task')))"
+    )
     with contextlib.suppress(FileNotFoundError):
         os.stat("/proc/self/task")
         import subprocess

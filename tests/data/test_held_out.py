@@ -111,7 +111,7 @@ def test_a_fraction_that_leaves_nothing_is_refused(write):
 
 def config(sources, seed=1, task="sft", fraction=0.25):
     sources = [SimpleNamespace(**vars(source), weight=weight) for source, weight in sources]
-    data = SimpleNamespace(sources=sources, eval=HeldOut(fraction=fraction))
+    data = SimpleNamespace(sources=sources, eval=HeldOut(fraction=fraction), streaming=None)
     return SimpleNamespace(task=task, data=data, trainer={"seed": seed})
 
 

@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from soren_align.data import load_split
-from soren_align.errors import UserError
+from soren_align.data import hub, load_split
+from soren_align.errors import OutOfReach, UserError
 from tests.support.conversations import chat, chat_row, pair_row, split
 
 U, A, S = ({"role": role, "content": "words"} for role in ("user", "assistant", "system"))
@@ -243,6 +243,18 @@ def test_a_cached_hub_dataset_loads_offline_with_its_commit(hub_dataset, capfd):
     assert loaded.source["split"] == "train_prefs"
     assert load_split(split(hub_dataset, "test_prefs", revision=COMMIT), "dpo").num_examples == 2
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_split_of_the_hub_is_streamed_without_a_download(hub_dataset):
+    dataset, revision = hub.stream(hub_dataset, "train_prefs", None)
+    assert revision == COMMIT
+    reader = hub.StreamReader(dataset, "place")
+    (_, first), (place, second), *others = reader
+    assert (first["prompt_id"], second["prompt_id"], place, len(others)) == ("0", "1", "place record 2", 4)
+    with pytest.raises(UserError, match=r"owner/replica: .*train.*test_prefs"):
+        hub.stream(hub_dataset, "train", None)
+    with pytest.raises(OutOfReach, match="owner/other: no such file"):
+        hub.stream("owner/other", "train", None)
 
 
 def test_a_configuration_is_loaded_by_its_name_and_recorded(hub_dataset, cache, tmp_path):

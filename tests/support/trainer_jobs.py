@@ -82,11 +82,14 @@ RUNS = (
 PACKED = ("packed", "sft", ("trainer.packing=true", "trainer.max_length=40", "data.train.limit=960"))
 """More than 320 sequences, and the probe of packed examples, which all ranks run before the first step."""
 
+STREAMED = ("streamed", "sft", ("data.streaming={shuffle_buffer: 100}",))
+"""A stream, in blocks that are no multiple of the batch."""
+
 
 def ddp(make):
     """All that test_ddp.py asks of two ranks."""
     return {
-        "maps": same_steps(make, "ddp", *RUNS, PACKED, ("unclipped", "sft", ("trainer.max_grad_norm=0",))),
+        "maps": same_steps(make, "ddp", *RUNS, PACKED, STREAMED, ("unclipped", "sft", ("trainer.max_grad_norm=0",))),
         "resumed": resumed(make, "ddp"),
         "poisoned": poisoned(make, "ddp"),
         "drifted": drifted(make),
@@ -100,7 +103,7 @@ def zero(make):
     """All that test_zero_runs.py asks of two ranks."""
     more = {
         "zero1": (),
-        "zero2": (("unclipped", "sft", ("trainer.max_grad_norm=0",)), ("precomputed", "dpo", PRECOMPUTED)),
+        "zero2": (STREAMED, ("unclipped", "sft", ("trainer.max_grad_norm=0",)), ("precomputed", "dpo", PRECOMPUTED)),
         "zero3": (("precomputed", "dpo", PRECOMPUTED), ("recomputed", "sft", RECOMPUTED), PACKED),
         "zero2-offload": (),
         "zero3-offload": (),

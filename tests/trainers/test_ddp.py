@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from soren_align.errors import UserError
 from soren_align.run_folder import RunFolder
 from soren_align.sharding.ranks import Ranks
-from tests.support.trainer_jobs import PACKED, RUNS
+from tests.support.trainer_jobs import PACKED, RUNS, STREAMED
 from tests.support.trainer_parity import (
     assert_same_displacements,
     assert_same_measurements,
@@ -27,7 +27,7 @@ def two_ranks(rank_pools, tmp_path_factory):
     return folder, ranks_do(rank_pools(2), "ddp", folder)
 
 
-@pytest.mark.parametrize(("name", "task", "overrides"), [*RUNS, PACKED])
+@pytest.mark.parametrize(("name", "task", "overrides"), [*RUNS, PACKED, STREAMED])
 def test_two_ranks_take_the_same_ten_steps_as_one_process(two_ranks, name, task, overrides):
     folder, seen = two_ranks
     alone = one_process(name, task, *overrides)

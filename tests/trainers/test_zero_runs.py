@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from soren_align.run_folder import RunFolder
 from tests.support import command
 from tests.support.tiny_run import TinyRun
-from tests.support.trainer_jobs import FOR_TWO_OR_THREE, PACKED, RUNS
+from tests.support.trainer_jobs import FOR_TWO_OR_THREE, PACKED, RUNS, STREAMED
 from tests.support.trainer_parity import (
     assert_same_displacements,
     assert_same_measurements,
@@ -60,6 +60,7 @@ def test_two_ranks_take_the_same_ten_steps_as_one_process(two_ranks, mode, name,
         ("precomputed", "zero2", RUNS[3]),
         ("precomputed", "zero3", RUNS[3]),
         ("packed", "zero3", PACKED),
+        ("streamed", "zero2", STREAMED),
     ],
 )
 def test_so_they_do_with_offload_and_with_what_saves_memory(two_ranks, name, mode, like):

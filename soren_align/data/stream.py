@@ -1,0 +1,267 @@
+"""Training examples that are read while the model trains, for data larger than memory or disk.
+
+A stream has no end: a split that ends is read again. It consists of blocks of examples that are valid, not held out,
+drawn from the splits by their weights, and shuffled. A block is determined by its `start`, plain data with the place in
+each split: after one block has been read again, a run resumes at the exact example, in the order of an uninterrupted
+one.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from datasets import Dataset
+
+from ..errors import UserError
+from ..recipe import is_local
+from ..silence import quiet_libraries
+from . import hub
+from .arrow import concatenated, examples_of, features_of
+from .columns import Example, Layout, Task
+from .held_out import hold_out, position
+from .local_files import LocalReader
+from .mixture import SourceConfig, refuse_other_kinds
+from .split import (
+    SAMPLE_SIZE,
+    LoadedSplit,
+    count_dropped,
+    layout_of,
+    local_files,
+    read,
+    source_record,
+    valid_examples,
+    without_indices,
+)
+
+NUM_PREVIEWED = 1_000
+"""First records of each split that are checked, tokenized and counted before training."""
+NUM_SEARCHED = 10_000
+"""First records of each split among which the held-out examples of the evaluation loss are found."""
+MAX_REASONS = 50
+"""Different reasons of dropped examples that are counted one by one."""
+_OTHER_REASONS = "for other reasons"
+State = dict[str, Any]
+"""Plain data, for JSON."""
+
+
+class Reader(Protocol):
+    """The records of one pass over a split, with their places for messages."""
+
+    @property
+    def position(self) -> Any:
+        """After the record that was returned last; plain data."""
+        ...
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        """From the position that the reader was opened at."""
+        ...
+
+
+@dataclass(frozen=True)
+class StreamedSplit:
+    """One split of a stream."""
+
+    config: SourceConfig
+    task: Task
+    layout: Layout
+    place: str
+    """For messages."""
+    source: dict[str, Any]
+    """As `LoadedSplit.source`, without a number of examples."""
+    open: Callable[[Any], Reader]
+    """The records from a reader's position; None for the first."""
+
+    def first(self, num_records: int) -> LoadedSplit:
+        """The valid examples among the first records. Raises UserError if there are invalid ones to refuse."""
+        num_records = min(num_records, self.config.limit or num_records)
+        records = list(islice(self.open(None), num_records))
+        valid = valid_examples(lambda: records, self.layout, self.task, self.place, self.config.bad_examples)
+        features = features_of(self.layout.outputs, self.layout.has_turns)
+        columns = {name: [example.get(name) for _, example in pairs] for pairs in [list(valid)] for name in features}
+        dropped = count_dropped(records, self.layout, self.config)
+        dataset = Dataset.from_dict(columns, features=features)
+        return LoadedSplit(dataset, self.layout.description, len(records), dropped, self.source)
+
+
+def open_split(config: SourceConfig, task: Task) -> StreamedSplit:
+    """Open the split of `config`. Raises UserError if it cannot be read, or has no columns of the task."""
+    with quiet_libraries():
+        if is_local(config.path):
+            local, layout = local_files(config, task)
+            source = source_record(config, local.sizes(), layout)
+            return StreamedSplit(config, task, layout, config.path, source, lambda at: LocalReader(local, at))
+        place = f"{config.path} ({', '.join(filter(None, (config.name, config.split)))})"
+        dataset, revision = hub.stream(config.path, config.split, config.revision, config.name)
+        layout = layout_of([e for _, e in islice(hub.StreamReader(dataset, place), SAMPLE_SIZE)], config, task, place)
+        selected = dataset.select_columns(layout.columns_read)
+        origin = {"split": config.split, "revision": revision} | ({"name": config.name} if config.name else {})
+        source = source_record(config, origin, layout)
+        return StreamedSplit(config, task, layout, place, source, lambda at: hub.StreamReader(selected, place, at))
+
+
+class Block(NamedTuple):
+    """Examples of a stream in their order, and the states of the stream before and after them."""
+
+    start: State
+    end: State
+    examples: list[Example]
+
+
+@dataclass(frozen=True)
+class Stream:
+    """All training examples, without end. Equal on all ranks."""
+
+    splits: Sequence[StreamedSplit]
+    block_size: int
+    seed: int
+    held_out_fraction: float = 0.0
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """TRL's columns, of all splits."""
+        return tuple(dict.fromkeys(name for split in self.splits for name in split.layout.outputs))
+
+    @property
+    def start(self) -> State:
+        """Of the first block."""
+        first = {"passes": 0, "num_read": 0, "position": None}
+        return {"number": 0, "num_read": 0, "dropped": {}, "splits": [first] * len(self.splits)}
+
+    def blocks(self, start: State) -> Iterator[Block]:
+        """The blocks from the one with this start.
+
+        A block of one split ends where the split does. Raises UserError at an invalid example to refuse.
+        """
+        number, counts = start["number"], _Counts(start["num_read"], Counter(start["dropped"]))
+        cursors = [
+            _Cursor(split, state, self.held_out_fraction, counts)
+            for split, state in zip(self.splits, start["splits"], strict=True)
+        ]
+        weights = np.array([split.config.weight for split in self.splits])
+        while True:
+            generator = np.random.default_rng([self.seed, number])
+            examples = []
+            for index in generator.choice(len(cursors), self.block_size, p=weights / weights.sum()):
+                example = cursors[index].draw()
+                while example is None and len(cursors) > 1:
+                    example = cursors[index].draw()
+                if example is None:
+                    break
+                examples.append(example)
+            examples = [examples[i] for i in generator.permutation(len(examples))]
+            number += 1
+            end = {"number": number, "num_read": counts.num_read, "dropped": dict(counts.dropped)}
+            end["splits"] = [cursor.state for cursor in cursors]
+            if examples:
+                yield Block(start, end, examples)
+            start = end
+
+
+@dataclass
+class _Counts:
+    """Records read, and those dropped by reason."""
+
+    num_read: int
+    dropped: Counter[str]
+
+    def drop(self, reason: str) -> None:
+        """Count an invalid record."""
+        reason = without_indices(reason)
+        if reason not in self.dropped and len(self.dropped) >= MAX_REASONS:
+            reason = _OTHER_REASONS
+        self.dropped[reason] += 1
+
+
+class _Cursor:
+    """A place in a split, from which its examples are drawn, pass after pass."""
+
+    def __init__(self, split: StreamedSplit, state: State, held_out_fraction: float, counts: _Counts):
+        self.split, self.held_out_fraction, self.counts = split, held_out_fraction, counts
+        self.passes, self.num_read = state["passes"], state["num_read"]
+        self._open(state["position"])
+
+    @property
+    def state(self) -> State:
+        return {"passes": self.passes, "num_read": self.num_read, "position": self.reader.position}
+
+    def draw(self) -> Example | None:
+        """The next valid example that is not held out; None at the end of each pass."""
+        for place, record in self.records:
+            self.num_read += 1
+            self.counts.num_read += 1
+            example = read(record, self.split.layout)
+            if isinstance(example, str):
+                self._drop(place, example)
+            elif not self.held_out_fraction or position(example) >= self.held_out_fraction:
+                return example
+        self.passes, self.num_read = self.passes + 1, 0
+        self._open(None)
+        return None
+
+    def _open(self, at: Any) -> None:
+        limit = self.split.config.limit
+        self.reader = self.split.open(at)
+        self.records = islice(self.reader, None if limit is None else limit - self.num_read)
+
+    def _drop(self, place: str, reason: str) -> None:
+        if self.split.config.bad_examples == "refuse":
+            raise UserError(
+                f"{place}: cannot be used for {self.split.task}: {reason} (write bad_examples: drop beside the path, "
+                "and rerun the same command to resume)"
+            )
+        self.counts.drop(reason)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preview(LoadedSplit):
+    """The examples among the first NUM_PREVIEWED records of each split of a stream."""
+
+    stream: Stream
+
+
+def open_stream(
+    configs: Sequence[SourceConfig], task: Task, block_size: int, seed: int, fraction: float | None = None
+) -> tuple[Preview, LoadedSplit | None]:
+    """(the preview of a stream, and the stream; the held-out examples).
+
+    fraction: of the examples, as `hold_out` chooses them, are not in the stream; those among the first NUM_SEARCHED
+    records of each split are the held-out ones. Raises UserError if a split cannot be used, or two do not mix.
+    """
+    splits = [open_split(config, task) for config in configs]
+    first = [split.first(NUM_PREVIEWED) for split in splits]
+    refuse_other_kinds(first)
+    held_out = None
+    if fraction is not None:
+        _, held_out = hold_out([split.first(NUM_SEARCHED) for split in splits], fraction)
+        held_out = replace(held_out, source={**held_out.source, "num_searched": NUM_SEARCHED})
+        first = [_without_held_out(split, fraction) for split in first]
+    preview = Preview(
+        dataset=first[0].dataset if len(first) == 1 else concatenated([split.dataset for split in first]),
+        layout="; ".join(dict.fromkeys(split.layout for split in first)),
+        num_examples=sum(split.num_examples for split in first),
+        dropped=dict(sum((Counter(split.dropped) for split in first), Counter())),
+        source=_source(first, configs, block_size),
+        stream=Stream(splits, block_size, seed, fraction or 0.0),
+    )
+    return preview, held_out
+
+
+def _source(first: Sequence[LoadedSplit], configs: Sequence[SourceConfig], block_size: int) -> dict[str, Any]:
+    """For run.json."""
+    streaming = {"streaming": {"shuffle_buffer": block_size}}
+    if len(first) == 1:
+        return first[0].source | streaming
+    sources = [
+        {**split.source, "layout": split.layout, "weight": config.weight}
+        for split, config in zip(first, configs, strict=True)
+    ]
+    return {"path": " + ".join(split.name for split in first), "sources": sources} | streaming
+
+
+def _without_held_out(split: LoadedSplit, fraction: float) -> LoadedSplit:
+    is_kept = [position(example) >= fraction for example in examples_of(split.dataset)]
+    dataset = split.dataset.select(np.flatnonzero(is_kept))
+    return replace(split, dataset=dataset, num_examples=split.num_examples - len(split.dataset) + len(dataset))
