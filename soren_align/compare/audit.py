@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from ..recipe import differences, recipe_hash
@@ -194,20 +195,28 @@ def _selection_problems(
     for name in file["candidates"]:
         trials = settings_of_search([run for run in runs if run.candidate == name], metric, searched[name])
         best = selected_settings(trials, len(file["search"]["seeds"]), HIGHER_IS_BETTER[metric])
+        places: dict[str, list[str]] = {}  # of the verdict, by setting
         for run in runs:
-            if (run.stage, run.candidate) != ("verdict", name):
+            if (run.stage, run.candidate) == ("verdict", name):
+                places.setdefault(_key(_parameters(run, searched[name])), []).append(run.place)
+        for key, (place, *others) in places.items():
+            if key in best:
                 continue
-            parameters = _parameters(run, searched[name])
+            where = f"{place} and {len(others)} more" if others else place
             if not best:
-                yield f"{run.place}: no trial of {name} has finished; a verdict needs a selected setting"
-            elif _key(parameters) not in best:
-                values, wanted = (trials.get(key, [None])[0] for key in (_key(parameters), best[0]))
-                theirs = "is none of the search" if values is None else f"has {metric} {values:.5g}"
-                changed = "; ".join(differences(json.loads(best[0]), parameters)[:3])
-                yield (
-                    f"{run.place}: its setting {theirs}, and the best of the search has {wanted:.5g} ({changed}): it "
-                    "was not selected on the held-out examples; rerun the study's verdict"
-                )
+                yield f"{where}: no trial of {name} has finished; a verdict needs a selected setting"
+                continue
+            theirs = f"has {metric} {fmean(trials[key]):.5g}" if key in trials else "is none of the search"
+            yield (
+                f"{where}: the setting ({_in_words(key)}) {theirs}, and the best of the search ({_in_words(best[0])}) "
+                f"has {fmean(trials[best[0]]):.5g}: it was not selected on the held-out examples; rerun the verdict"
+            )
+
+
+def _in_words(setting: str) -> str:
+    """Return "optimizer.lr 0.00661, ..." of a setting's JSON text."""
+    values = json.loads(setting).items()
+    return ", ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in values)
 
 
 def settings_of_search(runs: list[Evidence], metric: str, keys: set[str]) -> dict[str, list[float]]:
@@ -221,7 +230,7 @@ def settings_of_search(runs: list[Evidence], metric: str, keys: set[str]) -> dic
 
 def selected_settings(trials: dict[str, list[float]], num_seeds: int, higher_is_better: bool) -> list[str]:
     """The settings with the best mean metric, among those that finished with all seeds."""
-    means = {key: sum(values) / len(values) for key, values in trials.items() if len(values) >= num_seeds}
+    means = {key: fmean(values) for key, values in trials.items() if len(values) >= num_seeds}
     best = (max if higher_is_better else min)(means.values(), default=None)
     return [key for key, mean in means.items() if mean == best]
 

@@ -45,11 +45,10 @@ class BatchHash(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Restore the hash of the checkpoint. One of another number of processes has no order to continue."""
-        states: Any = state.stateful_callbacks
-        saved: Any = states.get(type(self).__name__, {"values": [0] * self.ranks.num_ranks, "batches": 0})
-        values, self.num_batches = saved["values"], saved["batches"]
+        saved = (state.stateful_callbacks or {}).get(type(self).__name__, {})  # pyright: ignore (a dict)
+        values, self.num_batches = saved.get("values", [0] * self.ranks.num_ranks), saved.get("batches", 0)
         self._is_complete = values is not None and len(values) == self.ranks.num_ranks
-        self._value = values[self.ranks.rank] if self._is_complete else 0
+        self._value = values[self.ranks.rank] if values is not None and self._is_complete else 0
 
     def add(self, inputs: dict[str, Any]) -> None:
         """Continue the hash with a micro-batch of this rank, without its tensors of floats (log-probabilities)."""
