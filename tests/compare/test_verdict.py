@@ -184,7 +184,7 @@ def test_parts_of_the_variance_are_those_of_an_analysis_of_variance():
     residual = sum((d[s, q] - of_seeds[s] - of_questions[q] + mean) ** 2 for s in range(3) for q in range(40)) / 78
     assert found.seeds.variance == pytest.approx(((of_seeds - mean) ** 2).sum() / 2 / 3)
     assert found.questions.variance == pytest.approx(((of_questions - mean) ** 2).sum() / 39 / 40)
-    assert found.rest.variance == pytest.approx(residual / 120)
+    assert found.residual.variance == pytest.approx(residual / 120)
 
 
 def test_seeds_that_change_nothing_leave_the_interval_of_one_run():
