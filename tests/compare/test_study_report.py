@@ -6,8 +6,6 @@ import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
-from itertools import combinations
-from statistics import fmean
 
 import pytest
 from rich.console import Console
@@ -15,7 +13,6 @@ from rich.console import Console
 from soren_align.compare.report_blocks import Page, Paragraph, Section, Table
 from soren_align.compare.report_curves import (
     common_level,
-    expected_best,
     focus,
     interpolate,
     mean_curve,
@@ -289,13 +286,6 @@ def test_the_terminal_shows_the_verdict_in_eighty_columns(name):
     assert "…" not in shown
 
 
-def test_the_expected_best_is_that_of_all_draws():
-    metrics = [3.0, 1.0, 2.5, 1.5]
-    for higher, best in ((False, min), (True, max)):
-        exact = [fmean(map(best, combinations(metrics, k))) for k in range(1, 5)]
-        assert expected_best(metrics, higher) == pytest.approx(exact, rel=1e-12)
-
-
 def test_a_trial_without_a_result_counts_as_the_start():
     study = make_study()
     candidate = study.candidates[0]
@@ -308,7 +298,7 @@ def test_a_trial_of_several_seeds_is_their_mean():
     runs = [Run("a", "search", i // 2, i % 2, "x", {}, "finished", metric=float(i)) for i in range(4)]
     runs += [replace(runs[0], number=2), replace(runs[0], number=2, status="failed", metric=None)]
     candidate = Candidate("a", {}, {}, runs, 0, {})
-    assert trial_metrics(Study("s", {}, False, [candidate], None), candidate) == [0.5, 2.5, 2.5]  # the lost: the worst
+    assert trial_metrics(Study("s", {}, False, [candidate], None), candidate) == [0.5, 2.5, None]  # no start is known
 
 
 def test_searched_words_stand_beside_each_other():
