@@ -1,7 +1,7 @@
 """Numbers of the figures: mean curves over seeds, values at equal displacement, the metrics of trials."""
 
-import itertools
 from collections.abc import Sequence
+from itertools import pairwise
 from math import isfinite
 from statistics import fmean, median
 
@@ -68,11 +68,16 @@ def columns_of(points: Curve) -> tuple[list[float], list[float]]:
 
 def interpolate(run: Run, along: str, level: float, key: str) -> float | None:
     """Return a quantity of a run where it first reaches a level of another (a displacement), linear between points."""
-    points = curve(run, along, key)
-    for (x0, y0), (x1, y1) in itertools.pairwise(points):
+    for (x0, y0), (x1, y1) in pairwise(curve(run, along, key)):
         if x0 <= level <= x1:
             return y1 if x1 == x0 else y0 + (y1 - y0) * (level - x0) / (x1 - x0)
     return None
+
+
+def is_coarse(run: Run, along: str, level: float) -> bool:
+    """Whether a run passes a level before its first evaluation, where a line from the start is far from its curve."""
+    points = curve(run, along, "metric")
+    return len(points) > 1 and level < points[1][0]
 
 
 def common_level(study: Study, along: str) -> float | None:

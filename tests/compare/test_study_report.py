@@ -23,7 +23,7 @@ from soren_align.compare.report_curves import (
 from soren_align.compare.report_dots import sensitivity_figures
 from soren_align.compare.report_figures import curves_figure
 from soren_align.compare.report_markdown import page_markdown
-from soren_align.compare.report_sections import _identities
+from soren_align.compare.report_sections import _identities, _matched
 from soren_align.compare.report_spectra import spectra_figure
 from soren_align.compare.report_svg import look
 from soren_align.compare.report_text import comparisons, headline
@@ -345,6 +345,17 @@ def test_matched_values_are_interpolated_at_the_first_crossing():
     short = run([(None, 3.0), (0.25, 1.0)])
     candidates = [Candidate(name, {}, {}, [], None, {}, [each]) for name, each in (("a", there_and_back), ("b", short))]
     assert common_level(Study("s", {}, False, candidates, None), "relative_change") == 0.25
+
+
+def test_values_on_a_line_from_the_start_are_marked():
+    study = make_study(names=("adamw", "soren"))
+    assert "†" not in page_markdown(Page("", "", [Section("", _matched(study))]))
+    sparse = [replace(run, curve=[run.curve[0], run.curve[-1]]) for run in study.candidates[0].verdict]
+    study = replace(study, candidates=[replace(study.candidates[0], verdict=sparse), study.candidates[1]])
+    table, note = _matched(study)
+    assert all(cell.endswith(" †") for cell in (table.rows[0][2], table.rows[0][3]))
+    assert not any("†" in cell for cell in table.rows[1])
+    assert "too high for a loss" in note.text
 
 
 def test_the_mean_curve_has_the_steps_of_all_seeds():
