@@ -1,8 +1,8 @@
-"""Numbers of the figures: mean curves over seeds, values at equal displacement, the expected best of so many trials."""
+"""Numbers of the figures: mean curves over seeds, values at equal displacement, the metrics of trials."""
 
-import itertools
 from collections.abc import Sequence
-from math import comb, isfinite
+from itertools import pairwise
+from math import isfinite
 from statistics import fmean, median
 
 from .report_text import finished, number, selected_trial
@@ -68,11 +68,16 @@ def columns_of(points: Curve) -> tuple[list[float], list[float]]:
 
 def interpolate(run: Run, along: str, level: float, key: str) -> float | None:
     """Return a quantity of a run where it first reaches a level of another (a displacement), linear between points."""
-    points = curve(run, along, key)
-    for (x0, y0), (x1, y1) in itertools.pairwise(points):
+    for (x0, y0), (x1, y1) in pairwise(curve(run, along, key)):
         if x0 <= level <= x1:
             return y1 if x1 == x0 else y0 + (y1 - y0) * (level - x0) / (x1 - x0)
     return None
+
+
+def is_coarse(run: Run, along: str, level: float) -> bool:
+    """Whether a run passes a level before its first evaluation, where a line from the start is far from its curve."""
+    points = curve(run, along, "metric")
+    return len(points) > 1 and level < points[1][0]
 
 
 def common_level(study: Study, along: str) -> float | None:
@@ -108,29 +113,15 @@ def focus(values: Sequence[float], higher_is_better: bool) -> tuple[float, float
     return low, high
 
 
-def expected_best(metrics: Sequence[float], higher_is_better: bool) -> list[float]:
-    """Return the expected best of k of these trials, drawn without replacement, for k = 1 to all."""
-    ordered = sorted(metrics, reverse=higher_is_better)
-    num = len(ordered)
-    return [
-        sum(value * comb(num - 1 - i, k - 1) for i, value in enumerate(ordered)) / comb(num, k)
-        for k in range(1, num + 1)
-    ]
-
-
-def trial_metrics(study: Study, candidate: Candidate) -> list[float]:
-    """Return the metric of every ended trial, the mean of its runs; of a lost one the start's, else the worst."""
+def trial_metrics(study: Study, candidate: Candidate) -> list[float | None]:
+    """Return the metric of every ended trial, the mean of its runs; of a lost one that of the start, if it is known."""
     trials: dict[int, list[Run]] = {}
     for run in candidate.trials:
         if run.status not in ("waiting", "running"):
             trials.setdefault(run.number, []).append(run)
     means = [_mean(runs) for runs in trials.values()]
-    results = [mean for mean in means if mean is not None]
-    if not results:
-        return []
-    worst = min(results) if study.higher_is_better else max(results)
     begin = start(study, "metric")
-    return [mean if mean is not None else worst if begin is None else begin for mean in means]
+    return [begin if mean is None else mean for mean in means] if any(mean is not None for mean in means) else []
 
 
 def _mean(runs: Sequence[Run]) -> float | None:

@@ -6,12 +6,12 @@ Each is a row of small panels. A figure without data is left out, with a sentenc
 from collections.abc import Sequence
 from statistics import fmean
 
+from .expected_best import expected_best
 from .report_blocks import Key, Panel, Panels, Paragraph
 from .report_curves import (
     Curve,
     columns_of,
     curve,
-    expected_best,
     focus,
     mean_curve,
     shown_runs,

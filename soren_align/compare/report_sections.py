@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from .report_blocks import Block, Code, Item, Items, Page, Paragraph, Section, Table
-from .report_curves import common_level, curve, interpolate, shown_runs, start
+from .report_curves import common_level, curve, interpolate, is_coarse, shown_runs, start
 from .report_dots import sensitivity_figures
 from .report_figures import curves_figure, front_figure, tuning_figure
 from .report_spectra import spectra_figure
@@ -61,16 +61,11 @@ def _subtitle(study: Study) -> str:
 
 
 def _edges(study: Study) -> list[Block]:
-    items = [
-        Item(
-            f"{candidate.name}: {key}",
-            f" was selected at the {end} end of its space; a better value may lie outside.",
-            "caution",
-        )
-        for candidate in study.candidates
-        for key, end in candidate.at_edge.items()
-    ]
-    return [Items(items)] if items else []
+    edges = [f"{each.name} {key} ({end})" for each in study.candidates for key, end in each.at_edge.items()]
+    if not edges:
+        return []
+    text = f": {listed(edges)}. A better value may lie outside."
+    return [Items([Item("Selected at the end of the searched space", text, "caution")])]
 
 
 def _matched(study: Study) -> list[Block]:
@@ -95,6 +90,11 @@ def _matched(study: Study) -> list[Block]:
         "Matched: the values where each run first reaches the largest displacement (or KL) that all runs reach. A run"
         " that moves further is seen there before its schedule has ended, with a learning rate that is still high."
     )
+    if any("†" in cell for row in rows for cell in row):
+        note += (
+            " †: reached before the first evaluation, so that the value is on a straight line from the start and too"
+            " high for a loss; trainer.eval_steps makes evaluations more frequent."
+        )
     return [Table(head, rows), Paragraph(note, kind="muted")]
 
 
@@ -105,7 +105,8 @@ def _matched_row(runs: list[Run], columns: list[tuple[str, float, str, float]]) 
             ends = [points[-1][0] for run in runs if (points := curve(run, along, key))]
             cells.append(metric_text(sum(ends) / len(ends)) if ends else "-")
         values = [value - zero for run in runs if (value := interpolate(run, along, level, key)) is not None]
-        cells.append(spread(values, 4))
+        coarse = " †" if any(is_coarse(run, along, level) for run in runs) else ""
+        cells.append(f"{spread(values, 4)}{coarse}")
     return cells
 
 

@@ -78,7 +78,7 @@ def set_scale(axes: Axes, values: Sequence[Any]) -> Callable[[Any], float]:
     axes.xaxis.set_major_locator(LogLocator(subs=subs))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    room = (high / low) ** 0.06
+    room = (high / low) ** 0.1
     axes.set_xlim(low / room, high * room)
     return float
 

@@ -164,7 +164,9 @@ def no_verdict(study: Study) -> str:
         return f"There is no verdict: no trial of {listed(without)} finished."
     if unfinished or not runs:
         return f"There is no verdict yet: {len(unfinished) or 'all'} runs of the verdict are not finished."
-    return "There is no verdict: fewer than two candidates have finished runs to compare."
+    if len(study.candidates) < 2:
+        return "There is no verdict: one candidate has nothing to be compared with."
+    return "There is no verdict: the runs were not compared."
 
 
 def listed(names: Sequence[str]) -> str:

@@ -6,8 +6,6 @@ import json
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
-from itertools import combinations
-from statistics import fmean
 
 import pytest
 from rich.console import Console
@@ -15,7 +13,6 @@ from rich.console import Console
 from soren_align.compare.report_blocks import Page, Paragraph, Section, Table
 from soren_align.compare.report_curves import (
     common_level,
-    expected_best,
     focus,
     interpolate,
     mean_curve,
@@ -26,7 +23,7 @@ from soren_align.compare.report_curves import (
 from soren_align.compare.report_dots import sensitivity_figures
 from soren_align.compare.report_figures import curves_figure
 from soren_align.compare.report_markdown import page_markdown
-from soren_align.compare.report_sections import _identities
+from soren_align.compare.report_sections import _identities, _matched
 from soren_align.compare.report_spectra import spectra_figure
 from soren_align.compare.report_svg import look
 from soren_align.compare.report_text import comparisons, headline
@@ -289,13 +286,6 @@ def test_the_terminal_shows_the_verdict_in_eighty_columns(name):
     assert "…" not in shown
 
 
-def test_the_expected_best_is_that_of_all_draws():
-    metrics = [3.0, 1.0, 2.5, 1.5]
-    for higher, best in ((False, min), (True, max)):
-        exact = [fmean(map(best, combinations(metrics, k))) for k in range(1, 5)]
-        assert expected_best(metrics, higher) == pytest.approx(exact, rel=1e-12)
-
-
 def test_a_trial_without_a_result_counts_as_the_start():
     study = make_study()
     candidate = study.candidates[0]
@@ -308,7 +298,7 @@ def test_a_trial_of_several_seeds_is_their_mean():
     runs = [Run("a", "search", i // 2, i % 2, "x", {}, "finished", metric=float(i)) for i in range(4)]
     runs += [replace(runs[0], number=2), replace(runs[0], number=2, status="failed", metric=None)]
     candidate = Candidate("a", {}, {}, runs, 0, {})
-    assert trial_metrics(Study("s", {}, False, [candidate], None), candidate) == [0.5, 2.5, 2.5]  # the lost: the worst
+    assert trial_metrics(Study("s", {}, False, [candidate], None), candidate) == [0.5, 2.5, None]  # no start is known
 
 
 def test_searched_words_stand_beside_each_other():
@@ -355,6 +345,17 @@ def test_matched_values_are_interpolated_at_the_first_crossing():
     short = run([(None, 3.0), (0.25, 1.0)])
     candidates = [Candidate(name, {}, {}, [], None, {}, [each]) for name, each in (("a", there_and_back), ("b", short))]
     assert common_level(Study("s", {}, False, candidates, None), "relative_change") == 0.25
+
+
+def test_values_on_a_line_from_the_start_are_marked():
+    study = make_study(names=("adamw", "soren"))
+    assert "†" not in page_markdown(Page("", "", [Section("", _matched(study))]))
+    sparse = [replace(run, curve=[run.curve[0], run.curve[-1]]) for run in study.candidates[0].verdict]
+    study = replace(study, candidates=[replace(study.candidates[0], verdict=sparse), study.candidates[1]])
+    table, note = _matched(study)
+    assert all(cell.endswith(" †") for cell in (table.rows[0][2], table.rows[0][3]))
+    assert not any("†" in cell for cell in table.rows[1])
+    assert "too high for a loss" in note.text
 
 
 def test_the_mean_curve_has_the_steps_of_all_seeds():
