@@ -80,7 +80,9 @@ def _print_cost(plan: dict[str, Any], console: Console) -> None:
         speed = f"{CORE_FLOPS / 1e9:g} GFLOP/s" if "CPU core" in hours else f"{UTILIZATION:.0%} of the peak in bfloat16"
         print_labelled(console, "", f"{times}, at {speed}")
         if "CPU core" in hours:
-            print_labelled(console, "", "a tiny model takes several times as long: its operations are short")
+            print_labelled(
+                console, "", "a model of less than 100 million parameters takes longer: its operations are short"
+            )
     if plan["flops_are_upper_bound"]:
         print_labelled(console, "", "an upper bound, with all examples at max_length")
     if unknown := [name for name, each in plan["candidates"].items() if not each["maps_are_counted"]]:
@@ -115,11 +117,13 @@ def _print_detectable(section: dict[str, Any], console: Console) -> None:
     table.add_row(held_out["metric"], "", "", *(f"{held_out[kind]:.3f}" for kind in ("to_base", "to_reference")))
     console.print(table)
     values = section["assumed"]
-    shares = ", ".join(f"{100 * values[key]:g}% {label}" for key, label in ASSUMPTIONS.items())
-    spreads = f"{values['seed_sd']:g} points of a score, {values['loss_sd']:g} of {held_out['metric']}"
-    correlation = f"{values['cluster_correlation']:g} between changes in one cluster"
-    deviation = f"standard deviation over seeds: {spreads}"
-    print_labelled(console, "", f"assumed (verdict.assume): {shares}; {deviation}; correlation: {correlation}")
+    deviation = f"standard deviation over seeds: {values['loss_sd']:g} of {held_out['metric']}"
+    assumptions = [deviation]
+    if section["columns"]:
+        shares = ", ".join(f"{100 * values[key]:g}% {label}" for key, label in ASSUMPTIONS.items())
+        correlation = f"correlation: {values['cluster_correlation']:g} between changes in one cluster"
+        assumptions = [shares, f"{deviation}, {values['seed_sd']:g} points of a score", correlation]
+    print_labelled(console, "", f"assumed (verdict.assume): {'; '.join(assumptions)}")
 
 
 def _hours(number: float) -> str:
