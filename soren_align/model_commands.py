@@ -105,7 +105,11 @@ def chat(
         str, typer.Argument(metavar="MODEL_OR_RUN", help="A model, adapter or run folder, or a hub name.")
     ],
     compare: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="A second model to ask; `start`: the run's starting checkpoint.")
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="A second model; `start`: the run's starting checkpoint. Side by side from 100 columns on.",
+        ),
     ] = None,
     prompt: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="Answer this question, and exit. Repeatable.")

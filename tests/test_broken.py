@@ -217,7 +217,10 @@ ROWS = {
     "not JSON": ('{"messages": [}\n', r"rows.jsonl:1: not JSON"),
     "the second line is cut": (json.dumps(ROW) + '\n{"messages": [{"role"', r"rows.jsonl:2: not JSON"),
     "not an object": ("[1, 2]\n", r"rows.jsonl:1: not an object"),
-    "other columns": ({"question": "x", "answer": "y"}, r"found the columns question, answer; sft needs 'messages'"),
+    "other columns": (
+        {"question": "x", "answer": "y"},
+        r"sft needs 'messages'.* such as {instruction: question, output: answer}",
+    ),
     "columns of the other task": (PAIR, r"these columns are for dpo: `soren-align dpo`"),
     "messages is text": ({"messages": "hello"}, r"rows.jsonl:1: messages is text, not a list"),
     "messages is empty": ({"messages": []}, r"rows.jsonl:1: messages is an empty list"),

@@ -75,6 +75,7 @@ def recognize(example: Example, task: Task, place: str, names: Names = Names()) 
     if layout is None:
         other: Task = "dpo" if task == "sft" else "sft"
         hint = f"; these columns are for {other}: `soren-align {other}`" if _layout(known, other) else ""
+        hint = hint or _example_of_names(known, task)
         raise UserError(f"{place}: found the columns {', '.join(known)}; {task} needs {_REQUIRED[task]}{hint}")
     name, additional = _NATIVE[task]
     if layout.inputs == layout.outputs == COLUMNS[task] and additional <= known.keys():
@@ -86,6 +87,20 @@ def recognize(example: Example, task: Task, place: str, names: Names = Names()) 
         layout = layout._replace(inputs=layout.inputs + beside, outputs=layout.outputs + beside)
     layout = layout._replace(names=names)
     return layout._replace(unused=tuple(c for c in example if c not in layout.columns_read))
+
+
+def _example_of_names(example: Example, task: Task) -> str:
+    """A proposal for `columns`, where an SFT dataset has a column of turns, or two of text."""
+    if task != "sft":
+        return ""
+    lists = {column: value for column, value in example.items() if isinstance(value, list) and column not in OPTIONS}
+    turns = [column for column, value in lists.items() if value and isinstance(value[0], dict)]
+    if turns:
+        return f", such as {{messages: {turns[0]}}}"
+    texts = {column: len(value) for column, value in example.items() if isinstance(value, str)}
+    longest = sorted(texts, key=lambda column: -texts[column])[:2]  # an id is shorter
+    pair = [column for column in texts if column in longest]
+    return f", such as {{instruction: {pair[0]}, output: {pair[1]}}}" if len(pair) == 2 else ""
 
 
 def read_example(example: Example, layout: Layout) -> Example | str:

@@ -74,6 +74,13 @@ RENAMED = {
     "chat_template": "belongs to model.chat_template",
     "dataset_name": "belongs to data.train.path",
     "lr": "belongs to optimizer.lr",
+    "epochs": "write num_train_epochs",
+    "num_epochs": "write num_train_epochs",
+    "steps": "write max_steps",
+    "batch_size": "write per_device_train_batch_size, or run.global_batch_size",
+    "micro_batch_size": "write per_device_train_batch_size",
+    "seq_length": "write max_length",
+    "max_seq_len": "write max_length",
 }
 
 # Bounds that TRL and transformers check late, or not at all.

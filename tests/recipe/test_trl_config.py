@@ -72,3 +72,14 @@ def test_every_key_that_belongs_elsewhere_is_one_of_trls(real):
 )
 def test_a_wrong_key_or_value_is_named_with_its_remedy(task, key, value, message):
     assert message in trl_config.problems(task, {key: value})[key]
+
+
+@pytest.mark.parametrize(
+    ("key", "remedy"),
+    [
+        ("epochs", "write num_train_epochs"),
+        ("batch_size", "write per_device_train_batch_size, or run.global_batch_size"),
+    ],
+)
+def test_short_names_are_answered_with_trls(key, remedy):
+    assert trl_config.problems("sft", {key: 3})[key] == f"unknown to TRL's SFTConfig; {remedy}"
