@@ -16,13 +16,9 @@ from ..recipe import differences, recipe_hash
 from ..version import __version__
 from .evidence import STAGES, Evidence, flat, read_evidence, run_folders
 from .study import Candidate, Run
+from .study_sections import HIGHER_IS_BETTER
 
-HIGHER_IS_BETTER = {
-    "eval_loss": False,
-    "eval_mean_token_accuracy": True,
-    "eval_rewards/margins": True,
-    "eval_rewards/accuracies": True,
-}
+_HIGHER_IS_BETTER = HIGHER_IS_BETTER["sft"] | HIGHER_IS_BETTER["dpo"]
 """The metrics of held-out examples that a setting may be selected by."""
 EQUAL_AT_A_SEED = {
     "starting_weights": "other initial weights",
@@ -187,14 +183,14 @@ def _selection_problems(
 ) -> Iterator[str]:
     """Selection by anything but the best held-out metric, and verdicts of other settings than the selected ones."""
     metric = file["search"]["metric"]
-    if metric not in HIGHER_IS_BETTER:
-        allowed = " or ".join(HIGHER_IS_BETTER)
+    if metric not in _HIGHER_IS_BETTER:
+        allowed = " or ".join(_HIGHER_IS_BETTER)
         yield f"search.metric: selects by {metric!r}, which is no metric of held-out examples; write {allowed}"
         return
     yield from _misstated_metrics(candidates, runs, metric)
     for name in file["candidates"]:
         trials = settings_of_search([run for run in runs if run.candidate == name], metric, searched[name])
-        best = selected_settings(trials, len(file["search"]["seeds"]), HIGHER_IS_BETTER[metric])
+        best = selected_settings(trials, len(file["search"]["seeds"]), _HIGHER_IS_BETTER[metric])
         places: dict[str, list[str]] = {}  # of the verdict, by setting
         for run in runs:
             if (run.stage, run.candidate) == ("verdict", name):
