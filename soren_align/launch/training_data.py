@@ -58,9 +58,11 @@ def _trained_on(run: RunFolder) -> LoadedSplit:
 
     Nothing is downloaded: a run folder may come from anyone.
     """
-    record = run.record("data")
+    record, recipe = run.record("data"), load_resolved(run.recipe)
+    if getattr(recipe.data, "streaming", None):
+        raise UserError("they were streamed (data.streaming), and are not read a second time")
     with _without_hub():
-        split = load_splits(load_resolved(run.recipe))["train"]
+        split = load_splits(recipe)["train"]
     if _identities(split.source) != _identities(record["data"]["train"]):
         raise UserError(f"{split.source['path']}: was changed since the training")
     return split

@@ -4,6 +4,7 @@ import io
 import json
 import random
 import statistics
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -17,8 +18,9 @@ from soren_align.evaluate.stage import evaluate
 from soren_align.evaluate.suites import suite_of
 from soren_align.evaluate.tables import notes
 from soren_align.evaluate.tasks import load_tasks
+from soren_align.launch import training_data
 from soren_align.launch.training_data import overlaps_of_runs
-from soren_align.recipe import DataSplit, Eval
+from soren_align.recipe import DataSplit, Eval, load_resolved
 from tests.support.tiny_run import TinyRun
 
 NGRAM = 13
@@ -228,13 +230,18 @@ def run(tmp_path, quickstart_tasks):
 
 
 @pytest.mark.model
-def test_the_examples_of_a_run_are_read_again_unless_they_were_changed(run, quickstart_tasks, tmp_path):
+def test_the_examples_of_a_run_are_read_again_unless_they_were_changed(run, quickstart_tasks, tmp_path, monkeypatch):
     folder, file = run
     rows = [("base", folder.start), ("SFT", folder.model)]
     console = Console(file=io.StringIO())
     result = overlaps_of_runs(rows, None, tmp_path, console, quickstart_tasks)
     assert result.exact == result.overlapping == {"zoo_mc": [5], "zoo_gen": [5], "preference": [5]}
     assert result.examples_read == 16
+    recipe = load_resolved(folder.recipe)
+    streamed = recipe.model_copy(update={"data": SimpleNamespace(streaming=True)})
+    with monkeypatch.context() as patch:
+        patch.setattr(training_data, "load_resolved", lambda path: streamed)
+        assert "they were streamed" in overlaps_of_runs(rows, None, tmp_path, console, quickstart_tasks)
     assert "no row is a run" in overlaps_of_runs(rows[:1], None, tmp_path, console, quickstart_tasks)
     with file.open("a") as stream:
         stream.write(file.read_text().splitlines()[0] + "\n")
