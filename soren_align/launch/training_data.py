@@ -59,7 +59,7 @@ def _trained_on(run: RunFolder) -> LoadedSplit:
     Nothing is downloaded: a run folder may come from anyone.
     """
     record, recipe = run.record("data"), load_resolved(run.recipe)
-    if getattr(recipe.data, "streaming", None):
+    if recipe.data.streaming:
         raise UserError("they were streamed (data.streaming), and are not read a second time")
     with _without_hub():
         split = load_splits(recipe)["train"]

@@ -175,7 +175,7 @@ def _checked_evaluation(
         return None, [f"training would not start, because of its evaluation: {problem}" for problem in error.problems]
     if not recipe.eval.contamination:
         return None, notices
-    if getattr(recipe.data, "streaming", None):
+    if recipe.data.streaming:
         return None, [*notices, "contamination is not checked: the training examples are a stream (data.streaming)"]
     questions = question_texts(tasks, recipe.eval.limit)
     train = inputs.ready.splits["train"].dataset
