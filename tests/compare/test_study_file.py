@@ -60,7 +60,10 @@ def test_the_recipe_of_a_run_has_its_keys_and_no_evaluation_in_the_search(tmp_pa
         ("set.trainer.eval_steps=4", "the last step, 6, is not evaluated with trainer.eval_steps 4"),
         ("set.data.eval=null | set.trainer.eval_strategy=no", "has no data.eval"),
         ("candidates.soren.set.optimizer.momentun=0.9", "optimizer.momentun: unknown key; did you mean 'momentum'?"),
-        ("candidates.soren.space.optimizer.momentum={low: 0.5, high: 1.5, log: false}", "optimizer.momentum: found 1.5"),
+        (
+            "candidates.soren.space.optimizer.momentum={low: 0.5, high: 1.5, log: false}",
+            "optimizer.momentum: found 1.5",
+        ),
         ("candidates.so/ren={}", "candidates.so/ren"),
         ("verdict.retention={columns: [zoo_mc], margin: 1.0}", "the suite has no column 'zoo_mc'"),
         ("recipe=quickstart/sgd", "no such file, nor a shipped recipe"),
