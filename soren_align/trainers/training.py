@@ -130,6 +130,7 @@ def _ends(trainer: Any, callbacks: _Callbacks) -> dict[str, Any]:
 def _run(trainer: Any, checkpoint: Path | None) -> float:
     """Run transformers' training loop, which calls `optimizer.step()`; return the seconds that it took."""
     started = time.monotonic()
+    trainer.args.eval_on_start &= checkpoint is None  # a resumed run has evaluated the start already
     try:
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except FloatingPointError as error:

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -38,19 +39,18 @@ def train_here(context, recipe, log, processes, gpus):
     """In the place of `start_run`: train in this process."""
     try:
         return _Ended(commands.train(recipe))
-    except UserError as error:
-        assert isinstance(error, DivergedError)
+    except DivergedError:
         return _Ended(2)
 
 
 def plain(study):
-    """study.json without times and memory."""
+    """study.json without times, memory, and the two logged values that restart at a resume (`read_curve`)."""
     if isinstance(study, dict):
-        return {k: plain(v) for k, v in study.items() if k not in ("seconds", "peak_memory_bytes", *NAMES)}
+        return {k: plain(v) for k, v in study.items() if k not in NAMES}
     return [plain(each) for each in study] if isinstance(study, list) else study
 
 
-NAMES = ("name", "command", "output_dir")
+NAMES = ("name", "command", "output_dir", "seconds", "peak_memory_bytes", "tokens", "train_loss")
 
 
 def result_of(folder):
@@ -74,6 +74,7 @@ def one_by_one(tmp_path_factory):
     return folder / "study", result
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_a_trial_with_learning_rate_100_is_reported_as_diverged_and_ends_no_study(one_by_one):
     folder, printed = one_by_one
@@ -86,6 +87,7 @@ def test_a_trial_with_learning_rate_100_is_reported_as_diverged_and_ends_no_stud
     assert max(map(len, printed.stderr.splitlines())) <= 80
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_a_study_that_has_ended_is_only_read(one_by_one, monkeypatch):
     folder, _ = one_by_one
@@ -126,15 +128,9 @@ def _wait_for(condition, process, seconds=240):
 
 @pytest.mark.process
 def test_no_thread_runs_in_the_server_that_runs_are_forked_from():
-    code = (
-        "import soren_align.silence, soren_align.launch.loaded_libraries, os; print(len(os.listdir('/proc/self/task')))"
-    )
-    with contextlib.suppress(FileNotFoundError):
-        os.stat("/proc/self/task")
-        import subprocess
-
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        assert done.stdout.strip() == "1"
+    code = "import os, soren_align.silence, soren_align.launch.loaded_libraries; print(os.listdir('/proc/self/task'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.count(",") == 0
 
 
 def test_a_run_of_another_command_is_waited_for_and_read(tmp_path, monkeypatch):

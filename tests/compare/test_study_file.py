@@ -82,7 +82,7 @@ def test_a_mistake_in_a_candidates_recipe_has_the_line_of_the_study(tmp_path):
 
 
 def test_a_grid_has_one_trial_per_point(tmp_path):
-    with pytest.raises(UserError, match="grid has 2 points and search.trials is 3"):
+    with pytest.raises(UserError, match=r"grid has 2 points and search.trials is 3"):
         study_of(tmp_path, "search.method=grid", "search.space.optimizer.lr=[0.001, 0.01]")
 
 
