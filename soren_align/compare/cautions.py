@@ -40,9 +40,6 @@ def _of_search(candidates: list[Candidate], file: dict[str, Any]) -> Iterator[st
                 yield f"{candidate.name}: {number} of {len(candidate.trials)} trials {_PAST[status]}"
         if candidate.selected is None:
             yield f"{candidate.name}: no trial has finished, so that it has no verdict"
-        for run in candidate.verdict:
-            if run.status in ("diverged", "failed"):
-                yield f"{candidate.name}: the run of the verdict with seed {run.seed} {run.status}"
     finished = {c.name: sum(run.status == "finished" for run in c.trials) for c in candidates}
     if len({*finished.values()}) > 1:
         counts = ", ".join(f"{name} {number}" for name, number in finished.items())

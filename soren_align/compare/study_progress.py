@@ -232,7 +232,6 @@ def read_study(folder: Path, failures: Mapping[str, str] | None = None) -> Study
         higher_is_better=progress.higher_is_better,
         candidates=candidates,
         base_scores=base_scores,
-        cautions=_cautions(progress, candidates),
         command=f"soren-align compare {folder / STUDY_FILE}",
         versions=record.get("versions", {}),
         machine=", ".join(str(record[key]) for key in ("device", "platform") if key in record),
@@ -242,19 +241,3 @@ def read_study(folder: Path, failures: Mapping[str, str] | None = None) -> Study
 def write_study(folder: Path, study: Study) -> None:
     """Write study.json."""
     write(folder / STUDY_RESULT, json.dumps(asdict(study), indent=1) + "\n")
-
-
-def _cautions(progress: Progress, candidates: list[Candidate]) -> list[str]:
-    cautions = []
-    for candidate in candidates:
-        if candidate.selected is None and candidate.trials:
-            cautions.append(f"{candidate.name}: no trial has finished")
-        for run in candidate.verdict:
-            if run.status in ("failed", "diverged"):
-                cautions.append(f"{candidate.name}: the run with seed {run.seed} of the verdict {run.status}")
-    number = max((len(by_trial(each.trials)) for each in candidates), default=0)
-    if number < progress.study.search.trials:
-        cautions.append(f"the search has {number} of {progress.study.search.trials} trials of each candidate")
-    if progress.study.search.trials < number:
-        cautions.append(f"the search was extended to {number} trials of each candidate")
-    return cautions

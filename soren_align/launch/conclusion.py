@@ -5,13 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..compare import answers, cautions
 from ..compare.audit import audit
-from ..compare.cautions import cautions
-from ..compare.study import Run, Study
+from ..compare.study import Study
 from ..compare.study_progress import read_study, write_study
 from ..compare.study_report import write_report
-from ..compare.verdict import Rules, is_complete, verdict
-from ..evaluate.points import Points, read_points
+from ..compare.verdict import Rules, verdict
 from ..evaluate.results import read_results
 from ..evaluate.suites import suite_of
 from ..recipe import Eval, load_resolved
@@ -24,34 +23,26 @@ def conclude(folder: Path, failures: Mapping[str, str] | None = None) -> Study:
     With a problem there is no verdict. failures: reasons of runs that ended without a record, by folder.
     """
     study = read_study(folder, failures)
-    problems = audit(study.candidates, folder, study.file)
     contamination = _contamination(folder, study)
     study = replace(
         study,
-        problems=problems,
-        cautions=[*study.cautions, *cautions(study.candidates, folder, study.file, contamination)],
+        problems=audit(study.candidates, folder, study.file),
+        cautions=cautions.cautions(study.candidates, folder, study.file, contamination),
         contamination=contamination,
     )
-    if not problems:
-        study = replace(study, differences=_differences(folder, study))
+    if not study.problems:
+        study = _with_verdict(folder, study)
     write_study(folder, study)
     write_report(study, folder)
     return study
 
 
-def _differences(folder: Path, study: Study) -> list[Any]:
-    """Return the verdict of the candidates whose runs with fresh seeds have all finished."""
-    points: dict[str, list[Points]] = {}
-    base, options = None, None
-    for candidate in filter(is_complete, study.candidates):
-        options = _evaluation(folder, candidate.verdict[0])
-        if options is None:
-            continue
-        for run in candidate.verdict:
-            rows = list(read_points(RunFolder(folder / run.folder).evaluation(options.name)).values())
-            points.setdefault(candidate.name, []).append(rows[-1])
-            base = base or rows[-2]
-    section = study.file["verdict"]
+def _with_verdict(folder: Path, study: Study) -> Study:
+    """Return the study with the differences of the candidates whose runs with fresh seeds have all finished."""
+    options, section = _evaluation(folder, study), study.file["verdict"]
+    points, base, weaknesses = {}, None, []
+    if options:
+        points, base, weaknesses = answers.read_answers(folder, study.candidates, options.name)
     retention: dict[str, Any] = section["retention"] or {"columns": [], "margin": 0.0}
     rules = Rules(
         reference=section["reference"],
@@ -60,19 +51,26 @@ def _differences(folder: Path, study: Study) -> list[Any]:
         average=options is not None and suite_of(options).average,
         margins={column: retention["margin"] for column in retention["columns"]},
     )
-    return verdict(rules, study.candidates, points, base)
+    return replace(
+        study,
+        differences=verdict(rules, study.candidates, points, base),
+        cautions=[*study.cautions, *weaknesses, *answers.cautions(study.candidates, points)],
+    )
 
 
 def _contamination(folder: Path, study: Study) -> dict[str, Any] | None:
-    """Return the overlaps that the first evaluation of the verdict has counted: all runs train on the same examples."""
+    """Return the overlaps that the first evaluation has counted: all runs train on the same examples."""
+    options = _evaluation(folder, study)
     for run in (run for candidate in study.candidates for run in candidate.verdict):
-        options = _evaluation(folder, run) if run.scores else None
-        results = read_results(RunFolder(folder / run.folder).evaluation(options.name)) if options else None
-        if results is not None:
-            return results.get("contamination")
+        if options and run.scores:
+            results = read_results(RunFolder(folder / run.folder).evaluation(options.name))
+            return results.get("contamination") if results else None
     return None
 
 
-def _evaluation(folder: Path, run: Run) -> Eval | None:
-    """Return the evaluation in a run's recipe."""
-    return load_resolved(RunFolder(folder / run.folder).recipe).eval
+def _evaluation(folder: Path, study: Study) -> Eval | None:
+    """Return the evaluation of the verdict's runs; None before the first one."""
+    for run in (run for candidate in study.candidates for run in candidate.verdict):
+        if (recipe := RunFolder(folder / run.folder).recipe).is_file():
+            return load_resolved(recipe).eval
+    return None
