@@ -15,7 +15,7 @@ AVOID = {
     r"\bwho steps|\bthe rest\b": "optimizer, other parameters (AdamW)",
     r"how far (a|the) step|in float32's": "update RMS, relative update, ulp",
     r"\b(go|goes|going|went|gone) on\b": "resume, continue",
-    r"\b(tells?|told|telling|says?|said|saying|speaks?|spoken|speaking)\b": "report, print, warn, log, state",
+    r"(?<!\.)\b(tells?|told|telling|says?|said|saying|speaks?|spoken|speaking)\b": "report, print, warn, log, state",
     r"answered before": "cached",
     r"in other words|in (its|our|their|your) (own )?words\b": "with different prompts",
     r"rows of others|others' rows|quoted (rows?|tables?)": "published scores",

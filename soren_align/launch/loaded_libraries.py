@@ -1,6 +1,7 @@
 """The libraries that a training and an evaluation import, for the server that runs are forked from: see run_processes.
 
-No thread may run in that server: a fork copies none, and a lock that one holds would stay locked.
+No thread may run in that server, but for jemalloc's own: a fork copies none, and a lock that one holds would stay
+locked.
 """
 
 from ..card import write_card as _card
