@@ -92,25 +92,23 @@ def read_curve(metrics: Path, metric: str) -> list[Point]:
     """The evaluations in metrics.jsonl, one per step, the start first.
 
     seconds: of training and evaluations, from the logged speeds, so that a resumed run has those of all its parts.
-    tokens: TRL counts from 0 after a resume, and transformers averages the next logged loss over the steps since then;
-    the tokens between the last log and the checkpoint are missing there.
+    transformers averages the first loss that is logged after a resume over the steps since then.
     """
     points: dict[int, Point] = {}
     train: dict[str, Any] = {}
-    seconds, before, tokens = 0.0, 0.0, 0.0  # before: tokens until the last resume; tokens: since then
+    seconds, tokens = 0.0, 0.0
     for line in read_lines(metrics):
         if "loss" in line:
             train = line
             speed, total = line.get("tokens_per_second"), line.get("num_tokens")
             if speed and total is not None:
-                before, tokens = (before + tokens, 0.0) if total < tokens else (before, tokens)
-                seconds, tokens = seconds + (total - tokens) / speed, total
+                seconds, tokens = seconds + max(0.0, total - tokens) / speed, total
         if metric not in line and "eval_loss" not in line:
             continue
         step = line["step"]
         points[step] = Point(
             step,
-            tokens=int(before + line.get("eval_num_tokens", 0)) if step else 0,
+            tokens=int(line.get("eval_num_tokens", 0)) if step else 0,
             seconds=seconds,
             metric=_finite(line.get(metric)),
             train_loss=_finite(train.get("loss")) if step else None,

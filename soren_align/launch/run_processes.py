@@ -33,7 +33,7 @@ def start_server(*, on_gpus: bool) -> BaseContext:
     # Of a run that was killed, Python's tracker of semaphores would print a warning on the terminal.
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["soren_align.silence", _LOADED])  # in this order: bitsandbytes warns when imported
+    context.set_forkserver_preload(["soren_align.trainers", _LOADED])  # in this order: bitsandbytes warns when imported
     return context
 
 

@@ -40,6 +40,10 @@ from .starting_weights import StartingWeights, share_of_parameters
 from .token_stream import TokenStream
 
 
+_TOKENS = "num_tokens"
+"""The key of a checkpoint's state with TRL's number of tokens trained on."""
+
+
 class SorenTrainerMixin(Trainer):
     """Put before a TRL trainer: builds the optimizer, checks and measures its steps, marks complete checkpoints."""
 
@@ -224,6 +228,12 @@ class SorenTrainerMixin(Trainer):
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write no card per checkpoint; card.py writes that of the model."""
 
+    def _load_callback_state(self) -> None:
+        """As transformers, when a run resumes. TRL would count the tokens from 0 again."""
+        super()._load_callback_state()
+        states: Any = self.state.stateful_callbacks
+        self._total_train_tokens = states.get(_TOKENS, 0)
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         # Old checkpoints are deleted only after the new one is marked complete: a kill between transformers' own
         # deletion and that mark would leave no complete checkpoint.
@@ -235,6 +245,7 @@ class SorenTrainerMixin(Trainer):
         try:
             states: Any = self.state.stateful_callbacks
             states[BatchHash.__name__] = self.batch_hash.state()
+            states[_TOKENS] = self._total_train_tokens
             with write_errors(checkpoint):
                 super()._save_checkpoint(model, trial)
         finally:

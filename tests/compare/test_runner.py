@@ -44,13 +44,13 @@ def train_here(context, recipe, log, processes, gpus):
 
 
 def plain(study):
-    """study.json without times, memory, and the two logged values that restart at a resume (`read_curve`)."""
+    """study.json without times, memory, and the loss that is averaged since a resume (`read_curve`)."""
     if isinstance(study, dict):
         return {k: plain(v) for k, v in study.items() if k not in NAMES}
     return [plain(each) for each in study] if isinstance(study, list) else study
 
 
-NAMES = ("name", "command", "output_dir", "seconds", "peak_memory_bytes", "tokens", "train_loss")
+NAMES = ("name", "command", "output_dir", "seconds", "peak_memory_bytes", "train_loss")
 
 
 def result_of(folder):

@@ -30,6 +30,7 @@ def logged(run):
     """What every log of a resumed run repeats exactly."""
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     exact = ("step", "loss", "learning_rate", "update_rms", "relative_change", "grad_norm", "num_out_of_range")
+    exact += ("num_tokens",)
     return [{k: line[k] for k in exact} for line in lines if "loss" in line]
 
 
