@@ -39,7 +39,6 @@ from .spectra_recorder import SpectraRecorder
 from .starting_weights import StartingWeights, share_of_parameters
 from .token_stream import TokenStream
 
-
 _TOKENS = "num_tokens"
 """The key of a checkpoint's state with TRL's number of tokens trained on."""
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from soren_align import recipe
-from soren_align.compare.audit import HIGHER_IS_BETTER, audit
+from soren_align.compare.audit import audit
 from soren_align.compare.cautions import cautions
 from soren_align.compare.study import Candidate, Run
+from soren_align.compare.study_sections import HIGHER_IS_BETTER
 from soren_align.recipe import recipe_hash, to_yaml
 from soren_align.recipe.run_checks import METRICS
 from soren_align.run_folder import RunFolder
@@ -287,4 +288,5 @@ def test_a_diverged_trial_is_no_problem_but_a_caution(study):
 
 
 def test_the_metrics_of_a_selection_are_those_that_training_measures():
-    assert {metric.removeprefix("eval_") for metric in HIGHER_IS_BETTER} <= {*METRICS["dpo"]}
+    for task, metrics in HIGHER_IS_BETTER.items():
+        assert {metric.removeprefix("eval_") for metric in metrics} <= {*METRICS[task]}

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from soren_align.compare import study_progress
+from soren_align.compare.cautions import cautions
 from soren_align.compare.search import JOURNAL
 from soren_align.compare.study_progress import read_study
 from soren_align.compare.trials import ENDED
@@ -114,7 +115,8 @@ def test_failed_and_diverged_trials_are_results(tmp_path):
     assert candidates["soren"].verdict == []
     assert candidates["adamw"].selected == 0
     assert [run.status for run in candidates["adamw"].verdict] == ["waiting", "waiting", "running"]
-    assert any("no trial has finished" in caution for caution in result.cautions)
+    found = cautions(result.candidates, Path(study.output_dir), result.file)
+    assert any("soren: no trial has finished" in caution for caution in found)
 
 
 def test_a_budget_ends_the_search_after_a_round_of_all_candidates(tmp_path):
@@ -128,7 +130,8 @@ def test_a_budget_ends_the_search_after_a_round_of_all_candidates(tmp_path):
     end(study, search[0], 2.0)
     result = read_study(Path(study.output_dir))
     assert [len(each.trials) for each in result.candidates] == [2, 2]
-    assert "the search has 2 of 6 trials of each candidate" in result.cautions
+    found = cautions(result.candidates, Path(study.output_dir), result.file)
+    assert "2 of the declared 6 trials of each candidate were made; the budget had ended" in found
 
 
 def test_a_winner_at_an_end_is_reported_and_extended_with_as_many_trials_for_all(tmp_path):
