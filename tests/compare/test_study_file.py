@@ -14,7 +14,6 @@ from soren_align.errors import UserError
 from tests.support import command
 from tests.support.study_runs import TINY, study_of
 
-
 MISSING = {
     "studies/quickstart-optimizers-dpo": "run that recipe first",
     "studies/smollm2-lora": "no file data/train.jsonl",
