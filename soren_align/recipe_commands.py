@@ -23,10 +23,13 @@ def add_to(app: typer.Typer) -> None:
 
 @recipes_app.callback()
 def recipes(context: typer.Context) -> None:
-    """List the shipped recipes."""
+    """List the shipped recipes, and the studies for `compare`."""
     if context.invoked_subcommand is None:
         for name, path in shipped.recipes().items():
             typer.echo(f"{name:24} {_first_comment(path)}")
+        typer.echo("\nstudies, for soren-align compare:")
+        for name, path in shipped.studies().items():
+            typer.echo(f"{name:34} {_first_comment(path)}")
 
 
 def complete_recipe(incomplete: str) -> list[str]:
@@ -34,26 +37,37 @@ def complete_recipe(incomplete: str) -> list[str]:
     return [name for name in shipped.recipes() if name.startswith(incomplete)]
 
 
+def complete_copied(incomplete: str) -> list[str]:
+    """Return the shipped recipes and studies that begin so."""
+    return [name for name in shipped.recipes() | shipped.studies() if name.startswith(incomplete)]
+
+
 @recipes_app.command()
 def copy(
     name: Annotated[
         str,
-        typer.Argument(metavar="NAME", help="A shipped recipe, e.g. quickstart/sft.", autocompletion=complete_recipe),
+        typer.Argument(
+            metavar="NAME", help="A shipped recipe or study, e.g. quickstart/sft.", autocompletion=complete_copied
+        ),
     ],
     dest: Annotated[
         str | None, typer.Argument(metavar="DEST", help="File or folder. Default: NAME.yaml in this folder.")
     ] = None,
 ) -> None:
-    """Copy a shipped recipe to edit it; the copy works in any folder.
+    """Copy a shipped recipe or study to edit it; the copy works in any folder.
 
     Beside it, recipe.schema.json completes and checks its keys in an editor.
     """
     from .recipe import SCHEMA_FILE, task_of, with_modeline, write_schema
 
-    known = shipped.recipes()
-    if (source := known.get(name)) is None:
-        raise UserError(f"{name}: no shipped recipe; write one of {', '.join(known)}")
+    known, studies = shipped.recipes(), shipped.studies()
+    if (source := (known | studies).get(name)) is None:
+        raise UserError(f"{name}: no shipped recipe; write one of {', '.join(known | studies)}")
     target = _new_file(dest or ".", f"{name.replace('/', '-')}.yaml")
+    if name in studies:
+        target.write_bytes(source.read_bytes())
+        typer.echo(printable(f"{target}: edit it, then run soren-align compare {target}"))
+        return
     target.write_text(with_modeline(source.read_text(encoding="utf-8")), encoding="utf-8")
     write_schema(target.parent / SCHEMA_FILE)
     typer.echo(printable(f"{target}: edit it, then run soren-align {task_of(source)} {target}"))

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from soren_align import __version__, cli, shipped
+from soren_align.compare.study_file import load_study
 
 
 @pytest.fixture
@@ -77,7 +78,15 @@ def test_only_shipped_recipes_are_copied(run, tmp_path):
 
 def test_recipes_lists_what_is_shipped(run):
     listed = run("recipes").stdout
-    assert all(name in listed for name in shipped.recipes())
+    assert all(name in listed for name in shipped.recipes() | shipped.studies())
+    assert max(map(len, listed.splitlines())) <= 80
+
+
+def test_a_copied_study_is_planned_from_any_folder(run, tmp_path):
+    copied = run("recipes", "copy", "quickstart/compare", "mine.yaml", cwd=tmp_path)
+    assert "run soren-align compare mine.yaml" in copied.stdout
+    assert (tmp_path / "mine.yaml").read_bytes() == shipped.studies()["quickstart/compare"].read_bytes()
+    load_study(str(tmp_path / "mine.yaml"))
 
 
 def test_a_copied_recipe_works_from_any_folder(run, tmp_path):

@@ -32,7 +32,7 @@ def report_page(study: Study, folder: Path) -> Page:
         Section("Scores and differences", score_blocks(study)),
         Section("Sensitivity to the settings", [*sensitivity_figures(study), *_edges(study)]),
         Section("Along the runs", [curves_figure(study)]),
-        Section("Gain against forgetting", [front_figure(study), *_matched(study)]),
+        Section("At equal displacement", [front_figure(study), *_matched(study)]),
         Section("How much tuning", [tuning_figure(study)]),
         Section("Spectra", [spectra_figure(study, folder)]),
         Section("Time and memory", [_costs(study)]),
