@@ -8,6 +8,7 @@ from .key_tables import Note
 KEYS = (
     "attn_implementation flash_attn flash_attention use_flash_attention_2 sdp_attention flex_attention eager_attention"
 )
+PACKING = ("packing", "neat_packing")
 NAMES = {
     "flash_attention": "flash_attention_2",
     "use_flash_attention_2": "flash_attention_2",

@@ -133,7 +133,8 @@ def _special(key: str, name: str, value: Any, flat: dict[str, Any], conversion: 
     nullable = (*_NESTED, "optim", "optimizer", *_BETAS, "torch_dtype", "dtype", _MIN_LR)
     if value in (None, {}) and name in nullable:
         return Note(key, "dropped", "null has no effect")
-    for of_keys in (attention_keys, per_epoch_keys, streaming_keys):
+    packs_pairs = conversion.task == "dpo" and name in attention_keys.PACKING  # DPOConfig has no such key
+    for of_keys in (per_epoch_keys, streaming_keys, *([] if packs_pairs else [attention_keys])):
         if note := of_keys.convert(key, name, value, flat, conversion.recipe):
             return note
     for special in (_optimizer_key, _model_key, _schedule_key):

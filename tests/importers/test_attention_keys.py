@@ -63,3 +63,10 @@ def test_held_out_examples_are_not_packed_alone(key):
     assert "eval_packing" not in made["trainer"]
     assert "would attend to each other" in note.explanation
     assert converted(TRL, packing=True, eval_packing=True)[0]["trainer"]["eval_packing"] is True
+
+
+@pytest.mark.parametrize("key", ["packing", "neat_packing"])
+def test_pairs_are_not_packed(key):
+    made = convert({**FACTORY, "stage": "dpo", key: 1}, "dpo")
+    assert "packing" not in made.recipe["trainer"]
+    assert next(note for note in made.notes if note.key == key).outcome == "dropped"

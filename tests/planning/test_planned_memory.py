@@ -24,6 +24,7 @@ SHRUNK += [
     "run.num_threads=1",
     "eval=null",
     "trainer.warmup_steps=0",
+    "trainer.logging_strategy=no",  # measurements of a logged step take memory too
 ]
 
 
