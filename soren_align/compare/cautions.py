@@ -11,6 +11,8 @@ from .study import Candidate
 MANY_SEEDS = 5
 """Of a verdict, from which on their number is no caution: with 3, a 95% interval over seeds alone is 4.3 standard
 errors wide to each side, with 5 it is 2.8 (Student's t)."""
+MANY_EXAMPLES = 100
+"""Held out, from which on their number is no caution."""
 
 
 def cautions(
@@ -31,9 +33,10 @@ def cautions(
 def _of_search(candidates: list[Candidate], file: dict[str, Any]) -> Iterator[str]:
     for candidate in candidates:
         for key, end in candidate.at_edge.items():
+            word = "largest" if end == "high" else "least"
             yield (
-                f"{candidate.name}: the selected {key} lies at the {end} end of its space, and a better one may lie "
-                "beyond; extend the search (--extend)"
+                f"{candidate.name}: the selected {key} is the {word} that was tried, and a better one may lie beyond; "
+                "extend the search (--extend)"
             )
         for status in ("diverged", "failed", "pruned"):
             if number := sum(run.status == status for run in candidate.trials):
@@ -80,6 +83,10 @@ def _of_folders(study_folder: Path) -> Iterator[str]:
     if evaluated:
         more = f" and {len(evaluated) - 1} more" if len(evaluated) > 1 else ""
         yield f"{evaluated[0]}{more}: a trial of the search was evaluated on benchmarks, which must not select settings"
+    held_out = [run.record.get("data", {}).get("eval") or {} for run in runs]
+    number = min((each["num_examples"] for each in held_out if isinstance(each.get("num_examples"), int)), default=None)
+    if number is not None and number < MANY_EXAMPLES:
+        yield f"the held-out metric is of {number} examples, whose spread is in no interval: those are over seeds alone"
     commits = sorted({str(run.record["commit"])[:12] for run in runs if run.record.get("commit")})
     if len(commits) > 1:
         yield f"the runs were made by {len(commits)} commits of soren-align ({', '.join(commits[:3])})"

@@ -113,7 +113,7 @@ def _numbers(study: Study, d: Difference, *, first: bool) -> str:
     seen = ""
     if d.answer == "not distinguishable":
         whose, power = ("this study ", f" with {power_of(study):.0%} power") if first else ("", "")
-        seen = f"; {whose}could have seen {size(d.detectable, d.unit)}{unit}{power}"
+        seen = f"; {whose}could have seen {seen_size(d)}{power}"
     interval = f"{'95% interval ' if first else ''}{signed(d.low, d.unit)} to {signed(d.high, d.unit)}"
     return f"{signed(d.value, d.unit)}{unit} ({interval}, {p_value(d.p_holm)}{seen})"
 
@@ -183,6 +183,13 @@ def size(value: float, unit: str) -> str:
     """Return a difference without a plus sign: one decimal of percent points, four of a loss."""
     decimals = 4 if unit == "loss" else 1
     return f"{value + 0.0:.{decimals}f}"
+
+
+def seen_size(d: Difference) -> str:
+    """Return the difference that a study could have seen; of percent points there are 100."""
+    if d.unit == "percent" and d.detectable > 100:
+        return "none"
+    return f"{size(d.detectable, d.unit)}{_points(d.unit)}"
 
 
 def signed(value: float, unit: str) -> str:

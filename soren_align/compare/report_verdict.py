@@ -19,6 +19,7 @@ from .report_text import (
     p_value,
     reference_name,
     references_of,
+    seen_size,
     selected_trial,
     setting,
     signed,
@@ -96,6 +97,6 @@ def _numbers(d: Difference) -> list[str]:
         signed(d.value, d.unit),
         interval,
         p_value(d.p_holm).removeprefix("p "),
-        size(d.detectable, d.unit),
+        seen_size(d).removesuffix(" points"),
         retained,
     ]

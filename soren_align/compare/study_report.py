@@ -50,6 +50,8 @@ def terminal_verdict(study: Study) -> Group:
     parts += [_scores(study), Text()]
     for item in (item for name in references_of(study) for item in comparisons(study, name, most=1)):
         parts.append(_point(Text.assemble((item.lead, STYLES[item.kind]), item.text)))
+    if study.differences:
+        parts.append(Text("\nPositive differences are better, whatever the measure's direction.", style="dim"))
     if study.cautions:
         parts += [Text("\nHow this conclusion could be wrong", style="bold"), *map(_point, study.cautions)]
     return Group(*parts)

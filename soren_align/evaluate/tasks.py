@@ -14,6 +14,7 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from ..errors import UserError
 from ..files import default_cache_folder
 from ..silence import silence
+from .answer_keys import refuse_wrong_keys
 from .cache import digest
 from .sandbox import loading
 from .suites import Suite, SuiteTask
@@ -165,12 +166,17 @@ def _cache_for(data: Path, cache: Path) -> Path:
 
 
 def _refuse_unusable(suite: Suite, task: SuiteTask, loaded: Task | Group, sizes: dict[str, int]) -> None:
-    """Raises UserError for a task without questions, with unsafe code, or without the suite's metric or filter."""
+    """Raises UserError for a task that cannot be scored.
+
+    Without questions, with unsafe code, without right answers, or without the suite's metric or filter.
+    """
     empty = [name for name, size in sizes.items() if not size]
     if empty:
         raise UserError(f"{suite.file_of(task)}: task {empty[0]} has no questions")
     if any(getattr(subtask, "UNSAFE_CODE", False) for subtask in subtasks(loaded)):
         raise UserError(f"{suite.file_of(task)}: runs code that a model writes; choose another task")
+    for subtask in subtasks(loaded):
+        refuse_wrong_keys(subtask, suite.file_of(task))
     first = subtasks(loaded)[0]
     metrics = set(first.aggregation())  # lm-eval's defaults for the output_type, where the file has no metric_list
     filters = {entry["name"] for entry in first.config.filter_list or []} or {"none"}

@@ -41,7 +41,9 @@ def model_problems(path: str, init_seed: Any) -> list[str]:
         return _base_problems(path, adapter, init_seed)
     missing = [n for n in ("config.json", "tokenizer_config.json") if not (folder / n).is_file()]
     if missing:
-        return [f"{path} has no {' and no '.join(missing)}; is it a model folder?"]
+        is_run = (folder / "run.json").is_file() and (folder / "model").is_dir()
+        remedy = f"it is a run's folder, whose model is {path.rstrip('/')}/model" if is_run else "is it a model folder?"
+        return [f"{path} has no {' and no '.join(missing)}; {remedy}"]
     weights = [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]
     if init_seed is None and not weights:
         return [f"{path} has no weights (*.safetensors); for random ones set model.init_seed"]

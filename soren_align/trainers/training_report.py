@@ -160,7 +160,7 @@ def print_result(console: Console, trainer: Any, result: dict[str, Any], seconds
     if not loss and mean is not None:  # ended early, or trainer.logging_strategy is no
         loss = f", loss {mean:.3f} on average"
     resumed = f", {steps - resumed_from} of them since resuming," if resumed_from else ""
-    print_labelled(console, "trained", f"{steps} steps{resumed} in {seconds:.0f} s{loss}")
+    print_labelled(console, "trained", f"{steps} step{'s' * (steps != 1)}{resumed} in {seconds:.0f} s{loss}")
     if trainer.stream:
         print_labelled(console, "", _describe_stream(trainer.stream.counts()))
     if early := result.get("stopped_early"):

@@ -218,6 +218,11 @@ def _notices(
             "all tokens of conversations are in the loss, those of the user's messages too. For the answers alone "
             "write trainer.assistant_only_loss: true; false hides this notice"
         )
+    if "prompt" in dataset.column_names and not has_turns(dataset) and tokenizer.chat_template:
+        notices.append(
+            "prompts and answers are plain texts, trained without the model's chat template, which chat and suites "
+            "with apply_chat_template use; messages, and Alpaca's instruction and output, are trained with it"
+        )
     return notices
 
 

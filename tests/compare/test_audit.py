@@ -279,7 +279,7 @@ def test_a_diverged_trial_is_no_problem_but_a_caution(study):
     for words in (
         "soren: 1 of 3 trials diverged",
         "unequal numbers of finished trials (adamw 3, soren 2)",
-        "soren: the selected optimizer.lr lies at the high end of its space",
+        "soren: the selected optimizer.lr is the largest that was tried",
         "the verdict has 3 seeds",
         "zoo_mc: 3 of 40 questions overlap",
         "the held-out examples selected the settings",

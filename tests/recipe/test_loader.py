@@ -463,3 +463,10 @@ def test_a_value_in_place_of_a_section_is_answered_with_the_section(write, setti
     with pytest.raises(UserError) as error:
         recipe.load(write(GOOD), [setting])
     assert any(problem.endswith(f"write {remedy}") for problem in error.value.problems), error.value.problems
+
+
+def test_a_runs_folder_is_answered_with_its_model(tmp_path):
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    (tmp_path / "run" / "run.json").write_text("{}")
+    with pytest.raises(UserError, match=r"it is a run's folder, whose model is .*run/model"):
+        recipe.load("quickstart/sft", [f"model.name_or_path={tmp_path / 'run'}"])

@@ -1,0 +1,59 @@
+"""A question whose key is none of its choices would count as answered wrong by every model: it is refused."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+
+from soren_align import shipped
+from soren_align.errors import UserError
+from soren_align.evaluate.answer_keys import refuse_wrong_keys
+from soren_align.evaluate.suites import load_suite
+from soren_align.evaluate.tasks import load_tasks
+
+CHOICES = ["red", "brown", "black"]
+
+
+def task(*keys, **settings):
+    """A task as lm-eval's, with a question for each key."""
+    return SimpleNamespace(
+        OUTPUT_TYPE="multiple_choice",
+        task_name="colors",
+        config=SimpleNamespace(process_results=None),
+        eval_docs=[{"key": key} for key in keys],
+        multiple_input=0,
+        doc_to_choice=lambda question: CHOICES,
+        doc_to_target=lambda question: question["key"],
+        **settings,
+    )
+
+
+@pytest.mark.parametrize("key", [0, 2, "red", [0, 2], True])
+def test_a_key_is_a_number_of_a_choice_or_its_text(key):
+    refuse_wrong_keys(task(key), "colors.yaml")
+
+
+@pytest.mark.parametrize("key", [3, -1, "1", "", [0, 3]])
+def test_any_other_key_is_refused(key):
+    with pytest.raises(UserError, match=r"colors.yaml: colors, question 2 \(and 1 more questions\): "):
+        refuse_wrong_keys(task(1, key, 0, key), "colors.yaml")
+
+
+def test_a_task_that_scores_by_itself_is_not_judged():
+    own = task(7)
+    own.config.process_results = lambda question, results: {}
+    refuse_wrong_keys(own, "colors.yaml")
+
+
+def test_a_label_out_of_range_is_refused_when_the_suite_is_loaded(tmp_path):
+    shutil.copytree(shipped.ROOT / "eval" / "quickstart", tmp_path / "suite")
+    shutil.copytree(shipped.ROOT / "recipes" / "quickstart" / "data", tmp_path / "data")
+    (questions,) = (tmp_path / "data" / "zoo_questions").glob("*.jsonl")
+    lines = [json.loads(line) for line in questions.read_text().splitlines()]
+    lines[5]["label"] = 4
+    questions.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    file = tmp_path / "suite" / "suite.yaml"
+    file.write_text(file.read_text().replace("shipped:recipes/quickstart/data", str(tmp_path / "data")))
+    with pytest.raises(UserError, match=r"zoo_mc.yaml: zoo_mc, question 6: .* 4, none of its 4 choices"):
+        load_tasks(load_suite(tmp_path / "suite"), tmp_path / "cache")
