@@ -141,7 +141,7 @@ def a_run_folder(box: Box, arguments: dict[str, Any]) -> int:
     """Run a command on it, as far as it goes without a model; its output is short and plain."""
     said = io.StringIO()
     before = {name: _content(name) for name in arguments["foreign"]}
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), _without_models():
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), _without_models(box.own[0]):
         code = _command([box.told(word) for word in arguments["command"]])
     if found := CONTROL.search(said.getvalue()):
         raise Wrong(f"the output has the control character {found[0]!r}")
@@ -165,8 +165,10 @@ def _command(words: list[str]) -> int:
 
 
 @contextlib.contextmanager
-def _without_models():
-    """Models answer at once, a training is over at once, and the hub takes everything."""
+def _without_models(cache: Path | None = None):
+    """Models answer at once, a training is over at once, and the hub takes everything. cache: of datasets."""
+    import datasets
+
     from soren_align import push
     from soren_align.evaluate import figure, harness, stage
     from soren_align.trainers import training, training_setup
@@ -213,6 +215,7 @@ def _without_models():
             (stage, "planned_rows", lambda *_, **__: []),
             (figure, "draw", lambda _, path: Path(path).write_bytes(b"PNG")),
             (stage, "commit", lambda: "c" * 40),
+            (datasets.config, "HF_DATASETS_CACHE", cache),  # contamination: the training examples are read
             (training_setup, "set_up_training", set_up_training),
             (training, "train", train),
             (training, "model_bytes", lambda *_, **__: 0),
