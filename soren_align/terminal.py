@@ -86,6 +86,18 @@ def working(console: Console, text: str) -> Iterator[Callable[[str], object]]:
         thread.join()
 
 
+def counting(show: Callable[[str], object], activity: str) -> Callable[[int], None]:
+    """Return a callback that shows the sum of the numbers of examples it gets: a large dataset takes minutes."""
+    total = 0
+
+    def on_examples(number: int) -> None:
+        nonlocal total
+        total += number
+        show(f"{activity}: {total:,} examples")
+
+    return on_examples
+
+
 def with_prefix(number: float, unit: str) -> str:
     """At least three digits and an SI prefix: 6.11 GB, 307 TFLOP."""
     scale, prefix = next(

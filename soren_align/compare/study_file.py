@@ -19,8 +19,8 @@ from ..errors import UserError, did_you_mean
 from ..evaluate.suites import suite_of
 from ..files import local_path, read_text
 from ..recipe import Recipe, trainer_value
+from ..recipe.loader import find_yaml
 from ..recipe.messages import messages
-from ..run_folder import RunFolder
 from ..yaml_reader import Key, dotted, parse_yaml, place, sentences
 from .study import Run
 from .study_sections import HIGHER_IS_BETTER, MIN_SEEDS, Range, StudyFile
@@ -36,7 +36,7 @@ def load_study(name_or_path: str, overrides: list[str] | None = None) -> StudyFi
     overrides: 'key=value' texts, as after --set: search.trials=8, search.space.optimizer.lr.high=0.1. Raises UserError
     with every mistake.
     """
-    path = find_study(name_or_path)
+    path = find_yaml(name_or_path, shipped.studies(), "study")
     raw, lines = _parsed(read_text(path), str(path))
     problems = [problem for text in overrides or [] for problem in _override(raw, lines, text)]
     if "candidates" not in raw and "task" in raw:
@@ -53,20 +53,6 @@ def load_study(name_or_path: str, overrides: list[str] | None = None) -> StudyFi
     if problems:
         raise UserError(*problems)
     return study
-
-
-def find_study(name_or_path: str) -> Path:
-    """The study's file: an existing path, else a shipped name. Raises UserError if it is neither."""
-    path = local_path(name_or_path)
-    if path.is_file():
-        if path.suffix not in (".yaml", ".yml"):
-            raise UserError(f"{name_or_path}: a study is a .yaml file")
-        return path
-    known = shipped.studies()
-    if name_or_path in known:
-        return known[name_or_path]
-    hint = did_you_mean(name_or_path, known, otherwise=f"shipped are {', '.join(known)}")
-    raise UserError(f"{name_or_path}: no such file, nor a shipped study{hint}")
 
 
 def load_resolved_study(path: Path) -> StudyFile:
@@ -110,11 +96,6 @@ def first_run(study: StudyFile, candidate: str, *, high: bool = False) -> Run:
     seed = study.verdict.seeds[0]
     folder = f"verdict/{candidate}/{seed}"
     return Run(candidate, "verdict", 0, seed, folder, study.parameters(candidate, drawn), "waiting")
-
-
-def is_higher_better(study: StudyFile, task: str) -> bool:
-    """Whether a larger selection metric is better."""
-    return HIGHER_IS_BETTER[task][study.search.metric]
 
 
 def _parsed(text: str, name: str) -> tuple[dict[str, Any], dict[Key, str]]:
@@ -251,8 +232,3 @@ def _against_recipe(study: StudyFile, recipe: Recipe) -> Iterator[tuple[Key, str
 def study_folder(study: StudyFile) -> Path:
     """The study's folder."""
     return local_path(study.output_dir)
-
-
-def run_folder_of(study: StudyFile, run: Run) -> RunFolder:
-    """The run's folder."""
-    return RunFolder(study_folder(study) / run.folder)

@@ -6,7 +6,7 @@ Whatever can be refused without torch is refused first. Only training on several
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from ..recipe import (
 )
 from ..run_folder import STOPPED, RunFolder, now
 from ..silence import quiet_libraries
-from ..terminal import Terminal, loading, print_labelled, stderr_console, working
+from ..terminal import Terminal, counting, loading, print_labelled, stderr_console, working
 from .environment import rank_from_environment, set_environment, without_ranks
 from .preparation import prepare, refuse_accelerate_config
 
@@ -82,7 +82,7 @@ def train_here(folder: RunFolder, timeout_seconds: float) -> int:
                 folder.update(last_error=None)
             if ranks.broadcast((folder.read() or {}).get("status")) != "trained":
                 with working(console, "Checking data and evaluation") as show, ranks.first_goes_first():
-                    setup = training_setup.set_up_training(recipe, folder, _count_examples(show), ranks)
+                    setup = training_setup.set_up_training(recipe, folder, counting(show, "Counting tokens"), ranks)
                     if recipe.eval and ranks.is_first:
                         from .evaluation import check_evaluation
 
@@ -161,8 +161,8 @@ def plan(recipe: Recipe, *, as_json: bool = False, processes: int = 1) -> None:
         from ..planning import display
         from ..planning import plan as planning
     with quiet_libraries(), working(console, "Checking data") as show:
-        on_compared = _count_examples(show, "Comparing with the questions")
-        result, account = planning.plan_training(recipe, _count_examples(show), processes, on_compared)
+        on_compared = counting(show, "Comparing with the questions")
+        result, account = planning.plan_training(recipe, counting(show, "Counting tokens"), processes, on_compared)
     if as_json:
         sys.stdout.write(json.dumps(result, indent=2) + "\n")
     else:
@@ -271,15 +271,3 @@ def _refuse_ranks(command: str) -> None:
     rank = rank_from_environment()
     if rank and rank.num_ranks > 1:
         raise UserError(f"{command} runs in one process; start it without a launcher (WORLD_SIZE is more than 1)")
-
-
-def _count_examples(show: Callable[[str], object], activity: str = "Counting tokens") -> Callable[[int], None]:
-    """Return a callback that shows the number of counted examples: a large dataset takes minutes."""
-    total = 0
-
-    def on_examples(number: int) -> None:
-        nonlocal total
-        total += number
-        show(f"{activity}: {total:,} examples")
-
-    return on_examples

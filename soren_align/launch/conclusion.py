@@ -23,7 +23,8 @@ def conclude(folder: Path, failures: Mapping[str, str] | None = None) -> Study:
     With a problem there is no verdict. failures: reasons of runs that ended without a record, by folder.
     """
     study = read_study(folder, failures)
-    contamination = _contamination(folder, study)
+    options = _evaluation(folder, study)
+    contamination = _contamination(folder, study, options)
     study = replace(
         study,
         problems=audit(study.candidates, folder, study.file),
@@ -31,15 +32,15 @@ def conclude(folder: Path, failures: Mapping[str, str] | None = None) -> Study:
         contamination=contamination,
     )
     if not study.problems:
-        study = _with_verdict(folder, study)
+        study = _with_verdict(folder, study, options)
     write_study(folder, study)
     write_report(study, folder)
     return study
 
 
-def _with_verdict(folder: Path, study: Study) -> Study:
+def _with_verdict(folder: Path, study: Study, options: Eval | None) -> Study:
     """Return the study with the differences of the candidates whose runs with fresh seeds have all finished."""
-    options, section = _evaluation(folder, study), study.file["verdict"]
+    section = study.file["verdict"]
     points, base, weaknesses = {}, None, []
     if options:
         points, base, weaknesses = answers.read_answers(folder, study.candidates, options.name)
@@ -58,9 +59,8 @@ def _with_verdict(folder: Path, study: Study) -> Study:
     )
 
 
-def _contamination(folder: Path, study: Study) -> dict[str, Any] | None:
+def _contamination(folder: Path, study: Study, options: Eval | None) -> dict[str, Any] | None:
     """Return the overlaps that the first evaluation has counted: all runs train on the same examples."""
-    options = _evaluation(folder, study)
     for run in (run for candidate in study.candidates for run in candidate.verdict):
         if options and run.scores:
             results = read_results(RunFolder(folder / run.folder).evaluation(options.name))

@@ -14,7 +14,7 @@ from ..evaluate.question_texts import overlaps_with, question_texts
 from ..evaluate.tasks import Tasks
 from ..recipe import load_resolved
 from ..run_folder import RunFolder
-from ..terminal import Terminal, working
+from ..terminal import Terminal, counting, working
 from ..trainers.training_setup import load_splits
 
 
@@ -33,20 +33,15 @@ def overlaps_of_runs(
     known: dict[str, Overlaps] = {}
     with working(console, "Reading training examples") as show:
         for name, run in runs.items():
-            num_read = 0
-
-            def on_examples(number: int) -> None:
-                nonlocal num_read
-                num_read += number
-                show(f"Comparing with the questions: {num_read:,} examples")
-
             try:
                 dataset = _trained_on(RunFolder(run)).dataset
             except (UserError, OSError) as error:
                 reason = " ".join(str(error).split())
                 return f"not checked, because the training examples of {name} are not available: {reason[:300]}"
             if dataset._fingerprint not in known:
-                known[dataset._fingerprint] = overlaps_with(dataset, questions, cache, on_examples)
+                known[dataset._fingerprint] = overlaps_with(
+                    dataset, questions, cache, counting(show, "Comparing with the questions")
+                )
     first, *others = known.values()
     for other in others:
         first |= other

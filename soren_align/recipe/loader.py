@@ -42,16 +42,23 @@ def load(
 
 def find(name_or_path: str) -> Path:
     """The recipe's file: an existing path, else a shipped name. Raises UserError if it is neither."""
+    return find_yaml(name_or_path, shipped.recipes(), "recipe")
+
+
+def find_yaml(name_or_path: str, known: dict[str, Path], kind: str) -> Path:
+    """An existing .yaml file, else the shipped file of that name. Raises UserError if it is neither.
+
+    known: the shipped files by name. kind: of file, for messages.
+    """
     path = local_path(name_or_path)
     if path.is_file():
         if path.suffix not in (".yaml", ".yml"):  # errors would quote any other file, such as /etc/shadow
-            raise UserError(f"{name_or_path}: a recipe is a .yaml file")
+            raise UserError(f"{name_or_path}: a {kind} is a .yaml file")
         return path
-    known = shipped.recipes()
     if name_or_path in known:
         return known[name_or_path]
     hint = did_you_mean(name_or_path, known, otherwise=f"shipped are {', '.join(known)}")
-    raise UserError(f"{name_or_path}: no such file, nor a shipped recipe{hint}")
+    raise UserError(f"{name_or_path}: no such file, nor a shipped {kind}{hint}")
 
 
 def task_of(path: Path) -> str | None:
