@@ -90,8 +90,8 @@ HELD_OUT = ("data.train.limit=400", "data.eval={fraction: 0.02}", "trainer.per_d
 PRETRAINED = ("pretrained", "pretrain", (*HELD_OUT, "optimizer.aux_lr=1e-3"))
 """An odd number of batches of held-out texts: one of two ranks has a batch less.
 
-aux_lr: at 5e-3 and ZeRO 3, three of the embedding's 7,744 entries differ by up to 3.3e-6, all other weights by less than
-1e-6: their gradients nearly vanish, and AdamW divides the rounding by their root mean square.
+aux_lr: at 5e-3 and ZeRO 3, three of the embedding's 7,744 entries differ by up to 3.3e-6, all other weights by less
+than 1e-6: their gradients nearly vanish, and AdamW divides the rounding by their root mean square.
 """
 
 
