@@ -92,7 +92,7 @@ def plan_training(
 def _routes(recipe: Recipe, model: Any) -> Any:
     """Return `optim.route` of a model. Raises UserError if the optimizer cannot be built for it."""
     with as_user_error("optimizer", ValueError):
-        routes = route(model, recipe.optimizer.aux)
+        routes = route(model, recipe.optimizer.aux, recipe.optimizer.matrices)
         build_optimizer(model, **build.optimizer_settings(recipe))
     return routes
 
