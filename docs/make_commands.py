@@ -51,6 +51,14 @@ meaning, the statistics and the suites are in [evaluation.md](evaluation.md).
     soren-align eval runs/mine
     soren-align eval runs/soren runs/muon --suite open-llm-leaderboard-v1 --output runs/compared
 """,
+    "pretrain": """\
+Examples are plain texts (a column `text`, or .txt files); `model.init_seed` draws the starting weights. The result is
+the validation perplexity: exp of the mean loss of all tokens of `data.eval`, or of its first `data.eval_tokens`. All
+else is as for sft: the run folder, resuming, ZeRO and FSDP2, packing, streaming.
+
+    soren-align pretrain quickstart/stdlib
+    soren-align pretrain llama-c4/60m-soren --processes 8 --set run.parallel=zero2
+""",
     "chat": """\
 A run answers with its model, an adapter on its base. On a terminal the answer is streamed and the conversation goes
 into the next question; its oldest turns are dropped, with a notice, when the context is full. Every `--prompt` is a

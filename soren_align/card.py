@@ -16,7 +16,7 @@ from .evaluate.results import read_results
 from .evaluate.tables import in_cell, plain
 from .files import write
 from .manifest import SURVIVAL_THRESHOLD, TRAINED, describe_dropped, describe_earlier_runs, describe_early_stop
-from .recipe import Recipe, adapter_config, load_resolved
+from .recipe import TASK_TITLES, Recipe, adapter_config, load_resolved
 from .run_folder import RunFolder
 
 SMALL_CHANGE = 1e-4
@@ -87,7 +87,8 @@ def _summary(recipe: Recipe, record: dict[str, Any], is_adapter: bool, merged: b
     if earlier and earlier[-1]["task"] == recipe.task:
         subject = f"{subject} further"
     merge = " It is merged with its base model." if merged else ""
-    return f"{subject} by {recipe.task.upper()} with {recipe.optimizer.title} from {_start(recipe, record)}.{merge}"
+    method = f"{TASK_TITLES[recipe.task]} with {recipe.optimizer.title}"
+    return f"{subject} by {method} from {_start(recipe, record)}.{merge}"
 
 
 def _change(training: dict[str, Any], is_adapter: bool, merged: bool) -> str:
@@ -169,6 +170,7 @@ def _facts(recipe: Recipe, record: dict[str, Any]) -> dict[str, str | None]:
         "optimizer settings": ", ".join(f"{key} {_word(value)}" for key, value in settings.items()),
         "steps": f"{training['steps']}, {record['global_batch_size']} examples each",
         "ended early": f"of {early['max_steps']} steps: {describe_early_stop(early)}" if early else None,
+        "validation perplexity": _perplexity(training.get("validation")),
         "model of step": f"{best['step']}, the best by {best['metric']}: {best['value']:.4g}" if best else None,
         "processes": f"{processes} ({record['parallel']}, {device})" if processes > 1 else f"1 ({device})",
         "parameters": f"{parameters['total']:,}, of which {parameters['trainable']:,} trained",
@@ -184,6 +186,12 @@ def _share(parameters: dict[str, Any]) -> str:
     """Return " (84.1% of the trained parameters)"; nothing for AdamW, and for a run that has not recorded it."""
     share = parameters.get("spectral_share")
     return f" ({share:.1%} of the trained parameters)" if share else ""
+
+
+def _perplexity(validation: dict[str, Any] | None) -> str | None:
+    if validation is None:
+        return None
+    return f"{validation['perplexity']:.2f}, of {validation['num_tokens']:,} held-out tokens"
 
 
 def _start(recipe: Recipe, record: dict[str, Any]) -> str:

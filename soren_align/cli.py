@@ -13,7 +13,7 @@ from .errors import printable
 from .run_commands import AsJson
 from .version import __version__
 
-RESUMABLE = ("sft", "dpo", "eval", "compare")
+RESUMABLE = ("sft", "dpo", "pretrain", "eval", "compare")
 
 
 class _Commands(TyperGroup):
@@ -83,6 +83,14 @@ def sft(recipe: RecipeArgument, set_: Overrides = None, no_eval: NoEval = False,
 def dpo(recipe: RecipeArgument, set_: Overrides = None, no_eval: NoEval = False, processes: Processes = None) -> None:
     """Train on preference pairs, then evaluate."""
     _train("dpo", recipe, set_, no_eval, processes)
+
+
+@app.command()
+def pretrain(
+    recipe: RecipeArgument, set_: Overrides = None, no_eval: NoEval = False, processes: Processes = None
+) -> None:
+    """Train on plain texts from random weights, to a validation perplexity."""
+    _train("pretrain", recipe, set_, no_eval, processes)
 
 
 def _train(task: str, recipe: str, overrides: list[str] | None, no_eval: bool, processes: int | None) -> None:

@@ -60,7 +60,7 @@ class Data(TypedDict):
 class EarlierRun(TypedDict):
     """A run whose model a later one started from."""
 
-    task: Literal["sft", "dpo"]
+    task: Literal["sft", "dpo", "pretrain"]
     steps: Count
 
 
@@ -112,6 +112,14 @@ class EarlyStop(TypedDict):
     best: BestEvaluation
 
 
+class Validation(TypedDict):
+    """The held-out tokens of a pre-training: loss in nats per token, and its exponential."""
+
+    loss: float
+    perplexity: float
+    num_tokens: Count
+
+
 class Training(TypedDict):
     """The result of training."""
 
@@ -123,6 +131,7 @@ class Training(TypedDict):
     change_after_saving: NotRequired[Survival]
     stopped_early: NotRequired[EarlyStop]
     best_model: NotRequired[BestEvaluation]
+    validation: NotRequired[Validation]
 
 
 class Identity(TypedDict):
@@ -148,7 +157,7 @@ class Manifest(TypedDict):
 
     format_version: Literal[2]
     status: Literal["training", "trained", "finished"]
-    task: Literal["sft", "dpo"]
+    task: Literal["sft", "dpo", "pretrain"]
     versions: dict[str, str]
     extends: NotRequired[list[str]]
     processes: NotRequired[Annotated[int, Field(ge=1)] | None]

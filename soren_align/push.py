@@ -13,7 +13,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from .card import card, public
 from .errors import UserError
-from .recipe import adapter_config, load_resolved
+from .recipe import TASK_TITLES, adapter_config, load_resolved
 from .run_folder import RunFolder
 
 UPLOADED = (".safetensors", ".json", ".jinja", ".txt", ".model")
@@ -49,7 +49,7 @@ def _upload(folder: Path, run: RunFolder, repo: str, private: bool, revision: st
     if revision:
         api.create_branch(repo, branch=revision, exist_ok=True)
     recipe = load_resolved(run.recipe)
-    message = f"{recipe.task.upper()} with {recipe.optimizer.name}, by soren-align"
+    message = f"{TASK_TITLES[recipe.task]} with {recipe.optimizer.name}, by soren-align"
     api.upload_folder(repo_id=repo, folder_path=folder, revision=revision, commit_message=message)
     return f"{constants.ENDPOINT}/{repo}" + (f"/tree/{revision}" if revision else "")
 

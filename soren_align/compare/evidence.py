@@ -60,7 +60,10 @@ class Evidence:
     def settings(self) -> dict[str, Any]:
         """The keys of the recipe that determine the weights, as dotted ones, without the seed."""
         values = json.loads(json.dumps(flat(training_part(self.recipe)), default=str))  # tuples are lists, as in files
-        return {key: value for key, value in values.items() if key not in ("trainer.seed", "trainer.data_seed")}
+        seeds = {"trainer.seed", "trainer.data_seed"} | (
+            {"model.init_seed"} if self.recipe.task == "pretrain" else set()
+        )
+        return {key: value for key, value in values.items() if key not in seeds}
 
     def metric(self, name: str) -> float | None:
         """The value of the last evaluation; None if there is none, or it is not finite."""

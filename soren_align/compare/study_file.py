@@ -84,6 +84,8 @@ def recipe_of_run(study: StudyFile, run: Run, notify: Callable[[str], object] = 
     recipe = recipes.load(study.recipe, texts + _settings(own), notify=notify)
     if trainer_value(recipe, "data_seed") is not None:  # it would fix the order of the examples for all seeds
         recipe = recipe.model_copy(update={"trainer": {**recipe.trainer, "data_seed": run.seed}})
+    if recipe.task == "pretrain" and recipe.model.init_seed is not None:  # the starting weights are part of the result
+        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"init_seed": run.seed})})
     return recipe
 
 

@@ -10,6 +10,7 @@ from ..recipe.base import NonNegative, Positive, Section
 
 HIGHER_IS_BETTER = {
     "sft": {"eval_loss": False, "eval_mean_token_accuracy": True},
+    "pretrain": {"eval_loss": False},
     "dpo": {"eval_loss": False, "eval_rewards/margins": True, "eval_rewards/accuracies": True},
 }
 """By task: the held-out metrics that trials may be selected by, and their direction."""

@@ -10,7 +10,7 @@ from .mixture import mix
 from .preview import Account, account, show_example
 from .rendering import check_rendering_cost, template_errors
 from .split import LoadedSplit, has_turns, load_split
-from .stream import Preview, State, Stream, open_stream
+from .stream import Preview, State, Stream, open_split, open_stream
 from .templates import check_template, set_template
 from .texts import texts_of
 from .token_cache import tokenize
@@ -44,6 +44,7 @@ __all__ = [
     "iterable_dataset",
     "load_split",
     "mix",
+    "open_split",
     "open_stream",
     "set_template",
     "show_example",

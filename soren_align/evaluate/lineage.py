@@ -9,12 +9,11 @@ import huggingface_hub
 from ..errors import UserError
 from ..files import local_path
 from ..provenance import fingerprint
-from ..recipe import is_local
+from ..recipe import TASK_TITLES, is_local
 from ..run_folder import RunFolder
 from .backends import base_folder, model_folder
 from .cache import model_digest
 
-TASKS = {"sft": "SFT", "dpo": "DPO"}
 OVERWRITTEN = "was overwritten after that"
 
 Row = tuple[str, Path]
@@ -80,7 +79,7 @@ def _lineage(path: str | Path, on_omitted: OnOmitted) -> list[Row]:
     while run is not None:
         seen.add(run.resolve())
         record = RunFolder(run).record("start")
-        rows.append((TASKS[record["task"]], model))
+        rows.append((TASK_TITLES[record["task"]], model))
         start, problem = _start(run, record["start"])
         parent = run_of(start)
         if not problem and parent is not None and parent.resolve() in seen:

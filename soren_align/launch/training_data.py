@@ -15,7 +15,7 @@ from ..evaluate.tasks import Tasks
 from ..recipe import load_resolved
 from ..run_folder import RunFolder
 from ..terminal import Terminal, counting, working
-from ..trainers.training_setup import load_splits
+from ..trainers.training_examples import load_splits
 
 
 def overlaps_of_runs(

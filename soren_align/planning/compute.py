@@ -108,7 +108,7 @@ def joined_sequences(recipe: Recipe) -> int:
     is_packed = recipe.trainer.get("packing") and recipe.trainer.get("packing_strategy") != "wrapped"
     if not (is_packed or recipe.trainer.get("padding_free")) or "flash" in (recipe.model.attn_implementation or ""):
         return 1
-    return trainer_value(recipe, "per_device_train_batch_size") if recipe.task == "sft" else 1
+    return trainer_value(recipe, "per_device_train_batch_size") if recipe.task != "dpo" else 1
 
 
 def _loops_over_tokens(build_model: Callable[[Sequence[int], torch.dtype], Any]) -> bool:

@@ -128,6 +128,8 @@ class Data(Section):
     """Held-out examples for a loss during training: a split, or a part of the training examples, `{fraction: 0.05}` or
     `{examples: 500}`. `trainer.eval_strategy` sets when; without it, after every epoch."""
 
+    eval_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Tokens of the evaluation loss: it is of the first held-out examples that have so many. null: all."""
     retention: DataSplit | None = None
     """Examples of what the model must not forget, in the forms of SFT also for DPO: at every evaluation metrics.jsonl
     gets `retention_loss`, of the answers of up to 64 of them. They are not trained on."""

@@ -10,6 +10,7 @@ from ..yaml_reader import Key
 from .parallel import parallel
 
 METRICS = {"sft": ["loss", "mean_token_accuracy", "entropy"]}
+METRICS["pretrain"] = ["loss"]
 METRICS["dpo"] = [*METRICS["sft"], "rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected"]
 METRICS["dpo"] += ["logps/chosen", "logps/rejected", "logits/chosen", "logits/rejected"]
 """By task: the values of an evaluation during training. tests/trainers/test_early_stopping.py compares."""
@@ -27,7 +28,7 @@ def evaluation_needed(evaluation: Any, strategy: Any) -> str | None:
 
 def metric_problems(task: Any, metric: Any) -> Iterator[str]:
     """The problems of trainer.metric_for_best_model."""
-    if task in ("sft", "dpo") and isinstance(metric, str) and metric.removeprefix("eval_") not in METRICS[task]:
+    if task in METRICS and isinstance(metric, str) and metric.removeprefix("eval_") not in METRICS[task]:
         hint = did_you_mean(metric.removeprefix("eval_"), METRICS[task])
         yield f"found {metric!r}; write one of {', '.join(METRICS[task])}{hint}"
 

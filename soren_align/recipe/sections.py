@@ -18,14 +18,15 @@ from .run_sections import EarlyStopping, LogSpectra, Samples
 
 ADAPTER = "adapter_config.json"
 """The file that makes a folder an adapter's."""
-Task = Literal["sft", "dpo"]
+Task = Literal["sft", "dpo", "pretrain"]
+TASK_TITLES = {"sft": "SFT", "dpo": "DPO", "pretrain": "pre-training"}
 
 
 class Recipe(Section):
-    """One run of SFT or DPO."""
+    """One run of SFT, DPO or pre-training."""
 
     task: Task
-    """The command that runs the recipe: sft or dpo."""
+    """The command that runs the recipe: sft, dpo or pretrain."""
     extends: list[str] = []
     """Another recipe, by file or shipped name: its keys hold where this file has none, section by section. In a run
     folder's recipe, a list: the recipes that were merged into it, nearest first."""
@@ -33,10 +34,15 @@ class Recipe(Section):
     data: Data
     optimizer: Optimizer
     trainer: dict[str, Any] = {}
-    """TRL's SFTConfig or DPOConfig, key for key, except for keys that belong to other sections."""
+    """TRL's SFTConfig (for pretrain too) or DPOConfig, key for key, except for keys that belong to other sections."""
     run: "Run"
     eval: "Eval | None" = None
     """null: no evaluation after training."""
+
+    @property
+    def data_task(self) -> Literal["sft", "dpo"]:
+        """The task in whose forms the examples are: pre-training takes the plain texts of SFT."""
+        return "dpo" if self.task == "dpo" else "sft"
 
 
 def _modules(value: Any, check: Any) -> Any:

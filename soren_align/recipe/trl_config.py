@@ -17,7 +17,7 @@ from typing import Any
 from ..errors import did_you_mean
 from . import trackers
 
-CLASSES = {"sft": "SFTConfig", "dpo": "DPOConfig"}
+CLASSES = {"sft": "SFTConfig", "dpo": "DPOConfig", "pretrain": "SFTConfig"}
 _PUSH = "nothing is uploaded during training; `soren-align push RUN OWNER/NAME` uploads a finished run"
 
 # Keys of TRL that belong to another section of a recipe, or to none: one meaning, one place.
@@ -115,14 +115,14 @@ class Field:
 
 @functools.cache
 def fields(task: str) -> dict[str, Field]:
-    """The fields of the installed TRL's config class for `task` ('sft' or 'dpo'), by name."""
+    """The fields of the installed TRL's config class for `task` ('sft', 'dpo' or 'pretrain'), by name."""
     transformers, trl = _source("transformers"), _source("trl")
     enums = _enums(transformers / "trainer_utils.py") | _enums(transformers / "training_args.py")
     known: dict[str, Field] = {}
     for path, name in (
         (transformers / "training_args.py", "TrainingArguments"),
         (trl / "trainer/base_config.py", "_BaseConfig"),
-        (trl / f"trainer/{task}_config.py", CLASSES[task]),
+        (trl / f"trainer/{CLASSES[task].removesuffix('Config').lower()}_config.py", CLASSES[task]),
     ):
         known |= _class_fields(path, name, enums)
     return known
@@ -142,12 +142,12 @@ def problems(task: str, values: dict[str, Any]) -> dict[str, str]:
 
 def _problem(task: str, key: str, value: Any) -> str | None:
     known = fields(task)
-    other = "dpo" if task == "sft" else "sft"
+    other = "sft" if task == "dpo" else "dpo"
     if key in ELSEWHERE:
         return ELSEWHERE[key]
     if key not in known:
         if key in fields(other):
-            return f"is a key of TRL's {CLASSES[other]}; this is a {task.upper()} recipe"
+            return f"is a key of TRL's {CLASSES[other]}; this is a {task} recipe"
         if key in RENAMED:
             return f"unknown to TRL's {CLASSES[task]}; {RENAMED[key]}"
         return f"unknown to TRL's {CLASSES[task]}{did_you_mean(key, known)}"

@@ -22,12 +22,13 @@ from . import adapters
 from .library_errors import as_user_error
 from .lost_updates import LostUpdatesPolicy
 from .measurements import MeasurementLog
+from .pretraining import SorenPretrainer
 from .starting_model import load_model, save_dtype
 from .training_setup import TrainingSetup
 from .trl_arguments import trl_arguments
 from .trl_trainers import SorenDPOTrainer, SorenSFTTrainer
 
-TRAINERS = {"sft": SorenSFTTrainer, "dpo": SorenDPOTrainer}
+TRAINERS = {"sft": SorenSFTTrainer, "dpo": SorenDPOTrainer, "pretrain": SorenPretrainer}
 
 
 def build_trainer(
@@ -40,7 +41,7 @@ def build_trainer(
 
     `trainer.origin` identifies the run in its checkpoints: recipe, processes, data, starting weights, template.
     """
-    recipe, held_out, columns = setup.recipe, setup.tokens["eval"], list(TOKEN_COLUMNS[setup.recipe.task])
+    recipe, held_out, columns = setup.recipe, setup.tokens["eval"], list(TOKEN_COLUMNS[setup.recipe.data_task])
     args = trl_arguments(recipe, folder.checkpoints, ranks)
     model = load_model(recipe, setup.start)
     if recipe.model.eos_token is not None:

@@ -72,7 +72,7 @@ def read_probes(recipe: Recipe, held_out: Any, tokenizer: Any) -> Probes | None:
     max_length = trainer_value(recipe, "max_length")
     probes, retention, source = (), (), None
     if recipe.run.kl_to_start and held_out is not None:
-        probes = _spread(_answers(_some(held_out), recipe.task, max_length), recipe.run.kl_to_start)
+        probes = _spread(_answers(_some(held_out), recipe.data_task, max_length), recipe.run.kl_to_start)
     if recipe.data.retention is not None:
         split = load_split(recipe.data.retention, "sft")
         tokens = tokenize(_some(split.dataset), "sft", tokenizer, None, has_turns(split.dataset))

@@ -18,6 +18,7 @@ from ..terminal import LINE_SECONDS, print_labelled, with_prefix
 
 MEASURED = {
     "sft": {"loss": "loss {:.4f}", "mean_token_accuracy": "token accuracy {:.1%}"},
+    "pretrain": {"loss": "loss {:.4f}", "perplexity": "perplexity {:.2f}"},
     "dpo": {"loss": "loss {:.4f}", "rewards/margins": "margin {:.3f}", "rewards/accuracies": "accuracy {:.1%}"},
 }
 """By task: the logged values that are shown, those of an evaluation too, whose names start with eval_."""

@@ -25,6 +25,7 @@ from .displacement import Displacement, read_probes
 from .early_stopping import EarlyStopping, best_evaluation
 from .identity import identity, precision
 from .lost_updates import LostUpdatesPolicy, change_after_saving
+from .pretraining import SorenPretrainer
 from .progress import LogsOfShortRuns, TrainingProgress
 from .samples import SampleWriter
 from .signals import StopOnSignal
@@ -116,12 +117,16 @@ def _add_callbacks(trainer: Any, setup: TrainingSetup, folder: RunFolder, consol
 
 
 def _ends(trainer: Any, callbacks: _Callbacks) -> dict[str, Any]:
-    """Write the last samples; return the record of an early end, and of the best checkpoint if it was loaded."""
+    """Write the last samples; return the record of an early end, of the best checkpoint if it was loaded, and of the
+    validation of a pre-training.
+    """
     args, state, ends = trainer.args, trainer.state, {}
     if callbacks.early_stopping and (record := callbacks.early_stopping.record(args, state)):
         ends["stopped_early"] = record
     if args.load_best_model_at_end and state.best_model_checkpoint is not None:
         ends["best_model"] = best_evaluation(args, state)
+    if isinstance(trainer, SorenPretrainer) and (validation := trainer.validation()):
+        ends["validation"] = validation
     if callbacks.samples:
         callbacks.samples.at_end(trainer.model, state.global_step, is_best="best_model" in ends)
     return ends

@@ -106,7 +106,9 @@ def _print_data(console: Console, setup: TrainingSetup) -> None:
     if counts.num_truncated:
         print_labelled(console, "", counts.describe_truncation())
     if held_out := setup.splits["eval"]:
-        print_labelled(console, "", f"{held_out.num_examples} examples for the evaluation loss, not trained on")
+        num_used = len(setup.tokens["eval"])
+        of_all = f" of {held_out.num_examples:,}" * (num_used < held_out.num_examples)
+        print_labelled(console, "", f"{num_used:,}{of_all} examples for the evaluation loss, not trained on")
     for line in setup.packing.describe() if setup.packing else ():
         print_labelled(console, "", line)
 
@@ -135,7 +137,7 @@ def report_first_step(
 def record_result(folder: RunFolder, trainer: Any, result: dict[str, Any], seconds: float) -> None:
     """Write status "trained", losses, the peak of the memory and `result` into run.json.
 
-    result: relative changes, `change_after_saving`, `stopped_early` and `best_model`.
+    result: relative changes, `change_after_saving`, `stopped_early`, `best_model` and `validation`.
     """
     losses = _losses(trainer)
     if trainer.stream:
@@ -173,6 +175,9 @@ def print_result(console: Console, trainer: Any, result: dict[str, Any], seconds
     if best := result.get("best_model"):
         evaluation = f"{best['metric']} {best['value']:.4g}"
         print_labelled(console, "", f"the model is that of step {best['step']}, the best evaluation: {evaluation}")
+    if validation := result.get("validation"):
+        text = f"validation perplexity {validation['perplexity']:.2f}, of {validation['num_tokens']:,} tokens"
+        print_labelled(console, "", f"{text} (loss {validation['loss']:.4f})")
     print_labelled(console, "", f"the matrices changed by {100 * result['relative_change']:.3g}% of their norm")
     if "matrices" not in result["change_after_saving"]:  # nothing has changed
         return

@@ -12,23 +12,15 @@ from transformers.optimization import GreedyLR
 
 from ..data import (
     Account,
-    LoadedSplit,
     LossMasks,
     Preview,
     account,
     check_template,
     has_turns,
-    hold_out,
-    load_split,
-    mix,
-    open_stream,
-    tokenize,
-    without_empty_answers,
 )
 from ..errors import UserError
-from ..files import default_cache_folder
 from ..manifest import describe_dropped
-from ..recipe import DataSplit, HeldOut, HeldOutNumber, Recipe, refuse_no_batch
+from ..recipe import Recipe, refuse_no_batch
 from ..run_folder import RunFolder
 from ..sharding.ranks import Ranks
 from .attention import check_attention
@@ -37,6 +29,7 @@ from .packing import Packing, after_packing, pack, packing_notices
 from .samples import Prompt, read_prompts
 from .starting_model import load_config, load_tokenizer, starting_checkpoint
 from .token_stream import TokenStream
+from .training_examples import load_splits, loss_of, tokenize_splits
 from .trl_arguments import trl_arguments
 
 UNKNOWN_SHARE = 0.001
@@ -89,15 +82,15 @@ def set_up_training(
     config = trl_arguments(recipe, folder.checkpoints, ranks)
     train, stream = splits["train"], None
     if isinstance(train, Preview):
-        stream = TokenStream(train.stream, recipe.task, tokenizer, config, _loss(recipe))
+        stream = TokenStream(train.stream, recipe.data_task, tokenizer, config, loss_of(recipe))
     _check_schedule(config)
     check_attention(recipe, model_config)
     if not ranks.is_first:
-        splits, tokens = _tokens(recipe, splits, tokenizer)
+        splits, tokens = tokenize_splits(recipe, splits, tokenizer)
         return TrainingSetup(recipe, start, tokenizer, splits, tokens, None, stream=stream)
     assistant_only, completion_only = map(recipe.trainer.get, ("assistant_only_loss", "completion_only_loss"))
-    notices = check_template(tokenizer, recipe.task, bool(assistant_only), train.dataset, completion_only)
-    splits, tokens = _tokens(recipe, splits, tokenizer, on_examples)
+    notices = check_template(tokenizer, recipe.data_task, bool(assistant_only), train.dataset, completion_only)
+    splits, tokens = tokenize_splits(recipe, splits, tokenizer, on_examples)
     train = splits["train"]
     counts, packing = _count(recipe, config, tokens["train"], train.source_indices, tokenizer)
     if counts.num_kept == 0:
@@ -121,60 +114,6 @@ def set_up_training(
     return TrainingSetup(recipe, start, tokenizer, splits, tokens, counts, tuple(notices), prompts, packing, stream)
 
 
-def _tokens(
-    recipe: Recipe, splits: dict[str, Any], tokenizer: Any, on_examples: Callable[[int], object] | None = None
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(both splits, their tokens), without examples that teach empty answers. on_examples: of the training examples."""
-    cache = default_cache_folder() if recipe.data.cache and not recipe.data.streaming else None
-    remaining: dict[str, Any] = dict.fromkeys(splits)
-    tokens: dict[str, Any] = dict.fromkeys(splits)
-    for name, split in splits.items():
-        if split:
-            report = on_examples if name == "train" else None
-            all_tokens = tokenize(split.dataset, recipe.task, tokenizer, cache, *_loss(recipe), report)
-            remaining[name], tokens[name] = without_empty_answers(split, all_tokens)
-    return remaining, tokens
-
-
-def _loss(recipe: Recipe) -> tuple[bool, bool]:
-    """(assistant_only_loss, completion_only_loss), as `encode` takes them."""
-    trainer = recipe.trainer
-    return bool(trainer.get("assistant_only_loss")), trainer.get("completion_only_loss") is not False
-
-
-def load_splits(recipe: Recipe) -> dict[str, Any]:
-    """Load the recipe's data: {"train": data.LoadedSplit, or data.Preview of a stream, "eval": data.LoadedSplit or
-    None}.
-
-    Raises UserError if only one of both has turns, or texts have different columns.
-    """
-    evaluation = recipe.data.eval
-    train, held_out = _load_stream(recipe) if recipe.data.streaming else _load_train(recipe)
-    if isinstance(evaluation, DataSplit):
-        held_out = load_split(evaluation, recipe.task)
-    if held_out and held_out.kind != train.kind:
-        raise UserError(f"data.eval: has {held_out.layout}, and data.train {train.layout}; evaluate on the same kind")
-    return {"train": train, "eval": held_out}
-
-
-def _load_train(recipe: Recipe) -> tuple[LoadedSplit, LoadedSplit | None]:
-    """(the training examples, those of them that are held out)."""
-    evaluation, held_out = recipe.data.eval, None
-    sources = [load_split(source, recipe.task) for source in recipe.data.sources]
-    if isinstance(evaluation, HeldOut | HeldOutNumber):
-        sources, held_out = hold_out(sources, **evaluation.model_dump())
-    return mix(sources, recipe.data.sources, recipe.trainer.get("seed", 42)), held_out
-
-
-def _load_stream(recipe: Recipe) -> tuple[Preview, LoadedSplit | None]:
-    """(the first training examples of a stream, some that are held out)."""
-    evaluation, streaming = recipe.data.eval, recipe.data.streaming
-    assert streaming is not None, "the caller checks"
-    fraction = evaluation.fraction if isinstance(evaluation, HeldOut) else None
-    seed = recipe.trainer.get("seed", 42)
-    return open_stream(recipe.data.sources, recipe.task, streaming.shuffle_buffer, seed, fraction)
-
-
 def _count(
     recipe: Recipe, config: Any, tokens: Any, source_indices: Sequence[int], tokenizer: Any
 ) -> tuple[Account, Packing | None]:
@@ -182,7 +121,7 @@ def _count(
     masks = LossMasks() if getattr(config, "packing", False) else None
     counts = account(
         tokens,
-        recipe.task,
+        recipe.data_task,
         tokenizer,
         max_length=config.max_length if masks is None else None,
         source_indices=source_indices,

@@ -13,7 +13,7 @@ from ..sharding import start_deepspeed
 from ..sharding.ranks import Ranks
 from .library_errors import as_user_error
 
-CONFIGS = {"sft": SFTConfig, "dpo": DPOConfig}
+CONFIGS = {"sft": SFTConfig, "dpo": DPOConfig, "pretrain": SFTConfig}
 
 
 def trl_arguments(recipe: Recipe, output_dir: Path, ranks: Ranks) -> SFTConfig | DPOConfig:
@@ -36,7 +36,7 @@ def trl_arguments(recipe: Recipe, output_dir: Path, ranks: Ranks) -> SFTConfig |
         "gradient_accumulation_steps": accumulation(recipe, ranks.num_ranks),
         **_sharding_arguments(shared, on_cpu),
     }
-    if recipe.task == "sft":
+    if recipe.data_task == "sft":
         derived["assistant_only_loss"] = False  # the tokens have their labels; TRL would ask for conversations
     # transformers would have DDP search the graph for parameters without a gradient at every step.
     defaults: dict[str, Any] = {"ddp_find_unused_parameters": False}

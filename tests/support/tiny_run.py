@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 
 from rich.console import Console
 
@@ -9,6 +10,7 @@ from soren_align import recipe
 from soren_align.launch.preparation import prepare
 from soren_align.run_folder import RunFolder
 from soren_align.sharding.ranks import Ranks
+from soren_align.shipped import ROOT
 from soren_align.trainers import build, training
 from soren_align.trainers.lost_updates import LostUpdatesPolicy
 from soren_align.trainers.training_setup import set_up_training
@@ -25,7 +27,10 @@ class TinyRun:
         where = [f"run.output_dir={path}"]
         if task == "dpo" and not any(o.startswith("model.name") for o in overrides):
             where += ["model.name_or_path=shipped:recipes/quickstart/base", "model.init_seed=0"]
-        self.recipe = recipe.load(f"quickstart/{task}", [*SHORT, *where, *overrides])
+        if task == "pretrain":
+            where += ["task=pretrain", "trainer.assistant_only_loss=false", f"data.train.path={texts(path.parent)}"]
+        name = "sft" if task == "pretrain" else task
+        self.recipe = recipe.load(f"quickstart/{name}", [*SHORT, *where, *overrides])
         self.folder = RunFolder(path)
         self.said = io.StringIO()
         self.console = Console(file=self.said, width=100)
@@ -42,6 +47,18 @@ class TinyRun:
     def trainer(self):
         policy = LostUpdatesPolicy("warn", lambda groups, warnings: None)
         return build.build_trainer(self.prepare(), self.folder, self.ranks, policy)
+
+
+def texts(folder):
+    """A file in `folder` with the quickstart's conversations as plain texts; on several ranks each may write it."""
+    file = folder / "texts.jsonl"
+    if not file.exists():
+        chats = map(json.loads, (ROOT / "recipes/quickstart/data/chat_train.jsonl").read_text().splitlines())
+        lines = [json.dumps({"text": " ".join(turn["content"] for turn in chat["messages"])}) for chat in chats]
+        part = folder / f"texts.{os.getpid()}.part"
+        part.write_text("\n".join(lines))
+        part.rename(file)
+    return file
 
 
 def spectra(folder):

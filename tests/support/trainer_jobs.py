@@ -82,14 +82,20 @@ RUNS = (
 PACKED = ("packed", "sft", ("trainer.packing=true", "trainer.max_length=40", "data.train.limit=960"))
 """More than 320 sequences, and the probe of packed examples, which all ranks run before the first step."""
 
+UNCLIPPED = ("unclipped", "sft", ("trainer.max_grad_norm=0",))
 STREAMED = ("streamed", "sft", ("data.streaming={shuffle_buffer: 100}",))
 """A stream, in blocks that are no multiple of the batch."""
+
+
+HELD_OUT = ("data.train.limit=400", "data.eval={fraction: 0.02}", "trainer.per_device_eval_batch_size=3")
+PRETRAINED = ("pretrained", "pretrain", HELD_OUT)
+"""An odd number of batches of held-out texts: one of two ranks has a batch less."""
 
 
 def ddp(make):
     """All that test_ddp.py asks of two ranks."""
     return {
-        "maps": same_steps(make, "ddp", *RUNS, PACKED, STREAMED, ("unclipped", "sft", ("trainer.max_grad_norm=0",))),
+        "maps": same_steps(make, "ddp", *RUNS, PACKED, STREAMED, PRETRAINED, UNCLIPPED),
         "resumed": resumed(make, "ddp"),
         "poisoned": poisoned(make, "ddp"),
         "drifted": drifted(make),
@@ -103,8 +109,8 @@ def zero(make):
     """All that test_zero_runs.py asks of two ranks."""
     more = {
         "zero1": (),
-        "zero2": (STREAMED, ("unclipped", "sft", ("trainer.max_grad_norm=0",)), ("precomputed", "dpo", PRECOMPUTED)),
-        "zero3": (("precomputed", "dpo", PRECOMPUTED), ("recomputed", "sft", RECOMPUTED), PACKED),
+        "zero2": (STREAMED, PRETRAINED, UNCLIPPED, ("precomputed", "dpo", PRECOMPUTED)),
+        "zero3": (("precomputed", "dpo", PRECOMPUTED), ("recomputed", "sft", RECOMPUTED), PACKED, PRETRAINED),
         "zero2-offload": (),
         "zero3-offload": (),
     }
@@ -243,6 +249,7 @@ def same_steps(make, mode, *runs):
         run = make(f"{name}-{mode}", task, *PARITY, *GLOBAL, *overrides, f"run.parallel={mode}")
         trainer = run.trainer()
         trainer.train()
+        validation = trainer.validation() if task == "pretrain" else None
         optimizer, ranks = trainer.attached.optimizer, run.ranks
         maps[name] = {
             "all": ranks.sums([optimizer.num_maps])[0],
@@ -250,6 +257,7 @@ def same_steps(make, mode, *runs):
             "accumulation": trainer.args.gradient_accumulation_steps,
             "momentum": sum(local(state["exp_avg"]).numel() for state in optimizer.state.values()),
             "logged": trainer.state.log_history[-2],
+            "validation": validation,
             "first_step": next(c for c in trainer.callback_handler.callbacks if isinstance(c, FirstStepCheck)).groups,
         }
         if mode == "ddp":

@@ -68,7 +68,7 @@ def one_process(name, task, *overrides):
 
 def assert_same_measurements(run, folder, logs):
     """The spectra in a run's folder and every rank's last log, against those of `run` in one process."""
-    _, alone, records = _ten_steps(*run)
+    _, alone, records, _ = _ten_steps(*run)
     # float32 sums in another order: the weights of step 2 differ by 1e-7
     assert _furthest_spectra(records, spectra(folder)) < 1e-5
     for log in logs:
@@ -92,6 +92,11 @@ def one_process_logs(name, task, *overrides):
     return _ten_steps(name, task, *overrides)[1]
 
 
+def one_process_validation(name, task, *overrides):
+    """Of a pre-training after the ten steps."""
+    return _ten_steps(name, task, *overrides)[3]
+
+
 @functools.cache
 def _ten_steps(name, task, *overrides):
     with tempfile.TemporaryDirectory() as folder, mock.patch.object(muon, "newton_schulz", muon.newton_schulz):
@@ -99,8 +104,14 @@ def _ten_steps(name, task, *overrides):
         run = TinyRun(Path(folder) / name, task, *PARITY, *GLOBAL, *overrides)
         trainer = run.trainer()
         trainer.train()
+        validation = trainer.validation() if task == "pretrain" else None
         records = spectra(run.folder)
     assert trainer.args.gradient_accumulation_steps == 4
     norms = [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log]
     assert task == "dpo" or min(norms) > 1, "the clip must bind"
-    return {k: v.detach() for k, v in trainer.model.named_parameters()}, trainer.state.log_history[-2], records
+    return (
+        {k: v.detach() for k, v in trainer.model.named_parameters()},
+        trainer.state.log_history[-2],
+        records,
+        validation,
+    )

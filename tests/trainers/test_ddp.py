@@ -9,13 +9,14 @@ from safetensors.torch import load_file
 from soren_align.errors import UserError
 from soren_align.run_folder import RunFolder
 from soren_align.sharding.ranks import Ranks
-from tests.support.trainer_jobs import PACKED, RUNS, STREAMED
+from tests.support.trainer_jobs import PACKED, PRETRAINED, RUNS, STREAMED
 from tests.support.trainer_parity import (
     assert_same_displacements,
     assert_same_measurements,
     displacements,
     furthest,
     one_process,
+    one_process_validation,
     ranks_do,
 )
 
@@ -27,7 +28,7 @@ def two_ranks(rank_pools, tmp_path_factory):
     return folder, ranks_do(rank_pools(2), "ddp", folder)
 
 
-@pytest.mark.parametrize(("name", "task", "overrides"), [*RUNS, PACKED, STREAMED])
+@pytest.mark.parametrize(("name", "task", "overrides"), [*RUNS, PACKED, STREAMED, PRETRAINED])
 def test_two_ranks_take_the_same_ten_steps_as_one_process(two_ranks, name, task, overrides):
     folder, seen = two_ranks
     alone = one_process(name, task, *overrides)
@@ -40,6 +41,14 @@ def test_two_ranks_take_the_same_ten_steps_as_one_process(two_ranks, name, task,
         assert (maps["all"], maps["per_step"], maps["accumulation"]) == (140, 14, 2), "14 matrices once per step"
     if name == "soren":  # the comparison can fail
         assert furthest(alone, load_file(folder / "unclipped-ddp" / "weights0.safetensors")) > 1e-4
+
+
+def test_two_ranks_have_the_perplexity_of_one_process(two_ranks):
+    alone = one_process_validation(*PRETRAINED[:2], *PRETRAINED[2])
+    for rank in two_ranks[1]:
+        validation = rank["maps"]["pretrained"]["validation"]
+        assert validation["num_tokens"] == alone["num_tokens"]
+        assert validation["perplexity"] == pytest.approx(alone["perplexity"], rel=2e-6)
 
 
 def test_two_ranks_record_the_spectra_and_the_map_error_of_one_process(two_ranks):

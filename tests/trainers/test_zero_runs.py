@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from soren_align.run_folder import RunFolder
 from tests.support import command
 from tests.support.tiny_run import TinyRun
-from tests.support.trainer_jobs import FOR_TWO_OR_THREE, PACKED, RUNS, STREAMED
+from tests.support.trainer_jobs import FOR_TWO_OR_THREE, PACKED, PRETRAINED, RUNS, STREAMED
 from tests.support.trainer_parity import (
     assert_same_displacements,
     assert_same_measurements,
@@ -24,6 +24,7 @@ from tests.support.trainer_parity import (
     furthest,
     logged,
     one_process,
+    one_process_validation,
     ranks_do,
     weights,
 )
@@ -61,11 +62,22 @@ def test_two_ranks_take_the_same_ten_steps_as_one_process(two_ranks, mode, name,
         ("precomputed", "zero3", RUNS[3]),
         ("packed", "zero3", PACKED),
         ("streamed", "zero2", STREAMED),
+        ("pretrained", "zero2", PRETRAINED),
+        ("pretrained", "zero3", PRETRAINED),
     ],
 )
 def test_so_they_do_with_offload_and_with_what_saves_memory(two_ranks, name, mode, like):
     same, task, overrides = like
     assert furthest(one_process(same, task, *overrides), weights(two_ranks[0] / f"{name}-{mode}")) <= 2e-6
+
+
+@pytest.mark.parametrize("mode", ["zero2", "zero3"])
+def test_two_ranks_have_the_perplexity_of_one_process(two_ranks, mode):
+    alone = one_process_validation(*PRETRAINED[:2], *PRETRAINED[2])
+    for rank in two_ranks[1]:
+        validation = rank["maps"][mode]["pretrained"]["validation"]
+        assert validation["num_tokens"] == alone["num_tokens"]
+        assert validation["perplexity"] == pytest.approx(alone["perplexity"], rel=2e-6)
 
 
 def test_the_comparison_would_notice_a_missing_clip(two_ranks):
