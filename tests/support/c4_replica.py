@@ -39,6 +39,7 @@ def c4(folder):
     return (
         f"model.name_or_path={model}",
         f"model.tokenizer={tokenizer}",
+        "run.save_dtype=float32",
         "model.dtype=float32",  # CPUs sum bfloat16 in other orders on two ranks
         "optimizer.compensation=null",
         f"data.train.path={files}/c4-train.*.json.gz",
