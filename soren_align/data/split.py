@@ -15,13 +15,14 @@ from datasets import Dataset, config
 from datasets.exceptions import DatasetGenerationError
 
 from ..errors import UserError
-from ..recipe import is_local
+from ..recipe import STDLIB, is_local
 from ..silence import quiet_libraries
 from . import columns, hub, records
 from .arrow import cache_key, examples_of, features_of, has_turns
 from .columns import Example, Layout, Task
 from .local_files import LocalFiles
 from .own_names import Names
+from .stdlib import StandardLibrary
 from .tool_calls import OPTIONS
 
 MAX_REPORTED = 5
@@ -135,7 +136,7 @@ def local_files(spec: SplitConfig, task: Task) -> tuple[LocalFiles, Layout]:
     for key in ("revision", "name"):
         if value := getattr(spec, key):
             raise UserError(f"{spec.path}: is no dataset of the hub and has no {key} '{value}'; leave {key} out")
-    local = LocalFiles.at(spec.path)
+    local = StandardLibrary.of_split(spec.split) if spec.path == STDLIB else LocalFiles.at(spec.path)
     return local, _common_layout({n: layout_of(s, spec, task, n) for n, s in local.samples(SAMPLE_SIZE)})
 
 

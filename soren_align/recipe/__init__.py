@@ -9,7 +9,7 @@ from . import trackers
 from .batch import accumulation, batch_unit, global_batch, refuse_no_batch, trainer_value
 from .checks import evaluation_problems
 from .comparison import differences, recipe_hash, training_part
-from .data_paths import FILE_KINDS, data_files, data_suffix
+from .data_paths import FILE_KINDS, STDLIB, data_files, data_suffix
 from .data_section import Data, DataSplit, HeldOut, HeldOutNumber, Streaming, TrainSplit
 from .loader import find, load, load_resolved, load_text, task_of, to_yaml
 from .lora import adapter_config
@@ -36,6 +36,7 @@ __all__ = [
     "OPTIMIZERS",
     "QUANTIZATION_RECORD",
     "SCHEMA_FILE",
+    "STDLIB",
     "TASK_TITLES",
     "Data",
     "DataSplit",

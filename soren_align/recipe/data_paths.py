@@ -12,6 +12,10 @@ from ..errors import UserError, did_you_mean
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".txt", ".parquet")
 """Of data files. All but .parquet may be followed by .gz."""
+PYTHON = "python:"
+STDLIB = f"{PYTHON}stdlib"
+"""The path of the standard library's text: see data.stdlib."""
+STDLIB_SPLITS = ("train", "validation")
 FILE_KINDS = ".jsonl, .json, .csv, .txt (each also as .gz) or .parquet"
 MAX_ENTRIES = 100_000
 """Of a folder or a pattern, data files or not."""
@@ -55,6 +59,8 @@ def data_files(path: str) -> dict[str, Path]:
 
 def data_problems(path: str, may_be_test: bool) -> list[str]:
     """The problems of the files at `path`. may_be_test: whether a file of a folder may be a test split's."""
+    if path.startswith(PYTHON):
+        return [] if path == STDLIB else [f"found {path!r}; write {STDLIB}, the only text of Python's own"]
     try:
         files = data_files(path)
     except UserError as error:

@@ -31,7 +31,8 @@ class DataSplit(Section):
 
     path: Annotated[str, Field(min_length=1)]
     """A .jsonl, .json, .csv or .txt file, each also as .gz, or a .parquet file; a folder of such files, or a pattern,
-    `data/*.jsonl` (`shipped:...` for shipped ones); or a dataset on the Hugging Face hub."""
+    `data/*.jsonl` (`shipped:...` for shipped ones); a dataset on the Hugging Face hub; or `python:stdlib`, the
+    text of Python's own standard library (splits `train` and `validation`)."""
     name: Annotated[str, Field(min_length=1)] | None = None
     """The hub dataset's configuration (`SFT`). null: its default one."""
     split: str = "train"

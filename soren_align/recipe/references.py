@@ -6,7 +6,7 @@ from typing import Any
 from .. import shipped
 from ..errors import UserError, did_you_mean
 from ..files import local_path, refuse_special_files
-from .data_paths import SUFFIXES, data_suffix, is_pattern
+from .data_paths import PYTHON, SUFFIXES, data_suffix, is_pattern
 from .lora import adapter_config
 
 
@@ -14,7 +14,7 @@ def is_local(path: str) -> bool:
     """Whether a model or dataset is named by a path: the hub's names are `name` or `owner/name`, without a suffix."""
     local = local_path(path)
     return (
-        path.startswith((shipped.PREFIX, "/", "./", "../", "~"))
+        path.startswith((shipped.PREFIX, PYTHON, "/", "./", "../", "~"))
         or path.count("/") > 1
         or data_suffix(local) in SUFFIXES
         or is_pattern(path)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..yaml_reader import Key
-from .data_paths import is_test_split
+from .data_paths import STDLIB, STDLIB_SPLITS, is_test_split
 from .references import is_local
 
 
@@ -65,7 +65,10 @@ def split_problems(path: str, split: dict[str, Any], is_trained: bool) -> list[s
     name = split.get("split", "train")
     if not isinstance(name, str):
         return []
-    if is_local(path):
+    if path == STDLIB:
+        if name not in STDLIB_SPLITS:
+            return [f"found {name!r}; {STDLIB} has {' and '.join(STDLIB_SPLITS)}"]
+    elif is_local(path):
         is_part = "[" in name
         return [f"found {name!r}, but a file is always taken whole; write limit"] if is_part else []
     if is_trained and is_test_split(name) and split.get("train_on_test") is not True:

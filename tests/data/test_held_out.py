@@ -112,7 +112,7 @@ def test_a_fraction_that_leaves_nothing_is_refused(write):
 def config(sources, seed=1, task="sft", fraction=0.25):
     sources = [SimpleNamespace(**vars(source), weight=weight) for source, weight in sources]
     data = SimpleNamespace(sources=sources, eval=HeldOut(fraction=fraction), streaming=None)
-    return SimpleNamespace(task=task, data=data, trainer={"seed": seed})
+    return SimpleNamespace(task=task, data_task=task, data=data, trainer={"seed": seed})
 
 
 def test_weights_and_the_seed_do_not_change_what_is_held_out(write):

@@ -1,0 +1,95 @@
+"""python:stdlib: the standard library's text, the same on every run, split by names."""
+
+import hashlib
+import sysconfig
+
+import pytest
+
+from soren_align.data import load_split, open_stream
+from soren_align.data.stdlib import StandardLibrary, is_validation, topics
+from soren_align.errors import UserError
+from soren_align.recipe import TrainSplit
+from tests.support.conversations import split
+
+NAMES = [f"pack/module{i}.py" for i in range(60)]
+VALIDATION = [name for name in NAMES if is_validation(name)]
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    """A small standard library; returns its folder."""
+    root = tmp_path / "lib"
+    files = {name: f"x = {name!r}\n" for name in NAMES}
+    files |= {"test/test_a.py": "left = 1", "pack/tests/b.py": "left = 2", "site-packages/c.py": "left = 3"}
+    files |= {"blank.py": " \n", "pydoc_data/topics.py": "topics = {'assert': 'Assert a\\nthing', 'with': 'Manage'}\n"}
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    (root / "latin.py").write_bytes(b"# \xe9\n")
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(root))
+    return root
+
+
+def texts(part):
+    return list(load_split(split("python:stdlib", part), "sft").dataset["text"])
+
+
+def test_each_module_and_each_topic_is_one_example_of_one_split(library):
+    assert 0 < len(VALIDATION) < 10
+    both = texts("train") + texts("validation")
+    assert sorted(both) == sorted([*(f"x = {name!r}\n" for name in NAMES), "Assert a\nthing", "Manage"])
+    assert set(texts("validation")) >= {f"x = {name!r}\n" for name in VALIDATION}
+
+
+def test_new_modules_move_no_other_one(library, monkeypatch):
+    before = [set(texts(part)) for part in ("train", "validation")]
+    for i in range(40):
+        (library / f"aa{i}.py").write_text(f"new = {i}\n")
+    grown = library.rename(library.with_name("grown"))  # entries are cached by the folder
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(grown))
+    after = [set(texts(part)) for part in ("train", "validation")]
+    assert all(old < new for old, new in zip(before, after, strict=True))
+
+
+def test_a_copy_of_a_training_module_is_not_in_validation(library):
+    name = VALIDATION[0]
+    trained = next(other for other in NAMES if other not in VALIDATION)
+    (library / name).write_text((library / trained).read_text())
+    assert f"x = {trained!r}\n" not in texts("validation")
+    assert len(StandardLibrary.of_split("validation").files) == len(texts("validation"))
+
+
+def test_the_record_identifies_the_text(library):
+    source = load_split(split("python:stdlib", "train"), "sft").source
+    trained = sorted(name for name in NAMES if name not in VALIDATION)
+    assert source["num_modules"] == len(trained)
+    assert source["num_bytes"] == sum(len(text.encode()) for text in texts("train"))
+    names = sorted([*trained, *(f"pydoc_data/topics.py:{t}" for t in ("assert", "with"))])
+    names = [name for name in names if not is_validation(name)]
+    contents = {f"x = {name!r}\n": name for name in trained} | {"Assert a\nthing": names[-2], "Manage": names[-1]}
+    hashes = [(contents[text], hashlib.sha256(text.encode()).hexdigest()) for text in texts("train")]
+    assert [name for name, _ in hashes] == names
+    assert source["sha256"] == hashlib.sha256(repr(hashes).encode()).hexdigest()
+
+
+def test_a_stream_has_the_examples_of_a_pass(library):
+    preview, _ = open_stream([TrainSplit(path="python:stdlib")], "sft", block_size=1000, seed=0)
+    block = next(preview.stream.blocks(preview.stream.start))
+    assert sorted(example["text"] for example in block.examples) == sorted(texts("train"))
+    assert preview.source["sha256"] == load_split(split("python:stdlib"), "sft").source["sha256"]
+
+
+def test_a_python_without_source_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(UserError, match="no source of its standard library"):
+        load_split(split("python:stdlib"), "sft")
+
+
+def test_this_pythons_own_library_has_code_and_english():
+    library = StandardLibrary.of_split("train")
+    assert library.origin()["num_bytes"] > 5e6
+    assert "python:stdlib/json/decoder.py" in library.files
+    assert not any("/test/" in name or "/tests/" in name for name in library.files)
+    topic = next(name for name in library.files if "topics.py:" in name)
+    ((_, record),) = library.of_file(topic)
+    assert record["text"] == topics(library.files[topic])[topic.partition("topics.py:")[2]]
