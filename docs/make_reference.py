@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from soren_align.recipe import SCHEMA_FILE, Recipe, schema_text, trl_config
+from soren_align.recipe import SCHEMA_FILE, Model, Recipe, schema_text, trl_config
 from soren_align.recipe.base import Section, members, section_in
 from soren_align.recipe.optimizers import MAPS, OPTIMIZERS, OptimizerSection
 
@@ -131,7 +131,8 @@ def _values(section: type[Section], key: str, schema: dict[str, Any]) -> str:
         return f"a section, or {_listed(MAPS)}"
     if section_in(annotation):
         several = ", or a list of sections" if "array" in json.dumps(schema) else ""
-        return "a section" + several + (", or null" if type(None) in getattr(annotation, "__args__", ()) else "")
+        text = "text, or " if section is Model and key == "tokenizer" else ""
+        return text + "a section" + several + (", or null" if type(None) in getattr(annotation, "__args__", ()) else "")
     return _type(schema)
 
 

@@ -1,6 +1,7 @@
 """Data: files and hub datasets, validated and converted to TRL's columns, and an account of their tokens."""
 
 from .arrow import dataset_of, iterable_dataset
+from .byte_pairs import trained_tokenizer
 from .columns import COLUMNS, Task
 from .empty_answers import drop_reason_of, without_empty_answers
 from .encoding import BATCH_SIZE, ChatEncoder, encode
@@ -52,5 +53,6 @@ __all__ = [
     "texts_of",
     "token_columns",
     "tokenize",
+    "trained_tokenizer",
     "without_empty_answers",
 ]

@@ -209,29 +209,31 @@ def _limits(num_chats: int) -> Iterator[None]:
 def _encode_plain_pairs(
     prompts: list[str], chosen: list[str], rejected: list[str], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[EncodedExample]:
-    for prompt, *answers in zip(prompts, chosen, rejected, strict=True):
-        sides = [_ids(prompt + _with_eos(answer, tokenizer), tokenizer) for answer in answers]
-        yield after_prompt(_ids(prompt, tokenizer), sides)
+    sides = zip(_with_eos(chosen, tokenizer), _with_eos(rejected, tokenizer), strict=True)
+    for prompt, answers in zip(prompts, sides, strict=True):
+        yield after_prompt(_ids(prompt, tokenizer), [_ids(prompt + answer, tokenizer) for answer in answers])
 
 
 def _encode_completions(
     prompts: list[str], completions: list[str], tokenizer: PreTrainedTokenizerBase, completion_only: bool
 ) -> Iterator[EncodedExample]:
-    for prompt, completion in zip(prompts, completions, strict=True):
-        ids = _ids(prompt + _with_eos(completion, tokenizer), tokenizer)
+    for prompt, completion in zip(prompts, _with_eos(completions, tokenizer), strict=True):
+        ids = _ids(prompt + completion, tokenizer)
         tokens = after_prompt(_ids(prompt, tokenizer), [ids]).sides[0]
         yield EncodedExample((tokens if completion_only else Tokens(ids, [True] * len(ids)),), 0)
 
 
 def _encode_texts(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[EncodedExample]:
-    for text in texts:
-        ids = _ids(_with_eos(text, tokenizer), tokenizer)
+    for text in _with_eos(texts, tokenizer):
+        ids = _ids(text, tokenizer)
         yield EncodedExample((Tokens(ids, [True] * len(ids)),), 0)
 
 
-def _with_eos(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+def _with_eos(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The texts as `_ids` gives each one end token: T5's tokenizer adds its own, and TRL's would be a second one."""
     eos = str(tokenizer.eos_token)
-    return text if text.endswith(eos) else text + eos
+    plain = [text.removesuffix(eos) for text in texts]
+    return plain if _ids("a", tokenizer)[-1] == tokenizer.eos_token_id else [text + eos for text in plain]
 
 
 def _ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

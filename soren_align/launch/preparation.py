@@ -94,7 +94,9 @@ def _refuse_more_steps(folder: RunFolder, recipe: Recipe, run: dict[str, Any]) -
     changes["trainer.seed"] = trainer_value(started, "seed") + 1
     model = started.model
     changes |= {
-        f"model.{name}": "null" for name in ("init_seed", "revision", "lora") if getattr(model, name) is not None
+        f"model.{name}": "null"
+        for name in ("init_seed", "tokenizer", "revision", "lora")
+        if getattr(model, name) is not None
     }
     command = [f"soren-align {recipe.task} {shlex.quote(str(folder.recipe))}"]
     command += [f"--set {shlex.quote(f'{name}={value}')}" for name, value in changes.items()]

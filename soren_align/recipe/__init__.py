@@ -27,7 +27,7 @@ from .quantization import (
 from .references import is_local
 from .run_sections import Samples
 from .schema import SCHEMA_FILE, json_schema, schema_text, with_modeline, write_schema
-from .sections import ADAPTER, TASK_TITLES, Eval, Lora, Model, Recipe, trains_adapter
+from .sections import ADAPTER, TASK_TITLES, Eval, Lora, Model, Recipe, TrainedTokenizer, trains_adapter
 
 __all__ = [
     "ADAPTER",
@@ -52,6 +52,7 @@ __all__ = [
     "Samples",
     "Streaming",
     "TrainSplit",
+    "TrainedTokenizer",
     "accumulation",
     "adapter_config",
     "as_adamw",

@@ -41,8 +41,8 @@ def members(annotation: Any) -> dict[str, Any]:
     sections = {}
     for part in parts:
         tag = next((m.tag for m in getattr(part, "__metadata__", ()) if isinstance(m, Tag)), None)
-        if tag is not None:
-            sections[tag] = section_in(part)
+        if tag is not None and (section := section_in(part)):  # a member may be a text
+            sections[tag] = section
     return sections
 
 

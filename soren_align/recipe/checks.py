@@ -17,7 +17,7 @@ from .lora import freeze_problem, is_adapter, is_all_factors, lora_problems
 from .optimizers import MAPS, OPTIMIZERS
 from .parallel import parallel
 from .quantization import quantization_problems
-from .references import attention_problems, is_local, model_problems, template_problems
+from .references import attention_problems, is_local, model_problems, template_problems, tokenizer_problems
 from .run_checks import evaluation_needed, metric_problems, sample_problems
 from .split_checks import split_problems, splits, streaming_problems
 
@@ -69,7 +69,7 @@ class Raw:
 def problems_beyond_schema(data: dict[str, Any]) -> Problems:
     """(key, message) of each missing file and each conflict between keys."""
     raw = Raw(data)
-    checks = (_model, _template, _data, _optimizer, _precision, _trainer, _run, _evaluation)
+    checks = (_model, _tokenizer, _template, _data, _optimizer, _precision, _trainer, _run, _evaluation)
     return [problem for check in checks for problem in check(raw)] + list(dict(raw.problems).items())
 
 
@@ -80,13 +80,19 @@ def _model(raw: Raw) -> Iterator[tuple[Key, str]]:
     model = raw.path("model", "name_or_path")
     if model is None:
         return
-    missing = model_problems(model, raw.get("model", "init_seed"))
+    missing = model_problems(model, raw.get("model", "init_seed"), raw.get("model", "tokenizer"))
     yield from ((("model", "name_or_path"), message) for message in missing)
     conflicts = lora_problems(model, raw.get("model", "lora"), raw.get("run", "parallel"))
     conflicts += quantization_problems(model, raw.section("model"), raw.get("run", "parallel"))
     yield from ((("model", key), message) for key, message in conflicts)
     if (frozen := freeze_problem(model, raw.get("model", "freeze"))) is not None:
         yield ("model", "freeze"), frozen
+
+
+def _tokenizer(raw: Raw) -> Iterator[tuple[Key, str]]:
+    if raw.text("model", "tokenizer") is None or raw.path("model", "tokenizer") is not None:
+        problems = tokenizer_problems(raw.get("model", "tokenizer"), raw.get("model", "init_seed"))
+        yield from ((("model", "tokenizer"), message) for message in problems)
 
 
 def _template(raw: Raw) -> Iterator[tuple[Key, str]]:

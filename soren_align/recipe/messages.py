@@ -22,6 +22,7 @@ _INSTEAD: dict[Key, str] = {
 _MAIN_KEYS: dict[Key, dict[type, str]] = {
     ("model",): {str: "name_or_path"},
     ("model", "lora"): {int: "r"},
+    ("model", "tokenizer"): {int: "vocab_size"},
     ("data",): {str: "train.path"},
     ("data", "train"): {str: "path"},
     ("data", "eval"): {str: "path", float: "fraction", int: "examples"},

@@ -22,8 +22,8 @@ def is_local(path: str) -> bool:
     )
 
 
-def model_problems(path: str, init_seed: Any) -> list[str]:
-    """The problems of the model or adapter at `path`."""
+def model_problems(path: str, init_seed: Any, tokenizer: Any = None) -> list[str]:
+    """The problems of the model or adapter at `path`. tokenizer: model.tokenizer, in the place of the folder's."""
     if not is_local(path):
         return [] if init_seed is None else ["init_seed needs a local folder with a config.json"]
     folder = shipped.resolve(path)
@@ -39,7 +39,8 @@ def model_problems(path: str, init_seed: Any) -> list[str]:
         return list(error.problems)
     if adapter is not None:
         return _base_problems(path, adapter, init_seed)
-    missing = [n for n in ("config.json", "tokenizer_config.json") if not (folder / n).is_file()]
+    needed = ("config.json", "tokenizer_config.json") if tokenizer is None else ("config.json",)
+    missing = [name for name in needed if not (folder / name).is_file()]
     if missing:
         is_run = (folder / "run.json").is_file() and (folder / "model").is_dir()
         remedy = f"it is a run's folder, whose model is {path.rstrip('/')}/model" if is_run else "is it a model folder?"
@@ -47,6 +48,17 @@ def model_problems(path: str, init_seed: Any) -> list[str]:
     weights = [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]
     if init_seed is None and not weights:
         return [f"{path} has no weights (*.safetensors); for random ones set model.init_seed"]
+    return []
+
+
+def tokenizer_problems(tokenizer: Any, init_seed: Any) -> list[str]:
+    """The problems of model.tokenizer."""
+    if tokenizer is not None and init_seed is None:
+        return ["is for random weights, and trained ones need their own; write model.init_seed, or leave it out"]
+    if not isinstance(tokenizer, str) or (tokenizer and not is_local(tokenizer)):
+        return []
+    if not tokenizer or not (shipped.resolve(tokenizer) / "tokenizer_config.json").is_file():
+        return [f"{tokenizer!r} has no tokenizer_config.json; write a folder, a name on the hub, or {{vocab_size: N}}"]
     return []
 
 

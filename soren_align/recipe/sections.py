@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, WrapValidator
+from pydantic import Discriminator, Field, Tag, ValidationError, WrapValidator
 from pydantic_core import PydanticCustomError
 
 from .. import shipped
@@ -72,6 +72,18 @@ class Lora(Section):
 Quantize = Literal["4bit", "8bit"]
 
 
+class TrainedTokenizer(Section):
+    """A byte-level BPE is trained on the training examples, and the config's `vocab_size` is its size. Of a stream, the
+    first 1,000 examples."""
+
+    vocab_size: Annotated[int, Field(ge=258)]
+    """Tokens: the 256 bytes, `<|endoftext|>`, `<|pad|>`, and the most frequent sequences of bytes."""
+
+
+def _kind_of_tokenizer(value: Any) -> str:
+    return "<name>" if isinstance(value, str) else "<trained>"
+
+
 class Model(Section):
     """The starting checkpoint."""
 
@@ -86,6 +98,16 @@ class Model(Section):
     `trainer: {bf16: true}`. With an adapter it is the dtype of the frozen weights: trained parameters are float32."""
     init_seed: Annotated[int, Field(ge=0, le=2**32 - 1)] | None = None
     """Make random weights from the folder's config.json with this seed, instead of loading weights."""
+    tokenizer: (
+        Annotated[
+            Annotated[str, Tag("<name>")] | Annotated[TrainedTokenizer, Tag("<trained>")],
+            Discriminator(_kind_of_tokenizer),
+        ]
+        | None
+    ) = None
+    """For random weights: another model's tokenizer, a folder or a name on the hub, of at most the config's
+    `vocab_size` tokens; or `{vocab_size: 4096}`, one trained on the training examples. The config's end and padding
+    tokens follow it. null: the folder's."""
     chat_template: str | None = None
     """How messages become text: `qwen2.5` (as its base models), `zephyr`, or the path of a .jinja file; saved with the
     model. null: the tokenizer's."""

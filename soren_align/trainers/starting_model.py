@@ -9,9 +9,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from trl.chat_template_utils import get_training_chat_template
 
 from .. import shipped, weights
-from ..data import ChatEncoder, check_rendering_cost, set_template
+from ..data import ChatEncoder, check_rendering_cost, set_template, trained_tokenizer
 from ..errors import UserError
-from ..recipe import Recipe, adapter_config, is_local, quantization
+from ..files import default_cache_folder
+from ..recipe import Model, Recipe, TrainedTokenizer, adapter_config, is_local, quantization
 from ..run_folder import RunFolder
 from . import adapters
 from .disk_space import write_errors
@@ -19,34 +20,68 @@ from .freezing import freeze, refuse_unmatched
 from .library_errors import as_user_error
 
 
-def starting_checkpoint(recipe: Recipe, folder: RunFolder) -> str:
-    """Return the folder or hub name that training starts from.
+def starting_checkpoint(recipe: Recipe, folder: RunFolder, examples: Any = None) -> tuple[str, str]:
+    """Return the folder or hub name that training starts from, and that of its tokenizer.
 
     With model.init_seed, random weights are drawn and saved to `folder.start` first, unless they are there already.
+    examples: the dataset that model.tokenizer is trained on, if it is. Raises UserError if the model cannot have the
+    tokenizer.
     """
     model = recipe.model
-    if model.init_seed is None:
-        return str(shipped.resolve(model.name_or_path)) if is_local(model.name_or_path) else model.name_or_path
-    if not folder.start.is_dir():
-        source = shipped.resolve(model.name_or_path)
-        partial = folder.start.with_name("start.part")
-        torch.manual_seed(model.init_seed)
-        with write_errors(partial), as_user_error(f"model {model.name_or_path}"):
-            random = AutoModelForCausalLM.from_config(
-                AutoConfig.from_pretrained(source, trust_remote_code=False), dtype=torch.float32
-            )
-            random.save_pretrained(partial)
-            AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(partial)
-        partial.rename(folder.start)
-    return str(folder.start)
+    if model.init_seed is not None and folder.start.is_dir():
+        return str(folder.start), str(folder.start)
+    tokenizer_source = _tokenizer_source(model, examples)
+    if model.init_seed is None and model.tokenizer is None:
+        return _resolved(model.name_or_path), tokenizer_source
+    config = load_config(recipe)
+    with as_user_error(f"tokenizer of {model.name_or_path}"):
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_source, trust_remote_code=False)
+    if model.tokenizer is not None:
+        _follow(config, tokenizer)
+    if model.init_seed is None:  # of a plan, which draws no weights
+        return _resolved(model.name_or_path), tokenizer_source
+    partial = folder.start.with_name("start.part")
+    torch.manual_seed(model.init_seed)
+    with write_errors(partial), as_user_error(f"model {model.name_or_path}"):
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+    partial.rename(folder.start)
+    return str(folder.start), str(folder.start)
+
+
+def _resolved(name: str) -> str:
+    return str(shipped.resolve(name)) if is_local(name) else name
+
+
+def _tokenizer_source(model: Model, examples: Any) -> str:
+    """Return the folder or hub name of the tokenizer, which is trained first if it has to be."""
+    if isinstance(model.tokenizer, TrainedTokenizer):
+        return str(trained_tokenizer(examples, model.tokenizer.vocab_size, default_cache_folder()))
+    return _resolved(model.tokenizer or model.name_or_path)
+
+
+def _follow(config: Any, tokenizer: Any) -> None:
+    """Set the config's special tokens to the tokenizer's. Raises UserError if it has more tokens than the config."""
+    if len(tokenizer) > config.vocab_size:
+        raise UserError(
+            f"model.tokenizer: it has {len(tokenizer):,} tokens, and the config's vocab_size is {config.vocab_size:,}; "
+            "write a larger one into config.json"
+        )
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(config, name, getattr(tokenizer, name))
 
 
 def load_config(recipe: Recipe) -> Any:
-    """Load the model's config. Raises UserError if transformers does not load it as a causal language model."""
+    """Load the model's config, with the size of a trained tokenizer.
+
+    Raises UserError if transformers does not load it as a causal language model.
+    """
     name = recipe.model.name_or_path
-    base, revision = adapters.base_model(str(shipped.resolve(name)) if is_local(name) else name, recipe.model.revision)
+    base, revision = adapters.base_model(_resolved(name), recipe.model.revision)
     with as_user_error(f"model {name}"):
         config = AutoConfig.from_pretrained(base, trust_remote_code=False, revision=revision)
+    if isinstance(recipe.model.tokenizer, TrainedTokenizer):
+        config.vocab_size = recipe.model.tokenizer.vocab_size
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return config
     kind = "no causal language model"
@@ -89,13 +124,15 @@ _CONVERSATIONS_OF_TRL: list[list[dict[str, Any]]] = [
 """TRL renders these in this process, to detect whether a template supports tools."""
 
 
-def load_tokenizer(recipe: Recipe, start: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(recipe: Recipe, source: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer, with the chat template and the end token that training will use.
 
+    source: its folder or hub name, as `starting_checkpoint` returns it.
     TRL's variant of the template, with {% generation %}, replaces one whose answers cannot be derived (Qwen3's).
     """
+    revision = recipe.model.revision if recipe.model.tokenizer is None else None
     with as_user_error(f"tokenizer of {recipe.model.name_or_path}"):
-        tokenizer = AutoTokenizer.from_pretrained(start, trust_remote_code=False, revision=recipe.model.revision)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, revision=revision)
     set_template(tokenizer, recipe.model.chat_template, recipe.model.eos_token)
     if recipe.trainer.get("assistant_only_loss") and tokenizer.chat_template:
         check_rendering_cost(tokenizer, recipe.model.name_or_path, _TWO_ANSWERS)

@@ -76,11 +76,11 @@ def set_up_training(
     """
     unset_hf_deepspeed_config()  # of an earlier run in this process: models would be sharded while they load
     model_config = load_config(recipe)
-    start = starting_checkpoint(recipe, folder)
-    tokenizer = load_tokenizer(recipe, start)
     splits = load_splits(recipe)
-    config = trl_arguments(recipe, folder.checkpoints, ranks)
     train, stream = splits["train"], None
+    start, tokenizer_source = starting_checkpoint(recipe, folder, train.dataset)
+    tokenizer = load_tokenizer(recipe, tokenizer_source)
+    config = trl_arguments(recipe, folder.checkpoints, ranks)
     if isinstance(train, Preview):
         stream = TokenStream(train.stream, recipe.data_task, tokenizer, config, loss_of(recipe))
     _check_schedule(config)

@@ -68,7 +68,7 @@ def test_only_the_factors_are_trained_and_each_is_mapped_once(sft):
 
 def test_a_model_without_weights_is_outlined_as_it_would_be_trained(sft, second):
     for run in (sft, second):
-        start = starting_checkpoint(run.recipe, run.folder)
+        start, _ = starting_checkpoint(run.recipe, run.folder)
         config = AutoConfig.from_pretrained(adapters.base_model(start)[0])
         with torch.device("meta"):
             model = adapters.add_empty_adapter(AutoModelForCausalLM.from_config(config), run.recipe, start)
