@@ -10,10 +10,11 @@ from functools import partial
 
 from soren_align.bench.shapes import MODELS
 from soren_align.optimizer_settings import RESOLUTIONS
+from soren_align.planning.hours import PEAKS
 from soren_align.spectral import num_flops
 from soren_align.spectral.cost import narrow_flops
 
-PEAK = {"float32": 67e12, "tf32": 494e12, "bfloat16": 989e12, "float16": 989e12}
+PEAK = PEAKS["H100"]
 SHARE = 0.6
 ROWS = {
     "Muon, as it is run": ("bfloat16", lambda m, n: num_flops("muon", m, n)),

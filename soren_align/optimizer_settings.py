@@ -8,6 +8,8 @@ from math import inf
 from typing import Any, Literal, NamedTuple
 
 AdjustLrFn = Literal["none", "original", "match_rms_adamw", "match_rms_measured"]
+Matrices = Literal["inside-blocks", "all-2d"]
+"""The parameters of a model that are matrices to the optimizer, see `optim.route`."""
 Compensation = Literal["none", "kahan"]
 States = Literal["float32", "8bit"]
 """Of the optimizer: momentum, and AdamW's moments."""
@@ -51,6 +53,7 @@ ADAMW_WEIGHT_DECAY = 1e-2
 """torch.optim.AdamW's, of the class AdamW used alone; in a recipe it is WEIGHT_DECAY, as for the other optimizers."""
 LR = 1e-3
 """torch.optim's, of the classes Muon and AdamW used alone; a recipe states its own."""
+MATRICES: Matrices = "inside-blocks"
 MOMENTUM = 0.95
 NESTEROV = True
 COMPENSATION: Compensation = "none"

@@ -98,6 +98,11 @@ def counting(show: Callable[[str], object], activity: str) -> Callable[[int], No
     return on_examples
 
 
+def short_hours(number: float) -> str:
+    """Two digits: 0.23, 8.6, 1,200."""
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
+
+
 def with_prefix(number: float, unit: str) -> str:
     """At least three digits and an SI prefix: 6.11 GB, 307 TFLOP."""
     scale, prefix = next(

@@ -12,7 +12,7 @@ from soren_align.optimizer_settings import MAPS
 from soren_align.recipe import optimizers
 
 CLASSES = optim.OPTIMIZERS
-ONLY_RECIPE = {"name", "aux_lr", "aux_weight_decay", "aux"}
+ONLY_RECIPE = {"name", "aux_lr", "aux_weight_decay", "aux", "matrices"}
 """Keys of `build_optimizer`, which makes groups of them."""
 ONLY_ADAMW = {"betas", "eps"}
 """In a matrix optimizer these are keys of its AdamW group."""

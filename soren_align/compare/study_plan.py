@@ -12,13 +12,6 @@ from ..errors import UserError, did_you_mean
 from .power import Assumed, Design, minimum_detectable, minimum_detectable_loss, num_comparisons
 from .study_sections import StudyFile
 
-PEAKS = {"H100": 989e12, "A100": 312e12}
-"""FLOP/s in bfloat16, dense, of the SXM modules' data sheets."""
-UTILIZATION = 0.4
-"""Of the peak, by forward and backward passes of models of billions of parameters: an assumption, not measured here."""
-CORE_FLOPS = 40e9
-"""FLOP/s of a CPU core in float32: LoRA on SmolLM2-135M, 477 GFLOP in 11 s of a core (recipes/studies/README.md)."""
-
 
 @dataclass(frozen=True)
 class ColumnSize:
@@ -30,20 +23,20 @@ class ColumnSize:
 
 
 def plan_study(
-    study: StudyFile, plans: Mapping[str, dict[str, Any]], sizes: Mapping[str, ColumnSize], *, on_cpu: bool
+    study: StudyFile, plans: Mapping[str, dict[str, Any]], sizes: Mapping[str, ColumnSize]
 ) -> dict[str, Any]:
     """Return the plan of a study as plain data.
 
     plans: of a run of the verdict, by candidate, see planning.plan. sizes: of the suite's columns whose number of
-    questions is known. on_cpu: whether the recipe trains on CPUs. Raises UserError for an unknown key of
-    verdict.assume.
+    questions is known. Raises UserError for an unknown key of verdict.assume.
     """
     first = next(iter(plans.values()))
     num_search, num_verdict = study.search.trials * len(study.search.seeds), len(study.verdict.seeds)
-    candidates = {name: _candidate(plan, num_search + num_verdict) for name, plan in plans.items()}
+    num_runs = num_search + num_verdict
+    candidates = {name: _candidate(plan, num_runs) for name, plan in plans.items()}
     flops = [each["flops"] for each in candidates.values()]
     total = None if None in flops else sum(flops)
-    speeds = {"CPU core": CORE_FLOPS} if on_cpu else {name: UTILIZATION * peak for name, peak in PEAKS.items()}
+    hours = [plan["compute"]["hours"] for plan in plans.values()]
     largest = max(candidates, key=lambda name: candidates[name]["memory_bytes"] or 0)
     return {
         "title": study.title,
@@ -54,7 +47,7 @@ def plan_study(
         "runs": {
             "search": len(plans) * num_search,
             "verdict": len(plans) * num_verdict,
-            "total": len(plans) * (num_search + num_verdict),
+            "total": len(plans) * num_runs,
         },
         "search": study.search.model_dump(exclude={"space"}),
         "space": {name: {key: _plain(each) for key, each in study.space(name).items()} for name in plans},
@@ -63,7 +56,8 @@ def plan_study(
         "candidates": candidates,
         "flops": total,
         "flops_are_upper_bound": not first["compute"]["tokens_are_measured"],
-        "hours": {name: total / speed / 3600 for name, speed in speeds.items()} if total else None,
+        "hours": {name: sum(of[name] for of in hours) * num_runs for name in hours[0]} if total else None,
+        "hours_assume": first["compute"]["hours_assume"],
         "largest_memory": {"candidate": largest, "bytes_per_rank": candidates[largest]["memory_bytes"]},
         "evaluation": _evaluation(first["evaluation"], len(plans) * num_verdict),
         "detectable": _detectable(study, sizes, first["evaluation"]),
@@ -90,7 +84,7 @@ def _candidate(plan: dict[str, Any], num_runs: int) -> dict[str, Any]:
         "optimizer": plan["optimizer_description"],
         "runs": num_runs,
         "flops_per_run": per_run,
-        "maps_are_counted": bool(maps) or not plan["processes"]["num_matrices"],
+        "maps_are_counted": plan["compute"]["maps_are_counted"],
         "flops": per_run and per_run * num_runs,
         "memory_bytes": max(phases, default=None),
     }

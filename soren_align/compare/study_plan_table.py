@@ -6,8 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ..terminal import print_labelled, with_prefix
-from .study_plan import CORE_FLOPS, UTILIZATION
+from ..terminal import print_labelled, short_hours, with_prefix
 
 ASSUMPTIONS = {
     "changed_by_training": "answers that differ from the base's",
@@ -76,9 +75,8 @@ def _print_cost(plan: dict[str, Any], console: Console) -> None:
     table.add_row("total", f"{plan['runs']['total']:,}", "", _prefixed(plan["flops"], ""), "")
     console.print(table)
     if hours := plan["hours"]:
-        times = ", ".join(f"{_hours(number)} hours of one {name}" for name, number in hours.items())
-        speed = f"{CORE_FLOPS / 1e9:g} GFLOP/s" if "CPU core" in hours else f"{UTILIZATION:.0%} of the peak in bfloat16"
-        print_labelled(console, "", f"{times}, at {speed}")
+        times = ", ".join(f"{short_hours(number)} hours of one {name}" for name, number in hours.items())
+        print_labelled(console, "", f"{times}, at {plan['hours_assume']}")
         if "CPU core" in hours:
             print_labelled(
                 console, "", "a model of less than 100 million parameters takes longer: its operations are short"
@@ -124,10 +122,6 @@ def _print_detectable(section: dict[str, Any], console: Console) -> None:
         correlation = f"correlation: {values['cluster_correlation']:g} between changes in one cluster"
         assumptions = [shares, f"{deviation}, {values['seed_sd']:g} points of a score", correlation]
     print_labelled(console, "", f"assumed (verdict.assume): {'; '.join(assumptions)}")
-
-
-def _hours(number: float) -> str:
-    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
 def _prefixed(number: float | None, unit: str) -> str:

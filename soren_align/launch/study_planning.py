@@ -43,7 +43,7 @@ def plan(study: StudyFile, *, as_json: bool = False, processes: int = 1) -> None
             plans[name], _ = plan_training(recipe, num_ranks=processes)
         show("Loading tasks")
         sizes, notices = _sizes(first.eval) if first.eval else ({}, [])
-    result = plan_study(study, plans, sizes, on_cpu=bool(first.trainer.get("use_cpu")))
+    result = plan_study(study, plans, sizes)
     result["notices"] += notices
     if as_json:
         sys.stdout.write(json.dumps(result, indent=2) + "\n")

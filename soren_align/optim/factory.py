@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ..optimizer_settings import AUX_WEIGHT_DECAY, BETAS, EPS, WEIGHT_DECAY
+from ..optimizer_settings import AUX_WEIGHT_DECAY, BETAS, EPS, MATRICES, WEIGHT_DECAY, Matrices
 from .routing import param_groups
 from .spectral_optimizer import OPTIMIZERS, SpectralOptimizer
 
@@ -21,6 +21,7 @@ def build_optimizer(
     betas: tuple[float, float] = BETAS,
     eps: float = EPS,
     aux: Sequence[str] = (),
+    matrices: Matrices = MATRICES,
     **settings: Any,
 ) -> SpectralOptimizer:
     """The optimizer `name` for every trainable parameter of `model`.
@@ -29,7 +30,7 @@ def build_optimizer(
     lr: of the matrices; aux_lr, aux_weight_decay: of the other parameters, which AdamW updates with betas and eps.
         For "adamw" the matrices are a group of their own, and aux_lr is lr if it is None.
         For the others it may be None where there are no other parameters, as with LoRA.
-    aux: globs of parameter names, see `route`.
+    aux: globs of parameter names, see `route`; matrices: also there.
     settings: keyword arguments of the class (weight_decay, momentum, map, p, ...). weight_decay is 0.1 for every class;
         adjust_lr_fn=None is the class's own default.
     Raises ValueError for an unknown name or setting, a missing aux_lr, and whatever `param_groups` refuses.
@@ -43,9 +44,9 @@ def build_optimizer(
     for key in settings.keys() - set(allowed):
         raise ValueError(f"{key}: not a setting of {name}; it has {', '.join(allowed)}")
     is_adamw = cls.rule == "adamw"
-    groups = param_groups(
-        model, lr=lr, aux_lr=lr if aux_lr is None and is_adamw else aux_lr, aux_weight_decay=aux_weight_decay, aux=aux
-    )
+    if is_adamw and aux_lr is None:
+        aux_lr = lr
+    groups = param_groups(model, lr=lr, aux_lr=aux_lr, aux_weight_decay=aux_weight_decay, aux=aux, matrices=matrices)
     for group in groups:
         if is_adamw:
             group["rule"] = "adamw"

@@ -4,6 +4,7 @@ Weights of linear layers inside the blocks go to the spectral rule, and those of
 together: see `storage`. Embeddings, the head (tied or not), norms, biases, routers, gates of one row and all other
 parameters go to AdamW. Every trainable parameter has exactly one route, by identity, not by name.
 The LoRA factors of linear layers go to the spectral rule, each mapped by itself; see `lora_factors`.
+With `matrices` "all-2d", as in the authors' released code, all other parameters of two dimensions go there too.
 """
 
 import math
@@ -16,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from ..optimizer_settings import AUX_WEIGHT_DECAY
+from ..optimizer_settings import AUX_WEIGHT_DECAY, MATRICES, Matrices
 from .lora_factors import FACTOR, adapter_parameters
 from .storage import Storage, matrix_shape
 
@@ -79,10 +80,12 @@ class _Occurrence:
         return "transposed" if _is_of_transformers(owner, "Conv1D") else None
 
 
-def route(model: nn.Module, aux: Sequence[str] = ()) -> list[Route]:
+def route(model: nn.Module, aux: Sequence[str] = (), matrices: Matrices = MATRICES) -> list[Route]:
     """The route of every trainable parameter of `model`, in the order of `named_parameters`.
 
     aux: globs of parameter names that go to AdamW even if they are matrices, e.g. "*.o_proj.weight".
+    matrices: "inside-blocks": the weights of linear layers inside the blocks, and of experts. "all-2d": also every
+        other parameter of two dimensions, embeddings and head among them, but none of an adapter.
     Raises ValueError for a glob that matches nothing, and for PEFT adapters other than LoRA.
     """
     parameters = _occurrences(model)
@@ -111,7 +114,10 @@ def route(model: nn.Module, aux: Sequence[str] = ()) -> list[Route]:
         reason = obstacle or (FACTOR if factor else "experts" if len(shape) == 3 else "linear layer")
         if len(occurrences) > 1:
             reason += f", tied to {', '.join(o.name for o in occurrences[1:])}"
-        rule = "adamw" if obstacle else "spectral"
+        is_spectral = not obstacle
+        if matrices == "all-2d" and len(shape) == 2:  # the obstacle remains as its reason
+            is_spectral = not (adapters.obstacle(parameter) or _glob_of(occurrences, aux))
+        rule = "spectral" if is_spectral else "adamw"
         routes.append(Route(occurrences[0].name, parameter, shape, rule, reason, storage))
     return routes
 
@@ -124,14 +130,15 @@ def param_groups(
     weight_decay: float | None = None,
     aux_weight_decay: float = AUX_WEIGHT_DECAY,
     aux: Sequence[str] = (),
+    matrices: Matrices = MATRICES,
 ) -> list[dict[str, Any]]:
     """The parameter groups of `model` for Soren, Muon or HTMuon: the matrices, then the other parameters (AdamW).
 
     lr, weight_decay: of the matrices; None leaves them to the optimizer. aux_lr, aux_weight_decay: of the other
-    parameters; aux_lr may be None if there are none, as with LoRA.
+    parameters; aux_lr may be None if there are none, as with LoRA. aux, matrices: see `route`.
     Raises ValueError if no parameter goes to the spectral rule, if aux_lr is missing, and whatever `route` refuses.
     """
-    routes = route(model, aux)
+    routes = route(model, aux, matrices)
     if not any(r.rule == "spectral" for r in routes):
         reasons = ", ".join(sorted({r.reason for r in routes})) or "no trainable parameter"
         raise ValueError(f"{type(model).__name__} has no matrix for a spectral optimizer; found only: {reasons}")
@@ -211,9 +218,8 @@ def _obstacle(
     """The reason why a parameter does not go to the spectral rule; None if it does."""
     if any(isinstance(o.owner, nn.Embedding) for o in occurrences):
         return "embedding"
-    for glob in aux:
-        if any(fnmatchcase(o.name, glob) for o in occurrences):
-            return f"named by aux {glob!r}"
+    if glob := _glob_of(occurrences, aux):
+        return f"named by aux {glob!r}"
     if len(shape) == 2 and any(o.is_router for o in occurrences):
         return "router"
     if len(shape) == 2 and all(o.name.endswith("bias") for o in occurrences):
@@ -223,6 +229,11 @@ def _obstacle(
     if needs_block and not any(o.in_block for o in occurrences):
         return "outside the blocks"
     return None
+
+
+def _glob_of(occurrences: Sequence[_Occurrence], aux: Sequence[str]) -> str | None:
+    """The first glob of `aux` that matches one of a parameter's names."""
+    return next((glob for glob in aux if any(fnmatchcase(o.name, glob) for o in occurrences)), None)
 
 
 def expert_storage(owner: nn.Module, name: str, around: nn.Module) -> Storage | None:

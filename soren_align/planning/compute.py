@@ -11,6 +11,7 @@ from ..data import Account
 from ..recipe import Recipe, compute_dtype, parallel, trainer_value
 from ..silence import log_level
 from ..trainers.build import trl_forward
+from .hours import hours_of_run
 from .passes import Passes
 
 UNBOUNDED_LENGTH = 4096
@@ -36,15 +37,24 @@ class Compute:
     failure: str | None = None
     """Why these three are None: the error of the architecture's code on fake tensors."""
 
-    def as_json(self, map_flops: dict[str, int] | None, num_steps: int) -> dict[str, Any]:
-        """The plan's section "compute". map_flops: of the spectral maps, on "all_ranks"."""
-        maps = map_flops["all_ranks"] if map_flops else None
+    def as_json(self, recipe: Recipe, ranks: dict[str, Any], num_steps: int) -> dict[str, Any]:
+        """The plan's section "compute". ranks: its section "processes"."""
+        maps = ranks["map_flops"] and ranks["map_flops"]["all_ranks"]
+        num_examples, num_sides = ranks["global_batch_size"] * num_steps, 2 if recipe.task == "dpo" else 1
+        times: dict[str, Any] = {"hours": None, "hours_assume": None}
+        if self.flops_per_step:
+            passes = self.flops_per_step * num_steps, compute_dtype(recipe)
+            of_maps = (maps or 0) * num_steps, ranks["map_precision"]
+            times = hours_of_run(passes, of_maps, on_cpu=bool(recipe.trainer.get("use_cpu")))
         return {
             "tokens_per_example": round(self.mean_tokens, 1),
             "tokens_are_measured": self.is_measured,
+            "training_tokens": round(self.mean_tokens * num_sides * num_examples),
             "training_flops_per_step": self.flops_per_step,
             "training_flops": self.flops_per_step and self.flops_per_step * num_steps,
             "map_share": maps and self.flops_per_step and maps / (self.flops_per_step + maps),
+            "maps_are_counted": bool(maps) or not ranks["num_matrices"],
+            **times,
         }
 
 

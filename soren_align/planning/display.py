@@ -10,9 +10,11 @@ from ..data import Account, show_example
 from ..evaluate.contamination import NGRAM
 from ..manifest import describe_dropped
 from ..optim import ADAMW_RMS, spectral_share
-from ..terminal import print_labelled, with_prefix
+from ..terminal import print_labelled, short_hours, with_prefix
 from ..trainers.packing import Packing
 
+SMALL_MODEL = 1e9
+"""Parameters below which the assumed utilization is too high."""
 PHASES = {"always": "", "forward_backward": "forward/backward", "optimizer_step": "optimizer step"}
 
 
@@ -49,10 +51,12 @@ def _print_model_and_data(plan: dict[str, Any], account: Account | None, console
     if account is None:
         write("data", data["source"]["path"])
         write("", f"{data['num_examples']:,} examples, from the dataset card")
+        _print_streamed(data, console)
         return
     write("data", f"{data['source']['path']}: {data['layout']}")
     if data["is_streamed"]:
         write("", "streamed: the number of all examples is unknown; these are of the first 1,000 of each split")
+        _print_streamed(data, console)
     dropped = describe_dropped(data["dropped"]) or "0 dropped"
     counts = f"{data['num_examples']:,} examples: {data['num_kept']:,} kept, {dropped}"
     write("", f"{counts}, {account.describe_truncation()}")
@@ -70,6 +74,13 @@ def _print_model_and_data(plan: dict[str, Any], account: Account | None, console
     style = "in green" if colored else "in [[double brackets]]"
     console.print(f"\nexample   the first one; tokens in the loss are {style}", markup=False, highlight=False)
     console.print(show_example(account, color=colored))
+
+
+def _print_streamed(data: dict[str, Any], console: Console) -> None:
+    if streamed := data["streamed"]:
+        of_eval = f" and {streamed['num_eval_examples']:,} held-out ones" * bool(streamed["num_eval_examples"])
+        size = f": {with_prefix(streamed['bytes'], 'B')} of compressed files" * bool(streamed["bytes"])
+        print_labelled(console, "", f"reads {streamed['num_examples']:,} of them{of_eval}{size}")
 
 
 def _print_steps(plan: dict[str, Any], console: Console) -> None:
@@ -194,9 +205,10 @@ def _print_compute(plan: dict[str, Any], console: Console) -> None:
         bound = " (the mean of the first ones)" if plan["data"].get("is_streamed") else bound
         tokens = f"{compute['tokens_per_example']:,.0f} tokens per example{bound}"
         print_labelled(console, "compute", f"forward and backward: {per_step} per step, {total} in total")
-        print_labelled(console, "", f"with {tokens}")
+        print_labelled(console, "", f"with {tokens}, {compute['training_tokens']:,} in all")
     if compute["map_share"] is not None:
         print_labelled(console, "", f"spectral maps: {compute['map_share']:.2%} of all FLOPs")
+    _print_hours(plan, console)
     text = "none: the recipe has no eval section"
     if evaluation:
         requests = evaluation["num_requests_per_model"]
@@ -209,6 +221,19 @@ def _print_compute(plan: dict[str, Any], console: Console) -> None:
     console.print()
     print_labelled(console, "eval", text)
     _print_contamination(evaluation, console)
+
+
+def _print_hours(plan: dict[str, Any], console: Console) -> None:
+    compute = plan["compute"]
+    if (hours := compute["hours"]) is None:
+        return
+    times = ", ".join(f"{short_hours(number)} of one {name}" for name, number in hours.items())
+    eight = "" if "CPU core" in hours else f", {short_hours(hours['H100'] / 8)} of eight H100s"
+    print_labelled(console, "hours", f"{times}{eight}, at {compute['hours_assume']}: an assumption")
+    if plan["model"]["num_parameters"] < SMALL_MODEL:
+        print_labelled(console, "", "models below a billion parameters take longer: their operations are short")
+    if not compute["maps_are_counted"]:
+        print_labelled(console, "", "without the maps, decompositions whose operations are not counted")
 
 
 def _print_contamination(evaluation: dict[str, Any] | None, console: Console) -> None:

@@ -6,34 +6,65 @@ The numbers are the published ones; a plan that uses them has a notice about it.
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import constants, get_session
 
 from .. import shipped
-from ..recipe import Data, HeldOut, HeldOutNumber
+from ..recipe import Data, DataSplit, HeldOut, HeldOutNumber, is_local
 
 TIMEOUT_SECONDS = 3.0
 """For the hub's answer; its own client would retry for half a minute."""
 
 
 def model_config(name: str) -> Path | None:
-    """The folder with the config.json of a model of the shipped recipes; None for another model."""
-    folder = shipped.ROOT / "configs/models" / name
+    """The folder with the config.json of a model of the shipped recipes, or of a local one; None for another model."""
+    folder = shipped.resolve(name) if is_local(name) else shipped.ROOT / "configs/models" / name
     return folder if (folder / "config.json").is_file() else None
 
 
 def num_examples(data: Data) -> int | None:
     """Training examples of all sources, from the dataset cards of the shipped recipes; None if one has no card."""
-    datasets = json.loads((shipped.ROOT / "configs/datasets.json").read_text(encoding="utf-8"))
     total = 0
     for source in data.sources:
-        number = datasets.get(source.path, {}).get("rows", {}).get(source.split)
-        if number is None or source.name is not None:
+        number = _card(source).get("rows", {}).get(source.split)
+        if number is None:
             return None
         total += round(min(number, source.limit or number) * source.weight)
     if isinstance(data.eval, HeldOutNumber):
         return max(1, total - data.eval.examples)
     return round(total * (1 - data.eval.fraction)) if isinstance(data.eval, HeldOut) else total
+
+
+def streamed(data: Data, num_trained: int) -> dict[str, Any]:
+    """Return {"num_examples", "num_eval_examples", "bytes"} that a stream reads from the hub, for `num_trained`
+    examples.
+
+    bytes: of the compressed files, by the mean size of an example on the dataset's card; None if one has no card.
+    """
+    evaluation = data.eval if isinstance(data.eval, DataSplit) and data.eval.limit else None
+    weights = sum(source.weight for source in data.sources)
+    sizes = [_bytes_of(source, num_trained * source.weight / weights) for source in data.sources]
+    if evaluation:
+        sizes.append(_bytes_of(evaluation, evaluation.limit or 0))
+    return {
+        "num_examples": num_trained,
+        "num_eval_examples": evaluation and evaluation.limit,
+        "bytes": None if None in sizes else round(sum(size for size in sizes if size)),
+    }
+
+
+def _bytes_of(split: DataSplit, num_examples: float) -> float | None:
+    card = _card(split)
+    if "download_bytes" not in card:
+        return None
+    return num_examples * card["download_bytes"] / sum(card["rows"].values())
+
+
+def _card(split: DataSplit) -> dict[str, Any]:
+    """The numbers of a dataset's configuration in configs/datasets.json; empty if there are none."""
+    datasets = json.loads((shipped.ROOT / "configs/datasets.json").read_text(encoding="utf-8"))
+    return datasets.get("/".join(filter(None, (split.path, split.name))), {})
 
 
 def go_offline_without_hub() -> None:

@@ -24,6 +24,7 @@ from ..trainers.attention import check_attention
 from ..trainers.freezing import refuse_unmatched
 from ..trainers.library_errors import as_user_error
 from ..trainers.trl_arguments import trl_arguments
+from . import offline
 from .blocks import build_model, kinds_of_blocks
 from .compute import UNBOUNDED_LENGTH, compute, joined_sequences
 from .inputs import Inputs, count_frozen, load_inputs, on_this_machine
@@ -73,7 +74,7 @@ def plan_training(
     plan = {
         "task": recipe.task,
         "model": _model(recipe, model),
-        "data": _data(recipe, inputs),
+        "data": _data(recipe, inputs, steps),
         "steps": steps.as_json(args),
         "learning_rates": steps.shown_rates(args),
         "optimizer": recipe.optimizer.model_dump(exclude_none=True),
@@ -81,7 +82,7 @@ def plan_training(
         "routing": table,
         **_update_sizes(recipe, inputs, routes, steps),
         "processes": ranks,
-        "compute": costs.as_json(ranks["map_flops"], steps.total),
+        "compute": costs.as_json(recipe, ranks, steps.total),
         "evaluation": _evaluation(recipe, contamination),
         "files": _files(recipe, args),
         "notices": notices + evaluation_notices,
@@ -92,7 +93,7 @@ def plan_training(
 def _routes(recipe: Recipe, model: Any) -> Any:
     """Return `optim.route` of a model. Raises UserError if the optimizer cannot be built for it."""
     with as_user_error("optimizer", ValueError):
-        routes = route(model, recipe.optimizer.aux)
+        routes = route(model, recipe.optimizer.aux, recipe.optimizer.matrices)
         build_optimizer(model, **build.optimizer_settings(recipe))
     return routes
 
@@ -105,13 +106,16 @@ def _model(recipe: Recipe, model: Any) -> dict[str, Any]:
     }
 
 
-def _data(recipe: Recipe, inputs: Inputs) -> dict[str, Any]:
+def _data(recipe: Recipe, inputs: Inputs, steps: Schedule) -> dict[str, Any]:
     account = inputs.account
+    streamed = offline.streamed(recipe.data, steps.total * steps.global_batch_size) if recipe.data.streaming else None
     if inputs.ready is None or account is None:
-        path = " + ".join(f"{source.path} {source.split}" for source in recipe.data.sources)
-        return {"source": {"path": path}, "num_examples": inputs.num_examples, "is_tokenized": False}
+        names = [" ".join(filter(None, (s.path, s.name, s.split))) for s in recipe.data.sources]
+        source = {"path": " + ".join(names)}
+        return {"source": source, "num_examples": inputs.num_examples, "is_tokenized": False, "streamed": streamed}
     split = inputs.ready.splits["train"]
     return {
+        "streamed": streamed,
         "source": split.source,
         "is_tokenized": True,
         "is_streamed": inputs.ready.stream is not None,

@@ -117,6 +117,8 @@ def _optimizer(raw: Raw) -> Iterator[tuple[Key, str]]:
     member = OPTIMIZERS.get(raw.text("optimizer", "name") or "")
     if member and member.needs_aux_lr and raw.get("optimizer", "aux_lr") is None and _trains_other_parameters(raw):
         yield ("optimizer", "aux_lr"), "is required: the AdamW learning rate of embeddings, norms and biases"
+    if raw.text("optimizer", "matrices") == "all-2d" and _adapts(raw):
+        yield ("optimizer", "matrices"), "has no effect on an adapter, whose matrices are its factors; leave it out"
     mode = raw.text("run", "parallel") or "ddp"
     if raw.text("optimizer", "states") == "8bit" and (mode == "fsdp2" or mode.endswith((".yaml", ".yml"))):
         yield ("optimizer", "states"), f"8-bit states are for ddp and ZeRO; run.parallel is {mode}"
@@ -138,9 +140,14 @@ def _trains_other_parameters(raw: Raw) -> bool | None:
     return not is_all_factors(model, raw.get("model", "lora"))
 
 
+def _adapts(raw: Raw) -> bool:
+    """Whether an adapter is trained."""
+    model = raw.path("model", "name_or_path")
+    return isinstance(raw.get("model", "lora"), dict) or (model is not None and is_adapter(model))
+
+
 def _precision(raw: Raw) -> Iterator[tuple[Key, str]]:
-    model, trainer = raw.path("model", "name_or_path"), raw.section("trainer")
-    adapts = isinstance(raw.get("model", "lora"), dict) or (model is not None and is_adapter(model))
+    trainer, adapts = raw.section("trainer"), _adapts(raw)
     dtype, parallel_name = raw.text("model", "dtype"), raw.path("run", "parallel")
     yield from _precision_problems(dtype, raw.get("optimizer", "compensation"), parallel_name, trainer, adapts)
     if adapts and _trains_other_parameters(raw) and dtype == "bfloat16" and trainer.get("bf16") is False:

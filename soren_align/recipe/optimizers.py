@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from .. import optimizer_settings as settings
-from ..optimizer_settings import AdjustLrFn, Compensation, FactorPrecision, Precision, States
+from ..optimizer_settings import AdjustLrFn, Compensation, FactorPrecision, Matrices, Precision, States
 from .base import Coefficient, NonNegative, Positive, Section, members, tag_of, within
 
 
@@ -92,7 +92,10 @@ class OptimizerSection(Section):
     """Whether `aux_lr` must be set where parameters other than matrices are trained."""
 
     name: Any
-    """The optimizer of the matrices inside the blocks. Embeddings, head, norms and biases always go to AdamW."""
+    """The optimizer of the matrices. Norms, biases and, by default, embeddings and head go to AdamW."""
+    matrices: Matrices = settings.MATRICES
+    """`inside-blocks`: the weights of linear layers inside the blocks, and of experts. `all-2d`: every parameter of two
+    dimensions, so that embeddings, head and routers are matrices too, as in the authors' released code."""
     lr: Positive
     """Peak learning rate of the matrices."""
     aux_lr: Positive | None = None

@@ -24,7 +24,7 @@ def record_setup(folder: RunFolder, setup: TrainingSetup, trainer: Any, ranks: R
     examples = _counts(setup)
     if setup.stream:
         examples = {"preview": {"num_examples": train.num_examples, **examples}, **setup.stream.counts()}
-    parameters, table = list(trainer.model.parameters()), routing_table(route(trainer.model, recipe.optimizer.aux))
+    parameters, table = list(trainer.model.parameters()), _routing_table(setup, trainer)
     folder.update(
         start={
             "path": str(Path(setup.start).resolve()) if Path(setup.start).is_dir() else setup.start,
@@ -52,6 +52,11 @@ def record_setup(folder: RunFolder, setup: TrainingSetup, trainer: Any, ranks: R
     )
 
 
+def _routing_table(setup: TrainingSetup, trainer: Any) -> list[dict[str, Any]]:
+    optimizer = setup.recipe.optimizer
+    return routing_table(route(trainer.model, optimizer.aux, optimizer.matrices))
+
+
 def _counts(setup: TrainingSetup) -> dict[str, Any]:
     counts = setup.account
     examples: dict[str, Any] = {"num_kept": counts.num_kept, "dropped": setup.splits["train"].dropped | counts.dropped}
@@ -64,7 +69,7 @@ def _counts(setup: TrainingSetup) -> dict[str, Any]:
 
 def print_setup(console: Console, setup: TrainingSetup, trainer: Any, ranks: Ranks) -> None:
     """Print notices, data, starting checkpoint, batch and optimizer."""
-    table = routing_table(route(trainer.model, setup.recipe.optimizer.aux))
+    table = _routing_table(setup, trainer)
     for notice in (*setup.notices, *share_notices(setup.recipe.optimizer.name, table)):
         print_labelled(console, "notice", notice)
     _print_data(console, setup)

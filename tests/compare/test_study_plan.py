@@ -12,7 +12,7 @@ from soren_align import shipped
 from soren_align.cli import app
 from soren_align.compare.power import Assumed, Design, minimum_detectable, num_comparisons
 from soren_align.compare.study_file import first_run, load_study, recipe_of_run
-from soren_align.compare.study_plan import CORE_FLOPS, ColumnSize, plan_study
+from soren_align.compare.study_plan import ColumnSize, plan_study
 from soren_align.compare.study_plan_table import print_study_plan
 from soren_align.errors import UserError
 from soren_align.recipe import OPTIMIZERS
@@ -35,10 +35,15 @@ def run_plan(name, training=3.0e15, maps=1.0e12):
         "model": {"name_or_path": "org/model", "num_parameters": 7},
         "steps": {"total": 100},
         "optimizer_description": name,
-        "compute": {"training_flops": training, "tokens_are_measured": False},
+        "compute": {
+            "training_flops": training,
+            "tokens_are_measured": False,
+            "maps_are_counted": name != "htmuon",
+            "hours": {"CPU core": 2.0 if name == "soren" else 1.0},
+            "hours_assume": "40 GFLOP/s",
+        },
         "processes": {
             "map_flops": {"all_ranks": maps} if name in ("soren", "muon") else None,
-            "num_matrices": 0 if name == "adamw" else 9,
             "memory_total": memory,
         },
         "evaluation": {
@@ -58,7 +63,7 @@ SIZES = {"few": ColumnSize(120), "many": ColumnSize(12_000), "clustered": Column
 def planned(*overrides, **flops):
     study = load_study("quickstart/compare", list(overrides))
     plans = {name: run_plan(name, **flops) for name in study.candidates}
-    return plan_study(study, plans, SIZES, on_cpu=True)
+    return plan_study(study, plans, SIZES)
 
 
 def test_runs_and_cost_are_those_of_all_candidates():
@@ -69,7 +74,7 @@ def test_runs_and_cost_are_those_of_all_candidates():
     assert plan["candidates"]["soren"]["flops"] == runs * (3.0e15 + 100 * 1.0e12)
     assert plan["flops"] == runs * (4 * 3.0e15 + 2 * 100 * 1.0e12)
     assert [name for name, each in plan["candidates"].items() if not each["maps_are_counted"]] == ["htmuon"]
-    assert plan["hours"] == {"CPU core": plan["flops"] / CORE_FLOPS / 3600}
+    assert plan["hours"] == {"CPU core": runs * (2.0 + 3 * 1.0)}
     assert plan["largest_memory"] == {"candidate": "soren", "bytes_per_rank": 3e9}
     assert (plan["evaluation"]["num_models"], plan["evaluation"]["num_requests"]) == (13, 13_000)
     assert plan["notices"] == ["the same for all"]

@@ -37,6 +37,7 @@ CONFIGURATIONS = (
     Configuration("Muon, map in float64", Run({"name": "muon"}, float64_map=True)),
     Configuration("HTMuon, full rank", Run({"name": "htmuon"}, full_rank=True)),
     Configuration("exact, full rank", Run({"map": "exact"}, full_rank=True)),
+    Configuration("all 2-D", Run({"map": "released", "adjust_lr_fn": "original", "matrices": "all-2d", "aux": ()})),
     Configuration("frozen parameters", Run(frozen=("0.q", "1.up"))),
     Configuration("LoRA", Run(clip=0.05, lora=True)),
     Configuration("CPU offload", Run(), ZERO, {"offload_optimizer": {"device": "cpu"}}),

@@ -7,7 +7,7 @@ the vocabulary is small. Neither has a chat template unless given one.
 import json
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, T5Tokenizer
 
 TEXTS = [f"The otter in house {i} eats fish and grass.\nWhat does it eat, part {i % 7}?" for i in range(60)]
 TEXTS += [
@@ -56,3 +56,17 @@ def mistral(chat_template=None):
     made = PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
     made.chat_template = chat_template
     return made
+
+
+def t5(vocab_size=200):
+    """T5's class and layout: Unigram, <pad>, </s> and <unk> first, </s> after every text, 100 sentinels at the end."""
+    pieces = Tokenizer(models.Unigram())
+    pieces.normalizer = normalizers.NFKC()
+    pieces.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=vocab_size, special_tokens=["<pad>", "</s>", "<unk>"], unk_token="<unk>", show_progress=False
+    )
+    pieces.train_from_iterator(TEXTS, trainer)
+    vocabulary = json.loads(pieces.to_str())["model"]["vocab"]
+    sentinels = [(f"<extra_id_{i}>", 0.0) for i in reversed(range(100))]
+    return T5Tokenizer(vocab=[*((piece, score) for piece, score in vocabulary), *sentinels])

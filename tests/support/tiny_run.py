@@ -20,7 +20,8 @@ SHORT += ("trainer.per_device_train_batch_size=8", "trainer.eval_strategy=no", "
 
 
 class TinyRun:
-    """One run folder of a shortened quickstart recipe; on several ranks, each has its TinyRun of the one folder."""
+    """One run folder of a shortened quickstart recipe, or of the shipped recipe that `task` names; on several ranks,
+    each has its TinyRun of the one folder."""
 
     def __init__(self, path, task="sft", *overrides, ranks=Ranks()):  # noqa: B008
         self.ranks = ranks
@@ -30,7 +31,8 @@ class TinyRun:
         if task == "pretrain":
             where += ["task=pretrain", "trainer.assistant_only_loss=false", f"data.train.path={texts(path.parent)}"]
         name = "sft" if task == "pretrain" else task
-        self.recipe = recipe.load(f"quickstart/{name}", [*SHORT, *where, *overrides])
+        name, short = (name, ()) if "/" in name else (f"quickstart/{name}", SHORT)
+        self.recipe = recipe.load(name, [*short, *where, *overrides])
         self.folder = RunFolder(path)
         self.said = io.StringIO()
         self.console = Console(file=self.said, width=100)

@@ -96,7 +96,7 @@ class Run:
             factors = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
             optimizer = Soren(factors, settings["lr"], adjust_lr_fn=settings["adjust_lr_fn"])
         else:
-            optimizer = build_optimizer(model, aux=("lm_head.weight",), **settings)
+            optimizer = build_optimizer(model, **{"aux": ("lm_head.weight",), **settings})
         if self.float64_map:
             map_matrix = optimizer.map_matrix
             optimizer.map_matrix = lambda x, group: map_matrix(x.double(), group).to(x.dtype)

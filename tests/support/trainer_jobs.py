@@ -27,6 +27,7 @@ from soren_align.trainers import trl_trainers
 from soren_align.trainers.attached_optimizer import OptimizerCheck
 from soren_align.trainers.lost_updates import FirstStepCheck
 from soren_align.trainers.trl_trainers import SorenTrainerMixin
+from tests.support import c4_replica
 from tests.support.tiny_run import TinyRun
 
 # Ten steps at once at the full rate, 32 rows each; the norm of the gradients is about 3, so that the clip binds.
@@ -302,22 +303,42 @@ def resumed(make, mode):
     make(f"killed-{mode}", "sft", f"run.parallel={mode}", *GLOBAL, *DISPLACED).train()
 
 
-def killed(make, name, mode, *overrides):
-    """A run that all ranks leave after step 3; its last checkpoint is of step 2."""
+def killed(make, name, mode, *overrides, task="sft", step=3):
+    """A run that all ranks leave after `step`; its last checkpoint is of the step before."""
     original = OptimizerCheck.on_optimizer_step
 
     def dying(self, args, state, control, **kwargs):
         original(self, args, state, control, **kwargs)
-        if state.global_step == 3:
+        if state.global_step == step:
             raise Kill
 
     def started():
         try:
-            make(name, "sft", f"run.parallel={mode}", *overrides).train()
+            make(name, task, f"run.parallel={mode}", *overrides).train()
         except Kill:
             return True
 
     return instead(OptimizerCheck, "on_optimizer_step", dying, started)
+
+
+def c4(make):
+    """The tokens of this rank's micro-batches in two runs of a C4 recipe; both ranks leave the second after step 5."""
+    overrides = c4_replica.c4(make.folder / "data")
+    whole = tokens_of(make("whole-ddp", c4_replica.RECIPE, *overrides).train)
+    assert killed(make, "killed-ddp", "ddp", *overrides, task=c4_replica.RECIPE, step=5)
+    return {"whole-ddp": whole, "killed-ddp": tokens_of(make("killed-ddp", c4_replica.RECIPE, *overrides).train)}
+
+
+def tokens_of(train):
+    """The token ids of each micro-batch that this rank trains on in `train()`."""
+    seen = []
+
+    def loss(self, model, inputs, *args, **kwargs):
+        seen.append(inputs["input_ids"].tolist())
+        return SFTTrainer.compute_loss(self, model, inputs, *args, **kwargs)
+
+    instead(SorenTrainerMixin, "compute_loss", loss, train)
+    return seen
 
 
 def poisoned(make, mode):
@@ -373,7 +394,7 @@ def run(group, job, folder):
 
     make.ranks, make.folder = current_ranks(), folder
     jobs = {"ddp": ddp, "zero": zero, "freed": freed, "fsdp2": fsdp2, "precision": precision, "adapters": adapters}
-    jobs["watched"] = watched
+    jobs |= {"watched": watched, "c4": c4}
     jobs |= {"small_memory": small_memory}
     with mock.patch.object(muon, "newton_schulz", muon.newton_schulz):  # without_bfloat16() replaces it
         try:
