@@ -2,7 +2,7 @@
 
     python docs/make_outputs.py
 
-In README.md and docs/*.md a fenced block of the language `console` holds commands, each after `$ `, and their
+In README.md and the pages of docs/ a fenced block of the language `console` holds commands, each after `$ `, and their
 outputs, 80 columns wide, without a GPU and without the hub. A comment before the block names the parts of the last
 command's output that are shown: `<!-- shown: steps, memory -->`. Parts are separated by blank lines and named by their
 first words; `...` stands for the others. tests/test_docs.py compares the pages with what `page` returns.
@@ -24,7 +24,7 @@ BLOCK = re.compile(r"(?:<!-- shown: (?P<shown>[^\n]*) -->\n)?```console\n(?P<lin
 
 def pages() -> list[Path]:
     """The pages that show what commands print."""
-    files = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    files = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return [file for file in files if BLOCK.search(file.read_text(encoding="utf-8"))]
 
 

@@ -1,4 +1,4 @@
-"""The command on pages: docs, which prints the README and docs/*.md as they are shipped."""
+"""The command on pages: docs, which prints the README and the pages of docs/ as they are shipped."""
 
 import re
 import sys
@@ -29,10 +29,12 @@ def docs(
     """Print a page of the documentation, as Markdown if it is not printed on a terminal."""
     pages = shipped.pages()
     if topic is None:
+        width = max(map(len, pages))
         for name, path in pages.items():
-            typer.echo(f"{name:<13} " + textwrap.shorten(_subjects(path), 66, placeholder=" ..."))
+            typer.echo(f"{name:<{width}} " + textwrap.shorten(_subjects(path), 79 - width, placeholder=" ..."))
         return
-    name = topic.lower().removeprefix("docs/").removesuffix(".md")
+    name = topic.lower().removeprefix("docs/").removesuffix(".md").removesuffix("/readme")
+    name = name if name in pages else next((page for page in pages if page.endswith(f"/{name}")), name)
     if name not in pages:
         known = f"write one of {', '.join(pages)}"
         raise UserError(f"{topic}: no page of this name{did_you_mean(name, pages, known)}")

@@ -54,8 +54,13 @@ def templates() -> dict[str, Path]:
 
 
 def pages() -> dict[str, Path]:
-    """Return every page of the documentation by name: {'readme': .../README.md, 'data': .../docs/data.md, ...}."""
-    return {"readme": ROOT / "README.md"} | {f.stem: f for f in sorted((ROOT / "docs").glob("*.md"))}
+    """Return every page of the documentation by name, e.g. {'readme': .../README.md, 'data': .../docs/data.md}.
+
+    A README.md has the name of its folder: `studies`, beside `studies/maps`.
+    """
+    folder = ROOT / "docs"
+    names = {str(f.relative_to(folder).with_suffix("")).removesuffix("/README"): f for f in folder.rglob("*.md")}
+    return {"readme": ROOT / "README.md"} | dict(sorted(names.items()))
 
 
 def suites() -> dict[str, Path]:

@@ -158,6 +158,9 @@ def test_docs_lists_the_pages_and_prints_one(run, monkeypatch):
     page = shipped.pages()["data"].read_text()
     assert run("docs", "data").stdout == run("docs", "docs/data.md").stdout == page
     assert run("docs", "README").stdout == shipped.pages()["readme"].read_text()
+    study = shipped.pages()["studies/maps"].read_text()
+    assert run("docs", "maps").stdout == run("docs", "docs/studies/maps.md").stdout == study
+    assert run("docs", "docs/studies/README.md").stdout == shipped.pages()["studies"].read_text()
     wrong = run("docs", "evalution")
     assert (wrong.returncode, wrong.stderr) == (2, "evalution: no page of this name; did you mean 'evaluation'?\n")
 

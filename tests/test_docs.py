@@ -16,8 +16,8 @@ from soren_align.optim import spectral_optimizer
 from tests.support import command
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
-EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 def script(name):
@@ -108,9 +108,12 @@ def test_every_link_leads_somewhere(page):
 
 
 def test_every_page_is_reached_from_the_readme():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    reached = {page.name for page in (ROOT / "docs").glob("*.md") if f"docs/{page.name}" in readme}
-    assert reached | {"style.md"} == {page.name for page in (ROOT / "docs").glob("*.md")}
+    """Those of docs/studies by its own README.md."""
+    pages, studies = (ROOT / "docs").glob("*.md"), ROOT / "docs/studies"
+    readme, table = (f.read_text(encoding="utf-8") for f in (ROOT / "README.md", studies / "README.md"))
+    expected = {f"docs/{page.name}" for page in pages if page.name != "style.md"} | {"docs/studies/README.md"}
+    assert expected == {name for name in expected if name in readme}
+    assert all(f"]({page.name})" in table for page in studies.glob("*.md") if page.name != "README.md")
     assert "docs/style.md" in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 

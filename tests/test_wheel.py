@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def pages():
     """README.md and every page of docs/, which `soren-align docs` prints."""
-    return ["README.md", *(f"docs/{file.name}" for file in (ROOT / "docs").glob("*.md"))]
+    return ["README.md", *(str(file.relative_to(ROOT)) for file in (ROOT / "docs").rglob("*.md"))]
 
 
 @pytest.mark.unit

@@ -5,8 +5,8 @@
     quickstart   the quickstart's SFT of 102,272 random weights; all 14 matrices at the steps 1, 10, 100, 300 and 600
 
 A map commutes with rotations of its input, so a spectrum with any singular vectors stands for the recorded matrix.
-docs/record_spectra.py wrote the file, one JSON record per line: on 2 CPU cores (the quickstart: of an Intel Xeon, with
-its recipe of 2026-11-22), Python 3.11.7, torch 2.13.0 CPU, transformers 5.23, trl 1.16.
+docs/studies/record_spectra.py wrote the file, one JSON record per line: on 2 CPU cores (the quickstart: of an Intel
+Xeon, with its recipe of 2026-11-22), Python 3.11.7, torch 2.13.0 CPU, transformers 5.23, trl 1.16.
 """
 
 import gzip

@@ -1,4 +1,4 @@
-"""The polynomials of `minimax_sigmoid`. docs/minimax_front.py computes them and prints the alternatives.
+"""The polynomials of `minimax_sigmoid`. docs/studies/minimax_polynomials.py computes them and prints the alternatives.
 
 An odd polynomial is given by its coefficients of x, x^3, x^5, ... tests/spectral/test_minimax_coefficients.py computes
 them again, and evaluates their certificates.

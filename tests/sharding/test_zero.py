@@ -1,7 +1,7 @@
 """What is DeepSpeed's alone: what it cannot place, and bfloat16."""
 
+import deepspeed_muon
 import pytest
-import side_by_side
 import torch
 
 from tests.support import toy_jobs as jobs
@@ -53,8 +53,8 @@ def test_bfloat16_models_have_the_losses_of_each_other_and_float32_momentum(rank
 
 def test_deepspeeds_own_muon_clips_another_norm_than_the_gradients(ranks, tmp_path):
     """Else docs/distributed.md compares us with something that is gone."""
-    (_, norms, _), *_ = ranks.run(side_by_side.train, 2, "DeepSpeed's", str(tmp_path))
-    true_norms = reference(side_by_side.RUN)[1]
+    (_, norms, _), *_ = ranks.run(deepspeed_muon.train, 2, "DeepSpeed's", str(tmp_path))
+    true_norms = reference(deepspeed_muon.RUN)[1]
     assert min(norms) > 10 * max(true_norms)
-    (_, norms, _), *_ = ranks.run(side_by_side.train, 2, "ours", str(tmp_path))
+    (_, norms, _), *_ = ranks.run(deepspeed_muon.train, 2, "ours", str(tmp_path))
     assert norms == pytest.approx(true_norms, rel=1e-4)

@@ -1,4 +1,4 @@
-"""The shipped polynomials are what docs/minimax_front.py computes, and keep what they promise."""
+"""The shipped polynomials are what docs/studies/minimax_polynomials.py computes, and keep what they promise."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from soren_align.optimizer_settings import RESOLUTION
 from soren_align.spectral.coefficients import SIGN, TANH, TANH_WIDE, TOP, WIDE_FROM, WIDE_LIMIT
 from tests.support.docs_scripts import docs_script
 
-minimax_front = docs_script("minimax_front")
+polynomials = docs_script("studies/minimax_polynomials")
 
 
 def odd(coefficients, x):
@@ -22,7 +22,7 @@ def composed(resolution, u):
 
 @pytest.mark.parametrize("resolution", SIGN)
 def test_the_sign_tables_are_what_the_script_computes(resolution):
-    steps, error = minimax_front.compose(resolution, minimax_front.RESOLUTIONS[resolution])
+    steps, error = polynomials.compose(resolution, polynomials.RESOLUTIONS[resolution])
     for shipped, computed in zip(SIGN[resolution].steps, steps, strict=True):
         assert shipped == pytest.approx(computed, rel=1e-9)  # ten digits are shipped
     assert SIGN[resolution].error == pytest.approx(error, abs=1e-5)
@@ -30,14 +30,14 @@ def test_the_sign_tables_are_what_the_script_computes(resolution):
 
 @pytest.mark.parametrize("degree", [5, 9])
 def test_the_tanh_tables_are_what_the_script_computes(degree):
-    computed, _ = minimax_front.best_tanh(degree, minimax_front.TANH_DOMAINS[degree])
+    computed, _ = polynomials.best_tanh(degree, polynomials.TANH_DOMAINS[degree])
     assert {5: TANH, 9: TANH_WIDE}[degree] == pytest.approx(computed, rel=1e-7)  # nine digits, from a linear program
 
 
 def test_the_script_and_the_tables_speak_of_the_same_intervals():
-    assert minimax_front.TOP == TOP
-    assert {5: WIDE_FROM[1], 9: WIDE_LIMIT} == minimax_front.TANH_DOMAINS
-    assert minimax_front.RESOLUTIONS.keys() == SIGN.keys()
+    assert polynomials.TOP == TOP
+    assert {5: WIDE_FROM[1], 9: WIDE_LIMIT} == polynomials.TANH_DOMAINS
+    assert polynomials.RESOLUTIONS.keys() == SIGN.keys()
 
 
 @pytest.mark.parametrize("resolution", SIGN)
@@ -59,7 +59,7 @@ def test_the_tanh_certificates_hold(table, largest, error):
 
 def test_a_step_is_the_best_of_its_degree():
     # the alternation theorem: an odd polynomial with k terms is best where its error has k + 1 equal, alternating peaks
-    coefficients, error = minimax_front.best_odd(0.05, 1.0, 9)
+    coefficients, error = polynomials.best_odd(0.05, 1.0, 9)
     residual = 1 - odd(coefficients, np.linspace(0.05, 1, 100_001))
     signs = np.sign(residual[np.abs(residual) > error * (1 - 1e-6)])
     assert np.abs(residual).max() <= error * (1 + 1e-9)
@@ -69,9 +69,9 @@ def test_a_step_is_the_best_of_its_degree():
 @pytest.mark.parametrize("resolution", [0.01, RESOLUTION])
 def test_the_shipped_degrees_are_on_the_front(resolution):
     num_restarts = SIGN[resolution].num_restarts
-    assert num_restarts == minimax_front.NUM_RESTARTS.get(resolution, 2)
-    degrees = minimax_front.RESOLUTIONS[resolution]
-    cost = minimax_front.num_square_products(degrees, num_restarts)
-    error, _ = minimax_front.front(resolution, num_restarts, most=cost)[cost]
+    assert num_restarts == polynomials.NUM_RESTARTS.get(resolution, 2)
+    degrees = polynomials.RESOLUTIONS[resolution]
+    cost = polynomials.num_square_products(degrees, num_restarts)
+    error, _ = polynomials.front(resolution, num_restarts, most=cost)[cost]
     # 1%: the order of the degrees changes the error that little, and the rounding of the products more
     assert error <= SIGN[resolution].error <= 1.01 * error + 1e-5

@@ -10,14 +10,14 @@ from soren_align.spectral import exact_sigmoid, minimax_sigmoid, newton_schulz, 
 from soren_align.spectral.coefficients import SIGN
 from tests.support.docs_scripts import DOCS, docs_script
 
-minimax_front = docs_script("minimax_front")
+polynomials = docs_script("studies/minimax_polynomials")
 RECORDED = spectra.load()
 SMOLLM2 = [s for s in RECORDED if (s.set, s.step) == ("smollm2", 12)]
 QUICKSTART = [s for s in RECORDED if (s.set, s.step) == ("quickstart", 600)]
 
 
 def default_values(sigma):
-    return minimax_front.minimax_values(sigma, SIGN[RESOLUTION].steps)
+    return polynomials.minimax_values(sigma, SIGN[RESOLUTION].steps)
 
 
 def matrix(spectrum, dtype):
@@ -49,22 +49,18 @@ def test_a_file_gives_what_was_saved(tmp_path):
 
 
 def test_the_default_map_has_a_third_of_the_error_of_sns_on_every_recorded_set():
-    default, sns = (minimax_front.recorded_errors(f) for f in (default_values, minimax_front.sns_values))
+    default, sns = (polynomials.recorded_errors(f) for f in (default_values, polynomials.sns_values))
     for key, (mean, worst) in default.items():
         assert mean <= 0.33 * sns[key][0], key
         assert worst < sns[key][1], key
 
 
-def test_the_tables_of_the_docs_hold_the_errors_on_the_shipped_spectra(capsys):
-    composed = {r: lambda sigma, r=r: minimax_front.minimax_values(sigma, SIGN[r].steps) for r in SIGN}
-    maps = [composed[0.0004], composed[0.001], composed[0.01], minimax_front.sns_values]
+def test_the_table_of_the_study_holds_the_errors_on_the_shipped_spectra(capsys):
+    composed = {r: lambda sigma, r=r: polynomials.minimax_values(sigma, SIGN[r].steps) for r in SIGN}
+    maps = [composed[0.0004], composed[0.001], composed[0.01], polynomials.sns_values]
     for values in maps:
-        minimax_front.print_row("", values)
-        assert capsys.readouterr().out.removeprefix("|  |  |  |") in (DOCS / "benchmarks.md").read_text()
-    errors = [minimax_front.recorded_errors(values) for values in maps]
-    for key in [("smollm2", 1), ("smollm2", 12), ("quickstart", 1), ("quickstart", 100), ("quickstart", 600)]:
-        row = " | ".join("{:.1%} ({:.0%})".format(*each[key]) for each in errors)
-        assert f"| {row} |\n" in (DOCS / "optimizers.md").read_text()
+        polynomials.print_row("", values)
+        assert capsys.readouterr().out.removeprefix("|  |  |  |") in (DOCS / "studies/spectra.md").read_text()
 
 
 def test_modes_above_a_thousandth_of_nu_are_within_half_a_percent():
@@ -80,9 +76,9 @@ def test_the_values_of_the_script_are_those_of_the_maps(spectrum):
     values = sigma.numpy()
     maps = [
         (minimax_sigmoid(x), default_values(values), 1e-3),  # the script has the exact tanh
-        (soft_newton_schulz(x), minimax_front.sns_values(values), 1e-5),
-        (newton_schulz(x) / 2, minimax_front.muon_values(values), 1e-5),
-        (exact_sigmoid(x.float()).double(), minimax_front.exact_values(values, spectrum.shape), 1e-3),
+        (soft_newton_schulz(x), polynomials.sns_values(values), 1e-5),
+        (newton_schulz(x) / 2, polynomials.muon_values(values), 1e-5),
+        (exact_sigmoid(x.float()).double(), polynomials.exact_values(values, spectrum.shape), 1e-3),
     ]
     for output, expected, tolerance in maps:
         reference = (u * torch.tensor(expected)) @ v.mT

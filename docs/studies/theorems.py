@@ -1,10 +1,10 @@
-"""The paper's convergence theorems as numbers: the tables of docs/theory.md.
+"""The paper's convergence theorems as numbers: the tables of docs/studies/theorems.md.
 
-    python docs/theorems.py            a minute, float64
+    python docs/studies/theorems.py            a minute, float64
 
 Steps W <- W - eta s(G) without momentum and decay, as in the theorems. For a gradient G = U diag(sigma) V^T, [m, n]
 with m <= n, P = U diag(s(sigma) / sigma) U^T, so that s(G) = P G. Matrices on vec(W) are [m n, m n], rows of W first.
-tests/spectral/test_theorems.py tests the inequalities.
+tests/studies/test_theorems.py tests the inequalities.
 """
 
 import sys
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 from torch import Tensor

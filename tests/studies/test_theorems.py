@@ -1,18 +1,14 @@
-"""The paper's theorems hold in numbers, on the problems of docs/theorems.py, and where their assumptions fail."""
+"""The paper's theorems hold in numbers, on the problems of docs/studies/theorems.py; and their assumptions fail."""
 
-import importlib.util
 import math
-from pathlib import Path
 
 import pytest
 import torch
 
 from soren_align.spectral import exact_sigmoid, soft_newton_schulz
+from tests.support.docs_scripts import docs_script
 
-SPEC = importlib.util.spec_from_file_location("theorems", Path(__file__).parents[2] / "docs/theorems.py")
-theorems = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(theorems)
-
+theorems = docs_script("studies/theorems")
 PROBLEMS = {problem.name: problem for problem in theorems.problems()}
 EVERY_PROBLEM = pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
 EVERY_MAP = pytest.mark.parametrize("name", theorems.MAPS)

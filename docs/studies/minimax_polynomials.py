@@ -1,6 +1,6 @@
 """Compute the polynomials of soren_align/spectral/coefficients.py, and print the alternatives to them.
 
-    python docs/minimax_front.py            prints the front, then the tables as they are shipped
+    python docs/studies/minimax_polynomials.py            prints the front, then the tables as they are shipped
 
 The sign of u in [resolution, 1] is approximated by a composition of odd polynomials. Each is the best one on the range
 of the previous one: for given degrees this greedy choice is optimal (Polar Express, arXiv 2505.16932). The resolution

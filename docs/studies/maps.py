@@ -1,8 +1,8 @@
 """Whether the map's accuracy matters for learning: Soren's maps and Muon at equal update RMS and at their tuned rates.
 
-    python docs/map_study.py docs/map_study.jsonl            the missing runs, one JSON line each
-    python docs/map_study.py docs/map_study.jsonl --tasks source --columns muon
-    python docs/map_study.py docs/map_study.jsonl --table    the tables of docs/optimizers.md, of the runs in the file
+    python docs/studies/maps.py docs/studies/maps.jsonl            the missing runs, one JSON line each
+    python docs/studies/maps.py docs/studies/maps.jsonl --tasks source --columns muon
+    python docs/studies/maps.py docs/studies/maps.jsonl --table    the tables of maps.md, of the runs in the file
 
 Two tasks: "quickstart", its SFT cut to 150 of 600 steps, and "source", a Llama of 1.25 million parameters on the bytes
 of the standard library. All columns but the last have match_rms_measured, so that at one learning rate they have one
@@ -54,7 +54,8 @@ SEEDS = (0, 1, 2, 3, 4)
 AUX_LR = 3e-3
 T_975 = 2.776  # Student's t of 4 degrees of freedom, for 95% intervals
 
-NUM_STEPS, BATCH, LENGTH = 200, 8, 64  # of "source"
+NUM_STEPS = {"quickstart": 150, "source": 200}
+BATCH, LENGTH = 8, 64  # of "source"
 MODEL: dict[str, Any] = {"hidden_size": 160, "intermediate_size": 448, "num_hidden_layers": 4, "num_attention_heads": 4}
 MODEL |= {"num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": LENGTH}
 
@@ -65,7 +66,7 @@ def quickstart(settings: dict, lr: float, seed: int) -> tuple[float, float]:
         settings = {"adjust_lr_fn": "match_rms_measured", **settings}
         sets = [f"optimizer.{key}={json.dumps(value)}" for key, value in settings.items()]
         sets += [f"optimizer.lr={lr}", f"optimizer.aux_lr={AUX_LR}", f"trainer.seed={seed}", f"model.init_seed={seed}"]
-        sets += ["trainer.max_steps=150", "trainer.eval_steps=150"]
+        sets += [f"trainer.{key}={NUM_STEPS['quickstart']}" for key in ("max_steps", "eval_steps")]
         sets += ["trainer.save_strategy=no", "eval=null", f"run.output_dir={folder}/run"]
         loaded, run = recipe.load("quickstart/sft", sets), RunFolder(Path(folder) / "run")
         prepare(run, loaded)
@@ -80,10 +81,11 @@ def source(settings: dict, lr: float, seed: int) -> tuple[float, float]:
     model = LlamaForCausalLM(LlamaConfig(**MODEL))
     settings = {"adjust_lr_fn": "match_rms_measured", **settings}
     optimizer = build_optimizer(model, lr=lr, aux_lr=AUX_LR, **settings)
-    schedule = get_cosine_schedule_with_warmup(optimizer, NUM_STEPS // 10, NUM_STEPS)
+    num_steps = NUM_STEPS["source"]
+    schedule = get_cosine_schedule_with_warmup(optimizer, num_steps // 10, num_steps)
     train, held_out = (windows(part, seed) for part in ("train", "held-out"))
     losses = []
-    for step in range(NUM_STEPS):
+    for step in range(num_steps):
         batch = train[step * BATCH : (step + 1) * BATCH]
         loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
@@ -103,7 +105,7 @@ def windows(part: str, seed: int) -> torch.Tensor:
     files = [file for i, file in enumerate(files) if (i % 10 == 0) == (part == "held-out")]
     text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8).long()
     generator = torch.Generator().manual_seed(seed if part == "train" else 12345)
-    number = NUM_STEPS * BATCH if part == "train" else 256
+    number = NUM_STEPS["source"] * BATCH if part == "train" else 256
     starts = torch.randint(len(text) - LENGTH, (number,), generator=generator)
     return text[starts.unsqueeze(1) + torch.arange(LENGTH)]
 

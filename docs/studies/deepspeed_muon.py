@@ -1,6 +1,6 @@
 """DeepSpeed's own Muon beside ours under ZeRO 1, 2 and 3, on the toy model of tests/sharding, 2 ranks with gloo.
 
-    python docs/side_by_side.py        prints the tables of docs/distributed.md; three minutes
+    python docs/studies/deepspeed_muon.py        prints the tables of docs/distributed.md; three minutes
 
 Ten steps of two micro-batches, float32, gradients clipped to 0.5 in every step, learning rate 0.02, and AdamW at 1e-3
 for embeddings, head, norms and biases. DeepSpeed's Muon iterates in float32 on a CPU; ours, which has the bits of
@@ -18,7 +18,7 @@ import warnings
 from importlib.metadata import version
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 from torch import nn
