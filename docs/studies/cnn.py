@@ -3,8 +3,7 @@
     python docs/studies/cnn.py [SEED]         half a minute on one core; SEED is 0
 
 LeNet-5 on drawn images. As in the paper, each validation mini-batch has a gradient, each layer's gradient G
-[out, in * kh * kw] is divided by its Frobenius norm, and the singular values of a map's output are compared with the
-sigmoid of G's, which a float64 SVD gives.
+[out, in * kh * kw] is divided by its Frobenius norm, and a map's values are compared with the sigmoid, by float64 SVD.
 """
 
 import sys
@@ -50,8 +49,7 @@ def images(number: int, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
     labels = rng.integers(len(SHAPES), size=number)
     centre = rng.uniform(10, 22, (2, number, 1, 1))
     radius = rng.uniform(5, 10, (number, 1, 1))
-    rows, columns = np.mgrid[:SIDE, :SIDE]
-    y, x = (rows - centre[0]) / radius, (columns - centre[1]) / radius
+    y, x = (np.mgrid[:SIDE, :SIDE][:, None] - centre) / radius
     mask = np.empty((number, SIDE, SIDE), dtype=bool)
     for label, contains in enumerate(SHAPES.values()):
         mask[labels == label] = contains(x[labels == label], y[labels == label])
@@ -61,7 +59,7 @@ def images(number: int, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
 
 
 def network() -> nn.Sequential:
-    """LeNet-5 for ten classes, with ReLU and max pooling; LAYERS are its weights."""
+    """LeNet-5 for ten classes, with ReLU and max pooling."""
     layers = [nn.Conv2d(3, 6, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2)]
     layers += [nn.Flatten(), nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)]
     return nn.Sequential(*layers)
@@ -69,14 +67,11 @@ def network() -> nn.Sequential:
 
 def gradients(model: nn.Sequential, pixels: Tensor, labels: Tensor) -> dict[str, Tensor]:
     """The normalised gradients of all mini-batches: [batches, out, in * kh * kw] by layer."""
-    batches: dict[str, list[Tensor]] = {name: [] for name in LAYERS.values()}
-    for inputs, targets in zip(pixels.split(BATCH_SIZE), labels.split(BATCH_SIZE), strict=True):
-        model.zero_grad()
-        nn.functional.cross_entropy(model(inputs), targets).backward()
-        for index, name in LAYERS.items():
-            batches[name].append(model.get_submodule(index).weight.grad.flatten(1).clone())
-    stacked = {name: torch.stack(matrices) for name, matrices in batches.items()}
-    return {name: g / torch.linalg.matrix_norm(g, keepdim=True) for name, g in stacked.items()}
+    weights = [model.get_submodule(index).weight for index in LAYERS]
+    batches = zip(pixels.split(BATCH_SIZE), labels.split(BATCH_SIZE), strict=True)
+    by_batch = [torch.autograd.grad(nn.functional.cross_entropy(model(x), y), weights) for x, y in batches]
+    by_layer = [torch.stack(matrices).flatten(2) for matrices in zip(*by_batch, strict=True)]
+    return {n: g / torch.linalg.matrix_norm(g, keepdim=True) for n, g in zip(LAYERS.values(), by_layer, strict=True)}
 
 
 def training(seed: int, num_images: int, num_validation: int, epochs: Sequence[int]) -> Iterator[tuple[float, dict]]:
@@ -92,8 +87,8 @@ def training(seed: int, num_images: int, num_validation: int, epochs: Sequence[i
             nn.functional.cross_entropy(model(pixels[batch]), labels[batch]).backward()
             optimizer.step()
         if epoch in epochs:
-            accuracy = (model(held_out[0]).argmax(1) == held_out[1]).float().mean().item()
-            yield accuracy, gradients(model, *held_out)
+            is_right = model(held_out[0]).argmax(1) == held_out[1]
+            yield is_right.float().mean().item(), gradients(model, *held_out)
 
 
 def errors(matrices: Tensor, spectral_map: Callable[[Tensor], Tensor], with_null_space: bool = False) -> Tensor:
@@ -119,8 +114,8 @@ def spectrum_of(mae: float, max_err: float, steps: int) -> Tensor:
     small = sigma[(error(sigma) > -max_err).nonzero()[0]]
     large = (1 - 7 * sigma**2 - small**2).sqrt()
     sums = error(large).abs() + 7 * error(sigma).abs() + max_err
-    equal = sigma[torch.where(sigma > small, sums - 9 * mae, torch.inf).abs().argmin()]
-    return torch.cat([(1 - 7 * equal**2 - small**2).sqrt(), equal.expand(7), small])
+    index = torch.where(sigma > small, sums - 9 * mae, torch.inf).abs().argmin()
+    return torch.cat([large[index, None], sigma[index].expand(7), small])
 
 
 def print_row(*cells: object, is_head: bool = False) -> None:
@@ -128,27 +123,23 @@ def print_row(*cells: object, is_head: bool = False) -> None:
     print(f"| {' | '.join(map(str, cells))} |" + ("\n|" + "---|" * len(cells)) * is_head)
 
 
-def main(seed: int = 0) -> None:
+def main(seed: int = 0, num_images: int = 4096, num_validation: int = 1280) -> None:
     """Print the tables."""
-    measured = dict(zip(PAPER, training(seed, 4096, 1280, list(PAPER)), strict=True))
+    measured = dict(zip(PAPER, training(seed, num_images, num_validation, list(PAPER)), strict=True))
     print_row("head: MAE / MaxErr", *(f"epoch {e} ({a:.0%})" for e, (a, _) in measured.items()), is_head=True)
     print_row("the paper's", *(f"{mae:.4f} / {max_err:.4f}" for mae, max_err in PAPER.values()))
     for name, spectral_map in MAPS.items():
         of_epochs = [errors(g["head"], spectral_map)[:, :2] for _, g in measured.values()]
         pairs = [zip(x.mean(0).tolist(), x.std(0).tolist(), strict=True) for x in of_epochs]
         print_row(name, *(" / ".join(f"{m:.4f} ± {s:.4f}" for m, s in pair) for pair in pairs))
-    last = measured[max(PAPER)][1]
-    print()
-    print_row(
-        "MAE / MaxErr / MaxRelErr",
-        *(f"{name} {'x'.join(map(str, g[0].shape))}" for name, g in last.items()),
-        is_head=True,
-    )
+    last = measured[10][1]
+    print("\nepoch 10: MAE / MaxErr / MaxRelErr")
+    print_row("map", *(f"{name} {'x'.join(map(str, g[0].shape))}" for name, g in last.items()), is_head=True)
     for name, spectral_map in MAPS.items():
         of_layers = [errors(g, spectral_map).mean(0).tolist() for g in last.values()]
         print_row(name, *(" / ".join(f"{value:.3g}" for value in row) for row in of_layers))
     null = errors(last["head"], soft_newton_schulz, with_null_space=True).mean(0).tolist()
-    print("\nSNS K = 15 on the head, its null space counted:", " / ".join(f"{x:.3g}" for x in null), "\n")
+    print("\nSNS K = 15 on the head with its null space:", " / ".join(f"{x:.3g}" for x in null), "\n")
     print_row("K", "largest", "seven equal", "smallest", "MAE / MaxErr / MaxRelErr", is_head=True)
     for steps in (5, 10, 15, 20):
         spectrum = spectrum_of(*PAPER[2], steps)

@@ -100,10 +100,9 @@ def measure(config: LlamaConfig, num_sequences: int, length: int, seconds: float
     steps = optimizers(model)
     calls = {name: lambda _, optimizer=optimizer: optimizer.step() for name, optimizer in steps.items()}
     calls |= {"float32": lambda _: run_micro_batch(False), "bfloat16": lambda _: run_micro_batch(True)}
-    clip = partial(nn.utils.clip_grad_norm_, model.parameters(), 1.0)
+    clip = partial(nn.utils.clip_grad_norm_, list(model.parameters()), 1.0)
     timings = interleaved(calls, clip, torch.device("cpu"), seconds=seconds)
-    states = {name: [v for state in o.state.values() for v in state.values()] for name, o in steps.items()}
-    num_bytes = {name: sum(v.nbytes for v in state if v.ndim) for name, state in states.items()}  # step counts are 0-d
+    num_bytes = {n: sum(v.nbytes for s in o.state.values() for v in s.values() if v.ndim) for n, o in steps.items()}
     return {name: (timing.median, num_bytes.get(name, 0)) for name, timing in timings.items()}
 
 
@@ -121,7 +120,6 @@ def main(*arguments: str) -> None:
         low, high = (implied_steps(shapes(name), (soren + x) / (muon - x))[1] for x in (-1, 1))
         formula, exact = implied_steps(shapes(name), soren / muon)
         print_row(name, muon, soren, f"{soren / muon:.2f}", f"{formula:.1f}", f"{exact:.1f} ({low:.1f} to {high:.1f})")
-
     training = training_flops(LLAMA_60M, SEQUENCES, LENGTH)
     seconds = MINUTES["llama-60m"]["AdamW"] * 60 / STEPS
     print(f"\ntraining step: {training / 1e12:.1f} TFLOP, in the paper's {seconds * 1e3:.0f} ms", end=" ")
