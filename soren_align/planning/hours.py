@@ -8,8 +8,8 @@ PEAKS: dict[str, dict[str, float]] = {
 }
 """FLOP/s by the precision of the factors, dense, of the SXM modules' data sheets."""
 UTILIZATION = 0.4
-"""Of the peak, by models of billions of parameters: an assumption. By the paper's 23 minutes for LLaMA-60M it was 0.16
-there (recipes/llama-c4/README.md)."""
+"""Of the peak, by models of billions of parameters: an assumption. The paper's 23 minutes for 5,000 steps of
+LLaMA-60M are 0.14 at most (recipes/llama-c4)."""
 CORE_FLOPS = 40e9
 """FLOP/s of a CPU core in float32: LoRA on SmolLM2-135M, 477 GFLOP in 11 s of a core (recipes/studies/README.md)."""
 
