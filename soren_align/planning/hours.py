@@ -23,4 +23,4 @@ def hours_of_run(passes: tuple[float, str], maps: tuple[float, str], *, on_cpu: 
         name: sum(flops / (UTILIZATION * peaks[precision]) for flops, precision in (passes, maps)) / 3600
         for name, peaks in PEAKS.items()
     }
-    return {"hours": hours, "hours_assume": f"{UTILIZATION:.0%} of its peak"}
+    return {"hours": hours, "hours_assume": f"{UTILIZATION:.0%} of the peak"}
