@@ -19,8 +19,7 @@ def within_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Pr
         return tokenizer
     beyond = {token for token, index in tokenizer.get_vocab().items() if index >= vocab_size}
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-    added: Any = tokenizer.added_tokens_encoder
-    if backend is None or beyond - set(added):
+    if backend is None or beyond - set(tokenizer.get_added_vocab()):
         raise UserError(
             f"model.tokenizer: it has {len(tokenizer):,} tokens, and the config's vocab_size is {vocab_size:,}; write "
             "a larger one into config.json"

@@ -1,8 +1,8 @@
 """What is DeepSpeed's alone: what it cannot place, and bfloat16."""
 
-import deepspeed_muon
 import pytest
 import torch
+from studies import deepspeed_muon
 
 from tests.support import toy_jobs as jobs
 from tests.support.parity_configurations import reference

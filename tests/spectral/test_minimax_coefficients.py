@@ -2,12 +2,10 @@
 
 import numpy as np
 import pytest
+from studies import minimax_polynomials as polynomials
 
 from soren_align.optimizer_settings import RESOLUTION
 from soren_align.spectral.coefficients import SIGN, TANH, TANH_WIDE, TOP, WIDE_FROM, WIDE_LIMIT
-from tests.support.docs_scripts import docs_script
-
-polynomials = docs_script("studies/minimax_polynomials")
 
 
 def odd(coefficients, x):

@@ -1,16 +1,18 @@
 """The error of the maps on recorded momenta: the bars of the default map, and the real map in float32."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from studies import minimax_polynomials as polynomials
 
 from soren_align.bench import spectra
 from soren_align.optimizer_settings import RESOLUTION
 from soren_align.spectral import exact_sigmoid, minimax_sigmoid, newton_schulz, soft_newton_schulz
 from soren_align.spectral.coefficients import SIGN
-from tests.support.docs_scripts import DOCS, docs_script
 
-polynomials = docs_script("studies/minimax_polynomials")
+PAGE = Path(__file__).parents[2] / "docs/studies/spectra.md"
 RECORDED = spectra.load()
 SMOLLM2 = [s for s in RECORDED if (s.set, s.step) == ("smollm2", 12)]
 QUICKSTART = [s for s in RECORDED if (s.set, s.step) == ("quickstart", 600)]
@@ -60,7 +62,7 @@ def test_the_table_of_the_study_holds_the_errors_on_the_shipped_spectra(capsys):
     maps = [composed[0.0004], composed[0.001], composed[0.01], polynomials.sns_values]
     for values in maps:
         polynomials.print_row("", values)
-        assert capsys.readouterr().out.removeprefix("|  |  |  |") in (DOCS / "studies/spectra.md").read_text()
+        assert capsys.readouterr().out.removeprefix("|  |  |  |") in PAGE.read_text(encoding="utf-8")
 
 
 def test_modes_above_a_thousandth_of_nu_are_within_half_a_percent():

@@ -1,20 +1,20 @@
 """docs/studies/maps.py prints its page's tables, chooses rates inside of the grid, and trains."""
 
 import math
+from pathlib import Path
 
 import pytest
+from studies import maps
 
-from tests.support.docs_scripts import DOCS, docs_script
-
-maps = docs_script("studies/maps")
+FOLDER = Path(maps.__file__).parent
 
 
 @pytest.mark.parametrize("task", maps.TASKS)
 def test_the_table_of_the_runs_is_that_of_the_page(task, capsys):
-    maps.table(maps.Study(DOCS / "studies/maps.jsonl"), task, list(maps.COLUMNS))
+    maps.table(maps.Study(FOLDER / "maps.jsonl"), task, list(maps.COLUMNS))
     table = capsys.readouterr().out.strip()
     assert table.count("\n") == 9
-    assert table in (DOCS / "studies/maps.md").read_text(encoding="utf-8")
+    assert table in (FOLDER / "maps.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("best", [2**-9, 2**-6, 2**-3])

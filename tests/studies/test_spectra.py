@@ -1,16 +1,16 @@
 """The scripts of docs/studies/spectra.md print its figures, and the paper's 4.37% is computed again."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from studies import mapped_spectra, record_spectra
 
 from soren_align.bench import spectra
 from soren_align.optimizer_settings import RELEASED_STEPS
-from tests.support.docs_scripts import DOCS, docs_script
 
-PAGE = (DOCS / "studies/spectra.md").read_text(encoding="utf-8")
-mapped_spectra = docs_script("studies/mapped_spectra")
-record_spectra = docs_script("studies/record_spectra")
+PAGE = Path(mapped_spectra.__file__).with_name("spectra.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", mapped_spectra.POWERS)
@@ -58,3 +58,19 @@ def test_the_pictures_are_drawn_with_their_numbers(tmp_path, monkeypatch, capsys
     lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
     assert {line[1] for line in lines} == {"all", "query projections"}
     assert all(line[3:] == ["0.0%", "0.0%", "1.00 |"] for line in lines if line[2] == "exact")
+
+
+@pytest.mark.process
+def test_spectra_are_recorded_in_place_of_those_of_the_same_set(tmp_path, monkeypatch):
+    (tmp_path / "short.yaml").write_text("extends: quickstart/sft\ntrainer: {max_steps: 2, eval_strategy: 'no'}\n")
+    monkeypatch.setattr(record_spectra, "STEPS", {"quickstart": [1, 2]})
+    monkeypatch.setattr(spectra, "save", lambda every: written.extend(every))
+    written = []
+    record_spectra.record("quickstart", str(tmp_path / "short.yaml"), tmp_path)
+    shipped = spectra.load()
+    assert written[:56] == [s for s in shipped if s.set == "smollm2"]
+    recorded, earlier = written[56:], [s for s in shipped if s.set == "quickstart" and s.step == 1]
+    assert [s.step for s in recorded] == [1] * 14 + [2] * 14
+    for spectrum, before in zip(recorded, earlier, strict=False):
+        assert (spectrum.name, spectrum.shape, spectrum.set) == (before.name, before.shape, before.set)
+        assert spectrum.singular_values == pytest.approx(before.singular_values, rel=2e-3, abs=1e-6)

@@ -4,11 +4,10 @@ import math
 
 import pytest
 import torch
+from studies import theorems
 
 from soren_align.spectral import exact_sigmoid, soft_newton_schulz
-from tests.support.docs_scripts import docs_script
 
-theorems = docs_script("studies/theorems")
 PROBLEMS = {problem.name: problem for problem in theorems.problems()}
 EVERY_PROBLEM = pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
 EVERY_MAP = pytest.mark.parametrize("name", theorems.MAPS)
