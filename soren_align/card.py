@@ -224,7 +224,7 @@ def _data(train: dict[str, Any]) -> str:
 
 def _source(source: dict[str, Any]) -> str:
     identity = f"revision {source['revision']}" if "revision" in source else f"sha256 {source.get('sha256')}"
-    if "num_bytes" in source:  # of a stream, whose contents are not hashed
+    if "num_files" in source:  # of a stream of files, whose contents are not hashed
         identity = f"{source['num_files']:,} files of {source['num_bytes']:,} bytes"
     weight = f", weight {source['weight']:g}" if source.get("weight", 1) != 1 else ""
     name = f"{source['name']}, " if "name" in source else ""

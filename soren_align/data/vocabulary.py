@@ -18,8 +18,9 @@ def within_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Pr
     if len(tokenizer) <= vocab_size:
         return tokenizer
     beyond = {token for token, index in tokenizer.get_vocab().items() if index >= vocab_size}
-    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or beyond - set(tokenizer.get_added_vocab()):
+    whole: Any = tokenizer  # whose types have no such names
+    backend = getattr(whole, "backend_tokenizer", None)
+    if backend is None or beyond - set(whole.get_added_vocab()):
         raise UserError(
             f"model.tokenizer: it has {len(tokenizer):,} tokens, and the config's vocab_size is {vocab_size:,}; write "
             "a larger one into config.json"
