@@ -1,6 +1,7 @@
 """The plan of a study: counts, cost and detectable effects; the shipped studies; the array job."""
 
 import json
+import math
 import re
 import subprocess
 
@@ -136,13 +137,20 @@ def test_the_command_plans_a_study_and_starts_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def relative(space):
+    """A search space as plain data; a list of rates as their number and width, in half decades: AdamW's are smaller."""
+    plain = {key: each if isinstance(each, list | str) else each.model_dump() for key, each in space.items()}
+    rates = {key: each for key, each in plain.items() if isinstance(each, list) and key.endswith("lr")}
+    return plain | {key: [len(each), round(2 * math.log10(max(each) / min(each)))] for key, each in rates.items()}
+
+
 @pytest.mark.parametrize("name", STUDIES)
 def test_every_shipped_study_loads_and_is_equal_for_all(name):
     study = load_study(name, MISSING.get(name, []))
     recipes = {candidate: recipe_of_run(study, first_run(study, candidate)) for candidate in study.candidates}
-    assert {each.optimizer.name for each in recipes.values()} == {*study.candidates}
+    assert {each.optimizer.name for each in recipes.values()} == {c.removeprefix("released-") for c in recipes}
     assert {*study.candidates} >= {"adamw", "muon", "soren"}
-    assert len({json.dumps(study.space(candidate), default=lambda s: s.model_dump()) for candidate in recipes}) == 1
+    assert len({json.dumps(relative(study.space(candidate))) for candidate in recipes}) == 1
     others = [recipe.model_dump(exclude={"optimizer", "run", "extends"}) for recipe in recipes.values()]
     assert all(other == others[0] for other in others)
     assert study.output_dir == f"runs/{name}"
