@@ -16,6 +16,7 @@ from .templates import check_template, set_template
 from .texts import texts_of
 from .token_cache import tokenize
 from .tokens import TOKEN_COLUMNS, EncodedExample, Tokens, from_token_columns, token_columns
+from .vocabulary import within_vocabulary
 
 __all__ = [
     "BATCH_SIZE",
@@ -54,5 +55,6 @@ __all__ = [
     "token_columns",
     "tokenize",
     "trained_tokenizer",
+    "within_vocabulary",
     "without_empty_answers",
 ]

@@ -205,7 +205,7 @@ def _print_compute(plan: dict[str, Any], console: Console) -> None:
         bound = " (the mean of the first ones)" if plan["data"].get("is_streamed") else bound
         tokens = f"{compute['tokens_per_example']:,.0f} tokens per example{bound}"
         print_labelled(console, "compute", f"forward and backward: {per_step} per step, {total} in total")
-        print_labelled(console, "", f"with {tokens}, {compute['training_tokens']:,} in all")
+        print_labelled(console, "", f"with {tokens}, {compute['training_tokens']:,} tokens in all")
     if compute["map_share"] is not None:
         print_labelled(console, "", f"spectral maps: {compute['map_share']:.2%} of all FLOPs")
     _print_hours(plan, console)

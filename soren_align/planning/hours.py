@@ -8,8 +8,8 @@ PEAKS: dict[str, dict[str, float]] = {
 }
 """FLOP/s by the precision of the factors, dense, of the SXM modules' data sheets."""
 UTILIZATION = 0.4
-"""Of the peak, by models of billions of parameters: an assumption. By the paper's 23 minutes for LLaMA-60M it was 0.16
-there (recipes/llama-c4/README.md)."""
+"""Of the peak, by models of billions of parameters: an assumption. The paper's 23 minutes for 5,000 steps of
+LLaMA-60M are 0.14 at most (recipes/llama-c4)."""
 CORE_FLOPS = 40e9
 """FLOP/s of a CPU core in float32: LoRA on SmolLM2-135M, 477 GFLOP in 11 s of a core (recipes/studies/README.md)."""
 
@@ -23,4 +23,4 @@ def hours_of_run(passes: tuple[float, str], maps: tuple[float, str], *, on_cpu: 
         name: sum(flops / (UTILIZATION * peaks[precision]) for flops, precision in (passes, maps)) / 3600
         for name, peaks in PEAKS.items()
     }
-    return {"hours": hours, "hours_assume": f"{UTILIZATION:.0%} of its peak"}
+    return {"hours": hours, "hours_assume": f"{UTILIZATION:.0%} of the peak"}

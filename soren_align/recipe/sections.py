@@ -106,8 +106,8 @@ class Model(Section):
         | None
     ) = None
     """For random weights: another model's tokenizer, a folder or a name on the hub, of at most the config's
-    `vocab_size` tokens; or `{vocab_size: 4096}`, one trained on the training examples. The config's end and padding
-    tokens follow it. null: the folder's."""
+    `vocab_size` tokens (added ones beyond, as T5's sentinels, are left out); or `{vocab_size: 4096}`, one trained on
+    the training examples. The config's end and padding tokens follow it. null: the folder's."""
     chat_template: str | None = None
     """How messages become text: `qwen2.5` (as its base models), `zephyr`, or the path of a .jinja file; saved with the
     model. null: the tokenizer's."""

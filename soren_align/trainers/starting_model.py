@@ -9,7 +9,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from trl.chat_template_utils import get_training_chat_template
 
 from .. import shipped, weights
-from ..data import ChatEncoder, check_rendering_cost, set_template, trained_tokenizer
+from ..data import ChatEncoder, check_rendering_cost, set_template, trained_tokenizer, within_vocabulary
 from ..errors import UserError
 from ..files import default_cache_folder
 from ..recipe import Model, Recipe, TrainedTokenizer, adapter_config, is_local, quantization
@@ -37,7 +37,9 @@ def starting_checkpoint(recipe: Recipe, folder: RunFolder, examples: Any = None)
     with as_user_error(f"tokenizer of {model.name_or_path}"):
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_source, trust_remote_code=False)
     if model.tokenizer is not None:
-        _follow(config, tokenizer)
+        tokenizer = within_vocabulary(tokenizer, config.vocab_size)
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            setattr(config, name, getattr(tokenizer, name))
     if model.init_seed is None:  # of a plan, which draws no weights
         return _resolved(model.name_or_path), tokenizer_source
     partial = folder.start.with_name("start.part")
@@ -58,17 +60,6 @@ def _tokenizer_source(model: Model, examples: Any) -> str:
     if isinstance(model.tokenizer, TrainedTokenizer):
         return str(trained_tokenizer(examples, model.tokenizer.vocab_size, default_cache_folder()))
     return _resolved(model.tokenizer or model.name_or_path)
-
-
-def _follow(config: Any, tokenizer: Any) -> None:
-    """Set the config's special tokens to the tokenizer's. Raises UserError if it has more tokens than the config."""
-    if len(tokenizer) > config.vocab_size:
-        raise UserError(
-            f"model.tokenizer: it has {len(tokenizer):,} tokens, and the config's vocab_size is {config.vocab_size:,}; "
-            "write a larger one into config.json"
-        )
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        setattr(config, name, getattr(tokenizer, name))
 
 
 def load_config(recipe: Recipe) -> Any:

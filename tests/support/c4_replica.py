@@ -42,6 +42,7 @@ def c4(folder):
         "run.save_dtype=float32",
         "model.dtype=float32",  # CPUs sum bfloat16 in other orders on two ranks
         "optimizer.compensation=null",
+        "optimizer.precision=auto",
         f"data.train.path={files}/c4-train.*.json.gz",
         f"data.eval.path={files}/c4-validation.*.json.gz",
         *("data.train.name=null", "data.eval.name=null", "data.eval.limit=20", "data.eval_tokens=200"),
