@@ -270,8 +270,11 @@ if __name__ == "__main__":
     for spreads in ((2, 1, 1, 1), (3, 1, 1, 1), (1, 1, 1, 3)):
         report(f"spreads over seeds of {spreads}", replace(EQUAL, spreads=spreads), 2000)
     report("five seeds", replace(EQUAL, seeds=5), 1000)
-    for seed_sd in (0.01, 0.05):
-        report(f"leaderboard, {seed_sd}", replace(LARGE, seed_sd=seed_sd), 500)
+    for seed_sd, correlation in itertools.product((0.01, 0.02, 0.05), (0.1, 0.3)):
+        world = replace(LARGE, seed_sd=seed_sd, cluster_correlation=correlation)
+        report(f"leaderboard, {seed_sd} over seeds, correlation {correlation}", world, 500)
+        report("the same, all much better than the start", replace(world, skill=0.8, start=-0.8), 500)
     report_power("quickstart", EQUAL, "zoo_mc", 1000)
     report_power("quickstart", LOSS_ONLY, "held-out", 2000)
-    report_power("leaderboard", LARGE, "mmlu", 200)
+    for seed_sd, column in itertools.product((0.02, 0.05), ("mmlu", "arc_challenge")):
+        report_power("leaderboard", replace(LARGE, seed_sd=seed_sd), column, 500)
