@@ -1,20 +1,22 @@
-"""Write docs/recipe.md, the reference of a recipe's keys, and configs/recipe.schema.json from soren_align/recipe.
+"""Write docs/recipe.md, the reference of a recipe's keys, and configs/{recipe,study}.schema.json, from the models.
 
     python docs/make_reference.py
 
-tests/test_reference.py compares the page and the schema with the models.
+tests/test_reference.py compares the page and the schemas with the models.
 """
 
 import json
 from pathlib import Path
 from typing import Any
 
+from soren_align.compare.study_schema import STUDY_SCHEMA_FILE, study_schema_text
 from soren_align.recipe import SCHEMA_FILE, Model, Recipe, schema_text, trl_config
 from soren_align.recipe.base import Section, members, section_in
 from soren_align.recipe.optimizers import MAPS, OPTIMIZERS, OptimizerSection
 
 DOCS = Path(__file__).parent
-SCHEMA = DOCS.parent / "configs" / SCHEMA_FILE
+CONFIGS = DOCS.parent / "configs"
+SCHEMAS = {CONFIGS / SCHEMA_FILE: schema_text, CONFIGS / STUDY_SCHEMA_FILE: study_schema_text}
 INTRODUCTION = """\
 # The recipe
 
@@ -25,7 +27,7 @@ mistakes are reported together, each with file, line and remedy. `soren-align re
 **In an editor** with a YAML language server (such as VS Code's YAML extension), keys are completed, explained and
 checked while you type. A recipe made by `recipes copy` or `import` names the schema in its first line, and
 `recipe.schema.json` lies beside it; for a recipe of your own, `soren-align schema --output .` writes the file, and
-again after an upgrade:
+again after an upgrade (a study's: `soren-align schema study`):
 
     # yaml-language-server: $schema=recipe.schema.json
 
@@ -165,4 +167,5 @@ def _one_line(text: str | None) -> str:
 
 if __name__ == "__main__":
     (DOCS / "recipe.md").write_text(recipe_page(), encoding="utf-8")
-    SCHEMA.write_text(schema_text(), encoding="utf-8")
+    for file, text in SCHEMAS.items():
+        file.write_text(text(), encoding="utf-8")

@@ -3,7 +3,7 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -56,21 +56,19 @@ def copy(
 ) -> None:
     """Copy a shipped recipe or study to edit it; the copy works in any folder.
 
-    Beside it, recipe.schema.json completes and checks its keys in an editor.
+    Beside it, recipe.schema.json (study.schema.json) completes and checks its keys in an editor.
     """
-    from .recipe import SCHEMA_FILE, task_of, with_modeline, write_schema
+    from .recipe import task_of, with_modeline, write_schema
 
     known, studies = shipped.recipes(), shipped.studies()
     if (source := (known | studies).get(name)) is None:
         raise UserError(f"{name}: no shipped recipe; write one of {', '.join(known | studies)}")
     target = _new_file(dest or ".", f"{name.replace('/', '-')}.yaml")
-    if name in studies:
-        target.write_bytes(source.read_bytes())
-        typer.echo(printable(f"{target}: edit it, then run soren-align compare {target}"))
-        return
-    target.write_text(with_modeline(source.read_text(encoding="utf-8")), encoding="utf-8")
-    write_schema(target.parent / SCHEMA_FILE)
-    typer.echo(printable(f"{target}: edit it, then run soren-align {task_of(source)} {target}"))
+    file_name, text = _schema("study" if name in studies else "recipe")
+    target.write_text(with_modeline(source.read_text(encoding="utf-8"), file_name), encoding="utf-8")
+    write_schema(target.parent / file_name, text)
+    next_command = "compare" if name in studies else task_of(source)
+    typer.echo(printable(f"{target}: edit it, then run soren-align {next_command} {target}"))
 
 
 def import_(
@@ -87,7 +85,7 @@ def import_(
     """Convert another tool's file to a recipe, and report every key."""
     from .files import local_path
     from .importers import import_file
-    from .recipe import SCHEMA_FILE, with_modeline, write_schema
+    from .recipe import SCHEMA_FILE, schema_text, with_modeline, write_schema
 
     if task not in (None, "sft", "dpo"):
         raise UserError(f"--task: found {task!r}; write sft or dpo")
@@ -101,30 +99,43 @@ def import_(
         target = _new_file(dest, source.name)
         text, table = import_file(source, task, _new_file(str(target.with_suffix(".jinja")), ""))
         target.write_text(with_modeline(text), encoding="utf-8")
-        write_schema(target.parent / SCHEMA_FILE)
+        write_schema(target.parent / SCHEMA_FILE, schema_text())
         table += f"\n\n{target}: read it, then run soren-align plan {target}"
     typer.echo(printable(table), err=True)
 
 
 def schema(
+    kind: Annotated[Literal["recipe", "study"], typer.Argument(metavar="KIND", help="recipe or study.")] = "recipe",
     output: Annotated[
-        str | None, typer.Option(metavar="FILE", help="A file, or a folder for recipe.schema.json. Default: print it.")
+        str | None, typer.Option(metavar="FILE", help="A file, or a folder for KIND.schema.json. Default: print it.")
     ] = None,
 ) -> None:
-    """Print the recipe's JSON Schema, or write it beside a recipe for an editor."""
+    """Print the JSON Schema of recipes or studies, or write it beside one for an editor."""
     from .files import local_path
-    from .recipe import SCHEMA_FILE, schema_text, write_schema
+    from .recipe import write_schema
 
+    file_name, text = _schema(kind)
     if output is None:
-        typer.echo(schema_text(), nl=False)
+        typer.echo(text, nl=False)
         return
     target = local_path(output)
-    target = target / SCHEMA_FILE if target.is_dir() else target
+    target = target / file_name if target.is_dir() else target
     if not target.parent.is_dir():
         raise UserError(f"--output: {target.parent}: no such folder")
-    if not write_schema(target):
+    if not write_schema(target, text):
         raise UserError(f"--output: {target}: exists already, and is not a schema of this command; name another file")
-    typer.echo(printable(f"{target}: name it in a recipe's first line: {MODELINE}{target.name}"))
+    typer.echo(printable(f"{target}: name it in a {kind}'s first line: {MODELINE}{target.name}"))
+
+
+def _schema(kind: str) -> tuple[str, str]:
+    """Return the schema's file name and its text."""
+    if kind == "study":
+        from .compare.study_schema import STUDY_SCHEMA_FILE, study_schema_text
+
+        return STUDY_SCHEMA_FILE, study_schema_text()
+    from .recipe import SCHEMA_FILE, schema_text
+
+    return SCHEMA_FILE, schema_text()
 
 
 def _new_file(dest: str, name: str) -> Path:

@@ -85,7 +85,10 @@ def test_recipes_lists_what_is_shipped(run):
 def test_a_copied_study_is_planned_from_any_folder(run, tmp_path):
     copied = run("recipes", "copy", "quickstart/compare", "mine.yaml", cwd=tmp_path)
     assert "run soren-align compare mine.yaml" in copied.stdout
-    assert (tmp_path / "mine.yaml").read_bytes() == shipped.studies()["quickstart/compare"].read_bytes()
+    modeline, *lines = (tmp_path / "mine.yaml").read_text().splitlines()
+    assert modeline == "# yaml-language-server: $schema=study.schema.json"
+    assert lines == shipped.studies()["quickstart/compare"].read_text().splitlines()[1:]
+    assert json.loads((tmp_path / "study.schema.json").read_text())["title"] == "Study"
     load_study(str(tmp_path / "mine.yaml"))
 
 
@@ -138,12 +141,14 @@ def test_plan_refuses_a_batch_that_the_processes_cannot_share(run, tmp_path):
 
 
 def test_the_schema_is_json_and_is_written_over_nothing_else(run, tmp_path):
-    text = run("schema").stdout
-    assert json.loads(text)["title"] == "Recipe"
-    for _ in range(2):
-        written = run("schema", "--output", ".", cwd=tmp_path)
-        assert (written.returncode, (tmp_path / "recipe.schema.json").read_text()) == (0, text)
-    assert "# yaml-language-server: $schema=recipe.schema.json" in written.stdout
+    for kind, title in (("study", "Study"), ("recipe", "Recipe")):
+        text = run("schema", kind).stdout
+        assert json.loads(text)["title"] == title
+        for _ in range(2):
+            written = run("schema", kind, "--output", ".", cwd=tmp_path)
+            assert (written.returncode, (tmp_path / f"{kind}.schema.json").read_text()) == (0, text)
+        assert f"in a {kind}'s first line: # yaml-language-server: $schema={kind}.schema.json" in written.stdout
+    assert run("schema").stdout == text
     (tmp_path / "recipe.schema.json").write_text("{}")
     refused = run("schema", "--output", ".", cwd=tmp_path)
     assert (refused.returncode, "is not a schema of this command" in refused.stderr) == (2, True)

@@ -4,7 +4,9 @@ import importlib.util
 from pathlib import Path
 
 from soren_align import shipped
-from soren_align.recipe import OPTIMIZERS, Recipe, schema_text
+from soren_align.compare.study_schema import study_schema
+from soren_align.files import read_yaml
+from soren_align.recipe import OPTIMIZERS, Recipe
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -21,16 +23,52 @@ def test_the_page_is_the_generated_one():
     assert (DOCS / "recipe.md").read_text() == text, "run: python docs/make_reference.py"
 
 
-def test_the_shipped_schema_is_the_generated_one():
-    reference = make_reference()
-    assert reference.SCHEMA.read_text(encoding="utf-8") == schema_text(), "run: python docs/make_reference.py"
+def test_the_shipped_schemas_are_the_generated_ones():
+    for file, text in make_reference().SCHEMAS.items():
+        assert file.read_text(encoding="utf-8") == text(), "run: python docs/make_reference.py"
 
 
-def test_every_shipped_recipe_names_the_schema_for_editors():
-    for path in shipped.recipes().values():
-        first = path.read_text(encoding="utf-8").splitlines()[0]
-        assert first.startswith(shipped.MODELINE)
-        assert (path.parent / first.removeprefix(shipped.MODELINE)).resolve() == make_reference().SCHEMA.resolve()
+def test_every_shipped_recipe_and_study_names_its_schema_for_editors():
+    of_recipes, of_studies = (file.resolve() for file in make_reference().SCHEMAS)
+    for files, schema in ((shipped.recipes(), of_recipes), (shipped.studies(), of_studies)):
+        for path in files.values():
+            first = path.read_text(encoding="utf-8").splitlines()[0]
+            assert first.startswith(shipped.MODELINE), path
+            assert (path.parent / first.removeprefix(shipped.MODELINE)).resolve() == schema
+
+
+def unknown_keys(value, part, schema):
+    """Keys of a study that its JSON Schema does not have."""
+    if "$ref" in part:
+        part = schema["$defs"][part["$ref"].removeprefix("#/$defs/")]
+    part = next((each for each in part.get("anyOf", ()) if "$ref" in each and isinstance(value, dict)), part)
+    if "$ref" in part:
+        return unknown_keys(value, part, schema)
+    if not isinstance(value, dict) or part.get("additionalProperties") is True:
+        return []
+    known = part.get("properties", {})
+    others = part.get("additionalProperties") or next(iter(part.get("patternProperties", {}).values()), None)
+    found = []
+    for key, each in value.items():
+        inner = known.get(key, others)
+        found += [key] if not inner else [f"{key}.{name}" for name in unknown_keys(each, inner, schema)]
+    return found
+
+
+def test_the_schema_knows_every_key_of_a_shipped_study():
+    schema = study_schema()
+    for path in shipped.studies().values():
+        study = read_yaml(path)
+        assert unknown_keys(study, schema, schema) == []
+        assert set(schema["required"]) <= study.keys()
+    wrong = {"search": {"trails": 1, "space": {"optimizer.lr": {"lo": 1}}}, "candidates": {"soren": {"sets": {}}}}
+    assert unknown_keys(wrong, schema, schema) == [
+        "search.trails",
+        "search.space.optimizer.lr.lo",
+        "candidates.soren.sets",
+    ]
+    assert "eval_rewards/margins" in schema["$defs"]["Search"]["properties"]["metric"]["enum"]
+    assert schema["$defs"]["VerdictSection"]["properties"]["seeds"]["minItems"] == 3
 
 
 def test_the_page_has_every_key_with_its_meaning():

@@ -41,6 +41,7 @@ def test_it_brings_the_shipped_folders_and_nothing_of_the_tests(wheel):
         "eval/quickstart/suite.yaml",
         "configs/templates/qwen2.5.jinja",
         "configs/recipe.schema.json",
+        "configs/study.schema.json",
         *pages(),
     ):
         assert f"soren_align/_shipped/{name}" in names

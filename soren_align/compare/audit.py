@@ -14,7 +14,7 @@ from typing import Any
 
 from ..recipe import differences, recipe_hash
 from ..version import __version__
-from .evidence import STAGES, Evidence, flat, read_evidence, run_folders
+from .evidence import STAGES, Evidence, flat, run_folders
 from .study import Candidate, Run
 from .study_sections import HIGHER_IS_BETTER
 
@@ -34,13 +34,15 @@ EQUAL_AT_A_SEED = {
 MATCHED = "remove this folder and rerun the study, so that all candidates are trained alike"
 
 
-def audit(candidates: list[Candidate], study_folder: Path, file: dict[str, Any]) -> list[str]:
+def audit(
+    candidates: list[Candidate], study_folder: Path, file: dict[str, Any], evidence: tuple[list[Evidence], list[str]]
+) -> list[str]:
     """Return the problems of a study that has ended, each a sentence with place, finding and remedy.
 
     candidates: as study.json has them; the trials of each in `trials`, the runs with fresh seeds in `verdict`. file:
-    the study's resolved file. Only files below `study_folder` are read.
+    the study's resolved file. evidence: `read_evidence` of the folder.
     """
-    runs, problems = read_evidence(study_folder)
+    runs, problems = evidence[0], [*evidence[1]]
     searched = {name: _searched_keys(file, name) for name in file["candidates"]}
     problems += _listing_problems(candidates, study_folder, runs)
     problems += _trial_problems(study_folder, file)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from .audit import declared_settings
-from .evidence import read_evidence
+from .evidence import Evidence
 from .study import Candidate
 
 MANY_SEEDS = 5
@@ -16,10 +16,14 @@ MANY_EXAMPLES = 100
 
 
 def cautions(
-    candidates: list[Candidate], study_folder: Path, file: dict[str, Any], contamination: dict[str, Any] | None = None
+    candidates: list[Candidate],
+    study_folder: Path,
+    file: dict[str, Any],
+    runs: list[Evidence],
+    contamination: dict[str, Any] | None = None,
 ) -> list[str]:
-    """Return the cautions, each a sentence. contamination: as in Study."""
-    sentences = [*_of_search(candidates, file), *_of_terms(file), *_of_folders(study_folder)]
+    """Return the cautions, each a sentence. runs: those of `read_evidence`. contamination: as in Study."""
+    sentences = [*_of_search(candidates, file), *_of_terms(file), *_of_folders(study_folder, runs)]
     sentences += _of_verdict(file)
     for column, counts in (contamination or {}).items():
         if counts.get("overlapping"):
@@ -77,8 +81,7 @@ def _of_terms(file: dict[str, Any]) -> Iterator[str]:
             yield f"{name}: is trained with its own {', '.join(keys)}, so that more than the optimizer differs"
 
 
-def _of_folders(study_folder: Path) -> Iterator[str]:
-    runs, _ = read_evidence(study_folder)
+def _of_folders(study_folder: Path, runs: list[Evidence]) -> Iterator[str]:
     evaluated = [run.place for run in runs if run.stage == "search" and (study_folder / run.place / "eval").is_dir()]
     if evaluated:
         more = f" and {len(evaluated) - 1} more" if len(evaluated) > 1 else ""

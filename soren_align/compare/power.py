@@ -53,9 +53,13 @@ class Design:
     power: float = 0.8
 
 
-def num_comparisons(candidates: int, measures: int, retention_columns: int = 0) -> int:
-    """Return the size of the family. measures: the columns, their average if the suite has one, the held-out metric."""
-    return (2 * candidates - 1) * measures + candidates * retention_columns
+def num_comparisons(candidates: int, measures: int, retention_columns: int = 0, *, all_pairs: bool = False) -> int:
+    """Return the size of the family. measures: the columns, their average if the suite has one, the held-out metric.
+
+    all_pairs: every candidate is compared with every other, and not all with one.
+    """
+    pairs = candidates * (candidates - 1) // 2 if all_pairs else candidates - 1
+    return (candidates + pairs) * measures + candidates * retention_columns
 
 
 def minimum_detectable(

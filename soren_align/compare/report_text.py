@@ -33,11 +33,6 @@ def reference_name(reference: str) -> str:
     return "the starting checkpoint" if reference == BASE else reference
 
 
-def reference_of(study: Study) -> str | None:
-    """Return the candidate that the others are compared with."""
-    return (study.file.get("verdict") or {}).get("reference")
-
-
 def power_of(study: Study) -> float:
     """Return the power at which a difference counts as detectable."""
     return float((study.file.get("verdict") or {}).get("power", 0.8))
@@ -60,10 +55,10 @@ def columns_of_suite(study: Study) -> list[str]:
 
 
 def references_of(study: Study) -> list[str]:
-    """Return the references of all differences: the named candidate first, then the starting checkpoint."""
+    """Return the references of all differences: the candidates in the study's order, then the starting checkpoint."""
     names = {d.reference for d in study.differences}
-    first = [name for name in (reference_of(study), BASE) if name in names]
-    return [*first, *sorted(names - set(first))]  # pyright: ignore[reportReturnType]
+    ordered = [*(candidate.name for candidate in study.candidates), BASE]
+    return [name for name in ordered if name in names]
 
 
 def in_order(study: Study, references: Iterable[str]) -> list[Difference]:
@@ -127,9 +122,9 @@ def _retention(study: Study, d: Difference) -> str:
 
 
 def headline(study: Study) -> list[str]:
-    """Return the verdict in at most two sentences: the first measure against the reference and against the start."""
+    """Return the verdict in a sentence per reference: the first measure against it, and against the start."""
     sentences = []
-    for reference in references_of(study)[:2]:
+    for reference in references_of(study):
         differences = in_order(study, [reference])
         measure = differences[0].measure
         sentences.append(_answers(study, measure, [d for d in differences if d.measure == measure]))

@@ -32,7 +32,7 @@ class Trials:
     """The trials of all candidates: one Optuna study each, named like the candidate, in the folder's journal."""
 
     def __init__(self, folder: Path, study: StudyFile, *, higher_is_better: bool):
-        """Open the journal, which may be new; nothing is drawn."""
+        """Open the journal, which may be new, and then gets a line per candidate; nothing is drawn."""
         self.study = study
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         journal = folder / JOURNAL
@@ -40,8 +40,12 @@ class Trials:
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             self._storage = JournalStorage(JournalFileBackend(str(journal), _NoLock(str(journal))))
         direction = "maximize" if higher_is_better else "minimize"
+        # Not load_if_exists, with which Optuna adds a line to the journal whenever it is opened.
+        known = optuna.get_all_study_names(self._storage)
         self._studies = {
-            name: optuna.create_study(storage=self._storage, study_name=name, direction=direction, load_if_exists=True)
+            name: optuna.load_study(storage=self._storage, study_name=name)
+            if name in known
+            else optuna.create_study(storage=self._storage, study_name=name, direction=direction)
             for name in study.candidates
         }
 
@@ -158,6 +162,7 @@ class _NoLock(JournalFileOpenLock):
 def drop_incomplete_line(folder: Path) -> None:
     """Remove the line that a process was writing when it was killed: Optuna could read no line after it."""
     journal = folder / JOURNAL
-    if journal.is_file() and not (content := journal.read_bytes()).endswith(b"\n") and content:
+    content = journal.read_bytes() if journal.is_file() else b""
+    if content and not content.endswith(b"\n"):
         with journal.open("r+b") as stream:
             stream.truncate(content.rfind(b"\n") + 1)

@@ -23,10 +23,14 @@ from ..recipe.loader import find_yaml
 from ..recipe.messages import messages
 from ..yaml_reader import Key, dotted, parse_yaml, place, sentences
 from .study import Run
-from .study_sections import HIGHER_IS_BETTER, MIN_SEEDS, Range, StudyFile
+from .study_sections import ALL_PAIRS, HIGHER_IS_BETTER, MIN_SEEDS, Range, StudyFile
 
 OWN_KEYS = ("trainer.seed", "run.output_dir", "run.overwrite", "run.resume", "extends", "task")
 """Keys of the recipe that a study sets itself, or cannot change."""
+NO_PRUNING = (
+    "trials are not pruned. The first part of a schedule ranks settings otherwise than its end, and with median or "
+    "halving pruning the results would depend on the order in which runs end; lower search.trials instead"
+)
 Problems = list[tuple[Key, str]]
 
 
@@ -41,6 +45,8 @@ def load_study(name_or_path: str, overrides: list[str] | None = None) -> StudyFi
     problems = [problem for text in overrides or [] for problem in _override(raw, lines, text)]
     if "candidates" not in raw and "task" in raw:
         raise UserError(f"{path}: is a recipe; a study has candidates (soren-align {raw['task']} {name_or_path})")
+    if isinstance(search := raw.get("search"), dict) and search.pop("pruning", None) is not None:
+        problems += sentences([(("search", "pruning"), NO_PRUNING)], lines)
     try:
         study = StudyFile.model_validate(raw)
     except ValidationError as error:
@@ -149,7 +155,9 @@ def _problems(study: StudyFile) -> Iterator[tuple[Key, str]]:
     if common := sorted({*search.seeds} & {*verdict.seeds}):
         message = f"the search has {', '.join(map(str, common))} too; a verdict needs seeds that selected nothing"
         yield ("verdict", "seeds"), message
-    if verdict.reference not in study.candidates:
+    for name in sorted({ALL_PAIRS, "base"} & {*study.candidates}):
+        yield ("candidates", name), "stands for every candidate, or for the starting checkpoint; choose another name"
+    if verdict.reference not in (*study.candidates, ALL_PAIRS):
         hint = did_you_mean(verdict.reference, study.candidates, f"candidates are: {', '.join(study.candidates)}")
         yield ("verdict", "reference"), f"there is no candidate {verdict.reference!r}{hint}"
     for keys, at in ((study.set, ("set",)), *((c.set, ("candidates", n, "set")) for n, c in study.candidates.items())):

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import UserError, did_you_mean
 from .power import Assumed, Design, minimum_detectable, minimum_detectable_loss, num_comparisons
-from .study_sections import StudyFile
+from .study_sections import ALL_PAIRS, StudyFile
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,8 @@ def _detectable(study: StudyFile, sizes: Mapping[str, ColumnSize], evaluation: d
     columns = evaluation["columns"] if evaluation else []
     num_measures = len(columns) + 1 + bool(evaluation and evaluation["has_average"])
     retention = len(verdict.retention.columns) if verdict.retention else 0
-    comparisons = num_comparisons(len(study.candidates), num_measures, retention)
+    all_pairs = verdict.reference == ALL_PAIRS
+    comparisons = num_comparisons(len(study.candidates), num_measures, retention, all_pairs=all_pairs)
     design = Design(
         candidates=len(study.candidates), seeds=len(verdict.seeds), comparisons=comparisons, power=verdict.power
     )

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..terminal import print_labelled, short_hours, with_prefix
+from .study_sections import ALL_PAIRS
 
 ASSUMPTIONS = {
     "changed_by_training": "answers that differ from the base's",
@@ -106,7 +107,8 @@ def _print_detectable(section: dict[str, Any], console: Console) -> None:
     power, comparisons = section["power"], section["comparisons"]
     title = f"minimum detectable effect: {power:.0%} power, Holm over {comparisons} comparisons"
     console.print(f"\n{title}", style="italic", highlight=False)
-    table = _table(None, "measure", "questions", "clusters", "to the base", f"to {section['reference']}", num_text=1)
+    reference = "to each other" if section["reference"] == ALL_PAIRS else f"to {section['reference']}"
+    table = _table(None, "measure", "questions", "clusters", "to the base", reference, num_text=1)
     for column, each in section["columns"].items():
         clusters = f"{each['num_clusters']:,}" if each["num_clusters"] else ""
         effects = (f"{each[kind]:.1f} points" for kind in ("to_base", "to_reference"))

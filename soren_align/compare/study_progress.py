@@ -37,17 +37,14 @@ def create(folder: Path, study: StudyFile) -> None:
     """
     drop_incomplete_line(folder)
     recipes = {name: recipe_of_run(study, first_run(study, name)) for name in study.candidates}
-    if not (folder / STUDY_FILE).is_file():
-        (folder / "candidates").mkdir(exist_ok=True)
-        for name, recipe in recipes.items():
-            write(folder / "candidates" / f"{name}.yaml", to_yaml(recipe))
-        write(folder / STUDY_FILE, study_to_yaml(study))  # last: with it the folder is a study's
-        return
-    before = load_resolved_study(folder / STUDY_FILE)
-    changed = differences(before.model_dump(exclude=CHANGEABLE), study.model_dump(exclude=CHANGEABLE))
+    files = {name: folder / "candidates" / f"{name}.yaml" for name in recipes}
+    changed = []
+    if (folder / STUDY_FILE).is_file():
+        before = load_resolved_study(folder / STUDY_FILE)
+        changed = differences(before.model_dump(exclude=CHANGEABLE), study.model_dump(exclude=CHANGEABLE))
     for name, recipe in recipes.items():
-        if not changed and (file := folder / "candidates" / f"{name}.yaml").is_file():
-            started = load_resolved(file)
+        if not changed and files[name].is_file():
+            started = load_resolved(files[name])
             changed += [f"{name}: {line}" for line in differences(training_part(started), training_part(recipe))]
     if changed:
         raise UserError(
@@ -55,7 +52,10 @@ def create(folder: Path, study: StudyFile) -> None:
             *(f"  {line}" for line in changed),
             "Restore these to continue, or choose another output_dir; --extend adds trials to a study",
         )
-    write(folder / STUDY_FILE, study_to_yaml(study))
+    write(folder / STUDY_FILE, study_to_yaml(study))  # first: with it the folder is a study's
+    (folder / "candidates").mkdir(exist_ok=True)
+    for name in (name for name in recipes if not files[name].is_file()):  # of a command that was killed here
+        write(files[name], to_yaml(recipes[name]))
 
 
 class Progress:
@@ -75,6 +75,7 @@ class Progress:
 
         The caller holds the study's lock.
         """
+        drop_incomplete_line(self.folder)  # of another command, killed since `create`
         while True:
             runs = self.search()
             for name in self.study.candidates:
@@ -137,7 +138,7 @@ class Progress:
         if run.folder in self._ended and self._ended[run.folder].parameters == run.parameters:
             return self._ended[run.folder]
         folder = RunFolder(self.folder / run.folder)
-        if run.stage == "verdict" and folder.recipe.is_file() and not self.is_own(run, folder):
+        if run.stage == "verdict" and not self.is_own(run, folder):
             return run  # of the setting that was selected before an extension
         run = read_run(run, folder, self.study.search.metric)
         if run.status in ENDED:
@@ -147,8 +148,13 @@ class Progress:
         return run
 
     def is_own(self, run: Run, folder: RunFolder) -> bool:
-        """Whether a folder's recipe has the run's parameters."""
-        recipe = load_resolved(folder.recipe).model_dump()
+        """Whether a folder's recipe, if it has one, has the run's parameters."""
+        try:
+            recipe = load_resolved(folder.recipe).model_dump()
+        except UserError:
+            if folder.recipe.is_file():
+                raise
+            return True  # not started yet, or being started again by another command
         for key, value in run.parameters.items():
             node: Any = recipe
             for part in key.split("."):

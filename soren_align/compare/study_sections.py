@@ -15,6 +15,8 @@ HIGHER_IS_BETTER = {
 }
 """By task: the held-out metrics that trials may be selected by, and their direction."""
 
+ALL_PAIRS = "all"
+"""In the place of a reference: every candidate is compared with every other."""
 MIN_SEEDS = 3
 """Of a verdict: with two, a 95% interval over seeds is 12.7 standard errors wide to each side (Student's t)."""
 
@@ -107,7 +109,8 @@ class VerdictSection(Section):
     seeds: Annotated[list[Seed], Field(json_schema_extra={"minItems": MIN_SEEDS})]
     """At least three values of trainer.seed, none of which the search used."""
     reference: str = "adamw"
-    """The candidate that all others are compared with, besides the starting checkpoint."""
+    """The candidate that all others are compared with, besides the starting checkpoint. `all`: every pair is compared,
+    with Holm's correction for more comparisons."""
     retention: Retention | None = None
     """Benchmarks on which a candidate must not lose more than a margin."""
     power: Annotated[float, Field(gt=0, lt=1)] = 0.8

@@ -68,12 +68,16 @@ def read_run(run: Run, folder: RunFolder, metric: str) -> Run:
     )
 
 
+def has_ended(record: dict[str, Any]) -> bool:
+    """Whether the run of a run.json is a result, if only a failure."""
+    return record["status"] == "finished" or record.get("last_error") not in (None, STOPPED)
+
+
 def _status(record: dict[str, Any], folder: RunFolder) -> tuple[Any, str | None]:
-    error = record.get("last_error")
+    if not has_ended(record):
+        return "running", None
     if record["status"] != "finished":
-        if error in (None, STOPPED):
-            return "running", None
-        return ("diverged" if record.get("diverged") else "failed"), error
+        return ("diverged" if record.get("diverged") else "failed"), record["last_error"]
     lines = read_lines(folder.metrics)
     held_out = [line["eval_loss"] for line in lines if "eval_loss" in line]
     training = [line["loss"] for line in lines if "loss" in line]
@@ -121,13 +125,14 @@ def read_curve(metrics: Path, metric: str) -> list[Point]:
 
 def read_lines(metrics: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl; a line that a killed process left incomplete is left out."""
-    lines = []
-    if metrics.is_file():
-        for text in metrics.read_text(encoding="utf-8", errors="replace").splitlines():
-            with suppress(ValueError, TypeError, KeyError, RecursionError):
-                line = json.loads(text)
-                int(line["step"])
-                lines.append(line)
+    lines, content = [], ""
+    with suppress(FileNotFoundError):  # another command may be starting the run again
+        content = metrics.read_text(encoding="utf-8", errors="replace")
+    for text in content.splitlines():
+        with suppress(ValueError, TypeError, KeyError, RecursionError):
+            line = json.loads(text)
+            int(line["step"])
+            lines.append(line)
     return lines
 
 

@@ -15,6 +15,7 @@ from ..evaluate.points import Points
 from .estimates import Estimate, Spread, estimate, seeds_part
 from .power import FAMILY_ERROR, detectable
 from .study import Candidate, Difference
+from .study_sections import ALL_PAIRS
 
 BASE, AVERAGE, HELD_OUT = "base", "average", "held-out"
 """The starting checkpoint; measures that are no columns."""
@@ -25,7 +26,7 @@ class Rules:
     """The settings of a verdict, declared before the study."""
 
     reference: str
-    """The candidate that the others are compared with, besides the starting checkpoint."""
+    """The candidate that the others are compared with, besides the starting checkpoint; or ALL_PAIRS."""
     power: float = 0.8
     higher_is_better: bool = False
     """Of the metric of the held-out examples."""
@@ -113,7 +114,9 @@ def _of_held_out(rules: Rules, complete: Sequence[Candidate]) -> Iterator[_Compa
 def _pairs(names: list[str], reference: str) -> list[tuple[int, int | None]]:
     """Return the comparisons as (candidate, reference), None for the starting checkpoint."""
     pairs: list[tuple[int, int | None]] = [(k, None) for k in range(len(names))]
-    if reference in names:
+    if reference == ALL_PAIRS:
+        pairs += [(k, other) for other in range(len(names)) for k in range(other + 1, len(names))]
+    elif reference in names:
         other = names.index(reference)
         pairs += [(k, other) for k in range(len(names)) if k != other]
     return pairs

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..compare import answers, cautions
 from ..compare.audit import audit
+from ..compare.evidence import read_evidence
 from ..compare.study import Study
 from ..compare.study_progress import read_study, write_study
 from ..compare.study_report import write_report
@@ -25,10 +26,11 @@ def conclude(folder: Path, failures: Mapping[str, str] | None = None) -> Study:
     study = read_study(folder, failures)
     options = _evaluation(folder, study)
     contamination = _contamination(folder, study, options)
+    evidence = read_evidence(folder)
     study = replace(
         study,
-        problems=audit(study.candidates, folder, study.file),
-        cautions=cautions.cautions(study.candidates, folder, study.file, contamination),
+        problems=audit(study.candidates, folder, study.file, evidence),
+        cautions=cautions.cautions(study.candidates, folder, study.file, evidence[0], contamination),
         contamination=contamination,
     )
     if not study.problems:

@@ -16,13 +16,14 @@ from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from ..compare.trials import has_ended
 from ..errors import DivergedError, UserError, from_os_error
 from ..lock import LockedError
 from ..recipe import Recipe, load_text, to_yaml
 from ..run_folder import STOPPED, RunFolder
 
 LOCKED = 75
-"""Exit code of a run whose folder another process holds."""
+"""Exit code of a run that another command holds, or has ended in the meantime."""
 _LOADED = "soren_align.launch.loaded_libraries"
 
 
@@ -61,7 +62,8 @@ def _run(recipe_text: str, log: str, processes: int, environment: dict[str, str]
     folder = RunFolder(recipe.run.output_dir)
     try:
         folder.lock(create=True)
-        code = train(recipe, processes if processes > 1 else None)
+        record = folder.read()
+        code = LOCKED if record and has_ended(record) else train(recipe, processes if processes > 1 else None)
         if code == 130:
             _record(folder, STOPPED)
     except LockedError:

@@ -7,7 +7,7 @@ folders, so that a command that was killed at any moment is continued by the sam
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
@@ -50,8 +50,7 @@ class RunnerOptions:
 def compare(study: StudyFile, options: RunnerOptions) -> int:
     """Run a study, or continue it, and print its verdict. Returns the exit code: 0, or 130 if a signal stopped it."""
     folder, console = study_folder(study), stderr_console()
-    if folder.is_dir() and not (folder / STUDY_FILE).is_file() and {entry.name for entry in folder.iterdir()} - {LOCK}:
-        raise UserError(f"{folder}: not empty and not a study's folder; choose another output_dir")
+    _refuse_foreign(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with _exclusive(folder):
         create(folder, study)
@@ -60,7 +59,7 @@ def compare(study: StudyFile, options: RunnerOptions) -> int:
             _print_extension(progress.extend(), console)
     code = _Runner(progress, options, console).run_all()
     if code == 0:
-        Terminal().print(terminal_verdict(conclude(folder, progress.failures)), highlight=False)
+        _conclude(folder, progress.failures)
     return code
 
 
@@ -69,7 +68,20 @@ def report(study: StudyFile) -> None:
     folder = study_folder(study)
     if not (folder / STUDY_FILE).is_file():
         raise UserError(f"{folder}: no study's folder; run soren-align compare without --report first")
-    Terminal().print(terminal_verdict(conclude(folder)), highlight=False)
+    _conclude(folder)
+
+
+def _conclude(folder: Path, failures: Mapping[str, str] | None = None) -> None:
+    with _exclusive(folder):  # other commands conclude at the same time
+        study = conclude(folder, failures)
+    Terminal().print(terminal_verdict(study), highlight=False)
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """Raise UserError if a folder is not empty and not a study's. Another command may create it at the same time."""
+    names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
+    if not all(name == LOCK or name.startswith(STUDY_FILE) for name in names) and not (folder / STUDY_FILE).is_file():
+        raise UserError(f"{folder}: not empty and not a study's folder; choose another output_dir")
 
 
 @dataclass
@@ -204,7 +216,7 @@ def _print_extension(ends: dict[str, dict[str, str]], console: Terminal) -> None
 
 def _move_another_setting(run: Run, progress: Progress, path: Path) -> None:
     """Move a verdict's run of a setting that was selected before an extension out of the way."""
-    if run.stage == "verdict" and (path / "recipe.yaml").is_file() and not progress.is_own(run, RunFolder(path)):
+    if run.stage == "verdict" and not progress.is_own(run, RunFolder(path)):
         number = next(n for n in range(1, 1000) if not path.with_name(f"{path.name}-earlier-{n}").exists())
         path.rename(path.with_name(f"{path.name}-earlier-{number}"))
 

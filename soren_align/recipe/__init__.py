@@ -26,7 +26,15 @@ from .quantization import (
 )
 from .references import is_local
 from .run_sections import Samples
-from .schema import SCHEMA_FILE, json_schema, schema_text, with_modeline, write_schema
+from .schema import (
+    SCHEMA_COMMENT,
+    SCHEMA_FILE,
+    SCHEMA_VERSION,
+    json_schema,
+    schema_text,
+    with_modeline,
+    write_schema,
+)
 from .sections import ADAPTER, TASK_TITLES, Eval, Lora, Model, Recipe, TrainedTokenizer, trains_adapter
 
 __all__ = [
@@ -35,7 +43,9 @@ __all__ = [
     "MAPS",
     "OPTIMIZERS",
     "QUANTIZATION_RECORD",
+    "SCHEMA_COMMENT",
     "SCHEMA_FILE",
+    "SCHEMA_VERSION",
     "STDLIB",
     "TASK_TITLES",
     "Data",

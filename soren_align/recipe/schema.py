@@ -13,7 +13,8 @@ from .sections import Recipe
 SCHEMA_FILE = "recipe.schema.json"
 """The schema's file beside a recipe. A copied recipe names it by this relative path, which is right on every machine
 that the two files are copied to; the path of the installed package is not, and the schema has no address on the web."""
-_COMMENT = "Written by `soren-align schema`."
+SCHEMA_COMMENT = "Written by `soren-align schema`."
+SCHEMA_VERSION = "https://json-schema.org/draft/2020-12/schema"
 _TYPES = {"int": "integer", "float": "number", "bool": "boolean", "str": "string", "dict": "object", "list": "array"}
 
 
@@ -27,7 +28,7 @@ def json_schema() -> dict[str, Any]:
     soren["anyOf"] = [*soren.pop("oneOf"), {"enum": list(MAPS)}]
     schema["$defs"]["Data"]["properties"]["streaming"]["anyOf"].append({"type": "boolean"})
     schema["anyOf"] = [{"required": schema.pop("required")}, {"required": ["extends"]}]
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "$comment": _COMMENT} | schema
+    return {"$schema": SCHEMA_VERSION, "$comment": SCHEMA_COMMENT} | schema
 
 
 def schema_text() -> str:
@@ -36,17 +37,19 @@ def schema_text() -> str:
 
 
 def with_modeline(text: str, reference: str = SCHEMA_FILE) -> str:
-    """Return a recipe whose first line names the schema `reference`, in the place of an earlier such line."""
+    """Return a file's text whose first line names the schema `reference`, in the place of an earlier such line."""
     if text.startswith(MODELINE):
         text = text.partition("\n")[2]
     return f"{MODELINE}{reference}\n{text}"
 
 
-def write_schema(file: Path) -> bool:
-    """Write the schema, over an earlier one of ours. Returns False, writing nothing, if another tool wrote the file."""
-    if file.is_symlink() or (file.exists() and _COMMENT not in file.read_text(encoding="utf-8", errors="replace")):
+def write_schema(file: Path, text: str) -> bool:
+    """Write a schema's text, over an earlier one of ours. Returns False, writing nothing, if the file is another's."""
+    if file.is_symlink() or (
+        file.exists() and SCHEMA_COMMENT not in file.read_text(encoding="utf-8", errors="replace")
+    ):
         return False
-    write(file, schema_text())
+    write(file, text)
     return True
 
 

@@ -9,6 +9,7 @@ import pytest
 from soren_align import recipe
 from soren_align.compare.audit import audit
 from soren_align.compare.cautions import cautions
+from soren_align.compare.evidence import read_evidence
 from soren_align.compare.study import Candidate, Run
 from soren_align.compare.study_sections import HIGHER_IS_BETTER
 from soren_align.recipe import recipe_hash, to_yaml
@@ -86,7 +87,10 @@ class PlantedStudy:
         self.candidates[index] = replace(candidate, trials=[*candidate.trials, run])
 
     def problems(self):
-        return audit(self.candidates, self.folder, self.file)
+        return audit(self.candidates, self.folder, self.file, read_evidence(self.folder))
+
+    def cautions(self, overlaps=None):
+        return cautions(self.candidates, self.folder, self.file, read_evidence(self.folder)[0], overlaps)
 
 
 def curve(loss):
@@ -145,14 +149,14 @@ def test_a_trial_less_for_one_optimizer_is_caught_and_less_for_all_is_not(study)
     shutil.rmtree(study.folder / "search/soren/02")
     study.candidates = [replace(candidate, trials=candidate.trials[:2]) for candidate in study.candidates]
     assert study.problems() == []
-    assert "2 of the declared 3 trials" in " ".join(cautions(study.candidates, study.folder, study.file))
+    assert "2 of the declared 3 trials" in " ".join(study.cautions())
 
 
 def test_a_search_that_was_extended_for_all_is_no_problem(study):
     for index, name in enumerate(RATES):
         study.list_trial(index, study.add(name, "03", 0, 0.0033, 1.5))
     assert study.problems() == []
-    assert "extended from 3 to 4 trials" in " ".join(cautions(study.candidates, study.folder, study.file))
+    assert "extended from 3 to 4 trials" in " ".join(study.cautions())
 
 
 def test_a_candidate_of_which_no_trial_finished_has_no_verdict_and_is_no_problem(study):
@@ -164,7 +168,7 @@ def test_a_candidate_of_which_no_trial_finished_has_no_verdict_and_is_no_problem
     trials = [replace(run, status="diverged", metric=None) for run in study.candidates[1].trials]
     study.candidates[1] = replace(study.candidates[1], trials=trials, selected=None, verdict=[])
     assert study.problems() == []
-    assert "soren: no trial has finished" in " ".join(cautions(study.candidates, study.folder, study.file))
+    assert "soren: no trial has finished" in " ".join(study.cautions())
 
 
 def test_a_verdict_on_a_seed_of_the_search_is_caught(study):
@@ -261,7 +265,7 @@ def test_differences_of_the_schedule_that_a_study_declares_are_cautions(study):
         folder.recipe.write_text(folder.recipe.read_text().replace("  seed:", "  max_grad_norm: 1.0\n  seed:"))
         study.change(place, recipe=recipe_hash(recipe.load_resolved(folder.recipe)))
     assert study.problems() == []
-    found = cautions(study.candidates, study.folder, study.file)
+    found = study.cautions()
     assert any("soren: is trained with its own trainer.max_grad_norm" in caution for caution in found)
 
 
@@ -275,7 +279,7 @@ def test_a_diverged_trial_is_no_problem_but_a_caution(study):
     study.candidates[1] = replace(candidate, trials=trials, at_edge={"optimizer.lr": "high"})
     assert study.problems() == []
     overlaps = {"zoo_mc": {"questions": 40, "overlapping": 3, "examples_read": 960}}
-    found = cautions(study.candidates, study.folder, study.file, overlaps)
+    found = study.cautions(overlaps)
     for words in (
         "soren: 1 of 3 trials diverged",
         "unequal numbers of finished trials (adamw 3, soren 2)",

@@ -121,6 +121,24 @@ def test_a_study_killed_three_times_with_two_jobs_has_the_bits_of_one_job(one_by
     assert len(weights_of(folder)) >= 9
 
 
+@pytest.mark.process
+def test_two_commands_at_once_of_which_one_is_killed_have_the_bits_of_one(one_by_one, tmp_path):
+    """Each command takes runs that the other has not, and continues those of the killed one."""
+    (tmp_path / "short.yaml").write_text(SHORT)
+    folder, errors = tmp_path / "study", tmp_path / "errors"
+    arguments = ["compare", tmp_path / "short.yaml", "--set", f"output_dir={folder}", "--jobs", "1"]
+    with errors.open("a") as stream:
+        killed, other = (command.start(*arguments, stdout=stream, stderr=stream) for _ in range(2))
+        _wait_for(lambda: len(list(folder.rglob("checkpoint-*/soren_align.json"))) > 2, killed)
+        killed.kill()
+        assert killed.wait(60) == -signal.SIGKILL, errors.read_text()
+        assert other.wait(240) == 0, errors.read_text()
+    assert result_of(folder) == result_of(one_by_one[0])
+    assert weights_of(folder) == weights_of(one_by_one[0])
+    studies = [line for line in (folder / "optuna.journal").read_text().splitlines() if "study_name" in line]
+    assert len(studies) == 2  # of each candidate one
+
+
 def _wait_for(condition, process, seconds=240):
     end = time.monotonic() + seconds
     while not condition() and process.poll() is None and time.monotonic() < end:

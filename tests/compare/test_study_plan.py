@@ -98,6 +98,13 @@ def test_detectable_effects_are_those_of_the_power_analysis():
     assert more["detectable"]["held_out"]["to_base"] < section["held_out"]["to_base"]
 
 
+def test_all_pairs_are_a_larger_family_and_need_larger_effects():
+    one, pairs = planned()["detectable"], planned("verdict.reference=all")["detectable"]
+    assert (one["comparisons"], pairs["comparisons"]) == (7 * 5, 10 * 5)
+    assert pairs["held_out"]["to_reference"] > one["held_out"]["to_reference"]
+    assert "to each other" in printed(planned("verdict.reference=all"))
+
+
 def test_an_unknown_assumption_is_refused():
     with pytest.raises(UserError, match=r"verdict.assume.seed_std: unknown key; did you mean 'seed_sd'"):
         planned("verdict.assume={seed_std: 1.0}")

@@ -181,6 +181,16 @@ def test_the_verdict_comes_first_and_is_one_sentence_a_comparison(report):
     assert f"this study could have seen {d.detectable:.4f} with 80% power" in muon.text
 
 
+def test_of_all_pairs_each_candidate_is_a_reference_of_those_after_it():
+    pair = difference("soren", "muon", "held-out", 0.02, 0.01)
+    study = make_study()
+    study = replace(study, differences=[*study.differences, pair])
+    assert [line.partition(", ")[2].split()[0] for line in headline(study)] == ["soren", "soren", "adamw,"]
+    assert headline(study)[1] == "On held-out loss, soren is better than muon."
+    assert comparisons(study, "muon")[0].lead == "soren is better than muon on held-out loss"
+    assert "- soren is better than muon on held-out loss: +0.0200" in screen(study)
+
+
 def test_a_worse_candidate_is_called_worse_and_a_loss_of_retention_shown():
     worse = difference("muon", "base", "zoo_mc", -5.0, 1.0, margin=2.0, retained=False)
     item = comparisons(make_study(differences=[worse]), "base")[0]

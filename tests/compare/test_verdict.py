@@ -234,6 +234,26 @@ def test_the_correction_counts_all_answers_and_tests_of_retention():
     assert all(d.p <= d.p_holm for d in found)
 
 
+def test_all_pairs_are_compared_once_each_in_one_larger_family():
+    candidates, points, base = drawn()
+    found = verdict(Rules(reference="all", average=True, margins={"zoo_mc": 2.0}), candidates, points, base)
+    held_out = [(d.candidate, d.reference) for d in found if d.measure == "held-out" and d.reference != "base"]
+    assert [set(pair) for pair in held_out] == [set(pair) for pair in itertools.combinations(EQUAL.names, 2)]
+    assert len(found) == 10 * 5
+    assert num_comparisons(4, 5, 1, all_pairs=True) == 10 * 5 + 4
+    of_one = {(d.candidate, d.reference, d.measure): d for d in verdict(RULES, candidates, points, base)}
+    for d in found:
+        if one := of_one.get((d.candidate, d.reference, d.measure)):
+            assert (d.value, d.low, d.high, d.p) == (one.value, one.low, one.high, one.p)
+            assert d.p_holm >= one.p_holm
+            assert d.detectable > one.detectable
+
+
+def test_of_all_pairs_any_is_said_to_differ_in_at_most_five_percent_of_studies_of_equals():
+    verdicts = studies(ONE_COLUMN, 200, Rules(reference="all"))
+    assert share_with_false_answers(ONE_COLUMN, verdicts) <= 0.05
+
+
 def test_no_spread_at_all_is_no_evidence():
     candidates, _, _ = drawn()
     same = [replace(c, verdict=[replace(run, metric=0.5 + k) for run in c.verdict]) for k, c in enumerate(candidates)]
@@ -270,8 +290,11 @@ if __name__ == "__main__":
     for spreads in ((2, 1, 1, 1), (3, 1, 1, 1), (1, 1, 1, 3)):
         report(f"spreads over seeds of {spreads}", replace(EQUAL, spreads=spreads), 2000)
     report("five seeds", replace(EQUAL, seeds=5), 1000)
-    for seed_sd in (0.01, 0.05):
-        report(f"leaderboard, {seed_sd}", replace(LARGE, seed_sd=seed_sd), 500)
+    for seed_sd, correlation in itertools.product((0.01, 0.02, 0.05), (0.1, 0.3)):
+        world = replace(LARGE, seed_sd=seed_sd, cluster_correlation=correlation)
+        report(f"leaderboard, {seed_sd} over seeds, correlation {correlation}", world, 500)
+        report("the same, all much better than the start", replace(world, skill=0.8, start=-0.8), 500)
     report_power("quickstart", EQUAL, "zoo_mc", 1000)
     report_power("quickstart", LOSS_ONLY, "held-out", 2000)
-    report_power("leaderboard", LARGE, "mmlu", 200)
+    for seed_sd, column in itertools.product((0.02, 0.05), ("mmlu", "arc_challenge")):
+        report_power("leaderboard", replace(LARGE, seed_sd=seed_sd), column, 500)

@@ -10,6 +10,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from soren_align.card import card
 from soren_align.errors import UserError
 from soren_align.trainers.pretraining import perplexity
+from tests.support.tiny_run import TinyRun
+from tests.support.trainer_parity import furthest, weights
+
+from .test_resume import stop_after
 
 pytestmark = pytest.mark.model
 HELD_OUT = ("data.train.limit=300", "data.eval={fraction: 0.04}", "trainer.per_device_eval_batch_size=4")
@@ -31,8 +35,6 @@ def mean_token_loss(run, texts, max_length):
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory):
     """A run whose last evaluation during training is two steps before its end; it is only read."""
-    from tests.support.tiny_run import TinyRun
-
     folder = tmp_path_factory.mktemp("pretrained")
     evaluated = (*HELD_OUT, "trainer.eval_strategy=steps", "trainer.eval_steps=4", "trainer.max_length=24")
     run = TinyRun(folder / "run", "pretrain", *evaluated)
@@ -68,6 +70,18 @@ def test_the_first_examples_with_so_many_tokens_are_evaluated(tiny_run, number):
     expected = next((n for n in range(1, len(lengths)) if sum(lengths[:n]) >= number), len(lengths))
     assert setup.tokens["eval"]["input_ids"] == whole["input_ids"][:expected]
     assert (number == 10**6) == (expected == len(lengths))
+
+
+def test_a_killed_run_is_resumed_bit_for_bit(tiny_run, monkeypatch):
+    packed = (*HELD_OUT, "trainer.packing=true", "trainer.packing_strategy=wrapped", "trainer.max_length=32")
+    whole = tiny_run("pretrain", *packed, name="whole")
+    whole.train()
+    stop_after(lambda: tiny_run("pretrain", *packed), 5, monkeypatch)
+    resumed = tiny_run("pretrain", *packed)
+    resumed.train()
+    assert resumed.folder.read()["resumed_from_steps"] == [4]
+    assert furthest(weights(whole.folder.path), weights(resumed.folder.path)) == 0
+    assert whole.folder.read()["training"]["validation"] == resumed.folder.read()["training"]["validation"]
 
 
 def test_conversations_are_refused(tiny_run):
