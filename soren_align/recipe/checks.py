@@ -13,6 +13,7 @@ from ..files import local_path
 from ..optimizer_settings import Precision, map_precisions
 from ..yaml_reader import Key
 from .data_paths import data_problems
+from .first_lines import first_line_problems
 from .lora import freeze_problem, is_adapter, is_all_factors, lora_problems
 from .optimizers import MAPS, OPTIMIZERS
 from .parallel import parallel
@@ -101,6 +102,8 @@ def _data(raw: Raw) -> Iterator[tuple[Key, str]]:
             missing = (
                 data_problems(path, not is_trained or split.get("train_on_test") is True) if is_local(path) else []
             )
+            if is_local(path) and not missing:
+                missing = first_line_problems(path, split)
             yield from (((*at, "path"), message) for message in missing)
             problems = split_problems(path, split, is_trained)
             yield from (((*at, "split"), message) for message in problems)
@@ -224,7 +227,7 @@ def evaluation_problems(settings: dict[str, Any]) -> list[tuple[str, str]]:
         for name in [names] if isinstance(names, str) else names:
             if name not in known and not shipped.resolve(name).exists():
                 hint = did_you_mean(name, known, f"shipped are: {', '.join(known)}")
-                problems.append((key, f"no {kind} named {name!r}, nor such a file{hint}"))
+                problems.append((key, f"no {kind} named {name!r}, nor a file {shipped.resolve(name).absolute()}{hint}"))
     if settings.get("backend") == "vllm" and importlib.util.find_spec("vllm") is None:
         problems.append(("backend", "vLLM is not installed: pip install 'soren-align[vllm]', or write hf"))
     if (root := settings.get("data_root")) and not local_path(root).is_dir():

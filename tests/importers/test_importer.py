@@ -362,7 +362,9 @@ def test_an_inline_template_is_written_beside_the_recipe(tmp_path, monkeypatch, 
 
 
 def test_a_template_of_a_recipe_that_would_not_load_is_not_left(tmp_path):
-    (tmp_path / "sft.yaml").write_text(f"model_name_or_path: ./no\ndataset_name: a/c\nchat_template: {TEMPLATE!r}\n")
+    (tmp_path / "sft.yaml").write_text(
+        f"model_name_or_path: ./no\ndataset_name: a/c\nchat_template: {TEMPLATE!r}\nlearning_rate: fast\n"
+    )
     with pytest.raises(UserError, match="nothing was written"):
         import_file(tmp_path / "sft.yaml", template_file=tmp_path / "mine.jinja")
     assert not (tmp_path / "mine.jinja").exists()
