@@ -163,7 +163,7 @@ def _evaluation(recipe: Recipe, questions: dict[str, Any]) -> dict[str, Any] | N
 def _checked_evaluation(
     recipe: Recipe, inputs: Inputs, on_compared: Callable[[int], object] | None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return (num_questions and contamination, the findings of the check that training starts with, but of the models)."""
+    """Return (`num_questions` and `contamination`, findings of the check before training, except of the models)."""
     result: dict[str, Any] = {"num_questions": None, "contamination": None}
     if recipe.eval is None or inputs.ready is None:
         return result, []
