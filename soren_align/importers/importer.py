@@ -61,7 +61,7 @@ def import_file(path: Path, task: Task | None = None, template_file: Path | None
 def _missing_text(problems: list[str]) -> str:
     """The problems of paths, under a heading; "" if there are none."""
     lines = [line for problem in problems for line in _wrapped(problem, 2)]
-    return "\n".join(["not on this machine, or not readable here:", *lines]) if lines else ""
+    return "\n".join(["not on this machine:", *lines]) if lines else ""
 
 
 def to_text(conversion: Conversion, name: str) -> str:

@@ -28,11 +28,11 @@ Problems = list[tuple[Key, str]]
 class Raw:
     """A recipe's raw data. Values of the wrong type read as missing: the schema reports them.
 
-    problems: collects texts that were read as paths and cannot be paths.
+    problems: collects texts that were read as paths and cannot be paths. reads_data: see `problems_beyond_schema`.
     """
 
-    def __init__(self, data: dict[str, Any]):
-        self.data = data
+    def __init__(self, data: dict[str, Any], reads_data: bool = True):
+        self.data, self.reads_data = data, reads_data
         self.problems: Problems = []
 
     def get(self, *keys: str) -> Any:
@@ -67,9 +67,12 @@ class Raw:
         return value if isinstance(value, dict) else {}
 
 
-def problems_beyond_schema(data: dict[str, Any]) -> Problems:
-    """(key, message) of each missing file and each conflict between keys."""
-    raw = Raw(data)
+def problems_beyond_schema(data: dict[str, Any], *, reads_data: bool = True) -> Problems:
+    """(key, message) of each missing file and each conflict between keys.
+
+    reads_data: whether the first lines of local data files are checked.
+    """
+    raw = Raw(data, reads_data)
     checks = (_model, _template, _data, _optimizer, _precision, _trainer, _run, _evaluation)
     return [problem for check in checks for problem in check(raw)] + list(dict(raw.problems).items())
 
@@ -102,7 +105,7 @@ def _data(raw: Raw) -> Iterator[tuple[Key, str]]:
             missing = (
                 data_problems(path, not is_trained or split.get("train_on_test") is True) if is_local(path) else []
             )
-            if is_local(path) and not missing:
+            if raw.reads_data and is_local(path) and not missing:
                 missing = first_line_problems(path, split)
             yield from (((*at, "path"), message) for message in missing)
             problems = split_problems(path, split, is_trained)

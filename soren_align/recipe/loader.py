@@ -21,8 +21,8 @@ from .messages import messages
 from .quantization import inherit_quantization
 from .sections import Recipe, resolve
 
-PATHS = ("name_or_path", "chat_template", "path", "suite", "data_root", "prompts")
-"""Keys whose values may be files or folders of another machine."""
+MISSING = ("no file ", "no folder ", "no suite ", "there is no ")
+"""The first words of problems of files and folders that another machine may have."""
 
 
 def _ignore(_: str) -> None:
@@ -72,7 +72,7 @@ def task_of(path: Path) -> str | None:
 def load_text(text: str, name: str = "recipe", on_missing: Notify | None = None) -> Recipe:
     """The checked recipe of YAML text, e.g. of a recipe resolved in another process.
 
-    on_missing: receives each problem of a path, which another machine may not have; None: they are errors.
+    on_missing: receives the problem of each missing file or folder, and no data are read; None: they are errors.
     """
     raw, lines = parse(text, name)
     return _checked(raw, lines, [], None, on_missing)
@@ -152,8 +152,8 @@ def _checked(
         trainer = raw.get("trainer")
         if isinstance(trainer, dict):
             more += [(("trainer", key), message) for key, message in trl_config.problems(kind, trainer).items()]
-    for key, message in problems_beyond_schema(raw):
-        if on_missing and key[-1] in PATHS:
+    for key, message in problems_beyond_schema(raw, reads_data=on_missing is None):
+        if on_missing and message.startswith(MISSING):
             on_missing(f"{dotted(key)}: {message}")
         else:
             more.append((key, message))
