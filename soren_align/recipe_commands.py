@@ -30,9 +30,9 @@ def new(
 ) -> None:
     """Write the files to start with for your own data and questions.
 
-    from .recipe import SCHEMA_FILE, schema_text, with_modeline, write_schema
+    Two recipes (SFT, then DPO), examples of both, and a suite with two kinds of questions. They run as they are.
     """
-    from .recipe import SCHEMA_FILE, with_modeline, write_schema
+    from .recipe import SCHEMA_FILE, schema_text, with_modeline, write_schema
 
     target = _new_folder(folder)
     files = _copy_folder(shipped.ROOT / "configs/new", target)
