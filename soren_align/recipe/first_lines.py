@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from ..errors import did_you_mean
-from .data_paths import data_files
+from .data_paths import STDLIB, data_files
 from .data_section import Column
 
 NUM_LINES, NUM_FILES = 50, 3
@@ -18,6 +18,8 @@ MAX_LINE = 1 << 20
 
 def first_line_problems(path: str, split: dict[str, Any]) -> list[str]:
     """The problems of the first lines of the .jsonl files at `path`, which exist. split: the raw section."""
+    if path == STDLIB:
+        return []
     limit = split.get("limit")
     num_lines = min(limit, NUM_LINES) if isinstance(limit, int) else NUM_LINES
     files = [(name, file) for name, file in data_files(path).items() if file.suffix == ".jsonl"]
