@@ -87,9 +87,20 @@ map is from the exact sigmoid. See [runs.md](runs.md), Spectra.
     "push": "Nothing is ever uploaded without this command.\n",
     "import": """\
 Every key of the file is reported as kept, renamed, dropped (with the reason) or unknown; keys whose loss changes the
-training come first.
+training come first. The recipe is written even if its model and data are not on this machine.
 
     soren-align import zephyr-7b-sft.yaml my.yaml
+""",
+    "new": """\
+The folder for your own data: its recipes run as they are, on a tiny random model, and are then edited. See
+[own-data.md](own-data.md).
+
+    soren-align new mine
+""",
+    "suites copy": """\
+For a suite of your own, with other questions: see [evaluation.md](evaluation.md).
+
+    soren-align suites copy quickstart mine
 """,
     "schema": "For completion and checks in an editor; see [recipe.md](recipe.md).\n",
     "docs": """\

@@ -1,24 +1,47 @@
-"""The commands on recipe files: recipes, recipes copy, import, schema."""
+"""The commands that write files to start with: new, recipes, recipes copy, suites, suites copy, import, schema."""
 
 import os
 import sys
+import textwrap
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from . import shipped
-from .errors import UserError, printable
+from .errors import UserError, did_you_mean, printable
 from .shipped import MODELINE
 
 recipes_app = typer.Typer(help="List or copy the shipped recipes.", invoke_without_command=True, rich_markup_mode=None)
+suites_app = typer.Typer(help="List or copy the shipped suites.", invoke_without_command=True, rich_markup_mode=None)
 
 
 def add_to(app: typer.Typer) -> None:
     """Add these commands to the command line."""
+    app.command()(new)
     app.add_typer(recipes_app, name="recipes")
+    app.add_typer(suites_app, name="suites")
     app.command("import")(import_)
     app.command()(schema)
+
+
+def new(
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A new folder, or an empty one.")],
+) -> None:
+    """Write the files to start with for your own data and questions.
+
+    Two recipes (SFT, then DPO), examples of both, and a suite with two kinds of questions. They run as they are.
+    """
+    from .recipe import SCHEMA_FILE, schema_text, with_modeline, write_schema
+
+    target = _new_folder(folder)
+    files = _copy_folder(shipped.ROOT / "configs/new", target)
+    for file in target.glob("*.yaml"):
+        file.write_text(with_modeline(file.read_text(encoding="utf-8")), encoding="utf-8")
+    write_schema(target / SCHEMA_FILE, schema_text())
+    for file in files:
+        typer.echo(printable(str(file)))
+    typer.echo(printable(f"edit them, and in {target} run soren-align plan sft.yaml; soren-align docs own-data"))
 
 
 @recipes_app.callback()
@@ -69,6 +92,42 @@ def copy(
     write_schema(target.parent / file_name, text)
     next_command = "compare" if name in studies else task_of(source)
     typer.echo(printable(f"{target}: edit it, then run soren-align {next_command} {target}"))
+
+
+@suites_app.callback()
+def suites(context: typer.Context) -> None:
+    """List the shipped suites."""
+    if context.invoked_subcommand is None:
+        from .evaluate.suites import load_suite
+
+        for name, path in shipped.suites().items():
+            suite = load_suite(path)
+            columns = ", ".join(task.column for task in suite.tasks)
+            typer.echo(f"{name:24} " + textwrap.shorten(f"{suite.title}: {columns}", 55, placeholder=" ..."))
+
+
+@suites_app.command("copy")
+def copy_suite(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="A shipped suite, e.g. quickstart.",
+            autocompletion=lambda incomplete: [name for name in shipped.suites() if name.startswith(incomplete)],
+        ),
+    ],
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A new folder, or an empty one.")],
+) -> None:
+    """Copy a shipped suite with its task files to edit it; the copy works in any folder."""
+    known = shipped.suites()
+    if (source := known.get(name)) is None:
+        hint = did_you_mean(name, known, f"write one of {', '.join(known)}")
+        raise UserError(f"{name}: no shipped suite{hint}")
+    if folder in known:
+        raise UserError(f"{folder}: is the name of a shipped suite; name another folder")
+    target = _new_folder(folder)
+    _copy_folder(source.parent, target)
+    typer.echo(printable(f"{target / 'suite.yaml'}: edit it, then run soren-align eval RUN --suite {target}"))
 
 
 def import_(
@@ -146,11 +205,35 @@ def _new_file(dest: str, name: str) -> Path:
     target = target / name if target.is_dir() else target
     if target.exists() or target.is_symlink():
         raise UserError(f"{target}: exists already; name another file")
-    if not target.parent.is_dir():
-        raise UserError(f"{target.parent}: no such folder")
-    if not os.access(target.parent, os.W_OK | os.X_OK):
-        raise UserError(f"{target.parent}: no permission to write there; name another folder")
+    _refuse_unwritable(target.parent)
     return target
+
+
+def _new_folder(dest: str) -> Path:
+    """Return the folder `dest`, which is new or empty. Raises UserError if it cannot be written."""
+    from .files import local_path
+
+    target = local_path(dest)
+    if (target.exists() or target.is_symlink()) and not (target.is_dir() and not any(target.iterdir())):
+        raise UserError(f"{target}: exists already; name a new folder, or an empty one")
+    _refuse_unwritable(target if target.is_dir() else target.parent)
+    return target
+
+
+def _refuse_unwritable(folder: Path) -> None:
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(f"{folder}: no permission to write there; name another folder")
+
+
+def _copy_folder(source: Path, target: Path) -> list[Path]:
+    """Copy all files of a shipped folder, without their permissions, which may be read-only. Returns the copies."""
+    copies = {file: target / file.relative_to(source) for file in sorted(source.rglob("*")) if file.is_file()}
+    for file, copied in copies.items():
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        copied.write_bytes(file.read_bytes())
+    return list(copies.values())
 
 
 def _first_comment(path: Path) -> str:

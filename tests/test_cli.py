@@ -212,7 +212,7 @@ def test_the_shell_completes_commands_options_and_shipped_names(run, monkeypatch
         (["eval", "owner/model", "--suite", "quickstart"], "--output: is required"),
         (
             ["eval", "owner/model", "--suite", "quikstart", "--output", "o"],
-            "--suite: no suite named 'quikstart', nor such",
+            "--suite: no suite named 'quikstart', nor a file ",
         ),
         (
             ["eval", "owner/model", "--suite", "quickstart", "--output", "o", "--published", "paper/sfx"],

@@ -76,7 +76,13 @@ def recognize(example: Example, task: Task, place: str, names: Names = Names()) 
         other: Task = "dpo" if task == "sft" else "sft"
         hint = f"; these columns are for {other}: `soren-align {other}`" if _layout(known, other) else ""
         hint = hint or _example_of_names(known, task)
-        raise UserError(f"{place}: found the columns {', '.join(known)}; {task} needs {_REQUIRED[task]}{hint}")
+        columns_text = f"found the columns {', '.join(known)}"
+        if names.columns:
+            unread = ", ".join(column for column in example if column not in names.columns.values())
+            columns_text = (
+                f"`columns` names {', '.join(known)}, and no others are then read{f' ({unread})' * bool(unread)}"
+            )
+        raise UserError(f"{place}: {columns_text}; {task} needs {_REQUIRED[task]}{hint}")
     name, additional = _NATIVE[task]
     if layout.inputs == layout.outputs == COLUMNS[task] and additional <= known.keys():
         layout = layout._replace(description=f"{layout.description} (like {name})")

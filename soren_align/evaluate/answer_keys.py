@@ -1,4 +1,7 @@
-"""The answer keys of multiple-choice questions: lm-eval counts a question whose key is no choice as answered wrong."""
+"""The choices of multiple-choice questions, and the keys of the right ones.
+
+lm-eval counts a question whose key is no choice as answered wrong, and of equally likely choices the first as answered.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +22,28 @@ def refuse_wrong_keys(task: Any, file: Any) -> None:
             f"{file}: {task.task_name}, question {number}{more}: doc_to_target gives {key!r:.60}, none of its"
             f" {num_choices} choices; the key is the number of the right choice, from 0, or its text"
         )
+
+
+def equal_choices(task: Any, tokenizer: Any, limit: int | None = None) -> str:
+    """Return a sentence about questions with two choices of the same tokens; "" if there are none.
+
+    They are equally likely for any model with this tokenizer, as when both are unknown words. task: lm-eval's.
+    """
+    if task.OUTPUT_TYPE != "multiple_choice" or task.multiple_input:
+        return ""
+    with silence(), rendering():
+        questions = [list(map(str, task.doc_to_choice(question))) for question in list(task.eval_docs)[:limit]]
+    tokens = iter(tokenizer([text for choices in questions for text in choices], add_special_tokens=False)["input_ids"])
+    equal = []
+    for number, choices in enumerate(questions, 1):
+        if len({tuple(next(tokens)) for _ in choices}) < len(choices):
+            equal.append(f"question {number}: {', '.join(choices):.100}")
+    if not equal:
+        return ""
+    return (
+        f"{len(equal):,} of {len(questions):,} questions have choices that are the same tokens to this tokenizer, of "
+        f"which the first counts as answered ({equal[0]})"
+    )
 
 
 def _wrong_keys(task: Any) -> Iterator[tuple[int, Any, int]]:

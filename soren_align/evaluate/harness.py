@@ -88,7 +88,8 @@ class ModelResults:
         self.prompt_hashes[task.column] = [(q["doc_hash"], q["prompt_hash"]) for q in questions]
         if task.cluster:
             self.clusters[task.column] = [cluster_of(question, task.cluster) for question in questions]
-        self.settings["task_versions"][task.column] = output["versions"][task.task]
+        if (version := output["versions"][task.task]) != "Yaml":  # lm-eval's word for a file without metadata.version
+            self.settings["task_versions"][task.column] = version
         self.settings["num_fewshot"][task.column] = output["n-shot"][subtasks(loaded)[0].task_name]
 
 

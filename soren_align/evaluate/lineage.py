@@ -64,6 +64,18 @@ def starting_rows(start: str, on_omitted: OnOmitted = ignore) -> list[Row]:
     return lineage(start, on_omitted) if is_local(start) and run_of(local_path(start)) is not None else []
 
 
+def parents(models: Sequence[str | Path]) -> dict[int, int]:
+    """Return, for the index of each model that a run trained, that of the model it started from, if that is there."""
+    folders = [local_path(model).resolve() for model in models]
+    indices = {}
+    for i, folder in enumerate(folders):
+        if (run := run_of(folder)) is not None:
+            start, problem = _start(run, RunFolder(run).record("start")["start"])
+            if not problem and start.resolve() in folders:
+                indices[i] = folders.index(start.resolve())
+    return indices
+
+
 def _lineage(path: str | Path, on_omitted: OnOmitted) -> list[Row]:
     """Return the rows of `lineage`, of which several may have one name."""
     local = local_path(path)

@@ -62,12 +62,18 @@ class _Difference(_OtherDifference):
     also: dict[str, _OtherDifference] = {}
 
 
+class _Start(_Section):
+    name: str
+    differences: dict[str, _Difference]
+
+
 class _Row(_Section):
     name: Annotated[str, AfterValidator(component)]
     model: str | None
     scores: Annotated[dict[str, _Score], Field(min_length=1)]
     differences: dict[str, _Difference] | None = None
     unpaired: dict[str, str] = {}
+    start: _Start | None = None
     chat_template_of: str | None = None
     truncated: dict[str, int] = {}
 

@@ -33,26 +33,35 @@ def compare(rows: list[tuple[str, ModelResults]], average: bool) -> list[dict[st
     Raises UserError if two rows were evaluated with another dtype, batch size or software.
     """
     first_name, first = rows[0]
-    differences: list[dict[str, dict[str, Any]]] = []
     for name, later in rows[1:]:
         refuse_unlike((first_name, first), (name, later))
-        reasons = unpaired(first, later)
-        points = {
-            c: Paired(np.subtract(later.points[c], first.points[c]), _clusters(first, c))
-            for c in first.points
-            if c not in reasons
-        }
-        row: dict[str, dict[str, Any]] = {column: _difference([each]) for column, each in points.items()}
-        for column, difference in row.items():
-            if also := _also(first, later, column):
-                difference["also"] = also
-        if average and not reasons:
-            row["average"] = _resampled(list(points.values()))
-        differences.append(row)
+    return [None, *compare_pairs([(first, later) for _, later in rows[1:]], average)]
+
+
+def compare_pairs(pairs: list[tuple[ModelResults, ModelResults]], average: bool) -> list[dict[str, dict[str, Any]]]:
+    """Return for each pair the differences of the second to the first; "p_holm" is for all pairs. See `compare`."""
+    differences = [_differences(first, later, average) for first, later in pairs]
     columns = [difference for row in differences for difference in row.values()]
     _correct(columns)
     _correct([other for difference in columns for other in difference.get("also", {}).values()])
-    return [None, *differences]
+    return differences
+
+
+def _differences(first: ModelResults, later: ModelResults, average: bool) -> dict[str, dict[str, Any]]:
+    """Return the differences of a row, before any correction."""
+    reasons = unpaired(first, later)
+    points = {
+        c: Paired(np.subtract(later.points[c], first.points[c]), _clusters(first, c))
+        for c in first.points
+        if c not in reasons
+    }
+    row = {column: _difference([each]) for column, each in points.items()}
+    for column, difference in row.items():
+        if also := _also(first, later, column):
+            difference["also"] = also
+    if average and not reasons:
+        row["average"] = _resampled(list(points.values()))
+    return row
 
 
 def difference_on(first: ModelResults, later: ModelResults, column: str, questions: np.ndarray) -> dict[str, Any]:

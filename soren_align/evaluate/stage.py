@@ -21,12 +21,13 @@ from .backends import require_backend
 from .clean_scores import contamination_section
 from .contamination import Overlaps
 from .harness import ModelResults, Options, evaluate_model
+from .lineage import parents
 from .preflight import Row, check, planned_rows, saved_row, with_base_template
 from .progress_display import ProgressDisplay
 from .published import load_published
 from .result_files import write_results
 from .results import FORMAT, refuse_foreign, summary
-from .significance import compare, refuse_unlike, unpaired
+from .significance import compare, compare_pairs, refuse_unlike, unpaired
 from .suites import Suite, suite_of
 from .tasks import Tasks, load_tasks, num_questions
 from .workers import OutOfMemory
@@ -268,6 +269,11 @@ def _result_rows(rows: Sequence[Row], evaluated: list[tuple[str, ModelResults]],
         if reasons := unpaired(evaluated[0][1], results):
             average = {"average": "not all columns are compared"} if suite.average else {}
             entry["unpaired"] = reasons | average
+    # Of a chain base, SFT, DPO: DPO with SFT. Each row is compared with the first one already.
+    trained = {child: parent for child, parent in parents([row.model for row in rows]).items() if parent > 0}
+    pairs = [(evaluated[parent][1], evaluated[child][1]) for child, parent in trained.items()]
+    for (child, parent), differences in zip(trained.items(), compare_pairs(pairs, suite.average), strict=True):
+        entries[child]["start"] = {"name": rows[parent].name, "differences": differences}
     return entries
 
 

@@ -139,6 +139,7 @@ def _legend(results: dict[str, Any]) -> list[str]:
         )
     for row in later:
         lines += _not_compared(row, first["name"])
+        lines += _compared_with_start(row)
     intervals = [
         f"{row['name']} {column} [{score['low']:.1f}, {score['high']:.1f}]"
         for row in results["rows"]
@@ -163,6 +164,15 @@ def _not_compared(row: dict[str, Any], first: str) -> list[str]:
         which = "" if len(columns) == len(row["scores"]) else f", {', '.join(columns)}"
         lines.append(f"not compared with {first}: {row['name']}{which} ({reason})")
     return lines
+
+
+def _compared_with_start(row: dict[str, Any]) -> list[str]:
+    """Return a line with the differences to the model that a row was trained from, where it is not the first row."""
+    differences = (row.get("start") or {}).get("differences")
+    if not differences:
+        return []
+    texts = [f"{column} {', '.join(_difference(each))}" for column, each in differences.items()]
+    return [f"{row['name']} minus {row['start']['name']}, its start (p corrected for these alone): {'; '.join(texts)}"]
 
 
 def _details(results: dict[str, Any]) -> list[str]:

@@ -32,8 +32,9 @@ def import_file(path: Path, task: Task | None = None, template_file: Path | None
     """The recipe as YAML, which `load` accepts, and the table of the outcome of each key.
 
     task: sft or dpo, instead of the file's own. template_file: where an inline chat template is written, if there is
-    one; None: it is left out. Raises UserError, with every mistake, for a file that is not YAML, is for another task,
-    or gives an invalid recipe; then nothing is written.
+    one; None: it is left out. Models, data and suites that are not here are listed under the table. Raises UserError,
+    with every mistake, for a file that is not YAML, is for another task, or gives an invalid recipe; then nothing is
+    written.
     """
     source, _ = parse(read_text(path), path.name)
     try:
@@ -45,15 +46,22 @@ def import_file(path: Path, task: Task | None = None, template_file: Path | None
     if template_file is not None and conversion.template is not None:
         with template_file.open("x", encoding="utf-8") as stream:
             stream.write(conversion.template)
+    missing: list[str] = []
     try:
-        load_text(text, f"{path.name} as a recipe")
+        load_text(text, f"{path.name} as a recipe", missing.append)
     except UserError as error:
         if template_file is not None and conversion.template is not None:
             template_file.unlink()
         raise UserError(
-            *error.problems, f"{path.name}: fix it there, then import it again; nothing was written"
+            *error.problems, *missing, f"{path.name}: fix it there, then import it again; nothing was written"
         ) from None
-    return text, to_table(conversion, path.name)
+    return text, "\n\n".join(filter(None, (to_table(conversion, path.name), _missing_text(missing))))
+
+
+def _missing_text(problems: list[str]) -> str:
+    """The problems of paths, under a heading; "" if there are none."""
+    lines = [line for problem in problems for line in _wrapped(problem, 2)]
+    return "\n".join(["not on this machine:", *lines]) if lines else ""
 
 
 def to_text(conversion: Conversion, name: str) -> str:

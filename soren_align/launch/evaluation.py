@@ -44,6 +44,9 @@ def evaluate(
             first.lock(shared=True)  # results are written into it
         run = first.read()  # again, now that it is locked
         recipe = load_resolved(first.recipe) if run and first.recipe.is_file() else None
+        if recipe and recipe.eval:
+            suite = _where_the_run_began(recipe.eval.suite, first, recipe)
+            recipe = recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"suite": suite})})
         settings = evaluation_settings(recipe, options)
         check_suite(settings)
         if output is None and (recipe is None or len(models) > 1):
@@ -56,6 +59,19 @@ def evaluate(
     finally:
         if not was_locked:
             first.release()
+
+
+def _where_the_run_began(path: str, run: RunFolder, recipe: Recipe) -> str:
+    """Return a path of a run's recipe, which is relative to the folder that run.output_dir is relative to.
+
+    If it names something here, or nothing there, it is returned as it is.
+    """
+    output, folder = local_path(recipe.run.output_dir), run.path.resolve()
+    depth = len(output.parts)
+    if path in shipped.suites() or shipped.resolve(path).exists() or folder.parts[-depth:] != output.parts:
+        return path
+    there = Path(*folder.parts[:-depth], path)
+    return str(there) if there.exists() else path
 
 
 def refuse_missing(model: str) -> None:

@@ -212,7 +212,8 @@ def _print_compute(plan: dict[str, Any], console: Console) -> None:
     text = "none: the recipe has no eval section"
     if evaluation:
         requests = evaluation["num_requests_per_model"]
-        number = "all questions"
+        loaded = evaluation["num_questions"]
+        number = f"{loaded:,} question{'s' * (loaded != 1)}" if loaded else "all questions"
         if requests:
             number = f"{requests:,} requests, one per choice of a multiple-choice question"
         if evaluation["limit"]:

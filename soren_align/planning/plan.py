@@ -16,7 +16,7 @@ from ..errors import UserError
 from ..evaluate.suites import suite_of
 from ..files import default_cache_folder
 from ..optim import build_optimizer, route, routing_table, share_notices
-from ..recipe import Recipe
+from ..recipe import Recipe, few_steps
 from ..run_folder import RunFolder
 from ..sharding.ranks import Ranks
 from ..trainers import adapters, build
@@ -69,8 +69,8 @@ def plan_training(
     kinds = kinds_of_blocks(model)
     costs = compute(recipe, build_outline, kinds, inputs.account, steps.global_batch_size, args.max_length)
     ranks = processes(recipe, routes, count_frozen(recipe, model), num_ranks, costs)
-    contamination, evaluation_notices = _checked_evaluation(recipe, inputs, on_compared)
-    notices = [*_notices(recipe, inputs, args, costs.failure), *share_notices(recipe.optimizer.name, table)]
+    questions, evaluation_notices = _checked_evaluation(recipe, inputs, on_compared)
+    notices = _notices(recipe, inputs, args, few_steps(recipe, steps.total, num_ranks), costs.failure)
     plan = {
         "task": recipe.task,
         "model": _model(recipe, model),
@@ -83,9 +83,9 @@ def plan_training(
         **_update_sizes(recipe, inputs, routes, steps),
         "processes": ranks,
         "compute": costs.as_json(recipe, ranks, steps.total),
-        "evaluation": _evaluation(recipe, contamination),
+        "evaluation": _evaluation(recipe, questions),
         "files": _files(recipe, args),
-        "notices": notices + evaluation_notices,
+        "notices": [*notices, *share_notices(recipe.optimizer.name, table), *evaluation_notices],
     }
     return plan, inputs.account
 
@@ -145,7 +145,7 @@ def _update_sizes(recipe: Recipe, inputs: Inputs, routes: Any, steps: Schedule) 
     }
 
 
-def _evaluation(recipe: Recipe, contamination: dict[str, Any] | None) -> dict[str, Any] | None:
+def _evaluation(recipe: Recipe, questions: dict[str, Any]) -> dict[str, Any] | None:
     """Requests per model; evaluated are the trained model and its starting models, of which there is one at least."""
     if recipe.eval is None:
         return None
@@ -160,30 +160,34 @@ def _evaluation(recipe: Recipe, contamination: dict[str, Any] | None) -> dict[st
         "has_average": suite_of(recipe.eval).average,
         "num_models": 2,
         "num_requests_per_model": requests,
-        "contamination": contamination,
+        **questions,
     }
 
 
 def _checked_evaluation(
     recipe: Recipe, inputs: Inputs, on_compared: Callable[[int], object] | None
-) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return (the contamination, the findings of the check that training starts with, of all but the models)."""
+) -> tuple[dict[str, Any], list[str]]:
+    """Return (`num_questions` and `contamination`, findings of the check before training, except of the models)."""
+    result: dict[str, Any] = {"num_questions": None, "contamination": None}
     if recipe.eval is None or inputs.ready is None:
-        return None, []
+        return result, []
     from ..evaluate import stage  # imports lm-eval, which takes seconds
     from ..evaluate.question_texts import overlaps_with, question_texts
+    from ..evaluate.tasks import num_questions
 
     try:
         tasks, notices = stage.preflight_of_training(recipe.eval, recipe.model, inputs.start, inputs.ready.tokenizer)
     except UserError as error:
-        return None, [f"training would not start, because of its evaluation: {problem}" for problem in error.problems]
+        return result, [f"training would not start, because of its evaluation: {problem}" for problem in error.problems]
+    sizes = (size for task in tasks.values() for size in num_questions(task).values())
+    result["num_questions"] = sum(min(size, recipe.eval.limit or size) for size in sizes)
     if not recipe.eval.contamination:
-        return None, notices
+        return result, notices
     if recipe.data.streaming:
-        return None, [*notices, "contamination is not checked: the training examples are a stream (data.streaming)"]
-    questions = question_texts(tasks, recipe.eval.limit)
-    train = inputs.ready.splits["train"].dataset
-    return overlaps_with(train, questions, default_cache_folder(), on_compared).by_column(), notices
+        return result, [*notices, "contamination is not checked: the training examples are a stream (data.streaming)"]
+    texts = question_texts(tasks, recipe.eval.limit)
+    overlaps = overlaps_with(inputs.ready.splits["train"].dataset, texts, default_cache_folder(), on_compared)
+    return result | {"contamination": overlaps.by_column()}, notices
 
 
 def _files(recipe: Recipe, args: Any) -> list[str]:
@@ -200,8 +204,8 @@ def _files(recipe: Recipe, args: Any) -> list[str]:
     return files
 
 
-def _notices(recipe: Recipe, inputs: Inputs, args: Any, failure: str | None) -> list[str]:
-    notices = [*inputs.notices]
+def _notices(recipe: Recipe, inputs: Inputs, args: Any, few: str | None, failure: str | None) -> list[str]:
+    notices = [*inputs.notices, *([few] if few else [])]
     if recipe.trainer.get("packing") and not inputs.account:
         notices.append("trainer.packing makes fewer and longer sequences: the number of steps is an upper bound")
     elif args.max_length is None and not inputs.account:

@@ -6,7 +6,7 @@ words the errors. Nothing here imports torch.
 """
 
 from . import trackers
-from .batch import accumulation, batch_unit, global_batch, refuse_no_batch, trainer_value
+from .batch import accumulation, batch_unit, few_steps, global_batch, refuse_no_batch, trainer_value
 from .checks import evaluation_problems
 from .comparison import differences, recipe_hash, training_part
 from .data_paths import FILE_KINDS, STDLIB, data_files, data_suffix
@@ -72,6 +72,7 @@ __all__ = [
     "data_suffix",
     "differences",
     "evaluation_problems",
+    "few_steps",
     "find",
     "global_batch",
     "is_local",

@@ -45,6 +45,24 @@ def batch_unit(recipe: Recipe) -> str:
     return "sequences" if recipe.trainer.get("packing") else "examples"
 
 
+FEW_STEPS = 10
+"""Optimizer steps of a whole run below which a notice is given."""
+
+
+def few_steps(recipe: Recipe, num_steps: int, num_ranks: int) -> str | None:
+    """A notice about a run of less than FEW_STEPS optimizer steps; None if there are more, or max_steps sets them."""
+    if num_steps >= FEW_STEPS or trainer_value(recipe, "max_steps") > 0:
+        return None
+    size, _ = global_batch(recipe, num_ranks)
+    key = "run.global_batch_size" if recipe.run.global_batch_size else "trainer.gradient_accumulation_steps"
+    if not recipe.run.global_batch_size and trainer_value(recipe, "gradient_accumulation_steps") == 1:
+        key = "trainer.per_device_train_batch_size"
+    return (
+        f"the whole run has {num_steps} optimizer step{'s' * (num_steps != 1)} of {size} {batch_unit(recipe)}, in "
+        f"which a model hardly changes; for more steps lower {key}, or raise trainer.num_train_epochs"
+    )
+
+
 def refuse_no_batch(recipe: Recipe, num_examples: int, num_ranks: int) -> None:
     """Raise UserError if there is less than one batch of examples, or packed sequences, and incomplete batches are
     dropped."""

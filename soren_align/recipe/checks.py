@@ -13,6 +13,7 @@ from ..files import local_path
 from ..optimizer_settings import Precision, map_precisions
 from ..yaml_reader import Key
 from .data_paths import data_problems
+from .first_lines import first_line_problems
 from .lora import freeze_problem, is_adapter, is_all_factors, lora_problems
 from .optimizers import MAPS, OPTIMIZERS
 from .parallel import parallel
@@ -27,11 +28,11 @@ Problems = list[tuple[Key, str]]
 class Raw:
     """A recipe's raw data. Values of the wrong type read as missing: the schema reports them.
 
-    problems: collects texts that were read as paths and cannot be paths.
+    problems: collects texts that were read as paths and cannot be paths. reads_data: see `problems_beyond_schema`.
     """
 
-    def __init__(self, data: dict[str, Any]):
-        self.data = data
+    def __init__(self, data: dict[str, Any], reads_data: bool = True):
+        self.data, self.reads_data = data, reads_data
         self.problems: Problems = []
 
     def get(self, *keys: str) -> Any:
@@ -66,9 +67,12 @@ class Raw:
         return value if isinstance(value, dict) else {}
 
 
-def problems_beyond_schema(data: dict[str, Any]) -> Problems:
-    """(key, message) of each missing file and each conflict between keys."""
-    raw = Raw(data)
+def problems_beyond_schema(data: dict[str, Any], *, reads_data: bool = True) -> Problems:
+    """(key, message) of each missing file and each conflict between keys.
+
+    reads_data: whether the first lines of local data files are checked.
+    """
+    raw = Raw(data, reads_data)
     checks = (_model, _tokenizer, _template, _data, _optimizer, _precision, _trainer, _run, _evaluation)
     return [problem for check in checks for problem in check(raw)] + list(dict(raw.problems).items())
 
@@ -104,9 +108,10 @@ def _data(raw: Raw) -> Iterator[tuple[Key, str]]:
     for at, split in splits(raw.get("data")):
         if (path := raw.as_path((*at, "path"), split.get("path"))) is not None:
             is_trained = at[1] == "train"
-            missing = (
-                data_problems(path, not is_trained or split.get("train_on_test") is True) if is_local(path) else []
-            )
+            may_be_test = not is_trained or split.get("train_on_test") is True
+            missing = data_problems(path, may_be_test) if is_local(path) else []
+            if raw.reads_data and is_local(path) and not missing:
+                missing = first_line_problems(path, split)
             yield from (((*at, "path"), message) for message in missing)
             problems = split_problems(path, split, is_trained)
             yield from (((*at, "split"), message) for message in problems)
@@ -237,7 +242,7 @@ def evaluation_problems(settings: dict[str, Any]) -> list[tuple[str, str]]:
         for name in [names] if isinstance(names, str) else names:
             if name not in known and not shipped.resolve(name).exists():
                 hint = did_you_mean(name, known, f"shipped are: {', '.join(known)}")
-                problems.append((key, f"no {kind} named {name!r}, nor such a file{hint}"))
+                problems.append((key, f"no {kind} named {name!r}, nor a file {shipped.resolve(name).absolute()}{hint}"))
     if settings.get("backend") == "vllm" and importlib.util.find_spec("vllm") is None:
         problems.append(("backend", "vLLM is not installed: pip install 'soren-align[vllm]', or write hf"))
     if (root := settings.get("data_root")) and not local_path(root).is_dir():

@@ -21,6 +21,9 @@ from .messages import messages
 from .quantization import inherit_quantization
 from .sections import Recipe, resolve
 
+MISSING = ("no file ", "no folder ", "no suite ", "there is no ")
+"""The first words of problems of files and folders that another machine may have."""
+
 
 def _ignore(_: str) -> None:
     """Drop a notice."""
@@ -66,10 +69,13 @@ def task_of(path: Path) -> str | None:
     return _read(path, _ignore)[0].get("task")
 
 
-def load_text(text: str, name: str = "recipe") -> Recipe:
-    """The checked recipe of YAML text, e.g. of a recipe resolved in another process."""
+def load_text(text: str, name: str = "recipe", on_missing: Notify | None = None) -> Recipe:
+    """The checked recipe of YAML text, e.g. of a recipe resolved in another process.
+
+    on_missing: receives the problem of each missing file or folder, and no data are read; None: they are errors.
+    """
     raw, lines = parse(text, name)
-    return _checked(raw, lines, [], None)
+    return _checked(raw, lines, [], None, on_missing)
 
 
 def load_resolved(path: Path) -> Recipe:
@@ -126,7 +132,13 @@ def _read(path: Path, notify: Notify, extending: tuple[Path, ...] = ()) -> tuple
     return merged(base, raw, notify), base_lines | lines
 
 
-def _checked(raw: dict[str, Any], lines: dict[Key, str], problems: list[str], task: str | None) -> Recipe:
+def _checked(
+    raw: dict[str, Any],
+    lines: dict[Key, str],
+    problems: list[str],
+    task: str | None,
+    on_missing: Notify | None = None,
+) -> Recipe:
     """The resolved recipe; raises UserError with `problems` and all others, in the order of lines."""
     recipe, more = None, list[tuple[Key, str]]()
     try:
@@ -140,7 +152,11 @@ def _checked(raw: dict[str, Any], lines: dict[Key, str], problems: list[str], ta
         trainer = raw.get("trainer")
         if isinstance(trainer, dict):
             more += [(("trainer", key), message) for key, message in trl_config.problems(kind, trainer).items()]
-    more += problems_beyond_schema(raw)
+    for key, message in problems_beyond_schema(raw, reads_data=on_missing is None):
+        if on_missing and message.startswith(MISSING):
+            on_missing(f"{dotted(key)}: {message}")
+        else:
+            more.append((key, message))
     if problems or more or recipe is None:
         raise UserError(*sentences(more, lines), *problems)  # those of --set come last
     return inherit_quantization(resolve(recipe))

@@ -3,7 +3,7 @@
 import resource
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -56,18 +56,20 @@ def logs_for_short_run(args: Any, state: Any, step: int) -> bool:
 class TrainingProgress(TrainerCallback):
     """Shows steps, time and measurements, in place of transformers' bars and printed dictionaries.
 
-    Every evaluation is a line of its own, on a terminal too.
+    Every evaluation is a line of its own, on a terminal too. notice_of: the notice about a number of steps, if any.
     """
 
-    def __init__(self, console: Console, task: str):
-        self.console, self.task = console, task
+    def __init__(self, console: Console, task: str, notice_of: Callable[[int], str | None] = lambda num_steps: None):
+        self.console, self.task, self.notice_of = console, task, notice_of
         self.display: Display | None = None
         self._logs: dict[str, float] = {}
         self._start = self._last_line = 0.0
         self._first_step = self._num_batches = 0
 
     def on_train_begin(self, args, state, control, **kwargs):
-        """Start the bar at step 0, or at the step of the checkpoint."""
+        """Print the notice about the number of steps. Start the bar at step 0, or at the step of the checkpoint."""
+        if notice := self.notice_of(state.max_steps):
+            print_labelled(self.console, "notice", notice)
         if self.console.is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn())
             columns += (TimeRemainingColumn(), TextColumn("left, {task.fields[costs]}"))

@@ -99,6 +99,8 @@ class SampleWriter(TrainerCallback):
     def __init__(self, prompts: tuple[Prompt, ...], tokenizer: Any, file: Path, console: Console):
         self.prompts, self.tokenizer, self.file, self.console = prompts, tokenizer, file, console
         self._last_step: int | None = None
+        self._printed: dict[int, str] = {}
+        """By the number of the prompt: an answer that has not changed is not printed again."""
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         """Sample from the starting checkpoint; a resumed run has done so."""
@@ -124,9 +126,11 @@ class SampleWriter(TrainerCallback):
                 completion, finish_reason = self._answer(model, prompt)
                 record = {"step": step, "prompt": prompt.content, "completion": completion}
                 lines.append(json.dumps(record | {"finish_reason": finish_reason}, ensure_ascii=False) + "\n")
-                if number < NUM_SHOWN:
-                    end = "" if finish_reason == "stop" else " ..."
-                    print_labelled(self.console, "sample", f"{_shown(prompt.text)} -> {_shown(completion)}{end}")
+                end = "" if finish_reason == "stop" else " ..."
+                answer = f"{_shown(prompt.text)} -> {_shown(completion)}{end}"
+                if number < NUM_SHOWN and self._printed.get(number) != answer:
+                    self._printed[number] = answer
+                    print_labelled(self.console, "sample", answer)
         append(self.file, "".join(lines))
 
     def _answer(self, model: Any, prompt: Prompt) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from transformers import PrinterCallback
 
 from ..errors import DivergedError, UserError
 from ..files import remove
-from ..recipe import Recipe
+from ..recipe import Recipe, few_steps
 from ..run_folder import RunFolder, step_of
 from ..sharding import is_universal
 from ..sharding.ranks import Ranks
@@ -102,7 +102,10 @@ def _add_callbacks(trainer: Any, setup: TrainingSetup, folder: RunFolder, consol
         probes = read_probes(setup.recipe, setup.tokens["eval"], setup.tokenizer)
     if probes is not None:
         trainer.displacement = Displacement(trainer, probes, folder, ranks)
-    stop, progress = StopOnSignal(ranks), TrainingProgress(console, setup.recipe.task)
+    stop, progress = (
+        StopOnSignal(ranks),
+        TrainingProgress(console, setup.recipe.task, partial(few_steps, setup.recipe, num_ranks=ranks.num_ranks)),
+    )
     early_stopping = samples = None
     if run.early_stopping:
         early_stopping = EarlyStopping(run.early_stopping.patience, run.early_stopping.threshold)

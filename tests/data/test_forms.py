@@ -345,3 +345,11 @@ def test_two_texts_without_a_prompt_are_no_pair(write):
     path = write("rows.jsonl", [{"chosen": "x", "rejected": "y"}])
     with pytest.raises(UserError, match="chosen is text, not a list"):
         load_split(split(path), "dpo")
+
+
+def test_columns_that_leave_one_out_are_reported_as_that(write):
+    path = write("rows.jsonl", [{"question": "Why?", "answer": "So."}])
+    with pytest.raises(
+        UserError, match=r"`columns` names instruction, and no others are then read \(answer\); sft needs"
+    ):
+        load_split(split(path, columns={"instruction": "question"}), "sft")

@@ -8,7 +8,7 @@ import pytest
 
 from soren_align import shipped
 from soren_align.errors import UserError
-from soren_align.evaluate.answer_keys import refuse_wrong_keys
+from soren_align.evaluate.answer_keys import equal_choices, refuse_wrong_keys
 from soren_align.evaluate.suites import load_suite
 from soren_align.evaluate.tasks import load_tasks
 
@@ -57,3 +57,21 @@ def test_a_label_out_of_range_is_refused_when_the_suite_is_loaded(tmp_path):
     file.write_text(file.read_text().replace("shipped:recipes/quickstart/data", str(tmp_path / "data")))
     with pytest.raises(UserError, match=r"zoo_mc.yaml: zoo_mc, question 6: .* 4, none of its 4 choices"):
         load_tasks(load_suite(tmp_path / "suite"), tmp_path / "cache")
+
+
+def tokenizer(texts, add_special_tokens):
+    """Every word but red and brown is unknown."""
+    assert not add_special_tokens
+    return {"input_ids": [[{"red": 1, "brown": 2}.get(word, 0) for word in text.split()] for text in texts]}
+
+
+def test_choices_of_the_same_tokens_are_reported():
+    choices = [["red", "brown"], ["red", "black", "white"], ["red", "red"], ["red", "red red"]]
+    colors = task(0, 1, 2, 3)
+    colors.doc_to_choice = lambda question: choices[question["key"]]
+    sentence = equal_choices(colors, tokenizer)
+    assert sentence.startswith("2 of 4 questions have choices that are the same tokens")
+    assert "(question 2: red, black, white)" in sentence
+    assert equal_choices(colors, tokenizer, limit=1) == ""
+    colors.OUTPUT_TYPE = "generate_until"
+    assert equal_choices(colors, tokenizer) == ""

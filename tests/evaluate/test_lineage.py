@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from soren_align.errors import UserError
-from soren_align.evaluate.lineage import lineage, lineages
+from soren_align.evaluate.lineage import lineage, lineages, parents
 from soren_align.provenance import fingerprint
 
 
@@ -179,3 +179,11 @@ def test_a_run_that_was_moved_has_its_own_start_beside_it(tmp_path):
     (tmp_path / "old" / "run.json").write_text(json.dumps(record))
     (tmp_path / "old").rename(tmp_path / "new")
     assert lineage(tmp_path / "new") == [("base", tmp_path / "new" / "start"), ("SFT", tmp_path / "new" / "model")]
+
+
+def test_parents_are_the_models_that_runs_began_with(runs):
+    base, sft, dpo = runs
+    assert parents([base, sft / "model", dpo / "model"]) == {1: 0, 2: 1}
+    assert parents([base, dpo / "model", "org/hub"]) == {}
+    (sft / "model" / "model.safetensors").write_text("trained again")
+    assert parents([base, sft / "model", dpo / "model"]) == {1: 0}

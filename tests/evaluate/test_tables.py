@@ -155,3 +155,13 @@ def test_names_are_shown_as_they_are_not_read_as_markup():
     results = make_results(3, 2, average=False)
     results["rows"][1]["name"] = "[red]model"
     assert "[red]model" in screen(results)
+
+
+def test_a_row_is_compared_with_its_start_in_a_note():
+    results = make_results(2, 3, average=False)
+    assert "its start" not in screen(results)
+    difference = {"value": 0.94, "low": -0.5, "high": 2.38, "p": 0.01, "p_holm": 0.02}
+    results["rows"][2]["start"] = {"name": results["rows"][1]["name"], "differences": {"arc_challenge": difference}}
+    names = [row["name"] for row in results["rows"]]
+    note = f"{names[2]} minus {names[1]}, its start (p corrected for these alone): arc_challenge"
+    assert f"{note} +0.9 [-0.5, +2.4], * p 0.020" in tables.notes(results)

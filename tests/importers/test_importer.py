@@ -362,7 +362,9 @@ def test_an_inline_template_is_written_beside_the_recipe(tmp_path, monkeypatch, 
 
 
 def test_a_template_of_a_recipe_that_would_not_load_is_not_left(tmp_path):
-    (tmp_path / "sft.yaml").write_text(f"model_name_or_path: ./no\ndataset_name: a/c\nchat_template: {TEMPLATE!r}\n")
+    (tmp_path / "sft.yaml").write_text(
+        f"model_name_or_path: ./no\ndataset_name: a/c\nchat_template: {TEMPLATE!r}\nlearning_rate: fast\n"
+    )
     with pytest.raises(UserError, match="nothing was written"):
         import_file(tmp_path / "sft.yaml", template_file=tmp_path / "mine.jinja")
     assert not (tmp_path / "mine.jinja").exists()
@@ -616,3 +618,13 @@ def test_early_stopping_is_imported_where_the_source_evaluates(patience):
     alone = convert(evaluated | {"early_stopping_threshold": 1e-3}, "x", task="sft")
     assert "early_stopping" not in alone.recipe["run"]
     assert "has no effect" in note_on(alone.notes, "early_stopping_threshold").explanation
+
+
+def test_a_model_and_data_of_another_machine_are_listed_and_the_recipe_is_written(tmp_path):
+    (tmp_path / "sft.yaml").write_text("model_name_or_path: ./no\ndataset_name: no/way.jsonl\nlearning_rate: 1e-5\n")
+    text, table = import_file(tmp_path / "sft.yaml")
+    assert parse(text, "x")[0]["model"]["name_or_path"] == "./no"
+    shown = "not on this machine:\n  model.name_or_path: no folder ./no\n  data.train.path: no file"
+    assert shown in table
+    with pytest.raises(UserError, match=r"no folder \./no"):
+        load_text(text)

@@ -473,3 +473,49 @@ def test_a_runs_folder_is_answered_with_its_model(tmp_path):
     (tmp_path / "run" / "run.json").write_text("{}")
     with pytest.raises(UserError, match=r"it is a run's folder, whose model is .*run/model"):
         recipe.load("quickstart/sft", [f"model.name_or_path={tmp_path / 'run'}"])
+
+
+@pytest.mark.parametrize(
+    ("lines", "keys", "message"),
+    [
+        (['{"messages": []}', "", '{"messages": }'], "", ":3: not JSON: Expecting value at column 14"),
+        (['{"q": "x", "a": "y"}'], "", "found the columns q, a, and none of messages, .* such as {instruction: q, "),
+        (
+            ['{"q": "x", "a": "y"}'],
+            "columns: {prompt: qs, completion: a}",
+            "columns.prompt is 'qs', and .* q, a; did you",
+        ),
+        (["{}"], "", None),
+        (['{"messages": }'], "bad_examples: drop", None),
+        (['{"messages": []}', '{"messages": }'], "limit: 1", None),
+        (['{"q": "x", "a": "y"}'], "columns: {prompt: q, completion: a, role: r}", None),
+        (['{"messages": []}'] * 60 + ["{"], "", None),  # that of a later line is found when all examples are read
+    ],
+)
+def test_the_first_lines_of_a_file_are_checked_without_torch(write, lines, keys, message):
+    data = write("\n".join(lines) + "\n", "data.jsonl")
+    file = write(GOOD.replace("{path: org/data}", f"{{path: {data}, {keys}}}"))
+    if message is None:
+        recipe.load(file)
+        return
+    with pytest.raises(UserError, match=rf"my.yaml:4 data.train.path: .*data.jsonl.*{message}"):
+        recipe.load(file)
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "settings", "key"),
+    [
+        (10, [], None),
+        (1, ["trainer.max_steps=1"], None),
+        (1, ["trainer.gradient_accumulation_steps=32"], "trainer.gradient_accumulation_steps"),
+        (9, [], "trainer.per_device_train_batch_size"),
+        (3, ["run.global_batch_size=64"], "run.global_batch_size"),
+    ],
+)
+def test_few_steps_are_a_notice_with_the_key_to_change(write, num_steps, settings, key):
+    loaded = recipe.load(write(GOOD.replace("  max_steps: 3", "  num_train_epochs: 1")), settings)
+    notice = recipe.few_steps(loaded, num_steps, 1)
+    assert (notice is None) == (key is None)
+    if key:
+        assert f"{num_steps} optimizer step" in notice
+        assert f"lower {key}, or raise trainer.num_train_epochs" in notice

@@ -153,3 +153,12 @@ def test_a_run_of_any_length_reports_its_losses(tiny_run, settings, steps):
         assert f"loss {first:.3f} -> {last:.3f} (first and last log)" in said
     else:
         assert re.search(r"trained 5 steps in \d+ s, loss 4\.\d+ on average", said)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_notice_about_the_number_of_steps_is_printed_at_the_start(is_terminal):
+    console = Console(file=io.StringIO(), width=80, force_terminal=is_terminal, color_system=None)
+    display = progress.TrainingProgress(console, "sft", lambda num_steps: f"only {num_steps} steps")
+    display.on_train_begin(None, SimpleNamespace(global_step=0, max_steps=1), None)
+    display.on_train_end(None, None, None)
+    assert "notice    only 1 steps" in console.file.getvalue()

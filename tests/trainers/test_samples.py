@@ -1,11 +1,13 @@
 """Samples show a training's answers and do not change it."""
 
+import io
 import json
 import random
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -177,3 +179,19 @@ def test_prompts_that_cannot_be_answered_are_refused_before_training(tiny_run, t
 def test_samples_that_no_process_could_make_are_refused(tmp_path, overrides, message):
     with pytest.raises(UserError, match=message):
         recipe.load("quickstart/sft", [f"run.output_dir={tmp_path / 'run'}", *overrides])
+
+
+def test_an_answer_is_printed_again_only_if_it_has_changed(tmp_path, monkeypatch):
+    from soren_align.trainers import samples as module
+
+    console = Console(file=io.StringIO(), width=80)
+    answers = iter([("a", "stop"), ("b", "stop"), ("a", "stop"), ("c", "stop")])
+    prompts = (module.Prompt("one", [1], 6), module.Prompt("two", [2], 6))
+    writer = module.SampleWriter(prompts, None, tmp_path / "samples.jsonl", console)
+    monkeypatch.setattr(writer, "_answer", lambda model, prompt: next(answers))
+    for step in (0, 2):
+        writer.sample(torch.nn.Linear(1, 1), step)
+    assert console.file.getvalue().split("\n") == [f"sample    {a}" for a in ("one -> a", "two -> b", "two -> c")] + [
+        ""
+    ]
+    assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 4

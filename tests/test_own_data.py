@@ -1,0 +1,133 @@
+"""docs/own-data.md: its commands run in the folder of `soren-align new`, its recipe is that folder's."""
+
+import contextlib
+import json
+import re
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from transformers import AutoTokenizer
+
+from soren_align import shipped
+from soren_align.data import load_split
+from soren_align.evaluate.suites import load_suite
+from tests.support import command
+
+PAGE = Path(__file__).resolve().parent.parent / "docs/own-data.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+BLOCKS = [block.group() for block in re.finditer(r"^(?:    .*\n|\n(?=    ))+", TEXT, re.MULTILINE)]
+COMMANDS = [line.strip() for block in BLOCKS for line in block.splitlines() if line.startswith("    soren-align")]
+NEW = shipped.ROOT / "configs/new"
+
+
+def words(text):
+    return " ".join(text.split())
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory):
+    """The outputs of the page's commands, in its order, and the folder."""
+    folder = tmp_path_factory.mktemp("own")
+    texts = []
+    with contextlib.chdir(folder):
+        for number, line in enumerate(COMMANDS):
+            result = command.run(*shlex.split(line)[1:], cwd="mine" if number else None)
+            assert result.returncode == 0, (line, result.stderr)
+            texts.append(result.stdout + result.stderr)
+    return SimpleNamespace(texts=texts, folder=folder / "mine")
+
+
+@pytest.mark.model
+def test_every_command_of_the_page_prints_what_it_shows(outputs):
+    assert len(COMMANDS) == 9
+    printed = words("\n".join(outputs.texts))
+    shown = [block for block in BLOCKS if "soren-align" not in block]
+    assert len(shown) == 2
+    for part in re.split(r"\n\n|\n *\.\.\.\n", "\n\n".join(shown)):
+        assert words(part) in printed
+
+
+@pytest.mark.model
+def test_the_dpos_results_compare_it_with_the_sft_too(outputs):
+    results = json.loads((outputs.folder / "runs/dpo/eval/questions/results.json").read_text())
+    base, sft, dpo = results["rows"]
+    assert (base.get("start"), sft.get("start"), dpo["start"]["name"]) == (None, None, "SFT")
+    for column, difference in dpo["start"]["differences"].items():
+        assert difference["value"] == dpo["scores"][column]["value"] - sft["scores"][column]["value"]
+        assert difference["p_holm"] >= difference["p"]
+    assert results["settings"]["task_versions"] == {}
+    assert "DPO minus SFT, its start" in (outputs.folder / "runs/dpo/eval/questions/table.md").read_text()
+
+
+@pytest.mark.model
+def test_a_runs_own_suite_is_found_from_another_folder(outputs, tmp_path):
+    done = command.run("eval", outputs.folder / "runs/sft", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "My questions, percent" in done.stdout
+
+
+def test_the_recipe_of_the_page_is_that_of_new():
+    (block,) = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
+    assert block == (NEW / "sft.yaml").read_text()
+
+
+def test_examples_and_questions_of_the_page_can_be_read(tmp_path):
+    chat, alpaca, choice, exact, pair = re.findall(r"```json\n(.*?)```", TEXT, re.DOTALL)
+    for task, text in (("sft", chat), ("sft", alpaca), ("dpo", pair)):
+        (tmp_path / "my.jsonl").write_text(text)
+        spec = {"path": str(tmp_path / "my.jsonl"), "name": None, "split": "train", "limit": None, "revision": None}
+        spec |= {"bad_examples": "refuse", "mask_history": False, "columns": {}, "roles": {}}
+        assert len(load_split(SimpleNamespace(**spec), task).dataset) == 1
+    assert chat in (NEW / "chat.jsonl").read_text()
+    assert pair in (NEW / "pairs.jsonl").read_text()
+    for kind, text in (("choice", choice), ("exact", exact)):
+        assert text in (NEW / f"questions/{kind}/test.jsonl").read_text()
+
+
+def test_new_writes_into_new_or_empty_folders_only(tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert command.run("new", "empty", cwd=tmp_path).returncode == 0
+    names = {file.name for file in (tmp_path / "empty").iterdir()}
+    assert names == {file.name for file in NEW.iterdir()} | {"recipe.schema.json"}
+    again = command.run("new", "empty", cwd=tmp_path)
+    assert (again.returncode, again.stdout) == (2, "")
+    assert "empty: exists already; name a new folder, or an empty one" in again.stderr
+    nowhere = command.run("new", "no/where", cwd=tmp_path)
+    assert (nowhere.returncode, "no: no such folder" in nowhere.stderr) == (2, True)
+
+
+def test_a_copied_suite_works_from_any_folder(tmp_path):
+    copied = command.run("suites", "copy", "quickstart", "mine", cwd=tmp_path)
+    assert "run soren-align eval RUN --suite mine" in copied.stdout
+    suite = load_suite(tmp_path / "mine")
+    assert [task.column for task in suite.tasks] == ["zoo_mc", "zoo_gen", "preference"]
+    assert suite.data_folder() == shipped.suites()["quickstart"].parents[2] / "recipes/quickstart/data"
+    refused = command.run("suites", "copy", "quikstart", "other", cwd=tmp_path)
+    assert "did you mean 'quickstart'?" in refused.stderr
+    assert "name of a shipped suite" in command.run("suites", "copy", "quickstart", "quickstart", cwd=tmp_path).stderr
+
+
+def test_suites_are_listed_80_columns_wide():
+    listed = command.run("suites").stdout
+    assert [line.split()[0] for line in listed.splitlines()] == list(shipped.suites())
+    assert max(map(len, listed.splitlines())) <= 80
+
+
+def test_the_tiny_model_reads_any_text():
+    tokenizer = AutoTokenizer.from_pretrained(shipped.ROOT / "configs/models/tiny")
+    config = json.loads((shipped.ROOT / "configs/models/tiny/config.json").read_text())
+    text = "Grüezi, 世界! \t\x00 🙂\n<b>"
+    tokens = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(tokens) == text
+    assert len(tokens) == len(text.encode())
+    assert len(tokenizer) == config["vocab_size"] == 256 + 6
+    assert tokenizer.eos_token_id == config["eos_token_id"]
+
+
+def test_new_recipes_are_for_their_own_folder():
+    recipes = {name: yaml.safe_load((NEW / f"{name}.yaml").read_text()) for name in ("sft", "dpo")}
+    assert recipes["dpo"]["model"]["name_or_path"] == f"{recipes['sft']['run']['output_dir']}/model"
+    assert {recipe["eval"]["suite"] for recipe in recipes.values()} == {"questions"}
