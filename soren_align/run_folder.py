@@ -96,6 +96,13 @@ class RunFolder:
             raise UserError(f"{self}: not a run folder (it has no run.json)")
         return record
 
+    def why_no_model(self) -> str:
+        """Return the finding and the remedy for a run without a model folder."""
+        status = (self.read() or {}).get("status")
+        if status == "finished":
+            return "has no model any more, it was removed; train it again with --set run.overwrite=true"
+        return f"has no model yet (status: {status}); finish the run first"
+
     def update(self, **changes: Any) -> None:
         """Set keys of run.json."""
         self.replace(**((self.read() or {}) | changes))

@@ -59,6 +59,7 @@ def plan_study(
         "hours": {name: sum(of[name] for of in hours) * num_runs for name in hours[0]} if total else None,
         "hours_assume": first["compute"]["hours_assume"],
         "largest_memory": {"candidate": largest, "bytes_per_rank": candidates[largest]["memory_bytes"]},
+        "disk": _disk(study, [plan["disk"] for plan in plans.values()], num_search, num_verdict),
         "evaluation": _evaluation(first["evaluation"], len(plans) * num_verdict),
         "detectable": _detectable(study, sizes, first["evaluation"]),
         "notices": list(dict.fromkeys(notice for plan in plans.values() for notice in plan["notices"])),
@@ -88,6 +89,20 @@ def _candidate(plan: dict[str, Any], num_runs: int) -> dict[str, Any]:
         "flops": per_run and per_run * num_runs,
         "memory_bytes": max(phases, default=None),
     }
+
+
+def _disk(study: StudyFile, disks: Sequence[dict[str, int]], num_search: int, num_verdict: int) -> dict[str, Any]:
+    """Return the bytes of all run folders, and without the models and checkpoints of the search's runs.
+
+    disks: of a run of each candidate, see planning.disk. A run that writes a checkpoint has one more than at its end.
+    """
+    jobs = study.jobs or 1
+    largest = {key: max(each[key] for each in disks) for key in disks[0]}
+    per_run = [d["model_bytes"] + d["num_checkpoints"] * d["checkpoint_bytes"] + d["start_bytes"] for d in disks]
+    of_verdict = num_verdict * sum(per_run) + jobs * largest["checkpoint_bytes"]
+    fewer, all_models = of_verdict + jobs * max(per_run), of_verdict + num_search * sum(per_run)
+    total = all_models if study.search.keep_models else fewer
+    return {"bytes": total, "bytes_without_models_of_the_search": fewer, **largest}
 
 
 def _evaluation(section: dict[str, Any] | None, num_runs: int) -> dict[str, Any] | None:

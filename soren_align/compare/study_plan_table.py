@@ -25,6 +25,7 @@ def print_study_plan(plan: dict[str, Any], console: Console) -> None:
     _print_runs(plan, console)
     _print_space(plan, console)
     _print_cost(plan, console)
+    _print_disk(plan, console)
     _print_evaluation(plan["evaluation"], console)
     _print_detectable(plan["detectable"], console)
 
@@ -87,6 +88,19 @@ def _print_cost(plan: dict[str, Any], console: Console) -> None:
     if unknown := [name for name, each in plan["candidates"].items() if not each["maps_are_counted"]]:
         print_labelled(console, "", f"without the maps of {', '.join(unknown)}, whose operations are not counted")
     print_labelled(console, "", "without the evaluations, and those of the held-out examples")
+
+
+def _print_disk(plan: dict[str, Any], console: Console) -> None:
+    section, keeps = plan["disk"], plan["search"]["keep_models"]
+    number = section["num_checkpoints"]
+    checkpoints = f"{number} checkpoint{'s' * (number != 1)} of {_prefixed(section['checkpoint_bytes'], 'B')}"
+    runs = f"{plan['runs']['total' if keeps else 'verdict']:,} runs"
+    per_run = f"a model of {_prefixed(section['model_bytes'], 'B')} and {checkpoints} each at most"
+    console.print()
+    print_labelled(console, "disk", f"{_prefixed(section['bytes'], 'B')}: {runs} with {per_run}")
+    fewer = _prefixed(section["bytes_without_models_of_the_search"], "B")
+    text = f"{fewer} with search.keep_models: false, which removes them from the search's runs when they have ended"
+    print_labelled(console, "", text if keeps else "those of the search's runs are removed when they have ended")
 
 
 def _print_evaluation(section: dict[str, Any] | None, console: Console) -> None:

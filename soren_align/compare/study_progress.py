@@ -17,7 +17,7 @@ from .study_sections import HIGHER_IS_BETTER, Range, StudyFile
 from .trials import ENDED, by_trial, edges, metric_of_trial, read_run, read_scores, search_runs, select, verdict_runs
 
 STUDY_FILE, STUDY_RESULT, EXTENSIONS = "study.yaml", "study.json", "extensions.json"
-CHANGEABLE = {"title", "jobs", "budget_hours", "output_dir"}
+CHANGEABLE: Any = dict.fromkeys(("title", "jobs", "budget_hours", "output_dir"), True) | {"search": {"keep_models"}}
 """Keys of a study's file that may change while it runs: they change no run."""
 
 

@@ -92,6 +92,8 @@ class Search(Section):
     eval_rewards/margins. No benchmark."""
     sampling_seed: Seed = 0
     """The seed of the draws."""
+    keep_models: bool = True
+    """false: models and checkpoints of the search's runs are removed when these have ended, and their metrics stay."""
 
 
 class Retention(Section):

@@ -83,8 +83,7 @@ def _lineage(path: str | Path, on_omitted: OnOmitted) -> list[Row]:
     if run is None:
         return _model_rows(path, on_omitted)
     if not (run / "model").is_dir():
-        status = (RunFolder(run).read() or {}).get("status")
-        raise UserError(f"{path}: has no model yet (status: {status}); finish the run first")
+        raise UserError(f"{path}: {RunFolder(run).why_no_model()}")
     rows: list[Row] = []
     seen: set[Path] = set()
     model = run / "model" if local == run else local

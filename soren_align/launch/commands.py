@@ -206,9 +206,8 @@ def merge(run: str) -> None:
     """Merge a run's adapter with its base model into RUN/merged."""
     folder = RunFolder(run)
     with folder.locked():
-        status = folder.record()["status"]
-        if status not in ("trained", "finished") or not folder.model.is_dir():
-            raise UserError(f"{folder}: has no model yet (status: {status}); finish the run first")
+        if folder.record()["status"] not in ("trained", "finished") or not folder.model.is_dir():
+            raise UserError(f"{folder}: {folder.why_no_model()}")
         if adapter_config(folder.model) is None:
             raise UserError(f"{folder}: trained no adapter; {folder.model} is a whole model already")
         refuse_unloadable(folder.model)

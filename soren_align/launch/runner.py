@@ -23,6 +23,7 @@ from ..compare.study_report import terminal_verdict
 from ..compare.study_sections import StudyFile
 from ..compare.trials import ENDED
 from ..errors import UserError
+from ..files import remove
 from ..run_folder import LOCK, RANKS_LOCK, RunFolder
 from ..terminal import Terminal, print_labelled, stderr_console
 from .conclusion import conclude
@@ -106,6 +107,7 @@ class _Runner:
         pending = [run for run in runs if run.status not in ENDED]
         if not pending:
             return 0
+        _refuse_another_number(self.progress.folder, runs, self.options.processes)
         recipe = recipe_of_run(self.progress.study, pending[0])
         gpus = [] if recipe.trainer.get("use_cpu") else visible_gpus()
         set_environment(recipe, num_gpus=max(1, len(gpus)))
@@ -130,7 +132,12 @@ class _Runner:
 
     def _update(self) -> list[Run]:
         with _exclusive(self.progress.folder):
-            return self.progress.update()
+            runs = self.progress.update()
+            if not self.progress.study.search.keep_models:
+                for run in runs:
+                    if run.stage == "search" and run.status in ("finished", "diverged"):
+                        _remove_models(RunFolder(self.progress.folder / run.folder))
+        return runs
 
     def _start(self, run: Run, context: BaseContext, gpus: list[str], slots: int) -> None:
         taken = {slot for _, slot in self.active.values()}
@@ -188,9 +195,21 @@ class _Runner:
                 signal.signal(number, handler)
 
 
+def _refuse_another_number(folder: Path, runs: list[Run], processes: int) -> None:
+    """Raise UserError if the study's runs have another number of processes: they could not be compared."""
+    for run in runs:
+        before = (RunFolder(folder / run.folder).read() or {}).get("processes")
+        if before not in (None, processes):
+            raise UserError(
+                f"{folder}: its runs have {before} process{'es' * (before > 1)} each, not {processes}; "
+                f"rerun with --processes {before}"
+            )
+
+
 def describe_run(run: Run, study: StudyFile) -> str:
     """Describe a run that has ended: "trial 3 of 6, lr 0.0052: eval_loss 0.2312, 41 s"."""
-    trials = f"trial {run.number + 1} of {study.search.trials}" if run.stage == "search" else f"seed {run.seed}"
+    of_all = f" of {study.search.trials}" if run.number < study.search.trials else ", added"
+    trials = f"trial {run.number + 1}{of_all}" if run.stage == "search" else f"seed {run.seed}"
     if run.stage == "search" and len(study.search.seeds) > 1:
         trials += f", seed {run.seed}"
     free = study.free(run.candidate)
@@ -219,6 +238,14 @@ def _move_another_setting(run: Run, progress: Progress, path: Path) -> None:
     if run.stage == "verdict" and not progress.is_own(run, RunFolder(path)):
         number = next(n for n in range(1, 1000) if not path.with_name(f"{path.name}-earlier-{n}").exists())
         path.rename(path.with_name(f"{path.name}-earlier-{number}"))
+
+
+def _remove_models(folder: RunFolder) -> None:
+    """Remove the models and checkpoints of a run that has ended, unless a process still holds it."""
+    paths = [path for path in (folder.model, folder.checkpoints, folder.start) if path.exists()]
+    if paths and not _is_locked(folder):
+        for path in paths:
+            remove(path)
 
 
 def _is_locked(folder: RunFolder) -> bool:

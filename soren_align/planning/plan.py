@@ -27,6 +27,7 @@ from ..trainers.trl_arguments import trl_arguments
 from . import offline
 from .blocks import build_model, kinds_of_blocks
 from .compute import UNBOUNDED_LENGTH, compute, joined_sequences
+from .disk import disk
 from .inputs import Inputs, count_frozen, load_inputs, on_this_machine
 from .processes import processes
 from .schedule import Schedule, schedule
@@ -63,8 +64,7 @@ def plan_training(
 
     with torch.device("meta"), as_user_error(f"model {recipe.model.name_or_path}"):
         model = build_outline()
-    routes = _routes(recipe, model)
-    table = routing_table(routes)
+    table = routing_table(routes := _routes(recipe, model))
     steps = schedule(recipe, args, inputs.num_sequences, num_ranks)
     kinds = kinds_of_blocks(model)
     costs = compute(recipe, build_outline, kinds, inputs.account, steps.global_batch_size, args.max_length)
@@ -85,6 +85,7 @@ def plan_training(
         "compute": costs.as_json(recipe, ranks, steps.total),
         "evaluation": _evaluation(recipe, questions),
         "files": _files(recipe, args),
+        "disk": disk(recipe, args, model, ranks, steps.total),
         "notices": [*notices, *share_notices(recipe.optimizer.name, table), *evaluation_notices],
     }
     return plan, inputs.account

@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from soren_align.compare.study_file import first_run, recipe_of_run
+from soren_align.compare.trials import read_run
 from soren_align.errors import DivergedError, UserError
 from soren_align.launch import commands, runner
+from soren_align.launch.run_processes import LOCKED, start_run, start_server
 from soren_align.run_folder import RunFolder
 from tests.support import command
 from tests.support.run_folders import lock_of_another_process
@@ -175,6 +178,62 @@ def test_a_run_of_another_command_is_waited_for_and_read(tmp_path, monkeypatch):
         assert runner.compare(study, runner.RunnerOptions(jobs=2)) == 0
     assert started == []
     assert len(waits) == 3
+
+
+def test_models_of_the_search_are_removed_and_its_runs_are_not_repeated(tmp_path, monkeypatch):
+    """search.keep_models may be set after the study has ended."""
+    study = study_of(tmp_path)
+    end_all(study, lambda run: 2.0 + run.number)
+    folder = Path(study.output_dir)
+    for each in folder.glob("*/*/*"):
+        for name in ("model", "checkpoints", "start"):
+            (each / name).mkdir()
+            (each / name / "model.safetensors").write_bytes(b"0")
+    RunFolder(folder / "search/soren/02").update(status="training", last_error="no space left on the disk")
+    monkeypatch.setattr(runner, "start_run", None)
+    assert runner.compare(study, runner.RunnerOptions()) == 0
+    before = plain_study(folder)
+    assert len(list(folder.rglob("model.safetensors"))) == 12 * 3
+    with lock_of_another_process(RunFolder(folder / "search/adamw/00")):
+        assert runner.compare(study_of(tmp_path, "search.keep_models=false"), runner.RunnerOptions()) == 0
+    assert {file.parts[-5:-2] for file in folder.glob("search/*/*/*/*")} == {
+        ("search", "adamw", "00"),  # of a process that has not ended yet
+        ("search", "soren", "02"),  # a failed run
+    }
+    assert len(list(folder.glob("verdict/*/*/*/model.safetensors"))) == 6 * 3
+    assert plain_study(folder) == before
+
+
+def plain_study(folder):
+    result = result_of(folder)
+    del result["file"]["search"]["keep_models"]
+    return result
+
+
+def test_another_number_of_processes_is_refused_before_a_run_starts(tmp_path, monkeypatch):
+    study = study_of(tmp_path)
+    end_all(study, lambda run: 2.0 + run.number)
+    RunFolder(Path(study.output_dir) / "search/soren/02").update(status="training", processes=2)
+    monkeypatch.setattr(runner, "start_run", None)
+    with pytest.raises(UserError, match="its runs have 2 processes each, not 1; rerun with --processes 2"):
+        runner.compare(study, runner.RunnerOptions())
+
+
+@pytest.mark.process
+def test_a_run_of_two_processes_records_them_and_is_not_repeated(tmp_path):
+    study = study_of(tmp_path, "set.trainer.max_steps=3", "set.trainer.save_steps=3")
+    run = first_run(study, "soren")
+    folder, recipe = RunFolder(tmp_path / "study" / run.folder), recipe_of_run(study, run)
+    context = start_server(on_gpus=False)
+    for expected in (0, LOCKED):  # of the second command: the run has ended in the meantime
+        process = start_run(context, recipe, tmp_path / "log", 2, [])
+        process.join(240)
+        assert process.exitcode == expected, (tmp_path / "log").read_text()
+    record = folder.record()
+    assert (record["status"], record["processes"], record.get("last_error")) == ("finished", 2, None)
+    assert (record["identity"]["processes"], record["identity"]["global_batch_size"]) == (2, 16)
+    assert "16 examples per step: 2 processes x 8 examples" in (tmp_path / "log").read_text()
+    assert read_run(run, folder, "eval_loss").status == "finished"
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path):

@@ -54,6 +54,8 @@ def run_plan(name, training=3.0e15, maps=1.0e12):
             "num_requests_per_model": 1000,
             "contamination": {"few": {"questions": 120, "overlapping": 2, "exact": 1}},
         },
+        "disk": {"model_bytes": 10, "checkpoint_bytes": 40 if name == "adamw" else 30, "num_checkpoints": 2}
+        | {"start_bytes": 5},
         "notices": ["the same for all"],
     }
 
@@ -96,6 +98,17 @@ def test_detectable_effects_are_those_of_the_power_analysis():
     assert effects["many"] < effects["clustered"] < effects["few"]
     more = planned("verdict.seeds=[7, 8, 9, 10, 11, 12]", "verdict.assume={seed_sd: 0.25}", "verdict.power=0.9")
     assert more["detectable"]["held_out"]["to_base"] < section["held_out"]["to_base"]
+
+
+def test_disk_space_is_that_of_all_runs_and_of_checkpoints_that_are_being_written():
+    plan = planned("search.trials=5", "jobs=3")
+    per_study = (10 + 2 * 40 + 5) + 3 * (10 + 2 * 30 + 5)  # of one run of each candidate
+    assert plan["disk"]["bytes"] == (5 + 3) * per_study + 3 * 40
+    fewer = planned("search.trials=5", "jobs=3", "search.keep_models=false")
+    assert fewer["disk"]["bytes"] == 3 * per_study + 3 * 40 + 3 * (10 + 2 * 40 + 5)
+    assert plan["disk"]["bytes_without_models_of_the_search"] == fewer["disk"]["bytes"]
+    assert "disk      2.68 kB: 32 runs with a model of 0.01 kB and 2 checkpoints" in printed(plan)
+    assert "12 runs with" in printed(fewer)
 
 
 def test_all_pairs_are_a_larger_family_and_need_larger_effects():
@@ -141,6 +154,10 @@ def test_the_command_plans_a_study_and_starts_nothing(tmp_path, monkeypatch):
         "preference": 120,
     }
     assert plan["candidates"]["adamw"]["flops"] < plan["candidates"]["soren"]["flops"]
+    num_bytes = 4 * plan["model"]["num_parameters"]
+    assert plan["disk"]["model_bytes"] == plan["disk"]["start_bytes"] == num_bytes
+    assert plan["disk"]["checkpoint_bytes"] == 3 * num_bytes  # AdamW's: the weights and two moments
+    assert plan["disk"]["num_checkpoints"] == 2
     assert list(tmp_path.iterdir()) == []
 
 

@@ -8,6 +8,7 @@ import pytest
 from soren_align.errors import UserError
 from soren_align.evaluate.lineage import lineage, lineages, parents
 from soren_align.provenance import fingerprint
+from soren_align.run_folder import RunFolder
 
 
 def model(folder):
@@ -109,10 +110,13 @@ def test_a_run_that_was_written_over_by_its_descendant_has_no_row(runs, omitted)
     }
 
 
-def test_an_unfinished_run_has_no_rows(runs):
+def test_an_unfinished_run_has_no_rows_nor_one_whose_model_was_removed(runs):
     _, _, dpo = runs
     shutil.rmtree(dpo / "model")
-    with pytest.raises(UserError, match="has no model yet"):
+    with pytest.raises(UserError, match="has no model any more, it was removed; train it again"):
+        lineage(dpo)
+    RunFolder(dpo).update(status="training")
+    with pytest.raises(UserError, match=r"has no model yet \(status: training\); finish the run first"):
         lineage(dpo)
 
 
