@@ -149,7 +149,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _invalid_question(suite: Suite, task: SuiteTask) -> str:
-    """Return the place of the first line of a task's .jsonl files that is no JSON object, and the reason; "" if none."""
+    """Return the place of a task's first .jsonl line that is no JSON object, with the reason; "" if there is none."""
     file, root = suite.file_of(task), suite.data_folder()
     folder = root and root / str(_read(file).get("dataset_path"))
     for data in sorted(folder.rglob("*.jsonl")) if folder else ():
