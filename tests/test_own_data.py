@@ -75,7 +75,8 @@ def test_the_recipe_of_the_page_is_that_of_new():
 
 
 def test_examples_and_questions_of_the_page_can_be_read(tmp_path):
-    chat, alpaca, choice, exact, pair = re.findall(r"```json\n(.*?)```", TEXT, re.DOTALL)
+    blocks = re.findall(r"```json\n(.*?)```", TEXT, re.DOTALL)
+    chat, alpaca, choice, exact, pair = "".join(blocks).splitlines(keepends=True)
     for task, text in (("sft", chat), ("sft", alpaca), ("dpo", pair)):
         (tmp_path / "my.jsonl").write_text(text)
         spec = {"path": str(tmp_path / "my.jsonl"), "name": None, "split": "train", "limit": None, "revision": None}

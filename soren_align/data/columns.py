@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 from ..errors import UserError
+from ..recipe import REQUIRED_COLUMNS, example_of_names
 from . import readers
 from .own_names import Names
 from .readers import Example
@@ -22,12 +23,6 @@ COLUMNS: dict[Task, tuple[str, ...]] = {"sft": ("messages",), "dpo": ("chosen", 
 """TRL's columns of conversations. With `prompt` beside them TRL would take another path and fail (TRL 1.16, both paper
 datasets)."""
 
-_REQUIRED: dict[Task, str] = {
-    "sft": "'messages': a list of {role, content} turns (or 'conversations' as of ShareGPT, 'instruction' and "
-    "'output', 'prompt' and 'completion', 'text'); other names go under `columns`",
-    "dpo": "'chosen' and 'rejected': two whole conversations, lists of {role, content} turns (or two answers beside "
-    "their 'prompt' or 'instruction'); other names go under `columns`",
-}
 ALPACA = ("system", "instruction", "input", "output")
 """Alpaca's columns, and LLaMA-Factory's `system` beside them."""
 _NATIVE: dict[Task, tuple[str, set[str]]] = {  # the paper's datasets, recognized by their additional columns
@@ -75,14 +70,14 @@ def recognize(example: Example, task: Task, place: str, names: Names = Names()) 
     if layout is None:
         other: Task = "dpo" if task == "sft" else "sft"
         hint = f"; these columns are for {other}: `soren-align {other}`" if _layout(known, other) else ""
-        hint = hint or _example_of_names(known, task)
+        hint = hint or example_of_names(known, task)
         columns_text = f"found the columns {', '.join(known)}"
         if names.columns:
             unread = ", ".join(column for column in example if column not in names.columns.values())
             columns_text = (
                 f"`columns` names {', '.join(known)}, and no others are then read{f' ({unread})' * bool(unread)}"
             )
-        raise UserError(f"{place}: {columns_text}; {task} needs {_REQUIRED[task]}{hint}")
+        raise UserError(f"{place}: {columns_text}; {task} needs {REQUIRED_COLUMNS[task]}{hint}")
     name, additional = _NATIVE[task]
     if layout.inputs == layout.outputs == COLUMNS[task] and additional <= known.keys():
         layout = layout._replace(description=f"{layout.description} (like {name})")
@@ -93,20 +88,6 @@ def recognize(example: Example, task: Task, place: str, names: Names = Names()) 
         layout = layout._replace(inputs=layout.inputs + beside, outputs=layout.outputs + beside)
     layout = layout._replace(names=names)
     return layout._replace(unused=tuple(c for c in example if c not in layout.columns_read))
-
-
-def _example_of_names(example: Example, task: Task) -> str:
-    """A proposal for `columns`, where an SFT dataset has a column of turns, or two of text."""
-    if task != "sft":
-        return ""
-    lists = {column: value for column, value in example.items() if isinstance(value, list) and column not in OPTIONS}
-    turns = [column for column, value in lists.items() if value and isinstance(value[0], dict)]
-    if turns:
-        return f", such as {{messages: {turns[0]}}}"
-    texts = {column: len(value) for column, value in example.items() if isinstance(value, str)}
-    longest = sorted(texts, key=lambda column: -texts[column])[:2]  # an id is shorter
-    pair = [column for column in texts if column in longest]
-    return f", such as {{instruction: {pair[0]}, output: {pair[1]}}}" if len(pair) == 2 else ""
 
 
 def read_example(example: Example, layout: Layout) -> Example | str:

@@ -11,10 +11,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from ..recipe import OPTIONS
+
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys of an assistant's reasoning. transformers gives a template whichever it reads."""
-OPTIONS = ("tools", "chat_template_kwargs")
-"""Columns of an example beside its turns: the tools that its template lists, and other variables of the template."""
 EMPTY_ANSWER = "all of an answer"
 """The kind of `left_out` parts that leave nothing of a trained answer."""
 _RESERVED = {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"}

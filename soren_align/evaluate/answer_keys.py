@@ -16,11 +16,12 @@ def refuse_wrong_keys(task: Any, file: Any) -> None:
     with silence(), rendering():
         wrong = list(_wrong_keys(task))
     if wrong:
-        number, key, num_choices = wrong[0]
+        number, key, choices = wrong[0]
         more = f" (and {len(wrong) - 1:,} more questions)" if len(wrong) > 1 else ""
         raise UserError(
             f"{file}: {task.task_name}, question {number}{more}: doc_to_target gives {key!r:.60}, none of its"
-            f" {num_choices} choices; the key is the number of the right choice, from 0, or its text"
+            f" {len(choices)} choices ({', '.join(map(repr, choices)):.200}); the key is the number of the right"
+            " choice, from 0, or its text"
         )
 
 
@@ -46,8 +47,8 @@ def equal_choices(task: Any, tokenizer: Any, limit: int | None = None) -> str:
     )
 
 
-def _wrong_keys(task: Any) -> Iterator[tuple[int, Any, int]]:
-    """Yield (number from 1, key, number of choices) of each question without a right choice."""
+def _wrong_keys(task: Any) -> Iterator[tuple[int, Any, list[Any]]]:
+    """Yield (number from 1, key, choices) of each question without a right choice."""
     if task.OUTPUT_TYPE != "multiple_choice" or callable(task.config.process_results):
         return  # a task's own function may read another field
     for number, question in enumerate(task.eval_docs, 1):
@@ -55,5 +56,5 @@ def _wrong_keys(task: Any) -> Iterator[tuple[int, Any, int]]:
         key = task.doc_to_text(question) if task.multiple_input else task.doc_to_target(question)
         for each in key if isinstance(key, list) else [key]:
             if not (0 <= each < len(choices) if isinstance(each, int) else each in choices):
-                yield number, key, len(choices)
+                yield number, key, choices
                 break

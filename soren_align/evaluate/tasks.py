@@ -11,6 +11,7 @@ from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
+from ..data.records import InvalidRecord, read_records
 from ..errors import UserError
 from ..files import default_cache_folder
 from ..silence import silence
@@ -51,7 +52,7 @@ def load_tasks(
                 except UserError as error:
                     raise UserError(f"{suite.file_of(task)}: {error}") from None
                 except Exception as error:  # anything that lm-eval, datasets or the hub may raise
-                    reason = _in_short(error, task)
+                    reason = _invalid_question(suite, task) or _in_short(error, task)
                     if suite.data_root is None:
                         reason += ". Without a network, pass downloaded datasets by --data-root DIR (eval.data_root)"
                     raise UserError(f"{suite.file_of(task)}: task {task.task} cannot be loaded: {reason}") from error
@@ -145,6 +146,17 @@ def _read(file: Path) -> dict[str, Any]:
         return load_yaml(file, resolve_func=False)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"{file}: is not a task file: {' '.join(str(error).split())[:200]}") from None
+
+
+def _invalid_question(suite: Suite, task: SuiteTask) -> str:
+    """Return the place of a task's first .jsonl line that is no JSON object, with the reason; "" if there is none."""
+    file, root = suite.file_of(task), suite.data_folder()
+    folder = root and root / str(_read(file).get("dataset_path"))
+    for data in sorted(folder.rglob("*.jsonl")) if folder else ():
+        for number, record in read_records(data):
+            if isinstance(record, InvalidRecord):
+                return f"{data}:{number}: {record.reason}"
+    return ""
 
 
 def _in_short(error: Exception, task: SuiteTask) -> str:

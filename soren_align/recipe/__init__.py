@@ -11,6 +11,7 @@ from .checks import evaluation_problems
 from .comparison import differences, recipe_hash, training_part
 from .data_paths import FILE_KINDS, STDLIB, data_files, data_suffix
 from .data_section import Data, DataSplit, HeldOut, HeldOutNumber, Streaming, TrainSplit
+from .first_lines import OPTIONS, REQUIRED_COLUMNS, example_of_names
 from .loader import find, load, load_resolved, load_text, task_of, to_yaml
 from .lora import adapter_config
 from .optimizers import MAPS, OPTIMIZERS, OptimizerSection, as_adamw
@@ -42,7 +43,9 @@ __all__ = [
     "FILE_KINDS",
     "MAPS",
     "OPTIMIZERS",
+    "OPTIONS",
     "QUANTIZATION_RECORD",
+    "REQUIRED_COLUMNS",
     "SCHEMA_COMMENT",
     "SCHEMA_FILE",
     "SCHEMA_VERSION",
@@ -72,6 +75,7 @@ __all__ = [
     "data_suffix",
     "differences",
     "evaluation_problems",
+    "example_of_names",
     "few_steps",
     "find",
     "global_batch",

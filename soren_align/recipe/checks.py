@@ -111,7 +111,7 @@ def _data(raw: Raw) -> Iterator[tuple[Key, str]]:
             may_be_test = not is_trained or split.get("train_on_test") is True
             missing = data_problems(path, may_be_test) if is_local(path) else []
             if raw.reads_data and is_local(path) and not missing:
-                missing = first_line_problems(path, split)
+                missing = first_line_problems(path, split, raw.text("task"))
             yield from (((*at, "path"), message) for message in missing)
             problems = split_problems(path, split, is_trained)
             yield from (((*at, "split"), message) for message in problems)

@@ -25,7 +25,13 @@ def is_local(path: str) -> bool:
 def model_problems(path: str, init_seed: Any, tokenizer: Any = None) -> list[str]:
     """The problems of the model or adapter at `path`. tokenizer: model.tokenizer, in the place of the folder's."""
     if not is_local(path):
-        return [] if init_seed is None else ["init_seed needs a local folder with a config.json"]
+        return (
+            []
+            if init_seed is None
+            else [
+                "init_seed makes random weights from the config.json of a local folder; leave it out to load this model"
+            ]
+        )
     folder = shipped.resolve(path)
     if not folder.is_dir():
         hint = ""

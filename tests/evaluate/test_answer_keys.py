@@ -55,7 +55,7 @@ def test_a_label_out_of_range_is_refused_when_the_suite_is_loaded(tmp_path):
     questions.write_text("".join(json.dumps(line) + "\n" for line in lines))
     file = tmp_path / "suite" / "suite.yaml"
     file.write_text(file.read_text().replace("shipped:recipes/quickstart/data", str(tmp_path / "data")))
-    with pytest.raises(UserError, match=r"zoo_mc.yaml: zoo_mc, question 6: .* 4, none of its 4 choices"):
+    with pytest.raises(UserError, match=r"zoo_mc.yaml: zoo_mc, question 6: .* 4, none of its 4 choices \('"):
         load_tasks(load_suite(tmp_path / "suite"), tmp_path / "cache")
 
 
@@ -75,3 +75,11 @@ def test_choices_of_the_same_tokens_are_reported():
     assert equal_choices(colors, tokenizer, limit=1) == ""
     colors.OUTPUT_TYPE = "generate_until"
     assert equal_choices(colors, tokenizer) == ""
+
+
+def test_a_question_that_is_not_json_is_named_by_its_line(tmp_path):
+    shutil.copytree(shipped.ROOT / "configs/new/questions", tmp_path / "suite")
+    with (tmp_path / "suite/exact/test.jsonl").open("a") as stream:
+        stream.write('{"question": "Who?", "answer": "Me"},\n')
+    with pytest.raises(UserError, match=r"exact/test.jsonl:3: not JSON: Extra data at column 37"):
+        load_tasks(load_suite(tmp_path / "suite"), tmp_path / "cache")

@@ -3,8 +3,8 @@
 import sysconfig
 
 import pytest
-
 from tests.support.docs_scripts import docs_script
+
 from tests.support.tiny_run import TinyRun
 
 ngrams = docs_script("studies/ngrams")

@@ -479,7 +479,11 @@ def test_a_runs_folder_is_answered_with_its_model(tmp_path):
     ("lines", "keys", "message"),
     [
         (['{"messages": []}', "", '{"messages": }'], "", ":3: not JSON: Expecting value at column 14"),
-        (['{"q": "x", "a": "y"}'], "", "found the columns q, a, and none of messages, .* such as {instruction: q, "),
+        (
+            ['{"q": "x", "a": "y"}'],
+            "",
+            "found the columns q, a; sft needs 'messages'.* such as {instruction: q, output: a}",
+        ),
         (
             ['{"q": "x", "a": "y"}'],
             "columns: {prompt: qs, completion: a}",
