@@ -18,7 +18,7 @@ from .evidence import STAGES, Evidence, flat, run_folders
 from .study import Candidate, Run
 from .study_sections import HIGHER_IS_BETTER
 
-_HIGHER_IS_BETTER = HIGHER_IS_BETTER["sft"] | HIGHER_IS_BETTER["dpo"]
+_HIGHER_IS_BETTER = {metric: better for metrics in HIGHER_IS_BETTER.values() for metric, better in metrics.items()}
 """The metrics of held-out examples that a setting may be selected by."""
 EQUAL_AT_A_SEED = {
     "starting_weights": "other initial weights",
