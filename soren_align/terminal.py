@@ -40,10 +40,10 @@ class Terminal(Console):
 
 
 def print_labelled(console: Console, label: str, text: str) -> None:
-    """Print a label in the first 10 columns and the text wrapped to the right of it."""
-    lines = textwrap.wrap(text, console.width - 10, break_long_words=False, break_on_hyphens=False)
-    for number, line in enumerate(lines):
-        console.print(f"{'' if number else label:<10}{line}", markup=False, highlight=False, soft_wrap=True)
+    """Print a label in the first 10 columns, or as many as it needs, and the text wrapped from column 10 on."""
+    indents = {"initial_indent": f"{label:<9} ", "subsequent_indent": " " * 10}
+    for line in textwrap.wrap(text, console.width, **indents, break_long_words=False, break_on_hyphens=False):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def stderr_console(*, quiet: bool = False) -> Terminal:

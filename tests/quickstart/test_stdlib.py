@@ -3,11 +3,9 @@
 import sysconfig
 
 import pytest
-from tests.support.docs_scripts import docs_script
+from studies import ngrams
 
 from tests.support.tiny_run import TinyRun
-
-ngrams = docs_script("studies/ngrams")
 
 
 @pytest.fixture

@@ -5,10 +5,8 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from studies import ngrams
 
-from tests.support.docs_scripts import docs_script
-
-ngrams = docs_script("studies/ngrams")
 VOCAB_SIZE = 7
 TOKENS = np.random.default_rng(0).choice(VOCAB_SIZE - 1, 400, p=[0.4, 0.3, 0.15, 0.1, 0.04, 0.01])  # the last: never
 
