@@ -1,4 +1,4 @@
-"""The choices of multiple-choice questions, and the keys of the right ones.
+"""The choices of multiple-choice questions, the keys of the right ones, and the length of answers to be written.
 
 lm-eval counts a question whose key is no choice as answered wrong, and of equally likely choices the first as answered.
 """
@@ -44,6 +44,30 @@ def equal_choices(task: Any, tokenizer: Any, limit: int | None = None) -> str:
     return (
         f"{len(equal):,} of {len(questions):,} questions have choices that are the same tokens to this tokenizer, of "
         f"which the first counts as answered ({equal[0]})"
+    )
+
+
+def long_answers(task: Any, tokenizer: Any, max_tokens: int, limit: int | None = None) -> str:
+    """Return a sentence about right answers that have more than max_tokens tokens; "" if there are none.
+
+    A model that gives one is cut off before its end, and counts as wrong. Tasks that read only a part of an answer, by
+    a filter or a function, are left out. task: lm-eval's; its own max_gen_toks takes precedence.
+    """
+    settings = task.config
+    if task.OUTPUT_TYPE != "generate_until" or settings.filter_list or callable(settings.process_results):
+        return ""
+    max_tokens = (settings.generation_kwargs or {}).get("max_gen_toks", max_tokens)
+    with silence(), rendering():
+        answers = [task.doc_to_target(question) for question in list(task.eval_docs)[:limit]]
+    texts = [min(map(str, answer), key=len) if isinstance(answer, list) else str(answer) for answer in answers]
+    sizes = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]] if texts else []
+    long = [number for number, size in enumerate(sizes, 1) if size > max_tokens]
+    if not long:
+        return ""
+    first = f"question {long[0]}: {texts[long[0] - 1]:.60}, {sizes[long[0] - 1]} tokens"
+    return (
+        f"{len(long):,} of {len(texts):,} right answers are longer than max_gen_toks, {max_tokens} tokens, so that no "
+        f"model can give them ({first}); write a larger max_gen_toks into the task's generation_kwargs"
     )
 
 

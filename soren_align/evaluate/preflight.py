@@ -18,7 +18,7 @@ from ..errors import UserError
 from ..files import local_path
 from ..recipe import Eval, is_local
 from ..silence import silence
-from .answer_keys import equal_choices
+from .answer_keys import equal_choices, long_answers
 from .backends import MAX_GEN_TOKS, BackendSettings, base_folder, generation_settings, load_tokenizer, model_folder
 from .cache import ResponseCache
 from .lineage import OnOmitted, ignore, starting_rows
@@ -127,7 +127,7 @@ def check(rows: Sequence[Row], suite: Suite, load: Callable[[], Tasks], options:
         problems = [problem for probe in probes.values() for problem in probe.problems]
     if problems:
         raise UserError(*dict.fromkeys(problems))
-    return tasks, [*_notices(rows, suite, probes), *_ties(rows[-1], suite, tasks, options)] if rows else []
+    return tasks, [*_notices(rows, suite, probes), *_unfair(rows[-1], suite, tasks, options)] if rows else []
 
 
 def _with_template_of(source: Row | None, row: Row) -> Row:
@@ -182,12 +182,13 @@ def _notices(rows: Sequence[Row], suite: Suite, probes: dict[str, "_Probe"]) -> 
     return notices
 
 
-def _ties(row: Row, suite: Suite, tasks: Tasks, options: Eval) -> Iterator[str]:
-    """Yield a notice for each task with choices that are equal to a row's model."""
+def _unfair(row: Row, suite: Suite, tasks: Tasks, options: Eval) -> Iterator[str]:
+    """Yield a notice for each task with choices that are equal to a row's model, or answers that it cannot finish."""
     for task in suite.tasks:
         for subtask in subtasks(tasks[task.column]):
-            if equal := equal_choices(subtask, row.tokenizer, options.limit):
-                yield f"{task.column}: {equal}"
+            equal = equal_choices(subtask, row.tokenizer, options.limit)
+            long = long_answers(subtask, row.tokenizer, MAX_GEN_TOKS, options.limit)
+            yield from (f"{task.column}: {finding}" for finding in (equal, long) if finding)
 
 
 def _longest(subtask: Any, context: int, limit: int | None) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ import pytest
 
 from soren_align import shipped
 from soren_align.errors import UserError
-from soren_align.evaluate.answer_keys import equal_choices, refuse_wrong_keys
+from soren_align.evaluate.answer_keys import equal_choices, long_answers, refuse_wrong_keys
 from soren_align.evaluate.suites import load_suite
 from soren_align.evaluate.tasks import load_tasks
 
@@ -83,3 +83,28 @@ def test_a_question_that_is_not_json_is_named_by_its_line(tmp_path):
         stream.write('{"question": "Who?", "answer": "Me"},\n')
     with pytest.raises(UserError, match=r"exact/test.jsonl:3: not JSON: Extra data at column 37"):
         load_tasks(load_suite(tmp_path / "suite"), tmp_path / "cache")
+
+
+def written(*answers, **settings):
+    """A task as lm-eval's, whose answers are written, with at most three tokens."""
+    config = {"filter_list": None, "process_results": None, "generation_kwargs": {"max_gen_toks": 3}} | settings
+    return SimpleNamespace(
+        OUTPUT_TYPE="generate_until",
+        config=SimpleNamespace(**config),
+        eval_docs=list(answers),
+        doc_to_target=lambda question: question,
+    )
+
+
+def test_right_answers_that_no_model_can_finish_are_reported():
+    found = long_answers(written("red", "red brown red brown", ["red red red red", "red"]), tokenizer, 256)
+    assert found.startswith("1 of 3 right answers are longer than max_gen_toks, 3 tokens, so that no model can give")
+    assert "(question 2: red brown red brown, 4 tokens)" in found
+    assert long_answers(written("red", "red brown red"), tokenizer, 256) == ""
+    assert long_answers(written("red " * 9, generation_kwargs=None), tokenizer, 256) == ""
+    assert "8 tokens" in long_answers(written("red " * 9, generation_kwargs=None), tokenizer, 8)
+
+
+def test_answers_of_which_a_part_is_read_are_not_measured():
+    assert long_answers(written("red " * 9, filter_list=[{"name": "strict"}]), tokenizer, 256) == ""
+    assert long_answers(written("red " * 9, process_results=len), tokenizer, 256) == ""
