@@ -75,7 +75,7 @@ RECIPES = {
         "name: sorn",
         r"my.yaml:8 optimizer.name: found 'sorn'; .*did you mean 'soren'",
     ),
-    "unknown task": ("task: sft", "task: rlhf", r"my.yaml:1 task: found 'rlhf'; write sft or dpo"),
+    "unknown task": ("task: sft", "task: rlhf", r"my.yaml:1 task: found 'rlhf'; write sft, dpo or pretrain"),
     "no task": ("task: sft\n", "", r"task: is required"),
     "no model": (
         "model:\n  name_or_path: shipped:recipes/quickstart/base\n  init_seed: 0\n",

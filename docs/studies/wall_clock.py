@@ -21,9 +21,9 @@ from soren_align import HTMuon, Muon, Soren, param_groups
 from soren_align.bench.shapes import MODELS, Shape
 from soren_align.bench.step_times import MuonFloat32
 from soren_align.bench.timing import interleaved, machine
-from soren_align.compare.study_plan import PEAKS
 from soren_align.optim import AdamW
 from soren_align.optimizer_settings import RESOLUTIONS
+from soren_align.planning.hours import PEAKS
 from soren_align.planning.passes import Passes
 from soren_align.spectral import num_flops
 from soren_align.spectral.cost import narrow_flops
@@ -123,7 +123,9 @@ def main(*arguments: str) -> None:
     training = training_flops(LLAMA_60M, SEQUENCES, LENGTH)
     seconds = MINUTES["llama-60m"]["AdamW"] * 60 / STEPS
     print(f"\ntraining step: {training / 1e12:.1f} TFLOP, in the paper's {seconds * 1e3:.0f} ms", end=" ")
-    print(f"{training / seconds / 1e12:.0f} TFLOP/s, {training / seconds / PEAKS['H100']:.0%} of the peak\n")
+    print(
+        f"{training / seconds / 1e12:.0f} TFLOP/s, {training / seconds / PEAKS['H100']['bfloat16']:.0%} of the peak\n"
+    )
     print_row("maps", "TFLOP: blocks", "all 2-D", "step over AdamW's: blocks", "all 2-D", is_head=True)
     blocks, everything = shapes("llama-60m")[:-2], shapes("llama-60m")
     for name, count in COUNTED.items():

@@ -1,7 +1,7 @@
 """Whether a file is for SFT or DPO. TRL has one command for each, so its files need not contain it."""
 
 import re
-from typing import Any, get_args
+from typing import Any
 
 from ..errors import UserError
 from ..recipe import trl_config
@@ -43,9 +43,8 @@ def task_of_source(flat: dict[str, Any], name: str, folder: str) -> Task:
             f"SFT or DPO? {', '.join(sorted(keys_of['sft']))} are SFT keys, {', '.join(sorted(keys_of['dpo']))} DPO "
             "keys: write --task sft or --task dpo"
         )
-    for task in get_args(Task):
-        if keys_of[task]:
-            return task
+    if keys_of["sft"] or keys_of["dpo"]:
+        return "sft" if keys_of["sft"] else "dpo"
     if task := _task_of_data(flat):
         return task
     for place in (name, folder):

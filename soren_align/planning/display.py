@@ -78,8 +78,8 @@ def _print_model_and_data(plan: dict[str, Any], account: Account | None, console
 
 def _print_streamed(data: dict[str, Any], console: Console) -> None:
     if streamed := data["streamed"]:
-        of_eval = f" and {streamed['num_eval_examples']:,} held-out ones" * bool(streamed["num_eval_examples"])
-        size = f": {with_prefix(streamed['bytes'], 'B')} of compressed files" * bool(streamed["bytes"])
+        of_eval = f" and {held_out:,} held-out ones" if (held_out := streamed["num_eval_examples"]) else ""
+        size = f": {with_prefix(number, 'B')} of compressed files" if (number := streamed["bytes"]) else ""
         print_labelled(console, "", f"reads {streamed['num_examples']:,} of them{of_eval}{size}")
 
 

@@ -99,7 +99,8 @@ class _Problem:
         if value is False and section in _OPTIONAL:
             return f"leave it out, or write {last}: null"
         main = _MAIN_KEYS.get(section, {}).get(int if value is True else type(value))
-        inner = section_in(self.section.model_fields[str(last)].annotation) if value is True and main else None
+        field = self.section.model_fields.get(str(last))  # a value in place of a union is located in its first member
+        inner = section_in(field.annotation) if value is True and main and field else None
         if main is None or (value is True and inner is None):
             return "write a section (indented keys below it)"
         content: Any = inner.model_fields[main].default if inner else value

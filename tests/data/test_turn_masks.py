@@ -155,7 +155,7 @@ def test_of_a_completion_with_weights_the_rest_is_trained(make_tokenizer):
 def test_only_a_template_whose_answers_cannot_be_derived_is_replaced(make_tokenizer, monkeypatch, name, replaced):
     own = (TRLS / f"{name}.jinja").read_text()
     monkeypatch.setattr(starting_model.AutoTokenizer, "from_pretrained", lambda *_, **__: make_tokenizer(own))
-    model = SimpleNamespace(name_or_path="lab/chat", revision=None, chat_template=None, eos_token=None)
+    model = SimpleNamespace(name_or_path="lab/chat", revision=None, chat_template=None, eos_token=None, tokenizer=None)
     recipe = SimpleNamespace(model=model, trainer={"assistant_only_loss": True})
     tokenizer = starting_model.load_tokenizer(recipe, "lab/chat")
     expected = (TRLS / f"{name}_training.jinja").read_text() if replaced else own
