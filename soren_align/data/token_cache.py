@@ -6,6 +6,7 @@ is checked first. A folder appears whole or not at all; those unused for a month
 have more than 50 GB.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -126,8 +127,9 @@ def _write(folder: Path, tables: Iterator[pa.Table], features: Features) -> None
                 stream.write_table(table)
         shutil.rmtree(folder, ignore_errors=True)  # one that `_load` refused
         part.rename(folder)
-    except FileExistsError:
-        pass  # another process has just written the same tokens
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # another process has just written the same tokens
+            raise
     finally:
         shutil.rmtree(part, ignore_errors=True)
 

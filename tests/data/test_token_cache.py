@@ -3,10 +3,11 @@
 import os
 import shutil
 import time
+from unittest.mock import patch
 
 import pyarrow as pa
 import pytest
-from datasets import Dataset
+from datasets import Dataset, Features, Value
 
 from soren_align.data import account, load_split, token_cache, tokenize
 from soren_align.data.encoding import encode
@@ -150,3 +151,18 @@ def test_tokens_of_text_need_no_template(make_tokenizer, tmp_path):
     rows = Dataset.from_list([{"text": "A lynx."}, {"text": "ü🦓"}])
     tokens = tokenize(rows, "sft", make_tokenizer(None), tmp_path)
     assert [make_tokenizer().decode(ids) for ids in tokens["input_ids"]] == ["A lynx.<|im_end|>", "ü🦓<|im_end|>"]
+
+
+def test_tokens_that_another_process_has_just_written_are_taken(tmp_path):
+    """Two runs of a study start together: the second's rename finds the first's folder, which is not empty."""
+    features = Features({"input_ids": Value("int64")})
+    folder = tmp_path / "tokens" / "key"
+
+    def tables():
+        folder.mkdir(parents=True)
+        (folder / "of the other").write_text("tokens")
+        yield pa.table({"input_ids": [1, 2]}, schema=features.arrow_schema)
+
+    with patch.object(token_cache.shutil, "rmtree"):  # the other's folder appears after it
+        token_cache._write(folder, tables(), features)
+    assert (folder / "of the other").read_text() == "tokens"
