@@ -32,13 +32,13 @@ def new(
 
     Two recipes (SFT, then DPO), examples of both, and a suite with two kinds of questions. They run as they are.
     """
-    from .recipe import SCHEMA_FILE, schema_text, with_modeline, write_schema
+    from .recipe import with_modeline
 
     target = _new_folder(folder)
     files = _copy_folder(shipped.ROOT / "configs/new", target)
     for file in target.glob("*.yaml"):
         file.write_text(with_modeline(file.read_text(encoding="utf-8")), encoding="utf-8")
-    write_schema(target / SCHEMA_FILE, schema_text())
+    _write_schema(target, "recipe")
     for file in files:
         typer.echo(printable(str(file)))
     typer.echo(printable(f"edit them, and in {target} run soren-align plan sft.yaml; soren-align docs own-data"))
@@ -81,15 +81,14 @@ def copy(
 
     Beside it, recipe.schema.json (study.schema.json) completes and checks its keys in an editor.
     """
-    from .recipe import task_of, with_modeline, write_schema
+    from .recipe import task_of, with_modeline
 
     known, studies = shipped.recipes(), shipped.studies()
     if (source := (known | studies).get(name)) is None:
         raise UserError(f"{name}: no shipped recipe; write one of {', '.join(known | studies)}")
     target = _new_file(dest or ".", f"{name.replace('/', '-')}.yaml")
-    file_name, text = _schema("study" if name in studies else "recipe")
-    target.write_text(with_modeline(source.read_text(encoding="utf-8"), file_name), encoding="utf-8")
-    write_schema(target.parent / file_name, text)
+    schema_file = _write_schema(target.parent, "study" if name in studies else "recipe")
+    target.write_text(with_modeline(source.read_text(encoding="utf-8"), schema_file), encoding="utf-8")
     next_command = "compare" if name in studies else task_of(source)
     typer.echo(printable(f"{target}: edit it, then run soren-align {next_command} {target}"))
 
@@ -144,7 +143,7 @@ def import_(
     """Convert another tool's file to a recipe, and report every key."""
     from .files import local_path
     from .importers import import_file
-    from .recipe import SCHEMA_FILE, schema_text, with_modeline, write_schema
+    from .recipe import with_modeline
 
     if task not in (None, "sft", "dpo"):
         raise UserError(f"--task: found {task!r}; write sft or dpo")
@@ -158,7 +157,7 @@ def import_(
         target = _new_file(dest, source.name)
         text, table = import_file(source, task, _new_file(str(target.with_suffix(".jinja")), ""))
         target.write_text(with_modeline(text), encoding="utf-8")
-        write_schema(target.parent / SCHEMA_FILE, schema_text())
+        _write_schema(target.parent, "recipe")
         table += f"\n\n{target}: read it, then run soren-align plan {target}"
     typer.echo(printable(table), err=True)
 
@@ -195,6 +194,15 @@ def _schema(kind: str) -> tuple[str, str]:
     from .recipe import SCHEMA_FILE, schema_text
 
     return SCHEMA_FILE, schema_text()
+
+
+def _write_schema(folder: Path, kind: str) -> str:
+    """Write a schema beside a recipe or a study, unless a file of another origin is there; return the file's name."""
+    from .recipe import write_schema
+
+    file_name, text = _schema(kind)
+    write_schema(folder / file_name, text)
+    return file_name
 
 
 def _new_file(dest: str, name: str) -> Path:

@@ -16,10 +16,8 @@ from ..recipe import differences, recipe_hash
 from ..version import __version__
 from .evidence import STAGES, Evidence, flat, run_folders
 from .study import Candidate, Run
-from .study_sections import HIGHER_IS_BETTER
+from .study_sections import METRICS
 
-_HIGHER_IS_BETTER = {metric: better for metrics in HIGHER_IS_BETTER.values() for metric, better in metrics.items()}
-"""The metrics of held-out examples that a setting may be selected by."""
 EQUAL_AT_A_SEED = {
     "starting_weights": "other initial weights",
     "batches": "other batches, or the same in another order",
@@ -185,14 +183,14 @@ def _selection_problems(
 ) -> Iterator[str]:
     """Selection by anything but the best held-out metric, and verdicts of other settings than the selected ones."""
     metric = file["search"]["metric"]
-    if metric not in _HIGHER_IS_BETTER:
-        allowed = " or ".join(_HIGHER_IS_BETTER)
+    if metric not in METRICS:
+        allowed = " or ".join(METRICS)
         yield f"search.metric: selects by {metric!r}, which is no metric of held-out examples; write {allowed}"
         return
     yield from _misstated_metrics(candidates, runs, metric)
     for name in file["candidates"]:
         trials = settings_of_search([run for run in runs if run.candidate == name], metric, searched[name])
-        best = selected_settings(trials, len(file["search"]["seeds"]), _HIGHER_IS_BETTER[metric])
+        best = selected_settings(trials, len(file["search"]["seeds"]), METRICS[metric])
         places: dict[str, list[str]] = {}  # of the verdict, by setting
         for run in runs:
             if (run.stage, run.candidate) == ("verdict", name):

@@ -14,6 +14,8 @@ HIGHER_IS_BETTER = {
     "dpo": {"eval_loss": False, "eval_rewards/margins": True, "eval_rewards/accuracies": True},
 }
 """By task: the held-out metrics that trials may be selected by, and their direction."""
+METRICS = {metric: higher for metrics in HIGHER_IS_BETTER.values() for metric, higher in metrics.items()}
+"""Those of all tasks."""
 
 ALL_PAIRS = "all"
 """In the place of a reference: every candidate is compared with every other."""

@@ -5,10 +5,7 @@ of a study have the same tokens.
 """
 
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -19,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from ..errors import UserError
 from .arrow import cache_key
 from .texts import texts_of
-from .token_cache import prune
+from .token_cache import prune, written_whole
 
 END, PAD = "<|endoftext|>", "<|pad|>"
 """Two tokens: LLaMA's embedding of the padding token is not trained."""
@@ -58,14 +55,8 @@ def trained_tokenizer(dataset: Dataset, vocab_size: int, cache: Path) -> Path:
         if folder.is_dir():
             os.utime(folder)
             return folder
-        root.mkdir(parents=True, exist_ok=True)
-        part = Path(tempfile.mkdtemp(prefix="part-", dir=root))
-        try:
+        with written_whole(folder) as part:
             train_tokenizer(texts_of(dataset), vocab_size).save_pretrained(part)
-            with suppress(OSError):  # another process has just written the same tokenizer
-                part.rename(folder)
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
         prune(root)
     except OSError as error:
         reason = error.strerror or error

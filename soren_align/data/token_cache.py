@@ -15,6 +15,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -118,20 +119,30 @@ def _tables(
             on_examples(len(columns["left_out"]))
 
 
-def _write(folder: Path, tables: Iterator[pa.Table], features: Features) -> None:
+@contextmanager
+def written_whole(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder, which is renamed to `folder` when the block has filled it.
+
+    If another process has written `folder` in the meantime, that one stays.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix="part-", dir=folder.parent))
     try:
+        yield part
+        part.rename(folder)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _write(folder: Path, tables: Iterator[pa.Table], features: Features) -> None:
+    with written_whole(folder) as part:
         with pa.OSFile(str(part / _FILE), "wb") as sink, pa.ipc.new_stream(sink, features.arrow_schema) as stream:
             for table in tables:
                 stream.write_table(table)
         shutil.rmtree(folder, ignore_errors=True)  # one that `_load` refused
-        part.rename(folder)
-    except OSError as error:
-        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):  # another process has just written the same tokens
-            raise
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 def _load(folder: Path, features: Features, num_examples: int) -> Dataset | None:

@@ -40,7 +40,7 @@ class Compute:
     def as_json(self, recipe: Recipe, ranks: dict[str, Any], num_steps: int) -> dict[str, Any]:
         """The plan's section "compute". ranks: its section "processes"."""
         maps = ranks["map_flops"] and ranks["map_flops"]["all_ranks"]
-        num_examples, num_sides = ranks["global_batch_size"] * num_steps, 2 if recipe.task == "dpo" else 1
+        num_examples, num_sides = ranks["global_batch_size"] * num_steps, _num_sides(recipe)
         times: dict[str, Any] = {"hours": None, "hours_assume": None}
         if self.flops_per_step:
             passes = self.flops_per_step * num_steps, compute_dtype(recipe)
@@ -71,7 +71,7 @@ def compute(
     build_model: a model of these blocks and of that dtype. kinds: see `passes.Passes`. batch_size: the global one.
     """
     max_tokens, mean_tokens = _example_lengths(recipe, account, max_length)
-    num_sides = 2 if recipe.task == "dpo" else 1
+    num_sides = _num_sides(recipe)
     checkpointing = trainer_value(recipe, "gradient_checkpointing")
 
     def measure() -> tuple[int, int, int]:
@@ -100,6 +100,11 @@ def compute(
         return Compute(max_tokens, mean_tokens, account is not None, None, None, None, failure=reason)
 
 
+def _num_sides(recipe: Recipe) -> int:
+    """Sequences of an example: of a preference pair both answers, each with the prompt."""
+    return 2 if recipe.task == "dpo" else 1
+
+
 def joined_sequences(recipe: Recipe) -> int:
     """The packed sequences, or examples without padding, that TRL joins into one sequence of a micro-batch.
 
@@ -122,7 +127,7 @@ def _example_lengths(recipe: Recipe, account: Account | None, max_length: int | 
     upper_bound = max_length or UNBOUNDED_LENGTH
     if not account or (recipe.trainer.get("packing") and max_length):  # packed sequences are full
         return upper_bound, float(upper_bound)
-    num_sides = 2 if recipe.task == "dpo" else 1
+    num_sides = _num_sides(recipe)
     longest = min(account.lengths["max"], max_length or account.lengths["max"])
     return longest, account.num_tokens / (account.num_kept * num_sides)
 

@@ -28,14 +28,9 @@ def evaluation_needed(evaluation: Any, strategy: Any) -> str | None:
 
 def metric_problems(task: Any, metric: Any) -> Iterator[str]:
     """The problems of trainer.metric_for_best_model."""
-    if (
-        isinstance(task, str)
-        and task in METRICS
-        and isinstance(metric, str)
-        and metric.removeprefix("eval_") not in METRICS[task]
-    ):
-        hint = did_you_mean(metric.removeprefix("eval_"), METRICS[task])
-        yield f"found {metric!r}; write one of {', '.join(METRICS[task])}{hint}"
+    known = METRICS.get(task) if isinstance(task, str) else None
+    if known and isinstance(metric, str) and metric.removeprefix("eval_") not in known:
+        yield f"found {metric!r}; write one of {', '.join(known)}{did_you_mean(metric.removeprefix('eval_'), known)}"
 
 
 def sample_problems(prompts: str | None, parallel_name: str | None) -> Iterator[tuple[Key, str]]:
