@@ -34,13 +34,18 @@ def check_rendering_cost(
 ) -> None:
     """Raise UserError if rendering the conversation takes more than 2 seconds, 512 MB or 10 M characters.
 
-    A template that fails passes: the next rendering reports its error. name: the tokenizer's, for the message.
-    options: keywords of apply_chat_template.
+    Also if no process can be started. A template that fails passes: the next rendering reports its error.
+    name: the tokenizer's, for the message. options: keywords of apply_chat_template.
     """
     with warnings.catch_warnings():
         # Python 3.12 warns of locks that another thread holds; the child uses none.
         warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
+        try:
+            child = os.fork()
+        except OSError as error:  # too many processes, or a mapping larger than the machine's memory
+            raise UserError(
+                f"{name}: the chat template is tried in a second process, and none can be started: {error.strerror}"
+            ) from None
     if child == 0:
         _render_and_exit(tokenizer, turns, options)
     code = _exit_code(child)

@@ -1,5 +1,7 @@
 """A chat template ends in seconds, or is refused before training."""
 
+import errno
+
 import pytest
 from datasets import Dataset
 
@@ -34,6 +36,15 @@ def test_a_template_without_end_is_refused(make_tokenizer, case):
     with pytest.raises(UserError, match=r"the chat template (takes more than 2 seconds|renders more than 10,000,000)"):
         check_template(tokenizer, "sft", True, SFT)
     assert cpu_seconds() - before < 10
+
+
+def test_without_a_second_process_no_template_is_tried(make_tokenizer, monkeypatch):
+    def fork():
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(rendering.os, "fork", fork)
+    with pytest.raises(UserError, match=r"none can be started: Cannot allocate memory$"):
+        check_template(make_tokenizer(CHATML), "sft", True, SFT)
 
 
 def test_a_range_beyond_the_sandbox_is_a_template_that_fails(make_tokenizer):

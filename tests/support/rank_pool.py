@@ -88,10 +88,27 @@ def serve(rank, num_ranks, store, pipe):
             pipe.send((job(dist.group.WORLD, *arguments), None))
         except Exception:
             pipe.send((None, traceback.format_exc()))
+        destroy_engines()
         torch.nn.functional.linear = linear  # ZeRO 3 puts its own in its place, for all models to come
         os.environ.clear()
         os.environ.update(environment)
         forget_accelerate()
+
+
+def destroy_engines():
+    """Free the buffers of the job's DeepSpeed engines, which hooks keep alive even after destroy().
+
+    Each has 2 GB of address space for its bucket, and the kernel starts no process from one with a mapping larger than
+    the machine's memory.
+    """
+    from deepspeed import DeepSpeedEngine
+
+    for engine in [thing for thing in gc.get_objects() if issubclass(type(thing), DeepSpeedEngine)]:
+        if vars(engine):
+            engine.destroy()
+            vars(engine.optimizer).clear()
+            vars(engine).clear()
+    gc.collect()
 
 
 def forget_accelerate():

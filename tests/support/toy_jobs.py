@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -202,6 +203,11 @@ def refused_deepspeed(group, stage, config, fault=None):
     elif fault == "another optimizer":
         engine.optimizer.optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
     return error_of(set_zero_placement, engine.optimizer)
+
+
+def address_space(group):
+    """Bytes of this process's address space."""
+    return psutil.Process().memory_info().vms
 
 
 def deepspeed_engine(group, stage, run, config, make_optimizer=lambda run, model: run.optimizer(model)):
