@@ -106,7 +106,8 @@ def destroy_engines():
     for engine in [thing for thing in gc.get_objects() if issubclass(type(thing), DeepSpeedEngine)]:
         if vars(engine):
             engine.destroy()
-            vars(engine.optimizer).clear()
+            if engine.optimizer is not None:  # a reference model has none
+                vars(engine.optimizer).clear()
             vars(engine).clear()
     gc.collect()
 
