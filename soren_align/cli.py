@@ -122,6 +122,7 @@ def plan(
     processes: Annotated[
         int, typer.Option("--processes", min=1, metavar="N", help="Plan for N processes. Starts none.")
     ] = 1,
+    full: Annotated[bool, typer.Option("--full", help="Of a recipe: all details.")] = False,
 ) -> None:
     """Show what a recipe or a study would do and cost, without training."""
     if study_commands.is_study(recipe):
@@ -133,7 +134,7 @@ def plan(
     from .launch import commands
     from .recipe import load
 
-    commands.plan(load(recipe, set_, notify=_print_notice), as_json=as_json, processes=processes)
+    commands.plan(load(recipe, set_, notify=_print_notice), full=full, as_json=as_json, processes=processes)
 
 
 @bench_app.command()

@@ -105,7 +105,9 @@ def counting(show: Callable[[str], object], activity: str) -> Callable[[int], No
 
 
 def short_hours(number: float) -> str:
-    """Two digits: 0.23, 8.6, 1,200."""
+    """Two digits: 0.23, 8.6, 1,200; "less than 0.01"."""
+    if 0 < number < 0.01:
+        return "less than 0.01"
     return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 

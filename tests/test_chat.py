@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from soren_align import chat
 from soren_align.chat import ChatModel, Conversation
 from soren_align.errors import UserError, printable
-from soren_align.launch.conversation import _answer, answer_side_by_side
+from soren_align.launch.conversation import _answer, _without_blank_lines, answer_side_by_side
 from soren_align.terminal import Terminal
 from tests.support import command
 from tests.support.tiny_models import make_reader, nudge
@@ -128,6 +128,14 @@ def test_prompts_are_answered_on_standard_output_each_in_its_own_conversation(ru
     assert f"model SFT: {run}/model, float32, context of 96 tokens, its chat template" in " ".join(done.stderr.split())
     alone = command.run("chat", run / "model", "--prompt", "hi", "--max-new-tokens", 8, "--dtype", "float32")
     assert alone.stdout == printable(greedy(run / "model", text, 8)) + "\n"
+
+
+def test_hundreds_of_empty_lines_are_one():
+    written = []
+    write = _without_blank_lines(written.append)
+    for text in ("one\n", "\n\n" * 200, "\ntwo\n", "three"):
+        write(text)
+    assert "".join(written) == "one\n\ntwo\nthree"
 
 
 def test_two_answers_stand_side_by_side_on_a_wide_terminal(run, reader, monkeypatch):

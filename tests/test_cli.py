@@ -127,8 +127,8 @@ def test_ctrl_c_ends_a_command_with_one_line_and_exit_code_130(run, monkeypatch)
     assert (resumable.returncode, resumable.stderr) == (130, "stopped; rerun the same command to resume\n")
 
 
-def test_plan_shows_rows_an_example_the_rates_and_the_routing(run, tmp_path):
-    shown = run("plan", "quickstart/sft", cwd=tmp_path).stdout
+def test_a_full_plan_shows_rows_an_example_the_rates_and_the_routing(run, tmp_path):
+    shown = run("plan", "quickstart/sft", "--full", cwd=tmp_path).stdout
     for expected in ("kept", "[[", "learning rate", "linear layer", "1-dimensional", "memory per rank", "run.json"):
         assert expected in shown
     assert max(len(line) for line in shown.splitlines()) <= 80

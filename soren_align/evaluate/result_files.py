@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,6 +16,8 @@ from .results import NAME, POINTS, read_results, refuse_foreign
 
 Samples = dict[str, dict[str, list[dict[str, Any]]]]
 """lm-eval's samples by row and column."""
+UNSAFE = re.compile("[\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Characters that JSON allows in a string and that control a terminal, end a line, or cannot be written in UTF-8."""
 
 
 def write_results(results: dict[str, Any], samples: Samples, output: Path, points: str = "") -> None:
@@ -35,8 +38,7 @@ def write_results(results: dict[str, Any], samples: Samples, output: Path, point
         for row, columns in samples.items():
             (folder / row).mkdir()
             for column, each in columns.items():
-                lines = (json.dumps(_compact(sample), default=str) + "\n" for sample in each)
-                write(folder / row / f"{column}.jsonl", "".join(lines))
+                write(folder / row / f"{column}.jsonl", "".join(map(_line, each)))
         write(output / "table.md", tables.markdown(results))
         part = output / "scores.png.part"
         remove(part)
@@ -67,9 +69,20 @@ def _lock(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def _line(sample: dict[str, Any]) -> str:
+    """Return a sample as a line of JSON that can be read in a terminal: only control characters are escaped."""
+    text = json.dumps(_compact(sample), default=str, ensure_ascii=False)
+    return UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", text) + "\n"
+
+
 def _compact(sample: dict[str, Any]) -> dict[str, Any]:
-    """Return lm-eval's sample with a prompt that all choices share written once: 25 shots are 5 kB."""
+    """Return lm-eval's sample with a prompt that all choices share written once: 25 shots are 5 kB.
+
+    First what a reader looks for: prompt, answer, right answer and scores.
+    """
     prompts, choices = zip(*sample["arguments"], strict=True)
     arguments = {"prompt": prompts[0] if len(set(prompts)) == 1 else prompts, "choices": choices}
     omitted = {"arguments"} | ({"resps"} if [r[0] for r in sample["resps"]] == sample["filtered_resps"] else set())
-    return {key: value for key, value in sample.items() if key not in omitted} | arguments
+    first = ("doc_id", "prompt", "choices", "filtered_resps", "target", *sample["metrics"])
+    kept = {key: value for key, value in sample.items() if key not in omitted} | arguments
+    return {key: kept[key] for key in first if key in kept} | kept

@@ -35,7 +35,7 @@ SETTINGS = {
 
 
 def terminal(results: dict[str, Any]) -> Group:
-    """Return the table with differences, intervals and p-values, and the notes under it."""
+    """Return the table with differences, intervals and p-values, and under it the notes that are needed to read it."""
     columns = list(results["rows"][0]["scores"])
     parts: list[Any] = [Text(f"{results['title']}, percent ± standard error", style="bold")]
     for i in range(0, len(columns), NUM_COLUMNS):
@@ -48,7 +48,7 @@ def terminal(results: dict[str, Any]) -> Group:
             table.add_row(Text(name), *cells, style=style)
         parts += [table, Text()]
     footer = Table.grid(padding=(0, 1))
-    for note in notes(results):
+    for note in notes(results, brief=True):
         footer.add_row("-", Text(note, overflow="fold"), style="dim")
     return Group(*parts, footer)
 
@@ -74,15 +74,14 @@ def in_cell(text: str) -> str:
     return plain(text).replace("|", "\\|")
 
 
-def notes(results: dict[str, Any]) -> list[str]:
-    """Return the notes under the table: a legend, additional scores, models, and the settings that reproduce it."""
-    return [
-        *_legend(results),
-        *_details(results),
-        *_contamination(results),
-        *results.get("notes", []),
-        *_settings(results),
-    ]
+def notes(results: dict[str, Any], brief: bool = False) -> list[str]:
+    """Return the notes under the table: a legend, additional scores, models, and the settings that reproduce it.
+
+    brief: without the statistical methods and the settings.
+    """
+    settings = [] if brief else _settings(results)
+    notes = [*_legend(results, brief), *_details(results), *_contamination(results), *results.get("notes", [])]
+    return notes + settings
 
 
 def _rows(results: dict[str, Any]) -> list[tuple[dict[str, Any], str, str]]:
@@ -112,20 +111,22 @@ def _score(score: dict[str, Any]) -> str:
     return f"{score['value']:.1f} ± {score['stderr']:.1f}" if "stderr" in score else f"{score['value']:.1f}"
 
 
-def _legend(results: dict[str, Any]) -> list[str]:
+def _legend(results: dict[str, Any], brief: bool) -> list[str]:
     first, *later = results["rows"]
     lines = []
     differences = [each for row in later for each in (row.get("differences") or {}).values()]
     if differences:
         num_also = sum(len(each.get("also", ())) for each in differences)
         also = f", and apart from these for the {num_also} of other scores below" if num_also else ""
+        intervals = "" if brief else " (Bonett and Price's; for averages and fractional scores by bootstrap)"
+        tests = "" if brief else " (McNemar's exact test, else bootstrap)"
         lines += [
-            f"+x [low, high]: difference to {first['name']} on the same questions, with its 95% interval (Bonett and"
-            " Price's; for averages and fractional scores by bootstrap)",
-            "p: two-sided p-value of the difference (McNemar's exact test, else bootstrap), Holm-corrected for the"
-            f" {len(differences)} comparison{'s' * (len(differences) > 1)} in this table{also}; *: p < 0.05",
-            "intervals are not corrected: one may exclude 0 beside a p above 0.05",
+            f"+x [low, high]: difference to {first['name']} on the same questions, with its 95% interval{intervals}",
+            f"p: two-sided p-value of the difference{tests}, Holm-corrected for the {len(differences)}"
+            f" comparison{'s' * (len(differences) > 1)} in this table{also}; *: p < 0.05",
         ]
+        if not brief or any(each["low"] * each["high"] > 0 and each["p_holm"] >= 0.05 for each in differences):
+            lines.append("intervals are not corrected: one may exclude 0 beside a p above 0.05")
     num_clusters = {
         column: each["num_clusters"]
         for row in later
@@ -214,8 +215,8 @@ def _contamination(results: dict[str, Any]) -> list[str]:
     if clean:
         number = next(iter(columns.values()))["examples_read"]
         lines.append(
-            f"contamination: none of the {number:,} training examples contains a question of {', '.join(clean)}, or"
-            f" {NGRAM} words in a row of one"
+            f"contamination: no question of {', '.join(clean)} is in the {number:,} training examples, as a whole or by"
+            f" {NGRAM} words in a row"
         )
     return lines
 

@@ -17,6 +17,7 @@ from ..files import default_cache_folder
 from ..silence import silence
 from .answer_keys import refuse_wrong_keys
 from .cache import digest
+from .question_fields import missing_field
 from .sandbox import loading
 from .suites import Suite, SuiteTask
 
@@ -52,6 +53,8 @@ def load_tasks(
                 except UserError as error:
                     raise UserError(f"{suite.file_of(task)}: {error}") from None
                 except Exception as error:  # anything that lm-eval, datasets or the hub may raise
+                    if missing := _missing_field(suite, task):
+                        raise UserError(missing) from None
                     reason = _invalid_question(suite, task) or _in_short(error, task)
                     if suite.data_root is None:
                         reason += ". Without a network, pass downloaded datasets by --data-root DIR (eval.data_root)"
@@ -148,6 +151,12 @@ def _read(file: Path) -> dict[str, Any]:
         raise UserError(f"{file}: is not a task file: {' '.join(str(error).split())[:200]}") from None
 
 
+def _missing_field(suite: Suite, task: SuiteTask) -> str:
+    """`missing_field` of a task with own data."""
+    settings, root = _read(suite.file_of(task)), suite.data_folder()
+    return missing_field(settings, root / str(settings.get("dataset_path"))) if root else ""
+
+
 def _invalid_question(suite: Suite, task: SuiteTask) -> str:
     """Return the place of a task's first .jsonl line that is no JSON object, with the reason; "" if there is none."""
     file, root = suite.file_of(task), suite.data_folder()
@@ -187,6 +196,8 @@ def _refuse_unusable(suite: Suite, task: SuiteTask, loaded: Task | Group, sizes:
         raise UserError(f"{suite.file_of(task)}: task {empty[0]} has no questions")
     if any(getattr(subtask, "UNSAFE_CODE", False) for subtask in subtasks(loaded)):
         raise UserError(f"{suite.file_of(task)}: runs code that a model writes; choose another task")
+    if missing := _missing_field(suite, task):
+        raise UserError(missing)
     for subtask in subtasks(loaded):
         refuse_wrong_keys(subtask, suite.file_of(task))
     first = subtasks(loaded)[0]

@@ -147,8 +147,8 @@ def _start_ranks(folder: RunFolder, num_ranks: int, timeout_seconds: float) -> i
     return code
 
 
-def plan(recipe: Recipe, *, as_json: bool = False, processes: int = 1) -> None:
-    """Print what `train` would do with this number of processes."""
+def plan(recipe: Recipe, *, full: bool = False, as_json: bool = False, processes: int = 1) -> None:
+    """Print what `train` would do with this number of processes: a summary, or all of it."""
     accumulation(recipe, processes)  # raises before torch is imported
     if recipe.eval:
         check_suite(recipe.eval)
@@ -158,15 +158,16 @@ def plan(recipe: Recipe, *, as_json: bool = False, processes: int = 1) -> None:
         from ..planning.offline import go_offline_without_hub
 
         go_offline_without_hub()
-        from ..planning import display
         from ..planning import plan as planning
+        from ..planning.display import print_plan
+        from ..planning.summary import print_summary
     with quiet_libraries(), working(console, "Checking data") as show:
         on_compared = counting(show, "Comparing with the questions")
         result, account = planning.plan_training(recipe, counting(show, "Counting tokens"), processes, on_compared)
     if as_json:
         sys.stdout.write(json.dumps(result, indent=2) + "\n")
     else:
-        display.print_plan(result, account, Terminal())
+        (print_plan if full else print_summary)(result, account, Terminal())
 
 
 def universal(run: str) -> None:

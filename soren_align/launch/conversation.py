@@ -1,7 +1,7 @@
 """`soren-align chat`: questions from a terminal, from options or from a pipe, answered by one model or two."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -138,7 +138,8 @@ def _answer(conversations: "list[Conversation]", question: str, console: Console
     for conversation in conversations:
         if len(conversations) > 1:
             _write(f"\n{conversation.model.name}:\n")
-        answer = conversation.ask(question, _write, lambda text: print_labelled(console, "notice", printable(text)))
+        on_text = _without_blank_lines(_write) if sys.stdout.isatty() else _write
+        answer = conversation.ask(question, on_text, lambda text: print_labelled(console, "notice", printable(text)))
         _write("\n")
         if not answer.strip():
             console.print(EMPTY)
@@ -162,11 +163,26 @@ def answer_side_by_side(conversations: "list[Conversation]", question: str, term
                     texts[i] += text
                     live.update(table())
 
-                if not conversation.ask(question, add, notices.append).strip():
+                if not conversation.ask(question, _without_blank_lines(add), notices.append).strip():
                     add(EMPTY)
     finally:
         for notice in notices:
             print_labelled(terminal, "notice", printable(notice))
+
+
+def _without_blank_lines(write: Callable[[str], object]) -> Callable[[str], None]:
+    """Return `write` for an answer, with one empty line in place of several: untrained models make hundreds."""
+    num_breaks = 0
+
+    def write_few(text: str) -> None:
+        nonlocal num_breaks
+        kept = []
+        for character in text:
+            num_breaks = num_breaks + 1 if character == "\n" else 0
+            kept += [character] if num_breaks <= 2 else []
+        write("".join(kept))
+
+    return write_few
 
 
 def _write(text: str) -> None:

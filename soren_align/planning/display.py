@@ -1,4 +1,4 @@
-"""A plan in text, 80 columns wide."""
+"""A plan in text, 80 columns wide. Each section is a function, most of which `summary` also uses."""
 
 from functools import partial
 from typing import Any
@@ -20,27 +20,47 @@ PHASES = {"always": "", "forward_backward": "forward/backward", "optimizer_step"
 
 def print_plan(plan: dict[str, Any], account: Account | None, console: Console) -> None:
     """Print the return values of `plan.plan_training`."""
-    for notice in plan["notices"]:
-        print_labelled(console, "notice", notice)
-        console.print()
-    _print_model_and_data(plan, account, console)
-    _print_steps(plan, console)
-    _print_optimizer(plan, console)
+    print_notices(plan, console)
+    print_model_and_data(plan, account, console)
+    print_steps(plan, console)
+    _print_learning_rates(plan, console)
+    console.print()
+    print_optimizer(plan, console)
+    _print_parameter_groups(plan, console)
     _print_update_sizes(plan, console)
-    _print_processes(plan["processes"], console)
-    for location in ("device", "cpu"):
-        if any(part["location"] == location for part in plan["processes"]["memory"]):
-            console.print(_memory_table(plan, location))
+    print_lost_updates(plan, console)
+    console.print()
+    print_processes(plan["processes"], console)
+    for location in locations(plan):
+        console.print(_memory_table(plan, location))
     print_labelled(console, "", f"not included: {plan['processes']['memory_not_included']}")
     for setting, num_bytes in plan["processes"]["memory_saved"].items():
         print_labelled(console, "", f"{with_prefix(num_bytes, 'B')} more without {setting}")
+    console.print()
     _print_compute(plan, console)
+    print_hours(plan, console)
+    console.print()
+    print_evaluation(plan["evaluation"], console)
     console.print()
     for number, file in enumerate(plan["files"]):
         print_labelled(console, "" if number else "files", file)
 
 
-def _print_model_and_data(plan: dict[str, Any], account: Account | None, console: Console) -> None:
+def locations(plan: dict[str, Any]) -> list[str]:
+    """Where the plan's memory is: "device", "cpu", or both."""
+    used = {part["location"] for part in plan["processes"]["memory"]}
+    return [location for location in ("device", "cpu") if location in used]
+
+
+def print_notices(plan: dict[str, Any], console: Console) -> None:
+    """Print each notice, with an empty line after it."""
+    for notice in plan["notices"]:
+        print_labelled(console, "notice", notice)
+        console.print()
+
+
+def print_model_and_data(plan: dict[str, Any], account: Account | None, console: Console) -> None:
+    """Print task, model, the counts of examples and tokens, and the first example if `account` has it."""
     write = partial(print_labelled, console)
     model, data = plan["model"], plan["data"]
     num_trained = model["num_trained_parameters"]
@@ -83,7 +103,8 @@ def _print_streamed(data: dict[str, Any], console: Console) -> None:
         print_labelled(console, "", f"reads {streamed['num_examples']:,} of them{of_eval}{size}")
 
 
-def _print_steps(plan: dict[str, Any], console: Console) -> None:
+def print_steps(plan: dict[str, Any], console: Console) -> None:
+    """Print the number of steps and of epochs, after an empty line."""
     steps = plan["steps"]
     epochs = ""
     if steps["per_epoch"]:
@@ -92,21 +113,32 @@ def _print_steps(plan: dict[str, Any], console: Console) -> None:
     console.print()
     size = f"global batch size {steps['global_batch_size']}"
     print_labelled(console, "steps", f"{steps['total']:,} optimizer steps{epochs}, {size}")
+
+
+def _print_learning_rates(plan: dict[str, Any], console: Console) -> None:
     table = _table("\nlearning rate", "step", "matrices", "other parameters", num_text_columns=0)
     for rate in plan["learning_rates"]:
         lr, aux_lr = (f"{rate[key]:.2e}" if rate[key] else "0" for key in ("lr", "aux_lr"))
         table.add_row(f"{rate['step']:,}", lr, aux_lr)
     console.print(table)
+    print_labelled(console, "", f"schedule: {schedule(plan['steps'])}")
+
+
+def schedule(steps: dict[str, Any]) -> str:
+    """The learning rate's schedule in words. steps: the plan's section."""
     warmup = f" after {steps['num_warmup_steps']:,} steps of warmup" if steps["num_warmup_steps"] else ""
-    print_labelled(console, "", f"schedule: {steps['lr_scheduler_type']}{warmup}")
+    return steps["lr_scheduler_type"] + warmup
 
 
-def _print_optimizer(plan: dict[str, Any], console: Console) -> None:
+def print_optimizer(plan: dict[str, Any], console: Console) -> None:
+    """Print the optimizer of the matrices, and their share."""
     has_others = any(group["rule"] == "adamw" for group in plan["routing"]) and plan["optimizer"]["name"] != "adamw"
     share = f"{spectral_share(plan['routing']):.1%} of the trained parameters"
     others = f", {share}; adamw for the others" if has_others else ""
-    console.print()
     print_labelled(console, "optimizer", f"{plan['optimizer_description']} for the matrices{others}")
+
+
+def _print_parameter_groups(plan: dict[str, Any], console: Console) -> None:
     table = _table("\nparameter groups", "optimizer", "reason", "tensors", "parameters", num_text_columns=2)
     for group in plan["routing"]:
         optimizer, reason = _optimizer_name(plan, group["rule"]), group["reason"]
@@ -116,7 +148,6 @@ def _print_optimizer(plan: dict[str, Any], console: Console) -> None:
 
 
 def _print_update_sizes(plan: dict[str, Any], console: Console) -> None:
-    """Also print a notice where the updates are too small for bfloat16."""
     dtype, weight, sizes = plan["update_dtype"], plan["typical_weight"], plan["update_sizes"]
     columns = ("optimizer", "shape", "tensors", "update RMS", "ulps", f"sum / {weight:g}")
     others = "all parameters" if plan["optimizer"]["name"] == "adamw" else "other parameters"
@@ -130,6 +161,11 @@ def _print_update_sizes(plan: dict[str, Any], console: Console) -> None:
     print_labelled(console, "", f"ulps: update RMS / {dtype} spacing near {weight:g}, a typical weight")
     print_labelled(console, "", f"sum / {weight:g}: over all steps, an upper bound of the relative change")
     print_labelled(console, "", f"adamw: assumed to be {ADAMW_RMS} x learning rate; larger in the first steps")
+
+
+def print_lost_updates(plan: dict[str, Any], console: Console) -> None:
+    """Print a notice where the updates are too small for bfloat16."""
+    weight, sizes = plan["typical_weight"], plan["update_sizes"]
     num_lost = sum(size["tensors"] for size in sizes if size["bfloat16_ulps"] < 0.5)
     if num_lost and not plan["processes"]["num_frozen_parameters"]:  # LoRA's factors are no weights of the model
         num_tensors = sum(size["tensors"] for size in sizes)
@@ -142,12 +178,12 @@ def _print_update_sizes(plan: dict[str, Any], console: Console) -> None:
         )
 
 
-def _print_processes(section: dict[str, Any], console: Console) -> None:
+def print_processes(section: dict[str, Any], console: Console) -> None:
+    """Print the number of processes, and the work that they share and exchange. section: the plan's."""
     write = partial(print_labelled, console)
     num_processes, num_matrices = section["num_processes"], section["num_matrices"]
     is_alone = num_processes == 1
     launched = "" if is_alone and section["parallel"] == "DDP" else f", {section['parallel']}, started by torchrun"
-    console.print()
     write("processes", f"{num_processes:,}{launched}")
     if not is_alone:
         write("", f"global batch size {section['global_batch_size']}: {section['global_batch_size_factors']}")
@@ -195,8 +231,7 @@ def _memory_table(plan: dict[str, Any], location: str) -> Table:
 
 
 def _print_compute(plan: dict[str, Any], console: Console) -> None:
-    compute, evaluation = plan["compute"], plan["evaluation"]
-    console.print()
+    compute = plan["compute"]
     if compute["training_flops_per_step"] is None:
         print_labelled(console, "compute", "unknown for this architecture")
     else:
@@ -208,7 +243,24 @@ def _print_compute(plan: dict[str, Any], console: Console) -> None:
         print_labelled(console, "", f"with {tokens}, {compute['training_tokens']:,} tokens in all")
     if compute["map_share"] is not None:
         print_labelled(console, "", f"spectral maps: {compute['map_share']:.2%} of all FLOPs")
-    _print_hours(plan, console)
+
+
+def print_hours(plan: dict[str, Any], console: Console, brief: bool = False) -> None:
+    """Print the hours of the run, by device, where its operations are known. brief: without the reasons for more."""
+    compute = plan["compute"]
+    if (hours := compute["hours"]) is None:
+        return
+    times = ", ".join(f"{short_hours(number)} of one {name}" for name, number in hours.items())
+    eight = "" if "CPU core" in hours else f", {short_hours(hours['H100'] / 8)} of eight H100s"
+    print_labelled(console, "hours", f"{times}{eight}, at {compute['hours_assume']}: an assumption")
+    if plan["model"]["num_parameters"] < SMALL_MODEL and not brief:
+        print_labelled(console, "", "models below a billion parameters take longer: their operations are short")
+    if not compute["maps_are_counted"] and not brief:
+        print_labelled(console, "", "without the maps, decompositions whose operations are not counted")
+
+
+def print_evaluation(evaluation: dict[str, Any] | None, console: Console) -> None:
+    """Print suite and size of the evaluation, and its questions in the training examples."""
     text = "none: the recipe has no eval section"
     if evaluation:
         requests = evaluation["num_requests_per_model"]
@@ -219,22 +271,8 @@ def _print_compute(plan: dict[str, Any], console: Console) -> None:
         if evaluation["limit"]:
             number = f"the first {evaluation['limit']} questions of each task"
         text = f"{evaluation['suite']}, of the trained model and its starting checkpoints. Per model: {number}"
-    console.print()
     print_labelled(console, "eval", text)
     _print_contamination(evaluation, console)
-
-
-def _print_hours(plan: dict[str, Any], console: Console) -> None:
-    compute = plan["compute"]
-    if (hours := compute["hours"]) is None:
-        return
-    times = ", ".join(f"{short_hours(number)} of one {name}" for name, number in hours.items())
-    eight = "" if "CPU core" in hours else f", {short_hours(hours['H100'] / 8)} of eight H100s"
-    print_labelled(console, "hours", f"{times}{eight}, at {compute['hours_assume']}: an assumption")
-    if plan["model"]["num_parameters"] < SMALL_MODEL:
-        print_labelled(console, "", "models below a billion parameters take longer: their operations are short")
-    if not compute["maps_are_counted"]:
-        print_labelled(console, "", "without the maps, decompositions whose operations are not counted")
 
 
 def _print_contamination(evaluation: dict[str, Any] | None, console: Console) -> None:

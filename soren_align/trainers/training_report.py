@@ -168,6 +168,11 @@ def print_result(console: Console, trainer: Any, result: dict[str, Any], seconds
         loss = f", loss {mean:.3f} on average"
     resumed = f", {steps - resumed_from} of them since resuming," if resumed_from else ""
     print_labelled(console, "trained", f"{steps} step{'s' * (steps != 1)}{resumed} in {seconds:.0f} s{loss}")
+    if pairs := next((log for log in reversed(trainer.state.log_history) if "rewards/accuracies" in log), None):
+        share, margin = pairs["rewards/accuracies"], pairs["rewards/margins"]
+        print_labelled(
+            console, "", f"the chosen answer preferred in {share:.0%} of pairs, margin {margin:.3g} (last log)"
+        )
     if trainer.stream:
         print_labelled(console, "", _describe_stream(trainer.stream.counts()))
     if early := result.get("stopped_early"):

@@ -204,7 +204,7 @@ def test_the_table_notes_columns_with_and_without_overlaps(table):
         " no others"
     )
     assert third == (
-        "contamination: none of the 960 training examples contains a question of zoo_gen, or 13 words in a row of one"
+        "contamination: no question of zoo_gen is in the 960 training examples, as a whole or by 13 words in a row"
     )
 
 

@@ -216,3 +216,16 @@ def test_results_stay_inside_of_a_runs_folder(tmp_path, monkeypatch):
     (run.path / "eval" / "quickstart").symlink_to(tmp_path / "suites")
     with pytest.raises(UserError, match="is a link"):
         stage.output_of(run, Eval(suite="quickstart"))
+
+
+def test_samples_can_be_read_in_a_terminal_and_control_nothing(tmp_path):
+    answer = 'Grüße\x1b[2J \x9b2J \u202e \u2028 \ud800 "'
+    sample = {"doc_id": 0, "doc": {}, "target": "Grüße", "arguments": [["Wie?", {}]], "resps": [[answer]]}
+    sample |= {"filtered_resps": [answer], "metrics": ["exact_match"], "doc_hash": "0", "exact_match": 0.0}
+    write_results(make_results(), {"SFT": {"exact": [sample]}}, tmp_path / "out")
+    text = (tmp_path / "out/samples/SFT/exact.jsonl").read_text(encoding="utf-8")
+    assert "Grüße" in text
+    assert not set(text) & set("\x1b\x9b\u202e\u2028\ud800")
+    assert text.splitlines() == [text.strip()]
+    assert json.loads(text)["filtered_resps"] == [answer]
+    assert list(json.loads(text))[:6] == ["doc_id", "prompt", "choices", "filtered_resps", "target", "exact_match"]

@@ -1,12 +1,16 @@
 """The plan of several processes needs neither them, nor the model's weights, nor the machine that would train."""
 
+import io
 import json
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import MixtralModel
 
 from soren_align import errors, recipe, shipped
+from soren_align.planning.summary import print_summary
+from soren_align.terminal import with_prefix
 
 pytestmark = pytest.mark.model
 
@@ -233,3 +237,18 @@ def test_examples_longer_than_the_models_positions_make_a_notice(planned, tmp_pa
     shape = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "max_position_embeddings": 8}
     plan, _ = planned("quickstart/sft", *small_model(tmp_path, **shape))
     assert any("but the model has 8 positions; lower trainer.max_length" in notice for notice in plan["notices"])
+
+
+def test_a_summary_is_half_as_long_and_keeps_notices_and_totals(planned, mistral):
+    plan, text = planned("quickstart/sft", *mistral, "run.parallel=zero3-offload", "optimizer.lr=1e-9", num_ranks=8)
+    screen = io.StringIO()
+    print_summary(plan, None, Console(file=screen, width=80))
+    summary = screen.getvalue()
+    assert max(len(line) for line in summary.splitlines()) <= 80
+    assert len(summary.split()) < len(text.split()) / 2
+    words = " ".join(summary.split())
+    for kept in (*plan["notices"], "all updates together are smaller than half a bfloat16 ulp", "processes 8, ZeRO 3"):
+        assert " ".join(kept.split()) in words
+    for location, where in (("device", "at the peak"), ("cpu", "in the CPU's memory")):
+        peak = max(plan["processes"]["memory_total"][location].values())
+        assert f"memory {with_prefix(peak, 'B')} per rank {where}" in words
