@@ -69,9 +69,10 @@ output. A model without a chat template completes the text. Control characters i
     soren-align chat runs/mine --prompt "Name a bird." --max-new-tokens 30 > answer.txt
 """,
     "plan": """\
-Prints: examples used and dropped, one example with its trained tokens marked, steps, learning rates, which parameters
-each optimizer updates and by how much, memory by component beside AdamW's, operations, requests of the evaluation, and
-the files that will be written. Works offline for the models and datasets of the shipped recipes.
+Prints: examples used and dropped, one example with its trained tokens marked, steps, the size of all updates, totals of
+memory and hours, the evaluation and its questions in the training data. With `--full` also learning rates by step,
+which parameters each optimizer updates and by how much, memory by component beside AdamW's, operations, and the files
+that will be written. It works offline for the models and datasets of the shipped recipes.
 
     soren-align plan mistral-7b/soren --processes 8 --set run.parallel=zero3
 """,

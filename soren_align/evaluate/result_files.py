@@ -84,5 +84,5 @@ def _compact(sample: dict[str, Any]) -> dict[str, Any]:
     arguments = {"prompt": prompts[0] if len(set(prompts)) == 1 else prompts, "choices": choices}
     omitted = {"arguments"} | ({"resps"} if [r[0] for r in sample["resps"]] == sample["filtered_resps"] else set())
     first = ("doc_id", "prompt", "choices", "filtered_resps", "target", *sample["metrics"])
-    kept = {key: value for key, value in sample.items() if key not in omitted} | arguments
-    return {key: kept[key] for key in first if key in kept} | kept
+    content = {key: value for key, value in sample.items() if key not in omitted} | arguments
+    return {key: content[key] for key in first if key in content} | content

@@ -176,11 +176,11 @@ def _without_blank_lines(write: Callable[[str], object]) -> Callable[[str], None
 
     def write_few(text: str) -> None:
         nonlocal num_breaks
-        kept = []
+        few = []
         for character in text:
             num_breaks = num_breaks + 1 if character == "\n" else 0
-            kept += [character] if num_breaks <= 2 else []
-        write("".join(kept))
+            few += [character] if num_breaks <= 2 else []
+        write("".join(few))
 
     return write_few
 
