@@ -134,7 +134,8 @@ def plan(
     from .launch import commands
     from .recipe import load
 
-    commands.plan(load(recipe, set_, notify=_print_notice), full=full, as_json=as_json, processes=processes)
+    resolved = load(recipe, set_, notify=_print_notice)
+    raise typer.Exit(commands.plan(resolved, full=full, as_json=as_json, processes=processes))
 
 
 @bench_app.command()

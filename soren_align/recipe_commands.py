@@ -1,5 +1,6 @@
 """The commands that write files to start with: new, recipes, recipes copy, suites, suites copy, import, schema."""
 
+import json
 import os
 import sys
 import textwrap
@@ -15,6 +16,14 @@ from .shipped import MODELINE
 recipes_app = typer.Typer(help="List or copy the shipped recipes.", invoke_without_command=True, rich_markup_mode=None)
 suites_app = typer.Typer(help="List or copy the shipped suites.", invoke_without_command=True, rich_markup_mode=None)
 
+NEW_FILES = """\
+written   {folder}
+          sft.yaml, dpo.yaml: recipes ({schema}: for editors)
+          chat.jsonl, pairs.jsonl: examples; replace them by yours
+          questions/choice/test.jsonl, questions/exact/test.jsonl: these too
+next      in {folder}: soren-align plan sft.yaml, then soren-align sft sft.yaml
+          soren-align docs own-data"""
+
 
 def add_to(app: typer.Typer) -> None:
     """Add these commands to the command line."""
@@ -27,6 +36,10 @@ def add_to(app: typer.Typer) -> None:
 
 def new(
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A new folder, or an empty one.")],
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="A model to fine-tune on a GPU. Without it a tiny one, on the CPU."),
+    ] = None,
 ) -> None:
     """Write the files to start with for your own data and questions.
 
@@ -35,13 +48,25 @@ def new(
     from .recipe import with_modeline
 
     target = _new_folder(folder)
-    files = _copy_folder(shipped.ROOT / "configs/new", target)
+    _copy_folder(shipped.ROOT / "configs/new", target)
     for file in target.glob("*.yaml"):
-        file.write_text(with_modeline(file.read_text(encoding="utf-8")), encoding="utf-8")
-    _write_schema(target, "recipe")
-    for file in files:
-        typer.echo(printable(str(file)))
-    typer.echo(printable(f"edit them, and in {target} run soren-align plan sft.yaml; soren-align docs own-data"))
+        text = file.read_text(encoding="utf-8")
+        file.write_text(with_modeline(_for_model(text, model) if model else text), encoding="utf-8")
+    typer.echo(printable(NEW_FILES.format(folder=target, schema=_write_schema(target, "recipe"))))
+
+
+def _for_model(text: str, model: str) -> str:
+    """Return a recipe of configs/new for fine-tuning this model on a GPU."""
+    is_sft = "task: sft" in text
+    rate = "2.0e-5" if is_sft else "5.0e-7"
+    values = {"lr": rate, "aux_lr": rate, "num_train_epochs": "3" if is_sft else "1", "bf16": "true"}
+    values |= {"name_or_path": json.dumps(model)} if is_sft else {}
+    lines = []
+    for line in text.splitlines():
+        key = line.partition(":")[0].strip()
+        if key not in ("init_seed", "use_cpu"):
+            lines.append(f"  {key}: {values[key]}" if key in values else line)
+    return "\n".join(lines) + "\n"
 
 
 @recipes_app.callback()
@@ -116,6 +141,10 @@ def copy_suite(
         ),
     ],
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A new folder, or an empty one.")],
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="A model to fine-tune on a GPU. Without it a tiny one, on the CPU."),
+    ] = None,
 ) -> None:
     """Copy a shipped suite with its task files to edit it; the copy works in any folder."""
     known = shipped.suites()

@@ -62,7 +62,7 @@ def plan_study(
         "disk": _disk(study, [plan["disk"] for plan in plans.values()], num_search, num_verdict),
         "evaluation": _evaluation(first["evaluation"], len(plans) * num_verdict),
         "detectable": _detectable(study, sizes, first["evaluation"]),
-        "notices": list(dict.fromkeys(notice for plan in plans.values() for notice in plan["notices"])),
+        "notices": list(dict.fromkeys(each for plan in plans.values() for each in plan["notices"] + plan["problems"])),
     }
 
 

@@ -5,10 +5,10 @@ conversations (COLUMNS), prompts and completions as turns, or plain texts, which
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from ..errors import UserError
-from ..recipe import REQUIRED_COLUMNS, example_of_names
+from ..recipe import REQUIRED_COLUMNS, Column, example_of_names
 from . import readers
 from .own_names import Names
 from .readers import Example
@@ -68,16 +68,7 @@ def recognize(example: Example, task: Task, place: str, names: Names = Names()) 
     known = names.known(example)
     layout = _layout(known, task)
     if layout is None:
-        other: Task = "dpo" if task == "sft" else "sft"
-        hint = f"; these columns are for {other}: `soren-align {other}`" if _layout(known, other) else ""
-        hint = hint or example_of_names(known, task)
-        columns_text = f"found the columns {', '.join(known)}"
-        if names.columns:
-            unread = ", ".join(column for column in example if column not in names.columns.values())
-            columns_text = (
-                f"`columns` names {', '.join(known)}, and no others are then read{f' ({unread})' * bool(unread)}"
-            )
-        raise UserError(f"{place}: {columns_text}; {task} needs {REQUIRED_COLUMNS[task]}{hint}")
+        raise UserError(f"{place}: {_missing_columns(example, task, names)}")
     name, additional = _NATIVE[task]
     if layout.inputs == layout.outputs == COLUMNS[task] and additional <= known.keys():
         layout = layout._replace(description=f"{layout.description} (like {name})")
@@ -88,6 +79,23 @@ def recognize(example: Example, task: Task, place: str, names: Names = Names()) 
         layout = layout._replace(inputs=layout.inputs + beside, outputs=layout.outputs + beside)
     layout = layout._replace(names=names)
     return layout._replace(unused=tuple(c for c in example if c not in layout.columns_read))
+
+
+def _missing_columns(example: Example, task: Task, names: Names) -> str:
+    """The columns that were found and the needed ones, with a proposal for `columns` where there is one."""
+    known = names.known(example)
+    other: Task = "dpo" if task == "sft" else "sft"
+    hint = f"; these columns are for {other}: `soren-align {other}`" if _layout(known, other) else ""
+    hint = hint or example_of_names(known, task)
+    text = f"found the columns {', '.join(known)}"
+    if names.columns:
+        unread = [column for column in example if column not in names.columns.values()]
+        texts = f" ({', '.join(unread)})" * bool(unread)
+        text = f"`columns` names {', '.join(known)}, and no others are then read{texts}"
+        complete: dict[str, str] = {**names.columns} | {each: each for each in unread if each in get_args(Column)}
+        if _layout({ours: example.get(theirs) for ours, theirs in complete.items()}, task):
+            hint = f". Write {{{', '.join(f'{ours}: {theirs}' for ours, theirs in complete.items())}}}"
+    return f"{text}; {task} needs {REQUIRED_COLUMNS[task]}{hint}"
 
 
 def read_example(example: Example, layout: Layout) -> Example | str:

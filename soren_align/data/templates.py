@@ -92,7 +92,8 @@ def _check_plain(tokenizer: PreTrainedTokenizerBase, name: str, only_assistant: 
         raise UserError(
             f"trainer.assistant_only_loss needs conversations, and these examples are plain texts "
             f"({', '.join(dataset.column_names)}): set it to false (of prompt and completion, the completion alone is "
-            "trained anyway)"
+            "trained anyway), or turn them into conversations by data.train.columns: {instruction: prompt, output: "
+            "completion}"
         )
     if not tokenizer.eos_token:
         raise UserError(f"{name}: has no eos_token to end plain texts with; write model.eos_token")

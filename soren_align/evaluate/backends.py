@@ -91,7 +91,8 @@ def model_folder(model: str | Path, revision: str | None = None, *, weights: boo
         patterns: list[str] = [*FILES] if weights else [*FILES[1:]]
         return Path(huggingface_hub.snapshot_download(str(model), revision=revision, allow_patterns=patterns))
     except Exception as error:  # not found, gated, offline, no space: the hub's own message names the reason
-        raise UserError(f"{model}: cannot be downloaded from the hub: {_in_short(error)}") from error
+        reason = "no folder here, and cannot be downloaded from the hub"
+        raise UserError(f"{model}: {reason}: {_in_short(error)}") from error
 
 
 def base_folder(folder: Path, *, weights: bool = True) -> Path | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..data.records import InvalidRecord, read_records
-from ..errors import did_you_mean
+from ..errors import closest
 
 SETTINGS = ("doc_to_text", "doc_to_choice", "doc_to_target")
 SPLITS = ("test_split", "validation_split")
@@ -34,10 +34,11 @@ def missing_field(settings: dict[str, Any], folder: Path) -> str:
                 continue  # reported elsewhere
             for field, setting in fields.items():
                 if record.get(field) is None:
-                    hint = did_you_mean(field, [key for key in record if key not in fields])
+                    similar = closest(field, [key for key in record if key not in fields])
+                    remedy = f"rename {similar!r} to {field!r}" if similar else "add it, or leave the question out"
                     return (
-                        f"{file}:{number}: the question has no {field!r}, which the task's {setting} reads; its keys"
-                        f" are {', '.join(map(str, record))[:200]}{hint}"
+                        f"{file}:{number}: the question has no {field!r}, which its task reads ({setting}), but"
+                        f" {', '.join(map(str, record))[:200]}; {remedy}"
                     )
     return ""
 

@@ -222,8 +222,8 @@ def _contamination(results: dict[str, Any]) -> list[str]:
 
 
 def _clean(score: dict[str, Any]) -> str:
-    """Return a score without some questions, with its change, and its difference to the first row."""
-    text, d = f"{score['value']:.1f} ({score['change']:+.1f})", score.get("difference")
+    """Return a score without some questions, and its difference to the first row."""
+    text, d = f"{score['value']:.1f}", score.get("difference")
     return f"{text}, difference {d['value']:+.1f} [{d['low']:+.1f}, {d['high']:+.1f}]" if d else text
 
 

@@ -147,8 +147,8 @@ def _start_ranks(folder: RunFolder, num_ranks: int, timeout_seconds: float) -> i
     return code
 
 
-def plan(recipe: Recipe, *, full: bool = False, as_json: bool = False, processes: int = 1) -> None:
-    """Print what `train` would do with this number of processes: a summary, or all of it."""
+def plan(recipe: Recipe, *, full: bool = False, as_json: bool = False, processes: int = 1) -> int:
+    """Print what `train` would do with this number of processes: a summary, or all of it. Returns the exit code."""
     accumulation(recipe, processes)  # raises before torch is imported
     if recipe.eval:
         check_suite(recipe.eval)
@@ -168,6 +168,7 @@ def plan(recipe: Recipe, *, full: bool = False, as_json: bool = False, processes
         sys.stdout.write(json.dumps(result, indent=2) + "\n")
     else:
         (print_plan if full else print_summary)(result, account, Terminal())
+    return 2 if result["problems"] else 0
 
 
 def universal(run: str) -> None:

@@ -7,11 +7,11 @@ from rich.console import Console
 from rich.table import Table
 
 from ..data import Account, show_example
-from ..evaluate.contamination import NGRAM
 from ..manifest import describe_dropped
 from ..optim import ADAMW_RMS, spectral_share
 from ..terminal import print_labelled, short_hours, with_prefix
 from ..trainers.packing import Packing
+from .display_evaluation import print_evaluation, print_problems
 
 SMALL_MODEL = 1e9
 """Parameters below which the assumed utilization is too high."""
@@ -44,6 +44,7 @@ def print_plan(plan: dict[str, Any], account: Account | None, console: Console) 
     console.print()
     for number, file in enumerate(plan["files"]):
         print_labelled(console, "" if number else "files", file)
+    print_problems(plan, console)
 
 
 def locations(plan: dict[str, Any]) -> list[str]:
@@ -257,35 +258,6 @@ def print_hours(plan: dict[str, Any], console: Console, brief: bool = False) -> 
         print_labelled(console, "", "models below a billion parameters take longer: their operations are short")
     if not compute["maps_are_counted"] and not brief:
         print_labelled(console, "", "without the maps, decompositions whose operations are not counted")
-
-
-def print_evaluation(evaluation: dict[str, Any] | None, console: Console) -> None:
-    """Print suite and size of the evaluation, and its questions in the training examples."""
-    text = "none: the recipe has no eval section"
-    if evaluation:
-        requests = evaluation["num_requests_per_model"]
-        loaded = evaluation["num_questions"]
-        number = f"{loaded:,} question{'s' * (loaded != 1)}" if loaded else "all questions"
-        if requests:
-            number = f"{requests:,} requests, one per choice of a multiple-choice question"
-        if evaluation["limit"]:
-            number = f"the first {evaluation['limit']} questions of each task"
-        text = f"{evaluation['suite']}, of the trained model and its starting checkpoints. Per model: {number}"
-    print_labelled(console, "eval", text)
-    _print_contamination(evaluation, console)
-
-
-def _print_contamination(evaluation: dict[str, Any] | None, console: Console) -> None:
-    columns = (evaluation or {}).get("contamination")
-    if not columns:
-        return
-    number = next(iter(columns.values()))["examples_read"]
-    print_labelled(
-        console, "", f"questions in the {number:,} training examples (as a whole, or {NGRAM} words in a row):"
-    )
-    for column, each in columns.items():
-        whole = f", {each['exact']:,} as a whole" if each["exact"] else ""
-        print_labelled(console, "", f"  {column}: {each['overlapping']:,} of {each['questions']:,}{whole}")
 
 
 def _table(title: str, *columns: str, num_text_columns: int) -> Table:

@@ -63,13 +63,12 @@ def plan_training(
         return adapters.add_empty_adapter(outline, recipe, inputs.start)
 
     with torch.device("meta"), as_user_error(f"model {recipe.model.name_or_path}"):
-        model = build_outline()
-    table = routing_table(routes := _routes(recipe, model))
+        table = routing_table(routes := _routes(recipe, model := build_outline()))
     steps = schedule(recipe, args, inputs.num_sequences, num_ranks)
     kinds = kinds_of_blocks(model)
     costs = compute(recipe, build_outline, kinds, inputs.account, steps.global_batch_size, args.max_length)
     ranks = processes(recipe, routes, count_frozen(recipe, model), num_ranks, costs)
-    questions, evaluation_notices = _checked_evaluation(recipe, inputs, on_compared)
+    questions, more_notices, problems = _checked_evaluation(recipe, inputs, on_compared)
     notices = _notices(recipe, inputs, args, few_steps(recipe, steps.total, num_ranks), costs.failure)
     plan = {
         "task": recipe.task,
@@ -86,7 +85,8 @@ def plan_training(
         "evaluation": _evaluation(recipe, questions),
         "files": _files(recipe, args),
         "disk": disk(recipe, args, model, ranks, steps.total),
-        "notices": [*notices, *share_notices(recipe.optimizer.name, table), *evaluation_notices],
+        "notices": [*notices, *share_notices(recipe.optimizer.name, table), *more_notices],
+        "problems": problems,
     }
     return plan, inputs.account
 
@@ -167,11 +167,14 @@ def _evaluation(recipe: Recipe, questions: dict[str, Any]) -> dict[str, Any] | N
 
 def _checked_evaluation(
     recipe: Recipe, inputs: Inputs, on_compared: Callable[[int], object] | None
-) -> tuple[dict[str, Any], list[str]]:
-    """Return (`num_questions` and `contamination`, findings of the check before training, except of the models)."""
+) -> tuple[dict[str, Any], list[str], list[str]]:
+    """Return (`num_questions` and `contamination`, notices and problems of the check before training).
+
+    The models are not checked.
+    """
     result: dict[str, Any] = {"num_questions": None, "contamination": None}
     if recipe.eval is None or inputs.ready is None:
-        return result, []
+        return result, [], []
     from ..evaluate import stage  # imports lm-eval, which takes seconds
     from ..evaluate.question_texts import overlaps_with, question_texts
     from ..evaluate.tasks import num_questions
@@ -179,16 +182,17 @@ def _checked_evaluation(
     try:
         tasks, notices = stage.preflight_of_training(recipe.eval, recipe.model, inputs.start, inputs.ready.tokenizer)
     except UserError as error:
-        return result, [f"training would not start, because of its evaluation: {problem}" for problem in error.problems]
+        return result, [], [f"training would not start, because of its evaluation: {each}" for each in error.problems]
     sizes = (size for task in tasks.values() for size in num_questions(task).values())
     result["num_questions"] = sum(min(size, recipe.eval.limit or size) for size in sizes)
     if not recipe.eval.contamination:
-        return result, notices
+        return result, notices, []
     if recipe.data.streaming:
-        return result, [*notices, "contamination is not checked: the training examples are a stream (data.streaming)"]
+        reason = "contamination is not checked: the training examples are a stream (data.streaming)"
+        return result, [*notices, reason], []
     texts = question_texts(tasks, recipe.eval.limit)
     overlaps = overlaps_with(inputs.ready.splits["train"].dataset, texts, default_cache_folder(), on_compared)
-    return result | {"contamination": overlaps.by_column()}, notices
+    return result | {"contamination": overlaps.by_column()}, notices, []
 
 
 def _files(recipe: Recipe, args: Any) -> list[str]:

@@ -7,6 +7,7 @@ from rich.console import Console
 from ..data import Account
 from ..terminal import print_labelled, with_prefix
 from . import display
+from .display_evaluation import print_evaluation, print_problems
 
 
 def print_summary(plan: dict[str, Any], account: Account | None, console: Console) -> None:
@@ -25,13 +26,14 @@ def print_summary(plan: dict[str, Any], account: Account | None, console: Consol
         _print_memory(plan["processes"]["memory_total"][location].values(), location, console)
     display.print_hours(plan, console, brief=True)
     console.print()
-    display.print_evaluation(plan["evaluation"], console)
+    print_evaluation(plan["evaluation"], console)
     console.print()
     print_labelled(
         console,
         "more",
         "--full: learning rates by step, parameter groups, update sizes, memory by component, operations, files",
     )
+    print_problems(plan, console)
 
 
 def _print_learning_rate(plan: dict[str, Any], console: Console) -> None:

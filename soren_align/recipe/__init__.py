@@ -10,7 +10,7 @@ from .batch import accumulation, batch_unit, few_steps, global_batch, refuse_no_
 from .checks import evaluation_problems
 from .comparison import differences, recipe_hash, training_part
 from .data_paths import FILE_KINDS, STDLIB, data_files, data_suffix
-from .data_section import Data, DataSplit, HeldOut, HeldOutNumber, Streaming, TrainSplit
+from .data_section import Column, Data, DataSplit, HeldOut, HeldOutNumber, Streaming, TrainSplit
 from .first_lines import OPTIONS, REQUIRED_COLUMNS, example_of_names
 from .loader import find, load, load_resolved, load_text, task_of, to_yaml
 from .lora import adapter_config
@@ -51,6 +51,7 @@ __all__ = [
     "SCHEMA_VERSION",
     "STDLIB",
     "TASK_TITLES",
+    "Column",
     "Data",
     "DataSplit",
     "Eval",

@@ -60,7 +60,8 @@ def find_yaml(name_or_path: str, known: dict[str, Path], kind: str) -> Path:
         return path
     if name_or_path in known:
         return known[name_or_path]
-    hint = did_you_mean(name_or_path, known, otherwise=f"shipped are {', '.join(known)}")
+    beside = [str(file) for file in path.parent.glob("*.yaml")]
+    hint = did_you_mean(name_or_path, [*beside, *known], otherwise="`soren-align recipes` lists the shipped ones")
     raise UserError(f"{name_or_path}: no such file, nor a shipped {kind}{hint}")
 
 

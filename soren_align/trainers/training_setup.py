@@ -160,9 +160,17 @@ def _notices(
     if "prompt" in dataset.column_names and not has_turns(dataset) and tokenizer.chat_template:
         notices.append(
             "prompts and answers are plain texts, trained without the model's chat template, which chat and suites "
-            "with apply_chat_template use; messages, and Alpaca's instruction and output, are trained with it"
+            f"with apply_chat_template use. To train with it write data.train.columns: {_columns_of_turns(recipe)}"
         )
     return notices
+
+
+def _columns_of_turns(recipe: Recipe) -> str:
+    """The `columns` by which prompts and answers in plain text become turns."""
+    answers = {"chosen": "chosen", "rejected": "rejected"} if recipe.task == "dpo" else {"output": "completion"}
+    own: dict[str, str] = {**recipe.data.sources[0].columns}
+    names = {ours: own.get(column, column) for ours, column in ({"instruction": "prompt"} | answers).items()}
+    return f"{{{', '.join(f'{ours}: {theirs}' for ours, theirs in names.items())}}}"
 
 
 def _token_notices(counts: Account, tokenizer: Any) -> list[str]:

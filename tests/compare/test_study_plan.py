@@ -57,6 +57,7 @@ def run_plan(name, training=3.0e15, maps=1.0e12):
         "disk": {"model_bytes": 10, "checkpoint_bytes": 40 if name == "adamw" else 30, "num_checkpoints": 2}
         | {"start_bytes": 5},
         "notices": ["the same for all"],
+        "problems": [],
     }
 
 

@@ -142,8 +142,8 @@ def test_a_run_without_template_is_refused_before_training_and_by_plan(made, pla
     problem = "base and this run: no chat template, but suite quickstart applies one. Set model.chat_template"
     with pytest.raises(UserError, match=problem):
         commands.train(asked)
-    notices = plan_training(asked)[0]["notices"]
-    assert [n for n in notices if n.startswith(f"training would not start, because of its evaluation: {problem}")]
+    (found,) = plan_training(asked)[0]["problems"]
+    assert found.startswith(f"training would not start, because of its evaluation: {problem}")
 
 
 def test_an_answer_longer_than_the_context_is_found_before_training_and_its_column_left_out(

@@ -26,10 +26,16 @@ def found(tmp_path):
 @pytest.mark.parametrize(
     ("questions", "message"),
     [
-        ([{"question": "Where?", "anwser": "Here."}], "test.jsonl:1: the question has no 'answer', which the task's"),
-        ([RIGHT, {"question": "Where?", "anwser": "Here."}], "are question, anwser; did you mean 'anwser'?"),
-        ([RIGHT, RIGHT | {"answer": None}], "test.jsonl:2: the question has no 'answer'"),
-        ([RIGHT, {"answer": "Here."}], "test.jsonl:2: the question has no 'question', which the task's doc_to_text"),
+        (
+            [{"question": "Where?", "anwser": "Here."}],
+            "test.jsonl:1: the question has no 'answer', which its task reads (doc_to_target), but",
+        ),
+        ([RIGHT, {"question": "Where?", "anwser": "Here."}], "but question, anwser; rename 'anwser' to 'answer'"),
+        ([RIGHT, RIGHT | {"answer": None}], "but question, answer; add it, or leave the question out"),
+        (
+            [RIGHT, {"answer": "Here."}],
+            "test.jsonl:2: the question has no 'question', which its task reads (doc_to_text)",
+        ),
     ],
 )
 def test_the_first_question_without_a_field_is_named(found, questions, message):
@@ -38,7 +44,7 @@ def test_the_first_question_without_a_field_is_named(found, questions, message):
 
 @pytest.mark.parametrize("setting", ["doc_to_target", "doc_to_choice"])
 def test_a_setting_without_braces_is_a_field(found, setting):
-    assert f"has no 'key', which the task's {setting} reads" in found({setting: "key"}, RIGHT)
+    assert f"has no 'key', which its task reads ({setting})" in found({setting: "key"}, RIGHT)
 
 
 @pytest.mark.parametrize(
