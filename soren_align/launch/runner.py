@@ -234,10 +234,14 @@ def _print_extension(ends: dict[str, dict[str, str]], console: Terminal) -> None
 
 
 def _move_another_setting(run: Run, progress: Progress, path: Path) -> None:
-    """Move a verdict's run of a setting that was selected before an extension out of the way."""
+    """Move a verdict's run of a setting that was selected before an extension to earlier/ in the study's folder.
+
+    Beside the verdict's runs it would be one that the study does not list.
+    """
     if run.stage == "verdict" and not progress.is_own(run, RunFolder(path)):
-        number = next(n for n in range(1, 1000) if not path.with_name(f"{path.name}-earlier-{n}").exists())
-        path.rename(path.with_name(f"{path.name}-earlier-{number}"))
+        earlier = path.parents[2] / "earlier" / path.parent.name
+        earlier.mkdir(parents=True, exist_ok=True)
+        path.rename(next(to for n in range(1, 1000) if not (to := earlier / f"{path.name}-{n}").exists()))
 
 
 def _remove_models(folder: RunFolder) -> None:
