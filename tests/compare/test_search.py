@@ -3,16 +3,18 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from soren_align.compare import study_progress
 from soren_align.compare.cautions import cautions
-from soren_align.compare.evidence import read_evidence
+from soren_align.compare.evidence import read_evidence, run_folders
 from soren_align.compare.search import JOURNAL
 from soren_align.compare.study_progress import read_study
 from soren_align.compare.trials import ENDED
 from soren_align.errors import UserError
+from soren_align.launch.runner import _move_another_setting
 from tests.support.study_runs import end, end_all, progress_of, study_of
 
 METHODS = pytest.mark.parametrize(
@@ -210,3 +212,15 @@ def test_the_study_is_plain_data(tmp_path):
 class _Run:
     def __init__(self, record):
         self.parameters, self.seed = record["parameters"], record["seed"]
+
+
+def test_a_verdict_of_an_earlier_setting_is_set_aside_where_the_audit_does_not_look(tmp_path):
+    run, progress = SimpleNamespace(stage="verdict"), SimpleNamespace(is_own=lambda *_: False)
+    path = tmp_path / "verdict/muon/101"
+    for number in (1, 2):
+        path.mkdir(parents=True)
+        (path / "run.json").write_text(str(number))
+        assert run_folders(tmp_path) == [path]
+        _move_another_setting(run, progress, path)
+        assert run_folders(tmp_path) == []
+        assert (tmp_path / f"earlier/muon/101-{number}/run.json").read_text() == str(number)
