@@ -102,7 +102,8 @@ def print_results(results: dict[str, Any], output: Path, console: Console, table
     table = table or console
     table.print()
     table.print(tables.terminal(results), highlight=False)
-    console.print(f"written   {output}; table.md also has methods and settings", highlight=False, soft_wrap=True)
+    console.print(f"written   {output}", highlight=False, soft_wrap=True)
+    print_labelled(console, "", "table.md there also has methods, versions and settings")
 
 
 def preflight(
