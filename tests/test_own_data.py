@@ -11,7 +11,7 @@ import pytest
 import yaml
 from transformers import AutoTokenizer
 
-from soren_align import shipped
+from soren_align import recipe, shipped
 from soren_align.data import load_split
 from soren_align.evaluate.suites import load_suite
 from tests.support import command
@@ -132,3 +132,17 @@ def test_new_recipes_are_for_their_own_folder():
     recipes = {name: yaml.safe_load((NEW / f"{name}.yaml").read_text()) for name in ("sft", "dpo")}
     assert recipes["dpo"]["model"]["name_or_path"] == f"{recipes['sft']['run']['output_dir']}/model"
     assert {recipe["eval"]["suite"] for recipe in recipes.values()} == {"questions"}
+
+
+def test_recipes_for_a_model_of_ones_own_load_and_train_it_on_a_gpu(tmp_path, monkeypatch):
+    assert command.run("new", "mine", "--model", "some/model: 0.5B", cwd=tmp_path).returncode == 0
+    monkeypatch.chdir(tmp_path / "mine")
+    sft = recipe.load("sft.yaml")
+    assert (sft.model.name_or_path, sft.model.init_seed) == ("some/model: 0.5B", None)
+    assert (sft.optimizer.lr, sft.optimizer.aux_lr, sft.trainer["num_train_epochs"]) == (2e-5, 2e-5, 3)
+    dpo = yaml.safe_load(Path("dpo.yaml").read_text())
+    assert dpo["model"] == {"name_or_path": "runs/sft/model"}
+    assert (dpo["optimizer"]["lr"], dpo["optimizer"]["aux_lr"], dpo["trainer"]["num_train_epochs"]) == (5e-7, 5e-7, 1)
+    for trainer in (sft.trainer, dpo["trainer"]):
+        assert trainer["bf16"] is True
+        assert "use_cpu" not in trainer

@@ -112,7 +112,9 @@ def read_curve(metrics: Path, metric: str) -> list[Point]:
         step = line["step"]
         points[step] = Point(
             step,
-            tokens=int(line.get("eval_num_tokens", 0)) if step else 0,
+            tokens=int(line.get("eval_num_tokens", tokens))
+            if step
+            else 0,  # a pre-training has no count of its own here
             seconds=seconds,
             metric=_finite(line.get(metric)),
             train_loss=_finite(train.get("loss")) if step else None,

@@ -213,7 +213,7 @@ def valid_examples(
         else:
             num_invalid += 1
             if num_invalid <= MAX_REPORTED:
-                reported.append(f"  {record_place}: {example}")
+                reported.append(f"  {record_place}: {example}{_columns_of(record) * example.startswith('no ')}")
     if num_examples == 0:
         raise UserError(f"{place}: has no examples")
     if num_invalid == num_examples or (num_invalid > 0 and bad_examples == "refuse"):
@@ -221,6 +221,12 @@ def valid_examples(
         remedy = " (fix them, or write bad_examples: drop beside the path)" if num_invalid < num_examples else ""
         head = f"{place}: {num_invalid} of {num_examples} examples cannot be used for {task}{remedy}:"
         raise UserError(head, *reported, *more)
+
+
+def _columns_of(record: Any) -> str:
+    """The columns of a record that lacks one, which may be there by another name."""
+    columns = [str(key) for key, value in record.items() if value is not None] if isinstance(record, dict) else []
+    return f"; found {', '.join(columns)[:200]}" if columns else ""
 
 
 def _examples(*args: Any) -> Iterator[Example]:

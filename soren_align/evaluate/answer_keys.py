@@ -21,8 +21,16 @@ def refuse_wrong_keys(task: Any, file: Any) -> None:
         raise UserError(
             f"{file}: {task.task_name}, question {number}{more}: doc_to_target gives {key!r:.60}, none of its"
             f" {len(choices)} choices ({', '.join(map(repr, choices)):.200}); the key is the number of the right"
-            " choice, from 0, or its text"
+            f" choice, from 0, or its text{_of_letter(key)}"
         )
+
+
+def _of_letter(key: Any) -> str:
+    """The number for a key such as "B", which many datasets have."""
+    letters = "ABCDEFGHIJ"
+    return (
+        f": for {key!r} write {letters.index(key)}" if isinstance(key, str) and len(key) == 1 and key in letters else ""
+    )
 
 
 def equal_choices(task: Any, tokenizer: Any, limit: int | None = None) -> str:

@@ -78,8 +78,10 @@ def refuse_missing(model: str) -> None:
     """Raise UserError if a model is neither a folder that can be loaded here nor a name on the hub."""
     files = [local_path(model) / name for name in ("run.json", "config.json", ADAPTER)]
     if is_local(model) and not any(file.is_file() for file in files):
+        runs = [str(Path(model, file.parent.name)) for file in sorted(local_path(model).glob("*/run.json"))]
+        hint = f"; the runs in it are {', '.join(runs)[:300]}" if runs else ""
         raise UserError(
-            f"{model}: neither a run folder (run.json), nor a model's (config.json), nor an adapter's ({ADAPTER})"
+            f"{model}: neither a run folder (run.json), nor a model's (config.json), nor an adapter's ({ADAPTER}){hint}"
         )
     if "/" in model and not is_local(model) and Path(model).parent.is_dir():
         raise UserError(

@@ -12,7 +12,7 @@ from soren_align.compare.cautions import cautions
 from soren_align.compare.evidence import read_evidence, run_folders
 from soren_align.compare.search import JOURNAL
 from soren_align.compare.study_progress import read_study
-from soren_align.compare.trials import ENDED
+from soren_align.compare.trials import ENDED, read_curve
 from soren_align.errors import UserError
 from soren_align.launch.runner import _move_another_setting
 from tests.support.study_runs import end, end_all, progress_of, study_of
@@ -224,3 +224,16 @@ def test_a_verdict_of_an_earlier_setting_is_set_aside_where_the_audit_does_not_l
         _move_another_setting(run, progress, path)
         assert run_folders(tmp_path) == []
         assert (tmp_path / f"earlier/muon/101-{number}/run.json").read_text() == str(number)
+
+
+@pytest.mark.parametrize("count", [{"eval_num_tokens": 700.0}, {}], ids=["of TRL", "of a pre-training"])
+def test_a_curve_has_the_tokens_of_training_at_each_evaluation(tmp_path, count):
+    train = {"loss": 4.0, "tokens_per_second": 60.0}
+    lines = [{"step": 0, "eval_loss": 5.0}, {"step": 3, **train, "num_tokens": 300.0}]
+    lines += [{"step": 6, **train, "num_tokens": 600.0}, {"step": 6, "eval_loss": 4.0, **count}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    points = read_curve(tmp_path / "metrics.jsonl", "eval_loss")
+    assert [(point.step, point.tokens, point.seconds) for point in points] == [
+        (0, 0, 0.0),
+        (6, count.get("eval_num_tokens", 600), 10.0),
+    ]

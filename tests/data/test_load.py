@@ -113,6 +113,7 @@ def test_a_bad_row_is_refused_with_its_line_and_reason(write, task, reason, row)
     assert head.startswith(f"{path}: 1 of 3 examples cannot be used for {task}")
     assert line.startswith(f"  {path}:3: ")
     assert reason in line
+    assert line.endswith(f"; found {', '.join(row)}") == reason.startswith("no '")
 
 
 def test_every_bad_row_is_counted_and_the_first_are_named(write):

@@ -40,6 +40,11 @@ def test_any_other_key_is_refused(key):
         refuse_wrong_keys(task(1, key, 0, key), "colors.yaml")
 
 
+def test_the_number_of_a_letter_is_named():
+    with pytest.raises(UserError, match=r"or its text: for 'C' write 2$"):
+        refuse_wrong_keys(task("C"), "colors.yaml")
+
+
 def test_a_task_that_scores_by_itself_is_not_judged():
     own = task(7)
     own.config.process_results = lambda question, results: {}

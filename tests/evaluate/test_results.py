@@ -12,7 +12,7 @@ from soren_align.errors import UserError
 from soren_align.evaluate import stage
 from soren_align.evaluate.result_files import write_results
 from soren_align.evaluate.results import read_results, refuse_foreign, refuse_foreign_summary
-from soren_align.launch.evaluation import run_evaluation
+from soren_align.launch.evaluation import refuse_missing, run_evaluation
 from soren_align.recipe import Eval
 from soren_align.run_folder import RunFolder
 from soren_align.terminal import stderr_console
@@ -229,3 +229,11 @@ def test_samples_can_be_read_in_a_terminal_and_control_nothing(tmp_path):
     assert text.splitlines() == [text.strip()]
     assert json.loads(text)["filtered_resps"] == [answer]
     assert list(json.loads(text))[:6] == ["doc_id", "prompt", "choices", "filtered_resps", "target", "exact_match"]
+
+
+def test_of_a_folder_of_runs_the_runs_are_named(tmp_path):
+    for name in ("sft", "dpo"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text("{}")
+    with pytest.raises(UserError, match=f"; the runs in it are {tmp_path}/dpo, {tmp_path}/sft$"):
+        refuse_missing(str(tmp_path))
