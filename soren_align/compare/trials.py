@@ -112,9 +112,8 @@ def read_curve(metrics: Path, metric: str) -> list[Point]:
         step = line["step"]
         points[step] = Point(
             step,
-            tokens=int(line.get("eval_num_tokens", tokens))
-            if step
-            else 0,  # a pre-training has no count of its own here
+            # The evaluations of a pre-training are ours, and have no such count.
+            tokens=int(line.get("eval_num_tokens", tokens)) if step else 0,
             seconds=seconds,
             metric=_finite(line.get(metric)),
             train_loss=_finite(train.get("loss")) if step else None,
