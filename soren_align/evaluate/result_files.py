@@ -83,6 +83,6 @@ def _compact(sample: dict[str, Any]) -> dict[str, Any]:
     prompts, choices = zip(*sample["arguments"], strict=True)
     arguments = {"prompt": prompts[0] if len(set(prompts)) == 1 else prompts, "choices": choices}
     omitted = {"arguments"} | ({"resps"} if [r[0] for r in sample["resps"]] == sample["filtered_resps"] else set())
-    first = ("doc_id", "prompt", "choices", "filtered_resps", "target", *sample["metrics"])
+    first = ("doc_id", "prompt", "choices", "filtered_resps", "target", *sample.get("metrics", ()))
     content = {key: value for key, value in sample.items() if key not in omitted} | arguments
     return {key: content[key] for key in first if key in content} | content
