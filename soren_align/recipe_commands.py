@@ -141,10 +141,6 @@ def copy_suite(
         ),
     ],
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A new folder, or an empty one.")],
-    model: Annotated[
-        str | None,
-        typer.Option(metavar="MODEL", help="A model to fine-tune on a GPU. Without it a tiny one, on the CPU."),
-    ] = None,
 ) -> None:
     """Copy a shipped suite with its task files to edit it; the copy works in any folder."""
     known = shipped.suites()
@@ -264,13 +260,13 @@ def _refuse_unwritable(folder: Path) -> None:
         raise UserError(f"{folder}: no permission to write there; name another folder")
 
 
-def _copy_folder(source: Path, target: Path) -> list[Path]:
-    """Copy all files of a shipped folder, without their permissions, which may be read-only. Returns the copies."""
-    copies = {file: target / file.relative_to(source) for file in sorted(source.rglob("*")) if file.is_file()}
-    for file, copied in copies.items():
-        copied.parent.mkdir(parents=True, exist_ok=True)
-        copied.write_bytes(file.read_bytes())
-    return list(copies.values())
+def _copy_folder(source: Path, target: Path) -> None:
+    """Copy all files of a shipped folder, without their permissions, which may be read-only."""
+    for file in source.rglob("*"):
+        if file.is_file():
+            copied = target / file.relative_to(source)
+            copied.parent.mkdir(parents=True, exist_ok=True)
+            copied.write_bytes(file.read_bytes())
 
 
 def _first_comment(path: Path) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
 from ..errors import UserError
-from ..recipe import REQUIRED_COLUMNS, Column, example_of_names
+from ..recipe import REQUIRED_COLUMNS, Column, columns_text, example_of_names
 from . import readers
 from .own_names import Names
 from .readers import Example
@@ -94,7 +94,7 @@ def _missing_columns(example: Example, task: Task, names: Names) -> str:
         text = f"`columns` names {', '.join(known)}, and no others are then read{texts}"
         complete: dict[str, str] = {**names.columns} | {each: each for each in unread if each in get_args(Column)}
         if _layout({ours: example.get(theirs) for ours, theirs in complete.items()}, task):
-            hint = f". Write {{{', '.join(f'{ours}: {theirs}' for ours, theirs in complete.items())}}}"
+            hint = f". Write {columns_text(complete)}"
     return f"{text}; {task} needs {REQUIRED_COLUMNS[task]}{hint}"
 
 

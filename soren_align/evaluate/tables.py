@@ -79,9 +79,13 @@ def notes(results: dict[str, Any], brief: bool = False) -> list[str]:
 
     brief: without the statistical methods and the settings.
     """
-    settings = [] if brief else _settings(results)
-    notes = [*_legend(results, brief), *_details(results), *_contamination(results), *results.get("notes", [])]
-    return notes + settings
+    return [
+        *_legend(results, brief),
+        *_details(results),
+        *_contamination(results),
+        *results.get("notes", []),
+        *([] if brief else _settings(results)),
+    ]
 
 
 def _rows(results: dict[str, Any]) -> list[tuple[dict[str, Any], str, str]]:

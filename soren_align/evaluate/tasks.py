@@ -151,16 +151,21 @@ def _read(file: Path) -> dict[str, Any]:
         raise UserError(f"{file}: is not a task file: {' '.join(str(error).split())[:200]}") from None
 
 
+def _own_data(suite: Suite, task: SuiteTask) -> tuple[dict[str, Any], Path | None]:
+    """Return the content of a task's file, and the folder of its data; None if they are on the hub."""
+    settings, root = _read(suite.file_of(task)), suite.data_folder()
+    return settings, root and root / str(settings.get("dataset_path"))
+
+
 def _missing_field(suite: Suite, task: SuiteTask) -> str:
     """`missing_field` of a task with own data."""
-    settings, root = _read(suite.file_of(task)), suite.data_folder()
-    return missing_field(settings, root / str(settings.get("dataset_path"))) if root else ""
+    settings, folder = _own_data(suite, task)
+    return missing_field(settings, folder) if folder else ""
 
 
 def _invalid_question(suite: Suite, task: SuiteTask) -> str:
     """Return the place of a task's first .jsonl line that is no JSON object, with the reason; "" if there is none."""
-    file, root = suite.file_of(task), suite.data_folder()
-    folder = root and root / str(_read(file).get("dataset_path"))
+    _, folder = _own_data(suite, task)
     for data in sorted(folder.rglob("*.jsonl")) if folder else ():
         for number, record in read_records(data):
             if isinstance(record, InvalidRecord):

@@ -11,7 +11,7 @@ from .checks import evaluation_problems
 from .comparison import differences, recipe_hash, training_part
 from .data_paths import FILE_KINDS, STDLIB, data_files, data_suffix
 from .data_section import Column, Data, DataSplit, HeldOut, HeldOutNumber, Streaming, TrainSplit
-from .first_lines import OPTIONS, REQUIRED_COLUMNS, example_of_names
+from .first_lines import OPTIONS, REQUIRED_COLUMNS, columns_text, example_of_names
 from .loader import find, load, load_resolved, load_text, task_of, to_yaml
 from .lora import adapter_config
 from .optimizers import MAPS, OPTIMIZERS, OptimizerSection, as_adamw
@@ -71,6 +71,7 @@ __all__ = [
     "adapter_config",
     "as_adamw",
     "batch_unit",
+    "columns_text",
     "compute_dtype",
     "data_files",
     "data_suffix",

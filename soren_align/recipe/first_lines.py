@@ -4,6 +4,7 @@ All examples are checked later, by data/split.py; this saves the wait for a file
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -73,6 +74,11 @@ def _names_problems(name: str, columns: dict[str, None], names: dict[str, Any]) 
     ]
 
 
+def columns_text(names: Mapping[str, str]) -> str:
+    """The value of `columns` in YAML. names: ours -> the dataset's."""
+    return f"{{{', '.join(f'{ours}: {theirs}' for ours, theirs in names.items())}}}"
+
+
 def example_of_names(example: dict[str, Any], task: str) -> str:
     """A proposal for `columns`, where an SFT dataset has a column of turns, or two of text."""
     if task != "sft":
@@ -80,11 +86,11 @@ def example_of_names(example: dict[str, Any], task: str) -> str:
     lists = {column: value for column, value in example.items() if isinstance(value, list) and column not in OPTIONS}
     turns = [column for column, value in lists.items() if value and isinstance(value[0], dict)]
     if turns:
-        return f", such as {{messages: {turns[0]}}}"
+        return f", such as {columns_text({'messages': turns[0]})}"
     texts = {column: len(value) for column, value in example.items() if isinstance(value, str)}
     longest = sorted(texts, key=lambda column: -texts[column])[:2]  # an id is shorter
     pair = [column for column in texts if column in longest]
-    return f", such as {{instruction: {pair[0]}, output: {pair[1]}}}" if len(pair) == 2 else ""
+    return f", such as {columns_text({'instruction': pair[0], 'output': pair[1]})}" if len(pair) == 2 else ""
 
 
 def _lines(file: Path, num_lines: int) -> list[tuple[int, bytes]]:

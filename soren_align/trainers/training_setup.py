@@ -20,7 +20,7 @@ from ..data import (
 )
 from ..errors import UserError
 from ..manifest import describe_dropped
-from ..recipe import Recipe, refuse_no_batch
+from ..recipe import Recipe, columns_text, refuse_no_batch
 from ..run_folder import RunFolder
 from ..sharding.ranks import Ranks
 from .attention import check_attention
@@ -169,8 +169,9 @@ def _columns_of_turns(recipe: Recipe) -> str:
     """The `columns` by which prompts and answers in plain text become turns."""
     answers = {"chosen": "chosen", "rejected": "rejected"} if recipe.task == "dpo" else {"output": "completion"}
     own: dict[str, str] = {**recipe.data.sources[0].columns}
-    names = {ours: own.get(column, column) for ours, column in ({"instruction": "prompt"} | answers).items()}
-    return f"{{{', '.join(f'{ours}: {theirs}' for ours, theirs in names.items())}}}"
+    return columns_text(
+        {ours: own.get(column, column) for ours, column in ({"instruction": "prompt"} | answers).items()}
+    )
 
 
 def _token_notices(counts: Account, tokenizer: Any) -> list[str]:
