@@ -53,6 +53,10 @@ class DivergedError(UserError):
     """A gradient has a NaN or an infinity, so that training cannot continue."""
 
 
+class ResumableError(UserError):
+    """The machine failed, not the run: a full disk, missing memory, a lost rank. The same command resumes later."""
+
+
 class OutOfReach(UserError):
     """A file is not on this machine, and the Hugging Face hub cannot be reached."""
 
