@@ -15,7 +15,14 @@ from .evaluate import tables
 from .evaluate.results import read_results
 from .evaluate.tables import in_cell, plain
 from .files import write
-from .manifest import SURVIVAL_THRESHOLD, TRAINED, describe_dropped, describe_earlier_runs, describe_early_stop
+from .manifest import (
+    SURVIVAL_THRESHOLD,
+    TRAINED,
+    describe_dropped,
+    describe_earlier_runs,
+    describe_early_stop,
+    describe_losses,
+)
 from .recipe import TASK_TITLES, Recipe, adapter_config, load_resolved
 from .run_folder import RunFolder
 
@@ -114,8 +121,7 @@ def _change(training: dict[str, Any], is_adapter: bool, merged: bool) -> str:
         lines.insert(0, "**Training hardly changed this model: expect the behavior of the starting checkpoint.**")
     elif survival and not merged and min(survival["fraction_changed"], survival["projection"]) < SURVIVAL_THRESHOLD:
         lines.insert(0, "**Most of the change was lost to rounding when the model was saved.**")
-    if training["first_loss"] is not None and training["last_loss"] is not None:
-        lines.append(f"Its loss went from {training['first_loss']:.3f} to {training['last_loss']:.3f}.")
+    lines += [f"{text[0].upper()}{text[1:]}." for text in describe_losses(training)]
     return " ".join(lines)
 
 

@@ -120,12 +120,41 @@ class Validation(TypedDict):
     num_tokens: Count
 
 
+class Evaluation(TypedDict):
+    """A held-out loss at a step."""
+
+    step: Count
+    loss: float
+
+
+class HeldOutLoss(TypedDict):
+    """The first held-out loss, and that of the saved model: one evaluation if these are the same."""
+
+    num_examples: Count
+    evaluations: Annotated[list[Evaluation], Field(min_length=1, max_length=2)]
+
+
+class Preferences(TypedDict):
+    """The share of pairs whose chosen answer the model prefers, and the mean margin of the rewards."""
+
+    share: float
+    margin: float
+    num_pairs: Count
+    held_out: bool
+    """Otherwise the pairs are those of the last training log."""
+
+
 class Training(TypedDict):
     """The result of training."""
 
     steps: Count
     first_loss: float | None
     last_loss: float | None
+    examples_per_log: NotRequired[Annotated[list[Count], Field(min_length=2, max_length=2)]]
+    """The number of examples that first_loss and last_loss average. Fewer where an epoch's last batch is smaller, and
+    in the first log after resuming."""
+    held_out: NotRequired[HeldOutLoss]
+    preferences: NotRequired[Preferences]
     relative_change: NotRequired[float]
     aux_relative_change: NotRequired[float]
     change_after_saving: NotRequired[Survival]
@@ -225,6 +254,28 @@ def describe_early_stop(early: dict[str, Any]) -> str:
     value = f"; the best was {best['value']:.4g}" if best["value"] is not None else ""
     step = f" at step {best['step']}" if best["step"] is not None else ""
     return f"{evaluations} did not improve {best['metric']}{by}{value}{step}"
+
+
+def describe_losses(training: dict[str, Any]) -> list[str]:
+    """Describe the losses of a run, the held-out one first, and the preferences of DPO; a text for each."""
+    texts = []
+    if held_out := training.get("held_out"):
+        ends = (0, training["steps"])
+        losses = [
+            f"{evaluation['loss']:.3f}" + f" at step {evaluation['step']:,}" * (evaluation["step"] not in ends)
+            for evaluation in held_out["evaluations"]
+        ]
+        texts.append(f"held-out loss {' -> '.join(losses)} ({held_out['num_examples']:,} examples)")
+    first, last = training["first_loss"], training["last_loss"]
+    if first is not None and last is not None:
+        counts = [f"{count:,}" for count in dict.fromkeys(training.get("examples_per_log", ()))]
+        examples = f", of up to {' and '.join(counts)} examples" if counts else ""
+        texts.append(f"training loss {first:.3f} -> {last:.3f} (first and last log{examples})")
+    if preferences := training.get("preferences"):
+        num_pairs, margin = preferences["num_pairs"], preferences["margin"]
+        pairs = f"{num_pairs:,} held-out pairs" if preferences["held_out"] else f"{num_pairs:,} pairs (last log)"
+        texts.append(f"the chosen answer preferred in {preferences['share']:.0%} of {pairs}, margin {margin:.3g}")
+    return texts
 
 
 def describe_earlier_runs(start: dict[str, Any]) -> str:

@@ -92,10 +92,26 @@ def test_the_facts_are_those_of_run_json():
         "float32 in training, saved in bfloat16",
         f"torch {run.read()['versions']['torch']}",
         "trainer 0",
-        "Its loss went from 4.716 to 0.002.",
+        "Training loss 4.716 -> 0.002 (first and last log).",
     ):
         assert said in page
     assert run.recipe.read_text() in page
+
+
+def test_the_card_quotes_the_held_out_loss_before_the_training_loss():
+    measured = {
+        "held_out": {"num_examples": 24, "evaluations": [{"step": 0, "loss": 3.97}, {"step": 600, "loss": 3.3424}]},
+        "examples_per_log": [640, 320],
+        "preferences": {"share": 0.75, "margin": 0.5, "num_pairs": 24, "held_out": True},
+    }
+    assert (
+        "Held-out loss 3.970 -> 3.342 (24 examples). Training loss 4.716 -> 0.002 (first and last log, of up to 640 "
+        "and 320 examples). The chosen answer preferred in 75% of 24 held-out pairs, margin 0.5."
+    ) in card(finished_run("run", training=measured), "zoo")
+    best = {"metric": "eval_loss", "value": 3.1, "step": 400}
+    measured["held_out"]["evaluations"][1] = {"step": 400, "loss": 3.1}
+    page = card(finished_run("best", training=measured | {"best_model": best}), "zoo")
+    assert "Held-out loss 3.970 -> 3.100 at step 400 (24 examples)." in page
 
 
 def test_every_source_of_a_mixture_is_named():
