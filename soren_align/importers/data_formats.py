@@ -24,7 +24,7 @@ def axolotl_names(entry: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tupl
         "weight": entry.get("message_field_training") or "train",
     }
     columns: dict[str, Any] = {}
-    if _is_of_pairs(kind):
+    if isinstance(kind, dict) and _is_of_pairs(kind):
         columns = {ours: kind.get(f"field_{ours}") or ours for ours in PAIR}
     elif isinstance(kind, dict):
         theirs = {
@@ -82,10 +82,10 @@ def _explained(entry: dict[str, Any], where: str) -> dict[str, tuple[str, bool]]
     return explained
 
 
-def _is_of_pairs(kind: Any) -> bool:
+def _is_of_pairs(kind: dict[Any, Any]) -> bool:
     """Whether a `type` describes Axolotl's own pairs, which are plain texts, as `prompt` and two answers are here."""
     keys = {f"field_{part}" for part in PAIR} | {f"{part}_format" for part in PAIR}
-    return isinstance(kind, dict) and not keys.isdisjoint(kind)
+    return not keys.isdisjoint(kind)
 
 
 def _is_plain(kind: dict[Any, Any], part: str) -> bool:

@@ -33,7 +33,8 @@ from .storage import Storage, Storages, join, matrix_names, matrix_shape, split
 from .update_records import AppliedUpdate, PendingUpdate
 
 ADAMW_RMS = 0.2
-"""RMS of AdamW's update over its learning rate, as observed in training: the aim of both `match_rms_` scales."""
+"""RMS of AdamW's update over its learning rate, as observed after some hundred steps (docs/optimizers.md has the first
+ones): the aim of both `match_rms_` scales."""
 
 
 def update_momentum_(momentum: Tensor, grad: Tensor, coefficient: float) -> None:

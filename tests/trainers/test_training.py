@@ -107,6 +107,17 @@ def test_the_logged_numbers_are_those_of_the_weights(tiny_run):
     assert line["tokens_per_second"] > 0
 
 
+@pytest.mark.parametrize(("name", "low", "high"), [("soren", 0.19, 0.21), ("adamw", 0.4, 1.0)])
+def test_in_the_first_steps_adamws_updates_are_larger_than_those_of_match_rms(tiny_run, name, low, high):
+    """docs/optimizers.md, Learning rates and scales, has both over 600 steps."""
+    run = tiny_run("sft", f"optimizer.name={name}", "optimizer.weight_decay=0")
+    assert run.train()
+    logs = [line for text in run.folder.metrics.read_text().splitlines() if "loss" in (line := json.loads(text))]
+    sizes = [log["update_rms"] / log["learning_rate"] for log in logs if log["learning_rate"]]
+    assert len(sizes) >= 4
+    assert low < min(sizes) <= max(sizes) < high
+
+
 def test_the_logged_rates_are_those_of_the_plan(tiny_run):
     from soren_align.planning.plan import plan_training
 
