@@ -43,6 +43,7 @@ CONTENTS = (
     "tensorboard",
     "run.json",
 )
+AFTER_DIVERGENCE = "train it anew with a smaller optimizer.lr, such as a tenth, and --set run.overwrite=true"
 STOPPED = "stopped by a signal"
 """`last_error` of a run that a signal stopped: the same command resumes it."""
 LOCK, RANKS_LOCK = ".lock", ".lock-ranks"
@@ -98,7 +99,10 @@ class RunFolder:
 
     def why_no_model(self) -> str:
         """Return the finding and the remedy for a run without a model folder."""
-        status = (self.read() or {}).get("status")
+        record = self.read() or {}
+        status = record.get("status")
+        if status == "diverged":
+            return f"diverged: {record['training']['diverged']}; {AFTER_DIVERGENCE}"
         if status == "finished":
             return "has no model any more, it was removed; train it again with --set run.overwrite=true"
         return f"has no model yet (status: {status}); finish the run first"
@@ -214,6 +218,19 @@ class RunFolder:
                     if json.loads(line)["step"] <= step:
                         lines.append(line)
             write(file, "".join(line + "\n" for line in lines))
+
+
+def read_metrics(file: Path) -> list[dict[str, Any]]:
+    """Return the lines of a metrics.jsonl; a line that a killed process left incomplete is left out."""
+    lines, content = [], ""
+    with suppress(FileNotFoundError):  # another command may be starting the run again
+        content = file.read_text(encoding="utf-8", errors="replace")
+    for text in content.splitlines():
+        with suppress(ValueError, TypeError, KeyError, RecursionError):
+            line = json.loads(text)
+            int(line["step"])
+            lines.append(line)
+    return lines
 
 
 def step_of(checkpoint: Path) -> int:

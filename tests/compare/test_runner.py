@@ -22,7 +22,7 @@ from tests.support import command
 from tests.support.run_folders import lock_of_another_process
 from tests.support.study_runs import TINY, end_all, progress_of, study_of
 
-SEARCHED = "soren: {space: {optimizer.lr: [0.005, 100.0]}}"
+SEARCHED = "soren: {set: {optimizer.weight_decay: 0.0, optimizer.aux_weight_decay: 0.0}, space: {optimizer.lr: [0.005, 100.0]}}"
 SHORT = TINY.replace("soren: {}", SEARCHED).replace("trials: 3", "trials: 2")
 
 
