@@ -176,6 +176,8 @@ class Manifest(TypedDict):
     commit: NotRequired[str | None]
     last_error: NotRequired[str | None]
     diverged: NotRequired[bool]
+    resumable: NotRequired[bool]
+    defect: NotRequired[str | None]
     optimizer: NotRequired[Optimizer]
     start: NotRequired[Start]
     data: NotRequired[Data]

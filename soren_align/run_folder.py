@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from . import lock, manifest
-from .errors import UserError
+from .errors import DivergedError, ResumableError, UserError
 from .files import is_component, local_path, read_json, remove, write
-from .provenance import fingerprint
+from .provenance import fingerprint, software
 
 COMPLETE_MARKER = "soren_align.json"  # written last into a checkpoint, when it is complete
 MERGED_FROM = "merged_from.json"  # in a merged model: sha256 of the adapter that was merged
@@ -115,6 +115,21 @@ class RunFolder:
         """Replace run.json by these keys and the version of its format."""
         record["format_version"] = manifest.FORMAT_VERSION
         write(self.path / "run.json", json.dumps(record, indent=2) + "\n")
+
+    def record_failure(self, error: Exception) -> None:
+        """Write an error into run.json, if the run has begun and the disk has room: its message, whether the training
+        diverged, and whether the same command resumes the run. Of a defect, no UserError, the software that has it.
+        """
+        is_defect = not isinstance(error, UserError)
+        message = (f"{type(error).__name__}: {error}".splitlines() or [""])[0] if is_defect else str(error)
+        with suppress(OSError, UserError):
+            if self.read() is not None:
+                self.update(
+                    last_error=message,
+                    diverged=isinstance(error, DivergedError),
+                    resumable=isinstance(error, ResumableError),
+                    defect=software() if is_defect else None,
+                )
 
     def complete_checkpoints(self) -> list[Path]:
         """Return the complete checkpoints (see trainers/checkpoints.py), in the order of their steps."""

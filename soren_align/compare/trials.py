@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from ..evaluate.results import read_results
 from ..manifest import divergence
+from ..provenance import software
 from ..recipe import load_resolved
 from ..run_folder import STOPPED, RunFolder, read_metrics
 from .study import Point, Run
@@ -63,14 +64,22 @@ def read_run(run: Run, folder: RunFolder, metric: str) -> Run:
 
 
 def has_ended(record: dict[str, Any]) -> bool:
-    """Whether the run of a run.json is a result, if only a failure."""
-    return record["status"] == "finished" or record.get("last_error") not in (None, STOPPED)
+    """Whether the run of a run.json is a result, if only a failure.
+
+    A run ends by its last step, by divergence, and by a UserError: its recipe is refused. A failure of the machine is
+    none: the run resumes. Neither is a defect of another version of the software: the run is tried again.
+    """
+    if record["status"] in ("finished", "diverged"):
+        return True
+    if record.get("last_error") in (None, STOPPED) or record.get("resumable"):
+        return False
+    return record.get("defect") in (None, software())
 
 
 def _status(record: dict[str, Any], folder: RunFolder) -> tuple[Any, str | None]:
     if not has_ended(record):
-        return "running", None
-    if record["status"] != "finished":
+        return "running", record.get("last_error") if record.get("resumable") else None
+    if record["status"] not in ("finished", "diverged"):
         return ("diverged" if record.get("diverged") else "failed"), record["last_error"]
     lines = read_metrics(folder.metrics)
     if sum("eval_loss" in line for line in lines) < 2 or not any("loss" in line for line in lines):

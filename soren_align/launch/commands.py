@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .. import lock
 from ..bench import shapes
-from ..errors import DivergedError, UserError, from_os_error
+from ..errors import UserError, machine_failure
 from ..evaluate.suites import check_suite
 from ..files import read_json
 from ..recipe import (
@@ -133,16 +133,17 @@ def _finish(folder: RunFolder, recipe: Recipe, console: Terminal, *, evaluate_he
 
 @contextmanager
 def _recording_errors(folder: RunFolder) -> Iterator[None]:
-    """Hold the run folder, and write a UserError into run.json, or an OSError as one."""
+    """Hold the run folder, and write a UserError into run.json, or a failure of the machine as one."""
     if not folder.is_locked():
         folder.lock(as_rank=True)  # its launcher holds the folder
     try:
         yield
-    except (UserError, OSError) as error:
-        problem = from_os_error(error, folder.path) if isinstance(error, OSError) else error
-        with suppress(OSError):  # the disk may be full
-            folder.update(last_error=str(problem or error), diverged=isinstance(problem, DivergedError))
-        raise problem or error from None
+    except Exception as error:
+        problem = error if isinstance(error, UserError) else machine_failure(error, folder.path)
+        if problem is None:
+            raise
+        folder.record_failure(problem)
+        raise problem from None
 
 
 def _start_ranks(folder: RunFolder, num_ranks: int, timeout_seconds: float) -> int:

@@ -51,7 +51,7 @@ def progress_of(study):
 def end(study, run, loss, *, seconds=10.0, error=None, diverged=False):
     """Make the folder of a run that ended with this held-out loss, or with an error; the start's is 5."""
     folder = RunFolder(Path(study.output_dir) / run.folder)
-    folder.path.mkdir(parents=True)
+    folder.path.mkdir(parents=True, exist_ok=True)
     recipe = recipe_of_run(study, run)
     folder.recipe.write_text(to_yaml(recipe))
     lines = [{"step": 0, "eval_loss": 5.0}]
