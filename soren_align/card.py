@@ -143,7 +143,9 @@ def _change(training: dict[str, Any], is_adapter: bool, merged: bool) -> str:
         rounding = f"; rounding preserves {preserved} of that change, and {differ} of the changed entries still differ"
         is_exact = min(survival.values()) > 0.9995
         lines.append(f"The model is saved in {saved['dtype']}{'' if is_exact else rounding}.")
-    if change == aux_change == 0:
+    if "diverged" in training:
+        lines.insert(0, f"**Training diverged, and this model is broken: {plain(training['diverged'])}.**")
+    elif change == aux_change == 0:
         lines.insert(0, "**Training did not change this model: its weights are those of the starting checkpoint.**")
     elif max(change, aux_change) < SMALL_CHANGE:
         lines.insert(0, "**Training hardly changed this model: expect the behavior of the starting checkpoint.**")

@@ -4,7 +4,8 @@ A run folder may come from anyone, or from another version: a key of the wrong t
 Other keys are for people.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
 
@@ -20,6 +21,12 @@ SURVIVAL_THRESHOLD = 0.5
 """Share of a change, or of the entries to be changed, below which more is lost to rounding than survives. Good settings
 are far above, bad ones far below: in its first step, Soren at the paper's 1e-6 changes 0.98 of float32 weights and less
 than 0.01 of bfloat16 ones."""
+PEAK, RECOVERED = 1.5, 0.9
+"""A training diverged if a loss rose to more than PEAK times the held-out loss of the start, and at the end neither the
+training loss nor the held-out loss is below RECOVERED times it. One that learns its training examples by heart did not:
+its training loss is low. With a learning rate of 100 weights overflow to equal probabilities, and the loss ends a
+little below that of random weights. Where the start was not evaluated, all losses that were logged in the second half
+have to be above PEAK times the first one, which is of few examples."""
 Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0)]
 
@@ -161,6 +168,7 @@ class Training(TypedDict):
     stopped_early: NotRequired[EarlyStop]
     best_model: NotRequired[BestEvaluation]
     validation: NotRequired[Validation]
+    diverged: NotRequired[str]
 
 
 class Identity(TypedDict):
@@ -185,7 +193,7 @@ class Manifest(TypedDict):
     """The content of run.json."""
 
     format_version: Literal[2]
-    status: Literal["training", "trained", "finished"]
+    status: Literal["training", "trained", "finished", "diverged"]
     task: Literal["sft", "dpo", "pretrain"]
     versions: dict[str, str]
     extends: NotRequired[list[str]]
@@ -197,6 +205,8 @@ class Manifest(TypedDict):
     commit: NotRequired[str | None]
     last_error: NotRequired[str | None]
     diverged: NotRequired[bool]
+    resumable: NotRequired[bool]
+    defect: NotRequired[str | None]
     optimizer: NotRequired[Optimizer]
     start: NotRequired[Start]
     data: NotRequired[Data]
@@ -239,6 +249,22 @@ def checked(record: Any, file: Path, required: Iterable[str] = ()) -> dict[str, 
             return record
         problem = f"lacks {', '.join(missing)}"
     raise UserError(f"{file}: {problem}; it was edited, or written by another version of soren-align")
+
+
+def divergence(lines: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return why a training diverged, from the lines of its metrics.jsonl; None if it did not. See PEAK."""
+    held_out = [line["eval_loss"] for line in lines if "eval_loss" in line]
+    training = [line["loss"] for line in lines if "loss" in line]
+    ends = [losses[-1] for losses in (held_out, training) if losses]
+    if not all(map(math.isfinite, ends)):
+        return "the loss at the end is not a number"
+    if held_out and next(line["step"] for line in lines if "eval_loss" in line) == 0:
+        start, end, peak = held_out[0], held_out[-1], max(filter(math.isfinite, held_out + training))
+        if peak > PEAK * start and min(ends) > RECOVERED * start:
+            return f"the held-out loss was {start:.4g} at the start and {end:.4g} at the end, after {peak:.3g}"
+    elif len(training) > 1 and min(training[(len(training) + 1) // 2 :]) > PEAK * training[0]:
+        return f"the training loss was {training[0]:.4g} in the first log and {training[-1]:.4g} in the last one"
+    return None
 
 
 def describe_dropped(dropped: dict[str, int]) -> str:

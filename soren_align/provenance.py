@@ -24,6 +24,13 @@ def provenance() -> dict[str, Any]:
     return {"versions": versions, "commit": commit(), "platform": platform.platform()}
 
 
+@lru_cache
+def software() -> str:
+    """Return one line that changes with an update: the versions, and the commit of the checkout."""
+    record = provenance()
+    return ", ".join([*(f"{name} {version}" for name, version in record["versions"].items()), str(record["commit"])])
+
+
 def commit() -> str | None:
     """Return the commit of the checkout that this code runs from, '-dirty' if edited; None in an installed wheel."""
     folder = Path(__file__).resolve().parent.parent

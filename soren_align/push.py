@@ -122,6 +122,8 @@ def _without_local_name(config: Any) -> dict[str, Any] | None:
 def _model_of(run: RunFolder, merged: bool) -> Path:
     """Return the folder to upload. Raises UserError if it is missing, or useless on another machine."""
     record = run.record()
+    if record["status"] == "diverged":
+        raise UserError(f"{run}: {run.why_no_model()}")
     if record["status"] != "finished":
         raise UserError(
             f"{run}: is not finished (status: {record['status']}); rerun its command, with --no-eval to skip the "

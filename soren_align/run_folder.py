@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from . import lock, manifest
-from .errors import UserError
+from .errors import DivergedError, ResumableError, UserError
 from .files import is_component, local_path, read_json, remove, write
-from .provenance import fingerprint
+from .provenance import fingerprint, software
 
 COMPLETE_MARKER = "soren_align.json"  # written last into a checkpoint, when it is complete
 MERGED_FROM = "merged_from.json"  # in a merged model: sha256 of the adapter that was merged
@@ -43,6 +43,7 @@ CONTENTS = (
     "tensorboard",
     "run.json",
 )
+AFTER_DIVERGENCE = "train it anew with a smaller optimizer.lr, such as a tenth, and --set run.overwrite=true"
 STOPPED = "stopped by a signal"
 """`last_error` of a run that a signal stopped: the same command resumes it."""
 LOCK, RANKS_LOCK = ".lock", ".lock-ranks"
@@ -98,7 +99,10 @@ class RunFolder:
 
     def why_no_model(self) -> str:
         """Return the finding and the remedy for a run without a model folder."""
-        status = (self.read() or {}).get("status")
+        record = self.read() or {}
+        status = record.get("status")
+        if status == "diverged":
+            return f"diverged: {record['training']['diverged']}; {AFTER_DIVERGENCE}"
         if status == "finished":
             return "has no model any more, it was removed; train it again with --set run.overwrite=true"
         return f"has no model yet (status: {status}); finish the run first"
@@ -111,6 +115,21 @@ class RunFolder:
         """Replace run.json by these keys and the version of its format."""
         record["format_version"] = manifest.FORMAT_VERSION
         write(self.path / "run.json", json.dumps(record, indent=2) + "\n")
+
+    def record_failure(self, error: Exception) -> None:
+        """Write an error into run.json, if the run has begun and the disk has room: its message, whether the training
+        diverged, and whether the same command resumes the run. Of a defect, no UserError, the software that has it.
+        """
+        is_defect = not isinstance(error, UserError)
+        message = (f"{type(error).__name__}: {error}".splitlines() or [""])[0] if is_defect else str(error)
+        with suppress(OSError, UserError):
+            if self.read() is not None:
+                self.update(
+                    last_error=message,
+                    diverged=isinstance(error, DivergedError),
+                    resumable=isinstance(error, ResumableError),
+                    defect=software() if is_defect else None,
+                )
 
     def complete_checkpoints(self) -> list[Path]:
         """Return the complete checkpoints (see trainers/checkpoints.py), in the order of their steps."""
@@ -214,6 +233,19 @@ class RunFolder:
                     if json.loads(line)["step"] <= step:
                         lines.append(line)
             write(file, "".join(line + "\n" for line in lines))
+
+
+def read_metrics(file: Path) -> list[dict[str, Any]]:
+    """Return the lines of a metrics.jsonl; a line that a killed process left incomplete is left out."""
+    lines, content = [], ""
+    with suppress(FileNotFoundError):  # another command may be starting the run again
+        content = file.read_text(encoding="utf-8", errors="replace")
+    for text in content.splitlines():
+        with suppress(ValueError, TypeError, KeyError, RecursionError):
+            line = json.loads(text)
+            int(line["step"])
+            lines.append(line)
+    return lines
 
 
 def step_of(checkpoint: Path) -> int:

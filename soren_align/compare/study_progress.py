@@ -59,7 +59,7 @@ def create(folder: Path, study: StudyFile) -> None:
 
 
 class Progress:
-    """The runs of the study in a folder. `failures`: reasons of runs that ended without a record, by folder."""
+    """The runs of the study in a folder. `failures`: reasons of runs that this command has seen fail, by folder."""
 
     def __init__(self, folder: Path):
         self.folder = folder

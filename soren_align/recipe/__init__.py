@@ -36,7 +36,7 @@ from .schema import (
     with_modeline,
     write_schema,
 )
-from .sections import ADAPTER, TASK_TITLES, Eval, Lora, Model, Recipe, TrainedTokenizer, trains_adapter
+from .sections import ADAPTER, TASK_TITLES, Eval, Lora, Model, Recipe, TrainedTokenizer, is_derived, trains_adapter
 
 __all__ = [
     "ADAPTER",
@@ -81,6 +81,7 @@ __all__ = [
     "few_steps",
     "find",
     "global_batch",
+    "is_derived",
     "is_local",
     "json_schema",
     "load",

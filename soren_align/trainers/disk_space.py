@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ..errors import UserError, free_bytes, from_os_error
+from ..errors import ResumableError, free_bytes, from_os_error
 from ..files import remove
 from ..run_folder import COMPLETE_MARKER, step_of
 from ..sharding import local
@@ -50,7 +50,7 @@ def _nbytes(values: Any) -> int:
 
 
 def refuse_full_disk(folder: Path, needed: int, purpose: str, attached: AttachedOptimizer) -> None:
-    """Raise UserError on all ranks if the disk of `folder` has less than `needed` bytes free. Collective.
+    """Raise ResumableError on all ranks if the disk of `folder` has less than `needed` bytes free. Collective.
 
     purpose: such as "a checkpoint", for the message, which also names the last complete checkpoint.
     """
@@ -59,12 +59,12 @@ def refuse_full_disk(folder: Path, needed: int, purpose: str, attached: Attached
         space = f"{with_prefix(free, 'B')} free, and {purpose} needs {with_prefix(needed, 'B')}"
         problem = f"{folder}: {space} ({free:,} and {needed:,} bytes). {_remedy(folder)}"
     if problem := attached.ranks.broadcast(problem):
-        raise UserError(problem)
+        raise ResumableError(problem)
 
 
 @contextlib.contextmanager
 def write_errors(folder: Path, remedy: str | None = None) -> Iterator[None]:
-    """Within the block, raise UserError for an error of writing `folder`, which is then incomplete and removed.
+    """Within the block, raise ResumableError for an error of writing `folder`, which is then incomplete and removed.
 
     It names the folder, the free space of its disk, and `remedy`: by default the last complete checkpoint beside it.
     """
@@ -76,7 +76,7 @@ def write_errors(folder: Path, remedy: str | None = None) -> Iterator[None]:
             raise
         with contextlib.suppress(OSError):
             remove(folder)
-        raise UserError(f"{problem}. {remedy or _remedy(folder.parent)}") from error
+        raise ResumableError(f"{problem}. {remedy or _remedy(folder.parent)}") from error
 
 
 def _problem_of_writing(error: Exception, folder: Path) -> str | None:

@@ -14,8 +14,9 @@ from transformers import PrinterCallback
 
 from ..errors import DivergedError, UserError
 from ..files import remove
+from ..manifest import divergence
 from ..recipe import Recipe, few_steps
-from ..run_folder import RunFolder, step_of
+from ..run_folder import RunFolder, read_metrics, step_of
 from ..sharding import is_universal
 from ..sharding.ranks import Ranks
 from ..terminal import print_labelled, working
@@ -77,6 +78,8 @@ def train(
         folder.update(optimizer=(folder.read() or {}).get("optimizer", {}) | trainer.optimizer_check.record)
         if finished:
             folder.update(identity=identical)
+            if "best_model" not in result and (reason := divergence(read_metrics(folder.metrics))):
+                result["diverged"] = reason
             remove(folder.start_logits)
             record_result(folder, trainer, result, seconds)
             print_result(console, trainer, result, seconds, resumed_from)
