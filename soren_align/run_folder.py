@@ -17,17 +17,23 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
 from . import lock, manifest
 from .errors import DivergedError, ResumableError, UserError
-from .files import is_component, local_path, read_json, remove, write
+from .files import Content, is_component, local_path, read_json, remove, write
 from .provenance import fingerprint, software
 
-COMPLETE_MARKER = "soren_align.json"  # written last into a checkpoint, when it is complete
+COMPLETE_MARKER = "soren_align.json"
+"""The seal of a checkpoint, written last, when all its files are complete and on the disk."""
+PREVIOUS = "remove this checkpoint's folder to resume from the previous one"
+"""The remedy for a damaged checkpoint."""
 MERGED_FROM = "merged_from.json"  # in a merged model: sha256 of the adapter that was merged
 CONTENTS = (
     "recipe.yaml",
@@ -222,17 +228,53 @@ class RunFolder:
         file = self.merged / MERGED_FROM
         return file.is_file() and read_json(file) == self.adapter()
 
-    def drop_measurements_after(self, step: int) -> None:
-        """Remove the lines of steps that a resumed run repeats, and lines that a kill left truncated."""
+    def drop_measurements_after(self, step: int) -> list[str]:
+        """Remove the lines of steps that a resumed run repeats, the summary of its interrupted training, and damaged
+        lines. Return a notice about each file that has damaged ones; a last line that a kill left truncated is none.
+        """
+        notices = []
         for file in (self.metrics, self.spectra, self.samples):
             if not file.is_file():
                 continue
-            lines = []
-            for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-                with suppress(ValueError, TypeError, KeyError, RecursionError):
-                    if json.loads(line)["step"] <= step:
-                        lines.append(line)
+            lines, num_damaged = [], 0
+            text = file.read_text(encoding="utf-8", errors="replace")
+            for line in text.splitlines(keepends=True):
+                try:
+                    record = json.loads(line)
+                    if record["step"] <= step and "train_runtime" not in record:
+                        lines.append(line.removesuffix("\n"))
+                except (ValueError, TypeError, KeyError, RecursionError):
+                    num_damaged += line.endswith("\n")
+            if num_damaged:
+                notices.append(f"{file.name}: {num_damaged} damaged lines removed")
             write(file, "".join(line + "\n" for line in lines))
+        return notices
+
+
+class Seal(TypedDict):
+    """The content of COMPLETE_MARKER."""
+
+    step: manifest.Count
+    origin: dict[str, Any]
+    """The run that the checkpoint belongs to: recipe, processes, data, starting weights, template."""
+    files: dict[str, Content]
+    """Of every other file below the checkpoint's folder."""
+
+
+def read_seal(checkpoint: Path) -> Seal:
+    """Return the seal of a complete checkpoint. Raises UserError for any other folder."""
+    marker = checkpoint / COMPLETE_MARKER
+    if not marker.is_file():
+        raise UserError(f"{checkpoint}: no complete checkpoint of soren-align ({COMPLETE_MARKER} is missing)")
+    try:
+        seal = TypeAdapter(Seal).validate_python(read_json(marker), strict=True)
+    except ValidationError:
+        raise UserError(
+            f"{marker}: was not written by this version of soren-align, or is damaged; {PREVIOUS}"
+        ) from None
+    if not all(is_component(part) for name in seal["files"] for part in name.split("/")):
+        raise UserError(f"{marker}: names files outside of the checkpoint; {PREVIOUS}")
+    return seal
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:

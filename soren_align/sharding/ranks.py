@@ -75,6 +75,21 @@ class Ranks:
         return values
 
     @contextmanager
+    def shared_errors(self) -> Iterator[None]:
+        """If the block raises a UserError or OSError on any rank, raise it on all, so that none waits for the others.
+
+        The block contains no collective.
+        """
+        error: UserError | OSError | None = None
+        try:
+            yield
+        except (UserError, OSError) as own:
+            error = own
+        errors = self.gather(error)
+        if problem := error or next(filter(None, errors), None):
+            raise problem
+
+    @contextmanager
     def first_goes_first(self) -> Iterator[None]:
         """Run the block on the first rank, then on the others, which use the caches and files of the first."""
         if not self.is_first:

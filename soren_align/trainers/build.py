@@ -14,7 +14,7 @@ from trl.trainer.utils import add_fused_lm_head
 from ..data import TOKEN_COLUMNS
 from ..optim import build_optimizer
 from ..provenance import fingerprint
-from ..recipe import Recipe, parallel, training_part
+from ..recipe import Recipe, adapter_config, parallel, training_part
 from ..run_folder import RunFolder
 from ..sharding.ranks import Ranks
 from ..weights import complete_for_trl_
@@ -97,11 +97,14 @@ def trl_forward(model: Any, checkpointing: bool) -> Any:
 
 def _origin(setup: TrainingSetup, ranks: Ranks) -> dict[str, Any]:
     revision = setup.recipe.model.revision
+    base, base_revision = adapters.base_model(setup.start, revision)  # of an adapter; otherwise the start itself
+    base_identity = {"base": fingerprint(base) or _commit(base, base_revision)} if adapter_config(setup.start) else {}
     return {
         "training": training_part(setup.recipe),
         "processes": ranks.num_ranks,
         "data": setup.splits["train"].source,
         "start": fingerprint(setup.start) or _commit(setup.start, revision),
+        **base_identity,
         # The recipe names a file, whose contents may have changed.
         "chat_template_sha256": hashlib.sha256(json.dumps(setup.tokenizer.chat_template).encode()).hexdigest(),
     }

@@ -11,10 +11,10 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ..errors import ResumableError, free_bytes, from_os_error
+from ..errors import ResumableError, UserError, free_bytes, from_os_error
 from ..files import remove
 from ..run_folder import COMPLETE_MARKER, step_of
-from ..sharding import local
+from ..sharding import CheckpointException, local
 from ..terminal import with_prefix
 from .attached_optimizer import AttachedOptimizer
 
@@ -70,26 +70,31 @@ def write_errors(folder: Path, remedy: str | None = None) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, RuntimeError, SafetensorError) as error:
-        problem = _problem_of_writing(error, folder)
+    except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
+        # torch.distributed.checkpoint has the errors of all ranks in one.
+        causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+        problem = next(filter(None, (_problem_of_writing(cause, folder) for cause in causes)), None)
         if problem is None:
             raise
         with contextlib.suppress(OSError):
             remove(folder)
-        raise ResumableError(f"{problem}. {remedy or _remedy(folder.parent)}") from error
+        finding = str(problem).partition(";")[0]
+        raise type(problem)(f"{finding}. {remedy or _remedy(folder.parent)}") from error
 
 
-def _problem_of_writing(error: Exception, folder: Path) -> str | None:
+def _problem_of_writing(error: BaseException, folder: Path) -> UserError | None:
+    """Return the finding about an error of writing, without a remedy; None if it is about something else."""
     free = f"{free_bytes(folder):,} bytes free"
     if isinstance(error, OSError):
         if error.filename is None and error.errno in (errno.EIO, errno.EFBIG, errno.ESTALE):
-            return f"{folder}: {error.strerror} ({free})"
-        problem = from_os_error(error, folder)
-        return str(problem).partition(";")[0] if problem else None
+            return ResumableError(f"{folder}: {error.strerror} ({free})")
+        return from_os_error(error, folder)
     if isinstance(error, SafetensorError):
         match = re.search(r"I/O error: (.*?)(?: \(os error|$)", str(error))
-        return f"{folder}: {match[1]} ({free})" if match else None
-    return f"{folder}: cannot be written completely ({free})" if TORCH_WRITE_ERRORS.search(str(error)) else None
+        return ResumableError(f"{folder}: {match[1]} ({free})") if match else None
+    if TORCH_WRITE_ERRORS.search(str(error)):
+        return ResumableError(f"{folder}: cannot be written completely ({free})")
+    return None
 
 
 def _remedy(folder: Path) -> str:

@@ -16,9 +16,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import DPOTrainer, SFTTrainer
 
 from ..errors import UserError
+from ..files import remove
 from ..optim import build_optimizer
 from ..sharding import full_weights, sum_in_float32
 from ..sharding.ranks import current_ranks
+from ..weights import refuse_other_keys
 from . import adapters, checkpoints
 from .attached_optimizer import OptimizerCheck, attach, refuse_unaveraged_gradients
 from .default_settings import OptimizerSettings, optimizer_keywords
@@ -44,7 +46,7 @@ _TOKENS = "num_tokens"
 
 
 class SorenTrainerMixin(Trainer):
-    """Put before a TRL trainer: builds the optimizer, checks and measures its steps, marks complete checkpoints."""
+    """Put before a TRL trainer: builds the optimizer, checks and measures its steps, seals complete checkpoints."""
 
     def __init__(
         self,
@@ -213,7 +215,17 @@ class SorenTrainerMixin(Trainer):
         if self.save_dtype is not None and self.args.should_save:
             write_dtype(folder, self.save_dtype)  # from_pretrained would round to the dtype in config.json
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        # As transformers, which warns, but a weight that is missing is an error; a tied head is its embedding.
+        model: Any = self.model
+        missing, names = set(load_result.missing_keys), {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            names.setdefault(id(tensor), set()).add(name)
+        missing = [name for tied in names.values() if tied <= missing for name in tied]
+        refuse_other_keys("the checkpoint", missing, load_result.unexpected_keys)
+
     def _load_best_model(self) -> None:
+        checkpoints.verify(Path(str(self.state.best_model_checkpoint)), self._ranks)
         # The compensation, part of the optimizer's state, belongs to the weights that it was saved with.
         super()._load_best_model()
         if self.optimizer_settings.get("compensation") == "kahan":
@@ -230,14 +242,17 @@ class SorenTrainerMixin(Trainer):
     def _load_callback_state(self) -> None:
         """As transformers, when a run resumes. TRL would count the tokens from 0 again."""
         super()._load_callback_state()
+        self.state.compute_steps(self.args, self.state.max_steps)  # of the recipe, where they may have changed
         states: Any = self.state.stateful_callbacks
         self._total_train_tokens = states.get(_TOKENS, 0)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        # Old checkpoints are deleted only after the new one is marked complete: a kill between transformers' own
-        # deletion and that mark would leave no complete checkpoint.
+        # Old checkpoints are deleted only after the new one is sealed: a kill between transformers' own deletion and
+        # the seal would leave no complete checkpoint.
         folder = Path(str(self.args.output_dir))
         checkpoint = folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        if self.args.should_save:
+            remove(checkpoint)  # of a run that resumed from an earlier one by its path
         num_bytes = checkpoint_bytes(self.model, self.attached, adapter_only=isinstance(self.model, PeftModel))
         refuse_full_disk(folder, num_bytes, "a checkpoint", self.attached)
         limit, self.args.save_total_limit = self.args.save_total_limit, None
@@ -247,21 +262,21 @@ class SorenTrainerMixin(Trainer):
             states[_TOKENS] = self._total_train_tokens
             with write_errors(checkpoint):
                 super()._save_checkpoint(model, trial)
+                if self.stream is not None and self.args.should_save:
+                    num_batches = self.state.global_step * self.args.gradient_accumulation_steps
+                    place = self.stream.state(num_batches * self._sequences_per_batch)
+                    checkpoints.write_stream(checkpoint, place)
+                self.accelerator.wait_for_everyone()  # a rank must not hash a folder while another writes into it
+                checkpoints.seal(checkpoint, self.origin, self._ranks)
         finally:
             self.args.save_total_limit = limit
-        self.accelerator.wait_for_everyone()  # each rank writes the state of its random number generators
-        if not self.args.should_save:
-            return
-        if self.stream is not None:
-            num_batches = self.state.global_step * self.args.gradient_accumulation_steps
-            checkpoints.write_stream(checkpoint, self.stream.state(num_batches * self._sequences_per_batch))
-        checkpoints.mark_complete(checkpoint, self.origin)
-        rotate_checkpoints(
-            output_dir=str(folder),
-            save_total_limit=limit,
-            best_model_checkpoint=self.state.best_model_checkpoint,
-            use_mtime=False,
-        )
+        if self.args.should_save:
+            rotate_checkpoints(
+                output_dir=str(folder),
+                save_total_limit=limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+                use_mtime=False,
+            )
 
 
 class SorenSFTTrainer(SorenTrainerMixin, SFTTrainer):
