@@ -209,6 +209,8 @@ def print_processes(section: dict[str, Any], console: Console) -> None:
             f"sent by each rank per optimizer step: {largest}"
             + ("" if mean == largest else f" at most, {mean} on average"),
         )
+    gradients = section["gradient_bytes_sent"]
+    write("", f"for averaging gradients: {with_prefix(gradients['per_step'], 'B')}, in {gradients['dtype']}")
 
 
 def _memory_table(plan: dict[str, Any], location: str) -> Table:

@@ -15,7 +15,7 @@ from .first_lines import OPTIONS, REQUIRED_COLUMNS, columns_text, example_of_nam
 from .loader import find, load, load_resolved, load_text, task_of, to_yaml
 from .lora import adapter_config
 from .optimizers import MAPS, OPTIMIZERS, OptimizerSection, as_adamw
-from .parallel import Parallel, parallel
+from .parallel import Parallel, gradient_notice, parallel
 from .quantization import (
     QUANTIZATION_RECORD,
     Quantization,
@@ -82,6 +82,7 @@ __all__ = [
     "find",
     "global_batch",
     "is_derived",
+    "gradient_notice",
     "is_local",
     "json_schema",
     "load",

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import io
 import json
+from pathlib import Path
 from typing import Any
 
 from peft import PeftModel
@@ -50,6 +51,10 @@ def build_trainer(
     if new_adapter is None:  # otherwise the parameters to train exist only after TRL has added the adapter
         with as_user_error("optimizer", ValueError):
             build_optimizer(model, **optimizer_settings(recipe))
+        if recipe.task == "dpo" and recipe.model.revision and not isinstance(model, PeftModel):
+            # TRL loads the reference by this name, without a revision.
+            config_file: Any = cached_file(setup.start, "config.json", revision=recipe.model.revision)
+            model.config._name_or_path = str(Path(config_file).parent)
     # TRL prints while it truncates and packs; data.preview has already counted and shown the same.
     with as_user_error("trainer", ValueError, RuntimeError), contextlib.redirect_stdout(io.StringIO()):
         return TRAINERS[recipe.task](

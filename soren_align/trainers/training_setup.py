@@ -20,7 +20,7 @@ from ..data import (
 )
 from ..errors import UserError
 from ..manifest import describe_dropped
-from ..recipe import Recipe, columns_text, refuse_no_batch
+from ..recipe import Recipe, columns_text, compute_dtype, gradient_notice, refuse_no_batch
 from ..run_folder import RunFolder
 from ..sharding.ranks import Ranks
 from .attention import check_attention
@@ -103,6 +103,7 @@ def set_up_training(
     notices += _notices(recipe, train.dataset, tokenizer, counts, config.max_length, has_notices=bool(notices))
     notices += packing_notices(packing) if packing else []
     notices += _state_notices(recipe)
+    notices += gradient_notice(recipe.run.parallel, compute_dtype(recipe))
     longest, max_length = counts.lengths["max"], config.max_length or counts.lengths["max"]
     is_wrapped = packing is not None and packing.strategy == "wrapped"  # otherwise positions restart at each example
     num_positions = _num_positions(model_config)

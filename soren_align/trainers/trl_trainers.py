@@ -36,6 +36,7 @@ from .model_export import (
     unsharded_weights,
     write_dtype,
 )
+from .reference import ReferenceCheck, reference_key
 from .separation import SeparationCheck
 from .spectra_recorder import SpectraRecorder
 from .starting_weights import StartingWeights, share_of_parameters
@@ -292,10 +293,35 @@ class SorenSFTTrainer(SorenTrainerMixin, SFTTrainer):
 class SorenDPOTrainer(SorenTrainerMixin, DPOTrainer):
     """trl.DPOTrainer with this package's optimizers; see SorenTrainerMixin for the added arguments."""
 
+    def __init__(self, model: Any, ref_model: Any = None, *args: Any, **kwargs: Any):
+        self._reference_key: str | None = None
+        super().__init__(model, ref_model, *args, **kwargs)
+        # An adapter is its own reference if TRL has copied it, or if a new one changes nothing yet.
+        new_adapter, trained = kwargs.get("peft_config"), self.model
+        changes_nothing = getattr(new_adapter, "init_lora_weights", None) in (True, "gaussian")
+        is_copied = not isinstance(trained, PeftModel) or "ref" in trained.peft_config
+        self.reference_check = ReferenceCheck(self, self._ranks)
+        if ref_model is None and (changes_nothing if new_adapter is not None else is_copied):
+            self.add_callback(self.reference_check)
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        """As TRL; the first step's loss is checked."""
+        result = super().compute_loss(model, inputs, return_outputs, **kwargs)
+        if self.reference_check.is_pending and model.training:
+            self.reference_check.add(result[0] if return_outputs else result, inputs["completion_mask"])
+        return result
+
+    def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
+        # As TRL, which calls it when it is constructed, and reads and writes a cache beside the tokens.
+        if self._reference_key is None:
+            self._reference_key = self._precompute_model_hash = reference_key(self, current_ranks())
+        return super()._precompute_ref_logps(dataset, name, batch_size)
+
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
         """As TRL, which tokenizes; of tokens, as SFTTrainer takes them, only examples that are too long are dropped."""
         if "prompt_ids" not in (dataset.column_names or ()):
             return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
         if args.max_length is None or args.truncation_mode != "keep_start":
             return dataset
-        return dataset.filter(lambda example: len(example["prompt_ids"]) < args.max_length)
+        max_length = args.max_length  # not args, which would be hashed with the run's folder
+        return dataset.filter(lambda example: len(example["prompt_ids"]) < max_length)

@@ -48,6 +48,9 @@ def test_mistral_7b_on_eight_ranks_by_zero_3(planned, mistral):
     assert (section["num_matrices"], section["num_exchanged_matrices"]) == (224, 224)
     assert section["max_over_mean_flops"] <= 1.01
     assert section["bytes_sent"]["max"] == pytest.approx(6.1e9, rel=0.01)  # 2 x 7/8 of an eighth of 6.98e9, float32
+    num_micro_batches = section["global_batch_size"] // (8 * 2)  # each ends with a reduce-scatter in float32
+    sent = num_micro_batches * 4 * 7_241_732_096 * 7 // 8
+    assert section["gradient_bytes_sent"] == {"per_step": sent, "dtype": "float32"}
     assert section["map_flops"]["all_ranks"] == pytest.approx(750e12, rel=0.01)  # float16, as `auto` is on a GPU
     sizes = {part["name"]: part["num_bytes"] / 7_241_732_096 * 8 for part in section["memory"]}
     assert sizes["weights"] == pytest.approx(2, rel=1e-3)

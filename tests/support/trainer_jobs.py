@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from safetensors.torch import save_file
-from trl import SFTTrainer
+from trl import DPOTrainer, SFTTrainer
 
 from soren_align.errors import UserError
 from soren_align.optim import muon
@@ -43,6 +43,7 @@ FOR_TWO_OR_THREE = ("run.global_batch_size=24", "data.train.limit=240", "data.ev
 FOR_TWO_OR_THREE += ("trainer.per_device_train_batch_size=4",)
 PRECOMPUTED = ("trainer.precompute_ref_log_probs=true",)
 RECOMPUTED = ("trainer.gradient_checkpointing=true",)
+FOR_TWO = ("run.global_batch_size=16", "data.eval=null")
 EVALUATED = ("data.eval.path=shipped:recipes/quickstart/data/chat_test.jsonl", "data.eval.limit=8")
 EVALUATED += ("trainer.eval_strategy=steps", "trainer.eval_steps=10", "trainer.save_strategy=no")  # saving undoes it
 DISPLACED = ("data.eval.path=shipped:recipes/quickstart/data/chat_test.jsonl", "data.eval.limit=8")
@@ -105,6 +106,7 @@ def ddp(make):
         "maps": same_steps(make, "ddp", *RUNS, PACKED, STREAMED, PRETRAINED, UNCLIPPED),
         "resumed": resumed(make, "ddp"),
         "poisoned": poisoned(make, "ddp"),
+        "references": references(make, "ddp"),
         "drifted": drifted(make),
         "stopped": stopped(make),
         "of_first": make.ranks.broadcast(f"told by rank {make.ranks.rank}"),
@@ -129,6 +131,7 @@ def zero(make):
         "bfloat16": {mode: losses_in_bfloat16(make, mode) for mode in ("zero2", "zero3")},
         "resumed": [resumed(make, mode) for mode in ("zero2", "zero3")],
         "poisoned": {mode: poisoned(make, mode) for mode in ("zero2", "zero3")},
+        "references": {mode: references(make, mode) for mode in ("zero2", "zero3")},
         "freed": [killed(make, f"freed-{mode}", mode, *FOR_TWO_OR_THREE) for mode in ("zero2", "zero3")],
     }
 
@@ -144,6 +147,7 @@ def fsdp2(make):
                 "bfloat16": losses_in_bfloat16(make, "fsdp2", *EVALUATED),
                 "resumed": resumed(make, "fsdp2"),
                 "poisoned": poisoned(make, "fsdp2"),
+                "references": references(make, "fsdp2"),
                 "kept_whole": kept_whole(make),
             }
 
@@ -274,6 +278,26 @@ def same_steps(make, mode, *runs):
         else:
             trainer.save_model(str(run.folder.model))
     return maps
+
+
+def references(make, mode):
+    """Rewards at the first step of two DPOs with precomputed reference log-probabilities, and the refusal of a third.
+
+    Their starts differ and nothing else. The third reads those of the second, which its key no longer tells apart.
+    """
+    settings = (*PRECOMPUTED, "trainer.max_steps=1", "trainer.save_strategy=no", "data.train.limit=32", *FOR_TWO)
+    runs = [
+        make(f"reference-{mode}-{seed}", "dpo", *settings, f"model.init_seed={seed}", f"run.parallel={mode}")
+        for seed in (1, 2, 3)
+    ]
+    rewards = []
+    for run in runs[:2]:
+        trainer = run.trainer()
+        trainer.train()
+        rewards += [trainer.state.log_history[0][f"rewards/{side}"] for side in ("chosen", "rejected")]
+    with mock.patch.object(trl_trainers, "reference_key", return_value="0" * 64):
+        runs[1].trainer()
+        return rewards, refusal(runs[2], DPOTrainer.compute_loss)
 
 
 def kept_whole(make):

@@ -34,6 +34,14 @@ def logged(run):
     return [{k: line[k] for k in exact} for line in lines if "loss" in line]
 
 
+def assert_own_references(results):
+    """What `trainer_jobs.references` returned on each rank: no log-probabilities of another model, or all stop."""
+    (rewards, refusal), *others = results
+    assert rewards == pytest.approx([0] * 4, abs=1e-5)  # beta times the rounding of 20 tokens
+    assert refusal.startswith("step 1: the reference is not the starting model")
+    assert others == [(rewards, refusal)] * len(others)
+
+
 def displacements(run):
     """{step: [kl_to_start, retention_loss]} of a run's evaluations."""
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]

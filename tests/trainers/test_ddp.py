@@ -11,6 +11,7 @@ from soren_align.run_folder import RunFolder
 from soren_align.sharding.ranks import Ranks
 from tests.support.trainer_jobs import PACKED, PRETRAINED, RUNS, STREAMED
 from tests.support.trainer_parity import (
+    assert_own_references,
     assert_same_displacements,
     assert_same_measurements,
     displacements,
@@ -74,6 +75,10 @@ def test_a_nan_on_one_rank_is_the_verdict_of_all(two_ranks):
     first, second = (rank["poisoned"] for rank in two_ranks[1])
     assert first == second
     assert re.match(r"step 1: NaN or infinity in the gradient of .*nothing was changed", first)
+
+
+def test_a_dpo_trains_towards_its_own_start_and_no_cached_one(two_ranks):
+    assert_own_references([rank["references"] for rank in two_ranks[1]])
 
 
 def test_gradients_that_were_not_averaged_are_noticed_at_the_next_log(two_ranks):

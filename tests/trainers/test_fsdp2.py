@@ -18,6 +18,7 @@ from soren_align.trainers import checkpoints
 from soren_align.trainers.trl_arguments import trl_arguments
 from tests.support.trainer_jobs import PACKED, RUNS
 from tests.support.trainer_parity import (
+    assert_own_references,
     assert_same_displacements,
     assert_same_measurements,
     displacements,
@@ -158,3 +159,7 @@ def test_accelerates_offload_reaches_transformers_by_its_other_name(tmp_path, ti
         run = tiny_run("sft", f"run.parallel={config}")
     arguments = trl_arguments(run.recipe, tmp_path, Ranks(launched=True))
     assert arguments.fsdp_plugin_args["cpu_offload"] is True
+
+
+def test_a_dpo_trains_towards_its_own_start_and_no_cached_one(two_ranks):
+    assert_own_references([rank["references"] for rank in two_ranks[1]])

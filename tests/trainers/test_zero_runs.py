@@ -18,6 +18,7 @@ from tests.support import command
 from tests.support.tiny_run import TinyRun
 from tests.support.trainer_jobs import FOR_TWO_OR_THREE, PACKED, PRETRAINED, RUNS, STREAMED
 from tests.support.trainer_parity import (
+    assert_own_references,
     assert_same_displacements,
     assert_same_measurements,
     displacements,
@@ -149,6 +150,11 @@ def test_a_nan_on_one_rank_is_the_verdict_of_all(two_ranks, mode):
     first, second = (rank["poisoned"][mode] for rank in two_ranks[1])
     assert first == second
     assert re.match("step 1: NaN or infinity in the gradient", first)
+
+
+@pytest.mark.parametrize("mode", ["zero2", "zero3"])
+def test_a_dpo_trains_towards_its_own_start_and_no_cached_one(two_ranks, mode):
+    assert_own_references([rank["references"][mode] for rank in two_ranks[1]])
 
 
 def test_three_ranks_go_on_where_two_have_left(rank_pools, two_ranks, tmp_path):
