@@ -148,24 +148,24 @@ class Trial:
             last = self.ended[-1]
             if set(last.codes) == {0}:
                 break
-            message = _last_lines(last.output)
+            message = _message(last.output)
             if 2 in last.codes:
-                self.notes.append(f"message: {message}")
+                self.notes.append(f"message: {message[-400:]}")
                 if remedy is None:
                     return "WRONG"
-                is_clear, is_unclear = True, is_unclear or not re.search(names, last.output)
+                is_clear, is_unclear = True, is_unclear or not re.search(names, message)
                 self.check_kept()
                 remedy()
                 remedy = None
             elif CRASHES & set(last.codes) or (1 in last.codes and "erun the same command" not in last.output):
-                self.notes.append(f"no remedy: {message}")
+                self.notes.append(f"no remedy: {message[-300:]}")
                 is_unclear = True
             self.command()
         if set(self.ended[-1].codes) != {0}:
             self.notes.append("no rerun ended the run")
             return "WRONG"
         traces = [ended.output for ended in self.ended if "Traceback (most recent call last)" in ended.output]
-        self.notes += [f"traceback: {_last_lines(trace)}" for trace in traces]
+        self.notes += [f"traceback: {_message(trace)[-300:]}" for trace in traces]
         if any(ended.is_hanging for ended in self.ended):
             return "hang"
         different = runs.differences(self.reference.result, runs.result(self.run, self.config), ignored)
@@ -175,9 +175,9 @@ class Trial:
         return "unclear" if is_unclear or traces else "clear" if is_clear else "identical"
 
 
-def _last_lines(output: str) -> str:
-    lines = [line for line in output.splitlines() if line.strip()]
-    return " | ".join(lines[-3:])[-400:]
+def _message(output: str) -> str:
+    """Return what a command has printed but for its progress, whose lines have a label of nine characters."""
+    return " | ".join(line for line in output.splitlines() if line.strip() and not re.match("[a-z ]{9} ", line))
 
 
 def send(number: int, which: str = "all", rng: random.Random | None = None) -> Callable[[list[int]], None]:
