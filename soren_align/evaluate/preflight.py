@@ -204,9 +204,9 @@ def _repeated(suite: Suite, tasks: Tasks, options: Eval) -> Iterator[str]:
         first = {label: number for number, label in reversed([*enumerate(labels, 1)])}
         repeated, label = next((number, label) for number, label in enumerate(labels, 1) if first[label] < number)
         yield (
-            f"{task.column}: {len(labels) - len(first):,} of {len(labels):,} questions repeat another one, with the same "
-            f"prompt and choices (question {repeated} is question {first[label]}). Equal questions count as one cluster "
-            "in intervals and p-values of differences, and each of them in the score; remove the repetitions"
+            f"{task.column}: {len(labels) - len(first):,} of {len(labels):,} questions repeat another one, with the "
+            f"same prompt and choices (question {repeated} is question {first[label]}). Equal questions count as one "
+            "cluster in intervals and p-values of differences, and each of them in the score; remove the repetitions"
         )
 
 

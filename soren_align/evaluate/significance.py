@@ -171,7 +171,7 @@ def _by_signs(each: np.ndarray) -> dict[str, Any]:
 
 
 def _clustered_error(column: Paired) -> tuple[float, float] | None:
-    """Return `clustered_error` of a column from `without_equal_clusters`; None if no cluster changed: its error is 0."""
+    """Return `clustered_error` of a column from `without_equal_clusters`; None if no cluster changed."""
     result = clustered_error(column)
     return result if result and result[0] > 0 else None
 

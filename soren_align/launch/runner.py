@@ -131,8 +131,8 @@ class _Runner:
                 if self.obstacle and not self.active:
                     done = sum(run.status in ENDED for run in runs)
                     raise ResumableError(
-                        f"{self.progress.folder}: the study stopped, and no result is lost ({done} of {len(runs)} runs have "
-                        f"ended): {self.obstacle}. The same command resumes the runs that have not ended"
+                        f"{self.progress.folder}: the study stopped, and no result is lost ({done} of {len(runs)} runs "
+                        f"have ended): {self.obstacle}. The same command resumes the runs that have not ended"
                     )
                 status.update(self._describe(runs))
                 wait([process.sentinel for process in self.active], timeout=POLL_SECONDS)
@@ -202,7 +202,9 @@ class _Runner:
                 return record["last_error"]
         with suppress(OSError):
             lines = folder.with_name(f"{folder.name}.log").read_text(encoding="utf-8", errors="replace").splitlines()
-            return printable(lines[-1], MAX_CHARACTERS) if lines else f"{free_bytes(folder):,} bytes are free on its disk"
+            return (
+                printable(lines[-1], MAX_CHARACTERS) if lines else f"{free_bytes(folder):,} bytes are free on its disk"
+            )
         return f"its log cannot be written; {free_bytes(folder):,} bytes are free on its disk"
 
     def _report(self, runs: list[Run]) -> None:

@@ -11,7 +11,7 @@ from peft import PeftModel
 from rich.console import Console
 from transformers import PrinterCallback
 
-from ..errors import DivergedError, UserError
+from ..errors import DivergedError
 from ..files import remove, rename_durably
 from ..manifest import divergence
 from ..recipe import Recipe, few_steps

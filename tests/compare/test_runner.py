@@ -25,7 +25,8 @@ from tests.support import command
 from tests.support.run_folders import lock_of_another_process
 from tests.support.study_runs import TINY, end, end_all, progress_of, study_of
 
-SEARCHED = "soren: {set: {optimizer.weight_decay: 0.0, optimizer.aux_weight_decay: 0.0}, space: {optimizer.lr: [0.005, 100.0]}}"
+NO_DECAY = "set: {optimizer.weight_decay: 0.0, optimizer.aux_weight_decay: 0.0}"
+SEARCHED = f"soren: {{{NO_DECAY}, space: {{optimizer.lr: [0.005, 100.0]}}}}"
 SHORT = TINY.replace("soren: {}", SEARCHED).replace("trials: 3", "trials: 2")
 
 
@@ -249,7 +250,9 @@ OF_THE_MACHINE = {
     "broken disk": OSError(errno.EIO, "Input/output error"),
     "permissions": PermissionError(errno.EACCES, "Permission denied", "/data/chat.jsonl"),
     "memory": MemoryError(),
-    "torch's memory": RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"),
+    "torch's memory": RuntimeError(
+        "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"
+    ),
     "GPU's memory": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
     "lost rank": ResumableError("lost another rank"),
     "offline": OutOfReach("owner/data: the hub cannot be reached"),
