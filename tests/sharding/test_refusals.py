@@ -70,7 +70,9 @@ def test_shards_whose_place_is_unknown_are_refused(ranks):
 )
 def test_a_rank_chooses_its_own_gpu_among_the_visible_ones(monkeypatch, environment, num_gpus, gpu):
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, environment[name]) if name in environment else monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, environment.get(name, ""))  # so that what the function sets is undone
+        if name not in environment:
+            monkeypatch.delenv(name)
     if gpu is None:
         with pytest.raises(UserError, match=rf"\d processes on this machine and {num_gpus} visible GPUs"):
             choose_gpu(num_gpus)
