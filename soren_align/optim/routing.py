@@ -181,8 +181,8 @@ def _is_language_model(model: nn.Module) -> bool:
 
 def _has_blocks(parameters: Mapping[nn.Parameter, Sequence[_Occurrence]]) -> bool:
     """Whether a matrix lies in a list of blocks; if so, those outside are the input's and the output's."""
-    found = (o for parameter, occurrences in parameters.items() if parameter.ndim == 2 for o in occurrences)
-    return any(o.in_block and o.storage(2) is not None for o in found)
+    matrices = (o for parameter, occurrences in parameters.items() if parameter.ndim == 2 for o in occurrences)
+    return any(o.in_block and o.storage(2) is not None for o in matrices)
 
 
 def _warn_of_last_layer(model: nn.Module, routes: Sequence[Route]) -> None:

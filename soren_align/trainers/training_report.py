@@ -108,7 +108,7 @@ def _print_data(console: Console, setup: TrainingSetup) -> None:
     else:
         print_labelled(console, "data", f"{counts.num_kept} of {train.num_examples} examples, {train.layout}{dropped}")
         for num_examples, source in zip(counts.num_kept_by_source, train.source.get("sources", ()), strict=True):
-            print_labelled(console, "", _describe_source(source, num_examples))
+            print_labelled(console, "", describe_source(source, num_examples))
     if counts.num_truncated:
         print_labelled(console, "", counts.describe_truncation())
     if held_out := setup.splits["eval"]:
@@ -202,7 +202,7 @@ def print_result(console: Console, trainer: Any, result: dict[str, Any], seconds
         print_labelled(console, "warning", "most of the change is lost to rounding; run.save_dtype: float32 saves all")
 
 
-def _describe_source(source: dict[str, Any], num_examples: int) -> str:
+def describe_source(source: dict[str, Any], num_examples: int) -> str:
     """Return a line of a mixture: "zoo.jsonl: 30 of 120 examples (weight 0.25), 29 used, chat messages"."""
     dropped = f", {describe_dropped(source['dropped'])}" if source["dropped"] else ""
     sampled = f"{source['num_sampled']} of {source['num_examples']} examples (weight {source['weight']:g})"

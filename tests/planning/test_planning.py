@@ -255,3 +255,37 @@ def test_a_summary_is_half_as_long_and_keeps_notices_and_totals(planned, mistral
     for location, where in (("device", "at the peak"), ("cpu", "in the CPU's memory")):
         peak = max(plan["processes"]["memory_total"][location].values())
         assert f"memory {with_prefix(peak, 'B')} per rank {where}" in words
+
+
+def test_every_source_of_a_mixture_has_its_number_of_examples_and_its_weight(planned):
+    chats = [f"shipped:recipes/quickstart/data/chat_{name}.jsonl" for name in ("train", "test")]
+    sources = [{"path": chats[0], "weight": 0.25}, {"path": chats[1]}]
+    plan, text = planned(
+        "quickstart/sft", f"data.train={json.dumps(sources)}", "data.eval=null", "trainer.eval_strategy=no", "eval=null"
+    )
+    assert plan["data"]["num_kept_by_source"] == [240, 240]
+    said = " ".join(text.split())
+    assert f"{chats[0]}: 240 of 960 examples (weight 0.25), 240 used" in said
+    assert f"{chats[1]}: 240 of 240 examples (weight 1), 240 used" in said
+
+
+def test_an_adapters_factors_have_no_typical_weight(planned):
+    plan, text = planned("quickstart/sft-lora", "eval=null")
+    assert plan["typical_weight"] is None
+    assert {size["relative_update"] for size in plan["update_sizes"]} == {None}
+    assert all(size["update_sum"] > 100 * size["update_rms"] for size in plan["update_sizes"])  # of 600 steps
+    assert "typical weight" not in text
+    assert "update RMS sum soren" in " ".join(text.split())
+    screen = io.StringIO()
+    print_summary(plan, None, Console(file=screen, width=80))
+    assert "(RMS of the factors' change)" in screen.getvalue()
+    whole, _ = planned("quickstart/sft", "eval=null")
+    assert whole["typical_weight"] == 0.02
+
+
+def test_on_a_cpu_the_memory_of_the_process_itself_is_named(planned, mistral):
+    plan, text = planned("quickstart/sft", "eval=null")
+    assert "the process itself, about 0.7 GB" in " ".join(text.split())
+    of_gpu, text = planned("quickstart/sft", *mistral)
+    assert "the process itself" not in text
+    assert (plan["processes"]["is_on_cpu"], of_gpu["processes"]["is_on_cpu"]) == (True, False)
