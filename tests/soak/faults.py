@@ -176,8 +176,9 @@ class Trial:
 
 
 def _message(output: str) -> str:
-    """Return what a command has printed but for its progress, whose lines have a label of nine characters."""
-    return " | ".join(line for line in output.splitlines() if line.strip() and not re.match("[a-z ]{9} ", line))
+    """Return what a command has printed but for its progress, whose lines begin with a label of ten columns."""
+    progress = re.compile(r"[a-z]* {2,}|optimizer ")
+    return " | ".join(line for line in output.splitlines() if line.strip() and not progress.match(line))
 
 
 def send(number: int, which: str = "all", rng: random.Random | None = None) -> Callable[[list[int]], None]:
