@@ -146,18 +146,21 @@ class Trial:
         is_clear = is_unclear = False
         for _ in range(MOST_RERUNS):
             last = self.ended[-1]
+            if last.is_hanging:
+                return "hang"
             if set(last.codes) == {0}:
                 break
             message = _message(last.output)
-            if 2 in last.codes:
+            fails = 1 in last.codes and "erun the same command" not in last.output
+            if 2 in last.codes or (fails and remedy):
                 self.notes.append(f"message: {message[-400:]}")
                 if remedy is None:
                     return "WRONG"
-                is_clear, is_unclear = True, is_unclear or not re.search(names, message)
+                is_clear, is_unclear = True, is_unclear or fails or not re.search(names, message)
                 self.check_kept()
                 remedy()
                 remedy = None
-            elif CRASHES & set(last.codes) or (1 in last.codes and "erun the same command" not in last.output):
+            elif fails or CRASHES & set(last.codes):
                 self.notes.append(f"no remedy: {message[-300:]}")
                 is_unclear = True
             self.command()
@@ -166,8 +169,6 @@ class Trial:
             return "WRONG"
         traces = [ended.output for ended in self.ended if "Traceback (most recent call last)" in ended.output]
         self.notes += [f"traceback: {_message(trace)[-300:]}" for trace in traces]
-        if any(ended.is_hanging for ended in self.ended):
-            return "hang"
         different = runs.differences(self.reference.result, runs.result(self.run, self.config), ignored)
         self.notes += different[:5]
         if different or any(note.startswith("LOST") for note in self.notes):
@@ -176,8 +177,9 @@ class Trial:
 
 
 def _message(output: str) -> str:
-    """Return what a command has printed but for its progress, whose lines have a label of nine characters."""
-    return " | ".join(line for line in output.splitlines() if line.strip() and not re.match("[a-z ]{9} ", line))
+    """Return what a command has printed but for its progress, whose lines begin with a label of ten columns."""
+    progress = re.compile(r"[a-z]* {2,}|optimizer ")
+    return " | ".join(line for line in output.splitlines() if line.strip() and not progress.match(line))
 
 
 def send(number: int, which: str = "all", rng: random.Random | None = None) -> Callable[[list[int]], None]:
