@@ -169,7 +169,7 @@ def test_soren_alone_learns_in_the_lines_of_the_readme():
     names = {}
     exec(code, names)
     assert names["loss"].item() < 0.01
-    assert names["optimizer"].num_maps == 200
+    assert names["optimizer"].num_maps == 100
 
 
 def test_the_recipe_of_the_readme_is_valid(tmp_path, monkeypatch):
