@@ -43,8 +43,8 @@ def push(
 ) -> str:
     """Upload the run's model, or its merged model, in one commit; return its page on the hub.
 
-    dry_run: upload nothing, use no network, and return the list of files. Raises UserError, before anything is uploaded, if
-    the model should not or cannot be uploaded.
+    dry_run: upload nothing, use no network, and return the list of files. Raises UserError, before anything is
+    uploaded, if the model should not or cannot be uploaded.
     """
     run = RunFolder(path)
     _refuse_name(repo)

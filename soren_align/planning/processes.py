@@ -27,8 +27,8 @@ from .sizes import ModelSizes
 from .step_cost import StepCost, step_cost
 
 NOT_INCLUDED = (
-    "temporarily gathered weights (up to 2 GB under ZeRO 3), padding, fragmentation of the allocator; on GPUs about 0.5 "
-    "GB of CUDA and 0.5 to 1.5 GB of NCCL"
+    "temporarily gathered weights (up to 2 GB under ZeRO 3), padding, fragmentation of the allocator; on GPUs about "
+    "0.5 GB of CUDA and 0.5 to 1.5 GB of NCCL"
 )
 NOT_INCLUDED_ON_CPU = (
     "padding, the process itself, about 0.7 GB (Python, torch, TRL), the pages of weight files while they load"
