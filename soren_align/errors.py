@@ -64,7 +64,9 @@ class OutOfReach(ResumableError):
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _OF_THE_MACHINE = (errno.EIO, errno.ESTALE, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
 """Errors that name no file: a broken disk or network file system, and limits of files, memory and processes."""
-_NO_MEMORY = re.compile("out of memory|[cC]an(no|')t allocate memory|CUBLAS_STATUS_ALLOC_FAILED|bad_alloc|killed by signal")
+_NO_MEMORY = re.compile(
+    "out of memory|[cC]an(no|')t allocate memory|CUBLAS_STATUS_ALLOC_FAILED|bad_alloc|killed by signal"
+)
 """In the RuntimeErrors of torch (2.13): OutOfMemoryError is one, and that of a killed DataLoader worker another."""
 _REMEDIES = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "name another folder, or change its permissions")
 _REMEDIES |= dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "a file is in the way: remove it, or name another folder")

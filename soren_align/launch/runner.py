@@ -202,7 +202,9 @@ class _Runner:
                 return record["last_error"]
         with suppress(OSError):
             lines = folder.with_name(f"{folder.name}.log").read_text(encoding="utf-8", errors="replace").splitlines()
-            return printable(lines[-1], MAX_CHARACTERS) if lines else f"{free_bytes(folder):,} bytes are free on its disk"
+            return (
+                printable(lines[-1], MAX_CHARACTERS) if lines else f"{free_bytes(folder):,} bytes are free on its disk"
+            )
         return f"its log cannot be written; {free_bytes(folder):,} bytes are free on its disk"
 
     def _report(self, runs: list[Run]) -> None:

@@ -249,7 +249,9 @@ OF_THE_MACHINE = {
     "broken disk": OSError(errno.EIO, "Input/output error"),
     "permissions": PermissionError(errno.EACCES, "Permission denied", "/data/chat.jsonl"),
     "memory": MemoryError(),
-    "torch's memory": RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"),
+    "torch's memory": RuntimeError(
+        "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"
+    ),
     "GPU's memory": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
     "lost rank": ResumableError("lost another rank"),
     "offline": OutOfReach("owner/data: the hub cannot be reached"),

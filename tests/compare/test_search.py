@@ -206,7 +206,9 @@ DAMAGES = {
     "another type": lambda line: line.replace(b'"op_code":', b'"op_code":"x", "was":', 1),
     "another study": lambda line: line.replace(b'"study_id":', b'"study_id":7', 1),
     "another trial": lambda line: line.replace(b'"trial_id":', b'"trial_id":7', 1),
-    "a text for a number": lambda line: line.replace(b'"params":{"optimizer.lr":', b'"params":{"optimizer.lr":"a", "was":', 1),
+    "a text for a number": lambda line: line.replace(
+        b'"params":{"optimizer.lr":', b'"params":{"optimizer.lr":"a", "was":', 1
+    ),
     "another number": lambda line: line.replace(b'"params":{"optimizer.lr":0.0', b'"params":{"optimizer.lr":0.01', 1),
     "cut": lambda line: line[: len(line) // 2] + b"\n",
 }

@@ -129,7 +129,10 @@ def test_a_length_that_cuts_every_answer_is_refused(tiny_run, rows, row, length)
 
 
 def question(num_words, answer="fish"):
-    return [{"role": "user", "content": "What does the otter eat? " + "the " * num_words}, {"role": "assistant", "content": answer}]
+    return [
+        {"role": "user", "content": "What does the otter eat? " + "the " * num_words},
+        {"role": "assistant", "content": answer},
+    ]
 
 
 LONG = 60
@@ -169,8 +172,9 @@ def test_a_held_out_set_that_is_left_empty_is_refused_before_training_and_by_pla
     made = HELD_OUT.get(task, [{"text": ""}])[:1]
     data = f"data.eval={{path: {rows('held.jsonl', made * 3)}, bad_examples: drop}}"
     run = tiny_run(task, data, "trainer.max_length=40")
-    reason = REASON.get(task, "")
-    message = rf"data.eval: none of the 3 held-out examples of .*held.jsonl can be evaluated: .*{reason}"
+    message = r"held.jsonl: 3 of 3 examples cannot be used for sft:"  # already as they are read
+    if task in REASON:
+        message = rf"data.eval: none of the 3 held-out examples of .*held.jsonl can be evaluated: .*{REASON[task]}"
     for prepare in (run.prepare, lambda: plan_training(run.recipe)):
         with pytest.raises(UserError, match=message):
             prepare()
