@@ -272,6 +272,28 @@ def describe_dropped(dropped: dict[str, int]) -> str:
     return ", ".join(f"{count} dropped ({reason})" for reason, count in dropped.items())
 
 
+def describe_truncation(num_truncated: int, num_tokens_left_out: int, num_tokens: int) -> str:
+    """Describe truncated examples: "3 truncated to max_length: 120 tokens (4.1%) are left out".
+
+    num_tokens: of all examples, after truncation.
+    """
+    if not num_truncated:
+        return "0 truncated to max_length"
+    share = num_tokens_left_out / (num_tokens + num_tokens_left_out)
+    return f"{num_truncated:,} truncated to max_length: {num_tokens_left_out:,} tokens ({share:.1%}) are left out"
+
+
+def describe_held_out(counts: Mapping[str, Any]) -> list[str]:
+    """Return a line about the held-out examples, and one about truncated ones. counts: see `TrainingSetup.held_out`."""
+    of_all = f" of {counts['num_examples']:,}" * (counts["num_kept"] < counts["num_examples"])
+    dropped = f", {text}" if (text := describe_dropped(counts["dropped"])) else ""
+    lines = [f"{counts['num_kept']:,}{of_all} examples for the evaluation loss, not trained on{dropped}"]
+    if counts["num_truncated"]:
+        numbers = (counts[key] for key in ("num_truncated", "num_truncated_tokens", "num_tokens"))
+        lines.append(describe_truncation(*numbers))
+    return lines
+
+
 def describe_early_stop(early: dict[str, Any]) -> str:
     """Describe why training ended early: "3 evaluations in a row did not improve eval_loss; the best was ..."."""
     best, times = early["best"], early["patience"]

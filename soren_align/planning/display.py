@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..data import Account, show_example
-from ..manifest import describe_dropped
+from ..manifest import describe_dropped, describe_held_out
 from ..optim import ADAMW_RMS, spectral_share
 from ..terminal import print_labelled, short_hours, with_prefix
 from ..trainers.packing import Packing
@@ -85,8 +85,8 @@ def print_model_and_data(plan: dict[str, Any], account: Account | None, console:
     if not data["is_streamed"]:
         for number, source in zip(data["num_kept_by_source"], data["source"].get("sources", ()), strict=True):
             write("", describe_source(source, number))
-    if data["num_eval_examples"]:
-        write("", f"{data['num_eval_examples']:,} examples for the evaluation loss, not trained on")
+    for line in describe_held_out(data["eval"]) if data["eval"] else ():
+        write("", line)
     for line in Packing(**data["packing"]).describe() if data["packing"] else ():
         write("", line)
     lengths = ", ".join(f"{name} {value:,}" for name, value in data["token_length_percentiles"].items())

@@ -127,7 +127,7 @@ def _data(recipe: Recipe, inputs: Inputs, steps: Schedule) -> dict[str, Any]:
         "num_kept": account.num_kept,
         "num_kept_by_source": list(account.num_kept_by_source),
         "dropped": split.dropped | account.dropped,
-        "num_eval_examples": len(held_out.dataset) if (held_out := inputs.ready.splits["eval"]) else 0,
+        "eval": inputs.ready.held_out,
         "num_tokens": account.num_tokens,
         "num_truncated": account.num_truncated,
         "num_truncated_tokens": account.num_truncated_tokens,

@@ -12,6 +12,7 @@ from ..manifest import (
     describe_dropped,
     describe_earlier_runs,
     describe_early_stop,
+    describe_held_out,
     describe_losses,
 )
 from ..optim import route, routing_table, share_notices, spectral_share
@@ -39,7 +40,7 @@ def record_setup(folder: RunFolder, setup: TrainingSetup, trainer: Any, ranks: R
         },
         data={
             "train": train.source | {"layout": train.layout} | examples,
-            "eval": setup.splits["eval"].source if setup.splits["eval"] else None,
+            "eval": setup.splits["eval"].source | setup.held_out if setup.held_out else None,
             **({"retention": trainer.displacement.probes.source} if trainer.displacement else {}),
         },
         parallel=recipe.run.parallel,
@@ -111,10 +112,8 @@ def _print_data(console: Console, setup: TrainingSetup) -> None:
             print_labelled(console, "", describe_source(source, num_examples))
     if counts.num_truncated:
         print_labelled(console, "", counts.describe_truncation())
-    if held_out := setup.splits["eval"]:
-        num_used = len(setup.tokens["eval"])
-        of_all = f" of {held_out.num_examples:,}" * (num_used < held_out.num_examples)
-        print_labelled(console, "", f"{num_used:,}{of_all} examples for the evaluation loss, not trained on")
+    for line in describe_held_out(setup.held_out) if setup.held_out else ():
+        print_labelled(console, "", line)
     for line in setup.packing.describe() if setup.packing else ():
         print_labelled(console, "", line)
 
