@@ -69,7 +69,7 @@ def weight_files(folder: Path) -> list[Path]:
         for name in value.values() if isinstance(value, dict) else [value] * (value is not None):
             if not is_component(name):
                 raise UserError(f"{file}: {key} names {name!r}, which is no file of this folder; copy it there")
-            files.add(folder / name)
+            files.add(folder / str(name))
     return sorted(
         file for file in files | {index for index, key in references if key == "weight_map"} if file.is_file()
     )
