@@ -20,6 +20,7 @@ from tests.support.trainer_jobs import FOR_TWO_OR_THREE, PACKED, PRETRAINED, RUN
 from tests.support.trainer_parity import (
     assert_same_displacements,
     assert_same_measurements,
+    assert_verified,
     displacements,
     furthest,
     logged,
@@ -117,9 +118,10 @@ def test_in_bfloat16_the_losses_of_stages_2_and_3_agree_and_the_export_is_of_the
 
 @pytest.mark.parametrize("mode", ["zero2", "zero3"])
 def test_two_ranks_resume_bit_for_bit(two_ranks, mode):
-    folder, _ = two_ranks
+    folder, seen = two_ranks
     whole, killed = RunFolder(folder / f"whole-{mode}"), RunFolder(folder / f"killed-{mode}")
-    assert killed.read()["resumed_from_steps"] == [2]
+    assert_verified(whole, [rank["resumed"][mode] for rank in seen])
+    assert killed.read()["resumed_from_steps"] == [2, 2]  # the first time, a truncated file was refused after that
     assert killed.read()["identity"] == whole.read()["identity"]
     assert displacements(killed) == displacements(whole)
     assert_same_displacements(whole)
