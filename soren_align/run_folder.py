@@ -32,6 +32,7 @@ from .provenance import fingerprint, software
 
 COMPLETE_MARKER = "soren_align.json"
 """The seal of a checkpoint, written last, when all its files are complete and on the disk."""
+CHANGED = "the content is not the one that was saved (a defect of the disk, a bad copy, an edit)"
 PREVIOUS = "remove this checkpoint's folder to resume from the previous one"
 """The remedy for a damaged checkpoint."""
 MERGED_FROM = "merged_from.json"  # in a merged model: sha256 of the adapter that was merged

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from ..files import parse_json, read_text
+from ..files import contents, parse_json, read_text
 from ..optim import Muon, Soren, SpectralOptimizer, matrices_of, momentum_of
 from ..optimizer_settings import MAPS, RESOLUTIONS
-from ..run_folder import RunFolder, step_of
+from ..run_folder import CHANGED, PREVIOUS, RunFolder, read_seal, step_of
 from ..spectral import singular_values
 from .spectra import Spectrum
 
@@ -72,6 +72,8 @@ def _recorded(file: Path) -> Iterator[Spectrum]:
 def _of_checkpoint(checkpoint: Path, globs: Sequence[str]) -> Iterator[Spectrum]:
     """The spectra of the momentum in a checkpoint, of matrices that match."""
     file = checkpoint / "optimizer.pt"
+    if contents([file]) != [read_seal(checkpoint)["files"].get(file.name)]:
+        raise UserError(f"{file}: {CHANGED}; {PREVIOUS}")
     try:
         saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         groups = [group for group in saved["param_groups"] if group["rule"] == "spectral"]

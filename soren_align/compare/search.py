@@ -182,14 +182,15 @@ def _refuse_damaged(journal: Path) -> None:
     """Raise UserError with the first line of a journal that Optuna cannot read, or whose trials are none."""
     backend = _FirstLines(journal.read_bytes().splitlines() if journal.is_file() else [])
     storage = JournalStorage(backend)
-    for backend.end in range(1, len(backend.lines) + 1):
+    for number in range(1, len(backend.lines) + 1):
+        backend.end = number
         try:
             for study in storage.get_all_studies():
                 for trial in storage.get_all_trials(study._study_id, deepcopy=False):
                     trial._validate()
         except Exception as error:  # bad JSON or UTF-8, missing keys, values of other types
             raise UserError(
-                f"{journal}:{backend.end} is damaged ({type(error).__name__}). Remove this file and rerun the same "
+                f"{journal}:{number} is damaged ({type(error).__name__}). Remove this file and rerun the same "
                 "command: it draws the same trials again, reads their results from their run folders, and repeats none"
             ) from None
 

@@ -145,8 +145,8 @@ class Progress:
         if run.stage == "search" and not self.is_own(run, folder):
             raise UserError(
                 f"{folder}: its recipe.yaml has other values than trial {run.number + 1} of {run.candidate} in "
-                f"{self.folder / JOURNAL}: one of both was changed. Remove the journal, whose trials are drawn again as "
-                "they were, or this folder; then rerun the same command"
+                f"{self.folder / JOURNAL}: one of both was changed. Remove the journal, whose trials are drawn again "
+                "as they were, or this folder; then rerun the same command"
             )
         run = read_run(run, folder, self.study.search.metric)
         if run.status in ENDED:

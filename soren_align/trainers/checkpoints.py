@@ -32,7 +32,7 @@ from ..files import (
 )
 from ..manifest import Count
 from ..recipe import differences
-from ..run_folder import COMPLETE_MARKER, PREVIOUS, Seal, read_seal, step_of
+from ..run_folder import CHANGED, COMPLETE_MARKER, PREVIOUS, Seal, read_seal, step_of
 from ..sharding import CheckpointException, check_parts, rank_of_file, to_universal
 from ..sharding.ranks import Ranks
 
@@ -186,10 +186,7 @@ def verify(checkpoint: Path, ranks: Ranks = Ranks()) -> None:  # noqa: B008 (fro
     hashes = {name: tree_sha256(everything, content["num_bytes"]) for name, content in files.items()}
     changed = [name for name, content in files.items() if hashes[name] != content["tree_sha256"]]
     if changed:
-        raise UserError(
-            f"{checkpoint}: {_listed(changed)}: the content is not the one that was saved (a defect of the disk, a bad "
-            f"copy, an edit); {PREVIOUS}"
-        )
+        raise UserError(f"{checkpoint}: {_listed(changed)}: {CHANGED}; {PREVIOUS}")
 
 
 def _check_files(checkpoint: Path) -> Seal:

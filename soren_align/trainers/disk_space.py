@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ..errors import ResumableError, UserError, free_bytes, from_os_error
+from ..errors import ResumableError, free_bytes, from_os_error
 from ..files import remove
 from ..run_folder import COMPLETE_MARKER, step_of
 from ..sharding import CheckpointException, local
@@ -78,23 +78,20 @@ def write_errors(folder: Path, remedy: str | None = None) -> Iterator[None]:
             raise
         with contextlib.suppress(OSError):
             remove(folder)
-        finding = str(problem).partition(";")[0]
-        raise type(problem)(f"{finding}. {remedy or _remedy(folder.parent)}") from error
+        raise ResumableError(f"{problem}. {remedy or _remedy(folder.parent)}") from error
 
 
-def _problem_of_writing(error: BaseException, folder: Path) -> UserError | None:
-    """Return the finding about an error of writing, without a remedy; None if it is about something else."""
+def _problem_of_writing(error: BaseException, folder: Path) -> str | None:
     free = f"{free_bytes(folder):,} bytes free"
     if isinstance(error, OSError):
         if error.filename is None and error.errno in (errno.EIO, errno.EFBIG, errno.ESTALE):
-            return ResumableError(f"{folder}: {error.strerror} ({free})")
-        return from_os_error(error, folder)
+            return f"{folder}: {error.strerror} ({free})"
+        problem = from_os_error(error, folder)
+        return str(problem).partition(";")[0] if problem else None
     if isinstance(error, SafetensorError):
         match = re.search(r"I/O error: (.*?)(?: \(os error|$)", str(error))
-        return ResumableError(f"{folder}: {match[1]} ({free})") if match else None
-    if TORCH_WRITE_ERRORS.search(str(error)):
-        return ResumableError(f"{folder}: cannot be written completely ({free})")
-    return None
+        return f"{folder}: {match[1]} ({free})" if match else None
+    return f"{folder}: cannot be written completely ({free})" if TORCH_WRITE_ERRORS.search(str(error)) else None
 
 
 def _remedy(folder: Path) -> str:

@@ -6,11 +6,13 @@ import pytest
 import torch
 from PIL import Image
 
+from soren_align.files import contents
 from soren_align.optim import Soren
 from soren_align.optimizer_settings import MAPS
 from soren_align.spectral import exact_sigmoid, minimax_sigmoid, newton_schulz, soft_newton_schulz
 from tests.support import command
 from tests.support.run_folders import finished_run
+from tests.support.tiny_run import flip_bit
 
 SHAPE = (24, 40)
 NAMES = [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1)]
@@ -152,11 +154,17 @@ def test_without_records_the_momentum_of_the_last_checkpoint_is_shown(run):
         checkpoint = run.checkpoints / f"checkpoint-{step}"
         checkpoint.mkdir(parents=True)
         torch.save(optimizer.state_dict(), checkpoint / "optimizer.pt")
-        (checkpoint / "soren_align.json").write_text("{}")
+        (content,) = contents([checkpoint / "optimizer.pt"])
+        seal = {"step": step, "origin": {}, "files": {"optimizer.pt": content}}
+        (checkpoint / "soren_align.json").write_text(json.dumps(seal))
     found = shown(run)
     assert found["source"] == "the momentum in checkpoint-10, which lacks the Nesterov term of the next gradient"
     (line,) = found["spectra"]
     assert (line["name"], line["step"], line["largest"]) == (NAMES[0], 10, pytest.approx(0.1 * 0.05, rel=1e-5))
+    flip_bit(checkpoint / "optimizer.pt")
+    done = command.run("spectrum", run.path)
+    assert done.returncode == 2
+    assert "checkpoint-10/optimizer.pt: the content is not the one that was saved" in " ".join(done.stderr.split())
 
 
 def test_a_run_without_records_and_whole_momentum_is_refused(run):

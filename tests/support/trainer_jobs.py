@@ -17,18 +17,20 @@ from accelerate.utils import DistributedType
 from safetensors.torch import save_file
 from trl import DPOTrainer, SFTTrainer
 
+from soren_align import files
 from soren_align.errors import UserError
 from soren_align.optim import muon
 from soren_align.recipe import checks
+from soren_align.run_folder import RunFolder
 from soren_align.sharding import local
 from soren_align.sharding.ranks import current_ranks
 from soren_align.spectral import newton_schulz
-from soren_align.trainers import trl_trainers
+from soren_align.trainers import checkpoints, trl_trainers
 from soren_align.trainers.attached_optimizer import OptimizerCheck
 from soren_align.trainers.lost_updates import FirstStepCheck
 from soren_align.trainers.trl_trainers import SorenTrainerMixin
 from tests.support import c4_replica
-from tests.support.tiny_run import TinyRun
+from tests.support.tiny_run import TinyRun, flip_bit, reseal
 
 # Ten steps at once at the full rate, 32 rows each; the norm of the gradients is about 3, so that the clip binds.
 PARITY = (
@@ -129,7 +131,7 @@ def zero(make):
             for mode, others in more.items()
         },
         "bfloat16": {mode: losses_in_bfloat16(make, mode) for mode in ("zero2", "zero3")},
-        "resumed": [resumed(make, mode) for mode in ("zero2", "zero3")],
+        "resumed": {mode: resumed(make, mode) for mode in ("zero2", "zero3")},
         "poisoned": {mode: poisoned(make, mode) for mode in ("zero2", "zero3")},
         "references": {mode: references(make, mode) for mode in ("zero2", "zero3")},
         "freed": [killed(make, f"freed-{mode}", mode, *FOR_TWO_OR_THREE) for mode in ("zero2", "zero3")],
@@ -320,11 +322,51 @@ def losses_in_bfloat16(make, mode, *overrides):
     return [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
 
+SHARDS = {"ddp": "model.safetensors", "zero2": "*/*optim_states.pt", "zero3": "*/zero_*model_states.pt"}
+SHARDS |= {"fsdp2": "optimizer_0/*.distcp"}
+"""Files of a checkpoint: under DDP one that every rank reads, otherwise one of each rank."""
+
+
 def resumed(make, mode):
-    """A run, and one that both ranks leave after step 3 and take up again."""
+    """A run, and one that both ranks leave after step 3 and take up again, also after its checkpoint was damaged.
+
+    Returns the files that this rank has hashed for the seal, and the refusals of a checkpoint with one wrong bit and of
+    one that is truncated and sealed again.
+    """
+    again = (f"killed-{mode}", "sft", f"run.parallel={mode}", *GLOBAL, *DISPLACED)
     make(f"whole-{mode}", "sft", f"run.parallel={mode}", *GLOBAL, *DISPLACED).train()
-    assert killed(make, f"killed-{mode}", mode, *GLOBAL, *DISPLACED)
-    make(f"killed-{mode}", "sft", f"run.parallel={mode}", *GLOBAL, *DISPLACED).train()
+    hashed = []
+
+    def contents(paths, **settings):
+        hashed.extend(paths := [*paths])
+        return files.contents(paths, **settings)
+
+    with mock.patch.object(checkpoints, "contents", contents):
+        assert killed(make, f"killed-{mode}", mode, *GLOBAL, *DISPLACED)
+    (checkpoint,) = RunFolder(make.folder / f"killed-{mode}").complete_checkpoints()
+    before = {file: file.read_bytes() for file in checkpoint.glob(SHARDS[mode])}
+
+    def refused_after(damage):
+        with make.ranks.first_goes_first():
+            if make.ranks.is_first:
+                damage()
+        message = refusal(make(*again))
+        with make.ranks.first_goes_first():
+            if make.ranks.is_first:
+                for file, content in before.items():
+                    file.write_bytes(content)
+                reseal(checkpoint)
+        return message
+
+    def truncate():
+        for file, content in before.items():
+            file.write_bytes(content[: len(content) // 2])
+        reseal(checkpoint)
+
+    make.ranks.barrier()
+    refusals = [refused_after(lambda: flip_bit(max(before))), refused_after(truncate)]
+    make(*again).train()
+    return {"hashed": [path.relative_to(checkpoint).as_posix() for path in hashed], "refusals": refusals}
 
 
 def killed(make, name, mode, *overrides, task="sft", step=3):
@@ -385,7 +427,7 @@ def drifted(make):
     return refusal(run, loss)
 
 
-def refusal(run, loss):
+def refusal(run, loss=SFTTrainer.compute_loss):
     """What training with this loss is refused with; None if it is not."""
     try:
         instead(SorenTrainerMixin, "compute_loss", loss, run.train)

@@ -14,6 +14,7 @@ from tests.support.trainer_parity import (
     assert_own_references,
     assert_same_displacements,
     assert_same_measurements,
+    assert_verified,
     displacements,
     furthest,
     one_process,
@@ -59,9 +60,10 @@ def test_two_ranks_record_the_spectra_and_the_map_error_of_one_process(two_ranks
 
 
 def test_two_ranks_resume_bit_for_bit(two_ranks):
-    folder, _ = two_ranks
+    folder, seen = two_ranks
     whole, killed = RunFolder(folder / "whole-ddp"), RunFolder(folder / "killed-ddp")
-    assert killed.read()["resumed_from_steps"] == [2]
+    assert_verified(whole, [rank["resumed"] for rank in seen])
+    assert killed.read()["resumed_from_steps"] == [2, 2]  # the first time, a truncated file was refused after that
     assert killed.read()["identity"] == whole.read()["identity"]
     assert displacements(killed) == displacements(whole)
     assert_same_displacements(whole)

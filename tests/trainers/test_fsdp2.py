@@ -21,6 +21,7 @@ from tests.support.trainer_parity import (
     assert_own_references,
     assert_same_displacements,
     assert_same_measurements,
+    assert_verified,
     displacements,
     furthest,
     logged,
@@ -84,9 +85,10 @@ def test_in_bfloat16_the_losses_are_not_rounded_and_the_export_is_of_the_masters
 
 
 def test_two_ranks_resume_bit_for_bit(two_ranks):
-    folder, _ = two_ranks
+    folder, seen = two_ranks
     whole, killed = RunFolder(folder / "whole-fsdp2"), RunFolder(folder / "killed-fsdp2")
-    assert killed.read()["resumed_from_steps"] == [2]
+    assert_verified(whole, [rank["resumed"] for rank in seen])
+    assert killed.read()["resumed_from_steps"] == [2, 2]  # the first time, a truncated file was refused after that
     assert killed.read()["identity"] == whole.read()["identity"]
     assert displacements(killed) == displacements(whole)
     assert_same_displacements(whole)

@@ -21,6 +21,7 @@ from tests.support.trainer_parity import (
     assert_own_references,
     assert_same_displacements,
     assert_same_measurements,
+    assert_verified,
     displacements,
     furthest,
     logged,
@@ -118,9 +119,10 @@ def test_in_bfloat16_the_losses_of_stages_2_and_3_agree_and_the_export_is_of_the
 
 @pytest.mark.parametrize("mode", ["zero2", "zero3"])
 def test_two_ranks_resume_bit_for_bit(two_ranks, mode):
-    folder, _ = two_ranks
+    folder, seen = two_ranks
     whole, killed = RunFolder(folder / f"whole-{mode}"), RunFolder(folder / f"killed-{mode}")
-    assert killed.read()["resumed_from_steps"] == [2]
+    assert_verified(whole, [rank["resumed"][mode] for rank in seen])
+    assert killed.read()["resumed_from_steps"] == [2, 2]  # the first time, a truncated file was refused after that
     assert killed.read()["identity"] == whole.read()["identity"]
     assert displacements(killed) == displacements(whole)
     assert_same_displacements(whole)
