@@ -55,7 +55,8 @@ def card(run: RunFolder, title: str, merged: bool = False) -> str:
 
 
 def public(value: Any) -> Any:
-    """Return plain data without local paths, which name people and machines: of each, "..." and the last part.
+    """Return plain data without local paths, which name people and machines: of each, "..." and the last part, and for
+    a run's model that of the run.
 
     Absolute paths, those that begin with ~ or .., and file:// are local; "shipped:..." and paths below the working
     directory are not.
@@ -67,8 +68,13 @@ def public(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     if _IS_LOCAL_PATH.fullmatch(value):  # as a whole, it may contain blanks
-        return f".../{value.rstrip('/').rpartition('/')[2]}"
-    return _LOCAL_PATH.sub(lambda path: f".../{path[0].rstrip('/').rpartition('/')[2]}", value)
+        return _without_folders(value)
+    return _LOCAL_PATH.sub(lambda path: _without_folders(path[0]), value)
+
+
+def _without_folders(path: str) -> str:
+    parts = path.rstrip("/").split("/")
+    return "/".join(["...", *parts[-2 if parts[-1] in ("model", "merged") and len(parts) > 2 else -1 :]])
 
 
 _IS_LOCAL_PATH = re.compile(r"(file://)?(~[^\s/]*|\.\.|/[^\s/][^/\n]*)(/[^\n]*)+")
