@@ -24,20 +24,20 @@ def cache(tmp_path_factory):
 @pytest.fixture(scope="session", autouse=True)
 def working_folder(tmp_path_factory):
     """An empty folder, not the clone's: `make demo` and its reader leave runs there, which recipes name."""
+    folder = tmp_path_factory.mktemp("empty")
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path_factory.mktemp("empty"))
-        yield
+        patch.chdir(folder)
+        yield folder
 
 
 @pytest.fixture(autouse=True)
 def environment(working_folder):
     """Commands set variables for torch's libraries; no test leaves any to the next one, nor files in its folder."""
-    before, folder = dict(os.environ), os.getcwd()
+    before = dict(os.environ)
     yield
     os.environ.clear()
     os.environ.update(before)
-    assert os.getcwd() == folder
-    assert not os.listdir(folder)
+    assert not os.listdir(working_folder)
 
 
 @pytest.fixture(scope="session")

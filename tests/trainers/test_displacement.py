@@ -1,6 +1,7 @@
 """The divergence from the start and the loss on retention examples are those of a float64 reference, also resumed."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from soren_align.recipe import training_part
 from soren_align.trainers.displacement import Probe, _groups, evenly, sum_of_kl
 from tests.trainers.test_resume import stop_after
 
+ROOT = Path(__file__).resolve().parents[2]
 EVALUATED = ("trainer.eval_strategy=steps", "trainer.eval_steps=2", "trainer.max_steps=4", "data.eval.limit=9")
 RETAINED = "data.retention.path=shipped:recipes/quickstart/data/chat_test.jsonl"
 MEASURED = (*EVALUATED, "run.kl_to_start=20", RETAINED, "data.retention.limit=7")
@@ -37,7 +39,7 @@ def reference(run):
     kls, losses = [], []
     for held_out, number in ((path, 9), ("recipes/quickstart/data/chat_test.jsonl", 7)):
         is_retention = number == 7
-        with open(held_out) as file:
+        with (ROOT / held_out).open() as file:
             records = [json.loads(line) for line, _ in zip(file, range(number), strict=False)]
         for record in records:
             turns = record["chosen"] if pairs and not is_retention else record["messages"]
