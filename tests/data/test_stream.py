@@ -2,13 +2,16 @@
 
 import gzip
 import json
+import os
+from pathlib import Path
 
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from soren_align.data import load_split, open_stream
+from soren_align import files
+from soren_align.data import load_split, local_files, open_stream
 from soren_align.data import stream as streams
 from soren_align.data.hub import StreamReader
 from soren_align.errors import UserError
@@ -140,6 +143,33 @@ def test_examples_are_those_of_the_whole_dataset(write, task, make_row):
         "sampled",
         "streaming",
     }
+
+
+def test_streamed_files_with_other_content_are_other_data(write, monkeypatch):
+    """A checkpoint's origin has this record: files that were exchanged between a kill and its resume are refused."""
+    path = write("texts.jsonl", [{"text": f"Text {i:02}."} for i in range(40)])
+    content = Path(path).read_bytes()
+
+    def record(changed=content, modified=1):
+        Path(path).write_bytes(changed)
+        os.utime(path, ns=(modified, modified))
+        return opened(source(path))[0].source
+
+    whole = record()
+    assert whole["sampled"] is False
+    assert record(modified=2) == whole
+    assert record(content.replace(b"Text 20", b"Test 20")) != whole
+
+    monkeypatch.setattr(local_files, "MAX_HASHED", 2)  # more than that is read at its first and last chunk
+    for module in (local_files, files):
+        monkeypatch.setattr(module, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(files, "_BLOCK_BYTES", 1)
+    sampled = record()
+    assert sampled["sampled"] is True
+    assert record() == sampled
+    assert record(content[:-1] + b" ") != sampled
+    assert record(content.replace(b"Text 20", b"Test 20")) == sampled
+    assert record(content.replace(b"Text 20", b"Test 20"), modified=2) != sampled
 
 
 def test_an_invalid_example_ends_the_run_or_is_counted(write):

@@ -9,9 +9,10 @@ import pytest
 import safetensors
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.api import CheckpointException
 
 from soren_align import errors, files
-from soren_align.errors import UserError, from_os_error
+from soren_align.errors import ResumableError, UserError, from_os_error
 from soren_align.launch import commands
 from soren_align.run_folder import RunFolder
 from soren_align.trainers import disk_space, trl_trainers
@@ -155,6 +156,17 @@ def test_an_error_of_safetensors_is_a_sentence(tmp_path):
     message = r"/run: No such file or directory .*bytes free\). No checkpoint is complete"
     with pytest.raises(UserError, match=message), disk_space.write_errors(tmp_path / "run"):
         safetensors.torch.save_file({"a": torch.zeros(3)}, tmp_path / "run" / "missing" / "a.safetensors")
+
+
+def test_a_full_disk_of_a_sharded_checkpoint_is_a_sentence(tmp_path):
+    """torch.distributed.checkpoint has the errors of all ranks in a BaseException."""
+    failed = CheckpointException("write", {1: (full(""), None)})
+    message = r"/run: No space left on device .*No checkpoint is complete"
+    with pytest.raises(ResumableError, match=message), disk_space.write_errors(tmp_path / "run"):
+        raise failed
+    other = CheckpointException("read", {0: (ValueError("shapes"), None)})
+    with pytest.raises(CheckpointException), disk_space.write_errors(tmp_path / "run"):
+        raise other
 
 
 def test_another_runtime_error_is_not_a_matter_of_disks(tmp_path):
