@@ -9,8 +9,9 @@ import typer
 from typer.core import TyperGroup
 
 from . import model_commands, page_commands, recipe_commands, run_commands, study_commands
-from .errors import printable
+from .errors import UserError, printable
 from .run_commands import AsJson
+from .signals import raising_interrupts
 from .version import __version__
 
 RESUMABLE = ("sft", "dpo", "pretrain", "eval", "compare")
@@ -174,19 +175,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = sys.argv[1:] if arguments is None else arguments
     environment = dict(os.environ)
-    try:
-        # `deepspeed` passes --local_rank to every script; the environment has it too.
-        app([word for word in words if not word.startswith("--local_rank=")], prog_name="soren-align")
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else 0
-    except (Exception, KeyboardInterrupt) as error:
-        from .launch.exit_codes import report
+    with raising_interrupts():
+        try:
+            _refuse_removed_folder()
+            # `deepspeed` passes --local_rank to every script; the environment has it too.
+            app([word for word in words if not word.startswith("--local_rank=")], prog_name="soren-align")
+        except SystemExit as end:
+            return end.code if isinstance(end.code, int) else 0
+        except (Exception, KeyboardInterrupt) as error:
+            from .launch.exit_codes import report
 
-        return report(error)
-    finally:
-        os.environ.clear()
-        os.environ.update(environment)
+            return report(error)
+        finally:
+            os.environ.clear()
+            os.environ.update(environment)
     return 0
+
+
+def _refuse_removed_folder() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UserError("the working directory has been removed; change to another one (cd), then rerun") from None
 
 
 if __name__ == "__main__":

@@ -57,6 +57,10 @@ class ResumableError(UserError):
     """The machine failed, not the run: a full disk, missing memory, a lost rank. The same command resumes later."""
 
 
+class LostRankError(ResumableError):
+    """Another rank has ended or does not answer. The exit code is 1."""
+
+
 class OutOfReach(UserError):
     """A file is not on this machine, and the Hugging Face hub cannot be reached."""
 

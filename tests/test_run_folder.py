@@ -57,7 +57,7 @@ def contents(folder):
 def started(monkeypatch):
     """The work that commands start, which is not done."""
     names = []
-    monkeypatch.setattr(commands, "train_here", lambda folder, _: names.append("train") or 0)
+    monkeypatch.setattr(commands, "train_here", lambda *_: names.append("train") or 0)
     monkeypatch.setattr(evaluation, "run_evaluation", lambda *_, **__: names.append("evaluate"))
     return names
 

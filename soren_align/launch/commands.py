@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .. import lock
 from ..bench import shapes
-from ..errors import DivergedError, UserError, from_os_error
+from ..errors import DivergedError, ResumableError, UserError, from_os_error
 from ..evaluate.suites import check_suite
 from ..files import read_json
 from ..recipe import (
@@ -50,34 +50,47 @@ def train(recipe: Recipe, processes: int | None = None) -> int:
     refuse_accelerate_config(parallel(recipe.run.parallel).kind)
     folder = RunFolder(recipe.run.output_dir)
     timeout_seconds = float(trainer_value(recipe, "ddp_timeout"))
+    refusal = None
     try:
-        if rank is None or rank.rank == 0:
-            prepare(folder, recipe, num_ranks)
+        try:
+            if rank is None or rank.rank == 0:
+                prepare(folder, recipe, num_ranks)
+        except UserError as error:
+            if rank is None or num_ranks == 1:
+                raise
+            refusal = error  # raised where the other ranks learn of it
         single = num_ranks == 1 and recipe.run.parallel == "ddp"
         if single or rank or (folder.read() or {}).get("status") == "trained":
             set_environment(recipe, num_ranks if rank else 1)
-            return train_here(folder, timeout_seconds)
+            return train_here(folder, timeout_seconds, refusal)
         set_environment(recipe, num_ranks)
         return _start_ranks(folder, num_ranks, timeout_seconds)
+    except KeyboardInterrupt:
+        record_stop(folder, requeue=num_ranks == 1)
+        raise
     finally:
         folder.release()
 
 
-def train_here(folder: RunFolder, timeout_seconds: float) -> int:
+def train_here(folder: RunFolder, timeout_seconds: float, refusal: UserError | None = None) -> int:
     """Train and evaluate in this process, which may be one rank of several. Returns the exit code, 0 or 130.
 
-    Steps that are done already, by run.json's status, are skipped. The first rank alone writes and prints.
+    Steps that are done already, by run.json's status, are skipped. The first rank alone writes and prints. refusal: its
+    error before the ranks were joined, which all raise.
     """
     console = stderr_console(quiet=int(os.environ.get("RANK", "0")) > 0)
     with loading(console, "Loading torch, transformers and TRL"):
-        from ..sharding.ranks import init_ranks
+        from ..sharding.ranks import init_ranks, lost_ranks
         from ..trainers import training, training_setup
     number = os.environ.get("WORLD_SIZE", "1")
     with quiet_libraries():
         with loading(console, f"Waiting for all {number} processes") if number != "1" else nullcontext():
             ranks = init_ranks(timeout_seconds)
+        with ranks.first_goes_first():
+            if refusal:
+                raise refusal
         recipe = load_resolved(folder.recipe)  # after joining: the first rank may just have written it
-        with _recording_errors(folder) if ranks.is_first else nullcontext():
+        with _recording_errors(folder) if ranks.is_first else nullcontext(), lost_ranks():
             if ranks.is_first:
                 folder.update(last_error=None)
             if ranks.broadcast((folder.read() or {}).get("status")) != "trained":
@@ -90,7 +103,8 @@ def train_here(folder: RunFolder, timeout_seconds: float) -> int:
                             print_labelled(console, "notice", notice)
                 if not training.train(setup, folder, console, ranks):
                     if ranks.is_first:
-                        folder.update(last_error=STOPPED)
+                        record_stop(folder, requeue=True)
+                    ranks.leave()  # srun ends the other ranks when one has ended
                     return 130
             ranks.leave()
             if ranks.is_first:
@@ -127,9 +141,30 @@ def _recording_errors(folder: RunFolder) -> Iterator[None]:
         yield
     except (UserError, OSError) as error:
         problem = from_os_error(error, folder.path) if isinstance(error, OSError) else error
-        with suppress(OSError):  # the disk may be full
-            folder.update(last_error=str(problem or error), diverged=isinstance(problem, DivergedError))
+        if folder.is_locked():  # else it is another command's now
+            with suppress(OSError):  # the disk may be full
+                folder.update(
+                    last_error=str(problem or error),
+                    diverged=isinstance(problem, DivergedError),
+                    resumable=isinstance(problem, ResumableError),
+                )
         raise problem or error from None
+
+
+def record_stop(folder: RunFolder, *, requeue: bool) -> None:
+    """Write into run.json that a signal stopped the run, if this process holds its folder.
+
+    requeue: also create the file that SOREN_ALIGN_STOPPED names, at which configs/slurm/train.sbatch requeues the job.
+    srun's exit code is no sign of a stop: it ends the other ranks when one has ended. Not if another rank may have
+    failed, at which srun sends SIGTERM to this one.
+    """
+    if not folder.is_locked():
+        return
+    with suppress(OSError, UserError):
+        if (record := folder.read()) and record["status"] != "finished":
+            folder.update(last_error=STOPPED)
+            if requeue and (file := os.environ.get("SOREN_ALIGN_STOPPED")):
+                Path(file).touch()
 
 
 def _start_ranks(folder: RunFolder, num_ranks: int, timeout_seconds: float) -> int:
@@ -138,13 +173,17 @@ def _start_ranks(folder: RunFolder, num_ranks: int, timeout_seconds: float) -> i
     with console.status(f"Starting {num_ranks} processes"):
         from . import torchrun
     os.environ[torchrun.STARTED_HERE] = "1"
-    code, message = torchrun.start(num_ranks, [str(folder), "--timeout", str(timeout_seconds)])
-    if code == 130 and (folder.read() or {}).get("last_error") == STOPPED:
-        return code  # the first rank has printed it
-    if message:
-        folder.update(last_error=message)
-        console.print(message, highlight=False, soft_wrap=True)
-    return code
+    failure = torchrun.start(num_ranks, [str(folder), "--timeout", str(timeout_seconds)])
+    if failure is None:
+        return 0
+    if failure.code != 130:
+        folder.update(last_error=failure.message, resumable=failure.is_resumable)
+    elif (folder.read() or {}).get("last_error") == STOPPED:
+        return 130  # the first rank has printed it
+    else:
+        record_stop(folder, requeue=False)
+    console.print(failure.message, highlight=False, soft_wrap=True)
+    return failure.code
 
 
 def plan(recipe: Recipe, *, full: bool = False, as_json: bool = False, processes: int = 1) -> int:

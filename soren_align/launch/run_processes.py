@@ -21,6 +21,7 @@ from ..errors import DivergedError, UserError, from_os_error
 from ..lock import LockedError
 from ..recipe import Recipe, load_text, to_yaml
 from ..run_folder import STOPPED, RunFolder
+from ..signals import raising_interrupts
 
 LOCKED = 75
 """Exit code of a run that another command holds, or has ended in the meantime."""
@@ -63,7 +64,8 @@ def _run(recipe_text: str, log: str, processes: int, environment: dict[str, str]
     try:
         folder.lock(create=True)
         record = folder.read()
-        code = LOCKED if record and has_ended(record) else train(recipe, processes if processes > 1 else None)
+        with raising_interrupts():
+            code = LOCKED if record and has_ended(record) else train(recipe, processes if processes > 1 else None)
         if code == 130:
             _record(folder, STOPPED)
     except LockedError:

@@ -5,19 +5,35 @@ the same order. accelerate's PartialState is not used: with GPUs it makes a grou
 would wait for the GPU's queue at every step.
 """
 
+import json
 import os
-from collections.abc import Iterator, Sequence
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
+from threading import Event, Thread
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ..errors import UserError
+from ..errors import LostRankError, UserError
 
 T = TypeVar("T")
+
+BEAT_SECONDS = 5.0
+"""Between two signs of life of the first rank while the others wait for it in `Ranks.first_goes_first`."""
+SILENCE_SECONDS = 60.0
+"""Without a sign of life, after which the first rank counts as lost. One that ends is noticed at once."""
+_GLOO_OR_NCCL = re.compile("gloo/|NCCL")
+"""In the RuntimeErrors of collectives that have no type of their own (torch 2.13)."""
+_TIMEOUT = re.compile(r"(?:waiting|imeout after|imed out after) ([\d.]+) ?(ms|s)", re.IGNORECASE)
+_numbers = count()
+"""Of the blocks of `first_goes_first`, the same on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +92,33 @@ class Ranks:
 
     @contextmanager
     def first_goes_first(self) -> Iterator[None]:
-        """Run the block on the first rank, then on the others, which use the caches and files of the first."""
+        """Run the block on the first rank, then on the others, which use the caches and files of the first.
+
+        The others wait as long as the first rank lives: tokenizing a large dataset takes longer than the timeout of a
+        collective. An error of the first rank is raised on all: a UserError as it is, others as LostRankError.
+        """
+        if self.num_ranks == 1:
+            yield
+            return
+        store, key = dist.distributed_c10d._get_default_store(), f"soren_align/first/{next(_numbers)}"
         if not self.is_first:
-            self.barrier()
-        yield
-        if self.is_first:
-            self.barrier()
+            _wait_for_first(store, key)
+            yield
+            return
+        ended = Event()
+        Thread(target=_send_beats, args=(store, key, ended), daemon=True).start()
+        try:
+            yield
+        except BaseException as error:
+            store.set(key, json.dumps([_kind(error), str(error)]))
+            end = time.monotonic() + BEAT_SECONDS  # the store may end with this process
+            while store.add(f"{key}/read", 0) < self.num_ranks - 1 and time.monotonic() < end:
+                time.sleep(0.05)
+            raise
+        else:
+            store.set(key, json.dumps(None))
+        finally:
+            ended.set()
 
     def leave(self) -> None:
         """Destroy the process group when all ranks have called this."""
@@ -109,10 +146,112 @@ def init_ranks(timeout_seconds: float) -> Ranks:
             )
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = "cpu:gloo,cuda:nccl" if on_gpus else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+    timeout = timedelta(seconds=timeout_seconds)
+    try:
+        _in_thread(lambda: dist.init_process_group(backend, timeout=timeout)).result()
+    except RuntimeError as error:
+        env = os.environ
+        raise LostRankError(
+            f"the {env.get('WORLD_SIZE')} processes cannot connect through MASTER_ADDR={env.get('MASTER_ADDR')}, "
+            f"MASTER_PORT={env.get('MASTER_PORT')} ({_cause(error)}). On several machines, set GLOO_SOCKET_IFNAME and "
+            "NCCL_SOCKET_IFNAME to the network interface between them (`ip -br address` lists them), then rerun the "
+            "same command"
+        ) from error
     return current_ranks()
+
+
+def _in_thread(function: Callable[[], T]) -> Future[T]:
+    """Call a function that waits in C++, where a signal would be handled only after the wait."""
+    future: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    Thread(target=call, daemon=True).start()
+    return future
 
 
 def current_ranks() -> Ranks:
     """The ranks of the default process group; one process if there is none."""
     return Ranks(dist.get_rank(), dist.get_world_size(), launched=True) if dist.is_initialized() else Ranks()
+
+
+def is_lost_rank(error: BaseException) -> bool:
+    """Whether a collective or the store failed because another rank has ended or does not answer."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and _GLOO_OR_NCCL.search(str(error)) is not None
+
+
+@contextmanager
+def lost_ranks() -> Iterator[None]:
+    """Within the block, raise LostRankError in place of an error by which `is_lost_rank` holds."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_lost_rank(error):
+            raise
+        if match := _TIMEOUT.search(str(error)):
+            seconds = float(match[1]) / (1000 if match[2] == "ms" else 1)
+            raise _silent("another rank", seconds) from error
+        raise LostRankError(
+            f"lost another rank ({_cause(error)}); see its output. Rerun the same command to resume"
+        ) from error
+
+
+def _silent(rank: str, seconds: float) -> LostRankError:
+    return LostRankError(f"{rank} did not answer for {seconds:g} s. Rerun the same command to resume")
+
+
+def _cause(error: BaseException) -> str:
+    """Return the first sentence of an error of torch.distributed, without the C++ file."""
+    return (str(error).splitlines() or [""])[0].split("] ", 1)[-1].split(". ")[0]
+
+
+def _kind(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped"
+    return "refused" if isinstance(error, UserError) else type(error).__name__
+
+
+def _send_beats(store: dist.Store, key: str, ended: Event) -> None:
+    while not ended.wait(BEAT_SECONDS):
+        try:
+            store.add(f"{key}/beats", 1)
+        except RuntimeError:  # the store has ended, with its process
+            return
+
+
+def _wait_for_first(store: dist.Store, key: str) -> None:
+    """Wait until the first rank has left its block. Raises its error, and LostRankError if it has ended."""
+    seen = [time.monotonic()]
+
+    def poll() -> list[str] | None:
+        beats, pause = 0, 0.01
+        while not store.check([key]):  # store.wait prints a warning when its time is over
+            time.sleep(pause)
+            pause = min(2 * pause, 0.5)
+            if (now := store.add(f"{key}/beats", 0)) != beats:
+                beats, seen[0] = now, time.monotonic()
+        problem = json.loads(store.get(key))
+        if problem is not None:
+            store.add(f"{key}/read", 1)
+        return problem
+
+    answer = _in_thread(poll)  # of a store in a stopped process none comes
+    while not wait([answer], timeout=0.5).done:
+        if time.monotonic() - seen[0] > SILENCE_SECONDS:
+            raise _silent("rank 0", SILENCE_SECONDS)
+    with lost_ranks():
+        problem = answer.result()
+    if problem is None:
+        return
+    kind, message = problem
+    if kind == "stopped":
+        raise KeyboardInterrupt
+    raise (
+        UserError(message) if kind == "refused" else LostRankError(f"rank 0 failed ({kind}: {message}); see its output")
+    )

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from huggingface_hub import constants
 
 from ..errors import OutOfReach, UserError
+from ..sharding.ranks import is_lost_rank
 
 MAX_CHARACTERS = 400
 
@@ -15,7 +16,8 @@ def as_user_error(place: str, *kinds: type[Exception]) -> Iterator[None]:
     """Within this context, raise UserError(f"{place}: {message}") in place of a library's error.
 
     place: the recipe's key, or the model or file that the error is about.
-    kinds: the exceptions that are converted; ValueError and OSError if none are named. UserErrors are not changed.
+    kinds: the exceptions that are converted; ValueError and OSError if none are named. UserErrors are not changed, nor
+    the errors of a collective whose other ranks are lost.
     Raises OutOfReach for an OSError when the hub is offline.
     """
     try:
@@ -23,7 +25,7 @@ def as_user_error(place: str, *kinds: type[Exception]) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        if not isinstance(error, kinds or (ValueError, OSError)):
+        if not isinstance(error, kinds or (ValueError, OSError)) or is_lost_rank(error):
             raise
         is_offline = isinstance(error, OSError) and constants.HF_HUB_OFFLINE
         message = f"{place}: {' '.join(str(error).split())[:MAX_CHARACTERS]}"
