@@ -73,6 +73,16 @@ def run_requests(lm: Any, kind: str, arguments: list[tuple]) -> tuple[list[Any],
     return getattr(lm, kind)(requests, disable_tqdm=True), lm.num_truncated
 
 
+def shut_down(lm: Any) -> None:
+    """End the engine of vLLM, which may be a process of its own; nothing to do for Hugging Face's models."""
+    llm = getattr(lm, "model", None)
+    engine = getattr(getattr(llm, "llm_engine", None), "engine_core", None)
+    for part in (llm, engine):  # newer and older versions of vLLM
+        if engine is not None and hasattr(part, "shutdown"):
+            part.shutdown()
+            return
+
+
 def require_backend(backend: str) -> None:
     """Raises UserError if the backend is not installed."""
     if backend == "vllm" and importlib.util.find_spec("vllm") is None:

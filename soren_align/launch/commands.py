@@ -161,7 +161,7 @@ def record_stop(folder: RunFolder, *, requeue: bool) -> None:
     if not folder.is_locked():
         return
     with suppress(OSError, UserError):
-        if (record := folder.read()) and record["status"] != "finished":
+        if (record := folder.read()) and record["status"] in ("training", "trained"):
             folder.update(last_error=STOPPED)
             if requeue and (file := os.environ.get("SOREN_ALIGN_STOPPED")):
                 Path(file).touch()

@@ -1,6 +1,7 @@
 """Stop at the next step, with a checkpoint to resume from, on Ctrl-C, SIGTERM or SIGHUP."""
 
 import signal
+from typing import Any
 
 from transformers import TrainerCallback
 
@@ -19,6 +20,7 @@ class StopOnSignal(TrainerCallback):
         self.ranks = ranks
         self.received: set[int] = set()
         self.stopped = False
+        self._before: dict[int, Any] = {}
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Install the handlers."""
@@ -27,7 +29,7 @@ class StopOnSignal(TrainerCallback):
 
     def _handle(self, number, frame):
         if number in self.received and number != signal.SIGHUP:
-            self._restore()
+            self.close()
             raise KeyboardInterrupt
         self.received.add(number)
 
@@ -40,8 +42,10 @@ class StopOnSignal(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         """Restore the previous handlers."""
-        self._restore()
+        self.close()
 
-    def _restore(self):
+    def close(self) -> None:
+        """Restore the previous handlers, also after an error."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        self._before = {}

@@ -63,7 +63,7 @@ def train(
         print_setup(console, setup, trainer, ranks)
         folder.drop_measurements_after(resumed_from)
 
-    with closing(callbacks.progress):
+    with closing(callbacks.progress), closing(callbacks.stop):
         seconds = _run(trainer, checkpoint)
     finished = not callbacks.stop.stopped or trainer.state.global_step >= trainer.state.max_steps
     refuse_lost_lock(folder, ranks)

@@ -15,6 +15,7 @@ from soren_align.errors import LostRankError, UserError
 from soren_align.launch import commands, exit_codes, torchrun
 from soren_align.launch.torchrun import Failure
 from soren_align.sharding.ranks import Ranks
+from soren_align.terminal import Terminal
 from soren_align.trainers.signals import StopOnSignal
 from tests.support import command
 
@@ -288,6 +289,18 @@ def test_a_signal_whose_exception_was_lost_before_training_stops_it_at_the_first
         callback.on_train_end(None, None, None)
     callback.on_step_end(None, None, control)
     assert control.should_training_stop
+
+
+@pytest.mark.parametrize("kind", ["terminal", "pipe"])
+def test_output_after_the_terminal_was_closed_is_dropped(kind):
+    reader, writer = os.openpty() if kind == "terminal" else os.pipe()
+    with os.fdopen(writer, "w") as stream:
+        console = Terminal(file=stream, width=80)
+        console.print("before")
+        assert os.read(reader, 100).split() == [b"before"]
+        os.close(reader)
+        for text in ("after", "and later"):
+            console.print(text)
 
 
 @pytest.mark.parametrize("command_line", [["plan", "quickstart/sft"], ["sft", "quickstart/sft"], ["recipes"]])
