@@ -8,10 +8,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from . import model_commands, page_commands, recipe_commands, run_commands, study_commands
+from . import model_commands, page_commands, recipe_commands, run_commands, signals, study_commands
 from .errors import UserError, printable
 from .run_commands import AsJson
-from .signals import raising_interrupts
 from .version import __version__
 
 RESUMABLE = ("sft", "dpo", "pretrain", "eval", "compare")
@@ -173,9 +172,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     arguments: default: sys.argv. Raises only defects, for Python to print their traceback.
     """
-    words = sys.argv[1:] if arguments is None else arguments
+    code = _run(sys.argv[1:] if arguments is None else arguments)
+    if code == 130 and arguments is None:
+        signals.end_with_code()
+    return code
+
+
+def _run(words: Sequence[str]) -> int:
     environment = dict(os.environ)
-    with raising_interrupts():
+    with signals.raising_interrupts():
         try:
             _refuse_removed_folder()
             # `deepspeed` passes --local_rank to every script; the environment has it too.

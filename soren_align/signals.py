@@ -2,13 +2,18 @@
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-received: set[int] = set()
-"""Those that came within `raising_interrupts`. Training looks here for one whose exception was lost: Python ignores an
-exception in a finalizer or in a handler of os.fork."""
+ENDING_SECONDS = 10.0
+"""After a signal, in which another one does not interrupt the ending: a closed terminal sends SIGHUP twice, and srun
+SIGTERM to all ranks when the first one has ended."""
+received: dict[int, float] = {}
+"""Signals that came within `raising_interrupts`, and when. Training looks here for one whose exception was lost: Python
+ignores an exception in a finalizer or in a handler of os.fork."""
+_is_deferred = False
 
 
 def stop_signals() -> list[int]:
@@ -35,8 +40,32 @@ def raising_interrupts() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    received.add(number)
-    if number == signal.SIGHUP:  # a closed terminal sends a second one, which would interrupt the ending
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Within the block, a first signal waits for its end. For the import of torch: interrupted in C++, it aborts."""
+    global _is_deferred
+    _is_deferred, before = True, len(received)
+    try:
+        yield
+    finally:
+        _is_deferred = False
+    if len(received) > before:
+        raise KeyboardInterrupt
+
+
+def end_with_code() -> None:
+    """Prepare the interpreter's end after a stop, so that its exit code is the command's."""
+    for number in stop_signals():
         signal.signal(number, signal.SIG_IGN)
-    raise KeyboardInterrupt
+    # CPython (3.11 to 3.14) otherwise ends by SIGINT if the KeyboardInterrupt, which is handled now, has left an `exec`
+    # of a text: dataclasses are made so while libraries are imported.
+    exec("")
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    now = time.monotonic()
+    is_ending = any(now - then < ENDING_SECONDS for then in received.values())
+    is_first = not received
+    received[number] = now
+    if not (_is_deferred if is_first else is_ending):
+        raise KeyboardInterrupt

@@ -75,12 +75,10 @@ def run_requests(lm: Any, kind: str, arguments: list[tuple]) -> tuple[list[Any],
 
 def shut_down(lm: Any) -> None:
     """End the engine of vLLM, which may be a process of its own; nothing to do for Hugging Face's models."""
-    llm = getattr(lm, "model", None)
-    engine = getattr(getattr(llm, "llm_engine", None), "engine_core", None)
-    for part in (llm, engine):  # newer and older versions of vLLM
-        if engine is not None and hasattr(part, "shutdown"):
-            part.shutdown()
-            return
+    llm: Any = getattr(lm, "model", None)
+    if hasattr(llm, "llm_engine"):
+        # Not every version of vLLM has the first one; the second is of its engine "V1".
+        (getattr(llm, "shutdown", None) or llm.llm_engine.engine_core.shutdown)()
 
 
 def require_backend(backend: str) -> None:

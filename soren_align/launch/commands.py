@@ -27,6 +27,7 @@ from ..recipe import (
     trainer_value,
 )
 from ..run_folder import STOPPED, RunFolder, now
+from ..signals import deferred
 from ..silence import quiet_libraries
 from ..terminal import Terminal, counting, loading, print_labelled, stderr_console, working
 from .environment import rank_from_environment, set_environment, without_ranks
@@ -79,7 +80,7 @@ def train_here(folder: RunFolder, timeout_seconds: float, refusal: UserError | N
     error before the ranks were joined, which all raise.
     """
     console = stderr_console(quiet=int(os.environ.get("RANK", "0")) > 0)
-    with loading(console, "Loading torch, transformers and TRL"):
+    with deferred(), loading(console, "Loading torch, transformers and TRL"):
         from ..sharding.ranks import init_ranks, lost_ranks
         from ..trainers import training, training_setup
     number = os.environ.get("WORLD_SIZE", "1")
@@ -170,7 +171,7 @@ def record_stop(folder: RunFolder, *, requeue: bool) -> None:
 def _start_ranks(folder: RunFolder, num_ranks: int, timeout_seconds: float) -> int:
     """Train with torchrun; return the exit code. Prints the one message of all ranks."""
     console = stderr_console()
-    with console.status(f"Starting {num_ranks} processes"):
+    with deferred(), console.status(f"Starting {num_ranks} processes"):
         from . import torchrun
     os.environ[torchrun.STARTED_HERE] = "1"
     failure = torchrun.start(num_ranks, [str(folder), "--timeout", str(timeout_seconds)])
@@ -193,7 +194,7 @@ def plan(recipe: Recipe, *, full: bool = False, as_json: bool = False, processes
         check_suite(recipe.eval)
     set_environment(recipe)
     console = stderr_console()
-    with console.status("Loading torch, transformers and TRL"):
+    with deferred(), console.status("Loading torch, transformers and TRL"):
         from ..planning.offline import go_offline_without_hub
 
         go_offline_without_hub()

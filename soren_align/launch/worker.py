@@ -7,8 +7,8 @@ several ranks, the first one replaces itself by this for the evaluation.
 import os
 import sys
 
+from .. import signals
 from ..run_folder import RunFolder
-from ..signals import raising_interrupts
 from .commands import record_stop, train_here
 from .exit_codes import report
 
@@ -17,7 +17,7 @@ def main(arguments: list[str]) -> int:
     """Train and evaluate; return the exit code."""
     path, option, timeout_seconds = arguments
     assert option == "--timeout"
-    with raising_interrupts():
+    with signals.raising_interrupts():
         try:
             return train_here(RunFolder(path), float(timeout_seconds))
         except (Exception, KeyboardInterrupt) as error:
@@ -27,4 +27,7 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    if code == 130:
+        signals.end_with_code()
+    sys.exit(code)

@@ -148,7 +148,7 @@ def init_ranks(timeout_seconds: float) -> Ranks:
     backend = "cpu:gloo,cuda:nccl" if on_gpus else "gloo"
     timeout = timedelta(seconds=timeout_seconds)
     try:
-        _in_thread(lambda: dist.init_process_group(backend, timeout=timeout)).result()
+        _in_thread(lambda: dist.init_process_group(backend, timeout=timeout), lambda: None)
     except RuntimeError as error:
         env = os.environ
         raise LostRankError(
@@ -160,8 +160,11 @@ def init_ranks(timeout_seconds: float) -> Ranks:
     return current_ranks()
 
 
-def _in_thread(function: Callable[[], T]) -> Future[T]:
-    """Call a function that waits in C++, where a signal would be handled only after the wait."""
+def _in_thread(function: Callable[[], T], check: Callable[[], None]) -> T:
+    """Return what a function returns that waits in C++, where a signal would be handled only after the wait.
+
+    check: called twice a second meanwhile; may raise.
+    """
     future: Future[T] = Future()
 
     def call() -> None:
@@ -171,7 +174,9 @@ def _in_thread(function: Callable[[], T]) -> Future[T]:
             future.set_exception(error)
 
     Thread(target=call, daemon=True).start()
-    return future
+    while not wait([future], timeout=0.5).done:
+        check()
+    return future.result()
 
 
 def current_ranks() -> Ranks:
@@ -241,12 +246,12 @@ def _wait_for_first(store: dist.Store, key: str) -> None:
             store.add(f"{key}/read", 1)
         return problem
 
-    answer = _in_thread(poll)  # of a store in a stopped process none comes
-    while not wait([answer], timeout=0.5).done:
+    def refuse_silence() -> None:  # of a store in a stopped process no answer comes
         if time.monotonic() - seen[0] > SILENCE_SECONDS:
             raise _silent("rank 0", SILENCE_SECONDS)
+
     with lost_ranks():
-        problem = answer.result()
+        problem = _in_thread(poll, refuse_silence)
     if problem is None:
         return
     kind, message = problem

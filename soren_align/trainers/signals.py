@@ -24,7 +24,7 @@ class StopOnSignal(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Install the handlers."""
-        self.received |= signals.received
+        self.received |= signals.received.keys()
         self._before = {number: signal.signal(number, self._handle) for number in signals.stop_signals()}
 
     def _handle(self, number, frame):
