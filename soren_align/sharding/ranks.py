@@ -7,7 +7,6 @@ would wait for the GPU's queue at every step.
 
 import json
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
@@ -21,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..errors import LostRankError, UserError
+from ..errors import LostRankError, ResumableError, UserError, first_sentence, machine_failure, silent_rank
 
 T = TypeVar("T")
 
@@ -29,9 +28,8 @@ BEAT_SECONDS = 5.0
 """Between two signs of life of the first rank while the others wait for it in `Ranks.first_goes_first`."""
 SILENCE_SECONDS = 60.0
 """Without a sign of life, after which the first rank counts as lost. One that ends is noticed at once."""
-_GLOO_OR_NCCL = re.compile("gloo/|NCCL")
-"""In the RuntimeErrors of collectives that have no type of their own (torch 2.13)."""
-_TIMEOUT = re.compile(r"(?:waiting|imeout after|imed out after) ([\d.]+) ?(ms|s)", re.IGNORECASE)
+_ON_ALL = {kind.__name__: kind for kind in (LostRankError, ResumableError, UserError, KeyboardInterrupt)}
+"""Errors of the first rank that the others raise too."""
 _numbers = count()
 """Of the blocks of `first_goes_first`, the same on all ranks."""
 
@@ -91,11 +89,26 @@ class Ranks:
         return values
 
     @contextmanager
+    def shared_errors(self) -> Iterator[None]:
+        """If the block raises a UserError or OSError on any rank, raise it on all, so that none waits for the others.
+
+        The block contains no collective.
+        """
+        error: UserError | OSError | None = None
+        try:
+            yield
+        except (UserError, OSError) as own:
+            error = own
+        errors = self.gather(error)
+        if problem := error or next(filter(None, errors), None):
+            raise problem
+
+    @contextmanager
     def first_goes_first(self) -> Iterator[None]:
         """Run the block on the first rank, then on the others, which use the caches and files of the first.
 
         The others wait as long as the first rank lives: tokenizing a large dataset takes longer than the timeout of a
-        collective. An error of the first rank is raised on all: a UserError as it is, others as LostRankError.
+        collective. An error of the first rank is raised on all: a UserError as it is, a defect as LostRankError.
         """
         if self.num_ranks == 1:
             yield
@@ -110,7 +123,9 @@ class Ranks:
         try:
             yield
         except BaseException as error:
-            store.set(key, json.dumps([_kind(error), str(error)]))
+            problem = machine_failure(error) or error
+            kind = next((name for name, kind in _ON_ALL.items() if isinstance(problem, kind)), type(error).__name__)
+            store.set(key, json.dumps([kind, str(problem)]))
             end = time.monotonic() + BEAT_SECONDS  # the store may end with this process
             while store.add(f"{key}/read", 0) < self.num_ranks - 1 and time.monotonic() < end:
                 time.sleep(0.05)
@@ -138,13 +153,7 @@ def init_ranks(timeout_seconds: float) -> Ranks:
         return Ranks()
     on_gpus = torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false").lower() not in ("true", "1")
     if on_gpus:
-        num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if num_local > torch.cuda.device_count():
-            raise UserError(
-                f"{num_local} processes on this machine and {torch.cuda.device_count()} visible GPUs; "
-                "start at most one process per GPU"
-            )
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(choose_gpu(torch.cuda.device_count()))
     backend = "cpu:gloo,cuda:nccl" if on_gpus else "gloo"
     timeout = timedelta(seconds=timeout_seconds)
     try:
@@ -153,9 +162,9 @@ def init_ranks(timeout_seconds: float) -> Ranks:
         env = os.environ
         raise LostRankError(
             f"the {env.get('WORLD_SIZE')} processes cannot connect through MASTER_ADDR={env.get('MASTER_ADDR')}, "
-            f"MASTER_PORT={env.get('MASTER_PORT')} ({_cause(error)}). On several machines, set GLOO_SOCKET_IFNAME and "
-            "NCCL_SOCKET_IFNAME to the network interface between them (`ip -br address` lists them), then rerun the "
-            "same command"
+            f"MASTER_PORT={env.get('MASTER_PORT')} ({first_sentence(error)}). On several machines, set "
+            "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface between them (`ip -br address` lists "
+            "them), then rerun the same command"
         ) from error
     return current_ranks()
 
@@ -179,47 +188,27 @@ def _in_thread(function: Callable[[], T], check: Callable[[], None]) -> T:
     return future.result()
 
 
+def choose_gpu(num_gpus: int) -> int:
+    """The number of this rank's GPU among the visible ones, which is LOCAL_RANK from then on.
+
+    It is 0 if the launcher has made one GPU visible to each process, as srun does with --gpus-per-task: accelerate and
+    DeepSpeed choose by LOCAL_RANK too. Raises UserError if there are more processes than GPUs.
+    """
+    local_rank, num_local = (int(os.environ.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    if num_gpus == 1 and num_local <= 1:
+        local_rank = 0
+        os.environ["LOCAL_RANK"] = "0"
+    num_local = max(num_local, local_rank + 1)
+    if num_local > num_gpus:
+        raise UserError(
+            f"{num_local} processes on this machine and {num_gpus} visible GPUs; start at most one process per GPU"
+        )
+    return local_rank
+
+
 def current_ranks() -> Ranks:
     """The ranks of the default process group; one process if there is none."""
     return Ranks(dist.get_rank(), dist.get_world_size(), launched=True) if dist.is_initialized() else Ranks()
-
-
-def is_lost_rank(error: BaseException) -> bool:
-    """Whether a collective or the store failed because another rank has ended or does not answer."""
-    if isinstance(error, dist.DistError):
-        return True
-    return isinstance(error, RuntimeError) and _GLOO_OR_NCCL.search(str(error)) is not None
-
-
-@contextmanager
-def lost_ranks() -> Iterator[None]:
-    """Within the block, raise LostRankError in place of an error by which `is_lost_rank` holds."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_lost_rank(error):
-            raise
-        if match := _TIMEOUT.search(str(error)):
-            seconds = float(match[1]) / (1000 if match[2] == "ms" else 1)
-            raise _silent("another rank", seconds) from error
-        raise LostRankError(
-            f"lost another rank ({_cause(error)}); see its output. Rerun the same command to resume"
-        ) from error
-
-
-def _silent(rank: str, seconds: float) -> LostRankError:
-    return LostRankError(f"{rank} did not answer for {seconds:g} s. Rerun the same command to resume")
-
-
-def _cause(error: BaseException) -> str:
-    """Return the first sentence of an error of torch.distributed, without the C++ file."""
-    return (str(error).splitlines() or [""])[0].split("] ", 1)[-1].split(". ")[0]
-
-
-def _kind(error: BaseException) -> str:
-    if isinstance(error, KeyboardInterrupt):
-        return "stopped"
-    return "refused" if isinstance(error, UserError) else type(error).__name__
 
 
 def _send_beats(store: dist.Store, key: str, ended: Event) -> None:
@@ -248,15 +237,12 @@ def _wait_for_first(store: dist.Store, key: str) -> None:
 
     def refuse_silence() -> None:  # of a store in a stopped process no answer comes
         if time.monotonic() - seen[0] > SILENCE_SECONDS:
-            raise _silent("rank 0", SILENCE_SECONDS)
+            raise silent_rank("rank 0", SILENCE_SECONDS)
 
-    with lost_ranks():
-        problem = _in_thread(poll, refuse_silence)
+    problem = _in_thread(poll, refuse_silence)
     if problem is None:
         return
     kind, message = problem
-    if kind == "stopped":
-        raise KeyboardInterrupt
-    raise (
-        UserError(message) if kind == "refused" else LostRankError(f"rank 0 failed ({kind}: {message}); see its output")
-    )
+    if kind in _ON_ALL:
+        raise _ON_ALL[kind](message)
+    raise LostRankError(f"rank 0 failed ({kind}: {message}); see its output")

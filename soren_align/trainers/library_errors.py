@@ -5,8 +5,7 @@ from collections.abc import Iterator
 
 from huggingface_hub import constants
 
-from ..errors import OutOfReach, UserError
-from ..sharding.ranks import is_lost_rank
+from ..errors import LostRankError, OutOfReach, ResumableError, UserError, machine_failure
 
 MAX_CHARACTERS = 400
 
@@ -16,17 +15,21 @@ def as_user_error(place: str, *kinds: type[Exception]) -> Iterator[None]:
     """Within this context, raise UserError(f"{place}: {message}") in place of a library's error.
 
     place: the recipe's key, or the model or file that the error is about.
-    kinds: the exceptions that are converted; ValueError and OSError if none are named. UserErrors are not changed, nor
-    the errors of a collective whose other ranks are lost.
-    Raises OutOfReach for an OSError when the hub is offline.
+    kinds: the exceptions that are converted; ValueError and OSError if none are named. UserErrors are not changed.
+    Raises LostRankError if another rank has ended, ResumableError if the machine failed, and OutOfReach for another
+    OSError when the hub is offline.
     """
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        if not isinstance(error, kinds or (ValueError, OSError)) or is_lost_rank(error):
+        if not isinstance(error, kinds or (ValueError, OSError)):
             raise
+        failure = machine_failure(error)
+        if isinstance(failure, LostRankError):
+            raise failure from error
         is_offline = isinstance(error, OSError) and constants.HF_HUB_OFFLINE
         message = f"{place}: {' '.join(str(error).split())[:MAX_CHARACTERS]}"
-        raise (OutOfReach if is_offline else UserError)(message) from error
+        kind = ResumableError if failure else OutOfReach if is_offline else UserError
+        raise kind(message) from error

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from soren_align.errors import LostRankError, UserError
+from soren_align.errors import LostRankError, UserError, machine_failure
 from soren_align.sharding import ranks
 from soren_align.trainers.library_errors import as_user_error
 from tests.support.rank_pool import ENVIRONMENT, PRELOADED
@@ -84,9 +84,9 @@ def work(job, rank, port, pipe):
         # The ranks may start far apart on a busy machine.
         group = ranks.init_ranks(TIMEOUT_SECONDS if job is alone else SECONDS)
         torch.distributed.distributed_c10d._set_pg_timeout(ranks.timedelta(seconds=TIMEOUT_SECONDS))
-        with ranks.lost_ranks():
-            job(group)
+        job(group)
     except BaseException as raised:
+        raised = machine_failure(raised) or raised
         error = f"{type(raised).__name__}: {raised}"
     pipe.send(error)
 
@@ -161,7 +161,7 @@ def test_ranks_that_cannot_connect_name_the_network_interface(run):
 )
 def test_a_lost_rank_is_not_an_error_of_the_recipe(error):
     def convert(raised):
-        with ranks.lost_ranks(), as_user_error("trainer", ValueError, RuntimeError):
+        with as_user_error("trainer", ValueError, RuntimeError):
             raise raised
 
     with pytest.raises(LostRankError, match=r"did not answer for 20 s|lost another rank"):
