@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
 
-from ..errors import UserError
+from ..errors import ResumableError, UserError
 from ..silence import silence
 from .backends import BackendSettings, load_lm, run_requests, shut_down
 
@@ -71,7 +71,7 @@ class WorkerPool:
             for future in as_completed(futures):
                 yield futures[future], *future.result()
         except BrokenProcessPool as error:
-            raise UserError(
+            raise ResumableError(
                 "a worker process was killed (out of memory?); rerun the same command to resume, finished requests "
                 "are cached"
             ) from error
