@@ -25,7 +25,7 @@ Generated from the commands' help by `docs/make_commands.py`; `soren-align COMMA
 - RUN is a run folder: the `run.output_dir` of a recipe.
 - Results go to standard output; progress, notices and errors go to standard error.
 - Exit codes: 0 done, 1 failed, 2 an error that the user can fix (its message names the place and the remedy), 130
-  stopped by Ctrl-C or SIGTERM. After 1 and 130, rerun the same command to resume.
+  stopped by Ctrl-C, SIGTERM or SIGHUP. After 1 and 130, rerun the same command to resume.
 - `soren-align --install-completion` completes commands, options, shipped recipes, suites and pages in bash, zsh, fish
   and PowerShell.
 """

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from . import model_commands, page_commands, recipe_commands, run_commands, study_commands
-from .errors import printable
+from . import model_commands, page_commands, recipe_commands, run_commands, signals, study_commands
+from .errors import UserError, printable
 from .run_commands import AsJson
 from .version import __version__
 
@@ -172,21 +172,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     arguments: default: sys.argv. Raises only defects, for Python to print their traceback.
     """
-    words = sys.argv[1:] if arguments is None else arguments
-    environment = dict(os.environ)
-    try:
-        # `deepspeed` passes --local_rank to every script; the environment has it too.
-        app([word for word in words if not word.startswith("--local_rank=")], prog_name="soren-align")
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else 0
-    except (Exception, KeyboardInterrupt) as error:
-        from .launch.exit_codes import report
+    code = _run(sys.argv[1:] if arguments is None else arguments)
+    if code == 130 and arguments is None:
+        signals.end_with_code()
+    return code
 
-        return report(error)
-    finally:
-        os.environ.clear()
-        os.environ.update(environment)
+
+def _run(words: Sequence[str]) -> int:
+    environment = dict(os.environ)
+    with signals.raising_interrupts():
+        try:
+            _refuse_removed_folder()
+            # `deepspeed` passes --local_rank to every script; the environment has it too.
+            app([word for word in words if not word.startswith("--local_rank=")], prog_name="soren-align")
+        except SystemExit as end:
+            return end.code if isinstance(end.code, int) else 0
+        except (Exception, KeyboardInterrupt) as error:
+            from .launch.exit_codes import report
+
+            return report(error)
+        finally:
+            os.environ.clear()
+            os.environ.update(environment)
     return 0
+
+
+def _refuse_removed_folder() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UserError("the working directory has been removed; change to another one (cd), then rerun") from None
 
 
 if __name__ == "__main__":

@@ -57,6 +57,10 @@ class ResumableError(UserError):
     """The machine failed, not the run: a full disk, missing memory, a lost rank. The same command resumes later."""
 
 
+class LostRankError(ResumableError):
+    """Another rank has ended or does not answer. There is nothing to remedy: the exit code is 1, as of a defect."""
+
+
 class OutOfReach(ResumableError):
     """A file is not on this machine, and the Hugging Face hub cannot be reached."""
 
@@ -68,13 +72,16 @@ _NO_MEMORY = re.compile(
     "out of memory|[cC]an(no|')t allocate memory|CUBLAS_STATUS_ALLOC_FAILED|bad_alloc|killed by signal"
 )
 """In the RuntimeErrors of torch (2.13): OutOfMemoryError is one, and that of a killed DataLoader worker another."""
+_GLOO_OR_NCCL = re.compile("gloo/|NCCL")
+"""In the RuntimeErrors of collectives that have no type of their own (torch 2.13)."""
+_TIMEOUT = re.compile(r"(?:waiting|imeout after|imed out after) ([\d.]+) ?(ms|s)", re.IGNORECASE)
 _REMEDIES = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "name another folder, or change its permissions")
 _REMEDIES |= dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "a file is in the way: remove it, or name another folder")
 _REMEDIES |= dict.fromkeys(_FULL, "make room there, or name a folder on another disk, then rerun the command")
 
 
 def machine_failure(error: BaseException, folder: str | os.PathLike[str] | None = None) -> ResumableError | None:
-    """Return a ResumableError if the machine failed: files, disks and memory; None for any other error.
+    """Return a ResumableError if the machine failed: files, disks, memory, other ranks; None for any other error.
 
     folder: as in `from_os_error`.
     """
@@ -86,7 +93,32 @@ def machine_failure(error: BaseException, folder: str | os.PathLike[str] | None 
             f"out of memory{f' ({first})' if first else ''}; free some, or train with a smaller "
             "trainer.per_device_train_batch_size or max_length, then rerun the command"
         )
+    if is_lost_rank(error):
+        if match := _TIMEOUT.search(str(error)):
+            return silent_rank("another rank", float(match[1]) / (1000 if match[2] == "ms" else 1))
+        return LostRankError(
+            f"lost another rank ({first_sentence(error)}); see its output. Rerun the same command to resume"
+        )
     return None
+
+
+def is_lost_rank(error: BaseException) -> bool:
+    """Whether a collective or the store failed because another rank has ended or does not answer."""
+    if not isinstance(error, RuntimeError):
+        return False
+    # By name: this module does not import torch. DistError has subclasses for the store, the network and the backend.
+    is_typed = any(kind.__name__ == "DistError" for kind in type(error).__mro__)
+    return is_typed or _GLOO_OR_NCCL.search(str(error)) is not None
+
+
+def silent_rank(rank: str, seconds: float) -> LostRankError:
+    """Return the error of a rank that does not answer; `rank` names it."""
+    return LostRankError(f"{rank} did not answer for {seconds:g} s. Rerun the same command to resume")
+
+
+def first_sentence(error: BaseException) -> str:
+    """Return the first sentence of an error of torch.distributed, without the C++ file."""
+    return (str(error).splitlines() or [""])[0].split("] ", 1)[-1].split(". ")[0]
 
 
 def from_os_error(error: OSError, folder: str | os.PathLike[str] | None = None) -> ResumableError | None:

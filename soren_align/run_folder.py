@@ -176,6 +176,14 @@ class RunFolder:
         """Whether this process holds the folder."""
         return any(lock.is_held(self.path / name) for name in (LOCK, RANKS_LOCK))
 
+    def refuse_lost_lock(self) -> None:
+        """Raise LockedError if this process does not hold the folder any more, as after `rm .lock`."""
+        if not self.is_locked():
+            raise lock.LockedError(
+                f"{self}: its lock was removed or taken over, so that another command may train in it; this one stops "
+                f"and leaves the folder as it is. {LOCK} needs no removing: it is free when its process has ended"
+            )
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the folder within the block; see `lock`."""
@@ -192,7 +200,8 @@ class RunFolder:
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"{self}: is a file; choose another run.output_dir")
         names = {entry.name for entry in self.path.iterdir()} if self.path.is_dir() else set()
-        names -= {LOCK, RANKS_LOCK, *(name for name in names if _PART.fullmatch(name))}  # of a start that was killed
+        # of a start that was killed; a lease beside a lock has its name and more
+        names = {name for name in names if not name.startswith(LOCK) and not _PART.fullmatch(name)}
         if self.read() is not None or (create and not names):
             return
         if create:

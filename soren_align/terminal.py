@@ -1,5 +1,7 @@
 """The terminal: rich's console, for text of unknown origin."""
 
+import errno
+import os
 import re
 import sys
 import textwrap
@@ -37,6 +39,17 @@ class Terminal(Console):
     def _render_buffer(self, buffer: Iterable[Segment]) -> str:
         """Return the text of segments without the blanks that rich pads tables with, for logs and copied lines."""
         return re.sub(r" +(?=\n)", "", super()._render_buffer(buffer))
+
+    def _write_buffer(self) -> None:
+        """Write. After the terminal was closed, or the reader of a pipe has ended, all output is dropped."""
+        try:
+            super()._write_buffer()
+        except OSError as error:
+            if error.errno not in (errno.EIO, errno.EPIPE):
+                raise
+            with open(os.devnull, "wb") as nothing:
+                os.dup2(nothing.fileno(), self.file.fileno())
+            del self._buffer[:]
 
 
 def print_labelled(console: Console, label: str, text: str) -> None:

@@ -26,7 +26,7 @@ LAYERS = [
     {"spectral", "shipped", "provenance"},
     {"files", "lock", "silence", "terminal"},
     {"yaml_reader"},
-    {"errors", "optimizer_settings", "version"},
+    {"errors", "optimizer_settings", "signals", "version"},
 ]
 # The rooms that may import each of these dependencies.
 DOORS = {
@@ -39,7 +39,7 @@ DOORS = {
 HEAVY = {"torch", "transformers", "trl", "datasets", "accelerate", "peft", "lm_eval", "deepspeed"}
 WITHOUT_TORCH = {"cli", "push", "card", "run_folder", "importers", "recipe", "manifest", "shipped", "files", "terminal"}
 WITHOUT_TORCH |= {"errors", "lock", "optimizer_settings", "provenance", "recipe_commands", "silence", "yaml_reader"}
-WITHOUT_TORCH |= {"model_commands", "page_commands", "run_commands", "study_commands", "version", "compare"}
+WITHOUT_TORCH |= {"model_commands", "page_commands", "run_commands", "study_commands", "version", "compare", "signals"}
 MOST_FILES_TO_A_STEP = 5
 
 

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,7 @@ def contents(folder):
 def started(monkeypatch):
     """The work that commands start, which is not done."""
     names = []
-    monkeypatch.setattr(commands, "train_here", lambda folder, _: names.append("train") or 0)
+    monkeypatch.setattr(commands, "train_here", lambda *_: names.append("train") or 0)
     monkeypatch.setattr(evaluation, "run_evaluation", lambda *_, **__: names.append("evaluate"))
     return names
 
@@ -99,7 +100,9 @@ def test_commands_on_a_run_that_is_running_are_refused(folder, command):
 
 
 @pytest.mark.process
-def test_a_folder_is_held_through_exec_and_not_by_children(folder, tmp_path):
+@pytest.mark.parametrize("kind", ["flock", "lease"])
+def test_a_folder_is_held_through_exec_and_not_by_children(folder, tmp_path, monkeypatch, kind):
+    monkeypatch.setenv("SOREN_ALIGN_LOCKS", kind)
     check = "import sys; from soren_align.run_folder import RunFolder; sys.exit(RunFolder(sys.argv[1]).is_locked())"
     hold = (
         "import os, sys; from soren_align import lock, run_folder; run_folder.RunFolder(sys.argv[1]).lock(create=True);"
@@ -109,6 +112,98 @@ def test_a_folder_is_held_through_exec_and_not_by_children(folder, tmp_path):
     assert subprocess.run([sys.executable, "-c", hold, str(folder)]).returncode == 1
     folder.lock(create=True)  # the other process has ended
     assert subprocess.run([sys.executable, "-c", check, str(folder)]).returncode == 0
+
+
+@pytest.fixture
+def leases(monkeypatch):
+    monkeypatch.setenv("SOREN_ALIGN_LOCKS", "lease")
+
+
+def test_without_flock_the_refusal_names_leases(folder, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(lock.fcntl, "flock", flock)
+    with pytest.raises(UserError, match=r"its file system has no locks .*; set SOREN_ALIGN_LOCKS=lease"):
+        folder.lock(create=True)
+    monkeypatch.setenv("SOREN_ALIGN_LOCKS", "lease")
+    folder.lock(create=True)
+    assert folder.is_locked()
+    monkeypatch.setenv("SOREN_ALIGN_LOCKS", "leases")
+    with pytest.raises(UserError, match="SOREN_ALIGN_LOCKS is 'leases'; set it to lease"):
+        RunFolder(folder.path.with_name("other")).lock(create=True)
+
+
+def test_a_lease_is_held_by_one_process_and_free_when_it_is_released(folder, leases, monkeypatch):
+    file = folder.path / ".lock"
+    folder.lock(create=True)
+    (own,) = lock._leases.values()
+    lock._leases.clear()  # as another process, which has not ended
+    for environment in ("lease", "flock"):
+        monkeypatch.setenv("SOREN_ALIGN_LOCKS", environment)
+        with pytest.raises(lock.LockedError, match=rf"\(process {os.getpid()} on .*\); if it has ended already, wait"):
+            folder.lock(create=True)
+    lock._leases[str(file)] = own
+    folder.release()
+    monkeypatch.setenv("SOREN_ALIGN_LOCKS", "lease")
+    folder.lock(create=True)
+    assert folder.is_locked()
+
+
+@pytest.mark.parametrize("change", ["ended", "expired", "another machine"])
+def test_a_lease_is_taken_over_only_when_its_process_has_ended_or_it_expired(folder, leases, change):
+    folder.lock(create=True)
+    lease = folder.path / ".lock.lease"
+    lock._leases.clear()
+    record = json.loads(lease.read_text())
+    if change == "ended":
+        with subprocess.Popen(["true"]) as ended:
+            pass
+        lease.write_text(json.dumps(record | {"process": ended.pid}))
+    elif change == "another machine":  # where a process of that number may live
+        lease.write_text(json.dumps(record | {"process": 2**22 + 1, "boot": "another"}))
+        with pytest.raises(lock.LockedError):
+            folder.lock(create=True)
+    if change != "ended":
+        times = lease.stat().st_mtime - lock.LEASE_SECONDS - 1
+        os.utime(lease, (times, times))
+    folder.lock(create=True)
+    assert folder.is_locked()
+    assert json.loads(lease.read_text())["token"] != record["token"]
+    folder.release()
+    assert [file.name for file in folder.path.iterdir()] == []
+
+
+def test_of_two_processes_that_find_an_expired_lease_one_gets_it(folder, leases):
+    """The second one has found the old lease too, and removes it after the first one has taken its own."""
+    folder.lock(create=True)
+    (first,) = lock._leases.values()
+    lock._remove_lease(folder.path / ".lock", "the old one's token")
+    assert folder.is_locked()
+    assert lock._leases == {str(folder.path / ".lock"): first}
+
+
+def test_a_holder_notices_that_its_lease_was_taken_over(folder, leases):
+    folder.lock(create=True)
+    folder.refuse_lost_lock()
+    lease = folder.path / ".lock.lease"
+    lease.write_text(json.dumps(json.loads(lease.read_text()) | {"token": "another's"}))
+    with pytest.raises(lock.LockedError, match="its lock was removed or taken over"):
+        folder.refuse_lost_lock()
+    folder.release()
+    assert lease.exists()  # the other's
+
+
+def test_a_lease_is_renewed_while_its_process_lives(folder, leases, monkeypatch):
+    monkeypatch.setattr(lock, "RENEWAL_SECONDS", 0.02)
+    monkeypatch.setattr(lock, "_renewal", None)
+    folder.lock(create=True)
+    lease = folder.path / ".lock.lease"
+    os.utime(lease, (0, 0))
+    end = time.monotonic() + 60
+    while lease.stat().st_mtime == 0 and time.monotonic() < end:
+        time.sleep(0.02)
+    assert lease.stat().st_mtime > 0
 
 
 def test_ranks_hold_a_folder_whose_launcher_was_killed(folder, make):

@@ -73,6 +73,14 @@ def run_requests(lm: Any, kind: str, arguments: list[tuple]) -> tuple[list[Any],
     return getattr(lm, kind)(requests, disable_tqdm=True), lm.num_truncated
 
 
+def shut_down(lm: Any) -> None:
+    """End the engine of vLLM, which may be a process of its own; nothing to do for Hugging Face's models."""
+    llm: Any = getattr(lm, "model", None)
+    if hasattr(llm, "llm_engine"):
+        # Not every version of vLLM has the first one; the second is of its engine "V1".
+        (getattr(llm, "shutdown", None) or llm.llm_engine.engine_core.shutdown)()
+
+
 def require_backend(backend: str) -> None:
     """Raises UserError if the backend is not installed."""
     if backend == "vllm" and importlib.util.find_spec("vllm") is None:

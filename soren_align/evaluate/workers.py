@@ -1,5 +1,6 @@
 """The processes that hold the model: this one, or a pool of workers with a copy of the model on one GPU each."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -12,9 +13,9 @@ from typing import Any
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
 
-from ..errors import UserError
+from ..errors import ResumableError, UserError
 from ..silence import silence
-from .backends import BackendSettings, load_lm, run_requests
+from .backends import BackendSettings, load_lm, run_requests, shut_down
 
 Chunk = tuple[str, str, list[tuple]]
 """(key in the cache, kind of request, requests)."""
@@ -38,8 +39,14 @@ class InProcess:
             yield key, *_guarded(run_requests, self.lm, kind, requests)
 
     def close(self) -> None:
-        """Release the model."""
+        """Release the model and its memory."""
+        if self.lm is not None:
+            shut_down(self.lm)
         self.lm = None
+        # A vLLM engine, whose memory is 90% of the GPU, is part of cycles: the next one would not find room.
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
 
 
 class WorkerPool:
@@ -64,7 +71,7 @@ class WorkerPool:
             for future in as_completed(futures):
                 yield futures[future], *future.result()
         except BrokenProcessPool as error:
-            raise UserError(
+            raise ResumableError(
                 "a worker process was killed (out of memory?); rerun the same command to resume, finished requests "
                 "are cached"
             ) from error

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from .. import lock
@@ -27,6 +27,7 @@ from ..recipe import (
     trainer_value,
 )
 from ..run_folder import AFTER_DIVERGENCE, STOPPED, RunFolder, now
+from ..signals import deferred
 from ..silence import quiet_libraries
 from ..terminal import Terminal, counting, loading, print_labelled, stderr_console, working
 from .environment import rank_from_environment, set_environment, without_ranks
@@ -51,32 +52,45 @@ def train(recipe: Recipe, processes: int | None = None) -> int:
     refuse_accelerate_config(parallel(recipe.run.parallel).kind)
     folder = RunFolder(recipe.run.output_dir)
     timeout_seconds = float(trainer_value(recipe, "ddp_timeout"))
+    refusal = None
     try:
-        if rank is None or rank.rank == 0:
-            prepare(folder, recipe, num_ranks)
+        try:
+            if rank is None or rank.rank == 0:
+                prepare(folder, recipe, num_ranks)
+        except UserError as error:
+            if rank is None or num_ranks == 1:
+                raise
+            refusal = error  # raised where the other ranks learn of it
         single = num_ranks == 1 and recipe.run.parallel == "ddp"
         if single or rank or (folder.read() or {}).get("status") == "trained":
             set_environment(recipe, num_ranks if rank else 1)
-            return train_here(folder, timeout_seconds)
+            return train_here(folder, timeout_seconds, refusal)
         set_environment(recipe, num_ranks)
         return _start_ranks(folder, num_ranks, timeout_seconds)
+    except KeyboardInterrupt:
+        record_stop(folder, requeue=num_ranks == 1)
+        raise
     finally:
         folder.release()
 
 
-def train_here(folder: RunFolder, timeout_seconds: float) -> int:
+def train_here(folder: RunFolder, timeout_seconds: float, refusal: UserError | None = None) -> int:
     """Train and evaluate in this process, which may be one rank of several. Returns the exit code: 0, 1 or 130.
 
-    Steps that are done already, by run.json's status, are skipped. The first rank alone writes and prints.
+    Steps that are done already, by run.json's status, are skipped. The first rank alone writes and prints. refusal: its
+    error before the ranks were joined, which all raise.
     """
     console = stderr_console(quiet=int(os.environ.get("RANK", "0")) > 0)
-    with loading(console, "Loading torch, transformers and TRL"):
+    with deferred(), loading(console, "Loading torch, transformers and TRL"):
         from ..sharding.ranks import init_ranks
         from ..trainers import training, training_setup
     number = os.environ.get("WORLD_SIZE", "1")
     with quiet_libraries():
         with loading(console, f"Waiting for all {number} processes") if number != "1" else nullcontext():
             ranks = init_ranks(timeout_seconds)
+        with ranks.first_goes_first():
+            if refusal:
+                raise refusal
         recipe = load_resolved(folder.recipe)  # after joining: the first rank may just have written it
         with _recording_errors(folder) if ranks.is_first else nullcontext():
             if ranks.is_first:
@@ -91,7 +105,8 @@ def train_here(folder: RunFolder, timeout_seconds: float) -> int:
                             print_labelled(console, "notice", notice)
                 if not training.train(setup, folder, console, ranks):
                     if ranks.is_first:
-                        folder.update(last_error=STOPPED)
+                        record_stop(folder, requeue=True)
+                    ranks.leave()  # srun ends the other ranks when one has ended
                     return 130
             ranks.leave()
             if ranks.is_first:
@@ -142,23 +157,44 @@ def _recording_errors(folder: RunFolder) -> Iterator[None]:
         problem = error if isinstance(error, UserError) else machine_failure(error, folder.path)
         if problem is None:
             raise
-        folder.record_failure(problem)
+        if folder.is_locked():  # else it is another command's now
+            folder.record_failure(problem)
         raise problem from None
+
+
+def record_stop(folder: RunFolder, *, requeue: bool) -> None:
+    """Write into run.json that a signal stopped the run, if this process holds its folder.
+
+    requeue: also create the file that SOREN_ALIGN_STOPPED names, at which configs/slurm/train.sbatch requeues the job.
+    srun's exit code is no sign of a stop: it ends the other ranks when one has ended. Not if another rank may have
+    failed, at which srun sends SIGTERM to this one.
+    """
+    if not folder.is_locked():
+        return
+    with suppress(OSError, UserError):
+        if (record := folder.read()) and record["status"] in ("training", "trained"):
+            folder.update(last_error=STOPPED)
+            if requeue and (file := os.environ.get("SOREN_ALIGN_STOPPED")):
+                Path(file).touch()
 
 
 def _start_ranks(folder: RunFolder, num_ranks: int, timeout_seconds: float) -> int:
     """Train with torchrun; return the exit code. Prints the one message of all ranks."""
     console = stderr_console()
-    with console.status(f"Starting {num_ranks} processes"):
+    with deferred(), console.status(f"Starting {num_ranks} processes"):
         from . import torchrun
     os.environ[torchrun.STARTED_HERE] = "1"
-    code, message = torchrun.start(num_ranks, [str(folder), "--timeout", str(timeout_seconds)])
-    if code == 130 and (folder.read() or {}).get("last_error") == STOPPED:
-        return code  # the first rank has printed it
-    if message:
-        folder.update(last_error=message)
-        console.print(message, highlight=False, soft_wrap=True)
-    return 1 if code == 0 and (folder.read() or {}).get("status") == "diverged" else code
+    failure = torchrun.start(num_ranks, [str(folder), "--timeout", str(timeout_seconds)])
+    if failure is None:
+        return 1 if (folder.read() or {}).get("status") == "diverged" else 0
+    if failure.code != 130:
+        folder.update(last_error=failure.message, resumable=failure.is_resumable)
+    elif (folder.read() or {}).get("last_error") == STOPPED:
+        return 130  # the first rank has printed it
+    else:
+        record_stop(folder, requeue=False)
+    console.print(failure.message, highlight=False, soft_wrap=True)
+    return failure.code
 
 
 def plan(recipe: Recipe, *, full: bool = False, as_json: bool = False, processes: int = 1) -> int:
@@ -168,7 +204,7 @@ def plan(recipe: Recipe, *, full: bool = False, as_json: bool = False, processes
         check_suite(recipe.eval)
     set_environment(recipe)
     console = stderr_console()
-    with console.status("Loading torch, transformers and TRL"):
+    with deferred(), console.status("Loading torch, transformers and TRL"):
         from ..planning.offline import go_offline_without_hub
 
         go_offline_without_hub()

@@ -108,6 +108,7 @@ def library_environment(recipe: Recipe | None, num_ranks: int = 1) -> dict[str, 
         env.setdefault("OMP_NUM_THREADS", str(recipe.run.num_threads))
     if num_ranks > 1:  # torchrun would set 1, and warn
         env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
+        env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of a lost rank it would print frames of C++
     if recipe and recipe.trainer.get("use_cpu"):
         env.setdefault("ACCELERATE_USE_CPU", "true")
     if recipe and "tensorboard" in trackers.named(recipe.trainer.get("report_to")):

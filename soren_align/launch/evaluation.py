@@ -14,6 +14,7 @@ from ..evaluate.suites import check_suite
 from ..files import default_cache_folder, local_path, refuse_unwritable
 from ..recipe import ADAPTER, Eval, Recipe, evaluation_problems, is_local, load_resolved, refuse_unloadable
 from ..run_folder import RunFolder
+from ..signals import deferred
 from ..silence import quiet_libraries
 from ..terminal import Terminal, loading, print_labelled, stderr_console
 from .environment import rank_from_environment, set_environment
@@ -130,7 +131,7 @@ def run_evaluation(
     from ..card import write_card
     from ..evaluate.results import refuse_foreign_summary
 
-    with loading(console, "Loading lm-eval"):
+    with deferred(), loading(console, "Loading lm-eval"):
         import torch
 
         from ..evaluate import lineage, stage

@@ -3,8 +3,9 @@
 import os
 import sys
 import traceback
+from contextlib import suppress
 
-from ..errors import UserError, machine_failure, printable
+from ..errors import LostRankError, UserError, machine_failure, printable
 
 
 def report(error: BaseException, *, resumable: bool = True) -> int:
@@ -16,12 +17,9 @@ def report(error: BaseException, *, resumable: bool = True) -> int:
     if not isinstance(error, UserError):
         error = machine_failure(error) or error
     if isinstance(error, UserError):
-        code, message = 2, str(error)
+        code, message = 1 if isinstance(error, LostRankError) else 2, str(error)
     elif isinstance(error, KeyboardInterrupt):
         code, message = 130, "stopped; rerun the same command to resume" if resumable else "stopped"
-    elif is_lost_rank(error):
-        cause = str(error).splitlines()[0].split("] ", 1)[-1].split(". ")[0]
-        code, message = 1, f"lost another rank ({cause}); see its output. Rerun the same command to resume"
     elif {"WORLD_SIZE", "TORCHELASTIC_ERROR_FILE"} & os.environ.keys():
         code, message = 1, "".join(traceback.format_exception(error))
     else:
@@ -33,10 +31,6 @@ def report(error: BaseException, *, resumable: bool = True) -> int:
         if torchrun.STARTED_HERE in os.environ:
             return code
     rank = int(os.environ.get("RANK", "0"))
-    print(printable(f"rank {rank}: {message}" if rank else message), file=sys.stderr)  # noqa: T201
+    with suppress(OSError):  # the terminal was closed
+        print(printable(f"rank {rank}: {message}" if rank else message), file=sys.stderr, flush=True)  # noqa: T201
     return code
-
-
-def is_lost_rank(error: BaseException) -> bool:
-    """Whether a collective failed because another rank has ended."""
-    return isinstance(error, RuntimeError) and ("gloo/transport" in str(error) or "NCCL" in str(error))

@@ -22,6 +22,7 @@ from ..lock import LockedError
 from ..provenance import software
 from ..recipe import Recipe, load_text, to_yaml
 from ..run_folder import STOPPED, RunFolder
+from ..signals import raising_interrupts
 
 RESUMABLE = 71
 """Exit code of a run that the machine stopped: a full disk, missing memory, a lost rank. It resumes later."""
@@ -83,7 +84,8 @@ def train_run(recipe: Recipe, processes: int = 1) -> int:
         record = folder.read()
         if record and has_ended(record):
             return LOCKED
-        code = train(recipe, processes if processes > 1 else None)
+        with raising_interrupts():
+            code = train(recipe, processes if processes > 1 else None)
         record = folder.read() or {}
         if code == 130:
             folder.update(last_error=STOPPED)

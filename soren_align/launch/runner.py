@@ -25,6 +25,7 @@ from ..compare.trials import ENDED
 from ..errors import MAX_CHARACTERS, ResumableError, UserError, free_bytes, printable
 from ..files import remove
 from ..run_folder import LOCK, RANKS_LOCK, RunFolder
+from ..signals import stop_signals
 from ..terminal import Terminal, print_labelled, stderr_console
 from .conclusion import conclude
 from .environment import set_environment, visible_gpus
@@ -84,7 +85,7 @@ def _conclude(folder: Path, failures: Mapping[str, str] | None = None) -> None:
 def _refuse_foreign(folder: Path) -> None:
     """Raise UserError if a folder is not empty and not a study's. Another command may create it at the same time."""
     names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
-    if not all(name == LOCK or name.startswith(STUDY_FILE) for name in names) and not (folder / STUDY_FILE).is_file():
+    if not all(name.startswith((LOCK, STUDY_FILE)) for name in names) and not (folder / STUDY_FILE).is_file():
         raise UserError(f"{folder}: not empty and not a study's folder; choose another output_dir")
 
 
@@ -228,7 +229,7 @@ class _Runner:
             for process in self.active:
                 process.terminate()
 
-        before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, handle) for number in stop_signals()}
         try:
             yield
         finally:

@@ -5,7 +5,9 @@ failures; here the message of the rank that failed first is printed once, and it
 """
 
 import logging
+import os
 import signal
+from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed import run as torchrun
@@ -18,9 +20,29 @@ STARTED_HERE = "SOREN_ALIGN_LAUNCHER"
 """Environment variable of ranks that `start` started: they record their errors and do not print them."""
 
 
-def start(num_ranks: int, arguments: list[str]) -> tuple[int, str | None]:
-    """Run `num_ranks` workers with these arguments; return the exit code, and the message to print if it is not 0."""
-    command = ["--standalone", f"--nproc-per-node={num_ranks}", "-m", "soren_align.launch.worker", *arguments]
+SHUTDOWN_SECONDS = 270
+"""For which ranks may write a checkpoint after a signal, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT is set: Slurm's scripts
+leave 300 (configs/slurm), torchrun alone 30, in which a 7B model's 73 GB are not written."""
+_SILENT = "LostRankError: another rank did not answer"
+_RESUMABLE = ("LostRankError", "ResumableError")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why ranks ended: the exit code, the message to print, and whether the same command resumes the run later."""
+
+    code: int
+    message: str
+    is_resumable: bool = False
+
+
+def start(num_ranks: int, arguments: list[str]) -> Failure | None:
+    """Run `num_ranks` workers with these arguments; return None when all have succeeded."""
+    seconds = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)
+    command = ["--standalone", f"--nproc-per-node={num_ranks}", f"--shutdown-timeout={seconds}"]
+    command += ["-m", "soren_align.launch.worker", *arguments]
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup: torchrun would handle it all the same
+        os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGQUIT")
     # Each of these loggers has a level of its own, and repeats the message.
     names = [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]
     try:
@@ -29,8 +51,8 @@ def start(num_ranks: int, arguments: list[str]) -> tuple[int, str | None]:
     except ChildFailedError as error:
         return _first_failure(error.failures)
     except SignalException as error:
-        return 130, f"{num_ranks} processes stopped by {error.sigval.name}; rerun the same command to resume"
-    return 0, None
+        return Failure(130, f"{num_ranks} processes stopped by {error.sigval.name}; rerun the same command to resume")
+    return None
 
 
 def record_error(error: BaseException) -> None:
@@ -40,29 +62,48 @@ def record_error(error: BaseException) -> None:
     handler.record_exception(error)
 
 
-def _first_failure(failures: dict[int, Any]) -> tuple[int, str]:
-    """Return exit code and message of the rank that failed first."""
-    rank = min(failures, key=lambda r: (_order(failures[r].exitcode), failures[r].timestamp, r))
+def _first_failure(failures: dict[int, Any]) -> Failure:
+    """Return the failure of the rank that failed first."""
+    silent = min((f.timestamp for f in failures.values() if _written(f).startswith(_SILENT)), default=None)
+    # A rank that did not answer does not end at torchrun's SIGTERM either: after 30 seconds it is killed.
+    ended_later = {
+        rank for rank, f in failures.items() if silent is not None and f.exitcode < 0 and f.timestamp >= silent
+    }
+    rank = min(failures, key=lambda r: (_order(failures[r], r in ended_later), failures[r].timestamp, r))
     failure = failures[rank]
-    written = failure.message if isinstance(failure.message, dict) else {}
+    kind, _, message = _written(failure).partition(": ")
     if failure.exitcode < 0:
         try:
             name = signal.Signals(-failure.exitcode).name
         except ValueError:
             name = f"signal {-failure.exitcode}"
         cause = " (out of memory, perhaps)" if -failure.exitcode == signal.SIGKILL else ""
-        return 1, (
+        message = (
             f"rank {rank} was killed by {name}{cause}; the other ranks were stopped. Rerun the same command to resume "
             "from the last checkpoint"
         )
-    if failure.exitcode in (2, 130):
-        return failure.exitcode, written.get("message", "").removeprefix("UserError: ")
+        return Failure(1, message, is_resumable=True)
+    if kind == "LostRankError" and len(ended_later) == 1:
+        message = message.replace("another rank", f"rank {min(ended_later)}", 1)
+    if failure.exitcode == 130:  # a rank that has saved a checkpoint has printed so, and has written nothing
+        return Failure(130, "stopped; rerun the same command to resume" if kind else "")
+    if failure.exitcode == 2 or kind == "LostRankError":
+        return Failure(failure.exitcode, message, kind in _RESUMABLE)
+    written = failure.message if isinstance(failure.message, dict) else {}
     trace = written.get("extraInfo", {}).get("py_callstack", "").rstrip()
-    return 1, f"{trace}\nrank {rank} failed with exit code {failure.exitcode}; the other ranks were stopped".lstrip()
+    message = f"{trace}\nrank {rank} failed with exit code {failure.exitcode}; the other ranks were stopped".lstrip()
+    return Failure(1, message)
 
 
-def _order(code: int) -> int:
+def _written(failure: Any) -> str:
+    """Return the rank's own message, which starts with the type of its error; empty if it wrote none."""
+    return failure.message.get("message", "") if isinstance(failure.message, dict) else ""
+
+
+def _order(failure: Any, is_later: bool) -> int:
     # A rank that lost its neighbour fails too, perhaps within the same second, and torchrun ends the others by SIGTERM.
-    if code < 0:
-        return 3 if -code == signal.SIGTERM else 0
-    return 1 if code == 2 else 2
+    if failure.exitcode < 0:
+        return 4 if is_later or -failure.exitcode == signal.SIGTERM else 0
+    if failure.exitcode == 2:
+        return 1
+    return 3 if _written(failure).startswith("LostRankError") else 2

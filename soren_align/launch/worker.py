@@ -4,10 +4,12 @@ RANK and WORLD_SIZE are in the environment. Without them, the run is finished in
 several ranks, the first one replaces itself by this for the evaluation.
 """
 
+import os
 import sys
 
+from .. import signals
 from ..run_folder import RunFolder
-from .commands import train_here
+from .commands import record_stop, train_here
 from .exit_codes import report
 
 
@@ -15,11 +17,17 @@ def main(arguments: list[str]) -> int:
     """Train and evaluate; return the exit code."""
     path, option, timeout_seconds = arguments
     assert option == "--timeout"
-    try:
-        return train_here(RunFolder(path), float(timeout_seconds))
-    except (Exception, KeyboardInterrupt) as error:
-        return report(error)
+    with signals.raising_interrupts():
+        try:
+            return train_here(RunFolder(path), float(timeout_seconds))
+        except (Exception, KeyboardInterrupt) as error:
+            if isinstance(error, KeyboardInterrupt) and "RANK" not in os.environ:  # else the launcher records it
+                record_stop(RunFolder(path), requeue=True)
+            return report(error)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    if code == 130:
+        signals.end_with_code()
+    sys.exit(code)

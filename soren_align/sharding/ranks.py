@@ -5,19 +5,33 @@ the same order. accelerate's PartialState is not used: with GPUs it makes a grou
 would wait for the GPU's queue at every step.
 """
 
+import json
 import os
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
+from threading import Event, Thread
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ..errors import UserError
+from ..errors import LostRankError, ResumableError, UserError, first_sentence, machine_failure, silent_rank
 
 T = TypeVar("T")
+
+BEAT_SECONDS = 5.0
+"""Between two signs of life of the first rank while the others wait for it in `Ranks.first_goes_first`."""
+SILENCE_SECONDS = 60.0
+"""Without a sign of life, after which the first rank counts as lost. One that ends is noticed at once."""
+_ON_ALL = {kind.__name__: kind for kind in (LostRankError, ResumableError, UserError, KeyboardInterrupt)}
+"""Errors of the first rank that the others raise too."""
+_numbers = count()
+"""Of the blocks of `first_goes_first`, the same on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +105,35 @@ class Ranks:
 
     @contextmanager
     def first_goes_first(self) -> Iterator[None]:
-        """Run the block on the first rank, then on the others, which use the caches and files of the first."""
+        """Run the block on the first rank, then on the others, which use the caches and files of the first.
+
+        The others wait as long as the first rank lives: tokenizing a large dataset takes longer than the timeout of a
+        collective. An error of the first rank is raised on all: a UserError as it is, a defect as LostRankError.
+        """
+        if self.num_ranks == 1:
+            yield
+            return
+        store, key = dist.distributed_c10d._get_default_store(), f"soren_align/first/{next(_numbers)}"
         if not self.is_first:
-            self.barrier()
-        yield
-        if self.is_first:
-            self.barrier()
+            _wait_for_first(store, key)
+            yield
+            return
+        ended = Event()
+        Thread(target=_send_beats, args=(store, key, ended), daemon=True).start()
+        try:
+            yield
+        except BaseException as error:
+            problem = machine_failure(error) or error
+            kind = next((name for name, kind in _ON_ALL.items() if isinstance(problem, kind)), type(error).__name__)
+            store.set(key, json.dumps([kind, str(problem)]))
+            end = time.monotonic() + BEAT_SECONDS  # the store may end with this process
+            while store.add(f"{key}/read", 0) < self.num_ranks - 1 and time.monotonic() < end:
+                time.sleep(0.05)
+            raise
+        else:
+            store.set(key, json.dumps(None))
+        finally:
+            ended.set()
 
     def leave(self) -> None:
         """Destroy the process group when all ranks have called this."""
@@ -118,8 +155,37 @@ def init_ranks(timeout_seconds: float) -> Ranks:
     if on_gpus:
         torch.cuda.set_device(choose_gpu(torch.cuda.device_count()))
     backend = "cpu:gloo,cuda:nccl" if on_gpus else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+    timeout = timedelta(seconds=timeout_seconds)
+    try:
+        _in_thread(lambda: dist.init_process_group(backend, timeout=timeout), lambda: None)
+    except RuntimeError as error:
+        env = os.environ
+        raise LostRankError(
+            f"the {env.get('WORLD_SIZE')} processes cannot connect through MASTER_ADDR={env.get('MASTER_ADDR')}, "
+            f"MASTER_PORT={env.get('MASTER_PORT')} ({first_sentence(error)}). On several machines, set "
+            "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface between them (`ip -br address` lists "
+            "them), then rerun the same command"
+        ) from error
     return current_ranks()
+
+
+def _in_thread(function: Callable[[], T], check: Callable[[], None]) -> T:
+    """Return what a function returns that waits in C++, where a signal would be handled only after the wait.
+
+    check: called twice a second meanwhile; may raise.
+    """
+    future: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    Thread(target=call, daemon=True).start()
+    while not wait([future], timeout=0.5).done:
+        check()
+    return future.result()
 
 
 def choose_gpu(num_gpus: int) -> int:
@@ -143,3 +209,40 @@ def choose_gpu(num_gpus: int) -> int:
 def current_ranks() -> Ranks:
     """The ranks of the default process group; one process if there is none."""
     return Ranks(dist.get_rank(), dist.get_world_size(), launched=True) if dist.is_initialized() else Ranks()
+
+
+def _send_beats(store: dist.Store, key: str, ended: Event) -> None:
+    while not ended.wait(BEAT_SECONDS):
+        try:
+            store.add(f"{key}/beats", 1)
+        except RuntimeError:  # the store has ended, with its process
+            return
+
+
+def _wait_for_first(store: dist.Store, key: str) -> None:
+    """Wait until the first rank has left its block. Raises its error, and LostRankError if it has ended."""
+    seen = [time.monotonic()]
+
+    def poll() -> list[str] | None:
+        beats, pause = 0, 0.01
+        while not store.check([key]):  # store.wait prints a warning when its time is over
+            time.sleep(pause)
+            pause = min(2 * pause, 0.5)
+            if (now := store.add(f"{key}/beats", 0)) != beats:
+                beats, seen[0] = now, time.monotonic()
+        problem = json.loads(store.get(key))
+        if problem is not None:
+            store.add(f"{key}/read", 1)
+        return problem
+
+    def refuse_silence() -> None:  # of a store in a stopped process no answer comes
+        if time.monotonic() - seen[0] > SILENCE_SECONDS:
+            raise silent_rank("rank 0", SILENCE_SECONDS)
+
+    problem = _in_thread(poll, refuse_silence)
+    if problem is None:
+        return
+    kind, message = problem
+    if kind in _ON_ALL:
+        raise _ON_ALL[kind](message)
+    raise LostRankError(f"rank 0 failed ({kind}: {message}); see its output")

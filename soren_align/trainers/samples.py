@@ -20,6 +20,7 @@ from ..data import check_rendering_cost, template_errors
 from ..errors import UserError
 from ..files import append, parse_json, read_text
 from ..recipe import Samples
+from ..sharding.ranks import Ranks
 from ..terminal import print_labelled
 
 MAX_PROMPTS = 100
@@ -93,11 +94,20 @@ def _contents(path: str) -> Iterator[str | list[dict[str, Any]]]:
 class SampleWriter(TrainerCallback):
     """Appends an answer to every prompt to `file`, and prints the first ones: at the start and at each evaluation.
 
-    For the first rank alone, which must hold all weights; the others wait at their next collective.
+    The first rank, which must hold all weights, writes; on the others this waits for it, since a collective has a
+    timeout.
     """
 
-    def __init__(self, prompts: tuple[Prompt, ...], tokenizer: Any, file: Path, console: Console):
+    def __init__(
+        self,
+        prompts: tuple[Prompt, ...],
+        tokenizer: Any,
+        file: Path,
+        console: Console,
+        ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
+    ):
         self.prompts, self.tokenizer, self.file, self.console = prompts, tokenizer, file, console
+        self.ranks = ranks
         self._last_step: int | None = None
         self._printed: dict[int, str] = {}
         """By the number of the prompt: an answer that has not changed is not printed again."""
@@ -118,8 +128,13 @@ class SampleWriter(TrainerCallback):
             self.sample(model, step)
 
     def sample(self, model: Any, step: int) -> None:
-        """Write and print the answers of the model after `step` steps."""
+        """Write and print the answers of the model after `step` steps. Collective."""
         self._last_step = step
+        with self.ranks.first_goes_first():
+            if self.ranks.is_first:
+                self._write(model, step)
+
+    def _write(self, model: Any, step: int) -> None:
         lines = []
         with evaluating(model):
             for number, prompt in enumerate(self.prompts):

@@ -9,10 +9,11 @@ from typing import Any
 
 from peft import PeftModel
 from rich.console import Console
-from transformers import PrinterCallback
+from transformers import PrinterCallback, TrainerCallback
 
 from ..errors import DivergedError
 from ..files import remove, rename_durably
+from ..lock import LockedError
 from ..manifest import divergence
 from ..recipe import Recipe, few_steps
 from ..run_folder import RunFolder, read_metrics, step_of
@@ -42,7 +43,8 @@ def train(
 ) -> bool:
     """Train to `folder.model`, from the last checkpoint if there is one. Collective.
 
-    Returns False if a signal stopped training, after saving a checkpoint. Only the first rank writes and prints.
+    Returns False if a signal came, after saving a checkpoint, or the model if it was the last step. Only the first rank
+    writes and prints.
     """
     recipe = setup.recipe
     with working(console, "Loading the model, tokenizing the examples"):
@@ -71,9 +73,10 @@ def train(
             earlier = (folder.read() or {}).get("resumed_from_steps", [])
             folder.update(resumed_from_steps=[*earlier, resumed_from])
 
-    with closing(callbacks.progress):
+    with closing(callbacks.progress), closing(callbacks.stop):
         seconds = _run(trainer, checkpoint)
     finished = not callbacks.stop.stopped or trainer.state.global_step >= trainer.state.max_steps
+    refuse_lost_lock(folder, ranks)
     result: dict[str, Any] = relative_changes(trainer.starting_weights, trainer.attached)
     if finished:
         result |= _ends(trainer, callbacks)
@@ -92,10 +95,11 @@ def train(
             record_result(folder, trainer, result, seconds)
             remove(folder.start_logits)  # later than the status: until then a rerun resumes, and needs them
             print_result(console, trainer, result, seconds, resumed_from)
-        else:
-            step = trainer.state.global_step
-            print_labelled(console, "stopped", f"at step {step}, checkpoint saved; rerun the same command to resume")
-    return finished
+        if callbacks.stop.stopped:
+            saved = "model" if finished else "checkpoint"
+            where = f"at step {trainer.state.global_step}, {saved} saved"
+            print_labelled(console, "stopped", f"{where}; rerun the same command to resume")
+    return not callbacks.stop.stopped
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,34 @@ class _Callbacks:
     progress: TrainingProgress
     early_stopping: EarlyStopping | None
     samples: SampleWriter | None
+
+
+class LockCheck(TrainerCallback):
+    """Ends the training before a checkpoint is written into a folder that another command may hold now."""
+
+    def __init__(self, folder: RunFolder, ranks: Ranks):
+        self.folder, self.ranks = folder, ranks
+
+    def on_step_end(self, args, state, control, **kwargs):
+        """Check before a checkpoint. Collective."""
+        if control.should_save:
+            refuse_lost_lock(self.folder, self.ranks)
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        """Check: `save_strategy: best` decides on a checkpoint now. Collective."""
+        refuse_lost_lock(self.folder, self.ranks)
+
+
+def refuse_lost_lock(folder: RunFolder, ranks: Ranks) -> None:
+    """Raise LockedError on all ranks if the first one does not hold the run folder any more. Collective."""
+    problem = None
+    if ranks.is_first:
+        try:
+            folder.refuse_lost_lock()
+        except LockedError as error:
+            problem = str(error)
+    if problem := ranks.broadcast(problem):
+        raise LockedError(problem)
 
 
 def _add_callbacks(trainer: Any, setup: TrainingSetup, folder: RunFolder, console: Console, ranks: Ranks) -> _Callbacks:
@@ -121,11 +153,12 @@ def _add_callbacks(trainer: Any, setup: TrainingSetup, folder: RunFolder, consol
     early_stopping = samples = None
     if run.early_stopping:
         early_stopping = EarlyStopping(run.early_stopping.patience, run.early_stopping.threshold)
-    if run.samples and ranks.is_first:
-        samples = SampleWriter(setup.prompts, setup.tokenizer, folder.samples, console)
+    if run.samples:
+        samples = SampleWriter(setup.prompts, setup.tokenizer, folder.samples, console, ranks)
     trainer.remove_callback(PrinterCallback)
-    first_ranks = (progress, samples) if ranks.is_first else ()
-    for callback in (stop, early_stopping, LogsOfShortRuns(), *first_ranks, trainer.displacement):
+    own = progress if ranks.is_first else None
+    lock_check = LockCheck(folder, ranks)
+    for callback in (stop, early_stopping, LogsOfShortRuns(), own, samples, trainer.displacement, lock_check):
         if callback is not None:
             trainer.add_callback(callback)
     return _Callbacks(stop, progress, early_stopping, samples)

@@ -338,26 +338,54 @@ def test_a_damaged_cache_file_is_read_line_by_line(models, small, tmp_path):
     assert evaluate_model(models[0], suite, Options(device="cpu", cache=tmp_path)).num_requests["computed"] == 0
 
 
-def test_vllm_gets_the_folder_and_our_settings(models, small, monkeypatch):
-    """vLLM needs a GPU. Here lm-eval's class of it is replaced by one that notes its arguments and answers by HFLM."""
-    got = {}
+class Engine:
+    """vLLM's engine: a part of a cycle, with its memory until `shutdown`."""
+
+    def __init__(self, alive):
+        self.alive = alive
+        alive.append(self)
+
+    def shutdown(self):
+        self.alive.remove(self)
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    """The arguments of vLLM's last model, and the engines that run.
+
+    vLLM needs a GPU. Here lm-eval's class of it is replaced by one that notes its arguments and answers by HFLM.
+    """
+    arguments, engines = {}, []
 
     class Fake(HFLM):
         def __init__(self, pretrained, **settings):
-            got.update(settings, pretrained=pretrained)
+            assert not engines, "the GPU's memory is still that of the model before"
+            arguments.update(settings, pretrained=pretrained)
             tokenizer = AutoTokenizer.from_pretrained(pretrained)
             super().__init__(AutoModelForCausalLM.from_pretrained(pretrained), tokenizer=tokenizer, batch_size=8)
+            self.model.llm_engine = types.SimpleNamespace(engine_core=Engine(engines))
 
     monkeypatch.setitem(sys.modules, "lm_eval.models.vllm_causallms", types.SimpleNamespace(VLLM=Fake))
     monkeypatch.setattr(importlib.util, "find_spec", lambda *_: object())
     real = metadata.version
     monkeypatch.setattr(metadata, "version", lambda name: "0" if name == "vllm" else real(name))
+    return arguments, engines
+
+
+def test_vllm_gets_the_folder_and_our_settings(models, small, vllm):
     found = evaluate_model(models[0], small[0], Options(backend="vllm", device="cpu"))
-    assert got == {"pretrained": str(models[0]), "dtype": "float32", "batch_size": 8, "seed": 1234}
+    assert vllm[0] == {"pretrained": str(models[0]), "dtype": "float32", "batch_size": 8, "seed": 1234}
     assert found.settings["backend"] == "vllm"
     assert resps(found) == resps(small[1])
     with pytest.raises(UserError, match="backend = hf"):
         compare([("a", found), ("b", small[1])], average=False)
+
+
+def test_an_engine_of_vllm_has_ended_before_the_next_model_is_loaded(models, small, vllm):
+    for model in models[:2]:
+        evaluate_model(model, small[0], Options(backend="vllm", device="cpu"))
+    assert vllm[0]["pretrained"] == str(models[1])
+    assert vllm[1] == []
 
 
 def test_vllm_is_asked_for_only_where_it_is_installed(models, small):

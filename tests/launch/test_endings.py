@@ -1,15 +1,24 @@
 """A command that ends early prints one message, once for all ranks, and returns the exit code for it."""
 
 import json
+import os
 import signal
+import sys
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 
-from soren_align.errors import UserError
-from soren_align.launch import exit_codes, torchrun
+from soren_align import cli, signals
+from soren_align.errors import LostRankError, UserError
+from soren_align.launch import commands, exit_codes, torchrun
+from soren_align.launch.torchrun import Failure
+from soren_align.sharding.ranks import Ranks
+from soren_align.terminal import Terminal
+from soren_align.trainers.signals import StopOnSignal
+from tests.support import command
 
-LOST = RuntimeError("[/x/gloo/transport/tcp/pair.cc:537] Read error [::1]:2: Connection reset by peer. More")
 RANK = {"WORLD_SIZE": "2", "RANK": "1"}
 
 
@@ -34,7 +43,7 @@ def reported(monkeypatch, capsys):
         (UserError("write this"), RANK, (2, "rank 1: write this\n")),
         (OSError(28, "No space left on device", "/x"), {}, (2, "/x")),
         (KeyboardInterrupt(), {}, (130, "stopped; rerun the same command to resume\n")),
-        (LOST, RANK, (1, "rank 1: lost another rank (Read error [::1]:2: Connection reset by peer); see its output.")),
+        (LostRankError("lost another rank"), RANK, (1, "rank 1: lost another rank\n")),
         (ValueError("a defect"), RANK, (1, "rank 1: ValueError: a defect\n")),
     ],
     ids=["user", "user on a rank", "disk", "signal", "lost rank", "defect on a rank"],
@@ -70,40 +79,64 @@ def failure(exitcode, timestamp=0, message="", trace=""):
     )
 
 
+SILENT = "LostRankError: another rank did not answer for 20 s."
+LOST = "LostRankError: lost another rank (closed)"
+
+
 @pytest.mark.parametrize(
-    ("failures", "code", "message"),
+    ("failures", "code", "message", "is_resumable"),
     [
         # the ranks that torchrun ended by SIGTERM, or that lost a neighbour earlier, are not the cause
         (
-            {0: failure(1, 1), 1: failure(-signal.SIGKILL, 2)},
+            {0: failure(1, 1, LOST), 1: failure(-signal.SIGKILL, 2)},
             1,
             "rank 1 was killed by SIGKILL (out of memory, perhaps)",
+            True,
         ),
         (
             {0: failure(-signal.SIGTERM, 1), 1: failure(-signal.SIGSEGV, 2)},
             1,
             "rank 1 was killed by SIGSEGV; the other",
+            True,
         ),
-        ({0: failure(-64 - 1)}, 1, "rank 0 was killed by signal 65; the other"),
-        ({0: failure(1, 1), 1: failure(2, 2, "UserError: write this")}, 2, "write this"),
-        ({0: failure(-signal.SIGTERM, 1), 1: failure(130, 2, "stopped")}, 130, "stopped"),
+        ({0: failure(-64 - 1)}, 1, "rank 0 was killed by signal 65; the other", True),
+        ({0: failure(1, 1), 1: failure(2, 2, "UserError: write this: now")}, 2, "write this: now", False),
+        ({0: failure(2, 2, "ResumableError: the disk is full")}, 2, "the disk is full", True),
+        ({0: failure(-signal.SIGTERM, 1), 1: failure(130, 2, "KeyboardInterrupt: ")}, 130, "stopped; rerun", False),
+        ({0: SimpleNamespace(exitcode=130, timestamp=0, message="no file")}, 130, "", False),
         (
             {0: failure(1, 2), 1: failure(1, 1, trace="Traceback: here\n")},
             1,
             "Traceback: here\nrank 1 failed with exit code 1; the other ranks were stopped",
+            False,
         ),
-        ({0: SimpleNamespace(exitcode=1, timestamp=0, message="no file")}, 1, "rank 0 failed with exit code 1; the"),
+        (
+            {0: failure(1, 1, LOST), 1: failure(1, 2, "TypeError: x", trace="Traceback: here\n")},
+            1,
+            "Traceback: here\nrank 1 failed",
+            False,
+        ),
+        (
+            {0: SimpleNamespace(exitcode=1, timestamp=0, message="no file")},
+            1,
+            "rank 0 failed with exit code 1; the",
+            False,
+        ),
+        # torchrun kills a rank that was stopped (SIGSTOP) 30 seconds after the others have noticed
+        ({0: failure(1, 5, SILENT), 1: failure(-signal.SIGKILL, 35)}, 1, "rank 1 did not answer for 20 s.", True),
+        ({0: failure(1, 5, SILENT), 1: failure(-signal.SIGKILL, 4)}, 1, "rank 1 was killed by SIGKILL", True),
+        ({0: failure(1, 5, SILENT), 1: failure(1, 6, LOST)}, 1, "another rank did not answer for 20 s.", True),
     ],
 )
-def test_the_rank_that_failed_first_is_the_one_reported(monkeypatch, failures, code, message):
+def test_the_rank_that_failed_first_is_the_one_reported(monkeypatch, failures, code, message, is_resumable):
     def run(_):
         raise torchrun.ChildFailedError.__new__(torchrun.ChildFailedError)
 
     monkeypatch.setattr(torchrun.ChildFailedError, "failures", failures, raising=False)
     monkeypatch.setattr(torchrun.torchrun, "run", run)
-    found, text = torchrun.start(2, ["run"])
-    assert found == code
-    assert text.startswith(message)
+    found = torchrun.start(2, ["run"])
+    assert (found.code, found.is_resumable) == (code, is_resumable)
+    assert found.message.startswith(message)
 
 
 def test_a_signal_to_the_launcher_advises_to_rerun(monkeypatch):
@@ -111,4 +144,172 @@ def test_a_signal_to_the_launcher_advises_to_rerun(monkeypatch):
         raise torchrun.SignalException("stopped", signal.SIGINT)
 
     monkeypatch.setattr(torchrun.torchrun, "run", run)
-    assert torchrun.start(3, ["run"]) == (130, "3 processes stopped by SIGINT; rerun the same command to resume")
+    message = "3 processes stopped by SIGINT; rerun the same command to resume"
+    assert torchrun.start(3, ["run"]) == Failure(130, message)
+
+
+@pytest.mark.parametrize(("environment", "expected"), [({}, 270), ({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "40"}, 40)])
+def test_torchrun_leaves_the_ranks_the_time_for_a_checkpoint(monkeypatch, environment, expected):
+    seconds = []
+    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    config = torchrun.torchrun.config_from_args
+    monkeypatch.setattr(torchrun.torchrun, "run", lambda args: seconds.append(config(args)[0].shutdown_timeout))
+    assert torchrun.start(2, ["run"]) is None
+    assert seconds == [expected]
+
+
+SLOW_WORKER = """
+import pathlib, signal, sys, time
+
+def save(*_):
+    time.sleep(3)
+    pathlib.Path(sys.argv[1]).touch()
+    sys.exit(130)
+
+signal.signal(signal.SIGTERM, save)
+pathlib.Path(sys.argv[1] + ".started").touch()
+time.sleep(600)
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("seconds", "is_saved"), [(1, False), (200, True)])
+def test_a_rank_that_saves_for_seconds_is_killed_only_after_the_timeout(monkeypatch, tmp_path, seconds, is_saved):
+    script, saved, parse = tmp_path / "worker.py", tmp_path / "saved", torchrun.torchrun.parse_args
+    script.write_text(SLOW_WORKER)
+
+    def parse_args(arguments):
+        args = parse(arguments)
+        args.module, args.training_script, args.training_script_args = False, str(script), [str(saved)]
+        return args
+
+    def stop():
+        while not (tmp_path / "saved.started").exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
+    monkeypatch.setattr(torchrun, "SHUTDOWN_SECONDS", seconds)
+    monkeypatch.setattr(torchrun.torchrun, "parse_args", parse_args)
+    before = {number: signal.getsignal(number) for number in (*signals.stop_signals(), signal.SIGQUIT)}
+    try:
+        threading.Thread(target=stop, daemon=True).start()
+        assert torchrun.start(1, []).code == 130
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert saved.exists() == is_saved
+
+
+# -- signals -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hangups(monkeypatch):
+    """SIGHUP and SIGINT as a shell starts a command, also if the tests run under nohup or in the background."""
+    usual = {signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_outside_of_training_ends_a_command_with_one_line(monkeypatch, hangups, number):
+    def load(*_, **__):
+        signal.raise_signal(number)
+        return 0  # of a command that ignores it
+
+    monkeypatch.setattr(commands, "train", load)
+    before = signal.getsignal(number)
+    result = command.run("sft", "quickstart/sft")
+    assert (result.returncode, result.stderr) == (130, "stopped; rerun the same command to resume\n")
+    assert signal.getsignal(number) == before
+
+
+def test_under_nohup_sighup_is_ignored(monkeypatch, hangups):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    monkeypatch.setattr(commands, "train", lambda *_: signal.raise_signal(signal.SIGHUP) or 0)
+    assert command.run("sft", "quickstart/sft").returncode == 0
+    monkeypatch.setattr(torchrun.torchrun, "run", lambda _: None)
+    monkeypatch.delenv("TORCHELASTIC_SIGNALS_TO_HANDLE", raising=False)
+    torchrun.start(2, ["run"])
+    assert "SIGHUP" not in os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE")
+
+
+def test_a_stop_while_torch_loads_is_recorded(monkeypatch, tmp_path, hangups):
+    run, requeue = tmp_path / "run", tmp_path / "requeue"
+    monkeypatch.setenv("SOREN_ALIGN_STOPPED", str(requeue))
+    monkeypatch.setattr(commands, "train_here", lambda *_: signal.raise_signal(signal.SIGTERM) or 0)
+    result = command.run("sft", "quickstart/sft", "--set", f"run.output_dir={run}")
+    assert result.returncode == 130
+    assert json.loads((run / "run.json").read_text())["last_error"] == "stopped by a signal"
+    assert requeue.exists()
+
+
+class Control:
+    should_save = should_training_stop = False
+
+
+@pytest.fixture
+def stop(hangups):
+    """StopOnSignal in a training of one process."""
+    callback = StopOnSignal(Ranks())
+    callback.on_train_begin(None, None, None)
+    yield callback
+    callback.on_train_end(None, None, None)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_training_stops_after_the_step_and_at_once_on_a_second_signal(stop, number):
+    signal.raise_signal(number)
+    control = Control()
+    stop.on_step_end(None, None, control)
+    assert control.should_save
+    assert control.should_training_stop
+    if number == signal.SIGHUP:  # a closed terminal sends two
+        signal.raise_signal(number)
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+
+
+def test_a_signal_whose_exception_was_lost_before_training_stops_it_at_the_first_step(hangups, monkeypatch):
+    class Finalizer:
+        def __del__(self):
+            signal.raise_signal(signal.SIGTERM)  # Python ignores what a finalizer raises
+
+    control, callback = Control(), StopOnSignal(Ranks())
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    with signals.raising_interrupts():
+        Finalizer()
+        callback.on_train_begin(None, None, None)
+        callback.on_train_end(None, None, None)
+    callback.on_step_end(None, None, control)
+    assert control.should_training_stop
+
+
+@pytest.mark.parametrize("kind", ["terminal", "pipe"])
+def test_output_after_the_terminal_was_closed_is_dropped(kind):
+    reader, writer = os.openpty() if kind == "terminal" else os.pipe()
+    with os.fdopen(writer, "w") as stream:
+        console = Terminal(file=stream, width=80)
+        console.print("before")
+        assert os.read(reader, 100).split() == [b"before"]
+        os.close(reader)
+        for text in ("after", "and later"):
+            console.print(text)
+
+
+@pytest.mark.parametrize("command_line", [["plan", "quickstart/sft"], ["sft", "quickstart/sft"], ["recipes"]])
+def test_a_removed_working_directory_is_a_sentence(tmp_path, monkeypatch, capsys, command_line):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    assert cli.main(command_line) == 2
+    assert capsys.readouterr().err == (
+        "the working directory has been removed; change to another one (cd), then rerun\n"
+    )

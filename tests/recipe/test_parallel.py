@@ -138,7 +138,7 @@ def test_without_deepspeed_zero_is_refused_with_the_remedy(monkeypatch):
 
 
 def test_a_lost_process_is_told_from_other_errors():
-    from soren_align.launch.exit_codes import is_lost_rank
+    from soren_align.errors import is_lost_rank
 
     assert is_lost_rank(RuntimeError("[/x/gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"))
     assert not is_lost_rank(RuntimeError("shape mismatch"))

@@ -351,6 +351,7 @@ def resumed(make, mode):
             if make.ranks.is_first:
                 damage()
         message = refusal(make(*again))
+        make.ranks.barrier()  # the other has read it too
         with make.ranks.first_goes_first():
             if make.ranks.is_first:
                 for file, content in before.items():

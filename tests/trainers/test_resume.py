@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from soren_align import files, run_folder, shipped
 from soren_align.errors import UserError
+from soren_align.lock import LockedError
 from soren_align.run_folder import RunFolder, read_seal
 from soren_align.trainers import checkpoints, training, trl_trainers
 from soren_align.trainers.trl_trainers import SorenTrainerMixin
@@ -492,6 +493,26 @@ def test_two_processes_do_not_share_a_run(tmp_path):
     assert "another process is running or evaluating this run" in second.stderr.read()
     first.kill()
     first.wait()
+
+
+def test_a_run_whose_lock_was_removed_stops_before_it_writes_a_checkpoint(tiny_run, monkeypatch):
+    """Another command may train in the folder now."""
+    from soren_align.trainers.attached_optimizer import OptimizerCheck
+
+    original = OptimizerCheck.on_optimizer_step
+
+    def removing(self, args, state, control, **kwargs):
+        original(self, args, state, control, **kwargs)
+        if state.global_step == 3:
+            (run.folder.path / ".lock").unlink()
+
+    run = tiny_run()
+    with monkeypatch.context() as patch:
+        patch.setattr(OptimizerCheck, "on_optimizer_step", removing)
+        with pytest.raises(LockedError, match=r"its lock was removed or taken over.*; this one stops"):
+            run.train()
+    assert [checkpoint.name for checkpoint in run.folder.complete_checkpoints()] == ["checkpoint-2"]
+    assert tiny_run().train()
 
 
 def wait_for(condition, process, seconds=600):

@@ -1,0 +1,71 @@
+"""Signals that stop a command: Ctrl-C, SIGTERM, and SIGHUP, which a terminal sends when it is closed."""
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+ENDING_SECONDS = 10.0
+"""After a signal, in which another one does not interrupt the ending: a closed terminal sends SIGHUP twice, and srun
+SIGTERM to all ranks when the first one has ended."""
+received: dict[int, float] = {}
+"""Signals that came within `raising_interrupts`, and when. Training looks here for one whose exception was lost: Python
+ignores an exception in a finalizer or in a handler of os.fork."""
+_is_deferred = False
+
+
+def stop_signals() -> list[int]:
+    """Return the signals that stop a command. SIGHUP is not among them under nohup, which ignores it."""
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([] if is_ignored else [signal.SIGHUP])]
+
+
+@contextmanager
+def raising_interrupts() -> Iterator[None]:
+    """Within the block, each of them raises KeyboardInterrupt, as Ctrl-C does. Only in the main thread."""
+    if threading.current_thread() is not threading.main_thread():  # Python handles signals there alone
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in stop_signals()}
+    replaced = {n: h for n, h in before.items() if h in (signal.SIG_DFL, signal.default_int_handler)}
+    for number in replaced:
+        signal.signal(number, _interrupt)
+    try:
+        yield
+    finally:
+        received.clear()
+        for number, handler in replaced.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Within the block, a first signal waits for its end. For the import of torch: interrupted in C++, it aborts."""
+    global _is_deferred
+    _is_deferred, before = True, len(received)
+    try:
+        yield
+    finally:
+        _is_deferred = False
+    if len(received) > before:
+        raise KeyboardInterrupt
+
+
+def end_with_code() -> None:
+    """Prepare the interpreter's end after a stop, so that its exit code is the command's."""
+    for number in stop_signals():
+        signal.signal(number, signal.SIG_IGN)
+    # CPython (3.11 to 3.14) otherwise ends by SIGINT if the KeyboardInterrupt, which is handled now, has left an `exec`
+    # of a text: dataclasses are made so while libraries are imported.
+    exec("")
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    now = time.monotonic()
+    is_ending = any(now - then < ENDING_SECONDS for then in received.values())
+    is_first = not received
+    received[number] = now
+    if not (_is_deferred if is_first else is_ending):
+        raise KeyboardInterrupt

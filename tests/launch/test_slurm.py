@@ -1,0 +1,145 @@
+"""The job script of one run, with stand-ins for srun and scontrol: a job that a signal stopped is queued again."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from soren_align import shipped
+from soren_align.run_folder import RunFolder
+from tests.support import command
+from tests.support.run_folders import finished_run
+
+TRAIN_JOB = shipped.ROOT / "configs/slurm/train.sbatch"
+# As srun --kill-on-bad-exit=1: when a task has failed, the others get SIGTERM; the code is the highest.
+SRUN = """
+import os, pathlib, subprocess, sys, time
+
+def start(rank):
+    env = {**os.environ, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_STEP_NUM_TASKS": "2"}
+    return subprocess.Popen(sys.argv[2:], env=env)
+
+assert sys.argv[1] == "--kill-on-bad-exit=1"
+tasks = [start(rank) for rank in range(2)]
+pathlib.Path("tasks").write_text(" ".join(str(task.pid) for task in tasks))
+while (codes := [task.poll() for task in tasks]).count(None):
+    if any(codes):
+        for task in tasks:
+            task.send_signal(15)
+        time.sleep(0.2)
+    time.sleep(0.005)
+sys.exit(max(code if code >= 0 else 128 - code for code in codes))
+"""
+SCONTROL = 'if [ "$1" = show ]; then echo 127.0.0.1; else echo "$@" >> requeued; fi'
+PYTHON = f'exec "{sys.executable}"'
+
+
+@pytest.fixture
+def submit(tmp_path):
+    """submit(program, *arguments) starts the script; `program` is soren-align or its stand-in."""
+    jobs = []
+
+    def start(soren_align, *arguments, **environment):
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "srun.py").write_text(SRUN)
+        programs = {"scontrol": SCONTROL, "soren-align": soren_align, "srun": f'{PYTHON} {tmp_path}/srun.py "$@"'}
+        for name, text in programs.items():
+            (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+            (tmp_path / "bin" / name).chmod(0o755)
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node", "SLURM_CPUS_PER_TASK": "2", **environment}
+        env = {**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "MASTER_PORT": str(port), **slurm}
+        job = subprocess.Popen(
+            ["bash", TRAIN_JOB, *map(str, arguments)],
+            cwd=tmp_path,
+            env=env,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        jobs.append(job)
+        return job
+
+    yield start
+    for job in jobs:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+        job.communicate()
+
+
+STOPPING = 'touch "$SOREN_ALIGN_STOPPED"'
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("program", "code", "is_requeued"),
+    [
+        ("exit 0", 0, False),
+        ("exit 2", 2, False),
+        ("kill -9 $$", 137, False),
+        ("[ $SLURM_PROCID = 1 ] || exec sleep 30; exit 130", 143, False),  # a task that failed: srun stopped the other
+        (f"{STOPPING}; [ $SLURM_PROCID = 1 ] || exec sleep 30; exit 130", 143, True),
+        (f"{STOPPING}; kill -9 $$", 137, True),
+    ],
+)
+def test_a_job_is_queued_again_after_a_stop_whatever_srun_returns(submit, tmp_path, program, code, is_requeued):
+    assert submit(program).wait() == code
+    assert (tmp_path / "requeued").exists() == is_requeued
+    assert not [*tmp_path.glob(".soren-align-stopped*")]
+
+
+@pytest.mark.process
+def test_tasks_get_the_cores_and_the_network_interface_of_the_job(submit, tmp_path):
+    report = 'echo "$SRUN_CPUS_PER_TASK $OMP_NUM_THREADS ${GLOO_SOCKET_IFNAME:-}" >> seen'
+    submit(report, NCCL_SOCKET_IFNAME="ib0").wait()
+    assert (tmp_path / "seen").read_text().splitlines() == ["2 2 ib0"] * 2
+
+
+@pytest.mark.process
+def test_ranks_that_slurm_stops_leave_a_checkpoint_and_a_job_that_is_queued_again(submit, tmp_path):
+    run = RunFolder(tmp_path / "run")
+    changes = command.overrides(f"run.output_dir={run}", "trainer.max_steps=100000", "trainer.eval_strategy=no")
+    job = submit(f'{PYTHON} -m soren_align.cli "$@"', "sft", "quickstart/sft", "--no-eval", *changes)
+    while not (run.metrics.is_file() and run.metrics.stat().st_size):
+        assert job.poll() is None, job.stderr.read()
+        time.sleep(0.05)
+    for process in (tmp_path / "tasks").read_text().split():
+        os.kill(int(process), signal.SIGTERM)
+    said = job.communicate(timeout=300)[1]
+    assert job.returncode != 0
+    assert (tmp_path / "requeued").read_text() == "requeue 7\n"
+    assert run.read()["last_error"] == "stopped by a signal"
+    assert len(run.complete_checkpoints()) == 1
+    assert "checkpoint saved; rerun the same command to resume" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.process
+def test_a_refusal_by_the_first_rank_ends_all_ranks_without_the_launcher(tmp_path):
+    run = finished_run(tmp_path / "run")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    tasks = [
+        command.start(
+            "sft",
+            "quickstart/sft",
+            "--no-eval",
+            *command.overrides(f"run.output_dir={run}"),
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    for task in tasks:
+        said = task.communicate(timeout=300)[1]  # a rank that waits gives up after 1800
+        assert task.returncode == 2, said
+        assert "holds a finished run" in said
+        assert "Traceback" not in said
+    assert run.read()["last_error"] is None
