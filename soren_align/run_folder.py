@@ -138,6 +138,13 @@ class RunFolder:
                     defect=software() if is_defect else None,
                 )
 
+    def forget_failure(self) -> None:
+        """Remove what `record_failure` has written: the run goes on."""
+        record = self.read() or {}
+        self.replace(
+            **{k: v for k, v in record.items() if k not in ("diverged", "resumable", "defect")} | {"last_error": None}
+        )
+
     def complete_checkpoints(self) -> list[Path]:
         """Return the complete checkpoints (see trainers/checkpoints.py), in the order of their steps."""
         return sorted((seal.parent for seal in self.checkpoints.glob(f"checkpoint-*/{COMPLETE_MARKER}")), key=step_of)
@@ -230,8 +237,9 @@ class RunFolder:
         return file.is_file() and read_json(file) == self.adapter()
 
     def drop_measurements_after(self, step: int) -> list[str]:
-        """Remove the lines of steps that a resumed run repeats, the summary of its interrupted training, and damaged
-        lines. Return a notice about each file that has damaged ones; a last line that a kill left truncated is none.
+        """Remove the lines that a resumed run repeats: of later steps, the summary of its interrupted training, and the
+        samples of its end; and damaged lines. Return a notice about each file that has damaged ones; a last line that a
+        kill left truncated is none.
         """
         notices = []
         for file in (self.metrics, self.spectra, self.samples):
@@ -242,7 +250,7 @@ class RunFolder:
             for line in text.splitlines(keepends=True):
                 try:
                     record = json.loads(line)
-                    if record["step"] <= step and "train_runtime" not in record:
+                    if record["step"] <= step and "train_runtime" not in record and record.get("at") != "end":
                         lines.append(line.removesuffix("\n"))
                 except (ValueError, TypeError, KeyError, RecursionError):
                     num_damaged += line.endswith("\n")
