@@ -70,6 +70,8 @@ _NO_MEMORY = re.compile(
 """In the RuntimeErrors of torch (2.13): OutOfMemoryError is one, and that of a killed DataLoader worker another."""
 _REMEDIES = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "name another folder, or change its permissions")
 _REMEDIES |= dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "a file is in the way: remove it, or name another folder")
+_REMEDIES[errno.EFBIG] = RAISE_FILE_SIZE = "raise the limit of a file's size (ulimit -f, or the file system's)"
+_REMEDIES |= dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)")
 _REMEDIES |= dict.fromkeys(_FULL, "make room there, or name a folder on another disk, then rerun the command")
 
 

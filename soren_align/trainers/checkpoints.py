@@ -32,7 +32,7 @@ from ..files import (
 )
 from ..manifest import Count
 from ..recipe import differences
-from ..run_folder import CHANGED, COMPLETE_MARKER, PREVIOUS, Seal, read_seal, step_of
+from ..run_folder import CHANGED, COMPLETE_MARKER, PREVIOUS, Seal, checkpoints_in, read_seal, step_of
 from ..sharding import CheckpointException, check_parts, rank_of_file, to_universal
 from ..sharding.ranks import Ranks
 
@@ -150,7 +150,7 @@ class _StreamState(TypedDict):
 def latest(folder: Path) -> tuple[Path | None, list[str]]:
     """Return the newest complete checkpoint under `folder`, or None, and notices about incomplete ones, now removed."""
     notices = []
-    for checkpoint in sorted(folder.glob("checkpoint-*"), key=step_of, reverse=True):
+    for checkpoint in reversed(checkpoints_in(folder)):
         if (checkpoint / COMPLETE_MARKER).is_file():
             return checkpoint, notices
         remove(checkpoint)  # the process was killed while writing it

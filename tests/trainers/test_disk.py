@@ -122,6 +122,14 @@ def full(path):
             FileExistsError(errno.EEXIST, "File exists", "/there"),
             "/there: File exists; a file is in the way: remove it",
         ),
+        (
+            OSError(errno.EFBIG, "File too large"),
+            "/here: File too large; raise the limit of a file's size (ulimit -f, or the file system's)",
+        ),
+        (
+            OSError(errno.EMFILE, "Too many open files", "/there"),
+            "/there: Too many open files; raise the limit of open files (ulimit -n)",
+        ),
         (OSError("Not enough disk space. Needed: 5 GB"), "Not enough disk space. Needed: 5 GB"),
     ],
     ids=lambda value: type(value).__name__,
@@ -155,6 +163,17 @@ def test_an_error_of_safetensors_is_a_sentence(tmp_path):
     message = r"/run: No such file or directory .*bytes free\). No checkpoint is complete"
     with pytest.raises(UserError, match=message), disk_space.write_errors(tmp_path / "run"):
         safetensors.torch.save_file({"a": torch.zeros(3)}, tmp_path / "run" / "missing" / "a.safetensors")
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EFBIG, "File too large"), RuntimeError("PytorchStreamWriter failed")])
+@pytest.mark.parametrize("limit", [5_000, -1], ids=["limited", "unlimited"])
+def test_the_remedy_for_a_file_that_may_not_grow_is_its_limit(tmp_path, monkeypatch, error, limit):
+    monkeypatch.setattr(disk_space.resource, "getrlimit", lambda _: (limit, -1))
+    is_limited = limit > 0 or isinstance(error, OSError)
+    action = r"raise the limit of a file's size \(ulimit -f.*" if is_limited else "make room there"
+    message = rf"/run: .*No checkpoint is complete: {action}, then rerun the same command"
+    with pytest.raises(UserError, match=message), disk_space.write_errors(tmp_path / "run"):
+        raise error
 
 
 def test_another_runtime_error_is_not_a_matter_of_disks(tmp_path):
