@@ -77,6 +77,8 @@ _GLOO_OR_NCCL = re.compile("gloo/|NCCL")
 _TIMEOUT = re.compile(r"(?:waiting|imeout after|imed out after) ([\d.]+) ?(ms|s)", re.IGNORECASE)
 _REMEDIES = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "name another folder, or change its permissions")
 _REMEDIES |= dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "a file is in the way: remove it, or name another folder")
+_REMEDIES[errno.EFBIG] = RAISE_FILE_SIZE = "raise the limit of a file's size (ulimit -f, or the file system's)"
+_REMEDIES |= dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)")
 _REMEDIES |= dict.fromkeys(_FULL, "make room there, or name a folder on another disk, then rerun the command")
 
 

@@ -16,6 +16,7 @@ Files are written atomically, so that a killed run leaves none truncated.
 import json
 import os
 import re
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -138,9 +139,16 @@ class RunFolder:
                     defect=software() if is_defect else None,
                 )
 
+    def forget_failure(self) -> None:
+        """Remove what `record_failure` has written: the run goes on."""
+        record = self.read() or {}
+        self.replace(
+            **{k: v for k, v in record.items() if k not in ("diverged", "resumable", "defect")} | {"last_error": None}
+        )
+
     def complete_checkpoints(self) -> list[Path]:
         """Return the complete checkpoints (see trainers/checkpoints.py), in the order of their steps."""
-        return sorted((seal.parent for seal in self.checkpoints.glob(f"checkpoint-*/{COMPLETE_MARKER}")), key=step_of)
+        return [path for path in checkpoints_in(self.checkpoints) if (path / COMPLETE_MARKER).is_file()]
 
     # -- one process at a time --------------------------------------------------------------------------------------
 
@@ -165,7 +173,7 @@ class RunFolder:
                     lock.release(own)
                     raise
                 lock.release(ranks)
-        self._refuse_links()
+        self._refuse_special_files()
 
     def release(self) -> None:
         """Let other processes use the folder."""
@@ -210,13 +218,17 @@ class RunFolder:
 
     # -- no file outside the folder ---------------------------------------------------------------------------------
 
-    def _refuse_links(self) -> None:
-        """Raise UserError for a link among the files of a run: writing through it would change files elsewhere."""
+    def _refuse_special_files(self) -> None:
+        """Raise UserError for a link among the files of a run: writing through it would change files elsewhere; and for
+        a pipe, a socket or a device: opening one may never end.
+        """
         for name in CONTENTS:
             for entry in (self.path / name, *self.path.glob(f"{name}.*part")):
-                for link in _links(entry):
+                for file in _special_files(entry):
+                    if not file.is_symlink():
+                        raise UserError(f"{file}: is a pipe, a socket or a device; remove it")
                     raise UserError(
-                        f"{link}: is a link to {os.readlink(link)}, and a run writes into no other folder; remove it, "
+                        f"{file}: is a link to {os.readlink(file)}, and a run writes into no other folder; remove it, "
                         "or put the whole run elsewhere (run.output_dir)"
                     )
 
@@ -239,8 +251,9 @@ class RunFolder:
         return file.is_file() and read_json(file) == self.adapter()
 
     def drop_measurements_after(self, step: int) -> list[str]:
-        """Remove the lines of steps that a resumed run repeats, the summary of its interrupted training, and damaged
-        lines. Return a notice about each file that has damaged ones; a last line that a kill left truncated is none.
+        """Remove the lines that a resumed run repeats: of later steps, the summary of its interrupted training, and the
+        samples of its end; and damaged lines. Return a notice about each file that has damaged ones; a last line that a
+        kill left truncated is none.
         """
         notices = []
         for file in (self.metrics, self.spectra, self.samples):
@@ -251,7 +264,7 @@ class RunFolder:
             for line in text.splitlines(keepends=True):
                 try:
                     record = json.loads(line)
-                    if record["step"] <= step and "train_runtime" not in record:
+                    if record["step"] <= step and "train_runtime" not in record and record.get("at") != "end":
                         lines.append(line.removesuffix("\n"))
                 except (ValueError, TypeError, KeyError, RecursionError):
                     num_damaged += line.endswith("\n")
@@ -287,6 +300,15 @@ def read_seal(checkpoint: Path) -> Seal:
     return seal
 
 
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder, complete or not, in the order of their steps.
+
+    Raises PermissionError if it may not be read; Path.glob would return none, and the run would start anew.
+    """
+    entries = folder.iterdir() if folder.is_dir() else ()
+    return sorted((entry for entry in entries if entry.name.startswith("checkpoint-")), key=step_of)
+
+
 def read_metrics(file: Path) -> list[dict[str, Any]]:
     """Return the lines of a metrics.jsonl; a line that a killed process left incomplete is left out."""
     lines, content = [], ""
@@ -311,10 +333,12 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _links(path: Path) -> Iterator[Path]:
-    """Yield the links at `path` and below it."""
-    if path.is_symlink():
-        yield path
-    elif path.is_dir():
-        for folder, folders, files in os.walk(path):
-            yield from (entry for name in (*folders, *files) if (entry := Path(folder, name)).is_symlink())
+def _special_files(path: Path) -> Iterator[Path]:
+    """Yield what is neither a file nor a folder, at `path` and below it."""
+    with suppress(FileNotFoundError):  # another evaluation of the run may just have renamed it
+        mode = path.lstat().st_mode
+        if stat.S_ISDIR(mode):
+            for entry in path.iterdir():
+                yield from _special_files(entry)
+        elif not stat.S_ISREG(mode):
+            yield path

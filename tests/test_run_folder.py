@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -279,6 +280,33 @@ def test_a_link_among_what_runs_write_is_refused_before_anything_is_written(make
     with pytest.raises(UserError, match=rf"{name}: is a link to"):
         prepare(folder, make())
     assert contents(elsewhere) == before
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "start/tokenizer.json"])
+def test_a_pipe_among_the_files_of_a_run_is_refused_and_not_opened(make, folder, name):
+    prepare(folder, make())
+    (folder.path / name).parent.mkdir(exist_ok=True)
+    os.mkfifo(folder.path / name)
+    with pytest.raises(UserError, match=rf"{name}: is a pipe, a socket or a device; remove it"):
+        prepare(folder, make())
+
+
+def test_a_folder_of_checkpoints_that_may_not_be_read_is_no_empty_one(make, folder, monkeypatch):
+    prepare(folder, make())
+    folder.metrics.touch()
+    (folder.checkpoints / "checkpoint-2").mkdir(parents=True)
+    (folder.checkpoints / "checkpoint-2" / "soren_align.json").touch()
+
+    def refuse(path, original):
+        if str(path) == str(folder.checkpoints):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return original(path)
+
+    for name in ("scandir", "listdir"):
+        monkeypatch.setattr(os, name, partial(refuse, original=getattr(os, name)))
+    with pytest.raises(PermissionError):
+        prepare(folder, make())
+    assert folder.metrics.is_file()
 
 
 def test_a_lock_that_is_a_link_is_not_followed(make, folder, elsewhere):

@@ -94,7 +94,7 @@ def train_here(folder: RunFolder, timeout_seconds: float, refusal: UserError | N
         recipe = load_resolved(folder.recipe)  # after joining: the first rank may just have written it
         with _recording_errors(folder) if ranks.is_first else nullcontext():
             if ranks.is_first:
-                folder.update(last_error=None)
+                folder.forget_failure()
             if ranks.broadcast((folder.read() or {}).get("status")) != "trained":
                 with working(console, "Checking data and evaluation") as show, ranks.first_goes_first():
                     setup = training_setup.set_up_training(recipe, folder, counting(show, "Counting tokens"), ranks)

@@ -98,21 +98,27 @@ def attach(optimizer: Any, expected: SpectralOptimizer, ranks: Ranks) -> Attache
 class OptimizerCheck(TrainerCallback):
     """Raises OptimizerMismatch unless every matrix goes through the map exactly once per optimizer step. Collective.
 
-    record: the optimizer's description and the counts of these checks, for run.json.
+    counts: of these checks. Checkpoints contain them: a run resumed at its last step takes none that could be counted.
     """
 
     def __init__(self, attached: AttachedOptimizer):
         self.attached = attached
-        self.record: dict[str, Any] = attached.description()
+        self.counts: dict[str, int] = {}
         self._num_maps_before = 0
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The optimizer's description and the counts, for run.json."""
+        return self.attached.description() | self.counts
 
     @property
     def num_skipped_steps(self) -> int | None:
         """Steps skipped because of the loss scale; None if there were none."""
-        return self.record.get("num_skipped_steps")
+        return self.counts.get("num_skipped_steps")
 
     def on_train_begin(self, args, state, control, **kwargs):
-        """Restore the group settings that loading a ZeRO checkpoint may have replaced."""
+        """Restore the counts of the checkpoint, and the group settings that loading one of ZeRO may have replaced."""
+        self.counts |= (state.stateful_callbacks or {}).get(type(self).__name__, {})  # pyright: ignore (a dict)
         if self.attached.parallel == "zero":
             rates = kwargs["lr_scheduler"].get_last_lr()
             restore_groups_(self.attached.optimizer, self.attached.expected.param_groups, rates)
@@ -135,7 +141,7 @@ class OptimizerCheck(TrainerCallback):
             raise OptimizerMismatch(
                 f"{num_maps} spectral maps in one optimizer step for {self.attached.num_matrices} matrices"
             )
-        self.record["maps_per_step"] = num_maps
+        self.counts["maps_per_step"] = num_maps
 
     def _count_skipped_step(self, scaler: Any, fp16: bool) -> None:
         """Count a step that was skipped because of float16's loss scale; raise FloatingPointError for any other reason.
@@ -150,7 +156,7 @@ class OptimizerCheck(TrainerCallback):
             raise FloatingPointError(
                 f"NaN or infinity in the gradient at a loss scale of {scaler.get_scale():g}: out of float16's range"
             )
-        self.record["num_skipped_steps"] = self.record.get("num_skipped_steps", 0) + 1
+        self.counts["num_skipped_steps"] = self.counts.get("num_skipped_steps", 0) + 1
 
 
 def refuse_unaveraged_gradients(attached: AttachedOptimizer, step: int) -> None:

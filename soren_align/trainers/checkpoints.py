@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NotRequired, Required
+from typing import Annotated, Any, NotRequired, Required, TypeVar
 
 from accelerate.utils.memory import should_reduce_batch_size
 from pydantic import Field, TypeAdapter, ValidationError
@@ -32,7 +32,7 @@ from ..files import (
 )
 from ..manifest import Count
 from ..recipe import differences
-from ..run_folder import CHANGED, COMPLETE_MARKER, PREVIOUS, Seal, read_seal, step_of
+from ..run_folder import CHANGED, COMPLETE_MARKER, PREVIOUS, Seal, checkpoints_in, read_seal, step_of
 from ..sharding import CheckpointException, check_parts, rank_of_file, to_universal
 from ..sharding.ranks import Ranks
 
@@ -54,6 +54,7 @@ _READERS = {
     "deepspeed_load_checkpoint",
 }
 """The functions of transformers that read a checkpoint to resume from it."""
+T = TypeVar("T")
 _Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -62,6 +63,13 @@ class _BatchHash(TypedDict):
 
     values: list[Annotated[int, Field(ge=-(2**63), lt=2**63)]] | None
     batches: Count
+
+
+class _OptimizerCheck(TypedDict, total=False):
+    """See attached_optimizer.OptimizerCheck."""
+
+    maps_per_step: Count
+    num_skipped_steps: Count
 
 
 class _EarlyStopping(TypedDict):
@@ -75,6 +83,7 @@ class _Callbacks(TypedDict):
     """The states of callbacks that a resumed run reads; transformers' own are not restored."""
 
     BatchHash: NotRequired[_BatchHash]
+    OptimizerCheck: NotRequired[_OptimizerCheck]
     EarlyStopping: NotRequired[_EarlyStopping]
     num_tokens: NotRequired[_Number]
 
@@ -110,10 +119,38 @@ class _TrainerState(TypedDict, total=False):
     stateful_callbacks: _Callbacks
 
 
+class _PlaceInSplit(TypedDict):
+    """See data.stream; the position is a reader's."""
+
+    passes: Count
+    num_read: Count
+    position: Annotated[list[Count], Field(min_length=2, max_length=2)] | dict[str, Any] | None
+
+
+class _Block(TypedDict):
+    """The start of a block; see data.stream."""
+
+    number: Count
+    num_read: Count
+    dropped: dict[str, Count]
+    splits: list[_PlaceInSplit]
+
+
+class _StreamState(TypedDict):
+    """The content of _STREAM_FILE; see token_stream.TokenStream."""
+
+    block: _Block
+    num_rows: Count
+    num_kept: Count
+    num_trained: Count
+    dropped: dict[str, Count]
+    counts: dict[str, Any]
+
+
 def latest(folder: Path) -> tuple[Path | None, list[str]]:
     """Return the newest complete checkpoint under `folder`, or None, and notices about incomplete ones, now removed."""
     notices = []
-    for checkpoint in sorted(folder.glob("checkpoint-*"), key=step_of, reverse=True):
+    for checkpoint in reversed(checkpoints_in(folder)):
         if (checkpoint / COMPLETE_MARKER).is_file():
             return checkpoint, notices
         remove(checkpoint)  # the process was killed while writing it
@@ -149,12 +186,7 @@ def check(checkpoint: Path, origin: dict[str, Any]) -> None:
     """
     actual_origin = _check_files(checkpoint)["origin"]
     state_file = checkpoint / "trainer_state.json"
-    try:
-        state = TypeAdapter(_TrainerState).validate_python(read_json(state_file), strict=True)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise UserError(f"{state_file}: {place}: {first['msg']}; {PREVIOUS}") from None
+    state = _read(state_file, _TrainerState)
     step, max_steps = state["global_step"], state["max_steps"]
     if step != step_of(checkpoint) or step > max_steps:
         raise UserError(f"{state_file}: is of step {step} of {max_steps}; {PREVIOUS}")
@@ -211,6 +243,15 @@ def _check_files(checkpoint: Path) -> Seal:
     return seal
 
 
+def _read(file: Path, kind: type[T]) -> T:
+    """Return the content of a JSON file. Raises UserError, with the key, if it is not of this kind."""
+    try:
+        return TypeAdapter(kind).validate_python(read_json(file), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(f"{file}: {'.'.join(map(str, first['loc']))}: {first['msg']}; {PREVIOUS}") from None
+
+
 def _names(checkpoint: Path) -> list[str]:
     """Return the paths of all files below a checkpoint's folder but the seal, relative to it."""
     names = (path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file())
@@ -254,11 +295,8 @@ def write_stream(checkpoint: Path, state: dict[str, Any]) -> None:
 
 
 def read_stream(checkpoint: Path) -> dict[str, Any]:
-    """Return the place in a stream. Raises UserError if the checkpoint has none."""
-    state = read_json(checkpoint / _STREAM_FILE)
-    if not isinstance(state, dict):
-        raise UserError(f"{checkpoint / _STREAM_FILE}: was not written by soren-align; {PREVIOUS}")
-    return state
+    """Return the place in a stream. Raises UserError if the checkpoint has none, or a damaged one."""
+    return {**_read(checkpoint / _STREAM_FILE, _StreamState)}
 
 
 def make_universal(checkpoint: Path) -> None:

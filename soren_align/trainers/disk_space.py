@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import re
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ..errors import ResumableError, free_bytes, from_os_error
+from ..errors import RAISE_FILE_SIZE, ResumableError, free_bytes, from_os_error
 from ..files import remove
 from ..run_folder import COMPLETE_MARKER, step_of
 from ..sharding import CheckpointException, local
@@ -78,7 +79,10 @@ def write_errors(folder: Path, remedy: str | None = None) -> Iterator[None]:
             raise
         with contextlib.suppress(OSError):
             remove(folder)
-        raise ResumableError(f"{problem}. {remedy or _remedy(folder.parent)}") from error
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]  # torch does not say which of the two it was
+        is_limited = "File too large" in problem or (type(error) is RuntimeError and limit != resource.RLIM_INFINITY)
+        action = RAISE_FILE_SIZE if is_limited else "make room there"
+        raise ResumableError(f"{problem}. {remedy or _remedy(folder.parent, action)}") from error
 
 
 def _problem_of_writing(error: BaseException, folder: Path) -> str | None:
@@ -94,9 +98,9 @@ def _problem_of_writing(error: BaseException, folder: Path) -> str | None:
     return f"{folder}: cannot be written completely ({free})" if TORCH_WRITE_ERRORS.search(str(error)) else None
 
 
-def _remedy(folder: Path) -> str:
-    """Return the last complete checkpoint below or beside `folder`, and the way on."""
+def _remedy(folder: Path, action: str = "make room there") -> str:
+    """Return the last complete checkpoint below or beside `folder`, and the way on, which begins with `action`."""
     complete = [seal.parent for seal in folder.glob(f"**/checkpoint-*/{COMPLETE_MARKER}")]
     state = f"{max(complete, key=step_of).name} is complete" if complete else "No checkpoint is complete"
     way = "resume" if complete else "start again"
-    return f"{state}: make room there, then rerun the same command to {way}; or choose another run.output_dir"
+    return f"{state}: {action}, then rerun the same command to {way}; or choose another run.output_dir"

@@ -20,6 +20,7 @@ from ..data import check_rendering_cost, template_errors
 from ..errors import UserError
 from ..files import append, parse_json, read_text
 from ..recipe import Samples
+from ..run_folder import read_metrics
 from ..sharding.ranks import Ranks
 from ..terminal import print_labelled
 
@@ -113,9 +114,11 @@ class SampleWriter(TrainerCallback):
         """By the number of the prompt: an answer that has not changed is not printed again."""
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        """Sample from the starting checkpoint; a resumed run has done so."""
+        """Sample from the starting checkpoint; a resumed run has done so, and at the evaluation of its checkpoint."""
         if state.global_step == 0:
             self.sample(model, 0)
+        elif self.file.is_file():
+            self._last_step = max((line["step"] for line in read_metrics(self.file)), default=None)
 
     def on_evaluate(self, args, state, control, model=None, **kwargs):
         """Sample from the model that was evaluated."""
@@ -125,22 +128,23 @@ class SampleWriter(TrainerCallback):
     def at_end(self, model: Any, step: int, is_best: bool) -> None:
         """Sample from the final model, unless the last evaluation did. is_best: it is not that of the last step."""
         if is_best or step != self._last_step:
-            self.sample(model, step)
+            self.sample(model, step, at="end")  # the mark: a run that is killed later repeats the end, and these lines
 
-    def sample(self, model: Any, step: int) -> None:
-        """Write and print the answers of the model after `step` steps. Collective."""
+    def sample(self, model: Any, step: int, **marks: str) -> None:
+        """Write and print the answers of the model after `step` steps. marks: further keys of their lines. Collective."""
         self._last_step = step
         with self.ranks.first_goes_first():
             if self.ranks.is_first:
-                self._write(model, step)
+                self._write(model, step, marks)
 
-    def _write(self, model: Any, step: int) -> None:
+    def _write(self, model: Any, step: int, marks: dict[str, str]) -> None:
         lines = []
         with evaluating(model):
             for number, prompt in enumerate(self.prompts):
                 completion, finish_reason = self._answer(model, prompt)
                 record = {"step": step, "prompt": prompt.content, "completion": completion}
-                lines.append(json.dumps(record | {"finish_reason": finish_reason}, ensure_ascii=False) + "\n")
+                record |= {"finish_reason": finish_reason, **marks}
+                lines.append(json.dumps(record, ensure_ascii=False) + "\n")
                 end = "" if finish_reason == "stop" else " ..."
                 answer = f"{_shown(prompt.text)} -> {_shown(completion)}{end}"
                 if number < NUM_SHOWN and self._printed.get(number) != answer:

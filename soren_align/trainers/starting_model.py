@@ -55,6 +55,13 @@ def _resolved(name: str) -> str:
     return str(shipped.resolve(name)) if is_local(name) else name
 
 
+def _named(recipe: Recipe, source: str) -> str:
+    """Return what to call a folder or hub name in messages: the recipe's name for it, or the folder that a run made."""
+    names = [name for name in (recipe.model.name_or_path, recipe.model.tokenizer) if isinstance(name, str)]
+    own = f"{source} (made by soren-align; removed, it is made again)"
+    return next((name for name in names if _resolved(name) == source), own)
+
+
 def _tokenizer_source(model: Model, examples: Any) -> str:
     """Return the folder or hub name of the tokenizer, which is trained first if it has to be."""
     if isinstance(model.tokenizer, TrainedTokenizer):
@@ -91,7 +98,7 @@ def load_model(recipe: Recipe, start: str) -> PreTrainedModel:
     options["attn_implementation"] = recipe.model.attn_implementation
     if recipe.model.quantize and recipe.trainer.get("use_cpu"):
         options["device_map"] = {"": "cpu"}  # otherwise transformers quantizes on a GPU where there is one
-    with as_user_error(f"model {recipe.model.name_or_path}", ValueError, OSError, ImportError):
+    with as_user_error(f"model {_named(recipe, start)}", ValueError, OSError, ImportError):
         model = weights.load_model(name, quantization(recipe), **options)
         refuse_unmatched(model, recipe.model.freeze)
         if recipe.model.lora is None:  # an adapter freezes all; its factors are added later
@@ -122,7 +129,7 @@ def load_tokenizer(recipe: Recipe, source: str) -> PreTrainedTokenizerBase:
     TRL's variant of the template, with {% generation %}, replaces one whose answers cannot be derived (Qwen3's).
     """
     revision = recipe.model.revision if recipe.model.tokenizer is None else None
-    with as_user_error(f"tokenizer of {recipe.model.name_or_path}"):
+    with as_user_error(f"tokenizer of {_named(recipe, source)}"):
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, revision=revision)
     set_template(tokenizer, recipe.model.chat_template, recipe.model.eos_token)
     if recipe.trainer.get("assistant_only_loss") and tokenizer.chat_template:
@@ -146,6 +153,6 @@ def save_dtype(recipe: Recipe, start: str) -> torch.dtype:
         return torch.float32
     if recipe.run.save_dtype is not None:
         return getattr(torch, recipe.run.save_dtype)
-    with as_user_error(f"model {recipe.model.name_or_path}"):
+    with as_user_error(f"model {_named(recipe, start)}"):
         config = AutoConfig.from_pretrained(start, revision=recipe.model.revision, trust_remote_code=False)
     return config.dtype if config.dtype in (torch.bfloat16, torch.float16) else torch.float32

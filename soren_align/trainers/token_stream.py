@@ -48,6 +48,7 @@ class TokenStream:
         self.task: Task = task
         self.start: State = {"block": stream.start, "num_rows": 0, "num_kept": 0, "dropped": {}}
         self.num_trained = self.num_passed_over = 0
+        self._counts_at_start: State | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -64,17 +65,21 @@ class TokenStream:
     def resume(self, state: State, num_passed_over: int) -> None:
         """Start the next iteration at `state`. num_passed_over: sequences in the batches that are passed over."""
         self.start, self.num_trained, self.num_passed_over = state, state["num_trained"], num_passed_over
+        self._counts_at_start = state["counts"]
         self._begin()
 
     def state(self, num_trained: int) -> State:
         """Return plain data to resume from after `num_trained` sequences, which the latest iteration has passed."""
         while len(self.block_starts) > 1 and self.block_starts[1]["num_rows"] <= num_trained:
             del self.block_starts[0]
-        return {**self.block_starts[0], "num_trained": num_trained}
+        return {**self.block_starts[0], "num_trained": num_trained, "counts": self.counts()}
 
     def counts(self) -> dict[str, Any]:
         """Return the numbers for run.json: of records read, with all of the present block; of examples kept, with those
-        that are read ahead; of those dropped, by reason; and of complete passes over each split."""
+        that are read ahead; of those dropped, by reason; and of complete passes over each split. A run resumed at its
+        last step reads none: the counts are then those of the checkpoint."""
+        if self._counts_at_start and not self.block_starts:
+            return self._counts_at_start
         dropped = Counter(self.block_end["dropped"]) + self.dropped
         passes = [split["passes"] for split in self.block_end["splits"]]
         return {

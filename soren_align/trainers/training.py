@@ -86,8 +86,7 @@ def train(
         )
     identical |= {"precision": precision(trainer), **trainer.batch_hash.record()}
     if ranks.is_first:
-        # A run resumed at its last step takes no step: the earlier counts stay.
-        folder.update(optimizer=(folder.read() or {}).get("optimizer", {}) | trainer.optimizer_check.record)
+        folder.update(optimizer=trainer.optimizer_check.record)
         if finished:
             folder.update(identity=identical)
             if "best_model" not in result and (reason := divergence(read_metrics(folder.metrics))):

@@ -260,6 +260,7 @@ class SorenTrainerMixin(Trainer):
         try:
             states: Any = self.state.stateful_callbacks
             states[BatchHash.__name__] = self.batch_hash.state()
+            states[OptimizerCheck.__name__] = self.optimizer_check.counts
             states[_TOKENS] = self._total_train_tokens
             with write_errors(checkpoint):
                 super()._save_checkpoint(model, trial)

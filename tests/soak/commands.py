@@ -244,7 +244,8 @@ def run(
                 time.sleep(0.01)
             wait_for_strays([], time.monotonic() + 10)
     except BaseException:
-        kill_all([pid for pid in pids if pid not in codes])
+        kill_all(descendants())
+        wait_for_strays([], time.monotonic() + 10)
         raise
     finally:
         os.close(report)

@@ -137,6 +137,12 @@ class Trial:
             raise NotHit
         return self.sealed()[-1]
 
+    def is_finished(self, last: Ended) -> bool:
+        """Whether the run has ended well: by its command, or by the ranks of a launcher that was killed."""
+        if set(last.codes) == {0}:
+            return True
+        return -signal.SIGKILL in last.codes and not self.config.is_study and bool(runs.result(self.run, self.config))
+
     def conclude(self, remedy: Remedy | None = None, names: str = "", ignored: tuple[str, ...] = ()) -> str:
         """Rerun the command to its end; return the verdict.
 
@@ -148,7 +154,7 @@ class Trial:
             last = self.ended[-1]
             if last.is_hanging:
                 return "hang"
-            if set(last.codes) == {0}:
+            if self.is_finished(last):
                 break
             message = _message(last.output)
             fails = 1 in last.codes and "erun the same command" not in last.output
@@ -164,7 +170,7 @@ class Trial:
                 self.notes.append(f"no remedy: {message[-300:]}")
                 is_unclear = True
             self.command()
-        if set(self.ended[-1].codes) != {0}:
+        if not self.is_finished(self.ended[-1]):
             self.notes.append("no rerun ended the run")
             return "WRONG"
         traces = [ended.output for ended in self.ended if "Traceback (most recent call last)" in ended.output]
@@ -220,7 +226,7 @@ def killed_between_writes(trial: Trial) -> str:
         time.sleep(trial.rng.uniform(0, 0.05))
         kill_all(pids)
 
-    if trial.fault(trial.draw(), lambda pids: None, afterwards=kill).code == 0:
+    if trial.is_finished(trial.fault(trial.draw(), lambda pids: None, afterwards=kill)):
         raise NotHit
     return trial.conclude()
 
@@ -660,8 +666,11 @@ def study_has(trial: Trial, pattern: str) -> Callable[[], bool]:
 
 
 def below(program: str, pids: list[int]) -> list[int]:
-    """Return the processes below a command that run this program."""
-    return [pid for pid in commands.descendants(pids[0]) if program in commands.command_line(pid)]
+    """Return the processes below a command that run this program. Raises NotHit if there are none."""
+    found = [pid for pid in commands.descendants(pids[0]) if program in commands.command_line(pid)]
+    if not found:
+        raise NotHit
+    return found
 
 
 def signal_to_process(number: int, program: str | None) -> Callable[[Trial], str]:
@@ -669,12 +678,11 @@ def signal_to_process(number: int, program: str | None) -> Callable[[Trial], str
 
     def kind(trial: Trial) -> str:
         def act(pids: list[int]) -> None:
-            target = trial.rng.choice(below(program, pids)) if program else pids[0]
-            os.kill(target, number)
+            os.kill(trial.rng.choice(below(program, pids)) if program else pids[0], number)
 
-        trial.fault(None, act, when=has_lines(trial, "metrics.jsonl", trial.rng.randint(6, 20)))
-        if trial.ended[-1].code:
-            return trial.conclude()
+        if trial.fault(None, act, when=has_lines(trial, "metrics.jsonl", trial.rng.randint(6, 20))).code == 0:
+            raise NotHit
+        return trial.conclude()
 
     return kind
 
@@ -687,13 +695,14 @@ def compare_killed(number: int, program: str | None) -> Callable[[Trial], str]:
 
     def kind(trial: Trial) -> str:
         def act(pids: list[int]) -> None:
-            servers = below("forkserver", pids)
-            if program is None:
-                target = pids[0]
-            elif program == "server":
-                target = next(pid for pid in servers if commands.parents().get(pid) == pids[0])
-            else:
-                target = next(pid for pid in servers if commands.parents().get(pid) in servers)
+            target = pids[0]
+            if program:
+                servers, above = below("forkserver", pids), commands.parents()
+                are_runs = program == "run"  # forked from the server, which the command has started
+                targets = [pid for pid in servers if (above.get(pid) in servers) is are_runs]
+                if not targets:
+                    raise NotHit
+                target = targets[0]
             os.kill(target, number)
 
         trial.fault(None, act, when=study_has(trial, trial.rng.choice(STAGES)))

@@ -24,7 +24,7 @@ def verdict(tmp_path, monkeypatch):
         ends = [Ended(codes, output, True, hangs, 1.0) for codes, output, hangs in ends]
         trial.ended.append(ends.pop(0))
         monkeypatch.setattr(trial, "command", lambda: trial.ended.append(ends.pop(0)))
-        monkeypatch.setattr(runs, "result", lambda *_: result)
+        monkeypatch.setattr(runs, "result", lambda *_: {} if ends else result)
         return trial.conclude(**arguments)
 
     return conclude
@@ -40,6 +40,7 @@ REMEDY = {"remedy": lambda: None, "names": "No space left"}
     ("expected", "ends", "arguments"),
     [
         ("identical", [KILLED, DONE], {}),
+        ("identical", [KILLED], {}),  # its ranks have trained on
         ("identical", [([-9, 1], "lost another rank. Rerun the same command", False), ([0, 0], "", False)], {}),
         ("clear", [REFUSED, DONE], REMEDY),
         ("unclear", [TRACE, DONE], {}),

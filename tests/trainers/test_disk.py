@@ -123,6 +123,14 @@ def full(path):
             FileExistsError(errno.EEXIST, "File exists", "/there"),
             "/there: File exists; a file is in the way: remove it",
         ),
+        (
+            OSError(errno.EFBIG, "File too large"),
+            "/here: File too large; raise the limit of a file's size (ulimit -f, or the file system's)",
+        ),
+        (
+            OSError(errno.EMFILE, "Too many open files", "/there"),
+            "/there: Too many open files; raise the limit of open files (ulimit -n)",
+        ),
         (OSError("Not enough disk space. Needed: 5 GB"), "Not enough disk space. Needed: 5 GB"),
     ],
     ids=lambda value: type(value).__name__,
@@ -167,6 +175,17 @@ def test_a_full_disk_of_a_sharded_checkpoint_is_a_sentence(tmp_path):
     other = CheckpointException("read", {0: (ValueError("shapes"), None)})
     with pytest.raises(CheckpointException), disk_space.write_errors(tmp_path / "run"):
         raise other
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EFBIG, "File too large"), RuntimeError("PytorchStreamWriter failed")])
+@pytest.mark.parametrize("limit", [5_000, -1], ids=["limited", "unlimited"])
+def test_the_remedy_for_a_file_that_may_not_grow_is_its_limit(tmp_path, monkeypatch, error, limit):
+    monkeypatch.setattr(disk_space.resource, "getrlimit", lambda _: (limit, -1))
+    is_limited = limit > 0 or isinstance(error, OSError)
+    action = r"raise the limit of a file's size \(ulimit -f.*" if is_limited else "make room there"
+    message = rf"/run: .*No checkpoint is complete: {action}, then rerun the same command"
+    with pytest.raises(UserError, match=message), disk_space.write_errors(tmp_path / "run"):
+        raise error
 
 
 def test_another_runtime_error_is_not_a_matter_of_disks(tmp_path):

@@ -524,7 +524,10 @@ def wait_for(condition, process, seconds=600):
 
 @pytest.mark.parametrize("moment", [pytest.param("before", marks=pytest.mark.slow), "after"])
 def test_a_kill_around_the_saving_of_the_model_changes_nothing(tiny_run, monkeypatch, moment):
-    """The last checkpoint stands, run.json says "training", and the model folder is not there yet, or is already."""
+    """The last checkpoint stands, run.json says "training", and the model folder is not there yet, or is already.
+
+    The resumed run takes no step, and has the records of those that were taken.
+    """
     whole = tiny_run(name="whole")
     whole.train()
     original = training._save_model
@@ -540,5 +543,8 @@ def test_a_kill_around_the_saving_of_the_model_changes_nothing(tiny_run, monkeyp
             tiny_run().train()
     resumed = tiny_run()
     assert resumed.train()
+    assert resumed.folder.read()["resumed_from_steps"] == [6]
     assert resumed.folder.read()["training"]["steps"] == 6
+    assert resumed.folder.read()["optimizer"] == whole.folder.read()["optimizer"]
+    assert whole.folder.read()["optimizer"]["maps_per_step"] > 0
     assert same(weights(whole.folder), weights(resumed.folder))

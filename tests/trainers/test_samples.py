@@ -4,6 +4,7 @@ import io
 import json
 import random
 from contextlib import nullcontext
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,8 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from soren_align import recipe
 from soren_align.errors import UserError
+from soren_align.trainers import training
 from soren_align.trainers.samples import evaluating, read_prompts
 from tests.support.trainer_parity import logged
+from tests.trainers.test_resume import Kill, stop_after
 
 pytestmark = pytest.mark.model
 
@@ -141,12 +144,24 @@ def test_only_the_random_state_of_one_s_own_gpu_is_saved(monkeypatch):
 
 
 def test_a_resumed_run_repeats_no_sample(tiny_run, sampled, monkeypatch):
-    from tests.trainers.test_resume import stop_after
-
     stop_after(lambda: tiny_run("sft", *EVALUATED, *SAMPLED), 4, monkeypatch)
     run = tiny_run("sft", *EVALUATED, *SAMPLED)
     assert run.train()
     assert samples(run) == samples(sampled)
+
+
+@pytest.mark.parametrize("best", [(), pytest.param(("trainer.load_best_model_at_end=true",), marks=pytest.mark.slow)])
+def test_a_run_killed_at_its_end_repeats_no_sample(tiny_run, monkeypatch, best):
+    ends_with_evaluation = ("sft", *EVALUATED, *SAMPLED, "trainer.max_steps=4", *best)
+    with monkeypatch.context() as patched:
+        patched.setattr(training, "_save_model", Mock(side_effect=Kill))
+        with pytest.raises(Kill):
+            tiny_run(*ends_with_evaluation).train()
+    before, run = samples(tiny_run(*ends_with_evaluation)), tiny_run(*ends_with_evaluation)
+    assert run.train()
+    assert run.folder.read()["resumed_from_steps"] == [4]
+    assert samples(run) == before
+    assert [record["step"] for record in before if "at" in record] == [4] * len(PROMPTS) * bool(best)
 
 
 def test_prompts_are_read_from_a_file(tiny_run, tmp_path):

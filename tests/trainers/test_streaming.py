@@ -13,6 +13,7 @@ from soren_align.errors import UserError
 from soren_align.planning import plan as planning
 from soren_align.planning.compute import Compute
 from soren_align.planning.display import print_plan
+from soren_align.trainers import checkpoints
 from soren_align.trainers.token_stream import TokenStream
 from tests.support.trainer_parity import furthest, logged
 
@@ -72,6 +73,33 @@ def test_a_resumed_run_sees_the_tokens_of_an_uninterrupted_one(tiny_run, monkeyp
     assert counts == again
     assert counts["train"]["passes"][0] >= 1
     assert 0 < counts["eval"]["num_examples"] < 30
+
+
+def test_a_run_resumed_at_its_last_step_has_the_counts_of_what_was_read(tiny_run):
+    streams = [tiny_run("sft", STREAMED).prepare().stream for _ in range(2)]
+    list(itertools.islice(streams[0].rows(), 25))
+    streams[1].resume(json.loads(json.dumps(streams[0].state(24))), 24)
+    assert streams[1].counts() == streams[0].counts()
+    assert streams[0].counts()["num_kept"] == 25
+
+
+@pytest.mark.parametrize(
+    ("damage", "place"),
+    [
+        (lambda state: state["block"]["splits"][0].pop("position"), r"block\.splits\.0\.position"),
+        (lambda state: state.update(num_trained=-1), "num_trained"),
+    ],
+)
+def test_a_damaged_place_in_a_stream_is_one_sentence(tiny_run, tmp_path, damage, place):
+    stream = tiny_run("sft", STREAMED).prepare().stream
+    next(stream.rows())
+    state = stream.state(0)
+    checkpoints.write_stream(tmp_path, state)
+    assert checkpoints.read_stream(tmp_path) == state
+    damage(state)
+    checkpoints.write_stream(tmp_path, state)
+    with pytest.raises(UserError, match=rf"stream\.json: {place}: .*; remove this checkpoint's folder"):
+        checkpoints.read_stream(tmp_path)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from soren_align.errors import UserError
 from soren_align.files import default_cache_folder
 from soren_align.planning.inputs import load_inputs, on_this_machine
+from soren_align.trainers import starting_model
 from soren_align.trainers.training_setup import set_up_training
 from soren_align.weights import load_model
 
@@ -88,3 +89,15 @@ def test_a_tokenizer_larger_than_the_model_is_refused_before_weights_are_drawn(t
 def test_a_wrong_tokenizer_is_an_error_of_the_recipe(tiny_run, overrides, message):
     with pytest.raises(UserError, match=message):
         tiny_run("sft", *overrides)
+
+
+@pytest.mark.parametrize(
+    ("name", "load"),
+    [("tokenizer_config.json", starting_model.load_tokenizer), ("config.json", starting_model.load_model)],
+)
+def test_a_damaged_file_of_the_start_is_one_of_the_run_s_folder(tiny_run, name, load):
+    run = tiny_run()
+    start = run.prepare().start
+    (run.folder.start / name).write_text("{}" if name == "config.json" else "")
+    with pytest.raises(UserError, match=r" .*/run/start \(made by soren-align; removed, it is made again\): "):
+        load(run.recipe, start)
