@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, TextStreamer
 
-from .data.rendering import CPU_SECONDS, cpu_time_limit, template_errors
+from .data.rendering import template_errors
 from .errors import UserError
 from .evaluate.backends import BackendSettings, base_folder, load_lm, load_tokenizer, model_folder
 from .quantized_weights import quantization_of
@@ -48,8 +48,7 @@ class ChatModel:
         """Return the prompt for an answer to the last turn, [1, length]. Without a template it is that turn's text."""
         if not self.has_template:
             return self.tokenizer(turns[-1]["content"], return_tensors="pt").input_ids
-        template = f"{self.name}: the chat template"
-        with template_errors(template), cpu_time_limit(CPU_SECONDS, template):
+        with template_errors(f"{self.name}: the chat template"):
             text = self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
         return self.tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
 

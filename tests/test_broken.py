@@ -279,7 +279,7 @@ def test_many_bad_rows_are_counted_and_the_first_are_named(soren_align, tmp_path
 TEMPLATES = {
     "loops in loops": (
         "{% for i in range(99999) %}{% for i in range(99999) %}{% endfor %}{% endfor %}",
-        r"the chat template takes more than 2 seconds for one example",
+        r"the chat template fails on the first example: more than",
     ),
     "no template": (None, r"has no chat template; set model.chat_template"),
     "neither marks nor stable": (

@@ -9,7 +9,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from trl.chat_template_utils import get_training_chat_template
 
 from .. import shipped, weights
-from ..data import ChatEncoder, check_rendering_cost, set_template, trained_tokenizer, within_vocabulary
+from ..data import ChatEncoder, set_template, trained_tokenizer, within_vocabulary
 from ..errors import UserError
 from ..files import default_cache_folder
 from ..recipe import Model, Recipe, TrainedTokenizer, adapter_config, is_local, quantization
@@ -103,16 +103,6 @@ _TWO_ANSWERS: list[dict[str, Any]] = [
     {"role": role, "content": content} for content in ("first", "second") for role in ("user", "assistant")
 ]
 """Templates that leave out parts of earlier turns render them differently as the second answer follows."""
-_TOOL_CALL = {"type": "function", "function": {"name": "dummy", "arguments": {"a": "b"}}}
-_CONVERSATIONS_OF_TRL: list[list[dict[str, Any]]] = [
-    [{"role": "user", "content": "dummy"}, {"role": "assistant", "content": "dummy"}],
-    [
-        {"role": "user", "content": "dummy"},
-        {"role": "assistant", "content": "", "tool_calls": [_TOOL_CALL]},
-        {"role": "tool", "name": "dummy", "content": "dummy"},
-    ],
-]
-"""TRL renders these in this process, to detect whether a template supports tools."""
 
 
 def load_tokenizer(recipe: Recipe, source: str) -> PreTrainedTokenizerBase:
@@ -126,13 +116,11 @@ def load_tokenizer(recipe: Recipe, source: str) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, revision=revision)
     set_template(tokenizer, recipe.model.chat_template, recipe.model.eos_token)
     if recipe.trainer.get("assistant_only_loss") and tokenizer.chat_template:
-        check_rendering_cost(tokenizer, recipe.model.name_or_path, _TWO_ANSWERS)
         try:
             list(ChatEncoder(tokenizer, assistant_only=True).conversations([_TWO_ANSWERS], [{}]))
-        except (UserError, ValueError):
-            for turns in _CONVERSATIONS_OF_TRL:
-                check_rendering_cost(tokenizer, recipe.model.name_or_path, turns)
-            with contextlib.suppress(ValueError):  # TRL does not support the template: check_template reports it
+        except ValueError:
+            # TRL does not support the template, or it fails on a conversation of TRL's: check_template reports it.
+            with contextlib.suppress(Exception):
                 tokenizer.chat_template = get_training_chat_template(tokenizer) or tokenizer.chat_template
     return tokenizer
 
