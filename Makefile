@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN := runs/quickstart
 
-.PHONY: setup demo test test-all test-rest fuzz races parity check clean
+.PHONY: setup demo test test-all test-rest test-cpus fuzz soak races parity check clean
 
 setup: .venv/installed
 
@@ -30,10 +30,21 @@ test-rest: TESTS := -m "not (unit or model or sample) or slow"
 test test-all test-rest: setup
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
 
+# The first two tiers with the instruction sets and threads of other machines: one line for each of six settings, at most
+# 40 minutes on two cores. `make test-cpus CPU=avx2-1` takes one (tests/cpus.py), CPU=rotating that of the commit.
+test-cpus: setup
+	$(BIN)/python -m tests.cpus $(CPU)
+
 # 40,000 mutated recipes, data files, run folders, ... in 20 minutes. `make fuzz SEED=7` again goes on where it was.
 fuzz: SEED ?= $(shell date +%Y%m%d)
 fuzz: setup
 	$(BIN)/python -m tests.fuzz.run --seed $(SEED)
+
+# 270 faults on runs of every kind: kills, full disks, flipped bits, lost ranks. After each the same command must end with
+# the same bits. An hour on two quiet cores; `make soak SEED=7` again continues. The table: docs/reliability.md.
+soak: SEED ?= $(shell date +%Y%m%d)
+soak: setup
+	$(BIN)/python -m tests.soak --seed $(SEED)
 
 # 50 pairs of starts for one folder, 0 to 8 s apart: one trains its own recipe, the other is refused. Ten minutes.
 races: setup

@@ -1,7 +1,7 @@
 """The model card: whether training changed the model, its scores, and how to reproduce it.
 
 The whole page is written again from run.json, recipe.yaml and the evaluations' results.json whenever one of them
-changes. It contains no path of this machine except those in the recipe.
+changes. It contains no local path: see `public`.
 """
 
 import re
@@ -15,8 +15,15 @@ from .evaluate import tables
 from .evaluate.results import read_results
 from .evaluate.tables import in_cell, plain
 from .files import write
-from .manifest import SURVIVAL_THRESHOLD, TRAINED, describe_dropped, describe_earlier_runs, describe_early_stop
-from .recipe import TASK_TITLES, Recipe, adapter_config, load_resolved
+from .manifest import (
+    SURVIVAL_THRESHOLD,
+    TRAINED,
+    describe_dropped,
+    describe_earlier_runs,
+    describe_early_stop,
+    describe_losses,
+)
+from .recipe import TASK_TITLES, Recipe, adapter_config, load_resolved, to_yaml
 from .run_folder import RunFolder
 
 SMALL_CHANGE = 1e-4
@@ -30,26 +37,54 @@ def write_card(run: RunFolder, merged: bool = False) -> None:
 
 def card(run: RunFolder, title: str, merged: bool = False) -> str:
     """Return the page of a trained run: YAML front matter for the hub, then Markdown."""
-    record = run.record(*TRAINED)  # first: it reports a run folder of another version
+    own_record = run.record(*TRAINED)  # first: it reports a run folder of another version
     recipe = load_resolved(run.recipe)
+    record = public_record(own_record, recipe)
     is_adapter = adapter_config(run.model) is not None
     facts = "".join(f"| {name} | {in_cell(fact)} |\n" for name, fact in _facts(recipe, record).items() if fact)
     parts = [
-        f"---\n{_front_matter(recipe, record, is_adapter and not merged)}\n---",
+        f"---\n{_front_matter(recipe, own_record, is_adapter and not merged)}\n---",
         f"# {plain(title)}",
         plain(_summary(recipe, record, is_adapter, merged)),
         _change(record["training"], is_adapter, merged),
         *_evaluations(run, recipe),
         f"## Training\n\n| | |\n|---|---|\n{facts}".rstrip(),
-        f"<details><summary>Recipe</summary>\n\n{_fenced(run.recipe.read_text(encoding='utf-8'))}\n\n</details>",
+        f"<details><summary>Recipe</summary>\n\n{_fenced(public_recipe(recipe))}\n\n</details>",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def public(record: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
+def public(value: Any) -> Any:
+    """Return plain data without local paths, which name people and machines: of each, "..." and the last part.
+
+    Absolute paths, those that begin with ~ or .., and file:// are local; "shipped:..." and paths below the working
+    directory are not.
+    """
+    if isinstance(value, dict):
+        return {key: public(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [public(part) for part in value]
+    if not isinstance(value, str):
+        return value
+    if _IS_LOCAL_PATH.fullmatch(value):  # as a whole, it may contain blanks
+        return f".../{value.rstrip('/').rpartition('/')[2]}"
+    return _LOCAL_PATH.sub(lambda path: f".../{path[0].rstrip('/').rpartition('/')[2]}", value)
+
+
+_IS_LOCAL_PATH = re.compile(r"(file://)?(~[^\s/]*|\.\.|/[^\s/][^/\n]*)(/[^\n]*)+")
+_LOCAL_PATH = re.compile(r"(?<![\w./~])(file://)?(~[^\s/]*|\.\.|/[^\s/]+)(/[^\s/\"'`,;()\[\]{}<>|]+)+/?")
+
+
+def public_record(record: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
     """Return run.json for publication: the starting checkpoint by its name in the recipe, and no error message."""
-    start = record["start"] | {"path": _start_name(record, recipe)}
-    return {key: value for key, value in record.items() if key != "last_error"} | {"start": start}
+    start = record["start"]["path"]
+    named = record["start"] | {"path": recipe.model.name_or_path if Path(start).is_absolute() else start}
+    return public({key: value for key, value in record.items() if key != "last_error"} | {"start": named})
+
+
+def public_recipe(recipe: Recipe) -> str:
+    """Return recipe.yaml for publication."""
+    return to_yaml(public(recipe.model_dump()))
 
 
 def on_hub(start: str) -> str | None:
@@ -108,14 +143,15 @@ def _change(training: dict[str, Any], is_adapter: bool, merged: bool) -> str:
         rounding = f"; rounding preserves {preserved} of that change, and {differ} of the changed entries still differ"
         is_exact = min(survival.values()) > 0.9995
         lines.append(f"The model is saved in {saved['dtype']}{'' if is_exact else rounding}.")
-    if change == aux_change == 0:
+    if "diverged" in training:
+        lines.insert(0, f"**Training diverged, and this model is broken: {plain(training['diverged'])}.**")
+    elif change == aux_change == 0:
         lines.insert(0, "**Training did not change this model: its weights are those of the starting checkpoint.**")
     elif max(change, aux_change) < SMALL_CHANGE:
         lines.insert(0, "**Training hardly changed this model: expect the behavior of the starting checkpoint.**")
     elif survival and not merged and min(survival["fraction_changed"], survival["projection"]) < SURVIVAL_THRESHOLD:
         lines.insert(0, "**Most of the change was lost to rounding when the model was saved.**")
-    if training["first_loss"] is not None and training["last_loss"] is not None:
-        lines.append(f"Its loss went from {training['first_loss']:.3f} to {training['last_loss']:.3f}.")
+    lines += [f"{text[0].upper()}{text[1:]}." for text in describe_losses(training)]
     return " ".join(lines)
 
 
@@ -142,7 +178,7 @@ def _without_paths(results: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
     if Path(settings.get("data", "hub")).is_absolute():
         settings["data"] = (recipe.eval and recipe.eval.data_root) or "local files"
         title = re.sub(r": on the data in .*", ": on local data", title, flags=re.DOTALL)
-    return results | {"title": title, "rows": rows, "settings": settings}
+    return public(results | {"title": title, "rows": rows, "settings": settings})
 
 
 def _name_on_hub(model: str) -> str | None:
@@ -195,15 +231,10 @@ def _perplexity(validation: dict[str, Any] | None) -> str | None:
 
 
 def _start(recipe: Recipe, record: dict[str, Any]) -> str:
-    name, seed = _start_name(record, recipe), recipe.model.init_seed
+    name, seed = record["start"]["path"], recipe.model.init_seed
     if seed is not None:
         return f"random weights (seed {seed}) with the architecture of {name}"
     return ", ".join(filter(None, (name, describe_earlier_runs(record["start"]))))
-
-
-def _start_name(record: dict[str, Any], recipe: Recipe) -> str:
-    start = record["start"]["path"]
-    return recipe.model.name_or_path if Path(start).is_absolute() else start
 
 
 def _identity(digest: str | None) -> str | None:

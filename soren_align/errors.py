@@ -57,18 +57,40 @@ class ResumableError(UserError):
     """The machine failed, not the run: a full disk, missing memory, a lost rank. The same command resumes later."""
 
 
-class OutOfReach(UserError):
+class OutOfReach(ResumableError):
     """A file is not on this machine, and the Hugging Face hub cannot be reached."""
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_OF_THE_MACHINE = (errno.EIO, errno.ESTALE, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
+"""Errors that name no file: a broken disk or network file system, and limits of files, memory and processes."""
+_NO_MEMORY = re.compile(
+    "out of memory|[cC]an(no|')t allocate memory|CUBLAS_STATUS_ALLOC_FAILED|bad_alloc|killed by signal"
+)
+"""In the RuntimeErrors of torch (2.13): OutOfMemoryError is one, and that of a killed DataLoader worker another."""
 _REMEDIES = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "name another folder, or change its permissions")
 _REMEDIES |= dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "a file is in the way: remove it, or name another folder")
 _REMEDIES |= dict.fromkeys(_FULL, "make room there, or name a folder on another disk, then rerun the command")
 
 
-def from_os_error(error: OSError, folder: str | os.PathLike[str] | None = None) -> UserError | None:
-    """Return a UserError that names the file or folder, the free space of a full disk, and the remedy.
+def machine_failure(error: BaseException, folder: str | os.PathLike[str] | None = None) -> ResumableError | None:
+    """Return a ResumableError if the machine failed: files, disks and memory; None for any other error.
+
+    folder: as in `from_os_error`.
+    """
+    if isinstance(error, OSError):
+        return from_os_error(error, folder)
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error))):
+        first = (str(error).strip().splitlines() or [""])[0]
+        return ResumableError(
+            f"out of memory{f' ({first})' if first else ''}; free some, or train with a smaller "
+            "trainer.per_device_train_batch_size or max_length, then rerun the command"
+        )
+    return None
+
+
+def from_os_error(error: OSError, folder: str | os.PathLike[str] | None = None) -> ResumableError | None:
+    """Return a ResumableError that names the file or folder, the free space of a full disk, and the remedy.
 
     folder: where this process writes, for an error that names no file. Returns None if the error is not about a file of
     the user.
@@ -76,8 +98,8 @@ def from_os_error(error: OSError, folder: str | os.PathLike[str] | None = None) 
     # A program that is missing (gcc, ninja): the traceback shows which library needs it.
     is_program = error.errno == errno.ENOENT and isinstance(error.filename, str) and os.sep not in error.filename
     if "Not enough disk space" in str(error):  # of datasets, with the needed bytes
-        return UserError(str(error))
-    if (error.filename is None or is_program) and error.errno not in _FULL:
+        return ResumableError(str(error))
+    if (error.filename is None or is_program) and error.errno not in (*_FULL, *_OF_THE_MACHINE):
         return None
     place = error.filename if isinstance(error.filename, str | bytes) else folder
     if place is None:  # of the folders that libraries write into, the one with the least space
@@ -85,7 +107,7 @@ def from_os_error(error: OSError, folder: str | os.PathLike[str] | None = None) 
         place = min((os.getcwd(), tempfile.gettempdir(), home), key=free_bytes)
     space = f" ({free_bytes(place):,} bytes free)" if error.errno in _FULL else ""
     remedy = _REMEDIES.get(error.errno or 0)
-    return UserError(f"{os.fsdecode(place)}: {error.strerror or error}{space}{f'; {remedy}' if remedy else ''}")
+    return ResumableError(f"{os.fsdecode(place)}: {error.strerror or error}{space}{f'; {remedy}' if remedy else ''}")
 
 
 def free_bytes(place: str | bytes | os.PathLike[str]) -> int:

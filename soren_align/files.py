@@ -1,21 +1,34 @@
-"""Read files of unknown origin with limits, and write files atomically.
+"""Read files of unknown origin with limits, write files atomically and durably, and identify them by content.
 
 Whatever a YAML or JSON file contains, reading it takes seconds and returns plain data or raises UserError.
 """
 
+import errno
+import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from typing_extensions import TypedDict
 
 from .errors import UserError
 from .yaml_reader import MAX_DEPTH, MAX_YAML_BYTES, is_text, parse_yaml
 
+T = TypeVar("T")
+
 MAX_JSON_BYTES = 1 << 26
 MAX_JSON_DIGITS = 40
+CHUNK_BYTES = 1 << 24
+"""Of a file's content that is hashed at once: part of the definition of `Content`."""
+_BLOCK_BYTES = 1 << 18
+"""Of one read: it is hashed while it is in the CPU's cache, and bounds the memory of a thread."""
+_MAX_THREADS = 4
+"""That hash in one process: SHA-256 of 4 threads is faster than a disk."""
 
 
 def local_path(text: str | Path) -> Path:
@@ -133,6 +146,106 @@ def write(path: Path, text: str) -> None:
             stream.flush()
             os.fsync(stream.fileno())
         temporary.replace(path)
+
+
+def rename_durably(partial: Path, folder: Path) -> None:
+    """Rename a complete folder; its files then have the modes of the umask and survive a loss of power."""
+    umask = _umask()
+    for file in [path for path in partial.rglob("*") if path.is_file()]:
+        _settle(file, umask)
+    sync_folders(partial)
+    partial.rename(folder)
+    sync_folder(folder.parent)
+
+
+def sync_folders(folder: Path) -> None:
+    """Write the entries of a folder and of those below it to the disk."""
+    for path in (*(entry for entry in folder.rglob("*") if entry.is_dir()), folder):
+        sync_folder(path)
+
+
+def sync_folder(folder: Path) -> None:
+    """Write the entries of a folder to the disk: the names of its files, not their content."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # of file systems without such a call
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def use_umask(file: Path) -> None:
+    """Give a new file the mode that the umask asks for: safetensors makes its files readable by their owner alone."""
+    _set_mode(file, _umask())
+
+
+def _umask() -> int:
+    umask = os.umask(0o077)  # it can be read only by setting it
+    os.umask(umask)
+    return umask
+
+
+def _set_mode(file: Path, umask: int) -> None:
+    mode = 0o666 & ~umask
+    if file.stat().st_mode & 0o777 != mode:
+        with suppress(PermissionError):  # a file system without modes
+            file.chmod(mode)
+
+
+def _settle(file: Path, umask: int) -> None:
+    """Give a complete file its mode, and write it to the disk."""
+    _set_mode(file, umask)
+    with _naming(file), file.open("rb") as stream:
+        os.fsync(stream.fileno())
+
+
+class Content(TypedDict):
+    """The identity of a file's content."""
+
+    num_bytes: int
+    tree_sha256: str
+    """SHA-256 over the SHA-256 digests of its chunks of CHUNK_BYTES, which threads and ranks compute side by side."""
+
+
+def contents(files: Iterable[Path], *, settle: bool = False) -> list[Content]:
+    """Return the contents of files. settle: meanwhile give them the modes of the umask and write them to the disk."""
+    files, umask = [*files], _umask()
+    sizes = [file.stat().st_size for file in files]
+    chunks = [chunk for file, size in zip(files, sizes, strict=True) for chunk in chunks_of(file, size)]
+    with ThreadPoolExecutor(1) as disk:  # it waits for the disk while other threads hash
+        settled = [disk.submit(_settle, file, umask) for file in files if settle]
+        digests = iter(chunk_digests(chunks))
+        for future in settled:
+            future.result()
+    return [Content(num_bytes=size, tree_sha256=tree_sha256(digests, size)) for size in sizes]
+
+
+def chunks_of(file: T, num_bytes: int) -> list[tuple[T, int]]:
+    """Return (file, number) of each chunk of a file of this size."""
+    return [(file, number) for number in range(-(-num_bytes // CHUNK_BYTES))]
+
+
+def chunk_digests(chunks: Iterable[tuple[Path, int]]) -> list[bytes]:
+    """Return the SHA-256 digests of chunks (file, number), by threads: hashlib releases Python's lock."""
+    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
+        return list(threads.map(_chunk_digest, chunks))
+
+
+def tree_sha256(digests: Iterator[bytes], num_bytes: int) -> str:
+    """Return `Content.tree_sha256` of a file of this size, taking the digests of its chunks from an iterator."""
+    return hashlib.sha256(b"".join(next(digests) for _ in chunks_of(None, num_bytes))).hexdigest()
+
+
+def _chunk_digest(chunk: tuple[Path, int]) -> bytes:
+    file, number = chunk
+    digest, block = hashlib.sha256(), memoryview(bytearray(_BLOCK_BYTES))
+    with _naming(file), file.open("rb") as stream:
+        stream.seek(number * CHUNK_BYTES)
+        for _ in range(CHUNK_BYTES // _BLOCK_BYTES):
+            digest.update(block[: stream.readinto(block)])
+    return digest.digest()
 
 
 def refuse_unwritable(folder: Path, key: str) -> None:

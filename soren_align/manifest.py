@@ -4,7 +4,8 @@ A run folder may come from anyone, or from another version: a key of the wrong t
 Other keys are for people.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
 
@@ -20,6 +21,12 @@ SURVIVAL_THRESHOLD = 0.5
 """Share of a change, or of the entries to be changed, below which more is lost to rounding than survives. Good settings
 are far above, bad ones far below: in its first step, Soren at the paper's 1e-6 changes 0.98 of float32 weights and less
 than 0.01 of bfloat16 ones."""
+PEAK, RECOVERED = 1.5, 0.9
+"""A training diverged if a loss rose to more than PEAK times the held-out loss of the start, and at the end neither the
+training loss nor the held-out loss is below RECOVERED times it. One that learns its training examples by heart did not:
+its training loss is low. With a learning rate of 100 weights overflow to equal probabilities, and the loss ends a
+little below that of random weights. Where the start was not evaluated, all losses that were logged in the second half
+have to be above PEAK times the first one, which is of few examples."""
 Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0)]
 
@@ -120,18 +127,48 @@ class Validation(TypedDict):
     num_tokens: Count
 
 
+class Evaluation(TypedDict):
+    """A held-out loss at a step."""
+
+    step: Count
+    loss: float
+
+
+class HeldOutLoss(TypedDict):
+    """The first held-out loss, and that of the saved model: one evaluation if these are the same."""
+
+    num_examples: Count
+    evaluations: Annotated[list[Evaluation], Field(min_length=1, max_length=2)]
+
+
+class Preferences(TypedDict):
+    """The share of pairs whose chosen answer the model prefers, and the mean margin of the rewards."""
+
+    share: float
+    margin: float
+    num_pairs: Count
+    held_out: bool
+    """Otherwise the pairs are those of the last training log."""
+
+
 class Training(TypedDict):
     """The result of training."""
 
     steps: Count
     first_loss: float | None
     last_loss: float | None
+    examples_per_log: NotRequired[Annotated[list[Count], Field(min_length=2, max_length=2)]]
+    """The number of examples that first_loss and last_loss average. Fewer where an epoch's last batch is smaller, and
+    in the first log after resuming."""
+    held_out: NotRequired[HeldOutLoss]
+    preferences: NotRequired[Preferences]
     relative_change: NotRequired[float]
     aux_relative_change: NotRequired[float]
     change_after_saving: NotRequired[Survival]
     stopped_early: NotRequired[EarlyStop]
     best_model: NotRequired[BestEvaluation]
     validation: NotRequired[Validation]
+    diverged: NotRequired[str]
 
 
 class Identity(TypedDict):
@@ -156,7 +193,7 @@ class Manifest(TypedDict):
     """The content of run.json."""
 
     format_version: Literal[2]
-    status: Literal["training", "trained", "finished"]
+    status: Literal["training", "trained", "finished", "diverged"]
     task: Literal["sft", "dpo", "pretrain"]
     versions: dict[str, str]
     extends: NotRequired[list[str]]
@@ -168,6 +205,8 @@ class Manifest(TypedDict):
     commit: NotRequired[str | None]
     last_error: NotRequired[str | None]
     diverged: NotRequired[bool]
+    resumable: NotRequired[bool]
+    defect: NotRequired[str | None]
     optimizer: NotRequired[Optimizer]
     start: NotRequired[Start]
     data: NotRequired[Data]
@@ -212,9 +251,47 @@ def checked(record: Any, file: Path, required: Iterable[str] = ()) -> dict[str, 
     raise UserError(f"{file}: {problem}; it was edited, or written by another version of soren-align")
 
 
+def divergence(lines: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return why a training diverged, from the lines of its metrics.jsonl; None if it did not. See PEAK."""
+    held_out = [line["eval_loss"] for line in lines if "eval_loss" in line]
+    training = [line["loss"] for line in lines if "loss" in line]
+    ends = [losses[-1] for losses in (held_out, training) if losses]
+    if not all(map(math.isfinite, ends)):
+        return "the loss at the end is not a number"
+    if held_out and next(line["step"] for line in lines if "eval_loss" in line) == 0:
+        start, end, peak = held_out[0], held_out[-1], max(filter(math.isfinite, held_out + training))
+        if peak > PEAK * start and min(ends) > RECOVERED * start:
+            return f"the held-out loss was {start:.4g} at the start and {end:.4g} at the end, after {peak:.3g}"
+    elif len(training) > 1 and min(training[(len(training) + 1) // 2 :]) > PEAK * training[0]:
+        return f"the training loss was {training[0]:.4g} in the first log and {training[-1]:.4g} in the last one"
+    return None
+
+
 def describe_dropped(dropped: dict[str, int]) -> str:
     """Describe dropped examples (reason -> number): "3 dropped (messages is an empty list), ..."; "" for none."""
     return ", ".join(f"{count} dropped ({reason})" for reason, count in dropped.items())
+
+
+def describe_truncation(num_truncated: int, num_tokens_left_out: int, num_tokens: int) -> str:
+    """Describe truncated examples: "3 truncated to max_length: 120 tokens (4.1%) are left out".
+
+    num_tokens: of all examples, after truncation.
+    """
+    if not num_truncated:
+        return "0 truncated to max_length"
+    share = num_tokens_left_out / (num_tokens + num_tokens_left_out)
+    return f"{num_truncated:,} truncated to max_length: {num_tokens_left_out:,} tokens ({share:.1%}) are left out"
+
+
+def describe_held_out(counts: Mapping[str, Any]) -> list[str]:
+    """Return a line about the held-out examples, and one about truncated ones. counts: see `TrainingSetup.held_out`."""
+    of_all = f" of {counts['num_examples']:,}" * (counts["num_kept"] < counts["num_examples"])
+    dropped = f", {text}" if (text := describe_dropped(counts["dropped"])) else ""
+    lines = [f"{counts['num_kept']:,}{of_all} examples for the evaluation loss, not trained on{dropped}"]
+    if counts["num_truncated"]:
+        numbers = (counts[key] for key in ("num_truncated", "num_truncated_tokens", "num_tokens"))
+        lines.append(describe_truncation(*numbers))
+    return lines
 
 
 def describe_early_stop(early: dict[str, Any]) -> str:
@@ -225,6 +302,28 @@ def describe_early_stop(early: dict[str, Any]) -> str:
     value = f"; the best was {best['value']:.4g}" if best["value"] is not None else ""
     step = f" at step {best['step']}" if best["step"] is not None else ""
     return f"{evaluations} did not improve {best['metric']}{by}{value}{step}"
+
+
+def describe_losses(training: dict[str, Any]) -> list[str]:
+    """Describe the losses of a run, the held-out one first, and the preferences of DPO; a text for each."""
+    texts = []
+    if held_out := training.get("held_out"):
+        ends = (0, training["steps"])
+        losses = [
+            f"{evaluation['loss']:.3f}" + f" at step {evaluation['step']:,}" * (evaluation["step"] not in ends)
+            for evaluation in held_out["evaluations"]
+        ]
+        texts.append(f"held-out loss {' -> '.join(losses)} ({held_out['num_examples']:,} examples)")
+    first, last = training["first_loss"], training["last_loss"]
+    if first is not None and last is not None:
+        counts = [f"{count:,}" for count in dict.fromkeys(training.get("examples_per_log", ()))]
+        examples = f", of up to {' and '.join(counts)} examples" if counts else ""
+        texts.append(f"training loss {first:.3f} -> {last:.3f} (first and last log{examples})")
+    if preferences := training.get("preferences"):
+        num_pairs, margin = preferences["num_pairs"], preferences["margin"]
+        pairs = f"{num_pairs:,} held-out pairs" if preferences["held_out"] else f"{num_pairs:,} pairs (last log)"
+        texts.append(f"the chosen answer preferred in {preferences['share']:.0%} of {pairs}, margin {margin:.3g}")
+    return texts
 
 
 def describe_earlier_runs(start: dict[str, Any]) -> str:

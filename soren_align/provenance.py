@@ -8,6 +8,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from .errors import UserError
+from .files import is_component, read_json
 from .version import __version__
 
 PACKAGES = ("torch", "transformers", "trl", "datasets", "accelerate", "peft", "deepspeed", "lm-eval", "pydantic")
@@ -22,6 +24,13 @@ def provenance() -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             versions[package] = "not installed"
     return {"versions": versions, "commit": commit(), "platform": platform.platform()}
+
+
+@lru_cache
+def software() -> str:
+    """Return one line that changes with an update: the versions, and the commit of the checkout."""
+    record = provenance()
+    return ", ".join([*(f"{name} {version}" for name, version in record["versions"].items()), str(record["commit"])])
 
 
 def commit() -> str | None:
@@ -41,11 +50,36 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 def fingerprint(model: str) -> str | None:
-    """Return the sha256 over the weights of a local model folder; None for a name on the hub."""
+    """Return the sha256 over the weights of a local model folder; None for a name on the hub.
+
+    Raises UserError if the folder names weights outside of it, as `weight_files` does.
+    """
     if not Path(model).is_dir():
         return None
-    files = sorted(file for file in Path(model).glob("*.safetensors") if file.is_file())
+    files = weight_files(Path(model))
     return _sha256(tuple((file, file.stat().st_size, file.stat().st_mtime_ns) for file in files))
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files from which the weights of a model folder can be loaded: safetensors, and indexes with all files
+    that they name.
+
+    Raises UserError if an index, or transformers_weights in config.json, names anything but a file of the folder.
+    """
+    files = {file for file in folder.glob("*.safetensors") if file.is_file()}
+    config = folder / "config.json"
+    references = [(config, "transformers_weights")] if config.is_file() else []
+    references += [(index, "weight_map") for index in folder.glob("*.safetensors.index.json") if index.is_file()]
+    for file, key in references:
+        content = read_json(file)
+        value = content.get(key) if isinstance(content, dict) else None
+        for name in value.values() if isinstance(value, dict) else [value] * (value is not None):
+            if not is_component(name):
+                raise UserError(f"{file}: {key} names {name!r}, which is no file of this folder; copy it there")
+            files.add(folder / str(name))
+    return sorted(
+        file for file in files | {index for index, key in references if key == "weight_map"} if file.is_file()
+    )
 
 
 @lru_cache

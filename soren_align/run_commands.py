@@ -58,11 +58,14 @@ def push(
     revision: Annotated[
         str | None, typer.Option(metavar="BRANCH", help="A branch; created if missing. Default: main.")
     ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List the files and their sizes; upload nothing, without a network.")
+    ] = False,
 ) -> None:
     """Upload a run's model to the Hugging Face hub.
 
-    With its model card, recipe and run.json.
+    With its model card, recipe and run.json; without local paths, and without files that are no part of a model.
     """
     from .push import push as upload
 
-    typer.echo(upload(run, repo, merged=merged, private=private, revision=revision))
+    typer.echo(upload(run, repo, merged=merged, private=private, revision=revision, dry_run=dry_run))

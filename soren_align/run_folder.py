@@ -22,12 +22,19 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from . import lock, manifest
-from .errors import UserError
-from .files import is_component, local_path, read_json, remove, write
-from .provenance import fingerprint
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
-COMPLETE_MARKER = "soren_align.json"  # written last into a checkpoint, when it is complete
+from . import lock, manifest
+from .errors import DivergedError, ResumableError, UserError
+from .files import Content, is_component, local_path, read_json, remove, write
+from .provenance import fingerprint, software
+
+COMPLETE_MARKER = "soren_align.json"
+"""The seal of a checkpoint, written last, when all its files are complete and on the disk."""
+CHANGED = "the content is not the one that was saved (a defect of the disk, a bad copy, an edit)"
+PREVIOUS = "remove this checkpoint's folder to resume from the previous one"
+"""The remedy for a damaged checkpoint."""
 MERGED_FROM = "merged_from.json"  # in a merged model: sha256 of the adapter that was merged
 CONTENTS = (
     "recipe.yaml",
@@ -43,6 +50,7 @@ CONTENTS = (
     "tensorboard",
     "run.json",
 )
+AFTER_DIVERGENCE = "train it anew with a smaller optimizer.lr, such as a tenth, and --set run.overwrite=true"
 STOPPED = "stopped by a signal"
 """`last_error` of a run that a signal stopped: the same command resumes it."""
 LOCK, RANKS_LOCK = ".lock", ".lock-ranks"
@@ -98,7 +106,10 @@ class RunFolder:
 
     def why_no_model(self) -> str:
         """Return the finding and the remedy for a run without a model folder."""
-        status = (self.read() or {}).get("status")
+        record = self.read() or {}
+        status = record.get("status")
+        if status == "diverged":
+            return f"diverged: {record['training']['diverged']}; {AFTER_DIVERGENCE}"
         if status == "finished":
             return "has no model any more, it was removed; train it again with --set run.overwrite=true"
         return f"has no model yet (status: {status}); finish the run first"
@@ -111,6 +122,21 @@ class RunFolder:
         """Replace run.json by these keys and the version of its format."""
         record["format_version"] = manifest.FORMAT_VERSION
         write(self.path / "run.json", json.dumps(record, indent=2) + "\n")
+
+    def record_failure(self, error: Exception) -> None:
+        """Write an error into run.json, if the run has begun and the disk has room: its message, whether the training
+        diverged, and whether the same command resumes the run. Of a defect, no UserError, the software that has it.
+        """
+        is_defect = not isinstance(error, UserError)
+        message = (f"{type(error).__name__}: {error}".splitlines() or [""])[0] if is_defect else str(error)
+        with suppress(OSError, UserError):
+            if self.read() is not None:
+                self.update(
+                    last_error=message,
+                    diverged=isinstance(error, DivergedError),
+                    resumable=isinstance(error, ResumableError),
+                    defect=software() if is_defect else None,
+                )
 
     def complete_checkpoints(self) -> list[Path]:
         """Return the complete checkpoints (see trainers/checkpoints.py), in the order of their steps."""
@@ -203,17 +229,66 @@ class RunFolder:
         file = self.merged / MERGED_FROM
         return file.is_file() and read_json(file) == self.adapter()
 
-    def drop_measurements_after(self, step: int) -> None:
-        """Remove the lines of steps that a resumed run repeats, and lines that a kill left truncated."""
+    def drop_measurements_after(self, step: int) -> list[str]:
+        """Remove the lines of steps that a resumed run repeats, the summary of its interrupted training, and damaged
+        lines. Return a notice about each file that has damaged ones; a last line that a kill left truncated is none.
+        """
+        notices = []
         for file in (self.metrics, self.spectra, self.samples):
             if not file.is_file():
                 continue
-            lines = []
-            for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-                with suppress(ValueError, TypeError, KeyError, RecursionError):
-                    if json.loads(line)["step"] <= step:
-                        lines.append(line)
+            lines, num_damaged = [], 0
+            text = file.read_text(encoding="utf-8", errors="replace")
+            for line in text.splitlines(keepends=True):
+                try:
+                    record = json.loads(line)
+                    if record["step"] <= step and "train_runtime" not in record:
+                        lines.append(line.removesuffix("\n"))
+                except (ValueError, TypeError, KeyError, RecursionError):
+                    num_damaged += line.endswith("\n")
+            if num_damaged:
+                notices.append(f"{file.name}: {num_damaged} damaged lines removed")
             write(file, "".join(line + "\n" for line in lines))
+        return notices
+
+
+class Seal(TypedDict):
+    """The content of COMPLETE_MARKER."""
+
+    step: manifest.Count
+    origin: dict[str, Any]
+    """The run that the checkpoint belongs to: recipe, processes, data, starting weights, template."""
+    files: dict[str, Content]
+    """Of every other file below the checkpoint's folder."""
+
+
+def read_seal(checkpoint: Path) -> Seal:
+    """Return the seal of a complete checkpoint. Raises UserError for any other folder."""
+    marker = checkpoint / COMPLETE_MARKER
+    if not marker.is_file():
+        raise UserError(f"{checkpoint}: no complete checkpoint of soren-align ({COMPLETE_MARKER} is missing)")
+    try:
+        seal = TypeAdapter(Seal).validate_python(read_json(marker), strict=True)
+    except ValidationError:
+        raise UserError(
+            f"{marker}: was not written by this version of soren-align, or is damaged; {PREVIOUS}"
+        ) from None
+    if not all(is_component(part) for name in seal["files"] for part in name.split("/")):
+        raise UserError(f"{marker}: names files outside of the checkpoint; {PREVIOUS}")
+    return seal
+
+
+def read_metrics(file: Path) -> list[dict[str, Any]]:
+    """Return the lines of a metrics.jsonl; a line that a killed process left incomplete is left out."""
+    lines, content = [], ""
+    with suppress(FileNotFoundError):  # another command may be starting the run again
+        content = file.read_text(encoding="utf-8", errors="replace")
+    for text in content.splitlines():
+        with suppress(ValueError, TypeError, KeyError, RecursionError):
+            line = json.loads(text)
+            int(line["step"])
+            lines.append(line)
+    return lines
 
 
 def step_of(checkpoint: Path) -> int:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -21,6 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations import deepspeed as hf_deepspeed
 
 from .errors import UserError
+from .provenance import weight_files
 from .quantized_weights import prepare_quantized, quantization_config
 from .recipe import Quantization, adapter_config, refuse_unquantizable
 
@@ -46,6 +48,8 @@ def load_model(name: str, quantization: Quantization | None = None, **options: A
     quantization: of its linear layers but the head; `dtype` is then the quantization's. options: keywords of
     `from_pretrained`. Raises UserError if keys are missing, unexpected or of another shape; it names the first ones.
     """
+    if os.path.isdir(name):
+        weight_files(Path(name))  # raises if weights would be read from outside of the folder
     if quantization is not None:
         refuse_unquantizable(quantization.quantize, name)
         options |= {"quantization_config": quantization_config(quantization)}

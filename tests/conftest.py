@@ -1,4 +1,4 @@
-"""Shared by all tests: no network, tiny models on one thread, and the user's own cache let alone."""
+"""Shared by all tests: no network, tiny models on one thread, and the user's own cache and runs let alone."""
 
 import os
 
@@ -21,13 +21,23 @@ def cache(tmp_path_factory):
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def working_folder(tmp_path_factory):
+    """An empty folder, not the clone's: `make demo` and its reader leave runs there, which recipes name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("empty"))
+        yield
+
+
 @pytest.fixture(autouse=True)
-def environment():
-    """Commands set variables for torch's libraries; no test leaves any to the next one."""
-    before = dict(os.environ)
+def environment(working_folder):
+    """Commands set variables for torch's libraries; no test leaves any to the next one, nor files in its folder."""
+    before, folder = dict(os.environ), os.getcwd()
     yield
     os.environ.clear()
     os.environ.update(before)
+    assert os.getcwd() == folder
+    assert not os.listdir(folder)
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from soren_align import recipe
-from soren_align.card import card, on_hub, public, write_card
+from soren_align.card import card, on_hub, public, public_record, write_card
 from tests.support.run_folders import HUB, add_results, finished_run
 
 
@@ -92,10 +92,26 @@ def test_the_facts_are_those_of_run_json():
         "float32 in training, saved in bfloat16",
         f"torch {run.read()['versions']['torch']}",
         "trainer 0",
-        "Its loss went from 4.716 to 0.002.",
+        "Training loss 4.716 -> 0.002 (first and last log).",
     ):
         assert said in page
     assert run.recipe.read_text() in page
+
+
+def test_the_card_quotes_the_held_out_loss_before_the_training_loss():
+    measured = {
+        "held_out": {"num_examples": 24, "evaluations": [{"step": 0, "loss": 3.97}, {"step": 600, "loss": 3.3424}]},
+        "examples_per_log": [640, 320],
+        "preferences": {"share": 0.75, "margin": 0.5, "num_pairs": 24, "held_out": True},
+    }
+    assert (
+        "Held-out loss 3.970 -> 3.342 (24 examples). Training loss 4.716 -> 0.002 (first and last log, of up to 640 "
+        "and 320 examples). The chosen answer preferred in 75% of 24 held-out pairs, margin 0.5."
+    ) in card(finished_run("run", training=measured), "zoo")
+    best = {"metric": "eval_loss", "value": 3.1, "step": 400}
+    measured["held_out"]["evaluations"][1] = {"step": 400, "loss": 3.1}
+    page = card(finished_run("best", training=measured | {"best_model": best}), "zoo")
+    assert "Held-out loss 3.970 -> 3.100 at step 400 (24 examples)." in page
 
 
 def test_every_source_of_a_mixture_is_named():
@@ -138,7 +154,30 @@ def test_nothing_of_the_machine_is_in_card_or_manifest(tmp_path):
     assert "### Zoo: on local data" in page
     assert "random weights (seed 1) with the architecture of shipped:recipes/quickstart/base" in page
     run.update(last_error=f"{tmp_path}: full")
-    assert str(tmp_path) not in str(public(run.read(), recipe.load_resolved(run.recipe)))
+    assert str(tmp_path) not in str(public_record(run.read(), recipe.load_resolved(run.recipe)))
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("/home/jane/My data/chat.jsonl", ".../chat.jsonl"),
+        ("/home/jane/data/", ".../data"),
+        ("/home/jane doe/x", ".../x"),
+        ("~/x/chat.jsonl", ".../chat.jsonl"),
+        ("~jane/chat.jsonl", ".../chat.jsonl"),
+        ("../../jane/chat.jsonl", ".../chat.jsonl"),
+        ("file:///home/jane/x", ".../x"),
+        ("on the data in /home/jane/x, see /scratch/jane/y", "on the data in .../x, see .../y"),
+        ("pretrained=/home/jane/x,dtype=auto", "pretrained=.../x,dtype=auto"),
+        *(
+            (text, text)
+            for text in ("owner/name", "data/chat.jsonl", "shipped:a/b", "https://hub.co/a/b", "1/2 and 3/4", "/")
+        ),
+        ({"a": ["/home/jane/x", 1, None]}, {"a": [".../x", 1, None]}),
+    ],
+)
+def test_of_a_local_path_only_the_last_part_is_published(text, shown):
+    assert public(text) == shown
 
 
 def test_a_model_in_the_hubs_cache_has_its_name_in_the_card(tmp_path):
@@ -162,7 +201,7 @@ def test_results_that_cannot_be_read_do_not_take_the_card_with_them(text):
 
 
 def test_text_of_strangers_is_no_html_and_no_block_of_its_own():
-    run = finished_run("run", *HUB)
+    run = finished_run("run", *HUB, 'run.samples={"prompts": ["```", "<b>"]}')
     evil = "<img src=x onerror=alert(1)>"
     run.update(
         data={"train": {"path": f"{evil}|\n# x", "split": "all", "sha256": "d" * 64, "num_kept": 9, "dropped": {}}}
@@ -170,11 +209,10 @@ def test_text_of_strangers_is_no_html_and_no_block_of_its_own():
     add_results(run, title=f"Zoo {evil}")
     file = run.evaluation("quickstart") / "results.json"
     file.write_text(file.read_text().replace('"notes": []', '"notes": ["<script>x</script>\\n# y"]'))
-    run.recipe.write_text(run.recipe.read_text() + "# ```\n# <b>\n")
     page = card(run, "zoo")
     text, _, recipe_text = page.partition("<details>")
     assert not [tag for tag in ("<img", "<script", "\n# x", "\n# y") if tag in text]
     assert "&lt;img src=x onerror=alert(1)>\\| # x (all, sha256" in text
     assert "### Zoo &lt;img" in text
     assert "\n````yaml\n" in recipe_text
-    assert recipe_text.endswith("# <b>\n````\n\n</details>\n")
+    assert recipe_text.endswith("\n````\n\n</details>\n")

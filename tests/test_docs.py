@@ -16,7 +16,9 @@ from soren_align.optim import spectral_optimizer
 from tests.support import command
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted(
+    [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")), *(ROOT / "docs").rglob("*.md")]
+)
 EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
@@ -167,7 +169,7 @@ def test_soren_alone_learns_in_the_lines_of_the_readme():
     names = {}
     exec(code, names)
     assert names["loss"].item() < 0.01
-    assert names["optimizer"].num_maps == 200
+    assert names["optimizer"].num_maps == 100
 
 
 def test_the_recipe_of_the_readme_is_valid(tmp_path, monkeypatch):

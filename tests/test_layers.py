@@ -23,8 +23,8 @@ LAYERS = [
     {"sharding", "data", "run_folder", "weights"},
     {"importers", "quantized_weights"},
     {"optim", "recipe", "manifest"},
-    {"spectral", "shipped"},
-    {"files", "lock", "provenance", "silence", "terminal"},
+    {"spectral", "shipped", "provenance"},
+    {"files", "lock", "silence", "terminal"},
     {"yaml_reader"},
     {"errors", "optimizer_settings", "version"},
 ]

@@ -12,7 +12,7 @@ from soren_align.errors import UserError
 from soren_align.provenance import fingerprint
 from soren_align.push import push
 from soren_align.run_folder import MERGED_FROM
-from tests.support.run_folders import HUB, finished_run, lock_of_another_process
+from tests.support.run_folders import HUB, add_results, finished_run, lock_of_another_process
 
 
 class Recorder:
@@ -74,6 +74,64 @@ def test_the_model_arrives_with_card_recipe_and_manifest_and_without_pickles(hub
     ]
 
 
+def test_files_that_are_no_part_of_a_model_stay_here_and_are_named(hub, capsys):
+    there, run = hub(), finished_run("run")
+    strangers = ("secrets.json", "notes.txt", "wandb.json", ".netrc.txt", "id.model", "tokenizer.json.bak")
+    for name in strangers:
+        (run.model / name).write_text("password")
+    (run.model / "model.safetensors.index.json").write_text("{}")
+    (run.model / "merges.txt").write_text("a b")
+    push("run", "me/zoo")
+    assert not there.sent.keys() & {*strangers}
+    assert {"model.safetensors.index.json", "merges.txt"} <= there.sent.keys()
+    said = capsys.readouterr().err
+    assert all(name in said for name in strangers)
+    assert "left out" in said
+
+
+def test_no_path_of_this_machine_leaves_in_recipe_card_manifest_or_configuration(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home/jane doe")
+    private, there = str(tmp_path / "home/jane doe/My data"), hub()
+    own = tmp_path / "home/jane doe/My data/chat.jsonl"
+    own.parent.mkdir(parents=True)
+    own.write_text('{"prompt": "a", "completion": "b"}\n')
+    run = finished_run(
+        f"{private}/run",
+        f"data.train.path={own}",
+        f"eval.data_root={private}",
+        'run.samples={"prompts": ["Is /etc/hosts read?"]}',
+    )
+    source = {"path": str(own), "split": "all", "sha256": "d" * 64, "num_kept": 9, "dropped": {}}
+    run.update(data={"train": source, "eval": None}, extends=["~/recipes/base.yaml", "../jane/other.yaml"])
+    add_results(run, data=private, title=f"Zoo: on the data in {private}")
+    (run.model / "tokenizer_config.json").write_text(json.dumps({"name_or_path": private, "unk_token": "/a/b"}))
+    push(str(run.path), "me/zoo")
+    for name, content in there.sent.items():
+        assert not [word for word in (str(tmp_path), "jane") if word in content.decode()], name
+    recipe = there.sent["recipe.yaml"].decode()
+    assert "path: '.../chat.jsonl'\n" in recipe
+    assert "output_dir: '.../run'\n" in recipe
+    assert json.loads(there.sent["run.json"])["extends"] == [".../base.yaml", ".../other.yaml"]
+    assert json.loads(there.sent["tokenizer_config.json"]) == {"name_or_path": ".../My data", "unk_token": "/a/b"}
+    assert recipe in there.sent["README.md"].decode()
+
+
+def test_a_dry_run_names_every_file_with_its_size_and_needs_no_hub(hub, monkeypatch):
+    there, run = hub(), finished_run("run")
+    (run.model / "notes.txt").write_text("mine")
+    monkeypatch.setattr(pushing.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(pushing, "get_token", lambda: None)
+    lines = push("run", "me/zoo", dry_run=True).splitlines()
+    assert there.calls == []
+    assert lines[0] == "me/zoo would receive"
+    sizes = {line.split()[-1]: " ".join(line.split()[:-1]) for line in lines[1:]}
+    monkeypatch.setattr(pushing.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(pushing, "get_token", lambda: "hf_x")
+    push("run", "me/zoo")
+    assert sizes.keys() == there.sent.keys()
+    assert sizes["model.safetensors"] == "0.01 kB"
+
+
 def test_a_branch_is_made_and_a_new_repository_private(hub):
     there = hub()
     finished_run("run")
@@ -110,6 +168,8 @@ def test_what_was_merged_is_sent_only_if_it_is_of_this_adapter(hub, tmp_path):
     run.merged.mkdir()
     (run.merged / "model.safetensors").write_text("whole")
     (run.merged / MERGED_FROM).write_text(json.dumps({"adapter_sha256": fingerprint(str(run.model))}))
+    with pytest.raises(UserError, match=r"run/merged has the whole model already: push it with --merged"):
+        push("run", "me/zoo")
     push("run", "me/zoo", merged=True)
     assert there.sent["model.safetensors"] == b"whole"
     assert b"library_name: transformers" in there.sent["README.md"]
@@ -164,7 +224,7 @@ def test_what_the_hub_answers_is_one_line(hub):
         push("run", "me/zoo")
 
 
-@pytest.mark.parametrize("name", ["secret.txt", "model.safetensors"])
+@pytest.mark.parametrize("name", ["tokenizer.json", "model.safetensors"])
 def test_a_link_in_the_model_is_not_sent(hub, tmp_path, name):
     there, run = hub(), finished_run("run")
     (tmp_path / "secret").write_text("mine")

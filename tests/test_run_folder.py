@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ from soren_align.errors import UserError
 from soren_align.files import write
 from soren_align.launch import commands, evaluation, worker
 from soren_align.launch.preparation import prepare
+from soren_align.manifest import divergence
 from soren_align.push import push
 from soren_align.run_folder import RunFolder
 from soren_align.terminal import stderr_console
@@ -310,7 +312,7 @@ def test_a_run_of_the_first_format_is_refused_with_one_sentence(folder, started,
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"status": "gone"}, "status: Input should be 'training', 'trained' or 'finished'"),
+        ({"status": "gone"}, "status: Input should be 'training', 'trained', 'finished' or 'diverged'"),
         ({"processes": "two"}, "processes: Input should be a valid integer"),
         ({"training": {"steps": 1}}, "training.first_loss: Field required"),
         (
@@ -406,3 +408,59 @@ def test_an_evaluation_that_fails_leaves_a_trained_model_and_a_way_to_evaluate_i
     with pytest.raises(UserError, match=r"(loading failed|No space left)(.|\n)*only its evaluation failed") as raised:
         evaluation.evaluate_trained(folder, recipe.Eval(suite="quickstart"), stderr_console())
     assert f"soren-align eval {folder}" in str(raised.value)
+
+
+# -- a training that diverged ------------------------------------------------------------------------------------------
+
+
+def lines_of(held_out, training):
+    """metrics.jsonl: held_out by step; training losses at steps 1, 2, ..."""
+    lines = [{"step": step, "eval_loss": loss} for step, loss in held_out.items()]
+    return sorted([*lines, *({"step": i, "loss": loss} for i, loss in enumerate(training, 1))], key=lambda x: x["step"])
+
+
+@pytest.mark.parametrize(
+    ("held_out", "training", "reason"),
+    [
+        ({0: 5.0, 6: 9.0}, [6.0, 9.0], "the held-out loss was 5 at the start and 9 at the end, after 9"),
+        ({0: 5.0, 6: 4.8}, [60.0, 4.9], "the held-out loss was 5 at the start and 4.8 at the end, after 60"),
+        ({0: 5.0, 6: math.nan}, [6.0, 5.0], "the loss at the end is not a number"),
+        ({0: 5.0, 6: 8.0}, [4.0, 0.1], None),  # learned by heart
+        ({0: 5.0, 6: 4.0}, [60.0, 4.0], None),  # recovered
+        ({}, [5.128, 20.0, 45.0, 38.25], "the training loss was 5.128 in the first log and 38.25 in the last one"),
+        ({6: 9.0}, [5.0, 9.0], "the training loss was 5 in the first log and 9 in the last one"),
+        ({}, [5.0, math.inf], "the loss at the end is not a number"),
+        ({}, [1.0, 2.5, 2.0, 3.5, 2.4, 1.4], None),  # of single examples
+        ({}, [5.0], None),
+        ({}, [], None),
+    ],
+)
+def test_a_training_diverged_if_its_loss_rose_and_stayed_high(held_out, training, reason):
+    assert divergence(lines_of(held_out, training)) == reason
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("held_out", ["yes", "no"])
+def test_a_training_that_diverged_is_no_success(make, folder, capfd, held_out):
+    """Exit code 1, said in the last lines, in run.json and in the card; not evaluated, and not resumed or published."""
+    short = ["trainer.max_steps=4", "trainer.warmup_steps=0", "trainer.logging_steps=1"]
+    short += ["optimizer.lr=9.9", "optimizer.aux_lr=9.9"]
+    short += ["trainer.per_device_train_batch_size=4", "trainer.eval_strategy=no"]
+    if held_out == "yes":
+        short[-1] = "trainer.eval_strategy=steps"
+        short += ["trainer.eval_steps=4", "trainer.eval_on_start=true", "data.eval.limit=20"]
+    assert commands.train(make(*short)) == 1
+    record = folder.read()
+    assert (record["status"], record["last_error"]) == ("diverged", None)
+    reason = "the held-out loss was " if held_out == "yes" else "the training loss was "
+    assert record["training"]["diverged"].startswith(reason)
+    printed = capfd.readouterr().err
+    assert f"diverged  {reason}" in printed
+    assert "smaller optimizer.lr" in printed
+    assert "done" not in printed
+    assert f"**Training diverged, and this model is broken: {reason}" in (folder.model / "README.md").read_text()
+    assert not (folder.path / "eval").exists()
+    with pytest.raises(UserError, match=r"diverged: .*; train it anew with a smaller optimizer.lr"):
+        commands.train(make(*short))
+    with pytest.raises(UserError, match=r"diverged: .*; train it anew with a smaller optimizer.lr"):
+        push(str(folder.path), "me/mine")

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from ..files import parse_json, read_text
+from ..files import contents, parse_json, read_text
 from ..optim import Muon, Soren, SpectralOptimizer, matrices_of, momentum_of
 from ..optimizer_settings import MAPS, RESOLUTIONS
-from ..run_folder import RunFolder, step_of
+from ..run_folder import CHANGED, PREVIOUS, RunFolder, read_seal, step_of
 from ..spectral import singular_values
 from .spectra import Spectrum
 
@@ -72,6 +72,8 @@ def _recorded(file: Path) -> Iterator[Spectrum]:
 def _of_checkpoint(checkpoint: Path, globs: Sequence[str]) -> Iterator[Spectrum]:
     """The spectra of the momentum in a checkpoint, of matrices that match."""
     file = checkpoint / "optimizer.pt"
+    if contents([file]) != [read_seal(checkpoint)["files"].get(file.name)]:
+        raise UserError(f"{file}: {CHANGED}; {PREVIOUS}")
     try:
         saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         groups = [group for group in saved["param_groups"] if group["rule"] == "spectral"]
@@ -122,23 +124,27 @@ def measure(spectrum: Spectrum, maps: dict[str, SpectralOptimizer]) -> dict[str,
 
     below: share of the modes below SHARES of nu. maps: of each map's output the relative Frobenius distance from that
     of the exact sigmoid, the cosine of the angle between them, and `size`, its norm relative to that of an output whose
-    singular values are all at the map's level, as match_rms_adamw assumes.
+    singular values are all at the map's level, as match_rms_adamw assumes. A zero momentum, as of LoRA's A at step 1,
+    has no direction and no modes: its `below` and `maps` are None throughout.
     """
+    sigma, nu = spectrum.sigma, spectrum.nu
+    about = {"name": spectrum.name, "step": spectrum.step, "shape": list(spectrum.shape)}
+    about |= {"largest": float(sigma[0]), "nu": nu}
+    if not nu:
+        nothing = dict.fromkeys(("distance", "cosine", "size"))
+        return {**about, "below": dict.fromkeys(f"{share:g}" for share in SHARES), "maps": dict.fromkeys(maps, nothing)}
     exact = mapped(spectrum, maps[EXACT])
-    norm = exact.norm().clamp(min=torch.finfo(torch.float64).tiny)
     fidelity = {}
     for label, optimizer in maps.items():
         output = mapped(spectrum, optimizer)
         size = float(output.norm())
         fidelity[label] = {
-            "distance": float((output - exact).norm() / norm),
-            "cosine": float(output @ exact / norm) / size if size else 0.0,
+            "distance": float((output - exact).norm() / exact.norm()),
+            "cosine": float(output @ exact / exact.norm()) / size if size else 0.0,
             "size": size / (Soren.map_level * math.sqrt(min(spectrum.shape))),
         }
-    sigma, nu = spectrum.sigma, spectrum.nu
     below = {f"{share:g}": float((sigma < share * nu).double().mean()) for share in SHARES}
-    about = {"name": spectrum.name, "step": spectrum.step, "shape": list(spectrum.shape)}
-    return {**about, "largest": float(sigma[0]), "nu": nu, "below": below, "maps": fidelity}
+    return {**about, "below": below, "maps": fidelity}
 
 
 def short_names(names: Sequence[str], num_parts: int) -> list[str]:

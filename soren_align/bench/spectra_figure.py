@@ -1,5 +1,6 @@
 """Pictures of spectra, as in the paper's Figure 1: a panel per layer and step, a line per map, values on a log axis."""
 
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -73,12 +74,17 @@ def _draw_kind(spectra: Sequence[Spectrum], maps: dict[str, SpectralOptimizer], 
 
 def _draw_panel(panel: Axes, spectrum: Spectrum, maps: dict[str, SpectralOptimizer]) -> None:
     numbers = range(1, min(spectrum.shape) + 1)
+    if not spectrum.nu:
+        panel.text(0.5, 0.5, "zero", transform=panel.transAxes, ha="center", fontsize=8)
+    # 0 / 0 is nan, which is not drawn: the lines stay for the legend.
     panel.semilogy(numbers, _drawn(spectrum.without_null_space / spectrum.nu), color="black", label="momentum / nu")
     for i, (label, optimizer) in enumerate(maps.items()):
         style = EXACT_STYLE if label == EXACT else STYLES[i % len(STYLES)]
-        # Markers at different modes, so that none covers another.
-        line = {**style, "markevery": (0.03 + 0.13 * i / len(maps), 0.16), "markersize": 4, "linewidth": 1.1}
-        panel.semilogy(numbers, _drawn(mapped(spectrum, optimizer)), label=label, **line)
+        drawn = _drawn(mapped(spectrum, optimizer))
+        # Markers at different modes, so that none covers another; matplotlib fails to place them on an empty line.
+        places = None if all(map(math.isnan, drawn)) else (0.03 + 0.13 * i / len(maps), 0.16)
+        line = {**style, "markevery": places, "markersize": 4, "linewidth": 1.1}
+        panel.semilogy(numbers, drawn, label=label, **line)
     panel.set_xlim(0, len(numbers) + 1)
     panel.set_ylim(FLOOR, 1.5)
     panel.set_title(f"step {spectrum.step}, {' x '.join(map(str, spectrum.shape))}", fontsize=8)

@@ -1,6 +1,7 @@
 """Tables of `soren-align spectrum`, 80 columns wide: a row per matrix and step, a column per map."""
 
 from collections.abc import Callable, Sequence
+from statistics import fmean
 from typing import Any
 
 from rich.console import Group
@@ -12,6 +13,7 @@ from .run_spectra import EXACT, SHARES, short_names
 WIDTH = 80
 NOTE = """\
 nu: the norm (sum of sigma^8)^(1/8), by which minimax divides
+-: the momentum is zero; left out of mean and extremes
 Muon's output counts half, as match_rms_adamw scales it"""
 
 
@@ -27,7 +29,7 @@ def tables(source: str, records: Sequence[dict[str, Any]]) -> Group:
             str(record["step"]),
             " x ".join(map(str, record["shape"])),
             f"{record['largest']:.1e}",
-            *(f"{share:.0%}" for share in record["below"].values()),
+            *(_cell("{:.0%}", share) for share in record["below"].values()),
         ]
         for name, record in zip(names, records, strict=True)
     ]
@@ -42,16 +44,22 @@ def tables(source: str, records: Sequence[dict[str, Any]]) -> Group:
     ):
         columns = [[record["maps"][label][key] for record in records] for label in shown]
         rows = [
-            [name, str(record["step"]), *(form.format(column[i]) for column in columns)]
+            [name, str(record["step"]), *(_cell(form, column[i]) for column in columns)]
             for i, (name, record) in enumerate(zip(names, records, strict=True))
         ]
-        rows.append(["mean", "", *(form.format(sum(column) / len(column)) for column in columns)])
-        rows.append([_EXTREMES[extreme], "", *(form.format(extreme(column)) for column in columns)])
+        measured = [[value for value in column if value is not None] for column in columns]
+        rows.append(["mean", "", *(_cell(form, fmean(column) if column else None) for column in measured)])
+        rows.append([_EXTREMES[extreme], "", *(_cell(form, extreme(column, default=None)) for column in measured)])
         parts += _table(title, ["matrix", "step", *(label.replace(" ", "\n") for label in shown)], rows)
     return Group(*parts, Text(f"\n{NOTE}", style="dim"))
 
 
-_EXTREMES: dict[Callable[..., float], str] = {max: "largest", min: "smallest"}
+def _cell(form: str, value: float | None) -> str:
+    """Return "-" for a zero momentum, which has no cosine."""
+    return "-" if value is None else form.format(value)
+
+
+_EXTREMES: dict[Callable[..., Any], str] = {max: "largest", min: "smallest"}
 
 
 def _table(title: str, header: list[str], rows: list[list[str]]) -> list[Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ..recipe import differences, recipe_hash
+from ..recipe import differences, is_derived, recipe_hash
 from ..version import __version__
 from .evidence import STAGES, Evidence, flat, run_folders
 from .study import Candidate, Run
@@ -29,6 +29,8 @@ EQUAL_AT_A_SEED = {
     "versions": "other versions of packages",
 }
 """Parts of `identity` in run.json, and the finding if they differ."""
+FOLLOWS = "not set"
+"""In a difference of recipes, the value of a key that follows another one."""
 MATCHED = "remove this folder and rerun the study, so that all candidates are trained alike"
 
 
@@ -136,8 +138,18 @@ def declared_settings(file: dict[str, Any], candidate: str, *, shared: bool = Tr
 
 
 def _unlike(runs: list[Evidence], is_free: Callable[[str], bool], others: str) -> dict[str, str]:
-    """By place the problem of a recipe that differs from those of most runs in a key that is not free."""
+    """By place the problem of a recipe that differs from those of most runs in a key that is not free.
+
+    A key that most recipes do not set, and that follows another one, such as AdamW's aux_lr its lr, is equal where it
+    follows.
+    """
     settings = [{key: value for key, value in run.settings.items() if not is_free(key)} for run in runs]
+    for key in dict.fromkeys(key for each in settings for key in each):
+        if any(each.get(key) != settings[0].get(key) for each in settings):
+            derived = [is_derived(run.recipe, key) for run in runs]
+            followed = [each.get(key) for each, is_one in zip(settings, derived, strict=True) if is_one]
+            if 2 * len(followed) > len(runs) and any(value != followed[0] for value in followed):
+                settings = [s | {key: FOLLOWS} if d else s for s, d in zip(settings, derived, strict=True)]
     problems = {}
     for run, each in zip(runs, settings, strict=True):
         if lines := differences(most_common(settings), each):

@@ -87,7 +87,8 @@ def _of_folders(study_folder: Path, runs: list[Evidence]) -> Iterator[str]:
         more = f" and {len(evaluated) - 1} more" if len(evaluated) > 1 else ""
         yield f"{evaluated[0]}{more}: a trial of the search was evaluated on benchmarks, which must not select settings"
     held_out = [run.record.get("data", {}).get("eval") or {} for run in runs]
-    number = min((each["num_examples"] for each in held_out if isinstance(each.get("num_examples"), int)), default=None)
+    numbers = [each.get("num_kept", each.get("num_examples")) for each in held_out]
+    number = min((each for each in numbers if isinstance(each, int)), default=None)
     if number is not None and number < MANY_EXAMPLES:
         yield f"the held-out metric is of {number} examples, whose spread is in no interval: those are over seeds alone"
     commits = sorted({str(run.record["commit"])[:12] for run in runs if run.record.get("commit")})

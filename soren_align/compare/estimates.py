@@ -17,7 +17,14 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.special import stdtrit
 
-from ..evaluate.paired import Paired, clustered_error, is_right_or_wrong, least_p
+from ..evaluate.paired import (
+    Paired,
+    clustered_error,
+    is_right_or_wrong,
+    least_p,
+    num_changed,
+    without_equal_clusters,
+)
 
 Real = float | np.ndarray
 """One study's, or those of many simulated studies."""
@@ -139,9 +146,9 @@ def estimate(columns: list[Paired], seeds: Part) -> Estimate:
     count = len(columns)
     value = float(np.mean([column.each.mean() for column in columns]))
     questions, residual = zip(*(_question_parts(column) for column in columns), strict=True)
-    num_changed = sum(_num_changed(column) for column in columns)
+    total_changed = sum(num_changed(Paired(column.each.mean(axis=0), column.clusters)) for column in columns)
     spread = Spread(seeds, _mean(questions, count), _mean(residual, count))
-    return Estimate(value, spread, max(least_p(num_changed), SMALLEST_P))
+    return Estimate(value, spread, max(least_p(total_changed), SMALLEST_P))
 
 
 def _question_parts(column: Paired) -> tuple[Part, Part]:
@@ -156,6 +163,7 @@ def _question_parts(column: Paired) -> tuple[Part, Part]:
 
 def _part(column: Paired, smooth: bool = False) -> Part:
     """Return the variance of a mean over questions. smooth: as if each model had won one more (Bonett, Price 2012)."""
+    column = without_equal_clusters(column)
     each = column.each
     if clustered := clustered_error(column):
         return Part(clustered[0] ** 2, clustered[1])
@@ -173,11 +181,3 @@ def _mean(parts: tuple[Part, ...], count: int) -> Part:
         return parts[0]
     degrees = variance**2 / sum((part.variance / count**2) ** 2 / part.degrees for part in parts)
     return Part(variance, degrees)
-
-
-def _num_changed(column: Paired) -> int:
-    """Return the number of independent observations that are not 0."""
-    of_questions = column.each.mean(axis=0)
-    if column.clusters is not None and column.clusters.max() > 0:
-        return int(np.count_nonzero(np.bincount(column.clusters, of_questions)))
-    return int(np.count_nonzero(of_questions))

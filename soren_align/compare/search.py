@@ -6,18 +6,20 @@ the study's lock.
 """
 
 import hashlib
+import json
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution
 from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
+from optuna.storages.journal import BaseJournalBackend, JournalFileBackend, JournalFileOpenLock
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from scipy.stats import qmc
 
+from ..errors import UserError
 from .study_sections import Range, StudyFile, Values
 
 JOURNAL = "optuna.journal"
@@ -32,12 +34,16 @@ class Trials:
     """The trials of all candidates: one Optuna study each, named like the candidate, in the folder's journal."""
 
     def __init__(self, folder: Path, study: StudyFile, *, higher_is_better: bool):
-        """Open the journal, which may be new, and then gets a line per candidate; nothing is drawn."""
+        """Open the journal, which may be new, and then gets a line per candidate; nothing is drawn.
+
+        Raises UserError, with the line, if it is damaged.
+        """
         self.study = study
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         journal = folder / JOURNAL
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            _refuse_damaged(journal)
             self._storage = JournalStorage(JournalFileBackend(str(journal), _NoLock(str(journal))))
         direction = "maximize" if higher_is_better else "minimize"
         # Not load_if_exists, with which Optuna adds a line to the journal whenever it is opened.
@@ -157,6 +163,36 @@ class _NoLock(JournalFileOpenLock):
 
     def release(self) -> None:
         """Nothing is held."""
+
+
+class _FirstLines(BaseJournalBackend):
+    """The lines of a journal up to `end`, which are only read."""
+
+    def __init__(self, lines: list[bytes]):
+        self.lines, self.end = lines, 0
+
+    def read_logs(self, log_number_from: int) -> Iterator[dict[str, Any]]:
+        return (json.loads(line) for line in self.lines[log_number_from : self.end])
+
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        raise NotImplementedError
+
+
+def _refuse_damaged(journal: Path) -> None:
+    """Raise UserError with the first line of a journal that Optuna cannot read, or whose trials are none."""
+    backend = _FirstLines(journal.read_bytes().splitlines() if journal.is_file() else [])
+    storage = JournalStorage(backend)
+    for number in range(1, len(backend.lines) + 1):
+        backend.end = number
+        try:
+            for study in storage.get_all_studies():
+                for trial in storage.get_all_trials(study._study_id, deepcopy=False):
+                    trial._validate()
+        except Exception as error:  # bad JSON or UTF-8, missing keys, values of other types
+            raise UserError(
+                f"{journal}:{number} is damaged ({type(error).__name__}). Remove this file and rerun the same "
+                "command: it draws the same trials again, reads their results from their run folders, and repeats none"
+            ) from None
 
 
 def drop_incomplete_line(folder: Path) -> None:

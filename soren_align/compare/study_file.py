@@ -99,8 +99,12 @@ def first_run(study: StudyFile, candidate: str, *, high: bool = False) -> Run:
     """A run of the verdict at the low ends of the candidate's space, or at the high ones: it shows its recipe."""
     drawn = {}
     for key, values in study.free(candidate).items():
-        ends = (values.low, values.high) if isinstance(values, Range) else (values[0], values[-1])
-        drawn[key] = ends[high]
+        if isinstance(values, Range):
+            drawn[key] = values.high if high else values.low
+        elif any(isinstance(value, str | bool) for value in values):
+            drawn[key] = values[-1 if high else 0]
+        else:
+            drawn[key] = (max if high else min)(values)
     seed = study.verdict.seeds[0]
     folder = f"verdict/{candidate}/{seed}"
     return Run(candidate, "verdict", 0, seed, folder, study.parameters(candidate, drawn), "waiting")

@@ -6,11 +6,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from ..errors import UserError
 from ..files import read_json, write
-from ..recipe import differences, load_resolved, to_yaml, training_part
+from ..recipe import Recipe, differences, load_resolved, to_yaml, training_part
 from ..run_folder import RunFolder
-from .search import Trials, beyond, drop_incomplete_line
+from .search import JOURNAL, Trials, beyond, drop_incomplete_line
 from .study import Candidate, Run, Study
 from .study_file import first_run, load_resolved_study, recipe_of_run, study_to_yaml
 from .study_sections import HIGHER_IS_BETTER, Range, StudyFile
@@ -59,7 +61,7 @@ def create(folder: Path, study: StudyFile) -> None:
 
 
 class Progress:
-    """The runs of the study in a folder. `failures`: reasons of runs that ended without a record, by folder."""
+    """The runs of the study in a folder. `failures`: reasons of runs that this command has seen fail, by folder."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -140,6 +142,12 @@ class Progress:
         folder = RunFolder(self.folder / run.folder)
         if run.stage == "verdict" and not self.is_own(run, folder):
             return run  # of the setting that was selected before an extension
+        if run.stage == "search" and not self.is_own(run, folder):
+            raise UserError(
+                f"{folder}: its recipe.yaml has other values than trial {run.number + 1} of {run.candidate} in "
+                f"{self.folder / JOURNAL}: one of both was changed. Remove the journal, whose trials are drawn again "
+                "as they were, or this folder; then rerun the same command"
+            )
         run = read_run(run, folder, self.study.search.metric)
         if run.status in ENDED:
             self._ended[run.folder] = run
@@ -150,18 +158,23 @@ class Progress:
     def is_own(self, run: Run, folder: RunFolder) -> bool:
         """Whether a folder's recipe, if it has one, has the run's parameters."""
         try:
-            recipe = load_resolved(folder.recipe).model_dump()
+            recipe = load_resolved(folder.recipe)
         except UserError:
             if folder.recipe.is_file():
                 raise
             return True  # not started yet, or being started again by another command
+        values = recipe.model_dump()
         for key, value in run.parameters.items():
-            node: Any = recipe
-            for part in key.split("."):
-                node = node.get(part) if isinstance(node, dict) else None
-            if node != value:
-                return False
-        return True
+            *sections, last = key.split(".")
+            node: Any = values
+            for part in sections:
+                if not isinstance(node := node.get(part), dict):
+                    return False
+            node[last] = value
+        try:
+            return Recipe.model_validate(values) == recipe  # `map: sns` is a section there
+        except ValidationError:
+            return False
 
     def _is_spent(self, runs: list[Run]) -> bool:
         hours = sum(run.seconds or 0 for run in runs) / 3600

@@ -1,25 +1,20 @@
 """The runs of a study in a fixed order, and what their folders record of them."""
 
-import json
 import math
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
 from ..evaluate.results import read_results
+from ..manifest import divergence
+from ..provenance import software
 from ..recipe import load_resolved
-from ..run_folder import STOPPED, RunFolder
+from ..run_folder import STOPPED, RunFolder, read_metrics
 from .study import Point, Run
 from .study_sections import Range, StudyFile
 
-PEAK, RECOVERED = 1.5, 0.9
-"""A run diverged if a loss rose to more than PEAK times the held-out loss of the start, and at the end neither the
-training loss nor the held-out loss is below RECOVERED times it. A run that learns its training examples by heart is not
-one: its training loss is low. With a learning rate of 100 weights overflow to equal probabilities, and the loss ends a
-little below that of random weights."""
 ENDED = ("finished", "diverged", "failed", "pruned")
 
 
@@ -69,27 +64,28 @@ def read_run(run: Run, folder: RunFolder, metric: str) -> Run:
 
 
 def has_ended(record: dict[str, Any]) -> bool:
-    """Whether the run of a run.json is a result, if only a failure."""
-    return record["status"] == "finished" or record.get("last_error") not in (None, STOPPED)
+    """Whether the run of a run.json is a result, if only a failure.
+
+    A run ends by its last step, by divergence, and by a UserError: its recipe is refused. A failure of the machine is
+    none: the run resumes. Neither is a defect of another version of the software: the run is tried again.
+    """
+    if record["status"] in ("finished", "diverged"):
+        return True
+    if record.get("last_error") in (None, STOPPED) or record.get("resumable"):
+        return False
+    return record.get("defect") in (None, software())
 
 
 def _status(record: dict[str, Any], folder: RunFolder) -> tuple[Any, str | None]:
     if not has_ended(record):
-        return "running", None
-    if record["status"] != "finished":
+        return "running", record.get("last_error") if record.get("resumable") else None
+    if record["status"] not in ("finished", "diverged"):
         return ("diverged" if record.get("diverged") else "failed"), record["last_error"]
-    lines = read_lines(folder.metrics)
-    held_out = [line["eval_loss"] for line in lines if "eval_loss" in line]
-    training = [line["loss"] for line in lines if "loss" in line]
-    if len(held_out) < 2 or not training:
+    lines = read_metrics(folder.metrics)
+    if sum("eval_loss" in line for line in lines) < 2 or not any("loss" in line for line in lines):
         return "failed", "metrics.jsonl has no evaluation of the start and of the end"
-    start, end, last = held_out[0], held_out[-1], training[-1]
-    if not all(map(math.isfinite, (end, last))):
-        return "diverged", "the loss at the end is not a number"
-    peak = max(filter(math.isfinite, held_out + training))
-    if peak > PEAK * start and min(end, last) > RECOVERED * start:
-        return "diverged", f"the held-out loss was {start:.4g} at the start and {end:.4g} at the end, after {peak:.3g}"
-    return "finished", None
+    reason = divergence(lines)
+    return ("diverged", reason) if reason else ("finished", None)
 
 
 def read_curve(metrics: Path, metric: str) -> list[Point]:
@@ -101,7 +97,7 @@ def read_curve(metrics: Path, metric: str) -> list[Point]:
     points: dict[int, Point] = {}
     train: dict[str, Any] = {}
     seconds, tokens = 0.0, 0.0
-    for line in read_lines(metrics):
+    for line in read_metrics(metrics):
         if "loss" in line:
             train = line
             speed, total = line.get("tokens_per_second"), line.get("num_tokens")
@@ -122,19 +118,6 @@ def read_curve(metrics: Path, metric: str) -> list[Point]:
             retention_loss=_finite(line.get("eval_retention_loss", line.get("retention_loss"))),
         )
     return [points[step] for step in sorted(points)]
-
-
-def read_lines(metrics: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl; a line that a killed process left incomplete is left out."""
-    lines, content = [], ""
-    with suppress(FileNotFoundError):  # another command may be starting the run again
-        content = metrics.read_text(encoding="utf-8", errors="replace")
-    for text in content.splitlines():
-        with suppress(ValueError, TypeError, KeyError, RecursionError):
-            line = json.loads(text)
-            int(line["step"])
-            lines.append(line)
-    return lines
 
 
 def read_scores(folder: RunFolder) -> tuple[dict[str, float] | None, dict[str, float] | None]:

@@ -9,8 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from ..files import CHUNK_BYTES, chunk_digests, chunks_of
 from ..recipe import data_files
 from .records import InvalidRecord, has_lines, read_records
+
+MAX_HASHED = 1 << 30
+"""Bytes of streamed files that are hashed at each start: a second of one core."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +51,27 @@ class LocalFiles:
         files = [{"path": name, "sha256": sha256} for name, sha256 in hashes.items()]
         return {"split": "all", "sha256": hashlib.sha256("".join(hashes.values()).encode()).hexdigest(), "files": files}
 
-    def sizes(self) -> dict[str, Any]:
-        """As `origin`, but of files too large to be read for it: `sha256_of_sizes`, of their names and sizes."""
-        sizes = [(name, file.stat().st_size) for name, file in self.files.items()]
-        sha256 = hashlib.sha256(repr(sizes).encode()).hexdigest()
-        num_bytes = sum(size for _, size in sizes)
-        return {"split": "all", "num_files": len(sizes), "num_bytes": num_bytes, "sha256_of_sizes": sha256}
+    def sampled_origin(self) -> dict[str, Any]:
+        """As `origin`, reading at most MAX_HASHED bytes: `tree_sha256` of the names, the sizes and the content.
+
+        Of larger data it is a hash of evenly spaced chunks, the first and the last among them, and of the files' times
+        of modification, which `sampled` states.
+        """
+        stats = {name: file.stat() for name, file in self.files.items()}
+        chunks = [chunk for name, stat in stats.items() for chunk in chunks_of(self.files[name], stat.st_size)]
+        parts: list[Any] = [[(name, stat.st_size) for name, stat in stats.items()]]
+        num_bytes, most = sum(stat.st_size for stat in stats.values()), MAX_HASHED // CHUNK_BYTES
+        if is_sampled := num_bytes > MAX_HASHED:
+            chunks = [chunks[i * (len(chunks) - 1) // (most - 1)] for i in range(most)]
+            parts.append([stat.st_mtime_ns for stat in stats.values()])
+        parts.append([digest.hex() for digest in chunk_digests(chunks)])
+        return {
+            "split": "all",
+            "num_files": len(stats),
+            "num_bytes": num_bytes,
+            "tree_sha256": hashlib.sha256(repr(parts).encode()).hexdigest(),
+            "sampled": is_sampled,
+        }
 
     def of_file(self, name: str) -> Iterator[tuple[str, dict[str, Any] | InvalidRecord]]:
         """(place, record) of a file's records."""

@@ -12,6 +12,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import printable
+from ..manifest import describe_truncation
 from .columns import Task
 from .encoding import BATCH_SIZE, encode
 from .loss_masks import LossMasks
@@ -49,12 +50,8 @@ class Account:
     """Of the kept examples, before truncation: the tokenizer's unk_token, in place of text that it cannot represent."""
 
     def describe_truncation(self) -> str:
-        """Describe truncated examples: "3 truncated to max_length: 120 tokens (4.1%) are left out"."""
-        if not self.num_truncated:
-            return "0 truncated to max_length"
-        share = self.num_truncated_tokens / (self.num_tokens + self.num_truncated_tokens)
-        left_out = f"{self.num_truncated_tokens:,} tokens ({share:.1%}) are left out"
-        return f"{self.num_truncated:,} truncated to max_length: {left_out}"
+        """Describe truncated examples."""
+        return describe_truncation(self.num_truncated, self.num_truncated_tokens, self.num_tokens)
 
 
 def account(

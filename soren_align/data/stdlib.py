@@ -66,7 +66,7 @@ class StandardLibrary(LocalFiles):
             "num_bytes": sum(entry.num_bytes for entry in self.entries),
         }
 
-    def sizes(self) -> dict[str, Any]:
+    def sampled_origin(self) -> dict[str, Any]:
         """As `origin`."""
         return self.origin()
 

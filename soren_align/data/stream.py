@@ -91,7 +91,7 @@ def open_split(config: SourceConfig, task: Task) -> StreamedSplit:
     with quiet_libraries():
         if is_local(config.path):
             local, layout = local_files(config, task)
-            source = source_record(config, local.sizes(), layout)
+            source = source_record(config, local.sampled_origin(), layout)
             return StreamedSplit(config, task, layout, config.path, source, lambda at: LocalReader(local, at))
         place = f"{config.path} ({', '.join(filter(None, (config.name, config.split)))})"
         dataset, revision = hub.stream(config.path, config.split, config.revision, config.name)

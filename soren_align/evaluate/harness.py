@@ -24,11 +24,13 @@ from .cache import ResponseCache, cache_key
 from .progress_display import ProgressDisplay
 from .requests import RequestDispatcher
 from .sandbox import rendering
-from .scores import average, cluster_of, score_column
+from .scores import average, cluster_labels, score_column
 from .suites import Suite, SuiteTask
 from .tasks import Tasks, load_tasks, score_keys, subtasks
 from .workers import InProcess, WorkerPool
 
+EQUAL_QUESTIONS = "questions of equal prompt and choices"
+"""In the settings, the cluster of a column whose questions are repeated."""
 PACKAGES = ("soren-align", "lm-eval", "transformers", "torch", "datasets")
 
 
@@ -86,8 +88,10 @@ class ModelResults:
         self.scores[task.column], self.points[task.column], self.samples[task.column] = score, points, samples
         self.also_points[task.column] = also_points
         self.prompt_hashes[task.column] = [(q["doc_hash"], q["prompt_hash"]) for q in questions]
-        if task.cluster:
-            self.clusters[task.column] = [cluster_of(question, task.cluster) for question in questions]
+        by_name = {subtask.task_name: subtask for subtask in subtasks(loaded)}
+        if labels := cluster_labels(task, [(by_name[q["task"]], q["doc"]) for q in questions]):
+            self.clusters[task.column] = labels
+            self.settings["clusters"][task.column] = task.cluster or EQUAL_QUESTIONS
         if (version := output["versions"][task.task]) != "Yaml":  # lm-eval's word for a file without metadata.version
             self.settings["task_versions"][task.column] = version
         self.settings["num_fewshot"][task.column] = output["n-shot"][subtasks(loaded)[0].task_name]
@@ -231,7 +235,7 @@ def _reported_settings(suite: Suite, settings: BackendSettings, device: str, lim
         "task_versions": {},
         "num_fewshot": {},
         "metrics": {task.column: score_keys(task)[0] for task in suite.tasks},
-        "clusters": {task.column: task.cluster for task in suite.tasks if task.cluster},
+        "clusters": {},
         "seeds": suite.seeds.model_dump(),
         "limit": limit,
         "batch_size": settings.batch_size,

@@ -11,6 +11,8 @@ import numpy as np
 from scipy.stats import t
 
 Z95 = statistics.NormalDist().inv_cdf(0.975)
+EQUAL = 1e-12
+"""Of numbers that differ by less, relative to their size, the difference is rounding."""
 MODELS_OWN = {
     "generation_config": "generation config {1} instead of {0}",
     "chat_template": "prompts with and without a chat template",
@@ -45,6 +47,13 @@ def is_right_or_wrong(each: np.ndarray) -> bool:
     return bool(np.isin(each, (-1.0, 0.0, 1.0)).all())
 
 
+def num_changed(column: Paired) -> int:
+    """Return the number of independent observations that are not 0: clusters, or questions."""
+    if column.clusters is not None and column.clusters.max() > 0:
+        return int(np.count_nonzero(np.bincount(column.clusters, column.each)))
+    return int(np.count_nonzero(column.each))
+
+
 def least_p(num_changed: int) -> float:
     """The least p of a sign-flip test on so many observations that changed. Other tests' are too small for very few."""
     return min(1.0, 2.0 ** (1 - num_changed))
@@ -65,3 +74,15 @@ def clustered_error(column: Paired) -> tuple[float, float] | None:
     sums = np.bincount(column.clusters, column.each - column.each.mean())
     error = sqrt((sums**2 / (1 - sizes / n)).sum()) / n
     return error, n**2 / (sizes**2).sum() - 1
+
+
+def without_equal_clusters(column: Paired) -> Paired:
+    """Return a column whose clusters all changed alike as one observation per cluster; any other column unchanged.
+
+    The spread between such clusters, 0, is no estimate of an error; counted as questions they would be too certain.
+    """
+    result, mean = clustered_error(column), float(column.each.mean())
+    if result is None or result[0] > EQUAL * abs(mean) or mean == 0:
+        return column
+    assert column.clusters is not None
+    return Paired(np.full(int(column.clusters.max()) + 1, mean))

@@ -24,6 +24,7 @@ from .cache import ResponseCache
 from .lineage import OnOmitted, ignore, starting_rows
 from .requests import RequestDispatcher
 from .sandbox import rendering
+from .scores import cluster_labels
 from .suites import Suite, SuiteTask
 from .tasks import Tasks, subtasks
 from .workers import InProcess
@@ -127,7 +128,10 @@ def check(rows: Sequence[Row], suite: Suite, load: Callable[[], Tasks], options:
         problems = [problem for probe in probes.values() for problem in probe.problems]
     if problems:
         raise UserError(*dict.fromkeys(problems))
-    return tasks, [*_notices(rows, suite, probes), *_unfair(rows[-1], suite, tasks, options)] if rows else []
+    if not rows:
+        return tasks, []
+    notices = [*_notices(rows, suite, probes), *_unfair(rows[-1], suite, tasks, options)]
+    return tasks, [*notices, *_repeated(suite, tasks, options)]
 
 
 def _with_template_of(source: Row | None, row: Row) -> Row:
@@ -189,6 +193,21 @@ def _unfair(row: Row, suite: Suite, tasks: Tasks, options: Eval) -> Iterator[str
             equal = equal_choices(subtask, row.tokenizer, options.limit)
             long = long_answers(subtask, row.tokenizer, MAX_GEN_TOKS, options.limit)
             yield from (f"{task.column}: {finding}" for finding in (equal, long) if finding)
+
+
+def _repeated(suite: Suite, tasks: Tasks, options: Eval) -> Iterator[str]:
+    """Yield a notice for each task without the suite's clusters in which questions are repeated."""
+    for task in suite.tasks:
+        docs = [(each, doc) for each in subtasks(tasks[task.column]) for doc in list(each.eval_docs)[: options.limit]]
+        if task.cluster or (labels := cluster_labels(task, docs)) is None:
+            continue
+        first = {label: number for number, label in reversed([*enumerate(labels, 1)])}
+        repeated, label = next((number, label) for number, label in enumerate(labels, 1) if first[label] < number)
+        yield (
+            f"{task.column}: {len(labels) - len(first):,} of {len(labels):,} questions repeat another one, with the "
+            f"same prompt and choices (question {repeated} is question {first[label]}). Equal questions count as one "
+            "cluster in intervals and p-values of differences, and each of them in the score; remove the repetitions"
+        )
 
 
 def _longest(subtask: Any, context: int, limit: int | None) -> list[dict[str, Any]]:

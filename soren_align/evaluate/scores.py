@@ -9,7 +9,10 @@ from lm_eval.api.metrics import pooled_sample_stderr
 from scipy.stats import binomtest
 
 from ..errors import UserError
+from ..silence import silence
+from .cache import digest
 from .paired import Z95, t95
+from .sandbox import rendering
 from .suites import SuiteTask
 from .tasks import score_keys, subtasks
 
@@ -61,6 +64,29 @@ def cluster_of(sample: dict[str, Any], cluster: str) -> str:
             f"{', '.join(map(str, sample['doc']))}, and task"
         )
     return str(question[cluster])
+
+
+def cluster_labels(task: SuiteTask, questions: list[tuple[Any, dict[str, Any]]]) -> list[str] | None:
+    """Return the cluster of each question, (lm-eval's task, document); None if all are independent.
+
+    Where the suite names no cluster, questions of one prompt with the same choices are one: a model answers all of them
+    alike, so that repeating a question would make any difference significant.
+    Raises UserError as `cluster_of`.
+    """
+    if task.cluster:
+        return [cluster_of({"task": each.task_name, "doc": doc}, task.cluster) for each, doc in questions]
+    with silence(), rendering():
+        labels = [digest(_prompt_and_choices(*question)) for question in questions]
+    return labels if len({*labels}) < len(labels) else None
+
+
+def _prompt_and_choices(task: Any, doc: dict[str, Any]) -> list[Any]:
+    """Return what a question asks, without few-shot examples, which may differ between equal questions."""
+    if task.OUTPUT_TYPE == "loglikelihood_rolling":
+        return [task.doc_to_target(doc)]
+    if task.OUTPUT_TYPE == "multiple_choice":  # of several inputs, as WinoGrande's, the target continues each of them
+        return [task.doc_to_target(doc) if task.multiple_input else task.doc_to_text(doc), task.doc_to_choice(doc)]
+    return [task.doc_to_text(doc), task.doc_to_target(doc) if task.OUTPUT_TYPE == "loglikelihood" else None]
 
 
 def average(scores: list[dict[str, Any]]) -> dict[str, Any]:

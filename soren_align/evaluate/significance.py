@@ -14,7 +14,19 @@ from scipy.stats import binomtest, t
 
 from ..errors import UserError
 from .harness import ModelResults
-from .paired import MODELS_OWN, Z95, Paired, clustered_error, holm, is_right_or_wrong, least_p, t95
+from .paired import (
+    EQUAL,
+    MODELS_OWN,
+    Z95,
+    Paired,
+    clustered_error,
+    holm,
+    is_right_or_wrong,
+    least_p,
+    num_changed,
+    t95,
+    without_equal_clusters,
+)
 
 RESAMPLES = 10_000
 SEED = 1234
@@ -129,29 +141,37 @@ def _correct(family: list[dict[str, Any]]) -> None:
 def _difference(columns: list[Paired]) -> dict[str, Any]:
     """Return the mean of the columns' mean differences, by the test that fits their points."""
     if len(columns) == 1:
-        if error := _clustered_error(columns[0]):
-            return _by_clusters(columns[0], *error)
-        if is_right_or_wrong(columns[0].each):
-            return _right_or_wrong(columns[0].each)
+        column = without_equal_clusters(columns[0])
+        if error := _clustered_error(column):
+            return _by_clusters(column, *error)
+        if _is_discrete(column.each):
+            clustered = columns[0].clusters is not None and column.clusters is None
+            return _by_signs(column.each) | ({"num_clusters": len(column.each)} if clustered else {})
     return _resampled(columns)
 
 
-def _right_or_wrong(each: np.ndarray) -> dict[str, float]:
-    """Return a difference with McNemar's exact p, a binomial test on the questions that only one model got right.
+def _is_discrete(each: np.ndarray) -> bool:
+    """Whether observations have too few values for their spread to be an error: right and wrong, or all alike."""
+    return is_right_or_wrong(each) or bool(np.ptp(each) <= EQUAL)
+
+
+def _by_signs(each: np.ndarray) -> dict[str, Any]:
+    """Return a difference with the p of a sign test, which for right and wrong answers is McNemar's exact one: a
+    binomial test on the questions that only one model got right.
 
     The interval is Bonett and Price's (2012): the normal one with one more pair for each model, so that its width stays
     positive if all questions changed in the same way.
     """
-    won, lost = int((each == 1).sum()), int((each == -1).sum())
+    won, lost = int((each > 0).sum()), int((each < 0).sum())
     p = float(binomtest(won, won + lost).pvalue) if won + lost else 1.0
     n = len(each) + 2
-    middle, total = (won - lost) / n, (won + lost + 2) / n
+    middle, total = float(each.sum()) / n, (float(each @ each) + 2) / n
     margin = Z95 * sqrt((total - middle**2) / n)
     return _percent(each.mean(), middle - margin, middle + margin, p)
 
 
 def _clustered_error(column: Paired) -> tuple[float, float] | None:
-    """Return `clustered_error`, and None if no question changed, whose error is 0."""
+    """Return `clustered_error` of a column from `without_equal_clusters`; None if no cluster changed."""
     result = clustered_error(column)
     return result if result and result[0] > 0 else None
 
@@ -161,9 +181,8 @@ def _by_clusters(column: Paired, error: float, degrees: float) -> dict[str, Any]
     assert column.clusters is not None
     value, margin = column.each.mean(), t95(degrees) * error
     p = 2 * float(t.sf(abs(value) / error, degrees))
-    sums = np.bincount(column.clusters, column.each)
-    result = _percent(value, value - margin, value + margin, max(p, least_p(int(np.count_nonzero(sums)))))
-    return result | {"num_clusters": len(sums)}
+    result = _percent(value, value - margin, value + margin, max(p, least_p(num_changed(column))))
+    return result | {"num_clusters": int(column.clusters.max()) + 1}
 
 
 def _resampled(columns: list[Paired]) -> dict[str, Any]:
@@ -176,12 +195,12 @@ def _resampled(columns: list[Paired]) -> dict[str, Any]:
     """
     rng = np.random.default_rng(SEED)
     value = statistics.fmean(column.each.mean() for column in columns)
+    columns = [without_equal_clusters(column) for column in columns]
     drawn = np.mean([_deviations(column, rng) for column in columns], axis=0)
     low, high = np.quantile(drawn, (0.025, 0.975))
     p = (1 + int((np.abs(drawn) >= abs(value) - 1e-12).sum())) / (1 + RESAMPLES)
     # With three questions that changed by nearly the same amount, a bootstrap's p would be far too small.
-    num_changed = sum(int(np.count_nonzero(column.each)) for column in columns)
-    return _percent(value, value + low, value + high, max(p, least_p(num_changed)))
+    return _percent(value, value + low, value + high, max(p, least_p(sum(map(num_changed, columns)))))
 
 
 def _deviations(column: Paired, rng: np.random.Generator) -> np.ndarray:
@@ -190,12 +209,11 @@ def _deviations(column: Paired, rng: np.random.Generator) -> np.ndarray:
         return error[0] * rng.standard_t(error[1], RESAMPLES)
     each = column.each
     n = len(each)
-    if n == 1 or is_right_or_wrong(each):
+    if _is_discrete(each):
         # Only three values occur: drawing their counts is equivalent, and 600 times faster on MMLU. With the two
-        # additional pairs of _right_or_wrong, for the same reason.
-        won, lost = (each == 1).sum(), (each == -1).sum()
-        counts = rng.multinomial(n + 2, np.array([lost + 1, n - won - lost, won + 1]) / (n + 2), size=RESAMPLES)
-        return (counts[:, 2] - counts[:, 0] - (won - lost)) / (n + 2)
+        # additional pairs of _by_signs, for the same reason.
+        values, counts = np.unique([-1.0, *each, 1.0], return_counts=True)
+        return (rng.multinomial(n + 2, counts / (n + 2), size=RESAMPLES) @ values - each.sum()) / (n + 2)
     means = [each[rng.integers(n, size=(100, n))].mean(axis=1) for _ in range(RESAMPLES // 100)]
     # The variance of resampled means is the sample's over n, that of the mean over n - 1. The variance is an estimate,
     # hence Student's t: without it the interval covers 59% at n = 2, 88% at 5, 91% at 10. With mc2's 817 questions

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from ..errors import UserError
+from ..errors import ResumableError, UserError
 from ..files import default_cache_folder, is_component, write
 from ..provenance import commit
 from ..recipe import Eval, Model, trains_adapter
@@ -232,7 +232,7 @@ def _evaluate_at_batch_size(
         except OutOfMemory as error:
             problem = f"{name}: out of memory with batch size {suite.batch_size}"
             if suite.batch_size == 1:
-                raise UserError(f"{problem}: {error}") from None
+                raise ResumableError(f"{problem}: {error}") from None
             return evaluated, problem
         if evaluated:
             refuse_unlike(evaluated[0], (name, results))  # before the next model is evaluated for nothing

@@ -169,6 +169,9 @@ def _optimizer_key(key: str, name: str, value: Any, _: dict[str, Any], conversio
             optimizer["states"] = "8bit"
             return Note(key, "renamed", "optimizer.name: adamw, optimizer.states: 8bit")
         return Note(key, "renamed", f"optimizer.name: adamw at the same rate; there is no {value} here", True)
+    if name == "use_muon" and value is True:
+        optimizer["name"] = "muon"
+        return Note(key, "renamed", "optimizer.name: muon; adjust_lr_fn may differ from the source's", True)
     if name in _BETAS:
         optimizer.setdefault("betas", list(BETAS))[_BETAS.index(name)] = number(value)
         return Note(key, "renamed", "optimizer.betas")
@@ -177,6 +180,13 @@ def _optimizer_key(key: str, name: str, value: Any, _: dict[str, Any], conversio
 
 def _model_key(key: str, name: str, value: Any, flat: dict[str, Any], conversion: Conversion) -> Note | None:
     model = conversion.recipe["model"]
+    if name == "pure_bf16" and value is True:
+        model["dtype"], conversion.recipe["trainer"]["bf16"] = "float32", True
+        return Note(key, "renamed", f"trainer.bf16, model.dtype: float32; {names.DTYPE}", True)
+    if name == "train_from_scratch" and value is True:
+        seed = flat.get("seed")
+        model["init_seed"] = seed if isinstance(seed, int) else tool_defaults.SEED
+        return Note(key, "renamed", "model.init_seed")
     if name in ("torch_dtype", "dtype"):
         model["dtype"] = "float32"
         if value == "float32":
@@ -244,6 +254,11 @@ def _put(key: str, name: str, target: str, value: Any, conversion: Conversion) -
             return Note(key, "dropped", f"TRL's {trl_config.CLASSES[conversion.task]} has no {ours}")
         value = _typed(value, known[ours].types)
         if problem := trl_config.problems(conversion.task, {ours: value}).get(ours):
+            if ours == "loss_type":  # another spelling would be another loss
+                losses = ", ".join(map(str, value)) if isinstance(value, list) else value
+                problem = (
+                    f"{losses}: not a loss of TRL's {trl_config.CLASSES[conversion.task]}, whose default is trained"
+                )
             return Note(key, "dropped", problem, not matches(ours, names.HARMLESS))
     elif section == "optimizer":
         value = number(value)

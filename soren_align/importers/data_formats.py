@@ -7,6 +7,8 @@ KNOWN_ROLES = {"user": ("user", "human"), "assistant": ("assistant", "gpt"), "sy
 KNOWN_ROLES |= {"tool": ("tool", "observation", "function", "ipython"), "tool_call": ("tool_call", "function_call")}
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 ALPACA_PROMPT = "instruction and input are the user's turn of the chat template; in the source, of Alpaca's own prompt"
+OWN_PROMPT = "instruction and input are the user's turn of the chat template; in the source, of its own format"
+PAIR = ("prompt", "chosen", "rejected")
 _ALPACA = {"instruction": "instruction", "input": "input", "output": "output", "system": "system"}
 FIELDS = ("field", "field_messages", "field_chosen", "field_rejected", "field_prompt", "message_field_role")
 FIELDS += ("message_field_content", "message_property_mappings", "roles", "field_tools", "message_field_training")
@@ -22,7 +24,9 @@ def axolotl_names(entry: dict[str, Any]) -> tuple[dict[str, Any], dict[str, tupl
         "weight": entry.get("message_field_training") or "train",
     }
     columns: dict[str, Any] = {}
-    if isinstance(kind, dict):
+    if isinstance(kind, dict) and _is_of_pairs(kind):
+        columns = {ours: kind.get(f"field_{ours}") or ours for ours in PAIR}
+    elif isinstance(kind, dict):
         theirs = {
             ours: kind.get(f"field_{ours}") or (ours if ours in ("instruction", "output") else None) for ours in _ALPACA
         }
@@ -66,9 +70,27 @@ def _explained(entry: dict[str, Any], where: str) -> dict[str, tuple[str, bool]]
     kind = entry.get("type")
     if "names" in entry:  # of LLaMA-Factory, which puts Alpaca's columns into a chat template too
         explained["type"] = (where, False)
-    elif isinstance(kind, dict) or str(kind).startswith("alpaca"):
+    elif isinstance(kind, dict):
+        parts = PAIR if _is_of_pairs(kind) else _ALPACA
+        as_here = {f"field_{part}" for part in parts} | {f"{part}_format" for part in PAIR if _is_plain(kind, part)}
+        unread = [str(key) for key, value in kind.items() if value and key not in as_here]
+        text = where if _is_of_pairs(kind) else OWN_PROMPT
+        not_read = f"; not read: {', '.join(unread)}" * bool(unread)
+        explained["type"] = (text + not_read, bool(unread) or not _is_of_pairs(kind))
+    elif str(kind).startswith("alpaca"):
         explained["type"] = (ALPACA_PROMPT, True)
     return explained
+
+
+def _is_of_pairs(kind: dict[Any, Any]) -> bool:
+    """Whether a `type` describes Axolotl's own pairs, which are plain texts, as `prompt` and two answers are here."""
+    keys = {f"field_{part}" for part in PAIR} | {f"{part}_format" for part in PAIR}
+    return not keys.isdisjoint(kind)
+
+
+def _is_plain(kind: dict[Any, Any], part: str) -> bool:
+    """Whether a format of a pair's part is the text of the column and nothing else."""
+    return kind.get(f"{part}_format") in ("{" + part + "}", "{" + str(kind.get(f"field_{part}")) + "}")
 
 
 def _mappings(entry: dict[str, Any]) -> dict[str, Any]:

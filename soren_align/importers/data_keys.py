@@ -4,6 +4,7 @@ Each training split of a mixture becomes a source with its weight. A split whose
 on; it becomes data.eval if the source evaluates during training. Settings without a counterpart are noted.
 """
 
+import os
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,13 +13,15 @@ from ..errors import UserError
 from ..recipe.data_paths import is_test_split
 from ..recipe.references import is_local
 from .data_formats import FIELDS, axolotl_names
-from .key_tables import AS_READ, COLUMNS, OTHERWISE, Note, matches
+from .key_tables import AS_HERE, AS_READ, COLUMNS, OTHERWISE, OTHERWISE_BECAUSE, RECOGNISED, Note, matches
 
 # Keys that name datasets; the first that is present counts, as in the handbook and in TRL.
 ROOTS = ("dataset_mixture", "dataset_mixer", "datasets", "dataset_name", "dataset")
 BESIDE = "dataset_splits dataset_configs dataset_config dataset_train_split dataset_test_split test_split_size "
 BESIDE += "val_set_size val_size test_datasets eval_dataset dataset_dir dataset_text_field max_samples mask_history"
 _EVAL_DATA = ("dataset_test_split", "test_datasets", "eval_dataset")
+FILE_FORMATS = ("json", "parquet", "csv", "text")
+"""Formats that `path` names where `data_files` names the files."""
 _ENTRY = ("path", "split", "at", "revision", "config", "data_files", "weight", "fraction", "names", "not_read")
 _FIRST = re.compile(r"([^\[]+)\[:(\d+)\]")
 
@@ -100,10 +103,24 @@ def _entries(source: dict[str, Any], root: str) -> list[dict[str, Any]]:
     alias = {"id": "path", "name": "config"}
     entries = [{alias.get(key, key): value for key, value in entry.items()} for entry in datasets]
     return [
-        {**e, "path": e.get("path"), "split": split.strip(), "at": f"{root}[{i}]"}
+        {**file, "split": split.strip(), "at": f"{root}[{i}]"}
         for i, e in enumerate(entries)
         for split in str(e.get("split") or "train").split("+")
+        for file in _files(e, split.strip(), f"{root}[{i}]")
     ]
+
+
+def _files(entry: dict[str, Any], split: str, at: str) -> list[dict[str, Any]]:
+    """The entry, or one for each of its `data_files`, if these are files of this machine: a path names one here."""
+    path, files = entry.get("path"), entry.get("data_files")
+    files = _list(files.get(split) if isinstance(files, dict) else files)
+    folder = path if isinstance(path, str) and is_local(path) else ""
+    if all(isinstance(file, str) for file in files) and (folder or path in (None, *FILE_FORMATS)):
+        rest = {key: value for key, value in entry.items() if key != "data_files"}
+        return [{**rest, "path": os.path.join(folder, file)} for file in files]
+    if path is None:
+        raise UserError(f"{at}: names no data; write path, or data_files")
+    return [entry]
 
 
 def trains_completions(source: dict[str, Any]) -> bool:
@@ -123,8 +140,7 @@ def _split(entry: dict[str, Any], root: str, data: Data, text_column: Any) -> di
     """The recipe's split for an entry; keys without a counterpart are noted. text_column: of plain texts."""
     at = entry["at"]
     config = "dataset_config" if root == "dataset_name" else f"{at}.config"
-    files = entry.get("data_files")
-    path = files if isinstance(files, str) and entry["path"] in ("json", "parquet", "csv", "text") else entry["path"]
+    path = entry["path"]
     part, is_cut = _part(path, entry["split"])
     if is_cut:
         data.drop(f"{at}.split", f"{entry['split']}: a file is taken whole; write limit", True)
@@ -142,7 +158,7 @@ def _split(entry: dict[str, Any], root: str, data: Data, text_column: Any) -> di
         elif key == "config":
             part["name"] = str(value)
             data.notes.append(Note(config, "renamed", "data.train.name"))
-        elif key == "data_files" and value != path:
+        elif key == "data_files":
             data.drop(f"{at}.{key}", f"{value}: the dataset's own files are loaded", True)
         elif key == "weight":
             if value != 1:
@@ -167,14 +183,9 @@ def _note_form(key: str, value: Any, explained: tuple[str, bool] | None, at: str
         outcome = "renamed" if explained[0].startswith("data.train") else "dropped"
         data.notes.append(Note(f"{at}.{key}", outcome, *explained))
     elif value in AS_READ.get(key, ()) or (key == "columns" and _are_read(value)):
-        data.drop(f"{at}.{key}", "the recipe's columns are recognised")
+        data.drop(f"{at}.{key}", AS_HERE.get(key, "the recipe's columns are recognised"))
     elif key in AS_READ or matches(key, OTHERWISE):
-        forms = (
-            "whole conversations (messages, ShareGPT's conversations), instruction and output, prompt and completion, "
-        )
-        reason = (
-            f"examples are recognised by their columns: {forms}text; chosen and rejected. Others go under `columns`"
-        )
+        reason = next((reason for names, reason in OTHERWISE_BECAUSE.items() if matches(key, names)), RECOGNISED)
         data.drop(f"{at}.{key}", f"{value}: {reason}", True)
 
 

@@ -81,6 +81,8 @@ RENAMED = {
     "dpo_loss_weights": "trainer.loss_weights",
     "dpo_label_smoothing": "trainer.label_smoothing",
     "dpo_use_weighting": "trainer.use_weighting",
+    "use_dft_loss": "trainer.loss_type",
+    "disable_shuffling": "trainer.train_sampling_strategy",
 }
 
 # Other names of the same value: (the source's key, its value) -> (the recipe's value, its effect on the training).
@@ -102,6 +104,10 @@ VALUES: dict[tuple[str, Any], tuple[Any, str]] = {
     ("save_strategy", False): ("no", ""),
     ("saves_per_epoch", 1): ("epoch", ""),
     ("evals_per_epoch", 1): ("epoch", ""),
+    ("use_dft_loss", True): ("dft", ""),
+    ("use_dft_loss", False): ("nll", ""),
+    ("disable_shuffling", True): ("sequential", ""),
+    ("disable_shuffling", False): ("random", ""),
     ("lr_scheduler", "rex"): ("cosine", "TRL has no rex"),
     ("lr_scheduler", "one_cycle"): ("cosine", "TRL has no one_cycle"),
 }
@@ -119,19 +125,19 @@ DROPPED = (
         "processes are run.parallel's (zero3, fsdp2, ...) and --processes N",
     ),
     (
-        "xformers_attention s2_attention sage_attention flash_attn_* flash_optimum",
+        "xformers_attention sage_attention flash_attn_* flash_optimum",
         "there is no such attention here; it is transformers' own choice, sdpa",
     ),
     (
         "use_liger_kernel liger_* dpo_use_liger_kernel cut_cross_entropy padding_free dpo_padding_free "
         "lora_*_kernel use_kernels batch_flattening pad_to_sequence_len flex_attn_* gc_steps sample_packing_* "
-        "experimental_skip_move_to_device torchdistx_path tiled_mlp* chunked_cross_entropy*",
+        "experimental_skip_move_to_device torchdistx_path tiled_mlp* chunked_cross_entropy* use_unsloth use_unsloth_gc "
+        "enable_liger_kernel use_v1_kernels",
         "speed and memory only",
     ),
     ("log_level log_level_replica disable_tqdm debug", "progress is shown by soren-align itself"),
     ("strict", "unknown keys are always an error"),
     ("do_train do_eval do_predict stage", "determined by the command"),
-    ("finetuning_type", "all weights are trained, unless it is lora"),
     (
         "overwrite_cache plot_loss preprocessing_batch_size tokenized_path data_shared_file_system",
         "no effect on training",
@@ -163,10 +169,22 @@ DROPPED = (
         "run.samples prints answers during training, and `eval` measures scores after it",
     ),
     ("dataset_kwargs", "the chat template adds the special tokens"),
+    ("env", "set environment variables in the shell"),
+    (
+        "compute_accuracy eval_on_each_dataset eval_num_beams predict_with_generate print_param_status use_kv_cache "
+        "include_effective_tokens_per_second infer_* export_* cache_dir hf_hub_token ms_hub_token om_hub_token "
+        "offload_folder use_fast_tokenizer use_reentrant_gc ignore_pad_token_for_loss media_dir image_* video_* "
+        "audio_* crop_to_patches use_audio_in_video quantization_device_map use_mca",
+        "no effect on training with texts",
+    ),
+    (
+        "kto_* ppo_* simpo_gamma reward_model reward_model_*",
+        "of other ways of training than SFT and DPO",
+    ),
     ("ignore_bias_buffers", "no effect on training"),
     ("loss_watchdog_*", "a NaN loss stops the run anyway"),
     ("save_only_model", "checkpoints include the optimizer"),
-    ("full_finetune float32", "already the default here"),
+    ("full_finetune float32 pure_bf16 use_muon train_from_scratch", "already the default here"),
 )
 
 # Dropped with an effect on the trained weights, unless the key was off in the source: (names, reason).
@@ -178,14 +196,45 @@ DTYPE = (
     "trainer.bf16 makes the arithmetic bfloat16. bfloat16 weights lose most small updates to rounding (not under ZeRO, "
     "which has float32 masters)"
 )
-_ADAPTER_KEYS = (
-    "use_peft adapter lora_* peft peft_* use_dora use_rslora qlora_* relora relora_* loraplus_* loftq_* lisa_*"
+ADAPTER_KEYS = (
+    "use_peft adapter lora_* peft peft_* use_dora use_rslora qlora_* relora relora_* loraplus_* loftq_* lisa_* pissa_* "
+    "oft_* module_dropout create_new_adapter"
 )
+VARIANTS = "plain LoRA (model.lora) is trained, without this variant"
 CHANGES = (
     (
-        _ADAPTER_KEYS,
+        ADAPTER_KEYS,
         ADAPTERS,
     ),
+    ("finetuning_type", "all weights are trained, unless it is lora"),
+    (
+        "adapter_name_or_path adapter_folder lora_model_dir",
+        "the adapter is not loaded; merge it into its model first, and name the result as model.name_or_path",
+    ),
+    (
+        "ref_model ref_model_adapters ref_model_quantization_bit",
+        "the reference model is the one that training starts from",
+    ),
+    (
+        "pref_ftx",
+        "no loss of the chosen answers is added; write trainer.loss_type: [sigmoid, sft] and trainer.loss_weights: "
+        "[1.0, this number], which adds its mean over tokens",
+    ),
+    (
+        "pref_bco_weight",
+        "no BCO loss is added; write trainer.loss_type: [sigmoid, bco_pair] and trainer.loss_weights",
+    ),
+    (
+        "use_galore galore_* use_apollo apollo_* use_badam badam_* use_adam_mini",
+        "there is no such optimizer here; AdamW at the same rate",
+    ),
+    ("use_eaft_loss use_asft_loss asft_*", "TRL's own losses are used"),
+    (
+        "use_llama_pro mixture_of_depths moe_aux_loss_coef upcast_layernorm upcast_lmhead_output",
+        "the model is used as its config.json describes it",
+    ),
+    ("mix_strategy interleave_probs", "all examples of all datasets are used; write weight in data.train"),
+    ("tool_format enable_thinking default_system", "the chat template decides it"),
     (
         "load_in_4bit load_in_8bit use_bnb_nested_quant gptq gptq_* qat quantization quantization_* "
         "double_quantization fp8 fp8_* bnb_* model_quantization_* quantize_moe_experts",
@@ -202,7 +251,8 @@ CHANGES = (
     ),
     (
         "tokenizer_name_or_path tokenizer_config tokens added_tokens_overrides bos_token unk_token "
-        "additional_special_tokens resize_token_embeddings_to_32x tokenizer_use_mistral_common",
+        "additional_special_tokens resize_token_embeddings_to_32x tokenizer_use_mistral_common resize_vocab add_tokens "
+        "add_special_tokens new_special_tokens_config init_special_tokens split_special_tokens",
         "the model's own tokenizer is used",
     ),
     (
@@ -235,14 +285,21 @@ CHANGES = (
 
 # Without effect unless one of these is set: names -> keys.
 ONLY_WITH = {
-    _ADAPTER_KEYS: ("use_peft", "adapter"),
+    ADAPTER_KEYS: ("use_peft", "adapter"),
     "bnb_* use_bnb_nested_quant": ("load_in_4bit", "quantization_bit"),
     "double_quantization quantization_method quantization_type": ("quantization_bit",),
     "early_stopping_threshold": ("early_stopping_patience", "early_stopping_steps"),
+    "galore_*": ("use_galore",),
+    "apollo_*": ("use_apollo",),
+    "badam_*": ("use_badam",),
+    "pissa_*": ("pissa_init",),
+    "init_special_tokens": ("add_special_tokens", "new_special_tokens_config"),
 }
 
 # Values without an effect on the training.
 OFF = [
+    ("finetuning_type", "full"),
+    ("mix_strategy", "concat"),
     ("chat_template", "tokenizer_default"),
     ("plugins", ["axolotl.integrations.liger.LigerPlugin"]),
     ("plugins", ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"]),
@@ -278,10 +335,34 @@ AS_READ: dict[str, tuple[Any, ...]] = {
     "roles_to_train": (["assistant"],),
     "ds_type": ("json", "parquet", "csv", "text"),
     "trust_remote_code": (False,),
+    "train_on_eos": ("turn",),
+    "train_on_eot": ("turn",),
+    "shards": (1,),
 }
+AS_HERE = {
+    "roles_to_train": "as here",
+    "trust_remote_code": "remote code is not run",
+    "train_on_eos": "as here",
+    "train_on_eot": "as here",
+    "shards": "all examples, as here",
+}
+"""Keys of AS_READ that are not about columns, with their notes."""
 COLUMNS = ("messages", "conversations", "instruction", "input", "output", "system", "prompt", "completion", "text")
 COLUMNS += ("chosen", "rejected")
-# Keys that change the examples for any other value.
+# Keys that change the examples for any other value, and why; RECOGNISED for those about columns.
+RECOGNISED = (
+    "examples are recognised by their columns: whole conversations (messages, ShareGPT's conversations), instruction "
+    "and output, prompt and completion, text; chosen and rejected. Others go under `columns`"
+)
+OTHERWISE_BECAUSE = {
+    "shards*": "the source trains on one of these parts, here all examples are trained on; write limit",
+    "skip": "so many examples are left out in the source, here none",
+    "train_on_eos train_on_eot": "the stop token of every trained answer is trained, and no other",
+    "roles_to_train": "the assistant's answers are trained",
+    "chat_template chat_template_jinja": "there is one chat template for all data: model.chat_template",
+    "drop_system_message": "system messages are read",
+    "trust_remote_code": "remote code is not run",
+}
 OTHERWISE = "chat_template chat_template_jinja conversation drop_system_message field field_* message_field_* "
 OTHERWISE += "train_on_eos train_on_eot split_thinking template_thinking_key system_prompt system_format shards* skip "
 OTHERWISE += "data_dir format no_input_format input_format input_transform prompt_format chosen_format rejected_format"

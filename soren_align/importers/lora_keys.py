@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .key_tables import Note, number
+from .key_tables import ADAPTER_KEYS, VARIANTS, Note, matches, number
 from .tool_defaults import is_llama_factory
 
 KEYS = {
@@ -22,6 +22,8 @@ QUANTIZE = {
     ("quantization_bit", 8): "8bit",
 }
 """(the source's key, its value) -> `model.quantize`."""
+RSLORA = ("use_rslora", "peft_use_rslora")
+START = ("adapter_name_or_path", "lora_model_dir")
 SAME_4BIT = {
     "use_bnb_nested_quant": (True,),
     "bnb_4bit_use_double_quant": (True,),
@@ -45,6 +47,8 @@ def trains_lora(flat: dict[str, Any]) -> bool:
 
 def convert(key: str, name: str, value: Any, flat: dict[str, Any], model: dict[str, Any]) -> Note | None:
     """Write one key of a source that trains LoRA into the recipe's `model`; None for a key about anything else."""
+    if start := _start(flat):
+        return _of_adapter(key, name, start, flat, model)
     lora = model.setdefault("lora", {})
     if name == "adapter" and value == "qlora":
         model["quantize"] = "4bit"
@@ -58,9 +62,15 @@ def convert(key: str, name: str, value: Any, flat: dict[str, Any], model: dict[s
         return Note(key, "renamed", "model.lora.target_modules: all-linear")
     if name == "lora_task_type":
         return Note(key, "dropped", "only language models are trained", value != "CAUSAL_LM")
+    if name in RSLORA and value is True:
+        return Note(key, "renamed", "model.lora.alpha: times sqrt(r), which gives the factors rsLoRA's scale")
     target = KEYS.get(name)
+    if target is None and value not in (None, False, 0, "", [], {}) and matches(name, ADAPTER_KEYS):
+        return Note(key, "dropped", VARIANTS, True)
     if target is None or value in (None, []):
         return None
+    if target == "modules_to_save" and isinstance(value, str):
+        value = [part.strip() for part in value.split(",")]
     if target == "target_modules":
         if flat.get("lora_target_linear"):
             return Note(key, "dropped", "set by lora_target_linear", value != "all-linear")
@@ -74,6 +84,28 @@ def convert(key: str, name: str, value: Any, flat: dict[str, Any], model: dict[s
         value = float(value) if type(value) is int else value
     lora[target] = value
     return Note(key, "renamed", f"model.lora.{target}")
+
+
+def _start(flat: dict[str, Any]) -> str | None:
+    """The adapter that the source trains further; None if it trains a new one."""
+    path = next((flat[key] for key in START if flat.get(key)), None)
+    return path if isinstance(path, str) and "," not in path and not flat.get("create_new_adapter") else None
+
+
+def _of_adapter(key: str, name: str, start: str, flat: dict[str, Any], model: dict[str, Any]) -> Note | None:
+    """Write a key of a source that trains the adapter `start` further, whose rank, base and layers are its own."""
+    model["name_or_path"] = start
+    if name in START:
+        is_dpo = flat.get("stage") == "dpo" or bool(flat.get("rl"))
+        reference = "; the reference is this adapter, in the source the model without an adapter" * is_dpo
+        return Note(key, "renamed", f"model.name_or_path: trained further, as in the source{reference}", is_dpo)
+    if name in ("model_name_or_path", "base_model"):
+        return Note(key, "dropped", "the adapter names its own base model")
+    if note := _quantization(key, name, flat[key], flat, model):
+        return note
+    if name in KEYS or name == "finetuning_type" or matches(name, ADAPTER_KEYS):
+        return Note(key, "dropped", "that of the adapter which is trained further")
+    return None
 
 
 def _quantization(key: str, name: str, value: Any, flat: dict[str, Any], model: dict[str, Any]) -> Note | None:
@@ -96,6 +128,8 @@ def _quantization(key: str, name: str, value: Any, flat: dict[str, Any], model: 
 
 def defaults(flat: dict[str, Any], model: dict[str, Any]) -> dict[str, str]:
     """Add the defaults of the source's tool to `model`; returns dotted key -> reason."""
+    if _start(flat):
+        return {}
     tool, values = ("Axolotl's", AXOLOTL) if "base_model" in flat else ("TRL's", TRL)
     if is_llama_factory(flat):
         model.setdefault("lora", {})
@@ -109,4 +143,7 @@ def defaults(flat: dict[str, Any], model: dict[str, Any]) -> dict[str, str]:
     if "target_modules" not in model["lora"]:
         model["lora"]["target_modules"] = "all-linear"
         reasons["model.lora.target_modules"] = "not in the source; PEFT's own choice for the architecture may be fewer"
+    if any(flat.get(key) is True for key in RSLORA) and isinstance(model["lora"]["r"], int):
+        # rsLoRA multiplies the factors' product by alpha / sqrt(r), LoRA by alpha / r.
+        model["lora"]["alpha"] = round(model["lora"]["alpha"] * model["lora"]["r"] ** 0.5, 4)
     return reasons

@@ -17,7 +17,8 @@ def task_of_source(flat: dict[str, Any], name: str, folder: str) -> Task:
     DPO, or cannot be determined.
     """
     others, rl, stage = OTHER_TASKS.split(), flat.get("rl"), flat.get("stage")
-    around = [str(part) for part in (name, folder, flat.get("output_dir"), flat.get("hub_model_id"), rl, stage) if part]
+    named = (name, folder, flat.get("output_dir"), flat.get("hub_model_id"), rl, stage, flat.get("pref_loss"))
+    around = [str(part) for part in named if part]
     words = {word for part in around for word in re.split(r"[^a-z0-9]+", part.lower())}
     flags = {key.removesuffix("_model") for key in ("reward_model", "process_reward_model") if flat.get(key)}
     if other := next((word for word in others if word in words | flags), None) or next(iter(flags), None):

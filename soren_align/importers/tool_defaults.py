@@ -16,6 +16,8 @@ AXOLOTL = {
 # 3 epochs, batches of 8, the linear schedule, no warmup, no decay, clipping at 1, beta 0.1 and checkpointing.
 LLAMA_FACTORY = {"max_length": 2048, "bf16": False}
 LLAMA_FACTORY_LR = 5e-5
+SEED = 42
+"""Of transformers' TrainingArguments."""
 _LLAMA_FACTORY_KEYS = ("finetuning_type", "stage", "cutoff_len", "dataset_dir", "template")
 
 

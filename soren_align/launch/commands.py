@@ -7,12 +7,12 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from .. import lock
 from ..bench import shapes
-from ..errors import DivergedError, UserError, from_os_error
+from ..errors import UserError, machine_failure
 from ..evaluate.suites import check_suite
 from ..files import read_json
 from ..recipe import (
@@ -26,7 +26,7 @@ from ..recipe import (
     refuse_unquantizable,
     trainer_value,
 )
-from ..run_folder import STOPPED, RunFolder, now
+from ..run_folder import AFTER_DIVERGENCE, STOPPED, RunFolder, now
 from ..silence import quiet_libraries
 from ..terminal import Terminal, counting, loading, print_labelled, stderr_console, working
 from .environment import rank_from_environment, set_environment, without_ranks
@@ -34,7 +34,8 @@ from .preparation import prepare, refuse_accelerate_config
 
 
 def train(recipe: Recipe, processes: int | None = None) -> int:
-    """Train a recipe, then evaluate the model. Returns the exit code: 0, or 130 if a signal stopped it.
+    """Train a recipe, then evaluate the model. Returns the exit code: 0, 1 if the training diverged, or 130 if a signal
+    stopped it.
 
     Trains in this process, or starts torchrun for several `processes`. Under a launcher this process is one rank, and
     the first rank prepares the run folder. Raises UserError if the folder cannot be used or the batch not divided.
@@ -64,7 +65,7 @@ def train(recipe: Recipe, processes: int | None = None) -> int:
 
 
 def train_here(folder: RunFolder, timeout_seconds: float) -> int:
-    """Train and evaluate in this process, which may be one rank of several. Returns the exit code, 0 or 130.
+    """Train and evaluate in this process, which may be one rank of several. Returns the exit code: 0, 1 or 130.
 
     Steps that are done already, by run.json's status, are skipped. The first rank alone writes and prints.
     """
@@ -94,12 +95,15 @@ def train_here(folder: RunFolder, timeout_seconds: float) -> int:
                     return 130
             ranks.leave()
             if ranks.is_first:
-                _finish(folder, recipe, console, evaluate_here=not ranks.launched)
+                return _finish(folder, recipe, console, evaluate_here=not ranks.launched)
     return 0
 
 
-def _finish(folder: RunFolder, recipe: Recipe, console: Terminal, *, evaluate_here: bool) -> None:
-    """Write the card, evaluate, and set the run's status to finished.
+def _finish(folder: RunFolder, recipe: Recipe, console: Terminal, *, evaluate_here: bool) -> int:
+    """Write the card, evaluate, and set the run's status to finished. Returns the exit code, 0.
+
+    A training that diverged is not evaluated: its status is diverged and the exit code 1, or 0 of a rank whose launcher
+    is ours, which reads the status.
 
     After training on several ranks, a new program evaluates in place of this process: torch, accelerate and DeepSpeed
     cannot return to a single process.
@@ -107,6 +111,14 @@ def _finish(folder: RunFolder, recipe: Recipe, console: Terminal, *, evaluate_he
     from ..card import write_card
 
     write_card(folder)
+    if reason := folder.record("training")["training"].get("diverged"):
+        folder.update(status="diverged", finished=now(), last_error=None)
+        print_labelled(console, "diverged", f"{reason}; {AFTER_DIVERGENCE}")
+        not_evaluated = ", and is not evaluated" if recipe.eval else ""
+        print_labelled(console, "", f"{folder.model} is what the training left, for a look at it{not_evaluated}")
+        from .torchrun import STARTED_HERE
+
+        return 0 if STARTED_HERE in os.environ else 1
     if recipe.eval and not evaluate_here:
         worker = [sys.executable, "-m", "soren_align.launch.worker", str(folder), "--timeout", "0"]
         os.execvpe(sys.executable, worker, without_ranks(os.environ) | lock.keep_through_exec())
@@ -116,20 +128,22 @@ def _finish(folder: RunFolder, recipe: Recipe, console: Terminal, *, evaluate_he
         evaluate_trained(folder, recipe.eval, console)
     folder.update(status="finished", finished=now(), last_error=None)
     console.print(f"done      {folder}", highlight=False, soft_wrap=True)
+    return 0
 
 
 @contextmanager
 def _recording_errors(folder: RunFolder) -> Iterator[None]:
-    """Hold the run folder, and write a UserError into run.json, or an OSError as one."""
+    """Hold the run folder, and write a UserError into run.json, or a failure of the machine as one."""
     if not folder.is_locked():
         folder.lock(as_rank=True)  # its launcher holds the folder
     try:
         yield
-    except (UserError, OSError) as error:
-        problem = from_os_error(error, folder.path) if isinstance(error, OSError) else error
-        with suppress(OSError):  # the disk may be full
-            folder.update(last_error=str(problem or error), diverged=isinstance(problem, DivergedError))
-        raise problem or error from None
+    except Exception as error:
+        problem = error if isinstance(error, UserError) else machine_failure(error, folder.path)
+        if problem is None:
+            raise
+        folder.record_failure(problem)
+        raise problem from None
 
 
 def _start_ranks(folder: RunFolder, num_ranks: int, timeout_seconds: float) -> int:
@@ -144,7 +158,7 @@ def _start_ranks(folder: RunFolder, num_ranks: int, timeout_seconds: float) -> i
     if message:
         folder.update(last_error=message)
         console.print(message, highlight=False, soft_wrap=True)
-    return code
+    return 1 if code == 0 and (folder.read() or {}).get("status") == "diverged" else code
 
 
 def plan(recipe: Recipe, *, full: bool = False, as_json: bool = False, processes: int = 1) -> int:

@@ -26,6 +26,8 @@ _SRUN = {
 _RANK_VARIABLES = {*_SRUN, "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 _RANK_VARIABLES |= {"ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"}
 _RANK_VARIABLES |= {"PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"}  # accelerate reads these as well
+_ALLOCATOR_SETTINGS = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
+"""Of torch's GPU memory; the first of them that is set counts alone."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,9 @@ def library_environment(recipe: Recipe | None, num_ranks: int = 1) -> dict[str, 
     env.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     env.setdefault("TOKENIZERS_PARALLELISM", "false")
     env.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    if not _ALLOCATOR_SETTINGS & env.keys():
+        # The buffers of matrices and of ZeRO's buckets, of 0.2 to 2 GB and changing sizes, fragment fixed segments.
+        env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     if recipe and recipe.run.num_threads:
         env.setdefault("OMP_NUM_THREADS", str(recipe.run.num_threads))
     if num_ranks > 1:  # torchrun would set 1, and warn

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from .. import shipped
-from ..errors import UserError, from_os_error
+from ..errors import ResumableError, UserError, machine_failure
 from ..evaluate.suites import check_suite
 from ..files import default_cache_folder, local_path, refuse_unwritable
 from ..recipe import ADAPTER, Eval, Recipe, evaluation_problems, is_local, load_resolved, refuse_unloadable
@@ -187,11 +187,11 @@ def evaluate_trained(folder: RunFolder, settings: Eval, console: Terminal) -> No
     """Evaluate the model of a run after training. A UserError names the model and the command for a new try."""
     try:
         run_evaluation([str(folder)], settings, console)
-    except (UserError, OSError) as error:
-        problem = from_os_error(error) if isinstance(error, OSError) else error
+    except Exception as error:
+        problem = error if isinstance(error, UserError) else machine_failure(error, folder.path)
         if problem is None:
             raise
-        raise UserError(
+        raise (ResumableError if isinstance(problem, ResumableError) else UserError)(
             *problem.problems,
             f"The model is trained ({folder.model}); only its evaluation failed. Fix the cause and rerun the same "
             f"command, or run `soren-align eval {folder}`, which accepts other options",

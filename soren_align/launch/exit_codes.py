@@ -4,7 +4,7 @@ import os
 import sys
 import traceback
 
-from ..errors import UserError, from_os_error, printable
+from ..errors import UserError, machine_failure, printable
 
 
 def report(error: BaseException, *, resumable: bool = True) -> int:
@@ -13,8 +13,8 @@ def report(error: BaseException, *, resumable: bool = True) -> int:
     A rank that our torchrun started records the message for it, so that it is printed once. Raises the error again if
     it is a defect in a single process: Python prints the traceback. resumable: whether a rerun continues.
     """
-    if isinstance(error, OSError):
-        error = from_os_error(error) or error
+    if not isinstance(error, UserError):
+        error = machine_failure(error) or error
     if isinstance(error, UserError):
         code, message = 2, str(error)
     elif isinstance(error, KeyboardInterrupt):

@@ -30,6 +30,8 @@ def prepare(folder: RunFolder, recipe: Recipe, num_ranks: int = 1) -> None:
     elif run["status"] == "finished" and _lacks_evaluation(folder, recipe):
         _refuse_another_recipe(folder, recipe, run)
         folder.update(status="trained")
+    elif run["status"] == "diverged":
+        raise UserError(f"{folder}: {folder.why_no_model()}")
     elif run["status"] == "finished":
         _refuse_more_steps(folder, recipe, run)
         raise UserError(

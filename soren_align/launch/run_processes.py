@@ -17,11 +17,14 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from ..compare.trials import has_ended
-from ..errors import DivergedError, UserError, from_os_error
+from ..errors import ResumableError, UserError, machine_failure
 from ..lock import LockedError
+from ..provenance import software
 from ..recipe import Recipe, load_text, to_yaml
 from ..run_folder import STOPPED, RunFolder
 
+RESUMABLE = 71
+"""Exit code of a run that the machine stopped: a full disk, missing memory, a lost rank. It resumes later."""
 LOCKED = 75
 """Exit code of a run that another command holds, or has ended in the meantime."""
 _LOADED = "soren_align.launch.loaded_libraries"
@@ -48,45 +51,60 @@ def start_run(context: BaseContext, recipe: Recipe, log: Path, processes: int, g
 
 
 def _run(recipe_text: str, log: str, processes: int, environment: dict[str, str]) -> None:
-    """Train in this process, and end it with the exit code of the command."""
+    """Train in this process, and end it with the exit code of `train_run`."""
     with contextlib.suppress(PermissionError):
         os.setpgid(0, 0)  # Ctrl-C reaches the command alone, which stops its runs
     os.environ.update(environment)
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    try:
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    except OSError:  # no room, or no permission
+        sys.exit(RESUMABLE)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
     _stop_with_parent()
+    code = train_run(load_text(recipe_text), processes)
+    with contextlib.suppress(OSError):  # what a full disk does not take must not change the exit code
+        sys.stdout.flush()
+    for stream in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+    sys.exit(code)
+
+
+def train_run(recipe: Recipe, processes: int = 1) -> int:
+    """Train and evaluate a run of a study; write into run.json and print why it failed.
+
+    Returns the exit code: 0; 1 if it diverged or has a defect; 2 if it was refused; 130, RESUMABLE or LOCKED.
+    """
     from .commands import train
 
-    recipe = load_text(recipe_text)
     folder = RunFolder(recipe.run.output_dir)
     try:
         folder.lock(create=True)
         record = folder.read()
-        code = LOCKED if record and has_ended(record) else train(recipe, processes if processes > 1 else None)
+        if record and has_ended(record):
+            return LOCKED
+        code = train(recipe, processes if processes > 1 else None)
+        record = folder.read() or {}
         if code == 130:
-            _record(folder, STOPPED)
+            folder.update(last_error=STOPPED)
+        elif code and record.get("resumable"):  # of ranks, whose error the launcher has recorded
+            return RESUMABLE
+        elif code and record and record["status"] != "diverged":
+            folder.update(defect=software() if code == 1 else None)
+        return code
     except LockedError:
-        code = LOCKED
+        return LOCKED
     except KeyboardInterrupt:
-        code = 130
-    except (UserError, OSError) as error:
-        problem = from_os_error(error) or error if isinstance(error, OSError) else error
-        print(problem, file=sys.stderr)  # noqa: T201
-        _record(folder, str(problem), diverged=isinstance(problem, DivergedError))
-        code = 2
+        return 130
     except Exception as error:
-        traceback.print_exc()
-        _record(folder, (f"{type(error).__name__}: {error}".splitlines() or [""])[0])
-        code = 1
-    sys.exit(code)
-
-
-def _record(folder: RunFolder, message: str, *, diverged: bool = False) -> None:
-    """Write the error into run.json, if the run has begun."""
-    with contextlib.suppress(OSError, UserError):
-        if folder.read() is not None:
-            folder.update(last_error=message, diverged=diverged)
+        problem = error if isinstance(error, UserError) else machine_failure(error, folder.path)
+        folder.record_failure(problem or error)
+        with contextlib.suppress(OSError):
+            if problem:
+                print(problem, file=sys.stderr)  # noqa: T201
+            else:
+                traceback.print_exc()
+        return RESUMABLE if isinstance(problem, ResumableError) else 2 if problem else 1
 
 
 def _stop_with_parent() -> None:

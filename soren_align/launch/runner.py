@@ -22,13 +22,13 @@ from ..compare.study_progress import STUDY_FILE, Progress, create
 from ..compare.study_report import terminal_verdict
 from ..compare.study_sections import StudyFile
 from ..compare.trials import ENDED
-from ..errors import UserError
+from ..errors import MAX_CHARACTERS, ResumableError, UserError, free_bytes, printable
 from ..files import remove
 from ..run_folder import LOCK, RANKS_LOCK, RunFolder
 from ..terminal import Terminal, print_labelled, stderr_console
 from .conclusion import conclude
 from .environment import set_environment, visible_gpus
-from .run_processes import LOCKED, start_run, start_server
+from .run_processes import LOCKED, RESUMABLE, start_run, start_server
 
 POLL_SECONDS = 2.0
 """Between two looks at runs of other commands."""
@@ -49,7 +49,10 @@ class RunnerOptions:
 
 
 def compare(study: StudyFile, options: RunnerOptions) -> int:
-    """Run a study, or continue it, and print its verdict. Returns the exit code: 0, or 130 if a signal stopped it."""
+    """Run a study, or continue it, and print its verdict. Returns the exit code: 0, or 130 if a signal stopped it.
+
+    Raises ResumableError if the machine stopped a run: the study is not concluded, and the same command continues it.
+    """
     folder, console = study_folder(study), stderr_console()
     _refuse_foreign(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -97,9 +100,13 @@ class _Runner:
     reported: set[str] = field(default_factory=set)
     """Folders of runs whose end was printed."""
     is_stopping: bool = False
+    killed: set[str] = field(default_factory=set)
+    """Folders of runs that a signal, not ours, ended once. They are repeated once."""
+    obstacle: str | None = None
+    """What the machine stopped a run by: no other is started, since a full disk would stop them all."""
 
     def run_all(self) -> int:
-        """Start runs until all have ended. Returns the exit code."""
+        """Start runs until all have ended. Returns the exit code. Raises ResumableError if the machine stopped one."""
         runs = self._update()
         self.reported = {run.folder for run in runs if run.status in ENDED}
         if self.reported:
@@ -115,12 +122,18 @@ class _Runner:
         slots = self.options.jobs or self.progress.study.jobs or max(1, len(gpus) // self.options.processes)
         with self._handling_signals(), self.console.status("") as status:
             while pending or self.active:
-                for run in pending if not self.is_stopping else []:
+                for run in pending if not (self.is_stopping or self.obstacle) else []:
                     if len(self.active) < slots and not _is_locked(RunFolder(self.progress.folder / run.folder)):
                         self._start(run, context, gpus, slots)
                 if self.is_stopping and not self.active:
                     print_labelled(self.console, "stopped", "rerun the same command to continue")
                     return 130
+                if self.obstacle and not self.active:
+                    done = sum(run.status in ENDED for run in runs)
+                    raise ResumableError(
+                        f"{self.progress.folder}: the study stopped, and no result is lost ({done} of {len(runs)} runs "
+                        f"have ended): {self.obstacle}. The same command resumes the runs that have not ended"
+                    )
                 status.update(self._describe(runs))
                 wait([process.sentinel for process in self.active], timeout=POLL_SECONDS)
                 self._reap()
@@ -151,18 +164,48 @@ class _Runner:
         self.active[start_run(context, recipe, path.with_name(f"{path.name}.log"), size, own)] = run, slot
 
     def _reap(self) -> None:
-        """Take the processes that have ended out of `active`, and note why a run ended without a record."""
+        """Take the processes that have ended out of `active`, and note why a run ended without a result."""
         for process in [each for each in self.active if each.exitcode is not None]:
             run, _ = self.active.pop(process)
             code = process.exitcode or 0
             process.join()
-            if code < 0:
-                with suppress(ValueError):
-                    name = signal.Signals(-code).name
-                    cause = " (out of memory, perhaps)" if -code == signal.SIGKILL else ""
-                    self.progress.failures[run.folder] = f"killed by {name}{cause}; rerun the command to continue it"
-            elif code not in (0, LOCKED):
+            if code == RESUMABLE:
+                self._stop_starting(run, self._reason(run))
+            elif (code < 0 or code == 130) and not self.is_stopping:
+                self._repeat_once(run, code)
+            elif code not in (0, 130, LOCKED) and code > 0:
                 self.progress.failures[run.folder] = f"ended with exit code {code}; see {run.folder}.log"
+
+    def _repeat_once(self, run: Run, code: int) -> None:
+        """Let a run that a signal ended be started again; at the second time, start no other either."""
+        names = {each.value: each.name for each in signal.Signals}
+        cause = "stopped by a signal" if code == 130 else f"killed by {names.get(-code, f'signal {-code}')}"
+        if -code == signal.SIGKILL:
+            cause += " (out of memory, perhaps)"
+        if run.folder not in self.killed:
+            self.killed.add(run.folder)
+            print_labelled(self.console, "notice", f"{run.folder}: {cause}; it is repeated from its last checkpoint")
+        else:
+            self._stop_starting(run, f"{cause}, twice; see {run.folder}.log, and start fewer runs at a time (--jobs)")
+
+    def _stop_starting(self, run: Run, reason: str) -> None:
+        self.obstacle = self.obstacle or f"{run.folder}: {reason}"
+        if self.active:
+            number = f"{len(self.active)} running run{'s' * (len(self.active) > 1)}"
+            print_labelled(self.console, "waiting", f"for {number}; no other is started. {run.folder}: {reason}")
+
+    def _reason(self, run: Run) -> str:
+        """Return why the machine stopped a run, as its run.json or the end of its log states."""
+        folder = self.progress.folder / run.folder
+        with suppress(UserError):
+            if (record := RunFolder(folder).read() or {}).get("resumable") and record.get("last_error"):
+                return record["last_error"]
+        with suppress(OSError):
+            lines = folder.with_name(f"{folder.name}.log").read_text(encoding="utf-8", errors="replace").splitlines()
+            return (
+                printable(lines[-1], MAX_CHARACTERS) if lines else f"{free_bytes(folder):,} bytes are free on its disk"
+            )
+        return f"its log cannot be written; {free_bytes(folder):,} bytes are free on its disk"
 
     def _report(self, runs: list[Run]) -> None:
         """Print a line per run that has ended since the last call."""

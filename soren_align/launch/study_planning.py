@@ -10,7 +10,7 @@ from ..compare.study_plan import ColumnSize, assumed, plan_study
 from ..compare.study_plan_table import print_study_plan
 from ..compare.study_sections import StudyFile
 from ..errors import UserError
-from ..evaluate.suites import suite_of
+from ..evaluate.suites import SuiteTask, suite_of
 from ..recipe import Eval, accumulation
 from ..silence import quiet_libraries
 from ..terminal import Terminal, stderr_console, working
@@ -62,14 +62,12 @@ def _sizes(options: Eval) -> tuple[dict[str, ColumnSize], list[str]]:
         known = {task.column: ColumnSize(task.questions) for task in suite.tasks if task.questions}
         clustered = ", ".join(task.column for task in suite.tasks if task.cluster)
         return known, [UNKNOWN_CLUSTERS.format(clustered)] if clustered else []
-    return {task.column: _size(tasks[task.column], task.cluster, options.limit) for task in suite.tasks}, []
+    return {task.column: _size(task, tasks[task.column], options.limit) for task in suite.tasks}, []
 
 
-def _size(task: Any, cluster: str | None, limit: int | None) -> ColumnSize:
+def _size(task: SuiteTask, loaded: Any, limit: int | None) -> ColumnSize:
+    from ..evaluate.scores import cluster_labels
     from ..evaluate.tasks import subtasks
 
-    docs = [(subtask.task_name, doc) for subtask in subtasks(task) for doc in list(subtask.eval_docs)[:limit]]
-    if cluster is None:
-        return ColumnSize(len(docs))
-    labels = Counter(name if cluster == "task" else str(doc.get(cluster)) for name, doc in docs)
-    return ColumnSize(len(docs), list(labels.values()))
+    docs = [(subtask, doc) for subtask in subtasks(loaded) for doc in list(subtask.eval_docs)[:limit]]
+    return ColumnSize(len(docs), list(Counter(cluster_labels(task, docs) or ()).values()))

@@ -14,6 +14,7 @@ each number is divided by another, have more codes near zero.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -130,13 +131,15 @@ class SharedBlocks:
         if not self._num_blocks:
             return
         keys = list(CODES)
+        slots = torch.tensor([keys.index(key) * self._num_blocks + span.shared for _, key, span, _ in self.pending])
         here = torch.zeros(len(keys) * self._num_blocks)
-        for _, key, span, values in self.pending:
-            slot = keys.index(key) * self._num_blocks + span.shared
-            here[slot] = torch.maximum(here[slot], values.abs().amax().cpu())
-        largest = self._largest(here).cpu()
-        for state, key, span, values in self.pending:
-            _encode_(state, key, span, values, largest[keys.index(key) * self._num_blocks + span.shared])
+        if self.pending:  # on their device, so that the host reads none
+            maxima = torch.stack([values.abs().amax() for *_, values in self.pending])
+            slots, here = slots.to(maxima.device), here.to(maxima.device)
+            here.scatter_reduce_(0, slots, maxima, "amax")
+        largest = self._largest(here).to(here.device)
+        for (state, key, span, values), maximum in zip(self.pending, largest[slots.long()], strict=True):
+            _encode_(state, key, span, values, maximum)
         self.pending = []
 
 
@@ -153,7 +156,7 @@ def _encode_(state: dict[str, Any], key: str, span: Span, values: Tensor, larges
     lower.mul_(levels).floor_().clamp_(max=levels)
     below, above = _squared_(lower / levels, squarings), _squared_((lower + 1).div_(levels), squarings)
     excess = magnitudes.sub_(below).div_(above.sub_(below)).view(len(scales), -1)
-    dither = _dither(span, int(state["step"]), blocks.shape[1]).to(values.device)
+    dither = _dither(span.offset, int(state["step"]), blocks.shape[1], values.device)
     rounded = lower.add_((excess > dither).view(-1)).clamp_(max=levels)
     if codes.dtype == torch.uint8:
         rounded.clamp_(min=1)  # 0 would make AdamW divide by eps
@@ -188,7 +191,8 @@ def _squared_(values: Tensor, times: int) -> Tensor:
     return values
 
 
-def _dither(span: Span, step: int, length: int) -> Tensor:
-    """A number in [0, 1) for each place of a block."""
-    places = torch.arange(span.offset, span.offset + length, dtype=torch.float64)
-    return (places * _PLASTIC + step * _GOLDEN).remainder_(1).float()
+@lru_cache(maxsize=16)  # nearly all blocks of a step have the same: one copy to a GPU instead of one for each span
+def _dither(offset: int, step: int, length: int, device: torch.device) -> Tensor:
+    """A number in [0, 1) for each place of a block from `offset` on."""
+    places = torch.arange(offset, offset + length, dtype=torch.float64)
+    return (places * _PLASTIC + step * _GOLDEN).remainder_(1).float().to(device)

@@ -1,14 +1,16 @@
 """The routing of parameters: the rule of each trainable parameter, and the reason for it.
 
-Weights of linear layers inside the blocks go to the spectral rule, and those of experts, which transformers stores
-together: see `storage`. Embeddings, the head (tied or not), norms, biases, routers, gates of one row and all other
-parameters go to AdamW. Every trainable parameter has exactly one route, by identity, not by name.
+Weights of linear layers inside the blocks go to the spectral rule, and those of experts and of torch's attention, which
+are stored together: see `storage`. In a model without blocks all linear layers do. Embeddings, the head (tied or not),
+norms, biases, routers, gates of one row and all other parameters go to AdamW. Every trainable parameter has exactly one
+route, by identity, not by name.
 The LoRA factors of linear layers go to the spectral rule, each mapped by itself; see `lora_factors`.
 With `matrices` "all-2d", as in the authors' released code, all other parameters of two dimensions go there too.
 """
 
 import math
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +25,9 @@ from .storage import Storage, matrix_shape
 
 _ROUTER = re.compile(r"Router|TopKGating")
 """Names of transformers' classes that choose experts; JetMoE's is the latter."""
+_OF_ATTENTION: dict[str, Storage] = {"in_proj_weight": "thirds"}
+_OF_ATTENTION |= {"q_proj_weight": "plain", "k_proj_weight": "plain", "v_proj_weight": "plain"}
+"""torch.nn.MultiheadAttention's projections, which are no linear layers; that of the output is one."""
 _COUNTS = ("tensors", "matrices", "numel")
 
 
@@ -73,6 +78,8 @@ class _Occurrence:
         name, owner = self.name.split(".")[-1], self.owner
         if num_dimensions == 3:
             return expert_storage(owner, name, self.around)
+        if isinstance(owner, nn.MultiheadAttention) and num_dimensions == 2:
+            return _OF_ATTENTION.get(name)
         if name != "weight" or num_dimensions != 2:
             return None
         if isinstance(owner, nn.Linear):
@@ -103,11 +110,12 @@ def route(model: nn.Module, aux: Sequence[str] = (), matrices: Matrices = MATRIC
         for parameter in module.parameters() if module is not None else ():
             special.setdefault(parameter, reason)
 
+    needs_block = _is_language_model(model) or _has_blocks(parameters)
     routes = []
     for parameter, occurrences in parameters.items():
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
         obstacle = special.get(parameter) or adapters.obstacle(parameter)
-        obstacle = obstacle or _obstacle(occurrences, shape, aux, hasattr(model, "get_output_embeddings"))
+        obstacle = obstacle or _obstacle(occurrences, shape, aux, needs_block)
         if not obstacle and min(shape[-2:]) == 1 and not adapters.is_factor(parameter):
             obstacle = "a vector: one row or column"
         factor, storage = adapters.is_factor(parameter), occurrences[0].storage(len(shape)) or "plain"
@@ -136,9 +144,12 @@ def param_groups(
 
     lr, weight_decay: of the matrices; None leaves them to the optimizer. aux_lr, aux_weight_decay: of the other
     parameters; aux_lr may be None if there are none, as with LoRA. aux, matrices: see `route`.
-    Raises ValueError if no parameter goes to the spectral rule, if aux_lr is missing, and whatever `route` refuses.
+    Warns if the model's blocks were not found, so that its output layer may be among the matrices. Raises ValueError if
+    no parameter goes to the spectral rule, if aux_lr is missing, and whatever `route` refuses.
     """
     routes = route(model, aux, matrices)
+    if matrices == MATRICES and not aux and not _is_language_model(model) and not _has_blocks(_occurrences(model)):
+        _warn_of_last_layer(model, routes)
     if not any(r.rule == "spectral" for r in routes):
         reasons = ", ".join(sorted({r.reason for r in routes})) or "no trainable parameter"
         raise ValueError(f"{type(model).__name__} has no matrix for a spectral optimizer; found only: {reasons}")
@@ -161,6 +172,28 @@ def param_groups(
                 lists["storages"] = storages
             groups.append({"rule": rule, **lists, **{k: v for k, v in values.items() if v is not None}})
     return groups
+
+
+def _is_language_model(model: nn.Module) -> bool:
+    """Whether a model names its output layer, as those of transformers do."""
+    return hasattr(model, "get_output_embeddings")
+
+
+def _has_blocks(parameters: Mapping[nn.Parameter, Sequence[_Occurrence]]) -> bool:
+    """Whether a matrix lies in a list of blocks; if so, those outside are the input's and the output's."""
+    matrices = (o for parameter, occurrences in parameters.items() if parameter.ndim == 2 for o in occurrences)
+    return any(o.in_block and o.storage(2) is not None for o in matrices)
+
+
+def _warn_of_last_layer(model: nn.Module, routes: Sequence[Route]) -> None:
+    if linear := [r for r in routes if r.rule == "spectral" and r.reason == "linear layer"]:
+        last, shape = linear[-1], " x ".join(map(str, linear[-1].shape))
+        warnings.warn(
+            f"{type(model).__name__} has no blocks (a ModuleList, or modules of one class in sequence), so that all "
+            f"linear layers are matrices, the last linear layer, {last.name} ({shape}), too. If it "
+            f"is the output layer, which AdamW updates in other models, write aux=[{last.name!r}]",
+            stacklevel=3,
+        )
 
 
 def routing_table(routes: Sequence[Route]) -> list[dict[str, Any]]:
@@ -195,7 +228,8 @@ def share_notices(optimizer: str, table: Sequence[Mapping[str, Any]]) -> list[st
 def _occurrences(model: nn.Module) -> dict[nn.Parameter, list[_Occurrence]]:
     """The occurrences of every trainable parameter; the first one gives its name."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    lists = {name for name, module in modules.items() if isinstance(module, nn.ModuleList)}
+    is_own = not _is_language_model(model)
+    lists = {name for name, module in modules.items() if _is_list_of_blocks(module, is_own)}
     routers = {name for name, module in modules.items() if _ROUTER.search(type(module).__name__)}
     occurrences = defaultdict(list)
     for path, owner in modules.items():
@@ -210,6 +244,15 @@ def _occurrences(model: nn.Module) -> dict[nn.Parameter, list[_Occurrence]]:
                 around = modules[parents[-1]]
                 occurrences[parameter].append(_Occurrence(whole_name, owner, around, in_block, is_router))
     return occurrences
+
+
+def _is_list_of_blocks(module: nn.Module, is_own: bool) -> bool:
+    """Whether a module holds blocks. is_own: in a class of one's own also modules of one class in sequence."""
+    if isinstance(module, nn.ModuleList):
+        return True
+    children = list(module.children())
+    in_sequence = is_own and isinstance(module, nn.Sequential) and len(children) > 1
+    return in_sequence and len({*map(type, children)}) == 1 and all([*child.children()] for child in children)
 
 
 def _obstacle(

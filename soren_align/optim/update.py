@@ -29,11 +29,12 @@ from .map_batches import map_batches
 from .pieces import Piece, Whole, local, staged, whole_pieces
 from .rounding import master_weights, store_master_weights_
 from .state import momentum_dtype
-from .storage import Storage, Storages, join, matrix_names, matrix_shape, split
+from .storage import Storage, Storages, join, matrix_names, matrix_shape, num_matrices, split
 from .update_records import AppliedUpdate, PendingUpdate
 
 ADAMW_RMS = 0.2
-"""RMS of AdamW's update over its learning rate, as observed in training: the aim of both `match_rms_` scales."""
+"""RMS of AdamW's update over its learning rate, as observed after some hundred steps (docs/optimizers.md has the first
+ones): the aim of both `match_rms_` scales."""
 
 
 def update_momentum_(momentum: Tensor, grad: Tensor, coefficient: float) -> None:
@@ -177,15 +178,14 @@ class GroupUpdate:
 
     def _direction(self, x: Tensor, storage: Storage, names: Sequence[str]) -> Tensor:
         """The mapped matrices of a slab, or of several [k, rows, columns], stored as `x` stores them."""
-        if "halves" in storage:
-            halves = split(x, storage)
+        if num_matrices(storage) > 1:
+            parts = split(x, storage)
             if x.ndim == 2:  # one by one, as the workspace may hold no more
                 outputs = [
-                    self._direction(half.contiguous(), "plain", [name])
-                    for half, name in zip(halves, names, strict=True)
+                    self._direction(part.contiguous(), "plain", [name]) for part, name in zip(parts, names, strict=True)
                 ]
                 return join(torch.stack(outputs), storage)
-            return join(self._direction(halves.flatten(0, 1), "plain", names).view(halves.shape), storage)
+            return join(self._direction(parts.flatten(0, 1), "plain", names).view(parts.shape), storage)
         output = self.map_matrix(x, names)
         return with_unit_rms(output) if self.group["adjust_lr_fn"] == "match_rms_measured" else output
 

@@ -7,10 +7,11 @@ from rich.console import Console
 from rich.table import Table
 
 from ..data import Account, show_example
-from ..manifest import describe_dropped
+from ..manifest import describe_dropped, describe_held_out
 from ..optim import ADAMW_RMS, spectral_share
 from ..terminal import print_labelled, short_hours, with_prefix
 from ..trainers.packing import Packing
+from ..trainers.training_report import describe_source
 from .display_evaluation import print_evaluation, print_problems
 
 SMALL_MODEL = 1e9
@@ -81,8 +82,11 @@ def print_model_and_data(plan: dict[str, Any], account: Account | None, console:
     dropped = describe_dropped(data["dropped"]) or "0 dropped"
     counts = f"{data['num_examples']:,} examples: {data['num_kept']:,} kept, {dropped}"
     write("", f"{counts}, {account.describe_truncation()}")
-    if data["num_eval_examples"]:
-        write("", f"{data['num_eval_examples']:,} examples for the evaluation loss, not trained on")
+    if not data["is_streamed"]:
+        for number, source in zip(data["num_kept_by_source"], data["source"].get("sources", ()), strict=True):
+            write("", describe_source(source, number))
+    for line in describe_held_out(data["eval"]) if data["eval"] else ():
+        write("", line)
     for line in Packing(**data["packing"]).describe() if data["packing"] else ():
         write("", line)
     lengths = ", ".join(f"{name} {value:,}" for name, value in data["token_length_percentiles"].items())
@@ -150,25 +154,33 @@ def _print_parameter_groups(plan: dict[str, Any], console: Console) -> None:
 
 def _print_update_sizes(plan: dict[str, Any], console: Console) -> None:
     dtype, weight, sizes = plan["update_dtype"], plan["typical_weight"], plan["update_sizes"]
-    columns = ("optimizer", "shape", "tensors", "update RMS", "ulps", f"sum / {weight:g}")
+    of_weight = ("ulps", f"sum / {weight:g}") if weight else ("sum",)
+    columns = ("optimizer", "shape", "tensors", "update RMS", *of_weight)
     others = "all parameters" if plan["optimizer"]["name"] == "adamw" else "other parameters"
     table = _table("\nupdate size at the peak learning rate", *columns, num_text_columns=2)
     for size in sizes:
         shape = " x ".join(map(str, size["shape"])) if size["shape"] else others
-        ulps = float(f"{size['ulps']:.2g}")
-        values = (f"{size['update_rms']:.1e}", f"{ulps:,g}", f"{size['relative_update']:.2g}")
+        values = [f"{size['update_rms']:.1e}"]
+        if weight:
+            ulps = float(f"{size['ulps']:.2g}")
+            values += [f"{ulps:,g}", f"{size['relative_update']:.2g}"]
+        else:
+            values.append(f"{size['update_sum']:.2g}")
         table.add_row(_optimizer_name(plan, size["rule"]), shape, f"{size['tensors']:,}", *values)
     console.print(table)
-    print_labelled(console, "", f"ulps: update RMS / {dtype} spacing near {weight:g}, a typical weight")
-    print_labelled(console, "", f"sum / {weight:g}: over all steps, an upper bound of the relative change")
+    if weight:
+        print_labelled(console, "", f"ulps: update RMS / {dtype} spacing near {weight:g}, a typical weight")
+        print_labelled(console, "", f"sum / {weight:g}: over all steps, an upper bound of the relative change")
+    else:
+        print_labelled(console, "", "sum: over all steps, an upper bound of the change; a factor B starts at 0")
     print_labelled(console, "", f"adamw: assumed to be {ADAMW_RMS} x learning rate; larger in the first steps")
 
 
 def print_lost_updates(plan: dict[str, Any], console: Console) -> None:
     """Print a notice where the updates are too small for bfloat16."""
     weight, sizes = plan["typical_weight"], plan["update_sizes"]
-    num_lost = sum(size["tensors"] for size in sizes if size["bfloat16_ulps"] < 0.5)
-    if num_lost and not plan["processes"]["num_frozen_parameters"]:  # LoRA's factors are no weights of the model
+    num_lost = sum(size["tensors"] for size in sizes if weight and size["bfloat16_ulps"] < 0.5)
+    if num_lost and not plan["processes"]["num_frozen_parameters"]:
         num_tensors = sum(size["tensors"] for size in sizes)
         print_labelled(
             console,
@@ -209,6 +221,8 @@ def print_processes(section: dict[str, Any], console: Console) -> None:
             f"sent by each rank per optimizer step: {largest}"
             + ("" if mean == largest else f" at most, {mean} on average"),
         )
+    gradients = section["gradient_bytes_sent"]
+    write("", f"for averaging gradients: {with_prefix(gradients['per_step'], 'B')}, in {gradients['dtype']}")
 
 
 def _memory_table(plan: dict[str, Any], location: str) -> Table:

@@ -160,16 +160,22 @@ def _zero_gradients(sizes: RankSizes, parallel: Parallel, settings: StepSettings
         yield Component("gradients", numel * gradient, gradient_dtype + part, phase="optimizer_step")
         yield to_update
     if parallel.offloads or stage > 1 or not has_buffer:  # else BF16_Optimizer reduces its flat gradients in place
-        yield _zero_buckets(sizes, zero, stage, dtype)
+        yield from _zero_buckets(sizes, zero, stage, dtype, parallel.gradient_dtype(dtype))
 
 
-def _zero_buckets(sizes: RankSizes, zero: dict[str, Any], stage: int, dtype: str) -> Component:
+def _zero_buckets(
+    sizes: RankSizes, zero: dict[str, Any], stage: int, dtype: str, sum_dtype: str
+) -> Iterator[Component]:
+    """The buckets, and the copies of one that is being averaged: flattened under stages 1 and 2, and in `sum_dtype`."""
     numel = zero.get("reduce_bucket_size", BUCKET_SIZE)
     if numel == "auto":  # transformers: the square of the hidden size, the shorter side of a model's largest matrices
         numel = max((min(shape[-2:]) for shape in sizes.model.matrices.values()), default=0) ** 2
     number = 2 if stage < 3 and zero.get("overlap_comm") else 1
     num_bytes, detail = int(numel) * number * ITEMSIZE[dtype], f"{dtype}, {number} x {int(numel):,}"
-    return Component("reduce buckets", num_bytes, detail, phase="always" if stage == 3 else "forward_backward")
+    yield Component("reduce buckets", num_bytes, detail, phase="always" if stage == 3 else "forward_backward")
+    copies = [dtype] * (stage < 3) + [sum_dtype] * (sum_dtype != dtype)
+    num_bytes = min(int(numel), sizes.whole.total) * sum(ITEMSIZE[copied] for copied in copies)
+    yield Component("copies of a bucket", num_bytes, " and ".join(copies), phase="forward_backward")
 
 
 def adamw_workspace(sizes: RankSizes, parallel: Parallel, settings: StepSettings) -> Component:

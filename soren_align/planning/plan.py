@@ -16,7 +16,7 @@ from ..errors import UserError
 from ..evaluate.suites import suite_of
 from ..files import default_cache_folder
 from ..optim import build_optimizer, route, routing_table, share_notices
-from ..recipe import Recipe, few_steps
+from ..recipe import Recipe, few_steps, trains_adapter
 from ..run_folder import RunFolder
 from ..sharding.ranks import Ranks
 from ..trainers import adapters, build
@@ -111,7 +111,9 @@ def _data(recipe: Recipe, inputs: Inputs, steps: Schedule) -> dict[str, Any]:
     account = inputs.account
     streamed = offline.streamed(recipe.data, steps.total * steps.global_batch_size) if recipe.data.streaming else None
     if inputs.ready is None or account is None:
-        names = [" ".join(filter(None, (s.path, s.name, s.split))) for s in recipe.data.sources]
+        weights = [f"(weight {s.weight:g})" if s.weight != 1 else None for s in recipe.data.sources]
+        parts = zip(recipe.data.sources, weights, strict=True)
+        names = [" ".join(filter(None, (s.path, s.name, s.split, weight))) for s, weight in parts]
         source = {"path": " + ".join(names)}
         return {"source": source, "num_examples": inputs.num_examples, "is_tokenized": False, "streamed": streamed}
     split = inputs.ready.splits["train"]
@@ -123,8 +125,9 @@ def _data(recipe: Recipe, inputs: Inputs, steps: Schedule) -> dict[str, Any]:
         "layout": split.layout,
         "num_examples": split.num_examples,
         "num_kept": account.num_kept,
+        "num_kept_by_source": list(account.num_kept_by_source),
         "dropped": split.dropped | account.dropped,
-        "num_eval_examples": len(held_out.dataset) if (held_out := inputs.ready.splits["eval"]) else 0,
+        "eval": inputs.ready.held_out,
         "num_tokens": account.num_tokens,
         "num_truncated": account.num_truncated,
         "num_truncated_tokens": account.num_truncated_tokens,
@@ -138,7 +141,8 @@ def _data(recipe: Recipe, inputs: Inputs, steps: Schedule) -> dict[str, Any]:
 
 
 def _update_sizes(recipe: Recipe, inputs: Inputs, routes: Any, steps: Schedule) -> dict[str, Any]:
-    weight = getattr(inputs.config, "initializer_range", None) or TYPICAL_WEIGHT
+    has_adapter = trains_adapter(recipe.model)
+    weight = None if has_adapter else getattr(inputs.config, "initializer_range", None) or TYPICAL_WEIGHT
     return {
         "update_sizes": update_sizes(recipe, routes, steps.rates, weight),
         "update_dtype": update_dtype(recipe),

@@ -24,6 +24,8 @@ def print_summary(plan: dict[str, Any], account: Account | None, console: Consol
         display.print_processes(plan["processes"], console)
     for location in display.locations(plan):
         _print_memory(plan["processes"]["memory_total"][location].values(), location, console)
+    if plan["processes"]["is_on_cpu"]:
+        print_labelled(console, "", f"not included: {plan['processes']['memory_not_included']}")
     display.print_hours(plan, console, brief=True)
     console.print()
     print_evaluation(plan["evaluation"], console)
@@ -44,9 +46,11 @@ def _print_learning_rate(plan: dict[str, Any], console: Console) -> None:
 
 def _print_change(plan: dict[str, Any], console: Console) -> None:
     """Print the bounds of the updates' sum over all steps, smallest and largest by kind of tensor."""
-    changes = sorted(size["relative_update"] for size in plan["update_sizes"])
+    weight = plan["typical_weight"]
+    changes = sorted(size["relative_update" if weight else "update_sum"] for size in plan["update_sizes"])
     bounds = " to ".join(dict.fromkeys(f"{change:.2g}" for change in (changes[0], changes[-1])))
-    print_labelled(console, "", f"all updates together: at most {bounds} x a weight of {plan['typical_weight']:g}")
+    relative = f" x a weight of {weight:g}" if weight else " (RMS of the factors' change)"
+    print_labelled(console, "", f"all updates together: at most {bounds}{relative}")
 
 
 def _print_memory(totals: Any, location: str, console: Console) -> None:

@@ -29,14 +29,16 @@ def update_dtype(recipe: Recipe) -> str:
 
 
 def update_sizes(
-    recipe: Recipe, routes: Sequence[Route], rates: Sequence[dict[str, float]], weight: float
+    recipe: Recipe, routes: Sequence[Route], rates: Sequence[dict[str, float]], weight: float | None
 ) -> list[dict[str, Any]]:
     """One dict per shape of the matrices, and one for all other parameters (AdamW).
 
-    rates: both learning rates of each step. weight: a typical one.
-    "update_rms": of a step at the peak learning rate. "ulps": update_rms over the spacing of update_dtype at `weight`;
-    below 1/2, rounding loses most of it. "relative_update": the sum of update_rms over all steps, an upper bound of
-    the change, over `weight`. "bfloat16_ulps": that sum over the spacing of bfloat16, the dtype of saved models.
+    rates: both learning rates of each step. weight: a typical one; None for an adapter, whose factors have none: one
+    starts at 0. Without it the last three are None.
+    "update_rms": of a step at the peak learning rate. "update_sum": the sum of update_rms over all steps, an upper
+    bound of the change. "ulps": update_rms over the spacing of update_dtype at `weight`; below 1/2, rounding loses most
+    of it. "relative_update": update_sum over `weight`. "bfloat16_ulps": update_sum over the spacing of bfloat16, the
+    dtype of saved models.
     """
     dtype = getattr(torch, update_dtype(recipe))
     num_tensors = defaultdict(int)
@@ -57,9 +59,10 @@ def update_sizes(
                 "shape": shape,
                 "tensors": number,
                 "update_rms": peak,
-                "ulps": peak / ulp(weight, dtype),
-                "relative_update": total / weight,
-                "bfloat16_ulps": total / ulp(weight, torch.bfloat16),
+                "update_sum": total,
+                "ulps": peak / ulp(weight, dtype) if weight else None,
+                "relative_update": total / weight if weight else None,
+                "bfloat16_ulps": total / ulp(weight, torch.bfloat16) if weight else None,
             }
         )
     return sizes

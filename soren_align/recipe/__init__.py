@@ -15,7 +15,7 @@ from .first_lines import OPTIONS, REQUIRED_COLUMNS, columns_text, example_of_nam
 from .loader import find, load, load_resolved, load_text, task_of, to_yaml
 from .lora import adapter_config
 from .optimizers import MAPS, OPTIMIZERS, OptimizerSection, as_adamw
-from .parallel import Parallel, parallel
+from .parallel import Parallel, gradient_notice, parallel
 from .quantization import (
     QUANTIZATION_RECORD,
     Quantization,
@@ -36,7 +36,7 @@ from .schema import (
     with_modeline,
     write_schema,
 )
-from .sections import ADAPTER, TASK_TITLES, Eval, Lora, Model, Recipe, TrainedTokenizer, trains_adapter
+from .sections import ADAPTER, TASK_TITLES, Eval, Lora, Model, Recipe, TrainedTokenizer, is_derived, trains_adapter
 
 __all__ = [
     "ADAPTER",
@@ -81,6 +81,8 @@ __all__ = [
     "few_steps",
     "find",
     "global_batch",
+    "gradient_notice",
+    "is_derived",
     "is_local",
     "json_schema",
     "load",

@@ -10,7 +10,7 @@ from typing import Any, get_args
 from .. import shipped
 from ..errors import UserError, did_you_mean
 from ..files import local_path
-from ..optimizer_settings import Precision, map_precisions
+from ..optimizer_settings import AUX_WEIGHT_DECAY, WEIGHT_DECAY, Precision, map_precisions
 from ..yaml_reader import Key
 from .data_paths import data_problems
 from .first_lines import first_line_problems
@@ -122,6 +122,7 @@ def _optimizer(raw: Raw) -> Iterator[tuple[Key, str]]:
     member = OPTIMIZERS.get(raw.text("optimizer", "name") or "")
     if member and member.needs_aux_lr and raw.get("optimizer", "aux_lr") is None and _trains_other_parameters(raw):
         yield ("optimizer", "aux_lr"), "is required: the AdamW learning rate of embeddings, norms and biases"
+    yield from _decay_problems(raw.section("optimizer"))
     if raw.text("optimizer", "matrices") == "all-2d" and _adapts(raw):
         yield ("optimizer", "matrices"), "has no effect on an adapter, whose matrices are its factors; leave it out"
     mode = raw.text("run", "parallel") or "ddp"
@@ -132,6 +133,25 @@ def _optimizer(raw: Raw) -> Iterator[tuple[Key, str]]:
     if precision in get_args(Precision) and name in MAPS and precision not in map_precisions(name):
         words = " or ".join(map_precisions(name))
         yield ("optimizer", "precision"), f"found {precision!r}; map {name!r} has {words}"
+
+
+def _decay_problems(section: dict[str, Any]) -> Problems:
+    """Decoupled weight decay that turns the sign of weights: W <- (1 - lr * weight_decay) * W - ..., in any group."""
+    problems: Problems = []
+    lr = section.get("lr")
+    for rate, decay, default in (
+        ("lr", "weight_decay", WEIGHT_DECAY),
+        ("aux_lr", "aux_weight_decay", AUX_WEIGHT_DECAY),
+    ):
+        key = rate if section.get(rate) is not None else "lr"  # AdamW's aux_lr is its lr where it is not set
+        factors = lr if key == "lr" else section[rate], section.get(decay, default)
+        if key != rate and section.get("name") != "adamw":
+            continue
+        if all(isinstance(each, int | float) for each in factors) and factors[0] * factors[1] >= 1:
+            message = f"{factors[0]:g} times {decay} {factors[1]:g} is {factors[0] * factors[1]:g}: each step would "
+            message += "turn the weights' signs (1 - lr * decay is not above 0); write a smaller rate or decay"
+            problems.append((("optimizer", key), message))
+    return problems
 
 
 def _trains_other_parameters(raw: Raw) -> bool | None:

@@ -91,12 +91,12 @@ def load_resolved(path: Path) -> Recipe:
         ) from None
 
 
-def to_yaml(recipe: Recipe) -> str:
+def to_yaml(recipe: Recipe | dict[str, Any]) -> str:
     """The resolved recipe, every default written out; `load` reads it back to an equal recipe."""
     stream = io.StringIO()
     yaml = YAML()
     yaml.width = 100
-    yaml.dump(recipe.model_dump(), stream)
+    yaml.dump(recipe if isinstance(recipe, dict) else recipe.model_dump(), stream)
     return stream.getvalue()
 
 

@@ -54,6 +54,9 @@ _FSDP_READ = (
 )
 
 
+_COMMUNICATION = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
 @dataclass(frozen=True)
 class Parallel:
     """How several processes share a model."""
@@ -72,6 +75,23 @@ class Parallel:
         """Whether optimizer states are in the CPU's memory."""
         offload = self.config.get("zero_optimization", {}).get("offload_optimizer") or {}
         return offload.get("device", "none") != "none"
+
+    def gradient_dtype(self, compute_dtype: str) -> str:
+        """The dtype in which ZeRO and FSDP2 average gradients over the processes."""
+        if self.kind == "fsdp2":
+            return "float32"  # sharding.engine.sum_in_float32
+        return _COMMUNICATION.get(str(self.config.get("communication_data_type")).lower(), compute_dtype)
+
+
+def gradient_notice(name_or_path: str, compute_dtype: str) -> list[str]:
+    """A notice if a DeepSpeed config averages gradients over the processes in a dtype narrower than float32."""
+    shared = parallel(name_or_path)
+    if shared.kind != "zero" or (dtype := shared.gradient_dtype(compute_dtype)) == "float32":
+        return []
+    return [
+        f"run.parallel: {name_or_path} averages gradients over the processes in {dtype}; the maps lift its rounding, "
+        'which grows with their number. Write "communication_data_type": "fp32" (docs/distributed.md)'
+    ]
 
 
 def parallel(name_or_path: str) -> Parallel:
@@ -139,6 +159,9 @@ def _deepspeed_problems(config: dict[str, Any]):
     for key in ("bf16", "fp16"):
         if (config.get(key) or {}).get("enabled", "auto") not in ("auto", False):
             yield f'{key}.enabled: set by trainer.{key}; write "auto"'
+    sums_in = config.get("communication_data_type")
+    if sums_in is not None and str(sums_in).lower() not in _COMMUNICATION:
+        yield f'communication_data_type: found {sums_in!r}; write "fp32", or {" or ".join([*_COMMUNICATION][1:])}'
     zero = config.get("zero_optimization")
     stage = zero.get("stage") if isinstance(zero, dict) else None
     if not isinstance(zero, dict) or type(stage) is not int or stage not in (1, 2, 3):

@@ -230,6 +230,26 @@ def resolve(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"optimizer": optimizer, "model": model, "trainer": trainer})
 
 
+def is_derived(recipe: Recipe, key: str) -> bool:
+    """Whether a resolved recipe's key, dotted, has the value that it has where it is not set: `resolve` writes it, or
+    it is a default."""
+    values = recipe.model_dump()
+    *sections, last = key.split(".")
+    node: Any = values
+    for section in sections:
+        node = node.get(section) if isinstance(node, dict) else None
+    if not isinstance(node, dict) or last not in node:
+        return False
+    value = node.pop(last)
+    try:
+        again: Any = resolve(Recipe.model_validate(values)).model_dump()
+    except ValidationError:  # a required key
+        return False
+    for part in (*sections, last):
+        again = again.get(part) if isinstance(again, dict) else None
+    return again == value
+
+
 def trains_adapter(model: Model) -> bool:
     """Whether an adapter is trained: a new one, or the one in the folder that training starts from."""
     return model.lora is not None or (shipped.resolve(model.name_or_path) / ADAPTER).is_file()

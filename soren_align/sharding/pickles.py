@@ -5,6 +5,7 @@ A run folder may come from someone else, and unpickling calls any function that 
 
 import os
 import pickle
+import re
 from pathlib import Path, PosixPath
 from typing import Any
 
@@ -14,6 +15,8 @@ from ..errors import UserError
 from ..files import is_component
 
 TAGS = ("latest", "latest_universal")  # DeepSpeed's files that name the folder of its shards
+_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_|(?:^|/)__(\d+)_\d+\.distcp$|^rng_state_(\d+)\.pth$")
+"""In the names of files that every rank writes: DeepSpeed's, those of torch.distributed.checkpoint, transformers'."""
 _METADATA = {
     "torch.distributed.checkpoint.metadata": (
         *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata"),
@@ -42,6 +45,13 @@ def refuse_pickles() -> None:
     os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
     scalers: list[Any] = [loss_scaler.LossScaler, loss_scaler.DynamicLossScaler]
     torch.serialization.add_safe_globals([*scalers, ZeroStageEnum, fragment_address])
+
+
+def rank_of_file(name: str, num_ranks: int) -> int:
+    """Return the rank, among `num_ranks`, that writes a checkpoint's file of this name: by default the first."""
+    match = _RANK.search(name)
+    rank = int(match[match.lastindex or 0]) if match else 0
+    return rank if rank < num_ranks else 0
 
 
 def check_parts(checkpoint: Path) -> None:

@@ -75,6 +75,21 @@ class Ranks:
         return values
 
     @contextmanager
+    def shared_errors(self) -> Iterator[None]:
+        """If the block raises a UserError or OSError on any rank, raise it on all, so that none waits for the others.
+
+        The block contains no collective.
+        """
+        error: UserError | OSError | None = None
+        try:
+            yield
+        except (UserError, OSError) as own:
+            error = own
+        errors = self.gather(error)
+        if problem := error or next(filter(None, errors), None):
+            raise problem
+
+    @contextmanager
     def first_goes_first(self) -> Iterator[None]:
         """Run the block on the first rank, then on the others, which use the caches and files of the first."""
         if not self.is_first:
@@ -101,16 +116,28 @@ def init_ranks(timeout_seconds: float) -> Ranks:
         return Ranks()
     on_gpus = torch.cuda.is_available() and os.environ.get("ACCELERATE_USE_CPU", "false").lower() not in ("true", "1")
     if on_gpus:
-        num_local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if num_local > torch.cuda.device_count():
-            raise UserError(
-                f"{num_local} processes on this machine and {torch.cuda.device_count()} visible GPUs; "
-                "start at most one process per GPU"
-            )
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(choose_gpu(torch.cuda.device_count()))
     backend = "cpu:gloo,cuda:nccl" if on_gpus else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
     return current_ranks()
+
+
+def choose_gpu(num_gpus: int) -> int:
+    """The number of this rank's GPU among the visible ones, which is LOCAL_RANK from then on.
+
+    It is 0 if the launcher has made one GPU visible to each process, as srun does with --gpus-per-task: accelerate and
+    DeepSpeed choose by LOCAL_RANK too. Raises UserError if there are more processes than GPUs.
+    """
+    local_rank, num_local = (int(os.environ.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    if num_gpus == 1 and num_local <= 1:
+        local_rank = 0
+        os.environ["LOCAL_RANK"] = "0"
+    num_local = max(num_local, local_rank + 1)
+    if num_local > num_gpus:
+        raise UserError(
+            f"{num_local} processes on this machine and {num_gpus} visible GPUs; start at most one process per GPU"
+        )
+    return local_rank
 
 
 def current_ranks() -> Ranks:

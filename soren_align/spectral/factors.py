@@ -1,8 +1,13 @@
 """Matrix products with narrower factors: those of tensor cores, which multiply 8 to 11 bits and sum in float32.
 
-Where the hardware has such products they are used; elsewhere the factors are rounded and multiplied in float32, which
-gives the same result, so that a CPU certifies what a GPU computes.
+Where the hardware has such products they are used; elsewhere the factors are rounded and multiplied in float32. Both
+are as close to float32 factors, so that a CPU certifies what a GPU computes. They differ from each other, since tensor
+cores truncate their sums. Emulated in blocks of 16 products (384 x 768, four spectra) the update is as far from
+float32's as without, 0.07% to 0.43%, and as far again from the one without.
 """
+
+import functools
+import warnings
 
 import torch
 from torch import Tensor
@@ -18,10 +23,31 @@ def rounded(a: Tensor, precision: FactorPrecision) -> Tensor:
     """`a` as a factor in `precision`; float32, or of 16 bits on a GPU. In "float32" `a` itself, of any dtype."""
     if precision in NARROW:
         narrow = a.to(NARROW[precision])
-        return narrow if a.is_cuda else narrow.float()
+        return narrow if _multiplies_narrow(a) else narrow.float()
     if precision == "tf32":  # on a GPU for `tf32_products`, which would round anyway, and for `halves`
         return ((a.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
     return a
+
+
+def _multiplies_narrow(a: Tensor) -> bool:
+    """Whether products of 16-bit factors of `a` with float32 sums exist on its device."""
+    return a.is_cuda and (torch.version.hip is None or _exists_on_rocm(a.device))
+
+
+@functools.cache
+def _exists_on_rocm(device: torch.device) -> bool:
+    factor = torch.ones(1, 1, dtype=torch.float16, device=device)
+    try:
+        torch.mm(factor, factor, out_dtype=torch.float32)
+        torch.bmm(factor[None], factor[None], out_dtype=torch.float32)
+    except (RuntimeError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        warnings.warn(
+            f"{device}: no products of 16-bit factors with float32 sums ({reason}); the maps multiply float32, slower",
+            stacklevel=2,
+        )
+        return False
+    return True
 
 
 def halves(a: Tensor, precision: FactorPrecision) -> tuple[Tensor, Tensor]:

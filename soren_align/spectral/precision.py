@@ -25,11 +25,15 @@ FULL = ("ieee", "none")  # "none": not set, which is full precision too
 _lock = threading.Lock()
 _num_inside = 0
 _saved: dict[str, str] = {}
+_sums_in_float16 = False
 
 
 @contextmanager
 def full_precision(device_types: Iterable[str]) -> Iterator[None]:
-    """A context in which float32 products are computed in full precision, without autocast on these devices."""
+    """A context in which float32 products are computed in full precision, without autocast on these devices.
+
+    Products of float16 factors are summed in float32: cuBLAS has no float32 output of sums in float16.
+    """
     with ExitStack() as stack:
         for device_type in device_types:
             if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
@@ -69,7 +73,7 @@ def in_full_precision(
 
 
 def _pin() -> None:
-    global _num_inside
+    global _num_inside, _sums_in_float16
     with _lock:
         _num_inside += 1
         if _num_inside > 1:
@@ -78,6 +82,8 @@ def _pin() -> None:
             if backend.fp32_precision not in FULL:
                 # This API and not set_float32_matmul_precision, which would overwrite what is inherited.
                 _saved[name], backend.fp32_precision = backend.fp32_precision, "ieee"
+        if _sums_in_float16 := BACKENDS["cuda"].allow_fp16_accumulation:
+            BACKENDS["cuda"].allow_fp16_accumulation = False
 
 
 def _restore() -> None:
@@ -91,3 +97,5 @@ def _restore() -> None:
             if BACKENDS[name].fp32_precision != precision:  # else it is inherited from torch.backends.fp32_precision
                 BACKENDS[name].fp32_precision = precision
         _saved.clear()
+        if _sums_in_float16:
+            BACKENDS["cuda"].allow_fp16_accumulation = True

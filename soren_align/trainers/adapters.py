@@ -12,7 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from ..errors import UserError
-from ..files import remove, write
+from ..files import remove, rename_durably, write
 from ..quantized_weights import dequantized, quantization_of
 from ..recipe import QUANTIZATION_RECORD, Recipe, adapter_config, is_local, load_resolved, recorded_quantization
 from ..run_folder import MERGED_FROM, RunFolder
@@ -135,7 +135,7 @@ def merge(run: RunFolder) -> Path:
     with write_errors(partial, "Make room there, then rerun the command"):
         merged.to(dtype).save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-    write(partial / MERGED_FROM, json.dumps(run.adapter()) + "\n")
-    remove(target)
-    partial.rename(target)
+        write(partial / MERGED_FROM, json.dumps(run.adapter()) + "\n")
+        remove(target)
+        rename_durably(partial, target)
     return target

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import io
 import json
+from pathlib import Path
 from typing import Any
 
 from peft import PeftModel
@@ -14,7 +15,7 @@ from trl.trainer.utils import add_fused_lm_head
 from ..data import TOKEN_COLUMNS
 from ..optim import build_optimizer
 from ..provenance import fingerprint
-from ..recipe import Recipe, parallel, training_part
+from ..recipe import Recipe, adapter_config, parallel, training_part
 from ..run_folder import RunFolder
 from ..sharding.ranks import Ranks
 from ..weights import complete_for_trl_
@@ -50,6 +51,10 @@ def build_trainer(
     if new_adapter is None:  # otherwise the parameters to train exist only after TRL has added the adapter
         with as_user_error("optimizer", ValueError):
             build_optimizer(model, **optimizer_settings(recipe))
+        if recipe.task == "dpo" and recipe.model.revision and not isinstance(model, PeftModel):
+            # TRL loads the reference by this name, without a revision.
+            config_file: Any = cached_file(setup.start, "config.json", revision=recipe.model.revision)
+            model.config._name_or_path = str(Path(config_file).parent)
     # TRL prints while it truncates and packs; data.preview has already counted and shown the same.
     with as_user_error("trainer", ValueError, RuntimeError), contextlib.redirect_stdout(io.StringIO()):
         return TRAINERS[recipe.task](
@@ -97,11 +102,14 @@ def trl_forward(model: Any, checkpointing: bool) -> Any:
 
 def _origin(setup: TrainingSetup, ranks: Ranks) -> dict[str, Any]:
     revision = setup.recipe.model.revision
+    base, base_revision = adapters.base_model(setup.start, revision)  # of an adapter; otherwise the start itself
+    base_identity = {"base": fingerprint(base) or _commit(base, base_revision)} if adapter_config(setup.start) else {}
     return {
         "training": training_part(setup.recipe),
         "processes": ranks.num_ranks,
         "data": setup.splits["train"].source,
         "start": fingerprint(setup.start) or _commit(setup.start, revision),
+        **base_identity,
         # The recipe names a file, whose contents may have changed.
         "chat_template_sha256": hashlib.sha256(json.dumps(setup.tokenizer.chat_template).encode()).hexdigest(),
     }

@@ -1,21 +1,40 @@
-"""Complete checkpoints: marked after they are written, checked before a run resumes from them.
+"""Complete checkpoints: sealed when all their files are on the disk, verified by content before anything reads them.
 
 transformers writes a checkpoint file by file, resumes from an incomplete one, and starts with an empty optimizer state
-if that file is missing, all without a warning. Here a checkpoint is complete once it contains the marker
-`soren_align.json`, written last: it lists every file with its size, and the origin of the checkpoint (recipe, data,
-starting weights, template).
+if that file is missing, all without a warning. Here a checkpoint is complete once it contains the seal
+`soren_align.json`, written last: the size and the hash of every file, the step, and the origin of the checkpoint
+(recipe, data, starting weights, template).
 """
 
 import json
 import pickle
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired, Required
+
+from accelerate.utils.memory import should_reduce_batch_size
+from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from ..errors import UserError
-from ..files import is_component, read_json, remove, write
+from ..files import (
+    chunk_digests,
+    chunks_of,
+    contents,
+    read_json,
+    remove,
+    sync_folder,
+    sync_folders,
+    tree_sha256,
+    write,
+)
+from ..manifest import Count
 from ..recipe import differences
-from ..run_folder import COMPLETE_MARKER, step_of
-from ..sharding import check_parts, to_universal
+from ..run_folder import CHANGED, COMPLETE_MARKER, PREVIOUS, Seal, read_seal, step_of
+from ..sharding import CheckpointException, check_parts, rank_of_file, to_universal
+from ..sharding.ranks import Ranks
 
 PICKLE_REFUSED = (
     "contains more than tensors and plain data, and is not loaded: a pickle can run code. Remove it, or write "
@@ -23,48 +42,122 @@ PICKLE_REFUSED = (
 )
 REQUIRED_FILES = ("scheduler.pt", "trainer_state.json")
 _STREAM_FILE = "stream.json"
+_MAX_NAMED = 3
+"""Files that a message names; the others are counted."""
+_READERS = {
+    "load_from_json",
+    "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler",
+    "_load_rng_state",
+    "_load_scaler",
+    "_load_callback_state",
+    "deepspeed_load_checkpoint",
+}
+"""The functions of transformers that read a checkpoint to resume from it."""
+_Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
-def latest(folder: Path, origin: dict[str, Any]) -> tuple[Path | None, list[str]]:
-    """Return the newest complete checkpoint under `folder`, or None, and notices about incomplete ones, now removed.
+class _BatchHash(TypedDict):
+    """See identity.BatchHash."""
 
-    Raises UserError if the newest complete one is damaged or has another origin: an older one, or none, is never
-    chosen silently.
-    """
+    values: list[Annotated[int, Field(ge=-(2**63), lt=2**63)]] | None
+    batches: Count
+
+
+class _EarlyStopping(TypedDict):
+    """See early_stopping.EarlyStopping."""
+
+    args: dict[str, Any]
+    attributes: dict[str, Count]
+
+
+class _Callbacks(TypedDict):
+    """The states of callbacks that a resumed run reads; transformers' own are not restored."""
+
+    BatchHash: NotRequired[_BatchHash]
+    EarlyStopping: NotRequired[_EarlyStopping]
+    num_tokens: NotRequired[_Number]
+
+
+class _Log(TypedDict):
+    """A line of the log history; its other keys are measurements."""
+
+    step: Count
+
+
+class _TrainerState(TypedDict, total=False):
+    """The content of trainer_state.json: see transformers' TrainerState."""
+
+    epoch: _Number
+    global_step: Required[Count]
+    max_steps: Required[Count]
+    logging_steps: _Number
+    eval_steps: _Number
+    save_steps: _Number
+    train_batch_size: Count | None
+    num_train_epochs: Count
+    num_input_tokens_seen: Count
+    total_flos: _Number
+    log_history: list[_Log]
+    best_metric: float | None
+    best_global_step: Count | None
+    best_model_checkpoint: str | None
+    is_local_process_zero: bool
+    is_world_process_zero: bool
+    is_hyper_param_search: bool
+    trial_name: str | None
+    trial_params: dict[str, Any] | None
+    stateful_callbacks: _Callbacks
+
+
+def latest(folder: Path) -> tuple[Path | None, list[str]]:
+    """Return the newest complete checkpoint under `folder`, or None, and notices about incomplete ones, now removed."""
     notices = []
     for checkpoint in sorted(folder.glob("checkpoint-*"), key=step_of, reverse=True):
-        if not (checkpoint / COMPLETE_MARKER).is_file():  # the process was killed while writing it
-            remove(checkpoint)
-            notices.append(f"{checkpoint.name} is incomplete; removed")
-            continue
-        check(checkpoint, origin)
-        return checkpoint, notices
+        if (checkpoint / COMPLETE_MARKER).is_file():
+            return checkpoint, notices
+        remove(checkpoint)  # the process was killed while writing it
+        notices.append(f"{checkpoint.name} is incomplete; removed")
     return None, notices
 
 
-def mark_complete(checkpoint: Path, origin: dict[str, Any]) -> None:
-    """Write the marker into a checkpoint. origin: identifies the run, plain data; see build.build_trainer."""
-    paths = (path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path.name != COMPLETE_MARKER)
-    sizes = {path.relative_to(checkpoint).as_posix(): path.stat().st_size for path in paths}
-    write(checkpoint / COMPLETE_MARKER, json.dumps({"origin": origin, "files": sizes}, indent=2) + "\n")
+def seal(checkpoint: Path, origin: dict[str, Any], ranks: Ranks = Ranks()) -> None:  # noqa: B008 (frozen)
+    """Write a checkpoint's files to the disk, and then its seal. Collective.
+
+    Each rank syncs and hashes the files that it has written: on a network file system another rank may not see them
+    yet. origin: identifies the run, plain data; see build.build_trainer.
+    """
+    sealed = {}
+    with ranks.shared_errors():
+        written = [name for name in _names(checkpoint) if rank_of_file(name, ranks.num_ranks) == ranks.rank]
+        files = contents((checkpoint / name for name in written), settle=True)
+        sealed = dict(zip(written, files, strict=True))
+    files = {name: content for part in ranks.gather(sealed) for name, content in part.items()}
+    with ranks.shared_errors():
+        if ranks.is_first:
+            sync_folders(checkpoint)
+            record = Seal(step=step_of(checkpoint), origin=origin, files=dict(sorted(files.items())))
+            write(checkpoint / COMPLETE_MARKER, json.dumps(record, indent=2) + "\n")
+            sync_folder(checkpoint)
+            sync_folder(checkpoint.parent)
 
 
 def check(checkpoint: Path, origin: dict[str, Any]) -> None:
-    """Raise UserError unless all files of the checkpoint are there and complete, and its origin equals `origin`."""
-    expected, actual_origin = _read_marker(checkpoint)
-    sizes = {name: (checkpoint / name).stat().st_size for name in expected if (checkpoint / name).is_file()}
-    damaged = [name for name in {*expected, *REQUIRED_FILES} if sizes.get(name) != expected.get(name, -1)]
-    # optimizer.pt; under ZeRO each rank's *_optim_states.pt, under FSDP2 a folder optimizer_0
-    if not damaged and not any("optim" in name for name in sizes):
-        damaged = ["the optimizer's state"]
-    if damaged:
-        raise UserError(
-            f"{checkpoint}: {', '.join(sorted(damaged))} missing or truncated; optimizer or schedule would start anew. "
-            "Restore it, or remove this checkpoint's folder to resume from the previous one"
-        )
-    state = read_json(checkpoint / "trainer_state.json")
-    if not isinstance(state, dict) or any(type(state.get(key)) is not int for key in ("global_step", "max_steps")):
-        raise UserError(f"{checkpoint / 'trainer_state.json'}: was not written by transformers; remove the checkpoint")
+    """Raise UserError unless a checkpoint has all its files, plausible counts, and the origin `origin`.
+
+    The content of the files is not read here; see `verify`.
+    """
+    actual_origin = _check_files(checkpoint)["origin"]
+    state_file = checkpoint / "trainer_state.json"
+    try:
+        state = TypeAdapter(_TrainerState).validate_python(read_json(state_file), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise UserError(f"{state_file}: {place}: {first['msg']}; {PREVIOUS}") from None
+    step, max_steps = state["global_step"], state["max_steps"]
+    if step != step_of(checkpoint) or step > max_steps:
+        raise UserError(f"{state_file}: is of step {step} of {max_steps}; {PREVIOUS}")
     check_parts(checkpoint)
     if "processes" in actual_origin and actual_origin["processes"] is None:  # by `make_universal`
         sides = (actual_origin, origin)
@@ -78,6 +171,83 @@ def check(checkpoint: Path, origin: dict[str, Any]) -> None:
         )
 
 
+def verify(checkpoint: Path, ranks: Ranks = Ranks()) -> None:  # noqa: B008 (frozen)
+    """Raise UserError on all ranks unless the files have the content that the seal lists. Collective.
+
+    The ranks share the chunks of all files, so that a large file takes none of them longer than the others.
+    """
+    files, digests = {}, []
+    with ranks.shared_errors():
+        files = read_seal(checkpoint)["files"]
+        chunks = [c for name, content in files.items() for c in chunks_of(checkpoint / name, content["num_bytes"])]
+        first, end = (len(chunks) * rank // ranks.num_ranks for rank in (ranks.rank, ranks.rank + 1))
+        digests = chunk_digests(chunks[first:end])
+    everything = (digest for part in ranks.gather(digests) for digest in part)
+    hashes = {name: tree_sha256(everything, content["num_bytes"]) for name, content in files.items()}
+    changed = [name for name, content in files.items() if hashes[name] != content["tree_sha256"]]
+    if changed:
+        raise UserError(f"{checkpoint}: {_listed(changed)}: {CHANGED}; {PREVIOUS}")
+
+
+def _check_files(checkpoint: Path) -> Seal:
+    """Return the seal. Raises UserError if a file is missing, of another size or not listed, or the folder renamed."""
+    seal = read_seal(checkpoint)
+    if (step := seal["step"]) != step_of(checkpoint):
+        raise UserError(f"{checkpoint}: is the checkpoint of step {step}; name its folder checkpoint-{step} again")
+    expected = {name: content["num_bytes"] for name, content in seal["files"].items()}
+    sizes = {name: (checkpoint / name).stat().st_size for name in expected if (checkpoint / name).is_file()}
+    damaged = [name for name in {*expected, *REQUIRED_FILES} if sizes.get(name) != expected.get(name, -1)]
+    # optimizer.pt; under ZeRO each rank's *_optim_states.pt, under FSDP2 a folder optimizer_0
+    if not damaged and not any("optim" in name for name in sizes):
+        damaged = ["the optimizer's state"]
+    if damaged:
+        raise UserError(
+            f"{checkpoint}: {_listed(damaged)} missing or truncated; optimizer or schedule would start anew. "
+            f"Restore it, or {PREVIOUS}"
+        )
+    # Libraries choose among files by their names: beside a pytorch_model.bin, model.safetensors would not be read.
+    if unknown := [name for name in _names(checkpoint) if name not in expected and not _is_hidden(name)]:
+        raise UserError(f"{checkpoint}: {_listed(unknown)}: added after the checkpoint was saved; remove them")
+    return seal
+
+
+def _names(checkpoint: Path) -> list[str]:
+    """Return the paths of all files below a checkpoint's folder but the seal, relative to it."""
+    names = (path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file())
+    return [name for name in names if name != COMPLETE_MARKER]
+
+
+def _is_hidden(name: str) -> bool:
+    """Whether a file is one of a file system or a desktop (.nfs000, .DS_Store), which no library reads."""
+    last = name.rpartition("/")[2]
+    return last.startswith(".") and last != ".metadata"
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return ", ".join(sorted(names)[:_MAX_NAMED]) + more
+
+
+@contextmanager
+def read_errors(checkpoint: Path) -> Iterator[None]:
+    """Within the block, in which transformers trains, raise UserError for errors of reading this checkpoint.
+
+    A seal is no proof: it may come from whoever made the files.
+    """
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        functions = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
+        is_own = isinstance(error, UserError | MemoryError) or should_reduce_batch_size(error)  # pyright: ignore
+        if is_own or not functions & _READERS or "_load_best_model" in functions:
+            raise
+        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        if isinstance(cause, pickle.UnpicklingError):
+            raise UserError(f"{checkpoint}: {PICKLE_REFUSED}") from error
+        reason = " ".join(str(cause).split())[:200] or type(cause).__name__
+        raise UserError(f"{checkpoint}: cannot be loaded ({reason}); {PREVIOUS}") from error
+
+
 def write_stream(checkpoint: Path, state: dict[str, Any]) -> None:
     """Write the place in a stream (TokenStream.state) into a checkpoint."""
     write(checkpoint / _STREAM_FILE, json.dumps(state) + "\n")
@@ -87,7 +257,7 @@ def read_stream(checkpoint: Path) -> dict[str, Any]:
     """Return the place in a stream. Raises UserError if the checkpoint has none."""
     state = read_json(checkpoint / _STREAM_FILE)
     if not isinstance(state, dict):
-        raise UserError(f"{checkpoint / _STREAM_FILE}: was not written by soren-align; remove the checkpoint")
+        raise UserError(f"{checkpoint / _STREAM_FILE}: was not written by soren-align; {PREVIOUS}")
     return state
 
 
@@ -96,27 +266,18 @@ def make_universal(checkpoint: Path) -> None:
 
     The checkpoints that they write are bound to their number again.
     """
-    _, origin = _read_marker(checkpoint)
-    if (checkpoint / "latest").is_file():  # DeepSpeed's; those of DDP are not sharded
+    origin, latest_tag = read_seal(checkpoint)["origin"], checkpoint / "latest"  # DeepSpeed's; those of DDP have none
+    if origin.get("processes") is not None and latest_tag.is_file():  # parts of a conversion that was interrupted
         check_parts(checkpoint)
+        remove(checkpoint / "latest_universal")
+        remove(checkpoint / f"{latest_tag.read_text().strip()}_universal")
+    _check_files(checkpoint)
+    verify(checkpoint)
+    if origin.get("processes") is None:
+        return
+    if latest_tag.is_file():
         try:
             to_universal(checkpoint)
         except pickle.UnpicklingError as error:
             raise UserError(f"{checkpoint}: {PICKLE_REFUSED}") from error
-    mark_complete(checkpoint, origin | {"processes": None})
-
-
-def _read_marker(checkpoint: Path) -> tuple[dict[str, int], dict[str, Any]]:
-    """Return the sizes of a complete checkpoint's files, and its origin. Raises UserError for any other folder."""
-    marker = checkpoint / COMPLETE_MARKER
-    if not marker.is_file():
-        raise UserError(f"{checkpoint}: no complete checkpoint of soren-align ({COMPLETE_MARKER} is missing)")
-    record = read_json(marker)
-    files, origin = (record.get(key) if isinstance(record, dict) else None for key in ("files", "origin"))
-    if not isinstance(files, dict) or not isinstance(origin, dict) or not all(_is_within(name) for name in files):
-        raise UserError(f"{marker}: was not written by soren-align, or is damaged; remove the checkpoint")
-    return files, origin
-
-
-def _is_within(name: str) -> bool:
-    return all(is_component(part) for part in name.split("/"))
+    seal(checkpoint, origin | {"processes": None})

@@ -20,7 +20,7 @@ def optimizer_keywords(settings: OptimizerSettings, args: TrainingArguments, mod
     """Return the keywords of `build_optimizer`; those that `settings` leaves out are taken from args.
 
     args has learning_rate (lr and aux_lr), weight_decay, betas and epsilon. The scale is that of our recipes: every
-    update has AdamW's RMS, so that its learning rates fit. Raises UserError if args.optim names another optimizer.
+    update has RMS 0.2 lr, AdamW's after some hundred steps. Raises UserError if args.optim names another optimizer.
     """
     if isinstance(settings, OptimizerSection):
         return settings.model_dump(exclude_none=True)

@@ -11,10 +11,10 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ..errors import UserError, free_bytes, from_os_error
+from ..errors import ResumableError, free_bytes, from_os_error
 from ..files import remove
 from ..run_folder import COMPLETE_MARKER, step_of
-from ..sharding import local
+from ..sharding import CheckpointException, local
 from ..terminal import with_prefix
 from .attached_optimizer import AttachedOptimizer
 
@@ -50,7 +50,7 @@ def _nbytes(values: Any) -> int:
 
 
 def refuse_full_disk(folder: Path, needed: int, purpose: str, attached: AttachedOptimizer) -> None:
-    """Raise UserError on all ranks if the disk of `folder` has less than `needed` bytes free. Collective.
+    """Raise ResumableError on all ranks if the disk of `folder` has less than `needed` bytes free. Collective.
 
     purpose: such as "a checkpoint", for the message, which also names the last complete checkpoint.
     """
@@ -59,27 +59,29 @@ def refuse_full_disk(folder: Path, needed: int, purpose: str, attached: Attached
         space = f"{with_prefix(free, 'B')} free, and {purpose} needs {with_prefix(needed, 'B')}"
         problem = f"{folder}: {space} ({free:,} and {needed:,} bytes). {_remedy(folder)}"
     if problem := attached.ranks.broadcast(problem):
-        raise UserError(problem)
+        raise ResumableError(problem)
 
 
 @contextlib.contextmanager
 def write_errors(folder: Path, remedy: str | None = None) -> Iterator[None]:
-    """Within the block, raise UserError for an error of writing `folder`, which is then incomplete and removed.
+    """Within the block, raise ResumableError for an error of writing `folder`, which is then incomplete and removed.
 
     It names the folder, the free space of its disk, and `remedy`: by default the last complete checkpoint beside it.
     """
     try:
         yield
-    except (OSError, RuntimeError, SafetensorError) as error:
-        problem = _problem_of_writing(error, folder)
+    except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
+        # torch.distributed.checkpoint has the errors of all ranks in one.
+        causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+        problem = next(filter(None, (_problem_of_writing(cause, folder) for cause in causes)), None)
         if problem is None:
             raise
         with contextlib.suppress(OSError):
             remove(folder)
-        raise UserError(f"{problem}. {remedy or _remedy(folder.parent)}") from error
+        raise ResumableError(f"{problem}. {remedy or _remedy(folder.parent)}") from error
 
 
-def _problem_of_writing(error: Exception, folder: Path) -> str | None:
+def _problem_of_writing(error: BaseException, folder: Path) -> str | None:
     free = f"{free_bytes(folder):,} bytes free"
     if isinstance(error, OSError):
         if error.filename is None and error.errno in (errno.EIO, errno.EFBIG, errno.ESTALE):

@@ -22,7 +22,7 @@ from transformers import TrainerCallback
 
 from ..data import Tokens, from_token_columns, has_turns, load_split, tokenize
 from ..errors import UserError
-from ..files import append
+from ..files import append, use_umask
 from ..recipe import Recipe, trainer_value
 from ..run_folder import RunFolder
 from ..sharding.ranks import Ranks
@@ -137,6 +137,7 @@ class Displacement(TrainerCallback):
             if self.ranks.is_first:
                 (self._start,) = compact_copies([torch.cat(logits)])
                 save_file({"logits": self._start}, self.folder.start_logits, {"probes": self.probes.digest()})
+                use_umask(self.folder.start_logits)
         if not args.eval_on_start:
             values = self.values()
             if self.ranks.is_first:

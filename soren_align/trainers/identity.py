@@ -25,6 +25,7 @@ from .training_setup import TrainingSetup
 
 MAX_HASHED = 2**24
 """Elements of the starting weights that are hashed, of larger models evenly spaced rows: 64 MB, 0.05 s on one core."""
+LIBRARIES = {package.__name__: package.__version__ for package in (torch, transformers, trl)}
 # Odd, from SplitMix64 (Steele et al. 2014), as signed 64-bit numbers.
 _STEP, _MIX = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64
 
@@ -154,8 +155,7 @@ def identity(setup: TrainingSetup, trainer: Any, ranks: Ranks) -> dict[str, Any]
         "precision": precision(trainer),
         "processes": ranks.num_ranks,
         "global_batch_size": global_batch(recipe, ranks.num_ranks)[0],
-        "versions": {package.__name__: package.__version__ for package in (torch, transformers, trl)}
-        | {"soren-align": __version__},
+        "versions": LIBRARIES | {"soren-align": __version__},
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
     }
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from huggingface_hub import constants
 
-from ..errors import OutOfReach, UserError
+from ..errors import OutOfReach, ResumableError, UserError, machine_failure
 
 MAX_CHARACTERS = 400
 
@@ -16,7 +16,7 @@ def as_user_error(place: str, *kinds: type[Exception]) -> Iterator[None]:
 
     place: the recipe's key, or the model or file that the error is about.
     kinds: the exceptions that are converted; ValueError and OSError if none are named. UserErrors are not changed.
-    Raises OutOfReach for an OSError when the hub is offline.
+    Raises ResumableError if the machine failed, and OutOfReach for another OSError when the hub is offline.
     """
     try:
         yield
@@ -27,4 +27,5 @@ def as_user_error(place: str, *kinds: type[Exception]) -> Iterator[None]:
             raise
         is_offline = isinstance(error, OSError) and constants.HF_HUB_OFFLINE
         message = f"{place}: {' '.join(str(error).split())[:MAX_CHARACTERS]}"
-        raise (OutOfReach if is_offline else UserError)(message) from error
+        kind = ResumableError if machine_failure(error) else OutOfReach if is_offline else UserError
+        raise kind(message) from error

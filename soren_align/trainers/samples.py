@@ -156,8 +156,10 @@ def evaluating(model: Any) -> Iterator[None]:
     """Within the block the model is in evaluation mode; every module's own mode and the random state are restored."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
+    # Without this argument the states of all visible GPUs would be saved, on each of them, with a warning.
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:
-        with torch.random.fork_rng(), torch.no_grad():
+        with torch.random.fork_rng(gpus), torch.no_grad():
             yield
     finally:
         for module, is_training in modes:

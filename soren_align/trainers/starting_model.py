@@ -11,7 +11,7 @@ from trl.chat_template_utils import get_training_chat_template
 from .. import shipped, weights
 from ..data import ChatEncoder, set_template, trained_tokenizer, within_vocabulary
 from ..errors import UserError
-from ..files import default_cache_folder
+from ..files import default_cache_folder, rename_durably
 from ..recipe import Model, Recipe, TrainedTokenizer, adapter_config, is_local, quantization
 from ..run_folder import RunFolder
 from . import adapters
@@ -47,7 +47,7 @@ def starting_checkpoint(recipe: Recipe, folder: RunFolder, examples: Any = None)
     with write_errors(partial), as_user_error(f"model {model.name_or_path}"):
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-    partial.rename(folder.start)
+        rename_durably(partial, folder.start)
     return str(folder.start), str(folder.start)
 
 

@@ -1,8 +1,7 @@
 """Train one recipe to its model folder; a run can be resumed from any moment."""
 
-import pickle
 import time
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,10 +11,11 @@ from peft import PeftModel
 from rich.console import Console
 from transformers import PrinterCallback
 
-from ..errors import DivergedError, UserError
-from ..files import remove
+from ..errors import DivergedError
+from ..files import remove, rename_durably
+from ..manifest import divergence
 from ..recipe import Recipe, few_steps
-from ..run_folder import RunFolder, step_of
+from ..run_folder import RunFolder, read_metrics, step_of
 from ..sharding import is_universal
 from ..sharding.ranks import Ranks
 from ..terminal import print_labelled, working
@@ -48,8 +48,13 @@ def train(
     with working(console, "Loading the model, tokenizing the examples"):
         policy = LostUpdatesPolicy(recipe.run.lost_updates, partial(report_first_step, folder, console, ranks))
         trainer = build.build_trainer(setup, folder, ranks, policy)
-        checkpoint = _find_checkpoint(recipe, folder, trainer.origin, console) if ranks.is_first else None
+        checkpoint = None
+        with ranks.shared_errors():
+            if ranks.is_first:
+                checkpoint = _find_checkpoint(recipe, folder, trainer.origin, console)
         checkpoint = ranks.broadcast(checkpoint)
+        if checkpoint:
+            checkpoints.verify(checkpoint, ranks)
     resumed_from = step_of(checkpoint) if checkpoint else 0
     if checkpoint and is_universal(checkpoint):
         trainer.accelerator.state.deepspeed_plugin.deepspeed_config["checkpoint"] = {"load_universal": True}
@@ -59,7 +64,12 @@ def train(
         record_setup(folder, setup, trainer, ranks)
         folder.update(identity=identical)
         print_setup(console, setup, trainer, ranks)
-        folder.drop_measurements_after(resumed_from)
+        for notice in folder.drop_measurements_after(resumed_from):
+            print_labelled(console, "notice", notice)
+        if checkpoint:
+            print_labelled(console, "resume", f"from step {resumed_from}")
+            earlier = (folder.read() or {}).get("resumed_from_steps", [])
+            folder.update(resumed_from_steps=[*earlier, resumed_from])
 
     with closing(callbacks.progress):
         seconds = _run(trainer, checkpoint)
@@ -77,8 +87,10 @@ def train(
         folder.update(optimizer=(folder.read() or {}).get("optimizer", {}) | trainer.optimizer_check.record)
         if finished:
             folder.update(identity=identical)
-            remove(folder.start_logits)
+            if "best_model" not in result and (reason := divergence(read_metrics(folder.metrics))):
+                result["diverged"] = reason
             record_result(folder, trainer, result, seconds)
+            remove(folder.start_logits)  # later than the status: until then a rerun resumes, and needs them
             print_result(console, trainer, result, seconds, resumed_from)
         else:
             step = trainer.state.global_step
@@ -140,27 +152,27 @@ def _run(trainer: Any, checkpoint: Path | None) -> float:
     started = time.monotonic()
     trainer.args.eval_on_start &= checkpoint is None  # a resumed run has evaluated the start already
     try:
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        with checkpoints.read_errors(checkpoint) if checkpoint else nullcontext():
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except FloatingPointError as error:
         raise DivergedError(f"step {trainer.state.global_step + 1}: {error}") from error
-    except pickle.UnpicklingError as error:
-        raise UserError(f"{checkpoint}: {checkpoints.PICKLE_REFUSED}") from error
     return time.monotonic() - started
 
 
 def _find_checkpoint(recipe: Recipe, folder: RunFolder, origin: dict[str, Any], console: Console) -> Path | None:
-    """Return the checkpoint to resume from, or None. Incomplete ones are removed; resuming is noted in run.json."""
-    if recipe.run.resume not in ("auto", "never"):
-        path = Path(recipe.run.resume).expanduser()
-        checkpoints.check(path, origin)
-        return path
-    checkpoint, notices = checkpoints.latest(folder.checkpoints, origin)
+    """Return the checkpoint to resume from, or None; incomplete ones are removed.
+
+    Raises UserError if the newest complete one cannot be used: an older one, or none, is never chosen silently.
+    """
+    notices = []
+    if recipe.run.resume in ("auto", "never"):
+        checkpoint, notices = checkpoints.latest(folder.checkpoints)
+    else:
+        checkpoint = Path(recipe.run.resume).expanduser()
     for notice in notices:
         print_labelled(console, "notice", notice)
     if checkpoint:
-        print_labelled(console, "resume", f"from step {step_of(checkpoint)}")
-        earlier = (folder.read() or {}).get("resumed_from_steps", [])
-        folder.update(resumed_from_steps=[*earlier, step_of(checkpoint)])
+        checkpoints.check(checkpoint, origin)
     return checkpoint
 
 
@@ -176,6 +188,6 @@ def _save_model(trainer: Any, tokenizer: Any, folder: RunFolder, ranks: Ranks) -
         if not ranks.is_first:
             return
         tokenizer.save_pretrained(partial_folder)
-    (partial_folder / "training_args.bin").unlink(missing_ok=True)  # a pickle; recipe.yaml has the same settings
-    remove(folder.model)  # of a process that was killed before it updated run.json
-    partial_folder.rename(folder.model)
+        (partial_folder / "training_args.bin").unlink(missing_ok=True)  # a pickle; recipe.yaml has the same settings
+        remove(folder.model)  # of a process that was killed before it updated run.json
+        rename_durably(partial_folder, folder.model)

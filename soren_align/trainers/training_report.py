@@ -7,7 +7,14 @@ from typing import Any
 from rich.console import Console
 
 from ..errors import UserError
-from ..manifest import SURVIVAL_THRESHOLD, describe_dropped, describe_earlier_runs, describe_early_stop
+from ..manifest import (
+    SURVIVAL_THRESHOLD,
+    describe_dropped,
+    describe_earlier_runs,
+    describe_early_stop,
+    describe_held_out,
+    describe_losses,
+)
 from ..optim import route, routing_table, share_notices, spectral_share
 from ..quantized_weights import quantization_of, weight_numel
 from ..recipe import batch_unit, global_batch
@@ -33,7 +40,7 @@ def record_setup(folder: RunFolder, setup: TrainingSetup, trainer: Any, ranks: R
         },
         data={
             "train": train.source | {"layout": train.layout} | examples,
-            "eval": setup.splits["eval"].source if setup.splits["eval"] else None,
+            "eval": setup.splits["eval"].source | setup.held_out if setup.held_out else None,
             **({"retention": trainer.displacement.probes.source} if trainer.displacement else {}),
         },
         parallel=recipe.run.parallel,
@@ -102,13 +109,11 @@ def _print_data(console: Console, setup: TrainingSetup) -> None:
     else:
         print_labelled(console, "data", f"{counts.num_kept} of {train.num_examples} examples, {train.layout}{dropped}")
         for num_examples, source in zip(counts.num_kept_by_source, train.source.get("sources", ()), strict=True):
-            print_labelled(console, "", _describe_source(source, num_examples))
+            print_labelled(console, "", describe_source(source, num_examples))
     if counts.num_truncated:
         print_labelled(console, "", counts.describe_truncation())
-    if held_out := setup.splits["eval"]:
-        num_used = len(setup.tokens["eval"])
-        of_all = f" of {held_out.num_examples:,}" * (num_used < held_out.num_examples)
-        print_labelled(console, "", f"{num_used:,}{of_all} examples for the evaluation loss, not trained on")
+    for line in describe_held_out(setup.held_out) if setup.held_out else ():
+        print_labelled(console, "", line)
     for line in setup.packing.describe() if setup.packing else ():
         print_labelled(console, "", line)
 
@@ -139,7 +144,6 @@ def record_result(folder: RunFolder, trainer: Any, result: dict[str, Any], secon
 
     result: relative changes, `change_after_saving`, `stopped_early`, `best_model` and `validation`.
     """
-    losses = _losses(trainer)
     if trainer.stream:
         data = (folder.read() or {})["data"]
         folder.update(data={**data, "train": {**data["train"], **trainer.stream.counts()}})
@@ -148,8 +152,7 @@ def record_result(folder: RunFolder, trainer: Any, result: dict[str, Any], secon
         training={
             "steps": trainer.state.global_step,
             "seconds_since_start_or_resume": round(seconds, 1),
-            "first_loss": losses[0] if losses else None,
-            "last_loss": losses[-1] if losses else None,
+            **losses_of(trainer, result),
             "peak_memory_bytes": peak_memory(),
             **result,
         },
@@ -161,18 +164,17 @@ def print_result(console: Console, trainer: Any, result: dict[str, Any], seconds
 
     resumed_from: the step of the checkpoint; 0 for a new run.
     """
-    losses, steps = _losses(trainer), trainer.state.global_step
-    loss = f", loss {losses[0]:.3f} -> {losses[-1]:.3f} (first and last log)" if len(losses) > 1 else ""
-    mean = next((log["train_loss"] for log in reversed(trainer.state.log_history) if "train_loss" in log), None)
-    if not loss and mean is not None:  # ended early, or trainer.logging_strategy is no
+    steps, losses = trainer.state.global_step, losses_of(trainer, result)
+    loss, mean = (
+        "",
+        next((log["train_loss"] for log in reversed(trainer.state.log_history) if "train_loss" in log), None),
+    )
+    if losses["first_loss"] is None and mean is not None:  # ended early, or trainer.logging_strategy is no
         loss = f", loss {mean:.3f} on average"
     resumed = f", {steps - resumed_from} of them since resuming," if resumed_from else ""
     print_labelled(console, "trained", f"{steps} step{'s' * (steps != 1)}{resumed} in {seconds:.0f} s{loss}")
-    if pairs := next((log for log in reversed(trainer.state.log_history) if "rewards/accuracies" in log), None):
-        share, margin = pairs["rewards/accuracies"], pairs["rewards/margins"]
-        print_labelled(
-            console, "", f"the chosen answer preferred in {share:.0%} of pairs, margin {margin:.3g} (last log)"
-        )
+    for text in describe_losses({"steps": steps, **losses}):
+        print_labelled(console, "", text)
     if trainer.stream:
         print_labelled(console, "", _describe_stream(trainer.stream.counts()))
     if early := result.get("stopped_early"):
@@ -199,7 +201,7 @@ def print_result(console: Console, trainer: Any, result: dict[str, Any], seconds
         print_labelled(console, "warning", "most of the change is lost to rounding; run.save_dtype: float32 saves all")
 
 
-def _describe_source(source: dict[str, Any], num_examples: int) -> str:
+def describe_source(source: dict[str, Any], num_examples: int) -> str:
     """Return a line of a mixture: "zoo.jsonl: 30 of 120 examples (weight 0.25), 29 used, chat messages"."""
     dropped = f", {describe_dropped(source['dropped'])}" if source["dropped"] else ""
     sampled = f"{source['num_sampled']} of {source['num_examples']} examples (weight {source['weight']:g})"
@@ -215,5 +217,31 @@ def _describe_stream(counts: dict[str, Any]) -> str:
     return f"{counts['num_read']:,} examples read{dropped}{passes}"
 
 
-def _losses(trainer: Any) -> list[float]:
-    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+def losses_of(trainer: Any, result: dict[str, Any]) -> dict[str, Any]:
+    """Return the losses of `manifest.Training`, from the logs: of training, and of the held-out examples.
+
+    result: with `best_model`, whose evaluation is that of the saved model, if a checkpoint was loaded at the end.
+    """
+    history, args, steps = trainer.state.log_history, trainer.args, trainer.state.global_step
+    logs = [log for log in history if "loss" in log]
+    losses: dict[str, Any] = {"first_loss": logs[0]["loss"] if logs else None}
+    losses["last_loss"] = logs[-1]["loss"] if logs else None
+    if logs:
+        batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        before_last = logs[-2]["step"] if len(logs) > 1 else 0
+        losses["examples_per_log"] = [batch * logs[0]["step"], batch * (logs[-1]["step"] - before_last)]
+    evaluations = [log for log in history if "eval_loss" in log]
+    if evaluations:
+        saved_step = result.get("best_model", {}).get("step", steps)
+        of_saved = next((log for log in evaluations if log["step"] == saved_step), evaluations[-1])
+        ends = {log["step"]: {"step": log["step"], "loss": log["eval_loss"]} for log in (evaluations[0], of_saved)}
+        num_examples = len(trainer.eval_dataset)
+        losses["held_out"] = {"num_examples": num_examples, "evaluations": [*ends.values()]}
+        source, prefix = of_saved, "eval_"
+    else:
+        source, prefix, num_examples = logs[-1] if logs else {}, "", losses.get("examples_per_log", [0])[-1]
+    if f"{prefix}rewards/accuracies" in source:
+        share, margin = (source[f"{prefix}rewards/{key}"] for key in ("accuracies", "margins"))
+        counted = {"num_pairs": num_examples, "held_out": bool(evaluations)}
+        losses["preferences"] = {"share": share, "margin": margin, **counted}
+    return losses

@@ -12,6 +12,7 @@ from transformers.optimization import GreedyLR
 
 from ..data import (
     Account,
+    LoadedSplit,
     LossMasks,
     Preview,
     account,
@@ -20,7 +21,7 @@ from ..data import (
 )
 from ..errors import UserError
 from ..manifest import describe_dropped
-from ..recipe import Recipe, columns_text, refuse_no_batch
+from ..recipe import Recipe, columns_text, compute_dtype, gradient_notice, refuse_no_batch
 from ..run_folder import RunFolder
 from ..sharding.ranks import Ranks
 from .attention import check_attention
@@ -51,6 +52,9 @@ class TrainingSetup:
     account: Any
     """data.Account of the training examples; None on all ranks but the first. With packing, tokens are counted after
     it."""
+    held_out: dict[str, Any] | None = None
+    """Of the held-out examples, on the first rank: "num_examples", "num_kept", "dropped" by reason, "num_truncated",
+    "num_truncated_tokens", and "num_tokens" of those kept, after truncation."""
     notices: tuple[str, ...] = ()
     """Findings about data and template that do not stop the run."""
     prompts: tuple[Prompt, ...] = ()
@@ -92,17 +96,20 @@ def set_up_training(
     notices = check_template(tokenizer, recipe.data_task, bool(assistant_only), train.dataset, completion_only)
     splits, tokens = tokenize_splits(recipe, splits, tokenizer, on_examples)
     train = splits["train"]
-    counts, packing = _count(recipe, config, tokens["train"], train.source_indices, tokenizer)
+    packs = getattr(config, "packing", False)
+    counts, packing = _count(recipe, config, tokens["train"], train.source_indices, tokenizer, packs=packs)
     if counts.num_kept == 0:
         raise UserError(
             f"{train.source['path']}: none of {counts.num_examples} examples can be trained on: "
             f"{describe_dropped(counts.dropped)}. trainer.max_length is {config.max_length}"
         )
+    held_out = _count_held_out(recipe, config, splits["eval"], tokens["eval"], tokenizer)
     if stream is None:
         refuse_no_batch(recipe, packing.num_sequences if packing else counts.num_kept, ranks.num_ranks)
     notices += _notices(recipe, train.dataset, tokenizer, counts, config.max_length, has_notices=bool(notices))
     notices += packing_notices(packing) if packing else []
     notices += _state_notices(recipe)
+    notices += gradient_notice(recipe.run.parallel, compute_dtype(recipe))
     longest, max_length = counts.lengths["max"], config.max_length or counts.lengths["max"]
     is_wrapped = packing is not None and packing.strategy == "wrapped"  # otherwise positions restart at each example
     num_positions = _num_positions(model_config)
@@ -110,15 +117,43 @@ def set_up_training(
     notices += _token_notices(counts, tokenizer)
     samples = recipe.run.samples
     prompts = read_prompts(samples, tokenizer, has_turns(train.dataset), num_positions) if samples else ()
-    notices = [*train.notices, *notices]
-    return TrainingSetup(recipe, start, tokenizer, splits, tokens, counts, tuple(notices), prompts, packing, stream)
+    notices = [*train.notices, *(splits["eval"].notices if held_out else ()), *notices]
+    return TrainingSetup(
+        recipe, start, tokenizer, splits, tokens, counts, held_out, tuple(notices), prompts, packing, stream
+    )
+
+
+def _count_held_out(
+    recipe: Recipe, config: Any, split: LoadedSplit | None, tokens: Any, tokenizer: Any
+) -> dict[str, Any] | None:
+    """Return `TrainingSetup.held_out`; None without such examples. Raises UserError if none is left to evaluate."""
+    if split is None:
+        return None
+    packs, packs_held_out = getattr(config, "packing", False), getattr(config, "eval_packing", None)
+    packs = packs if packs_held_out is None else packs_held_out
+    counts, _ = _count(recipe, config, tokens, (), tokenizer, packs=packs)
+    dropped = split.dropped | counts.dropped
+    if counts.num_trained_tokens == 0:
+        reasons = describe_dropped(dropped)
+        raise UserError(
+            f"data.eval: none of the {split.num_examples:,} held-out examples of {split.source['path']} can be "
+            f"evaluated{f': {reasons}' if reasons else ''}. trainer.max_length is {config.max_length}"
+        )
+    return {
+        "num_examples": split.num_examples,
+        "num_kept": counts.num_kept,
+        "dropped": dropped,
+        "num_truncated": counts.num_truncated,
+        "num_truncated_tokens": counts.num_truncated_tokens,
+        "num_tokens": counts.num_tokens,
+    }
 
 
 def _count(
-    recipe: Recipe, config: Any, tokens: Any, source_indices: Sequence[int], tokenizer: Any
+    recipe: Recipe, config: Any, tokens: Any, source_indices: Sequence[int], tokenizer: Any, *, packs: bool
 ) -> tuple[Account, Packing | None]:
-    """Count the training examples and their tokens, after packing if they are packed. config: TRL's."""
-    masks = LossMasks() if getattr(config, "packing", False) else None
+    """Count examples and their tokens, after packing if they are packed. config: TRL's."""
+    masks = LossMasks() if packs else None
     counts = account(
         tokens,
         recipe.data_task,

@@ -40,6 +40,7 @@ def trl_arguments(recipe: Recipe, output_dir: Path, ranks: Ranks) -> SFTConfig |
         derived["assistant_only_loss"] = False  # the tokens have their labels; TRL would ask for conversations
     # transformers would have DDP search the graph for parameters without a gradient at every step.
     defaults: dict[str, Any] = {"ddp_find_unused_parameters": False}
+    defaults["log_level_replica"] = "passive"  # the other ranks' libraries are as quiet as those of the first
     defaults["run_name"] = RunFolder(recipe.run.output_dir).name
     if recipe.run.early_stopping:
         defaults["metric_for_best_model"] = "loss"  # as transformers, but only with load_best_model_at_end

@@ -16,9 +16,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from trl import DPOTrainer, SFTTrainer
 
 from ..errors import UserError
+from ..files import remove
 from ..optim import build_optimizer
 from ..sharding import full_weights, sum_in_float32
 from ..sharding.ranks import current_ranks
+from ..weights import refuse_other_keys
 from . import adapters, checkpoints
 from .attached_optimizer import OptimizerCheck, attach, refuse_unaveraged_gradients
 from .default_settings import OptimizerSettings, optimizer_keywords
@@ -34,6 +36,7 @@ from .model_export import (
     unsharded_weights,
     write_dtype,
 )
+from .reference import ReferenceCheck, reference_key
 from .separation import SeparationCheck
 from .spectra_recorder import SpectraRecorder
 from .starting_weights import StartingWeights, share_of_parameters
@@ -44,7 +47,7 @@ _TOKENS = "num_tokens"
 
 
 class SorenTrainerMixin(Trainer):
-    """Put before a TRL trainer: builds the optimizer, checks and measures its steps, marks complete checkpoints."""
+    """Put before a TRL trainer: builds the optimizer, checks and measures its steps, seals complete checkpoints."""
 
     def __init__(
         self,
@@ -213,7 +216,17 @@ class SorenTrainerMixin(Trainer):
         if self.save_dtype is not None and self.args.should_save:
             write_dtype(folder, self.save_dtype)  # from_pretrained would round to the dtype in config.json
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        # As transformers, which warns, but a weight that is missing is an error; a tied head is its embedding.
+        model: Any = self.model
+        missing, names = set(load_result.missing_keys), {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            names.setdefault(id(tensor), set()).add(name)
+        missing = [name for tied in names.values() if tied <= missing for name in tied]
+        refuse_other_keys("the checkpoint", missing, load_result.unexpected_keys)
+
     def _load_best_model(self) -> None:
+        checkpoints.verify(Path(str(self.state.best_model_checkpoint)), self._ranks)
         # The compensation, part of the optimizer's state, belongs to the weights that it was saved with.
         super()._load_best_model()
         if self.optimizer_settings.get("compensation") == "kahan":
@@ -230,14 +243,17 @@ class SorenTrainerMixin(Trainer):
     def _load_callback_state(self) -> None:
         """As transformers, when a run resumes. TRL would count the tokens from 0 again."""
         super()._load_callback_state()
+        self.state.compute_steps(self.args, self.state.max_steps)  # of the recipe, where they may have changed
         states: Any = self.state.stateful_callbacks
         self._total_train_tokens = states.get(_TOKENS, 0)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        # Old checkpoints are deleted only after the new one is marked complete: a kill between transformers' own
-        # deletion and that mark would leave no complete checkpoint.
+        # Old checkpoints are deleted only after the new one is sealed: a kill between transformers' own deletion and
+        # the seal would leave no complete checkpoint.
         folder = Path(str(self.args.output_dir))
         checkpoint = folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        if self.args.should_save:
+            remove(checkpoint)  # of a run that resumed from an earlier one by its path
         num_bytes = checkpoint_bytes(self.model, self.attached, adapter_only=isinstance(self.model, PeftModel))
         refuse_full_disk(folder, num_bytes, "a checkpoint", self.attached)
         limit, self.args.save_total_limit = self.args.save_total_limit, None
@@ -247,21 +263,21 @@ class SorenTrainerMixin(Trainer):
             states[_TOKENS] = self._total_train_tokens
             with write_errors(checkpoint):
                 super()._save_checkpoint(model, trial)
+                if self.stream is not None and self.args.should_save:
+                    num_batches = self.state.global_step * self.args.gradient_accumulation_steps
+                    place = self.stream.state(num_batches * self._sequences_per_batch)
+                    checkpoints.write_stream(checkpoint, place)
+                self.accelerator.wait_for_everyone()  # a rank must not hash a folder while another writes into it
+                checkpoints.seal(checkpoint, self.origin, self._ranks)
         finally:
             self.args.save_total_limit = limit
-        self.accelerator.wait_for_everyone()  # each rank writes the state of its random number generators
-        if not self.args.should_save:
-            return
-        if self.stream is not None:
-            num_batches = self.state.global_step * self.args.gradient_accumulation_steps
-            checkpoints.write_stream(checkpoint, self.stream.state(num_batches * self._sequences_per_batch))
-        checkpoints.mark_complete(checkpoint, self.origin)
-        rotate_checkpoints(
-            output_dir=str(folder),
-            save_total_limit=limit,
-            best_model_checkpoint=self.state.best_model_checkpoint,
-            use_mtime=False,
-        )
+        if self.args.should_save:
+            rotate_checkpoints(
+                output_dir=str(folder),
+                save_total_limit=limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+                use_mtime=False,
+            )
 
 
 class SorenSFTTrainer(SorenTrainerMixin, SFTTrainer):
@@ -277,10 +293,35 @@ class SorenSFTTrainer(SorenTrainerMixin, SFTTrainer):
 class SorenDPOTrainer(SorenTrainerMixin, DPOTrainer):
     """trl.DPOTrainer with this package's optimizers; see SorenTrainerMixin for the added arguments."""
 
+    def __init__(self, model: Any, ref_model: Any = None, *args: Any, **kwargs: Any):
+        self._reference_key: str | None = None
+        super().__init__(model, ref_model, *args, **kwargs)
+        # An adapter is its own reference if TRL has copied it, or if a new one changes nothing yet.
+        new_adapter, trained = kwargs.get("peft_config"), self.model
+        changes_nothing = getattr(new_adapter, "init_lora_weights", None) in (True, "gaussian")
+        is_copied = not isinstance(trained, PeftModel) or "ref" in trained.peft_config
+        self.reference_check = ReferenceCheck(self, self._ranks)
+        if ref_model is None and (changes_nothing if new_adapter is not None else is_copied):
+            self.add_callback(self.reference_check)
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        """As TRL; the first step's loss is checked."""
+        result = super().compute_loss(model, inputs, return_outputs, **kwargs)
+        if self.reference_check.is_pending and model.training:
+            self.reference_check.add(result[0] if return_outputs else result, inputs["completion_mask"])
+        return result
+
+    def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
+        # As TRL, which calls it when it is constructed, and reads and writes a cache beside the tokens.
+        if self._reference_key is None:
+            self._reference_key = self._precompute_model_hash = reference_key(self, current_ranks())
+        return super()._precompute_ref_logps(dataset, name, batch_size)
+
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
         """As TRL, which tokenizes; of tokens, as SFTTrainer takes them, only examples that are too long are dropped."""
         if "prompt_ids" not in (dataset.column_names or ()):
             return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
         if args.max_length is None or args.truncation_mode != "keep_start":
             return dataset
-        return dataset.filter(lambda example: len(example["prompt_ids"]) < args.max_length)
+        max_length = args.max_length  # not args, which would be hashed with the run's folder
+        return dataset.filter(lambda example: len(example["prompt_ids"]) < max_length)

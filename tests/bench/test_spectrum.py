@@ -6,11 +6,13 @@ import pytest
 import torch
 from PIL import Image
 
+from soren_align.files import contents
 from soren_align.optim import Soren
 from soren_align.optimizer_settings import MAPS
 from soren_align.spectral import exact_sigmoid, minimax_sigmoid, newton_schulz, soft_newton_schulz
 from tests.support import command
 from tests.support.run_folders import finished_run
+from tests.support.tiny_run import flip_bit
 
 SHAPE = (24, 40)
 NAMES = [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1)]
@@ -79,6 +81,29 @@ def test_every_map_is_as_far_from_the_sigmoid_as_on_a_matrix_with_these_singular
             assert numbers["size"] == pytest.approx(float(output.norm()) / (0.5 * 24**0.5), **rough)
 
 
+def test_a_zero_momentum_has_no_cosine_and_is_left_out_of_the_means(run, tmp_path):
+    zero = {**record(0, 1), "name": "model.layers.0.self_attn.zero.weight", "singular_values": [0.0] * 24}
+    run.spectra.write_text(json.dumps(zero) + "\n" + json.dumps(record(0, 1)) + "\n")
+    first, _ = shown(run)["spectra"]
+    assert (first["largest"], first["nu"]) == (0, 0)
+    assert {*first["below"].values()} == {None}
+    assert all({*numbers.values()} == {None} for numbers in first["maps"].values())
+
+    done = command.run("spectrum", run.path, "--output", tmp_path / "pictures")
+    assert done.returncode == 0, done.stderr
+    assert len([*(tmp_path / "pictures").iterdir()]) == 2
+    for title in ("distance from the", "cosine of the", "size of the update"):
+        rows = {row[0]: row for line in done.stdout.partition(title)[2].splitlines()[1:7] if (row := line.split())}
+        assert {*rows["0.self_attn.zero"][2:]} == {"-"}
+        extreme = rows["largest" if title.startswith("distance") else "smallest"]
+        assert rows["0.self_attn.q_proj"][2:] == rows["mean"][1:] == extreme[1:]
+
+    run.spectra.write_text(json.dumps(zero) + "\n")
+    done = command.run("spectrum", run.path)
+    assert done.returncode == 0, done.stderr
+    assert [{*line.split()[1:]} for line in done.stdout.splitlines() if line.startswith("mean")] == [{"-"}] * 3
+
+
 def test_a_new_map_appears_by_itself(run, monkeypatch):
     original = Soren.map_matrix
 
@@ -129,11 +154,17 @@ def test_without_records_the_momentum_of_the_last_checkpoint_is_shown(run):
         checkpoint = run.checkpoints / f"checkpoint-{step}"
         checkpoint.mkdir(parents=True)
         torch.save(optimizer.state_dict(), checkpoint / "optimizer.pt")
-        (checkpoint / "soren_align.json").write_text("{}")
+        (content,) = contents([checkpoint / "optimizer.pt"])
+        seal = {"step": step, "origin": {}, "files": {"optimizer.pt": content}}
+        (checkpoint / "soren_align.json").write_text(json.dumps(seal))
     found = shown(run)
     assert found["source"] == "the momentum in checkpoint-10, which lacks the Nesterov term of the next gradient"
     (line,) = found["spectra"]
     assert (line["name"], line["step"], line["largest"]) == (NAMES[0], 10, pytest.approx(0.1 * 0.05, rel=1e-5))
+    flip_bit(checkpoint / "optimizer.pt")
+    done = command.run("spectrum", run.path)
+    assert done.returncode == 2
+    assert "checkpoint-10/optimizer.pt: the content is not the one that was saved" in " ".join(done.stderr.split())
 
 
 def test_a_run_without_records_and_whole_momentum_is_refused(run):

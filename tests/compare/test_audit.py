@@ -1,21 +1,26 @@
 """The audit reads run folders, and each planted cheat is a problem; an honest study has none."""
 
 import json
+import math
+import re
 import shutil
 from dataclasses import replace
 
 import pytest
 
-from soren_align import recipe
+from soren_align import recipe, shipped
 from soren_align.compare.audit import audit
 from soren_align.compare.cautions import cautions
 from soren_align.compare.evidence import read_evidence
 from soren_align.compare.study import Candidate, Run
+from soren_align.compare.study_file import load_study
 from soren_align.compare.study_sections import HIGHER_IS_BETTER
+from soren_align.launch.conclusion import conclude
 from soren_align.recipe import recipe_hash, to_yaml
 from soren_align.recipe.run_checks import METRICS
 from soren_align.run_folder import RunFolder
 from soren_align.version import __version__
+from tests.support.study_runs import end_all
 
 RATES = {"adamw": (0.001, 0.002, 0.004), "soren": (0.003, 0.005, 0.009)}
 LOSSES = (1.4, 1.2, 1.3)  # the second trial is the best
@@ -267,6 +272,39 @@ def test_differences_of_the_schedule_that_a_study_declares_are_cautions(study):
     assert study.problems() == []
     found = study.cautions()
     assert any("soren: is trained with its own trainer.max_grad_norm" in caution for caution in found)
+
+
+@pytest.mark.parametrize(
+    ("searched", "edited"),
+    [
+        ([], ("aux_lr: .*", "aux_lr: 0.5", "optimizer.aux_lr: 'not set' there, 0.5 here")),
+        (
+            ["set.model.lora.alpha=null", "search.space.model.lora.r=[4, 8, 16]"],
+            ("alpha: .*", "alpha: 3.0", "model.lora.alpha: 'not set' there, 3.0 here"),
+        ),
+    ],
+    ids=["AdamW's aux_lr", "LoRA's alpha"],
+)
+def test_a_key_that_follows_a_searched_one_is_no_undeclared_difference(tmp_path, searched, edited):
+    """The shipped study searches the lr of AdamW, whose aux_lr is its lr unless it is set; LoRA's alpha is its r."""
+    data = shipped.ROOT / "recipes/quickstart/data/chat_train.jsonl"
+    model = ["set.model.name_or_path=shipped:configs/models/tiny", "set.model.init_seed=1"]
+    overrides = [f"output_dir={tmp_path / 'study'}", "search.trials=3", f"set.data.train.path={data}", *model]
+    study = load_study("studies/smollm2-lora", [*overrides, *searched])
+    end_all(study, lambda run: 1 + abs(math.log(run.parameters["optimizer.lr"] / 0.003)) + run.seed / 1e4)
+    result = conclude(tmp_path / "study")
+    assert result.problems == []
+    assert {(d.candidate, d.reference) for d in result.differences} >= {("soren", "adamw"), ("adamw", "base")}
+    rates = [recipe.load_resolved(file).optimizer for file in (tmp_path / "study/search/adamw").glob("*/recipe.yaml")]
+    assert len({rate.aux_lr for rate in rates}) == 3
+    assert all(rate.aux_lr == rate.lr for rate in rates)
+    pattern, value, words = edited
+    last = tmp_path / "study/search/adamw/02/recipe.yaml"
+    last.write_text(re.sub(pattern, value, last.read_text()))
+    assert any(
+        problem.startswith("search/adamw/02: is unlike other runs of adamw") and words in problem
+        for problem in conclude(tmp_path / "study").problems
+    )
 
 
 def test_a_diverged_trial_is_no_problem_but_a_caution(study):

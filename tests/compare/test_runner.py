@@ -1,6 +1,7 @@
 """A study runs to its end, whatever is killed, and as many runs at a time as one likes give the same bits."""
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -11,18 +12,21 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from soren_align.compare.study_file import first_run, recipe_of_run
 from soren_align.compare.trials import read_run
-from soren_align.errors import DivergedError, UserError
+from soren_align.errors import DivergedError, OutOfReach, ResumableError, UserError
 from soren_align.launch import commands, runner
-from soren_align.launch.run_processes import LOCKED, start_run, start_server
+from soren_align.launch.run_processes import LOCKED, RESUMABLE, start_run, start_server, train_run
 from soren_align.run_folder import RunFolder
+from soren_align.trainers import disk_space
 from tests.support import command
 from tests.support.run_folders import lock_of_another_process
-from tests.support.study_runs import TINY, end_all, progress_of, study_of
+from tests.support.study_runs import TINY, end, end_all, progress_of, study_of
 
-SEARCHED = "soren: {space: {optimizer.lr: [0.005, 100.0]}}"
+NO_DECAY = "set: {optimizer.weight_decay: 0.0, optimizer.aux_weight_decay: 0.0}"
+SEARCHED = f"soren: {{{NO_DECAY}, space: {{optimizer.lr: [0.005, 100.0]}}}}"
 SHORT = TINY.replace("soren: {}", SEARCHED).replace("trials: 3", "trials: 2")
 
 
@@ -40,10 +44,7 @@ class _Ended:
 
 def train_here(context, recipe, log, processes, gpus):
     """In the place of `start_run`: train in this process."""
-    try:
-        return _Ended(commands.train(recipe))
-    except DivergedError:
-        return _Ended(2)
+    return _Ended(train_run(recipe, processes))
 
 
 def plain(study):
@@ -102,6 +103,30 @@ def test_a_study_that_has_ended_is_only_read(one_by_one, monkeypatch):
         assert "\nsoren " in result.stdout
         assert "On held-out loss" in result.stdout
         assert result_of(folder) == before
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_a_study_on_a_full_disk_stops_and_resumes_to_the_bits_of_an_undisturbed_one(one_by_one, tmp_path, monkeypatch):
+    """At three moments of the search and of the final runs."""
+    (tmp_path / "short.yaml").write_text(SHORT)
+    folder = tmp_path / "study"
+    arguments = ["compare", tmp_path / "short.yaml", "--set", f"output_dir={folder}"]
+    monkeypatch.setattr(runner, "start_run", train_here)
+    for number in (5, 20, 6):  # of checks of the free space, of which a run has four
+        room = iter([2**40] * number)
+        with monkeypatch.context() as patch:
+            patch.setattr(disk_space, "free_bytes", lambda _, room=room: next(room, 3))
+            result = command.run(*arguments)
+        assert result.returncode == 2, result.stderr
+        assert "the study stopped, and no result is lost" in result.stderr
+        assert " (3 and " in result.stderr  # bytes free and needed
+        assert not (folder / "study.json").exists()
+        statuses = [RunFolder(file.parent).read() for file in folder.glob("*/*/*/run.json")]
+        assert sum(bool(record.get("resumable")) and record["status"] != "finished" for record in statuses) == 1
+    assert command.run(*arguments).returncode == 0
+    assert result_of(folder) == result_of(one_by_one[0])
+    assert weights_of(folder) == weights_of(one_by_one[0])
 
 
 @pytest.mark.process
@@ -183,6 +208,154 @@ def test_a_run_of_another_command_is_waited_for_and_read(tmp_path, monkeypatch):
         assert runner.compare(study, runner.RunnerOptions(jobs=2)) == 0
     assert started == []
     assert len(waits) == 3
+
+
+class Machine:
+    """In the place of `start_run`: ends runs at once, with a result or as `faults` say, by folder and attempt.
+
+    A fault is an exit code, or an error that training raises.
+    """
+
+    def __init__(self, study, faults):
+        self.study, self.faults, self.started = study, {name: [*each] for name, each in faults.items()}, []
+
+    def __call__(self, context, recipe, log, processes, gpus):
+        place = Path(recipe.run.output_dir).relative_to(self.study.output_dir).as_posix()
+        self.started.append(place)
+        (run,) = [run for run in progress_of(self.study).update() if run.folder == place]
+        fault = self.faults.get(place, [])[:1]
+        if not fault:
+            end(self.study, run, 2.0 + run.number)
+            return _Ended(0)
+        self.faults[place].pop(0)
+        if isinstance(fault[0], int):
+            return _Ended(fault[0])
+        end(self.study, run, 2.0, error="in training")
+        folder = RunFolder(log.with_name(run.folder.rpartition("/")[2]))
+        folder.update(last_error=None)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(commands, "train", lambda *_: raise_(fault[0]))
+            code = train_run(recipe)
+        folder.release()
+        return _Ended(code)
+
+
+def raise_(error):
+    raise error
+
+
+OF_THE_MACHINE = {
+    "full disk": OSError(errno.ENOSPC, "No space left on device"),
+    "quota": OSError(errno.EDQUOT, "Disk quota exceeded"),
+    "broken disk": OSError(errno.EIO, "Input/output error"),
+    "permissions": PermissionError(errno.EACCES, "Permission denied", "/data/chat.jsonl"),
+    "memory": MemoryError(),
+    "torch's memory": RuntimeError(
+        "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"
+    ),
+    "GPU's memory": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    "lost rank": ResumableError("lost another rank"),
+    "offline": OutOfReach("owner/data: the hub cannot be reached"),
+}
+
+
+@pytest.mark.parametrize("name", OF_THE_MACHINE)
+@pytest.mark.parametrize("place", ["search/adamw/01", "verdict/soren/102"])
+def test_a_machine_that_fails_stops_the_study_and_ends_no_run(tmp_path, monkeypatch, capsys, name, place):
+    study = study_of(tmp_path)
+    machine = Machine(study, {place: [OF_THE_MACHINE[name]]})
+    monkeypatch.setattr(runner, "start_run", machine)
+    with pytest.raises(ResumableError, match=rf"no result is lost \(\d+ of \d+ runs have ended\): {place}: .+"):
+        runner.compare(study, runner.RunnerOptions())
+    folder = Path(study.output_dir)
+    record = RunFolder(folder / place).read()
+    assert record["resumable"] is True
+    assert machine.started[-1] == place  # no other run was started
+    assert not (folder / "study.json").exists()
+    if place.startswith("search/adamw"):
+        assert not (folder / "verdict/adamw").exists()
+    runner.report(study)  # concludes nothing of a run that has not ended
+    assert {run["status"] for run in runs_of(folder) if run["folder"] == place} == {"running"}
+    assert runner.compare(study, runner.RunnerOptions()) == 0
+    assert machine.started.count(place) == 2
+    assert len(machine.started) == len(set(machine.started)) + 1  # none but this one is repeated
+    assert {run["status"] for run in runs_of(folder)} == {"finished"}
+    assert not (folder / "earlier").exists()
+
+
+def runs_of(folder):
+    candidates = json.loads((folder / "study.json").read_text())["candidates"]
+    return [run for each in candidates for run in (*each["trials"], *each["verdict"])]
+
+
+def test_a_run_that_cannot_even_write_its_log_stops_the_study(tmp_path, monkeypatch):
+    study = study_of(tmp_path)
+    monkeypatch.setattr(runner, "start_run", Machine(study, {"search/adamw/00": [RESUMABLE]}))
+    with pytest.raises(ResumableError, match=r"search/adamw/00: its log cannot be written; [\d,]+ bytes are free"):
+        runner.compare(study, runner.RunnerOptions())
+
+
+@pytest.mark.parametrize("code", [-signal.SIGKILL, -signal.SIGSEGV, 130])
+def test_a_killed_run_is_repeated_once_before_any_final_run(tmp_path, monkeypatch, capsys, code):
+    """Then the study stops: the final runs of a selection without it would be trained for nothing."""
+    study = study_of(tmp_path)
+    machine = Machine(study, {"search/adamw/02": [code], "search/soren/02": [code, code, code]})
+    monkeypatch.setattr(runner, "start_run", machine)
+    with pytest.raises(ResumableError, match=r"search/soren/02: .*, twice; .*\(--jobs\)"):
+        runner.compare(study, runner.RunnerOptions())
+    assert "search/adamw/02: " in capsys.readouterr().err
+    assert machine.started.count("search/adamw/02") == machine.started.count("search/soren/02") == 2
+    assert not any(place.startswith("verdict/soren") for place in machine.started)
+    assert runner.compare(study, runner.RunnerOptions()) == 0  # killed once more
+    assert machine.started.count("search/soren/02") == 4
+    assert len(machine.started) == len(set(machine.started)) + 4
+    assert not (Path(study.output_dir) / "earlier").exists()
+
+
+def test_running_runs_end_before_the_study_stops(tmp_path, monkeypatch, capsys):
+    study = study_of(tmp_path)
+    machine = Machine(study, {"search/adamw/00": [OSError(errno.ENOSPC, "No space left on device")]})
+    monkeypatch.setattr(runner, "start_run", machine)
+    with pytest.raises(ResumableError, match=r"\(1 of 6 runs have ended\): search/adamw/00: "):
+        runner.compare(study, runner.RunnerOptions(jobs=2))
+    assert machine.started == ["search/adamw/00", "search/soren/00"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "status"),
+    [(DivergedError("step 4: NaN"), 2, "diverged"), (UserError("data.train: none can be trained on"), 2, "failed")],
+    ids=["diverged", "refused"],
+)
+def test_divergence_and_a_refused_recipe_end_a_run(tmp_path, monkeypatch, error, code, status):
+    study = study_of(tmp_path)
+    machine = Machine(study, {"search/soren/01": [error]})
+    monkeypatch.setattr(runner, "start_run", machine)
+    for _ in range(2):
+        assert runner.compare(study, runner.RunnerOptions()) == 0
+    assert machine.started.count("search/soren/01") == 1
+    (run,) = [run for run in runs_of(Path(study.output_dir)) if run["folder"] == "search/soren/01"]
+    assert (run["status"], run["reason"]) == (status, str(error))
+
+
+def test_a_run_that_a_defect_ended_is_tried_again_after_an_update_only(tmp_path, monkeypatch):
+    """Within one version it is a failed trial, so that the study ends; its traceback is in its log."""
+    study = study_of(tmp_path)
+    machine = Machine(study, {"search/soren/01": [IndexError("list index out of range")] * 2})
+    monkeypatch.setattr(runner, "start_run", machine)
+    for _ in range(2):
+        assert runner.compare(study, runner.RunnerOptions()) == 0
+    assert machine.started.count("search/soren/01") == 1
+    folder = RunFolder(Path(study.output_dir) / "search/soren/01")
+    assert folder.read()["last_error"] == "IndexError: list index out of range"
+    (run,) = [run for run in runs_of(Path(study.output_dir)) if run["folder"] == "search/soren/01"]
+    assert run["status"] == "failed"
+    folder.update(defect="soren-align 0.0.9")
+    for count in (2, 2):
+        assert runner.compare(study, runner.RunnerOptions()) == 0
+        assert machine.started.count("search/soren/01") == count
+    folder.update(defect="soren-align 0.0.9")
+    assert runner.compare(study, runner.RunnerOptions()) == 0  # without the defect
+    assert {run["status"] for run in runs_of(Path(study.output_dir))} == {"finished"}
 
 
 def test_models_of_the_search_are_removed_and_its_runs_are_not_repeated(tmp_path, monkeypatch):

@@ -197,6 +197,77 @@ def test_a_line_that_a_kill_left_incomplete_is_dropped(tmp_path):
     assert progress_of(study).trials.num_recorded("adamw") == 1
 
 
+DAMAGES = {
+    "no JSON": lambda line: line.replace(b'":', b'"', 1),
+    "no UTF-8": lambda line: line.replace(b"a", b"\xff", 1),
+    "no object": lambda line: b"17\n",
+    "empty": lambda line: b"\n",
+    "no such operation": lambda line: line.replace(b'"op_code":', b'"op_code":9', 1),
+    "another type": lambda line: line.replace(b'"op_code":', b'"op_code":"x", "was":', 1),
+    "another study": lambda line: line.replace(b'"study_id":', b'"study_id":7', 1),
+    "another trial": lambda line: line.replace(b'"trial_id":', b'"trial_id":7', 1),
+    "a text for a number": lambda line: line.replace(
+        b'"params":{"optimizer.lr":', b'"params":{"optimizer.lr":"a", "was":', 1
+    ),
+    "another number": lambda line: line.replace(b'"params":{"optimizer.lr":0.0', b'"params":{"optimizer.lr":0.01', 1),
+    "cut": lambda line: line[: len(line) // 2] + b"\n",
+}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """A study that has ended, its trials, and the lines of its journal."""
+    study = study_of(tmp_path_factory.mktemp("ended"))
+    end_all(study, loss_of)
+    lines = (Path(study.output_dir) / JOURNAL).read_bytes().splitlines(keepends=True)
+    return study, trials_of(study), lines
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_journal_is_named_with_its_line(ended, damage):
+    """Also where Optuna would skip the line, or read another number: the trials would not be those of the runs."""
+    study, drawn, lines = ended
+    journal = Path(study.output_dir) / JOURNAL
+    num_refused = 0
+    for number in (1, 4, next(n for n, line in enumerate(lines, 1) if b'"op_code":6' in line)):
+        if (damaged := DAMAGES[damage](lines[number - 1])) == lines[number - 1]:
+            continue
+        journal.write_bytes(b"".join([*lines[: number - 1], damaged, *lines[number:]]))
+        refusal = ""
+        try:
+            study_progress.Progress(journal.parent).update()
+        except UserError as error:
+            refusal = str(error)
+        if refusal:
+            num_refused += 1
+            assert f"{journal}:{number} is damaged (" in refusal or f"in {journal}: one of both was" in refusal
+            assert "emove" in refusal
+            assert "rerun the same command" in refusal
+        else:
+            assert trials_of(study) == drawn  # the line is skipped, and written again
+    assert num_refused or damage == "another trial"
+    journal.write_bytes(b"".join(lines))
+
+
+@METHODS
+def test_without_its_journal_a_study_draws_its_trials_again_and_repeats_no_run(tmp_path, method):
+    study = study_of(tmp_path, *method)
+    end_all(study, loss_of)
+    folder, drawn = Path(study.output_dir), trials_of(study)
+    before, lines = read_study(folder), (folder / JOURNAL).read_bytes().splitlines()
+    (folder / JOURNAL).unlink()
+    assert {run.status for run in progress_of(study).update()} == {"finished"}
+    assert trials_of(study) == drawn
+    assert read_study(folder) == before
+    assert sorted(map(values_of, (folder / JOURNAL).read_bytes().splitlines())) == sorted(map(values_of, lines))
+
+
+def values_of(line):
+    """A line of the journal without times and processes."""
+    left_out = ("worker_id", "datetime_start", "datetime_complete")
+    return json.dumps({key: value for key, value in json.loads(line).items() if key not in left_out})
+
+
 def test_the_study_is_plain_data(tmp_path):
     study = study_of(tmp_path)
     end_all(study, loss_of)

@@ -93,6 +93,13 @@ def test_a_mistake_in_a_candidates_recipe_has_the_line_of_the_study(tmp_path):
     assert f"{tmp_path}/tiny.yaml:12 candidates.soren.set optimizer.lrr: unknown key" in str(error.value)
 
 
+@pytest.mark.parametrize("values", ["{low: 1.0e-3, high: 20.0}", "[0.001, 20.0, 0.01]"])
+def test_a_space_that_reaches_a_decay_of_all_weights_is_refused(tmp_path, values):
+    with pytest.raises(UserError) as error:
+        study_of(tmp_path, f"candidates.soren.space.optimizer.lr={values}")
+    assert "candidates.soren.space optimizer.lr: 20 times weight_decay 0.1 is 2" in str(error.value)
+
+
 def test_a_grid_has_one_trial_per_point(tmp_path):
     with pytest.raises(UserError, match=r"grid has 2 points and search.trials is 3"):
         study_of(tmp_path, "search.method=grid", "search.space.optimizer.lr=[0.001, 0.01]")

@@ -133,7 +133,13 @@ def test_examples_are_those_of_the_whole_dataset(write, task, make_row):
     assert [block.examples[0] for block in blocks(preview, 20)] == list(whole.dataset)
     assert list(preview.dataset) == list(whole.dataset)
     assert preview.kind == whole.kind
-    assert preview.source.keys() - whole.source.keys() == {"num_files", "num_bytes", "sha256_of_sizes", "streaming"}
+    assert preview.source.keys() - whole.source.keys() == {
+        "num_files",
+        "num_bytes",
+        "tree_sha256",
+        "sampled",
+        "streaming",
+    }
 
 
 def test_an_invalid_example_ends_the_run_or_is_counted(write):

@@ -111,6 +111,27 @@ def test_few_changed_clusters_give_no_small_p(each):
     assert d["low"] < d["high"]
 
 
+@pytest.mark.parametrize(("size", "mean"), [(4, 1.0), (4, -1.0), (2, 0.5), (3, 0.3)])
+@pytest.mark.parametrize("num_clusters", [2, 5, 30])
+def test_clusters_that_all_changed_alike_count_once_each(num_clusters, size, mean):
+    """0% to 100% in 5 clusters of 4 questions is p 1/16, not the 2e-6 of 20 questions."""
+    each = [1.0, 0.0] * num_clusters if mean == 0.5 else [mean] * (size * num_clusters)
+    d = difference(each, np.repeat(np.arange(num_clusters), size))
+    assert d["p"] == pytest.approx(2.0 ** (1 - num_clusters), rel=1e-12)  # of all signs of the clusters, these or none
+    pairs = [mean] * num_clusters + [1.0, -1.0]  # Bonett and Price: one more pair for each model
+    middle = sum(pairs) / len(pairs)
+    margin = 1.959963984540054 * (sum((x - middle) ** 2 for x in pairs) / len(pairs)) ** 0.5 / len(pairs) ** 0.5
+    assert d["value"] == pytest.approx(100 * mean)
+    assert d["low"] == pytest.approx(100 * max(middle - margin, -1.0))
+    assert d["high"] == pytest.approx(100 * min(middle + margin, 1.0))
+    assert d["num_clusters"] == num_clusters
+    average = difference(each, np.repeat(np.arange(num_clusters), size), average=True)
+    assert average["p"] >= 2.0 ** (1 - num_clusters)
+    assert average["high"] - average["low"] == pytest.approx(
+        min(100 * (mean + margin), 100) - max(100 * (mean - margin), -100), rel=0.2
+    )
+
+
 def test_one_cluster_is_no_cluster():
     each = [1.0, 0.0, 0.0, -1.0, 1.0]
     assert difference(each, ["a"] * 5) == difference(each)

@@ -3,13 +3,17 @@
 import gc
 import io
 import json
+import shutil
 import statistics
 import weakref
 
+import numpy as np
 import pytest
 from lm_eval.models.huggingface import HFLM
 from rich.console import Console
+from scipy import stats
 
+from soren_align import shipped
 from soren_align.errors import UserError
 from soren_align.evaluate import workers
 from soren_align.evaluate.points import read_points
@@ -215,3 +219,30 @@ def test_preflight_counts_the_questions_and_finds_what_is_missing(data_root, tmp
         preflight(asked.model_copy(update={"data_root": str(tmp_path)}))
     with pytest.raises(UserError, match="is vllm, which is not installed"):
         preflight(asked.model_copy(update={"backend": "vllm"}))
+
+
+def test_repeated_questions_are_reported_and_count_as_one_cluster(models, tmp_path):
+    """Five times the same 24 answers are no stronger evidence than these."""
+    shutil.copytree(shipped.ROOT / "eval" / "quickstart", tmp_path / "suite")
+    shutil.copytree(shipped.ROOT / "recipes" / "quickstart" / "data", tmp_path / "data")
+    (questions,) = (tmp_path / "data" / "zoo_questions").glob("*.jsonl")
+    lines = questions.read_text().splitlines()[:24]
+    numbered = [json.dumps(json.loads(line) | {"id": i}) for i in range(5) for line in lines]  # as in logs
+    questions.write_text("".join(line + "\n" for line in numbered))
+    file = tmp_path / "suite" / "suite.yaml"
+    file.write_text(file.read_text().replace("shipped:recipes/quickstart/data", str(tmp_path / "data")))
+    asked = Eval(suite=str(file), omit=["zoo_gen", "preference"])
+    screen = io.StringIO()
+    rows = [("base", models[0]), ("SFT", models[1])]
+    results = evaluate(rows, asked, tmp_path / "output", device="cpu", console=Console(file=screen, width=500))
+    notice = (
+        "zoo_mc: 96 of 120 questions repeat another one, with the same prompt and choices (question 25 is question 1)"
+    )
+    assert notice in screen.getvalue()
+    difference = results["rows"][1]["differences"]["zoo_mc"]
+    assert difference["num_clusters"] == 24
+    points = [read_points(tmp_path / "output")[row]["zoo_mc"] for row in ("base", "SFT")]
+    assert points[0].clusters.tolist() == [*range(24)] * 5
+    once = np.subtract(points[1].each, points[0].each)[:24]
+    error = once.std(ddof=1) / 24**0.5  # of equal clusters, CR2's
+    assert difference["high"] - difference["low"] == pytest.approx(200 * stats.t.ppf(0.975, 23) * error)

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from soren_align.files import contents
 from tests.fuzz import mutate
 from tests.fuzz.box import BOX
 from tests.support.run_folders import add_results, finished_run
@@ -88,8 +89,9 @@ def _fill(run: Any, kind: str) -> None:
         folder.mkdir(parents=True)
         for name, data in CHECKPOINT.items():
             (folder / name).write_bytes(data)
-    sizes = {name: len(data) for name, data in CHECKPOINT.items()}
-    (run.checkpoints / "checkpoint-100" / "soren_align.json").write_text(json.dumps({"origin": ORIGIN, "files": sizes}))
+    checkpoint = run.checkpoints / "checkpoint-100"
+    sealed = dict(zip(CHECKPOINT, contents(checkpoint / name for name in CHECKPOINT), strict=True))
+    (checkpoint / "soren_align.json").write_text(json.dumps({"step": 100, "origin": ORIGIN, "files": sealed}))
     add_results(run)
     for row in ("base", "SFT"):
         folder = run.evaluation("quickstart") / "samples" / row

@@ -171,7 +171,7 @@ def _without_models(cache: Path | None = None):
 
     from soren_align import push
     from soren_align.evaluate import figure, harness, stage
-    from soren_align.trainers import training, training_setup
+    from soren_align.trainers import checkpoints, training, training_setup
     from soren_align.trainers.starting_model import starting_checkpoint
 
     def answers(model: Any, suite: Any, *_: Any, **__: Any) -> Any:
@@ -192,6 +192,8 @@ def _without_models(cache: Path | None = None):
 
     def train(ready: Any, folder: RunFolder, console: Any, ranks: Any) -> bool:
         found = training._find_checkpoint(ready.recipe, folder, folders.ORIGIN, console)
+        if found:
+            checkpoints.verify(found)
         folder.drop_measurements_after(step_of(found) if found else 0)
         saves = SimpleNamespace(save_model=_save_model, save_pretrained=lambda path: None)
         saves.model = saves.save_dtype = saves.attached = None

@@ -18,6 +18,7 @@ from soren_align.errors import UserError
 from soren_align.importers import import_file, key_tables
 from soren_align.importers.convert import convert, flattened
 from soren_align.importers.importer import to_table, to_text
+from soren_align.importers.key_tables import Note
 from soren_align.recipe import sections, trl_config
 from soren_align.recipe.loader import load_text, parse
 from soren_align.recipe.optimizers import AdamWSettings
@@ -180,7 +181,6 @@ def test_values_arrive_where_a_recipe_has_them(name, key, value):
     [
         ("handbook-zephyr-7b-beta-dpo-full", "dataset_mixture[test]", "the official test split would be trained on"),
         ("handbook-constitutional-ai-sft-grok", "dataset_mixture[test]", "the official test split would be trained on"),
-        ("trl-dpo-lora", "use_rslora", "only plain LoRA"),
         ("handbook-zephyr-7b-beta-sft-full", "chat_template", "the tokenizer's own chat template"),
         ("handbook-zephyr-7b-beta-sft-full", "torch_dtype", "float32"),
         ("handbook-zephyr-7b-beta-dpo-full", "max_prompt_length", "no limit for prompts"),
@@ -282,7 +282,12 @@ def test_columns_and_roles_become_the_recipes_where_they_are_not_known(said, nam
         (
             {"type": {"field_instruction": "q", "field_output": "a", "format": "[INST] {instruction}"}},
             {"instruction": "q", "output": "a"},
-            "Alpaca's own prompt",
+            "of its own format; not read: format",
+        ),
+        (
+            {"type": {"field_instruction": "q", "field_output": "a", "system_prompt": "Be brief."}},
+            {"instruction": "q", "output": "a"},
+            "not read: system_prompt",
         ),
         ({"type": "completion", "field": "text"}, None, "continued in a next one"),
         ({"type": "completion", "field": "body"}, {"text": "body"}, "continued in a next one"),
@@ -292,7 +297,8 @@ def test_columns_and_roles_become_the_recipes_where_they_are_not_known(said, nam
             "only role and content are renamed",
         ),
         ({"roles": {"user": ["human"], "narrator": ["book"]}}, None, "narrator: no role of a recipe"),
-        ({"train_on_eos": "all"}, None, "examples are recognised by their columns"),
+        ({"train_on_eos": "all"}, None, "all: the stop token of every trained answer is trained, and no other"),
+        ({"shards": 4}, None, "4: the source trains on one of these parts"),
         ({"columns": ["question", "solution"]}, None, "examples are recognised by their columns"),
     ],
 )
@@ -301,7 +307,7 @@ def test_formats_that_change_the_training_are_told_and_read(said, columns, words
     assert made.recipe["data"]["train"].get("columns") == columns
     (told,) = [n for n in made.notes if n.key.startswith("datasets[0].") and n.changes_training]
     assert words in told.explanation
-    is_alpaca = "Alpaca" in words
+    is_alpaca = "Alpaca" in words or isinstance(said.get("type"), dict)
     assert ("assistant_only_loss" in made.recipe["trainer"]) != is_alpaca  # the completion is trained anyway
 
 
@@ -322,11 +328,55 @@ def test_formats_that_change_the_training_are_told_and_read(said, columns, words
             {"chosen": "good", "rejected": "bad", "prompt": "q"},
         ),
         ({"type": "chat_template.argilla_chat", "field_chosen": "chosen", "field_rejected": "rejected"}, None),
+        (
+            {"type": {"field_prompt": "frage", "field_chosen": "gut", "field_rejected": "schlecht"}},
+            {"prompt": "frage", "chosen": "gut", "rejected": "schlecht"},
+        ),
     ],
 )
 def test_columns_of_preferences_become_the_recipes(said, columns):
     made = convert({"base_model": "a/c", "rl": "dpo", "datasets": [{"path": "a/b", **said}]}, "x")
     assert made.recipe["data"]["train"].get("columns") == columns
+    if isinstance(said["type"], dict):
+        assert note_on(made.notes, "datasets[0].type").explanation == "data.train.columns"
+        assert not note_on(made.notes, "datasets[0].type").changes_training
+
+
+def test_formats_of_axolotls_own_pairs_change_the_training_unless_they_are_plain():
+    formats = {"prompt_format": "[INST] {prompt} [/INST]", "chosen_format": "{chosen}"}
+    made = convert({"base_model": "a/c", "rl": "dpo", "datasets": [{"path": "a/b", "type": formats}]}, "x")
+    note = note_on(made.notes, "datasets[0].type")
+    assert note.changes_training
+    assert note.explanation.endswith("; not read: prompt_format")
+
+
+@pytest.mark.parametrize("path", [{}, {"path": "json"}])
+def test_the_files_of_a_dataset_without_a_name_are_paths(path):
+    entry = {"ds_type": "json", "data_files": ["a.jsonl", "more/b.jsonl"], "type": "chat_template", **path}
+    made = convert({"base_model": "a/c", "datasets": [entry]}, "x")
+    assert [source["path"] for source in made.recipe["data"]["train"]] == ["a.jsonl", "more/b.jsonl"]
+    assert not [n for n in made.notes if n.key.startswith("datasets") and n.changes_training]
+    one = convert({"base_model": "a/c", "datasets": [{"path": "./data", "data_files": "a.jsonl"}]}, "x")
+    assert one.recipe["data"]["train"]["path"] == "./data/a.jsonl"
+    of_hub = convert({"base_model": "a/c", "datasets": [{"path": "a/b", "data_files": "a.jsonl"}]}, "x")
+    assert note_on(of_hub.notes, "datasets[0].data_files").changes_training
+    with pytest.raises(UserError, match=r"datasets\[0\]: names no data; write path, or data_files"):
+        convert({"base_model": "a/c", "datasets": [{"type": "alpaca"}]}, "x")
+
+
+@pytest.mark.parametrize("loss", ["simpo", "kto_pair"])
+def test_a_loss_that_trl_has_not_is_named_without_a_guess(loss):
+    note = note_on(convert(DPO | {"pref_loss": loss}, "x", task="dpo").notes, "pref_loss")
+    assert note.changes_training
+    assert note.explanation == f"{loss}: not a loss of TRL's DPOConfig, whose default is trained"
+
+
+def test_keys_that_are_as_here_change_nothing():
+    entry = {"path": "a/b", "type": "chat_template", "train_on_eos": "turn", "roles_to_train": ["assistant"]}
+    made = convert({"base_model": "a/c", "datasets": [entry]}, "x")
+    assert note_on(made.notes, "datasets[0].train_on_eos") == Note("datasets[0].train_on_eos", "dropped", "as here")
+    made = convert(SFT | {"env": {"CUDA_VISIBLE_DEVICES": "0"}}, "x")
+    assert note_on(made.notes, "env").explanation == "set environment variables in the shell"
 
 
 def test_another_column_of_text_becomes_the_recipes():
@@ -574,7 +624,26 @@ def test_lora_that_nobody_asked_for_is_not_trained():
 @pytest.mark.parametrize("asked", [{"use_dora": True}, {"lora_target_modules": ".*_proj"}, {"gptq": True}])
 def test_what_recipes_do_not_know_of_lora_changes_the_training(asked):
     made = convert(SFT | {"use_peft": True} | asked, "x", task="sft")
-    assert note_on(made.notes, next(iter(asked))).changes_training
+    note = note_on(made.notes, next(iter(asked)))
+    assert note.changes_training
+    assert "instead of another adapter" not in note.explanation
+
+
+@pytest.mark.parametrize(
+    ("keys", "alpha"),
+    [
+        ({"use_peft": True, "use_rslora": True, "lora_r": 16, "lora_alpha": 32}, 128.0),
+        ({"use_peft": True, "use_rslora": True}, 128.0),  # TRL's defaults
+        ({"base_model": "m", "adapter": "lora", "peft_use_rslora": True, "lora_r": 4, "lora_alpha": 8}, 16.0),
+        ({"finetuning_type": "lora", "use_rslora": True, "lora_rank": 32}, 362.0387),  # alpha is twice r
+        ({"use_peft": True, "use_rslora": False, "lora_r": 16, "lora_alpha": 32}, 32.0),
+    ],
+)
+def test_rslora_is_lora_with_a_larger_alpha(keys, alpha):
+    data = {"datasets": [{"path": "d", "type": "chat_template"}]} if "base_model" in keys else {"dataset_name": "d"}
+    made = convert({"model_name_or_path": "m"} | data | keys, "x", task="sft")
+    assert made.recipe["model"]["lora"]["alpha"] == alpha
+    assert not any(n.changes_training for n in made.notes if "rslora" in n.key)
 
 
 @pytest.mark.parametrize(

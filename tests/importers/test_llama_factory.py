@@ -229,3 +229,71 @@ def test_a_damaged_dataset_info_is_refused(project, tmp_path):
         (tmp_path / "data" / "dataset_info.json").write_text(content)
         with pytest.raises(UserError):
             project(SFT + "dataset: faq\n")
+
+
+DPO = "stage: dpo\ndataset: pairs\n"
+
+
+def test_modules_to_save_are_a_list_of_names_in_one_text(project):
+    text, _ = project(SFT + "dataset: faq\nadditional_target: embed_tokens, lm_head\n")
+    assert load_text(text).model.lora.modules_to_save == ["embed_tokens", "lm_head"]
+
+
+def test_an_adapter_that_is_trained_further_is_the_start(project):
+    text, table = project(DPO + "finetuning_type: lora\nlora_rank: 4\nadapter_name_or_path: lab/tern-sft\n")
+    loaded = load_text(text)
+    assert (loaded.model.name_or_path, loaded.model.lora) == ("lab/tern-sft", None)
+    changes = " ".join(table.partition("changes to the training")[2].partition("renamed")[0].split())
+    assert "adapter_name_or_path" in changes
+    assert "the reference is this adapter, in the source the model without an adapter" in changes
+    new = "adapter_name_or_path: a, b\n"
+    text, table = project(SFT + "dataset: faq\n" + new)
+    assert load_text(text).model.name_or_path == "lab/tern-1b"
+    assert "the adapter is not loaded; merge it" in " ".join(table.partition("\nrenamed")[0].split())
+
+
+@pytest.mark.parametrize("loss", ["simpo", "orpo", "kto_pair"])
+def test_a_loss_of_another_task_is_refused(project, loss):
+    with pytest.raises(
+        UserError, match=f"this trains by {loss.removesuffix('_pair').upper()}; only SFT and DPO are supported"
+    ):
+        project(DPO + f"finetuning_type: full\npref_loss: {loss}\nsimpo_gamma: 0.5\n")
+
+
+CHANGES = {  # a documented key of LLaMA-Factory's with a value -> the words of its note
+    "pref_ftx: 0.1": "write trainer.loss_type: [sigmoid, sft]",
+    "pref_bco_weight: 0.1": "[sigmoid, bco_pair]",
+    "ref_model: lab/other": "the reference model is the one that training starts from",
+    "pure_bf16: true": "trainer.bf16, model.dtype: float32",
+    "use_galore: true": "AdamW at the same rate",
+    "finetuning_type: freeze": "all weights are trained",
+    "use_llama_pro: true": "as its config.json describes it",
+    "mix_strategy: interleave_over": "write weight",
+    "add_special_tokens: <a>": "the model's own tokenizer is used",
+    "default_system: Be brief.": "the chat template decides it",
+    "create_new_adapter: true": "without this variant",
+    "pissa_init: true": "without this variant",
+}
+
+
+@pytest.mark.parametrize("line", CHANGES)
+def test_a_documented_key_that_changes_the_training_is_named_with_the_change(project, line):
+    lora = "" if line.startswith("finetuning") else "finetuning_type: lora\n"
+    text, table = project(f"{DPO}{lora}{line}\n")
+    load_text(text)
+    changes = " ".join(table.partition("changes to the training")[2].partition("\nrenamed")[0].split())
+    assert line.partition(":")[0] in changes
+    assert CHANGES[line] in changes
+    assert "unknown" not in table
+
+
+def test_documented_keys_without_an_effect_and_those_with_another_name_are_known(project):
+    keys = "simpo_gamma: 0.5\nkto_chosen_weight: 1\nuse_galore: false\ngalore_rank: 8\nmix_strategy: concat\n"
+    keys += "finetuning_type: full\npure_bf16: false\ncompute_accuracy: true\npref_ftx: 0\nenable_liger_kernel: true\n"
+    _, table = project(DPO + keys)
+    assert "unknown" not in table
+    assert "changes to the training" not in table
+    text, _ = project(SFT + "dataset: faq\nuse_dft_loss: true\ndisable_shuffling: true\nuse_muon: true\n")
+    loaded = load_text(text)
+    assert (loaded.trainer["loss_type"], loaded.trainer["train_sampling_strategy"]) == ("dft", "sequential")
+    assert loaded.optimizer.name == "muon"

@@ -210,6 +210,14 @@ def test_the_environment_keeps_what_the_user_set(make, monkeypatch):
     assert environment.library_environment(make()[0])["OMP_NUM_THREADS"] == "7"
 
 
+def test_gpu_memory_comes_in_expandable_segments_unless_the_user_says_otherwise(make, monkeypatch):
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    assert environment.library_environment(make()[0])["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512")
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in environment.library_environment(make()[0]), "torch would read it first"
+
+
 @pytest.mark.parametrize("has_driver", [True, False])
 def test_deepspeed_is_kept_to_the_cpu_only_where_cuda_cannot_be(make, monkeypatch, has_driver):
     """WSL2 has CUDA's driver and no /dev/nvidia*."""

@@ -1,5 +1,7 @@
 """Every trainable parameter goes to one rule, for a stated reason."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -69,6 +71,77 @@ def test_a_linear_layer_that_shares_its_weight_with_an_embedding_is_an_embedding
 def test_a_plain_model_needs_no_blocks():
     net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     assert [r.rule for r in route(net)] == ["spectral", "adamw", "spectral", "adamw"]
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.up = nn.MultiheadAttention(4, 2, bias=False), nn.Linear(4, 8, bias=False)
+
+
+class Vision(nn.Module):
+    """A class of one's own: blocks in a list, or in sequence, between two other linear layers."""
+
+    def __init__(self, container):
+        super().__init__()
+        self.patch, self.head = nn.Linear(6, 4, bias=False), nn.Linear(4, 10, bias=False)
+        blocks = [Attention(), Attention()]
+        self.blocks = nn.ModuleList(blocks) if container == "list" else nn.Sequential(*blocks)
+
+
+@pytest.mark.parametrize("container", ["list", "sequence"])
+def test_in_a_class_of_ones_own_the_layers_around_its_blocks_go_to_adamw(container):
+    net = Vision(container)
+    routes = rules(route(net))
+    assert {name for name, (rule, _) in routes.items() if rule == "adamw"} == {"patch.weight", "head.weight"}
+    assert routes["head.weight"] == ("adamw", "outside the blocks")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        param_groups(net, aux_lr=0.1)
+
+
+def test_without_blocks_a_warning_names_the_last_linear_layer():
+    conv = nn.Sequential(nn.Conv2d(1, 1, 2), nn.Flatten(), nn.Linear(9, 10))
+    said = r"Sequential has no blocks .* last linear layer, 2\.weight \(10 x 9\), too.*aux=\['2\.weight'\]"
+    with pytest.warns(UserWarning, match=said):
+        param_groups(conv, aux_lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        param_groups(nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 2)), aux_lr=0.1, aux=["1.weight"])
+        param_groups(Model(), aux_lr=0.1)
+
+
+@pytest.mark.parametrize("name", ["soren", "muon"])
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_the_projections_that_torchs_attention_stacks_are_three_matrices(name, num_layers):
+    """A step of in_proj_weight [3 d, d] is that of three matrices [d, d], alone and in a batch of layers."""
+    layers = nn.ModuleList(nn.MultiheadAttention(8, 2, bias=False) for _ in range(num_layers))
+    grad = torch.randn(24, 8, generator=torch.Generator().manual_seed(0))
+    grad[:8] *= 1e-2  # each has its own scale
+    apart = []
+    for layer in layers:
+        layer.in_proj_weight.grad = grad
+        apart += [nn.Parameter(part.clone()) for part in layer.in_proj_weight.detach().chunk(3)]
+    for parameter, part in zip(apart, grad.chunk(3) * num_layers, strict=True):
+        parameter.grad = part
+    stacked = route(layers)[0]
+    assert (stacked.rule, stacked.num_matrices, stacked.matrix) == ("spectral", 3, (8, 8))
+    settings = {"name": name, "lr": 0.1, "adjust_lr_fn": "match_rms_measured", "aux_lr": 0.1}
+    build_optimizer(layers, **settings).step()
+    build_optimizer(nn.ParameterList(apart), **settings, matrices="all-2d").step()
+    together = torch.cat([layer.in_proj_weight for layer in layers])
+    # A batch rounds otherwise, and Muon iterates in bfloat16: 0.2 lr times 2^-8 per product.
+    assert torch.allclose(together, torch.cat([*apart]), atol={"soren": 1e-5, "muon": 1e-3}[name])
+
+
+def test_projections_of_other_widths_are_matrices_of_their_own():
+    attention = nn.MultiheadAttention(8, 2, bias=False, kdim=4, vdim=6)
+    assert {r.name for r in route(attention) if r.rule == "spectral"} == {
+        "q_proj_weight",
+        "k_proj_weight",
+        "v_proj_weight",
+        "out_proj.weight",
+    }
 
 
 def test_a_matrix_that_is_no_linear_layer_goes_to_adamw():

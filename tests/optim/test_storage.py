@@ -27,6 +27,16 @@ def test_halves_are_joined_where_they_were(storage):
     assert torch.equal(halves[0][0], expected.get(storage, slabs[0][:, 0::2]))
 
 
+def test_thirds_are_joined_where_they_were():
+    slabs = torch.arange(5 * 6 * 4.0).view(5, 6, 4)
+    thirds = split(slabs, "thirds")
+    assert torch.equal(thirds[0], slabs[0].view(3, 2, 4))
+    assert torch.equal(join(thirds.clone(), "thirds"), slabs)
+    assert torch.equal(join(split(slabs[0], "thirds"), "thirds"), slabs[0])
+    assert list(dict(matrices_of("in", slabs[0], "thirds"))) == ["in.q", "in.k", "in.v"]
+    assert matrix_shape((6, 4), "thirds") == (2, 4)
+
+
 @pytest.mark.parametrize("storage", ["plain", "transposed", *HALVES])
 def test_every_number_of_a_parameter_is_in_one_named_matrix(storage):
     parameter = torch.arange(3 * 4 * 6).view(3, 4, 6)

@@ -23,10 +23,8 @@ def zero(stage, offload=None, accumulated=None, **settings):
     settings = {"stage": stage, **CONFIGS, **settings}
     for name in ("offload_optimizer", "offload_param")[: offload or 0]:
         settings[name] = {"device": "cpu"}
-    return Parallel(
-        "zero",
-        {"zero_optimization": settings, **({"data_types": {"grad_accum_dtype": accumulated}} if accumulated else {})},
-    )
+    config = {"data_types": {"grad_accum_dtype": accumulated}, "communication_data_type": accumulated}
+    return Parallel("zero", {"zero_optimization": settings, **(config if accumulated else {})})
 
 
 def cost_of(matrices, num_others, mode, num_ranks, **settings):
@@ -66,21 +64,21 @@ def test_ddp_holds_everything_whole_and_its_gradients_twice():
             zero(1),
             "bfloat16",
             {"weights": 98, "float32 master weights": 104, "optimizer states": 128},
-            {"gradients": 98, "reduce buckets": 200},
+            {"gradients": 98, "reduce buckets": 200, "copies of a bucket": 98},
             {"gradients": 52, "gradients for the step": 80},
         ),
         (
             zero(2, accumulated="fp32", overlap_comm=True),
             "bfloat16",
             {"weights": 98, "float32 master weights": 104, "optimizer states": 128, "gradients": 104},
-            {"reduce buckets": 400},
+            {"reduce buckets": 400, "copies of a bucket": 98 + 196},  # flattened, and in float32
             {},
         ),
         (
             zero(2),
             "float32",
             {"weights": 196, "float32 master weights": 104, "optimizer states": 128},
-            {"gradients": 104, "reduce buckets": 400},
+            {"gradients": 104, "reduce buckets": 400, "copies of a bucket": 196},
             {"gradients": 104, "gradients for the step": 80},
         ),
         (
@@ -93,7 +91,7 @@ def test_ddp_holds_everything_whole_and_its_gradients_twice():
                 "gradients": 100,
                 "reduce buckets": 200,
             },
-            {},
+            {"copies of a bucket": 196},
             {"gradients for the step": 80},
         ),
         (

@@ -48,6 +48,9 @@ def test_mistral_7b_on_eight_ranks_by_zero_3(planned, mistral):
     assert (section["num_matrices"], section["num_exchanged_matrices"]) == (224, 224)
     assert section["max_over_mean_flops"] <= 1.01
     assert section["bytes_sent"]["max"] == pytest.approx(6.1e9, rel=0.01)  # 2 x 7/8 of an eighth of 6.98e9, float32
+    num_micro_batches = section["global_batch_size"] // (8 * 2)  # each ends with a reduce-scatter in float32
+    sent = num_micro_batches * 4 * 7_241_732_096 * 7 // 8
+    assert section["gradient_bytes_sent"] == {"per_step": sent, "dtype": "float32"}
     assert section["map_flops"]["all_ranks"] == pytest.approx(750e12, rel=0.01)  # float16, as `auto` is on a GPU
     sizes = {part["name"]: part["num_bytes"] / 7_241_732_096 * 8 for part in section["memory"]}
     assert sizes["weights"] == pytest.approx(2, rel=1e-3)
@@ -252,3 +255,37 @@ def test_a_summary_is_half_as_long_and_keeps_notices_and_totals(planned, mistral
     for location, where in (("device", "at the peak"), ("cpu", "in the CPU's memory")):
         peak = max(plan["processes"]["memory_total"][location].values())
         assert f"memory {with_prefix(peak, 'B')} per rank {where}" in words
+
+
+def test_every_source_of_a_mixture_has_its_number_of_examples_and_its_weight(planned):
+    chats = [f"shipped:recipes/quickstart/data/chat_{name}.jsonl" for name in ("train", "test")]
+    sources = [{"path": chats[0], "weight": 0.25}, {"path": chats[1]}]
+    plan, text = planned(
+        "quickstart/sft", f"data.train={json.dumps(sources)}", "data.eval=null", "trainer.eval_strategy=no", "eval=null"
+    )
+    assert plan["data"]["num_kept_by_source"] == [240, 240]
+    said = " ".join(text.split())
+    assert f"{chats[0]}: 240 of 960 examples (weight 0.25), 240 used" in said
+    assert f"{chats[1]}: 240 of 240 examples (weight 1), 240 used" in said
+
+
+def test_an_adapters_factors_have_no_typical_weight(planned):
+    plan, text = planned("quickstart/sft-lora", "eval=null")
+    assert plan["typical_weight"] is None
+    assert {size["relative_update"] for size in plan["update_sizes"]} == {None}
+    assert all(size["update_sum"] > 100 * size["update_rms"] for size in plan["update_sizes"])  # of 600 steps
+    assert "typical weight" not in text
+    assert "update RMS sum soren" in " ".join(text.split())
+    screen = io.StringIO()
+    print_summary(plan, None, Console(file=screen, width=80))
+    assert "(RMS of the factors' change)" in screen.getvalue()
+    whole, _ = planned("quickstart/sft", "eval=null")
+    assert whole["typical_weight"] == 0.02
+
+
+def test_on_a_cpu_the_memory_of_the_process_itself_is_named(planned, mistral):
+    plan, text = planned("quickstart/sft", "eval=null")
+    assert "the process itself, about 0.7 GB" in " ".join(text.split())
+    of_gpu, text = planned("quickstart/sft", *mistral)
+    assert "the process itself" not in text
+    assert (plan["processes"]["is_on_cpu"], of_gpu["processes"]["is_on_cpu"]) == (True, False)

@@ -43,7 +43,7 @@ def test_sft_learns_the_facts_and_dpo_the_tone_without_unlearning_them(demo):
     assert sft["zoo_mc"] >= 0.9
     assert sft["zoo_gen"] >= 0.9
     assert sft["preference"] <= 0.7
-    assert dpo["preference"] >= 0.9
+    assert dpo["preference"] >= 0.8  # 0.93 to 1 with three instruction sets; 0.5 before
     assert dpo["zoo_mc"] >= 0.85
 
 

@@ -468,6 +468,37 @@ def test_a_value_in_place_of_a_section_is_answered_with_the_section(write, setti
     assert any(problem.endswith(f"write {remedy}") for problem in error.value.problems), error.value.problems
 
 
+@pytest.mark.parametrize(
+    ("settings", "key", "found"),
+    [
+        (["lr=1000"], "lr", "1000 times weight_decay 0.1 is 100"),
+        (["lr=20", "weight_decay=0.05"], "lr", "20 times weight_decay 0.05 is 1:"),
+        (["aux_lr=20", "aux_weight_decay=0.2"], "aux_lr", "20 times aux_weight_decay 0.2 is 4"),
+        (
+            ["name=adamw", "aux_lr=null", "lr=5", "weight_decay=0", "aux_weight_decay=1"],
+            "lr",
+            "5 times aux_weight_decay 1 is 5",
+        ),
+        (["lr=1000", "weight_decay=0"], None, None),
+        (["lr=9.9"], None, None),
+    ],
+)
+def test_a_decay_that_turns_the_signs_of_weights_is_refused(write, settings, key, found):
+    """In any group: 1 - lr * weight_decay, with the rate as it is written, whatever adjust_lr_fn is."""
+    overrides = [f"optimizer.{setting}" for setting in (*settings, "adjust_lr_fn=original")]
+    if any("adamw" in setting for setting in settings):
+        overrides.pop()
+    if found is None:
+        recipe.load(write(GOOD), overrides)
+        return
+    with pytest.raises(UserError) as error:
+        recipe.load(write(GOOD), overrides)
+    (problem,) = error.value.problems
+    assert f"optimizer.{key}=" in problem or f" optimizer.{key}: " in problem
+    assert found in problem
+    assert problem.endswith("write a smaller rate or decay")
+
+
 def test_a_runs_folder_is_answered_with_its_model(tmp_path):
     (tmp_path / "run" / "model").mkdir(parents=True)
     (tmp_path / "run" / "run.json").write_text("{}")

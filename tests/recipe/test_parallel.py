@@ -26,6 +26,7 @@ def test_a_shipped_config_leaves_the_recipe_its_say(file):
     assert "scheduler" not in config
     assert config["zero_force_ds_cpu_optimizer"] is False
     assert config["gradient_clipping"] == config["train_batch_size"] == config["bf16"]["enabled"] == "auto"
+    assert parallel(file.stem).gradient_dtype("bfloat16") == "float32"
     # stage 1 would keep all of a float32 gradient on each rank
     assert (config.get("data_types") == {"grad_accum_dtype": "fp32"}) == (config["zero_optimization"]["stage"] > 1)
 
@@ -38,6 +39,24 @@ def test_a_config_of_ones_own_is_completed(tmp_path):
     assert found.config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] is True
     assert found.config["zero_force_ds_cpu_optimizer"] is False
     assert found.config["gradient_accumulation_steps"] == "auto"
+
+
+@pytest.mark.parametrize(
+    ("config", "precision", "dtype"),
+    [
+        ({}, "trainer.bf16=true", "bfloat16"),
+        ({"communication_data_type": "bf16"}, "trainer.bf16=false", "bfloat16"),
+        ({"communication_data_type": "fp32"}, "trainer.bf16=true", None),
+        ({}, "trainer.bf16=false", None),
+    ],
+)
+def test_a_config_that_averages_gradients_in_bfloat16_gets_a_notice(tmp_path, config, precision, dtype):
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps({**zero(), **config}))
+    mine = recipe.load("quickstart/sft", [f"run.parallel={file}", precision])
+    notices = recipe.gradient_notice(mine.run.parallel, recipe.compute_dtype(mine))
+    assert len(notices) == (dtype is not None)
+    assert all(f"in {dtype}" in notice and '"communication_data_type": "fp32"' in notice for notice in notices)
 
 
 def zero(**settings):
@@ -63,6 +82,7 @@ def zero(**settings):
         ),
         ({**zero(), "gradient_clipping": 0.5}, 'gradient_clipping: set by trainer.max_grad_norm; write "auto"'),
         ({**zero(), "bf16": {"enabled": True}}, 'bf16.enabled: set by trainer.bf16; write "auto"'),
+        ({**zero(), "communication_data_type": "float32"}, "communication_data_type: found 'float32'; write .fp32."),
         ({**zero(), "tensor_parallel": {"autotp_size": 2}}, "tensor_parallel: only data is divided"),
         ({"zero_optimization": {"stage": 0}}, "stage: found 0; write 1, 2 or 3"),
         ({}, "stage: found None; write 1, 2 or 3"),

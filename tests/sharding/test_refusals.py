@@ -1,8 +1,12 @@
 """What one rank finds, all ranks raise: none is left waiting in a collective, and nothing has changed."""
 
+import os
+
 import pytest
 import torch
 
+from soren_align.errors import UserError
+from soren_align.sharding.ranks import choose_gpu
 from tests.support import toy_jobs as jobs
 
 
@@ -51,3 +55,27 @@ def test_shards_whose_place_is_unknown_are_refused(ranks):
     for message in ranks.run(jobs.sharded_without_placement):
         assert message is not None
         assert "A shard has no singular values: set the optimizer's placement" in message
+
+
+@pytest.mark.parametrize(
+    ("environment", "num_gpus", "gpu"),
+    [
+        ({"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}, 4, 3),
+        ({"LOCAL_RANK": "3"}, 4, 3),  # srun does not set the other
+        ({"LOCAL_RANK": "3"}, 1, 0),  # srun --gpus-per-task=1
+        ({}, 1, 0),
+        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, 1, None),
+        ({"LOCAL_RANK": "3"}, 2, None),
+    ],
+)
+def test_a_rank_chooses_its_own_gpu_among_the_visible_ones(monkeypatch, environment, num_gpus, gpu):
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, environment.get(name, ""))  # so that what the function sets is undone
+        if name not in environment:
+            monkeypatch.delenv(name)
+    if gpu is None:
+        with pytest.raises(UserError, match=rf"\d processes on this machine and {num_gpus} visible GPUs"):
+            choose_gpu(num_gpus)
+        return
+    assert choose_gpu(num_gpus) == gpu
+    assert os.environ.get("LOCAL_RANK", "0") == str(gpu), "accelerate and DeepSpeed choose by it"

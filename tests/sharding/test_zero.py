@@ -62,6 +62,14 @@ def test_bfloat16_models_have_the_losses_of_each_other_and_float32_momentum(rank
     assert {dtype for results in found.values() for r in results for dtype in r.momentum_dtypes} == {torch.float32}
 
 
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3"])
+def test_the_shipped_configs_average_bfloat16_gradients_in_float32(ranks, name):
+    """A map lifts what rounding leaves in small singular values; the more ranks, the more sums in bfloat16 leave."""
+    for counts in ranks.run(jobs.gradient_dtypes, name):
+        assert set(counts) == {torch.float32}
+        assert counts[torch.float32] > 50_000, "all gradients of the toy"
+
+
 def test_deepspeeds_own_muon_clips_another_norm_than_the_gradients(ranks, tmp_path):
     """Else docs/distributed.md compares us with something that is gone."""
     (_, norms, _), *_ = ranks.run(deepspeed_muon.train, 2, "DeepSpeed's", str(tmp_path))

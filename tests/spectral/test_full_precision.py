@@ -40,6 +40,7 @@ def default_precision():
     yield
     torch.set_float32_matmul_precision("highest")
     torch.backends.fp32_precision = CUDA.fp32_precision = CPU.fp32_precision = "none"
+    CUDA.allow_fp16_accumulation = False
 
 
 def low_rank(rows=256, columns=384):
@@ -132,6 +133,19 @@ def test_the_setting_is_pinned_within_and_restored_after_an_error(set_):
     assert (CUDA.fp32_precision, CPU.fp32_precision) == before
 
 
+def test_sums_in_float16_are_off_within_and_on_again_afterwards():
+    CUDA.allow_fp16_accumulation = True
+    with full_precision(["cpu"]):
+        with full_precision(["cpu"]):
+            assert not CUDA.allow_fp16_accumulation
+        assert not CUDA.allow_fp16_accumulation
+    assert CUDA.allow_fp16_accumulation
+    CUDA.allow_fp16_accumulation = False
+    with full_precision(["cpu"]):
+        pass
+    assert not CUDA.allow_fp16_accumulation
+
+
 def test_a_setting_of_all_backends_is_still_inherited_afterwards():
     torch.backends.fp32_precision = "tf32"
     with full_precision(["cpu"]):
@@ -141,7 +155,7 @@ def test_a_setting_of_all_backends_is_still_inherited_afterwards():
 
 
 def test_the_last_of_several_threads_restores_the_setting():
-    CUDA.fp32_precision = "tf32"
+    CUDA.fp32_precision, CUDA.allow_fp16_accumulation = "tf32", True
     entered, leave = threading.Event(), threading.Event()
 
     def other():
@@ -153,10 +167,10 @@ def test_the_last_of_several_threads_restores_the_setting():
     with full_precision(["cpu"]):
         thread.start()
         assert entered.wait(10)
-    assert CUDA.fp32_precision == "ieee"  # the other is still inside
+    assert (CUDA.fp32_precision, CUDA.allow_fp16_accumulation) == ("ieee", False)  # the other is still inside
     leave.set()
     thread.join()
-    assert CUDA.fp32_precision == "tf32"
+    assert (CUDA.fp32_precision, CUDA.allow_fp16_accumulation) == ("tf32", True)
 
 
 def test_a_device_without_autocast_is_no_error():

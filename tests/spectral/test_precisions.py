@@ -1,7 +1,7 @@
 """The certificates of narrow factors: the distance of the update from that of float32 factors, and the cost.
 
 A GPU's tensor cores multiply factors of 8 to 11 bits and sum in float32; here the factors are rounded and multiplied in
-float32, which is the same product. "auto" on CUDA is float16.
+float32, which is as close. "auto" on CUDA is float16.
 """
 
 import pytest
@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from soren_align.bench import spectra
-from soren_align.spectral import minimax_sigmoid, num_flops, soft_newton_schulz
+from soren_align.spectral import factors, minimax_sigmoid, num_flops, soft_newton_schulz
 from soren_align.spectral.coefficients import SIGN
 from soren_align.spectral.cost import narrow_flops
 from soren_align.spectral.factors import HALF_SCALE, halves, multiply, rounded
@@ -42,6 +42,24 @@ def distance(x, precision, resolution):
     """Of the update from float32's, relative (Frobenius)."""
     wanted = minimax_sigmoid(x, resolution=resolution)
     return ((minimax_sigmoid(x, resolution=resolution, precision=precision) - wanted).norm() / wanted.norm()).item()
+
+
+class OnROCm(torch.Tensor):
+    """A tensor of the CPU, which has no products with an out_dtype, that says it is on a GPU, as ROCm's do."""
+
+    is_cuda = True
+
+
+def test_a_gpu_without_narrow_products_multiplies_in_float32_with_one_notice(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    factors._exists_on_rocm.cache_clear()
+    a = torch.randn(4, 4).as_subclass(OnROCm)
+    with pytest.warns(UserWarning, match="no products of 16-bit factors") as notices:
+        results = [rounded(a, "float16") for _ in range(3)]
+    assert len(notices) == 1
+    for result in results:
+        assert result.dtype == torch.float32
+        assert torch.equal(result, a.half().float())
 
 
 @pytest.mark.parametrize("precision", ["float16", "tf32"])

@@ -130,7 +130,8 @@ def test_huge_entries_saturate(form):
     t = t * (3 - t**2) / 2
     expected = torch.tensor([1, (1 + t) / 2, 0, 0, 0])
     assert torch.allclose(torch.linalg.svdvals(result[0]), expected, atol=1e-5)
-    assert torch.equal(result[2], soft_newton_schulz(x[2:], form=form)[0])
+    # A batch of one may take another kernel: its rounding, 1e-7, is lifted by 1.5^15 / 2 where x has no singular value.
+    torch.testing.assert_close(result[2], soft_newton_schulz(x[2:], form=form)[0], rtol=0, atol=5e-5)
 
 
 def test_tiny_subnormal_and_zero_entries_stay_small_and_finite():

@@ -1,5 +1,6 @@
 """The study of the maps on a CNN's gradients: its errors, its images, and the figures on its page."""
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -30,13 +31,19 @@ def test_errors_are_those_of_a_loop_over_singular_values():
     assert error.tolist() == pytest.approx(expected, rel=1e-9)
 
 
-def test_the_order_of_the_errors_is_that_of_the_page(gradients):
-    head = gradients["head"]
+def test_the_order_of_the_errors_is_that_of_the_page():
+    """On a head of rank 9 and norm 1: singular values of 0.7 to 0.0014, so that K = 15 has not lifted all of them.
+
+    A gradient in training has whatever singular values rounding leads to; where K = 10 lifts all, K = 11 is no better.
+    """
+    sigma = torch.logspace(0, -2.7, 9, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    u, v = (torch.linalg.qr(torch.randn(n, 9, dtype=torch.float64, generator=generator))[0] for n in (10, 84))
+    head = (u * (sigma / sigma.norm()) @ v.mT).float()[None]
     mean = {name: cnn.errors(head, spectral_map).mean(0) for name, spectral_map in cnn.MAPS.items()}
-    for steps, more in ((5, 10), (10, 11), (11, 15)):
-        assert (mean[f"SNS K = {steps}"] > mean[f"SNS K = {more}"]).all()
-    assert (mean["SNS K = 15"] > mean["minimax 0.001"]).all()
-    assert (mean["minimax 0.001"] > mean["minimax 0.0004"]).all()
+    order = ["SNS K = 5", "SNS K = 10", "SNS K = 11", "SNS K = 15", "minimax 0.001", "minimax 0.0004"]
+    for worse, better in itertools.pairwise(order):
+        assert (mean[worse] > 1.05 * mean[better]).all(), (worse, better)
 
 
 def test_released_is_sns_with_5_steps_on_matrices_of_norm_1(gradients):

@@ -6,8 +6,9 @@ from pathlib import Path
 from soren_align.compare import study_progress
 from soren_align.compare.study_file import load_study, recipe_of_run
 from soren_align.compare.trials import ENDED
-from soren_align.recipe import to_yaml
+from soren_align.recipe import recipe_hash, to_yaml
 from soren_align.run_folder import RunFolder
+from soren_align.version import __version__
 
 TINY = """\
 recipe: quickstart/sft
@@ -50,15 +51,37 @@ def progress_of(study):
 def end(study, run, loss, *, seconds=10.0, error=None, diverged=False):
     """Make the folder of a run that ended with this held-out loss, or with an error; the start's is 5."""
     folder = RunFolder(Path(study.output_dir) / run.folder)
-    folder.path.mkdir(parents=True)
-    folder.recipe.write_text(to_yaml(recipe_of_run(study, run)))
+    folder.path.mkdir(parents=True, exist_ok=True)
+    recipe = recipe_of_run(study, run)
+    folder.recipe.write_text(to_yaml(recipe))
     lines = [{"step": 0, "eval_loss": 5.0}]
     speed = {"tokens_per_second": 600 / seconds, "num_tokens": 600.0}
     lines += [{"step": 6, "loss": loss, "relative_change": 0.1, **speed}]
     lines += [{"step": 6, "eval_loss": loss, "eval_num_tokens": 600.0}]
     folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     status = "training" if error else "finished"
-    folder.replace(status=status, task="sft", last_error=error, diverged=diverged, versions={"soren-align": "0"})
+    identity = {
+        "starting_weights": "a" * 16,
+        "batches": f"{run.seed:016}",
+        "data": "b" * 16,
+        "recipe": recipe_hash(recipe),
+        "precision": {"weights": ["float32"]},
+        "processes": 1,
+        "global_batch_size": 8,
+        "versions": {"soren-align": __version__},
+        "device": "cpu",
+    }
+    trained = {} if error else {"training": {"steps": 6, "first_loss": 5.0, "last_loss": loss}}
+    folder.replace(
+        status=status,
+        task=recipe.task,
+        last_error=error,
+        diverged=diverged,
+        versions={"soren-align": __version__},
+        seeds={"trainer": run.seed},
+        identity=identity,
+        **trained,
+    )
 
 
 def end_all(study, loss_of, *, order=1):

@@ -8,10 +8,10 @@ from rich.console import Console
 
 from soren_align import recipe
 from soren_align.launch.preparation import prepare
-from soren_align.run_folder import RunFolder
+from soren_align.run_folder import RunFolder, read_seal
 from soren_align.sharding.ranks import Ranks
 from soren_align.shipped import ROOT
-from soren_align.trainers import build, training
+from soren_align.trainers import build, checkpoints, training
 from soren_align.trainers.lost_updates import LostUpdatesPolicy
 from soren_align.trainers.training_setup import set_up_training
 
@@ -66,3 +66,17 @@ def texts(folder):
 def spectra(folder):
     """The records in a run's spectra.jsonl."""
     return [json.loads(line) for line in folder.spectra.read_text().splitlines() if line.endswith("}")]
+
+
+def flip_bit(file):
+    """Flip one bit in the middle of a file, as a defective disk does."""
+    with file.open("r+b") as stream:
+        stream.seek(file.stat().st_size // 2)
+        (byte,) = stream.read(1)
+        stream.seek(-1, os.SEEK_CUR)
+        stream.write(bytes([byte ^ 1]))
+
+
+def reseal(checkpoint):
+    """Seal a checkpoint that has been changed, as a stranger could."""
+    checkpoints.seal(checkpoint, read_seal(checkpoint)["origin"])

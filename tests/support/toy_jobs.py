@@ -1,6 +1,7 @@
 """Jobs that train the toy for ten steps, sharded in each way. Each returns its rank's `Result`."""
 
 import os
+from collections import Counter
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +11,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from soren_align.optim import Soren, build_optimizer
 from soren_align.planning.meter import Meter
+from soren_align.recipe import parallel
 from soren_align.sharding import Replicas, RowBlocks, set_zero_placement, start_deepspeed
 from tests.support.toy import NUM_STEPS, Run
 
@@ -232,6 +236,34 @@ def deepspeed_engine(group, stage, run, config, make_optimizer=lambda run, model
     parameters = [p for p in model.parameters() if p.requires_grad]
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=parameters, config=settings)
     return engine, optimizer
+
+
+class GradientDtypes(TorchDispatchMode):
+    """Counts the numbers that collectives of more than 100 sum over the ranks, by dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d" and "reduce" in func.name():
+            for tensor in tree_leaves(args[:2]):
+                if isinstance(tensor, torch.Tensor) and tensor.numel() > 100:
+                    self.counts[tensor.dtype] += tensor.numel()
+        return func(*args, **(kwargs or {}))
+
+
+def gradient_dtypes(group, name):
+    """The dtypes in which the gradients of a bfloat16 model are averaged with the shipped config `name`."""
+    config = {key: value for key, value in parallel(name).config.items() if value != "auto"}
+    zero = {key: value for key, value in config["zero_optimization"].items() if value != "auto"}
+    zero |= {"reduce_bucket_size": 7000}
+    config |= {"bf16": {"enabled": True}, "gradient_accumulation_steps": 1, "zero_optimization": zero}
+    run = Run(dtype=torch.bfloat16)
+    engine, _ = deepspeed_engine(group, zero["stage"], run, config)
+    with GradientDtypes() as dtypes:
+        engine.backward(engine(part_of(next(iter(run.batches(0))), group)))
+    return dtypes.counts
 
 
 def _product(module, step):

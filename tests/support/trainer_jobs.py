@@ -15,20 +15,22 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from safetensors.torch import save_file
-from trl import SFTTrainer
+from trl import DPOTrainer, SFTTrainer
 
+from soren_align import files
 from soren_align.errors import UserError
 from soren_align.optim import muon
 from soren_align.recipe import checks
+from soren_align.run_folder import RunFolder
 from soren_align.sharding import local
 from soren_align.sharding.ranks import current_ranks
 from soren_align.spectral import newton_schulz
-from soren_align.trainers import trl_trainers
+from soren_align.trainers import checkpoints, trl_trainers
 from soren_align.trainers.attached_optimizer import OptimizerCheck
 from soren_align.trainers.lost_updates import FirstStepCheck
 from soren_align.trainers.trl_trainers import SorenTrainerMixin
 from tests.support import c4_replica
-from tests.support.tiny_run import TinyRun
+from tests.support.tiny_run import TinyRun, flip_bit, reseal
 
 # Ten steps at once at the full rate, 32 rows each; the norm of the gradients is about 3, so that the clip binds.
 PARITY = (
@@ -43,6 +45,7 @@ FOR_TWO_OR_THREE = ("run.global_batch_size=24", "data.train.limit=240", "data.ev
 FOR_TWO_OR_THREE += ("trainer.per_device_train_batch_size=4",)
 PRECOMPUTED = ("trainer.precompute_ref_log_probs=true",)
 RECOMPUTED = ("trainer.gradient_checkpointing=true",)
+FOR_TWO = ("run.global_batch_size=16", "data.eval=null")
 EVALUATED = ("data.eval.path=shipped:recipes/quickstart/data/chat_test.jsonl", "data.eval.limit=8")
 EVALUATED += ("trainer.eval_strategy=steps", "trainer.eval_steps=10", "trainer.save_strategy=no")  # saving undoes it
 DISPLACED = ("data.eval.path=shipped:recipes/quickstart/data/chat_test.jsonl", "data.eval.limit=8")
@@ -105,6 +108,7 @@ def ddp(make):
         "maps": same_steps(make, "ddp", *RUNS, PACKED, STREAMED, PRETRAINED, UNCLIPPED),
         "resumed": resumed(make, "ddp"),
         "poisoned": poisoned(make, "ddp"),
+        "references": references(make, "ddp"),
         "drifted": drifted(make),
         "stopped": stopped(make),
         "of_first": make.ranks.broadcast(f"told by rank {make.ranks.rank}"),
@@ -127,8 +131,9 @@ def zero(make):
             for mode, others in more.items()
         },
         "bfloat16": {mode: losses_in_bfloat16(make, mode) for mode in ("zero2", "zero3")},
-        "resumed": [resumed(make, mode) for mode in ("zero2", "zero3")],
+        "resumed": {mode: resumed(make, mode) for mode in ("zero2", "zero3")},
         "poisoned": {mode: poisoned(make, mode) for mode in ("zero2", "zero3")},
+        "references": {mode: references(make, mode) for mode in ("zero2", "zero3")},
         "freed": [killed(make, f"freed-{mode}", mode, *FOR_TWO_OR_THREE) for mode in ("zero2", "zero3")],
     }
 
@@ -144,6 +149,7 @@ def fsdp2(make):
                 "bfloat16": losses_in_bfloat16(make, "fsdp2", *EVALUATED),
                 "resumed": resumed(make, "fsdp2"),
                 "poisoned": poisoned(make, "fsdp2"),
+                "references": references(make, "fsdp2"),
                 "kept_whole": kept_whole(make),
             }
 
@@ -276,6 +282,26 @@ def same_steps(make, mode, *runs):
     return maps
 
 
+def references(make, mode):
+    """Rewards at the first step of two DPOs with precomputed reference log-probabilities, and the refusal of a third.
+
+    Their starts differ and nothing else. The third reads those of the second, which its key no longer tells apart.
+    """
+    settings = (*PRECOMPUTED, "trainer.max_steps=1", "trainer.save_strategy=no", "data.train.limit=32", *FOR_TWO)
+    runs = [
+        make(f"reference-{mode}-{seed}", "dpo", *settings, f"model.init_seed={seed}", f"run.parallel={mode}")
+        for seed in (1, 2, 3)
+    ]
+    rewards = []
+    for run in runs[:2]:
+        trainer = run.trainer()
+        trainer.train()
+        rewards += [trainer.state.log_history[0][f"rewards/{side}"] for side in ("chosen", "rejected")]
+    with mock.patch.object(trl_trainers, "reference_key", return_value="0" * 64):
+        runs[1].trainer()
+        return rewards, refusal(runs[2], DPOTrainer.compute_loss)
+
+
 def kept_whole(make):
     """After a step: how many of the parameters that were loaded are still there, and how often a rank summed alone."""
     run = make("kept", "sft", *PARITY, *GLOBAL, "run.parallel=fsdp2", "trainer.max_steps=1", "trainer.save_strategy=no")
@@ -296,11 +322,51 @@ def losses_in_bfloat16(make, mode, *overrides):
     return [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
 
+SHARDS = {"ddp": "model.safetensors", "zero2": "*/*optim_states.pt", "zero3": "*/zero_*model_states.pt"}
+SHARDS |= {"fsdp2": "optimizer_0/*.distcp"}
+"""Files of a checkpoint: under DDP one that every rank reads, otherwise one of each rank."""
+
+
 def resumed(make, mode):
-    """A run, and one that both ranks leave after step 3 and take up again."""
+    """A run, and one that both ranks leave after step 3 and take up again, also after its checkpoint was damaged.
+
+    Returns the files that this rank has hashed for the seal, and the refusals of a checkpoint with one wrong bit and of
+    one that is truncated and sealed again.
+    """
+    again = (f"killed-{mode}", "sft", f"run.parallel={mode}", *GLOBAL, *DISPLACED)
     make(f"whole-{mode}", "sft", f"run.parallel={mode}", *GLOBAL, *DISPLACED).train()
-    assert killed(make, f"killed-{mode}", mode, *GLOBAL, *DISPLACED)
-    make(f"killed-{mode}", "sft", f"run.parallel={mode}", *GLOBAL, *DISPLACED).train()
+    hashed = []
+
+    def contents(paths, **settings):
+        hashed.extend(paths := [*paths])
+        return files.contents(paths, **settings)
+
+    with mock.patch.object(checkpoints, "contents", contents):
+        assert killed(make, f"killed-{mode}", mode, *GLOBAL, *DISPLACED)
+    (checkpoint,) = RunFolder(make.folder / f"killed-{mode}").complete_checkpoints()
+    before = {file: file.read_bytes() for file in checkpoint.glob(SHARDS[mode])}
+
+    def refused_after(damage):
+        with make.ranks.first_goes_first():
+            if make.ranks.is_first:
+                damage()
+        message = refusal(make(*again))
+        with make.ranks.first_goes_first():
+            if make.ranks.is_first:
+                for file, content in before.items():
+                    file.write_bytes(content)
+                reseal(checkpoint)
+        return message
+
+    def truncate():
+        for file, content in before.items():
+            file.write_bytes(content[: len(content) // 2])
+        reseal(checkpoint)
+
+    make.ranks.barrier()
+    refusals = [refused_after(lambda: flip_bit(max(before))), refused_after(truncate)]
+    make(*again).train()
+    return {"hashed": [path.relative_to(checkpoint).as_posix() for path in hashed], "refusals": refusals}
 
 
 def killed(make, name, mode, *overrides, task="sft", step=3):
@@ -361,7 +427,7 @@ def drifted(make):
     return refusal(run, loss)
 
 
-def refusal(run, loss):
+def refusal(run, loss=SFTTrainer.compute_loss):
     """What training with this loss is refused with; None if it is not."""
     try:
         instead(SorenTrainerMixin, "compute_loss", loss, run.train)

@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import re
 import tempfile
 from pathlib import Path
 from unittest import mock
@@ -32,6 +33,28 @@ def logged(run):
     exact = ("step", "loss", "learning_rate", "update_rms", "relative_change", "grad_norm", "num_out_of_range")
     exact += ("num_tokens",)
     return [{k: line[k] for k in exact} for line in lines if "loss" in line]
+
+
+def assert_own_references(results):
+    """What `trainer_jobs.references` returned on each rank: no log-probabilities of another model, or all stop."""
+    (rewards, refusal), *others = results
+    assert rewards == pytest.approx([0] * 4, abs=1e-5)  # beta times the rounding of 20 tokens
+    assert refusal.startswith("step 1: the reference is not the starting model")
+    assert others == [(rewards, refusal)] * len(others)
+
+
+def assert_verified(run, ranks):
+    """That the ranks of `trainer_jobs.resumed` have hashed what they wrote, and together refused what was damaged."""
+    sealed = json.loads((run.complete_checkpoints()[0] / "soren_align.json").read_text())["files"]
+    first, second = (rank["hashed"] for rank in ranks)
+    assert sorted(first + second) == sorted(sealed)
+    assert "rng_state_1.pth" in second
+    assert second == [name for name in second if re.search(r"rank_1_|__1_0\.distcp|rng_state_1\.pth", name)]
+    assert not any(re.search(r"rank_1_|__1_0\.distcp", name) for name in first)
+    for bit, truncated in (rank["refusals"] for rank in ranks):
+        assert re.search(r"/checkpoint-2: \S+: the content is not the one .*; remove this checkpoint's folder", bit)
+        assert re.search(r"/checkpoint-2: cannot be loaded \(.*\); remove this checkpoint's folder", truncated)
+        assert "\n" not in truncated
 
 
 def displacements(run):

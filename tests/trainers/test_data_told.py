@@ -1,12 +1,16 @@
 """What a run says and records of its data and of its stop token."""
 
+import io
 import json
 import re
 import shutil
 
 import pytest
+from rich.console import Console
 
 from soren_align.errors import UserError
+from soren_align.planning.display import print_plan
+from soren_align.planning.plan import plan_training
 from tests.support.published_data import ANIMALS, chat_row, pair_row
 
 
@@ -122,6 +126,58 @@ def test_a_length_that_cuts_every_answer_is_refused(tiny_run, rows, row, length)
         tiny_run("sft", *data, f"trainer.max_length={length}", name="short").prepare()
     longer = tiny_run("sft", *data, f"trainer.max_length={length + 50}", name="long")
     assert longer.prepare().account.num_kept == 4
+
+
+def question(num_words, answer="fish"):
+    return [
+        {"role": "user", "content": "What does the otter eat? " + "the " * num_words},
+        {"role": "assistant", "content": answer},
+    ]
+
+
+LONG = 60
+"""Words of a question that alone fills a max_length of 40."""
+HELD_OUT = {
+    "sft": [{"messages": question(LONG)}, {"messages": question(0, "fish " * LONG)}, {"messages": question(0)}],
+    "dpo": [
+        {"chosen": question(words, answer), "rejected": question(words, "hay")}
+        for words, answer in ((LONG, "fish"), (0, "fish " * LONG), (0, "fish"))
+    ],
+}
+REASON = {"sft": "no token to train on within max_length 40", "dpo": "the prompt alone fills max_length 40"}
+
+
+@pytest.mark.parametrize("task", HELD_OUT)
+def test_held_out_examples_that_are_dropped_or_truncated_are_counted_as_training_ones(tiny_run, rows, task):
+    data = f"data.eval={{path: {rows('held.jsonl', HELD_OUT[task] * 2)}}}"
+    run = tiny_run(task, data, "trainer.max_length=40", "trainer.max_steps=1", "trainer.eval_strategy=steps")
+    assert run.train()
+    counts = run.folder.read()["data"]["eval"]
+    assert (counts["num_examples"], counts["num_kept"], counts["dropped"]) == (6, 4, {REASON[task]: 2})
+    assert counts["num_truncated"] == 2
+    words = f"4 of 6 examples for the evaluation loss, not trained on, 2 dropped ({REASON[task]}) "
+    words += f"2 truncated to max_length: {counts['num_truncated_tokens']} tokens ("
+    assert words in " ".join(run.said.getvalue().split())
+    plan, account = plan_training(run.recipe)
+    assert plan["data"]["eval"]["dropped"] == {REASON[task]: 2}
+    screen = io.StringIO()
+    print_plan(plan, account, Console(file=screen, width=80))
+    assert words in " ".join(screen.getvalue().split())
+    trained = len(run.trainer().eval_dataset)  # TRL's own count
+    assert trained == 4
+
+
+@pytest.mark.parametrize("task", [*HELD_OUT, "pretrain"])
+def test_a_held_out_set_that_is_left_empty_is_refused_before_training_and_by_plan(tiny_run, rows, task):
+    made = HELD_OUT.get(task, [{"text": ""}])[:1]
+    data = f"data.eval={{path: {rows('held.jsonl', made * 3)}, bad_examples: drop}}"
+    run = tiny_run(task, data, "trainer.max_length=40")
+    message = r"held.jsonl: 3 of 3 examples cannot be used for sft:"  # already as they are read
+    if task in REASON:
+        message = rf"data.eval: none of the 3 held-out examples of .*held.jsonl can be evaluated: .*{REASON[task]}"
+    for prepare in (run.prepare, lambda: plan_training(run.recipe)):
+        with pytest.raises(UserError, match=message):
+            prepare()
 
 
 def test_the_commit_of_a_model_of_the_hub_is_recorded(tiny_run, tmp_path, monkeypatch):

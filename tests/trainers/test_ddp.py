@@ -11,8 +11,10 @@ from soren_align.run_folder import RunFolder
 from soren_align.sharding.ranks import Ranks
 from tests.support.trainer_jobs import PACKED, PRETRAINED, RUNS, STREAMED
 from tests.support.trainer_parity import (
+    assert_own_references,
     assert_same_displacements,
     assert_same_measurements,
+    assert_verified,
     displacements,
     furthest,
     one_process,
@@ -58,9 +60,10 @@ def test_two_ranks_record_the_spectra_and_the_map_error_of_one_process(two_ranks
 
 
 def test_two_ranks_resume_bit_for_bit(two_ranks):
-    folder, _ = two_ranks
+    folder, seen = two_ranks
     whole, killed = RunFolder(folder / "whole-ddp"), RunFolder(folder / "killed-ddp")
-    assert killed.read()["resumed_from_steps"] == [2]
+    assert_verified(whole, [rank["resumed"] for rank in seen])
+    assert killed.read()["resumed_from_steps"] == [2, 2]  # the first time, a truncated file was refused after that
     assert killed.read()["identity"] == whole.read()["identity"]
     assert displacements(killed) == displacements(whole)
     assert_same_displacements(whole)
@@ -74,6 +77,10 @@ def test_a_nan_on_one_rank_is_the_verdict_of_all(two_ranks):
     first, second = (rank["poisoned"] for rank in two_ranks[1])
     assert first == second
     assert re.match(r"step 1: NaN or infinity in the gradient of .*nothing was changed", first)
+
+
+def test_a_dpo_trains_towards_its_own_start_and_no_cached_one(two_ranks):
+    assert_own_references([rank["references"] for rank in two_ranks[1]])
 
 
 def test_gradients_that_were_not_averaged_are_noticed_at_the_next_log(two_ranks):

@@ -74,15 +74,15 @@ def test_the_count_of_evaluations_survives_a_kill(tiny_run, monkeypatch, stopped
     """After step 2 one more evaluation ends the run; after step 3 none, and no step is taken."""
     from soren_align.trainers import checkpoints
 
-    original = checkpoints.mark_complete
+    original = checkpoints.seal
 
-    def dying(checkpoint, origin):
-        original(checkpoint, origin)
+    def dying(checkpoint, *rest):
+        original(checkpoint, *rest)
         if checkpoint.name == f"checkpoint-{step}":
             raise Kill
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoints, "mark_complete", dying)
+        patch.setattr(checkpoints, "seal", dying)
         with pytest.raises(Kill):
             tiny_run("sft", *STOPPING).train()
     resumed = tiny_run("sft", *STOPPING)

@@ -18,8 +18,10 @@ from soren_align.trainers import checkpoints
 from soren_align.trainers.trl_arguments import trl_arguments
 from tests.support.trainer_jobs import PACKED, RUNS
 from tests.support.trainer_parity import (
+    assert_own_references,
     assert_same_displacements,
     assert_same_measurements,
+    assert_verified,
     displacements,
     furthest,
     logged,
@@ -83,9 +85,10 @@ def test_in_bfloat16_the_losses_are_not_rounded_and_the_export_is_of_the_masters
 
 
 def test_two_ranks_resume_bit_for_bit(two_ranks):
-    folder, _ = two_ranks
+    folder, seen = two_ranks
     whole, killed = RunFolder(folder / "whole-fsdp2"), RunFolder(folder / "killed-fsdp2")
-    assert killed.read()["resumed_from_steps"] == [2]
+    assert_verified(whole, [rank["resumed"] for rank in seen])
+    assert killed.read()["resumed_from_steps"] == [2, 2]  # the first time, a truncated file was refused after that
     assert killed.read()["identity"] == whole.read()["identity"]
     assert displacements(killed) == displacements(whole)
     assert_same_displacements(whole)
@@ -158,3 +161,7 @@ def test_accelerates_offload_reaches_transformers_by_its_other_name(tmp_path, ti
         run = tiny_run("sft", f"run.parallel={config}")
     arguments = trl_arguments(run.recipe, tmp_path, Ranks(launched=True))
     assert arguments.fsdp_plugin_args["cpu_offload"] is True
+
+
+def test_a_dpo_trains_towards_its_own_start_and_no_cached_one(two_ranks):
+    assert_own_references([rank["references"] for rank in two_ranks[1]])

@@ -150,9 +150,52 @@ def test_a_run_of_any_length_reports_its_losses(tiny_run, settings, steps):
     if steps:
         first, last = (next(log["loss"] for log in logs if log["step"] == step) for step in (steps[0], steps[-1]))
         assert (training["first_loss"], training["last_loss"]) == (first, last)
-        assert f"loss {first:.3f} -> {last:.3f} (first and last log)" in said
+        num_steps = [b - a for a, b in zip([0, *steps], steps, strict=False)]
+        assert training["examples_per_log"] == [8 * num_steps[0], 8 * num_steps[-1]]
+        assert f"loss {first:.3f} -> {last:.3f} (first and last log, of up to {8 * num_steps[0]}" in said
     else:
         assert re.search(r"trained 5 steps in \d+ s, loss 4\.\d+ on average", said)
+
+
+@pytest.mark.model
+def test_the_last_lines_quote_the_held_out_loss_first_and_its_number_of_examples(tiny_run):
+    held_out = (
+        "data.eval.limit=5",
+        "trainer.eval_strategy=steps",
+        "trainer.eval_steps=2",
+        "trainer.eval_on_start=true",
+    )
+    run = tiny_run("sft", "trainer.max_steps=5", "trainer.save_strategy=no", *held_out)
+    assert run.train()
+    logs = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
+    losses = {log["step"]: log["eval_loss"] for log in logs if "eval_loss" in log}
+    assert [*losses] == [0, 2, 4, 5]
+    record = run.folder.read()["training"]["held_out"]
+    assert record == {
+        "num_examples": 5,
+        "evaluations": [{"step": 0, "loss": losses[0]}, {"step": 5, "loss": losses[5]}],
+    }
+    said = " ".join(run.said.getvalue().split())
+    assert f"held-out loss {losses[0]:.3f} -> {losses[5]:.3f} (5 examples) training loss" in said
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_preferences_are_those_of_held_out_pairs_or_of_the_pairs_of_the_last_log(tiny_run, evaluates):
+    held_out = ("data.eval.limit=5", "trainer.eval_strategy=steps", "trainer.eval_steps=2") if evaluates else ()
+    run = tiny_run("dpo", "trainer.max_steps=4", "trainer.logging_steps=3", "trainer.save_strategy=no", *held_out)
+    assert run.train()
+    logs = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
+    prefix = "eval_" if evaluates else ""
+    last = next(log for log in reversed(logs) if f"{prefix}rewards/accuracies" in log)
+    record = run.folder.read()["training"]["preferences"]
+    assert (record["share"], record["margin"]) == (
+        last[f"{prefix}rewards/accuracies"],
+        last[f"{prefix}rewards/margins"],
+    )
+    assert (record["num_pairs"], record["held_out"]) == ((5, True) if evaluates else (8, False))
+    pairs = "5 held-out pairs" if evaluates else "8 pairs (last log)"
+    assert f"preferred in {record['share']:.0%} of {pairs}, margin {record['margin']:.3g}" in run.said.getvalue()
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

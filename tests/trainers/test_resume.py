@@ -3,20 +3,30 @@
 import json
 import os
 import random
+import re
+import shutil
 import signal
 import time
+from functools import partial
+from pathlib import Path
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from soren_align import shipped
+from soren_align import files, run_folder, shipped
 from soren_align.errors import UserError
-from soren_align.run_folder import RunFolder
+from soren_align.run_folder import RunFolder, read_seal
+from soren_align.trainers import checkpoints, training, trl_trainers
+from soren_align.trainers.trl_trainers import SorenTrainerMixin
 from tests.support import command
+from tests.support.tiny_run import flip_bit, reseal
 from tests.support.trainer_parity import logged
 
 pytestmark = pytest.mark.model
+EVALUATED = ("trainer.eval_strategy=steps", "trainer.eval_steps=2", "data.eval.limit=8")
+EVALUATED += ("data.eval.path=shipped:recipes/quickstart/data/chat_test.jsonl",)
 
 
 def weights(folder):
@@ -112,12 +122,267 @@ def test_a_pickle_in_a_checkpoint_runs_no_code_and_is_refused_in_words(tiny_run,
     stop_after(tiny_run, 3, monkeypatch)
     checkpoint = tiny_run().folder.checkpoints / "checkpoint-2"
     torch.save(Hostile(tmp_path / "made"), checkpoint / name)
-    record = json.loads((checkpoint / "soren_align.json").read_text())
-    record["files"][name] = (checkpoint / name).stat().st_size
-    (checkpoint / "soren_align.json").write_text(json.dumps(record))
+    reseal(checkpoint)
     with pytest.raises(UserError, match="checkpoint-2: contains more than tensors and plain data, and is not loaded"):
         tiny_run().train()
     assert not (tmp_path / "made").exists()
+
+
+@pytest.fixture
+def stopped(tiny_run, monkeypatch):
+    """The newer checkpoint of a run that was killed after step 5; there is an older one."""
+    stop_after(tiny_run, 5, monkeypatch)
+    return tiny_run().folder.checkpoints / "checkpoint-4"
+
+
+def test_every_file_of_a_checkpoint_is_verified_by_content(stopped):
+    names = checkpoints._names(stopped)
+    assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "config.json"} <= {*names}
+    checkpoints.verify(stopped)
+    for name in names:
+        content = (stopped / name).read_bytes()
+        flip_bit(stopped / name)
+        remedy = "remove this checkpoint's folder to resume from the previous one"
+        with pytest.raises(UserError, match=f"checkpoint-4: {re.escape(name)}: the content is not .*; {remedy}"):
+            checkpoints.verify(stopped)
+        (stopped / name).write_bytes(content)
+    with (stopped / "optimizer.pt").open("r+b") as stream:
+        stream.seek(1000)
+        stream.write(bytes(512))
+    with pytest.raises(UserError, match=r"checkpoint-4: optimizer\.pt: the content is not the one that was saved"):
+        checkpoints.verify(stopped)
+
+
+def test_after_the_remedy_for_a_damaged_checkpoint_the_run_ends_as_an_uninterrupted_one(tiny_run, stopped):
+    flip_bit(stopped / "model.safetensors")
+    with pytest.raises(UserError, match=r"checkpoint-4: model\.safetensors: the content"):
+        tiny_run().train()
+    shutil.rmtree(stopped)
+    resumed, whole = tiny_run(), tiny_run(name="whole")
+    assert resumed.train()
+    assert whole.train()
+    assert resumed.folder.read()["resumed_from_steps"] == [2]
+    assert same(weights(whole.folder), weights(resumed.folder))
+
+
+def test_a_checkpoint_is_refused_under_the_name_of_another_step(stopped):
+    origin = read_seal(stopped)["origin"]
+    renamed = stopped.rename(stopped.with_name("checkpoint-900"))
+    with pytest.raises(UserError, match="checkpoint-900: is the checkpoint of step 4; name its folder checkpoint-4 ag"):
+        checkpoints.check(renamed, origin)
+    reseal(renamed)
+    with pytest.raises(UserError, match=r"checkpoint-900/trainer_state\.json: is of step 4 of 6; remove this"):
+        checkpoints.check(renamed, origin)
+
+
+def test_a_file_that_was_added_to_a_checkpoint_is_refused(stopped):
+    origin = read_seal(stopped)["origin"]
+    (stopped / ".nfs00a1").write_text("of a file system")
+    checkpoints.check(stopped, origin)
+    (stopped / "pytorch_model.bin").write_text("would be read in place of model.safetensors")
+    with pytest.raises(UserError, match=r"checkpoint-4: pytorch_model\.bin: added after .* saved; remove them"):
+        checkpoints.check(stopped, origin)
+
+
+@pytest.mark.parametrize(
+    ("name", "finding"),
+    [
+        ("soren_align.json", "no complete checkpoint of soren-align"),
+        ("old", "was not written by this version of soren-align, or is damaged; remove this checkpoint's folder"),
+        ("outside", "names files outside of the checkpoint"),
+    ],
+)
+def test_without_a_seal_that_has_hashes_nothing_is_read(stopped, name, finding):
+    record = read_seal(stopped)
+    if name == "old":
+        record["files"] = {name: content["num_bytes"] for name, content in record["files"].items()}
+    elif name == "outside":
+        record["files"]["../../run.json"] = record["files"]["optimizer.pt"]
+    (stopped / "soren_align.json").write_text(json.dumps(record))
+    if name == "soren_align.json":
+        (stopped / name).unlink()
+    for read in (partial(checkpoints.check, origin=record["origin"]), checkpoints.verify, checkpoints.make_universal):
+        with pytest.raises(UserError, match=finding):
+            read(stopped)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"log_history": "x"},
+        {"log_history": [{"loss": 1.0}]},
+        {"stateful_callbacks": "x"},
+        {"stateful_callbacks": {"BatchHash": {"values": [2**80], "batches": 1}}},
+        {"logging_steps": "x"},
+        {"total_flos": "x"},
+        {"epoch": float("nan")},
+        {"global_step": -5},
+        {"global_step": 3},
+        {"global_step": True},
+        {"max_steps": 3},
+        {"best_metric": []},
+    ],
+    ids=str,
+)
+def test_absurd_values_in_a_sealed_checkpoint_are_refused(stopped, change):
+    file = stopped / "trainer_state.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    reseal(stopped)
+    with pytest.raises(UserError, match=r"trainer_state\.json: .*; remove this checkpoint's folder to resume from the"):
+        checkpoints.check(stopped, read_seal(stopped)["origin"])
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("model.safetensors", cut),
+        ("optimizer.pt", cut),
+        ("scheduler.pt", cut),
+        ("rng_state.pth", cut),
+        ("config.json", cut),
+        ("trainer_state.json", lambda f: f.write_text(f.read_text().replace('"epoch"', '"epochs"', 1))),
+    ],
+)
+def test_damage_in_a_sealed_checkpoint_is_one_sentence(tiny_run, stopped, name, change):
+    change(stopped / name)
+    reseal(stopped)
+    with pytest.raises(
+        UserError, match=r"checkpoint-4: cannot be loaded \(.*\); remove this checkpoint's folder"
+    ) as error:
+        tiny_run().train()
+    assert "\n" not in str(error.value)
+
+
+def test_a_sealed_checkpoint_that_lacks_weights_is_refused(tiny_run, stopped):
+    tensors = load_file(stopped / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, stopped / "model.safetensors", {"format": "pt"})
+    reseal(stopped)
+    with pytest.raises(UserError, match=r"the checkpoint: weights are missing: model\.norm\.weight \(1 in total\)"):
+        tiny_run().train()
+
+
+def test_the_intervals_of_a_resumed_run_are_those_of_its_recipe(tiny_run, stopped):
+    file = stopped / "trainer_state.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"logging_steps": 0, "save_steps": 0}))
+    reseal(stopped)
+    run = tiny_run("sft", "trainer.save_steps=5")
+    assert run.train()
+    assert [path.name for path in run.folder.complete_checkpoints()] == ["checkpoint-5", "checkpoint-6"]
+
+
+def test_the_best_checkpoint_is_verified_before_it_becomes_the_model(tiny_run, monkeypatch):
+    best = ("trainer.load_best_model_at_end=true", "trainer.eval_strategy=steps", "trainer.eval_steps=2")
+    original = SorenTrainerMixin._load_best_model
+
+    def damaged(self):
+        flip_bit(Path(self.state.best_model_checkpoint) / "model.safetensors")
+        original(self)
+
+    monkeypatch.setattr(SorenTrainerMixin, "_load_best_model", damaged)
+    with pytest.raises(
+        UserError, match=r"/checkpoint-\d: model\.safetensors: the content is not the one that was saved"
+    ):
+        tiny_run("sft", *best, "data.eval.limit=8").train()
+
+
+def test_files_are_on_the_disk_before_the_seal_and_the_status(tiny_run, monkeypatch):
+    """And the folders that name them; an older checkpoint is removed after that."""
+    events, sync, write = [], os.fsync, files.write
+
+    def fsync(descriptor):
+        events.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        sync(descriptor)
+
+    def writing(path, text):
+        if path.name == "soren_align.json" or '"status": "trained"' in text:
+            events.append(path)
+        write(path, text)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(checkpoints, "write", writing)
+    monkeypatch.setattr(run_folder, "write", writing)
+    monkeypatch.setattr(trl_trainers, "rotate_checkpoints", lambda **_: events.append("rotate"))
+    run = tiny_run("sft", "trainer.max_steps=2")
+    assert run.train()
+    (checkpoint,), (seal, rotation, end) = (
+        run.folder.complete_checkpoints(),
+        (
+            events.index(event)
+            for event in (
+                run.folder.checkpoints / "checkpoint-2/soren_align.json",
+                "rotate",
+                run.folder.path / "run.json",
+            )
+        ),
+    )
+    entries = {path for path in checkpoint.rglob("*") if path.name != "soren_align.json"}
+    assert {*entries, checkpoint} <= {*events[:seal]}
+    assert events[rotation - 2 : rotation] == [checkpoint, run.folder.checkpoints]
+    exported = {run.folder.path / "model.part" / path.name for path in run.folder.model.iterdir()}
+    assert exported | {run.folder.path / "model.part"} <= {*events[rotation:end]}
+    assert run.folder.path in events[rotation:end]
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o027, 0o640), (0o002, 0o664)])
+def test_the_modes_of_all_files_follow_the_umask(tiny_run, umask, mode):
+    before = os.umask(umask)
+    try:
+        run = tiny_run("sft", "trainer.max_steps=2", "run.kl_to_start=4", *EVALUATED)
+        with patch.object(training, "remove"):  # the start's logits stay
+            assert run.train()
+    finally:
+        os.umask(before)
+    modes = {path: path.stat().st_mode & 0o777 for path in run.folder.path.rglob("*") if path.is_file()}
+    assert {path.name for path in modes} >= {"start_logits.safetensors", "model.safetensors", "optimizer.pt"}
+    assert {path: bits for path, bits in modes.items() if bits != mode and path.name != ".lock"} == {}
+
+
+def test_damaged_lines_of_measurements_are_counted_at_a_resume(tiny_run, stopped):
+    metrics = tiny_run().folder.metrics
+    first, *others = metrics.read_text().splitlines()
+    metrics.write_text("\n".join([first[:-4], "[1]", *others, '{"step": 9, "lo']))  # the last one: of a kill
+    resumed = tiny_run()
+    assert resumed.train()
+    assert "metrics.jsonl: 2 damaged lines removed" in resumed.said.getvalue()
+
+
+def test_the_summary_of_a_training_stands_once_in_its_metrics(tiny_run, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(training, "_save_model", Mock(side_effect=Kill))
+        for _ in range(2):
+            with pytest.raises(Kill):
+                tiny_run().train()
+    run = tiny_run()
+    assert run.train()
+    assert sum("train_runtime" in line for line in run.folder.metrics.read_text().splitlines()) == 1
+    assert "damaged" not in run.said.getvalue()
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_kill_around_the_status_of_a_trained_run_leaves_one_that_resumes(tiny_run, monkeypatch, moment):
+    measured = ("sft", "run.kl_to_start=4", *EVALUATED)
+    original = training.record_result
+
+    def dying(*args):
+        if moment == "after":
+            original(*args)
+        raise Kill
+
+    with monkeypatch.context() as patched:
+        patched.setattr(training, "record_result", dying)
+        with pytest.raises(Kill):
+            tiny_run(*measured).train()
+    run = tiny_run(*measured)
+    status = run.folder.read()["status"]
+    assert status == ("trained" if moment == "after" else "training")
+    if moment == "before":  # after it, the same command evaluates
+        assert run.train()
+        assert run.folder.read()["status"] == "trained"
 
 
 def test_a_checkpoint_of_other_data_or_other_weights_is_refused(tiny_run, monkeypatch):
@@ -152,15 +417,13 @@ def test_a_checkpoint_by_path_must_be_ours(tiny_run, tmp_path):
 
 
 def test_old_checkpoints_go_only_after_the_new_one_is_sealed(tiny_run, monkeypatch):
-    from soren_align.trainers import checkpoints
+    original, seen = checkpoints.seal, []
 
-    original, seen = checkpoints.mark_complete, []
-
-    def watching(checkpoint, origin):
+    def watching(checkpoint, *rest):
         seen.append(sorted(p.parent.name for p in checkpoint.parent.glob("checkpoint-*/soren_align.json")))
-        original(checkpoint, origin)
+        original(checkpoint, *rest)
 
-    monkeypatch.setattr(checkpoints, "mark_complete", watching)
+    monkeypatch.setattr(checkpoints, "seal", watching)
     run = tiny_run("sft", "trainer.save_total_limit=1")
     run.train()
     assert seen == [[], ["checkpoint-2"], ["checkpoint-4"]]
@@ -241,8 +504,6 @@ def wait_for(condition, process, seconds=600):
 @pytest.mark.parametrize("moment", [pytest.param("before", marks=pytest.mark.slow), "after"])
 def test_a_kill_around_the_saving_of_the_model_changes_nothing(tiny_run, monkeypatch, moment):
     """The last checkpoint stands, run.json says "training", and the model folder is not there yet, or is already."""
-    from soren_align.trainers import training
-
     whole = tiny_run(name="whole")
     whole.train()
     original = training._save_model

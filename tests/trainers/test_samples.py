@@ -3,6 +3,7 @@
 import io
 import json
 import random
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from soren_align import recipe
 from soren_align.errors import UserError
-from soren_align.trainers.samples import read_prompts
+from soren_align.trainers.samples import evaluating, read_prompts
 from tests.support.trainer_parity import logged
 
 pytestmark = pytest.mark.model
@@ -129,6 +130,16 @@ def test_modes_are_restored_also_after_an_error(tiny_run):
 
 
 @pytest.mark.slow
+def test_only_the_random_state_of_one_s_own_gpu_is_saved(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    saved = []
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices=None: saved.append(devices) or nullcontext())
+    with evaluating(torch.nn.Linear(1, 1)):
+        pass
+    assert saved == [[3]]
+
+
 def test_a_resumed_run_repeats_no_sample(tiny_run, sampled, monkeypatch):
     from tests.trainers.test_resume import stop_after
 

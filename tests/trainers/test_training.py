@@ -6,14 +6,18 @@ import shutil
 
 import pytest
 import torch
+import trl
+from datasets import Dataset
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, Trainer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 
 from soren_align import shipped
 from soren_align.errors import UserError
 from soren_align.optim import gradients
+from soren_align.trainers import training
 from soren_align.trainers.attached_optimizer import OptimizerMismatch
 from soren_align.trainers.starting_model import load_model
+from soren_align.trainers.trl_arguments import trl_arguments
 from soren_align.trainers.trl_trainers import SorenTrainerMixin
 
 pytestmark = pytest.mark.model
@@ -105,6 +109,66 @@ def test_the_logged_numbers_are_those_of_the_weights(tiny_run):
     assert 0 < line["map_min_singular_value"] < line["map_max_singular_value"] < 1
     assert line["num_out_of_range"] == 0
     assert line["tokens_per_second"] > 0
+
+
+PLAIN = """\
+{%- for m in messages %}{{- '<|' + m.role + '|>\\n' + m.content + '<|end|>\\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{%- endif %}"""
+"""As ChatML: without marks, and with a line break after the stop token."""
+
+
+def test_on_the_same_tokens_the_losses_are_plain_trls(tiny_run, tmp_path):
+    """docs/data.md, Beside plain TRL: the tokens differ in the line break after the stop token alone."""
+    turns = [
+        {
+            "prompt": [{"role": "user", "content": f"Question {i}?"}],
+            "completion": [{"role": "assistant", "content": "word " * (2 if i % 2 else 40)}],
+        }
+        for i in range(8)
+    ]
+    (tmp_path / "turns.jsonl").write_text("".join(json.dumps(turn) + "\n" for turn in turns))
+    (tmp_path / "plain.jinja").write_text(PLAIN)
+    run = tiny_run(
+        "sft",
+        *("model.name_or_path=shipped:configs/models/tiny", f"model.chat_template={tmp_path}/plain.jinja"),
+        *(f"data.train.path={tmp_path}/turns.jsonl", "data.eval=null", "trainer.per_device_train_batch_size=2"),
+        *("trainer.max_length=64", "trainer.max_steps=4", "trainer.save_strategy=no"),
+        *("optimizer.name=adamw", "optimizer.weight_decay=0"),
+    )
+    setup = run.prepare()
+    tokens = setup.tokens["train"]
+
+    def plain_trl(dataset):
+        args = trl_arguments(run.recipe, tmp_path / "out", run.ranks)
+        args.learning_rate, args.weight_decay, args.assistant_only_loss = run.recipe.optimizer.lr, 0.0, False
+        model = AutoModelForCausalLM.from_pretrained(setup.start, dtype=torch.float32)
+        return trl.SFTTrainer(model, args, train_dataset=dataset, processing_class=setup.tokenizer)
+
+    stop, line_break = setup.tokenizer.eos_token_id, setup.tokenizer("\n")["input_ids"][-1]
+    for i, (ours, theirs) in enumerate(zip(tokens, plain_trl(Dataset.from_list(turns)).train_dataset, strict=True)):
+        ids, labels = (ours[column][:64] for column in ("input_ids", "labels"))
+        assert ids == theirs["input_ids"]
+        differ = [k for k, pair in enumerate(zip(labels, theirs["labels"], strict=True)) if len({*pair}) > 1]
+        assert len(differ) == i % 2  # the long answers are truncated before it
+        assert [ids[k - 1 : k + 1] for k in differ] == [[stop, line_break]] * len(differ)
+
+    theirs = plain_trl(tokens.select_columns(["input_ids", "labels"]))
+    theirs.train()
+    assert training.train(setup, run.folder, run.console, run.ranks)
+    expected = [log["loss"] for log in theirs.state.log_history if "loss" in log]
+    assert len(expected) == 4
+    # Both sum the norm of the gradients for clipping in an order of their own.
+    assert losses(run) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(("name", "low", "high"), [("soren", 0.19, 0.21), ("adamw", 0.4, 1.0)])
+def test_in_the_first_steps_adamws_updates_are_larger_than_those_of_match_rms(tiny_run, name, low, high):
+    """docs/optimizers.md, Learning rates and scales, has both over 600 steps."""
+    run = tiny_run("sft", f"optimizer.name={name}", "optimizer.weight_decay=0")
+    assert run.train()
+    sizes = [log["update_rms"] / log["learning_rate"] for log in metrics(run) if log.get("learning_rate")]
+    assert len(sizes) >= 4
+    assert low < min(sizes) <= max(sizes) < high
 
 
 def test_the_logged_rates_are_those_of_the_plan(tiny_run):

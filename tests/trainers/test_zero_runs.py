@@ -18,8 +18,10 @@ from tests.support import command
 from tests.support.tiny_run import TinyRun
 from tests.support.trainer_jobs import FOR_TWO_OR_THREE, PACKED, PRETRAINED, RUNS, STREAMED
 from tests.support.trainer_parity import (
+    assert_own_references,
     assert_same_displacements,
     assert_same_measurements,
+    assert_verified,
     displacements,
     furthest,
     logged,
@@ -117,9 +119,10 @@ def test_in_bfloat16_the_losses_of_stages_2_and_3_agree_and_the_export_is_of_the
 
 @pytest.mark.parametrize("mode", ["zero2", "zero3"])
 def test_two_ranks_resume_bit_for_bit(two_ranks, mode):
-    folder, _ = two_ranks
+    folder, seen = two_ranks
     whole, killed = RunFolder(folder / f"whole-{mode}"), RunFolder(folder / f"killed-{mode}")
-    assert killed.read()["resumed_from_steps"] == [2]
+    assert_verified(whole, [rank["resumed"][mode] for rank in seen])
+    assert killed.read()["resumed_from_steps"] == [2, 2]  # the first time, a truncated file was refused after that
     assert killed.read()["identity"] == whole.read()["identity"]
     assert displacements(killed) == displacements(whole)
     assert_same_displacements(whole)
@@ -149,6 +152,11 @@ def test_a_nan_on_one_rank_is_the_verdict_of_all(two_ranks, mode):
     first, second = (rank["poisoned"][mode] for rank in two_ranks[1])
     assert first == second
     assert re.match("step 1: NaN or infinity in the gradient", first)
+
+
+@pytest.mark.parametrize("mode", ["zero2", "zero3"])
+def test_a_dpo_trains_towards_its_own_start_and_no_cached_one(two_ranks, mode):
+    assert_own_references([rank["references"][mode] for rank in two_ranks[1]])
 
 
 def test_three_ranks_go_on_where_two_have_left(rank_pools, two_ranks, tmp_path):

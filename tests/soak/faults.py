@@ -1,0 +1,803 @@
+"""The faults: what happens to a run, where, and what the same command must do afterwards."""
+
+import contextlib
+import ctypes
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.soak import commands, runs
+from tests.soak.commands import Ended, Place, kill_all
+from tests.soak.runs import CONFIGS, ONE_PROCESS, RANKS
+
+VERDICTS = ("identical", "clear", "unclear", "hang", "WRONG", "not hit")
+"""identical: the same command ends with the undisturbed result. clear: a sentence that names the place, then, after its
+remedy, the undisturbed result. unclear: the same, but with a traceback, or without such a sentence. hang: a command did
+not end. WRONG: another result, or one that no command brings about any more."""
+CRASHES = {-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS, -signal.SIGFPE}
+MOST_RERUNS = 4
+MOST_DRAWS = 4
+MS_REMOUNT, MS_PRIVATE, MNT_DETACH = 32, 1 << 14 | 1 << 18, 2
+CLONE_NEWNS, CLONE_NEWUSER = 0x20000, 0x10000000
+Remedy = Callable[[], None]
+
+
+@dataclass
+class Reference:
+    """The undisturbed run of a configuration."""
+
+    result: dict[str, Any]
+    seconds: float
+    events: list[str]
+    num_bytes: int = 0
+    """Of the run's folder on the disk, at its end."""
+
+    def num_events(self, category: str | None) -> int:
+        """Return how many events of a category there are."""
+        return len(self.events) if category is None else self.events.count(category)
+
+
+class NotHit(Exception):
+    """The fault came when nothing was left to disturb."""
+
+
+@dataclass
+class Trial:
+    """One fault on one run."""
+
+    case: Path
+    name: str
+    reference: Reference
+    rng: random.Random
+    ended: list[Ended] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    output: str = "run"
+    kept: list[Path] = field(default_factory=list)
+    """The complete checkpoints at the time of the fault that must not be lost."""
+
+    def __post_init__(self):
+        self.config = CONFIGS[self.name]
+        self.log = self.case.with_name(f"{self.case.name}.log")
+        self.log.unlink(missing_ok=True)
+        runs.lay_out(self.case, self.config)
+
+    @property
+    def run(self) -> Path:
+        """The run folder, or the study's."""
+        return self.case / self.output
+
+    def command(self, prepare: Callable[[], Any] = lambda: None, **fault: Any) -> Ended:
+        """Run the case's command, with a fault or without."""
+        load = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+        own = runs.preparation(self.name)
+
+        def prepare_both() -> None:
+            own()
+            prepare()
+
+        ended = commands.run(
+            runs.arguments(self.config, self.output),
+            self.case,
+            self.log,
+            seconds=60 + runs.DDP_TIMEOUT_SECONDS * 2 + 10 * load * self.reference.seconds,
+            environment=runs.environment(self.case),
+            prepare=prepare_both,
+            **{"processes": self.config.ranks, **fault},
+        )
+        self.ended.append(ended)
+        self.notes.append(f"exit {','.join(map(str, ended.codes))}")
+        return ended
+
+    def draw(self, category: str | None = None) -> Place:
+        """Return a random event of the undisturbed run. Raises NotHit if it has none of the category."""
+        number = self.reference.num_events(category)
+        if not number:
+            raise NotHit
+        place = Place(category, self.rng.randint(1, number))
+        self.notes.append(f"at event {place.ordinal} of {number} of {category or 'all'}")
+        return place
+
+    def sealed(self) -> list[Path]:
+        """Return the complete checkpoints, the newest last."""
+        seals = self.run.glob("checkpoints/checkpoint-*/soren_align.json")
+        return sorted((seal.parent for seal in seals), key=lambda path: int(path.name.split("-")[1]))
+
+    def fault(self, place: Place | None, act: Callable[[list[int]], None], **more: Any) -> Ended:
+        """Run the command with a fault. Raises NotHit unless it came; notes what was there when it came."""
+
+        def acting(pids: list[int]) -> None:
+            self.kept = self.sealed()
+            act(pids)
+
+        ended = self.command(place=place, fault=acting, **more)
+        if not ended.hit:
+            raise NotHit
+        self.check_kept()
+        return ended
+
+    def check_kept(self) -> None:
+        """Note a loss if the newest complete checkpoint of the time of the fault has no successor."""
+        if self.kept and not self.config.is_study and not (self.run / "model").is_dir():
+            newest = self.sealed()[-1:]
+            if not newest or int(newest[0].name.split("-")[1]) < int(self.kept[-1].name.split("-")[1]):
+                self.notes.append(f"LOST {self.kept[-1].name}")
+
+    def stop_with_checkpoints(self) -> Path:
+        """Kill the run after a checkpoint; return the newest. Raises NotHit if there is none."""
+        self.fault(Place("metrics.jsonl", self.rng.randint(5, 7)), kill_all)
+        if not self.sealed():
+            raise NotHit
+        return self.sealed()[-1]
+
+    def conclude(self, remedy: Remedy | None = None, names: str = "", ignored: tuple[str, ...] = ()) -> str:
+        """Rerun the command to its end; return the verdict.
+
+        remedy: to be applied when the command has refused. names: a pattern that the refusal must match. ignored: keys
+        of the result that the fault may change (see runs.differences).
+        """
+        is_clear = is_unclear = False
+        for _ in range(MOST_RERUNS):
+            last = self.ended[-1]
+            if last.is_hanging:
+                return "hang"
+            if set(last.codes) == {0}:
+                break
+            message = _message(last.output)
+            fails = 1 in last.codes and "erun the same command" not in last.output
+            if 2 in last.codes or (fails and remedy):
+                self.notes.append(f"message: {message[-400:]}")
+                if remedy is None:
+                    return "WRONG"
+                is_clear, is_unclear = True, is_unclear or fails or not re.search(names, message)
+                self.check_kept()
+                remedy()
+                remedy = None
+            elif fails or CRASHES & set(last.codes):
+                self.notes.append(f"no remedy: {message[-300:]}")
+                is_unclear = True
+            self.command()
+        if set(self.ended[-1].codes) != {0}:
+            self.notes.append("no rerun ended the run")
+            return "WRONG"
+        traces = [ended.output for ended in self.ended if "Traceback (most recent call last)" in ended.output]
+        self.notes += [f"traceback: {_message(trace)[-300:]}" for trace in traces]
+        different = runs.differences(self.reference.result, runs.result(self.run, self.config), ignored)
+        self.notes += different[:5]
+        if different or any(note.startswith("LOST") for note in self.notes):
+            return "WRONG"
+        return "unclear" if is_unclear or traces else "clear" if is_clear else "identical"
+
+
+def _message(output: str) -> str:
+    """Return what a command has printed but for its progress, whose lines begin with a label of ten columns."""
+    progress = re.compile(r"[a-z]* {2,}|optimizer ")
+    return " | ".join(line for line in output.splitlines() if line.strip() and not progress.match(line))
+
+
+def send(number: int, which: str = "all", rng: random.Random | None = None) -> Callable[[list[int]], None]:
+    """Return a fault that sends a signal to all processes, or to one of them."""
+
+    def act(pids: list[int]) -> None:
+        for pid in pids if which == "all" else [(rng or random).choice(pids)]:
+            os.kill(pid, number)
+
+    return act
+
+
+# -- signals ----------------------------------------------------------------------------------------------------------
+
+
+def signals(number: int, *, times: int = 1, again: float = 0.0) -> Callable[[Trial], str]:
+    """A signal at a random write, repeated within a fifth of a second. again: share of reruns that are killed too."""
+
+    def kind(trial: Trial) -> str:
+        def repeat(pids: list[int]) -> None:
+            for _ in range(times - 1):
+                time.sleep(trial.rng.uniform(0, 0.2))
+                os.kill(pids[0], number)
+
+        trial.fault(trial.draw(), send(number), afterwards=repeat)
+        if trial.rng.random() < again:
+            with contextlib.suppress(NotHit):
+                trial.fault(trial.draw(), kill_all)
+        return trial.conclude()
+
+    return kind
+
+
+def killed_between_writes(trial: Trial) -> str:
+    """SIGKILL some milliseconds after a random write: within a step, a collective, a library."""
+
+    def kill(pids: list[int]) -> None:
+        time.sleep(trial.rng.uniform(0, 0.05))
+        kill_all(pids)
+
+    if trial.fault(trial.draw(), lambda pids: None, afterwards=kill).code == 0:
+        raise NotHit
+    return trial.conclude()
+
+
+def stopped(trial: Trial) -> str:
+    """SIGSTOP, and SIGCONT two seconds later."""
+
+    def afterwards(pids: list[int]) -> None:
+        time.sleep(2)
+        os.kill(pids[-1], signal.SIGCONT)
+
+    def act(pids: list[int]) -> None:
+        os.kill(pids[-1], signal.SIGSTOP)
+
+    trial.fault(trial.draw(), act, afterwards=afterwards)
+    return trial.conclude()
+
+
+def killed_at_write_of(*categories: str | None) -> Callable[[Trial], str]:
+    """SIGKILL at a random write of one of these categories."""
+
+    def kind(trial: Trial) -> str:
+        there = [name for name in categories if trial.reference.num_events(name)]
+        if not there:
+            raise NotHit
+        trial.fault(trial.draw(trial.rng.choice(there)), kill_all)
+        return trial.conclude()
+
+    return kind
+
+
+def limit_resource(pid: int, name: int, limit: int) -> None:
+    """Set the soft limit of another process; the hard one stays."""
+    resource.prlimit(pid, name, (limit, resource.prlimit(pid, name)[1]))
+
+
+def killed_within_write(trial: Trial) -> str:
+    """SIGXFSZ in the middle of a large file, which stays truncated at a random byte."""
+    limit = int(10 ** trial.rng.uniform(4.0, 5.2))
+
+    def act(pids: list[int]) -> None:
+        for pid in pids:
+            limit_resource(pid, resource.RLIMIT_FSIZE, limit)
+
+    ended = trial.fault(
+        Place(None, trial.rng.randint(1, trial.reference.num_events(None) // 2)),
+        act,
+        prepare=lambda: signal.signal(signal.SIGXFSZ, signal.SIG_DFL),
+    )
+    trial.notes.append(f"{limit:,} bytes")
+    if ended.code == 0:
+        raise NotHit
+    return trial.conclude()
+
+
+# -- disks and limits -------------------------------------------------------------------------------------------------
+
+
+def separate_mounts() -> bool:
+    """Let this process and its children mount what no other process sees; whether that is allowed."""
+    user, group = os.getuid(), os.getgid()
+    if commands.LIBC.unshare(CLONE_NEWNS if user == 0 else CLONE_NEWNS | CLONE_NEWUSER):
+        return False
+    if user:
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+        Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+    return not commands.LIBC.mount(None, b"/", None, ctypes.c_ulong(MS_PRIVATE), None)
+
+
+@contextlib.contextmanager
+def small_disk(trial: Trial, size: int):
+    """A disk of this many bytes in the place of the case's folder; yields a function that gives it more."""
+    target = os.fsencode(trial.case)
+
+    def mount(size: int, flags: int = 0) -> None:
+        options = f"size={size}".encode()
+        if commands.LIBC.mount(b"tmpfs", target, b"tmpfs", ctypes.c_ulong(flags), options):
+            raise OSError(ctypes.get_errno(), "mount")
+
+    mount(size)
+    try:
+        runs.write_inputs(trial.case, trial.config)
+        yield lambda: mount(1 << 28, MS_REMOUNT)
+    finally:
+        commands.wait_for_strays([], time.monotonic() + 5)
+        commands.LIBC.umount2(target, MNT_DETACH)
+
+
+FULL = r"No space left|bytes free|free, and|full|space"
+
+
+def disk_too_small(trial: Trial) -> str:
+    """A disk that is too small from the start."""
+    size = int(trial.rng.uniform(0.3, 0.95) * trial.reference.num_bytes)
+    trial.notes.append(f"{size:,} bytes")
+    with small_disk(trial, size) as enlarge:
+        if trial.command().code == 0:
+            raise NotHit
+        return trial.conclude(enlarge, FULL)
+
+
+def disk_filled(trial: Trial) -> str:
+    """A disk that another program fills while the run trains."""
+    room = trial.rng.choice([0, 0, trial.rng.randint(1, 100_000)])
+    with small_disk(trial, 1 << 27):
+        filler = trial.case / "filler"
+
+        def fill(pids: list[int]) -> None:
+            with filler.open("wb") as stream:
+                free = shutil.disk_usage(trial.case).free
+                os.posix_fallocate(stream.fileno(), 0, max(1, free - room))
+
+        when = study_has(trial, "search/*/0*/metrics.jsonl") if trial.config.is_study else None
+        trial.notes.append(f"{room:,} bytes are left")
+        ended = trial.fault(None if when else trial.draw(), fill, when=when)
+        if ended.code == 0 and not when:
+            raise NotHit
+        return trial.conclude(filler.unlink, FULL)
+
+
+def file_size_limited(trial: Trial) -> str:
+    """RLIMIT_FSIZE."""
+    limit = int(10 ** trial.rng.uniform(4.0, 5.2))
+
+    def act(pids: list[int]) -> None:
+        for pid in pids:
+            limit_resource(pid, resource.RLIMIT_FSIZE, limit)
+
+    ended = trial.fault(Place(None, trial.rng.randint(1, trial.reference.num_events(None) // 2)), act)
+    trial.notes.append(f"{limit:,} bytes")
+    if ended.code == 0:
+        raise NotHit
+    return trial.conclude(lambda: None, "File too large|space")
+
+
+def memory_limited(trial: Trial) -> str:
+    """RLIMIT_AS: little more than what is in use."""
+    extra = trial.rng.choice([0, 1, 2, 4, 8, 16]) << 20
+
+    def act(pids: list[int]) -> None:
+        pages = int(Path(f"/proc/{pids[0]}/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + extra
+        limit_resource(pids[0], resource.RLIMIT_AS, limit)
+
+    trial.notes.append(f"{extra >> 20} MB more")
+    if trial.fault(Place(None, trial.rng.randint(1, trial.reference.num_events(None) // 2)), act).code == 0:
+        raise NotHit
+    return trial.conclude(lambda: None, "memory")
+
+
+def files_limited(trial: Trial) -> str:
+    """RLIMIT_NOFILE: no file more than are open, or one."""
+    more = trial.rng.randint(0, 1)
+
+    def act(pids: list[int]) -> None:
+        numbers = {int(name) for name in os.listdir(f"/proc/{pids[0]}/fd")}
+        limit = next(number for number in range(1 << 20) if number not in numbers) + more
+        limit_resource(pids[0], resource.RLIMIT_NOFILE, limit)
+
+    if trial.fault(trial.draw(), act).code == 0:
+        raise NotHit
+    return trial.conclude(lambda: None, "open files")
+
+
+# -- damage to what has been written ----------------------------------------------------------------------------------
+
+
+def flip_bit(file: Path, rng: random.Random) -> str:
+    """Flip one random bit; return where."""
+    content = bytearray(file.read_bytes())
+    place, bit = rng.randrange(len(content)), rng.randrange(8)
+    content[place] ^= 1 << bit
+    file.write_bytes(content)
+    return f"bit {bit} of byte {place:,} of {file.name}"
+
+
+def truncate(file: Path, rng: random.Random) -> str:
+    """Cut a file at a random byte; return where."""
+    size = rng.randrange(file.stat().st_size)
+    os.truncate(file, size)
+    return f"{file.name} cut at {size:,}"
+
+
+def zeros(file: Path, rng: random.Random) -> str:
+    """Overwrite 512 bytes, of a sector, by zeros; return where."""
+    content = bytearray(file.read_bytes())
+    place = rng.randrange(len(content)) // 512 * 512
+    content[place : place + 512] = bytes(len(content[place : place + 512]))
+    file.write_bytes(content)
+    return f"{file.name} zero from {place:,}"
+
+
+def one_character(file: Path, rng: random.Random) -> str:
+    """Replace one character of a text by another printable one; return where."""
+    text = file.read_text()
+    place, character = rng.randrange(len(text)), chr(rng.randrange(32, 127))
+    file.write_text(text[:place] + character + text[place + 1 :])
+    return f"character {place} of {file.name}: {text[place]!r} -> {character!r}"
+
+
+def emptied(file: Path, rng: random.Random) -> str:
+    """Make a file empty."""
+    file.write_bytes(b"")
+    return f"{file.name} empty"
+
+
+def garbage(file: Path, rng: random.Random) -> str:
+    """Replace a file by random bytes."""
+    file.write_bytes(rng.randbytes(max(1, file.stat().st_size)))
+    return f"{file.name} random bytes"
+
+
+def removed(file: Path, rng: random.Random) -> str:
+    """Remove a file."""
+    file.unlink()
+    return f"{file.name} removed"
+
+
+def replaced(file: Path, rng: random.Random) -> str:
+    """Put a folder, a pipe, or a link in the place of a file."""
+    thing = rng.choice(["folder", "pipe", "link"])
+    file.unlink()
+    if thing == "folder":
+        file.mkdir()
+    elif thing == "pipe":
+        os.mkfifo(file)
+    else:
+        file.symlink_to("/etc/hostname")
+    return f"{file.name} is a {thing}"
+
+
+def is_weights(file: Path) -> bool:
+    """Whether a checkpoint's file has weights."""
+    return file.name.endswith(("model.safetensors", ".distcp")) or "model_states" in file.name
+
+
+def is_optimizer(file: Path) -> bool:
+    """Whether a checkpoint's file has the optimizer's state."""
+    return "optim" in str(file.relative_to(file.parents[2]))
+
+
+def damaged_checkpoint(*damages: Callable[[Path, random.Random], str], of: Callable[[Path], bool] | str = "any"):
+    """Damage to a file of the newest checkpoint; the remedy: restore the file, or remove the checkpoint."""
+
+    def kind(trial: Trial) -> str:
+        checkpoint = trial.stop_with_checkpoints()
+        files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.stat().st_size)
+        if of == "any":
+            chosen = files
+        elif isinstance(of, str):
+            chosen = [path for path in files if path.name == of]
+        else:
+            chosen = [path for path in files if of(path)]
+        file = trial.rng.choice(chosen)
+        backup = trial.case / "backup"
+        shutil.copytree(checkpoint, backup)
+        trial.notes.append(trial.rng.choice(damages)(file, trial.rng))
+        trial.kept = trial.kept[:-1]
+
+        def restore() -> None:
+            shutil.rmtree(checkpoint, ignore_errors=True)
+            if not is_removed:
+                shutil.copytree(backup, checkpoint)
+
+        is_removed = trial.rng.random() < 0.5
+        return trial.conclude(restore, checkpoint.name)
+
+    return kind
+
+
+def swapped_shards(trial: Trial) -> str:
+    """Two shards of a checkpoint, or two of its files of equal kind, in each other's places."""
+    checkpoint = trial.stop_with_checkpoints()
+    files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
+    pairs = [
+        (a, b)
+        for a in files
+        for b in files
+        if a < b and a.suffix == b.suffix and re.sub(r"\d", "", a.name) == re.sub(r"\d", "", b.name)
+    ]
+    if not pairs:
+        raise NotHit
+    a, b = trial.rng.choice(pairs)
+    swap(a, b)
+    trial.notes.append(f"{a.name} <-> {b.name}")
+    trial.kept = trial.kept[:-1]
+    return trial.conclude(lambda: swap(a, b), checkpoint.name)
+
+
+def swap(a: Path, b: Path) -> None:
+    """Exchange the contents of two files."""
+    first, second = a.read_bytes(), b.read_bytes()
+    a.write_bytes(second)
+    b.write_bytes(first)
+
+
+def without_seal(trial: Trial) -> str:
+    """The newest checkpoint without its seal: an incomplete one."""
+    (trial.stop_with_checkpoints() / "soren_align.json").unlink()
+    return trial.conclude()
+
+
+def renamed_checkpoint(trial: Trial) -> str:
+    """checkpoint-6 as checkpoint-915."""
+    checkpoint = trial.stop_with_checkpoints()
+    other = checkpoint.rename(checkpoint.with_name("checkpoint-915"))
+    trial.kept = trial.kept[:-1]
+    return trial.conclude(lambda: shutil.move(other, checkpoint), "checkpoint-915")
+
+
+def without_permission(trial: Trial) -> str:
+    """A file or folder of the run that may not be read, or not be written."""
+    checkpoint = trial.stop_with_checkpoints()
+    place = trial.rng.choice(
+        [checkpoint, checkpoint / "trainer_state.json", checkpoint / "scheduler.pt", checkpoint.parent, trial.run]
+    )
+    mode = place.stat().st_mode
+    place.chmod(trial.rng.choice([0o000, 0o444, 0o555]) if place.is_dir() else 0o000)
+    trial.notes.append(f"{place.name} {oct(place.stat().st_mode)[-3:]}")
+    if trial.command(prepare=commands.drop_root).code == 0:
+        raise NotHit
+    return trial.conclude(lambda: place.chmod(mode), "run.*ermission")
+
+
+def damaged_record(name: str, ignored: tuple[str, ...] = ()):
+    """Damage to a file of the run that is not a checkpoint's; the remedy: restore it."""
+
+    def kind(trial: Trial) -> str:
+        damages = [flip_bit, flip_bit, truncate, emptied, garbage, removed, one_character, replaced]
+        trial.fault(trial.draw(), kill_all)
+        file = trial.run / name
+        if not file.is_file() or not file.stat().st_size:
+            raise NotHit
+        content = file.read_bytes()
+        trial.notes.append(trial.rng.choice(damages)(file, trial.rng))
+
+        def restore() -> None:
+            if file.is_dir():
+                file.rmdir()
+            file.unlink(missing_ok=True)
+            file.write_bytes(content)
+
+        return trial.conclude(
+            restore, re.escape(name.rsplit("/", 1)[-1]) + "|run folder|another recipe|run of", ignored
+        )
+
+    return kind
+
+
+def changed_data(trial: Trial) -> str:
+    """The training data has other letters, or the file is gone; the remedy: restore it."""
+    trial.stop_with_checkpoints()
+    name = next(
+        (text.split("=data/")[1] for text in trial.config.overrides if "train.path=data/" in text), "chat.jsonl"
+    )
+    file = trial.case / "data" / name
+    content = file.read_text()
+    if trial.rng.random() < 0.3:
+        file.unlink()
+        trial.notes.append(f"{name} gone")
+    else:
+        place = trial.rng.randrange(len(content) // 2)
+        file.write_text(content[:place] + content[place:].translate(str.maketrans("ae", "ea")))  # the same size
+        trial.notes.append(f"{name}: a and e exchanged from {place:,} on")
+    return trial.conclude(lambda: file.write_text(content) and None, "data|belongs to another run")
+
+
+def damaged_start(trial: Trial) -> str:
+    """A file of start/ damaged or gone, or the folder."""
+    trial.stop_with_checkpoints()
+    start, backup = trial.run / "start", trial.case / "backup"
+    shutil.copytree(start, backup)
+    if trial.rng.random() < 0.2:
+        shutil.rmtree(start)
+        trial.notes.append("start removed")
+    else:
+        file = trial.rng.choice(sorted(start.iterdir()))
+        trial.notes.append(trial.rng.choice([flip_bit, truncate, removed, zeros])(file, trial.rng))
+
+    def restore() -> None:
+        shutil.rmtree(start, ignore_errors=True)
+        shutil.copytree(backup, start)
+
+    return trial.conclude(restore, "start|belongs to another run")
+
+
+def moved(trial: Trial) -> str:
+    """checkpoints/ renamed, or the run moved, or copied."""
+    trial.stop_with_checkpoints()
+    change = trial.rng.choice(["checkpoints", "moved", "copied"])
+    trial.notes.append(change)
+    if change == "checkpoints":
+        (trial.run / "checkpoints").rename(trial.case / "elsewhere")
+    else:
+        other = trial.case / "other"
+        shutil.copytree(trial.run, other)
+        if change == "moved":
+            shutil.rmtree(trial.run)
+        trial.output = "other"
+    trial.kept = []
+    return trial.conclude()
+
+
+# -- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def signal_to_ranks(number: int, which: str) -> Callable[[Trial], str]:
+    """A signal to one rank or to both, while the first one waits at a random write."""
+
+    def kind(trial: Trial) -> str:
+        trial.fault(trial.draw(), send(number, which, trial.rng))
+        return trial.conclude()
+
+    return kind
+
+
+# -- several processes of one command ---------------------------------------------------------------------------------
+
+
+def has_lines(trial: Trial, pattern: str, number: int) -> Callable[[], bool]:
+    """Return whether a file of the run has so many lines, as a condition."""
+
+    def condition() -> bool:
+        for file in trial.run.glob(pattern):
+            with contextlib.suppress(OSError):
+                if file.read_text().count("\n") >= number:
+                    return True
+        return False
+
+    return condition
+
+
+def study_has(trial: Trial, pattern: str) -> Callable[[], bool]:
+    """Return a condition: a run of the study, of those that match, has taken some steps."""
+    return has_lines(trial, pattern, trial.rng.randint(3, 9))
+
+
+def below(program: str, pids: list[int]) -> list[int]:
+    """Return the processes below a command that run this program."""
+    return [pid for pid in commands.descendants(pids[0]) if program in commands.command_line(pid)]
+
+
+def signal_to_process(number: int, program: str | None) -> Callable[[Trial], str]:
+    """A signal to one of the ranks that torchrun started, or to the launcher."""
+
+    def kind(trial: Trial) -> str:
+        def act(pids: list[int]) -> None:
+            target = trial.rng.choice(below(program, pids)) if program else pids[0]
+            os.kill(target, number)
+
+        trial.fault(None, act, when=has_lines(trial, "metrics.jsonl", trial.rng.randint(6, 20)))
+        if trial.ended[-1].code:
+            return trial.conclude()
+
+    return kind
+
+
+STAGES = ("search/*/0*/metrics.jsonl", "verdict/*/*/metrics.jsonl")
+
+
+def compare_killed(number: int, program: str | None) -> Callable[[Trial], str]:
+    """A signal to the command, to its fork server, or to a run."""
+
+    def kind(trial: Trial) -> str:
+        def act(pids: list[int]) -> None:
+            servers = below("forkserver", pids)
+            if program is None:
+                target = pids[0]
+            elif program == "server":
+                target = next(pid for pid in servers if commands.parents().get(pid) == pids[0])
+            else:
+                target = next(pid for pid in servers if commands.parents().get(pid) in servers)
+            os.kill(target, number)
+
+        trial.fault(None, act, when=study_has(trial, trial.rng.choice(STAGES)))
+        return trial.conclude()
+
+    return kind
+
+
+def two_commands(trial: Trial) -> str:
+    """Two commands share a study; one is killed."""
+
+    def act(pids: list[int]) -> None:
+        os.kill(trial.rng.choice(pids), signal.SIGKILL)
+
+    when = study_has(trial, trial.rng.choice(STAGES))
+    trial.fault(None, act, when=when, processes=2, are_ranks=False)
+    return trial.conclude()
+
+
+def damaged_journal(trial: Trial) -> str:
+    """optuna.journal cut, or with a flipped bit or garbage in the middle, after the command was killed."""
+    trial.fault(None, kill_all, when=study_has(trial, trial.rng.choice(STAGES)))
+    journal = trial.run / "optuna.journal"
+    content = journal.read_bytes()
+    trial.notes.append(trial.rng.choice([truncate, flip_bit, zeros])(journal, trial.rng))
+    return trial.conclude(lambda: journal.write_bytes(content) and None, "optuna.journal")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A row of the table."""
+
+    name: str
+    number: int
+    configs: tuple[str, ...]
+    procedure: Callable[[Trial], str]
+    needs_disk: bool = False
+
+
+ONE, TWO = tuple(ONE_PROCESS), tuple(RANKS)
+WITH_START = ("sft", "sft+eval", "lora", "extras", "stream", "pretrain")
+KINDS = [
+    Kind("SIGKILL between writes", 8, ONE, killed_between_writes),
+    Kind("SIGKILL, 40% again while resuming", 10, ONE, signals(signal.SIGKILL, again=0.4)),
+    Kind("SIGTERM once", 8, ONE, signals(signal.SIGTERM)),
+    Kind("SIGTERM twice", 6, ONE, signals(signal.SIGTERM, times=2)),
+    Kind("SIGINT once", 8, ONE, signals(signal.SIGINT)),
+    Kind("SIGINT twice", 5, ONE, signals(signal.SIGINT, times=2)),
+    Kind("SIGHUP", 4, ONE, signals(signal.SIGHUP)),
+    Kind("SIGSTOP 2 s", 5, ONE, stopped),
+    Kind("killed at a random write", 20, ONE, killed_at_write_of(None)),
+    Kind("killed at a write of checkpoints", 5, ONE, killed_at_write_of("checkpoints")),
+    Kind("killed at a write of eval", 6, ("sft+eval",), killed_at_write_of("eval", "cache")),
+    Kind("killed at a write of metrics.jsonl", 4, ONE, killed_at_write_of("metrics.jsonl")),
+    Kind("killed at a write of run.json", 6, ONE, killed_at_write_of("run.json")),
+    Kind("killed at a write of model.part, model", 8, ONE, killed_at_write_of("model.part", "model")),
+    Kind("killed at a write of logits, samples, spectra", 6, ("extras",),
+         killed_at_write_of("start_logits.safetensors", "samples.jsonl", "spectra.jsonl")),
+    Kind("killed within a write (SIGXFSZ)", 6, ONE, killed_within_write),
+    Kind("disk too small (tmpfs)", 6, ONE, disk_too_small, needs_disk=True),
+    Kind("disk filled meanwhile", 10, ONE, disk_filled, needs_disk=True),
+    Kind("RLIMIT_FSIZE", 6, ONE, file_size_limited),
+    Kind("RLIMIT_AS", 6, ONE, memory_limited),
+    Kind("RLIMIT_NOFILE", 6, ONE, files_limited),
+    Kind("checkpoint: file truncated, empty, removed", 8, ONE, damaged_checkpoint(truncate, emptied, removed)),
+    Kind("checkpoint: folder, pipe or link for a file", 4, ONE, damaged_checkpoint(replaced)),
+    Kind("checkpoint: seal damaged", 6, ONE,
+         damaged_checkpoint(truncate, flip_bit, emptied, one_character, of="soren_align.json")),
+    Kind("checkpoint: seal missing", 3, ONE, without_seal),
+    Kind("checkpoint: renamed", 3, ONE, renamed_checkpoint),
+    Kind("checkpoint: no permission, read-only", 5, ONE, without_permission),
+    Kind("checkpoint: one bit of the weights", 6, ONE, damaged_checkpoint(flip_bit, of=is_weights)),
+    Kind("checkpoint: one bit of the optimizer", 5, ONE, damaged_checkpoint(flip_bit, of=is_optimizer)),
+    Kind("checkpoint: one bit of any file", 10, ONE, damaged_checkpoint(flip_bit)),
+    Kind("checkpoint: 512 zeros", 5, ONE, damaged_checkpoint(zeros)),
+    Kind("checkpoint: one character of trainer_state.json", 5, ONE,
+         damaged_checkpoint(one_character, of="trainer_state.json")),
+    Kind("run.json damaged", 10, ONE, damaged_record("run.json")),
+    Kind("recipe.yaml damaged", 6, ONE, damaged_record("recipe.yaml")),
+    Kind("metrics.jsonl damaged", 6, ONE, damaged_record("metrics.jsonl", ("metrics", "record.training.first_loss"))),
+    Kind("data changed or gone", 5, ONE, changed_data),
+    Kind("streamed data changed or gone", 4, ("stream",), changed_data),
+    Kind("start/ damaged or gone", 5, WITH_START, damaged_start),
+    Kind("checkpoints/ renamed, run moved or copied", 4, ONE, moved),
+    Kind("2 ranks: SIGKILL of one", 8, TWO, signal_to_ranks(signal.SIGKILL, "one")),
+    Kind("2 ranks: SIGKILL of both", 4, TWO, signal_to_ranks(signal.SIGKILL, "all")),
+    Kind("2 ranks: SIGTERM of one", 4, TWO, signal_to_ranks(signal.SIGTERM, "one")),
+    Kind("2 ranks: SIGINT of one", 4, TWO, signal_to_ranks(signal.SIGINT, "one")),
+    Kind("2 ranks: SIGSTOP of one, 2 s", 2, TWO, stopped),
+    Kind("2 ranks: SIGSTOP of one for good", 4, TWO, signal_to_ranks(signal.SIGSTOP, "one")),
+    Kind("2 ranks: disk filled meanwhile", 6, TWO, disk_filled, needs_disk=True),
+    Kind("2 ranks: shard truncated, empty, removed", 6, TWO,
+         damaged_checkpoint(truncate, emptied, removed, of=is_optimizer)),
+    Kind("2 ranks: two files swapped", 4, TWO, swapped_shards),
+    Kind("2 ranks: one bit of a shard", 8, TWO, damaged_checkpoint(flip_bit, of=is_optimizer)),
+    Kind("--processes 2: a rank killed", 2, ("processes",), signal_to_process(signal.SIGKILL, "launch.worker")),
+    Kind("--processes 2: a rank stopped", 1, ("processes",), signal_to_process(signal.SIGSTOP, "launch.worker")),
+    Kind("--processes 2: launcher killed", 1, ("processes",), signal_to_process(signal.SIGKILL, None)),
+    Kind("--processes 2: SIGTERM", 1, ("processes",), signal_to_process(signal.SIGTERM, None)),
+    Kind("compare: command killed", 2, ("compare",), compare_killed(signal.SIGKILL, None)),
+    Kind("compare: SIGTERM", 1, ("compare",), compare_killed(signal.SIGTERM, None)),
+    Kind("compare: one run killed", 2, ("compare",), compare_killed(signal.SIGKILL, "run")),
+    Kind("compare: fork server killed", 1, ("compare",), compare_killed(signal.SIGKILL, "server")),
+    Kind("compare: two commands, one killed", 1, ("compare",), two_commands),
+    Kind("compare: optuna.journal damaged", 2, ("compare",), damaged_journal),
+    Kind("compare: disk filled meanwhile", 2, ("compare",), disk_filled, needs_disk=True),
+]  # fmt: skip
