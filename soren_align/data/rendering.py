@@ -14,9 +14,10 @@ from typing import Any
 
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEscapeFormatter, SandboxedFormatter
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
+from markupsafe import Markup
 from transformers.utils import chat_template_utils
 
 from ..errors import UserError
@@ -28,27 +29,17 @@ PER_ELEMENT, PER_CALL = 10, 20
 """Of a list; and a call or an iteration."""
 MAX_OUTPUT, MAX_OUTPUT_PER_CHARACTER = 100_000, 20
 """Characters of one rendering: a number, and so many more for each character of its input."""
+MAX_REASON = 500
+"""Characters of an error."""
 MAX_DEPTH = 100
 MAX_WIDTH_DIGITS = 4
 MAX_BITS = 10_000
 """Of an integer; Python writes no more than 4300 digits."""
 _LAZY_FILTERS = {
-    "abs",
-    "attr",
-    "count",
-    "d",
-    "default",
-    "dictsort",
-    "first",
-    "float",
-    "groupby",
-    "int",
-    "items",
-    "last",
+    *("abs", "attr", "count", "d", "default", "first", "float", "int", "items", "last", "length", "list", "map"),
+    *("random", "reject", "rejectattr", "reverse", "select", "selectattr"),
 }
-_LAZY_FILTERS |= {"length", "list", "map", "max", "min", "random", "reject", "rejectattr", "reverse", "select"}
-_LAZY_FILTERS |= {"selectattr", "sort", "unique"}
-"""Filters that neither make text of a list nor repeat what they are given."""
+"""Filters that neither make text of a list (as `sort` does, for its keys) nor repeat what they are given."""
 _WIDENING = {"center", "ljust", "replace", "rjust", "zfill"}
 """Methods of texts whose result may be longer than the text by more than a small factor; and `join`."""
 _FORBIDDEN = {"encode", "expandtabs", "maketrans", "to_bytes", "translate"}
@@ -63,7 +54,7 @@ def template_errors(subject: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:MAX_REASON]
         line = f" (line {error.lineno} of the template)" if hasattr(error, "lineno") else ""  # pyright: ignore
         raise UserError(f"{subject}: {reason}{line}") from None
 
@@ -79,7 +70,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self._refill(0)
         self.finalize = self._output
         self.filters: Any = _Filters(self, self.filters)
-        del self.filters["pprint"], self.globals["lipsum"]
+        del self.globals["lipsum"]
 
     def charge(self, amount: float) -> bool:
         """Take `amount` from the budget. Returns True. Raises SecurityError if it is spent."""
@@ -145,8 +136,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             __self.charge_repeated(owner, args[1:] if name == "replace" else args)
         elif isinstance(owner, str) and name in ("split", "rsplit", "splitlines"):
             __self.charge(PER_ELEMENT // 2 * len(owner))
-        elif name == "strftime_now":
-            __self.charge_repeated(args, [256])  # the C library's limit
+        elif name in ("raise_exception", "strftime_now"):
+            __self.charge_repeated(args, [256])  # the C library's limit for each directive of a date
         return __self.charged(super().call(__context, __obj, *args, **options))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
@@ -157,8 +148,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         """Return `str.format` and `str.format_map` with limited widths; None for other values."""
         if super().wrap_str_format(value) is None:
             return None
-        render, is_map = _Formatter(self).vformat, value.__name__ == "format_map"
-        return lambda *args, **options: render(value.__self__, *(((), *args) if is_map else (args, options)))
+        text, is_map = value.__self__, value.__name__ == "format_map"
+        formatter = _EscapeFormatter(self, escape=text.escape) if isinstance(text, Markup) else _Formatter(self)
+        return lambda *args, **options: type(text)(
+            formatter.vformat(text, *(((), *args) if is_map else (args, options)))
+        )
 
     def from_string(self, *args: Any, **options: Any) -> Any:
         """Return the template, each rendering of which has a budget."""
@@ -259,6 +253,10 @@ class _Formatter(SandboxedFormatter):
         """Refuse a large width."""
         _refuse_width(format_spec)
         return self._env.charged(super().format_field(value, format_spec))
+
+
+class _EscapeFormatter(_Formatter, SandboxedEscapeFormatter):
+    """`Markup.format` with limited widths."""
 
 
 def _refuse_wide_format(text: str) -> None:

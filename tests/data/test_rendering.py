@@ -65,6 +65,10 @@ BOMBS = {
         "nested more than",
     ),
     "a sum of lists": ("{% set a = [0] * 10 ** 5 %}{{ ([a] * 10 ** 5) | sum(start=[]) | length }}", MUCH),
+    "a nested list, printed nicely": (NESTED + "{{ n.a | pprint }}", MUCH),
+    "a nested list as the reason of an error": (NESTED + "{{ raise_exception(n.a) }}", MUCH),
+    "keys to sort by": ("{{ ([{'a': 'X' * 10 ** 6}] * 10 ** 4) | sort(attribute='a') | length }}", MUCH),
+    "a key to group by": ("{{ ([{}] * 10 ** 4) | groupby('a', default='X' * 10 ** 6) | length }}", MUCH),
     "a joined list": (MILLION + "{{ ([a] * 10 ** 5) | join | length }}", MUCH),
     "a joined list, by the method": (MILLION + "{{ ''.join([a] * 10 ** 5) | length }}", MUCH),
     "a joined generator": (MILLION + "{{ ''.join(([a] * 10 ** 5) | map('trim')) | length }}", MUCH),
@@ -93,6 +97,7 @@ BOMBS = {
     "a date": ("{{ strftime_now('%c' * 10 ** 6) | length }}", MUCH),
     "lipsum": ("{{ lipsum(n=10 ** 9) }}", "undefined"),
     "include": ("{% include 'x' %}", "no loader"),
+    "a long reason": ("{{ raise_exception('y' * 10 ** 4) }}", "y{500}$"),
     "an argument that tojson does not have": ("{{ 1 | tojson(default=messages) }}", "default"),
 }
 
@@ -155,7 +160,8 @@ FEATURES = """\
 {{- '{:>5}{a!r}'.format('x', a=[1]) }}{{ '{a}'.format_map({'a': 2}) }}{{ ','.join(n.a | map('string')) }}
 {{- [3, 1] | sort | join('-') }}{{ messages | selectattr('role', 'equalto', 'user') | list | length }}
 {{- {'a': {'b': [1, none, true]}} | tojson(indent=2) }}{{ 'a b'.split() }}{{ 'x'.center(5) }}{{ 'x' | indent(4) }}
-{{- dict(a=1).items() | list }}{{ range(3) | list }}{{ ('a' | escape) + '<' }}{{ 1.234 | round(1) }}{{ missing }}
+{{- dict(a=1).items() | list }}{{ range(3) | list }}{{ ('a' | escape) + '<' }}
+{{- ('{}' | escape).format('<') + '<' }}{{ [1] | pprint }}{{ 1.234 | round(1) }}{{ missing }}
 {%- block z %}{{ messages[0].content.replace('a', 'b').strip().upper()[:4] }}{% endblock %}{{ self.z() }}
 """
 TRLS = sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
