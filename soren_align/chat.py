@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, TextStreamer
+from transformers import TextStreamer
 
 from .data.rendering import template_errors
 from .errors import UserError
 from .evaluate.backends import BackendSettings, base_folder, load_lm, load_tokenizer, model_folder
 from .quantized_weights import quantization_of
+from .weights import load_config
 
 OnText = Callable[[str], object]
 
@@ -25,12 +26,7 @@ class ChatModel:
         """Load the model. name: for messages. path: see `model_folder`. dtype: None: the one in its config."""
         self.name = name
         folder = model_folder(path)
-        try:
-            config = AutoConfig.from_pretrained(base_folder(folder) or folder, trust_remote_code=False)
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"{folder}: not a model that can be loaded: {' '.join(str(error).split())[:200]}"
-            ) from error
+        config = load_config(str(base_folder(folder) or folder))
         dtype = dtype or str(config.dtype or torch.float32).removeprefix("torch.")
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self.tokenizer = load_tokenizer(folder)

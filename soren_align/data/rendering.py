@@ -29,8 +29,6 @@ PER_ELEMENT, PER_CALL = 10, 20
 """Of a list; and a call or an iteration."""
 MAX_OUTPUT, MAX_OUTPUT_PER_CHARACTER = 100_000, 20
 """Characters of one rendering: a number, and so many more for each character of its input."""
-MAX_REASON = 500
-"""Characters of an error."""
 MAX_DEPTH = 100
 MAX_WIDTH_DIGITS = 4
 MAX_BITS = 10_000
@@ -54,7 +52,7 @@ def template_errors(subject: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:MAX_REASON]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         line = f" (line {error.lineno} of the template)" if hasattr(error, "lineno") else ""  # pyright: ignore
         raise UserError(f"{subject}: {reason}{line}") from None
 
@@ -149,7 +147,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if super().wrap_str_format(value) is None:
             return None
         text, is_map = value.__self__, value.__name__ == "format_map"
-        formatter = _EscapeFormatter(self, escape=text.escape) if isinstance(text, Markup) else _Formatter(self)
+        formatter: Any = _EscapeFormatter(self, escape=text.escape) if isinstance(text, Markup) else _Formatter(self)
         return lambda *args, **options: type(text)(
             formatter.vformat(text, *(((), *args) if is_map else (args, options)))
         )
