@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, TextStreamer
+from transformers import TextStreamer
 
-from .data.rendering import CPU_SECONDS, cpu_time_limit, template_errors
+from .data.rendering import template_errors
 from .errors import UserError
 from .evaluate.backends import BackendSettings, base_folder, load_lm, load_tokenizer, model_folder
 from .quantized_weights import quantization_of
+from .weights import load_config
 
 OnText = Callable[[str], object]
 
@@ -25,12 +26,7 @@ class ChatModel:
         """Load the model. name: for messages. path: see `model_folder`. dtype: None: the one in its config."""
         self.name = name
         folder = model_folder(path)
-        try:
-            config = AutoConfig.from_pretrained(base_folder(folder) or folder, trust_remote_code=False)
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"{folder}: not a model that can be loaded: {' '.join(str(error).split())[:200]}"
-            ) from error
+        config = load_config(str(base_folder(folder) or folder))
         dtype = dtype or str(config.dtype or torch.float32).removeprefix("torch.")
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self.tokenizer = load_tokenizer(folder)
@@ -48,8 +44,7 @@ class ChatModel:
         """Return the prompt for an answer to the last turn, [1, length]. Without a template it is that turn's text."""
         if not self.has_template:
             return self.tokenizer(turns[-1]["content"], return_tensors="pt").input_ids
-        template = f"{self.name}: the chat template"
-        with template_errors(template), cpu_time_limit(CPU_SECONDS, template):
+        with template_errors(f"{self.name}: the chat template"):
             text = self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
         return self.tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
 

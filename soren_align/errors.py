@@ -1,12 +1,13 @@
 """Errors that the user can fix, and printing text of unknown origin."""
 
+import contextlib
 import difflib
 import errno
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 MAX_PROBLEMS = 20
 """Problems of one error that are printed, before the number of the others."""
@@ -142,6 +143,39 @@ def from_os_error(error: OSError, folder: str | os.PathLike[str] | None = None) 
     space = f" ({free_bytes(place):,} bytes free)" if error.errno in _FULL else ""
     remedy = _REMEDIES.get(error.errno or 0)
     return ResumableError(f"{os.fsdecode(place)}: {error.strerror or error}{space}{f'; {remedy}' if remedy else ''}")
+
+
+MAX_REASON = 400
+"""Characters of a library's message."""
+
+
+@contextlib.contextmanager
+def as_user_error(place: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Within this context, raise UserError(f"{place}: {message}") in place of a library's error.
+
+    place: the recipe's key, or the model or file that the error is about.
+    kinds: the exceptions that are converted; ValueError and OSError if none are named. UserErrors are not changed.
+    Raises LostRankError if another rank has ended, ResumableError if the machine failed, and OutOfReach for another
+    OSError when the hub is offline.
+    """
+    from huggingface_hub import constants  # for the commands that need none of the heavy libraries
+
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if not isinstance(error, kinds or (ValueError, OSError)):
+            raise
+        failure = machine_failure(error)
+        if isinstance(failure, LostRankError):
+            raise failure from error
+        is_offline = isinstance(error, OSError) and constants.HF_HUB_OFFLINE
+        message = " ".join(str(error).split())[:MAX_REASON] or type(error).__name__
+        if isinstance(error, ArithmeticError | AttributeError | LookupError | TypeError):
+            message = f"{type(error).__name__}: {message}"  # a KeyError's text, for example, is the key alone
+        kind = ResumableError if failure else OutOfReach if is_offline else UserError
+        raise kind(f"{place}: {message}") from error
 
 
 def free_bytes(place: str | bytes | os.PathLike[str]) -> int:

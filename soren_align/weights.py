@@ -18,10 +18,17 @@ import torch
 from accelerate.utils.memory import should_reduce_batch_size
 from peft import PeftModel
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.integrations import deepspeed as hf_deepspeed
 
-from .errors import UserError
+from .errors import UserError, as_user_error
 from .provenance import weight_files
 from .quantized_weights import prepare_quantized, quantization_config
 from .recipe import Quantization, adapter_config, refuse_unquantizable
@@ -40,6 +47,29 @@ PATTERNS = {
 _MASK = re.compile(r"(^|\.)attn(\.attention)?\.(masked_)?bias$")
 """Causal masks, which old checkpoints of GPT-2 and GPT-Neo contain among their weights."""
 _ADAPTER = "default"  # PEFT's name for a single adapter
+MAX_MODULES = 10_000
+"""Blocks or experts of a model. transformers makes a list of the blocks as it reads the config, and all modules before
+it looks at the weights."""
+_NUM_MODULES = re.compile(r"(^|_)(layers?|blocks|depth|experts)$")
+
+
+def load_config(name: str, revision: str | None = None, place: str | None = None) -> Any:
+    """Load a model's config from a folder or the hub. place: what messages call it, by default `name`.
+
+    Raises UserError if transformers cannot, whatever it raises: it checks few of the values in config.json.
+    """
+    with as_user_error(f"{place or name}: not a model that can be loaded", Exception):
+        _refuse_many_modules(PreTrainedConfig.get_config_dict(name, revision=revision)[0])
+        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+
+
+def load_tokenizer(name: str, revision: str | None = None, place: str | None = None) -> PreTrainedTokenizerBase:
+    """Load a tokenizer from a folder or the hub. place: what messages call it, by default `name`.
+
+    Raises UserError if transformers cannot, whatever it raises.
+    """
+    with as_user_error(f"{place or name}: has no tokenizer that can be loaded", Exception):
+        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
 
 
 def load_model(name: str, quantization: Quantization | None = None, **options: Any) -> PreTrainedModel:
@@ -50,6 +80,7 @@ def load_model(name: str, quantization: Quantization | None = None, **options: A
     """
     if os.path.isdir(name):
         weight_files(Path(name))  # raises if weights would be read from outside of the folder
+    load_config(name, options.get("revision"))  # raises if the model cannot be built
     if quantization is not None:
         refuse_unquantizable(quantization.quantize, name)
         options |= {"quantization_config": quantization_config(quantization)}
@@ -68,8 +99,10 @@ def load_model(name: str, quantization: Quantization | None = None, **options: A
             trust_remote_code=False,
             **options,
         )
-    except (RuntimeError, SafetensorError) as error:
-        if should_reduce_batch_size(cast(Exception, error)):
+    except (ImportError, OSError, ValueError):  # with a message for the user
+        raise
+    except Exception as error:
+        if should_reduce_batch_size(error):
             raise
         raise UserError(f"{name}: not a model that can be loaded: {_first_words(error)}") from error
     model, info = loaded
@@ -169,6 +202,14 @@ for pattern in patterns:
     for name in names:
         re.fullmatch(pattern, name)
 """
+
+
+def _refuse_many_modules(config: Any) -> None:
+    for key, value in config.items():
+        if isinstance(value, dict):
+            _refuse_many_modules(value)
+        elif _NUM_MODULES.search(str(key)) and isinstance(value, int | float) and value > MAX_MODULES:
+            raise UserError(f"config.json: {key}: found {value}; at most {MAX_MODULES:,}")
 
 
 def _compare_before_sharding(name: str, options: dict[str, Any]) -> None:

@@ -38,6 +38,11 @@ RECIPES = {
     "a list as the task": ("task: sft", "task: [sft]", r"my.yaml:1 task: found \['sft'\]"),
     "a mapping as the task": ("task: sft", "task: {sft: 1}", r"my.yaml:1 task: found"),
     "a number as a suite": ("run:", "eval: {suite: 3}\nrun:", r"eval.suite: found 3; write a text"),
+    "a list as the map": (
+        "adamw, lr: 1.0e-3",
+        "soren, lr: 1.0e-3, aux_lr: 1.0e-3, precision: float32, map: [a]",
+        r"optimizer.map",
+    ),
     "true as quoted tables": (
         "run:",
         "eval: {suite: quickstart, published: true}\nrun:",
@@ -196,6 +201,10 @@ IMPORTS = {
     "5,000 digits": (FOREIGN + "seed: " + "9" * 5000, r"a number of 5000 digits"),
     "brackets": (FOREIGN + "seed: " + "[" * 2000, r"nested more than 50 deep"),
     "a tag": (FOREIGN + "seed: !!int zero", r"the tag !!int"),
+    "a mapping as the strategy of evaluation": (
+        FOREIGN + "test_datasets: [{path: org/test}]\neval_strategy: {a: b}\nearly_stopping_patience: 2\n",
+        None,
+    ),
     "900 unknown keys": (FOREIGN + "".join(f"unheard_of_{i}: 1\n" for i in range(900)), None),
     "lines in a key": (FOREIGN + '"a\\nrun: {output_dir: /}\\e[2J": 1\n', None),
 }

@@ -7,7 +7,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations import HfDeepSpeedConfig
 
 from soren_align import recipe, shipped
@@ -26,7 +26,7 @@ Q = "model.layers.0.self_attn.q_proj"
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
-    config = adapters.AutoConfig.from_pretrained(BASE)
+    config = AutoConfig.from_pretrained(BASE)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     AutoTokenizer.from_pretrained(BASE).save_pretrained(folder)
     return folder

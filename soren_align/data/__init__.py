@@ -9,7 +9,7 @@ from .held_out import hold_out
 from .loss_masks import FIRST, TRAINED, LossMasks
 from .mixture import mix
 from .preview import Account, account, show_example
-from .rendering import check_rendering_cost, template_errors
+from .rendering import template_errors
 from .split import LoadedSplit, has_turns, load_split
 from .stream import Preview, State, Stream, open_split, open_stream
 from .templates import check_template, set_template
@@ -35,7 +35,6 @@ __all__ = [
     "Task",
     "Tokens",
     "account",
-    "check_rendering_cost",
     "check_template",
     "dataset_of",
     "drop_reason_of",

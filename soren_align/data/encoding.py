@@ -7,14 +7,13 @@ assistant's tokens of a template without {% generation %}: tests/data/test_turn_
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import UserError
 from .columns import Task
-from .rendering import cpu_time_limit, template_errors
+from .rendering import template_errors
 from .tokens import EncodedExample, Tokens, after_prompt, from_token_columns, num_shared
 from .tool_calls import EMPTY_ANSWER, OPTIONS, Turn, for_template, left_out, prints_nothing, template_options
 from .turn_masks import UnstableRenderingError, answer_spans, inside, stop_tokens_of, unstable, untrained_spans
@@ -102,7 +101,7 @@ class ChatEncoder:
             how["tokenizer_kwargs"] = {"return_offsets_mapping": True}
         encoded = self._tokens(chats, options, **how)
         for chat, own, tokens in zip(chats, options, encoded, strict=True):
-            with _limits(1):
+            with template_errors(_SUBJECT):
                 example = self._conversation(chat, own, tokens)
             yield example
 
@@ -111,7 +110,7 @@ class ChatEncoder:
         prompts = self._tokens([chat[:-1] for chat in chosen], options, add_generation_prompt=True)
         sides = (self._tokens(chosen, options), self._tokens(rejected, options))
         for i, (prompt, *both) in enumerate(zip(prompts, *sides, strict=True)):
-            with _limits(2):
+            with template_errors(_SUBJECT):
                 lost = [kind for c in (chosen[i], rejected[i]) for kind in self._left_out(c, options[i], c[-1:])]
             example = after_prompt(prompt["input_ids"], [tokens["input_ids"] for tokens in both])
             yield example._replace(left_out=tuple(dict.fromkeys(lost)))
@@ -136,7 +135,7 @@ class ChatEncoder:
         """The tokenizer's output for each conversation. Raises UserError if the template fails on one."""
         plain = [for_template(chat) for chat in chats]
         apply: Any = self.tokenizer.apply_chat_template
-        with _limits(len(chats)):
+        with template_errors(_SUBJECT):
             if any(options):  # transformers takes the same tools for a whole batch
                 return [apply(c, return_dict=True, **own, **how) for c, own in zip(plain, options, strict=True)]
             encoded = apply(plain, return_dict=True, **how)
@@ -198,12 +197,6 @@ def _without_nulls(turns: Any) -> Any:
     if not isinstance(turns, list):
         return turns
     return [{key: value for key, value in turn.items() if value is not None} for turn in turns]
-
-
-@contextmanager
-def _limits(num_chats: int) -> Iterator[None]:
-    with template_errors(_SUBJECT), cpu_time_limit(10 + 0.2 * num_chats, f"{_SUBJECT}: it"):
-        yield
 
 
 def _encode_plain_pairs(

@@ -1,88 +1,47 @@
-"""Limits for chat templates: rendering in a child process with limited time and memory.
+"""The sandbox of chat templates: what one rendering makes and repeats is counted, and limited.
 
 A template is a program of another author. Jinja's sandbox keeps it from files and the network, but not from nested
-loops or gigabytes of text, and neither can be interrupted in the process that renders.
+loops or gigabytes of text. Here each rendering has a budget: every operation that makes text or lists is charged for
+them before it makes them, and every iteration and call is charged too.
 """
 
-import os
-import resource
-import signal
-import threading
-import time
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from pathlib import Path
+import functools
+import re
+from collections import UserDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, MappingView, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEscapeFormatter, SandboxedFormatter
+from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
+from markupsafe import Markup
+from transformers.utils import chat_template_utils
 
 from ..errors import UserError
 
-CPU_SECONDS = 2
-WALL_SECONDS = 30
-"""On a busy machine; templates do not wait for anything."""
-MAX_MEMORY = 1 << 29
-"""Bytes in addition to those in use."""
-MAX_CHARACTERS = 10_000_000
-NO_OPTIONS: Mapping[str, Any] = {}
-_TOO_LARGE = 3  # an exit code
-
-
-def check_rendering_cost(
-    tokenizer: PreTrainedTokenizerBase, name: str, turns: list[dict[str, Any]], options: Mapping[str, Any] = NO_OPTIONS
-) -> None:
-    """Raise UserError if rendering the conversation takes more than 2 seconds, 512 MB or 10 M characters.
-
-    Also if no process can be started. A template that fails passes: the next rendering reports its error.
-    name: the tokenizer's, for the message. options: keywords of apply_chat_template.
-    """
-    with warnings.catch_warnings():
-        # Python 3.12 warns of locks that another thread holds; the child uses none.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        try:
-            child = os.fork()
-        except OSError as error:  # too many processes, or a mapping larger than the machine's memory
-            raise UserError(
-                f"{name}: the chat template is tried in a second process, and none can be started: {error.strerror}"
-            ) from None
-    if child == 0:
-        _render_and_exit(tokenizer, turns, options)
-    code = _exit_code(child)
-    if code == _TOO_LARGE:
-        raise UserError(f"{name}: the chat template renders more than {MAX_CHARACTERS:,} characters of one example")
-    if code in (-signal.SIGXCPU, -signal.SIGKILL):
-        raise UserError(
-            f"{name}: the chat template takes more than {CPU_SECONDS} seconds for one example; it may have nested loops"
-        )
-
-
-class _Timeout(BaseException):
-    """Not an Exception, so that `except Exception` does not catch it."""
-
-
-@contextmanager
-def cpu_time_limit(cpu_seconds: float, subject: str) -> Iterator[None]:
-    """Raise UserError, starting with `subject`, in Python code that takes more of this process's CPU time.
-
-    Has no effect outside of the main thread. A single operation implemented in C is not interrupted.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(*_: Any) -> None:
-        raise _Timeout
-
-    before = signal.signal(signal.SIGVTALRM, stop)
-    try:
-        signal.setitimer(signal.ITIMER_VIRTUAL, cpu_seconds)
-        yield
-    except _Timeout:
-        raise UserError(f"{subject} takes more than {cpu_seconds:g} seconds; it may have nested loops") from None
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
+BUDGET, BUDGET_PER_CHARACTER = 20_000_000, 100
+"""Of one rendering: a number, and so many more for each character of its input: about 1 GB of memory at most, and
+seconds. 1 for a character that is made, and:"""
+PER_ELEMENT, PER_CALL = 10, 20
+"""Of a list; and a call or an iteration."""
+MAX_OUTPUT, MAX_OUTPUT_PER_CHARACTER = 100_000, 20
+"""Characters of one rendering: a number, and so many more for each character of its input."""
+MAX_DEPTH = 100
+MAX_WIDTH_DIGITS = 4
+MAX_BITS = 10_000
+"""Of an integer; Python writes no more than 4300 digits."""
+_LAZY_FILTERS = {
+    *("abs", "attr", "count", "d", "default", "first", "float", "int", "items", "last", "length", "list", "map"),
+    *("random", "reject", "rejectattr", "reverse", "select", "selectattr"),
+}
+"""Filters that neither make text of a list (as `sort` does, for its keys) nor repeat what they are given."""
+_WIDENING = {"center", "ljust", "replace", "rjust", "zfill"}
+"""Methods of texts whose result may be longer than the text by more than a small factor; and `join`."""
+_FORBIDDEN = {"encode", "expandtabs", "maketrans", "to_bytes", "translate"}
+"""Methods that multiply in ways of their own, and that no template needs."""
 
 
 @contextmanager
@@ -98,42 +57,252 @@ def template_errors(subject: str) -> Iterator[None]:
         raise UserError(f"{subject}: {reason}{line}") from None
 
 
-def _render_and_exit(
-    tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, Any]], options: Mapping[str, Any]
-) -> None:
-    """In the child process, which never returns, prints nothing and runs no exit handlers."""
-    code = 0
-    try:
-        _set_limits()
-        for prompts in (False, True):
-            how: Any = {"tokenize": False, "add_generation_prompt": prompts, **options}
-            text = tokenizer.apply_chat_template(turns, **how)
-            if len(str(text)) > MAX_CHARACTERS:
-                code = _TOO_LARGE
-    except MemoryError:
-        code = _TOO_LARGE
-    except BaseException:
-        pass
-    finally:
-        os._exit(code)
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox with a budget for each rendering; beyond it, SecurityError is raised."""
+
+    intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
+    intercepted_unops = frozenset(ImmutableSandboxedEnvironment.default_unop_table)
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self._refill(0)
+        self.finalize = self._output
+        self.filters: Any = _Filters(self, self.filters)
+        del self.globals["lipsum"]
+
+    def charge(self, amount: float) -> bool:
+        """Take `amount` from the budget. Returns True. Raises SecurityError if it is spent."""
+        self.left -= amount
+        if self.left < 0:
+            raise SecurityError(
+                f"more than {self.budget:,} characters and steps for one example; it may have nested loops"
+            )
+        return True
+
+    def charged(self, result: Any) -> Any:
+        """Return the result of an operation, charged for its length."""
+        self.charge(_length(result))
+        return result
+
+    def charge_repeated(self, value: Any, others: Iterable[Any]) -> None:
+        """Charge for text that is made of `value`, and by widths and texts among `others` for each character of it."""
+        widths = sum(max(0, other) if isinstance(other, int) else _size(other, self.left) for other in others)
+        self.charge((1 + _size(value, self.left)) * (1 + widths))
+
+    def joined(self, values: Sequence[Any]) -> str:
+        """The operator `~`."""
+        self.charge(_size(values, self.left))
+        return "".join(map(str, values))
+
+    def concat(self, parts: Iterable[str]) -> str:
+        """Join the parts of a macro, of a {% set %} block or of the whole."""
+        charged = []
+        for part in parts:
+            self.charge(1 + len(part))
+            charged.append(part)
+        return "".join(charged)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Charge for the result, then compute it."""
+        if isinstance(left, int) and isinstance(right, int):
+            power = max(0, right) if operator == "**" else 1
+            if left.bit_length() * power + right.bit_length() > MAX_BITS:
+                raise SecurityError(f"an integer of more than {MAX_BITS:,} bits")
+        elif operator == "%" and isinstance(left, str):
+            _refuse_wide_format(left)
+            self.charge_repeated(right, ["%" * left.count("%")])
+            self.charge(len(left))
+        elif operator == "*":
+            repeated, times = (right, left) if isinstance(left, int) else (left, right)
+            self.charge(_length(repeated) * max(0, times) if isinstance(times, int) else 1)
+        self.charge(1 + _length(left) + _length(right))
+        return super().call_binop(context, operator, left, right)
+
+    def call_unop(self, context: Any, operator: str, arg: Any) -> Any:
+        """Charge for the result, then compute it."""
+        self.charge(1 + _length(arg))
+        return super().call_unop(context, operator, arg)
+
+    def call(__self, __context: Any, __obj: Any, *args: Any, **options: Any) -> Any:
+        """Charge for the call and its result. The names are jinja's: `options` may have any other."""
+        __self.charge(PER_CALL)
+        owner, name = getattr(__obj, "__self__", None), getattr(__obj, "__name__", "")
+        if isinstance(owner, str) and name == "join" and args:
+            args = ([*args[0]],)  # of a generator
+            __self.charge_repeated(args[0], [owner])
+        elif isinstance(owner, str) and name in _WIDENING:
+            __self.charge_repeated(owner, args[1:] if name == "replace" else args)
+        elif isinstance(owner, str) and name in ("split", "rsplit", "splitlines"):
+            __self.charge(PER_ELEMENT // 2 * len(owner))
+        elif name in ("raise_exception", "strftime_now"):
+            __self.charge_repeated(args, [256])  # the C library's limit for each directive of a date
+        return __self.charged(super().call(__context, __obj, *args, **options))
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Whether a template may use the attribute."""
+        return attr not in _FORBIDDEN and super().is_safe_attribute(obj, attr, value)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """Return `str.format` and `str.format_map` with limited widths; None for other values."""
+        if super().wrap_str_format(value) is None:
+            return None
+        text, is_map = value.__self__, value.__name__ == "format_map"
+        formatter: Any = _EscapeFormatter(self, escape=text.escape) if isinstance(text, Markup) else _Formatter(self)
+        return lambda *args, **options: type(text)(
+            formatter.vformat(text, *(((), *args) if is_map else (args, options)))
+        )
+
+    def from_string(self, *args: Any, **options: Any) -> Any:
+        """Return the template, each rendering of which has a budget."""
+        template = super().from_string(*args, **options)
+        template.root_render_func = functools.partial(self._render, template.root_render_func)
+        return template
+
+    def _render(self, root: Callable[[Any], Iterator[str]], context: Any) -> Iterator[str]:
+        num_input = len(str(context.parent))
+        self._refill(num_input)
+        limit, length = MAX_OUTPUT + MAX_OUTPUT_PER_CHARACTER * num_input, 0
+        for part in root(context):
+            length += len(part)
+            if length > limit:
+                raise SecurityError(f"more than {limit:,} characters of one example")
+            yield part
+
+    def _refill(self, num_input: int) -> None:
+        self.left = self.budget = BUDGET + BUDGET_PER_CHARACTER * num_input
+
+    def _output(self, value: Any) -> Any:
+        self.charge(1 + _size(value, self.left))
+        return value
+
+    def _generate(self, source: nodes.Template, *args: Any, **options: Any) -> str:
+        _Counting().visit(source)
+        source.set_environment(self)
+        return super()._generate(source, *args, **options)
 
 
-def _set_limits() -> None:
-    signal.signal(signal.SIGXCPU, signal.SIG_DFL)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 1))
-    with suppress(OSError, ValueError):  # without /proc only time is limited
-        in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (in_use + MAX_MEMORY, in_use + MAX_MEMORY))
+class _Counting(NodeTransformer):
+    """Adds to a template the charges for which the environment has no hook."""
+
+    def visit_For(self, node: Any) -> Any:
+        """Charge at the start of each iteration, of a macro and of a block: more for a longer body."""
+        num_nodes = sum(1 for _ in node.find_all(nodes.Node))
+        self.generic_visit(node)
+        if getattr(node, "test", None) is not None:
+            node.test = nodes.And(_call("charge", nodes.Const(1), node), node.test, lineno=node.lineno)
+        node.body.insert(0, nodes.ExprStmt(_call("charge", nodes.Const(num_nodes // 2), node), lineno=node.lineno))
+        return node
+
+    visit_Macro = visit_CallBlock = visit_Block = visit_For
+
+    def visit_Concat(self, node: Any) -> Any:
+        """Let the environment join the texts."""
+        self.generic_visit(node)
+        return _call("joined", nodes.List(node.nodes, lineno=node.lineno), node)
+
+    def visit_Getitem(self, node: Any) -> Any:
+        """Charge for a slice, which is a copy."""
+        self.generic_visit(node)
+        return _call("charged", node, node) if isinstance(node.arg, nodes.Slice) else node
 
 
-def _exit_code(child: int) -> int:
-    """The child's exit code; kills it after WALL_SECONDS."""
-    deadline = time.monotonic() + WALL_SECONDS
-    while (result := os.waitpid(child, os.WNOHANG))[0] == 0:
-        if time.monotonic() > deadline:
-            os.kill(child, signal.SIGKILL)
-            result = os.waitpid(child, 0)
+def _call(method: str, argument: nodes.Expr, place: nodes.Node) -> nodes.Call:
+    line = {"lineno": place.lineno}
+    return nodes.Call(nodes.EnvironmentAttribute(method, **line), [argument], [], None, None, **line)
+
+
+class _Filters(UserDict[str, Any]):
+    """The filters of an environment, each charged for what it makes."""
+
+    def __init__(self, environment: BoundedEnvironment, filters: Mapping[str, Any]):
+        self.environment = environment
+        super().__init__(filters)
+
+    def __setitem__(self, name: str, function: Any) -> None:
+        num_hidden = int(hasattr(function, "jinja_pass_arg"))  # its first argument is then the environment or context
+        environment = self.environment
+
+        @functools.wraps(function)  # with jinja's mark
+        def charged(*args: Any, **options: Any) -> Any:
+            hidden, (value, *others) = args[:num_hidden], args[num_hidden:]
+            environment.charge(PER_CALL)
+            if name not in _LAZY_FILTERS or isinstance(value, str):
+                value = [*value] if isinstance(value, Iterator) else value
+                if name == "format":
+                    _refuse_wide_format(str(value))
+                repeating = others[1:] if name == "replace" else others
+                environment.charge_repeated(value, [*repeating, *options.values()])
+            return environment.charged(function(*hidden, value, *others, **options))
+
+        self.data[name] = charged
+
+
+class _Formatter(SandboxedFormatter):
+    """`str.format` with limited widths."""
+
+    _env: Any
+
+    def convert_field(self, value: Any, conversion: Any) -> Any:
+        """Charge for text that is made by !r and !s."""
+        self._env.charge(_size(value, self._env.left))
+        return super().convert_field(value, conversion)
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        """Refuse a large width."""
+        _refuse_width(format_spec)
+        return self._env.charged(super().format_field(value, format_spec))
+
+
+class _EscapeFormatter(_Formatter, SandboxedEscapeFormatter):
+    """`Markup.format` with limited widths."""
+
+
+def _refuse_wide_format(text: str) -> None:
+    """Raise SecurityError for a large width, or one among the arguments, in a text with %."""
+    for part in text.split("%")[1:]:
+        spec = part.partition(")")[2] if part.startswith("(") else part
+        _refuse_width(re.match("[^a-zA-Z]*", spec)[0])  # pyright: ignore
+
+
+def _refuse_width(spec: str) -> None:
+    if "*" in spec or re.search(rf"\d{{{MAX_WIDTH_DIGITS + 1}}}", spec):
+        raise SecurityError(f"a width in a format has at most {MAX_WIDTH_DIGITS} digits")
+
+
+def _length(value: Any) -> int:
+    """The length of a text, of the digits of an integer, or PER_ELEMENT for each element of a list."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, int):
+        return value.bit_length() // 3
+    return PER_ELEMENT * len(value) if isinstance(value, Mapping | list | tuple | set | frozenset) else 0
+
+
+def _size(value: Any, limit: float, depth: int = 0) -> int:
+    """At least the number of characters of str(value); of more than `limit` any number above it.
+
+    An element counts wherever it occurs: a list of twice the same list of twice the same list is small in memory, and
+    not as text. Raises SecurityError if `value` is nested too deeply.
+    """
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Namespace):
+        value = value._Namespace__attrs  # pyright: ignore
+    if isinstance(value, Mapping):
+        value = value.items()
+    if not isinstance(value, list | tuple | set | frozenset | MappingView):
+        return _length(value)
+    if depth == MAX_DEPTH:
+        raise SecurityError(f"a value nested more than {MAX_DEPTH} deep")
+    total = 0
+    elements: Any = value
+    for element in elements:
+        total += PER_ELEMENT + _size(element, limit - total, depth + 1)
+        if total > limit:
             break
-        time.sleep(0.002)
-    return os.waitstatus_to_exitcode(result[1])
+    return total
+
+
+# For every template of this process: TRL and lm-eval render by transformers too, and no option selects the sandbox.
+chat_template_utils.ImmutableSandboxedEnvironment = BoundedEnvironment
+chat_template_utils._compile_jinja_template.cache_clear()

@@ -11,7 +11,7 @@ from ..files import read_text
 from .arrow import has_turns
 from .columns import COLUMNS, Task
 from .encoding import ChatEncoder, has_marks
-from .rendering import check_rendering_cost, template_errors
+from .rendering import template_errors
 from .tool_calls import for_template, template_options
 
 _REMEDY = "set model.chat_template to qwen2.5, zephyr or a .jinja file"
@@ -136,7 +136,6 @@ def _render(
 ) -> tuple[str, list[int], list[bool]]:
     """(text, tokens, assistant marks of the tokens) of a conversation; the marks are [] unless `only_assistant`."""
     plain = for_template(turns)
-    check_rendering_cost(tokenizer, name, plain, options)
     apply: Any = tokenizer.apply_chat_template
     with template_errors(f"{name}: the chat template fails on the first example"):
         text = str(apply(plain, tokenize=False, **options))

@@ -15,9 +15,10 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
+from .. import weights
 from ..errors import UserError
 from ..files import local_path, read_json, refuse_special_files
 from ..recipe import ADAPTER, Quantization, adapter_config, is_local, recorded_quantization
@@ -120,10 +121,7 @@ def load_tokenizer(folder: Path) -> Any:
     """Return the tokenizer in the folder; for an adapter without one, its base's."""
     base = base_folder(folder, weights=False)
     source = folder if base is None or (folder / "tokenizer_config.json").is_file() else base
-    try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{source}: has no tokenizer that can be loaded: {_in_short(error)}") from error
+    return weights.load_tokenizer(str(source))
 
 
 def generation_settings(model: Any) -> tuple[dict[str, Any], Any]:
@@ -135,7 +133,7 @@ def generation_settings(model: Any) -> tuple[dict[str, Any], Any]:
         folder = base_folder(Path(model), weights=False) or Path(model)
         try:
             config = GenerationConfig.from_pretrained(folder) if (folder / GENERATION_CONFIG_NAME).is_file() else None
-        except (AttributeError, OSError, TypeError, ValueError) as error:
+        except Exception as error:  # of values that transformers does not check
             raise UserError(f"{folder / GENERATION_CONFIG_NAME}: cannot be read: {_in_short(error)}") from None
     else:
         config = model.generation_config

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from lm_eval.models.utils import normalize_gen_kwargs, resolve_max_length
-from transformers import AutoConfig
 
 from ..errors import UserError
 from ..files import local_path
 from ..recipe import Eval, is_local
 from ..silence import silence
+from ..weights import load_config
 from .answer_keys import equal_choices, long_answers
 from .backends import MAX_GEN_TOKS, BackendSettings, base_folder, generation_settings, load_tokenizer, model_folder
 from .cache import ResponseCache
@@ -62,11 +62,7 @@ def read_row(name: str, model: Path | str, tokenizer: Any = None, revision: str 
         folder = model_folder(model, revision, weights=False)
         base = base_folder(folder, weights=False)
         tokenizer = load_tokenizer(folder) if tokenizer is None else deepcopy(tokenizer)
-        try:
-            config = AutoConfig.from_pretrained(base or folder, trust_remote_code=False)
-        except (OSError, ValueError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise UserError(f"{folder}: not a model that can be loaded: {reason}") from None
+        config = load_config(str(base or folder))
         generation, _ = generation_settings(folder)
     template_of = name if tokenizer.chat_template else None
     return Row(name, model, tokenizer, resolve_max_length(config, tokenizer), generation, base is not None, template_of)

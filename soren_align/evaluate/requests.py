@@ -11,7 +11,7 @@ from typing import Any, cast
 from lm_eval.api.model import LM
 from lm_eval.models.huggingface import HFLM
 
-from ..data.rendering import CPU_SECONDS, cpu_time_limit
+from ..data.rendering import template_errors
 from ..errors import UserError
 from .backends import BackendSettings, ContextTooShort
 from .cache import ResponseCache, digest
@@ -95,8 +95,8 @@ class RequestDispatcher(LM):
             self.on_progress(done, total)
 
     def apply_chat_template(self, *args: Any, **options: Any) -> str:
-        """Return HFLM's rendering of one prompt, within a time limit."""
-        with cpu_time_limit(CPU_SECONDS, f"{self.label}: the chat template"):
+        """Return HFLM's rendering of one prompt."""
+        with template_errors(f"{self.label}: the chat template"):
             return HFLM.apply_chat_template(cast(Any, self), *args, **options)
 
     tokenizer_name = HFLM.tokenizer_name

@@ -15,14 +15,12 @@ from unittest import mock
 import datasets
 import lm_eval.api.metrics  # noqa: F401 (registers them)
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
-from jinja2 import Template
-from jinja2.sandbox import SandboxedEnvironment
 from lm_eval import utils
 from lm_eval.api import registry, task
 from lm_eval.tasks import _yaml_loader
 
 from .. import shipped
-from ..data.rendering import CPU_SECONDS, cpu_time_limit
+from ..data.rendering import BoundedEnvironment
 from ..errors import UserError
 from .suites import LM_EVAL_TASKS
 
@@ -56,20 +54,12 @@ def loading(trusted: bool, cache_folder: Path) -> Iterator[None]:
         yield
 
 
-class _Prompt(Template):
-    def render(self, *args: Any, **columns: Any) -> str:
-        """Return the text for one question. Raises UserError if it exceeds the time limit."""
-        with cpu_time_limit(CPU_SECONDS, "a task's template"):
-            return super().render(*args, **columns)
-
-
 def rendering() -> Any:
-    """Return a context in which templates have access to a question's columns only, not to Python."""
-    sandbox = SandboxedEnvironment(
+    """Return a context in which templates have access to a question's columns only, not to Python, within limits."""
+    sandbox = BoundedEnvironment(
         loader=utils.env.loader, undefined=utils.env.undefined, keep_trailing_newline=utils.env.keep_trailing_newline
     )
     sandbox.filters.update(utils.env.filters)
-    sandbox.template_class = _Prompt
     return mock.patch.object(utils, "env", sandbox)
 
 

@@ -146,7 +146,7 @@ def _special(key: str, name: str, value: Any, flat: dict[str, Any], conversion: 
         return Note(key, "renamed", f"task: {conversion.task}")
     has_eval = "eval" in conversion.recipe["data"]
     if name in names.EARLY_STOPPING and value and {"early_stopping_patience", "early_stopping_steps"} & flat.keys():
-        if not has_eval or {"no", False} & {flat.get("eval_strategy"), flat.get("evaluation_strategy")}:
+        if not has_eval or any(flat.get(key) in ("no", False) for key in ("eval_strategy", "evaluation_strategy")):
             return Note(key, "dropped", "training runs to its end: nothing is evaluated during it", True)
         target = names.EARLY_STOPPING[name]
         conversion.recipe["run"].setdefault("early_stopping", {})[target] = number(value)

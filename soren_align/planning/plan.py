@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..data import Account
-from ..errors import UserError
+from ..errors import UserError, as_user_error
 from ..evaluate.suites import suite_of
 from ..files import default_cache_folder
 from ..optim import build_optimizer, route, routing_table, share_notices
@@ -22,7 +22,6 @@ from ..sharding.ranks import Ranks
 from ..trainers import adapters, build
 from ..trainers.attention import check_attention
 from ..trainers.freezing import refuse_unmatched
-from ..trainers.library_errors import as_user_error
 from ..trainers.trl_arguments import trl_arguments
 from . import offline
 from .blocks import build_model, kinds_of_blocks

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from transformers import get_scheduler
 
+from ..errors import as_user_error
 from ..recipe import Recipe, accumulation, global_batch
-from ..trainers.library_errors import as_user_error
 from .processes import steps_per_epoch
 
 

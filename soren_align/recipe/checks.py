@@ -130,7 +130,7 @@ def _optimizer(raw: Raw) -> Iterator[tuple[Key, str]]:
         yield ("optimizer", "states"), f"8-bit states are for ddp and ZeRO; run.parallel is {mode}"
     precision, spectral_map = raw.text("optimizer", "precision"), raw.get("optimizer", "map")
     name = (spectral_map.get("name") if isinstance(spectral_map, dict) else spectral_map) or next(iter(MAPS))
-    if precision in get_args(Precision) and name in MAPS and precision not in map_precisions(name):
+    if precision in get_args(Precision) and name in list(MAPS) and precision not in map_precisions(name):
         words = " or ".join(map_precisions(name))
         yield ("optimizer", "precision"), f"found {precision!r}; map {name!r} has {words}"
 

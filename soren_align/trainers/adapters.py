@@ -9,17 +9,16 @@ from typing import Any, cast
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
-from ..errors import UserError
+from ..errors import UserError, as_user_error
 from ..files import remove, rename_durably, write
 from ..quantized_weights import dequantized, quantization_of
 from ..recipe import QUANTIZATION_RECORD, Recipe, adapter_config, is_local, load_resolved, recorded_quantization
 from ..run_folder import MERGED_FROM, RunFolder
-from ..weights import load_adapter, load_model, refuse_slow_patterns
+from ..weights import load_adapter, load_config, load_model, load_tokenizer, refuse_slow_patterns
 from .disk_space import write_errors
 from .freezing import frozen_layers
-from .library_errors import as_user_error
 
 MAMBA_TYPES = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 """Whose out_proj, conv1d and dt_proj cannot be adapted: their weights are read without calling the layers."""
@@ -121,12 +120,12 @@ def merge(run: RunFolder) -> Path:
         raise UserError(f"{target}: is not a merge of this run's adapter; remove it, or give it another name")
     name, revision = base_model(str(run.model))
     with as_user_error(f"{run}: cannot be merged"):
-        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+        config = load_config(name, revision)
         quantization = recorded_quantization(run.model)
         base = load_model(name, quantization, revision=revision, dtype=torch.float32)
         base = base if quantization is None else dequantized(base)
         model: Any = load_adapter(base, str(run.model))
-        tokenizer = AutoTokenizer.from_pretrained(run.model, trust_remote_code=False)
+        tokenizer = load_tokenizer(str(run.model))
     merged = model.merge_and_unload(safe_merge=True)
     partial = target.with_name("merged.part")
     remove(partial)

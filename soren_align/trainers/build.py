@@ -13,6 +13,7 @@ from transformers.utils.hub import cached_file, extract_commit_hash
 from trl.trainer.utils import add_fused_lm_head
 
 from ..data import TOKEN_COLUMNS
+from ..errors import as_user_error
 from ..optim import build_optimizer
 from ..provenance import fingerprint
 from ..recipe import Recipe, adapter_config, parallel, training_part
@@ -20,7 +21,6 @@ from ..run_folder import RunFolder
 from ..sharding.ranks import Ranks
 from ..weights import complete_for_trl_
 from . import adapters
-from .library_errors import as_user_error
 from .lost_updates import LostUpdatesPolicy
 from .measurements import MeasurementLog
 from .pretraining import SorenPretrainer

@@ -16,7 +16,7 @@ from rich.console import Console
 from transformers import GenerationConfig, TrainerCallback
 
 from .. import shipped
-from ..data import check_rendering_cost, template_errors
+from ..data import template_errors
 from ..errors import UserError
 from ..files import append, parse_json, read_text
 from ..recipe import Samples
@@ -61,7 +61,6 @@ def read_prompts(samples: Samples, tokenizer: Any, has_turns: bool, num_position
     for number, content in enumerate(contents, 1):
         if has_turns:
             turns = [{"role": "user", "content": content}] if isinstance(content, str) else content
-            check_rendering_cost(tokenizer, place, turns)
             with template_errors(f"{place}: the chat template fails on prompt {number}"):
                 ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
         elif isinstance(content, str):
@@ -131,7 +130,10 @@ class SampleWriter(TrainerCallback):
             self.sample(model, step, at="end")  # the mark: a run that is killed later repeats the end, and these lines
 
     def sample(self, model: Any, step: int, **marks: str) -> None:
-        """Write and print the answers of the model after `step` steps. marks: further keys of their lines. Collective."""
+        """Write and print the answers of the model after `step` steps. Collective.
+
+        marks: further keys of their lines.
+        """
         self._last_step = step
         with self.ranks.first_goes_first():
             if self.ranks.is_first:

@@ -4,20 +4,19 @@ import contextlib
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from trl.chat_template_utils import get_training_chat_template
 
 from .. import shipped, weights
-from ..data import ChatEncoder, check_rendering_cost, set_template, trained_tokenizer, within_vocabulary
-from ..errors import UserError
+from ..data import ChatEncoder, set_template, trained_tokenizer, within_vocabulary
+from ..errors import UserError, as_user_error
 from ..files import default_cache_folder, rename_durably
 from ..recipe import Model, Recipe, TrainedTokenizer, adapter_config, is_local, quantization
 from ..run_folder import RunFolder
 from . import adapters
 from .disk_space import write_errors
 from .freezing import freeze, refuse_unmatched
-from .library_errors import as_user_error
 
 
 def starting_checkpoint(recipe: Recipe, folder: RunFolder, examples: Any = None) -> tuple[str, str]:
@@ -34,8 +33,7 @@ def starting_checkpoint(recipe: Recipe, folder: RunFolder, examples: Any = None)
     if model.init_seed is None and model.tokenizer is None:
         return _resolved(model.name_or_path), tokenizer_source
     config = load_config(recipe)
-    with as_user_error(f"tokenizer of {model.name_or_path}"):
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer_source, trust_remote_code=False)
+    tokenizer = weights.load_tokenizer(tokenizer_source)
     if model.tokenizer is not None:
         tokenizer = within_vocabulary(tokenizer, config.vocab_size)
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -44,7 +42,7 @@ def starting_checkpoint(recipe: Recipe, folder: RunFolder, examples: Any = None)
         return _resolved(model.name_or_path), tokenizer_source
     partial = folder.start.with_name("start.part")
     torch.manual_seed(model.init_seed)
-    with write_errors(partial), as_user_error(f"model {model.name_or_path}"):
+    with write_errors(partial), as_user_error(f"model {model.name_or_path}", Exception):
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         rename_durably(partial, folder.start)
@@ -76,8 +74,7 @@ def load_config(recipe: Recipe) -> Any:
     """
     name = recipe.model.name_or_path
     base, revision = adapters.base_model(_resolved(name), recipe.model.revision)
-    with as_user_error(f"model {name}"):
-        config = AutoConfig.from_pretrained(base, trust_remote_code=False, revision=revision)
+    config = weights.load_config(base, revision)
     if isinstance(recipe.model.tokenizer, TrainedTokenizer):
         config.vocab_size = recipe.model.tokenizer.vocab_size
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -110,16 +107,6 @@ _TWO_ANSWERS: list[dict[str, Any]] = [
     {"role": role, "content": content} for content in ("first", "second") for role in ("user", "assistant")
 ]
 """Templates that leave out parts of earlier turns render them differently as the second answer follows."""
-_TOOL_CALL = {"type": "function", "function": {"name": "dummy", "arguments": {"a": "b"}}}
-_CONVERSATIONS_OF_TRL: list[list[dict[str, Any]]] = [
-    [{"role": "user", "content": "dummy"}, {"role": "assistant", "content": "dummy"}],
-    [
-        {"role": "user", "content": "dummy"},
-        {"role": "assistant", "content": "", "tool_calls": [_TOOL_CALL]},
-        {"role": "tool", "name": "dummy", "content": "dummy"},
-    ],
-]
-"""TRL renders these in this process, to detect whether a template supports tools."""
 
 
 def load_tokenizer(recipe: Recipe, source: str) -> PreTrainedTokenizerBase:
@@ -129,17 +116,14 @@ def load_tokenizer(recipe: Recipe, source: str) -> PreTrainedTokenizerBase:
     TRL's variant of the template, with {% generation %}, replaces one whose answers cannot be derived (Qwen3's).
     """
     revision = recipe.model.revision if recipe.model.tokenizer is None else None
-    with as_user_error(f"tokenizer of {_named(recipe, source)}"):
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, revision=revision)
+    tokenizer = weights.load_tokenizer(source, revision, place=_named(recipe, source))
     set_template(tokenizer, recipe.model.chat_template, recipe.model.eos_token)
     if recipe.trainer.get("assistant_only_loss") and tokenizer.chat_template:
-        check_rendering_cost(tokenizer, recipe.model.name_or_path, _TWO_ANSWERS)
         try:
             list(ChatEncoder(tokenizer, assistant_only=True).conversations([_TWO_ANSWERS], [{}]))
-        except (UserError, ValueError):
-            for turns in _CONVERSATIONS_OF_TRL:
-                check_rendering_cost(tokenizer, recipe.model.name_or_path, turns)
-            with contextlib.suppress(ValueError):  # TRL does not support the template: check_template reports it
+        except ValueError:
+            # TRL does not support the template, or it fails on a conversation of TRL's: check_template reports it.
+            with contextlib.suppress(Exception):
                 tokenizer.chat_template = get_training_chat_template(tokenizer) or tokenizer.chat_template
     return tokenizer
 
@@ -153,6 +137,5 @@ def save_dtype(recipe: Recipe, start: str) -> torch.dtype:
         return torch.float32
     if recipe.run.save_dtype is not None:
         return getattr(torch, recipe.run.save_dtype)
-    with as_user_error(f"model {_named(recipe, start)}"):
-        config = AutoConfig.from_pretrained(start, revision=recipe.model.revision, trust_remote_code=False)
-    return config.dtype if config.dtype in (torch.bfloat16, torch.float16) else torch.float32
+    dtype = weights.load_config(start, recipe.model.revision, place=_named(recipe, start)).dtype
+    return dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32

@@ -19,13 +19,12 @@ from ..data import (
     check_template,
     has_turns,
 )
-from ..errors import UserError
+from ..errors import UserError, as_user_error
 from ..manifest import describe_dropped
 from ..recipe import Recipe, columns_text, compute_dtype, gradient_notice, refuse_no_batch
 from ..run_folder import RunFolder
 from ..sharding.ranks import Ranks
 from .attention import check_attention
-from .library_errors import as_user_error
 from .packing import Packing, after_packing, pack, packing_notices
 from .samples import Prompt, read_prompts
 from .starting_model import load_config, load_tokenizer, starting_checkpoint

@@ -6,12 +6,11 @@ from typing import Any
 import torch
 from trl import DPOConfig, SFTConfig
 
-from ..errors import UserError
+from ..errors import UserError, as_user_error
 from ..recipe import Parallel, Recipe, accumulation, parallel
 from ..run_folder import RunFolder
 from ..sharding import start_deepspeed
 from ..sharding.ranks import Ranks
-from .library_errors import as_user_error
 
 CONFIGS = {"sft": SFTConfig, "dpo": DPOConfig, "pretrain": SFTConfig}
 

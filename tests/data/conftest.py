@@ -12,7 +12,7 @@ from tests.support.conversations import CHATML, animal_text
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
+def cache(tmp_path, environment, monkeypatch):
     """A datasets cache of the test's own."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     return tmp_path / "cache"

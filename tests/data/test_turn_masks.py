@@ -9,7 +9,7 @@ import trl
 from datasets import Dataset
 
 from soren_align import shipped
-from soren_align.data import account
+from soren_align.data import account, check_template
 from soren_align.data.encoding import encode
 from soren_align.errors import UserError
 from soren_align.trainers import starting_model
@@ -151,13 +151,35 @@ def test_of_a_completion_with_weights_the_rest_is_trained(make_tokenizer):
     assert sum(example.sides[0].trained) == sum(encoded(tokenizer, turns, True).trained) - first
 
 
+def loaded(monkeypatch, tokenizer):
+    """The tokenizer as training loads it."""
+    monkeypatch.setattr(starting_model.weights, "load_tokenizer", lambda *_: tokenizer)
+    model = SimpleNamespace(name_or_path="lab/chat", revision=None, chat_template=None, eos_token=None, tokenizer=None)
+    recipe = SimpleNamespace(model=model, trainer={"assistant_only_loss": True})
+    return starting_model.load_tokenizer(recipe, "lab/chat")
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "{{ 1 | tojson(default=messages) }}",
+        "{% include 'x' %}",
+        "{% import 'x' as x %}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    ],
+)
+@pytest.mark.parametrize("condition", ["true", "messages[0].content == 'dummy'"])  # of TRL's conversations
+def test_a_template_that_fails_inside_trl_is_refused_by_the_first_example(make_tokenizer, monkeypatch, part, condition):
+    unstable = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer = loaded(monkeypatch, make_tokenizer(unstable + "{% if " + condition + " %}" + part + "{% endif %}"))
+    with pytest.raises(UserError, match="chat template"):
+        check_template(tokenizer, "sft", True, Dataset.from_list([{"messages": TWO}]))
+
+
 @pytest.mark.parametrize(("name", "replaced"), [("qwen2_5", False), ("llama3_1", False), ("qwen3", True)])
 def test_only_a_template_whose_answers_cannot_be_derived_is_replaced(make_tokenizer, monkeypatch, name, replaced):
     own = (TRLS / f"{name}.jinja").read_text()
-    monkeypatch.setattr(starting_model.AutoTokenizer, "from_pretrained", lambda *_, **__: make_tokenizer(own))
-    model = SimpleNamespace(name_or_path="lab/chat", revision=None, chat_template=None, eos_token=None, tokenizer=None)
-    recipe = SimpleNamespace(model=model, trainer={"assistant_only_loss": True})
-    tokenizer = starting_model.load_tokenizer(recipe, "lab/chat")
+    tokenizer = loaded(monkeypatch, make_tokenizer(own))
     expected = (TRLS / f"{name}_training.jinja").read_text() if replaced else own
     assert tokenizer.chat_template == expected
     ids, trained = encoded(tokenizer, TWO, True)

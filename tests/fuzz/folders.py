@@ -56,6 +56,11 @@ NAMES = [
 FOREIGN = {"out/results.json": b'{"accuracy": 0.9}', "out/table.md": b"# mine\n", "out/samples/base/mine.txt": b"mine"}
 FOREIGN |= {"summary.json": b'{"mine": true}', "out/scores.png": b"a photo"}
 
+MUTATED = ["config.json"] * 5 + ["tokenizer.json"] * 3 + ["tokenizer_config.json"] * 3
+MUTATED += ["generation_config.json", "special_tokens_map.json", "chat_template.jinja", "model.safetensors.index.json"]
+MUTATED += ["model.safetensors"]
+"""The files of a model, the one that has more keys more often."""
+
 
 @cache
 def whole(kind: str) -> Files:
@@ -352,6 +357,44 @@ def tiny_model() -> Path:
         LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@cache
+def model_files() -> Files:
+    """The files of `tiny_model`, and the index of a model in several files."""
+    found = {f.name: f.read_bytes() for f in sorted(tiny_model().iterdir())}
+    header = json.loads(found["model.safetensors"][8 : 8 + struct.unpack("<Q", found["model.safetensors"][:8])[0]])
+    weight_map = {name: "model.safetensors" for name in header if name != "__metadata__"}
+    index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
+    special = {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]}
+    return found | {
+        "model.safetensors.index.json": json.dumps(index).encode(),
+        "special_tokens_map.json": json.dumps(special).encode(),
+    }
+
+
+def model(rng: random.Random, as_json: Mutator) -> tuple[Files, dict[str, Any]]:
+    """(files, arguments) of a model's folder `model`, one or two of its files changed, and what is done with it."""
+    files = dict(model_files())
+    if rng.random() < 0.7:
+        files.pop("special_tokens_map.json")  # no longer read where tokenizer_config.json has the same
+    if "model.safetensors.index.json" in (changed := rng.sample(MUTATED, rng.choice((1, 1, 2)))):
+        files["model-00001.safetensors"] = files.pop("model.safetensors")
+        files["model.safetensors.index.json"] = files["model.safetensors.index.json"].replace(
+            b"model.saf", b"model-00001.saf"
+        )
+    else:
+        files.pop("model.safetensors.index.json")
+    for name in dict.fromkeys(changed):
+        written = files.get(name, b"{}")
+        if name.endswith(".jinja"):
+            files[name] = mutate.text(rng, written.decode()).encode("utf-8", "surrogatepass")
+        elif name.endswith(".json"):
+            files[name] = as_json(rng, json.loads(written))
+        else:
+            files[name] = mutate.content(rng, written)
+    done = rng.choice(["plan", "chat", "evaluation", "training"])
+    return {f"model/{name}": data for name, data in files.items()}, {"done": done}
 
 
 @cache

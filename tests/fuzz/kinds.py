@@ -409,6 +409,11 @@ def an_adapter(rng: random.Random) -> Input:
     return Input("adapter", *folders.adapter(rng, _json))
 
 
+def a_model(rng: random.Random) -> Input:
+    """A model's folder, and what is done with it."""
+    return Input("model", *folders.model(rng, _json))
+
+
 def a_suite(rng: random.Random) -> Input:
     """A suite's file and a quoted table."""
     suite = rng.choice([file for name, file in sorted(shipped.suites().items())])
@@ -427,5 +432,6 @@ KINDS: dict[str, Callable[[random.Random], Input]] = {
     "data": a_data_file,
     "run": a_run_folder,
     "adapter": an_adapter,
+    "model": a_model,
     "suite": a_suite,
 }

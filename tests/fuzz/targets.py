@@ -276,7 +276,7 @@ task: sft
 model: {name_or_path: adapter}
 data: {train: {path: shipped:recipes/quickstart/data/chat_test.jsonl}}
 optimizer: {name: soren, lr: 1e-3}
-trainer: {use_cpu: true, bf16: false}
+trainer: {use_cpu: true, bf16: false, max_steps: 1}
 run: {output_dir: run}
 """
 
@@ -306,6 +306,29 @@ def an_adapter(box: Box, arguments: dict[str, Any]) -> int:
     return REFUSED if refused else 0
 
 
+def a_model(box: Box, arguments: dict[str, Any]) -> None:
+    """Plan a training of the model, talk to it, let it answer a question, or train it for a step."""
+    import datasets
+
+    from soren_align.chat import ChatModel, Conversation
+    from soren_align.evaluate import backends, preflight
+    from soren_align.planning.plan import plan_training
+
+    with mock.patch.object(datasets.config, "HF_DATASETS_CACHE", box.own[0]):
+        match arguments["done"]:
+            case "plan":
+                plan_training(recipe.load_text(RECIPE.replace("adapter", "model")))
+            case "chat":
+                Conversation(ChatModel("model", "model"), None, 2, 0.0).ask("hi", str, str)
+            case "evaluation":
+                row = preflight.saved_row("model", "model")
+                lm = backends.load_lm("model", row.tokenizer, backends.BackendSettings("hf", "float32", "cpu", 1))
+                backends.run_requests(lm, "loglikelihood", [("a", " b")])
+            case "training":
+                with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                    commands.train(recipe.load_text(RECIPE.replace("adapter", "model")), 1)
+
+
 def a_suite(box: Box, arguments: dict[str, Any]) -> None:
     """Read a suite and a quoted table."""
     from soren_align.evaluate.published import load_published
@@ -325,6 +348,7 @@ TARGETS = {
     "data": a_data_file,
     "run": a_run_folder,
     "adapter": an_adapter,
+    "model": a_model,
     "suite": a_suite,
 }
 
@@ -333,18 +357,18 @@ def allowed(kind: str, box: Box) -> list[str]:
     """The folders that an input of the kind may write to."""
     if kind in ("recipe", "override"):
         return _allowed(box, box.work)
-    return _allowed(box, *(box.work / name for name in RUN_OWN)) if kind == "run" else _allowed(box)
+    return _allowed(box, *(box.work / name for name in RUN_OWN)) if kind in ("run", "model") else _allowed(box)
 
 
 def warm_up(box: Box, kinds: list[str]) -> None:
     """Import and load what the targets need, before anything is watched."""
-    if {"run", "adapter", "data"} & set(kinds):
+    if {"run", "adapter", "data", "model"} & set(kinds):
         import datasets  # noqa: F401
         import transformers  # noqa: F401
     _cached_provenance()
     if "data" in kinds or "adapter" in kinds:
         _loaded_tokenizer()
-    if "adapter" in kinds:
+    if {"adapter", "model"} & set(kinds):
         assert (folders.tiny_model() / "config.json").is_file()
     if "run" in kinds:
         _quickstart_tasks()

@@ -10,9 +10,8 @@ import time
 import pytest
 import torch
 
-from soren_align.errors import LostRankError, UserError, machine_failure
+from soren_align.errors import LostRankError, UserError, as_user_error, machine_failure
 from soren_align.sharding import ranks
-from soren_align.trainers.library_errors import as_user_error
 from tests.support.rank_pool import ENVIRONMENT, PRELOADED
 
 TIMEOUT_SECONDS = 2.0  # of a collective
