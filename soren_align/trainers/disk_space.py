@@ -79,7 +79,7 @@ def write_errors(folder: Path, remedy: str | None = None) -> Iterator[None]:
             raise
         with contextlib.suppress(OSError):
             remove(folder)
-        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]  # torch does not say which of the two it was
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]  # torch does not report which of the two it was
         is_limited = "File too large" in problem or (type(error) is RuntimeError and limit != resource.RLIM_INFINITY)
         action = RAISE_FILE_SIZE if is_limited else "make room there"
         raise ResumableError(f"{problem}. {remedy or _remedy(folder.parent, action)}") from error

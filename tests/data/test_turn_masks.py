@@ -153,7 +153,7 @@ def test_of_a_completion_with_weights_the_rest_is_trained(make_tokenizer):
 
 def loaded(monkeypatch, tokenizer):
     """The tokenizer as training loads it."""
-    monkeypatch.setattr(starting_model.weights, "load_tokenizer", lambda *_: tokenizer)
+    monkeypatch.setattr(starting_model.weights, "load_tokenizer", lambda *_, **__: tokenizer)
     model = SimpleNamespace(name_or_path="lab/chat", revision=None, chat_template=None, eos_token=None, tokenizer=None)
     recipe = SimpleNamespace(model=model, trainer={"assistant_only_loss": True})
     return starting_model.load_tokenizer(recipe, "lab/chat")
