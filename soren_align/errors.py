@@ -61,18 +61,21 @@ class OutOfReach(ResumableError):
     """A file is not on this machine, and the Hugging Face hub cannot be reached."""
 
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL = (errno.ENOSPC, errno.EDQUOT)
 _OF_THE_MACHINE = (errno.EIO, errno.ESTALE, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
 """Errors that name no file: a broken disk or network file system, and limits of files, memory and processes."""
 _NO_MEMORY = re.compile(
     "out of memory|[cC]an(no|')t allocate memory|CUBLAS_STATUS_ALLOC_FAILED|bad_alloc|killed by signal"
 )
 """In the RuntimeErrors of torch (2.13): OutOfMemoryError is one, and that of a killed DataLoader worker another."""
-_REMEDIES = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "name another folder, or change its permissions")
-_REMEDIES |= dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "a file is in the way: remove it, or name another folder")
-_REMEDIES[errno.EFBIG] = RAISE_FILE_SIZE = "raise the limit of a file's size (ulimit -f, or the file system's)"
-_REMEDIES |= dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)")
-_REMEDIES |= dict.fromkeys(_FULL, "make room there, or name a folder on another disk, then rerun the command")
+REMEDIES = {
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "name another folder, or change its permissions"),
+    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "a file is in the way: remove it, or name another folder"),
+    **dict.fromkeys((errno.EIO, errno.ESTALE), "check the disk, or the network file system"),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)"),
+    errno.EFBIG: "raise the limit of a file's size (ulimit -f, or the file system's)",
+    **dict.fromkeys(FULL, "make room there"),
+}
 
 
 def machine_failure(error: BaseException, folder: str | os.PathLike[str] | None = None) -> ResumableError | None:
@@ -101,14 +104,16 @@ def from_os_error(error: OSError, folder: str | os.PathLike[str] | None = None) 
     is_program = error.errno == errno.ENOENT and isinstance(error.filename, str) and os.sep not in error.filename
     if "Not enough disk space" in str(error):  # of datasets, with the needed bytes
         return ResumableError(str(error))
-    if (error.filename is None or is_program) and error.errno not in (*_FULL, *_OF_THE_MACHINE):
+    if (error.filename is None or is_program) and error.errno not in (*FULL, *_OF_THE_MACHINE):
         return None
     place = error.filename if isinstance(error.filename, str | bytes) else folder
     if place is None:  # of the folders that libraries write into, the one with the least space
         home = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")
         place = min((os.getcwd(), tempfile.gettempdir(), home), key=free_bytes)
-    space = f" ({free_bytes(place):,} bytes free)" if error.errno in _FULL else ""
-    remedy = _REMEDIES.get(error.errno or 0)
+    remedy, space = REMEDIES.get(error.errno or 0), ""
+    if error.errno in FULL:
+        space = f" ({free_bytes(place):,} bytes free)"
+        remedy = f"{remedy}, or name a folder on another disk, then rerun the command"
     return ResumableError(f"{os.fsdecode(place)}: {error.strerror or error}{space}{f'; {remedy}' if remedy else ''}")
 
 
