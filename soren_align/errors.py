@@ -61,7 +61,7 @@ class OutOfReach(ResumableError):
     """A file is not on this machine, and the Hugging Face hub cannot be reached."""
 
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _OF_THE_MACHINE = (errno.EIO, errno.ESTALE, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
 """Errors that name no file: a broken disk or network file system, and limits of files, memory and processes."""
 _NO_MEMORY = re.compile(
@@ -74,7 +74,7 @@ REMEDIES = {
     **dict.fromkeys((errno.EIO, errno.ESTALE), "check the disk, or the network file system"),
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)"),
     errno.EFBIG: "raise the limit of a file's size (ulimit -f, or the file system's)",
-    **dict.fromkeys(FULL, "make room there"),
+    **dict.fromkeys(_FULL, "make room there"),
 }
 
 
@@ -104,14 +104,14 @@ def from_os_error(error: OSError, folder: str | os.PathLike[str] | None = None) 
     is_program = error.errno == errno.ENOENT and isinstance(error.filename, str) and os.sep not in error.filename
     if "Not enough disk space" in str(error):  # of datasets, with the needed bytes
         return ResumableError(str(error))
-    if (error.filename is None or is_program) and error.errno not in (*FULL, *_OF_THE_MACHINE):
+    if (error.filename is None or is_program) and error.errno not in (*_FULL, *_OF_THE_MACHINE):
         return None
     place = error.filename if isinstance(error.filename, str | bytes) else folder
     if place is None:  # of the folders that libraries write into, the one with the least space
         home = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")
         place = min((os.getcwd(), tempfile.gettempdir(), home), key=free_bytes)
     remedy, space = REMEDIES.get(error.errno or 0), ""
-    if error.errno in FULL:
+    if error.errno in _FULL:
         space = f" ({free_bytes(place):,} bytes free)"
         remedy = f"{remedy}, or name a folder on another disk, then rerun the command"
     return ResumableError(f"{os.fsdecode(place)}: {error.strerror or error}{space}{f'; {remedy}' if remedy else ''}")
