@@ -360,7 +360,7 @@ def file_size_limited(trial: Trial) -> str:
     trial.notes.append(f"{limit:,} bytes")
     if ended.code == 0:
         raise NotHit
-    return trial.conclude(lambda: None, "File too large|space")
+    return trial.conclude(lambda: None, "limit of a file's size")
 
 
 def memory_limited(trial: Trial) -> str:
