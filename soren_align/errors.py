@@ -76,11 +76,14 @@ _NO_MEMORY = re.compile(
 _GLOO_OR_NCCL = re.compile("gloo/|NCCL")
 """In the RuntimeErrors of collectives that have no type of their own (torch 2.13)."""
 _TIMEOUT = re.compile(r"(?:waiting|imeout after|imed out after) ([\d.]+) ?(ms|s)", re.IGNORECASE)
-_REMEDIES = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "name another folder, or change its permissions")
-_REMEDIES |= dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "a file is in the way: remove it, or name another folder")
-_REMEDIES[errno.EFBIG] = RAISE_FILE_SIZE = "raise the limit of a file's size (ulimit -f, or the file system's)"
-_REMEDIES |= dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)")
-_REMEDIES |= dict.fromkeys(_FULL, "make room there, or name a folder on another disk, then rerun the command")
+REMEDIES = {
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "name another folder, or change its permissions"),
+    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "a file is in the way: remove it, or name another folder"),
+    **dict.fromkeys((errno.EIO, errno.ESTALE), "check the disk, or the network file system"),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)"),
+    errno.EFBIG: "raise the limit of a file's size (ulimit -f, or the file system's)",
+    **dict.fromkeys(_FULL, "make room there"),
+}
 
 
 def machine_failure(error: BaseException, folder: str | os.PathLike[str] | None = None) -> ResumableError | None:
@@ -140,8 +143,10 @@ def from_os_error(error: OSError, folder: str | os.PathLike[str] | None = None) 
     if place is None:  # of the folders that libraries write into, the one with the least space
         home = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")
         place = min((os.getcwd(), tempfile.gettempdir(), home), key=free_bytes)
-    space = f" ({free_bytes(place):,} bytes free)" if error.errno in _FULL else ""
-    remedy = _REMEDIES.get(error.errno or 0)
+    remedy, space = REMEDIES.get(error.errno or 0), ""
+    if error.errno in _FULL:
+        space = f" ({free_bytes(place):,} bytes free)"
+        remedy = f"{remedy}, or name a folder on another disk, then rerun the command"
     return ResumableError(f"{os.fsdecode(place)}: {error.strerror or error}{space}{f'; {remedy}' if remedy else ''}")
 
 

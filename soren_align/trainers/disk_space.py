@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ..errors import RAISE_FILE_SIZE, ResumableError, free_bytes, from_os_error
+from ..errors import REMEDIES, ResumableError, free_bytes, from_os_error
 from ..files import remove
 from ..run_folder import COMPLETE_MARKER, step_of
 from ..sharding import CheckpointException, local
@@ -79,28 +79,33 @@ def write_errors(folder: Path, remedy: str | None = None) -> Iterator[None]:
             raise
         with contextlib.suppress(OSError):
             remove(folder)
-        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]  # torch does not report which of the two it was
-        is_limited = "File too large" in problem or (type(error) is RuntimeError and limit != resource.RLIM_INFINITY)
-        action = RAISE_FILE_SIZE if is_limited else "make room there"
-        raise ResumableError(f"{problem}. {remedy or _remedy(folder.parent, action)}") from error
+        finding, number = problem
+        raise ResumableError(f"{finding}. {remedy or _remedy(folder.parent, number)}") from error
 
 
-def _problem_of_writing(error: BaseException, folder: Path) -> str | None:
+def _problem_of_writing(error: BaseException, folder: Path) -> tuple[str, int] | None:
+    """Return the finding and its errno; None for an error that is not about writing."""
     free = f"{free_bytes(folder):,} bytes free"
     if isinstance(error, OSError):
-        if error.filename is None and error.errno in (errno.EIO, errno.EFBIG, errno.ESTALE):
-            return f"{folder}: {error.strerror} ({free})"
+        number = error.errno or 0
+        if error.filename is None and number in (errno.EIO, errno.EFBIG, errno.ESTALE):
+            return f"{folder}: {error.strerror} ({free})", number
         problem = from_os_error(error, folder)
-        return str(problem).partition(";")[0] if problem else None
+        return (str(problem).partition(";")[0], number) if problem else None
     if isinstance(error, SafetensorError):
-        match = re.search(r"I/O error: (.*?)(?: \(os error|$)", str(error))
-        return f"{folder}: {match[1]} ({free})" if match else None
-    return f"{folder}: cannot be written completely ({free})" if TORCH_WRITE_ERRORS.search(str(error)) else None
+        match = re.search(r"I/O error: (.*?)(?: \(os error (\d+)|$)", str(error))
+        return (f"{folder}: {match[1]} ({free})", int(match[2] or 0)) if match else None
+    if not TORCH_WRITE_ERRORS.search(str(error)):
+        return None
+    # torch does not name the reason.
+    is_limited = resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
+    return f"{folder}: cannot be written completely ({free})", errno.EFBIG if is_limited else errno.ENOSPC
 
 
-def _remedy(folder: Path, action: str = "make room there") -> str:
-    """Return the last complete checkpoint below or beside `folder`, and the way on, which begins with `action`."""
+def _remedy(folder: Path, number: int = errno.ENOSPC) -> str:
+    """Return the last complete checkpoint below or beside `folder`, and the way on. number: the errno."""
     complete = [seal.parent for seal in folder.glob(f"**/checkpoint-*/{COMPLETE_MARKER}")]
     state = f"{max(complete, key=step_of).name} is complete" if complete else "No checkpoint is complete"
+    action = REMEDIES.get(number, REMEDIES[errno.ENOSPC])
     way = "resume" if complete else "start again"
     return f"{state}: {action}, then rerun the same command to {way}; or choose another run.output_dir"

@@ -182,11 +182,11 @@ def table(lines: list[dict[str, Any]], seed: str) -> str:
     from soren_align.provenance import provenance
     from tests.soak.faults import KINDS, VERDICTS
 
-    done = [line for line in lines if "verdict" in line]
+    done = [line for line in lines if line.get("verdict", "not run") != "not run"]
     record = provenance()
     versions = ", ".join(f"{name} {record['versions'][name]}" for name in ("python", "torch", "transformers", "trl"))
     text = f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}; {versions}; commit "
-    text += f"{record['commit'][:12]}; seed {seed}.\n\n| fault | n | {' | '.join(VERDICTS)} |\n|{'---|' * 8}\n"
+    text += f"{str(record['commit'])[:12]}; seed {seed}.\n\n| fault | n | {' | '.join(VERDICTS)} |\n|{'---|' * 8}\n"
     for name in [*(kind.name for kind in KINDS), "all"]:
         verdicts = Counter(line["verdict"] for line in done if name in ("all", line["kind"]))
         if verdicts:
@@ -195,9 +195,11 @@ def table(lines: list[dict[str, Any]], seed: str) -> str:
             text += f"| {bold}{name}{bold} | {verdicts.total()} | {' | '.join(cells)} |\n"
     configs = Counter(line["config"] for line in done)
     text += f"\nBy run: {', '.join(f'{name} {number}' for name, number in configs.most_common())}.\n"
-    hit = sum(line["verdict"] not in ("not hit", "not run") for line in done)
+    hit = sum(line["verdict"] != "not hit" for line in done)
     draws = sum(line.get("draws", 0) for line in done)
-    return text + f"Of {draws} faults {hit} hit a run between its first step and its end; the others were repeated.\n"
+    text += f"Of {draws} faults {hit} hit a run between its first step and its end; the others were repeated.\n"
+    not_run = {line["case"]: line["notes"][0] for line in lines if line.get("verdict") == "not run"}
+    return text + "".join(f"{len(not_run)} were not run: {note}.\n" for note in set(not_run.values()))
 
 
 def main() -> int:
@@ -240,7 +242,8 @@ def main() -> int:
         return 0 if line["verdict"] in GOOD else 1
     done = {line["case"] for line in state.lines() if "verdict" in line}
     in_workers([name for name in names if name not in done], options.jobs, state, folder, references, has_mounts)
-    lines = [line for line in state.lines() if line.get("case") in names]
+    # Of a case that met a defect of the soak, and was repeated, the last line counts.
+    lines = list({line["case"]: line for line in state.lines() if line.get("case") in names}.values())
     bad = [line for line in lines if line.get("verdict") not in (*GOOD, "not hit", "not run")]
     for line in bad:
         print(f"\n{line.get('verdict', 'DEFECT')}  --one '{line['case']}'")

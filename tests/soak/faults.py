@@ -360,7 +360,7 @@ def file_size_limited(trial: Trial) -> str:
     trial.notes.append(f"{limit:,} bytes")
     if ended.code == 0:
         raise NotHit
-    return trial.conclude(lambda: None, "File too large|space")
+    return trial.conclude(lambda: None, "limit of a file's size")
 
 
 def memory_limited(trial: Trial) -> str:
@@ -578,7 +578,7 @@ def damaged_record(name: str, ignored: tuple[str, ...] = ()):
 
 
 def changed_data(trial: Trial) -> str:
-    """The training data has other letters, or the file is gone; the remedy: restore it."""
+    """The training data has other letters, none of a key, or the file is gone; the remedy: restore it."""
     trial.stop_with_checkpoints()
     name = next(
         (text.split("=data/")[1] for text in trial.config.overrides if "train.path=data/" in text), "chat.jsonl"
@@ -590,8 +590,8 @@ def changed_data(trial: Trial) -> str:
         trial.notes.append(f"{name} gone")
     else:
         place = trial.rng.randrange(len(content) // 2)
-        file.write_text(content[:place] + content[place:].translate(str.maketrans("ae", "ea")))  # the same size
-        trial.notes.append(f"{name}: a and e exchanged from {place:,} on")
+        file.write_text(content[:place] + content[place:].translate(str.maketrans("bfkw", "fbwk")))  # the same size
+        trial.notes.append(f"{name}: b and f, k and w exchanged from {place:,} on")
     return trial.conclude(lambda: file.write_text(content) and None, "data|belongs to another run")
 
 

@@ -4,7 +4,7 @@ import atexit
 import hashlib
 import json
 import shutil
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -212,7 +212,10 @@ def _lines(file: Path) -> list[str]:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text()) if file.is_file() else {}
+    """The content of a file; an empty dict if it is not there or damaged."""
+    with suppress(ValueError):
+        return json.loads(file.read_text()) if file.is_file() else {}
+    return {}
 
 
 def _sha256(file: Path) -> str:
