@@ -72,15 +72,17 @@ def load_tokenizer(name: str, revision: str | None = None, place: str | None = N
         return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
 
 
-def load_model(name: str, quantization: Quantization | None = None, **options: Any) -> PreTrainedModel:
+def load_model(
+    name: str, quantization: Quantization | None = None, *, place: str | None = None, **options: Any
+) -> PreTrainedModel:
     """Load a causal language model from a folder or the hub, with every parameter from its files.
 
-    quantization: of its linear layers but the head; `dtype` is then the quantization's. options: keywords of
-    `from_pretrained`. Raises UserError if keys are missing, unexpected or of another shape; it names the first ones.
+    quantization: of its linear layers but the head; `dtype` is then the quantization's. place: what messages call it,
+    by default `name`. options: keywords of `from_pretrained`. Raises UserError if keys are missing, unexpected or of another shape; it names the first ones.
     """
     if os.path.isdir(name):
         weight_files(Path(name))  # raises if weights would be read from outside of the folder
-    load_config(name, options.get("revision"))  # raises if the model cannot be built
+    load_config(name, options.get("revision"), place)  # raises if the model cannot be built
     if quantization is not None:
         refuse_unquantizable(quantization.quantize, name)
         options |= {"quantization_config": quantization_config(quantization)}
@@ -104,7 +106,7 @@ def load_model(name: str, quantization: Quantization | None = None, **options: A
     except Exception as error:
         if should_reduce_batch_size(error):
             raise
-        raise UserError(f"{name}: not a model that can be loaded: {_first_words(error)}") from error
+        raise UserError(f"{place or name}: not a model that can be loaded: {_first_words(error)}") from error
     model, info = loaded
     complete_for_trl_(model)
     if getattr(model, "_hf_peft_config_loaded", False):

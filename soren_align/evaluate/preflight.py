@@ -248,7 +248,7 @@ class _Probe:
         try:
             requests = [request for each in questions for request in self._requests(*each)]
         except Exception as error:  # a template may raise anything
-            reason = " ".join(str(error).split())[:200]
+            reason = " ".join(str(error).split()).removeprefix(f"{self.lm.label}: ")[:200]
             self.problems.append(
                 f"{self.lm.label}: no prompt can be made of a question: {reason}; choose another chat template, or "
                 f"leave the column out: eval.omit: [{task.column}] (--omit {task.column})"

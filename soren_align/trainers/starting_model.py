@@ -95,8 +95,9 @@ def load_model(recipe: Recipe, start: str) -> PreTrainedModel:
     options["attn_implementation"] = recipe.model.attn_implementation
     if recipe.model.quantize and recipe.trainer.get("use_cpu"):
         options["device_map"] = {"": "cpu"}  # otherwise transformers quantizes on a GPU where there is one
-    with as_user_error(f"model {_named(recipe, start)}", ValueError, OSError, ImportError):
-        model = weights.load_model(name, quantization(recipe), **options)
+    place = _named(recipe, start)
+    with as_user_error(f"model {place}", ValueError, OSError, ImportError):
+        model = weights.load_model(name, quantization(recipe), place=place, **options)
         refuse_unmatched(model, recipe.model.freeze)
         if recipe.model.lora is None:  # an adapter freezes all; its factors are added later
             freeze(model, recipe.model.freeze)

@@ -23,7 +23,7 @@ MB = 2**20
 MOST = 128 * MB
 NUMELS = (10**7, 2 * 10**7)  # 3 chunks and 5
 WALKS = ("log", "end", "step", "export", "drift", "start")
-STATE = SimpleNamespace(global_step=0, logging_steps=1)
+STATE = SimpleNamespace(global_step=0, logging_steps=1, stateful_callbacks=None)
 ARGS = SimpleNamespace(logging_first_step=True, fp16=False)
 
 
