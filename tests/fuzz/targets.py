@@ -279,6 +279,7 @@ optimizer: {name: soren, lr: 1e-3}
 trainer: {use_cpu: true, bf16: false, max_steps: 1}
 run: {output_dir: run}
 """
+WHOLE = RECIPE.replace("path: adapter", "path: model").replace("1e-3", "1e-3, aux_lr: 1e-3")
 
 
 def an_adapter(box: Box, arguments: dict[str, Any]) -> int:
@@ -317,7 +318,7 @@ def a_model(box: Box, arguments: dict[str, Any]) -> None:
     with mock.patch.object(datasets.config, "HF_DATASETS_CACHE", box.own[0]):
         match arguments["done"]:
             case "plan":
-                plan_training(recipe.load_text(RECIPE.replace("adapter", "model")))
+                plan_training(recipe.load_text(WHOLE))
             case "chat":
                 Conversation(ChatModel("model", "model"), None, 2, 0.0).ask("hi", str, str)
             case "evaluation":
@@ -325,8 +326,9 @@ def a_model(box: Box, arguments: dict[str, Any]) -> None:
                 lm = backends.load_lm("model", row.tokenizer, backends.BackendSettings("hf", "float32", "cpu", 1))
                 backends.run_requests(lm, "loglikelihood", [("a", " b")])
             case "training":
-                with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                    commands.train(recipe.load_text(RECIPE.replace("adapter", "model")), 1)
+                quiet = io.StringIO()
+                with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet), _without_processes():
+                    commands.train(recipe.load_text(WHOLE), 1)
 
 
 def a_suite(box: Box, arguments: dict[str, Any]) -> None:
@@ -365,6 +367,12 @@ def warm_up(box: Box, kinds: list[str]) -> None:
     if {"run", "adapter", "data", "model"} & set(kinds):
         import datasets  # noqa: F401
         import transformers  # noqa: F401
+    if "model" in kinds:
+        import lm_eval.models.huggingface
+
+        import soren_align.chat
+        import soren_align.planning.plan
+        import soren_align.trainers.training  # noqa: F401
     _cached_provenance()
     if "data" in kinds or "adapter" in kinds:
         _loaded_tokenizer()
