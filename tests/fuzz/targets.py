@@ -331,6 +331,14 @@ def a_model(box: Box, arguments: dict[str, Any]) -> None:
                     commands.train(recipe.load_text(WHOLE), 1)
 
 
+def a_journal(box: Box, arguments: dict[str, Any]) -> None:
+    """Open the study and draw what is left to draw."""
+    from soren_align.compare import study_progress
+
+    study_progress.create(Path("study"), study_progress.Progress(Path("study")).study)
+    study_progress.Progress(Path("study")).update()
+
+
 def a_suite(box: Box, arguments: dict[str, Any]) -> None:
     """Read a suite and a quoted table."""
     from soren_align.evaluate.published import load_published
@@ -351,6 +359,7 @@ TARGETS = {
     "run": a_run_folder,
     "adapter": an_adapter,
     "model": a_model,
+    "journal": a_journal,
     "suite": a_suite,
 }
 
@@ -359,7 +368,13 @@ def allowed(kind: str, box: Box) -> list[str]:
     """The folders that an input of the kind may write to."""
     if kind in ("recipe", "override"):
         return _allowed(box, box.work)
-    return _allowed(box, *(box.work / name for name in RUN_OWN)) if kind in ("run", "model") else _allowed(box)
+    return (
+        _allowed(box, *(box.work / name for name in RUN_OWN))
+        if kind in ("run", "model")
+        else _allowed(box, box.work / "study")
+        if kind == "journal"
+        else _allowed(box)
+    )
 
 
 def warm_up(box: Box, kinds: list[str]) -> None:
@@ -367,6 +382,8 @@ def warm_up(box: Box, kinds: list[str]) -> None:
     if {"run", "adapter", "data", "model"} & set(kinds):
         import datasets  # noqa: F401
         import transformers  # noqa: F401
+    if "journal" in kinds:
+        folders.whole("study")
     if "model" in kinds:
         import lm_eval.models.huggingface
 
