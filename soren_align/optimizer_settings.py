@@ -4,7 +4,6 @@ Read by the recipe's schema, the signatures of `optim`, the checks of a paramete
 tests/test_optimizer_settings.py compares them.
 """
 
-from math import inf
 from typing import Any, Literal, NamedTuple
 
 AdjustLrFn = Literal["none", "original", "match_rms_adamw", "match_rms_measured"]
@@ -16,6 +15,10 @@ States = Literal["float32", "8bit"]
 FactorPrecision = Literal["float32", "tf32", "float16", "bfloat16"]
 Precision = Literal["auto", FactorPrecision]
 """Of the factors of a map's matrix products, whose sums are float32."""
+
+
+LARGEST = 1e30
+"""Of a number without a bound of its own: its product with a scale or a decay is still a float32."""
 
 
 class Bounds(NamedTuple):
@@ -36,11 +39,11 @@ class Bounds(NamedTuple):
 
     def __str__(self) -> str:
         words = {"at least": self.least, "above": self.above, "at most": self.most, "below": self.below}
-        return " and ".join(f"{word} {value:g}" for word, value in words.items() if value not in (None, inf))
+        return " and ".join(f"{word} {value:g}" for word, value in words.items() if value not in (None, LARGEST))
 
 
-NON_NEGATIVE = Bounds(least=0, below=inf)
-POSITIVE = Bounds(above=0, below=inf)
+NON_NEGATIVE = Bounds(least=0, most=LARGEST)
+POSITIVE = Bounds(above=0, most=LARGEST)
 COEFFICIENT = Bounds(least=0, below=1)
 """Of exponential moving averages: momentum, betas."""
 NUM_STEPS = Bounds(least=1, most=99)

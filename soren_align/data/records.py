@@ -10,7 +10,7 @@ import io
 import json
 import zlib
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -22,8 +22,9 @@ from ..recipe import data_suffix
 
 MAX_RATIO, MAX_UNCHECKED = 200, 1 << 26
 """A .gz file may hold 200 times its size, or 64 MiB; text is compressed 3 to 10 times, a bomb 1000 times."""
-MAX_FIELD = 1 << 28
-"""Characters of a field of a .csv file."""
+MAX_LINE = 1 << 28
+"""Characters of a line, and of a field of a .csv file."""
+_TO_UTF_8 = " (a file in Latin-1? convert it: iconv -f LATIN1 -t UTF-8)"
 
 
 class InvalidRecord(NamedTuple):
@@ -38,6 +39,12 @@ def read_records(file: Path) -> Iterator[tuple[int, dict[str, Any] | InvalidReco
     The number is that of the line, or of the record, from 1. Blank lines are skipped. Raises UserError if the file as a
     whole cannot be parsed.
     """
+    if data_suffix(file) != ".parquet":
+        with _open(file) as stream:
+            # A byte order mark, or a NUL, which JSON and plain text do not contain; json itself detects some encodings.
+            start = stream.read(4)
+        if start.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in start:
+            raise UserError(f"{file}: not UTF-8 but UTF-16 or UTF-32; convert it: iconv -f UTF-16 -t UTF-8")
     readers = {".parquet": _parquet, ".csv": _csv, ".txt": _texts}
     reader = readers.get(data_suffix(file), _lines if has_lines(file) else _array)
     for number, record in reader(file):
@@ -51,7 +58,8 @@ def has_lines(file: Path) -> bool:
     if data_suffix(file) != ".json":
         return data_suffix(file) != ".parquet"
     with _open(file) as stream:
-        first = next((line.lstrip(b"\xef\xbb\xbf").lstrip() for line in stream if line.strip()), b"")
+        parts = iter(lambda: stream.readline(1 << 16), b"")
+        first = next((part.lstrip(b"\xef\xbb\xbf").lstrip() for part in parts if part.strip()), b"")
     return not first.startswith(b"[")
 
 
@@ -90,6 +98,17 @@ class _Decompressed(io.RawIOBase):
         super().close()
 
 
+def _bounded_lines(file: Path, stream: Any, first: int = 1) -> Iterator[Any]:
+    """The lines of a stream, of which the next is number `first`. Raises UserError for one that is too long to read."""
+    for number in count(first):
+        line = stream.readline(MAX_LINE + 1)
+        if len(line) > MAX_LINE:
+            raise UserError(f"{file}:{number}: a line of more than {MAX_LINE:,} characters; a line is one record")
+        if not line:
+            return
+        yield line
+
+
 def _excerpt(value: Any) -> str:
     try:
         return json.dumps(value, default=str)[:40]
@@ -99,7 +118,7 @@ def _excerpt(value: Any) -> str:
 
 def _lines(file: Path) -> Iterator[tuple[int, Any]]:
     with _open(file) as stream:
-        for number, line in enumerate(stream, start=1):
+        for number, line in enumerate(_bounded_lines(file, stream), start=1):
             if not line.strip():
                 continue
             try:
@@ -107,32 +126,32 @@ def _lines(file: Path) -> Iterator[tuple[int, Any]]:
             except json.JSONDecodeError as error:
                 yield number, InvalidRecord(f"not JSON: {error.msg} at column {error.colno}")
             except UnicodeDecodeError as error:
-                yield number, InvalidRecord(f"not UTF-8: byte {error.start + 1} of the line")
+                yield number, InvalidRecord(f"not UTF-8: byte {error.start + 1} of the line{_TO_UTF_8}")
             except (ValueError, RecursionError) as error:  # a number of 5000 digits, brackets nested too deeply
                 yield number, InvalidRecord(f"not JSON that can be read: {error}")
 
 
 def _texts(file: Path) -> Iterator[tuple[int, Any]]:
     with _open(file) as stream:
-        for number, line in enumerate(stream, start=1):
+        for number, line in enumerate(_bounded_lines(file, stream), start=1):
             try:
                 text = line.decode("utf-8-sig").rstrip("\r\n")
             except UnicodeDecodeError as error:
-                yield number, InvalidRecord(f"not UTF-8: byte {error.start + 1} of the line")
+                yield number, InvalidRecord(f"not UTF-8: byte {error.start + 1} of the line{_TO_UTF_8}")
                 continue
             if text.strip():
                 yield number, {"text": text}
 
 
 def _csv(file: Path) -> Iterator[tuple[int, Any]]:
-    csv.field_size_limit(MAX_FIELD)
+    csv.field_size_limit(MAX_LINE)
     with io.TextIOWrapper(_open(file), "utf-8-sig", errors="surrogateescape", newline="") as stream:
-        head = stream.readline()
+        head = next(_bounded_lines(file, stream), "")
         delimiter = max(",;\t", key=head.count)
         names = next(csv.reader([head], delimiter=delimiter), [])
         if len(names) != len(set(names)) or "" in names:
             raise UserError(f"{file}:1: the first line must name each column once; found {', '.join(names)[:200]}")
-        rows, number = csv.reader(stream, delimiter=delimiter, strict=True), 2
+        rows, number = csv.reader(_bounded_lines(file, stream, 2), delimiter=delimiter, strict=True), 2
         try:
             for row in rows:
                 if row:
@@ -148,7 +167,7 @@ def _csv_record(names: list[str], row: list[str]) -> Any:
     try:
         "".join(row).encode()
     except UnicodeEncodeError:
-        return InvalidRecord("not UTF-8")
+        return InvalidRecord(f"not UTF-8{_TO_UTF_8}")
     return dict(zip(names, row, strict=True))
 
 

@@ -1,12 +1,11 @@
 """Building blocks of the sections: their base class, bounded numbers, and unions of sections chosen by `name`."""
 
 from collections.abc import Mapping
-from math import inf
 from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, Tag
 
-from ..optimizer_settings import COEFFICIENT, NON_NEGATIVE, POSITIVE, Bounds
+from ..optimizer_settings import COEFFICIENT, LARGEST, NON_NEGATIVE, POSITIVE, Bounds
 
 
 class Section(BaseModel):
@@ -18,7 +17,7 @@ class Section(BaseModel):
 def within(bounds: Bounds) -> Any:
     """The pydantic Field of an int or a float within `bounds`."""
     least, above, most, below = bounds
-    if below != inf:
+    if most != LARGEST:
         return Field(ge=least, gt=above, le=most, lt=below)
     return Field(ge=least, gt=above, le=most, allow_inf_nan=False)
 

@@ -143,7 +143,7 @@ class Run(Section):
     """How several processes share the model. `ddp`: each has a whole copy. `zero1`, `zero2`, `zero3` (DeepSpeed) and
     `fsdp2` shard optimizer states, gradients and weights; `zero2-offload` and `zero3-offload` keep the states in the
     CPU's memory. Or the path of a DeepSpeed config (.json) or of accelerate's for FSDP2 (.yaml)."""
-    global_batch_size: Annotated[int, Field(ge=1)] | None = None
+    global_batch_size: Annotated[int, Field(ge=1, le=10**9)] | None = None
     """Examples per optimizer step, for any number of processes: gradient_accumulation_steps follows from it. null:
     per_device_train_batch_size x gradient_accumulation_steps x processes."""
     lost_updates: Literal["stop", "warn"] = "stop"
@@ -152,7 +152,7 @@ class Run(Section):
     save_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """The dtype of the model folder. null: the starting checkpoint's own. The end of the run reports how much of the
     change survives in it. An adapter is always float32: there it is the dtype of the result of `soren-align merge`."""
-    num_threads: Annotated[int, Field(ge=1)] | None = None
+    num_threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """CPU threads (OMP_NUM_THREADS); tiny models are fastest, and reproducible on any machine, with 1."""
     log_spectra: LogSpectra = LogSpectra()
     """Measurements of the spectral map during training."""

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from soren_align import recipe
-from soren_align.data import load_split
+from soren_align.data import load_split, records
 from soren_align.data.records import MAX_UNCHECKED
 from soren_align.errors import UserError
 from tests.support.conversations import chat_row, split
@@ -96,6 +96,36 @@ def test_a_damaged_file_is_refused_in_a_sentence(tmp_path, name):
     message = refused(split(tmp_path / name))
     assert words in message
     assert str(tmp_path / name) in message
+
+
+ENCODED = '{"text": "für"}\n{"text": "b"}\n'
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-16-le", "utf-32"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt", "a.csv", "a.jsonl.gz"])
+def test_a_file_in_utf_16_is_refused_as_a_whole(tmp_path, name, encoding):
+    content = ENCODED.encode(encoding)
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    with pytest.raises(UserError, match=rf"{name}: not UTF-8 but UTF-16 or UTF-32; convert it: iconv -f UTF-16 -t UTF-8"):
+        list(records.read_records(tmp_path / name))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.csv"])
+def test_a_line_in_latin_1_is_named_with_the_remedy(tmp_path, name):
+    (tmp_path / name).write_bytes(b"text\n" * name.endswith("csv") + ENCODED.encode("latin-1"))
+    bad = [record.reason for _, record in records.read_records(tmp_path / name) if not isinstance(record, dict)]
+    assert len(bad) == 1
+    assert bad[0].startswith("not UTF-8")
+    assert bad[0].endswith("(a file in Latin-1? convert it: iconv -f LATIN1 -t UTF-8)")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.csv", "a.json", "a.jsonl.gz"])
+def test_a_line_without_end_is_not_read_to_its_end(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(records, "MAX_LINE", 1000)
+    content = b"text\n" * (".csv" in name) + b'{"text": "a"}\n' * 2 + b" " * 1001 + b"x\n"
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    with pytest.raises(UserError, match=rf"{name}:{4 if '.csv' in name else 3}: a line of more than 1,000 characters"):
+        list(records.read_records(tmp_path / name))
 
 
 def test_a_file_that_decompresses_to_thousands_of_times_its_size_is_refused(tmp_path):

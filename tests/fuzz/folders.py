@@ -14,6 +14,7 @@ from soren_align.files import contents
 from tests.fuzz import mutate
 from tests.fuzz.box import BOX
 from tests.support.run_folders import add_results, finished_run
+from tests.support.study_runs import end_all, study_of
 
 Files = dict[str, Any]
 Mutator = Callable[[random.Random, Any], bytes]
@@ -64,16 +65,20 @@ MUTATED += ["model.safetensors"]
 
 @cache
 def whole(kind: str) -> Files:
-    """The files of a run folder `run` that is as our own commands leave it; kind: finished, adapter, training or ""."""
+    """The files of a run folder `run` that is as our own commands leave it; kind: finished, adapter, training or ""; or
+    of a folder `study`."""
     if not kind:
         return {}
     here = os.getcwd()
     with tempfile.TemporaryDirectory() as root:
         os.chdir(root)
         try:
-            adapter_of = f"{root}/run/start" if kind == "adapter" else None
-            run = finished_run("run", BATCH, adapter_of=adapter_of)
-            _fill(run, kind)
+            if kind == "study":
+                end_all(study_of(root), lambda run: 1 + run.number + run.seed / 1000)
+            else:
+                adapter_of = f"{root}/run/start" if kind == "adapter" else None
+                run = finished_run("run", BATCH, adapter_of=adapter_of)
+                _fill(run, kind)
             found = {str(f.relative_to(root)): f.read_bytes() for f in sorted(Path(root).rglob("*")) if f.is_file()}
         finally:
             os.chdir(here)
@@ -357,6 +362,25 @@ def tiny_model() -> Path:
         LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def journal(rng: random.Random, as_json: Mutator) -> Files:
+    """The journal of `whole("study")`, with some of its lines changed, or all of it as bytes."""
+    name = "study/optuna.journal"
+    lines = whole("study")[name].splitlines()
+    if rng.random() < 0.2:
+        return {name: mutate.content(rng, b"\n".join([*lines, b""]))}
+    for at in sorted(rng.sample(range(len(lines)), rng.choice((1, 1, 2))), reverse=True):
+        match rng.randrange(6):
+            case 0:
+                del lines[at]
+            case 1:
+                lines.insert(at, rng.choice(lines))
+            case 2:
+                lines[at] = mutate.content(rng, lines[at])
+            case _:
+                lines[at] = as_json(rng, json.loads(lines[at]))
+    return {name: b"\n".join([*lines, b""])}
 
 
 @cache

@@ -414,6 +414,11 @@ def a_model(rng: random.Random) -> Input:
     return Input("model", *folders.model(rng, _json))
 
 
+def a_journal(rng: random.Random) -> Input:
+    """The journal of a study that has ended."""
+    return Input("journal", folders.journal(rng, _json), base="study")
+
+
 def a_suite(rng: random.Random) -> Input:
     """A suite's file and a quoted table."""
     suite = rng.choice([file for name, file in sorted(shipped.suites().items())])
@@ -433,5 +438,6 @@ KINDS: dict[str, Callable[[random.Random], Input]] = {
     "run": a_run_folder,
     "adapter": an_adapter,
     "model": a_model,
+    "journal": a_journal,
     "suite": a_suite,
 }

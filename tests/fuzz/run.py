@@ -35,10 +35,21 @@ QUOTAS = {
     "run": 1_000,
     "adapter": 1_000,
     "model": 1_000,
+    "journal": 500,
     "suite": 500,
 }
 """The shares of the kinds, and what 20 minutes on two cores are to reach."""
-CHUNKS = {"recipe": 100, "override": 100, "import": 50, "data": 25, "run": 20, "adapter": 20, "model": 10, "suite": 50}
+CHUNKS = {
+    "recipe": 100,
+    "override": 100,
+    "import": 50,
+    "data": 25,
+    "run": 20,
+    "adapter": 20,
+    "model": 10,
+    "journal": 10,
+    "suite": 50,
+}
 KEPT = HERE / "kept"
 STUCK_SECONDS = 30
 """A process that is at one input for so long cannot be interrupted from inside, and is killed."""

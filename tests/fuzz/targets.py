@@ -279,6 +279,7 @@ optimizer: {name: soren, lr: 1e-3}
 trainer: {use_cpu: true, bf16: false, max_steps: 1}
 run: {output_dir: run}
 """
+WHOLE = RECIPE.replace("path: adapter", "path: model").replace("1e-3", "1e-3, aux_lr: 1e-3")
 
 
 def an_adapter(box: Box, arguments: dict[str, Any]) -> int:
@@ -317,7 +318,7 @@ def a_model(box: Box, arguments: dict[str, Any]) -> None:
     with mock.patch.object(datasets.config, "HF_DATASETS_CACHE", box.own[0]):
         match arguments["done"]:
             case "plan":
-                plan_training(recipe.load_text(RECIPE.replace("adapter", "model")))
+                plan_training(recipe.load_text(WHOLE))
             case "chat":
                 Conversation(ChatModel("model", "model"), None, 2, 0.0).ask("hi", str, str)
             case "evaluation":
@@ -325,8 +326,17 @@ def a_model(box: Box, arguments: dict[str, Any]) -> None:
                 lm = backends.load_lm("model", row.tokenizer, backends.BackendSettings("hf", "float32", "cpu", 1))
                 backends.run_requests(lm, "loglikelihood", [("a", " b")])
             case "training":
-                with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                    commands.train(recipe.load_text(RECIPE.replace("adapter", "model")), 1)
+                quiet = io.StringIO()
+                with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet), _without_processes():
+                    commands.train(recipe.load_text(WHOLE), 1)
+
+
+def a_journal(box: Box, arguments: dict[str, Any]) -> None:
+    """Open the study and draw what is left to draw."""
+    from soren_align.compare import study_progress
+
+    study_progress.create(Path("study"), study_progress.Progress(Path("study")).study)
+    study_progress.Progress(Path("study")).update()
 
 
 def a_suite(box: Box, arguments: dict[str, Any]) -> None:
@@ -349,6 +359,7 @@ TARGETS = {
     "run": a_run_folder,
     "adapter": an_adapter,
     "model": a_model,
+    "journal": a_journal,
     "suite": a_suite,
 }
 
@@ -357,7 +368,13 @@ def allowed(kind: str, box: Box) -> list[str]:
     """The folders that an input of the kind may write to."""
     if kind in ("recipe", "override"):
         return _allowed(box, box.work)
-    return _allowed(box, *(box.work / name for name in RUN_OWN)) if kind in ("run", "model") else _allowed(box)
+    return (
+        _allowed(box, *(box.work / name for name in RUN_OWN))
+        if kind in ("run", "model")
+        else _allowed(box, box.work / "study")
+        if kind == "journal"
+        else _allowed(box)
+    )
 
 
 def warm_up(box: Box, kinds: list[str]) -> None:
@@ -365,6 +382,14 @@ def warm_up(box: Box, kinds: list[str]) -> None:
     if {"run", "adapter", "data", "model"} & set(kinds):
         import datasets  # noqa: F401
         import transformers  # noqa: F401
+    if "journal" in kinds:
+        folders.whole("study")
+    if "model" in kinds:
+        import lm_eval.models.huggingface
+
+        import soren_align.chat
+        import soren_align.planning.plan
+        import soren_align.trainers.training  # noqa: F401
     _cached_provenance()
     if "data" in kinds or "adapter" in kinds:
         _loaded_tokenizer()
