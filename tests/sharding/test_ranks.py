@@ -1,14 +1,18 @@
 """Ranks wait for the first one as long as it lives, and a rank that is lost is a sentence on the others."""
 
 import contextlib
+import io
 import multiprocessing
 import os
 import signal
 import socket
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from soren_align.errors import LostRankError, UserError, as_user_error, machine_failure
 from soren_align.sharding import ranks
@@ -24,6 +28,19 @@ def longer(group):
         if group.is_first:
             time.sleep(2 * TIMEOUT_SECONDS)
     group.barrier()
+
+
+def sampling(group):
+    """The first rank writes a sample for longer than a collective may take."""
+    from soren_align.trainers.samples import Prompt, SampleWriter
+
+    with tempfile.TemporaryDirectory() as folder:
+        file, console = Path(folder, "samples.jsonl"), Console(file=io.StringIO())
+        writer = SampleWriter((Prompt("one", [1], 6),), None, file, console, group)
+        writer._answer = lambda *_: time.sleep(2 * TIMEOUT_SECONDS) or ("a", "stop")
+        writer.sample(torch.nn.Linear(1, 1), 0)
+        group.barrier()
+        assert file.exists() == group.is_first
 
 
 def killed(group):
@@ -124,6 +141,7 @@ def run():
     ("job", "first", "other"),
     [
         (longer, None, None),
+        (sampling, None, None),
         (killed, "lost", "LostRankError: lost another rank ("),
         (stopped, "lost", "LostRankError: rank 0 did not answer for 3 s. Rerun the same command to resume"),
         (refused, "UserError: write this", "UserError: write this"),
