@@ -27,7 +27,7 @@ MOST_RERUNS = 4
 MOST_DRAWS = 4
 MS_REMOUNT, MS_PRIVATE, MNT_DETACH = 32, 1 << 14 | 1 << 18, 2
 CLONE_NEWNS, CLONE_NEWUSER = 0x20000, 0x10000000
-Remedy = Callable[[], None]
+Remedy = Callable[[], Any]
 
 
 @dataclass
