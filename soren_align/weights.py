@@ -78,7 +78,8 @@ def load_model(
     """Load a causal language model from a folder or the hub, with every parameter from its files.
 
     quantization: of its linear layers but the head; `dtype` is then the quantization's. place: what messages call it,
-    by default `name`. options: keywords of `from_pretrained`. Raises UserError if keys are missing, unexpected or of another shape; it names the first ones.
+    by default `name`. options: keywords of `from_pretrained`.
+    Raises UserError if keys are missing, unexpected or of another shape; it names the first ones.
     """
     if os.path.isdir(name):
         weight_files(Path(name))  # raises if weights would be read from outside of the folder
