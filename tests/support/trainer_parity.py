@@ -47,7 +47,11 @@ def assert_verified(run, ranks):
     """That the ranks of `trainer_jobs.resumed` have hashed what they wrote, and together refused what was damaged."""
     sealed = json.loads((run.complete_checkpoints()[0] / "soren_align.json").read_text())["files"]
     first, second = (rank["hashed"] for rank in ranks)
-    assert sorted(first + second) == sorted(sealed)
+
+    def without_steps(names):  # DeepSpeed's folders are named by the step, and the oldest checkpoint is removed
+        return sorted(re.sub(r"global_step\d+", "global_step", name) for name in names)
+
+    assert without_steps(first + second) == without_steps(sealed)
     assert "rng_state_1.pth" in second
     assert second == [name for name in second if re.search(r"rank_1_|__1_0\.distcp|rng_state_1\.pth", name)]
     assert not any(re.search(r"rank_1_|__1_0\.distcp", name) for name in first)
