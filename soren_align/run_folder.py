@@ -140,7 +140,7 @@ class RunFolder:
                 )
 
     def forget_failure(self) -> None:
-        """Remove what `record_failure` has written: the run continues."""
+        """Remove what `record_failure` has written: the run is resumed."""
         record = self.read() or {}
         self.replace(
             **{k: v for k, v in record.items() if k not in ("diverged", "resumable", "defect")} | {"last_error": None}

@@ -1,6 +1,8 @@
 """The checkpoint that training starts from: its folder, its tokenizer, its model, and the dtype of the saved model."""
 
 import contextlib
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,9 +13,9 @@ from trl.chat_template_utils import get_training_chat_template
 from .. import shipped, weights
 from ..data import ChatEncoder, set_template, trained_tokenizer, within_vocabulary
 from ..errors import UserError, as_user_error
-from ..files import default_cache_folder, rename_durably
+from ..files import Content, contents, default_cache_folder, read_json, rename_durably, write
 from ..recipe import Model, Recipe, TrainedTokenizer, adapter_config, is_local, quantization
-from ..run_folder import RunFolder
+from ..run_folder import CHANGED, COMPLETE_MARKER, RunFolder
 from . import adapters
 from .disk_space import write_errors
 from .freezing import freeze, refuse_unmatched
@@ -28,6 +30,7 @@ def starting_checkpoint(recipe: Recipe, folder: RunFolder, examples: Any = None)
     """
     model = recipe.model
     if model.init_seed is not None and folder.start.is_dir():
+        _verify_start(folder.start)
         return str(folder.start), str(folder.start)
     tokenizer_source = _tokenizer_source(model, examples)
     if model.init_seed is None and model.tokenizer is None:
@@ -45,8 +48,25 @@ def starting_checkpoint(recipe: Recipe, folder: RunFolder, examples: Any = None)
     with write_errors(partial), as_user_error(f"model {model.name_or_path}", Exception):
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(partial)
         tokenizer.save_pretrained(partial)
+        write(partial / COMPLETE_MARKER, json.dumps(_contents(partial), indent=2) + "\n")
         rename_durably(partial, folder.start)
     return str(folder.start), str(folder.start)
+
+
+def _contents(start: Path) -> dict[str, Content]:
+    files = sorted(path for path in start.iterdir() if path.is_file() and path.name != COMPLETE_MARKER)
+    return dict(zip((path.name for path in files), contents(files), strict=True))
+
+
+def _verify_start(start: Path) -> None:
+    """Raise UserError unless a run's starting checkpoint has the content that was saved: weights and tokenizer."""
+    marker = start / COMPLETE_MARKER
+    saved, actual = read_json(marker) if marker.is_file() else {}, _contents(start)
+    saved = saved if isinstance(saved, dict) else {}
+    if changed := sorted(name for name in {*saved, *actual} if saved.get(name) != actual.get(name)):
+        raise UserError(
+            f"{start}: {', '.join(changed)}: {CHANGED}; remove this folder, and the same command makes it again"
+        )
 
 
 def _resolved(name: str) -> str:

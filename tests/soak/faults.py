@@ -604,7 +604,7 @@ def damaged_start(trial: Trial) -> str:
         shutil.rmtree(start)
         trial.notes.append("start removed")
     else:
-        file = trial.rng.choice(sorted(start.iterdir()))
+        file = trial.rng.choice(sorted(start.iterdir()))  # its seal, too
         trial.notes.append(trial.rng.choice([flip_bit, truncate, removed, zeros])(file, trial.rng))
 
     def restore() -> None:

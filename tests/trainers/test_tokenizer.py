@@ -101,3 +101,20 @@ def test_a_damaged_file_of_the_start_is_one_of_the_run_s_folder(tiny_run, name, 
     (run.folder.start / name).write_text("{}" if name == "config.json" else "")
     with pytest.raises(UserError, match=r"^/.*/run/start \(made by soren-align; removed, it is made again\): "):
         load(run.recipe, start)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "tokenizer.json", "model.safetensors"])
+def test_the_start_of_a_run_is_verified_by_content(tiny_run, name):
+    """A missing tokenizer_config.json is no other tokenizer, and a changed letter no other vocabulary."""
+    run = tiny_run()
+    run.prepare()
+    file = run.folder.start / name
+    content = bytearray(file.read_bytes())
+    content[-9] ^= 1
+    for damage in (lambda: file.write_bytes(content), file.unlink):
+        damage()
+        with pytest.raises(UserError, match=rf"run/start: {name}: the content is not the one .*; remove this folder"):
+            starting_model.starting_checkpoint(run.recipe, run.folder)
+    shutil.rmtree(run.folder.start)
+    starting_model.starting_checkpoint(run.recipe, run.folder)
+    starting_model.starting_checkpoint(run.recipe, run.folder)
