@@ -312,7 +312,7 @@ def a_model(box: Box, arguments: dict[str, Any]) -> None:
     import datasets
 
     from soren_align.chat import ChatModel, Conversation
-    from soren_align.evaluate import backends, preflight
+    from soren_align.evaluate import backends, preflight, workers
     from soren_align.planning.plan import plan_training
 
     with mock.patch.object(datasets.config, "HF_DATASETS_CACHE", box.own[0]):
@@ -323,8 +323,9 @@ def a_model(box: Box, arguments: dict[str, Any]) -> None:
                 Conversation(ChatModel("model", "model"), None, 2, 0.0).ask("hi", str, str)
             case "evaluation":
                 row = preflight.saved_row("model", "model")
-                lm = backends.load_lm("model", row.tokenizer, backends.BackendSettings("hf", "float32", "cpu", 1))
-                backends.run_requests(lm, "loglikelihood", [("a", " b")])
+                settings = backends.BackendSettings("hf", "float32", "cpu", 1)
+                lm = workers.InProcess("model", row.tokenizer, settings)
+                list(lm.run([("a", "loglikelihood", [("a", " b")])]))
             case "training":
                 quiet = io.StringIO()
                 with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet), _without_processes():
@@ -385,8 +386,6 @@ def warm_up(box: Box, kinds: list[str]) -> None:
     if "journal" in kinds:
         folders.whole("study")
     if "model" in kinds:
-        import lm_eval.models.huggingface
-
         import soren_align.chat
         import soren_align.planning.plan
         import soren_align.trainers.training  # noqa: F401
