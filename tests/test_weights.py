@@ -189,6 +189,7 @@ FILES = {
     "heads that divide nothing": ("config.json", {"num_attention_heads": 0}, "not a model that can be loaded: "),
     "a text as a size": ("config.json", {"hidden_size": "x"}, "not a model that can be loaded: "),
     "an unknown activation": ("config.json", {"hidden_act": "x"}, "not a model that can be loaded: "),
+    "a number as the dtype": ("config.json", {"dtype": 2}, "dtype: found 2; it is the name"),
     "a list as the type": ("config.json", {"model_type": ["llama"]}, "not a model that can be loaded: "),
     "no tokenizer model": ("tokenizer.json", {"model": {"type": "x"}}, "has no tokenizer that can be loaded: "),
     "a number as added tokens": ("tokenizer.json", {"added_tokens": 3}, "has no tokenizer that can be loaded: "),
