@@ -272,9 +272,9 @@ def test_rows_without_weights_and_templates_that_refuse_a_question_are_found_bef
     rows = [("base", models[0]), ("SFT", other)]
     with pytest.raises(UserError) as error:
         table(rows, tmp_path / "out")
-    problem = "no prompt can be made of a question: SFT: zoo_mc: the chat template: a system message first; choose another chat template, or leave the"
+    problem = "the chat template: a system message first; choose another chat template, or leave the"
     assert [line.partition(" column")[0] for line in str(error.value).splitlines()] == [
-        f"SFT: {column}: {problem}" for column in COLUMNS
+        f"SFT: {column}: no prompt can be made of a question: SFT: {column}: {problem}" for column in COLUMNS
     ]
     (other / "model.safetensors").unlink()
     with pytest.raises(UserError, match=r"SFT: .*other has no weights in \.safetensors files"):
