@@ -11,11 +11,12 @@ import torch
 from transformers import TextStreamer
 
 from .data.rendering import template_errors
-from .errors import UserError
+from .errors import UserError, as_user_error
 from .evaluate.backends import BackendSettings, base_folder, load_lm, load_tokenizer, model_folder
 from .quantized_weights import quantization_of
 from .weights import load_config
 
+_IN_USE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 OnText = Callable[[str], object]
 
 
@@ -83,14 +84,17 @@ class Conversation:
         before = self.turns
         self.turns = [*before, {"role": "user", "content": question}]
         try:
-            prompt = self._fit(on_notice)
+            with as_user_error(f"{self.model.name}: its tokenizer fails", Exception):
+                prompt = self._fit(on_notice)
         except UserError:
             self.turns = before
             raise
         stream = _Stream(self.model.tokenizer, on_text)
         room = self.model.context - prompt.shape[1]
         try:
-            self.model.generate(prompt, stream, min(self.max_new_tokens, room), self.temperature)
+            # Of values in config.json that are read only now; not OSError, which the terminal raises.
+            with as_user_error(f"{self.model.name}: cannot answer", *_IN_USE):
+                self.model.generate(prompt, stream, min(self.max_new_tokens, room), self.temperature)
         finally:
             answer = self.model.tokenizer.decode(stream.tokens, skip_special_tokens=True)
             self.turns.append({"role": "assistant", "content": answer})

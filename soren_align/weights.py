@@ -60,7 +60,10 @@ def load_config(name: str, revision: str | None = None, place: str | None = None
     """
     with as_user_error(f"{place or name}: not a model that can be loaded", Exception):
         _refuse_many_modules(PreTrainedConfig.get_config_dict(name, revision=revision)[0])
-        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+        if not isinstance(config.dtype, torch.dtype | None):
+            raise UserError(f"{name}: config.json: dtype: found {config.dtype!r:.80}; it is the name of one of torch's")
+        return config
 
 
 def load_tokenizer(name: str, revision: str | None = None, place: str | None = None) -> PreTrainedTokenizerBase:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations import HfDeepSpeedConfig
 
-from soren_align import recipe, shipped
+from soren_align import recipe, shipped, weights
 from soren_align.errors import UserError
 from soren_align.evaluate.backends import BackendSettings, load_lm
 from soren_align.trainers import adapters
@@ -178,3 +178,29 @@ def test_a_pattern_that_adapters_are_published_with_is_matched(adapter):
     say(adapter, target_modules="(q_proj")
     with pytest.raises(UserError, match="is not a regular expression"):
         train(adapter)
+
+
+FILES = {
+    "blocks without end": (
+        "config.json",
+        {"num_hidden_layers": 10**9},
+        r"num_hidden_layers: found 1000000000; at most",
+    ),
+    "heads that divide nothing": ("config.json", {"num_attention_heads": 0}, "not a model that can be loaded: "),
+    "a text as a size": ("config.json", {"hidden_size": "x"}, "not a model that can be loaded: "),
+    "an unknown activation": ("config.json", {"hidden_act": "x"}, "not a model that can be loaded: "),
+    "a number as the dtype": ("config.json", {"dtype": 2}, "dtype: found 2; it is the name"),
+    "a list as the type": ("config.json", {"model_type": ["llama"]}, "not a model that can be loaded: "),
+    "no tokenizer model": ("tokenizer.json", {"model": {"type": "x"}}, "has no tokenizer that can be loaded: "),
+    "a number as added tokens": ("tokenizer.json", {"added_tokens": 3}, "has no tokenizer that can be loaded: "),
+    "a number as a token": ("tokenizer_config.json", {"eos_token": 3}, "has no tokenizer that can be loaded: "),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_a_model_folder_whose_files_a_library_does_not_expect_is_refused(model, case):
+    name, change_of, message = FILES[case]
+    (model / name).write_text(json.dumps(json.loads((model / name).read_text()) | change_of))
+    load = weights.load_model if name == "config.json" else weights.load_tokenizer
+    with pytest.raises(UserError, match=message):
+        load(str(model))

@@ -6,6 +6,7 @@ the study's lock.
 """
 
 import hashlib
+import io
 import json
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -180,7 +181,8 @@ class _FirstLines(BaseJournalBackend):
 
 def _refuse_damaged(journal: Path) -> None:
     """Raise UserError with the first line of a journal that Optuna cannot read, or whose trials are none."""
-    backend = _FirstLines(journal.read_bytes().splitlines() if journal.is_file() else [])
+    # The lines as Optuna reads them: others would split at \r, and decode without the line's end.
+    backend = _FirstLines(io.BytesIO(journal.read_bytes()).readlines() if journal.is_file() else [])
     storage = JournalStorage(backend)
     for number in range(1, len(backend.lines) + 1):
         backend.end = number

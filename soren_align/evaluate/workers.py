@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
 
-from ..errors import ResumableError, UserError
+from ..errors import ResumableError, UserError, as_user_error
 from ..silence import silence
 from .backends import BackendSettings, load_lm, run_requests, shut_down
 
@@ -93,13 +93,14 @@ def _load(model: Any, tokenizer: Any, settings: BackendSettings) -> Any:
 
 def _guarded(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function with silenced libraries. Raises OutOfMemory if the device's memory does not suffice."""
-    try:
-        with silence():
-            return function(*arguments)
-    except RuntimeError as error:
-        if not should_reduce_batch_size(error):
-            raise
-        message = str(error).splitlines()[0]
+    with as_user_error("the model cannot be evaluated", Exception):  # values in its files that are read only now
+        try:
+            with silence():
+                return function(*arguments)
+        except RuntimeError as error:
+            if not should_reduce_batch_size(error):
+                raise
+            message = str(error).splitlines()[0]
     # Outside of `except`: the error's traceback holds the batch and the model.
     raise OutOfMemory(message)
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ..errors import as_user_error
 from ..trainers.freezing import freeze
 
 
@@ -34,9 +35,10 @@ def build_model(
     are_first = blocks is not None and [*blocks] == [i % num_blocks for i in range(len(blocks))]
     if blocks is not None and are_first:
         _select(text_config, blocks)
-    model = AutoModelForCausalLM.from_config(
-        config, dtype=dtype, attn_implementation=attention if attention == "eager" else None
-    )
+    with as_user_error("no model can be built from config.json", Exception):  # transformers checks few of its values
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attention if attention == "eager" else None
+        )
     freeze(model, frozen)
     if blocks is None or are_first:
         return model

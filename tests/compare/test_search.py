@@ -210,6 +210,7 @@ DAMAGES = {
         b'"params":{"optimizer.lr":', b'"params":{"optimizer.lr":"a", "was":', 1
     ),
     "another number": lambda line: line.replace(b'"params":{"optimizer.lr":0.0', b'"params":{"optimizer.lr":0.01', 1),
+    "in UTF-16": lambda line: line.decode().strip().encode("utf-16-le") + b"\n",
     "cut": lambda line: line[: len(line) // 2] + b"\n",
 }
 

@@ -1,4 +1,4 @@
-"""`make fuzz`: mutated recipes, overrides, imports, data files, run folders, adapters and suites, for 20 minutes.
+"""`make fuzz`: mutated recipes, data files, run folders, models and others of targets.py, for 20 minutes.
 
     python -m tests.fuzz.run [--seed N] [--minutes 20] [--jobs 2] [--state FILE] [--kinds recipe,data]
     python -m tests.fuzz.run --seed N --one recipe:123        one input again: shown, tried, with its traceback

@@ -308,23 +308,29 @@ def an_adapter(box: Box, arguments: dict[str, Any]) -> int:
 
 
 def a_model(box: Box, arguments: dict[str, Any]) -> None:
-    """Plan a training of the model, talk to it, let it answer a question, or train it for a step."""
+    """Read what a plan reads of the model, talk to it, let it answer a question, or train it for a step."""
     import datasets
+    import torch
 
     from soren_align.chat import ChatModel, Conversation
-    from soren_align.evaluate import backends, preflight
-    from soren_align.planning.plan import plan_training
+    from soren_align.evaluate import backends, preflight, workers
+    from soren_align.planning import inputs
+    from soren_align.planning.blocks import build_model
 
     with mock.patch.object(datasets.config, "HF_DATASETS_CACHE", box.own[0]):
         match arguments["done"]:
             case "plan":
-                plan_training(recipe.load_text(WHOLE))
+                made = inputs.on_this_machine(recipe.load_text(WHOLE))
+                config = inputs.load_inputs(made, RunFolder("run"), None).config
+                with torch.device("meta"):  # the rest of a plan takes 4 seconds
+                    build_model(config, None, torch.float32)
             case "chat":
                 Conversation(ChatModel("model", "model"), None, 2, 0.0).ask("hi", str, str)
             case "evaluation":
                 row = preflight.saved_row("model", "model")
-                lm = backends.load_lm("model", row.tokenizer, backends.BackendSettings("hf", "float32", "cpu", 1))
-                backends.run_requests(lm, "loglikelihood", [("a", " b")])
+                settings = backends.BackendSettings("hf", "float32", "cpu", 1)
+                lm = workers.InProcess("model", row.tokenizer, settings)
+                list(lm.run([("a", "loglikelihood", [("a", " b")])]))
             case "training":
                 quiet = io.StringIO()
                 with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet), _without_processes():
@@ -385,11 +391,12 @@ def warm_up(box: Box, kinds: list[str]) -> None:
     if "journal" in kinds:
         folders.whole("study")
     if "model" in kinds:
-        import lm_eval.models.huggingface
-
-        import soren_align.chat
-        import soren_align.planning.plan
-        import soren_align.trainers.training  # noqa: F401
+        here = os.getcwd()  # the first of each takes seconds, of imports and of torch's own warming up
+        whole = {f"model/{name}": data for name, data in folders.model_files().items() if "index" not in name}
+        for done in ("plan", "chat", "evaluation", "training"):
+            box.lay_out(whole)
+            a_model(box, {"done": done})
+        os.chdir(here)
     _cached_provenance()
     if "data" in kinds or "adapter" in kinds:
         _loaded_tokenizer()

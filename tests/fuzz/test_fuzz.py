@@ -1,4 +1,4 @@
-"""2,000 mutated inputs, always the same, and every input that ever failed: accepted or refused, and nothing else.
+"""2,060 mutated inputs, always the same, and every input that ever failed: accepted or refused, and nothing else.
 
 `make fuzz` tries many more. One input again: `python -m tests.fuzz.run --seed make-test --one recipe:123`.
 """
@@ -18,6 +18,7 @@ from tests.fuzz.kinds import Input, make
 
 SEED = "make-test"
 SAMPLE = {"recipe": 1_250, "override": 300, "import": 150, "data": 100, "run": 100, "adapter": 50, "suite": 50}
+SAMPLE |= {"model": 40, "journal": 20}
 KEPT = sorted((Path(__file__).parent / "kept").glob("*.json"))
 pytestmark = pytest.mark.filterwarnings("ignore")  # of mutated YAML; the commands silence them, too
 
@@ -39,7 +40,9 @@ def box(tmp_path_factory):
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind == "run")) for kind in SAMPLE])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in ("model", "run"))) for kind in SAMPLE]
+)
 def test_a_mutated_input_is_accepted_or_refused_in_words(kind, box):
     outcomes = {i: trial.attempt(box, make(SEED, kind, i)) for i in range(SAMPLE[kind])}
     assert [f"--one {kind}:{i} {outcome}" for i, outcome in outcomes.items() if not outcome.is_fine] == []
@@ -52,8 +55,8 @@ def test_what_once_failed_is_accepted_or_refused_in_words(file, box):
     assert trial.attempt(box, Input.from_json(json.loads(file.read_text()))).is_fine
 
 
-def test_the_sample_has_2000_inputs_and_each_is_made_from_its_number_alone():
-    assert sum(SAMPLE.values()) == 2_000
+def test_the_sample_has_2060_inputs_and_each_is_made_from_its_number_alone():
+    assert sum(SAMPLE.values()) == 2_060
     assert make("a", "recipe", 5) == make("a", "recipe", 5) != make("a", "recipe", 6)
 
 
