@@ -48,6 +48,8 @@ class Account:
     """Tokens of kept examples beyond max_length, which are not trained on."""
     num_unknown_tokens: int = 0
     """Of the kept examples, before truncation: the tokenizer's unk_token, in place of text that it cannot represent."""
+    max_token_id: int = -1
+    """Of the kept examples, after truncation."""
 
     def describe_truncation(self) -> str:
         """Describe truncated examples."""
@@ -112,6 +114,7 @@ class _Sums:
         unknown: Any = tokenizer.unk_token_id
         self.unknown: int | None = None if unknown in ends else unknown
         self.num_unknown = 0
+        self.max_id = -1
         self.num_truncated = self.num_truncated_tokens = self.num_tokens = self.num_trained = 0
         self.example: list[tuple[str, bool]] = []
         self.stop_token_trained = False
@@ -126,6 +129,7 @@ class _Sums:
         sides = [side.truncated(self.max_length) for side in example.sides]
         self.num_truncated += self.max_length is not None and example.length > self.max_length
         self.num_tokens += sum(len(side.ids) for side in sides)
+        self.max_id = max(self.max_id, *(max(side.ids, default=-1) for side in sides))
         self.num_truncated_tokens += sum(len(side.ids) for side in example.sides) - sum(len(side.ids) for side in sides)
         if self.unknown is not None:
             self.num_unknown += sum(side.ids.count(self.unknown) for side in example.sides)
@@ -154,6 +158,7 @@ class _Sums:
             num_truncated_tokens=self.num_truncated_tokens,
             num_left_out=dict(self.left_out),
             num_unknown_tokens=self.num_unknown,
+            max_token_id=self.max_id,
         )
 
 

@@ -96,7 +96,7 @@ AT_LEAST = {
     "max_grad_norm": 0,
     "dataloader_num_workers": 0,
 }
-AT_MOST = dict.fromkeys(("seed", "data_seed"), 2**32 - 1)  # numpy's
+AT_MOST: dict[str, int] = dict.fromkeys(("seed", "data_seed"), 2**32 - 1)  # numpy's
 AT_MOST |= dict.fromkeys(("dataloader_num_workers", "dataset_num_proc"), 256)  # each is a process, of every rank
 MORE_THAN = {"num_train_epochs": 0, "logging_steps": 0, "save_steps": 0, "eval_steps": 0, "beta": 0}
 

@@ -102,6 +102,7 @@ def set_up_training(
             f"{train.source['path']}: none of {counts.num_examples} examples can be trained on: "
             f"{describe_dropped(counts.dropped)}. trainer.max_length is {config.max_length}"
         )
+    _refuse_ids_beyond(model_config, counts, tokenizer)
     held_out = _count_held_out(recipe, config, splits["eval"], tokens["eval"], tokenizer)
     if stream is None:
         refuse_no_batch(recipe, packing.num_sequences if packing else counts.num_kept, ranks.num_ranks)
@@ -163,6 +164,18 @@ def _count(
     )
     packing = pack(masks, config) if masks is not None and masks.masks else None
     return (after_packing(counts, packing) if packing else counts), packing
+
+
+def _refuse_ids_beyond(model_config: Any, counts: Account, tokenizer: Any) -> None:
+    """Raise UserError if the model has no embedding of a token: on a GPU its lookup would end in an assertion."""
+    vocab_size = getattr(model_config.get_text_config(), "vocab_size", None)
+    ids = {"examples have token": counts.max_token_id, "its pad_token is token": tokenizer.pad_token_id}
+    for finding, token_id in ids.items():
+        if isinstance(vocab_size, int) and token_id is not None and token_id >= vocab_size:
+            raise UserError(
+                f"model.tokenizer: {finding} {token_id:,}, and the model's vocab_size is {vocab_size:,}: the tokenizer "
+                "or its template belongs to another model, or one of their files was changed"
+            )
 
 
 def _check_schedule(config: Any) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models
@@ -74,6 +75,22 @@ def test_a_tokenizer_larger_than_the_model_is_refused_before_weights_are_drawn(t
     with pytest.raises(UserError, match=r"has 130 tokens, and the config's vocab_size is 121"):
         run.prepare()
     assert not run.folder.start.exists()
+
+
+@pytest.mark.parametrize(
+    ("token", "message"),
+    [("<|assistant|>", "examples have token 121"), ("<|pad|>", "its pad_token is token 121")],
+)
+def test_a_token_without_an_embedding_is_refused_before_training(tiny_run, token, message):
+    start = Path(tiny_run().prepare().start)
+    described = json.loads((start / "tokenizer.json").read_text())
+    (added,) = (each for each in described["added_tokens"] if each["content"] == token)
+    described["model"]["vocab"][token] = added["id"] = 121
+    shutil.copytree(start, start.parent.parent / "other")
+    (start.parent.parent / "other" / "tokenizer.json").write_text(json.dumps(described))
+    given = (f"model.name_or_path={start.parent.parent / 'other'}", "model.init_seed=null")
+    with pytest.raises(UserError, match=f"model.tokenizer: {message}, and the model's vocab_size is 121"):
+        tiny_run("sft", *given, name="second").prepare()
 
 
 @pytest.mark.parametrize(
