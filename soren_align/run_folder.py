@@ -17,7 +17,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -250,17 +250,19 @@ class RunFolder:
         file = self.merged / MERGED_FROM
         return file.is_file() and read_json(file) == self.adapter()
 
-    def drop_measurements_after(self, step: int) -> list[str]:
+    def drop_measurements_after(self, step: int, logged: Sequence[dict[str, Any]] = ()) -> list[str]:
         """Remove the lines that a resumed run repeats: of later steps, the summary of its interrupted training, and the
-        samples of its end; and damaged lines. Return a notice about each file that has damaged ones; a last line that a
-        kill left truncated is none.
+        samples of its end; and damaged lines. A last line that a kill left truncated is none.
+
+        logged: the lines of metrics.jsonl up to `step`, as the checkpoint has them (its log_history); those that the
+        file has not are restored. Returns a notice about each file that was damaged.
         """
         notices = []
         for file in (self.metrics, self.spectra, self.samples):
-            if not file.is_file():
+            if not file.is_file() and not (logged and file == self.metrics):
                 continue
             lines, num_damaged = [], 0
-            text = file.read_text(encoding="utf-8", errors="replace")
+            text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
             for line in text.splitlines(keepends=True):
                 try:
                     record = json.loads(line)
@@ -268,10 +270,24 @@ class RunFolder:
                         lines.append(line.removesuffix("\n"))
                 except (ValueError, TypeError, KeyError, RecursionError):
                     num_damaged += line.endswith("\n")
+            remedy = "lines removed"
+            if logged and file == self.metrics:
+                own = {_sorted(json.loads(line)): line for line in lines}
+                saved = {_sorted(log): json.dumps({"step": log["step"]} | log) for log in logged}
+                before_training = [
+                    line for key, line in own.items() if key not in saved and json.loads(key)["step"] == 0
+                ]
+                num_damaged = len(saved.keys() - own.keys())
+                remedy = f"or missing lines restored from checkpoint-{step}"
+                lines = before_training + [own.get(key, line) for key, line in saved.items()]
             if num_damaged:
-                notices.append(f"{file.name}: {num_damaged} damaged lines removed")
+                notices.append(f"{file.name}: {num_damaged} damaged {remedy}")
             write(file, "".join(line + "\n" for line in lines))
         return notices
+
+
+def _sorted(record: dict[str, Any]) -> str:
+    return json.dumps(record, sort_keys=True)
 
 
 class Seal(TypedDict):

@@ -12,7 +12,7 @@ from rich.console import Console
 from transformers import PrinterCallback, TrainerCallback
 
 from ..errors import DivergedError
-from ..files import remove, rename_durably
+from ..files import read_json, remove, rename_durably
 from ..lock import LockedError
 from ..manifest import divergence
 from ..recipe import Recipe, few_steps
@@ -66,7 +66,8 @@ def train(
         record_setup(folder, setup, trainer, ranks)
         folder.update(identity=identical)
         print_setup(console, setup, trainer, ranks)
-        for notice in folder.drop_measurements_after(resumed_from):
+        logged = read_json(checkpoint / "trainer_state.json")["log_history"] if checkpoint else ()
+        for notice in folder.drop_measurements_after(resumed_from, logged):
             print_labelled(console, "notice", notice)
         if checkpoint:
             print_labelled(console, "resume", f"from step {resumed_from}")

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import json
 import os
 import random
 import re
@@ -552,7 +553,7 @@ def without_permission(trial: Trial) -> str:
     return trial.conclude(lambda: place.chmod(mode), "run.*ermission")
 
 
-def damaged_record(name: str, ignored: tuple[str, ...] = ()):
+def damaged_record(name: str):
     """Damage to a file of the run that is not a checkpoint's; the remedy: restore it."""
 
     def kind(trial: Trial) -> str:
@@ -562,6 +563,9 @@ def damaged_record(name: str, ignored: tuple[str, ...] = ()):
         if not file.is_file() or not file.stat().st_size:
             raise NotHit
         content = file.read_bytes()
+        # Measurements are restored by a resumed training, from its checkpoint; after it no command reads them again.
+        is_trained = json.loads((trial.run / "run.json").read_text())["status"] not in ("training", "diverged")
+        ignored = ("metrics",) if name == "metrics.jsonl" and is_trained else ()
         trial.notes.append(trial.rng.choice(damages)(file, trial.rng))
 
         def restore() -> None:
@@ -782,7 +786,7 @@ KINDS = [
          damaged_checkpoint(one_character, of="trainer_state.json")),
     Kind("run.json damaged", 10, ONE, damaged_record("run.json")),
     Kind("recipe.yaml damaged", 6, ONE, damaged_record("recipe.yaml")),
-    Kind("metrics.jsonl damaged", 6, ONE, damaged_record("metrics.jsonl", ("metrics", "record.training.first_loss"))),
+    Kind("metrics.jsonl damaged", 6, ONE, damaged_record("metrics.jsonl")),
     Kind("data changed or gone", 5, ONE, changed_data),
     Kind("streamed data changed or gone", 4, ("stream",), changed_data),
     Kind("start/ damaged or gone", 5, WITH_START, damaged_start),

@@ -343,13 +343,23 @@ def test_the_modes_of_all_files_follow_the_umask(tiny_run, umask, mode):
     assert {path: bits for path, bits in modes.items() if bits != mode and path.name != ".lock"} == {}
 
 
-def test_damaged_lines_of_measurements_are_counted_at_a_resume(tiny_run, stopped):
+@pytest.mark.parametrize("damage", ["broken", "changed", "emptied", "removed"])
+def test_lost_lines_of_measurements_are_those_of_the_checkpoint(tiny_run, stopped, damage):
     metrics = tiny_run().folder.metrics
-    first, *others = metrics.read_text().splitlines()
-    metrics.write_text("\n".join([first[:-4], "[1]", *others, '{"step": 9, "lo']))  # the last one: of a kill
+    before = metrics.read_text()
+    first, *others = before.splitlines()
+    kept = [line for line in before.splitlines() if json.loads(line)["step"] <= 4]
+    changed = first.replace('"loss": ', '"loss": 1')
+    damages = {"broken": [first[:-4], "[1]", *others, '{"step": 9, "lo'], "changed": [changed, *others], "emptied": []}
+    metrics.write_text("".join(line + "\n" for line in damages.get(damage, [])))
+    if damage == "removed":
+        metrics.unlink()
     resumed = tiny_run()
     assert resumed.train()
-    assert "metrics.jsonl: 2 damaged lines removed" in resumed.said.getvalue()
+    lost = 1 if damage in ("broken", "changed") else len(kept)
+    notice = f"metrics.jsonl: {lost} damaged or missing lines restored from checkpoint-4"
+    assert notice in " ".join(resumed.said.getvalue().split())
+    assert [*map(json.loads, metrics.read_text().splitlines()[: len(kept)])] == [*map(json.loads, kept)]
 
 
 def test_the_summary_of_a_training_stands_once_in_its_metrics(tiny_run, monkeypatch):
