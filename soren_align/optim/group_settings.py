@@ -4,12 +4,22 @@ A group holds the settings of its own rule and no others, so that a checkpoint r
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from math import inf
 from typing import Any, get_args
 
 from torch import Tensor
 
-from ..optimizer_settings import BETAS, COEFFICIENT, EPS, NON_NEGATIVE, STATES, AdjustLrFn, Bounds, Compensation, States
+from ..optimizer_settings import (
+    BETAS,
+    COEFFICIENT,
+    EPS,
+    LARGEST,
+    NON_NEGATIVE,
+    STATES,
+    AdjustLrFn,
+    Bounds,
+    Compensation,
+    States,
+)
 
 Check = Callable[[Any], Any]
 """Returns a setting's complete value. Raises ValueError ("found ...; write ...") if it is not allowed."""
@@ -29,7 +39,7 @@ def number(bounds: Bounds) -> Check:
         if isinstance(value, Tensor) and value.numel() != 1:
             raise ValueError(f"found a tensor of shape {tuple(value.shape)}; write one number")
         if not isinstance(value, int | float | Tensor) or float(value) not in bounds:
-            raise ValueError(f"found {value!r}; write a {'finite ' * (bounds.below == inf)}number, {bounds}")
+            raise ValueError(f"found {value!r}; write a {'finite ' * (bounds.most == LARGEST)}number, {bounds}")
         return value
 
     return check
