@@ -2,7 +2,7 @@
 
     python -m tests.cpus              all settings, one line for each; at most 40 minutes on two cores
     python -m tests.cpus avx2-2       one of them: an instruction set, and a number of threads
-    python -m tests.cpus rotating     the one whose turn it is by the commit; .ci/run takes this
+    python -m tests.cpus rotating     the tests of rounding alone, in the one whose turn it is by the commit: .ci/run
 
 The exit code is 1 if a test failed in any of them.
 """
@@ -43,9 +43,9 @@ def environment(setting: str) -> dict[str, str]:
     return kept | limits | {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
 
 
-def passes(setting: str) -> bool:
-    """Run the tests of a setting, and print one line: its time, and pytest's; before it the failed tests, if any."""
-    files = [str(Path("tests") / name) for name in SETTINGS[setting]]
+def passes(setting: str, names: list[str]) -> bool:
+    """Run tests in a setting, and print one line: its time, and pytest's; before it the failed tests, if any."""
+    files = [str(Path("tests") / name) for name in names]
     command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "--tb=short"]
     command += ["-m", "(unit or model) and not slow", *files]
     start = time.monotonic()
@@ -64,7 +64,9 @@ def rotating() -> str:
 
 
 if __name__ == "__main__":
-    settings = [rotating() if name == "rotating" else name for name in sys.argv[1:]] or list(SETTINGS)
+    if sys.argv[1:] == ["rotating"]:
+        sys.exit(not passes(rotating(), ROUNDING))
+    settings = sys.argv[1:] or list(SETTINGS)
     if unknown := set(settings) - SETTINGS.keys():
-        sys.exit(f"{', '.join(unknown)}: no such setting; write one of {', '.join(SETTINGS)}")
-    sys.exit(not all([passes(setting) for setting in settings]))
+        sys.exit(f"{', '.join(unknown)}: no such setting; write rotating, or some of {', '.join(SETTINGS)}")
+    sys.exit(not all([passes(setting, SETTINGS[setting]) for setting in settings]))
