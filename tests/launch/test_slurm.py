@@ -82,10 +82,11 @@ STOPPING = 'touch "$SOREN_ALIGN_STOPPED"'
     [
         ("exit 0", 0, False),
         ("exit 2", 2, False),
-        ("kill -9 $$", 137, False),
-        ("[ $SLURM_PROCID = 1 ] || exec sleep 30; exit 130", 143, False),  # a task that failed: srun stopped the other
+        # One task fails, and srun stops the other one.
+        ("[ $SLURM_PROCID = 1 ] || exec sleep 30; kill -9 $$", 143, False),
+        ("[ $SLURM_PROCID = 1 ] || exec sleep 30; exit 130", 143, False),
         (f"{STOPPING}; [ $SLURM_PROCID = 1 ] || exec sleep 30; exit 130", 143, True),
-        (f"{STOPPING}; kill -9 $$", 137, True),
+        (f"{STOPPING}; [ $SLURM_PROCID = 1 ] || exec sleep 30; kill -9 $$", 143, True),
     ],
 )
 def test_a_job_is_queued_again_after_a_stop_whatever_srun_returns(submit, tmp_path, program, code, is_requeued):

@@ -177,7 +177,8 @@ def measured(group):
         start = StartingWeights([(0, matrix), (1, vector)])
         measurements = Measurements(attached, start)
         first_step = FirstStepCheck(attached, LostUpdatesPolicy("warn", lambda groups, warnings: None))
-        state, args = SimpleNamespace(global_step=0, logging_steps=1), SimpleNamespace(fp16=False)
+        state = SimpleNamespace(global_step=0, logging_steps=1, stateful_callbacks=None)
+        args = SimpleNamespace(fp16=False)
         callbacks = (OptimizerCheck(attached), measurements, first_step)
         for each in callbacks:
             each.on_train_begin(args, state, None)
