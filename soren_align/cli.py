@@ -173,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments: default: sys.argv. Raises only defects, for Python to print their traceback.
     """
     code = _run(sys.argv[1:] if arguments is None else arguments)
-    if code == 130 and arguments is None:
+    if arguments is None:
         signals.end_with_code()
     return code
 

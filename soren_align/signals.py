@@ -54,7 +54,7 @@ def deferred() -> Iterator[None]:
 
 
 def end_with_code() -> None:
-    """Prepare the interpreter's end after a stop, so that its exit code is the command's."""
+    """Prepare the interpreter's end: its exit code is the command's, and no signal interrupts libraries' last acts."""
     for number in stop_signals():
         signal.signal(number, signal.SIG_IGN)
     # CPython (3.11 to 3.14) otherwise ends by SIGINT if the KeyboardInterrupt, which is handled now, has left an `exec`

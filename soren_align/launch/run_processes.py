@@ -24,6 +24,8 @@ from ..recipe import Recipe, load_text, to_yaml
 from ..run_folder import STOPPED, RunFolder
 from ..signals import raising_interrupts
 
+SERVER_LOST = 255
+"""What multiprocessing reports of a run whose fork server was killed: its own code is then unknown."""
 RESUMABLE = 71
 """Exit code of a run that the machine stopped: a full disk, missing memory, a lost rank. It resumes later."""
 LOCKED = 75

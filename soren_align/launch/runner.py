@@ -29,7 +29,7 @@ from ..signals import stop_signals
 from ..terminal import Terminal, print_labelled, stderr_console
 from .conclusion import conclude
 from .environment import set_environment, visible_gpus
-from .run_processes import LOCKED, RESUMABLE, start_run, start_server
+from .run_processes import LOCKED, RESUMABLE, SERVER_LOST, start_run, start_server
 
 POLL_SECONDS = 2.0
 """Between two looks at runs of other commands."""
@@ -172,7 +172,7 @@ class _Runner:
             process.join()
             if code == RESUMABLE:
                 self._stop_starting(run, self._reason(run))
-            elif (code < 0 or code == 130) and not self.is_stopping:
+            elif (code < 0 or code in (130, SERVER_LOST)) and not self.is_stopping:
                 self._repeat_once(run, code)
             elif code not in (0, 130, LOCKED) and code > 0:
                 self.progress.failures[run.folder] = f"ended with exit code {code}; see {run.folder}.log"
@@ -180,7 +180,8 @@ class _Runner:
     def _repeat_once(self, run: Run, code: int) -> None:
         """Let a run that a signal ended be started again; at the second time, start no other either."""
         names = {each.value: each.name for each in signal.Signals}
-        cause = "stopped by a signal" if code == 130 else f"killed by {names.get(-code, f'signal {-code}')}"
+        causes = {130: "stopped by a signal", SERVER_LOST: "the process that started it was killed"}
+        cause = causes.get(code) or f"killed by {names.get(-code, f'signal {-code}')}"
         if -code == signal.SIGKILL:
             cause += " (out of memory, perhaps)"
         if run.folder not in self.killed:

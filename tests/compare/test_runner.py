@@ -18,7 +18,7 @@ from soren_align.compare.study_file import first_run, recipe_of_run
 from soren_align.compare.trials import read_run
 from soren_align.errors import DivergedError, OutOfReach, ResumableError, UserError
 from soren_align.launch import commands, runner
-from soren_align.launch.run_processes import LOCKED, RESUMABLE, start_run, start_server, train_run
+from soren_align.launch.run_processes import LOCKED, RESUMABLE, SERVER_LOST, start_run, start_server, train_run
 from soren_align.run_folder import RunFolder
 from soren_align.trainers import disk_space
 from tests.support import command
@@ -295,7 +295,7 @@ def test_a_run_that_cannot_even_write_its_log_stops_the_study(tmp_path, monkeypa
         runner.compare(study, runner.RunnerOptions())
 
 
-@pytest.mark.parametrize("code", [-signal.SIGKILL, -signal.SIGSEGV, 130])
+@pytest.mark.parametrize("code", [-signal.SIGKILL, -signal.SIGSEGV, 130, SERVER_LOST])
 def test_a_killed_run_is_repeated_once_before_any_final_run(tmp_path, monkeypatch, capsys, code):
     """Then the study stops: the final runs of a selection without it would be trained for nothing."""
     study = study_of(tmp_path)

@@ -227,7 +227,7 @@ def run(
                 if afterwards:
                     afterwards(pids)
             _collect(pids, codes)
-            if len(codes) < processes and any(codes.values()):  # the others are stopped, and nothing wakes them
+            if codes and len(codes) < processes:  # the others are stopped, and nothing wakes them
                 left = [pid for pid in pids if pid not in codes]
                 if all(_state(pid) == "T" for pid in left):
                     for pid in left:

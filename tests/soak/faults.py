@@ -553,6 +553,20 @@ def without_permission(trial: Trial) -> str:
     return trial.conclude(lambda: place.chmod(mode), "run.*ermission")
 
 
+NOT_READ = ("versions", "commit", "platform", "started")
+"""Keys of run.json that say where a run was made and that no command reads again: docs/reliability.md, What is not
+covered."""
+
+
+def changed_keys(record: dict[str, Any], file: Path) -> set[str]:
+    """Return the keys of run.json, present or former, that damage has changed; none if it is no mapping any more."""
+    try:
+        damaged = json.loads(file.read_bytes())
+        return {key for key in {*record, *damaged} if record.get(key) != damaged.get(key)}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return set()
+
+
 def damaged_record(name: str):
     """Damage to a file of the run that is not a checkpoint's; the remedy: restore it."""
 
@@ -563,10 +577,15 @@ def damaged_record(name: str):
         if not file.is_file() or not file.stat().st_size:
             raise NotHit
         content = file.read_bytes()
-        # Measurements are restored by a resumed training, from its checkpoint; after it no command reads them again.
-        is_trained = json.loads((trial.run / "run.json").read_text())["status"] not in ("training", "diverged")
-        ignored = ("metrics",) if name == "metrics.jsonl" and is_trained else ()
+        record = json.loads((trial.run / "run.json").read_text())
         trial.notes.append(trial.rng.choice(damages)(file, trial.rng))
+        # Measurements are restored by a resumed training, from its checkpoint; after it no command reads them again.
+        is_trained = record["status"] not in ("training", "diverged")
+        ignored = ("metrics",) if name == "metrics.jsonl" and is_trained else ()
+        if name == "run.json":
+            ignored = tuple(
+                f"record.{key}" for key in changed_keys(record, file) if key in NOT_READ or key not in record
+            )
 
         def restore() -> None:
             if file.is_dir():
