@@ -554,7 +554,7 @@ def without_permission(trial: Trial) -> str:
 
 
 NOT_READ = ("versions", "commit", "platform", "started")
-"""Keys of run.json that say where a run was made and that no command reads again: docs/reliability.md, What is not
+"""Keys of run.json that state where a run was made and that no command reads again: docs/reliability.md, What is not
 covered."""
 
 
