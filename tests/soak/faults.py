@@ -139,10 +139,11 @@ class Trial:
         return self.sealed()[-1]
 
     def is_finished(self, last: Ended) -> bool:
-        """Whether the run has ended well: by its command, or by the ranks of a launcher that was killed."""
+        """Whether the run has ended well: by its command, by its first rank, or by the ranks of a killed launcher."""
         if set(last.codes) == {0}:
             return True
-        return -signal.SIGKILL in last.codes and not self.config.is_study and bool(runs.result(self.run, self.config))
+        may_have = {0, -signal.SIGKILL} & set(last.codes) and not self.config.is_study
+        return bool(may_have and runs.result(self.run, self.config))
 
     def conclude(self, remedy: Remedy | None = None, names: str = "", ignored: tuple[str, ...] = ()) -> str:
         """Rerun the command to its end; return the verdict.
@@ -337,7 +338,10 @@ def disk_filled(trial: Trial) -> str:
         filler = trial.case / "filler"
 
         def fill(pids: list[int]) -> None:
-            with filler.open("wb") as stream:
+            with (
+                filler.open("wb") as stream,
+                contextlib.suppress(OSError),
+            ):  # a study goes on, and may fill it meanwhile
                 free = shutil.disk_usage(trial.case).free
                 os.posix_fallocate(stream.fileno(), 0, max(1, free - room))
 
