@@ -253,6 +253,7 @@ OF_THE_MACHINE = {
     "torch's memory": RuntimeError(
         "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"
     ),
+    "oneDNN's memory": RuntimeError("could not create a primitive"),
     "GPU's memory": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
     "lost rank": ResumableError("lost another rank"),
     "offline": OutOfReach("owner/data: the hub cannot be reached"),

@@ -163,7 +163,8 @@ def start(
             watch.install()
         from soren_align import cli
 
-        code = cli.main(arguments)
+        sys.argv[1:] = arguments
+        code = cli.main()  # as the program: it ends without interruptions, too
         atexit._run_exitfuncs()
     except BaseException:
         traceback.print_exc()
