@@ -40,8 +40,8 @@ fuzz: SEED ?= $(shell date +%Y%m%d)
 fuzz: setup
 	$(BIN)/python -m tests.fuzz.run --seed $(SEED)
 
-# 270 faults on runs of every kind: kills, full disks, flipped bits, lost ranks. After each the same command must end with
-# the same bits. An hour on two quiet cores; `make soak SEED=7` again continues. The table: docs/reliability.md.
+# 315 faults on runs of every kind: kills, full disks, flipped bits, lost ranks. After each the same command must end with
+# the same bits. Half an hour on two quiet cores; `make soak SEED=7` again continues. The table: docs/reliability.md.
 soak: SEED ?= $(shell date +%Y%m%d)
 soak: setup
 	$(BIN)/python -m tests.soak --seed $(SEED)
