@@ -13,6 +13,8 @@ MAX_PROBLEMS = 20
 """Problems of one error that are printed, before the number of the others."""
 MAX_CHARACTERS = 1000
 """Characters of one printed problem; our longest message, a list of TRL's choices, has about 600."""
+MAX_REASON = 400
+"""Characters of a library's message within ours."""
 
 # Characters that move the cursor or recolor, clear or reorder a terminal's text: control characters except newline and
 # tab, Unicode's line separators and bidirectional marks. Halves of surrogate pairs cannot be encoded at all.
@@ -110,6 +112,14 @@ def machine_failure(error: BaseException, folder: str | os.PathLike[str] | None 
     return None
 
 
+def known_failure(error: BaseException, folder: str | os.PathLike[str] | None = None) -> UserError | None:
+    """Return a UserError as it is, and a failure of the machine as one; None for a defect.
+
+    folder: as in `from_os_error`.
+    """
+    return error if isinstance(error, UserError) else machine_failure(error, folder)
+
+
 def is_lost_rank(error: BaseException) -> bool:
     """Whether a collective or the store failed because another rank has ended or does not answer."""
     if not isinstance(error, RuntimeError):
@@ -152,8 +162,10 @@ def from_os_error(error: OSError, folder: str | os.PathLike[str] | None = None) 
     return ResumableError(f"{os.fsdecode(place)}: {error.strerror or error}{space}{f'; {remedy}' if remedy else ''}")
 
 
-MAX_REASON = 400
-"""Characters of a library's message."""
+def in_one_line(error: BaseException, max_characters: int = 200) -> str:
+    """Return an error's message, or its type if it has none, on one line; a longer one ends in "..."."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= max_characters else f"{text[:max_characters]}..."
 
 
 @contextlib.contextmanager
@@ -178,7 +190,7 @@ def as_user_error(place: str, *kinds: type[Exception]) -> Iterator[None]:
         if isinstance(failure, LostRankError):
             raise failure from error
         is_offline = isinstance(error, OSError) and constants.HF_HUB_OFFLINE
-        message = " ".join(str(error).split())[:MAX_REASON] or type(error).__name__
+        message = in_one_line(error, MAX_REASON)
         if isinstance(error, ArithmeticError | AttributeError | LookupError | TypeError):
             message = f"{type(error).__name__}: {message}"  # a KeyError's text, for example, is the key alone
         kind = ResumableError if failure else OutOfReach if is_offline else UserError

@@ -211,10 +211,11 @@ class Content(TypedDict):
 
 def contents(files: Iterable[Path], *, settle: bool = False) -> list[Content]:
     """Return the contents of files. settle: meanwhile give them the modes of the umask and write them to the disk."""
-    files, umask = [*files], _umask()
+    files = [*files]
     sizes = [file.stat().st_size for file in files]
     chunks = [chunk for file, size in zip(files, sizes, strict=True) for chunk in chunks_of(file, size)]
     with ThreadPoolExecutor(1) as disk:  # it waits for the disk while other threads hash
+        umask = _umask() if settle else 0
         settled = [disk.submit(_settle, file, umask) for file in files if settle]
         digests = iter(chunk_digests(chunks))
         for future in settled:

@@ -53,6 +53,12 @@ def deferred() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
+def killed_by(number: int) -> str:
+    """Say which signal ended a process: "killed by SIGKILL (out of memory, perhaps)"."""
+    name = next((each.name for each in signal.Signals if each == number), f"signal {number}")
+    return f"killed by {name}{' (out of memory, perhaps)' if number == signal.SIGKILL else ''}"
+
+
 def end_with_code() -> None:
     """Prepare the interpreter's end: its exit code is the command's, and no signal interrupts libraries' last acts."""
     for number in stop_signals():

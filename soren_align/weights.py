@@ -28,7 +28,7 @@ from transformers import (
 )
 from transformers.integrations import deepspeed as hf_deepspeed
 
-from .errors import UserError, as_user_error
+from .errors import UserError, as_user_error, in_one_line
 from .provenance import weight_files
 from .quantized_weights import prepare_quantized, quantization_config
 from .recipe import Quantization, adapter_config, refuse_unquantizable
@@ -110,7 +110,7 @@ def load_model(
     except Exception as error:
         if should_reduce_batch_size(error):
             raise
-        raise UserError(f"{place or name}: not a model that can be loaded: {_first_words(error)}") from error
+        raise UserError(f"{place or name}: not a model that can be loaded: {in_one_line(error)}") from error
     model, info = loaded
     complete_for_trl_(model)
     if getattr(model, "_hf_peft_config_loaded", False):
@@ -147,7 +147,7 @@ def load_adapter(model: PreTrainedModel, folder: str, *, is_trainable: bool = Fa
     except (AttributeError, KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
         if should_reduce_batch_size(cast(Exception, error)):
             raise
-        raise UserError(f"{folder}: not an adapter that can be loaded: {_first_words(error)}") from error
+        raise UserError(f"{folder}: not an adapter that can be loaded: {in_one_line(error)}") from error
     refuse_other_keys(folder, result.missing_keys, result.unexpected_keys)
     return adapted
 
@@ -228,8 +228,3 @@ def _compare_before_sharding(name: str, options: dict[str, Any]) -> None:
         load_model(name, **options, device_map={"": "meta"})
     finally:
         hf_deepspeed.set_hf_deepspeed_config(config)
-
-
-def _first_words(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) < 200 else f"{text[:200]}..."

@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from .. import weights
-from ..errors import UserError
+from ..errors import UserError, in_one_line
 from ..files import local_path, read_json, refuse_special_files
 from ..recipe import ADAPTER, Quantization, adapter_config, is_local, recorded_quantization
 from ..weights import load_adapter, load_model
@@ -101,7 +101,7 @@ def model_folder(model: str | Path, revision: str | None = None, *, weights: boo
         return Path(huggingface_hub.snapshot_download(str(model), revision=revision, allow_patterns=patterns))
     except Exception as error:  # not found, gated, offline, no space: the hub's own message names the reason
         reason = "no folder here, and cannot be downloaded from the hub"
-        raise UserError(f"{model}: {reason}: {_in_short(error)}") from error
+        raise UserError(f"{model}: {reason}: {in_one_line(error)}") from error
 
 
 def base_folder(folder: Path, *, weights: bool = True) -> Path | None:
@@ -134,7 +134,7 @@ def generation_settings(model: Any) -> tuple[dict[str, Any], Any]:
         try:
             config = GenerationConfig.from_pretrained(folder) if (folder / GENERATION_CONFIG_NAME).is_file() else None
         except Exception as error:  # of values that transformers does not check
-            raise UserError(f"{folder / GENERATION_CONFIG_NAME}: cannot be read: {_in_short(error)}") from None
+            raise UserError(f"{folder / GENERATION_CONFIG_NAME}: cannot be read: {in_one_line(error)}") from None
     else:
         config = model.generation_config
     settings = config.to_diff_dict() if config else {}
@@ -195,7 +195,7 @@ def _load_hf(folder: Path, settings: BackendSettings) -> Any:
     except (OSError, ValueError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{folder}: not a model that can be loaded: {_in_short(error)}") from error
+        raise UserError(f"{folder}: not a model that can be loaded: {in_one_line(error)}") from error
     return model
 
 
@@ -222,15 +222,10 @@ def _load_vllm(model: Any, settings: BackendSettings) -> Any:
         except (ImportError, OSError, ValueError) as error:
             if isinstance(error, UserError):
                 raise
-            raise UserError(f"{model}: not a model that can be loaded: {_in_short(error)}") from error
+            raise UserError(f"{model}: not a model that can be loaded: {in_one_line(error)}") from error
     from lm_eval.models.vllm_causallms import VLLM
 
     # vLLM always generates one token, which needs a place in the context.
     return _count_truncated(VLLM, -1)(
         pretrained=str(model), dtype=settings.dtype, batch_size=settings.batch_size, seed=1234
     )
-
-
-def _in_short(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) < 200 else f"{text[:200]}..."

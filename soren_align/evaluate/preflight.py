@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from lm_eval.models.utils import normalize_gen_kwargs, resolve_max_length
 
-from ..errors import UserError
+from ..errors import UserError, in_one_line
 from ..files import local_path
 from ..recipe import Eval, is_local
 from ..silence import silence
@@ -248,7 +248,7 @@ class _Probe:
         try:
             requests = [request for each in questions for request in self._requests(*each)]
         except Exception as error:  # a template may raise anything
-            reason = " ".join(str(error).split()).removeprefix(f"{self.lm.label}: ")[:200]
+            reason = in_one_line(error).removeprefix(f"{self.lm.label}: ")
             self.problems.append(
                 f"{self.lm.label}: no prompt can be made of a question: {reason}; choose another chat template, or "
                 f"leave the column out: eval.omit: [{task.column}] (--omit {task.column})"

@@ -40,8 +40,9 @@ class InProcess:
 
     def close(self) -> None:
         """Release the model and its memory."""
-        if self.lm is not None:
-            shut_down(self.lm)
+        if self.lm is None:  # nothing was asked, or all answers were cached
+            return
+        shut_down(self.lm)
         self.lm = None
         # A vLLM engine, whose memory is 90% of the GPU, is part of cycles: the next one would not find room.
         gc.collect()

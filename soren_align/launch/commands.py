@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .. import lock
 from ..bench import shapes
-from ..errors import UserError, machine_failure
+from ..errors import UserError, known_failure
 from ..evaluate.suites import check_suite
 from ..files import read_json
 from ..recipe import (
@@ -154,7 +154,7 @@ def _recording_errors(folder: RunFolder) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        problem = error if isinstance(error, UserError) else machine_failure(error, folder.path)
+        problem = known_failure(error, folder.path)
         if problem is None:
             raise
         if folder.is_locked():  # else it is another command's now

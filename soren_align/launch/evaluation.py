@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from .. import shipped
-from ..errors import ResumableError, UserError, machine_failure
+from ..errors import ResumableError, UserError, known_failure
 from ..evaluate.suites import check_suite
 from ..files import default_cache_folder, local_path, refuse_unwritable
 from ..recipe import ADAPTER, Eval, Recipe, evaluation_problems, is_local, load_resolved, refuse_unloadable
@@ -189,7 +189,7 @@ def evaluate_trained(folder: RunFolder, settings: Eval, console: Terminal) -> No
     try:
         run_evaluation([str(folder)], settings, console)
     except Exception as error:
-        problem = error if isinstance(error, UserError) else machine_failure(error, folder.path)
+        problem = known_failure(error, folder.path)
         if problem is None:
             raise
         raise (ResumableError if isinstance(problem, ResumableError) else UserError)(

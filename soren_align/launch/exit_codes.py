@@ -5,7 +5,7 @@ import sys
 import traceback
 from contextlib import suppress
 
-from ..errors import LostRankError, UserError, machine_failure, printable
+from ..errors import LostRankError, UserError, known_failure, printable
 
 
 def report(error: BaseException, *, resumable: bool = True) -> int:
@@ -14,8 +14,7 @@ def report(error: BaseException, *, resumable: bool = True) -> int:
     A rank that our torchrun started records the message for it, so that it is printed once. Raises the error again if
     it is a defect in a single process: Python prints the traceback. resumable: whether a rerun continues.
     """
-    if not isinstance(error, UserError):
-        error = machine_failure(error) or error
+    error = known_failure(error) or error
     if isinstance(error, UserError):
         code, message = 1 if isinstance(error, LostRankError) else 2, str(error)
     elif isinstance(error, KeyboardInterrupt):

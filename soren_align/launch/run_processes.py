@@ -17,7 +17,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from ..compare.trials import has_ended
-from ..errors import ResumableError, UserError, machine_failure
+from ..errors import ResumableError, known_failure
 from ..lock import LockedError
 from ..provenance import software
 from ..recipe import Recipe, load_text, to_yaml
@@ -101,7 +101,7 @@ def train_run(recipe: Recipe, processes: int = 1) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        problem = error if isinstance(error, UserError) else machine_failure(error, folder.path)
+        problem = known_failure(error, folder.path)
         folder.record_failure(problem or error)
         with contextlib.suppress(OSError):
             if problem:

@@ -25,7 +25,7 @@ from ..compare.trials import ENDED
 from ..errors import MAX_CHARACTERS, ResumableError, UserError, free_bytes, printable
 from ..files import remove
 from ..run_folder import LOCK, RANKS_LOCK, RunFolder
-from ..signals import stop_signals
+from ..signals import killed_by, stop_signals
 from ..terminal import Terminal, print_labelled, stderr_console
 from .conclusion import conclude
 from .environment import set_environment, visible_gpus
@@ -179,11 +179,8 @@ class _Runner:
 
     def _repeat_once(self, run: Run, code: int) -> None:
         """Let a run that a signal ended be started again; at the second time, start no other either."""
-        names = {each.value: each.name for each in signal.Signals}
         causes = {130: "stopped by a signal", SERVER_LOST: "the process that started it was killed"}
-        cause = causes.get(code) or f"killed by {names.get(-code, f'signal {-code}')}"
-        if -code == signal.SIGKILL:
-            cause += " (out of memory, perhaps)"
+        cause = causes.get(code) or killed_by(-code)
         if run.folder not in self.killed:
             self.killed.add(run.folder)
             print_labelled(self.console, "notice", f"{run.folder}: {cause}; it is repeated from its last checkpoint")

@@ -14,6 +14,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, get_error_handler
 
+from ..signals import killed_by
 from ..silence import log_level
 
 STARTED_HERE = "SOREN_ALIGN_LAUNCHER"
@@ -73,14 +74,9 @@ def _first_failure(failures: dict[int, Any]) -> Failure:
     failure = failures[rank]
     kind, _, message = _written(failure).partition(": ")
     if failure.exitcode < 0:
-        try:
-            name = signal.Signals(-failure.exitcode).name
-        except ValueError:
-            name = f"signal {-failure.exitcode}"
-        cause = " (out of memory, perhaps)" if -failure.exitcode == signal.SIGKILL else ""
         message = (
-            f"rank {rank} was killed by {name}{cause}; the other ranks were stopped. Rerun the same command to resume "
-            "from the last checkpoint"
+            f"rank {rank} was {killed_by(-failure.exitcode)}; the other ranks were stopped. Rerun the same command to "
+            "resume from the last checkpoint"
         )
         return Failure(1, message, is_resumable=True)
     if kind == "LostRankError" and len(ended_later) == 1:

@@ -7,7 +7,7 @@ from typing import Any
 from unittest import mock
 
 from ..data import LoadedSplit
-from ..errors import UserError
+from ..errors import UserError, in_one_line
 from ..evaluate.contamination import Overlaps
 from ..evaluate.lineage import run_of
 from ..evaluate.question_texts import overlaps_with, question_texts
@@ -36,8 +36,8 @@ def overlaps_of_runs(
             try:
                 dataset = _trained_on(RunFolder(run)).dataset
             except (UserError, OSError) as error:
-                reason = " ".join(str(error).split())
-                return f"not checked, because the training examples of {name} are not available: {reason[:300]}"
+                reason = in_one_line(error, 300)
+                return f"not checked, because the training examples of {name} are not available: {reason}"
             if dataset._fingerprint not in known:
                 known[dataset._fingerprint] = overlaps_with(
                     dataset, questions, cache, counting(show, "Comparing with the questions")

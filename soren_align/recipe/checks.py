@@ -135,23 +135,19 @@ def _optimizer(raw: Raw) -> Iterator[tuple[Key, str]]:
         yield ("optimizer", "precision"), f"found {precision!r}; map {name!r} has {words}"
 
 
-def _decay_problems(section: dict[str, Any]) -> Problems:
+def _decay_problems(section: dict[str, Any]) -> Iterator[tuple[Key, str]]:
     """Decoupled weight decay that turns the sign of weights: W <- (1 - lr * weight_decay) * W - ..., in any group."""
-    problems: Problems = []
-    lr = section.get("lr")
     for rate, decay, default in (
         ("lr", "weight_decay", WEIGHT_DECAY),
         ("aux_lr", "aux_weight_decay", AUX_WEIGHT_DECAY),
     ):
-        key = rate if section.get(rate) is not None else "lr"  # AdamW's aux_lr is its lr where it is not set
-        factors = lr if key == "lr" else section[rate], section.get(decay, default)
-        if key != rate and section.get("name") != "adamw":
-            continue
+        # AdamW's aux_lr is its lr where it is not set
+        key = "lr" if section.get("name") == "adamw" and section.get(rate) is None else rate
+        factors = section.get(key), section.get(decay, default)
         if all(isinstance(each, int | float) for each in factors) and factors[0] * factors[1] >= 1:
             message = f"{factors[0]:g} times {decay} {factors[1]:g} is {factors[0] * factors[1]:g}: each step would "
             message += "turn the weights' signs (1 - lr * decay is not above 0); write a smaller rate or decay"
-            problems.append((("optimizer", key), message))
-    return problems
+            yield ("optimizer", key), message
 
 
 def _trains_other_parameters(raw: Raw) -> bool | None:

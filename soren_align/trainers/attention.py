@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from ..errors import UserError
+from ..errors import UserError, in_one_line
 from ..recipe import Recipe
 
 
@@ -21,7 +21,7 @@ def check_attention(recipe: Recipe, config: Any) -> None:
         with torch.device("meta"):
             AutoModelForCausalLM.from_config(config, attn_implementation=name)
     except Exception as error:  # of the config too
-        reason = " ".join(str(error).split()).partition(" Please request")[0].rstrip(".")[:300]
+        reason = in_one_line(error, 300).partition(" Please request")[0].rstrip(".")
         raise UserError(
             f"model.attn_implementation: {name} cannot be used here: {reason}. Leave it out for transformers' own "
             "choice; flash attention is in the packages flash-attn and kernels"

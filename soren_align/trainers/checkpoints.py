@@ -18,7 +18,7 @@ from accelerate.utils.memory import should_reduce_batch_size
 from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from ..errors import UserError
+from ..errors import UserError, in_one_line
 from ..files import (
     chunk_digests,
     chunks_of,
@@ -285,8 +285,7 @@ def read_errors(checkpoint: Path) -> Iterator[None]:
         cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
         if isinstance(cause, pickle.UnpicklingError):
             raise UserError(f"{checkpoint}: {PICKLE_REFUSED}") from error
-        reason = " ".join(str(cause).split())[:200] or type(cause).__name__
-        raise UserError(f"{checkpoint}: cannot be loaded ({reason}); {PREVIOUS}") from error
+        raise UserError(f"{checkpoint}: cannot be loaded ({in_one_line(cause)}); {PREVIOUS}") from error
 
 
 def write_stream(checkpoint: Path, state: dict[str, Any]) -> None:

@@ -21,16 +21,19 @@ from .disk_space import write_errors
 from .freezing import freeze, refuse_unmatched
 
 
-def starting_checkpoint(recipe: Recipe, folder: RunFolder, examples: Any = None) -> tuple[str, str]:
+def starting_checkpoint(
+    recipe: Recipe, folder: RunFolder, examples: Any = None, *, verify: bool = True
+) -> tuple[str, str]:
     """Return the folder or hub name that training starts from, and that of its tokenizer.
 
     With model.init_seed, random weights are drawn and saved to `folder.start` first, unless they are there already.
-    examples: the dataset that model.tokenizer is trained on, if it is. Raises UserError if the model cannot have the
-    tokenizer.
+    examples: the dataset that model.tokenizer is trained on, if it is. verify: hash the files that are there; one rank
+    does. Raises UserError if the model cannot have the tokenizer, or these files have changed.
     """
     model = recipe.model
     if model.init_seed is not None and folder.start.is_dir():
-        _verify_start(folder.start)
+        if verify:
+            _verify_start(folder.start)
         return str(folder.start), str(folder.start)
     tokenizer_source = _tokenizer_source(model, examples)
     if model.init_seed is None and model.tokenizer is None:

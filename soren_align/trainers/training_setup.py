@@ -81,7 +81,7 @@ def set_up_training(
     model_config = load_config(recipe)
     splits = load_splits(recipe)
     train, stream = splits["train"], None
-    start, tokenizer_source = starting_checkpoint(recipe, folder, train.dataset)
+    start, tokenizer_source = starting_checkpoint(recipe, folder, train.dataset, verify=ranks.is_first)
     tokenizer = load_tokenizer(recipe, tokenizer_source)
     config = trl_arguments(recipe, folder.checkpoints, ranks)
     if isinstance(train, Preview):

@@ -90,7 +90,8 @@ STOPPING = 'touch "$SOREN_ALIGN_STOPPED"'
     ],
 )
 def test_a_job_is_queued_again_after_a_stop_whatever_srun_returns(submit, tmp_path, program, code, is_requeued):
-    assert submit(program).wait() == code
+    # srun may stop one task of "exit 2" before it exits itself.
+    assert submit(program).wait() in {code, 143 if code else 0}
     assert (tmp_path / "requeued").exists() == is_requeued
     assert not [*tmp_path.glob(".soren-align-stopped*")]
 

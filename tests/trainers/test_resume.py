@@ -59,6 +59,21 @@ def stop_after(run, step, monkeypatch):
             run().train()
 
 
+def stop_around(function, moment, run, monkeypatch):
+    """Train and die "before" or "after" a function of soren_align.trainers.training."""
+    original = getattr(training, function)
+
+    def dying(*args):
+        if moment == "after":
+            original(*args)
+        raise Kill
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, function, dying)
+        with pytest.raises(Kill):
+            run.train()
+
+
 @pytest.mark.parametrize("task", ["sft", "dpo"])
 @pytest.mark.parametrize("optimizer", ["soren", pytest.param("htmuon", marks=pytest.mark.slow)])
 def test_a_resumed_run_has_the_weights_and_losses_of_an_uninterrupted_one(tiny_run, monkeypatch, task, optimizer):
@@ -377,17 +392,7 @@ def test_the_summary_of_a_training_stands_once_in_its_metrics(tiny_run, monkeypa
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_kill_around_the_status_of_a_trained_run_leaves_one_that_resumes(tiny_run, monkeypatch, moment):
     measured = ("sft", "run.kl_to_start=4", *EVALUATED)
-    original = training.record_result
-
-    def dying(*args):
-        if moment == "after":
-            original(*args)
-        raise Kill
-
-    with monkeypatch.context() as patched:
-        patched.setattr(training, "record_result", dying)
-        with pytest.raises(Kill):
-            tiny_run(*measured).train()
+    stop_around("record_result", moment, tiny_run(*measured), monkeypatch)
     run = tiny_run(*measured)
     status = run.folder.read()["status"]
     assert status == ("trained" if moment == "after" else "training")
@@ -540,17 +545,7 @@ def test_a_kill_around_the_saving_of_the_model_changes_nothing(tiny_run, monkeyp
     """
     whole = tiny_run(name="whole")
     whole.train()
-    original = training._save_model
-
-    def dying(*args):
-        if moment == "after":
-            original(*args)
-        raise Kill
-
-    with monkeypatch.context() as patch:
-        patch.setattr(training, "_save_model", dying)
-        with pytest.raises(Kill):
-            tiny_run().train()
+    stop_around("_save_model", moment, tiny_run(), monkeypatch)
     resumed = tiny_run()
     assert resumed.train()
     assert resumed.folder.read()["resumed_from_steps"] == [6]
