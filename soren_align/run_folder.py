@@ -261,22 +261,22 @@ class RunFolder:
         for file in (self.metrics, self.spectra, self.samples):
             if not file.is_file() and not (logged and file == self.metrics):
                 continue
-            kept: list[tuple[dict[str, Any], str]] = []
+            remaining: list[tuple[dict[str, Any], str]] = []
             num_damaged = 0
             text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
             for line in text.splitlines(keepends=True):
                 try:
                     record = json.loads(line)
                     if record["step"] <= step and "train_runtime" not in record and record.get("at") != "end":
-                        kept.append((record, line.removesuffix("\n")))
+                        remaining.append((record, line.removesuffix("\n")))
                 except (ValueError, TypeError, KeyError, RecursionError):
                     num_damaged += line.endswith("\n")
-            lines, remedy = [line for _, line in kept], "lines removed"
+            lines, remedy = [line for _, line in remaining], "lines removed"
             if logged and file == self.metrics:
-                own = {_sorted(record): line for record, line in kept}
+                own = {_sorted(record): line for record, line in remaining}
                 saved = {_sorted(log): json.dumps({"step": log["step"]} | log) for log in logged}
                 before_training = [
-                    line for record, line in kept if record["step"] == 0 and _sorted(record) not in saved
+                    line for record, line in remaining if record["step"] == 0 and _sorted(record) not in saved
                 ]
                 num_damaged = len(saved.keys() - own.keys())
                 remedy = f"or missing lines restored from checkpoint-{step}"

@@ -54,7 +54,7 @@ def deferred() -> Iterator[None]:
 
 
 def killed_by(number: int) -> str:
-    """Say which signal ended a process: "killed by SIGKILL (out of memory, perhaps)"."""
+    """Return the cause of a process's end by a signal: "killed by SIGKILL (out of memory, perhaps)"."""
     name = next((each.name for each in signal.Signals if each == number), f"signal {number}")
     return f"killed by {name}{' (out of memory, perhaps)' if number == signal.SIGKILL else ''}"
 

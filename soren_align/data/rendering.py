@@ -33,6 +33,8 @@ MAX_DEPTH = 100
 MAX_WIDTH_DIGITS = 4
 MAX_BITS = 10_000
 """Of an integer; Python writes no more than 4300 digits."""
+MAX_TEMPLATES = 100
+"""Compiled ones that an environment keeps."""
 _LAZY_FILTERS = {
     *("abs", "attr", "count", "d", "default", "first", "float", "int", "items", "last", "length", "list", "map"),
     *("random", "reject", "rejectattr", "reverse", "select", "selectattr"),
@@ -66,6 +68,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         self._refill(0)
+        self._templates: dict[Any, Any] = {}
         self.finalize = self._output
         self.filters: Any = _Filters(self, self.filters)
         del self.globals["lipsum"]
@@ -152,11 +155,16 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             formatter.vformat(text, *(((), *args) if is_map else (args, options)))
         )
 
-    def from_string(self, *args: Any, **options: Any) -> Any:
+    def from_string(self, source: Any, *args: Any, **options: Any) -> Any:
         """Return the template, each rendering of which has a budget."""
-        template = super().from_string(*args, **options)
-        template.root_render_func = functools.partial(self._render, template.root_render_func)
-        return template
+        # lm-eval asks for the same template at each question; to compile it takes longer than to render it.
+        if source not in self._templates or args or options:
+            template = super().from_string(source, *args, **options)
+            template.root_render_func = functools.partial(self._render, template.root_render_func)
+            if len(self._templates) == MAX_TEMPLATES:
+                self._templates.clear()
+            self._templates[source] = template
+        return self._templates[source]
 
     def _render(self, root: Callable[[Any], Iterator[str]], context: Any) -> Iterator[str]:
         num_input = len(str(context.parent))

@@ -212,15 +212,15 @@ def _longest(subtask: Any, context: int, limit: int | None) -> list[dict[str, An
     sizes = [len(str(doc).encode()) for doc in docs]
     indices = heapq.nlargest(NUM_LONGEST, range(len(docs)), key=sizes.__getitem__)
     # A text has hardly more tokens than bytes.
-    answers = {i: _answer_size(subtask, docs[i]) for i, size in enumerate(sizes) if size > context}
+    with silence(), rendering():
+        answers = {i: _answer_size(subtask, docs[i]) for i, size in enumerate(sizes) if size > context}
     long = [i for i in heapq.nlargest(NUM_LONG_ANSWERS, answers, key=answers.__getitem__) if answers[i] > context]
     return [docs[i] for i in dict.fromkeys([*indices, *long])]
 
 
 def _answer_size(subtask: Any, doc: dict[str, Any]) -> int:
     """Return the bytes of the longest answer choice; 0 if text is generated."""
-    with silence(), rendering():
-        requests = _as_list(subtask.construct_requests(doc, [""]))
+    requests = _as_list(subtask.construct_requests(doc, [""]))
     return max((len(r.args[1].encode()) for r in requests if r.request_type == "loglikelihood"), default=0)
 
 

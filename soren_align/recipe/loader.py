@@ -3,6 +3,7 @@
 All mistakes are reported together, each with its file, line and key, the finding and the remedy.
 """
 
+import functools
 import io
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,12 @@ def load_text(text: str, name: str = "recipe", on_missing: Notify | None = None)
 
 def load_resolved(path: Path) -> Recipe:
     """The recipe in a run folder, of this version; its files and models need not exist any more."""
-    raw, _ = parse(read_text(path), str(path))
+    return _resolved(read_text(path), str(path))
+
+
+@functools.lru_cache(maxsize=512)  # a study reads the recipe of each of its runs several times, 10 ms each
+def _resolved(text: str, path: str) -> Recipe:
+    raw, _ = parse(text, path)
     try:
         return Recipe.model_validate(raw)
     except ValidationError as error:

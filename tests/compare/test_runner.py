@@ -260,8 +260,9 @@ OF_THE_MACHINE = {
 }
 
 
-@pytest.mark.parametrize("name", OF_THE_MACHINE)
-@pytest.mark.parametrize("place", ["search/adamw/01", "verdict/soren/102"])
+@pytest.mark.parametrize(
+    ("place", "name"), [*(("search/adamw/01", name) for name in OF_THE_MACHINE), ("verdict/soren/102", "full disk")]
+)
 def test_a_machine_that_fails_stops_the_study_and_ends_no_run(tmp_path, monkeypatch, capsys, name, place):
     study = study_of(tmp_path)
     machine = Machine(study, {place: [OF_THE_MACHINE[name]]})
