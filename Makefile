@@ -21,7 +21,7 @@ demo: setup
 	$(BIN)/soren-align eval $(RUN)/dpo --summary $(RUN)/summary.json
 
 # The tests have four tiers (tests/support/tiers.py): unit, model, ranks, process. What a person waits for: the first two,
-# but for slow ones, and a sample of the others: 6,500 in 12 minutes on two cores.
+# but for slow ones, and a sample of the others: 6,500 in 9 minutes on two cores.
 test: TESTS := -m "(unit or model or sample) and not slow"
 # All tests. 30 minutes on two cores.
 test-all: TESTS :=
@@ -30,8 +30,9 @@ test-rest: TESTS := -m "not (unit or model or sample) or slow"
 test test-all test-rest: setup
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
 
-# The first two tiers with the instruction sets and threads of other machines: one line for each of six settings, at most
-# 40 minutes on two cores. `make test-cpus CPU=avx2-1` takes one (tests/cpus.py), CPU=rotating what .ci/run takes.
+# The first two tiers with the instruction sets and threads of other machines: one line for each of five settings, at most
+# 40 minutes on two cores; `make test` is the sixth. `make test-cpus CPU=avx2-1` takes one (tests/cpus.py),
+# CPU=rotating what .ci/run takes.
 test-cpus: setup
 	$(BIN)/python -m tests.cpus $(CPU)
 
