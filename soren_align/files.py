@@ -87,7 +87,7 @@ def read_text(path: str | Path, max_bytes: int = MAX_YAML_BYTES) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise UserError(f"{file.name}:1 not a text file in UTF-8") from None
+        raise UserError(f"{path}:1 not a text file in UTF-8") from None
 
 
 def read_json(path: str | Path, *, max_bytes: int = MAX_JSON_BYTES, max_depth: int = MAX_DEPTH) -> Any:

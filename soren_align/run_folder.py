@@ -308,6 +308,8 @@ def read_seal(checkpoint: Path) -> Seal:
         raise UserError(f"{checkpoint}: no complete checkpoint of soren-align ({COMPLETE_MARKER} is missing)")
     try:
         seal = TypeAdapter(Seal).validate_python(read_json(marker), strict=True)
+    except UserError as error:
+        raise UserError(f"{error}; {PREVIOUS}") from None
     except ValidationError:
         raise UserError(
             f"{marker}: was not written by this version of soren-align, or is damaged; {PREVIOUS}"

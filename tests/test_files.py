@@ -87,7 +87,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
         "/dev/zero": "not a file",
         tmp_path / "nothing": "No such file",
         tmp_path / "big": "larger than",
-        tmp_path / "latin": "latin:1 not a text file in UTF-8",
+        tmp_path / "latin": f"{tmp_path}/latin:1 not a text file in UTF-8",
     }.items():
         refused(lambda path=path: read_text(path), message)
         refused(lambda path=path: read_yaml(path), message)

@@ -273,6 +273,13 @@ def test_damage_in_a_sealed_checkpoint_is_one_sentence(tiny_run, stopped, name, 
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("content", [b"", b"{", b"{}", b"\xff{}", b"\0" * 512])
+def test_a_damaged_seal_is_named_with_its_checkpoint_and_the_remedy(tmp_path, content):
+    (tmp_path / "soren_align.json").write_bytes(content)
+    with pytest.raises(UserError, match=rf"{tmp_path}/soren_align\.json.*; remove this checkpoint's folder to resume"):
+        read_seal(tmp_path)
+
+
 def test_a_sealed_checkpoint_that_lacks_weights_is_refused(tiny_run, stopped):
     tensors = load_file(stopped / "model.safetensors")
     del tensors["model.norm.weight"]
