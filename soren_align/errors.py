@@ -73,6 +73,7 @@ _OF_THE_MACHINE = (errno.EIO, errno.ESTALE, errno.EFBIG, errno.EMFILE, errno.ENF
 """Errors that name no file: a broken disk or network file system, and limits of files, memory and processes."""
 _NO_MEMORY = re.compile(
     "out of memory|[cC]an(no|')t allocate memory|CUBLAS_STATUS_ALLOC_FAILED|bad_alloc|killed by signal"
+    "|can't start new thread"
     "|could not create a (primitive|memory)"
 )
 """In the RuntimeErrors of torch (2.13): OutOfMemoryError is one, and that of a killed DataLoader worker another. The

@@ -11,7 +11,9 @@ import shutil
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
+from threading import Barrier
 from typing import Any, TypeVar
 
 from typing_extensions import TypedDict
@@ -23,6 +25,7 @@ T = TypeVar("T")
 
 MAX_JSON_BYTES = 1 << 26
 MAX_JSON_DIGITS = 40
+CHANGED = "the content is not the one that was saved (a defect of the disk, a bad copy, an edit)"
 CHUNK_BYTES = 1 << 24
 """Of a file's content that is hashed at once: part of the definition of `Content`."""
 _BLOCK_BYTES = 1 << 18
@@ -213,13 +216,11 @@ def contents(files: Iterable[Path], *, settle: bool = False) -> list[Content]:
     """Return the contents of files. settle: meanwhile give them the modes of the umask and write them to the disk."""
     files = [*files]
     sizes = [file.stat().st_size for file in files]
-    chunks = [chunk for file, size in zip(files, sizes, strict=True) for chunk in chunks_of(file, size)]
-    with ThreadPoolExecutor(1) as disk:  # it waits for the disk while other threads hash
-        umask = _umask() if settle else 0
-        settled = [disk.submit(_settle, file, umask) for file in files if settle]
-        digests = iter(chunk_digests(chunks))
-        for future in settled:
-            future.result()
+    digests = chunk_digests(chunk for file, size in zip(files, sizes, strict=True) for chunk in chunks_of(file, size))
+    if settle:  # this thread waits for the disk while the others hash
+        umask = _umask()
+        for file in files:
+            _settle(file, umask)
     return [Content(num_bytes=size, tree_sha256=tree_sha256(digests, size)) for size in sizes]
 
 
@@ -228,10 +229,31 @@ def chunks_of(file: T, num_bytes: int) -> list[tuple[T, int]]:
     return [(file, number) for number in range(-(-num_bytes // CHUNK_BYTES))]
 
 
-def chunk_digests(chunks: Iterable[tuple[Path, int]]) -> list[bytes]:
-    """Return the SHA-256 digests of chunks (file, number), by threads: hashlib releases Python's lock."""
-    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
-        return list(threads.map(_chunk_digest, chunks))
+def chunk_digests(chunks: Iterable[tuple[Path, int]]) -> Iterator[bytes]:
+    """Compute the SHA-256 digests of chunks (file, number), by threads: hashlib releases Python's lock.
+
+    Returns an iterator at once, which waits for each.
+    """
+    return _threads().map(_chunk_digest, chunks)
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    """Return the threads that hash, all of them started: once, early, when there is memory.
+
+    CPython's Thread.start (3.11) waits for ever for a thread that ends for lack of memory as it begins.
+    """
+    number = min(_MAX_THREADS, os.cpu_count() or 1)
+    threads, all_started = ThreadPoolExecutor(number), Barrier(number)
+    try:
+        for started in [threads.submit(all_started.wait) for _ in range(number)]:
+            started.result()
+    finally:
+        all_started.abort()  # else threads would wait for one that could not be started
+    return threads
+
+
+os.register_at_fork(after_in_child=_threads.cache_clear)  # a fork has none of them
 
 
 def tree_sha256(digests: Iterator[bytes], num_bytes: int) -> str:

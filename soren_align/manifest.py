@@ -4,6 +4,8 @@ A run folder may come from anyone, or from another version: a key of the wrong t
 Other keys are for people.
 """
 
+import hashlib
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +15,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from .errors import UserError
+from .files import CHANGED
 from .yaml_reader import dotted
 
 FORMAT_VERSION = 2
@@ -224,8 +227,22 @@ TRAINED = ("start", "data", "parallel", "global_batch_size", "seeds", "device", 
 _MANIFEST, _SOURCE, _MIXTURE = TypeAdapter(Manifest), TypeAdapter(Source), TypeAdapter(Mixture)
 
 
+def to_text(record: Mapping[str, Any]) -> str:
+    """Return the text of a run.json: the record, and as `record_sha256` a hash of it."""
+    plain = json.loads(json.dumps(record))
+    return json.dumps({**plain, "record_sha256": _sha256(plain)}, indent=2) + "\n"
+
+
+def _sha256(record: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
 def checked(record: Any, file: Path, required: Iterable[str] = ()) -> dict[str, Any]:
-    """Return `record`, the content of `file`. Raises UserError if it is not a run.json or lacks a required key."""
+    """Return `record`, the content of `file`, without its hash.
+
+    Raises UserError if it is not a run.json, lacks a required key, or is another one than was written; one without a
+    hash, made by hand, is not verified.
+    """
     versions = record.get("versions") if isinstance(record, dict) else None
     if not isinstance(versions, dict) or "soren-align" not in versions:
         raise UserError(f"{file}: was not written by soren-align; choose another folder")
@@ -235,6 +252,10 @@ def checked(record: Any, file: Path, required: Iterable[str] = ()) -> dict[str, 
             f"{file}: was written by an older version of soren-align{commit}; use that version for this run, or copy "
             "its model folder elsewhere to use it as a model"
         )
+    sha256 = record.get("record_sha256")
+    record = {key: value for key, value in record.items() if key != "record_sha256"}
+    if sha256 not in (None, _sha256(record)):
+        raise UserError(f"{file}: {CHANGED}. Restore it, or remove its line record_sha256 if the edit was on purpose")
     try:
         _MANIFEST.validate_python(record, strict=True)
         if "data" in record:

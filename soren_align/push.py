@@ -17,6 +17,7 @@ from huggingface_hub.utils import validate_repo_id
 from .card import card, public, public_recipe, public_record
 from .errors import UserError
 from .files import read_json
+from .manifest import to_text
 from .recipe import QUANTIZATION_RECORD, TASK_TITLES, adapter_config, load_resolved
 from .run_folder import RunFolder
 from .terminal import print_labelled, stderr_console, with_prefix
@@ -104,7 +105,7 @@ def _stage(folder: Path, run: RunFolder, model: Path, repo: str, merged: bool) -
     recipe = load_resolved(run.recipe)
     (folder / "recipe.yaml").write_text(public_recipe(recipe), encoding="utf-8")
     record = public_record(run.record(), recipe)
-    (folder / "run.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    (folder / "run.json").write_text(to_text(record), encoding="utf-8")
 
 
 def _without_local_name(config: Any) -> dict[str, Any] | None:

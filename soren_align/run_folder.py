@@ -33,7 +33,6 @@ from .provenance import fingerprint, software
 
 COMPLETE_MARKER = "soren_align.json"
 """The seal of a checkpoint, written last, when all its files are complete and on the disk."""
-CHANGED = "the content is not the one that was saved (a defect of the disk, a bad copy, an edit)"
 PREVIOUS = "remove this checkpoint's folder to resume from the previous one"
 """The remedy for a damaged checkpoint."""
 MERGED_FROM = "merged_from.json"  # in a merged model: sha256 of the adapter that was merged
@@ -122,7 +121,7 @@ class RunFolder:
     def replace(self, **record: Any) -> None:
         """Replace run.json by these keys and the version of its format."""
         record["format_version"] = manifest.FORMAT_VERSION
-        write(self.path / "run.json", json.dumps(record, indent=2) + "\n")
+        write(self.path / "run.json", manifest.to_text(record))
 
     def record_failure(self, error: Exception) -> None:
         """Write an error into run.json, if the run has begun and the disk has room: its message, whether the training

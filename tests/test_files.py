@@ -1,13 +1,16 @@
 """What a stranger wrote is read within limits: plain data or a UserError, in seconds, whatever stands in it."""
 
 import io
+import os
+import signal
 import time
+from threading import Thread
 
 import pytest
 from rich.table import Table
 
 from soren_align.errors import MAX_PROBLEMS, UserError, printable
-from soren_align.files import local_path, parse_json, parse_yaml, read_json, read_text, read_yaml
+from soren_align.files import contents, local_path, parse_json, parse_yaml, read_json, read_text, read_yaml
 from soren_align.terminal import Terminal
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -143,3 +146,23 @@ def test_a_message_is_bounded():
     assert len(lines) == MAX_PROBLEMS + 1
     assert lines[-2:] == ["... and 482 more", "remedy"]
     assert len(error.problems) == 502
+
+
+def test_hashing_starts_no_thread_after_the_first_file(tmp_path, monkeypatch):
+    """A thread that begins when memory is short would leave Thread.start waiting for ever."""
+    files = [tmp_path / str(number) for number in range(20)]
+    for file in files:
+        file.write_text(file.name)
+    first = contents(files[:1])
+    monkeypatch.setattr(Thread, "start", lambda _: pytest.fail("a thread is started"))
+    assert contents(files, settle=True)[:1] == first
+
+
+@pytest.mark.process
+def test_a_fork_of_a_process_that_has_hashed_hashes_with_threads_of_its_own(tmp_path):
+    (tmp_path / "a").write_text("a")
+    expected = contents([tmp_path / "a"])
+    if not (child := os.fork()):
+        signal.alarm(60)  # ends it
+        os._exit(0 if contents([tmp_path / "a"]) == expected else 1)
+    assert os.waitpid(child, 0)[1] == 0

@@ -447,10 +447,37 @@ def test_a_run_of_the_first_format_is_refused_with_one_sentence(folder, started,
 )
 def test_a_run_json_of_another_shape_is_named_with_its_key(folder, changes, said):
     finished_run(folder.path)
-    record = json.loads((folder.path / "run.json").read_text())
-    (folder.path / "run.json").write_text(json.dumps(record | changes))
+    folder.replace(**(folder.read() | changes))
     with pytest.raises(UserError, match=said):
         folder.read()
+
+
+def test_no_flipped_bit_of_run_json_changes_what_is_read(folder):
+    finished_run(folder.path)
+    file, record = folder.path / "run.json", folder.read()
+    content = file.read_bytes()
+    refused = 0
+    for place in range(0, len(content), 7):
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << (place % 8)
+        file.write_bytes(damaged)
+        try:
+            assert folder.read() == record | {key: value for key, value in folder.read().items() if key not in record}
+        except UserError:
+            refused += 1
+    assert refused > 0.9 * len(content) / 7  # the others are spaces between the keys
+
+
+def test_an_edited_run_json_is_refused_until_its_hash_is_removed(folder):
+    finished_run(folder.path)
+    file, record = folder.path / "run.json", folder.read()
+    edited = json.loads(file.read_text()) | {"device": "an abacus"}
+    file.write_text(json.dumps(edited))
+    with pytest.raises(UserError, match=r"run\.json: the content is not the one that was saved .* line record_sha256"):
+        folder.read()
+    del edited["record_sha256"]
+    file.write_text(json.dumps(edited))
+    assert folder.read() == record | {"device": "an abacus"}
 
 
 def test_a_recipe_yaml_of_another_version_is_one_sentence(folder):

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from ..files import contents, parse_json, read_text
+from ..files import CHANGED, contents, parse_json, read_text
 from ..optim import Muon, Soren, SpectralOptimizer, matrices_of, momentum_of
 from ..optimizer_settings import MAPS, RESOLUTIONS
-from ..run_folder import CHANGED, PREVIOUS, RunFolder, read_seal, step_of
+from ..run_folder import PREVIOUS, RunFolder, read_seal, step_of
 from ..spectral import singular_values
 from .spectra import Spectrum
 

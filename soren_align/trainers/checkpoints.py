@@ -20,6 +20,7 @@ from typing_extensions import TypedDict
 
 from ..errors import UserError, in_one_line
 from ..files import (
+    CHANGED,
     chunk_digests,
     chunks_of,
     contents,
@@ -32,7 +33,7 @@ from ..files import (
 )
 from ..manifest import Count
 from ..recipe import differences
-from ..run_folder import CHANGED, COMPLETE_MARKER, PREVIOUS, Seal, checkpoints_in, read_seal, step_of
+from ..run_folder import COMPLETE_MARKER, PREVIOUS, Seal, checkpoints_in, read_seal, step_of
 from ..sharding import CheckpointException, check_parts, rank_of_file, to_universal
 from ..sharding.ranks import Ranks
 
@@ -213,7 +214,7 @@ def verify(checkpoint: Path, ranks: Ranks = Ranks()) -> None:  # noqa: B008 (fro
         files = read_seal(checkpoint)["files"]
         chunks = [c for name, content in files.items() for c in chunks_of(checkpoint / name, content["num_bytes"])]
         first, end = (len(chunks) * rank // ranks.num_ranks for rank in (ranks.rank, ranks.rank + 1))
-        digests = chunk_digests(chunks[first:end])
+        digests = [*chunk_digests(chunks[first:end])]
     everything = (digest for part in ranks.gather(digests) for digest in part)
     hashes = {name: tree_sha256(everything, content["num_bytes"]) for name, content in files.items()}
     changed = [name for name, content in files.items() if hashes[name] != content["tree_sha256"]]

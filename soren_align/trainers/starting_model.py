@@ -13,9 +13,9 @@ from trl.chat_template_utils import get_training_chat_template
 from .. import shipped, weights
 from ..data import ChatEncoder, set_template, trained_tokenizer, within_vocabulary
 from ..errors import UserError, as_user_error
-from ..files import Content, contents, default_cache_folder, read_json, rename_durably, write
+from ..files import CHANGED, Content, contents, default_cache_folder, read_json, rename_durably, write
 from ..recipe import Model, Recipe, TrainedTokenizer, adapter_config, is_local, quantization
-from ..run_folder import CHANGED, COMPLETE_MARKER, RunFolder
+from ..run_folder import COMPLETE_MARKER, RunFolder
 from . import adapters
 from .disk_space import write_errors
 from .freezing import freeze, refuse_unmatched

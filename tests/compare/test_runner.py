@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from soren_align.compare.study_file import first_run, recipe_of_run
 from soren_align.compare.trials import read_run
@@ -244,17 +243,10 @@ def raise_(error):
     raise error
 
 
+# tests/launch/test_endings.py has all of them.
 OF_THE_MACHINE = {
     "full disk": OSError(errno.ENOSPC, "No space left on device"),
-    "quota": OSError(errno.EDQUOT, "Disk quota exceeded"),
-    "broken disk": OSError(errno.EIO, "Input/output error"),
-    "permissions": PermissionError(errno.EACCES, "Permission denied", "/data/chat.jsonl"),
     "memory": MemoryError(),
-    "torch's memory": RuntimeError(
-        "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"
-    ),
-    "oneDNN's memory": RuntimeError("could not create a primitive"),
-    "GPU's memory": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
     "lost rank": ResumableError("lost another rank"),
     "offline": OutOfReach("owner/data: the hub cannot be reached"),
 }

@@ -1,5 +1,6 @@
 """A command that ends early prints one message, once for all ranks, and returns the exit code for it."""
 
+import errno
 import json
 import os
 import signal
@@ -9,9 +10,10 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from soren_align import cli, signals
-from soren_align.errors import LostRankError, UserError
+from soren_align.errors import LostRankError, OutOfReach, ResumableError, UserError, known_failure
 from soren_align.launch import commands, exit_codes, torchrun
 from soren_align.launch.torchrun import Failure
 from soren_align.sharding.ranks import Ranks
@@ -52,6 +54,33 @@ def test_each_error_has_its_exit_code_and_message(reported, error, environment, 
     code, text = reported(error, environment)
     assert code == expected[0]
     assert expected[1] in text
+
+
+OF_THE_MACHINE = {
+    "full disk": OSError(errno.ENOSPC, "No space left on device"),
+    "quota": OSError(errno.EDQUOT, "Disk quota exceeded"),
+    "broken disk": OSError(errno.EIO, "Input/output error"),
+    "permissions": PermissionError(errno.EACCES, "Permission denied", "/data/chat.jsonl"),
+    "memory": MemoryError(),
+    "torch's memory": RuntimeError(
+        "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9"
+    ),
+    "oneDNN's memory": RuntimeError("could not create a primitive"),
+    "GPU's memory": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    "threads": RuntimeError("can't start new thread"),
+    "lost rank": ResumableError("lost another rank"),
+    "offline": OutOfReach("owner/data: the hub cannot be reached"),
+}
+
+
+@pytest.mark.parametrize("name", OF_THE_MACHINE)
+def test_a_failure_of_the_machine_is_resumable(name):
+    assert isinstance(known_failure(OF_THE_MACHINE[name]), ResumableError)
+
+
+def test_a_defect_is_no_failure_of_the_machine():
+    assert known_failure(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
+    assert known_failure(KeyError("loss")) is None
 
 
 def test_a_command_that_cannot_resume_does_not_advise_it(reported):
