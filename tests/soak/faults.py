@@ -557,16 +557,10 @@ def without_permission(trial: Trial) -> str:
     return trial.conclude(lambda: place.chmod(mode), "run.*ermission")
 
 
-NOT_READ = ("versions", "commit", "platform", "started")
-"""Keys of run.json that state where a run was made and that no command reads again: docs/reliability.md, What is not
-covered."""
-
-
-def changed_keys(record: dict[str, Any], file: Path) -> set[str]:
-    """Return the keys of run.json, present or former, that damage has changed; none if it is no mapping any more."""
+def new_keys(record: dict[str, Any], file: Path) -> set[str]:
+    """Return the keys of run.json that damage has added: one bit more or less in the name of its hash."""
     try:
-        damaged = json.loads(file.read_bytes())
-        return {key for key in {*record, *damaged} if record.get(key) != damaged.get(key)}
+        return json.loads(file.read_bytes()).keys() - record.keys()
     except (OSError, ValueError, AttributeError, TypeError):
         return set()
 
@@ -587,9 +581,7 @@ def damaged_record(name: str):
         is_trained = record["status"] not in ("training", "diverged")
         ignored = ("metrics",) if name == "metrics.jsonl" and is_trained else ()
         if name == "run.json":
-            ignored = tuple(
-                f"record.{key}" for key in changed_keys(record, file) if key in NOT_READ or key not in record
-            )
+            ignored = tuple(f"record.{key}" for key in new_keys(record, file))
 
         def restore() -> None:
             if file.is_dir():
