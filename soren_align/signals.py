@@ -13,7 +13,7 @@ SIGTERM to all ranks when the first one has ended."""
 received: dict[int, float] = {}
 """Signals that came within `raising_interrupts`, and when. Training looks here for one whose exception was lost: Python
 ignores an exception in a finalizer or in a handler of os.fork."""
-_is_deferred = False
+_is_deferred = _is_ending = False
 
 
 def stop_signals() -> list[int]:
@@ -25,6 +25,8 @@ def stop_signals() -> list[int]:
 @contextmanager
 def raising_interrupts() -> Iterator[None]:
     """Within the block, each of them raises KeyboardInterrupt, as Ctrl-C does. Only in the main thread."""
+    global _is_ending
+    _is_ending = False
     if threading.current_thread() is not threading.main_thread():  # Python handles signals there alone
         yield
         return
@@ -38,6 +40,12 @@ def raising_interrupts() -> Iterator[None]:
         received.clear()
         for number, handler in replaced.items():
             signal.signal(number, handler)
+
+
+def interrupt_no_more() -> None:
+    """Until the end of `raising_interrupts`, signals raise nothing: the command ends already, and reports why."""
+    global _is_ending
+    _is_ending = True
 
 
 @contextmanager
@@ -70,8 +78,8 @@ def end_with_code() -> None:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     now = time.monotonic()
-    is_ending = any(now - then < ENDING_SECONDS for then in received.values())
+    is_repeated = any(now - then < ENDING_SECONDS for then in received.values())
     is_first = not received
     received[number] = now
-    if not (_is_deferred if is_first else is_ending):
+    if not (_is_ending or (_is_deferred if is_first else is_repeated)):
         raise KeyboardInterrupt

@@ -155,11 +155,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             formatter.vformat(text, *(((), *args) if is_map else (args, options)))
         )
 
-    def from_string(self, source: Any, *args: Any, **options: Any) -> Any:
+    def from_string(self, source: Any, globals: Any = None, template_class: Any = None) -> Any:
         """Return the template, each rendering of which has a budget."""
+        assert globals is None
+        assert template_class is None
         # lm-eval asks for the same template at each question; to compile it takes longer than to render it.
-        if source not in self._templates or args or options:
-            template = super().from_string(source, *args, **options)
+        if source not in self._templates:
+            template = super().from_string(source)
             template.root_render_func = functools.partial(self._render, template.root_render_func)
             if len(self._templates) == MAX_TEMPLATES:
                 self._templates.clear()

@@ -6,6 +6,7 @@ import traceback
 from contextlib import suppress
 
 from ..errors import LostRankError, UserError, known_failure, printable
+from ..signals import interrupt_no_more
 
 
 def report(error: BaseException, *, resumable: bool = True) -> int:
@@ -14,6 +15,7 @@ def report(error: BaseException, *, resumable: bool = True) -> int:
     A rank that our torchrun started records the message for it, so that it is printed once. Raises the error again if
     it is a defect in a single process: Python prints the traceback. resumable: whether a rerun continues.
     """
+    interrupt_no_more()  # torchrun and srun send SIGTERM to all ranks when one has ended
     error = known_failure(error) or error
     if isinstance(error, UserError):
         code, message = 1 if isinstance(error, LostRankError) else 2, str(error)

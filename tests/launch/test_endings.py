@@ -14,7 +14,7 @@ import torch
 
 from soren_align import cli, signals
 from soren_align.errors import LostRankError, OutOfReach, ResumableError, UserError, known_failure
-from soren_align.launch import commands, exit_codes, torchrun
+from soren_align.launch import commands, exit_codes, torchrun, worker
 from soren_align.launch.torchrun import Failure
 from soren_align.sharding.ranks import Ranks
 from soren_align.terminal import Terminal
@@ -256,6 +256,24 @@ def test_a_signal_outside_of_training_ends_a_command_with_one_line(monkeypatch, 
     result = command.run("sft", "quickstart/sft")
     assert (result.returncode, result.stderr) == (130, "stopped; rerun the same command to resume\n")
     assert signal.getsignal(number) == before
+
+
+def test_a_signal_while_an_error_is_reported_changes_nothing(monkeypatch, tmp_path):
+    """Of a rank that lost another one: torchrun sends it SIGTERM at about the same time."""
+
+    def lose(*args):
+        raise LostRankError("lost another rank")
+
+    def record(error):
+        os.kill(os.getpid(), signal.SIGTERM)
+        recorded.append(error)
+
+    recorded: list[Exception] = []
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setattr(worker, "train_here", lose)
+    monkeypatch.setattr(torchrun, "record_error", record)
+    assert worker.main([str(tmp_path), "--timeout", "1"]) == 1
+    assert [type(error) for error in recorded] == [LostRankError]
 
 
 def test_under_nohup_sighup_is_ignored(monkeypatch, hangups):

@@ -54,7 +54,9 @@ def check(model):
 @pytest.mark.parametrize("name", ["Llama", "Mixtral", "GPT2"])
 def test_examples_that_are_separate_are_packed(name, attention):
     model = small(name, attn_implementation=attention)
-    assert cross_talk(model, COLLATOR, probe_examples(sequences()), "cpu") == (0, 0)
+    change_and_noise = cross_talk(model, COLLATOR, probe_examples(sequences()), "cpu")
+    # Experts multiply other numbers of rows, for which a kernel may round otherwise, by a few ulp.
+    assert max(change_and_noise) <= (1e-6 if name == "Mixtral" else 0)
     check(model)
 
 
