@@ -80,6 +80,8 @@ _NO_MEMORY = re.compile(
 last is oneDNN's, which has no message of its own for it."""
 _GLOO_OR_NCCL = re.compile("gloo/|NCCL")
 """In the RuntimeErrors of collectives that have no type of their own (torch 2.13)."""
+_FILE_OF_TORCH = re.compile(r"unable to open file <(.+)> in .+ mode: .+ \((\d+)\)")
+"""A RuntimeError of torch (2.13) that maps a file, with the errno."""
 _TIMEOUT = re.compile(r"(?:waiting|imeout after|imed out after) ([\d.]+) ?(ms|s)", re.IGNORECASE)
 REMEDIES = {
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "name another folder, or change its permissions"),
@@ -98,6 +100,8 @@ def machine_failure(error: BaseException, folder: str | os.PathLike[str] | None 
     """
     if isinstance(error, OSError):
         return from_os_error(error, folder)
+    if isinstance(error, RuntimeError) and (match := _FILE_OF_TORCH.search(str(error))):
+        return from_os_error(OSError(int(match[2]), os.strerror(int(match[2])), match[1]))
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error))):
         first = (str(error).strip().splitlines() or [""])[0]
         return ResumableError(

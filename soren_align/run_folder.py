@@ -274,12 +274,9 @@ class RunFolder:
             if logged and file == self.metrics:
                 own = {_sorted(record): line for record, line in remaining}
                 saved = {_sorted(log): json.dumps({"step": log["step"]} | log) for log in logged}
-                before_training = [
-                    line for record, line in remaining if record["step"] == 0 and _sorted(record) not in saved
-                ]
                 num_damaged = len(saved.keys() - own.keys())
                 remedy = f"or missing lines restored from checkpoint-{step}"
-                lines = before_training + [own.get(key, line) for key, line in saved.items()]
+                lines = [own.get(key, line) for key, line in saved.items()]
             if num_damaged:
                 notices.append(f"{file.name}: {num_damaged} damaged {remedy}")
             write(file, "".join(line + "\n" for line in lines))

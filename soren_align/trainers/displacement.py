@@ -139,9 +139,10 @@ class Displacement(TrainerCallback):
                 save_file({"logits": self._start}, self.folder.start_logits, {"probes": self.probes.digest()})
                 use_umask(self.folder.start_logits)
         if not args.eval_on_start:
-            values = self.values()
+            line = {"step": 0, **self.values()}
+            state.log_history.append(line)  # from which a resumed run restores damaged lines of the file
             if self.ranks.is_first:
-                append(self.folder.metrics, json.dumps({"step": 0, **values}) + "\n")
+                append(self.folder.metrics, json.dumps(line) + "\n")
 
     def values(self) -> dict[str, float]:
         """Return {"kl_to_start", "retention_loss"} in nats per token, those that the recipe asks for. Collective."""

@@ -67,6 +67,7 @@ OF_THE_MACHINE = {
     ),
     "oneDNN's memory": RuntimeError("could not create a primitive"),
     "GPU's memory": torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+    "torch's files": RuntimeError("unable to open file <run/a> in read-only mode: Too many open files (24)"),
     "threads": RuntimeError("can't start new thread"),
     "lost rank": ResumableError("lost another rank"),
     "offline": OutOfReach("owner/data: the hub cannot be reached"),

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from soren_align.run_folder import RunFolder
+
 pytestmark = pytest.mark.process
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,15 +81,14 @@ def test_a_finished_run_is_not_run_again_and_its_evaluation_can_be(demo):
     assert again.returncode == 2
     assert "holds a finished run" in again.stderr
     # A kill in the evaluation leaves a trained model: the same command evaluates, and does not train again.
-    record = folder / "runs/quickstart/sft/run.json"
-    run = json.loads(record.read_text())
-    record.write_text(json.dumps({**run, "status": "trained"}))
+    run = RunFolder(folder / "runs/quickstart/sft")
+    run.update(status="trained")
     weights = (folder / "runs/quickstart/sft/model/model.safetensors").stat().st_mtime_ns
     resumed = soren_align("sft", "quickstart/sft", cwd=folder)
     assert resumed.returncode == 0, resumed.stderr
     assert "trained " not in resumed.stderr
     assert (folder / "runs/quickstart/sft/model/model.safetensors").stat().st_mtime_ns == weights
-    assert json.loads(record.read_text())["status"] == "finished"
+    assert run.record()["status"] == "finished"
 
 
 def test_run_json_says_what_was_run(demo):

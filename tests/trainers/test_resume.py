@@ -384,6 +384,17 @@ def test_lost_lines_of_measurements_are_those_of_the_checkpoint(tiny_run, stoppe
     assert [*map(json.loads, metrics.read_text().splitlines()[: len(kept)])] == [*map(json.loads, kept)]
 
 
+def test_the_measurements_of_the_start_are_restored_too(tiny_run, monkeypatch):
+    measured = ("sft", "run.kl_to_start=4", *EVALUATED)
+    stop_after(lambda: tiny_run(*measured), 5, monkeypatch)
+    run = tiny_run(*measured)
+    first, *_ = run.folder.metrics.read_text().splitlines()
+    assert json.loads(first) == {"step": 0, "kl_to_start": 0.0}
+    run.folder.metrics.write_text("")
+    assert run.train()
+    assert run.folder.metrics.read_text().splitlines()[0] == first
+
+
 def test_the_summary_of_a_training_stands_once_in_its_metrics(tiny_run, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(training, "_save_model", Mock(side_effect=Kill))
