@@ -73,11 +73,10 @@ _OF_THE_MACHINE = (errno.EIO, errno.ESTALE, errno.EFBIG, errno.EMFILE, errno.ENF
 """Errors that name no file: a broken disk or network file system, and limits of files, memory and processes."""
 _NO_MEMORY = re.compile(
     "out of memory|[cC]an(no|')t allocate memory|CUBLAS_STATUS_ALLOC_FAILED|bad_alloc|killed by signal"
-    "|can't start new thread"
-    "|could not create a (primitive|memory)"
+    "|can't start new thread|could not create a (primitive|memory)"
 )
-"""In the RuntimeErrors of torch (2.13): OutOfMemoryError is one, and that of a killed DataLoader worker another. The
-last is oneDNN's, which has no message of its own for it."""
+"""In the RuntimeErrors of torch (2.13): OutOfMemoryError is one, that of a killed DataLoader worker another. Threads
+are Python's; the last is oneDNN's, which has no message of its own for it."""
 _GLOO_OR_NCCL = re.compile("gloo/|NCCL")
 """In the RuntimeErrors of collectives that have no type of their own (torch 2.13)."""
 _FILE_OF_TORCH = re.compile(r"unable to open file <(.+)> in .+ mode: .+ \((\d+)\)")

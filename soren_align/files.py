@@ -204,6 +204,11 @@ def _settle(file: Path, umask: int) -> None:
         os.fsync(stream.fileno())
 
 
+def digest(content: Any) -> str:
+    """Return the sha256 of plain data, as JSON."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
 class Content(TypedDict):
     """The identity of a file's content."""
 

@@ -4,7 +4,6 @@ A run folder may come from anyone, or from another version: a key of the wrong t
 Other keys are for people.
 """
 
-import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +14,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from .errors import UserError
-from .files import CHANGED
+from .files import CHANGED, digest
 from .yaml_reader import dotted
 
 FORMAT_VERSION = 2
@@ -230,11 +229,7 @@ _MANIFEST, _SOURCE, _MIXTURE = TypeAdapter(Manifest), TypeAdapter(Source), TypeA
 def to_text(record: Mapping[str, Any]) -> str:
     """Return the text of a run.json: the record, and as `record_sha256` a hash of it."""
     plain = json.loads(json.dumps(record))
-    return json.dumps({**plain, "record_sha256": _sha256(plain)}, indent=2) + "\n"
-
-
-def _sha256(record: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+    return json.dumps({**plain, "record_sha256": digest(plain)}, indent=2) + "\n"
 
 
 def checked(record: Any, file: Path, required: Iterable[str] = ()) -> dict[str, Any]:
@@ -254,7 +249,7 @@ def checked(record: Any, file: Path, required: Iterable[str] = ()) -> dict[str, 
         )
     sha256 = record.get("record_sha256")
     record = {key: value for key, value in record.items() if key != "record_sha256"}
-    if sha256 not in (None, _sha256(record)):
+    if sha256 not in (None, digest(record)):
         raise UserError(f"{file}: {CHANGED}. Restore it, or remove its line record_sha256 if the edit was on purpose")
     try:
         _MANIFEST.validate_python(record, strict=True)

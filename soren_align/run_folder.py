@@ -305,6 +305,8 @@ def read_seal(checkpoint: Path) -> Seal:
     try:
         seal = TypeAdapter(Seal).validate_python(read_json(marker), strict=True)
     except UserError as error:
+        if isinstance(error.__context__, OSError):  # it cannot be read, and may be sound
+            raise
         raise UserError(f"{error}; {PREVIOUS}") from None
     except ValidationError:
         raise UserError(

@@ -164,5 +164,9 @@ def test_a_fork_of_a_process_that_has_hashed_hashes_with_threads_of_its_own(tmp_
     expected = contents([tmp_path / "a"])
     if not (child := os.fork()):
         signal.alarm(60)  # ends it
-        os._exit(0 if contents([tmp_path / "a"]) == expected else 1)
+        is_equal = False
+        try:
+            is_equal = contents([tmp_path / "a"]) == expected
+        finally:
+            os._exit(0 if is_equal else 1)
     assert os.waitpid(child, 0)[1] == 0

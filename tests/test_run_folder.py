@@ -462,9 +462,11 @@ def test_no_flipped_bit_of_run_json_changes_what_is_read(folder):
         damaged[place] ^= 1 << (place % 8)
         file.write_bytes(damaged)
         try:
-            assert folder.read() == record | {key: value for key, value in folder.read().items() if key not in record}
+            damaged_record = folder.read()
         except UserError:
             refused += 1
+            continue
+        assert {key: damaged_record[key] for key in record} == record
     assert refused > 0.9 * len(content) / 7  # the others are spaces between the keys
 
 

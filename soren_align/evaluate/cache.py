@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from ..files import digest
 from ..provenance import fingerprint
 from .backends import FILES, BackendSettings, base_folder
 
@@ -79,11 +80,6 @@ def model_digest(folder: Path) -> str:
     hashes: list[Any] = [[f.name, _file_sha256(f, f.stat().st_mtime_ns)] for f in files]
     base = base_folder(folder)
     return digest([fingerprint(str(folder)), hashes, model_digest(base) if base else None])
-
-
-def digest(content: Any) -> str:
-    """Return the sha256 of plain data, as JSON."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 @lru_cache

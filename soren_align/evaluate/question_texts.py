@@ -11,9 +11,8 @@ from lm_eval import utils
 
 from ..data import texts_of
 from ..errors import UserError
-from ..files import read_json, write
+from ..files import digest, read_json, write
 from ..silence import silence
-from .cache import digest
 from .contamination import Overlaps, overlaps
 from .sandbox import rendering
 from .tasks import Tasks, subtasks

@@ -13,8 +13,9 @@ from lm_eval.models.huggingface import HFLM
 
 from ..data.rendering import template_errors
 from ..errors import UserError
+from ..files import digest
 from .backends import BackendSettings, ContextTooShort
-from .cache import ResponseCache, digest
+from .cache import ResponseCache
 from .workers import InProcess, WorkerPool
 
 BATCHES_PER_CHUNK = 16

@@ -9,8 +9,8 @@ from lm_eval.api.metrics import pooled_sample_stderr
 from scipy.stats import binomtest
 
 from ..errors import UserError
+from ..files import digest
 from ..silence import silence
-from .cache import digest
 from .paired import Z95, t95
 from .sandbox import rendering
 from .suites import SuiteTask

@@ -13,10 +13,9 @@ from lm_eval.tasks._yaml_loader import load_yaml
 
 from ..data.records import InvalidRecord, read_records
 from ..errors import UserError
-from ..files import default_cache_folder
+from ..files import default_cache_folder, digest
 from ..silence import silence
 from .answer_keys import refuse_wrong_keys
-from .cache import digest
 from .question_fields import missing_field
 from .sandbox import loading
 from .suites import Suite, SuiteTask

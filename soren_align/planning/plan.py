@@ -20,8 +20,8 @@ from ..recipe import Recipe, few_steps, trains_adapter
 from ..run_folder import RunFolder
 from ..sharding.ranks import Ranks
 from ..trainers import adapters, build
-from ..trainers.attention import check_attention
 from ..trainers.freezing import refuse_unmatched
+from ..trainers.training_setup import check_attention
 from ..trainers.trl_arguments import trl_arguments
 from . import offline
 from .blocks import build_model, kinds_of_blocks

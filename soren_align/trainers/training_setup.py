@@ -6,7 +6,7 @@ from itertools import takewhile
 from typing import Any
 
 import torch
-from transformers import get_scheduler
+from transformers import AutoModelForCausalLM, get_scheduler
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.optimization import GreedyLR
 
@@ -19,12 +19,11 @@ from ..data import (
     check_template,
     has_turns,
 )
-from ..errors import UserError, as_user_error
+from ..errors import UserError, as_user_error, in_one_line
 from ..manifest import describe_dropped
 from ..recipe import Recipe, columns_text, compute_dtype, gradient_notice, refuse_no_batch
 from ..run_folder import RunFolder
 from ..sharding.ranks import Ranks
-from .attention import check_attention
 from .packing import Packing, after_packing, pack, packing_notices
 from .samples import Prompt, read_prompts
 from .starting_model import load_config, load_tokenizer, starting_checkpoint
@@ -176,6 +175,25 @@ def _refuse_ids_beyond(model_config: Any, counts: Account, tokenizer: Any) -> No
                 f"model.tokenizer: {finding} {token_id:,}, and the model's vocab_size is {vocab_size:,}: the tokenizer "
                 "or its template belongs to another model, or one of their files was changed"
             )
+
+
+def check_attention(recipe: Recipe, config: Any) -> None:
+    """Raise UserError if model.attn_implementation is not installed, or the architecture does not have it.
+
+    config: the model's. transformers itself checks, on a model without weights. Hub kernels are downloaded.
+    """
+    name = recipe.model.attn_implementation
+    if name is None:
+        return
+    try:
+        with torch.device("meta"):
+            AutoModelForCausalLM.from_config(config, attn_implementation=name)
+    except Exception as error:  # of the config too
+        reason = in_one_line(error, 300).partition(" Please request")[0].rstrip(".")
+        raise UserError(
+            f"model.attn_implementation: {name} cannot be used here: {reason}. Leave it out for transformers' own "
+            "choice; flash attention is in the packages flash-attn and kernels"
+        ) from error
 
 
 def _check_schedule(config: Any) -> None:

@@ -13,8 +13,8 @@ from soren_align.data import LossMasks
 from soren_align.errors import UserError
 from soren_align.planning import plan as planning
 from soren_align.planning.compute import Compute
-from soren_align.trainers.attention import check_attention
 from soren_align.trainers.packing import pack
+from soren_align.trainers.training_setup import check_attention
 from tests.support.published_data import ANIMALS
 from tests.support.tiny_models import BASE
 

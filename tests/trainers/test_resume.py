@@ -1,5 +1,6 @@
 """Killed at any moment and started again, a run ends with the weights of an uninterrupted one, bit for bit."""
 
+import errno
 import json
 import os
 import random
@@ -277,6 +278,13 @@ def test_damage_in_a_sealed_checkpoint_is_one_sentence(tiny_run, stopped, name, 
 def test_a_damaged_seal_is_named_with_its_checkpoint_and_the_remedy(tmp_path, content):
     (tmp_path / "soren_align.json").write_bytes(content)
     with pytest.raises(UserError, match=rf"{tmp_path}/soren_align\.json.*; remove this checkpoint's folder to resume"):
+        read_seal(tmp_path)
+
+
+def test_a_seal_that_cannot_be_read_is_no_reason_to_remove_its_checkpoint(tmp_path, monkeypatch):
+    (tmp_path / "soren_align.json").write_text("{}")
+    monkeypatch.setattr(type(tmp_path), "open", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
+    with pytest.raises(UserError, match=r"soren_align\.json: cannot be read: Too many open files$"):
         read_seal(tmp_path)
 
 
