@@ -50,6 +50,8 @@ _ADAPTER = "default"  # PEFT's name for a single adapter
 MAX_MODULES = 10_000
 """Blocks or experts of a model. transformers makes a list of the blocks as it reads the config, and all modules before
 it looks at the weights."""
+WEIGHTS_PER_BYTE = 8
+"""At most, of quantized weights."""
 _NUM_MODULES = re.compile(r"(^|_)(layers?|blocks|depth|experts)$")
 
 
@@ -72,7 +74,12 @@ def load_tokenizer(name: str, revision: str | None = None, place: str | None = N
     Raises UserError if transformers cannot, whatever it raises.
     """
     with as_user_error(f"{place or name}: has no tokenizer that can be loaded", Exception):
-        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
+        try:
+            tokenizer.unk_token_id  # noqa: B018
+        except RecursionError:  # transformers takes the unknown token's id for that of a token without one
+            raise UserError(f"{place or name}: the tokenizer's unk_token is not in its vocabulary") from None
+        return tokenizer
 
 
 def load_model(
@@ -84,15 +91,16 @@ def load_model(
     by default `name`. options: keywords of `from_pretrained`.
     Raises UserError if keys are missing, unexpected or of another shape; it names the first ones.
     """
-    if os.path.isdir(name):
-        weight_files(Path(name))  # raises if weights would be read from outside of the folder
-    load_config(name, options.get("revision"), place)  # raises if the model cannot be built
+    files = weight_files(Path(name)) if os.path.isdir(name) else []  # raises if one lies outside of the folder
+    config = load_config(name, options.get("revision"), place)  # raises if the model cannot be built
     if quantization is not None:
         refuse_unquantizable(quantization.quantize, name)
         options |= {"quantization_config": quantization_config(quantization)}
         options["dtype"] = getattr(torch, quantization.dtype)
     # On one rank: it reads all files a second time. If it raises, its launcher stops the other ranks.
-    if hf_deepspeed.is_deepspeed_zero3_enabled() and os.environ.get("RANK", "0") == "0":
+    if not hf_deepspeed.is_deepspeed_zero3_enabled():
+        _refuse_more_weights(place or name, config, files)
+    elif os.environ.get("RANK", "0") == "0":
         _compare_before_sharding(name, options)
     loaded: Any = None
     try:
@@ -216,6 +224,21 @@ def _refuse_many_modules(config: Any) -> None:
             _refuse_many_modules(value)
         elif _NUM_MODULES.search(str(key)) and isinstance(value, int | float) and value > MAX_MODULES:
             raise UserError(f"config.json: {key}: found {value}; at most {MAX_MODULES:,}")
+
+
+def _refuse_more_weights(place: str, config: Any, files: Iterable[Path]) -> None:
+    """Raise UserError if no file can hold all weights of such a model: transformers would draw the others first."""
+    num_bytes = sum(file.stat().st_size for file in files if file.suffix == ".safetensors")
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except Exception:  # of a config that `from_pretrained` refuses with a message
+        return
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    if 0 < num_bytes * WEIGHTS_PER_BYTE < numel:
+        raise UserError(
+            f"{place}: config.json describes {numel:,} weights, more than its files of {num_bytes:,} bytes can hold"
+        )
 
 
 def _compare_before_sharding(name: str, options: dict[str, Any]) -> None:

@@ -99,6 +99,29 @@ def test_under_zero_3_too_before_anything_is_sharded(model, damage):
     assert alive.is_zero3()
 
 
+@pytest.mark.parametrize("use", [train, evaluate])
+def test_a_model_larger_than_its_files_is_refused_before_it_is_allocated(model, use):
+    config = json.loads((model / "config.json").read_text()) | {"intermediate_size": 10**13}
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"config\.json describes [\d,]+ weights, more than its files of [\d,]+ bytes"):
+        use(model)
+
+
+def test_looking_at_a_models_size_draws_no_random_number(model):
+    before = torch.get_rng_state()
+    weights._refuse_more_weights("", weights.load_config(str(model)), [model / "model.safetensors"])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_tokenizer_without_its_own_unknown_token_is_refused(model, monkeypatch):
+    # tokenizer.json can give two tokens one id; which of them it then lacks is a matter of luck.
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.unk_token = "<|absent|>"
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer)
+    with pytest.raises(UserError, match="the tokenizer's unk_token is not in its vocabulary"):
+        weights.load_tokenizer(str(model))
+
+
 def test_a_tied_head_is_not_missing(model):
     config = json.loads((model / "config.json").read_text()) | {"tie_word_embeddings": True}
     (model / "config.json").write_text(json.dumps(config))

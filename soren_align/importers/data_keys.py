@@ -4,6 +4,7 @@ Each training split of a mixture becomes a source with its weight. A split whose
 on; it becomes data.eval if the source evaluates during training. Settings without a counterpart are noted.
 """
 
+import math
 import os
 import re
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from ..errors import UserError
 from ..recipe.data_paths import is_test_split
 from ..recipe.references import is_local
 from .data_formats import FIELDS, axolotl_names
-from .key_tables import AS_HERE, AS_READ, COLUMNS, OTHERWISE, OTHERWISE_BECAUSE, RECOGNISED, Note, matches
+from .key_tables import AS_HERE, AS_READ, COLUMNS, OTHERWISE, OTHERWISE_BECAUSE, RECOGNISED, Note, matches, number
 
 # Keys that name datasets; the first that is present counts, as in the handbook and in TRL.
 ROOTS = ("dataset_mixture", "dataset_mixer", "datasets", "dataset_name", "dataset")
@@ -59,8 +60,8 @@ def read_data(source: dict[str, Any], evaluates: bool) -> Data:
     text_column = source.get("dataset_text_field")
     splits = [_split(entry, root, data, text_column) for entry in train]
     for split in splits:
-        if source.get("max_samples") and "limit" not in split:
-            split["limit"] = int(source["max_samples"])
+        if (limit := number(source.get("max_samples"))) and "limit" not in split:
+            split["limit"] = int(limit) if isinstance(limit, float) and limit.is_integer() else limit
         if source.get("mask_history"):
             split["mask_history"] = True
     data.section["train"] = splits if len(splits) > 1 else splits[0]
@@ -234,13 +235,15 @@ SIZES = ("test_split_size", "val_set_size", "val_size")
 def _hold_out(source: dict[str, Any], root: str, data: Data) -> None:
     """Write data.eval as a fraction or a number, if the source takes one out of its training examples."""
     inside = source[root] if root == "dataset_mixture" else {}
-    sizes = [where.get(key) for where in (source, inside) for key in SIZES]
-    size = next((size for size in sizes if isinstance(size, int | float) and size is not True and size > 0), None)
-    if size is not None and "eval" not in data.section:
-        data.section["eval"] = _held_out(size)
+    sizes = [_held_out(where.get(key)) for where in (source, inside) for key in SIZES]
+    if any(sizes) and "eval" not in data.section:
+        data.section["eval"] = next(size for size in sizes if size)
 
 
-def _held_out(size: float) -> dict[str, Any]:
+def _held_out(size: Any) -> dict[str, Any] | None:
+    """data.eval for such a size; None if it is no number of examples and no fraction of them."""
+    if not isinstance(size, int | float) or size is True or not 0 < size < math.inf:
+        return None
     return {"fraction": size} if size < 1 else {"examples": int(size)}
 
 
@@ -251,7 +254,7 @@ def _note_others(source: dict[str, Any], root: str, data: Data) -> None:
     sizes = {**dict.fromkeys(SIZES, source), f"{root}.test_split_size": inside}
     for key, where in sizes.items():
         size = where.get(key.rpartition(".")[2])
-        if isinstance(size, int | float) and data.section.get("eval") == (held_out := _held_out(size)):
+        if (held_out := _held_out(size)) and data.section.get("eval") == held_out:
             data.notes.append(Note(key, "renamed", f"data.eval.{next(iter(held_out))}; a hash of each example chooses"))
         elif isinstance(size, int) and size >= 1 and has_eval and "path" in data.section["eval"]:
             data.section["eval"]["limit"] = size

@@ -143,7 +143,8 @@ def defaults(flat: dict[str, Any], model: dict[str, Any]) -> dict[str, str]:
     if "target_modules" not in model["lora"]:
         model["lora"]["target_modules"] = "all-linear"
         reasons["model.lora.target_modules"] = "not in the source; PEFT's own choice for the architecture may be fewer"
-    if any(flat.get(key) is True for key in RSLORA) and isinstance(model["lora"]["r"], int):
+    r, alpha = model["lora"]["r"], model["lora"]["alpha"]
+    if any(flat.get(key) is True for key in RSLORA) and isinstance(alpha, int | float) and isinstance(r, int) and r > 0:
         # rsLoRA multiplies the factors' product by alpha / sqrt(r), LoRA by alpha / r.
-        model["lora"]["alpha"] = round(model["lora"]["alpha"] * model["lora"]["r"] ** 0.5, 4)
+        model["lora"]["alpha"] = round(alpha * r**0.5, 4)
     return reasons

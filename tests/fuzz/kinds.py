@@ -398,7 +398,7 @@ def a_run_folder(rng: random.Random) -> Input:
 def _yaml(rng: random.Random, written: bytes) -> bytes:
     try:
         node = pairs(YAML(typ="safe", pure=True).load(written.decode()))
-    except (YAMLError, ValueError):  # a file that was mutated once already
+    except (YAMLError, ValueError, RecursionError):  # a file that was mutated once already
         return mutate.content(rng, written)
     mutate.tree(rng, node, rng.choice((1, 1, 1, 2, 4)), make=_plausible)
     return mutate.as_yaml(rng, node)

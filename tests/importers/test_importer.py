@@ -4,6 +4,7 @@ tests/importers/foreign/ has the key patterns of the alignment handbook's recipe
 with values of our own.
 """
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -644,6 +645,14 @@ def test_rslora_is_lora_with_a_larger_alpha(keys, alpha):
     made = convert({"model_name_or_path": "m"} | data | keys, "x", task="sft")
     assert made.recipe["model"]["lora"]["alpha"] == alpha
     assert not any(n.changes_training for n in made.notes if "rslora" in n.key)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -3, True, "many", "1e400", [1], {"a": 1}])
+@pytest.mark.parametrize(
+    "key", ["max_samples", "val_size", "test_split_size", "lora_alpha", "lora_r", "evals_per_epoch"]
+)
+def test_a_number_that_is_none_is_left_to_the_recipes_check(key, value):
+    convert(SFT | {"use_peft": True, "use_rslora": True, "lora_r": 8, "lora_alpha": 16} | {key: value}, "x", task="sft")
 
 
 @pytest.mark.parametrize(
