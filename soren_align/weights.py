@@ -50,6 +50,8 @@ _ADAPTER = "default"  # PEFT's name for a single adapter
 MAX_MODULES = 10_000
 """Blocks or experts of a model. transformers makes a list of the blocks as it reads the config, and all modules before
 it looks at the weights."""
+MAX_TOKEN_ID = 2**24
+"""tokenizers lists all ids without a token as it writes a vocabulary, and ends the process without memory for that."""
 WEIGHTS_PER_BYTE = 8
 """At most, of quantized weights."""
 _NUM_MODULES = re.compile(r"(^|_)(layers?|blocks|depth|experts)$")
@@ -79,6 +81,8 @@ def load_tokenizer(name: str, revision: str | None = None, place: str | None = N
             tokenizer.unk_token_id  # noqa: B018
         except RecursionError:  # transformers takes the unknown token's id for that of a token without one
             raise UserError(f"{place or name}: the tokenizer's unk_token is not in its vocabulary") from None
+        if (highest := max(tokenizer.get_vocab().values(), default=0)) > MAX_TOKEN_ID:
+            raise UserError(f"{place or name}: a token of the tokenizer has the id {highest}; at most {MAX_TOKEN_ID:,}")
         return tokenizer
 
 

@@ -122,6 +122,14 @@ def test_a_tokenizer_without_its_own_unknown_token_is_refused(model, monkeypatch
         weights.load_tokenizer(str(model))
 
 
+def test_a_tokenizer_with_an_id_beyond_any_vocabulary_is_refused(model):
+    words = json.loads((model / "tokenizer.json").read_text())
+    words["model"]["vocab"]["far"] = 2**32 - 2
+    (model / "tokenizer.json").write_text(json.dumps(words))
+    with pytest.raises(UserError, match="a token of the tokenizer has the id 4294967294; at most 16,777,216"):
+        weights.load_tokenizer(str(model))
+
+
 def test_a_tied_head_is_not_missing(model):
     config = json.loads((model / "config.json").read_text()) | {"tie_word_embeddings": True}
     (model / "config.json").write_text(json.dumps(config))

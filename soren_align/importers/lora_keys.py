@@ -134,7 +134,8 @@ def defaults(flat: dict[str, Any], model: dict[str, Any]) -> dict[str, str]:
     if is_llama_factory(flat):
         model.setdefault("lora", {})
         tool, values = "LLaMA-Factory's", LLAMA_FACTORY
-        values = values | {"alpha": 2.0 * model["lora"].get("r", 8)}
+        r = model["lora"].get("r")
+        values = values | {"alpha": 2.0 * (r if isinstance(r, int) else 8)}
     reasons = {}
     for key, value in values.items():
         if key not in model["lora"]:

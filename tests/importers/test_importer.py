@@ -653,6 +653,7 @@ def test_rslora_is_lora_with_a_larger_alpha(keys, alpha):
 )
 def test_a_number_that_is_none_is_left_to_the_recipes_check(key, value):
     convert(SFT | {"use_peft": True, "use_rslora": True, "lora_r": 8, "lora_alpha": 16} | {key: value}, "x", task="sft")
+    convert(SFT | {"finetuning_type": "lora", "lora_rank" if key == "lora_r" else key: value}, "x", task="sft")
 
 
 @pytest.mark.parametrize(
