@@ -55,6 +55,8 @@ MAX_TOKEN_ID = 2**24
 WEIGHTS_PER_BYTE = 8
 """At most, of quantized weights."""
 _NUM_MODULES = re.compile(r"(^|_)(layers?|blocks|depth|experts)$")
+_PROBABILITY = re.compile(r"dropout(_prob|_rate)?$|pdrop$|layerdrop$")
+"""Keys whose values torch checks at the first forward pass."""
 
 
 def load_config(name: str, revision: str | None = None, place: str | None = None) -> Any:
@@ -63,7 +65,7 @@ def load_config(name: str, revision: str | None = None, place: str | None = None
     Raises UserError if transformers cannot, whatever it raises: it checks few of the values in config.json.
     """
     with as_user_error(f"{place or name}: not a model that can be loaded", Exception):
-        _refuse_many_modules(PreTrainedConfig.get_config_dict(name, revision=revision)[0])
+        _refuse_impossible_numbers(PreTrainedConfig.get_config_dict(name, revision=revision)[0])
         config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
         if not isinstance(config.dtype, torch.dtype | None):
             raise UserError(f"{name}: config.json: dtype: found {config.dtype!r:.80}; it is the name of one of torch's")
@@ -222,12 +224,15 @@ for pattern in patterns:
 """
 
 
-def _refuse_many_modules(config: Any) -> None:
+def _refuse_impossible_numbers(config: Any) -> None:
     for key, value in config.items():
+        is_number = isinstance(value, int | float)
         if isinstance(value, dict):
-            _refuse_many_modules(value)
-        elif _NUM_MODULES.search(str(key)) and isinstance(value, int | float) and value > MAX_MODULES:
+            _refuse_impossible_numbers(value)
+        elif _NUM_MODULES.search(str(key)) and is_number and value > MAX_MODULES:
             raise UserError(f"config.json: {key}: found {value}; at most {MAX_MODULES:,}")
+        elif _PROBABILITY.search(str(key)) and not (value is None or is_number and 0 <= value <= 1):
+            raise UserError(f"config.json: {key}: found {value!r:.80}; a probability is a number from 0 to 1")
 
 
 def _refuse_more_weights(place: str, config: Any, files: Iterable[Path]) -> None:

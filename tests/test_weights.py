@@ -1,6 +1,7 @@
 """Weights are whole or refused: in training, in evaluation, in a merge and where an adapter is gone on with."""
 
 import json
+import math
 import shutil
 
 import pytest
@@ -105,6 +106,14 @@ def test_a_model_larger_than_its_files_is_refused_before_it_is_allocated(model, 
     (model / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=r"config\.json describes [\d,]+ weights, more than its files of [\d,]+ bytes"):
         use(model)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan, -0.1, 2, "x"])
+def test_a_dropout_that_is_no_probability_is_refused_before_the_first_forward_pass(model, value):
+    config = json.loads((model / "config.json").read_text()) | {"attention_dropout": value}
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"config\.json: attention_dropout: found .*; a probability is a number from 0"):
+        train(model)
 
 
 def test_looking_at_a_models_size_draws_no_random_number(model):
