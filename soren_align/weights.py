@@ -231,7 +231,7 @@ def _refuse_impossible_numbers(config: Any) -> None:
             _refuse_impossible_numbers(value)
         elif _NUM_MODULES.search(str(key)) and is_number and value > MAX_MODULES:
             raise UserError(f"config.json: {key}: found {value}; at most {MAX_MODULES:,}")
-        elif _PROBABILITY.search(str(key)) and not (value is None or is_number and 0 <= value <= 1):
+        elif _PROBABILITY.search(str(key)) and not (value is None or (is_number and 0 <= value <= 1)):
             raise UserError(f"config.json: {key}: found {value!r:.80}; a probability is a number from 0 to 1")
 
 

@@ -101,7 +101,7 @@ def set_up_training(
             f"{train.source['path']}: none of {counts.num_examples} examples can be trained on: "
             f"{describe_dropped(counts.dropped)}. trainer.max_length is {config.max_length}"
         )
-    _refuse_ids_beyond(model_config, counts, tokenizer)
+    _refuse_ids_beyond(model_config, counts, tokenizer, config.pad_token)
     held_out = _count_held_out(recipe, config, splits["eval"], tokens["eval"], tokenizer)
     if stream is None:
         refuse_no_batch(recipe, packing.num_sequences if packing else counts.num_kept, ranks.num_ranks)
@@ -165,10 +165,12 @@ def _count(
     return (after_packing(counts, packing) if packing else counts), packing
 
 
-def _refuse_ids_beyond(model_config: Any, counts: Account, tokenizer: Any) -> None:
+def _refuse_ids_beyond(model_config: Any, counts: Account, tokenizer: Any, pad_token: str | None) -> None:
     """Raise UserError if the model has no embedding of a token: on a GPU its lookup would end in an assertion."""
     vocab_size = getattr(model_config.get_text_config(), "vocab_size", None)
-    ids = {"examples have token": counts.max_token_id, "its pad_token is token": tokenizer.pad_token_id}
+    pad_token = pad_token or tokenizer.pad_token or tokenizer.eos_token  # as TRL chooses it
+    pad_id = None if pad_token is None else tokenizer.convert_tokens_to_ids(pad_token)
+    ids = {"examples have token": counts.max_token_id, "its padding is token": pad_id}
     for finding, token_id in ids.items():
         if isinstance(vocab_size, int) and token_id is not None and token_id >= vocab_size:
             raise UserError(

@@ -79,7 +79,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused_before_weights_are_drawn(t
 
 @pytest.mark.parametrize(
     ("token", "message"),
-    [("<|assistant|>", "examples have token 121"), ("<|pad|>", "its pad_token is token 121")],
+    [("<|assistant|>", "examples have token 121"), ("<|pad|>", "its padding is token 121")],
 )
 def test_a_token_without_an_embedding_is_refused_before_training(tiny_run, token, message):
     start = Path(tiny_run().prepare().start)
@@ -91,6 +91,18 @@ def test_a_token_without_an_embedding_is_refused_before_training(tiny_run, token
     given = (f"model.name_or_path={start.parent.parent / 'other'}", "model.init_seed=null")
     with pytest.raises(UserError, match=f"model.tokenizer: {message}, and the model's vocab_size is 121"):
         tiny_run("sft", *given, name="second").prepare()
+
+
+def test_padding_by_a_stop_token_without_an_embedding_is_refused_too(tiny_run):
+    start = Path(tiny_run().prepare().start)
+    other = shutil.copytree(start, start.parent.parent / "other")
+    described = json.loads((start / "tokenizer.json").read_text())
+    described["added_tokens"].append(described["added_tokens"][0] | {"id": 121, "content": "<|stop|>"})
+    (other / "tokenizer.json").write_text(json.dumps(described))
+    config = json.loads((start / "tokenizer_config.json").read_text()) | {"eos_token": "<|stop|>", "pad_token": None}
+    (other / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="its padding is token 121, and the model's vocab_size is 121"):
+        tiny_run("sft", f"model.name_or_path={other}", "model.init_seed=null", name="second").prepare()
 
 
 @pytest.mark.parametrize(
