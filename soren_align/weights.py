@@ -22,6 +22,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -29,6 +30,7 @@ from transformers import (
 from transformers.integrations import deepspeed as hf_deepspeed
 
 from .errors import UserError, as_user_error, in_one_line
+from .files import read_json
 from .provenance import weight_files
 from .quantized_weights import prepare_quantized, quantization_config
 from .recipe import Quantization, adapter_config, refuse_unquantizable
@@ -52,6 +54,8 @@ MAX_MODULES = 10_000
 it looks at the weights."""
 MAX_TOKEN_ID = 2**24
 """tokenizers lists all ids without a token as it writes a vocabulary, and ends the process without memory for that."""
+CONFIGS = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
+"""What transformers reads of a model beside weights and tokens, and saves with the trained one."""
 WEIGHTS_PER_BYTE = 8
 """At most, of quantized weights."""
 _NUM_MODULES = re.compile(r"(^|_)(layers?|blocks|depth|experts)$")
@@ -64,6 +68,7 @@ def load_config(name: str, revision: str | None = None, place: str | None = None
 
     Raises UserError if transformers cannot, whatever it raises: it checks few of the values in config.json.
     """
+    _read_configs(name)
     with as_user_error(f"{place or name}: not a model that can be loaded", Exception):
         _refuse_impossible_numbers(PreTrainedConfig.get_config_dict(name, revision=revision)[0])
         config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
@@ -77,6 +82,7 @@ def load_tokenizer(name: str, revision: str | None = None, place: str | None = N
 
     Raises UserError if transformers cannot, whatever it raises.
     """
+    _read_configs(name)
     with as_user_error(f"{place or name}: has no tokenizer that can be loaded", Exception):
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
         try:
@@ -134,6 +140,28 @@ def load_model(
     if quantization is not None:
         prepare_quantized(model)
     return model
+
+
+def make_savable_(config: GenerationConfig, place: str) -> bool:
+    """Turn do_sample on where settings of sampling stand without it, and return whether they do.
+
+    Published models have such a generation_config.json; transformers loads it, and refuses to save it again. Raises
+    UserError if it would refuse the config for another reason. place: the model, for the message.
+    """
+    before = config.do_sample
+    for do_sample in (before, True):
+        config.do_sample = do_sample
+        try:
+            config.validate(strict=True)
+        except ValueError as error:
+            reason = in_one_line(error, 300)
+        else:
+            return do_sample is not before
+    config.do_sample = before
+    raise UserError(
+        f"{place}: generation_config.json: transformers would not save it with the trained model: {reason}. Correct it "
+        "in a copy of the model"
+    )
 
 
 def complete_for_trl_(model: Any) -> None:
@@ -222,6 +250,13 @@ for pattern in patterns:
     for name in names:
         re.fullmatch(pattern, name)
 """
+
+
+def _read_configs(name: str) -> None:
+    """Raise UserError if a local model's JSON cannot be read, or has text that could not be saved again."""
+    for file in CONFIGS:
+        if (path := Path(name) / file).is_file():
+            read_json(path)
 
 
 def _refuse_impossible_numbers(config: Any) -> None:

@@ -15,7 +15,7 @@ from soren_align import recipe, shipped, weights
 from soren_align.errors import UserError
 from soren_align.evaluate.backends import BackendSettings, load_lm
 from soren_align.trainers import adapters
-from soren_align.trainers.starting_model import load_model
+from soren_align.trainers.starting_model import generation_notices, load_model
 from tests.support.run_folders import finished_run
 
 pytestmark = pytest.mark.model
@@ -114,6 +114,38 @@ def test_a_dropout_that_is_no_probability_is_refused_before_the_first_forward_pa
     (model / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=r"config\.json: attention_dropout: found .*; a probability is a number from 0"):
         train(model)
+
+
+@pytest.mark.parametrize("file", weights.CONFIGS)
+def test_text_that_could_not_be_saved_with_the_trained_model_is_refused(model, file):
+    path = model / file
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.is_file() else {}) | {"note": "\ud800"}))
+    use = weights.load_tokenizer if file == "tokenizer_config.json" else weights.load_config
+    with pytest.raises(UserError, match=f"{file}: has half of a surrogate pair"):
+        use(str(model))
+
+
+def with_generation(model, **settings):
+    (model / "generation_config.json").write_text(json.dumps(settings))
+    return recipe.load("quickstart/sft", [f"model.name_or_path={model}", "model.init_seed=null"])
+
+
+def test_a_model_with_settings_of_sampling_alone_can_be_saved_after_training(model, tmp_path):
+    made = with_generation(model, temperature=0.9, top_p=0.6)
+    assert generation_notices(made, str(model)) == [
+        f"model {model}: generation_config.json has settings of sampling; saved with `do_sample: true`"
+    ]
+    load_model(made, str(model)).save_pretrained(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
+    assert (saved["temperature"], saved["top_p"], saved["do_sample"]) == (0.9, 0.6, True)
+
+
+@pytest.mark.parametrize("settings", [{"output_attentions": True}, {"temperature": 0.9, "max_new_tokens": -1}])
+def test_a_generation_config_that_cannot_be_saved_is_refused_before_training(model, settings):
+    made = with_generation(model, **settings)
+    for use in (generation_notices, load_model):
+        with pytest.raises(UserError, match=r"Correct it in a copy of the model|must be greater than 0"):
+            use(made, str(model))
 
 
 def test_looking_at_a_models_size_draws_no_random_number(model):

@@ -16,7 +16,7 @@ from ..files import remove, rename_durably, write
 from ..quantized_weights import dequantized, quantization_of
 from ..recipe import QUANTIZATION_RECORD, Recipe, adapter_config, is_local, load_resolved, recorded_quantization
 from ..run_folder import MERGED_FROM, RunFolder
-from ..weights import load_adapter, load_config, load_model, load_tokenizer, refuse_slow_patterns
+from ..weights import load_adapter, load_config, load_model, load_tokenizer, make_savable_, refuse_slow_patterns
 from .disk_space import write_errors
 from .freezing import frozen_layers
 
@@ -123,6 +123,7 @@ def merge(run: RunFolder) -> Path:
         config = load_config(name, revision)
         quantization = recorded_quantization(run.model)
         base = load_model(name, quantization, revision=revision, dtype=torch.float32)
+        make_savable_(base.generation_config, name)
         base = base if quantization is None else dequantized(base)
         model: Any = load_adapter(base, str(run.model))
         tokenizer = load_tokenizer(str(run.model))

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from trl.chat_template_utils import get_training_chat_template
 
 from .. import shipped, weights
 from ..data import ChatEncoder, set_template, trained_tokenizer, within_vocabulary
-from ..errors import UserError, as_user_error
+from ..errors import UserError, as_user_error, in_one_line
 from ..files import CHANGED, Content, contents, default_cache_folder, read_json, rename_durably, write
 from ..recipe import Model, Recipe, TrainedTokenizer, adapter_config, is_local, quantization
 from ..run_folder import COMPLETE_MARKER, RunFolder
@@ -121,10 +121,30 @@ def load_model(recipe: Recipe, start: str) -> PreTrainedModel:
     place = _named(recipe, start)
     with as_user_error(f"model {place}", ValueError, OSError, ImportError):
         model = weights.load_model(name, quantization(recipe), place=place, **options)
+        weights.make_savable_(model.generation_config, f"model {place}")
         refuse_unmatched(model, recipe.model.freeze)
         if recipe.model.lora is None:  # an adapter freezes all; its factors are added later
             freeze(model, recipe.model.freeze)
         return adapters.load_starting_adapter(model, start)
+
+
+def generation_notices(recipe: Recipe, start: str) -> list[str]:
+    """Return a notice if the starting checkpoint's generation_config.json will be saved with another do_sample.
+
+    Raises UserError if transformers would not save it with the trained model.
+    """
+    name, revision = adapters.base_model(start, recipe.model.revision)
+    place = f"model {_named(recipe, start)}"
+    options: dict[str, Any] = {} if revision is None else {"revision": revision}
+    try:
+        config = GenerationConfig.from_pretrained(name, **options)
+    except OSError:  # it has none
+        return []
+    except Exception as error:
+        raise UserError(f"{place}: generation_config.json: cannot be read: {in_one_line(error, 300)}") from error
+    if weights.make_savable_(config, place):
+        return [f"{place}: generation_config.json has settings of sampling; saved with `do_sample: true`"]
+    return []
 
 
 _TWO_ANSWERS: list[dict[str, Any]] = [

@@ -26,7 +26,7 @@ from ..run_folder import RunFolder
 from ..sharding.ranks import Ranks
 from .packing import Packing, after_packing, pack, packing_notices
 from .samples import Prompt, read_prompts
-from .starting_model import load_config, load_tokenizer, starting_checkpoint
+from .starting_model import generation_notices, load_config, load_tokenizer, starting_checkpoint
 from .token_stream import TokenStream
 from .training_examples import load_splits, loss_of, tokenize_splits
 from .trl_arguments import trl_arguments
@@ -92,6 +92,7 @@ def set_up_training(
         return TrainingSetup(recipe, start, tokenizer, splits, tokens, None, stream=stream)
     assistant_only, completion_only = map(recipe.trainer.get, ("assistant_only_loss", "completion_only_loss"))
     notices = check_template(tokenizer, recipe.data_task, bool(assistant_only), train.dataset, completion_only)
+    generation = generation_notices(recipe, start)
     splits, tokens = tokenize_splits(recipe, splits, tokenizer, on_examples)
     train = splits["train"]
     packs = getattr(config, "packing", False)
@@ -113,7 +114,7 @@ def set_up_training(
     is_wrapped = packing is not None and packing.strategy == "wrapped"  # otherwise positions restart at each example
     num_positions = _num_positions(model_config)
     notices += _too_few_positions(num_positions, max_length if is_wrapped else min(longest, max_length))
-    notices += _token_notices(counts, tokenizer)
+    notices += [*_token_notices(counts, tokenizer), *generation]
     samples = recipe.run.samples
     prompts = read_prompts(samples, tokenizer, has_turns(train.dataset), num_positions) if samples else ()
     notices = [*train.notices, *(splits["eval"].notices if held_out else ()), *notices]
