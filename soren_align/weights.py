@@ -56,6 +56,8 @@ MAX_TOKEN_ID = 2**24
 """tokenizers lists all ids without a token as it writes a vocabulary, and ends the process without memory for that."""
 CONFIGS = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
 """What transformers reads of a model beside weights and tokens, and saves with the trained one."""
+SAMPLING = ["temperature", "top_p", "min_p", "top_h", "typical_p", "top_k", "epsilon_cutoff", "eta_cutoff"]
+"""Of a generation config: the settings that have no effect without do_sample."""
 WEIGHTS_PER_BYTE = 8
 """At most, of quantized weights."""
 _NUM_MODULES = re.compile(r"(^|_)(layers?|blocks|depth|experts)$")
@@ -142,26 +144,36 @@ def load_model(
     return model
 
 
-def make_savable_(config: GenerationConfig, place: str) -> bool:
-    """Turn do_sample on where settings of sampling stand without it, and return whether they do.
+def make_savable_(config: GenerationConfig, place: str) -> str | None:
+    """Change a generation config that transformers loads and would not save again; return how, or None.
 
-    Published models have such a generation_config.json; transformers loads it, and refuses to save it again. Raises
-    UserError if it would refuse the config for another reason. place: the model, for the message.
+    Published models have settings of sampling beside a do_sample that is missing, which is turned on, or false: then
+    they have no effect, and are left out. place: the model, for the message. Raises UserError if transformers would not
+    save it for another reason.
     """
-    before = config.do_sample
-    for do_sample in (before, True):
-        config.do_sample = do_sample
-        try:
-            config.validate(strict=True)
-        except ValueError as error:
-            reason = in_one_line(error, 300)
-        else:
-            return do_sample is not before
-    config.do_sample = before
+    reason = _reason_not_to_save(config)
+    if reason is None:
+        return None
+    if config.do_sample is None:
+        config.do_sample, change = True, "saved with `do_sample: true`"
+    else:
+        change = "left out of the saved model, as do_sample is false"
+        for key in SAMPLING:
+            setattr(config, key, None)
+    if _reason_not_to_save(config) is None:
+        return f"{place}: generation_config.json has settings of sampling; {change}"
     raise UserError(
         f"{place}: generation_config.json: transformers would not save it with the trained model: {reason}. Correct it "
         "in a copy of the model"
     )
+
+
+def _reason_not_to_save(config: GenerationConfig) -> str | None:
+    try:
+        config.validate(strict=True)
+    except ValueError as error:
+        return in_one_line(error, 300)
+    return None
 
 
 def complete_for_trl_(model: Any) -> None:

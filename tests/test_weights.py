@@ -130,14 +130,23 @@ def with_generation(model, **settings):
     return recipe.load("quickstart/sft", [f"model.name_or_path={model}", "model.init_seed=null"])
 
 
-def test_a_model_with_settings_of_sampling_alone_can_be_saved_after_training(model, tmp_path):
-    made = with_generation(model, temperature=0.9, top_p=0.6)
+@pytest.mark.parametrize(
+    ("settings", "change", "expected"),
+    [
+        ({}, "saved with `do_sample: true`", {"do_sample": True, "temperature": 0.9, "top_p": 0.6}),
+        ({"do_sample": False}, "left out of the saved model, as do_sample is false", {"do_sample": False}),
+    ],
+)
+def test_a_model_with_settings_of_sampling_alone_can_be_saved_after_training(
+    model, tmp_path, settings, change, expected
+):
+    made = with_generation(model, temperature=0.9, top_p=0.6, **settings)
     assert generation_notices(made, str(model)) == [
-        f"model {model}: generation_config.json has settings of sampling; saved with `do_sample: true`"
+        f"model {model}: generation_config.json has settings of sampling; {change}"
     ]
     load_model(made, str(model)).save_pretrained(tmp_path / "saved")
     saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
-    assert (saved["temperature"], saved["top_p"], saved["do_sample"]) == (0.9, 0.6, True)
+    assert {key: saved[key] for key in ("do_sample", "temperature", "top_p") if saved.get(key) is not None} == expected
 
 
 @pytest.mark.parametrize("settings", [{"output_attentions": True}, {"temperature": 0.9, "max_new_tokens": -1}])

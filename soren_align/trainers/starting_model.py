@@ -129,7 +129,7 @@ def load_model(recipe: Recipe, start: str) -> PreTrainedModel:
 
 
 def generation_notices(recipe: Recipe, start: str) -> list[str]:
-    """Return a notice if the starting checkpoint's generation_config.json will be saved with another do_sample.
+    """Return a notice if the starting checkpoint's generation_config.json will be saved with a change.
 
     Raises UserError if transformers would not save it with the trained model.
     """
@@ -142,9 +142,8 @@ def generation_notices(recipe: Recipe, start: str) -> list[str]:
         return []
     except Exception as error:
         raise UserError(f"{place}: generation_config.json: cannot be read: {in_one_line(error, 300)}") from error
-    if weights.make_savable_(config, place):
-        return [f"{place}: generation_config.json has settings of sampling; saved with `do_sample: true`"]
-    return []
+    notice = weights.make_savable_(config, place)
+    return [notice] if notice else []
 
 
 _TWO_ANSWERS: list[dict[str, Any]] = [
