@@ -70,8 +70,9 @@ def load_config(name: str, revision: str | None = None, place: str | None = None
 
     Raises UserError if transformers cannot, whatever it raises: it checks few of the values in config.json.
     """
-    _read_configs(name)
-    with as_user_error(f"{place or name}: not a model that can be loaded", Exception):
+    message = f"{place or name}: not a model that can be loaded"
+    _read_configs(name, message)
+    with as_user_error(message, Exception):
         _refuse_impossible_numbers(PreTrainedConfig.get_config_dict(name, revision=revision)[0])
         config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
         if not isinstance(config.dtype, torch.dtype | None):
@@ -84,8 +85,9 @@ def load_tokenizer(name: str, revision: str | None = None, place: str | None = N
 
     Raises UserError if transformers cannot, whatever it raises.
     """
-    _read_configs(name)
-    with as_user_error(f"{place or name}: has no tokenizer that can be loaded", Exception):
+    message = f"{place or name}: has no tokenizer that can be loaded"
+    _read_configs(name, message)
+    with as_user_error(message, Exception):
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
         try:
             tokenizer.unk_token_id  # noqa: B018
@@ -264,11 +266,14 @@ for pattern in patterns:
 """
 
 
-def _read_configs(name: str) -> None:
-    """Raise UserError if a local model's JSON cannot be read, or has text that could not be saved again."""
+def _read_configs(name: str, message: str) -> None:
+    """Raise UserError, beginning with `message`, if a local model's JSON cannot be read or could not be saved again."""
     for file in CONFIGS:
         if (path := Path(name) / file).is_file():
-            read_json(path)
+            try:
+                read_json(path)
+            except UserError as error:
+                raise UserError(f"{message}: {error}") from None
 
 
 def _refuse_impossible_numbers(config: Any) -> None:
@@ -293,7 +298,8 @@ def _refuse_more_weights(place: str, config: Any, files: Iterable[Path]) -> None
     numel = sum(parameter.numel() for parameter in model.parameters())
     if 0 < num_bytes * WEIGHTS_PER_BYTE < numel:
         raise UserError(
-            f"{place}: config.json describes {numel:,} weights, more than its files of {num_bytes:,} bytes can hold"
+            f"{place}: not a model that can be loaded: config.json describes {numel:,} weights, more than its files of "
+            f"{num_bytes:,} bytes can hold"
         )
 
 
