@@ -290,13 +290,15 @@ def _refuse_impossible_numbers(config: Any) -> None:
 def _refuse_more_weights(place: str, config: Any, files: Iterable[Path]) -> None:
     """Raise UserError if no file can hold all weights of such a model: transformers would draw the others first."""
     num_bytes = sum(file.stat().st_size for file in files if file.suffix == ".safetensors")
+    if not num_bytes:  # a model on the hub, or one without weights
+        return
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except Exception:  # of a config that `from_pretrained` refuses with a message
         return
     numel = sum(parameter.numel() for parameter in model.parameters())
-    if 0 < num_bytes * WEIGHTS_PER_BYTE < numel:
+    if numel > num_bytes * WEIGHTS_PER_BYTE:
         raise UserError(
             f"{place}: not a model that can be loaded: config.json describes {numel:,} weights, more than its files of "
             f"{num_bytes:,} bytes can hold"

@@ -235,9 +235,9 @@ SIZES = ("test_split_size", "val_set_size", "val_size")
 def _hold_out(source: dict[str, Any], root: str, data: Data) -> None:
     """Write data.eval as a fraction or a number, if the source takes one out of its training examples."""
     inside = source[root] if root == "dataset_mixture" else {}
-    sizes = [_held_out(where.get(key)) for where in (source, inside) for key in SIZES]
-    if any(sizes) and "eval" not in data.section:
-        data.section["eval"] = next(size for size in sizes if size)
+    sizes = (_held_out(where.get(key)) for where in (source, inside) for key in SIZES)
+    if (held_out := next(filter(None, sizes), None)) and "eval" not in data.section:
+        data.section["eval"] = held_out
 
 
 def _held_out(size: Any) -> dict[str, Any] | None:
