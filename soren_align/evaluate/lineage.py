@@ -92,8 +92,8 @@ def _lineage(path: str | Path, on_omitted: OnOmitted) -> list[Row]:
         record = RunFolder(run).record("start")
         rows.append((TASK_TITLES[record["task"]], model))
         start, problem = _start(run, record["start"])
-        parent = run_of(start)
-        if not problem and parent is not None and parent.resolve() in seen:
+        parent = None if problem else run_of(start)  # otherwise it may be no path at all
+        if parent is not None and parent.resolve() in seen:
             problem = OVERWRITTEN
         if problem:
             sentence = f"no row for the checkpoint that {run.resolve().name} was trained from: it {problem}"

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -94,6 +95,18 @@ def test_a_start_on_the_hub_that_was_never_downloaded_has_no_row(runs, omitted):
     (sft / "run.json").write_text(json.dumps(record | {"start": start}))
     assert lineage(sft, omitted.__setitem__) == [("SFT", sft / "model")]
     assert omitted == {"no row for the checkpoint that sft was trained from: it is not on this machine": "lab/model"}
+
+
+@pytest.mark.parametrize("start", ["\0", "~no-such-user/model", "a" * 300, "./loop/model"])
+def test_a_start_that_cannot_be_a_path_has_no_row(runs, omitted, start, monkeypatch):
+    _, sft, _ = runs
+    monkeypatch.chdir(sft)
+    Path("loop").symlink_to("loop")
+    record = json.loads((sft / "run.json").read_text())
+    (sft / "run.json").write_text(json.dumps(record | {"start": {"path": start, "sha256_or_revision": None}}))
+    assert lineage(sft, omitted.__setitem__) == [("SFT", sft / "model")]
+    assert list(omitted.values()) == [start]
+    assert parents([sft]) == {}
 
 
 def test_a_run_that_was_written_over_by_its_descendant_has_no_row(runs, omitted):
