@@ -31,7 +31,7 @@ test test-all test-rest: setup
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
 
 # The first two tiers with the instruction sets and threads of other machines: one line for each of five settings, at most
-# 40 minutes on two cores; `make test` is the sixth. `make test-cpus CPU=avx2-1` takes one (tests/cpus.py),
+# 45 minutes on two cores; `make test` is the sixth. `make test-cpus CPU=avx2-1` takes one (tests/cpus.py),
 # CPU=rotating what .ci/run takes.
 test-cpus: setup
 	$(BIN)/python -m tests.cpus $(CPU)

@@ -1,6 +1,6 @@
 """The unit and model tiers on the instruction sets of older CPUs, which round otherwise: `make test-cpus`.
 
-    python -m tests.cpus              all settings, one line for each; at most 40 minutes on two cores
+    python -m tests.cpus              all settings, one line for each; about 45 minutes on two cores
     python -m tests.cpus avx2-2       one of them: an instruction set, and a number of threads
     python -m tests.cpus rotating     the tests of rounding alone, in the one whose turn it is by the commit: .ci/run
 
