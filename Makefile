@@ -49,7 +49,7 @@ soak: setup
 
 # 50 pairs of starts for one folder, 0 to 8 s apart: one trains its own recipe, the other is refused. Ten minutes.
 races: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.trainers.races
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.training.races
 
 # How far 2 and 3 ranks are from one process, sharded in every way: the table of docs/distributed.md. Three minutes.
 parity: setup

@@ -38,8 +38,9 @@ def generated() -> str:
         if folder.is_dir():
             lines += _entry(folder / "__init__.py", "  ", f"{room}/")
             for file in sorted(folder.rglob("*.py")):
-                if file != folder / "__init__.py":
-                    lines += _entry(file, "    ", file.relative_to(folder).as_posix())
+                name = file.relative_to(folder).as_posix()
+                if name != "__init__.py":
+                    lines += _entry(file, "    ", name.removesuffix("__init__.py"))
         else:
             lines += _entry(PACKAGE / f"{room}.py", "  ", f"{room}.py")
     return "\n".join([*lines, "```", ""])

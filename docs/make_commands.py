@@ -11,7 +11,7 @@ from typing import Any
 
 import typer
 
-from soren_align.cli import app
+from soren_align.cli.app import app
 
 PAGE = Path(__file__).with_name("commands.md")
 HEAD = """\

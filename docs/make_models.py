@@ -2,7 +2,7 @@
 
     python -m docs.make_models
 
-tests/trainers/test_architectures.py makes each row anew and compares it with the page.
+tests/training/test_architectures.py makes each row anew and compares it with the page.
 """
 
 import re

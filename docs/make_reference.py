@@ -9,10 +9,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from soren_align.compare.study_schema import STUDY_SCHEMA_FILE, study_schema_text
-from soren_align.recipe import SCHEMA_FILE, Model, Recipe, schema_text, trl_config
+from soren_align.recipe import SCHEMA_FILE, Model, Recipe, schema_text, trl
 from soren_align.recipe.base import Section, members, section_in
-from soren_align.recipe.optimizers import MAPS, OPTIMIZERS, OptimizerSection
+from soren_align.recipe.optimizer import MAPS, OPTIMIZERS, OptimizerSection
+from soren_align.study.config import STUDY_SCHEMA_FILE, study_schema_text
 
 DOCS = Path(__file__).parent
 CONFIGS = DOCS.parent / "configs"
@@ -102,7 +102,7 @@ def _optimizers() -> str:
 def _trainer(description: str) -> str:
     """The trainer section: a pointer to TRL's documentation, and the keys that belong to other sections, by reason."""
     keys: dict[str, list[str]] = {}
-    for key, reason in trl_config.ELSEWHERE.items():
+    for key, reason in trl.ELSEWHERE.items():
         keys.setdefault(reason, []).append(f"`{key}`")
     text = (
         f"## trainer\n\n{description} Meanings and defaults are those of the installed TRL: see its documentation of\n"

@@ -9,8 +9,8 @@ small products that leave multiprocessors idle, and communication come on top.
 from functools import partial
 
 from soren_align.bench.shapes import MODELS
-from soren_align.optimizer_settings import RESOLUTIONS
-from soren_align.planning.hours import PEAKS
+from soren_align.core.optimizer_settings import RESOLUTIONS
+from soren_align.planning.flops import PEAKS
 from soren_align.spectral import num_flops
 from soren_align.spectral.cost import narrow_flops
 

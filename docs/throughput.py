@@ -21,13 +21,13 @@ from rich.console import Console
 from transformers import PrinterCallback, TrainerCallback
 from trl import SFTTrainer
 
-from soren_align import recipe, shipped
-from soren_align.run_folder import RunFolder
+from soren_align import recipe
+from soren_align.core import shipped
+from soren_align.run.folder import RunFolder
 from soren_align.sharding.ranks import Ranks
-from soren_align.trainers.build import build_trainer
-from soren_align.trainers.starting_model import load_model
-from soren_align.trainers.training_setup import set_up_training
-from soren_align.trainers.trl_arguments import trl_arguments
+from soren_align.training.build import build_trainer
+from soren_align.training.model import load_model
+from soren_align.training.setup import set_up_training, trl_arguments
 
 ROUNDS, STEPS, WARM_UP = 7, 65, 5
 BASE = "shipped:recipes/quickstart/base"

@@ -9,7 +9,7 @@ They are imported on first use: the command line imports this package without to
 
 from typing import TYPE_CHECKING
 
-from .version import __version__ as __version__
+from .core.version import __version__ as __version__
 
 __all__ = [
     "HTMuon",
@@ -24,14 +24,14 @@ __all__ = [
 
 if TYPE_CHECKING:
     from .optim import HTMuon, Muon, OptimizerFactory, Soren, build_optimizer, param_groups
-    from .trainers import SorenDPOTrainer, SorenSFTTrainer
+    from .training import SorenDPOTrainer, SorenSFTTrainer
 
 
 def __getattr__(name: str):
     if name in ("SorenDPOTrainer", "SorenSFTTrainer"):
-        from . import trainers
+        from . import training
 
-        return getattr(trainers, name)
+        return getattr(training, name)
     if name in __all__:
         from . import optim
 

@@ -21,7 +21,7 @@ LIMITS = {
 """Of torch, MKL (on Intel's CPUs alone), oneDNN and numpy's OpenBLAS; `native` is what the CPU has."""
 VARIABLES = ("ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "OPENBLAS_CORETYPE")
 
-ROUNDING = ["bench", "optim", "sharding", "spectral", "studies", "trainers", "quickstart", "evaluate", "test_docs.py"]
+ROUNDING = ["bench", "optim", "sharding", "spectral", "studies", "training", "quickstart", "evaluate", "test_docs.py"]
 ALL: list[str] = []
 SETTINGS = {
     "default-1": ALL,

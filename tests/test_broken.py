@@ -10,7 +10,8 @@ import shutil
 import pytest
 import torch
 
-from soren_align import cli, shipped
+from soren_align.cli import app
+from soren_align.core import shipped
 
 pytestmark = pytest.mark.model
 
@@ -51,7 +52,7 @@ def soren_align(tmp_path, monkeypatch, capsys):
     (tmp_path / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
 
     def run(*arguments):
-        return cli.main(arguments), capsys.readouterr().err
+        return app.main(arguments), capsys.readouterr().err
 
     return run
 

@@ -4,7 +4,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from soren_align import recipe
-from soren_align.card import card, on_hub, public, public_record, write_card
+from soren_align.publish.card import card, on_hub, public, public_record, write_card
 from tests.support.run_folders import HUB, add_results, finished_run
 
 

@@ -10,11 +10,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from soren_align import chat
-from soren_align.chat import ChatModel, Conversation
-from soren_align.errors import UserError, printable
+from soren_align.core.errors import UserError, printable
+from soren_align.core.text import Terminal
+from soren_align.launch import chat
+from soren_align.launch.chat import ChatModel, Conversation
 from soren_align.launch.conversation import _answer, _without_blank_lines, answer_side_by_side
-from soren_align.terminal import Terminal
 from tests.support import command
 from tests.support.tiny_models import make_reader, nudge
 

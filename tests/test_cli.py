@@ -9,8 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from soren_align import __version__, cli, shipped
-from soren_align.compare.study_file import load_study
+from soren_align import __version__
+from soren_align.cli import app
+from soren_align.core import shipped
+from soren_align.study.config import load_study
 
 
 @pytest.fixture
@@ -20,7 +22,7 @@ def run(capsys, monkeypatch):
     def _run(*arguments, cwd=None):
         if cwd:
             monkeypatch.chdir(cwd)
-        code = cli.main(arguments)
+        code = app.main(arguments)
         out, err = capsys.readouterr()
         return SimpleNamespace(returncode=code, stdout=out, stderr=err)
 
@@ -57,7 +59,7 @@ def test_help_and_refusals_do_not_import_torch(bad, tmp_path):
         ["chat", "nowhere/"],
         *others,
     ):
-        code = f"import sys; from soren_align.cli import main; main({arguments!r})\n"
+        code = f"import sys; from soren_align.cli.app import main; main({arguments!r})\n"
         code += "print(sorted(m for m in ('torch', 'transformers', 'trl', 'datasets') if m in sys.modules))"
         out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
         assert out.splitlines()[-1] == "[]", arguments

@@ -9,9 +9,9 @@ from threading import Thread
 import pytest
 from rich.table import Table
 
-from soren_align.errors import MAX_PROBLEMS, UserError, printable
-from soren_align.files import contents, local_path, parse_json, parse_yaml, read_json, read_text, read_yaml
-from soren_align.terminal import Terminal
+from soren_align.core.errors import MAX_PROBLEMS, UserError, printable
+from soren_align.core.files import contents, local_path, parse_json, parse_yaml, read_json, read_text, read_yaml
+from soren_align.core.text import Terminal
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{below}: &{below} [{', '.join([f'*{above}'] * 9)}]\n" for above, below in zip("abcdefgh", "bcdefghi", strict=True)

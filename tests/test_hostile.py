@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from soren_align import importers, recipe
-from soren_align.errors import UserError
+from soren_align.core.errors import UserError
 from soren_align.recipe import DataSplit
 
 GOOD = """\

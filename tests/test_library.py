@@ -15,8 +15,9 @@ from peft import LoraConfig
 from transformers import TrainingArguments
 
 import soren_align
-from soren_align import SorenSFTTrainer, recipe, shipped
-from soren_align.errors import UserError
+from soren_align import SorenSFTTrainer, recipe
+from soren_align.core import shipped
+from soren_align.core.errors import UserError
 from tests.support.tiny_models import make_model
 
 pytestmark = pytest.mark.model

@@ -7,9 +7,10 @@ from typing import get_args
 import pytest
 import torch
 
-from soren_align import optim, optimizer_settings, recipe
-from soren_align.optimizer_settings import MAPS
-from soren_align.recipe import optimizers
+from soren_align import optim, recipe
+from soren_align.core import optimizer_settings
+from soren_align.core.optimizer_settings import MAPS
+from soren_align.recipe import optimizer
 
 CLASSES = optim.OPTIMIZERS
 ONLY_RECIPE = {"name", "aux_lr", "aux_weight_decay", "aux", "matrices"}
@@ -19,7 +20,7 @@ ONLY_ADAMW = {"betas", "eps"}
 
 
 def member(name):
-    return optimizers.OPTIMIZERS[name](name=name, lr=0.1, aux_lr=0.1)
+    return optimizer.OPTIMIZERS[name](name=name, lr=0.1, aux_lr=0.1)
 
 
 def built(settings):
@@ -27,8 +28,8 @@ def built(settings):
 
 
 def test_every_optimizer_has_a_section_and_a_class():
-    assert set(optimizers.OPTIMIZERS) == set(CLASSES)
-    assert set(optimizers.MAPS) == set(MAPS)
+    assert set(optimizer.OPTIMIZERS) == set(CLASSES)
+    assert set(optimizer.MAPS) == set(MAPS)
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -53,12 +54,12 @@ def test_the_recipes_defaults_are_those_of_the_class(name):
 
 @pytest.mark.parametrize("name", MAPS)
 def test_the_defaults_of_a_map_are_those_of_the_settings(name):
-    assert optimizers.MAPS[name](name=name).model_dump() == {"name": name, **MAPS[name]}
+    assert optimizer.MAPS[name](name=name).model_dump() == {"name": name, **MAPS[name]}
 
 
 @pytest.mark.parametrize("name", MAPS)
 def test_a_group_holds_the_complete_map_of_the_recipe(name):
-    section = optimizers.SorenSettings(name="soren", lr=0.1, aux_lr=0.1, map=name)
+    section = optimizer.SorenSettings(name="soren", lr=0.1, aux_lr=0.1, map=name)
     group = built(section.model_dump(exclude_none=True)).param_groups[0]
     assert group["map"] == section.map.model_dump() == {"name": name, **MAPS[name]}
     bare = optim.Soren([torch.nn.Parameter(torch.zeros(2, 3))], 0.1, map=name)
@@ -121,7 +122,7 @@ def test_recipe_and_class_accept_the_numbers_within_the_bounds(name, key, bounds
             return False
         return True
 
-    section = optimizers.OPTIMIZERS[name]
+    section = optimizer.OPTIMIZERS[name]
     whole = key != "ns_steps" or isinstance(value, int)
     wanted = whole and value in bounds
     assert is_accepted(lambda: section(**{"name": name, "lr": 0.1, key: value})) == wanted
@@ -131,4 +132,4 @@ def test_recipe_and_class_accept_the_numbers_within_the_bounds(name, key, bounds
 
 @pytest.mark.parametrize("name", optim.OPTIMIZERS)
 def test_every_class_has_a_section_with_its_name_as_title(name):
-    assert optimizers.OPTIMIZERS[name].title == CLASSES[name].__name__
+    assert optimizer.OPTIMIZERS[name].title == CLASSES[name].__name__

@@ -11,9 +11,10 @@ import pytest
 import yaml
 from transformers import AutoTokenizer
 
-from soren_align import recipe, shipped
+from soren_align import recipe
+from soren_align.core import shipped
 from soren_align.data import load_split
-from soren_align.evaluate.suites import load_suite
+from soren_align.evaluate.suite.suites import load_suite
 from tests.support import command
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/own-data.md"

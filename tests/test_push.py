@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 from huggingface_hub import HfApi
 
-from soren_align import push as pushing
-from soren_align.errors import UserError
-from soren_align.provenance import fingerprint
-from soren_align.push import push
-from soren_align.run_folder import MERGED_FROM
+from soren_align.core.errors import UserError
+from soren_align.publish import push as pushing
+from soren_align.publish.push import push
+from soren_align.run.folder import MERGED_FROM
+from soren_align.run.provenance import fingerprint
 from tests.support.run_folders import HUB, add_results, finished_run, lock_of_another_process
 
 

@@ -3,10 +3,10 @@
 import importlib.util
 from pathlib import Path
 
-from soren_align import shipped
-from soren_align.compare.study_schema import study_schema
-from soren_align.files import read_yaml
+from soren_align.core import shipped
+from soren_align.core.files import read_yaml
 from soren_align.recipe import OPTIMIZERS, Recipe
+from soren_align.study.config import study_schema
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 

@@ -14,16 +14,18 @@ from pathlib import Path
 
 import pytest
 
-from soren_align import cli, lock, recipe
-from soren_align.card import write_card
-from soren_align.errors import UserError
-from soren_align.files import write
+from soren_align import recipe
+from soren_align.cli import app
+from soren_align.core.errors import UserError
+from soren_align.core.files import write
+from soren_align.core.text import stderr_console
 from soren_align.launch import commands, evaluation, worker
 from soren_align.launch.preparation import prepare
-from soren_align.manifest import divergence
-from soren_align.push import push
-from soren_align.run_folder import RunFolder
-from soren_align.terminal import stderr_console
+from soren_align.publish.card import write_card
+from soren_align.publish.push import push
+from soren_align.run import lock
+from soren_align.run.folder import RunFolder
+from soren_align.run.record import divergence
 from tests.support.run_folders import finished_run, lock_of_another_process
 
 LOCKED = "another process is running or evaluating this run"
@@ -104,7 +106,7 @@ def test_commands_on_a_run_that_is_running_are_refused(folder, command):
 @pytest.mark.parametrize("kind", ["flock", "lease"])
 def test_a_folder_is_held_through_exec_and_not_by_children(folder, tmp_path, monkeypatch, kind):
     monkeypatch.setenv("SOREN_ALIGN_LOCKS", kind)
-    check = "import sys; from soren_align.run_folder import RunFolder; sys.exit(RunFolder(sys.argv[1]).is_locked())"
+    check = "import sys; from soren_align.run.folder import RunFolder; sys.exit(RunFolder(sys.argv[1]).is_locked())"
     hold = (
         "import os, sys; from soren_align import lock, run_folder; run_folder.RunFolder(sys.argv[1]).lock(create=True);"
         f"os.execve(sys.executable, [sys.executable, '-c', {check!r}, sys.argv[1]], "
@@ -524,7 +526,7 @@ def test_a_changed_parallel_config_of_the_same_name_is_another_recipe(make, fold
 
 @pytest.mark.parametrize(
     "main",
-    [lambda: cli.main(["merge", "run"]), lambda: worker.main(["run", "--timeout", "1"])],
+    [lambda: app.main(["merge", "run"]), lambda: worker.main(["run", "--timeout", "1"])],
     ids=["command", "rank"],
 )
 @pytest.mark.parametrize(

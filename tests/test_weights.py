@@ -11,11 +11,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations import HfDeepSpeedConfig
 
-from soren_align import recipe, shipped, weights
-from soren_align.errors import UserError
-from soren_align.evaluate.backends import BackendSettings, load_lm
-from soren_align.trainers import adapters
-from soren_align.trainers.starting_model import generation_notices, load_model
+from soren_align import recipe
+from soren_align.core import shipped
+from soren_align.core.errors import UserError
+from soren_align.evaluate.run.backends import BackendSettings, load_lm
+from soren_align.run import weights
+from soren_align.training import adapters
+from soren_align.training.model import generation_notices, load_model
 from tests.support.run_folders import finished_run
 
 pytestmark = pytest.mark.model
@@ -243,7 +245,7 @@ def say(adapter, **keys):
     ],
 )
 def test_a_pattern_that_matches_for_ever_is_refused(adapter, use, keys, monkeypatch):
-    monkeypatch.setattr("soren_align.weights.MATCH_SECONDS", 1)
+    monkeypatch.setattr("soren_align.run.weights.MATCH_SECONDS", 1)
     say(adapter, **keys)
     with pytest.raises(UserError, match="a pattern in its config takes too long to match"):
         use(adapter)

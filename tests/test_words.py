@@ -35,7 +35,7 @@ FILES = sorted(
     for name in HERE
     for file in ([ROOT / name] if (ROOT / name).is_file() else (ROOT / name).rglob("*"))
     if file != ROOT / "recipes/quickstart/make.py"  # its sentences are training data
-    and file.name != "renamed_keys.py"  # which names the old keys
+    and file.name != "messages.py"  # which names the old keys
     and file.suffix in {".py", ".md", ".yaml", ".json", ".sbatch"}
     and file.name not in {"style.md", "tokenizer.json", "recipe.schema.json"}  # the last has TRL's own help
 )

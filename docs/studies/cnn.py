@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from soren_align.optimizer_settings import RESOLUTIONS
+from soren_align.core.optimizer_settings import RESOLUTIONS
 from soren_align.spectral import minimax_sigmoid, released_sigmoid, soft_newton_schulz
 from soren_align.spectral.exact import null_space_bound
 from soren_align.spectral.sns import T_LIMIT, T_STEPS, cubic_iteration

@@ -30,11 +30,12 @@ from scipy.stats import ttest_1samp
 from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with_warmup
 
 from soren_align import recipe
-from soren_align.evaluate.paired import holm
+from soren_align.evaluate.stats.paired import holm
 from soren_align.launch.preparation import prepare
 from soren_align.optim import build_optimizer
-from soren_align.run_folder import RunFolder
-from soren_align.trainers import training, training_setup
+from soren_align.run.folder import RunFolder
+from soren_align.training import run as training
+from soren_align.training import setup
 
 COARSE = {"name": "minimax", "resolution": 0.01}
 COLUMNS = {
@@ -70,7 +71,7 @@ def quickstart(settings: dict, lr: float, seed: int) -> tuple[float, float]:
         sets += ["trainer.save_strategy=no", "eval=null", f"run.output_dir={folder}/run"]
         loaded, run = recipe.load("quickstart/sft", sets), RunFolder(Path(folder) / "run")
         prepare(run, loaded)
-        assert training.train(training_setup.set_up_training(loaded, run), run, Console(file=io.StringIO()))
+        assert training.train(setup.set_up_training(loaded, run), run, Console(file=io.StringIO()))
         logs = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     return tuple([log[key] for log in logs if key in log][-1] for key in ("eval_loss", "loss"))
 

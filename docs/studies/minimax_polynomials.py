@@ -1,4 +1,4 @@
-"""Compute the polynomials of soren_align/spectral/coefficients.py, and print the alternatives to them.
+"""Compute the polynomials of soren_align/spectral/products.py, and print the alternatives to them.
 
     python docs/studies/minimax_polynomials.py            prints the front, then the tables as they are shipped
 
@@ -15,9 +15,9 @@ import numpy as np
 from scipy.optimize import linprog
 
 from soren_align.bench import spectra
-from soren_align.optimizer_settings import MUON_STEPS, SNS_STEPS
-from soren_align.spectral.coefficients import Sign
+from soren_align.core.optimizer_settings import MUON_STEPS, SNS_STEPS
 from soren_align.spectral.cost import POLYNOMIAL_PRODUCTS, minimax_flops, num_flops
+from soren_align.spectral.products import Sign
 from soren_align.spectral.quintic import A, B, C
 from soren_align.spectral.sns import T_LIMIT, T_STEPS
 

@@ -131,8 +131,8 @@ def main(name: str, *overrides: str) -> None:
     """Print the baselines of a recipe."""
     from soren_align import recipe
     from soren_align.planning.inputs import on_this_machine
-    from soren_align.run_folder import RunFolder
-    from soren_align.trainers.training_setup import set_up_training
+    from soren_align.run.folder import RunFolder
+    from soren_align.training.setup import set_up_training
 
     loaded = on_this_machine(recipe.load(name, overrides))
     with tempfile.TemporaryDirectory() as folder:

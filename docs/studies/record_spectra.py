@@ -20,9 +20,8 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 
 from soren_align.bench import spectra
-from soren_align.bench.run_spectra import all_maps, measure, spectra_of_run
-from soren_align.bench.spectra_figure import draw
-from soren_align.run_folder import RunFolder
+from soren_align.bench.spectra import all_maps, draw, measure, spectra_of_run
+from soren_align.run.folder import RunFolder
 
 STUDIES = Path(__file__).parent
 STEPS = {"quickstart": [1, 10, 100, 300, 600], "smollm2": [1, 12]}

@@ -19,12 +19,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from soren_align import HTMuon, Muon, Soren, param_groups
 from soren_align.bench.shapes import MODELS, Shape
-from soren_align.bench.step_times import MuonFloat32
+from soren_align.bench.steps import MuonFloat32
 from soren_align.bench.timing import interleaved, machine
+from soren_align.core.optimizer_settings import RESOLUTIONS
 from soren_align.optim import AdamW
-from soren_align.optimizer_settings import RESOLUTIONS
-from soren_align.planning.hours import PEAKS
-from soren_align.planning.passes import Passes
+from soren_align.planning.flops import PEAKS, Passes
 from soren_align.spectral import num_flops
 from soren_align.spectral.cost import narrow_flops
 

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from ..errors import UserError, did_you_mean
+from ..core.errors import UserError, did_you_mean
 
 Shape = tuple[int, int]
 

@@ -1,25 +1,50 @@
-"""Recorded spectra: the singular values of Nesterov momenta, the inputs of a map, in real trainings.
+"""`soren-align spectrum`: the output of every map on the momenta of a run, from their singular values alone.
 
-    smollm2      SmolLM2-135M-Instruct, full SFT with Soren (exact) on Python's documentation as chat, one example of at
-                 most 700 tokens a step; all matrices of the layers 0, 9, 19 and 29 at the steps 1 and 12
-    quickstart   the quickstart's SFT of 102,272 random weights; all 14 matrices at the steps 1, 10, 100, 300 and 600
-
-A map commutes with rotations of its input, so a spectrum with any singular vectors stands for the recorded matrix.
-docs/studies/record_spectra.py wrote the file, one JSON record per line: on 2 CPU cores (the quickstart: of an Intel
-Xeon, with its recipe of 2026-11-22), Python 3.11.7, torch 2.13.0 CPU, transformers 5.23, trl 1.16.
+A map commutes with rotations: its output has the input's singular vectors, and singular values that are those of its
+output for the diagonal matrix of the input's. So no gradient is needed, and no training.
 """
 
 import gzip
 import json
-from collections.abc import Iterable
+import math
+import pickle
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import torch
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from PIL import Image
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
+from ..core.errors import UserError
+from ..core.files import CHANGED, contents, parse_json, read_text
+from ..core.optimizer_settings import MAPS, RESOLUTIONS
+from ..optim import Muon, Soren, SpectralOptimizer, matrices_of, momentum_of
+from ..run.folder import PREVIOUS, RunFolder, read_seal, step_of
+from ..spectral import singular_values
 from ..spectral.exact import null_space_bound
+
+# ---
+# Recorded spectra: the singular values of Nesterov momenta, the inputs of a map, in real trainings.
+#
+#     smollm2      SmolLM2-135M-Instruct, full SFT with Soren (exact) on Python's documentation as chat, one example of
+#                  at most 700 tokens a step; all matrices of the layers 0, 9, 19 and 29 at the steps 1 and 12
+#     quickstart   the quickstart's SFT of 102,272 random weights; all 14 matrices at the steps 1, 10, 100, 300 and 600
+#
+# A map commutes with rotations of its input, so a spectrum with any singular vectors stands for the recorded matrix.
+# docs/studies/record_spectra.py wrote the file, one JSON record per line: on 2 CPU cores (the quickstart: of an Intel
+# Xeon, with its recipe of 2026-11-22), Python 3.11.7, torch 2.13.0 CPU, transformers 5.23, trl 1.16.
 
 PATH = Path(__file__).with_name("spectra.jsonl.gz")
 
@@ -65,3 +90,301 @@ def save(spectra: Iterable[Spectrum], path: Path = PATH) -> None:
     """Write the file; the same spectra give the same bytes."""
     lines = "".join(json.dumps(asdict(spectrum)) + "\n" for spectrum in spectra)
     path.write_bytes(gzip.compress(lines.encode(), mtime=0))
+
+
+MAX_BYTES = 1 << 28  # of spectra.jsonl; 252 matrices with 2048 singular values are 6 MB a step
+MAX_RANK = 1 << 14  # of a matrix in it: the diagonal matrix of a larger one has more than 1 GB
+SHARES = (0.01, 0.001)
+"""Of nu, the norm by which `minimax` divides; the table counts the modes below them."""
+EXACT = "exact"
+
+
+def spectra_of_run(folder: RunFolder, globs: Sequence[str] = ("*",)) -> tuple[str, list[Spectrum]]:
+    """The recorded spectra of a run, or those of its last checkpoint, and a description of the source.
+
+    globs: names of the matrices. Raises UserError if there are none, and if a file is damaged.
+    """
+    if folder.spectra.is_file():
+        source, spectra = "the map's input, recorded in training", list(_recorded(folder.spectra))
+    else:
+        checkpoint = next(reversed(folder.complete_checkpoints()), None)
+        if checkpoint is None or not (checkpoint / "optimizer.pt").is_file():
+            raise UserError(
+                f"{folder}: has no spectra.jsonl, and no checkpoint with the momentum of whole matrices; "
+                "train with --set run.log_spectra.steps=[1,100] to record spectra"
+            )
+        source = f"the momentum in {checkpoint.name}, which lacks the Nesterov term of the next gradient"
+        spectra = list(_of_checkpoint(checkpoint, globs))
+    chosen = [spectrum for spectrum in spectra if any(fnmatchcase(spectrum.name, glob) for glob in globs)]
+    if not chosen:
+        names = ", ".join(sorted({spectrum.name for spectrum in spectra})[:3]) or "none"
+        raise UserError(f"{folder}: no spectrum of a matrix {' or '.join(globs)}; it has {names}")
+    return source, chosen
+
+
+def _recorded(file: Path) -> Iterator[Spectrum]:
+    for number, line in enumerate(read_text(file, MAX_BYTES).splitlines(), 1):
+        record = parse_json(line, f"{file.name}:{number}")
+        try:
+            shape, values = tuple(record["shape"]), sorted(map(float, record["singular_values"]), reverse=True)
+            spectrum = Spectrum(str(record["name"]), int(record["step"]), shape, tuple(values))
+            rank = min(shape)
+            damaged = len(shape) != 2 or len(values) != rank or not 0 < rank <= MAX_RANK
+            damaged = damaged or not all(math.isfinite(value) and value >= 0 for value in values)
+        except (KeyError, TypeError, ValueError, RuntimeError, OverflowError):
+            damaged = True
+        if damaged:
+            raise UserError(f"{file}:{number} is no spectrum: name, step, shape [m, n] and min(m, n) singular_values")
+        yield spectrum
+
+
+def _of_checkpoint(checkpoint: Path, globs: Sequence[str]) -> Iterator[Spectrum]:
+    """The spectra of the momentum in a checkpoint, of matrices that match."""
+    file = checkpoint / "optimizer.pt"
+    if contents([file]) != [read_seal(checkpoint)["files"].get(file.name)]:
+        raise UserError(f"{file}: {CHANGED}; {PREVIOUS}")
+    try:
+        saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        groups = [group for group in saved["param_groups"] if group["rule"] == "spectral"]
+        momenta = [
+            named
+            for group in groups
+            for name, number in zip(group["param_names"], group["params"], strict=True)
+            for named in matrices_of(
+                name, momentum_of(saved["state"][number]), group.get("storages", {}).get(name, "plain")
+            )
+        ]
+    except (AttributeError, pickle.UnpicklingError, RuntimeError, KeyError, TypeError, ValueError, EOFError):
+        raise UserError(f"{file}: not the state of an optimizer with matrices") from None
+    for name, momentum in momenta:
+        if any(fnmatchcase(name, glob) for glob in globs):
+            yield Spectrum(
+                name,
+                step_of(checkpoint),
+                (momentum.shape[0], momentum.shape[1]),
+                tuple(singular_values(momentum).tolist()),
+            )
+
+
+def all_maps() -> dict[str, SpectralOptimizer]:
+    """Muon, and Soren with each of its maps and resolutions, by their labels ("minimax 0.01")."""
+    matrix = [torch.nn.Parameter(torch.zeros(1, 1))]
+    maps: dict[str, SpectralOptimizer] = {"muon": Muon(matrix)}
+    for name, defaults in MAPS.items():
+        for choice in [{"resolution": r} for r in RESOLUTIONS] if "resolution" in defaults else [{}]:
+            settings = {**defaults, **choice}
+            numbers = [f"{value:g}" for value in settings.values() if isinstance(value, int | float)]
+            maps[" ".join([name, *numbers])] = Soren(matrix, 0.0, map={"name": name, **settings})
+    return maps
+
+
+def mapped(spectrum: Spectrum, optimizer: SpectralOptimizer) -> Tensor:
+    """The singular values of the map's output, float64, computed in float32 as in training.
+
+    Scaled as match_rms_adamw does, to Soren's level of 1/2: those of Muon are halved.
+    """
+    x = spectrum.without_null_space.float().diag()
+    output = optimizer.map_matrix(x, optimizer.param_groups[0]).diagonal().double()
+    return output * (Soren.map_level / optimizer.map_level)
+
+
+def measure(spectrum: Spectrum, maps: dict[str, SpectralOptimizer]) -> dict[str, Any]:
+    """The spectrum in numbers, as plain data.
+
+    below: share of the modes below SHARES of nu. maps: of each map's output the relative Frobenius distance from that
+    of the exact sigmoid, the cosine of the angle between them, and `size`, its norm relative to that of an output whose
+    singular values are all at the map's level, as match_rms_adamw assumes. A zero momentum, as of LoRA's A at step 1,
+    has no direction and no modes: its `below` and `maps` are None throughout.
+    """
+    sigma, nu = spectrum.sigma, spectrum.nu
+    about = {"name": spectrum.name, "step": spectrum.step, "shape": list(spectrum.shape)}
+    about |= {"largest": float(sigma[0]), "nu": nu}
+    if not nu:
+        nothing = dict.fromkeys(("distance", "cosine", "size"))
+        return {**about, "below": dict.fromkeys(f"{share:g}" for share in SHARES), "maps": dict.fromkeys(maps, nothing)}
+    exact = mapped(spectrum, maps[EXACT])
+    fidelity = {}
+    for label, optimizer in maps.items():
+        output = mapped(spectrum, optimizer)
+        size = float(output.norm())
+        fidelity[label] = {
+            "distance": float((output - exact).norm() / exact.norm()),
+            "cosine": float(output @ exact / exact.norm()) / size if size else 0.0,
+            "size": size / (Soren.map_level * math.sqrt(min(spectrum.shape))),
+        }
+    below = {f"{share:g}": float((sigma < share * nu).double().mean()) for share in SHARES}
+    return {**about, "below": below, "maps": fidelity}
+
+
+def short_names(names: Sequence[str], num_parts: int) -> list[str]:
+    """The names without the first parts, between dots, that all share; at least `num_parts` of each stay."""
+    parts = [name.split(".") for name in names]
+    start = 0
+    while start < min(map(len, parts)) - num_parts and len({p[start] for p in parts}) == 1:
+        start += 1
+    return [".".join(p[start:]) for p in parts]
+
+
+def as_json(source: str, records: Sequence[dict[str, Any]]) -> str:
+    """The measurements as JSON."""
+    return json.dumps({"source": source, "spectra": list(records)}, indent=2)
+
+
+# ---
+# Tables of `soren-align spectrum`, 80 columns wide: a row per matrix and step, a column per map.
+
+WIDTH = 80
+NOTE = """\
+nu: the norm (sum of sigma^8)^(1/8), by which minimax divides
+-: the momentum is zero; left out of mean and extremes
+Muon's output counts half, as match_rms_adamw scales it"""
+
+
+def tables(source: str, records: Sequence[dict[str, Any]]) -> Group:
+    """The measurements of `run_spectra.measure` in four tables, the last three with their mean and their extreme."""
+    names = short_names([record["name"].removesuffix(".weight") for record in records], 3)
+    labels = list(records[0]["maps"])
+    approximate = [label for label in labels if label != EXACT]
+    header = ["matrix", "step", "shape", "largest", *(f"< {share:g} nu" for share in SHARES)]
+    rows = [
+        [
+            name,
+            str(record["step"]),
+            " x ".join(map(str, record["shape"])),
+            f"{record['largest']:.1e}",
+            *(_cell("{:.0%}", share) for share in record["below"].values()),
+        ]
+        for name, record in zip(names, records, strict=True)
+    ]
+    parts = [
+        Text(f"spectra of {source}", style="dim"),
+        *_table("singular values, and the share of small ones", header, rows),
+    ]
+    for title, key, shown, form, extreme in (
+        ("distance from the exact sigmoid", "distance", approximate, "{:.1%}", max),
+        ("cosine of the angle to the exact sigmoid", "cosine", approximate, "{:.3f}", min),
+        ("size of the update: 1 if every mode is at the map's level", "size", labels, "{:.2f}", min),
+    ):
+        columns = [[record["maps"][label][key] for record in records] for label in shown]
+        rows = [
+            [name, str(record["step"]), *(_cell(form, column[i]) for column in columns)]
+            for i, (name, record) in enumerate(zip(names, records, strict=True))
+        ]
+        measured = [[value for value in column if value is not None] for column in columns]
+        rows.append(["mean", "", *(_cell(form, fmean(column) if column else None) for column in measured)])
+        rows.append([_EXTREMES[extreme], "", *(_cell(form, extreme(column, default=None)) for column in measured)])
+        parts += _table(title, ["matrix", "step", *(label.replace(" ", "\n") for label in shown)], rows)
+    return Group(*parts, Text(f"\n{NOTE}", style="dim"))
+
+
+def _cell(form: str, value: float | None) -> str:
+    """Return "-" for a zero momentum, which has no cosine."""
+    return "-" if value is None else form.format(value)
+
+
+_EXTREMES: dict[Callable[..., Any], str] = {max: "largest", min: "smallest"}
+
+
+def _table(title: str, header: list[str], rows: list[list[str]]) -> list[Any]:
+    table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="bold")
+    widths = [
+        max(len(line) for cell in column for line in cell.split("\n")) for column in zip(header, *rows, strict=True)
+    ]
+    room = WIDTH - sum(width + 1 for width in widths[1:])
+    table.add_column(header[0], no_wrap=True, vertical="bottom")
+    for name in header[1:]:
+        table.add_column(name, justify="right", no_wrap=True)
+    for first, *cells in rows:
+        table.add_row(first if len(first) <= room else f"...{first[3 - room :]}", *cells)
+    return [Text(f"\n{title}", style="bold"), table]
+
+
+# ---
+# Pictures of spectra, as in the paper's Figure 1: a panel per layer and step, a line per map, values on a log axis.
+
+MAX_LAYERS, MAX_STEPS = 3, 3
+# Line styles and markers differ without colour too. Okabe and Ito's colours, the lightest excepted.
+EXACT_STYLE = {"color": "#767676", "linestyle": "-", "marker": "o", "markerfacecolor": "white"}
+STYLES = (
+    {"color": "#D55E00", "linestyle": ":", "marker": "x"},
+    {"color": "#0072B2", "linestyle": "--", "marker": "s"},
+    {"color": "#009E73", "linestyle": "-.", "marker": "^"},
+    {"color": "#CC79A7", "linestyle": (0, (5, 1, 1, 1, 1, 1)), "marker": "D"},
+    {"color": "#E69F00", "linestyle": (0, (1, 1)), "marker": "v"},
+    {"color": "#56B4E9", "linestyle": (0, (7, 2)), "marker": "P"},
+)
+NUM_COLORS = 64
+"""Of a picture: a third of the bytes of one in all colours."""
+FLOOR = 3e-4
+"""The lower end of the axis: smaller values are not drawn."""
+
+
+def draw(spectra: Sequence[Spectrum], maps: dict[str, SpectralOptimizer], folder: Path) -> list[Path]:
+    """Write a PNG per kind of matrix into `folder`, and return their paths; equal spectra give equal bytes.
+
+    Matrices whose names differ in numbers only are of one kind: a row per layer, a column per step, at most MAX_LAYERS
+    and MAX_STEPS, the first and the last among them.
+    """
+    kinds: dict[str, list[Spectrum]] = {}
+    for spectrum in spectra:
+        kinds.setdefault(re.sub(r"\.\d+\b", "", spectrum.name.removesuffix(".weight")), []).append(spectrum)
+    # A name may come from anyone, and must not lead to another folder.
+    names = [re.sub(r"[^\w.-]", "_", name)[-100:] for name in short_names([*kinds], 2)]
+    files = [folder / f"{name}.png" for name in names]
+    for members, file in zip(kinds.values(), files, strict=True):
+        _draw_kind(members, maps, file)
+    return files
+
+
+def _draw_kind(spectra: Sequence[Spectrum], maps: dict[str, SpectralOptimizer], file: Path) -> None:
+    rows = _spread([*dict.fromkeys(spectrum.name for spectrum in spectra)], MAX_LAYERS)
+    columns = _spread(sorted({spectrum.step for spectrum in spectra}), MAX_STEPS)
+    figure = Figure(figsize=(8.5, 0.9 + 2.4 * len(rows)), dpi=110, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    panels = figure.subplots(len(rows), len(columns), squeeze=False, sharex="row", sharey=True)
+    for spectrum in spectra:
+        if spectrum.name in rows and spectrum.step in columns:
+            panel = panels[rows.index(spectrum.name)][columns.index(spectrum.step)]
+            _draw_panel(panel, spectrum, maps)
+            entries = panel.get_legend_handles_labels()
+    for name, row in zip(rows, panels, strict=True):
+        label = re.sub(r".*layers\.(\d+)\.", r"layer \1, ", name.removesuffix(".weight"))
+        row[0].set_ylabel(label, fontsize=8, parse_math=False)
+    legend = {"loc": "outside upper center", "ncols": 4, "fontsize": 8, "frameon": False, "handlelength": 3.5}
+    figure.legend(*entries, **legend)
+    figure.supxlabel("mode, from the largest singular value on", fontsize=8)
+    canvas.draw()
+    image = Image.frombuffer("RGBA", canvas.get_width_height(), bytes(canvas.buffer_rgba()))
+    image.convert("RGB").quantize(NUM_COLORS).save(file, optimize=True)
+
+
+def _draw_panel(panel: Axes, spectrum: Spectrum, maps: dict[str, SpectralOptimizer]) -> None:
+    numbers = range(1, min(spectrum.shape) + 1)
+    if not spectrum.nu:
+        panel.text(0.5, 0.5, "zero", transform=panel.transAxes, ha="center", fontsize=8)
+    # 0 / 0 is nan, which is not drawn: the lines stay for the legend.
+    panel.semilogy(numbers, _drawn(spectrum.without_null_space / spectrum.nu), color="black", label="momentum / nu")
+    for i, (label, optimizer) in enumerate(maps.items()):
+        style = EXACT_STYLE if label == EXACT else STYLES[i % len(STYLES)]
+        drawn = _drawn(mapped(spectrum, optimizer))
+        # Markers at different modes, so that none covers another; matplotlib fails to place them on an empty line.
+        places = None if all(map(math.isnan, drawn)) else (0.03 + 0.13 * i / len(maps), 0.16)
+        line = {**style, "markevery": places, "markersize": 4, "linewidth": 1.1}
+        panel.semilogy(numbers, drawn, label=label, **line)
+    panel.set_xlim(0, len(numbers) + 1)
+    panel.set_ylim(FLOOR, 1.5)
+    panel.set_title(f"step {spectrum.step}, {' x '.join(map(str, spectrum.shape))}", fontsize=8)
+    panel.tick_params(labelsize=8)
+    panel.grid(color="#dddddd", linewidth=0.5)
+    panel.set_axisbelow(True)
+
+
+def _drawn(values: Tensor) -> list[float]:
+    return values.where(values >= FLOOR / 2, torch.nan).tolist()
+
+
+def _spread(items: list, most: int) -> list:
+    """At most `most` of the items, the first and the last among them, in their order."""
+    if len(items) <= most:
+        return items
+    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]

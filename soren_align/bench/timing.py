@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..errors import UserError
-from ..provenance import provenance
+from ..core.errors import UserError
+from ..run.provenance import provenance
 
 T = TypeVar("T")
 WARM_UPS = {"cpu": 1, "cuda": 3}  # CUDA graphs record in the second call and replay from the third on

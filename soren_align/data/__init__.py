@@ -1,22 +1,16 @@
 """Data: files and hub datasets, validated and converted to TRL's columns, and an account of their tokens."""
 
 from .arrow import dataset_of, iterable_dataset
-from .byte_pairs import trained_tokenizer
-from .columns import COLUMNS, Task
-from .empty_answers import drop_reason_of, without_empty_answers
-from .encoding import BATCH_SIZE, ChatEncoder, encode
-from .held_out import hold_out
-from .loss_masks import FIRST, TRAINED, LossMasks
-from .mixture import mix
-from .preview import Account, account, show_example
+from .cache import tokenize
+from .encode import BATCH_SIZE, ChatEncoder, drop_reason_of, encode, without_empty_answers
+from .formats import COLUMNS, Task
+from .masks import FIRST, TOKEN_COLUMNS, TRAINED, EncodedExample, LossMasks, Tokens, from_token_columns, token_columns
 from .rendering import template_errors
 from .split import LoadedSplit, has_turns, load_split
-from .stream import Preview, State, Stream, open_split, open_stream
+from .stats import Account, account, show_example
+from .stream import Preview, State, Stream, hold_out, mix, open_split, open_stream
 from .templates import check_template, set_template
-from .texts import texts_of
-from .token_cache import tokenize
-from .tokens import TOKEN_COLUMNS, EncodedExample, Tokens, from_token_columns, token_columns
-from .vocabulary import within_vocabulary
+from .vocabulary import texts_of, trained_tokenizer, within_vocabulary
 
 __all__ = [
     "BATCH_SIZE",

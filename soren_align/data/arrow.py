@@ -10,9 +10,9 @@ import pyarrow as pa
 from datasets import Dataset, Features, IterableDataset, Json, List, Value, concatenate_datasets
 from datasets.iterable_dataset import ExamplesIterable
 
-from ..errors import UserError
-from ..silence import quiet_libraries
-from .columns import Example, without_null_keys
+from ..core.errors import UserError
+from ..core.silence import quiet_libraries
+from .formats import Example, without_null_keys
 from .tool_calls import OPTIONS
 
 

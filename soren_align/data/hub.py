@@ -10,7 +10,7 @@ import datasets
 from datasets import Dataset, DatasetBuilder, IterableDataset
 from huggingface_hub import constants
 
-from ..errors import OutOfReach, UserError
+from ..core.errors import OutOfReach, UserError
 from ..recipe import FILE_KINDS
 
 

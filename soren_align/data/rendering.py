@@ -20,7 +20,7 @@ from jinja2.visitor import NodeTransformer
 from markupsafe import Markup
 from transformers.utils import chat_template_utils
 
-from ..errors import UserError
+from ..core.errors import UserError
 
 BUDGET, BUDGET_PER_CHARACTER = 20_000_000, 100
 """Of one rendering: a number, and so many more for each character of its input: about 1 GB of memory at most, and

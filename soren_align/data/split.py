@@ -14,14 +14,13 @@ from typing import Any, Literal, Protocol
 from datasets import Dataset, config
 from datasets.exceptions import DatasetGenerationError
 
-from ..errors import UserError
+from ..core.errors import UserError
+from ..core.silence import quiet_libraries
 from ..recipe import STDLIB, is_local
-from ..silence import quiet_libraries
-from . import columns, hub, records
+from . import files, formats, hub
 from .arrow import cache_key, examples_of, features_of, has_turns
-from .columns import Example, Layout, Task
-from .local_files import LocalFiles
-from .own_names import Names
+from .files import LocalFiles
+from .formats import Example, Layout, Names, Task
 from .stdlib import StandardLibrary
 from .tool_calls import OPTIONS
 
@@ -183,14 +182,14 @@ def layout_of(examples: Iterable[Any], spec: SplitConfig, task: Task, place: str
     names = Names.of(spec.columns, spec.roles)
     objects = list(islice((example for example in examples if isinstance(example, dict)), SAMPLE_SIZE))
     if not objects:
-        return columns.recognize(dict.fromkeys(columns.COLUMNS[task]), task, place)
+        return formats.recognize(dict.fromkeys(formats.COLUMNS[task]), task, place)
     names.refuse_missing({column: None for example in objects for column in example}, place)
     complete = (example for example in objects if None not in example.values())
     example = next(complete, objects[0])
     for column in (spec.columns.get(name, name) for name in OPTIONS):  # often only some examples have tools
         value = next((other[column] for other in objects if other.get(column)), None)
         example = example if value is None or column in example else {**example, column: value}
-    layout = columns.recognize(example, task, place, names)
+    layout = formats.recognize(example, task, place, names)
     return layout._replace(mask_history=spec.mask_history)
 
 
@@ -235,7 +234,7 @@ def _examples(*args: Any) -> Iterator[Example]:
 
 def read(record: Any, layout: Layout) -> Example | str:
     """The record in TRL's columns; or, as text, why it cannot be trained on."""
-    return record.reason if isinstance(record, records.InvalidRecord) else columns.read_example(record, layout)
+    return record.reason if isinstance(record, files.InvalidRecord) else formats.read_example(record, layout)
 
 
 def count_dropped(numbered: Iterable[tuple[str, Any]], layout: Layout, spec: SplitConfig) -> dict[str, int]:
@@ -260,7 +259,7 @@ def without_indices(reason: str) -> str:
 def _converted(dataset: Dataset, layout: Layout) -> Dataset:
     """The valid examples of a hub dataset in TRL's columns; written once into the datasets cache."""
     return dataset.map(
-        partial(columns.read_example, layout=layout),
+        partial(formats.read_example, layout=layout),
         remove_columns=dataset.column_names,
         features=features_of(layout.outputs, layout.has_turns),
         new_fingerprint=cache_key(dataset._fingerprint, layout.description, layout.names, layout.mask_history),

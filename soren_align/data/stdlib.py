@@ -18,9 +18,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from ..errors import UserError
+from ..core.errors import UserError
 from ..recipe import STDLIB
-from .local_files import LocalFiles
+from .files import LocalFiles
 
 VALIDATION_SHARE = 0.05
 _LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}

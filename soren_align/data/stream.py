@@ -6,6 +6,8 @@ each split: after one block has been read again, a run resumes at the exact exam
 one.
 """
 
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,18 +17,17 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from datasets import Dataset
 
-from ..errors import UserError
+from ..core.errors import UserError
+from ..core.silence import quiet_libraries
 from ..recipe import is_local
-from ..silence import quiet_libraries
 from . import hub
 from .arrow import concatenated, examples_of, features_of
-from .columns import Example, Layout, Task
-from .held_out import hold_out, position
-from .local_files import LocalReader
-from .mixture import SourceConfig, refuse_other_kinds
+from .files import LocalReader
+from .formats import Example, Layout, Task
 from .split import (
     SAMPLE_SIZE,
     LoadedSplit,
+    SplitConfig,
     count_dropped,
     layout_of,
     local_files,
@@ -35,6 +36,128 @@ from .split import (
     valid_examples,
     without_indices,
 )
+
+# ---
+# Held-out examples: a fraction or a number of the training examples, chosen by a hash of each.
+#
+# The choice depends on an example's content alone. It is the same wherever the example stands, whatever the other
+# examples and the seed are, and a larger fraction holds out the examples of a smaller one too. A number is the fraction
+# that has so many examples: as the data grows, examples return to training, and none is held out that was trained on.
+
+
+def hold_out(
+    splits: Sequence[LoadedSplit], fraction: float | None = None, examples: int | None = None
+) -> tuple[list[LoadedSplit], LoadedSplit]:
+    """(the splits without the held-out examples, these examples of all splits).
+
+    fraction: of each split, about; or examples: of all, those first by `position`, fewer where equal ones would be on
+    both sides. Raises UserError if no example is held out, or all are of one split.
+    """
+    refuse_other_kinds(splits)
+    key, number = ("fraction", fraction) if fraction is not None else ("examples", examples)
+    positions = [np.array([position(example) for example in examples_of(split.dataset)]) for split in splits]
+    total = sum(map(len, positions))
+    if examples is not None and examples >= total:
+        raise UserError(f"data.eval.examples: {examples} are all of {total} examples; write a smaller number")
+    end = fraction if examples is None else np.sort(np.concatenate(positions))[examples]
+    remaining, chosen = [], []
+    for split, own in zip(splits, positions, strict=True):
+        is_held_out = own < end
+        if is_held_out.all():
+            raise UserError(f"data.eval.{key}: {number:g} holds out all examples of {split.name}; write a smaller one")
+        chosen.append(split.dataset.select(np.flatnonzero(is_held_out)))
+        remaining.append(
+            replace(
+                split,
+                dataset=split.dataset.select(np.flatnonzero(~is_held_out)),
+                num_examples=split.num_examples - int(is_held_out.sum()),
+                source={**split.source, "num_held_out": int(is_held_out.sum())},
+            )
+        )
+    dataset = concatenated(chosen)
+    if len(dataset) == 0:
+        reason = "" if examples is None else ": more are equal, and equal ones stay on one side"
+        raise UserError(f"data.eval.{key}: {number:g} holds out none of {total} examples{reason}; write a larger one")
+    layout = "; ".join(dict.fromkeys(split.layout for split in splits))
+    names = " + ".join(split.name for split in splits)
+    source = {"path": names, "split": "held out", key: number, "num_examples": len(dataset)}
+    return remaining, LoadedSplit(dataset, layout, len(dataset), {}, source)
+
+
+def position(example: Example) -> float:
+    """A number in [0, 1), uniform over examples: the first 53 bits of the SHA-256 of an example in TRL's columns."""
+    example = {
+        column: value for column, value in example.items() if value is not None
+    }  # no tools: as without the column
+    text = json.dumps(example, sort_keys=True, ensure_ascii=False)
+    return (int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 11) / 2**53
+
+
+# ---
+# Several splits as one dataset: of each the share given by its weight, shuffled together.
+#
+# Everything depends only on the weights and one seed, so that all ranks, and a resumed run, use the same examples.
+
+
+class SourceConfig(SplitConfig, Protocol):
+    """A split and its share; soren_align.recipe.TrainSplit is one."""
+
+    weight: float
+
+
+def mix(splits: Sequence[LoadedSplit], configs: Sequence[SourceConfig], seed: int) -> LoadedSplit:
+    """The examples of all sources: each `weight` times, a fraction by sampling without replacement.
+
+    configs: of `splits`. A single source of weight 1 is returned unchanged. Raises UserError if only some
+    of the sources have turns, or texts have different columns, or a weight leaves no example of one.
+    """
+    if len(splits) == 1 and configs[0].weight == 1:
+        return splits[0]
+    refuse_other_kinds(splits)
+    names = [split.name for split in splits]
+    generator = np.random.default_rng(seed)
+    samples = [_sample(len(s.dataset), source.weight, generator) for source, s in zip(configs, splits, strict=True)]
+    for name, source, sample in zip(names, configs, samples, strict=True):
+        if len(sample) == 0:
+            raise UserError(
+                f"data.train: a weight of {source.weight:g} leaves no example of {name}; write a larger one, or leave "
+                "the source out"
+            )
+    starts = np.cumsum([0, *(len(split.dataset) for split in splits[:-1])])
+    order = generator.permutation(sum(map(len, samples)))
+    indices = np.concatenate([start + sample for start, sample in zip(starts, samples, strict=True)])[order]
+    source_indices = np.repeat(np.arange(len(samples)), [len(sample) for sample in samples])[order]
+    sources = [
+        {**s.source, "layout": s.layout, "dropped": s.dropped, "weight": source.weight, "num_sampled": len(sample)}
+        for source, s, sample in zip(configs, splits, samples, strict=True)
+    ]
+    return LoadedSplit(
+        dataset=concatenated([split.dataset for split in splits]).select(indices),
+        layout="; ".join(dict.fromkeys(split.layout for split in splits)),
+        num_examples=len(indices) + sum(sum(split.dropped.values()) for split in splits),
+        dropped=dict(sum((Counter(split.dropped) for split in splits), Counter())),
+        source={"path": " + ".join(names), "seed": seed, "num_examples": len(indices), "sources": sources},
+        notices=tuple(notice for split in splits for notice in split.notices),
+        source_indices=tuple(source_indices.tolist()),
+    )
+
+
+def refuse_other_kinds(splits: Sequence[LoadedSplit]) -> None:
+    """Raise UserError if only some of the sources have turns, or texts have different columns."""
+    columns = [", ".join(split.dataset.column_names) for split in splits]
+    if other := next((i for i, split in enumerate(splits) if split.kind != splits[0].kind), None):
+        raise UserError(
+            f"data.train: {splits[0].name} has {splits[0].layout} ({columns[0]}) and {splits[other].name} "
+            f"{splits[other].layout} ({columns[other]}): texts do not mix with others; train on one kind"
+        )
+
+
+def _sample(num_examples: int, weight: float, generator: np.random.Generator) -> np.ndarray:
+    """Indices of the sampled examples, not shuffled."""
+    repeats = int(weight)
+    fraction = generator.permutation(num_examples)[: round((weight - repeats) * num_examples)]
+    return np.concatenate([np.tile(np.arange(num_examples), repeats), fraction])
+
 
 NUM_PREVIEWED = 1_000
 """First records of each split that are checked, tokenized and counted before training."""

@@ -5,12 +5,12 @@ from typing import Any
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from .. import shipped
-from ..errors import UserError, did_you_mean
-from ..files import read_text
+from ..core import shipped
+from ..core.errors import UserError, did_you_mean
+from ..core.files import read_text
 from .arrow import has_turns
-from .columns import COLUMNS, Task
-from .encoding import ChatEncoder, has_marks
+from .encode import ChatEncoder, has_marks
+from .formats import COLUMNS, Task
 from .rendering import template_errors
 from .tool_calls import for_template, template_options
 

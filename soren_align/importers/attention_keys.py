@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..recipe.references import attention_problems
+from ..recipe.model import attention_problems
 from .key_tables import Note
 
 KEYS = (

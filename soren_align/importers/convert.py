@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import UserError, closest
-from ..optimizer_settings import BETAS
-from ..recipe import trl_config
-from ..recipe.sections import Task
+from ..core.errors import UserError, closest
+from ..core.optimizer_settings import BETAS
+from ..recipe import trl
+from ..recipe.schema import Task
 from . import attention_keys, lora_keys, per_epoch_keys, streaming_keys, tool_defaults
 from . import key_tables as names
 from .data_keys import read_data, trains_completions
@@ -115,14 +115,14 @@ def _convert_key(key: str, flat: dict[str, Any], conversion: Conversion) -> Note
             for patterns, reason in table:
                 if matches(name, patterns):
                     return _left_out(key, name, value, reason, changes, flat)
-    known = trl_config.fields(conversion.task)
-    if target is None and name not in known and name not in trl_config.ELSEWHERE:
-        if any(name in trl_config.fields(task) for task in trl_config.CLASSES):
-            return Note(key, "dropped", f"TRL's {trl_config.CLASSES[conversion.task]} has no such key")
+    known = trl.fields(conversion.task)
+    if target is None and name not in known and name not in trl.ELSEWHERE:
+        if any(name in trl.fields(task) for task in trl.CLASSES):
+            return Note(key, "dropped", f"TRL's {trl.CLASSES[conversion.task]} has no such key")
         similar = closest(name, [*names.RENAMED, *known], cutoff=0.8)
         return Note(key, "unknown", f"did you mean {similar}?" if similar else "")
-    if target is None and name in trl_config.ELSEWHERE:
-        return Note(key, "dropped", trl_config.ELSEWHERE[name])
+    if target is None and name in trl.ELSEWHERE:
+        return Note(key, "dropped", trl.ELSEWHERE[name])
     if value is None and not (name in known and "None" in known[name].types and known[name].default is not None):
         return Note(key, "dropped", "null has no effect")
     return _put(key, name, target or f"trainer.{name}", value, conversion)
@@ -249,16 +249,14 @@ def _put(key: str, name: str, target: str, value: Any, conversion: Conversion) -
     if ours in target_section:
         return Note(key, "dropped", f"{target} is set by another key", target_section[ours] != value)
     if section == "trainer":
-        known = trl_config.fields(conversion.task)
+        known = trl.fields(conversion.task)
         if ours not in known:
-            return Note(key, "dropped", f"TRL's {trl_config.CLASSES[conversion.task]} has no {ours}")
+            return Note(key, "dropped", f"TRL's {trl.CLASSES[conversion.task]} has no {ours}")
         value = _typed(value, known[ours].types)
-        if problem := trl_config.problems(conversion.task, {ours: value}).get(ours):
+        if problem := trl.problems(conversion.task, {ours: value}).get(ours):
             if ours == "loss_type":  # another spelling would be another loss
                 losses = ", ".join(map(str, value)) if isinstance(value, list) else value
-                problem = (
-                    f"{losses}: not a loss of TRL's {trl_config.CLASSES[conversion.task]}, whose default is trained"
-                )
+                problem = f"{losses}: not a loss of TRL's {trl.CLASSES[conversion.task]}, whose default is trained"
             return Note(key, "dropped", problem, not matches(ours, names.HARMLESS))
     elif section == "optimizer":
         value = number(value)
@@ -309,7 +307,7 @@ def _add_defaults(conversion: Conversion, flat: dict[str, Any], name: str) -> No
     add("optimizer", "name", "adamw", f"{tool} default")
     if tool == "LLaMA-Factory's":
         add("optimizer", "lr", tool_defaults.LLAMA_FACTORY_LR, "transformers' default, LLaMA-Factory's too")
-    add("optimizer", "lr", trl_config.fields(conversion.task)["learning_rate"].default, "TRL's default")
+    add("optimizer", "lr", trl.fields(conversion.task)["learning_rate"].default, "TRL's default")
     add("optimizer", "aux_lr", optimizer["lr"], "lr, for embeddings, head and norms")
     add("optimizer", "weight_decay", 0.0, f"{tool} default")
     add("run", "output_dir", f"runs/{name}", "the run folder")

@@ -10,9 +10,9 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import UserError
-from ..recipe.data_paths import is_test_split
-from ..recipe.references import is_local
+from ..core.errors import UserError
+from ..recipe.data_files import is_test_split
+from ..recipe.model import is_local
 from .data_formats import FIELDS, axolotl_names
 from .key_tables import AS_HERE, AS_READ, COLUMNS, OTHERWISE, OTHERWISE_BECAUSE, RECOGNISED, Note, matches, number
 

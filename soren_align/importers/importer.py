@@ -8,11 +8,11 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap
 
-from ..errors import UserError, printable
-from ..files import read_text
+from ..core.errors import UserError, printable
+from ..core.files import read_text
 from ..recipe.loader import load_text, parse
-from ..recipe.optimizers import OPTIMIZERS
-from ..recipe.sections import Model, Run, Task
+from ..recipe.optimizer import OPTIMIZERS
+from ..recipe.schema import Model, Run, Task
 from .convert import Conversion, convert
 from .key_tables import Note
 from .llama_factory import with_datasets

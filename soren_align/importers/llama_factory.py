@@ -4,8 +4,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..errors import UserError, did_you_mean
-from ..files import read_json
+from ..core.errors import UserError, did_you_mean
+from ..core.files import read_json
 from .data_formats import split_names
 
 INFO = "dataset_info.json"

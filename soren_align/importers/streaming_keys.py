@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..recipe.split_checks import NOT_STREAMED
+from ..recipe.checks import NOT_STREAMED
 from .key_tables import RENAMED, Note, number
 
 KEYS = ("streaming", "dataset_streaming")

@@ -3,9 +3,9 @@
 import re
 from typing import Any
 
-from ..errors import UserError
-from ..recipe import trl_config
-from ..recipe.sections import Task
+from ..core.errors import UserError
+from ..recipe import trl
+from ..recipe.schema import Task
 from .data_keys import ROOTS
 from .key_tables import OTHER_TASKS
 
@@ -29,13 +29,13 @@ def task_of_source(flat: dict[str, Any], name: str, folder: str) -> Task:
         return stage
     if rl or "base_model" in flat:
         return "dpo" if rl else "sft"
-    sft, dpo = trl_config.fields("sft").keys(), trl_config.fields("dpo").keys()
+    sft, dpo = trl.fields("sft").keys(), trl.fields("dpo").keys()
     keys_of = {
         "sft": (sft - dpo | {"max_seq_length"}) & flat.keys(),
         "dpo": (dpo - sft | {"max_prompt_length"}) & flat.keys(),
     }
     if "loss_type" in flat:
-        losses = trl_config.fields("dpo")["loss_type"].choices
+        losses = trl.fields("dpo")["loss_type"].choices
         loss = flat["loss_type"]
         loss = loss[0] if isinstance(loss, list) and loss else loss
         keys_of["dpo" if loss in losses else "sft"].add("loss_type")

@@ -6,15 +6,17 @@ Whatever can be refused without torch is refused first. Only training on several
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
-from .. import lock
 from ..bench import shapes
-from ..errors import UserError, known_failure
-from ..evaluate.suites import check_suite
-from ..files import read_json
+from ..core.errors import UserError, known_failure
+from ..core.files import read_json
+from ..core.signals import deferred
+from ..core.silence import quiet_libraries
+from ..core.text import Terminal, counting, loading, print_labelled, stderr_console, working
+from ..evaluate.suite.suites import check_suite
 from ..recipe import (
     Recipe,
     accumulation,
@@ -26,10 +28,8 @@ from ..recipe import (
     refuse_unquantizable,
     trainer_value,
 )
-from ..run_folder import AFTER_DIVERGENCE, STOPPED, RunFolder, now
-from ..signals import deferred
-from ..silence import quiet_libraries
-from ..terminal import Terminal, counting, loading, print_labelled, stderr_console, working
+from ..run import lock
+from ..run.folder import AFTER_DIVERGENCE, STOPPED, RunFolder, now
 from .environment import rank_from_environment, set_environment, without_ranks
 from .preparation import prepare, refuse_accelerate_config
 
@@ -83,7 +83,8 @@ def train_here(folder: RunFolder, timeout_seconds: float, refusal: UserError | N
     console = stderr_console(quiet=int(os.environ.get("RANK", "0")) > 0)
     with deferred(), loading(console, "Loading torch, transformers and TRL"):
         from ..sharding.ranks import init_ranks
-        from ..trainers import training, training_setup
+        from ..training import run as training
+        from ..training import setup as training_setup
     number = os.environ.get("WORLD_SIZE", "1")
     with quiet_libraries():
         with loading(console, f"Waiting for all {number} processes") if number != "1" else nullcontext():
@@ -123,7 +124,7 @@ def _finish(folder: RunFolder, recipe: Recipe, console: Terminal, *, evaluate_he
     After training on several ranks, a new program evaluates in place of this process: torch, accelerate and DeepSpeed
     cannot return to a single process.
     """
-    from ..card import write_card
+    from ..publish.card import write_card
 
     write_card(folder)
     if reason := folder.record("training")["training"].get("diverged"):
@@ -209,8 +210,7 @@ def plan(recipe: Recipe, *, full: bool = False, as_json: bool = False, processes
 
         go_offline_without_hub()
         from ..planning import plan as planning
-        from ..planning.display import print_plan
-        from ..planning.summary import print_summary
+        from ..planning.show import print_plan, print_summary
     with quiet_libraries(), working(console, "Checking data") as show:
         on_compared = counting(show, "Comparing with the questions")
         result, account = planning.plan_training(recipe, counting(show, "Counting tokens"), processes, on_compared)
@@ -242,7 +242,7 @@ def universal(run: str) -> None:
         set_environment(recipe)
         console = stderr_console()
         with console.status("Converting the last checkpoint"), _recording_errors(folder):
-            from ..trainers.checkpoints import make_universal
+            from ..training.checkpoints import make_universal
 
             checkpoint = folder.complete_checkpoints()[-1]
             with quiet_libraries():
@@ -267,8 +267,8 @@ def merge(run: str) -> None:
         set_environment(load_resolved(folder.recipe))
         console = stderr_console()
         with console.status("Merging"), _recording_errors(folder):
-            from ..card import write_card
-            from ..trainers import adapters
+            from ..publish.card import write_card
+            from ..training import adapters
 
             with quiet_libraries():
                 merged = adapters.merge(folder)
@@ -301,13 +301,15 @@ def bench(
     set_environment(None)
     console = stderr_console()
     with console.status("Loading torch"):
-        from ..bench import map_times, report, step_times
+        from ..bench import maps
+        from ..bench import show as report
+        from ..bench import steps as step_times
         from ..bench.timing import find_device
     with quiet_libraries(), console.status("Measuring", refresh_per_second=2) as status:
         # The spinner turns slowly: its thread takes time from what is measured.
         target = find_device(device)
         if subject == "maps":
-            results = map_times.run(matrices, target, status.update)
+            results = maps.run(matrices, target, status.update)
         else:
             results = step_times.run(matrices, target, tokens, status.update)
     if output:
@@ -322,3 +324,41 @@ def _refuse_ranks(command: str) -> None:
     rank = rank_from_environment()
     if rank and rank.num_ranks > 1:
         raise UserError(f"{command} runs in one process; start it without a launcher (WORLD_SIZE is more than 1)")
+
+
+# ---
+# Show the spectra of a run and the output of every map on them, without training.
+
+
+def spectrum(run: str, globs: Sequence[str], *, output: str | None = None, as_json: bool = False) -> None:
+    """Print the tables, or JSON, and write the pictures into the folder `output`."""
+    folder = RunFolder(run)
+    folder.record()
+    pictures = None if output is None else Path(output)
+    if pictures is not None and pictures.exists() and not pictures.is_dir():
+        raise UserError(f"--output: {output}: is a file; name a folder")
+    folder.lock(shared=True)
+    try:
+        set_environment(None)
+        console = stderr_console()
+        with console.status("Loading torch"):
+            from ..bench import spectra as run_spectra
+            from ..bench import spectra as spectra_figure
+            from ..bench import spectra as spectra_tables
+        with quiet_libraries(), console.status("Reading the spectra") as status:
+            source, spectra = run_spectra.spectra_of_run(folder, globs)
+            maps, records = run_spectra.all_maps(), []
+            for number, each in enumerate(spectra, 1):
+                status.update(f"Mapping spectrum {number} of {len(spectra)}")
+                records.append(run_spectra.measure(each, maps))
+    finally:
+        folder.release()
+    if as_json:
+        sys.stdout.write(run_spectra.as_json(source, records) + "\n")
+    else:
+        Terminal().print(spectra_tables.tables(source, records), highlight=False)
+    if pictures is not None:
+        pictures.mkdir(parents=True, exist_ok=True)
+        with quiet_libraries(), console.status("Drawing"):
+            files = spectra_figure.draw(spectra, maps, pictures)
+        print_labelled(console, "written", f"{pictures}: {', '.join(file.name for file in files)}")

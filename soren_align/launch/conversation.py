@@ -10,16 +10,16 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Column, Table
 
-from ..errors import UserError, printable
+from ..core.errors import UserError, printable
+from ..core.silence import quiet_libraries
+from ..core.text import Terminal, loading, print_labelled, stderr_console
 from ..recipe import load_resolved
-from ..run_folder import RunFolder
-from ..silence import quiet_libraries
-from ..terminal import Terminal, loading, print_labelled, stderr_console
+from ..run.folder import RunFolder
 from .environment import set_environment
 from .evaluation import refuse_missing
 
 if TYPE_CHECKING:
-    from ..chat import Conversation
+    from .chat import Conversation
 
 EMPTY = "(empty answer)"
 MIN_COLUMNS_WIDTH = 100
@@ -63,7 +63,7 @@ def chat(model: str, options: ChatOptions) -> None:
     set_environment(load_resolved(run.recipe) if is_run else None)
     console = stderr_console()
     with loading(console, "Loading torch and transformers"):
-        from .. import chat as _  # noqa: F401 (before the libraries are silenced)
+        from . import chat as _  # noqa: F401 (before the libraries are silenced)
     with quiet_libraries():
         conversations = _start(model, options, console)
         if interactive:
@@ -80,8 +80,8 @@ def _start(model: str, options: ChatOptions, console: Console) -> "list[Conversa
     """Load the models, and return a conversation with each."""
     import torch
 
-    from ..chat import ChatModel, Conversation
-    from ..evaluate.lineage import lineage
+    from ..evaluate.run.lineage import lineage
+    from .chat import ChatModel, Conversation
 
     rows = lineage(model)
     if options.compare == START:

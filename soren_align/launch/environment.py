@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import UserError
-from ..recipe import Recipe, trackers
-from ..run_folder import RunFolder
+from ..core.errors import UserError
+from ..recipe import Recipe, trl
+from ..run.folder import RunFolder
 
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns as PEFT imports it, where it is installed
 # srun's name for torch's. The batch script itself has SLURM_PROCID too, but no SLURM_STEP_NUM_TASKS.
@@ -111,7 +111,7 @@ def library_environment(recipe: Recipe | None, num_ranks: int = 1) -> dict[str, 
         env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of a lost rank it would print frames of C++
     if recipe and recipe.trainer.get("use_cpu"):
         env.setdefault("ACCELERATE_USE_CPU", "true")
-    if recipe and "tensorboard" in trackers.named(recipe.trainer.get("report_to")):
+    if recipe and "tensorboard" in trl.named(recipe.trainer.get("report_to")):
         # transformers' default contains the host's name, and is a new folder after each resume.
         env.setdefault("TENSORBOARD_LOGGING_DIR", str(RunFolder(recipe.run.output_dir).path / "tensorboard"))
     if recipe and recipe.run.offline:

@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from .. import shipped
-from ..errors import ResumableError, UserError, known_failure
-from ..evaluate.suites import check_suite
-from ..files import default_cache_folder, local_path, refuse_unwritable
+from ..core import shipped
+from ..core.errors import ResumableError, UserError, known_failure
+from ..core.files import default_cache_folder, local_path, refuse_unwritable
+from ..core.signals import deferred
+from ..core.silence import quiet_libraries
+from ..core.text import Terminal, loading, print_labelled, stderr_console
+from ..evaluate.suite.suites import check_suite
 from ..recipe import ADAPTER, Eval, Recipe, evaluation_problems, is_local, load_resolved, refuse_unloadable
-from ..run_folder import RunFolder
-from ..signals import deferred
-from ..silence import quiet_libraries
-from ..terminal import Terminal, loading, print_labelled, stderr_console
+from ..run.folder import RunFolder
 from .environment import rank_from_environment, set_environment
 
 if TYPE_CHECKING:
-    from ..trainers.training_setup import TrainingSetup
+    from ..training.setup import TrainingSetup
 
 
 def evaluate(
@@ -128,13 +128,13 @@ def run_evaluation(
     cache: str | None = None,
 ) -> None:
     """Evaluate models beside the checkpoints that their training started from; see `evaluate`."""
-    from ..card import write_card
-    from ..evaluate.results import refuse_foreign_summary
+    from ..evaluate.report.results import refuse_foreign_summary
+    from ..publish.card import write_card
 
     with deferred(), loading(console, "Loading lm-eval"):
         import torch
 
-        from ..evaluate import lineage, stage
+        from ..evaluate.run import lineage, stage
         from .training_data import overlaps_of_runs
     gc.collect()
     torch.cuda.empty_cache()  # memory of the training before
@@ -169,8 +169,8 @@ def check_evaluation(
     folder: RunFolder, setup: "TrainingSetup", settings: Eval, on_text: Callable[[str], object]
 ) -> list[str]:
     """Raise UserError, before training, if the evaluation after it could not run. Returns notices about its table."""
-    from ..evaluate import stage
-    from ..evaluate.results import refuse_foreign
+    from ..evaluate.report.results import refuse_foreign
+    from ..evaluate.run import stage
 
     refuse_foreign(stage.output_of(folder, settings), [])
     on_text("Checking evaluation")

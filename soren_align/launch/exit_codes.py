@@ -5,8 +5,8 @@ import sys
 import traceback
 from contextlib import suppress
 
-from ..errors import LostRankError, UserError, known_failure, printable
-from ..signals import interrupt_no_more
+from ..core.errors import LostRankError, UserError, known_failure, printable
+from ..core.signals import interrupt_no_more
 
 
 def report(error: BaseException, *, resumable: bool = True) -> int:

@@ -6,11 +6,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from ..errors import UserError
-from ..files import write
-from ..provenance import provenance
+from ..core.errors import UserError
+from ..core.files import write
 from ..recipe import Recipe, differences, load_resolved, parallel, to_yaml, trainer_value, training_part
-from ..run_folder import RunFolder, now
+from ..run.folder import RunFolder, now
+from ..run.provenance import provenance
 
 
 def prepare(folder: RunFolder, recipe: Recipe, num_ranks: int = 1) -> None:

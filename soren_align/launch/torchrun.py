@@ -14,8 +14,8 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, get_error_handler
 
-from ..signals import killed_by
-from ..silence import log_level
+from ..core.signals import killed_by
+from ..core.silence import log_level
 
 STARTED_HERE = "SOREN_ALIGN_LAUNCHER"
 """Environment variable of ranks that `start` started: they record their errors and do not print them."""

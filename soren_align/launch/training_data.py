@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from ..core.errors import UserError, in_one_line
+from ..core.text import Terminal, counting, working
 from ..data import LoadedSplit
-from ..errors import UserError, in_one_line
-from ..evaluate.contamination import Overlaps
-from ..evaluate.lineage import run_of
-from ..evaluate.question_texts import overlaps_with, question_texts
-from ..evaluate.tasks import Tasks
+from ..evaluate.run.lineage import run_of
+from ..evaluate.stats.contamination import Overlaps
+from ..evaluate.stats.question_texts import overlaps_with, question_texts
+from ..evaluate.suite.tasks import Tasks
 from ..recipe import load_resolved
-from ..run_folder import RunFolder
-from ..terminal import Terminal, counting, working
-from ..trainers.training_examples import load_splits
+from ..run.folder import RunFolder
+from ..training.setup import load_splits
 
 
 def overlaps_of_runs(

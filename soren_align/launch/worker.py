@@ -7,8 +7,8 @@ several ranks, the first one replaces itself by this for the evaluation.
 import os
 import sys
 
-from .. import signals
-from ..run_folder import RunFolder
+from ..core import signals
+from ..run.folder import RunFolder
 from .commands import record_stop, train_here
 from .exit_codes import report
 

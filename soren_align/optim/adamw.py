@@ -3,7 +3,7 @@
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ..optimizer_settings import ADAMW_WEIGHT_DECAY, BETAS, COMPENSATION, EPS, LR, STATES, Compensation, States
+from ..core.optimizer_settings import ADAMW_WEIGHT_DECAY, BETAS, COMPENSATION, EPS, LR, STATES, Compensation, States
 from .spectral_optimizer import SpectralOptimizer
 
 

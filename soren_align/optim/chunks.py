@@ -13,7 +13,7 @@ from torch import Tensor
 from .rounding import master_weights
 
 CHUNK = 2**22
-"""Elements of a chunk: 16 MB in float32. Walks hold up to 32 bytes each, 128 MB (tests/trainers/test_memory.py)."""
+"""Elements of a chunk: 16 MB in float32. Walks hold up to 32 bytes each, 128 MB (tests/training/test_memory.py)."""
 
 
 def chunks(*tensors: Tensor | None, numel: int = CHUNK) -> Iterator[tuple[Any, ...]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from ..optimizer_settings import AUX_WEIGHT_DECAY, BETAS, EPS, MATRICES, WEIGHT_DECAY, Matrices
+from ..core.optimizer_settings import AUX_WEIGHT_DECAY, BETAS, EPS, MATRICES, WEIGHT_DECAY, Matrices
 from .routing import param_groups
 from .spectral_optimizer import OPTIMIZERS, SpectralOptimizer
 

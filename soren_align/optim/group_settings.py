@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from torch import Tensor
 
-from ..optimizer_settings import (
+from ..core.optimizer_settings import (
     BETAS,
     COEFFICIENT,
     EPS,

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ..optimizer_settings import (
+from ..core.optimizer_settings import (
     COMPENSATION,
     HTMUON_POWER,
     MOMENTUM,

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from ..optimizer_settings import AUX_WEIGHT_DECAY, MATRICES, Matrices
+from ..core.optimizer_settings import AUX_WEIGHT_DECAY, MATRICES, Matrices
 from .lora_factors import FACTOR, adapter_parameters
 from .storage import Storage, matrix_shape
 

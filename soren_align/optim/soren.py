@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ..optimizer_settings import (
+from ..core.optimizer_settings import (
     COMPENSATION,
     MAPS,
     MOMENTUM,
@@ -27,12 +27,7 @@ from ..optimizer_settings import (
     factor_precision,
     map_precisions,
 )
-from ..spectral import (
-    exact_sigmoid,
-    guarded_minimax_sigmoid,
-    guarded_soft_newton_schulz,
-    released_sigmoid,
-)
+from ..spectral import exact_sigmoid, guarded_minimax_sigmoid, guarded_soft_newton_schulz, released_sigmoid
 from .group_settings import checked_settings, choice, number, whole_number
 from .spectral_optimizer import SpectralOptimizer
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ..optimizer_settings import (
+from ..core.optimizer_settings import (
     COMPENSATION,
     MOMENTUM,
     NESTEROV,

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
+from ..core.errors import OutOfReach
 from ..data import Account
-from ..errors import OutOfReach
 from ..recipe import Recipe
-from ..run_folder import RunFolder
-from ..trainers.starting_model import load_config
-from ..trainers.training_setup import TrainingSetup, set_up_training
+from ..run.folder import RunFolder
+from ..training.model import load_config
+from ..training.setup import TrainingSetup, set_up_training
 from . import offline
-from .processes import Frozen
+from .step import Frozen
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from huggingface_hub import constants, get_session
 
-from .. import shipped
+from ..core import shipped
 from ..recipe import Data, DataSplit, HeldOut, HeldOutNumber, is_local
 
 TIMEOUT_SECONDS = 3.0

@@ -4,33 +4,218 @@ The model is built from its config alone, without weights; examples are tokenize
 GPU nor, for the shipped recipes, the hub is needed: what is unknown without them is left out, with a notice.
 """
 
+import math
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import get_scheduler
 
+from ..core.errors import UserError, as_user_error
+from ..core.files import default_cache_folder
 from ..data import Account
-from ..errors import UserError, as_user_error
-from ..evaluate.suites import suite_of
-from ..files import default_cache_folder
-from ..optim import build_optimizer, route, routing_table, share_notices
-from ..recipe import Recipe, few_steps, trains_adapter
-from ..run_folder import RunFolder
+from ..evaluate.suite.suites import suite_of
+from ..optim import ADAMW_RMS, OPTIMIZERS, Route, build_optimizer, route, routing_table, share_notices, ulp
+from ..recipe import Recipe, accumulation, compute_dtype, few_steps, global_batch, parallel, trains_adapter
+from ..run.folder import RunFolder
 from ..sharding.ranks import Ranks
-from ..trainers import adapters, build
-from ..trainers.freezing import refuse_unmatched
-from ..trainers.training_setup import check_attention
-from ..trainers.trl_arguments import trl_arguments
+from ..spectral import released_level
+from ..training import adapters, build
+from ..training.adapters import refuse_unmatched
+from ..training.setup import check_attention, trl_arguments
 from . import offline
-from .blocks import build_model, kinds_of_blocks
-from .compute import UNBOUNDED_LENGTH, compute, joined_sequences
-from .disk import disk
+from .flops import UNBOUNDED_LENGTH, build_model, compute, joined_sequences, kinds_of_blocks
 from .inputs import Inputs, count_frozen, load_inputs, on_this_machine
-from .processes import processes
-from .schedule import Schedule, schedule
-from .update_sizes import TYPICAL_WEIGHT, update_dtype, update_sizes
+from .memory import FLOAT32, ITEMSIZE
+from .step import processes, steps_per_epoch
+
+# ---
+# The disk space of a run folder: the model, the checkpoints and random starting weights, without tokenizers.
+
+_OF_THE_OPTIMIZER = ("optimizer states", "float32 master weights", "Kahan compensation")
+"""Components of a rank's memory that a checkpoint contains beside the weights."""
+
+
+def disk(recipe: Recipe, args: Any, model: Any, ranks: dict[str, Any], num_steps: int) -> dict[str, int]:
+    """Return the bytes of the model, of one checkpoint and of the start, and how many checkpoints are left at the end.
+
+    args: TRL's config. model: the outline. ranks: the plan's section "processes".
+    """
+    has_adapter = trains_adapter(recipe.model)
+    numel = sum(p.numel() for p in model.parameters() if p.requires_grad or not has_adapter)
+    own_dtype = str(getattr(model.config, "dtype", None) or "float32").removeprefix("torch.")
+    saved = FLOAT32 if has_adapter else ITEMSIZE[recipe.run.save_dtype or own_dtype]
+    weights = numel * (FLOAT32 if has_adapter else ITEMSIZE[recipe.model.dtype])
+    kind, stage = parallel(recipe.run.parallel).kind, parallel(recipe.run.parallel).stage
+    if kind == "zero":  # DeepSpeed saves the weights that it computes with, twice unless they are sharded
+        weights = numel * ITEMSIZE[compute_dtype(recipe)] * (1 if stage == 3 else 2)
+    elif kind == "fsdp2":
+        weights = numel * FLOAT32
+    num_shards = 1 if kind == "ddp" else ranks["num_processes"]
+    states = sum(part["num_bytes"] for part in ranks["memory"] if part["name"] in _OF_THE_OPTIMIZER)
+    return {
+        "model_bytes": numel * saved,
+        "checkpoint_bytes": weights + num_shards * states,
+        "num_checkpoints": _num_checkpoints(args, num_steps),
+        "start_bytes": numel * FLOAT32 if recipe.model.init_seed is not None else 0,
+    }
+
+
+def _num_checkpoints(args: Any, num_steps: int) -> int:
+    """Return the number of checkpoints that are left at the end; transformers saves the last step too."""
+    strategy = str(args.save_strategy.value)
+    if strategy == "no":
+        return 0
+    every = args.save_steps if args.save_steps >= 1 else max(1, math.ceil(args.save_steps * num_steps))
+    number = math.ceil(num_steps / every) if strategy == "steps" else math.ceil(args.num_train_epochs)
+    return min(number, args.save_total_limit or number)
+
+
+# ---
+# The size of the updates of a schedule, compared with the spacing of the weights' dtype, before any training.
+#
+# With `adjust_lr_fn: match_rms_measured` the update of a matrix has a root mean square (RMS) of 0.2 lr. With the other
+# scales it is at most about lr x scale x level / sqrt(max(m, n)), since a map sends ordinary singular values to one
+# level, and less where the momentum has singular values below the map's reach. The measured values of a run are in its
+# metrics.jsonl.
+
+TYPICAL_WEIGHT = 0.02
+"""Where a config has no initializer_range."""
+
+
+def update_dtype(recipe: Recipe) -> str:
+    """The dtype that weights are updated in; Kahan compensation is as good as float32, and adapters are float32."""
+    is_sharded = parallel(recipe.run.parallel).kind != "ddp"
+    is_wide = is_sharded or trains_adapter(recipe.model) or recipe.optimizer.compensation == "kahan"
+    return "float32" if is_wide else recipe.model.dtype
+
+
+def update_sizes(
+    recipe: Recipe, routes: Sequence[Route], rates: Sequence[dict[str, float]], weight: float | None
+) -> list[dict[str, Any]]:
+    """One dict per shape of the matrices, and one for all other parameters (AdamW).
+
+    rates: both learning rates of each step. weight: a typical one; None for an adapter, whose factors have none: one
+    starts at 0. Without it the last three are None.
+    "update_rms": of a step at the peak learning rate. "update_sum": the sum of update_rms over all steps, an upper
+    bound of the change. "ulps": update_rms over the spacing of update_dtype at `weight`; below 1/2, rounding loses most
+    of it. "relative_update": update_sum over `weight`. "bfloat16_ulps": update_sum over the spacing of bfloat16, the
+    dtype of saved models.
+    """
+    dtype = getattr(torch, update_dtype(recipe))
+    num_tensors = defaultdict(int)
+    for r in routes:
+        is_spectral = r.rule == "spectral" and recipe.optimizer.name != "adamw"
+        if is_spectral:
+            num_tensors["spectral", r.matrix] += r.num_matrices
+        else:
+            num_tensors["adamw", None] += 1
+    sizes = []
+    for (rule, shape), number in sorted(num_tensors.items(), key=lambda item: item[0][0] == "adamw"):
+        key = "lr" if rule == "spectral" or recipe.optimizer.name == "adamw" else "aux_lr"
+        factor = _rms(recipe, shape) if shape else ADAMW_RMS
+        peak, total = (factor * reduce(rate[key] for rate in rates) for reduce in (max, sum))
+        sizes.append(
+            {
+                "rule": rule,
+                "shape": shape,
+                "tensors": number,
+                "update_rms": peak,
+                "update_sum": total,
+                "ulps": peak / ulp(weight, dtype) if weight else None,
+                "relative_update": total / weight if weight else None,
+                "bfloat16_ulps": total / ulp(weight, torch.bfloat16) if weight else None,
+            }
+        )
+    return sizes
+
+
+def _rms(recipe: Recipe, shape: tuple[int, ...]) -> float:
+    """Of the update of a matrix at learning rate 1."""
+    name: Any = recipe.optimizer.name
+    optimizer = OPTIMIZERS[name]
+    adjust_lr_fn = getattr(recipe.optimizer, "adjust_lr_fn", "none")
+    scale = optimizer.lr_scale(adjust_lr_fn, *shape)
+    return scale if adjust_lr_fn == "match_rms_measured" else scale * _map_level(recipe, shape) / math.sqrt(max(shape))
+
+
+def _map_level(recipe: Recipe, shape: tuple[int, ...]) -> float:
+    """The map's value for an ordinary singular value; for the released map its largest mean, on a flat spectrum."""
+    optimizer: Any = recipe.optimizer
+    if optimizer.cost_map == "released":
+        return released_level(shape[0], shape[1], optimizer.map_steps)
+    return OPTIMIZERS[optimizer.name].map_level
+
+
+# ---
+# Optimizer steps and learning rates of a recipe, as transformers computes them.
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The steps of a training run."""
+
+    global_batch_size: int
+    per_epoch: int | None
+    """None for a stream, whose examples are not counted."""
+    total: int
+    rates: list[dict[str, float]]
+    """{"step", "lr", "aux_lr"} of every step, from 1."""
+
+    def as_json(self, args: Any) -> dict[str, Any]:
+        """The plan's section "steps". args: TRL's config."""
+        return {
+            "global_batch_size": self.global_batch_size,
+            "per_epoch": self.per_epoch,
+            "total": self.total,
+            "num_epochs": self.per_epoch and round(self.total / self.per_epoch, 2),
+            "lr_scheduler_type": str(args.lr_scheduler_type.value),
+            "num_warmup_steps": args.get_warmup_steps(self.total),
+        }
+
+    def shown_rates(self, args: Any) -> list[dict[str, float]]:
+        """Of the first step, the end of the warm-up, the middle and the last step."""
+        shown = {1, args.get_warmup_steps(self.total) + 1, self.total // 2, self.total}
+        return [rate for rate in self.rates if rate["step"] in shown]
+
+
+def schedule(recipe: Recipe, args: Any, num_sequences: int, num_ranks: int) -> Schedule:
+    """The schedule of a recipe on `num_ranks` processes. args: TRL's config. num_sequences: of an epoch."""
+    batch_size, _ = global_batch(recipe, num_ranks)
+    per_device, accumulated = args.per_device_train_batch_size, accumulation(recipe, num_ranks)
+    if recipe.data.streaming:
+        return Schedule(batch_size, None, args.max_steps, _rates(recipe, args, args.max_steps))
+    per_epoch = steps_per_epoch(num_sequences, per_device, accumulated, num_ranks)
+    total = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
+    return Schedule(batch_size, per_epoch, total, _rates(recipe, args, total))
+
+
+def _rates(recipe: Recipe, args: Any, num_steps: int) -> list[dict[str, float]]:
+    peaks = [recipe.optimizer.lr, recipe.optimizer.aux_lr or recipe.optimizer.lr]
+    optimizer = torch.optim.SGD([{"params": [torch.zeros(1)], "lr": lr} for lr in peaks], lr=peaks[0])
+    with as_user_error("trainer.lr_scheduler_type", ValueError, TypeError, ArithmeticError):
+        scheduler: Any = get_scheduler(
+            args.lr_scheduler_type,
+            optimizer,
+            args.get_warmup_steps(num_steps),
+            num_steps,
+            scheduler_specific_kwargs=args.lr_scheduler_kwargs or {},
+        )
+    # One that follows the loss is planned without any decrease.
+    follows_loss = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+    rates = []
+    for step in range(1, num_steps + 1):
+        lr, aux_lr = (group["lr"] for group in optimizer.param_groups)
+        rates.append({"step": step, "lr": lr, "aux_lr": aux_lr})
+        optimizer.step()
+        if not follows_loss:
+            scheduler.step()
+    return rates
+
 
 LONG_SEQUENCE = 8192
 """Tokens of a joined micro-batch from which a notice is given: there attention is 30% of the FLOPs of Qwen2.5-3B's
@@ -178,9 +363,9 @@ def _checked_evaluation(
     result: dict[str, Any] = {"num_questions": None, "contamination": None}
     if recipe.eval is None or inputs.ready is None:
         return result, [], []
-    from ..evaluate import stage  # imports lm-eval, which takes seconds
-    from ..evaluate.question_texts import overlaps_with, question_texts
-    from ..evaluate.tasks import num_questions
+    from ..evaluate.run import stage  # imports lm-eval, which takes seconds
+    from ..evaluate.stats.question_texts import overlaps_with, question_texts
+    from ..evaluate.suite.tasks import num_questions
 
     try:
         tasks, notices = stage.preflight_of_training(recipe.eval, recipe.model, inputs.start, inputs.ready.tokenizer)

@@ -5,7 +5,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, Tag
 
-from ..optimizer_settings import COEFFICIENT, LARGEST, NON_NEGATIVE, POSITIVE, Bounds
+from ..core.optimizer_settings import COEFFICIENT, LARGEST, NON_NEGATIVE, POSITIVE, Bounds
 
 
 class Section(BaseModel):

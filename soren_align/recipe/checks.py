@@ -7,20 +7,26 @@ import importlib.util
 from collections.abc import Iterator
 from typing import Any, get_args
 
-from .. import shipped
-from ..errors import UserError, did_you_mean
-from ..files import local_path
-from ..optimizer_settings import AUX_WEIGHT_DECAY, WEIGHT_DECAY, Precision, map_precisions
-from ..yaml_reader import Key
-from .data_paths import data_problems
-from .first_lines import first_line_problems
-from .lora import freeze_problem, is_adapter, is_all_factors, lora_problems
-from .optimizers import MAPS, OPTIMIZERS
+from ..core import shipped
+from ..core.document import Key
+from ..core.errors import UserError, did_you_mean
+from ..core.files import local_path
+from ..core.optimizer_settings import AUX_WEIGHT_DECAY, WEIGHT_DECAY, Precision, map_precisions
+from .data_files import STDLIB, STDLIB_SPLITS, data_problems, first_line_problems, is_test_split
+from .model import (
+    attention_problems,
+    freeze_problem,
+    is_adapter,
+    is_all_factors,
+    is_local,
+    lora_problems,
+    model_problems,
+    quantization_problems,
+    template_problems,
+    tokenizer_problems,
+)
+from .optimizer import MAPS, OPTIMIZERS
 from .parallel import parallel
-from .quantization import quantization_problems
-from .references import attention_problems, is_local, model_problems, template_problems, tokenizer_problems
-from .run_checks import evaluation_needed, metric_problems, sample_problems
-from .split_checks import split_problems, splits, streaming_problems
 
 Problems = list[tuple[Key, str]]
 
@@ -313,4 +319,122 @@ def _precision_problems(
         message = f"under {parallel_name} bfloat16 weights have float32 masters with `trainer: {{bf16: true}}` only"
         message += "; write float32"
         return [(("model", "dtype"), message)]
+    return []
+
+
+# ---
+# Checks of keys inside `run` against other keys, and of the metric that runs are compared by.
+
+METRICS = {"sft": ["loss", "mean_token_accuracy", "entropy"]}
+METRICS["pretrain"] = ["loss"]
+METRICS["dpo"] = [*METRICS["sft"], "rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected"]
+METRICS["dpo"] += ["logps/chosen", "logps/rejected", "logits/chosen", "logits/rejected"]
+"""By task: the values of an evaluation during training. tests/training/test_early_stopping.py compares."""
+PROMPT_FILES = (".txt", ".jsonl")
+
+
+def evaluation_needed(evaluation: Any, strategy: Any) -> str | None:
+    """The problem of a key that is for evaluations during training. evaluation: data.eval. strategy: eval_strategy."""
+    if evaluation is None:
+        return "needs evaluations during training; add data.eval"
+    if strategy in ("no", False):
+        return "needs evaluations during training; write trainer.eval_strategy: steps or epoch"
+    return None
+
+
+def metric_problems(task: Any, metric: Any) -> Iterator[str]:
+    """The problems of trainer.metric_for_best_model."""
+    known = METRICS.get(task) if isinstance(task, str) else None
+    if known and isinstance(metric, str) and metric.removeprefix("eval_") not in known:
+        yield f"found {metric!r}; write one of {', '.join(known)}{did_you_mean(metric.removeprefix('eval_'), known)}"
+
+
+def sample_problems(prompts: str | None, parallel_name: str | None) -> Iterator[tuple[Key, str]]:
+    """(key in run.samples, message) for each problem. prompts: a file; None for a list."""
+    if prompts is not None:
+        file = shipped.resolve(prompts)
+        if file.suffix not in PROMPT_FILES:
+            yield ("prompts",), f"found {prompts!r}; write a list of texts, or a file ({' or '.join(PROMPT_FILES)})"
+        elif not local_path(file).is_file():
+            yield ("prompts",), f"there is no file {prompts!r}"
+    try:
+        config = parallel(parallel_name or "ddp")
+    except UserError:  # reported at run.parallel
+        return
+    if config.kind == "fsdp2" or (config.kind == "zero" and config.stage == 3):
+        yield (), f"run.parallel {parallel_name} shards the weights, and no process could answer; leave samples out"
+
+
+# ---
+# Checks of the splits of the data section, each of which may be one of several.
+
+
+def splits(data: Any) -> Iterator[tuple[Key, dict[str, Any]]]:
+    """Every split of the data section, with its key."""
+    for name in ("train", "eval", "retention"):
+        value = data.get(name) if isinstance(data, dict) else None
+        splits = enumerate(value) if isinstance(value, list) else [(None, value)]
+        for i, split in splits:
+            if isinstance(split, dict):
+                yield ("data", name) if i is None else ("data", name, i), split
+
+
+NOT_STREAMED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "num_train_epochs": ((None,), "the examples of a stream are not counted; leave it out, and write max_steps"),
+    "dataloader_num_workers": (
+        (None, 0),
+        "a stream is read by the training process itself, so that a run can be resumed at the exact example; leave it "
+        "out",
+    ),
+    "precompute_ref_log_probs": (
+        (None, False),
+        "needs the examples before training, and a stream's are read while training; leave it out",
+    ),
+    "train_sampling_strategy": ((None, "random"), "needs the examples before training; leave it out"),
+    "shuffle_dataset": ((None, False), "a stream is shuffled by data.streaming.shuffle_buffer; leave it out"),
+    "save_strategy": ((None, "steps", "no", False, "best"), "a stream has no epochs; write steps, and save_steps"),
+}
+"""Keys of `trainer` -> the values that data.streaming allows, and the reason for others."""
+
+
+def streaming_problems(data: dict[str, Any], trainer: dict[str, Any]) -> Iterator[tuple[Key, str]]:
+    """(key, message) of each setting that data.streaming does not allow. data, trainer: the raw sections."""
+    if data.get("streaming") in (None, False):
+        return
+    max_steps = trainer.get("max_steps")
+    if not isinstance(max_steps, int) or max_steps < 1:
+        yield (
+            ("trainer", "max_steps"),
+            "is required with data.streaming, as the number of examples is unknown; write the number of optimizer "
+            "steps",
+        )
+    for key, (allowed, reason) in NOT_STREAMED.items():
+        if trainer.get(key) not in allowed:
+            yield ("trainer", key), reason
+    if isinstance(evaluation := data.get("eval"), dict) and "examples" in evaluation:
+        message = "the examples of a stream cannot be compared before training; write {fraction: 0.01}, or a split"
+        yield ("data", "eval"), message
+    for at, split in splits(data):
+        name, path = split.get("split"), split.get("path")
+        is_part = isinstance(name, str) and ("[" in name or "+" in name)
+        if at[1] == "train" and is_part and isinstance(path, str) and not is_local(path):
+            yield (*at, "split"), "only a whole split can be streamed; write limit for a part, or a list of splits"
+
+
+def split_problems(path: str, split: dict[str, Any], is_trained: bool) -> list[str]:
+    """The problems of a raw split's `split`. is_trained: it is one of data.train."""
+    name = split.get("split", "train")
+    if not isinstance(name, str):
+        return []
+    if path == STDLIB:
+        if name not in STDLIB_SPLITS:
+            return [f"found {name!r}; {STDLIB} has {' and '.join(STDLIB_SPLITS)}"]
+    elif is_local(path):
+        is_part = "[" in name
+        return [f"found {name!r}, but a file is always taken whole; write limit"] if is_part else []
+    if is_trained and is_test_split(name) and split.get("train_on_test") is not True:
+        return [
+            f"'{name}' is a test split, and scores on training data are meaningless; name another, or write "
+            "train_on_test: true beside it"
+        ]
     return []

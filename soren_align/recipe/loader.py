@@ -4,23 +4,27 @@ All mistakes are reported together, each with its file, line and key, the findin
 """
 
 import functools
+import hashlib
 import io
+import json
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 from ruamel.yaml import YAML
 
-from .. import shipped
-from ..errors import UserError, did_you_mean
-from ..files import local_path, read_text
-from ..yaml_reader import Key, dotted, parse_yaml, sentences
-from . import trl_config
+from ..core import shipped
+from ..core.document import Key, dotted, parse_yaml, sentences
+from ..core.errors import UserError, did_you_mean
+from ..core.files import local_path, read_text, write
+from ..core.shipped import MODELINE
+from . import trl
 from .checks import problems_beyond_schema
-from .merging import Notify, merged, override
+from .merge import Notify, merged, override
 from .messages import messages
-from .quantization import inherit_quantization
-from .sections import Recipe, resolve
+from .model import inherit_quantization
+from .optimizer import MAPS
+from .schema import Recipe, resolve
 
 MISSING = ("no file ", "no folder ", "no suite ", "there is no ")
 """The first words of problems of files and folders that another machine may have."""
@@ -153,12 +157,12 @@ def _checked(
     except ValidationError as error:
         more += messages(error)
     kind = raw.get("task")
-    if isinstance(kind, str) and kind in trl_config.CLASSES:
+    if isinstance(kind, str) and kind in trl.CLASSES:
         if task and kind != task:
             more.append((("task",), f"this is a recipe for `soren-align {kind}`, not {task}"))
         trainer = raw.get("trainer")
         if isinstance(trainer, dict):
-            more += [(("trainer", key), message) for key, message in trl_config.problems(kind, trainer).items()]
+            more += [(("trainer", key), message) for key, message in trl.problems(kind, trainer).items()]
     for key, message in problems_beyond_schema(raw, reads_data=on_missing is None):
         if on_missing and message.startswith(MISSING):
             on_missing(f"{dotted(key)}: {message}")
@@ -167,3 +171,123 @@ def _checked(
     if problems or more or recipe is None:
         raise UserError(*sentences(more, lines), *problems)  # those of --set come last
     return inherit_quantization(resolve(recipe))
+
+
+# ---
+# Whether two recipes train the same weights: the condition for resuming a run.
+
+# Keys of `trainer` that do not change the trained weights: logging, evaluation and saving may change at a resume. With
+# run.early_stopping, evaluation does change them.
+_EVALUATION = {"eval_strategy", "eval_steps", "eval_on_start", "eval_delay"}
+_NO_EFFECT_ON_WEIGHTS = {
+    "logging_steps",
+    "logging_first_step",
+    "logging_strategy",
+    "save_steps",
+    "save_strategy",
+    "save_total_limit",
+    "report_to",
+    "run_name",
+    "project",
+    "trackio_space_id",
+    "trackio_bucket_id",
+    "trackio_static_space_id",
+    "hub_private_repo",
+}
+
+
+def training_part(recipe: Recipe) -> dict[str, Any]:
+    """The part of the recipe that determines the trained weights: a run resumes only with an equal one."""
+    part = recipe.model_dump(include={"task", "model", "data", "optimizer", "trainer"})
+    part["run"] = recipe.run.model_dump(include={"parallel", "global_batch_size", "early_stopping"})
+    del part["data"]["cache"], part["data"]["retention"]
+    evaluation = part["data"].pop("eval") or {}
+    if "path" not in evaluation and evaluation:  # the other examples are trained on
+        part["data"]["eval"] = evaluation
+    if recipe.data.streaming:  # refused and dropped examples are equal up to the first one, which ends the run
+        sources = part["data"]["train"]
+        for source in sources if isinstance(sources, list) else [sources]:
+            del source["bad_examples"]
+    ignored = _NO_EFFECT_ON_WEIGHTS if recipe.run.early_stopping else _NO_EFFECT_ON_WEIGHTS | _EVALUATION
+    part["trainer"] = {k: v for k, v in part["trainer"].items() if k not in ignored}
+    return part
+
+
+def recipe_hash(recipe: Recipe) -> str:
+    """A hash of `training_part` without the optimizer: equal for runs that differ in the optimizer alone."""
+    part = {key: value for key, value in training_part(recipe).items() if key != "optimizer"}
+    return hashlib.sha256(json.dumps(part, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def differences(there: dict[str, Any], here: dict[str, Any], prefix: str = "") -> list[str]:
+    """Where two nested dicts differ: ['optimizer.lr: 0.003 there, 0.001 here', ...]."""
+    lines = []
+    for key in sorted(there.keys() | here.keys()):
+        a, b = there.get(key), here.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            lines += differences(a, b, f"{prefix}{key}.")
+        elif a != b:
+            lines.append(f"{prefix}{key}: {a!r} there, {b!r} here")
+    return lines
+
+
+# ---
+# JSON Schema of a recipe, for editors.
+
+SCHEMA_FILE = "recipe.schema.json"
+"""The schema's file beside a recipe. A copied recipe names it by this relative path, which is right on every machine
+that the two files are copied to; the path of the installed package is not, and the schema has no address on the web."""
+SCHEMA_COMMENT = "Written by `soren-align schema`."
+SCHEMA_VERSION = "https://json-schema.org/draft/2020-12/schema"
+_TYPES = {"int": "integer", "float": "number", "bool": "boolean", "str": "string", "dict": "object", "list": "array"}
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema of a recipe's file; `trainer` lists the keys of the installed TRL."""
+    schema = Recipe.model_json_schema()
+    properties = schema["properties"]
+    properties["extends"] |= {"type": ["string", "array"]}
+    properties["trainer"] |= {"properties": _trainer_properties(), "additionalProperties": False}
+    soren = schema["$defs"]["SorenSettings"]["properties"]["map"]
+    soren["anyOf"] = [*soren.pop("oneOf"), {"enum": list(MAPS)}]
+    schema["$defs"]["Data"]["properties"]["streaming"]["anyOf"].append({"type": "boolean"})
+    schema["anyOf"] = [{"required": schema.pop("required")}, {"required": ["extends"]}]
+    return {"$schema": SCHEMA_VERSION, "$comment": SCHEMA_COMMENT} | schema
+
+
+def schema_text() -> str:
+    """The text of SCHEMA_FILE."""
+    return json.dumps(json_schema(), indent=2) + "\n"
+
+
+def with_modeline(text: str, reference: str = SCHEMA_FILE) -> str:
+    """Return a file's text whose first line names the schema `reference`, in the place of an earlier such line."""
+    if text.startswith(MODELINE):
+        text = text.partition("\n")[2]
+    return f"{MODELINE}{reference}\n{text}"
+
+
+def write_schema(file: Path, text: str) -> bool:
+    """Write a schema's text, over an earlier one of ours. Returns False, writing nothing, if the file is another's."""
+    if file.is_symlink() or (
+        file.exists() and SCHEMA_COMMENT not in file.read_text(encoding="utf-8", errors="replace")
+    ):
+        return False
+    write(file, text)
+    return True
+
+
+def _trainer_properties() -> dict[str, Any]:
+    """The schema of each key of `trainer`."""
+    properties: dict[str, Any] = {}
+    for task in trl.CLASSES:
+        for field in trl.fields(task).values():
+            if field.name in trl.ELSEWHERE:
+                continue
+            entry: dict[str, Any] = {"description": field.help}
+            if field.choices:
+                entry["enum"] = [*field.choices, *([None] if "None" in field.types else [])]
+            elif field.types <= _TYPES.keys() | {"None"}:
+                entry["type"] = sorted(_TYPES.get(t, "null") for t in field.types)
+            properties[field.name] = entry
+    return properties

@@ -1,17 +1,18 @@
 """pydantic's errors about a recipe in sentences: key, finding, remedy."""
 
 import io
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
 from ruamel.yaml import YAML
 
-from ..errors import closest, did_you_mean
-from ..yaml_reader import Key
+from ..core.document import Key
+from ..core.errors import closest, did_you_mean
+from ..core.optimizer_settings import MAPS
 from .base import Section, members, section_in
-from .renamed_keys import MOVED
-from .sections import Recipe
+from .schema import Recipe
 
 _ALIASES = {"learning_rate": "lr", "model_name_or_path": "name_or_path", "dataset": "path", "torch_dtype": "dtype"}
 _ALIASES |= {"rank": "r", "lora_r": "r"}
@@ -188,3 +189,59 @@ def _flow(section: dict[str, Any]) -> str:
 
 def _listed(words: list[str], conjunction: str) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {conjunction} {words[-1]}"
+
+
+# ---
+# Keys of version 0.1 that have another name now, or that stand elsewhere, and the message that names it.
+
+
+def _map(name: str, **values: Any) -> str:
+    """A map's section in one line of YAML, with its defaults."""
+    section = {"name": name} | MAPS[name] | values
+    return "`map: {" + ", ".join(f"{key}: {value}" for key, value in section.items()) + "}`"
+
+
+def _spectral_map(value: Any) -> str:
+    if value is None:
+        return "is now optimizer.map; leave it out for the default"
+    return f"is now optimizer.map.name; write {_map(value if value in list(MAPS) else 'minimax')}"
+
+
+def _resolution(value: Any) -> str:
+    remedy = "leave it out" if value is None else f"write {_map('minimax', resolution=value)}"
+    return f"is now optimizer.map.resolution; {remedy}"
+
+
+def _ns_steps(value: Any) -> str:
+    remedy = "leave it out" if value is None else f"write {_map('sns', steps=value)}"
+    return f"is now optimizer.map.steps; {remedy}"
+
+
+def _bad_rows(value: Any) -> str:
+    return f"is now bad_examples; write bad_examples: {value}"
+
+
+def _quote(value: Any) -> str:
+    names = value if isinstance(value, list) else [value]
+    return f"is now eval.published; write published: [{', '.join(map(str, names))}]"
+
+
+def _quantize(value: Any) -> str:
+    return f"is now model.quantize; write `model: {{quantize: {'null' if value is None else value}}}`"
+
+
+def _streaming(_: Any) -> str:
+    return "is of all of data.train together; write `data: {streaming: true}`"
+
+
+MOVED: dict[Key, Callable[[Any], str]] = {
+    ("optimizer", "spectral_map"): _spectral_map,
+    ("optimizer", "resolution"): _resolution,
+    ("optimizer", "ns_steps"): _ns_steps,
+    ("model", "lora", "quantize"): _quantize,
+    ("data", "train", "bad_rows"): _bad_rows,
+    ("data", "eval", "bad_rows"): _bad_rows,
+    ("data", "train", "streaming"): _streaming,
+    ("eval", "quote"): _quote,
+}
+"""Key, without the index of a list -> the message about a value of it."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from ..errors import UserError
+from ..core.errors import UserError
 from ..optim import SpectralOptimizer
 from .pickles import refuse_pickles
 from .strategies import FlatShards

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ..errors import UserError
-from ..files import is_component
+from ..core.errors import UserError
+from ..core.files import is_component
 
 TAGS = ("latest", "latest_universal")  # DeepSpeed's files that name the folder of its shards
 _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_|(?:^|/)__(\d+)_\d+\.distcp$|^rng_state_(\d+)\.pth$")

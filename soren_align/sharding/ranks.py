@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ..errors import LostRankError, ResumableError, UserError, first_sentence, machine_failure, silent_rank
+from ..core.errors import LostRankError, ResumableError, UserError, first_sentence, machine_failure, silent_rank
 
 T = TypeVar("T")
 

@@ -2,10 +2,9 @@
 
 from typing import Literal
 
-from ..optimizer_settings import MUON_STEPS, RELEASED_STEPS, RESOLUTION, SNS_STEPS
-from .coefficients import SIGN, Sign
+from ..core.optimizer_settings import MUON_STEPS, RELEASED_STEPS, RESOLUTION, SNS_STEPS
 from .factors import HALVES_FROM
-from .products import PADDING, block_size, ends_thin
+from .products import PADDING, SIGN, Sign, block_size, ends_thin
 
 SpectralMap = Literal["minimax", "sns", "released", "muon"]
 POLYNOMIAL_PRODUCTS = {2: 0, 3: 1, 5: 2}

@@ -12,7 +12,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from ..optimizer_settings import FactorPrecision
+from ..core.optimizer_settings import FactorPrecision
 
 HALF_SCALE = 2.0**-11
 DIAGONAL_FROM, HALVES_FROM = 20.0, 100.0

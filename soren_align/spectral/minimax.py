@@ -12,11 +12,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from ..optimizer_settings import RESOLUTION, FactorPrecision
-from .coefficients import SIGN, WIDE_FROM
-from .matrices import all_finite, frobenius_norm, from_wide, replace_zeros, to_wide
-from .precision import in_full_precision, tf32_products
-from .products import by_products, num_beyond, tanh_coefficients
+from ..core.optimizer_settings import RESOLUTION, FactorPrecision
+from .matrices import all_finite, frobenius_norm, from_wide, in_full_precision, replace_zeros, tf32_products, to_wide
+from .products import SIGN, WIDE_FROM, by_products, num_beyond, tanh_coefficients
 
 SAFE_NORMS = (1e-12, 1e6)  # |x|_F in between needs no scaling: neither sigma^4 nor its sums leave float32
 

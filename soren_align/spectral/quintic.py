@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
-from ..optimizer_settings import MUON_STEPS
-from .matrices import from_wide, multiply_add, to_wide
-from .precision import in_full_precision
+from ..core.optimizer_settings import MUON_STEPS
+from .matrices import from_wide, in_full_precision, multiply_add, to_wide
 
 # Keller Jordan's coefficients (kellerjordan.github.io/posts/muon), as in torch/optim/_muon.py: the steepest slope at
 # zero for which the iteration stays within about [0.7, 1.2]. test_muons_map_has_the_bits_of_torch compares them.

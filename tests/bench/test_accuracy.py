@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from soren_align.bench.accuracy import DECOMPOSITION_ROWS, error_shape, errors, known_matrices
+from soren_align.bench.maps import DECOMPOSITION_ROWS, error_shape, errors, known_matrices
 from soren_align.spectral import exact_sigmoid
 
 CPU = torch.device("cpu")

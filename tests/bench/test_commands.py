@@ -60,7 +60,7 @@ def test_a_gpu_that_is_not_there_is_a_sentence(tmp_path):
 
 @pytest.mark.process
 def test_mistakes_are_seen_before_torch_loads():
-    code = "import sys; from soren_align.cli import main; print(main(['bench', 'maps', '--shapes', '0x5']))\n"
+    code = "import sys; from soren_align.cli.app import main; print(main(['bench', 'maps', '--shapes', '0x5']))\n"
     code += "print('torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
     assert out.split() == ["2", "False"]

@@ -9,8 +9,8 @@ import torch
 from rich.console import Console
 from torch.utils.flop_counter import FlopCounterMode
 
-from soren_align.bench import map_times, report, shapes, timing
-from soren_align.bench.candidates import (
+from soren_align.bench import maps, shapes, show, timing
+from soren_align.bench.maps import (
     MUON,
     MUON_FLOAT32,
     Candidate,
@@ -18,8 +18,8 @@ from soren_align.bench.candidates import (
     newton_schulz_float32,
     without_decomposed_flops,
 )
-from soren_align.errors import UserError
-from soren_align.optimizer_settings import RESOLUTIONS
+from soren_align.core.errors import UserError
+from soren_align.core.optimizer_settings import RESOLUTIONS
 from soren_align.spectral import minimax_sigmoid, newton_schulz, num_flops, released_sigmoid, soft_newton_schulz
 
 CPU = torch.device("cpu")
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def results():
     timing.ROUNDS_SECONDS, before = 0.2, timing.ROUNDS_SECONDS
-    yield map_times.run(shapes.parse("16x16,24x8,16x16"), CPU)
+    yield maps.run(shapes.parse("16x16,24x8,16x16"), CPU)
     timing.ROUNDS_SECONDS = before
 
 
@@ -148,9 +148,9 @@ def test_every_call_has_fresh_input_that_is_not_zero(monkeypatch):
         return newton_schulz(x)
 
     entries = [Candidate(name, keep, "bfloat16", "muon", "polar") for name in (MUON, MUON_FLOAT32)]
-    monkeypatch.setattr(map_times, "candidates", lambda device: entries)
+    monkeypatch.setattr(maps, "candidates", lambda device: entries)
     monkeypatch.setattr(timing, "MAX_ROUNDS", 4)
-    map_times.run(shapes.parse("8x24"), CPU)
+    maps.run(shapes.parse("8x24"), CPU)
     timed = [x for x in seen if x.norm().item() == pytest.approx(1.0, abs=1e-5)]
     assert len(timed) >= 2 * (1 + 4)
     assert len({x.sum().item() for x in timed}) == len(timed)
@@ -160,16 +160,16 @@ def test_a_peer_that_fails_is_reported_and_left_out(monkeypatch):
     def fail(x):
         raise RuntimeError("no kernel\nand much more")
 
-    monkeypatch.setattr(map_times, "peers", lambda device: ({"Peer": fail}, []))
+    monkeypatch.setattr(maps, "peers", lambda device: ({"Peer": fail}, []))
     monkeypatch.setattr(timing, "MAX_ROUNDS", 3)
-    found = map_times.run(shapes.parse("8x24"), CPU)
+    found = maps.run(shapes.parse("8x24"), CPU)
     assert "Peer failed: RuntimeError: no kernel" in found["notes"]
     assert "Peer" not in [row["name"] for row in found["over_all_shapes"]]
 
 
 def test_a_matrix_beyond_memory_is_refused():
     with pytest.raises(UserError, match=r"90000000x90000000 needs about .* GB"):
-        map_times.run(shapes.parse("90000000x90000000"), CPU)
+        maps.run(shapes.parse("90000000x90000000"), CPU)
 
 
 def test_the_tables_fit_into_80_columns(results):
@@ -179,7 +179,7 @@ def test_the_tables_fit_into_80_columns(results):
     for row in large["shapes"][0]["maps"]:
         row |= {"flops": 123456e9, "share_of_matmul_rate": 0.99, "ratio_to_muon": 123.0}
         row["seconds"] |= {"median": 123.456, "low": 100.0, "high": 140.0}
-    console.print(report.terminal(large), highlight=False)
+    console.print(show.terminal(large), highlight=False)
     lines = console.file.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     assert not any("…" in line for line in lines)
@@ -190,28 +190,28 @@ def test_the_tables_fit_into_80_columns(results):
 def test_the_page_keeps_the_parts_of_others_and_replaces_its_own(results, tmp_path):
     page = tmp_path / "benchmarks.md"
     page.write_text("# Mine\n\nWords before.\n")
-    report.update_page(results, page)
+    show.update_page(results, page)
     other = {**results, "shapes_name": "another"}
-    report.update_page(other, page)
+    show.update_page(other, page)
     first = page.read_text()
     assert first.startswith("# Mine\n\nWords before.\n")
     assert "| minimax 0.0004 | " in first
-    report.update_page(results, page)
+    show.update_page(results, page)
     assert page.read_text() == first
-    report.update_page({**results, "notes": ["a new note"]}, page)
+    show.update_page({**results, "notes": ["a new note"]}, page)
     assert page.read_text().count("a new note") == 1
     assert page.read_text().count("## `soren-align bench maps") == 2
 
 
 def test_what_would_take_minutes_is_left_out_and_said(monkeypatch):
     monkeypatch.setattr(timing, "MAX_ROUNDS", 3)
-    monkeypatch.setattr(map_times, "matmul_rates", lambda device: {"float32": 1e11, "float64": 5e10, "bfloat16": 1e3})
-    found = map_times.run(shapes.parse("8x24"), CPU)
+    monkeypatch.setattr(maps, "matmul_rates", lambda device: {"float32": 1e11, "float64": 5e10, "bfloat16": 1e3})
+    found = maps.run(shapes.parse("8x24"), CPU)
     rows = {row["name"]: row for row in found["over_all_shapes"]}
     assert MUON not in rows
     assert rows["minimax 0.0004"]["ratio_to_muon"] is None
     assert rows["minimax 0.0004"]["ratio_to_muon_float32"]["geometric_mean"] > 0
     assert any("8x24: Muon bfloat16 is skipped: at 0 GFLOP/s" in note for note in found["notes"])
     console = Console(file=io.StringIO(), width=80)
-    console.print(report.terminal(found))
+    console.print(show.terminal(found))
     assert console.file.getvalue().count(" - ") >= 3

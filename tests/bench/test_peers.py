@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from soren_align.bench import peers
+from soren_align.bench import maps as peers
 
 GRAM = "gram-newton-schulz"
 GRAM_MODULE = """

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from soren_align.bench.shapes import MODELS, check_device, parse
-from soren_align.errors import UserError
+from soren_align.core.errors import UserError
 
 # Parameters in all, as the models' pages say, less embeddings, head, norms and biases.
 TOTALS = {

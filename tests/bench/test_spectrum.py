@@ -6,9 +6,9 @@ import pytest
 import torch
 from PIL import Image
 
-from soren_align.files import contents
+from soren_align.core.files import contents
+from soren_align.core.optimizer_settings import MAPS
 from soren_align.optim import Soren
-from soren_align.optimizer_settings import MAPS
 from soren_align.spectral import exact_sigmoid, minimax_sigmoid, newton_schulz, soft_newton_schulz
 from tests.support import command
 from tests.support.run_folders import finished_run

@@ -5,9 +5,9 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from soren_align.core.errors import UserError
 from soren_align.data import encode, load_split, trained_tokenizer
-from soren_align.data.byte_pairs import train_tokenizer
-from soren_align.errors import UserError
+from soren_align.data.vocabulary import train_tokenizer
 from tests.support.conversations import animal_text, chat_row, split
 
 TEXTS = [animal_text(i) for i in range(40)]

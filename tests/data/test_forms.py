@@ -7,8 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from soren_align.core.errors import UserError
 from soren_align.data import load_split
-from soren_align.errors import UserError
 from tests.support.conversations import chat, split
 from tests.support.published_data import ultrachat_200k, ultrafeedback_binarized
 

@@ -9,12 +9,12 @@ import datasets
 import pytest
 
 from soren_align import recipe
+from soren_align.core.errors import UserError
 from soren_align.data import hold_out, load_split
-from soren_align.data.held_out import position
-from soren_align.errors import UserError
+from soren_align.data.stream import position
 from soren_align.recipe import HeldOut, HeldOutNumber, training_part
 from soren_align.recipe.loader import parse
-from soren_align.trainers.training_examples import load_splits
+from soren_align.training.setup import load_splits
 from tests.support.conversations import chat, pair_row, split
 
 TEXTS = [{"text": f"The animal with number {i} sleeps. ü"} for i in range(400)]

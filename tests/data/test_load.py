@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from soren_align.core.errors import OutOfReach, UserError
 from soren_align.data import hub, load_split
-from soren_align.errors import OutOfReach, UserError
 from tests.support.conversations import chat, chat_row, pair_row, split
 
 U, A, S = ({"role": role, "content": "words"} for role in ("user", "assistant", "system"))
@@ -181,7 +181,7 @@ def test_a_changed_file_is_read_anew_and_an_unchanged_one_is_not(write, monkeypa
     assert second.dataset._fingerprint != first.dataset._fingerprint  # TRL's own caches hang on it
 
     checked = []
-    monkeypatch.setattr("soren_align.data.columns.read_example", lambda row, layout: checked.append(row))
+    monkeypatch.setattr("soren_align.data.formats.read_example", lambda row, layout: checked.append(row))
     third = load_split(split(path), "sft")
     assert third.dataset[0] == second.dataset[0]
     assert third.dataset._fingerprint == second.dataset._fingerprint

@@ -12,9 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from soren_align import recipe
-from soren_align.data import load_split, records
-from soren_align.data.records import MAX_UNCHECKED
-from soren_align.errors import UserError
+from soren_align.core.errors import UserError
+from soren_align.data import files as records
+from soren_align.data import load_split
+from soren_align.data.files import MAX_UNCHECKED
 from tests.support.conversations import chat_row, split
 
 ROWS = [

@@ -9,9 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
 
+from soren_align.core.errors import UserError
 from soren_align.data import account, load_split, mix
-from soren_align.data.encoding import encode
-from soren_align.errors import UserError
+from soren_align.data.encode import encode
 from tests.support.conversations import animal_text, chat, pair_row, split
 
 

@@ -6,11 +6,11 @@ from rich.console import Console
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
+from soren_align.core.errors import UserError
 from soren_align.data import TOKEN_COLUMNS, account, load_split, show_example, tokenize
-from soren_align.data.columns import COLUMNS
-from soren_align.data.encoding import encode
-from soren_align.errors import UserError
-from soren_align.trainers.trl_trainers import SorenDPOTrainer
+from soren_align.data.encode import encode
+from soren_align.data.formats import COLUMNS
+from soren_align.training.trainer import SorenDPOTrainer
 from tests.support.conversations import CHATML, chat, chat_row, pair_row, split
 
 NUM_ROWS = 24

@@ -11,9 +11,9 @@ from datasets import Dataset
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils import chat_template_utils
 
+from soren_align.core.errors import UserError
 from soren_align.data import account, check_template
 from soren_align.data.rendering import BUDGET, BoundedEnvironment
-from soren_align.errors import UserError
 from tests.support.conversations import CHATML, chat
 from tests.support.cpu_time import cpu_seconds
 

@@ -14,9 +14,10 @@ from datasets import Dataset
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig, SFTTrainer
 
-from soren_align import recipe, shipped
+from soren_align import recipe
+from soren_align.core import shipped
+from soren_align.core.errors import UserError
 from soren_align.data import check_template, set_template
-from soren_align.errors import UserError
 from tests.support import published_tokenizers as tokenizers_like
 
 ORIGINALS = Path(__file__).parent / "originals"

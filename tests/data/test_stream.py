@@ -10,11 +10,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from soren_align import files
-from soren_align.data import load_split, local_files, open_stream
+from soren_align.core import files
+from soren_align.core.errors import UserError
+from soren_align.data import files as local_files
+from soren_align.data import load_split, open_stream
 from soren_align.data import stream as streams
 from soren_align.data.hub import StreamReader
-from soren_align.errors import UserError
 from tests.support.conversations import chat_row, pair_row, split
 
 TEXTS = [{"text": f"Text number {i}.", "url": f"http://{i}", "timestamp": "2019"} for i in range(100)]

@@ -3,8 +3,8 @@
 import pytest
 from datasets import Dataset
 
+from soren_align.core.errors import UserError
 from soren_align.data import check_template
-from soren_align.errors import UserError
 from tests.support.conversations import CHATML, chat, pair_row
 
 SFT = Dataset.from_list([{"messages": chat(1)}])

@@ -9,10 +9,10 @@ import pyarrow as pa
 import pytest
 from datasets import Dataset, Features, Value
 
-from soren_align.data import account, load_split, token_cache, tokenize
-from soren_align.data.encoding import encode
-from soren_align.data.tokens import from_token_columns, token_columns
-from soren_align.errors import UserError
+from soren_align.core.errors import UserError
+from soren_align.data import account, cache, load_split, tokenize
+from soren_align.data.encode import encode
+from soren_align.data.masks import from_token_columns, token_columns
 from tests.support.conversations import CHATML, chat_row, pair_row, split
 
 ROWS = {"sft": [chat_row(i, turns=1 + i % 3) for i in range(70)], "dpo": [pair_row(i) for i in range(70)]}
@@ -27,7 +27,7 @@ def dataset(write):
 def count(monkeypatch):
     """The batches that were tokenized."""
     batches = []
-    monkeypatch.setattr(token_cache, "encode", lambda *given: batches.append(given) or encode(*given))
+    monkeypatch.setattr(cache, "encode", lambda *given: batches.append(given) or encode(*given))
     return batches
 
 
@@ -106,7 +106,7 @@ def test_a_damaged_file_is_written_again(make_tokenizer, dataset, tmp_path, coun
 
 
 def test_without_a_cache_the_folder_ends_with_the_tokens(make_tokenizer, dataset, tmp_path, monkeypatch, count):
-    monkeypatch.setattr(token_cache.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(cache.tempfile, "tempdir", str(tmp_path))
     for _ in range(2):
         tokens = tokenize(dataset(), "sft", make_tokenizer(), None)
         assert len(tokens) == 70
@@ -122,13 +122,13 @@ def test_folders_unused_for_long_or_beyond_the_size_are_removed(tmp_path, monkey
         (tmp_path / name).mkdir()
         (tmp_path / name / "tokens.arrow").write_bytes(b"x" * 100)
         os.utime(tmp_path / name, (time.time() - age * 86400,) * 2)
-    token_cache.prune(tmp_path)
+    cache.prune(tmp_path)
     assert {f.name for f in tmp_path.iterdir()} == {"new", "in use", "older", "oldest"}
-    monkeypatch.setattr(token_cache, "MAX_BYTES", 350)
-    token_cache.prune(tmp_path)
+    monkeypatch.setattr(cache, "MAX_BYTES", 350)
+    cache.prune(tmp_path)
     assert {f.name for f in tmp_path.iterdir()} == {"new", "in use", "older"}
-    monkeypatch.setattr(token_cache, "MAX_BYTES", 0)
-    token_cache.prune(tmp_path)
+    monkeypatch.setattr(cache, "MAX_BYTES", 0)
+    cache.prune(tmp_path)
     assert {f.name for f in tmp_path.iterdir()} == {"new", "in use"}
 
 
@@ -163,6 +163,6 @@ def test_tokens_that_another_process_has_just_written_are_taken(tmp_path):
         (folder / "of the other").write_text("tokens")
         yield pa.table({"input_ids": [1, 2]}, schema=features.arrow_schema)
 
-    with patch.object(token_cache.shutil, "rmtree"):  # the other's folder appears after it
-        token_cache._write(folder, tables(), features)
+    with patch.object(cache.shutil, "rmtree"):  # the other's folder appears after it
+        cache._write(folder, tables(), features)
     assert (folder / "of the other").read_text() == "tokens"

@@ -7,9 +7,9 @@ import pytest
 import trl
 from datasets import Dataset
 
+from soren_align.core.errors import UserError
 from soren_align.data import account, check_template, load_split, mix, tokenize, without_empty_answers
-from soren_align.data.encoding import encode
-from soren_align.errors import UserError
+from soren_align.data.encode import encode
 from tests.support.conversations import chat, split
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"

@@ -8,11 +8,11 @@ import pytest
 import trl
 from datasets import Dataset
 
-from soren_align import shipped
+from soren_align.core import shipped
+from soren_align.core.errors import UserError
 from soren_align.data import account, check_template
-from soren_align.data.encoding import encode
-from soren_align.errors import UserError
-from soren_align.trainers import starting_model
+from soren_align.data.encode import encode
+from soren_align.training import model as starting_model
 from tests.support.conversations import CHATML, chat
 
 PLAIN = CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", "")

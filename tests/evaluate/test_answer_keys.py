@@ -6,11 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from soren_align import shipped
-from soren_align.errors import UserError
-from soren_align.evaluate.answer_keys import equal_choices, long_answers, refuse_wrong_keys
-from soren_align.evaluate.suites import load_suite
-from soren_align.evaluate.tasks import load_tasks
+from soren_align.core import shipped
+from soren_align.core.errors import UserError
+from soren_align.evaluate.suite.suites import load_suite
+from soren_align.evaluate.suite.tasks import equal_choices, load_tasks, long_answers, refuse_wrong_keys
 
 CHOICES = ["red", "brown", "black"]
 

@@ -25,14 +25,14 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from soren_align.errors import UserError
-from soren_align.evaluate import workers
-from soren_align.evaluate.harness import Options, evaluate_model
-from soren_align.evaluate.requests import make_chunks
-from soren_align.evaluate.significance import compare, unpaired
-from soren_align.evaluate.stage import evaluate
-from soren_align.evaluate.suites import load_suite
-from soren_align.evaluate.workers import OutOfMemory
+from soren_align.core.errors import UserError
+from soren_align.evaluate.run import workers
+from soren_align.evaluate.run.harness import Options, evaluate_model
+from soren_align.evaluate.run.requests import make_chunks
+from soren_align.evaluate.run.stage import evaluate
+from soren_align.evaluate.run.workers import OutOfMemory
+from soren_align.evaluate.stats.significance import compare, unpaired
+from soren_align.evaluate.suite.suites import load_suite
 from soren_align.recipe import Eval
 
 pytestmark = pytest.mark.model

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import statsmodels.api as sm
 
-from soren_align.errors import UserError
-from soren_align.evaluate.harness import ModelResults
-from soren_align.evaluate.scores import cluster_of
-from soren_align.evaluate.significance import Paired, _difference, compare
+from soren_align.core.errors import UserError
+from soren_align.evaluate.run.harness import ModelResults
+from soren_align.evaluate.stats.scores import cluster_of
+from soren_align.evaluate.stats.significance import Paired, _difference, compare
 
 # The numbers of questions of MMLU's 57 subjects.
 # fmt: off

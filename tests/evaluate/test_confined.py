@@ -6,12 +6,12 @@ import shutil
 import pytest
 import yaml
 
-from soren_align import shipped
-from soren_align.errors import UserError
-from soren_align.evaluate import stage
-from soren_align.evaluate.harness import Options, evaluate_model
-from soren_align.evaluate.suites import LM_EVAL_TASKS, load_suite
-from soren_align.evaluate.tasks import load_tasks
+from soren_align.core import shipped
+from soren_align.core.errors import UserError
+from soren_align.evaluate.run import stage
+from soren_align.evaluate.run.harness import Options, evaluate_model
+from soren_align.evaluate.suite.suites import LM_EVAL_TASKS, load_suite
+from soren_align.evaluate.suite.tasks import load_tasks
 from soren_align.launch.evaluation import evaluation_settings
 from soren_align.recipe import Eval, load, training_part
 

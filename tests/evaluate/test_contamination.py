@@ -10,14 +10,14 @@ import pytest
 from rich.console import Console
 
 from soren_align.data import load_split, texts_of
-from soren_align.evaluate import contamination, question_texts
-from soren_align.evaluate.contamination import Overlaps, overlaps
-from soren_align.evaluate.question_texts import overlaps_with
-from soren_align.evaluate.results import read_results
-from soren_align.evaluate.stage import evaluate
-from soren_align.evaluate.suites import suite_of
-from soren_align.evaluate.tables import notes
-from soren_align.evaluate.tasks import load_tasks
+from soren_align.evaluate.report.results import read_results
+from soren_align.evaluate.report.tables import notes
+from soren_align.evaluate.run.stage import evaluate
+from soren_align.evaluate.stats import contamination, question_texts
+from soren_align.evaluate.stats.contamination import Overlaps, overlaps
+from soren_align.evaluate.stats.question_texts import overlaps_with
+from soren_align.evaluate.suite.suites import suite_of
+from soren_align.evaluate.suite.tasks import load_tasks
 from soren_align.launch import training_data
 from soren_align.launch.training_data import overlaps_of_runs
 from soren_align.recipe import DataSplit, Eval, load_resolved

@@ -11,15 +11,15 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from soren_align import shipped
-from soren_align.errors import UserError
-from soren_align.evaluate.backends import BackendSettings, ContextTooShort, load_lm, run_requests
-from soren_align.evaluate.harness import Options, evaluate_model
-from soren_align.evaluate.scores import _points
-from soren_align.evaluate.suites import load_suite
-from soren_align.evaluate.tasks import load_tasks
-from soren_align.silence import silence
-from soren_align.terminal import stderr_console
+from soren_align.core import shipped
+from soren_align.core.errors import UserError
+from soren_align.core.silence import silence
+from soren_align.core.text import stderr_console
+from soren_align.evaluate.run.backends import BackendSettings, ContextTooShort, load_lm, run_requests
+from soren_align.evaluate.run.harness import Options, evaluate_model
+from soren_align.evaluate.stats.scores import _points
+from soren_align.evaluate.suite.suites import load_suite
+from soren_align.evaluate.suite.tasks import load_tasks
 
 pytestmark = pytest.mark.model
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from soren_align.errors import UserError
-from soren_align.evaluate.harness import Options, evaluate_model
-from soren_align.evaluate.suites import load_suite
-from soren_align.evaluate.tasks import load_tasks, subtasks
+from soren_align.core.errors import UserError
+from soren_align.evaluate.run.harness import Options, evaluate_model
+from soren_align.evaluate.suite.suites import load_suite
+from soren_align.evaluate.suite.tasks import load_tasks, subtasks
 from tests.support.benchmark_data import write_datasets
 from tests.support.lm_eval_reference import LEADERBOARD, ZERO_SHOT, plain
 

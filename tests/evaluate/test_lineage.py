@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from soren_align.errors import UserError
-from soren_align.evaluate.lineage import lineage, lineages, parents
-from soren_align.provenance import fingerprint
-from soren_align.run_folder import RunFolder
+from soren_align.core.errors import UserError
+from soren_align.evaluate.run.lineage import lineage, lineages, parents
+from soren_align.run.folder import RunFolder
+from soren_align.run.provenance import fingerprint
 
 
 def model(folder):

@@ -8,11 +8,11 @@ from scipy import stats
 from statsmodels.stats.contingency_tables import mcnemar
 from statsmodels.stats.multitest import multipletests
 
-from soren_align.errors import UserError
-from soren_align.evaluate import significance
-from soren_align.evaluate.harness import ModelResults
-from soren_align.evaluate.scores import _score
-from soren_align.evaluate.significance import compare, unpaired
+from soren_align.core.errors import UserError
+from soren_align.evaluate.run.harness import ModelResults
+from soren_align.evaluate.stats import significance
+from soren_align.evaluate.stats.scores import _score
+from soren_align.evaluate.stats.significance import compare, unpaired
 
 SIZES = {"arc_challenge": 1172, "hellaswag": 10042, "mmlu": 14042, "mc2": 817, "winogrande": 1267, "gsm8k": 1319}
 

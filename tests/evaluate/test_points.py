@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from soren_align.errors import UserError
-from soren_align.evaluate.points import read_points, text
+from soren_align.core.errors import UserError
+from soren_align.evaluate.stats.points import read_points, text
 
 POINTS = {"acc": [1.0, 0.0, 0.25, 1.0], "gen": [0.0, 1.0]}
 

@@ -12,19 +12,19 @@ from rich.console import Console
 from transformers import AutoTokenizer
 
 from soren_align import recipe
-from soren_align.errors import UserError
-from soren_align.evaluate import tables
-from soren_align.evaluate.backends import load_tokenizer
-from soren_align.evaluate.preflight import planned_rows
-from soren_align.evaluate.results import read_results
-from soren_align.evaluate.stage import evaluate, preflight
-from soren_align.evaluate.suites import load_suite
-from soren_align.evaluate.tasks import load_tasks, num_questions
+from soren_align.core.errors import UserError
+from soren_align.evaluate.report import tables
+from soren_align.evaluate.report.results import read_results
+from soren_align.evaluate.run.backends import load_tokenizer
+from soren_align.evaluate.run.preflight import planned_rows
+from soren_align.evaluate.run.stage import evaluate, preflight
+from soren_align.evaluate.suite.suites import load_suite
+from soren_align.evaluate.suite.tasks import load_tasks, num_questions
 from soren_align.launch import commands
 from soren_align.launch.evaluation import evaluation_settings
 from soren_align.planning.plan import plan_training
 from soren_align.recipe import Eval
-from soren_align.trainers import training
+from soren_align.training import run as training
 from tests.support import command
 from tests.support.tiny_models import CHATML
 
@@ -206,7 +206,7 @@ def test_every_row_of_the_table_to_come_is_checked(models, tmp_path):
 
 
 def test_vllm_is_refused_for_an_adapter_before_training(models, monkeypatch):
-    monkeypatch.setattr("soren_align.evaluate.stage.require_backend", lambda _: None)
+    monkeypatch.setattr("soren_align.evaluate.run.stage.require_backend", lambda _: None)
     rows = planned_rows(str(models[0]), None, load_tokenizer(models[0]), is_adapter=True)
     with pytest.raises(UserError, match=r"this run: is an adapter, and eval\.backend is vllm"):
         preflight(CHAT.model_copy(update={"backend": "vllm"}), rows)

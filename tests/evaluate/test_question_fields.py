@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from soren_align.evaluate.question_fields import missing_field
+from soren_align.evaluate.suite.tasks import missing_field
 
 TASK = {"test_split": "test", "doc_to_text": "{{question}}", "doc_to_target": "{{ answer }}"}
 RIGHT = {"question": "Where?", "answer": "Here."}

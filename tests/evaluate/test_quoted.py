@@ -4,10 +4,10 @@ from math import sqrt
 
 import pytest
 
-from soren_align import shipped
-from soren_align.errors import UserError
-from soren_align.evaluate import tables
-from soren_align.evaluate.published import load_published
+from soren_align.core import shipped
+from soren_align.core.errors import UserError
+from soren_align.evaluate.report import tables
+from soren_align.evaluate.suite.suites import load_published
 from soren_align.recipe import load
 from tests.support.result_tables import make_results
 

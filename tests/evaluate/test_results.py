@@ -8,14 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from rich.console import Console
 
-from soren_align.errors import UserError
-from soren_align.evaluate import stage
-from soren_align.evaluate.result_files import write_results
-from soren_align.evaluate.results import read_results, refuse_foreign, refuse_foreign_summary
+from soren_align.core.errors import UserError
+from soren_align.core.text import stderr_console
+from soren_align.evaluate.report.result_files import write_results
+from soren_align.evaluate.report.results import read_results, refuse_foreign, refuse_foreign_summary
+from soren_align.evaluate.run import stage
 from soren_align.launch.evaluation import refuse_missing, run_evaluation
 from soren_align.recipe import Eval
-from soren_align.run_folder import RunFolder
-from soren_align.terminal import stderr_console
+from soren_align.run.folder import RunFolder
 from tests.support.result_tables import make_results
 
 SOURCE = {"value": 1.0, "stderr": 0.5, "low": 0.0, "high": 2.0, "n": 4}
@@ -193,7 +193,7 @@ def test_an_evaluation_refuses_before_a_model_is_asked(tmp_path, monkeypatch):
     def asked(*_, **__):
         raise AssertionError("a model was asked")
 
-    monkeypatch.setattr("soren_align.evaluate.lineage.lineages", asked)
+    monkeypatch.setattr("soren_align.evaluate.run.lineage.lineages", asked)
     for place in (tmp_path, tmp_path / "thesis.json"):
         (tmp_path / "thesis.json").write_text("mine")
         files = {"output": str(tmp_path / "out"), "summary": str(place)}

@@ -13,13 +13,13 @@ from lm_eval.models.huggingface import HFLM
 from rich.console import Console
 from scipy import stats
 
-from soren_align import shipped
-from soren_align.errors import UserError
-from soren_align.evaluate import workers
-from soren_align.evaluate.points import read_points
-from soren_align.evaluate.results import summary
-from soren_align.evaluate.stage import evaluate, preflight, print_results
-from soren_align.evaluate.tasks import num_questions
+from soren_align.core import shipped
+from soren_align.core.errors import UserError
+from soren_align.evaluate.report.results import summary
+from soren_align.evaluate.run import workers
+from soren_align.evaluate.run.stage import evaluate, preflight, print_results
+from soren_align.evaluate.stats.points import read_points
+from soren_align.evaluate.suite.tasks import num_questions
 from soren_align.recipe import Eval
 from tests.support.lm_eval_reference import ZERO_SHOT
 

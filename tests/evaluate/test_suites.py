@@ -4,10 +4,10 @@ import shutil
 
 import pytest
 
-from soren_align import shipped
-from soren_align.errors import UserError
-from soren_align.evaluate.suites import Suite, SuiteTask, load_suite
-from soren_align.evaluate.tasks import load_tasks
+from soren_align.core import shipped
+from soren_align.core.errors import UserError
+from soren_align.evaluate.suite.suites import Suite, SuiteTask, load_suite
+from soren_align.evaluate.suite.tasks import load_tasks
 
 SHIPPED = shipped.ROOT / "eval" / "quickstart"
 

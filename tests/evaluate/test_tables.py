@@ -6,7 +6,7 @@ import re
 import pytest
 from rich.console import Console
 
-from soren_align.evaluate import tables
+from soren_align.evaluate.report import tables
 from tests.support.result_tables import COLUMNS, make_results
 
 

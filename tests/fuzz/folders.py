@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from soren_align.files import contents
+from soren_align.core.files import contents
 from tests.fuzz import mutate
 from tests.fuzz.box import BOX
 from tests.support.run_folders import add_results, finished_run
@@ -358,7 +358,7 @@ def tiny_model() -> Path:
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    from soren_align import shipped
+    from soren_align.core import shipped
 
     folder = Path(_shared().name) / "tiny"
     tokenizer = AutoTokenizer.from_pretrained(shipped.ROOT / "recipes/quickstart/base")

@@ -20,7 +20,8 @@ import pyarrow.parquet as pq
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from soren_align import recipe, shipped
+from soren_align import recipe
+from soren_align.core import shipped
 from tests.fuzz import folders, mutate
 from tests.fuzz.yaml_like import Pairs, Raw, dump, pairs, plain
 

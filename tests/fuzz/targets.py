@@ -13,10 +13,12 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from soren_align import cli, errors, importers, recipe
+from soren_align import importers, recipe
+from soren_align.cli import app
+from soren_align.core import errors
 from soren_align.launch import commands, preparation
-from soren_align.provenance import provenance
-from soren_align.run_folder import RunFolder, step_of
+from soren_align.run.folder import RunFolder, step_of
+from soren_align.run.provenance import provenance
 from tests.fuzz import folders
 from tests.fuzz.box import Box
 
@@ -132,7 +134,7 @@ def _tokenizer() -> Any:
 def _loaded_tokenizer() -> Any:
     from transformers import AutoTokenizer
 
-    from soren_align import shipped
+    from soren_align.core import shipped
 
     return AutoTokenizer.from_pretrained(shipped.ROOT / "recipes/quickstart/base")
 
@@ -161,7 +163,7 @@ def _content(name: str) -> bytes | None:
 def _command(words: list[str]) -> int:
     """The exit code of a soren-align command."""
     with _without_processes():
-        return cli.main(words)
+        return app.main(words)
 
 
 @contextlib.contextmanager
@@ -169,10 +171,12 @@ def _without_models(cache: Path | None = None):
     """Models answer at once, a training is over at once, and the hub takes everything. cache: of datasets."""
     import datasets
 
-    from soren_align import push
-    from soren_align.evaluate import figure, harness, stage
-    from soren_align.trainers import checkpoints, training, training_setup
-    from soren_align.trainers.starting_model import starting_checkpoint
+    from soren_align.evaluate.report import result_files
+    from soren_align.evaluate.run import harness, stage
+    from soren_align.publish import push
+    from soren_align.training import checkpoints, run
+    from soren_align.training import setup as training_setup
+    from soren_align.training.model import starting_checkpoint
 
     def answers(model: Any, suite: Any, *_: Any, **__: Any) -> Any:
         columns = [task.column for task in suite.tasks]
@@ -191,13 +195,13 @@ def _without_models(cache: Path | None = None):
         return SimpleNamespace(recipe=made, start=starting_checkpoint(made, folder)[0], tokenizer=_tokenizer())
 
     def train(ready: Any, folder: RunFolder, console: Any, ranks: Any) -> bool:
-        found = training._find_checkpoint(ready.recipe, folder, folders.ORIGIN, console)
+        found = run._find_checkpoint(ready.recipe, folder, folders.ORIGIN, console)
         if found:
             checkpoints.verify(found)
         folder.drop_measurements_after(step_of(found) if found else 0)
         saves = SimpleNamespace(save_model=_save_model, save_pretrained=lambda path: None)
         saves.model = saves.save_dtype = saves.attached = None
-        training._save_model(saves, saves, folder, ranks)
+        run._save_model(saves, saves, folder, ranks)
         folder.update(status="trained", **_record())
         return True
 
@@ -215,13 +219,13 @@ def _without_models(cache: Path | None = None):
             (stage, "preflight", lambda *_: ({}, [])),
             (stage, "check", lambda rows, suite, load, options: (load(), [])),
             (stage, "planned_rows", lambda *_, **__: []),
-            (figure, "draw", lambda _, path: Path(path).write_bytes(b"PNG")),
+            (result_files, "draw", lambda _, path: Path(path).write_bytes(b"PNG")),
             (stage, "commit", lambda: "c" * 40),
             (datasets.config, "HF_DATASETS_CACHE", cache),  # contamination: the training examples are read
             (training_setup, "set_up_training", set_up_training),
-            (training, "train", train),
-            (training, "model_bytes", lambda *_, **__: 0),
-            (training, "refuse_full_disk", lambda *_: None),
+            (run, "train", train),
+            (run, "model_bytes", lambda *_, **__: 0),
+            (run, "refuse_full_disk", lambda *_: None),
             (push, "HfApi", lambda: hub),
             (push, "get_token", lambda: "token"),
             (push, "constants", SimpleNamespace(HF_HUB_OFFLINE=False, ENDPOINT="hub")),  # for it alone
@@ -231,7 +235,7 @@ def _without_models(cache: Path | None = None):
 
 
 def _saved_row(name: str, model: Any) -> Any:
-    from soren_align.evaluate.preflight import Row
+    from soren_align.evaluate.run.preflight import Row
 
     return Row(name, model, _tokenizer(), 256, {}, template_of=name)
 
@@ -255,8 +259,8 @@ def _record() -> dict[str, Any]:
 
 def _tasks(suite: Any, *_: Any, **__: Any) -> Any:
     """The tasks of a suite, loaded once for the shipped one."""
-    from soren_align import shipped
-    from soren_align.evaluate.tasks import load_tasks
+    from soren_align.core import shipped
+    from soren_align.evaluate.suite.tasks import load_tasks
 
     if suite.path == shipped.suites()["quickstart"]:
         return _quickstart_tasks()
@@ -265,8 +269,8 @@ def _tasks(suite: Any, *_: Any, **__: Any) -> Any:
 
 @cache
 def _quickstart_tasks() -> Any:
-    from soren_align.evaluate.suites import load_suite
-    from soren_align.evaluate.tasks import load_tasks
+    from soren_align.evaluate.suite.suites import load_suite
+    from soren_align.evaluate.suite.tasks import load_tasks
 
     return load_tasks(load_suite("quickstart"), None)
 
@@ -284,8 +288,8 @@ WHOLE = RECIPE.replace("path: adapter", "path: model").replace("1e-3", "1e-3, au
 
 def an_adapter(box: Box, arguments: dict[str, Any]) -> int:
     """Train on from it, and evaluate it."""
-    from soren_align.evaluate import backends, lineage
-    from soren_align.trainers.starting_model import load_model
+    from soren_align.evaluate.run import backends, lineage
+    from soren_align.training.model import load_model
 
     steps = [
         lambda: recipe.adapter_config("adapter"),
@@ -312,10 +316,10 @@ def a_model(box: Box, arguments: dict[str, Any]) -> None:
     import datasets
     import torch
 
-    from soren_align.chat import ChatModel, Conversation
-    from soren_align.evaluate import backends, preflight, workers
+    from soren_align.evaluate.run import backends, preflight, workers
+    from soren_align.launch.chat import ChatModel, Conversation
     from soren_align.planning import inputs
-    from soren_align.planning.blocks import build_model
+    from soren_align.planning.flops import build_model
 
     with mock.patch.object(datasets.config, "HF_DATASETS_CACHE", box.own[0]):
         match arguments["done"]:
@@ -339,16 +343,15 @@ def a_model(box: Box, arguments: dict[str, Any]) -> None:
 
 def a_journal(box: Box, arguments: dict[str, Any]) -> None:
     """Open the study and draw what is left to draw."""
-    from soren_align.compare import study_progress
+    from soren_align.study import progress
 
-    study_progress.create(Path("study"), study_progress.Progress(Path("study")).study)
-    study_progress.Progress(Path("study")).update()
+    progress.create(Path("study"), progress.Progress(Path("study")).study)
+    progress.Progress(Path("study")).update()
 
 
 def a_suite(box: Box, arguments: dict[str, Any]) -> None:
     """Read a suite and a quoted table."""
-    from soren_align.evaluate.published import load_published
-    from soren_align.evaluate.suites import load_suite
+    from soren_align.evaluate.suite.suites import load_published, load_suite
 
     with contextlib.suppress(errors.UserError):
         load_published("quoted.yaml", "quickstart")

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from soren_align.errors import UserError, from_os_error
+from soren_align.core.errors import UserError, from_os_error
 from tests.fuzz import targets
 from tests.fuzz.box import Box, watched
 from tests.fuzz.kinds import Input

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from transformers import TrainerState, TrainingArguments
 
 from soren_align import recipe
-from soren_align.errors import UserError
+from soren_align.core.errors import UserError
 from soren_align.importers import import_file, key_tables
 from soren_align.importers.convert import convert, flattened
 from soren_align.importers.importer import to_table, to_text
 from soren_align.importers.key_tables import Note
-from soren_align.recipe import sections, trl_config
+from soren_align.recipe import schema, trl
 from soren_align.recipe.loader import load_text, parse
-from soren_align.recipe.optimizers import AdamWSettings
+from soren_align.recipe.optimizer import AdamWSettings
 from tests.support import command
 
 FOLDER = Path(__file__).parent / "foreign"
@@ -60,7 +60,7 @@ def problems(text):
 def known_names():
     tables = (key_tables.RENAMED, *(names for names, _ in (*key_tables.DROPPED, *key_tables.CHANGES)))
     words = " ".join(t if isinstance(t, str) else " ".join(t) for t in tables).split()
-    return sorted({w.replace("*", "x") for w in words} | set(trl_config.fields("sft")) | set(trl_config.fields("dpo")))
+    return sorted({w.replace("*", "x") for w in words} | set(trl.fields("sft")) | set(trl.fields("dpo")))
 
 
 def test_the_handbook_has_21_recipes_for_sft_and_dpo():
@@ -563,9 +563,9 @@ def test_the_tables_name_keys_that_there_are():
     for source_name, target in key_tables.RENAMED.items():
         section, key = target.split(".")
         if section == "trainer":
-            assert key in trl_config.fields("sft").keys() | trl_config.fields("dpo").keys(), source_name
+            assert key in trl.fields("sft").keys() | trl.fields("dpo").keys(), source_name
         else:
-            model = AdamWSettings if section == "optimizer" else sections.Recipe.model_fields[section].annotation
+            model = AdamWSettings if section == "optimizer" else schema.Recipe.model_fields[section].annotation
             assert key in model.model_fields, source_name
     patterns = [p for names, _ in (*key_tables.DROPPED, *key_tables.CHANGES) for p in names.split()]
     assert len(patterns) == len(set(patterns))
@@ -576,7 +576,7 @@ def test_the_tables_name_keys_that_there_are():
     ("path", "name"), [("trainer/model_config.py", "ModelConfig"), ("scripts/utils.py", "ScriptArguments")]
 )
 def test_every_key_of_trls_command_is_known(path, name):
-    fields = trl_config._class_fields(trl_config._source("trl") / path, name, {})
+    fields = trl._class_fields(trl._source("trl") / path, name, {})
     made = convert(SFT | dict.fromkeys(fields.keys() - {"datasets"}, "x"), "x", task="sft")
     assert [n.key for n in made.notes if n.outcome == "unknown"] == []
     assert len(fields) > 5
@@ -609,7 +609,7 @@ def test_the_command_prints_the_recipe_or_writes_it_and_tells_the_rest(tmp_path)
 @pytest.mark.process
 def test_importing_a_file_imports_no_torch():
     code = f"import sys; sys.argv = ['soren-align', 'import', {str(FILES['trl-sft'])!r}]\n"
-    code += "from soren_align.cli import main\ntry:\n    main()\nexcept SystemExit:\n    pass\n"
+    code += "from soren_align.cli.app import main\ntry:\n    main()\nexcept SystemExit:\n    pass\n"
     code += "print([m for m in ('torch', 'transformers', 'trl', 'datasets') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
     assert out.splitlines()[-1] == "[]"

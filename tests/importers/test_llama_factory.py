@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from soren_align.core.errors import UserError
 from soren_align.data import load_split
-from soren_align.errors import UserError
 from soren_align.importers import import_file
 from soren_align.recipe.loader import load_text
 

@@ -3,7 +3,7 @@
 import pytest
 
 from soren_align.importers.convert import convert
-from soren_align.recipe.split_checks import streaming_problems
+from soren_align.recipe.checks import streaming_problems
 
 TRL = {"dataset_name": "trl-lib/tldr", "model_name_or_path": "m", "dataset_streaming": True}
 AXOLOTL = {"base_model": "m", "datasets": [{"path": "d", "type": "chat_template"}], "streaming": True}

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from soren_align import recipe
-from soren_align.errors import ResumableError, UserError
+from soren_align.core.errors import ResumableError, UserError
 from soren_align.launch import commands, environment
 from soren_align.launch.preparation import prepare
-from soren_align.run_folder import STOPPED, RunFolder
+from soren_align.run.folder import STOPPED, RunFolder
 from tests.support.run_folders import lock_of_another_process
 
 LOCKED = "another process is running or evaluating this run"
@@ -73,12 +73,13 @@ def test_without_a_checkpoint_there_is_nothing_to_protect(make):
 @pytest.mark.model
 def test_a_run_that_goes_on_has_no_failure_on_record(make, monkeypatch):
     """What the last failure was must not be read as that of the next one, such as that it resumes."""
-    from soren_align.trainers import training, training_setup
+    from soren_align.training import run as training
+    from soren_align.training import setup
 
     folder = begin(make("eval=null"), checkpoint=True)
     folder.record_failure(ResumableError("no room"))
     assert folder.read()["resumable"]
-    monkeypatch.setattr(training_setup, "set_up_training", lambda *_: None)
+    monkeypatch.setattr(setup, "set_up_training", lambda *_: None)
     monkeypatch.setattr(training, "train", lambda *_: False)  # a signal stopped it
     assert commands.train_here(folder, 10.0) == 130
     assert {"diverged", "resumable", "defect"}.isdisjoint(folder.read())

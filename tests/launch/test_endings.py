@@ -12,13 +12,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from soren_align import cli, signals
-from soren_align.errors import LostRankError, OutOfReach, ResumableError, UserError, known_failure
+from soren_align.cli import app
+from soren_align.core import signals
+from soren_align.core.errors import LostRankError, OutOfReach, ResumableError, UserError, known_failure
+from soren_align.core.text import Terminal
 from soren_align.launch import commands, exit_codes, torchrun, worker
 from soren_align.launch.torchrun import Failure
 from soren_align.sharding.ranks import Ranks
-from soren_align.terminal import Terminal
-from soren_align.trainers.signals import StopOnSignal
+from soren_align.training.run import StopOnSignal
 from tests.support import command
 
 RANK = {"WORLD_SIZE": "2", "RANK": "1"}
@@ -357,7 +358,7 @@ def test_a_removed_working_directory_is_a_sentence(tmp_path, monkeypatch, capsys
     folder.mkdir()
     monkeypatch.chdir(folder)
     folder.rmdir()
-    assert cli.main(command_line) == 2
+    assert app.main(command_line) == 2
     assert capsys.readouterr().err == (
         "the working directory has been removed; change to another one (cd), then rerun\n"
     )

@@ -6,10 +6,11 @@ import shlex
 
 import pytest
 
-from soren_align import card, recipe
-from soren_align.errors import UserError
+from soren_align import recipe
+from soren_align.core.errors import UserError
 from soren_align.launch.preparation import prepare
-from soren_align.run_folder import RunFolder
+from soren_align.publish import card
+from soren_align.run.folder import RunFolder
 from tests.support import command
 from tests.support.run_folders import finished_run
 from tests.support.tiny_run import TinyRun

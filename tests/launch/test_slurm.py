@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from soren_align import shipped
-from soren_align.run_folder import RunFolder
+from soren_align.core import shipped
+from soren_align.run.folder import RunFolder
 from tests.support import command
 from tests.support.run_folders import finished_run
 

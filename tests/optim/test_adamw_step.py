@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from soren_align.optim import CHUNK, AdamW, adamw_step, chunks
-from soren_align.planning.meter import Meter
+from soren_align.planning.flops import Meter
 
 SETTINGS = {"lr": 1e-3, "weight_decay": 0.1}
 LARGE = 2 * CHUNK + 12_345

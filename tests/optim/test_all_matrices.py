@@ -6,7 +6,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from soren_align import recipe
-from soren_align.errors import UserError
+from soren_align.core.errors import UserError
 from soren_align.optim import build_optimizer, param_groups, route
 
 RATES = {"lr": 0.03, "aux_lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-10}

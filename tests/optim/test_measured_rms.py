@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from soren_align.core.optimizer_settings import MAPS, RESOLUTIONS
 from soren_align.optim import HTMuon, Muon, Soren
 from soren_align.optim.update import with_unit_rms
-from soren_align.optimizer_settings import MAPS, RESOLUTIONS
 
 SHAPES = ((64, 96), (96, 64), (64, 64))
 SPECTRA = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from soren_align.optim import build_optimizer
-from soren_align.recipe.optimizers import MAPS, OPTIMIZERS
+from soren_align.recipe.optimizer import MAPS, OPTIMIZERS
 
 NO_NUMBERS = ("name", "aux", "map")
 LARGEST = 1e300

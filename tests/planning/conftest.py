@@ -16,14 +16,14 @@ def planned():
     from rich.console import Console
 
     from soren_align import recipe
-    from soren_align.planning import display
     from soren_align.planning import plan as planning
+    from soren_align.planning import show
 
     @functools.cache
     def build(name, *overrides, num_ranks=1):
         plan, account = planning.plan_training(recipe.load(name, list(overrides)), num_ranks=num_ranks)
         text = io.StringIO()
-        display.print_plan(plan, account, Console(file=text, width=80))
+        show.print_plan(plan, account, Console(file=text, width=80))
         return plan, text.getvalue()
 
     with pytest.MonkeyPatch.context() as patch:

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from soren_align import recipe, shipped
+from soren_align import recipe
+from soren_align.core import shipped
 from soren_align.planning import offline
 from soren_align.planning import plan as planning
-from soren_align.planning.compute import Compute
-from soren_align.planning.hours import PEAKS, UTILIZATION
+from soren_align.planning.flops import PEAKS, UTILIZATION, Compute
 
 pytestmark = pytest.mark.model
 SIZES = {  # parameters, steps; rates of soren, muon, htmuon, adamw

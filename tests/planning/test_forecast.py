@@ -5,9 +5,8 @@ import time
 import pytest
 import torch
 
-from soren_align.planning.memory import StepSettings
-from soren_align.planning.sizes import ModelSizes
-from soren_align.planning.step_cost import step_cost
+from soren_align.planning.memory import ModelSizes, StepSettings
+from soren_align.planning.step import step_cost
 from soren_align.recipe import Parallel, parallel
 from soren_align.recipe.parallel import NAMES
 from tests.support import deepspeed_memory as observed

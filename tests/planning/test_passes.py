@@ -4,10 +4,8 @@ import pytest
 import torch
 from transformers import MistralConfig, Qwen2Config
 
-from soren_align.planning.blocks import build_model, kinds_of_blocks
-from soren_align.planning.meter import Meter
-from soren_align.planning.passes import Passes
-from soren_align.trainers.build import trl_forward
+from soren_align.planning.flops import Meter, Passes, build_model, kinds_of_blocks
+from soren_align.training.build import trl_forward
 from tests.support.architectures import config_of
 
 pytestmark = pytest.mark.model

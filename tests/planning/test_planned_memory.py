@@ -7,8 +7,8 @@ from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
 from soren_align import recipe
 from soren_align.launch.preparation import prepare
 from soren_align.planning import plan as planning
-from soren_align.planning.meter import Meter
-from soren_align.run_folder import RunFolder
+from soren_align.planning.flops import Meter
+from soren_align.run.folder import RunFolder
 from tests.support.published_data import ultrachat_200k, ultrafeedback_binarized
 from tests.support.published_tokenizers import mistral, qwen
 
@@ -48,7 +48,8 @@ def small(name, root):
 
 def measured(loaded):
     """Bytes by the plan's names of components, of one process that trains two steps of two batches."""
-    from soren_align.trainers import build, training_setup
+    from soren_align.training import build
+    from soren_align.training import setup as training_setup
 
     folder = RunFolder(loaded.run.output_dir)
     prepare(folder, loaded, 1)
@@ -115,9 +116,9 @@ def test_each_component_is_what_a_run_allocates(name, bf16, more, tmp_path):
 def test_the_peak_of_a_full_size_step_is_within_15_percent():
     from transformers import AutoConfig
 
-    from soren_align import shipped
+    from soren_align.core import shipped
     from soren_align.optim import build_optimizer
-    from soren_align.trainers.build import optimizer_settings, trl_forward
+    from soren_align.training.build import optimizer_settings, trl_forward
 
     loaded = recipe.load("qwen2.5-3b/soren")
     plan, _ = planning.plan_training(loaded)

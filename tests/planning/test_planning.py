@@ -8,9 +8,10 @@ import torch
 from rich.console import Console
 from transformers import MixtralModel
 
-from soren_align import errors, recipe, shipped
-from soren_align.planning.summary import print_summary
-from soren_align.terminal import with_prefix
+from soren_align import recipe
+from soren_align.core import errors, shipped
+from soren_align.core.text import with_prefix
+from soren_align.planning.show import print_summary
 
 pytestmark = pytest.mark.model
 
@@ -100,7 +101,7 @@ def test_the_batches_of_an_epoch_are_counted_as_accelerate_deals_them(num_exampl
     from accelerate.data_loader import BatchSamplerShard
     from torch.utils.data import BatchSampler, SequentialSampler
 
-    from soren_align.planning.processes import steps_per_epoch
+    from soren_align.planning.step import steps_per_epoch
 
     batches = BatchSampler(SequentialSampler(range(num_examples)), 8, drop_last=False)
     assigned = [len([*BatchSamplerShard(batches, num_ranks, rank)]) for rank in range(num_ranks)]
@@ -155,7 +156,7 @@ def test_packed_sequences_of_a_micro_batch_are_joined_without_flash_attention(pl
     ],
 )
 def test_micro_batches_are_joined_by_packing_and_without_padding(settings, number):
-    from soren_align.planning.compute import joined_sequences
+    from soren_align.planning.flops import joined_sequences
 
     packing = () if "padding_free" in settings else ("trainer.packing=true",)
     loaded = recipe.load("quickstart/sft", [*packing, "trainer.use_cpu=false", settings])

@@ -20,7 +20,7 @@ WANTED = {
 @pytest.fixture(scope="module", params=WANTED)
 def shipped(request, planned):
     """(name, plan), without the hub and with an empty cache."""
-    from soren_align.errors import OutOfReach
+    from soren_align.core.errors import OutOfReach
     from soren_align.planning import inputs
 
     def unreachable(*_):
@@ -36,7 +36,16 @@ def shipped(request, planned):
 def test_the_command_plans_without_hub_files_or_memory_for_weights(tmp_path):
     """In 20 GB of address space, where 7 billion float32 weights would need 29 GB."""
     limit = 20 * 10**9
-    command = [sys.executable, "-m", "soren_align.cli", "plan", "mistral-7b/paper-soren", "--processes", "8", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "soren_align.cli",
+        "plan",
+        "mistral-7b/paper-soren",
+        "--processes",
+        "8",
+        "--json",
+    ]
     command += ["--set", "run.parallel=zero3"]
     folder = tmp_path / "elsewhere"
     folder.mkdir()

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from soren_align import shipped
+from soren_align.core import shipped
 
 QUICKSTART = shipped.ROOT / "recipes" / "quickstart"
 BASE = QUICKSTART / "base"

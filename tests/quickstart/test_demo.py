@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from soren_align.run_folder import RunFolder
+from soren_align.run.folder import RunFolder
 
 pytestmark = pytest.mark.process
 

@@ -11,12 +11,13 @@ import torch
 from rich.console import Console
 
 from soren_align import recipe
-from soren_align.evaluate.lineage import lineage
-from soren_align.evaluate.stage import evaluate
+from soren_align.evaluate.run.lineage import lineage
+from soren_align.evaluate.run.stage import evaluate
 from soren_align.launch.preparation import prepare
 from soren_align.recipe import Eval
-from soren_align.run_folder import RunFolder
-from soren_align.trainers import adapters, training, training_setup
+from soren_align.run.folder import RunFolder
+from soren_align.training import adapters, setup
+from soren_align.training import run as training
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
@@ -29,7 +30,7 @@ def trained(folder, task, *overrides):
     asked = recipe.load(f"quickstart/{task}-lora", [*always, *overrides])
     run = RunFolder(folder / task)
     prepare(run, asked)
-    assert training.train(training_setup.set_up_training(asked, run), run, QUIET)
+    assert training.train(setup.set_up_training(asked, run), run, QUIET)
     return run
 
 

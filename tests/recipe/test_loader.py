@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from soren_align import recipe, shipped
-from soren_align.errors import UserError
+from soren_align import recipe
+from soren_align.core import shipped
+from soren_align.core.errors import UserError
 
 GOOD = """\
 task: sft

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from soren_align import recipe
-from soren_align.errors import UserError
+from soren_align.core.errors import UserError
 from soren_align.launch import commands
 from tests.support import command
 

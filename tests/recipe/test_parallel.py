@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from soren_align import recipe, shipped
-from soren_align.errors import UserError
+from soren_align import recipe
+from soren_align.core import shipped
+from soren_align.core.errors import UserError
 from soren_align.recipe import parallel
 from soren_align.recipe.parallel import NAMES
 
@@ -138,7 +139,7 @@ def test_without_deepspeed_zero_is_refused_with_the_remedy(monkeypatch):
 
 
 def test_a_lost_process_is_told_from_other_errors():
-    from soren_align.errors import is_lost_rank
+    from soren_align.core.errors import is_lost_rank
 
     assert is_lost_rank(RuntimeError("[/x/gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"))
     assert not is_lost_rank(RuntimeError("shape mismatch"))

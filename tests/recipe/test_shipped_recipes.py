@@ -8,9 +8,10 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, Qwen2Config
 
-from soren_align import recipe, shipped
+from soren_align import recipe
+from soren_align.core import shipped
 from soren_align.launch.preparation import prepare
-from soren_align.run_folder import RunFolder
+from soren_align.run.folder import RunFolder
 from tests.support.benchmark_data import write_datasets
 from tests.support.published_data import ultrachat_200k, ultrafeedback_binarized
 from tests.support.published_tokenizers import mistral, qwen
@@ -50,7 +51,8 @@ def replicas(tmp_path_factory):
 @pytest.fixture(scope="module")
 def runs(replicas, tmp_path_factory):
     """Every recipe trained: {name: its run folder}."""
-    from soren_align.trainers import training, training_setup
+    from soren_align.training import run
+    from soren_align.training import setup as training_setup
 
     root, found = tmp_path_factory.mktemp("runs"), {}
     for name in NAMES:
@@ -58,7 +60,7 @@ def runs(replicas, tmp_path_factory):
         loaded = recipe.load(name, [*replicas[name.split("/")[0]], f"run.output_dir={root / name}"])
         prepare(folder, loaded, 1)
         setup = training_setup.set_up_training(loaded, folder)
-        assert training.train(setup, folder, Console(file=io.StringIO(), width=80))
+        assert run.train(setup, folder, Console(file=io.StringIO(), width=80))
         found[name] = folder
     return found
 
@@ -118,8 +120,8 @@ def test_every_recipe_trains_and_its_model_loads_in_plain_transformers(runs, rep
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_model_of_a_family_is_evaluated_beside_its_start(runs, family, tmp_path_factory):
-    from soren_align.evaluate.lineage import lineages
-    from soren_align.evaluate.stage import evaluate
+    from soren_align.evaluate.run.lineage import lineages
+    from soren_align.evaluate.run.stage import evaluate
 
     console = Console(file=io.StringIO(), width=200)
     names = [name for name in NAMES if name.startswith(family)]

@@ -3,7 +3,7 @@
 import pytest
 
 from soren_align import recipe
-from soren_align.errors import UserError
+from soren_align.core.errors import UserError
 
 SECTIONS = {
     "data": {"train": "{path: org/data}", "streaming": "true"},

@@ -3,9 +3,9 @@
 import pytest
 
 from soren_align import recipe
-from soren_align.errors import UserError
+from soren_align.core.errors import UserError
 from soren_align.launch.environment import library_environment
-from soren_align.recipe import trackers, trl_config
+from soren_align.recipe import trl
 
 
 @pytest.fixture
@@ -23,19 +23,19 @@ def installed(monkeypatch, tmp_path):
 def test_the_words_are_those_of_the_installed_transformers():
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-    assert trackers.TRACKERS.keys() == INTEGRATION_TO_CALLBACK.keys()
+    assert trl.TRACKERS.keys() == INTEGRATION_TO_CALLBACK.keys()
 
 
 @pytest.mark.parametrize("nothing", [None, "none", ["none"], []])
 def test_none_is_the_default_and_may_be_said(nothing):
-    assert trl_config.fields("sft")["report_to"].default == "none"
-    assert trl_config.problems("sft", {"report_to": nothing}) == {}
+    assert trl.fields("sft")["report_to"].default == "none"
+    assert trl.problems("sft", {"report_to": nothing}) == {}
 
 
 @pytest.mark.parametrize("asked", ["dvclive", ["dvclive"], ["dvclive", "swanlab"]])
 def test_what_is_installed_may_be_named(installed, asked):
     installed("dvclive", "swanlab")
-    assert trl_config.problems("dpo", {"report_to": asked}) == {}
+    assert trl.problems("dpo", {"report_to": asked}) == {}
 
 
 @pytest.mark.parametrize(
@@ -56,13 +56,13 @@ def test_what_is_installed_may_be_named(installed, asked):
 )
 def test_what_is_not_there_is_named_with_its_remedy(installed, asked, message):
     installed("dvclive")
-    assert message in trl_config.problems("sft", {"report_to": asked})["report_to"]
+    assert message in trl.problems("sft", {"report_to": asked})["report_to"]
 
 
 def test_the_folder_that_wandb_leaves_behind_is_not_wandb(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "swanlab").mkdir()
-    assert "not installed" in trl_config.problems("sft", {"report_to": "swanlab"})["report_to"]
+    assert "not installed" in trl.problems("sft", {"report_to": "swanlab"})["report_to"]
 
 
 def test_the_place_in_the_recipe_is_told():
@@ -72,13 +72,13 @@ def test_the_place_in_the_recipe_is_told():
 
 @pytest.mark.parametrize("key", ["push_to_hub", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision"])
 def test_nothing_is_uploaded_while_training(key):
-    assert "`soren-align push RUN OWNER/NAME`" in trl_config.problems("sft", {key: True})[key]
+    assert "`soren-align push RUN OWNER/NAME`" in trl.problems("sft", {key: True})[key]
 
 
 def test_a_private_repository_is_for_a_space_of_trackio(installed):
     installed("trackio")
-    assert "soren-align push" in trl_config.problems("sft", {"hub_private_repo": True})["hub_private_repo"]
-    assert trl_config.problems("sft", {"hub_private_repo": True, "report_to": ["trackio"]}) == {}
+    assert "soren-align push" in trl.problems("sft", {"hub_private_repo": True})["hub_private_repo"]
+    assert trl.problems("sft", {"hub_private_repo": True, "report_to": ["trackio"]}) == {}
 
 
 def test_tensorboards_files_lie_in_the_run_folder(installed, tmp_path):

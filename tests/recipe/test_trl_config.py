@@ -5,7 +5,7 @@ import enum
 
 import pytest
 
-from soren_align.recipe import trl_config
+from soren_align.recipe import trl
 
 
 @pytest.fixture(scope="module")
@@ -17,14 +17,14 @@ def real():
 
 @pytest.mark.parametrize("task", ["sft", "dpo"])
 def test_the_same_fields_as_the_installed_class(real, task):
-    assert set(trl_config.fields(task)) == {f.name for f in dataclasses.fields(real[task]) if f.init}
+    assert set(trl.fields(task)) == {f.name for f in dataclasses.fields(real[task]) if f.init}
 
 
 @pytest.mark.parametrize("task", ["sft", "dpo"])
 def test_the_same_defaults_and_no_default_is_called_wrong(real, task):
     skipped = 0
     for field in dataclasses.fields(real[task]):
-        ours = trl_config.fields(task)[field.name]
+        ours = trl.fields(task)[field.name]
         if field.default is dataclasses.MISSING:
             continue
         default = field.default.value if isinstance(field.default, enum.Enum) else field.default
@@ -32,23 +32,23 @@ def test_the_same_defaults_and_no_default_is_called_wrong(real, task):
             skipped += 1  # an expression, not a literal
         else:
             assert ours.default == default, field.name
-        if field.name not in trl_config.ELSEWHERE:
-            assert trl_config.problems(task, {field.name: default}) == {}, field.name
+        if field.name not in trl.ELSEWHERE:
+            assert trl.problems(task, {field.name: default}) == {}, field.name
     assert skipped < 10
 
 
 def test_enums_and_choices_are_those_of_the_libraries():
     from transformers.trainer_utils import SchedulerType
 
-    assert set(trl_config.fields("sft")["lr_scheduler_type"].choices) == {s.value for s in SchedulerType}
-    assert set(trl_config.fields("sft")["packing_strategy"].choices) == {"bfd", "bfd_split", "wrapped"}
-    assert {"sigmoid", "ipo", "apo_zero"} <= set(trl_config.fields("dpo")["loss_type"].choices)
+    assert set(trl.fields("sft")["lr_scheduler_type"].choices) == {s.value for s in SchedulerType}
+    assert set(trl.fields("sft")["packing_strategy"].choices) == {"bfd", "bfd_split", "wrapped"}
+    assert {"sigmoid", "ipo", "apo_zero"} <= set(trl.fields("dpo")["loss_type"].choices)
 
 
 def test_every_key_that_belongs_elsewhere_is_one_of_trls(real):
-    known = set(trl_config.fields("sft")) | set(trl_config.fields("dpo"))
-    assert set(trl_config.ELSEWHERE) - known == set()
-    assert set(trl_config.RENAMED) & known == set()
+    known = set(trl.fields("sft")) | set(trl.fields("dpo"))
+    assert set(trl.ELSEWHERE) - known == set()
+    assert set(trl.RENAMED) & known == set()
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_every_key_that_belongs_elsewhere_is_one_of_trls(real):
     ],
 )
 def test_a_wrong_key_or_value_is_named_with_its_remedy(task, key, value, message):
-    assert message in trl_config.problems(task, {key: value})[key]
+    assert message in trl.problems(task, {key: value})[key]
 
 
 @pytest.mark.parametrize(
@@ -82,4 +82,4 @@ def test_a_wrong_key_or_value_is_named_with_its_remedy(task, key, value, message
     ],
 )
 def test_short_names_are_answered_with_trls(key, remedy):
-    assert trl_config.problems("sft", {key: 3})[key] == f"unknown to TRL's SFTConfig; {remedy}"
+    assert trl.problems("sft", {key: 3})[key] == f"unknown to TRL's SFTConfig; {remedy}"

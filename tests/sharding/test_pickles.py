@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from soren_align.errors import UserError
+from soren_align.core.errors import UserError
 from soren_align.sharding import check_parts
 from soren_align.sharding.engine import folders_confined_to
 from soren_align.sharding.pickles import refuse_pickles

@@ -14,7 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from soren_align.errors import LostRankError, UserError, as_user_error, machine_failure
+from soren_align.core.errors import LostRankError, UserError, as_user_error, machine_failure
 from soren_align.sharding import ranks
 from tests.support.rank_pool import ENVIRONMENT, PRELOADED
 
@@ -32,7 +32,7 @@ def longer(group):
 
 def sampling(group):
     """The first rank writes a sample for longer than a collective may take."""
-    from soren_align.trainers.samples import Prompt, SampleWriter
+    from soren_align.training.measure.samples import Prompt, SampleWriter
 
     with tempfile.TemporaryDirectory() as folder:
         file, console = Path(folder, "samples.jsonl"), Console(file=io.StringIO())

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from soren_align.errors import UserError
+from soren_align.core.errors import UserError
 from soren_align.sharding.ranks import choose_gpu
 from tests.support import toy_jobs as jobs
 

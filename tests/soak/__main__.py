@@ -45,11 +45,11 @@ def load_libraries(folder: Path) -> None:
     os.environ.update(runs.environment(folder), HF_HOME=str(folder / "hf"))  # which datasets reads on import
     import importlib
 
-    import soren_align.launch.loaded_libraries
-    import soren_align.trainers  # noqa: F401
+    import soren_align.study.loaded_libraries
+    import soren_align.training  # noqa: F401
     from tests.support.rank_pool import PRELOADED
 
-    for name in (*PRELOADED, "soren_align.cli", "soren_align.launch.commands", "tests.support.trainer_jobs"):
+    for name in (*PRELOADED, "soren_align.cli.app", "soren_align.launch.commands", "tests.support.trainer_jobs"):
         importlib.import_module(name)
 
 
@@ -179,7 +179,7 @@ def in_workers(names: list[str], jobs: int, *rest: Any) -> None:
 
 def table(lines: list[dict[str, Any]], seed: str) -> str:
     """Return the Markdown table of what was done."""
-    from soren_align.provenance import provenance
+    from soren_align.run.provenance import provenance
     from tests.soak.faults import KINDS, VERDICTS
 
     done = [line for line in lines if line.get("verdict", "not run") != "not run"]

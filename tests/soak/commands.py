@@ -156,15 +156,15 @@ def start(
         os.dup2(output, 2)
         faulthandler.register(signal.SIGUSR1, all_threads=True)
         # Processes that the command starts must not import this program again.
-        sys.modules["__main__"] = sys.modules["soren_align.cli"]
+        sys.modules["__main__"] = sys.modules["soren_align.cli.app"]
         prepare()
         if watch is not None:
             watch.pid = os.getpid()
             watch.install()
-        from soren_align import cli
+        from soren_align.cli import app
 
         sys.argv[1:] = arguments
-        code = cli.main()  # as the program: it ends without interruptions, too
+        code = app.main()  # as the program: it ends without interruptions, too
         atexit._run_exitfuncs()
     except BaseException:
         traceback.print_exc()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from soren_align.shipped import ROOT
+from soren_align.core.shipped import ROOT
 
 STEPS, SAVED_EVERY = 8, 2
 SHORT = (f"trainer.max_steps={STEPS}", f"trainer.save_steps={SAVED_EVERY}", "trainer.warmup_steps=2")

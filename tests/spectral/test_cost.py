@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from soren_align.planning.meter import Meter
+from soren_align.planning.flops import Meter
 from soren_align.spectral import (
     factors,
     guarded_minimax_sigmoid,

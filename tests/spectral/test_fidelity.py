@@ -6,12 +6,12 @@ import torch
 from soren_align.spectral import (
     distance_from_sigmoid,
     exact_sigmoid,
-    fidelity,
     minimax_sigmoid,
     newton_schulz,
     singular_values,
     soft_newton_schulz,
 )
+from soren_align.spectral import exact as fidelity
 
 SHAPES = [(24, 24), (16, 40), (40, 16), (1, 5)]
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from soren_align.optimizer_settings import RESOLUTION
+from soren_align.core.optimizer_settings import RESOLUTION
 from soren_align.spectral import (
     exact_sigmoid,
     minimax_sigmoid,
@@ -15,8 +15,8 @@ from soren_align.spectral import (
     num_workspace_numbers,
     soft_newton_schulz,
 )
-from soren_align.spectral.coefficients import SIGN, TANH, TANH_WIDE
 from soren_align.spectral.minimax import guarded_minimax_sigmoid
+from soren_align.spectral.products import SIGN, TANH, TANH_WIDE
 
 modest = settings(derandomize=True, deadline=None, max_examples=60)
 QWEN_3B = [(2048, 2048), (256, 2048), (11008, 2048)]

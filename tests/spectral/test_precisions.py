@@ -10,9 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from soren_align.bench import spectra
 from soren_align.spectral import factors, minimax_sigmoid, num_flops, soft_newton_schulz
-from soren_align.spectral.coefficients import SIGN
 from soren_align.spectral.cost import narrow_flops
 from soren_align.spectral.factors import HALF_SCALE, halves, multiply, rounded
+from soren_align.spectral.products import SIGN
 
 LIMIT = 0.01
 MODELS = {

@@ -8,9 +8,9 @@ import torch
 from studies import minimax_polynomials as polynomials
 
 from soren_align.bench import spectra
-from soren_align.optimizer_settings import RESOLUTION
+from soren_align.core.optimizer_settings import RESOLUTION
 from soren_align.spectral import exact_sigmoid, minimax_sigmoid, newton_schulz, soft_newton_schulz
-from soren_align.spectral.coefficients import SIGN
+from soren_align.spectral.products import SIGN
 
 PAGE = Path(__file__).parents[2] / "docs/studies/spectra.md"
 RECORDED = spectra.load()

@@ -8,7 +8,7 @@ import torch
 from studies import mapped_spectra, record_spectra
 
 from soren_align.bench import spectra
-from soren_align.optimizer_settings import RELEASED_STEPS
+from soren_align.core.optimizer_settings import RELEASED_STEPS
 
 PAGE = Path(mapped_spectra.__file__).with_name("spectra.md").read_text(encoding="utf-8")
 

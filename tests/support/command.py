@@ -8,7 +8,7 @@ import sys
 from typing import NamedTuple
 from unittest import mock
 
-from soren_align import cli
+from soren_align.cli import app
 
 
 class Result(NamedTuple):
@@ -36,7 +36,7 @@ def run(*arguments, cwd=None, env=None):
             stack.enter_context(contextlib.chdir(cwd))
         stack.enter_context(contextlib.redirect_stdout(out))
         stack.enter_context(contextlib.redirect_stderr(err))
-        code = cli.main([str(argument) for argument in arguments])
+        code = app.main([str(argument) for argument in arguments])
         return Result(code, out.getvalue(), err.getvalue())
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from soren_align.core.optimizer_settings import AUX_WEIGHT_DECAY
 from soren_align.optim import Soren, build_optimizer
-from soren_align.optimizer_settings import AUX_WEIGHT_DECAY
 from tests.support.architectures import config_of
 from tests.support.toy import MINIMAX, NUM_STEPS, RATES, Run
 

@@ -161,11 +161,15 @@ def measured(group):
     from types import SimpleNamespace
 
     from soren_align.sharding.ranks import Ranks
-    from soren_align.trainers.attached_optimizer import AttachedOptimizer, OptimizerCheck, refuse_unaveraged_gradients
-    from soren_align.trainers.lost_updates import FirstStepCheck, LostUpdatesPolicy, change_after_saving
-    from soren_align.trainers.measurements import Measurements
-    from soren_align.trainers.model_export import export_weight
-    from soren_align.trainers.starting_weights import StartingWeights
+    from soren_align.training.adapters import export_weight
+    from soren_align.training.checks.lost_updates import FirstStepCheck, LostUpdatesPolicy, change_after_saving
+    from soren_align.training.measure.measurements import Measurements
+    from soren_align.training.trained_optimizer import (
+        AttachedOptimizer,
+        OptimizerCheck,
+        StartingWeights,
+        refuse_unaveraged_gradients,
+    )
 
     def run(put):
         dtype = torch.bfloat16 if group.rank() else torch.float32

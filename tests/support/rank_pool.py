@@ -17,7 +17,7 @@ STOP_SECONDS = 5
 # initialize(), and that imports a compiler.
 PRELOADED = [
     *("torch", "torch._dynamo", "torch.distributed.fsdp", "deepspeed.runtime.zero.muon.muon_optimizer"),
-    *("trl", "peft", "soren_align.trainers.training"),
+    *("trl", "peft", "soren_align.training.run"),
 ]
 ENVIRONMENT = {
     **{"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "TORCH_COMPILE_DISABLE": "1"},

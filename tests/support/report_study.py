@@ -4,7 +4,7 @@ import math
 import random
 from dataclasses import replace
 
-from soren_align.compare.study import Candidate, Difference, Point, Run, Study
+from soren_align.study.study import Candidate, Difference, Point, Run, Study
 
 BEST_LR = {"adamw": 0.012, "muon": 0.006, "htmuon": 0.008, "soren": 0.005}
 FLOOR = {"adamw": 1.31, "muon": 1.285, "htmuon": 1.29, "soren": 1.262}

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 from soren_align import recipe
 from soren_align.launch.preparation import prepare
-from soren_align.run_folder import RunFolder
+from soren_align.run.folder import RunFolder
 
 TRAINED = {"steps": 600, "first_loss": 4.7164, "last_loss": 0.0023, "relative_change": 0.0436}
 TRAINED |= {

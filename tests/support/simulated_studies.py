@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from scipy.special import ndtr, ndtri
 
-from soren_align.compare.power import Assumed
-from soren_align.compare.study import Candidate, Point, Run
-from soren_align.evaluate.points import ColumnPoints
+from soren_align.evaluate.stats.points import ColumnPoints
+from soren_align.study.stats.estimates import Assumed
+from soren_align.study.study import Candidate, Point, Run
 
 QUICKSTART = {"zoo_mc": np.ones(120, int), "zoo_gen": np.ones(120, int), "preference": np.ones(120, int)}
 # fmt: off

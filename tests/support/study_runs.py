@@ -3,12 +3,12 @@
 import json
 from pathlib import Path
 
-from soren_align.compare import study_progress
-from soren_align.compare.study_file import load_study, recipe_of_run
-from soren_align.compare.trials import ENDED
+from soren_align.core.version import __version__
 from soren_align.recipe import recipe_hash, to_yaml
-from soren_align.run_folder import RunFolder
-from soren_align.version import __version__
+from soren_align.run.folder import RunFolder
+from soren_align.study import progress as study_progress
+from soren_align.study.config import load_study, recipe_of_run
+from soren_align.study.runs import ENDED
 
 TINY = """\
 recipe: quickstart/sft

@@ -64,7 +64,7 @@ class ProcessGuard:
     def _on_event(self, event, arguments):
         if event == "subprocess.Popen":
             program = os.path.basename(os.fsdecode(arguments[0]))
-            # -I: weights.py tries a regular expression in a bare interpreter, which loads nothing.
+            # -I: run/weights.py tries a regular expression in a bare interpreter, which loads nothing.
             if program.startswith(("python", "torchrun")) and "-I" not in arguments[1]:
                 self._refuse(program)
 

@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from soren_align import shipped
+from soren_align.core import shipped
 from tests.support import benchmark_questions as questions
 
 BASE = shipped.ROOT / "recipes" / "quickstart" / "base"

@@ -7,13 +7,13 @@ import os
 from rich.console import Console
 
 from soren_align import recipe
+from soren_align.core.shipped import ROOT
 from soren_align.launch.preparation import prepare
-from soren_align.run_folder import RunFolder, read_seal
+from soren_align.run.folder import RunFolder, read_seal
 from soren_align.sharding.ranks import Ranks
-from soren_align.shipped import ROOT
-from soren_align.trainers import build, checkpoints, training
-from soren_align.trainers.lost_updates import LostUpdatesPolicy
-from soren_align.trainers.training_setup import set_up_training
+from soren_align.training import build, checkpoints, run
+from soren_align.training.checks.lost_updates import LostUpdatesPolicy
+from soren_align.training.setup import set_up_training
 
 SHORT = ("trainer.max_steps=6", "trainer.warmup_steps=2", "trainer.save_steps=2", "trainer.logging_steps=1")
 SHORT += ("trainer.per_device_train_batch_size=8", "trainer.eval_strategy=no", "eval=null")
@@ -44,7 +44,7 @@ class TinyRun:
             return set_up_training(self.recipe, self.folder, ranks=self.ranks)
 
     def train(self):
-        return training.train(self.prepare(), self.folder, self.console, self.ranks)
+        return run.train(self.prepare(), self.folder, self.console, self.ranks)
 
     def trainer(self):
         policy = LostUpdatesPolicy("warn", lambda groups, warnings: None)

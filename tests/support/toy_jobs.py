@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from soren_align.optim import Soren, build_optimizer
-from soren_align.planning.meter import Meter
+from soren_align.planning.flops import Meter
 from soren_align.recipe import parallel
 from soren_align.sharding import Replicas, RowBlocks, set_zero_placement, start_deepspeed
 from tests.support.toy import NUM_STEPS, Run

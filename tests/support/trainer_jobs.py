@@ -17,18 +17,19 @@ from accelerate.utils import DistributedType
 from safetensors.torch import save_file
 from trl import DPOTrainer, SFTTrainer
 
-from soren_align import files
-from soren_align.errors import UserError
+from soren_align.core import files
+from soren_align.core.errors import UserError
 from soren_align.optim import muon
 from soren_align.recipe import checks
-from soren_align.run_folder import RunFolder
+from soren_align.run.folder import RunFolder
 from soren_align.sharding import local
 from soren_align.sharding.ranks import current_ranks
 from soren_align.spectral import newton_schulz
-from soren_align.trainers import checkpoints, trl_trainers
-from soren_align.trainers.attached_optimizer import OptimizerCheck
-from soren_align.trainers.lost_updates import FirstStepCheck
-from soren_align.trainers.trl_trainers import SorenTrainerMixin
+from soren_align.training import checkpoints
+from soren_align.training import trainer as trl_trainers
+from soren_align.training.checks.lost_updates import FirstStepCheck
+from soren_align.training.trained_optimizer import OptimizerCheck
+from soren_align.training.trainer import SorenTrainerMixin
 from tests.support import c4_replica
 from tests.support.tiny_run import TinyRun, flip_bit, reseal
 

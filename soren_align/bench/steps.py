@@ -1,0 +1,179 @@
+"""`soren-align bench step`: time and memory of an optimizer step on a model's matrices, compared with torch's.
+
+All optimizers share the parameters and the gradients, in float32; each has its own state. Gradients are sampled for
+every step and have a norm of 1 over all matrices, as after clipping.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from ..core.errors import UserError
+from ..core.optimizer_settings import MAPS
+from ..optim import HTMuon, Muon, Soren
+from ..spectral import num_flops
+from .maps import DION, MUON_FLOAT32, newton_schulz_float32, scheduled_quintic
+from .shapes import Matrices, Shape
+from .timing import Timing, available_bytes, interleaved, machine, matmul_rates, too_slow
+
+LR = 1e-3
+NUM_COPIES = 13  # float32 parameters, gradients, two moments of AdamW, one of each of up to nine others
+# On a CPU a subset of the layers is measured above this number: 100M parameters take SNS about half a minute.
+CPU_PARAMETERS = 100_000_000
+# Largest matrices, in rows, of models that are decomposed in float64; with larger ones a step takes minutes.
+DECOMPOSED_ROWS = 512
+TORCH_MUON, FUSED_ADAMW = "torch.optim.Muon", "fused AdamW"
+
+
+class MuonFloat32(Muon):
+    """Muon with its iteration in float32: bfloat16 products are much faster than float32 on some CPUs only."""
+
+    def map_matrix(self, x: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        """As in Muon, in five steps."""
+        return newton_schulz_float32(x)
+
+
+class DionsMuon(Muon):
+    """Muon's step with the iteration of dion and Emerging-Optimizers."""
+
+    def map_matrix(self, x: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        """In five steps, bfloat16."""
+        return scheduled_quintic(x)
+
+
+def optimizers(parameters: list[torch.nn.Parameter]) -> dict[str, torch.optim.Optimizer]:
+    """All optimizers on the same parameters; those that decompose matrices only if these are small."""
+    small = max(min(p.shape) for p in parameters) <= DECOMPOSED_ROWS
+    all_optimizers: dict[str, torch.optim.Optimizer] = {
+        f"Soren {name}": Soren(parameters, LR, map=name) for name in MAPS if small or name != "exact"
+    }
+    all_optimizers["Muon"] = Muon(parameters, LR)
+    all_optimizers[MUON_FLOAT32] = MuonFloat32(parameters, LR)
+    all_optimizers[TORCH_MUON] = torch.optim.Muon(parameters, LR)
+    all_optimizers[DION] = DionsMuon(parameters, LR)
+    if small:
+        all_optimizers["HTMuon"] = HTMuon(parameters, LR)
+    all_optimizers[FUSED_ADAMW] = torch.optim.AdamW(parameters, LR, fused=True)
+    return all_optimizers
+
+
+def run(
+    matrices: Matrices, device: torch.device, num_tokens: int, report: Callable[[str], None] = lambda line: None
+) -> dict[str, Any]:
+    """The results as JSON.
+
+    num_tokens: of a training step, whose time is estimated on a GPU only. `report` is called with the current state.
+    """
+    torch.manual_seed(0)
+    report("FLOP/s of matrix products")
+    rates = matmul_rates(device)
+    num_layers, notes = _layers_that_fit(matrices, device)
+    parameters = _parameters(matrices, num_layers, device)
+    subjects = optimizers(parameters)
+    flops = sum(num_flops("muon", *parameter.shape) for parameter in parameters)
+    if reason := too_slow("Muon in bfloat16 (torch's and ours)", flops, "bfloat16", rates):
+        del subjects["Muon"], subjects[TORCH_MUON], subjects[DION]
+        notes.append(reason)
+
+    memory = {}
+    for name, optimizer in subjects.items():
+        report(f"{name}: first step")
+        memory[name] = _memory(optimizer, parameters, device)
+    timings = interleaved(
+        {name: lambda _, optimizer=optimizer: optimizer.step() for name, optimizer in subjects.items()},
+        lambda: _fill_gradients(parameters),
+        device,
+        lambda done, total: report(f"round {done + 1} of {total}"),
+    )
+    if not {"Soren exact", "HTMuon"} & subjects.keys():
+        notes.append(f"the exact map and HTMuon are skipped above {DECOMPOSED_ROWS} rows")
+    scale = matrices.num_layers / num_layers
+    training = 6 * matrices.num_parameters * num_tokens / rates["bfloat16"] if device.type == "cuda" else None
+    return {
+        "command": "step",
+        "shapes_name": matrices.name,
+        "machine": machine(device),
+        "num_parameters": matrices.num_parameters,
+        "num_layers": {"measured": num_layers, "of": matrices.num_layers},
+        "num_rounds": timings[FUSED_ADAMW].num_rounds,
+        "matmul_flops_per_second": rates,
+        "num_tokens": num_tokens,
+        "training_seconds": training,
+        "optimizers": [_row(name, timings, scale, training) | _scaled(memory[name], scale) for name in subjects],
+        "notes": notes,
+    }
+
+
+def _layers_that_fit(matrices: Matrices, device: torch.device) -> tuple[int, list[str]]:
+    """(number of measured layers, notes on the others)."""
+    available = available_bytes(device)
+    bytes_per_layer = 4 * NUM_COPIES * matrices.layer_size
+    if bytes_per_layer > available:
+        sizes = f"needs {bytes_per_layer / 1e9:.1f} GB; {available / 1e9:.1f} GB may be used"
+        raise UserError(f"--shapes: one layer of {matrices.name} {sizes}; write a smaller model or shapes")
+    num_layers, reason = available // bytes_per_layer, "memory is short"
+    quick = max(1, CPU_PARAMETERS // matrices.layer_size)
+    if device.type == "cpu" and quick < num_layers:
+        num_layers, reason = quick, "all would take minutes"
+    if num_layers >= matrices.num_layers:
+        return matrices.num_layers, []
+    return num_layers, [
+        f"{num_layers} of {matrices.num_layers} layers were measured because {reason}; times and bytes are scaled"
+    ]
+
+
+def _parameters(matrices: Matrices, num_layers: int, device: torch.device) -> list[torch.nn.Parameter]:
+    shapes: list[Shape] = [shape for shape, count in matrices.per_layer.items() for _ in range(count)] * num_layers
+    parameters = [torch.nn.Parameter(torch.randn(shape, device=device).mul_(0.02)) for shape in shapes]
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    _fill_gradients(parameters)
+    return parameters
+
+
+def _fill_gradients(parameters: list[torch.nn.Parameter]) -> None:
+    scale = sum(p.numel() for p in parameters) ** -0.5
+    for parameter in parameters:
+        assert parameter.grad is not None
+        parameter.grad.normal_(std=scale)
+
+
+def _memory(
+    optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], device: torch.device
+) -> dict[str, int | None]:
+    """Bytes of the optimizer's state, and peak bytes of state and temporary tensors (None without a GPU).
+
+    The first step creates the state; the peak is that of the second.
+    """
+    optimizer.step()
+    tensors = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    state = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    if device.type != "cuda":
+        return {"state_bytes": state, "peak_bytes": None}
+    _fill_gradients(parameters)
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    optimizer.step()
+    torch.cuda.synchronize(device)
+    return {"state_bytes": state, "peak_bytes": state + torch.cuda.max_memory_allocated(device) - before}
+
+
+def _scaled(memory: dict[str, int | None], scale: float) -> dict[str, int | None]:
+    return {key: None if value is None else round(value * scale) for key, value in memory.items()}
+
+
+def _row(name: str, timings: dict[str, Timing], scale: float, training: float | None) -> dict[str, Any]:
+    seconds = asdict(timings[name])
+    seconds |= {key: seconds[key] * scale for key in ("median", "low", "high")}
+    median = timings[name].median
+    return {
+        "name": name,
+        "seconds": seconds,
+        "ratio_to_torch_muon": median / timings[TORCH_MUON].median if TORCH_MUON in timings else None,
+        "ratio_to_muon_float32": median / timings[MUON_FLOAT32].median,
+        "ratio_to_fused_adamw": median / timings[FUSED_ADAMW].median,
+        "share_of_training_step": seconds["median"] / (seconds["median"] + training) if training else None,
+    }

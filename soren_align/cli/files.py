@@ -1,0 +1,324 @@
+"""The commands that write files to start with: new, recipes, recipes copy, suites, suites copy, import, schema."""
+
+import json
+import os
+import re
+import sys
+import textwrap
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from ..core import shipped
+from ..core.errors import UserError, did_you_mean, printable
+from ..core.shipped import MODELINE
+
+recipes_app = typer.Typer(help="List or copy the shipped recipes.", invoke_without_command=True, rich_markup_mode=None)
+suites_app = typer.Typer(help="List or copy the shipped suites.", invoke_without_command=True, rich_markup_mode=None)
+
+NEW_FILES = """\
+written   {folder}
+          sft.yaml, dpo.yaml: recipes ({schema}: for editors)
+          chat.jsonl, pairs.jsonl: examples; replace them by yours
+          questions/choice/test.jsonl, questions/exact/test.jsonl: these too
+next      in {folder}: soren-align plan sft.yaml, then soren-align sft sft.yaml
+          soren-align docs own-data"""
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add these commands to the command line."""
+    app.command()(new)
+    app.add_typer(recipes_app, name="recipes")
+    app.add_typer(suites_app, name="suites")
+    app.command("import")(import_)
+    app.command()(schema)
+
+
+def new(
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A new folder, or an empty one.")],
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="A model to fine-tune on a GPU. Without it a tiny one, on the CPU."),
+    ] = None,
+) -> None:
+    """Write the files to start with for your own data and questions.
+
+    Two recipes (SFT, then DPO), examples of both, and a suite with two kinds of questions. They run as they are.
+    """
+    from ..recipe import with_modeline
+
+    target = _new_folder(folder)
+    _copy_folder(shipped.ROOT / "configs/new", target)
+    for file in target.glob("*.yaml"):
+        text = file.read_text(encoding="utf-8")
+        file.write_text(with_modeline(_for_model(text, model) if model else text), encoding="utf-8")
+    typer.echo(printable(NEW_FILES.format(folder=target, schema=_write_schema(target, "recipe"))))
+
+
+def _for_model(text: str, model: str) -> str:
+    """Return a recipe of configs/new for fine-tuning this model on a GPU."""
+    is_sft = "task: sft" in text
+    rate = "2.0e-5" if is_sft else "5.0e-7"
+    values = {"lr": rate, "aux_lr": rate, "num_train_epochs": "3" if is_sft else "1", "bf16": "true"}
+    values |= {"name_or_path": json.dumps(model)} if is_sft else {}
+    lines = []
+    for line in text.splitlines():
+        key = line.partition(":")[0].strip()
+        if key not in ("init_seed", "use_cpu"):
+            lines.append(f"  {key}: {values[key]}" if key in values else line)
+    return "\n".join(lines) + "\n"
+
+
+@recipes_app.callback()
+def recipes(context: typer.Context) -> None:
+    """List the shipped recipes, and the studies for `compare`."""
+    if context.invoked_subcommand is None:
+        for name, path in shipped.recipes().items():
+            typer.echo(f"{name:24} {_first_comment(path)}")
+        typer.echo("\nstudies, for soren-align compare:")
+        for name, path in shipped.studies().items():
+            typer.echo(f"{name:34} {_first_comment(path)}")
+
+
+def complete_recipe(incomplete: str) -> list[str]:
+    """Return the shipped recipes that begin so, for the shell's completion, which adds files by itself."""
+    return [name for name in shipped.recipes() if name.startswith(incomplete)]
+
+
+def complete_copied(incomplete: str) -> list[str]:
+    """Return the shipped recipes and studies that begin so."""
+    return [name for name in shipped.recipes() | shipped.studies() if name.startswith(incomplete)]
+
+
+@recipes_app.command()
+def copy(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="A shipped recipe or study, e.g. quickstart/sft.", autocompletion=complete_copied
+        ),
+    ],
+    dest: Annotated[
+        str | None, typer.Argument(metavar="DEST", help="File or folder. Default: NAME.yaml in this folder.")
+    ] = None,
+) -> None:
+    """Copy a shipped recipe or study to edit it; the copy works in any folder.
+
+    Beside it, recipe.schema.json (study.schema.json) completes and checks its keys in an editor.
+    """
+    from ..recipe import task_of, with_modeline
+
+    known, studies = shipped.recipes(), shipped.studies()
+    if (source := (known | studies).get(name)) is None:
+        raise UserError(f"{name}: no shipped recipe; write one of {', '.join(known | studies)}")
+    target = _new_file(dest or ".", f"{name.replace('/', '-')}.yaml")
+    schema_file = _write_schema(target.parent, "study" if name in studies else "recipe")
+    target.write_text(with_modeline(source.read_text(encoding="utf-8"), schema_file), encoding="utf-8")
+    next_command = "compare" if name in studies else task_of(source)
+    typer.echo(printable(f"{target}: edit it, then run soren-align {next_command} {target}"))
+
+
+@suites_app.callback()
+def suites(context: typer.Context) -> None:
+    """List the shipped suites."""
+    if context.invoked_subcommand is None:
+        from ..evaluate.suite.suites import load_suite
+
+        for name, path in shipped.suites().items():
+            suite = load_suite(path)
+            columns = ", ".join(task.column for task in suite.tasks)
+            typer.echo(f"{name:24} " + textwrap.shorten(f"{suite.title}: {columns}", 55, placeholder=" ..."))
+
+
+@suites_app.command("copy")
+def copy_suite(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="A shipped suite, e.g. quickstart.",
+            autocompletion=lambda incomplete: [name for name in shipped.suites() if name.startswith(incomplete)],
+        ),
+    ],
+    folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A new folder, or an empty one.")],
+) -> None:
+    """Copy a shipped suite with its task files to edit it; the copy works in any folder."""
+    known = shipped.suites()
+    if (source := known.get(name)) is None:
+        hint = did_you_mean(name, known, f"write one of {', '.join(known)}")
+        raise UserError(f"{name}: no shipped suite{hint}")
+    if folder in known:
+        raise UserError(f"{folder}: is the name of a shipped suite; name another folder")
+    target = _new_folder(folder)
+    _copy_folder(source.parent, target)
+    typer.echo(printable(f"{target / 'suite.yaml'}: edit it, then run soren-align eval RUN --suite {target}"))
+
+
+def import_(
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", help="YAML of TRL, the alignment handbook, Axolotl or LLaMA-Factory.")
+    ],
+    dest: Annotated[
+        str | None, typer.Argument(metavar="DEST", help="File or folder. Default: print the recipe.")
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option(metavar="TASK", help="sft or dpo. Default: from the file's keys or name.")
+    ] = None,
+) -> None:
+    """Convert another tool's file to a recipe, and report every key."""
+    from ..core.files import local_path
+    from ..importers import import_file
+    from ..recipe import with_modeline
+
+    if task not in (None, "sft", "dpo"):
+        raise UserError(f"--task: found {task!r}; write sft or dpo")
+    source = local_path(file)
+    if not source.is_file():
+        raise UserError(f"{file}: no such file")
+    if dest is None:
+        text, table = import_file(source, task)
+        typer.echo(printable(text) if sys.stdout.isatty() else text, nl=False)
+    else:
+        target = _new_file(dest, source.name)
+        text, table = import_file(source, task, _new_file(str(target.with_suffix(".jinja")), ""))
+        target.write_text(with_modeline(text), encoding="utf-8")
+        _write_schema(target.parent, "recipe")
+        table += f"\n\n{target}: read it, then run soren-align plan {target}"
+    typer.echo(printable(table), err=True)
+
+
+def schema(
+    kind: Annotated[Literal["recipe", "study"], typer.Argument(metavar="KIND", help="recipe or study.")] = "recipe",
+    output: Annotated[
+        str | None, typer.Option(metavar="FILE", help="A file, or a folder for KIND.schema.json. Default: print it.")
+    ] = None,
+) -> None:
+    """Print the JSON Schema of recipes or studies, or write it beside one for an editor."""
+    from ..core.files import local_path
+    from ..recipe import write_schema
+
+    file_name, text = _schema(kind)
+    if output is None:
+        typer.echo(text, nl=False)
+        return
+    target = local_path(output)
+    target = target / file_name if target.is_dir() else target
+    if not target.parent.is_dir():
+        raise UserError(f"--output: {target.parent}: no such folder")
+    if not write_schema(target, text):
+        raise UserError(f"--output: {target}: exists already, and is not a schema of this command; name another file")
+    typer.echo(printable(f"{target}: name it in a {kind}'s first line: {MODELINE}{target.name}"))
+
+
+def _schema(kind: str) -> tuple[str, str]:
+    """Return the schema's file name and its text."""
+    if kind == "study":
+        from ..study.config import STUDY_SCHEMA_FILE, study_schema_text
+
+        return STUDY_SCHEMA_FILE, study_schema_text()
+    from ..recipe import SCHEMA_FILE, schema_text
+
+    return SCHEMA_FILE, schema_text()
+
+
+def _write_schema(folder: Path, kind: str) -> str:
+    """Write a schema beside a recipe or a study, unless a file of another origin is there; return the file's name."""
+    from ..recipe import write_schema
+
+    file_name, text = _schema(kind)
+    write_schema(folder / file_name, text)
+    return file_name
+
+
+def _new_file(dest: str, name: str) -> Path:
+    """Return `dest`, or the file `name` in the folder `dest`. Raises UserError if it exists or cannot be written."""
+    from ..core.files import local_path
+
+    target = local_path(dest)
+    target = target / name if target.is_dir() else target
+    if target.exists() or target.is_symlink():
+        raise UserError(f"{target}: exists already; name another file")
+    _refuse_unwritable(target.parent)
+    return target
+
+
+def _new_folder(dest: str) -> Path:
+    """Return the folder `dest`, which is new or empty. Raises UserError if it cannot be written."""
+    from ..core.files import local_path
+
+    target = local_path(dest)
+    if (target.exists() or target.is_symlink()) and not (target.is_dir() and not any(target.iterdir())):
+        raise UserError(f"{target}: exists already; name a new folder, or an empty one")
+    _refuse_unwritable(target if target.is_dir() else target.parent)
+    return target
+
+
+def _refuse_unwritable(folder: Path) -> None:
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(f"{folder}: no permission to write there; name another folder")
+
+
+def _copy_folder(source: Path, target: Path) -> None:
+    """Copy all files of a shipped folder, without their permissions, which may be read-only."""
+    for file in source.rglob("*"):
+        if file.is_file():
+            copied = target / file.relative_to(source)
+            copied.parent.mkdir(parents=True, exist_ok=True)
+            copied.write_bytes(file.read_bytes())
+
+
+def _first_comment(path: Path) -> str:
+    first, line, *_ = path.read_text(encoding="utf-8").splitlines()
+    line = line if first.startswith(MODELINE) else first
+    return line.removeprefix("#").strip() if line.startswith("#") else ""
+
+
+# ---
+# The command on pages: docs, which prints the README and the pages of docs/ as they are shipped.
+
+
+def add_docs_to(app: typer.Typer) -> None:
+    """Add this command to the command line."""
+    app.command()(docs)
+
+
+def _complete(incomplete: str) -> list[str]:
+    return [name for name in shipped.pages() if name.startswith(incomplete)]
+
+
+def docs(
+    topic: Annotated[
+        str | None, typer.Argument(metavar="TOPIC", help="A page. Default: list them.", autocompletion=_complete)
+    ] = None,
+) -> None:
+    """Print a page of the documentation, as Markdown if it is not printed on a terminal."""
+    pages = shipped.pages()
+    if topic is None:
+        width = max(map(len, pages))
+        for name, path in pages.items():
+            typer.echo(f"{name:<{width}} " + textwrap.shorten(_subjects(path), 79 - width, placeholder=" ..."))
+        return
+    name = topic.lower().removeprefix("docs/").removesuffix(".md").removesuffix("/readme")
+    name = name if name in pages else next((page for page in pages if page.endswith(f"/{name}")), name)
+    if name not in pages:
+        known = f"write one of {', '.join(pages)}"
+        raise UserError(f"{topic}: no page of this name{did_you_mean(name, pages, known)}")
+    text = pages[name].read_text(encoding="utf-8")
+    if not sys.stdout.isatty():
+        typer.echo(text, nl=False)
+        return
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    Console().print(Markdown(re.sub(r"<!--.*?-->\n", "", text), hyperlinks=False))
+
+
+def _subjects(path: Path) -> str:
+    """Return the page's title and headings, or its first line of text if it has no headings."""
+    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    title, *headings = re.findall(r"^##? (.*)$", text, re.MULTILINE)
+    first = next((line for line in text.splitlines()[1:] if re.match(r"[\w`*]", line)), title)
+    return "; ".join([title, *headings] if headings else [first]).replace("`", "")

@@ -1,0 +1,1 @@
+"""What every room uses: errors, files, text for a terminal, documents, and the shipped folders. No torch."""

@@ -1,0 +1,310 @@
+"""Read files of unknown origin with limits, write files atomically and durably, and identify them by content.
+
+Whatever a YAML or JSON file contains, reading it takes seconds and returns plain data or raises UserError.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from threading import Barrier
+from typing import Any, TypeVar
+
+from typing_extensions import TypedDict
+
+from .document import MAX_DEPTH, MAX_YAML_BYTES, is_text, parse_yaml
+from .errors import UserError
+
+T = TypeVar("T")
+
+MAX_JSON_BYTES = 1 << 26
+MAX_JSON_DIGITS = 40
+CHANGED = "the content is not the one that was saved (a defect of the disk, a bad copy, an edit)"
+CHUNK_BYTES = 1 << 24
+"""Of a file's content that is hashed at once: part of the definition of `Content`."""
+_BLOCK_BYTES = 1 << 18
+"""Of one read: it is hashed while it is in the CPU's cache, and bounds the memory of a thread."""
+_MAX_THREADS = 4
+"""That hash in one process: SHA-256 of 4 threads is faster than a disk."""
+
+
+def local_path(text: str | Path) -> Path:
+    """Return the path that `text` names, `~` expanded. Its exists(), is_file() and is_dir() then raise nothing.
+
+    Raises UserError if it cannot be a path: an unknown user's home, a name too long, a NUL, a forbidden folder.
+    """
+    try:
+        path = Path(text).expanduser()
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return path
+    except OSError as error:
+        raise UserError(f"{text}: cannot be used as a path: {error.strerror}") from None
+    except (ValueError, RuntimeError) as error:  # a NUL, half of a surrogate pair; no home
+        raise UserError(f"{text}: cannot be used as a path: {error}") from None
+    return path
+
+
+def default_cache_folder() -> Path:
+    """Return $SOREN_ALIGN_CACHE, or else `soren-align` in the user's cache folder."""
+    own = os.environ.get("SOREN_ALIGN_CACHE")
+    return Path(own or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "soren-align").expanduser()
+
+
+def is_component(name: Any) -> bool:
+    """Whether `name`, read from a file, is the name of one entry of a folder, and not a path to another folder."""
+    return (
+        isinstance(name, str)
+        and name not in ("", ".", "..")
+        and name.isprintable()
+        and not {"/", "\\"} & set(name)
+        and len(name.encode("utf-8", "surrogatepass")) <= 200  # 255, less the suffixes of `write` and .jsonl
+    )
+
+
+def refuse_special_files(folder: Path) -> None:
+    """Raise UserError if a folder holds a pipe, a socket or a device: reading one may never end."""
+    for entry in folder.iterdir():
+        if entry.exists() and not (entry.is_file() or entry.is_dir()):
+            raise UserError(f"{entry}: not a regular file; remove it")
+
+
+def read_text(path: str | Path, max_bytes: int = MAX_YAML_BYTES) -> str:
+    """Return the text of a UTF-8 file. Raises UserError if it is too large, not a regular file or cannot be read."""
+    file = local_path(path)
+    try:
+        if file.exists() and not file.is_file():
+            raise UserError(f"{path}: not a file")
+        with file.open("rb") as stream:
+            content = stream.read(max_bytes + 1)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    if len(content) > max_bytes:
+        raise UserError(f"{path}: larger than {max_bytes:,} bytes, the limit for such a file")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise UserError(f"{path}:1 not a text file in UTF-8") from None
+
+
+def read_json(path: str | Path, *, max_bytes: int = MAX_JSON_BYTES, max_depth: int = MAX_DEPTH) -> Any:
+    """Return a JSON file as plain data. Raises UserError if it is damaged, too large or nested too deeply."""
+    return parse_json(read_text(path, max_bytes), str(path), max_depth)
+
+
+def parse_json(text: str, name: str, max_depth: int = MAX_DEPTH) -> Any:
+    """Return JSON text as plain data. Raises UserError, with `name` for the file, if it exceeds the limits."""
+    try:
+        data = json.loads(text, parse_int=_json_int)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{name}:{error.lineno} cannot be read as JSON: {error.msg}") from None
+    except RecursionError:
+        raise UserError(f"{name}: cannot be read as JSON: nested more than {max_depth} deep") from None
+    except ValueError as error:
+        raise UserError(f"{name}: cannot be read as JSON: {error}") from None
+    level = [data]
+    for _ in range(max_depth):
+        if any(isinstance(value, str) and not is_text(value) for value in level):
+            raise UserError(f"{name}: has half of a surrogate pair, which is not text")
+        level = [child for value in level for child in _children(value)]
+        if not level:
+            return data
+    raise UserError(f"{name}: cannot be read as JSON: nested more than {max_depth} deep")
+
+
+def _json_int(digits: str) -> int:
+    if len(digits) > MAX_JSON_DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits; the limit is {MAX_JSON_DIGITS}")
+    return int(digits)
+
+
+def _children(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    return value if isinstance(value, list) else []
+
+
+def read_yaml(path: str | Path, name: str | None = None) -> Any:
+    """Return a YAML 1.2 file as plain data: dicts with string keys, lists, strings, numbers, booleans and None.
+
+    name: the file's name in messages; default: `path`. Raises UserError, with the line, if the file is not valid YAML
+    or exceeds the limits of yaml_reader.
+    """
+    return parse_yaml(read_text(path), name or str(path))[0]
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file atomically: a reader sees the old content or the new one. A link is replaced, not followed."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")  # two evaluations of a run write its card
+    remove(temporary)
+    with _naming(path):
+        with temporary.open("x", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(path)
+
+
+def rename_durably(partial: Path, folder: Path) -> None:
+    """Rename a complete folder; its files then have the modes of the umask and survive a loss of power."""
+    umask = _umask()
+    for file in [path for path in partial.rglob("*") if path.is_file()]:
+        _settle(file, umask)
+    sync_folders(partial)
+    partial.rename(folder)
+    sync_folder(folder.parent)
+
+
+def sync_folders(folder: Path) -> None:
+    """Write the entries of a folder and of those below it to the disk."""
+    for path in (*(entry for entry in folder.rglob("*") if entry.is_dir()), folder):
+        sync_folder(path)
+
+
+def sync_folder(folder: Path) -> None:
+    """Write the entries of a folder to the disk: the names of its files, not their content."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # of file systems without such a call
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def use_umask(file: Path) -> None:
+    """Give a new file the mode that the umask asks for: safetensors makes its files readable by their owner alone."""
+    _set_mode(file, _umask())
+
+
+def _umask() -> int:
+    umask = os.umask(0o077)  # it can be read only by setting it
+    os.umask(umask)
+    return umask
+
+
+def _set_mode(file: Path, umask: int) -> None:
+    mode = 0o666 & ~umask
+    if file.stat().st_mode & 0o777 != mode:
+        with suppress(PermissionError):  # a file system without modes
+            file.chmod(mode)
+
+
+def _settle(file: Path, umask: int) -> None:
+    """Give a complete file its mode, and write it to the disk."""
+    _set_mode(file, umask)
+    with _naming(file), file.open("rb") as stream:
+        os.fsync(stream.fileno())
+
+
+def digest(content: Any) -> str:
+    """Return the sha256 of plain data, as JSON."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+class Content(TypedDict):
+    """The identity of a file's content."""
+
+    num_bytes: int
+    tree_sha256: str
+    """SHA-256 over the SHA-256 digests of its chunks of CHUNK_BYTES, which threads and ranks compute side by side."""
+
+
+def contents(files: Iterable[Path], *, settle: bool = False) -> list[Content]:
+    """Return the contents of files. settle: meanwhile give them the modes of the umask and write them to the disk."""
+    files = [*files]
+    sizes = [file.stat().st_size for file in files]
+    digests = chunk_digests(chunk for file, size in zip(files, sizes, strict=True) for chunk in chunks_of(file, size))
+    if settle:  # this thread waits for the disk while the others hash
+        umask = _umask()
+        for file in files:
+            _settle(file, umask)
+    return [Content(num_bytes=size, tree_sha256=tree_sha256(digests, size)) for size in sizes]
+
+
+def chunks_of(file: T, num_bytes: int) -> list[tuple[T, int]]:
+    """Return (file, number) of each chunk of a file of this size."""
+    return [(file, number) for number in range(-(-num_bytes // CHUNK_BYTES))]
+
+
+def chunk_digests(chunks: Iterable[tuple[Path, int]]) -> Iterator[bytes]:
+    """Compute the SHA-256 digests of chunks (file, number), by threads: hashlib releases Python's lock.
+
+    Returns an iterator at once, which waits for each.
+    """
+    return _threads().map(_chunk_digest, chunks)
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    """Return the threads that hash, all of them started: once, early, when there is memory.
+
+    CPython's Thread.start (3.11) waits for ever for a thread that ends for lack of memory as it begins.
+    """
+    number = min(_MAX_THREADS, os.cpu_count() or 1)
+    threads, all_started = ThreadPoolExecutor(number), Barrier(number)
+    try:
+        for started in [threads.submit(all_started.wait) for _ in range(number)]:
+            started.result()
+    finally:
+        all_started.abort()  # else threads would wait for one that could not be started
+    return threads
+
+
+os.register_at_fork(after_in_child=_threads.cache_clear)  # a fork has none of them
+
+
+def tree_sha256(digests: Iterator[bytes], num_bytes: int) -> str:
+    """Return `Content.tree_sha256` of a file of this size, taking the digests of its chunks from an iterator."""
+    return hashlib.sha256(b"".join(next(digests) for _ in chunks_of(None, num_bytes))).hexdigest()
+
+
+def _chunk_digest(chunk: tuple[Path, int]) -> bytes:
+    file, number = chunk
+    digest, block = hashlib.sha256(), memoryview(bytearray(_BLOCK_BYTES))
+    with _naming(file), file.open("rb") as stream:
+        stream.seek(number * CHUNK_BYTES)
+        for _ in range(CHUNK_BYTES // _BLOCK_BYTES):
+            digest.update(block[: stream.readinto(block)])
+    return digest.digest()
+
+
+def refuse_unwritable(folder: Path, key: str) -> None:
+    """Raise UserError, which starts with `key`, if files cannot be created in a folder, which may be new."""
+    existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    if not existing.is_dir():
+        raise UserError(f"{key}: {folder} cannot be created: {existing} is a file; name another folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"{key}: {existing}: read-only, or no permission to write there; name another folder")
+
+
+def append(path: Path, text: str) -> None:
+    """Append to a file, which may be new."""
+    with _naming(path), path.open("a", encoding="utf-8") as stream:
+        stream.write(text)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Let an OSError within the block name the file: that of a write on a full disk names none."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a folder with its content, or a link without its target. Does nothing if `path` does not exist."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,74 @@
+"""The shipped folders: `recipes/`, `configs/`, `eval/`, and the pages of `docs/`.
+
+A wheel has them inside the package; a checkout (or an editable install), beside it. A path that starts with `shipped:`
+is resolved here, so that a recipe works in any folder.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from .files import local_path
+
+PREFIX = "shipped:"
+MODELINE = "# yaml-language-server: $schema="
+"""The first words of a recipe, by which editors find its JSON Schema."""
+
+_package = Path(__file__).resolve().parent.parent
+ROOT = _package / "_shipped" if (_package / "_shipped").is_dir() else _package.parent
+
+
+def resolve(path: str) -> Path:
+    """Return the file or folder for a path: `shipped:...` in the shipped folders, others from the working directory.
+
+    Raises UserError if it cannot be a path.
+    """
+    if path.startswith(PREFIX):
+        return local_path(ROOT / path.removeprefix(PREFIX))
+    return local_path(path)
+
+
+def recipes() -> dict[str, Path]:
+    """Return every shipped recipe by name, e.g. {'quickstart/sft': .../recipes/quickstart/sft.yaml}, sorted."""
+    return {name: file for name, file in _recipes_and_studies() if not is_study(file)}
+
+
+def studies() -> dict[str, Path]:
+    """Return every shipped study by name, e.g. {'quickstart/compare': .../recipes/quickstart/compare.yaml}, sorted."""
+    return {name: file for name, file in _recipes_and_studies() if is_study(file)}
+
+
+def _recipes_and_studies() -> Iterator[tuple[str, Path]]:
+    folder = ROOT / "recipes"
+    yield from ((str(f.relative_to(folder).with_suffix("")), f) for f in sorted(folder.glob("*/*.yaml")))
+
+
+def is_study(file: Path) -> bool:
+    """Whether a YAML file is a study, and not a recipe: it has `candidates`."""
+    text = file.read_text(encoding="utf-8", errors="replace")
+    return any(line.startswith("candidates:") for line in text.splitlines())
+
+
+def templates() -> dict[str, Path]:
+    """Return every shipped chat template by name: {'qwen2.5': .../configs/templates/qwen2.5.jinja, ...}, sorted."""
+    return {f.stem: f for f in sorted((ROOT / "configs" / "templates").glob("*.jinja"))}
+
+
+def pages() -> dict[str, Path]:
+    """Return every page of the documentation by name, e.g. {'readme': .../README.md, 'data': .../docs/data.md}.
+
+    A README.md has the name of its folder: `studies`, beside `studies/maps`.
+    """
+    folder = ROOT / "docs"
+    names = {str(f.relative_to(folder).with_suffix("")).removesuffix("/README"): f for f in folder.rglob("*.md")}
+    return {"readme": ROOT / "README.md"} | dict(sorted(names.items()))
+
+
+def suites() -> dict[str, Path]:
+    """Return every shipped evaluation suite by name, e.g. {'quickstart': .../eval/quickstart/suite.yaml}, sorted."""
+    return {f.parent.name: f for f in sorted((ROOT / "eval").glob("*/suite.yaml"))}
+
+
+def published() -> dict[str, Path]:
+    """Return every shipped table of published scores by name, e.g. {'paper/sft': .../eval/paper/sft.yaml}, sorted."""
+    files = sorted((ROOT / "eval").glob("*/*.yaml"))
+    return {f"{f.parent.name}/{f.stem}": f for f in files if not (f.parent / "suite.yaml").exists()}

@@ -1,0 +1,158 @@
+"""Tokenized datasets in the user's cache folder, shared by plan, run and resume.
+
+A folder per dataset, named by a hash of all that determines the tokens: the examples, tokenizer, template, settings,
+versions and this package's own rules. It holds an Arrow file, which runs no code when it is read and whose every offset
+is checked first. A folder appears whole or not at all; those unused for a month are removed, and the oldest where all
+have more than 50 GB.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from datasets import Dataset, Features, List, Value
+from datasets.table import MemoryMappedTable
+from transformers import PreTrainedTokenizerBase
+
+from ..core.errors import UserError
+from .arrow import cache_key
+from .encode import BATCH_SIZE, encode
+from .formats import Task
+from .masks import TOKEN_COLUMNS, token_columns
+
+MAX_BYTES = 50 * 10**9
+MAX_AGE_SECONDS = 30 * 86400
+IN_USE_SECONDS = 2 * 86400
+"""A folder used more recently is never removed: a run may read it."""
+_FILE = "tokens.arrow"
+_VERSIONS = ("transformers", "tokenizers", "jinja2", "datasets")
+_IDS = List(Value("int32"))
+
+
+def tokenize(
+    dataset: Dataset,
+    task: Task,
+    tokenizer: PreTrainedTokenizerBase,
+    cache: Path | None,
+    assistant_only_loss: bool = False,
+    completion_only_loss: bool = True,
+    on_examples: Callable[[int], object] | None = None,
+) -> Dataset:
+    """The examples of a dataset from `load_split` as columns of tokens, before truncation: `tokens.token_columns`.
+
+    cache: the user's cache folder; None: a temporary folder, removed with the returned dataset. on_examples: called
+    with the number of examples just tokenized or read. Raises UserError if the template fails on an example, or the
+    folder cannot be written.
+    """
+    features = Features({**dict.fromkeys(TOKEN_COLUMNS[task], _IDS), "left_out": List(Value("string"))})
+    settings = (task, assistant_only_loss, completion_only_loss)
+    root = Path(tempfile.mkdtemp(prefix="soren-align-")) if cache is None else cache / "tokens"
+    folder = root / cache_key(dataset._fingerprint, len(dataset), settings, _identity(tokenizer))
+    tokens = _load(folder, features, len(dataset))
+    try:
+        if tokens is not None:
+            os.utime(folder)
+            if on_examples is not None:
+                on_examples(len(dataset))
+        else:
+            _write(folder, _tables(dataset, settings, tokenizer, features, on_examples), features)
+            tokens = _load(folder, features, len(dataset))
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(
+            f"{root}: tokens cannot be cached there (SOREN_ALIGN_CACHE): {reason}; free space, name another folder, or "
+            "write `cache: false` under data for a temporary one"
+        ) from None
+    assert tokens is not None, "the tokens just written can be read"
+    if cache is None:
+        weakref.finalize(tokens, shutil.rmtree, root, ignore_errors=True)
+    else:
+        prune(root)
+    return tokens
+
+
+def prune(root: Path) -> None:
+    """Remove folders unused for MAX_AGE_SECONDS, and the least recently used ones beyond MAX_BYTES."""
+    now, total = time.time(), 0
+    folders = sorted(
+        ((f.stat().st_mtime, f) for f in root.iterdir() if f.is_dir() and not f.is_symlink()), reverse=True
+    )
+    for used, folder in folders:
+        total += sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+        age = now - used
+        if age > IN_USE_SECONDS and (age > MAX_AGE_SECONDS or total > MAX_BYTES):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _identity(tokenizer: Any) -> str:
+    """A hash of all of a tokenizer that changes tokens, but not of its place."""
+    words = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else [repr(tokenizer), tokenizer.get_vocab()]
+    parts = [words, tokenizer.special_tokens_map, tokenizer.chat_template, type(tokenizer).__name__]
+    versions = [metadata.version(package) for package in _VERSIONS]
+    return hashlib.sha256(json.dumps([parts, versions], sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _tables(
+    dataset: Dataset,
+    settings: tuple[Task, bool, bool],
+    tokenizer: PreTrainedTokenizerBase,
+    features: Features,
+    on_examples: Callable[[int], object] | None,
+) -> Iterator[pa.Table]:
+    task, assistant_only, completion_only = settings
+    for batch in dataset.iter(batch_size=BATCH_SIZE):
+        assert isinstance(batch, dict)
+        columns = token_columns(encode(batch, task, tokenizer, assistant_only, completion_only), task)
+        yield pa.table(columns, schema=features.arrow_schema)
+        if on_examples is not None:
+            on_examples(len(columns["left_out"]))
+
+
+@contextmanager
+def written_whole(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder, which is renamed to `folder` when the block has filled it.
+
+    If another process has written `folder` in the meantime, that one stays.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix="part-", dir=folder.parent))
+    try:
+        yield part
+        part.rename(folder)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _write(folder: Path, tables: Iterator[pa.Table], features: Features) -> None:
+    with written_whole(folder) as part:
+        with pa.OSFile(str(part / _FILE), "wb") as sink, pa.ipc.new_stream(sink, features.arrow_schema) as stream:
+            for table in tables:
+                stream.write_table(table)
+        shutil.rmtree(folder, ignore_errors=True)  # one that `_load` refused
+
+
+def _load(folder: Path, features: Features, num_examples: int) -> Dataset | None:
+    """The tokens in a folder; None if there are none, or others than expected, or damaged ones."""
+    file = folder / _FILE
+    try:
+        table = MemoryMappedTable.from_file(str(file))
+        table.table.validate(full=True)  # an offset out of bounds would read other memory
+        tokens = Dataset(table, fingerprint=folder.name)
+    except (OSError, ValueError, pa.ArrowException):
+        return None
+    is_expected = tokens.features == features and len(tokens) == num_examples
+    return tokens if is_expected else None

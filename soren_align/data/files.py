@@ -1,0 +1,292 @@
+"""Records of a local file, one at a time, each with its number in the file.
+
+JSONL is read with the plain json module, line by line: it names an invalid line, needs no memory, and takes about
+two seconds per gigabyte. Compressed files are read without a decompressed copy.
+"""
+
+import csv
+import gzip
+import hashlib
+import io
+import json
+import os
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain, count, islice
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ..core.errors import UserError
+from ..core.files import CHUNK_BYTES, chunk_digests, chunks_of
+from ..recipe import data_files, data_suffix
+
+MAX_RATIO, MAX_UNCHECKED = 200, 1 << 26
+"""A .gz file may hold 200 times its size, or 64 MiB; text is compressed 3 to 10 times, a bomb 1000 times."""
+MAX_LINE = 1 << 28
+"""Characters of a line, and of a field of a .csv file."""
+_TO_UTF_8 = " (a file in Latin-1? convert it: iconv -f LATIN1 -t UTF-8)"
+
+
+class InvalidRecord(NamedTuple):
+    """In place of a record that is no JSON object."""
+
+    reason: str
+
+
+def read_records(file: Path) -> Iterator[tuple[int, dict[str, Any] | InvalidRecord]]:
+    """(number, record) of every record of a file of one of recipe.data_paths.SUFFIXES.
+
+    The number is that of the line, or of the record, from 1. Blank lines are skipped. Raises UserError if the file as a
+    whole cannot be parsed.
+    """
+    if data_suffix(file) != ".parquet":
+        with _open(file) as stream:
+            # A byte order mark, or a NUL, which JSON and plain text do not contain; json itself detects some encodings.
+            start = stream.read(4)
+        if start.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in start:
+            raise UserError(f"{file}: not UTF-8 but UTF-16 or UTF-32; convert it: iconv -f UTF-16 -t UTF-8")
+    readers = {".parquet": _parquet, ".csv": _csv, ".txt": _texts}
+    reader = readers.get(data_suffix(file), _lines if has_lines(file) else _array)
+    for number, record in reader(file):
+        if not isinstance(record, dict | InvalidRecord):
+            record = InvalidRecord(f"not an object but {_excerpt(record)}")
+        yield number, record
+
+
+def has_lines(file: Path) -> bool:
+    """Whether a record's number is that of a line: of all but .parquet files and .json files that are one array."""
+    if data_suffix(file) != ".json":
+        return data_suffix(file) != ".parquet"
+    with _open(file) as stream:
+        parts = iter(lambda: stream.readline(1 << 16), b"")
+        first = next((part.lstrip(b"\xef\xbb\xbf").lstrip() for part in parts if part.strip()), b"")
+    return not first.startswith(b"[")
+
+
+def _open(file: Path) -> BinaryIO:
+    """The file's content, decompressed."""
+    return io.BufferedReader(_Decompressed(file)) if file.suffix == ".gz" else file.open("rb")
+
+
+class _Decompressed(io.RawIOBase):
+    """The content of a .gz file. Reading raises UserError if it is damaged, or far larger than the file."""
+
+    def __init__(self, file: Path):
+        super().__init__()
+        self.file = file
+        self.stream = gzip.open(file, "rb")  # noqa: SIM115 (closed in close)
+        self.num_left = max(MAX_UNCHECKED, MAX_RATIO * file.stat().st_size)
+
+    def readable(self) -> bool:
+        """True."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """The number of bytes written into `buffer`; 0 at the end."""
+        try:
+            num_bytes = self.stream.readinto(buffer)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise UserError(f"{self.file}: cannot be decompressed: {error}") from None
+        self.num_left -= num_bytes
+        if self.num_left < 0:
+            raise UserError(f"{self.file}: holds more than {MAX_RATIO} times its size; decompress it")
+        return num_bytes
+
+    def close(self) -> None:
+        """Close the file."""
+        self.stream.close()
+        super().close()
+
+
+def _bounded_lines(file: Path, stream: Any, first: int = 1) -> Iterator[Any]:
+    """The lines of a stream, of which the next is number `first`. Raises UserError for one that is too long to read."""
+    for number in count(first):
+        line = stream.readline(MAX_LINE + 1)
+        if len(line) > MAX_LINE:
+            raise UserError(f"{file}:{number}: a line of more than {MAX_LINE:,} characters; a line is one record")
+        if not line:
+            return
+        yield line
+
+
+def _excerpt(value: Any) -> str:
+    try:
+        return json.dumps(value, default=str)[:40]
+    except RecursionError:
+        return "lists within lists"
+
+
+def _lines(file: Path) -> Iterator[tuple[int, Any]]:
+    with _open(file) as stream:
+        for number, line in enumerate(_bounded_lines(file, stream), start=1):
+            if not line.strip():
+                continue
+            try:
+                yield number, json.loads(line)
+            except json.JSONDecodeError as error:
+                yield number, InvalidRecord(f"not JSON: {error.msg} at column {error.colno}")
+            except UnicodeDecodeError as error:
+                yield number, InvalidRecord(f"not UTF-8: byte {error.start + 1} of the line{_TO_UTF_8}")
+            except (ValueError, RecursionError) as error:  # a number of 5000 digits, brackets nested too deeply
+                yield number, InvalidRecord(f"not JSON that can be read: {error}")
+
+
+def _texts(file: Path) -> Iterator[tuple[int, Any]]:
+    with _open(file) as stream:
+        for number, line in enumerate(_bounded_lines(file, stream), start=1):
+            try:
+                text = line.decode("utf-8-sig").rstrip("\r\n")
+            except UnicodeDecodeError as error:
+                yield number, InvalidRecord(f"not UTF-8: byte {error.start + 1} of the line{_TO_UTF_8}")
+                continue
+            if text.strip():
+                yield number, {"text": text}
+
+
+def _csv(file: Path) -> Iterator[tuple[int, Any]]:
+    csv.field_size_limit(MAX_LINE)
+    with io.TextIOWrapper(_open(file), "utf-8-sig", errors="surrogateescape", newline="") as stream:
+        head = next(_bounded_lines(file, stream), "")
+        delimiter = max(",;\t", key=head.count)
+        names = next(csv.reader([head], delimiter=delimiter), [])
+        if len(names) != len(set(names)) or "" in names:
+            raise UserError(f"{file}:1: the first line must name each column once; found {', '.join(names)[:200]}")
+        rows, number = csv.reader(_bounded_lines(file, stream, 2), delimiter=delimiter, strict=True), 2
+        try:
+            for row in rows:
+                if row:
+                    yield number, _csv_record(names, row)
+                number = rows.line_num + 2
+        except csv.Error as error:
+            raise UserError(f"{file}:{number}: not CSV that can be read: {error}") from None
+
+
+def _csv_record(names: list[str], row: list[str]) -> Any:
+    if len(row) != len(names):
+        return InvalidRecord(f"{len(row)} fields, but {len(names)} columns")
+    try:
+        "".join(row).encode()
+    except UnicodeEncodeError:
+        return InvalidRecord(f"not UTF-8{_TO_UTF_8}")
+    return dict(zip(names, row, strict=True))
+
+
+def _array(file: Path) -> Iterator[tuple[int, Any]]:
+    try:
+        with _open(file) as stream:
+            yield from enumerate(json.load(stream), start=1)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{file}:{error.lineno}: not JSON: {error.msg} at column {error.colno}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file}: not JSON that can be read: {error}") from None
+
+
+def _parquet(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    try:
+        with pq.ParquetFile(file) as table:
+            batches = (batch.to_pylist() for batch in table.iter_batches(batch_size=1000))
+            yield from enumerate(chain.from_iterable(batches), start=1)
+    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:  # ValueError: text that is not UTF-8
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise UserError(f"{file}: not a Parquet file that can be read: {reason}") from None
+
+
+# ---
+# The local files of a split: their records in order, and the hashes that identify them.
+
+MAX_HASHED = 1 << 30
+"""Bytes of streamed files that are hashed at each start: a second of one core."""
+
+
+@dataclass(frozen=True)
+class LocalFiles:
+    """The files that a path names, by their names for messages."""
+
+    files: dict[str, Path]
+
+    @classmethod
+    def at(cls, path: str) -> "LocalFiles":
+        """Raises UserError if there is none, or one that cannot be read."""
+        files = data_files(path)
+        for name, file in files.items():
+            if not os.access(file, os.R_OK):
+                raise UserError(f"{name}: no permission to read it; change its permissions")
+        return cls(files)
+
+    def numbered(self, limit: int | None) -> Iterator[tuple[str, dict[str, Any] | InvalidRecord]]:
+        """(place, record) of the first `limit` records of all files."""
+        return islice((numbered for name in self.files for numbered in self.of_file(name)), limit)
+
+    def samples(self, num_records: int) -> Iterator[tuple[str, list[dict[str, Any] | InvalidRecord]]]:
+        """(name, first records) of each file that has any; of the first file if none has."""
+        samples = ((name, [r for _, r in islice(self.of_file(name), num_records)]) for name in self.files)
+        filled = ((name, sample) for name, sample in samples if sample)
+        yield next(filled, (next(iter(self.files)), []))
+        yield from filled
+
+    def origin(self) -> dict[str, Any]:
+        """For run.json: `split`, `sha256`; of several files one of all hashes, and each file's under `files`."""
+        hashes = {name: _sha256(file) for name, file in self.files.items()}
+        if len(hashes) == 1:
+            return {"split": "all", "sha256": next(iter(hashes.values()))}
+        files = [{"path": name, "sha256": sha256} for name, sha256 in hashes.items()]
+        return {"split": "all", "sha256": hashlib.sha256("".join(hashes.values()).encode()).hexdigest(), "files": files}
+
+    def sampled_origin(self) -> dict[str, Any]:
+        """As `origin`, reading at most MAX_HASHED bytes: `tree_sha256` of the names, the sizes and the content.
+
+        Of larger data it is a hash of evenly spaced chunks, the first and the last among them, and of the files' times
+        of modification, which `sampled` states.
+        """
+        stats = {name: file.stat() for name, file in self.files.items()}
+        chunks = [chunk for name, stat in stats.items() for chunk in chunks_of(self.files[name], stat.st_size)]
+        parts: list[Any] = [[(name, stat.st_size) for name, stat in stats.items()]]
+        num_bytes, most = sum(stat.st_size for stat in stats.values()), MAX_HASHED // CHUNK_BYTES
+        if is_sampled := num_bytes > MAX_HASHED:
+            chunks = [chunks[i * (len(chunks) - 1) // (most - 1)] for i in range(most)]
+            parts.append([stat.st_mtime_ns for stat in stats.values()])
+        parts.append([digest.hex() for digest in chunk_digests(chunks)])
+        return {
+            "split": "all",
+            "num_files": len(stats),
+            "num_bytes": num_bytes,
+            "tree_sha256": hashlib.sha256(repr(parts).encode()).hexdigest(),
+            "sampled": is_sampled,
+        }
+
+    def of_file(self, name: str) -> Iterator[tuple[str, dict[str, Any] | InvalidRecord]]:
+        """(place, record) of a file's records."""
+        file = self.files[name]
+        separator = ":" if has_lines(file) else " record "
+        return ((f"{name}{separator}{number}", record) for number, record in read_records(file))
+
+
+class LocalReader:
+    """The records of local files from a position: [number of a file, number of its records read]; None for the first.
+
+    The records before it are read again, those of one file at most.
+    """
+
+    def __init__(self, local: LocalFiles, position: Any = None):
+        self.local = local
+        self.position: list[int] = list(position or (0, 0))
+        """After the record that was returned last; plain data."""
+
+    def __iter__(self) -> Iterator[tuple[str, dict[str, Any] | InvalidRecord]]:
+        names = list(self.local.files)
+        while self.position[0] < len(names):
+            number, num_read = self.position
+            for numbered in islice(self.local.of_file(names[number]), num_read, None):
+                num_read += 1
+                self.position = [number, num_read]
+                yield numbered
+            self.position = [number + 1, 0]
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

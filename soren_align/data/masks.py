@@ -1,0 +1,252 @@
+"""The tokens of an example, which of them are trained, their truncation, and their columns in a dataset."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from ..core.errors import UserError
+from .formats import Task
+from .tool_calls import Turn
+
+TOKEN_COLUMNS: dict[Task, tuple[str, ...]] = {
+    "sft": ("input_ids", "labels"),
+    "dpo": ("prompt_ids", "chosen_ids", "rejected_ids"),
+}
+"""TRL's columns of tokenized examples."""
+
+
+class Tokens(NamedTuple):
+    """A conversation's token ids, and for each whether the loss includes it."""
+
+    ids: list[int]
+    trained: list[bool]
+
+    def truncated(self, max_length: int | None) -> "Tokens":
+        """The first max_length tokens (TRL's truncation_mode keep_start)."""
+        return Tokens(self.ids[:max_length], self.trained[:max_length])
+
+
+class EncodedExample(NamedTuple):
+    """The tokens of an example before truncation."""
+
+    sides: tuple[Tokens, ...]
+    """One for SFT; for DPO chosen and rejected, each with the prompt before it."""
+    num_prompt: int
+    """Leading tokens that both sides share and that are not trained; 0 for SFT."""
+    left_out: tuple[str, ...] = ()
+    """The kinds of parts, such as tools or reasoning, that the chat template does not print."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest side."""
+        return max(len(side.ids) for side in self.sides)
+
+    def drop_reason(self, task: Task, max_length: int | None) -> str | None:
+        """Why TRL leaves the example out; None if it does not."""
+        if max_length is None:
+            return None
+        if task == "sft" and not any(self.sides[0].truncated(max_length).trained):
+            return f"no token to train on within max_length {max_length}"
+        if task == "dpo" and self.num_prompt >= max_length:
+            return f"the prompt alone fills max_length {max_length}"
+        return None
+
+
+def token_columns(examples: Iterable[EncodedExample], task: Task) -> dict[str, list[Any]]:
+    """The examples as columns: TRL's own of tokenized examples, and `left_out`."""
+    columns: dict[str, list[Any]] = {name: [] for name in (*TOKEN_COLUMNS[task], "left_out")}
+    for example in examples:
+        if task == "sft":
+            (ids, trained), *_ = example.sides
+            labels = [token if is_trained else -100 for token, is_trained in zip(ids, trained, strict=True)]
+            values: list[Any] = [ids, labels]
+        else:
+            chosen, rejected = (side.ids for side in example.sides)
+            values = [chosen[: example.num_prompt], chosen[example.num_prompt :], rejected[example.num_prompt :]]
+        for column, value in zip(columns.values(), [*values, list(example.left_out)], strict=True):
+            column.append(value)
+    return columns
+
+
+def from_token_columns(columns: dict[str, list[Any]], task: Task) -> Iterator[EncodedExample]:
+    """The inverse of `token_columns`."""
+    for *parts, left_out in zip(*(columns[name] for name in (*TOKEN_COLUMNS[task], "left_out")), strict=True):
+        if task == "sft":
+            ids, labels = parts
+            yield EncodedExample((Tokens(ids, [label != -100 for label in labels]),), 0, tuple(left_out))
+        else:
+            prompt, *answers = parts
+            yield _after(len(prompt), [prompt + answer for answer in answers])._replace(left_out=tuple(left_out))
+
+
+def after_prompt(prompt: list[int], sides: list[list[int]]) -> EncodedExample:
+    """The example whose sides start with the prompt; trained are the tokens after it.
+
+    A template may render the prompt alone differently, and tokens may merge across its end: the completion starts at
+    the first difference.
+    """
+    return _after(min(num_shared(prompt, ids) for ids in sides), sides)
+
+
+def num_shared(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """The number of equal tokens, or characters, at the start."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _after(num_prompt: int, sides: list[list[int]]) -> EncodedExample:
+    return EncodedExample(tuple(Tokens(ids, [i >= num_prompt for i in range(len(ids))]) for ids in sides), num_prompt)
+
+
+def ends_in_trained_stop(tokens: Tokens, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the last token, blank ones aside, is the tokenizer's eos and trained."""
+    for token, trained in zip(reversed(tokens.ids), reversed(tokens.trained), strict=True):
+        if token == tokenizer.eos_token_id:
+            return trained
+        if str(tokenizer.decode([token])).strip():
+            return False
+    return False
+
+
+def text_spans(sides: Sequence[Tokens], num_prompt: int, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
+    """(text, trained) spans of an example: a chat is split where `trained` changes, a pair has three spans."""
+    if len(sides) == 1:
+        (ids, trained), *_ = sides
+        starts = [0, *(i for i in range(1, len(ids)) if trained[i] != trained[i - 1])]
+        texts = _split(ids, starts[1:], tokenizer)
+        return [(text, trained[start]) for text, start in zip(texts, starts, strict=True)]
+    (prompt, chosen), (_, rejected) = (_split(side.ids, [num_prompt], tokenizer) for side in sides)
+    return [(prompt, False), (chosen, True), (rejected, True)]
+
+
+def _split(ids: list[int], positions: list[int], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The text between positions; decoded with all earlier tokens, as alone many would lose their leading space."""
+    texts = [str(tokenizer.decode(ids[:end])) for end in [*positions, len(ids)]]
+    return [text[len(before) :] for before, text in zip(["", *texts], texts, strict=False)]
+
+
+# ---
+# The trained tokens of a conversation whose chat template does not mark them, or some of whose turns have weight 0.
+#
+# A conversation is rendered turn by turn: the text up to a turn, with the template's generation prompt, is the prompt
+# of an answer, and the text up to its end adds the answer and its stop token. That holds for templates whose rendering
+# of the first turns does not change as others follow; each example is checked, and others are refused.
+
+Render = Callable[[list[Turn], bool], str]
+"""(turns, whether the generation prompt follows) -> their text."""
+Span = tuple[int, int]
+
+
+class UnstableRenderingError(Exception):
+    """The template renders the first turns of a conversation differently once others follow."""
+
+
+def answer_spans(turns: list[Turn], text: str, render: Render, stop_tokens: Sequence[str]) -> list[Span]:
+    """The parts of `text` that the model writes as the assistant, each from the prompt to its stop token.
+
+    turns: with weights; answers of weight 0 are left out. text: their rendering. Raises UnstableRenderingError.
+    """
+    return [
+        (_answer_start(turns[:i], text, render), _without_blanks(text, _turn_end(turns, i, text, render), stop_tokens))
+        for i, turn in enumerate(turns)
+        if turn["role"] == "assistant" and turn.get("weight", 1)
+    ]
+
+
+def untrained_spans(turns: list[Turn], text: str, render: Render) -> list[Span]:
+    """The parts of `text` that belong to turns of weight 0, their headers included. Raises UnstableRenderingError."""
+    return [
+        (_end(turns[:i], text, render) if i else 0, _turn_end(turns, i, text, render))
+        for i, turn in enumerate(turns)
+        if not turn.get("weight", 1)
+    ]
+
+
+def inside(spans: Sequence[Span], offsets: Sequence[Span]) -> list[bool]:
+    """For each token, by its characters' (start, end), whether it has one inside a span. Spans are in order."""
+    marks, position = [], 0
+    for start, end in offsets:
+        while position < len(spans) and spans[position][1] <= start:
+            position += 1
+        marks.append(position < len(spans) and max(start, spans[position][0]) < min(end, spans[position][1]))
+    return marks
+
+
+def unstable(example: str) -> UserError:
+    """The error for an example, by the start of its last answer."""
+    return UserError(
+        f"the chat template renders earlier turns differently once others follow, so that the assistant's tokens of "
+        f"{example[:60]!r} cannot be identified: name a model.chat_template with {{% generation %}}...{{% "
+        "endgeneration %} around the assistant's turns, or train all tokens: no assistant_only_loss and no weights"
+    )
+
+
+def _turn_end(turns: list[Turn], i: int, text: str, render: Render) -> int:
+    return len(text) if i + 1 == len(turns) else _end(turns[: i + 1], text, render)
+
+
+def _answer_start(turns: list[Turn], text: str, render: Render) -> int:
+    """The length of the prompt after these turns; some add to it a <think> that this answer does not have."""
+    prompt = _rendering(turns, True, render)
+    if text.startswith(prompt):
+        return len(prompt)
+    return max(_end(turns, text, render), num_shared(prompt, text))
+
+
+def _end(turns: list[Turn], text: str, render: Render) -> int:
+    """The length of the turns' rendering, with which `text` starts."""
+    rendering = _rendering(turns, False, render)
+    if not text.startswith(rendering):
+        raise UnstableRenderingError
+    return len(rendering)
+
+
+def _rendering(turns: list[Turn], prompts: bool, render: Render) -> str:
+    try:
+        return render(turns, prompts)
+    except Exception:  # anything that a template raises, such as "a user's turn must follow"
+        raise UnstableRenderingError from None
+
+
+def _without_blanks(text: str, end: int, stop_tokens: Sequence[str]) -> int:
+    """The end without the white space after a stop token: the model has stopped there."""
+    stripped = text[:end].rstrip()
+    return len(stripped) if stripped.endswith(tuple(stop_tokens)) else end
+
+
+def stop_tokens_of(tokenizer: Any) -> tuple[str, ...]:
+    """The tokens that may end an answer: the tokenizer's eos and added tokens."""
+    return tuple(str(token) for token in {tokenizer.eos_token, *tokenizer.added_tokens_encoder} if token)
+
+
+# ---
+# The loss masks of all examples as a dataset of one column, which is packed as their tokens will be.
+
+TRAINED, FIRST = 1, 2
+"""Bits of a token in the column: the loss includes it; it is the first of its example."""
+
+
+class LossMasks:
+    """The masks of examples in the order of their dataset; a byte per token."""
+
+    def __init__(self) -> None:
+        self.masks: list[bytes] = []
+
+    def add(self, trained: list[bool]) -> None:
+        """Add the mask of the next example."""
+        self.masks.append(bytes(trained))
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """The number of tokens of each example."""
+        return np.array([len(mask) for mask in self.masks], np.int64)
+
+    def dataset(self) -> Dataset:
+        """Return {"tokens": a list of bits per example}."""
+        starts = np.concatenate(([0], self.lengths.cumsum()))
+        tokens = np.frombuffer(b"".join(self.masks), np.uint8).copy()
+        tokens[starts[:-1][self.lengths > 0]] |= FIRST
+        return Dataset(pa.table({"tokens": pa.LargeListArray.from_arrays(starts, tokens)}))

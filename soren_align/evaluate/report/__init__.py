@@ -1,0 +1,1 @@
+"""The results: their file, tables and figure."""

@@ -1,0 +1,231 @@
+"""The backends: a model is loaded and run by Hugging Face transformers or by vLLM.
+
+Either is lm-eval's own class, so that prompts are tokenized and scored exactly as by `lm_eval`. Added here: missing
+weights are refused, and truncated prompts are counted.
+"""
+
+import importlib.util
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import huggingface_hub
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import normalize_gen_kwargs
+from transformers import GenerationConfig
+from transformers.utils import GENERATION_CONFIG_NAME
+
+from ...core.errors import UserError, in_one_line
+from ...core.files import local_path, read_json, refuse_special_files
+from ...recipe import ADAPTER, Quantization, adapter_config, is_local, recorded_quantization
+from ...run import weights
+from ...run.weights import load_adapter, load_model
+
+FILES = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
+"""The files that determine a model's responses: weights (the first pattern; no pickled ones), configs, tokenizer, chat
+template."""
+
+MAX_GEN_TOKS = 256
+"""New tokens where the task names no number, as in HFLM."""
+
+_WITHOUT_EFFECT = re.compile(
+    "_.*|output_.*|return_.*|(bos|pad|decoder_start)_token_id|eos_token_id|do_sample|temperature|top_p|top_k|max_length"
+    "|use_cache|transformers_version"
+)
+"""Keys of a generation config that do not change greedy responses, whose length the task sets. eos_token_id does, and
+is reported by itself."""
+
+
+class ContextTooShort(UserError):
+    """The model's context is too short for a request."""
+
+
+@dataclass(frozen=True)
+class BackendSettings:
+    """How a model is loaded and run: all that may change the last digits of its responses, beside its files."""
+
+    backend: Literal["hf", "vllm"]
+    dtype: str
+    device: str
+    """As in torch.device."""
+    batch_size: int
+    """Prompts in one forward pass; with vLLM, in one call."""
+
+
+def load_lm(model: Any, tokenizer: Any, settings: BackendSettings) -> Any:
+    """Return lm-eval's object for a model.
+
+    model: a folder, or a loaded transformers or PEFT model, which stays on its device and is left in eval mode.
+    """
+    if settings.backend == "vllm":
+        return _load_vllm(model, settings)
+    loaded = _load_hf(Path(model), settings).to(settings.device) if isinstance(model, str | Path) else model
+    return _count_truncated(HFLM, 1)(pretrained=loaded, tokenizer=tokenizer, batch_size=settings.batch_size)
+
+
+def run_requests(lm: Any, kind: str, arguments: list[tuple]) -> tuple[list[Any], int]:
+    """Return the responses to requests of one kind (loglikelihood, generate_until), and the number of truncated
+    prompts."""
+    lm.num_truncated = 0
+    requests = [Instance(cast(Any, kind), {}, each, 0) for each in arguments]
+    return getattr(lm, kind)(requests, disable_tqdm=True), lm.num_truncated
+
+
+def shut_down(lm: Any) -> None:
+    """End the engine of vLLM, which may be a process of its own; nothing to do for Hugging Face's models."""
+    llm: Any = getattr(lm, "model", None)
+    if hasattr(llm, "llm_engine"):
+        # Not every version of vLLM has the first one; the second is of its engine "V1".
+        (getattr(llm, "shutdown", None) or llm.llm_engine.engine_core.shutdown)()
+
+
+def require_backend(backend: str) -> None:
+    """Raises UserError if the backend is not installed."""
+    if backend == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise UserError("eval.backend is vllm, which is not installed: pip install 'soren-align[vllm]', or write hf")
+
+
+def model_folder(model: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:
+    """Return the folder of a model's files; a model on the hub is downloaded first, or all but its weights."""
+    if is_local(str(model)):
+        folder = local_path(model)
+        if not any((folder / name).is_file() for name in ("config.json", ADAPTER)):
+            raise UserError(f"{model}: not a model that can be loaded: it has neither config.json nor {ADAPTER}")
+        refuse_special_files(folder)
+        return folder
+    try:
+        patterns: list[str] = [*FILES] if weights else [*FILES[1:]]
+        return Path(huggingface_hub.snapshot_download(str(model), revision=revision, allow_patterns=patterns))
+    except Exception as error:  # not found, gated, offline, no space: the hub's own message names the reason
+        reason = "no folder here, and cannot be downloaded from the hub"
+        raise UserError(f"{model}: {reason}: {in_one_line(error)}") from error
+
+
+def base_folder(folder: Path, *, weights: bool = True) -> Path | None:
+    """Return the folder of the model under a LoRA adapter; None if `folder` holds a whole model. See `model_folder`."""
+    config = adapter_config(folder)
+    if config is None:
+        return None
+    base = model_folder(config["base_model_name_or_path"], config.get("revision"), weights=weights)
+    if (base / ADAPTER).is_file():  # on the hub; a chain of adapters might be endless
+        raise UserError(
+            f"{folder}: its base {config['base_model_name_or_path']} is an adapter too; merge that adapter first"
+        )
+    return base
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Return the tokenizer in the folder; for an adapter without one, its base's."""
+    base = base_folder(folder, weights=False)
+    source = folder if base is None or (folder / "tokenizer_config.json").is_file() else base
+    return weights.load_tokenizer(str(source))
+
+
+def generation_settings(model: Any) -> tuple[dict[str, Any], Any]:
+    """Return (the settings of the model's generation config that change greedy responses, its eos_token_id).
+
+    lm-eval leaves these settings in force: a repetition penalty, for example, or a limit of the length.
+    """
+    if isinstance(model, str | Path):
+        folder = base_folder(Path(model), weights=False) or Path(model)
+        try:
+            config = GenerationConfig.from_pretrained(folder) if (folder / GENERATION_CONFIG_NAME).is_file() else None
+        except Exception as error:  # of values that transformers does not check
+            raise UserError(f"{folder / GENERATION_CONFIG_NAME}: cannot be read: {in_one_line(error)}") from None
+    else:
+        config = model.generation_config
+    settings = config.to_diff_dict() if config else {}
+    changing = {key: value for key, value in settings.items() if not _WITHOUT_EFFECT.fullmatch(key)}
+    return changing, settings.get("eos_token_id")
+
+
+def _count_truncated(lm_class: type, spare: int) -> Any:
+    """Return a subclass of lm-eval's class that counts the prompts it truncates from the left.
+
+    spare: the number of tokens by which a prompt with its continuation may exceed the model's context.
+    """
+
+    class CountingLM(lm_class):
+        num_truncated = 0
+
+        def _loglikelihood_tokens(self, requests: Any, **options: Any) -> Any:
+            max_tokens = self.max_length + spare
+            longest = max((len(continuation) for _, _, continuation in requests), default=0)
+            if longest > self.max_length:  # an assertion in lm-eval
+                raise ContextTooShort(
+                    f"an answer choice of {longest} tokens does not fit the model's context of {self.max_length}"
+                )
+            if not all(continuation for _, _, continuation in requests):
+                raise ContextTooShort("an answer choice has no tokens")
+            self.num_truncated += len(
+                {text[0] for text, prompt, continuation in requests if len(prompt) + len(continuation) > max_tokens}
+            )
+            return super()._loglikelihood_tokens(requests, **options)
+
+        def generate_until(self, requests: Any, **options: Any) -> Any:
+            for request in requests:
+                prompt, settings = request.args
+                num_new = cast(Any, normalize_gen_kwargs(settings, self.max_gen_toks))["max_gen_toks"]
+                if num_new >= self.max_length:
+                    raise ContextTooShort(
+                        f"generating {num_new} tokens leaves no room for a prompt in a context of {self.max_length}"
+                    )
+                self.num_truncated += len(self.tok_encode(prompt)) > self.max_length - num_new
+            return super().generate_until(requests, **options)
+
+    return CountingLM
+
+
+def _load_hf(folder: Path, settings: BackendSettings) -> Any:
+    base = base_folder(folder)
+    dtype = getattr(torch, settings.dtype)
+    try:
+        if base and (quantization := recorded_quantization(folder)):
+            return _load_on_quantized(folder, base, quantization, settings)
+        # Not cast after loading: that would round the rotary frequencies too, and change the positions of long prompts.
+        model = load_model(str(base or folder), dtype=torch.float32 if base else dtype)
+        if base:
+            # Merged as `merge_and_unload` would for a model on disk: both give the same responses to the last bit.
+            model = cast(Any, load_adapter(model, str(folder))).merge_and_unload()
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(dtype)
+    except (OSError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{folder}: not a model that can be loaded: {in_one_line(error)}") from error
+    return model
+
+
+def _load_on_quantized(folder: Path, base: Path, quantization: Quantization, settings: BackendSettings) -> Any:
+    """Return an adapter on its base as it was trained: quantized. Merged, the base would be quantized again."""
+    as_evaluated = quantization.model_copy(update={"compute_dtype": settings.dtype})
+    model = load_model(str(base), as_evaluated, device_map={"": settings.device})
+    for parameter in model.parameters():
+        if parameter.is_floating_point():  # else it is quantized
+            parameter.data = parameter.data.to(getattr(torch, settings.dtype))
+    return load_adapter(model, str(folder))
+
+
+def _load_vllm(model: Any, settings: BackendSettings) -> Any:
+    if not isinstance(model, str | Path):
+        raise UserError("vLLM loads models from folders; save this model first")
+    if (Path(model) / ADAPTER).is_file():
+        raise UserError(
+            f"{model}: is an adapter; merge it for vLLM (`soren-align merge RUN` makes RUN/merged), or use --backend hf"
+        )
+    if "quantization_config" not in (read_json(Path(model) / "config.json") or {}):  # vLLM has quantizers of its own
+        try:
+            load_model(str(model), device_map={"": "meta"})  # names and shapes only: vLLM loads the weights itself
+        except (ImportError, OSError, ValueError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise UserError(f"{model}: not a model that can be loaded: {in_one_line(error)}") from error
+    from lm_eval.models.vllm_causallms import VLLM
+
+    # vLLM always generates one token, which needs a place in the context.
+    return _count_truncated(VLLM, -1)(
+        pretrained=str(model), dtype=settings.dtype, batch_size=settings.batch_size, seed=1234
+    )

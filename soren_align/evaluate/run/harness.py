@@ -1,0 +1,296 @@
+"""One model evaluated on one suite by lm-eval.
+
+All that makes scores comparable is fixed here: the suite's dtype, batch size, seeds and chat template. The hash of
+every prompt is recorded.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any, cast
+from unittest import mock
+
+import torch
+from jinja2 import TemplateError
+from lm_eval import simple_evaluate
+from lm_eval.tasks import TaskManager
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+
+from ...core.errors import UserError
+from ...core.silence import silence
+from ..stats.scores import average, cluster_labels, score_column
+from ..suite.sandbox import rendering
+from ..suite.suites import Suite, SuiteTask
+from ..suite.tasks import Tasks, load_tasks, score_keys, subtasks
+from .backends import BackendSettings, generation_settings, load_tokenizer, model_folder, require_backend
+from .requests import RequestDispatcher, ResponseCache, cache_key
+from .workers import InProcess, WorkerPool
+
+# ---
+# The progress of one model's evaluation: a bar on a terminal, and a line per score, in a log too.
+
+
+class ProgressDisplay:
+    """Shows one model's progress; a context manager, while which the bar is visible."""
+
+    def __init__(self, name: str, console: Console):
+        self.name, self.console = name, console
+        self.progress = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self.bar = self.progress.add_task(f"{name}: reading model files", total=None)
+        self.start = time.monotonic()
+        self.is_cached = True
+        """Whether all responses of the current column came from the cache."""
+
+    def __enter__(self) -> "ProgressDisplay":
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.progress.stop()
+
+    def on_progress(self, column: str, done: int, total: int) -> None:
+        """Update the bar: `done` of a column's requests have responses."""
+        self.is_cached = self.is_cached and done == total
+        self.progress.update(self.bar, description=f"{self.name} {column}", completed=done, total=total)
+
+    def on_score(self, column: str, score: dict[str, Any]) -> None:
+        """Print a column's score and the seconds it took."""
+        seconds, self.start = time.monotonic() - self.start, time.monotonic()
+        value = f"{score['value']:.1f} ± {score['stderr']:.1f}"
+        duration = "cached" if self.is_cached else f"{seconds:.1f} s"
+        self.is_cached = True
+        self.console.print(
+            f"{self.name:<20} {column:<16} {value:>12}   {score['n']:,} questions, {duration}",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+EQUAL_QUESTIONS = "questions of equal prompt and choices"
+"""In the settings, the cluster of a column whose questions are repeated."""
+PACKAGES = ("soren-align", "lm-eval", "transformers", "torch", "datasets")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a model is evaluated."""
+
+    backend: str = "hf"
+    dtype: str | None = None
+    """None: the suite's; a loaded model's own."""
+    device: str | None = None
+    """As in torch.device. None: the GPU if there is one; a loaded model's own."""
+    batch_size: int | None = None
+    """None: the suite's."""
+    limit: int | None = None
+    """Only the first questions of each task."""
+    strict: bool = False
+    """A truncated prompt is an error."""
+    num_processes: int = 1
+    chat_template: str | None = None
+    """Renders the prompts, if the suite applies a chat template; "": they are plain text. None: the tokenizer's."""
+    cache: Path | None = None
+    """The cache folder; None caches nothing."""
+
+
+@dataclass
+class ModelResults:
+    """The results of one model, by column, in the order of the questions."""
+
+    settings: dict[str, Any]
+    """All that is needed to reproduce the scores; equal for all rows of a table."""
+    eos_token_id: Any = None
+    """Of the model's generation config: the tokens that end a generated text."""
+    scores: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """See `score_column`, and "average"."""
+    samples: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """lm-eval's samples."""
+    points: dict[str, list[float]] = field(default_factory=dict)
+    """The points of each question; a score is 100 times their mean."""
+    also_points: dict[str, dict[str, list[list[float]]]] = field(default_factory=dict)
+    """By column and label, the points of the column's other scores, each 100 times the mean of the lists' means."""
+    clusters: dict[str, list[str]] = field(default_factory=dict)
+    """Of columns with clusters, that of each question."""
+    prompt_hashes: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
+    """Hashes of each question and its prompt: two models are compared only if these are equal."""
+    truncated: dict[str, int] = field(default_factory=dict)
+    """The number of prompts that were longer than the model's context and lost their beginning."""
+    num_requests: dict[str, int] = field(default_factory=dict)
+    """{"computed": by the model, "cached": responses from the cache}"""
+
+    def add(self, task: SuiteTask, loaded: Any, output: dict[str, Any], model: str) -> None:
+        """Add one column. loaded: lm-eval's task or group. output: of lm-eval's simple_evaluate. model: its name."""
+        score, points, also_points, samples = score_column(task, loaded, output, model)
+        questions = [sample for sample in samples if sample["filter"] == task.filter]
+        self.scores[task.column], self.points[task.column], self.samples[task.column] = score, points, samples
+        self.also_points[task.column] = also_points
+        self.prompt_hashes[task.column] = [(q["doc_hash"], q["prompt_hash"]) for q in questions]
+        by_name = {subtask.task_name: subtask for subtask in subtasks(loaded)}
+        if labels := cluster_labels(task, [(by_name[q["task"]], q["doc"]) for q in questions]):
+            self.clusters[task.column] = labels
+            self.settings["clusters"][task.column] = task.cluster or EQUAL_QUESTIONS
+        if (version := output["versions"][task.task]) != "Yaml":  # lm-eval's word for a file without metadata.version
+            self.settings["task_versions"][task.column] = version
+        self.settings["num_fewshot"][task.column] = output["n-shot"][subtasks(loaded)[0].task_name]
+
+
+def evaluate_model(
+    model: Any,
+    suite: Suite,
+    options: Options | None = None,
+    *,
+    tokenizer: Any = None,
+    tasks: Tasks | None = None,
+    display: ProgressDisplay | None = None,
+) -> ModelResults:
+    """Return the results of a model on all questions of a suite.
+
+    model: a folder (an adapter's too), a name on the hub, or a loaded model with its `tokenizer`, which is never cached
+    and keeps its train or eval mode. tasks: from `load_tasks`; None loads them.
+    Raises UserError if the model cannot be loaded, a prompt does not fit (if strict), or a score is not a number;
+    OutOfMemory if a batch does not fit the device's memory.
+    """
+    options = options or Options()
+    require_backend(options.backend)
+    is_loaded = not isinstance(model, str | Path)
+    name = "the given model" if is_loaded else str(model)
+    model, tokenizer = _resolve(model, tokenizer, options.num_processes)
+    suite = _with_chat_template(suite, tokenizer, options.chat_template, name)
+    settings, device = _backend_settings(model, suite, options)
+    tasks = tasks or load_tasks(suite, options.cache)
+    lm = _dispatcher(model, tokenizer, settings, device, options)
+    generation, eos_token_id = generation_settings(model)
+    reported = _reported_settings(suite, settings, device, options.limit) | {"generation_config": generation}
+    results = ModelResults(reported, eos_token_id)
+    was_training = is_loaded and model.training
+    try:
+        for task in suite.tasks:
+            lm.start_column(f"{name}: {task.column}", partial(display.on_progress, task.column) if display else None)
+            output = _simple_evaluate(lm, suite, tasks[task.column], options.limit)
+            results.add(task, tasks[task.column], output, name)
+            if lm.num_truncated:
+                results.truncated[task.column] = lm.num_truncated
+            if display:
+                display.on_score(task.column, results.scores[task.column])
+    finally:
+        lm.workers.close()
+        if was_training:
+            model.train()  # lm-eval leaves it in eval mode
+    results.settings["bos"] = _starts_with_bos(results, tokenizer)
+    if suite.average:
+        results.scores["average"] = average(list(results.scores.values()))
+    results.num_requests = {"computed": lm.num_computed, "cached": lm.num_cached}
+    return results
+
+
+def _resolve(model: Any, tokenizer: Any, num_processes: int) -> tuple[Any, Any]:
+    """Return (the model's folder, its tokenizer); a loaded model and its tokenizer unchanged."""
+    if not isinstance(model, str | Path):
+        if num_processes > 1:
+            raise UserError("a loaded model is evaluated in its own process only; pass a folder for several processes")
+        return model, tokenizer
+    assert tokenizer is None, "a folder has its own tokenizer"
+    with silence():
+        folder = model_folder(model)
+        return folder, load_tokenizer(folder)
+
+
+def _with_chat_template(suite: Suite, tokenizer: Any, template: str | None, name: str) -> Suite:
+    """Set the tokenizer's chat template, see `Options`; return the suite, which applies none if there is to be none."""
+    if template == "":
+        return suite.model_copy(update={"apply_chat_template": False})
+    if suite.apply_chat_template and template is not None:
+        tokenizer.chat_template = template
+    if suite.apply_chat_template and not tokenizer.chat_template:
+        raise UserError(f"{name}: the tokenizer has no chat template; suite {suite.name} needs one")
+    return suite
+
+
+def _backend_settings(model: Any, suite: Suite, options: Options) -> tuple[BackendSettings, str]:
+    """Return the settings, and the device's full name."""
+    dtype, device = options.dtype or suite.dtype, options.device
+    if not isinstance(model, str | Path):
+        device, dtype = model.device.type, str(model.dtype).removeprefix("torch.")
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and options.num_processes > torch.cuda.device_count():
+        raise UserError(
+            f"{options.num_processes} processes need as many GPUs; {torch.cuda.device_count()} are visible, write a "
+            "smaller --processes"
+        )
+    full_name = torch.cuda.get_device_name() if device.startswith("cuda") else device
+    batch_size = options.batch_size or suite.batch_size
+    return BackendSettings(cast(Any, options.backend), dtype, device, batch_size), full_name
+
+
+def _dispatcher(
+    model: Any, tokenizer: Any, settings: BackendSettings, device: str, options: Options
+) -> RequestDispatcher:
+    is_loaded = not isinstance(model, str | Path)
+    use_cache = options.cache and not is_loaded
+    key = cache_key(cast(Path, model), settings, device) if use_cache else {}
+    cache = ResponseCache(options.cache if use_cache else None, key)
+    arguments = model, tokenizer, settings
+    workers = InProcess(*arguments) if options.num_processes == 1 else WorkerPool(options.num_processes, *arguments)
+    return RequestDispatcher(workers, tokenizer, settings, cache, strict=options.strict)
+
+
+def _simple_evaluate(lm: RequestDispatcher, suite: Suite, task: Any, limit: int | None) -> dict[str, Any]:
+    """Return lm-eval's output for one column."""
+    seeds = {f"{name}_random_seed": seed for name, seed in suite.seeds.model_dump().items() if name != "random"}
+    # These two start git and other programs to describe the machine; they are slow and print.
+    without_machine = mock.patch.multiple(
+        "lm_eval.evaluator", get_git_commit_hash=mock.DEFAULT, add_env_info=mock.DEFAULT
+    )
+    try:
+        with silence(), without_machine, rendering():
+            output = cast(Callable[..., Any], simple_evaluate)(  # its decorator hides the signature
+                model=lm,
+                tasks=[task],
+                task_manager=TaskManager(include_defaults=False),
+                apply_chat_template=suite.apply_chat_template,
+                bootstrap_iters=0,
+                limit=limit,
+                random_seed=suite.seeds.random,
+                **seeds,
+            )
+    except TemplateError as error:
+        raise UserError(f"{lm.label}: a template of the task cannot be rendered: {error}") from None
+    assert output is not None  # None on other ranks only
+    return output
+
+
+def _starts_with_bos(results: ModelResults, tokenizer: Any) -> bool:
+    """Whether prompts start with a BOS token."""
+    prompt = next(iter(results.samples.values()))[0]["arguments"][0][0]
+    tokens = tokenizer(prompt)["input_ids"]
+    return bool(tokens) and tokens[0] == tokenizer.bos_token_id
+
+
+def _reported_settings(suite: Suite, settings: BackendSettings, device: str, limit: int | None) -> dict[str, Any]:
+    return {
+        "versions": {package: metadata.version(package) for package in PACKAGES},
+        "task_versions": {},
+        "num_fewshot": {},
+        "metrics": {task.column: score_keys(task)[0] for task in suite.tasks},
+        "clusters": {},
+        "seeds": suite.seeds.model_dump(),
+        "limit": limit,
+        "batch_size": settings.batch_size,
+        "chat_template": suite.apply_chat_template,
+        "dtype": settings.dtype,
+        "device": device,
+        "backend": settings.backend,
+    }

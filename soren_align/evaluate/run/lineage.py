@@ -1,0 +1,171 @@
+"""The checkpoints that a run was trained from, oldest first: base, SFT, DPO."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+
+from ...core.errors import UserError
+from ...core.files import local_path
+from ...recipe import TASK_TITLES, is_local
+from ...run.folder import RunFolder
+from ...run.provenance import fingerprint
+from .backends import base_folder, model_folder
+from .requests import model_digest
+
+OVERWRITTEN = "was overwritten after that"
+
+Row = tuple[str, Path]
+"""(name in the table, model folder)."""
+_NamedBy = tuple[str, Path, str | Path]
+"""(name, model folder, path by which the user named it or a model trained from it)."""
+OnOmitted = Callable[[str, str], object]
+"""Called for a starting checkpoint without a row: (a sentence with the reason, the checkpoint's recorded path)."""
+
+
+def ignore(sentence: str, path: str) -> None:
+    """Do nothing."""
+
+
+def lineages(paths: Sequence[str | Path], on_omitted: OnOmitted = ignore) -> list[Row]:
+    """Return the rows of several models in one table, in which a common ancestor appears once.
+
+    A model in `paths` has its own row even if all its files equal another's. Where rows would have one name, all of
+    them get the name of their run folder or on the hub in parentheses.
+    """
+    rows: list[_NamedBy] = []
+    seen: set[str] = set()
+    for path in paths:
+        *ancestors, last = _lineage(path, on_omitted)
+        for name, model in ancestors:
+            if model_digest(model) not in seen:
+                rows.append((name, model, path))
+            seen.add(model_digest(model))
+        if last[1].resolve() not in [model.resolve() for _, model, _ in rows]:
+            rows.append((*last, path))
+            seen.add(model_digest(last[1]))
+    return _with_unique_names(rows)
+
+
+def lineage(path: str | Path, on_omitted: OnOmitted = ignore) -> list[Row]:
+    """Return the rows of a model: the starting checkpoint, every run between, and the model.
+
+    path: a run folder; a model folder, which is one row unless a run trained it; an adapter, after its base; or a name
+    on the hub.
+    The rows begin after a checkpoint that is missing, not available or was overwritten: a training that is done can be
+    evaluated without it.
+    """
+    return _with_unique_names([(name, model, model) for name, model in _lineage(path, on_omitted)])
+
+
+def starting_rows(start: str, on_omitted: OnOmitted = ignore) -> list[Row]:
+    """Return the rows of the runs behind the starting checkpoint of a training; none if no run trained it."""
+    return lineage(start, on_omitted) if is_local(start) and run_of(local_path(start)) is not None else []
+
+
+def parents(models: Sequence[str | Path]) -> dict[int, int]:
+    """Return, for the index of each model that a run trained, that of the model it started from, if that is there."""
+    folders = [local_path(model).resolve() for model in models]
+    indices = {}
+    for i, folder in enumerate(folders):
+        if (run := run_of(folder)) is not None:
+            start, problem = _start(run, RunFolder(run).record("start")["start"])
+            if not problem and start.resolve() in folders:
+                indices[i] = folders.index(start.resolve())
+    return indices
+
+
+def _lineage(path: str | Path, on_omitted: OnOmitted) -> list[Row]:
+    """Return the rows of `lineage`, of which several may have one name."""
+    local = local_path(path)
+    run = run_of(local)
+    if run is None:
+        return _model_rows(path, on_omitted)
+    if not (run / "model").is_dir():
+        raise UserError(f"{path}: {RunFolder(run).why_no_model()}")
+    rows: list[Row] = []
+    seen: set[Path] = set()
+    model = run / "model" if local == run else local
+    while run is not None:
+        seen.add(run.resolve())
+        record = RunFolder(run).record("start")
+        rows.append((TASK_TITLES[record["task"]], model))
+        start, problem = _start(run, record["start"])
+        parent = None if problem else run_of(start)  # otherwise it may be no path at all
+        if parent is not None and parent.resolve() in seen:
+            problem = OVERWRITTEN
+        if problem:
+            sentence = f"no row for the checkpoint that {run.resolve().name} was trained from: it {problem}"
+            on_omitted(sentence, record["start"]["path"])
+            break
+        if parent is None:
+            rows.append(("base", start))
+        run, model = parent, start
+    return rows[::-1]
+
+
+def _model_rows(path: str | Path, on_omitted: OnOmitted) -> list[Row]:
+    """Return the rows of a model or adapter that no run trained."""
+    local = local_path(path)
+    on_hub = not is_local(str(path))
+    folder = model_folder(path) if on_hub else local
+    name = str(path).rpartition("/")[2] if on_hub else folder.resolve().name
+    base = base_folder(folder)
+    if base is not None:
+        base_rows = _lineage(base, on_omitted)
+        return [*(base_rows if len(base_rows) > 1 else [("base", base)]), (name, folder)]
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{path}: neither a run folder (run.json) nor a model folder (config.json)")
+    return [(name, folder)]
+
+
+def _with_unique_names(rows: list[_NamedBy]) -> list[Row]:
+    """Return the rows; those of one name with the run folder's name or the hub name in parentheses."""
+    names = [name for name, _, _ in rows]
+    return [(_with_source(name, model, path) if names.count(name) > 1 else name, model) for name, model, path in rows]
+
+
+def _with_source(name: str, model: Path, path: str | Path) -> str:
+    return f"{name} ({model.parent.resolve().name if is_local(str(path)) else str(path).replace('/', '--')})"
+
+
+def run_of(path: Path) -> Path | None:
+    """Return the run folder that `path` is, or of which it is the model or the merged model; else None."""
+    for run in (path, path.parent if path.resolve().name in ("model", "merged") else path):
+        if (run / "run.json").is_file() and not (run / "config.json").is_file():
+            return run
+    return None
+
+
+def _own_start(run: Path, start: dict[str, Any]) -> Path | None:
+    """Return the start that lies in the run folder itself, which may have been moved or copied; else None."""
+    own = run / "start"
+    recorded = Path(start["path"])
+    matches = recorded.name == "start" and start.get("sha256_or_revision") in (None, fingerprint(str(own)))
+    return own if own.is_dir() and matches else None
+
+
+def _start(run: Path, start: dict[str, Any]) -> tuple[Path, str]:
+    """Return (the folder of the starting checkpoint, the reason why it cannot have a row; "" if it can).
+
+    For the hub, the folder has the files of the recorded revision.
+    """
+    if own := _own_start(run, start):
+        return own, ""
+    path = Path(start["path"])
+    try:
+        path = path.expanduser()
+        if path.is_dir() or is_local(start["path"]):
+            problem = OVERWRITTEN if path.is_dir() and _was_changed(path, start) else ""
+            return path, problem if path.is_dir() else "is missing"
+        revision = start.get("sha256_or_revision")
+        return Path(huggingface_hub.snapshot_download(start["path"], revision=revision, local_files_only=True)), ""
+    except (OSError, RuntimeError, ValueError):
+        return path, "is not on this machine"
+
+
+def _was_changed(folder: Path, start: dict[str, Any]) -> bool:
+    """Whether the weights there differ from the recorded ones; a revision on the hub does not change."""
+    recorded = start.get("sha256_or_revision")
+    return recorded is not None and is_local(start["path"]) and fingerprint(str(folder)) != recorded

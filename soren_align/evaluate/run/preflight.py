@@ -1,0 +1,305 @@
+"""The checks of every row of a table before its first model is loaded, and before training.
+
+Tokenizer and config are read, no weights. A problem would make the evaluation fail; a notice is about a row that will
+not be compared, or about prompts that lose their beginning.
+"""
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+from lm_eval.models.utils import normalize_gen_kwargs, resolve_max_length
+
+from ...core.errors import UserError, in_one_line
+from ...core.files import local_path
+from ...core.silence import silence
+from ...recipe import Eval, is_local
+from ...run.weights import load_config
+from ..stats.scores import cluster_labels
+from ..suite.sandbox import rendering
+from ..suite.suites import Suite, SuiteTask
+from ..suite.tasks import Tasks, equal_choices, long_answers, subtasks
+from .backends import MAX_GEN_TOKS, BackendSettings, base_folder, generation_settings, load_tokenizer, model_folder
+from .lineage import OnOmitted, ignore, starting_rows
+from .requests import RequestDispatcher, ResponseCache
+from .workers import InProcess
+
+NUM_LONGEST = 2
+"""Questions of each task whose prompts are made for every row, the longest."""
+NUM_LONG_ANSWERS = 20
+"""Questions of each task whose answers might be longer than a context, the longest."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table whose model is not loaded."""
+
+    name: str
+    model: Path | str
+    tokenizer: Any
+    """Its chat_template, which may be another model's, renders the prompts; None: there is no template."""
+    context: int
+    """In tokens."""
+    generation: dict[str, Any]
+    """See `generation_settings`."""
+    is_adapter: bool = False
+    template_of: str | None = None
+    """The row whose chat template is used; None: none."""
+
+
+def read_row(name: str, model: Path | str, tokenizer: Any = None, revision: str | None = None) -> Row:
+    """Return the row of a model in a folder or on the hub, of which tokenizer and config are read.
+
+    tokenizer: that of the model that training will make of this one; None: its own.
+    Raises UserError if one of the files cannot be read.
+    """
+    with silence():
+        folder = model_folder(model, revision, weights=False)
+        base = base_folder(folder, weights=False)
+        tokenizer = load_tokenizer(folder) if tokenizer is None else deepcopy(tokenizer)
+        config = load_config(str(base or folder))
+        generation, _ = generation_settings(folder)
+    template_of = name if tokenizer.chat_template else None
+    return Row(name, model, tokenizer, resolve_max_length(config, tokenizer), generation, base is not None, template_of)
+
+
+def saved_row(name: str, model: Path | str) -> Row:
+    """Return the row of a model whose weights are on this machine, unlike a name on the hub. See `read_row`."""
+    row = read_row(name, model)
+    folder = local_path(model)
+    if is_local(str(model)) and not any(folder.glob("*.safetensors")):
+        raise UserError(f"{name}: {folder} has no weights in .safetensors files (pickled ones are not loaded)")
+    return row
+
+
+def planned_rows(
+    start: str, revision: str | None, tokenizer: Any, *, is_adapter: bool, on_omitted: OnOmitted = ignore
+) -> list[Row]:
+    """Return the rows of the table after a training from `start`: the checkpoints before it, and the trained model.
+
+    tokenizer: of the training, with its chat template. is_adapter: whether an adapter is trained.
+    """
+    rows = [saved_row(*row) for row in starting_rows(start, on_omitted)] or [read_row("base", start, revision=revision)]
+    trained = read_row("this run", start, tokenizer, revision)
+    return [*rows, replace(trained, is_adapter=is_adapter)]
+
+
+def with_base_template(rows: Sequence[Row], which: str) -> list[Row]:
+    """Return the rows with the first one's chat template chosen by `eval.base_template`.
+
+    The run's template is that of the last row that has one.
+    """
+    first, *others = rows
+    run = next((row for row in reversed(others) if row.template_of), None)
+    if which == "none":
+        first = _with_template_of(None, first)
+    elif run and (which == "run" or not first.template_of):
+        first = _with_template_of(run, first)
+    return [first, *others]
+
+
+def check(rows: Sequence[Row], suite: Suite, load: Callable[[], Tasks], options: Eval) -> tuple[Tasks, list[str]]:
+    """Return (the tasks, notices). load: returns the suite's tasks with their data.
+
+    Raises UserError with all reasons why one of the rows could not be evaluated.
+    """
+    problems = [*_unusable(rows, suite, options)]
+    try:
+        tasks = load()
+    except UserError as error:
+        raise UserError(*problems, *error.problems) from error
+    probes = {row.name: _Probe(row, suite, options) for row in rows}
+    if not problems:
+        shortest = min((row.context for row in rows), default=0)
+        for task in suite.tasks if rows else ():
+            loaded = [s for s in subtasks(tasks[task.column]) if s.OUTPUT_TYPE != "loglikelihood_rolling"]
+            questions = [(subtask, _longest(subtask, shortest, options.limit)) for subtask in loaded]
+            for probe in probes.values():
+                probe.add(task, questions)
+        problems = [problem for probe in probes.values() for problem in probe.problems]
+    if problems:
+        raise UserError(*dict.fromkeys(problems))
+    if not rows:
+        return tasks, []
+    notices = [*_notices(rows, suite, probes), *_unfair(rows[-1], suite, tasks, options)]
+    return tasks, [*notices, *_repeated(suite, tasks, options)]
+
+
+def _with_template_of(source: Row | None, row: Row) -> Row:
+    tokenizer = deepcopy(row.tokenizer)
+    tokenizer.chat_template = source.tokenizer.chat_template if source else None
+    return replace(row, tokenizer=tokenizer, template_of=source.name if source else None)
+
+
+def _unusable(rows: Sequence[Row], suite: Suite, options: Eval) -> list[str]:
+    """Return the problems that tokenizer and config alone show."""
+    problems = []
+    plain = [row.name for row in rows if not row.template_of]
+    if suite.apply_chat_template and plain and options.base_template != "none":
+        problems.append(
+            f"{' and '.join(plain)}: no chat template, but suite {suite.name} applies one. Set model.chat_template "
+            "before training, or evaluate without a template (eval.base_template: none; --base-template none)"
+        )
+    adapters = [row.name for row in rows if row.is_adapter]
+    if options.backend == "vllm" and adapters:
+        problems.append(
+            f"{' and '.join(adapters)}: is an adapter, and eval.backend is vllm, which loads whole models only: write "
+            "hf, or --no-eval and evaluate what `soren-align merge RUN` makes"
+        )
+    return problems
+
+
+def _notices(rows: Sequence[Row], suite: Suite, probes: dict[str, "_Probe"]) -> list[str]:
+    first, *others = rows
+    notices = []
+    if suite.apply_chat_template and first.template_of not in (first.name, None):
+        notices.append(f"{first.name} is evaluated with the chat template of {first.template_of} (eval.base_template)")
+    for row in others:
+        reasons = []
+        if row.generation != first.generation:
+            reasons.append(f"generation_config.json sets {row.generation}, for {first.name} {first.generation}")
+        if (row.template_of is None) != (first.template_of is None) and suite.apply_chat_template:
+            reasons.append("prompts with and without a chat template")
+        elif probes[row.name].prompts != probes[first.name].prompts:
+            can_be_equal = row is rows[-1] and first.template_of != row.name
+            remedy = "; eval.base_template: run gives them the same" if can_be_equal else ""
+            reasons.append(f"other prompts, by another chat template{remedy}")
+        if reasons:
+            notices.append(f"{row.name} will not be compared with {first.name}: {'; '.join(reasons)}")
+    alike: dict[tuple[int, str], list[str]] = {}
+    for row in rows:
+        if columns := probes[row.name].truncated:
+            alike.setdefault((row.context, ", ".join(columns)), []).append(row.name)
+    for (context, columns), names in alike.items():
+        notices.append(
+            f"{', '.join(names)}: the context of {context} tokens truncates the longest prompts of {columns}"
+        )
+    return notices
+
+
+def _unfair(row: Row, suite: Suite, tasks: Tasks, options: Eval) -> Iterator[str]:
+    """Yield a notice for each task with choices that are equal to a row's model, or answers that it cannot finish."""
+    for task in suite.tasks:
+        for subtask in subtasks(tasks[task.column]):
+            equal = equal_choices(subtask, row.tokenizer, options.limit)
+            long = long_answers(subtask, row.tokenizer, MAX_GEN_TOKS, options.limit)
+            yield from (f"{task.column}: {finding}" for finding in (equal, long) if finding)
+
+
+def _repeated(suite: Suite, tasks: Tasks, options: Eval) -> Iterator[str]:
+    """Yield a notice for each task without the suite's clusters in which questions are repeated."""
+    for task in suite.tasks:
+        docs = [(each, doc) for each in subtasks(tasks[task.column]) for doc in list(each.eval_docs)[: options.limit]]
+        if task.cluster or (labels := cluster_labels(task, docs)) is None:
+            continue
+        first = {label: number for number, label in reversed([*enumerate(labels, 1)])}
+        repeated, label = next((number, label) for number, label in enumerate(labels, 1) if first[label] < number)
+        yield (
+            f"{task.column}: {len(labels) - len(first):,} of {len(labels):,} questions repeat another one, with the "
+            f"same prompt and choices (question {repeated} is question {first[label]}). Equal questions count as one "
+            "cluster in intervals and p-values of differences, and each of them in the score; remove the repetitions"
+        )
+
+
+def _longest(subtask: Any, context: int, limit: int | None) -> list[dict[str, Any]]:
+    """Return the longest questions of a task, and those with the longest answers if these might exceed a context."""
+    docs = list(subtask.eval_docs)[:limit]
+    sizes = [len(str(doc).encode()) for doc in docs]
+    indices = heapq.nlargest(NUM_LONGEST, range(len(docs)), key=sizes.__getitem__)
+    # A text has hardly more tokens than bytes.
+    with silence(), rendering():
+        answers = {i: _answer_size(subtask, docs[i]) for i, size in enumerate(sizes) if size > context}
+    long = [i for i in heapq.nlargest(NUM_LONG_ANSWERS, answers, key=answers.__getitem__) if answers[i] > context]
+    return [docs[i] for i in dict.fromkeys([*indices, *long])]
+
+
+def _answer_size(subtask: Any, doc: dict[str, Any]) -> int:
+    """Return the bytes of the longest answer choice; 0 if text is generated."""
+    requests = _as_list(subtask.construct_requests(doc, [""]))
+    return max((len(r.args[1].encode()) for r in requests if r.request_type == "loglikelihood"), default=0)
+
+
+def _as_list(requests: Any) -> list[Any]:
+    return requests if isinstance(requests, list) else [requests]
+
+
+class _Probe:
+    """The requests of one row for the longest questions, and the problems of these."""
+
+    def __init__(self, row: Row, suite: Suite, options: Eval):
+        self.row, self.suite, self.options = row, suite, options
+        settings = BackendSettings("hf", suite.dtype, "cpu", suite.batch_size)
+        self.lm = RequestDispatcher(
+            InProcess(None, row.tokenizer, settings), row.tokenizer, settings, ResponseCache(None, {})
+        )
+        self.problems: list[str] = []
+        self.prompts: dict[str, list[str]] = {}
+        self.truncated: list[str] = []
+        """Columns with a prompt that is longer than the context."""
+
+    def add(self, task: SuiteTask, questions: list[tuple[Any, list[dict[str, Any]]]]) -> None:
+        """Make the requests of a column. questions: some of each of lm-eval's tasks."""
+        self.lm.label = f"{self.row.name}: {task.column}"
+        try:
+            requests = [request for each in questions for request in self._requests(*each)]
+        except Exception as error:  # a template may raise anything
+            reason = in_one_line(error).removeprefix(f"{self.lm.label}: ")
+            self.problems.append(
+                f"{self.lm.label}: no prompt can be made of a question: {reason}; choose another chat template, or "
+                f"leave the column out: eval.omit: [{task.column}] (--omit {task.column})"
+            )
+            return
+        self.prompts[task.column] = [request.args[0] for request in requests]
+        too_long = list(filter(None, map(self._too_long, requests)))
+        if too_long:
+            remedy = f"leave this column out: eval.omit: [{task.column}] (--omit {task.column})"
+            self.problems.append(f"{self.lm.label}: {too_long[0]}; {remedy}")
+        elif any(map(self._is_truncated, requests)):
+            self.truncated.append(task.column)
+            if self.options.strict:
+                self.problems.append(
+                    f"{self.lm.label}: prompts do not fit the context of {self.row.context} tokens, and eval.strict is "
+                    "true; write false (--no-strict) to truncate and count them"
+                )
+
+    def _requests(self, subtask: Any, docs: list[dict[str, Any]]) -> list[Any]:
+        """Return lm-eval's requests for some questions of a task, made as in `Task.build_all_requests`."""
+        has_template = self.suite.apply_chat_template and self.row.template_of is not None
+        how = {"apply_chat_template": has_template, "chat_template": self.lm.apply_chat_template}
+        subtask.set_fewshot_seed(seed=self.suite.seeds.fewshot)
+        requests = []
+        with silence(), rendering():
+            for doc in docs:
+                prefix, num_fewshot = subtask.doc_to_prefix(doc), subtask.config.num_fewshot or 0
+                context = subtask.fewshot_context(
+                    doc, num_fewshot, fewshot_as_multiturn=has_template, gen_prefix=prefix, **how
+                )
+                requests += _as_list(subtask.construct_requests(doc, context, **how))
+        return requests
+
+    def _num_tokens(self, text: str) -> int:
+        return len(self.row.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _num_new(self, request: Any) -> int:
+        return int(cast(Any, normalize_gen_kwargs(request.args[1], MAX_GEN_TOKS))["max_gen_toks"])
+
+    def _too_long(self, request: Any) -> str:
+        """Return the reason why a request could not be computed; "" if it could."""
+        context = self.row.context
+        if request.request_type == "generate_until" and (num_new := self._num_new(request)) >= context:
+            return f"generating {num_new} tokens leaves no room for a prompt in a context of {context}"
+        if request.request_type == "loglikelihood":
+            num = self._num_tokens("".join(request.args)) - self._num_tokens(request.args[0])
+            if num > context:
+                return f"an answer choice of {num} tokens does not fit the model's context of {context}"
+        return ""
+
+    def _is_truncated(self, request: Any) -> bool:
+        if request.request_type == "generate_until":
+            return self._num_tokens(request.args[0]) > self.row.context - self._num_new(request)
+        return (
+            request.request_type == "loglikelihood" and self._num_tokens("".join(request.args)) > self.row.context + 1
+        )

@@ -1,0 +1,292 @@
+"""The evaluation of several models: each answers the same questions, and is compared with the first row's model."""
+
+import gc
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from ...core.errors import ResumableError, UserError
+from ...core.files import default_cache_folder, is_component, write
+from ...core.text import print_labelled
+from ...recipe import Eval, Model, trains_adapter
+from ...run.folder import RunFolder
+from ...run.provenance import commit
+from ..report import tables
+from ..report.result_files import write_results
+from ..report.results import FORMAT, refuse_foreign, summary
+from ..stats import points
+from ..stats.contamination import Overlaps
+from ..stats.significance import compare, compare_pairs, contamination_section, refuse_unlike, unpaired
+from ..suite.suites import Suite, load_published, suite_of
+from ..suite.tasks import Tasks, load_tasks, num_questions
+from .backends import require_backend
+from .harness import ModelResults, Options, ProgressDisplay, evaluate_model
+from .lineage import parents
+from .preflight import Row, check, planned_rows, saved_row, with_base_template
+from .workers import OutOfMemory
+
+Rows = Sequence[tuple[str, Path | str]]
+"""(name in the table, model) of each row, the starting checkpoint first."""
+
+
+def evaluate(
+    rows: Rows,
+    options: Eval,
+    output: Path,
+    *,
+    device: str | None = None,
+    cache: Path | None = None,
+    console: Console | None = None,
+    notes: Sequence[str] = (),
+    find_overlaps: Callable[[Tasks], Overlaps | str] | None = None,
+) -> dict[str, Any]:
+    """Evaluate the models in order; write the results and return them.
+
+    cache: the cache folder; None is the user's. console: for progress. notes: printed under the table.
+    find_overlaps: returns the questions that training examples contain, or the reason why these are not known.
+    Writes into `output`: results.json (as returned), points.json, table.md, scores.png, and
+    samples/<row>/<column>.jsonl. Nothing is changed there before all models are evaluated.
+    """
+    console, cache, output = console or Console(), cache or default_cache_folder(), Path(output)
+    names = _unique_names(rows)
+    require_backend(options.backend)
+    suite = suite_of(options)
+    refuse_foreign(output, names)
+    published = _published(suite, options)
+    candidates = with_base_template([saved_row(*row) for row in rows], options.base_template)
+    tasks = _check(candidates, suite, options, cache, console)
+    overlaps = find_overlaps(tasks) if find_overlaps else None
+    model_options = Options(
+        backend=options.backend,
+        device=device,
+        limit=options.limit,
+        strict=options.strict,
+        num_processes=options.processes or 1,
+        cache=cache,
+    )
+    evaluated = _evaluate_models(candidates, suite, tasks, model_options, console)
+    _print_cached(evaluated, console)
+    shortfall = _shortfall(suite, tasks, options)
+    results = {
+        "format": FORMAT,
+        "title": f"{suite.title}: {shortfall}" if shortfall else suite.title,
+        "suite": suite.name,
+        "rows": _result_rows(candidates, evaluated, suite),
+        "published": published,
+        "contamination": contamination_section(overlaps, evaluated) if isinstance(overlaps, Overlaps) else None,
+        "settings": evaluated[0][1].settings | _settings(suite, model_options),
+        "notes": [*suite.notes, *notes, *([f"contamination: {overlaps}"] if isinstance(overlaps, str) else [])],
+    }
+    write_results(results, {name: each.samples for name, each in evaluated}, output, points.text(dict(evaluated)))
+    return results
+
+
+def _unique_names(rows: Rows) -> list[str]:
+    """Return the rows' names. Raises UserError if two are equal."""
+    names = [name for name, _ in rows]
+    duplicates = sorted({name for name in names if names.count(name) > 1})
+    if duplicates:
+        raise UserError(f"two models would have the name {duplicates[0]!r} in the table; rename one of the folders")
+    return names
+
+
+def print_results(results: dict[str, Any], output: Path, console: Console, table: Console | None = None) -> None:
+    """Print the table on `table` (None: on `console`), then the folder of the results on `console`."""
+    table = table or console
+    table.print()
+    table.print(tables.terminal(results), highlight=False)
+    console.print(f"written   {output}", highlight=False, soft_wrap=True)
+    print_labelled(console, "", "table.md there also has methods, versions and settings")
+
+
+def preflight(
+    options: Eval, rows: Sequence[Row] = (), on_column: Callable[[str], object] | None = None
+) -> tuple[Tasks, list[str]]:
+    """Check all that an evaluation needs except the models. Returns the tasks with their data, and notices.
+
+    rows: the table's, from `planned_rows`, the starting checkpoint first. on_column: called before a column is loaded.
+    Raises UserError with all problems found.
+    """
+    require_backend(options.backend)
+    suite = suite_of(options)
+    for name in options.published:
+        load_published(name, suite.name)
+    rows = with_base_template(rows, options.base_template) if rows else []
+    return check(rows, suite, lambda: load_tasks(suite, None, on_column, trusted=options.trust_suite), options)
+
+
+def preflight_of_training(
+    options: Eval, model: Model, start: str, tokenizer: Any, on_column: Callable[[str], object] | None = None
+) -> tuple[Tasks, list[str]]:
+    """Return `preflight` for the table after a training. Raises UserError as `preflight`.
+
+    model: of the recipe. start: the starting checkpoint. tokenizer: of the training, with its chat template.
+    """
+    omitted: list[str] = []
+    rows = planned_rows(
+        start,
+        model.revision,
+        tokenizer,
+        is_adapter=trains_adapter(model),
+        on_omitted=lambda sentence, path: omitted.append(f"{sentence} ({path})"),
+    )
+    tasks, notices = preflight(options, rows, on_column)
+    return tasks, [*omitted, *notices]
+
+
+def output_of(run: RunFolder, options: Eval) -> Path:
+    """Return the folder of an evaluation's results in a run folder. Raises UserError if it would lie outside."""
+    if not is_component(options.name):
+        raise UserError(
+            f"--suite: {options.suite!r} does not name a folder, after which the results are named; rename it"
+        )
+    output = run.evaluation(options.name)
+    for link in (output.parent, output):
+        if link.is_symlink():
+            raise UserError(f"{link}: is a link, but results stay in their run's folder; use --output for another one")
+    return output
+
+
+def write_summary(results: dict[str, Any], file: Path) -> None:
+    """Write the scores alone. Call `refuse_foreign_summary` before the evaluation."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write(file, json.dumps(summary(results), indent=2) + "\n")
+
+
+def _check(rows: Sequence[Row], suite: Suite, options: Eval, cache: Path, console: Console) -> Tasks:
+    """Check the rows, print the notices, and return the tasks."""
+    tasks, notices = check(rows, suite, lambda: _load_tasks(suite, options, cache, console), options)
+    for notice in notices:
+        print_labelled(console, "notice", notice)
+    return tasks
+
+
+def _settings(suite: Suite, options: Options) -> dict[str, Any]:
+    """Return the settings of the table that the first row's do not have, or that may differ in its row."""
+    return {
+        "chat_template": suite.apply_chat_template,
+        "num_processes": options.num_processes,
+        "data": suite.data_root or "hub",
+        "commit": commit(),
+    }
+
+
+def _load_tasks(suite: Suite, options: Eval, cache: Path, console: Console) -> Tasks:
+    if not console.is_terminal:
+        console.print("loading   tasks", highlight=False)
+    with console.status("Loading tasks") as status:
+
+        def on_column(column: str) -> None:
+            status.update(f"Loading tasks: {column}")
+
+        return load_tasks(suite, cache, on_column, trusted=options.trust_suite)
+
+
+def _published(suite: Suite, options: Eval) -> list[dict[str, Any]]:
+    """Return the published rows, without the average if it is one over other columns."""
+    rows = [row for name in options.published for row in load_published(name, suite.name)]
+    if options.omit:
+        scores = [{c: score for c, score in row["scores"].items() if c != "average"} for row in rows]
+        rows = [row | {"scores": each} for row, each in zip(rows, scores, strict=True)]
+    return rows
+
+
+def _evaluate_models(
+    rows: Sequence[Row], suite: Suite, tasks: Tasks, options: Options, console: Console
+) -> list[tuple[str, ModelResults]]:
+    """Return each model's results, all with one batch size: the suite's, halved until all models fit the memory."""
+    while True:
+        evaluated, problem = _evaluate_at_batch_size(rows, suite, tasks, options, console)
+        if not problem:
+            return evaluated
+        del evaluated
+        gc.collect()  # the model that failed, with its batch
+        torch.cuda.empty_cache()
+        suite = suite.model_copy(update={"batch_size": suite.batch_size // 2})
+        console.print(
+            f"{problem}; all models are evaluated with batch size {suite.batch_size} now, because the batch size "
+            "changes the last digits of scores",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def _evaluate_at_batch_size(
+    rows: Sequence[Row], suite: Suite, tasks: Tasks, options: Options, console: Console
+) -> tuple[list[tuple[str, ModelResults]], str]:
+    """Return (each model's results, ""), or those before the first model that ran out of memory and the problem."""
+    evaluated: list[tuple[str, ModelResults]] = []
+    for row in rows:
+        name, template = row.name, row.tokenizer.chat_template or ""
+        own = replace(options, chat_template=template if suite.apply_chat_template else None)
+        try:
+            with ProgressDisplay(name, console) as display:
+                results = evaluate_model(row.model, suite, own, tasks=tasks, display=display)
+        except OutOfMemory as error:
+            problem = f"{name}: out of memory with batch size {suite.batch_size}"
+            if suite.batch_size == 1:
+                raise ResumableError(f"{problem}: {error}") from None
+            return evaluated, problem
+        if evaluated:
+            refuse_unlike(evaluated[0], (name, results))  # before the next model is evaluated for nothing
+        evaluated.append((name, results))
+    return evaluated, ""
+
+
+def _print_cached(evaluated: list[tuple[str, ModelResults]], console: Console) -> None:
+    requests = [(name, results.num_requests["cached"], results.num_requests["computed"]) for name, results in evaluated]
+    counts = [f"{name} {cached:,} of {cached + computed:,}" for name, cached, computed in requests if cached]
+    if counts:
+        unit = "requests; a multiple-choice question is one request per choice"
+        print_labelled(console, "cached", f"{', '.join(counts)} {unit}")
+
+
+def _result_rows(rows: Sequence[Row], evaluated: list[tuple[str, ModelResults]], suite: Suite) -> list[dict[str, Any]]:
+    """Return the rows of results.json."""
+    entries: list[dict[str, Any]] = [
+        {
+            "name": row.name,
+            "model": str(row.model),
+            "scores": results.scores,
+            "truncated": results.truncated,
+            "eos_token_id": results.eos_token_id,
+            "num_requests": results.num_requests,
+        }
+        | ({"chat_template_of": row.template_of} if suite.apply_chat_template else {})
+        for row, (_, results) in zip(rows, evaluated, strict=True)
+    ]
+    comparisons = compare(evaluated, suite.average)
+    for entry, differences, (_, results) in zip(entries, comparisons, evaluated, strict=True):
+        if differences is None:
+            continue
+        entry["differences"] = differences
+        if reasons := unpaired(evaluated[0][1], results):
+            average = {"average": "not all columns are compared"} if suite.average else {}
+            entry["unpaired"] = reasons | average
+    # Of a chain base, SFT, DPO: DPO with SFT. Each row is compared with the first one already.
+    trained = {child: parent for child, parent in parents([row.model for row in rows]).items() if parent > 0}
+    pairs = [(evaluated[parent][1], evaluated[child][1]) for child, parent in trained.items()]
+    for (child, parent), differences in zip(trained.items(), compare_pairs(pairs, suite.average), strict=True):
+        entries[child]["start"] = {"name": rows[parent].name, "differences": differences}
+    return entries
+
+
+def _shortfall(suite: Suite, tasks: Tasks, options: Eval) -> str:
+    """Return the reason why the scores are, or may be, no result of the suite; "" if they are."""
+    reasons = [f"without {', '.join(options.omit)}"] if options.omit else []
+    for task in suite.tasks:
+        sizes = num_questions(tasks[task.column]).values()
+        if options.limit and max(sizes) > options.limit:
+            reasons.append(f"the first {options.limit} questions of each task")
+            break
+        if task.questions and sum(sizes) != task.questions:
+            reasons.append(f"on other data ({sum(sizes):,} of {task.questions:,} questions of {task.column})")
+            break
+    if reasons:
+        return f"{', '.join(reasons)}, not the suite's result"
+    return f"on the data in {options.data_root}" if options.data_root else ""

@@ -1,0 +1,139 @@
+"""The processes that hold the model: this one, or a pool of workers with a copy of the model on one GPU each."""
+
+import gc
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
+
+import torch
+from accelerate.utils.memory import should_reduce_batch_size
+
+from ...core.errors import ResumableError, UserError, as_user_error
+from ...core.silence import silence
+from .backends import BackendSettings, load_lm, run_requests, shut_down
+
+Chunk = tuple[str, str, list[tuple]]
+"""(key in the cache, kind of request, requests)."""
+
+
+class OutOfMemory(Exception):
+    """A batch did not fit the device's memory."""
+
+
+class InProcess:
+    """Runs requests in this process. The model is loaded at the first request."""
+
+    def __init__(self, model: Any, tokenizer: Any, settings: BackendSettings):
+        self.arguments = model, tokenizer, settings
+        self.lm: Any = None
+
+    def run(self, chunks: list[Chunk]) -> Iterator[tuple[str, list[Any], int]]:
+        """Yield (key, responses, number of truncated prompts) of each chunk, in order."""
+        for key, kind, requests in chunks:
+            self.lm = self.lm or _load(*self.arguments)
+            yield key, *_guarded(run_requests, self.lm, kind, requests)
+
+    def close(self) -> None:
+        """Release the model and its memory."""
+        if self.lm is None:  # nothing was asked, or all answers were cached
+            return
+        shut_down(self.lm)
+        self.lm = None
+        # A vLLM engine, whose memory is 90% of the GPU, is part of cycles: the next one would not find room.
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+
+class WorkerPool:
+    """Runs requests in several processes. Each loads the model at its first request; chunks go to the first free
+    one."""
+
+    def __init__(self, num_processes: int, model: Any, tokenizer: Any, settings: BackendSettings):
+        # Not fork: a forked CUDA does not work. Not spawn: each process would import torch and lm-eval again, for 6 s.
+        server = multiprocessing.get_context("forkserver")
+        server.set_forkserver_preload([__name__])
+        indices = server.SimpleQueue()
+        for index in range(num_processes):
+            indices.put(index)
+        num_threads = max(1, torch.get_num_threads() // num_processes)
+        arguments = (indices, num_threads, model, tokenizer, settings)
+        self.pool = ProcessPoolExecutor(num_processes, server, _init_worker, arguments)
+
+    def run(self, chunks: list[Chunk]) -> Iterator[tuple[str, list[Any], int]]:
+        """Yield (key, responses, number of truncated prompts) of each chunk, as they complete."""
+        futures = {self.pool.submit(_run_in_worker, kind, requests): key for key, kind, requests in chunks}
+        try:
+            for future in as_completed(futures):
+                yield futures[future], *future.result()
+        except BrokenProcessPool as error:
+            raise ResumableError(
+                "a worker process was killed (out of memory?); rerun the same command to resume, finished requests "
+                "are cached"
+            ) from error
+        finally:
+            for future in futures:
+                future.cancel()
+
+    def close(self) -> None:
+        """End the processes."""
+        self.pool.shutdown(cancel_futures=True)
+
+
+def _load(model: Any, tokenizer: Any, settings: BackendSettings) -> Any:
+    try:
+        return _guarded(load_lm, model, tokenizer, settings)
+    except OutOfMemory as error:  # a smaller batch would not help
+        raise UserError(f"{model}: the model itself does not fit the device's memory: {error}") from error
+
+
+def _guarded(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function with silenced libraries. Raises OutOfMemory if the device's memory does not suffice."""
+    with as_user_error("the model cannot be evaluated", Exception):  # values in its files that are read only now
+        try:
+            with silence():
+                return function(*arguments)
+        except RuntimeError as error:
+            if not should_reduce_batch_size(error):
+                raise
+            message = str(error).splitlines()[0]
+    # Outside of `except`: the error's traceback holds the batch and the model.
+    raise OutOfMemory(message)
+
+
+# The functions below run in the processes of a WorkerPool.
+
+_arguments: tuple[Any, Any, BackendSettings]
+_lm: Any = None
+
+
+def _init_worker(indices: Any, num_threads: int, model: Any, tokenizer: Any, settings: BackendSettings) -> None:
+    global _arguments
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    index = indices.get()
+    if settings.device.startswith("cuda"):
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[index] if visible else str(index)
+    torch.set_num_threads(num_threads)
+    _arguments = model, tokenizer, settings
+
+
+def _exit_with_parent() -> None:
+    """Exit when the parent has exited: after SIGKILL it cannot end its workers, which would occupy their GPUs."""
+    parent = multiprocessing.parent_process()
+    assert parent
+    parent.join()
+    os._exit(1)
+
+
+def _run_in_worker(kind: str, requests: list[tuple]) -> tuple[list[Any], int]:
+    global _lm
+    if _lm is None:
+        _lm = _load(*_arguments)
+    return _guarded(run_requests, _lm, kind, requests)

@@ -1,0 +1,142 @@
+"""The scores of a column and their standard errors, from lm-eval's samples."""
+
+import statistics
+from math import isfinite, sqrt
+from typing import Any
+
+from lm_eval.api.group import Group
+from lm_eval.api.metrics import pooled_sample_stderr
+from scipy.stats import binomtest
+
+from ...core.errors import UserError
+from ...core.files import digest
+from ...core.silence import silence
+from ..suite.sandbox import rendering
+from ..suite.suites import SuiteTask
+from ..suite.tasks import score_keys, subtasks
+from .paired import Z95, t95
+
+
+def score_column(
+    task: SuiteTask, loaded: Any, output: dict[str, Any], model: str
+) -> tuple[dict[str, Any], list[float], dict[str, list[list[float]]], list[dict[str, Any]]]:
+    """Return (score, points, points of the other scores, samples) of a column.
+
+    score: {"value", "stderr", "low", "high": of the 95% interval, all in percent, "n": number of questions}; "also":
+    other scores, {"value", "stderr"} each; "subjects": those of a group. points: of each question, in [0, 1]; of the
+    other scores by label, in one list, or in one per subject if all subjects have equal weight.
+    output: of lm-eval's simple_evaluate.
+    Raises UserError if log-likelihoods or points are not numbers, or if the metric is not a mean over questions.
+    """
+    names = [subtask.task_name for subtask in subtasks(loaded)]
+    main, *others = score_keys(task)
+    points = [_points(output, name, main, model) for name in names]
+    score = _score(points)
+    also: dict[str, Any] = {}
+    also_points: dict[str, list[list[float]]] = {}
+    if isinstance(loaded, Group):
+        subjects = {name: _score([p]) for name, p in zip(names, points, strict=True)}
+        also["mean over subjects"] = average(list(subjects.values()))
+        also_points["mean over subjects"] = points
+        score["subjects"] = subjects
+    for other in others:
+        label, each = other.removesuffix(",none"), [_points(output, name, other, model) for name in names]
+        also[label], also_points[label] = _score(each), [_joined(each)]
+    if also:
+        score["also"] = {label: {key: each[key] for key in ("value", "stderr")} for label, each in also.items()}
+    samples = [{"task": name} | sample for name in names for sample in output["samples"][name]]
+    return score, _joined(points), also_points, samples
+
+
+def _joined(points: list[list[float]]) -> list[float]:
+    return [value for each in points for value in each]
+
+
+def cluster_of(sample: dict[str, Any], cluster: str) -> str:
+    """Return the cluster of a question: its task for "task", else that field of the question.
+
+    Raises UserError if the question has no such field.
+    """
+    question = sample["doc"] | {"task": sample["task"]}
+    if cluster not in question:
+        raise UserError(
+            f"{sample['task']}: the suite's cluster: {cluster} is no field of its questions; they have "
+            f"{', '.join(map(str, sample['doc']))}, and task"
+        )
+    return str(question[cluster])
+
+
+def cluster_labels(task: SuiteTask, questions: list[tuple[Any, dict[str, Any]]]) -> list[str] | None:
+    """Return the cluster of each question, (lm-eval's task, document); None if all are independent.
+
+    Where the suite names no cluster, questions of one prompt with the same choices are one: a model answers all of them
+    alike, so that repeating a question would make any difference significant.
+    Raises UserError as `cluster_of`.
+    """
+    if task.cluster:
+        return [cluster_of({"task": each.task_name, "doc": doc}, task.cluster) for each, doc in questions]
+    with silence(), rendering():
+        labels = [digest(_prompt_and_choices(*question)) for question in questions]
+    return labels if len({*labels}) < len(labels) else None
+
+
+def _prompt_and_choices(task: Any, doc: dict[str, Any]) -> list[Any]:
+    """Return what a question asks, without few-shot examples, which may differ between equal questions."""
+    if task.OUTPUT_TYPE == "loglikelihood_rolling":
+        return [task.doc_to_target(doc)]
+    if task.OUTPUT_TYPE == "multiple_choice":  # of several inputs, as WinoGrande's, the target continues each of them
+        return [task.doc_to_target(doc) if task.multiple_input else task.doc_to_text(doc), task.doc_to_choice(doc)]
+    return [task.doc_to_text(doc), task.doc_to_target(doc) if task.OUTPUT_TYPE == "loglikelihood" else None]
+
+
+def average(scores: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the plain mean of independent scores."""
+    value = statistics.fmean(s["value"] for s in scores)
+    stderr = sqrt(sum(s["stderr"] ** 2 for s in scores)) / len(scores)
+    return {"value": value, "stderr": stderr, "low": value - Z95 * stderr, "high": value + Z95 * stderr}
+
+
+def _points(output: dict[str, Any], name: str, key: str, model: str) -> list[float]:
+    """Return the points of each question of a task."""
+    metric, filter_name = key.split(",")
+    samples = [sample for sample in output["samples"][name] if sample["filter"] == filter_name]
+    numbers = [resp[0] for sample in samples for resp in sample["filtered_resps"] if isinstance(resp, tuple | list)]
+    broken = sum(not isfinite(number) for number in numbers)
+    if broken:  # argmax of NaNs is the first choice: a broken model could score 100%
+        raise UserError(
+            f"{model}: {broken} of {len(numbers)} log-likelihoods of {name} are not numbers;"
+            " its weights are broken, as after training that diverged"
+        )
+    points = [float(sample[metric]) for sample in samples]
+    broken = sum(not isfinite(point) for point in points)
+    if broken:  # such as mc2's 0/0, if all log-likelihoods are below -745
+        raise UserError(
+            f"{model}: {broken} of {len(points)} scores ({metric}) of {name} are not numbers;"
+            " its weights are broken, as after training that diverged"
+        )
+    if abs(statistics.fmean(points) - output["results"][name][key]) > 1e-9:
+        raise UserError(
+            f"{name}: {metric} is not a mean over questions; choose a metric that is, others cannot be compared"
+        )
+    return points
+
+
+def _score(points: list[list[float]]) -> dict[str, Any]:
+    """Return the score over all questions of a column's tasks, in percent, with lm-eval's standard error.
+
+    The 95% interval is Wilson's if answers are right or wrong: four wrong answers of four do not prove 0.0 ± 0.0.
+    Otherwise it is Student's t, which is wider than the normal interval for few questions.
+    """
+    errors = [statistics.stdev(p) / sqrt(len(p)) if len(p) > 1 else 0.0 for p in points]
+    sizes = [len(p) for p in points]
+    every = _joined(points)
+    value, n = statistics.fmean(every), len(every)
+    stderr = errors[0]
+    if len(points) > 1:
+        stderr = float(pooled_sample_stderr(errors, sizes)) if n > len(points) else 0.0  # --limit 1
+    if {0.0, 1.0}.issuperset(every):
+        low, high = binomtest(int(sum(every)), n).proportion_ci(method="wilson")
+    else:
+        margin = t95(n - len(points)) * stderr
+        low, high = max(value - margin, 0.0), min(value + margin, 1.0)
+    return {"value": 100 * value, "stderr": 100 * stderr, "low": 100 * low, "high": 100 * high, "n": n}

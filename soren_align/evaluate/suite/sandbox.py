@@ -1,0 +1,104 @@
+"""A suite is data: its files run no code, unless the user trusts them.
+
+lm-eval's task files may name Python functions (`!function`), metrics that the `evaluate` package loads as scripts, any
+loader of `datasets`, and Jinja templates, which lm-eval renders outside of a sandbox. lm-eval handles each of these in
+one function, which is replaced by a checked one while tasks are loaded and evaluated. Includes and groups use it too.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import datasets
+import lm_eval.api.metrics  # noqa: F401 (registers them)
+from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
+from lm_eval import utils
+from lm_eval.api import registry, task
+from lm_eval.tasks import _yaml_loader
+
+from ...core import shipped
+from ...core.errors import UserError
+from ...data.rendering import BoundedEnvironment
+from .suites import LM_EVAL_TASKS
+
+OWN = (LM_EVAL_TASKS.resolve(), (shipped.ROOT / "eval").resolve())
+"""The folders whose task files may name functions: lm-eval's own and the shipped suites."""
+PLAIN = ("arrow", "csv", "json", "parquet", "text")
+"""Loaders of `datasets` that only read files; `pandas`, for example, reads pickles in some versions."""
+KEYWORDS = {"data_files", "data_dir", "revision", "streaming", "split", "trust_remote_code"}
+"""Allowed in `dataset_kwargs`; `datasets` 5 runs no scripts, whatever the value of trust_remote_code."""
+REMEDY = "read the suite's files, and use --trust-suite (eval.trust_suite: true) if they may run code here"
+
+
+@contextlib.contextmanager
+def loading(trusted: bool, cache_folder: Path) -> Iterator[None]:
+    """A context in which task files load only lm-eval's own code. cache_folder: the only one datasets may write to.
+
+    trusted: this suite may run code.
+    """
+    guards = (
+        []
+        if trusted
+        else [
+            mock.patch.object(_yaml_loader, "_import_func_in_yml", _guarded_function(_yaml_loader._import_func_in_yml)),
+            mock.patch.object(task, "get_metric", _guarded_metric(task.get_metric)),
+            mock.patch.object(datasets, "load_dataset", _guarded_loader(datasets.load_dataset, cache_folder)),
+        ]
+    )
+    with contextlib.ExitStack() as stack:
+        for guard in [*guards, rendering()]:
+            stack.enter_context(guard)
+        yield
+
+
+def rendering() -> Any:
+    """Return a context in which templates have access to a question's columns only, not to Python, within limits."""
+    sandbox = BoundedEnvironment(
+        loader=utils.env.loader, undefined=utils.env.undefined, keep_trailing_newline=utils.env.keep_trailing_newline
+    )
+    sandbox.filters.update(utils.env.filters)
+    return mock.patch.object(utils, "env", sandbox)
+
+
+def _guarded_function(load: Callable[..., Any]) -> Callable[..., Any]:
+    def guarded(name: str, folder: Path) -> Any:
+        resolved = Path(folder).expanduser().resolve()
+        if not any(resolved.is_relative_to(own) for own in OWN):
+            raise UserError(f"a task file in {folder} runs code (!function {name}); {REMEDY}")
+        if _runs_generated_code(resolved):
+            raise UserError(f"the functions in {resolved} run code that a model writes; {REMEDY}")
+        return load(name, folder)
+
+    return guarded
+
+
+@cache
+def _runs_generated_code(folder: Path) -> bool:
+    """Whether lm-eval's tasks in `folder` are marked as unsafe. A file that includes them could remove the mark."""
+    return any("unsafe_code: true" in f.read_text("utf-8") for f in folder.iterdir() if "yaml" in f.name)
+
+
+def _guarded_metric(load: Callable[..., Any]) -> Callable[..., Any]:
+    def guarded(name: Any, hf_evaluate_metric: bool = False) -> Any:
+        if hf_evaluate_metric or name not in registry.metric_registry:
+            raise UserError(f"metric {name!r} is not one of lm-eval's, and would be loaded as a script; {REMEDY}")
+        return load(name)
+
+    return guarded
+
+
+def _guarded_loader(load: Callable[..., Any], cache_folder: Path) -> Callable[..., Any]:
+    def guarded(path: Any = None, name: Any = None, *rest: Any, **options: Any) -> Any:
+        unsafe = sorted(options.keys() - KEYWORDS - {"cache_dir"})
+        if "cache_dir" in options and not Path(options["cache_dir"]).resolve().is_relative_to(cache_folder.resolve()):
+            unsafe.append("cache_dir")
+        if unsafe:
+            raise UserError(f"dataset_kwargs: {', '.join(unsafe)} may do more than read data; {REMEDY}")
+        if path in _PACKAGED_DATASETS_MODULES and path not in PLAIN:
+            raise UserError(f"dataset_path: {path} does more than read a file; write {', '.join(PLAIN)}, or {REMEDY}")
+        return load(path, name, *rest, **options)
+
+    return guarded

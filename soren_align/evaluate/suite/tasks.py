@@ -1,0 +1,356 @@
+"""The tasks of a suite, loaded by lm-eval with their data."""
+
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lm_eval.api.group import Group
+from lm_eval.api.task import Task
+from lm_eval.tasks import TaskManager
+from lm_eval.tasks._yaml_loader import load_yaml
+
+from ...core.errors import UserError, closest
+from ...core.files import default_cache_folder, digest
+from ...core.silence import silence
+from ...data.files import InvalidRecord, read_records
+from .sandbox import loading, rendering
+from .suites import Suite, SuiteTask
+
+Tasks = dict[str, Task | Group]
+"""By column: a task, or a group of tasks (MMLU's 57 subjects)."""
+
+
+def load_tasks(
+    suite: Suite,
+    cache: Path | None = None,
+    on_column: Callable[[str], object] | None = None,
+    *,
+    trusted: bool = False,
+) -> Tasks:
+    """Load the suite's tasks with their data. Called before training too, so that missing data are found early.
+
+    cache: the cache folder, for converted local data; None is the user's. on_column: called with each column before it
+    is loaded (MMLU's 57 datasets take seconds). trusted: the suite's files may run code.
+    Raises UserError, with the task, if a task, metric or dataset is missing, or if an untrusted file would run code.
+    """
+    tasks: Tasks = {}
+    cache = cache or default_cache_folder()
+    with tempfile.TemporaryDirectory() as folder, loading(trusted, cache):
+        manager = _manager(suite, Path(folder), cache)
+        for task in suite.tasks:
+            if on_column:
+                on_column(task.column)
+            with silence():
+                try:
+                    loaded = manager.load([_wrapper(task)])
+                    tasks[task.column] = (loaded.get("groups", {}) | loaded["tasks"])[task.task]
+                    sizes = num_questions(tasks[task.column])
+                except UserError as error:
+                    raise UserError(f"{suite.file_of(task)}: {error}") from None
+                except Exception as error:  # anything that lm-eval, datasets or the hub may raise
+                    if missing := _missing_field(suite, task):
+                        raise UserError(missing) from None
+                    reason = _invalid_question(suite, task) or _in_short(error, task)
+                    if suite.data_root is None:
+                        reason += ". Without a network, pass downloaded datasets by --data-root DIR (eval.data_root)"
+                    raise UserError(f"{suite.file_of(task)}: task {task.task} cannot be loaded: {reason}") from error
+            _refuse_unusable(suite, task, tasks[task.column], sizes)
+    return tasks
+
+
+def subtasks(task: Task | Group) -> list[Any]:
+    """Return the tasks of a group, or the task itself in a list."""
+    return task.get_all_tasks() if isinstance(task, Group) else [task]
+
+
+def num_questions(task: Task | Group) -> dict[str, int]:
+    """Return the number of questions of each subtask, by its name."""
+    return {subtask.task_name: len(subtask.eval_docs) for subtask in subtasks(task)}
+
+
+def score_keys(task: SuiteTask) -> list[str]:
+    """Return lm-eval's keys (`metric,filter`) of the reported scores; the column's own is the first."""
+    return [f"{task.metric},{task.filter}", *(a if "," in a else f"{a},{task.filter}" for a in task.also)]
+
+
+def _manager(suite: Suite, folder: Path, cache: Path) -> TaskManager:
+    """Return lm-eval's manager with the tasks of this suite only (its own index of all tasks takes half a minute).
+
+    Each task is a generated YAML file that includes the suite's: a dict instead of a file would inherit nothing,
+    silently. A group is a member as `group: mmlu`; with `task: mmlu`, as in lm-eval's own `openllm`, its 57 subjects
+    would all get this one name and replace one another.
+    """
+    members = []
+    for task in suite.tasks:
+        file = suite.file_of(task)
+        is_group = "group" in _read(file)
+        files = sorted(file.parent.glob("*.yaml")) if is_group else [file]
+        settings: dict[str, Any] = _without_unused_splits(task, files)
+        if task.num_fewshot is not None:
+            settings["num_fewshot"] = task.num_fewshot
+        if (data := _data_of(suite, file, files)) is not None:
+            settings |= {"dataset_path": str(data), "dataset_kwargs": {"cache_dir": str(_cache_for(data, cache))}}
+        if is_group:
+            members.append(str(file.parent))
+            member = {"group": task.task, **settings}
+        else:
+            member = {"task": task.task, **settings}
+            included = yaml.safe_dump({"include": str(file), "task": task.task})
+            (folder / f"{task.task}.yaml").write_text(included, encoding="utf-8")
+        wrapper = {"group": _wrapper(task), "task": [member]}
+        (folder / f"{_wrapper(task)}.yaml").write_text(yaml.safe_dump(wrapper), encoding="utf-8")
+    return TaskManager(include_path=[str(folder), *members], include_defaults=False)
+
+
+def _wrapper(task: SuiteTask) -> str:
+    """Return the name of the group that `_manager` makes for a task."""
+    return f"suite_{task.task}"
+
+
+def _without_unused_splits(task: SuiteTask, files: list[Path]) -> dict[str, None]:
+    """Return the settings by which lm-eval reads only the split with the questions, if there are no few-shot examples.
+
+    Otherwise it reads the split that examples would come from, such as PIQA's train split, and fails without it.
+    """
+    contents = [_read(file) for file in files]
+    if task.num_fewshot or (task.num_fewshot is None and any(content.get("num_fewshot") for content in contents)):
+        return {}
+    unused = ["training_split", "fewshot_split"]
+    if all(content.get("test_split") for content in contents if "task" in content):
+        unused.append("validation_split")
+    return {key: None for key in unused if any(content.get(key) for content in contents)}
+
+
+def _data_of(suite: Suite, file: Path, files: list[Path]) -> Path | None:
+    """Return the data folder for a task's file; None if its own `dataset_path` is used unchanged.
+
+    files: the task's file, or all files of its group.
+    """
+    root = suite.data_folder()
+    if root is None:
+        return None
+    names = {str(y["dataset_path"]) for y in map(_read, files) if y.get("dataset_path")}
+    if len(names) != 1:
+        raise UserError(f"{file}: needs one dataset_path, relative to data_root of {suite.path}; found {len(names)}")
+    path = root / names.pop()
+    if not path.is_dir():
+        raise UserError(f"{file}: there is no dataset folder {path}")
+    return path
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """Return the content of a task's file and its includes; functions are not resolved."""
+    try:
+        return load_yaml(file, resolve_func=False)
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError) as error:
+        raise UserError(f"{file}: is not a task file: {' '.join(str(error).split())[:200]}") from None
+
+
+def _own_data(suite: Suite, task: SuiteTask) -> tuple[dict[str, Any], Path | None]:
+    """Return the content of a task's file, and the folder of its data; None if they are on the hub."""
+    settings, root = _read(suite.file_of(task)), suite.data_folder()
+    return settings, root and root / str(settings.get("dataset_path"))
+
+
+def _missing_field(suite: Suite, task: SuiteTask) -> str:
+    """`missing_field` of a task with own data."""
+    settings, folder = _own_data(suite, task)
+    return missing_field(settings, folder) if folder else ""
+
+
+def _invalid_question(suite: Suite, task: SuiteTask) -> str:
+    """Return the place of a task's first .jsonl line that is no JSON object, with the reason; "" if there is none."""
+    _, folder = _own_data(suite, task)
+    for data in sorted(folder.rglob("*.jsonl")) if folder else ():
+        for number, record in read_records(data):
+            if isinstance(record, InvalidRecord):
+                return f"{data}:{number}: {record.reason}"
+    return ""
+
+
+def _in_short(error: Exception, task: SuiteTask) -> str:
+    first = (str(error).strip().splitlines() or [""])[0]
+    if isinstance(error, KeyError):
+        return f"its data have no split or column {first}, which {task.task} needs"
+    return f"{type(error).__name__}: {first}"
+
+
+def _cache_for(data: Path, cache: Path) -> Path:
+    """Return a cache folder for the current content of a data folder.
+
+    `datasets` identifies a folder by its last name and its README only: with one cache, another folder of the same
+    layout would get the questions of the first (test_fixtures.py).
+    """
+    files = sorted(f for f in data.rglob("*") if f.is_file())
+    content = [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
+    return cache / "datasets" / digest([str(data), content])[:16]
+
+
+def _refuse_unusable(suite: Suite, task: SuiteTask, loaded: Task | Group, sizes: dict[str, int]) -> None:
+    """Raises UserError for a task that cannot be scored.
+
+    Without questions, with unsafe code, without right answers, or without the suite's metric or filter.
+    """
+    empty = [name for name, size in sizes.items() if not size]
+    if empty:
+        raise UserError(f"{suite.file_of(task)}: task {empty[0]} has no questions")
+    if any(getattr(subtask, "UNSAFE_CODE", False) for subtask in subtasks(loaded)):
+        raise UserError(f"{suite.file_of(task)}: runs code that a model writes; choose another task")
+    if missing := _missing_field(suite, task):
+        raise UserError(missing)
+    for subtask in subtasks(loaded):
+        refuse_wrong_keys(subtask, suite.file_of(task))
+    first = subtasks(loaded)[0]
+    metrics = set(first.aggregation())  # lm-eval's defaults for the output_type, where the file has no metric_list
+    filters = {entry["name"] for entry in first.config.filter_list or []} or {"none"}
+    for key in score_keys(task):
+        metric, filter_name = key.split(",")
+        for word, name, allowed in (("metric", metric, metrics), ("filter", filter_name, filters)):
+            if name not in allowed:
+                raise UserError(
+                    f"{suite.path} {task.column}: {task.task} has no {word} {name!r};"
+                    f" write {' or '.join(sorted(allowed))}"
+                )
+
+
+# ---
+# The fields that a task's templates read, in the data's .jsonl files.
+#
+# A field that no question has is an error of lm-eval without a file or line; of one that some questions do not have,
+# its templates write the text "None", and such a question counts as answered wrong.
+
+SETTINGS = ("doc_to_text", "doc_to_choice", "doc_to_target")
+SPLITS = ("test_split", "validation_split")
+_FIELD = re.compile(r"\{\{-?\s*([A-Za-z_]\w*)\s*-?\}\}")
+
+
+def missing_field(settings: dict[str, Any], folder: Path) -> str:
+    """Return the place of the first question without a field that its task needs, and the remedy; "" if there is none.
+
+    settings: the task file's, with its includes. folder: of its data.
+    """
+    fields = dict(_fields(settings))
+    split = next((str(settings[key]) for key in SPLITS if settings.get(key)), "")
+    if not fields or settings.get("process_docs"):  # which may add fields
+        return ""
+    for file in sorted(folder.rglob("*.jsonl")):
+        if split not in file.name:
+            continue
+        for number, record in read_records(file):
+            if isinstance(record, InvalidRecord):
+                continue  # reported elsewhere
+            for field, setting in fields.items():
+                if record.get(field) is None:
+                    similar = closest(field, [key for key in record if key not in fields])
+                    remedy = f"rename {similar!r} to {field!r}" if similar else "add it, or leave the question out"
+                    return (
+                        f"{file}:{number}: the question has no {field!r}, which its task reads ({setting}), but"
+                        f" {', '.join(map(str, record))[:200]}; {remedy}"
+                    )
+    return ""
+
+
+def _fields(settings: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (field, setting) of the fields that are read without a condition or a default.
+
+    A setting without braces is the name of a field, or plain text.
+    """
+    for setting in SETTINGS:
+        template = settings.get(setting)
+        if not isinstance(template, str) or "{%" in template:
+            continue
+        names = _FIELD.findall(template)
+        if setting != "doc_to_text" and template.isidentifier():
+            names = [template]
+        yield from ((name, setting) for name in names)
+
+
+# ---
+# The choices of multiple-choice questions, the keys of the right ones, and the length of answers to be written.
+#
+# lm-eval counts a question whose key is no choice as answered wrong, and of equally likely choices the first as
+# answered.
+
+
+def refuse_wrong_keys(task: Any, file: Any) -> None:
+    """Raises UserError if the key of a question is none of its choices. task: lm-eval's. file: its place."""
+    with silence(), rendering():
+        wrong = list(_wrong_keys(task))
+    if wrong:
+        number, key, choices = wrong[0]
+        more = f" (and {len(wrong) - 1:,} more questions)" if len(wrong) > 1 else ""
+        raise UserError(
+            f"{file}: {task.task_name}, question {number}{more}: doc_to_target gives {key!r:.60}, none of its"
+            f" {len(choices)} choices ({', '.join(map(repr, choices)):.200}); the key is the number of the right"
+            f" choice, from 0, or its text{_of_letter(key)}"
+        )
+
+
+def _of_letter(key: Any) -> str:
+    """The number for a key such as "B", which many datasets have."""
+    letters = "ABCDEFGHIJ"
+    return (
+        f": for {key!r} write {letters.index(key)}" if isinstance(key, str) and len(key) == 1 and key in letters else ""
+    )
+
+
+def equal_choices(task: Any, tokenizer: Any, limit: int | None = None) -> str:
+    """Return a sentence about questions with two choices of the same tokens; "" if there are none.
+
+    They are equally likely for any model with this tokenizer, as when both are unknown words. task: lm-eval's.
+    """
+    if task.OUTPUT_TYPE != "multiple_choice" or task.multiple_input:
+        return ""
+    with silence(), rendering():
+        questions = [list(map(str, task.doc_to_choice(question))) for question in list(task.eval_docs)[:limit]]
+    tokens = iter(tokenizer([text for choices in questions for text in choices], add_special_tokens=False)["input_ids"])
+    equal = []
+    for number, choices in enumerate(questions, 1):
+        if len({tuple(next(tokens)) for _ in choices}) < len(choices):
+            equal.append(f"question {number}: {', '.join(choices):.100}")
+    if not equal:
+        return ""
+    return (
+        f"{len(equal):,} of {len(questions):,} questions have choices that are the same tokens to this tokenizer, of "
+        f"which the first counts as answered ({equal[0]})"
+    )
+
+
+def long_answers(task: Any, tokenizer: Any, max_tokens: int, limit: int | None = None) -> str:
+    """Return a sentence about right answers that have more than max_tokens tokens; "" if there are none.
+
+    A model that gives one is cut off before its end, and counts as wrong. Tasks that read only a part of an answer, by
+    a filter or a function, are left out. task: lm-eval's; its own max_gen_toks takes precedence.
+    """
+    settings = task.config
+    if task.OUTPUT_TYPE != "generate_until" or settings.filter_list or callable(settings.process_results):
+        return ""
+    max_tokens = (settings.generation_kwargs or {}).get("max_gen_toks", max_tokens)
+    with silence(), rendering():
+        answers = [task.doc_to_target(question) for question in list(task.eval_docs)[:limit]]
+    texts = [min(map(str, answer), key=len) if isinstance(answer, list) else str(answer) for answer in answers]
+    sizes = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]] if texts else []
+    long = [number for number, size in enumerate(sizes, 1) if size > max_tokens]
+    if not long:
+        return ""
+    first = f"question {long[0]}: {texts[long[0] - 1]:.60}, {sizes[long[0] - 1]} tokens"
+    return (
+        f"{len(long):,} of {len(texts):,} right answers are longer than max_gen_toks, {max_tokens} tokens, so that no "
+        f"model can give them ({first}); write a larger max_gen_toks into the task's generation_kwargs"
+    )
+
+
+def _wrong_keys(task: Any) -> Iterator[tuple[int, Any, list[Any]]]:
+    """Yield (number from 1, key, choices) of each question without a right choice."""
+    if task.OUTPUT_TYPE != "multiple_choice" or callable(task.config.process_results):
+        return  # a task's own function may read another field
+    for number, question in enumerate(task.eval_docs, 1):
+        choices = task.doc_to_choice(question)
+        key = task.doc_to_text(question) if task.multiple_input else task.doc_to_target(question)
+        for each in key if isinstance(key, list) else [key]:
+            if not (0 <= each < len(choices) if isinstance(each, int) else each in choices):
+                yield number, key, choices
+                break

@@ -1,0 +1,1 @@
+"""A trained model for others: its card, and its upload."""

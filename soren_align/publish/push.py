@@ -1,0 +1,164 @@
+"""Upload a finished run's model to the Hugging Face hub, with its card, recipe and run.json.
+
+Only files of a model are uploaded, by their names: a folder may hold notes and secrets. Pickles, optimizer states,
+metrics and samples are not uploaded, and no local path is (see `card.public`).
+"""
+
+import json
+import tempfile
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, constants, get_token
+from huggingface_hub.errors import HTTPError
+from huggingface_hub.utils import validate_repo_id
+
+from ..core.errors import UserError
+from ..core.files import read_json
+from ..core.text import print_labelled, stderr_console, with_prefix
+from ..recipe import QUANTIZATION_RECORD, TASK_TITLES, adapter_config, load_resolved
+from ..run.folder import RunFolder
+from ..run.record import to_text
+from .card import card, public, public_recipe, public_record
+
+CONFIGS = ("config.json", "generation_config.json", "tokenizer_config.json", "adapter_config.json")
+UPLOADED = (
+    *CONFIGS,
+    *("*.safetensors", "*.safetensors.index.json", QUANTIZATION_RECORD),
+    *("tokenizer.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+)
+"""Names of weights, configurations and tokenizers, as transformers and PEFT write them. Not pickles (.bin, .pt, .pkl),
+which can run code when they are loaded."""
+
+
+def push(
+    path: str,
+    repo: str,
+    *,
+    merged: bool = False,
+    private: bool = False,
+    revision: str | None = None,
+    dry_run: bool = False,
+) -> str:
+    """Upload the run's model, or its merged model, in one commit; return its page on the hub.
+
+    dry_run: upload nothing, use no network, and return the list of files. Raises UserError, before anything is
+    uploaded, if the model should not or cannot be uploaded.
+    """
+    run = RunFolder(path)
+    _refuse_name(repo)
+    with run.locked():
+        model = _model_of(run, merged)
+        if dry_run:
+            with tempfile.TemporaryDirectory() as folder:
+                _stage(Path(folder), run, model, repo, merged)
+                sizes = {file.name: file.stat().st_size for file in sorted(Path(folder).iterdir())}
+            files = [f"{with_prefix(size, 'B'):>10}  {name}" for name, size in sizes.items()]
+            return "\n".join([f"{repo} would receive", *files])
+        if constants.HF_HUB_OFFLINE:
+            raise UserError("HF_HUB_OFFLINE is set; a push needs the hub: unset it")
+        if get_token() is None:
+            raise UserError("no token for the Hugging Face hub: run `hf auth login`, or set HF_TOKEN")
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                _stage(Path(folder), run, model, repo, merged)
+                return _upload(Path(folder), run, repo, private, revision)
+        except (HTTPError, OSError) as error:  # the hub's errors are of both types
+            raise UserError(f"{repo}: not uploaded: {' '.join(str(error).split())[:400]}") from error
+
+
+def _upload(folder: Path, run: RunFolder, repo: str, private: bool, revision: str | None) -> str:
+    api = HfApi()
+    api.create_repo(repo, private=private or None, exist_ok=True)
+    if private and not api.model_info(repo).private:  # exist_ok does not change an existing repository
+        raise UserError(f"{repo}: exists already and is public; choose another name, or remove --private")
+    if revision:
+        api.create_branch(repo, branch=revision, exist_ok=True)
+    recipe = load_resolved(run.recipe)
+    message = f"{TASK_TITLES[recipe.task]} with {recipe.optimizer.name}, by soren-align"
+    api.upload_folder(repo_id=repo, folder_path=folder, revision=revision, commit_message=message)
+    return f"{constants.ENDPOINT}/{repo}" + (f"/tree/{revision}" if revision else "")
+
+
+def _stage(folder: Path, run: RunFolder, model: Path, repo: str, merged: bool) -> None:
+    """Fill `folder` with the repository's files: links to the model's, then card, recipe and run.json.
+
+    Other files of the model's folder are printed.
+    """
+    left_out = []
+    for file in sorted(model.iterdir()):
+        if not any(fnmatchcase(file.name, name) for name in UPLOADED):
+            left_out += [file.name] if file.name != "README.md" else []  # the card is written anew
+        elif file.is_symlink():
+            raise UserError(
+                f"{file}: is a link, whose target may not belong to the model; replace it by the file itself"
+            )
+        elif file.name in CONFIGS and (local := _without_local_name(read_json(file))):
+            (folder / file.name).write_text(json.dumps(local, indent=2) + "\n", encoding="utf-8")
+        elif file.is_file():
+            (folder / file.name).symlink_to(file.resolve())
+    if left_out:
+        print_labelled(stderr_console(), "left out", f"not of a model's files: {', '.join(left_out)}")
+    (folder / "README.md").write_text(card(run, repo.partition("/")[2], merged), encoding="utf-8")
+    recipe = load_resolved(run.recipe)
+    (folder / "recipe.yaml").write_text(public_recipe(recipe), encoding="utf-8")
+    record = public_record(run.record(), recipe)
+    (folder / "run.json").write_text(to_text(record), encoding="utf-8")
+
+
+def _without_local_name(config: Any) -> dict[str, Any] | None:
+    """Return a configuration with its model's name as `public` has it; None if nothing changes.
+
+    Libraries write the folder that they loaded a model from; other values, such as tokens, may look like paths.
+    """
+    names = ("name_or_path", "_name_or_path", "base_model_name_or_path")
+    if not isinstance(config, dict):
+        return None
+    changed = config | {name: public(config[name]) for name in names if name in config}
+    return changed if changed != config else None
+
+
+def _model_of(run: RunFolder, merged: bool) -> Path:
+    """Return the folder to upload. Raises UserError if it is missing, or useless on another machine."""
+    record = run.record()
+    if record["status"] == "diverged":
+        raise UserError(f"{run}: {run.why_no_model()}")
+    if record["status"] != "finished":
+        raise UserError(
+            f"{run}: is not finished (status: {record['status']}); rerun its command, with --no-eval to skip the "
+            "evaluation"
+        )
+    if (run.merged if merged else run.model).is_symlink():
+        raise UserError(f"{run.merged if merged else run.model}: is a link; replace it by the folder itself")
+    if not any(run.model.glob("*.safetensors")):
+        raise UserError(f"{run}: has no model ({run.model} holds no safetensors)")
+    adapter = adapter_config(run.model)
+    if merged and adapter is None:
+        raise UserError(f"{run}: trained no adapter; {run.model} is a whole model already; remove --merged")
+    if merged:
+        if not run.is_merged():
+            raise UserError(
+                f"{run.merged}: was not merged from this run's adapter; run `soren-align merge {run}` first"
+            )
+        return run.merged
+    if adapter and Path(adapter["base_model_name_or_path"]).is_absolute():
+        raise UserError(
+            f"{run}: its base model is a folder on this machine, which others do not have. "
+            + (
+                f"{run.merged} has the whole model already: push it with --merged"
+                if run.is_merged()
+                else f"Merge the adapter with `soren-align merge {run}`, and push the result with --merged"
+            )
+        )
+    return run.model
+
+
+def _refuse_name(repo: str) -> None:
+    if repo.count("/") != 1:
+        raise UserError(f"{repo}: write OWNER/NAME, the hub's user or organization, then the model's name")
+    try:
+        validate_repo_id(repo)
+    except ValueError as error:
+        raise UserError(str(error)) from None

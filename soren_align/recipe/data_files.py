@@ -1,0 +1,210 @@
+"""The files that a path of the data section names: a file, the files of a folder, or those that a pattern matches."""
+
+import glob
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any, get_args
+
+from ..core import shipped
+from ..core.errors import UserError, did_you_mean
+from .schema import Column
+
+SUFFIXES = (".jsonl", ".json", ".csv", ".txt", ".parquet")
+"""Of data files. All but .parquet may be followed by .gz."""
+PYTHON = "python:"
+STDLIB = f"{PYTHON}stdlib"
+"""The path of the standard library's text: see data.stdlib."""
+STDLIB_SPLITS = ("train", "validation")
+FILE_KINDS = ".jsonl, .json, .csv, .txt (each also as .gz) or .parquet"
+MAX_ENTRIES = 100_000
+"""Of a folder or a pattern, data files or not."""
+_TEST = re.compile(r"(?<![a-z])(tests?|val|valid|validation|eval|evaluation|dev|held_?out)(?![a-z])")
+
+
+def data_suffix(file: Path) -> str:
+    """The suffix of a file's format: .jsonl of a.jsonl and of a.jsonl.gz."""
+    inner = Path(file.stem).suffix
+    return inner if file.suffix == ".gz" and inner != ".parquet" else file.suffix
+
+
+def is_pattern(path: str) -> bool:
+    """Whether a path has wildcards, which the hub's names never have."""
+    return any(character in path for character in "*?[") and not shipped.resolve(path).exists()
+
+
+def data_files(path: str) -> dict[str, Path]:
+    """The data files that a path names, in alphabetical order, by their names for messages.
+
+    Of a folder, all data files at any depth. Hidden files and folders, and links to folders, are left out. Raises
+    UserError if there is no file, if a single one is of no kind that can be read, or if there are too many.
+    """
+    place, has_wildcards = shipped.resolve(path), is_pattern(path)
+    if not has_wildcards and not place.is_dir():
+        return {path: _single(path, place)}
+    if not has_wildcards and place.resolve() in (Path("~").expanduser().resolve(), Path("/")):
+        raise UserError(f"{path}: is a whole home or disk; name a folder of data")
+    if "**" in path:
+        raise UserError(f"{path}: '**' is not read; name the folder, whose data files are read at any depth")
+    names = list(islice(glob.iglob(str(place)) if has_wildcards else _walk(place), MAX_ENTRIES + 1))
+    if len(names) > MAX_ENTRIES:
+        raise UserError(f"{path}: names more than {MAX_ENTRIES:,} files and folders; name fewer")
+    files = [file for name in names if data_suffix(file := Path(name)) in SUFFIXES and file.is_file()]
+    if not files:
+        raise UserError(f"{path}: has no data file ({FILE_KINDS})")
+    root = _root(path)
+    start = root if has_wildcards else Path(path)
+    return {str(start / file.relative_to(root)): file for file in sorted(files)}
+
+
+def data_problems(path: str, may_be_test: bool) -> list[str]:
+    """The problems of the files at `path`. may_be_test: whether a file of a folder may be a test split's."""
+    if path.startswith(PYTHON):
+        return [] if path == STDLIB else [f"found {path!r}; write {STDLIB}, the only text of Python's own"]
+    try:
+        files = data_files(path)
+    except UserError as error:
+        return list(error.problems)
+    if path in files:
+        return [f"{path} is empty"] if files[path].stat().st_size == 0 else []
+    root = _root(path)
+    tests = (name for name, file in files.items() if is_test_split(str(file.relative_to(root))))
+    if not may_be_test and (name := next(tests, None)):
+        return [
+            f"{name} is a test split by its name, and scores on training data are meaningless; name the others by a "
+            "pattern, such as train*.jsonl, or write train_on_test: true beside the path"
+        ]
+    return []
+
+
+def is_test_split(split: str) -> bool:
+    """Whether a split's name is that of a held-out split: test_sft, validation, eval."""
+    return _TEST.search(split.lower()) is not None
+
+
+def _single(path: str, file: Path) -> Path:
+    if not file.exists():
+        names: Iterable[str] = os.listdir(file.parent) if file.parent.is_dir() else ()
+        raise UserError(f"no file {path}{did_you_mean(file.name, names)}")
+    if not file.is_file():
+        raise UserError(f"{path} is no regular file; name a file: {FILE_KINDS}")
+    if data_suffix(file) not in SUFFIXES:
+        raise UserError(f"{path}: cannot read '{file.suffix}' files; write one of {FILE_KINDS}")
+    return file
+
+
+def _root(path: str) -> Path:
+    """The folder itself, or the part of a pattern that has no wildcard."""
+    place = shipped.resolve(path)
+    if not is_pattern(path):
+        return place
+    return next(parent for parent in place.parents if not any(c in str(parent) for c in "*?["))
+
+
+def _walk(folder: Path) -> Iterator[str]:
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield parent
+        yield from (os.path.join(parent, name) for name in names if not name.startswith("."))
+
+
+# ---
+# The first lines of .jsonl files, checked before torch is loaded: JSON objects, with columns that can be read.
+#
+# All examples are checked later, by data/split.py; this saves the wait for a file that cannot be read at all.
+
+NUM_LINES, NUM_FILES = 50, 3
+MAX_LINE = 1 << 20
+"""Bytes; a file with a longer line is left to the later checks."""
+REQUIRED_COLUMNS: dict[str, str] = {
+    "sft": "'messages': a list of {role, content} turns (or 'conversations' as of ShareGPT, 'instruction' and "
+    "'output', 'prompt' and 'completion', 'text'); other names go under `columns`",
+    "dpo": "'chosen' and 'rejected': two whole conversations, lists of {role, content} turns (or two answers beside "
+    "their 'prompt' or 'instruction'); other names go under `columns`",
+}
+OPTIONS = ("tools", "chat_template_kwargs")
+"""Columns of an example beside its turns: the tools that its template lists, and other variables of the template."""
+
+
+def first_line_problems(path: str, split: dict[str, Any], task: str | None) -> list[str]:
+    """The problems of the first lines of the .jsonl files at `path`, which exist. split, task: of the raw recipe."""
+    if path == STDLIB:
+        return []
+    limit = split.get("limit")
+    num_lines = min(limit, NUM_LINES) if isinstance(limit, int) else NUM_LINES
+    files = [(name, file) for name, file in data_files(path).items() if file.suffix == ".jsonl"]
+    for name, file in files[:NUM_FILES]:
+        try:
+            lines = _lines(file, num_lines)
+        except OSError as error:
+            return [f"{name}: cannot be read: {error.strerror}"]
+        if problems := _problems(name, lines, split, task):
+            return problems
+    return []
+
+
+def _problems(name: str, lines: list[tuple[int, bytes]], split: dict[str, Any], task: str | None) -> list[str]:
+    examples = []
+    for number, line in lines:
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            if split.get("bad_examples", "refuse") == "refuse":
+                return [f"{name}:{number}: not JSON: {error.msg} at column {error.colno}; a line is one JSON object"]
+        except (ValueError, RecursionError):
+            return []  # reported in full later
+        else:
+            examples += [record] if isinstance(record, dict) and record else []
+    columns = {column: None for example in examples for column in example}
+    names = split.get("columns")
+    if isinstance(names, dict) and names:
+        return _names_problems(name, columns, names) if columns else []
+    if not columns or task not in REQUIRED_COLUMNS or columns.keys() & set(get_args(Column)):
+        return []
+    hint = example_of_names(examples[0], task)
+    return [f"{name}: found the columns {', '.join(columns)}; {task} needs {REQUIRED_COLUMNS[task]}{hint}"]
+
+
+def _names_problems(name: str, columns: dict[str, None], names: dict[str, Any]) -> list[str]:
+    """The first of `names`, ours -> the dataset's, that is no column. Keys of turns are not columns."""
+    own = {ours: theirs for ours, theirs in names.items() if ours not in ("role", "content", "weight")}
+    missing = [(ours, theirs) for ours, theirs in own.items() if isinstance(theirs, str) and theirs not in columns]
+    return [
+        f"{name}: columns.{ours} is '{theirs}', and the columns are {', '.join(columns)}{did_you_mean(theirs, columns)}"
+        for ours, theirs in missing[:1]
+    ]
+
+
+def columns_text(names: Mapping[str, str]) -> str:
+    """The value of `columns` in YAML. names: ours -> the dataset's."""
+    return f"{{{', '.join(f'{ours}: {theirs}' for ours, theirs in names.items())}}}"
+
+
+def example_of_names(example: dict[str, Any], task: str) -> str:
+    """A proposal for `columns`, where an SFT dataset has a column of turns, or two of text."""
+    if task != "sft":
+        return ""
+    lists = {column: value for column, value in example.items() if isinstance(value, list) and column not in OPTIONS}
+    turns = [column for column, value in lists.items() if value and isinstance(value[0], dict)]
+    if turns:
+        return f", such as {columns_text({'messages': turns[0]})}"
+    texts = {column: len(value) for column, value in example.items() if isinstance(value, str)}
+    longest = sorted(texts, key=lambda column: -texts[column])[:2]  # an id is shorter
+    pair = [column for column in texts if column in longest]
+    return f", such as {columns_text({'instruction': pair[0], 'output': pair[1]})}" if len(pair) == 2 else ""
+
+
+def _lines(file: Path, num_lines: int) -> list[tuple[int, bytes]]:
+    """(number, line) of the first lines that are not blank, up to the first that is too long."""
+    lines: list[tuple[int, bytes]] = []
+    with file.open("rb") as stream:
+        for number in range(1, num_lines + 1):
+            line = stream.readline(MAX_LINE)
+            if len(line) == MAX_LINE or not line:
+                break
+            if line.strip():
+                lines.append((number, line))
+    return lines

@@ -1,0 +1,335 @@
+"""The fields of TRL's SFTConfig and DPOConfig, read from their source without importing them.
+
+Importing TRL takes ten seconds and torch; a typo should be reported within one. So the dataclasses of the *installed*
+TRL and transformers are parsed, never executed. tests/recipe/test_trl_config.py compares the result with
+`dataclasses.fields` of the real classes, so that an upgrade which changes their style is noticed.
+"""
+
+import ast
+import functools
+import importlib.util
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import did_you_mean
+
+CLASSES = {"sft": "SFTConfig", "dpo": "DPOConfig", "pretrain": "SFTConfig"}
+_PUSH = "nothing is uploaded during training; `soren-align push RUN OWNER/NAME` uploads a finished run"
+
+# Keys of TRL that belong to another section of a recipe, or to none: one meaning, one place.
+ELSEWHERE = {
+    "learning_rate": "belongs to optimizer.lr (and optimizer.aux_lr)",
+    "weight_decay": "belongs to optimizer.weight_decay",
+    "optim": "belongs to optimizer.name",
+    "optim_args": "belongs to the optimizer section",
+    "optim_target_modules": "belongs to the optimizer section (optimizer.aux)",
+    "adam_beta1": "belongs to optimizer.betas",
+    "adam_beta2": "belongs to optimizer.betas",
+    "adam_epsilon": "belongs to optimizer.eps",
+    "output_dir": "belongs to run.output_dir",
+    "resume_from_checkpoint": "belongs to run.resume",
+    "model_init_kwargs": "belongs to the model section",
+    "chat_template_path": "belongs to model.chat_template (qwen2.5, zephyr, or the path of a .jinja file)",
+    "eos_token": "belongs to model.eos_token",
+    "trust_remote_code": "remote code is not run; use a model that transformers supports",
+    "dataset_text_field": "belongs to the data section; columns are recognised there",
+    "dataset_kwargs": "belongs to the data section",
+    "remove_unused_columns": "belongs to the data section",
+    "disable_tqdm": "progress is shown by soren-align itself; leave it out",
+    "log_level": "progress is shown by soren-align itself; leave it out",
+    "log_level_replica": "progress is shown by soren-align itself; leave it out",
+    "do_train": "determined by the command; leave it out",
+    "do_eval": "determined by the command; leave it out",
+    "do_predict": "determined by the command; leave it out",
+    "deepspeed": "belongs to run.parallel; leave it out",
+    "fsdp": "belongs to run.parallel; leave it out",
+    "fsdp_config": "belongs to run.parallel; leave it out",
+    "parallelism_config": "belongs to run.parallel; leave it out",
+    "accelerator_config": "soren-align sets it for the processes that it starts; leave it out",
+    "local_rank": "soren-align sets it for the processes that it starts; leave it out",
+    "save_only_model": "a checkpoint without its optimizer cannot be resumed; leave it out",
+    "ignore_data_skip": "a resumed run must see the same examples as an uninterrupted one; leave it out",
+    "auto_find_batch_size": "it changes the batch silently; set per_device_train_batch_size",
+    "push_to_hub": _PUSH,
+    "hub_model_id": _PUSH,
+    "hub_strategy": _PUSH,
+    "hub_always_push": _PUSH,
+    "hub_revision": _PUSH,
+    "hub_token": "recipes are written into run folders; put the token into the environment as HF_TOKEN",
+}
+
+# Keys of older recipes, with TRL's present name.
+RENAMED = {
+    "warmup_ratio": "write warmup_steps: a number below 1 is a ratio",
+    "max_seq_length": "write max_length",
+    "max_prompt_length": "TRL no longer has this limit; max_length counts prompt and answer",
+    "torch_dtype": "belongs to model.dtype",
+    "dtype": "belongs to model.dtype",
+    "evaluation_strategy": "write eval_strategy",
+    "overwrite_output_dir": "write run.overwrite",
+    "chat_template": "belongs to model.chat_template",
+    "dataset_name": "belongs to data.train.path",
+    "lr": "belongs to optimizer.lr",
+    "epochs": "write num_train_epochs",
+    "num_epochs": "write num_train_epochs",
+    "steps": "write max_steps",
+    "batch_size": "write per_device_train_batch_size, or run.global_batch_size",
+    "micro_batch_size": "write per_device_train_batch_size",
+    "seq_length": "write max_length",
+    "max_seq_len": "write max_length",
+}
+
+# Bounds that TRL and transformers check late, or not at all.
+AT_LEAST = {
+    "per_device_train_batch_size": 1,
+    "per_device_eval_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "max_length": 2,
+    "save_total_limit": 1,
+    "max_steps": -1,
+    "seed": 0,
+    "warmup_steps": 0,
+    "max_grad_norm": 0,
+    "dataloader_num_workers": 0,
+}
+AT_MOST: dict[str, int] = dict.fromkeys(("seed", "data_seed"), 2**32 - 1)  # numpy's
+AT_MOST |= dict.fromkeys(("dataloader_num_workers", "dataset_num_proc"), 256)  # each is a process, of every rank
+MORE_THAN = {"num_train_epochs": 0, "logging_steps": 0, "save_steps": 0, "eval_steps": 0, "beta": 0}
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of a TRL config class."""
+
+    name: str
+    types: frozenset[str]
+    """Names of plain types that the annotation admits, e.g. {'int', 'None'}."""
+    choices: tuple[str, ...] = ()
+    default: Any = None
+    """The default where it is a literal, else None."""
+    help: str = ""
+
+
+@functools.cache
+def fields(task: str) -> dict[str, Field]:
+    """The fields of the installed TRL's config class for `task` ('sft', 'dpo' or 'pretrain'), by name."""
+    transformers, trl = _source("transformers"), _source("trl")
+    enums = _enums(transformers / "trainer_utils.py") | _enums(transformers / "training_args.py")
+    known: dict[str, Field] = {}
+    for path, name in (
+        (transformers / "training_args.py", "TrainingArguments"),
+        (trl / "trainer/base_config.py", "_BaseConfig"),
+        (trl / f"trainer/{CLASSES[task].removesuffix('Config').lower()}_config.py", CLASSES[task]),
+    ):
+        known |= _class_fields(path, name, enums)
+    return known
+
+
+def problems(task: str, values: dict[str, Any]) -> dict[str, str]:
+    """The problems of a recipe's `trainer` section: key -> message."""
+    wrong = {}
+    for key, value in values.items():
+        message = _problem(task, key, value)
+        if message:
+            wrong[key] = message
+    if values.get("hub_private_repo") is not None and "trackio" not in named(values.get("report_to")):
+        wrong["hub_private_repo"] = f"has an effect with trackio only (a Space); {_PUSH}, with --private"
+    return wrong
+
+
+def _problem(task: str, key: str, value: Any) -> str | None:
+    known = fields(task)
+    other = "sft" if task == "dpo" else "dpo"
+    if key in ELSEWHERE:
+        return ELSEWHERE[key]
+    if key not in known:
+        if key in fields(other):
+            return f"is a key of TRL's {CLASSES[other]}; this is a {task} recipe"
+        if key in RENAMED:
+            return f"unknown to TRL's {CLASSES[task]}; {RENAMED[key]}"
+        return f"unknown to TRL's {CLASSES[task]}{did_you_mean(key, known)}"
+    if key == "report_to" and _fits(value, known[key].types):
+        return problem(value)
+    if key == "truncation_mode" and value == "keep_end":
+        return "keep_end is deprecated in TRL, and examples that it truncates could not be counted; leave it out"
+    field = known[key]
+    if field.choices:
+        values = value if isinstance(value, list) else [value]
+        bad = [v for v in values if v not in field.choices and not (v is None and "None" in field.types)]
+        if bad:
+            hint = did_you_mean(bad[0], field.choices)
+            return f"found {bad[0]!r}; write one of {', '.join(field.choices)}{hint}"
+    elif not _fits(value, field.types):
+        hint = " (YAML's word for nothing is null)" if value == "None" else ""
+        return f"found {value!r}; write {_in_words(field.types)}{hint}"
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if not math.isfinite(value):
+            return f"found {value!r}; it must be finite"
+        if key in AT_LEAST and value < AT_LEAST[key]:
+            return f"found {value!r}; it must be at least {AT_LEAST[key]}"
+        if key in AT_MOST and value > AT_MOST[key]:
+            return f"found {value!r}; it must be at most {AT_MOST[key]}"
+        if key in MORE_THAN and value <= MORE_THAN[key]:
+            return f"found {value!r}; it must be more than {MORE_THAN[key]}"
+    return None
+
+
+def _fits(value: Any, types: frozenset[str]) -> bool:
+    if not types or "Any" in types:
+        return True
+    if value is None:
+        return "None" in types
+    if isinstance(value, bool):
+        return "bool" in types
+    if isinstance(value, int):
+        return bool(types & {"int", "float"})
+    return type(value).__name__ in types
+
+
+_WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "a text",
+    "dict": "a mapping",
+}
+
+
+def _in_words(types: frozenset[str]) -> str:
+    words = [_WORDS.get(t, "a list" if t == "list" else t) for t in sorted(types - {"None"})]
+    return " or ".join(words + (["null"] if "None" in types else []))
+
+
+def _source(package: str) -> Path:
+    spec = importlib.util.find_spec(package)  # finds the folder; runs nothing of it
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError(f"{package} is not installed; pip install soren-align brings it")
+    return Path(spec.origin).parent
+
+
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _enums(path: Path) -> dict[str, tuple[str, ...]]:
+    """String enums of a module: class name -> its values."""
+    enums = {}
+    for node in _tree(path).body:
+        if isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "ExplicitEnum" for base in node.bases):
+            values = [s.value for s in node.body if isinstance(s, ast.Assign)]
+            enums[node.name] = tuple(v.value for v in values if isinstance(v, ast.Constant))
+    return enums
+
+
+def _class_fields(path: Path, name: str, enums: dict[str, tuple[str, ...]]) -> dict[str, Field]:
+    cls = next(n for n in _tree(path).body if isinstance(n, ast.ClassDef) and n.name == name)
+    document = ast.get_docstring(cls) or ""
+    fields = {}
+    for node in cls.body:
+        if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
+            continue
+        call = {k.arg: k.value for k in node.value.keywords} if isinstance(node.value, ast.Call) else {}
+        meta = _metadata(call.get("metadata"))
+        named = {n.id for n in ast.walk(node.annotation) if isinstance(n, ast.Name)}
+        types = _types(node.annotation)
+        enum = next((enums[n] for n in sorted(named & enums.keys())), None)
+        fields[node.target.id] = Field(
+            name=node.target.id,
+            types=frozenset(types),
+            choices=enum or tuple(meta.get("choices", ())) or _documented_choices(document, node.target.id),
+            default=_literal(call.get("default", node.value)),
+            help=str(meta.get("help", "")),
+        )
+    return fields
+
+
+def _documented_choices(document: str, name: str) -> tuple[str, ...]:
+    """The values that a class docstring lists for a parameter after 'Possible values are:', as for DPO's loss_type."""
+    entry = re.search(rf"^ *{name} \(.*?(?=^ *\w+ \(|\Z)", document, re.MULTILINE | re.DOTALL)
+    values = re.search(r"Possible values are:(.*?)(?:\.\s|\Z)", entry[0], re.DOTALL) if entry else None
+    return tuple(re.findall(r"`['\"](\w+)['\"]`", values[1])) if values else ()
+
+
+def _types(annotation: ast.expr) -> set[str]:
+    """Top-level alternatives of `a | b[c] | None`: {'a', 'b', 'None'}."""
+    if isinstance(annotation, ast.BinOp):
+        return _types(annotation.left) | _types(annotation.right)
+    if isinstance(annotation, ast.Subscript):
+        if ast.unparse(annotation.value) == "Literal":
+            return {type(_literal(annotation.slice)).__name__}
+        return _types(annotation.value)
+    return {ast.unparse(annotation)}
+
+
+def _metadata(node: ast.expr | None) -> dict[str, Any]:
+    if not isinstance(node, ast.Dict):
+        return {}
+    pairs = ((k.value, v) for k, v in zip(node.keys, node.values, strict=True) if isinstance(k, ast.Constant))
+    return {str(k): value for k, v in pairs if (value := _literal(v)) is not None}
+
+
+def _literal(node: ast.expr | None) -> Any:
+    try:
+        return ast.literal_eval(node) if node is not None else None
+    except ValueError:
+        return None
+
+
+# ---
+# Trackers besides metrics.jsonl: transformers' integrations, by the names in `trainer.report_to`.
+#
+# transformers reports a missing package only after the model is loaded; here it is reported before.
+
+# Name in report_to -> (required modules, package to install). tests/recipe/test_trackers.py compares the names with
+# those of the installed transformers.
+TRACKERS: dict[str, tuple[tuple[str, ...], str]] = {
+    "azure_ml": (("azureml.core",), "azureml-core"),
+    "clearml": (("clearml",), "clearml"),
+    "codecarbon": (("codecarbon",), "codecarbon"),
+    "comet_ml": (("comet_ml",), "comet-ml"),
+    "dagshub": (("dagshub", "mlflow"), "dagshub mlflow"),
+    "dvclive": (("dvclive",), "dvclive"),
+    "flyte": (("flytekit",), "flytekit"),
+    "kubeflow": ((), ""),
+    "mlflow": (("mlflow",), "mlflow"),
+    "neptune": (("neptune",), "neptune"),
+    "swanlab": (("swanlab",), "swanlab"),
+    "tensorboard": (("tensorboard",), "tensorboard"),
+    "trackio": (("trackio",), "trackio"),
+    "wandb": (("wandb",), "wandb"),
+}
+
+
+def named(report_to: Any) -> list[Any]:
+    """The trackers in `trainer.report_to`."""
+    names = report_to if isinstance(report_to, list) else [report_to]
+    return [] if names in ([None], ["none"]) else names
+
+
+def problem(report_to: Any) -> str | None:
+    """The problem of `trainer.report_to`; None if there is none."""
+    for name in named(report_to):
+        if not isinstance(name, str):
+            return f"found {name!r}; write none, {', '.join(TRACKERS)}"
+        if name == "all":
+            return "found 'all', which depends on the machine; name the trackers, or write none"
+        if name == "none":
+            return "found 'none' among others; write it alone, or leave it out"
+        if name not in TRACKERS:
+            return f"found {name!r}; write none, {', '.join(TRACKERS)}{did_you_mean(name, [*TRACKERS, 'none'])}"
+        modules, install = TRACKERS[name]
+        if missing := [module for module in modules if not _is_installed(module)]:
+            return f"{name} is not installed ({', '.join(missing)}): pip install {install}, or write none"
+    return None
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError:
+        return False
+    return spec is not None and spec.origin is not None  # wandb's log folder `wandb` would be importable too

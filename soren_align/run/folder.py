@@ -1,0 +1,362 @@
+"""The run folder: the files of one run, written so that it can be read, resumed and repeated.
+
+    recipe.yaml    the resolved recipe, with every default
+    run.json       status, versions, commit, data, start, routing, the optimizer that made the steps (see run/record.py)
+    metrics.jsonl  one line per log
+    spectra.jsonl  singular values of momenta, if run.log_spectra names steps
+    samples.jsonl  answers to prompts during training, if run.samples names some
+    start_logits.safetensors   until training ends, if run.kl_to_start measures the divergence from the start
+    checkpoints/   to resume from       model/   the trained model       eval/<suite>/   its scores
+    merged/        the adapter merged with its base model (soren-align merge)
+    tensorboard/   if trainer.report_to names it
+
+Files are written atomically, so that a killed run leaves none truncated.
+"""
+
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+from ..core.errors import DivergedError, ResumableError, UserError
+from ..core.files import Content, is_component, local_path, read_json, remove, write
+from . import lock
+from . import record as manifest
+from .provenance import fingerprint, software
+
+COMPLETE_MARKER = "soren_align.json"
+"""The seal of a checkpoint, written last, when all its files are complete and on the disk."""
+PREVIOUS = "remove this checkpoint's folder to resume from the previous one"
+"""The remedy for a damaged checkpoint."""
+MERGED_FROM = "merged_from.json"  # in a merged model: sha256 of the adapter that was merged
+CONTENTS = (
+    "recipe.yaml",
+    "metrics.jsonl",
+    "spectra.jsonl",
+    "samples.jsonl",
+    "start",
+    "start_logits.safetensors",
+    "checkpoints",
+    "model",
+    "merged",
+    "eval",
+    "tensorboard",
+    "run.json",
+)
+AFTER_DIVERGENCE = "train it anew with a smaller optimizer.lr, such as a tenth, and --set run.overwrite=true"
+STOPPED = "stopped by a signal"
+"""`last_error` of a run that a signal stopped: the same command resumes it."""
+LOCK, RANKS_LOCK = ".lock", ".lock-ranks"
+_PART = re.compile(r"run\.json\.(\d+\.)?part")
+
+
+class RunFolder:
+    """The files of one run, by name. Their content may come from anyone, and is checked when it is read."""
+
+    def __init__(self, path: str | Path):
+        self.path = local_path(str(path))
+        self.recipe = self.path / "recipe.yaml"
+        self.metrics = self.path / "metrics.jsonl"
+        self.spectra = self.path / "spectra.jsonl"
+        self.samples = self.path / "samples.jsonl"
+        self.start = self.path / "start"
+        self.start_logits = self.path / "start_logits.safetensors"
+        self.checkpoints = self.path / "checkpoints"
+        self.model = self.path / "model"
+        self.merged = self.path / "merged"
+
+    @property
+    def name(self) -> str:
+        """The folder's own name."""
+        return self.path.resolve().name
+
+    def __str__(self):
+        return str(self.path)
+
+    def evaluation(self, suite: str) -> Path:
+        """Return the folder for a suite's results. Raises UserError if the name is a path to another folder."""
+        if not is_component(suite):
+            raise UserError(f"suite {suite!r}: cannot name a folder of results; rename it")
+        return self.path / "eval" / suite
+
+    def read(self, *required: str) -> dict[str, Any] | None:
+        """Return run.json, or None if the folder is not a run's.
+
+        Raises UserError if it is damaged, lacks a required key, or was not written by soren-align. A folder with a
+        config.json is a model's, even if another tool has written a run.json into it.
+        """
+        file = self.path / "run.json"
+        if not file.is_file() or (self.path / "config.json").is_file():
+            return None
+        return manifest.checked(read_json(file), file, required)
+
+    def record(self, *required: str) -> dict[str, Any]:
+        """Return run.json as `read` does. Raises UserError if the folder is not a run's."""
+        record = self.read(*required)
+        if record is None:
+            raise UserError(f"{self}: not a run folder (it has no run.json)")
+        return record
+
+    def why_no_model(self) -> str:
+        """Return the finding and the remedy for a run without a model folder."""
+        record = self.read() or {}
+        status = record.get("status")
+        if status == "diverged":
+            return f"diverged: {record['training']['diverged']}; {AFTER_DIVERGENCE}"
+        if status == "finished":
+            return "has no model any more, it was removed; train it again with --set run.overwrite=true"
+        return f"has no model yet (status: {status}); finish the run first"
+
+    def update(self, **changes: Any) -> None:
+        """Set keys of run.json."""
+        self.replace(**((self.read() or {}) | changes))
+
+    def replace(self, **record: Any) -> None:
+        """Replace run.json by these keys and the version of its format."""
+        record["format_version"] = manifest.FORMAT_VERSION
+        write(self.path / "run.json", manifest.to_text(record))
+
+    def record_failure(self, error: Exception) -> None:
+        """Write an error into run.json, if the run has begun and the disk has room: its message, whether the training
+        diverged, and whether the same command resumes the run. Of a defect, no UserError, the software that has it.
+        """
+        is_defect = not isinstance(error, UserError)
+        message = (f"{type(error).__name__}: {error}".splitlines() or [""])[0] if is_defect else str(error)
+        with suppress(OSError, UserError):
+            if self.read() is not None:
+                self.update(
+                    last_error=message,
+                    diverged=isinstance(error, DivergedError),
+                    resumable=isinstance(error, ResumableError),
+                    defect=software() if is_defect else None,
+                )
+
+    def forget_failure(self) -> None:
+        """Remove what `record_failure` has written: the run is resumed."""
+        record = self.read() or {}
+        self.replace(
+            **{k: v for k, v in record.items() if k not in ("diverged", "resumable", "defect")} | {"last_error": None}
+        )
+
+    def complete_checkpoints(self) -> list[Path]:
+        """Return the complete checkpoints (see training/checkpoints.py), in the order of their steps."""
+        return [path for path in checkpoints_in(self.checkpoints) if (path / COMPLETE_MARKER).is_file()]
+
+    # -- one process at a time --------------------------------------------------------------------------------------
+
+    def lock(self, *, create: bool = False, as_rank: bool = False, shared: bool = False) -> None:
+        """Hold the folder until `release`. Comes before anything in the folder is read.
+
+        create: the folder may be new. as_rank: for the first of several ranks, whose launcher holds the folder too; the
+        launcher may be killed before the ranks end. shared: other processes may evaluate the run at the same time, and
+        none may train it. Raises UserError if another process holds the folder, if it is not a run's, and if it
+        contains links.
+        """
+        own = self.path / (RANKS_LOCK if as_rank else LOCK)
+        if not lock.is_held(own):
+            self._refuse_foreign(create)
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock.acquire(own, shared=shared)
+            ranks = self.path / RANKS_LOCK
+            if not as_rank and not lock.is_held(ranks):
+                try:
+                    lock.acquire(ranks, shared=shared)  # raises if ranks still train after their launcher was killed
+                except UserError:
+                    lock.release(own)
+                    raise
+                lock.release(ranks)
+        self._refuse_special_files()
+
+    def release(self) -> None:
+        """Let other processes use the folder."""
+        for name in (LOCK, RANKS_LOCK):
+            lock.release(self.path / name)
+
+    def is_locked(self) -> bool:
+        """Whether this process holds the folder."""
+        return any(lock.is_held(self.path / name) for name in (LOCK, RANKS_LOCK))
+
+    def refuse_lost_lock(self) -> None:
+        """Raise LockedError if this process does not hold the folder any more, as after `rm .lock`."""
+        if not self.is_locked():
+            raise lock.LockedError(
+                f"{self}: its lock was removed or taken over, so that another command may train in it; this one stops "
+                f"and leaves the folder as it is. {LOCK} needs no removing: it is free when its process has ended"
+            )
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder within the block; see `lock`."""
+        was_locked = self.is_locked()
+        try:
+            self.lock()
+            yield
+        finally:
+            if not was_locked:
+                self.release()
+
+    def _refuse_foreign(self, create: bool) -> None:
+        """Raise UserError if the folder is not a run's and cannot become one. Nothing is written, not even a lock."""
+        if self.path.exists() and not self.path.is_dir():
+            raise UserError(f"{self}: is a file; choose another run.output_dir")
+        names = {entry.name for entry in self.path.iterdir()} if self.path.is_dir() else set()
+        # of a start that was killed; a lease beside a lock has its name and more
+        names = {name for name in names if not name.startswith(LOCK) and not _PART.fullmatch(name)}
+        if self.read() is not None or (create and not names):
+            return
+        if create:
+            raise UserError(f"{self}: not empty and not a run folder; choose another run.output_dir")
+        raise UserError(f"{self}: not a run folder (it has no run.json)")
+
+    # -- no file outside the folder ---------------------------------------------------------------------------------
+
+    def _refuse_special_files(self) -> None:
+        """Raise UserError for a link among the files of a run: writing through it would change files elsewhere; and for
+        a pipe, a socket or a device: opening one may never end.
+        """
+        for name in CONTENTS:
+            for entry in (self.path / name, *self.path.glob(f"{name}.*part")):
+                for file in _special_files(entry):
+                    if not file.is_symlink():
+                        raise UserError(f"{file}: is a pipe, a socket or a device; remove it")
+                    raise UserError(
+                        f"{file}: is a link to {os.readlink(file)}, and a run writes into no other folder; remove it, "
+                        "or put the whole run elsewhere (run.output_dir)"
+                    )
+
+    def clear(self) -> None:
+        """Remove the files of a run, and no others; of links, not their targets.
+
+        run.json stays, to be replaced: without it the folder would not be a run's if this is interrupted.
+        """
+        for name in CONTENTS[:-1]:
+            for entry in (self.path / name, *self.path.glob(f"{name}.*part")):
+                remove(entry)
+
+    def adapter(self) -> dict[str, str | None]:
+        """Return the content of `merged`'s MERGED_FROM for the run's adapter."""
+        return {"adapter_sha256": fingerprint(str(self.model))}
+
+    def is_merged(self) -> bool:
+        """Whether `merged` was made from the run's adapter as it is now."""
+        file = self.merged / MERGED_FROM
+        return file.is_file() and read_json(file) == self.adapter()
+
+    def drop_measurements_after(self, step: int, logged: Sequence[dict[str, Any]] = ()) -> list[str]:
+        """Remove the lines that a resumed run repeats: of later steps, the summary of its interrupted training, and the
+        samples of its end; and damaged lines. A last line that a kill left truncated is none.
+
+        logged: the lines of metrics.jsonl up to `step`, as the checkpoint has them (its log_history); those that the
+        file has not are restored. Returns a notice about each file that was damaged.
+        """
+        notices = []
+        for file in (self.metrics, self.spectra, self.samples):
+            if not file.is_file() and not (logged and file == self.metrics):
+                continue
+            remaining: list[tuple[dict[str, Any], str]] = []
+            num_damaged = 0
+            text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+            for line in text.splitlines(keepends=True):
+                try:
+                    record = json.loads(line)
+                    if record["step"] <= step and "train_runtime" not in record and record.get("at") != "end":
+                        remaining.append((record, line.removesuffix("\n")))
+                except (ValueError, TypeError, KeyError, RecursionError):
+                    num_damaged += line.endswith("\n")
+            lines, remedy = [line for _, line in remaining], "lines removed"
+            if logged and file == self.metrics:
+                own = {_sorted(record): line for record, line in remaining}
+                saved = {_sorted(log): json.dumps({"step": log["step"]} | log) for log in logged}
+                num_damaged = len(saved.keys() - own.keys())
+                remedy = f"or missing lines restored from checkpoint-{step}"
+                lines = [own.get(key, line) for key, line in saved.items()]
+            if num_damaged:
+                notices.append(f"{file.name}: {num_damaged} damaged {remedy}")
+            write(file, "".join(line + "\n" for line in lines))
+        return notices
+
+
+def _sorted(record: dict[str, Any]) -> str:
+    return json.dumps(record, sort_keys=True)
+
+
+class Seal(TypedDict):
+    """The content of COMPLETE_MARKER."""
+
+    step: manifest.Count
+    origin: dict[str, Any]
+    """The run that the checkpoint belongs to: recipe, processes, data, starting weights, template."""
+    files: dict[str, Content]
+    """Of every other file below the checkpoint's folder."""
+
+
+def read_seal(checkpoint: Path) -> Seal:
+    """Return the seal of a complete checkpoint. Raises UserError for any other folder."""
+    marker = checkpoint / COMPLETE_MARKER
+    if not marker.is_file():
+        raise UserError(f"{checkpoint}: no complete checkpoint of soren-align ({COMPLETE_MARKER} is missing)")
+    try:
+        seal = TypeAdapter(Seal).validate_python(read_json(marker), strict=True)
+    except UserError as error:
+        if isinstance(error.__context__, OSError):  # it cannot be read, and may be sound
+            raise
+        raise UserError(f"{error}; {PREVIOUS}") from None
+    except ValidationError:
+        raise UserError(
+            f"{marker}: was not written by this version of soren-align, or is damaged; {PREVIOUS}"
+        ) from None
+    if not all(is_component(part) for name in seal["files"] for part in name.split("/")):
+        raise UserError(f"{marker}: names files outside of the checkpoint; {PREVIOUS}")
+    return seal
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder, complete or not, in the order of their steps.
+
+    Raises PermissionError if it may not be read; Path.glob would return none, and the run would start anew.
+    """
+    entries = folder.iterdir() if folder.is_dir() else ()
+    return sorted((entry for entry in entries if entry.name.startswith("checkpoint-")), key=step_of)
+
+
+def read_metrics(file: Path) -> list[dict[str, Any]]:
+    """Return the lines of a metrics.jsonl; a line that a killed process left incomplete is left out."""
+    lines, content = [], ""
+    with suppress(FileNotFoundError):  # another command may be starting the run again
+        content = file.read_text(encoding="utf-8", errors="replace")
+    for text in content.splitlines():
+        with suppress(ValueError, TypeError, KeyError, RecursionError):
+            line = json.loads(text)
+            int(line["step"])
+            lines.append(line)
+    return lines
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the optimizer step in a checkpoint's name; -1 for a name of another form."""
+    number = checkpoint.name.removeprefix("checkpoint-")
+    return int(number) if number.isdecimal() else -1
+
+
+def now() -> str:
+    """Return the time in UTC, for run.json."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _special_files(path: Path) -> Iterator[Path]:
+    """Yield what is neither a file nor a folder, at `path` and below it."""
+    with suppress(FileNotFoundError):  # another evaluation of the run may just have renamed it
+        mode = path.lstat().st_mode
+        if stat.S_ISDIR(mode):
+            for entry in path.iterdir():
+                yield from _special_files(entry)
+        elif not stat.S_ISREG(mode):
+            yield path

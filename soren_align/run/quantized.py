@@ -1,0 +1,103 @@
+"""Models whose linear layers bitsandbytes has quantized: how they are loaded, what they hold, and back to float32."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import BitsAndBytesConfig, PreTrainedModel
+
+from ..recipe import Quantization
+
+_BITS = {"Params4bit": "4bit", "Int8Params": "8bit"}
+"""bitsandbytes' classes of weights, by name: it is not imported where nothing is quantized."""
+
+
+def quantization_config(quantization: Quantization) -> BitsAndBytesConfig:
+    """Return transformers' form of the recipe's `model.quantize`."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of each layer's casts
+    if quantization.quantize == "8bit":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=getattr(torch, quantization.compute_dtype),
+    )
+
+
+def prepare_quantized(model: torch.nn.Module) -> None:
+    """Make the quantized layers compute with the same numbers in training and in evaluation, in place.
+
+    On some CPUs bitsandbytes' first forward pass in eval mode would repack the 4-bit weights, with scales rounded to
+    bfloat16, and training would then continue with these.
+    """
+    for layer in _quantized_layers(model):
+        layer.support_avx512bf16_for_cpu = False
+
+
+def weight_numel(parameter: torch.Tensor) -> int:
+    """Return how many weights a parameter holds: 4-bit ones are packed in pairs, and ZeRO 3 empties the tensor."""
+    state = getattr(parameter, "quant_state", None)
+    return state.shape.numel() if state is not None else getattr(parameter, "ds_numel", parameter.numel())
+
+
+def quantization_of(model: torch.nn.Module) -> dict[str, Any] | None:
+    """Return what the model's layers hold, for run.json; None if none is quantized.
+
+    All is read from the loaded tensors: a `Quantization` (its dtype: of the frozen weights that are not quantized), and
+    the type, number of layers and weights, and bytes.
+    """
+    layers = [layer for layer in _quantized_layers(model)]
+    if not layers:
+        return None
+    names = {id(p) for layer in layers for p in layer.parameters(recurse=False)}
+    others = [p for p in model.parameters() if id(p) not in names and not p.requires_grad]
+    kinds = [_describe(layer) for layer in layers]
+    assert all(kind == kinds[0] for kind in kinds), "layers that are quantized differently"
+    return {
+        **kinds[0],
+        "dtype": _name(others[0].dtype),
+        "num_layers": len(layers),
+        "num_weights": sum(weight_numel(layer.weight) for layer in layers),
+        "num_bytes": sum(_num_bytes(layer) for layer in layers),
+    }
+
+
+def dequantized(model: PreTrainedModel) -> Any:
+    """Return the model with float32 weights in place of the quantized ones: the numbers that those stand for."""
+    return model.dequantize(dtype=torch.float32).to(torch.float32)  # pyright: ignore
+
+
+def _quantized_layers(model: torch.nn.Module) -> Iterator[Any]:
+    """Yield each layer whose weight is quantized, under an adapter too."""
+    for module in model.modules():
+        if type(module._parameters.get("weight")).__name__ in _BITS:
+            yield module
+
+
+def _describe(layer: Any) -> dict[str, Any]:
+    """Return bits and types of one layer."""
+    weight = layer.weight
+    bits = _BITS[type(weight).__name__]
+    if bits == "8bit":
+        return {"quantize": bits, "type": _name(weight.dtype), "compute_dtype": "float16"}
+    state = weight.quant_state
+    return {
+        "quantize": bits,
+        "type": f"{state.quant_type}{', double quantization' if state.nested else ''}",
+        "compute_dtype": _name(layer.compute_dtype),
+    }
+
+
+def _num_bytes(layer: Any) -> int:
+    """Return the bytes of a layer's codes and scales; constant tables, which are small, are not counted."""
+    weight = layer.weight
+    scales = [weight.SCB if weight.SCB is not None else layer.state.SCB] if weight.dtype == torch.int8 else []
+    if (state := getattr(weight, "quant_state", None)) is not None:
+        scales = [state.absmax, *([state.state2.absmax] if state.nested else [])]
+    return sum(tensor.numel() * tensor.element_size() for tensor in (weight, *scales))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,317 @@
+"""Load models and adapters completely: every weight comes from a file, or loading is refused.
+
+transformers initializes missing weights at random, and PEFT leaves zeros; both only warn. Training, evaluation and
+`merge` load with the two functions here.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from accelerate.utils.memory import should_reduce_batch_size
+from peft import PeftModel
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.integrations import deepspeed as hf_deepspeed
+
+from ..core.errors import UserError, as_user_error, in_one_line
+from ..core.files import read_json
+from ..recipe import Quantization, adapter_config, refuse_unquantizable
+from .provenance import weight_files
+from .quantized import prepare_quantized, quantization_config
+
+MATCH_SECONDS = 3
+"""CPU time for matching all patterns of an adapter with all modules of a model; published ones need 0.1% of it."""
+PATTERNS = {
+    "target_modules": "%s",
+    "exclude_modules": "%s",
+    "modules_to_save": r"(^|.*\.)%s($|\..*)",
+    "layers_pattern": r"(?:^|.*?\.)%s\.(?P<idx>\d+)\..*",
+    "rank_pattern": r"(.*\.)?(%s)$",
+    "alpha_pattern": r"(.*\.)?(%s)$",
+}
+"""Keys of an adapter's config with patterns, and the regular expression that PEFT makes of each."""
+_MASK = re.compile(r"(^|\.)attn(\.attention)?\.(masked_)?bias$")
+"""Causal masks, which old checkpoints of GPT-2 and GPT-Neo contain among their weights."""
+_ADAPTER = "default"  # PEFT's name for a single adapter
+MAX_MODULES = 10_000
+"""Blocks or experts of a model. transformers makes a list of the blocks as it reads the config, and all modules before
+it looks at the weights."""
+MAX_TOKEN_ID = 2**24
+"""tokenizers lists all ids without a token as it writes a vocabulary, and ends the process without memory for that."""
+CONFIGS = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
+"""What transformers reads of a model beside weights and tokens, and saves with the trained one."""
+SAMPLING = ["temperature", "top_p", "min_p", "top_h", "typical_p", "top_k", "epsilon_cutoff", "eta_cutoff"]
+"""Of a generation config: the settings that have no effect without do_sample."""
+WEIGHTS_PER_BYTE = 8
+"""At most, of quantized weights."""
+_NUM_MODULES = re.compile(r"(^|_)(layers?|blocks|depth|experts)$")
+_PROBABILITY = re.compile(r"dropout(_prob|_rate)?$|pdrop$|layerdrop$")
+"""Keys whose values torch checks at the first forward pass."""
+
+
+def load_config(name: str, revision: str | None = None, place: str | None = None) -> Any:
+    """Load a model's config from a folder or the hub. place: what messages call it, by default `name`.
+
+    Raises UserError if transformers cannot, whatever it raises: it checks few of the values in config.json.
+    """
+    message = f"{place or name}: not a model that can be loaded"
+    _read_configs(name, message)
+    with as_user_error(message, Exception):
+        _refuse_impossible_numbers(PreTrainedConfig.get_config_dict(name, revision=revision)[0])
+        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+        if not isinstance(config.dtype, torch.dtype | None):
+            raise UserError(f"{name}: config.json: dtype: found {config.dtype!r:.80}; it is the name of one of torch's")
+        return config
+
+
+def load_tokenizer(name: str, revision: str | None = None, place: str | None = None) -> PreTrainedTokenizerBase:
+    """Load a tokenizer from a folder or the hub. place: what messages call it, by default `name`.
+
+    Raises UserError if transformers cannot, whatever it raises.
+    """
+    message = f"{place or name}: has no tokenizer that can be loaded"
+    _read_configs(name, message)
+    with as_user_error(message, Exception):
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
+        try:
+            tokenizer.unk_token_id  # noqa: B018
+        except RecursionError:  # transformers takes the unknown token's id for that of a token without one
+            raise UserError(f"{place or name}: the tokenizer's unk_token is not in its vocabulary") from None
+        if (highest := max(tokenizer.get_vocab().values(), default=0)) > MAX_TOKEN_ID:
+            raise UserError(f"{place or name}: a token of the tokenizer has the id {highest}; at most {MAX_TOKEN_ID:,}")
+        return tokenizer
+
+
+def load_model(
+    name: str, quantization: Quantization | None = None, *, place: str | None = None, **options: Any
+) -> PreTrainedModel:
+    """Load a causal language model from a folder or the hub, with every parameter from its files.
+
+    quantization: of its linear layers but the head; `dtype` is then the quantization's. place: what messages call it,
+    by default `name`. options: keywords of `from_pretrained`.
+    Raises UserError if keys are missing, unexpected or of another shape; it names the first ones.
+    """
+    files = weight_files(Path(name)) if os.path.isdir(name) else []  # raises if one lies outside of the folder
+    config = load_config(name, options.get("revision"), place)  # raises if the model cannot be built
+    if quantization is not None:
+        refuse_unquantizable(quantization.quantize, name)
+        options |= {"quantization_config": quantization_config(quantization)}
+        options["dtype"] = getattr(torch, quantization.dtype)
+    # On one rank: it reads all files a second time. If it raises, its launcher stops the other ranks.
+    if not hf_deepspeed.is_deepspeed_zero3_enabled():
+        _refuse_more_weights(place or name, config, files)
+    elif os.environ.get("RANK", "0") == "0":
+        _compare_before_sharding(name, options)
+    loaded: Any = None
+    try:
+        # A pickle can run any code, and so can a model's own modules.
+        loaded = AutoModelForCausalLM.from_pretrained(
+            name,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
+            use_safetensors=True,
+            trust_remote_code=False,
+            **options,
+        )
+    except (ImportError, OSError, ValueError):  # with a message for the user
+        raise
+    except Exception as error:
+        if should_reduce_batch_size(error):
+            raise
+        raise UserError(f"{place or name}: not a model that can be loaded: {in_one_line(error)}") from error
+    model, info = loaded
+    complete_for_trl_(model)
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise UserError(f"model {name}: is an adapter on the hub; download it and name its folder")
+    mismatched = [key for key, *_ in info["mismatched_keys"]]
+    refuse_other_keys(name, info["missing_keys"], info["unexpected_keys"], mismatched)
+    if quantization is not None:
+        prepare_quantized(model)
+    return model
+
+
+def make_savable_(config: GenerationConfig, place: str) -> str | None:
+    """Change a generation config that transformers loads and would not save again; return how, or None.
+
+    Published models have settings of sampling beside a do_sample that is missing, which is turned on, or false: then
+    they have no effect, and are left out. place: the model, for the message. Raises UserError if transformers would not
+    save it for another reason.
+    """
+    reason = _reason_not_to_save(config)
+    if reason is None:
+        return None
+    if config.do_sample is None:
+        config.do_sample, change = True, "saved with `do_sample: true`"
+    else:
+        change = "left out of the saved model, as do_sample is false"
+        for key in SAMPLING:
+            setattr(config, key, None)
+    if _reason_not_to_save(config) is None:
+        return f"{place}: generation_config.json has settings of sampling; {change}"
+    raise UserError(
+        f"{place}: generation_config.json: transformers would not save it with the trained model: {reason}. Correct it "
+        "in a copy of the model"
+    )
+
+
+def _reason_not_to_save(config: GenerationConfig) -> str | None:
+    try:
+        config.validate(strict=True)
+    except ValueError as error:
+        return in_one_line(error, 300)
+    return None
+
+
+def complete_for_trl_(model: Any) -> None:
+    """Set the attributes by which TRL finds a model's backbone and experts, where its class lacks them (Llama 4)."""
+    config = model.config.get_text_config()
+    if model.base_model is model and hasattr(model, "model"):
+        model.base_model_prefix = "model"
+    if hasattr(config, "num_local_experts") and not hasattr(config, "num_experts"):
+        # Another name, and not another value, so that no saved config has it.
+        type(config).attribute_map = {**config.attribute_map, "num_experts": "num_local_experts"}
+
+
+def load_adapter(model: PreTrainedModel, folder: str, *, is_trainable: bool = False) -> PeftModel:
+    """Return the model with the LoRA adapter in `folder`, every factor from its file.
+
+    Raises UserError if keys are missing, unexpected or of another shape, or if its config cannot be applied.
+    """
+    try:
+        refuse_slow_patterns(model, folder)
+        adapted = PeftModel.from_pretrained(model, folder, is_trainable=is_trainable)
+        # A second time for the result, which PEFT drops in the first call.
+        result = adapted.load_adapter(folder, _ADAPTER, is_trainable=is_trainable)
+    except UserError:
+        raise
+    except (AttributeError, KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
+        if should_reduce_batch_size(cast(Exception, error)):
+            raise
+        raise UserError(f"{folder}: not an adapter that can be loaded: {in_one_line(error)}") from error
+    refuse_other_keys(folder, result.missing_keys, result.unexpected_keys)
+    return adapted
+
+
+def refuse_other_keys(
+    name: str, missing: Iterable[str], unexpected: Iterable[str], mismatched: Iterable[str] = ()
+) -> None:
+    """Raise UserError with the first keys and their number, unless files and model contain the same weights."""
+    problems = []
+    for problem, keys in (
+        ("weights are missing", missing),
+        ("weights that the model does not have", [key for key in unexpected if not _MASK.search(key)]),
+        ("weights of another shape", mismatched),
+    ):
+        names = sorted(keys)
+        if names:
+            problems.append(f"{name}: {problem}: {', '.join(names[:3])} ({len(names)} in total)")
+    if problems:
+        raise UserError(*problems)
+
+
+def refuse_slow_patterns(model: torch.nn.Module, folder: str) -> None:
+    """Raise UserError if a pattern in an adapter's config is not a regular expression, or takes too long to match.
+
+    PEFT matches them with every module's name, and some patterns take exponential time: they are tried in a process
+    with a time limit.
+    """
+    config = adapter_config(folder) or {}
+    patterns = []
+    for key, form in PATTERNS.items():
+        value = config.get(key) or []
+        if isinstance(value, list) and form == "%s":
+            continue  # names, which are compared literally
+        for pattern in [value] if isinstance(value, str) else value:
+            if not re.fullmatch(r"[\w.-]*", pattern):  # a plain name takes no time
+                patterns.append(form % pattern)
+    if not patterns:
+        return
+    work = json.dumps([MATCH_SECONDS, patterns, [name for name, _ in model.named_modules()]])
+    try:
+        result = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", _TRY], input=work, text=True, capture_output=True, timeout=60
+        )
+    except subprocess.TimeoutExpired:
+        raise UserError(f"{folder}: a pattern in its config takes too long to match; name modules instead") from None
+    if result.returncode == -signal.SIGXCPU:
+        raise UserError(f"{folder}: a pattern in its config takes too long to match; name modules instead")
+    if result.returncode:
+        reason = (result.stderr.strip().splitlines() or ["?"])[-1][:200]
+        raise UserError(f"{folder}: a pattern in its config is not a regular expression: {reason}")
+
+
+_TRY = """
+import json, re, resource, sys
+seconds, patterns, names = json.load(sys.stdin)
+resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+for pattern in patterns:
+    for name in names:
+        re.fullmatch(pattern, name)
+"""
+
+
+def _read_configs(name: str, message: str) -> None:
+    """Raise UserError, beginning with `message`, if a local model's JSON cannot be read or could not be saved again."""
+    for file in CONFIGS:
+        if (path := Path(name) / file).is_file():
+            try:
+                read_json(path)
+            except UserError as error:
+                raise UserError(f"{message}: {error}") from None
+
+
+def _refuse_impossible_numbers(config: Any) -> None:
+    for key, value in config.items():
+        is_number = isinstance(value, int | float)
+        if isinstance(value, dict):
+            _refuse_impossible_numbers(value)
+        elif _NUM_MODULES.search(str(key)) and is_number and value > MAX_MODULES:
+            raise UserError(f"config.json: {key}: found {value}; at most {MAX_MODULES:,}")
+        elif _PROBABILITY.search(str(key)) and not (value is None or (is_number and 0 <= value <= 1)):
+            raise UserError(f"config.json: {key}: found {value!r:.80}; a probability is a number from 0 to 1")
+
+
+def _refuse_more_weights(place: str, config: Any, files: Iterable[Path]) -> None:
+    """Raise UserError if no file can hold all weights of such a model: transformers would draw the others first."""
+    num_bytes = sum(file.stat().st_size for file in files if file.suffix == ".safetensors")
+    if not num_bytes:  # a model on the hub, or one without weights
+        return
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except Exception:  # of a config that `from_pretrained` refuses with a message
+        return
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    if numel > num_bytes * WEIGHTS_PER_BYTE:
+        raise UserError(
+            f"{place}: not a model that can be loaded: config.json describes {numel:,} weights, more than its files of "
+            f"{num_bytes:,} bytes can hold"
+        )
+
+
+def _compare_before_sharding(name: str, options: dict[str, Any]) -> None:
+    """Under ZeRO 3, compare keys and shapes without loading: transformers only reports missing keys."""
+    reference = hf_deepspeed._hf_deepspeed_config_weak_ref
+    assert reference is not None
+    config = reference()
+    hf_deepspeed.unset_hf_deepspeed_config()
+    try:
+        load_model(name, **options, device_map={"": "meta"})
+    finally:
+        hf_deepspeed.set_hf_deepspeed_config(config)

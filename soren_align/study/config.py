@@ -1,0 +1,422 @@
+"""A study's file, read as a recipe is, and the recipes of its runs.
+
+All mistakes are reported together, each with its file, line and key, the finding and the remedy. The recipes of every
+candidate at both ends of its space are checked before anything runs.
+"""
+
+import io
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, WrapValidator
+from pydantic_core import PydanticCustomError
+from ruamel.yaml import YAML
+
+from .. import recipe as recipes
+from ..core import shipped
+from ..core.document import Key, dotted, parse_yaml, place, sentences
+from ..core.errors import UserError, did_you_mean
+from ..core.files import local_path, read_text
+from ..evaluate.suite.suites import suite_of
+from ..recipe import SCHEMA_COMMENT, SCHEMA_VERSION, Recipe, trainer_value
+from ..recipe.base import NonNegative, Positive, Section
+from ..recipe.loader import find_yaml
+from ..recipe.messages import messages
+from .study import Run
+
+# ---
+# The sections of a study's file, as pydantic models: every key, its meaning and its default.
+
+HIGHER_IS_BETTER = {
+    "sft": {"eval_loss": False, "eval_mean_token_accuracy": True},
+    "pretrain": {"eval_loss": False},
+    "dpo": {"eval_loss": False, "eval_rewards/margins": True, "eval_rewards/accuracies": True},
+}
+"""By task: the held-out metrics that trials may be selected by, and their direction."""
+METRICS = {metric: higher for metrics in HIGHER_IS_BETTER.values() for metric, higher in metrics.items()}
+"""Those of all tasks."""
+
+ALL_PAIRS = "all"
+"""In the place of a reference: every candidate is compared with every other."""
+MIN_SEEDS = 3
+"""Of a verdict: with two, a 95% interval over seeds is 12.7 standard errors wide to each side (Student's t)."""
+
+
+class Range(Section):
+    """An interval that values are drawn from."""
+
+    low: Annotated[float, Field(allow_inf_nan=False)]
+    """The least value."""
+    high: Annotated[float, Field(allow_inf_nan=False)]
+    """The largest value."""
+    log: bool = True
+    """Whether the logarithm is uniform, and not the value."""
+
+
+Values = list[float | int | str | bool]
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, int | str) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _dimension(value: Any) -> "Range | Values | str":
+    if isinstance(value, dict):
+        interval = Range.model_validate(value)
+        if not interval.low < interval.high:
+            raise PydanticCustomError("interval", "low must be less than high")
+        if interval.log and interval.low <= 0:
+            raise PydanticCustomError("interval", "low must be more than 0, or write log: false")
+        return interval
+    if isinstance(value, list) and value and all(_is_scalar(each) for each in value):
+        return value
+    if isinstance(value, str) and value.startswith("=") and len(value) > 1:
+        return value
+    message = "write {low: 1.0e-3, high: 1.0e-1}, a list of values, or =KEY for the value of another key"
+    raise PydanticCustomError("dimension", message)  # pyright: ignore[reportArgumentType]
+
+
+Dimension = Annotated[Range | Values | str, WrapValidator(lambda value, _: _dimension(value))]
+"""An interval, a list of values, or `=optimizer.lr`: equal to the value of that key."""
+Space = dict[str, Dimension]
+"""By key of the recipe."""
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w+-]*$", max_length=60)]
+"""Part of a path, since run folders are named after it."""
+
+
+class CandidateSection(Section):
+    """One optimizer."""
+
+    set: dict[str, Any] = {}
+    """Keys of the recipe and their values: `{optimizer.name: muon}`."""
+    space: Space = {}
+    """Keys that are searched for this candidate, in the place of those in `search.space`."""
+
+
+class Search(Section):
+    """The search of each candidate's setting."""
+
+    space: Space = {}
+    """Keys of the recipe that are searched for every candidate: `optimizer.lr: {low: 1.0e-3, high: 3.0e-2}`, whose
+    logarithm is uniform (`log: false`: the value itself); a list of values; `=optimizer.lr`, equal to that key."""
+    method: Literal["grid", "random", "tpe"] = "random"
+    """`random`: all trials are drawn when the study is created, at the same quantiles for every candidate. `grid`: all
+    combinations of lists, as many as `trials`. `tpe`: Optuna's TPE, each trial after those before it."""
+    trials: Annotated[int, Field(ge=1)]
+    """Of each candidate."""
+    seeds: Annotated[list[Seed], Field(min_length=1)] = [0]
+    """Values of trainer.seed: the order of the examples, dropout, new adapters. With several, a trial is one run per
+    seed, and its metric their mean."""
+    metric: str = "eval_loss"
+    """The value on held-out examples at the end of a run that selects a trial: eval_loss; for DPO also
+    eval_rewards/margins. No benchmark."""
+    sampling_seed: Seed = 0
+    """The seed of the draws."""
+    keep_models: bool = True
+    """false: models and checkpoints of the search's runs are removed when these have ended, and their metrics stay."""
+
+
+class Retention(Section):
+    """The columns of the suite that are to be retained: an equivalence test against the starting checkpoint."""
+
+    columns: Annotated[list[str], Field(min_length=1)]
+    """Columns of the recipe's suite."""
+    margin: Positive
+    """The largest loss that counts as none, in percentage points."""
+
+
+class VerdictSection(Section):
+    """The runs of each candidate's selected setting, and the questions that they answer."""
+
+    seeds: Annotated[list[Seed], Field(json_schema_extra={"minItems": MIN_SEEDS})]
+    """At least three values of trainer.seed, none of which the search used."""
+    reference: str = "adamw"
+    """The candidate that all others are compared with, besides the starting checkpoint. `all`: every pair is compared,
+    with Holm's correction for more comparisons."""
+    retention: Retention | None = None
+    """Benchmarks on which a candidate must not lose more than a margin."""
+    power: Annotated[float, Field(gt=0, lt=1)] = 0.8
+    """Of the minimum detectable effects."""
+    assume: dict[str, NonNegative] = {}
+    """Assumptions about variances for the minimum detectable effects before any run (docs/comparison.md)."""
+
+
+class StudyFile(Section):
+    """A comparison of optimizers."""
+
+    title: str | None = None
+    """The report's title. null: the name of the study's folder."""
+    recipe: Annotated[str, Field(min_length=1)]
+    """The recipe of all runs: a file, relative to the study's, or a shipped name."""
+    set: dict[str, Any] = {}
+    """Keys of the recipe and their values, for all runs: `{trainer.max_steps: 150}`."""
+    candidates: Annotated[dict[Name, CandidateSection], Field(min_length=1)]
+    """The optimizers by name."""
+    search: Search
+    verdict: VerdictSection
+    budget_hours: Positive | None = None
+    """No candidate starts another trial after so many hours of training in all; those started by one are started by
+    all. null: no limit."""
+    jobs: Annotated[int, Field(ge=1)] | None = None
+    """Runs at a time. null: one per GPU, or 1 without any. `--jobs` takes precedence."""
+    output_dir: Annotated[str, Field(min_length=1)]
+    """The study's folder."""
+
+    def space(self, candidate: str) -> Space:
+        """All searched keys of a candidate; those of `search.space` first."""
+        return {**self.search.space, **self.candidates[candidate].space}
+
+    def free(self, candidate: str) -> dict[str, "Range | Values"]:
+        """The searched keys that are not equal to another one, with their interval or values."""
+        return {key: each for key, each in self.space(candidate).items() if not isinstance(each, str)}
+
+    def parameters(self, candidate: str, drawn: dict[str, Any]) -> dict[str, Any]:
+        """Values of all searched keys, from those of `free`."""
+        space = self.space(candidate)
+        return {key: drawn[each[1:]] if isinstance(each, str) else drawn[key] for key, each in space.items()}
+
+
+OWN_KEYS = ("trainer.seed", "run.output_dir", "run.overwrite", "run.resume", "extends", "task")
+"""Keys of the recipe that a study sets itself, or cannot change."""
+NO_PRUNING = (
+    "trials are not pruned. The first part of a schedule ranks settings otherwise than its end, and with median or "
+    "halving pruning the results would depend on the order in which runs end; lower search.trials instead"
+)
+Problems = list[tuple[Key, str]]
+
+
+def load_study(name_or_path: str, overrides: list[str] | None = None) -> StudyFile:
+    """The checked study of a file, or of a shipped name such as 'quickstart/compare'.
+
+    overrides: 'key=value' texts, as after --set: search.trials=8, search.space.optimizer.lr.high=0.1. Raises UserError
+    with every mistake.
+    """
+    path = find_yaml(name_or_path, shipped.studies(), "study")
+    raw, lines = _parsed(read_text(path), str(path))
+    problems = [problem for text in overrides or [] for problem in _override(raw, lines, text)]
+    if "candidates" not in raw and "task" in raw:
+        raise UserError(f"{path}: is a recipe; a study has candidates (soren-align {raw['task']} {name_or_path})")
+    if isinstance(search := raw.get("search"), dict) and search.pop("pruning", None) is not None:
+        problems += sentences([(("search", "pruning"), NO_PRUNING)], lines)
+    try:
+        study = StudyFile.model_validate(raw)
+    except ValidationError as error:
+        raise UserError(*sentences(messages(error, StudyFile), lines), *problems) from None
+    beside = local_path(path.parent / study.recipe)
+    if beside.is_file():
+        study = study.model_copy(update={"recipe": str(beside)})
+    problems += sentences(list(dict.fromkeys(_problems(study))), lines)
+    problems = problems or _recipe_problems(study, lines)
+    if problems:
+        raise UserError(*problems)
+    return study
+
+
+def load_resolved_study(path: Path) -> StudyFile:
+    """The study in a study's folder, of this version; its recipe need not exist any more."""
+    raw, _ = _parsed(read_text(path), str(path))
+    try:
+        return StudyFile.model_validate(raw)
+    except ValidationError as error:
+        first = messages(error, StudyFile)[0]
+        raise UserError(f"{path}: {dotted(first[0])}: {first[1]}; it was edited, or is of another version") from None
+
+
+def study_to_yaml(study: StudyFile) -> str:
+    """The resolved study, every default written out."""
+    stream = io.StringIO()
+    yaml = YAML()
+    yaml.width = 100
+    yaml.dump(study.model_dump(), stream)
+    return stream.getvalue()
+
+
+def recipe_of_run(study: StudyFile, run: Run, notify: Callable[[str], object] = lambda line: None) -> Recipe:
+    """The recipe of one run, whose folder is below study.output_dir. Raises UserError as `recipe.load` does."""
+    texts = _settings(study.set) + _settings(study.candidates[run.candidate].set) + _settings(run.parameters)
+    own: dict[str, Any] = {"trainer.seed": run.seed, "run.output_dir": f"{study.output_dir}/{run.folder}"}
+    own |= {"run.resume": "auto", "run.overwrite": False, "trainer.eval_on_start": True}
+    if run.stage == "search":
+        own["eval"] = None
+    recipe = recipes.load(study.recipe, texts + _settings(own), notify=notify)
+    if trainer_value(recipe, "data_seed") is not None:  # it would fix the order of the examples for all seeds
+        recipe = recipe.model_copy(update={"trainer": {**recipe.trainer, "data_seed": run.seed}})
+    if recipe.task == "pretrain" and recipe.model.init_seed is not None:  # the starting weights are part of the result
+        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"init_seed": run.seed})})
+    return recipe
+
+
+def first_run(study: StudyFile, candidate: str, *, high: bool = False) -> Run:
+    """A run of the verdict at the low ends of the candidate's space, or at the high ones: it shows its recipe."""
+    drawn = {}
+    for key, values in study.free(candidate).items():
+        if isinstance(values, Range):
+            drawn[key] = values.high if high else values.low
+        elif any(isinstance(value, str | bool) for value in values):
+            drawn[key] = values[-1 if high else 0]
+        else:
+            drawn[key] = (max if high else min)(values)
+    seed = study.verdict.seeds[0]
+    folder = f"verdict/{candidate}/{seed}"
+    return Run(candidate, "verdict", 0, seed, folder, study.parameters(candidate, drawn), "waiting")
+
+
+def _parsed(text: str, name: str) -> tuple[dict[str, Any], dict[Key, str]]:
+    raw, lines = parse_yaml(text, name)
+    if not isinstance(raw, dict):
+        raise UserError(f"{name}:1 a study is a mapping ({', '.join(StudyFile.model_fields)})")
+    return raw, lines
+
+
+def _settings(values: dict[str, Any]) -> list[str]:
+    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
+
+
+def _override(raw: dict[str, Any], lines: dict[Key, str], text: str) -> Iterator[str]:
+    """Change `raw` by a 'key=value' text; yields its problem. Keys with dots, as in `set`, are taken as they are."""
+    name, equals, value = text.partition("=")
+    parts = [part.strip() for part in name.split(".")]
+    if not equals or not all(parts):
+        yield f"--set {text}: write --set section.key=value"
+        return
+    node, key = raw, list[str]()
+    while True:
+        dotted_keys = bool(key) and key[-1] in ("set", "space")
+        size = next((n for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in node), len(parts) * dotted_keys or 1)
+        key.append(".".join(parts[:size]))
+        parts = parts[size:]
+        lines[tuple(key)] = f"--set {text}"
+        if not parts:
+            break
+        node = node.setdefault(key[-1], {})
+        if not isinstance(node, dict):
+            yield f"--set {text}: '{dotted(key)}' is not a section"
+            return
+    try:
+        node[key[-1]] = parse_yaml(value, "")[0]
+    except UserError:
+        yield f"--set {text}: the value is not valid YAML"
+
+
+def _problems(study: StudyFile) -> Iterator[tuple[Key, str]]:
+    """What a schema cannot express, without the recipe."""
+    search, verdict = study.search, study.verdict
+    for section, seeds in (("search", search.seeds), ("verdict", verdict.seeds)):
+        if len(set(seeds)) < len(seeds):
+            yield (section, "seeds"), f"found {seeds}; write each seed once"
+    if len(set(verdict.seeds)) < MIN_SEEDS:
+        message = f"found {len(set(verdict.seeds))}; a verdict over seeds needs at least {MIN_SEEDS}"
+        yield ("verdict", "seeds"), message
+    if common := sorted({*search.seeds} & {*verdict.seeds}):
+        message = f"the search has {', '.join(map(str, common))} too; a verdict needs seeds that selected nothing"
+        yield ("verdict", "seeds"), message
+    for name in sorted({ALL_PAIRS, "base"} & {*study.candidates}):
+        yield ("candidates", name), "stands for every candidate, or for the starting checkpoint; choose another name"
+    if verdict.reference not in (*study.candidates, ALL_PAIRS):
+        hint = did_you_mean(verdict.reference, study.candidates, f"candidates are: {', '.join(study.candidates)}")
+        yield ("verdict", "reference"), f"there is no candidate {verdict.reference!r}{hint}"
+    for keys, at in ((study.set, ("set",)), *((c.set, ("candidates", n, "set")) for n, c in study.candidates.items())):
+        yield from (((*at, key), "is set by the study itself; leave it out") for key in keys if key in OWN_KEYS)
+    for name, candidate in study.candidates.items():
+        yield from _space_problems(
+            study, name, ("candidates", name, "space") if candidate.space else ("search", "space")
+        )
+
+
+def _space_problems(study: StudyFile, name: str, at: Key) -> Iterator[tuple[Key, str]]:
+    space, free = study.space(name), study.free(name)
+    for key, each in space.items():
+        if isinstance(each, str) and each[1:] not in free:
+            yield (*at, key), f"found {each!r}; searched are: {', '.join(free)}"
+        if key in OWN_KEYS:
+            yield (*at, key), "is set by the study itself; leave it out"
+    if not free and study.search.trials > 1:
+        yield at, f"nothing is searched for {name}; write search.trials: 1, or a key with its range"
+    if study.search.method == "grid":
+        size = 1
+        for key, values in free.items():
+            if isinstance(values, Range):
+                yield (*at, key), "a grid needs a list of values, or write search.method: random"
+            else:
+                size *= len(values)
+        if size != study.search.trials and not any(isinstance(values, Range) for values in free.values()):
+            message = f"{name}'s grid has {size} points and search.trials is {study.search.trials}; all candidates get "
+            yield at, message + "the same number of trials, one per point"
+
+
+def _recipe_problems(study: StudyFile, lines: dict[Key, str]) -> list[str]:
+    """The problems of the candidates' recipes at both ends of their spaces, at the places of the study's keys."""
+    problems: dict[str, None] = {}
+    for name, candidate in study.candidates.items():
+        for high in (False, True):
+            run = first_run(study, name, high=high)
+            try:
+                recipe = recipe_of_run(study, run)
+            except UserError as error:
+                places = {}
+                for at, values in (
+                    (("set",), study.set),
+                    (("candidates", name, "set"), candidate.set),
+                    (("candidates", name, "space"), run.parameters),
+                ):
+                    for key, text in zip(values, _settings(values), strict=True):
+                        places[f"--set {text}"] = f"{place((*at, key), lines)} {dotted(at)}"
+                for problem in error.problems:
+                    start = next((text for text in places if problem.startswith(text)), None)
+                    problems[f"{places[start]}{problem.removeprefix(start)}" if start else problem] = None
+            else:
+                problems |= dict.fromkeys(sentences(list(_against_recipe(study, recipe)), lines))
+    return list(problems)
+
+
+def _against_recipe(study: StudyFile, recipe: Recipe) -> Iterator[tuple[Key, str]]:
+    """The problems of the study with a candidate's recipe."""
+    metrics, metric = HIGHER_IS_BETTER[recipe.task], study.search.metric
+    columns = [task.column for task in suite_of(recipe.eval).tasks] if recipe.eval else []
+    if metric not in metrics:
+        reason = "selection on a benchmark is refused" if metric.removeprefix("eval_") in columns else "no such metric"
+        remedy = f"write {' or '.join(metrics)}, of the held-out examples"
+        yield ("search", "metric"), f"found {metric!r}; {reason}: {remedy}{did_you_mean(metric, metrics)}"
+    if recipe.data.eval is None:
+        yield ("recipe",), f"{study.recipe} has no data.eval; trials are selected on held-out examples"
+    steps, every = trainer_value(recipe, "max_steps"), trainer_value(recipe, "eval_steps")
+    strategy = recipe.trainer.get("eval_strategy")
+    if strategy in ("no", False):
+        yield ("recipe",), "found trainer.eval_strategy: no; trials are selected on held-out examples"
+    elif strategy == "steps" and steps > 0 and isinstance(every, int) and every >= 1 and steps % every:
+        message = (
+            f"the last step, {steps}, is not evaluated with trainer.eval_steps {every}; write a divisor of {steps}"
+        )
+        yield ("set",), message
+    for column in study.verdict.retention.columns if study.verdict.retention else []:
+        if column not in columns:
+            hint = did_you_mean(column, columns, f"columns are: {', '.join(columns)}" if columns else "no suite")
+            yield ("verdict", "retention", "columns"), f"the suite has no column {column!r}{hint}"
+
+
+def study_folder(study: StudyFile) -> Path:
+    """The study's folder."""
+    return local_path(study.output_dir)
+
+
+# ---
+# JSON Schema of a study's file, for editors.
+
+STUDY_SCHEMA_FILE = "study.schema.json"
+"""The schema's file beside a study."""
+
+
+def study_schema() -> dict[str, Any]:
+    """JSON Schema of a study's file. The keys of a recipe in `set` and `space` are not checked."""
+    schema = StudyFile.model_json_schema()
+    schema["$defs"]["Search"]["properties"]["metric"]["enum"] = list(METRICS)
+    return {"$schema": SCHEMA_VERSION, "$comment": SCHEMA_COMMENT} | schema | {"title": "Study"}
+
+
+def study_schema_text() -> str:
+    """The text of STUDY_SCHEMA_FILE."""
+    return json.dumps(study_schema(), indent=2) + "\n"

@@ -1,0 +1,1 @@
+"""The report of a study: a model of blocks, charts, and the pages made of them."""

@@ -1,0 +1,394 @@
+"""`soren-align compare`: start the runs of a study, several at a time, until all have ended.
+
+Every run is an ordinary run folder, trained in a process of its own. Its lock is the claim: several commands, on one
+machine or on several with a shared file system, share a study without a coordinator. What has ended is read from the
+folders, so that a command that was killed at any moment is continued by the same command.
+"""
+
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import wait
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from ..core.errors import MAX_CHARACTERS, ResumableError, UserError, free_bytes, printable
+from ..core.files import remove
+from ..core.signals import killed_by, stop_signals
+from ..core.text import Terminal, print_labelled, stderr_console
+from ..evaluate.report.results import read_results
+from ..evaluate.suite.suites import suite_of
+from ..launch.environment import set_environment, visible_gpus
+from ..recipe import Eval, load_resolved
+from ..run import lock
+from ..run.folder import LOCK, RANKS_LOCK, RunFolder
+from . import audit as cautions
+from .audit import audit
+from .config import StudyFile, recipe_of_run, study_folder
+from .progress import STUDY_FILE, Progress, create, read_study, write_study
+from .report.report import terminal_verdict, write_report
+from .run_processes import LOCKED, RESUMABLE, SERVER_LOST, start_run, start_server
+from .runs import ENDED, read_evidence
+from .stats import verdict as answers
+from .stats.verdict import Rules, verdict
+from .study import Run, Study
+
+POLL_SECONDS = 2.0
+"""Between two looks at runs of other commands."""
+LOCK_SECONDS = 60.0
+"""For which another command may hold the study's lock: it draws trials within a second."""
+
+
+@dataclass(frozen=True)
+class RunnerOptions:
+    """The options of the command."""
+
+    jobs: int | None = None
+    """Runs at a time. None: the study's, else one per GPU, else 1."""
+    processes: int = 1
+    """Of a run."""
+    extend: bool = False
+    """Add trials beyond the ends of spaces at which selected values lie."""
+
+
+def compare(study: StudyFile, options: RunnerOptions) -> int:
+    """Run a study, or continue it, and print its verdict. Returns the exit code: 0, or 130 if a signal stopped it.
+
+    Raises ResumableError if the machine stopped a run: the study is not concluded, and the same command continues it.
+    """
+    folder, console = study_folder(study), stderr_console()
+    _refuse_foreign(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with _exclusive(folder):
+        create(folder, study)
+        progress = Progress(folder)
+        if options.extend:
+            _print_extension(progress.extend(), console)
+    code = _Runner(progress, options, console).run_all()
+    if code == 0:
+        _conclude(folder, progress.failures)
+    return code
+
+
+def report(study: StudyFile) -> None:
+    """Conclude a study from the runs that have ended. Raises UserError if it has not been started."""
+    folder = study_folder(study)
+    if not (folder / STUDY_FILE).is_file():
+        raise UserError(f"{folder}: no study's folder; run soren-align compare without --report first")
+    _conclude(folder)
+
+
+def _conclude(folder: Path, failures: Mapping[str, str] | None = None) -> None:
+    with _exclusive(folder):  # other commands conclude at the same time
+        study = conclude(folder, failures)
+    Terminal().print(terminal_verdict(study), highlight=False)
+
+
+def _refuse_foreign(folder: Path) -> None:
+    """Raise UserError if a folder is not empty and not a study's. Another command may create it at the same time."""
+    names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
+    if not all(name.startswith((LOCK, STUDY_FILE)) for name in names) and not (folder / STUDY_FILE).is_file():
+        raise UserError(f"{folder}: not empty and not a study's folder; choose another output_dir")
+
+
+@dataclass
+class _Runner:
+    """The processes of this command's runs."""
+
+    progress: Progress
+    options: RunnerOptions
+    console: Terminal
+    active: dict[BaseProcess, tuple[Run, int]] = field(default_factory=dict)
+    """The run and the number of its slot, by process."""
+    reported: set[str] = field(default_factory=set)
+    """Folders of runs whose end was printed."""
+    is_stopping: bool = False
+    killed: set[str] = field(default_factory=set)
+    """Folders of runs that a signal, not ours, ended once. They are repeated once."""
+    obstacle: str | None = None
+    """What the machine stopped a run by: no other is started, since a full disk would stop them all."""
+
+    def run_all(self) -> int:
+        """Start runs until all have ended. Returns the exit code. Raises ResumableError if the machine stopped one."""
+        runs = self._update()
+        self.reported = {run.folder for run in runs if run.status in ENDED}
+        if self.reported:
+            print_labelled(self.console, "resume", f"{len(self.reported)} of {len(runs)} runs have ended already")
+        pending = [run for run in runs if run.status not in ENDED]
+        if not pending:
+            return 0
+        _refuse_another_number(self.progress.folder, runs, self.options.processes)
+        recipe = recipe_of_run(self.progress.study, pending[0])
+        gpus = [] if recipe.trainer.get("use_cpu") else visible_gpus()
+        set_environment(recipe, num_gpus=max(1, len(gpus)))
+        context = start_server(on_gpus=bool(gpus))
+        slots = self.options.jobs or self.progress.study.jobs or max(1, len(gpus) // self.options.processes)
+        with self._handling_signals(), self.console.status("") as status:
+            while pending or self.active:
+                for run in pending if not (self.is_stopping or self.obstacle) else []:
+                    if len(self.active) < slots and not _is_locked(RunFolder(self.progress.folder / run.folder)):
+                        self._start(run, context, gpus, slots)
+                if self.is_stopping and not self.active:
+                    print_labelled(self.console, "stopped", "rerun the same command to continue")
+                    return 130
+                if self.obstacle and not self.active:
+                    done = sum(run.status in ENDED for run in runs)
+                    raise ResumableError(
+                        f"{self.progress.folder}: the study stopped, and no result is lost ({done} of {len(runs)} runs "
+                        f"have ended): {self.obstacle}. The same command resumes the runs that have not ended"
+                    )
+                status.update(self._describe(runs))
+                wait([process.sentinel for process in self.active], timeout=POLL_SECONDS)
+                self._reap()
+                runs = self._update()
+                self._report(runs)
+                own = {run.folder for run, _ in self.active.values()}
+                pending = [run for run in runs if run.status not in ENDED and run.folder not in own]
+        return 0
+
+    def _update(self) -> list[Run]:
+        with _exclusive(self.progress.folder):
+            runs = self.progress.update()
+            if not self.progress.study.search.keep_models:
+                for run in runs:
+                    if run.stage == "search" and run.status in ("finished", "diverged"):
+                        _remove_models(RunFolder(self.progress.folder / run.folder))
+        return runs
+
+    def _start(self, run: Run, context: BaseContext, gpus: list[str], slots: int) -> None:
+        taken = {slot for _, slot in self.active.values()}
+        slot = next(number for number in range(slots) if number not in taken)
+        size = self.options.processes
+        own = [gpus[(slot * size + i) % len(gpus)] for i in range(size)] if gpus else []
+        path = self.progress.folder / run.folder
+        _move_another_setting(run, self.progress, path)
+        recipe = recipe_of_run(self.progress.study, run)
+        recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"output_dir": str(path)})})
+        self.active[start_run(context, recipe, path.with_name(f"{path.name}.log"), size, own)] = run, slot
+
+    def _reap(self) -> None:
+        """Take the processes that have ended out of `active`, and note why a run ended without a result."""
+        for process in [each for each in self.active if each.exitcode is not None]:
+            run, _ = self.active.pop(process)
+            code = process.exitcode or 0
+            process.join()
+            if code == RESUMABLE:
+                self._stop_starting(run, self._reason(run))
+            elif (code < 0 or code in (130, SERVER_LOST)) and not self.is_stopping:
+                self._repeat_once(run, code)
+            elif code not in (0, 130, LOCKED) and code > 0:
+                self.progress.failures[run.folder] = f"ended with exit code {code}; see {run.folder}.log"
+
+    def _repeat_once(self, run: Run, code: int) -> None:
+        """Let a run that a signal ended be started again; at the second time, start no other either."""
+        causes = {130: "stopped by a signal", SERVER_LOST: "the process that started it was killed"}
+        cause = causes.get(code) or killed_by(-code)
+        if run.folder not in self.killed:
+            self.killed.add(run.folder)
+            print_labelled(self.console, "notice", f"{run.folder}: {cause}; it is repeated from its last checkpoint")
+        else:
+            self._stop_starting(run, f"{cause}, twice; see {run.folder}.log, and start fewer runs at a time (--jobs)")
+
+    def _stop_starting(self, run: Run, reason: str) -> None:
+        self.obstacle = self.obstacle or f"{run.folder}: {reason}"
+        if self.active:
+            number = f"{len(self.active)} running run{'s' * (len(self.active) > 1)}"
+            print_labelled(self.console, "waiting", f"for {number}; no other is started. {run.folder}: {reason}")
+
+    def _reason(self, run: Run) -> str:
+        """Return why the machine stopped a run, as its run.json or the end of its log states."""
+        folder = self.progress.folder / run.folder
+        with suppress(UserError):
+            if (record := RunFolder(folder).read() or {}).get("resumable") and record.get("last_error"):
+                return record["last_error"]
+        with suppress(OSError):
+            lines = folder.with_name(f"{folder.name}.log").read_text(encoding="utf-8", errors="replace").splitlines()
+            return (
+                printable(lines[-1], MAX_CHARACTERS) if lines else f"{free_bytes(folder):,} bytes are free on its disk"
+            )
+        return f"its log cannot be written; {free_bytes(folder):,} bytes are free on its disk"
+
+    def _report(self, runs: list[Run]) -> None:
+        """Print a line per run that has ended since the last call."""
+        for run in runs:
+            if run.status in ENDED and run.folder not in self.reported and not self.is_stopping:
+                self.reported.add(run.folder)
+                print_labelled(self.console, run.candidate, describe_run(run, self.progress.study))
+
+    def _describe(self, runs: list[Run]) -> str:
+        done = sum(run.status in ENDED for run in runs)
+        own = ", ".join(run.folder for run, _ in self.active.values())
+        return f"{done} of {len(runs)} runs; running: {own or 'those of other commands'}"
+
+    @contextmanager
+    def _handling_signals(self) -> Iterator[None]:
+        """On a signal, stop the runs as a run is stopped: with a checkpoint; on a second one, at once."""
+
+        def handle(number: int, frame: object) -> None:
+            self.is_stopping = True
+            for process in self.active:
+                process.terminate()
+
+        before = {number: signal.signal(number, handle) for number in stop_signals()}
+        try:
+            yield
+        finally:
+            for process in self.active:
+                process.terminate()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _refuse_another_number(folder: Path, runs: list[Run], processes: int) -> None:
+    """Raise UserError if the study's runs have another number of processes: they could not be compared."""
+    for run in runs:
+        before = (RunFolder(folder / run.folder).read() or {}).get("processes")
+        if before not in (None, processes):
+            raise UserError(
+                f"{folder}: its runs have {before} process{'es' * (before > 1)} each, not {processes}; "
+                f"rerun with --processes {before}"
+            )
+
+
+def describe_run(run: Run, study: StudyFile) -> str:
+    """Describe a run that has ended: "trial 3 of 6, lr 0.0052: eval_loss 0.2312, 41 s"."""
+    of_all = f" of {study.search.trials}" if run.number < study.search.trials else ", added"
+    trials = f"trial {run.number + 1}{of_all}" if run.stage == "search" else f"seed {run.seed}"
+    if run.stage == "search" and len(study.search.seeds) > 1:
+        trials += f", seed {run.seed}"
+    free = study.free(run.candidate)
+    values = [f"{key.removeprefix('optimizer.')} {_short(run.parameters[key])}" for key in free]
+    text = ", ".join([trials, *values])
+    if run.status != "finished":
+        return f"{text}: {run.status}: {run.reason}"
+    seconds = f", {run.seconds:.0f} s" if run.seconds else ""
+    scores = "".join(f", {column} {score:.1f}" for column, score in (run.scores or {}).items())
+    return f"{text}: {study.search.metric} {_short(run.metric)}{scores}{seconds}"
+
+
+def _short(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _print_extension(ends: dict[str, dict[str, str]], console: Terminal) -> None:
+    for name, keys in ends.items():
+        print_labelled(console, "extend", ", ".join(f"{name}: {key} beyond its {end} end" for key, end in keys.items()))
+    if not ends:
+        print_labelled(console, "extend", "no selected value lies at an end of its space; nothing to add")
+
+
+def _move_another_setting(run: Run, progress: Progress, path: Path) -> None:
+    """Move a verdict's run of a setting that was selected before an extension to earlier/ in the study's folder.
+
+    Beside the verdict's runs it would be one that the study does not list.
+    """
+    if run.stage == "verdict" and not progress.is_own(run, RunFolder(path)):
+        earlier = path.parents[2] / "earlier" / path.parent.name
+        earlier.mkdir(parents=True, exist_ok=True)
+        path.rename(next(to for n in range(1, 1000) if not (to := earlier / f"{path.name}-{n}").exists()))
+
+
+def _remove_models(folder: RunFolder) -> None:
+    """Remove the models and checkpoints of a run that has ended, unless a process still holds it."""
+    paths = [path for path in (folder.model, folder.checkpoints, folder.start) if path.exists()]
+    if paths and not _is_locked(folder):
+        for path in paths:
+            remove(path)
+
+
+def _is_locked(folder: RunFolder) -> bool:
+    """Whether another process trains or evaluates in a run folder."""
+    for file in (folder.path / LOCK, folder.path / RANKS_LOCK):
+        if file.is_file():
+            try:
+                lock.acquire(file)
+            except lock.LockedError:
+                return True
+            lock.release(file)
+    return False
+
+
+@contextmanager
+def _exclusive(folder: Path) -> Iterator[None]:
+    """Hold the study's lock within the block."""
+    file, end = folder / LOCK, time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            lock.acquire(file)
+            break
+        except lock.LockedError:
+            if time.monotonic() > end:
+                raise UserError(f"{folder}: another command has held {LOCK} for {LOCK_SECONDS:.0f} s") from None
+            time.sleep(0.05)
+    try:
+        yield
+    finally:
+        lock.release(file)
+
+
+# ---
+# The conclusion of a study: its runs are audited, then compared, and the report is written.
+
+
+def conclude(folder: Path, failures: Mapping[str, str] | None = None) -> Study:
+    """Return the study in a folder with its verdict, after writing study.json and the report.
+
+    With a problem there is no verdict. failures: reasons of runs that ended without a record, by folder.
+    """
+    study = read_study(folder, failures)
+    options = _evaluation(folder, study)
+    contamination = _contamination(folder, study, options)
+    evidence = read_evidence(folder)
+    study = replace(
+        study,
+        problems=audit(study.candidates, folder, study.file, evidence),
+        cautions=cautions.cautions(study.candidates, folder, study.file, evidence[0], contamination),
+        contamination=contamination,
+    )
+    if not study.problems:
+        study = _with_verdict(folder, study, options)
+    write_study(folder, study)
+    write_report(study, folder)
+    return study
+
+
+def _with_verdict(folder: Path, study: Study, options: Eval | None) -> Study:
+    """Return the study with the differences of the candidates whose runs with fresh seeds have all finished."""
+    section = study.file["verdict"]
+    points, base, weaknesses = {}, None, []
+    if options:
+        points, base, weaknesses = answers.read_answers(folder, study.candidates, options.name)
+    retention: dict[str, Any] = section["retention"] or {"columns": [], "margin": 0.0}
+    rules = Rules(
+        reference=section["reference"],
+        power=section["power"],
+        higher_is_better=study.higher_is_better,
+        average=options is not None and suite_of(options).average,
+        margins={column: retention["margin"] for column in retention["columns"]},
+    )
+    return replace(
+        study,
+        differences=verdict(rules, study.candidates, points, base),
+        cautions=[*study.cautions, *weaknesses, *answers.cautions(study.candidates, points)],
+    )
+
+
+def _contamination(folder: Path, study: Study, options: Eval | None) -> dict[str, Any] | None:
+    """Return the overlaps that the first evaluation has counted: all runs train on the same examples."""
+    for run in (run for candidate in study.candidates for run in candidate.verdict):
+        if options and run.scores:
+            results = read_results(RunFolder(folder / run.folder).evaluation(options.name))
+            return results.get("contamination") if results else None
+    return None
+
+
+def _evaluation(folder: Path, study: Study) -> Eval | None:
+    """Return the evaluation of the verdict's runs; None before the first one."""
+    for run in (run for candidate in study.candidates for run in candidate.verdict):
+        if (recipe := RunFolder(folder / run.folder).recipe).is_file():
+            return load_resolved(recipe).eval
+    return None

@@ -1,0 +1,1 @@
+"""Statistics of a study: estimates over seeds and questions, power, and the verdict."""

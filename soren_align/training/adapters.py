@@ -1,0 +1,300 @@
+"""LoRA adapters: created or loaded for training, saved in float32, merged into whole models.
+
+PEFT stores them and TRL trains them; which of their tensors are mapped is decided in optim/routing.py.
+"""
+
+import collections
+import contextlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+from transformers import PreTrainedModel, TrainerCallback
+
+from ..core.errors import UserError, as_user_error
+from ..core.files import remove, rename_durably, write
+from ..optim import chunks, copied_to_cpu, master_weights
+from ..recipe import QUANTIZATION_RECORD, Recipe, adapter_config, is_local, load_resolved, recorded_quantization
+from ..run.folder import MERGED_FROM, RunFolder
+from ..run.quantized import dequantized, quantization_of
+from ..run.weights import load_adapter, load_config, load_model, load_tokenizer, make_savable_, refuse_slow_patterns
+from .checkpoints import write_errors
+from .trained_optimizer import AttachedOptimizer
+
+MAMBA_TYPES = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
+"""Whose out_proj, conv1d and dt_proj cannot be adapted: their weights are read without calling the layers."""
+
+
+def base_model(start: str, revision: str | None = None) -> tuple[str, str | None]:
+    """Return (folder or hub name, revision) of the whole model to load: an adapter's base, or `start` itself.
+
+    A folder is returned as an absolute path: adapters store it, and are loaded from other working directories.
+    """
+    config = adapter_config(start)
+    name, revision = (config["base_model_name_or_path"], config.get("revision")) if config else (start, revision)
+    return (str(Path(name).resolve()) if is_local(name) else name), revision
+
+
+def lora_config(recipe: Recipe, model: PreTrainedModel) -> LoraConfig | None:
+    """Return the recipe's new adapter as a config of PEFT; None if it has no `model.lora`."""
+    lora = recipe.model.lora
+    if lora is None:
+        return None
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.r,
+        lora_alpha=lora.alpha or lora.r,  # pyright: ignore[reportArgumentType] (PEFT declares int, and divides it by r)
+        lora_dropout=lora.dropout,
+        target_modules=lora.target_modules,
+        exclude_modules=_layers_without_factors(recipe, model) or None,
+        modules_to_save=lora.modules_to_save or None,
+        # Otherwise an embedding that is tied to the head would be trained as embedding and not as head.
+        ensure_weight_tying=bool(lora.modules_to_save) and bool(model.config.tie_word_embeddings),
+        revision=getattr(model.config, "_commit_hash", None) or recipe.model.revision,
+    )
+
+
+def _layers_without_factors(recipe: Recipe, model: PreTrainedModel) -> list[str]:
+    """The frozen layers, and of all linear ones those that PEFT cannot adapt: routers, and some of Mamba."""
+    frozen = frozen_layers(model, recipe.model.freeze)
+    if recipe.model.lora is None or recipe.model.lora.target_modules != "all-linear":
+        return frozen
+    names = [name for name, module in model.named_modules() if "Router" in type(module).__name__]
+    if model.config.model_type in MAMBA_TYPES:
+        names += [name for name, _ in model.named_modules() if name.endswith((".out_proj", ".conv1d", ".dt_proj"))]
+    return [*frozen, *names]
+
+
+def load_starting_adapter(model: PreTrainedModel, start: str) -> Any:
+    """Return the model with the adapter in `start`, trainable; the model itself if `start` is no adapter."""
+    if adapter_config(start) is None:
+        return model
+    adapted = load_adapter(model, start, is_trainable=True)
+    adapted.peft_config["default"].base_model_name_or_path = base_model(start)[0]
+    return adapted
+
+
+def add_empty_adapter(model: PreTrainedModel, recipe: Recipe, start: str) -> Any:
+    """Return the model with the adapter that training would add to it, without reading weights.
+
+    For models on the meta device or of fake tensors, within their context.
+    """
+    config = LoraConfig.from_pretrained(start) if adapter_config(start) else lora_config(recipe, model)
+    if config is None:
+        return model
+    refuse_slow_patterns(model, start)
+    config.inference_mode = False  # as saved adapters are
+    return get_peft_model(model, cast(LoraConfig, config))
+
+
+def cast_trainable_to_float32(model: torch.nn.Module) -> None:
+    """Cast the trainable parameters to float32, in place. Call it before an optimizer is made.
+
+    With a 4-bit base, TRL casts the factors to bfloat16, where small updates would be lost to rounding
+    (test_what_trl_makes_bfloat16_beside_a_quantised_base_is_float32_again).
+    """
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            parameter.data = parameter.data.float()
+
+
+def save_adapter(model: PeftModel, folder: str, weights: dict[str, torch.Tensor] | None = None) -> None:
+    """Save the trained adapter, without TRL's frozen copy of the starting one, and the quantization of its base.
+
+    weights: by the names of the model's parameters, if the model itself has no float32 ones.
+    """
+    model.save_pretrained(folder, selected_adapters=["default"], state_dict=weights)
+    (Path(folder) / "README.md").unlink(missing_ok=True)  # PEFT's card has only paths of this machine
+    if (quantization := quantization_of(model)) is not None:
+        write(Path(folder) / QUANTIZATION_RECORD, json.dumps(quantization, indent=2) + "\n")
+
+
+def merge(run: RunFolder) -> Path:
+    """Write `run`/merged: the run's adapter merged with its base into one model, and its tokenizer. Return that folder.
+
+    Merged in float32; saved in run.save_dtype, or else in the dtype of the base's config. If the base was quantized in
+    training, it is quantized again and dequantized, to the weights that the adapter was trained on. An earlier merge of
+    the same adapter is replaced. Raises UserError if anything else is in its place, or a file cannot be loaded.
+    """
+    target = run.merged
+    if target.exists() and not run.is_merged():
+        raise UserError(f"{target}: is not a merge of this run's adapter; remove it, or give it another name")
+    name, revision = base_model(str(run.model))
+    with as_user_error(f"{run}: cannot be merged"):
+        config = load_config(name, revision)
+        quantization = recorded_quantization(run.model)
+        base = load_model(name, quantization, revision=revision, dtype=torch.float32)
+        make_savable_(base.generation_config, name)
+        base = base if quantization is None else dequantized(base)
+        model: Any = load_adapter(base, str(run.model))
+        tokenizer = load_tokenizer(str(run.model))
+    merged = model.merge_and_unload(safe_merge=True)
+    partial = target.with_name("merged.part")
+    remove(partial)
+    save_dtype = load_resolved(run.recipe).run.save_dtype
+    dtype = getattr(torch, save_dtype) if save_dtype else getattr(config, "dtype", None) or torch.float32
+    with write_errors(partial, "Make room there, then rerun the command"):
+        merged.to(dtype).save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        write(partial / MERGED_FROM, json.dumps(run.adapter()) + "\n")
+        remove(target)
+        rename_durably(partial, target)
+    return target
+
+
+# ---
+# Parameters that are not trained: those that `model.freeze` names, and a remedy where others get no gradient.
+
+
+def freeze(model: nn.Module, globs: Sequence[str]) -> None:
+    """Turn off the gradients of every parameter whose name matches one of `globs`, in place."""
+    for name, parameter in model.named_parameters():
+        if _matches(name, globs):
+            parameter.requires_grad_(False)
+
+
+def refuse_unmatched(model: nn.Module, globs: Sequence[str]) -> None:
+    """Raise UserError for a glob that matches no parameter."""
+    names = [name for name, _ in model.named_parameters()]
+    for glob in globs:
+        if not any(fnmatchcase(name, glob) for name in names):
+            raise UserError(f"model.freeze: {glob!r} matches no parameter; the first one is called {names[0]}")
+
+
+def frozen_layers(model: nn.Module, globs: Sequence[str]) -> list[str]:
+    """The names of the modules whose `weight` matches one of `globs`: they get no LoRA factors."""
+    names = (name for name, _ in model.named_parameters() if name.endswith(".weight") and _matches(name, globs))
+    return [name.removesuffix(".weight") for name in names]
+
+
+class GradientCheck(TrainerCallback):
+    """Raises UserError after the first step if a matrix had no gradient. Collective.
+
+    Not before it: a gradient with a NaN is the better reason. Only where gradients are attributes of the parameters,
+    which they are not under ZeRO.
+    """
+
+    def __init__(self, attached: AttachedOptimizer):
+        self.attached, self._pending = attached, attached.parallel != "zero"
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        """Look for a gradient of every trained parameter, once."""
+        if not self._pending:
+            return
+        self._pending = False
+        trained = [(name, p) for name, p in kwargs["model"].named_parameters() if p.requires_grad]
+        missing = [name for name, parameter in trained if parameter.grad is None]
+        matrices = set(missing).intersection(self.attached.names_of_mapped_parameters)
+        if self.attached.ranks.any(bool(matrices)):
+            reached = [name for name, parameter in trained if parameter.grad is not None]
+            raise UserError(
+                f"step 1: {len(missing)} of {len(trained)} trained parameters got no gradient, such as "
+                f"{missing[0] if missing else 'on another process'}: the examples do not reach them, as text does not "
+                f"reach a model's image encoder. Write `freeze: {common_globs(missing, reached)}` under model"
+            )
+
+
+def common_globs(missing: Iterable[str], reached: Iterable[str]) -> list[str]:
+    """The shortest globs, "a.b.*", that match the names in `missing` and none in `reached`; names of a whole model."""
+    others, globs = {_without_adapter(name) for name in reached}, []
+    for name in map(_without_adapter, missing):
+        if not _matches(name, globs):
+            ends = [position for position, letter in enumerate(name) if letter == "."]
+            prefixes = (name[: end + 1] for end in ends)
+            prefix = next((p for p in prefixes if not any(other.startswith(p) for other in others)), None)
+            globs.append(f"{prefix}*" if prefix else name)
+    return globs
+
+
+def _without_adapter(name: str) -> str:
+    """The name of the weight that a LoRA factor belongs to, in the model without adapter; any other name itself."""
+    return re.sub(r"\.lora_[AB]\.\w+", "", name.removeprefix("base_model.model."))
+
+
+def _matches(name: str, globs: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, glob) for glob in globs)
+
+
+# ---
+# The weights to save: unsharded, in the dtype of the model folder, from the weights that the optimizer updates.
+
+CHANGED_BY_TRAINING = ("use_cache", "output_router_logits")
+"""Settings of a model's config that transformers and TRL change, and that no training should save."""
+_MISSING = object()
+Weight = tuple[str, Tensor, Tensor | None]
+"""Name as in `state_dict`, tensor, compensation."""
+
+
+def export_weights(weights: Iterable[Weight], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Return a state dict in `dtype` (None: unchanged) on the CPU. Raises UserError if a weight does not fit in it.
+
+    `weights` is always read to its end, also after an error: it may be collective, and the other ranks would wait.
+    """
+    try:  # one tensor at a time, so that each wider copy is freed before the next tensor is gathered
+        return {name: export_weight(name, tensor, compensation, dtype) for name, tensor, compensation in weights}
+    finally:
+        collections.deque(weights, maxlen=0)
+
+
+def export_weight(name: str, tensor: Tensor, compensation: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+    """Return one weight, its compensation added, in `dtype` on the CPU; rounded in chunks on its own device."""
+    if dtype is None or not tensor.is_floating_point():
+        return tensor
+    if compensation is None and tensor.dtype == dtype:
+        return tensor.cpu()
+    rounded = copied_to_cpu(tensor, compensation, dtype)
+    if dtype == torch.float16:
+        for here, part, rest in chunks(rounded, tensor, compensation):
+            if not torch.equal(here.isfinite(), master_weights(part, rest).isfinite().cpu()):
+                raise UserError(f"run.save_dtype: float16 ends at 65504, {name} exceeds it; write bfloat16 or float32")
+    return rounded
+
+
+def unsharded_weights(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Weight]:
+    """Yield the parameters of an unsharded model, each once, with their compensation, and its buffers."""
+    for name, parameter in model.named_parameters():
+        yield name, parameter.detach(), optimizer.state.get(parameter, {}).get("compensation")
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    for name, tensor in model.state_dict().items():
+        if name not in parameters:
+            yield name, tensor, None
+
+
+def changeable_settings(config: Any) -> list[tuple[Any, str, Any]]:
+    """(config, key, value) of the settings that training changes for itself, of a model's config and its parts."""
+    configs = [] if config is None else [config, config.get_text_config()]
+    return [(c, key, getattr(c, key, _MISSING)) for c in configs for key in CHANGED_BY_TRAINING]
+
+
+@contextlib.contextmanager
+def restored_settings(settings: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Within this context, the configs have these values again."""
+    settings = list(settings)
+    changed = [(config, key, getattr(config, key, _MISSING)) for config, key, _ in settings]
+    _set(settings)
+    try:
+        yield
+    finally:
+        _set(changed)
+
+
+def _set(settings: Iterable[tuple[Any, str, Any]]) -> None:
+    for config, key, value in settings:
+        if value is not _MISSING:
+            setattr(config, key, value)
+        elif hasattr(config, key):
+            delattr(config, key)
+
+
+def write_dtype(folder: Path, dtype: torch.dtype) -> None:
+    """Set the dtype in a model folder's config.json: transformers writes that of the model in memory."""
+    file = folder / "config.json"
+    if file.is_file():
+        config = json.loads(file.read_text(encoding="utf-8"))
+        write(file, json.dumps(config | {"dtype": str(dtype).removeprefix("torch.")}, indent=2) + "\n")

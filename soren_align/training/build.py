@@ -1,0 +1,128 @@
+"""From a checked recipe to the trainer that trains it."""
+
+import contextlib
+import hashlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.hub import cached_file, extract_commit_hash
+from trl.trainer.utils import add_fused_lm_head
+
+from ..core.errors import as_user_error
+from ..data import TOKEN_COLUMNS
+from ..optim import build_optimizer
+from ..recipe import Recipe, adapter_config, parallel, training_part
+from ..run.folder import RunFolder
+from ..run.provenance import fingerprint
+from ..run.weights import complete_for_trl_
+from ..sharding.ranks import Ranks
+from . import adapters
+from .checks.lost_updates import LostUpdatesPolicy
+from .measure.measurements import MeasurementLog
+from .model import load_model, save_dtype
+from .setup import TrainingSetup, trl_arguments
+from .trainer import SorenDPOTrainer, SorenPretrainer, SorenSFTTrainer
+
+TRAINERS = {"sft": SorenSFTTrainer, "dpo": SorenDPOTrainer, "pretrain": SorenPretrainer}
+
+
+def build_trainer(
+    setup: TrainingSetup,
+    folder: RunFolder,
+    ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
+    lost_updates: LostUpdatesPolicy | None = None,
+):
+    """Load the model and return the trainer, an instance of SorenTrainerMixin.
+
+    `trainer.origin` identifies the run in its checkpoints: recipe, processes, data, starting weights, template.
+    """
+    recipe, held_out, columns = setup.recipe, setup.tokens["eval"], list(TOKEN_COLUMNS[setup.recipe.data_task])
+    args = trl_arguments(recipe, folder.checkpoints, ranks)
+    model = load_model(recipe, setup.start)
+    if recipe.model.eos_token is not None:
+        _set_end_token(model, setup.tokenizer)
+    new_adapter = adapters.lora_config(recipe, model)
+    if new_adapter is None:  # otherwise the parameters to train exist only after TRL has added the adapter
+        with as_user_error("optimizer", ValueError):
+            build_optimizer(model, **optimizer_settings(recipe))
+        if recipe.task == "dpo" and recipe.model.revision and not isinstance(model, PeftModel):
+            # TRL loads the reference by this name, without a revision.
+            config_file: Any = cached_file(setup.start, "config.json", revision=recipe.model.revision)
+            model.config._name_or_path = str(Path(config_file).parent)
+    # TRL prints while it truncates and packs; data.preview has already counted and shown the same.
+    with as_user_error("trainer", ValueError, RuntimeError), contextlib.redirect_stdout(io.StringIO()):
+        return TRAINERS[recipe.task](
+            model=model,
+            args=args,
+            train_dataset=setup.stream.dataset() if setup.stream else setup.tokens["train"].select_columns(columns),
+            eval_dataset=held_out.select_columns(columns) if held_out else None,
+            processing_class=setup.tokenizer,
+            peft_config=new_adapter,
+            optimizer_settings=recipe.optimizer,
+            origin=_origin(setup, ranks),
+            measurement_log=_measurement_log(recipe, folder, ranks),
+            save_dtype=save_dtype(recipe, setup.start),
+            parallel=parallel(recipe.run.parallel).kind if ranks.launched else None,
+            lost_updates=lost_updates,
+            stream=setup.stream,
+        )
+
+
+def _measurement_log(recipe: Recipe, folder: RunFolder, ranks: Ranks) -> MeasurementLog:
+    spectra = recipe.run.log_spectra
+    files = (folder.metrics, folder.spectra) if ranks.is_first else (None, None)
+    return MeasurementLog(*files, tuple(spectra.steps), tuple(spectra.matrices), spectra.map_error)
+
+
+def optimizer_settings(recipe: Recipe) -> dict[str, Any]:
+    """Return the recipe's optimizer section as keywords of `build_optimizer`, without those that are null."""
+    return recipe.optimizer.model_dump(exclude_none=True)
+
+
+def trl_forward(model: Any, checkpointing: bool) -> Any:
+    """Return a function of token ids [examples, length] that computes the loss as TRL's trainers do.
+
+    The model is modified: training mode, no cache, TRL's fused head.
+    """
+    base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    complete_for_trl_(base)
+    add_fused_lm_head(base)
+    model.train()
+    base.config.use_cache = False
+    if checkpointing:
+        base.gradient_checkpointing_enable({"use_reentrant": False})
+    return lambda tokens: model(input_ids=tokens, labels=tokens, fused_lm_head=True)
+
+
+def _origin(setup: TrainingSetup, ranks: Ranks) -> dict[str, Any]:
+    revision = setup.recipe.model.revision
+    base, base_revision = adapters.base_model(setup.start, revision)  # of an adapter; otherwise the start itself
+    base_identity = {"base": fingerprint(base) or _commit(base, base_revision)} if adapter_config(setup.start) else {}
+    return {
+        "training": training_part(setup.recipe),
+        "processes": ranks.num_ranks,
+        "data": setup.splits["train"].source,
+        "start": fingerprint(setup.start) or _commit(setup.start, revision),
+        **base_identity,
+        # The recipe names a file, whose contents may have changed.
+        "chat_template_sha256": hashlib.sha256(json.dumps(setup.tokenizer.chat_template).encode()).hexdigest(),
+    }
+
+
+def _commit(name: str, revision: str | None) -> str | None:
+    """Return the hub commit that a model was loaded from, which its config no longer has (transformers 5.23)."""
+    return extract_commit_hash(cached_file(name, "config.json", revision=revision), None)
+
+
+def _set_end_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Add the tokenizer's eos to the model's end tokens, as SFTTrainer does for its eos_token; DPOTrainer has none."""
+    token: Any = tokenizer.eos_token_id
+    model.config.get_text_config().eos_token_id = token
+    generation = model.generation_config
+    assert generation is not None
+    others = generation.eos_token_id if isinstance(generation.eos_token_id, list) else [generation.eos_token_id]
+    generation.eos_token_id = [token, *(other for other in others if other not in (None, token))]

@@ -1,0 +1,425 @@
+"""Complete checkpoints: sealed when all their files are on the disk, verified by content before anything reads them.
+
+transformers writes a checkpoint file by file, resumes from an incomplete one, and starts with an empty optimizer state
+if that file is missing, all without a warning. Here a checkpoint is complete once it contains the seal
+`soren_align.json`, written last: the size and the hash of every file, the step, and the origin of the checkpoint
+(recipe, data, starting weights, template).
+"""
+
+import contextlib
+import errno
+import json
+import pickle
+import re
+import resource
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, NotRequired, Required, TypeVar
+
+import torch
+from accelerate.utils.memory import should_reduce_batch_size
+from pydantic import Field, TypeAdapter, ValidationError
+from safetensors import SafetensorError
+from torch import Tensor
+from typing_extensions import TypedDict
+
+from ..core.errors import REMEDIES, ResumableError, UserError, free_bytes, from_os_error, in_one_line
+from ..core.files import (
+    CHANGED,
+    chunk_digests,
+    chunks_of,
+    contents,
+    read_json,
+    remove,
+    sync_folder,
+    sync_folders,
+    tree_sha256,
+    write,
+)
+from ..core.text import with_prefix
+from ..recipe import differences
+from ..run.folder import COMPLETE_MARKER, PREVIOUS, Seal, checkpoints_in, read_seal, step_of
+from ..run.record import Count
+from ..sharding import CheckpointException, check_parts, local, rank_of_file, to_universal
+from ..sharding.ranks import Ranks
+from .trained_optimizer import AttachedOptimizer
+
+PICKLE_REFUSED = (
+    "contains more than tensors and plain data, and is not loaded: a pickle can run code. Remove it, or write "
+    "run.overwrite: true"
+)
+REQUIRED_FILES = ("scheduler.pt", "trainer_state.json")
+_STREAM_FILE = "stream.json"
+_MAX_NAMED = 3
+"""Files that a message names; the others are counted."""
+_READERS = {
+    "load_from_json",
+    "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler",
+    "_load_rng_state",
+    "_load_scaler",
+    "_load_callback_state",
+    "deepspeed_load_checkpoint",
+}
+"""The functions of transformers that read a checkpoint to resume from it."""
+T = TypeVar("T")
+_Number = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class _BatchHash(TypedDict):
+    """See identity.BatchHash."""
+
+    values: list[Annotated[int, Field(ge=-(2**63), lt=2**63)]] | None
+    batches: Count
+
+
+class _OptimizerCheck(TypedDict, total=False):
+    """See attached_optimizer.OptimizerCheck."""
+
+    maps_per_step: Count
+    num_skipped_steps: Count
+
+
+class _EarlyStopping(TypedDict):
+    """See early_stopping.EarlyStopping."""
+
+    args: dict[str, Any]
+    attributes: dict[str, Count]
+
+
+class _Callbacks(TypedDict):
+    """The states of callbacks that a resumed run reads; transformers' own are not restored."""
+
+    BatchHash: NotRequired[_BatchHash]
+    OptimizerCheck: NotRequired[_OptimizerCheck]
+    EarlyStopping: NotRequired[_EarlyStopping]
+    num_tokens: NotRequired[_Number]
+
+
+class _Log(TypedDict):
+    """A line of the log history; its other keys are measurements."""
+
+    step: Count
+
+
+class _TrainerState(TypedDict, total=False):
+    """The content of trainer_state.json: see transformers' TrainerState."""
+
+    epoch: _Number
+    global_step: Required[Count]
+    max_steps: Required[Count]
+    logging_steps: _Number
+    eval_steps: _Number
+    save_steps: _Number
+    train_batch_size: Count | None
+    num_train_epochs: Count
+    num_input_tokens_seen: Count
+    total_flos: _Number
+    log_history: list[_Log]
+    best_metric: float | None
+    best_global_step: Count | None
+    best_model_checkpoint: str | None
+    is_local_process_zero: bool
+    is_world_process_zero: bool
+    is_hyper_param_search: bool
+    trial_name: str | None
+    trial_params: dict[str, Any] | None
+    stateful_callbacks: _Callbacks
+
+
+class _PlaceInSplit(TypedDict):
+    """See data.stream; the position is a reader's."""
+
+    passes: Count
+    num_read: Count
+    position: Annotated[list[Count], Field(min_length=2, max_length=2)] | dict[str, Any] | None
+
+
+class _Block(TypedDict):
+    """The start of a block; see data.stream."""
+
+    number: Count
+    num_read: Count
+    dropped: dict[str, Count]
+    splits: list[_PlaceInSplit]
+
+
+class _StreamState(TypedDict):
+    """The content of _STREAM_FILE; see token_stream.TokenStream."""
+
+    block: _Block
+    num_rows: Count
+    num_kept: Count
+    num_trained: Count
+    dropped: dict[str, Count]
+    counts: dict[str, Any]
+
+
+def latest(folder: Path) -> tuple[Path | None, list[str]]:
+    """Return the newest complete checkpoint under `folder`, or None, and notices about incomplete ones, now removed."""
+    notices = []
+    for checkpoint in reversed(checkpoints_in(folder)):
+        if (checkpoint / COMPLETE_MARKER).is_file():
+            return checkpoint, notices
+        remove(checkpoint)  # the process was killed while writing it
+        notices.append(f"{checkpoint.name} is incomplete; removed")
+    return None, notices
+
+
+def seal(checkpoint: Path, origin: dict[str, Any], ranks: Ranks = Ranks()) -> None:  # noqa: B008 (frozen)
+    """Write a checkpoint's files to the disk, and then its seal. Collective.
+
+    Each rank syncs and hashes the files that it has written: on a network file system another rank may not see them
+    yet. origin: identifies the run, plain data; see build.build_trainer.
+    """
+    sealed = {}
+    with ranks.shared_errors():
+        written = [name for name in _names(checkpoint) if rank_of_file(name, ranks.num_ranks) == ranks.rank]
+        files = contents((checkpoint / name for name in written), settle=True)
+        sealed = dict(zip(written, files, strict=True))
+    files = {name: content for part in ranks.gather(sealed) for name, content in part.items()}
+    with ranks.shared_errors():
+        if ranks.is_first:
+            sync_folders(checkpoint)
+            record = Seal(step=step_of(checkpoint), origin=origin, files=dict(sorted(files.items())))
+            write(checkpoint / COMPLETE_MARKER, json.dumps(record, indent=2) + "\n")
+            sync_folder(checkpoint)
+            sync_folder(checkpoint.parent)
+
+
+def check(checkpoint: Path, origin: dict[str, Any]) -> None:
+    """Raise UserError unless a checkpoint has all its files, plausible counts, and the origin `origin`.
+
+    The content of the files is not read here; see `verify`.
+    """
+    actual_origin = _check_files(checkpoint)["origin"]
+    state_file = checkpoint / "trainer_state.json"
+    state = _read(state_file, _TrainerState)
+    step, max_steps = state["global_step"], state["max_steps"]
+    if step != step_of(checkpoint) or step > max_steps:
+        raise UserError(f"{state_file}: is of step {step} of {max_steps}; {PREVIOUS}")
+    check_parts(checkpoint)
+    if "processes" in actual_origin and actual_origin["processes"] is None:  # by `make_universal`
+        sides = (actual_origin, origin)
+        actual_origin, origin = ({k: v for k, v in side.items() if k != "processes"} for side in sides)
+    changed = differences(actual_origin, origin)
+    if changed:
+        raise UserError(
+            f"{checkpoint}: belongs to another run:",
+            *(f"  {line}" for line in changed),
+            "Restore these to resume, or choose another run.output_dir",
+        )
+
+
+def verify(checkpoint: Path, ranks: Ranks = Ranks()) -> None:  # noqa: B008 (frozen)
+    """Raise UserError on all ranks unless the files have the content that the seal lists. Collective.
+
+    The ranks share the chunks of all files, so that a large file takes none of them longer than the others.
+    """
+    files, digests = {}, []
+    with ranks.shared_errors():
+        files = read_seal(checkpoint)["files"]
+        chunks = [c for name, content in files.items() for c in chunks_of(checkpoint / name, content["num_bytes"])]
+        first, end = (len(chunks) * rank // ranks.num_ranks for rank in (ranks.rank, ranks.rank + 1))
+        digests = [*chunk_digests(chunks[first:end])]
+    everything = (digest for part in ranks.gather(digests) for digest in part)
+    hashes = {name: tree_sha256(everything, content["num_bytes"]) for name, content in files.items()}
+    changed = [name for name, content in files.items() if hashes[name] != content["tree_sha256"]]
+    if changed:
+        raise UserError(f"{checkpoint}: {_listed(changed)}: {CHANGED}; {PREVIOUS}")
+
+
+def _check_files(checkpoint: Path) -> Seal:
+    """Return the seal. Raises UserError if a file is missing, of another size or not listed, or the folder renamed."""
+    seal = read_seal(checkpoint)
+    if (step := seal["step"]) != step_of(checkpoint):
+        raise UserError(f"{checkpoint}: is the checkpoint of step {step}; name its folder checkpoint-{step} again")
+    expected = {name: content["num_bytes"] for name, content in seal["files"].items()}
+    sizes = {name: (checkpoint / name).stat().st_size for name in expected if (checkpoint / name).is_file()}
+    damaged = [name for name in {*expected, *REQUIRED_FILES} if sizes.get(name) != expected.get(name, -1)]
+    # optimizer.pt; under ZeRO each rank's *_optim_states.pt, under FSDP2 a folder optimizer_0
+    if not damaged and not any("optim" in name for name in sizes):
+        damaged = ["the optimizer's state"]
+    if damaged:
+        raise UserError(
+            f"{checkpoint}: {_listed(damaged)} missing or truncated; optimizer or schedule would start anew. "
+            f"Restore it, or {PREVIOUS}"
+        )
+    # Libraries choose among files by their names: beside a pytorch_model.bin, model.safetensors would not be read.
+    if unknown := [name for name in _names(checkpoint) if name not in expected and not _is_hidden(name)]:
+        raise UserError(f"{checkpoint}: {_listed(unknown)}: added after the checkpoint was saved; remove them")
+    return seal
+
+
+def _read(file: Path, kind: type[T]) -> T:
+    """Return the content of a JSON file. Raises UserError, with the key, if it is not of this kind."""
+    try:
+        return TypeAdapter(kind).validate_python(read_json(file), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(f"{file}: {'.'.join(map(str, first['loc']))}: {first['msg']}; {PREVIOUS}") from None
+
+
+def _names(checkpoint: Path) -> list[str]:
+    """Return the paths of all files below a checkpoint's folder but the seal, relative to it."""
+    names = (path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file())
+    return [name for name in names if name != COMPLETE_MARKER]
+
+
+def _is_hidden(name: str) -> bool:
+    """Whether a file is one of a file system or a desktop (.nfs000, .DS_Store), which no library reads."""
+    last = name.rpartition("/")[2]
+    return last.startswith(".") and last != ".metadata"
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return ", ".join(sorted(names)[:_MAX_NAMED]) + more
+
+
+@contextmanager
+def read_errors(checkpoint: Path) -> Iterator[None]:
+    """Within the block, in which transformers trains, raise UserError for errors of reading this checkpoint.
+
+    A seal is no proof: it may come from whoever made the files.
+    """
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        functions = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
+        is_own = isinstance(error, UserError | MemoryError) or should_reduce_batch_size(error)  # pyright: ignore
+        if is_own or not functions & _READERS or "_load_best_model" in functions:
+            raise
+        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        if isinstance(cause, pickle.UnpicklingError):
+            raise UserError(f"{checkpoint}: {PICKLE_REFUSED}") from error
+        raise UserError(f"{checkpoint}: cannot be loaded ({in_one_line(cause)}); {PREVIOUS}") from error
+
+
+def write_stream(checkpoint: Path, state: dict[str, Any]) -> None:
+    """Write the place in a stream (TokenStream.state) into a checkpoint."""
+    write(checkpoint / _STREAM_FILE, json.dumps(state) + "\n")
+
+
+def read_stream(checkpoint: Path) -> dict[str, Any]:
+    """Return the place in a stream. Raises UserError if the checkpoint has none, or a damaged one."""
+    return {**_read(checkpoint / _STREAM_FILE, _StreamState)}
+
+
+def make_universal(checkpoint: Path) -> None:
+    """Allow any number of processes to resume from a complete checkpoint.
+
+    The checkpoints that they write are bound to their number again.
+    """
+    origin, latest_tag = read_seal(checkpoint)["origin"], checkpoint / "latest"  # DeepSpeed's; those of DDP have none
+    if origin.get("processes") is not None and latest_tag.is_file():  # parts of a conversion that was interrupted
+        check_parts(checkpoint)
+        remove(checkpoint / "latest_universal")
+        remove(checkpoint / f"{latest_tag.read_text().strip()}_universal")
+    _check_files(checkpoint)
+    verify(checkpoint)
+    if origin.get("processes") is None:
+        return
+    if latest_tag.is_file():
+        try:
+            to_universal(checkpoint)
+        except pickle.UnpicklingError as error:
+            raise UserError(f"{checkpoint}: {PICKLE_REFUSED}") from error
+    seal(checkpoint, origin | {"processes": None})
+
+
+# ---
+# Disk space: checked before each checkpoint and before the model is saved, and errors of writing as one sentence.
+
+TORCH_WRITE_ERRORS = re.compile(r"inline_container|PytorchStreamWriter|iostream error|unexpected pos")
+"""In the RuntimeErrors of torch.save on a full disk, which have no errno (torch 2.13)."""
+
+
+def model_bytes(model: Any, *, adapter_only: bool, dtype: torch.dtype | None = None) -> int:
+    """Return the bytes of the saved weights, in `dtype` or their own. adapter_only: the frozen ones are not saved."""
+    saved = [p for p in model.parameters() if p.requires_grad or not adapter_only]
+    return sum(getattr(p, "ds_numel", p.numel()) * (dtype or p.dtype).itemsize for p in saved)
+
+
+def checkpoint_bytes(model: Any, attached: AttachedOptimizer, *, adapter_only: bool) -> int:
+    """Return the bytes of a checkpoint: the weights, and the optimizer's states of all ranks. Collective.
+
+    Under DDP the first rank saves all. Under ZeRO each rank saves its float32 masters too, and DeepSpeed a second copy
+    of the weights, unless they are sharded (stage 3).
+    """
+    weights = model_bytes(model, adapter_only=adapter_only)
+    states = sum(_nbytes(state) for state in attached.optimizer.state.values())
+    if attached.parallel == "ddp":
+        return weights + states
+    is_zero = attached.parallel == "zero"
+    (shards,) = attached.ranks.sums([states + sum(map(_nbytes, attached.tensors)) * is_zero])
+    is_copied = is_zero and not any(hasattr(p, "ds_numel") for p in model.parameters())
+    return weights * (2 if is_copied else 1) + int(shards)
+
+
+def _nbytes(values: Any) -> int:
+    values = values.values() if isinstance(values, dict) else values
+    return sum(local(value).nbytes for value in values if isinstance(value, Tensor))
+
+
+def refuse_full_disk(folder: Path, needed: int, purpose: str, attached: AttachedOptimizer) -> None:
+    """Raise ResumableError on all ranks if the disk of `folder` has less than `needed` bytes free. Collective.
+
+    purpose: such as "a checkpoint", for the message, which also names the last complete checkpoint.
+    """
+    problem = None
+    if attached.ranks.is_first and (free := free_bytes(folder)) < needed:
+        space = f"{with_prefix(free, 'B')} free, and {purpose} needs {with_prefix(needed, 'B')}"
+        problem = f"{folder}: {space} ({free:,} and {needed:,} bytes). {_remedy(folder)}"
+    if problem := attached.ranks.broadcast(problem):
+        raise ResumableError(problem)
+
+
+@contextlib.contextmanager
+def write_errors(folder: Path, remedy: str | None = None) -> Iterator[None]:
+    """Within the block, raise ResumableError for an error of writing `folder`, which is then incomplete and removed.
+
+    It names the folder, the free space of its disk, and `remedy`: by default the last complete checkpoint beside it.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:
+        # torch.distributed.checkpoint has the errors of all ranks in one.
+        causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+        problem = next(filter(None, (_problem_of_writing(cause, folder) for cause in causes)), None)
+        if problem is None:
+            raise
+        with contextlib.suppress(OSError):
+            remove(folder)
+        finding, number = problem
+        raise ResumableError(f"{finding}. {remedy or _remedy(folder.parent, number)}") from error
+
+
+def _problem_of_writing(error: BaseException, folder: Path) -> tuple[str, int] | None:
+    """Return the finding and its errno; None for an error that is not about writing."""
+    free = f"{free_bytes(folder):,} bytes free"
+    if isinstance(error, OSError):
+        number = error.errno or 0
+        if error.filename is None and number in (errno.EIO, errno.EFBIG, errno.ESTALE):
+            return f"{folder}: {error.strerror} ({free})", number
+        problem = from_os_error(error, folder)
+        return (str(problem).partition(";")[0], number) if problem else None
+    if isinstance(error, SafetensorError):
+        match = re.search(r"I/O error: (.*?)(?: \(os error (\d+)|$)", str(error))
+        return (f"{folder}: {match[1]} ({free})", int(match[2] or 0)) if match else None
+    if not TORCH_WRITE_ERRORS.search(str(error)):
+        return None
+    # torch does not name the reason.
+    is_limited = resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
+    return f"{folder}: cannot be written completely ({free})", errno.EFBIG if is_limited else errno.ENOSPC
+
+
+def _remedy(folder: Path, number: int = errno.ENOSPC) -> str:
+    """Return the last complete checkpoint below or beside `folder`, and the way on. number: the errno."""
+    complete = [seal.parent for seal in folder.glob(f"**/checkpoint-*/{COMPLETE_MARKER}")]
+    state = f"{max(complete, key=step_of).name} is complete" if complete else "No checkpoint is complete"
+    action = REMEDIES.get(number, REMEDIES[errno.ENOSPC])
+    way = "resume" if complete else "start again"
+    return f"{state}: {action}, then rerun the same command to {way}; or choose another run.output_dir"

@@ -1,0 +1,1 @@
+"""Checks during training that stop it or warn."""

@@ -1,0 +1,155 @@
+"""Measure how much of the updates is lost to rounding: at the first step, and again when the model is saved.
+
+An update far below one ulp of a weight does not change the weight, and no loss curve shows why. So the first step's
+updates are applied to a copy, at the peak learning rate (the warm-up may start at 0), and the changed entries are
+counted. After training, the same is measured in the dtype of the saved model.
+"""
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import TrainerCallback
+
+from ...core.errors import UserError
+from ...optim import PendingUpdate, Sums, chunks, decay_and_add_, master_weights, ulp
+from ...run.record import SURVIVAL_THRESHOLD
+from ..trained_optimizer import AttachedOptimizer, StartingWeights
+
+GROUPS = ("matrices", "other_parameters")
+REMEDIES = (
+    "Nothing was saved. Any of these avoids this: model.dtype: float32; optimizer.compensation: kahan, for bfloat16 "
+    "parameters; a larger optimizer.lr; optimizer.adjust_lr_fn: match_rms_measured, at AdamW's learning rates. "
+    "run.lost_updates: warn trains anyway"
+)
+
+
+@dataclass(frozen=True)
+class LostUpdatesPolicy:
+    """If most updates are lost at the first step: stop, or warn.
+
+    report(groups, warnings) is called once, on every rank, before a run is stopped; see `FirstStepCheck.groups`.
+    """
+
+    action: Literal["stop", "warn"]
+    report: Callable[[dict[str, Any], list[str]], object]
+
+
+def _warn(groups: dict[str, Any], problems: list[str]) -> None:
+    for problem in problems:
+        warnings.warn(problem, stacklevel=2)
+
+
+WARN = LostUpdatesPolicy("warn", _warn)
+
+
+class FirstStepCheck(TrainerCallback):
+    """Measures the first step of a new run. Collective; raises UserError on every rank if most updates are lost.
+
+    groups: {"matrices": {"fraction_changed", "dtype", "update_rms", "ulp", "lr"}, "other_parameters": ...}.
+    fraction_changed: of the entries with a nonzero update, those that change at lr, the peak. update_rms: of these
+    entries, without decay. ulp: at the root mean square of their weights, in dtype.
+    """
+
+    def __init__(self, attached: AttachedOptimizer, policy: LostUpdatesPolicy):
+        self.attached, self.policy = attached, policy
+        self.groups: dict[str, dict[str, Any]] = {}
+        self._pending = False
+        # of each group: entries with an update, changed, in bfloat16; sums of squares of updates and of weights
+        self._sums = Sums(5 * len(GROUPS))
+        self._peaks = [0.0] * len(GROUPS)
+        self._matrices: dict[str, Any] = {}  # the parameter group
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Measure new runs only: a resumed run was measured at its own first step."""
+        self._pending = state.global_step == 0
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        """Observe the coming step. If the loss scale skips it, the next one is observed."""
+        if self._pending:
+            optimizer = self.attached.optimizer
+            self._peaks = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
+            self._matrices = optimizer.param_groups[0]  # ZeRO 1 and 2 step with a list of one group at a time
+            optimizer.pending_observer = self._add
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        """Report the result, the same on every rank; raise UserError if the policy is to stop."""
+        if not self._pending:
+            return
+        self.attached.optimizer.pending_observer = None
+        sums = self.attached.ranks.sums(self._sums.totals())
+        if not sums[0] and not sums[5]:  # every update is zero, or the step was skipped
+            return
+        self._pending = False
+        for index, name in enumerate(GROUPS):
+            num_updated, num_changed, num_bfloat16, squares, weight_squares = sums[5 * index : 5 * index + 5]
+            if num_updated:
+                dtype = torch.bfloat16 if num_bfloat16 else torch.float32
+                self.groups[name] = {
+                    "fraction_changed": num_changed / num_updated,
+                    "dtype": str(dtype).removeprefix("torch."),
+                    "update_rms": math.sqrt(squares / num_updated),
+                    "ulp": ulp(math.sqrt(weight_squares / num_updated), dtype),
+                    "lr": self._peaks[index],
+                }
+        lossy = {name: g for name, g in self.groups.items() if g["fraction_changed"] < SURVIVAL_THRESHOLD}
+        problems = [_problem(name, group) for name, group in lossy.items()]
+        stops = self.policy.action == "stop"
+        self.policy.report(self.groups, [] if stops else problems)
+        if problems and stops:
+            raise UserError(*problems, REMEDIES)
+
+    def _add(self, pending: PendingUpdate) -> None:
+        index = 0 if pending.group is self._matrices else 1
+        lr, decay = self._peaks[index], pending.group["weight_decay"]
+        for weights, direction, rest in chunks(pending.parameter, pending.direction, pending.compensation):
+            moved, moved_rest = weights.clone(), None if rest is None else rest.clone()
+            decay_and_add_(moved, moved_rest, direction, lr=lr, scale=pending.scale, weight_decay=decay)
+            before, after = master_weights(weights, rest), master_weights(moved, moved_rest)
+            updated, changed = direction != 0, before != after
+            del moved, moved_rest, after
+            count = updated.sum()
+            counts = count, changed.logical_and_(updated).sum(), count * (before.dtype == torch.bfloat16)
+            squares = (lr * pending.scale * direction).square_().sum()
+            self._sums.add(5 * index, *counts, squares, torch.where(updated, before, 0).float().square_().sum())
+
+
+def _problem(name: str, group: dict[str, Any]) -> str:
+    return (
+        f"step 1: most updates of the {name.replace('_', ' ')} are lost to rounding: at the peak learning rate "
+        f"{group['lr']:g}, only {group['fraction_changed']:.2%} of the entries change in {group['dtype']}. The update "
+        f"RMS is {group['update_rms']:.1e}, one ulp of a typical weight is {group['ulp']:.1e}"
+    )
+
+
+def change_after_saving(start: StartingWeights, attached: AttachedOptimizer, dtype: torch.dtype) -> dict[str, Any]:
+    """Return how much of the change since the start remains if both ends are rounded to `dtype`. Collective.
+
+    {"dtype", "matrices": {"fraction_changed", "projection"}, "other_parameters": ...}. fraction_changed: of the entries
+    that changed, those that still differ after rounding. projection: <rounded change, change> / |change|^2, 1 if
+    rounding loses nothing.
+    """
+    sums = Sums(4 * len(GROUPS))
+    for index, weights, before in start.pairs(attached.optimizer):
+        change = weights - before
+        rounded = _rounded(weights, dtype).sub_(_rounded(before, dtype))
+        changed = change != 0
+        counts = changed.sum(), changed.logical_and_(rounded != 0).sum()
+        sums.add(4 * index, *counts, rounded.mul_(change).sum(), change.square_().sum())
+    totals = attached.ranks.sums(sums.totals())
+    result: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch.")}
+    for index, name in enumerate(GROUPS):
+        num_changed, num_remaining, product, square = totals[4 * index : 4 * index + 4]
+        if num_changed:
+            projection = product / square if square else 1.0
+            result[name] = {"fraction_changed": num_remaining / num_changed, "projection": projection}
+    return result
+
+
+def _rounded(weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a copy, rounded to `dtype` and widened to float32."""
+    return weights.to(dtype, copy=True).float()

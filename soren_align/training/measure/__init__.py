@@ -1,0 +1,1 @@
+"""What a training measures: updates and curves, samples, retention."""

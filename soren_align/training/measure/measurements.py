@@ -1,0 +1,202 @@
+"""Measurements of the optimizer's updates, for metrics.jsonl (docs/metrics.md).
+
+The loss shows whether a run learns; these numbers show whether the optimizer works as intended: the change that reached
+the weights after decay and rounding, the distance from the starting weights, the singular values of the map's output.
+They are measured on logging steps only: those of the recipe, and of a run too short for two logs its first and last.
+"""
+
+import json
+import math
+import time
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import TrainerCallback
+
+from ...core.errors import UserError
+from ...core.files import append
+from ...optim import AppliedMap, Sums, chunks
+from ...spectral import distance_from_sigmoid, singular_values
+from ..trained_optimizer import AttachedOptimizer, StartingWeights, relative_changes
+from .progress import logs_for_short_run
+
+MAX_DECOMPOSED = 8
+"""Map outputs that are decomposed on a logging step: one of each shape, and at most so many."""
+MAX_COMPARED = 2**21
+"""Weights per rank that are compared with the starting ones on a logging step, of larger models a sample: all those of
+Qwen2.5-3B are 6 GB to copy to the GPU, these 4 MB. All of 7M weights took 13 ms on a CPU. After training all are
+compared."""
+MAX_ROWS = 1024
+"""Of the smaller dimension of a matrix whose map is compared with the exact sigmoid (docs/metrics.md has the cost)."""
+
+
+@dataclass(frozen=True)
+class MeasurementLog:
+    """Where measurements are written, on the first rank alone, and which: see `LogSpectra` in `recipe/schema.py`.
+
+    metrics: a .jsonl file that gets a line per log. spectra: one that gets a line per matrix at each of `steps`.
+    """
+
+    metrics: Path | None = None
+    spectra: Path | None = None
+    steps: tuple[int, ...] = ()
+    matrices: tuple[str, ...] = ("*",)
+    map_error: bool = True
+
+
+class Measurements(TrainerCallback):
+    """Measures one training run. `values` are merged into each log; every log becomes a line of `log.metrics`.
+
+    Every rank measures the tensors that it updates, and the ranks add their sums: `values` is collective.
+    """
+
+    def __init__(
+        self,
+        attached: AttachedOptimizer,
+        start: StartingWeights,
+        log: MeasurementLog = MeasurementLog(),
+    ):
+        self.attached, self.start, self.log = attached, start, log
+        self.num_tokens: Any = 0  # a tensor on the device of the batches: read on logging steps only
+        self._matrices: dict[str, Any] = {}  # the parameter group
+        self._aux_learning_rate = 0.0
+        self._compared = (0, "")  # position and name of the matrix whose map is compared with the exact sigmoid
+        self._since = (time.perf_counter(), 0)  # time and number of tokens at the last log
+        self._reset()
+
+    def _reset(self) -> None:
+        self._squares, self._numel = Sums(2), [0, 0]  # of the updates: of the matrices, of the other parameters
+        self._singular_values: list[tuple[Tensor, Tensor]] = []  # largest and smallest of a map's output
+        self._shapes: set[tuple[int, ...]] = set()
+        self._map_errors: list[Tensor] = []  # one, on the owner rank of the matrix `_compared`
+
+    def values(self, num_tokens: int) -> dict[str, float]:
+        """Return the measurements of the last logging step; docs/metrics.md describes the keys. Collective.
+
+        num_tokens: trained on since the start of this process, on all ranks.
+        """
+        values: dict[str, float] = {}
+        if self.attached.has_other_parameters:
+            values["aux_learning_rate"] = self._aux_learning_rate
+        of_maps = Sums(3)
+        for pair in self._singular_values:
+            of_maps.add(0, *pair)
+        for map_error in self._map_errors:
+            of_maps.add(2, map_error)
+        counts = [len(self._singular_values), len(self._map_errors), self.attached.optimizer.num_guarded]
+        sums = self.attached.ranks.sums([*self._squares.totals(), *self._numel, *of_maps.totals(), *counts])
+        squares, aux_squares, numel, aux_numel, largest, smallest, map_error, *counts = sums
+        num_decomposed, num_compared, num_guarded = counts
+        if numel:
+            values["update_rms"] = math.sqrt(squares / numel)
+        if aux_numel:
+            values["aux_update_rms"] = math.sqrt(aux_squares / aux_numel)
+        values |= relative_changes(self.start, self.attached, MAX_COMPARED)
+        if num_decomposed:
+            values["map_max_singular_value"] = largest / num_decomposed
+            values["map_min_singular_value"] = smallest / num_decomposed
+        if num_compared:
+            values |= {"map_error": map_error, "map_error_matrix": self._compared[0]}
+        values["num_out_of_range"] = int(num_guarded)
+        now, (then, num_tokens_then) = time.perf_counter(), self._since
+        values["tokens_per_second"] = round((num_tokens - num_tokens_then) / max(now - then, 1e-9), 1)
+        self._since = (now, num_tokens)
+        return values
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Start the clock."""
+        self._since = (time.perf_counter(), int(self.num_tokens))
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        """Observe the coming step if it will be logged. DeepSpeed steps within the last backward pass."""
+        step = state.global_step + 1
+        if (
+            step % max(state.logging_steps, 1) == 0
+            or (step == 1 and args.logging_first_step)
+            or logs_for_short_run(args, state, step)
+        ):
+            self._reset()
+            optimizer = self.attached.optimizer
+            self._matrices = optimizer.param_groups[0]  # ZeRO 1 and 2 step with a list of one group at a time
+            self._aux_learning_rate = float(optimizer.param_groups[-1]["lr"])  # at the log the schedule has advanced
+            names = self.attached.names_of_matrices or [""]
+            position = step // max(state.logging_steps, 1) % len(names)  # by the step alone: equal on all ranks
+            self._compared = position, names[position]
+            optimizer.observer = self._add_update
+            optimizer.map_observers |= {self._add_map}
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        """End the observation."""
+        self.attached.optimizer.observer = None
+        self.attached.optimizer.map_observers -= {self._add_map}
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        """Append a line to the file."""
+        if self.log.metrics and logs:
+            append(self.log.metrics, json.dumps({"step": state.global_step, **logs}) + "\n")
+
+    def _add_update(self, update: Any) -> None:
+        index = 0 if update.group is self._matrices else 1
+        self._numel[index] += update.after.numel()
+        for after, before in chunks(update.after, update.before):
+            self._squares.add(index, (after - before).float().square_().sum())
+
+    def _add_map(self, applied: AppliedMap) -> None:
+        shape = applied.output.shape
+        if shape not in self._shapes and len(self._shapes) < MAX_DECOMPOSED:
+            self._shapes.add(shape)
+            values = singular_values(applied.output)
+            self._singular_values.append((values[0], values[-1]))
+        approximates = applied.group.get("map", {"name": "exact"})["name"] != "exact"
+        if self.log.map_error and approximates and applied.name == self._compared[1] and min(shape) <= MAX_ROWS:
+            self._map_errors.append(distance_from_sigmoid(applied.input, applied.output))
+
+
+# ---
+# Record the singular values of the map's inputs at chosen steps, in spectra.jsonl.
+#
+# One line per matrix and step, in the order of the model: {"step", "name", "shape", "singular_values"}, the latter in
+# descending order, to seven digits. `bench/spectra.py` reads the file.
+
+
+class SpectraRecorder(TrainerCallback):
+    """Appends to `log.spectra` at `log.steps`. Collective at these steps; a matrix is decomposed on its owner rank.
+
+    Raises UserError if one of `log.matrices` matches no matrix.
+    """
+
+    def __init__(self, attached: AttachedOptimizer, log: MeasurementLog):
+        self.attached, self.log = attached, log
+        matrices = attached.names_of_matrices
+        for glob in log.matrices:
+            if not any(fnmatchcase(name, glob) for name in matrices):
+                raise UserError(f"run.log_spectra.matrices: {glob!r} matches no matrix; `soren-align plan` lists them")
+        names = [name for name in matrices if any(fnmatchcase(name, glob) for glob in log.matrices)]
+        self._positions = {name: position for position, name in enumerate(names)}
+        self._records: list[dict[str, Any]] = []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        """Observe the coming step if it is one of `steps`."""
+        if state.global_step + 1 in self.log.steps:
+            self.attached.optimizer.map_observers |= {self._add}
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        """Gather the records of all ranks, and append them."""
+        step = state.global_step + 1
+        if step not in self.log.steps:
+            return
+        self.attached.optimizer.map_observers -= {self._add}
+        records = [record for part in self.attached.ranks.gather(self._records) for record in part]
+        self._records = []
+        if self.log.spectra:
+            records = sorted(records, key=lambda record: self._positions[record["name"]])
+            append(self.log.spectra, "".join(json.dumps({"step": step, **record}) + "\n" for record in records))
+
+    def _add(self, applied: AppliedMap) -> None:
+        if applied.name in self._positions:
+            values = [float(f"{value:.7g}") for value in singular_values(applied.input).tolist()]
+            record = {"name": applied.name, "shape": list(applied.input.shape), "singular_values": values}
+            self._records.append(record)

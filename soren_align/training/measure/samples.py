@@ -1,0 +1,193 @@
+"""Samples during training: the model's greedy answers to a few prompts, in samples.jsonl and on the console.
+
+They do not change the training: no random number is drawn, and the modules' modes are restored.
+tests/training/test_samples.py compares the weights bit for bit with those of a training without samples.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import GenerationConfig, TrainerCallback
+
+from ...core import shipped
+from ...core.errors import UserError
+from ...core.files import append, parse_json, read_text
+from ...core.text import print_labelled
+from ...data import template_errors
+from ...recipe import Samples
+from ...run.folder import read_metrics
+from ...sharding.ranks import Ranks
+
+MAX_PROMPTS = 100
+"""Each is answered alone at every evaluation, so that padding changes no answer."""
+NUM_SHOWN = 3
+"""Answers that are printed at a time."""
+MAX_SHOWN = 300
+"""Characters of a printed prompt, and of a printed answer."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as in the recipe, a text or turns; its tokens, and the most tokens of an answer."""
+
+    content: str | list[dict[str, Any]]
+    ids: list[int]
+    max_new_tokens: int
+
+    @property
+    def text(self) -> str:
+        """The text, or that of the last turn."""
+        return self.content if isinstance(self.content, str) else str(self.content[-1].get("content"))
+
+
+def read_prompts(samples: Samples, tokenizer: Any, has_turns: bool, num_positions: int | None) -> tuple[Prompt, ...]:
+    """Return the prompts of `run.samples` with their tokens.
+
+    has_turns: of the data: a text is then a user's message, rendered by the chat template; otherwise it is tokenized as
+    it is. num_positions: of the model, which an answer does not exceed. Raises UserError for a file that cannot be
+    read, and for a prompt that leaves no position.
+    """
+    place = "run.samples.prompts"
+    contents = list(_contents(samples.prompts)) if isinstance(samples.prompts, str) else samples.prompts
+    if not 0 < len(contents) <= MAX_PROMPTS:
+        raise UserError(f"{place}: {len(contents)} prompts; write 1 to {MAX_PROMPTS}")
+    prompts = []
+    for number, content in enumerate(contents, 1):
+        if has_turns:
+            turns = [{"role": "user", "content": content}] if isinstance(content, str) else content
+            with template_errors(f"{place}: the chat template fails on prompt {number}"):
+                ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
+        elif isinstance(content, str):
+            ids = tokenizer(content)["input_ids"]
+        else:
+            raise UserError(f"{place}: prompt {number} has messages, but the training data are plain texts")
+        room = samples.max_new_tokens if num_positions is None else num_positions - len(ids)
+        if room < 1:
+            raise UserError(f"{place}: prompt {number} has {len(ids)} tokens; the model has {num_positions} positions")
+        prompts.append(Prompt(content, list(ids), min(samples.max_new_tokens, room)))
+    return tuple(prompts)
+
+
+def _contents(path: str) -> Iterator[str | list[dict[str, Any]]]:
+    """Yield the prompts of a .txt or .jsonl file."""
+    file = shipped.resolve(path)
+    for number, line in enumerate(read_text(file).splitlines(), 1):
+        if not line.strip():
+            continue
+        if file.suffix == ".txt":
+            yield line.strip()
+            continue
+        record = parse_json(line, f"{path}:{number}")
+        prompt: Any = record.get("prompt") if isinstance(record, dict) else None
+        is_list = isinstance(prompt, list) and prompt and all(isinstance(turn, dict) for turn in prompt)
+        if not (is_list or (isinstance(prompt, str) and prompt)):
+            raise UserError(f'{path}:{number} write {{"prompt": ...}}, a text or a list of messages')
+        yield prompt
+
+
+class SampleWriter(TrainerCallback):
+    """Appends an answer to every prompt to `file`, and prints the first ones: at the start and at each evaluation.
+
+    The first rank, which must hold all weights, writes; on the others this waits for it, since a collective has a
+    timeout.
+    """
+
+    def __init__(
+        self,
+        prompts: tuple[Prompt, ...],
+        tokenizer: Any,
+        file: Path,
+        console: Console,
+        ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
+    ):
+        self.prompts, self.tokenizer, self.file, self.console = prompts, tokenizer, file, console
+        self.ranks = ranks
+        self._last_step: int | None = None
+        self._printed: dict[int, str] = {}
+        """By the number of the prompt: an answer that has not changed is not printed again."""
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        """Sample from the starting checkpoint; a resumed run has done so, and at the evaluation of its checkpoint."""
+        if state.global_step == 0:
+            self.sample(model, 0)
+        elif self.file.is_file():
+            self._last_step = max((line["step"] for line in read_metrics(self.file)), default=None)
+
+    def on_evaluate(self, args, state, control, model=None, **kwargs):
+        """Sample from the model that was evaluated."""
+        if state.global_step != self._last_step:  # of eval_on_start
+            self.sample(model, state.global_step)
+
+    def at_end(self, model: Any, step: int, is_best: bool) -> None:
+        """Sample from the final model, unless the last evaluation did. is_best: it is not that of the last step."""
+        if is_best or step != self._last_step:
+            self.sample(model, step, at="end")  # the mark: a run that is killed later repeats the end, and these lines
+
+    def sample(self, model: Any, step: int, **marks: str) -> None:
+        """Write and print the answers of the model after `step` steps. Collective.
+
+        marks: further keys of their lines.
+        """
+        self._last_step = step
+        with self.ranks.first_goes_first():
+            if self.ranks.is_first:
+                self._write(model, step, marks)
+
+    def _write(self, model: Any, step: int, marks: dict[str, str]) -> None:
+        lines = []
+        with evaluating(model):
+            for number, prompt in enumerate(self.prompts):
+                completion, finish_reason = self._answer(model, prompt)
+                record = {"step": step, "prompt": prompt.content, "completion": completion}
+                record |= {"finish_reason": finish_reason, **marks}
+                lines.append(json.dumps(record, ensure_ascii=False) + "\n")
+                end = "" if finish_reason == "stop" else " ..."
+                answer = f"{_shown(prompt.text)} -> {_shown(completion)}{end}"
+                if number < NUM_SHOWN and self._printed.get(number) != answer:
+                    self._printed[number] = answer
+                    print_labelled(self.console, "sample", answer)
+        append(self.file, "".join(lines))
+
+    def _answer(self, model: Any, prompt: Prompt) -> tuple[str, str]:
+        """Return (text, "stop" or "length") of the greedy continuation."""
+        own = getattr(model.generation_config, "eos_token_id", None)
+        ends = {self.tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None}
+        config = GenerationConfig(
+            do_sample=False,
+            use_cache=True,  # an argument of this call: TRL has switched it off in the model's config, which stays
+            max_new_tokens=prompt.max_new_tokens,
+            eos_token_id=sorted(ends) or None,
+            pad_token_id=self.tokenizer.pad_token_id or 0,
+        )
+        tokens = torch.tensor([prompt.ids], device=next(model.parameters()).device)
+        output = model.generate(input_ids=tokens, attention_mask=torch.ones_like(tokens), generation_config=config)
+        new = output[0, len(prompt.ids) :].tolist()
+        is_stopped = bool(new) and new[-1] in ends
+        text = self.tokenizer.decode(new[:-1] if is_stopped else new, skip_special_tokens=True)
+        return text, "stop" if is_stopped else "length"
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Within the block the model is in evaluation mode; every module's own mode and the random state are restored."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    # Without this argument the states of all visible GPUs would be saved, on each of them, with a warning.
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    try:
+        with torch.random.fork_rng(gpus), torch.no_grad():
+            yield
+    finally:
+        for module, is_training in modes:
+            module.training = is_training
+
+
+def _shown(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= MAX_SHOWN else f"{line[:MAX_SHOWN]} ..."

@@ -1,0 +1,314 @@
+"""The reference of a DPO: the key of its cached log-probabilities, and the check that it is the starting model.
+
+Before the first update the policy is its own reference: all rewards, beta times the change of an answer's
+log-probability, are 0, and the sigmoid loss is ln 2. Log-probabilities of another model, from a cache or from a
+reference that was loaded from elsewhere, would silently train towards another goal.
+"""
+
+import hashlib
+import json
+import math
+import zlib
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+import trl
+from peft import PeftModel
+from torch import Tensor
+from torch.nn.modules.dropout import _DropoutNd
+from transformers import TrainerCallback
+
+from ..core.errors import UserError
+from ..core.version import __version__
+from ..recipe import Recipe, global_batch, recipe_hash
+from ..run.quantized import quantization_of
+from ..sharding.ranks import Ranks
+from ..spectral.matrices import BACKENDS, FULL
+from .setup import TrainingSetup
+
+ROUNDING = {torch.float32: 2.0**-15, torch.float16: 2.0**-8, torch.bfloat16: 2.0**-5}
+"""Root mean square of the rounding error of a token's log-probability. A Llama of 8 layers of 256 columns with random
+weights and logits of RMS 2.6 is 0.057 from float32 in bfloat16, 0.0070 in float16, and in float32 5.9e-6 from float64;
+with logits of RMS 0.3 an eighth of each. Two kernels differ by less. Float32 has a margin for the sums of wide layers.
+"""
+ROUTED = 2.0**-3
+"""The same with experts: rounding changes a router's choice between two that are nearly equal."""
+SIGMAS = 6.0
+_PRECOMPUTED_BY = ("max_length", "truncation_mode", "ld_alpha", "bf16", "fp16", "per_device_train_batch_size")
+_PRECOMPUTED_BY += ("per_device_eval_batch_size", "precompute_ref_batch_size", "world_size")
+
+
+def reference_key(trainer: Any, ranks: Ranks) -> str:
+    """Return the key of the reference's cached log-probabilities: of all that they depend on but the examples.
+
+    Collective. TRL's own key has the weights alone, and is the same for all models under ZeRO 3, whose state_dict is
+    empty.
+    """
+    model, device = trainer.ref_model or trainer.model, trainer.args.device
+    parts = [
+        trainer._precompute_model_hash,
+        weights_hash(model, ranks) if trainer.is_deepspeed_enabled else None,
+        {**trainer.model.config.to_dict(), "_name_or_path": None},
+        trainer.origin,  # the start and the whole recipe: other settings may change the last bits
+        [getattr(trainer.args, name) for name in _PRECOMPUTED_BY],
+        [LIBRARIES, str(device.type), torch.cuda.get_device_name(device) if device.type == "cuda" else None],
+    ]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+class ReferenceCheck(TrainerCallback):
+    """Raises UserError, on every rank, at step 1 of a new run whose policy and reference are different models.
+
+    Collective. For a DPO whose reference is its start. Training passes that draw random numbers, such as of dropout,
+    are not checked.
+    """
+
+    def __init__(self, trainer: Any, ranks: Ranks):
+        self.trainer, self.ranks = trainer, ranks
+        self.is_pending = False
+        self._batches: list[Tensor] = []
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Check new runs only: a resumed run was checked at its own first step."""
+        self.is_pending = state.global_step == 0 and not _is_random(self.trainer)
+
+    def add(self, loss: Tensor, completion_mask: Tensor) -> None:
+        """Note a micro-batch of this rank: its loss, tokens and answers."""
+        counts = completion_mask.sum(), completion_mask.new_tensor(len(completion_mask))
+        self._batches.append(torch.stack([value.detach().double() for value in (loss, *counts)]))
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        """Compare the rewards and the loss of the first step, on the only one that the host reads."""
+        if not self.is_pending:
+            return
+        self.is_pending = False
+        trainer, logged = self.trainer, self.trainer._metrics["train"]
+        rewards = [sum(logged[key]) / len(logged[key]) for key in ("rewards/chosen", "rewards/rejected")]
+        losses, tokens, answers = torch.stack(self._batches).sum(0).tolist()
+        *means, tokens, answers = self.ranks.sums([losses / len(self._batches), *rewards, tokens, answers])
+        loss, *rewards = (value / self.ranks.num_ranks for value in means)
+        limits = _limits(trainer, tokens / answers, answers / 2)
+        problem = None
+        # NaN and infinities are reported with the gradients that have them.
+        if any(limits.reward < abs(reward) < math.inf for reward in rewards):
+            chosen, rejected = rewards
+            problem = (
+                f"the rewards are {chosen:.2g} (chosen) and {rejected:.2g} (rejected), not 0 +- {limits.reward:.1g}"
+            )
+        elif trainer.loss_types == ["sigmoid"] and not trainer.use_weighting and not trainer.aux_loss_enabled:
+            weight = trainer.loss_weights[0]
+            if abs(weight) * limits.loss < abs(loss - weight * math.log(2)) < math.inf:
+                problem = f"the loss is {loss:.5g}, not {weight * math.log(2):.5g} +- {abs(weight) * limits.loss:.1g}"
+        if problem:
+            cause, remedy = "", "true computes them once, by the starting model itself"
+            if trainer.precompute_ref_logps:
+                cause = "log-probabilities of another model, cached beside the tokens; "
+                remedy = "false computes them at every step"
+            raise UserError(
+                f"step 1: the reference is not the starting model: before any update {problem}. Likely causes: {cause}"
+                "a model folder that changed as the run started; a forward pass that differs in training (attention, "
+                f"kernels). trainer.precompute_ref_log_probs: {remedy}"
+            )
+
+
+class _Limits(NamedTuple):
+    """Of the absolute mean reward, and of the loss's distance from ln 2, by rounding alone."""
+
+    reward: float
+    loss: float
+
+
+def _limits(trainer: Any, tokens: float, num_pairs: float) -> _Limits:
+    """Return the limits for `num_pairs` pairs of answers of `tokens` tokens each, on average.
+
+    The errors of a policy and its reference: independent ones of each token, and a bias of half the square, since the
+    mean of a distorted model's log-probabilities is lower (Jensen).
+    """
+    sigma = max(ROUNDING.get(dtype, ROUNDING[torch.float32]) for dtype in _dtypes_of_copies(trainer))
+    if hasattr(trainer.model.config.get_text_config(), "output_router_logits"):
+        sigma = ROUTED
+    random, bias = SIGMAS * sigma * math.sqrt(tokens), sigma**2 * tokens
+    reward = trainer.beta * (random / math.sqrt(num_pairs) + bias)
+    # ln(1 + exp(-x)) = ln 2 - x / 2 + x^2 / 8 - ... for the margin x of a pair
+    return _Limits(reward, reward + (trainer.beta * 2 * (random + bias)) ** 2 / 8 + 1e-6)
+
+
+def _dtypes_of_copies(trainer: Any) -> set[torch.dtype]:
+    """Return the dtypes of the model's arithmetic, bfloat16 for quantized weights and for reduced float32 products."""
+    dtypes = {p.dtype if p.is_floating_point() else torch.bfloat16 for p in trainer.model.parameters()}
+    has_full_products = all(backend.fp32_precision in FULL for backend in BACKENDS.values())
+    if trainer.args.bf16 or not has_full_products:
+        dtypes.add(torch.bfloat16)
+    return dtypes | ({torch.float16} if trainer.args.fp16 else set())
+
+
+def _is_random(trainer: Any) -> bool:
+    """Whether the policy's training passes draw random numbers: dropout in layers, attention or routers, and noise."""
+    if trainer.args.neftune_noise_alpha:
+        return True
+    for module in trainer.model.modules():
+        if isinstance(module, _DropoutNd) and module.p > 0:
+            return True
+        named = ((name, value) for name, value in vars(module).items() if "drop" in name or "jitter" in name)
+        if any(isinstance(value, float) and value > 0 for _, value in named):
+            return True
+    return False
+
+
+# ---
+# What must be equal for runs that are compared at one seed, as hashes and plain data: `identity` in run.json.
+#
+# Starting weights, the batches in their order, precision, data, recipe, processes and versions. `soren-align compare`
+# checks them (docs/comparison.md).
+
+MAX_HASHED = 2**24
+"""Elements of the starting weights that are hashed, of larger models evenly spaced rows: 64 MB, 0.05 s on one core."""
+LIBRARIES = {package.__name__: package.__version__ for package in (torch, transformers, trl)}
+# Odd, from SplitMix64 (Steele et al. 2014), as signed 64-bit numbers.
+_STEP, _MIX = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64
+
+
+class BatchHash(TrainerCallback):
+    """An order-sensitive hash of all batches that a training has seen: token ids, labels and masks.
+
+    The hash is a number of 64 bits per rank, computed on the device of the batches and read at checkpoints and at the
+    end only. Checkpoints contain it: a resumed run has the hash of an uninterrupted one.
+    """
+
+    def __init__(self, ranks: Ranks):
+        self.ranks = ranks
+        self.num_batches = 0
+        self._value: Tensor | int = 0
+        self._keys = position_keys(0)
+        self._is_complete = True
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Restore the hash of the checkpoint. One of another number of processes has no order to continue."""
+        saved = (state.stateful_callbacks or {}).get(type(self).__name__, {})  # pyright: ignore (a dict)
+        values, self.num_batches = saved.get("values", [0] * self.ranks.num_ranks), saved.get("batches", 0)
+        self._is_complete = values is not None and len(values) == self.ranks.num_ranks
+        self._value = values[self.ranks.rank] if values is not None and self._is_complete else 0
+
+    def add(self, inputs: dict[str, Any]) -> None:
+        """Continue the hash with a micro-batch of this rank, without its tensors of floats (log-probabilities)."""
+        tensors = sorted((k, v) for k, v in inputs.items() if torch.is_tensor(v) and not v.is_floating_point())
+        layout = zlib.crc32(str([(name, *tensor.shape) for name, tensor in tensors]).encode())
+        values = torch.cat([tensor.reshape(-1).long() for _, tensor in tensors])
+        if self._keys.numel() < values.numel() or self._keys.device != values.device:
+            self._keys = position_keys(2 * values.numel(), values.device)
+        before = self._value if torch.is_tensor(self._value) else torch.tensor(self._value, device=values.device)
+        self._value = before * _STEP + (mixed_sum(values, self._keys[: values.numel()]) + layout)
+        self.num_batches += 1
+
+    def state(self) -> dict[str, Any]:
+        """Return the content for a checkpoint, plain data. Collective."""
+        values = self.ranks.gather(int(self._value))
+        return {"values": values if self._is_complete else None, "batches": self.num_batches}
+
+    def record(self) -> dict[str, Any]:
+        """Return the hash over all ranks in their order, None after a resume with another number. Collective.
+
+        {"batches": the hash, "num_batches": micro-batches of one rank}
+        """
+        values = self.state()["values"]
+        return {"batches": None if values is None else _short_hash(values), "num_batches": self.num_batches}
+
+
+def position_keys(number: int, device: torch.device | str = "cpu") -> Tensor:
+    """Return a key for each position: int64, multiples of an odd number modulo 2^64."""
+    return torch.arange(1, number + 1, device=device) * _STEP
+
+
+def mixed_sum(values: Tensor, keys: Tensor) -> Tensor:
+    """Return the sum of mixed pairs (value, key) modulo 2^64: int64 vectors, and a scalar on their device.
+
+    Integers, which wrap around: the sum does not depend on the order in which a device adds.
+    """
+    mixed = (values * _MIX).bitwise_xor_(keys)
+    return mixed.bitwise_xor_(mixed >> 32).mul_(_MIX).sum()
+
+
+def weights_hash(model: torch.nn.Module, ranks: Ranks) -> str:
+    """Return the hash of a model's parameters: names, shapes, dtypes and evenly spaced rows. Collective.
+
+    Of the first rank's whole model, which DDP and FSDP2 distribute; under ZeRO 3 of the shards of all ranks in their
+    order, so that runs with different numbers of processes differ.
+    """
+    is_sharded = any(hasattr(parameter, "ds_tensor") for parameter in model.parameters())
+    if not is_sharded:
+        return _local_hash(model, ranks.rank) if ranks.is_first else ""
+    return _short_hash(ranks.gather(_local_hash(model, ranks.rank)))
+
+
+def _local_hash(model: torch.nn.Module, rank: int) -> str:
+    parts = [(name, parameter, _shard(parameter, rank)) for name, parameter in model.named_parameters()]
+    stride = max(1, -(-sum(part.numel() for *_, part in parts) // MAX_HASHED))
+    digest = hashlib.sha256()
+    for name, parameter, part in parts:
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        digest.update(f"{name} {shape} {parameter.dtype}\n".encode())
+        rows = part[::stride] if part.ndim else part
+        digest.update(rows.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data)
+    return digest.hexdigest()[:16]
+
+
+def _shard(parameter: Any, rank: int) -> Tensor:
+    """Return the part of a parameter that this rank holds, without ZeRO's padding, which is not initialized."""
+    shard = getattr(parameter, "ds_tensor", None)
+    if shard is None:
+        return parameter.detach()
+    length = min(shard.numel(), max(parameter.ds_numel - rank * shard.numel(), 0))
+    return shard.detach().reshape(-1)[:length]
+
+
+def precision(trainer: Any) -> dict[str, Any]:
+    """Return the dtypes of weights and arithmetic. `updated` is known only once the optimizer is made."""
+    model = trainer.model
+    parameters = list(model.parameters())
+    record = {
+        "weights": _dtypes(parameters),
+        "trained": _dtypes(p for p in parameters if p.requires_grad),
+        "autocast": trainer.accelerator.mixed_precision,
+        "float32_products": {name: backend.fp32_precision for name, backend in BACKENDS.items()},
+        "attention": model.config._attn_implementation,
+        "adapter": _dtypes(p for p in parameters if p.requires_grad) if isinstance(model, PeftModel) else None,
+        "quantization": (quantization_of(model) or {}).get("quantize"),
+    }
+    if trainer.attached is not None:
+        compensated = trainer.optimizer_settings.get("compensation") == "kahan"
+        dtypes = _dtypes(tensor for group in trainer.attached.tensors for tensor in group)
+        record["updated"] = [f"{dtype}, compensated" if compensated else dtype for dtype in dtypes]
+    return record
+
+
+def identity(setup: TrainingSetup, trainer: Any, ranks: Ranks) -> dict[str, Any]:
+    """Return what is known before training; see manifest.Identity. Collective."""
+    recipe: Recipe = setup.recipe
+    device = trainer.args.device
+    sources = [setup.splits[name] and setup.splits[name].source for name in ("train", "eval")]
+    return {
+        "starting_weights": weights_hash(trainer.model, ranks),
+        "data": _short_hash(_without_paths(sources)),
+        "recipe": recipe_hash(recipe),
+        "precision": precision(trainer),
+        "processes": ranks.num_ranks,
+        "global_batch_size": global_batch(recipe, ranks.num_ranks)[0],
+        "versions": LIBRARIES | {"soren-align": __version__},
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+    }
+
+
+def _without_paths(source: Any) -> Any:
+    """Return plain data without the keys `path`: contents are hashed, not places."""
+    if isinstance(source, dict):
+        return {key: _without_paths(value) for key, value in source.items() if key != "path"}
+    return [_without_paths(value) for value in source] if isinstance(source, list | tuple) else source
+
+
+def _dtypes(tensors: Any) -> list[str]:
+    return sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})
+
+
+def _short_hash(data: Any) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -1,0 +1,476 @@
+"""All checks of a recipe that need no model: starting checkpoint, tokenizer, data, learning-rate schedule."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, get_scheduler
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from transformers.optimization import GreedyLR
+from trl import DPOConfig, SFTConfig
+
+from ..core.errors import UserError, as_user_error, in_one_line
+from ..core.files import default_cache_folder
+from ..data import (
+    BATCH_SIZE,
+    Account,
+    LoadedSplit,
+    LossMasks,
+    Preview,
+    account,
+    check_template,
+    from_token_columns,
+    has_turns,
+    hold_out,
+    load_split,
+    mix,
+    open_split,
+    open_stream,
+    tokenize,
+    without_empty_answers,
+)
+from ..recipe import (
+    DataSplit,
+    HeldOut,
+    HeldOutNumber,
+    Parallel,
+    Recipe,
+    TrainSplit,
+    accumulation,
+    columns_text,
+    compute_dtype,
+    gradient_notice,
+    parallel,
+    refuse_no_batch,
+    trainer_value,
+)
+from ..run.folder import RunFolder
+from ..run.record import describe_dropped
+from ..sharding import start_deepspeed
+from ..sharding.ranks import Ranks
+from .measure.samples import Prompt, read_prompts
+from .model import generation_notices, load_config, load_tokenizer, starting_checkpoint
+from .packing import Packing, TokenStream, after_packing, pack, packing_notices
+
+UNKNOWN_SHARE = 0.001
+"""Of all tokens: from it on a notice reports unknown ones. A tenth of a percent is a word in every other page."""
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """A checked recipe with everything that training loads before the model."""
+
+    recipe: Recipe
+    start: str
+    """Folder or hub name of the starting checkpoint."""
+    tokenizer: Any
+    splits: dict[str, Any]
+    """{"train": data.LoadedSplit, "eval": data.LoadedSplit or None}"""
+    tokens: dict[str, Any]
+    """The examples of `splits` as tokens: {"train": Dataset, "eval": Dataset or None}."""
+    account: Any
+    """data.Account of the training examples; None on all ranks but the first. With packing, tokens are counted after
+    it."""
+    held_out: dict[str, Any] | None = None
+    """Of the held-out examples, on the first rank: "num_examples", "num_kept", "dropped" by reason, "num_truncated",
+    "num_truncated_tokens", and "num_tokens" of those kept, after truncation."""
+    notices: tuple[str, ...] = ()
+    """Findings about data and template that do not stop the run."""
+    prompts: tuple[Prompt, ...] = ()
+    """Of run.samples; none on all ranks but the first."""
+    packing: Packing | None = None
+    """Of the training examples, on the first rank."""
+    stream: TokenStream | None = None
+    """The training examples where they are read while training; `splits`, `tokens`, `account` and `packing` are then of
+    the first ones."""
+
+
+def set_up_training(
+    recipe: Recipe,
+    folder: RunFolder,
+    on_examples: Callable[[int], object] | None = None,
+    ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
+) -> TrainingSetup:
+    """Load tokenizer and data, and check all that can be checked before the model is loaded.
+
+    The examples are counted on the first rank only. Call it within `Ranks.first_goes_first`, so that the other ranks
+    use the files that the first one cached. on_examples: called with the number of examples just counted.
+    Raises UserError if the recipe cannot be trained.
+    """
+    unset_hf_deepspeed_config()  # of an earlier run in this process: models would be sharded while they load
+    model_config = load_config(recipe)
+    splits = load_splits(recipe)
+    train, stream = splits["train"], None
+    start, tokenizer_source = starting_checkpoint(recipe, folder, train.dataset, verify=ranks.is_first)
+    tokenizer = load_tokenizer(recipe, tokenizer_source)
+    config = trl_arguments(recipe, folder.checkpoints, ranks)
+    if isinstance(train, Preview):
+        stream = TokenStream(train.stream, recipe.data_task, tokenizer, config, loss_of(recipe))
+    _check_schedule(config)
+    check_attention(recipe, model_config)
+    if not ranks.is_first:
+        splits, tokens = tokenize_splits(recipe, splits, tokenizer)
+        return TrainingSetup(recipe, start, tokenizer, splits, tokens, None, stream=stream)
+    assistant_only, completion_only = map(recipe.trainer.get, ("assistant_only_loss", "completion_only_loss"))
+    notices = check_template(tokenizer, recipe.data_task, bool(assistant_only), train.dataset, completion_only)
+    generation = generation_notices(recipe, start)
+    splits, tokens = tokenize_splits(recipe, splits, tokenizer, on_examples)
+    train = splits["train"]
+    packs = getattr(config, "packing", False)
+    counts, packing = _count(recipe, config, tokens["train"], train.source_indices, tokenizer, packs=packs)
+    if counts.num_kept == 0:
+        raise UserError(
+            f"{train.source['path']}: none of {counts.num_examples} examples can be trained on: "
+            f"{describe_dropped(counts.dropped)}. trainer.max_length is {config.max_length}"
+        )
+    _refuse_ids_beyond(model_config, counts, tokenizer, config.pad_token)
+    held_out = _count_held_out(recipe, config, splits["eval"], tokens["eval"], tokenizer)
+    if stream is None:
+        refuse_no_batch(recipe, packing.num_sequences if packing else counts.num_kept, ranks.num_ranks)
+    notices += _notices(recipe, train.dataset, tokenizer, counts, config.max_length, has_notices=bool(notices))
+    notices += packing_notices(packing) if packing else []
+    notices += _state_notices(recipe)
+    notices += gradient_notice(recipe.run.parallel, compute_dtype(recipe))
+    longest, max_length = counts.lengths["max"], config.max_length or counts.lengths["max"]
+    is_wrapped = packing is not None and packing.strategy == "wrapped"  # otherwise positions restart at each example
+    num_positions = _num_positions(model_config)
+    notices += _too_few_positions(num_positions, max_length if is_wrapped else min(longest, max_length))
+    notices += [*_token_notices(counts, tokenizer), *generation]
+    samples = recipe.run.samples
+    prompts = read_prompts(samples, tokenizer, has_turns(train.dataset), num_positions) if samples else ()
+    notices = [*train.notices, *(splits["eval"].notices if held_out else ()), *notices]
+    return TrainingSetup(
+        recipe, start, tokenizer, splits, tokens, counts, held_out, tuple(notices), prompts, packing, stream
+    )
+
+
+def _count_held_out(
+    recipe: Recipe, config: Any, split: LoadedSplit | None, tokens: Any, tokenizer: Any
+) -> dict[str, Any] | None:
+    """Return `TrainingSetup.held_out`; None without such examples. Raises UserError if none is left to evaluate."""
+    if split is None:
+        return None
+    packs, packs_held_out = getattr(config, "packing", False), getattr(config, "eval_packing", None)
+    packs = packs if packs_held_out is None else packs_held_out
+    counts, _ = _count(recipe, config, tokens, (), tokenizer, packs=packs)
+    dropped = split.dropped | counts.dropped
+    if counts.num_trained_tokens == 0:
+        reasons = describe_dropped(dropped)
+        raise UserError(
+            f"data.eval: none of the {split.num_examples:,} held-out examples of {split.source['path']} can be "
+            f"evaluated{f': {reasons}' if reasons else ''}. trainer.max_length is {config.max_length}"
+        )
+    return {
+        "num_examples": split.num_examples,
+        "num_kept": counts.num_kept,
+        "dropped": dropped,
+        "num_truncated": counts.num_truncated,
+        "num_truncated_tokens": counts.num_truncated_tokens,
+        "num_tokens": counts.num_tokens,
+    }
+
+
+def _count(
+    recipe: Recipe, config: Any, tokens: Any, source_indices: Sequence[int], tokenizer: Any, *, packs: bool
+) -> tuple[Account, Packing | None]:
+    """Count examples and their tokens, after packing if they are packed. config: TRL's."""
+    masks = LossMasks() if packs else None
+    counts = account(
+        tokens,
+        recipe.data_task,
+        tokenizer,
+        max_length=config.max_length if masks is None else None,
+        source_indices=source_indices,
+        masks=masks,
+    )
+    packing = pack(masks, config) if masks is not None and masks.masks else None
+    return (after_packing(counts, packing) if packing else counts), packing
+
+
+def _refuse_ids_beyond(model_config: Any, counts: Account, tokenizer: Any, pad_token: str | None) -> None:
+    """Raise UserError if the model has no embedding of a token: on a GPU its lookup would end in an assertion."""
+    vocab_size = getattr(model_config.get_text_config(), "vocab_size", None)
+    pad_token = pad_token or tokenizer.pad_token or tokenizer.eos_token  # as TRL chooses it
+    pad_id = None if pad_token is None else tokenizer.convert_tokens_to_ids(pad_token)
+    ids = {"examples have token": counts.max_token_id, "its padding is token": pad_id}
+    for finding, token_id in ids.items():
+        if isinstance(vocab_size, int) and token_id is not None and token_id >= vocab_size:
+            raise UserError(
+                f"model.tokenizer: {finding} {token_id:,}, and the model's vocab_size is {vocab_size:,}: the tokenizer "
+                "or its template belongs to another model, or one of their files was changed"
+            )
+
+
+def check_attention(recipe: Recipe, config: Any) -> None:
+    """Raise UserError if model.attn_implementation is not installed, or the architecture does not have it.
+
+    config: the model's. transformers itself checks, on a model without weights. Hub kernels are downloaded.
+    """
+    name = recipe.model.attn_implementation
+    if name is None:
+        return
+    try:
+        with torch.device("meta"):
+            AutoModelForCausalLM.from_config(config, attn_implementation=name)
+    except Exception as error:  # of the config too
+        reason = in_one_line(error, 300).partition(" Please request")[0].rstrip(".")
+        raise UserError(
+            f"model.attn_implementation: {name} cannot be used here: {reason}. Leave it out for transformers' own "
+            "choice; flash attention is in the packages flash-attn and kernels"
+        ) from error
+
+
+def _check_schedule(config: Any) -> None:
+    """Raise UserError for lr_scheduler_kwargs that transformers refuses when it makes the schedule or steps it."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    settings = config.lr_scheduler_kwargs or {}
+    place = "trainer.lr_scheduler_type and lr_scheduler_kwargs"
+    with as_user_error(place, ValueError, TypeError, ArithmeticError):
+        schedule = get_scheduler(config.lr_scheduler_type, optimizer, 1, 10, scheduler_specific_kwargs=settings)
+        if not isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau | GreedyLR):  # these step by a loss
+            optimizer.step()
+            schedule.step()
+
+
+def _notices(
+    recipe: Recipe, dataset: Any, tokenizer: Any, counts: Any, max_length: int | None, *, has_notices: bool
+) -> list[str]:
+    """Return notices about the tokens in the loss. has_notices: there is one about the stop token already."""
+    notices = []
+    if not counts.stop_token_trained and not recipe.trainer.get("packing"):
+        _refuse_no_answer(dataset, tokenizer, max_length)
+    if not counts.stop_token_trained and not has_notices:
+        notices = [f"the stop token is never trained: trainer.max_length {max_length} truncates every answer"]
+    if "messages" in dataset.column_names and "assistant_only_loss" not in recipe.trainer:
+        notices.append(
+            "all tokens of conversations are in the loss, those of the user's messages too. For the answers alone "
+            "write trainer.assistant_only_loss: true; false hides this notice"
+        )
+    if "prompt" in dataset.column_names and not has_turns(dataset) and tokenizer.chat_template:
+        notices.append(
+            "prompts and answers are plain texts, trained without the model's chat template, which chat and suites "
+            f"with apply_chat_template use. To train with it write data.train.columns: {_columns_of_turns(recipe)}"
+        )
+    return notices
+
+
+def _columns_of_turns(recipe: Recipe) -> str:
+    """The `columns` by which prompts and answers in plain text become turns."""
+    answers = {"chosen": "chosen", "rejected": "rejected"} if recipe.task == "dpo" else {"output": "completion"}
+    own: dict[str, str] = {**recipe.data.sources[0].columns}
+    return columns_text(
+        {ours: own.get(column, column) for ours, column in ({"instruction": "prompt"} | answers).items()}
+    )
+
+
+def _token_notices(counts: Account, tokenizer: Any) -> list[str]:
+    """Return notices about text that the tokens do not have: the template leaves it out, or the tokenizer cannot."""
+    notices = [
+        f"the chat template leaves out {kind} of {number:,} of {counts.num_examples:,} examples, trained without them. "
+        "Another template may print them"
+        for kind, number in counts.num_left_out.items()
+    ]
+    num_tokens = counts.num_tokens + counts.num_truncated_tokens
+    share = counts.num_unknown_tokens / max(1, num_tokens)
+    if share >= UNKNOWN_SHARE:
+        notices.append(
+            f"{counts.num_unknown_tokens:,} of {num_tokens:,} tokens ({share:.2%}) are {tokenizer.unk_token}: text "
+            "that the tokenizer does not have, and the model never sees. Another model's tokenizer may have it"
+        )
+    return notices
+
+
+def _state_notices(recipe: Recipe) -> list[str]:
+    """Return a notice if a map lifts the rounding of 8-bit momenta, which AdamW's update does not."""
+    if recipe.optimizer.states != "8bit" or recipe.optimizer.name == "adamw":
+        return []
+    return [
+        "optimizer.states: 8bit rounds the momentum, which changes the small singular values of the update: by a third "
+        "and more of its norm with a map that lifts them (docs/optimizers.md, 8-bit states)"
+    ]
+
+
+def _refuse_no_answer(dataset: Any, tokenizer: Any, max_length: int | None) -> None:
+    """Raise UserError if every example is cut before its first answer: the loss would be that of prompts alone."""
+    if max_length is None or not {"messages", "prompt"} & set(dataset.column_names):
+        return
+    lengths = []
+    for example in dataset:
+        prompt: Any = example.get("prompt") or list(
+            takewhile(lambda turn: turn["role"] != "assistant", example["messages"])
+        )
+        if isinstance(prompt, list):
+            ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+        else:
+            ids = tokenizer(prompt)["input_ids"]
+        lengths.append(len(ids))
+        if lengths[-1] < max_length:
+            return
+    raise UserError(
+        f"trainer.max_length: {max_length} cuts every example before its answer; the shortest prompt has "
+        f"{min(lengths)} tokens"
+    )
+
+
+def _num_positions(config: Any) -> int | None:
+    """Return the length that the model's config allows; None if it has no such number."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return positions if isinstance(positions, int) else None
+
+
+def _too_few_positions(positions: int | None, longest: int) -> list[str]:
+    """Return a notice if sequences have more tokens than the model has positions."""
+    if positions is None or longest <= positions:
+        return []
+    return [
+        f"examples have up to {longest:,} tokens, but the model has {positions:,} positions; lower trainer.max_length"
+    ]
+
+
+# ---
+# The examples that a recipe names: loaded, held out, mixed, and as tokens.
+
+
+def tokenize_splits(
+    recipe: Recipe, splits: dict[str, Any], tokenizer: Any, on_examples: Callable[[int], object] | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(both splits, their tokens), without examples that teach empty answers. on_examples: of the training examples."""
+    cache = default_cache_folder() if recipe.data.cache and not recipe.data.streaming else None
+    remaining: dict[str, Any] = dict.fromkeys(splits)
+    tokens: dict[str, Any] = dict.fromkeys(splits)
+    for name, split in splits.items():
+        if split:
+            report = on_examples if name == "train" else None
+            all_tokens = tokenize(split.dataset, recipe.data_task, tokenizer, cache, *loss_of(recipe), report)
+            remaining[name], tokens[name] = without_empty_answers(split, all_tokens)
+    if recipe.data.eval_tokens and tokens["eval"]:
+        tokens["eval"] = _first_tokens(tokens["eval"], recipe.data.eval_tokens, recipe)
+    return remaining, tokens
+
+
+def _first_tokens(tokens: Any, number: int, recipe: Recipe) -> Any:
+    """Return the first examples with so many predicted tokens, or all. tokens: Dataset."""
+    max_length = None if recipe.trainer.get("packing") else trainer_value(recipe, "max_length")
+    num_examples = num_tokens = 0
+    for batch in tokens.iter(BATCH_SIZE):
+        for example in from_token_columns(batch, recipe.data_task):
+            if num_tokens >= number:
+                return tokens.select(range(num_examples))
+            num_tokens += sum(sum(side.truncated(max_length).trained[1:]) for side in example.sides)
+            num_examples += 1
+    return tokens
+
+
+def loss_of(recipe: Recipe) -> tuple[bool, bool]:
+    """(assistant_only_loss, completion_only_loss), as `encode` takes them."""
+    trainer = recipe.trainer
+    return bool(trainer.get("assistant_only_loss")), trainer.get("completion_only_loss") is not False
+
+
+def load_splits(recipe: Recipe) -> dict[str, Any]:
+    """Load the recipe's data: {"train": data.LoadedSplit, or data.Preview of a stream, "eval": data.LoadedSplit or
+    None}.
+
+    Raises UserError if only one of both has turns, or texts have different columns.
+    """
+    evaluation, is_streamed = recipe.data.eval, recipe.data.streaming is not None
+    train, held_out = _load_stream(recipe) if is_streamed else _load_train(recipe)
+    if isinstance(evaluation, DataSplit):
+        if is_streamed and evaluation.limit:  # of a dataset on the hub, no more than these is downloaded
+            held_out = open_split(TrainSplit(**evaluation.model_dump()), recipe.data_task).first(evaluation.limit)
+        else:
+            held_out = load_split(evaluation, recipe.data_task)
+    if held_out and held_out.kind != train.kind:
+        raise UserError(f"data.eval: has {held_out.layout}, and data.train {train.layout}; evaluate on the same kind")
+    if recipe.task == "pretrain":
+        _refuse_other_than_texts(train)
+    return {"train": train, "eval": held_out}
+
+
+def _refuse_other_than_texts(train: LoadedSplit) -> None:
+    """Raise UserError if the examples are not plain texts."""
+    if train.dataset.column_names != ["text"]:
+        raise UserError(
+            f"data.train: {train.source['path']} has {train.layout}; pretrain takes plain texts (a column `text`, or "
+            ".txt files), and `soren-align sft` the others"
+        )
+
+
+def _load_train(recipe: Recipe) -> tuple[LoadedSplit, LoadedSplit | None]:
+    """(the training examples, those of them that are held out)."""
+    evaluation, held_out = recipe.data.eval, None
+    sources = [load_split(source, recipe.data_task) for source in recipe.data.sources]
+    if isinstance(evaluation, HeldOut | HeldOutNumber):
+        sources, held_out = hold_out(sources, **evaluation.model_dump())
+    return mix(sources, recipe.data.sources, recipe.trainer.get("seed", 42)), held_out
+
+
+def _load_stream(recipe: Recipe) -> tuple[Preview, LoadedSplit | None]:
+    """(the first training examples of a stream, some that are held out)."""
+    evaluation, streaming = recipe.data.eval, recipe.data.streaming
+    assert streaming is not None, "the caller checks"
+    fraction = evaluation.fraction if isinstance(evaluation, HeldOut) else None
+    seed = recipe.trainer.get("seed", 42)
+    return open_stream(recipe.data.sources, recipe.data_task, streaming.shuffle_buffer, seed, fraction)
+
+
+# ---
+# TRL's SFTConfig and DPOConfig, from a recipe.
+
+CONFIGS = {"sft": SFTConfig, "dpo": DPOConfig, "pretrain": SFTConfig}
+
+
+def trl_arguments(recipe: Recipe, output_dir: Path, ranks: Ranks) -> SFTConfig | DPOConfig:
+    """Return TRL's config object for one of `ranks`: the recipe's `trainer` section, and the keys derived from others.
+
+    Raises UserError if TRL refuses a value, if there is no GPU and no `use_cpu`, and if the launcher started another
+    number of processes than accelerate sees.
+    """
+    on_cpu = bool(recipe.trainer.get("use_cpu"))
+    if not (on_cpu or torch.accelerator.is_available()):
+        raise UserError(
+            "trainer.use_cpu: this machine has no GPU; write `use_cpu: true` and `bf16: false` under trainer"
+        )
+    shared = parallel(recipe.run.parallel) if ranks.launched else Parallel("ddp")
+    derived: dict[str, Any] = {
+        "output_dir": str(output_dir),
+        "learning_rate": recipe.optimizer.lr,  # only for TRL's logs: the optimizer gets the recipe's section
+        "weight_decay": recipe.optimizer.weight_decay,
+        "disable_tqdm": True,
+        "gradient_accumulation_steps": accumulation(recipe, ranks.num_ranks),
+        **_sharding_arguments(shared, on_cpu),
+    }
+    if recipe.data_task == "sft":
+        derived["assistant_only_loss"] = False  # the tokens have their labels; TRL would ask for conversations
+    # transformers would have DDP search the graph for parameters without a gradient at every step.
+    defaults: dict[str, Any] = {"ddp_find_unused_parameters": False}
+    defaults["log_level_replica"] = "passive"  # the other ranks' libraries are as quiet as those of the first
+    defaults["run_name"] = RunFolder(recipe.run.output_dir).name
+    if recipe.run.early_stopping:
+        defaults["metric_for_best_model"] = "loss"  # as transformers, but only with load_best_model_at_end
+    if shared.kind == "fsdp2":
+        # Otherwise FSDP2 keeps whole gradients until the last micro-batch of a step, instead of 1/N of them.
+        defaults["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    with as_user_error("trainer", ValueError, TypeError, ImportError):
+        config = CONFIGS[recipe.task](**{**defaults, **recipe.trainer, **derived})
+    if config.world_size != ranks.num_ranks:
+        # Such as under `accelerate launch --cpu`: each process would train alone on all examples, without a warning.
+        raise UserError(
+            f"the launcher started {ranks.num_ranks} processes, but the trainer sees {config.world_size}; "
+            "start them with --processes N or torchrun"
+        )
+    return config
+
+
+def _sharding_arguments(shared: Parallel, on_cpu: bool) -> dict[str, Any]:
+    if shared.kind == "zero":
+        with as_user_error("run.parallel", ImportError):
+            start_deepspeed(on_cpu)
+        return {"deepspeed": shared.config}
+    if shared.kind == "fsdp2":
+        # transformers has another name for accelerate's fsdp_offload_params
+        return {"fsdp": True, "fsdp_config": {**shared.config, "cpu_offload": shared.config.get("offload_params")}}
+    return {}

@@ -1,0 +1,244 @@
+"""The optimizer that steps: found inside accelerate's wrappers, compared with the recipe's, checked at every step."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TrainerCallback
+
+from ..core.errors import UserError
+from ..optim import SpectralOptimizer, Sums, chunks, copied_to_cpu, master_weights, names_of_matrices, norm
+from ..sharding import chain_of, local, restore_groups_, set_placement
+from ..sharding.ranks import Ranks
+
+
+class OptimizerMismatch(UserError):
+    """The optimizer that steps is not the recipe's, or its map did not run once per matrix."""
+
+
+@dataclass(frozen=True, eq=False)
+class AttachedOptimizer:
+    """The optimizer that steps, and where its tensors are.
+
+    wrappers: those around `optimizer`, the outermost first. expected: the optimizer that the recipe describes, built
+    over the whole parameters and never stepped. parallel: "ddp" (also for one process), "zero" or "fsdp2".
+    tensors: those that this rank updates, by parameter group.
+    """
+
+    optimizer: Any
+    wrappers: list[Any]
+    expected: SpectralOptimizer
+    parallel: str
+    tensors: list[list[Tensor]]
+    ranks: Ranks
+
+    @property
+    def num_matrices(self) -> int:
+        """Matrices that go through the spectral map once per optimizer step."""
+        return len(self.names_of_matrices)
+
+    @cached_property  # of thousands of experts, and read at every step
+    def names_of_matrices(self) -> list[str]:
+        """The names of these matrices, in the order of the model."""
+        return [
+            matrix
+            for group in self.expected.param_groups
+            if group["rule"] == "spectral"
+            for name, parameter in zip(group["param_names"], group["params"], strict=True)
+            for matrix in names_of_matrices(
+                name, getattr(parameter, "ds_shape", parameter.shape), group.get("storages", {}).get(name, "plain")
+            )
+        ]
+
+    @property
+    def names_of_mapped_parameters(self) -> set[str]:
+        """The names of the parameters that hold these matrices."""
+        groups = (group for group in self.expected.param_groups if group["rule"] == "spectral")
+        return {name for group in groups for name in group["param_names"]}
+
+    @property
+    def has_other_parameters(self) -> bool:
+        """Whether AdamW updates a second parameter group."""
+        return len(self.expected.param_groups) > 1
+
+    def description(self) -> dict[str, Any]:
+        """Return class, wrappers and parameter groups, for run.json."""
+        hidden = ("params", "param_names", "storages", "lr")
+        return {
+            "class": type(self.optimizer).__name__,
+            "chain": [type(optimizer).__name__ for optimizer in (*self.wrappers, self.optimizer)],
+            "parallel": self.parallel,
+            "num_matrices": self.num_matrices,
+            "groups": [
+                {key: value for key, value in group.items() if key not in hidden}
+                | {"num_tensors": len(group["params"])}
+                for group in self.expected.param_groups
+            ],
+        }
+
+
+def attach(optimizer: Any, expected: SpectralOptimizer, ranks: Ranks) -> AttachedOptimizer:
+    """Find the optimizer inside accelerate's wrappers and set its placement. Collective.
+
+    Call it after all wrappers are made and before a sharded checkpoint is loaded.
+    Raises OptimizerMismatch if its class is not that of `expected`, UserError if the sharding is not supported.
+    """
+    *wrappers, inner = chain_of(optimizer)
+    if type(inner) is not type(expected):
+        raise OptimizerMismatch(f"the recipe names {type(expected).__name__}, but {type(inner).__name__} would step")
+    try:
+        placed = set_placement(optimizer, ranks)
+    except ValueError as error:
+        raise UserError(f"run.parallel: {error}") from error
+    return AttachedOptimizer(inner, wrappers, expected, placed.kind, placed.tensors, ranks)
+
+
+class OptimizerCheck(TrainerCallback):
+    """Raises OptimizerMismatch unless every matrix goes through the map exactly once per optimizer step. Collective.
+
+    counts: of these checks. Checkpoints contain them: a run resumed at its last step takes none that could be counted.
+    """
+
+    def __init__(self, attached: AttachedOptimizer):
+        self.attached = attached
+        self.counts: dict[str, int] = {}
+        self._num_maps_before = 0
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The optimizer's description and the counts, for run.json."""
+        return self.attached.description() | self.counts
+
+    @property
+    def num_skipped_steps(self) -> int | None:
+        """Steps skipped because of the loss scale; None if there were none."""
+        return self.counts.get("num_skipped_steps")
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Restore the counts of the checkpoint, and the group settings that loading one of ZeRO may have replaced."""
+        self.counts |= (state.stateful_callbacks or {}).get(type(self).__name__, {})  # pyright: ignore (a dict)
+        if self.attached.parallel == "zero":
+            rates = kwargs["lr_scheduler"].get_last_lr()
+            restore_groups_(self.attached.optimizer, self.attached.expected.param_groups, rates)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        """Note the number of maps before the step."""
+        self._num_maps_before = self.attached.optimizer.num_maps
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        """Compare the number of maps of this step, over all ranks, with the number of matrices."""
+        wrappers, optimizer = self.attached.wrappers, self.attached.optimizer
+        scaler = next((s for w in wrappers if (s := getattr(w, "scaler", None)) is not None), None)
+        skipped = any(getattr(w, "overflow", False) or getattr(w, "step_was_skipped", False) for w in wrappers)
+        counts = self.attached.ranks.sums([optimizer.num_maps - self._num_maps_before, skipped])
+        num_maps, num_skipping_ranks = map(int, counts)
+        if num_maps == 0 and num_skipping_ranks:
+            self._count_skipped_step(scaler, args.fp16)
+            return
+        if num_maps != self.attached.num_matrices:
+            raise OptimizerMismatch(
+                f"{num_maps} spectral maps in one optimizer step for {self.attached.num_matrices} matrices"
+            )
+        self.counts["maps_per_step"] = num_maps
+
+    def _count_skipped_step(self, scaler: Any, fp16: bool) -> None:
+        """Count a step that was skipped because of float16's loss scale; raise FloatingPointError for any other reason.
+
+        scaler: torch's GradScaler, which would halve its scale without end. DeepSpeed stops at a scale of 1 by itself.
+        """
+        if scaler is None and not fp16:
+            raise FloatingPointError(
+                "NaN or infinity in the gradient; DeepSpeed skipped this step, nothing was changed"
+            )
+        if scaler is not None and scaler.get_scale() < 1:
+            raise FloatingPointError(
+                f"NaN or infinity in the gradient at a loss scale of {scaler.get_scale():g}: out of float16's range"
+            )
+        self.counts["num_skipped_steps"] = self.counts.get("num_skipped_steps", 0) + 1
+
+
+def refuse_unaveraged_gradients(attached: AttachedOptimizer, step: int) -> None:
+    """Raise UserError if the ranks of DDP have different momentum, which shows that gradients were not averaged.
+
+    Collective. DDP averages gradients only if the loss is computed through its wrapper; every rank keeps all momentum.
+    The norms may differ by 1e-6: GPUs of two kinds may sum in another order.
+    """
+    if attached.ranks.num_ranks == 1:
+        return
+    squares = Sums(1)
+    for state in attached.optimizer.state.values():
+        if "spans" in state:  # in 8 bits
+            squares.add(0, norm(state, "exp_avg")[0].double().square())
+            continue
+        for (momentum,) in chunks(local(state["exp_avg"])):
+            squares.add(0, momentum.double().square_().sum())
+    smallest, largest = attached.ranks.min_and_max(math.sqrt(squares.totals()[0]))
+    if not math.isclose(smallest, largest, rel_tol=1e-6):
+        raise UserError(
+            f"step {step}: gradients were not averaged over the processes: the norm of the momentum is {smallest:g} to "
+            f"{largest:g}. A loss computed without DDP's wrapper causes this; use one process, or ZeRO"
+        )
+
+
+# ---
+# Copies of the starting weights on the CPU, and the distance of the present weights from them.
+#
+# Every rank copies only the tensors, or parts of tensors, that it alone measures; the ranks add their sums.
+
+
+class StartingWeights:
+    """The weights at the time of construction. tensors: (index of the parameter group, tensor updated here)."""
+
+    def __init__(self, tensors: Sequence[tuple[int, Tensor]]):
+        copies = compact_copies([local(tensor.detach()) for _, tensor in tensors])
+        self._tensors = [(*pair, copy) for pair, copy in zip(tensors, copies, strict=True)]
+
+    def pairs(self, optimizer: Any, most: int | None = None) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield (index of the group, present weights, starting weights), float32, in chunks that cover all tensors.
+
+        With a compensation, the present weights are its sum with the parameter. Do not modify or keep them.
+        most: number of elements from which on evenly spaced rows of every tensor are yielded instead of all.
+        """
+        stride = max(1, round(sum(copy.numel() for *_, copy in self._tensors) / most)) if most else 1
+        for index, tensor, copy in self._tensors:
+            rest = optimizer.state.get(tensor, {}).get("compensation")
+            here = (local(tensor.detach()), None if rest is None else local(rest), copy)
+            rows = (part if part is None or not part.ndim else part[::stride] for part in here)
+            for weights, compensation, start in chunks(*rows):
+                yield index, master_weights(weights, compensation).float(), start.to(weights.device).float()
+
+
+def share_of_parameters(optimizer: torch.optim.Optimizer, ranks: Ranks) -> list[tuple[int, Tensor]]:
+    """Return every num_ranks-th parameter with the index of its group: this rank's share where all ranks hold all."""
+    parameters = [(index, p) for index, group in enumerate(optimizer.param_groups) for p in group["params"]]
+    return parameters[ranks.rank :: ranks.num_ranks]
+
+
+def relative_changes(start: StartingWeights, attached: AttachedOptimizer, most: int | None = None) -> dict[str, float]:
+    """Return |W - W_0| / |W_0| (Frobenius) over all matrices, and over all other parameters. Collective.
+
+    most: elements on this rank that are compared; of more, evenly spaced rows of every tensor.
+    """
+    squares = Sums(4)  # of the change and of the start: of the matrices, of the other parameters
+    for index, weights, before in start.pairs(attached.optimizer, most):
+        squares.add(2 * index, (weights - before).square_().sum(), before.square().sum())
+    change, norm, aux_change, aux_norm = attached.ranks.sums(squares.totals())
+    changes = {"relative_change": math.sqrt(change / norm) if norm else 0.0}
+    if attached.has_other_parameters:
+        changes["aux_relative_change"] = math.sqrt(aux_change / aux_norm) if aux_norm else 0.0
+    return changes
+
+
+def compact_copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies on the CPU, in bfloat16 where that is exact, as it is for a checkpoint published in bfloat16."""
+    inexact = Sums(len(tensors))
+    for index, tensor in enumerate(tensors):
+        for (part,) in chunks(tensor):
+            inexact.add(index, (part.to(torch.bfloat16).to(part.dtype) != part).any())
+    totals = inexact.totals()
+    dtypes = [tensor.dtype if count else torch.bfloat16 for tensor, count in zip(tensors, totals, strict=True)]
+    return [copied_to_cpu(tensor, None, dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]

@@ -1,0 +1,429 @@
+"""TRL's SFTTrainer and DPOTrainer with this package's optimizers.
+
+TRL has no common way to pass an optimizer: SFTTrainer takes `optimizer_cls_and_kwargs`, DPOTrainer does not, and
+DeepSpeed calls `create_optimizer` itself. So a mixin for both overrides that method. transformers calls, in this order:
+`create_optimizer`, `create_scheduler`, `training_step` per micro-batch, `optimizer.step()`, `log`, `_save_checkpoint`.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch.utils.data import BatchSampler, DataLoader
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, rotate_checkpoints
+from trl import DPOTrainer, SFTTrainer
+
+from ..core.errors import UserError
+from ..core.files import remove
+from ..optim import OPTIMIZERS, build_optimizer
+from ..recipe import OptimizerSection
+from ..run.weights import refuse_other_keys
+from ..sharding import full_weights, sum_in_float32
+from ..sharding.ranks import current_ranks
+from . import adapters, checkpoints
+from .adapters import (
+    GradientCheck,
+    changeable_settings,
+    export_weights,
+    restored_settings,
+    unsharded_weights,
+    write_dtype,
+)
+from .checkpoints import checkpoint_bytes, refuse_full_disk, write_errors
+from .checks.isolation import SeparationCheck
+from .checks.lost_updates import WARN, FirstStepCheck, LostUpdatesPolicy
+from .measure.measurements import MeasurementLog, Measurements, SpectraRecorder
+from .measure.samples import evaluating
+from .packing import TokenStream
+from .reference import BatchHash, ReferenceCheck, reference_key
+from .trained_optimizer import OptimizerCheck, StartingWeights, attach, refuse_unaveraged_gradients, share_of_parameters
+
+# ---
+# The optimizer's settings of a trainer that is used as a library, without a recipe.
+
+OptimizerSettings = str | Mapping[str, Any] | OptimizerSection | None
+"""None: Soren. A name: soren, muon, htmuon, adamw. A mapping: keywords of `build_optimizer`, any of which may be left
+out. A recipe's optimizer section: complete, nothing is added."""
+TRANSFORMERS_DEFAULTS = ("adamw_torch", "adamw_torch_fused")
+
+
+def optimizer_keywords(settings: OptimizerSettings, args: TrainingArguments, model: Any) -> dict[str, Any]:
+    """Return the keywords of `build_optimizer`; those that `settings` leaves out are taken from args.
+
+    args has learning_rate (lr and aux_lr), weight_decay, betas and epsilon. The scale is that of our recipes: every
+    update has RMS 0.2 lr, AdamW's after some hundred steps. Raises UserError if args.optim names another optimizer.
+    """
+    if isinstance(settings, OptimizerSection):
+        return settings.model_dump(exclude_none=True)
+    if args.optim not in TRANSFORMERS_DEFAULTS:
+        other = getattr(args.optim, "value", args.optim)
+        raise UserError(f'args.optim: is {other}, which has no effect here; write optimizer_settings="muon", ...')
+    keywords: dict[str, Any] = {"name": settings} if isinstance(settings, str) else dict(settings or {})
+    name = keywords.setdefault("name", "soren")
+    if name in OPTIMIZERS and OPTIMIZERS[name].rule == "spectral":
+        keywords.setdefault("adjust_lr_fn", "match_rms_adamw" if isinstance(model, PeftModel) else "match_rms_measured")
+        keywords.setdefault("aux_lr", args.learning_rate)
+    keywords.setdefault("lr", args.learning_rate)
+    keywords.setdefault("weight_decay", args.weight_decay)
+    keywords.setdefault("betas", (args.adam_beta1, args.adam_beta2))
+    keywords.setdefault("eps", args.adam_epsilon)
+    return keywords
+
+
+_TOKENS = "num_tokens"
+"""The key of a checkpoint's state with TRL's number of tokens trained on."""
+
+
+class SorenTrainerMixin(Trainer):
+    """Put before a TRL trainer: builds the optimizer, checks and measures its steps, seals complete checkpoints."""
+
+    def __init__(
+        self,
+        *args: Any,
+        optimizer_settings: OptimizerSettings = None,
+        origin: dict[str, Any] | None = None,
+        measurement_log: MeasurementLog = MeasurementLog(),  # noqa: B008 (frozen)
+        parallel: str | None = None,
+        save_dtype: torch.dtype | None = None,
+        lost_updates: LostUpdatesPolicy | None = WARN,
+        stream: TokenStream | None = None,
+        **kwargs: Any,
+    ):
+        """optimizer_settings: "muon", {"name": "soren", "lr": 1e-4, ...}; see `OptimizerSettings`. Default: Soren.
+
+        origin: the run that the checkpoints belong to; written into each and compared when resuming.
+        measurement_log: where measurements are written, and which.
+        parallel: "ddp", "zero" or "fsdp2": refuse any other; None: whatever accelerate has set up.
+        save_dtype: of the weights that `save_model` writes; None: their own dtype.
+        lost_updates: whether to warn or stop; None: the first step is not measured.
+        stream: whose `dataset()` the training examples are; its place is saved in checkpoints.
+        """
+        self.stream = stream
+        self.parallel, self.save_dtype = parallel, save_dtype
+        self.origin, self.lost_updates = origin or {}, lost_updates
+        start: Any = args[0] if args else kwargs.get("model")
+        self._config_at_start = changeable_settings(getattr(start, "config", None))
+        super().__init__(*args, **kwargs)
+        model: Any = self.model
+        if isinstance(model, PeftModel):
+            adapters.cast_trainable_to_float32(model)
+        self.optimizer_settings = optimizer_keywords(optimizer_settings, self.args, model)
+        # Never stepped: a model that the optimizer refuses is refused before training, and `attach` compares with it.
+        self.expected_optimizer = build_optimizer(model, **self.optimizer_settings)
+        self.displacement: Any = None  # a callback whose values belong to the log of an evaluation
+        self.attached: Any = None  # these four: from `create_scheduler` on
+        self.optimizer_check: Any = None
+        self.measurements: Any = None
+        self.starting_weights: Any = None
+        self._ranks, self.measurement_log = current_ranks(), measurement_log
+        self.batch_hash = BatchHash(self._ranks)
+        self.add_callback(self.batch_hash)
+        if self.is_fsdp_enabled:
+            # FSDP2 replaces the parameters; with references to them, every rank would keep the whole model.
+            for group in self.expected_optimizer.param_groups:
+                group["params"] = [torch.empty_like(p, device="meta") for p in group["params"]]
+        elif not self.is_deepspeed_enabled:
+            # Not later: a checkpoint is loaded into unsharded parameters before the optimizer is created.
+            self.starting_weights = StartingWeights(share_of_parameters(self.expected_optimizer, self._ranks))
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As TRL; under FSDP2 only the weights in forward and backward are bfloat16, as under DDP and ZeRO."""
+        super().create_accelerator_and_postprocess()
+        if self.is_fsdp_enabled:
+            sum_in_float32(self.accelerator.state.fsdp_plugin)
+
+    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+        """Return the recipe's optimizer over every trainable parameter."""
+        if self.optimizer is None:
+            trained: Any = self.model if model is None else model
+            self.optimizer = build_optimizer(trained, **self.optimizer_settings)
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """As TRL. At this call all wrappers are around the optimizer and no sharded checkpoint is loaded yet."""
+        if optimizer is None and self.attached is None:
+            self._attach_optimizer()
+        return super().create_scheduler(num_training_steps, optimizer)
+
+    def _attach_optimizer(self) -> None:
+        self.attached = attach(self.optimizer, self.expected_optimizer, self._ranks)
+        if self.parallel not in (None, self.attached.parallel):
+            raise UserError(f"run.parallel: is {self.parallel}, but accelerate has set up {self.attached.parallel}")
+        if self.attached.parallel != "ddp":
+            tensors = [(index, tensor) for index, group in enumerate(self.attached.tensors) for tensor in group]
+            self.starting_weights = StartingWeights(tensors)
+        self.optimizer_check = OptimizerCheck(self.attached)
+        self.measurements = Measurements(self.attached, self.starting_weights, self.measurement_log)
+        self.add_callback(GradientCheck(self.attached))
+        self.add_callback(self.optimizer_check)
+        self.add_callback(self.measurements)
+        if self.measurement_log.steps:
+            self.add_callback(SpectraRecorder(self.attached, self.measurement_log))
+        if self.lost_updates is not None:
+            self.add_callback(FirstStepCheck(self.attached, self.lost_updates))
+
+    def _prepare_dataset(self, dataset: Any, *args: Any) -> Any:
+        """As TRL, but a stream's sequences are complete."""
+        if self.stream is not None and args[-1] == "train":
+            return dataset
+        return super()._prepare_dataset(dataset, *args)  # pyright: ignore[reportAttributeAccessIssue] (TRL's)
+
+    @property
+    def _sequences_per_batch(self) -> int:
+        """Of a micro-batch, on all ranks."""
+        return self.args.train_batch_size * self.args.world_size
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        # transformers compares with max_steps only after a step: resumed at the last one, it would take one more. So it
+        # would after early stopping.
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+        if self.stream is not None and (checkpoint := kwargs["resume_from_checkpoint"]):
+            num_batches = kwargs["steps_trained_in_current_epoch"]
+            self.stream.resume(checkpoints.read_stream(Path(checkpoint)), num_batches * self._sequences_per_batch)
+        if not self.control.should_training_stop:
+            super()._run_epoch(*args, **kwargs)
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As TRL; also counts the tokens and hashes the batch."""
+        self.batch_hash.add(inputs)
+        mask = inputs.get("attention_mask")
+        self.measurements.num_tokens += mask.sum() if mask is not None else inputs["input_ids"].numel()
+        return super().training_step(model, inputs, *args, **kwargs)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """As TRL. The norm, computed for clipping or for the log, serves the optimizer too."""
+        norm = super()._get_grad_norm(model, grad_norm)
+        if self.attached.parallel == "ddp" and torch.is_tensor(norm):
+            limit = self.args.max_grad_norm if grad_norm is not None else math.inf
+            # The norm before clipping; 1%: of rounding in bfloat16. An infinity makes clipped gradients NaN.
+            self.attached.optimizer.gradient_norm = torch.where(norm.isfinite(), norm.clamp(max=limit) * 1.01, norm)
+        return norm
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As TRL, with our measurements beside the loss. Collective, as TRL's is."""
+        if self.is_deepspeed_enabled:
+            logs.pop("total_flos", None)  # computed from the number of parameters, which ZeRO 3 has emptied
+        if "loss" in logs:
+            num_tokens: Any = torch.as_tensor(int(self.measurements.num_tokens), device=self.args.device)
+            logs.update(self.measurements.values(int(self.accelerator.reduce(num_tokens, "sum"))))  # pyright: ignore
+            if self.optimizer_check.num_skipped_steps:
+                logs["num_skipped_steps"] = self.optimizer_check.num_skipped_steps
+            if self.attached.parallel == "ddp":
+                refuse_unaveraged_gradients(self.attached, self.state.global_step)
+        elif "eval_loss" in logs and self.displacement is not None:
+            logs.update(self.displacement.values())
+        super().log(logs, *args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As TRL, but saves the weights that the optimizer updates, unsharded and in `save_dtype`. Collective.
+
+        transformers would save the bfloat16 weights that DeepSpeed computes with, under FSDP2 nothing, and ignore the
+        compensation. For checkpoints (_internal_call) that is enough: the optimizer's state is saved beside them.
+        Of adapters, the trained one is saved, in float32.
+        """
+        model: Any = self.model
+        folder = Path(str(output_dir or self.args.output_dir))
+        sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
+        if isinstance(model, PeftModel) and not _internal_call:
+            weights = dict(full_weights(model)) if self.is_deepspeed_enabled else None
+            if self.args.should_save:
+                adapters.save_adapter(model, str(folder), weights)
+            return
+        converts = isinstance(model, PreTrainedModel) and self.save_dtype is not None
+        if _internal_call or not (sharded or converts):
+            super().save_model(output_dir, _internal_call)
+            return
+        if sharded:
+            weights = export_weights(((name, w, None) for name, w in full_weights(model)), self.save_dtype)
+        elif self.args.should_save:
+            weights = export_weights(unsharded_weights(model, self.attached.optimizer), self.save_dtype)
+        else:
+            weights = {}
+        self._save(str(folder), state_dict=weights)
+        if self.save_dtype is not None and self.args.should_save:
+            write_dtype(folder, self.save_dtype)  # from_pretrained would round to the dtype in config.json
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        # As transformers, which warns, but a weight that is missing is an error; a tied head is its embedding.
+        model: Any = self.model
+        missing, names = set(load_result.missing_keys), {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            names.setdefault(id(tensor), set()).add(name)
+        missing = [name for tied in names.values() if tied <= missing for name in tied]
+        refuse_other_keys("the checkpoint", missing, load_result.unexpected_keys)
+
+    def _load_best_model(self) -> None:
+        checkpoints.verify(Path(str(self.state.best_model_checkpoint)), self._ranks)
+        # The compensation, part of the optimizer's state, belongs to the weights that it was saved with.
+        super()._load_best_model()
+        if self.optimizer_settings.get("compensation") == "kahan":
+            self._load_optimizer_and_scheduler(self.state.best_model_checkpoint)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        # As TRL, with the starting checkpoint's config: training turns the cache off, and routers' logits on.
+        with restored_settings(self._config_at_start):
+            super()._save(output_dir, state_dict)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write no card per checkpoint; publish/card.py writes that of the model."""
+
+    def _load_callback_state(self) -> None:
+        """As transformers, when a run resumes. TRL would count the tokens from 0 again."""
+        super()._load_callback_state()
+        self.state.compute_steps(self.args, self.state.max_steps)  # of the recipe, where they may have changed
+        states: Any = self.state.stateful_callbacks
+        self._total_train_tokens = states.get(_TOKENS, 0)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        # Old checkpoints are deleted only after the new one is sealed: a kill between transformers' own deletion and
+        # the seal would leave no complete checkpoint.
+        folder = Path(str(self.args.output_dir))
+        checkpoint = folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        if self.args.should_save:
+            remove(checkpoint)  # of a run that resumed from an earlier one by its path
+        num_bytes = checkpoint_bytes(self.model, self.attached, adapter_only=isinstance(self.model, PeftModel))
+        refuse_full_disk(folder, num_bytes, "a checkpoint", self.attached)
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            states: Any = self.state.stateful_callbacks
+            states[BatchHash.__name__] = self.batch_hash.state()
+            states[OptimizerCheck.__name__] = self.optimizer_check.counts
+            states[_TOKENS] = self._total_train_tokens
+            with write_errors(checkpoint):
+                super()._save_checkpoint(model, trial)
+                if self.stream is not None and self.args.should_save:
+                    num_batches = self.state.global_step * self.args.gradient_accumulation_steps
+                    place = self.stream.state(num_batches * self._sequences_per_batch)
+                    checkpoints.write_stream(checkpoint, place)
+                self.accelerator.wait_for_everyone()  # a rank must not hash a folder while another writes into it
+                checkpoints.seal(checkpoint, self.origin, self._ranks)
+        finally:
+            self.args.save_total_limit = limit
+        if self.args.should_save:
+            rotate_checkpoints(
+                output_dir=str(folder),
+                save_total_limit=limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+                use_mtime=False,
+            )
+
+
+class SorenSFTTrainer(SorenTrainerMixin, SFTTrainer):
+    """trl.SFTTrainer with this package's optimizers; see SorenTrainerMixin for the added arguments."""
+
+    def _attach_optimizer(self) -> None:
+        super()._attach_optimizer()
+        if self.padding_free:  # several examples are one sequence
+            place = "trainer.packing" if getattr(self.args, "packing", False) else "trainer.padding_free"
+            self.add_callback(SeparationCheck(self.train_dataset, self.data_collator, place))
+
+
+class SorenDPOTrainer(SorenTrainerMixin, DPOTrainer):
+    """trl.DPOTrainer with this package's optimizers; see SorenTrainerMixin for the added arguments."""
+
+    def __init__(self, model: Any, ref_model: Any = None, *args: Any, **kwargs: Any):
+        self._reference_key: str | None = None
+        super().__init__(model, ref_model, *args, **kwargs)
+        # An adapter is its own reference if TRL has copied it, or if a new one changes nothing yet.
+        new_adapter, trained = kwargs.get("peft_config"), self.model
+        changes_nothing = getattr(new_adapter, "init_lora_weights", None) in (True, "gaussian")
+        is_copied = not isinstance(trained, PeftModel) or "ref" in trained.peft_config
+        self.reference_check = ReferenceCheck(self, self._ranks)
+        if ref_model is None and (changes_nothing if new_adapter is not None else is_copied):
+            self.add_callback(self.reference_check)
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        """As TRL; the first step's loss is checked."""
+        result = super().compute_loss(model, inputs, return_outputs, **kwargs)
+        if self.reference_check.is_pending and model.training:
+            self.reference_check.add(result[0] if return_outputs else result, inputs["completion_mask"])
+        return result
+
+    def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
+        # As TRL, which calls it when it is constructed, and reads and writes a cache beside the tokens.
+        if self._reference_key is None:
+            self._reference_key = self._precompute_model_hash = reference_key(self, current_ranks())
+        return super()._precompute_ref_logps(dataset, name, batch_size)
+
+    def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
+        """As TRL, which tokenizes; of tokens, as SFTTrainer takes them, only examples that are too long are dropped."""
+        if "prompt_ids" not in (dataset.column_names or ()):
+            return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
+        if args.max_length is None or args.truncation_mode != "keep_start":
+            return dataset
+        max_length = args.max_length  # not args, which would be hashed with the run's folder
+        return dataset.filter(lambda example: len(example["prompt_ids"]) < max_length)
+
+
+# ---
+# Pre-training: the next token of plain texts, with an exact validation loss and its perplexity.
+
+
+class SorenPretrainer(SorenSFTTrainer):
+    """SorenSFTTrainer for plain texts, whose evaluation loss is the mean over all held-out tokens.
+
+    transformers averages the losses of batches instead, so that tokens of short examples count more, and TRL's entropy
+    and accuracy are left out.
+    """
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """Return this rank's batches: every num_ranks-th of those of one process, and as many on all ranks.
+
+        All ranks take part in a sharded model's forward pass; a rank with one batch less gets the last one again.
+        eval_dataset: default: the trainer's.
+        """
+        dataset: Any = self.eval_dataset if eval_dataset is None else eval_dataset
+        batches = list(BatchSampler(range(len(dataset)), self.args.per_device_eval_batch_size, drop_last=False))
+        ranks = self._ranks
+        own = [batches[min(i + ranks.rank, len(batches) - 1)] for i in range(0, len(batches), ranks.num_ranks)]
+        return DataLoader(dataset, batch_sampler=own, collate_fn=self.data_collator)
+
+    def evaluation_loop(
+        self, dataloader: DataLoader, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
+    ) -> EvalLoopOutput:
+        """Return the metrics loss, in nats per token, perplexity, its exponential, and tokens. Collective.
+
+        dataloader: of `get_eval_dataloader`.
+        """
+        num_examples = len(dataloader.dataset)  # pyright: ignore[reportArgumentType] (a Dataset with a length)
+        num_batches = math.ceil(num_examples / self.args.per_device_eval_batch_size)
+        model: Any = self.model_wrapped if self.is_deepspeed_enabled else self.model
+        sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)  # of losses and tokens
+        handler: Any = self.callback_handler
+        handler.eval_dataloader = dataloader
+        with evaluating(model), self.compute_loss_context_manager():
+            for index, batch in enumerate(dataloader):
+                output = model(**self._prepare_inputs(batch), use_cache=False, fused_lm_head=True)
+                if index * self._ranks.num_ranks + self._ranks.rank < num_batches:
+                    # log_probs are zero where there is no label
+                    sums += torch.stack([-output.log_probs.double().sum(), output.label_mask.sum()])
+                self.control = handler.on_prediction_step(self.args, self.state, self.control)
+        loss_sum, num_tokens = self._ranks.sums(sums.tolist())
+        loss = loss_sum / max(num_tokens, 1.0)
+        metrics = {"loss": loss, "perplexity": perplexity(loss), "tokens": int(num_tokens)}
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+        return EvalLoopOutput(None, None, metrics, num_examples)  # pyright: ignore[reportArgumentType]
+
+    def validation(self) -> dict[str, Any] | None:
+        """Return {"loss", "perplexity", "num_tokens"} of the trained model; None without held-out examples. Collective.
+
+        It is evaluated again if the last evaluation was of other weights.
+        """
+        if self.eval_dataset is None:
+            return None
+        logs = [log for log in self.state.log_history if "eval_loss" in log]
+        if not logs or logs[-1]["step"] != self.state.global_step or self.args.load_best_model_at_end:
+            self.evaluate()
+            logs = [log for log in self.state.log_history if "eval_loss" in log]
+        last = logs[-1]
+        return {"loss": last["eval_loss"], "perplexity": last["eval_perplexity"], "num_tokens": last["eval_tokens"]}
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(loss); infinity beyond the largest float."""
+    return math.exp(loss) if loss < 709 else math.inf

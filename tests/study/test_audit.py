@@ -1,0 +1,333 @@
+"""The audit reads run folders, and each planted cheat is a problem; an honest study has none."""
+
+import json
+import math
+import re
+import shutil
+from dataclasses import replace
+
+import pytest
+
+from soren_align import recipe
+from soren_align.core import shipped
+from soren_align.core.version import __version__
+from soren_align.recipe import recipe_hash, to_yaml
+from soren_align.recipe.checks import METRICS
+from soren_align.run.folder import RunFolder
+from soren_align.study.audit import audit, cautions
+from soren_align.study.config import HIGHER_IS_BETTER, load_study
+from soren_align.study.runner import conclude
+from soren_align.study.runs import read_evidence
+from soren_align.study.study import Candidate, Run
+from tests.support.study_runs import end_all
+
+RATES = {"adamw": (0.001, 0.002, 0.004), "soren": (0.003, 0.005, 0.009)}
+LOSSES = (1.4, 1.2, 1.3)  # the second trial is the best
+FRESH = (101, 102, 103)
+VERSIONS = {"torch": "2.13.0", "transformers": "5.23.0", "trl": "1.16.0", "soren-align": __version__}
+
+
+def study_file(**search):
+    space = {"optimizer.lr": {"low": 1e-3, "high": 1e-1, "log": True}, "optimizer.aux_lr": "=optimizer.lr"}
+    return {
+        "set": {"trainer.max_steps": 150},
+        "candidates": {name: {"set": {"optimizer.name": name}, "space": {}} for name in RATES},
+        "search": {"space": space, "method": "random", "trials": 3, "seeds": [0], "metric": "eval_loss"} | search,
+        "verdict": {"seeds": [*FRESH], "reference": "adamw"},
+    }
+
+
+class PlantedStudy:
+    """A study of two optimizers in a folder; `candidates` is what study.json would state."""
+
+    def __init__(self, folder):
+        self.folder, self.file = folder, study_file()
+        self.candidates = []
+        for name, rates in RATES.items():
+            trials = [self.add(name, f"{i:02}", 0, rates[i], LOSSES[i]) for i in range(3)]
+            verdict = [self.add(name, str(seed), seed, rates[1], 1.25, stage="verdict") for seed in FRESH]
+            self.candidates.append(Candidate(name, {"optimizer.name": name}, {}, trials, 1, {}, verdict))
+
+    def add(self, name, last, seed, rate, loss, stage="search", sets=(), **identity):
+        """Make a finished run's folder; return its entry in study.json."""
+        place = f"{stage}/{name}/{last}"
+        sets = [f"optimizer.name={name}", f"optimizer.lr={rate}", f"optimizer.aux_lr={rate}", *sets]
+        common = [f"trainer.seed={seed}", "trainer.max_steps=150", f"run.output_dir={self.folder / place}", "eval=null"]
+        made = recipe.load("quickstart/sft", [*common, *sets])
+        folder = RunFolder(self.folder / place)
+        folder.path.mkdir(parents=True)
+        folder.recipe.write_text(to_yaml(made))
+        identity = {
+            "starting_weights": "a" * 16,
+            "batches": f"{seed:016}",
+            "num_batches": 150,
+            "data": "b" * 16,
+            "recipe": recipe_hash(made),
+            "precision": {"weights": ["float32"], "updated": ["float32"], "autocast": "no"},
+            "processes": 1,
+            "global_batch_size": 64,
+            "versions": VERSIONS,
+            "device": "cpu",
+        } | identity
+        folder.replace(
+            status="finished",
+            task="sft",
+            versions=VERSIONS,
+            seeds={"trainer": seed, "init": 1},
+            identity=identity,
+            training={"steps": 150, "first_loss": 4.0, "last_loss": 1.0},
+        )
+        folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in curve(loss)))
+        number = int(last) if stage == "search" else FRESH.index(seed)
+        return Run(name, stage, number, seed, place, {"optimizer.lr": rate}, "finished", metric=loss)
+
+    def change(self, place, **keys):
+        """Change keys of a run's identity."""
+        folder = RunFolder(self.folder / place)
+        folder.update(identity=folder.read()["identity"] | keys)
+
+    def list_trial(self, index, run):
+        candidate = self.candidates[index]
+        self.candidates[index] = replace(candidate, trials=[*candidate.trials, run])
+
+    def problems(self):
+        return audit(self.candidates, self.folder, self.file, read_evidence(self.folder))
+
+    def cautions(self, overlaps=None):
+        return cautions(self.candidates, self.folder, self.file, read_evidence(self.folder)[0], overlaps)
+
+
+def curve(loss):
+    return [{"step": 0, "eval_loss": 4.2}, {"step": 10, "loss": 3.9}, {"step": 150, "eval_loss": loss}]
+
+
+@pytest.fixture
+def study(tmp_path):
+    return PlantedStudy(tmp_path)
+
+
+def test_an_honest_study_has_no_problem(study):
+    assert study.problems() == []
+
+
+def only(problems, *words):
+    """The one problem, which contains the words and ends with a remedy."""
+    assert len(problems) == 1, problems
+    for word in words:
+        assert word in problems[0], problems
+    assert ";" in problems[0], "a remedy"
+
+
+def test_another_data_order_for_one_optimizer_is_caught(study):
+    for number in range(3):
+        study.change(f"search/soren/{number:02}", batches="f" * 16)
+    study.add("adamw", "03", 0, 0.006, 1.5)  # so that most have the other order
+    study.file["search"]["trials"] = 4
+    study.list_trial(0, study.candidates[0].trials[0])
+    problems = [problem for problem in study.problems() if "order" in problem]
+    only(problems, "search/soren/00 and 2 more: other batches, or the same in another order", "f" * 16)
+
+
+def test_other_initial_weights_are_caught(study):
+    study.change("verdict/soren/102", starting_weights="0" * 16)
+    only(study.problems(), "verdict/soren/102: other initial weights than the other runs with seed 102")
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_a_trial_more_for_one_optimizer_is_caught(study, is_listed):
+    run = study.add("soren", "03", 0, 0.004, 1.5)
+    if is_listed:
+        study.list_trial(1, run)
+        only(study.problems(), "search/soren: has 4 trials, and 3 are declared for each candidate")
+    else:
+        unlisted, number = study.problems()
+        assert unlisted.startswith("search/soren/03: is a run that the study does not list")
+        assert "has 4 trials" in number
+
+
+def test_a_trial_less_for_one_optimizer_is_caught_and_less_for_all_is_not(study):
+    shutil.rmtree(study.folder / "search/adamw/02")
+    missing, number = study.problems()
+    assert missing.startswith("search/adamw/02: is listed as finished and has no folder")
+    assert number.startswith("search/adamw: has 2 trials, and 3 are declared")
+    shutil.rmtree(study.folder / "search/soren/02")
+    study.candidates = [replace(candidate, trials=candidate.trials[:2]) for candidate in study.candidates]
+    assert study.problems() == []
+    assert "2 of the declared 3 trials" in " ".join(study.cautions())
+
+
+def test_a_search_that_was_extended_for_all_is_no_problem(study):
+    for index, name in enumerate(RATES):
+        study.list_trial(index, study.add(name, "03", 0, 0.0033, 1.5))
+    assert study.problems() == []
+    assert "extended from 3 to 4 trials" in " ".join(study.cautions())
+
+
+def test_a_candidate_of_which_no_trial_finished_has_no_verdict_and_is_no_problem(study):
+    shutil.rmtree(study.folder / "verdict/soren")
+    assert any("verdict/soren: has no run with seed 101, 102, 103" in problem for problem in study.problems())
+    for place in study.folder.glob("search/soren/*"):
+        folder = RunFolder(place)
+        folder.replace(**{key: value for key, value in folder.read().items() if key != "training"})
+    trials = [replace(run, status="diverged", metric=None) for run in study.candidates[1].trials]
+    study.candidates[1] = replace(study.candidates[1], trials=trials, selected=None, verdict=[])
+    assert study.problems() == []
+    assert "soren: no trial has finished" in " ".join(study.cautions())
+
+
+def test_a_verdict_on_a_seed_of_the_search_is_caught(study):
+    for index, (name, rates) in enumerate(RATES.items()):
+        shutil.rmtree(study.folder / f"verdict/{name}/103")
+        run = study.add(name, "103", 0, rates[1], 1.25, stage="search")
+        (study.folder / run.folder).rename(study.folder / f"verdict/{name}/103")
+        entry = replace(run, stage="verdict", folder=f"verdict/{name}/103", number=2)
+        verdict = [*study.candidates[index].verdict[:2], entry]
+        study.candidates[index] = replace(study.candidates[index], verdict=verdict)
+    problems = study.problems()
+    seeds = [problem for problem in problems if "has seed 0, with which the setting was selected" in problem]
+    assert len(seeds) == 2
+    assert any(problem.startswith("verdict/soren: has no run with seed 103") for problem in problems)
+
+
+def test_selection_on_a_benchmark_is_caught(study):
+    study.file["search"]["metric"] = "zoo_mc"
+    only(study.problems(), "search.metric: selects by 'zoo_mc', which is no metric of held-out examples")
+
+
+def test_a_setting_that_is_not_the_best_on_held_out_examples_is_caught(study):
+    metrics = RunFolder(study.folder / "search/soren/02").metrics
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in curve(1.1)))
+    misstated, problem = study.problems()
+    assert misstated.startswith("search/soren/02: metrics.jsonl has eval_loss 1.1, and study.json states 1.3")
+    setting = "the setting (optimizer.aux_lr 0.005, optimizer.lr 0.005) has eval_loss 1.2, and the best of the search"
+    assert problem.startswith(
+        f"verdict/soren/101 and 2 more: {setting} (optimizer.aux_lr 0.009, optimizer.lr 0.009) has 1.1"
+    )
+
+
+def test_other_parameters_in_the_verdict_are_caught(study):
+    shutil.rmtree(study.folder / "verdict/soren/102")
+    study.add("soren", "102", 102, 0.005, 1.25, stage="verdict", sets=["optimizer.momentum=0.9"])
+    only(study.problems(), "verdict/soren/102: is unlike other runs of soren", "optimizer.momentum: 0.95 there, 0.9")
+    shutil.rmtree(study.folder / "verdict/soren/102")
+    study.add("soren", "102", 102, 0.006, 1.25, stage="verdict")
+    only(study.problems(), "verdict/soren/102: the setting (", "is none of the search", "not selected on the held-out")
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "words"),
+    [
+        ("precision", {"weights": ["bfloat16"], "updated": ["float32"], "autocast": "no"}, "another precision"),
+        ("processes", 2, "another number of processes than the other runs with seed 0 (2 instead of 1)"),
+        ("versions", VERSIONS | {"torch": "2.12.0"}, "torch: '2.13.0' there, '2.12.0' here"),
+        ("data", "c" * 16, "other training or held-out examples"),
+        ("global_batch_size", 32, "another global batch size"),
+        ("device", "NVIDIA H200", "another kind of device"),
+        ("batches", None, "other batches"),
+    ],
+)
+def test_unequal_conditions_are_caught(study, part, value, words):
+    study.change("search/adamw/01", **{part: value})
+    only(study.problems(), "search/adamw/01: ", words)
+
+
+def test_another_number_of_steps_is_caught_once(study):
+    folder = RunFolder(study.folder / "verdict/adamw/101")
+    folder.update(training=folder.read()["training"] | {"steps": 300})
+    study.change("verdict/adamw/101", batches="e" * 16, num_batches=300)
+    only(study.problems(), "verdict/adamw/101: another number of steps than the other runs (300 instead of 150)")
+
+
+def test_another_recipe_is_caught(study):
+    shutil.rmtree(study.folder / "search/soren/00")
+    study.add("soren", "00", 0, 0.003, 1.4, sets=["trainer.lr_scheduler_type=constant"])
+    only(study.problems(), "search/soren/00: is unlike", "trainer.lr_scheduler_type: 'cosine' there, 'constant' here")
+
+
+def test_an_optimizer_that_is_not_the_declared_one_is_caught(study):
+    shutil.rmtree(study.folder / "search/adamw/00")
+    run = study.add("soren", "09", 0, 0.001, 1.4)
+    (study.folder / run.folder).rename(study.folder / "search/adamw/00")
+    problems = study.problems()
+    assert any("optimizer.name is 'soren', and the study declares 'adamw'" in problem for problem in problems)
+
+
+def test_a_recipe_that_was_edited_after_training_and_a_run_without_an_identity_are_caught(study):
+    file = RunFolder(study.folder / "search/soren/00").recipe
+    file.write_text(file.read_text().replace("warmup_steps: 20", "warmup_steps: 10"))
+    folder = RunFolder(study.folder / "search/soren/01")
+    folder.replace(**{key: value for key, value in folder.read().items() if key != "identity"})
+    problems = study.problems()
+    assert any("search/soren/00: recipe.yaml is not the recipe that it was trained by" in p for p in problems)
+    assert any("search/soren/01: run.json has no identity" in p for p in problems)
+
+
+def test_differences_of_the_schedule_that_a_study_declares_are_cautions(study):
+    study.file["candidates"]["soren"]["set"]["trainer.max_grad_norm"] = 1.0
+    for place in [p for p in study.folder.glob("*/soren/*")]:
+        folder = RunFolder(place)
+        folder.recipe.write_text(folder.recipe.read_text().replace("  seed:", "  max_grad_norm: 1.0\n  seed:"))
+        study.change(place, recipe=recipe_hash(recipe.load_resolved(folder.recipe)))
+    assert study.problems() == []
+    found = study.cautions()
+    assert any("soren: is trained with its own trainer.max_grad_norm" in caution for caution in found)
+
+
+@pytest.mark.parametrize(
+    ("searched", "edited"),
+    [
+        ([], ("aux_lr: .*", "aux_lr: 0.5", "optimizer.aux_lr: 'not set' there, 0.5 here")),
+        (
+            ["set.model.lora.alpha=null", "search.space.model.lora.r=[4, 8, 16]"],
+            ("alpha: .*", "alpha: 3.0", "model.lora.alpha: 'not set' there, 3.0 here"),
+        ),
+    ],
+    ids=["AdamW's aux_lr", "LoRA's alpha"],
+)
+def test_a_key_that_follows_a_searched_one_is_no_undeclared_difference(tmp_path, searched, edited):
+    """The shipped study searches the lr of AdamW, whose aux_lr is its lr unless it is set; LoRA's alpha is its r."""
+    data = shipped.ROOT / "recipes/quickstart/data/chat_train.jsonl"
+    model = ["set.model.name_or_path=shipped:configs/models/tiny", "set.model.init_seed=1"]
+    overrides = [f"output_dir={tmp_path / 'study'}", "search.trials=3", f"set.data.train.path={data}", *model]
+    study = load_study("studies/smollm2-lora", [*overrides, *searched])
+    end_all(study, lambda run: 1 + abs(math.log(run.parameters["optimizer.lr"] / 0.003)) + run.seed / 1e4)
+    result = conclude(tmp_path / "study")
+    assert result.problems == []
+    assert {(d.candidate, d.reference) for d in result.differences} >= {("soren", "adamw"), ("adamw", "base")}
+    rates = [recipe.load_resolved(file).optimizer for file in (tmp_path / "study/search/adamw").glob("*/recipe.yaml")]
+    assert len({rate.aux_lr for rate in rates}) == 3
+    assert all(rate.aux_lr == rate.lr for rate in rates)
+    pattern, value, words = edited
+    last = tmp_path / "study/search/adamw/02/recipe.yaml"
+    last.write_text(re.sub(pattern, value, last.read_text()))
+    assert any(
+        problem.startswith("search/adamw/02: is unlike other runs of adamw") and words in problem
+        for problem in conclude(tmp_path / "study").problems
+    )
+
+
+def test_a_diverged_trial_is_no_problem_but_a_caution(study):
+    folder = RunFolder(study.folder / "search/soren/00")
+    record = {key: value for key, value in folder.read().items() if key != "training"}
+    folder.replace(**record | {"status": "training", "last_error": "step 3: NaN"})
+    folder.metrics.write_text('{"step": 2, "loss": NaN}\n{"step": 3, "lo')
+    candidate = study.candidates[1]
+    trials = [replace(candidate.trials[0], status="diverged", metric=None), *candidate.trials[1:]]
+    study.candidates[1] = replace(candidate, trials=trials, at_edge={"optimizer.lr": "high"})
+    assert study.problems() == []
+    overlaps = {"zoo_mc": {"questions": 40, "overlapping": 3, "examples_read": 960}}
+    found = study.cautions(overlaps)
+    for words in (
+        "soren: 1 of 3 trials diverged",
+        "unequal numbers of finished trials (adamw 3, soren 2)",
+        "soren: the selected optimizer.lr is the largest that was tried",
+        "the verdict has 3 seeds",
+        "zoo_mc: 3 of 40 questions overlap",
+        "the held-out examples selected the settings",
+    ):
+        assert any(words in caution for caution in found), (words, found)
+
+
+def test_the_metrics_of_a_selection_are_those_that_training_measures():
+    for task, metrics in HIGHER_IS_BETTER.items():
+        assert {metric.removeprefix("eval_") for metric in metrics} <= {*METRICS[task]}

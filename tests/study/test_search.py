@@ -1,0 +1,310 @@
+"""Trials are drawn, selected and extended alike for all candidates, whatever the order in which runs end."""
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from soren_align.core.errors import UserError
+from soren_align.study import progress as study_progress
+from soren_align.study.audit import cautions
+from soren_align.study.progress import read_study
+from soren_align.study.runner import _move_another_setting
+from soren_align.study.runs import ENDED, read_curve, read_evidence, run_folders
+from soren_align.study.search import JOURNAL
+from tests.support.study_runs import end, end_all, progress_of, study_of
+
+METHODS = pytest.mark.parametrize(
+    "method", [["search.method=random"], ["search.method=tpe", "search.trials=6"]], ids=["random", "tpe"]
+)
+
+
+def loss_of(run):
+    """Lowest at 0.01, with a little of the seed."""
+    return 1 + abs(math.log(run.parameters["optimizer.lr"] / 0.01)) + run.seed / 1000
+
+
+def trials_of(study):
+    progress = progress_of(study)
+    return {name: progress.trials.drawn(name) for name in study.candidates}
+
+
+@METHODS
+def test_the_trials_do_not_depend_on_the_order_in_which_runs_end(tmp_path, method):
+    drawn = []
+    for order in (1, -1):
+        folder = tmp_path / str(order)
+        folder.mkdir()
+        study = study_of(folder, *method)
+        end_all(study, loss_of, order=order)
+        drawn.append(trials_of(study))
+    assert drawn[0] == drawn[1]
+    values = [trial["optimizer.lr"] for trial in drawn[0]["soren"]]
+    assert len(set(values)) == len(values) == study.search.trials
+
+
+def test_all_candidates_have_the_same_points_in_their_own_intervals(tmp_path):
+    study = study_of(tmp_path, "candidates.soren.space.optimizer.lr={low: 1.0e-2, high: 1.0}")
+    drawn = trials_of(study)
+    progress_of(study).update()
+    drawn = trials_of(study)
+    for own, other in zip(drawn["soren"], drawn["adamw"], strict=True):
+        assert own["optimizer.lr"] == pytest.approx(10 * other["optimizer.lr"])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_six_trials_leave_no_third_of_the_interval_empty(tmp_path, seed):
+    study = study_of(tmp_path, "search.trials=6", f"search.sampling_seed={seed}")
+    progress_of(study).update()
+    thirds = {int(3 * math.log(t["optimizer.lr"] / 1e-3) / math.log(100)) for t in trials_of(study)["soren"]}
+    assert thirds == {0, 1, 2}
+
+
+def test_a_grid_is_every_combination_once(tmp_path):
+    lists = ["search.space.optimizer.lr=[0.001, 0.01]", "search.space.optimizer.weight_decay=[0.0, 0.1, 0.2]"]
+    study = study_of(tmp_path, *lists, "search.method=grid", "search.trials=6")
+    progress_of(study).update()
+    points = {tuple(trial.values()) for trial in trials_of(study)["soren"]}
+    assert points == {(lr, decay) for lr in (0.001, 0.01) for decay in (0.0, 0.1, 0.2)}
+
+
+def test_the_verdict_has_the_best_setting_and_starts_when_its_search_has_ended(tmp_path):
+    study = study_of(tmp_path)
+    progress = progress_of(study)
+    for run in progress.update():
+        if run.candidate == "soren":
+            end(study, run, loss_of(run))
+    runs = progress.update()
+    verdict = [run for run in runs if run.stage == "verdict"]
+    best = min((run for run in runs if run.candidate == "soren" and run.stage == "search"), key=loss_of)
+    assert [(run.candidate, run.seed) for run in verdict] == [("soren", 101), ("soren", 102), ("soren", 103)]
+    assert all(run.parameters == best.parameters for run in verdict)
+
+
+def test_several_seeds_of_the_search_select_by_their_mean(tmp_path):
+    study = study_of(tmp_path, "search.seeds=[0, 1]")
+    best = {"soren": 1, "adamw": 2}
+
+    def loss(run):  # trial 0 is the best at seed 0 alone
+        if run.stage == "search" and run.number == 0:
+            return 0.1 if run.seed == 0 else 4.0
+        return 1.0 if run.number == best[run.candidate] else 2.0
+
+    end_all(study, loss)
+    result = read_study(Path(study.output_dir))
+    assert {each.name: each.selected for each in result.candidates} == best
+    assert len(result.candidates[0].trials) == 6
+
+
+def test_failed_and_diverged_trials_are_results(tmp_path):
+    study = study_of(tmp_path)
+    progress = progress_of(study)
+    soren = [run for run in progress.update() if run.candidate == "soren"]
+    adamw = [run for run in progress.update() if run.candidate == "adamw"]
+    end(study, soren[0], 9.0)
+    end(study, soren[1], 2.0, error="step 4: NaN or infinity in the gradient of x", diverged=True)
+    end(study, soren[2], 2.0, error="no space left")
+    for run in adamw:
+        end(study, run, 3.0 + run.number)
+    end(study, progress.update()[-1], 2.0, error="stopped by a signal")  # is resumed
+    result = read_study(Path(study.output_dir))
+    candidates = {each.name: each for each in result.candidates}
+    assert [run.status for run in candidates["soren"].trials] == ["diverged", "diverged", "failed"]
+    assert candidates["soren"].trials[0].reason == "the held-out loss was 5 at the start and 9 at the end, after 9"
+    assert candidates["soren"].selected is None
+    assert candidates["soren"].verdict == []
+    assert candidates["adamw"].selected == 0
+    assert [run.status for run in candidates["adamw"].verdict] == ["waiting", "waiting", "running"]
+    found = cautions(result.candidates, Path(study.output_dir), result.file, read_evidence(Path(study.output_dir))[0])
+    assert any("soren: no trial has finished" in caution for caution in found)
+
+
+def test_a_budget_ends_the_search_after_a_round_of_all_candidates(tmp_path):
+    study = study_of(tmp_path, "search.trials=6", "budget_hours=0.01")  # 36 s
+    progress = progress_of(study)
+    for run in progress.update()[:3]:
+        end(study, run, loss_of(run), seconds=15.0)
+    runs = progress.update()
+    search = [run for run in runs if run.stage == "search" and run.status not in ENDED]
+    assert [run.folder for run in search] == ["search/soren/01"]
+    end(study, search[0], 2.0)
+    result = read_study(Path(study.output_dir))
+    assert [len(each.trials) for each in result.candidates] == [2, 2]
+    found = cautions(result.candidates, Path(study.output_dir), result.file, read_evidence(Path(study.output_dir))[0])
+    assert "2 of the declared 6 trials of each candidate were made; the budget had ended" in found
+
+
+def test_a_winner_at_an_end_is_reported_and_extended_with_as_many_trials_for_all(tmp_path):
+    study = study_of(tmp_path)
+
+    def at_the_end(run):  # soren's is best at the largest rate, adamw's within
+        return 0.1 / run.parameters["optimizer.lr"] if run.candidate == "soren" else loss_of(run)
+
+    end_all(study, at_the_end)
+    folder = Path(study.output_dir)
+    before = {each.name: each for each in read_study(folder).candidates}
+    assert before["soren"].at_edge == {"optimizer.lr": "high"}
+    assert before["adamw"].at_edge == {}
+    assert progress_of(study).extend() == {"soren": {"optimizer.lr": "high"}}
+    verdict = {run.folder for run in progress_of(study).update() if run.stage == "verdict"}
+    assert not verdict  # of no candidate, before its further trials have ended
+    progress = progress_of(study)
+    further = [run for run in progress.update() if run.stage == "search" and run.status not in ENDED]
+    assert sorted(run.candidate for run in further) == ["adamw", "adamw", "soren", "soren"]
+    largest = max(run.parameters["optimizer.lr"] for run in before["soren"].trials)
+    assert all(largest < run.parameters["optimizer.lr"] < 1.0 for run in further if run.candidate == "soren")
+    assert all(run.parameters["optimizer.lr"] < 0.1 for run in further if run.candidate == "adamw")
+
+
+def test_an_extension_waits_for_the_search(tmp_path):
+    study = study_of(tmp_path)
+    with pytest.raises(UserError, match="the search has not ended; rerun without --extend first"):
+        progress_of(study).extend()
+
+
+def test_another_study_is_refused_with_the_differences(tmp_path):
+    progress_of(study_of(tmp_path)).update()
+    progress_of(study_of(tmp_path, "jobs=4", "budget_hours=2.0", "title=Mine"))
+    with pytest.raises(UserError, match=r"search.trials: 3 there, 4 here"):
+        progress_of(study_of(tmp_path, "search.trials=4"))
+
+
+def test_a_changed_recipe_is_refused_too(tmp_path):
+    from soren_align import recipe
+
+    base = tmp_path / "base.yaml"
+    base.write_text("extends: quickstart/sft\ndata: {train: {limit: 100}}\n")
+    progress_of(study_of(tmp_path, f"recipe={base}"))
+    base.write_text("extends: quickstart/sft\ndata: {train: {limit: 101}}\n")
+    assert recipe.load(str(base)).data.sources[0].limit == 101
+    with pytest.raises(UserError, match=r"adamw: data.train.limit: 100 there, 101 here"):
+        progress_of(study_of(tmp_path, f"recipe={base}"))
+
+
+def test_a_line_that_a_kill_left_incomplete_is_dropped(tmp_path):
+    study = study_of(tmp_path)
+    progress_of(study).update()
+    drawn = trials_of(study)
+    with (Path(study.output_dir) / JOURNAL).open("a") as stream:
+        stream.write('{"op_code": 4, "worker')
+    progress = progress_of(study)
+    assert trials_of(study) == drawn
+    end(study, progress.update()[0], 2.0)
+    progress.update()
+    assert progress_of(study).trials.num_recorded("adamw") == 1
+
+
+DAMAGES = {
+    "no JSON": lambda line: line.replace(b'":', b'"', 1),
+    "no UTF-8": lambda line: line.replace(b"a", b"\xff", 1),
+    "no object": lambda line: b"17\n",
+    "empty": lambda line: b"\n",
+    "no such operation": lambda line: line.replace(b'"op_code":', b'"op_code":9', 1),
+    "another type": lambda line: line.replace(b'"op_code":', b'"op_code":"x", "was":', 1),
+    "another study": lambda line: line.replace(b'"study_id":', b'"study_id":7', 1),
+    "another trial": lambda line: line.replace(b'"trial_id":', b'"trial_id":7', 1),
+    "a text for a number": lambda line: line.replace(
+        b'"params":{"optimizer.lr":', b'"params":{"optimizer.lr":"a", "was":', 1
+    ),
+    "another number": lambda line: line.replace(b'"params":{"optimizer.lr":0.0', b'"params":{"optimizer.lr":0.01', 1),
+    "in UTF-16": lambda line: line.decode().strip().encode("utf-16-le") + b"\n",
+    "cut": lambda line: line[: len(line) // 2] + b"\n",
+}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """A study that has ended, its trials, and the lines of its journal."""
+    study = study_of(tmp_path_factory.mktemp("ended"))
+    end_all(study, loss_of)
+    lines = (Path(study.output_dir) / JOURNAL).read_bytes().splitlines(keepends=True)
+    return study, trials_of(study), lines
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_journal_is_named_with_its_line(ended, damage):
+    """Also where Optuna would skip the line, or read another number: the trials would not be those of the runs."""
+    study, drawn, lines = ended
+    journal = Path(study.output_dir) / JOURNAL
+    num_refused = 0
+    for number in (1, 4, next(n for n, line in enumerate(lines, 1) if b'"op_code":6' in line)):
+        if (damaged := DAMAGES[damage](lines[number - 1])) == lines[number - 1]:
+            continue
+        journal.write_bytes(b"".join([*lines[: number - 1], damaged, *lines[number:]]))
+        refusal = ""
+        try:
+            study_progress.Progress(journal.parent).update()
+        except UserError as error:
+            refusal = str(error)
+        if refusal:
+            num_refused += 1
+            assert f"{journal}:{number} is damaged (" in refusal or f"in {journal}: one of both was" in refusal
+            assert "emove" in refusal
+            assert "rerun the same command" in refusal
+        else:
+            assert trials_of(study) == drawn  # the line is skipped, and written again
+    assert num_refused or damage == "another trial"
+    journal.write_bytes(b"".join(lines))
+
+
+@METHODS
+def test_without_its_journal_a_study_draws_its_trials_again_and_repeats_no_run(tmp_path, method):
+    study = study_of(tmp_path, *method)
+    end_all(study, loss_of)
+    folder, drawn = Path(study.output_dir), trials_of(study)
+    before, lines = read_study(folder), (folder / JOURNAL).read_bytes().splitlines()
+    (folder / JOURNAL).unlink()
+    assert {run.status for run in progress_of(study).update()} == {"finished"}
+    assert trials_of(study) == drawn
+    assert read_study(folder) == before
+    assert sorted(map(values_of, (folder / JOURNAL).read_bytes().splitlines())) == sorted(map(values_of, lines))
+
+
+def values_of(line):
+    """A line of the journal without times and processes."""
+    left_out = ("worker_id", "datetime_start", "datetime_complete")
+    return json.dumps({key: value for key, value in json.loads(line).items() if key not in left_out})
+
+
+def test_the_study_is_plain_data(tmp_path):
+    study = study_of(tmp_path)
+    end_all(study, loss_of)
+    folder = Path(study.output_dir)
+    study_progress.write_study(folder, read_study(folder))
+    written = json.loads((folder / "study.json").read_text())
+    run = written["candidates"][1]["verdict"][0]
+    assert run["metric"] == run["curve"][-1]["metric"] == pytest.approx(loss_of(_Run(run)))
+    assert [point["step"] for point in run["curve"]] == [0, 6]
+    assert run["curve"][-1]["seconds"] == pytest.approx(10)
+
+
+class _Run:
+    def __init__(self, record):
+        self.parameters, self.seed = record["parameters"], record["seed"]
+
+
+def test_a_verdict_of_an_earlier_setting_is_set_aside_where_the_audit_does_not_look(tmp_path):
+    run, progress = SimpleNamespace(stage="verdict"), SimpleNamespace(is_own=lambda *_: False)
+    path = tmp_path / "verdict/muon/101"
+    for number in (1, 2):
+        path.mkdir(parents=True)
+        (path / "run.json").write_text(str(number))
+        assert run_folders(tmp_path) == [path]
+        _move_another_setting(run, progress, path)
+        assert run_folders(tmp_path) == []
+        assert (tmp_path / f"earlier/muon/101-{number}/run.json").read_text() == str(number)
+
+
+@pytest.mark.parametrize("count", [{"eval_num_tokens": 700.0}, {}], ids=["of TRL", "of a pre-training"])
+def test_a_curve_has_the_tokens_of_training_at_each_evaluation(tmp_path, count):
+    train = {"loss": 4.0, "tokens_per_second": 60.0}
+    lines = [{"step": 0, "eval_loss": 5.0}, {"step": 3, **train, "num_tokens": 300.0}]
+    lines += [{"step": 6, **train, "num_tokens": 600.0}, {"step": 6, "eval_loss": 4.0, **count}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    points = read_curve(tmp_path / "metrics.jsonl", "eval_loss")
+    assert [(point.step, point.tokens, point.seconds) for point in points] == [
+        (0, 0, 0.0),
+        (6, count.get("eval_num_tokens", 600), 10.0),
+    ]

@@ -1,0 +1,107 @@
+"""A study's file is checked before anything runs, and every mistake has its place."""
+
+import pytest
+
+from soren_align.core import shipped
+from soren_align.core.errors import UserError
+from soren_align.study.config import first_run, load_resolved_study, load_study, recipe_of_run, study_to_yaml
+from tests.support import command
+from tests.support.study_runs import TINY, study_of
+
+MISSING = {
+    "studies/quickstart-optimizers-dpo": "run that recipe first",
+    "studies/smollm2-lora": "no file data/train.jsonl",
+}
+"""Studies that need files of the user's, or of another run."""
+
+
+def test_the_shipped_studies_are_studies_and_no_recipes():
+    assert "quickstart/compare" in shipped.studies()
+    assert "quickstart/sft" in shipped.recipes()
+    assert not shipped.studies().keys() & shipped.recipes().keys()
+    for name in shipped.studies():
+        if finding := MISSING.get(name):
+            with pytest.raises(UserError, match=finding) as caught:
+                load_study(name)
+            assert len(caught.value.problems) == 1
+        else:
+            load_study(name)
+
+
+def test_the_resolved_file_reads_back_equal(tmp_path):
+    study = study_of(tmp_path)
+    file = tmp_path / "resolved.yaml"
+    file.write_text(study_to_yaml(study))
+    assert load_resolved_study(file) == study == load_study(str(file))
+
+
+def test_the_recipe_of_a_run_has_its_keys_and_no_evaluation_in_the_search(tmp_path):
+    study = load_study("quickstart/compare", [f"output_dir={tmp_path}"])
+    run = first_run(study, "muon", high=True)
+    recipe = recipe_of_run(study, run)
+    assert recipe.optimizer.name == "muon"
+    assert recipe.optimizer.lr == recipe.optimizer.aux_lr == study.search.space["optimizer.lr"].high
+    assert recipe.trainer["seed"] == 101
+    assert recipe.run.output_dir == f"{tmp_path}/verdict/muon/101"
+    assert recipe.eval.suite == "quickstart"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("verdict.seeds=[101,102]", "verdict.seeds: found 2; a verdict over seeds needs at least 3"),
+        ("verdict.seeds=[0,101,102]", "the search has 0 too"),
+        ("verdict.seeds=[1,1,2,3]", "write each seed once"),
+        ("verdict.reference=lion", "there is no candidate 'lion'"),
+        ("set.eval={suite: quickstart} | search.metric=eval_zoo_mc", "selection on a benchmark is refused"),
+        ("search.metric=eval_rewards/margins", "no such metric: write eval_loss or eval_mean_token_accuracy"),
+        ("search.method=grid", "a grid needs a list of values"),
+        ("search.pruning=median", "search.pruning: trials are not pruned. The first part of a schedule ranks"),
+        ("search.space.optimizer.aux_lr==optimizer.rate", "searched are: optimizer.lr"),
+        ("search.space.optimizer.lr.low=0", "low must be more than 0, or write log: false"),
+        ("search.space.optimizer.lr.high=1e-4", "low must be less than high"),
+        ("search.space.optimizer.lr=fast", "write {low: 1.0e-3, high: 1.0e-1}, a list of values"),
+        ("set.trainer.seed=3", "is set by the study itself"),
+        ("set.trainer.eval_steps=4", "the last step, 6, is not evaluated with trainer.eval_steps 4"),
+        ("set.data.eval=null | set.trainer.eval_strategy=no", "has no data.eval"),
+        ("candidates.soren.set.optimizer.momentun=0.9", "optimizer.momentun: unknown key; did you mean 'momentum'?"),
+        (
+            "candidates.soren.space.optimizer.momentum={low: 0.5, high: 1.5, log: false}",
+            "optimizer.momentum: found 1.5",
+        ),
+        ("candidates.so/ren={}", "candidates.so/ren"),
+        ("candidates.base={}", "candidates.base: stands for every candidate, or for the starting checkpoint"),
+        ("verdict.retention={columns: [zoo_mc], margin: 1.0}", "the suite has no column 'zoo_mc'"),
+        ("recipe=quickstart/sgd", "no such file, nor a shipped recipe"),
+    ],
+)
+def test_a_mistake_is_reported(tmp_path, change, message):
+    with pytest.raises(UserError) as error:
+        study_of(tmp_path, *change.split(" | "))
+    assert message in str(error.value)
+
+
+def test_a_mistake_in_a_candidates_recipe_has_the_line_of_the_study(tmp_path):
+    with pytest.raises(UserError) as error:
+        study_of(tmp_path, text=TINY.replace("soren: {}", "soren: {set: {optimizer.lrr: 1}}"))
+    assert f"{tmp_path}/tiny.yaml:12 candidates.soren.set optimizer.lrr: unknown key" in str(error.value)
+
+
+@pytest.mark.parametrize("values", ["{low: 1.0e-3, high: 20.0}", "[0.001, 20.0, 0.01]"])
+def test_a_space_that_reaches_a_decay_of_all_weights_is_refused(tmp_path, values):
+    with pytest.raises(UserError) as error:
+        study_of(tmp_path, f"candidates.soren.space.optimizer.lr={values}")
+    assert "candidates.soren.space optimizer.lr: 20 times weight_decay 0.1 is 2" in str(error.value)
+
+
+def test_a_grid_has_one_trial_per_point(tmp_path):
+    with pytest.raises(UserError, match=r"grid has 2 points and search.trials is 3"):
+        study_of(tmp_path, "search.method=grid", "search.space.optimizer.lr=[0.001, 0.01]")
+
+
+def test_a_recipe_is_no_study_and_the_list_of_recipes_has_no_study(tmp_path):
+    result = command.run("compare", "quickstart/sft", cwd=tmp_path)
+    assert result.returncode == 2
+    assert "no such file, nor a shipped study" in result.stderr
+    file = shipped.recipes()["quickstart/sft"]
+    assert "is a recipe; a study has candidates" in command.run("compare", file).stderr

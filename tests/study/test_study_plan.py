@@ -1,0 +1,205 @@
+"""The plan of a study: counts, cost and detectable effects; the shipped studies; the array job."""
+
+import json
+import math
+import re
+import subprocess
+
+import pytest
+import typer
+from rich.console import Console
+
+from soren_align.cli.app import app
+from soren_align.core import shipped
+from soren_align.core.errors import UserError
+from soren_align.recipe import OPTIMIZERS
+from soren_align.study.config import first_run, load_study, recipe_of_run
+from soren_align.study.plan import ColumnSize, plan_study, print_study_plan
+from soren_align.study.stats.estimates import Assumed, Design, minimum_detectable, num_comparisons
+from tests.support import command
+
+STUDIES = [name for name in shipped.studies() if name.startswith("studies/")]
+DATA = "shipped:recipes/quickstart/data/chat_train.jsonl"
+MISSING = {  # files that the user names, or another run makes
+    "studies/quickstart-optimizers-dpo": ["set.model.name_or_path=org/model"],
+    "studies/smollm2-lora": ["set.model.name_or_path=org/model", f"set.data.train.path={DATA}"],
+}
+
+
+def run_plan(name, training=3.0e15, maps=1.0e12):
+    """The plan of a run of 100 steps, as far as a study's plan reads it."""
+    memory = {"device": {"forward_backward": 2e9, "optimizer_step": 3e9 if name == "soren" else 1e9}}
+    columns = ["few", "many", "clustered"]
+    return {
+        "task": "sft",
+        "model": {"name_or_path": "org/model", "num_parameters": 7},
+        "steps": {"total": 100},
+        "optimizer_description": name,
+        "compute": {
+            "training_flops": training,
+            "tokens_are_measured": False,
+            "maps_are_counted": name != "htmuon",
+            "hours": {"CPU core": 2.0 if name == "soren" else 1.0},
+            "hours_assume": "40 GFLOP/s",
+        },
+        "processes": {
+            "map_flops": {"all_ranks": maps} if name in ("soren", "muon") else None,
+            "memory_total": memory,
+        },
+        "evaluation": {
+            "suite": "made-up",
+            "columns": columns,
+            "has_average": True,
+            "num_requests_per_model": 1000,
+            "contamination": {"few": {"questions": 120, "overlapping": 2, "exact": 1}},
+        },
+        "disk": {"model_bytes": 10, "checkpoint_bytes": 40 if name == "adamw" else 30, "num_checkpoints": 2}
+        | {"start_bytes": 5},
+        "notices": ["the same for all"],
+        "problems": [],
+    }
+
+
+SIZES = {"few": ColumnSize(120), "many": ColumnSize(12_000), "clustered": ColumnSize(12_000, [1200] * 10)}
+
+
+def planned(*overrides, **flops):
+    study = load_study("quickstart/compare", list(overrides))
+    plans = {name: run_plan(name, **flops) for name in study.candidates}
+    return plan_study(study, plans, SIZES)
+
+
+def test_runs_and_cost_are_those_of_all_candidates():
+    plan = planned("search.trials=5", "search.seeds=[0, 1]", "verdict.seeds=[7, 8, 9]")
+    assert plan["runs"] == {"search": 40, "verdict": 12, "total": 52}
+    runs = 5 * 2 + 3
+    assert plan["candidates"]["adamw"]["flops"] == runs * 3.0e15
+    assert plan["candidates"]["soren"]["flops"] == runs * (3.0e15 + 100 * 1.0e12)
+    assert plan["flops"] == runs * (4 * 3.0e15 + 2 * 100 * 1.0e12)
+    assert [name for name, each in plan["candidates"].items() if not each["maps_are_counted"]] == ["htmuon"]
+    assert plan["hours"] == {"CPU core": runs * (2.0 + 3 * 1.0)}
+    assert plan["largest_memory"] == {"candidate": "soren", "bytes_per_rank": 3e9}
+    assert (plan["evaluation"]["num_models"], plan["evaluation"]["num_requests"]) == (13, 13_000)
+    assert plan["notices"] == ["the same for all"]
+    assert planned(training=None)["flops"] is None
+
+
+def test_detectable_effects_are_those_of_the_power_analysis():
+    retention = "verdict.retention={columns: [zoo_mc], margin: 5.0}"
+    plan = planned("verdict.seeds=[7, 8, 9]", "verdict.assume={seed_sd: 0.25}", "verdict.power=0.9", retention)
+    section = plan["detectable"]
+    assert section["comparisons"] == num_comparisons(4, 5, 1)  # three columns, their average, the loss; one retained
+    design = Design(candidates=4, seeds=3, comparisons=section["comparisons"], power=0.9)
+    for column, size in SIZES.items():
+        for kind, to_base in (("to_base", True), ("to_reference", False)):
+            expected = minimum_detectable(design, Assumed(seed_sd=0.25), size.questions, size.clusters, to_base=to_base)
+            assert section["columns"][column][kind] == expected
+    effects = {column: section["columns"][column]["to_base"] for column in SIZES}
+    assert effects["many"] < effects["clustered"] < effects["few"]
+    more = planned("verdict.seeds=[7, 8, 9, 10, 11, 12]", "verdict.assume={seed_sd: 0.25}", "verdict.power=0.9")
+    assert more["detectable"]["held_out"]["to_base"] < section["held_out"]["to_base"]
+
+
+def test_disk_space_is_that_of_all_runs_and_of_checkpoints_that_are_being_written():
+    plan = planned("search.trials=5", "jobs=3")
+    per_study = (10 + 2 * 40 + 5) + 3 * (10 + 2 * 30 + 5)  # of one run of each candidate
+    assert plan["disk"]["bytes"] == (5 + 3) * per_study + 3 * 40
+    fewer = planned("search.trials=5", "jobs=3", "search.keep_models=false")
+    assert fewer["disk"]["bytes"] == 3 * per_study + 3 * 40 + 3 * (10 + 2 * 40 + 5)
+    assert plan["disk"]["bytes_without_models_of_the_search"] == fewer["disk"]["bytes"]
+    assert "disk      2.68 kB: 32 runs with a model of 0.01 kB and 2 checkpoints" in printed(plan)
+    assert "12 runs with" in printed(fewer)
+
+
+def test_all_pairs_are_a_larger_family_and_need_larger_effects():
+    one, pairs = planned()["detectable"], planned("verdict.reference=all")["detectable"]
+    assert (one["comparisons"], pairs["comparisons"]) == (7 * 5, 10 * 5)
+    assert pairs["held_out"]["to_reference"] > one["held_out"]["to_reference"]
+    assert "to each other" in printed(planned("verdict.reference=all"))
+
+
+def test_an_unknown_assumption_is_refused():
+    with pytest.raises(UserError, match=r"verdict.assume.seed_std: unknown key; did you mean 'seed_sd'"):
+        planned("verdict.assume={seed_std: 1.0}")
+
+
+def printed(plan):
+    console = Console(width=80, record=True, force_terminal=False, file=open("/dev/null", "w"))  # noqa: SIM115
+    print_study_plan(plan, console)
+    return console.export_text()
+
+
+def test_the_plan_fits_eighty_columns():
+    for plan in (planned(), planned(training=None)):
+        text = printed(json.loads(json.dumps(plan)))
+        assert max(map(len, text.splitlines())) <= 80
+        assert re.search(r"runs +36\n +24 of the search: 4 candidates x 6 trials\n +12 of the verdict", text)
+        assert re.search(r"optimizer.aux_lr  all +that of optimizer.lr", text)
+        assert "few: 2 of 120 questions are in the training examples" in text
+        assert "80% power, Holm over" in text
+
+
+@pytest.mark.model
+def test_the_command_plans_a_study_and_starts_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sets = ["--set", "candidates={adamw: {set: {optimizer.name: adamw}}, soren: {set: {optimizer.name: soren}}}"]
+    result = command.run("plan", "quickstart/compare", "--json", *sets)
+    assert result.returncode == 0, result.stderr
+    plan = json.loads(result.stdout)
+    assert plan["runs"] == {"search": 12, "verdict": 6, "total": 18}
+    assert plan["steps"] == 100
+    assert {column: each["questions"] for column, each in plan["detectable"]["columns"].items()} == {
+        "zoo_mc": 120,
+        "zoo_gen": 120,
+        "preference": 120,
+    }
+    assert plan["candidates"]["adamw"]["flops"] < plan["candidates"]["soren"]["flops"]
+    num_bytes = 4 * plan["model"]["num_parameters"]
+    assert plan["disk"]["model_bytes"] == plan["disk"]["start_bytes"] == num_bytes
+    assert plan["disk"]["checkpoint_bytes"] == 3 * num_bytes  # AdamW's: the weights and two moments
+    assert plan["disk"]["num_checkpoints"] == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def relative(space):
+    """A search space as plain data; a list of rates as their number and width, in half decades: AdamW's are smaller."""
+    plain = {key: each if isinstance(each, list | str) else each.model_dump() for key, each in space.items()}
+    rates = {key: each for key, each in plain.items() if isinstance(each, list) and key.endswith("lr")}
+    return plain | {key: [len(each), round(2 * math.log10(max(each) / min(each)))] for key, each in rates.items()}
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_shipped_study_loads_and_is_equal_for_all(name):
+    study = load_study(name, MISSING.get(name, []))
+    recipes = {candidate: recipe_of_run(study, first_run(study, candidate)) for candidate in study.candidates}
+    assert {each.optimizer.name for each in recipes.values()} == {c.removeprefix("released-") for c in recipes}
+    assert {*study.candidates} >= {"adamw", "muon", "soren"}
+    assert len({json.dumps(relative(study.space(candidate))) for candidate in recipes}) == 1
+    others = [recipe.model_dump(exclude={"optimizer", "run", "extends"}) for recipe in recipes.values()]
+    assert all(other == others[0] for other in others)
+    assert study.output_dir == f"runs/{name}"
+
+
+@pytest.mark.parametrize(("name", "family"), [("qwen2.5-3b-sft", "qwen2.5-3b"), ("mistral-7b-dpo", "mistral-7b")])
+def test_the_papers_selected_adamw_lies_inside_the_space(name, family):
+    grids = json.loads((shipped.ROOT / "recipes" / family / "paper-grid.json").read_text())
+    study = load_study(f"studies/{name}")
+    space = study.free("adamw")["optimizer.lr"]
+    assert 2 * space.low <= grids["lr"]["adamw"]["selected"] <= space.high / 2
+    assert {*study.candidates} == {*OPTIMIZERS}
+
+
+ARRAY_JOB = shipped.ROOT / "configs/slurm/compare.sbatch"
+
+
+def test_the_array_job_is_bash_that_calls_existing_options():
+    subprocess.run(["bash", "-n", ARRAY_JOB], check=True)
+    text = ARRAY_JOB.read_text()
+    options = {option for each in typer.main.get_command(app).commands["compare"].params for option in each.opts}
+    (call,) = re.findall(r"^srun .* soren-align compare (.*) \|\|", text, re.MULTILINE)
+    written = set(re.findall(r"--[a-z-]+", call)) | {"--processes"}
+    assert written <= options
+    assert "--jobs 1" in call
+    for line in re.findall(r"compare.sbatch (\S+)", text):
+        assert line in ("STUDY", "recipes/studies/qwen2.5-3b-sft.yaml")
+    assert (shipped.ROOT / "recipes/studies/qwen2.5-3b-sft.yaml").is_file()

@@ -1,0 +1,391 @@
+"""The report of a study: every number in both forms, nothing from outside, nothing of a run's texts as code."""
+
+import csv
+import io
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+from rich.console import Console
+
+from soren_align.study.report.charts import curves_figure, sensitivity_figures, spectra_figure
+from soren_align.study.report.curves import (
+    common_level,
+    focus,
+    interpolate,
+    mean_curve,
+    shown_runs,
+    thin,
+    trial_metrics,
+)
+from soren_align.study.report.markdown import page_markdown
+from soren_align.study.report.model import Page, Paragraph, Section, Table
+from soren_align.study.report.page import _identities, _matched
+from soren_align.study.report.report import terminal_verdict, trials_csv, write_report
+from soren_align.study.report.svg import look
+from soren_align.study.report.text import comparisons, headline
+from soren_align.study.study import Candidate, Point, Run, Study
+from tests.support.report_study import difference, make_study
+
+HOSTILE = (
+    "<script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
+    "=cmd|'/c calc'!A0",
+    "$x_[$ \x1b[2J\x00 \ud800",
+)
+VOID = {"meta", "img", "br", "link", "input", "hr"}
+
+
+class Reader(HTMLParser):
+    """What a browser would build from a page: tags with their attributes, texts, and the nesting checked."""
+
+    def __init__(self, page):
+        super().__init__(convert_charrefs=True)
+        self.tags, self.text, self.open, self.rows = [], [], [], []
+        self.feed(page)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "style" not in self.open:
+            self.text.append(data)
+        if self.open and self.open[-1] in ("td", "th"):
+            self.rows[-1][-1] += data
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """The three files of a study as it normally is."""
+    folder = tmp_path_factory.mktemp("report")
+    write_report(make_study(), folder)
+    return {file.name: file.read_text(encoding="utf-8") for file in folder.iterdir()}
+
+
+def written(study, folder):
+    folder.mkdir(exist_ok=True)
+    write_report(study, folder)
+    return (folder / "report.html").read_text(encoding="utf-8"), (folder / "report.md").read_text(encoding="utf-8")
+
+
+def assert_self_contained(page):
+    reader = Reader(page)
+    assert not {tag for tag, _ in reader.tags} & {"script", "img", "link", "iframe", "object", "embed", "image", "form"}
+    ids = [attributes["id"] for _, attributes in reader.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    for tag, attributes in reader.tags:
+        assert not [name for name in attributes if name.startswith("on") or name in ("src", "xlink:href", "action")]
+        if "href" in attributes:
+            assert attributes["href"].startswith("#"), (tag, attributes)
+            assert attributes["href"][1:] in ids
+        assert not re.search(
+            r"url\((?!['\"]?#)|@import|expression|javascript", " ".join(filter(None, attributes.values()))
+        )
+    style = page[page.index("<style>") : page.index("</style>")]
+    assert "url(" not in style
+    assert "@import" not in style
+    return reader
+
+
+def test_a_page_needs_nothing_from_outside_and_says_so(report):
+    reader = assert_self_contained(report["report.html"])
+    policy = next(a["content"] for tag, a in reader.tags if tag == "meta" and "http-equiv" in a)
+    assert policy == "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+    colours = set(re.findall(r"var\((--\w+)\)", report["report.html"]))
+    style = report["report.html"][: report["report.html"].index("</style>")]
+    assert all(style.count(f"{name}:") >= 2 for name in colours)  # each has a value for light and for dark
+    assert not re.search(r'style="[^"]*#[0-9a-f]{6}', report["report.html"])
+
+
+def test_every_picture_has_a_text_and_grows_with_the_page(report):
+    pictures = [attributes for tag, attributes in Reader(report["report.html"]).tags if tag == "svg"]
+    drawn = [each for each in pictures if each.get("role") == "img"]
+    assert len(drawn) == 2 * 4 + 4 + 4 + 5 + 1  # differences, sensitivity, along the runs, front, tuning
+    assert all(each["aria-label"] and each["viewbox"] and "width" not in each for each in drawn)
+    assert all(each in drawn or each["aria-hidden"] == "true" for each in pictures)
+
+
+def test_texts_of_runs_are_no_code(tmp_path):
+    """Names of candidates, keys, columns, reasons, faults, the machine and the command."""
+    study = make_study(names=HOSTILE, num_trials=2)
+    keys = {hostile: 0.1 for hostile in HOSTILE}
+    trials = [replace(run, reason=HOSTILE[0], parameters=keys | run.parameters) for run in study.candidates[1].trials]
+    changed = replace(study.candidates[1], trials=trials, at_edge=dict.fromkeys(HOSTILE, "high"))
+    study = replace(
+        study,
+        name=HOSTILE[1],
+        candidates=[changed if each.name == changed.name else each for each in study.candidates],
+        differences=[*study.differences, *(difference(each, "base", each, 1.0, 2.0) for each in HOSTILE)],
+        cautions=[*HOSTILE],
+        contamination={each: {each: each, "scores": {each: {"value": 1.0, "change": 0.1}}} for each in HOSTILE},
+        command=HOSTILE[0],
+        versions=dict(zip(HOSTILE, HOSTILE, strict=True)),
+        machine=HOSTILE[1],
+        file={**study.file, "recipe": HOSTILE[0], HOSTILE[1]: HOSTILE[1]},
+    )
+    page, markdown = written(study, tmp_path)
+    reader = assert_self_contained(page)
+    assert HOSTILE[0] in "".join(reader.text)
+    assert HOSTILE[1] in "".join(reader.text)
+    assert not re.search(r"<[a-z!/]", markdown.replace("<br>", "").split("```")[0], re.IGNORECASE)
+    assert not re.search("[\x00\x1b\ud800]", page + markdown)
+    page, _ = written(replace(study, candidates=[], problems=[*HOSTILE]), tmp_path)
+    assert_self_contained(page)
+
+
+def test_markdown_makes_no_links_of_texts():
+    page = Page("t", "", [Section("s", [Paragraph("![p](http://x/y.png) [a]: http://x [b][c] `d` *e* <f>")])])
+    assert page_markdown(page).splitlines()[-1] == r"![p\](http://x/y.png) [a\]: http://x [b\][c] \`d\` \*e\* &lt;f>"
+
+
+def test_the_page_and_its_twin_have_the_same_tables_and_sentences(report):
+    reader = Reader(report["report.html"])
+    lines = [line for line in report["report.md"].splitlines() if line.startswith("|") and not set(line) <= set("|-:")]
+    cells = [[cell.strip().replace("<br>", "\n") for cell in line[1:-1].split(" | ")] for line in lines]
+    assert [[cell.strip() for cell in row] for row in reader.rows] == cells
+    text = "".join(reader.text)
+    for line in report["report.md"].splitlines():
+        if line and line[0] not in "|#-`{} >":
+            assert line.rstrip(":") in text
+
+
+def test_the_verdict_comes_first_and_is_one_sentence_a_comparison(report):
+    study = make_study()
+    assert report["report.md"].split("\n## ")[1].startswith(f"Verdict\n\n{headline(study)[0]}")
+    assert headline(study)[0].startswith(
+        "On held-out loss, soren is better than adamw; muon and htmuon are not disting"
+    )
+    assert len(comparisons(study, "adamw")) == 3
+    assert len(comparisons(study, "base")) == 4
+    muon = comparisons(study, "adamw")[0]
+    d = next(d for d in study.differences if (d.candidate, d.reference, d.measure) == ("muon", "adamw", "held-out"))
+    assert f"this study could have seen {d.detectable:.4f} with 80% power" in muon.text
+
+
+def test_of_all_pairs_each_candidate_is_a_reference_of_those_after_it():
+    pair = difference("soren", "muon", "held-out", 0.02, 0.01)
+    study = make_study()
+    study = replace(study, differences=[*study.differences, pair])
+    assert [line.partition(", ")[2].split()[0] for line in headline(study)] == ["soren", "soren", "adamw,"]
+    assert headline(study)[1] == "On held-out loss, soren is better than muon."
+    assert comparisons(study, "muon")[0].lead == "soren is better than muon on held-out loss"
+    assert "- soren is better than muon on held-out loss: +0.0200" in screen(study)
+
+
+def test_a_worse_candidate_is_called_worse_and_a_loss_of_retention_shown():
+    worse = difference("muon", "base", "zoo_mc", -5.0, 1.0, margin=2.0, retained=False)
+    item = comparisons(make_study(differences=[worse]), "base")[0]
+    assert item.lead == "muon is worse than the starting checkpoint on zoo_mc"
+    assert "-5.0 points (95% interval -6.0 to -4.0, p < 0.001)" in item.text
+    assert "It is not shown to lose less than the margin of 2.0 points on zoo_mc." in item.text
+
+
+def test_a_study_with_faults_has_no_verdict(tmp_path):
+    study = make_study(names=("adamw", "soren"), problems=["muon: another order of the data"])
+    shown = screen(study)
+    candidates = [replace(each, trials=[], verdict=[], selected=None) for each in study.candidates]
+    for text in (*written(replace(study, candidates=candidates), tmp_path), shown):
+        assert "muon: another order of the data" in text
+        assert "No verdict" in text
+        assert "better" not in text.split("</style>")[-1]
+        assert "could have seen" not in text
+
+
+def test_a_study_where_nothing_was_measured_is_a_report_without_figures(tmp_path):
+    lost = Run(
+        "soren", "search", 0, 0, "search/soren/00", {"optimizer.lr": 100.0}, "diverged", reason="the loss is NaN"
+    )
+    candidate = Candidate(
+        "soren", {}, {}, [lost, replace(lost, number=1, status="failed", metric=float("nan"))], None, {}
+    )
+    for study in (
+        Study("empty", {}, False, [], None),
+        Study("lost", {}, True, [candidate], None),
+        Study("two", {}, True, [candidate, replace(candidate, name="adamw", trials=[])], {"zoo": 1.0}),
+    ):
+        page, markdown = written(study, tmp_path)
+        assert not [tag for tag, _ in assert_self_contained(page).tags if tag == "svg"]
+        assert "There is no verdict" in markdown
+        assert "No figure of" in markdown
+        screen(study)
+
+
+def test_four_times_fifty_trials_of_many_evaluations_stay_small(tmp_path):
+    study = make_study(num_trials=50)
+    points = [Point(i, i, i / 7, 2 - i / 3000, None, i / 3000, i / 3000, 2 + i / 3000) for i in range(3000)]
+    candidates = [
+        replace(each, verdict=[replace(run, curve=points) for run in each.verdict]) for each in study.candidates
+    ]
+    page, _ = written(replace(study, candidates=candidates), tmp_path)
+    assert len(page) < 1e6
+
+
+def test_many_candidates_look_different_without_colour_too():
+    looks = [look(i) for i in range(84)]
+    assert len({str(each) for each in looks}) == 84
+    assert len({(str(each["linestyle"]), each["marker"]) for each in looks[:12]}) == 12
+    figure = curves_figure(make_study(names=tuple(f"optimizer-{i}" for i in range(12)), num_trials=2))
+    assert [key.name for key in figure.legend] == [f"optimizer-{i}" for i in range(12)]
+
+
+def test_the_same_study_gives_the_same_bytes(report, tmp_path):
+    page, markdown = written(make_study(), tmp_path)
+    assert page == report["report.html"]
+    assert markdown == report["report.md"]
+
+
+def test_spectra_of_run_folders_are_drawn(tmp_path):
+    study = make_study(names=("adamw", "soren"))
+    first, second = study.candidates[0].verdict[0], study.candidates[1].verdict[1]
+    for run in (first, second):
+        (tmp_path / run.folder).mkdir(parents=True)
+        lines = [{"step": i, "name": "w", "shape": [2, 3], "singular_values": [2.0, i]} for i in (1, 2)]
+        (tmp_path / run.folder / "spectra.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert "at the end: adamw 2 at 2, soren 2 at 2." in spectra_figure(study, tmp_path).panels[0].alt
+    (tmp_path / first.folder / "spectra.jsonl").write_text('{"step": 1, "name": "w", "singular_values": [null]}')
+    assert "adamw" not in spectra_figure(study, tmp_path).panels[0].alt
+    # A folder that a damaged study names outside of its own is not read.
+    (tmp_path / "other").mkdir()
+    run = replace(second, folder=f"../{second.folder}")
+    outside = [replace(each, verdict=[run]) for each in study.candidates]
+    assert isinstance(spectra_figure(replace(study, candidates=outside), tmp_path / "other"), Paragraph)
+
+
+def test_the_table_of_runs_has_every_run_and_no_formulas():
+    study = make_study(names=("adamw", "=1+1"))
+    rows = list(csv.DictReader(io.StringIO(trials_csv(study))))
+    assert len(rows) == sum(len(each.trials) + len(each.verdict) for each in study.candidates)
+    assert {row["status"] for row in rows} >= {"finished", "diverged"}
+    assert [row["candidate"] for row in rows if row["candidate"].endswith("=1+1")] == ["'=1+1"] * (len(rows) // 2)
+    run = study.candidates[0].trials[0]
+    assert float(rows[0]["metric"]) == run.metric
+    assert float(rows[0]["optimizer.lr"]) == run.parameters["optimizer.lr"]
+    assert sum(row["selected"] == "yes" for row in rows) == 2
+
+
+def screen(study, width=80):
+    out = io.StringIO()
+    Console(file=out, width=width, markup=False).print(terminal_verdict(study), highlight=False)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("name", ["muon", "a-candidate-with-a-long-name-of-more-than-forty-letters"])
+def test_the_terminal_shows_the_verdict_in_eighty_columns(name):
+    shown = screen(make_study(names=("adamw", name, "soren")))
+    assert max(len(line.rstrip()) for line in shown.splitlines()) <= 80
+    assert "soren is better than adamw" in " ".join(shown.split())
+    assert "…" not in shown
+
+
+def test_a_trial_without_a_result_counts_as_the_start():
+    study = make_study()
+    candidate = study.candidates[0]
+    num_lost = sum(run.status == "diverged" for run in candidate.trials)
+    assert num_lost > 0
+    assert trial_metrics(study, candidate).count(2.9) == num_lost
+
+
+def test_a_trial_of_several_seeds_is_their_mean():
+    runs = [Run("a", "search", i // 2, i % 2, "x", {}, "finished", metric=float(i)) for i in range(4)]
+    runs += [replace(runs[0], number=2), replace(runs[0], number=2, status="failed", metric=None)]
+    candidate = Candidate("a", {}, {}, runs, 0, {})
+    assert trial_metrics(Study("s", {}, False, [candidate], None), candidate) == [0.5, 2.5, None]  # no start is known
+
+
+def test_searched_words_stand_beside_each_other():
+    study = make_study(names=("adamw", "soren"))
+    maps = ["exact", "minimax", True, 3, "exact", "minimax"]
+    candidates = [
+        replace(
+            each,
+            trials=[replace(run, parameters={"optimizer.map": v}) for run, v in zip(each.trials, maps, strict=True)],
+        )
+        for each in study.candidates
+    ]
+    (figure,) = sensitivity_figures(replace(study, candidates=candidates))
+    assert all(f">{word}</text>" in figure.panels[0].svg for word in ("exact", "minimax", "True", "3"))
+    assert "selected exact" in figure.panels[0].alt
+
+
+def test_hashes_are_shown_once_if_all_runs_share_them(report):
+    text = report["report.md"].split("## To repeat it")[1]
+    assert f"starting weights: {'9f' * 8}…; precision: weights float32, autocast no; processes: 1." in text
+    assert f"| 102 | {102:016x}… |".replace(f"{102:016x}", "0" * 16) in text
+    study = make_study(names=("adamw", "muon"))
+    changed = replace(study.candidates[1].verdict[0], identity={"batches": "other"})
+    candidates = [study.candidates[0], replace(study.candidates[1], verdict=[changed])]
+    table = next(b for b in _identities(replace(study, candidates=candidates)) if isinstance(b, Table))
+    column = table.head.index("batches")
+    assert table.rows[0][column] == "adamw: 0000000000000000…\nmuon: other"
+
+
+def test_scores_without_contaminated_questions_are_shown(report):
+    assert "| zoo_mc | 400 | 12 | 4 | 6,000 | base 71.0 (-0.5)<br>adamw 92.0 (-1.0) |" in report["report.md"]
+
+
+def test_matched_values_are_interpolated_at_the_first_crossing():
+    def run(pairs):
+        points = [Point(i, metric=metric, relative_change=moved) for i, (moved, metric) in enumerate(pairs)]
+        return Run("a", "verdict", 0, 1, "x", {}, "finished", metric=pairs[-1][1], curve=points)
+
+    # It moves to 0.4 and back to 0.2: at 0.3 the first crossing counts.
+    there_and_back = run([(None, 3.0), (0.2, 2.0), (0.4, 1.0), (0.2, 0.5)])
+    assert interpolate(there_and_back, "relative_change", 0.3, "metric") == pytest.approx(1.5)
+    assert interpolate(there_and_back, "relative_change", 0.1, "metric") == pytest.approx(2.5)  # 0 at the start
+    assert interpolate(there_and_back, "relative_change", 0.5, "metric") is None
+    short = run([(None, 3.0), (0.25, 1.0)])
+    candidates = [Candidate(name, {}, {}, [], None, {}, [each]) for name, each in (("a", there_and_back), ("b", short))]
+    assert common_level(Study("s", {}, False, candidates, None), "relative_change") == 0.25
+
+
+def test_values_on_a_line_from_the_start_are_marked():
+    study = make_study(names=("adamw", "soren"))
+    assert "†" not in page_markdown(Page("", "", [Section("", _matched(study))]))
+    sparse = [replace(run, curve=[run.curve[0], run.curve[-1]]) for run in study.candidates[0].verdict]
+    study = replace(study, candidates=[replace(study.candidates[0], verdict=sparse), study.candidates[1]])
+    table, note = _matched(study)
+    assert all(cell.endswith(" †") for cell in (table.rows[0][2], table.rows[0][3]))
+    assert not any("†" in cell for cell in table.rows[1])
+    assert "too high for a loss" in note.text
+
+
+def test_the_mean_curve_has_the_steps_of_all_seeds():
+    candidate = make_study().candidates[0]
+    runs = [replace(candidate.verdict[0], curve=candidate.verdict[0].curve[:4]), *candidate.verdict[1:]]
+    points = mean_curve(runs, "step", "metric")
+    assert [x for x, _ in points] == [0, 10, 20, 30]
+    assert points[2][1] == pytest.approx(sum(run.curve[2].metric for run in runs) / 3)
+    assert len(thin([(float(i), 0.0) for i in range(5000)])) == 200
+    assert thin([(float(i), 0.0) for i in range(5000)])[-1] == (4999.0, 0.0)
+
+
+def test_the_axis_shows_the_ends_of_curves_and_not_their_first_loss():
+    low, high = focus([9.0, 2.0, 1.4, 1.2, 1.1, 1.0], higher_is_better=False)
+    assert low < 1.0
+    assert 2.0 < high < 3.0
+    low, high = focus([-9.0, 0.5, 0.9, 1.0], higher_is_better=True)
+    assert -9.0 < low < 0.5
+    assert high > 1.0
+    assert focus([1.0], higher_is_better=False) is None
+    assert focus([1.0, 1.0], higher_is_better=False) is not None
+
+
+def test_before_the_verdict_the_selected_trial_is_shown():
+    candidate = replace(make_study().candidates[0], verdict=[])
+    assert [run.stage for run in shown_runs(candidate)] == ["search"]

@@ -1,0 +1,262 @@
+"""An update that would be rounded away is noticed at the first step; one that is kept is still there in the end."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+
+from soren_align.core import shipped
+from soren_align.core.errors import UserError
+from soren_align.run.folder import RunFolder
+from tests.support.trainer_parity import ranks_do
+
+# The paper's settings for SFT, and what a tiny model needs.
+PAPER = ("optimizer.name=soren", "optimizer.lr=1e-6", "optimizer.aux_lr=3e-5", "optimizer.adjust_lr_fn=none")
+PAPER += ("optimizer.weight_decay=0.1", "trainer.lr_scheduler_type=cosine", "trainer.warmup_steps=0.1")
+PAPER += ("trainer.save_strategy=no", "model.init_seed=null", "trainer.max_grad_norm=1.0")
+NARROW, KAHAN = "model.dtype=bfloat16", ("model.dtype=bfloat16", "optimizer.compensation=kahan")
+SHORT_REACH = "optimizer.map={name: minimax, resolution: 0.01}"
+LOST = ("model.dtype=bfloat16", "optimizer.compensation=none")
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    """A Qwen2 of hidden size 64 as it would be published: in bfloat16."""
+    folder = tmp_path_factory.mktemp("qwen")
+    base = shipped.resolve("shipped:recipes/quickstart/base")
+    # transformers puts Qwen2's own class in the place of the quickstart's tokenizer: words become byte pairs.
+    words = Tokenizer(models.BPE())
+    words.pre_tokenizer, words.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    rows = shipped.resolve("shipped:recipes/quickstart/data/chat_train.jsonl").read_text().splitlines()
+    said = [turn["content"] for row in rows for turn in json.loads(row)["messages"]]
+    special = [token["content"] for token in json.loads((base / "tokenizer.json").read_text())["added_tokens"]]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    words.train_from_iterator(
+        said, trainers.BpeTrainer(vocab_size=500, special_tokens=special, initial_alphabet=alphabet)
+    )
+    tokenizer = Qwen2Tokenizer(tokenizer_object=words, eos_token="<|end|>", pad_token="<|pad|>", unk_token=None)
+    tokenizer.chat_template = (base / "chat_template.jinja").read_text()
+    tokenizer.save_pretrained(folder)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=172,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def paper(tiny_run, qwen):
+    """A run of paper-soren's settings."""
+
+    def make(*overrides, task="sft", name="run"):
+        is_adamw = "optimizer.name=adamw" in overrides  # which has no adjust_lr_fn
+        settings = [setting for setting in PAPER if not (is_adamw and "adjust_lr_fn" in setting)]
+        return tiny_run(task, *settings, f"model.name_or_path={qwen}", *overrides, name=name)
+
+    return make
+
+
+def first_step(run):
+    return run.folder.read()["first_step"]
+
+
+def test_in_bfloat16_the_papers_updates_are_lost_and_the_run_stops_at_its_first_step(paper):
+    run = paper(*LOST)
+    with pytest.raises(UserError) as refused:
+        run.train()
+    said = " ".join(refused.value.problems)
+    fraction = first_step(run)["matrices"]["fraction_changed"]
+    assert 0 < fraction < 0.05
+    assert "step 1: most updates of the matrices are lost" in said
+    assert f"{fraction:.2%} of the entries change in bfloat16" in said
+    for remedy in ("float32", "kahan", "a larger optimizer.lr", "match_rms_measured", "run.lost_updates: warn"):
+        assert remedy in said
+    seen = first_step(run)["matrices"]
+    assert seen["lr"] == 1e-6, "the peak: warm-up takes step 1 at 0"
+    assert seen["update_rms"] == pytest.approx(0.5e-6 / 64**0.5, rel=0.7)
+    assert seen["ulp"] == 2.0**-13, "of 0.02 in bfloat16"
+    assert not run.folder.model.exists()
+    assert not run.folder.complete_checkpoints()
+
+
+def test_told_so_the_run_warns_and_goes_on(paper):
+    run = paper(*LOST, "run.lost_updates=warn")
+    assert run.train()
+    assert "warning step 1: most updates of the matrices are lost to rounding" in " ".join(run.said.getvalue().split())
+    assert first_step(run)["matrices"]["dtype"] == "bfloat16"
+    assert run.folder.read()["training"]["relative_change"] < 1e-5
+
+
+def test_in_float32_the_papers_updates_arrive(paper):
+    run = paper("run.lost_updates=warn")
+    assert run.train()
+    assert first_step(run)["matrices"]["fraction_changed"] > 0.9
+    assert first_step(run)["matrices"]["dtype"] == "float32"
+    assert first_step(run)["other_parameters"]["fraction_changed"] > 0.9
+    assert not any(text in run.said.getvalue() for text in ("notice", "step 1"))
+
+
+@pytest.mark.parametrize("name", ["soren", "muon", "htmuon", "adamw"])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_every_optimizer_is_measured(paper, name, accumulation):
+    short = (
+        "trainer.max_steps=2",
+        f"trainer.gradient_accumulation_steps={accumulation}",
+        *(["optimizer.adjust_lr_fn=null"] if name != "adamw" else []),
+    )
+    lost = paper(*LOST, *short, f"optimizer.name={name}", "optimizer.lr=1e-6", name="lost")
+    with pytest.raises(UserError, match="updates of the matrices are lost"):
+        lost.train()
+    kept = paper(*LOST, *short, f"optimizer.name={name}", "optimizer.lr=3e-2", "optimizer.aux_lr=3e-2", name="kept")
+    assert kept.train()
+    assert first_step(kept)["matrices"]["fraction_changed"] > 0.9
+
+
+# 2% is issue 6's bound. DPO's gradients differ by more: after 200 steps float32 under bfloat16 autocast is 1.8% of the
+# way apart from itself without, and Kahan 2.3%; by the same gradients they are equal (test_compensation.py). The map is
+# that of the bounds: the default map also lifts the modes that are rounding noise of bfloat16 gradients (16% in dpo).
+@pytest.mark.parametrize(
+    ("task", "steps", "bound"), [pytest.param("sft", 200, 0.02, marks=pytest.mark.slow), ("dpo", 20, 0.1)]
+)
+def test_with_kahan_the_weights_go_the_way_of_float32(paper, task, steps, bound):
+    """Each run by its own gradients: of bfloat16 forward passes, of float32 ones."""
+    ends = {}
+    for name, overrides in {"wide": (), "kahan": KAHAN}.items():
+        run = paper(f"trainer.max_steps={steps}", *overrides, SHORT_REACH, task=task, name=name)
+        trainer = run.trainer()
+        trainer.train()
+        ways = [
+            (now, then)
+            for number, now, then in trainer.starting_weights.pairs(trainer.attached.optimizer)
+            if number == 0
+        ]
+        ends[name], start = (torch.cat([tensors[i].flatten() for tensors in ways]) for i in (0, 1))
+        parameters = torch.cat([p.detach().flatten() for p in trainer.attached.optimizer.param_groups[0]["params"]])
+    way = (ends["wide"] - start).norm()
+    apart = float((ends["kahan"] - ends["wide"]).norm() / way)
+    assert apart < bound
+    assert (parameters.float() - ends["wide"]).norm() > 0.9 * way, "nearly all of it is in the compensation"
+
+
+def test_kahan_resumes_bit_for_bit_and_saves_the_sum(paper):
+    saving = ("trainer.save_strategy=steps", "trainer.save_steps=3", "run.save_dtype=float32", *KAHAN)
+    whole, halves = paper(*saving, name="whole"), paper(*saving, name="halves")
+    assert whole.train()
+    shutil.copytree(whole.folder.path, halves.folder.path)
+    shutil.rmtree(halves.folder.checkpoints / "checkpoint-6")
+    shutil.rmtree(halves.folder.model)
+    halves.folder.update(status="training")
+    assert halves.train()
+    assert halves.folder.read()["resumed_from_steps"] == [3]
+    one, other = (load_file(run.folder.model / "model.safetensors") for run in (whole, halves))
+    assert one.keys() == other.keys()
+    for name in one:
+        assert one[name].dtype == torch.float32
+        assert torch.equal(one[name], other[name]), name
+    layers = [name for name, tensor in one.items() if "layers" in name and tensor.ndim == 2]
+    assert any(not torch.equal(one[name], one[name].bfloat16().float()) for name in layers)
+    assert halves.folder.read()["first_step"]["matrices"]["fraction_changed"] > 0.9
+
+
+@pytest.mark.parametrize(("asked", "dtype"), [("null", "bfloat16"), ("float32", "float32"), ("float16", "float16")])
+def test_the_model_folder_is_in_the_dtype_asked_for_or_the_starts(paper, qwen, asked, dtype):
+    run = paper(f"run.save_dtype={asked}")
+    assert run.train()
+    assert json.loads((run.folder.model / "config.json").read_text())["dtype"] == dtype
+    saved = load_file(run.folder.model / "model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {getattr(torch, dtype)}
+    assert saved.keys() == load_file(qwen / "model.safetensors").keys()
+    assert next(AutoModelForCausalLM.from_pretrained(run.folder.model).parameters()).dtype == getattr(torch, dtype)
+
+
+def test_the_run_says_how_much_of_the_change_survives_the_export(paper, qwen):
+    run = paper()
+    assert run.train()
+    start, saved = (load_file(folder / "model.safetensors") for folder in (qwen, run.folder.model))
+    wide = paper("run.save_dtype=float32", name="wide")
+    assert wide.train()
+    unrounded = load_file(wide.folder.model / "model.safetensors")
+    matrices = [name for name, tensor in start.items() if "layers" in name and tensor.ndim == 2]
+    way, kept = (
+        torch.cat([(end[n].double() - start[n].double()).flatten() for n in matrices]) for end in (unrounded, saved)
+    )
+    survived = run.folder.read()["training"]["change_after_saving"]
+    assert survived["dtype"] == "bfloat16"
+    assert survived["matrices"]["fraction_changed"] == pytest.approx(
+        float((kept != 0).sum() / (way != 0).sum()), rel=1e-6
+    )
+    assert survived["matrices"]["projection"] == pytest.approx(float(kept @ way / (way @ way)), rel=1e-3)
+    assert survived["matrices"]["fraction_changed"] < 0.1
+    assert "run.save_dtype: float32 saves all" in " ".join(run.said.getvalue().split())
+    assert wide.folder.read()["training"]["change_after_saving"]["matrices"] == pytest.approx(
+        {"fraction_changed": 1, "projection": 1}
+    )
+    assert "saves all" not in wide.said.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ((NARROW,), "model.dtype: bfloat16 parameters round most small updates away"),
+        (("optimizer.compensation=kahan",), "optimizer.compensation: is for bfloat16 parameters"),
+        ((*KAHAN, "run.parallel=zero2"), "optimizer.compensation: zero2 updates float32 masters"),
+        ((*KAHAN, "run.parallel=zero3-offload"), "zero3-offload updates float32 masters"),
+        (
+            (NARROW, "run.parallel=zero2", "trainer.bf16=false"),
+            "model.dtype: under zero2 bfloat16 weights have float32",
+        ),
+    ],
+)
+def test_a_recipe_that_would_lose_updates_unasked_is_refused_before_torch(tiny_run, overrides, message):
+    with pytest.raises(UserError) as refused:
+        tiny_run("sft", *overrides)
+    assert any(message in problem for problem in refused.value.problems), refused.value.problems
+
+
+def test_what_keeps_float32_masters_may_load_bfloat16(tiny_run):
+    assert tiny_run("sft", NARROW, "run.parallel=zero2", "trainer.bf16=true").recipe.model.dtype == "bfloat16"
+
+
+@pytest.fixture(scope="module")
+def two_ranks(rank_pools, tmp_path_factory):
+    """The folder in which two ranks have done `precision` of trainer_jobs.py, and what each of them saw."""
+    folder = tmp_path_factory.mktemp("precision")
+    return folder, ranks_do(rank_pools(2), "precision", folder)
+
+
+@pytest.mark.parametrize("mode", ["zero2", "zero3", "fsdp2"])
+def test_what_is_sharded_is_stepped_in_float32_whatever_was_loaded(two_ranks, mode):
+    folder, seen = two_ranks
+    assert [rank[mode]["stepped"] for rank in seen] == [["torch.float32"]] * 2
+    run = RunFolder(folder / f"narrow-{mode}")
+    for group in run.read()["first_step"].values():
+        assert group["dtype"] == "float32"
+        assert group["fraction_changed"] > 0.9
+    assert run.read()["training"]["change_after_saving"]["matrices"]["fraction_changed"] < 0.2
+    assert {tensor.dtype for tensor in load_file(run.model / "model.safetensors").values()} == {torch.bfloat16}
+    assert json.loads((run.model / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_ranks_of_ddp_have_the_same_compensation_of_every_parameter(two_ranks):
+    folder, (first, second) = two_ranks
+    assert first["ddp"]["kept"] == second["ddp"]["kept"]
+    assert first["ddp"]["kept"][0] == 20
+    assert RunFolder(folder / "narrow-ddp").read()["first_step"]["matrices"]["fraction_changed"] > 0.9
+
+
+def test_ranks_stop_together_where_updates_are_lost(two_ranks):
+    first, second = (rank["ddp"]["lost"] for rank in two_ranks[1])
+    assert first == second
+    assert first.startswith("step 1: most updates of the matrices are lost to rounding")

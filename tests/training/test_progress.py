@@ -1,0 +1,207 @@
+"""The progress of training is a bar in a terminal, and lines at intervals elsewhere."""
+
+import io
+import json
+import re
+import time
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from soren_align.core import text as terminal
+from soren_align.training.measure import progress
+
+LOGS = {
+    "sft": {"loss": 1.25, "mean_token_accuracy": 0.625, "tokens_per_second": 12345.6},
+    "dpo": {"loss": 0.5, "rewards/margins": 1.5, "rewards/accuracies": 0.75, "tokens_per_second": 99},
+}
+
+
+def evaluation(task):
+    return {f"eval_{key}": value / 2 for key, value in LOGS[task].items()}
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """steps(task, is_terminal, seconds) returns the displays and the text of steps 5 to 7, `seconds` apart.
+
+    Step 6 is followed by an evaluation in two batches.
+    """
+    monkeypatch.setattr(progress, "peak_memory", lambda: 7.5e9)
+
+    def run(task, is_terminal, seconds, width=80):
+        now = [0]
+        monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
+        console = Console(file=io.StringIO(), width=width, force_terminal=is_terminal, color_system=None)
+        display, shown = progress.TrainingProgress(console, task), []
+        display.on_train_begin(None, SimpleNamespace(global_step=4, max_steps=8), None)
+        for step in (5, 6, 7):
+            display.on_step_begin(None, SimpleNamespace(global_step=step - 1, max_steps=8), None)
+            now[0] += seconds
+            state = SimpleNamespace(global_step=step, max_steps=8)
+            display.on_step_end(None, state, None)
+            display.on_log(None, state, None, logs=None)
+            display.on_log(None, state, None, logs=LOGS[task])
+            if step == 6:
+                display.on_prediction_step(None, state, None, eval_dataloader=[1, 2])
+                shown += [display.display.line] if display.display else []
+                display.on_prediction_step(None, state, None, eval_dataloader=[1, 2])
+                display.on_log(None, state, None, logs=evaluation(task))
+                display.on_evaluate(None, state, None)
+            if display.display:
+                (bar,) = display.display.tasks
+                shown.append((bar.completed, bar.total, bar.fields["costs"], display.display.line))
+        display.on_train_end(None, None, None)
+        assert display.display is None
+        return shown, re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue()).replace("\r", "\n")
+
+    return run
+
+
+def test_a_terminal_has_a_bar_that_begins_at_the_checkpoint_with_loss_and_speed(steps):
+    shown, text = steps("sft", is_terminal=True, seconds=60)
+    losses = "loss 1.2500, token accuracy 62.5%"
+    assert shown == [
+        (5, 8, "peak 7.50 GB", losses),
+        "evaluating step 6, batch 1 of 2",
+        (6, 8, "12,346 tokens/s, peak 7.50 GB", f"{losses}, eval loss 0.6250"),
+        (7, 8, "12,346 tokens/s, peak 7.50 GB", f"{losses}, eval loss 0.6250"),
+    ]
+    assert "step 5/8" not in text
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+@pytest.mark.parametrize(
+    ("task", "values"),
+    [("sft", "loss 0.6250, token accuracy 31.2%"), ("dpo", "loss 0.2500, margin 0.750, accuracy 37.5%")],
+)
+def test_every_evaluation_is_a_line_of_its_own(steps, task, values, is_terminal):
+    _, text = steps(task, is_terminal=is_terminal, seconds=0)
+    assert [line for line in text.splitlines() if "eval  " in line] == [f"eval      step 6: {values}"]
+
+
+@pytest.mark.parametrize("task", ["sft", "dpo"])
+def test_bar_and_line_are_at_most_80_wide(steps, task):
+    _, text = steps(task, is_terminal=True, seconds=60)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert not any("…" in line for line in lines)
+    assert any("━" in line and "12,346 tokens/s, peak 7.50 GB" in line for line in lines) or task == "dpo"
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(11, [5, 6]), (6, [6]), (4, []), (1, [])])
+def test_elsewhere_a_line_is_printed_when_ten_seconds_have_passed(steps, seconds, expected):
+    shown, text = steps("dpo", is_terminal=False, seconds=seconds)
+    assert shown == []
+    lines = [line.split()[2] for line in text.splitlines() if line.startswith("dpo")]
+    # The evaluation after step 6 has a line as well, and is then the last one.
+    evaluating = ["eval      step 6, batch 1 of 2"] if 2 * seconds > 10 else []
+    assert [line for line in text.splitlines() if "batch" in line] == evaluating
+    assert lines == [f"{step}/8," for step in expected if not (step == 6 and evaluating)]
+
+
+def test_a_line_of_a_log_has_measurements_costs_and_the_time_left(steps):
+    _, text = steps("dpo", is_terminal=False, seconds=20, width=200)
+    line = next(line for line in text.splitlines() if line.startswith("dpo"))
+    measured = "loss 0.5000, margin 1.500, accuracy 75.0%, 99 tokens/s, peak 7.50 GB"
+    assert line == f"dpo       step 5/8, {measured}, 0:01:00 left"
+
+
+def test_a_silent_phase_prints_lines_where_there_is_no_terminal(monkeypatch):
+    monkeypatch.setattr(terminal, "LINE_SECONDS", 0.01)
+    console, deadline = Console(file=io.StringIO(), width=80), time.monotonic() + 60
+    with terminal.working(console, "Loading the model") as show:
+        while "the model" not in console.file.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        show("Counting tokens: 5 examples")
+        while "tokens" not in console.file.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    lines = console.file.getvalue().splitlines()
+    assert lines[0] == "loading   the model (0 s)"
+    assert lines[-1] == "counting  tokens: 5 examples (0 s)"
+
+
+def test_a_short_phase_prints_nothing_into_a_log():
+    console = Console(file=io.StringIO(), width=80)
+    with terminal.working(console, "Loading the model"):
+        pass
+    assert console.file.getvalue() == ""
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        (("trainer.logging_steps=10",), [1, 5]),
+        (("trainer.logging_steps=4",), [1, 4, 5]),
+        (("trainer.logging_steps=2",), [2, 4]),
+        (("trainer.logging_strategy=epoch",), [1, 5]),
+        (("trainer.logging_strategy=no",), []),
+    ],
+)
+def test_a_run_of_any_length_reports_its_losses(tiny_run, settings, steps):
+    run = tiny_run("sft", "trainer.max_steps=5", "trainer.warmup_steps=0", "trainer.save_strategy=no", *settings)
+    assert run.train()
+    logs = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
+    assert [log["step"] for log in logs if "loss" in log] == steps
+    assert all(log["update_rms"] > 0 and log["aux_learning_rate"] > 0 for log in logs if "loss" in log)
+    training, said = run.folder.read()["training"], " ".join(run.said.getvalue().split())
+    if steps:
+        first, last = (next(log["loss"] for log in logs if log["step"] == step) for step in (steps[0], steps[-1]))
+        assert (training["first_loss"], training["last_loss"]) == (first, last)
+        num_steps = [b - a for a, b in zip([0, *steps], steps, strict=False)]
+        assert training["examples_per_log"] == [8 * num_steps[0], 8 * num_steps[-1]]
+        assert f"loss {first:.3f} -> {last:.3f} (first and last log, of up to {8 * num_steps[0]}" in said
+    else:
+        assert re.search(r"trained 5 steps in \d+ s, loss 4\.\d+ on average", said)
+
+
+@pytest.mark.model
+def test_the_last_lines_quote_the_held_out_loss_first_and_its_number_of_examples(tiny_run):
+    held_out = (
+        "data.eval.limit=5",
+        "trainer.eval_strategy=steps",
+        "trainer.eval_steps=2",
+        "trainer.eval_on_start=true",
+    )
+    run = tiny_run("sft", "trainer.max_steps=5", "trainer.save_strategy=no", *held_out)
+    assert run.train()
+    logs = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
+    losses = {log["step"]: log["eval_loss"] for log in logs if "eval_loss" in log}
+    assert [*losses] == [0, 2, 4, 5]
+    record = run.folder.read()["training"]["held_out"]
+    assert record == {
+        "num_examples": 5,
+        "evaluations": [{"step": 0, "loss": losses[0]}, {"step": 5, "loss": losses[5]}],
+    }
+    said = " ".join(run.said.getvalue().split())
+    assert f"held-out loss {losses[0]:.3f} -> {losses[5]:.3f} (5 examples) training loss" in said
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_preferences_are_those_of_held_out_pairs_or_of_the_pairs_of_the_last_log(tiny_run, evaluates):
+    held_out = ("data.eval.limit=5", "trainer.eval_strategy=steps", "trainer.eval_steps=2") if evaluates else ()
+    run = tiny_run("dpo", "trainer.max_steps=4", "trainer.logging_steps=3", "trainer.save_strategy=no", *held_out)
+    assert run.train()
+    logs = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
+    prefix = "eval_" if evaluates else ""
+    last = next(log for log in reversed(logs) if f"{prefix}rewards/accuracies" in log)
+    record = run.folder.read()["training"]["preferences"]
+    assert (record["share"], record["margin"]) == (
+        last[f"{prefix}rewards/accuracies"],
+        last[f"{prefix}rewards/margins"],
+    )
+    assert (record["num_pairs"], record["held_out"]) == ((5, True) if evaluates else (8, False))
+    pairs = "5 held-out pairs" if evaluates else "8 pairs (last log)"
+    assert f"preferred in {record['share']:.0%} of {pairs}, margin {record['margin']:.3g}" in run.said.getvalue()
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_notice_about_the_number_of_steps_is_printed_at_the_start(is_terminal):
+    console = Console(file=io.StringIO(), width=80, force_terminal=is_terminal, color_system=None)
+    display = progress.TrainingProgress(console, "sft", lambda num_steps: f"only {num_steps} steps")
+    display.on_train_begin(None, SimpleNamespace(global_step=0, max_steps=1), None)
+    display.on_train_end(None, None, None)
+    assert "notice    only 1 steps" in console.file.getvalue()

@@ -1,0 +1,583 @@
+"""Killed at any moment and started again, a run ends with the weights of an uninterrupted one, bit for bit."""
+
+import errno
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import time
+from functools import partial
+from pathlib import Path
+from unittest.mock import Mock, patch
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from soren_align.core import files, shipped
+from soren_align.core.errors import UserError
+from soren_align.run import folder as run_folder
+from soren_align.run.folder import RunFolder, read_seal
+from soren_align.run.lock import LockedError
+from soren_align.training import checkpoints, trainer
+from soren_align.training import run as training
+from soren_align.training.trainer import SorenTrainerMixin
+from tests.support import command
+from tests.support.tiny_run import flip_bit, reseal
+from tests.support.trainer_parity import logged
+
+pytestmark = pytest.mark.model
+EVALUATED = ("trainer.eval_strategy=steps", "trainer.eval_steps=2", "data.eval.limit=8")
+EVALUATED += ("data.eval.path=shipped:recipes/quickstart/data/chat_test.jsonl",)
+
+
+def weights(folder):
+    return load_file(folder.model / "model.safetensors")
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+class Kill(BaseException):
+    pass
+
+
+def stop_after(run, step, monkeypatch):
+    """Train and die after `step`, as rudely as one process can."""
+    from soren_align.training.trained_optimizer import OptimizerCheck
+
+    original = OptimizerCheck.on_optimizer_step
+
+    def dying(self, args, state, control, **kwargs):
+        original(self, args, state, control, **kwargs)
+        if state.global_step == step:
+            raise Kill
+
+    with monkeypatch.context() as patch:
+        patch.setattr(OptimizerCheck, "on_optimizer_step", dying)
+        with pytest.raises(Kill):
+            run().train()
+
+
+def stop_around(function, moment, run, monkeypatch):
+    """Train and die "before" or "after" a function of soren_align.training.run."""
+    original = getattr(training, function)
+
+    def dying(*args):
+        if moment == "after":
+            original(*args)
+        raise Kill
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, function, dying)
+        with pytest.raises(Kill):
+            run.train()
+
+
+@pytest.mark.parametrize("task", ["sft", "dpo"])
+@pytest.mark.parametrize("optimizer", ["soren", pytest.param("htmuon", marks=pytest.mark.slow)])
+def test_a_resumed_run_has_the_weights_and_losses_of_an_uninterrupted_one(tiny_run, monkeypatch, task, optimizer):
+    name = f"optimizer.name={optimizer}"
+    whole = tiny_run(task, name, name="whole")
+    whole.train()
+    stop_after(lambda: tiny_run(task, name), 3, monkeypatch)
+    resumed = tiny_run(task, name)
+    resumed.train()
+    assert resumed.folder.read()["resumed_from_steps"] == [2]
+    assert same(weights(whole.folder), weights(resumed.folder))
+
+    assert logged(whole.folder) == logged(resumed.folder)
+
+
+def test_a_resumed_run_packs_the_same_sequences(tiny_run, monkeypatch):
+    packed = ("sft", "trainer.packing=true", "trainer.max_length=128", "trainer.packing_strategy=bfd")
+    whole = tiny_run(*packed, name="whole")
+    whole.train()
+    stop_after(lambda: tiny_run(*packed), 3, monkeypatch)
+    resumed = tiny_run(*packed)
+    resumed.train()
+    assert resumed.folder.read()["resumed_from_steps"] == [2]
+    assert same(weights(whole.folder), weights(resumed.folder))
+
+
+def test_a_checkpoint_that_was_not_completely_written_is_passed_over(tiny_run, monkeypatch):
+    whole = tiny_run(name="whole")
+    whole.train()
+    stop_after(tiny_run, 4, monkeypatch)
+    folder = tiny_run().folder
+    (folder.checkpoints / "checkpoint-4").mkdir(exist_ok=True)
+    (folder.checkpoints / "checkpoint-4" / "model.safetensors").write_bytes(b"half")
+    (folder.checkpoints / "checkpoint-4" / "soren_align.json").unlink(missing_ok=True)
+    resumed = tiny_run()
+    resumed.train()
+    assert "checkpoint-4 is incomplete; removed" in resumed.said.getvalue()
+    assert resumed.folder.read()["resumed_from_steps"] == [2]
+    assert same(weights(whole.folder), weights(resumed.folder))
+
+
+@pytest.mark.parametrize("lost", ["optimizer.pt", "scheduler.pt", "model.safetensors", "rng_state.pth"])
+def test_a_checkpoint_with_a_lost_file_is_refused(tiny_run, monkeypatch, lost):
+    stop_after(tiny_run, 3, monkeypatch)
+    (tiny_run().folder.checkpoints / "checkpoint-2" / lost).unlink()
+    with pytest.raises(UserError, match=f"checkpoint-2: {lost} missing or truncated"):
+        tiny_run().train()
+
+
+class Hostile:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, made):
+        self.made = str(made)
+
+    def __reduce__(self):
+        return os.mkdir, (self.made,)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+def test_a_pickle_in_a_checkpoint_runs_no_code_and_is_refused_in_words(tiny_run, tmp_path, monkeypatch, name):
+    stop_after(tiny_run, 3, monkeypatch)
+    checkpoint = tiny_run().folder.checkpoints / "checkpoint-2"
+    torch.save(Hostile(tmp_path / "made"), checkpoint / name)
+    reseal(checkpoint)
+    with pytest.raises(UserError, match="checkpoint-2: contains more than tensors and plain data, and is not loaded"):
+        tiny_run().train()
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.fixture
+def stopped(tiny_run, monkeypatch):
+    """The newer checkpoint of a run that was killed after step 5; there is an older one."""
+    stop_after(tiny_run, 5, monkeypatch)
+    return tiny_run().folder.checkpoints / "checkpoint-4"
+
+
+def test_every_file_of_a_checkpoint_is_verified_by_content(stopped):
+    names = checkpoints._names(stopped)
+    assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "config.json"} <= {*names}
+    checkpoints.verify(stopped)
+    for name in names:
+        content = (stopped / name).read_bytes()
+        flip_bit(stopped / name)
+        remedy = "remove this checkpoint's folder to resume from the previous one"
+        with pytest.raises(UserError, match=f"checkpoint-4: {re.escape(name)}: the content is not .*; {remedy}"):
+            checkpoints.verify(stopped)
+        (stopped / name).write_bytes(content)
+    with (stopped / "optimizer.pt").open("r+b") as stream:
+        stream.seek(1000)
+        stream.write(bytes(512))
+    with pytest.raises(UserError, match=r"checkpoint-4: optimizer\.pt: the content is not the one that was saved"):
+        checkpoints.verify(stopped)
+
+
+def test_after_the_remedy_for_a_damaged_checkpoint_the_run_ends_as_an_uninterrupted_one(tiny_run, stopped):
+    flip_bit(stopped / "model.safetensors")
+    with pytest.raises(UserError, match=r"checkpoint-4: model\.safetensors: the content"):
+        tiny_run().train()
+    shutil.rmtree(stopped)
+    resumed, whole = tiny_run(), tiny_run(name="whole")
+    assert resumed.train()
+    assert whole.train()
+    assert resumed.folder.read()["resumed_from_steps"] == [2]
+    assert same(weights(whole.folder), weights(resumed.folder))
+
+
+def test_a_checkpoint_is_refused_under_the_name_of_another_step(stopped):
+    origin = read_seal(stopped)["origin"]
+    renamed = stopped.rename(stopped.with_name("checkpoint-900"))
+    with pytest.raises(UserError, match="checkpoint-900: is the checkpoint of step 4; name its folder checkpoint-4 ag"):
+        checkpoints.check(renamed, origin)
+    reseal(renamed)
+    with pytest.raises(UserError, match=r"checkpoint-900/trainer_state\.json: is of step 4 of 6; remove this"):
+        checkpoints.check(renamed, origin)
+
+
+def test_a_file_that_was_added_to_a_checkpoint_is_refused(stopped):
+    origin = read_seal(stopped)["origin"]
+    (stopped / ".nfs00a1").write_text("of a file system")
+    checkpoints.check(stopped, origin)
+    (stopped / "pytorch_model.bin").write_text("would be read in place of model.safetensors")
+    with pytest.raises(UserError, match=r"checkpoint-4: pytorch_model\.bin: added after .* saved; remove them"):
+        checkpoints.check(stopped, origin)
+
+
+@pytest.mark.parametrize(
+    ("name", "finding"),
+    [
+        ("soren_align.json", "no complete checkpoint of soren-align"),
+        ("old", "was not written by this version of soren-align, or is damaged; remove this checkpoint's folder"),
+        ("outside", "names files outside of the checkpoint"),
+    ],
+)
+def test_without_a_seal_that_has_hashes_nothing_is_read(stopped, name, finding):
+    record = read_seal(stopped)
+    if name == "old":
+        record["files"] = {name: content["num_bytes"] for name, content in record["files"].items()}
+    elif name == "outside":
+        record["files"]["../../run.json"] = record["files"]["optimizer.pt"]
+    (stopped / "soren_align.json").write_text(json.dumps(record))
+    if name == "soren_align.json":
+        (stopped / name).unlink()
+    for read in (partial(checkpoints.check, origin=record["origin"]), checkpoints.verify, checkpoints.make_universal):
+        with pytest.raises(UserError, match=finding):
+            read(stopped)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"log_history": "x"},
+        {"log_history": [{"loss": 1.0}]},
+        {"stateful_callbacks": "x"},
+        {"stateful_callbacks": {"BatchHash": {"values": [2**80], "batches": 1}}},
+        {"logging_steps": "x"},
+        {"total_flos": "x"},
+        {"epoch": float("nan")},
+        {"global_step": -5},
+        {"global_step": 3},
+        {"global_step": True},
+        {"max_steps": 3},
+        {"best_metric": []},
+    ],
+    ids=str,
+)
+def test_absurd_values_in_a_sealed_checkpoint_are_refused(stopped, change):
+    file = stopped / "trainer_state.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    reseal(stopped)
+    with pytest.raises(UserError, match=r"trainer_state\.json: .*; remove this checkpoint's folder to resume from the"):
+        checkpoints.check(stopped, read_seal(stopped)["origin"])
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("model.safetensors", cut),
+        ("optimizer.pt", cut),
+        ("scheduler.pt", cut),
+        ("rng_state.pth", cut),
+        ("config.json", cut),
+        ("trainer_state.json", lambda f: f.write_text(f.read_text().replace('"epoch"', '"epochs"', 1))),
+    ],
+)
+def test_damage_in_a_sealed_checkpoint_is_one_sentence(tiny_run, stopped, name, change):
+    change(stopped / name)
+    reseal(stopped)
+    with pytest.raises(
+        UserError, match=r"checkpoint-4: cannot be loaded \(.*\); remove this checkpoint's folder"
+    ) as error:
+        tiny_run().train()
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"{}", b"\xff{}", b"\0" * 512])
+def test_a_damaged_seal_is_named_with_its_checkpoint_and_the_remedy(tmp_path, content):
+    (tmp_path / "soren_align.json").write_bytes(content)
+    with pytest.raises(UserError, match=rf"{tmp_path}/soren_align\.json.*; remove this checkpoint's folder to resume"):
+        read_seal(tmp_path)
+
+
+def test_a_seal_that_cannot_be_read_is_no_reason_to_remove_its_checkpoint(tmp_path, monkeypatch):
+    (tmp_path / "soren_align.json").write_text("{}")
+    monkeypatch.setattr(type(tmp_path), "open", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
+    with pytest.raises(UserError, match=r"soren_align\.json: cannot be read: Too many open files$"):
+        read_seal(tmp_path)
+
+
+def test_a_sealed_checkpoint_that_lacks_weights_is_refused(tiny_run, stopped):
+    tensors = load_file(stopped / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, stopped / "model.safetensors", {"format": "pt"})
+    reseal(stopped)
+    with pytest.raises(UserError, match=r"the checkpoint: weights are missing: model\.norm\.weight \(1 in total\)"):
+        tiny_run().train()
+
+
+def test_the_intervals_of_a_resumed_run_are_those_of_its_recipe(tiny_run, stopped):
+    file = stopped / "trainer_state.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"logging_steps": 0, "save_steps": 0}))
+    reseal(stopped)
+    run = tiny_run("sft", "trainer.save_steps=5")
+    assert run.train()
+    assert [path.name for path in run.folder.complete_checkpoints()] == ["checkpoint-5", "checkpoint-6"]
+
+
+def test_the_best_checkpoint_is_verified_before_it_becomes_the_model(tiny_run, monkeypatch):
+    best = ("trainer.load_best_model_at_end=true", "trainer.eval_strategy=steps", "trainer.eval_steps=2")
+    original = SorenTrainerMixin._load_best_model
+
+    def damaged(self):
+        flip_bit(Path(self.state.best_model_checkpoint) / "model.safetensors")
+        original(self)
+
+    monkeypatch.setattr(SorenTrainerMixin, "_load_best_model", damaged)
+    with pytest.raises(
+        UserError, match=r"/checkpoint-\d: model\.safetensors: the content is not the one that was saved"
+    ):
+        tiny_run("sft", *best, "data.eval.limit=8").train()
+
+
+def test_files_are_on_the_disk_before_the_seal_and_the_status(tiny_run, monkeypatch):
+    """And the folders that name them; an older checkpoint is removed after that."""
+    events, sync, write = [], os.fsync, files.write
+
+    def fsync(descriptor):
+        events.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        sync(descriptor)
+
+    def writing(path, text):
+        if path.name == "soren_align.json" or '"status": "trained"' in text:
+            events.append(path)
+        write(path, text)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(checkpoints, "write", writing)
+    monkeypatch.setattr(run_folder, "write", writing)
+    monkeypatch.setattr(trainer, "rotate_checkpoints", lambda **_: events.append("rotate"))
+    run = tiny_run("sft", "trainer.max_steps=2")
+    assert run.train()
+    (checkpoint,), (seal, rotation, end) = (
+        run.folder.complete_checkpoints(),
+        (
+            events.index(event)
+            for event in (
+                run.folder.checkpoints / "checkpoint-2/soren_align.json",
+                "rotate",
+                run.folder.path / "run.json",
+            )
+        ),
+    )
+    entries = {path for path in checkpoint.rglob("*") if path.name != "soren_align.json"}
+    assert {*entries, checkpoint} <= {*events[:seal]}
+    assert events[rotation - 2 : rotation] == [checkpoint, run.folder.checkpoints]
+    exported = {run.folder.path / "model.part" / path.name for path in run.folder.model.iterdir()}
+    assert exported | {run.folder.path / "model.part"} <= {*events[rotation:end]}
+    assert run.folder.path in events[rotation:end]
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o027, 0o640), (0o002, 0o664)])
+def test_the_modes_of_all_files_follow_the_umask(tiny_run, umask, mode):
+    before = os.umask(umask)
+    try:
+        run = tiny_run("sft", "trainer.max_steps=2", "run.kl_to_start=4", *EVALUATED)
+        with patch.object(training, "remove"):  # the start's logits stay
+            assert run.train()
+    finally:
+        os.umask(before)
+    modes = {path: path.stat().st_mode & 0o777 for path in run.folder.path.rglob("*") if path.is_file()}
+    assert {path.name for path in modes} >= {"start_logits.safetensors", "model.safetensors", "optimizer.pt"}
+    assert {path: bits for path, bits in modes.items() if bits != mode and path.name != ".lock"} == {}
+
+
+@pytest.mark.parametrize("damage", ["broken", "changed", "emptied", "removed"])
+def test_lost_lines_of_measurements_are_those_of_the_checkpoint(tiny_run, stopped, damage):
+    metrics = tiny_run().folder.metrics
+    before = metrics.read_text()
+    first, *others = before.splitlines()
+    kept = [line for line in before.splitlines() if json.loads(line)["step"] <= 4]
+    changed = first.replace('"loss": ', '"loss": 1')
+    damages = {"broken": [first[:-4], "[1]", *others, '{"step": 9, "lo'], "changed": [changed, *others], "emptied": []}
+    metrics.write_text("".join(line + "\n" for line in damages.get(damage, [])))
+    if damage == "removed":
+        metrics.unlink()
+    resumed = tiny_run()
+    assert resumed.train()
+    lost = 1 if damage in ("broken", "changed") else len(kept)
+    notice = f"metrics.jsonl: {lost} damaged or missing lines restored from checkpoint-4"
+    assert notice in " ".join(resumed.said.getvalue().split())
+    assert [*map(json.loads, metrics.read_text().splitlines()[: len(kept)])] == [*map(json.loads, kept)]
+
+
+def test_the_measurements_of_the_start_are_restored_too(tiny_run, monkeypatch):
+    measured = ("sft", "run.kl_to_start=4", *EVALUATED)
+    stop_after(lambda: tiny_run(*measured), 5, monkeypatch)
+    run = tiny_run(*measured)
+    first, *_ = run.folder.metrics.read_text().splitlines()
+    assert json.loads(first) == {"step": 0, "kl_to_start": 0.0}
+    run.folder.metrics.write_text("")
+    assert run.train()
+    assert run.folder.metrics.read_text().splitlines()[0] == first
+
+
+def test_the_summary_of_a_training_stands_once_in_its_metrics(tiny_run, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(training, "_save_model", Mock(side_effect=Kill))
+        for _ in range(2):
+            with pytest.raises(Kill):
+                tiny_run().train()
+    run = tiny_run()
+    assert run.train()
+    assert sum("train_runtime" in line for line in run.folder.metrics.read_text().splitlines()) == 1
+    assert "damaged" not in run.said.getvalue()
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_kill_around_the_status_of_a_trained_run_leaves_one_that_resumes(tiny_run, monkeypatch, moment):
+    measured = ("sft", "run.kl_to_start=4", *EVALUATED)
+    stop_around("record_result", moment, tiny_run(*measured), monkeypatch)
+    run = tiny_run(*measured)
+    status = run.folder.read()["status"]
+    assert status == ("trained" if moment == "after" else "training")
+    if moment == "before":  # after it, the same command evaluates
+        assert run.train()
+        assert run.folder.read()["status"] == "trained"
+
+
+def test_a_checkpoint_of_other_data_or_other_weights_is_refused(tiny_run, monkeypatch):
+    stop_after(tiny_run, 3, monkeypatch)
+    seal = tiny_run().folder.checkpoints / "checkpoint-2" / "soren_align.json"
+    record = json.loads(seal.read_text())
+    for key, value in (("data", {**record["origin"]["data"], "sha256": "f00"}), ("start", "f00")):
+        seal.write_text(json.dumps({**record, "origin": {**record["origin"], key: value}}))
+        with pytest.raises(UserError, match="belongs to another run"):
+            tiny_run().train()
+    seal.write_text(json.dumps(record))
+    assert tiny_run().train()
+
+
+def test_a_template_that_has_changed_in_its_file_is_refused(tiny_run, tmp_path, monkeypatch):
+    file = tmp_path / "mine.jinja"
+    text = shipped.resolve("shipped:recipes/quickstart/base/chat_template.jinja").read_text()
+    file.write_text(text)
+    asked = ("sft", f"model.chat_template={file}")
+    stop_after(lambda: tiny_run(*asked), 3, monkeypatch)
+    file.write_text(text + "{# the same #}")
+    with pytest.raises(UserError, match=r"belongs to another run:\n  chat_template_sha256: '\w+' there, '\w+' here"):
+        tiny_run(*asked).train()
+    file.write_text(text)
+    assert tiny_run(*asked).train()
+
+
+def test_a_checkpoint_by_path_must_be_ours(tiny_run, tmp_path):
+    (tmp_path / "strange").mkdir()
+    with pytest.raises(UserError, match=r"no complete checkpoint of soren-align"):
+        tiny_run("sft", f"run.resume={tmp_path / 'strange'}").train()
+
+
+def test_old_checkpoints_go_only_after_the_new_one_is_sealed(tiny_run, monkeypatch):
+    original, seen = checkpoints.seal, []
+
+    def watching(checkpoint, *rest):
+        seen.append(sorted(p.parent.name for p in checkpoint.parent.glob("checkpoint-*/soren_align.json")))
+        original(checkpoint, *rest)
+
+    monkeypatch.setattr(checkpoints, "seal", watching)
+    run = tiny_run("sft", "trainer.save_total_limit=1")
+    run.train()
+    assert seen == [[], ["checkpoint-2"], ["checkpoint-4"]]
+    assert [p.name for p in run.folder.checkpoints.glob("checkpoint-*")] == ["checkpoint-6"]
+
+
+def start(folder, *overrides):
+    sets = [f"run.output_dir={folder.path}", "trainer.max_steps=60", "trainer.save_steps=5", *overrides]
+    return command.start("sft", "quickstart/sft", "--no-eval", *command.overrides(*sets))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of an uninterrupted run by start()."""
+    folder = RunFolder(tmp_path_factory.mktemp("uninterrupted") / "run")
+    assert start(folder).wait() == 0
+    return folder
+
+
+@pytest.mark.process
+def test_five_kills_at_random_moments_change_nothing(tmp_path, whole):
+    killed = RunFolder(tmp_path / "killed")
+    rng = random.Random(2026)
+    kills, moments = 0, []
+    while kills < 5:
+        process = start(killed)
+        # Half of the kills fall anywhere from the first second on, half into the training itself.
+        if kills % 2:
+            wait_for(lambda: any(killed.checkpoints.glob("checkpoint-*")), process)
+            moments.append(rng.uniform(0, 1))
+        else:
+            moments.append(rng.uniform(0, 10))
+        time.sleep(moments[-1])
+        if process.poll() is not None:
+            break  # it was done before the kill: nothing is left to interrupt
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        kills += 1
+    if (killed.read() or {}).get("status") != "finished":  # the last kill may fall between that and the process's end
+        process = start(killed)
+        assert process.wait() == 0, process.stderr.read()
+    assert killed.read()["status"] == "finished"
+    assert same(weights(whole), weights(killed)), f"kills after {moments}"
+
+
+@pytest.mark.process
+def test_ctrl_c_leaves_a_run_that_goes_on(tmp_path, whole):
+    stopped = RunFolder(tmp_path / "stopped")
+    process = start(stopped)
+    wait_for(lambda: stopped.metrics.is_file() and stopped.metrics.stat().st_size, process)
+    process.send_signal(signal.SIGINT)
+    assert process.wait() == 130
+    assert "rerun the same command to resume" in process.stderr.read()
+    assert start(stopped).wait() == 0
+    assert same(weights(whole), weights(stopped))
+
+
+@pytest.mark.process
+def test_two_processes_do_not_share_a_run(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    first = start(folder)
+    wait_for(lambda: (folder.path / ".lock").exists(), first)
+    time.sleep(0.2)
+    second = start(folder)
+    assert second.wait() == 2
+    assert "another process is running or evaluating this run" in second.stderr.read()
+    first.kill()
+    first.wait()
+
+
+def test_a_run_whose_lock_was_removed_stops_before_it_writes_a_checkpoint(tiny_run, monkeypatch):
+    """Another command may train in the folder now."""
+    from soren_align.training.trained_optimizer import OptimizerCheck
+
+    original = OptimizerCheck.on_optimizer_step
+
+    def removing(self, args, state, control, **kwargs):
+        original(self, args, state, control, **kwargs)
+        if state.global_step == 3:
+            (run.folder.path / ".lock").unlink()
+
+    run = tiny_run()
+    with monkeypatch.context() as patch:
+        patch.setattr(OptimizerCheck, "on_optimizer_step", removing)
+        with pytest.raises(LockedError, match=r"its lock was removed or taken over.*; this one stops"):
+            run.train()
+    assert [checkpoint.name for checkpoint in run.folder.complete_checkpoints()] == ["checkpoint-2"]
+    assert tiny_run().train()
+
+
+def wait_for(condition, process, seconds=600):
+    end = time.monotonic() + seconds
+    while not condition() and process.poll() is None:
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("moment", [pytest.param("before", marks=pytest.mark.slow), "after"])
+def test_a_kill_around_the_saving_of_the_model_changes_nothing(tiny_run, monkeypatch, moment):
+    """The last checkpoint stands, run.json says "training", and the model folder is not there yet, or is already.
+
+    The resumed run takes no step, and has the records of those that were taken.
+    """
+    whole = tiny_run(name="whole")
+    whole.train()
+    stop_around("_save_model", moment, tiny_run(), monkeypatch)
+    resumed = tiny_run()
+    assert resumed.train()
+    assert resumed.folder.read()["resumed_from_steps"] == [6]
+    assert resumed.folder.read()["training"]["steps"] == 6
+    assert resumed.folder.read()["optimizer"] == whole.folder.read()["optimizer"]
+    assert whole.folder.read()["optimizer"]["maps_per_step"] > 0
+    assert same(weights(whole.folder), weights(resumed.folder))

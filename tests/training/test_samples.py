@@ -1,0 +1,223 @@
+"""Samples show a training's answers and do not change it."""
+
+import io
+import json
+import random
+from contextlib import nullcontext
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from soren_align import recipe
+from soren_align.core.errors import UserError
+from soren_align.training import run as training
+from soren_align.training.measure.samples import evaluating, read_prompts
+from tests.support.trainer_parity import logged
+from tests.training.test_resume import Kill, stop_after
+
+pytestmark = pytest.mark.model
+
+PROMPTS = ["What does the owl say?", "Is the owl green?", "Hello"]
+EVALUATED = ("trainer.eval_strategy=steps", "trainer.eval_steps=2", "data.eval.limit=4", "trainer.max_steps=5")
+EVALUATED += ("trainer.save_steps=2",)
+# Dropout, so that a random number drawn by a sample would change the weights.
+RANDOM = ("model.lora={r: 4, dropout: 0.3}", "optimizer.aux_lr=null")
+SAMPLED = (f"run.samples.prompts={json.dumps(PROMPTS)}", "run.samples.max_new_tokens=6")
+
+
+def samples(run):
+    return [json.loads(line) for line in run.folder.samples.read_text().splitlines()]
+
+
+def greedy(folder, prompt, num_tokens):
+    """The answer computed without a cache: at each token the whole text again."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    turns = [{"role": "user", "content": prompt}]
+    ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
+    start, reason = len(ids), "length"
+    for _ in range(num_tokens):
+        with torch.no_grad():
+            ids = [*ids, int(model(torch.tensor([ids])).logits[0, -1].argmax())]
+        if ids[-1] == tokenizer.eos_token_id:
+            reason = "stop"
+            break
+    return tokenizer.decode(ids[start:], skip_special_tokens=True), reason
+
+
+@pytest.mark.parametrize(
+    "random_part", [pytest.param((), id="weights", marks=pytest.mark.slow), pytest.param(RANDOM, id="dropout")]
+)
+def test_samples_change_no_weight_and_no_loss(tiny_run, random_part):
+    silent = tiny_run("sft", *EVALUATED, *random_part, name="silent")
+    sampled = tiny_run("sft", *EVALUATED, *random_part, *SAMPLED, name="sampled")
+    ends = []
+    for run in (silent, sampled):
+        assert run.train()
+        ends.append((torch.rand(1).item(), random.random(), np.random.rand()))
+    assert ends[0] == ends[1]
+    (file,) = (file.name for file in silent.folder.model.glob("*.safetensors"))
+    before, after = (load_file(run.folder.model / file) for run in (silent, sampled))
+    assert all(torch.equal(before[name], after[name]) for name in before.keys() | after.keys())
+    assert logged(silent.folder) == logged(sampled.folder)
+    config = [(run.folder.model / "config.json") for run in (silent, sampled)]
+    assert not config[0].exists() or config[0].read_text() == config[1].read_text()
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory):
+    """A run with samples; it is only read."""
+    from tests.support.tiny_run import TinyRun
+
+    run = TinyRun(tmp_path_factory.mktemp("sampled") / "run", "sft", *EVALUATED, *SAMPLED)
+    assert run.train()
+    return run
+
+
+def test_every_prompt_is_answered_at_the_start_each_evaluation_and_the_end(sampled):
+    records = samples(sampled)
+    assert [(record["step"], record["prompt"]) for record in records] == [(s, p) for s in (0, 2, 4, 5) for p in PROMPTS]
+
+
+def test_the_answers_are_those_of_greedy_decoding_without_a_cache(sampled):
+    by_step = {0: sampled.folder.start, 5: sampled.folder.model}
+    for record in samples(sampled):
+        if folder := by_step.get(record["step"]):
+            expected = greedy(folder, record["prompt"], 6)
+            assert (record["completion"], record["finish_reason"]) == expected
+
+
+def test_the_first_answers_are_printed(sampled):
+    record = samples(sampled)[-3]
+    end = "" if record["finish_reason"] == "stop" else " ..."
+    line = f"sample {record['prompt']} -> {record['completion']}{end}"
+    assert " ".join(line.split()) in " ".join(sampled.said.getvalue().split())
+
+
+def test_an_answer_that_ends_by_itself_is_marked(tiny_run):
+    """The quickstart's 300 steps learn to stop; here the stop token is a frequent one."""
+    run = tiny_run("sft", *SAMPLED, "trainer.max_steps=1", "trainer.save_strategy=no")
+    trainer = run.trainer()
+    from soren_align.training.measure.samples import Prompt, SampleWriter
+
+    tokenizer = trainer.processing_class
+    ids = tokenizer("owl")["input_ids"]
+    with torch.no_grad():
+        following = int(trainer.model(torch.tensor([ids])).logits[0, -1].argmax())
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(following)
+    writer = SampleWriter((Prompt("owl", ids, 6),), tokenizer, run.folder.samples, run.console)
+    writer.sample(trainer.model, 3)
+    assert samples(run) == [{"step": 3, "prompt": "owl", "completion": "", "finish_reason": "stop"}]
+
+
+def test_modes_are_restored_also_after_an_error(tiny_run):
+    from soren_align.training.measure.samples import SampleWriter
+
+    run = tiny_run("sft", *SAMPLED)
+    trainer = run.trainer()
+    model = trainer.model.train()
+    model.get_input_embeddings().eval()
+    prompts = read_prompts(run.recipe.run.samples, trainer.processing_class, True, None)
+    writer = SampleWriter(prompts, trainer.processing_class, run.folder.samples, run.console)
+    modes, use_cache = [module.training for module in model.modules()], model.config.use_cache
+    writer.sample(model, 0)
+    model.generate = lambda **_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        writer.sample(model, 0)
+    assert [module.training for module in model.modules()] == modes
+    assert model.config.use_cache == use_cache
+
+
+@pytest.mark.slow
+def test_only_the_random_state_of_one_s_own_gpu_is_saved(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    saved = []
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices=None: saved.append(devices) or nullcontext())
+    with evaluating(torch.nn.Linear(1, 1)):
+        pass
+    assert saved == [[3]]
+
+
+def test_a_resumed_run_repeats_no_sample(tiny_run, sampled, monkeypatch):
+    stop_after(lambda: tiny_run("sft", *EVALUATED, *SAMPLED), 4, monkeypatch)
+    run = tiny_run("sft", *EVALUATED, *SAMPLED)
+    assert run.train()
+    assert samples(run) == samples(sampled)
+
+
+@pytest.mark.parametrize("best", [(), pytest.param(("trainer.load_best_model_at_end=true",), marks=pytest.mark.slow)])
+def test_a_run_killed_at_its_end_repeats_no_sample(tiny_run, monkeypatch, best):
+    ends_with_evaluation = ("sft", *EVALUATED, *SAMPLED, "trainer.max_steps=4", *best)
+    with monkeypatch.context() as patched:
+        patched.setattr(training, "_save_model", Mock(side_effect=Kill))
+        with pytest.raises(Kill):
+            tiny_run(*ends_with_evaluation).train()
+    before, run = samples(tiny_run(*ends_with_evaluation)), tiny_run(*ends_with_evaluation)
+    assert run.train()
+    assert run.folder.read()["resumed_from_steps"] == [4]
+    assert samples(run) == before
+    assert [record["step"] for record in before if "at" in record] == [4] * len(PROMPTS) * bool(best)
+
+
+def test_prompts_are_read_from_a_file(tiny_run, tmp_path):
+    text, lines = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
+    text.write_text("One\n\n  Two \n")
+    turns = [{"role": "user", "content": "One"}, {"role": "assistant", "content": "1"}]
+    turns += [{"role": "user", "content": "Two"}]
+    lines.write_text(f'{{"prompt": "One"}}\n{json.dumps({"prompt": turns})}\n')
+    for file, contents in ((text, ["One", "Two"]), (lines, ["One", turns])):
+        setup = tiny_run("sft", f"run.samples.prompts={file}", name=file.suffix[1:]).prepare()
+        assert [prompt.content for prompt in setup.prompts] == contents
+        assert [prompt.text for prompt in setup.prompts] == ["One", "Two"]
+        assert [len(prompt.ids) + prompt.max_new_tokens for prompt in setup.prompts] == [64, 64]  # the positions
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.jsonl", '{"prompts": "One"}\n', r'a.jsonl:1 write {"prompt": ...}'),
+        ("a.jsonl", "One\n", r"a.jsonl:1:1 cannot be read as JSON"),
+        ("a.txt", "\n", "0 prompts; write 1 to 100"),
+        ("a.txt", "One\n" * 101, "101 prompts; write 1 to 100"),
+        ("a.txt", "owl " * 300, "prompt 1 has .* tokens; the model has 64 positions"),
+    ],
+)
+def test_prompts_that_cannot_be_answered_are_refused_before_training(tiny_run, tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=message):
+        tiny_run("sft", f"run.samples.prompts={tmp_path / name}").prepare()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["run.samples.prompts=[1]"], r"prompts: found \[1\]; write a list of texts, or a .txt or .jsonl file"),
+        (["run.samples.prompts=nowhere.txt"], "prompts: there is no file 'nowhere.txt'"),
+        (["run.samples.prompts=owl.md"], r"prompts: found 'owl.md'; write a list of texts, or a file \(.txt or .jsonl"),
+        (["run.samples.prompts=[Hi]", "run.parallel=zero3"], "run.samples: run.parallel zero3 shards the weights"),
+    ],
+)
+def test_samples_that_no_process_could_make_are_refused(tmp_path, overrides, message):
+    with pytest.raises(UserError, match=message):
+        recipe.load("quickstart/sft", [f"run.output_dir={tmp_path / 'run'}", *overrides])
+
+
+def test_an_answer_is_printed_again_only_if_it_has_changed(tmp_path, monkeypatch):
+    from soren_align.training.measure import samples as module
+
+    console = Console(file=io.StringIO(), width=80)
+    answers = iter([("a", "stop"), ("b", "stop"), ("a", "stop"), ("c", "stop")])
+    prompts = (module.Prompt("one", [1], 6), module.Prompt("two", [2], 6))
+    writer = module.SampleWriter(prompts, None, tmp_path / "samples.jsonl", console)
+    monkeypatch.setattr(writer, "_answer", lambda model, prompt: next(answers))
+    for step in (0, 2):
+        writer.sample(torch.nn.Linear(1, 1), step)
+    assert console.file.getvalue().split("\n") == [f"sample    {a}" for a in ("one -> a", "two -> b", "two -> c")] + [
+        ""
+    ]
+    assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 4

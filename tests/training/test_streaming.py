@@ -1,0 +1,192 @@
+"""Training on a stream: the tokens are those of a whole dataset, on any number of ranks, and after a resume."""
+
+import itertools
+import json
+
+import pytest
+from accelerate.data_loader import prepare_data_loader
+from safetensors.torch import load_file
+from torch.utils.data import DataLoader
+
+from soren_align.core.errors import UserError
+from soren_align.data import stream as streams_module
+from soren_align.planning import plan as planning
+from soren_align.planning.flops import Compute
+from soren_align.planning.show import print_plan
+from soren_align.training import checkpoints
+from soren_align.training.packing import TokenStream
+from tests.support.trainer_parity import furthest, logged
+
+from .test_resume import stop_after
+
+pytestmark = pytest.mark.model
+STREAMED = "data.streaming={shuffle_buffer: 10}"
+PACKED = ("trainer.packing=true", "trainer.max_length=48")
+CASES = {
+    "chats": ("sft", "trainer.max_length=12"),  # drops some, truncates others
+    "pairs": ("dpo", "trainer.max_length=40"),
+    "packed": ("sft", *PACKED),
+    "wrapped": ("sft", *PACKED, "trainer.packing_strategy=wrapped"),
+}
+
+
+def weights(run):
+    return load_file(run.folder.model / "model.safetensors")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_sequences_are_those_of_the_whole_dataset(tiny_run, tmp_path, case):
+    task, *overrides = CASES[case]
+    limited = ("data.train.limit=60", "data.eval=null", *overrides)
+    stream = tiny_run(task, *limited, "data.streaming=true", name="streamed").prepare().stream
+    block = next(stream.stream.blocks(stream.stream.start))  # a pass, in its shuffled order
+    file = tmp_path / "block.jsonl"
+    file.write_text("".join(json.dumps(example) + "\n" for example in block.examples))
+    whole = list(tiny_run(task, f"data.train.path={file}", *limited[1:], name="whole").trainer().train_dataset)
+    *streamed, _ = itertools.islice(stream.rows(), len(whole) + 1)  # and the first one of the next pass
+    assert streamed == [{key: row[key] for key in streamed[0]} for row in whole]
+    if case == "chats":
+        assert 0 < len(whole) < 60
+        assert stream.block_starts[1]["dropped"] == {"no token to train on within max_length 12": 60 - len(whole)}
+
+
+def test_a_row_is_made_only_when_it_is_needed(tiny_run):
+    setup = tiny_run("sft", STREAMED, "data.train.limit=50").prepare()
+    next(setup.stream.rows())
+    assert (setup.stream.counts()["num_read"], setup.stream.num_kept) == (10, 1)
+    assert setup.tokens["train"].num_rows == 50
+
+
+@pytest.mark.parametrize("task", ["sft", pytest.param("dpo", marks=pytest.mark.slow)])
+def test_a_resumed_run_sees_the_tokens_of_an_uninterrupted_one(tiny_run, monkeypatch, task):
+    # The second checkpoint of three lies within a block, the stream has passed over 30 examples several times.
+    streamed = (task, STREAMED, "data.train.limit=30", "trainer.max_length=60", "data.eval={fraction: 0.1}")
+    whole = tiny_run(*streamed, name="whole")
+    whole.train()
+    stop_after(lambda: tiny_run(*streamed), 5, monkeypatch)
+    resumed = tiny_run(*streamed)
+    resumed.train()
+    assert resumed.folder.read()["resumed_from_steps"] == [4]
+    assert furthest(weights(whole), weights(resumed)) == 0
+    assert logged(whole.folder) == logged(resumed.folder)
+    counts, again = (run.folder.read()["data"] for run in (whole, resumed))
+    assert counts == again
+    assert counts["train"]["passes"][0] >= 1
+    assert 0 < counts["eval"]["num_examples"] < 30
+
+
+def test_a_run_resumed_at_its_last_step_has_the_counts_of_what_was_read(tiny_run):
+    streams = [tiny_run("sft", STREAMED).prepare().stream for _ in range(2)]
+    list(itertools.islice(streams[0].rows(), 25))
+    streams[1].resume(json.loads(json.dumps(streams[0].state(24))), 24)
+    assert streams[1].counts() == streams[0].counts()
+    assert streams[0].counts()["num_kept"] == 25
+
+
+@pytest.mark.parametrize(
+    ("damage", "place"),
+    [
+        (lambda state: state["block"]["splits"][0].pop("position"), r"block\.splits\.0\.position"),
+        (lambda state: state.update(num_trained=-1), "num_trained"),
+    ],
+)
+def test_a_damaged_place_in_a_stream_is_one_sentence(tiny_run, tmp_path, damage, place):
+    stream = tiny_run("sft", STREAMED).prepare().stream
+    next(stream.rows())
+    state = stream.state(0)
+    checkpoints.write_stream(tmp_path, state)
+    assert checkpoints.read_stream(tmp_path) == state
+    damage(state)
+    checkpoints.write_stream(tmp_path, state)
+    with pytest.raises(UserError, match=rf"stream\.json: {place}: .*; remove this checkpoint's folder"):
+        checkpoints.read_stream(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_packs_the_same_sequences(tiny_run, monkeypatch):
+    streamed = ("sft", "data.streaming={shuffle_buffer: 60}", *PACKED)
+    whole = tiny_run(*streamed, name="whole")
+    whole.train()
+    stop_after(lambda: tiny_run(*streamed), 3, monkeypatch)
+    resumed = tiny_run(*streamed)
+    resumed.train()
+    assert resumed.folder.read()["resumed_from_steps"] == [2]
+    assert furthest(weights(whole), weights(resumed)) == 0
+
+
+def test_only_one_block_is_read_again_to_resume(tiny_run):
+    streams = [tiny_run("sft", STREAMED).prepare().stream for _ in range(2)]
+    rows = list(itertools.islice(streams[0].rows(), 100))
+    state = json.loads(json.dumps(streams[0].state(57)))
+    assert state["block"]["num_read"] == state["num_rows"] == 50
+    streams[1].resume(state, 57)
+    again = list(itertools.islice(streams[1].rows(), 100))
+    assert [len(row["input_ids"]) for row in again[:57]] == [1] * 57
+    assert again[57:] == rows[57:]
+    assert streams[0].counts() == streams[1].counts()
+    assert TokenStream.state(streams[1], 83)["num_rows"] == 80
+
+
+@pytest.mark.slow
+def test_a_run_that_an_invalid_example_ended_resumes_without_it(tiny_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(streams_module, "NUM_PREVIEWED", 20)
+    rows = [{"text": f"The {i}th text of many."} for i in range(80)]
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in [*rows[:44], {"text": ""}, *rows[44:]]))
+    streamed = ("sft", STREAMED, f"data.train.path={file}", "data.eval=null", "trainer.assistant_only_loss=false")
+    with pytest.raises(UserError, match=r"texts.jsonl:45: cannot be used .* bad_examples: drop .* to resume"):
+        tiny_run(*streamed).train()
+    dropping = (*streamed, "data.train.bad_examples=drop")
+    resumed, whole = tiny_run(*dropping), tiny_run(*dropping, name="whole")
+    resumed.train()
+    whole.train()
+    assert resumed.folder.read()["resumed_from_steps"] == [4]
+    assert furthest(weights(whole), weights(resumed)) == 0
+    train = resumed.folder.read()["data"]["train"]
+    assert train["dropped"] == {"text is empty": 1}
+    assert train["preview"]["num_examples"] == 20
+    assert "1 dropped" in resumed.said.getvalue()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_have_disjoint_examples_and_one_process_s_batches(tiny_run, num_ranks):
+    stream = tiny_run("sft", STREAMED, "trainer.max_length=60").prepare().stream
+
+    def collate(rows):
+        return [tuple(row["input_ids"]) for row in rows]
+
+    def batches(rank):
+        loader = DataLoader(stream.dataset(), batch_size=4, collate_fn=collate)
+        how = {"num_processes": num_ranks, "process_index": rank, "dispatch_batches": False, "put_on_device": False}
+        return list(itertools.islice(prepare_data_loader(loader, **how), 6))
+
+    on_ranks = [batches(rank) for rank in range(num_ranks)]
+    together = [row for step in zip(*on_ranks, strict=True) for batch in step for row in batch]
+    alone = [tuple(row["input_ids"]) for row in itertools.islice(stream.rows(), 24 * num_ranks)]
+    assert together == alone
+    assert len({*alone[: 8 * num_ranks]}) > 6 * num_ranks  # and they are different ones
+
+
+def test_a_plan_has_the_steps_and_describes_the_first_examples(tiny_run, monkeypatch):
+    monkeypatch.setattr(planning, "compute", lambda *_: Compute(60, 60, True, None, None, None))
+    run = tiny_run("sft", "data.streaming=true", "data.eval={fraction: 0.1}")
+    plan, account = planning.plan_training(run.recipe)
+    assert (plan["steps"]["total"], plan["steps"]["per_epoch"], plan["steps"]["num_epochs"]) == (6, None, None)
+    assert plan["data"]["is_streamed"]
+    assert plan["data"]["num_kept"] < 1000
+    assert json.dumps(plan)
+    print_plan(plan, account, run.console)
+    printed = " ".join(run.said.getvalue().split())
+    assert "steps 6 optimizer steps, global batch size 8" in printed
+    assert "streamed: the number of all examples is unknown; these are of the first 1,000 of each split" in printed
+
+
+@pytest.mark.slow
+def test_an_evaluation_during_training_is_on_the_held_out_examples(tiny_run):
+    run = tiny_run("sft", STREAMED, "data.eval={fraction: 0.1}", "trainer.eval_strategy=steps", "trainer.eval_steps=3")
+    run.train()
+    record = run.folder.read()["data"]
+    assert record["eval"]["num_searched"] == streams_module.NUM_SEARCHED
+    assert record["eval"]["num_examples"] > 0
+    logs = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
+    assert [log["step"] for log in logs if "eval_loss" in log] == [3, 6]
