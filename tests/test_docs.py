@@ -51,10 +51,11 @@ def test_the_annotated_tree_is_current():
     architecture = script("make_architecture")
     text = architecture.PAGE.read_text(encoding="utf-8")
     assert architecture.page(text) == text
+    assert architecture.PICTURE.read_text(encoding="utf-8") == architecture.picture()
 
 
 def test_every_file_of_the_package_stands_in_the_tree_once():
-    tree = script("make_architecture").generated().split("```")[1]
+    tree = script("make_architecture").tree().split("```")[1]
     names = re.findall(r"^ *(\S+\.py) +\S", tree, re.MULTILINE)
     there = [f for f in (ROOT / "soren_align").rglob("*.py") if f.name != "__init__.py"]
     assert sorted(Path(name).name for name in names) == sorted(f.name for f in there)
