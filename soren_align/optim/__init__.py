@@ -1,16 +1,13 @@
 """The optimizers, the routing of parameters to their rules, and `build_optimizer` for a whole model."""
 
-from .adamw import AdamW
 from .chunks import CHUNK, Sums, chunks, copied_to_cpu
 from .eight_bits import BLOCK, SMALL, Segment, SharedBlocks, norm
 from .factory import OptimizerFactory, build_optimizer
-from .htmuon import HTMuon
-from .muon import Muon
+from .optimizers import AdamW, HTMuon, Muon, Soren
 from .pieces import Piece, Whole, local, staged
 from .placement import Placement
 from .rounding import master_weights, ulp
 from .routing import Route, param_groups, route, routing_table, share_notices, spectral_share
-from .soren import Soren
 from .spectral_optimizer import OPTIMIZERS, SpectralOptimizer
 from .state import momentum_dtype, momentum_of
 from .storage import matrices_of, names_of_matrices

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from ..core.optimizer_settings import AUX_WEIGHT_DECAY, BETAS, EPS, MATRICES, WEIGHT_DECAY, Matrices
+from .group_settings import RULE_DEFAULTS
 from .routing import param_groups
 from .spectral_optimizer import OPTIMIZERS, SpectralOptimizer
 
@@ -40,7 +41,10 @@ def build_optimizer(
     cls = OPTIMIZERS[name]
     if settings.get("adjust_lr_fn", "") is None:
         del settings["adjust_lr_fn"]
-    allowed = settings_of(cls)
+    signature = inspect.signature(cls).parameters.values()
+    allowed = [parameter.name for parameter in signature if parameter.kind is parameter.KEYWORD_ONLY]
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature):  # passed on to SpectralOptimizer
+        allowed = [*dict.fromkeys([*allowed, *RULE_DEFAULTS[cls.rule], *cls.map_settings])]
     for key in settings.keys() - set(allowed):
         raise ValueError(f"{key}: not a setting of {name}; it has {', '.join(allowed)}")
     is_adamw = cls.rule == "adamw"
@@ -53,18 +57,6 @@ def build_optimizer(
         if group["rule"] == "adamw":
             group.update(betas=betas, eps=eps)
     return cls(groups, lr, **{"weight_decay": WEIGHT_DECAY, **settings})
-
-
-def settings_of(cls: type[SpectralOptimizer]) -> list[str]:
-    """The keyword arguments of an optimizer's constructor after `params` and `lr`."""
-    names: list[str] = []
-    for base in cls.__mro__:
-        if "__init__" in vars(base):
-            parameters = inspect.signature(base).parameters.values()
-            names += [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
-            if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
-                break  # it passes no others on
-    return list(dict.fromkeys([*names, *cls.map_settings]))
 
 
 class OptimizerFactory:

@@ -11,10 +11,14 @@ from torch import Tensor
 from ..core.optimizer_settings import (
     BETAS,
     COEFFICIENT,
+    COMPENSATION,
     EPS,
     LARGEST,
+    MOMENTUM,
+    NESTEROV,
     NON_NEGATIVE,
     STATES,
+    WEIGHT_DECAY,
     AdjustLrFn,
     Bounds,
     Compensation,
@@ -24,7 +28,12 @@ from ..core.optimizer_settings import (
 Check = Callable[[Any], Any]
 """Returns a setting's complete value. Raises ValueError ("found ...; write ...") if it is not allowed."""
 
-ADAMW_DEFAULTS: dict[str, Any] = {"betas": BETAS, "eps": EPS}
+_SHARED_DEFAULTS = {"weight_decay": WEIGHT_DECAY, "compensation": COMPENSATION, "states": STATES}
+RULE_DEFAULTS: dict[str, dict[str, Any]] = {
+    "spectral": {"momentum": MOMENTUM, "nesterov": NESTEROV, **_SHARED_DEFAULTS, "adjust_lr_fn": "none"},
+    "adamw": {"betas": BETAS, "eps": EPS},
+}
+"""The settings of a rule that its optimizer and group leave out."""
 # Keys that a group may have beside its settings: how its parameters store matrices (`storage`), a user's name for it,
 # and those that torch's schedulers write.
 SCHEDULER_KEYS = ("initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum")

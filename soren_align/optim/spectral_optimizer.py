@@ -13,23 +13,13 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ..core.optimizer_settings import (
-    COMPENSATION,
-    MOMENTUM,
-    NESTEROV,
-    STATES,
-    WEIGHT_DECAY,
-    AdjustLrFn,
-    Compensation,
-    States,
-)
 from ..spectral import full_precision
 from .adamw_step import adamw_step_
 from .eight_bits import Segment, SharedBlocks
 from .gradients import checked_numbers
 from .group_settings import (
-    ADAMW_DEFAULTS,
     OTHER_KEYS,
+    RULE_DEFAULTS,
     RULES,
     Check,
     checked_settings,
@@ -74,26 +64,12 @@ class SpectralOptimizer(torch.optim.Optimizer):
         if name:
             OPTIMIZERS[name] = cls
 
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor,
-        *,
-        momentum: float = MOMENTUM,
-        nesterov: bool = NESTEROV,
-        weight_decay: float = WEIGHT_DECAY,
-        compensation: Compensation = COMPENSATION,
-        states: States = STATES,
-        adjust_lr_fn: AdjustLrFn = "none",
-        **map_settings: Any,
-    ):
-        """The arguments are described in `Soren`; map_settings: those that the class declares, with their defaults."""
-        for key in map_settings.keys() - self.map_settings.keys():
+    def __init__(self, params: ParamsT, lr: float | Tensor, **settings: Any):
+        """settings: of the class's rule and map, see `Soren`; those left out have the rule's defaults."""
+        for key in settings.keys() - RULES[self.rule].keys() - self.map_settings.keys():
             raise TypeError(f"{type(self).__name__} got an unexpected keyword argument {key!r}")
-        shared = {"lr": lr, "weight_decay": weight_decay, "compensation": compensation, "states": states}
-        spectral = {"momentum": momentum, "nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn}
         # Without betas, by which torch's schedulers recognize an optimizer that has no momentum to cycle.
-        super().__init__(params, {**shared, **spectral, **map_settings})
+        super().__init__(params, {"lr": lr, **RULE_DEFAULTS[self.rule], **settings})
 
     def map_matrix(self, x: Tensor, group: dict[str, Any]) -> Tensor:
         """The direction of the update for its input x: [m, n], float32 or float64; x is not modified.
@@ -206,7 +182,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         if group["rule"] != self.rule and "lr" not in group:
             raise ValueError(f"{where} lr: missing; matrices and AdamW need learning rates of their own")
 
-        defaults = {**ADAMW_DEFAULTS, **self.defaults}
+        defaults = {**RULE_DEFAULTS["adamw"], **self.defaults}
         group = {**{key: defaults[key] for key in checks if key in defaults}, **group}
         group = checked_settings(group, checks, where)
         if not isinstance(group["params"], Tensor | set):  # torch wraps the one and refuses the other

@@ -1,4 +1,8 @@
-"""Soren: the sigmoid of the momentum's singular values."""
+"""Soren, Muon, HTMuon and AdamW: one class with four rules or maps of singular values, and their settings.
+
+A matrix optimizer defines `map_matrix`; all else is `SpectralOptimizer`. A new one is a subclass that names itself, its
+settings and, if it has one, its state: see `SpectralOptimizer`.
+"""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -8,12 +12,20 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from ..core.optimizer_settings import (
+    ADAMW_WEIGHT_DECAY,
+    BETAS,
     COMPENSATION,
+    EPS,
+    HTMUON_POWER,
+    LR,
     MAPS,
     MOMENTUM,
+    MUON_ADJUST_LR_FN,
+    MUON_STEPS,
     NESTEROV,
     NON_NEGATIVE,
     NUM_STEPS,
+    POWER,
     PRECISION,
     RESOLUTIONS,
     SOREN_ADJUST_LR_FN,
@@ -27,7 +39,14 @@ from ..core.optimizer_settings import (
     factor_precision,
     map_precisions,
 )
-from ..spectral import exact_sigmoid, guarded_minimax_sigmoid, guarded_soft_newton_schulz, released_sigmoid
+from ..spectral import (
+    exact_sigmoid,
+    guarded_minimax_sigmoid,
+    guarded_soft_newton_schulz,
+    newton_schulz,
+    released_sigmoid,
+    spectral_power,
+)
 from .group_settings import checked_settings, choice, number, whole_number
 from .spectral_optimizer import SpectralOptimizer
 
@@ -44,13 +63,6 @@ def complete_map(spectral_map: str | Mapping[str, Any]) -> dict[str, Any]:
     for key in settings.keys() - MAPS[name].keys():
         raise ValueError(f"found {key!r}; map {name!r} has {', '.join(map(repr, MAPS[name])) or 'no settings'}")
     return {"name": name, **checked_settings({**MAPS[name], **settings}, _MAP_CHECKS, name)}
-
-
-def check_precision(precision: Precision, map_name: str) -> None:
-    """Raise ValueError if the map does not have `precision`."""
-    if precision not in map_precisions(map_name):
-        words = " or ".join(map(repr, map_precisions(map_name)))
-        raise ValueError(f"Soren precision: found {precision!r}; map {map_name!r} has {words}")
 
 
 class Soren(SpectralOptimizer, name="soren"):
@@ -98,22 +110,16 @@ class Soren(SpectralOptimizer, name="soren"):
         workspace_mb: float | None = None,
         precision: Precision = PRECISION,
     ):
-        super().__init__(
-            params,
-            lr,
-            momentum=momentum,
-            nesterov=nesterov,
-            weight_decay=weight_decay,
-            compensation=compensation,
-            states=states,
-            adjust_lr_fn=adjust_lr_fn,
-            map=map,
-        )
+        shared = {"weight_decay": weight_decay, "compensation": compensation, "states": states}
+        spectral = {"momentum": momentum, "nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn}
+        super().__init__(params, lr, **shared, **spectral, map=map)
         if workspace_mb is not None:
             checked_settings({"workspace_mb": workspace_mb}, {"workspace_mb": number(NON_NEGATIVE)}, "Soren")
         for group in self.param_groups:
-            if group["rule"] == "spectral":
-                check_precision(precision, group["map"]["name"])
+            allowed = map_precisions(group["map"]["name"]) if group["rule"] == "spectral" else (precision,)
+            if precision not in allowed:
+                words = f"map {group['map']['name']!r} has {' or '.join([repr(name) for name in allowed])}"
+                raise ValueError(f"Soren precision: found {precision!r}; {words}")
         self.workspace_mb = workspace_mb
         self.precision: Precision = precision
 
@@ -143,3 +149,86 @@ class Soren(SpectralOptimizer, name="soren"):
             )
         self.num_guarded += int(num_guarded)  # a host read, where a norm is large
         return output
+
+
+class Muon(SpectralOptimizer, name="muon"):
+    """torch.optim.Muon, bit for bit on float32 matrices, with AdamW groups beside them. Arguments as in `Soren`.
+
+    ns_steps: of the Newton-Schulz iteration.
+    """
+
+    map_settings: ClassVar = {"ns_steps": whole_number(NUM_STEPS)}
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = LR,
+        *,
+        momentum: float = MOMENTUM,
+        nesterov: bool = NESTEROV,
+        weight_decay: float = WEIGHT_DECAY,
+        compensation: Compensation = COMPENSATION,
+        states: States = STATES,
+        ns_steps: int = MUON_STEPS,
+        adjust_lr_fn: AdjustLrFn = MUON_ADJUST_LR_FN,
+    ):
+        shared = {"weight_decay": weight_decay, "compensation": compensation, "states": states}
+        spectral = {"momentum": momentum, "nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn}
+        super().__init__(params, lr, **shared, **spectral, ns_steps=ns_steps)
+
+    def map_matrix(self, x: Tensor, group: dict[str, Any]) -> Tensor:
+        """The singular values of x, pushed towards 1."""
+        return newton_schulz(x, group["ns_steps"])
+
+
+class HTMuon(SpectralOptimizer, name="htmuon"):
+    """W <- W - lr * U S^p V^T, by decomposition. Arguments as in `Soren`.
+
+    Source: arXiv 2603.10067. Nesterov is on, as in its code; the algorithm in the Soren paper shows it without.
+    """
+
+    map_settings: ClassVar = {"p": number(POWER)}
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor,
+        *,
+        momentum: float = MOMENTUM,
+        nesterov: bool = NESTEROV,
+        weight_decay: float = WEIGHT_DECAY,
+        compensation: Compensation = COMPENSATION,
+        states: States = STATES,
+        p: float = HTMUON_POWER,
+        adjust_lr_fn: AdjustLrFn = MUON_ADJUST_LR_FN,
+    ):
+        shared = {"weight_decay": weight_decay, "compensation": compensation, "states": states}
+        spectral = {"momentum": momentum, "nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn}
+        super().__init__(params, lr, **shared, **spectral, p=p)
+
+    def map_matrix(self, x: Tensor, group: dict[str, Any]) -> Tensor:
+        """The singular values of x to the power p."""
+        return spectral_power(x, group["p"])
+
+
+class AdamW(SpectralOptimizer, name="adamw"):
+    """torch.optim.AdamW(fused=True), TRL's default, bit for bit on float32 and float64 parameters.
+
+    The state and the checks are those of the other optimizers.
+    """
+
+    rule = "adamw"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = LR,
+        *,
+        betas: tuple[float, float] = BETAS,
+        eps: float = EPS,
+        weight_decay: float = ADAMW_WEIGHT_DECAY,
+        compensation: Compensation = COMPENSATION,
+        states: States = STATES,
+    ):
+        shared = {"weight_decay": weight_decay, "compensation": compensation, "states": states}
+        super().__init__(params, lr, **shared, betas=betas, eps=eps)
