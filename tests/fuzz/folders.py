@@ -33,28 +33,12 @@ CHECKPOINT = {
     "trainer_state.json": b'{"global_step": 100, "max_steps": 600}',
 }
 OUTSIDE = [
-    "../outside",
-    "../../outside",
-    "../../../outside",
-    f"{BOX}/outside",
-    f"{BOX}/outside/deep",
-    "../../../../outside",
-]
+    "../outside", "../../outside", "../../../outside", f"{BOX}/outside", f"{BOX}/outside/deep", "../../../../outside",
+]  # fmt: skip
 NAMES = [
-    *OUTSIDE,
-    "../../../outside/deep",
-    f"{BOX}/outside/base",
-    "..",
-    ".",
-    "",
-    "/",
-    "a/b",
-    "x" * 300,
-    "~",
-    "\0",
-    "\x1b[2J",
-    "SFT",
-]
+    *OUTSIDE, "../../../outside/deep", f"{BOX}/outside/base", "..", ".", "", "/", "a/b", "x" * 300, "~", "\0",
+    "\x1b[2J", "SFT",
+]  # fmt: skip
 FOREIGN = {"out/results.json": b'{"accuracy": 0.9}', "out/table.md": b"# mine\n", "out/samples/base/mine.txt": b"mine"}
 FOREIGN |= {"summary.json": b'{"mine": true}', "out/scores.png": b"a photo"}
 

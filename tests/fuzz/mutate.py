@@ -8,173 +8,36 @@ from tests.fuzz.yaml_like import Pairs, Raw, dump
 
 # Words that lead somewhere else than the one who wrote the code thought of.
 PATHS = [
-    "~nosuchuser/x",
-    "~",
-    "/proc/foo",
-    "/proc/self/environ",
-    "/dev/zero",
-    "/dev/null",
-    "/dev/stdin",
-    "/",
-    ".",
-    "..",
-]
-PATHS += [
-    "x" * 300,
-    "x/" * 3000,
-    "a/b\0c",
-    "../../outside",
-    "@BOX@/outside",
-    "@BOX@/outside/victim.txt",
-    "loop",
-    "fifo",
-]
-PATHS += [
-    "dangling",
-    "folder",
-    "folder.json",
-    "shipped:",
-    "shipped:..",
-    "shipped:/etc",
-    "shipped:recipes/quickstart/base",
-]
-PATHS += [
-    "/etc/shadow",
-    "file:///etc/passwd",
-    "https://x.org/a.json",
-    "//",
-    "a//b/",
-    "C:\\x",
-    "-rf",
-    "--help",
-    "*",
-    "@BOX@",
-]
-PATHS += ["@BOX@/work/run", "run", "out.json", "bad.yaml", "bad.json", "../outside/../outside", "link", "\ud800.json"]
+    "~nosuchuser/x", "~", "/proc/foo", "/proc/self/environ", "/dev/zero", "/dev/null", "/dev/stdin", "/", ".", "..",
+    "x" * 300, "x/" * 3000, "a/b\0c", "../../outside", "@BOX@/outside", "@BOX@/outside/victim.txt", "loop", "fifo",
+    "dangling", "folder", "folder.json", "shipped:", "shipped:..", "shipped:/etc", "shipped:recipes/quickstart/base",
+    "/etc/shadow", "file:///etc/passwd", "https://x.org/a.json", "//", "a//b/", "C:\\x", "-rf", "--help", "*", "@BOX@",
+    "@BOX@/work/run", "run", "out.json", "bad.yaml", "bad.json", "../outside/../outside", "link", "\ud800.json",
+]  # fmt: skip
 TEXTS = [
-    "",
-    " ",
-    "\n",
-    "None",
-    "null",
-    "true",
-    "yes",
-    "0",
-    "-1",
-    "1e9",
-    "nan",
-    "\x1b[31mred\x1b[0m",
-    "\x07\x08\x7f\x9b2J",
-]
-TEXTS += [
-    "a\u202eb\u2066",
-    "\ufeff",
-    "\u0000",
-    "é\u0301",
-    "🦓" * 50,
-    "\ud83e",
-    "{{ x }}",
-    "{% for %}",
-    "%s%n",
-    "{0}",
-    "${HOME}",
-]
-TEXTS += [
-    "[bold]x[/]",
-    "[/]",
-    "</details><script>",
-    "a|b\nc",
-    "y" * 5000,
-    "soren",
-    "sft",
-    "dpo",
-    "auto",
-    "zero3",
-    "fsdp2",
-]
-TEXTS += ["all", "none", "wandb", "steps", "cosine", "q_proj", "all-linear", "(a+)+$", "(.*)*x", "!function os.system"]
+    "", " ", "\n", "None", "null", "true", "yes", "0", "-1", "1e9", "nan", "\x1b[31mred\x1b[0m", "\x07\x08\x7f\x9b2J",
+    "a\u202eb\u2066", "\ufeff", "\u0000", "é\u0301", "🦓" * 50, "\ud83e", "{{ x }}", "{% for %}", "%s%n", "{0}",
+    "${HOME}", "[bold]x[/]", "[/]", "</details><script>", "a|b\nc", "y" * 5000, "soren", "sft", "dpo", "auto", "zero3",
+    "fsdp2", "all", "none", "wandb", "steps", "cosine", "q_proj", "all-linear", "(a+)+$", "(.*)*x",
+    "!function os.system",
+]  # fmt: skip
 NUMBERS = [0, 1, -1, 2, 3, 7, 64, 2**31, 2**63, 2**64, -(2**70), 10**400, 0.0, -0.0, 0.1, 1e-320, 1e308, -1.5]
 NUMBERS += [float("nan"), float("inf"), float("-inf"), True, False, None]
 RAWS = [
-    "!!int zero",
-    "!!float x",
-    "!!bool maybe",
-    "!!null x",
-    "!!binary x===",
-    "!!timestamp 2001-99-99",
-    "!!set {a, b}",
-]
-RAWS += [
-    "!!omap [a: 1]",
-    "!!python/object:os.system x",
-    "!mine [1, 2]",
-    "!mine {a: 1}",
-    "!!seq {a: 1}",
-    "!!map [1]",
-    "!!str 5",
-]
-RAWS += [
-    "!function os.system",
-    "0x1F",
-    "0o17",
-    "0b11",
-    "1_000",
-    "+.inf",
-    "2001-12-14t21:59:43.10-05:00",
-    "2024-01-01",
-    "9" * 5000,
-]
-RAWS += [
-    "1e" + "9" * 400,
-    "&a [*a]",
-    "&a {x: *a}",
-    "*nowhere",
-    "|\n  text",
-    "> x",
-    "'it''s'",
-    '"\\ud800"',
-    '"\\x00"',
-    '"\\u202e"',
-]
-RAWS += [
-    "[" * 2000,
-    "{a: " * 300,
-    "[" * 60 + "]" * 60,
-    "- - - -",
-    "? a",
-    ": :",
-    "@x",
-    "`x`",
-    "%TAG",
-    "---",
-    "...",
-    "<<",
-    "\t",
-]
-RAWS += [
-    "[" + ", ".join(["1"] * 3000) + "]",
-    "{" + ", ".join(f"k{i}: 1" for i in range(2000)) + "}",
-    '"a',
-    "{a: 1, a: 2}",
-]
+    "!!int zero", "!!float x", "!!bool maybe", "!!null x", "!!binary x===", "!!timestamp 2001-99-99", "!!set {a, b}",
+    "!!omap [a: 1]", "!!python/object:os.system x", "!mine [1, 2]", "!mine {a: 1}", "!!seq {a: 1}", "!!map [1]",
+    "!!str 5", "!function os.system", "0x1F", "0o17", "0b11", "1_000", "+.inf", "2001-12-14t21:59:43.10-05:00",
+    "2024-01-01", "9" * 5000, "1e" + "9" * 400, "&a [*a]", "&a {x: *a}", "*nowhere", "|\n  text", "> x", "'it''s'",
+    '"\\ud800"', '"\\x00"', '"\\u202e"', "[" * 2000, "{a: " * 300, "[" * 60 + "]" * 60, "- - - -", "? a", ": :", "@x",
+    "`x`", "%TAG", "---", "...", "<<", "\t", "[" + ", ".join(["1"] * 3000) + "]",
+    "{" + ", ".join(f"k{i}: 1" for i in range(2000)) + "}", '"a', "{a: 1, a: 2}",
+]  # fmt: skip
 BOMB = "[&a [x,x,x,x,x,x,x,x,x]" + "".join(f", &{chr(98 + i)} [{','.join(['*' + chr(97 + i)] * 9)}]" for i in range(8))
 RAWS += [BOMB + "]"]
 KEYS = [
-    "1",
-    "null",
-    "2.5",
-    "true",
-    "[a, b]",
-    "{a: b}",
-    "? [x, y]\n",
-    "~",
-    '"\\x1b[31m"',
-    '""',
-    "<<",
-    "!!int zero",
-    "&k key",
-]
-KEYS += ["*k", "extends", "__class__", "x" * 300, "2024-01-01", ".nan", "é", "-", "'a.b'", '"a\\nb"']
+    "1", "null", "2.5", "true", "[a, b]", "{a: b}", "? [x, y]\n", "~", '"\\x1b[31m"', '""', "<<", "!!int zero",
+    "&k key", "*k", "extends", "__class__", "x" * 300, "2024-01-01", ".nan", "é", "-", "'a.b'", '"a\\nb"',
+]  # fmt: skip
 
 
 def value(rng: random.Random, like: Any = None) -> Any:
