@@ -1,17 +1,25 @@
-"""The terminal: rich's console, for text of unknown origin."""
+"""Text that a person reads: one table for the terminal, Markdown and HTML; numbers in words; rich's console.
+
+Texts of unknown origin (names, paths, reasons) are printed as they are: they make no markup, no HTML, no links, and
+control no terminal.
+"""
 
 import errno
+import math
 import os
 import re
 import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from html import escape
+from statistics import fmean, stdev
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.segment import Segment
 from rich.status import Status
 from rich.text import Text
@@ -20,6 +28,89 @@ from .errors import printable
 
 LINE_SECONDS = 10.0
 """Between two lines of progress where there is no terminal."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of texts, for a terminal, Markdown or HTML; a cell may have several lines."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+    align: str = "l"
+    """A letter per column, l for text or r for numbers; columns beyond these are numbers."""
+    dim: frozenset[int] = frozenset()
+    """Rows that a terminal prints dimly."""
+    groups: frozenset[int] = frozenset()
+    """Rows that begin a group: in HTML, with a line above."""
+
+    @property
+    def sides(self) -> str:
+        """A letter per column, l or r."""
+        return self.align.ljust(len(self.head), "r")
+
+    def rich(self, **options: Any) -> RenderableType:
+        """Return the table for a terminal, under an empty line and its title if it has one; texts wrap, numbers do not.
+
+        options: of rich.table.Table.
+        """
+        from rich.table import Table as RichTable
+
+        table = RichTable(**{"box": None, "pad_edge": False, "header_style": "bold", **options})
+        height = max((name.count("\n") for name in self.head), default=0)
+        for name, side in zip(self.head, self.sides, strict=True):
+            heading = Text(printable("\n" * (height - name.count("\n")) + name))  # all end on the same line
+            justify = "right" if side == "r" else "left"
+            table.add_column(heading, justify=justify, no_wrap=side == "r", overflow="fold")
+        for i, row in enumerate(self.rows):
+            table.add_row(*(Text(printable(cell)) for cell in row), style="dim" if i in self.dim else "")
+        return Group(Text(f"\n{printable(self.title)}", style="bold"), table) if self.title else table
+
+    def markdown(self) -> str:
+        """Return the table in GitHub's Markdown, under its title if it has one; without a newline at the end."""
+        head, *rows = (f"| {' | '.join(map(markdown_cell, row))} |" for row in (self.head, *self.rows))
+        rule = "".join("---:|" if side == "r" else "---|" for side in self.sides)
+        title = [f"**{markdown_line(self.title)}**", ""] if self.title else []
+        return "\n".join([*title, head, f"|{rule}", *rows])
+
+    def html(self) -> str:
+        """Return a <table> with the classes number (a cell of a right-aligned column) and first (a row of `groups`)."""
+        sides = [" class=number" if side == "r" else "" for side in self.sides]
+        title = f"<caption>{html_text(self.title)}</caption>" if self.title else ""
+        head = "".join(f'<th scope="col"{side}>{html_text(c)}</th>' for side, c in zip(sides, self.head, strict=True))
+        rows = []
+        for i, row in enumerate(self.rows):
+            cells = "".join(f"<td{side}>{html_text(cell)}</td>" for side, cell in zip(sides, row, strict=False))
+            rows.append(f"<tr{' class=first' if i in self.groups else ''}>{cells}</tr>")
+        return f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def without_html(text: str) -> str:
+    """Return a text as one line of Markdown that makes no HTML: no tags, no newlines, no control characters."""
+    text = "".join(c if c.isprintable() else " " for c in text)
+    return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", text)
+
+
+def markdown_line(text: str) -> str:
+    """Return a text as one line of Markdown that reads as it is: no HTML, links, pictures, code or emphasis."""
+    return re.sub(r"(`|(?<=\S)\*|\*(?=\S)|\](?=[(\[:]))", r"\\\1", without_html(printable(text)))
+
+
+def markdown_cell(text: str) -> str:
+    """Return a text for a cell of a table in Markdown; its lines stay lines."""
+    return "<br>".join(markdown_line(line).replace("|", "\\|") for line in text.split("\n"))
+
+
+def fenced(text: str, language: str = "") -> str:
+    """Return a block of code in Markdown, with a fence longer than any in the text."""
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    end = "" if text.endswith("\n") else "\n"
+    return f"{fence}{language}\n{text}{end}{fence}"
+
+
+def html_text(text: str) -> str:
+    """Return a text for an element or a quoted attribute of HTML."""
+    return escape(printable(text))
 
 
 class Terminal(Console):
@@ -117,6 +208,62 @@ def counting(show: Callable[[str], object], activity: str) -> Callable[[int], No
     return on_examples
 
 
+# Numbers and lists in words. A value that was not measured (None, or not finite) is a dash.
+
+
+def number(value: float | None, form: str = ",") -> str:
+    """Return a number in Python's format: `.2f`, `.0%`, `,`; a dash for None and for NaN and infinity."""
+    return "-" if value is None or not math.isfinite(value) else format(value, form)
+
+
+def three_digits(value: float | None) -> str:
+    """Return three digits, or all before the decimal point: 0.0123, 4.56, 1234."""
+    return number(value, ".3g" if value is None or abs(value) < 100 else ".0f")
+
+
+def signed(value: float, decimals: int) -> str:
+    """Return a difference with its sign: +1.2, -0.3."""
+    return f"{value + 0.0:+.{decimals}f}"  # 0.0: no negative zero
+
+
+def mean_std(values: Sequence[float], decimals: int) -> str:
+    """Return the mean and, of several values, their standard deviation: 1.25 ± 0.03."""
+    if not values:
+        return "-"
+    deviation = f" ± {stdev(values):.{decimals}f}" if len(values) > 1 else ""
+    return f"{fmean(values):.{decimals}f}{deviation}"
+
+
+def p_value(p: float) -> str:
+    """Return a p-value: p 0.012, p < 0.001."""
+    return "p < 0.001" if p < 0.001 else f"p {p:.3f}"
+
+
+def count(num: int, noun: str, plural: str = "") -> str:
+    """Return a number with its noun: 1 trial, 6 trials, 1,000 matrices."""
+    return f"{num:,} {noun if num == 1 else plural or f'{noun}s'}"
+
+
+def join_words(words: Sequence[str], conjunction: str = "and") -> str:
+    """Return words as a list in a sentence: a, b and c."""
+    return f" {conjunction} ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
+
+
+def duration(seconds: float | None) -> str:
+    """Return a time in its natural unit: 21.3 s, 4.5 min, 3.2 h."""
+    if seconds is None:
+        return "-"
+    for unit, length in (("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.1f} s"
+
+
+def gibibytes(num_bytes: float | None) -> str:
+    """Return an amount of memory as 1.25 GiB."""
+    return "-" if num_bytes is None else f"{num_bytes / 2**30:.2f} GiB"
+
+
 def short_hours(number: float) -> str:
     """Two digits: 0.23, 8.6, 1,200; "less than 0.01"."""
     if 0 < number < 0.01:
@@ -124,8 +271,10 @@ def short_hours(number: float) -> str:
     return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
-def with_prefix(number: float, unit: str) -> str:
-    """At least three digits and an SI prefix: 6.11 GB, 307 TFLOP."""
+def with_prefix(number: float | None, unit: str) -> str:
+    """At least three digits and an SI prefix: 6.11 GB, 307 TFLOP; "unknown" for None."""
+    if number is None:
+        return "unknown"
     scale, prefix = next(
         ((10.0**e, p) for e, p in ((18, "E"), (15, "P"), (12, "T"), (9, "G"), (6, "M")) if number >= 10**e), (1e3, "k")
     )
