@@ -13,6 +13,7 @@ import torch
 from soren_align import optim, recipe
 from soren_align.evaluate.suite.suites import load_suite
 from soren_align.optim import spectral_optimizer
+from soren_align.run.metrics import METRICS
 from tests.support import command
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -180,12 +181,16 @@ def test_the_recipe_of_the_readme_is_valid(tmp_path, monkeypatch):
     assert recipe.load("my.yaml", task="sft").optimizer.name == "soren"
 
 
-@pytest.mark.parametrize(
-    "key", ["update_rms", "relative_change", "map_max_singular_value", "num_out_of_range", "tokens_per_second"]
-)
-def test_every_measurement_is_explained(key):
-    assert f"`{key}`" in (ROOT / "docs/metrics.md").read_text()
-    assert key in (ROOT / "soren_align/training/measure/measurements.py").read_text()
+@pytest.mark.parametrize("metric", METRICS.values(), ids=METRICS)
+def test_every_measurement_is_explained_and_taken(metric):
+    """If not: python docs/make_metrics.py."""
+    metrics = script("make_metrics")
+    text = metrics.PAGE.read_text(encoding="utf-8")
+    assert metrics.page(text) == text
+    sources = "".join(file.read_text() for file in (ROOT / "soren_align/training").rglob("*.py"))
+    for key in filter(None, (metric.key, metric.further_key)):
+        assert f"`{key}`" in text
+        assert f'"{key}"' in sources or key == "learning_rate"  # which TRL logs
 
 
 def test_the_license_is_the_text_of_apache_2():

@@ -37,7 +37,7 @@ DOORS = {
 HEAVY = {"torch", "transformers", "trl", "datasets", "accelerate", "peft", "lm_eval", "deepspeed"}
 # Rooms, and files of rooms, that are imported before torch.
 WITHOUT_TORCH = {"cli", "study", "publish", "importers", "recipe", "core"}
-WITHOUT_TORCH |= {"run/folder.py", "run/lock.py", "run/record.py", "run/provenance.py"}
+WITHOUT_TORCH |= {"run/folder.py", "run/lock.py", "run/record.py", "run/provenance.py", "run/metrics.py"}
 MOST_FILES_TO_A_STEP = 5
 
 

@@ -1,0 +1,102 @@
+"""The measurements that this package adds to metrics.jsonl: each key, its meaning, and its name in a study's report.
+
+`docs/make_metrics.py` writes the tables of docs/metrics.md from here. A new measurement is a function in
+`training/measure/` that returns it and an entry here; with a title, a study reads it at every evaluation of its runs,
+and its report can show it.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One measurement, under one key of metrics.jsonl or two. `meaning` is Markdown, for docs/metrics.md."""
+
+    key: str
+    meaning: str
+    further_key: str | None = None
+    """The same for the other parameters, or a detail of the measurement."""
+    recipe: str | None = None
+    """The setting that asks for it, of those that are measured at evaluations; None: measured at every log."""
+    title: str | None = None
+    """Its name in a study's report, which reads only measurements with one."""
+    label: str = ""
+    """The title with the unit, for an axis."""
+    at_start: float | None = None
+    """The value of the starting checkpoint, measured or not; None: known only if it was measured."""
+
+
+_ALL = (
+    Metric("learning_rate", "learning rate of this step", "aux_learning_rate"),
+    Metric(
+        "update_rms",
+        "root mean square of the change of the weights in this step, after weight decay and rounding; of the matrices "
+        "0.2 `learning_rate` with `adjust_lr_fn: match_rms_measured`, but for the decay",
+        "aux_update_rms",
+    ),
+    Metric(
+        "relative_change",
+        r"\|\|W - W_0\|\| / \|\|W_0\|\|, where W_0 is the starting checkpoint, over all matrices together. Of "
+        "more than 2 million weights per process only evenly spaced rows of each tensor are compared; after training "
+        "all are",
+        "aux_relative_change",
+        title="displacement",
+        label="displacement ||W - W0|| / ||W0||",
+        at_start=0.0,
+    ),
+    Metric(
+        "map_max_singular_value",
+        "largest and smallest singular value of the map's output: mean over one matrix of each shape (up to eight) on "
+        "each process that maps some. The sigmoid maps small singular values to 1/2. A minimum far below the maximum "
+        "means that the iteration did not converge for small singular values, or that the gradient does not have full "
+        "rank",
+        "map_min_singular_value",
+    ),
+    Metric(
+        "map_error",
+        "for Soren with any map but `exact`: distance of the map's output from that of the exact sigmoid, relative, in "
+        "the Frobenius norm, for one matrix; and which: its number among the matrices in the model's order, from 0. "
+        "Logs take one matrix after the other, by the step alone, so that resumed runs and several ranks agree. Not "
+        "measured for a matrix with more than 1024 rows and more than 1024 columns, or with "
+        "`run.log_spectra.map_error: false`",
+        "map_error_matrix",
+    ),
+    Metric(
+        "num_out_of_range",
+        "since the process started, how often a matrix had a singular value above 4, where `minimax` scales the matrix "
+        "down to 4.3, the end of its polynomial's range, and `sns` clamps the argument of tanh "
+        "(`soren_align/spectral/`)",
+    ),
+    Metric(
+        "num_skipped_steps",
+        "with float16 only: steps since the process started that were skipped because a gradient was infinite at the "
+        "current loss scale. Weights and optimizer state do not change; the scale is halved. A scale below 1 ends the "
+        "run",
+    ),
+    Metric(
+        "tokens_per_second",
+        "tokens (without padding) trained on since the last log, divided by the time since then, which includes "
+        "evaluations",
+    ),
+    Metric(
+        "kl_to_start",
+        r"KL(start \|\| model) of the next token, in nats: the mean over so many tokens, evenly spaced over "
+        "the answers (the tokens in the loss; of a pair the chosen answer) of up to 64 evenly spaced held-out examples",
+        recipe="run.kl_to_start: 256",
+        title="KL to the start",
+        label="KL to the start, nats per token",
+        at_start=0.0,
+    ),
+    Metric(
+        "retention_loss",
+        "mean loss of an answer's token, in nats, on examples of what the model must not forget: of up to 64 evenly "
+        "spaced ones, up to 256 tokens each. Conversations, instructions, prompts with completions or texts, as for "
+        "SFT, for DPO too; of plain texts all tokens",
+        recipe="data.retention: {path: ...}",
+        title="retention loss",
+        label="retention loss, nats per token",
+    ),
+)
+METRICS = {metric.key: metric for metric in _ALL}
+IN_STUDIES = tuple(metric for metric in _ALL if metric.title)
+"""Those that a study reads at every evaluation of its runs."""
