@@ -5,12 +5,10 @@ import json
 import math
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -420,15 +418,15 @@ def test_a_damaged_run_json_is_one_sentence_in_every_command(folder, started, co
 
 
 @pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
-def test_a_run_of_the_first_format_is_refused_with_one_sentence(folder, started, command):
-    """tests/old_run: 4 steps of quickstart/sft by commit e637a41."""
-    shutil.copytree(Path(__file__).parent / "old_run", folder.path)
-    folder.model.mkdir()
+def test_a_run_of_another_format_is_refused_with_one_sentence(folder, started, command):
+    finished_run(folder.path)
+    record = {"format_version": 1, "status": "training", "task": "sft", "versions": {"soren-align": "0.0.9"}}
+    (folder.path / "run.json").write_text(json.dumps(record))
     with pytest.raises(UserError) as raised:
         command(str(folder))
     assert re.fullmatch(
-        r"\S+run\.json: was written by an older version of soren-align \(commit e637a41\w+\); use that version for "
-        "this run, or copy its model folder elsewhere to use it as a model",
+        r"\S+run\.json: format_version: Input should be 2; it was edited, or written by another version of "
+        "soren-align",
         str(raised.value),
     )
     assert not started

@@ -20,6 +20,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ from typing_extensions import TypedDict
 from ..core.errors import DivergedError, ResumableError, UserError
 from ..core.files import Content, is_component, local_path, read_json, remove, write
 from . import lock
-from . import record as manifest
 from .provenance import fingerprint, software
+from .record import EDITED, FORMAT_VERSION, Count, read_record, to_text
 
 COMPLETE_MARKER = "soren_align.json"
 """The seal of a checkpoint, written last, when all its files are complete and on the disk."""
@@ -72,6 +73,8 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.model = self.path / "model"
         self.merged = self.path / "merged"
+        self._file = self.path / "run.json"
+        self._held: tuple[tuple[int, int], dict[str, Any]] | None = None  # the record, and which file it is from
 
     @property
     def name(self) -> str:
@@ -87,33 +90,40 @@ class RunFolder:
             raise UserError(f"suite {suite!r}: cannot name a folder of results; rename it")
         return self.path / "eval" / suite
 
-    def read(self, *required: str) -> dict[str, Any] | None:
+    def read(self) -> dict[str, Any] | None:
         """Return run.json, or None if the folder is not a run's.
 
-        Raises UserError if it is damaged, lacks a required key, or was not written by soren-align. A folder with a
-        config.json is a model's, even if another tool has written a run.json into it.
+        Raises UserError if it is damaged, or was not written by soren-align. A folder with a config.json is a model's,
+        even if another tool has written a run.json into it.
         """
-        file = self.path / "run.json"
-        if not file.is_file() or (self.path / "config.json").is_file():
+        if not self._file.is_file() or (self.path / "config.json").is_file():
             return None
-        return manifest.checked(read_json(file), file, required)
+        # While this process holds the folder, a file that was not replaced, as by a rank of its own, is not read again.
+        if not self._held or self._held[0] != self._version() or not self.is_locked():
+            self._held = self._version(), read_record(self._file)
+        return dict(self._held[1])
+
+    def _version(self) -> tuple[int, int]:
+        status = self._file.stat()
+        return status.st_ino, status.st_mtime_ns
 
     def record(self, *required: str) -> dict[str, Any]:
-        """Return run.json as `read` does. Raises UserError if the folder is not a run's."""
-        record = self.read(*required)
+        """Return run.json as `read` does. Raises UserError if the folder is not a run's, or lacks a required key."""
+        record = self.read()
         if record is None:
             raise UserError(f"{self}: not a run folder (it has no run.json)")
+        if missing := [key for key in required if key not in record]:
+            raise UserError(f"{self._file}: lacks {', '.join(missing)}; {EDITED}")
         return record
 
     def why_no_model(self) -> str:
         """Return the finding and the remedy for a run without a model folder."""
-        record = self.read() or {}
-        status = record.get("status")
-        if status == "diverged":
+        record = self.record()
+        if record["status"] == "diverged":
             return f"diverged: {record['training']['diverged']}; {AFTER_DIVERGENCE}"
-        if status == "finished":
+        if record["status"] == "finished":
             return "has no model any more, it was removed; train it again with --set run.overwrite=true"
-        return f"has no model yet (status: {status}); finish the run first"
+        return f"has no model yet (status: {record['status']}); finish the run first"
 
     def update(self, **changes: Any) -> None:
         """Set keys of run.json."""
@@ -121,8 +131,9 @@ class RunFolder:
 
     def replace(self, **record: Any) -> None:
         """Replace run.json by these keys and the version of its format."""
-        record["format_version"] = manifest.FORMAT_VERSION
-        write(self.path / "run.json", manifest.to_text(record))
+        record = json.loads(json.dumps(record | {"format_version": FORMAT_VERSION}))
+        write(self._file, to_text(record))
+        self._held = self._version(), record
 
     def record_failure(self, error: Exception) -> None:
         """Write an error into run.json, if the run has begun and the disk has room: its message, whether the training
@@ -141,16 +152,14 @@ class RunFolder:
 
     def forget_failure(self) -> None:
         """Remove what `record_failure` has written: the run is resumed."""
-        record = self.read() or {}
+        failure = ("diverged", "resumable", "defect")
         self.replace(
-            **{k: v for k, v in record.items() if k not in ("diverged", "resumable", "defect")} | {"last_error": None}
+            **{key: value for key, value in self.record().items() if key not in failure} | {"last_error": None}
         )
 
     def complete_checkpoints(self) -> list[Path]:
         """Return the complete checkpoints (see training/checkpoints.py), in the order of their steps."""
         return [path for path in checkpoints_in(self.checkpoints) if (path / COMPLETE_MARKER).is_file()]
-
-    # -- one process at a time --------------------------------------------------------------------------------------
 
     def lock(self, *, create: bool = False, as_rank: bool = False, shared: bool = False) -> None:
         """Hold the folder until `release`. Comes before anything in the folder is read.
@@ -173,7 +182,16 @@ class RunFolder:
                     lock.release(own)
                     raise
                 lock.release(ranks)
-        self._refuse_special_files()
+        # Writing through a link among the files of a run would change files elsewhere; opening a pipe may never end.
+        for name in CONTENTS:
+            for entry in (self.path / name, *self.path.glob(f"{name}.*part")):
+                for file in _special_files(entry):
+                    if not file.is_symlink():
+                        raise UserError(f"{file}: is a pipe, a socket or a device; remove it")
+                    raise UserError(
+                        f"{file}: is a link to {os.readlink(file)}, and a run writes into no other folder; remove it, "
+                        "or put the whole run elsewhere (run.output_dir)"
+                    )
 
     def release(self) -> None:
         """Let other processes use the folder."""
@@ -210,27 +228,10 @@ class RunFolder:
         names = {entry.name for entry in self.path.iterdir()} if self.path.is_dir() else set()
         # of a start that was killed; a lease beside a lock has its name and more
         names = {name for name in names if not name.startswith(LOCK) and not _PART.fullmatch(name)}
-        if self.read() is not None or (create and not names):
-            return
-        if create:
+        if create and self.read() is None and names:
             raise UserError(f"{self}: not empty and not a run folder; choose another run.output_dir")
-        raise UserError(f"{self}: not a run folder (it has no run.json)")
-
-    # -- no file outside the folder ---------------------------------------------------------------------------------
-
-    def _refuse_special_files(self) -> None:
-        """Raise UserError for a link among the files of a run: writing through it would change files elsewhere; and for
-        a pipe, a socket or a device: opening one may never end.
-        """
-        for name in CONTENTS:
-            for entry in (self.path / name, *self.path.glob(f"{name}.*part")):
-                for file in _special_files(entry):
-                    if not file.is_symlink():
-                        raise UserError(f"{file}: is a pipe, a socket or a device; remove it")
-                    raise UserError(
-                        f"{file}: is a link to {os.readlink(file)}, and a run writes into no other folder; remove it, "
-                        "or put the whole run elsewhere (run.output_dir)"
-                    )
+        if not create:
+            self.record()
 
     def clear(self) -> None:
         """Remove the files of a run, and no others; of links, not their targets.
@@ -273,25 +274,22 @@ class RunFolder:
                     num_damaged += line.endswith("\n")
             lines, remedy = [line for _, line in remaining], "lines removed"
             if logged and file == self.metrics:
-                own = {_sorted(record): line for record, line in remaining}
-                saved = {_sorted(log): json.dumps({"step": log["step"]} | log) for log in logged}
+                key = partial(json.dumps, sort_keys=True)
+                own = {key(record): line for record, line in remaining}
+                saved = {key(log): json.dumps({"step": log["step"]} | log) for log in logged}
                 num_damaged = len(saved.keys() - own.keys())
                 remedy = f"or missing lines restored from checkpoint-{step}"
-                lines = [own.get(key, line) for key, line in saved.items()]
+                lines = [own.get(log, line) for log, line in saved.items()]
             if num_damaged:
                 notices.append(f"{file.name}: {num_damaged} damaged {remedy}")
             write(file, "".join(line + "\n" for line in lines))
         return notices
 
 
-def _sorted(record: dict[str, Any]) -> str:
-    return json.dumps(record, sort_keys=True)
-
-
 class Seal(TypedDict):
     """The content of COMPLETE_MARKER."""
 
-    step: manifest.Count
+    step: Count
     origin: dict[str, Any]
     """The run that the checkpoint belongs to: recipe, processes, data, starting weights, template."""
     files: dict[str, Content]

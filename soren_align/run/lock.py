@@ -47,10 +47,20 @@ def acquire(file: Path, *, shared: bool = False) -> None:
     """
     if is_held(file):
         return
-    if _uses_leases():
-        _take_lease(file)
+    kind = os.environ.get("SOREN_ALIGN_LOCKS", "flock")
+    if kind not in ("flock", "lease"):
+        raise UserError(f"SOREN_ALIGN_LOCKS is {kind!r}; set it to lease, or unset it for flock")
+    _refuse_leased(file)
+    if kind == "lease":
+        token = secrets.token_hex(16)
+        try:
+            descriptor = os.open(_lease(file), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        except FileExistsError:  # another process was quicker
+            raise _locked(file) from None
+        with os.fdopen(descriptor, "w") as stream:
+            json.dump({**_this_process(), "token": token}, stream)
+        _hold_leases({str(file.absolute()): token})
         return
-    _refuse_leased(file)  # of a command with SOREN_ALIGN_LOCKS=lease
     # Permissions from the umask: a group may share a run folder. O_NOFOLLOW: a link could name a file elsewhere.
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
@@ -100,28 +110,6 @@ def _is_open(descriptor: int, file: Path) -> bool:
 
 def _locked(file: Path) -> LockedError:
     return LockedError(f"{file.parent}: another process is running or evaluating this run; wait until it has ended")
-
-
-# -- leases ------------------------------------------------------------------------------------------------------------
-
-
-def _uses_leases() -> bool:
-    kind = os.environ.get("SOREN_ALIGN_LOCKS", "flock")
-    if kind not in ("flock", "lease"):
-        raise UserError(f"SOREN_ALIGN_LOCKS is {kind!r}; set it to lease, or unset it for flock")
-    return kind == "lease"
-
-
-def _take_lease(file: Path) -> None:
-    _refuse_leased(file)
-    token = secrets.token_hex(16)
-    try:
-        descriptor = os.open(_lease(file), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    except FileExistsError:  # another process was quicker
-        raise _locked(file) from None
-    with os.fdopen(descriptor, "w") as stream:
-        json.dump({**_this_process(), "token": token}, stream)
-    _hold_leases({str(file.absolute()): token})
 
 
 def _hold_leases(leases: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""The keys of run.json that are read again, with their types.
+"""run.json: its hash, the types of the keys that are read again, and sentences about its content.
 
 A run folder may come from anyone, or from another version: a key of the wrong type is reported when the file is read.
 Other keys are for people.
@@ -6,7 +6,7 @@ Other keys are for people.
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
 
@@ -15,10 +15,10 @@ from typing_extensions import TypedDict
 
 from ..core.document import dotted
 from ..core.errors import UserError
-from ..core.files import CHANGED, digest
+from ..core.files import CHANGED, digest, read_json
 
 FORMAT_VERSION = 2
-"""1 (without this key) until November 2026: other keys, and a flat `optimizer` section in recipe.yaml."""
+EDITED = "it was edited, or written by another version of soren-align"
 SURVIVAL_THRESHOLD = 0.5
 """Share of a change, or of the entries to be changed, below which more is lost to rounding than survives. Good settings
 are far above, bad ones far below: in its first step, Soren at the paper's 1e-6 changes 0.98 of float32 weights and less
@@ -30,241 +30,123 @@ its training loss is low. With a learning rate of 100 weights overflow to equal 
 little below that of random weights. Where the start was not evaluated, all losses that were logged in the second half
 have to be above PEAK times the first one, which is of few examples."""
 Count = Annotated[int, Field(ge=0)]
-Share = Annotated[float, Field(ge=0)]
+
+_TASK = Literal["sft", "dpo", "pretrain"]
+_BEST = {"metric": str, "value": float | None, "step": Count | None}
+_SOURCE = {
+    # a dataset, identified by the hub's commit or a file's sha256; several of a mixture are in `sources`
+    "path": str,
+    "split": str,
+    "revision?": str | None,
+    "sha256?": str,
+    "num_files?": Count,
+    "num_bytes?": Count,
+    "weight?": float,
+}
+_TRAINING = {
+    "steps": Count,
+    "first_loss": float | None,
+    "last_loss": float | None,
+    # The numbers of examples that first_loss and last_loss average. Fewer where an epoch's last batch is smaller, and
+    # in the first log after resuming.
+    "examples_per_log?": list[Count],
+    # The first held-out loss, and that of the saved model: one evaluation if these are the same.
+    "held_out?": {"num_examples": Count, "evaluations": [{"step": Count, "loss": float}]},
+    # The share of pairs whose chosen answer the model prefers, and the mean margin of the rewards. held_out: otherwise
+    # the pairs are those of the last training log.
+    "preferences?": {"share": float, "margin": float, "num_pairs": Count, "held_out": bool},
+    "relative_change?": float,
+    "aux_relative_change?": float,
+    # The shares of each parameter group's change that the saved model contains.
+    "change_after_saving?": {"dtype": str, "matrices?": {"fraction_changed": float, "projection": float}},
+    "stopped_early?": {"max_steps": Count, "patience": Count, "threshold": float, "best": _BEST},
+    "best_model?": _BEST,
+    # The held-out tokens of a pre-training: loss in nats per token, and its exponential.
+    "validation?": {"loss": float, "perplexity": float, "num_tokens": Count},
+    "diverged?": str,
+}
+_KEYS = {
+    "format_version": Literal[2],
+    "status": Literal["training", "trained", "finished", "diverged"],
+    "task": _TASK,
+    "versions": dict[str, str],
+    "extends?": list[str],
+    "processes?": Annotated[int, Field(ge=1)] | None,
+    "previous_processes?": list[int | None],
+    "resumed_from_steps?": list[int],
+    "parallel_config?": dict[str, Any],
+    "started?": str,
+    "commit?": str | None,
+    "last_error?": str | None,
+    "diverged?": bool,
+    "resumable?": bool,
+    "defect?": str | None,
+    "optimizer?": {"class?": str, "num_matrices?": Count},
+    # The checkpoint that training started from, and the runs that trained it, the first one first.
+    "start?": {"path": str, "sha256_or_revision": str | None, "after?": [{"task": _TASK, "steps": Count}]},
+    # The numbers of examples trained on and, by reason, dropped; num_read: of a stream.
+    "data?": {"train": {"num_kept": Count, "dropped": dict[str, Count], "num_read?": Count}},
+    "parallel?": str,
+    "global_batch_size?": Count,
+    "seeds?": dict[str, int | None],
+    "device?": str,
+    "parameters?": {"dtype": list[str], "total": Count, "trainable": Count, "spectral_share?": float},
+    "training?": _TRAINING,
+    # What must be equal for runs that are compared at one seed; see training/reference.py.
+    "identity?": {
+        **dict.fromkeys(("starting_weights", "data", "recipe", "device"), str),
+        "precision": dict[str, Any],
+        "processes": Annotated[int, Field(ge=1)],
+        "global_batch_size": Count,
+        "versions": dict[str, str],
+        "batches?": str | None,
+        "num_batches?": Count,
+    },
+}
+"""Key -> type; a key that ends with ? may be missing."""
 
 
-class Source(TypedDict):
-    """A dataset, identified by the hub's commit or a file's sha256."""
-
-    path: str
-    split: str
-    revision: NotRequired[str | None]
-    sha256: NotRequired[str]
-    num_files: NotRequired[Count]
-    num_bytes: NotRequired[Count]
-    weight: NotRequired[float]
-
-
-class Mixture(TypedDict):
-    """Several datasets."""
-
-    sources: list[Source]
-
-
-class Counted(TypedDict):
-    """The number of examples trained on, and the numbers of dropped examples by reason."""
-
-    num_kept: Count
-    dropped: dict[str, Count]
-    num_read: NotRequired[Count]
-    """Of a stream."""
-
-
-class Data(TypedDict):
-    """The training data: Counted, and a Source or a Mixture."""
-
-    train: Counted
-
-
-class EarlierRun(TypedDict):
-    """A run whose model a later one started from."""
-
-    task: Literal["sft", "dpo", "pretrain"]
-    steps: Count
-
-
-class Start(TypedDict):
-    """The checkpoint that training started from, and the runs that trained it, the first one first."""
-
-    path: str
-    sha256_or_revision: str | None
-    after: NotRequired[list[EarlierRun]]
-
-
-class Parameters(TypedDict):
-    """The model's parameters."""
-
-    dtype: list[str]
-    total: Count
-    trainable: Count
-    spectral_share: NotRequired[float]
-
-
-class Survived(TypedDict):
-    """The shares of a change that the saved model contains."""
-
-    fraction_changed: float
-    projection: float
-
-
-class Survival(TypedDict):
-    """The survival of each parameter group's change."""
-
-    dtype: str
-    matrices: NotRequired[Survived]
-
-
-class BestEvaluation(TypedDict):
-    """The best evaluation of a training, by its metric."""
-
-    metric: str
-    value: float | None
-    step: Count | None
-
-
-class EarlyStop(TypedDict):
-    """Why training ended before its last step."""
-
-    max_steps: Count
-    patience: Count
-    threshold: float
-    best: BestEvaluation
-
-
-class Validation(TypedDict):
-    """The held-out tokens of a pre-training: loss in nats per token, and its exponential."""
-
-    loss: float
-    perplexity: float
-    num_tokens: Count
-
-
-class Evaluation(TypedDict):
-    """A held-out loss at a step."""
-
-    step: Count
-    loss: float
-
-
-class HeldOutLoss(TypedDict):
-    """The first held-out loss, and that of the saved model: one evaluation if these are the same."""
-
-    num_examples: Count
-    evaluations: Annotated[list[Evaluation], Field(min_length=1, max_length=2)]
-
-
-class Preferences(TypedDict):
-    """The share of pairs whose chosen answer the model prefers, and the mean margin of the rewards."""
-
-    share: float
-    margin: float
-    num_pairs: Count
-    held_out: bool
-    """Otherwise the pairs are those of the last training log."""
-
-
-class Training(TypedDict):
-    """The result of training."""
-
-    steps: Count
-    first_loss: float | None
-    last_loss: float | None
-    examples_per_log: NotRequired[Annotated[list[Count], Field(min_length=2, max_length=2)]]
-    """The number of examples that first_loss and last_loss average. Fewer where an epoch's last batch is smaller, and
-    in the first log after resuming."""
-    held_out: NotRequired[HeldOutLoss]
-    preferences: NotRequired[Preferences]
-    relative_change: NotRequired[float]
-    aux_relative_change: NotRequired[float]
-    change_after_saving: NotRequired[Survival]
-    stopped_early: NotRequired[EarlyStop]
-    best_model: NotRequired[BestEvaluation]
-    validation: NotRequired[Validation]
-    diverged: NotRequired[str]
-
-
-class Identity(TypedDict):
-    """What must be equal for runs that are compared at one seed; see training/reference.py."""
-
-    starting_weights: str
-    data: str
-    recipe: str
-    precision: dict[str, Any]
-    processes: Annotated[int, Field(ge=1)]
-    global_batch_size: Count
-    versions: dict[str, str]
-    device: str
-    batches: NotRequired[str | None]
-    num_batches: NotRequired[Count]
-
-
-Optimizer = TypedDict("Optimizer", {"class": NotRequired[str], "num_matrices": NotRequired[Count]})
-
-
-class Manifest(TypedDict):
-    """The content of run.json."""
-
-    format_version: Literal[2]
-    status: Literal["training", "trained", "finished", "diverged"]
-    task: Literal["sft", "dpo", "pretrain"]
-    versions: dict[str, str]
-    extends: NotRequired[list[str]]
-    processes: NotRequired[Annotated[int, Field(ge=1)] | None]
-    previous_processes: NotRequired[list[int | None]]
-    resumed_from_steps: NotRequired[list[int]]
-    parallel_config: NotRequired[dict[str, Any]]
-    started: NotRequired[str]
-    commit: NotRequired[str | None]
-    last_error: NotRequired[str | None]
-    diverged: NotRequired[bool]
-    resumable: NotRequired[bool]
-    defect: NotRequired[str | None]
-    optimizer: NotRequired[Optimizer]
-    start: NotRequired[Start]
-    data: NotRequired[Data]
-    parallel: NotRequired[str]
-    global_batch_size: NotRequired[Count]
-    seeds: NotRequired[dict[str, int | None]]
-    device: NotRequired[str]
-    parameters: NotRequired[Parameters]
-    training: NotRequired[Training]
-    identity: NotRequired[Identity]
+def _form(kind: Any) -> Any:
+    """Return pydantic's form of a type in such a table: a dict is a mapping of its own, [kind] a list of them."""
+    if isinstance(kind, list):
+        return list[_form(kind[0])]
+    if not isinstance(kind, dict):
+        return kind
+    types = {key: NotRequired[_form(value)] if key.endswith("?") else _form(value) for key, value in kind.items()}
+    return TypedDict("Keys", {key.removesuffix("?"): value for key, value in types.items()})  # pyright: ignore
 
 
 TRAINED = ("start", "data", "parallel", "global_batch_size", "seeds", "device", "parameters", "training")
 """The keys of every run that has a model."""
-_MANIFEST, _SOURCE, _MIXTURE = TypeAdapter(Manifest), TypeAdapter(Source), TypeAdapter(Mixture)
+_RECORD, _ONE_SOURCE, _MIXTURE = (TypeAdapter(_form(keys)) for keys in (_KEYS, _SOURCE, {"sources": [_SOURCE]}))
 
 
 def to_text(record: Mapping[str, Any]) -> str:
-    """Return the text of a run.json: the record, and as `record_sha256` a hash of it."""
-    plain = json.loads(json.dumps(record))
-    return json.dumps({**plain, "record_sha256": digest(plain)}, indent=2) + "\n"
+    """Return the text of a run.json: the record, plain data, and as `record_sha256` a hash of it."""
+    return json.dumps({**record, "record_sha256": digest(record)}, indent=2) + "\n"
 
 
-def checked(record: Any, file: Path, required: Iterable[str] = ()) -> dict[str, Any]:
-    """Return `record`, the content of `file`, without its hash.
+def read_record(file: Path) -> dict[str, Any]:
+    """Return the content of a run.json, without its hash.
 
-    Raises UserError if it is not a run.json, lacks a required key, or is another one than was written; one without a
-    hash, made by hand, is not verified.
+    Raises UserError if it is none, or another one than was written; one without a hash, made by hand, is not verified.
     """
+    record = read_json(file)
     versions = record.get("versions") if isinstance(record, dict) else None
     if not isinstance(versions, dict) or "soren-align" not in versions:
         raise UserError(f"{file}: was not written by soren-align; choose another folder")
-    if "format_version" not in record:
-        commit = f" (commit {record['commit']})" if record.get("commit") else ""
-        raise UserError(
-            f"{file}: was written by an older version of soren-align{commit}; use that version for this run, or copy "
-            "its model folder elsewhere to use it as a model"
-        )
-    sha256 = record.get("record_sha256")
-    record = {key: value for key, value in record.items() if key != "record_sha256"}
+    sha256 = record.pop("record_sha256", None)
     if sha256 not in (None, digest(record)):
         raise UserError(f"{file}: {CHANGED}. Restore it, or remove its line record_sha256 if the edit was on purpose")
     try:
-        _MANIFEST.validate_python(record, strict=True)
+        _RECORD.validate_python(record, strict=True)
         if "data" in record:
             train = record["data"]["train"]
-            (_MIXTURE if "sources" in train else _SOURCE).validate_python(train, strict=True)
+            (_MIXTURE if "sources" in train else _ONE_SOURCE).validate_python(train, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        problem = f"{dotted(first['loc'])}: {first['msg']}"
-    else:
-        missing = [key for key in required if key not in record]
-        if not missing:
-            return record
-        problem = f"lacks {', '.join(missing)}"
-    raise UserError(f"{file}: {problem}; it was edited, or written by another version of soren-align")
+        raise UserError(f"{file}: {dotted(first['loc'])}: {first['msg']}; {EDITED}") from None
+    return record
 
 
 def divergence(lines: Sequence[Mapping[str, Any]]) -> str | None:

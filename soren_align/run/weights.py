@@ -4,12 +4,8 @@ transformers initializes missing weights at random, and PEFT leaves zeros; both 
 `merge` load with the two functions here.
 """
 
-import json
 import os
 import re
-import signal
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
@@ -31,23 +27,13 @@ from transformers.integrations import deepspeed as hf_deepspeed
 
 from ..core.errors import UserError, as_user_error, in_one_line
 from ..core.files import read_json
-from ..recipe import Quantization, adapter_config, refuse_unquantizable
+from ..recipe import Quantization, refuse_unquantizable
 from .provenance import weight_files
 from .quantized import prepare_quantized, quantization_config
 
-MATCH_SECONDS = 3
-"""CPU time for matching all patterns of an adapter with all modules of a model; published ones need 0.1% of it."""
-PATTERNS = {
-    "target_modules": "%s",
-    "exclude_modules": "%s",
-    "modules_to_save": r"(^|.*\.)%s($|\..*)",
-    "layers_pattern": r"(?:^|.*?\.)%s\.(?P<idx>\d+)\..*",
-    "rank_pattern": r"(.*\.)?(%s)$",
-    "alpha_pattern": r"(.*\.)?(%s)$",
-}
-"""Keys of an adapter's config with patterns, and the regular expression that PEFT makes of each."""
 _MASK = re.compile(r"(^|\.)attn(\.attention)?\.(masked_)?bias$")
 """Causal masks, which old checkpoints of GPT-2 and GPT-Neo contain among their weights."""
+NO_PATTERN = "{}: a pattern in its config is not a regular expression"
 _ADAPTER = "default"  # PEFT's name for a single adapter
 MAX_MODULES = 10_000
 """Blocks or experts of a model. transformers makes a list of the blocks as it reads the config, and all modules before
@@ -194,8 +180,8 @@ def load_adapter(model: PreTrainedModel, folder: str, *, is_trainable: bool = Fa
     Raises UserError if keys are missing, unexpected or of another shape, or if its config cannot be applied.
     """
     try:
-        refuse_slow_patterns(model, folder)
-        adapted = PeftModel.from_pretrained(model, folder, is_trainable=is_trainable)
+        with as_user_error(NO_PATTERN.format(folder), re.error):
+            adapted = PeftModel.from_pretrained(model, folder, is_trainable=is_trainable)
         # A second time for the result, which PEFT drops in the first call.
         result = adapted.load_adapter(folder, _ADAPTER, is_trainable=is_trainable)
     except UserError:
@@ -223,47 +209,6 @@ def refuse_other_keys(
             problems.append(f"{name}: {problem}: {', '.join(names[:3])} ({len(names)} in total)")
     if problems:
         raise UserError(*problems)
-
-
-def refuse_slow_patterns(model: torch.nn.Module, folder: str) -> None:
-    """Raise UserError if a pattern in an adapter's config is not a regular expression, or takes too long to match.
-
-    PEFT matches them with every module's name, and some patterns take exponential time: they are tried in a process
-    with a time limit.
-    """
-    config = adapter_config(folder) or {}
-    patterns = []
-    for key, form in PATTERNS.items():
-        value = config.get(key) or []
-        if isinstance(value, list) and form == "%s":
-            continue  # names, which are compared literally
-        for pattern in [value] if isinstance(value, str) else value:
-            if not re.fullmatch(r"[\w.-]*", pattern):  # a plain name takes no time
-                patterns.append(form % pattern)
-    if not patterns:
-        return
-    work = json.dumps([MATCH_SECONDS, patterns, [name for name, _ in model.named_modules()]])
-    try:
-        result = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", _TRY], input=work, text=True, capture_output=True, timeout=60
-        )
-    except subprocess.TimeoutExpired:
-        raise UserError(f"{folder}: a pattern in its config takes too long to match; name modules instead") from None
-    if result.returncode == -signal.SIGXCPU:
-        raise UserError(f"{folder}: a pattern in its config takes too long to match; name modules instead")
-    if result.returncode:
-        reason = (result.stderr.strip().splitlines() or ["?"])[-1][:200]
-        raise UserError(f"{folder}: a pattern in its config is not a regular expression: {reason}")
-
-
-_TRY = """
-import json, re, resource, sys
-seconds, patterns, names = json.load(sys.stdin)
-resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
-for pattern in patterns:
-    for name in names:
-        re.fullmatch(pattern, name)
-"""
 
 
 def _read_configs(name: str, message: str) -> None:

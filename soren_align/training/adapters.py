@@ -23,7 +23,7 @@ from ..optim import chunks, copied_to_cpu, master_weights
 from ..recipe import QUANTIZATION_RECORD, Recipe, adapter_config, is_local, load_resolved, recorded_quantization
 from ..run.folder import MERGED_FROM, RunFolder
 from ..run.quantized import dequantized, quantization_of
-from ..run.weights import load_adapter, load_config, load_model, load_tokenizer, make_savable_, refuse_slow_patterns
+from ..run.weights import NO_PATTERN, load_adapter, load_config, load_model, load_tokenizer, make_savable_
 from .checkpoints import write_errors
 from .trained_optimizer import AttachedOptimizer
 
@@ -88,9 +88,9 @@ def add_empty_adapter(model: PreTrainedModel, recipe: Recipe, start: str) -> Any
     config = LoraConfig.from_pretrained(start) if adapter_config(start) else lora_config(recipe, model)
     if config is None:
         return model
-    refuse_slow_patterns(model, start)
     config.inference_mode = False  # as saved adapters are
-    return get_peft_model(model, cast(LoraConfig, config))
+    with as_user_error(NO_PATTERN.format(start), re.error):
+        return get_peft_model(model, cast(LoraConfig, config))
 
 
 def cast_trainable_to_float32(model: torch.nn.Module) -> None:

@@ -283,7 +283,7 @@ def precision(trainer: Any) -> dict[str, Any]:
 
 
 def identity(setup: TrainingSetup, trainer: Any, ranks: Ranks) -> dict[str, Any]:
-    """Return what is known before training; see manifest.Identity. Collective."""
+    """Return what is known before training; see run/record.py. Collective."""
     recipe: Recipe = setup.recipe
     device = trainer.args.device
     sources = [setup.splits[name] and setup.splits[name].source for name in ("train", "eval")]

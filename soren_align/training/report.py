@@ -218,7 +218,7 @@ def _describe_stream(counts: dict[str, Any]) -> str:
 
 
 def losses_of(trainer: Any, result: dict[str, Any]) -> dict[str, Any]:
-    """Return the losses of `manifest.Training`, from the logs: of training, and of the held-out examples.
+    """Return the losses of run.json (run/record.py), from the logs: of training, and of the held-out examples.
 
     result: with `best_model`, whose evaluation is that of the saved model, if a checkpoint was loaded at the end.
     """
