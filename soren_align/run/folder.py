@@ -74,7 +74,7 @@ class RunFolder:
         self.model = self.path / "model"
         self.merged = self.path / "merged"
         self._file = self.path / "run.json"
-        self._held: tuple[tuple[int, int], dict[str, Any]] | None = None  # the record, and which file it is from
+        self._cached: tuple[tuple[int, int], dict[str, Any]] | None = None  # the record, and which file it is from
 
     @property
     def name(self) -> str:
@@ -99,9 +99,9 @@ class RunFolder:
         if not self._file.is_file() or (self.path / "config.json").is_file():
             return None
         # While this process holds the folder, a file that was not replaced, as by a rank of its own, is not read again.
-        if not self._held or self._held[0] != self._version() or not self.is_locked():
-            self._held = self._version(), read_record(self._file)
-        return dict(self._held[1])
+        if not self._cached or self._cached[0] != self._version() or not self.is_locked():
+            self._cached = self._version(), read_record(self._file)
+        return dict(self._cached[1])
 
     def _version(self) -> tuple[int, int]:
         status = self._file.stat()
@@ -133,7 +133,7 @@ class RunFolder:
         """Replace run.json by these keys and the version of its format."""
         record = json.loads(json.dumps(record | {"format_version": FORMAT_VERSION}))
         write(self._file, to_text(record))
-        self._held = self._version(), record
+        self._cached = self._version(), record
 
     def record_failure(self, error: Exception) -> None:
         """Write an error into run.json, if the run has begun and the disk has room: its message, whether the training
