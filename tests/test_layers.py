@@ -23,7 +23,7 @@ LAYERS = [
     {"sharding", "data"},
     {"run", "importers"},
     {"optim", "recipe"},
-    {"spectral"},
+    {"spectral", "tasks"},
     {"core"},
 ]
 # The rooms that may import each of these dependencies.
@@ -36,7 +36,7 @@ DOORS = {
 }
 HEAVY = {"torch", "transformers", "trl", "datasets", "accelerate", "peft", "lm_eval", "deepspeed"}
 # Rooms, and files of rooms, that are imported before torch.
-WITHOUT_TORCH = {"cli", "study", "publish", "importers", "recipe", "core"}
+WITHOUT_TORCH = {"cli", "study", "publish", "importers", "recipe", "tasks", "core"}
 WITHOUT_TORCH |= {"run/folder.py", "run/lock.py", "run/record.py", "run/provenance.py", "run/metrics.py"}
 MOST_FILES_TO_A_STEP = 5
 

@@ -11,10 +11,11 @@ from typer.core import TyperGroup
 from ..core import signals
 from ..core.errors import UserError, printable
 from ..core.version import __version__
+from ..tasks import TASKS
 from . import files, models, runs
 from .runs import AsJson
 
-RESUMABLE = ("sft", "dpo", "pretrain", "eval", "compare")
+RESUMABLE = (*TASKS, "eval", "compare")
 
 
 class _Commands(TyperGroup):

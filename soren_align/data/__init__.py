@@ -3,8 +3,7 @@
 from .arrow import dataset_of, iterable_dataset
 from .cache import tokenize
 from .encode import BATCH_SIZE, ChatEncoder, drop_reason_of, encode, without_empty_answers
-from .formats import COLUMNS, Task
-from .masks import FIRST, TOKEN_COLUMNS, TRAINED, EncodedExample, LossMasks, Tokens, from_token_columns, token_columns
+from .masks import FIRST, TRAINED, EncodedExample, LossMasks, Tokens, from_token_columns, token_columns
 from .rendering import template_errors
 from .split import LoadedSplit, has_turns, load_split
 from .stats import Account, account, show_example
@@ -14,9 +13,7 @@ from .vocabulary import texts_of, trained_tokenizer, within_vocabulary
 
 __all__ = [
     "BATCH_SIZE",
-    "COLUMNS",
     "FIRST",
-    "TOKEN_COLUMNS",
     "TRAINED",
     "Account",
     "ChatEncoder",
@@ -26,7 +23,6 @@ __all__ = [
     "Preview",
     "State",
     "Stream",
-    "Task",
     "Tokens",
     "account",
     "check_template",

@@ -26,10 +26,10 @@ from datasets.table import MemoryMappedTable
 from transformers import PreTrainedTokenizerBase
 
 from ..core.errors import UserError
+from ..tasks import TASKS, TaskName
 from .arrow import cache_key
 from .encode import BATCH_SIZE, encode
-from .formats import Task
-from .masks import TOKEN_COLUMNS, token_columns
+from .masks import token_columns
 
 MAX_BYTES = 50 * 10**9
 MAX_AGE_SECONDS = 30 * 86400
@@ -42,7 +42,7 @@ _IDS = List(Value("int32"))
 
 def tokenize(
     dataset: Dataset,
-    task: Task,
+    task: TaskName,
     tokenizer: PreTrainedTokenizerBase,
     cache: Path | None,
     assistant_only_loss: bool = False,
@@ -55,7 +55,7 @@ def tokenize(
     with the number of examples just tokenized or read. Raises UserError if the template fails on an example, or the
     folder cannot be written.
     """
-    features = Features({**dict.fromkeys(TOKEN_COLUMNS[task], _IDS), "left_out": List(Value("string"))})
+    features = Features({**dict.fromkeys(TASKS[task].token_columns, _IDS), "left_out": List(Value("string"))})
     settings = (task, assistant_only_loss, completion_only_loss)
     root = Path(tempfile.mkdtemp(prefix="soren-align-")) if cache is None else cache / "tokens"
     folder = root / cache_key(dataset._fingerprint, len(dataset), settings, _identity(tokenizer))
@@ -105,7 +105,7 @@ def _identity(tokenizer: Any) -> str:
 
 def _tables(
     dataset: Dataset,
-    settings: tuple[Task, bool, bool],
+    settings: tuple[TaskName, bool, bool],
     tokenizer: PreTrainedTokenizerBase,
     features: Features,
     on_examples: Callable[[int], object] | None,

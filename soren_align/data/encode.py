@@ -14,7 +14,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from ..core.errors import UserError
-from .formats import Task
+from ..tasks import TaskName
 from .masks import (
     EncodedExample,
     Tokens,
@@ -42,7 +42,7 @@ Options = dict[str, Any]
 
 def encode(
     columns: dict[str, list[Any]],
-    task: Task,
+    task: TaskName,
     tokenizer: PreTrainedTokenizerBase,
     assistant_only_loss: bool,
     completion_only_loss: bool = True,
@@ -54,20 +54,20 @@ def encode(
     """
     if "left_out" in columns:
         return from_token_columns(columns, task)
-    if task == "dpo" and "prompt" in columns:
+    if "chosen" in columns and "prompt" in columns:
         return _encode_plain_pairs(columns["prompt"], columns["chosen"], columns["rejected"], tokenizer)
-    if task == "sft" and "text" in columns:
+    if "text" in columns:
         return _encode_texts(columns["text"], tokenizer)
-    if task == "sft" and {"messages", "prompt"} <= columns.keys():
+    if {"messages", "prompt"} <= columns.keys():
         return _encode_mixture(columns, tokenizer, assistant_only_loss, completion_only_loss)
-    if task == "sft" and "prompt" in columns and isinstance(columns["prompt"][0], str):
+    if "prompt" in columns and isinstance(columns["prompt"][0], str):
         return _encode_completions(columns["prompt"], columns["completion"], tokenizer, completion_only_loss)
     columns = {name: [_without_nulls(value) for value in values] for name, values in columns.items()}
     beside = [column for column in OPTIONS if any(columns.get(column, ()))]
     num_examples = len(next(iter(columns.values())))
     options = [template_options({column: columns[column][i] for column in beside}) for i in range(num_examples)]
-    encoder = ChatEncoder(tokenizer, assistant_only_loss and task == "sft")
-    if task == "dpo":
+    encoder = ChatEncoder(tokenizer, assistant_only_loss and "chosen" not in columns)
+    if "chosen" in columns:
         return encoder.pairs(columns["chosen"], columns["rejected"], options)
     if "messages" in columns:
         return encoder.conversations(columns["messages"], options)

@@ -1,15 +1,16 @@
 """The formats of datasets, recognized by their columns, and their conversion to TRL's columns.
 
 Pure functions of an example. Whatever the format of a dataset, all later code sees one of TRL's own kinds of columns:
-conversations (COLUMNS), prompts and completions as turns, or plain texts, which no chat template changes.
+conversations (a task's `columns`), prompts and completions as turns, or plain texts, which no chat template changes.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 from ..core.errors import UserError, did_you_mean
-from ..recipe import REQUIRED_COLUMNS, Column, columns_text, example_of_names
-from .tool_calls import OPTIONS, options
+from ..recipe import columns_text, example_of_names
+from ..tasks import OPTIONS, TASKS, Column, TaskName
+from .tool_calls import options
 from .turns import (
     conversation_problem,
     from_dialogue,
@@ -222,17 +223,12 @@ def sharegpt_pair(example: Example) -> Example | str:
     return _conversation_pair(parts[0] + parts[1], parts[0] + parts[2], "conversations + ")
 
 
-Task = Literal["sft", "dpo"]
 Reader = Callable[[Example], Example | str]
 """Returns an example in TRL's columns; or, as text, why it cannot be trained on."""
 
-COLUMNS: dict[Task, tuple[str, ...]] = {"sft": ("messages",), "dpo": ("chosen", "rejected")}
-"""TRL's columns of conversations. With `prompt` beside them TRL would take another path and fail (TRL 1.16, both paper
-datasets)."""
-
 ALPACA = ("system", "instruction", "input", "output")
 """Alpaca's columns, and LLaMA-Factory's `system` beside them."""
-_NATIVE: dict[Task, tuple[str, set[str]]] = {  # the paper's datasets, recognized by their additional columns
+_NATIVE: dict[TaskName, tuple[str, set[str]]] = {  # the paper's datasets, recognized by their additional columns
     "sft": ("ultrachat_200k", {"prompt", "prompt_id"}),
     "dpo": ("ultrafeedback_binarized", {"prompt"}),
 }
@@ -270,16 +266,16 @@ class Layout(NamedTuple):
         return self.columns_read != list(self.outputs)
 
 
-def recognize(example: Example, task: Task, place: str, names: Names = Names()) -> Layout:  # noqa: B008 (immutable)
+def recognize(example: Example, task: TaskName, place: str, names: Names = Names()) -> Layout:  # noqa: B008 (immutable)
     """The layout of a dataset with such examples. Raises UserError, starting with `place`, if the task has none."""
     known = names.known(example)
     layout = _layout(known, task)
     if layout is None:
         raise UserError(f"{place}: {_missing_columns(example, task, names)}")
     name, additional = _NATIVE[task]
-    if layout.inputs == layout.outputs == COLUMNS[task] and additional <= known.keys():
+    if layout.inputs == layout.outputs == TASKS[task].columns and additional <= known.keys():
         layout = layout._replace(description=f"{layout.description} (like {name})")
-    if "system" in names.columns and layout.outputs == COLUMNS["sft"]:
+    if "system" in names.columns and layout.outputs == TASKS["sft"].columns:
         layout = layout._replace(inputs=(*layout.inputs, "system"))
     if layout.has_turns:
         beside = tuple(column for column in OPTIONS if column in known)
@@ -288,12 +284,11 @@ def recognize(example: Example, task: Task, place: str, names: Names = Names()) 
     return layout._replace(unused=tuple(c for c in example if c not in layout.columns_read))
 
 
-def _missing_columns(example: Example, task: Task, names: Names) -> str:
+def _missing_columns(example: Example, task: TaskName, names: Names) -> str:
     """The columns that were found and the needed ones, with a proposal for `columns` where there is one."""
     known = names.known(example)
-    other: Task = "dpo" if task == "sft" else "sft"
-    hint = f"; these columns are for {other}: `soren-align {other}`" if _layout(known, other) else ""
-    hint = hint or example_of_names(known, task)
+    other = next((name for name in TASKS if TASKS[name].data == name != task and _layout(known, name)), None)
+    hint = f"; these columns are for {other}: `soren-align {other}`" if other else example_of_names(known, task)
     text = f"found the columns {', '.join(known)}"
     if names.columns:
         unread = [column for column in example if column not in names.columns.values()]
@@ -302,13 +297,13 @@ def _missing_columns(example: Example, task: Task, names: Names) -> str:
         complete: dict[str, str] = {**names.columns} | {each: each for each in unread if each in get_args(Column)}
         if _layout({ours: example.get(theirs) for ours, theirs in complete.items()}, task):
             hint = f". Write {columns_text(complete)}"
-    return f"{text}; {task} needs {REQUIRED_COLUMNS[task]}{hint}"
+    return f"{text}; {task} needs {TASKS[task].required_columns}{hint}"
 
 
 def read_example(example: Example, layout: Layout) -> Example | str:
     """The example in TRL's columns; or, as text, why it cannot be trained on."""
     known = layout.names.known(example)
-    if "system" in layout.inputs and layout.outputs[:1] == COLUMNS["sft"]:
+    if "system" in layout.inputs and layout.outputs[:1] == TASKS["sft"].columns:
         known = with_system(known, layout.inputs[0])
     result = layout.read(known)
     if layout.mask_history and isinstance(result, dict) and "messages" in result:
@@ -328,13 +323,13 @@ def without_null_keys(example: Example) -> Example:
     return {column: plain_turns(value) if isinstance(value, list) else value for column, value in example.items()}
 
 
-def _layout(example: Example, task: Task) -> Layout | None:
+def _layout(example: Example, task: str) -> Layout | None:
     """None where no format fits."""
     return _sft_layout(example) if task == "sft" else _dpo_layout(example)
 
 
 def _sft_layout(example: Example) -> Layout | None:
-    columns, chats = example.keys(), COLUMNS["sft"]
+    columns, chats = example.keys(), TASKS["sft"].columns
     both = ("prompt", "completion")
     if "messages" in columns:
         return Layout("chat messages", chats, chats, messages)
@@ -355,7 +350,7 @@ def _sft_layout(example: Example) -> Layout | None:
 
 
 def _dpo_layout(example: Example) -> Layout | None:
-    columns, answers = example.keys(), COLUMNS["dpo"]
+    columns, answers = example.keys(), TASKS["dpo"].columns
     if not {"chosen", "rejected"} <= columns:
         return None
     chosen = example["chosen"]

@@ -9,14 +9,8 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from ..core.errors import UserError
-from .formats import Task
+from ..tasks import TASKS, TaskName
 from .tool_calls import Turn
-
-TOKEN_COLUMNS: dict[Task, tuple[str, ...]] = {
-    "sft": ("input_ids", "labels"),
-    "dpo": ("prompt_ids", "chosen_ids", "rejected_ids"),
-}
-"""TRL's columns of tokenized examples."""
 
 
 class Tokens(NamedTuple):
@@ -45,20 +39,21 @@ class EncodedExample(NamedTuple):
         """Tokens of the longest side."""
         return max(len(side.ids) for side in self.sides)
 
-    def drop_reason(self, task: Task, max_length: int | None) -> str | None:
+    def drop_reason(self, max_length: int | None) -> str | None:
         """Why TRL leaves the example out; None if it does not."""
         if max_length is None:
             return None
-        if task == "sft" and not any(self.sides[0].truncated(max_length).trained):
+        first, *others = self.sides
+        if others:
+            return f"the prompt alone fills max_length {max_length}" if self.num_prompt >= max_length else None
+        if not any(first.truncated(max_length).trained):
             return f"no token to train on within max_length {max_length}"
-        if task == "dpo" and self.num_prompt >= max_length:
-            return f"the prompt alone fills max_length {max_length}"
         return None
 
 
-def token_columns(examples: Iterable[EncodedExample], task: Task) -> dict[str, list[Any]]:
+def token_columns(examples: Iterable[EncodedExample], task: TaskName) -> dict[str, list[Any]]:
     """The examples as columns: TRL's own of tokenized examples, and `left_out`."""
-    columns: dict[str, list[Any]] = {name: [] for name in (*TOKEN_COLUMNS[task], "left_out")}
+    columns: dict[str, list[Any]] = {name: [] for name in (*TASKS[task].token_columns, "left_out")}
     for example in examples:
         if task == "sft":
             (ids, trained), *_ = example.sides
@@ -72,9 +67,9 @@ def token_columns(examples: Iterable[EncodedExample], task: Task) -> dict[str, l
     return columns
 
 
-def from_token_columns(columns: dict[str, list[Any]], task: Task) -> Iterator[EncodedExample]:
+def from_token_columns(columns: dict[str, list[Any]], task: TaskName) -> Iterator[EncodedExample]:
     """The inverse of `token_columns`."""
-    for *parts, left_out in zip(*(columns[name] for name in (*TOKEN_COLUMNS[task], "left_out")), strict=True):
+    for *parts, left_out in zip(*(columns[name] for name in (*TASKS[task].token_columns, "left_out")), strict=True):
         if task == "sft":
             ids, labels = parts
             yield EncodedExample((Tokens(ids, [label != -100 for label in labels]),), 0, tuple(left_out))

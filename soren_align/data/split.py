@@ -17,10 +17,11 @@ from datasets.exceptions import DatasetGenerationError
 from ..core.errors import UserError
 from ..core.silence import quiet_libraries
 from ..recipe import STDLIB, is_local
+from ..tasks import TASKS, TaskName
 from . import files, formats, hub
 from .arrow import cache_key, examples_of, features_of, has_turns
 from .files import LocalFiles
-from .formats import Example, Layout, Names, Task
+from .formats import Example, Layout, Names
 from .stdlib import StandardLibrary
 from .tool_calls import OPTIONS
 
@@ -82,7 +83,7 @@ class LoadedSplit:
         return None if has_turns(self.dataset) else frozenset(self.dataset.column_names)
 
 
-def load_split(spec: SplitConfig, task: Task) -> LoadedSplit:
+def load_split(spec: SplitConfig, task: TaskName) -> LoadedSplit:
     """The examples of `spec` for `task`. Raises UserError with all problems if there are invalid ones.
 
     A local file needs no network. It is converted once into the datasets cache, under its content's hash, and
@@ -107,7 +108,7 @@ def source_record(spec: SplitConfig, origin: dict[str, Any], layout: Layout) -> 
     return {"path": spec.path, **origin, **names, "columns_dropped": list(layout.unused)}
 
 
-def _from_file(spec: SplitConfig, task: Task) -> tuple[Dataset, Layout, dict[str, int], dict[str, Any]]:
+def _from_file(spec: SplitConfig, task: TaskName) -> tuple[Dataset, Layout, dict[str, int], dict[str, Any]]:
     """(dataset, layout, dropped, origin)."""
     local, layout = local_files(spec, task)
     origin = local.origin()
@@ -130,7 +131,7 @@ def _from_file(spec: SplitConfig, task: Task) -> tuple[Dataset, Layout, dict[str
     return dataset, layout, count_dropped(numbered(), layout, spec), origin
 
 
-def local_files(spec: SplitConfig, task: Task) -> tuple[LocalFiles, Layout]:
+def local_files(spec: SplitConfig, task: TaskName) -> tuple[LocalFiles, Layout]:
     """The files of a split, and their layout. Raises UserError if there are none, or of different layouts."""
     for key in ("revision", "name"):
         if value := getattr(spec, key):
@@ -152,7 +153,7 @@ def _common_layout(layouts: Mapping[str, Layout]) -> Layout:
     return first._replace(unused=tuple(unused))
 
 
-def _from_hub(spec: SplitConfig, task: Task) -> tuple[Dataset, Layout, dict[str, int], dict[str, Any]]:
+def _from_hub(spec: SplitConfig, task: TaskName) -> tuple[Dataset, Layout, dict[str, int], dict[str, Any]]:
     """(dataset, layout, dropped, origin)."""
     place = f"{spec.path} ({spec.split})" if spec.name is None else f"{spec.path} ({spec.name}, {spec.split})"
     dataset, revision = hub.fetch(spec.path, spec.split, spec.revision, spec.name)
@@ -177,12 +178,12 @@ def _from_hub(spec: SplitConfig, task: Task) -> tuple[Dataset, Layout, dict[str,
     return dataset if is_unchanged else _converted(dataset, layout), layout, dropped, origin
 
 
-def layout_of(examples: Iterable[Any], spec: SplitConfig, task: Task, place: str) -> Layout:
+def layout_of(examples: Iterable[Any], spec: SplitConfig, task: TaskName, place: str) -> Layout:
     """Recognized by the first object, or a later one without empty columns. Raises UserError if there is none."""
     names = Names.of(spec.columns, spec.roles)
     objects = list(islice((example for example in examples if isinstance(example, dict)), SAMPLE_SIZE))
     if not objects:
-        return formats.recognize(dict.fromkeys(formats.COLUMNS[task]), task, place)
+        return formats.recognize(dict.fromkeys(TASKS[task].columns), task, place)
     names.refuse_missing({column: None for example in objects for column in example}, place)
     complete = (example for example in objects if None not in example.values())
     example = next(complete, objects[0])
@@ -194,7 +195,7 @@ def layout_of(examples: Iterable[Any], spec: SplitConfig, task: Task, place: str
 
 
 def valid_examples(
-    numbered: Callable[[], Iterable[tuple[str, Any]]], layout: Layout, task: Task, place: str, bad_examples: str
+    numbered: Callable[[], Iterable[tuple[str, Any]]], layout: Layout, task: TaskName, place: str, bad_examples: str
 ) -> Iterator[tuple[Any, Example]]:
     """Every valid record, and its example in TRL's columns.
 

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ..core.errors import printable
 from ..run.record import describe_truncation
+from ..tasks import TASKS, TaskName
 from .encode import BATCH_SIZE, encode
-from .formats import Task
 from .masks import EncodedExample, LossMasks, ends_in_trained_stop, text_spans
 
 
@@ -22,7 +22,7 @@ from .masks import EncodedExample, LossMasks, ends_in_trained_stop, text_spans
 class Account:
     """Numbers of a dataset's examples and tokens, as TRL will train on them."""
 
-    task: Task
+    task: TaskName
     num_examples: int
     num_kept: int
     dropped: dict[str, int]
@@ -57,7 +57,7 @@ class Account:
 
 def account(
     dataset: Dataset,
-    task: Task,
+    task: TaskName,
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_length: int | None,
@@ -100,8 +100,8 @@ def account(
 class _Sums:
     """Running sums over examples."""
 
-    def __init__(self, task: Task, tokenizer: PreTrainedTokenizerBase, max_length: int | None):
-        self.task: Task = task
+    def __init__(self, task: TaskName, tokenizer: PreTrainedTokenizerBase, max_length: int | None):
+        self.task: TaskName = task
         self.tokenizer = tokenizer
         self.max_length = max_length
         self.lengths: list[int] = []
@@ -121,7 +121,7 @@ class _Sums:
     def add(self, example: EncodedExample) -> bool:
         """Count an example; returns whether it is kept."""
         self.lengths.append(example.length)
-        if reason := example.drop_reason(self.task, self.max_length):
+        if reason := example.drop_reason(self.max_length):
             self.dropped[reason] += 1
             return False
         self.left_out.update(example.left_out)
@@ -164,7 +164,8 @@ class _Sums:
 def show_example(account: Account, color: bool = True) -> Text:
     """The example for the terminal: trained text in green, or in [[double brackets]] without color."""
     shown = Text()
-    names = ("prompt", "chosen", "rejected") if account.task == "dpo" else ()
+    answers = TASKS[account.task].answers
+    names = ("prompt", *answers) if answers else ()
     for i, (text, trained) in enumerate(account.example):
         if names:
             shown.append(("\n" if i else "") + names[i] + "\n", style="bold")

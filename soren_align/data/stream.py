@@ -20,10 +20,11 @@ from datasets import Dataset
 from ..core.errors import UserError
 from ..core.silence import quiet_libraries
 from ..recipe import is_local
+from ..tasks import TaskName
 from . import hub
 from .arrow import concatenated, examples_of, features_of
 from .files import LocalReader
-from .formats import Example, Layout, Task
+from .formats import Example, Layout
 from .split import (
     SAMPLE_SIZE,
     LoadedSplit,
@@ -188,7 +189,7 @@ class StreamedSplit:
     """One split of a stream."""
 
     config: SourceConfig
-    task: Task
+    task: TaskName
     layout: Layout
     place: str
     """For messages."""
@@ -209,7 +210,7 @@ class StreamedSplit:
         return LoadedSplit(dataset, self.layout.description, len(records), dropped, self.source)
 
 
-def open_split(config: SourceConfig, task: Task) -> StreamedSplit:
+def open_split(config: SourceConfig, task: TaskName) -> StreamedSplit:
     """Open the split of `config`. Raises UserError if it cannot be read, or has no columns of the task."""
     with quiet_libraries():
         if is_local(config.path):
@@ -346,7 +347,7 @@ class Preview(LoadedSplit):
 
 
 def open_stream(
-    configs: Sequence[SourceConfig], task: Task, block_size: int, seed: int, fraction: float | None = None
+    configs: Sequence[SourceConfig], task: TaskName, block_size: int, seed: int, fraction: float | None = None
 ) -> tuple[Preview, LoadedSplit | None]:
     """(the preview of a stream, and the stream; the held-out examples).
 

@@ -8,9 +8,9 @@ from transformers import PreTrainedTokenizerBase
 from ..core import shipped
 from ..core.errors import UserError, did_you_mean
 from ..core.files import read_text
+from ..tasks import TASKS, TaskName
 from .arrow import has_turns
 from .encode import ChatEncoder, has_marks
-from .formats import COLUMNS, Task
 from .rendering import template_errors
 from .tool_calls import for_template, template_options
 
@@ -39,7 +39,7 @@ def set_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None, 
 
 def check_template(
     tokenizer: PreTrainedTokenizerBase,
-    task: Task,
+    task: TaskName,
     assistant_only_loss: bool,
     dataset: Dataset,
     completion_only_loss: bool | None = None,
@@ -79,11 +79,11 @@ def check_template(
     return notices
 
 
-def _conversations(example: dict[str, Any], task: Task) -> list[list[dict[str, Any]]]:
+def _conversations(example: dict[str, Any], task: TaskName) -> list[list[dict[str, Any]]]:
     if example.get("completion"):
         chats = [example["prompt"] + example["completion"]]
     else:
-        chats = [example[column] for column in COLUMNS[task]]
+        chats = [example[column] for column in TASKS[task].columns]
     return [[{key: value for key, value in turn.items() if key != "weight"} for turn in chat] for chat in chats]
 
 

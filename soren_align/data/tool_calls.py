@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ..recipe import OPTIONS
+from ..tasks import OPTIONS
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys of an assistant's reasoning. transformers gives a template whichever it reads."""

@@ -12,7 +12,7 @@ from typing import Any
 from ..core.errors import UserError, closest
 from ..core.optimizer_settings import BETAS
 from ..recipe import trl
-from ..recipe.schema import Task
+from ..tasks import TASKS, TaskName
 from . import attention_keys, lora_keys, per_epoch_keys, streaming_keys, tool_defaults
 from . import key_tables as names
 from .data_keys import read_data, trains_completions
@@ -29,7 +29,7 @@ _MIN_LR = "cosine_min_lr_ratio"
 class Conversion:
     """A recipe made from another tool's file."""
 
-    task: Task
+    task: TaskName
     recipe: dict[str, dict[str, Any]]
     """The recipe's sections, `task` aside."""
     ours: dict[str, str] = field(default_factory=dict)
@@ -46,7 +46,7 @@ def convert(
     source: dict[str, Any],
     name: str,
     folder: str = "",
-    task: Task | None = None,
+    task: TaskName | None = None,
     template_path: str | None = None,
 ) -> Conversion:
     """The recipe that trains as `source` does.
@@ -117,8 +117,8 @@ def _convert_key(key: str, flat: dict[str, Any], conversion: Conversion) -> Note
                     return _left_out(key, name, value, reason, changes, flat)
     known = trl.fields(conversion.task)
     if target is None and name not in known and name not in trl.ELSEWHERE:
-        if any(name in trl.fields(task) for task in trl.CLASSES):
-            return Note(key, "dropped", f"TRL's {trl.CLASSES[conversion.task]} has no such key")
+        if any(name in trl.fields(task) for task in TASKS):
+            return Note(key, "dropped", f"TRL's {TASKS[conversion.task].config} has no such key")
         similar = closest(name, [*names.RENAMED, *known], cutoff=0.8)
         return Note(key, "unknown", f"did you mean {similar}?" if similar else "")
     if target is None and name in trl.ELSEWHERE:
@@ -133,8 +133,8 @@ def _special(key: str, name: str, value: Any, flat: dict[str, Any], conversion: 
     nullable = (*_NESTED, "optim", "optimizer", *_BETAS, "torch_dtype", "dtype", _MIN_LR)
     if value in (None, {}) and name in nullable:
         return Note(key, "dropped", "null has no effect")
-    packs_pairs = conversion.task == "dpo" and name in attention_keys.PACKING  # DPOConfig has no such key
-    for of_keys in (per_epoch_keys, streaming_keys, *([] if packs_pairs else [attention_keys])):
+    is_no_key = name in attention_keys.PACKING and "packing" not in trl.fields(conversion.task)
+    for of_keys in (per_epoch_keys, streaming_keys, *([] if is_no_key else [attention_keys])):
         if note := of_keys.convert(key, name, value, flat, conversion.recipe):
             return note
     for special in (_optimizer_key, _model_key, _schedule_key):
@@ -251,12 +251,12 @@ def _put(key: str, name: str, target: str, value: Any, conversion: Conversion) -
     if section == "trainer":
         known = trl.fields(conversion.task)
         if ours not in known:
-            return Note(key, "dropped", f"TRL's {trl.CLASSES[conversion.task]} has no {ours}")
+            return Note(key, "dropped", f"TRL's {TASKS[conversion.task].config} has no {ours}")
         value = _typed(value, known[ours].types)
         if problem := trl.problems(conversion.task, {ours: value}).get(ours):
             if ours == "loss_type":  # another spelling would be another loss
                 losses = ", ".join(map(str, value)) if isinstance(value, list) else value
-                problem = f"{losses}: not a loss of TRL's {trl.CLASSES[conversion.task]}, whose default is trained"
+                problem = f"{losses}: not a loss of TRL's {TASKS[conversion.task].config}, whose default is trained"
             return Note(key, "dropped", problem, not matches(ours, names.HARMLESS))
     elif section == "optimizer":
         value = number(value)

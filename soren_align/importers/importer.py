@@ -12,7 +12,8 @@ from ..core.errors import UserError, printable
 from ..core.files import read_text
 from ..recipe.loader import load_text, parse
 from ..recipe.optimizer import OPTIMIZERS
-from ..recipe.schema import Model, Run, Task
+from ..recipe.schema import Model, Run
+from ..tasks import TaskName
 from .convert import Conversion, convert
 from .key_tables import Note
 from .llama_factory import with_datasets
@@ -29,7 +30,7 @@ source; global_batch_size: N fixes their number. parallel: zero3, fsdp2, ... sha
 _EVAL = "# eval: {suite: open-llm-leaderboard-v1}     # evaluates the model and its starting checkpoint\n"
 
 
-def import_file(path: Path, task: Task | None = None, template_file: Path | None = None) -> tuple[str, str]:
+def import_file(path: Path, task: TaskName | None = None, template_file: Path | None = None) -> tuple[str, str]:
     """The recipe as YAML, which `load` accepts, and the table of the outcome of each key.
 
     task: sft or dpo, instead of the file's own. template_file: where an inline chat template is written, if there is

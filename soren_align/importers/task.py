@@ -5,12 +5,12 @@ from typing import Any
 
 from ..core.errors import UserError
 from ..recipe import trl
-from ..recipe.schema import Task
+from ..tasks import TaskName
 from .data_keys import ROOTS
 from .key_tables import OTHER_TASKS
 
 
-def task_of_source(flat: dict[str, Any], name: str, folder: str) -> Task:
+def task_of_source(flat: dict[str, Any], name: str, folder: str) -> TaskName:
     """The source's task: by its keys, else by its columns, else by the names of file and folder.
 
     flat: the source's keys; name, folder: the file's, without suffix. Raises UserError if the task is neither SFT nor
@@ -55,9 +55,9 @@ def task_of_source(flat: dict[str, Any], name: str, folder: str) -> Task:
     raise UserError("SFT or DPO? Neither its keys nor its name determine it: write --task sft or --task dpo")
 
 
-def _task_of_data(source: dict[str, Any]) -> Task | None:
+def _task_of_data(source: dict[str, Any]) -> TaskName | None:
     """The task by the names of columns and splits; None if they fit both."""
-    signs: tuple[tuple[Task, str], ...] = (("dpo", r"'chosen'|_prefs\b"), ("sft", r"'messages'|_sft\b"))
+    signs: tuple[tuple[TaskName, str], ...] = (("dpo", r"'chosen'|_prefs\b"), ("sft", r"'messages'|_sft\b"))
     for root in ROOTS:
         text = f"{source.get(root)} {source.get('dataset_splits')} {source.get('dataset_train_split')}"
         for task, pattern in signs:

@@ -11,6 +11,7 @@ from ..core.files import write
 from ..recipe import Recipe, differences, load_resolved, parallel, to_yaml, trainer_value, training_part
 from ..run.folder import RunFolder, now
 from ..run.provenance import provenance
+from ..tasks import TASKS
 
 
 def prepare(folder: RunFolder, recipe: Recipe, num_ranks: int = 1) -> None:
@@ -102,7 +103,7 @@ def _refuse_more_steps(folder: RunFolder, recipe: Recipe, run: dict[str, Any]) -
     }
     command = [f"soren-align {recipe.task} {shlex.quote(str(folder.recipe))}"]
     command += [f"--set {shlex.quote(f'{name}={value}')}" for name, value in changes.items()]
-    reference = ", with that model as its reference," if recipe.task == "dpo" else ""
+    reference = ", with that model as its reference," if TASKS[recipe.task].has_reference else ""
     raise UserError(
         f"{folder}: holds a trained run of {num_steps} steps, whose schedule has ended. More steps are a new run that "
         f"starts from its model{reference} with a new schedule, a new optimizer state and another order of examples:",

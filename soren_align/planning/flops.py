@@ -23,6 +23,7 @@ from ..core.errors import as_user_error
 from ..core.silence import log_level
 from ..data import Account
 from ..recipe import Recipe, compute_dtype, parallel, trainer_value
+from ..tasks import TASKS
 from ..training.adapters import freeze
 from ..training.build import trl_forward
 
@@ -190,7 +191,7 @@ class Compute:
     def as_json(self, recipe: Recipe, ranks: dict[str, Any], num_steps: int) -> dict[str, Any]:
         """The plan's section "compute". ranks: its section "processes"."""
         maps = ranks["map_flops"] and ranks["map_flops"]["all_ranks"]
-        num_examples, num_sides = ranks["global_batch_size"] * num_steps, _num_sides(recipe)
+        num_examples, num_sides = ranks["global_batch_size"] * num_steps, TASKS[recipe.task].num_sides
         times: dict[str, Any] = {"hours": None, "hours_assume": None}
         if self.flops_per_step:
             passes = self.flops_per_step * num_steps, compute_dtype(recipe)
@@ -221,7 +222,7 @@ def compute(
     build_model: a model of these blocks and of that dtype. kinds: see `passes.Passes`. batch_size: the global one.
     """
     max_tokens, mean_tokens = _example_lengths(recipe, account, max_length)
-    num_sides = _num_sides(recipe)
+    num_sides = TASKS[recipe.task].num_sides
     checkpointing = trainer_value(recipe, "gradient_checkpointing")
 
     def measure() -> tuple[int, int, int]:
@@ -236,7 +237,7 @@ def compute(
         mask = longest**2 if num_joined > 1 else 0  # a byte for each pair of tokens
         activations = passes.num_bytes(sequences, longest) + mask
         flops = passes.num_flops(1, length)
-        if recipe.task == "dpo":  # the reference model's pass, at each step or once before
+        if TASKS[recipe.task].has_reference:  # the reference model's pass, at each step or once before
             flops += plain.num_flops(1, length, backward=False)
         without = plain.num_bytes(sequences, longest) + mask if checkpointing else activations
         return activations, without, round(flops / num_joined * batch_size * num_sides)
@@ -250,11 +251,6 @@ def compute(
         return Compute(max_tokens, mean_tokens, account is not None, None, None, None, failure=reason)
 
 
-def _num_sides(recipe: Recipe) -> int:
-    """Sequences of an example: of a preference pair both answers, each with the prompt."""
-    return 2 if recipe.task == "dpo" else 1
-
-
 def joined_sequences(recipe: Recipe) -> int:
     """The packed sequences, or examples without padding, that TRL joins into one sequence of a micro-batch.
 
@@ -263,7 +259,7 @@ def joined_sequences(recipe: Recipe) -> int:
     is_packed = recipe.trainer.get("packing") and recipe.trainer.get("packing_strategy") != "wrapped"
     if not (is_packed or recipe.trainer.get("padding_free")) or "flash" in (recipe.model.attn_implementation or ""):
         return 1
-    return trainer_value(recipe, "per_device_train_batch_size") if recipe.task != "dpo" else 1
+    return trainer_value(recipe, "per_device_train_batch_size") if TASKS[recipe.task].num_sides == 1 else 1
 
 
 def _loops_over_tokens(build_model: Callable[[Sequence[int], torch.dtype], Any]) -> bool:
@@ -277,7 +273,7 @@ def _example_lengths(recipe: Recipe, account: Account | None, max_length: int | 
     upper_bound = max_length or UNBOUNDED_LENGTH
     if not account or (recipe.trainer.get("packing") and max_length):  # packed sequences are full
         return upper_bound, float(upper_bound)
-    num_sides = _num_sides(recipe)
+    num_sides = TASKS[recipe.task].num_sides
     longest = min(account.lengths["max"], max_length or account.lengths["max"])
     return longest, account.num_tokens / (account.num_kept * num_sides)
 

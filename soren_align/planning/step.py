@@ -26,6 +26,7 @@ from ..sharding.exchange_plan import ExchangePlan, make_exchange_plan
 from ..sharding.geometry import flat_partitions, parameter_slices, replicas, row_blocks, slabs
 from ..sharding.ownership import elements_sent, flops_per_rank
 from ..spectral import narrow_flops, num_flops, num_workspace_numbers, usual_workspace_numbers
+from ..tasks import TASKS
 from .flops import Compute
 from .memory import (
     FLOAT32,
@@ -314,7 +315,9 @@ def _settings(recipe: Recipe, has_adapter: bool) -> StepSettings:
         resolution=optimizer.map_resolution,
         compute_dtype=compute_dtype(recipe),
         # With an adapter the reference is the model without it, or with a copy of it.
-        has_reference_model=recipe.task == "dpo" and not trainer.get("precompute_ref_log_probs") and not has_adapter,
+        has_reference_model=TASKS[recipe.task].has_reference
+        and not trainer.get("precompute_ref_log_probs")
+        and not has_adapter,
         workspace_mb=workspace,
         weight_bytes=2 if recipe.model.dtype == "bfloat16" and not has_adapter else 4,
         compensation_bytes=2 if optimizer.compensation == "kahan" else 0,

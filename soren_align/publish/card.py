@@ -15,7 +15,7 @@ from ..core.files import write
 from ..evaluate.report import tables
 from ..evaluate.report.results import read_results
 from ..evaluate.report.tables import in_cell, plain
-from ..recipe import TASK_TITLES, Recipe, adapter_config, load_resolved, to_yaml
+from ..recipe import Recipe, adapter_config, load_resolved, to_yaml
 from ..run.folder import RunFolder
 from ..run.record import (
     SURVIVAL_THRESHOLD,
@@ -25,6 +25,7 @@ from ..run.record import (
     describe_early_stop,
     describe_losses,
 )
+from ..tasks import TASKS
 
 SMALL_CHANGE = 1e-4
 """Relative to the matrices' norm: a fortieth of bfloat16's ulp (2^-8)."""
@@ -128,7 +129,7 @@ def _summary(recipe: Recipe, record: dict[str, Any], is_adapter: bool, merged: b
     if earlier and earlier[-1]["task"] == recipe.task:
         subject = f"{subject} further"
     merge = " It is merged with its base model." if merged else ""
-    method = f"{TASK_TITLES[recipe.task]} with {recipe.optimizer.title}"
+    method = f"{TASKS[recipe.task].title} with {recipe.optimizer.title}"
     return f"{subject} by {method} from {_start(recipe, record)}.{merge}"
 
 

@@ -17,9 +17,10 @@ from huggingface_hub.utils import validate_repo_id
 from ..core.errors import UserError
 from ..core.files import read_json
 from ..core.text import print_labelled, stderr_console, with_prefix
-from ..recipe import QUANTIZATION_RECORD, TASK_TITLES, adapter_config, load_resolved
+from ..recipe import QUANTIZATION_RECORD, adapter_config, load_resolved
 from ..run.folder import RunFolder
 from ..run.record import to_text
+from ..tasks import TASKS
 from .card import card, public, public_recipe, public_record
 
 CONFIGS = ("config.json", "generation_config.json", "tokenizer_config.json", "adapter_config.json")
@@ -77,7 +78,7 @@ def _upload(folder: Path, run: RunFolder, repo: str, private: bool, revision: st
     if revision:
         api.create_branch(repo, branch=revision, exist_ok=True)
     recipe = load_resolved(run.recipe)
-    message = f"{TASK_TITLES[recipe.task]} with {recipe.optimizer.name}, by soren-align"
+    message = f"{TASKS[recipe.task].title} with {recipe.optimizer.name}, by soren-align"
     api.upload_folder(repo_id=repo, folder_path=folder, revision=revision, commit_message=message)
     return f"{constants.ENDPOINT}/{repo}" + (f"/tree/{revision}" if revision else "")
 

@@ -8,8 +8,6 @@ Nothing here imports torch.
 from .checks import evaluation_problems
 from .data_files import (
     FILE_KINDS,
-    OPTIONS,
-    REQUIRED_COLUMNS,
     STDLIB,
     columns_text,
     data_files,
@@ -59,8 +57,6 @@ from .parallel import (
 )
 from .schema import (
     ADAPTER,
-    TASK_TITLES,
-    Column,
     Data,
     DataSplit,
     Eval,
@@ -82,15 +78,11 @@ __all__ = [
     "FILE_KINDS",
     "MAPS",
     "OPTIMIZERS",
-    "OPTIONS",
     "QUANTIZATION_RECORD",
-    "REQUIRED_COLUMNS",
     "SCHEMA_COMMENT",
     "SCHEMA_FILE",
     "SCHEMA_VERSION",
     "STDLIB",
-    "TASK_TITLES",
-    "Column",
     "Data",
     "DataSplit",
     "Eval",

@@ -12,6 +12,7 @@ from ..core.document import Key
 from ..core.errors import UserError, did_you_mean
 from ..core.files import local_path
 from ..core.optimizer_settings import AUX_WEIGHT_DECAY, WEIGHT_DECAY, Precision, map_precisions
+from ..tasks import TASKS
 from .data_files import STDLIB, STDLIB_SPLITS, data_problems, first_line_problems, is_test_split
 from .model import (
     attention_problems,
@@ -325,11 +326,6 @@ def _precision_problems(
 # ---
 # Checks of keys inside `run` against other keys, and of the metric that runs are compared by.
 
-METRICS = {"sft": ["loss", "mean_token_accuracy", "entropy"]}
-METRICS["pretrain"] = ["loss"]
-METRICS["dpo"] = [*METRICS["sft"], "rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected"]
-METRICS["dpo"] += ["logps/chosen", "logps/rejected", "logits/chosen", "logits/rejected"]
-"""By task: the values of an evaluation during training. tests/training/test_early_stopping.py compares."""
 PROMPT_FILES = (".txt", ".jsonl")
 
 
@@ -344,7 +340,7 @@ def evaluation_needed(evaluation: Any, strategy: Any) -> str | None:
 
 def metric_problems(task: Any, metric: Any) -> Iterator[str]:
     """The problems of trainer.metric_for_best_model."""
-    known = METRICS.get(task) if isinstance(task, str) else None
+    known = TASKS[task].metrics if isinstance(task, str) and task in TASKS else ()
     if known and isinstance(metric, str) and metric.removeprefix("eval_") not in known:
         yield f"found {metric!r}; write one of {', '.join(known)}{did_you_mean(metric.removeprefix('eval_'), known)}"
 

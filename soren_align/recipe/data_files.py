@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from ..core import shipped
 from ..core.errors import UserError, did_you_mean
-from .schema import Column
+from ..tasks import OPTIONS, TASKS, TURN_KEYS, Column
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".txt", ".parquet")
 """Of data files. All but .parquet may be followed by .gz."""
@@ -119,14 +119,6 @@ def _walk(folder: Path) -> Iterator[str]:
 NUM_LINES, NUM_FILES = 50, 3
 MAX_LINE = 1 << 20
 """Bytes; a file with a longer line is left to the later checks."""
-REQUIRED_COLUMNS: dict[str, str] = {
-    "sft": "'messages': a list of {role, content} turns (or 'conversations' as of ShareGPT, 'instruction' and "
-    "'output', 'prompt' and 'completion', 'text'); other names go under `columns`",
-    "dpo": "'chosen' and 'rejected': two whole conversations, lists of {role, content} turns (or two answers beside "
-    "their 'prompt' or 'instruction'); other names go under `columns`",
-}
-OPTIONS = ("tools", "chat_template_kwargs")
-"""Columns of an example beside its turns: the tools that its template lists, and other variables of the template."""
 
 
 def first_line_problems(path: str, split: dict[str, Any], task: str | None) -> list[str]:
@@ -162,15 +154,15 @@ def _problems(name: str, lines: list[tuple[int, bytes]], split: dict[str, Any], 
     names = split.get("columns")
     if isinstance(names, dict) and names:
         return _names_problems(name, columns, names) if columns else []
-    if not columns or task not in REQUIRED_COLUMNS or columns.keys() & set(get_args(Column)):
+    if not columns or task not in TASKS or columns.keys() & set(get_args(Column)):
         return []
     hint = example_of_names(examples[0], task)
-    return [f"{name}: found the columns {', '.join(columns)}; {task} needs {REQUIRED_COLUMNS[task]}{hint}"]
+    return [f"{name}: found the columns {', '.join(columns)}; {task} needs {TASKS[task].required_columns}{hint}"]
 
 
 def _names_problems(name: str, columns: dict[str, None], names: dict[str, Any]) -> list[str]:
     """The first of `names`, ours -> the dataset's, that is no column. Keys of turns are not columns."""
-    own = {ours: theirs for ours, theirs in names.items() if ours not in ("role", "content", "weight")}
+    own = {ours: theirs for ours, theirs in names.items() if ours not in TURN_KEYS}
     missing = [(ours, theirs) for ours, theirs in own.items() if isinstance(theirs, str) and theirs not in columns]
     return [
         f"{name}: columns.{ours} is '{theirs}', and the columns are {', '.join(columns)}{did_you_mean(theirs, columns)}"

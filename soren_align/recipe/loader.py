@@ -18,6 +18,7 @@ from ..core.document import Key, dotted, parse_yaml, sentences
 from ..core.errors import UserError, did_you_mean
 from ..core.files import local_path, read_text, write
 from ..core.shipped import MODELINE
+from ..tasks import TASKS
 from . import trl
 from .checks import problems_beyond_schema
 from .merge import Notify, merged, override
@@ -157,7 +158,7 @@ def _checked(
     except ValidationError as error:
         more += messages(error)
     kind = raw.get("task")
-    if isinstance(kind, str) and kind in trl.CLASSES:
+    if isinstance(kind, str) and kind in TASKS:
         if task and kind != task:
             more.append((("task",), f"this is a recipe for `soren-align {kind}`, not {task}"))
         trainer = raw.get("trainer")
@@ -280,7 +281,7 @@ def write_schema(file: Path, text: str) -> bool:
 def _trainer_properties() -> dict[str, Any]:
     """The schema of each key of `trainer`."""
     properties: dict[str, Any] = {}
-    for task in trl.CLASSES:
+    for task in TASKS:
         for field in trl.fields(task).values():
             if field.name in trl.ELSEWHERE:
                 continue

@@ -11,30 +11,12 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError
 from pydantic_core import PydanticCustomError
 
 from ..core import shipped
+from ..tasks import TASKS, Column, TaskName
 from .base import Coefficient, NonNegative, Positive, Section
 from .optimizer import Optimizer
 
 # ---
 # The data section of a recipe: training splits, held-out examples, and the names that their columns have.
-
-Column = Literal[
-    "messages",
-    "conversations",
-    "instruction",
-    "input",
-    "output",
-    "system",
-    "prompt",
-    "completion",
-    "text",
-    "chosen",
-    "rejected",
-    "tools",
-    "chat_template_kwargs",
-    "role",
-    "content",
-    "weight",
-]
 
 
 class DataSplit(Section):
@@ -211,14 +193,12 @@ class EarlyStopping(Section):
 
 ADAPTER = "adapter_config.json"
 """The file that makes a folder an adapter's."""
-Task = Literal["sft", "dpo", "pretrain"]
-TASK_TITLES = {"sft": "SFT", "dpo": "DPO", "pretrain": "pre-training"}
 
 
 class Recipe(Section):
     """One run of SFT, DPO or pre-training."""
 
-    task: Task
+    task: TaskName
     """The command that runs the recipe: sft, dpo or pretrain."""
     extends: list[str] = []
     """Another recipe, by file or shipped name: its keys hold where this file has none, section by section. In a run
@@ -233,9 +213,9 @@ class Recipe(Section):
     """null: no evaluation after training."""
 
     @property
-    def data_task(self) -> Literal["sft", "dpo"]:
+    def data_task(self) -> TaskName:
         """The task in whose forms the examples are: pre-training takes the plain texts of SFT."""
-        return "dpo" if self.task == "dpo" else "sft"
+        return TASKS[self.task].data
 
 
 def _modules(value: Any, check: Any) -> Any:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import did_you_mean
+from ..tasks import TASKS
 
-CLASSES = {"sft": "SFTConfig", "dpo": "DPOConfig", "pretrain": "SFTConfig"}
 _PUSH = "nothing is uploaded during training; `soren-align push RUN OWNER/NAME` uploads a finished run"
 
 # Keys of TRL that belong to another section of a recipe, or to none: one meaning, one place.
@@ -115,14 +115,14 @@ class Field:
 
 @functools.cache
 def fields(task: str) -> dict[str, Field]:
-    """The fields of the installed TRL's config class for `task` ('sft', 'dpo' or 'pretrain'), by name."""
-    transformers, trl = _source("transformers"), _source("trl")
+    """The fields of the installed TRL's config class for a task, by name."""
+    transformers, trl, config = _source("transformers"), _source("trl"), TASKS[task].config
     enums = _enums(transformers / "trainer_utils.py") | _enums(transformers / "training_args.py")
     known: dict[str, Field] = {}
     for path, name in (
         (transformers / "training_args.py", "TrainingArguments"),
         (trl / "trainer/base_config.py", "_BaseConfig"),
-        (trl / f"trainer/{CLASSES[task].removesuffix('Config').lower()}_config.py", CLASSES[task]),
+        (trl / f"trainer/{config.removesuffix('Config').lower()}_config.py", config),
     ):
         known |= _class_fields(path, name, enums)
     return known
@@ -141,16 +141,15 @@ def problems(task: str, values: dict[str, Any]) -> dict[str, str]:
 
 
 def _problem(task: str, key: str, value: Any) -> str | None:
-    known = fields(task)
-    other = "sft" if task == "dpo" else "dpo"
+    known, config = fields(task), TASKS[task].config
     if key in ELSEWHERE:
         return ELSEWHERE[key]
     if key not in known:
-        if key in fields(other):
-            return f"is a key of TRL's {CLASSES[other]}; this is a {task} recipe"
+        if other := next((other.config for name, other in TASKS.items() if key in fields(name)), None):
+            return f"is a key of TRL's {other}; this is a {task} recipe"
         if key in RENAMED:
-            return f"unknown to TRL's {CLASSES[task]}; {RENAMED[key]}"
-        return f"unknown to TRL's {CLASSES[task]}{did_you_mean(key, known)}"
+            return f"unknown to TRL's {config}; {RENAMED[key]}"
+        return f"unknown to TRL's {config}{did_you_mean(key, known)}"
     if key == "report_to" and _fits(value, known[key].types):
         return problem(value)
     if key == "truncation_mode" and value == "keep_end":

@@ -16,6 +16,7 @@ from typing_extensions import TypedDict
 from ..core.document import dotted
 from ..core.errors import UserError
 from ..core.files import CHANGED, digest, read_json
+from ..tasks import TaskName
 
 FORMAT_VERSION = 2
 EDITED = "it was edited, or written by another version of soren-align"
@@ -31,7 +32,6 @@ little below that of random weights. Where the start was not evaluated, all loss
 have to be above PEAK times the first one, which is of few examples."""
 Count = Annotated[int, Field(ge=0)]
 
-_TASK = Literal["sft", "dpo", "pretrain"]
 _BEST = {"metric": str, "value": float | None, "step": Count | None}
 _SOURCE = {
     # a dataset, identified by the hub's commit or a file's sha256; several of a mixture are in `sources`
@@ -68,7 +68,7 @@ _TRAINING = {
 _KEYS = {
     "format_version": Literal[2],
     "status": Literal["training", "trained", "finished", "diverged"],
-    "task": _TASK,
+    "task": TaskName,
     "versions": dict[str, str],
     "extends?": list[str],
     "processes?": Annotated[int, Field(ge=1)] | None,
@@ -83,7 +83,7 @@ _KEYS = {
     "defect?": str | None,
     "optimizer?": {"class?": str, "num_matrices?": Count},
     # The checkpoint that training started from, and the runs that trained it, the first one first.
-    "start?": {"path": str, "sha256_or_revision": str | None, "after?": [{"task": _TASK, "steps": Count}]},
+    "start?": {"path": str, "sha256_or_revision": str | None, "after?": [{"task": TaskName, "steps": Count}]},
     # The numbers of examples trained on and, by reason, dropped; num_read: of a stream.
     "data?": {"train": {"num_kept": Count, "dropped": dict[str, Count], "num_read?": Count}},
     "parallel?": str,

@@ -25,19 +25,14 @@ from ..recipe import SCHEMA_COMMENT, SCHEMA_VERSION, Recipe, trainer_value
 from ..recipe.base import NonNegative, Positive, Section
 from ..recipe.loader import find_yaml
 from ..recipe.messages import messages
+from ..tasks import TASKS
 from .study import Run
 
 # ---
 # The sections of a study's file, as pydantic models: every key, its meaning and its default.
 
-HIGHER_IS_BETTER = {
-    "sft": {"eval_loss": False, "eval_mean_token_accuracy": True},
-    "pretrain": {"eval_loss": False},
-    "dpo": {"eval_loss": False, "eval_rewards/margins": True, "eval_rewards/accuracies": True},
-}
-"""By task: the held-out metrics that trials may be selected by, and their direction."""
-METRICS = {metric: higher for metrics in HIGHER_IS_BETTER.values() for metric, higher in metrics.items()}
-"""Those of all tasks."""
+METRICS = {metric: higher for task in TASKS.values() for metric, higher in task.higher_is_better.items()}
+"""The held-out metrics that trials may be selected by, of all tasks, and their direction."""
 
 ALL_PAIRS = "all"
 """In the place of a reference: every candidate is compared with every other."""
@@ -375,7 +370,7 @@ def _recipe_problems(study: StudyFile, lines: dict[Key, str]) -> list[str]:
 
 def _against_recipe(study: StudyFile, recipe: Recipe) -> Iterator[tuple[Key, str]]:
     """The problems of the study with a candidate's recipe."""
-    metrics, metric = HIGHER_IS_BETTER[recipe.task], study.search.metric
+    metrics, metric = TASKS[recipe.task].higher_is_better, study.search.metric
     columns = [task.column for task in suite_of(recipe.eval).tasks] if recipe.eval else []
     if metric not in metrics:
         reason = "selection on a benchmark is refused" if metric.removeprefix("eval_") in columns else "no such metric"

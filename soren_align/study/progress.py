@@ -12,7 +12,8 @@ from ..core.errors import UserError
 from ..core.files import read_json, write
 from ..recipe import Recipe, differences, load_resolved, to_yaml, training_part
 from ..run.folder import RunFolder
-from .config import HIGHER_IS_BETTER, Range, StudyFile, first_run, load_resolved_study, recipe_of_run, study_to_yaml
+from ..tasks import TASKS
+from .config import Range, StudyFile, first_run, load_resolved_study, recipe_of_run, study_to_yaml
 from .runs import ENDED, by_trial, edges, metric_of_trial, read_run, read_scores, search_runs, select, verdict_runs
 from .search import JOURNAL, Trials, beyond, drop_incomplete_line
 from .study import Candidate, Run, Study
@@ -66,7 +67,7 @@ class Progress:
         self.folder = folder
         self.study = load_resolved_study(folder / STUDY_FILE)
         task = load_resolved(next((folder / "candidates").glob("*.yaml"))).task
-        self.higher_is_better = HIGHER_IS_BETTER[task][self.study.search.metric]
+        self.higher_is_better = TASKS[task].higher_is_better[self.study.search.metric]
         self.trials = Trials(folder, self.study, higher_is_better=self.higher_is_better)
         self.failures: dict[str, str] = {}
         self._ended: dict[str, Run] = {}

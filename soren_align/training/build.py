@@ -13,21 +13,18 @@ from transformers.utils.hub import cached_file, extract_commit_hash
 from trl.trainer.utils import add_fused_lm_head
 
 from ..core.errors import as_user_error
-from ..data import TOKEN_COLUMNS
 from ..optim import build_optimizer
 from ..recipe import Recipe, adapter_config, parallel, training_part
 from ..run.folder import RunFolder
 from ..run.provenance import fingerprint
 from ..run.weights import complete_for_trl_
 from ..sharding.ranks import Ranks
-from . import adapters
+from ..tasks import TASKS
+from . import adapters, trainer
 from .checks.lost_updates import LostUpdatesPolicy
 from .measure.measurements import MeasurementLog
 from .model import load_model, save_dtype
 from .setup import TrainingSetup, trl_arguments
-from .trainer import SorenDPOTrainer, SorenPretrainer, SorenSFTTrainer
-
-TRAINERS = {"sft": SorenSFTTrainer, "dpo": SorenDPOTrainer, "pretrain": SorenPretrainer}
 
 
 def build_trainer(
@@ -40,7 +37,8 @@ def build_trainer(
 
     `trainer.origin` identifies the run in its checkpoints: recipe, processes, data, starting weights, template.
     """
-    recipe, held_out, columns = setup.recipe, setup.tokens["eval"], list(TOKEN_COLUMNS[setup.recipe.data_task])
+    recipe, held_out, task = setup.recipe, setup.tokens["eval"], TASKS[setup.recipe.task]
+    columns = list(task.token_columns)
     args = trl_arguments(recipe, folder.checkpoints, ranks)
     model = load_model(recipe, setup.start)
     if recipe.model.eos_token is not None:
@@ -49,13 +47,13 @@ def build_trainer(
     if new_adapter is None:  # otherwise the parameters to train exist only after TRL has added the adapter
         with as_user_error("optimizer", ValueError):
             build_optimizer(model, **optimizer_settings(recipe))
-        if recipe.task == "dpo" and recipe.model.revision and not isinstance(model, PeftModel):
+        if task.has_reference and recipe.model.revision and not isinstance(model, PeftModel):
             # TRL loads the reference by this name, without a revision.
             config_file: Any = cached_file(setup.start, "config.json", revision=recipe.model.revision)
             model.config._name_or_path = str(Path(config_file).parent)
     # TRL prints while it truncates and packs; data.preview has already counted and shown the same.
     with as_user_error("trainer", ValueError, RuntimeError), contextlib.redirect_stdout(io.StringIO()):
-        return TRAINERS[recipe.task](
+        return getattr(trainer, task.trainer)(
             model=model,
             args=args,
             train_dataset=setup.stream.dataset() if setup.stream else setup.tokens["train"].select_columns(columns),

@@ -20,20 +20,19 @@ from ..core.silence import quiet_libraries
 from ..data import (
     BATCH_SIZE,
     FIRST,
-    TOKEN_COLUMNS,
     TRAINED,
     Account,
     EncodedExample,
     LossMasks,
     State,
     Stream,
-    Task,
     dataset_of,
     drop_reason_of,
     encode,
     iterable_dataset,
     token_columns,
 )
+from ..tasks import TASKS, TaskName
 
 
 @dataclass(frozen=True)
@@ -153,11 +152,11 @@ class TokenStream:
     """
 
     def __init__(
-        self, stream: Stream, task: Task, tokenizer: PreTrainedTokenizerBase, args: Any, loss: tuple[bool, bool]
+        self, stream: Stream, task: TaskName, tokenizer: PreTrainedTokenizerBase, args: Any, loss: tuple[bool, bool]
     ):
         """args: TRL's config. loss: assistant_only_loss and completion_only_loss, see `data.encode`."""
         self.stream, self.tokenizer, self.args, self.loss = stream, tokenizer, args, loss
-        self.task: Task = task
+        self.task: TaskName = task
         self.start: State = {"block": stream.start, "num_rows": 0, "num_kept": 0, "dropped": {}}
         self.num_trained = self.num_passed_over = 0
         self._counts_at_start: State | None = None
@@ -203,7 +202,7 @@ class TokenStream:
 
     def rows(self) -> Iterator[Row]:
         """Return an iterator over the sequences, and the placeholders before the first one after a resume."""
-        yield from repeat({name: [0] for name in TOKEN_COLUMNS[self.task]}, self.num_passed_over)
+        yield from repeat({name: [0] for name in TASKS[self.task].token_columns}, self.num_passed_over)
         self._begin()
         pack = self._pack if getattr(self.args, "packing", False) else self._rows
         for block in self.stream.blocks(self.start["block"]):
@@ -227,15 +226,15 @@ class TokenStream:
         for batch in _batches(examples, BATCH_SIZE):
             columns = {name: [example.get(name) for example in batch] for name in self.stream.columns}
             for example in encode(columns, self.task, self.tokenizer, *self.loss):
-                if reason := drop_reason_of(example) or example.drop_reason(self.task, max_length):
+                if reason := drop_reason_of(example) or example.drop_reason(max_length):
                     self.dropped[reason] += 1
                     continue
                 self.num_kept += 1
-                is_pair = self.task == "dpo"
+                is_pair = len(example.sides) > 1
                 yield example if is_pair else example._replace(sides=(example.sides[0].truncated(max_length),))
 
     def _rows(self, examples: Iterable[EncodedExample]) -> Iterator[Row]:
-        names = TOKEN_COLUMNS[self.task]
+        names = TASKS[self.task].token_columns
         for example in examples:
             columns = token_columns([example], self.task)
             yield {name: columns[name][0] for name in names}

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import trl
 from transformers import AutoModelForCausalLM, get_scheduler
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.optimization import GreedyLR
-from trl import DPOConfig, SFTConfig
 
 from ..core.errors import UserError, as_user_error, in_one_line
 from ..core.files import default_cache_folder
@@ -51,6 +51,7 @@ from ..run.folder import RunFolder
 from ..run.record import describe_dropped
 from ..sharding import start_deepspeed
 from ..sharding.ranks import Ranks
+from ..tasks import TASKS
 from .measure.samples import Prompt, read_prompts
 from .model import generation_notices, load_config, load_tokenizer, starting_checkpoint
 from .packing import Packing, TokenStream, after_packing, pack, packing_notices
@@ -259,7 +260,7 @@ def _notices(
 
 def _columns_of_turns(recipe: Recipe) -> str:
     """The `columns` by which prompts and answers in plain text become turns."""
-    answers = {"chosen": "chosen", "rejected": "rejected"} if recipe.task == "dpo" else {"output": "completion"}
+    answers = {answer: answer for answer in TASKS[recipe.task].answers} or {"output": "completion"}
     own: dict[str, str] = {**recipe.data.sources[0].columns}
     return columns_text(
         {ours: own.get(column, column) for ours, column in ({"instruction": "prompt"} | answers).items()}
@@ -420,10 +421,8 @@ def _load_stream(recipe: Recipe) -> tuple[Preview, LoadedSplit | None]:
 # ---
 # TRL's SFTConfig and DPOConfig, from a recipe.
 
-CONFIGS = {"sft": SFTConfig, "dpo": DPOConfig, "pretrain": SFTConfig}
 
-
-def trl_arguments(recipe: Recipe, output_dir: Path, ranks: Ranks) -> SFTConfig | DPOConfig:
+def trl_arguments(recipe: Recipe, output_dir: Path, ranks: Ranks) -> Any:
     """Return TRL's config object for one of `ranks`: the recipe's `trainer` section, and the keys derived from others.
 
     Raises UserError if TRL refuses a value, if there is no GPU and no `use_cpu`, and if the launcher started another
@@ -455,7 +454,7 @@ def trl_arguments(recipe: Recipe, output_dir: Path, ranks: Ranks) -> SFTConfig |
         # Otherwise FSDP2 keeps whole gradients until the last micro-batch of a step, instead of 1/N of them.
         defaults["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     with as_user_error("trainer", ValueError, TypeError, ImportError):
-        config = CONFIGS[recipe.task](**{**defaults, **recipe.trainer, **derived})
+        config = getattr(trl, TASKS[recipe.task].config)(**{**defaults, **recipe.trainer, **derived})
     if config.world_size != ranks.num_ranks:
         # Such as under `accelerate launch --cpu`: each process would train alone on all examples, without a warning.
         raise UserError(

@@ -7,9 +7,9 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from soren_align.core.errors import UserError
-from soren_align.data import TOKEN_COLUMNS, account, load_split, show_example, tokenize
+from soren_align.data import account, load_split, show_example, tokenize
 from soren_align.data.encode import encode
-from soren_align.data.formats import COLUMNS
+from soren_align.tasks import TASKS
 from soren_align.training.trainer import SorenDPOTrainer
 from tests.support.conversations import CHATML, chat, chat_row, pair_row, split
 
@@ -124,7 +124,7 @@ def test_of_a_completion_in_turns_the_completion_is_trained(
     how = {"assistant_only_loss": assistant_only_loss, "max_length": max_length}
     only = completion_only_loss is not False
     every = encode(dataset[:], "sft", tokenizer, assistant_only_loss, only)
-    rows = [row.sides[0].truncated(max_length) for row in every if row.drop_reason("sft", max_length) is None]
+    rows = [row.sides[0].truncated(max_length) for row in every if row.drop_reason(max_length) is None]
     args = SFTConfig(**settings(tmp_path, completion_only_loss=completion_only_loss, **how))
     theirs = SFTTrainer(checkpoint, args, train_dataset=dataset, processing_class=tokenizer).train_dataset
     assert [row.ids for row in rows] == list(theirs["input_ids"])
@@ -237,14 +237,14 @@ def test_the_account_leaves_the_tokenizer_alone_and_tells_its_progress(make_toke
 @pytest.mark.parametrize("task", ["sft", "dpo"])
 def test_the_example_can_be_read_without_colour(make_tokenizer, task):
     row = (chat_row if task == "sft" else pair_row)(1)
-    dataset = Dataset.from_list([{column: row[column] for column in COLUMNS[task]}])
+    dataset = Dataset.from_list([{column: row[column] for column in TASKS[task].columns}])
     counted = account(dataset, task, make_tokenizer(), max_length=None, assistant_only_loss=True)
     plain = show_example(counted, color=False).plain
     answer = row["messages"][1]["content"]
     assert f"[[{answer}<|im_end|>" in plain
     assert f"[[{row['messages'][0]['content']}" not in plain
     if task == "dpo":
-        assert [line for line in plain.splitlines() if line in COLUMNS["dpo"] or line == "prompt"] == [
+        assert [line for line in plain.splitlines() if line in TASKS["dpo"].columns or line == "prompt"] == [
             "prompt",
             "chosen",
             "rejected",
@@ -284,9 +284,9 @@ def test_tokens_of_turns_with_weights_reach_trl_unchanged(checkpoint, write, tmp
 
 def test_tokens_of_pairs_are_those_that_trl_makes(checkpoint, rows, tmp_path):
     dataset, tokenizer = rows("dpo"), AutoTokenizer.from_pretrained(checkpoint)
-    tokens = tokenize(dataset, "dpo", tokenizer, tmp_path / "cache").select_columns(TOKEN_COLUMNS["dpo"])
+    tokens = tokenize(dataset, "dpo", tokenizer, tmp_path / "cache").select_columns(TASKS["dpo"].token_columns)
     args = DPOConfig(**settings(tmp_path, max_length=100))
     theirs = DPOTrainer(checkpoint, args=args, train_dataset=dataset, processing_class=tokenizer).train_dataset
     ours = SorenDPOTrainer._prepare_dataset(None, tokens, tokenizer, args, "train")
     assert 0 < len(ours) < len(dataset)
-    assert list(ours) == list(theirs.select_columns(TOKEN_COLUMNS["dpo"]))
+    assert list(ours) == list(theirs.select_columns(TASKS["dpo"].token_columns))

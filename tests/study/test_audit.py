@@ -12,13 +12,13 @@ from soren_align import recipe
 from soren_align.core import shipped
 from soren_align.core.version import __version__
 from soren_align.recipe import recipe_hash, to_yaml
-from soren_align.recipe.checks import METRICS
 from soren_align.run.folder import RunFolder
 from soren_align.study.audit import audit, cautions
-from soren_align.study.config import HIGHER_IS_BETTER, load_study
+from soren_align.study.config import load_study
 from soren_align.study.runner import conclude
 from soren_align.study.runs import read_evidence
 from soren_align.study.study import Candidate, Run
+from soren_align.tasks import TASKS
 from tests.support.study_runs import end_all
 
 RATES = {"adamw": (0.001, 0.002, 0.004), "soren": (0.003, 0.005, 0.009)}
@@ -329,5 +329,5 @@ def test_a_diverged_trial_is_no_problem_but_a_caution(study):
 
 
 def test_the_metrics_of_a_selection_are_those_that_training_measures():
-    for task, metrics in HIGHER_IS_BETTER.items():
-        assert {metric.removeprefix("eval_") for metric in metrics} <= {*METRICS[task]}
+    for task in TASKS.values():
+        assert {metric.removeprefix("eval_") for metric in task.higher_is_better} <= {*task.metrics}

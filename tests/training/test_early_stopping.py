@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from soren_align import recipe
 from soren_align.core.errors import UserError
 from soren_align.publish.card import card
-from soren_align.recipe.checks import METRICS
+from soren_align.tasks import TASKS
 from tests.support.tiny_run import TinyRun
 
 pytestmark = pytest.mark.model
@@ -133,7 +133,7 @@ def test_the_metrics_that_a_recipe_may_name_are_those_of_an_evaluation(tiny_run,
     (evaluation,) = [log for log in logged if "eval_loss" in log]
     costs = {"runtime", "samples_per_second", "steps_per_second", "num_tokens"}
     names = {key.removeprefix("eval_") for key in evaluation if key.startswith("eval_")} - costs
-    assert names == set(METRICS[task])
+    assert names == set(TASKS[task].metrics)
 
 
 @pytest.mark.parametrize(

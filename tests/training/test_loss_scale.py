@@ -16,8 +16,9 @@ def scaled(run, broken_steps, patch, scale=65536.0):
     """
     from soren_align.training import build
     from soren_align.training import run as training
+    from soren_align.training.trainer import SorenSFTTrainer
 
-    scaler, one_pass = torch.amp.GradScaler("cpu", init_scale=scale), build.TRAINERS["sft"].training_step
+    scaler, one_pass = torch.amp.GradScaler("cpu", init_scale=scale), SorenSFTTrainer.training_step
 
     def training_step(self, model, *args, **kwargs):
         loss = one_pass(self, model, *args, **kwargs)
@@ -32,7 +33,7 @@ def scaled(run, broken_steps, patch, scale=65536.0):
         trainer.accelerator.scaler = scaler
         return trainer
 
-    patch.setattr(build.TRAINERS["sft"], "training_step", training_step)
+    patch.setattr(SorenSFTTrainer, "training_step", training_step)
     patch.setattr(training.build, "build_trainer", with_scaler)
     assert run.train()
     return scaler.get_scale()

@@ -8,9 +8,10 @@ import huggingface_hub
 
 from ...core.errors import UserError
 from ...core.files import local_path
-from ...recipe import TASK_TITLES, is_local
+from ...recipe import is_local
 from ...run.folder import RunFolder
 from ...run.provenance import fingerprint
+from ...tasks import TASKS
 from .backends import base_folder, model_folder
 from .requests import model_digest
 
@@ -90,7 +91,7 @@ def _lineage(path: str | Path, on_omitted: OnOmitted) -> list[Row]:
     while run is not None:
         seen.add(run.resolve())
         record = RunFolder(run).record("start")
-        rows.append((TASK_TITLES[record["task"]], model))
+        rows.append((TASKS[record["task"]].title, model))
         start, problem = _start(run, record["start"])
         parent = None if problem else run_of(start)  # otherwise it may be no path at all
         if parent is not None and parent.resolve() in seen:

@@ -15,13 +15,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import has_length
 
 from ...core.text import LINE_SECONDS, print_labelled, with_prefix
-
-MEASURED = {
-    "sft": {"loss": "loss {:.4f}", "mean_token_accuracy": "token accuracy {:.1%}"},
-    "pretrain": {"loss": "loss {:.4f}", "perplexity": "perplexity {:.2f}"},
-    "dpo": {"loss": "loss {:.4f}", "rewards/margins": "margin {:.3f}", "rewards/accuracies": "accuracy {:.1%}"},
-}
-"""By task: the logged values that are shown, those of an evaluation too, whose names start with eval_."""
+from ...tasks import TASKS
 
 
 class Display(Progress):
@@ -132,7 +126,7 @@ class TrainingProgress(TrainerCallback):
         return ", ".join(self._values(self._logs, "") + ([f"eval loss {evaluated:.4f}"] if evaluated else []))
 
     def _values(self, logs: dict[str, float], prefix: str) -> list[str]:
-        return [text.format(logs[prefix + key]) for key, text in MEASURED[self.task].items() if prefix + key in logs]
+        return [text.format(logs[prefix + key]) for key, text in TASKS[self.task].shown.items() if prefix + key in logs]
 
     def _costs(self) -> str:
         speed = self._logs.get("tokens_per_second")

@@ -1,0 +1,119 @@
+"""The tasks: one record for each, in which all that distinguishes it from the others can be read.
+
+A recipe's `task` is the name of a record. Nothing here imports torch or TRL: their classes stand here by name, and are
+loaded where they are used. A trainer of TRL is added by a record, a class in training/trainer.py, the reading of its
+examples in data/formats.py, and a command.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+TaskName = Literal["sft", "dpo", "pretrain"]
+Column = Literal[
+    "messages",
+    "conversations",
+    "instruction",
+    "input",
+    "output",
+    "system",
+    "prompt",
+    "completion",
+    "text",
+    "chosen",
+    "rejected",
+    "tools",
+    "chat_template_kwargs",
+    "role",
+    "content",
+    "weight",
+]
+"""Names of a dataset's columns, and of the keys of turns, that are recognized: a recipe's `columns` maps others to
+them. data/formats.py reads them."""
+OPTIONS = ("tools", "chat_template_kwargs")
+"""Columns of an example beside its turns: the tools that its template lists, and other variables of the template."""
+TURN_KEYS = ("role", "content", "weight")
+
+
+@dataclass(frozen=True)
+class Task:
+    """A way to train, by one of TRL's trainers."""
+
+    name: TaskName
+    """The command, and the recipe's `task`."""
+    title: str
+    trainer: str
+    """The class in training/trainer.py."""
+    config: str
+    """TRL's class of the recipe's `trainer` section."""
+    data: TaskName
+    """The task whose examples it takes: its own, or another's."""
+    columns: tuple[str, ...]
+    """TRL's columns of conversations. With `prompt` beside those of DPO, TRL would take another path and fail (TRL
+    1.16, both paper datasets)."""
+    token_columns: tuple[str, ...]
+    """TRL's columns of tokenized examples."""
+    required_columns: str
+    """The columns of a dataset, for messages."""
+    metrics: tuple[str, ...]
+    """The values of an evaluation during training. tests/training/test_early_stopping.py compares."""
+    shown: Mapping[str, str]
+    """Logged values that are shown, those of an evaluation too, whose names start with eval_ -> their format."""
+    higher_is_better: Mapping[str, bool]
+    """The held-out metrics that a study's trials may be selected by, and their direction."""
+    answers: tuple[str, ...] = ()
+    """The columns of an example's answers to one prompt, each a sequence to train on; none where it is one sequence."""
+    has_reference: bool = False
+    """Whether the starting model also runs at each step, as the reference of the loss."""
+
+    @property
+    def num_sides(self) -> int:
+        """Sequences of an example: of a preference pair both answers, each with the prompt."""
+        return max(1, len(self.answers))
+
+
+SFT = Task(
+    name="sft",
+    title="SFT",
+    trainer="SorenSFTTrainer",
+    config="SFTConfig",
+    data="sft",
+    columns=("messages",),
+    token_columns=("input_ids", "labels"),
+    required_columns="'messages': a list of {role, content} turns (or 'conversations' as of ShareGPT, 'instruction' "
+    "and 'output', 'prompt' and 'completion', 'text'); other names go under `columns`",
+    metrics=("loss", "mean_token_accuracy", "entropy"),
+    shown={"loss": "loss {:.4f}", "mean_token_accuracy": "token accuracy {:.1%}"},
+    higher_is_better={"eval_loss": False, "eval_mean_token_accuracy": True},
+)
+DPO = Task(
+    name="dpo",
+    title="DPO",
+    trainer="SorenDPOTrainer",
+    config="DPOConfig",
+    data="dpo",
+    columns=("chosen", "rejected"),
+    token_columns=("prompt_ids", "chosen_ids", "rejected_ids"),
+    required_columns="'chosen' and 'rejected': two whole conversations, lists of {role, content} turns (or two answers "
+    "beside their 'prompt' or 'instruction'); other names go under `columns`",
+    metrics=(
+        *SFT.metrics,
+        *("rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected"),
+        *("logps/chosen", "logps/rejected", "logits/chosen", "logits/rejected"),
+    ),
+    shown={"loss": "loss {:.4f}", "rewards/margins": "margin {:.3f}", "rewards/accuracies": "accuracy {:.1%}"},
+    higher_is_better={"eval_loss": False, "eval_rewards/margins": True, "eval_rewards/accuracies": True},
+    answers=("chosen", "rejected"),
+    has_reference=True,
+)
+PRETRAIN = replace(
+    SFT,  # whose plain texts it takes
+    name="pretrain",
+    title="pre-training",
+    trainer="SorenPretrainer",
+    required_columns="'text': plain texts; another name goes under `columns`",
+    metrics=("loss",),
+    shown={"loss": "loss {:.4f}", "perplexity": "perplexity {:.2f}"},
+    higher_is_better={"eval_loss": False},
+)
+TASKS: dict[str, Task] = {task.name: task for task in (SFT, DPO, PRETRAIN)}
