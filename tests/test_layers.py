@@ -119,6 +119,27 @@ def import_circles(package):
         yield " -> ".join(str(file.relative_to(package)) for file in error.args[1])
 
 
+def changed_libraries(package):
+    """Changes to other libraries outside core/patches.py: `module.name = ...`, setattr(module, ...), unittest.mock."""
+    for file in files(package):
+        names = set()
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        if any(name.startswith("unittest") for name in imports(file, package)):
+            yield f"{file.name} of {room(file, package)} imports unittest"
+        for node in ast.walk(ast.parse(file.read_text())):
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "setattr":
+                targets = node.args[:1] if isinstance(node.args[0], ast.Attribute | ast.Name) else []
+            for target in targets:
+                owner = target if isinstance(node, ast.Call) else getattr(target, "value", None)
+                while isinstance(owner, ast.Attribute):
+                    owner = owner.value
+                if isinstance(target, ast.Attribute | ast.Name) and isinstance(owner, ast.Name) and owner.id in names:
+                    yield f"{file.name} of {room(file, package)} changes {ast.unparse(target)}; see core/patches.py"
+
+
 def far_steps(package):
     """The shortest way along imports from the commands to the optimizer's step, if it is too long."""
     graph, start = import_graph(package), package / "cli/app.py"
@@ -148,6 +169,7 @@ RULES = {
         "optim/one.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .two import f\n",
         "optim/two.py": "from . import one\n",
     },
+    changed_libraries: {"data/planted.py": "import os\nfrom datasets import config\nconfig.HF_HUB_OFFLINE = True\n"},
     far_steps: _chain("cli/app.py", "launch/a.py", "launch/b.py", "launch/c.py", "launch/d.py", "optim/e.py"),
 }
 

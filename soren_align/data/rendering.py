@@ -21,6 +21,7 @@ from markupsafe import Markup
 from transformers.utils import chat_template_utils
 
 from ..core.errors import UserError
+from ..core.patches import patched
 
 BUDGET, BUDGET_PER_CHARACTER = 20_000_000, 100
 """Of one rendering: a number, and so many more for each character of its input: about 1 GB of memory at most, and
@@ -48,9 +49,13 @@ _FORBIDDEN = {"encode", "expandtabs", "maketrans", "to_bytes", "translate"}
 
 @contextmanager
 def template_errors(subject: str) -> Iterator[None]:
-    """Turn any exception of a template into a UserError of one line that starts with `subject`."""
+    """Render chat templates with BoundedEnvironment within this context.
+
+    Any exception of a template becomes a UserError of one line that starts with `subject`.
+    """
     try:
-        yield
+        with patched("transformers.utils.chat_template_utils._compile_jinja_template", _bounded_template):
+            yield
     except UserError:
         raise
     except Exception as error:
@@ -313,6 +318,8 @@ def _size(value: Any, limit: float, depth: int = 0) -> int:
     return total
 
 
-# For every template of this process: TRL and lm-eval render by transformers too, and no option selects the sandbox.
-chat_template_utils.ImmutableSandboxedEnvironment = BoundedEnvironment
-chat_template_utils._compile_jinja_template.cache_clear()
+@functools.lru_cache
+def _bounded_template(source: str) -> Any:
+    # Not into the cache of transformers, whose templates have no budget.
+    with patched("transformers.utils.chat_template_utils.ImmutableSandboxedEnvironment", BoundedEnvironment):
+        return chat_template_utils._cached_compile_jinja_template(source)

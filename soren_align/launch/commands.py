@@ -206,12 +206,10 @@ def plan(recipe: Recipe, *, full: bool = False, as_json: bool = False, processes
     set_environment(recipe)
     console = stderr_console()
     with deferred(), console.status("Loading torch, transformers and TRL"):
-        from ..planning.offline import go_offline_without_hub
-
-        go_offline_without_hub()
         from ..planning import plan as planning
+        from ..planning.offline import offline_without_hub
         from ..planning.show import print_plan, print_summary
-    with quiet_libraries(), working(console, "Checking data") as show:
+    with quiet_libraries(), working(console, "Checking data") as show, offline_without_hub():
         on_compared = counting(show, "Comparing with the questions")
         result, account = planning.plan_training(recipe, counting(show, "Counting tokens"), processes, on_compared)
     if as_json:

@@ -1,12 +1,11 @@
 """The questions of a suite that the training examples of runs contain."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from ..core.errors import UserError, in_one_line
+from ..core.patches import hub_offline
 from ..core.text import Terminal, counting, working
 from ..data import LoadedSplit
 from ..evaluate.run.lineage import run_of
@@ -56,7 +55,7 @@ def _trained_on(run: RunFolder) -> LoadedSplit:
     record, recipe = run.record("data"), load_resolved(run.recipe)
     if recipe.data.streaming:
         raise UserError("they were streamed (data.streaming), and are not read a second time")
-    with _without_hub():
+    with hub_offline():
         split = load_splits(recipe)["train"]
     if _identities(split.source) != _identities(record["data"]["train"]):
         raise UserError(f"{split.source['path']}: was changed since the training")
@@ -66,12 +65,3 @@ def _trained_on(run: RunFolder) -> LoadedSplit:
 def _identities(source: dict[str, Any]) -> list[Any]:
     """Return the hash or the revision of each source."""
     return [each.get("sha256") or each.get("revision") for each in source.get("sources", [source])]
-
-
-@contextmanager
-def _without_hub() -> Iterator[None]:
-    with (
-        mock.patch("huggingface_hub.constants.HF_HUB_OFFLINE", True),
-        mock.patch("datasets.config.HF_HUB_OFFLINE", True),
-    ):
-        yield

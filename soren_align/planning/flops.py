@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.integrations import moe
 
 from ..core.errors import as_user_error
+from ..core.patches import patched
 from ..core.silence import log_level
 from ..data import Account
 from ..recipe import Recipe, compute_dtype, parallel, trainer_value
@@ -111,7 +111,7 @@ class Passes:
         try:
             with torch.device("meta"):
                 model, call = self.build(blocks)
-            with FakeTensorMode(), _experts_on_fake_tensors():
+            with FakeTensorMode(), patched("transformers.integrations.moe._can_use_grouped_mm", lambda *tensors: False):
                 _replace_meta_tensors(model)
                 for parameter in model.parameters():
                     if parameter.requires_grad:
@@ -126,20 +126,6 @@ class Passes:
                 yield forward
         finally:
             gc.unfreeze()
-
-
-@contextlib.contextmanager
-def _experts_on_fake_tensors() -> Iterator[None]:
-    """Within this context, transformers multiplies by experts with its own operation, of the same inputs and outputs.
-
-    torch's grouped_mm takes fake tensors of bfloat16 only.
-    """
-    can_use_grouped_mm = moe._can_use_grouped_mm
-    moe._can_use_grouped_mm = lambda *tensors: False
-    try:
-        yield
-    finally:
-        moe._can_use_grouped_mm = can_use_grouped_mm
 
 
 def _replace_meta_tensors(model: torch.nn.Module) -> None:

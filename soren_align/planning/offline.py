@@ -3,14 +3,16 @@
 The numbers are the published ones; a plan that uses them has a notice about it.
 """
 
+import contextlib
 import json
-import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import constants, get_session
 
 from ..core import shipped
+from ..core.patches import hub_offline
 from ..recipe import Data, DataSplit, HeldOut, HeldOutNumber, is_local
 
 TIMEOUT_SECONDS = 3.0
@@ -67,12 +69,14 @@ def _card(split: DataSplit) -> dict[str, Any]:
     return datasets.get("/".join(filter(None, (split.path, split.name))), {})
 
 
-def go_offline_without_hub() -> None:
-    """Set offline mode if the hub does not answer. Call before the hub's clients are imported."""
-    if constants.HF_HUB_OFFLINE:
-        return
-    try:
-        get_session().head(constants.ENDPOINT, timeout=TIMEOUT_SECONDS)
-    except Exception:  # whatever its client raises, the hub is unreachable
-        os.environ["HF_HUB_OFFLINE"] = "1"
-        constants.HF_HUB_OFFLINE = True
+@contextlib.contextmanager
+def offline_without_hub() -> Iterator[None]:
+    """Within this context, offline mode is on if the hub does not answer now."""
+    mode = contextlib.nullcontext()
+    if not constants.HF_HUB_OFFLINE:
+        try:
+            get_session().head(constants.ENDPOINT, timeout=TIMEOUT_SECONDS)
+        except Exception:  # whatever its client raises, the hub is unreachable
+            mode = hub_offline()
+    with mode:
+        yield

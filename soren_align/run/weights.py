@@ -4,9 +4,10 @@ transformers initializes missing weights at random, and PEFT leaves zeros; both 
 `merge` load with the two functions here.
 """
 
+import contextlib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,6 +28,7 @@ from transformers.integrations import deepspeed as hf_deepspeed
 
 from ..core.errors import UserError, as_user_error, in_one_line
 from ..core.files import read_json
+from ..core.patches import patched
 from ..recipe import Quantization, refuse_unquantizable
 from .provenance import weight_files
 from .quantized import prepare_quantized, quantization_config
@@ -165,13 +167,21 @@ def _reason_not_to_save(config: GenerationConfig) -> str | None:
 
 
 def complete_for_trl_(model: Any) -> None:
-    """Set the attributes by which TRL finds a model's backbone and experts, where its class lacks them (Llama 4)."""
-    config = model.config.get_text_config()
+    """Set the attribute by which TRL finds a model's backbone, where its class lacks it (Llama 4)."""
     if model.base_model is model and hasattr(model, "model"):
         model.base_model_prefix = "model"
-    if hasattr(config, "num_local_experts") and not hasattr(config, "num_experts"):
-        # Another name, and not another value, so that no saved config has it.
-        type(config).attribute_map = {**config.attribute_map, "num_experts": "num_local_experts"}
+
+
+@contextlib.contextmanager
+def trl_config_names(model: Any) -> Iterator[None]:
+    """Within this context, the model's config has the name by which TRL reads the number of experts (Llama 4)."""
+    config = model.config.get_text_config()
+    if not hasattr(config, "num_local_experts") or hasattr(config, "num_experts"):
+        yield
+        return
+    names = {**config.attribute_map, "num_experts": "num_local_experts"}
+    with patched("transformers.PreTrainedConfig.attribute_map", names, owner=type(config)):
+        yield
 
 
 def load_adapter(model: PreTrainedModel, folder: str, *, is_trainable: bool = False) -> PeftModel:

@@ -2,11 +2,11 @@
 
 import argparse
 import contextlib
-import importlib
 import io
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from ..core.errors import UserError
+from ..core.patches import patched
 from ..optim import SpectralOptimizer
 from .pickles import refuse_pickles
 from .strategies import FlatShards
@@ -33,12 +34,10 @@ def start_deepspeed(on_cpu: bool) -> None:
 
     refuse_pickles()
     deepspeed.utils.logger.setLevel("ERROR")
-    if on_cpu:
-        # It would silently compile, for three minutes, an extension that only inference uses. The attribute
-        # deepspeed.comm.torch is the package torch, hence import_module.
-        importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # pyright: ignore
     accelerator: Any = deepspeed.get_accelerator()
-    deepspeed.init_distributed(accelerator.communication_backend_name(), auto_mpi_discovery=False, verbose=False)
+    backend = accelerator.communication_backend_name()
+    with patched("deepspeed.comm.torch.build_shm_op", lambda: None) if on_cpu else contextlib.nullcontext():
+        deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
 
 
 def with_second_moments(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -80,22 +79,20 @@ def to_universal(checkpoint: Path) -> None:
 
 @contextlib.contextmanager
 def folders_confined_to(checkpoint: Path) -> Iterator[None]:
-    """A context in which os.makedirs raises UserError for any folder that is not below the checkpoint.
+    """A context in which `ds_to_universal` raises UserError for any folder that is not below the checkpoint.
 
     DeepSpeed creates one per parameter, whose name is read from the checkpoint, before it writes a file there.
     """
-    make, root = os.makedirs, checkpoint.resolve()
+    root = checkpoint.resolve()
 
     def make_inside(name: Any, *args: Any, **kwargs: Any) -> None:
         if not Path(name).resolve().is_relative_to(root):
             raise UserError(f"{checkpoint}: names a parameter whose files would be written to {name}")
-        make(name, *args, **kwargs)
+        os.makedirs(name, *args, **kwargs)
 
-    os.makedirs = make_inside
-    try:
+    confined = SimpleNamespace(**{**vars(os), "makedirs": make_inside})
+    with patched("deepspeed.checkpoint.ds_to_universal.os", confined):
         yield
-    finally:
-        os.makedirs = make
 
 
 def restore_groups_(optimizer: SpectralOptimizer, settings: Sequence[dict[str, Any]], rates: Sequence[float]) -> None:

@@ -189,11 +189,9 @@ def plan(study: StudyFile, *, as_json: bool = False, processes: int = 1) -> None
     set_environment(first)
     console = stderr_console()
     with console.status("Loading torch, transformers and TRL"):
-        from ..planning.offline import go_offline_without_hub
-
-        go_offline_without_hub()
+        from ..planning.offline import offline_without_hub
         from ..planning.plan import plan_training
-    with quiet_libraries(), working(console, "Planning the candidates") as show:
+    with quiet_libraries(), working(console, "Planning the candidates") as show, offline_without_hub():
         plans: dict[str, dict[str, Any]] = {}
         for name, recipe in recipes.items():
             show(f"Planning {name}")

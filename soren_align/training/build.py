@@ -17,7 +17,7 @@ from ..optim import build_optimizer
 from ..recipe import Recipe, adapter_config, parallel, training_part
 from ..run.folder import RunFolder
 from ..run.provenance import fingerprint
-from ..run.weights import complete_for_trl_
+from ..run.weights import complete_for_trl_, trl_config_names
 from ..sharding.ranks import Ranks
 from ..tasks import TASKS
 from . import adapters, trainer
@@ -93,7 +93,12 @@ def trl_forward(model: Any, checkpointing: bool) -> Any:
     base.config.use_cache = False
     if checkpointing:
         base.gradient_checkpointing_enable({"use_reentrant": False})
-    return lambda tokens: model(input_ids=tokens, labels=tokens, fused_lm_head=True)
+
+    def forward(tokens: Any) -> Any:
+        with trl_config_names(base):
+            return model(input_ids=tokens, labels=tokens, fused_lm_head=True)
+
+    return forward
 
 
 def _origin(setup: TrainingSetup, ranks: Ranks) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from ..recipe import Recipe, few_steps
 from ..run.folder import RunFolder, read_metrics, step_of
 from ..run.lock import LockedError
 from ..run.record import divergence
+from ..run.weights import trl_config_names
 from ..sharding import is_universal
 from ..sharding.ranks import Ranks
 from . import build, checkpoints
@@ -164,7 +165,8 @@ def train(
     refuse_lost_lock(folder, ranks)
     result: dict[str, Any] = relative_changes(trainer.starting_weights, trainer.attached)
     if finished:
-        result |= _ends(trainer, callbacks)
+        with trl_config_names(trainer.model):
+            result |= _ends(trainer, callbacks)
         _save_model(trainer, setup.tokenizer, folder, ranks)
         result["change_after_saving"] = change_after_saving(
             trainer.starting_weights, trainer.attached, trainer.save_dtype
@@ -269,7 +271,8 @@ def _run(trainer: Any, checkpoint: Path | None) -> float:
     started = time.monotonic()
     trainer.args.eval_on_start &= checkpoint is None  # a resumed run has evaluated the start already
     try:
-        with checkpoints.read_errors(checkpoint) if checkpoint else nullcontext():
+        errors = checkpoints.read_errors(checkpoint) if checkpoint else nullcontext()
+        with errors, trl_config_names(trainer.model):
             trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except FloatingPointError as error:
         raise DivergedError(f"step {trainer.state.global_step + 1}: {error}") from error

@@ -29,6 +29,7 @@ from ..data import (
     mix,
     open_split,
     open_stream,
+    template_errors,
     tokenize,
     without_empty_answers,
 )
@@ -304,7 +305,8 @@ def _refuse_no_answer(dataset: Any, tokenizer: Any, max_length: int | None) -> N
             takewhile(lambda turn: turn["role"] != "assistant", example["messages"])
         )
         if isinstance(prompt, list):
-            ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+            with template_errors("the chat template fails on a prompt"):
+                ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
         else:
             ids = tokenizer(prompt)["input_ids"]
         lengths.append(len(ids))

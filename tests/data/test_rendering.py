@@ -204,13 +204,11 @@ def rendered(monkeypatch, environment, template, turns, tools):
 
 
 def test_templates_render_as_in_jinjas_own_sandbox(monkeypatch):
-    bounded = chat_template_utils.ImmutableSandboxedEnvironment
-    assert bounded is not ImmutableSandboxedEnvironment
     texts = [FEATURES, *(file.read_text() for file in TRLS)]
     num_rendered = 0
     for template in texts:
         ours, jinjas = [], []
-        for environment, results in ((bounded, ours), (ImmutableSandboxedEnvironment, jinjas)):
+        for environment, results in ((BoundedEnvironment, ours), (ImmutableSandboxedEnvironment, jinjas)):
             chat_template_utils._compile_jinja_template.cache_clear()
             for turns, tools in zip(CHATS, (None, None, TOOLS), strict=True):
                 results.append(rendered(monkeypatch, environment, template, turns, tools))

@@ -11,7 +11,6 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, cast
-from unittest import mock
 
 import torch
 from jinja2 import TemplateError
@@ -21,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from ...core.errors import UserError
+from ...core.patches import patched
 from ...core.silence import silence
 from ..stats.scores import average, cluster_labels, score_column
 from ..suite.sandbox import rendering
@@ -250,12 +250,10 @@ def _dispatcher(
 def _simple_evaluate(lm: RequestDispatcher, suite: Suite, task: Any, limit: int | None) -> dict[str, Any]:
     """Return lm-eval's output for one column."""
     seeds = {f"{name}_random_seed": seed for name, seed in suite.seeds.model_dump().items() if name != "random"}
-    # These two start git and other programs to describe the machine; they are slow and print.
-    without_machine = mock.patch.multiple(
-        "lm_eval.evaluator", get_git_commit_hash=mock.DEFAULT, add_env_info=mock.DEFAULT
-    )
+    without_git = patched("lm_eval.evaluator.get_git_commit_hash", lambda: None)
+    without_machine = patched("lm_eval.evaluator.add_env_info", lambda results: None)
     try:
-        with silence(), without_machine, rendering():
+        with silence(), without_git, without_machine, rendering():
             output = cast(Callable[..., Any], simple_evaluate)(  # its decorator hides the signature
                 model=lm,
                 tasks=[task],

@@ -6,21 +6,19 @@ one function, which is replaced by a checked one while tasks are loaded and eval
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import datasets
 import lm_eval.api.metrics  # noqa: F401 (registers them)
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 from lm_eval import utils
-from lm_eval.api import registry, task
-from lm_eval.tasks import _yaml_loader
+from lm_eval.api import registry
 
 from ...core import shipped
 from ...core.errors import UserError
+from ...core.patches import patched
 from ...data.rendering import BoundedEnvironment
 from .suites import LM_EVAL_TASKS
 
@@ -39,18 +37,38 @@ def loading(trusted: bool, cache_folder: Path) -> Iterator[None]:
 
     trusted: this suite may run code.
     """
-    guards = (
-        []
-        if trusted
-        else [
-            mock.patch.object(_yaml_loader, "_import_func_in_yml", _guarded_function(_yaml_loader._import_func_in_yml)),
-            mock.patch.object(task, "get_metric", _guarded_metric(task.get_metric)),
-            mock.patch.object(datasets, "load_dataset", _guarded_loader(datasets.load_dataset, cache_folder)),
-        ]
-    )
+
+    def guarded_function(name: str, folder: Path) -> Any:
+        resolved = Path(folder).expanduser().resolve()
+        if not any(resolved.is_relative_to(own) for own in OWN):
+            raise UserError(f"a task file in {folder} runs code (!function {name}); {REMEDY}")
+        if _runs_generated_code(resolved):
+            raise UserError(f"the functions in {resolved} run code that a model writes; {REMEDY}")
+        return load_function(name, folder)
+
+    def guarded_metric(name: Any, hf_evaluate_metric: bool = False) -> Any:
+        if hf_evaluate_metric or name not in registry.metric_registry:
+            raise UserError(f"metric {name!r} is not one of lm-eval's, and would be loaded as a script; {REMEDY}")
+        return load_metric(name)
+
+    def guarded_dataset(path: Any = None, name: Any = None, *rest: Any, **options: Any) -> Any:
+        unsafe = sorted(options.keys() - KEYWORDS - {"cache_dir"})
+        if "cache_dir" in options and not Path(options["cache_dir"]).resolve().is_relative_to(cache_folder.resolve()):
+            unsafe.append("cache_dir")
+        if unsafe:
+            raise UserError(f"dataset_kwargs: {', '.join(unsafe)} may do more than read data; {REMEDY}")
+        if path in _PACKAGED_DATASETS_MODULES and path not in PLAIN:
+            raise UserError(f"dataset_path: {path} does more than read a file; write {', '.join(PLAIN)}, or {REMEDY}")
+        return load_dataset(path, name, *rest, **options)
+
     with contextlib.ExitStack() as stack:
-        for guard in [*guards, rendering()]:
-            stack.enter_context(guard)
+        stack.enter_context(rendering())
+        if not trusted:
+            load_function = stack.enter_context(
+                patched("lm_eval.tasks._yaml_loader._import_func_in_yml", guarded_function)
+            )
+            load_metric = stack.enter_context(patched("lm_eval.api.task.get_metric", guarded_metric))
+            load_dataset = stack.enter_context(patched("datasets.load_dataset", guarded_dataset))
         yield
 
 
@@ -60,45 +78,10 @@ def rendering() -> Any:
         loader=utils.env.loader, undefined=utils.env.undefined, keep_trailing_newline=utils.env.keep_trailing_newline
     )
     sandbox.filters.update(utils.env.filters)
-    return mock.patch.object(utils, "env", sandbox)
-
-
-def _guarded_function(load: Callable[..., Any]) -> Callable[..., Any]:
-    def guarded(name: str, folder: Path) -> Any:
-        resolved = Path(folder).expanduser().resolve()
-        if not any(resolved.is_relative_to(own) for own in OWN):
-            raise UserError(f"a task file in {folder} runs code (!function {name}); {REMEDY}")
-        if _runs_generated_code(resolved):
-            raise UserError(f"the functions in {resolved} run code that a model writes; {REMEDY}")
-        return load(name, folder)
-
-    return guarded
+    return patched("lm_eval.utils.env", sandbox)
 
 
 @cache
 def _runs_generated_code(folder: Path) -> bool:
     """Whether lm-eval's tasks in `folder` are marked as unsafe. A file that includes them could remove the mark."""
     return any("unsafe_code: true" in f.read_text("utf-8") for f in folder.iterdir() if "yaml" in f.name)
-
-
-def _guarded_metric(load: Callable[..., Any]) -> Callable[..., Any]:
-    def guarded(name: Any, hf_evaluate_metric: bool = False) -> Any:
-        if hf_evaluate_metric or name not in registry.metric_registry:
-            raise UserError(f"metric {name!r} is not one of lm-eval's, and would be loaded as a script; {REMEDY}")
-        return load(name)
-
-    return guarded
-
-
-def _guarded_loader(load: Callable[..., Any], cache_folder: Path) -> Callable[..., Any]:
-    def guarded(path: Any = None, name: Any = None, *rest: Any, **options: Any) -> Any:
-        unsafe = sorted(options.keys() - KEYWORDS - {"cache_dir"})
-        if "cache_dir" in options and not Path(options["cache_dir"]).resolve().is_relative_to(cache_folder.resolve()):
-            unsafe.append("cache_dir")
-        if unsafe:
-            raise UserError(f"dataset_kwargs: {', '.join(unsafe)} may do more than read data; {REMEDY}")
-        if path in _PACKAGED_DATASETS_MODULES and path not in PLAIN:
-            raise UserError(f"dataset_path: {path} does more than read a file; write {', '.join(PLAIN)}, or {REMEDY}")
-        return load(path, name, *rest, **options)
-
-    return guarded

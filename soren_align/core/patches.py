@@ -1,0 +1,130 @@
+"""Every change to another library at run time: its reason, its upstream thread, and the version that ends it.
+
+A change lasts as long as a `with` block, and takes effect in the whole process: the block is around the one call that
+needs it. What a library offers as a setting (an environment variable, a subclass, torch's `add_safe_globals`) is no
+change of this kind. tests/test_layers.py finds changes elsewhere; tests/test_patches.py finds names that a new version
+of a library no longer has.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+NO_ISSUE = "no issue found"
+
+
+@dataclass(frozen=True)
+class Patch:
+    """Why a name of another library is replaced."""
+
+    reason: str
+    issue: str
+    """The upstream thread, or NO_ISSUE."""
+    until: str
+    """What ends it; versions are those for which it was last checked."""
+
+
+PATCHES = {
+    "transformers.utils.chat_template_utils._compile_jinja_template": Patch(
+        "TRL and lm-eval render chat templates by transformers too, and no option selects the sandbox or limits it",
+        NO_ISSUE,
+        "transformers takes an environment, or limits what a template may make (5.23 does not)",
+    ),
+    "transformers.utils.chat_template_utils.ImmutableSandboxedEnvironment": Patch(
+        "the same: transformers' own compiler makes the template, with its extensions, in a sandbox with a budget",
+        NO_ISSUE,
+        "as above",
+    ),
+    "lm_eval.tasks._yaml_loader._import_func_in_yml": Patch(
+        "`!function` in a task file imports and runs the module beside it; a suite from elsewhere is data",
+        "https://github.com/EleutherAI/lm-evaluation-harness/issues/1135",
+        "lm-eval asks before it runs a task's module (0.4.13 does not)",
+    ),
+    "lm_eval.api.task.get_metric": Patch(
+        "an unknown metric is downloaded by the package `evaluate` and run as a script",
+        "https://github.com/EleutherAI/lm-evaluation-harness/issues/1135",
+        "lm-eval asks before it runs a metric's script (0.4.13 does not)",
+    ),
+    "datasets.load_dataset": Patch(
+        "lm-eval passes all of a task's dataset_path and dataset_kwargs on: any loader, and any folder to write to",
+        "https://github.com/EleutherAI/lm-evaluation-harness/issues/1135",
+        "lm-eval restricts dataset_kwargs (0.4.13 does not)",
+    ),
+    "lm_eval.utils.env": Patch(
+        "templates of tasks are rendered outside of Jinja's sandbox and without limits",
+        NO_ISSUE,
+        "lm-eval renders in a sandbox (0.4.13 does not)",
+    ),
+    "lm_eval.evaluator.get_git_commit_hash": Patch(
+        "starts git at each evaluation, which prints an error outside of a repository; the result is not used",
+        "https://github.com/EleutherAI/lm-evaluation-harness/issues/2625",
+        "simple_evaluate has an option without it (0.4.13 has none)",
+    ),
+    "lm_eval.evaluator.add_env_info": Patch(
+        "starts a dozen programs to describe the machine at each evaluation; the result is not used",
+        NO_ISSUE,
+        "simple_evaluate has an option without it (0.4.13 has none)",
+    ),
+    "huggingface_hub.constants.HF_HUB_OFFLINE": Patch(
+        "offline mode is read from the environment once, at the import",
+        "https://github.com/huggingface/huggingface_hub/pull/3593",
+        "huggingface_hub has a context manager for offline mode (2.4 reads it only: is_offline_mode)",
+    ),
+    "datasets.config.HF_HUB_OFFLINE": Patch(
+        "a copy of huggingface_hub's, made at the import",
+        "https://github.com/huggingface/datasets/pull/7244",
+        "datasets calls huggingface_hub.is_offline_mode (5.2 does not)",
+    ),
+    "transformers.integrations.moe._can_use_grouped_mm": Patch(
+        "torch's grouped_mm takes fake tensors of bfloat16 only; transformers' own operation has the same inputs and "
+        "outputs",
+        NO_ISSUE,
+        "torch's grouped_mm takes fake tensors of any dtype (2.13 does not)",
+    ),
+    "transformers.PreTrainedConfig.attribute_map": Patch(
+        "TRL's load-balancing loss reads num_experts, which Llama 4 calls num_local_experts. Another name in "
+        "the class, and not another value, so that no saved config has it",
+        "https://github.com/huggingface/trl/pull/7248",
+        "TRL takes Llama 4's config (1.16 does not)",
+    ),
+    "deepspeed.comm.torch.build_shm_op": Patch(
+        "on a CPU it silently compiles, for three minutes, an extension that only inference uses",
+        "https://github.com/deepspeedai/DeepSpeed/issues/7625",
+        "DeepSpeed builds the extension at its first use (0.19.8 builds it at the start)",
+    ),
+    "deepspeed.checkpoint.ds_to_universal.os": Patch(
+        "it creates a folder per parameter, at a path with the name that the checkpoint contains",
+        NO_ISSUE,
+        "DeepSpeed refuses names that lead out of its folder (0.19.8 does not)",
+    ),
+}
+"""By the full name of what is replaced; where that is a class's attribute, also in its subclasses."""
+
+
+@contextlib.contextmanager
+def patched(name: str, value: Any, owner: Any = None) -> Iterator[Any]:
+    """Replace a name of PATCHES within this context; yields its original value.
+
+    owner: the module or class whose attribute it is; None: the one in `name`.
+    """
+    assert name in PATCHES, f"{name} has no entry in PATCHES"
+    module, _, attribute = name.rpartition(".")
+    owner = import_module(module) if owner is None else owner
+    original, is_own = getattr(owner, attribute), attribute in vars(owner)
+    setattr(owner, attribute, value)
+    try:
+        yield original
+    finally:
+        setattr(owner, attribute, original) if is_own else delattr(owner, attribute)
+
+
+@contextlib.contextmanager
+def hub_offline() -> Iterator[None]:
+    """Within this context, nothing is downloaded from the Hugging Face hub."""
+    with (
+        patched("huggingface_hub.constants.HF_HUB_OFFLINE", True),
+        patched("datasets.config.HF_HUB_OFFLINE", True),
+    ):
+        yield

@@ -1,0 +1,67 @@
+"""Changes to other libraries end with their block, and their names exist in the installed versions."""
+
+import importlib
+import os
+
+import pytest
+from transformers import Llama4TextConfig, MixtralConfig
+
+from soren_align.core.patches import PATCHES, hub_offline, patched
+from soren_align.run.weights import trl_config_names
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_each_name_is_there_and_has_its_thread_and_its_end(name):
+    module, _, attribute = name.rpartition(".")
+    try:
+        owner = importlib.import_module(module)
+    except ModuleNotFoundError:  # a class
+        parent, _, name_of_class = module.rpartition(".")
+        owner = getattr(importlib.import_module(parent), name_of_class)
+    assert hasattr(owner, attribute)
+    patch = PATCHES[name]
+    assert patch.issue == "no issue found" or patch.issue.startswith("https://github.com/")
+    assert patch.reason
+    assert patch.until
+
+
+def test_a_change_ends_with_its_block_also_after_an_error():
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    with patched("huggingface_hub.constants.HF_HUB_OFFLINE", "changed") as original:
+        assert (original, constants.HF_HUB_OFFLINE) == (before, "changed")
+    assert constants.HF_HUB_OFFLINE is before
+
+    def fail():
+        with patched("huggingface_hub.constants.HF_HUB_OFFLINE", "changed"):
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert constants.HF_HUB_OFFLINE is before
+    with hub_offline():
+        assert constants.HF_HUB_OFFLINE is True
+
+
+def test_a_name_without_a_reason_is_not_changed():
+    with pytest.raises(AssertionError, match=r"os\.getcwd has no entry"), patched("os.getcwd", None):
+        pass
+    assert callable(os.getcwd)
+
+
+def test_llama_4_has_trls_name_within_the_block_alone():
+    class Model:
+        def __init__(self, config):
+            self.config = config
+
+    config = Llama4TextConfig(num_local_experts=3)
+    names = dict(Llama4TextConfig.attribute_map)
+    with trl_config_names(Model(config)):
+        assert config.num_experts == 3
+        assert "num_experts" not in config.to_dict()
+    assert not hasattr(config, "num_experts")
+    assert Llama4TextConfig.attribute_map == names
+    mixtral = MixtralConfig(num_local_experts=2)
+    with trl_config_names(Model(mixtral)):  # it has the name itself
+        assert mixtral.num_experts == 2
