@@ -9,8 +9,7 @@ from ..core.patches import hub_offline
 from ..core.text import Terminal, counting, working
 from ..data import LoadedSplit
 from ..evaluate.run.lineage import run_of
-from ..evaluate.stats.contamination import Overlaps
-from ..evaluate.stats.question_texts import overlaps_with, question_texts
+from ..evaluate.stats.contamination import Overlaps, overlaps_with, question_texts
 from ..evaluate.suite.tasks import Tasks
 from ..recipe import load_resolved
 from ..run.folder import RunFolder

@@ -364,7 +364,7 @@ def _checked_evaluation(
     if recipe.eval is None or inputs.ready is None:
         return result, [], []
     from ..evaluate.run import stage  # imports lm-eval, which takes seconds
-    from ..evaluate.stats.question_texts import overlaps_with, question_texts
+    from ..evaluate.stats.contamination import overlaps_with, question_texts
     from ..evaluate.suite.tasks import num_questions
 
     try:

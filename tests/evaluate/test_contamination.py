@@ -13,9 +13,8 @@ from soren_align.data import load_split, texts_of
 from soren_align.evaluate.report.results import read_results
 from soren_align.evaluate.report.tables import notes
 from soren_align.evaluate.run.stage import evaluate
-from soren_align.evaluate.stats import contamination, question_texts
-from soren_align.evaluate.stats.contamination import Overlaps, overlaps
-from soren_align.evaluate.stats.question_texts import overlaps_with
+from soren_align.evaluate.stats import contamination
+from soren_align.evaluate.stats.contamination import Overlaps, overlaps, overlaps_with, question_texts
 from soren_align.evaluate.suite.suites import suite_of
 from soren_align.evaluate.suite.tasks import load_tasks
 from soren_align.launch import training_data
@@ -79,8 +78,8 @@ def sentence(rng, length, num_words):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_the_index_is_the_sets_of_tuples(seed, monkeypatch):
-    """Few words, so that n-grams often repeat; small batches, so that texts are split among them."""
-    monkeypatch.setattr(contamination, "BATCH_WORDS", 50)
+    """Few words, so that n-grams often repeat."""
+    monkeypatch.setattr(contamination, "REPORTED_EXAMPLES", 7)
     rng, num_words = random.Random(seed), 3 + seed
     lengths = (0, 1, 3, 5, 12, 13, 14, 40)
     columns = {
@@ -101,7 +100,7 @@ def test_the_index_is_the_sets_of_tuples(seed, monkeypatch):
 
 
 def test_equal_hashes_of_other_words_are_no_overlap(monkeypatch):
-    monkeypatch.setattr(contamination, "_hashes", lambda values: 0 * values[: max(0, len(values) - 12)])
+    monkeypatch.setattr(contamination, "hash", lambda ngram: 0, raising=False)
     question, other = (" ".join(f"{letter}{i}" for i in range(13)) for letter in "xy")
     assert overlaps({"c": [question]}, [[other]]).overlapping == {"c": []}
     assert overlaps({"c": [question, other]}, [[question]]).overlapping == {"c": [0]}
@@ -141,7 +140,7 @@ def test_a_planted_question_is_counted_once_and_the_result_is_cached(task, tmp_p
     expected = Overlaps({"zoo": 3}, {"zoo": [0, 1]}, {"zoo": [0]}, 3)  # the third is short, and within a turn
     assert overlaps_with(dataset, questions, tmp_path) == expected
     assert overlaps_with(dataset, {"zoo": [*questions["zoo"], "Why?"]}, tmp_path).questions == {"zoo": 4}
-    monkeypatch.setattr(question_texts, "overlaps", None)
+    monkeypatch.setattr(contamination, "overlaps", None)
     assert overlaps_with(dataset, questions, tmp_path) == expected
 
 
@@ -149,14 +148,14 @@ def test_questions_are_without_few_shot_examples_and_fixed_answers(data_root):
     """TruthfulQA's prompt has six answered questions before each; the query that lm-eval declares has none."""
     suite = suite_of(Eval(suite="open-llm-leaderboard-v1", data_root=str(data_root), omit=["mmlu"]))
     tasks = load_tasks(suite)
-    texts = question_texts.question_texts(tasks)
+    texts = question_texts(tasks)
     assert all(len(texts[task.column]) == 4 and all(map(words, texts[task.column])) for task in suite.tasks)
     docs = tasks["truthfulqa_mc2"].eval_docs
     assert texts["truthfulqa_mc2"] == [doc["question"] for doc in docs]
     assert texts["gsm8k"] == [f"Question: {doc['question']}\nAnswer:" for doc in tasks["gsm8k"].eval_docs]
     assert texts["winogrande"] == [doc["sentence"] for doc in tasks["winogrande"].eval_docs]
     assert all(text.startswith("Question: ") and text.count("Answer:") == 1 for text in texts["arc_challenge"])
-    assert all(len(each) == 2 for each in question_texts.question_texts(tasks, 2).values())
+    assert all(len(each) == 2 for each in question_texts(tasks, 2).values())
 
 
 @pytest.fixture(scope="module")
