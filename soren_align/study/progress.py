@@ -14,9 +14,9 @@ from ..recipe import Recipe, differences, load_resolved, to_yaml, training_part
 from ..run.folder import RunFolder
 from ..tasks import TASKS
 from .config import Range, StudyFile, first_run, load_resolved_study, recipe_of_run, study_to_yaml
-from .runs import ENDED, by_trial, edges, metric_of_trial, read_run, read_scores, search_runs, select, verdict_runs
+from .runs import by_trial, edges, read_run, read_scores, search_runs, select, verdict_runs
 from .search import JOURNAL, Trials, beyond, drop_incomplete_line
-from .study import Candidate, Run, Study
+from .study import ENDED, Candidate, Run, Study, metric_of_trial
 
 STUDY_FILE, STUDY_RESULT, EXTENSIONS = "study.yaml", "study.json", "extensions.json"
 CHANGEABLE: Any = dict.fromkeys(("title", "jobs", "budget_hours", "output_dir"), True) | {"search": {"keep_models"}}

@@ -30,12 +30,12 @@ from . import audit as cautions
 from .audit import audit
 from .config import StudyFile, recipe_of_run, study_folder
 from .progress import STUDY_FILE, Progress, create, read_study, write_study
-from .report.report import terminal_verdict, write_report
+from .report.page import terminal_verdict, write_report
 from .run_processes import LOCKED, RESUMABLE, SERVER_LOST, start_run, start_server
-from .runs import ENDED, read_evidence
+from .runs import read_evidence
 from .stats import verdict as answers
 from .stats.verdict import Rules, verdict
-from .study import Run, Study
+from .study import ENDED, Run, Study
 
 POLL_SECONDS = 2.0
 """Between two looks at runs of other commands."""

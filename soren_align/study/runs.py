@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean
 from typing import Any, Literal
 
 from ..core.errors import UserError
@@ -18,9 +17,7 @@ from ..run.folder import STOPPED, RunFolder, read_metrics
 from ..run.provenance import software
 from ..run.record import divergence
 from .config import Range, StudyFile
-from .study import Point, Run
-
-ENDED = ("finished", "diverged", "failed", "pruned")
+from .study import Point, Run, metric_of_trial
 
 
 def search_runs(study: StudyFile, drawn: Mapping[str, list[dict[str, Any]]]) -> list[Run]:
@@ -133,12 +130,6 @@ def read_scores(folder: RunFolder) -> tuple[dict[str, float] | None, dict[str, f
         return None, None
     start, model = ({column: score["value"] for column, score in row["scores"].items()} for row in results["rows"][-2:])
     return start, model
-
-
-def metric_of_trial(runs: Iterable[Run]) -> float | None:
-    """The mean metric of a trial's runs, one per seed of the search; None unless all are finished."""
-    values = [run.metric if run.status == "finished" else None for run in runs]
-    return None if None in values or not values else fmean(value for value in values if value is not None)
 
 
 def select(runs: list[Run], *, higher_is_better: bool) -> int | None:

@@ -1,10 +1,16 @@
 """The runs of a study as plain data, read from their run folders: all that the verdict and the report are made of."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
+from statistics import fmean
 from typing import Any, Literal
 
-Status = Literal["waiting", "running", "finished", "diverged", "failed", "pruned"]
+Status = Literal["waiting", "running", "finished", "diverged", "failed"]
+ENDED = ("finished", "diverged", "failed")
 """diverged: the loss was not a number, or above the start's. failed: any other error. All of them are results."""
+BASE, AVERAGE, HELD_OUT = "base", "average", "held-out"
+"""The starting checkpoint, as a reference; measures that are no columns of the suite."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +73,31 @@ class Candidate:
     """Searched keys whose selected value lies at an end of the space."""
     verdict: list[Run] = field(default_factory=list)
 
+    @property
+    def runs(self) -> list[Run]:
+        """All runs, the search's first."""
+        return [*self.trials, *self.verdict]
+
+    def is_selected(self, run: Run) -> bool:
+        """Whether a run is one of the trial whose setting the verdict's runs have."""
+        return run.stage == "search" and run.number == self.selected
+
+    @property
+    def selected_trial(self) -> Run | None:
+        """The selected trial; of one with several seeds, its first run."""
+        return next(filter(self.is_selected, self.trials), None)
+
+
+def finished(runs: Iterable[Run]) -> list[Run]:
+    """Return the runs that have a result: they are finished, and their metric is a number."""
+    return [run for run in runs if run.status == "finished" and run.metric is not None and isfinite(run.metric)]
+
+
+def metric_of_trial(runs: Sequence[Run]) -> float | None:
+    """Return the mean metric of a trial's runs, one per seed of the search; None unless all have a result."""
+    metrics = [run.metric for run in finished(runs) if run.metric is not None]
+    return fmean(metrics) if runs and len(metrics) == len(runs) else None
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -74,9 +105,9 @@ class Difference:
 
     candidate: str
     reference: str
-    """"base" (the starting checkpoint) or another candidate's name."""
+    """BASE or another candidate's name."""
     measure: str
-    """"held-out", or a column of the suite, or "average"."""
+    """HELD_OUT, or a column of the suite, or AVERAGE."""
     unit: Literal["percent", "loss"]
     value: float
     """Positive: the candidate's is better, whatever the direction of the measure."""
@@ -114,3 +145,8 @@ class Study:
     command: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     machine: str = ""
+
+    @property
+    def runs(self) -> list[Run]:
+        """All runs of all candidates."""
+        return [run for candidate in self.candidates for run in candidate.runs]

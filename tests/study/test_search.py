@@ -12,8 +12,9 @@ from soren_align.study import progress as study_progress
 from soren_align.study.audit import cautions
 from soren_align.study.progress import read_study
 from soren_align.study.runner import _move_another_setting
-from soren_align.study.runs import ENDED, read_curve, read_evidence, run_folders
+from soren_align.study.runs import read_curve, read_evidence, run_folders
 from soren_align.study.search import JOURNAL
+from soren_align.study.study import ENDED
 from tests.support.study_runs import end, end_all, progress_of, study_of
 
 METHODS = pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The report of a study: every number in both forms, nothing from outside, nothing of a run's texts as code."""
 
+import base64
 import csv
 import io
 import json
@@ -8,9 +9,21 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
+from matplotlib.figure import Figure as Drawing
+from PIL import Image
 from rich.console import Console
 
-from soren_align.study.report.charts import curves_figure, sensitivity_figures, spectra_figure
+from soren_align.core.text import Table
+from soren_align.study.report.blocks import Page, Paragraph, Section, page_markdown
+from soren_align.study.report.charts import (
+    DARK,
+    LIGHT,
+    curves_figure,
+    line_style,
+    sensitivity_figures,
+    set_scale,
+    spectra_figure,
+)
 from soren_align.study.report.curves import (
     common_level,
     focus,
@@ -20,11 +33,7 @@ from soren_align.study.report.curves import (
     thin,
     trial_metrics,
 )
-from soren_align.study.report.markdown import page_markdown
-from soren_align.study.report.model import Page, Paragraph, Section, Table
-from soren_align.study.report.page import _identities, _matched
-from soren_align.study.report.report import terminal_verdict, trials_csv, write_report
-from soren_align.study.report.svg import look
+from soren_align.study.report.page import identities, matched, terminal_verdict, trials_csv, write_report
 from soren_align.study.report.text import comparisons, headline
 from soren_align.study.study import Candidate, Point, Run, Study
 from tests.support.report_study import difference, make_study
@@ -35,7 +44,7 @@ HOSTILE = (
     "=cmd|'/c calc'!A0",
     "$x_[$ \x1b[2J\x00 \ud800",
 )
-VOID = {"meta", "img", "br", "link", "input", "hr"}
+VOID = {"meta", "img", "source", "br", "link", "input", "hr"}
 
 
 class Reader(HTMLParser):
@@ -86,11 +95,13 @@ def written(study, folder):
 
 def assert_self_contained(page):
     reader = Reader(page)
-    assert not {tag for tag, _ in reader.tags} & {"script", "img", "link", "iframe", "object", "embed", "image", "form"}
+    assert not {tag for tag, _ in reader.tags} & {"script", "link", "iframe", "object", "embed", "svg", "form"}
     ids = [attributes["id"] for _, attributes in reader.tags if "id" in attributes]
     assert len(ids) == len(set(ids))
     for tag, attributes in reader.tags:
-        assert not [name for name in attributes if name.startswith("on") or name in ("src", "xlink:href", "action")]
+        assert not [name for name in attributes if name.startswith("on") or name in ("xlink:href", "action", "style")]
+        for name in {"src", "srcset"} & attributes.keys():
+            assert re.fullmatch(r"data:image/png;base64,[\w+/]+=*", attributes[name]), (tag, name)
         if "href" in attributes:
             assert attributes["href"].startswith("#"), (tag, attributes)
             assert attributes["href"][1:] in ids
@@ -110,15 +121,37 @@ def test_a_page_needs_nothing_from_outside_and_says_so(report):
     colours = set(re.findall(r"var\((--\w+)\)", report["report.html"]))
     style = report["report.html"][: report["report.html"].index("</style>")]
     assert all(style.count(f"{name}:") >= 2 for name in colours)  # each has a value for light and for dark
-    assert not re.search(r'style="[^"]*#[0-9a-f]{6}', report["report.html"])
+
+
+def colours_of(address):
+    """The most frequent colour of a picture, and all others."""
+    image = Image.open(io.BytesIO(base64.b64decode(address.partition(",")[2]))).convert("RGB")
+    ordered = sorted(image.getcolors(), reverse=True)
+    return [f"#{red:02x}{green:02x}{blue:02x}" for _, (red, green, blue) in ordered]
 
 
 def test_every_picture_has_a_text_and_grows_with_the_page(report):
-    pictures = [attributes for tag, attributes in Reader(report["report.html"]).tags if tag == "svg"]
-    drawn = [each for each in pictures if each.get("role") == "img"]
+    tags = Reader(report["report.html"]).tags
+    pictures = [attributes for tag, attributes in tags if tag == "img"]
+    drawn = [each for each in pictures if each["alt"]]
     assert len(drawn) == 2 * 4 + 4 + 4 + 5 + 1  # differences, sensitivity, along the runs, front, tuning
-    assert all(each["aria-label"] and each["viewbox"] and "width" not in each for each in drawn)
-    assert all(each in drawn or each["aria-hidden"] == "true" for each in pictures)
+    assert all({*each} == {"src", "alt"} for each in pictures)  # no width: the style sheet has it
+    assert len(pictures) - len(drawn) == 3 * 4  # of a legend, beside each name
+
+
+def test_every_picture_has_the_colours_of_a_light_and_of_a_dark_page(report):
+    tags = Reader(report["report.html"]).tags
+    light = [attributes["src"] for tag, attributes in tags if tag == "img"]
+    sources = [attributes for tag, attributes in tags if tag == "source"]
+    assert {each["media"] for each in sources} == {"screen and (prefers-color-scheme: dark)"}
+    assert len(light) == len(sources)
+    style = report["report.html"][: report["report.html"].index("</style>")]
+    for name in ("ink", "muted", "grid", "paper"):
+        assert re.findall(rf"--{name}: (#\w+);", style)[:2] == [getattr(LIGHT, name), getattr(DARK, name)]
+    for addresses, colours in ((light, LIGHT), ([each["srcset"] for each in sources], DARK)):
+        pictures = [colours_of(each) for each in addresses]
+        assert {picture[0] for picture in pictures} == {colours.paper}  # the page's, so that no edge shows
+        assert {*colours.lines[:4], colours.grid} <= {colour for picture in pictures for colour in picture}
 
 
 def test_texts_of_runs_are_no_code(tmp_path):
@@ -220,7 +253,7 @@ def test_a_study_where_nothing_was_measured_is_a_report_without_figures(tmp_path
         Study("two", {}, True, [candidate, replace(candidate, name="adamw", trials=[])], {"zoo": 1.0}),
     ):
         page, markdown = written(study, tmp_path)
-        assert not [tag for tag, _ in assert_self_contained(page).tags if tag == "svg"]
+        assert not [tag for tag, _ in assert_self_contained(page).tags if tag == "img"]
         assert "There is no verdict" in markdown
         assert "No figure of" in markdown
         screen(study)
@@ -237,11 +270,11 @@ def test_four_times_fifty_trials_of_many_evaluations_stay_small(tmp_path):
 
 
 def test_many_candidates_look_different_without_colour_too():
-    looks = [look(i) for i in range(84)]
+    looks = [line_style(i) for i in range(84)]
     assert len({str(each) for each in looks}) == 84
     assert len({(str(each["linestyle"]), each["marker"]) for each in looks[:12]}) == 12
     figure = curves_figure(make_study(names=tuple(f"optimizer-{i}" for i in range(12)), num_trials=2))
-    assert [key.name for key in figure.legend] == [f"optimizer-{i}" for i in range(12)]
+    assert [key.alt for key in figure.legend] == [f"optimizer-{i}" for i in range(12)]
 
 
 def test_the_same_study_gives_the_same_bytes(report, tmp_path):
@@ -319,7 +352,9 @@ def test_searched_words_stand_beside_each_other():
         for each in study.candidates
     ]
     (figure,) = sensitivity_figures(replace(study, candidates=candidates))
-    assert all(f">{word}</text>" in figure.panels[0].svg for word in ("exact", "minimax", "True", "3"))
+    axes = Drawing().subplots()
+    assert [set_scale(axes, maps)(value) for value in ("3", "True", "exact", "minimax")] == [0, 1, 2, 3]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["3", "True", "exact", "minimax"]
     assert "selected exact" in figure.panels[0].alt
 
 
@@ -330,7 +365,7 @@ def test_hashes_are_shown_once_if_all_runs_share_them(report):
     study = make_study(names=("adamw", "muon"))
     changed = replace(study.candidates[1].verdict[0], identity={"batches": "other"})
     candidates = [study.candidates[0], replace(study.candidates[1], verdict=[changed])]
-    table = next(b for b in _identities(replace(study, candidates=candidates)) if isinstance(b, Table))
+    table = next(b for b in identities(replace(study, candidates=candidates)) if isinstance(b, Table))
     column = table.head.index("batches")
     assert table.rows[0][column] == "adamw: 0000000000000000…\nmuon: other"
 
@@ -356,10 +391,10 @@ def test_matched_values_are_interpolated_at_the_first_crossing():
 
 def test_values_on_a_line_from_the_start_are_marked():
     study = make_study(names=("adamw", "soren"))
-    assert "†" not in page_markdown(Page("", "", [Section("", _matched(study))]))
+    assert "†" not in page_markdown(Page("", "", [Section("", matched(study))]))
     sparse = [replace(run, curve=[run.curve[0], run.curve[-1]]) for run in study.candidates[0].verdict]
     study = replace(study, candidates=[replace(study.candidates[0], verdict=sparse), study.candidates[1]])
-    table, note = _matched(study)
+    table, note = matched(study)
     assert all(cell.endswith(" †") for cell in (table.rows[0][2], table.rows[0][3]))
     assert not any("†" in cell for cell in table.rows[1])
     assert "too high for a loss" in note.text

@@ -8,7 +8,7 @@ from soren_align.recipe import recipe_hash, to_yaml
 from soren_align.run.folder import RunFolder
 from soren_align.study import progress as study_progress
 from soren_align.study.config import load_study, recipe_of_run
-from soren_align.study.runs import ENDED
+from soren_align.study.study import ENDED
 
 TINY = """\
 recipe: quickstart/sft

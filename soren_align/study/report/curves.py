@@ -1,12 +1,14 @@
-"""Numbers of the figures: mean curves over seeds, values at equal displacement, the metrics of trials."""
+"""Numbers of the figures: mean curves over seeds, values at equal displacement, the metrics of trials.
+
+The expected best metric of so many trials shows how much of a result is the search that found it.
+"""
 
 from collections.abc import Sequence
 from itertools import pairwise
 from math import comb, isfinite
 from statistics import fmean, median
 
-from ..study import Candidate, Point, Run, Study
-from .text import finished, number, selected_trial
+from ..study import Candidate, Point, Run, Study, finished, metric_of_trial
 
 MAX_POINTS = 200
 """Of a drawn curve: more cannot be seen in a small panel."""
@@ -17,7 +19,8 @@ Curve = list[tuple[float, float]]
 
 def value_of(point: Point, key: str) -> float | None:
     """Return a quantity of a point; None if it was not measured or is not finite."""
-    value = number(getattr(point, key))
+    value = getattr(point, key)
+    value = value if value is not None and isfinite(value) else None
     return 0.0 if value is None and point.step == 0 and key in AT_START else value
 
 
@@ -30,7 +33,7 @@ def start(study: Study, key: str) -> float | None:
 
 def shown_runs(candidate: Candidate) -> list[Run]:
     """Return the runs whose curves are shown: the verdict's, and before there are any the selected trial."""
-    trial = selected_trial(candidate)
+    trial = candidate.selected_trial
     return finished(candidate.verdict) or finished([trial] if trial else [])
 
 
@@ -59,11 +62,6 @@ def thin(points: Curve) -> Curve:
     if len(points) <= MAX_POINTS:
         return points
     return [points[round(i * (len(points) - 1) / (MAX_POINTS - 1))] for i in range(MAX_POINTS)]
-
-
-def columns_of(points: Curve) -> tuple[list[float], list[float]]:
-    """Return the x and the y of points, for matplotlib."""
-    return [x for x, _ in points], [y for _, y in points]
 
 
 def interpolate(run: Run, along: str, level: float, key: str) -> float | None:
@@ -119,18 +117,9 @@ def trial_metrics(study: Study, candidate: Candidate) -> list[float | None]:
     for run in candidate.trials:
         if run.status not in ("waiting", "running"):
             trials.setdefault(run.number, []).append(run)
-    means = [_mean(runs) for runs in trials.values()]
+    means = [metric_of_trial(runs) for runs in trials.values()]
     begin = start(study, "metric")
     return [begin if mean is None else mean for mean in means] if any(mean is not None for mean in means) else []
-
-
-def _mean(runs: Sequence[Run]) -> float | None:
-    metrics = [run.metric for run in finished(runs) if run.metric is not None]
-    return fmean(metrics) if len(metrics) == len(runs) else None
-
-
-# ---
-# The expected best metric against the number of trials: how much of a result is the search that found it.
 
 
 def expected_best(metrics: Sequence[float | None], higher_is_better: bool) -> list[float]:

@@ -1,272 +1,98 @@
-"""The sections of a report, in the order of a reader's questions: the verdict first, then all that it is made of."""
+"""The report of a study: a page, its Markdown twin and a table of all runs; and the verdict for a terminal.
 
+The sections of the page are in the order of a reader's questions: the verdict first, then all that it is made of.
+"""
+
+import csv
 import json
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from ..study import Candidate, Difference, Run, Study
+from rich.console import Group
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from ...core.errors import printable
+from ...core.files import write
+from ...core.text import Table, count, duration, gibibytes, join_words, mean_std, p_value, signed
+from ..study import BASE, Study, finished
+from .blocks import (
+    Alert,
+    Block,
+    Code,
+    Item,
+    Items,
+    LongTable,
+    Page,
+    Paragraph,
+    Section,
+    page_html,
+    page_markdown,
+)
 from .charts import curves_figure, differences_figure, front_figure, sensitivity_figures, spectra_figure, tuning_figure
 from .curves import common_level, curve, interpolate, is_coarse, shown_runs, start
-from .model import Alert, Block, Code, Item, Items, Page, Paragraph, Section, Table
 from .text import (
-    BASE,
+    DECIMALS,
     columns_of_suite,
     comparisons,
-    count,
-    duration,
-    finished,
     headline,
     in_order,
-    is_selected,
-    listed,
     measure_name,
     measures_of,
-    memory,
     metric_name,
     metric_text,
     no_verdict,
-    number,
-    p_value,
     reference_name,
     references_of,
     seen_size,
-    selected_trial,
     setting,
-    signed,
     size,
-    spread,
+    subtitle,
 )
+
+STYLES = {"better": "green", "worse": "red", "open": ""}
+LAST = ("step", "tokens", "train_loss", "relative_change", "kl_to_start", "retention_loss")
+"""Quantities of a run's last evaluation, in trials.csv."""
+OWN = ("recipe", "num_batches", "versions")
+"""Parts of a run's identity that are not shown: its own recipe, and what stands elsewhere."""
+CONTAMINATION = {"exact": "as a whole", "scores": "scores without these (change)"}
+
+
+def write_report(study: Study, folder: Path) -> None:
+    """Write report.html, report.md and trials.csv into the study's folder; the same study gives the same bytes."""
+    page = report_page(study, folder)
+    texts = {"report.html": page_html(page), "report.md": page_markdown(page), "trials.csv": trials_csv(study)}
+    for name, text in texts.items():
+        write(folder / name, text)
 
 
 def report_page(study: Study, folder: Path) -> Page:
     """Return the report of a study; spectra are read from its run folders in `folder`, all else from the study."""
-    sections = [
-        Section("Verdict", verdict_blocks(study)),
-        Section("Scores and differences", score_blocks(study)),
-        Section("Sensitivity to the settings", [*sensitivity_figures(study), *_edges(study)]),
-        Section("Along the runs", [curves_figure(study)]),
-        Section("At equal displacement", [front_figure(study), *_matched(study)]),
-        Section("How much tuning", [tuning_figure(study)]),
-        Section("Spectra", [spectra_figure(study, folder)]),
-        Section("Time and memory", [_costs(study)]),
-        Section("Contamination", _contamination(study)),
-        Section("How this conclusion could be wrong", _cautions(study)),
-        Section("Every run", [_runs(study), Paragraph("The same with more columns: trials.csv.", kind="muted")]),
-        Section("To repeat it", _repeat(study)),
-    ]
-    return Page(study.name, _subtitle(study), sections)
-
-
-def _subtitle(study: Study) -> str:
-    """Return the study in one sentence: the recipe, the candidates, their trials, the seeds."""
-    trials = [run for candidate in study.candidates for run in candidate.trials]
-    ended = [run for run in trials if run.status not in ("waiting", "running")]
-    lost = [run for run in ended if run.status != "finished"]
-    numbers = sorted({len({run.number for run in candidate.trials}) for candidate in study.candidates})
-    each = " or ".join(map(str, numbers)) or "no"
-    seeds = sorted({run.seed for candidate in study.candidates for run in candidate.verdict})
-    fresh = f"{count(len(seeds), 'fresh seed')} ({', '.join(map(str, seeds))})" if seeds else "no fresh seeds yet"
-    without = f", {len(lost)} of them without a result" if lost else ""
-    return (
-        f"{count(len(study.candidates), 'optimizer')} on {study.file.get('recipe', 'one recipe')}: {each} trials each"
-        f" ({len(ended)} of {len(trials)} ended{without}), selected by {metric_name(study)}, then compared on {fresh}."
-    )
-
-
-def _edges(study: Study) -> list[Block]:
     edges = [f"{each.name} {key} ({end})" for each in study.candidates for key, end in each.at_edge.items()]
-    if not edges:
-        return []
-    text = f": {listed(edges)}. A better value may lie outside."
-    return [Items([Item("Selected at the end of the searched space", text, "caution")])]
-
-
-def _matched(study: Study) -> list[Block]:
-    """Return the candidates at equal displacement and at equal KL: interpolated along their runs."""
-    begin = start(study, "retention_loss")
-    head, columns = [""], []
-    for along, label in (("relative_change", "displacement"), ("kl_to_start", "KL")):
-        level = common_level(study, along)
-        if level is None:
-            continue
-        head += [f"{label} at the end", f"{metric_name(study)} at {label} {level:.3g}"]
-        columns.append((along, level, "metric", 0.0))
-        if begin is not None:
-            head.append(f"rise of the retention loss at {label} {level:.3g}")
-            columns.append((along, level, "retention_loss", begin))
-    if not columns:
-        return [
-            Paragraph("No matched comparison: displacement was measured for fewer than two candidates.", kind="muted")
-        ]
-    rows = [[candidate.name, *_matched_row(shown_runs(candidate), columns)] for candidate in study.candidates]
-    note = (
-        "Matched: the values where each run first reaches the largest displacement (or KL) that all runs reach. A run"
-        " that moves further is seen there before its schedule has ended, with a learning rate that is still high."
-    )
-    if any("†" in cell for row in rows for cell in row):
-        note += (
-            " †: reached before the first evaluation, so that the value is on a straight line from the start and too"
-            " high for a loss; trainer.eval_steps makes evaluations more frequent."
-        )
-    return [Table(head, rows), Paragraph(note, kind="muted")]
-
-
-def _matched_row(runs: list[Run], columns: list[tuple[str, float, str, float]]) -> list[str]:
-    cells = []
-    for along, level, key, zero in columns:
-        if key == "metric":
-            ends = [points[-1][0] for run in runs if (points := curve(run, along, key))]
-            cells.append(metric_text(sum(ends) / len(ends)) if ends else "-")
-        values = [value - zero for run in runs if (value := interpolate(run, along, level, key)) is not None]
-        coarse = " †" if any(is_coarse(run, along, level) for run in runs) else ""
-        cells.append(f"{spread(values, 4)}{coarse}")
-    return cells
-
-
-def _costs(study: Study) -> Table:
-    rows = []
-    for candidate in study.candidates:
-        runs = shown_runs(candidate)
-        seconds = [run.seconds for run in runs if run.seconds is not None]
-        per_step = [
-            run.seconds / run.curve[-1].step * 1e3 for run in runs if run.seconds and run.curve and run.curve[-1].step
-        ]
-        peak = max((run.peak_memory_bytes for run in runs if run.peak_memory_bytes is not None), default=None)
-        total = sum(run.seconds or 0.0 for run in (*candidate.trials, *candidate.verdict))
-        mean = duration(sum(seconds) / len(seconds) if seconds else None)
-        rows.append([candidate.name, mean, spread(per_step, 1), memory(peak), duration(total)])
-    return Table(["", "time of a run", "ms per step", "peak memory", "all runs together"], rows)
-
-
-def _contamination(study: Study) -> list[Block]:
-    """Return a row per benchmark: the questions that the training examples contain, and the scores without them."""
-    if not study.contamination:
-        return [Paragraph("The overlap of the training examples with the questions was not counted.")]
-    keys = [str(key) for key in dict.fromkeys(key for each in study.contamination.values() for key in each)]
-    keys = [key for key in keys if key != "indices"]
-    rows = [[name, *(_count(each.get(key)) for key in keys)] for name, each in study.contamination.items()]
-    return [Table(["", *(_CONTAMINATION.get(key, key.replace("_", " ")) for key in keys)], rows)]
-
-
-_CONTAMINATION = {"exact": "as a whole", "scores": "scores without these (change)"}
-
-
-def _count(value: Any) -> str:
-    """Return an entry of the contamination: a number, or scores by row."""
-    if isinstance(value, dict) and {"value", "change"} <= value.keys():
-        return f"{value['value']:.1f} ({value['change']:+.1f})"
-    if isinstance(value, dict):
-        return "\n".join(f"{key} {_count(each)}" for key, each in value.items())
-    return (
-        f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value or "-")
-    )
-
-
-def _cautions(study: Study) -> list[Block]:
-    items = [Item("", caution, "caution") for caution in study.cautions]
+    beyond = f": {join_words(edges)}. A better value may lie outside."
+    at_edge = [Items([Item("Selected at the end of the searched space", beyond, "caution")])] if edges else []
+    cautions = [Items([Item("", caution, "caution") for caution in study.cautions])]
+    none = [Paragraph("The audit has no cautions: no selected value at an edge, no overlap, enough seeds.")]
     general = (
         "It holds for this model, these data, this schedule and these search spaces: a longer training, a larger model"
         " or other spaces may order the optimizers differently."
     )
-    none = (
-        []
-        if items
-        else [Paragraph("The audit has no cautions: no selected value at an edge, no overlap, enough seeds.")]
-    )
-    return [*([Items(items)] if items else none), Paragraph(general)]
-
-
-def _runs(study: Study) -> Table:
-    """Return every run, of the search and of the verdict, failed ones too."""
-    runs = [(each, run) for each in study.candidates for run in (*each.trials, *each.verdict)]
-    keys = [*dict.fromkeys(key for _, run in runs for key in run.parameters)]
-    rows, strong = [], set()
-    for candidate, run in runs:
-        if not rows or rows[-1][0] != run.candidate:
-            strong.add(len(rows))
-        status = f"{run.status}, selected" if is_selected(candidate, run) else run.status
-        values = [setting(run.parameters.get(key), 4) for key in keys]
-        cells = [run.candidate, f"{run.stage} {run.number}", status, str(run.seed), *values]
-        cells += [
-            metric_text(number(run.metric)),
-            duration(run.seconds),
-            memory(run.peak_memory_bytes),
-            run.reason or "",
-        ]
-        rows.append(cells)
-    head = ["", "run", "status", "seed", *keys, metric_name(study), "time", "peak memory", "reason"]
-    return Table(head, rows, num_text=3, strong=frozenset(strong), last_text=True, long=True)
-
-
-def _repeat(study: Study) -> list[Block]:
-    versions = ", ".join(f"{name} {version}" for name, version in study.versions.items())
-    blocks: list[Block] = [Code(study.command)] if study.command else []
-    blocks += [
-        Paragraph(text)
-        for text in (
-            f"Versions: {versions}." if versions else "",
-            f"Machine: {study.machine}." if study.machine else "",
-        )
-        if text
+    sections = [
+        Section("Verdict", verdict_blocks(study)),
+        Section("Scores and differences", score_blocks(study)),
+        Section("Sensitivity to the settings", [*sensitivity_figures(study), *at_edge]),
+        Section("Along the runs", [curves_figure(study)]),
+        Section("At equal displacement", [front_figure(study), *matched(study)]),
+        Section("How much tuning", [tuning_figure(study)]),
+        Section("Spectra", [spectra_figure(study, folder)]),
+        Section("Time and memory", [_costs(study)]),
+        Section("Contamination", [_contamination(study)]),
+        Section("How this conclusion could be wrong", [*(cautions if study.cautions else none), Paragraph(general)]),
+        Section("Every run", [_runs(study), Paragraph("The same with more columns: trials.csv.", kind="muted")]),
+        Section("To repeat it", _repeat(study)),
     ]
-    blocks += _identities(study)
-    return [
-        *blocks,
-        Code(json.dumps(study.file, indent=1, ensure_ascii=False, default=str), folded="The study's file, resolved"),
-    ]
-
-
-def _identities(study: Study) -> list[Block]:
-    """Return the hashes and settings that all runs share, and by seed those that differ between seeds."""
-    runs = [run for each in study.candidates for run in (*each.trials, *each.verdict) if run.identity]
-    keys = [*dict.fromkeys(key for run in runs for key in run.identity if key not in OWN)]
-    shared = {key: _identity(runs[0].identity.get(key)) for key in keys if _is_shared(runs, key)}
-    own = [key for key in keys if key not in shared]
-    blocks: list[Block] = []
-    if shared:
-        text = "; ".join(f"{key.replace('_', ' ')}: {value}" for key, value in shared.items())
-        blocks.append(Paragraph(f"Equal for all runs: {text}."))
-    if own:
-        rows = [
-            [str(seed), *(_at_seed([run for run in runs if run.seed == seed], key) for key in own)]
-            for seed in sorted({run.seed for run in runs})
-        ]
-        note = "Equal for all candidates with a seed, or each one's where they differ; study.json has the whole hashes."
-        table = Table(["seed", *(key.replace("_", " ") for key in own)], rows, num_text=1 + len(own))
-        blocks += [table, Paragraph(note, kind="muted")]
-    return blocks
-
-
-OWN = ("recipe", "num_batches", "versions")
-"""Parts of a run's identity that are not shown: its own recipe, and what stands elsewhere."""
-
-
-def _is_shared(runs: list[Run], key: str) -> bool:
-    return all(run.identity.get(key) == runs[0].identity.get(key) for run in runs)
-
-
-def _at_seed(runs: list[Run], key: str) -> str:
-    """Return the value of all runs with a seed, or of each candidate."""
-    names: dict[str, list[str]] = {}
-    for run in runs:
-        names.setdefault(_identity(run.identity.get(key)), []).append(run.candidate)
-    if len(names) == 1:
-        return next(iter(names))
-    return "\n".join(f"{listed([*dict.fromkeys(each)])}: {value}" for value, each in names.items())
-
-
-def _identity(value: Any) -> str:
-    """Return a hash by its first 16 digits; other values as they are."""
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {_identity(each)}" for key, each in value.items() if each is not None)
-    if isinstance(value, list):
-        return " ".join(map(str, value))
-    text = "not recorded" if value is None else str(value).removeprefix("sha256:")
-    return f"{text[:16]}…" if len(text) == 64 else text
-
-
-# ---
-# The first sections of a report: the verdict, the scores with the starting checkpoint's, and every difference.
+    return Page(study.name, subtitle(study), sections)
 
 
 def verdict_blocks(study: Study) -> list[Block]:
@@ -279,64 +105,244 @@ def verdict_blocks(study: Study) -> list[Block]:
     if not study.differences:
         return [Paragraph(no_verdict(study), kind="lead")]
     blocks: list[Block] = [Paragraph(sentence, kind="lead") for sentence in headline(study)]
-    for i, name in enumerate(references_of(study)):
-        items = Items(comparisons(study, name), f"Against {reference_name(name)}")
-        blocks += [items, differences_figure(study, name, f"d{i}x")]
+    for name in references_of(study):
+        blocks += [Items(comparisons(study, name), f"Against {reference_name(name)}"), differences_figure(study, name)]
     num = len(study.differences) + sum(d.retained is not None for d in study.differences)
     note = (
         "Intervals are over seeds and questions (of the held-out metric: over seeds). The answers are by p-values"
         f" corrected for {count(num, 'test')} by Holm's method; intervals are not corrected. Positive differences are"
         " better, whatever the measure's direction."
     )
-    blocks.append(Paragraph(note, kind="muted"))
-    return blocks
+    return [*blocks, Paragraph(note, kind="muted")]
 
 
 def score_blocks(study: Study) -> list[Block]:
-    """Return the scores with the starting checkpoint's as the first row, and every difference."""
-    base = study.base_scores or {}
+    """Return the scores with the starting checkpoint's as the first row, and every difference under its measure."""
     columns = columns_of_suite(study)
-    first = [f"{base[c]:.1f}" if c in base else "-" for c in columns]
-    rows = [["starting checkpoint", metric_text(start(study, "metric")), *first, "-", ""]]
-    for candidate in study.candidates:
-        runs = finished(candidate.verdict)
-        metrics = spread([run.metric for run in runs if run.metric is not None], 4)
-        scores = [spread([run.scores[c] for run in runs if run.scores and c in run.scores], 1) for c in columns]
-        rows.append([candidate.name, metrics, *scores, str(len(runs)), _selected(candidate)])
+    rows = [["starting checkpoint", *_scores(study, columns)[0], "-", ""]]
+    for candidate, scores in zip(study.candidates, _scores(study, columns)[1:], strict=True):
+        trial = candidate.selected_trial
+        settings = "\n".join(f"{key} {setting(value)}" for key, value in trial.parameters.items()) if trial else "none"
+        rows.append([candidate.name, *scores, str(len(finished(candidate.verdict))), settings])
     head = ["", metric_name(study), *columns, "runs", "selected setting"]
     note = "Mean ± standard deviation over the seeds of the verdict; scores in percent."
-    blocks: list[Block] = [Table(head, rows, last_text=True), Paragraph(note, kind="muted")]
-    return [*blocks, _differences(study)] if study.differences and not study.problems else blocks
-
-
-def _selected(candidate: Candidate) -> str:
-    trial = selected_trial(candidate)
-    return "none" if trial is None else "\n".join(f"{key} {setting(value)}" for key, value in trial.parameters.items())
-
-
-def _differences(study: Study) -> Table:
-    """Return a row per comparison, under a row with the measure's name."""
-    rows, strong = [], set()
+    align = "l" + "r" * (len(head) - 2) + "l"
+    blocks: list[Block] = [Table(head, rows, align=align), Paragraph(note, kind="muted")]
+    if study.problems or not study.differences:
+        return blocks
+    rows, groups = [], set()
     for measure in measures_of(study):
-        strong.add(len(rows))
+        groups.add(len(rows))
         rows.append([measure_name(study, measure), *[""] * 6])
         for d in in_order(study, references_of(study)):
             if d.measure == measure:
-                reference = "start" if d.reference == BASE else d.reference
-                rows.append([f"{d.candidate} - {reference}", d.answer, *_numbers(d)])
+                value, low, high = (signed(value, DECIMALS[d.unit]) for value in (d.value, d.low, d.high))
+                retained = "-"
+                if d.retained is not None and d.margin is not None:
+                    retained = f"{'yes' if d.retained else 'not shown'}, margin {size(d.margin, d.unit)}"
+                row = [f"{d.candidate} - {'start' if d.reference == BASE else d.reference}", d.answer]
+                row += [value, f"[{low}, {high}]", p_value(d.p_holm).removeprefix("p ")]
+                rows.append([*row, seen_size(d).removesuffix(" points"), retained])
     head = ["", "answer", "difference", "95% interval", "Holm's p", "could have seen", "retained"]
-    return Table(head, rows, num_text=2, strong=frozenset(strong))
+    return [*blocks, Table(head, rows, align="ll", groups=frozenset(groups))]
 
 
-def _numbers(d: Difference) -> list[str]:
-    interval = f"[{signed(d.low, d.unit)}, {signed(d.high, d.unit)}]"
-    retained = "-"
-    if d.retained is not None and d.margin is not None:
-        retained = f"{'yes' if d.retained else 'not shown'}, margin {size(d.margin, d.unit)}"
-    return [
-        signed(d.value, d.unit),
-        interval,
-        p_value(d.p_holm).removeprefix("p "),
-        seen_size(d).removesuffix(" points"),
-        retained,
-    ]
+def _scores(study: Study, columns: list[str]) -> list[list[str]]:
+    """Return the selection metric and scores of the suite: of the starting checkpoint, then of each candidate."""
+    base = study.base_scores or {}
+    rows = [[metric_text(start(study, "metric")), *(f"{base[c]:.1f}" if c in base else "-" for c in columns)]]
+    for candidate in study.candidates:
+        runs = finished(candidate.verdict)
+        scores = [[run.scores[c] for run in runs if run.scores and c in run.scores] for c in columns]
+        metrics = [run.metric for run in runs if run.metric is not None]
+        rows.append([mean_std(metrics, 4), *(mean_std(values, 1) for values in scores)])
+    return rows
+
+
+def matched(study: Study) -> list[Block]:
+    """Return the candidates at equal displacement and at equal KL: interpolated along their runs."""
+    begin, name = start(study, "retention_loss"), metric_name(study)
+    head, rows = [""], [[candidate.name] for candidate in study.candidates]
+    for along, label in (("relative_change", "displacement"), ("kl_to_start", "KL")):
+        level = common_level(study, along)
+        if level is None:
+            continue
+        head += [f"{label} at the end", f"{name} at {label} {level:.3g}"]
+        head += [f"rise of the retention loss at {label} {level:.3g}"] if begin is not None else []
+        for row, runs in zip(rows, map(shown_runs, study.candidates), strict=True):
+            ends = [points[-1][0] for run in runs if (points := curve(run, along, "metric"))]
+            row.append(metric_text(sum(ends) / len(ends)) if ends else "-")
+            coarse = " †" if any(is_coarse(run, along, level) for run in runs) else ""
+            for key, zero in (("metric", 0.0), ("retention_loss", begin)):
+                if zero is not None:
+                    values = [interpolate(run, along, level, key) for run in runs]
+                    row.append(mean_std([value - zero for value in values if value is not None], 4) + coarse)
+    if len(head) == 1:
+        return [
+            Paragraph("No matched comparison: displacement was measured for fewer than two candidates.", kind="muted")
+        ]
+    note = (
+        "Matched: the values where each run first reaches the largest displacement (or KL) that all runs reach. A run"
+        " that moves further is seen there before its schedule has ended, with a learning rate that is still high."
+    )
+    if any("†" in cell for row in rows for cell in row):
+        note += (
+            " †: reached before the first evaluation, so that the value is on a straight line from the start and too"
+            " high for a loss; trainer.eval_steps makes evaluations more frequent."
+        )
+    return [Table(head, rows), Paragraph(note, kind="muted")]
+
+
+def _costs(study: Study) -> Table:
+    rows = []
+    for candidate in study.candidates:
+        runs = shown_runs(candidate)
+        seconds = [run.seconds for run in runs if run.seconds is not None]
+        steps = [(run.seconds, run.curve[-1].step) for run in runs if run.seconds and run.curve and run.curve[-1].step]
+        peak = max((run.peak_memory_bytes for run in runs if run.peak_memory_bytes is not None), default=None)
+        mean = duration(sum(seconds) / len(seconds) if seconds else None)
+        per_step = mean_std([time / num * 1e3 for time, num in steps], 1)
+        total = duration(sum(run.seconds or 0.0 for run in candidate.runs))
+        rows.append([candidate.name, mean, per_step, gibibytes(peak), total])
+    return Table(["", "time of a run", "ms per step", "peak memory", "all runs together"], rows)
+
+
+def _contamination(study: Study) -> Block:
+    """Return a row per benchmark: the questions that the training examples contain, and the scores without them."""
+    if not study.contamination:
+        return Paragraph("The overlap of the training examples with the questions was not counted.")
+    keys = [str(key) for key in dict.fromkeys(key for each in study.contamination.values() for key in each)]
+    keys = [key for key in keys if key != "indices"]
+    rows = [[name, *(_entry(each.get(key)) for key in keys)] for name, each in study.contamination.items()]
+    return Table(["", *(CONTAMINATION.get(key, key.replace("_", " ")) for key in keys)], rows)
+
+
+def _entry(value: Any) -> str:
+    """Return an entry of the contamination: a number, or scores by row."""
+    if isinstance(value, dict) and {"value", "change"} <= value.keys():
+        return f"{value['value']:.1f} ({value['change']:+.1f})"
+    if isinstance(value, dict):
+        return "\n".join(f"{key} {_entry(each)}" for key, each in value.items())
+    if isinstance(value, int | float):
+        return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}"
+    return str(value or "-")
+
+
+def _runs(study: Study) -> Table:
+    """Return every run, of the search and of the verdict, failed ones too."""
+    keys = [*dict.fromkeys(key for run in study.runs for key in run.parameters)]
+    rows, groups = [], set()
+    for candidate in study.candidates:
+        groups.add(len(rows))
+        for run in candidate.runs:
+            status = f"{run.status}, selected" if candidate.is_selected(run) else run.status
+            settings = [setting(run.parameters.get(key), 4) for key in keys]
+            costs = [duration(run.seconds), gibibytes(run.peak_memory_bytes)]
+            row = [run.candidate, f"{run.stage} {run.number}", status, str(run.seed), *settings]
+            rows.append([*row, metric_text(run.metric), *costs, run.reason or ""])
+    head = ["", "run", "status", "seed", *keys, metric_name(study), "time", "peak memory", "reason"]
+    return LongTable(head, rows, align="lll" + "r" * (len(head) - 4) + "l", groups=frozenset(groups))
+
+
+def _repeat(study: Study) -> list[Block]:
+    versions = ", ".join(f"{name} {version}" for name, version in study.versions.items())
+    blocks: list[Block] = [Code(study.command)] if study.command else []
+    blocks += [Paragraph(f"Versions: {versions}.")] if versions else []
+    blocks += [Paragraph(f"Machine: {study.machine}.")] if study.machine else []
+    text = json.dumps(study.file, indent=1, ensure_ascii=False, default=str)
+    return [*blocks, *identities(study), Code(text, folded="The study's file, resolved")]
+
+
+def identities(study: Study) -> list[Block]:
+    """Return the hashes and settings that all runs share, and by seed those that differ between seeds."""
+    runs = [run for run in study.runs if run.identity]
+    keys = [*dict.fromkeys(key for run in runs for key in run.identity if key not in OWN)]
+    shared = [key for key in keys if all(run.identity.get(key) == runs[0].identity.get(key) for run in runs)]
+    own = [key for key in keys if key not in shared]
+    blocks: list[Block] = []
+    if shared:
+        text = "; ".join(f"{key.replace('_', ' ')}: {_identity(runs[0].identity.get(key))}" for key in shared)
+        blocks.append(Paragraph(f"Equal for all runs: {text}."))
+    if own:
+        rows = []
+        for seed in sorted({run.seed for run in runs}):
+            rows.append([str(seed)])
+            for key in own:
+                names: dict[str, dict[str, None]] = {}  # of the candidates, by value
+                for run in (run for run in runs if run.seed == seed):
+                    names.setdefault(_identity(run.identity.get(key)), {})[run.candidate] = None
+                lines = [f"{join_words([*each])}: {value}" for value, each in names.items()]
+                rows[-1].append("\n".join(lines) if len(names) > 1 else next(iter(names)))
+        note = "Equal for all candidates with a seed, or each one's where they differ; study.json has the whole hashes."
+        table = Table(["seed", *(key.replace("_", " ") for key in own)], rows, align="l" * (1 + len(own)))
+        blocks += [table, Paragraph(note, kind="muted")]
+    return blocks
+
+
+def _identity(value: Any) -> str:
+    """Return a hash by its first 16 digits; other values as they are."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_identity(each)}" for key, each in value.items() if each is not None)
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    text = "not recorded" if value is None else str(value).removeprefix("sha256:")
+    return f"{text[:16]}…" if len(text) == 64 else text
+
+
+def terminal_verdict(study: Study) -> Group:
+    """Return the verdict for a terminal of 80 columns: the scores, each comparison, and faults or cautions."""
+    parts: list[Any] = [Text(study.name, style="bold"), Text()]
+    if study.problems:
+        parts.append(Text("No verdict: the runs cannot be compared", style="bold red"))
+        return Group(*parts, *(_point(Text(problem, style="red")) for problem in study.problems))
+    if not study.differences:
+        parts.append(Text(f"{no_verdict(study)}\n"))
+    parts += [Text(f"{sentence}\n", style="bold") for sentence in headline(study)]
+    columns = columns_of_suite(study)[:3]
+    names = ["start", *(candidate.name for candidate in study.candidates)]
+    rows = [[name, *scores] for name, scores in zip(names, _scores(study, columns), strict=True)]
+    parts += [Table(["", metric_name(study), *columns], rows).rich(), Text()]
+    for item in (item for name in references_of(study) for item in comparisons(study, name, most=1)):
+        parts.append(_point(Text.assemble((item.lead, STYLES[item.kind]), item.text)))
+    if study.differences:
+        parts.append(Text("\nPositive differences are better, whatever the measure's direction.", style="dim"))
+    if study.cautions:
+        title = Text("\nHow this conclusion could be wrong", style="bold")
+        parts += [title, *(_point(Text(caution)) for caution in study.cautions)]
+    return Group(*parts)
+
+
+def _point(text: Text) -> RichTable:
+    grid = RichTable.grid(padding=(0, 1))
+    text.overflow = "fold"
+    grid.add_row("-", text)
+    return grid
+
+
+def trials_csv(study: Study) -> str:
+    """Return a line per run, failed ones too; settings have the column of their recipe key, scores `score:` and the
+    suite's column."""
+    keys = [*dict.fromkeys(key for run in study.runs for key in run.parameters)]
+    columns = [*dict.fromkeys(column for run in study.runs for column in run.scores or {})]
+    head = ["candidate", "stage", "number", "seed", "folder", "status", "selected", *keys, "metric", "seconds"]
+    head += ["peak_memory_bytes", *LAST, *(f"score:{column}" for column in columns), "reason"]
+    text = StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(map(_safe, head))
+    for candidate in study.candidates:
+        for run in candidate.runs:
+            row = [run.candidate, run.stage, run.number, run.seed, run.folder, run.status]
+            row += ["yes" if candidate.is_selected(run) else "no", *(run.parameters.get(key) for key in keys)]
+            row += [run.metric, run.seconds, run.peak_memory_bytes]
+            row += [getattr(run.curve[-1], key) if run.curve else None for key in LAST]
+            row += [*((run.scores or {}).get(column) for column in columns), run.reason]
+            writer.writerow(map(_safe, row))
+    return text.getvalue()
+
+
+def _safe(value: object) -> object:
+    """Return a value that no spreadsheet reads as a formula: a text that starts like one gets an apostrophe."""
+    if not isinstance(value, str):
+        return value
+    text = printable(value)
+    return f"'{text}" if text.lstrip().startswith(("=", "+", "-", "@")) else text

@@ -1,0 +1,148 @@
+"""A report as plain data, and its two forms: one page of HTML, and the same as Markdown.
+
+All strings are plain text of unknown origin; neither form takes them as code. The page is one file without scripts,
+network or fonts, light and dark, on paper and on a phone. Its template, page.html, escapes every text.
+"""
+
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+from markupsafe import Markup
+
+from ...core.errors import printable
+from ...core.text import Table, fenced, markdown_line
+
+STYLE = Path(__file__).with_name("report.css")
+
+
+@dataclass(frozen=True)
+class Paragraph:
+    """A text; lead: the verdict; muted: an explanation under a table or a figure."""
+
+    text: str
+    kind: Literal["", "lead", "muted"] = ""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A point of a list: some words in bold, then the sentence's end."""
+
+    lead: str
+    text: str = ""
+    kind: str = ""
+    """better, worse, open (not distinguishable), caution or problem: the colour and the sign before it."""
+
+
+@dataclass(frozen=True)
+class Items:
+    """A list."""
+
+    items: list[Item]
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class Alert:
+    """A red box, for faults that forbid a verdict."""
+
+    title: str
+    items: list[str]
+
+
+class LongTable(Table):
+    """A table in a box that scrolls."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture for a light and for a dark page, as `data:` addresses, and its content in one sentence."""
+
+    light: str
+    dark: str
+    alt: str
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Small pictures beside each other, on a phone below each other, and the picture of each name in a legend."""
+
+    panels: list[Picture]
+    caption: str
+    legend: list[Picture] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Code:
+    """Preformatted text; folded: its title, if it is closed until the reader opens it."""
+
+    text: str
+    folded: str = ""
+
+
+Block = Paragraph | Items | Alert | Table | Figure | Code
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading with its blocks."""
+
+    title: str
+    blocks: list[Block]
+
+
+@dataclass(frozen=True)
+class Page:
+    """A report."""
+
+    title: str
+    subtitle: str
+    sections: list[Section]
+
+
+def page_html(page: Page) -> str:
+    """Return the page as HTML."""
+    return _template().render(page=page, style=STYLE.read_text(encoding="utf-8"))
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(
+        loader=FileSystemLoader(STYLE.parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: value if isinstance(value, Markup) else printable(value),
+    )
+    environment.filters["form"] = lambda block: type(block).__name__
+    return environment.get_template("page.html")
+
+
+def page_markdown(page: Page) -> str:
+    """Return the page as Markdown, with the content of each picture as a text."""
+    parts = [f"# {markdown_line(page.title)}", markdown_line(page.subtitle)]
+    for section in page.sections:
+        parts += [f"## {markdown_line(section.title)}", *map(_block_markdown, section.blocks)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _block_markdown(block: Block) -> str:
+    if isinstance(block, Table):
+        return block.markdown()
+    if isinstance(block, Code):
+        title = f"{markdown_line(block.folded)}:\n\n" if block.folded else ""
+        return title + fenced(printable(block.text))
+    if isinstance(block, Paragraph):
+        return markdown_line(block.text)
+    if isinstance(block, Figure):
+        return "\n".join([markdown_line(block.caption), "", *(f"- {markdown_line(each.alt)}" for each in block.panels)])
+    title = markdown_line(block.title)
+    if isinstance(block, Alert):
+        return "\n".join([f"> **{title}**", ">", *(f"> - {markdown_line(item)}" for item in block.items)])
+    items = [
+        f"- {f'**{markdown_line(item.lead)}**' if item.lead else ''}{markdown_line(item.text)}" for item in block.items
+    ]
+    return "\n".join([f"### {title}\n"] * bool(title) + items)
