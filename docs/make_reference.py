@@ -9,14 +9,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from soren_align.recipe import SCHEMA_FILE, Model, Recipe, schema_text, trl
-from soren_align.recipe.base import Section, members, section_in
+from soren_align.core.document import members, schema_text, section_in
+from soren_align.recipe import SCHEMA_FILE, Model, Recipe, json_schema, trl
+from soren_align.recipe.base import Section
 from soren_align.recipe.optimizer import MAPS, OPTIMIZERS, OptimizerSection
-from soren_align.study.config import STUDY_SCHEMA_FILE, study_schema_text
+from soren_align.study.config import STUDY_SCHEMA_FILE, study_schema
 
 DOCS = Path(__file__).parent
 CONFIGS = DOCS.parent / "configs"
-SCHEMAS = {CONFIGS / SCHEMA_FILE: schema_text, CONFIGS / STUDY_SCHEMA_FILE: study_schema_text}
+SCHEMAS = {CONFIGS / SCHEMA_FILE: json_schema, CONFIGS / STUDY_SCHEMA_FILE: study_schema}
 INTRODUCTION = """\
 # The recipe
 
@@ -167,5 +168,5 @@ def _one_line(text: str | None) -> str:
 
 if __name__ == "__main__":
     (DOCS / "recipe.md").write_text(recipe_page(), encoding="utf-8")
-    for file, text in SCHEMAS.items():
-        file.write_text(text(), encoding="utf-8")
+    for file, schema in SCHEMAS.items():
+        file.write_text(schema_text(schema()), encoding="utf-8")

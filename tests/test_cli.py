@@ -220,7 +220,6 @@ def test_the_shell_completes_commands_options_and_shipped_names(run, monkeypatch
             ["eval", "owner/model", "--suite", "quickstart", "--output", "o", "--published", "paper/sfx"],
             "did you mean 'paper/sft'",
         ),
-        (["eval", "owner/model", "--quote", "paper/sft"], "--quote: unknown option; write --published paper/sft"),
         (
             ["eval", "owner/model", "--suite", "quickstart", "--output", "o", "--data-root", "no"],
             "--data-root: there is no",

@@ -46,13 +46,14 @@ def new(
 
     Two recipes (SFT, then DPO), examples of both, and a suite with two kinds of questions. They run as they are.
     """
-    from ..recipe import with_modeline
+    from ..core.document import with_modeline
+    from ..recipe import SCHEMA_FILE
 
     target = _new_folder(folder)
     _copy_folder(shipped.ROOT / "configs/new", target)
     for file in target.glob("*.yaml"):
         text = file.read_text(encoding="utf-8")
-        file.write_text(with_modeline(_for_model(text, model) if model else text), encoding="utf-8")
+        file.write_text(with_modeline(_for_model(text, model) if model else text, SCHEMA_FILE), encoding="utf-8")
     typer.echo(printable(NEW_FILES.format(folder=target, schema=_write_schema(target, "recipe"))))
 
 
@@ -107,7 +108,8 @@ def copy(
 
     Beside it, recipe.schema.json (study.schema.json) completes and checks its keys in an editor.
     """
-    from ..recipe import task_of, with_modeline
+    from ..core.document import with_modeline
+    from ..recipe import task_of
 
     known, studies = shipped.recipes(), shipped.studies()
     if (source := (known | studies).get(name)) is None:
@@ -167,9 +169,9 @@ def import_(
     ] = None,
 ) -> None:
     """Convert another tool's file to a recipe, and report every key."""
+    from ..core.document import with_modeline
     from ..core.files import local_path
     from ..importers import import_file
-    from ..recipe import with_modeline
 
     if task not in (None, "sft", "dpo"):
         raise UserError(f"--task: found {task!r}; write sft or dpo")
@@ -182,8 +184,7 @@ def import_(
     else:
         target = _new_file(dest, source.name)
         text, table = import_file(source, task, _new_file(str(target.with_suffix(".jinja")), ""))
-        target.write_text(with_modeline(text), encoding="utf-8")
-        _write_schema(target.parent, "recipe")
+        target.write_text(with_modeline(text, _write_schema(target.parent, "recipe")), encoding="utf-8")
         table += f"\n\n{target}: read it, then run soren-align plan {target}"
     typer.echo(printable(table), err=True)
 
@@ -195,8 +196,8 @@ def schema(
     ] = None,
 ) -> None:
     """Print the JSON Schema of recipes or studies, or write it beside one for an editor."""
+    from ..core.document import write_schema
     from ..core.files import local_path
-    from ..recipe import write_schema
 
     file_name, text = _schema(kind)
     if output is None:
@@ -213,18 +214,20 @@ def schema(
 
 def _schema(kind: str) -> tuple[str, str]:
     """Return the schema's file name and its text."""
+    from ..core.document import schema_text
+
     if kind == "study":
-        from ..study.config import STUDY_SCHEMA_FILE, study_schema_text
+        from ..study.config import STUDY_SCHEMA_FILE, study_schema
 
-        return STUDY_SCHEMA_FILE, study_schema_text()
-    from ..recipe import SCHEMA_FILE, schema_text
+        return STUDY_SCHEMA_FILE, schema_text(study_schema())
+    from ..recipe import SCHEMA_FILE, json_schema
 
-    return SCHEMA_FILE, schema_text()
+    return SCHEMA_FILE, schema_text(json_schema())
 
 
 def _write_schema(folder: Path, kind: str) -> str:
     """Write a schema beside a recipe or a study, unless a file of another origin is there; return the file's name."""
-    from ..recipe import write_schema
+    from ..core.document import write_schema
 
     file_name, text = _schema(kind)
     write_schema(folder / file_name, text)

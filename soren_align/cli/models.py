@@ -5,7 +5,6 @@ from typing import Annotated
 import typer
 
 from ..core import shipped
-from ..core.errors import UserError
 
 
 def add_to(app: typer.Typer) -> None:
@@ -52,7 +51,6 @@ Published = Annotated[
         autocompletion=lambda incomplete: [name for name in shipped.published() if name.startswith(incomplete)],
     ),
 ]
-Quote = Annotated[list[str] | None, typer.Option(hidden=True)]  # the name of --published in 0.1
 Cache = Annotated[str | None, typer.Option(metavar="DIR", help="Folder of cached responses. Default: the user's own.")]
 Summary = Annotated[
     str | None, typer.Option(metavar="FILE.json", help="Also write the scores alone to this JSON file.")
@@ -74,7 +72,6 @@ def evaluate(
     omit: Omit = None,
     trust_suite: TrustSuite = False,
     published: Published = None,
-    quote: Quote = None,
     cache: Cache = None,
     summary: Summary = None,
 ) -> None:
@@ -95,8 +92,6 @@ def evaluate(
         "trust_suite": trust_suite or None,
         "published": published or None,
     }
-    if quote:
-        raise UserError(f"--quote: unknown option; write --published {quote[0]}")
     evaluation.evaluate(models, settings, output=output, summary=summary, cache=cache)
 
 

@@ -1,30 +1,195 @@
-"""Read YAML with limits: any text gives plain data or a UserError within seconds, and no tag is followed.
+"""A YAML document of a known form: read, change by `key=value`, validate, dump, and its JSON Schema.
 
-ruamel's parser is lazy: its events are counted while the data is built, so that a limit stops it early.
+The form is a pydantic class whose sections derive from `Section`. All problems are collected, and reported together,
+each with its file, line, key, finding and remedy:
+
+    document = parse(read_text(path), str(path), "a suite is a mapping (title, tasks, ...)")
+    document.override(["tasks.0.metric=acc"])            # texts as after --set
+    suite = document.validate(Suite)                     # None if it is none; the problems are noted
+    document.problems.append((("title",), "found '?'; write words"))
+    document.refuse_problems()                           # raises UserError with all of them, in the order of lines
+
+`from_pydantic` is the one translation of pydantic's errors into sentences, for any class, also of JSON.
 """
 
-from collections.abc import Iterable, Iterator
-from copy import deepcopy
+import io
+import json
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, get_args, get_origin
 
-from ruamel.yaml import YAML, events
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.resolver import implicit_resolvers
+from pydantic import BaseModel, ConfigDict, Tag, ValidationError
+from ruamel.yaml import YAML
 
-from .errors import UserError
+from .errors import UserError, closest, did_you_mean
+from .files import local_path, write
+from .shipped import MODELINE
+from .yaml import Key, parse_yaml
 
-Key = tuple[str | int, ...]
-"""The position of a value: ('optimizer', 'lr'), ('data', 'train', 0)."""
+MAX_PARTS = 10
+"""Parts of a key in --set; no section is nested deeper."""
+Problem = tuple[Key, str]
+"""The key, and the finding with its remedy."""
 
-MAX_YAML_BYTES = 1 << 20
-MAX_DEPTH = 50
-MAX_NODES = 10_000
-"""Keys and values of a YAML file, aliases expanded. The pure Python parser reads about 50,000 a second."""
-MAX_KEYS = 1000
-"""Keys of one YAML mapping: each unknown key is compared with all known ones."""
-MAX_DIGITS = 18
-"""Digits of an integer in YAML: an int64 holds them."""
+
+class Section(BaseModel):
+    """A section of a document: unknown keys are errors, and no value is converted to another type."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+    main_keys: ClassVar[dict[type, str]] = {}
+    """The key that a person means who writes a value in the section's place, by the type of the value."""
+    other_names: ClassVar[dict[str, str]] = {}
+    """Other tools' names of keys -> the section's."""
+    hints: ClassVar[dict[str, str]] = {}
+    """The remedy for a wrong value of a key, where the choices alone are none; the message on a key of elsewhere."""
+
+    @classmethod
+    def meant_by(cls, value: Any) -> dict[str, Any] | None:
+        """The section that a person means who writes `value` in its place; None if it is unclear."""
+        main = cls.main_keys.get(int if value is True else type(value))
+        if main is None:
+            return None
+        if value is True:
+            if cls.model_fields[main].is_required():
+                return None
+            value = cls.model_fields[main].default
+        for key in reversed(main.split(".")):
+            value = {key: value}
+        return value
+
+
+Form = TypeVar("Form", bound=Section)
+
+
+class Setting(NamedTuple):
+    """One `--set`: its text, key and value."""
+
+    text: str
+    key: tuple[str, ...]
+    value: Any
+
+
+@dataclass
+class Document:
+    """The content of a YAML file, the place of each key, and the problems that were noted until now."""
+
+    content: dict[str, Any]
+    lines: dict[Key, str]
+    """('optimizer', 'lr') -> 'my.yaml:14', or '--set optimizer.lr=1'."""
+    problems: list[Problem] = field(default_factory=list)
+    bad_settings: list[str] = field(default_factory=list)
+    """Problems of texts that are no settings."""
+
+    def override(self, texts: Iterable[str], with_dots: Container[str] = ()) -> None:
+        """Change the content by 'section.key=value' texts, whose values are YAML.
+
+        with_dots: names of sections that have keys with dots, `set: {optimizer.lr: 1}`.
+        """
+        for setting in self.settings(texts):
+            self.apply(setting, with_dots)
+
+    def settings(self, texts: Iterable[str]) -> list[Setting]:
+        """The texts as settings; the problems of those that are none are noted."""
+        settings = []
+        for text in texts:
+            name, equals, value = text.partition("=")
+            key = tuple(part.strip() for part in name.split("."))
+            if not equals or not all(key) or len(key) > MAX_PARTS:
+                self.bad_settings.append(f"--set {text}: write --set section.key=value")
+                continue
+            try:
+                settings.append(Setting(text, key, parse_yaml(value, "")[0]))
+            except UserError as error:
+                reason = str(error).partition("not valid YAML: ")[2] or "too long"
+                self.bad_settings.append(f"--set {text}: the value is not valid YAML: {reason}")
+        return settings
+
+    def apply(self, setting: Setting, with_dots: Container[str] = ()) -> None:
+        """Write one setting into the content, with the sections around it. with_dots: as in `override`."""
+        node: Any = self.content
+        key: list[Any] = []
+        names = list(setting.key)
+        while True:
+            part: Any = names[0]
+            if isinstance(node, list):  # data.train.0.limit: the first of a list
+                if not (part.isdecimal() and len(part) < 9 and int(part) < len(node)):
+                    wanted = f"{dotted(key)} is a list of {len(node)}; write {dotted(key)}.0 for the first"
+                    self.bad_settings.append(f"--set {setting.text}: {wanted}")
+                    return
+                part, names = int(part), names[1:]
+            else:
+                whole = len(names) if key and key[-1] in with_dots else 1
+                size = next((n for n in range(len(names), 0, -1) if ".".join(names[:n]) in node), whole)
+                part, names = ".".join(names[:size]), names[size:]
+            key.append(part)
+            if not names:
+                node[part] = setting.value
+                break
+            if isinstance(node, dict) and node.get(part) is None:
+                node[part] = {}
+            node = node[part]
+            if not isinstance(node, dict | list):
+                self.bad_settings.append(f"--set {setting.text}: '{dotted(key)}' is not a section")
+                return
+        for depth in range(1, len(key)):
+            self.lines.setdefault(tuple(key[:depth]), f"--set {setting.text}")
+        self.lines[tuple(key)] = f"--set {setting.text}"
+
+    def validate(self, form: type[Form], **others: Any) -> Form | None:
+        """The content as a `form`; None if it is none, whose problems are noted. others: keys beside the content."""
+        try:
+            return form.model_validate(self.content | others)
+        except ValidationError as error:
+            self.problems += from_pydantic(error, form)
+        return None
+
+    def refuse_problems(self, *remedy: str) -> None:
+        """Raise UserError with all problems in the order of lines, if there are any, and `remedy` after them."""
+        if self.problems or self.bad_settings:
+            raise UserError(*sentences(self.problems, self.lines), *self.bad_settings, *remedy)
+
+    def validated(self, form: type[Form], *remedy: str, **others: Any) -> Form:
+        """`validate`, and `refuse_problems`."""
+        valid = self.validate(form, **others)
+        self.refuse_problems(*remedy)
+        assert valid is not None
+        return valid
+
+
+def parse(text: str, name: str, remedy: str) -> Document:
+    """The document of a YAML text. Raises UserError for invalid YAML, and with `remedy` for anything but a mapping."""
+    content, lines = parse_yaml(text, name)
+    if not isinstance(content, dict):
+        raise UserError(f"{name}:1 {remedy}")
+    return Document(content, lines)
+
+
+def find(name_or_path: str, known: dict[str, Path], kind: str) -> Path:
+    """An existing .yaml file, else the shipped file of that name. Raises UserError if it is neither.
+
+    known: the shipped files by name. kind: of file, for messages.
+    """
+    path = local_path(name_or_path)
+    if path.is_file():
+        if path.suffix not in (".yaml", ".yml"):  # errors would quote any other file, such as /etc/shadow
+            raise UserError(f"{name_or_path}: a {kind} is a .yaml file")
+        return path
+    if name_or_path in known:
+        return known[name_or_path]
+    beside = [str(file) for file in path.parent.glob("*.yaml")]
+    hint = did_you_mean(name_or_path, [*beside, *known], otherwise="`soren-align recipes` lists the shipped ones")
+    raise UserError(f"{name_or_path}: no such file, nor a shipped {kind}{hint}")
+
+
+def dump(content: Any) -> str:
+    """YAML text of plain data, or of ruamel's commented data."""
+    stream = io.StringIO()
+    yaml = YAML()
+    yaml.width = 100
+    yaml.dump(content, stream)
+    return stream.getvalue()
 
 
 def dotted(key: Iterable[str | int]) -> str:
@@ -33,195 +198,236 @@ def dotted(key: Iterable[str | int]) -> str:
 
 
 def place(key: Key, lines: dict[Key, str]) -> str:
-    """Return 'file:line' of the key, or of the nearest section around it. lines: of `parse_yaml`."""
+    """Return 'file:line' of the key, or of the nearest section around it."""
     while key not in lines:
         key = key[:-1]
     return lines[key]
 
 
-def sentences(problems: list[tuple[Key, str]], lines: dict[Key, str]) -> list[str]:
+def sentences(problems: Iterable[Problem], lines: dict[Key, str]) -> list[str]:
     """Return the problems with their places and keys, in the order of lines; those of --set come last."""
-    placed = [(place(key, lines), f"{dotted(key)}: {message}") for key, message in problems]
-    return [f"{at} {sentence}" for at, sentence in sorted(placed, key=lambda each: _line_number(each[0]))]
+
+    def line_number(where: str) -> int:
+        number = "" if where.startswith("--set") else where.rpartition(":")[2]
+        return int(number) if number.isdecimal() else 10**9
+
+    placed = [(place(key, lines), f"{dotted(key)}: {message}" if key else message) for key, message in problems]
+    return [f"{where} {sentence}" for where, sentence in sorted(placed, key=lambda one: line_number(one[0]))]
 
 
-def _line_number(place: str) -> int:
-    number = "" if place.startswith("--set") else place.rpartition(":")[2]
-    return int(number) if number.isdecimal() else 10**9
+# JSON Schema, for editors.
+
+SCHEMA_COMMENT = "Written by `soren-align schema`."
+SCHEMA_VERSION = "https://json-schema.org/draft/2020-12/schema"
 
 
-def parse_yaml(text: str, name: str) -> tuple[Any, dict[Key, str]]:
-    """Return (YAML 1.2 text as plain data, the line of each key: ('optimizer', 'lr') -> 'my.yaml:14').
-
-    name: the file's name in messages. A key is its text as written, also if it looks like a number. Dates are strings.
-    Raises UserError, with the line, for tags, invalid YAML and text beyond the limits above.
-    """
-    if len(text) > MAX_YAML_BYTES:
-        raise UserError(f"{name}: larger than {MAX_YAML_BYTES:,} bytes, the limit for such a file")
-    reader = _Reader(name, YAML(typ="safe", pure=True).parse(text))
-    try:
-        data = reader.document()
-    except UserError:
-        raise
-    except MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        problem = (error.problem or "cannot be read").splitlines()[0]
-        raise UserError(f"{name}:{line} not valid YAML: {problem}") from None
-    except YAMLError as error:
-        raise UserError(f"{name}:1 not valid YAML: {str(error).splitlines()[0]}") from None
-    except Exception as error:  # from ruamel's parser: an escape beyond Unicode raises OverflowError
-        raise UserError(f"{name}:1 not valid YAML: {str(error).splitlines()[0] or type(error).__name__}") from None
-    return data, reader.lines
+def schema_text(schema: dict[str, Any]) -> str:
+    """The text of a schema's file, from pydantic's schema of a form."""
+    return json.dumps({"$schema": SCHEMA_VERSION, "$comment": SCHEMA_COMMENT} | schema, indent=2) + "\n"
 
 
-@dataclass
-class _Anchor:
-    data: Any
-    num_nodes: int
-    depth: int
-
-
-@dataclass
-class _Reader:
-    """Build plain data from the events of ruamel's parser and count its nodes."""
-
-    name: str
-    events: Iterator[Any]
-    lines: dict[Key, str] = field(default_factory=dict)
-    num_nodes: int = 0
-    depth: int = 0
-    """Depth of the deepest node read until now, aliases expanded."""
-    anchors: dict[str, _Anchor | None] = field(default_factory=dict)
-    """None while the node is being read."""
-
-    def document(self) -> Any:
-        data = None
-        num_documents = 0
-        for event in self.events:
-            if isinstance(event, events.DocumentStartEvent):
-                num_documents += 1
-                if num_documents > 1:
-                    raise self._invalid(event, "more than one document")
-                if event.version not in (None, (1, 2)):
-                    raise self._invalid(event, "files are read as YAML 1.2; remove the %YAML line")
-                data = self._node(next(self.events), (), 1)
-        self.lines[()] = f"{self.name}:1"
-        return data
-
-    def _invalid(self, event: Any, problem: str) -> UserError:
-        return UserError(f"{self._place(event)} not valid YAML: {problem}")
-
-    def _place(self, event: Any) -> str:
-        return f"{self.name}:{event.start_mark.line + 1}"
-
-    def _node(self, event: Any, at: Key, depth: int) -> Any:
-        if isinstance(event, events.AliasEvent):
-            return self._alias(event, depth)
-        if event.tag is not None:
-            tag = event.tag.replace("tag:yaml.org,2002:", "!!")
-            raise self._invalid(event, f"the tag {tag} is not supported; remove it (quotes make a string)")
-        self._count(event, 1, depth)
-        before, outer, self.depth = self.num_nodes, self.depth, depth
-        if event.anchor is not None:
-            self.anchors[event.anchor] = None
-        if isinstance(event, events.MappingStartEvent):
-            data: Any = self._mapping(at, depth)
-        elif isinstance(event, events.SequenceStartEvent):
-            data = self._sequence(at, depth)
-        else:
-            data = self._scalar(event)
-        if event.anchor is not None:
-            self.anchors[event.anchor] = _Anchor(data, self.num_nodes - before + 1, self.depth - depth + 1)
-        self.depth = max(self.depth, outer)
-        return data
-
-    def _alias(self, event: Any, depth: int) -> Any:
-        if event.anchor not in self.anchors:
-            raise self._invalid(event, f"found undefined alias '{event.anchor}'")
-        anchor = self.anchors[event.anchor]
-        if anchor is None:
-            raise self._invalid(event, f"the alias '{event.anchor}' stands inside its own anchor")
-        self._count(event, anchor.num_nodes, depth + anchor.depth - 1)
-        self.depth = max(self.depth, depth + anchor.depth - 1)
-        return deepcopy(anchor.data)  # a copy: --set may change a list in one place
-
-    def _count(self, event: Any, num_nodes: int, depth: int) -> None:
-        self.num_nodes += num_nodes
-        if self.num_nodes > MAX_NODES:
-            raise self._invalid(event, f"more than {MAX_NODES:,} keys and values, each alias expanded")
-        if depth > MAX_DEPTH:
-            raise self._invalid(event, f"nested more than {MAX_DEPTH} deep")
-
-    def _mapping(self, at: Key, depth: int) -> dict[str, Any]:
-        own: dict[str, Any] = {}
-        merged: dict[str, Any] = {}
-        while not isinstance(event := next(self.events), events.MappingEndEvent):
-            if isinstance(event, events.AliasEvent) or not isinstance(event, events.ScalarEvent):
-                raise self._invalid(event, "a key that is a list, a mapping or an alias; write a string")
-            is_merge = event.value == "<<" and event.implicit[0]
-            self._node(event, at, depth)  # counted like a value; as a key it stays a string
-            if is_merge:
-                merged = self._merge(event, depth) | merged
-                continue
-            if event.value in own:
-                raise self._invalid(event, f"found duplicate key '{event.value}'")
-            if len(own) == MAX_KEYS:
-                raise self._invalid(event, f"more than {MAX_KEYS:,} keys in one mapping")
-            self.lines[(*at, event.value)] = self._place(event)
-            own[event.value] = self._node(next(self.events), (*at, event.value), depth + 1)
-        return merged | own
-
-    def _merge(self, event: Any, depth: int) -> dict[str, Any]:
-        """Return the keys that `<<` merges: of one mapping, or of a list of mappings, where the first one wins."""
-        node = self._node(next(self.events), (), depth + 1)
-        merged: dict[str, Any] = {}
-        for mapping in node if isinstance(node, list) else [node]:
-            if not isinstance(mapping, dict):
-                raise self._invalid(event, f"<< merges mappings; found {type(mapping).__name__}")
-            merged = mapping | merged
-        return merged
-
-    def _sequence(self, at: Key, depth: int) -> list[Any]:
-        items = []
-        while not isinstance(event := next(self.events), events.SequenceEndEvent):
-            self.lines[(*at, len(items))] = self._place(event)
-            items.append(self._node(event, (*at, len(items)), depth + 1))
-        return items
-
-    def _scalar(self, event: Any) -> Any:
-        text = event.value
-        if not is_text(text):
-            raise self._invalid(event, "half of a surrogate pair, which is not text")
-        kind = _kind(text) if event.implicit[0] else "str"
-        plain = text.replace("_", "").lower()
-        if kind == "int" and len(plain) > MAX_DIGITS + 2:
-            raise self._invalid(event, f"a number of {len(plain)} digits; the limit is {MAX_DIGITS}")
-        try:
-            if kind == "int":
-                return int(plain, {"0b": 2, "0o": 8, "0x": 16}.get(plain.lstrip("+-")[:2], 10))
-            if kind == "float":
-                return float(plain.replace(".inf", "inf").replace(".nan", "nan"))
-        except ValueError:  # '-_' and '._' match YAML's patterns for numbers
-            return text
-        return {"bool": text.lower() == "true", "null": None}.get(kind, text)
-
-
-_KINDS = "bool float int null"  # other scalars, such as dates, are read as strings
-_PATTERNS = [
-    (tag.rpartition(":")[2], pattern, set(first))
-    for versions, tag, pattern, first in implicit_resolvers
-    if (1, 2) in versions and tag.rpartition(":")[2] in _KINDS.split()
-]
-
-
-def _kind(text: str) -> str:
-    """Return how YAML 1.2 reads an unquoted scalar: 'bool', 'float', 'int', 'null' or 'str'."""
-    return next((kind for kind, pattern, first in _PATTERNS if text[:1] in first and pattern.match(text)), "str")
-
-
-def is_text(value: str) -> bool:
-    """Whether `value` can be encoded in UTF-8: half of a surrogate pair cannot."""
-    try:
-        return value.isascii() or bool(value.encode())
-    except UnicodeEncodeError:
+def write_schema(file: Path, text: str) -> bool:
+    """Write a schema's text, over an earlier one of ours. Returns False, writing nothing, if the file is another's."""
+    if file.is_symlink() or (
+        file.exists() and SCHEMA_COMMENT not in file.read_text(encoding="utf-8", errors="replace")
+    ):
         return False
+    write(file, text)
+    return True
+
+
+def with_modeline(text: str, reference: str) -> str:
+    """Return a file's text whose first line names the schema `reference`, in the place of an earlier such line."""
+    if text.startswith(MODELINE):
+        text = text.partition("\n")[2]
+    return f"{MODELINE}{reference}\n{text}"
+
+
+# Unions of sections, one of which is chosen by a tag.
+
+
+def members(annotation: Any) -> dict[str, Any]:
+    """The sections of a tagged union (`Annotated[A, Tag("a")] | ...`) by tag; empty for any other annotation.
+
+    A member `list[A]` counts as A; the union may stand beside None.
+    """
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    parts = get_args(annotation)
+    if len(parts) == 2 and parts[1] is type(None):
+        return members(parts[0]) if get_origin(parts[0]) is Annotated else {}
+    sections = {}
+    for part in parts:
+        tag = next((m.tag for m in getattr(part, "__metadata__", ()) if isinstance(m, Tag)), None)
+        if tag is not None and (section := section_in(part)):  # a member may be a text
+            sections[tag] = section
+    return sections
+
+
+def section_in(annotation: Any) -> type[Section] | None:
+    """The first section within an annotation such as `Lora | None` or `list[TrainSplit]`; None if there is none."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    return next((section for part in get_args(annotation) if (section := section_in(part))), None)
+
+
+def tag_of(value: Any, union: Mapping[str, type[Section]]) -> str:
+    """The tag of the member that `value` (a dict or a section) is, by its `name`.
+
+    The first member's for a missing or unknown name: its check then reports the name, and all other mistakes with it.
+    """
+    name = value.get("name") if isinstance(value, dict) else getattr(value, "name", None)
+    return name if isinstance(name, str) and name in union else next(iter(union))
+
+
+# pydantic's errors in sentences.
+
+_REMEDIES = {
+    "int_type": "write a whole number",
+    "float_type": "write a number",
+    "string_type": "write a text",
+    "bool_type": "write true or false",
+    "list_type": "write a list",
+    "greater_than": "it must be more than {gt:g}",
+    "greater_than_equal": "it must be at least {ge:g}",
+    "less_than": "it must be less than {lt:g}",
+    "less_than_equal": "it must be at most {le:g}",
+    "finite_number": "it must be finite",
+    "string_too_short": "it is empty",
+    "too_long": "write {max_length} values",
+}
+"""The remedy by the type of pydantic's error."""
+
+
+def from_pydantic(error: ValidationError, form: type[Section] = Section) -> list[Problem]:
+    """The key and the message of each mistake.
+
+    form: the class that was validated; with it messages name the keys, sections and members of unions that are meant.
+    """
+    problems = []
+    for one in error.errors(include_url=False):
+        if one["type"] != "default_factory_not_called":  # of a default that is made of another key
+            problems.append(_locate(one, form))
+    # One mistake, one message: without "is required" for a key that is there misspelt, and without "unknown key" where
+    # the name that decides about the keys is wrong itself.
+    misspelt = {(*p.key[:-1], p.similar()) for p in problems if p.kind == "extra_forbidden"}
+    unnamed = {p.key[:-1] for p in problems if p.union and p.key[-1:] == ("name",)}
+    return [
+        (p.key, p.message())
+        for p in problems
+        if not (p.kind == "missing" and p.key in misspelt)
+        and not (p.kind == "extra_forbidden" and p.owners() and p.key[:-1] in unnamed)
+    ]
+
+
+@dataclass(frozen=True)
+class _Mistake:
+    """One of pydantic's errors, located."""
+
+    error: Any
+    key: Key
+    """Where the value stands, without the tags of unions."""
+    section: type[Section]
+    """The section that the key stands in."""
+    annotation: Any
+    """The key's; None for an unknown key, and for an index of a list."""
+    union: dict[str, type[Section]]
+    """The members of the union that this section belongs to, by tag; empty for other sections."""
+    tag: str
+    """The section's own tag in `union`."""
+
+    @property
+    def kind(self) -> str:
+        return self.error["type"]
+
+    def owners(self) -> list[str]:
+        """The members of the union that have the key."""
+        return [tag for tag, member in self.union.items() if self.key[-1] in member.model_fields]
+
+    def similar(self) -> str | None:
+        """The known key that an unknown one is close to."""
+        words = {key: key for key in self.section.model_fields} | self.section.other_names
+        word = closest(self.key[-1], words)
+        return words[word] if word else None
+
+    def message(self) -> str:
+        """Finding and remedy."""
+        key, value = self.key, self.error.get("input")
+        hint = self.section.hints.get(str(key[-1])) if key else None
+        match self.kind:
+            case "extra_forbidden" if hint:
+                return hint
+            case "extra_forbidden" if owners := self.owners():
+                verb = "has" if len(owners) == 1 else "have"
+                return f"unknown key for {self.tag}; {_listed(owners, 'and')} {verb} it"
+            case "extra_forbidden":
+                similar = self.similar()
+                remedy = (
+                    f"did you mean '{similar}'?" if similar else f"keys here: {', '.join(self.section.model_fields)}"
+                )
+                return f"unknown key; {remedy}"
+            case "missing":
+                return "is required"
+            case "value_error":
+                return str(self.error["ctx"]["error"])
+            case "literal_error":
+                choices = self.error["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
+                if key[-1] == "name" and self.union:
+                    choices = list(self.union)
+                return f"found {value!r}; write {_listed(choices, 'or')}{hint or did_you_mean(value, choices)}"
+            case "model_type" if hint and isinstance(value, list):
+                return f"found a list; {hint}"
+            case "model_type" | "dict_type":
+                is_section = key and self.section.model_fields  # and no JSON's object
+                return f"found {value!r}; {self._section_remedy(value) if is_section else 'write a mapping'}"
+            case "too_short":
+                least = self.error["ctx"]["min_length"]
+                remedy = "it is empty" if least == 1 else f"write {least} values"
+            case kind if kind in _REMEDIES:
+                remedy = _REMEDIES[kind].format(**self.error.get("ctx", {}))
+            case _:
+                remedy = self.error["msg"][:1].lower() + self.error["msg"][1:]
+        nothing = " (YAML's word for nothing is null)" if value == "None" else ""
+        return f"found {value!r}; {remedy}{nothing}"
+
+    def _section_remedy(self, value: Any) -> str:
+        """The section with the value at its main key, as it is written in a document."""
+        last = self.key[-1]
+        if value is False and type(None) in get_args(self.annotation):
+            return f"leave it out, or write {last}: null"
+        sections = members(self.annotation).values() or [section_in(self.annotation) or self.section]
+        content = next((meant for section in sections if (meant := section.meant_by(value))), None)
+        if content is None:
+            return "write a section (indented keys below it)"
+        # In one line of YAML, without the outer braces of a key: `train: {path: chat.jsonl}`.
+        yaml, stream = YAML(typ="safe", pure=True), io.StringIO()
+        yaml.default_flow_style, yaml.width = True, 1000
+        yaml.dump(content if isinstance(last, int) else {last: content}, stream)
+        return f"write {stream.getvalue().strip() if isinstance(last, int) else stream.getvalue().strip()[1:-1]}"
+
+
+def _locate(error: Any, form: type[Section]) -> _Mistake:
+    """One of pydantic's errors at its key; in pydantic's location the tag of a union follows its key."""
+    key: list[str | int] = []
+    section = parent = form
+    union: dict[str, type[Section]] = {}
+    annotation, tag, choices = None, "", union
+    for i, part in enumerate(error["loc"]):
+        if part in choices:
+            tag, union = str(part), choices
+            section, choices = choices[tag], {}
+            continue
+        if part == "[key]":  # pydantic's mark of a key that is none of the literal ones
+            continue
+        key.append(part)
+        parent = section
+        annotation = section.model_fields[part].annotation if part in section.model_fields else None
+        choices = members(annotation)
+        inner = section_in(annotation)
+        if inner and not choices and i + 1 < len(error["loc"]):
+            section, union, tag = inner, {}, ""
+    return _Mistake(error, tuple(key), parent, annotation, union, tag)
+
+
+def _listed(words: list[str], conjunction: str) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {conjunction} {words[-1]}"

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 from typing_extensions import TypedDict
 
-from .document import MAX_DEPTH, MAX_YAML_BYTES, is_text, parse_yaml
 from .errors import UserError
+from .yaml import MAX_DEPTH, MAX_YAML_BYTES, is_text, parse_yaml
 
 T = TypeVar("T")
 

@@ -1,13 +1,12 @@
 """Import another tool's file: the recipe as commented YAML, and a table of the outcome of every key."""
 
-import io
 import textwrap
 from pathlib import Path
 from typing import Any
 
-from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap
 
+from ..core.document import dump
 from ..core.errors import UserError, printable
 from ..core.files import read_text
 from ..recipe.loader import load_text, parse
@@ -38,7 +37,7 @@ def import_file(path: Path, task: TaskName | None = None, template_file: Path | 
     with every mistake, for a file that is not YAML, is for another task, or gives an invalid recipe; then nothing is
     written.
     """
-    source, _ = parse(read_text(path), path.name)
+    source = parse(read_text(path), path.name).content
     try:
         source = with_datasets(source, path.resolve().parent)
         conversion = convert(source, path.stem, path.resolve().parent.name, task, template_file and str(template_file))
@@ -81,10 +80,6 @@ def to_text(conversion: Conversion, name: str) -> str:
         recipe.yaml_set_comment_before_after_key(section, before="\n")
     recipe["optimizer"].yaml_set_comment_before_after_key("name", before=_SOREN, indent=2)
     recipe["run"].yaml_set_comment_before_after_key("output_dir", before=_BATCH, indent=2)
-    stream = io.StringIO()
-    yaml = YAML()
-    yaml.width = 100
-    yaml.dump(recipe, stream)
     lines = [f"{conversion.task.upper()}, imported from {_one_line(name)}"]
     changes = [
         _one_line(f"{', '.join(keys)}: {explanation}")
@@ -95,7 +90,7 @@ def to_text(conversion: Conversion, name: str) -> str:
         lines += [line for c in changes for line in textwrap.wrap(c, 100, initial_indent="- ", subsequent_indent="  ")]
     if unknown := [note.key for note in conversion.notes if note.outcome == "unknown"]:
         lines += textwrap.wrap(_one_line(f"Unknown keys, left out: {', '.join(unknown)}"), 100)
-    return "".join(f"# {line}\n" for line in lines) + stream.getvalue() + "\n" + _EVAL
+    return "".join(f"# {line}\n" for line in lines) + dump(recipe) + "\n" + _EVAL
 
 
 def _commented(values: dict[str, Any], at: str, ours: dict[str, str]) -> CommentedMap:

@@ -1,8 +1,7 @@
 """The recipe: the definition of one run in one YAML file, checked before anything expensive starts.
 
-`schema` and `optimizer` define the keys, `trl` those of TRL under `trainer:`. `load` reads a file, `merge` puts it over
-the recipe that it extends, `checks` looks for missing files and conflicting keys, and `messages` words the errors.
-Nothing here imports torch.
+`schema` and `optimizer` define the keys, `trl` those of TRL under `trainer:`. `loader` reads a file over the recipe
+that it extends, and `checks` looks for missing files and conflicting keys. Nothing here imports torch.
 """
 
 from .checks import evaluation_problems
@@ -15,9 +14,7 @@ from .data_files import (
     example_of_names,
 )
 from .loader import (
-    SCHEMA_COMMENT,
     SCHEMA_FILE,
-    SCHEMA_VERSION,
     differences,
     find,
     json_schema,
@@ -25,12 +22,9 @@ from .loader import (
     load_resolved,
     load_text,
     recipe_hash,
-    schema_text,
     task_of,
     to_yaml,
     training_part,
-    with_modeline,
-    write_schema,
 )
 from .model import (
     QUANTIZATION_RECORD,
@@ -79,9 +73,7 @@ __all__ = [
     "MAPS",
     "OPTIMIZERS",
     "QUANTIZATION_RECORD",
-    "SCHEMA_COMMENT",
     "SCHEMA_FILE",
-    "SCHEMA_VERSION",
     "STDLIB",
     "Data",
     "DataSplit",
@@ -126,12 +118,9 @@ __all__ = [
     "refuse_no_batch",
     "refuse_unloadable",
     "refuse_unquantizable",
-    "schema_text",
     "task_of",
     "to_yaml",
     "trainer_value",
     "training_part",
     "trains_adapter",
-    "with_modeline",
-    "write_schema",
 ]

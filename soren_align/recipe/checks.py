@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 from ..core import shipped
-from ..core.document import Key
 from ..core.errors import UserError, did_you_mean
 from ..core.files import local_path
 from ..core.optimizer_settings import AUX_WEIGHT_DECAY, WEIGHT_DECAY, Precision, map_precisions
+from ..core.yaml import Key
 from ..tasks import TASKS
 from .data_files import STDLIB, STDLIB_SPLITS, data_problems, first_line_problems, is_test_split
 from .model import (

@@ -1,34 +1,33 @@
-"""A recipe's file, read as YAML 1.2 and checked to the last key.
+"""A recipe's file, read over the one that it extends, changed by --set, and checked to the last key.
 
-All mistakes are reported together, each with its file, line and key, the finding and the remedy.
+All mistakes are reported together, each with its file, line and key, the finding and the remedy. Sections are merged
+key by key; everything else is replaced, lists too. Where a section is a member of a union and its `name` changes,
+inherited keys that the new member does not have are ignored and reported. `data.eval` is replaced where a split becomes
+a fraction, or the other way round.
 """
 
 import functools
 import hashlib
-import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-from ruamel.yaml import YAML
-
-from ..core import shipped
-from ..core.document import Key, dotted, parse_yaml, sentences
-from ..core.errors import UserError, did_you_mean
-from ..core.files import local_path, read_text, write
-from ..core.shipped import MODELINE
+from ..core import document, shipped
+from ..core.document import Document, Key, dotted, tag_of
+from ..core.errors import UserError
+from ..core.files import local_path, read_text
 from ..tasks import TASKS
 from . import trl
 from .checks import problems_beyond_schema
-from .merge import Notify, merged, override
-from .messages import messages
 from .model import inherit_quantization
-from .optimizer import MAPS
-from .schema import Recipe, resolve
+from .optimizer import MAPS, OPTIMIZERS
+from .schema import Recipe, kind_of_eval, resolve
 
 MISSING = ("no file ", "no folder ", "no suite ", "there is no ")
 """The first words of problems of files and folders that another machine may have."""
+UNIONS: dict[Key, dict[str, Any]] = {("optimizer",): OPTIMIZERS, ("optimizer", "map"): MAPS}
+Notify = Callable[[str], object]
 
 
 def _ignore(_: str) -> None:
@@ -44,36 +43,36 @@ def load(
     task is an error. notify: receives one line for each inherited key that a new optimizer or map does not have.
     Raises UserError with every mistake.
     """
-    raw, lines = _read(find(name_or_path), notify)
-    problems = override(raw, lines, overrides or [], notify)
-    return _checked(raw, lines, problems, task)
+    source = _read(find(name_or_path), notify)
+    settings = source.settings(overrides or [])
+    for at, union in UNIONS.items():
+        parent: Any = source.content
+        for key in at[:-1]:
+            parent = parent.get(key) if isinstance(parent, dict) else None
+        if not isinstance(parent, dict) or at[-1] not in parent:
+            continue
+        names = [setting.value for setting in settings if setting.key == (*at, "name")]
+        if any(setting.key[:-1] == at for setting in settings):  # a bare name becomes a section
+            parent[at[-1]] = _as_section(parent[at[-1]], at)
+            settings = [s._replace(value=_as_section(s.value, at)) if s.key == at else s for s in settings]
+        if names and isinstance(section := parent[at[-1]], dict):
+            parent[at[-1]] = _without_foreign_keys(section, union, names[-1], at, notify)
+    for setting in settings:
+        if setting.key == ("extends",):
+            source.bad_settings.append(f"--set {setting.text}: a file extends another; write it into a recipe's file")
+        else:
+            source.apply(setting)
+    return _checked(source, task)
 
 
 def find(name_or_path: str) -> Path:
     """The recipe's file: an existing path, else a shipped name. Raises UserError if it is neither."""
-    return find_yaml(name_or_path, shipped.recipes(), "recipe")
-
-
-def find_yaml(name_or_path: str, known: dict[str, Path], kind: str) -> Path:
-    """An existing .yaml file, else the shipped file of that name. Raises UserError if it is neither.
-
-    known: the shipped files by name. kind: of file, for messages.
-    """
-    path = local_path(name_or_path)
-    if path.is_file():
-        if path.suffix not in (".yaml", ".yml"):  # errors would quote any other file, such as /etc/shadow
-            raise UserError(f"{name_or_path}: a {kind} is a .yaml file")
-        return path
-    if name_or_path in known:
-        return known[name_or_path]
-    beside = [str(file) for file in path.parent.glob("*.yaml")]
-    hint = did_you_mean(name_or_path, [*beside, *known], otherwise="`soren-align recipes` lists the shipped ones")
-    raise UserError(f"{name_or_path}: no such file, nor a shipped {kind}{hint}")
+    return document.find(name_or_path, shipped.recipes(), "recipe")
 
 
 def task_of(path: Path) -> str | None:
     """The task in a recipe's file, or in the recipe that it extends; nothing else is checked."""
-    return _read(path, _ignore)[0].get("task")
+    return _read(path, _ignore).content.get("task")
 
 
 def load_text(text: str, name: str = "recipe", on_missing: Notify | None = None) -> Recipe:
@@ -81,8 +80,7 @@ def load_text(text: str, name: str = "recipe", on_missing: Notify | None = None)
 
     on_missing: receives the problem of each missing file or folder, and no data are read; None: they are errors.
     """
-    raw, lines = parse(text, name)
-    return _checked(raw, lines, [], None, on_missing)
+    return _checked(parse(text, name), None, on_missing)
 
 
 def load_resolved(path: Path) -> Recipe:
@@ -92,43 +90,37 @@ def load_resolved(path: Path) -> Recipe:
 
 @functools.lru_cache(maxsize=512)  # a study reads the recipe of each of its runs several times, 10 ms each
 def _resolved(text: str, path: str) -> Recipe:
-    raw, _ = parse(text, path)
-    try:
-        return Recipe.model_validate(raw)
-    except ValidationError as error:
+    source = parse(text, path)
+    recipe = source.validate(Recipe)
+    if recipe is None:
         raise UserError(
             f"{path}: not a recipe that this version of soren-align can read:",
-            *(f"  {dotted(key)}: {message}" for key, message in messages(error)[:3]),
-        ) from None
+            *(f"  {dotted(key)}: {message}" for key, message in source.problems[:3]),
+        )
+    return recipe
 
 
 def to_yaml(recipe: Recipe | dict[str, Any]) -> str:
     """The resolved recipe, every default written out; `load` reads it back to an equal recipe."""
-    stream = io.StringIO()
-    yaml = YAML()
-    yaml.width = 100
-    yaml.dump(recipe if isinstance(recipe, dict) else recipe.model_dump(), stream)
-    return stream.getvalue()
+    return document.dump(recipe if isinstance(recipe, dict) else recipe.model_dump())
 
 
-def parse(text: str, name: str) -> tuple[dict[str, Any], dict[Key, str]]:
-    """A recipe's YAML as plain data, and the place of each key: ('optimizer', 'lr') -> 'my.yaml:14'."""
-    raw, lines = parse_yaml(text, name)
-    if not isinstance(raw, dict):
-        raise UserError(f"{name}:1 a recipe is a mapping of sections (task, model, data, optimizer, run, ...)")
-    return raw, lines
+def parse(text: str, name: str) -> Document:
+    """A recipe's YAML as a document, which is not checked."""
+    return document.parse(text, name, "a recipe is a mapping of sections (task, model, data, optimizer, run, ...)")
 
 
-def _read(path: Path, notify: Notify, extending: tuple[Path, ...] = ()) -> tuple[dict[str, Any], dict[Key, str]]:
-    """A file's data merged over the recipe that it `extends`, and the place of each key.
+def _read(path: Path, notify: Notify, extending: tuple[Path, ...] = ()) -> Document:
+    """A file's document merged over the recipe that it `extends`.
 
     `extends` is then the list of these recipes. extending: the files that extend this one.
     """
-    raw, lines = parse(read_text(path), str(path))
+    source = parse(read_text(path), str(path))
+    raw, lines = source.content, source.lines
     base_name = raw.get("extends")
     is_resolved = isinstance(base_name, list) and raw.keys() >= Recipe.model_fields.keys()  # from a run folder
     if "extends" not in raw or is_resolved:
-        return raw, lines
+        return source
     where = lines[("extends",)]
     if not isinstance(base_name, str):
         raise UserError(f"{where} extends: found {base_name!r}; write a recipe's file or a shipped name")
@@ -139,42 +131,62 @@ def _read(path: Path, notify: Notify, extending: tuple[Path, ...] = ()) -> tuple
         raise UserError(f"{where} extends: {error}") from None
     if base_path.resolve() in (path.resolve(), *extending):
         raise UserError(f"{where} extends: {base_name} extends this one in turn")
-    base, base_lines = _read(base_path, notify, (*extending, path.resolve()))
-    raw["extends"] = [base_name, *base.pop("extends", [])]
-    return merged(base, raw, notify), base_lines | lines
+    base = _read(base_path, notify, (*extending, path.resolve()))
+    raw["extends"] = [base_name, *base.content.pop("extends", [])]
+    return Document(_merged(base.content, raw, notify), base.lines | lines)
 
 
-def _checked(
-    raw: dict[str, Any],
-    lines: dict[Key, str],
-    problems: list[str],
-    task: str | None,
-    on_missing: Notify | None = None,
-) -> Recipe:
-    """The resolved recipe; raises UserError with `problems` and all others, in the order of lines."""
-    recipe, more = None, list[tuple[Key, str]]()
-    try:
-        recipe = Recipe.model_validate(raw)
-    except ValidationError as error:
-        more += messages(error)
-    kind = raw.get("task")
+def _merged(base: dict[str, Any], over: dict[str, Any], notify: Notify, at: Key = ()) -> dict[str, Any]:
+    """The values of `over`, and those of `base` where it has none. at: the key of both sections."""
+    if at in UNIONS:
+        base = _without_foreign_keys(base, UNIONS[at], over.get("name"), at, notify)
+    both = base | over
+    for key in base.keys() & over.keys():
+        inherited = _as_section(base[key], (*at, key))
+        if isinstance(inherited, dict) and isinstance(over[key], dict):
+            if (*at, key) == ("data", "eval") and kind_of_eval(inherited) != kind_of_eval(over[key]):
+                continue
+            both[key] = _merged(inherited, over[key], notify, (*at, key))
+    return both
+
+
+def _as_section(value: Any, at: Key) -> Any:
+    """The bare name of a union's member as a section; anything else unchanged."""
+    return {"name": value} if at in UNIONS and isinstance(value, str) else value
+
+
+def _without_foreign_keys(
+    section: dict[str, Any], union: dict[str, Any], name: Any, at: Key, notify: Notify
+) -> dict[str, Any]:
+    """`section` without the keys that other members of its union have and the member `name` does not."""
+    if not isinstance(name, str) or name not in union or name == (old := tag_of(section, union)):
+        return section
+    others = {key for member in union.values() for key in member.model_fields}
+    foreign = [key for key in section if key in others - union[name].model_fields.keys()]
+    if foreign:
+        notify(f"{dotted(at)}.name={name}: ignored {', '.join(foreign)} of {old}, which {name} does not have")
+    return {key: value for key, value in section.items() if key not in foreign}
+
+
+def _checked(source: Document, task: str | None, on_missing: Notify | None = None) -> Recipe:
+    """The resolved recipe; raises UserError with all problems, in the order of lines."""
+    recipe, raw = source.validate(Recipe), source.content
+    kind, trainer = raw.get("task"), raw.get("trainer")
     if isinstance(kind, str) and kind in TASKS:
         if task and kind != task:
-            more.append((("task",), f"this is a recipe for `soren-align {kind}`, not {task}"))
-        trainer = raw.get("trainer")
+            source.problems.append((("task",), f"this is a recipe for `soren-align {kind}`, not {task}"))
         if isinstance(trainer, dict):
-            more += [(("trainer", key), message) for key, message in trl.problems(kind, trainer).items()]
+            source.problems += [(("trainer", key), message) for key, message in trl.problems(kind, trainer).items()]
     for key, message in problems_beyond_schema(raw, reads_data=on_missing is None):
         if on_missing and message.startswith(MISSING):
             on_missing(f"{dotted(key)}: {message}")
         else:
-            more.append((key, message))
-    if problems or more or recipe is None:
-        raise UserError(*sentences(more, lines), *problems)  # those of --set come last
+            source.problems.append((key, message))
+    source.refuse_problems()
+    assert recipe is not None
     return inherit_quantization(resolve(recipe))
 
 
-# ---
 # Whether two recipes train the same weights: the condition for resuming a run.
 
 # Keys of `trainer` that do not change the trained weights: logging, evaluation and saving may change at a resume. With
@@ -232,63 +244,31 @@ def differences(there: dict[str, Any], here: dict[str, Any], prefix: str = "") -
     return lines
 
 
-# ---
 # JSON Schema of a recipe, for editors.
 
 SCHEMA_FILE = "recipe.schema.json"
 """The schema's file beside a recipe. A copied recipe names it by this relative path, which is right on every machine
 that the two files are copied to; the path of the installed package is not, and the schema has no address on the web."""
-SCHEMA_COMMENT = "Written by `soren-align schema`."
-SCHEMA_VERSION = "https://json-schema.org/draft/2020-12/schema"
 _TYPES = {"int": "integer", "float": "number", "bool": "boolean", "str": "string", "dict": "object", "list": "array"}
 
 
 def json_schema() -> dict[str, Any]:
     """JSON Schema of a recipe's file; `trainer` lists the keys of the installed TRL."""
+    trainer: dict[str, Any] = {}
+    for field in (field for task in TASKS for field in trl.fields(task).values()):
+        if field.name in trl.ELSEWHERE:
+            continue
+        trainer[field.name] = entry = {"description": field.help}
+        if field.choices:
+            entry["enum"] = [*field.choices, *([None] if "None" in field.types else [])]
+        elif field.types <= _TYPES.keys() | {"None"}:
+            entry["type"] = sorted(_TYPES.get(t, "null") for t in field.types)
     schema = Recipe.model_json_schema()
     properties = schema["properties"]
     properties["extends"] |= {"type": ["string", "array"]}
-    properties["trainer"] |= {"properties": _trainer_properties(), "additionalProperties": False}
+    properties["trainer"] |= {"properties": trainer, "additionalProperties": False}
     soren = schema["$defs"]["SorenSettings"]["properties"]["map"]
     soren["anyOf"] = [*soren.pop("oneOf"), {"enum": list(MAPS)}]
     schema["$defs"]["Data"]["properties"]["streaming"]["anyOf"].append({"type": "boolean"})
     schema["anyOf"] = [{"required": schema.pop("required")}, {"required": ["extends"]}]
-    return {"$schema": SCHEMA_VERSION, "$comment": SCHEMA_COMMENT} | schema
-
-
-def schema_text() -> str:
-    """The text of SCHEMA_FILE."""
-    return json.dumps(json_schema(), indent=2) + "\n"
-
-
-def with_modeline(text: str, reference: str = SCHEMA_FILE) -> str:
-    """Return a file's text whose first line names the schema `reference`, in the place of an earlier such line."""
-    if text.startswith(MODELINE):
-        text = text.partition("\n")[2]
-    return f"{MODELINE}{reference}\n{text}"
-
-
-def write_schema(file: Path, text: str) -> bool:
-    """Write a schema's text, over an earlier one of ours. Returns False, writing nothing, if the file is another's."""
-    if file.is_symlink() or (
-        file.exists() and SCHEMA_COMMENT not in file.read_text(encoding="utf-8", errors="replace")
-    ):
-        return False
-    write(file, text)
-    return True
-
-
-def _trainer_properties() -> dict[str, Any]:
-    """The schema of each key of `trainer`."""
-    properties: dict[str, Any] = {}
-    for task in TASKS:
-        for field in trl.fields(task).values():
-            if field.name in trl.ELSEWHERE:
-                continue
-            entry: dict[str, Any] = {"description": field.help}
-            if field.choices:
-                entry["enum"] = [*field.choices, *([None] if "None" in field.types else [])]
-            elif field.types <= _TYPES.keys() | {"None"}:
-                entry["type"] = sorted(_TYPES.get(t, "null") for t in field.types)
-            properties[field.name] = entry
-    return properties
+    return schema

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..core import shipped
-from ..core.document import dotted
+from ..core.document import dotted, from_pydantic
 from ..core.errors import UserError, did_you_mean
 from ..core.files import local_path, read_json, refuse_special_files
 from .data_files import PYTHON, SUFFIXES, data_suffix, is_pattern
@@ -67,7 +67,8 @@ def adapter_config(folder: str | Path) -> dict[str, Any] | None:
     try:
         _Config.model_validate(config)
     except ValidationError as error:
-        raise UserError(*(_problem(folder, each) for each in error.errors(include_url=False)[:3])) from None
+        problems = from_pydantic(error)[:3]
+        raise UserError(*(f"{folder}: {ADAPTER}: {dotted(key[:2])}: {message}" for key, message in problems)) from None
     if not isinstance(name, str) or not name.isprintable():
         raise UserError(f"{folder}: base_model_name_or_path: found {name!r:.80}; it is a folder's path or a hub name")
     return config | {"base_model_name_or_path": _base_of(file.parent, name)}
@@ -84,11 +85,6 @@ def _base_of(adapter: Path, name: str) -> str:
             f"{adapter}: its base {name} is an adapter too; merge that one, and name the result as the base"
         )
     return name
-
-
-def _problem(folder: str | Path, error: Any) -> str:
-    where = dotted(error["loc"][:2])
-    return f"{folder}: {ADAPTER}: {where}: found {error['input']!r:.80}; {error['msg'][0].lower()}{error['msg'][1:]}"
 
 
 def is_adapter(model: str) -> bool:
@@ -288,9 +284,8 @@ def recorded_quantization(adapter: str | Path) -> Quantization | None:
     try:
         return Quantization.model_validate(read_json(file))
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise UserError(f"{file}: {where or 'it'}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
+        key, message = from_pydantic(error)[0]
+        raise UserError(f"{file}: {dotted(key) or 'it'}: {message}") from None
 
 
 def quantization_problems(model: str, section: dict[str, Any], parallel: Any) -> list[tuple[str, str]]:

@@ -90,6 +90,8 @@ class OptimizerSection(Section):
     """The optimizer's name as papers print it."""
     needs_aux_lr: ClassVar[bool] = True
     """Whether `aux_lr` must be set where parameters other than matrices are trained."""
+    main_keys: ClassVar[dict[type, str]] = {str: "name"}
+    other_names: ClassVar[dict[str, str]] = {"learning_rate": "lr"}
 
     name: Any
     """The optimizer of the matrices. Norms, biases and, by default, embeddings and head go to AdamW."""

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..core import shipped
-from ..core.document import parse_yaml
 from ..core.errors import UserError, did_you_mean
 from ..core.files import parse_json, read_text
+from ..core.yaml import parse_yaml
 from . import trl
 from .schema import Recipe
 

@@ -5,7 +5,7 @@ The optimizer section is in `optimizers`, the data section in `data_section`.
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, WrapValidator
 from pydantic_core import PydanticCustomError
@@ -15,12 +15,14 @@ from ..tasks import TASKS, Column, TaskName
 from .base import Coefficient, NonNegative, Positive, Section
 from .optimizer import Optimizer
 
-# ---
 # The data section of a recipe: training splits, held-out examples, and the names that their columns have.
 
 
 class DataSplit(Section):
     """Examples to train or evaluate on."""
+
+    main_keys: ClassVar[dict[type, str]] = {str: "path"}
+    other_names: ClassVar[dict[str, str]] = {"dataset": "path"}
 
     path: Annotated[str, Field(min_length=1)]
     """A .jsonl, .json, .csv or .txt file, each also as .gz, or a .parquet file; a folder of such files, or a pattern,
@@ -51,6 +53,8 @@ class DataSplit(Section):
 class TrainSplit(DataSplit):
     """Examples to train on, and how often."""
 
+    hints: ClassVar[dict[str, str]] = {"streaming": "is of all of data.train together; write `data: {streaming: true}`"}
+
     weight: Positive = 1.0
     """Multiple of the examples: 2 takes each twice, 0.25 a quarter of them, drawn by trainer.seed. With
     `data.streaming`, the relative number of examples from each split: of 3 and 1, three quarters and one."""
@@ -61,6 +65,8 @@ class TrainSplit(DataSplit):
 class HeldOut(Section):
     """Part of the training examples, which is then not trained on."""
 
+    main_keys: ClassVar[dict[type, str]] = {float: "fraction"}
+
     fraction: Annotated[float, Field(gt=0, lt=1)]
     """Of the examples of every training split. An example is chosen by a hash of itself alone: not by its place, other
     examples, or a seed, so that it stays where it is as the data grows, and equal ones are all on one side."""
@@ -68,6 +74,8 @@ class HeldOut(Section):
 
 class HeldOutNumber(Section):
     """A number of the training examples, which are then not trained on."""
+
+    main_keys: ClassVar[dict[type, str]] = {int: "examples"}
 
     examples: Annotated[int, Field(ge=1)]
     """Of all training splits together: those with the smallest hashes, in the order of `fraction`. As the data grows,
@@ -107,6 +115,9 @@ class Data(Section):
     instructions and outputs, prompts with completions or with two answers, plain text; others are named under
     `columns`."""
 
+    main_keys: ClassVar[dict[type, str]] = {str: "train.path"}
+    hints: ClassVar[dict[str, str]] = {"eval": "held-out examples are one split (data.train may be several)"}
+
     train: Annotated[
         Annotated[TrainSplit, Tag(ONE)] | Annotated[Annotated[list[TrainSplit], Field(min_length=1)], Tag(SEVERAL)],
         Discriminator(_number_of_splits),
@@ -141,7 +152,6 @@ class Data(Section):
         return self.train if isinstance(self.train, list) else [self.train]
 
 
-# ---
 # The sections inside `run`: measurements and samples during training, and its early end.
 
 
@@ -170,6 +180,8 @@ class Samples(Section):
     """Prompts that the model answers during training, with the run's template, greedily. The answers are written into
     samples.jsonl and do not change the training. Not under ZeRO 3 and FSDP2, which shard the weights."""
 
+    main_keys: ClassVar[dict[type, str]] = {str: "prompts", list: "prompts"}
+
     prompts: Annotated[
         Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | Annotated[str, Field(min_length=1)],
         WrapValidator(_prompts),
@@ -179,11 +191,19 @@ class Samples(Section):
     max_new_tokens: Annotated[int, Field(ge=1)] = 64
     """The length at which an answer is cut; less where the model has fewer positions."""
 
+    @classmethod
+    def meant_by(cls, value: Any) -> dict[str, Any] | None:
+        """A text that names no file is a prompt."""
+        is_prompt = isinstance(value, str) and not value.endswith((".txt", ".jsonl"))
+        return super().meant_by([value] if is_prompt else value)
+
 
 class EarlyStopping(Section):
     """The end of training when evaluations improve no longer, by transformers' EarlyStoppingCallback. Compared is
     `trainer.metric_for_best_model`, by default the loss; `trainer.load_best_model_at_end` saves the best checkpoint's
     model instead of the last one's."""
+
+    main_keys: ClassVar[dict[type, str]] = {int: "patience"}
 
     patience: Annotated[int, Field(ge=1)] = 3
     """Evaluations in a row without an improvement after which training ends."""
@@ -228,6 +248,9 @@ def _modules(value: Any, check: Any) -> Any:
 class Lora(Section):
     """Two small factors beside each linear layer are trained, instead of its weights."""
 
+    main_keys: ClassVar[dict[type, str]] = {int: "r"}
+    other_names: ClassVar[dict[str, str]] = {"rank": "r", "lora_r": "r"}
+
     r: Annotated[int, Field(ge=1)] = 16
     """The rank of the factors."""
     alpha: Positive | None = None
@@ -249,6 +272,8 @@ class TrainedTokenizer(Section):
     """A byte-level BPE is trained on the training examples, and the config's `vocab_size` is its size. Of a stream, the
     first 1,000 examples."""
 
+    main_keys: ClassVar[dict[type, str]] = {int: "vocab_size"}
+
     vocab_size: Annotated[int, Field(ge=258)]
     """Tokens: the 256 bytes, `<|endoftext|>`, `<|pad|>`, and the most frequent sequences of bytes."""
 
@@ -259,6 +284,13 @@ def _kind_of_tokenizer(value: Any) -> str:
 
 class Model(Section):
     """The starting checkpoint."""
+
+    main_keys: ClassVar[dict[type, str]] = {str: "name_or_path"}
+    other_names: ClassVar[dict[str, str]] = {"model_name_or_path": "name_or_path", "torch_dtype": "dtype"}
+    hints: ClassVar[dict[str, str]] = {
+        "dtype": " (bfloat16 parameters round small updates away; for bfloat16 arithmetic with float32 parameters "
+        "write trainer: {bf16: true})"
+    }
 
     name_or_path: Annotated[str, Field(min_length=1)]
     """A folder (`shipped:...` for a shipped one) or a model on the Hugging Face hub. A LoRA adapter's folder: training
@@ -305,6 +337,8 @@ class Model(Section):
 class Run(Section):
     """The run folder, and how the run behaves."""
 
+    main_keys: ClassVar[dict[type, str]] = {str: "output_dir"}
+
     output_dir: Annotated[str, Field(min_length=1)]
     """The run folder: recipe, run.json, metrics, checkpoints, model, evaluation."""
     resume: str = "auto"
@@ -342,6 +376,9 @@ class Run(Section):
 
 class Eval(Section):
     """The evaluation after training, of the starting checkpoint and of the trained model."""
+
+    main_keys: ClassVar[dict[type, str]] = {str: "suite"}
+    other_names: ClassVar[dict[str, str]] = {"torch_dtype": "dtype"}
 
     suite: Annotated[str, Field(min_length=1)]
     """A shipped suite's name, or the path of a suite.yaml."""

@@ -4,7 +4,6 @@ All mistakes are reported together, each with its file, line and key, the findin
 candidate at both ends of its space are checked before anything runs.
 """
 
-import io
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -13,18 +12,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, WrapValidator
 from pydantic_core import PydanticCustomError
-from ruamel.yaml import YAML
 
 from .. import recipe as recipes
 from ..core import shipped
-from ..core.document import Key, dotted, parse_yaml, place, sentences
+from ..core.document import Key, dotted, dump, find, from_pydantic, place, sentences
 from ..core.errors import UserError, did_you_mean
 from ..core.files import local_path, read_text
+from ..core.yaml import parse_yaml
 from ..evaluate.suite.suites import suite_of
-from ..recipe import SCHEMA_COMMENT, SCHEMA_VERSION, Recipe, trainer_value
+from ..recipe import Recipe, trainer_value
 from ..recipe.base import NonNegative, Positive, Section
-from ..recipe.loader import find_yaml
-from ..recipe.messages import messages
 from ..tasks import TASKS
 from .study import Run
 
@@ -190,7 +187,7 @@ def load_study(name_or_path: str, overrides: list[str] | None = None) -> StudyFi
     overrides: 'key=value' texts, as after --set: search.trials=8, search.space.optimizer.lr.high=0.1. Raises UserError
     with every mistake.
     """
-    path = find_yaml(name_or_path, shipped.studies(), "study")
+    path = find(name_or_path, shipped.studies(), "study")
     raw, lines = _parsed(read_text(path), str(path))
     problems = [problem for text in overrides or [] for problem in _override(raw, lines, text)]
     if "candidates" not in raw and "task" in raw:
@@ -200,7 +197,7 @@ def load_study(name_or_path: str, overrides: list[str] | None = None) -> StudyFi
     try:
         study = StudyFile.model_validate(raw)
     except ValidationError as error:
-        raise UserError(*sentences(messages(error, StudyFile), lines), *problems) from None
+        raise UserError(*sentences(from_pydantic(error, StudyFile), lines), *problems) from None
     beside = local_path(path.parent / study.recipe)
     if beside.is_file():
         study = study.model_copy(update={"recipe": str(beside)})
@@ -217,17 +214,13 @@ def load_resolved_study(path: Path) -> StudyFile:
     try:
         return StudyFile.model_validate(raw)
     except ValidationError as error:
-        first = messages(error, StudyFile)[0]
+        first = from_pydantic(error, StudyFile)[0]
         raise UserError(f"{path}: {dotted(first[0])}: {first[1]}; it was edited, or is of another version") from None
 
 
 def study_to_yaml(study: StudyFile) -> str:
     """The resolved study, every default written out."""
-    stream = io.StringIO()
-    yaml = YAML()
-    yaml.width = 100
-    yaml.dump(study.model_dump(), stream)
-    return stream.getvalue()
+    return dump(study.model_dump())
 
 
 def recipe_of_run(study: StudyFile, run: Run, notify: Callable[[str], object] = lambda line: None) -> Recipe:
@@ -409,9 +402,4 @@ def study_schema() -> dict[str, Any]:
     """JSON Schema of a study's file. The keys of a recipe in `set` and `space` are not checked."""
     schema = StudyFile.model_json_schema()
     schema["$defs"]["Search"]["properties"]["metric"]["enum"] = list(METRICS)
-    return {"$schema": SCHEMA_VERSION, "$comment": SCHEMA_COMMENT} | schema | {"title": "Study"}
-
-
-def study_schema_text() -> str:
-    """The text of STUDY_SCHEMA_FILE."""
-    return json.dumps(study_schema(), indent=2) + "\n"
+    return schema | {"title": "Study"}

@@ -133,7 +133,7 @@ def test_bad_examples_are_counted_and_never_held_out(write):
 
 def test_a_recipe_with_held_out_examples_evaluates_on_them():
     def strategy(evaluation, **trainer):
-        raw = parse(recipe.find("quickstart/sft").read_text(), "sft")[0]
+        raw = parse(recipe.find("quickstart/sft").read_text(), "sft").content
         for key in ("eval_strategy", "eval_steps"):
             raw["trainer"].pop(key, None)
         raw["trainer"] |= trainer

@@ -37,7 +37,7 @@ values = st.recursive(
 
 
 def source(name):
-    return parse(FILES[name].read_text(), name)[0]
+    return parse(FILES[name].read_text(), name).content
 
 
 def translated(name):
@@ -405,7 +405,7 @@ def test_an_inline_template_is_written_beside_the_recipe(tmp_path, monkeypatch, 
     (tmp_path / "sft.yaml").write_text(f"model_name_or_path: a/b\ndataset_name: a/c\n{more}{key}: {TEMPLATE!r}\n")
     text, table = import_file(tmp_path / "sft.yaml", template_file=Path("mine.jinja"))
     assert load_text(text).model.chat_template == "mine.jinja"
-    assert parse((tmp_path / "sft.yaml").read_text(), "x")[0][key] == (tmp_path / "mine.jinja").read_text()
+    assert parse((tmp_path / "sft.yaml").read_text(), "x").content[key] == (tmp_path / "mine.jinja").read_text()
     assert "changes to the training\n" not in table.split("chat_template")[0]
     text, table = import_file(tmp_path / "sft.yaml")
     assert load_text(text).model.chat_template is None
@@ -702,7 +702,7 @@ def test_early_stopping_is_imported_where_the_source_evaluates(patience):
 def test_a_model_and_data_of_another_machine_are_listed_and_the_recipe_is_written(tmp_path):
     (tmp_path / "sft.yaml").write_text("model_name_or_path: ./no\ndataset_name: no/way.jsonl\nlearning_rate: 1e-5\n")
     text, table = import_file(tmp_path / "sft.yaml")
-    assert parse(text, "x")[0]["model"]["name_or_path"] == "./no"
+    assert parse(text, "x").content["model"]["name_or_path"] == "./no"
     shown = "not on this machine:\n  model.name_or_path: no folder ./no\n  data.train.path: no file"
     assert shown in table
     with pytest.raises(UserError, match=r"no folder \./no"):

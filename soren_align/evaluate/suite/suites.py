@@ -13,9 +13,10 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ...core import shipped
-from ...core.document import Key, dotted, parse_yaml, place
+from ...core.document import Key, dotted, place
 from ...core.errors import UserError, did_you_mean
 from ...core.files import read_text
+from ...core.yaml import parse_yaml
 from ...recipe import Eval
 
 # ---
