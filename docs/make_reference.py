@@ -12,7 +12,7 @@ from typing import Any
 from soren_align.core.document import members, schema_text, section_in
 from soren_align.recipe import SCHEMA_FILE, Model, Recipe, json_schema, trl
 from soren_align.recipe.base import Section
-from soren_align.recipe.optimizer import MAPS, OPTIMIZERS, OptimizerSection
+from soren_align.recipe.optimizer import MAP_SECTIONS, OPTIMIZER_SECTIONS, OptimizerSection
 from soren_align.study.config import STUDY_SCHEMA_FILE, study_schema
 
 DOCS = Path(__file__).parent
@@ -83,17 +83,17 @@ def _optimizers() -> str:
     """The optimizer section: the keys of all members, of some, and of each; then the maps."""
     text = "## optimizer\n\nThe keys depend on `name`. Keys of every optimizer:\n\n"
     classes: list[type[Section]] = []
-    for member in OPTIMIZERS.values():
+    for member in OPTIMIZER_SECTIONS.values():
         classes += [c for c in reversed(member.__mro__) if issubclass(c, OptimizerSection) and c not in classes]
-    for section in sorted(classes, key=lambda c: c in OPTIMIZERS.values()):  # the bases first
+    for section in sorted(classes, key=lambda c: c in OPTIMIZER_SECTIONS.values()):  # the bases first
         inherited = {key for base in section.__bases__ for key in getattr(base, "model_fields", {})}
         own = [key for key in section.model_fields if key not in inherited]
-        names = [name for name, member in OPTIMIZERS.items() if issubclass(member, section)]
+        names = [name for name, member in OPTIMIZER_SECTIONS.items() if issubclass(member, section)]
         if section is not OptimizerSection:
             doc = "" if len(names) > 1 else f"{_one_line(section.__doc__)}\n\n"
             text += f"\n### optimizer, with name {_listed(names)}\n\n{doc}"
         text += _keys(section, own) if own else "No further keys.\n"
-    for name, section in MAPS.items():
+    for name, section in MAP_SECTIONS.items():
         text += f"\n### optimizer.map, with name `{name}`\n\n{_one_line(section.__doc__)}\n\n"
         own = [key for key in section.model_fields if key != "name"]
         text += _keys(section, own) if own else "No further keys.\n"
@@ -127,11 +127,11 @@ def _keys(section: type[Section], keys: list[str]) -> str:
 def _values(section: type[Section], key: str, schema: dict[str, Any]) -> str:
     annotation = section.model_fields[key].annotation
     if section is OptimizerSection and key == "name":
-        return _listed(OPTIMIZERS)
+        return _listed(OPTIMIZER_SECTIONS)
     if section is Recipe and key == "extends":
         return "text"
-    if members(annotation) == MAPS:
-        return f"a section, or {_listed(MAPS)}"
+    if members(annotation) == MAP_SECTIONS:
+        return f"a section, or {_listed(MAP_SECTIONS)}"
     if section_in(annotation):
         several = ", or a list of sections" if "array" in json.dumps(schema) else ""
         text = "text, or " if section is Model and key == "tokenizer" else ""

@@ -11,22 +11,22 @@ from functools import partial
 from soren_align.bench.shapes import MODELS
 from soren_align.core.optimizer_settings import RESOLUTIONS
 from soren_align.planning.flops import PEAKS
-from soren_align.spectral import num_flops
-from soren_align.spectral.cost import narrow_flops
+from soren_align.spectral import MAPS
 
 PEAK = PEAKS["H100"]
 SHARE = 0.6
+NARROW = partial(MAPS["minimax"].num_flops, precision="float16")
 ROWS = {
-    "Muon, as it is run": ("bfloat16", lambda m, n: num_flops("muon", m, n)),
-    "Muon in float32": ("float32", lambda m, n: num_flops("muon", m, n)),
+    "Muon, as it is run": ("bfloat16", MAPS["muon"].num_flops),
+    "Muon in float32": ("float32", MAPS["muon"].num_flops),
     **{
-        f"minimax {resolution}, `precision: auto`": ("float16", partial(narrow_flops, resolution=resolution))
+        f"minimax {resolution}, `precision: auto`": ("float16", partial(NARROW, resolution=resolution))
         for resolution in RESOLUTIONS
     },
-    "minimax, tf32": ("tf32", narrow_flops),
-    "minimax, float32": ("float32", lambda m, n: num_flops("minimax", m, n)),
-    "sns, bfloat16": ("bfloat16", lambda m, n: num_flops("sns", m, n)),
-    "sns, `precision: auto`": ("float32", lambda m, n: num_flops("sns", m, n)),
+    "minimax, tf32": ("tf32", NARROW),
+    "minimax, float32": ("float32", MAPS["minimax"].num_flops),
+    "sns, bfloat16": ("bfloat16", MAPS["sns"].num_flops),
+    "sns, `precision: auto`": ("float32", MAPS["sns"].num_flops),
 }
 
 

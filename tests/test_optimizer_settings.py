@@ -9,8 +9,8 @@ import torch
 
 from soren_align import optim, recipe
 from soren_align.core import optimizer_settings
-from soren_align.core.optimizer_settings import MAPS
 from soren_align.recipe import optimizer
+from soren_align.spectral import SOREN_MAPS
 
 CLASSES = optim.OPTIMIZERS
 ONLY_RECIPE = {"name", "aux_lr", "aux_weight_decay", "aux", "matrices"}
@@ -20,7 +20,7 @@ ONLY_ADAMW = {"betas", "eps"}
 
 
 def member(name):
-    return optimizer.OPTIMIZERS[name](name=name, lr=0.1, aux_lr=0.1)
+    return optimizer.OPTIMIZER_SECTIONS[name](name=name, lr=0.1, aux_lr=0.1)
 
 
 def built(settings):
@@ -28,8 +28,8 @@ def built(settings):
 
 
 def test_every_optimizer_has_a_section_and_a_class():
-    assert set(optimizer.OPTIMIZERS) == set(CLASSES)
-    assert set(optimizer.MAPS) == set(MAPS)
+    assert set(optimizer.OPTIMIZER_SECTIONS) == set(CLASSES)
+    assert set(optimizer.MAP_SECTIONS) == set(SOREN_MAPS)
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -52,16 +52,16 @@ def test_the_recipes_defaults_are_those_of_the_class(name):
     assert tuple(resolved["betas"]) == optimizer_settings.BETAS
 
 
-@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("name", SOREN_MAPS)
 def test_the_defaults_of_a_map_are_those_of_the_settings(name):
-    assert optimizer.MAPS[name](name=name).model_dump() == {"name": name, **MAPS[name]}
+    assert optimizer.MAP_SECTIONS[name](name=name).model_dump() == {"name": name, **SOREN_MAPS[name].defaults}
 
 
-@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("name", SOREN_MAPS)
 def test_a_group_holds_the_complete_map_of_the_recipe(name):
     section = optimizer.SorenSettings(name="soren", lr=0.1, aux_lr=0.1, map=name)
     group = built(section.model_dump(exclude_none=True)).param_groups[0]
-    assert group["map"] == section.map.model_dump() == {"name": name, **MAPS[name]}
+    assert group["map"] == section.map.model_dump() == {"name": name, **SOREN_MAPS[name].defaults}
     bare = optim.Soren([torch.nn.Parameter(torch.zeros(2, 3))], 0.1, map=name)
     assert bare.param_groups[0]["map"] == group["map"]
 
@@ -90,12 +90,12 @@ def test_the_schema_has_the_choices_and_bounds_of_the_settings():
         for definition in definitions.values()
         if "name" in definition["properties"]
     }
-    assert names >= set(CLASSES) | set(MAPS)
+    assert names >= set(CLASSES) | set(SOREN_MAPS)
     soren = definitions["SorenSettings"]["properties"]
     assert set(soren["adjust_lr_fn"]["anyOf"][0]["enum"]) == set(get_args(optimizer_settings.AdjustLrFn))
     assert set(soren["compensation"]["anyOf"][0]["enum"]) == set(get_args(optimizer_settings.Compensation))
     assert definitions["MinimaxMap"]["properties"]["resolution"]["enum"] == list(optimizer_settings.RESOLUTIONS)
-    assert {"enum": list(MAPS)} in soren["map"]["anyOf"]
+    assert {"enum": list(SOREN_MAPS)} in soren["map"]["anyOf"]
     for section in ("SnsMap", "ReleasedMap"):
         steps = definitions[section]["properties"]["steps"]
         bounds = optimizer_settings.NUM_STEPS
@@ -122,7 +122,7 @@ def test_recipe_and_class_accept_the_numbers_within_the_bounds(name, key, bounds
             return False
         return True
 
-    section = optimizer.OPTIMIZERS[name]
+    section = optimizer.OPTIMIZER_SECTIONS[name]
     whole = key != "ns_steps" or isinstance(value, int)
     wanted = whole and value in bounds
     assert is_accepted(lambda: section(**{"name": name, "lr": 0.1, key: value})) == wanted
@@ -132,4 +132,4 @@ def test_recipe_and_class_accept_the_numbers_within_the_bounds(name, key, bounds
 
 @pytest.mark.parametrize("name", optim.OPTIMIZERS)
 def test_every_class_has_a_section_with_its_name_as_title(name):
-    assert optimizer.OPTIMIZERS[name].title == CLASSES[name].__name__
+    assert optimizer.OPTIMIZER_SECTIONS[name].title == CLASSES[name].__name__

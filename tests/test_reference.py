@@ -6,7 +6,7 @@ from pathlib import Path
 from soren_align.core import shipped
 from soren_align.core.document import schema_text
 from soren_align.core.files import read_yaml
-from soren_align.recipe import OPTIMIZERS, Recipe
+from soren_align.recipe import OPTIMIZER_SECTIONS, Recipe
 from soren_align.study.config import study_schema
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -75,7 +75,7 @@ def test_the_schema_knows_every_key_of_a_shipped_study():
 def test_the_page_has_every_key_with_its_meaning():
     text = make_reference().recipe_page()
     keys = set(Recipe.model_fields) - {"model", "data", "optimizer", "trainer", "run", "eval"}
-    keys |= {key for member in OPTIMIZERS.values() for key in member.model_fields}
+    keys |= {key for member in OPTIMIZER_SECTIONS.values() for key in member.model_fields}
     for key in keys:
         assert f"**`{key}`**" in text
     assert not [line for line in text.splitlines() if line.startswith("- **`") and line.endswith("): ")]

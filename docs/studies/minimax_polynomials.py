@@ -16,7 +16,8 @@ from scipy.optimize import linprog
 
 from soren_align.bench import spectra
 from soren_align.core.optimizer_settings import MUON_STEPS, SNS_STEPS
-from soren_align.spectral.cost import POLYNOMIAL_PRODUCTS, minimax_flops, num_flops
+from soren_align.spectral import MAPS
+from soren_align.spectral.minimax import POLYNOMIAL_PRODUCTS, minimax_flops
 from soren_align.spectral.products import Sign
 from soren_align.spectral.quintic import A, B, C
 from soren_align.spectral.sns import T_LIMIT, T_STEPS
@@ -166,11 +167,13 @@ def print_recorded():
         )
         steps, error = compose(resolution, degrees)
         table = Sign(tuple(map(tuple, steps)), (), restarts, error, 0.0)
-        flops = [f"{minimax_flops(table, *shape) / num_flops('muon', *shape):.2f}" for shape in shapes]
+        flops = [f"{minimax_flops(table, *sorted(shape)) / MAPS['muon'].num_flops(*shape):.2f}" for shape in shapes]
         name = f"{resolution:g} {degrees}, {num_square_products(degrees, restarts)} products"
         print_row(name, functools.partial(minimax_values, steps=steps), flops)
     for steps in (10, SNS_STEPS, 20):
-        flops = [f"{num_flops('sns', *shape, steps) / num_flops('muon', *shape):.2f}" for shape in shapes]
+        flops = [
+            f"{MAPS['sns'].num_flops(*shape, steps=steps) / MAPS['muon'].num_flops(*shape):.2f}" for shape in shapes
+        ]
         print_row(f"SNS({steps})", functools.partial(sns_values, steps=steps), flops)
     print_row("half of Muon's, float32", muon_values, ("1.00", "1.00"))
 

@@ -24,8 +24,7 @@ from soren_align.bench.timing import interleaved, machine
 from soren_align.core.optimizer_settings import RESOLUTIONS
 from soren_align.optim import AdamW
 from soren_align.planning.flops import PEAKS, Passes
-from soren_align.spectral import num_flops
-from soren_align.spectral.cost import narrow_flops
+from soren_align.spectral import MAPS
 
 MINUTES = {  # the paper's
     "llama-60m": {"AdamW": 23, "Muon": 28, "HTMuon": 124, "Soren": 39},
@@ -34,12 +33,16 @@ MINUTES = {  # the paper's
 }
 LLAMA_60M = LlamaConfig(hidden_size=512, intermediate_size=1376, num_hidden_layers=8, num_attention_heads=8)
 SEQUENCES, LENGTH, STEPS = 512, 256, 5000  # the paper's batch and steps for LLaMA-60M
-COUNTED: dict[str, Callable[[int, int], int]] = {
-    "Muon": partial(num_flops, "muon"),
-    **{f"Soren minimax {r:g}": partial(narrow_flops, resolution=r) for r in sorted(RESOLUTIONS)},
-    "Soren sns K = 15": partial(num_flops, "sns"),
-    "Soren sns K = 16": partial(num_flops, "sns", steps=16),
-    "Soren released (K = 5)": partial(num_flops, "released"),
+NARROW = partial(MAPS["minimax"].num_flops, precision="float16")
+COUNTED: dict[str, Callable[[int, int], int | None]] = {
+    "Muon": MAPS["muon"].num_flops,
+    **{
+        f"Soren minimax {r:g}": partial(MAPS["minimax"].num_flops, precision="float16", resolution=r)
+        for r in sorted(RESOLUTIONS)
+    },
+    "Soren sns K = 15": MAPS["sns"].num_flops,
+    "Soren sns K = 16": partial(MAPS["sns"].num_flops, steps=16),
+    "Soren released (K = 5)": MAPS["released"].num_flops,
 }
 
 

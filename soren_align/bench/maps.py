@@ -9,18 +9,17 @@ import logging
 import math
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core.errors import UserError
-from ..core.optimizer_settings import MUON_STEPS, RELEASED_STEPS, RESOLUTION, RESOLUTIONS, SNS_STEPS
-from ..spectral import exact_sigmoid, minimax_sigmoid, newton_schulz, num_flops, released_sigmoid, soft_newton_schulz
-from ..spectral.cost import SpectralMap
+from ..core.optimizer_settings import MUON_STEPS, FactorPrecision
+from ..spectral import MAPS, SOREN_MAPS, SpectralMap, minimax_sigmoid, newton_schulz
+from ..spectral.maps import MINIMAX, polar, sigmoid
 from ..spectral.matrices import frobenius_norm, from_wide, to_wide
 from ..spectral.quintic import EPS, A, B, C, quintic_step
 from .shapes import Matrices, Shape
@@ -45,38 +44,53 @@ MUON, MUON_FLOAT32 = "Muon bfloat16", "Muon float32"
 
 @dataclass(frozen=True)
 class Candidate:
-    """A map to be measured: the dtype of its products, the name for `num_flops`, the target of its singular values."""
+    """A map to be measured.
+
+    dtype: of its products. counted_as: the map with the same FLOPs, None if they are not counted. target: see
+    `SpectralMap`. settings: of both.
+    """
 
     name: str
     function: Callable[[Tensor], Tensor]
     dtype: str
     counted_as: SpectralMap | None = None
-    target: Literal["sigmoid", "polar"] = "sigmoid"
-    resolution: float = RESOLUTION
+    target: Callable[..., Tensor] = sigmoid
+    settings: dict[str, Any] = field(default_factory=dict)
 
     def num_flops(self, shape: Shape) -> int | None:
         """Floating-point operations for one matrix, None where they are not counted."""
-        return num_flops(self.counted_as, *shape, resolution=self.resolution) if self.counted_as else None
+        return self.counted_as.num_flops(*shape, **self.settings) if self.counted_as else None
 
 
 def candidates(device: torch.device) -> list[Candidate]:
     """This package's maps, including Muon's in two dtypes, the references of the ratios."""
-    maps = [
-        *(
-            Candidate(f"minimax {r:g}", partial(minimax_sigmoid, resolution=r), "float32", "minimax", resolution=r)
-            for r in sorted(RESOLUTIONS)
-        ),
-        Candidate("minimax eigh", lambda x: minimax_sigmoid(x, method="eigh"), "float64"),
-        Candidate(f"SNS K={SNS_STEPS}", lambda x: soft_newton_schulz(x, SNS_STEPS), "float32", "sns"),
-        Candidate(f"released K={RELEASED_STEPS}", released_sigmoid, "float32", "released"),
-        Candidate("exact", exact_sigmoid, "float64"),
-        Candidate(MUON, newton_schulz, "bfloat16", "muon", "polar"),
-        Candidate(MUON_FLOAT32, newton_schulz_float32, "float32", "muon", "polar"),
-        Candidate(DION, scheduled_quintic, "bfloat16", "muon", "polar"),
+    entries = []
+    for spectral_map in SOREN_MAPS.values():
+        for settings in spectral_map.variants():
+            entries.append(_candidate(spectral_map, settings))
+            if device.type == "cuda" and settings == spectral_map.defaults:  # on a CPU narrow factors are emulated
+                narrow: list[FactorPrecision] = [p for p in ("float16", "tf32") if p in spectral_map.precisions]
+                entries += [_candidate(spectral_map, settings, p) for p in narrow]
+        if spectral_map is MINIMAX:
+            entries.append(Candidate("minimax eigh", lambda x: minimax_sigmoid(x, method="eigh"), "float64"))
+    return [
+        *entries,
+        Candidate(MUON, newton_schulz, "bfloat16", MAPS["muon"], polar),
+        Candidate(MUON_FLOAT32, newton_schulz_float32, "float32", MAPS["muon"], polar),
+        Candidate(DION, scheduled_quintic, "bfloat16", MAPS["muon"], polar),
     ]
-    if device.type == "cuda":  # on a CPU narrow factors are emulated
-        maps[1:1] = [Candidate(f"minimax {p}", partial(minimax_sigmoid, precision=p), p) for p in ("float16", "tf32")]
-    return maps
+
+
+def _candidate(
+    spectral_map: SpectralMap, settings: dict[str, Any], precision: FactorPrecision = "float32"
+) -> Candidate:
+    def function(x: Tensor) -> Tensor:
+        return spectral_map.function(x, precision=precision, max_norm=None, **settings)[0]
+
+    dtype = precision if spectral_map.flops else "float64"
+    name = spectral_map.label.format(**settings) if precision == "float32" else f"{spectral_map.name} {precision}"
+    counted_as = spectral_map if precision == "float32" and spectral_map.flops else None
+    return Candidate(name, function, dtype, counted_as, spectral_map.target, settings)
 
 
 def newton_schulz_float32(x: Tensor) -> Tensor:
@@ -86,25 +100,6 @@ def newton_schulz_float32(x: Tensor) -> Tensor:
     for _ in range(MUON_STEPS):
         y = quintic_step(y, A, B, C)
     return from_wide(y, x)
-
-
-def without_decomposed_flops(entry: Candidate, make_input: Callable[[], Tensor]) -> Candidate:
-    """The candidate, without FLOPs if it decomposes its input."""
-    if entry.counted_as != "minimax":
-        return entry
-    with _DecompositionDetector() as detector:
-        entry.function(make_input())
-    return replace(entry, counted_as=None, dtype="float64") if detector.has_decomposed else entry
-
-
-class _DecompositionDetector(TorchDispatchMode):
-    """Detects eigenvalue and singular value decompositions."""
-
-    has_decomposed = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.has_decomposed |= any(word in func.name() for word in ("eigh", "svd"))
-        return func(*args, **(kwargs or {}))
 
 
 NUM_COPIES = 16  # of a matrix in float32: a decomposition holds five in float64, and errors their own three
@@ -117,7 +112,7 @@ def run(matrices: Matrices, device: torch.device, report: Callable[[str], None] 
     _check_memory(matrices, device)
     peer_maps, notes = peers(device)
     entries = candidates(device) + [
-        Candidate(name, function, PEERS_OWN, None, "polar") for name, function in peer_maps.items()
+        Candidate(name, function, PEERS_OWN, None, polar) for name, function in peer_maps.items()
     ]
     shapes = [_measure(shape, entries, device, report, notes) for shape in matrices.per_layer]
     for entry, count in zip(shapes, matrices.per_layer.values(), strict=True):
@@ -154,11 +149,7 @@ def _measure(
     rates = matmul_rates(device)
     report(f"{name}: warm-up")
     quick = [entry for entry in entries if not _too_slow(entry, shape, rates, notes)]
-    measured = [
-        without_decomposed_flops(entry, make_input)
-        for entry in quick
-        if _can_run(entry, shape, make_input, device, notes)
-    ]
+    measured = [entry for entry in quick if _can_run(entry, shape, make_input, device, notes)]
     subjects = {entry.name: entry.function for entry in measured}
     timings = interleaved(
         subjects, make_input, device, lambda done, total: report(f"{name}: round {done + 1} of {total}")
@@ -169,8 +160,9 @@ def _measure(
     all_errors = {}
     for entry in measured:
         report(f"{name}: errors of {entry.name}")
+        target = partial(entry.target, **entry.settings)
         all_errors[entry.name] = {
-            spectrum: errors(entry.function, matrix, entry.target) for spectrum, matrix in matrices.items()
+            spectrum: errors(entry.function, matrix, target) for spectrum, matrix in matrices.items()
         }
     return {
         "shape": list(shape),
@@ -214,7 +206,7 @@ def _row(entry: Candidate, shape: Shape, timings: dict[str, Timing], rates: dict
     return {
         "name": entry.name,
         "dtype": entry.dtype,
-        "target": entry.target,
+        "target": entry.target.__name__,
         "seconds": asdict(timing),
         "flops": flops,
         "share_of_matmul_rate": flops / timing.median / rates[entry.dtype] if flops else None,
@@ -353,13 +345,15 @@ def known_matrices(shape: Shape, device: torch.device) -> dict[str, KnownMatrix]
     return {name: KnownMatrix(((u * sigma) @ vh).float(), u, sigma, vh) for name, (u, sigma, vh) in parts.items()}
 
 
-def errors(function: Callable[[Tensor], Tensor], matrix: KnownMatrix, target: str) -> dict[str, float]:
+def errors(
+    function: Callable[[Tensor], Tensor], matrix: KnownMatrix, target: Callable[[Tensor], Tensor]
+) -> dict[str, float]:
     """{"max", "mean"} relative error of the output along the input's singular vectors.
 
-    target: of the singular values: "sigmoid", or "polar" for maps to 1.
+    target: of the singular values.
     """
     output = function(matrix.x).double()
     values = ((matrix.u.mT @ output) * matrix.vh).sum(dim=-1)
-    exact = torch.sigmoid(matrix.sigma) if target == "sigmoid" else torch.ones_like(matrix.sigma)
+    exact = target(matrix.sigma)
     relative = (values / exact - 1).abs()
     return {"max": relative.max().item(), "mean": relative.mean().item()}

@@ -29,10 +29,9 @@ from torch import Tensor
 
 from ..core.errors import UserError
 from ..core.files import CHANGED, contents, parse_json, read_text
-from ..core.optimizer_settings import MAPS, RESOLUTIONS
 from ..optim import Muon, Soren, SpectralOptimizer, matrices_of, momentum_of
 from ..run.folder import PREVIOUS, RunFolder, read_seal, step_of
-from ..spectral import singular_values
+from ..spectral import SOREN_MAPS, singular_values
 from ..spectral.exact import null_space_bound
 
 # ---
@@ -170,11 +169,10 @@ def all_maps() -> dict[str, SpectralOptimizer]:
     """Muon, and Soren with each of its maps and resolutions, by their labels ("minimax 0.01")."""
     matrix = [torch.nn.Parameter(torch.zeros(1, 1))]
     maps: dict[str, SpectralOptimizer] = {"muon": Muon(matrix)}
-    for name, defaults in MAPS.items():
-        for choice in [{"resolution": r} for r in RESOLUTIONS] if "resolution" in defaults else [{}]:
-            settings = {**defaults, **choice}
-            numbers = [f"{value:g}" for value in settings.values() if isinstance(value, int | float)]
-            maps[" ".join([name, *numbers])] = Soren(matrix, 0.0, map={"name": name, **settings})
+    for name, spectral_map in SOREN_MAPS.items():
+        for settings in spectral_map.variants():
+            label = " ".join([name, *(f"{value:g}" for value in settings.values())])
+            maps[label] = Soren(matrix, 0.0, map={"name": name, **settings})
     return maps
 
 

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from ..core.errors import UserError
-from ..core.optimizer_settings import MAPS
 from ..optim import HTMuon, Muon, Soren
-from ..spectral import num_flops
+from ..spectral.maps import MUON, SOREN_MAPS
 from .maps import DION, MUON_FLOAT32, newton_schulz_float32, scheduled_quintic
 from .shapes import Matrices, Shape
 from .timing import Timing, available_bytes, interleaved, machine, matmul_rates, too_slow
@@ -47,7 +46,9 @@ def optimizers(parameters: list[torch.nn.Parameter]) -> dict[str, torch.optim.Op
     """All optimizers on the same parameters; those that decompose matrices only if these are small."""
     small = max(min(p.shape) for p in parameters) <= DECOMPOSED_ROWS
     all_optimizers: dict[str, torch.optim.Optimizer] = {
-        f"Soren {name}": Soren(parameters, LR, map=name) for name in MAPS if small or name != "exact"
+        f"Soren {name}": Soren(parameters, LR, map=name)
+        for name, spectral_map in SOREN_MAPS.items()
+        if small or spectral_map.flops
     }
     all_optimizers["Muon"] = Muon(parameters, LR)
     all_optimizers[MUON_FLOAT32] = MuonFloat32(parameters, LR)
@@ -72,7 +73,7 @@ def run(
     num_layers, notes = _layers_that_fit(matrices, device)
     parameters = _parameters(matrices, num_layers, device)
     subjects = optimizers(parameters)
-    flops = sum(num_flops("muon", *parameter.shape) for parameter in parameters)
+    flops = sum(MUON.num_flops(parameter.shape[0], parameter.shape[1]) or 0 for parameter in parameters)
     if reason := too_slow("Muon in bfloat16 (torch's and ours)", flops, "bfloat16", rates):
         del subjects["Muon"], subjects[TORCH_MUON], subjects[DION]
         notes.append(reason)

@@ -1,7 +1,7 @@
 """Settings of the optimizers: every default, choice and bound, in one place. Imports no torch.
 
-Read by the recipe's schema, the signatures of `optim`, the checks of a parameter group, and the documentation;
-tests/test_optimizer_settings.py compares them.
+Read by the recipe's schema, the signatures of `optim`, the checks of a parameter group, the registry of the maps
+(`spectral.maps`), and the documentation; tests/test_optimizer_settings.py compares them.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -77,35 +77,4 @@ RELEASED_STEPS = 5
 MUON_STEPS = 5
 HTMUON_POWER = 0.125
 
-MAPS: dict[str, dict[str, Any]] = {
-    "minimax": {"resolution": RESOLUTION},
-    "sns": {"steps": SNS_STEPS},
-    "released": {"steps": RELEASED_STEPS},
-    "exact": {},
-}
-"""Soren's maps, and the settings of each with their defaults."""
-
 PRECISION: Precision = "auto"
-PRECISIONS: dict[str, tuple[Precision, ...]] = {
-    "minimax": ("auto", "float32", "tf32", "float16", "bfloat16"),
-    "sns": ("auto", "float32", "bfloat16"),
-    "released": ("auto", "float32"),
-}
-"""Of a map; those without an entry have "auto" only."""
-NARROW_FROM = 64
-"""Rows (the shorter side) from which "auto" is float16: in fewer, as in factors of LoRA, tensor cores save nothing."""
-
-
-def map_precisions(name: str) -> tuple[Precision, ...]:
-    """The precisions that the map `name` can have."""
-    return PRECISIONS.get(name, ("auto",))
-
-
-def factor_precision(precision: Precision, name: str, num_rows: int, on_gpu: bool) -> FactorPrecision:
-    """The precision of the map `name` for a matrix of so many rows (its shorter side), float32 or narrower.
-
-    "auto" is float16 for minimax on CUDA from NARROW_FROM rows on, and float32 otherwise: a CPU emulates float16.
-    """
-    if precision != "auto":
-        return precision
-    return "float16" if name == "minimax" and on_gpu and num_rows >= NARROW_FROM else "float32"

@@ -10,7 +10,7 @@ from ..core.document import dump
 from ..core.errors import UserError, printable
 from ..core.files import read_text
 from ..recipe.loader import load_text, parse
-from ..recipe.optimizer import OPTIMIZERS
+from ..recipe.optimizer import OPTIMIZER_SECTIONS
 from ..recipe.schema import Model, Run
 from ..tasks import TaskName
 from .convert import Conversion, convert
@@ -70,7 +70,7 @@ def to_text(conversion: Conversion, name: str) -> str:
     recipe = CommentedMap({"task": conversion.task})
     for section, values in conversion.recipe.items():
         order = list(
-            {"model": Model, "optimizer": OPTIMIZERS[conversion.recipe["optimizer"]["name"]]}.get(
+            {"model": Model, "optimizer": OPTIMIZER_SECTIONS[conversion.recipe["optimizer"]["name"]]}.get(
                 section, Run
             ).model_fields
         )

@@ -24,6 +24,7 @@ from ..core.optimizer_settings import (
     Compensation,
     States,
 )
+from ..spectral import SpectralMap
 
 Check = Callable[[Any], Any]
 """Returns a setting's complete value. Raises ValueError ("found ...; write ...") if it is not allowed."""
@@ -74,6 +75,15 @@ def choice(options: Sequence[Any]) -> Check:
         return value
 
     return check
+
+
+def setting_checks(spectral_map: SpectralMap) -> dict[str, Check]:
+    """The checks of a map's settings."""
+    checks: dict[str, Check] = {}
+    for key, setting in spectral_map.settings.items():
+        of_type = whole_number if isinstance(setting.default, int) else number
+        checks[key] = of_type(setting.bounds) if setting.bounds else choice(setting.choices)
+    return checks
 
 
 def _truth_value(value: Any) -> Any:

@@ -18,16 +18,12 @@ from ..core.optimizer_settings import (
     EPS,
     HTMUON_POWER,
     LR,
-    MAPS,
     MOMENTUM,
     MUON_ADJUST_LR_FN,
     MUON_STEPS,
     NESTEROV,
     NON_NEGATIVE,
-    NUM_STEPS,
-    POWER,
     PRECISION,
-    RESOLUTIONS,
     SOREN_ADJUST_LR_FN,
     STATES,
     WEIGHT_DECAY,
@@ -36,21 +32,10 @@ from ..core.optimizer_settings import (
     FactorPrecision,
     Precision,
     States,
-    factor_precision,
-    map_precisions,
 )
-from ..spectral import (
-    exact_sigmoid,
-    guarded_minimax_sigmoid,
-    guarded_soft_newton_schulz,
-    newton_schulz,
-    released_sigmoid,
-    spectral_power,
-)
-from .group_settings import checked_settings, choice, number, whole_number
+from ..spectral.maps import HTMUON, MUON, SOREN_MAPS
+from .group_settings import checked_settings, choice, number, setting_checks
 from .spectral_optimizer import SpectralOptimizer
-
-_MAP_CHECKS = {"resolution": choice(RESOLUTIONS), "steps": whole_number(NUM_STEPS)}
 
 
 def complete_map(spectral_map: str | Mapping[str, Any]) -> dict[str, Any]:
@@ -59,10 +44,11 @@ def complete_map(spectral_map: str | Mapping[str, Any]) -> dict[str, Any]:
     Raises ValueError for an unknown name, a setting of another map, and a value that is not allowed.
     """
     settings = {"name": spectral_map} if isinstance(spectral_map, str) else dict(spectral_map)
-    name = choice(tuple(MAPS))(settings.pop("name", None))
-    for key in settings.keys() - MAPS[name].keys():
-        raise ValueError(f"found {key!r}; map {name!r} has {', '.join(map(repr, MAPS[name])) or 'no settings'}")
-    return {"name": name, **checked_settings({**MAPS[name], **settings}, _MAP_CHECKS, name)}
+    name = choice(tuple(SOREN_MAPS))(settings.pop("name", None))
+    defaults = SOREN_MAPS[name].defaults
+    for key in settings.keys() - defaults.keys():
+        raise ValueError(f"found {key!r}; map {name!r} has {', '.join(map(repr, defaults)) or 'no settings'}")
+    return {"name": name, **checked_settings({**defaults, **settings}, setting_checks(SOREN_MAPS[name]), name)}
 
 
 class Soren(SpectralOptimizer, name="soren"):
@@ -116,7 +102,7 @@ class Soren(SpectralOptimizer, name="soren"):
         if workspace_mb is not None:
             checked_settings({"workspace_mb": workspace_mb}, {"workspace_mb": number(NON_NEGATIVE)}, "Soren")
         for group in self.param_groups:
-            allowed = map_precisions(group["map"]["name"]) if group["rule"] == "spectral" else (precision,)
+            allowed = SOREN_MAPS[group["map"]["name"]].precisions if group["rule"] == "spectral" else (precision,)
             if precision not in allowed:
                 words = f"map {group['map']['name']!r} has {' or '.join([repr(name) for name in allowed])}"
                 raise ValueError(f"Soren precision: found {precision!r}; {words}")
@@ -129,24 +115,14 @@ class Soren(SpectralOptimizer, name="soren"):
 
     def factor_precision(self, x: Tensor, map_name: str) -> FactorPrecision:
         """The precision of the factors of the map of x, [..., m, n]; "auto" leaves float64 as it is."""
-        return factor_precision(self.precision, map_name, min(x.shape[-2:]), x.is_cuda and x.dtype == torch.float32)
+        on_gpu = x.is_cuda and x.dtype == torch.float32
+        return SOREN_MAPS[map_name].factor_precision(self.precision, min(x.shape[-2:]), on_gpu)
 
     def map_matrix(self, x: Tensor, group: dict[str, Any]) -> Tensor:
         """The sigmoid of the singular values of x."""
-        settings = group["map"]
-        precision = self.factor_precision(x, settings["name"])
-        if settings["name"] == "exact":
-            return exact_sigmoid(x)
-        if settings["name"] == "released":
-            return released_sigmoid(x, settings["steps"])
-        if settings["name"] == "minimax":
-            output, num_guarded = guarded_minimax_sigmoid(
-                x, resolution=settings["resolution"], precision=precision, max_norm=self.max_norm
-            )
-        else:
-            output, num_guarded = guarded_soft_newton_schulz(
-                x, settings["steps"], max_norm=self.max_norm, in_bfloat16=precision == "bfloat16"
-            )
+        name, settings = group["map"]["name"], {key: group["map"][key] for key in group["map"] if key != "name"}
+        precision = self.factor_precision(x, name)
+        output, num_guarded = SOREN_MAPS[name].function(x, precision=precision, max_norm=self.max_norm, **settings)
         self.num_guarded += int(num_guarded)  # a host read, where a norm is large
         return output
 
@@ -157,7 +133,7 @@ class Muon(SpectralOptimizer, name="muon"):
     ns_steps: of the Newton-Schulz iteration.
     """
 
-    map_settings: ClassVar = {"ns_steps": whole_number(NUM_STEPS)}
+    map_settings: ClassVar = setting_checks(MUON)
 
     def __init__(
         self,
@@ -178,7 +154,7 @@ class Muon(SpectralOptimizer, name="muon"):
 
     def map_matrix(self, x: Tensor, group: dict[str, Any]) -> Tensor:
         """The singular values of x, pushed towards 1."""
-        return newton_schulz(x, group["ns_steps"])
+        return MUON.function(x, ns_steps=group["ns_steps"], precision="bfloat16", max_norm=None)[0]
 
 
 class HTMuon(SpectralOptimizer, name="htmuon"):
@@ -187,7 +163,7 @@ class HTMuon(SpectralOptimizer, name="htmuon"):
     Source: arXiv 2603.10067. Nesterov is on, as in its code; the algorithm in the Soren paper shows it without.
     """
 
-    map_settings: ClassVar = {"p": number(POWER)}
+    map_settings: ClassVar = setting_checks(HTMUON)
 
     def __init__(
         self,
@@ -208,7 +184,7 @@ class HTMuon(SpectralOptimizer, name="htmuon"):
 
     def map_matrix(self, x: Tensor, group: dict[str, Any]) -> Tensor:
         """The singular values of x to the power p."""
-        return spectral_power(x, group["p"])
+        return HTMUON.function(x, p=group["p"], precision="float32", max_norm=None)[0]
 
 
 class AdamW(SpectralOptimizer, name="adamw"):

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from ..core.optimizer_settings import RESOLUTION, FactorPrecision, States
+from ..core.optimizer_settings import FactorPrecision, States
 from ..optim.adamw_step import workspace
 from ..optim.eight_bits import BLOCK, SMALL
 from ..optim.storage import Storages
 from ..recipe import Parallel
 from ..sharding.exchange_plan import ROUND_MB
 from ..sharding.geometry import Shapes
-from ..spectral.cost import SpectralMap
+from ..spectral import MAPS, SpectralMap
 
 # ---
 # Numbers of parameters: of a model, and of one rank's shard of it under DDP, ZeRO and FSDP2.
@@ -169,9 +169,8 @@ class StepSettings:
     """
 
     optimizer: str = "soren"
-    spectral_map: SpectralMap | None = "minimax"
-    ns_steps: int | None = None
-    resolution: float = RESOLUTION
+    spectral_map: SpectralMap | None = MAPS["minimax"]
+    map_settings: dict[str, Any] = field(default_factory=dict)
     map_precision: Callable[[int], FactorPrecision] = lambda num_rows: "float32"
     compute_dtype: str = "bfloat16"
     has_reference_model: bool = False
@@ -182,10 +181,6 @@ class StepSettings:
     states: States = "float32"
     on_cpu: bool = False
     quantize: str | None = None
-
-    def is_narrow(self, shape: tuple[int, int]) -> bool:
-        """Whether the minimax map of a matrix of this shape has narrow factors."""
-        return self.spectral_map == "minimax" and self.map_precision(min(shape)) != "float32"
 
     def optimizer_states(self, sizes: RankSizes, parallel: Parallel, part: str, location: Location) -> Component:
         """The moments of a rank: AdamW has two, a spectral optimizer one. part: of the detail, as ", 1/8".

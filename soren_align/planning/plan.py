@@ -23,7 +23,6 @@ from ..optim import ADAMW_RMS, OPTIMIZERS, Route, build_optimizer, route, routin
 from ..recipe import Recipe, accumulation, compute_dtype, few_steps, global_batch, parallel, trains_adapter
 from ..run.folder import RunFolder
 from ..sharding.ranks import Ranks
-from ..spectral import released_level
 from ..training import adapters, build
 from ..training.adapters import refuse_unmatched
 from ..training.setup import check_attention, trl_arguments
@@ -145,10 +144,10 @@ def _rms(recipe: Recipe, shape: tuple[int, ...]) -> float:
 
 def _map_level(recipe: Recipe, shape: tuple[int, ...]) -> float:
     """The map's value for an ordinary singular value; for the released map its largest mean, on a flat spectrum."""
-    optimizer: Any = recipe.optimizer
-    if optimizer.cost_map == "released":
-        return released_level(shape[0], shape[1], optimizer.map_steps)
-    return OPTIMIZERS[optimizer.name].map_level
+    spectral_map = recipe.optimizer.spectral_map
+    if spectral_map and spectral_map.level:
+        return spectral_map.level(shape[0], shape[1], **recipe.optimizer.map_settings)
+    return OPTIMIZERS[recipe.optimizer.name].map_level
 
 
 # ---

@@ -25,7 +25,7 @@ from ..recipe import (
 from ..sharding.exchange_plan import ExchangePlan, make_exchange_plan
 from ..sharding.geometry import flat_partitions, parameter_slices, replicas, row_blocks, slabs
 from ..sharding.ownership import elements_sent, flops_per_rank
-from ..spectral import narrow_flops, num_flops, num_workspace_numbers, usual_workspace_numbers
+from ..spectral import num_workspace_numbers
 from ..tasks import TASKS
 from .flops import Compute
 from .memory import (
@@ -93,7 +93,7 @@ def step_cost(
     sent = [sum(numels) * FLOAT32 for numels in zip(*(elements_sent(p.layout, p.owners) for p in plans), strict=True)]
     sizes = RankSizes(model, num_ranks)
     memory = [*components(sizes, parallel, settings), *_step_memory(plans, sizes, parallel, settings)]
-    is_counted = plans and settings.spectral_map
+    is_counted = plans and settings.spectral_map and settings.spectral_map.flops
     return StepCost(
         num_ranks=num_ranks,
         num_matrices=sum(slab.num_maps for plan in plans for slab in plan.layout.matrices),
@@ -125,15 +125,13 @@ def _plans(model: ModelSizes, parallel: Parallel, num_ranks: int, round_mb: floa
 
 def _flops_per_rank(plan: ExchangePlan, settings: StepSettings) -> Sequence[int]:
     """FLOPs of the maps; for a decomposition those of the default map, by which owner ranks are assigned."""
-    if settings.spectral_map is None:
+    if not settings.spectral_map or not settings.spectral_map.flops:
         return flops_per_rank(plan.layout, plan.owners)
     flops = [0] * plan.layout.num_ranks
     for matrix, owner in zip(plan.layout.matrices, plan.owners, strict=True):
-        if settings.is_narrow(matrix.map_shape):
-            of_map = narrow_flops(*matrix.map_shape, settings.resolution)
-        else:
-            of_map = num_flops(settings.spectral_map, *matrix.map_shape, settings.ns_steps, settings.resolution)
-        flops[owner] += matrix.num_maps * of_map
+        precision = settings.map_precision(min(matrix.map_shape))
+        of_map = settings.spectral_map.num_flops(*matrix.map_shape, precision, **settings.map_settings)
+        flops[owner] += matrix.num_maps * (of_map or 0)
     return flops
 
 
@@ -180,7 +178,8 @@ def _map_workspace(plan: ExchangePlan, settings: StepSettings) -> int:
         for (_, shape, num_maps), number in batches.items():
             upper_bound = num_maps * (num_workspace_numbers(*shape, device_type) + shape[0] * shape[1]) * FLOAT32
             batch_size = max(1, min(number, int(settings.workspace_mb * 2**20 / upper_bound)))
-            usual = usual_workspace_numbers(settings.spectral_map, *shape, settings.is_narrow(shape))
+            assert settings.spectral_map
+            usual = settings.spectral_map.num_workspace_numbers(*shape, settings.map_precision(min(shape)))
             usual = (usual + shape[0] * shape[1]) * FLOAT32
             peak = max(peak, usual * batch_size * (num_maps if batch_size > 1 else 1))
     return peak
@@ -310,9 +309,8 @@ def _settings(recipe: Recipe, has_adapter: bool) -> StepSettings:
         workspace = default_workspace_mb("cpu" if on_cpu else "cuda")
     return StepSettings(
         optimizer=optimizer.name,
-        spectral_map=optimizer.cost_map,
-        ns_steps=optimizer.map_steps,
-        resolution=optimizer.map_resolution,
+        spectral_map=optimizer.spectral_map,
+        map_settings=optimizer.map_settings,
         compute_dtype=compute_dtype(recipe),
         # With an adapter the reference is the model without it, or with a copy of it.
         has_reference_model=TASKS[recipe.task].has_reference

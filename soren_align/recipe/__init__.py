@@ -37,7 +37,7 @@ from .model import (
     refuse_unloadable,
     refuse_unquantizable,
 )
-from .optimizer import MAPS, OPTIMIZERS, OptimizerSection, as_adamw
+from .optimizer import MAP_SECTIONS, OPTIMIZER_SECTIONS, OptimizerSection, as_adamw
 from .parallel import (
     Parallel,
     accumulation,
@@ -70,8 +70,8 @@ from .schema import (
 __all__ = [
     "ADAPTER",
     "FILE_KINDS",
-    "MAPS",
-    "OPTIMIZERS",
+    "MAP_SECTIONS",
+    "OPTIMIZER_SECTIONS",
     "QUANTIZATION_RECORD",
     "SCHEMA_FILE",
     "STDLIB",

@@ -10,8 +10,9 @@ from typing import Any, get_args
 from ..core import shipped
 from ..core.errors import UserError, did_you_mean
 from ..core.files import local_path
-from ..core.optimizer_settings import AUX_WEIGHT_DECAY, WEIGHT_DECAY, Precision, map_precisions
+from ..core.optimizer_settings import AUX_WEIGHT_DECAY, WEIGHT_DECAY, Precision
 from ..core.yaml import Key
+from ..spectral.maps import SOREN_MAPS
 from ..tasks import TASKS
 from .data_files import STDLIB, STDLIB_SPLITS, data_problems, first_line_problems, is_test_split
 from .model import (
@@ -26,7 +27,7 @@ from .model import (
     template_problems,
     tokenizer_problems,
 )
-from .optimizer import MAPS, OPTIMIZERS
+from .optimizer import OPTIMIZER_SECTIONS
 from .parallel import parallel
 
 Problems = list[tuple[Key, str]]
@@ -126,7 +127,7 @@ def _data(raw: Raw) -> Iterator[tuple[Key, str]]:
 
 
 def _optimizer(raw: Raw) -> Iterator[tuple[Key, str]]:
-    member = OPTIMIZERS.get(raw.text("optimizer", "name") or "")
+    member = OPTIMIZER_SECTIONS.get(raw.text("optimizer", "name") or "")
     if member and member.needs_aux_lr and raw.get("optimizer", "aux_lr") is None and _trains_other_parameters(raw):
         yield ("optimizer", "aux_lr"), "is required: the AdamW learning rate of embeddings, norms and biases"
     yield from _decay_problems(raw.section("optimizer"))
@@ -136,9 +137,10 @@ def _optimizer(raw: Raw) -> Iterator[tuple[Key, str]]:
     if raw.text("optimizer", "states") == "8bit" and (mode == "fsdp2" or mode.endswith((".yaml", ".yml"))):
         yield ("optimizer", "states"), f"8-bit states are for ddp and ZeRO; run.parallel is {mode}"
     precision, spectral_map = raw.text("optimizer", "precision"), raw.get("optimizer", "map")
-    name = (spectral_map.get("name") if isinstance(spectral_map, dict) else spectral_map) or next(iter(MAPS))
-    if precision in get_args(Precision) and name in list(MAPS) and precision not in map_precisions(name):
-        words = " or ".join(map_precisions(name))
+    name = (spectral_map.get("name") if isinstance(spectral_map, dict) else spectral_map) or next(iter(SOREN_MAPS))
+    known = SOREN_MAPS.get(name) if isinstance(name, str) else None
+    if precision in get_args(Precision) and known and precision not in known.precisions:
+        words = " or ".join(known.precisions)
         yield ("optimizer", "precision"), f"found {precision!r}; map {name!r} has {words}"
 
 

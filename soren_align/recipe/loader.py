@@ -21,12 +21,12 @@ from ..tasks import TASKS
 from . import trl
 from .checks import problems_beyond_schema
 from .model import inherit_quantization
-from .optimizer import MAPS, OPTIMIZERS
+from .optimizer import MAP_SECTIONS, OPTIMIZER_SECTIONS
 from .schema import Recipe, kind_of_eval, resolve
 
 MISSING = ("no file ", "no folder ", "no suite ", "there is no ")
 """The first words of problems of files and folders that another machine may have."""
-UNIONS: dict[Key, dict[str, Any]] = {("optimizer",): OPTIMIZERS, ("optimizer", "map"): MAPS}
+UNIONS: dict[Key, dict[str, Any]] = {("optimizer",): OPTIMIZER_SECTIONS, ("optimizer", "map"): MAP_SECTIONS}
 Notify = Callable[[str], object]
 
 
@@ -268,7 +268,7 @@ def json_schema() -> dict[str, Any]:
     properties["extends"] |= {"type": ["string", "array"]}
     properties["trainer"] |= {"properties": trainer, "additionalProperties": False}
     soren = schema["$defs"]["SorenSettings"]["properties"]["map"]
-    soren["anyOf"] = [*soren.pop("oneOf"), {"enum": list(MAPS)}]
+    soren["anyOf"] = [*soren.pop("oneOf"), {"enum": list(MAP_SECTIONS)}]
     schema["$defs"]["Data"]["properties"]["streaming"]["anyOf"].append({"type": "boolean"})
     schema["anyOf"] = [{"required": schema.pop("required")}, {"required": ["extends"]}]
     return schema

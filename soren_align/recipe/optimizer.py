@@ -1,68 +1,47 @@
 """The optimizer section: a union of sections on `name`, and Soren's `map`, a union of its own.
 
-A new optimizer is one class here, with its name and the keys that only it has, and one member of `Optimizer`. Choices,
-checks, schema and documentation follow from it. Defaults and bounds come from `optimizer_settings`.
+A new optimizer is one class here, with its name and the keys that only it has, and one member of `Optimizer`. A new map
+is a record in `spectral.maps`, of which its section here is made. Choices, checks, schema and documentation follow from
+them. Defaults and bounds come from `optimizer_settings`.
 """
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+import operator
+from functools import reduce
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, create_model
 from pydantic_core import PydanticCustomError
 
 from ..core import optimizer_settings as settings
 from ..core.optimizer_settings import AdjustLrFn, Compensation, FactorPrecision, Matrices, Precision, States
+from ..spectral.maps import MAPS, SOREN_MAPS, Setting, SpectralMap
 from .base import Coefficient, NonNegative, Positive, Section, members, tag_of, within
 
 
-def _resolution(value: float) -> float:
-    if value not in settings.RESOLUTIONS:
-        raise PydanticCustomError("choice", "write {choices}", {"choices": " or ".join(map(str, settings.RESOLUTIONS))})
-    return value
+def _type_of(setting: Setting) -> Any:
+    """The annotation of a map's setting."""
+
+    def one_of_the_choices(value: float) -> float:
+        if value not in setting.choices:
+            words = " or ".join(map(str, setting.choices))
+            raise PydanticCustomError("choice", "write {choices}", {"choices": words})
+        return value
+
+    if not setting.choices:
+        assert setting.bounds
+        return Annotated[type(setting.default), within(setting.bounds)]
+    schema: Any = {"enum": list(setting.choices)}
+    return Annotated[type(setting.default), AfterValidator(one_of_the_choices), Field(json_schema_extra=schema)]
 
 
-class MinimaxMap(Section):
-    """A polynomial within 0.5% of the sigmoid, from singular values of `resolution` on."""
-
-    title: ClassVar[str] = "minimax, our approximation"
-
-    name: Literal["minimax"] = "minimax"
-    resolution: Annotated[
-        float, AfterValidator(_resolution), Field(json_schema_extra={"enum": list(settings.RESOLUTIONS)})
-    ] = settings.RESOLUTION
-    """The normalised singular value from which the polynomial is accurate: 0.0004; 0.001 and 0.01 are less work."""
-
-
-class SnsMap(Section):
-    """Soft Newton-Schulz, the paper's Algorithm 1: less accurate than minimax, and more expensive."""
-
-    title: ClassVar[str] = "sns, the paper's Algorithm 1"
-
-    name: Literal["sns"]
-    steps: Annotated[int, within(settings.NUM_STEPS)] = settings.SNS_STEPS
-    """Iterations."""
-
-
-class ReleasedMap(Section):
-    """The map of the authors' released code, another one than the paper's: its updates are smaller, and closer to
-    momentum SGD's."""
-
-    title: ClassVar[str] = "released, the authors' code"
-
-    name: Literal["released"]
-    steps: Annotated[int, within(settings.NUM_STEPS)] = settings.RELEASED_STEPS
-    """Iterations; 5 in the code."""
-
-
-class ExactMap(Section):
-    """The sigmoid itself, by a singular value decomposition: the reference, and slow."""
-
-    title: ClassVar[str] = "exact, the paper's definition"
-
-    name: Literal["exact"]
-
-
-def _map_tag(value: Any) -> str:
-    return tag_of(value, MAPS)
+def _map_section(spectral_map: SpectralMap, is_default: bool) -> type[Section]:
+    """The section with the name and the settings of one of Soren's maps."""
+    name = spectral_map.name
+    fields: dict[str, Any] = {"name": (Literal[name], name) if is_default else Literal[name]}
+    for key, setting in spectral_map.settings.items():
+        fields[key] = (_type_of(setting), Field(setting.default, description=setting.doc))
+    title = "".join(word.capitalize() for word in name.split("_"))
+    return create_model(f"{title}Map", __base__=Section, __module__=__name__, __doc__=spectral_map.doc, **fields)
 
 
 def _as_section(value: Any) -> Any:
@@ -72,15 +51,18 @@ def _as_section(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
 
 
-Map = Annotated[
-    Annotated[MinimaxMap, Tag("minimax")]
-    | Annotated[SnsMap, Tag("sns")]
-    | Annotated[ReleasedMap, Tag("released")]
-    | Annotated[ExactMap, Tag("exact")],
-    Discriminator(_map_tag),
-    BeforeValidator(_as_section),
-]
-MAPS = members(Map)
+MAP_SECTIONS = {
+    name: _map_section(spectral_map, is_default=number == 0)
+    for number, (name, spectral_map) in enumerate(SOREN_MAPS.items())
+}
+if TYPE_CHECKING:
+    Map = Any
+else:  # a union of as many members as there are maps is none that a type checker can read
+    Map = Annotated[
+        reduce(operator.or_, (Annotated[section, Tag(name)] for name, section in MAP_SECTIONS.items())),
+        Discriminator(lambda value: tag_of(value, MAP_SECTIONS)),
+        BeforeValidator(_as_section),
+    ]
 
 
 class OptimizerSection(Section):
@@ -121,33 +103,29 @@ class OptimizerSection(Section):
     """Names of further parameters for AdamW; `*` matches anything. A name that matches no parameter is an error."""
 
     @property
-    def map_title(self) -> str | None:
-        """Which map it is and whose; None where an optimizer has only one."""
+    def spectral_map(self) -> SpectralMap | None:
+        """The map of the matrices' momentum; None for AdamW."""
         return None
+
+    @property
+    def map_settings(self) -> dict[str, Any]:
+        """The settings of the map."""
+        return {}
+
+    def map_precision(self, num_rows: int, on_gpu: bool) -> FactorPrecision:
+        """The precision of the map's factors for a matrix of so many rows (its shorter side)."""
+        precision: Precision = getattr(self, "precision", settings.PRECISION)
+        return self.spectral_map.factor_precision(precision, num_rows, on_gpu) if self.spectral_map else "float32"
+
+    @property
+    def map_title(self) -> str:
+        """Which map it is and whose; empty where an optimizer has only one."""
+        return self.spectral_map.title.format(**self.map_settings) if self.spectral_map else ""
 
     @property
     def description(self) -> str:
         """The optimizer in words, for plans and the first lines of a run."""
         return self.name
-
-    @property
-    def cost_map(self) -> Literal["minimax", "sns", "released", "muon"] | None:
-        """The map of `spectral.cost` with the same matrix products, for plans; None for a decomposition."""
-        return None
-
-    @property
-    def map_steps(self) -> int | None:
-        """Iterations of the map; None where their number is no setting."""
-        return None
-
-    @property
-    def map_resolution(self) -> float:
-        """Of the minimax map."""
-        return settings.RESOLUTION
-
-    def map_precision(self, num_rows: int, on_gpu: bool) -> FactorPrecision:
-        """The precision of the map's factors for a matrix of so many rows (its shorter side)."""
-        return "float32"
 
     def resolved(self, trains_adapter: bool) -> Self:
         """With the defaults that depend on other keys written out."""
@@ -170,6 +148,16 @@ class MatrixOptimizer(OptimizerSection):
     optimizer's own: `none` for soren (the paper's text), `original` for the others (their code)."""
 
     @property
+    def spectral_map(self) -> SpectralMap:
+        """The map of the same name."""
+        return MAPS[self.name]
+
+    @property
+    def map_settings(self) -> dict[str, Any]:
+        """Keys of this section."""
+        return {key: getattr(self, key) for key in self.spectral_map.settings}
+
+    @property
     def description(self) -> str:
         """Name, map and scale: "soren (released, the authors' code, K = 5; scale original)"."""
         return f"{self.name} ({f'{self.map_title}; ' if self.map_title else ''}scale {self.adjust_lr_fn})"
@@ -187,7 +175,7 @@ class SorenSettings(MatrixOptimizer):
     default_adjust_lr_fn: ClassVar[AdjustLrFn] = "none"
 
     name: Literal["soren"]
-    map: Map = MinimaxMap()
+    map: Map = next(iter(MAP_SECTIONS.values()))()
     """How the sigmoid of the singular values is computed; a map's bare name stands for the map with its defaults."""
     workspace_mb: NonNegative | None = None
     """MB (2^20 bytes) for mapping matrices of one shape in a batch; a matrix that needs more is mapped alone. null: 16
@@ -198,28 +186,14 @@ class SorenSettings(MatrixOptimizer):
     and bfloat16, released auto and float32, exact only auto."""
 
     @property
-    def map_title(self) -> str:
-        """The title of `map`, and its K."""
-        return self.map.title + (f", K = {self.map_steps}" if self.map_steps else "")
+    def spectral_map(self) -> SpectralMap:
+        """That of `map`."""
+        return MAPS[self.map.name]
 
     @property
-    def cost_map(self) -> Literal["minimax", "sns", "released"] | None:
-        """The name of `map`; None for `exact`."""
-        return None if isinstance(self.map, ExactMap) else self.map.name
-
-    @property
-    def map_resolution(self) -> float:
-        """The `resolution` of `map`."""
-        return self.map.resolution if isinstance(self.map, MinimaxMap) else settings.RESOLUTION
-
-    def map_precision(self, num_rows: int, on_gpu: bool) -> FactorPrecision:
-        """By `precision`."""
-        return settings.factor_precision(self.precision, self.map.name, num_rows, on_gpu)
-
-    @property
-    def map_steps(self) -> int | None:
-        """The `steps` of `map`."""
-        return self.map.steps if isinstance(self.map, SnsMap | ReleasedMap) else None
+    def map_settings(self) -> dict[str, Any]:
+        """Those of `map`."""
+        return self.map.model_dump(exclude={"name"})
 
 
 class MuonSettings(MatrixOptimizer):
@@ -230,20 +204,6 @@ class MuonSettings(MatrixOptimizer):
     name: Literal["muon"]
     ns_steps: Annotated[int, within(settings.NUM_STEPS)] = settings.MUON_STEPS
     """Newton-Schulz iterations."""
-
-    @property
-    def cost_map(self) -> Literal["muon"]:
-        """Newton-Schulz products."""
-        return "muon"
-
-    def map_precision(self, num_rows: int, on_gpu: bool) -> FactorPrecision:
-        """As torch.optim.Muon's."""
-        return "bfloat16"
-
-    @property
-    def map_steps(self) -> int:
-        """`ns_steps`."""
-        return self.ns_steps
 
 
 class HTMuonSettings(MatrixOptimizer):
@@ -269,18 +229,14 @@ class AdamWSettings(OptimizerSection):
         return self.model_copy(update={"aux_lr": self.aux_lr or self.lr})
 
 
-def _optimizer_tag(value: Any) -> str:
-    return tag_of(value, OPTIMIZERS)
-
-
 Optimizer = Annotated[
     Annotated[SorenSettings, Tag("soren")]
     | Annotated[MuonSettings, Tag("muon")]
     | Annotated[HTMuonSettings, Tag("htmuon")]
     | Annotated[AdamWSettings, Tag("adamw")],
-    Discriminator(_optimizer_tag),
+    Discriminator(lambda value: tag_of(value, OPTIMIZER_SECTIONS)),
 ]
-OPTIMIZERS: dict[str, type[OptimizerSection]] = members(Optimizer)
+OPTIMIZER_SECTIONS: dict[str, type[OptimizerSection]] = members(Optimizer)
 
 
 def as_adamw(optimizer: OptimizerSection) -> AdamWSettings:

@@ -7,7 +7,7 @@ here: every rank computes the same owners from the same layout.
 from collections.abc import Sequence
 from functools import cache
 
-from ..spectral import num_flops
+from ..spectral.maps import MINIMAX
 from .geometry import Layout, Matrix
 
 
@@ -74,4 +74,4 @@ def _cost(matrix: Matrix) -> int:
 @cache
 def _map_flops(num_rows: int, num_columns: int) -> int:
     # Those of the default map: the other maps scale with the shape in much the same way.
-    return num_flops("minimax", num_rows, num_columns) if num_rows else 0
+    return MINIMAX.num_flops(num_rows, num_columns) or 0 if num_rows else 0

@@ -1,27 +1,43 @@
-"""Maps of singular values: pure functions on [..., m, n], batched, tall or wide; the input is never modified."""
+"""Maps of singular values: pure functions on [..., m, n], batched, tall or wide; the input is never modified.
 
-from .cost import narrow_flops, num_flops, num_workspace_numbers, usual_workspace_numbers
-from .exact import distance_from_sigmoid, exact_sigmoid, singular_values, spectral_power
-from .matrices import full_precision
-from .minimax import guarded_minimax_sigmoid, minimax_sigmoid
-from .quintic import newton_schulz
-from .sns import guarded_soft_newton_schulz, released_level, released_sigmoid, soft_newton_schulz
+`maps` is the registry, which needs no torch; the functions are imported on first use.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .maps import MAPS, SOREN_MAPS, Setting, SpectralMap
+
+if TYPE_CHECKING:
+    from .exact import distance_from_sigmoid, exact_sigmoid, singular_values, spectral_power
+    from .matrices import full_precision
+    from .minimax import guarded_minimax_sigmoid, minimax_sigmoid, num_workspace_numbers
+    from .quintic import newton_schulz
+    from .sns import guarded_soft_newton_schulz, released_level, released_sigmoid, soft_newton_schulz
 
 __all__ = [
+    "MAPS",
+    "SOREN_MAPS",
+    "Setting",
+    "SpectralMap",
     "distance_from_sigmoid",
     "exact_sigmoid",
     "full_precision",
     "guarded_minimax_sigmoid",
     "guarded_soft_newton_schulz",
     "minimax_sigmoid",
-    "narrow_flops",
     "newton_schulz",
-    "num_flops",
     "num_workspace_numbers",
     "released_level",
     "released_sigmoid",
     "singular_values",
     "soft_newton_schulz",
     "spectral_power",
-    "usual_workspace_numbers",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    for module in ("exact", "matrices", "minimax", "quintic", "sns") if name in __all__ else ():
+        if hasattr(loaded := import_module(f".{module}", __name__), name):
+            return getattr(loaded, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,8 +13,19 @@ import torch
 from torch import Tensor
 
 from ..core.optimizer_settings import RESOLUTION, FactorPrecision
+from .factors import HALVES_FROM
 from .matrices import all_finite, frobenius_norm, from_wide, in_full_precision, replace_zeros, tf32_products, to_wide
-from .products import SIGN, WIDE_FROM, by_products, num_beyond, tanh_coefficients
+from .products import (
+    PADDING,
+    SIGN,
+    WIDE_FROM,
+    Sign,
+    block_size,
+    by_products,
+    ends_thin,
+    num_beyond,
+    tanh_coefficients,
+)
 
 SAFE_NORMS = (1e-12, 1e6)  # |x|_F in between needs no scaling: neither sigma^4 nor its sums leave float32
 
@@ -123,3 +134,67 @@ def _check(method: str, resolution: float, precision: str) -> None:
         )
     if precision != "float32" and method == "eigh":
         raise ValueError(f"precision: {precision!r} is for products; found method 'eigh': write precision='float32'")
+
+
+POLYNOMIAL_PRODUCTS = {2: 0, 3: 1, 5: 2}
+"""Products of m x m matrices by the number of coefficients."""
+
+
+def minimax_flops(table: Sign, num_rows: int, num_columns: int) -> int:
+    """Floating-point operations of the products of `minimax_sigmoid` with these polynomials, num_rows <= num_columns.
+
+    For singular values up to 2. In units of m^3, for n = a m, in the default resolution 12a + 34 (22a + 18 near
+    squares), of which the symmetric products, 6a + 30 (10a + 18), cost down to 9/16 of that from 128 rows on.
+    """
+    m, n = num_rows, num_columns
+    thin, square = 2 * m * m * n, 2 * m**3
+    block = block_size(m)
+    symmetric = sum(min(block, m - start) * (m - start) for start in range(0, m, block)) / m**2
+    later = len(table.steps) - 1
+    num_square = sum(POLYNOMIAL_PRODUCTS[len(step)] for step in table.steps)
+    num_square += len(table.steps[0]) == 2  # nu needs R^2 if the first polynomial does not
+    if ends_thin(m, n):
+        return round(((1 + later) * thin + num_square * square) * symmetric) + (later + 2) * thin
+    restarts = table.num_restarts
+    num_square += 3 * (later - restarts)  # R <- p R p, and the product of the polynomials
+    return round(((1 + restarts) * thin + num_square * square) * symmetric) + (restarts + 1) * thin + restarts * square
+
+
+def narrow_flops(num_rows: int, num_columns: int, resolution: float, device_type: str = "cuda") -> int:
+    """As `minimax_flops`, with narrow factors, all of them for tensor cores on a GPU."""
+    m, n = num_rows, num_columns
+    thin, square, block = 2 * m * m * n, 2 * m**3, block_size(m, device_type)
+    symmetric = sum(min(block, m - start) * (m - start) for start in range(0, m, block)) / m**2
+    steps, slope = SIGN[resolution].steps, SIGN[resolution].slope
+    num_thin, num_symmetric = len(steps) + 1, sum(POLYNOMIAL_PRODUCTS[len(step)] for step in steps)
+    for number, step in enumerate(steps[:-1]):
+        if slope >= HALVES_FROM:  # the second factor is a sum of two, but for R^2 of the first step
+            num_thin, num_symmetric = num_thin + 1, num_symmetric + POLYNOMIAL_PRODUCTS[len(step)] - (number == 0)
+        slope /= step[0]
+    return round((len(steps) * thin + num_symmetric * square) * symmetric) + num_thin * thin
+
+
+def num_workspace_numbers(num_rows: int, num_columns: int, device_type: str = "cpu") -> int:
+    """The largest number of elements that a map of one matrix allocates at once, its result included, not its input.
+
+    That of `minimax_sigmoid` by products, the default map: 7 buffers of m x m, with padding, and two of m x n
+    (test_no_more_memory_than_stated); on a GPU 6 of each, with the copies that narrow factors are (test_cost.py).
+    """
+    m, n = sorted((num_rows, num_columns))
+    if device_type == "cpu":
+        return 7 * m * (m + PADDING) + 2 * m * n
+    return 6 * (m * (m + PADDING) + m * n)
+
+
+def usual_workspace_numbers(num_rows: int, num_columns: int, is_narrow: bool) -> int:
+    """As `num_workspace_numbers`, for a matrix of norm 1 at most, as clipped gradients are, num_rows <= num_columns.
+
+    is_narrow: the products have factors of 16 bits on a GPU; x is then copied, and each factor. TF32's are copied too,
+        and take up to a fifth more.
+    Source: measured for the shapes of test_usual_workspace.
+    """
+    m, n = num_rows, num_columns
+    padding = PADDING if block_size(m, "cuda" if is_narrow else "cpu") < m else 0
+    if is_narrow:
+        return (11 * m * (m + padding) + 10 * m * n) // 2
+    return (5 if ends_thin(m, n) else 7) * m * (m + padding) + 2 * m * n

@@ -5,6 +5,7 @@ import torch
 
 from soren_align.bench.maps import DECOMPOSITION_ROWS, error_shape, errors, known_matrices
 from soren_align.spectral import exact_sigmoid
+from soren_align.spectral.maps import sigmoid
 
 CPU = torch.device("cpu")
 
@@ -28,8 +29,8 @@ def test_the_spectra_are_what_they_are_called(known):
 
 def test_the_definition_has_no_error_and_a_wrong_map_has_its_own(known):
     for problem in known.values():
-        assert errors(exact_sigmoid, problem, "sigmoid")["max"] < 1e-6
-        wrong = errors(lambda x: 1.25 * exact_sigmoid(x), problem, "sigmoid")
+        assert errors(exact_sigmoid, problem, sigmoid)["max"] < 1e-6
+        wrong = errors(lambda x: 1.25 * exact_sigmoid(x), problem, sigmoid)
         assert wrong == pytest.approx({"max": 0.25, "mean": 0.25}, rel=1e-5)
 
 
@@ -40,13 +41,13 @@ def test_one_wrong_mode_shows_in_the_largest_error_and_hardly_in_the_mean(known)
         left, right = problem.u[:, -1], problem.vh[-1]
         return exact_sigmoid(x) - torch.outer(left, right) * torch.sigmoid(problem.sigma[-1])
 
-    found = errors(drop_the_last, problem, "sigmoid")
+    found = errors(drop_the_last, problem, sigmoid)
     assert found["max"] == pytest.approx(1.0, abs=1e-5)
     assert found["mean"] == pytest.approx(1 / len(problem.sigma), abs=1e-5)
 
 
 def test_a_turned_output_is_an_error_though_its_singular_values_are_right(known):
-    assert errors(lambda x: -exact_sigmoid(x), known["gaussian"], "sigmoid")["max"] == pytest.approx(2.0, abs=1e-5)
+    assert errors(lambda x: -exact_sigmoid(x), known["gaussian"], sigmoid)["max"] == pytest.approx(2.0, abs=1e-5)
 
 
 def test_a_large_shape_has_a_stand_in_of_the_same_aspect():

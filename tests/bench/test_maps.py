@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from rich.console import Console
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from soren_align.bench import maps, shapes, show, timing
@@ -16,11 +17,11 @@ from soren_align.bench.maps import (
     Candidate,
     candidates,
     newton_schulz_float32,
-    without_decomposed_flops,
 )
 from soren_align.core.errors import UserError
 from soren_align.core.optimizer_settings import RESOLUTIONS
-from soren_align.spectral import minimax_sigmoid, newton_schulz, num_flops, released_sigmoid, soft_newton_schulz
+from soren_align.spectral import MAPS, minimax_sigmoid, newton_schulz, released_sigmoid, soft_newton_schulz
+from soren_align.spectral.maps import polar
 
 CPU = torch.device("cpu")
 
@@ -47,7 +48,7 @@ def test_counted_flops_are_those_that_torch_sees(name, function, shape):
     x = torch.randn(shape)
     with FlopCounterMode(display=False) as counter:
         function(x / x.norm())
-    assert num_flops(name, *shape) == counter.get_total_flops()
+    assert MAPS[name].num_flops(*shape) == counter.get_total_flops()
 
 
 @pytest.mark.parametrize("resolution", RESOLUTIONS)
@@ -64,7 +65,7 @@ def test_fewer_steps_of_sns_are_fewer_flops():
     x = torch.randn(8, 24)
     with FlopCounterMode(display=False) as counter:
         soft_newton_schulz(x / x.norm(), 3)
-    assert num_flops("sns", 8, 24, steps=3) == counter.get_total_flops()
+    assert MAPS["sns"].num_flops(8, 24, steps=3) == counter.get_total_flops()
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (24, 8)], ids=str)
@@ -82,13 +83,18 @@ def test_every_candidate_maps_a_matrix(kind):
 
 
 def test_a_map_that_decomposes_is_not_counted_as_products():
-    def fresh():
-        return torch.randn(8, 24)
+    class Detector(TorchDispatchMode):
+        has_decomposed = False
 
-    by_eigh = Candidate("auto", lambda x: minimax_sigmoid(x, method="eigh"), "float32", "minimax")
-    by_products = Candidate("auto", lambda x: minimax_sigmoid(x, method="products"), "float32", "minimax")
-    assert without_decomposed_flops(by_eigh, fresh).counted_as is None
-    assert without_decomposed_flops(by_products, fresh) == by_products
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.has_decomposed |= any(word in func.name() for word in ("eigh", "svd"))
+            return func(*args, **(kwargs or {}))
+
+    x = torch.randn(8, 24)
+    for entry in candidates(CPU):
+        with Detector() as detector:
+            entry.function(x / x.norm())
+        assert (entry.num_flops((8, 24)) is None) == detector.has_decomposed == (entry.dtype == "float64"), entry.name
 
 
 def test_the_results_are_json_with_these_keys(results):
@@ -147,7 +153,7 @@ def test_every_call_has_fresh_input_that_is_not_zero(monkeypatch):
         seen.append(x.clone())
         return newton_schulz(x)
 
-    entries = [Candidate(name, keep, "bfloat16", "muon", "polar") for name in (MUON, MUON_FLOAT32)]
+    entries = [Candidate(name, keep, "bfloat16", MAPS["muon"], polar) for name in (MUON, MUON_FLOAT32)]
     monkeypatch.setattr(maps, "candidates", lambda device: entries)
     monkeypatch.setattr(timing, "MAX_ROUNDS", 4)
     maps.run(shapes.parse("8x24"), CPU)

@@ -7,9 +7,10 @@ import torch
 from PIL import Image
 
 from soren_align.core.files import contents
-from soren_align.core.optimizer_settings import MAPS
+from soren_align.core.optimizer_settings import NUM_STEPS
 from soren_align.optim import Soren
-from soren_align.spectral import exact_sigmoid, minimax_sigmoid, newton_schulz, soft_newton_schulz
+from soren_align.spectral import SOREN_MAPS, exact_sigmoid, minimax_sigmoid, newton_schulz, soft_newton_schulz
+from soren_align.spectral.maps import Setting, SpectralMap, sigmoid
 from tests.support import command
 from tests.support.run_folders import finished_run
 from tests.support.tiny_run import flip_bit
@@ -105,13 +106,15 @@ def test_a_zero_momentum_has_no_cosine_and_is_left_out_of_the_means(run, tmp_pat
 
 
 def test_a_new_map_appears_by_itself(run, monkeypatch):
-    original = Soren.map_matrix
-
-    def map_matrix(self, x, group):
-        return x / 2 if group["map"]["name"] == "half" else original(self, x, group)
-
-    monkeypatch.setitem(MAPS, "half", {"steps": 3})
-    monkeypatch.setattr(Soren, "map_matrix", map_matrix)
+    half = SpectralMap(
+        name="half",
+        label="half",
+        source="this test",
+        function=lambda x, *, steps, precision, max_norm: (x / 2, 0),
+        target=sigmoid,
+        settings={"steps": Setting(3, NUM_STEPS)},
+    )
+    monkeypatch.setitem(SOREN_MAPS, "half", half)
     half = shown(run)["spectra"][0]["maps"]["half 3"]
     assert half["size"] == pytest.approx(float((spectrum(0, 1) / 2).norm() / (0.5 * 24**0.5)), rel=1e-5)
 

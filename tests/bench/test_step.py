@@ -7,7 +7,7 @@ import torch
 
 from soren_align.bench import shapes, steps, timing
 from soren_align.core.errors import UserError
-from soren_align.core.optimizer_settings import MAPS
+from soren_align.spectral import SOREN_MAPS
 
 CPU = torch.device("cpu")
 
@@ -24,8 +24,8 @@ def parameters(*found):
 def test_every_map_of_soren_is_stepped_beside_the_others():
     names = set(steps.optimizers(parameters((16, 16))))
     muons = {"Muon", "Muon float32", "torch.optim.Muon", "HTMuon", steps.DION}
-    assert names == {*(f"Soren {name}" for name in MAPS), *muons, "fused AdamW"}
-    assert {"sns", "released", "exact"} <= set(MAPS)
+    assert names == {*(f"Soren {name}" for name in SOREN_MAPS), *muons, "fused AdamW"}
+    assert {"sns", "released", "exact"} <= set(SOREN_MAPS)
     assert len(names) + 3 <= steps.NUM_COPIES  # the parameters, the gradients, AdamW's second moment
 
 

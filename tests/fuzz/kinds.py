@@ -205,7 +205,7 @@ def _dotted() -> list[str]:
     found |= {f"trainer.{key}" for key in schema["properties"]["trainer"]["properties"]}
     for name, section in (("model", "Model"), ("run", "Run"), ("eval", "Eval")):
         found |= {f"{name}.{key}" for key in schema["$defs"][section]["properties"]}
-    for prefix, members in (("optimizer", recipe.OPTIMIZERS), ("optimizer.map", recipe.MAPS)):
+    for prefix, members in (("optimizer", recipe.OPTIMIZER_SECTIONS), ("optimizer.map", recipe.MAP_SECTIONS)):
         found |= {f"{prefix}.{key}" for member in members.values() for key in member.model_fields}
     return sorted(
         found | {"data.train.0.path", "data.train.-1.path", "data.train.9", "model.lora.r", "optimizer.betas.1"}

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from soren_align.core.optimizer_settings import MAPS, RESOLUTIONS
+from soren_align.core.optimizer_settings import RESOLUTIONS
 from soren_align.optim import HTMuon, Muon, Soren
 from soren_align.optim.update import with_unit_rms
+from soren_align.spectral import SOREN_MAPS
 
 SHAPES = ((64, 96), (96, 64), (64, 64))
 SPECTRA = {
@@ -13,9 +14,9 @@ SPECTRA = {
     "1/i": 1 / torch.arange(1, 65, dtype=torch.float64),
     "rank 16": (torch.arange(64) < 16).double(),
 }
-SOREN_MAPS = [*({"name": name} for name in MAPS), *({"name": "minimax", "resolution": r} for r in RESOLUTIONS)]
+SPELLINGS = [*({"name": name} for name in SOREN_MAPS), *({"name": "minimax", "resolution": r} for r in RESOLUTIONS)]
 OPTIMIZERS = {
-    **{str(m): lambda params, m=m, **settings: Soren(params, map=m, **settings) for m in SOREN_MAPS},
+    **{str(m): lambda params, m=m, **settings: Soren(params, map=m, **settings) for m in SPELLINGS},
     "Soren, one by one": lambda params, **settings: Soren(params, workspace_mb=0, **settings),
     "muon": Muon,
     "htmuon": HTMuon,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from soren_align.optim import build_optimizer
-from soren_align.recipe.optimizer import MAPS, OPTIMIZERS
+from soren_align.recipe.optimizer import MAP_SECTIONS, OPTIMIZER_SECTIONS
 
 NO_NUMBERS = ("name", "aux", "map")
 LARGEST = 1e300
@@ -44,24 +44,24 @@ def built(section):
     return build_optimizer(torch.nn.Sequential(torch.nn.Linear(2, 3)), **section.model_dump(exclude_none=True))
 
 
-@pytest.mark.parametrize(("name", "key", "value"), list(cases(OPTIMIZERS)))
+@pytest.mark.parametrize(("name", "key", "value"), list(cases(OPTIMIZER_SECTIONS)))
 def test_what_the_recipe_accepts_the_optimizer_accepts(name, key, value):
-    section = OPTIMIZERS[name](**{"name": name, "lr": 0.1, "aux_lr": 0.1, key: value})
+    section = OPTIMIZER_SECTIONS[name](**{"name": name, "lr": 0.1, "aux_lr": 0.1, key: value})
     assert section.model_dump()[key] == value
     assert built(section).param_groups
 
 
-@pytest.mark.parametrize(("name", "key", "value"), [*cases(MAPS), ("exact", "name", "exact")])
+@pytest.mark.parametrize(("name", "key", "value"), [*cases(MAP_SECTIONS), ("exact", "name", "exact")])
 def test_what_the_recipe_accepts_in_a_map_soren_accepts(name, key, value):
-    section = OPTIMIZERS["soren"](name="soren", lr=0.1, aux_lr=0.1, map={"name": name, key: value})
+    section = OPTIMIZER_SECTIONS["soren"](name="soren", lr=0.1, aux_lr=0.1, map={"name": name, key: value})
     assert section.model_dump()["map"][key] == value
     assert built(section).param_groups
 
 
 def test_every_number_of_the_sections_is_walked():
-    sections = [*OPTIMIZERS.values(), *MAPS.values()]
+    sections = [*OPTIMIZER_SECTIONS.values(), *MAP_SECTIONS.values()]
     keys = {key for section in sections for key in section.model_fields} - set(NO_NUMBERS)
-    assert {key for _, key, _ in [*cases(OPTIMIZERS), *cases(MAPS)]} == keys
+    assert {key for _, key, _ in [*cases(OPTIMIZER_SECTIONS), *cases(MAP_SECTIONS)]} == keys
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan, -1.0])
@@ -69,6 +69,6 @@ def test_every_number_of_the_sections_is_walked():
 def test_what_is_no_finite_number_is_refused_by_both(key, value):
     settings = {"name": "soren", "lr": 0.1, "aux_lr": 0.1, key: value}
     with pytest.raises(ValueError, match=key):
-        OPTIMIZERS["soren"](**settings)
+        OPTIMIZER_SECTIONS["soren"](**settings)
     with pytest.raises(ValueError, match=key.removeprefix("aux_")):
         build_optimizer(torch.nn.Sequential(torch.nn.Linear(2, 3)), **settings)

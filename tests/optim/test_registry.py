@@ -8,7 +8,7 @@ from soren_align.core import optimizer_settings
 from soren_align.core.optimizer_settings import NON_NEGATIVE
 from soren_align.optim import OPTIMIZERS, Soren, SpectralOptimizer, build_optimizer
 from soren_align.optim.group_settings import number
-from soren_align.spectral import products
+from soren_align.spectral import SOREN_MAPS, products
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_a_name_has_one_class(fifth):
 
 def test_every_spelling_of_a_map_is_stored_complete():
     complete = {"minimax": {"resolution": 0.0004}, "sns": {"steps": 15}, "released": {"steps": 5}, "exact": {}}
-    assert complete == optimizer_settings.MAPS
+    assert complete == {name: spectral_map.defaults for name, spectral_map in SOREN_MAPS.items()}
     for name, defaults in complete.items():
         for spelling in (name, {"name": name}, {"name": name, **defaults}):
             (group,) = Soren([nn.Parameter(torch.ones(2, 3))], 0.1, map=spelling).param_groups

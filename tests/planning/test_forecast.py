@@ -9,6 +9,7 @@ from soren_align.planning.memory import ModelSizes, StepSettings
 from soren_align.planning.step import step_cost
 from soren_align.recipe import Parallel, parallel
 from soren_align.recipe.parallel import NAMES
+from soren_align.spectral import MAPS
 from tests.support import deepspeed_memory as observed
 from tests.support import toy_jobs as jobs
 from tests.support.mistral_shapes import MISTRAL_7B
@@ -241,17 +242,17 @@ def test_1024_ranks_are_forecast_in_seconds(name):
 
 def test_the_operations_are_those_of_the_named_map():
     counts = {
-        name: cost_of(MISTRAL_7B, 0, Parallel("ddp"), 8, spectral_map=name).flops_all_ranks
+        name: cost_of(MISTRAL_7B, 0, Parallel("ddp"), 8, spectral_map=MAPS[name]).flops_all_ranks
         for name in ("minimax", "sns", "muon")
     }
     assert counts["minimax"] == pytest.approx(480e12, rel=0.01)
     narrow = {"map_precision": lambda num_rows: "float16" if num_rows >= 1024 else "float32"}  # its smallest have 1024
     for resolution, flops in ((0.0004, 750e12), (0.01, 458e12)):
-        cost = cost_of(MISTRAL_7B, 0, Parallel("ddp"), 8, resolution=resolution, **narrow)
+        cost = cost_of(MISTRAL_7B, 0, Parallel("ddp"), 8, map_settings={"resolution": resolution}, **narrow)
         assert cost.flops_all_ranks == pytest.approx(flops, rel=0.01)
     few = cost_of({"few": (1023, 4096)}, 0, Parallel("ddp"), 8, **narrow)
     assert few == cost_of({"few": (1023, 4096)}, 0, Parallel("ddp"), 8)
     assert counts["minimax"] < counts["muon"] < counts["sns"]
-    decomposed = cost_of(MISTRAL_7B, 0, Parallel("ddp"), 8, spectral_map=None)
+    decomposed = cost_of(MISTRAL_7B, 0, Parallel("ddp"), 8, spectral_map=MAPS["exact"])
     assert decomposed.flops_all_ranks is None
     assert decomposed.max_over_mean_flops == pytest.approx(1, abs=0.01)

@@ -293,7 +293,7 @@ def test_a_misspelt_key_of_the_base_is_not_left_out_silently(write):
 
 
 @pytest.mark.parametrize("name", shipped.recipes())
-@pytest.mark.parametrize("optimizer", recipe.OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", recipe.OPTIMIZER_SECTIONS)
 def test_any_optimizer_runs_any_shipped_recipe(name, optimizer, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     overrides = ["model={name_or_path: org/model}", "optimizer.aux_lr=1e-4"] * name.startswith("quickstart/dpo")

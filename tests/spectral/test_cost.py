@@ -4,25 +4,7 @@ import pytest
 import torch
 
 from soren_align.planning.flops import Meter
-from soren_align.spectral import (
-    factors,
-    guarded_minimax_sigmoid,
-    guarded_soft_newton_schulz,
-    newton_schulz,
-    num_flops,
-    num_workspace_numbers,
-    released_sigmoid,
-    spectral_power,
-    usual_workspace_numbers,
-)
-
-MAPS = {
-    "minimax": guarded_minimax_sigmoid,
-    "sns": lambda x: guarded_soft_newton_schulz(x, 15),
-    "released": released_sigmoid,
-    "muon": lambda x: newton_schulz(x, 5),
-    None: lambda x: spectral_power(x, 0.125),
-}
+from soren_align.spectral import MAPS, factors, guarded_minimax_sigmoid, num_workspace_numbers
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (64, 176), (176, 64), (128, 512), (256, 256), (256, 1024)], ids=str)
@@ -31,9 +13,9 @@ def test_usual_workspace(name, shape):
     x = torch.randn(*shape)
     x /= x.norm()
     with Meter() as meter:
-        MAPS[name](x)
-    near = 0.12 if name is None else 0.05  # decompositions of squares take a copy more
-    assert 4 * usual_workspace_numbers(name, *shape) == pytest.approx(meter.peak, rel=near)
+        MAPS[name].function(x, precision="float32", max_norm=None, **MAPS[name].defaults)
+    near = 0.05 if MAPS[name].flops else 0.12  # decompositions of squares take a copy more
+    assert 4 * MAPS[name].num_workspace_numbers(*shape) == pytest.approx(meter.peak, rel=near)
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (64, 176), (176, 64), (128, 512), (256, 256), (256, 1024)], ids=str)
@@ -48,9 +30,10 @@ def test_usual_workspace_of_narrow_factors_on_a_gpu(monkeypatch, shape):
     x /= x.norm()
     with Meter() as meter:
         guarded_minimax_sigmoid(x, precision="float16", max_norm=1.0)
-    assert 4 * usual_workspace_numbers("minimax", *shape, narrow=True) == pytest.approx(meter.peak, rel=0.05)
+    assert 4 * MAPS["minimax"].num_workspace_numbers(*shape, "float16") == pytest.approx(meter.peak, rel=0.05)
     assert 4 * num_workspace_numbers(*shape, "cuda") > meter.peak
 
 
 def test_muons_flops_are_those_of_its_steps():
-    assert num_flops("muon", 64, 176, steps=10) == 2 * num_flops("muon", 64, 176) == 10 * num_flops("muon", 64, 176, 1)
+    flops = {steps: MAPS["muon"].num_flops(64, 176, ns_steps=steps) for steps in (1, 5, 10)}
+    assert flops[10] == 2 * MAPS["muon"].num_flops(64, 176) == 2 * flops[5] == 10 * flops[1]

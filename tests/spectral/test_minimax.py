@@ -8,10 +8,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from soren_align.core.optimizer_settings import RESOLUTION
 from soren_align.spectral import (
+    MAPS,
     exact_sigmoid,
     minimax_sigmoid,
     newton_schulz,
-    num_flops,
     num_workspace_numbers,
     soft_newton_schulz,
 )
@@ -252,7 +252,7 @@ def test_a_small_perturbation_of_a_rank_deficient_gradient_moves_the_update_litt
 
 @pytest.mark.parametrize("shape", [*QWEN_3B, *MISTRAL_7B])
 def test_fewer_operations_than_muon_and_a_quarter_of_sns(shape):
-    minimax, muon, sns = (num_flops(name, *shape) for name in ("minimax", "muon", "sns"))
+    minimax, muon, sns = (MAPS[name].num_flops(*shape) for name in ("minimax", "muon", "sns"))
     assert minimax < muon
     if max(shape) in (11008, 14336):
         assert minimax <= 0.25 * sns
@@ -265,7 +265,7 @@ def test_the_counted_operations_are_those_that_happen(shape):
     for name, spectral_map in maps.items():
         with FlopCounterMode(display=False) as counter:
             spectral_map(x)
-        assert num_flops(name, *shape) == pytest.approx(counter.get_total_flops(), rel=1e-6)
+        assert MAPS[name].num_flops(*shape) == pytest.approx(counter.get_total_flops(), rel=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(512, 512), (300, 700), (700, 300), (256, 1024), (64, 64), (3, 64, 80)])

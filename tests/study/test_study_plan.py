@@ -12,7 +12,7 @@ from rich.console import Console
 from soren_align.cli.app import app
 from soren_align.core import shipped
 from soren_align.core.errors import UserError
-from soren_align.recipe import OPTIMIZERS
+from soren_align.recipe import OPTIMIZER_SECTIONS
 from soren_align.study.config import first_run, load_study, recipe_of_run
 from soren_align.study.plan import ColumnSize, plan_study, print_study_plan
 from soren_align.study.stats.estimates import Assumed, Design, minimum_detectable, num_comparisons
@@ -186,7 +186,7 @@ def test_the_papers_selected_adamw_lies_inside_the_space(name, family):
     study = load_study(f"studies/{name}")
     space = study.free("adamw")["optimizer.lr"]
     assert 2 * space.low <= grids["lr"]["adamw"]["selected"] <= space.high / 2
-    assert {*study.candidates} == {*OPTIMIZERS}
+    assert {*study.candidates} == {*OPTIMIZER_SECTIONS}
 
 
 ARRAY_JOB = shipped.ROOT / "configs/slurm/compare.sbatch"

@@ -1,0 +1,299 @@
+"""The registry of the maps of singular values: a record for each, and the records by name in MAPS.
+
+Soren, the recipe's `map` with its schema and documentation, `plan`, `bench`, `spectrum` and the tests read a map's
+record and nothing else, so that a new map is one record here, with its function above it or in a file of its own, and
+its tests. The recipe is validated before torch is imported, hence nothing here imports torch or a map's file but the
+functions, when they are called.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..core.optimizer_settings import (
+    HTMUON_POWER,
+    MUON_STEPS,
+    NUM_STEPS,
+    POWER,
+    RELEASED_STEPS,
+    RESOLUTION,
+    RESOLUTIONS,
+    SNS_STEPS,
+    Bounds,
+    FactorPrecision,
+    Precision,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Output = tuple["Tensor", "Tensor | int"]
+"""U f(S) V^T, and the number of guarded matrices: those with a singular value that f was evaluated elsewhere for."""
+NARROW_FROM = 64
+"""Rows (the shorter side) from which "auto" is float16: in fewer, as in factors of LoRA, tensor cores save nothing."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting of a map: its default, the numbers that it may be, and its documentation."""
+
+    default: float
+    bounds: Bounds | None = None
+    choices: tuple[float, ...] = ()
+    """In place of bounds."""
+    doc: str = ""
+    """In the recipe; empty for keys of the optimizer section, which has it."""
+
+
+def sigmoid(sigma: "Tensor", **settings: Any) -> "Tensor":
+    """Soren's target."""
+    return sigma.sigmoid()
+
+
+def polar(sigma: "Tensor", **settings: Any) -> "Tensor":
+    """Muon's target: all singular values are 1."""
+    return sigma.new_ones(sigma.shape)
+
+
+def power(sigma: "Tensor", p: float) -> "Tensor":
+    """HTMuon's target."""
+    return sigma.pow(p)
+
+
+def _decomposition_workspace(m: int, n: int, precision: FactorPrecision) -> int:
+    return 2 * m * m + 7 * m * n  # without the workspace of its library
+
+
+def _float32(num_rows: int, on_gpu: bool) -> FactorPrecision:
+    return "float32"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpectralMap:
+    """A map of singular values, U f(S) V^T of x = U S V^T."""
+
+    name: str
+    optimizer: str = "soren"
+    """Muon and HTMuon have one map each, Soren chooses one by its setting `map`."""
+    title: str = ""
+    """In plans and cards; may contain settings, as "{steps}". Empty where an optimizer has one map only."""
+    label: str
+    """In the tables of `bench maps`; may contain settings too."""
+    doc: str = ""
+    """Of the section of Soren's `map`."""
+    source: str
+    function: Callable[..., Output]
+    """function(x, *, precision, max_norm, and the settings): x of [..., m, n] is not modified; max_norm is an upper
+    bound of |x|_F of every matrix, or None where it is not known."""
+    target: Callable[..., "Tensor"]
+    """target(sigma, and the settings): f, which `function` is or approximates; `bench maps` shows its name."""
+    settings: Mapping[str, Setting] = field(default_factory=dict)
+    precisions: tuple[Precision, ...] = ("auto",)
+    """Of the factors of its products; the optimizer's setting `precision` is one of them."""
+    auto_precision: Callable[[int, bool], FactorPrecision] = _float32
+    """auto_precision(rows of a matrix (its shorter side), whether it is on a GPU): what "auto" means."""
+    flops: Callable[..., int] | None = None
+    """flops(m, n, precision, and the settings) of its matrix products, for m <= n; None: a decomposition."""
+    workspace: Callable[[int, int, FactorPrecision], int] = _decomposition_workspace
+    """workspace(m, n, precision): numbers that it allocates at once, its result included, for m <= n and a matrix of
+    norm 1 at most, as clipped gradients are. Measured: tests/spectral/test_cost.py."""
+    level: Callable[..., float] | None = None
+    """level(m, n, and the settings): the largest mean that an output's singular values can have, where that is not the
+    optimizer's `map_level`."""
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The settings with their defaults."""
+        return {key: setting.default for key, setting in self.settings.items()}
+
+    def variants(self) -> Iterator[dict[str, Any]]:
+        """The settings to measure: the defaults, with each choice of a setting that has choices."""
+        choices = [(key, choice) for key, setting in self.settings.items() for choice in setting.choices]
+        yield from ({**self.defaults, key: choice} for key, choice in choices)
+        if not choices:
+            yield self.defaults
+
+    def factor_precision(self, precision: Precision, num_rows: int, on_gpu: bool) -> FactorPrecision:
+        """The precision for a matrix of so many rows (its shorter side), float32 or narrower."""
+        return self.auto_precision(num_rows, on_gpu) if precision == "auto" else precision
+
+    def num_flops(
+        self, num_rows: int, num_columns: int, precision: FactorPrecision = "float32", **settings: Any
+    ) -> int | None:
+        """Floating-point operations of the matrix products for one matrix; None for a decomposition, not counted.
+
+        settings: those that are not the defaults.
+        """
+        m, n = sorted((num_rows, num_columns))
+        return self.flops(m, n, precision, **{**self.defaults, **settings}) if self.flops else None
+
+    def num_workspace_numbers(self, num_rows: int, num_columns: int, precision: FactorPrecision = "float32") -> int:
+        """The numbers that the map of one matrix allocates at once, its result included, see `workspace`."""
+        m, n = sorted((num_rows, num_columns))
+        return self.workspace(m, n, precision)
+
+
+def _minimax(x: "Tensor", *, resolution: float, precision: FactorPrecision, max_norm: float | None) -> Output:
+    from .minimax import guarded_minimax_sigmoid
+
+    return guarded_minimax_sigmoid(x, resolution=resolution, precision=precision, max_norm=max_norm)
+
+
+def _minimax_flops(m: int, n: int, precision: FactorPrecision, resolution: float) -> int:
+    from .minimax import SIGN, minimax_flops, narrow_flops
+
+    return minimax_flops(SIGN[resolution], m, n) if precision == "float32" else narrow_flops(m, n, resolution)
+
+
+def _minimax_workspace(m: int, n: int, precision: FactorPrecision) -> int:
+    from .minimax import usual_workspace_numbers
+
+    return usual_workspace_numbers(m, n, is_narrow=precision != "float32")
+
+
+MINIMAX = SpectralMap(
+    name="minimax",
+    title="minimax, our approximation",
+    label="minimax {resolution:g}",
+    doc="A polynomial within 0.5% of the sigmoid, from singular values of `resolution` on.",
+    source="docs/studies/minimax_polynomials.py",
+    function=_minimax,
+    target=sigmoid,
+    settings={
+        "resolution": Setting(
+            RESOLUTION,
+            choices=RESOLUTIONS,
+            doc="The normalised singular value from which the polynomial is accurate: 0.0004; 0.001 and 0.01 are less "
+            "work.",
+        )
+    },
+    precisions=("auto", "float32", "tf32", "float16", "bfloat16"),
+    # A CPU emulates float16.
+    auto_precision=lambda num_rows, on_gpu: "float16" if on_gpu and num_rows >= NARROW_FROM else "float32",
+    flops=_minimax_flops,
+    workspace=_minimax_workspace,
+)
+
+
+def _sns(x: "Tensor", *, steps: int, precision: FactorPrecision, max_norm: float | None) -> Output:
+    from .sns import guarded_soft_newton_schulz
+
+    return guarded_soft_newton_schulz(x, steps, max_norm=max_norm, in_bfloat16=precision == "bfloat16")
+
+
+def _sns_flops(m: int, n: int, precision: FactorPrecision, steps: int) -> int:
+    return 4 * m * m * n * (steps + 2)  # x x^T and its product with x, of K steps and of 2 for the tanh
+
+
+def _sns_workspace(m: int, n: int, precision: FactorPrecision) -> int:
+    return m * m + 5 * m * n
+
+
+SNS = SpectralMap(
+    name="sns",
+    title="sns, the paper's Algorithm 1, K = {steps}",
+    label="SNS K={steps}",
+    doc="Soft Newton-Schulz, the paper's Algorithm 1: less accurate than minimax, and more expensive.",
+    source="the paper's Algorithm 1",
+    function=_sns,
+    target=sigmoid,
+    settings={"steps": Setting(SNS_STEPS, NUM_STEPS, doc="Iterations.")},
+    precisions=("auto", "float32", "bfloat16"),
+    flops=_sns_flops,
+    workspace=_sns_workspace,
+)
+
+
+def _released(x: "Tensor", *, steps: int, precision: FactorPrecision, max_norm: float | None) -> Output:
+    from .sns import released_sigmoid
+
+    return released_sigmoid(x, steps), 0
+
+
+def _released_level(m: int, n: int, steps: int) -> float:
+    from .sns import released_level
+
+    return released_level(m, n, steps)
+
+
+RELEASED = SpectralMap(
+    name="released",
+    title="released, the authors' code, K = {steps}",
+    label="released K={steps}",
+    doc="The map of the authors' released code, another one than the paper's: its updates are smaller, and closer to "
+    "momentum SGD's.",
+    source="muon.py of github.com/PhiVanDat123/sigmoid_muon, commit c72cda5",
+    function=_released,
+    target=sigmoid,  # its authors' aim; it is another function, and `bench maps` shows its distance
+    settings={"steps": Setting(RELEASED_STEPS, NUM_STEPS, doc="Iterations; 5 in the code.")},
+    precisions=("auto", "float32"),
+    flops=_sns_flops,
+    workspace=_sns_workspace,
+    level=_released_level,
+)
+
+
+def _exact(x: "Tensor", *, precision: FactorPrecision, max_norm: float | None) -> Output:
+    from .exact import exact_sigmoid
+
+    return exact_sigmoid(x), 0
+
+
+EXACT = SpectralMap(
+    name="exact",
+    title="exact, the paper's definition",
+    label="exact",
+    doc="The sigmoid itself, by a singular value decomposition: the reference, and slow.",
+    source="the paper's definition of Soren",
+    function=_exact,
+    target=sigmoid,
+)
+
+
+def _muon(x: "Tensor", *, ns_steps: int, precision: FactorPrecision, max_norm: float | None) -> Output:
+    from .quintic import newton_schulz
+
+    return newton_schulz(x, ns_steps), 0
+
+
+def _muon_flops(m: int, n: int, precision: FactorPrecision, ns_steps: int) -> int:
+    return ns_steps * (4 * m * m * n + 2 * m**3)  # x x^T, its square, and their sum times x
+
+
+def _muon_workspace(m: int, n: int, precision: FactorPrecision) -> int:
+    return max(3 * m * n, 2 * m * n + 2 * m * m) // 2  # in bfloat16: elements of half the size
+
+
+MUON = SpectralMap(
+    name="muon",
+    optimizer="muon",
+    label="Muon bfloat16",
+    source="kellerjordan.github.io/posts/muon",
+    function=_muon,
+    target=polar,
+    settings={"ns_steps": Setting(MUON_STEPS, NUM_STEPS)},
+    auto_precision=lambda num_rows, on_gpu: "bfloat16",  # as torch.optim.Muon's
+    flops=_muon_flops,
+    workspace=_muon_workspace,
+)
+
+
+def _htmuon(x: "Tensor", *, p: float, precision: FactorPrecision, max_norm: float | None) -> Output:
+    from .exact import spectral_power
+
+    return spectral_power(x, p), 0
+
+
+HTMUON = SpectralMap(
+    name="htmuon",
+    optimizer="htmuon",
+    label="HTMuon",
+    source="arXiv 2603.10067",
+    function=_htmuon,
+    target=power,
+    settings={"p": Setting(HTMUON_POWER, POWER)},
+)
+
+MAPS = {spectral_map.name: spectral_map for spectral_map in (MINIMAX, SNS, RELEASED, EXACT, MUON, HTMUON)}
+SOREN_MAPS = {name: spectral_map for name, spectral_map in MAPS.items() if spectral_map.optimizer == "soren"}
+"""The choices of Soren's `map`, the default first."""
