@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from soren_align.core.errors import UserError, printable
 from soren_align.core.text import Terminal
 from soren_align.launch import chat
-from soren_align.launch.chat import ChatModel, Conversation
-from soren_align.launch.conversation import _answer, _without_blank_lines, answer_side_by_side
+from soren_align.launch.chat import ChatModel, Conversation, _answer, _without_blank_lines, answer_side_by_side
 from tests.support import command
 from tests.support.tiny_models import make_reader, nudge
 
@@ -154,7 +153,7 @@ def test_two_answers_stand_side_by_side_on_a_wide_terminal(run, reader, monkeypa
     stdout = io.StringIO()
     stdout.isatty = lambda: True
     calls = []
-    monkeypatch.setattr("soren_align.launch.conversation.answer_side_by_side", lambda *a: calls.append(a))
+    monkeypatch.setattr("soren_align.launch.chat.answer_side_by_side", lambda *a: calls.append(a))
     for width, num_calls in (("99", 0), ("100", 1)):
         calls.clear()
         monkeypatch.setenv("COLUMNS", width)

@@ -1,4 +1,7 @@
-"""The command line. Nothing here imports torch: help and a wrong recipe take less than a second."""
+"""The command line: commands on recipes, studies, models and runs; those that write files are in files.py.
+
+Nothing here imports torch: help and a wrong recipe take less than a second.
+"""
 
 import os
 import sys
@@ -8,12 +11,12 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ..core import signals
+from ..core import shipped, signals
 from ..core.errors import UserError, printable
+from ..core.files import local_path
 from ..core.version import __version__
 from ..tasks import TASKS
-from . import files, models, runs
-from .runs import AsJson
+from . import files
 
 RESUMABLE = (*TASKS, "eval", "compare")
 
@@ -36,7 +39,9 @@ bench_app = typer.Typer(
 
 RecipeArgument = Annotated[
     str,
-    typer.Argument(metavar="RECIPE", help="A recipe file or a shipped name.", autocompletion=files.complete_recipe),
+    typer.Argument(
+        metavar="RECIPE", help="A recipe file or a shipped name.", autocompletion=files.completion(shipped.recipes)
+    ),
 ]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key: optimizer.lr=1e-3. Repeatable.")
@@ -46,6 +51,7 @@ Processes = Annotated[
     int | None,
     typer.Option("--processes", min=1, metavar="N", help="Start N processes on this machine, one per GPU. Default: 1."),
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Shapes = Annotated[
     str, typer.Option(metavar="SHAPES", help="llama-60m, qwen2.5-3b, mistral-7b, or shapes: 512x1376,512x512.")
 ]
@@ -112,7 +118,7 @@ def plan(
         typer.Argument(
             metavar="RECIPE_OR_STUDY",
             help="A recipe's or a study's file, or a shipped name.",
-            autocompletion=lambda incomplete: files.complete_recipe(incomplete) + runs.complete_study(incomplete),
+            autocompletion=files.completion(shipped.recipes, shipped.studies),
         ),
     ],
     set_: Overrides = None,
@@ -123,7 +129,9 @@ def plan(
     full: Annotated[bool, typer.Option("--full", help="Of a recipe: all details.")] = False,
 ) -> None:
     """Show what a recipe or a study would do and cost, without training."""
-    if runs.is_study(recipe):
+    path = local_path(recipe)
+    is_file = path.is_file() and path.suffix in (".yaml", ".yml")
+    if shipped.is_study(path) if is_file else not path.is_file() and recipe in shipped.studies():
         from ..study import plan as study_planning
         from ..study.config import load_study
 
@@ -134,6 +142,216 @@ def plan(
 
     resolved = load(recipe, set_, notify=_print_notice)
     raise typer.Exit(commands.plan(resolved, full=full, as_json=as_json, processes=processes))
+
+
+@app.command()
+def compare(
+    study: Annotated[
+        str,
+        typer.Argument(
+            metavar="STUDY", help="A study's file or a shipped name.", autocompletion=files.completion(shipped.studies)
+        ),
+    ],
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the study: search.trials=8. Repeatable."),
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Runs at a time. Default: the study's, else one per GPU.")
+    ] = None,
+    processes: Annotated[int, typer.Option(min=1, metavar="N", help="Processes of each run, one per GPU.")] = 1,
+    extend: Annotated[
+        bool, typer.Option("--extend", help="Add trials to all candidates, beyond the ends where the best lie.")
+    ] = False,
+    report: Annotated[
+        bool, typer.Option("--report", help="Start no run; conclude from those that have ended.")
+    ] = False,
+) -> None:
+    """Compare optimizers: search each one's setting, then run it on fresh seeds."""
+    from ..study import runner
+    from ..study.config import load_study
+
+    file = load_study(study, set_)
+    if report:
+        runner.report(file)
+    else:
+        raise typer.Exit(runner.compare(file, runner.RunnerOptions(jobs, processes, extend)))
+
+
+Models = Annotated[
+    list[str], typer.Argument(metavar="MODEL_OR_RUN...", help="Model, adapter or run folders, or names on the hub.")
+]
+SuiteOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SUITE",
+        help="A shipped suite or a suite.yaml. Default: the run's own.",
+        autocompletion=files.completion(shipped.suites),
+    ),
+]
+Output = Annotated[str | None, typer.Option(metavar="DIR", help="Folder for the results. Default: RUN/eval/SUITE.")]
+EvalProcesses = Annotated[int | None, typer.Option(min=1, metavar="N", help="Evaluate with N processes, one per GPU.")]
+DataRoot = Annotated[
+    str | None, typer.Option(metavar="DIR", help="Datasets downloaded from the hub: DIR/allenai/ai2_arc, ...")
+]
+Limit = Annotated[int | None, typer.Option(min=1, metavar="N", help="Only the first N questions of each task.")]
+BatchSize = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="Prompts in a forward pass. Default: the suite's.")
+]
+Dtype = Annotated[
+    str | None, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16. Default: the suite's, float32.")
+]
+Backend = Annotated[str | None, typer.Option(metavar="BACKEND", help="hf, or vllm if it is installed. Default: hf.")]
+Strict = Annotated[bool | None, typer.Option("--strict/--no-strict", help="Fail if a prompt does not fit the model.")]
+BaseTemplate = Annotated[str | None, typer.Option(metavar="WHICH", help="The base's template: own, run or none.")]
+Omit = Annotated[list[str] | None, typer.Option(metavar="COLUMN", help="Leave out a column. Repeatable.")]
+TrustSuite = Annotated[
+    bool, typer.Option("--trust-suite", help="Allow the files of a suite that is not shipped to run code.")
+]
+Published = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="SCORES",
+        help="Published scores to print below: paper/sft, or a file. Repeatable.",
+        autocompletion=files.completion(shipped.published),
+    ),
+]
+Cache = Annotated[str | None, typer.Option(metavar="DIR", help="Folder of cached responses. Default: the user's own.")]
+Summary = Annotated[
+    str | None, typer.Option(metavar="FILE.json", help="Also write the scores alone to this JSON file.")
+]
+
+
+@app.command("eval")
+def evaluate(
+    models: Models,
+    suite: SuiteOption = None,
+    output: Output = None,
+    processes: EvalProcesses = None,
+    data_root: DataRoot = None,
+    limit: Limit = None,
+    batch_size: BatchSize = None,
+    dtype: Dtype = None,
+    backend: Backend = None,
+    strict: Strict = None,
+    base_template: BaseTemplate = None,
+    omit: Omit = None,
+    trust_suite: TrustSuite = False,
+    published: Published = None,
+    cache: Cache = None,
+    summary: Summary = None,
+) -> None:
+    """Evaluate models beside the checkpoints that they started from."""
+    from ..launch import evaluation
+
+    settings = {
+        "suite": suite,
+        "batch_size": batch_size,
+        "dtype": dtype,
+        "backend": backend,
+        "processes": processes,
+        "data_root": data_root,
+        "limit": limit,
+        "strict": strict,
+        "base_template": base_template,
+        "omit": omit or None,
+        "trust_suite": trust_suite or None,
+        "published": published or None,
+    }
+    evaluation.evaluate(models, settings, output=output, summary=summary, cache=cache)
+
+
+@app.command()
+def chat(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL_OR_RUN", help="A model, adapter or run folder, or a hub name.")
+    ],
+    compare: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="A second model; `start`: the run's starting checkpoint. Side by side from 100 columns on.",
+        ),
+    ] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="Answer this question, and exit. Repeatable.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="The system message.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="The longest answer, in tokens.")] = 512,
+    temperature: Annotated[
+        float, typer.Option(min=0, metavar="T", help="Of sampling. Default: 0, the most likely token.")
+    ] = 0.0,
+    dtype: Annotated[
+        str | None, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16. Default: the model's own.")
+    ] = None,
+) -> None:
+    """Talk to a model, with its own chat template."""
+    from ..launch import evaluation
+
+    settings = {"system": system, "max_new_tokens": max_new_tokens, "temperature": temperature}
+    evaluation.chat(model, prompt or (), compare=compare, dtype=dtype, **settings)
+
+
+@app.command()
+def universal(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of an unfinished run.")],
+) -> None:
+    """Convert a checkpoint for another number of processes.
+
+    Rewrites the run's last checkpoint; then rerun the training command. Not for FSDP2.
+    """
+    from ..launch import commands
+
+    commands.universal(run)
+
+
+@app.command()
+def spectrum(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run folder with spectra.jsonl or a checkpoint.")],
+    matrices: Annotated[
+        list[str] | None, typer.Option("--matrices", metavar="GLOB", help="Only these, such as '*q_proj*'. Repeatable.")
+    ] = None,
+    output: Annotated[str | None, typer.Option(metavar="DIR", help="A folder for pictures of the spectra.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare every map with the exact sigmoid on a run's momenta, without training."""
+    from ..launch import commands
+
+    commands.spectrum(run, matrices or ["*"], output=output, as_json=as_json)
+
+
+@app.command()
+def merge(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a run that trained an adapter.")],
+) -> None:
+    """Merge a LoRA adapter with its base model into RUN/merged."""
+    from ..launch import commands
+
+    commands.merge(run)
+
+
+@app.command()
+def push(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder of a finished run.")],
+    repo: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="The repository; created if missing.")],
+    merged: Annotated[bool, typer.Option("--merged", help="Upload RUN/merged instead of the adapter.")] = False,
+    private: Annotated[
+        bool, typer.Option("--private", help="Create it private; an existing public one is refused.")
+    ] = False,
+    revision: Annotated[
+        str | None, typer.Option(metavar="BRANCH", help="A branch; created if missing. Default: main.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="List the files and their sizes; upload nothing, without a network.")
+    ] = False,
+) -> None:
+    """Upload a run's model to the Hugging Face hub.
+
+    With its model card, recipe and run.json; without local paths, and without files that are no part of a model.
+    """
+    from ..publish.push import push as upload
+
+    typer.echo(upload(run, repo, merged=merged, private=private, revision=revision, dry_run=dry_run))
 
 
 @bench_app.command()
@@ -160,8 +378,7 @@ def step(
     commands.bench("step", shapes, device=device, tokens=tokens, as_json=as_json, output=output)
 
 
-for add_commands in (runs.add_compare_to, models.add_to, runs.add_to, files.add_to, files.add_docs_to):
-    add_commands(app)
+files.add_to(app)
 app.add_typer(bench_app, name="bench")
 
 
@@ -180,7 +397,12 @@ def _run(words: Sequence[str]) -> int:
     environment = dict(os.environ)
     with signals.raising_interrupts():
         try:
-            _refuse_removed_folder()
+            try:
+                os.getcwd()
+            except FileNotFoundError:
+                raise UserError(
+                    "the working directory has been removed; change to another one (cd), then rerun"
+                ) from None
             # `deepspeed` passes --local_rank to every script; the environment has it too.
             app([word for word in words if not word.startswith("--local_rank=")], prog_name="soren-align")
         except SystemExit as end:
@@ -193,10 +415,3 @@ def _run(words: Sequence[str]) -> int:
             os.environ.clear()
             os.environ.update(environment)
     return 0
-
-
-def _refuse_removed_folder() -> None:
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        raise UserError("the working directory has been removed; change to another one (cd), then rerun") from None

@@ -1,17 +1,20 @@
-"""The commands that write files to start with: new, recipes, recipes copy, suites, suites copy, import, schema."""
+"""The commands on files that are shipped, or that a person starts with: new, recipes, suites, import, schema, docs."""
 
 import json
 import os
 import re
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from ..core import shipped
+from ..core.document import schema_text, with_modeline, write_schema
 from ..core.errors import UserError, did_you_mean, printable
+from ..core.files import local_path
 from ..core.shipped import MODELINE
 
 recipes_app = typer.Typer(help="List or copy the shipped recipes.", invoke_without_command=True, rich_markup_mode=None)
@@ -33,6 +36,16 @@ def add_to(app: typer.Typer) -> None:
     app.add_typer(suites_app, name="suites")
     app.command("import")(import_)
     app.command()(schema)
+    app.command()(docs)
+
+
+def completion(*tables: Callable[[], dict[str, Path]]) -> Callable[[str], list[str]]:
+    """Return the shell's completion by the names in these tables; the shell adds files by itself."""
+
+    def complete(incomplete: str) -> list[str]:
+        return [name for table in tables for name in table() if name.startswith(incomplete)]
+
+    return complete
 
 
 def new(
@@ -46,29 +59,24 @@ def new(
 
     Two recipes (SFT, then DPO), examples of both, and a suite with two kinds of questions. They run as they are.
     """
-    from ..core.document import with_modeline
-    from ..recipe import SCHEMA_FILE
-
     target = _new_folder(folder)
     _copy_folder(shipped.ROOT / "configs/new", target)
+    schema = _write_schema(target, "recipe")
     for file in target.glob("*.yaml"):
-        text = file.read_text(encoding="utf-8")
-        file.write_text(with_modeline(_for_model(text, model) if model else text, SCHEMA_FILE), encoding="utf-8")
-    typer.echo(printable(NEW_FILES.format(folder=target, schema=_write_schema(target, "recipe"))))
-
-
-def _for_model(text: str, model: str) -> str:
-    """Return a recipe of configs/new for fine-tuning this model on a GPU."""
-    is_sft = "task: sft" in text
-    rate = "2.0e-5" if is_sft else "5.0e-7"
-    values = {"lr": rate, "aux_lr": rate, "num_train_epochs": "3" if is_sft else "1", "bf16": "true"}
-    values |= {"name_or_path": json.dumps(model)} if is_sft else {}
-    lines = []
-    for line in text.splitlines():
-        key = line.partition(":")[0].strip()
-        if key not in ("init_seed", "use_cpu"):
-            lines.append(f"  {key}: {values[key]}" if key in values else line)
-    return "\n".join(lines) + "\n"
+        lines = file.read_text(encoding="utf-8").splitlines()
+        if model:  # on a GPU, at the rates of the field
+            is_sft = "task: sft" in lines
+            rate = "2.0e-5" if is_sft else "5.0e-7"
+            values = {"lr": rate, "aux_lr": rate, "num_train_epochs": "3" if is_sft else "1", "bf16": "true"}
+            values |= {"name_or_path": json.dumps(model)} if is_sft else {}
+            keys = [line.partition(":")[0].strip() for line in lines]
+            lines = [
+                f"  {key}: {values[key]}" if key in values else line
+                for key, line in zip(keys, lines, strict=True)
+                if key not in ("init_seed", "use_cpu")
+            ]
+        file.write_text(with_modeline("\n".join(lines) + "\n", schema), encoding="utf-8")
+    typer.echo(printable(NEW_FILES.format(folder=target, schema=schema)))
 
 
 @recipes_app.callback()
@@ -82,22 +90,14 @@ def recipes(context: typer.Context) -> None:
             typer.echo(f"{name:34} {_first_comment(path)}")
 
 
-def complete_recipe(incomplete: str) -> list[str]:
-    """Return the shipped recipes that begin so, for the shell's completion, which adds files by itself."""
-    return [name for name in shipped.recipes() if name.startswith(incomplete)]
-
-
-def complete_copied(incomplete: str) -> list[str]:
-    """Return the shipped recipes and studies that begin so."""
-    return [name for name in shipped.recipes() | shipped.studies() if name.startswith(incomplete)]
-
-
 @recipes_app.command()
 def copy(
     name: Annotated[
         str,
         typer.Argument(
-            metavar="NAME", help="A shipped recipe or study, e.g. quickstart/sft.", autocompletion=complete_copied
+            metavar="NAME",
+            help="A shipped recipe or study, e.g. quickstart/sft.",
+            autocompletion=completion(shipped.recipes, shipped.studies),
         ),
     ],
     dest: Annotated[
@@ -108,7 +108,6 @@ def copy(
 
     Beside it, recipe.schema.json (study.schema.json) completes and checks its keys in an editor.
     """
-    from ..core.document import with_modeline
     from ..recipe import task_of
 
     known, studies = shipped.recipes(), shipped.studies()
@@ -140,7 +139,7 @@ def copy_suite(
         typer.Argument(
             metavar="NAME",
             help="A shipped suite, e.g. quickstart.",
-            autocompletion=lambda incomplete: [name for name in shipped.suites() if name.startswith(incomplete)],
+            autocompletion=completion(shipped.suites),
         ),
     ],
     folder: Annotated[str, typer.Argument(metavar="FOLDER", help="A new folder, or an empty one.")],
@@ -169,8 +168,6 @@ def import_(
     ] = None,
 ) -> None:
     """Convert another tool's file to a recipe, and report every key."""
-    from ..core.document import with_modeline
-    from ..core.files import local_path
     from ..importers import import_file
 
     if task not in (None, "sft", "dpo"):
@@ -196,9 +193,6 @@ def schema(
     ] = None,
 ) -> None:
     """Print the JSON Schema of recipes or studies, or write it beside one for an editor."""
-    from ..core.document import write_schema
-    from ..core.files import local_path
-
     file_name, text = _schema(kind)
     if output is None:
         typer.echo(text, nl=False)
@@ -214,8 +208,6 @@ def schema(
 
 def _schema(kind: str) -> tuple[str, str]:
     """Return the schema's file name and its text."""
-    from ..core.document import schema_text
-
     if kind == "study":
         from ..study.config import STUDY_SCHEMA_FILE, study_schema
 
@@ -227,8 +219,6 @@ def _schema(kind: str) -> tuple[str, str]:
 
 def _write_schema(folder: Path, kind: str) -> str:
     """Write a schema beside a recipe or a study, unless a file of another origin is there; return the file's name."""
-    from ..core.document import write_schema
-
     file_name, text = _schema(kind)
     write_schema(folder / file_name, text)
     return file_name
@@ -236,8 +226,6 @@ def _write_schema(folder: Path, kind: str) -> str:
 
 def _new_file(dest: str, name: str) -> Path:
     """Return `dest`, or the file `name` in the folder `dest`. Raises UserError if it exists or cannot be written."""
-    from ..core.files import local_path
-
     target = local_path(dest)
     target = target / name if target.is_dir() else target
     if target.exists() or target.is_symlink():
@@ -248,8 +236,6 @@ def _new_file(dest: str, name: str) -> Path:
 
 def _new_folder(dest: str) -> Path:
     """Return the folder `dest`, which is new or empty. Raises UserError if it cannot be written."""
-    from ..core.files import local_path
-
     target = local_path(dest)
     if (target.exists() or target.is_symlink()) and not (target.is_dir() and not any(target.iterdir())):
         raise UserError(f"{target}: exists already; name a new folder, or an empty one")
@@ -279,22 +265,10 @@ def _first_comment(path: Path) -> str:
     return line.removeprefix("#").strip() if line.startswith("#") else ""
 
 
-# ---
-# The command on pages: docs, which prints the README and the pages of docs/ as they are shipped.
-
-
-def add_docs_to(app: typer.Typer) -> None:
-    """Add this command to the command line."""
-    app.command()(docs)
-
-
-def _complete(incomplete: str) -> list[str]:
-    return [name for name in shipped.pages() if name.startswith(incomplete)]
-
-
 def docs(
     topic: Annotated[
-        str | None, typer.Argument(metavar="TOPIC", help="A page. Default: list them.", autocompletion=_complete)
+        str | None,
+        typer.Argument(metavar="TOPIC", help="A page. Default: list them.", autocompletion=completion(shipped.pages)),
     ] = None,
 ) -> None:
     """Print a page of the documentation, as Markdown if it is not printed on a terminal."""
@@ -302,7 +276,12 @@ def docs(
     if topic is None:
         width = max(map(len, pages))
         for name, path in pages.items():
-            typer.echo(f"{name:<{width}} " + textwrap.shorten(_subjects(path), 79 - width, placeholder=" ..."))
+            text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+            subjects = re.findall(r"^##? (.*)$", text, re.MULTILINE)
+            if len(subjects) == 1:  # no headings: the first line of text
+                subjects = [next((line for line in text.splitlines()[1:] if re.match(r"[\w`*]", line)), subjects[0])]
+            line = "; ".join(subjects).replace("`", "")
+            typer.echo(f"{name:<{width}} " + textwrap.shorten(line, 79 - width, placeholder=" ..."))
         return
     name = topic.lower().removeprefix("docs/").removesuffix(".md").removesuffix("/readme")
     name = name if name in pages else next((page for page in pages if page.endswith(f"/{name}")), name)
@@ -317,11 +296,3 @@ def docs(
     from rich.markdown import Markdown
 
     Console().print(Markdown(re.sub(r"<!--.*?-->\n", "", text), hyperlinks=False))
-
-
-def _subjects(path: Path) -> str:
-    """Return the page's title and headings, or its first line of text if it has no headings."""
-    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
-    title, *headings = re.findall(r"^##? (.*)$", text, re.MULTILINE)
-    first = next((line for line in text.splitlines()[1:] if re.match(r"[\w`*]", line)), title)
-    return "; ".join([title, *headings] if headings else [first]).replace("`", "")

@@ -1,20 +1,33 @@
-"""A conversation with a model, whose answers are streamed.
+"""A conversation with one model or two: questions from a terminal, from options or from a pipe, answers streamed.
 
-The model is loaded as for an evaluation: an adapter merged with its base, every weight from a file.
+The models are loaded as for an evaluation: an adapter merged with its base, every weight from a file.
 """
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.live import Live
+from rich.table import Column, Table
 from transformers import TextStreamer
 
-from ..core.errors import UserError, as_user_error
+from ..core.errors import UserError, as_user_error, printable
+from ..core.text import Terminal, print_labelled
 from ..data.rendering import template_errors
 from ..evaluate.run.backends import BackendSettings, base_folder, load_lm, load_tokenizer, model_folder
+from ..evaluate.run.lineage import lineage
 from ..run.quantized import quantization_of
 from ..run.weights import load_config
+
+EMPTY = "(empty answer)"
+MIN_COLUMNS_WIDTH = 100
+"""Of a terminal on which two answers stand side by side."""
+START = "start"
+"""`--compare start`: the checkpoint that the run was trained from."""
 
 _IN_USE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 OnText = Callable[[str], object]
@@ -79,51 +92,42 @@ class Conversation:
     def ask(self, question: str, on_text: OnText, on_notice: OnText) -> str:
         """Stream the answer, word by word, to `on_text` and return it. It stays in the history, also if interrupted.
 
+        The oldest questions are dropped until the prompt leaves room for an answer: max_new_tokens, or a quarter of the
+        context if it is less. The last question stays in any case, and its answer has the remaining room.
         on_notice: called with a sentence if the history is cut. Raises UserError if the question alone is too long.
         """
-        before = self.turns
-        self.turns = [*before, {"role": "user", "content": question}]
+        model, before = self.model, self.turns
+        self.turns = [*(before if model.has_template else []), {"role": "user", "content": question}]
+        total = len(self.turns) // 2
         try:
-            with as_user_error(f"{self.model.name}: its tokenizer fails", Exception):
-                prompt = self._fit(on_notice)
+            with as_user_error(f"{model.name}: its tokenizer fails", Exception):
+                prompt = model.tokens([*self.system, *self.turns])
+                while prompt.shape[1] + self.reserved > model.context and len(self.turns) > 1:
+                    self.turns = self.turns[2:]
+                    prompt = model.tokens([*self.system, *self.turns])
+            if dropped := total - len(self.turns) // 2:
+                on_notice(
+                    f"{model.name}: the context of {model.context:,} tokens is full; the oldest {dropped} of "
+                    f"{total} questions and their answers were dropped from the history"
+                )
+            if prompt.shape[1] >= model.context:
+                raise UserError(
+                    f"{model.name}: the question has {prompt.shape[1]:,} tokens with its template, and the context "
+                    f"{model.context:,}: there is no room for an answer; shorten it"
+                )
         except UserError:
             self.turns = before
             raise
-        stream = _Stream(self.model.tokenizer, on_text)
-        room = self.model.context - prompt.shape[1]
+        stream = _Stream(model.tokenizer, on_text)
         try:
             # Of values in config.json that are read only now; not OSError, which the terminal raises.
-            with as_user_error(f"{self.model.name}: cannot answer", *_IN_USE):
-                self.model.generate(prompt, stream, min(self.max_new_tokens, room), self.temperature)
+            with as_user_error(f"{model.name}: cannot answer", *_IN_USE):
+                room = model.context - prompt.shape[1]
+                model.generate(prompt, stream, min(self.max_new_tokens, room), self.temperature)
         finally:
-            answer = self.model.tokenizer.decode(stream.tokens, skip_special_tokens=True)
+            answer = model.tokenizer.decode(stream.tokens, skip_special_tokens=True)
             self.turns.append({"role": "assistant", "content": answer})
         return answer
-
-    def _fit(self, on_notice: OnText) -> torch.Tensor:
-        """Return the prompt, after dropping the oldest questions until it leaves room for an answer.
-
-        That is max_new_tokens, or a quarter of the context if it is less. The last question stays in any case, and its
-        answer has the remaining room.
-        """
-        if not self.model.has_template:
-            self.turns = self.turns[-1:]
-        total = len(self.turns) // 2
-        prompt = self.model.tokens([*self.system, *self.turns])
-        while prompt.shape[1] + self.reserved > self.model.context and len(self.turns) > 1:
-            self.turns = self.turns[2:]
-            prompt = self.model.tokens([*self.system, *self.turns])
-        if dropped := total - len(self.turns) // 2:
-            on_notice(
-                f"{self.model.name}: the context of {self.model.context:,} tokens is full; the oldest {dropped} of "
-                f"{total} questions and their answers were dropped from the history"
-            )
-        if prompt.shape[1] >= self.model.context:
-            raise UserError(
-                f"{self.model.name}: the question has {prompt.shape[1]:,} tokens with its template, and the context "
-                f"{self.model.context:,}: there is no room for an answer; shorten it"
-            )
-        return prompt
 
 
 class _Stream(TextStreamer):
@@ -142,3 +146,123 @@ class _Stream(TextStreamer):
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         if text:
             self.on_text(text)
+
+
+def start_conversations(
+    model: str, compare: str | None, dtype: str | None, console: Console, **settings: Any
+) -> list[Conversation]:
+    """Load a model, and one beside it, and return a conversation with each. settings: of `Conversation`.
+
+    compare: a second model, or START.
+    """
+    rows = lineage(model)
+    if compare == START:
+        if len(rows) < 2:
+            raise UserError(f"--compare {START}: no checkpoint that {model} was trained from is on this machine")
+        rows = rows[:-3:-1]
+    else:
+        rows = [rows[-1], *([lineage(compare)[-1]] if compare else [])]
+    if len(rows) == 2 and rows[0][0] == rows[1][0]:
+        rows = [(str(path), path) for _, path in rows]
+    torch.seed()  # torch's own seed is the same in every process: the same "random" answer every time
+    conversations = []
+    for name, path in rows:
+        with console.status(f"Loading {name}"):
+            loaded = ChatModel(name, path, dtype)
+        conversations.append(Conversation(loaded, **settings))
+        template = "its chat template" if loaded.has_template else "no chat template: it completes plain text"
+        text = f"{name}: {path}, {loaded.precision}, context of {loaded.context:,} tokens, {template}"
+        print_labelled(console, "model", printable(text))
+    return conversations
+
+
+def answer_prompts(conversations: Sequence[Conversation], prompts: Sequence[str], console: Console) -> None:
+    """Answer prompts, each in a conversation of its own; several are printed before their answers."""
+    for number, prompt in enumerate(prompts):
+        if len(prompts) > 1:
+            _write("\n" * bool(number) + f"> {prompt}\n")
+        for conversation in conversations:
+            conversation.turns = []
+        _answer(conversations, prompt, console)
+
+
+def converse(conversations: Sequence[Conversation], console: Console) -> None:
+    """Ask for questions until Ctrl-D or Ctrl-C; Ctrl-C during an answer only stops that answer."""
+    with suppress(ImportError):
+        import readline  # noqa: F401 (input() then has a history, and the arrow keys work)
+    print_labelled(console, "keys", "Ctrl-C stops an answer; Ctrl-D, or Ctrl-C at the prompt, ends")
+    while True:
+        try:
+            question = input("\n> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            _write("\n")
+            return
+        try:
+            if question:
+                _answer(conversations, question, console)
+        except UserError as error:
+            print_labelled(console, "error", str(error))
+        except KeyboardInterrupt:
+            _write("\n")
+
+
+def _answer(conversations: Sequence[Conversation], question: str, console: Console) -> None:
+    """Print the answers: two of them side by side on a wide terminal, else one after the other."""
+    terminal = Terminal()
+    if len(conversations) > 1 and sys.stdout.isatty() and terminal.width >= MIN_COLUMNS_WIDTH:
+        answer_side_by_side(conversations, question, terminal)
+        return
+    for conversation in conversations:
+        if len(conversations) > 1:
+            _write(f"\n{conversation.model.name}:\n")
+        on_text = _without_blank_lines(_write) if sys.stdout.isatty() else _write
+        answer = conversation.ask(question, on_text, lambda text: print_labelled(console, "notice", printable(text)))
+        _write("\n")
+        if not answer.strip():
+            console.print(EMPTY)
+
+
+def answer_side_by_side(conversations: Sequence[Conversation], question: str, terminal: Terminal) -> None:
+    """Stream the answers into a column each, one after the other."""
+    texts, notices = [""] * len(conversations), list[str]()
+
+    def table() -> Table:
+        names = [Column(printable(c.model.name), ratio=1, overflow="fold") for c in conversations]
+        columns = Table(*names, box=None, expand=True, padding=(0, 2, 0, 0), header_style="bold")
+        columns.add_row(*texts)
+        return columns
+
+    try:
+        with Live(table(), console=terminal, refresh_per_second=8) as live:
+            for i, conversation in enumerate(conversations):
+
+                def add(text: str, i: int = i) -> None:
+                    texts[i] += text
+                    live.update(table())
+
+                if not conversation.ask(question, _without_blank_lines(add), notices.append).strip():
+                    add(EMPTY)
+    finally:
+        for notice in notices:
+            print_labelled(terminal, "notice", printable(notice))
+
+
+def _without_blank_lines(write: Callable[[str], object]) -> Callable[[str], None]:
+    """Return `write` for an answer, with one empty line in place of several: untrained models make hundreds."""
+    num_breaks = 0
+
+    def write_few(text: str) -> None:
+        nonlocal num_breaks
+        few = []
+        for character in text:
+            num_breaks = num_breaks + 1 if character == "\n" else 0
+            few += [character] if num_breaks <= 2 else []
+        write("".join(few))
+
+    return write_few
+
+
+def _write(text: str) -> None:
+    """Write text of any origin to standard output, where it cannot control the terminal."""
+    sys.stdout.write(printable(text))
+    sys.stdout.flush()

@@ -1,7 +1,8 @@
-"""Evaluate models and runs: check the options without torch, then load lm-eval and evaluate."""
+"""The commands on models, eval and chat: check the options without torch, then load the libraries and answer."""
 
 import gc
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,18 +10,23 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from ..core import shipped
-from ..core.errors import ResumableError, UserError, known_failure
+from ..core.errors import ResumableError, UserError, in_one_line, known_failure
 from ..core.files import default_cache_folder, local_path, refuse_unwritable
+from ..core.patches import hub_offline
 from ..core.signals import deferred
 from ..core.silence import quiet_libraries
-from ..core.text import Terminal, loading, print_labelled, stderr_console
+from ..core.text import Terminal, counting, loading, print_labelled, stderr_console, working
 from ..evaluate.suite.suites import check_suite
 from ..recipe import ADAPTER, Eval, Recipe, evaluation_problems, is_local, load_resolved, refuse_unloadable
 from ..run.folder import RunFolder
 from .environment import rank_from_environment, set_environment
 
 if TYPE_CHECKING:
+    from ..evaluate.stats.contamination import Overlaps
+    from ..evaluate.suite.tasks import Tasks
     from ..training.setup import TrainingSetup
+
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 def evaluate(
@@ -46,8 +52,14 @@ def evaluate(
         run = first.read()  # again, now that it is locked
         recipe = load_resolved(first.recipe) if run and first.recipe.is_file() else None
         if recipe and recipe.eval:
-            suite = _where_the_run_began(recipe.eval.suite, first, recipe)
-            recipe = recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"suite": suite})})
+            # A suite's path is relative to the folder that run.output_dir is relative to, unless it names one here.
+            suite, output_dir, place = recipe.eval.suite, local_path(recipe.run.output_dir), first.path.resolve()
+            depth = len(output_dir.parts)
+            is_here = suite in shipped.suites() or shipped.resolve(suite).exists()
+            if not is_here and place.parts[-depth:] == output_dir.parts:
+                there = Path(*place.parts[:-depth], suite)
+                if there.exists():
+                    recipe = recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"suite": str(there)})})
         settings = evaluation_settings(recipe, options)
         check_suite(settings)
         if output is None and (recipe is None or len(models) > 1):
@@ -60,19 +72,6 @@ def evaluate(
     finally:
         if not was_locked:
             first.release()
-
-
-def _where_the_run_began(path: str, run: RunFolder, recipe: Recipe) -> str:
-    """Return a path of a run's recipe, which is relative to the folder that run.output_dir is relative to.
-
-    If it names something here, or nothing there, it is returned as it is.
-    """
-    output, folder = local_path(recipe.run.output_dir), run.path.resolve()
-    depth = len(output.parts)
-    if path in shipped.suites() or shipped.resolve(path).exists() or folder.parts[-depth:] != output.parts:
-        return path
-    there = Path(*folder.parts[:-depth], path)
-    return str(there) if there.exists() else path
 
 
 def refuse_missing(model: str) -> None:
@@ -135,7 +134,6 @@ def run_evaluation(
         import torch
 
         from ..evaluate.run import lineage, stage
-        from .training_data import overlaps_of_runs
     gc.collect()
     torch.cuda.empty_cache()  # memory of the training before
     run = RunFolder(models[0])
@@ -163,6 +161,49 @@ def run_evaluation(
         write_card(run)
     if summary:
         stage.write_summary(results, Path(summary))
+
+
+def overlaps_of_runs(
+    rows: Sequence[tuple[str, Path]], limit: int | None, cache: Path, console: Terminal, tasks: "Tasks"
+) -> "Overlaps | str":
+    """Return the questions that the training examples of the rows' runs contain, or the reason why none is known.
+
+    Nothing is downloaded: a run folder may come from anyone. Held-out examples are not trained on, and not read.
+    Examples that several runs share are read once. limit: only the first questions of each task.
+    """
+    from ..evaluate.run.lineage import run_of
+    from ..evaluate.stats.contamination import overlaps_with, question_texts
+    from ..training.setup import load_splits
+
+    runs = {name: RunFolder(run) for name, model in rows if (run := run_of(Path(model))) is not None}
+    if not runs:
+        return "not checked, because no row is a run, whose training examples are known"
+    questions = question_texts(tasks, limit)
+    known: dict[str, Overlaps] = {}
+    with working(console, "Reading training examples") as show:
+        for name, run in runs.items():
+            try:
+                record, recipe = run.record("data"), load_resolved(run.recipe)
+                if recipe.data.streaming:
+                    raise UserError("they were streamed (data.streaming), and are not read a second time")
+                with hub_offline():
+                    split = load_splits(recipe)["train"]
+                now, then = (
+                    [source.get("sha256") or source.get("revision") for source in train.get("sources", [train])]
+                    for train in (split.source, record["data"]["train"])
+                )
+                if now != then:
+                    raise UserError(f"{split.source['path']}: was changed since the training")
+            except (UserError, OSError) as error:
+                reason = in_one_line(error, 300)
+                return f"not checked, because the training examples of {name} are not available: {reason}"
+            if split.dataset._fingerprint not in known:
+                on_compared = counting(show, "Comparing with the questions")
+                known[split.dataset._fingerprint] = overlaps_with(split.dataset, questions, cache, on_compared)
+    first, *others = known.values()
+    for other in others:
+        first |= other
+    return first
 
 
 def check_evaluation(
@@ -197,3 +238,34 @@ def evaluate_trained(folder: RunFolder, settings: Eval, console: Terminal) -> No
             f"The model is trained ({folder.model}); only its evaluation failed. Fix the cause and rerun the same "
             f"command, or run `soren-align eval {folder}`, which accepts other options",
         ) from error
+
+
+def chat(
+    model: str, prompts: Sequence[str] = (), *, compare: str | None = None, dtype: str | None = None, **settings: Any
+) -> None:
+    """Answer prompts, or else all of standard input as one question; on a terminal, converse.
+
+    Each prompt is the only question of its own conversation; answers go to standard output. compare: a second model, or
+    "start": the checkpoint that the run was trained from. settings: of `Conversation`. Raises UserError before torch is
+    imported if a model is missing.
+    """
+    for name in (model, *([compare] if compare not in (None, "start") else [])):
+        refuse_missing(name)
+    if dtype not in (None, *DTYPES):
+        raise UserError(f"--dtype: found {dtype!r}; write {', '.join(DTYPES)}")
+    interactive = not prompts and sys.stdin.isatty()
+    if not prompts and not interactive:
+        prompts = (sys.stdin.read().strip(),)
+    if not all(prompts):
+        raise UserError("chat: the question is empty; write --prompt TEXT, or pipe a text into the command")
+    run = RunFolder(model)
+    is_run = run.read() is not None and run.recipe.is_file()
+    set_environment(load_resolved(run.recipe) if is_run else None)
+    console = stderr_console()
+    with loading(console, "Loading torch and transformers"):
+        from .chat import answer_prompts, converse, start_conversations
+    with quiet_libraries():
+        conversations = start_conversations(model, compare, dtype, console, **settings)
+        if interactive:
+            converse(conversations, console)
+        answer_prompts(conversations, prompts, console)

@@ -17,8 +17,8 @@ from soren_align.evaluate.stats import contamination
 from soren_align.evaluate.stats.contamination import Overlaps, overlaps, overlaps_with, question_texts
 from soren_align.evaluate.suite.suites import suite_of
 from soren_align.evaluate.suite.tasks import load_tasks
-from soren_align.launch import training_data
-from soren_align.launch.training_data import overlaps_of_runs
+from soren_align.launch import evaluation
+from soren_align.launch.evaluation import overlaps_of_runs
 from soren_align.recipe import DataSplit, Eval, load_resolved
 from tests.support.tiny_run import TinyRun
 
@@ -239,7 +239,7 @@ def test_the_examples_of_a_run_are_read_again_unless_they_were_changed(run, quic
     recipe = load_resolved(folder.recipe)
     streamed = recipe.model_copy(update={"data": SimpleNamespace(streaming=True)})
     with monkeypatch.context() as patch:
-        patch.setattr(training_data, "load_resolved", lambda path: streamed)
+        patch.setattr(evaluation, "load_resolved", lambda path: streamed)
         assert "they were streamed" in overlaps_of_runs(rows, None, tmp_path, console, quickstart_tasks)
     assert "no row is a run" in overlaps_of_runs(rows[:1], None, tmp_path, console, quickstart_tasks)
     with file.open("a") as stream:
