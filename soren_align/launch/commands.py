@@ -30,7 +30,7 @@ from ..recipe import (
 )
 from ..run import lock
 from ..run.folder import AFTER_DIVERGENCE, STOPPED, RunFolder, now
-from .environment import rank_from_environment, set_environment, without_ranks
+from .environment import rank_from_environment, refuse_ranks, set_environment, without_ranks
 from .preparation import prepare, refuse_accelerate_config
 
 
@@ -62,7 +62,7 @@ def train(recipe: Recipe, processes: int | None = None) -> int:
                 raise
             refusal = error  # raised where the other ranks learn of it
         single = num_ranks == 1 and recipe.run.parallel == "ddp"
-        if single or rank or (folder.read() or {}).get("status") == "trained":
+        if single or rank or folder.record()["status"] == "trained":
             set_environment(recipe, num_ranks if rank else 1)
             return train_here(folder, timeout_seconds, refusal)
         set_environment(recipe, num_ranks)
@@ -96,7 +96,7 @@ def train_here(folder: RunFolder, timeout_seconds: float, refusal: UserError | N
         with _recording_errors(folder) if ranks.is_first else nullcontext():
             if ranks.is_first:
                 folder.forget_failure()
-            if ranks.broadcast((folder.read() or {}).get("status")) != "trained":
+            if ranks.broadcast(folder.record()["status"] if ranks.is_first else None) != "trained":
                 with working(console, "Checking data and evaluation") as show, ranks.first_goes_first():
                     setup = training_setup.set_up_training(recipe, folder, counting(show, "Counting tokens"), ranks)
                     if recipe.eval and ranks.is_first:
@@ -187,10 +187,10 @@ def _start_ranks(folder: RunFolder, num_ranks: int, timeout_seconds: float) -> i
     os.environ[torchrun.STARTED_HERE] = "1"
     failure = torchrun.start(num_ranks, [str(folder), "--timeout", str(timeout_seconds)])
     if failure is None:
-        return 1 if (folder.read() or {}).get("status") == "diverged" else 0
+        return 1 if folder.record()["status"] == "diverged" else 0
     if failure.code != 130:
         folder.update(last_error=failure.message, resumable=failure.is_resumable)
-    elif (folder.read() or {}).get("last_error") == STOPPED:
+    elif folder.record().get("last_error") == STOPPED:
         return 130  # the first rank has printed it
     else:
         record_stop(folder, requeue=False)
@@ -236,7 +236,7 @@ def universal(run: str) -> None:
             raise UserError(f"{folder}: FSDP2 runs cannot be converted; resume with the same number of processes")
         if recipe.optimizer.states == "8bit":
             raise UserError(f"{folder}: 8-bit states cannot be converted; resume with the same number of processes")
-        _refuse_ranks("universal")
+        refuse_ranks("universal")
         set_environment(recipe)
         console = stderr_console()
         with console.status("Converting the last checkpoint"), _recording_errors(folder):
@@ -261,7 +261,7 @@ def merge(run: str) -> None:
         if adapter_config(folder.model) is None:
             raise UserError(f"{folder}: trained no adapter; {folder.model} is a whole model already")
         refuse_unloadable(folder.model)
-        _refuse_ranks("merge")
+        refuse_ranks("merge")
         set_environment(load_resolved(folder.recipe))
         console = stderr_console()
         with console.status("Merging"), _recording_errors(folder):
@@ -295,13 +295,11 @@ def bench(
         raise UserError(f"--output: {output}: no such folder")
     if output and Path(output).is_dir():
         raise UserError(f"--output: {output}: is a folder; name a file, such as {Path(output) / 'benchmarks.md'}")
-    _refuse_ranks("bench")
+    refuse_ranks("bench")
     set_environment(None)
     console = stderr_console()
     with console.status("Loading torch"):
-        from ..bench import maps
-        from ..bench import show as report
-        from ..bench import steps as step_times
+        from ..bench import maps, show, steps
         from ..bench.timing import find_device
     with quiet_libraries(), console.status("Measuring", refresh_per_second=2) as status:
         # The spinner turns slowly: its thread takes time from what is measured.
@@ -309,27 +307,20 @@ def bench(
         if subject == "maps":
             results = maps.run(matrices, target, status.update)
         else:
-            results = step_times.run(matrices, target, tokens, status.update)
+            results = steps.run(matrices, target, tokens, status.update)
     if output:
-        report.update_page(results, Path(output))
+        show.update_page(results, Path(output))
     if as_json:
         sys.stdout.write(json.dumps(results, indent=2) + "\n")
     else:
-        Terminal().print(report.terminal(results), highlight=False)
-
-
-def _refuse_ranks(command: str) -> None:
-    rank = rank_from_environment()
-    if rank and rank.num_ranks > 1:
-        raise UserError(f"{command} runs in one process; start it without a launcher (WORLD_SIZE is more than 1)")
-
-
-# ---
-# Show the spectra of a run and the output of every map on them, without training.
+        Terminal().print(show.terminal(results), highlight=False)
 
 
 def spectrum(run: str, globs: Sequence[str], *, output: str | None = None, as_json: bool = False) -> None:
-    """Print the tables, or JSON, and write the pictures into the folder `output`."""
+    """Show the spectra of a run and the output of every map on them, without training, in tables or JSON.
+
+    output: a folder for pictures.
+    """
     folder = RunFolder(run)
     folder.record()
     pictures = None if output is None else Path(output)
@@ -340,23 +331,21 @@ def spectrum(run: str, globs: Sequence[str], *, output: str | None = None, as_js
         set_environment(None)
         console = stderr_console()
         with console.status("Loading torch"):
-            from ..bench import spectra as run_spectra
-            from ..bench import spectra as spectra_figure
-            from ..bench import spectra as spectra_tables
+            from ..bench import spectra
         with quiet_libraries(), console.status("Reading the spectra") as status:
-            source, spectra = run_spectra.spectra_of_run(folder, globs)
-            maps, records = run_spectra.all_maps(), []
-            for number, each in enumerate(spectra, 1):
-                status.update(f"Mapping spectrum {number} of {len(spectra)}")
-                records.append(run_spectra.measure(each, maps))
+            source, momenta = spectra.spectra_of_run(folder, globs)
+            maps, records = spectra.all_maps(), []
+            for number, momentum in enumerate(momenta, 1):
+                status.update(f"Mapping spectrum {number} of {len(momenta)}")
+                records.append(spectra.measure(momentum, maps))
     finally:
         folder.release()
     if as_json:
-        sys.stdout.write(run_spectra.as_json(source, records) + "\n")
+        sys.stdout.write(spectra.as_json(source, records) + "\n")
     else:
-        Terminal().print(spectra_tables.tables(source, records), highlight=False)
+        Terminal().print(spectra.tables(source, records), highlight=False)
     if pictures is not None:
         pictures.mkdir(parents=True, exist_ok=True)
         with quiet_libraries(), console.status("Drawing"):
-            files = spectra_figure.draw(spectra, maps, pictures)
+            files = spectra.draw(momenta, maps, pictures)
         print_labelled(console, "written", f"{pictures}: {', '.join(file.name for file in files)}")

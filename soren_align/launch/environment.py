@@ -57,6 +57,13 @@ def rank_from_environment() -> RankInfo | None:
     return None
 
 
+def refuse_ranks(command: str) -> None:
+    """Raise UserError if a launcher started this process and others."""
+    rank = rank_from_environment()
+    if rank and rank.num_ranks > 1:
+        raise UserError(f"{command} runs in one process; start it without a launcher (WORLD_SIZE is more than 1)")
+
+
 def launcher_environment() -> dict[str, str]:
     """Return this process's environment, with torch's names for srun's variables."""
     env = dict(os.environ)

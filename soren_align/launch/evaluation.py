@@ -19,7 +19,7 @@ from ..core.text import Terminal, counting, loading, print_labelled, stderr_cons
 from ..evaluate.suite.suites import check_suite
 from ..recipe import ADAPTER, Eval, Recipe, evaluation_problems, is_local, load_resolved, refuse_unloadable
 from ..run.folder import RunFolder
-from .environment import rank_from_environment, set_environment
+from .environment import refuse_ranks, set_environment
 
 if TYPE_CHECKING:
     from ..evaluate.stats.contamination import Overlaps
@@ -64,9 +64,7 @@ def evaluate(
         check_suite(settings)
         if output is None and (recipe is None or len(models) > 1):
             raise UserError("--output: is required: name the folder for results that belong to no single run")
-        rank = rank_from_environment()
-        if rank and rank.num_ranks > 1:
-            raise UserError("eval runs in one process; start it without a launcher (WORLD_SIZE is more than 1)")
+        refuse_ranks("eval")
         set_environment(recipe, num_gpus=settings.processes or (run or {}).get("processes") or 1)
         run_evaluation(models, settings, stderr_console(), output=output, summary=summary, cache=cache)
     finally:

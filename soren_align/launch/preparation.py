@@ -21,72 +21,66 @@ def prepare(folder: RunFolder, recipe: Recipe, num_ranks: int = 1) -> None:
     UserError otherwise.
     """
     folder.lock(create=True)
-    run = folder.read()
+    run, config = folder.read(), parallel(recipe.run.parallel).config
     if run is None or recipe.run.overwrite or (run["status"] == "training" and not folder.complete_checkpoints()):
         folder.clear()  # without a checkpoint there is nothing to resume from, and nothing to lose
-        config = parallel(recipe.run.parallel).config
         start = {"status": "training", "task": recipe.task, "processes": num_ranks, "started": now(), **provenance()}
         start["extends"] = recipe.extends
         folder.replace(**start, **({"parallel_config": config} if config else {}))
-    elif run["status"] == "finished" and _lacks_evaluation(folder, recipe):
-        _refuse_another_recipe(folder, recipe, run)
-        folder.update(status="trained")
-    elif run["status"] == "diverged":
+        write(folder.recipe, to_yaml(recipe))
+        return
+    status = run["status"]
+    if status == "diverged":
         raise UserError(f"{folder}: {folder.why_no_model()}")
-    elif run["status"] == "finished":
-        _refuse_more_steps(folder, recipe, run)
+    started = load_resolved(folder.recipe) if folder.recipe.is_file() else None
+    # Finished without an evaluation, as by --no-eval, which the recipe asks for now: only that is left to do.
+    if status == "finished" and (recipe.eval is None or folder.evaluation(recipe.eval.name).is_dir()):
+        _refuse_more_steps(folder, recipe, run, started)
         raise UserError(
             f"{folder}: holds a finished run. Choose another run.output_dir, evaluate it with "
             f"`soren-align eval {folder}`, or replace it with --set run.overwrite=true"
         )
-    elif recipe.run.resume == "never":
+    if status != "finished" and recipe.run.resume == "never":
         raise UserError(
             f"{folder}: holds an unfinished run and run.resume is never. Choose another run.output_dir, resume with "
             "--set run.resume=auto, or replace it with --set run.overwrite=true"
         )
-    else:
-        _refuse_another_recipe(folder, recipe, run)
-        if run["status"] == "training":
-            _refuse_another_number(folder, run.get("processes", 1), num_ranks)
-            folder.update(processes=num_ranks)
-    write(folder.recipe, to_yaml(recipe))
-
-
-def _lacks_evaluation(folder: RunFolder, recipe: Recipe) -> bool:
-    """Whether the recipe asks for an evaluation that the finished run has not made, as after --no-eval."""
-    if recipe.eval is None:
-        return False
-    return not folder.evaluation(recipe.eval.name).is_dir()
-
-
-def _refuse_another_recipe(folder: RunFolder, recipe: Recipe, run: dict[str, Any]) -> None:
-    if not folder.recipe.is_file():
-        return
-    started, config = load_resolved(folder.recipe), parallel(recipe.run.parallel).config
-    changed = differences(training_part(started), training_part(recipe))
-    if recipe.run.parallel == started.run.parallel:  # the same file, whose content may have changed
+    changed = [] if started is None else differences(training_part(started), training_part(recipe))
+    if started and recipe.run.parallel == started.run.parallel:  # the same file, whose content may have changed
         changed += differences({"run.parallel": run.get("parallel_config", config)}, {"run.parallel": config})
     if changed:
-        _refuse_more_steps(folder, recipe, run)
+        _refuse_more_steps(folder, recipe, run, started)
         raise UserError(
             f"{folder}: holds a run of another recipe:",
             *(f"  {line}" for line in changed),
             "Restore these to resume, choose another run.output_dir, or replace it with --set run.overwrite=true",
         )
+    if status == "finished":
+        folder.update(status="trained")
+    elif status == "training":
+        # Dropout is drawn per process, and sums round differently: the result would be that of neither number.
+        if (before := run.get("processes", 1)) not in (None, num_ranks):
+            raise UserError(
+                f"{folder}: holds an unfinished run of {before} process{'es' * (before > 1)}, not {num_ranks}. Resume "
+                f"with --processes {before}, convert its last checkpoint with `soren-align universal {folder}`, or "
+                "replace it with --set run.overwrite=true"
+            )
+        folder.update(processes=num_ranks)
+    write(folder.recipe, to_yaml(recipe))
 
 
-def _refuse_more_steps(folder: RunFolder, recipe: Recipe, run: dict[str, Any]) -> None:
+def _refuse_more_steps(folder: RunFolder, recipe: Recipe, run: dict[str, Any], started: Recipe | None) -> None:
     """Raise UserError with the command that trains on from a trained run, if `recipe` is its own but for more steps.
 
     The schedule has ended, and its learning rates were those of the shorter run: more steps are another run.
     """
     num_steps = run.get("training", {}).get("steps")
-    if run["status"] == "training" or num_steps is None or not folder.recipe.is_file():
+    if run["status"] == "training" or num_steps is None or started is None:
         return
-    started, parts = load_resolved(folder.recipe), []
-    for each in (load_resolved(folder.recipe), recipe):
-        trainer = {key: value for key, value in each.trainer.items() if key not in ("max_steps", "num_train_epochs")}
-        parts.append(training_part(each.model_copy(update={"trainer": trainer})))
+    parts = []
+    for part in (started, recipe):
+        trainer = {key: value for key, value in part.trainer.items() if key not in ("max_steps", "num_train_epochs")}
+        parts.append(training_part(part.model_copy(update={"trainer": trainer})))
     key = "max_steps" if trainer_value(recipe, "max_steps") > 0 else "num_train_epochs"
     before = num_steps if key == "max_steps" else trainer_value(started, key)
     more = trainer_value(recipe, key) - before
@@ -109,16 +103,6 @@ def _refuse_more_steps(folder: RunFolder, recipe: Recipe, run: dict[str, Any]) -
         f"starts from its model{reference} with a new schedule, a new optimizer state and another order of examples:",
         "  " + " \\\n    ".join(command),  # lines that a shell joins
     )
-
-
-def _refuse_another_number(folder: RunFolder, before: int | None, now: int) -> None:
-    # Dropout is drawn per process, and sums round differently: the result would be that of neither number.
-    if before not in (None, now):
-        raise UserError(
-            f"{folder}: holds an unfinished run of {before} process{'es' * (before > 1)}, not {now}. Resume with "
-            f"--processes {before}, convert its last checkpoint with `soren-align universal {folder}`, or replace it "
-            "with --set run.overwrite=true"
-        )
 
 
 def refuse_accelerate_config(kind: str) -> None:

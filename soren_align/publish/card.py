@@ -38,19 +38,33 @@ def write_card(run: RunFolder, merged: bool = False) -> None:
 
 def card(run: RunFolder, title: str, merged: bool = False) -> str:
     """Return the page of a trained run: YAML front matter for the hub, then Markdown."""
-    own_record = run.record(*TRAINED)  # first: it reports a run folder of another version
+    own_record = run.record(*TRAINED)
     recipe = load_resolved(run.recipe)
-    record = public_record(own_record, recipe)
-    is_adapter = adapter_config(run.model) is not None
+    record, yaml = public_record(own_record, recipe), public_recipe(recipe)
+    is_adapter, train = adapter_config(run.model) is not None, own_record["data"]["train"]
+    datasets = [source["path"] for source in train.get("sources", [train]) if "revision" in source]
+    front_matter = ModelCardData(
+        base_model=on_hub(own_record["start"]["path"]),
+        datasets=list(dict.fromkeys(datasets)) or None,
+        library_name="peft" if is_adapter and not merged else "transformers",
+        pipeline_tag="text-generation",
+        tags=["trl", recipe.optimizer.name, recipe.task, *(["lora"] if is_adapter and not merged else [])],
+    ).to_yaml()
+    subject = "A LoRA adapter, trained" if is_adapter else "Trained"
+    earlier = record["start"].get("after", [])
+    further = " further" if earlier and earlier[-1]["task"] == recipe.task else ""
+    method = f"{TASKS[recipe.task].title} with {recipe.optimizer.title}"
+    merge = " It is merged with its base model." if merged else ""
     facts = "".join(f"| {name} | {in_cell(fact)} |\n" for name, fact in _facts(recipe, record).items() if fact)
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", yaml)), default=0))  # longer than any in the recipe
     parts = [
-        f"---\n{_front_matter(recipe, own_record, is_adapter and not merged)}\n---",
+        f"---\n{front_matter}\n---",
         f"# {plain(title)}",
-        plain(_summary(recipe, record, is_adapter, merged)),
+        plain(f"{subject}{further} by {method} from {_start(recipe, record)}.{merge}"),
         _change(record["training"], is_adapter, merged),
         *_evaluations(run, recipe),
         f"## Training\n\n| | |\n|---|---|\n{facts}".rstrip(),
-        f"<details><summary>Recipe</summary>\n\n{_fenced(public_recipe(recipe))}\n\n</details>",
+        f"<details><summary>Recipe</summary>\n\n{fence}yaml\n{yaml}{fence}\n\n</details>",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -111,28 +125,6 @@ def on_hub(start: str) -> str | None:
     return start
 
 
-def _front_matter(recipe: Recipe, record: dict[str, Any], is_adapter: bool) -> str:
-    data = record["data"]["train"]
-    datasets = [source["path"] for source in data.get("sources", [data]) if "revision" in source]
-    return ModelCardData(
-        base_model=on_hub(record["start"]["path"]),
-        datasets=list(dict.fromkeys(datasets)) or None,
-        library_name="peft" if is_adapter else "transformers",
-        pipeline_tag="text-generation",
-        tags=["trl", recipe.optimizer.name, recipe.task, *(["lora"] if is_adapter else [])],
-    ).to_yaml()
-
-
-def _summary(recipe: Recipe, record: dict[str, Any], is_adapter: bool, merged: bool) -> str:
-    subject = "A LoRA adapter, trained" if is_adapter else "Trained"
-    earlier = record["start"].get("after", [])
-    if earlier and earlier[-1]["task"] == recipe.task:
-        subject = f"{subject} further"
-    merge = " It is merged with its base model." if merged else ""
-    method = f"{TASKS[recipe.task].title} with {recipe.optimizer.title}"
-    return f"{subject} by {method} from {_start(recipe, record)}.{merge}"
-
-
 def _change(training: dict[str, Any], is_adapter: bool, merged: bool) -> str:
     """Return whether training changed the model: the first lines that a person reads."""
     if "relative_change" not in training:
@@ -180,7 +172,11 @@ def _evaluations(run: RunFolder, recipe: Recipe) -> list[str]:
 
 
 def _without_paths(results: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
-    rows = [row | {"model": _name_on_hub(row["model"])} for row in results["rows"]]
+    """Return results for publication: of a model in the hub's cache, its name there and the commit."""
+    rows = []
+    for row in results["rows"]:
+        match = re.search(r"models--([^/]+)--([^/]+)/snapshots/(\w+)", row["model"])
+        rows.append(row | {"model": f"{match[1]}/{match[2]}@{match[3]}" if match else None})
     settings, title = dict(results["settings"]), results["title"]
     if Path(settings.get("data", "hub")).is_absolute():
         settings["data"] = (recipe.eval and recipe.eval.data_root) or "local files"
@@ -188,32 +184,29 @@ def _without_paths(results: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
     return public(results | {"title": title, "rows": rows, "settings": settings})
 
 
-def _name_on_hub(model: str) -> str | None:
-    """Return owner/name@commit for a folder in the hub's cache; None for any other folder."""
-    match = re.search(r"models--([^/]+)--([^/]+)/snapshots/(\w+)", model)
-    return f"{match[1]}/{match[2]}@{match[3]}" if match else None
-
-
 def _facts(recipe: Recipe, record: dict[str, Any]) -> dict[str, str | None]:
     optimizer, training, parameters = recipe.optimizer, record["training"], record["parameters"]
-    measured, seeds = record.get("optimizer", {}), record["seeds"]
+    measured, seeds, start = record.get("optimizer", {}), record["seeds"], record["start"]["sha256_or_revision"]
     inner = {"lr", "aux_lr", "name", *(() if optimizer.aux else ("aux",))}
     settings = {k: v for k, v in optimizer.model_dump(exclude=inner).items() if v is not None}
     aux = f"; AdamW on the other parameters, learning rate {optimizer.aux_lr:g}" if optimizer.aux_lr else ""
     name = measured.get("class", optimizer.title) + (f" ({optimizer.map_title})" if optimizer.map_title else "")
     matrices = f"{measured['num_matrices']} " if measured.get("num_matrices") else "the "
     saved = training.get("change_after_saving", {}).get("dtype")
-    early, best = training.get("stopped_early"), training.get("best_model")
+    early, best, validation = (training.get(key) for key in ("stopped_early", "best_model", "validation"))
+    share = parameters.get("spectral_share")  # none of AdamW
+    share = f" ({share:.1%} of the trained parameters)" if share else ""
     processes, device = record.get("processes") or 1, record["device"].split(":")[0]
     return {
         "trained from": _start(recipe, record),
-        "starting weights": _identity(record["start"]["sha256_or_revision"]),
+        "starting weights": start and f"{'sha256' if len(start) == 64 else 'revision'} {start}",
         "data": _data(record["data"]["train"]),
-        "optimizer": f"{name} on {matrices}matrices{_share(parameters)}, learning rate {optimizer.lr:g}{aux}",
+        "optimizer": f"{name} on {matrices}matrices{share}, learning rate {optimizer.lr:g}{aux}",
         "optimizer settings": ", ".join(f"{key} {_word(value)}" for key, value in settings.items()),
         "steps": f"{training['steps']}, {record['global_batch_size']} examples each",
         "ended early": f"of {early['max_steps']} steps: {describe_early_stop(early)}" if early else None,
-        "validation perplexity": _perplexity(training.get("validation")),
+        "validation perplexity": validation
+        and f"{validation['perplexity']:.2f}, of {validation['num_tokens']:,} held-out tokens",
         "model of step": f"{best['step']}, the best by {best['metric']}: {best['value']:.4g}" if best else None,
         "processes": f"{processes} ({record['parallel']}, {device})" if processes > 1 else f"1 ({device})",
         "parameters": f"{parameters['total']:,}, of which {parameters['trainable']:,} trained",
@@ -225,28 +218,11 @@ def _facts(recipe: Recipe, record: dict[str, Any]) -> dict[str, str | None]:
     }
 
 
-def _share(parameters: dict[str, Any]) -> str:
-    """Return " (84.1% of the trained parameters)"; nothing for AdamW, and for a run that has not recorded it."""
-    share = parameters.get("spectral_share")
-    return f" ({share:.1%} of the trained parameters)" if share else ""
-
-
-def _perplexity(validation: dict[str, Any] | None) -> str | None:
-    if validation is None:
-        return None
-    return f"{validation['perplexity']:.2f}, of {validation['num_tokens']:,} held-out tokens"
-
-
 def _start(recipe: Recipe, record: dict[str, Any]) -> str:
     name, seed = record["start"]["path"], recipe.model.init_seed
     if seed is not None:
         return f"random weights (seed {seed}) with the architecture of {name}"
     return ", ".join(filter(None, (name, describe_earlier_runs(record["start"]))))
-
-
-def _identity(digest: str | None) -> str | None:
-    """Return the identity of a starting checkpoint's weights: sha256 of a folder's files, or the hub's commit."""
-    return f"{'sha256' if len(digest) == 64 else 'revision'} {digest}" if digest else None
 
 
 def _data(train: dict[str, Any]) -> str:
@@ -279,9 +255,3 @@ def _word(value: Any) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.3g}%"
-
-
-def _fenced(text: str) -> str:
-    """Return a Markdown block of YAML, with a fence longer than any in the text."""
-    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
-    return f"{fence}yaml\n{text}{fence}"

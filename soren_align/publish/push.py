@@ -8,7 +8,6 @@ import json
 import tempfile
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import HfApi, constants, get_token
 from huggingface_hub.errors import HTTPError
@@ -17,13 +16,15 @@ from huggingface_hub.utils import validate_repo_id
 from ..core.errors import UserError
 from ..core.files import read_json
 from ..core.text import print_labelled, stderr_console, with_prefix
-from ..recipe import QUANTIZATION_RECORD, adapter_config, load_resolved
+from ..recipe import QUANTIZATION_RECORD, Recipe, adapter_config, load_resolved
 from ..run.folder import RunFolder
 from ..run.record import to_text
 from ..tasks import TASKS
 from .card import card, public, public_recipe, public_record
 
 CONFIGS = ("config.json", "generation_config.json", "tokenizer_config.json", "adapter_config.json")
+MODEL_NAMES = ("name_or_path", "_name_or_path", "base_model_name_or_path")
+"""Their keys whose value is a model's name, or its folder."""
 UPLOADED = (
     *CONFIGS,
     *("*.safetensors", "*.safetensors.index.json", QUANTIZATION_RECORD),
@@ -48,42 +49,38 @@ def push(
     dry_run: upload nothing, use no network, and return the list of files. Raises UserError, before anything is
     uploaded, if the model should not or cannot be uploaded.
     """
+    if repo.count("/") != 1:
+        raise UserError(f"{repo}: write OWNER/NAME, the hub's user or organization, then the model's name")
+    try:
+        validate_repo_id(repo)
+    except ValueError as error:
+        raise UserError(str(error)) from None
     run = RunFolder(path)
-    _refuse_name(repo)
-    with run.locked():
-        model = _model_of(run, merged)
-        if dry_run:
-            with tempfile.TemporaryDirectory() as folder:
-                _stage(Path(folder), run, model, repo, merged)
-                sizes = {file.name: file.stat().st_size for file in sorted(Path(folder).iterdir())}
-            files = [f"{with_prefix(size, 'B'):>10}  {name}" for name, size in sizes.items()]
-            return "\n".join([f"{repo} would receive", *files])
-        if constants.HF_HUB_OFFLINE:
+    with run.locked(), tempfile.TemporaryDirectory() as name:
+        model, folder, recipe = _model_of(run, merged), Path(name), load_resolved(run.recipe)
+        if not dry_run and constants.HF_HUB_OFFLINE:
             raise UserError("HF_HUB_OFFLINE is set; a push needs the hub: unset it")
-        if get_token() is None:
+        if not dry_run and get_token() is None:
             raise UserError("no token for the Hugging Face hub: run `hf auth login`, or set HF_TOKEN")
         try:
-            with tempfile.TemporaryDirectory() as folder:
-                _stage(Path(folder), run, model, repo, merged)
-                return _upload(Path(folder), run, repo, private, revision)
+            _stage(folder, run, recipe, model, repo, merged)
+            if dry_run:
+                sizes = [(with_prefix(file.stat().st_size, "B"), file.name) for file in sorted(folder.iterdir())]
+                return "\n".join([f"{repo} would receive", *(f"{size:>10}  {name}" for size, name in sizes)])
+            api = HfApi()
+            api.create_repo(repo, private=private or None, exist_ok=True)
+            if private and not api.model_info(repo).private:  # exist_ok does not change an existing repository
+                raise UserError(f"{repo}: exists already and is public; choose another name, or remove --private")
+            if revision:
+                api.create_branch(repo, branch=revision, exist_ok=True)
+            message = f"{TASKS[recipe.task].title} with {recipe.optimizer.name}, by soren-align"
+            api.upload_folder(repo_id=repo, folder_path=folder, revision=revision, commit_message=message)
         except (HTTPError, OSError) as error:  # the hub's errors are of both types
             raise UserError(f"{repo}: not uploaded: {' '.join(str(error).split())[:400]}") from error
-
-
-def _upload(folder: Path, run: RunFolder, repo: str, private: bool, revision: str | None) -> str:
-    api = HfApi()
-    api.create_repo(repo, private=private or None, exist_ok=True)
-    if private and not api.model_info(repo).private:  # exist_ok does not change an existing repository
-        raise UserError(f"{repo}: exists already and is public; choose another name, or remove --private")
-    if revision:
-        api.create_branch(repo, branch=revision, exist_ok=True)
-    recipe = load_resolved(run.recipe)
-    message = f"{TASKS[recipe.task].title} with {recipe.optimizer.name}, by soren-align"
-    api.upload_folder(repo_id=repo, folder_path=folder, revision=revision, commit_message=message)
     return f"{constants.ENDPOINT}/{repo}" + (f"/tree/{revision}" if revision else "")
 
 
-def _stage(folder: Path, run: RunFolder, model: Path, repo: str, merged: bool) -> None:
+def _stage(folder: Path, run: RunFolder, recipe: Recipe, model: Path, repo: str, merged: bool) -> None:
     """Fill `folder` with the repository's files: links to the model's, then card, recipe and run.json.
 
     Other files of the model's folder are printed.
@@ -96,29 +93,21 @@ def _stage(folder: Path, run: RunFolder, model: Path, repo: str, merged: bool) -
             raise UserError(
                 f"{file}: is a link, whose target may not belong to the model; replace it by the file itself"
             )
-        elif file.name in CONFIGS and (local := _without_local_name(read_json(file))):
-            (folder / file.name).write_text(json.dumps(local, indent=2) + "\n", encoding="utf-8")
         elif file.is_file():
-            (folder / file.name).symlink_to(file.resolve())
+            # Libraries write the folder that they loaded a model from. Tokens and other values may look like paths.
+            config = read_json(file) if file.name in CONFIGS else None
+            config = config if isinstance(config, dict) else {}
+            names = {key: public(value) for key, value in config.items() if key in MODEL_NAMES}
+            if config | names != config:
+                (folder / file.name).write_text(json.dumps(config | names, indent=2) + "\n", encoding="utf-8")
+            else:
+                (folder / file.name).symlink_to(file.resolve())
     if left_out:
         print_labelled(stderr_console(), "left out", f"not of a model's files: {', '.join(left_out)}")
     (folder / "README.md").write_text(card(run, repo.partition("/")[2], merged), encoding="utf-8")
-    recipe = load_resolved(run.recipe)
     (folder / "recipe.yaml").write_text(public_recipe(recipe), encoding="utf-8")
     record = public_record(run.record(), recipe)
     (folder / "run.json").write_text(to_text(record), encoding="utf-8")
-
-
-def _without_local_name(config: Any) -> dict[str, Any] | None:
-    """Return a configuration with its model's name as `public` has it; None if nothing changes.
-
-    Libraries write the folder that they loaded a model from; other values, such as tokens, may look like paths.
-    """
-    names = ("name_or_path", "_name_or_path", "base_model_name_or_path")
-    if not isinstance(config, dict):
-        return None
-    changed = config | {name: public(config[name]) for name in names if name in config}
-    return changed if changed != config else None
 
 
 def _model_of(run: RunFolder, merged: bool) -> Path:
@@ -154,12 +143,3 @@ def _model_of(run: RunFolder, merged: bool) -> Path:
             )
         )
     return run.model
-
-
-def _refuse_name(repo: str) -> None:
-    if repo.count("/") != 1:
-        raise UserError(f"{repo}: write OWNER/NAME, the hub's user or organization, then the model's name")
-    try:
-        validate_repo_id(repo)
-    except ValueError as error:
-        raise UserError(str(error)) from None
