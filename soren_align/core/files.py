@@ -112,7 +112,13 @@ def parse_json(text: str, name: str, max_depth: int = MAX_DEPTH) -> Any:
     for _ in range(max_depth):
         if any(isinstance(value, str) and not is_text(value) for value in level):
             raise UserError(f"{name}: has half of a surrogate pair, which is not text")
-        level = [child for value in level for child in _children(value)]
+        children: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                children += [*value, *value.values()]
+            elif isinstance(value, list):
+                children += value
+        level = children
         if not level:
             return data
     raise UserError(f"{name}: cannot be read as JSON: nested more than {max_depth} deep")
@@ -122,12 +128,6 @@ def _json_int(digits: str) -> int:
     if len(digits) > MAX_JSON_DIGITS:
         raise ValueError(f"a number of {len(digits)} digits; the limit is {MAX_JSON_DIGITS}")
     return int(digits)
-
-
-def _children(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return [*value, *value.values()]
-    return value if isinstance(value, list) else []
 
 
 def read_yaml(path: str | Path, name: str | None = None) -> Any:

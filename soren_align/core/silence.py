@@ -10,7 +10,6 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterator
-from typing import Any
 
 LIBRARIES = ("accelerate", "bitsandbytes", "datasets", "huggingface_hub", "lm_eval", "transformers")
 _KERNELS = "Failed to load CPU gemm_4bit_forward"
@@ -37,37 +36,28 @@ def log_level(level: int, *names: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def no_progress_bars() -> Iterator[None]:
-    """Turn off the progress bars of datasets, huggingface_hub and transformers."""
-    switches = [switch for switch in _progress_bars() if not switch[0]]
-    for _, disable, _ in switches:
-        disable()
-    try:
-        yield
-    finally:
-        for _, _, enable in switches:
-            enable()
-
-
-def _progress_bars() -> Iterator[tuple[bool, Any, Any]]:
-    """Yield (whether the bars are off, disable, enable) for each imported library that has progress bars."""
-    if datasets := sys.modules.get("datasets"):
-        yield datasets.are_progress_bars_disabled(), datasets.disable_progress_bars, datasets.enable_progress_bars
-    if transformers := sys.modules.get("transformers"):  # its switch turns the hub's as well
-        log = transformers.utils.logging
-        yield not log.is_progress_bar_enabled(), log.disable_progress_bar, log.enable_progress_bar
-    if hub := sys.modules.get("huggingface_hub"):
-        bars = hub.utils
-        yield bars.are_progress_bars_disabled(), bars.disable_progress_bars, bars.enable_progress_bars
-
-
-@contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
     """Silence progress bars, warnings and all logs below errors; prints stay."""
-    with warnings.catch_warnings():
+    bars = []  # of the libraries that have some: whether they are shown, and the two switches
+    if datasets := sys.modules.get("datasets"):
+        is_shown = not datasets.are_progress_bars_disabled()
+        bars.append((is_shown, datasets.disable_progress_bars, datasets.enable_progress_bars))
+    if transformers := sys.modules.get("transformers"):  # its switch turns the hub's as well
+        log = transformers.utils.logging
+        bars.append((log.is_progress_bar_enabled(), log.disable_progress_bar, log.enable_progress_bar))
+    if hub := sys.modules.get("huggingface_hub"):
+        utils = hub.utils
+        bars.append((not utils.are_progress_bars_disabled(), utils.disable_progress_bars, utils.enable_progress_bars))
+    switches = [(disable, enable) for is_shown, disable, enable in bars if is_shown]
+    with warnings.catch_warnings(), log_level(logging.ERROR, *LIBRARIES):
         warnings.simplefilter("ignore")
-        with log_level(logging.ERROR, *LIBRARIES), no_progress_bars():
+        for disable, _ in switches:
+            disable()
+        try:
             yield
+        finally:
+            for _, enable in switches:
+                enable()
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ from ..recipe import (
 from ..run import lock
 from ..run.folder import AFTER_DIVERGENCE, STOPPED, RunFolder, now
 from .environment import rank_from_environment, refuse_ranks, set_environment, without_ranks
-from .preparation import prepare, refuse_accelerate_config
+from .preparation import prepare
 
 
 def train(recipe: Recipe, processes: int | None = None) -> int:
@@ -49,7 +49,6 @@ def train(recipe: Recipe, processes: int | None = None) -> int:
     refuse_unquantizable(recipe.model.quantize)
     if recipe.eval:
         check_suite(recipe.eval)
-    refuse_accelerate_config(parallel(recipe.run.parallel).kind)
     folder = RunFolder(recipe.run.output_dir)
     timeout_seconds = float(trainer_value(recipe, "ddp_timeout"))
     refusal = None

@@ -18,10 +18,20 @@ def prepare(folder: RunFolder, recipe: Recipe, num_ranks: int = 1) -> None:
     """Make a folder ready to start or resume training in, and hold it (`RunFolder.lock`).
 
     A finished run is not changed. An unfinished run resumes only with its own recipe and number of processes. Raises
-    UserError otherwise.
+    UserError otherwise, and if `accelerate launch` is configured for another kind of parallelism than the recipe.
     """
+    shared = parallel(recipe.run.parallel)
+    for variable, kind, name in (
+        ("ACCELERATE_USE_DEEPSPEED", "zero", "DeepSpeed"),
+        ("ACCELERATE_USE_FSDP", "fsdp2", "FSDP"),
+    ):
+        if os.environ.get(variable, "").lower() == "true" and shared.kind != kind:
+            raise UserError(
+                f"accelerate was configured for {name}, and run.parallel is {shared.kind}: set run.parallel (zero1, "
+                "zero2, zero3, fsdp2 or a config's path), or configure accelerate for plain multi-GPU"
+            )
     folder.lock(create=True)
-    run, config = folder.read(), parallel(recipe.run.parallel).config
+    run, config = folder.read(), shared.config
     if run is None or recipe.run.overwrite or (run["status"] == "training" and not folder.complete_checkpoints()):
         folder.clear()  # without a checkpoint there is nothing to resume from, and nothing to lose
         start = {"status": "training", "task": recipe.task, "processes": num_ranks, "started": now(), **provenance()}
@@ -103,16 +113,3 @@ def _refuse_more_steps(folder: RunFolder, recipe: Recipe, run: dict[str, Any], s
         f"starts from its model{reference} with a new schedule, a new optimizer state and another order of examples:",
         "  " + " \\\n    ".join(command),  # lines that a shell joins
     )
-
-
-def refuse_accelerate_config(kind: str) -> None:
-    """Raise UserError if `accelerate launch` is configured for another kind of parallelism than the recipe."""
-    for variable, its_kind, name in (
-        ("ACCELERATE_USE_DEEPSPEED", "zero", "DeepSpeed"),
-        ("ACCELERATE_USE_FSDP", "fsdp2", "FSDP"),
-    ):
-        if os.environ.get(variable, "").lower() == "true" and kind != its_kind:
-            raise UserError(
-                f"accelerate was configured for {name}, and run.parallel is {kind}: set run.parallel (zero1, zero2, "
-                "zero3, fsdp2 or a config's path), or configure accelerate for plain multi-GPU"
-            )

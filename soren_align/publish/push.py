@@ -22,11 +22,11 @@ from ..run.record import to_text
 from ..tasks import TASKS
 from .card import card, public, public_recipe, public_record
 
-CONFIGS = ("config.json", "generation_config.json", "tokenizer_config.json", "adapter_config.json")
+CONFIG_FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "adapter_config.json")
 MODEL_NAMES = ("name_or_path", "_name_or_path", "base_model_name_or_path")
 """Their keys whose value is a model's name, or its folder."""
 UPLOADED = (
-    *CONFIGS,
+    *CONFIG_FILES,
     *("*.safetensors", "*.safetensors.index.json", QUANTIZATION_RECORD),
     *("tokenizer.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
     *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
@@ -95,7 +95,7 @@ def _stage(folder: Path, run: RunFolder, recipe: Recipe, model: Path, repo: str,
             )
         elif file.is_file():
             # Libraries write the folder that they loaded a model from. Tokens and other values may look like paths.
-            config = read_json(file) if file.name in CONFIGS else None
+            config = read_json(file) if file.name in CONFIG_FILES else None
             config = config if isinstance(config, dict) else {}
             names = {key: public(value) for key, value in config.items() if key in MODEL_NAMES}
             if config | names != config:

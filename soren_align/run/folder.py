@@ -74,6 +74,7 @@ class RunFolder:
         self.model = self.path / "model"
         self.merged = self.path / "merged"
         self._file = self.path / "run.json"
+        self._is_holder = False
         self._cached: tuple[tuple[int, int], dict[str, Any]] | None = None  # the record, and which file it is from
 
     @property
@@ -98,8 +99,8 @@ class RunFolder:
         """
         if not self._file.is_file() or (self.path / "config.json").is_file():
             return None
-        # While this process holds the folder, a file that was not replaced, as by a rank of its own, is not read again.
-        if not self._cached or self._cached[0] != self._version() or not self.is_locked():
+        # A holder reads it again only if the file was replaced, as by a rank that it started.
+        if not self._is_holder or self._cached is None or self._cached[0] != self._version():
             self._cached = self._version(), read_record(self._file)
         return dict(self._cached[1])
 
@@ -182,6 +183,7 @@ class RunFolder:
                     lock.release(own)
                     raise
                 lock.release(ranks)
+        self._is_holder = True
         # Writing through a link among the files of a run would change files elsewhere; opening a pipe may never end.
         for name in CONTENTS:
             for entry in (self.path / name, *self.path.glob(f"{name}.*part")):
@@ -195,6 +197,7 @@ class RunFolder:
 
     def release(self) -> None:
         """Let other processes use the folder."""
+        self._is_holder = False
         for name in (LOCK, RANKS_LOCK):
             lock.release(self.path / name)
 

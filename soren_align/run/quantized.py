@@ -1,11 +1,11 @@
-"""Models whose linear layers bitsandbytes has quantized: how they are loaded, what they hold, and back to float32."""
+"""Models whose linear layers bitsandbytes has quantized: how they are loaded, and what they hold."""
 
 import logging
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig
 
 from ..recipe import Quantization
 
@@ -26,16 +26,6 @@ def quantization_config(quantization: Quantization) -> BitsAndBytesConfig:
     )
 
 
-def prepare_quantized(model: torch.nn.Module) -> None:
-    """Make the quantized layers compute with the same numbers in training and in evaluation, in place.
-
-    On some CPUs bitsandbytes' first forward pass in eval mode would repack the 4-bit weights, with scales rounded to
-    bfloat16, and training would then continue with these.
-    """
-    for layer in _quantized_layers(model):
-        layer.support_avx512bf16_for_cpu = False
-
-
 def weight_numel(parameter: torch.Tensor) -> int:
     """Return how many weights a parameter holds: 4-bit ones are packed in pairs, and ZeRO 3 empties the tensor."""
     state = getattr(parameter, "quant_state", None)
@@ -48,7 +38,7 @@ def quantization_of(model: torch.nn.Module) -> dict[str, Any] | None:
     All is read from the loaded tensors: a `Quantization` (its dtype: of the frozen weights that are not quantized), and
     the type, number of layers and weights, and bytes.
     """
-    layers = [layer for layer in _quantized_layers(model)]
+    layers = list(quantized_layers(model))
     if not layers:
         return None
     names = {id(p) for layer in layers for p in layer.parameters(recurse=False)}
@@ -64,12 +54,7 @@ def quantization_of(model: torch.nn.Module) -> dict[str, Any] | None:
     }
 
 
-def dequantized(model: PreTrainedModel) -> Any:
-    """Return the model with float32 weights in place of the quantized ones: the numbers that those stand for."""
-    return model.dequantize(dtype=torch.float32).to(torch.float32)  # pyright: ignore
-
-
-def _quantized_layers(model: torch.nn.Module) -> Iterator[Any]:
+def quantized_layers(model: torch.nn.Module) -> Iterator[Any]:
     """Yield each layer whose weight is quantized, under an adapter too."""
     for module in model.modules():
         if type(module._parameters.get("weight")).__name__ in _BITS:

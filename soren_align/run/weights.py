@@ -31,7 +31,7 @@ from ..core.files import read_json
 from ..core.patches import patched
 from ..recipe import Quantization, refuse_unquantizable
 from .provenance import weight_files
-from .quantized import prepare_quantized, quantization_config
+from .quantized import quantization_config, quantized_layers
 
 _MASK = re.compile(r"(^|\.)attn(\.attention)?\.(masked_)?bias$")
 """Causal masks, which old checkpoints of GPT-2 and GPT-Neo contain among their weights."""
@@ -129,8 +129,10 @@ def load_model(
         raise UserError(f"model {name}: is an adapter on the hub; download it and name its folder")
     mismatched = [key for key, *_ in info["mismatched_keys"]]
     refuse_other_keys(name, info["missing_keys"], info["unexpected_keys"], mismatched)
-    if quantization is not None:
-        prepare_quantized(model)
+    for layer in quantized_layers(model):
+        # On some CPUs bitsandbytes' first forward pass in eval mode would repack the 4-bit weights, with scales rounded
+        # to bfloat16, and training would then continue with these: numbers of training and evaluation would differ.
+        layer.support_avx512bf16_for_cpu = False
     return model
 
 

@@ -22,7 +22,7 @@ from ..core.files import remove, rename_durably, write
 from ..optim import chunks, copied_to_cpu, master_weights
 from ..recipe import QUANTIZATION_RECORD, Recipe, adapter_config, is_local, load_resolved, recorded_quantization
 from ..run.folder import MERGED_FROM, RunFolder
-from ..run.quantized import dequantized, quantization_of
+from ..run.quantized import quantization_of
 from ..run.weights import NO_PATTERN, load_adapter, load_config, load_model, load_tokenizer, make_savable_
 from .checkpoints import write_errors
 from .trained_optimizer import AttachedOptimizer
@@ -131,7 +131,8 @@ def merge(run: RunFolder) -> Path:
         quantization = recorded_quantization(run.model)
         base = load_model(name, quantization, revision=revision, dtype=torch.float32)
         make_savable_(base.generation_config, name)
-        base = base if quantization is None else dequantized(base)
+        if quantization is not None:  # the numbers that the quantized weights stand for
+            base: Any = base.dequantize(dtype=torch.float32).to(torch.float32)  # pyright: ignore
         model: Any = load_adapter(base, str(run.model))
         tokenizer = load_tokenizer(str(run.model))
     merged = model.merge_and_unload(safe_merge=True)
