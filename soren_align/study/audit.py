@@ -1,22 +1,19 @@
 """The audit of a study: whether its candidates were compared on equal terms, read from the run folders alone.
 
-Nothing in study.json is trusted: what it states is compared with the folders. With any problem there is no verdict;
-cautions weaken the conclusion (docs/comparison.md).
+With any problem there is no verdict; cautions weaken the conclusion (docs/comparison.md).
 """
 
 import json
-import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from ..core.version import __version__
 from ..recipe import differences, is_derived, recipe_hash
 from .config import METRICS
-from .runs import STAGES, Evidence, flat, run_folders
-from .study import Candidate, Run
+from .runs import RunFiles, by_trial, flat, run_folders
+from .study import Candidate, metric_of_trial
 
 EQUAL_AT_A_SEED = {
     "starting_weights": "other initial weights",
@@ -34,81 +31,71 @@ FOLLOWS = "not set"
 MATCHED = "remove this folder and rerun the study, so that all candidates are trained alike"
 
 
-def audit(
-    candidates: list[Candidate], study_folder: Path, file: dict[str, Any], evidence: tuple[list[Evidence], list[str]]
-) -> list[str]:
+MANY_SEEDS = 5
+"""Of a verdict, from which on their number is no caution: with 3, a 95% interval over seeds alone is 4.3 standard
+errors wide to each side, with 5 it is 2.8 (Student's t)."""
+MANY_EXAMPLES = 100
+"""Held out, from which on their number is no caution."""
+
+
+def audit(candidates: list[Candidate], study_folder: Path, file: dict[str, Any], runs: list[RunFiles]) -> list[str]:
     """Return the problems of a study that has ended, each a sentence with place, finding and remedy.
 
-    candidates: as study.json has them; the trials of each in `trials`, the runs with fresh seeds in `verdict`. file:
-    the study's resolved file. evidence: `read_evidence` of the folder.
+    file: the study's resolved file. runs: those in the folder.
     """
-    runs, problems = evidence[0], [*evidence[1]]
-    searched = {name: _searched_keys(file, name) for name in file["candidates"]}
-    problems += _listing_problems(candidates, study_folder, runs)
-    problems += _trial_problems(study_folder, file)
-    problems += _seed_problems(candidates, runs, file)
-    problems += _recipe_problems(runs, file, searched)
-    problems += _identity_problems(runs)
-    problems += _selection_problems(candidates, runs, file, searched)
+    searched = {
+        name: {*(file["search"].get("space") or {}), *(section.get("space") or {})}
+        for name, section in file["candidates"].items()
+    }
+    problems = [
+        *_folder_problems(candidates, study_folder, file, runs),
+        *_recipe_problems(runs, file, searched),
+        *_identity_problems(runs),
+        *_selection_problems(candidates, runs, file, searched),
+    ]
     return list(dict.fromkeys(problems))
 
 
-def _searched_keys(file: dict[str, Any], candidate: str) -> set[str]:
-    return {*(file["search"].get("space") or {}), *(file["candidates"].get(candidate, {}).get("space") or {})}
-
-
-def _listing_problems(candidates: list[Candidate], study_folder: Path, runs: list[Evidence]) -> Iterator[str]:
-    """Folders that the study does not list, listed runs without a folder, and a listed status that is not the run's."""
-    on_disk = {folder.relative_to(study_folder).as_posix() for folder in run_folders(study_folder)}
-    listed = {run.folder: run for candidate in candidates for run in (*candidate.trials, *candidate.verdict)}
-    for place in sorted(on_disk - {*listed}):
-        yield f"{place}: is a run that the study does not list; declare its trial for all candidates, or remove it"
-    for place in sorted({*listed} - on_disk):
-        if listed[place].status in ("finished", "pruned"):
-            yield f"{place}: is listed as {listed[place].status} and has no folder; rerun the study"
+def _folder_problems(
+    candidates: list[Candidate], study_folder: Path, file: dict[str, Any], runs: list[RunFiles]
+) -> Iterator[str]:
+    """Runs that the study does not list, unequal numbers of trials, and seeds that it does not declare or that miss."""
+    on_disk = [folder.relative_to(study_folder).as_posix() for folder in run_folders(study_folder)]
+    listed = {run.folder: run.status for candidate in candidates for run in candidate.runs}
+    for place in on_disk:
+        if place not in listed:
+            yield f"{place}: is a run that the study does not list; declare its trial for all candidates, or remove it"
     for run in runs:
-        entry = listed.get(run.place)
-        if entry is not None and entry.status == "finished" and not run.is_trained:
+        if listed.get(run.place) == "finished" and run.num_steps is None:
             yield f"{run.place}: is listed as finished and is not trained to its end; rerun the study"
-        if entry is not None and (entry.candidate, entry.stage) != (run.candidate, run.stage):
-            yield f"{run.place}: is listed as {entry.stage} of {entry.candidate}; rerun the study"
 
-
-def _trial_problems(study_folder: Path, file: dict[str, Any]) -> Iterator[str]:
-    """Unequal numbers of trials; the same for all is no problem (a budget that has ended, or an extended search)."""
-    places = [folder.relative_to(study_folder) for folder in run_folders(study_folder)]
-    counts = Counter(place.parts[1] for place in places if place.parts[0] == STAGES[0])
+    # The same number for all is no problem: a budget has ended, or the search was extended.
+    counts = Counter(place.split("/")[1] for place in on_disk if place.startswith("search/"))
     declared = file["search"]["trials"] * len(file["search"]["seeds"])
     numbers = {name: counts[name] for name in {**file["candidates"], **counts}}
-    if len({*numbers.values()}) == 1:
-        return
-    for name, number in numbers.items():
+    for name, number in numbers.items() if len({*numbers.values()}) > 1 else ():
         if name not in file["candidates"]:
             yield f"search/{name}: the study declares no candidate {name!r}; remove the folder"
         elif number != declared:
-            yield (
-                f"search/{name}: has {number} trials, and {declared} are declared for each candidate; "
-                f"{'remove those beyond them' if number > declared else 'rerun the study to make the others'}"
-            )
+            remedy = "remove those beyond them" if number > declared else "rerun the study to make the others"
+            yield f"search/{name}: has {number} trials, and {declared} are declared for each candidate; {remedy}"
 
-
-def _seed_problems(candidates: list[Candidate], runs: list[Evidence], file: dict[str, Any]) -> Iterator[str]:
-    """A verdict on seeds of the search, or without one of its own; a candidate of which no trial finished has none."""
-    selected = {name: None for name in file["candidates"]} | {each.name: each.selected for each in candidates}
-    fresh, selecting = file["verdict"]["seeds"], {run.seed for run in runs if run.stage == "search"}
+    seeds = {stage: file[stage]["seeds"] for stage in ("search", "verdict")}
+    selecting = {run.seed for run in runs if run.stage == "search"} | {*seeds["search"]}
     for run in runs:
-        if run.stage == "verdict" and run.seed in selecting | {*file["search"]["seeds"]}:
+        if run.stage == "verdict" and run.seed in selecting:
             yield f"{run.place}: has seed {run.seed}, with which the setting was selected; write other verdict.seeds"
-        elif run.seed not in (fresh if run.stage == "verdict" else file["search"]["seeds"]):
+        elif run.seed not in seeds[run.stage]:
             yield f"{run.place}: has seed {run.seed}, which {run.stage}.seeds does not declare; {MATCHED}"
+    with_verdict = {candidate.name for candidate in candidates if candidate.selected is not None}
     for name in file["candidates"]:
         started = {run.seed for run in runs if (run.stage, run.candidate) == ("verdict", name)}
-        missing = [str(seed) for seed in fresh if seed not in started]
-        if missing and (started or selected[name] is not None):
+        missing = [str(seed) for seed in seeds["verdict"] if seed not in started]
+        if missing and (started or name in with_verdict):
             yield f"verdict/{name}: has no run with seed {', '.join(missing)}; rerun the study"
 
 
-def _recipe_problems(runs: list[Evidence], file: dict[str, Any], searched: dict[str, set[str]]) -> Iterator[str]:
+def _recipe_problems(runs: list[RunFiles], file: dict[str, Any], searched: dict[str, set[str]]) -> Iterator[str]:
     """Recipes that differ in more than the study declares, or are not those that were trained."""
     for run in runs:
         trained_by = run.record.get("identity")
@@ -137,7 +124,7 @@ def declared_settings(file: dict[str, Any], candidate: str, *, shared: bool = Tr
     return flat({**(file.get("set") or {}), **own} if shared else own)
 
 
-def _unlike(runs: list[Evidence], is_free: Callable[[str], bool], others: str) -> dict[str, str]:
+def _unlike(runs: list[RunFiles], is_free: Callable[[str], bool], others: str) -> dict[str, str]:
     """By place the problem of a recipe that differs from those of most runs in a key that is not free.
 
     A key that most recipes do not set, and that follows another one, such as AdamW's aux_lr its lr, is equal where it
@@ -157,27 +144,24 @@ def _unlike(runs: list[Evidence], is_free: Callable[[str], bool], others: str) -
     return problems
 
 
-def _identity_problems(runs: list[Evidence]) -> Iterator[str]:
+def _identity_problems(runs: list[RunFiles]) -> Iterator[str]:
     """Parts of the identity that are not equal for all runs with one seed, and unequal numbers of steps."""
-    trained = [run for run in runs if run.is_trained]
+    trained = [run for run in runs if run.num_steps is not None]
     yield from _deviations(trained, lambda run: run.num_steps, "another number of steps than the other runs")
     steps = most_common([run.num_steps for run in trained])
     for seed in dict.fromkeys(run.seed for run in runs):
         for part, finding in EQUAL_AT_A_SEED.items():
             compared = [run for run in runs if run.seed == seed and run.record.get("identity")]
-            if part in (
-                "batches",
-                "precision",
-            ):  # known at the end; the batches of another number of steps differ anyway
-                compared = [run for run in compared if run.is_trained and run.num_steps == steps]
+            if part in ("batches", "precision"):  # known at the end; those of another number of steps differ anyway
+                compared = [run for run in compared if run.num_steps is not None and run.num_steps == steps]
             others = f"{finding} than the other runs with seed {seed}"
             yield from _deviations(compared, lambda run, part=part: run.record["identity"].get(part), others)
 
 
-def _deviations(runs: list[Evidence], value: Callable[[Evidence], Any], finding: str) -> Iterator[str]:
+def _deviations(runs: list[RunFiles], value: Callable[[RunFiles], Any], finding: str) -> Iterator[str]:
     """A problem for each candidate with a run whose value is not that of most runs, or is unknown."""
     usual = most_common([value(run) for run in runs])
-    by_candidate: dict[tuple[str, str], list[Evidence]] = {}
+    by_candidate: dict[tuple[str, str], list[RunFiles]] = {}
     for run in runs:
         if value(run) != usual or usual is None:
             by_candidate.setdefault((run.stage, run.candidate), []).append(run)
@@ -191,7 +175,7 @@ def _deviations(runs: list[Evidence], value: Callable[[Evidence], Any], finding:
 
 
 def _selection_problems(
-    candidates: list[Candidate], runs: list[Evidence], file: dict[str, Any], searched: dict[str, set[str]]
+    candidates: list[Candidate], runs: list[RunFiles], file: dict[str, Any], searched: dict[str, set[str]]
 ) -> Iterator[str]:
     """Selection by anything but the best held-out metric, and verdicts of other settings than the selected ones."""
     metric = file["search"]["metric"]
@@ -199,25 +183,29 @@ def _selection_problems(
         allowed = " or ".join(METRICS)
         yield f"search.metric: selects by {metric!r}, which is no metric of held-out examples; write {allowed}"
         return
-    yield from _misstated_metrics(candidates, runs, metric)
-    for name in file["candidates"]:
-        trials = settings_of_search([run for run in runs if run.candidate == name], metric, searched[name])
-        best = selected_settings(trials, len(file["search"]["seeds"]), METRICS[metric])
+
+    settings = {
+        run.place: json.dumps({key: run.settings.get(key) for key in sorted(searched.get(run.candidate, ()))})
+        for run in runs
+    }
+    for candidate in candidates:
+        trials = [trial for trial in by_trial(candidate.trials).values() if trial[0].folder in settings]
+        metrics = {settings[trial[0].folder]: metric_of_trial(trial) for trial in trials}
+        best = settings.get(candidate.selected_trial.folder) if candidate.selected_trial else None
         places: dict[str, list[str]] = {}  # of the verdict, by setting
         for run in runs:
-            if (run.stage, run.candidate) == ("verdict", name):
-                places.setdefault(_key(_parameters(run, searched[name])), []).append(run.place)
-        for key, (place, *others) in places.items():
-            if key in best:
-                continue
+            if (run.stage, run.candidate) == ("verdict", candidate.name) and settings[run.place] != best:
+                places.setdefault(settings[run.place], []).append(run.place)
+        for setting, (place, *others) in places.items():
             where = f"{place} and {len(others)} more" if others else place
-            if not best:
-                yield f"{where}: no trial of {name} has finished; a verdict needs a selected setting"
+            if best is None:
+                yield f"{where}: no trial of {candidate.name} has finished; a verdict needs a selected setting"
                 continue
-            theirs = f"has {metric} {fmean(trials[key]):.5g}" if key in trials else "is none of the search"
+            theirs = metrics.get(setting)
+            has = "is none of the search" if theirs is None else f"has {metric} {theirs:.5g}"
             yield (
-                f"{where}: the setting ({_in_words(key)}) {theirs}, and the best of the search ({_in_words(best[0])}) "
-                f"has {fmean(trials[best[0]]):.5g}: it was not selected on the held-out examples; rerun the verdict"
+                f"{where}: the setting ({_in_words(setting)}) {has}, and the best of the search ({_in_words(best)}) "
+                f"has {metrics[best]:.5g}: it was not selected on the held-out examples; rerun the verdict"
             )
 
 
@@ -225,41 +213,6 @@ def _in_words(setting: str) -> str:
     """Return "optimizer.lr 0.00661, ..." of a setting's JSON text."""
     values = json.loads(setting).items()
     return ", ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in values)
-
-
-def settings_of_search(runs: list[Evidence], metric: str, keys: set[str]) -> dict[str, list[float]]:
-    """The metrics of the finished trials by setting, as JSON text; one for each seed of the search."""
-    trials: dict[str, list[float]] = {}
-    for run in runs:
-        if run.stage == "search" and run.is_trained and (value := run.metric(metric)) is not None:
-            trials.setdefault(_key(_parameters(run, keys)), []).append(value)
-    return trials
-
-
-def selected_settings(trials: dict[str, list[float]], num_seeds: int, higher_is_better: bool) -> list[str]:
-    """The settings with the best mean metric, among those that finished with all seeds."""
-    means = {key: fmean(values) for key, values in trials.items() if len(values) >= num_seeds}
-    best = (max if higher_is_better else min)(means.values(), default=None)
-    return [key for key, mean in means.items() if mean == best]
-
-
-def _misstated_metrics(candidates: list[Candidate], runs: list[Evidence], metric: str) -> Iterator[str]:
-    by_place = {run.place: run for run in runs}
-    listed: Iterable[Run] = (run for c in candidates for run in (*c.trials, *c.verdict) if run.status == "finished")
-    for entry in listed:
-        if (run := by_place.get(entry.folder)) is None:
-            continue
-        stated, measured = entry.metric, run.metric(metric)
-        if stated != measured and not (stated and measured and math.isclose(stated, measured, rel_tol=1e-9)):
-            yield f"{run.place}: metrics.jsonl has {metric} {measured}, and study.json states {stated}; rerun the study"
-
-
-def _parameters(run: Evidence, keys: set[str]) -> dict[str, Any]:
-    return {key: run.settings.get(key) for key in sorted(keys)}
-
-
-def _key(parameters: dict[str, Any]) -> str:
-    return json.dumps(parameters, sort_keys=True)
 
 
 def most_common(values: list[Any]) -> Any:
@@ -270,36 +223,15 @@ def most_common(values: list[Any]) -> Any:
     return values[texts.index(Counter(texts).most_common(1)[0][0])]
 
 
-# ---
-# Facts that weaken a study's conclusion without being faults: edges, lost trials, few seeds, overlaps.
-
-MANY_SEEDS = 5
-"""Of a verdict, from which on their number is no caution: with 3, a 95% interval over seeds alone is 4.3 standard
-errors wide to each side, with 5 it is 2.8 (Student's t)."""
-MANY_EXAMPLES = 100
-"""Held out, from which on their number is no caution."""
-
-
 def cautions(
     candidates: list[Candidate],
     study_folder: Path,
     file: dict[str, Any],
-    runs: list[Evidence],
+    runs: list[RunFiles],
     contamination: dict[str, Any] | None = None,
-) -> list[str]:
-    """Return the cautions, each a sentence. runs: those of `read_evidence`. contamination: as in Study."""
-    sentences = [*_of_search(candidates, file), *_of_terms(file), *_of_folders(study_folder, runs)]
-    sentences += _of_verdict(file)
-    for column, counts in (contamination or {}).items():
-        if counts.get("overlapping"):
-            sentences.append(
-                f"{column}: {counts['overlapping']} of {counts['questions']} questions overlap with the training data; "
-                "compare the scores without them"
-            )
-    return sentences
-
-
-def _of_search(candidates: list[Candidate], file: dict[str, Any]) -> Iterator[str]:
+) -> Iterator[str]:
+    """Yield the cautions, each a sentence. runs: those in the folder. contamination: as in Study."""
+    search, sections = file["search"], file["candidates"]
     for candidate in candidates:
         for key, end in candidate.at_edge.items():
             word = "largest" if end == "high" else "least"
@@ -307,29 +239,23 @@ def _of_search(candidates: list[Candidate], file: dict[str, Any]) -> Iterator[st
                 f"{candidate.name}: the selected {key} is the {word} that was tried, and a better one may lie beyond; "
                 "extend the search (--extend)"
             )
-        for status in ("diverged", "failed", "pruned"):
+        for status in ("diverged", "failed"):
             if number := sum(run.status == status for run in candidate.trials):
-                yield f"{candidate.name}: {number} of {len(candidate.trials)} trials {_PAST[status]}"
+                yield f"{candidate.name}: {number} of {len(candidate.trials)} trials {status}"
         if candidate.selected is None:
             yield f"{candidate.name}: no trial has finished, so that it has no verdict"
     finished = {c.name: sum(run.status == "finished" for run in c.trials) for c in candidates}
     if len({*finished.values()}) > 1:
         counts = ", ".join(f"{name} {number}" for name, number in finished.items())
         yield f"the candidates have unequal numbers of finished trials ({counts}): more trials find better settings"
-    declared = file["search"]["trials"] * len(file["search"]["seeds"])
+    declared = search["trials"] * len(search["seeds"])
     number = max((len(each.trials) for each in candidates), default=declared)
     if number < declared:
         yield f"{number} of the declared {declared} trials of each candidate were made; the budget had ended"
     elif number > declared:
         yield f"the search was extended from {declared} to {number} trials of each candidate"
 
-
-_PAST = {"diverged": "diverged", "failed": "failed", "pruned": "were pruned before the end of their schedule"}
-
-
-def _of_terms(file: dict[str, Any]) -> Iterator[str]:
-    """Unequal terms that the study declares."""
-    search, sections = file["search"], file["candidates"]
+    # Unequal terms that the study declares.
     numbers = {}
     for name, section in sections.items():
         space = {**(search.get("space") or {}), **(section.get("space") or {})}
@@ -337,23 +263,19 @@ def _of_terms(file: dict[str, Any]) -> Iterator[str]:
     if len({*numbers.values()}) > 1:
         counts = ", ".join(f"{name} {number}" for name, number in numbers.items())
         yield f"the candidates search unequal numbers of keys ({counts}) with the same number of trials"
+    own = {name: declared_settings(file, name, shared=False) for name in sections}
     for name in sections:
-        own = declared_settings(file, name, shared=False)
-        keys = sorted(key for key in own if not key.startswith("optimizer."))
-        if keys and any(
-            declared_settings(file, other, shared=False).get(key) != own[key] for other in sections for key in keys
-        ):
+        keys = sorted(key for key in own[name] if not key.startswith("optimizer."))
+        if any(own[other].get(key) != own[name][key] for other in sections for key in keys):
             yield f"{name}: is trained with its own {', '.join(keys)}, so that more than the optimizer differs"
 
-
-def _of_folders(study_folder: Path, runs: list[Evidence]) -> Iterator[str]:
     evaluated = [run.place for run in runs if run.stage == "search" and (study_folder / run.place / "eval").is_dir()]
     if evaluated:
         more = f" and {len(evaluated) - 1} more" if len(evaluated) > 1 else ""
         yield f"{evaluated[0]}{more}: a trial of the search was evaluated on benchmarks, which must not select settings"
     held_out = [run.record.get("data", {}).get("eval") or {} for run in runs]
-    numbers = [each.get("num_kept", each.get("num_examples")) for each in held_out]
-    number = min((each for each in numbers if isinstance(each, int)), default=None)
+    sizes = [each.get("num_kept", each.get("num_examples")) for each in held_out]
+    number = min((each for each in sizes if isinstance(each, int)), default=None)
     if number is not None and number < MANY_EXAMPLES:
         yield f"the held-out metric is of {number} examples, whose spread is in no interval: those are over seeds alone"
     commits = sorted({str(run.record["commit"])[:12] for run in runs if run.record.get("commit")})
@@ -361,12 +283,15 @@ def _of_folders(study_folder: Path, runs: list[Evidence]) -> Iterator[str]:
         yield f"the runs were made by {len(commits)} commits of soren-align ({', '.join(commits[:3])})"
     if any(str(run.record.get("commit")).endswith("-dirty") for run in runs):
         yield "runs were made by an edited checkout of soren-align (-dirty), which no commit repeats"
-
-
-def _of_verdict(file: dict[str, Any]) -> Iterator[str]:
     if (number := len(file["verdict"]["seeds"])) < MANY_SEEDS:
         yield f"the verdict has {number} seeds; from {MANY_SEEDS} on, the intervals over seeds are much narrower"
     yield (
         "the held-out examples selected the settings and are compared in the verdict too: for every candidate their "
         "loss is lower than that of new examples; the benchmarks selected nothing"
     )
+    for column, counts in (contamination or {}).items():
+        if counts.get("overlapping"):
+            yield (
+                f"{column}: {counts['overlapping']} of {counts['questions']} questions overlap with the training data; "
+                "compare the scores without them"
+            )

@@ -26,13 +26,12 @@ from ..launch.environment import set_environment, visible_gpus
 from ..recipe import Eval, load_resolved
 from ..run import lock
 from ..run.folder import LOCK, RANKS_LOCK, RunFolder
-from . import audit as cautions
-from .audit import audit
+from .audit import audit, cautions
 from .config import StudyFile, recipe_of_run, study_folder
-from .progress import STUDY_FILE, Progress, create, read_study, write_study
 from .report.page import terminal_verdict, write_report
 from .run_processes import LOCKED, RESUMABLE, SERVER_LOST, start_run, start_server
-from .runs import read_evidence
+from .runs import read_files
+from .search import STUDY_FILE, Progress, create, read_study, write_study
 from .stats import verdict as answers
 from .stats.verdict import Rules, verdict
 from .study import ENDED, Run, Study
@@ -342,11 +341,11 @@ def conclude(folder: Path, failures: Mapping[str, str] | None = None) -> Study:
     study = read_study(folder, failures)
     options = _evaluation(folder, study)
     contamination = _contamination(folder, study, options)
-    evidence = read_evidence(folder)
+    runs, unreadable = read_files(folder)
     study = replace(
         study,
-        problems=audit(study.candidates, folder, study.file, evidence),
-        cautions=cautions.cautions(study.candidates, folder, study.file, evidence[0], contamination),
+        problems=[*unreadable, *audit(study.candidates, folder, study.file, runs)],
+        cautions=[*cautions(study.candidates, folder, study.file, runs, contamination)],
         contamination=contamination,
     )
     if not study.problems:

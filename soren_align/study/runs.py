@@ -1,16 +1,14 @@
-"""The runs of a study in a fixed order, and what their folders record of them."""
+"""The run folders of a study: one reader of their recipe.yaml, run.json and metrics.jsonl, for verdict and audit."""
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from ..core.errors import UserError
-from ..core.files import parse_json, read_text
 from ..evaluate.report.results import read_results
 from ..recipe import Recipe, load_resolved, training_part
 from ..run.folder import STOPPED, RunFolder, read_metrics
@@ -19,29 +17,66 @@ from ..run.record import divergence
 from .config import Range, StudyFile
 from .study import Point, Run, metric_of_trial
 
-
-def search_runs(study: StudyFile, drawn: Mapping[str, list[dict[str, Any]]]) -> list[Run]:
-    """The search's runs of the drawn trials: trial 0 of every candidate, then trial 1, ..."""
-    runs = []
-    for number in range(max(map(len, drawn.values()), default=0)):
-        for name, trials in drawn.items():
-            if number >= len(trials):
-                continue
-            for seed in study.search.seeds:
-                suffix = f"-{seed}" if len(study.search.seeds) > 1 else ""
-                folder = f"search/{name}/{number:02}{suffix}"
-                parameters = study.parameters(name, trials[number])
-                runs.append(Run(name, "search", number, seed, folder, parameters, "waiting"))
-    return runs
+STAGES = ("search", "verdict")
 
 
-def verdict_runs(study: StudyFile, candidate: str, parameters: dict[str, Any]) -> list[Run]:
-    """The verdict's runs of a candidate with the selected parameters, one per seed."""
-    seeds = enumerate(study.verdict.seeds)
-    return [
-        Run(candidate, "verdict", number, seed, f"verdict/{candidate}/{seed}", parameters, "waiting")
-        for number, seed in seeds
-    ]
+@dataclass(frozen=True)
+class RunFiles:
+    """The recipe and run.json of a run's folder. place: relative to the study's folder, "search/soren/03"."""
+
+    place: str
+    recipe: Recipe
+    record: dict[str, Any]
+
+    @property
+    def stage(self) -> str:
+        """search or verdict."""
+        return self.place.split("/")[0]
+
+    @property
+    def candidate(self) -> str:
+        """The folder that the run is in."""
+        return self.place.split("/")[1]
+
+    @property
+    def seed(self) -> int:
+        """The seed that the run was trained with."""
+        recorded = self.record.get("seeds", {}).get("trainer")
+        return recorded if recorded is not None else self.recipe.trainer.get("seed", 42)
+
+    @property
+    def num_steps(self) -> int | None:
+        """Of a run whose training came to its end."""
+        return self.record.get("training", {}).get("steps")
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The keys of the recipe that determine the weights, as dotted ones, without the seed."""
+        values = json.loads(json.dumps(flat(training_part(self.recipe)), default=str))  # tuples are lists, as in files
+        seeds = ["trainer.seed", "trainer.data_seed", *(["model.init_seed"] * (self.recipe.task == "pretrain"))]
+        return {key: value for key, value in values.items() if key not in seeds}
+
+
+def read_files(study_folder: Path) -> tuple[list[RunFiles], list[str]]:
+    """The runs in a study's folder, in the order of their places, and a problem for each that cannot be read.
+
+    A folder without run.json has no run yet.
+    """
+    runs, problems = [], []
+    for folder in run_folders(study_folder):
+        place = folder.relative_to(study_folder).as_posix()
+        try:
+            run = RunFolder(folder)
+            if (record := run.read()) is not None and run.recipe.is_file():
+                runs.append(RunFiles(place, load_resolved(run.recipe), record))
+        except UserError as error:
+            problems.append(f"{place}: cannot be audited: {error}; remove the folder and rerun the study")
+    return runs, problems
+
+
+def run_folders(study_folder: Path) -> list[Path]:
+    """All folders at the places of runs."""
+    return sorted(path for stage in STAGES for path in (study_folder / stage).glob("*/*") if path.is_dir())
 
 
 def read_run(run: Run, folder: RunFolder, metric: str) -> Run:
@@ -49,9 +84,17 @@ def read_run(run: Run, folder: RunFolder, metric: str) -> Run:
     record = folder.read()
     if record is None:
         return run
-    curve = read_curve(folder.metrics, metric)
-    training = record.get("training", {})
-    status, reason = _status(record, folder)
+    lines = read_metrics(folder.metrics)
+    curve = read_curve(lines, metric)
+    status, reason = "running", record.get("last_error") if record.get("resumable") else None
+    if has_ended(record):
+        status, reason = "finished", divergence(lines)
+        if record["status"] not in ("finished", "diverged"):
+            status, reason = "diverged" if record.get("diverged") else "failed", record["last_error"]
+        elif sum("eval_loss" in line for line in lines) < 2 or not any("loss" in line for line in lines):
+            status, reason = "failed", "metrics.jsonl has no evaluation of the start and of the end"
+        elif reason:
+            status = "diverged"
     return replace(
         run,
         status=status,
@@ -59,7 +102,7 @@ def read_run(run: Run, folder: RunFolder, metric: str) -> Run:
         metric=curve[-1].metric if curve and status in ("finished", "diverged") else None,
         curve=curve,
         seconds=curve[-1].seconds if curve else None,
-        peak_memory_bytes=training.get("peak_memory_bytes"),
+        peak_memory_bytes=record.get("training", {}).get("peak_memory_bytes"),
         scores=read_scores(folder)[1] if run.stage == "verdict" and status == "finished" else None,
         identity=record.get("identity", {}),
     )
@@ -78,47 +121,38 @@ def has_ended(record: dict[str, Any]) -> bool:
     return record.get("defect") in (None, software())
 
 
-def _status(record: dict[str, Any], folder: RunFolder) -> tuple[Any, str | None]:
-    if not has_ended(record):
-        return "running", record.get("last_error") if record.get("resumable") else None
-    if record["status"] not in ("finished", "diverged"):
-        return ("diverged" if record.get("diverged") else "failed"), record["last_error"]
-    lines = read_metrics(folder.metrics)
-    if sum("eval_loss" in line for line in lines) < 2 or not any("loss" in line for line in lines):
-        return "failed", "metrics.jsonl has no evaluation of the start and of the end"
-    reason = divergence(lines)
-    return ("diverged", reason) if reason else ("finished", None)
-
-
-def read_curve(metrics: Path, metric: str) -> list[Point]:
-    """The evaluations in metrics.jsonl, one per step, the start first.
+def read_curve(lines: Sequence[Mapping[str, Any]], metric: str) -> list[Point]:
+    """The evaluations in the lines of a metrics.jsonl, one per step, the start first.
 
     seconds: of training and evaluations, from the logged speeds, so that a resumed run has those of all its parts.
     transformers averages the first loss that is logged after a resume over the steps since then.
     """
+
+    def finite(value: Any) -> float | None:
+        return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
     points: dict[int, Point] = {}
-    train: dict[str, Any] = {}
+    train: Mapping[str, Any] = {}
     seconds, tokens = 0.0, 0.0
-    for line in read_metrics(metrics):
+    for line in lines:
         if "loss" in line:
             train = line
             speed, total = line.get("tokens_per_second"), line.get("num_tokens")
             if speed and total is not None:
                 seconds, tokens = seconds + max(0.0, total - tokens) / speed, total
-        if metric not in line and "eval_loss" not in line:
-            continue
-        step = line["step"]
-        points[step] = Point(
-            step,
-            # The evaluations of a pre-training are ours, and have no such count.
-            tokens=int(line.get("eval_num_tokens", tokens)) if step else 0,
-            seconds=seconds,
-            metric=_finite(line.get(metric)),
-            train_loss=_finite(train.get("loss")) if step else None,
-            relative_change=_finite(train.get("relative_change")) if step else 0.0,
-            kl_to_start=_finite(line.get("eval_kl_to_start", line.get("kl_to_start"))),
-            retention_loss=_finite(line.get("eval_retention_loss", line.get("retention_loss"))),
-        )
+        if metric in line or "eval_loss" in line:
+            step = line["step"]
+            points[step] = Point(
+                step,
+                # The evaluations of a pre-training are ours, and have no such count.
+                tokens=int(line.get("eval_num_tokens", tokens)) if step else 0,
+                seconds=seconds,
+                metric=finite(line.get(metric)),
+                train_loss=finite(train.get("loss")) if step else None,
+                relative_change=finite(train.get("relative_change")) if step else 0.0,
+                kl_to_start=finite(line.get("eval_kl_to_start", line.get("kl_to_start"))),
+                retention_loss=finite(line.get("eval_retention_loss", line.get("retention_loss"))),
+            )
     return [points[step] for step in sorted(points)]
 
 
@@ -165,99 +199,6 @@ def by_trial(runs: Iterable[Run]) -> dict[int, list[Run]]:
     for run in runs:
         trials.setdefault(run.number, []).append(run)
     return trials
-
-
-def _finite(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-
-
-# ---
-# The run folders of a study as the audit reads them: from recipe.yaml, run.json and metrics.jsonl alone.
-
-STAGES = ("search", "verdict")
-MAX_METRICS_BYTES = 2**28
-"""Of a metrics.jsonl: 600 bytes per log, 400,000 logs."""
-
-
-@dataclass(frozen=True)
-class Evidence:
-    """One run folder. place: relative to the study's folder, "search/soren/03"."""
-
-    place: str
-    recipe: Recipe
-    record: dict[str, Any]
-    """run.json."""
-    metrics: list[dict[str, Any]]
-    """The lines of metrics.jsonl."""
-
-    @property
-    def stage(self) -> str:
-        """search or verdict."""
-        return self.place.split("/")[0]
-
-    @property
-    def candidate(self) -> str:
-        """The folder that the run is in."""
-        return self.place.split("/")[1]
-
-    @property
-    def seed(self) -> int:
-        """The seed that the run was trained with."""
-        recorded = self.record.get("seeds", {}).get("trainer")
-        return recorded if recorded is not None else self.recipe.trainer.get("seed", 42)
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether training came to its end."""
-        return "training" in self.record
-
-    @property
-    def num_steps(self) -> int:
-        """Of a trained run."""
-        return self.record["training"]["steps"]
-
-    @cached_property
-    def settings(self) -> dict[str, Any]:
-        """The keys of the recipe that determine the weights, as dotted ones, without the seed."""
-        values = json.loads(json.dumps(flat(training_part(self.recipe)), default=str))  # tuples are lists, as in files
-        seeds = {"trainer.seed", "trainer.data_seed"} | (
-            {"model.init_seed"} if self.recipe.task == "pretrain" else set()
-        )
-        return {key: value for key, value in values.items() if key not in seeds}
-
-    def metric(self, name: str) -> float | None:
-        """The value of the last evaluation; None if there is none, or it is not finite."""
-        values = [line[name] for line in self.metrics if isinstance(line.get(name), int | float)]
-        return float(values[-1]) if values and math.isfinite(values[-1]) else None
-
-
-def read_evidence(study_folder: Path) -> tuple[list[Evidence], list[str]]:
-    """The runs in the folder, in the order of their places, and a problem for each that cannot be read.
-
-    A folder without run.json has no run yet.
-    """
-    runs, problems = [], []
-    for folder in run_folders(study_folder):
-        place = folder.relative_to(study_folder).as_posix()
-        try:
-            run = RunFolder(folder)
-            if (record := run.read()) is not None and run.recipe.is_file():
-                runs.append(Evidence(place, load_resolved(run.recipe), record, list(_lines(run.metrics))))
-        except UserError as error:
-            problems.append(f"{place}: cannot be audited: {error}; remove the folder and rerun the study")
-    return runs, problems
-
-
-def run_folders(study_folder: Path) -> list[Path]:
-    """All folders at the places of runs."""
-    return sorted(path for stage in STAGES for path in (study_folder / stage).glob("*/*") if path.is_dir())
-
-
-def _lines(file: Path) -> Iterator[dict[str, Any]]:
-    for line in read_text(file, MAX_METRICS_BYTES).splitlines() if file.is_file() else ():
-        with suppress(UserError):  # a line that a kill left truncated
-            if isinstance(record := parse_json(line, file.name), dict):
-                yield record
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

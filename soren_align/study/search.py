@@ -1,8 +1,8 @@
-"""The search: the parameters of each trial, recorded with its result by Optuna's journal in the study's folder.
+"""The runs of a study in its folder: trials that are drawn, runs that can start, and those that have ended.
 
-Trial i of a candidate depends on the study, on i and, for TPE, on the candidate's trials before it: not on the order in
-which runs end, nor on kills. A trial is one line of the journal, so that a kill leaves none incomplete. Callers hold
-the study's lock.
+A trial's parameters, and its result, are recorded by Optuna's journal in the folder. Trial i of a candidate depends on
+the study, on i and, for TPE, on the candidate's trials before it: not on the order in which runs end, nor on kills. A
+trial is one line of the journal, so that a kill leaves none incomplete. Callers hold the study's lock.
 """
 
 import hashlib
@@ -10,6 +10,7 @@ import io
 import json
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,17 +19,263 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.storages import JournalStorage
 from optuna.storages.journal import BaseJournalBackend, JournalFileBackend, JournalFileOpenLock
 from optuna.trial import FrozenTrial, TrialState, create_trial
+from pydantic import ValidationError
 from scipy.stats import qmc
 
 from ..core.errors import UserError
-from .config import Range, StudyFile, Values
+from ..core.files import read_json, write
+from ..recipe import Recipe, differences, load_resolved, to_yaml, training_part
+from ..run.folder import RunFolder
+from ..tasks import TASKS
+from .config import Range, StudyFile, first_run, load_resolved_study, recipe_of_run, study_to_yaml
+from .runs import by_trial, edges, read_run, read_scores, select
+from .study import ENDED, Candidate, Run, Study, metric_of_trial
 
-JOURNAL = "optuna.journal"
+STUDY_FILE, STUDY_RESULT, EXTENSIONS, JOURNAL = "study.yaml", "study.json", "extensions.json", "optuna.journal"
+CHANGEABLE: Any = dict.fromkeys(("title", "jobs", "budget_hours", "output_dir"), True) | {"search": {"keep_models"}}
+"""Keys of a study's file that may change while it runs: they change no run."""
 WIDER = 0.5
 """How much wider an interval becomes at an end, as a share of its width."""
 MOST_STARTING_TRIALS = 10
 """Of TPE: as many trials, or half of them, are drawn as by `random`. Optuna's default is 10."""
 End = Literal["low", "high"]
+
+
+@dataclass(frozen=True)
+class Extension:
+    """Further trials of every candidate, after those of the study's file and of earlier extensions."""
+
+    trials: int
+    spaces: dict[str, dict[str, dict[str, Any]]]
+    """By candidate and key: the interval beyond the end at which the best value lay."""
+
+
+def create(folder: Path, study: StudyFile) -> None:
+    """Create a study's folder, or compare it with the study. The caller holds the study's lock.
+
+    Raises UserError, with the differences, if the folder is another study's.
+    """
+    drop_incomplete_line(folder)
+    recipes = {name: recipe_of_run(study, first_run(study, name)) for name in study.candidates}
+    files = {name: folder / "candidates" / f"{name}.yaml" for name in recipes}
+    changed = []
+    if (folder / STUDY_FILE).is_file():
+        before = load_resolved_study(folder / STUDY_FILE)
+        changed = differences(before.model_dump(exclude=CHANGEABLE), study.model_dump(exclude=CHANGEABLE))
+    for name, recipe in recipes.items():
+        if not changed and files[name].is_file():
+            started = load_resolved(files[name])
+            changed += [f"{name}: {line}" for line in differences(training_part(started), training_part(recipe))]
+    if changed:
+        raise UserError(
+            f"{folder}: holds another study:",
+            *(f"  {line}" for line in changed),
+            "Restore these to continue, or choose another output_dir; --extend adds trials to a study",
+        )
+    write(folder / STUDY_FILE, study_to_yaml(study))  # first: with it the folder is a study's
+    (folder / "candidates").mkdir(exist_ok=True)
+    for name in (name for name in recipes if not files[name].is_file()):  # of a command that was killed here
+        write(files[name], to_yaml(recipes[name]))
+
+
+class Progress:
+    """The runs of the study in a folder. `failures`: reasons of runs that this command has seen fail, by folder."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.study = load_resolved_study(folder / STUDY_FILE)
+        task = load_resolved(next((folder / "candidates").glob("*.yaml"))).task
+        self.higher_is_better = TASKS[task].higher_is_better[self.study.search.metric]
+        self.trials = Trials(folder, self.study, higher_is_better=self.higher_is_better)
+        self.failures: dict[str, str] = {}
+        self._ended: dict[str, Run] = {}
+
+    def update(self) -> list[Run]:
+        """Record results, draw trials, and return all runs that can start, run or have ended, in their order.
+
+        The caller holds the study's lock.
+        """
+        drop_incomplete_line(self.folder)  # of another command, killed since `create`
+        while True:
+            runs = self.search()
+            for name in self.study.candidates:
+                for number, trial in by_trial(run for run in runs if run.candidate == name).items():
+                    if all(run.status in ENDED for run in trial):
+                        is_failure = any(run.status == "failed" for run in trial)
+                        metric = None if is_failure else metric_of_trial(trial)
+                        self.trials.record(name, number, metric, is_failure=is_failure)
+            if not self._draw(runs):
+                return runs + [run for name in self.study.candidates for run in self.verdict(name, runs)]
+
+    def search(self) -> list[Run]:
+        """The search's runs of the drawn trials: trial 0 of every candidate, then trial 1, ...; within the budget."""
+        drawn = {name: self.trials.drawn(name) for name in self.study.candidates}
+        seeds, runs = self.study.search.seeds, []
+        for number in range(max(map(len, drawn.values()), default=0)):
+            for name in (name for name, trials in drawn.items() if number < len(trials)):
+                parameters = self.study.parameters(name, drawn[name][number])
+                for seed in seeds:
+                    folder = f"search/{name}/{number:02}{f'-{seed}' if len(seeds) > 1 else ''}"
+                    runs.append(self._read(Run(name, "search", number, seed, folder, parameters, "waiting")))
+        if self._is_spent(runs):
+            started = max(run.number for run in runs if run.status != "waiting")
+            runs = [run for run in runs if run.number <= started]
+        return runs
+
+    def verdict(self, candidate: str, runs: list[Run]) -> list[Run]:
+        """The runs of a candidate's selected setting, one per fresh seed; none before its search has ended.
+
+        runs: the whole search's.
+        """
+        own = [run for run in runs if run.candidate == candidate]
+        trials, number = by_trial(own), select(own, higher_is_better=self.higher_is_better)
+        complete = len(trials) == self._num_trials() or self._is_spent(runs)
+        if number is None or not complete or any(run.status not in ENDED for run in own):
+            return []
+        parameters = trials[number][0].parameters
+        return [
+            self._read(Run(candidate, "verdict", i, seed, f"verdict/{candidate}/{seed}", parameters, "waiting"))
+            for i, seed in enumerate(self.study.verdict.seeds)
+        ]
+
+    def extend(self) -> dict[str, dict[str, str]]:
+        """Add an extension where a selected value lies at an end of its space; returns the ends by candidate.
+
+        Half of the study's trials for every candidate, those of a widened one beyond its end. Raises UserError if the
+        search has not ended, or if a recipe refuses the values beyond.
+        """
+        runs = self.update()
+        search = [run for run in runs if run.stage == "search"]
+        if any(run.status not in ENDED for run in search) or self.study.search.method == "grid":
+            reason = "is a grid; widen its lists in another study" if self.study.search.method == "grid" else None
+            raise UserError(f"{self.folder}: the search {reason or 'has not ended; rerun without --extend first'}")
+        ends, spaces = {}, {}
+        for name in self.study.candidates:
+            own = [run for run in search if run.candidate == name]
+            number = select(own, higher_is_better=self.higher_is_better)
+            at_edge = edges(self.study, name, own, number) if number is not None else {}
+            for key, end in at_edge.items():
+                if not isinstance(values := self.study.free(name)[key], Range):
+                    continue
+                for earlier in (each.spaces.get(name, {}).get(key) for each in self._extensions()):
+                    if earlier:
+                        low, high = min(values.low, earlier["low"]), max(values.high, earlier["high"])
+                        values = values.model_copy(update={"low": low, "high": high})
+                wider = beyond(values, [run.parameters[key] for run in own], end)
+                # Raises UserError if the candidate's recipe refuses the outermost value.
+                drawn = {each: own[0].parameters[each] for each in self.study.free(name)}
+                drawn[key] = wider.low if end == "low" else wider.high
+                recipe_of_run(self.study, replace(own[0], parameters=self.study.parameters(name, drawn)))
+                ends.setdefault(name, {})[key] = end
+                spaces.setdefault(name, {})[key] = wider.model_dump()
+        if ends:
+            extensions = [*self._extensions(), Extension(max(2, self.study.search.trials // 2), spaces)]
+            write(self.folder / EXTENSIONS, json.dumps([asdict(each) for each in extensions], indent=2) + "\n")
+        return ends
+
+    def _read(self, run: Run) -> Run:
+        if run.folder in self._ended and self._ended[run.folder].parameters == run.parameters:
+            return self._ended[run.folder]
+        folder = RunFolder(self.folder / run.folder)
+        if run.stage == "verdict" and not self.is_own(run, folder):
+            return run  # of the setting that was selected before an extension
+        if run.stage == "search" and not self.is_own(run, folder):
+            raise UserError(
+                f"{folder}: its recipe.yaml has other values than trial {run.number + 1} of {run.candidate} in "
+                f"{self.folder / JOURNAL}: one of both was changed. Remove the journal, whose trials are drawn again "
+                "as they were, or this folder; then rerun the same command"
+            )
+        run = read_run(run, folder, self.study.search.metric)
+        if run.status in ENDED:
+            self._ended[run.folder] = run
+        elif run.folder in self.failures:
+            run = replace(run, status="failed", reason=self.failures[run.folder])
+        return run
+
+    def is_own(self, run: Run, folder: RunFolder) -> bool:
+        """Whether a folder's recipe, if it has one, has the run's parameters."""
+        try:
+            recipe = load_resolved(folder.recipe)
+        except UserError:
+            if folder.recipe.is_file():
+                raise
+            return True  # not started yet, or being started again by another command
+        values = recipe.model_dump()
+        for key, value in run.parameters.items():
+            *sections, last = key.split(".")
+            node: Any = values
+            for part in sections:
+                if not isinstance(node := node.get(part), dict):
+                    return False
+            node[last] = value
+        try:
+            return Recipe.model_validate(values) == recipe  # `map: sns` is a section there
+        except ValidationError:
+            return False
+
+    def _is_spent(self, runs: list[Run]) -> bool:
+        hours = sum(run.seconds or 0 for run in runs) / 3600
+        return self.study.budget_hours is not None and hours >= self.study.budget_hours
+
+    def _extensions(self) -> list[Extension]:
+        file = self.folder / EXTENSIONS
+        return [Extension(**each) for each in read_json(file)] if file.is_file() else []
+
+    def _num_trials(self) -> int:
+        return self.study.search.trials + sum(each.trials for each in self._extensions())
+
+    def _draw(self, runs: list[Run]) -> bool:
+        """Draw trials; returns whether there are new ones. Of TPE one, once all before it have a result."""
+        chained, is_spent = self.study.search.method == "tpe", self._is_spent(runs)
+        spaces: list[dict[str, Any]] = [{}] * self.study.search.trials  # by trial, those of its extension
+        for extension in self._extensions():
+            spaces += [extension.spaces] * extension.trials
+        has_new = False
+        for name in self.study.candidates:
+            for number in range(len(self.trials.drawn(name)), len(spaces)):
+                if is_spent or (chained and self.trials.num_recorded(name) < number):
+                    break
+                intervals = spaces[number].get(name, {}).items()
+                self.trials.draw(name, {key: Range(**values) for key, values in intervals})
+                has_new = True
+        return has_new
+
+
+def read_study(folder: Path, failures: Mapping[str, str] | None = None) -> Study:
+    """The study in a folder as plain data, without differences and problems. Nothing is written.
+
+    failures: reasons of runs that ended without a record, by folder.
+    """
+    progress = Progress(folder)
+    progress.failures |= failures or {}
+    study, search = progress.study, progress.search()
+    candidates, base_scores = [], None
+    for name, section in study.candidates.items():
+        own = [run for run in search if run.candidate == name]
+        selected = select(own, higher_is_better=progress.higher_is_better)
+        at_edge = edges(study, name, own, selected) if selected is not None else {}
+        space = study.model_dump()["search"]["space"] | section.model_dump()["space"]
+        verdict = progress.verdict(name, search)
+        candidates.append(Candidate(name, section.set, space, own, selected, at_edge, verdict))
+        for run in verdict:
+            if base_scores is None and run.scores:
+                base_scores = read_scores(RunFolder(folder / run.folder))[0]
+    record = next((RunFolder(folder / r.folder).read() or {} for c in candidates for r in c.trials if r.curve), {})
+    return Study(
+        name=study.title or folder.resolve().name,
+        file=study.model_dump(),
+        higher_is_better=progress.higher_is_better,
+        candidates=candidates,
+        base_scores=base_scores,
+        command=f"soren-align compare {folder / STUDY_FILE}",
+        versions=record.get("versions", {}),
+        machine=", ".join(str(record[key]) for key in ("device", "platform") if key in record),
+    )
+
+
+def write_study(folder: Path, study: Study) -> None:
+    """Write study.json."""
+    write(folder / STUDY_RESULT, json.dumps(asdict(study), indent=1) + "\n")
 
 
 class Trials:
@@ -66,8 +313,12 @@ class Trials:
         space: intervals of an extension, in the place of the study's.
         """
         frozen = self._frozen(candidate)
-        values = {**self.study.free(candidate), **(space or {})}
-        distributions = {key: _distribution(each) for key, each in values.items()}
+        distributions = {
+            key: FloatDistribution(each.low, each.high, log=each.log)
+            if isinstance(each, Range)
+            else CategoricalDistribution(each)
+            for key, each in {**self.study.free(candidate), **(space or {})}.items()
+        }
         params = self._params(candidate, distributions, frozen)
         drawn = create_trial(state=TrialState.RUNNING, params=params, distributions=distributions)
         self._studies[candidate].add_trial(drawn)
@@ -88,8 +339,13 @@ class Trials:
 
     def _params(self, candidate: str, space: dict[str, BaseDistribution], frozen: list[FrozenTrial]) -> dict[str, Any]:
         search, number = self.study.search, len(frozen)
-        if search.method == "grid":
-            return _grid_point(self.study.free(candidate), number)
+        if search.method == "grid":  # the last key changes fastest
+            point = {}
+            for key, values in reversed(self.study.free(candidate).items()):
+                assert isinstance(values, list)
+                number, place = divmod(number, len(values))
+                point[key] = values[place]
+            return {key: point[key] for key in space}
         if search.method == "random" or number < min(search.trials // 2, MOST_STARTING_TRIALS):
             return _sobol_point(space, number, search.sampling_seed)
         seed = int.from_bytes(hashlib.sha256(f"{search.sampling_seed} {number}".encode()).digest()[:4], "little")
@@ -110,17 +366,15 @@ def _sobol_point(space: dict[str, BaseDistribution], number: int, seed: int) -> 
     sequence = qmc.Sobol(len(space), scramble=True, rng=seed)
     if number:  # scipy's fast_forward(0) raises OverflowError
         sequence.fast_forward(number)
-    point = sequence.random(1)[0].tolist()
-    return {key: _at_quantile(space[key], each) for key, each in zip(space, point, strict=True)}
-
-
-def _at_quantile(values: BaseDistribution, quantile: float) -> Any:
-    if isinstance(values, CategoricalDistribution):
-        return values.choices[int(quantile * len(values.choices))]
-    assert isinstance(values, FloatDistribution)
-    if values.log:
-        return values.low * (values.high / values.low) ** quantile
-    return values.low + (values.high - values.low) * quantile
+    point: dict[str, Any] = {}
+    for (key, values), quantile in zip(space.items(), sequence.random(1)[0].tolist(), strict=True):
+        if isinstance(values, CategoricalDistribution):
+            point[key] = values.choices[int(quantile * len(values.choices))]
+            continue
+        assert isinstance(values, FloatDistribution)
+        low, high = values.low, values.high
+        point[key] = low * (high / low) ** quantile if values.log else low + (high - low) * quantile
+    return point
 
 
 def beyond(values: Range, tried: Iterable[float], end: End) -> Range:
@@ -138,21 +392,6 @@ def beyond(values: Range, tried: Iterable[float], end: End) -> Range:
     if end == "low":
         return Range(low=low, high=min(tried), log=values.log)
     return Range(low=max(tried), high=high, log=values.log)
-
-
-def _distribution(values: Range | Values) -> BaseDistribution:
-    if isinstance(values, Range):
-        return FloatDistribution(values.low, values.high, log=values.log)
-    return CategoricalDistribution(values)
-
-
-def _grid_point(free: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """The combination with this number; the last key changes fastest."""
-    point = {}
-    for key, values in reversed(list(free.items())):
-        number, place = divmod(number, len(values))
-        point[key] = values[place]
-    return {key: point[key] for key in free}
 
 
 class _NoLock(JournalFileOpenLock):

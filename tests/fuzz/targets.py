@@ -343,10 +343,10 @@ def a_model(box: Box, arguments: dict[str, Any]) -> None:
 
 def a_journal(box: Box, arguments: dict[str, Any]) -> None:
     """Open the study and draw what is left to draw."""
-    from soren_align.study import progress
+    from soren_align.study import search
 
-    progress.create(Path("study"), progress.Progress(Path("study")).study)
-    progress.Progress(Path("study")).update()
+    search.create(Path("study"), search.Progress(Path("study")).study)
+    search.Progress(Path("study")).update()
 
 
 def a_suite(box: Box, arguments: dict[str, Any]) -> None:

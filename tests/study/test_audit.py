@@ -4,7 +4,6 @@ import json
 import math
 import re
 import shutil
-from dataclasses import replace
 
 import pytest
 
@@ -16,7 +15,7 @@ from soren_align.run.folder import RunFolder
 from soren_align.study.audit import audit, cautions
 from soren_align.study.config import load_study
 from soren_align.study.runner import conclude
-from soren_align.study.runs import read_evidence
+from soren_align.study.runs import STAGES, read_files, read_run, select
 from soren_align.study.study import Candidate, Run
 from soren_align.tasks import TASKS
 from tests.support.study_runs import end_all
@@ -38,18 +37,29 @@ def study_file(**search):
 
 
 class PlantedStudy:
-    """A study of two optimizers in a folder; `candidates` is what study.json would state."""
+    """A study of two optimizers in a folder; `runs` are those that it lists."""
 
     def __init__(self, folder):
         self.folder, self.file = folder, study_file()
-        self.candidates = []
+        self.runs, self.at_edge = [], {name: {} for name in RATES}
         for name, rates in RATES.items():
-            trials = [self.add(name, f"{i:02}", 0, rates[i], LOSSES[i]) for i in range(3)]
-            verdict = [self.add(name, str(seed), seed, rates[1], 1.25, stage="verdict") for seed in FRESH]
-            self.candidates.append(Candidate(name, {"optimizer.name": name}, {}, trials, 1, {}, verdict))
+            self.runs += [self.add(name, f"{i:02}", 0, rates[i], LOSSES[i]) for i in range(3)]
+            self.runs += [self.add(name, str(seed), seed, rates[1], 1.25, stage="verdict") for seed in FRESH]
+
+    @property
+    def candidates(self):
+        """The listed runs, as their folders record them, and the trials that they select."""
+        metric, candidates = self.file["search"]["metric"], []
+        for name in RATES:
+            runs = [read_run(run, RunFolder(self.folder / run.folder), metric) for run in self.runs]
+            trials, verdict = ([r for r in runs if (r.candidate, r.stage) == (name, stage)] for stage in STAGES)
+            selected = select(trials, higher_is_better=False)
+            settings = {"optimizer.name": name}
+            candidates.append(Candidate(name, settings, {}, trials, selected, self.at_edge[name], verdict))
+        return candidates
 
     def add(self, name, last, seed, rate, loss, stage="search", sets=(), **identity):
-        """Make a finished run's folder; return its entry in study.json."""
+        """Make a finished run's folder; return the run as a study lists it."""
         place = f"{stage}/{name}/{last}"
         sets = [f"optimizer.name={name}", f"optimizer.lr={rate}", f"optimizer.aux_lr={rate}", *sets]
         common = [f"trainer.seed={seed}", "trainer.max_steps=150", f"run.output_dir={self.folder / place}", "eval=null"]
@@ -79,22 +89,26 @@ class PlantedStudy:
         )
         folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in curve(loss)))
         number = int(last) if stage == "search" else FRESH.index(seed)
-        return Run(name, stage, number, seed, place, {"optimizer.lr": rate}, "finished", metric=loss)
+        return Run(name, stage, number, seed, place, {"optimizer.lr": rate}, "waiting")
 
     def change(self, place, **keys):
         """Change keys of a run's identity."""
         folder = RunFolder(self.folder / place)
         folder.update(identity=folder.read()["identity"] | keys)
 
-    def list_trial(self, index, run):
-        candidate = self.candidates[index]
-        self.candidates[index] = replace(candidate, trials=[*candidate.trials, run])
-
     def problems(self):
-        return audit(self.candidates, self.folder, self.file, read_evidence(self.folder))
+        runs, unreadable = read_files(self.folder)
+        return [*unreadable, *audit(self.candidates, self.folder, self.file, runs)]
 
     def cautions(self, overlaps=None):
-        return cautions(self.candidates, self.folder, self.file, read_evidence(self.folder)[0], overlaps)
+        return list(cautions(self.candidates, self.folder, self.file, read_files(self.folder)[0], overlaps))
+
+
+def diverge(folder):
+    """Make a finished run one that diverged."""
+    record = {key: value for key, value in folder.read().items() if key != "training"}
+    folder.replace(**record | {"status": "training", "last_error": "step 3: NaN", "diverged": True})
+    folder.metrics.write_text('{"step": 2, "loss": NaN}\n{"step": 3, "lo')
 
 
 def curve(loss):
@@ -121,9 +135,8 @@ def only(problems, *words):
 def test_another_data_order_for_one_optimizer_is_caught(study):
     for number in range(3):
         study.change(f"search/soren/{number:02}", batches="f" * 16)
-    study.add("adamw", "03", 0, 0.006, 1.5)  # so that most have the other order
+    study.runs.append(study.add("adamw", "03", 0, 0.006, 1.5))  # so that most have the other order
     study.file["search"]["trials"] = 4
-    study.list_trial(0, study.candidates[0].trials[0])
     problems = [problem for problem in study.problems() if "order" in problem]
     only(problems, "search/soren/00 and 2 more: other batches, or the same in another order", "f" * 16)
 
@@ -137,7 +150,7 @@ def test_other_initial_weights_are_caught(study):
 def test_a_trial_more_for_one_optimizer_is_caught(study, is_listed):
     run = study.add("soren", "03", 0, 0.004, 1.5)
     if is_listed:
-        study.list_trial(1, run)
+        study.runs.append(run)
         only(study.problems(), "search/soren: has 4 trials, and 3 are declared for each candidate")
     else:
         unlisted, number = study.problems()
@@ -147,18 +160,15 @@ def test_a_trial_more_for_one_optimizer_is_caught(study, is_listed):
 
 def test_a_trial_less_for_one_optimizer_is_caught_and_less_for_all_is_not(study):
     shutil.rmtree(study.folder / "search/adamw/02")
-    missing, number = study.problems()
-    assert missing.startswith("search/adamw/02: is listed as finished and has no folder")
-    assert number.startswith("search/adamw: has 2 trials, and 3 are declared")
+    only(study.problems(), "search/adamw: has 2 trials, and 3 are declared")
     shutil.rmtree(study.folder / "search/soren/02")
-    study.candidates = [replace(candidate, trials=candidate.trials[:2]) for candidate in study.candidates]
+    study.runs = [run for run in study.runs if not run.folder.endswith("02") or run.stage == "verdict"]
     assert study.problems() == []
     assert "2 of the declared 3 trials" in " ".join(study.cautions())
 
 
 def test_a_search_that_was_extended_for_all_is_no_problem(study):
-    for index, name in enumerate(RATES):
-        study.list_trial(index, study.add(name, "03", 0, 0.0033, 1.5))
+    study.runs += [study.add(name, "03", 0, 0.0033, 1.5) for name in RATES]
     assert study.problems() == []
     assert "extended from 3 to 4 trials" in " ".join(study.cautions())
 
@@ -168,21 +178,17 @@ def test_a_candidate_of_which_no_trial_finished_has_no_verdict_and_is_no_problem
     assert any("verdict/soren: has no run with seed 101, 102, 103" in problem for problem in study.problems())
     for place in study.folder.glob("search/soren/*"):
         folder = RunFolder(place)
-        folder.replace(**{key: value for key, value in folder.read().items() if key != "training"})
-    trials = [replace(run, status="diverged", metric=None) for run in study.candidates[1].trials]
-    study.candidates[1] = replace(study.candidates[1], trials=trials, selected=None, verdict=[])
+        diverge(folder)
+    study.runs = [run for run in study.runs if (run.candidate, run.stage) != ("soren", "verdict")]
     assert study.problems() == []
     assert "soren: no trial has finished" in " ".join(study.cautions())
 
 
 def test_a_verdict_on_a_seed_of_the_search_is_caught(study):
-    for index, (name, rates) in enumerate(RATES.items()):
+    for name, rates in RATES.items():
         shutil.rmtree(study.folder / f"verdict/{name}/103")
         run = study.add(name, "103", 0, rates[1], 1.25, stage="search")
         (study.folder / run.folder).rename(study.folder / f"verdict/{name}/103")
-        entry = replace(run, stage="verdict", folder=f"verdict/{name}/103", number=2)
-        verdict = [*study.candidates[index].verdict[:2], entry]
-        study.candidates[index] = replace(study.candidates[index], verdict=verdict)
     problems = study.problems()
     seeds = [problem for problem in problems if "has seed 0, with which the setting was selected" in problem]
     assert len(seeds) == 2
@@ -197,8 +203,7 @@ def test_selection_on_a_benchmark_is_caught(study):
 def test_a_setting_that_is_not_the_best_on_held_out_examples_is_caught(study):
     metrics = RunFolder(study.folder / "search/soren/02").metrics
     metrics.write_text("".join(json.dumps(line) + "\n" for line in curve(1.1)))
-    misstated, problem = study.problems()
-    assert misstated.startswith("search/soren/02: metrics.jsonl has eval_loss 1.1, and study.json states 1.3")
+    (problem,) = study.problems()
     setting = "the setting (optimizer.aux_lr 0.005, optimizer.lr 0.005) has eval_loss 1.2, and the best of the search"
     assert problem.startswith(
         f"verdict/soren/101 and 2 more: {setting} (optimizer.aux_lr 0.009, optimizer.lr 0.009) has 1.1"
@@ -307,13 +312,8 @@ def test_a_key_that_follows_a_searched_one_is_no_undeclared_difference(tmp_path,
 
 
 def test_a_diverged_trial_is_no_problem_but_a_caution(study):
-    folder = RunFolder(study.folder / "search/soren/00")
-    record = {key: value for key, value in folder.read().items() if key != "training"}
-    folder.replace(**record | {"status": "training", "last_error": "step 3: NaN"})
-    folder.metrics.write_text('{"step": 2, "loss": NaN}\n{"step": 3, "lo')
-    candidate = study.candidates[1]
-    trials = [replace(candidate.trials[0], status="diverged", metric=None), *candidate.trials[1:]]
-    study.candidates[1] = replace(candidate, trials=trials, at_edge={"optimizer.lr": "high"})
+    diverge(RunFolder(study.folder / "search/soren/00"))
+    study.at_edge["soren"] = {"optimizer.lr": "high"}
     assert study.problems() == []
     overlaps = {"zoo_mc": {"questions": 40, "overlapping": 3, "examples_read": 960}}
     found = study.cautions(overlaps)

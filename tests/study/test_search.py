@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 
 from soren_align.core.errors import UserError
-from soren_align.study import progress as study_progress
+from soren_align.run.folder import read_metrics
+from soren_align.study import search as study_search
 from soren_align.study.audit import cautions
-from soren_align.study.progress import read_study
 from soren_align.study.runner import _move_another_setting
-from soren_align.study.runs import read_curve, read_evidence, run_folders
-from soren_align.study.search import JOURNAL
+from soren_align.study.runs import read_curve, read_files, run_folders
+from soren_align.study.search import JOURNAL, read_study
 from soren_align.study.study import ENDED
 from tests.support.study_runs import end, end_all, progress_of, study_of
 
@@ -118,7 +118,7 @@ def test_failed_and_diverged_trials_are_results(tmp_path):
     assert candidates["soren"].verdict == []
     assert candidates["adamw"].selected == 0
     assert [run.status for run in candidates["adamw"].verdict] == ["waiting", "waiting", "running"]
-    found = cautions(result.candidates, Path(study.output_dir), result.file, read_evidence(Path(study.output_dir))[0])
+    found = cautions(result.candidates, Path(study.output_dir), result.file, read_files(Path(study.output_dir))[0])
     assert any("soren: no trial has finished" in caution for caution in found)
 
 
@@ -133,7 +133,7 @@ def test_a_budget_ends_the_search_after_a_round_of_all_candidates(tmp_path):
     end(study, search[0], 2.0)
     result = read_study(Path(study.output_dir))
     assert [len(each.trials) for each in result.candidates] == [2, 2]
-    found = cautions(result.candidates, Path(study.output_dir), result.file, read_evidence(Path(study.output_dir))[0])
+    found = cautions(result.candidates, Path(study.output_dir), result.file, read_files(Path(study.output_dir))[0])
     assert "2 of the declared 6 trials of each candidate were made; the budget had ended" in found
 
 
@@ -236,7 +236,7 @@ def test_a_damaged_journal_is_named_with_its_line(ended, damage):
         journal.write_bytes(b"".join([*lines[: number - 1], damaged, *lines[number:]]))
         refusal = ""
         try:
-            study_progress.Progress(journal.parent).update()
+            study_search.Progress(journal.parent).update()
         except UserError as error:
             refusal = str(error)
         if refusal:
@@ -273,7 +273,7 @@ def test_the_study_is_plain_data(tmp_path):
     study = study_of(tmp_path)
     end_all(study, loss_of)
     folder = Path(study.output_dir)
-    study_progress.write_study(folder, read_study(folder))
+    study_search.write_study(folder, read_study(folder))
     written = json.loads((folder / "study.json").read_text())
     run = written["candidates"][1]["verdict"][0]
     assert run["metric"] == run["curve"][-1]["metric"] == pytest.approx(loss_of(_Run(run)))
@@ -304,7 +304,7 @@ def test_a_curve_has_the_tokens_of_training_at_each_evaluation(tmp_path, count):
     lines = [{"step": 0, "eval_loss": 5.0}, {"step": 3, **train, "num_tokens": 300.0}]
     lines += [{"step": 6, **train, "num_tokens": 600.0}, {"step": 6, "eval_loss": 4.0, **count}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    points = read_curve(tmp_path / "metrics.jsonl", "eval_loss")
+    points = read_curve(read_metrics(tmp_path / "metrics.jsonl"), "eval_loss")
     assert [(point.step, point.tokens, point.seconds) for point in points] == [
         (0, 0, 0.0),
         (6, count.get("eval_num_tokens", 600), 10.0),

@@ -6,7 +6,7 @@ from pathlib import Path
 from soren_align.core.version import __version__
 from soren_align.recipe import recipe_hash, to_yaml
 from soren_align.run.folder import RunFolder
-from soren_align.study import progress as study_progress
+from soren_align.study import search as study_search
 from soren_align.study.config import load_study, recipe_of_run
 from soren_align.study.study import ENDED
 
@@ -44,8 +44,8 @@ def progress_of(study):
     """The Progress of a new or old study."""
     folder = Path(study.output_dir)
     folder.mkdir(exist_ok=True)
-    study_progress.create(folder, study)
-    return study_progress.Progress(folder)
+    study_search.create(folder, study)
+    return study_search.Progress(folder)
 
 
 def end(study, run, loss, *, seconds=10.0, error=None, diverged=False):
