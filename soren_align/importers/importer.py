@@ -13,9 +13,9 @@ from ..recipe.loader import load_text, parse
 from ..recipe.optimizer import OPTIMIZER_SECTIONS
 from ..recipe.schema import Model, Run
 from ..tasks import TaskName
-from .convert import Conversion, convert
-from .key_tables import Note
-from .llama_factory import with_datasets
+from .datasets import with_datasets
+from .engine import Conversion, convert
+from .keys import Note
 
 _WIDTH = 80
 _KEYS = 24
@@ -56,13 +56,11 @@ def import_file(path: Path, task: TaskName | None = None, template_file: Path | 
         raise UserError(
             *error.problems, *missing, f"{path.name}: fix it there, then import it again; nothing was written"
         ) from None
-    return text, "\n\n".join(filter(None, (to_table(conversion, path.name), _missing_text(missing))))
-
-
-def _missing_text(problems: list[str]) -> str:
-    """The problems of paths, under a heading; "" if there are none."""
-    lines = [line for problem in problems for line in _wrapped(problem, 2)]
-    return "\n".join(["not on this machine:", *lines]) if lines else ""
+    table = to_table(conversion, path.name)
+    if missing:
+        lines = [line for problem in missing for line in _wrapped(problem, 2)]
+        table = "\n".join([table, "", "not on this machine:", *lines])
+    return text, table
 
 
 def to_text(conversion: Conversion, name: str) -> str:

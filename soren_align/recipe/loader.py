@@ -258,7 +258,8 @@ def json_schema() -> dict[str, Any]:
     for field in (field for task in TASKS for field in trl.fields(task).values()):
         if field.name in trl.ELSEWHERE:
             continue
-        trainer[field.name] = entry = {"description": field.help}
+        entry: dict[str, Any] = {"description": field.help}
+        trainer[field.name] = entry
         if field.choices:
             entry["enum"] = [*field.choices, *([None] if "None" in field.types else [])]
         elif field.types <= _TYPES.keys() | {"None"}:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from soren_align.importers.convert import convert
+from soren_align.importers.engine import convert
 
 TRL = {"dataset_name": "trl-lib/tldr", "model_name_or_path": "m"}
 AXOLOTL = {"base_model": "m", "datasets": [{"path": "d", "type": "chat_template"}]}

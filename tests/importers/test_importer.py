@@ -16,10 +16,10 @@ from transformers import TrainerState, TrainingArguments
 
 from soren_align import recipe
 from soren_align.core.errors import UserError
-from soren_align.importers import import_file, key_tables
-from soren_align.importers.convert import convert, flattened
+from soren_align.importers import import_file, keys
+from soren_align.importers.engine import convert, flattened
 from soren_align.importers.importer import to_table, to_text
-from soren_align.importers.key_tables import Note
+from soren_align.importers.keys import Note
 from soren_align.recipe import schema, trl
 from soren_align.recipe.loader import load_text, parse
 from soren_align.recipe.optimizer import AdamWSettings
@@ -58,7 +58,7 @@ def problems(text):
 
 
 def known_names():
-    tables = (key_tables.RENAMED, *(names for names, _ in (*key_tables.DROPPED, *key_tables.CHANGES)))
+    tables = (keys.RENAMED, *(row[0] for row in keys.LEFT_OUT))
     words = " ".join(t if isinstance(t, str) else " ".join(t) for t in tables).split()
     return sorted({w.replace("*", "x") for w in words} | set(trl.fields("sft")) | set(trl.fields("dpo")))
 
@@ -560,16 +560,16 @@ def test_a_recipe_that_would_not_load_is_not_written(tmp_path):
 
 
 def test_the_tables_name_keys_that_there_are():
-    for source_name, target in key_tables.RENAMED.items():
+    for source_name, target in keys.RENAMED.items():
         section, key = target.split(".")
         if section == "trainer":
             assert key in trl.fields("sft").keys() | trl.fields("dpo").keys(), source_name
         else:
             model = AdamWSettings if section == "optimizer" else schema.Recipe.model_fields[section].annotation
             assert key in model.model_fields, source_name
-    patterns = [p for names, _ in (*key_tables.DROPPED, *key_tables.CHANGES) for p in names.split()]
+    patterns = [p for row in keys.LEFT_OUT for p in row[0].split()]
     assert len(patterns) == len(set(patterns))
-    assert not set(patterns) & key_tables.RENAMED.keys()
+    assert not set(patterns) & keys.RENAMED.keys()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from soren_align.importers.convert import convert
+from soren_align.importers.engine import convert
 from soren_align.recipe.checks import streaming_problems
 
 TRL = {"dataset_name": "trl-lib/tldr", "model_name_or_path": "m", "dataset_streaming": True}

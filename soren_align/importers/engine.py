@@ -1,0 +1,528 @@
+"""Convert the flat YAML of TRL, the alignment handbook, Axolotl and LLaMA-Factory to a recipe.
+
+`convert` is a pure function from a dict to a recipe's dict and one note per key: a key is unchanged, renamed, dropped
+with a reason, or unknown. A dropped key that changes the trained weights is marked. keys.toml has the keys with one
+counterpart; the functions in SPECIAL are for those whose value, or whose neighbours, decide the counterpart.
+"""
+
+import hashlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..core.errors import UserError, closest
+from ..core.optimizer_settings import BETAS
+from ..recipe import trl
+from ..recipe.checks import NOT_STREAMED
+from ..recipe.model import attention_problems
+from ..tasks import TASKS, TaskName
+from .datasets import ROOTS, read_data, trains_completions
+from .keys import LEFT_OUT, ONLY_WITH, RENAMED, TABLES, VALUES, Note, matches, number
+
+_NESTED = ("model_init_kwargs", "special_tokens", "trl")  # sections whose keys are read as if at the top level
+_BETAS = ("adam_beta1", "adam_beta2")
+_BOOLS = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}  # YAML 1.1's
+_MIN_LR = "cosine_min_lr_ratio"
+_DIGITS = 10**6
+SEED = 42
+"""Of transformers' TrainingArguments."""
+# The handbook's Zephyr template, which recipes call zephyr: sha256 of it without white space (tests/importers).
+ZEPHYR = "8705a1897ece1a1b355e1f4d36687f331d6680f5d897d1ae314b3fc506e136b8"
+DTYPE = (
+    "trainer.bf16 makes the arithmetic bfloat16. bfloat16 weights lose most small updates to rounding (not under ZeRO, "
+    "which has float32 masters)"
+)
+MUON = "optimizer.name: muon; adjust_lr_fn may differ from the source's"
+SDPA = "attention is transformers' own choice, sdpa"
+_RSLORA = ("use_rslora", "peft_use_rslora")
+_START = ("adapter_name_or_path", "lora_model_dir")
+_STREAMING = ("streaming", "dataset_streaming")
+_PACKING = ("packing", "neat_packing")
+_QUANTIZE: dict[tuple[str, int], str] = {("load_in_4bit", True): "4bit", ("load_in_8bit", True): "8bit"}
+_QUANTIZE |= {("quantization_bit", 4): "4bit", ("quantization_bit", 8): "8bit"}
+
+
+@dataclass
+class Conversion:
+    """A recipe made from another tool's file."""
+
+    task: TaskName
+    recipe: dict[str, dict[str, Any]]
+    """The recipe's sections, `task` aside."""
+    flat: dict[str, Any]
+    """The source's keys, those inside _NESTED by dotted names."""
+    tool: str
+    """TRL's, Axolotl's or LLaMA-Factory's."""
+    ours: dict[str, str] = field(default_factory=dict)
+    """Dotted key of each value that is not from the source -> its reason."""
+    notes: list[Note] = field(default_factory=list)
+    """One per key of the source, and one per key inside a mixture."""
+    template_path: str | None = None
+    """Where an inline template may be written; None: nowhere."""
+    template: str | None = None
+    """The inline template to write there."""
+
+    @property
+    def trains_lora(self) -> bool:
+        """Whether the source trains a LoRA adapter."""
+        if self.tool == "LLaMA-Factory's":
+            return self.flat.get("finetuning_type", "lora") == "lora"
+        if self.tool == "Axolotl's":
+            return self.flat.get("adapter") in ("lora", "qlora")
+        return self.flat.get("use_peft") is True
+
+    @property
+    def start(self) -> str | None:
+        """The adapter that the source trains further; None if it trains a new one."""
+        path = next((self.flat[key] for key in _START if self.flat.get(key)), None)
+        return path if isinstance(path, str) and "," not in path and not self.flat.get("create_new_adapter") else None
+
+
+def convert(
+    source: dict[str, Any],
+    name: str,
+    folder: str = "",
+    task: TaskName | None = None,
+    template_path: str | None = None,
+) -> Conversion:
+    """The recipe that trains as `source` does.
+
+    name, folder: the file's, without suffix; the task is taken from them if no key determines it. task: sft or dpo,
+    instead of the source's own. template_path: for an inline template, which the caller writes. Raises UserError if the
+    task is another or unknown, or if no dataset is named.
+    """
+    if isinstance(source.get("optimizer"), dict) or isinstance(source.get("trainer"), dict):
+        raise UserError("this is a recipe already: the keys stand in sections")
+    flat = flattened(source)
+    is_factory = any(key in flat for key in ("finetuning_type", "stage", "cutoff_len", "dataset_dir", "template"))
+    tool = "Axolotl's" if "base_model" in flat else "LLaMA-Factory's" if is_factory else "TRL's"
+    task = task or task_of_source(flat, name, folder)
+    # Axolotl evaluates every eval_steps without a strategy.
+    when = ("eval_strategy", "evaluation_strategy", "evals_per_epoch", *["eval_steps"] * (tool == "Axolotl's"))
+    data = read_data(flat, evaluates=any(flat.get(key) not in (None, False, "no", 0) for key in when))
+    sections: dict[str, dict[str, Any]] = {"model": {}, "data": data.section, "optimizer": {}, "trainer": {}, "run": {}}
+    conversion = Conversion(task, sections, flat, tool, data.ours, data.notes, template_path)
+    noted = {note.key for note in conversion.notes}
+    # Current names first: of a current and an older name for one key, the current one counts.
+    for key in sorted((k for k in flat if k not in noted), key=lambda k: k.rpartition(".")[2] in RENAMED):
+        conversion.notes.append(_convert_key(key, conversion))
+    _add_defaults(conversion, name)
+    return conversion
+
+
+def flattened(source: dict[str, Any]) -> dict[str, Any]:
+    """The source's keys, those inside _NESTED by dotted names. `convert` makes one note for each."""
+    flat: dict[str, Any] = {}
+    for key, value in source.items():
+        inside = value if key in _NESTED and isinstance(value, dict) and value else None
+        flat |= {f"{key}.{k}": v for k, v in inside.items()} if inside else {str(key): value}
+    return flat
+
+
+def task_of_source(flat: dict[str, Any], name: str, folder: str) -> TaskName:
+    """The source's task: by its keys, else by its columns, else by the names of file and folder.
+
+    TRL has one command for each task, so its files need not contain it. Raises UserError if the task is neither SFT nor
+    DPO, or cannot be determined.
+    """
+    rl, stage = flat.get("rl"), flat.get("stage")
+    around = (name, folder, flat.get("output_dir"), flat.get("hub_model_id"), rl, stage, flat.get("pref_loss"))
+    words = {word for part in around if part for word in re.split(r"[^a-z0-9]+", str(part).lower())}
+    flags = {key.removesuffix("_model") for key in ("reward_model", "process_reward_model") if flat.get(key)}
+    others = (word for word in TABLES["other_tasks"].split() if word in words | flags)
+    if other := next(others, None) or next(iter(flags), None):
+        raise UserError(
+            f"this trains by {other.upper()}; only SFT and DPO are supported (--task dpo converts what fits DPO)"
+        )
+    if stage in ("sft", "dpo"):
+        return stage
+    if rl or "base_model" in flat:
+        return "dpo" if rl else "sft"
+    sft, dpo = trl.fields("sft").keys(), trl.fields("dpo").keys()
+    keys_of = {
+        "sft": (sft - dpo | {"max_seq_length"}) & flat.keys(),
+        "dpo": (dpo - sft | {"max_prompt_length"}) & flat.keys(),
+    }
+    if "loss_type" in flat:
+        loss = flat["loss_type"]
+        loss = loss[0] if isinstance(loss, list) and loss else loss
+        keys_of["dpo" if loss in trl.fields("dpo")["loss_type"].choices else "sft"].add("loss_type")
+    if keys_of["sft"] and keys_of["dpo"]:
+        raise UserError(
+            f"SFT or DPO? {', '.join(sorted(keys_of['sft']))} are SFT keys, {', '.join(sorted(keys_of['dpo']))} DPO "
+            "keys: write --task sft or --task dpo"
+        )
+    if keys_of["sft"] or keys_of["dpo"]:
+        return "sft" if keys_of["sft"] else "dpo"
+    for root in ROOTS:  # the names of columns and splits
+        data = f"{flat.get(root)} {flat.get('dataset_splits')} {flat.get('dataset_train_split')}"
+        if flat.get(root) and re.search(r"'chosen'|_prefs\b", data):
+            return "dpo"
+        if flat.get(root) and re.search(r"'messages'|_sft\b", data):
+            return "sft"
+    for place in (name, folder):
+        tasks = {"sft", "dpo"} & set(re.split(r"[^a-z0-9]+", place.lower()))
+        if len(tasks) == 1:
+            return "sft" if "sft" in tasks else "dpo"
+    raise UserError("SFT or DPO? Neither its keys nor its name determine it: write --task sft or --task dpo")
+
+
+def _convert_key(key: str, c: Conversion) -> Note:
+    """Write one key of the source into the recipe, and return the note on it."""
+    name, value = key.rpartition(".")[2], c.flat[key]
+    for special in SPECIAL:
+        if note := special(key, name, value, c):
+            return note
+    known, target = trl.fields(c.task), RENAMED.get(name)
+    if target is None:
+        if left_out := next((row for row in LEFT_OUT if matches(name, row[0])), None):
+            _, reason, changes = left_out
+            is_off = value in (None, False, 0, "", "no") or value in ([], {}) or [name, value] in TABLES["off"]
+            if changes and is_off:
+                return _dropped(key, "off in the source too")
+            for names, flags in ONLY_WITH.items():
+                if matches(name, names) and not any(c.flat.get(flag) for flag in flags):
+                    return _dropped(key, f"has no effect without {' or '.join(flags)}")
+            return _dropped(key, reason, changes)
+        if name in trl.ELSEWHERE:
+            return _dropped(key, trl.ELSEWHERE[name])
+        if name not in known:
+            if any(name in trl.fields(task) for task in TASKS):
+                return _dropped(key, f"TRL's {TASKS[c.task].config} has no such key")
+            similar = closest(name, [*RENAMED, *known], cutoff=0.8)
+            return Note(key, "unknown", f"did you mean {similar}?" if similar else "")
+    if value is None and not (name in known and "None" in known[name].types and known[name].default is not None):
+        return _dropped(key, "null has no effect")
+    return _put(key, name, target or f"trainer.{name}", value, c)
+
+
+def _put(key: str, name: str, target: str, value: Any, c: Conversion) -> Note:
+    """Write the value at the recipe's key `target`."""
+    section, _, ours = target.partition(".")
+    values = c.recipe[section]
+    word = VALUES.get((name, value)) if isinstance(value, bool | int | str) else None
+    value, effect = word or (value, "")
+    if ours in values:
+        return _dropped(key, f"{target} is set by another key", values[ours] != value)
+    if section == "trainer":
+        known, config = trl.fields(c.task), TASKS[c.task].config
+        if ours not in known:
+            return _dropped(key, f"TRL's {config} has no {ours}")
+        # As TRL's command line would read the text; a single value where a list is needed is a list of one.
+        kinds = set(known[ours].types) - {"None"}
+        if kinds == {"list"} and not isinstance(value, list) and value is not None:
+            value = [value]
+        elif isinstance(value, str) and kinds == {"bool"}:
+            value = _BOOLS.get(value.lower(), value)
+        elif isinstance(value, str) and kinds & {"int", "float"} and "str" not in kinds:
+            value = number(value)
+            value = int(value) if isinstance(value, float) and "float" not in kinds and value.is_integer() else value
+        if problem := trl.problems(c.task, {ours: value}).get(ours):
+            if ours == "loss_type":  # another spelling would be another loss
+                losses = ", ".join(map(str, value)) if isinstance(value, list) else value
+                problem = f"{losses}: not a loss of TRL's {config}, whose default is trained"
+            return _dropped(key, problem, not matches(ours, TABLES["harmless"]))
+    elif section == "optimizer":
+        value = number(value)
+    values[ours] = value
+    if name == ours and section == "trainer" and not word:
+        return Note(key, "unchanged")
+    if target == "optimizer.weight_decay" and value:
+        effect = (
+            "decays matrices only; in the source embeddings and head too (aux_weight_decay would decay norms as well)"
+        )
+    explanation = target + (f": {str(value).lower()}" if word else "") + (f"; {effect}" if effect else "")
+    return _renamed(key, explanation, bool(effect))
+
+
+def _add_defaults(c: Conversion, name: str) -> None:
+    """Add the keys that a recipe needs and the source leaves to its tool's defaults, or does not have."""
+    flat, optimizer, trainer, defaults = c.flat, c.recipe["optimizer"], c.recipe["trainer"], TABLES["defaults"][c.tool]
+
+    def add(section: str, key: str, value: Any, reason: str) -> None:
+        values = c.recipe[section] if section != "model.lora" else c.recipe["model"].setdefault("lora", {})
+        if key not in values:
+            values[key] = value
+            c.ours[f"{section}.{key}"] = reason
+
+    if c.trains_lora and not c.start:
+        for key, value in defaults["lora"].items():
+            add("model.lora", key, value, f"{c.tool} default")
+        lora = c.recipe["model"]["lora"]
+        r = lora["r"]
+        if c.tool == "LLaMA-Factory's":
+            add("model.lora", "alpha", 2.0 * (r if isinstance(r, int) else 8), f"{c.tool} default")
+        reason = "not in the source; PEFT's own choice for the architecture may be fewer"
+        add("model.lora", "target_modules", "all-linear", reason)
+        is_scaled = any(flat.get(key) is True for key in _RSLORA) and isinstance(lora["alpha"], int | float)
+        if is_scaled and isinstance(r, int) and r > 0:
+            # rsLoRA multiplies the factors' product by alpha / sqrt(r), LoRA by alpha / r.
+            lora["alpha"] = round(lora["alpha"] * r**0.5, 4)
+    # Epochs have no effect where the source streams a number of steps.
+    streams_steps = c.tool == "Axolotl's" and flat.get("streaming") is True and flat.get("max_steps")
+    has_precision = any(flat.get(key) for key in ("fp16", "bf16", "pure_bf16"))
+    for key, value in defaults["trainer"].items():
+        if not (key == "num_train_epochs" and streams_steps) and not (key == "bf16" and has_precision):
+            add("trainer", key, value, f"{c.tool} default")
+    if c.tool != "TRL's" and c.task == "sft" and not trains_completions(flat):
+        add("trainer", "assistant_only_loss", True, f"{c.tool} default; needs a template that marks the answers")
+    if trainer.get("packing") and c.tool != "Axolotl's":  # whose strategy is not TRL's
+        tool = "as LLaMA-Factory" if "finetuning_type" in flat else "TRL's default"
+        reason = f"{tool}, truncates long examples; bfd_split keeps every token"
+        add("trainer", "packing_strategy", "bfd", reason)
+    if c.tool == "Axolotl's" and "eval_steps" in trainer:
+        add("trainer", "eval_strategy", "steps", "as Axolotl with eval_steps")
+    add("optimizer", "name", "adamw", f"{c.tool} default")
+    if c.tool == "LLaMA-Factory's":
+        add("optimizer", "lr", 5e-5, "transformers' default, LLaMA-Factory's too")
+    add("optimizer", "lr", trl.fields(c.task)["learning_rate"].default, "TRL's default")
+    add("optimizer", "aux_lr", optimizer["lr"], "lr, for embeddings, head and norms")
+    add("optimizer", "weight_decay", 0.0, f"{c.tool} default")
+    add("run", "output_dir", f"runs/{name}", "the run folder")
+
+
+# Keys whose value, or whose neighbours, decide their counterpart: each function writes a key into the recipe and
+# returns the note on it, or returns None for any other key.
+
+
+def _dropped(key: str, reason: str, changes_training: bool = False) -> Note:
+    return Note(key, "dropped", reason, changes_training)
+
+
+def _renamed(key: str, explanation: str, changes_training: bool = False) -> Note:
+    return Note(key, "renamed", explanation, changes_training)
+
+
+def _lora(key: str, name: str, value: Any, c: Conversion) -> Note | None:
+    """Of a source that trains a new adapter, or one further, whose rank, base and layers are then its own."""
+    if not c.trains_lora:
+        return None
+    model, flat = c.recipe["model"], c.flat
+    if c.start:
+        model["name_or_path"] = c.start
+        if name in _START:
+            is_dpo = flat.get("stage") == "dpo" or bool(flat.get("rl"))
+            reference = "; the reference is this adapter, in the source the model without an adapter" * is_dpo
+            return _renamed(key, f"model.name_or_path: trained further, as in the source{reference}", is_dpo)
+        if name in ("model_name_or_path", "base_model"):
+            return _dropped(key, "the adapter names its own base model")
+        if note := _quantization(key, name, value, c):
+            return note
+        if name in TABLES["lora"] or name == "finetuning_type" or matches(name, TABLES["adapters"]):
+            return _dropped(key, "that of the adapter which is trained further")
+        return None
+    lora = model.setdefault("lora", {})
+    if name == "adapter" and value == "qlora":
+        model["quantize"] = "4bit"
+        return _renamed(key, "model.lora, model.quantize: 4bit")
+    if name in ("use_peft", "adapter", "finetuning_type"):
+        return _renamed(key, "model.lora")
+    if note := _quantization(key, name, value, c):
+        return note
+    if name == "lora_target_linear" and value is True:
+        lora["target_modules"] = "all-linear"
+        return _renamed(key, "model.lora.target_modules: all-linear")
+    if name == "lora_task_type":
+        return _dropped(key, "only language models are trained", value != "CAUSAL_LM")
+    if name in _RSLORA and value is True:
+        return _renamed(key, "model.lora.alpha: times sqrt(r), which gives the factors rsLoRA's scale")
+    target = TABLES["lora"].get(name)
+    if target is None and value not in (None, False, 0, "", [], {}) and matches(name, TABLES["adapters"]):
+        return _dropped(key, "plain LoRA (model.lora) is trained, without this variant", True)
+    if target is None or value in (None, []):
+        return None
+    if target == "modules_to_save" and isinstance(value, str):
+        value = [part.strip() for part in value.split(",")]
+    if target == "target_modules":
+        if flat.get("lora_target_linear"):
+            return _dropped(key, "set by lora_target_linear", value != "all-linear")
+        value = "all-linear" if name == "lora_target" and value == "all" else value
+        parts = value.replace(" ", "").split(",") if isinstance(value, str) else [""]
+        value = parts if all(part.isidentifier() for part in parts) else value
+        if isinstance(value, str) and value != "all-linear":
+            return _dropped(key, "a pattern; write model.lora.target_modules as a list of names", True)
+    if target in ("alpha", "dropout"):
+        value = number(value)
+        value = float(value) if type(value) is int else value
+    lora[target] = value
+    return _renamed(key, f"model.lora.{target}")
+
+
+def _quantization(key: str, name: str, value: Any, c: Conversion) -> Note | None:
+    """Of the frozen weights under an adapter."""
+    if bits := _QUANTIZE.get((name, value)) if isinstance(value, bool | int) else None:
+        c.recipe["model"]["quantize"] = bits
+        return _renamed(key, f"model.quantize: {bits}")
+    is_4bit = c.flat.get("load_in_4bit") is True or c.flat.get("quantization_bit") == 4
+    if name in TABLES["same_4bit"] and is_4bit:
+        reason = "model.quantize: 4bit is NF4 with double quantization"
+        return _dropped(key, reason, value != TABLES["same_4bit"][name])
+    if name == "quantization_method" and c.flat.get("quantization_bit") in (4, 8):
+        return _dropped(key, "weights are quantized by bitsandbytes", value not in ("bnb", "bitsandbytes"))
+    if name in ("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage") and is_4bit:
+        return _dropped(key, "4-bit weights are computed with in the precision of trainer (bf16, fp16)")
+    return None
+
+
+def _steps(key: str, name: str, value: Any, c: Conversion) -> Note | None:
+    """Null, evaluations and checkpoints per epoch, and streaming."""
+    nullable = (*_NESTED, "optim", "optimizer", *_BETAS, "torch_dtype", "dtype", _MIN_LR)
+    if value in (None, {}) and name in nullable:
+        return _dropped(key, "null has no effect")
+    flat, data = c.flat, c.recipe["data"]
+    kind = {"evals_per_epoch": "eval", "saves_per_epoch": "save"}.get(name)
+    if kind == "save" or (kind and "eval" in data):
+        per_epoch = number(value)
+        epochs = number(next((flat[k] for k in ("num_epochs", "num_train_epochs") if flat.get(k) is not None), 1))
+        if value in (None, False, 0):
+            return _dropped(key, "off in the source too")
+        is_number = all(isinstance(n, int | float) and not isinstance(n, bool) for n in (per_epoch, epochs))
+        # One per epoch has a word: VALUES.
+        if per_epoch != 1 and is_number and 1 < per_epoch * epochs <= _DIGITS:
+            if flat.get(f"{kind}_steps") is not None:
+                return _dropped(key, f"{kind}_steps is set")
+            # As a fraction of all steps, which is how Axolotl reads them too. Rounded down: transformers rounds the
+            # product with the number of steps up, and 0.166667 of 600 would be 101.
+            fraction = int(_DIGITS / (per_epoch * epochs)) / _DIGITS
+            c.recipe["trainer"] |= {f"{kind}_strategy": "steps", f"{kind}_steps": fraction}
+            return _renamed(key, f"trainer.{kind}_steps: {fraction:g} of all steps")
+    # A source is streamed here where it names its number of steps, and no number of held-out examples.
+    steps, evaluation = number(flat.get("max_steps")), data.get("eval")
+    counts_held_out = isinstance(evaluation, dict) and "examples" in evaluation
+    has_steps = isinstance(steps, int | float) and steps > 0
+    if not (any(flat.get(key) is True for key in _STREAMING) and has_steps) or counts_held_out:
+        return None
+    if name in _STREAMING and value is True:
+        size = number(flat.get("buffer_size"))
+        has_size = isinstance(size, int) and size > 0
+        data["streaming"] = {"shuffle_buffer": size} if has_size else True
+        return _renamed(key, "data.streaming")
+    if name == "buffer_size":
+        return _renamed(key, "data.streaming.shuffle_buffer")
+    target = RENAMED.get(name, f"trainer.{name}").removeprefix("trainer.")
+    if target in NOT_STREAMED and value not in NOT_STREAMED[target][0]:
+        return _dropped(key, NOT_STREAMED[target][1].partition(";")[0])
+    return None
+
+
+def _attention(key: str, name: str, value: Any, c: Conversion) -> Note | None:
+    """Which tokens attend to which: attention and packing."""
+    model, trainer, flat = c.recipe["model"], c.recipe["trainer"], c.flat
+    if matches(name, TABLES["attention"]):
+        if value in (None, False, "auto"):
+            return _dropped(key, SDPA)
+        names = TABLES["attentions"]
+        attention = names.get(name, name) if value is True else names.get(str(value), str(value))
+        if "attn_implementation" in model:
+            return _dropped(key, f"model.attn_implementation is {model['attn_implementation']} by another key")
+        if attention_problems(attention, flat.get("use_cpu")):
+            return _dropped(key, f"there is no {attention} here; {SDPA}")
+        model["attn_implementation"] = attention
+        return _renamed(key, f"model.attn_implementation: {attention}")
+    if name in _PACKING and "packing" not in trl.fields(c.task):
+        return None
+    if name == "neat_packing" or (name == "packing" and "finetuning_type" in flat):  # LLaMA-Factory's
+        if not value:
+            return _dropped(key, "examples are not packed unless packing is true")
+        trainer["packing"] = True
+        is_neat = flat.get("neat_packing") is True
+        effect = "" if is_neat else "; in LLaMA-Factory packed examples attend to each other, here they are separate"
+        return _renamed(key, f"trainer.packing{effect}", not is_neat)
+    if name == "excess_length_strategy" and value == "truncate":
+        if flat.get("sample_packing"):
+            trainer["packing_strategy"] = "bfd"
+            return _renamed(key, "trainer.packing_strategy: bfd, which truncates")
+        return _dropped(key, "TRL truncates too")
+    packs = any(flat.get(key) in (True, "on", "yes", "true") for key in (*_PACKING, "sample_packing"))
+    if name in ("eval_packing", "eval_sample_packing") and value is True and not packs:
+        return _dropped(key, "without packing in training, packed held-out examples would attend to each other")
+    return None
+
+
+def _optimizer_and_model(key: str, name: str, value: Any, c: Conversion) -> Note | None:
+    """Optimizers, dtypes, starting weights and chat templates."""
+    optimizer, model, flat = c.recipe["optimizer"], c.recipe["model"], c.flat
+    if name in ("optim", "optimizer"):
+        value = str(value)
+        optimizer["name"] = "muon" if value == "muon" else "adamw"
+        if value == "muon":
+            return _renamed(key, MUON, True)
+        if matches(value, TABLES["adamw"]):
+            return _renamed(key, "optimizer.name: adamw")
+        if matches(value, TABLES["adamw_8bit"]):
+            optimizer["states"] = "8bit"
+            return _renamed(key, "optimizer.name: adamw, optimizer.states: 8bit")
+        return _renamed(key, f"optimizer.name: adamw at the same rate; there is no {value} here", True)
+    if name == "use_muon" and value is True:
+        optimizer["name"] = "muon"
+        return _renamed(key, MUON, True)
+    if name in _BETAS:
+        optimizer.setdefault("betas", list(BETAS))[_BETAS.index(name)] = number(value)
+        return _renamed(key, "optimizer.betas")
+    if name == "pure_bf16" and value is True:
+        model["dtype"], c.recipe["trainer"]["bf16"] = "float32", True
+        return _renamed(key, f"trainer.bf16, model.dtype: float32; {DTYPE}", True)
+    if name == "train_from_scratch" and value is True:
+        seed = flat.get("seed")
+        model["init_seed"] = seed if isinstance(seed, int) else SEED
+        return _renamed(key, "model.init_seed")
+    if name in ("torch_dtype", "dtype"):
+        model["dtype"] = "float32"
+        if value == "float32":
+            return _renamed(key, "model.dtype")
+        c.ours["model.dtype"] = f"{value} in the source"
+        return _renamed(key, f"model.dtype: float32; {DTYPE}", True)
+    if name == "chat_template" and isinstance(value, str):
+        if hashlib.sha256("".join(value.split()).encode()).hexdigest() == ZEPHYR:
+            model["chat_template"] = "zephyr"
+            return _renamed(key, "model.chat_template: zephyr")
+        if value == "jinja" and flat.get("chat_template_jinja"):
+            return _dropped(key, "the template is that of chat_template_jinja")
+    if name in ("chat_template", "chat_template_jinja") and isinstance(value, str) and "{{" in value:
+        if c.template_path is None:
+            reason = "the tokenizer's own chat template is used; with a DEST, this one is written beside the recipe"
+            return _dropped(key, reason, True)
+        c.template, model["chat_template"] = value, c.template_path
+        return _renamed(key, f"model.chat_template: {c.template_path}")
+    if name == "chat_template_path" and value is not None and not str(value).endswith(".jinja"):
+        return _dropped(key, f"{value}: only its template, as a .jinja file, can be named as model.chat_template", True)
+    return None
+
+
+def _schedule(key: str, name: str, value: Any, c: Conversion) -> Note | None:
+    """Warmup, the least rate of a schedule, the early end, and evaluations without examples."""
+    flat, has_eval = c.flat, "eval" in c.recipe["data"]
+    if name == "warmup_steps" and not value and flat.get("warmup_ratio"):
+        return _dropped(key, "replaced by warmup_ratio")
+    has_min_lr = flat.get(_MIN_LR) is not None and flat.get("lr_scheduler") in (None, "cosine")
+    if name == _MIN_LR and not has_min_lr:
+        return _dropped(key, "only the cosine schedule has a least rate", True)
+    if name == _MIN_LR:
+        least = {"min_lr_rate": number(value)}
+        c.recipe["trainer"] |= {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": least}
+        return _renamed(key, "trainer.lr_scheduler_kwargs")
+    if name == "lr_scheduler" and has_min_lr:
+        return _renamed(key, "trainer.lr_scheduler_type: cosine_with_min_lr")
+    if name == "rl":
+        if value == "ipo":
+            c.recipe["trainer"]["loss_type"] = ["ipo"]
+        return _renamed(key, f"task: {c.task}")
+    target = TABLES["early_stopping"].get(name)
+    if target and value and {"early_stopping_patience", "early_stopping_steps"} & flat.keys():
+        if not has_eval or any(flat.get(key) in ("no", False) for key in ("eval_strategy", "evaluation_strategy")):
+            return _dropped(key, "training runs to its end: nothing is evaluated during it", True)
+        c.recipe["run"].setdefault("early_stopping", {})[target] = number(value)
+        return _renamed(key, f"run.early_stopping.{target}")
+    if matches(name, TABLES["needs_eval"]) and not has_eval and value not in (None, False, "no", 0):
+        return _dropped(key, "no held-out split is named; write data.eval", name == "load_best_model_at_end")
+    return None
+
+
+SPECIAL: tuple[Callable[[str, str, Any, Conversion], Note | None], ...] = (
+    _lora,
+    _steps,
+    _attention,
+    _optimizer_and_model,
+    _schedule,
+)
