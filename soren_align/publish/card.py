@@ -12,9 +12,9 @@ from huggingface_hub import ModelCardData
 
 from ..core.errors import UserError
 from ..core.files import write
+from ..core.text import without_html
 from ..evaluate.report import tables
-from ..evaluate.report.results import read_results
-from ..evaluate.report.tables import in_cell, plain
+from ..evaluate.report.results import Results, read_results
 from ..recipe import Recipe, adapter_config, load_resolved, to_yaml
 from ..run.folder import RunFolder
 from ..run.record import (
@@ -55,12 +55,13 @@ def card(run: RunFolder, title: str, merged: bool = False) -> str:
     further = " further" if earlier and earlier[-1]["task"] == recipe.task else ""
     method = f"{TASKS[recipe.task].title} with {recipe.optimizer.title}"
     merge = " It is merged with its base model." if merged else ""
-    facts = "".join(f"| {name} | {in_cell(fact)} |\n" for name, fact in _facts(recipe, record).items() if fact)
+    cells = {name: without_html(fact).replace("|", "\\|") for name, fact in _facts(recipe, record).items() if fact}
+    facts = "".join(f"| {name} | {cell} |\n" for name, cell in cells.items())
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", yaml)), default=0))  # longer than any in the recipe
     parts = [
         f"---\n{front_matter}\n---",
-        f"# {plain(title)}",
-        plain(f"{subject}{further} by {method} from {_start(recipe, record)}.{merge}"),
+        f"# {without_html(title)}",
+        without_html(f"{subject}{further} by {method} from {_start(recipe, record)}.{merge}"),
         _change(record["training"], is_adapter, merged),
         *_evaluations(run, recipe),
         f"## Training\n\n| | |\n|---|---|\n{facts}".rstrip(),
@@ -143,7 +144,7 @@ def _change(training: dict[str, Any], is_adapter: bool, merged: bool) -> str:
         is_exact = min(survival.values()) > 0.9995
         lines.append(f"The model is saved in {saved['dtype']}{'' if is_exact else rounding}.")
     if "diverged" in training:
-        lines.insert(0, f"**Training diverged, and this model is broken: {plain(training['diverged'])}.**")
+        lines.insert(0, f"**Training diverged, and this model is broken: {without_html(training['diverged'])}.**")
     elif change == aux_change == 0:
         lines.insert(0, "**Training did not change this model: its weights are those of the starting checkpoint.**")
     elif max(change, aux_change) < SMALL_CHANGE:
@@ -164,18 +165,18 @@ def _evaluations(run: RunFolder, recipe: Recipe) -> list[str]:
         try:
             results = read_results(file.parent)
         except UserError:
-            parts.append(f"The results in `eval/{plain(file.parent.name)}` could not be read.")
+            parts.append(f"The results in `eval/{without_html(file.parent.name)}` could not be read.")
             continue
         if results is not None:
             parts.append(f"##{tables.markdown(_without_paths(results, recipe))}".rstrip())
     return ["## Evaluation", *parts] if parts else ["This model has not been evaluated."]
 
 
-def _without_paths(results: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
+def _without_paths(results: Results, recipe: Recipe) -> Results:
     """Return results for publication: of a model in the hub's cache, its name there and the commit."""
     rows = []
     for row in results["rows"]:
-        match = re.search(r"models--([^/]+)--([^/]+)/snapshots/(\w+)", row["model"])
+        match = re.search(r"models--([^/]+)--([^/]+)/snapshots/(\w+)", row["model"] or "")
         rows.append(row | {"model": f"{match[1]}/{match[2]}@{match[3]}" if match else None})
     settings, title = dict(results["settings"]), results["title"]
     if Path(settings.get("data", "hub")).is_absolute():

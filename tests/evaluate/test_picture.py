@@ -4,7 +4,7 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from soren_align.evaluate.report import result_files
+from soren_align.evaluate.report import tables
 from tests.support.result_tables import make_results
 
 
@@ -19,8 +19,8 @@ def drawn(monkeypatch, tmp_path):
             figures.append(self)
 
     def draw(results):
-        monkeypatch.setattr(result_files, "Figure", Kept)
-        result_files.draw(results, tmp_path / "scores.png")
+        monkeypatch.setattr("matplotlib.figure.Figure", Kept)
+        tables.draw(results, tmp_path / "scores.png")
         return figures[-1]
 
     return draw
@@ -76,7 +76,7 @@ def test_a_published_row_without_a_score_leaves_a_gap_and_one_without_an_error_n
 def test_the_same_results_give_the_same_small_file(tmp_path):
     results = make_results(6, 5, num_published=4)
     for name in ("one.png", "two.png"):
-        result_files.draw(results, tmp_path / name)
+        tables.draw(results, tmp_path / name)
     assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
     assert (tmp_path / "one.png").stat().st_size < 100_000
     with Image.open(tmp_path / "one.png") as image:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from soren_align.core.errors import UserError
-from soren_align.evaluate.stats.points import read_points, text
+from soren_align.evaluate.stats.paired import points_json, read_points
 
 POINTS = {"acc": [1.0, 0.0, 0.25, 1.0], "gen": [0.0, 1.0]}
 
@@ -25,10 +25,10 @@ def model(points=POINTS, settings=None, prompt="a", truncated=None):
 
 def written(folder, rows, **changes):
     scores = [{c: {"value": 100 * sum(p) / len(p)} for c, p in each.points.items()} for each in rows.values()]
-    head = {"format": 2, "title": "t", "suite": "s", "published": [], "settings": {}, "notes": []}
+    head = {"format": 1, "title": "t", "suite": "s", "published": [], "settings": {}, "notes": []}
     entries = [{"name": name, "model": None, "scores": each} for name, each in zip(rows, scores, strict=True)]
     (folder / "results.json").write_text(json.dumps(head | {"rows": entries}))
-    content = json.loads(text(rows))
+    content = json.loads(points_json(rows))
     for name, change in changes.items():
         content["rows"]["SFT"]["acc"][name] = change
     (folder / "points.json").write_text(json.dumps(content))

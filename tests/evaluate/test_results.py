@@ -10,9 +10,9 @@ from rich.console import Console
 
 from soren_align.core.errors import UserError
 from soren_align.core.text import stderr_console
-from soren_align.evaluate.report.result_files import write_results
 from soren_align.evaluate.report.results import read_results, refuse_foreign, refuse_foreign_summary
 from soren_align.evaluate.run import stage
+from soren_align.evaluate.run.stage import write_results
 from soren_align.launch.evaluation import refuse_missing, run_evaluation
 from soren_align.recipe import Eval
 from soren_align.run.folder import RunFolder
@@ -24,7 +24,7 @@ SOURCE = {"value": 1.0, "stderr": 0.5, "low": 0.0, "high": 2.0, "n": 4}
 def ours(*names):
     """results.json with rows of these names."""
     rows = [{"name": name, "model": f"/models/{name}", "scores": {"acc": SOURCE}} for name in names]
-    head = {"format": 2, "title": "t", "suite": "s", "rows": rows}
+    head = {"format": 1, "title": "t", "suite": "s", "rows": rows}
     return head | {"published": [], "settings": {"data": "hub"}, "notes": []}
 
 
@@ -157,14 +157,13 @@ def test_damaged_results_are_one_sentence(tmp_path, damage):
     assert len(str(error.value)) < 500
 
 
-def test_results_of_an_older_version_are_one_sentence(tmp_path):
-    old = {key: value for key, value in ours("base").items() if key not in ("format", "published")} | {"quoted": []}
-    put(tmp_path, old)
+def test_results_of_another_version_are_one_sentence(tmp_path):
+    put(tmp_path, ours("base") | {"format": 2})
     with pytest.raises(UserError) as error:
         evaluate(tmp_path)
     assert str(error.value) == (
-        f"{tmp_path / 'results.json'}: was written by another version of soren-align, in another format; "
-        "choose another --output, or move it away"
+        f"{tmp_path / 'results.json'}: is not an evaluation's results, or is damaged (format: Value error, is that of "
+        "another version of soren-align); choose another --output, or move it away"
     )
 
 

@@ -18,7 +18,7 @@ from soren_align.core.errors import UserError
 from soren_align.evaluate.report.results import summary
 from soren_align.evaluate.run import workers
 from soren_align.evaluate.run.stage import evaluate, preflight, print_results
-from soren_align.evaluate.stats.points import read_points
+from soren_align.evaluate.stats.paired import read_points
 from soren_align.evaluate.suite.tasks import num_questions
 from soren_align.recipe import Eval
 from tests.support.lm_eval_reference import ZERO_SHOT

@@ -171,7 +171,7 @@ def _without_models(cache: Path | None = None):
     """Models answer at once, a training is over at once, and the hub takes everything. cache: of datasets."""
     import datasets
 
-    from soren_align.evaluate.report import result_files
+    from soren_align.evaluate.report import tables
     from soren_align.evaluate.run import harness, stage
     from soren_align.publish import push
     from soren_align.training import checkpoints, run
@@ -219,7 +219,7 @@ def _without_models(cache: Path | None = None):
             (stage, "preflight", lambda *_: ({}, [])),
             (stage, "check", lambda rows, suite, load, options: (load(), [])),
             (stage, "planned_rows", lambda *_, **__: []),
-            (result_files, "draw", lambda _, path: Path(path).write_bytes(b"PNG")),
+            (tables, "draw", lambda _, path: Path(path).write_bytes(b"PNG")),
             (stage, "commit", lambda: "c" * 40),
             (datasets.config, "HF_DATASETS_CACHE", cache),  # contamination: the training examples are read
             (training_setup, "set_up_training", set_up_training),
@@ -235,9 +235,9 @@ def _without_models(cache: Path | None = None):
 
 
 def _saved_row(name: str, model: Any) -> Any:
-    from soren_align.evaluate.run.preflight import Row
+    from soren_align.evaluate.run.preflight import PlannedRow
 
-    return Row(name, model, _tokenizer(), 256, {}, template_of=name)
+    return PlannedRow(name, model, _tokenizer(), 256, {}, template_of=name)
 
 
 def _save_model(folder: str) -> None:

@@ -28,7 +28,7 @@ def put_study(root, start=None):
 
 def write(folder, rows):
     scores = [{"name": row, "model": None, "scores": {"x": {"value": 100 * np.mean(p)}}} for row, p in rows.items()]
-    head = {"format": 2, "title": "t", "suite": "s", "published": [], "settings": {}, "notes": []}
+    head = {"format": 1, "title": "t", "suite": "s", "published": [], "settings": {}, "notes": []}
     (folder / "results.json").write_text(json.dumps(head | {"rows": scores}))
     points = {row: {"x": {"points": list(p), "clusters": None, "prompts": "0" * 64}} for row, p in rows.items()}
     (folder / "points.json").write_text(json.dumps({"format": 1, "rows": points}))

@@ -23,7 +23,7 @@ def make_results(num_columns=6, num_rows=2, num_published=0, average=True):
             row["differences"] = {c: difference(s, rows[0]["scores"][c], draw) for c, s in scores.items()}
         rows.append(row)
     return {
-        "format": 2,
+        "format": 1,
         "title": "Open LLM Leaderboard v1",
         "suite": "open-llm-leaderboard-v1",
         "rows": rows,

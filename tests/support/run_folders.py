@@ -80,7 +80,7 @@ def add_results(folder, suite="quickstart", data="hub", title="Quickstart zoo"):
             "differences": {"zoo_mc": gain},
         },
     ]
-    results = {"format": 2, "title": title, "suite": suite, "rows": rows, "published": [], "notes": []}
+    results = {"format": 1, "title": title, "suite": suite, "rows": rows, "published": [], "notes": []}
     results["settings"] = {"versions": {"lm-eval": "0.4.13"}, "batch_size": 60, "data": data}
     there = folder.evaluation(suite)
     there.mkdir(parents=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from scipy.special import ndtr, ndtri
 
-from soren_align.evaluate.stats.points import ColumnPoints
+from soren_align.evaluate.stats.paired import ColumnPoints
 from soren_align.study.stats.estimates import Assumed
 from soren_align.study.study import Candidate, Point, Run
 

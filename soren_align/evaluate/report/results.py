@@ -6,148 +6,180 @@ torch here, because model cards read results too.
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NotRequired
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from ...core.document import dotted
 from ...core.errors import UserError
 from ...core.files import is_component, read_json
 
 NAME = "results.json"
-FORMAT = 2
-"""Of results.json. Format 1 had no such key, and other names (docs/evaluation.md)."""
+FORMAT = 1
+"""Of results.json."""
 POINTS = "points.json"
-"""See points.py."""
+"""See stats/paired.py."""
 WRITTEN = (NAME, POINTS, "table.md", "scores.png")
 """Beside `samples`, a folder for each row."""
 MAX_BYTES = 16 << 20
 MAX_DEPTH = 20
 
 
-def component(name: str) -> str:
-    """Return the name. Raises ValueError if it is not the name of one entry of a folder."""
+def _component(name: str) -> str:
     if not is_component(name):
         raise ValueError("is not the name of one file or folder")
     return name
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(strict=True)
+def _format(number: int) -> int:
+    if number != FORMAT:
+        raise ValueError("is that of another version of soren-align")
+    return number
 
 
-class _Value(_Section):
+class Value(TypedDict):
+    """A score in percent."""
+
     value: float
-    stderr: float = 0.0
+    stderr: NotRequired[float]
 
 
-class _Score(_Value):
-    low: float = 0.0
-    high: float = 0.0
-    n: int = 0
-    also: dict[str, _Value] = {}
+class Score(Value):
+    """A score with its 95% interval."""
+
+    low: NotRequired[float]
+    high: NotRequired[float]
+    n: NotRequired[int]
+    """Questions; an average has none."""
+    also: NotRequired[dict[str, Value]]
+    """Other scores of the same questions, by label."""
 
 
-class _CleanDifference(_Section):
+class Interval(TypedDict):
+    """A difference in percent with its 95% interval."""
+
     value: float
     low: float
     high: float
 
 
-class _OtherDifference(_CleanDifference):
+class Difference(Interval):
+    """A difference to another row; see `significance.compare`."""
+
     p_holm: float
+    num_clusters: NotRequired[int]
+    also: NotRequired[dict[str, "Difference"]]
 
 
-class _Difference(_OtherDifference):
-    also: dict[str, _OtherDifference] = {}
+class Start(TypedDict):
+    """The row whose model was trained further."""
 
-
-class _Start(_Section):
     name: str
-    differences: dict[str, _Difference]
+    differences: dict[str, Difference]
 
 
-class _Row(_Section):
-    name: Annotated[str, AfterValidator(component)]
+class Row(TypedDict):
+    """A model; scores and differences are by benchmark, and "average"."""
+
+    name: Annotated[str, AfterValidator(_component)]
     model: str | None
-    scores: Annotated[dict[str, _Score], Field(min_length=1)]
-    differences: dict[str, _Difference] | None = None
-    unpaired: dict[str, str] = {}
-    start: _Start | None = None
-    chat_template_of: str | None = None
-    truncated: dict[str, int] = {}
+    """Its folder or name on the hub; model cards omit it."""
+    scores: Annotated[dict[str, Score], Field(min_length=1)]
+    differences: NotRequired[dict[str, Difference] | None]
+    """To the first row, which has none itself."""
+    unpaired: NotRequired[dict[str, str]]
+    """Why a benchmark is not compared."""
+    start: NotRequired[Start | None]
+    chat_template_of: NotRequired[str | None]
+    truncated: NotRequired[dict[str, int]]
+    eos_token_id: NotRequired[Any]
+    num_requests: NotRequired[Any]
 
 
-class _CleanScore(_Section):
+class CleanScore(TypedDict):
+    """A score without the questions that training examples contain."""
+
     value: float
     change: float
-    difference: _CleanDifference | None = None
+    difference: NotRequired[Interval | None]
 
 
-class _Contamination(_Section):
+class Contamination(TypedDict):
+    """Numbers of questions of a benchmark; see `significance.contamination_section`."""
+
     questions: int
     overlapping: int
     exact: int
     examples_read: int
-    scores: dict[str, _CleanScore] = {}
+    scores: NotRequired[dict[str, CleanScore]]
 
 
-class _Published(_Section):
+class PublishedRow(TypedDict):
+    """Published scores of a model."""
+
     name: str
     source: str
-    scores: dict[str, _Value]
+    scores: dict[str, Value]
 
 
-class _Settings(_Section):
-    metrics: dict[str, str] = {}
-    data: str = "hub"
+class Settings(TypedDict, total=False):
+    """All that reproduces the table; only these keys are checked."""
+
+    metrics: dict[str, str]
+    data: str
 
 
-class _Results(_Section):
-    """The keys that the table needs; other keys are not checked."""
+class Results(TypedDict):
+    """results.json. Keys that no table needs are not checked."""
 
-    format: int
+    format: Annotated[int, AfterValidator(_format)]
     title: str
     suite: str
-    rows: Annotated[list[_Row], Field(min_length=1)]
-    published: list[_Published]
-    contamination: dict[str, _Contamination] | None = None
-    settings: _Settings
+    rows: Annotated[list[Row], Field(min_length=1)]
+    """The first one is the starting checkpoint."""
+    published: list[PublishedRow]
+    contamination: NotRequired[dict[str, Contamination] | None]
+    settings: Settings
     notes: list[str]
 
-    @model_validator(mode="after")
-    def _rows_have_equal_columns(self) -> "_Results":
-        first = self.rows[0]
-        for row in self.rows:
-            if row.scores.keys() != first.scores.keys():
-                raise ValueError(f"{row.name} has other columns than {first.name}")
-            if row.differences is not None and row.differences.keys() | row.unpaired.keys() != row.scores.keys():
-                raise ValueError(f"the differences of {row.name} have other columns than its scores")
-            if any(row.scores[c].also.keys() != first.scores[c].also.keys() for c in first.scores):
-                raise ValueError(f"{row.name} has other additional scores than {first.name}")
-        names = [row.name for row in self.rows]
-        if len(set(names)) < len(names):
-            raise ValueError("two rows have the same name")
-        return self
+
+_RESULTS = TypeAdapter(Results)
 
 
-class _SummaryRow(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
-    __pydantic_extra__: dict[str, float]
-    name: str
-
-
-class _Summary(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-    rows: list[_SummaryRow]
-
-
-def read_results(folder: Path) -> dict[str, Any] | None:
+def read_results(folder: Path) -> Results | None:
     """Return the results of an evaluation in `folder`; None if there is no results.json.
 
     Raises UserError if the file has another form or format, or is damaged.
     """
-    return _read(folder / NAME, _Results, "is not an evaluation's results, or is damaged")
+    problem = "is not an evaluation's results, or is damaged"
+    content = _read(folder / NAME, problem)
+    if content is None:
+        return None
+    try:
+        _RESULTS.validate_python(content, strict=True)
+        reason = _contradiction(content["rows"])
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key = dotted(first["loc"])[:80]
+        reason = f"{f'{key}: ' if key else ''}{first['msg'][:120]}"
+    if reason:
+        raise UserError(f"{folder / NAME}: {problem} ({reason})")
+    return content
+
+
+def _contradiction(rows: list[Row]) -> str:
+    """Return how rows of one table contradict each other; "" if they do not."""
+    first, names = rows[0], [row["name"] for row in rows]
+    for row in rows:
+        if row["scores"].keys() != first["scores"].keys():
+            return f"{row['name']} has other columns than {first['name']}"
+        differences = row.get("differences")
+        if differences is not None and differences.keys() | row.get("unpaired", {}).keys() != row["scores"].keys():
+            return f"the differences of {row['name']} have other columns than its scores"
+        if any(s.get("also", {}).keys() != first["scores"][c].get("also", {}).keys() for c, s in row["scores"].items()):
+            return f"{row['name']} has other additional scores than {first['name']}"
+    return "two rows have the same name" if len(set(names)) < len(names) else ""
 
 
 def refuse_foreign(output: Path, names: list[str]) -> None:
@@ -174,7 +206,7 @@ def refuse_foreign(output: Path, names: list[str]) -> None:
         raise UserError(f"{foreign[0]}: was not written by an evaluation; {remedy}")
 
 
-def summary(results: dict[str, Any]) -> dict[str, Any]:
+def summary(results: Results) -> dict[str, Any]:
     """Return the scores alone, as fractions: {"rows": [{"name": "base", "zoo_mc": 0.25, ...}, ...]}."""
     return {
         "rows": [
@@ -186,14 +218,23 @@ def summary(results: dict[str, Any]) -> dict[str, Any]:
 
 def refuse_foreign_summary(file: Path) -> None:
     """Raises UserError if `file` is there and not an earlier summary, or cannot be written."""
-    remedy = "choose another --summary, or move it away"
+    problem, remedy = "is not a summary of an evaluation", "choose another --summary, or move it away"
     if file.is_symlink() or file.is_dir():
         raise UserError(f"{file}: is a link or a folder; {remedy}")
     _refuse_unwritable(file, "--summary")
     try:
-        _read(file, _Summary, "is not a summary of an evaluation")
+        content = _read(file, problem)
     except UserError as error:
         raise UserError(f"{error}; {remedy}") from None
+    rows = content["rows"] if isinstance(content, dict) and content.keys() == {"rows"} else None
+    is_summary = isinstance(rows, list) and all(
+        isinstance(row, dict)
+        and isinstance(row.get("name"), str)
+        and all(isinstance(value, int | float) for key, value in row.items() if key != "name")
+        for row in rows
+    )
+    if content is not None and not is_summary:
+        raise UserError(f"{file}: {problem}; {remedy}")
 
 
 def _refuse_unwritable(path: Path, option: str) -> None:
@@ -203,8 +244,8 @@ def _refuse_unwritable(path: Path, option: str) -> None:
         raise UserError(f"{path}: {parent} is not a folder; choose another {option}")
 
 
-def _read(file: Path, form: type[BaseModel], problem: str) -> dict[str, Any] | None:
-    """Return the content of a JSON file; None if there is no file. Raises UserError if it does not have that form."""
+def _read(file: Path, problem: str) -> Any:
+    """Return the content of a JSON file; None if there is no file. Raises UserError with the problem if it is none."""
     if not os.path.lexists(file):
         return None
     if file.is_symlink() or not file.is_file():
@@ -214,21 +255,6 @@ def _read(file: Path, form: type[BaseModel], problem: str) -> dict[str, Any] | N
     except UserError as error:
         reason = str(error).removeprefix(f"{file}: ").removeprefix(f"{file}:")
         raise UserError(f"{file}: {problem} ({reason[:120]})") from None
-    if form is _Results and _is_of_other_version(content):
-        raise UserError(f"{file}: was written by another version of soren-align, in another format")
-    try:
-        form.model_validate(content)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = dotted(first["loc"])[:80]
-        raise UserError(f"{file}: {problem} ({f'{key}: ' if key else ''}{first['msg'][:120]})") from None
+    if content is None:
+        raise UserError(f"{file}: {problem} (null)")
     return content
-
-
-def _is_of_other_version(content: Any) -> bool:
-    """Whether this is results.json of another format."""
-    return (
-        isinstance(content, dict)
-        and {"title", "suite", "rows", "settings"} <= content.keys()
-        and (content.get("format", 1) != FORMAT)
-    )

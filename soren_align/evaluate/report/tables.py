@@ -1,13 +1,23 @@
-"""The table, for the terminal and table.md: a row per model, the starting checkpoint first, published scores last."""
+"""The results for a reader: the table in the terminal and in table.md, and the figure.
+
+A row per model, the starting checkpoint first, published scores last; in the figure a panel per column, a dot per row
+with its 95% interval.
+"""
 
 import re
+from collections.abc import Sequence
+from math import ceil
+from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from rich.console import Group
-from rich.table import Table
+from rich.table import Table as RichTable
 from rich.text import Text
 
+from ...core.text import Table, p_value, without_html
 from ..stats.contamination import NGRAM
+from .results import Interval, PublishedRow, Results, Row, Value
 
 NUM_COLUMNS = 3
 """Columns beside each other: with their intervals, three fit into 80 characters; the others follow in a table below."""
@@ -34,47 +44,32 @@ SETTINGS = {
 """The label of each setting under the table, in this order: data and prompts first, then the model's settings."""
 
 
-def terminal(results: dict[str, Any]) -> Group:
+MAX_ACROSS = 4
+"""Panels of the figure beside each other."""
+BLUE, GREY = "#0072B2", "#767676"
+"""Okabe and Ito's blue, and a grey of contrast 4.5:1 on white. Filled and hollow dots differ without colour too."""
+
+
+def terminal(results: Results) -> Group:
     """Return the table with differences, intervals and p-values, and under it the notes that are needed to read it."""
     columns = list(results["rows"][0]["scores"])
     parts: list[Any] = [Text(f"{results['title']}, percent ± standard error", style="bold")]
     for i in range(0, len(columns), NUM_COLUMNS):
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        table.add_column("model", overflow="fold")
-        for column in columns[i : i + NUM_COLUMNS]:
-            table.add_column(column, justify="right", no_wrap=True)
-        for row, name, style in _rows(results):
-            cells = [Text("\n".join(_cell(row, column))) for column in columns[i : i + NUM_COLUMNS]]
-            table.add_row(Text(name), *cells, style=style)
-        parts += [table, Text()]
-    footer = Table.grid(padding=(0, 1))
+        parts += [_table(results, columns[i : i + NUM_COLUMNS]).rich(), Text()]
+    footer = RichTable.grid(padding=(0, 1))
     for note in notes(results, brief=True):
         footer.add_row("-", Text(note, overflow="fold"), style="dim")
     return Group(*parts, footer)
 
 
-def markdown(results: dict[str, Any]) -> str:
+def markdown(results: Results) -> str:
     """Return the same as a Markdown page, with all columns in one table."""
-    columns = list(results["rows"][0]["scores"])
-    lines = [f"# {plain(results['title'])}", "", "Percent ± standard error.", ""]
-    lines += [f"| model | {' | '.join(map(in_cell, columns))} |", f"|---|{'---:|' * len(columns)}"]
-    for row, name, _ in _rows(results):
-        lines.append(f"| {in_cell(name)} | {' | '.join('<br>'.join(_cell(row, column)) for column in columns)} |")
-    return "\n".join([*lines, "", *(f"- {plain(note)}" for note in notes(results))]) + "\n"
+    table = _table(results, list(results["rows"][0]["scores"]))
+    lines = [f"# {without_html(results['title'])}", "", "Percent ± standard error.", "", table.markdown(), ""]
+    return "\n".join([*lines, *(f"- {without_html(note)}" for note in notes(results))]) + "\n"
 
 
-def plain(text: str) -> str:
-    """Return untrusted text as one line of Markdown: no HTML, no newlines, no control characters."""
-    text = "".join(c if c.isprintable() else " " for c in text)
-    return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", text)
-
-
-def in_cell(text: str) -> str:
-    """Return untrusted text for a cell of a table."""
-    return plain(text).replace("|", "\\|")
-
-
-def notes(results: dict[str, Any], brief: bool = False) -> list[str]:
+def notes(results: Results, brief: bool = False) -> list[str]:
     """Return the notes under the table: a legend, additional scores, models, and the settings that reproduce it.
 
     brief: without the statistical methods and the settings.
@@ -83,39 +78,47 @@ def notes(results: dict[str, Any], brief: bool = False) -> list[str]:
         *_legend(results, brief),
         *_details(results),
         *_contamination(results),
-        *results.get("notes", []),
+        *results["notes"],
         *([] if brief else _settings(results)),
     ]
 
 
-def _rows(results: dict[str, Any]) -> list[tuple[dict[str, Any], str, str]]:
-    """Return each row with its name in the table and its style."""
-    own = [(row, row["name"], "") for row in results["rows"]]
-    return own + [(row, f"{row['name']} (published)", "dim") for row in results.get("published", [])]
+def _rows(results: Results) -> list[tuple[Row | PublishedRow, str, bool]]:
+    """Return each row with its name in the table, and whether it was evaluated here."""
+    own = [(row, row["name"], True) for row in results["rows"]]
+    return own + [(row, f"{row['name']} (published)", False) for row in results["published"]]
 
 
-def _cell(row: dict[str, Any], column: str) -> list[str]:
-    """Return the lines of a cell: the score, the difference and its p-value."""
-    score = row["scores"].get(column)
-    if score is None:
-        return ["-"]  # published scores need not have all columns
-    if column in row.get("unpaired", {}):
-        return [_score(score), "not compared"]
-    return [_score(score), *(_difference(row["differences"][column]) if "differences" in row else [])]
+def _table(results: Results, columns: Sequence[str]) -> Table:
+    def cell(row: Any, column: str) -> str:
+        score = row["scores"].get(column)
+        if score is None:
+            return "-"  # published scores need not have all columns
+        if column in row.get("unpaired", {}):
+            return f"{_score(score)}\nnot compared"
+        differences = row.get("differences")
+        return "\n".join([_score(score), *(_difference(differences[column]) if differences is not None else [])])
+
+    rows = _rows(results)
+    cells = [[name, *(cell(row, column) for column in columns)] for row, name, _ in rows]
+    dim = frozenset(i for i, (_, _, is_own) in enumerate(rows) if not is_own)
+    return Table(["model", *columns], cells, dim=dim)
 
 
-def _difference(d: dict[str, Any]) -> list[str]:
+def _difference(d: Any) -> list[str]:
     """Return a difference with its interval, and its p-value."""
-    p = "p < 0.001" if d["p_holm"] < 0.001 else f"p {d['p_holm']:.3f}"
-    star = "* " if d["p_holm"] < 0.05 else ""
-    return [f"{d['value']:+.1f} [{d['low']:+.1f}, {d['high']:+.1f}]", star + p]
+    return [_interval(d), f"{'* ' if d['p_holm'] < 0.05 else ''}{p_value(d['p_holm'])}"]
 
 
-def _score(score: dict[str, Any]) -> str:
+def _interval(d: Interval) -> str:
+    return f"{d['value']:+.1f} [{d['low']:+.1f}, {d['high']:+.1f}]"
+
+
+def _score(score: Value) -> str:
     return f"{score['value']:.1f} ± {score['stderr']:.1f}" if "stderr" in score else f"{score['value']:.1f}"
 
 
-def _legend(results: dict[str, Any], brief: bool) -> list[str]:
+def _legend(results: Results, brief: bool) -> list[str]:
     first, *later = results["rows"]
     lines = []
     differences = [each for row in later for each in (row.get("differences") or {}).values()]
@@ -143,8 +146,16 @@ def _legend(results: dict[str, Any], brief: bool) -> list[str]:
             f" clusters: {_text(num_clusters)}"
         )
     for row in later:
-        lines += _not_compared(row, first["name"])
-        lines += _compared_with_start(row)
+        unpaired = row.get("unpaired", {})
+        for reason in dict.fromkeys(unpaired.values()):
+            columns = [column for column, each in unpaired.items() if each == reason]
+            which = "" if len(columns) == len(row["scores"]) else f", {', '.join(columns)}"
+            lines.append(f"not compared with {first['name']}: {row['name']}{which} ({reason})")
+        # Where a row was trained from another one than the first.
+        if (start := row.get("start")) and start["differences"]:
+            texts = [f"{column} {', '.join(_difference(each))}" for column, each in start["differences"].items()]
+            to = f"{row['name']} minus {start['name']}, its start (p corrected for these alone)"
+            lines.append(f"{to}: {'; '.join(texts)}")
     intervals = [
         f"{row['name']} {column} [{score['low']:.1f}, {score['high']:.1f}]"
         for row in results["rows"]
@@ -156,36 +167,22 @@ def _legend(results: dict[str, Any], brief: bool) -> list[str]:
             "± 0.0: answers that are all right, or all wrong, have no standard error; their 95% intervals (Wilson's):"
             f" {', '.join(intervals)}"
         )
-    sources = dict.fromkeys(row["source"] for row in results.get("published", []))
+    sources = dict.fromkeys(row["source"] for row in results["published"])
     return [*lines, *(f"published scores, not evaluated here and not compared: {source}" for source in sources)]
 
 
-def _not_compared(row: dict[str, Any], first: str) -> list[str]:
-    """Return a line for each reason why columns of a row are not compared."""
-    unpaired = row.get("unpaired", {})
-    lines = []
-    for reason in dict.fromkeys(unpaired.values()):
-        columns = [column for column, each in unpaired.items() if each == reason]
-        which = "" if len(columns) == len(row["scores"]) else f", {', '.join(columns)}"
-        lines.append(f"not compared with {first}: {row['name']}{which} ({reason})")
-    return lines
-
-
-def _compared_with_start(row: dict[str, Any]) -> list[str]:
-    """Return a line with the differences to the model that a row was trained from, where it is not the first row."""
-    differences = (row.get("start") or {}).get("differences")
-    if not differences:
-        return []
-    texts = [f"{column} {', '.join(_difference(each))}" for column, each in differences.items()]
-    return [f"{row['name']} minus {row['start']['name']}, its start (p corrected for these alone): {'; '.join(texts)}"]
-
-
-def _details(results: dict[str, Any]) -> list[str]:
+def _details(results: Results) -> list[str]:
     """Return lines with the additional scores, the models, and the number of truncated prompts."""
     rows, lines = results["rows"], []
-    for column in rows[0]["scores"]:
-        for label in rows[0]["scores"][column].get("also", {}):
-            lines.append(f"{column}, {label}: {', '.join(_also(row, column, label) for row in rows)}")
+    for column, score in rows[0]["scores"].items():
+        for label in score.get("also", {}):
+            texts = []
+            for row in rows:
+                difference = (row.get("differences") or {}).get(column)
+                d = difference and difference.get("also", {}).get(label)
+                change = f" ({', '.join(_difference(d))})" if d else ""
+                texts.append(f"{row['name']} {_score(row['scores'][column].get('also', {})[label])}{change}")
+            lines.append(f"{column}, {label}: {', '.join(texts)}")
     for row in rows:
         source = row.get("chat_template_of", row["name"])
         if source != row["name"]:
@@ -201,7 +198,7 @@ def _details(results: dict[str, Any]) -> list[str]:
     return lines + ([f"prompts truncated to the model's context: {'; '.join(counts)}"] if counts else [])
 
 
-def _contamination(results: dict[str, Any]) -> list[str]:
+def _contamination(results: Results) -> list[str]:
     """Return lines with the questions that the training examples contain, and the scores without them."""
     columns = results.get("contamination") or {}
     lines, clean = [], [column for column, each in columns.items() if not each["overlapping"]]
@@ -212,10 +209,12 @@ def _contamination(results: dict[str, Any]) -> list[str]:
         whole = f"{each['exact']:,} as a whole" if each["exact"] else ""
         parts = each["overlapping"] - each["exact"]
         how = ", ".join(filter(None, (whole, f"{parts:,} by {NGRAM} words in a row" if parts else "")))
-        scores = ", ".join(f"{row} {_clean(score)}" for row, score in each.get("scores", {}).items())
-        lines.append(
-            f"contamination, {column}: {counts} ({how}); {f'without them: {scores}' if scores else 'no others'}"
-        )
+        scores = []
+        for row, score in each.get("scores", {}).items():
+            d = score.get("difference")
+            scores.append(f"{row} {score['value']:.1f}{f', difference {_interval(d)}' if d else ''}")
+        others = f"without them: {', '.join(scores)}" if scores else "no others"
+        lines.append(f"contamination, {column}: {counts} ({how}); {others}")
     if clean:
         number = next(iter(columns.values()))["examples_read"]
         lines.append(
@@ -225,21 +224,8 @@ def _contamination(results: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _clean(score: dict[str, Any]) -> str:
-    """Return a score without some questions, and its difference to the first row."""
-    text, d = f"{score['value']:.1f}", score.get("difference")
-    return f"{text}, difference {d['value']:+.1f} [{d['low']:+.1f}, {d['high']:+.1f}]" if d else text
-
-
-def _also(row: dict[str, Any], column: str, label: str) -> str:
-    """Return an additional score, with its difference to the first row."""
-    d = ((row.get("differences") or {}).get(column) or {}).get("also", {}).get(label)
-    change = f" ({', '.join(_difference(d))})" if d else ""
-    return f"{row['name']} {_score(row['scores'][column]['also'][label])}{change}"
-
-
-def _settings(results: dict[str, Any]) -> list[str]:
-    settings = {key: value for key, value in results["settings"].items() if value not in (None, {})}
+def _settings(results: Results) -> list[str]:
+    settings: dict[str, Any] = {key: value for key, value in results["settings"].items() if value not in (None, {})}
     if "metrics" in settings:
         settings["metrics"] = {c: m.removesuffix(",none").replace(",", "/") for c, m in settings["metrics"].items()}
     if isinstance(commit := settings.get("commit"), str):
@@ -261,3 +247,51 @@ def _text(value: Any) -> str:
     if len(texts) > 1 and len(set(texts.values())) == 1:
         return next(iter(texts.values()))
     return ", ".join(f"{name} {text}" for name, text in texts.items())
+
+
+def draw(results: Results, path: str | Path) -> None:
+    """Write the figure of `results` as a PNG; the same results give the same bytes.
+
+    Rows are in the table's order; a line through each panel marks the first row's score. Published scores are hollow
+    and grey, without an interval if none was published.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = list(results["rows"][0]["scores"])
+    rows = _rows(results)
+    across = ceil(len(columns) / ceil(len(columns) / MAX_ACROSS))
+    down = ceil(len(columns) / across)
+    # Inches: on a page 830 pixels wide, letters of 9 points are 12 pixels high.
+    figure = Figure(figsize=(8.5, 0.75 + down * (0.65 + 0.24 * len(rows))), dpi=150, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    figure.suptitle(fill(results["title"], 80), fontsize=11, fontweight="bold")
+    panels = figure.subplots(down, across, squeeze=False, sharey=True).flatten()
+    for panel, column in zip(panels, columns, strict=False):
+        panel.axvline(results["rows"][0]["scores"][column]["value"], color=BLUE, linewidth=0.8, zorder=1)
+        for y, (row, _, is_own) in enumerate(rows):
+            score: Any = row["scores"].get(column)
+            if score is None:
+                continue
+            color = BLUE if is_own else GREY
+            half = 1.96 * score.get("stderr", 0)  # published scores have no low and high
+            ends = [score.get("low", max(score["value"] - half, 0)), score.get("high", min(score["value"] + half, 100))]
+            panel.plot(ends, [y, y], color=color, linewidth=1.4, zorder=2)
+            face = color if is_own else "white"
+            panel.plot(score["value"], y, "o", markersize=5, color=color, markerfacecolor=face, zorder=3)
+        panel.set_title(column, fontsize=9, fontweight="bold" if column == "average" else "normal")
+        panel.tick_params(axis="x", labelsize=8)
+        panel.tick_params(axis="y", length=0, labelsize=9)
+        panel.locator_params(axis="x", nbins=4)
+        panel.grid(axis="x", color="#dddddd", linewidth=0.6)
+        panel.set_axisbelow(True)
+        for side in ("top", "right", "left"):
+            panel.spines[side].set_visible(False)
+    for panel in panels[len(columns) :]:
+        panel.set_visible(False)
+    panels[0].set_yticks(range(len(rows)), [name for _, name, _ in rows])
+    panels[0].set_ylim(len(rows) - 0.5, -0.5)
+    first = results["rows"][0]["name"]
+    caption = f"percent, with the 95% interval of each score; line: {first}; paired differences: see the table"
+    figure.supxlabel(caption, fontsize=8, color=GREY)
+    canvas.print_png(path, metadata={"Software": None}, pil_kwargs={"optimize": True})

@@ -34,7 +34,7 @@ NUM_LONG_ANSWERS = 20
 
 
 @dataclass(frozen=True)
-class Row:
+class PlannedRow:
     """A row of the table whose model is not loaded."""
 
     name: str
@@ -50,7 +50,7 @@ class Row:
     """The row whose chat template is used; None: none."""
 
 
-def read_row(name: str, model: Path | str, tokenizer: Any = None, revision: str | None = None) -> Row:
+def read_row(name: str, model: Path | str, tokenizer: Any = None, revision: str | None = None) -> PlannedRow:
     """Return the row of a model in a folder or on the hub, of which tokenizer and config are read.
 
     tokenizer: that of the model that training will make of this one; None: its own.
@@ -63,10 +63,12 @@ def read_row(name: str, model: Path | str, tokenizer: Any = None, revision: str 
         config = load_config(str(base or folder))
         generation, _ = generation_settings(folder)
     template_of = name if tokenizer.chat_template else None
-    return Row(name, model, tokenizer, resolve_max_length(config, tokenizer), generation, base is not None, template_of)
+    return PlannedRow(
+        name, model, tokenizer, resolve_max_length(config, tokenizer), generation, base is not None, template_of
+    )
 
 
-def saved_row(name: str, model: Path | str) -> Row:
+def saved_row(name: str, model: Path | str) -> PlannedRow:
     """Return the row of a model whose weights are on this machine, unlike a name on the hub. See `read_row`."""
     row = read_row(name, model)
     folder = local_path(model)
@@ -77,7 +79,7 @@ def saved_row(name: str, model: Path | str) -> Row:
 
 def planned_rows(
     start: str, revision: str | None, tokenizer: Any, *, is_adapter: bool, on_omitted: OnOmitted = ignore
-) -> list[Row]:
+) -> list[PlannedRow]:
     """Return the rows of the table after a training from `start`: the checkpoints before it, and the trained model.
 
     tokenizer: of the training, with its chat template. is_adapter: whether an adapter is trained.
@@ -87,7 +89,7 @@ def planned_rows(
     return [*rows, replace(trained, is_adapter=is_adapter)]
 
 
-def with_base_template(rows: Sequence[Row], which: str) -> list[Row]:
+def with_base_template(rows: Sequence[PlannedRow], which: str) -> list[PlannedRow]:
     """Return the rows with the first one's chat template chosen by `eval.base_template`.
 
     The run's template is that of the last row that has one.
@@ -101,12 +103,26 @@ def with_base_template(rows: Sequence[Row], which: str) -> list[Row]:
     return [first, *others]
 
 
-def check(rows: Sequence[Row], suite: Suite, load: Callable[[], Tasks], options: Eval) -> tuple[Tasks, list[str]]:
+def check(
+    rows: Sequence[PlannedRow], suite: Suite, load: Callable[[], Tasks], options: Eval
+) -> tuple[Tasks, list[str]]:
     """Return (the tasks, notices). load: returns the suite's tasks with their data.
 
     Raises UserError with all reasons why one of the rows could not be evaluated.
     """
-    problems = [*_unusable(rows, suite, options)]
+    problems = []
+    plain = [row.name for row in rows if not row.template_of]
+    if suite.apply_chat_template and plain and options.base_template != "none":
+        problems.append(
+            f"{' and '.join(plain)}: no chat template, but suite {suite.name} applies one. Set model.chat_template "
+            "before training, or evaluate without a template (eval.base_template: none; --base-template none)"
+        )
+    adapters = [row.name for row in rows if row.is_adapter]
+    if options.backend == "vllm" and adapters:
+        problems.append(
+            f"{' and '.join(adapters)}: is an adapter, and eval.backend is vllm, which loads whole models only: write "
+            "hf, or --no-eval and evaluate what `soren-align merge RUN` makes"
+        )
     try:
         tasks = load()
     except UserError as error:
@@ -124,35 +140,17 @@ def check(rows: Sequence[Row], suite: Suite, load: Callable[[], Tasks], options:
         raise UserError(*dict.fromkeys(problems))
     if not rows:
         return tasks, []
-    notices = [*_notices(rows, suite, probes), *_unfair(rows[-1], suite, tasks, options)]
-    return tasks, [*notices, *_repeated(suite, tasks, options)]
+    return tasks, [*_row_notices(rows, suite, probes), *_question_notices(rows[-1], suite, tasks, options)]
 
 
-def _with_template_of(source: Row | None, row: Row) -> Row:
+def _with_template_of(source: PlannedRow | None, row: PlannedRow) -> PlannedRow:
     tokenizer = deepcopy(row.tokenizer)
     tokenizer.chat_template = source.tokenizer.chat_template if source else None
     return replace(row, tokenizer=tokenizer, template_of=source.name if source else None)
 
 
-def _unusable(rows: Sequence[Row], suite: Suite, options: Eval) -> list[str]:
-    """Return the problems that tokenizer and config alone show."""
-    problems = []
-    plain = [row.name for row in rows if not row.template_of]
-    if suite.apply_chat_template and plain and options.base_template != "none":
-        problems.append(
-            f"{' and '.join(plain)}: no chat template, but suite {suite.name} applies one. Set model.chat_template "
-            "before training, or evaluate without a template (eval.base_template: none; --base-template none)"
-        )
-    adapters = [row.name for row in rows if row.is_adapter]
-    if options.backend == "vllm" and adapters:
-        problems.append(
-            f"{' and '.join(adapters)}: is an adapter, and eval.backend is vllm, which loads whole models only: write "
-            "hf, or --no-eval and evaluate what `soren-align merge RUN` makes"
-        )
-    return problems
-
-
-def _notices(rows: Sequence[Row], suite: Suite, probes: dict[str, "_Probe"]) -> list[str]:
+def _row_notices(rows: Sequence[PlannedRow], suite: Suite, probes: dict[str, "_Probe"]) -> list[str]:
+    """Return notices about rows that will not be compared, and prompts that lose their beginning."""
     first, *others = rows
     notices = []
     if suite.apply_chat_template and first.template_of not in (first.name, None):
@@ -180,19 +178,17 @@ def _notices(rows: Sequence[Row], suite: Suite, probes: dict[str, "_Probe"]) -> 
     return notices
 
 
-def _unfair(row: Row, suite: Suite, tasks: Tasks, options: Eval) -> Iterator[str]:
-    """Yield a notice for each task with choices that are equal to a row's model, or answers that it cannot finish."""
+def _question_notices(row: PlannedRow, suite: Suite, tasks: Tasks, options: Eval) -> Iterator[str]:
+    """Yield notices about choices that are equal to the row's model, answers that it cannot finish, and repetitions."""
     for task in suite.tasks:
-        for subtask in subtasks(tasks[task.column]):
+        loaded = subtasks(tasks[task.column])
+        for subtask in loaded:
             equal = equal_choices(subtask, row.tokenizer, options.limit)
             long = long_answers(subtask, row.tokenizer, MAX_GEN_TOKS, options.limit)
             yield from (f"{task.column}: {finding}" for finding in (equal, long) if finding)
-
-
-def _repeated(suite: Suite, tasks: Tasks, options: Eval) -> Iterator[str]:
-    """Yield a notice for each task without the suite's clusters in which questions are repeated."""
     for task in suite.tasks:
-        docs = [(each, doc) for each in subtasks(tasks[task.column]) for doc in list(each.eval_docs)[: options.limit]]
+        loaded = subtasks(tasks[task.column])
+        docs = [(subtask, doc) for subtask in loaded for doc in list(subtask.eval_docs)[: options.limit]]
         if task.cluster or (labels := cluster_labels(task, docs)) is None:
             continue
         first = {label: number for number, label in reversed([*enumerate(labels, 1)])}
@@ -209,17 +205,15 @@ def _longest(subtask: Any, context: int, limit: int | None) -> list[dict[str, An
     docs = list(subtask.eval_docs)[:limit]
     sizes = [len(str(doc).encode()) for doc in docs]
     indices = heapq.nlargest(NUM_LONGEST, range(len(docs)), key=sizes.__getitem__)
-    # A text has hardly more tokens than bytes.
+    answers: dict[int, int] = {}
     with silence(), rendering():
-        answers = {i: _answer_size(subtask, docs[i]) for i, size in enumerate(sizes) if size > context}
+        for i, size in enumerate(sizes):
+            if size > context:  # a text has hardly more tokens than bytes
+                requests = _as_list(subtask.construct_requests(docs[i], [""]))
+                choices = [r.args[1] for r in requests if r.request_type == "loglikelihood"]
+                answers[i] = max((len(choice.encode()) for choice in choices), default=0)
     long = [i for i in heapq.nlargest(NUM_LONG_ANSWERS, answers, key=answers.__getitem__) if answers[i] > context]
     return [docs[i] for i in dict.fromkeys([*indices, *long])]
-
-
-def _answer_size(subtask: Any, doc: dict[str, Any]) -> int:
-    """Return the bytes of the longest answer choice; 0 if text is generated."""
-    requests = _as_list(subtask.construct_requests(doc, [""]))
-    return max((len(r.args[1].encode()) for r in requests if r.request_type == "loglikelihood"), default=0)
 
 
 def _as_list(requests: Any) -> list[Any]:
@@ -229,7 +223,7 @@ def _as_list(requests: Any) -> list[Any]:
 class _Probe:
     """The requests of one row for the longest questions, and the problems of these."""
 
-    def __init__(self, row: Row, suite: Suite, options: Eval):
+    def __init__(self, row: PlannedRow, suite: Suite, options: Eval):
         self.row, self.suite, self.options = row, suite, options
         settings = BackendSettings("hf", suite.dtype, "cpu", suite.batch_size)
         self.lm = RequestDispatcher(
@@ -244,7 +238,7 @@ class _Probe:
         """Make the requests of a column. questions: some of each of lm-eval's tasks."""
         self.lm.label = f"{self.row.name}: {task.column}"
         try:
-            requests = [request for each in questions for request in self._requests(*each)]
+            requests = self._requests(questions)
         except Exception as error:  # a template may raise anything
             reason = in_one_line(error).removeprefix(f"{self.lm.label}: ")
             self.problems.append(
@@ -253,11 +247,26 @@ class _Probe:
             )
             return
         self.prompts[task.column] = [request.args[0] for request in requests]
-        too_long = list(filter(None, map(self._too_long, requests)))
+        context, too_long, is_truncated = self.row.context, [], False
+        for request in requests:
+            if request.request_type == "generate_until":
+                num_new = int(cast(Any, normalize_gen_kwargs(request.args[1], MAX_GEN_TOKS))["max_gen_toks"])
+                if num_new >= context:
+                    too_long.append(
+                        f"generating {num_new} tokens leaves no room for a prompt in a context of {context}"
+                    )
+                is_truncated |= self._num_tokens(request.args[0]) > context - num_new
+            elif request.request_type == "loglikelihood":
+                num = self._num_tokens("".join(request.args))
+                if (num_answer := num - self._num_tokens(request.args[0])) > context:
+                    too_long.append(
+                        f"an answer choice of {num_answer} tokens does not fit the model's context of {context}"
+                    )
+                is_truncated |= num > context + 1
         if too_long:
             remedy = f"leave this column out: eval.omit: [{task.column}] (--omit {task.column})"
             self.problems.append(f"{self.lm.label}: {too_long[0]}; {remedy}")
-        elif any(map(self._is_truncated, requests)):
+        elif is_truncated:
             self.truncated.append(task.column)
             if self.options.strict:
                 self.problems.append(
@@ -265,41 +274,22 @@ class _Probe:
                     "true; write false (--no-strict) to truncate and count them"
                 )
 
-    def _requests(self, subtask: Any, docs: list[dict[str, Any]]) -> list[Any]:
-        """Return lm-eval's requests for some questions of a task, made as in `Task.build_all_requests`."""
+    def _requests(self, questions: list[tuple[Any, list[dict[str, Any]]]]) -> list[Any]:
+        """Return lm-eval's requests for some questions of each task, made as in `Task.build_all_requests`."""
         has_template = self.suite.apply_chat_template and self.row.template_of is not None
         how = {"apply_chat_template": has_template, "chat_template": self.lm.apply_chat_template}
-        subtask.set_fewshot_seed(seed=self.suite.seeds.fewshot)
         requests = []
-        with silence(), rendering():
-            for doc in docs:
-                prefix, num_fewshot = subtask.doc_to_prefix(doc), subtask.config.num_fewshot or 0
-                context = subtask.fewshot_context(
-                    doc, num_fewshot, fewshot_as_multiturn=has_template, gen_prefix=prefix, **how
-                )
-                requests += _as_list(subtask.construct_requests(doc, context, **how))
+        for subtask, docs in questions:
+            subtask.set_fewshot_seed(seed=self.suite.seeds.fewshot)
+            num_fewshot = subtask.config.num_fewshot or 0
+            with silence(), rendering():
+                for doc in docs:
+                    prefix = subtask.doc_to_prefix(doc)
+                    context = subtask.fewshot_context(
+                        doc, num_fewshot, fewshot_as_multiturn=has_template, gen_prefix=prefix, **how
+                    )
+                    requests += _as_list(subtask.construct_requests(doc, context, **how))
         return requests
 
     def _num_tokens(self, text: str) -> int:
         return len(self.row.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def _num_new(self, request: Any) -> int:
-        return int(cast(Any, normalize_gen_kwargs(request.args[1], MAX_GEN_TOKS))["max_gen_toks"])
-
-    def _too_long(self, request: Any) -> str:
-        """Return the reason why a request could not be computed; "" if it could."""
-        context = self.row.context
-        if request.request_type == "generate_until" and (num_new := self._num_new(request)) >= context:
-            return f"generating {num_new} tokens leaves no room for a prompt in a context of {context}"
-        if request.request_type == "loglikelihood":
-            num = self._num_tokens("".join(request.args)) - self._num_tokens(request.args[0])
-            if num > context:
-                return f"an answer choice of {num} tokens does not fit the model's context of {context}"
-        return ""
-
-    def _is_truncated(self, request: Any) -> bool:
-        if request.request_type == "generate_until":
-            return self._num_tokens(request.args[0]) > self.row.context - self._num_new(request)
-        return (
-            request.request_type == "loglikelihood" and self._num_tokens("".join(request.args)) > self.row.context + 1
-        )

@@ -1,37 +1,46 @@
 """The evaluation of several models: each answers the same questions, and is compared with the first row's model."""
 
+import fcntl
 import gc
 import json
-from collections.abc import Callable, Sequence
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.console import Console
 
 from ...core.errors import ResumableError, UserError
-from ...core.files import default_cache_folder, is_component, write
+from ...core.files import default_cache_folder, is_component, remove, write
 from ...core.text import print_labelled
 from ...recipe import Eval, Model, trains_adapter
 from ...run.folder import RunFolder
 from ...run.provenance import commit
 from ..report import tables
-from ..report.result_files import write_results
-from ..report.results import FORMAT, refuse_foreign, summary
-from ..stats import points
+from ..report.results import FORMAT, NAME, POINTS, Results, Row, read_results, refuse_foreign, summary
 from ..stats.contamination import Overlaps
+from ..stats.paired import points_json
 from ..stats.significance import compare, compare_pairs, contamination_section, refuse_unlike, unpaired
 from ..suite.suites import Suite, load_published, suite_of
 from ..suite.tasks import Tasks, load_tasks, num_questions
 from .backends import require_backend
 from .harness import ModelResults, Options, ProgressDisplay, evaluate_model
 from .lineage import parents
-from .preflight import Row, check, planned_rows, saved_row, with_base_template
+from .preflight import PlannedRow, check, planned_rows, saved_row, with_base_template
 from .workers import OutOfMemory
 
 Rows = Sequence[tuple[str, Path | str]]
 """(name in the table, model) of each row, the starting checkpoint first."""
+Samples = dict[str, dict[str, list[dict[str, Any]]]]
+"""lm-eval's samples by row and column."""
+UNSAFE = re.compile("[\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Characters that JSON allows in a string and that control a terminal, end a line, or cannot be written in UTF-8. They
+alone are escaped in samples, which can so be read in a terminal."""
 
 
 def evaluate(
@@ -44,7 +53,7 @@ def evaluate(
     console: Console | None = None,
     notes: Sequence[str] = (),
     find_overlaps: Callable[[Tasks], Overlaps | str] | None = None,
-) -> dict[str, Any]:
+) -> Results:
     """Evaluate the models in order; write the results and return them.
 
     cache: the cache folder; None is the user's. console: for progress. notes: printed under the table.
@@ -53,13 +62,20 @@ def evaluate(
     samples/<row>/<column>.jsonl. Nothing is changed there before all models are evaluated.
     """
     console, cache, output = console or Console(), cache or default_cache_folder(), Path(output)
-    names = _unique_names(rows)
+    names = [name for name, _ in rows]
+    if duplicates := sorted({name for name in names if names.count(name) > 1}):
+        raise UserError(f"two models would have the name {duplicates[0]!r} in the table; rename one of the folders")
     require_backend(options.backend)
     suite = suite_of(options)
     refuse_foreign(output, names)
-    published = _published(suite, options)
-    candidates = with_base_template([saved_row(*row) for row in rows], options.base_template)
-    tasks = _check(candidates, suite, options, cache, console)
+    published = [row for name in options.published for row in load_published(name, suite.name)]
+    if options.omit:  # the published average is one over other columns
+        for row in published:
+            row["scores"].pop("average", None)
+    planned = with_base_template([saved_row(*row) for row in rows], options.base_template)
+    tasks, notices = check(planned, suite, lambda: _load_tasks(suite, options, cache, console), options)
+    for notice in notices:
+        print_labelled(console, "notice", notice)
     overlaps = find_overlaps(tasks) if find_overlaps else None
     model_options = Options(
         backend=options.backend,
@@ -69,33 +85,91 @@ def evaluate(
         num_processes=options.processes or 1,
         cache=cache,
     )
-    evaluated = _evaluate_models(candidates, suite, tasks, model_options, console)
-    _print_cached(evaluated, console)
+    evaluated = _evaluate_models(planned, suite, tasks, model_options, console)
+    requests = [(name, results.num_requests["cached"], results.num_requests["computed"]) for name, results in evaluated]
+    if cached := [f"{name} {cached:,} of {cached + computed:,}" for name, cached, computed in requests if cached]:
+        unit = "requests; a multiple-choice question is one request per choice"
+        print_labelled(console, "cached", f"{', '.join(cached)} {unit}")
     shortfall = _shortfall(suite, tasks, options)
-    results = {
+    settings = {  # those that the first model's results do not have, or that may differ in its row
+        "chat_template": suite.apply_chat_template,
+        "num_processes": model_options.num_processes,
+        "data": suite.data_root or "hub",
+        "commit": commit(),
+    }
+    results: Results = {
         "format": FORMAT,
         "title": f"{suite.title}: {shortfall}" if shortfall else suite.title,
         "suite": suite.name,
-        "rows": _result_rows(candidates, evaluated, suite),
+        "rows": _result_rows(planned, evaluated, suite),
         "published": published,
         "contamination": contamination_section(overlaps, evaluated) if isinstance(overlaps, Overlaps) else None,
-        "settings": evaluated[0][1].settings | _settings(suite, model_options),
+        "settings": cast(Any, evaluated[0][1].settings | settings),
         "notes": [*suite.notes, *notes, *([f"contamination: {overlaps}"] if isinstance(overlaps, str) else [])],
     }
-    write_results(results, {name: each.samples for name, each in evaluated}, output, points.text(dict(evaluated)))
+    write_results(results, {name: each.samples for name, each in evaluated}, output, points_json(dict(evaluated)))
     return results
 
 
-def _unique_names(rows: Rows) -> list[str]:
-    """Return the rows' names. Raises UserError if two are equal."""
-    names = [name for name, _ in rows]
-    duplicates = sorted({name for name in names if names.count(name) > 1})
-    if duplicates:
-        raise UserError(f"two models would have the name {duplicates[0]!r} in the table; rename one of the folders")
-    return names
+def write_results(results: Results, samples: Samples, output: Path, points: str = "") -> None:
+    """Write results.json, points.json, samples/<row>/<column>.jsonl, table.md and scores.png in place of earlier ones.
+
+    points: content of points.json.
+    Raises UserError if this would replace files that no evaluation wrote.
+    """
+    folder = output / "samples"
+    folder.mkdir(parents=True, exist_ok=True)
+    with _lock(output):
+        refuse_foreign(output, list(samples))  # again: another evaluation may have written there since the first time
+        earlier = read_results(output)
+        for row in earlier["rows"] if earlier else []:  # no other evaluation's samples stay beside new ones
+            entry = folder / row["name"]
+            if entry.is_symlink() or entry.is_file():
+                entry.unlink()
+            elif entry.is_dir():
+                shutil.rmtree(entry)
+        # First: it marks the folder as an evaluation's, so that after a kill the same command replaces the other files.
+        write(output / NAME, json.dumps(results, indent=2) + "\n")
+        write(output / POINTS, points)
+        for row, columns in samples.items():
+            (folder / row).mkdir()
+            for column, each in columns.items():
+                lines = (json.dumps(_compact(sample), default=str, ensure_ascii=False) for sample in each)
+                escaped = (UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", line) + "\n" for line in lines)
+                write(folder / row / f"{column}.jsonl", "".join(escaped))
+        write(output / "table.md", tables.markdown(results))
+        part = output / "scores.png.part"
+        remove(part)
+        tables.draw(results, part)
+        part.replace(output / "scores.png")
 
 
-def print_results(results: dict[str, Any], output: Path, console: Console, table: Console | None = None) -> None:
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Lock a folder, waiting for another evaluation that is writing there, so that its files are all of one."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(OSError):  # a file system without locks: the results of hours are written nevertheless
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _compact(sample: dict[str, Any]) -> dict[str, Any]:
+    """Return lm-eval's sample with a prompt that all choices share written once: 25 shots are 5 kB.
+
+    First what a reader looks for: prompt, answer, right answer and scores.
+    """
+    prompts, choices = zip(*sample["arguments"], strict=True)
+    arguments = {"prompt": prompts[0] if len(set(prompts)) == 1 else prompts, "choices": choices}
+    omitted = {"arguments"} | ({"resps"} if [r[0] for r in sample["resps"]] == sample["filtered_resps"] else set())
+    first = ("doc_id", "prompt", "choices", "filtered_resps", "target", *sample.get("metrics", ()))
+    content = {key: value for key, value in sample.items() if key not in omitted} | arguments
+    return {key: content[key] for key in first if key in content} | content
+
+
+def print_results(results: Results, output: Path, console: Console, table: Console | None = None) -> None:
     """Print the table on `table` (None: on `console`), then the folder of the results on `console`."""
     table = table or console
     table.print()
@@ -105,7 +179,7 @@ def print_results(results: dict[str, Any], output: Path, console: Console, table
 
 
 def preflight(
-    options: Eval, rows: Sequence[Row] = (), on_column: Callable[[str], object] | None = None
+    options: Eval, rows: Sequence[PlannedRow] = (), on_column: Callable[[str], object] | None = None
 ) -> tuple[Tasks, list[str]]:
     """Check all that an evaluation needs except the models. Returns the tasks with their data, and notices.
 
@@ -152,28 +226,10 @@ def output_of(run: RunFolder, options: Eval) -> Path:
     return output
 
 
-def write_summary(results: dict[str, Any], file: Path) -> None:
+def write_summary(results: Results, file: Path) -> None:
     """Write the scores alone. Call `refuse_foreign_summary` before the evaluation."""
     file.parent.mkdir(parents=True, exist_ok=True)
     write(file, json.dumps(summary(results), indent=2) + "\n")
-
-
-def _check(rows: Sequence[Row], suite: Suite, options: Eval, cache: Path, console: Console) -> Tasks:
-    """Check the rows, print the notices, and return the tasks."""
-    tasks, notices = check(rows, suite, lambda: _load_tasks(suite, options, cache, console), options)
-    for notice in notices:
-        print_labelled(console, "notice", notice)
-    return tasks
-
-
-def _settings(suite: Suite, options: Options) -> dict[str, Any]:
-    """Return the settings of the table that the first row's do not have, or that may differ in its row."""
-    return {
-        "chat_template": suite.apply_chat_template,
-        "num_processes": options.num_processes,
-        "data": suite.data_root or "hub",
-        "commit": commit(),
-    }
 
 
 def _load_tasks(suite: Suite, options: Eval, cache: Path, console: Console) -> Tasks:
@@ -187,25 +243,30 @@ def _load_tasks(suite: Suite, options: Eval, cache: Path, console: Console) -> T
         return load_tasks(suite, cache, on_column, trusted=options.trust_suite)
 
 
-def _published(suite: Suite, options: Eval) -> list[dict[str, Any]]:
-    """Return the published rows, without the average if it is one over other columns."""
-    rows = [row for name in options.published for row in load_published(name, suite.name)]
-    if options.omit:
-        scores = [{c: score for c, score in row["scores"].items() if c != "average"} for row in rows]
-        rows = [row | {"scores": each} for row, each in zip(rows, scores, strict=True)]
-    return rows
-
-
 def _evaluate_models(
-    rows: Sequence[Row], suite: Suite, tasks: Tasks, options: Options, console: Console
+    rows: Sequence[PlannedRow], suite: Suite, tasks: Tasks, options: Options, console: Console
 ) -> list[tuple[str, ModelResults]]:
     """Return each model's results, all with one batch size: the suite's, halved until all models fit the memory."""
-    while True:
-        evaluated, problem = _evaluate_at_batch_size(rows, suite, tasks, options, console)
-        if not problem:
-            return evaluated
-        del evaluated
-        gc.collect()  # the model that failed, with its batch
+    evaluated: list[tuple[str, ModelResults]] = []
+    while len(evaluated) < len(rows):
+        row = rows[len(evaluated)]
+        template = (row.tokenizer.chat_template or "") if suite.apply_chat_template else None
+        try:
+            with ProgressDisplay(row.name, console) as display:
+                own = replace(options, chat_template=template)
+                results = evaluate_model(row.model, suite, own, tasks=tasks, display=display)
+        except OutOfMemory as error:
+            problem = f"{row.name}: out of memory with batch size {suite.batch_size}"
+            if suite.batch_size == 1:
+                raise ResumableError(f"{problem}: {error}") from None
+        else:
+            if evaluated:
+                refuse_unlike(evaluated[0], (row.name, results))  # before the next model is evaluated for nothing
+            evaluated.append((row.name, results))
+            continue
+        # After `except`, whose error holds the model that failed, with its batch.
+        evaluated.clear()
+        gc.collect()
         torch.cuda.empty_cache()
         suite = suite.model_copy(update={"batch_size": suite.batch_size // 2})
         console.print(
@@ -214,41 +275,12 @@ def _evaluate_models(
             highlight=False,
             soft_wrap=True,
         )
+    return evaluated
 
 
-def _evaluate_at_batch_size(
-    rows: Sequence[Row], suite: Suite, tasks: Tasks, options: Options, console: Console
-) -> tuple[list[tuple[str, ModelResults]], str]:
-    """Return (each model's results, ""), or those before the first model that ran out of memory and the problem."""
-    evaluated: list[tuple[str, ModelResults]] = []
-    for row in rows:
-        name, template = row.name, row.tokenizer.chat_template or ""
-        own = replace(options, chat_template=template if suite.apply_chat_template else None)
-        try:
-            with ProgressDisplay(name, console) as display:
-                results = evaluate_model(row.model, suite, own, tasks=tasks, display=display)
-        except OutOfMemory as error:
-            problem = f"{name}: out of memory with batch size {suite.batch_size}"
-            if suite.batch_size == 1:
-                raise ResumableError(f"{problem}: {error}") from None
-            return evaluated, problem
-        if evaluated:
-            refuse_unlike(evaluated[0], (name, results))  # before the next model is evaluated for nothing
-        evaluated.append((name, results))
-    return evaluated, ""
-
-
-def _print_cached(evaluated: list[tuple[str, ModelResults]], console: Console) -> None:
-    requests = [(name, results.num_requests["cached"], results.num_requests["computed"]) for name, results in evaluated]
-    counts = [f"{name} {cached:,} of {cached + computed:,}" for name, cached, computed in requests if cached]
-    if counts:
-        unit = "requests; a multiple-choice question is one request per choice"
-        print_labelled(console, "cached", f"{', '.join(counts)} {unit}")
-
-
-def _result_rows(rows: Sequence[Row], evaluated: list[tuple[str, ModelResults]], suite: Suite) -> list[dict[str, Any]]:
+def _result_rows(rows: Sequence[PlannedRow], evaluated: list[tuple[str, ModelResults]], suite: Suite) -> list[Row]:
     """Return the rows of results.json."""
-    entries: list[dict[str, Any]] = [
+    entries: list[Any] = [
         {
             "name": row.name,
             "model": str(row.model),

@@ -1,14 +1,35 @@
-"""Paired differences: standard errors, clustered or not, and p-values of many tests. Neither torch nor lm-eval.
+"""Two models on the same questions: the scores of each question, and paired differences. Neither torch nor lm-eval.
 
-Questions differ in difficulty more than models do, so models are compared question by question.
+Questions differ in difficulty more than models do, so models are compared question by question: with standard errors,
+clustered or not, and p-values of many tests. The scores of each question lie beside the results of an evaluation, so
+that runs can be compared later:
+
+    points.json    {"format": 1, "rows": {row: {column: {"points": [1.0, 0.0, ...], "clusters": [0, 0, 1, ...],
+                   "prompts": hash of the questions and prompts}}}}
+
+A run folder may come from anyone: only a file of this form is read, and its points must give the scores in
+results.json.
 """
 
+import hashlib
+import json
 import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
 from math import sqrt
-from typing import NamedTuple
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, NotRequired
 
 import numpy as np
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 from scipy.stats import t
+from typing_extensions import TypedDict
+
+from ...core.document import dotted
+from ...core.errors import UserError
+from ...core.files import read_json
+from ..report.results import NAME as RESULTS
+from ..report.results import POINTS, read_results
 
 Z95 = statistics.NormalDist().inv_cdf(0.975)
 EQUAL = 1e-12
@@ -86,3 +107,91 @@ def without_equal_clusters(column: Paired) -> Paired:
         return column
     assert column.clusters is not None
     return Paired(np.full(int(column.clusters.max()) + 1, mean))
+
+
+MAX_BYTES = 64 << 20
+"""Of points.json. The leaderboard's 28,659 questions are 0.3 MB a row."""
+
+
+@dataclass(frozen=True)
+class ColumnPoints:
+    """The points of one model on one column, in the order of the questions."""
+
+    each: np.ndarray
+    """In [0, 1]; the score is 100 times their mean."""
+    clusters: np.ndarray | None
+    """Numbers from 0; None: the questions are independent."""
+    prompts: str
+    """Hash of all questions, prompts and settings of the model's own: models are compared only if it is equal."""
+
+
+Points = Mapping[str, ColumnPoints]
+"""Of one model, by column."""
+
+
+@with_config(ConfigDict(extra="forbid"))
+class _Column(TypedDict):
+    points: Annotated[list[Annotated[float, Field(ge=0, le=1)]], Field(min_length=1)]
+    clusters: NotRequired[list[Annotated[int, Field(ge=0)]] | None]
+    prompts: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+@with_config(ConfigDict(extra="forbid"))
+class _File(TypedDict):
+    format: Literal[1]
+    rows: dict[str, dict[str, _Column]]
+
+
+_FILE = TypeAdapter(_File)
+
+
+def points_json(rows: Mapping[str, Any]) -> str:
+    """Return the content of points.json. rows: the harness's ModelResults by row."""
+    content: dict[str, Any] = {}
+    for row, results in rows.items():
+        own = [results.settings.get(key) for key in MODELS_OWN]
+        content[row] = {}
+        for column, points in results.points.items():
+            labels = results.clusters.get(column)
+            numbers = {label: number for number, label in enumerate(dict.fromkeys(labels or ()))}
+            prompts = [results.prompt_hashes[column], results.truncated.get(column, 0), own]
+            content[row][column] = {
+                "points": points,
+                "clusters": None if labels is None else [numbers[label] for label in labels],
+                "prompts": hashlib.sha256(json.dumps(prompts, sort_keys=True, default=str).encode()).hexdigest(),
+            }
+    return json.dumps({"format": 1, "rows": content}) + "\n"
+
+
+def read_points(folder: Path) -> dict[str, Points]:
+    """Return the points by row, in the order of the table. folder: of an evaluation's results.
+
+    Raises UserError if there are none, if the file has another form, or if they do not give the scores in results.json.
+    """
+    file, remedy = folder / POINTS, "evaluate the run again"
+    results = read_results(folder)
+    if results is None:
+        raise UserError(f"{folder}: no {RESULTS}; evaluate the run first")
+    if file.is_symlink() or not file.is_file():
+        raise UserError(f"{file}: is missing; {remedy}")
+    try:
+        content = _FILE.validate_python(read_json(file, max_bytes=MAX_BYTES), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise UserError(f"{file} {dotted(first['loc'])[:80]}: {first['msg'][:120]}; {remedy}") from None
+    rows: dict[str, Points] = {}
+    for row in results["rows"]:
+        name, columns = row["name"], {}
+        for column, entry in content["rows"].get(row["name"], {}).items():
+            points, clusters = np.array(entry["points"], float), entry.get("clusters")
+            if clusters is not None and len(clusters) != len(points):
+                raise UserError(f"{file} rows.{name}.{column}: has another number of clusters than of points; {remedy}")
+            if clusters is not None and len(set(clusters)) != max(clusters) + 1:
+                raise UserError(f"{file} rows.{name}.{column}: numbers of clusters are left out; {remedy}")
+            columns[column] = ColumnPoints(points, None if clusters is None else np.array(clusters), entry["prompts"])
+        for column, score in row["scores"].items():
+            mean = 100 * float(columns[column].each.mean()) if column in columns else None
+            if column != "average" and (mean is None or abs(mean - score["value"]) > 1e-6):
+                raise UserError(f"{file}: {name} has {mean} in {column}, {RESULTS} {score['value']}; {remedy}")
+        rows[name] = columns
+    return rows

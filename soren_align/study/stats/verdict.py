@@ -13,8 +13,7 @@ from typing import Literal
 import numpy as np
 from scipy.stats import bartlett
 
-from ...evaluate.stats.paired import Paired, holm
-from ...evaluate.stats.points import Points, read_points
+from ...evaluate.stats.paired import Paired, Points, holm, read_points
 from ...run.folder import RunFolder
 from ..config import ALL_PAIRS
 from ..study import Candidate, Difference
