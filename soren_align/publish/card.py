@@ -178,7 +178,7 @@ def _without_paths(results: Results, recipe: Recipe) -> Results:
     for row in results["rows"]:
         match = re.search(r"models--([^/]+)--([^/]+)/snapshots/(\w+)", row["model"] or "")
         rows.append(row | {"model": f"{match[1]}/{match[2]}@{match[3]}" if match else None})
-    settings, title = dict(results["settings"]), results["title"]
+    settings, title = results["settings"].copy(), results["title"]
     if Path(settings.get("data", "hub")).is_absolute():
         settings["data"] = (recipe.eval and recipe.eval.data_root) or "local files"
         title = re.sub(r": on the data in .*", ": on local data", title, flags=re.DOTALL)

@@ -8,7 +8,6 @@ from soren_align.core import shipped
 from soren_align.core.errors import UserError
 from soren_align.evaluate.report import tables
 from soren_align.evaluate.suite.suites import load_published
-from soren_align.recipe import load
 from tests.support.result_tables import make_results
 
 COLUMNS = {
@@ -110,11 +109,6 @@ def test_no_published_score_is_in_a_test_of_significance(name):
 def test_a_table_of_another_suite_is_refused():
     with pytest.raises(UserError, match="has published scores for suite commonsense-zero-shot, not for quickstart"):
         load_published("paper/zero-shot", "quickstart")
-
-
-def test_the_keys_old_name_names_the_new_one(tmp_path):
-    with pytest.raises(UserError, match=r"eval\.quote: is now eval\.published"):
-        load("quickstart/sft", [f"run.output_dir={tmp_path}", "eval.quote=[paper/sft]"])
 
 
 @pytest.mark.parametrize(

@@ -85,8 +85,8 @@ def notes(results: Results, brief: bool = False) -> list[str]:
 
 def _rows(results: Results) -> list[tuple[Row | PublishedRow, str, bool]]:
     """Return each row with its name in the table, and whether it was evaluated here."""
-    own = [(row, row["name"], True) for row in results["rows"]]
-    return own + [(row, f"{row['name']} (published)", False) for row in results["published"]]
+    rows: list[tuple[Row | PublishedRow, str, bool]] = [(row, row["name"], True) for row in results["rows"]]
+    return rows + [(row, f"{row['name']} (published)", False) for row in results["published"]]
 
 
 def _table(results: Results, columns: Sequence[str]) -> Table:
@@ -157,7 +157,7 @@ def _legend(results: Results, brief: bool) -> list[str]:
             to = f"{row['name']} minus {start['name']}, its start (p corrected for these alone)"
             lines.append(f"{to}: {'; '.join(texts)}")
     intervals = [
-        f"{row['name']} {column} [{score['low']:.1f}, {score['high']:.1f}]"
+        f"{row['name']} {column} [{score.get('low', 0):.1f}, {score.get('high', 0):.1f}]"
         for row in results["rows"]
         for column, score in row["scores"].items()
         if score.get("stderr") == 0 and score.get("low", 0) < score.get("high", 0)
@@ -190,7 +190,7 @@ def _details(results: Results) -> list[str]:
             lines.append(f"{row['name']} was evaluated {template}")
     models = [f"{row['name']} {row['model']}" for row in rows if row["model"]]  # model cards omit local folders
     lines += [f"models: {', '.join(models)}"] if models else []
-    eos = {row["name"]: row["eos_token_id"] for row in rows if row.get("eos_token_id") is not None}
+    eos = {row["name"]: row.get("eos_token_id") for row in rows if row.get("eos_token_id") is not None}
     if len(set(map(str, eos.values()))) > 1:
         lines.append(f"generated text ends with token: {', '.join(f'{name} {token}' for name, token in eos.items())}")
     truncated = {row["name"]: {c: n for c, n in row.get("truncated", {}).items() if n} for row in rows}

@@ -2,79 +2,22 @@
 
 The tasks are YAML files of lm-eval, or of the same form beside the suite. The suite adds few-shot examples, chat
 template, batch size, seeds, and the folder of the data. The keys are listed in docs/evaluation.md. A suite is read
-without torch.
+without torch. Scores that other authors published are read here too: they stand under the table's own rows and are
+never compared, because they come from other prompts and other software, and the scores of single questions are not
+known.
 """
 
 import importlib.util
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from ...core import shipped
-from ...core.document import Key, dotted, place
+from ...core.document import Section, parse
 from ...core.errors import UserError, did_you_mean
 from ...core.files import read_text
-from ...core.yaml import parse_yaml
 from ...recipe import Eval
-
-# ---
-# The strict reading of a suite's YAML files: an unknown key is an error, and all errors are reported at once.
-
-
-class YamlSection(BaseModel):
-    """One mapping in such a file."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
-
-
-Form = TypeVar("Form", bound=YamlSection)
-Hint = Callable[[Key], str]
-"""From the location of an unknown key to the remedy in its message."""
-Lines = dict[Key, str]
-"""The place of each key: ('tasks', 0, 'metric') -> 'suite.yaml:12'."""
-
-
-def read_mapping(path: Path, remedy: str) -> tuple[dict[str, Any], Lines]:
-    """Return a file's content and the places of its keys. Raises UserError with the remedy if it is not a mapping."""
-    raw, lines = parse_yaml(read_text(path), str(path))
-    if not isinstance(raw, dict):
-        raise UserError(f"{path}: {remedy}")
-    return raw, lines
-
-
-def validate(raw: dict[str, Any], form: type[Form], lines: Lines, hint: Hint = lambda loc: "", end: str = "") -> Form:
-    """Return a file's content as a `form`. Raises UserError with a sentence per error, and `end` after them."""
-    try:
-        return form.model_validate(raw)
-    except ValidationError as error:
-        # A default that is made of another key, such as a column of its task, is no error of its own.
-        errors = [e for e in error.errors(include_url=False) if e["type"] != "default_factory_not_called"]
-        places = [place(e["loc"], lines) for e in errors]
-        ordered = sorted(zip(places, errors, strict=True), key=lambda each: int(each[0].rpartition(":")[2]))
-        sentences = [f"{where} {_sentence(e, hint)}" for where, e in ordered]
-        raise UserError(*sentences, *([end] if end else [])) from None
-
-
-def refuse_duplicates(names: list[str], problem: str) -> None:
-    """Raises ValueError if a name is there twice. problem: its message, with {} for the name."""
-    duplicates = sorted({name for name in names if names.count(name) > 1})
-    if duplicates:
-        raise ValueError(problem.format(repr(duplicates[0])))
-
-
-def _sentence(error: Any, hint: Hint) -> str:
-    """Return a pydantic error as a sentence: key, finding, remedy."""
-    key = dotted(error["loc"])
-    if error["type"] == "extra_forbidden":
-        return f"{key}: unknown key{hint(error['loc'])}"
-    if error["type"] == "missing":
-        return f"{key}: is required"
-    if error["type"] == "value_error":
-        return str(error["ctx"]["error"])
-    return f"{key}: found {error['input']!r}; {error['msg'][0].lower()}{error['msg'][1:]}"
-
 
 LM_EVAL = "lm-eval:"
 # Not imported: that takes 8 seconds, and `plan` needs only the numbers of requests.
@@ -90,7 +33,7 @@ Place = Annotated[str, Field(pattern=r"^[^\x00]+$", max_length=1000)]
 """A path, or the first part of one."""
 
 
-class Seeds(YamlSection):
+class Seeds(Section):
     """The four seeds of lm-eval, with its defaults."""
 
     random: int = 0
@@ -99,7 +42,13 @@ class Seeds(YamlSection):
     fewshot: int = 1234
 
 
-class SuiteTask(YamlSection):
+def _refuse_duplicates(names: list[str], key: str, owner: str) -> None:
+    duplicates = sorted({name for name in names if names.count(name) > 1})
+    if duplicates:
+        raise ValueError(f"{key} {duplicates[0]!r} is there twice; each {owner} needs its own")
+
+
+class SuiteTask(Section):
     """A task, and its score's column."""
 
     task: Name
@@ -125,11 +74,10 @@ class SuiteTask(YamlSection):
     """Other scores to report: `metric`, or `metric,filter`."""
 
 
-class Suite(YamlSection):
+class Suite(Section):
     """A suite.yaml."""
 
-    path: Path
-    """Of the file."""
+    _path: Path = PrivateAttr(default=Path())
     title: str
     data_root: Place | None = None
     """The folder that the tasks' `dataset_path` is relative to; null: it is a name on the Hugging Face hub."""
@@ -147,6 +95,11 @@ class Suite(YamlSection):
     tasks: Annotated[list[SuiteTask], Field(min_length=1)]
 
     @property
+    def path(self) -> Path:
+        """The file."""
+        return self._path
+
+    @property
     def name(self) -> str:
         """The folder's name: 'quickstart' for eval/quickstart/suite.yaml."""
         return self.path.parent.name
@@ -154,8 +107,7 @@ class Suite(YamlSection):
     @model_validator(mode="after")
     def _refuse_duplicate_names(self) -> "Suite":
         for key in ("column", "task"):
-            names = [getattr(task, key) for task in self.tasks]
-            refuse_duplicates(names, f"tasks: {key} {{}} is there twice; each task needs its own")
+            _refuse_duplicates([getattr(task, key) for task in self.tasks], f"tasks: {key}", "task")
         return self
 
     def file_of(self, task: SuiteTask) -> Path:
@@ -173,17 +125,20 @@ class Suite(YamlSection):
 
 def load_suite(name_or_path: str | Path) -> Suite:
     """Return the suite of a shipped name, a suite.yaml or a folder with one. Raises UserError with all errors in it."""
-    path = _find(str(name_or_path))
-    raw, lines = read_mapping(path, f"a suite is a mapping ({', '.join(_keys(Suite))}). {_PAGE}")
-    if "path" in raw:
-        raise UserError(f"{lines[('path',)]} path: unknown key; keys here: {', '.join(_keys(Suite))}", _PAGE)
-    suite = validate(raw | {"path": path}, Suite, lines, _hint, _PAGE)
-    files = {i: suite.file_of(task) for i, task in enumerate(suite.tasks)}
-    missing = {("tasks", i, "file"): file for i, file in files.items() if not file.is_file()}
-    if missing:
-        raise UserError(
-            *(f"{place(key, lines)} {dotted(key)}: there is no task file {file}" for key, file in missing.items())
-        )
+    known = shipped.suites()
+    path = known.get(str(name_or_path)) or shipped.resolve(str(name_or_path))
+    path = path / "suite.yaml" if path.is_dir() else path
+    if not path.is_file():
+        hint = did_you_mean(str(name_or_path), known, f"shipped suites: {', '.join(known)}")
+        raise UserError(f"{name_or_path}: neither a suite.yaml nor a shipped suite{hint}")
+    path = path.resolve()
+    document = parse(read_text(path), str(path), f"a suite is a mapping ({', '.join(Suite.model_fields)}). {_PAGE}")
+    suite = document.validated(Suite, _PAGE)
+    suite._path = path
+    for i, file in enumerate(map(suite.file_of, suite.tasks)):
+        if not file.is_file():
+            document.problems.append((("tasks", i, "file"), f"there is no task file {file}"))
+    document.refuse_problems()
     return suite
 
 
@@ -216,36 +171,7 @@ def suite_of(options: Eval) -> Suite:
     return suite.model_copy(update=changes)
 
 
-def _find(name_or_path: str) -> Path:
-    known = shipped.suites()
-    if name_or_path in known:
-        return known[name_or_path]
-    path = shipped.resolve(name_or_path)
-    path = path / "suite.yaml" if path.is_dir() else path
-    if path.is_file():
-        return path.resolve()
-    hint = did_you_mean(name_or_path, known, f"shipped suites: {', '.join(known)}")
-    raise UserError(f"{name_or_path}: neither a suite.yaml nor a shipped suite{hint}")
-
-
-def _keys(section: type[YamlSection]) -> list[str]:
-    return [key for key in section.model_fields if key != "path"]
-
-
-def _hint(loc: tuple[str | int, ...]) -> str:
-    """Return the known key that is closest to an unknown one, or all known keys."""
-    *sections, key = loc
-    section = {"tasks": SuiteTask, "seeds": Seeds}.get(str(sections[0]) if sections else "", Suite)
-    return did_you_mean(key, _keys(section), f"keys here: {', '.join(_keys(section))}")
-
-
-# ---
-# Published scores of other authors, shown under the table's own rows and never compared.
-#
-# They come from other prompts and other software, and the points of single questions are not known.
-
-
-class PublishedScore(YamlSection):
+class PublishedScore(Section):
     """In percent."""
 
     value: Annotated[float, Field(ge=0, le=100)]
@@ -253,7 +179,7 @@ class PublishedScore(YamlSection):
     """Null if it was not published."""
 
 
-class PublishedRow(YamlSection):
+class PublishedRow(Section):
     """One model."""
 
     name: Annotated[str, Field(min_length=1)]
@@ -261,7 +187,7 @@ class PublishedRow(YamlSection):
     """By column of the suite, and "average"; some may be missing."""
 
 
-class PublishedTable(YamlSection):
+class PublishedTable(Section):
     """One published table."""
 
     source: str
@@ -274,11 +200,11 @@ class PublishedTable(YamlSection):
 
     @model_validator(mode="after")
     def _refuse_duplicate_names(self) -> "PublishedTable":
-        refuse_duplicates([row.name for row in self.rows], "rows: {} is there twice; each row needs its own name")
+        _refuse_duplicates([row.name for row in self.rows], "rows: name", "row")
         return self
 
 
-def load_published(name_or_path: str, suite_name: str) -> list[dict[str, Any]]:
+def load_published(name_or_path: str, suite_name: str) -> list[Any]:
     """Return the rows of a shipped table ('paper/sft') or of a YAML file of the same form.
 
     A row is {"name", "source", "scores": {column: {"value", "stderr" if published}}}, in percent.
@@ -289,8 +215,8 @@ def load_published(name_or_path: str, suite_name: str) -> list[dict[str, Any]]:
     if not path.is_file():
         hint = did_you_mean(name_or_path, known, f"shipped: {', '.join(known)}")
         raise UserError(f"{name_or_path}: neither a file nor a shipped table of published scores{hint}")
-    raw, lines = read_mapping(path, f"published scores are a mapping ({', '.join(PublishedTable.model_fields)})")
-    table = validate(raw, PublishedTable, lines)
+    form = f"published scores are a mapping ({', '.join(PublishedTable.model_fields)})"
+    table = parse(read_text(path), str(path), form).validated(PublishedTable)
     if table.suite != suite_name:
         raise UserError(
             f"{name_or_path}: has published scores for suite {table.suite}, not for {suite_name}; choose another table"
