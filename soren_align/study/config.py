@@ -10,27 +10,25 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, WrapValidator
+from pydantic import Field, WrapValidator
 from pydantic_core import PydanticCustomError
 
 from .. import recipe as recipes
 from ..core import shipped
-from ..core.document import Key, dotted, dump, find, from_pydantic, place, sentences
+from ..core.document import Document, Key, dotted, find, parse, place, sentences
 from ..core.errors import UserError, did_you_mean
 from ..core.files import local_path, read_text
-from ..core.yaml import parse_yaml
 from ..evaluate.suite.suites import suite_of
 from ..recipe import Recipe, trainer_value
 from ..recipe.base import NonNegative, Positive, Section
 from ..tasks import TASKS
 from .study import Run
 
-# ---
-# The sections of a study's file, as pydantic models: every key, its meaning and its default.
-
 METRICS = {metric: higher for task in TASKS.values() for metric, higher in task.higher_is_better.items()}
 """The held-out metrics that trials may be selected by, of all tasks, and their direction."""
 
+STUDY_SCHEMA_FILE = "study.schema.json"
+"""The JSON Schema's file beside a study, for editors."""
 ALL_PAIRS = "all"
 """In the place of a reference: every candidate is compared with every other."""
 MIN_SEEDS = 3
@@ -51,11 +49,7 @@ class Range(Section):
 Values = list[float | int | str | bool]
 
 
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, int | str) or (isinstance(value, float) and math.isfinite(value))
-
-
-def _dimension(value: Any) -> "Range | Values | str":
+def _dimension(value: Any, _: object) -> "Range | Values | str":
     if isinstance(value, dict):
         interval = Range.model_validate(value)
         if not interval.low < interval.high:
@@ -63,7 +57,8 @@ def _dimension(value: Any) -> "Range | Values | str":
         if interval.log and interval.low <= 0:
             raise PydanticCustomError("interval", "low must be more than 0, or write log: false")
         return interval
-    if isinstance(value, list) and value and all(_is_scalar(each) for each in value):
+    finite = (isinstance(each, str | int) or (isinstance(each, float) and math.isfinite(each)) for each in value)
+    if isinstance(value, list) and value and all(finite):
         return value
     if isinstance(value, str) and value.startswith("=") and len(value) > 1:
         return value
@@ -71,7 +66,7 @@ def _dimension(value: Any) -> "Range | Values | str":
     raise PydanticCustomError("dimension", message)  # pyright: ignore[reportArgumentType]
 
 
-Dimension = Annotated[Range | Values | str, WrapValidator(lambda value, _: _dimension(value))]
+Dimension = Annotated[Range | Values | str, WrapValidator(_dimension)]
 """An interval, a list of values, or `=optimizer.lr`: equal to the value of that key."""
 Space = dict[str, Dimension]
 """By key of the recipe."""
@@ -188,39 +183,38 @@ def load_study(name_or_path: str, overrides: list[str] | None = None) -> StudyFi
     with every mistake.
     """
     path = find(name_or_path, shipped.studies(), "study")
-    raw, lines = _parsed(read_text(path), str(path))
-    problems = [problem for text in overrides or [] for problem in _override(raw, lines, text)]
+    source = _parsed(path)
+    source.override(overrides or [], with_dots=("set", "space"))
+    raw = source.content
     if "candidates" not in raw and "task" in raw:
         raise UserError(f"{path}: is a recipe; a study has candidates (soren-align {raw['task']} {name_or_path})")
     if isinstance(search := raw.get("search"), dict) and search.pop("pruning", None) is not None:
-        problems += sentences([(("search", "pruning"), NO_PRUNING)], lines)
-    try:
-        study = StudyFile.model_validate(raw)
-    except ValidationError as error:
-        raise UserError(*sentences(from_pydantic(error, StudyFile), lines), *problems) from None
+        source.problems.append((("search", "pruning"), NO_PRUNING))
+    study = source.validate(StudyFile)
+    if study is not None:
+        source.problems += dict.fromkeys(_problems(study))
+    source.refuse_problems()
+    assert study is not None
     beside = local_path(path.parent / study.recipe)
     if beside.is_file():
         study = study.model_copy(update={"recipe": str(beside)})
-    problems += sentences(list(dict.fromkeys(_problems(study))), lines)
-    problems = problems or _recipe_problems(study, lines)
-    if problems:
+    if problems := _recipe_problems(study, source.lines):
         raise UserError(*problems)
     return study
 
 
 def load_resolved_study(path: Path) -> StudyFile:
     """The study in a study's folder, of this version; its recipe need not exist any more."""
-    raw, _ = _parsed(read_text(path), str(path))
-    try:
-        return StudyFile.model_validate(raw)
-    except ValidationError as error:
-        first = from_pydantic(error, StudyFile)[0]
-        raise UserError(f"{path}: {dotted(first[0])}: {first[1]}; it was edited, or is of another version") from None
+    source = _parsed(path)
+    study = source.validate(StudyFile)
+    if study is None:
+        key, message = source.problems[0]
+        raise UserError(f"{path}: {dotted(key)}: {message}; it was edited, or is of another version")
+    return study
 
 
-def study_to_yaml(study: StudyFile) -> str:
-    """The resolved study, every default written out."""
-    return dump(study.model_dump())
+def _parsed(path: Path) -> Document:
+    return parse(read_text(path), str(path), f"a study is a mapping ({', '.join(StudyFile.model_fields)})")
 
 
 def recipe_of_run(study: StudyFile, run: Run, notify: Callable[[str], object] = lambda line: None) -> Recipe:
@@ -253,41 +247,8 @@ def first_run(study: StudyFile, candidate: str, *, high: bool = False) -> Run:
     return Run(candidate, "verdict", 0, seed, folder, study.parameters(candidate, drawn), "waiting")
 
 
-def _parsed(text: str, name: str) -> tuple[dict[str, Any], dict[Key, str]]:
-    raw, lines = parse_yaml(text, name)
-    if not isinstance(raw, dict):
-        raise UserError(f"{name}:1 a study is a mapping ({', '.join(StudyFile.model_fields)})")
-    return raw, lines
-
-
 def _settings(values: dict[str, Any]) -> list[str]:
     return [f"{key}={json.dumps(value)}" for key, value in values.items()]
-
-
-def _override(raw: dict[str, Any], lines: dict[Key, str], text: str) -> Iterator[str]:
-    """Change `raw` by a 'key=value' text; yields its problem. Keys with dots, as in `set`, are taken as they are."""
-    name, equals, value = text.partition("=")
-    parts = [part.strip() for part in name.split(".")]
-    if not equals or not all(parts):
-        yield f"--set {text}: write --set section.key=value"
-        return
-    node, key = raw, list[str]()
-    while True:
-        dotted_keys = bool(key) and key[-1] in ("set", "space")
-        size = next((n for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in node), len(parts) * dotted_keys or 1)
-        key.append(".".join(parts[:size]))
-        parts = parts[size:]
-        lines[tuple(key)] = f"--set {text}"
-        if not parts:
-            break
-        node = node.setdefault(key[-1], {})
-        if not isinstance(node, dict):
-            yield f"--set {text}: '{dotted(key)}' is not a section"
-            return
-    try:
-        node[key[-1]] = parse_yaml(value, "")[0]
-    except UserError:
-        yield f"--set {text}: the value is not valid YAML"
 
 
 def _problems(study: StudyFile) -> Iterator[tuple[Key, str]]:
@@ -310,30 +271,23 @@ def _problems(study: StudyFile) -> Iterator[tuple[Key, str]]:
     for keys, at in ((study.set, ("set",)), *((c.set, ("candidates", n, "set")) for n, c in study.candidates.items())):
         yield from (((*at, key), "is set by the study itself; leave it out") for key in keys if key in OWN_KEYS)
     for name, candidate in study.candidates.items():
-        yield from _space_problems(
-            study, name, ("candidates", name, "space") if candidate.space else ("search", "space")
-        )
-
-
-def _space_problems(study: StudyFile, name: str, at: Key) -> Iterator[tuple[Key, str]]:
-    space, free = study.space(name), study.free(name)
-    for key, each in space.items():
-        if isinstance(each, str) and each[1:] not in free:
-            yield (*at, key), f"found {each!r}; searched are: {', '.join(free)}"
-        if key in OWN_KEYS:
-            yield (*at, key), "is set by the study itself; leave it out"
-    if not free and study.search.trials > 1:
-        yield at, f"nothing is searched for {name}; write search.trials: 1, or a key with its range"
-    if study.search.method == "grid":
-        size = 1
-        for key, values in free.items():
-            if isinstance(values, Range):
+        at = ("candidates", name, "space") if candidate.space else ("search", "space")
+        space, free = study.space(name), study.free(name)
+        for key, each in space.items():
+            if isinstance(each, str) and each[1:] not in free:
+                yield (*at, key), f"found {each!r}; searched are: {', '.join(free)}"
+            if key in OWN_KEYS:
+                yield (*at, key), "is set by the study itself; leave it out"
+        if not free and search.trials > 1:
+            yield at, f"nothing is searched for {name}; write search.trials: 1, or a key with its range"
+        lists = {key: values for key, values in free.items() if isinstance(values, list)}
+        if search.method == "grid":
+            for key in (key for key in free if key not in lists):
                 yield (*at, key), "a grid needs a list of values, or write search.method: random"
-            else:
-                size *= len(values)
-        if size != study.search.trials and not any(isinstance(values, Range) for values in free.values()):
-            message = f"{name}'s grid has {size} points and search.trials is {study.search.trials}; all candidates get "
-            yield at, message + "the same number of trials, one per point"
+            size = math.prod(map(len, lists.values()))
+            if size != search.trials and len(lists) == len(free):
+                message = f"{name}'s grid has {size} points and search.trials is {search.trials}; all candidates get "
+                yield at, message + "the same number of trials, one per point"
 
 
 def _recipe_problems(study: StudyFile, lines: dict[Key, str]) -> list[str]:
@@ -389,13 +343,6 @@ def _against_recipe(study: StudyFile, recipe: Recipe) -> Iterator[tuple[Key, str
 def study_folder(study: StudyFile) -> Path:
     """The study's folder."""
     return local_path(study.output_dir)
-
-
-# ---
-# JSON Schema of a study's file, for editors.
-
-STUDY_SCHEMA_FILE = "study.schema.json"
-"""The schema's file beside a study."""
 
 
 def study_schema() -> dict[str, Any]:

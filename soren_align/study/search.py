@@ -22,12 +22,13 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from pydantic import ValidationError
 from scipy.stats import qmc
 
+from ..core.document import dump
 from ..core.errors import UserError
 from ..core.files import read_json, write
 from ..recipe import Recipe, differences, load_resolved, to_yaml, training_part
 from ..run.folder import RunFolder
 from ..tasks import TASKS
-from .config import Range, StudyFile, first_run, load_resolved_study, recipe_of_run, study_to_yaml
+from .config import Range, StudyFile, first_run, load_resolved_study, recipe_of_run
 from .runs import by_trial, edges, read_run, read_scores, select
 from .study import ENDED, Candidate, Run, Study, metric_of_trial
 
@@ -72,7 +73,7 @@ def create(folder: Path, study: StudyFile) -> None:
             *(f"  {line}" for line in changed),
             "Restore these to continue, or choose another output_dir; --extend adds trials to a study",
         )
-    write(folder / STUDY_FILE, study_to_yaml(study))  # first: with it the folder is a study's
+    write(folder / STUDY_FILE, dump(study.model_dump()))  # first: with it the folder is a study's
     (folder / "candidates").mkdir(exist_ok=True)
     for name in (name for name in recipes if not files[name].is_file()):  # of a command that was killed here
         write(files[name], to_yaml(recipes[name]))

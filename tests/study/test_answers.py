@@ -56,12 +56,12 @@ def test_a_diverged_run_and_unequal_spreads_are_cautions():
         return Candidate(name, {}, {}, [], 0, {}, runs)
 
     equal = [candidate("adamw", [1.0, 1.1, 1.2]), candidate("soren", [1.1, 1.05, 1.2])]
-    assert cautions(equal, {}) == []
+    assert [*cautions(equal, {})] == []
     wide = candidate("adamw", [1.0, 2.0, 3.0])
     narrow = replace(equal[1], verdict=[replace(run, metric=1 + run.seed / 1e4) for run in equal[1].verdict])
     diverged = candidate("muon", [None, 1.0, 1.0])
     diverged = replace(diverged, verdict=[replace(diverged.verdict[0], status="diverged"), *diverged.verdict[1:]])
-    assert cautions([wide, narrow, diverged], {}) == [
+    assert [*cautions([wide, narrow, diverged], {})] == [
         "muon: 1 of 3 runs with fresh seeds diverged: it has no verdict",
         "held-out: the standard deviation over seeds is 1 with adamw and 0.0001 with soren; the verdict expects about"
         " equal ones",

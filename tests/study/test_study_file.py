@@ -3,8 +3,9 @@
 import pytest
 
 from soren_align.core import shipped
+from soren_align.core.document import dump
 from soren_align.core.errors import UserError
-from soren_align.study.config import first_run, load_resolved_study, load_study, recipe_of_run, study_to_yaml
+from soren_align.study.config import first_run, load_resolved_study, load_study, recipe_of_run
 from tests.support import command
 from tests.support.study_runs import TINY, study_of
 
@@ -31,7 +32,7 @@ def test_the_shipped_studies_are_studies_and_no_recipes():
 def test_the_resolved_file_reads_back_equal(tmp_path):
     study = study_of(tmp_path)
     file = tmp_path / "resolved.yaml"
-    file.write_text(study_to_yaml(study))
+    file.write_text(dump(study.model_dump()))
     assert load_resolved_study(file) == study == load_study(str(file))
 
 

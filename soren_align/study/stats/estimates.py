@@ -8,6 +8,8 @@ The variance of its mean has a part of the seeds, which also holds residual / (S
 holds residual / (S Q) too; the sum of both, less residual / (S Q), is its variance. With three seeds the first part has
 few degrees of freedom: a bootstrap of seeds, or Satterthwaite's approximation, finds a difference far too often
 (docs/comparison.md, "Statistics").
+
+The minimum detectable effect is the true difference that a study answers with "better" with the declared power.
 """
 
 from collections.abc import Sequence
@@ -31,6 +33,10 @@ Real = float | np.ndarray
 """One study's, or those of many simulated studies."""
 SMALLEST_P = 1e-12
 """Beyond it a p-value depends on the tail of a model that was not checked."""
+FAMILY_ERROR = 0.05
+"""The probability of any wrong "better", "worse" or "retained" in a study."""
+DRAWS, SEED = 10_000, 0
+"""Simulated studies for a minimum detectable effect: 1% of it is the error."""
 TINY = 1e-300
 """Added to denominators that are 0 if all seeds gave the same."""
 
@@ -129,14 +135,12 @@ def seeds_part(scores: np.ndarray, candidate: int, reference: int | None) -> Par
         between, within = 0.0 * within, 2 * within
     pooled = between + within
     inverse = (between**2 + within**2 / (count - 1)) / f + TINY
-    degrees = np.maximum(_epsilon(scores.var(axis=-1, ddof=1), num_seeds) * pooled**2 / inverse, f)
-    return Part(np.maximum(own_variance, pooled) / num_seeds, degrees)
-
-
-def _epsilon(variances: np.ndarray, num_seeds: int) -> Real:
-    """Return the share of the degrees of freedom that the candidates' unequal variances leave, in (0, 1]."""
+    # The share of the degrees of freedom that the candidates' unequal variances leave, in (0, 1].
+    variances = scores.var(axis=-1, ddof=1)
     squares = (variances**2).sum(axis=-1) * (num_seeds - 1) / (num_seeds + 1)  # unbiased for normal scores
-    return np.minimum(variances.sum(axis=-1) ** 2 / (variances.shape[-1] * squares + TINY), 1.0)
+    epsilon = np.minimum(variances.sum(axis=-1) ** 2 / (variances.shape[-1] * squares + TINY), 1.0)
+    degrees = np.maximum(epsilon * pooled**2 / inverse, f)
+    return Part(np.maximum(own_variance, pooled) / num_seeds, degrees)
 
 
 def estimate(columns: list[Paired], seeds: Part) -> Estimate:
@@ -146,20 +150,16 @@ def estimate(columns: list[Paired], seeds: Part) -> Estimate:
     """
     count = len(columns)
     value = float(np.mean([column.each.mean() for column in columns]))
-    questions, residual = zip(*(_question_parts(column) for column in columns), strict=True)
+    questions, residual = [], []
+    for column in columns:
+        num_seeds, of_questions = len(column.each), column.each.mean(axis=0)
+        part = _part(Paired(of_questions, column.clusters), smooth=is_right_or_wrong(column.each))
+        residuals = [_part(Paired(row - of_questions, column.clusters)).variance for row in column.each]
+        questions.append(part)
+        residual.append(Part(sum(residuals) / ((num_seeds - 1) * num_seeds), part.degrees * (num_seeds - 1)))
     total_changed = sum(num_changed(Paired(column.each.mean(axis=0), column.clusters)) for column in columns)
     spread = Spread(seeds, _mean(questions, count), _mean(residual, count))
     return Estimate(value, spread, max(least_p(total_changed), SMALLEST_P))
-
-
-def _question_parts(column: Paired) -> tuple[Part, Part]:
-    """Return the part of the questions, and of the residual."""
-    num_seeds = len(column.each)
-    of_questions = column.each.mean(axis=0)
-    questions = _part(Paired(of_questions, column.clusters), smooth=is_right_or_wrong(column.each))
-    residuals = [_part(Paired(row - of_questions, column.clusters)) for row in column.each]
-    variance = sum(part.variance for part in residuals) / ((num_seeds - 1) * num_seeds)
-    return questions, Part(variance, questions.degrees * (num_seeds - 1))
 
 
 def _part(column: Paired, smooth: bool = False) -> Part:
@@ -175,22 +175,13 @@ def _part(column: Paired, smooth: bool = False) -> Part:
     return Part(squares / (n * n if smooth else n * (n - 1)), n - 1)
 
 
-def _mean(parts: tuple[Part, ...], count: int) -> Part:
+def _mean(parts: Sequence[Part], count: int) -> Part:
     """Return the part of a mean over independent columns, with Satterthwaite's degrees of freedom."""
     variance = sum(part.variance for part in parts) / count**2
     if variance == 0:
         return parts[0]
     degrees = variance**2 / sum((part.variance / count**2) ** 2 / part.degrees for part in parts)
     return Part(variance, degrees)
-
-
-# ---
-# The minimum detectable effect: the true difference that a study answers with "better" with the declared power.
-
-FAMILY_ERROR = 0.05
-"""The probability of any wrong "better", "worse" or "retained" in a study."""
-DRAWS, SEED = 10_000, 0
-"""Simulated studies for a minimum detectable effect: 1% of it is the error."""
 
 
 def detectable(spread: Spread, comparisons: int, power: float) -> float:

@@ -16,11 +16,8 @@ from scipy.stats import bartlett
 from ...evaluate.stats.paired import Paired, Points, holm, read_points
 from ...run.folder import RunFolder
 from ..config import ALL_PAIRS
-from ..study import Candidate, Difference
+from ..study import AVERAGE, BASE, HELD_OUT, Candidate, Difference
 from .estimates import FAMILY_ERROR, Estimate, Spread, detectable, estimate, seeds_part
-
-BASE, AVERAGE, HELD_OUT = "base", "average", "held-out"
-"""The starting checkpoint; measures that are no columns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +58,39 @@ def verdict(
     """
     complete = [candidate for candidate in candidates if is_complete(candidate)]
     answers = {candidate.name: points[candidate.name] for candidate in complete if points}
-    comparisons = list(_of_questions(rules, answers, base)) if answers else []
-    comparisons += _of_held_out(rules, complete)
-    return _corrected(sorted(comparisons, key=lambda each: each.reference != BASE), rules)
+    comparisons = [*_of_questions(rules, answers, base), *_of_held_out(rules, complete)]
+    comparisons.sort(key=lambda each: each.reference != BASE)
+
+    # Holm's correction is for all differences and all tests of retention together.
+    p = [each.estimate.p() for each in comparisons]
+    retention = {
+        i: each.estimate.p_above(-each.margin / 100) for i, each in enumerate(comparisons) if each.margin is not None
+    }
+    family = holm([*p, *retention.values()])
+    retained = {i: corrected < FAMILY_ERROR for i, corrected in zip(retention, family[len(p) :], strict=True)}
+    differences = []
+    for i, each in enumerate(comparisons):
+        factor, limit = (100.0, 1.0) if each.unit == "percent" else (1.0, float("inf"))
+        value, half = each.estimate.value, float(each.estimate.spread.margin(0.05))
+        answer = "not distinguishable" if family[i] >= FAMILY_ERROR else "better" if value > 0 else "worse"
+        differences.append(
+            Difference(
+                each.candidate,
+                each.reference,
+                each.measure,
+                each.unit,
+                value=factor * value,
+                low=factor * max(value - half, -limit),
+                high=factor * min(value + half, limit),
+                p=p[i],
+                p_holm=family[i],
+                answer=answer,
+                detectable=factor * detectable(each.estimate.spread, len(family), rules.power),
+                margin=each.margin,
+                retained=retained.get(i),
+            )
+        )
+    return differences
 
 
 def is_complete(candidate: Candidate) -> bool:
@@ -74,7 +101,10 @@ def is_complete(candidate: Candidate) -> bool:
 def _of_questions(rules: Rules, answers: Mapping[str, Sequence[Points]], base: Points | None) -> Iterator[_Comparison]:
     """Yield the comparisons of the columns and of their average."""
     names = list(answers)
-    columns = _alike([points for runs in answers.values() for points in runs])
+    if not names:
+        return
+    runs = [points for each in answers.values() for points in each]
+    columns = [column for column in runs[0] if all(are_alike(runs[0], other, [column]) for other in runs)]
     stacked = {c: np.array([[points[c].each for points in answers[name]] for name in names]) for c in columns}
     measures = {column: [column] for column in columns}
     if rules.average and len(columns) == len(answers[names[0]][0]):
@@ -90,7 +120,8 @@ def _of_questions(rules: Rules, answers: Mapping[str, Sequence[Points]], base: P
             pairs = [Paired(stacked[c][k] - others[c], answers[names[0]][0][c].clusters) for c in parts]
             difference = estimate(pairs, seeds_part(scores, k, reference))
             margin = rules.margins.get(measure) if reference is None else None
-            yield _Comparison(names[k], _name(names, reference), measure, difference, "percent", margin)
+            name = BASE if reference is None else names[reference]
+            yield _Comparison(names[k], name, measure, difference, "percent", margin)
 
 
 def _of_held_out(rules: Rules, complete: Sequence[Candidate]) -> Iterator[_Comparison]:
@@ -110,7 +141,8 @@ def _of_held_out(rules: Rules, complete: Sequence[Candidate]) -> Iterator[_Compa
         else:
             continue
         difference = Estimate(float(scores[k].mean()) - other, Spread(seeds_part(scores, k, reference)))
-        yield _Comparison(names[k], _name(names, reference), HELD_OUT, difference, "loss")
+        name = BASE if reference is None else names[reference]
+        yield _Comparison(names[k], name, HELD_OUT, difference, "loss")
 
 
 def _pairs(names: list[str], reference: str) -> list[tuple[int, int | None]]:
@@ -124,59 +156,9 @@ def _pairs(names: list[str], reference: str) -> list[tuple[int, int | None]]:
     return pairs
 
 
-def _name(names: list[str], reference: int | None) -> str:
-    return BASE if reference is None else names[reference]
-
-
-def _alike(runs: Sequence[Points]) -> list[str]:
-    """Return the columns whose prompts are equal in all runs."""
-    return [column for column in runs[0] if all(are_alike(runs[0], other, [column]) for other in runs)]
-
-
 def are_alike(a: Points, b: Points, columns: Sequence[str]) -> bool:
     """Whether two models answered the same prompts in these columns."""
     return all(column in a and column in b and a[column].prompts == b[column].prompts for column in columns)
-
-
-def _corrected(comparisons: list[_Comparison], rules: Rules) -> list[Difference]:
-    """Return the differences with Holm's correction for all differences and all tests of retention together."""
-    p = [each.estimate.p() for each in comparisons]
-    retention = [None if each.margin is None else each.estimate.p_above(-each.margin / 100) for each in comparisons]
-    family = holm(p + [each for each in retention if each is not None])
-    of_retention = iter(family[len(p) :])
-    return [
-        _difference(
-            each, p[i], family[i], retention[i] if retention[i] is None else next(of_retention), len(family), rules
-        )
-        for i, each in enumerate(comparisons)
-    ]
-
-
-def _difference(
-    comparison: _Comparison, p: float, p_holm: float, p_retained: float | None, count: int, rules: Rules
-) -> Difference:
-    estimated, factor = comparison.estimate, 100.0 if comparison.unit == "percent" else 1.0
-    half, limit = float(estimated.spread.margin(0.05)), 1.0 if comparison.unit == "percent" else float("inf")
-    answer = "not distinguishable" if p_holm >= FAMILY_ERROR else "better" if estimated.value > 0 else "worse"
-    return Difference(
-        comparison.candidate,
-        comparison.reference,
-        comparison.measure,
-        comparison.unit,
-        value=factor * estimated.value,
-        low=factor * max(estimated.value - half, -limit),
-        high=factor * min(estimated.value + half, limit),
-        p=p,
-        p_holm=p_holm,
-        answer=answer,
-        detectable=factor * detectable(estimated.spread, count, rules.power),
-        margin=comparison.margin,
-        retained=None if p_retained is None else p_retained < FAMILY_ERROR,
-    )
-
-
-# ---
-# The answers behind a verdict: the points of its runs' evaluations, and facts about them that weaken it.
 
 
 def read_answers(
@@ -195,47 +177,39 @@ def read_answers(
             rows = list(read_points(RunFolder(study / run.folder).evaluation(suite)).values())
             answers[candidate.name].append(rows[-1])
             starts += rows[-2:-1]
-    base = starts[0] if starts else None
-    return answers, base, [*_about_starts(starts), *_about_prompts(answers, base)]
+    base, sentences = starts[0] if starts else None, []
+    for column in base or ():
+        different = sum(not np.array_equal(start[column].each, starts[0][column].each) for start in starts)
+        if different:
+            sentences.append(
+                f"{column}: {different} of {len(starts)} evaluations gave the starting checkpoint other points"
+                " than the first, which counts"
+            )
+    runs = [points for each in answers.values() for points in each]
+    for column in runs[0] if runs else ():
+        if not all(are_alike(runs[0], other, [column]) for other in runs):
+            sentences.append(f"{column}: not compared, because the prompts of the runs differ")
+        elif base is not None and not are_alike(runs[0], base, [column]):
+            sentences.append(f"{column}: not compared with {BASE}, because its prompts differ")
+    return answers, base, sentences
 
 
-def cautions(candidates: Sequence[Candidate], answers: Mapping[str, Sequence[Points]]) -> list[str]:
-    """Return facts about the runs that weaken a verdict."""
-    sentences = []
+def cautions(candidates: Sequence[Candidate], answers: Mapping[str, Sequence[Points]]) -> Iterator[str]:
+    """Yield facts about the runs that weaken a verdict.
+
+    Among them measures whose spread over seeds differs between candidates (Bartlett's test at 5% for all measures).
+    """
     for candidate in candidates:
         bad = [run.status for run in candidate.verdict if run.status != "finished"]
         if bad:
             number, reasons = f"{len(bad)} of {len(candidate.verdict)}", " or ".join(sorted(set(bad)))
-            sentences.append(f"{candidate.name}: {number} runs with fresh seeds {reasons}: it has no verdict")
-    return [*sentences, *_about_spreads([c for c in candidates if is_complete(c)], answers)]
-
-
-def _about_starts(starts: Sequence[Points]) -> Iterator[str]:
-    for column in starts[0] if starts else ():
-        different = [start for start in starts if not np.array_equal(start[column].each, starts[0][column].each)]
-        if different:
-            yield (
-                f"{column}: {len(different)} of {len(starts)} evaluations gave the starting checkpoint other points"
-                " than the first, which counts"
-            )
-
-
-def _about_prompts(answers: Mapping[str, Sequence[Points]], base: Points | None) -> Iterator[str]:
-    runs = [points for each in answers.values() for points in each]
-    for column in runs[0] if runs else ():
-        if not all(are_alike(runs[0], other, [column]) for other in runs):
-            yield f"{column}: not compared, because the prompts of the runs differ"
-        elif base is not None and not are_alike(runs[0], base, [column]):
-            yield f"{column}: not compared with {BASE}, because its prompts differ"
-
-
-def _about_spreads(complete: Sequence[Candidate], answers: Mapping[str, Sequence[Points]]) -> Iterator[str]:
-    """Yield measures whose spread over seeds differs between candidates (Bartlett's test at 5% for all measures)."""
+            yield f"{candidate.name}: {number} runs with fresh seeds {reasons}: it has no verdict"
     scores: dict[str, dict[str, list[float]]] = {}
     for column in next(iter(answers.values()))[0] if answers else ():
         scores[column] = {
             name: [100 * float(run[column].each.mean()) for run in runs] for name, runs in answers.items()
         }
+    complete = filter(is_complete, candidates)
     scores[HELD_OUT] = {c.name: [run.metric for run in c.verdict if run.metric is not None] for c in complete}
     for measure, by_name in scores.items():
         if len(by_name) < 2 or min(map(len, by_name.values())) < 2:
