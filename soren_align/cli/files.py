@@ -12,7 +12,6 @@ from typing import Annotated, Literal
 import typer
 
 from ..core import shipped
-from ..core.document import schema_text, with_modeline, write_schema
 from ..core.errors import UserError, did_you_mean, printable
 from ..core.files import local_path
 from ..core.shipped import MODELINE
@@ -59,6 +58,8 @@ def new(
 
     Two recipes (SFT, then DPO), examples of both, and a suite with two kinds of questions. They run as they are.
     """
+    from ..core.document import with_modeline
+
     target = _new_folder(folder)
     _copy_folder(shipped.ROOT / "configs/new", target)
     schema = _write_schema(target, "recipe")
@@ -108,6 +109,7 @@ def copy(
 
     Beside it, recipe.schema.json (study.schema.json) completes and checks its keys in an editor.
     """
+    from ..core.document import with_modeline
     from ..recipe import task_of
 
     known, studies = shipped.recipes(), shipped.studies()
@@ -168,6 +170,7 @@ def import_(
     ] = None,
 ) -> None:
     """Convert another tool's file to a recipe, and report every key."""
+    from ..core.document import with_modeline
     from ..importers import import_file
 
     if task not in (None, "sft", "dpo"):
@@ -193,6 +196,8 @@ def schema(
     ] = None,
 ) -> None:
     """Print the JSON Schema of recipes or studies, or write it beside one for an editor."""
+    from ..core.document import write_schema
+
     file_name, text = _schema(kind)
     if output is None:
         typer.echo(text, nl=False)
@@ -208,6 +213,8 @@ def schema(
 
 def _schema(kind: str) -> tuple[str, str]:
     """Return the schema's file name and its text."""
+    from ..core.document import schema_text
+
     if kind == "study":
         from ..study.config import STUDY_SCHEMA_FILE, study_schema
 
@@ -219,6 +226,8 @@ def _schema(kind: str) -> tuple[str, str]:
 
 def _write_schema(folder: Path, kind: str) -> str:
     """Write a schema beside a recipe or a study, unless a file of another origin is there; return the file's name."""
+    from ..core.document import write_schema
+
     file_name, text = _schema(kind)
     write_schema(folder / file_name, text)
     return file_name
