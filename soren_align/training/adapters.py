@@ -1,6 +1,7 @@
-"""LoRA adapters: created or loaded for training, saved in float32, merged into whole models.
+"""LoRA adapters, frozen parameters, and the export of weights to a model folder.
 
-PEFT stores them and TRL trains them; which of their tensors are mapped is decided in optim/routing.py.
+PEFT stores adapters and TRL trains them; which of their tensors are mapped is decided in optim/routing.py. Exported are
+the weights that the optimizer updates, unsharded, in the dtype of the model folder.
 """
 
 import collections
@@ -13,22 +14,26 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback
 
 from ..core.errors import UserError, as_user_error
 from ..core.files import remove, rename_durably, write
 from ..optim import chunks, copied_to_cpu, master_weights
-from ..recipe import QUANTIZATION_RECORD, Recipe, adapter_config, is_local, load_resolved, recorded_quantization
+from ..recipe import Recipe, adapter_config, is_local, load_resolved, recorded_quantization
 from ..run.folder import MERGED_FROM, RunFolder
-from ..run.quantized import quantization_of
 from ..run.weights import NO_PATTERN, load_adapter, load_config, load_model, load_tokenizer, make_savable_
 from .checkpoints import write_errors
 from .trained_optimizer import AttachedOptimizer
 
 MAMBA_TYPES = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 """Whose out_proj, conv1d and dt_proj cannot be adapted: their weights are read without calling the layers."""
+CHANGED_BY_TRAINING = ("use_cache", "output_router_logits")
+"""Settings of a model's config that transformers and TRL change, and that no training should save."""
+_MISSING = object()
+Weight = tuple[str, Tensor, Tensor | None]
+"""Name as in `state_dict`, tensor, compensation."""
 
 
 def base_model(start: str, revision: str | None = None) -> tuple[str, str | None]:
@@ -46,38 +51,28 @@ def lora_config(recipe: Recipe, model: PreTrainedModel) -> LoraConfig | None:
     lora = recipe.model.lora
     if lora is None:
         return None
+    excluded = [
+        name.removesuffix(".weight")
+        for name, _ in model.named_parameters()
+        if name.endswith(".weight") and _matches(name, recipe.model.freeze)
+    ]
+    if lora.target_modules == "all-linear":  # of these PEFT cannot adapt routers, and some of Mamba
+        excluded += [name for name, module in model.named_modules() if "Router" in type(module).__name__]
+        if model.config.model_type in MAMBA_TYPES:
+            ends = (".out_proj", ".conv1d", ".dt_proj")
+            excluded += [name for name, _ in model.named_modules() if name.endswith(ends)]
     return LoraConfig(
         task_type="CAUSAL_LM",
         r=lora.r,
         lora_alpha=lora.alpha or lora.r,  # pyright: ignore[reportArgumentType] (PEFT declares int, and divides it by r)
         lora_dropout=lora.dropout,
         target_modules=lora.target_modules,
-        exclude_modules=_layers_without_factors(recipe, model) or None,
+        exclude_modules=excluded or None,
         modules_to_save=lora.modules_to_save or None,
         # Otherwise an embedding that is tied to the head would be trained as embedding and not as head.
         ensure_weight_tying=bool(lora.modules_to_save) and bool(model.config.tie_word_embeddings),
         revision=getattr(model.config, "_commit_hash", None) or recipe.model.revision,
     )
-
-
-def _layers_without_factors(recipe: Recipe, model: PreTrainedModel) -> list[str]:
-    """The frozen layers, and of all linear ones those that PEFT cannot adapt: routers, and some of Mamba."""
-    frozen = frozen_layers(model, recipe.model.freeze)
-    if recipe.model.lora is None or recipe.model.lora.target_modules != "all-linear":
-        return frozen
-    names = [name for name, module in model.named_modules() if "Router" in type(module).__name__]
-    if model.config.model_type in MAMBA_TYPES:
-        names += [name for name, _ in model.named_modules() if name.endswith((".out_proj", ".conv1d", ".dt_proj"))]
-    return [*frozen, *names]
-
-
-def load_starting_adapter(model: PreTrainedModel, start: str) -> Any:
-    """Return the model with the adapter in `start`, trainable; the model itself if `start` is no adapter."""
-    if adapter_config(start) is None:
-        return model
-    adapted = load_adapter(model, start, is_trainable=True)
-    adapted.peft_config["default"].base_model_name_or_path = base_model(start)[0]
-    return adapted
 
 
 def add_empty_adapter(model: PreTrainedModel, recipe: Recipe, start: str) -> Any:
@@ -91,28 +86,6 @@ def add_empty_adapter(model: PreTrainedModel, recipe: Recipe, start: str) -> Any
     config.inference_mode = False  # as saved adapters are
     with as_user_error(NO_PATTERN.format(start), re.error):
         return get_peft_model(model, cast(LoraConfig, config))
-
-
-def cast_trainable_to_float32(model: torch.nn.Module) -> None:
-    """Cast the trainable parameters to float32, in place. Call it before an optimizer is made.
-
-    With a 4-bit base, TRL casts the factors to bfloat16, where small updates would be lost to rounding
-    (test_what_trl_makes_bfloat16_beside_a_quantised_base_is_float32_again).
-    """
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.dtype != torch.float32:
-            parameter.data = parameter.data.float()
-
-
-def save_adapter(model: PeftModel, folder: str, weights: dict[str, torch.Tensor] | None = None) -> None:
-    """Save the trained adapter, without TRL's frozen copy of the starting one, and the quantization of its base.
-
-    weights: by the names of the model's parameters, if the model itself has no float32 ones.
-    """
-    model.save_pretrained(folder, selected_adapters=["default"], state_dict=weights)
-    (Path(folder) / "README.md").unlink(missing_ok=True)  # PEFT's card has only paths of this machine
-    if (quantization := quantization_of(model)) is not None:
-        write(Path(folder) / QUANTIZATION_RECORD, json.dumps(quantization, indent=2) + "\n")
 
 
 def merge(run: RunFolder) -> Path:
@@ -149,10 +122,6 @@ def merge(run: RunFolder) -> Path:
     return target
 
 
-# ---
-# Parameters that are not trained: those that `model.freeze` names, and a remedy where others get no gradient.
-
-
 def freeze(model: nn.Module, globs: Sequence[str]) -> None:
     """Turn off the gradients of every parameter whose name matches one of `globs`, in place."""
     for name, parameter in model.named_parameters():
@@ -166,12 +135,6 @@ def refuse_unmatched(model: nn.Module, globs: Sequence[str]) -> None:
     for glob in globs:
         if not any(fnmatchcase(name, glob) for name in names):
             raise UserError(f"model.freeze: {glob!r} matches no parameter; the first one is called {names[0]}")
-
-
-def frozen_layers(model: nn.Module, globs: Sequence[str]) -> list[str]:
-    """The names of the modules whose `weight` matches one of `globs`: they get no LoRA factors."""
-    names = (name for name, _ in model.named_parameters() if name.endswith(".weight") and _matches(name, globs))
-    return [name.removesuffix(".weight") for name in names]
 
 
 class GradientCheck(TrainerCallback):
@@ -202,7 +165,10 @@ class GradientCheck(TrainerCallback):
 
 
 def common_globs(missing: Iterable[str], reached: Iterable[str]) -> list[str]:
-    """The shortest globs, "a.b.*", that match the names in `missing` and none in `reached`; names of a whole model."""
+    """Return the shortest globs, "a.b.*", that match the names in `missing` and none in `reached`.
+
+    Matched are the names of the model without its adapter.
+    """
     others, globs = {_without_adapter(name) for name in reached}, []
     for name in map(_without_adapter, missing):
         if not _matches(name, globs):
@@ -214,22 +180,12 @@ def common_globs(missing: Iterable[str], reached: Iterable[str]) -> list[str]:
 
 
 def _without_adapter(name: str) -> str:
-    """The name of the weight that a LoRA factor belongs to, in the model without adapter; any other name itself."""
+    """Return the name in the model without adapter: of a LoRA factor that of the weight which it belongs to."""
     return re.sub(r"\.lora_[AB]\.\w+", "", name.removeprefix("base_model.model."))
 
 
 def _matches(name: str, globs: Iterable[str]) -> bool:
     return any(fnmatchcase(name, glob) for glob in globs)
-
-
-# ---
-# The weights to save: unsharded, in the dtype of the model folder, from the weights that the optimizer updates.
-
-CHANGED_BY_TRAINING = ("use_cache", "output_router_logits")
-"""Settings of a model's config that transformers and TRL change, and that no training should save."""
-_MISSING = object()
-Weight = tuple[str, Tensor, Tensor | None]
-"""Name as in `state_dict`, tensor, compensation."""
 
 
 def export_weights(weights: Iterable[Weight], dtype: torch.dtype | None) -> dict[str, Tensor]:
@@ -268,9 +224,9 @@ def unsharded_weights(model: torch.nn.Module, optimizer: torch.optim.Optimizer) 
 
 
 def changeable_settings(config: Any) -> list[tuple[Any, str, Any]]:
-    """(config, key, value) of the settings that training changes for itself, of a model's config and its parts."""
+    """Return (config, key, value) of the settings that training changes, of a model's config and its parts."""
     configs = [] if config is None else [config, config.get_text_config()]
-    return [(c, key, getattr(c, key, _MISSING)) for c in configs for key in CHANGED_BY_TRAINING]
+    return [(part, key, getattr(part, key, _MISSING)) for part in configs for key in CHANGED_BY_TRAINING]
 
 
 @contextlib.contextmanager
@@ -291,11 +247,3 @@ def _set(settings: Iterable[tuple[Any, str, Any]]) -> None:
             setattr(config, key, value)
         elif hasattr(config, key):
             delattr(config, key)
-
-
-def write_dtype(folder: Path, dtype: torch.dtype) -> None:
-    """Set the dtype in a model folder's config.json: transformers writes that of the model in memory."""
-    file = folder / "config.json"
-    if file.is_file():
-        config = json.loads(file.read_text(encoding="utf-8"))
-        write(file, json.dumps(config | {"dtype": str(dtype).removeprefix("torch.")}, indent=2) + "\n")

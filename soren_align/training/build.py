@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from peft import PeftModel
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.hub import cached_file, extract_commit_hash
 from trl.trainer.utils import add_fused_lm_head
 
@@ -21,7 +20,7 @@ from ..run.weights import complete_for_trl_, trl_config_names
 from ..sharding.ranks import Ranks
 from ..tasks import TASKS
 from . import adapters, trainer
-from .checks.lost_updates import LostUpdatesPolicy
+from .lost_updates import LostUpdatesPolicy
 from .measure.measurements import MeasurementLog
 from .model import load_model, save_dtype
 from .setup import TrainingSetup, trl_arguments
@@ -42,7 +41,12 @@ def build_trainer(
     args = trl_arguments(recipe, folder.checkpoints, ranks)
     model = load_model(recipe, setup.start)
     if recipe.model.eos_token is not None:
-        _set_end_token(model, setup.tokenizer)
+        # One of the end tokens, as SFTTrainer makes its eos_token; DPOTrainer has none.
+        token: Any = setup.tokenizer.eos_token_id
+        model.config.get_text_config().eos_token_id = token
+        generation: Any = model.generation_config
+        others = generation.eos_token_id if isinstance(generation.eos_token_id, list) else [generation.eos_token_id]
+        generation.eos_token_id = [token, *(other for other in others if other not in (None, token))]
     new_adapter = adapters.lora_config(recipe, model)
     if new_adapter is None:  # otherwise the parameters to train exist only after TRL has added the adapter
         with as_user_error("optimizer", ValueError):
@@ -51,7 +55,21 @@ def build_trainer(
             # TRL loads the reference by this name, without a revision.
             config_file: Any = cached_file(setup.start, "config.json", revision=recipe.model.revision)
             model.config._name_or_path = str(Path(config_file).parent)
-    # TRL prints while it truncates and packs; data.preview has already counted and shown the same.
+    origin = {
+        "training": training_part(recipe),
+        "processes": ranks.num_ranks,
+        "data": setup.splits["train"].source,
+        "start": _sha256_or_revision(setup.start, recipe.model.revision),
+    }
+    if adapter_config(setup.start):
+        origin["base"] = _sha256_or_revision(*adapters.base_model(setup.start, recipe.model.revision))
+    # The recipe names a file, whose contents may have changed.
+    template = json.dumps(setup.tokenizer.chat_template)
+    origin["chat_template_sha256"] = hashlib.sha256(template.encode()).hexdigest()
+    spectra = recipe.run.log_spectra
+    files = (folder.metrics, folder.spectra) if ranks.is_first else (None, None)
+    log = MeasurementLog(*files, tuple(spectra.steps), tuple(spectra.matrices), spectra.map_error)
+    # TRL prints while it truncates and packs; data/stats.py has already counted and shown the same.
     with as_user_error("trainer", ValueError, RuntimeError), contextlib.redirect_stdout(io.StringIO()):
         return getattr(trainer, task.trainer)(
             model=model,
@@ -61,8 +79,8 @@ def build_trainer(
             processing_class=setup.tokenizer,
             peft_config=new_adapter,
             optimizer_settings=recipe.optimizer,
-            origin=_origin(setup, ranks),
-            measurement_log=_measurement_log(recipe, folder, ranks),
+            origin=origin,
+            measurement_log=log,
             save_dtype=save_dtype(recipe, setup.start),
             parallel=parallel(recipe.run.parallel).kind if ranks.launched else None,
             lost_updates=lost_updates,
@@ -70,10 +88,11 @@ def build_trainer(
         )
 
 
-def _measurement_log(recipe: Recipe, folder: RunFolder, ranks: Ranks) -> MeasurementLog:
-    spectra = recipe.run.log_spectra
-    files = (folder.metrics, folder.spectra) if ranks.is_first else (None, None)
-    return MeasurementLog(*files, tuple(spectra.steps), tuple(spectra.matrices), spectra.map_error)
+def _sha256_or_revision(name: str, revision: str | None) -> str | None:
+    """Return the sha256 of a folder's weights; of a model on the hub the commit, which its config no longer has
+    (transformers 5.23).
+    """
+    return fingerprint(name) or extract_commit_hash(cached_file(name, "config.json", revision=revision), None)
 
 
 def optimizer_settings(recipe: Recipe) -> dict[str, Any]:
@@ -99,33 +118,3 @@ def trl_forward(model: Any, checkpointing: bool) -> Any:
             return model(input_ids=tokens, labels=tokens, fused_lm_head=True)
 
     return forward
-
-
-def _origin(setup: TrainingSetup, ranks: Ranks) -> dict[str, Any]:
-    revision = setup.recipe.model.revision
-    base, base_revision = adapters.base_model(setup.start, revision)  # of an adapter; otherwise the start itself
-    base_identity = {"base": fingerprint(base) or _commit(base, base_revision)} if adapter_config(setup.start) else {}
-    return {
-        "training": training_part(setup.recipe),
-        "processes": ranks.num_ranks,
-        "data": setup.splits["train"].source,
-        "start": fingerprint(setup.start) or _commit(setup.start, revision),
-        **base_identity,
-        # The recipe names a file, whose contents may have changed.
-        "chat_template_sha256": hashlib.sha256(json.dumps(setup.tokenizer.chat_template).encode()).hexdigest(),
-    }
-
-
-def _commit(name: str, revision: str | None) -> str | None:
-    """Return the hub commit that a model was loaded from, which its config no longer has (transformers 5.23)."""
-    return extract_commit_hash(cached_file(name, "config.json", revision=revision), None)
-
-
-def _set_end_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Add the tokenizer's eos to the model's end tokens, as SFTTrainer does for its eos_token; DPOTrainer has none."""
-    token: Any = tokenizer.eos_token_id
-    model.config.get_text_config().eos_token_id = token
-    generation = model.generation_config
-    assert generation is not None
-    others = generation.eos_token_id if isinstance(generation.eos_token_id, list) else [generation.eos_token_id]
-    generation.eos_token_id = [token, *(other for other in others if other not in (None, token))]

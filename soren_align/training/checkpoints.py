@@ -4,6 +4,8 @@ transformers writes a checkpoint file by file, resumes from an incomplete one, a
 if that file is missing, all without a warning. Here a checkpoint is complete once it contains the seal
 `soren_align.json`, written last: the size and the hash of every file, the step, and the origin of the checkpoint
 (recipe, data, starting weights, template).
+
+Disk space is checked before each checkpoint and before the model is saved; an error of writing is one sentence.
 """
 
 import contextlib
@@ -40,7 +42,7 @@ from ..core.files import (
 )
 from ..core.text import with_prefix
 from ..recipe import differences
-from ..run.folder import COMPLETE_MARKER, PREVIOUS, Seal, checkpoints_in, read_seal, step_of
+from ..run.folder import COMPLETE_MARKER, PREVIOUS, Seal, read_seal, step_of
 from ..run.record import Count
 from ..sharding import CheckpointException, check_parts, local, rank_of_file, to_universal
 from ..sharding.ranks import Ranks
@@ -64,26 +66,28 @@ _READERS = {
     "deepspeed_load_checkpoint",
 }
 """The functions of transformers that read a checkpoint to resume from it."""
+TORCH_WRITE_ERRORS = re.compile(r"inline_container|PytorchStreamWriter|iostream error|unexpected pos")
+"""In the RuntimeErrors of torch.save on a full disk, which have no errno (torch 2.13)."""
 T = TypeVar("T")
 _Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class _BatchHash(TypedDict):
-    """See identity.BatchHash."""
+    """See reference.BatchHash."""
 
     values: list[Annotated[int, Field(ge=-(2**63), lt=2**63)]] | None
     batches: Count
 
 
 class _OptimizerCheck(TypedDict, total=False):
-    """See attached_optimizer.OptimizerCheck."""
+    """See trained_optimizer.OptimizerCheck."""
 
     maps_per_step: Count
     num_skipped_steps: Count
 
 
 class _EarlyStopping(TypedDict):
-    """See early_stopping.EarlyStopping."""
+    """See run.EarlyStopping."""
 
     args: dict[str, Any]
     attributes: dict[str, Count]
@@ -147,7 +151,7 @@ class _Block(TypedDict):
 
 
 class _StreamState(TypedDict):
-    """The content of _STREAM_FILE; see token_stream.TokenStream."""
+    """The content of _STREAM_FILE; see packing.TokenStream."""
 
     block: _Block
     num_rows: Count
@@ -155,17 +159,6 @@ class _StreamState(TypedDict):
     num_trained: Count
     dropped: dict[str, Count]
     counts: dict[str, Any]
-
-
-def latest(folder: Path) -> tuple[Path | None, list[str]]:
-    """Return the newest complete checkpoint under `folder`, or None, and notices about incomplete ones, now removed."""
-    notices = []
-    for checkpoint in reversed(checkpoints_in(folder)):
-        if (checkpoint / COMPLETE_MARKER).is_file():
-            return checkpoint, notices
-        remove(checkpoint)  # the process was killed while writing it
-        notices.append(f"{checkpoint.name} is incomplete; removed")
-    return None, notices
 
 
 def seal(checkpoint: Path, origin: dict[str, Any], ranks: Ranks = Ranks()) -> None:  # noqa: B008 (frozen)
@@ -247,8 +240,10 @@ def _check_files(checkpoint: Path) -> Seal:
             f"{checkpoint}: {_listed(damaged)} missing or truncated; optimizer or schedule would start anew. "
             f"Restore it, or {PREVIOUS}"
         )
-    # Libraries choose among files by their names: beside a pytorch_model.bin, model.safetensors would not be read.
-    if unknown := [name for name in _names(checkpoint) if name not in expected and not _is_hidden(name)]:
+    # Libraries choose among files by their names: beside a pytorch_model.bin, model.safetensors would not be read. None
+    # reads the hidden files of a file system or a desktop (.nfs000, .DS_Store).
+    unknown = [name for name in _names(checkpoint) if name not in expected]
+    if unknown := [n for n in unknown if not (last := Path(n).name).startswith(".") or last == ".metadata"]:
         raise UserError(f"{checkpoint}: {_listed(unknown)}: added after the checkpoint was saved; remove them")
     return seal
 
@@ -266,12 +261,6 @@ def _names(checkpoint: Path) -> list[str]:
     """Return the paths of all files below a checkpoint's folder but the seal, relative to it."""
     names = (path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file())
     return [name for name in names if name != COMPLETE_MARKER]
-
-
-def _is_hidden(name: str) -> bool:
-    """Whether a file is one of a file system or a desktop (.nfs000, .DS_Store), which no library reads."""
-    last = name.rpartition("/")[2]
-    return last.startswith(".") and last != ".metadata"
 
 
 def _listed(names: list[str]) -> str:
@@ -328,13 +317,6 @@ def make_universal(checkpoint: Path) -> None:
         except pickle.UnpicklingError as error:
             raise UserError(f"{checkpoint}: {PICKLE_REFUSED}") from error
     seal(checkpoint, origin | {"processes": None})
-
-
-# ---
-# Disk space: checked before each checkpoint and before the model is saved, and errors of writing as one sentence.
-
-TORCH_WRITE_ERRORS = re.compile(r"inline_container|PytorchStreamWriter|iostream error|unexpected pos")
-"""In the RuntimeErrors of torch.save on a full disk, which have no errno (torch 2.13)."""
 
 
 def model_bytes(model: Any, *, adapter_only: bool, dtype: torch.dtype | None = None) -> int:

@@ -14,7 +14,7 @@ from ..core import shipped
 from ..core.errors import UserError, as_user_error, in_one_line
 from ..core.files import CHANGED, Content, contents, default_cache_folder, read_json, rename_durably, write
 from ..data import ChatEncoder, set_template, trained_tokenizer, within_vocabulary
-from ..recipe import Model, Recipe, TrainedTokenizer, adapter_config, is_local, quantization
+from ..recipe import Recipe, TrainedTokenizer, adapter_config, is_local, quantization
 from ..run import weights
 from ..run.folder import COMPLETE_MARKER, RunFolder
 from . import adapters
@@ -34,9 +34,19 @@ def starting_checkpoint(
     model = recipe.model
     if model.init_seed is not None and folder.start.is_dir():
         if verify:
-            _verify_start(folder.start)
+            marker = folder.start / COMPLETE_MARKER
+            saved, actual = read_json(marker) if marker.is_file() else {}, _contents(folder.start)
+            saved = saved if isinstance(saved, dict) else {}
+            if changed := sorted(name for name in {*saved, *actual} if saved.get(name) != actual.get(name)):
+                raise UserError(
+                    f"{folder.start}: {', '.join(changed)}: {CHANGED}; remove this folder, and the same command makes "
+                    "it again"
+                )
         return str(folder.start), str(folder.start)
-    tokenizer_source = _tokenizer_source(model, examples)
+    if isinstance(model.tokenizer, TrainedTokenizer):
+        tokenizer_source = str(trained_tokenizer(examples, model.tokenizer.vocab_size, default_cache_folder()))
+    else:
+        tokenizer_source = _resolved(model.tokenizer or model.name_or_path)
     if model.init_seed is None and model.tokenizer is None:
         return _resolved(model.name_or_path), tokenizer_source
     config = load_config(recipe)
@@ -62,17 +72,6 @@ def _contents(start: Path) -> dict[str, Content]:
     return dict(zip((path.name for path in files), contents(files), strict=True))
 
 
-def _verify_start(start: Path) -> None:
-    """Raise UserError unless a run's starting checkpoint has the content that was saved: weights and tokenizer."""
-    marker = start / COMPLETE_MARKER
-    saved, actual = read_json(marker) if marker.is_file() else {}, _contents(start)
-    saved = saved if isinstance(saved, dict) else {}
-    if changed := sorted(name for name in {*saved, *actual} if saved.get(name) != actual.get(name)):
-        raise UserError(
-            f"{start}: {', '.join(changed)}: {CHANGED}; remove this folder, and the same command makes it again"
-        )
-
-
 def _resolved(name: str) -> str:
     return str(shipped.resolve(name)) if is_local(name) else name
 
@@ -82,13 +81,6 @@ def _named(recipe: Recipe, source: str) -> str:
     names = [name for name in (recipe.model.name_or_path, recipe.model.tokenizer) if isinstance(name, str)]
     own = f"{source} (made by soren-align; removed, it is made again)"
     return next((name for name in names if _resolved(name) == source), own)
-
-
-def _tokenizer_source(model: Model, examples: Any) -> str:
-    """Return the folder or hub name of the tokenizer, which is trained first if it has to be."""
-    if isinstance(model.tokenizer, TrainedTokenizer):
-        return str(trained_tokenizer(examples, model.tokenizer.vocab_size, default_cache_folder()))
-    return _resolved(model.tokenizer or model.name_or_path)
 
 
 def load_config(recipe: Recipe) -> Any:
@@ -112,7 +104,7 @@ def load_config(recipe: Recipe) -> Any:
 def load_model(recipe: Recipe, start: str) -> PreTrainedModel:
     """Load the model with parameters of model.dtype, and the adapter that `start` holds, if it holds one.
 
-    Where a DeepSpeed config for ZeRO 3 is alive, the model is sharded while it loads.
+    The adapter is trainable. Where a DeepSpeed config for ZeRO 3 is alive, the model is sharded while it loads.
     """
     name, revision = adapters.base_model(start, recipe.model.revision)
     options: dict[str, Any] = {"revision": revision, "dtype": getattr(torch, recipe.model.dtype)}
@@ -126,7 +118,11 @@ def load_model(recipe: Recipe, start: str) -> PreTrainedModel:
         refuse_unmatched(model, recipe.model.freeze)
         if recipe.model.lora is None:  # an adapter freezes all; its factors are added later
             freeze(model, recipe.model.freeze)
-        return adapters.load_starting_adapter(model, start)
+        if adapter_config(start) is None:
+            return model
+        adapted: Any = weights.load_adapter(model, start, is_trainable=True)
+        adapted.peft_config["default"].base_model_name_or_path = name
+        return adapted
 
 
 def generation_notices(recipe: Recipe, start: str) -> list[str]:

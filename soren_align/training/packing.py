@@ -1,27 +1,30 @@
-"""Packing: the sequences that TRL makes of the training examples, counted before training.
+"""The token sequences of a training: packed examples, counted and checked to be separate, and those of a stream.
 
-TRL 1.16 packs a thousand examples at a time, by `trainer.packing_strategy`: `bfd` cuts examples to
-max_length, `bfd_split` divides longer ones, `wrapped` divides their concatenation. Here the same
-function packs the examples' loss masks. tests/training/test_packing.py compares with the sequences of a run.
+TRL 1.16 packs a thousand examples at a time, by `trainer.packing_strategy`: `bfd` cuts examples to max_length,
+`bfd_split` divides longer ones, `wrapped` divides their concatenation. Here the same function packs the examples' loss
+masks to count, and the examples of a stream, which TRL does not see as a whole. tests/training/test_packing.py compares
+with the sequences of a run.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import islice, repeat
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from transformers import PreTrainedTokenizerBase
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, TrainerCallback
 from trl import pack_dataset
 
+from ..core.errors import UserError
 from ..core.silence import quiet_libraries
 from ..data import (
     BATCH_SIZE,
     FIRST,
     TRAINED,
-    Account,
     EncodedExample,
     LossMasks,
     State,
@@ -33,6 +36,16 @@ from ..data import (
     token_columns,
 )
 from ..tasks import TASKS, TaskName
+
+NUM_PACKED_TOGETHER = 1_000
+"""Examples that are packed together, as TRL packs a dataset's."""
+Row = dict[str, list[int]]
+NUM_EXAMPLES, NUM_TOKENS = 3, 16
+"""A probe's examples and the tokens of each: short, as logits have an entry for each token of the vocabulary."""
+TOLERANCE = 1e-4
+"""Largest change of the other examples' logits, relative to the change of the example's own. 20 small random models
+(tests/training/test_isolation.py has some) are at exactly 0, in float32 and bfloat16 (those with experts at 2e-8 with
+some kernels), or above 8e-4."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +79,19 @@ class Packing:
             lines.append(f"{self.num_continuations:,} parts of divided examples continue in another sequence")
         return lines
 
+    def notices(self) -> list[str]:
+        """Return notices about tokens that are lost, and examples that attend to each other."""
+        if self.num_lost_tokens:
+            num_tokens = self.num_tokens + self.num_lost_tokens
+            return [
+                f"packing_strategy bfd drops {self.num_lost_tokens:,} of {num_tokens:,} tokens "
+                f"({self.num_lost_tokens / num_tokens:.1%}): {self.num_long_examples:,} examples are longer than "
+                f"max_length {self.max_length}. bfd_split keeps every token; a larger max_length keeps examples whole"
+            ]
+        if self.strategy == "wrapped":
+            return ["packing_strategy wrapped: examples in one sequence attend to the examples before them"]
+        return []
+
 
 def pack(masks: LossMasks, args: Any) -> Packing:
     """Return the packing of the examples, whose loss masks are given, by TRL's config `args`."""
@@ -75,11 +101,16 @@ def pack(masks: LossMasks, args: Any) -> Packing:
     num_shards = min(args.dataset_num_proc or 1, len(dataset))  # each process packs its own share
     shards = [dataset.shard(num_shards, index, contiguous=True) for index in range(num_shards)]
     packed = [pack_dataset(shard, args.max_length, args.packing_strategy) for shard in shards]
-    tables = [shard.with_format("arrow")[:] for shard in packed]
+    tables: list[Any] = [shard.with_format("arrow")[:] for shard in packed]
     tokens = np.concatenate([_flat(table["tokens"]) for table in tables])
     num_trained = int((tokens & TRAINED).sum())
-    # The first tokens of sequences, or of the examples in them.
-    lengths = np.concatenate([_part_lengths(table) for table in tables])
+    # The first tokens of the examples in sequences, or, as a wrapped sequence is one part, of sequences.
+    lengths = np.concatenate(
+        [
+            _flat(table["seq_lengths"]) if "seq_lengths" in table.column_names else [*map(len, table["tokens"])]
+            for table in tables
+        ]
+    )
     first_tokens = tokens[np.concatenate(([0], lengths.cumsum()[:-1]))]
     return Packing(
         strategy=args.packing_strategy,
@@ -94,61 +125,19 @@ def pack(masks: LossMasks, args: Any) -> Packing:
     )
 
 
-def after_packing(counts: Account, packing: Packing) -> Account:
-    """Return the account of the examples with the tokens that are left after packing."""
-    return replace(
-        counts,
-        num_tokens=packing.num_tokens,
-        num_trained_tokens=packing.num_trained_tokens,
-        trained_share=packing.num_trained_tokens / max(1, packing.num_tokens),
-        stop_token_trained=counts.stop_token_trained
-        and (packing.num_lost_tokens == 0 or packing.num_long_examples < counts.num_kept),
-        num_truncated=packing.num_long_examples if packing.num_lost_tokens else 0,
-        num_truncated_tokens=packing.num_lost_tokens,
-    )
-
-
-def packing_notices(packing: Packing) -> list[str]:
-    """Return notices about tokens that are lost, and examples that attend to each other."""
-    if packing.num_lost_tokens:
-        num_tokens = packing.num_tokens + packing.num_lost_tokens
-        return [
-            f"packing_strategy bfd drops {packing.num_lost_tokens:,} of {num_tokens:,} tokens "
-            f"({packing.num_lost_tokens / num_tokens:.1%}): {packing.num_long_examples:,} examples are longer than "
-            f"max_length {packing.max_length}. bfd_split keeps every token; a larger max_length keeps examples whole"
-        ]
-    if packing.strategy == "wrapped":
-        return ["packing_strategy wrapped: examples in one sequence attend to the examples before them"]
-    return []
-
-
-def _part_lengths(table: pa.Table) -> np.ndarray:
-    if "seq_lengths" in table.column_names:
-        return _flat(table["seq_lengths"])
-    return np.array([len(sequence) for sequence in table["tokens"]])  # wrapped: a sequence is one part
-
-
 def _flat(column: pa.ChunkedArray) -> np.ndarray:
     return pa.concat_arrays(column.chunks).flatten().to_numpy()
 
 
-# ---
-# The token sequences of a stream, as TRL would make them of the same examples, and the place to resume from.
-#
-# transformers resumes by passing over the batches before the checkpoint. In the place of their sequences the stream
-# then yields a placeholder, and reads from the start of the block that the checkpoint is in: resuming costs one block,
-# however long the run. Every rank reads the whole stream, of which accelerate leaves it its micro-batches.
-
-NUM_PACKED_TOGETHER = 1_000
-"""Examples that are packed together, as TRL packs a dataset's."""
-Row = dict[str, list[int]]
-
-
 class TokenStream:
-    """The sequences of all examples of a stream, without end.
+    """The sequences of all examples of a stream, without end, as TRL would make them of the same examples.
 
     The examples are tokenized as those of a whole dataset are; those without a token to train on within max_length are
     dropped, the others truncated, or packed.
+
+    transformers resumes by passing over the batches before the checkpoint. In the place of their sequences the stream
+    then yields a placeholder, and reads from the start of the block that the checkpoint is in: resuming costs one
+    block, however long the run. Every rank reads the whole stream, of which accelerate leaves it its micro-batches.
     """
 
     def __init__(
@@ -157,6 +146,7 @@ class TokenStream:
         """args: TRL's config. loss: assistant_only_loss and completion_only_loss, see `data.encode`."""
         self.stream, self.tokenizer, self.args, self.loss = stream, tokenizer, args, loss
         self.task: TaskName = task
+        self._packs = bool(getattr(args, "packing", False))
         self.start: State = {"block": stream.start, "num_rows": 0, "num_kept": 0, "dropped": {}}
         self.num_trained = self.num_passed_over = 0
         self._counts_at_start: State | None = None
@@ -204,7 +194,6 @@ class TokenStream:
         """Return an iterator over the sequences, and the placeholders before the first one after a resume."""
         yield from repeat({name: [0] for name in TASKS[self.task].token_columns}, self.num_passed_over)
         self._begin()
-        pack = self._pack if getattr(self.args, "packing", False) else self._rows
         for block in self.stream.blocks(self.start["block"]):
             self.block_starts.append(
                 {
@@ -215,14 +204,14 @@ class TokenStream:
                 }
             )
             self.block_end = block.end
-            for row in pack(self._encode(block.examples)):
+            for row in self._sequences(self._encode(block.examples)):
                 self.num_rows += 1
                 if self.num_rows > self.num_trained:
                     yield row
 
     def _encode(self, examples: list[dict[str, Any]]) -> Iterator[EncodedExample]:
         """Return the examples that are not dropped, those of SFT truncated: pairs are, by TRL's collator."""
-        max_length = None if getattr(self.args, "packing", False) else self.args.max_length
+        max_length = None if self._packs else self.args.max_length
         for batch in _batches(examples, BATCH_SIZE):
             columns = {name: [example.get(name) for example in batch] for name in self.stream.columns}
             for example in encode(columns, self.task, self.tokenizer, *self.loss):
@@ -233,14 +222,14 @@ class TokenStream:
                 is_pair = len(example.sides) > 1
                 yield example if is_pair else example._replace(sides=(example.sides[0].truncated(max_length),))
 
-    def _rows(self, examples: Iterable[EncodedExample]) -> Iterator[Row]:
-        names = TASKS[self.task].token_columns
-        for example in examples:
-            columns = token_columns([example], self.task)
-            yield {name: columns[name][0] for name in names}
-
-    def _pack(self, examples: Iterable[EncodedExample]) -> Iterator[Row]:
-        for batch in _batches(self._rows(examples), NUM_PACKED_TOGETHER):
+    def _sequences(self, examples: Iterable[EncodedExample]) -> Iterator[Row]:
+        """Yield a block's sequences: one of each example, or packed."""
+        columns = (token_columns([example], self.task) for example in examples)
+        rows = ({name: values[name][0] for name in TASKS[self.task].token_columns} for values in columns)
+        if not self._packs:
+            yield from rows
+            return
+        for batch in _batches(rows, NUM_PACKED_TOGETHER):
             with quiet_libraries():
                 packed: Any = pack_dataset(dataset_of(batch), self.args.max_length, self.args.packing_strategy)
             yield from packed
@@ -250,3 +239,83 @@ def _batches(values: Iterable[Any], size: int) -> Iterator[list[Any]]:
     iterator = iter(values)
     while batch := list(islice(iterator, size)):
         yield batch
+
+
+class IsolationCheck(TrainerCallback):
+    """Raises UserError before the first step if packed examples are not separate. Collective.
+
+    Separate: a change of one moves no logit of another. Some architectures keep them apart by position ids or sequence
+    lengths, others ignore both. The model runs on a short sequence of real examples, and again with other tokens in the
+    first one: it is probed as it will train, with its attention, kernels and wrappers, and no list of architectures is
+    needed.
+    """
+
+    def __init__(self, dataset: Any, collator: Any, place: str):
+        """dataset, collator: the trainer's own, with packed examples. place: the recipe's key that packs them."""
+        self.dataset, self.collator, self.place = dataset, collator, place
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Run the probe on the wrapped, possibly sharded model, which has loaded its checkpoint."""
+        examples = probe_examples(self.dataset)
+        if len(examples) < 2:
+            return
+        try:
+            change, noise = cross_talk(model, self.collator, examples, args.device)
+        except ValueError as error:  # such as an architecture that needs a kernel for it
+            raise UserError(f"{self.place}: packed examples cannot be kept separate: {error}") from error
+        if change > max(TOLERANCE, 10 * noise):
+            base = model.get_base_model() if hasattr(model, "get_base_model") else model
+            attention, other = str(getattr(base.config, "_attn_implementation", None)), ""
+            if base._supports_flash_attn and "flash" not in attention:
+                (flash, *_) = base._compatible_flash_implementations or ["flash_attention_2"]
+                other = f"model.attn_implementation: {flash} (on a GPU; checked in the same way), "
+            raise UserError(
+                f"{self.place}: examples in one sequence are not separate: other tokens in one example change the "
+                f"logits of the others, by {change:.1%} of the change of its own. {type(base).__name__} (attention "
+                f"{attention}) mixes them; write {other}packing: false, or packing_strategy: wrapped to let examples "
+                "attend to each other"
+            )
+
+
+def probe_examples(dataset: Any) -> list[list[int]]:
+    """Return the beginnings of the first examples of a dataset, each NUM_TOKENS long or shorter."""
+    examples: list[list[int]] = []
+    for sequence in dataset:
+        start = 0
+        for length in sequence.get("seq_lengths") or [len(sequence["input_ids"])]:
+            examples.append(sequence["input_ids"][start : start + min(length, NUM_TOKENS)])
+            start += length
+            if len(examples) == NUM_EXAMPLES:
+                return examples
+    return examples
+
+
+def cross_talk(model: Any, collator: Any, examples: list[list[int]], device: Any) -> tuple[float, float]:
+    """Return (change of the other examples' logits, noise), relative to the change of the first example's own.
+
+    The first example's tokens are changed, then the last one's: examples before it cannot see it in a causal model, so
+    that their change is numerical noise (such as of experts that get other numbers of tokens). The model runs as in
+    training, with equal dropout; neither its mode nor the random numbers of training are changed. Collective.
+    """
+    vocabulary = sorted({token for example in examples for token in example})
+    following = dict(zip(vocabulary, [*vocabulary[1:], vocabulary[0]], strict=True))
+    gpus = [device] if torch.device(device).type == "cuda" else []
+
+    def logits(changed: int | None = None) -> Tensor:
+        tokens = [[following[t] for t in e] if i == changed else e for i, e in enumerate(examples)]
+        joined = [token for example in tokens for token in example]
+        feature = {"input_ids": joined, "labels": joined, "seq_lengths": [len(example) for example in tokens]}
+        batch = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in collator([feature]).items()}
+        del batch["labels"]
+        with torch.no_grad(), torch.random.fork_rng(gpus):
+            torch.manual_seed(0)
+            return model(**batch, use_cache=False).logits[0].double()
+
+    was_training = model.training
+    model.train()
+    original = logits()
+    first, last = ((logits(i) - original).square().mean(-1).sqrt() for i in (0, len(examples) - 1))  # by token
+    model.train(was_training)
+    num_first, num_last = len(examples[0]), len(examples[-1])
+    own = max(first[:num_first].mean().item(), torch.finfo(torch.float64).tiny)
+    return first[num_first:].mean().item() / own, last[:-num_last].mean().item() / own

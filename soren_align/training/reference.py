@@ -1,15 +1,18 @@
-"""The reference of a DPO: the key of its cached log-probabilities, and the check that it is the starting model.
+"""A run by its content: the identity that runs compared at one seed share, and the reference of a DPO.
 
-Before the first update the policy is its own reference: all rewards, beta times the change of an answer's
-log-probability, are 0, and the sigmoid loss is ln 2. Log-probabilities of another model, from a cache or from a
-reference that was loaded from elsewhere, would silently train towards another goal.
+`identity` in run.json has, as hashes and plain data, all that must be equal for such runs: starting weights, the
+batches in their order, precision, data, recipe, processes and versions; `soren-align compare` checks it
+(docs/comparison.md). The cached log-probabilities of a DPO's reference have a key of the same kind, and step 1 checks
+that they are of the starting model. Before the first update the policy is its own reference: all rewards, beta times
+the change of an answer's log-probability, are 0, and the sigmoid loss is ln 2. Log-probabilities of another model, from
+a cache or from a reference that was loaded from elsewhere, would silently train towards another goal.
 """
 
 import hashlib
 import json
 import math
 import zlib
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -37,136 +40,48 @@ ROUTED = 2.0**-3
 SIGMAS = 6.0
 _PRECOMPUTED_BY = ("max_length", "truncation_mode", "ld_alpha", "bf16", "fp16", "per_device_train_batch_size")
 _PRECOMPUTED_BY += ("per_device_eval_batch_size", "precompute_ref_batch_size", "world_size")
-
-
-def reference_key(trainer: Any, ranks: Ranks) -> str:
-    """Return the key of the reference's cached log-probabilities: of all that they depend on but the examples.
-
-    Collective. TRL's own key has the weights alone, and is the same for all models under ZeRO 3, whose state_dict is
-    empty.
-    """
-    model, device = trainer.ref_model or trainer.model, trainer.args.device
-    parts = [
-        trainer._precompute_model_hash,
-        weights_hash(model, ranks) if trainer.is_deepspeed_enabled else None,
-        {**trainer.model.config.to_dict(), "_name_or_path": None},
-        trainer.origin,  # the start and the whole recipe: other settings may change the last bits
-        [getattr(trainer.args, name) for name in _PRECOMPUTED_BY],
-        [LIBRARIES, str(device.type), torch.cuda.get_device_name(device) if device.type == "cuda" else None],
-    ]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
-
-
-class ReferenceCheck(TrainerCallback):
-    """Raises UserError, on every rank, at step 1 of a new run whose policy and reference are different models.
-
-    Collective. For a DPO whose reference is its start. Training passes that draw random numbers, such as of dropout,
-    are not checked.
-    """
-
-    def __init__(self, trainer: Any, ranks: Ranks):
-        self.trainer, self.ranks = trainer, ranks
-        self.is_pending = False
-        self._batches: list[Tensor] = []
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        """Check new runs only: a resumed run was checked at its own first step."""
-        self.is_pending = state.global_step == 0 and not _is_random(self.trainer)
-
-    def add(self, loss: Tensor, completion_mask: Tensor) -> None:
-        """Note a micro-batch of this rank: its loss, tokens and answers."""
-        counts = completion_mask.sum(), completion_mask.new_tensor(len(completion_mask))
-        self._batches.append(torch.stack([value.detach().double() for value in (loss, *counts)]))
-
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        """Compare the rewards and the loss of the first step, on the only one that the host reads."""
-        if not self.is_pending:
-            return
-        self.is_pending = False
-        trainer, logged = self.trainer, self.trainer._metrics["train"]
-        rewards = [sum(logged[key]) / len(logged[key]) for key in ("rewards/chosen", "rewards/rejected")]
-        losses, tokens, answers = torch.stack(self._batches).sum(0).tolist()
-        *means, tokens, answers = self.ranks.sums([losses / len(self._batches), *rewards, tokens, answers])
-        loss, *rewards = (value / self.ranks.num_ranks for value in means)
-        limits = _limits(trainer, tokens / answers, answers / 2)
-        problem = None
-        # NaN and infinities are reported with the gradients that have them.
-        if any(limits.reward < abs(reward) < math.inf for reward in rewards):
-            chosen, rejected = rewards
-            problem = (
-                f"the rewards are {chosen:.2g} (chosen) and {rejected:.2g} (rejected), not 0 +- {limits.reward:.1g}"
-            )
-        elif trainer.loss_types == ["sigmoid"] and not trainer.use_weighting and not trainer.aux_loss_enabled:
-            weight = trainer.loss_weights[0]
-            if abs(weight) * limits.loss < abs(loss - weight * math.log(2)) < math.inf:
-                problem = f"the loss is {loss:.5g}, not {weight * math.log(2):.5g} +- {abs(weight) * limits.loss:.1g}"
-        if problem:
-            cause, remedy = "", "true computes them once, by the starting model itself"
-            if trainer.precompute_ref_logps:
-                cause = "log-probabilities of another model, cached beside the tokens; "
-                remedy = "false computes them at every step"
-            raise UserError(
-                f"step 1: the reference is not the starting model: before any update {problem}. Likely causes: {cause}"
-                "a model folder that changed as the run started; a forward pass that differs in training (attention, "
-                f"kernels). trainer.precompute_ref_log_probs: {remedy}"
-            )
-
-
-class _Limits(NamedTuple):
-    """Of the absolute mean reward, and of the loss's distance from ln 2, by rounding alone."""
-
-    reward: float
-    loss: float
-
-
-def _limits(trainer: Any, tokens: float, num_pairs: float) -> _Limits:
-    """Return the limits for `num_pairs` pairs of answers of `tokens` tokens each, on average.
-
-    The errors of a policy and its reference: independent ones of each token, and a bias of half the square, since the
-    mean of a distorted model's log-probabilities is lower (Jensen).
-    """
-    sigma = max(ROUNDING.get(dtype, ROUNDING[torch.float32]) for dtype in _dtypes_of_copies(trainer))
-    if hasattr(trainer.model.config.get_text_config(), "output_router_logits"):
-        sigma = ROUTED
-    random, bias = SIGMAS * sigma * math.sqrt(tokens), sigma**2 * tokens
-    reward = trainer.beta * (random / math.sqrt(num_pairs) + bias)
-    # ln(1 + exp(-x)) = ln 2 - x / 2 + x^2 / 8 - ... for the margin x of a pair
-    return _Limits(reward, reward + (trainer.beta * 2 * (random + bias)) ** 2 / 8 + 1e-6)
-
-
-def _dtypes_of_copies(trainer: Any) -> set[torch.dtype]:
-    """Return the dtypes of the model's arithmetic, bfloat16 for quantized weights and for reduced float32 products."""
-    dtypes = {p.dtype if p.is_floating_point() else torch.bfloat16 for p in trainer.model.parameters()}
-    has_full_products = all(backend.fp32_precision in FULL for backend in BACKENDS.values())
-    if trainer.args.bf16 or not has_full_products:
-        dtypes.add(torch.bfloat16)
-    return dtypes | ({torch.float16} if trainer.args.fp16 else set())
-
-
-def _is_random(trainer: Any) -> bool:
-    """Whether the policy's training passes draw random numbers: dropout in layers, attention or routers, and noise."""
-    if trainer.args.neftune_noise_alpha:
-        return True
-    for module in trainer.model.modules():
-        if isinstance(module, _DropoutNd) and module.p > 0:
-            return True
-        named = ((name, value) for name, value in vars(module).items() if "drop" in name or "jitter" in name)
-        if any(isinstance(value, float) and value > 0 for _, value in named):
-            return True
-    return False
-
-
-# ---
-# What must be equal for runs that are compared at one seed, as hashes and plain data: `identity` in run.json.
-#
-# Starting weights, the batches in their order, precision, data, recipe, processes and versions. `soren-align compare`
-# checks them (docs/comparison.md).
-
 MAX_HASHED = 2**24
 """Elements of the starting weights that are hashed, of larger models evenly spaced rows: 64 MB, 0.05 s on one core."""
 LIBRARIES = {package.__name__: package.__version__ for package in (torch, transformers, trl)}
 # Odd, from SplitMix64 (Steele et al. 2014), as signed 64-bit numbers.
 _STEP, _MIX = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64
+
+
+def run_identity(setup: TrainingSetup, trainer: Any, ranks: Ranks) -> dict[str, Any]:
+    """Return what is known before training; see run/record.py. Collective."""
+    recipe: Recipe = setup.recipe
+    device = trainer.args.device
+    sources = [setup.splits[name] and setup.splits[name].source for name in ("train", "eval")]
+    return {
+        "starting_weights": weights_digest(trainer.model, ranks),
+        "data": _digest(_without_paths(sources)),
+        "recipe": recipe_hash(recipe),
+        "precision": precision(trainer),
+        "processes": ranks.num_ranks,
+        "global_batch_size": global_batch(recipe, ranks.num_ranks)[0],
+        "versions": LIBRARIES | {"soren-align": __version__},
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+    }
+
+
+def precision(trainer: Any) -> dict[str, Any]:
+    """Return the dtypes of weights and arithmetic. `updated` is known only once the optimizer is made."""
+    model = trainer.model
+    parameters = list(model.parameters())
+    record = {
+        "weights": _dtypes(parameters),
+        "trained": _dtypes(p for p in parameters if p.requires_grad),
+        "autocast": trainer.accelerator.mixed_precision,
+        "float32_products": {name: backend.fp32_precision for name, backend in BACKENDS.items()},
+        "attention": model.config._attn_implementation,
+        "adapter": _dtypes(p for p in parameters if p.requires_grad) if isinstance(model, PeftModel) else None,
+        "quantization": (quantization_of(model) or {}).get("quantize"),
+    }
+    if trainer.attached is not None:
+        compensated = trainer.optimizer_settings.get("compensation") == "kahan"
+        dtypes = _dtypes(tensor for group in trainer.attached.tensors for tensor in group)
+        record["updated"] = [f"{dtype}, compensated" if compensated else dtype for dtype in dtypes]
+    return record
 
 
 class BatchHash(TrainerCallback):
@@ -212,7 +127,7 @@ class BatchHash(TrainerCallback):
         {"batches": the hash, "num_batches": micro-batches of one rank}
         """
         values = self.state()["values"]
-        return {"batches": None if values is None else _short_hash(values), "num_batches": self.num_batches}
+        return {"batches": None if values is None else _digest(values), "num_batches": self.num_batches}
 
 
 def position_keys(number: int, device: torch.device | str = "cpu") -> Tensor:
@@ -229,7 +144,7 @@ def mixed_sum(values: Tensor, keys: Tensor) -> Tensor:
     return mixed.bitwise_xor_(mixed >> 32).mul_(_MIX).sum()
 
 
-def weights_hash(model: torch.nn.Module, ranks: Ranks) -> str:
+def weights_digest(model: torch.nn.Module, ranks: Ranks) -> str:
     """Return the hash of a model's parameters: names, shapes, dtypes and evenly spaced rows. Collective.
 
     Of the first rank's whole model, which DDP and FSDP2 distribute; under ZeRO 3 of the shards of all ranks in their
@@ -237,66 +152,135 @@ def weights_hash(model: torch.nn.Module, ranks: Ranks) -> str:
     """
     is_sharded = any(hasattr(parameter, "ds_tensor") for parameter in model.parameters())
     if not is_sharded:
-        return _local_hash(model, ranks.rank) if ranks.is_first else ""
-    return _short_hash(ranks.gather(_local_hash(model, ranks.rank)))
+        return _local_digest(model, ranks.rank) if ranks.is_first else ""
+    return _digest(ranks.gather(_local_digest(model, ranks.rank)))
 
 
-def _local_hash(model: torch.nn.Module, rank: int) -> str:
-    parts = [(name, parameter, _shard(parameter, rank)) for name, parameter in model.named_parameters()]
+def _local_digest(model: torch.nn.Module, rank: int) -> str:
+    parts = []
+    parameter: Any
+    for name, parameter in model.named_parameters():
+        part = getattr(parameter, "ds_tensor", parameter).detach()
+        if hasattr(parameter, "ds_tensor"):
+            # without ZeRO's padding, which is not initialized
+            ends = min(part.numel(), max(parameter.ds_numel - rank * part.numel(), 0))
+            part = part.reshape(-1)[:ends]
+        parts.append((name, parameter, part))
     stride = max(1, -(-sum(part.numel() for *_, part in parts) // MAX_HASHED))
-    digest = hashlib.sha256()
+    sha256 = hashlib.sha256()
     for name, parameter, part in parts:
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-        digest.update(f"{name} {shape} {parameter.dtype}\n".encode())
+        sha256.update(f"{name} {shape} {parameter.dtype}\n".encode())
         rows = part[::stride] if part.ndim else part
-        digest.update(rows.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data)
-    return digest.hexdigest()[:16]
+        sha256.update(rows.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data)
+    return sha256.hexdigest()[:16]
 
 
-def _shard(parameter: Any, rank: int) -> Tensor:
-    """Return the part of a parameter that this rank holds, without ZeRO's padding, which is not initialized."""
-    shard = getattr(parameter, "ds_tensor", None)
-    if shard is None:
-        return parameter.detach()
-    length = min(shard.numel(), max(parameter.ds_numel - rank * shard.numel(), 0))
-    return shard.detach().reshape(-1)[:length]
+def reference_key(trainer: Any, ranks: Ranks) -> str:
+    """Return the key of the reference's cached log-probabilities: of all that they depend on but the examples.
+
+    Collective. TRL's own key has the weights alone, and is the same for all models under ZeRO 3, whose state_dict is
+    empty.
+    """
+    model, device = trainer.ref_model or trainer.model, trainer.args.device
+    parts = [
+        trainer._precompute_model_hash,
+        weights_digest(model, ranks) if trainer.is_deepspeed_enabled else None,
+        {**trainer.model.config.to_dict(), "_name_or_path": None},
+        trainer.origin,  # the start and the whole recipe: other settings may change the last bits
+        [getattr(trainer.args, name) for name in _PRECOMPUTED_BY],
+        [LIBRARIES, str(device.type), torch.cuda.get_device_name(device) if device.type == "cuda" else None],
+    ]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def precision(trainer: Any) -> dict[str, Any]:
-    """Return the dtypes of weights and arithmetic. `updated` is known only once the optimizer is made."""
-    model = trainer.model
-    parameters = list(model.parameters())
-    record = {
-        "weights": _dtypes(parameters),
-        "trained": _dtypes(p for p in parameters if p.requires_grad),
-        "autocast": trainer.accelerator.mixed_precision,
-        "float32_products": {name: backend.fp32_precision for name, backend in BACKENDS.items()},
-        "attention": model.config._attn_implementation,
-        "adapter": _dtypes(p for p in parameters if p.requires_grad) if isinstance(model, PeftModel) else None,
-        "quantization": (quantization_of(model) or {}).get("quantize"),
-    }
-    if trainer.attached is not None:
-        compensated = trainer.optimizer_settings.get("compensation") == "kahan"
-        dtypes = _dtypes(tensor for group in trainer.attached.tensors for tensor in group)
-        record["updated"] = [f"{dtype}, compensated" if compensated else dtype for dtype in dtypes]
-    return record
+class ReferenceCheck(TrainerCallback):
+    """Raises UserError, on every rank, at step 1 of a new run whose policy and reference are different models.
+
+    Collective. For a DPO whose reference is its start. Training passes that draw random numbers, such as of dropout,
+    are not checked.
+    """
+
+    def __init__(self, trainer: Any, ranks: Ranks):
+        self.trainer, self.ranks = trainer, ranks
+        self.is_pending = False
+        self._batches: list[Tensor] = []
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        """Check new runs only: a resumed run was checked at its own first step."""
+        self.is_pending = state.global_step == 0 and not _is_random(self.trainer)
+
+    def add(self, loss: Tensor, completion_mask: Tensor) -> None:
+        """Note a micro-batch of this rank: its loss, tokens and answers."""
+        counts = completion_mask.sum(), completion_mask.new_tensor(len(completion_mask))
+        self._batches.append(torch.stack([value.detach().double() for value in (loss, *counts)]))
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        """Compare the rewards and the loss of the first step, on the only one that the host reads."""
+        if not self.is_pending:
+            return
+        self.is_pending = False
+        trainer, logged = self.trainer, self.trainer._metrics["train"]
+        rewards = [sum(logged[key]) / len(logged[key]) for key in ("rewards/chosen", "rewards/rejected")]
+        losses, tokens, answers = torch.stack(self._batches).sum(0).tolist()
+        *means, tokens, answers = self.ranks.sums([losses / len(self._batches), *rewards, tokens, answers])
+        loss, *rewards = (value / self.ranks.num_ranks for value in means)
+        most_reward, most_loss = _limits(trainer, tokens / answers, answers / 2)
+        problem = None
+        # NaN and infinities are reported with the gradients that have them.
+        if any(most_reward < abs(reward) < math.inf for reward in rewards):
+            chosen, rejected = rewards
+            problem = f"the rewards are {chosen:.2g} (chosen) and {rejected:.2g} (rejected), not 0 +- {most_reward:.1g}"
+        elif trainer.loss_types == ["sigmoid"] and not trainer.use_weighting and not trainer.aux_loss_enabled:
+            weight = trainer.loss_weights[0]
+            if abs(weight) * most_loss < abs(loss - weight * math.log(2)) < math.inf:
+                problem = f"the loss is {loss:.5g}, not {weight * math.log(2):.5g} +- {abs(weight) * most_loss:.1g}"
+        if problem:
+            cause, remedy = "", "true computes them once, by the starting model itself"
+            if trainer.precompute_ref_logps:
+                cause = "log-probabilities of another model, cached beside the tokens; "
+                remedy = "false computes them at every step"
+            raise UserError(
+                f"step 1: the reference is not the starting model: before any update {problem}. Likely causes: {cause}"
+                "a model folder that changed as the run started; a forward pass that differs in training (attention, "
+                f"kernels). trainer.precompute_ref_log_probs: {remedy}"
+            )
 
 
-def identity(setup: TrainingSetup, trainer: Any, ranks: Ranks) -> dict[str, Any]:
-    """Return what is known before training; see run/record.py. Collective."""
-    recipe: Recipe = setup.recipe
-    device = trainer.args.device
-    sources = [setup.splits[name] and setup.splits[name].source for name in ("train", "eval")]
-    return {
-        "starting_weights": weights_hash(trainer.model, ranks),
-        "data": _short_hash(_without_paths(sources)),
-        "recipe": recipe_hash(recipe),
-        "precision": precision(trainer),
-        "processes": ranks.num_ranks,
-        "global_batch_size": global_batch(recipe, ranks.num_ranks)[0],
-        "versions": LIBRARIES | {"soren-align": __version__},
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-    }
+def _limits(trainer: Any, tokens: float, num_pairs: float) -> tuple[float, float]:
+    """Return the most by which rounding alone moves the absolute mean reward, and the loss from ln 2.
+
+    tokens: of an answer, on average; each of `num_pairs` pairs has two.
+
+    The errors of a policy and its reference: independent ones of each token, and a bias of half the square, since the
+    mean of a distorted model's log-probabilities is lower (Jensen).
+    """
+    # of the model's arithmetic: bfloat16 for quantized weights and for reduced float32 products
+    dtypes = {p.dtype if p.is_floating_point() else torch.bfloat16 for p in trainer.model.parameters()}
+    if trainer.args.bf16 or any(backend.fp32_precision not in FULL for backend in BACKENDS.values()):
+        dtypes.add(torch.bfloat16)
+    if trainer.args.fp16:
+        dtypes.add(torch.float16)
+    sigma = max(ROUNDING.get(dtype, ROUNDING[torch.float32]) for dtype in dtypes)
+    if hasattr(trainer.model.config.get_text_config(), "output_router_logits"):
+        sigma = ROUTED
+    random, bias = SIGMAS * sigma * math.sqrt(tokens), sigma**2 * tokens
+    reward = trainer.beta * (random / math.sqrt(num_pairs) + bias)
+    # ln(1 + exp(-x)) = ln 2 - x / 2 + x^2 / 8 - ... for the margin x of a pair
+    return reward, reward + (trainer.beta * 2 * (random + bias)) ** 2 / 8 + 1e-6
+
+
+def _is_random(trainer: Any) -> bool:
+    """Whether the policy's training passes draw random numbers: dropout in layers, attention or routers, and noise."""
+    if trainer.args.neftune_noise_alpha:
+        return True
+    for module in trainer.model.modules():
+        if isinstance(module, _DropoutNd) and module.p > 0:
+            return True
+        named = ((name, value) for name, value in vars(module).items() if "drop" in name or "jitter" in name)
+        if any(isinstance(value, float) and value > 0 for _, value in named):
+            return True
+    return False
 
 
 def _without_paths(source: Any) -> Any:
@@ -310,5 +294,5 @@ def _dtypes(tensors: Any) -> list[str]:
     return sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})
 
 
-def _short_hash(data: Any) -> str:
+def _digest(data: Any) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -1,9 +1,12 @@
-"""Train one recipe to its model folder; a run can be resumed from any moment."""
+"""Train one recipe to its model folder; a run can be resumed from any moment.
+
+Training ends early on a signal (Ctrl-C, SIGTERM, SIGHUP), with a checkpoint to resume from, or when evaluations improve
+no longer, by transformers' early stopping.
+"""
 
 import signal
 import time
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from ..core.errors import DivergedError
 from ..core.files import read_json, remove, rename_durably
 from ..core.text import print_labelled, working
 from ..recipe import Recipe, few_steps
-from ..run.folder import RunFolder, read_metrics, step_of
+from ..run.folder import COMPLETE_MARKER, RunFolder, checkpoints_in, read_metrics, step_of
 from ..run.lock import LockedError
 from ..run.record import divergence
 from ..run.weights import trl_config_names
@@ -25,18 +28,151 @@ from ..sharding import is_universal
 from ..sharding.ranks import Ranks
 from . import build, checkpoints
 from .checkpoints import model_bytes, refuse_full_disk, write_errors
-from .checks.lost_updates import LostUpdatesPolicy, change_after_saving
+from .lost_updates import LostUpdatesPolicy, change_after_saving
 from .measure.progress import LogsOfShortRuns, TrainingProgress
-from .measure.retention import Displacement, read_probes
+from .measure.retention import Retention, read_probes
 from .measure.samples import SampleWriter
-from .reference import identity, precision
-from .report import print_result, print_setup, record_result, record_setup, report_first_step
+from .reference import precision, run_identity
+from .report import report_first_step, report_result, report_setup
 from .setup import TrainingSetup
 from .trained_optimizer import relative_changes
-from .trainer import SorenPretrainer
 
-# ---
-# Early stopping by transformers' callback, whose count survives a resume, and the record of it for run.json.
+
+def train(
+    setup: TrainingSetup,
+    folder: RunFolder,
+    console: Console,
+    ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
+) -> bool:
+    """Train to `folder.model`, from the last checkpoint if there is one. Collective.
+
+    Returns False if a signal came, after saving a checkpoint, or the model if it was the last step. Only the first rank
+    writes and prints.
+    """
+    recipe, run = setup.recipe, setup.recipe.run
+    with working(console, "Loading the model, tokenizing the examples"):
+        policy = LostUpdatesPolicy(run.lost_updates, partial(report_first_step, folder, console, ranks))
+        trainer: Any = build.build_trainer(setup, folder, ranks, policy)
+        checkpoint = None
+        with ranks.shared_errors():
+            if ranks.is_first:
+                checkpoint = _find_checkpoint(recipe, folder, trainer.origin, console)
+        checkpoint = ranks.broadcast(checkpoint)
+        if checkpoint:
+            checkpoints.verify(checkpoint, ranks)
+    resumed_from = step_of(checkpoint) if checkpoint else 0
+    if checkpoint and is_universal(checkpoint):
+        trainer.accelerator.state.deepspeed_plugin.deepspeed_config["checkpoint"] = {"load_universal": True}
+
+    with ranks.first_goes_first():  # the others read the retention examples that it caches
+        probes = read_probes(recipe, setup.tokens["eval"], setup.tokenizer)
+    trainer.retention = None if probes is None else Retention(trainer, probes, folder, ranks)
+    stop, stopping = StopOnSignal(ranks), run.early_stopping
+    early = EarlyStopping(stopping.patience, stopping.threshold) if stopping else None
+    progress = TrainingProgress(console, recipe.task, partial(few_steps, recipe, num_ranks=ranks.num_ranks))
+    samples = SampleWriter(setup.prompts, setup.tokenizer, folder.samples, console, ranks) if run.samples else None
+    trainer.remove_callback(PrinterCallback)
+    shown = progress if ranks.is_first else None
+    for callback in (stop, early, LogsOfShortRuns(), shown, samples, trainer.retention, LockCheck(folder, ranks)):
+        if callback is not None:
+            trainer.add_callback(callback)
+
+    identity = run_identity(setup, trainer, ranks)
+    if ranks.is_first:
+        report_setup(folder, console, setup, trainer, ranks, identity)
+        logged = read_json(checkpoint / "trainer_state.json")["log_history"] if checkpoint else ()
+        for notice in folder.drop_measurements_after(resumed_from, logged):
+            print_labelled(console, "notice", notice)
+        if checkpoint:
+            print_labelled(console, "resume", f"from step {resumed_from}")
+            earlier = (folder.read() or {}).get("resumed_from_steps", [])
+            folder.update(resumed_from_steps=[*earlier, resumed_from])
+
+    with closing(progress), closing(stop):
+        seconds = _run_loop(trainer, checkpoint)
+    args, state = trainer.args, trainer.state
+    finished = not stop.stopped or state.global_step >= state.max_steps
+    refuse_lost_lock(folder, ranks)
+    result: dict[str, Any] = relative_changes(trainer.starting_weights, trainer.attached)
+    if finished:
+        if early and early.has_stopped:
+            result["stopped_early"] = early.record(args, state)
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            result["best_model"] = best_evaluation(args, state)
+        with trl_config_names(trainer.model):
+            if validation := trainer.validation():
+                result["validation"] = validation
+            if samples and ("best_model" in result or samples.last_step != state.global_step):
+                # The mark: a run that is killed later repeats the end, and these lines.
+                samples.sample(trainer.model, state.global_step, at="end")
+        _save_model(trainer, setup.tokenizer, folder, ranks)
+        result["change_after_saving"] = change_after_saving(
+            trainer.starting_weights, trainer.attached, trainer.save_dtype
+        )
+    identity |= {"precision": precision(trainer), **trainer.batch_hash.record()}
+    if ranks.is_first:
+        folder.update(optimizer=trainer.optimizer_check.record)
+        if finished:
+            folder.update(identity=identity)
+            if "best_model" not in result and (reason := divergence(read_metrics(folder.metrics))):
+                result["diverged"] = reason
+            report_result(folder, console, trainer, result, seconds, resumed_from)
+            remove(folder.start_logits)  # later than the status: until then a rerun resumes, and needs them
+        if stop.stopped:
+            saved = "model" if finished else "checkpoint"
+            where = f"at step {state.global_step}, {saved} saved"
+            print_labelled(console, "stopped", f"{where}; rerun the same command to resume")
+    return not stop.stopped
+
+
+def _run_loop(trainer: Any, checkpoint: Path | None) -> float:
+    """Run transformers' training loop, which calls `optimizer.step()`; return the seconds that it took."""
+    started = time.monotonic()
+    trainer.args.eval_on_start &= checkpoint is None  # a resumed run has evaluated the start already
+    try:
+        errors = checkpoints.read_errors(checkpoint) if checkpoint else nullcontext()
+        with errors, trl_config_names(trainer.model):
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    except FloatingPointError as error:
+        raise DivergedError(f"step {trainer.state.global_step + 1}: {error}") from error
+    return time.monotonic() - started
+
+
+def _find_checkpoint(recipe: Recipe, folder: RunFolder, origin: dict[str, Any], console: Console) -> Path | None:
+    """Return the checkpoint to resume from, or None; incomplete ones are removed.
+
+    Raises UserError if the newest complete one cannot be used: an older one, or none, is never chosen silently.
+    """
+    checkpoint = None
+    if recipe.run.resume not in ("auto", "never"):
+        checkpoint = Path(recipe.run.resume).expanduser()
+    else:
+        for candidate in reversed(checkpoints_in(folder.checkpoints)):
+            if (candidate / COMPLETE_MARKER).is_file():
+                checkpoint = candidate
+                break
+            remove(candidate)  # the process was killed while writing it
+            print_labelled(console, "notice", f"{candidate.name} is incomplete; removed")
+    if checkpoint:
+        checkpoints.check(checkpoint, origin)
+    return checkpoint
+
+
+def _save_model(trainer: Any, tokenizer: Any, folder: RunFolder, ranks: Ranks) -> None:
+    """Write the model folder, completely or not at all. Collective: a sharded model is gathered."""
+    partial_folder = folder.model.with_name("model.part")
+    if ranks.is_first:
+        remove(partial_folder)
+    num_bytes = model_bytes(trainer.model, adapter_only=isinstance(trainer.model, PeftModel), dtype=trainer.save_dtype)
+    refuse_full_disk(folder.path, num_bytes, "the model", trainer.attached)
+    with write_errors(partial_folder):
+        trainer.save_model(str(partial_folder))
+        if not ranks.is_first:
+            return
+        tokenizer.save_pretrained(partial_folder)
+        (partial_folder / "training_args.bin").unlink(missing_ok=True)  # a pickle; recipe.yaml has the same settings
+        remove(folder.model)  # of a process that was killed before it updated run.json
+        rename_durably(partial_folder, folder.model)
 
 
 class EarlyStopping(EarlyStoppingCallback):
@@ -58,13 +194,10 @@ class EarlyStopping(EarlyStoppingCallback):
         """Whether training was ended here."""
         return self.early_stopping_patience_counter >= self.early_stopping_patience
 
-    def record(self, args: Any, state: Any) -> dict[str, Any] | None:
-        """Return when training was ended and by which metric, for run.json; None if it was not."""
-        if not self.has_stopped:
-            return None
-        best = best_evaluation(args, state)
+    def record(self, args: Any, state: Any) -> dict[str, Any]:
+        """Return when training was ended and by which metric, for run.json."""
         settings = {"patience": self.early_stopping_patience, "threshold": self.early_stopping_threshold}
-        return {"max_steps": state.max_steps, **settings, "best": best}
+        return {"max_steps": state.max_steps, **settings, "best": best_evaluation(args, state)}
 
 
 def best_evaluation(args: Any, state: Any) -> dict[str, Any]:
@@ -72,10 +205,6 @@ def best_evaluation(args: Any, state: Any) -> dict[str, Any]:
     metric = f"eval_{args.metric_for_best_model.removeprefix('eval_')}"
     steps = (log["step"] for log in state.log_history if log.get(metric) == state.best_metric)
     return {"metric": metric, "value": state.best_metric, "step": next(steps, None)}
-
-
-# ---
-# Stop at the next step, with a checkpoint to resume from, on Ctrl-C, SIGTERM or SIGHUP.
 
 
 class StopOnSignal(TrainerCallback):
@@ -120,84 +249,6 @@ class StopOnSignal(TrainerCallback):
         self._before = {}
 
 
-def train(
-    setup: TrainingSetup,
-    folder: RunFolder,
-    console: Console,
-    ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
-) -> bool:
-    """Train to `folder.model`, from the last checkpoint if there is one. Collective.
-
-    Returns False if a signal came, after saving a checkpoint, or the model if it was the last step. Only the first rank
-    writes and prints.
-    """
-    recipe = setup.recipe
-    with working(console, "Loading the model, tokenizing the examples"):
-        policy = LostUpdatesPolicy(recipe.run.lost_updates, partial(report_first_step, folder, console, ranks))
-        trainer = build.build_trainer(setup, folder, ranks, policy)
-        checkpoint = None
-        with ranks.shared_errors():
-            if ranks.is_first:
-                checkpoint = _find_checkpoint(recipe, folder, trainer.origin, console)
-        checkpoint = ranks.broadcast(checkpoint)
-        if checkpoint:
-            checkpoints.verify(checkpoint, ranks)
-    resumed_from = step_of(checkpoint) if checkpoint else 0
-    if checkpoint and is_universal(checkpoint):
-        trainer.accelerator.state.deepspeed_plugin.deepspeed_config["checkpoint"] = {"load_universal": True}
-    callbacks = _add_callbacks(trainer, setup, folder, console, ranks)
-    identical = identity(setup, trainer, ranks)
-    if ranks.is_first:
-        record_setup(folder, setup, trainer, ranks)
-        folder.update(identity=identical)
-        print_setup(console, setup, trainer, ranks)
-        logged = read_json(checkpoint / "trainer_state.json")["log_history"] if checkpoint else ()
-        for notice in folder.drop_measurements_after(resumed_from, logged):
-            print_labelled(console, "notice", notice)
-        if checkpoint:
-            print_labelled(console, "resume", f"from step {resumed_from}")
-            earlier = (folder.read() or {}).get("resumed_from_steps", [])
-            folder.update(resumed_from_steps=[*earlier, resumed_from])
-
-    with closing(callbacks.progress), closing(callbacks.stop):
-        seconds = _run(trainer, checkpoint)
-    finished = not callbacks.stop.stopped or trainer.state.global_step >= trainer.state.max_steps
-    refuse_lost_lock(folder, ranks)
-    result: dict[str, Any] = relative_changes(trainer.starting_weights, trainer.attached)
-    if finished:
-        with trl_config_names(trainer.model):
-            result |= _ends(trainer, callbacks)
-        _save_model(trainer, setup.tokenizer, folder, ranks)
-        result["change_after_saving"] = change_after_saving(
-            trainer.starting_weights, trainer.attached, trainer.save_dtype
-        )
-    identical |= {"precision": precision(trainer), **trainer.batch_hash.record()}
-    if ranks.is_first:
-        folder.update(optimizer=trainer.optimizer_check.record)
-        if finished:
-            folder.update(identity=identical)
-            if "best_model" not in result and (reason := divergence(read_metrics(folder.metrics))):
-                result["diverged"] = reason
-            record_result(folder, trainer, result, seconds)
-            remove(folder.start_logits)  # later than the status: until then a rerun resumes, and needs them
-            print_result(console, trainer, result, seconds, resumed_from)
-        if callbacks.stop.stopped:
-            saved = "model" if finished else "checkpoint"
-            where = f"at step {trainer.state.global_step}, {saved} saved"
-            print_labelled(console, "stopped", f"{where}; rerun the same command to resume")
-    return not callbacks.stop.stopped
-
-
-@dataclass(frozen=True)
-class _Callbacks:
-    """The callbacks that are asked after training."""
-
-    stop: StopOnSignal
-    progress: TrainingProgress
-    early_stopping: EarlyStopping | None
-    samples: SampleWriter | None
-
-
 class LockCheck(TrainerCallback):
     """Ends the training before a checkpoint is written into a folder that another command may hold now."""
 
@@ -224,90 +275,3 @@ def refuse_lost_lock(folder: RunFolder, ranks: Ranks) -> None:
             problem = str(error)
     if problem := ranks.broadcast(problem):
         raise LockedError(problem)
-
-
-def _add_callbacks(trainer: Any, setup: TrainingSetup, folder: RunFolder, console: Console, ranks: Ranks) -> _Callbacks:
-    run = setup.recipe.run
-    with ranks.first_goes_first():  # the others read the retention examples that it caches
-        probes = read_probes(setup.recipe, setup.tokens["eval"], setup.tokenizer)
-    if probes is not None:
-        trainer.displacement = Displacement(trainer, probes, folder, ranks)
-    stop, progress = (
-        StopOnSignal(ranks),
-        TrainingProgress(console, setup.recipe.task, partial(few_steps, setup.recipe, num_ranks=ranks.num_ranks)),
-    )
-    early_stopping = samples = None
-    if run.early_stopping:
-        early_stopping = EarlyStopping(run.early_stopping.patience, run.early_stopping.threshold)
-    if run.samples:
-        samples = SampleWriter(setup.prompts, setup.tokenizer, folder.samples, console, ranks)
-    trainer.remove_callback(PrinterCallback)
-    own = progress if ranks.is_first else None
-    lock_check = LockCheck(folder, ranks)
-    for callback in (stop, early_stopping, LogsOfShortRuns(), own, samples, trainer.displacement, lock_check):
-        if callback is not None:
-            trainer.add_callback(callback)
-    return _Callbacks(stop, progress, early_stopping, samples)
-
-
-def _ends(trainer: Any, callbacks: _Callbacks) -> dict[str, Any]:
-    """Write the last samples; return the record of an early end, of the best checkpoint if it was loaded, and of the
-    validation of a pre-training.
-    """
-    args, state, ends = trainer.args, trainer.state, {}
-    if callbacks.early_stopping and (record := callbacks.early_stopping.record(args, state)):
-        ends["stopped_early"] = record
-    if args.load_best_model_at_end and state.best_model_checkpoint is not None:
-        ends["best_model"] = best_evaluation(args, state)
-    if isinstance(trainer, SorenPretrainer) and (validation := trainer.validation()):
-        ends["validation"] = validation
-    if callbacks.samples:
-        callbacks.samples.at_end(trainer.model, state.global_step, is_best="best_model" in ends)
-    return ends
-
-
-def _run(trainer: Any, checkpoint: Path | None) -> float:
-    """Run transformers' training loop, which calls `optimizer.step()`; return the seconds that it took."""
-    started = time.monotonic()
-    trainer.args.eval_on_start &= checkpoint is None  # a resumed run has evaluated the start already
-    try:
-        errors = checkpoints.read_errors(checkpoint) if checkpoint else nullcontext()
-        with errors, trl_config_names(trainer.model):
-            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    except FloatingPointError as error:
-        raise DivergedError(f"step {trainer.state.global_step + 1}: {error}") from error
-    return time.monotonic() - started
-
-
-def _find_checkpoint(recipe: Recipe, folder: RunFolder, origin: dict[str, Any], console: Console) -> Path | None:
-    """Return the checkpoint to resume from, or None; incomplete ones are removed.
-
-    Raises UserError if the newest complete one cannot be used: an older one, or none, is never chosen silently.
-    """
-    notices = []
-    if recipe.run.resume in ("auto", "never"):
-        checkpoint, notices = checkpoints.latest(folder.checkpoints)
-    else:
-        checkpoint = Path(recipe.run.resume).expanduser()
-    for notice in notices:
-        print_labelled(console, "notice", notice)
-    if checkpoint:
-        checkpoints.check(checkpoint, origin)
-    return checkpoint
-
-
-def _save_model(trainer: Any, tokenizer: Any, folder: RunFolder, ranks: Ranks) -> None:
-    """Write the model folder, completely or not at all. Collective: a sharded model is gathered."""
-    partial_folder = folder.model.with_name("model.part")
-    if ranks.is_first:
-        remove(partial_folder)
-    num_bytes = model_bytes(trainer.model, adapter_only=isinstance(trainer.model, PeftModel), dtype=trainer.save_dtype)
-    refuse_full_disk(folder.path, num_bytes, "the model", trainer.attached)
-    with write_errors(partial_folder):
-        trainer.save_model(str(partial_folder))
-        if not ranks.is_first:
-            return
-        tokenizer.save_pretrained(partial_folder)
-        (partial_folder / "training_args.bin").unlink(missing_ok=True)  # a pickle; recipe.yaml has the same settings
-        remove(folder.model)  # of a process that was killed before it updated run.json
-        rename_durably(partial_folder, folder.model)

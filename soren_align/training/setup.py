@@ -1,7 +1,10 @@
-"""All checks of a recipe that need no model: starting checkpoint, tokenizer, data, learning-rate schedule."""
+"""Set up a training: load all that a recipe names but the model, and check it.
+
+Starting checkpoint, tokenizer, examples (loaded, held out, mixed, as tokens), TRL's config, learning-rate schedule.
+"""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -55,7 +58,7 @@ from ..sharding.ranks import Ranks
 from ..tasks import TASKS
 from .measure.samples import Prompt, read_prompts
 from .model import generation_notices, load_config, load_tokenizer, starting_checkpoint
-from .packing import Packing, TokenStream, after_packing, pack, packing_notices
+from .packing import Packing, TokenStream, pack
 
 UNKNOWN_SHARE = 0.001
 """Of all tokens: from it on a notice reports unknown ones. A tenth of a percent is a word in every other page."""
@@ -116,9 +119,10 @@ def set_up_training(
     if not ranks.is_first:
         splits, tokens = tokenize_splits(recipe, splits, tokenizer)
         return TrainingSetup(recipe, start, tokenizer, splits, tokens, None, stream=stream)
+
     assistant_only, completion_only = map(recipe.trainer.get, ("assistant_only_loss", "completion_only_loss"))
-    notices = check_template(tokenizer, recipe.data_task, bool(assistant_only), train.dataset, completion_only)
-    generation = generation_notices(recipe, start)
+    of_template = check_template(tokenizer, recipe.data_task, bool(assistant_only), train.dataset, completion_only)
+    of_generation = generation_notices(recipe, start)
     splits, tokens = tokenize_splits(recipe, splits, tokenizer, on_examples)
     train = splits["train"]
     packs = getattr(config, "packing", False)
@@ -128,22 +132,28 @@ def set_up_training(
             f"{train.source['path']}: none of {counts.num_examples} examples can be trained on: "
             f"{describe_dropped(counts.dropped)}. trainer.max_length is {config.max_length}"
         )
-    _refuse_ids_beyond(model_config, counts, tokenizer, config.pad_token)
+
+    # Without an embedding of a token, its lookup on a GPU would end in an assertion.
+    vocab_size = getattr(model_config.get_text_config(), "vocab_size", None)
+    pad_token: Any = config.pad_token or tokenizer.pad_token or tokenizer.eos_token  # as TRL chooses it
+    pad_id = None if pad_token is None else tokenizer.convert_tokens_to_ids(pad_token)
+    for finding, token_id in {"examples have token": counts.max_token_id, "its padding is token": pad_id}.items():
+        if isinstance(vocab_size, int) and token_id is not None and token_id >= vocab_size:
+            raise UserError(
+                f"model.tokenizer: {finding} {token_id:,}, and the model's vocab_size is {vocab_size:,}: the tokenizer "
+                "or its template belongs to another model, or one of their files was changed"
+            )
+
     held_out = _count_held_out(recipe, config, splits["eval"], tokens["eval"], tokenizer)
     if stream is None:
         refuse_no_batch(recipe, packing.num_sequences if packing else counts.num_kept, ranks.num_ranks)
-    notices += _notices(recipe, train.dataset, tokenizer, counts, config.max_length, has_notices=bool(notices))
-    notices += packing_notices(packing) if packing else []
-    notices += _state_notices(recipe)
-    notices += gradient_notice(recipe.run.parallel, compute_dtype(recipe))
-    longest, max_length = counts.lengths["max"], config.max_length or counts.lengths["max"]
-    is_wrapped = packing is not None and packing.strategy == "wrapped"  # otherwise positions restart at each example
-    num_positions = _num_positions(model_config)
-    notices += _too_few_positions(num_positions, max_length if is_wrapped else min(longest, max_length))
-    notices += [*_token_notices(counts, tokenizer), *generation]
+    positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    positions = positions if isinstance(positions, int) else None
+    notices = [*train.notices, *(splits["eval"].notices if held_out else ()), *of_template]
+    notices += _notices(recipe, train.dataset, tokenizer, counts, packing, config.max_length, positions, of_template)
     samples = recipe.run.samples
-    prompts = read_prompts(samples, tokenizer, has_turns(train.dataset), num_positions) if samples else ()
-    notices = [*train.notices, *(splits["eval"].notices if held_out else ()), *notices]
+    prompts = read_prompts(samples, tokenizer, has_turns(train.dataset), positions) if samples else ()
+    notices += of_generation
     return TrainingSetup(
         recipe, start, tokenizer, splits, tokens, counts, held_out, tuple(notices), prompts, packing, stream
     )
@@ -188,22 +198,32 @@ def _count(
         source_indices=source_indices,
         masks=masks,
     )
-    packing = pack(masks, config) if masks is not None and masks.masks else None
-    return (after_packing(counts, packing) if packing else counts), packing
+    if masks is None or not masks.masks:
+        return counts, None
+    packing = pack(masks, config)
+    loses_stop = packing.num_lost_tokens and packing.num_long_examples >= counts.num_kept
+    counts = replace(
+        counts,
+        num_tokens=packing.num_tokens,
+        num_trained_tokens=packing.num_trained_tokens,
+        trained_share=packing.num_trained_tokens / max(1, packing.num_tokens),
+        stop_token_trained=counts.stop_token_trained and not loses_stop,
+        num_truncated=packing.num_long_examples if packing.num_lost_tokens else 0,
+        num_truncated_tokens=packing.num_lost_tokens,
+    )
+    return counts, packing
 
 
-def _refuse_ids_beyond(model_config: Any, counts: Account, tokenizer: Any, pad_token: str | None) -> None:
-    """Raise UserError if the model has no embedding of a token: on a GPU its lookup would end in an assertion."""
-    vocab_size = getattr(model_config.get_text_config(), "vocab_size", None)
-    pad_token = pad_token or tokenizer.pad_token or tokenizer.eos_token  # as TRL chooses it
-    pad_id = None if pad_token is None else tokenizer.convert_tokens_to_ids(pad_token)
-    ids = {"examples have token": counts.max_token_id, "its padding is token": pad_id}
-    for finding, token_id in ids.items():
-        if isinstance(vocab_size, int) and token_id is not None and token_id >= vocab_size:
-            raise UserError(
-                f"model.tokenizer: {finding} {token_id:,}, and the model's vocab_size is {vocab_size:,}: the tokenizer "
-                "or its template belongs to another model, or one of their files was changed"
-            )
+def _check_schedule(config: Any) -> None:
+    """Raise UserError for lr_scheduler_kwargs that transformers refuses when it makes the schedule or steps it."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    settings = config.lr_scheduler_kwargs or {}
+    place = "trainer.lr_scheduler_type and lr_scheduler_kwargs"
+    with as_user_error(place, ValueError, TypeError, ArithmeticError):
+        schedule = get_scheduler(config.lr_scheduler_type, optimizer, 1, 10, scheduler_specific_kwargs=settings)
+        if not isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau | GreedyLR):  # these step by a loss
+            optimizer.step()
+            schedule.step()
 
 
 def check_attention(recipe: Recipe, config: Any) -> None:
@@ -225,52 +245,57 @@ def check_attention(recipe: Recipe, config: Any) -> None:
         ) from error
 
 
-def _check_schedule(config: Any) -> None:
-    """Raise UserError for lr_scheduler_kwargs that transformers refuses when it makes the schedule or steps it."""
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-    settings = config.lr_scheduler_kwargs or {}
-    place = "trainer.lr_scheduler_type and lr_scheduler_kwargs"
-    with as_user_error(place, ValueError, TypeError, ArithmeticError):
-        schedule = get_scheduler(config.lr_scheduler_type, optimizer, 1, 10, scheduler_specific_kwargs=settings)
-        if not isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau | GreedyLR):  # these step by a loss
-            optimizer.step()
-            schedule.step()
-
-
 def _notices(
-    recipe: Recipe, dataset: Any, tokenizer: Any, counts: Any, max_length: int | None, *, has_notices: bool
+    recipe: Recipe,
+    dataset: Any,
+    tokenizer: Any,
+    counts: Account,
+    packing: Packing | None,
+    max_length: int | None,
+    positions: int | None,
+    of_template: Sequence[str],
 ) -> list[str]:
-    """Return notices about the tokens in the loss. has_notices: there is one about the stop token already."""
+    """Return the notices about the tokens that are trained. Raises UserError if no answer is.
+
+    positions: of the model, if its config has a number. of_template: the notices about the chat template, one of which
+    is about the stop token.
+    """
     notices = []
     if not counts.stop_token_trained and not recipe.trainer.get("packing"):
         _refuse_no_answer(dataset, tokenizer, max_length)
-    if not counts.stop_token_trained and not has_notices:
-        notices = [f"the stop token is never trained: trainer.max_length {max_length} truncates every answer"]
+    if not counts.stop_token_trained and not of_template:
+        notices.append(f"the stop token is never trained: trainer.max_length {max_length} truncates every answer")
     if "messages" in dataset.column_names and "assistant_only_loss" not in recipe.trainer:
         notices.append(
             "all tokens of conversations are in the loss, those of the user's messages too. For the answers alone "
             "write trainer.assistant_only_loss: true; false hides this notice"
         )
     if "prompt" in dataset.column_names and not has_turns(dataset) and tokenizer.chat_template:
+        # the `columns` by which prompts and answers in plain text become turns
+        answers = {answer: answer for answer in TASKS[recipe.task].answers} or {"output": "completion"}
+        own: dict[str, str] = {**recipe.data.sources[0].columns}
+        turns = {ours: own.get(column, column) for ours, column in ({"instruction": "prompt"} | answers).items()}
         notices.append(
             "prompts and answers are plain texts, trained without the model's chat template, which chat and suites "
-            f"with apply_chat_template use. To train with it write data.train.columns: {_columns_of_turns(recipe)}"
+            f"with apply_chat_template use. To train with it write data.train.columns: {columns_text(turns)}"
         )
-    return notices
-
-
-def _columns_of_turns(recipe: Recipe) -> str:
-    """The `columns` by which prompts and answers in plain text become turns."""
-    answers = {answer: answer for answer in TASKS[recipe.task].answers} or {"output": "completion"}
-    own: dict[str, str] = {**recipe.data.sources[0].columns}
-    return columns_text(
-        {ours: own.get(column, column) for ours, column in ({"instruction": "prompt"} | answers).items()}
-    )
-
-
-def _token_notices(counts: Account, tokenizer: Any) -> list[str]:
-    """Return notices about text that the tokens do not have: the template leaves it out, or the tokenizer cannot."""
-    notices = [
+    notices += packing.notices() if packing else []
+    if recipe.optimizer.states == "8bit" and recipe.optimizer.name != "adamw":  # whose update does not lift them
+        notices.append(
+            "optimizer.states: 8bit rounds the momentum, which changes the small singular values of the update: by a "
+            "third and more of its norm with a map that lifts them (docs/optimizers.md, 8-bit states)"
+        )
+    notices += gradient_notice(recipe.run.parallel, compute_dtype(recipe))
+    # In all other sequences positions restart at each example.
+    is_wrapped = packing is not None and packing.strategy == "wrapped"
+    longest = counts.lengths["max"]
+    longest = (max_length or longest) if is_wrapped else min(longest, max_length or longest)
+    if positions is not None and longest > positions:
+        notices.append(
+            f"examples have up to {longest:,} tokens, but the model has {positions:,} positions; lower "
+            "trainer.max_length"
+        )
+    notices += [
         f"the chat template leaves out {kind} of {number:,} of {counts.num_examples:,} examples, trained without them. "
         "Another template may print them"
         for kind, number in counts.num_left_out.items()
@@ -283,16 +308,6 @@ def _token_notices(counts: Account, tokenizer: Any) -> list[str]:
             "that the tokenizer does not have, and the model never sees. Another model's tokenizer may have it"
         )
     return notices
-
-
-def _state_notices(recipe: Recipe) -> list[str]:
-    """Return a notice if a map lifts the rounding of 8-bit momenta, which AdamW's update does not."""
-    if recipe.optimizer.states != "8bit" or recipe.optimizer.name == "adamw":
-        return []
-    return [
-        "optimizer.states: 8bit rounds the momentum, which changes the small singular values of the update: by a third "
-        "and more of its norm with a map that lifts them (docs/optimizers.md, 8-bit states)"
-    ]
 
 
 def _refuse_no_answer(dataset: Any, tokenizer: Any, max_length: int | None) -> None:
@@ -318,23 +333,35 @@ def _refuse_no_answer(dataset: Any, tokenizer: Any, max_length: int | None) -> N
     )
 
 
-def _num_positions(config: Any) -> int | None:
-    """Return the length that the model's config allows; None if it has no such number."""
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return positions if isinstance(positions, int) else None
+def load_splits(recipe: Recipe) -> dict[str, Any]:
+    """Load the recipe's data: {"train": data.LoadedSplit, or data.Preview of a stream, "eval": data.LoadedSplit or
+    None}.
 
-
-def _too_few_positions(positions: int | None, longest: int) -> list[str]:
-    """Return a notice if sequences have more tokens than the model has positions."""
-    if positions is None or longest <= positions:
-        return []
-    return [
-        f"examples have up to {longest:,} tokens, but the model has {positions:,} positions; lower trainer.max_length"
-    ]
-
-
-# ---
-# The examples that a recipe names: loaded, held out, mixed, and as tokens.
+    Raises UserError if only one of both has turns, or texts have different columns.
+    """
+    evaluation, streaming, held_out = recipe.data.eval, recipe.data.streaming, None
+    seed = recipe.trainer.get("seed", 42)
+    if streaming is not None:
+        fraction = evaluation.fraction if isinstance(evaluation, HeldOut) else None
+        train, held_out = open_stream(recipe.data.sources, recipe.data_task, streaming.shuffle_buffer, seed, fraction)
+    else:
+        sources = [load_split(source, recipe.data_task) for source in recipe.data.sources]
+        if isinstance(evaluation, HeldOut | HeldOutNumber):
+            sources, held_out = hold_out(sources, **evaluation.model_dump())
+        train = mix(sources, recipe.data.sources, seed)
+    if isinstance(evaluation, DataSplit):
+        if streaming is not None and evaluation.limit:  # of a dataset on the hub, no more than these is downloaded
+            held_out = open_split(TrainSplit(**evaluation.model_dump()), recipe.data_task).first(evaluation.limit)
+        else:
+            held_out = load_split(evaluation, recipe.data_task)
+    if held_out and held_out.kind != train.kind:
+        raise UserError(f"data.eval: has {held_out.layout}, and data.train {train.layout}; evaluate on the same kind")
+    if recipe.task == "pretrain" and train.dataset.column_names != ["text"]:
+        raise UserError(
+            f"data.train: {train.source['path']} has {train.layout}; pretrain takes plain texts (a column `text`, or "
+            ".txt files), and `soren-align sft` the others"
+        )
+    return {"train": train, "eval": held_out}
 
 
 def tokenize_splits(
@@ -373,57 +400,6 @@ def loss_of(recipe: Recipe) -> tuple[bool, bool]:
     return bool(trainer.get("assistant_only_loss")), trainer.get("completion_only_loss") is not False
 
 
-def load_splits(recipe: Recipe) -> dict[str, Any]:
-    """Load the recipe's data: {"train": data.LoadedSplit, or data.Preview of a stream, "eval": data.LoadedSplit or
-    None}.
-
-    Raises UserError if only one of both has turns, or texts have different columns.
-    """
-    evaluation, is_streamed = recipe.data.eval, recipe.data.streaming is not None
-    train, held_out = _load_stream(recipe) if is_streamed else _load_train(recipe)
-    if isinstance(evaluation, DataSplit):
-        if is_streamed and evaluation.limit:  # of a dataset on the hub, no more than these is downloaded
-            held_out = open_split(TrainSplit(**evaluation.model_dump()), recipe.data_task).first(evaluation.limit)
-        else:
-            held_out = load_split(evaluation, recipe.data_task)
-    if held_out and held_out.kind != train.kind:
-        raise UserError(f"data.eval: has {held_out.layout}, and data.train {train.layout}; evaluate on the same kind")
-    if recipe.task == "pretrain":
-        _refuse_other_than_texts(train)
-    return {"train": train, "eval": held_out}
-
-
-def _refuse_other_than_texts(train: LoadedSplit) -> None:
-    """Raise UserError if the examples are not plain texts."""
-    if train.dataset.column_names != ["text"]:
-        raise UserError(
-            f"data.train: {train.source['path']} has {train.layout}; pretrain takes plain texts (a column `text`, or "
-            ".txt files), and `soren-align sft` the others"
-        )
-
-
-def _load_train(recipe: Recipe) -> tuple[LoadedSplit, LoadedSplit | None]:
-    """(the training examples, those of them that are held out)."""
-    evaluation, held_out = recipe.data.eval, None
-    sources = [load_split(source, recipe.data_task) for source in recipe.data.sources]
-    if isinstance(evaluation, HeldOut | HeldOutNumber):
-        sources, held_out = hold_out(sources, **evaluation.model_dump())
-    return mix(sources, recipe.data.sources, recipe.trainer.get("seed", 42)), held_out
-
-
-def _load_stream(recipe: Recipe) -> tuple[Preview, LoadedSplit | None]:
-    """(the first training examples of a stream, some that are held out)."""
-    evaluation, streaming = recipe.data.eval, recipe.data.streaming
-    assert streaming is not None, "the caller checks"
-    fraction = evaluation.fraction if isinstance(evaluation, HeldOut) else None
-    seed = recipe.trainer.get("seed", 42)
-    return open_stream(recipe.data.sources, recipe.data_task, streaming.shuffle_buffer, seed, fraction)
-
-
-# ---
-# TRL's SFTConfig and DPOConfig, from a recipe.
-
-
 def trl_arguments(recipe: Recipe, output_dir: Path, ranks: Ranks) -> Any:
     """Return TRL's config object for one of `ranks`: the recipe's `trainer` section, and the keys derived from others.
 
@@ -442,8 +418,15 @@ def trl_arguments(recipe: Recipe, output_dir: Path, ranks: Ranks) -> Any:
         "weight_decay": recipe.optimizer.weight_decay,
         "disable_tqdm": True,
         "gradient_accumulation_steps": accumulation(recipe, ranks.num_ranks),
-        **_sharding_arguments(shared, on_cpu),
     }
+    if shared.kind == "zero":
+        with as_user_error("run.parallel", ImportError):
+            start_deepspeed(on_cpu)
+        derived["deepspeed"] = shared.config
+    if shared.kind == "fsdp2":
+        # transformers has another name for accelerate's fsdp_offload_params
+        offloads = shared.config.get("offload_params")
+        derived |= {"fsdp": True, "fsdp_config": {**shared.config, "cpu_offload": offloads}}
     if recipe.data_task == "sft":
         derived["assistant_only_loss"] = False  # the tokens have their labels; TRL would ask for conversations
     # transformers would have DDP search the graph for parameters without a gradient at every step.
@@ -464,14 +447,3 @@ def trl_arguments(recipe: Recipe, output_dir: Path, ranks: Ranks) -> Any:
             "start them with --processes N or torchrun"
         )
     return config
-
-
-def _sharding_arguments(shared: Parallel, on_cpu: bool) -> dict[str, Any]:
-    if shared.kind == "zero":
-        with as_user_error("run.parallel", ImportError):
-            start_deepspeed(on_cpu)
-        return {"deepspeed": shared.config}
-    if shared.kind == "fsdp2":
-        # transformers has another name for accelerate's fsdp_offload_params
-        return {"fsdp": True, "fsdp_config": {**shared.config, "cpu_offload": shared.config.get("offload_params")}}
-    return {}

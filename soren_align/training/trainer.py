@@ -1,10 +1,11 @@
-"""TRL's SFTTrainer and DPOTrainer with this package's optimizers.
+"""TRL's SFTTrainer and DPOTrainer with this package's optimizers, and a trainer for pre-training.
 
 TRL has no common way to pass an optimizer: SFTTrainer takes `optimizer_cls_and_kwargs`, DPOTrainer does not, and
 DeepSpeed calls `create_optimizer` itself. So a mixin for both overrides that method. transformers calls, in this order:
 `create_optimizer`, `create_scheduler`, `training_step` per micro-batch, `optimizer.step()`, `log`, `_save_checkpoint`.
 """
 
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,62 +19,27 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalLoopOutput, ro
 from trl import DPOTrainer, SFTTrainer
 
 from ..core.errors import UserError
-from ..core.files import remove
+from ..core.files import remove, write
 from ..optim import OPTIMIZERS, build_optimizer
-from ..recipe import OptimizerSection
+from ..recipe import QUANTIZATION_RECORD, OptimizerSection
+from ..run.quantized import quantization_of
 from ..run.weights import refuse_other_keys
 from ..sharding import full_weights, sum_in_float32
 from ..sharding.ranks import current_ranks
-from . import adapters, checkpoints
-from .adapters import (
-    GradientCheck,
-    changeable_settings,
-    export_weights,
-    restored_settings,
-    unsharded_weights,
-    write_dtype,
-)
+from . import checkpoints
+from .adapters import GradientCheck, changeable_settings, export_weights, restored_settings, unsharded_weights
 from .checkpoints import checkpoint_bytes, refuse_full_disk, write_errors
-from .checks.isolation import SeparationCheck
-from .checks.lost_updates import WARN, FirstStepCheck, LostUpdatesPolicy
+from .lost_updates import WARN, FirstStepCheck, LostUpdatesPolicy
 from .measure.measurements import MeasurementLog, Measurements, SpectraRecorder
 from .measure.samples import evaluating
-from .packing import TokenStream
+from .packing import IsolationCheck, TokenStream
 from .reference import BatchHash, ReferenceCheck, reference_key
 from .trained_optimizer import OptimizerCheck, StartingWeights, attach, refuse_unaveraged_gradients, share_of_parameters
-
-# ---
-# The optimizer's settings of a trainer that is used as a library, without a recipe.
 
 OptimizerSettings = str | Mapping[str, Any] | OptimizerSection | None
 """None: Soren. A name: soren, muon, htmuon, adamw. A mapping: keywords of `build_optimizer`, any of which may be left
 out. A recipe's optimizer section: complete, nothing is added."""
 TRANSFORMERS_DEFAULTS = ("adamw_torch", "adamw_torch_fused")
-
-
-def optimizer_keywords(settings: OptimizerSettings, args: TrainingArguments, model: Any) -> dict[str, Any]:
-    """Return the keywords of `build_optimizer`; those that `settings` leaves out are taken from args.
-
-    args has learning_rate (lr and aux_lr), weight_decay, betas and epsilon. The scale is that of our recipes: every
-    update has RMS 0.2 lr, AdamW's after some hundred steps. Raises UserError if args.optim names another optimizer.
-    """
-    if isinstance(settings, OptimizerSection):
-        return settings.model_dump(exclude_none=True)
-    if args.optim not in TRANSFORMERS_DEFAULTS:
-        other = getattr(args.optim, "value", args.optim)
-        raise UserError(f'args.optim: is {other}, which has no effect here; write optimizer_settings="muon", ...')
-    keywords: dict[str, Any] = {"name": settings} if isinstance(settings, str) else dict(settings or {})
-    name = keywords.setdefault("name", "soren")
-    if name in OPTIMIZERS and OPTIMIZERS[name].rule == "spectral":
-        keywords.setdefault("adjust_lr_fn", "match_rms_adamw" if isinstance(model, PeftModel) else "match_rms_measured")
-        keywords.setdefault("aux_lr", args.learning_rate)
-    keywords.setdefault("lr", args.learning_rate)
-    keywords.setdefault("weight_decay", args.weight_decay)
-    keywords.setdefault("betas", (args.adam_beta1, args.adam_beta2))
-    keywords.setdefault("eps", args.adam_epsilon)
-    return keywords
-
-
 _TOKENS = "num_tokens"
 """The key of a checkpoint's state with TRL's number of tokens trained on."""
 
@@ -110,11 +76,15 @@ class SorenTrainerMixin(Trainer):
         super().__init__(*args, **kwargs)
         model: Any = self.model
         if isinstance(model, PeftModel):
-            adapters.cast_trainable_to_float32(model)
+            # With a 4-bit base, TRL casts the factors to bfloat16, where small updates would be lost to rounding
+            # (test_what_trl_makes_bfloat16_beside_a_quantised_base_is_float32_again).
+            for parameter in model.parameters():
+                if parameter.requires_grad and parameter.dtype != torch.float32:
+                    parameter.data = parameter.data.float()
         self.optimizer_settings = optimizer_keywords(optimizer_settings, self.args, model)
         # Never stepped: a model that the optimizer refuses is refused before training, and `attach` compares with it.
         self.expected_optimizer = build_optimizer(model, **self.optimizer_settings)
-        self.displacement: Any = None  # a callback whose values belong to the log of an evaluation
+        self.retention: Any = None  # a callback whose values belong to the log of an evaluation
         self.attached: Any = None  # these four: from `create_scheduler` on
         self.optimizer_check: Any = None
         self.measurements: Any = None
@@ -172,10 +142,9 @@ class SorenTrainerMixin(Trainer):
             return dataset
         return super()._prepare_dataset(dataset, *args)  # pyright: ignore[reportAttributeAccessIssue] (TRL's)
 
-    @property
-    def _sequences_per_batch(self) -> int:
-        """Of a micro-batch, on all ranks."""
-        return self.args.train_batch_size * self.args.world_size
+    def _sequences_of(self, num_batches: int) -> int:
+        """Return the number of sequences in micro-batches, on all ranks."""
+        return num_batches * self.args.train_batch_size * self.args.world_size
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         # transformers compares with max_steps only after a step: resumed at the last one, it would take one more. So it
@@ -183,8 +152,8 @@ class SorenTrainerMixin(Trainer):
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
         if self.stream is not None and (checkpoint := kwargs["resume_from_checkpoint"]):
-            num_batches = kwargs["steps_trained_in_current_epoch"]
-            self.stream.resume(checkpoints.read_stream(Path(checkpoint)), num_batches * self._sequences_per_batch)
+            num_passed_over = self._sequences_of(kwargs["steps_trained_in_current_epoch"])
+            self.stream.resume(checkpoints.read_stream(Path(checkpoint)), num_passed_over)
         if not self.control.should_training_stop:
             super()._run_epoch(*args, **kwargs)
 
@@ -215,8 +184,8 @@ class SorenTrainerMixin(Trainer):
                 logs["num_skipped_steps"] = self.optimizer_check.num_skipped_steps
             if self.attached.parallel == "ddp":
                 refuse_unaveraged_gradients(self.attached, self.state.global_step)
-        elif "eval_loss" in logs and self.displacement is not None:
-            logs.update(self.displacement.values())
+        elif "eval_loss" in logs and self.retention is not None:
+            logs.update(self.retention.values())
         super().log(logs, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -232,7 +201,11 @@ class SorenTrainerMixin(Trainer):
         if isinstance(model, PeftModel) and not _internal_call:
             weights = dict(full_weights(model)) if self.is_deepspeed_enabled else None
             if self.args.should_save:
-                adapters.save_adapter(model, str(folder), weights)
+                # without TRL's frozen copy of the starting adapter
+                model.save_pretrained(str(folder), selected_adapters=["default"], state_dict=weights)
+                (folder / "README.md").unlink(missing_ok=True)  # PEFT's card has only paths of this machine
+                if (quantization := quantization_of(model)) is not None:
+                    write(folder / QUANTIZATION_RECORD, json.dumps(quantization, indent=2) + "\n")
             return
         converts = isinstance(model, PreTrainedModel) and self.save_dtype is not None
         if _internal_call or not (sharded or converts):
@@ -245,8 +218,12 @@ class SorenTrainerMixin(Trainer):
         else:
             weights = {}
         self._save(str(folder), state_dict=weights)
-        if self.save_dtype is not None and self.args.should_save:
-            write_dtype(folder, self.save_dtype)  # from_pretrained would round to the dtype in config.json
+        config_file = folder / "config.json"
+        if self.save_dtype is not None and self.args.should_save and config_file.is_file():
+            # transformers writes the dtype of the model in memory, to which from_pretrained would round
+            config = json.loads(config_file.read_text(encoding="utf-8"))
+            config["dtype"] = str(self.save_dtype).removeprefix("torch.")
+            write(config_file, json.dumps(config, indent=2) + "\n")
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         # As transformers, which warns, but a weight that is missing is an error; a tied head is its embedding.
@@ -268,6 +245,9 @@ class SorenTrainerMixin(Trainer):
         # As TRL, with the starting checkpoint's config: training turns the cache off, and routers' logits on.
         with restored_settings(self._config_at_start):
             super()._save(output_dir, state_dict)
+
+    def validation(self) -> dict[str, Any] | None:
+        """Return None: only a pre-training has an exact validation loss."""
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write no card per checkpoint; publish/card.py writes that of the model."""
@@ -298,8 +278,7 @@ class SorenTrainerMixin(Trainer):
                 super()._save_checkpoint(model, trial)
                 if self.stream is not None and self.args.should_save:
                     num_batches = self.state.global_step * self.args.gradient_accumulation_steps
-                    place = self.stream.state(num_batches * self._sequences_per_batch)
-                    checkpoints.write_stream(checkpoint, place)
+                    checkpoints.write_stream(checkpoint, self.stream.state(self._sequences_of(num_batches)))
                 self.accelerator.wait_for_everyone()  # a rank must not hash a folder while another writes into it
                 checkpoints.seal(checkpoint, self.origin, self._ranks)
         finally:
@@ -313,6 +292,29 @@ class SorenTrainerMixin(Trainer):
             )
 
 
+def optimizer_keywords(settings: OptimizerSettings, args: TrainingArguments, model: Any) -> dict[str, Any]:
+    """Return the keywords of `build_optimizer`; those that `settings` leaves out are taken from args.
+
+    args has learning_rate (lr and aux_lr), weight_decay, betas and epsilon. The scale is that of our recipes: every
+    update has RMS 0.2 lr, AdamW's after some hundred steps. Raises UserError if args.optim names another optimizer.
+    """
+    if isinstance(settings, OptimizerSection):
+        return settings.model_dump(exclude_none=True)
+    if args.optim not in TRANSFORMERS_DEFAULTS:
+        other = getattr(args.optim, "value", args.optim)
+        raise UserError(f'args.optim: is {other}, which has no effect here; write optimizer_settings="muon", ...')
+    keywords: dict[str, Any] = {"name": settings} if isinstance(settings, str) else dict(settings or {})
+    name = keywords.setdefault("name", "soren")
+    if name in OPTIMIZERS and OPTIMIZERS[name].rule == "spectral":
+        keywords.setdefault("adjust_lr_fn", "match_rms_adamw" if isinstance(model, PeftModel) else "match_rms_measured")
+        keywords.setdefault("aux_lr", args.learning_rate)
+    keywords.setdefault("lr", args.learning_rate)
+    keywords.setdefault("weight_decay", args.weight_decay)
+    keywords.setdefault("betas", (args.adam_beta1, args.adam_beta2))
+    keywords.setdefault("eps", args.adam_epsilon)
+    return keywords
+
+
 class SorenSFTTrainer(SorenTrainerMixin, SFTTrainer):
     """trl.SFTTrainer with this package's optimizers; see SorenTrainerMixin for the added arguments."""
 
@@ -320,7 +322,7 @@ class SorenSFTTrainer(SorenTrainerMixin, SFTTrainer):
         super()._attach_optimizer()
         if self.padding_free:  # several examples are one sequence
             place = "trainer.packing" if getattr(self.args, "packing", False) else "trainer.padding_free"
-            self.add_callback(SeparationCheck(self.train_dataset, self.data_collator, place))
+            self.add_callback(IsolationCheck(self.train_dataset, self.data_collator, place))
 
 
 class SorenDPOTrainer(SorenTrainerMixin, DPOTrainer):
@@ -360,12 +362,8 @@ class SorenDPOTrainer(SorenTrainerMixin, DPOTrainer):
         return dataset.filter(lambda example: len(example["prompt_ids"]) < max_length)
 
 
-# ---
-# Pre-training: the next token of plain texts, with an exact validation loss and its perplexity.
-
-
 class SorenPretrainer(SorenSFTTrainer):
-    """SorenSFTTrainer for plain texts, whose evaluation loss is the mean over all held-out tokens.
+    """SorenSFTTrainer for the next token of plain texts, whose evaluation loss is the mean over all held-out tokens.
 
     transformers averages the losses of batches instead, so that tokens of short examples count more, and TRL's entropy
     and accuracy are left out.

@@ -162,7 +162,7 @@ def measured(group):
 
     from soren_align.sharding.ranks import Ranks
     from soren_align.training.adapters import export_weight
-    from soren_align.training.checks.lost_updates import FirstStepCheck, LostUpdatesPolicy, change_after_saving
+    from soren_align.training.lost_updates import FirstStepCheck, LostUpdatesPolicy, change_after_saving
     from soren_align.training.measure.measurements import Measurements
     from soren_align.training.trained_optimizer import (
         AttachedOptimizer,

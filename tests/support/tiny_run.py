@@ -12,7 +12,7 @@ from soren_align.launch.preparation import prepare
 from soren_align.run.folder import RunFolder, read_seal
 from soren_align.sharding.ranks import Ranks
 from soren_align.training import build, checkpoints, run
-from soren_align.training.checks.lost_updates import LostUpdatesPolicy
+from soren_align.training.lost_updates import LostUpdatesPolicy
 from soren_align.training.setup import set_up_training
 
 SHORT = ("trainer.max_steps=6", "trainer.warmup_steps=2", "trainer.save_steps=2", "trainer.logging_steps=1")

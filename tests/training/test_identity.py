@@ -8,7 +8,7 @@ import torch
 from soren_align import recipe
 from soren_align.recipe import recipe_hash
 from soren_align.sharding.ranks import Ranks
-from soren_align.training.reference import BatchHash, mixed_sum, position_keys, weights_hash
+from soren_align.training.reference import BatchHash, mixed_sum, position_keys, weights_digest
 from tests.training.test_resume import stop_after
 
 LORA = ("model.lora={r: 4, dropout: 0.3}", "optimizer.aux_lr=null")
@@ -62,14 +62,14 @@ def test_each_change_of_a_batch_or_of_the_order_changes_the_hash():
 def test_the_hash_of_weights_shows_values_names_shapes_and_dtypes():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 4))
-    whole = weights_hash(model, Ranks())
-    assert weights_hash(model, Ranks()) == whole
+    whole = weights_digest(model, Ranks())
+    assert weights_digest(model, Ranks()) == whole
     with torch.no_grad():
         model[1].weight[2, 3] += 1e-3
-    assert weights_hash(model, Ranks()) != whole
+    assert weights_digest(model, Ranks()) != whole
     with torch.no_grad():
         model[1].weight[2, 3] -= 1e-3
-    assert weights_hash(model.bfloat16(), Ranks()) != whole
+    assert weights_digest(model.bfloat16(), Ranks()) != whole
 
 
 @pytest.mark.model

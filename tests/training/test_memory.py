@@ -14,7 +14,7 @@ from soren_align.optim import AdamW
 from soren_align.planning.flops import Meter
 from soren_align.sharding.ranks import Ranks
 from soren_align.training.adapters import export_weight
-from soren_align.training.checks.lost_updates import FirstStepCheck, LostUpdatesPolicy, change_after_saving
+from soren_align.training.lost_updates import FirstStepCheck, LostUpdatesPolicy, change_after_saving
 from soren_align.training.measure.measurements import Measurements
 from soren_align.training.trained_optimizer import (
     AttachedOptimizer,

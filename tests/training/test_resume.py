@@ -420,7 +420,7 @@ def test_the_summary_of_a_training_stands_once_in_its_metrics(tiny_run, monkeypa
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_kill_around_the_status_of_a_trained_run_leaves_one_that_resumes(tiny_run, monkeypatch, moment):
     measured = ("sft", "run.kl_to_start=4", *EVALUATED)
-    stop_around("record_result", moment, tiny_run(*measured), monkeypatch)
+    stop_around("report_result", moment, tiny_run(*measured), monkeypatch)
     run = tiny_run(*measured)
     status = run.folder.read()["status"]
     assert status == ("trained" if moment == "after" else "training")

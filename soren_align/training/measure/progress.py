@@ -78,7 +78,10 @@ class TrainingProgress(TrainerCallback):
         """Print a line about the steps until now, if LINE_SECONDS have passed since the last line."""
         if not self.display and state.global_step > self._first_step and self._is_time_for_a_line():
             steps = f"step {state.global_step}/{state.max_steps}"
-            facts = (steps, *self._values(self._logs, ""), self._costs(), self._time_left(state))
+            num_steps = state.global_step - self._first_step
+            seconds = (time.monotonic() - self._start) / num_steps * (state.max_steps - state.global_step)
+            time_left = f"{timedelta(seconds=round(seconds))} left"
+            facts = (steps, *self._values(self._logs, ""), self._costs(), time_left)
             print_labelled(self.console, self.task, ", ".join(facts))
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -131,11 +134,6 @@ class TrainingProgress(TrainerCallback):
     def _costs(self) -> str:
         speed = self._logs.get("tokens_per_second")
         return (f"{speed:,.0f} tokens/s, " if speed else "") + f"peak {with_prefix(peak_memory(), 'B')}"
-
-    def _time_left(self, state: Any) -> str:
-        now, num_steps = time.monotonic(), state.global_step - self._first_step
-        seconds = (now - self._start) / num_steps * (state.max_steps - state.global_step)
-        return f"{timedelta(seconds=round(seconds))} left"
 
     def _is_time_for_a_line(self) -> bool:
         now = time.monotonic()

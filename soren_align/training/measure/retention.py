@@ -1,5 +1,4 @@
-"""The displacement of a model along its training: KL(start || model) of held-out answers, and the loss on retention
-examples.
+"""Retention along a training: KL(start || model) of held-out answers, and the loss on examples not to be forgotten.
 
 Optimizers are compared at equal displacement, since one that hardly moves retains everything. At the start and at every
 evaluation a few fixed tokens are scored; no random number is drawn and no weight changes. The start's logits stay in
@@ -114,7 +113,7 @@ def _sorted(probes: Iterable[Probe]) -> tuple[Probe, ...]:
     return tuple(sorted(probes, key=lambda probe: len(probe.ids)))
 
 
-class Displacement(TrainerCallback):
+class Retention(TrainerCallback):
     """Scores `probes`: `values` are merged into each evaluation's log. Collective: all ranks score the same tokens.
 
     The start's logits stand in `folder.start_logits` and on the first rank's CPU, in float32 or, where that is exact,
@@ -190,7 +189,9 @@ class Displacement(TrainerCallback):
 
 def scores(model: Any, probes: Sequence[Probe], device: torch.device) -> Iterator[Tensor]:
     """Yield for each probe its logits at the positions before `probe.positions`: [positions, vocabulary], float32."""
-    keeps = "logits_to_keep" in inspect.signature(_language_model(model).forward).parameters
+    inner = getattr(model, "module", model)  # within DeepSpeed's wrapper
+    base: Any = inner.get_base_model() if isinstance(inner, PeftModel) else inner
+    keeps = "logits_to_keep" in inspect.signature(type(base).forward).parameters
     for group in _groups(probes):
         columns = sorted({position - 1 for probe in group for position in probe.positions})
         ids = torch.zeros(len(group), max(len(probe.ids) for probe in group) - 1, dtype=torch.int64)
@@ -203,12 +204,6 @@ def scores(model: Any, probes: Sequence[Probe], device: torch.device) -> Iterato
         logits = output.logits if keeps else output.logits[:, columns]
         for row, probe in enumerate(group):
             yield logits[row, [columns.index(position - 1) for position in probe.positions]].float()
-
-
-def _language_model(model: Any) -> Any:
-    """Return the class of transformers' model within wrappers."""
-    inner = getattr(model, "module", model)  # DeepSpeed's
-    return type(inner.get_base_model() if isinstance(inner, PeftModel) else inner)
 
 
 def _groups(probes: Sequence[Probe]) -> Iterator[list[Probe]]:

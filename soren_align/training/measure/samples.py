@@ -108,7 +108,8 @@ class SampleWriter(TrainerCallback):
     ):
         self.prompts, self.tokenizer, self.file, self.console = prompts, tokenizer, file, console
         self.ranks = ranks
-        self._last_step: int | None = None
+        self.last_step: int | None = None
+        """Whose samples are written."""
         self._printed: dict[int, str] = {}
         """By the number of the prompt: an answer that has not changed is not printed again."""
 
@@ -117,24 +118,19 @@ class SampleWriter(TrainerCallback):
         if state.global_step == 0:
             self.sample(model, 0)
         elif self.file.is_file():
-            self._last_step = max((line["step"] for line in read_metrics(self.file)), default=None)
+            self.last_step = max((line["step"] for line in read_metrics(self.file)), default=None)
 
     def on_evaluate(self, args, state, control, model=None, **kwargs):
         """Sample from the model that was evaluated."""
-        if state.global_step != self._last_step:  # of eval_on_start
+        if state.global_step != self.last_step:  # of eval_on_start
             self.sample(model, state.global_step)
-
-    def at_end(self, model: Any, step: int, is_best: bool) -> None:
-        """Sample from the final model, unless the last evaluation did. is_best: it is not that of the last step."""
-        if is_best or step != self._last_step:
-            self.sample(model, step, at="end")  # the mark: a run that is killed later repeats the end, and these lines
 
     def sample(self, model: Any, step: int, **marks: str) -> None:
         """Write and print the answers of the model after `step` steps. Collective.
 
         marks: further keys of their lines.
         """
-        self._last_step = step
+        self.last_step = step
         with self.ranks.first_goes_first():
             if self.ranks.is_first:
                 self._write(model, step, marks)

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from ...core.errors import UserError
-from ...optim import PendingUpdate, Sums, chunks, decay_and_add_, master_weights, ulp
-from ...run.record import SURVIVAL_THRESHOLD
-from ..trained_optimizer import AttachedOptimizer, StartingWeights
+from ..core.errors import UserError
+from ..optim import PendingUpdate, Sums, chunks, decay_and_add_, master_weights, ulp
+from ..run.record import SURVIVAL_THRESHOLD
+from .trained_optimizer import AttachedOptimizer, StartingWeights
 
 GROUPS = ("matrices", "other_parameters")
 REMEDIES = (

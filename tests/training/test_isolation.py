@@ -8,7 +8,7 @@ import transformers
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from soren_align.core.errors import UserError
-from soren_align.training.checks.isolation import SeparationCheck, cross_talk, probe_examples
+from soren_align.training.packing import IsolationCheck, cross_talk, probe_examples
 
 pytestmark = pytest.mark.model
 COLLATOR = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
@@ -46,7 +46,7 @@ def sequences():
 
 
 def check(model):
-    place = SeparationCheck([*sequences()], COLLATOR, "trainer.packing")
+    place = IsolationCheck([*sequences()], COLLATOR, "trainer.packing")
     place.on_train_begin(SimpleNamespace(device="cpu"), None, None, model=model)
 
 

@@ -1,1 +1,0 @@
-"""Checks during training that stop it or warn."""
