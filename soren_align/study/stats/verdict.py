@@ -67,7 +67,7 @@ def verdict(
         i: each.estimate.p_above(-each.margin / 100) for i, each in enumerate(comparisons) if each.margin is not None
     }
     family = holm([*p, *retention.values()])
-    retained = {i: corrected < FAMILY_ERROR for i, corrected in zip(retention, family[len(p) :], strict=True)}
+    retained = dict(zip(retention, family[len(p) :], strict=True))
     differences = []
     for i, each in enumerate(comparisons):
         factor, limit = (100.0, 1.0) if each.unit == "percent" else (1.0, float("inf"))
@@ -87,7 +87,7 @@ def verdict(
                 answer=answer,
                 detectable=factor * detectable(each.estimate.spread, len(family), rules.power),
                 margin=each.margin,
-                retained=retained.get(i),
+                retained=retained[i] < FAMILY_ERROR if i in retained else None,
             )
         )
     return differences
