@@ -162,8 +162,8 @@ def test_results_of_another_version_are_one_sentence(tmp_path):
     with pytest.raises(UserError) as error:
         evaluate(tmp_path)
     assert str(error.value) == (
-        f"{tmp_path / 'results.json'}: is not an evaluation's results, or is damaged (format: Value error, is that of "
-        "another version of soren-align); choose another --output, or move it away"
+        f"{tmp_path / 'results.json'}: is not an evaluation's results, or is damaged (format: Input should be 1); "
+        "choose another --output, or move it away"
     )
 
 

@@ -6,7 +6,7 @@ torch here, because model cards read results too.
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
@@ -16,8 +16,6 @@ from ...core.errors import UserError
 from ...core.files import is_component, read_json
 
 NAME = "results.json"
-FORMAT = 1
-"""Of results.json."""
 POINTS = "points.json"
 """See stats/paired.py."""
 WRITTEN = (NAME, POINTS, "table.md", "scores.png")
@@ -30,12 +28,6 @@ def _component(name: str) -> str:
     if not is_component(name):
         raise ValueError("is not the name of one file or folder")
     return name
-
-
-def _format(number: int) -> int:
-    if number != FORMAT:
-        raise ValueError("is that of another version of soren-align")
-    return number
 
 
 class Value(TypedDict):
@@ -133,7 +125,7 @@ class Settings(TypedDict, total=False):
 class Results(TypedDict):
     """results.json. Keys that no table needs are not checked."""
 
-    format: Annotated[int, AfterValidator(_format)]
+    format: Literal[1]
     title: str
     suite: str
     rows: Annotated[list[Row], Field(min_length=1)]

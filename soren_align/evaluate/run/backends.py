@@ -20,7 +20,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from ...core.errors import UserError, in_one_line
 from ...core.files import local_path, read_json, refuse_special_files
-from ...recipe import ADAPTER, Quantization, adapter_config, is_local, recorded_quantization
+from ...recipe import ADAPTER, adapter_config, is_local, recorded_quantization
 from ...run import weights
 from ...run.weights import load_adapter, load_model
 
@@ -72,14 +72,6 @@ def run_requests(lm: Any, kind: str, arguments: list[tuple]) -> tuple[list[Any],
     lm.num_truncated = 0
     requests = [Instance(cast(Any, kind), {}, each, 0) for each in arguments]
     return getattr(lm, kind)(requests, disable_tqdm=True), lm.num_truncated
-
-
-def shut_down(lm: Any) -> None:
-    """End the engine of vLLM, which may be a process of its own; nothing to do for Hugging Face's models."""
-    llm: Any = getattr(lm, "model", None)
-    if hasattr(llm, "llm_engine"):
-        # Not every version of vLLM has the first one; the second is of its engine "V1".
-        (getattr(llm, "shutdown", None) or llm.llm_engine.engine_core.shutdown)()
 
 
 def require_backend(backend: str) -> None:
@@ -184,7 +176,13 @@ def _load_hf(folder: Path, settings: BackendSettings) -> Any:
     dtype = getattr(torch, settings.dtype)
     try:
         if base and (quantization := recorded_quantization(folder)):
-            return _load_on_quantized(folder, base, quantization, settings)
+            # As it was trained, on a quantized base: merged, the base would be quantized again.
+            as_evaluated = quantization.model_copy(update={"compute_dtype": settings.dtype})
+            model = load_model(str(base), as_evaluated, device_map={"": settings.device})
+            for parameter in model.parameters():
+                if parameter.is_floating_point():  # else it is quantized
+                    parameter.data = parameter.data.to(dtype)
+            return load_adapter(model, str(folder))
         # Not cast after loading: that would round the rotary frequencies too, and change the positions of long prompts.
         model = load_model(str(base or folder), dtype=torch.float32 if base else dtype)
         if base:
@@ -197,16 +195,6 @@ def _load_hf(folder: Path, settings: BackendSettings) -> Any:
             raise
         raise UserError(f"{folder}: not a model that can be loaded: {in_one_line(error)}") from error
     return model
-
-
-def _load_on_quantized(folder: Path, base: Path, quantization: Quantization, settings: BackendSettings) -> Any:
-    """Return an adapter on its base as it was trained: quantized. Merged, the base would be quantized again."""
-    as_evaluated = quantization.model_copy(update={"compute_dtype": settings.dtype})
-    model = load_model(str(base), as_evaluated, device_map={"": settings.device})
-    for parameter in model.parameters():
-        if parameter.is_floating_point():  # else it is quantized
-            parameter.data = parameter.data.to(getattr(torch, settings.dtype))
-    return load_adapter(model, str(folder))
 
 
 def _load_vllm(model: Any, settings: BackendSettings) -> Any:

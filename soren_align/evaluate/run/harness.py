@@ -1,4 +1,4 @@
-"""One model evaluated on one suite by lm-eval.
+"""One model evaluated on one suite by lm-eval, with its progress: a bar on a terminal, and a line per score.
 
 All that makes scores comparable is fixed here: the suite's dtype, batch size, seeds and chat template. The hash of
 every prompt is recorded.
@@ -30,8 +30,9 @@ from .backends import BackendSettings, generation_settings, load_tokenizer, mode
 from .requests import RequestDispatcher, ResponseCache, cache_key
 from .workers import InProcess, WorkerPool
 
-# ---
-# The progress of one model's evaluation: a bar on a terminal, and a line per score, in a log too.
+EQUAL_QUESTIONS = "questions of equal prompt and choices"
+"""In the settings, the cluster of a column whose questions are repeated."""
+PACKAGES = ("soren-align", "lm-eval", "transformers", "torch", "datasets")
 
 
 class ProgressDisplay:
@@ -77,11 +78,6 @@ class ProgressDisplay:
             highlight=False,
             soft_wrap=True,
         )
-
-
-EQUAL_QUESTIONS = "questions of equal prompt and choices"
-"""In the settings, the cluster of a column whose questions are repeated."""
-PACKAGES = ("soren-align", "lm-eval", "transformers", "torch", "datasets")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,13 +163,42 @@ def evaluate_model(
     require_backend(options.backend)
     is_loaded = not isinstance(model, str | Path)
     name = "the given model" if is_loaded else str(model)
-    model, tokenizer = _resolve(model, tokenizer, options.num_processes)
-    suite = _with_chat_template(suite, tokenizer, options.chat_template, name)
+    if is_loaded and options.num_processes > 1:
+        raise UserError("a loaded model is evaluated in its own process only; pass a folder for several processes")
+    if not is_loaded:
+        assert tokenizer is None, "a folder has its own tokenizer"
+        with silence():
+            model = model_folder(model)
+            tokenizer = load_tokenizer(model)
+    if options.chat_template == "":
+        suite = suite.model_copy(update={"apply_chat_template": False})
+    if suite.apply_chat_template and options.chat_template is not None:
+        tokenizer.chat_template = options.chat_template
+    if suite.apply_chat_template and not tokenizer.chat_template:
+        raise UserError(f"{name}: the tokenizer has no chat template; suite {suite.name} needs one")
     settings, device = _backend_settings(model, suite, options)
     tasks = tasks or load_tasks(suite, options.cache)
-    lm = _dispatcher(model, tokenizer, settings, device, options)
+    use_cache = options.cache and not is_loaded
+    cache = ResponseCache(options.cache if use_cache else None, cache_key(model, settings, device) if use_cache else {})
+    source = model, tokenizer, settings
+    workers = InProcess(*source) if options.num_processes == 1 else WorkerPool(options.num_processes, *source)
+    lm = RequestDispatcher(workers, tokenizer, settings, cache, strict=options.strict)
     generation, eos_token_id = generation_settings(model)
-    reported = _reported_settings(suite, settings, device, options.limit) | {"generation_config": generation}
+    reported = {
+        "versions": {package: metadata.version(package) for package in PACKAGES},
+        "task_versions": {},
+        "num_fewshot": {},
+        "metrics": {task.column: score_keys(task)[0] for task in suite.tasks},
+        "clusters": {},
+        "seeds": suite.seeds.model_dump(),
+        "limit": options.limit,
+        "batch_size": settings.batch_size,
+        "chat_template": suite.apply_chat_template,
+        "dtype": settings.dtype,
+        "device": device,
+        "backend": settings.backend,
+        "generation_config": generation,
+    }
     results = ModelResults(reported, eos_token_id)
     was_training = is_loaded and model.training
     try:
@@ -189,34 +214,13 @@ def evaluate_model(
         lm.workers.close()
         if was_training:
             model.train()  # lm-eval leaves it in eval mode
-    results.settings["bos"] = _starts_with_bos(results, tokenizer)
+    prompt = next(iter(results.samples.values()))[0]["arguments"][0][0]
+    tokens = tokenizer(prompt)["input_ids"]
+    results.settings["bos"] = bool(tokens) and tokens[0] == tokenizer.bos_token_id
     if suite.average:
         results.scores["average"] = average(list(results.scores.values()))
     results.num_requests = {"computed": lm.num_computed, "cached": lm.num_cached}
     return results
-
-
-def _resolve(model: Any, tokenizer: Any, num_processes: int) -> tuple[Any, Any]:
-    """Return (the model's folder, its tokenizer); a loaded model and its tokenizer unchanged."""
-    if not isinstance(model, str | Path):
-        if num_processes > 1:
-            raise UserError("a loaded model is evaluated in its own process only; pass a folder for several processes")
-        return model, tokenizer
-    assert tokenizer is None, "a folder has its own tokenizer"
-    with silence():
-        folder = model_folder(model)
-        return folder, load_tokenizer(folder)
-
-
-def _with_chat_template(suite: Suite, tokenizer: Any, template: str | None, name: str) -> Suite:
-    """Set the tokenizer's chat template, see `Options`; return the suite, which applies none if there is to be none."""
-    if template == "":
-        return suite.model_copy(update={"apply_chat_template": False})
-    if suite.apply_chat_template and template is not None:
-        tokenizer.chat_template = template
-    if suite.apply_chat_template and not tokenizer.chat_template:
-        raise UserError(f"{name}: the tokenizer has no chat template; suite {suite.name} needs one")
-    return suite
 
 
 def _backend_settings(model: Any, suite: Suite, options: Options) -> tuple[BackendSettings, str]:
@@ -233,18 +237,6 @@ def _backend_settings(model: Any, suite: Suite, options: Options) -> tuple[Backe
     full_name = torch.cuda.get_device_name() if device.startswith("cuda") else device
     batch_size = options.batch_size or suite.batch_size
     return BackendSettings(cast(Any, options.backend), dtype, device, batch_size), full_name
-
-
-def _dispatcher(
-    model: Any, tokenizer: Any, settings: BackendSettings, device: str, options: Options
-) -> RequestDispatcher:
-    is_loaded = not isinstance(model, str | Path)
-    use_cache = options.cache and not is_loaded
-    key = cache_key(cast(Path, model), settings, device) if use_cache else {}
-    cache = ResponseCache(options.cache if use_cache else None, key)
-    arguments = model, tokenizer, settings
-    workers = InProcess(*arguments) if options.num_processes == 1 else WorkerPool(options.num_processes, *arguments)
-    return RequestDispatcher(workers, tokenizer, settings, cache, strict=options.strict)
 
 
 def _simple_evaluate(lm: RequestDispatcher, suite: Suite, task: Any, limit: int | None) -> dict[str, Any]:
@@ -268,27 +260,3 @@ def _simple_evaluate(lm: RequestDispatcher, suite: Suite, task: Any, limit: int 
         raise UserError(f"{lm.label}: a template of the task cannot be rendered: {error}") from None
     assert output is not None  # None on other ranks only
     return output
-
-
-def _starts_with_bos(results: ModelResults, tokenizer: Any) -> bool:
-    """Whether prompts start with a BOS token."""
-    prompt = next(iter(results.samples.values()))[0]["arguments"][0][0]
-    tokens = tokenizer(prompt)["input_ids"]
-    return bool(tokens) and tokens[0] == tokenizer.bos_token_id
-
-
-def _reported_settings(suite: Suite, settings: BackendSettings, device: str, limit: int | None) -> dict[str, Any]:
-    return {
-        "versions": {package: metadata.version(package) for package in PACKAGES},
-        "task_versions": {},
-        "num_fewshot": {},
-        "metrics": {task.column: score_keys(task)[0] for task in suite.tasks},
-        "clusters": {},
-        "seeds": suite.seeds.model_dump(),
-        "limit": limit,
-        "batch_size": settings.batch_size,
-        "chat_template": suite.apply_chat_template,
-        "dtype": settings.dtype,
-        "device": device,
-        "backend": settings.backend,
-    }

@@ -60,11 +60,6 @@ def lineage(path: str | Path, on_omitted: OnOmitted = ignore) -> list[Row]:
     return _with_unique_names([(name, model, model) for name, model in _lineage(path, on_omitted)])
 
 
-def starting_rows(start: str, on_omitted: OnOmitted = ignore) -> list[Row]:
-    """Return the rows of the runs behind the starting checkpoint of a training; none if no run trained it."""
-    return lineage(start, on_omitted) if is_local(start) and run_of(local_path(start)) is not None else []
-
-
 def parents(models: Sequence[str | Path]) -> dict[int, int]:
     """Return, for the index of each model that a run trained, that of the model it started from, if that is there."""
     folders = [local_path(model).resolve() for model in models]
@@ -81,8 +76,17 @@ def _lineage(path: str | Path, on_omitted: OnOmitted) -> list[Row]:
     """Return the rows of `lineage`, of which several may have one name."""
     local = local_path(path)
     run = run_of(local)
-    if run is None:
-        return _model_rows(path, on_omitted)
+    if run is None:  # a model or adapter that no run trained
+        on_hub = not is_local(str(path))
+        folder = model_folder(path) if on_hub else local
+        name = str(path).rpartition("/")[2] if on_hub else folder.resolve().name
+        base = base_folder(folder)
+        if base is not None:
+            base_rows = _lineage(base, on_omitted)
+            return [*(base_rows if len(base_rows) > 1 else [("base", base)]), (name, folder)]
+        if not (folder / "config.json").is_file():
+            raise UserError(f"{path}: neither a run folder (run.json) nor a model folder (config.json)")
+        return [(name, folder)]
     if not (run / "model").is_dir():
         raise UserError(f"{path}: {RunFolder(run).why_no_model()}")
     rows: list[Row] = []
@@ -106,29 +110,14 @@ def _lineage(path: str | Path, on_omitted: OnOmitted) -> list[Row]:
     return rows[::-1]
 
 
-def _model_rows(path: str | Path, on_omitted: OnOmitted) -> list[Row]:
-    """Return the rows of a model or adapter that no run trained."""
-    local = local_path(path)
-    on_hub = not is_local(str(path))
-    folder = model_folder(path) if on_hub else local
-    name = str(path).rpartition("/")[2] if on_hub else folder.resolve().name
-    base = base_folder(folder)
-    if base is not None:
-        base_rows = _lineage(base, on_omitted)
-        return [*(base_rows if len(base_rows) > 1 else [("base", base)]), (name, folder)]
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{path}: neither a run folder (run.json) nor a model folder (config.json)")
-    return [(name, folder)]
-
-
 def _with_unique_names(rows: list[_NamedBy]) -> list[Row]:
     """Return the rows; those of one name with the run folder's name or the hub name in parentheses."""
     names = [name for name, _, _ in rows]
-    return [(_with_source(name, model, path) if names.count(name) > 1 else name, model) for name, model, path in rows]
-
-
-def _with_source(name: str, model: Path, path: str | Path) -> str:
-    return f"{name} ({model.parent.resolve().name if is_local(str(path)) else str(path).replace('/', '--')})"
+    unique = []
+    for name, model, path in rows:
+        source = model.parent.resolve().name if is_local(str(path)) else str(path).replace("/", "--")
+        unique.append((f"{name} ({source})" if names.count(name) > 1 else name, model))
+    return unique
 
 
 def run_of(path: Path) -> Path | None:
@@ -139,34 +128,22 @@ def run_of(path: Path) -> Path | None:
     return None
 
 
-def _own_start(run: Path, start: dict[str, Any]) -> Path | None:
-    """Return the start that lies in the run folder itself, which may have been moved or copied; else None."""
-    own = run / "start"
-    recorded = Path(start["path"])
-    matches = recorded.name == "start" and start.get("sha256_or_revision") in (None, fingerprint(str(own)))
-    return own if own.is_dir() and matches else None
-
-
 def _start(run: Path, start: dict[str, Any]) -> tuple[Path, str]:
     """Return (the folder of the starting checkpoint, the reason why it cannot have a row; "" if it can).
 
     For the hub, the folder has the files of the recorded revision.
     """
-    if own := _own_start(run, start):
+    own, path, recorded = run / "start", Path(start["path"]), start.get("sha256_or_revision")
+    # A start in the run folder itself, which may have been moved or copied.
+    if own.is_dir() and path.name == "start" and recorded in (None, fingerprint(str(own))):
         return own, ""
-    path = Path(start["path"])
     try:
         path = path.expanduser()
-        if path.is_dir() or is_local(start["path"]):
-            problem = OVERWRITTEN if path.is_dir() and _was_changed(path, start) else ""
-            return path, problem if path.is_dir() else "is missing"
-        revision = start.get("sha256_or_revision")
-        return Path(huggingface_hub.snapshot_download(start["path"], revision=revision, local_files_only=True)), ""
+        if path.is_dir():  # a revision on the hub does not change
+            is_changed = recorded is not None and is_local(start["path"]) and fingerprint(str(path)) != recorded
+            return path, OVERWRITTEN if is_changed else ""
+        if is_local(start["path"]):
+            return path, "is missing"
+        return Path(huggingface_hub.snapshot_download(start["path"], revision=recorded, local_files_only=True)), ""
     except (OSError, RuntimeError, ValueError):
         return path, "is not on this machine"
-
-
-def _was_changed(folder: Path, start: dict[str, Any]) -> bool:
-    """Whether the weights there differ from the recorded ones; a revision on the hub does not change."""
-    recorded = start.get("sha256_or_revision")
-    return recorded is not None and is_local(start["path"]) and fingerprint(str(folder)) != recorded

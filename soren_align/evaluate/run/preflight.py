@@ -23,7 +23,7 @@ from ..suite.sandbox import rendering
 from ..suite.suites import Suite, SuiteTask
 from ..suite.tasks import Tasks, equal_choices, long_answers, subtasks
 from .backends import MAX_GEN_TOKS, BackendSettings, base_folder, generation_settings, load_tokenizer, model_folder
-from .lineage import OnOmitted, ignore, starting_rows
+from .lineage import OnOmitted, ignore, lineage, run_of
 from .requests import RequestDispatcher, ResponseCache
 from .workers import InProcess
 
@@ -84,7 +84,9 @@ def planned_rows(
 
     tokenizer: of the training, with its chat template. is_adapter: whether an adapter is trained.
     """
-    rows = [saved_row(*row) for row in starting_rows(start, on_omitted)] or [read_row("base", start, revision=revision)]
+    is_trained = is_local(start) and run_of(local_path(start)) is not None
+    earlier = lineage(start, on_omitted) if is_trained else []
+    rows = [saved_row(*row) for row in earlier] or [read_row("base", start, revision=revision)]
     trained = read_row("this run", start, tokenizer, revision)
     return [*rows, replace(trained, is_adapter=is_adapter)]
 

@@ -22,7 +22,7 @@ from ...recipe import Eval, Model, trains_adapter
 from ...run.folder import RunFolder
 from ...run.provenance import commit
 from ..report import tables
-from ..report.results import FORMAT, NAME, POINTS, Results, Row, read_results, refuse_foreign, summary
+from ..report.results import NAME, POINTS, Results, Row, read_results, refuse_foreign, summary
 from ..stats.contamination import Overlaps
 from ..stats.paired import points_json
 from ..stats.significance import compare, compare_pairs, contamination_section, refuse_unlike, unpaired
@@ -98,7 +98,7 @@ def evaluate(
         "commit": commit(),
     }
     results: Results = {
-        "format": FORMAT,
+        "format": 1,
         "title": f"{suite.title}: {shortfall}" if shortfall else suite.title,
         "suite": suite.name,
         "rows": _result_rows(planned, evaluated, suite),

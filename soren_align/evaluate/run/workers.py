@@ -15,7 +15,7 @@ from accelerate.utils.memory import should_reduce_batch_size
 
 from ...core.errors import ResumableError, UserError, as_user_error
 from ...core.silence import silence
-from .backends import BackendSettings, load_lm, run_requests, shut_down
+from .backends import BackendSettings, load_lm, run_requests
 
 Chunk = tuple[str, str, list[tuple]]
 """(key in the cache, kind of request, requests)."""
@@ -42,7 +42,10 @@ class InProcess:
         """Release the model and its memory."""
         if self.lm is None:  # nothing was asked, or all answers were cached
             return
-        shut_down(self.lm)
+        llm: Any = getattr(self.lm, "model", None)
+        if hasattr(llm, "llm_engine"):  # vLLM's engine may be a process of its own
+            # Not every version of vLLM has the first one; the second is of its engine "V1".
+            (getattr(llm, "shutdown", None) or llm.llm_engine.engine_core.shutdown)()
         self.lm = None
         # A vLLM engine, whose memory is 90% of the GPU, is part of cycles: the next one would not find room.
         gc.collect()

@@ -154,22 +154,22 @@ def question_texts(tasks: Mapping[str, Any], limit: int | None = None) -> dict[s
     from ..suite.sandbox import rendering
     from ..suite.tasks import subtasks
 
-    def text_of(task: Any, doc: dict[str, Any]) -> str:
-        # Not lm-eval's own method, which evaluates a template's result as Python, and so fails on ARC's.
-        query = task.config.doc_to_decontamination_query if task.config.should_decontaminate else None
-        if query is None:
-            text = task.doc_to_text(doc)
-        elif callable(query):
-            text = query(doc)
-        else:
-            text = doc[query] if query in doc else utils.apply_template(query, doc)
-        return text if isinstance(text, str) else ""  # a task of several prompts per question has no text
-
+    texts: dict[str, list[str]] = {}
     with silence(), rendering():
-        return {
-            column: [text_of(subtask, doc) for subtask in subtasks(task) for doc in list(subtask.eval_docs)[:limit]]
-            for column, task in tasks.items()
-        }
+        for column, task in tasks.items():
+            docs = [(subtask, doc) for subtask in subtasks(task) for doc in list(subtask.eval_docs)[:limit]]
+            texts[column] = []
+            for subtask, doc in docs:
+                # Not lm-eval's own method, which evaluates a template's result as Python, and so fails on ARC's.
+                query = subtask.config.doc_to_decontamination_query if subtask.config.should_decontaminate else None
+                if query is None:
+                    text = subtask.doc_to_text(doc)
+                elif callable(query):
+                    text = query(doc)
+                else:
+                    text = doc[query] if query in doc else utils.apply_template(query, doc)
+                texts[column].append(text if isinstance(text, str) else "")  # several prompts per question: no text
+    return texts
 
 
 def overlaps_with(

@@ -75,18 +75,20 @@ def cluster_labels(task: SuiteTask, questions: list[tuple[Any, dict[str, Any]]])
     """
     if task.cluster:
         return [cluster_of({"task": each.task_name, "doc": doc}, task.cluster) for each, doc in questions]
+    labels = []
     with silence(), rendering():
-        labels = [digest(_prompt_and_choices(*question)) for question in questions]
+        for each, doc in questions:  # without few-shot examples, which may differ between equal questions
+            if each.OUTPUT_TYPE == "loglikelihood_rolling":
+                content = [each.doc_to_target(doc)]
+            elif each.OUTPUT_TYPE == "multiple_choice":
+                # Of several inputs, as WinoGrande's, the target continues each of them.
+                prompt = each.doc_to_target(doc) if each.multiple_input else each.doc_to_text(doc)
+                content = [prompt, each.doc_to_choice(doc)]
+            else:
+                answer = each.doc_to_target(doc) if each.OUTPUT_TYPE == "loglikelihood" else None
+                content = [each.doc_to_text(doc), answer]
+            labels.append(digest(content))
     return labels if len({*labels}) < len(labels) else None
-
-
-def _prompt_and_choices(task: Any, doc: dict[str, Any]) -> list[Any]:
-    """Return what a question asks, without few-shot examples, which may differ between equal questions."""
-    if task.OUTPUT_TYPE == "loglikelihood_rolling":
-        return [task.doc_to_target(doc)]
-    if task.OUTPUT_TYPE == "multiple_choice":  # of several inputs, as WinoGrande's, the target continues each of them
-        return [task.doc_to_target(doc) if task.multiple_input else task.doc_to_text(doc), task.doc_to_choice(doc)]
-    return [task.doc_to_text(doc), task.doc_to_target(doc) if task.OUTPUT_TYPE == "loglikelihood" else None]
 
 
 def average(scores: list[dict[str, Any]]) -> dict[str, Any]:

@@ -63,26 +63,29 @@ def compare_pairs(pairs: list[tuple[ModelResults, ModelResults]], average: bool)
 def _differences(first: ModelResults, later: ModelResults, average: bool) -> dict[str, dict[str, Any]]:
     """Return the differences of a row, before any correction."""
     reasons = unpaired(first, later)
-    points = {
-        c: Paired(np.subtract(later.points[c], first.points[c]), _clusters(first, c))
-        for c in first.points
-        if c not in reasons
-    }
-    row = {column: _difference([each]) for column, each in points.items()}
-    for column, difference in row.items():
-        if also := _also(first, later, column):
-            difference["also"] = also
+    row, columns = {}, []
+    for column in first.points:
+        if column in reasons:
+            continue
+        columns.append(_paired(first, later, column))
+        row[column], clusters, also = _difference(columns[-1:]), columns[-1].clusters, {}
+        for label, points in first.also_points.get(column, {}).items():
+            each = [np.subtract(b, a) for a, b in zip(points, later.also_points[column][label], strict=True)]
+            if clusters is None or len(each) == 1:
+                also[label] = _difference([Paired(one, clusters) for one in each])
+            else:  # a mean over subjects, each a cluster: its mean is one observation
+                also[label] = _difference([Paired(np.array([one.mean() for one in each]))])
+        if also:
+            row[column]["also"] = also
     if average and not reasons:
-        row["average"] = _resampled(list(points.values()))
+        row["average"] = _resampled(columns)
     return row
 
 
-def difference_on(first: ModelResults, later: ModelResults, column: str, questions: np.ndarray) -> dict[str, Any]:
-    """Return the difference of a column on some of its questions, by their indices; see `compare`, without "p_holm"."""
-    each, clusters = np.subtract(later.points[column], first.points[column]), _clusters(first, column)
-    if clusters is not None:
-        clusters = np.unique(clusters[questions], return_inverse=True)[1]
-    return _difference([Paired(each[questions], clusters)])
+def _paired(first: ModelResults, later: ModelResults, column: str) -> Paired:
+    labels = first.clusters.get(column)
+    clusters = None if labels is None else np.unique(labels, return_inverse=True)[1]
+    return Paired(np.subtract(later.points[column], first.points[column]), clusters)
 
 
 def unpaired(first: ModelResults, later: ModelResults) -> dict[str, str]:
@@ -115,24 +118,6 @@ def refuse_unlike(first: tuple[str, ModelResults], later: tuple[str, ModelResult
             )
 
 
-def _clusters(results: ModelResults, column: str) -> np.ndarray | None:
-    labels = results.clusters.get(column)
-    return None if labels is None else np.unique(labels, return_inverse=True)[1]
-
-
-def _also(first: ModelResults, later: ModelResults, column: str) -> dict[str, dict[str, Any]]:
-    """Return the differences of a column's other scores, by label."""
-    clusters, differences = _clusters(first, column), {}
-    for label, points in first.also_points.get(column, {}).items():
-        each = [np.subtract(b, a) for a, b in zip(points, later.also_points[column][label], strict=True)]
-        if clusters is None or len(each) == 1:
-            columns = [Paired(one, clusters) for one in each]
-        else:  # a mean over subjects, each a cluster: its mean is one observation
-            columns = [Paired(np.array([one.mean() for one in each]))]
-        differences[label] = _difference(columns)
-    return differences
-
-
 def _correct(family: list[dict[str, Any]]) -> None:
     """Add "p_holm" to the differences of one family."""
     for difference, corrected in zip(family, holm([d["p"] for d in family]), strict=True):
@@ -141,14 +126,29 @@ def _correct(family: list[dict[str, Any]]) -> None:
 
 def _difference(columns: list[Paired]) -> dict[str, Any]:
     """Return the mean of the columns' mean differences, by the test that fits their points."""
-    if len(columns) == 1:
-        column = without_equal_clusters(columns[0])
-        if error := _clustered_error(column):
-            return _by_clusters(column, *error)
-        if _is_discrete(column.each):
-            clustered = columns[0].clusters is not None and column.clusters is None
-            return _by_signs(column.each) | ({"num_clusters": len(column.each)} if clustered else {})
-    return _resampled(columns)
+    if len(columns) > 1:
+        return _resampled(columns)
+    column = without_equal_clusters(columns[0])
+    each, value = column.each, column.each.mean()
+    if error_and_degrees := _clustered_error(column):  # Student's t over clusters
+        assert column.clusters is not None
+        error, degrees = error_and_degrees
+        p, margin = 2 * float(t.sf(abs(value) / error, degrees)), t95(degrees) * error
+        result = _percent(value, value - margin, value + margin, max(p, least_p(num_changed(column))))
+        return result | {"num_clusters": int(column.clusters.max()) + 1}
+    if not _is_discrete(each):
+        return _resampled(columns)
+    # A sign test, which for right and wrong answers is McNemar's exact one: a binomial test on the questions that only
+    # one model got right. The interval is Bonett and Price's (2012): the normal one with one more pair for each model,
+    # so that its width stays positive if all questions changed in the same way.
+    won, lost = int((each > 0).sum()), int((each < 0).sum())
+    p = float(binomtest(won, won + lost).pvalue) if won + lost else 1.0
+    n = len(each) + 2
+    middle, total = float(each.sum()) / n, (float(each @ each) + 2) / n
+    margin = Z95 * sqrt((total - middle**2) / n)
+    result = _percent(value, middle - margin, middle + margin, p)
+    is_clustered = columns[0].clusters is not None and column.clusters is None
+    return result | ({"num_clusters": len(each)} if is_clustered else {})
 
 
 def _is_discrete(each: np.ndarray) -> bool:
@@ -156,34 +156,10 @@ def _is_discrete(each: np.ndarray) -> bool:
     return is_right_or_wrong(each) or bool(np.ptp(each) <= EQUAL)
 
 
-def _by_signs(each: np.ndarray) -> dict[str, Any]:
-    """Return a difference with the p of a sign test, which for right and wrong answers is McNemar's exact one: a
-    binomial test on the questions that only one model got right.
-
-    The interval is Bonett and Price's (2012): the normal one with one more pair for each model, so that its width stays
-    positive if all questions changed in the same way.
-    """
-    won, lost = int((each > 0).sum()), int((each < 0).sum())
-    p = float(binomtest(won, won + lost).pvalue) if won + lost else 1.0
-    n = len(each) + 2
-    middle, total = float(each.sum()) / n, (float(each @ each) + 2) / n
-    margin = Z95 * sqrt((total - middle**2) / n)
-    return _percent(each.mean(), middle - margin, middle + margin, p)
-
-
 def _clustered_error(column: Paired) -> tuple[float, float] | None:
     """Return `clustered_error` of a column from `without_equal_clusters`; None if no cluster changed."""
     result = clustered_error(column)
     return result if result and result[0] > 0 else None
-
-
-def _by_clusters(column: Paired, error: float, degrees: float) -> dict[str, Any]:
-    """Return a difference by Student's t over clusters."""
-    assert column.clusters is not None
-    value, margin = column.each.mean(), t95(degrees) * error
-    p = 2 * float(t.sf(abs(value) / error, degrees))
-    result = _percent(value, value - margin, value + margin, max(p, least_p(num_changed(column))))
-    return result | {"num_clusters": int(column.clusters.max()) + 1}
 
 
 def _resampled(columns: list[Paired]) -> dict[str, Any]:
@@ -212,7 +188,7 @@ def _deviations(column: Paired, rng: np.random.Generator) -> np.ndarray:
     n = len(each)
     if _is_discrete(each):
         # Only three values occur: drawing their counts is equivalent, and 600 times faster on MMLU. With the two
-        # additional pairs of _by_signs, for the same reason.
+        # additional pairs of a sign test's interval, for the same reason.
         values, counts = np.unique([-1.0, *each, 1.0], return_counts=True)
         return (rng.multinomial(n + 2, counts / (n + 2), size=RESAMPLES) @ values - each.sum()) / (n + 2)
     means = [each[rng.integers(n, size=(100, n))].mean(axis=1) for _ in range(RESAMPLES // 100)]
@@ -231,10 +207,6 @@ def _percent(value: float, low: float, high: float, p: float) -> dict[str, float
     }
 
 
-# ---
-# The scores of a table without the questions that training examples contain.
-
-
 def contamination_section(overlaps: Overlaps, rows: list[tuple[str, ModelResults]]) -> dict[str, Any]:
     """Return results.json's "contamination": `Overlaps.by_column`, with the scores without the overlapping questions.
 
@@ -243,19 +215,20 @@ def contamination_section(overlaps: Overlaps, rows: list[tuple[str, ModelResults
     row's "differences" but without Holm's correction; if it is compared}.
     """
     section = overlaps.by_column()
+    first = rows[0][1]
     for column, entry in section.items():
-        if 0 < entry["overlapping"] < entry["questions"]:
-            others = np.delete(np.arange(entry["questions"]), entry["indices"])
-            entry["scores"] = _scores(column, others, rows)
+        if not 0 < entry["overlapping"] < entry["questions"]:
+            continue
+        others = np.delete(np.arange(entry["questions"]), entry["indices"])
+        entry["scores"] = {}
+        for name, results in rows:
+            points = np.array(results.points[column])
+            value = 100 * float(points[others].mean())
+            score: dict[str, Any] = {"value": value, "change": value - 100 * float(points.mean())}
+            if results is not first and column not in unpaired(first, results):
+                each, clusters = _paired(first, results, column)
+                if clusters is not None:
+                    clusters = np.unique(clusters[others], return_inverse=True)[1]
+                score["difference"] = _difference([Paired(each[others], clusters)])
+            entry["scores"][name] = score
     return section
-
-
-def _scores(column: str, others: np.ndarray, rows: list[tuple[str, ModelResults]]) -> dict[str, dict[str, Any]]:
-    first, scores = rows[0][1], {}
-    for name, results in rows:
-        points = np.array(results.points[column])
-        value = 100 * float(points[others].mean())
-        scores[name] = {"value": value, "change": value - 100 * float(points.mean())}
-        if results is not first and column not in unpaired(first, results):
-            scores[name]["difference"] = difference_on(first, results, column, others)
-    return scores

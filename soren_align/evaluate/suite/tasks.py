@@ -1,8 +1,12 @@
-"""The tasks of a suite, loaded by lm-eval with their data."""
+"""The tasks of a suite, loaded by lm-eval with their data, which are checked question by question.
+
+Of what lm-eval scores silently: a field that some questions do not have is the text "None" in its templates, a question
+whose key is none of its choices counts as answered wrong, and of equally likely choices the first counts as answered.
+"""
 
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,11 @@ from .suites import Suite, SuiteTask
 
 Tasks = dict[str, Task | Group]
 """By column: a task, or a group of tasks (MMLU's 57 subjects)."""
+SETTINGS = ("doc_to_text", "doc_to_choice", "doc_to_target")
+SPLITS = ("test_split", "validation_split")
+LETTERS = "ABCDEFGHIJ"
+"""Keys of the right choice in many datasets."""
+_FIELD = re.compile(r"\{\{-?\s*([A-Za-z_]\w*)\s*-?\}\}")
 
 
 def load_tasks(
@@ -51,12 +60,7 @@ def load_tasks(
                 except UserError as error:
                     raise UserError(f"{suite.file_of(task)}: {error}") from None
                 except Exception as error:  # anything that lm-eval, datasets or the hub may raise
-                    if missing := _missing_field(suite, task):
-                        raise UserError(missing) from None
-                    reason = _invalid_question(suite, task) or _in_short(error, task)
-                    if suite.data_root is None:
-                        reason += ". Without a network, pass downloaded datasets by --data-root DIR (eval.data_root)"
-                    raise UserError(f"{suite.file_of(task)}: task {task.task} cannot be loaded: {reason}") from error
+                    raise UserError(_reason(suite, task, error)) from error
             _refuse_unusable(suite, task, tasks[task.column], sizes)
     return tasks
 
@@ -88,11 +92,32 @@ def _manager(suite: Suite, folder: Path, cache: Path) -> TaskManager:
         file = suite.file_of(task)
         is_group = "group" in _read(file)
         files = sorted(file.parent.glob("*.yaml")) if is_group else [file]
-        settings: dict[str, Any] = _without_unused_splits(task, files)
+        contents = [_read(each) for each in files]
+        settings: dict[str, Any] = {}
         if task.num_fewshot is not None:
             settings["num_fewshot"] = task.num_fewshot
-        if (data := _data_of(suite, file, files)) is not None:
-            settings |= {"dataset_path": str(data), "dataset_kwargs": {"cache_dir": str(_cache_for(data, cache))}}
+        if not task.num_fewshot and (task.num_fewshot == 0 or not any(c.get("num_fewshot") for c in contents)):
+            # Only the split with the questions is read. Otherwise lm-eval reads the split that few-shot examples would
+            # come from, such as PIQA's train split, and fails without it.
+            unused = ["training_split", "fewshot_split"]
+            if all(content.get("test_split") for content in contents if "task" in content):
+                unused.append("validation_split")
+            settings |= {key: None for key in unused if any(content.get(key) for content in contents)}
+        if (root := suite.data_folder()) is not None:
+            names = {str(content["dataset_path"]) for content in contents if content.get("dataset_path")}
+            if len(names) != 1:
+                raise UserError(
+                    f"{file}: needs one dataset_path, relative to data_root of {suite.path}; found {len(names)}"
+                )
+            data = root / names.pop()
+            if not data.is_dir():
+                raise UserError(f"{file}: there is no dataset folder {data}")
+            # `datasets` identifies a folder by its last name and its README only: with one cache, another folder of the
+            # same layout would get the questions of the first (test_fixtures.py).
+            sizes = [(str(f), f.stat()) for f in sorted(data.rglob("*")) if f.is_file()]
+            version = digest([str(data), [[name, stat.st_size, stat.st_mtime_ns] for name, stat in sizes]])[:16]
+            kwargs = {"cache_dir": str(cache / "datasets" / version)}
+            settings |= {"dataset_path": str(data), "dataset_kwargs": kwargs}
         if is_group:
             members.append(str(file.parent))
             member = {"group": task.task, **settings}
@@ -108,37 +133,6 @@ def _manager(suite: Suite, folder: Path, cache: Path) -> TaskManager:
 def _wrapper(task: SuiteTask) -> str:
     """Return the name of the group that `_manager` makes for a task."""
     return f"suite_{task.task}"
-
-
-def _without_unused_splits(task: SuiteTask, files: list[Path]) -> dict[str, None]:
-    """Return the settings by which lm-eval reads only the split with the questions, if there are no few-shot examples.
-
-    Otherwise it reads the split that examples would come from, such as PIQA's train split, and fails without it.
-    """
-    contents = [_read(file) for file in files]
-    if task.num_fewshot or (task.num_fewshot is None and any(content.get("num_fewshot") for content in contents)):
-        return {}
-    unused = ["training_split", "fewshot_split"]
-    if all(content.get("test_split") for content in contents if "task" in content):
-        unused.append("validation_split")
-    return {key: None for key in unused if any(content.get(key) for content in contents)}
-
-
-def _data_of(suite: Suite, file: Path, files: list[Path]) -> Path | None:
-    """Return the data folder for a task's file; None if its own `dataset_path` is used unchanged.
-
-    files: the task's file, or all files of its group.
-    """
-    root = suite.data_folder()
-    if root is None:
-        return None
-    names = {str(y["dataset_path"]) for y in map(_read, files) if y.get("dataset_path")}
-    if len(names) != 1:
-        raise UserError(f"{file}: needs one dataset_path, relative to data_root of {suite.path}; found {len(names)}")
-    path = root / names.pop()
-    if not path.is_dir():
-        raise UserError(f"{file}: there is no dataset folder {path}")
-    return path
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -161,32 +155,24 @@ def _missing_field(suite: Suite, task: SuiteTask) -> str:
     return missing_field(settings, folder) if folder else ""
 
 
-def _invalid_question(suite: Suite, task: SuiteTask) -> str:
-    """Return the place of a task's first .jsonl line that is no JSON object, with the reason; "" if there is none."""
-    _, folder = _own_data(suite, task)
-    for data in sorted(folder.rglob("*.jsonl")) if folder else ():
-        for number, record in read_records(data):
-            if isinstance(record, InvalidRecord):
-                return f"{data}:{number}: {record.reason}"
-    return ""
-
-
-def _in_short(error: Exception, task: SuiteTask) -> str:
+def _reason(suite: Suite, task: SuiteTask, error: Exception) -> str:
+    """Return why a task cannot be loaded: the place in its data if a question is the cause, else lm-eval's words."""
+    if missing := _missing_field(suite, task):
+        return missing
     first = (str(error).strip().splitlines() or [""])[0]
+    reason = f"{type(error).__name__}: {first}"
     if isinstance(error, KeyError):
-        return f"its data have no split or column {first}, which {task.task} needs"
-    return f"{type(error).__name__}: {first}"
-
-
-def _cache_for(data: Path, cache: Path) -> Path:
-    """Return a cache folder for the current content of a data folder.
-
-    `datasets` identifies a folder by its last name and its README only: with one cache, another folder of the same
-    layout would get the questions of the first (test_fixtures.py).
-    """
-    files = sorted(f for f in data.rglob("*") if f.is_file())
-    content = [[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
-    return cache / "datasets" / digest([str(data), content])[:16]
+        reason = f"its data have no split or column {first}, which {task.task} needs"
+    _, folder = _own_data(suite, task)
+    records = (
+        ((file, *each) for file in sorted(folder.rglob("*.jsonl")) for each in read_records(file)) if folder else ()
+    )
+    invalid = next(((file, number, r) for file, number, r in records if isinstance(r, InvalidRecord)), None)
+    if invalid:
+        reason = f"{invalid[0]}:{invalid[1]}: {invalid[2].reason}"
+    if suite.data_root is None:
+        reason += ". Without a network, pass downloaded datasets by --data-root DIR (eval.data_root)"
+    return f"{suite.file_of(task)}: task {task.task} cannot be loaded: {reason}"
 
 
 def _refuse_unusable(suite: Suite, task: SuiteTask, loaded: Task | Group, sizes: dict[str, int]) -> None:
@@ -216,23 +202,18 @@ def _refuse_unusable(suite: Suite, task: SuiteTask, loaded: Task | Group, sizes:
                 )
 
 
-# ---
-# The fields that a task's templates read, in the data's .jsonl files.
-#
-# A field that no question has is an error of lm-eval without a file or line; of one that some questions do not have,
-# its templates write the text "None", and such a question counts as answered wrong.
-
-SETTINGS = ("doc_to_text", "doc_to_choice", "doc_to_target")
-SPLITS = ("test_split", "validation_split")
-_FIELD = re.compile(r"\{\{-?\s*([A-Za-z_]\w*)\s*-?\}\}")
-
-
 def missing_field(settings: dict[str, Any], folder: Path) -> str:
     """Return the place of the first question without a field that its task needs, and the remedy; "" if there is none.
 
     settings: the task file's, with its includes. folder: of its data.
     """
-    fields = dict(_fields(settings))
+    fields = {}
+    for setting in SETTINGS:
+        template = settings.get(setting)
+        if isinstance(template, str) and "{%" not in template:  # without a condition
+            # A setting without braces is the name of a field, or plain text.
+            is_field = setting != "doc_to_text" and template.isidentifier()
+            fields |= dict.fromkeys([template] if is_field else _FIELD.findall(template), setting)
     split = next((str(settings[key]) for key in SPLITS if settings.get(key)), "")
     if not fields or settings.get("process_docs"):  # which may add fields
         return ""
@@ -253,48 +234,28 @@ def missing_field(settings: dict[str, Any], folder: Path) -> str:
     return ""
 
 
-def _fields(settings: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (field, setting) of the fields that are read without a condition or a default.
-
-    A setting without braces is the name of a field, or plain text.
-    """
-    for setting in SETTINGS:
-        template = settings.get(setting)
-        if not isinstance(template, str) or "{%" in template:
-            continue
-        names = _FIELD.findall(template)
-        if setting != "doc_to_text" and template.isidentifier():
-            names = [template]
-        yield from ((name, setting) for name in names)
-
-
-# ---
-# The choices of multiple-choice questions, the keys of the right ones, and the length of answers to be written.
-#
-# lm-eval counts a question whose key is no choice as answered wrong, and of equally likely choices the first as
-# answered.
-
-
 def refuse_wrong_keys(task: Any, file: Any) -> None:
     """Raises UserError if the key of a question is none of its choices. task: lm-eval's. file: its place."""
+    if task.OUTPUT_TYPE != "multiple_choice" or callable(task.config.process_results):
+        return  # a task's own function may read another field
+    wrong: list[tuple[int, Any, list[Any]]] = []
     with silence(), rendering():
-        wrong = list(_wrong_keys(task))
+        for number, question in enumerate(task.eval_docs, 1):
+            choices = task.doc_to_choice(question)
+            key = task.doc_to_text(question) if task.multiple_input else task.doc_to_target(question)
+            keys = key if isinstance(key, list) else [key]
+            if not all(0 <= one < len(choices) if isinstance(one, int) else one in choices for one in keys):
+                wrong.append((number, key, choices))
     if wrong:
         number, key, choices = wrong[0]
         more = f" (and {len(wrong) - 1:,} more questions)" if len(wrong) > 1 else ""
+        is_letter = isinstance(key, str) and len(key) == 1 and key in LETTERS
+        remedy = f": for {key!r} write {LETTERS.index(key)}" if is_letter else ""
         raise UserError(
             f"{file}: {task.task_name}, question {number}{more}: doc_to_target gives {key!r:.60}, none of its"
             f" {len(choices)} choices ({', '.join(map(repr, choices)):.200}); the key is the number of the right"
-            f" choice, from 0, or its text{_of_letter(key)}"
+            f" choice, from 0, or its text{remedy}"
         )
-
-
-def _of_letter(key: Any) -> str:
-    """The number for a key such as "B", which many datasets have."""
-    letters = "ABCDEFGHIJ"
-    return (
-        f": for {key!r} write {letters.index(key)}" if isinstance(key, str) and len(key) == 1 and key in letters else ""
-    )
 
 
 def equal_choices(task: Any, tokenizer: Any, limit: int | None = None) -> str:
@@ -341,16 +302,3 @@ def long_answers(task: Any, tokenizer: Any, max_tokens: int, limit: int | None =
         f"{len(long):,} of {len(texts):,} right answers are longer than max_gen_toks, {max_tokens} tokens, so that no "
         f"model can give them ({first}); write a larger max_gen_toks into the task's generation_kwargs"
     )
-
-
-def _wrong_keys(task: Any) -> Iterator[tuple[int, Any, list[Any]]]:
-    """Yield (number from 1, key, choices) of each question without a right choice."""
-    if task.OUTPUT_TYPE != "multiple_choice" or callable(task.config.process_results):
-        return  # a task's own function may read another field
-    for number, question in enumerate(task.eval_docs, 1):
-        choices = task.doc_to_choice(question)
-        key = task.doc_to_text(question) if task.multiple_input else task.doc_to_target(question)
-        for each in key if isinstance(key, list) else [key]:
-            if not (0 <= each < len(choices) if isinstance(each, int) else each in choices):
-                yield number, key, choices
-                break
