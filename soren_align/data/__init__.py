@@ -1,22 +1,20 @@
-"""Data: files and hub datasets, validated and converted to TRL's columns, and an account of their tokens."""
+"""Data: files and hub datasets, validated and converted to TRL's columns, and statistics of their tokens."""
 
-from .arrow import dataset_of, iterable_dataset
+from .arrow import dataset_of, has_turns, iterable_dataset
 from .cache import tokenize
-from .encode import BATCH_SIZE, ChatEncoder, drop_reason_of, encode, without_empty_answers
+from .encode import BATCH_SIZE, drop_reason_of, encode, without_empty_answers
 from .masks import FIRST, TRAINED, EncodedExample, LossMasks, Tokens, from_token_columns, token_columns
 from .rendering import template_errors
-from .split import LoadedSplit, has_turns, load_split
-from .stats import Account, account, show_example
-from .stream import Preview, State, Stream, hold_out, mix, open_split, open_stream
-from .templates import check_template, set_template
-from .vocabulary import texts_of, trained_tokenizer, within_vocabulary
+from .split import LoadedSplit, hold_out, load_split, mix
+from .stats import DatasetStats, dataset_stats, show_example
+from .stream import Preview, State, Stream, open_split, open_stream
+from .tokenizer import check_template, set_template, texts_of, trained_tokenizer, within_vocabulary
 
 __all__ = [
     "BATCH_SIZE",
     "FIRST",
     "TRAINED",
-    "Account",
-    "ChatEncoder",
+    "DatasetStats",
     "EncodedExample",
     "LoadedSplit",
     "LossMasks",
@@ -24,9 +22,9 @@ __all__ = [
     "State",
     "Stream",
     "Tokens",
-    "account",
     "check_template",
     "dataset_of",
+    "dataset_stats",
     "drop_reason_of",
     "encode",
     "from_token_columns",

@@ -12,8 +12,8 @@ from datasets.iterable_dataset import ExamplesIterable
 
 from ..core.errors import UserError
 from ..core.silence import quiet_libraries
-from .formats import Example, without_null_keys
-from .tool_calls import OPTIONS
+from ..tasks import OPTIONS
+from .turns import plain_turns
 
 
 def features_of(names: Sequence[str], has_turns: bool) -> Features:
@@ -23,7 +23,7 @@ def features_of(names: Sequence[str], has_turns: bool) -> Features:
     return Features({name: Value("string") if is_text or name in OPTIONS else List(Json()) for name in names})
 
 
-def examples_of(dataset: Dataset) -> Iterator[Example]:
+def examples_of(dataset: Dataset) -> Iterator[dict[str, Any]]:
     """The examples, read without decoding. Raises UserError if the files are damaged."""
     batches: Any = dataset.with_format("arrow").iter(batch_size=1000)
     lists = [name for name, feature in dataset.features.items() if feature == List(Json())]
@@ -52,24 +52,26 @@ def has_turns(dataset: Dataset) -> bool:
 
 
 def concatenated(datasets: Sequence[Dataset]) -> Dataset:
-    """The examples of datasets of one kind, with the same columns for all."""
+    """The examples of datasets of one kind, with the same columns for all: null where there are none, as `load_split`
+    makes them of a file."""
     names = list(dict.fromkeys(name for dataset in datasets for name in dataset.column_names))
+    canonical = []
     with quiet_libraries():
-        return concatenate_datasets([_canonical(dataset, names) for dataset in datasets])
-
-
-def _canonical(dataset: Dataset, names: Sequence[str]) -> Dataset:
-    """The same examples with these columns, null where there are none, as `load_split` makes them of a file."""
-    features = features_of(names, has_turns(dataset))
-    if dataset.features.arrow_schema == features.arrow_schema:
-        return dataset
-    absent = {name: None for name in names if name not in dataset.column_names}
-    return dataset.map(
-        lambda example: without_null_keys(example) | absent,
-        features=features,
-        new_fingerprint=cache_key(dataset._fingerprint, "canonical", list(absent)),
-        load_from_cache_file=True,
-    )
+        for dataset in datasets:
+            features = features_of(names, has_turns(dataset))
+            if dataset.features.arrow_schema != features.arrow_schema:
+                absent = [name for name in names if name not in dataset.column_names]
+                dataset = dataset.map(
+                    lambda example, absent=tuple(absent): (
+                        dict.fromkeys(absent)
+                        | {name: plain_turns(v) if isinstance(v, list) else v for name, v in example.items()}
+                    ),
+                    features=features,
+                    new_fingerprint=cache_key(dataset._fingerprint, "canonical", absent),
+                    load_from_cache_file=True,
+                )
+            canonical.append(dataset)
+        return concatenate_datasets(canonical)
 
 
 def cache_key(*parts: Any) -> str:

@@ -60,13 +60,30 @@ def tokenize(
     root = Path(tempfile.mkdtemp(prefix="soren-align-")) if cache is None else cache / "tokens"
     folder = root / cache_key(dataset._fingerprint, len(dataset), settings, _identity(tokenizer))
     tokens = _load(folder, features, len(dataset))
+
+    def tokens_of(batch: Any) -> dict[str, list[Any]]:
+        columns = token_columns(encode(dict(batch), task, tokenizer, assistant_only_loss, completion_only_loss), task)
+        if on_examples is not None:
+            on_examples(len(columns["left_out"]))
+        return columns
+
     try:
         if tokens is not None:
             os.utime(folder)
             if on_examples is not None:
                 on_examples(len(dataset))
         else:
-            _write(folder, _tables(dataset, settings, tokenizer, features, on_examples), features)
+            with written_whole(folder) as part:
+                dataset.map(
+                    tokens_of,
+                    batched=True,
+                    batch_size=BATCH_SIZE,
+                    remove_columns=dataset.column_names,
+                    features=features,
+                    new_fingerprint=folder.name,
+                    cache_file_name=str(part / _FILE),
+                )
+                shutil.rmtree(folder, ignore_errors=True)  # one that `_load` refused
             tokens = _load(folder, features, len(dataset))
     except OSError as error:
         reason = error.strerror or error
@@ -103,22 +120,6 @@ def _identity(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps([parts, versions], sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _tables(
-    dataset: Dataset,
-    settings: tuple[TaskName, bool, bool],
-    tokenizer: PreTrainedTokenizerBase,
-    features: Features,
-    on_examples: Callable[[int], object] | None,
-) -> Iterator[pa.Table]:
-    task, assistant_only, completion_only = settings
-    for batch in dataset.iter(batch_size=BATCH_SIZE):
-        assert isinstance(batch, dict)
-        columns = token_columns(encode(batch, task, tokenizer, assistant_only, completion_only), task)
-        yield pa.table(columns, schema=features.arrow_schema)
-        if on_examples is not None:
-            on_examples(len(columns["left_out"]))
-
-
 @contextmanager
 def written_whole(folder: Path) -> Iterator[Path]:
     """Yield an empty folder, which is renamed to `folder` when the block has filled it.
@@ -135,14 +136,6 @@ def written_whole(folder: Path) -> Iterator[Path]:
             raise
     finally:
         shutil.rmtree(part, ignore_errors=True)
-
-
-def _write(folder: Path, tables: Iterator[pa.Table], features: Features) -> None:
-    with written_whole(folder) as part:
-        with pa.OSFile(str(part / _FILE), "wb") as sink, pa.ipc.new_stream(sink, features.arrow_schema) as stream:
-            for table in tables:
-                stream.write_table(table)
-        shutil.rmtree(folder, ignore_errors=True)  # one that `_load` refused
 
 
 def _load(folder: Path, features: Features, num_examples: int) -> Dataset | None:

@@ -1,34 +1,45 @@
-"""Records of a local file, one at a time, each with its number in the file.
+"""The records of a split on this machine, one at a time, each with its place: local files, or the standard library.
 
 JSONL is read with the plain json module, line by line: it names an invalid line, needs no memory, and takes about
 two seconds per gigabyte. Compressed files are read without a decompressed copy.
 """
 
+import ast
 import csv
 import gzip
 import hashlib
 import io
 import json
 import os
+import platform
+import sysconfig
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain, count, islice
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..core.errors import UserError
 from ..core.files import CHUNK_BYTES, chunk_digests, chunks_of
-from ..recipe import data_files, data_suffix
+from ..recipe import STDLIB, data_files, data_suffix
 
 MAX_RATIO, MAX_UNCHECKED = 200, 1 << 26
 """A .gz file may hold 200 times its size, or 64 MiB; text is compressed 3 to 10 times, a bomb 1000 times."""
 MAX_LINE = 1 << 28
 """Characters of a line, and of a field of a .csv file."""
+MAX_HASHED = 1 << 30
+"""Bytes of streamed files that are hashed at each start: a second of one core."""
 _TO_UTF_8 = " (a file in Latin-1? convert it: iconv -f LATIN1 -t UTF-8)"
+VALIDATION_SHARE = 0.05
+"""Of the standard library."""
+_LIBRARY_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+"""Names of folders."""
+_TOPICS = "pydoc_data/topics.py"
 
 
 class InvalidRecord(NamedTuple):
@@ -53,7 +64,11 @@ def read_records(file: Path) -> Iterator[tuple[int, dict[str, Any] | InvalidReco
     reader = readers.get(data_suffix(file), _lines if has_lines(file) else _array)
     for number, record in reader(file):
         if not isinstance(record, dict | InvalidRecord):
-            record = InvalidRecord(f"not an object but {_excerpt(record)}")
+            try:
+                excerpt = json.dumps(record, default=str)[:40]
+            except RecursionError:
+                excerpt = "lists within lists"
+            record = InvalidRecord(f"not an object but {excerpt}")
         yield number, record
 
 
@@ -113,13 +128,6 @@ def _bounded_lines(file: Path, stream: Any, first: int = 1) -> Iterator[Any]:
         yield line
 
 
-def _excerpt(value: Any) -> str:
-    try:
-        return json.dumps(value, default=str)[:40]
-    except RecursionError:
-        return "lists within lists"
-
-
 def _lines(file: Path) -> Iterator[tuple[int, Any]]:
     with _open(file) as stream:
         for number, line in enumerate(_bounded_lines(file, stream), start=1):
@@ -158,21 +166,18 @@ def _csv(file: Path) -> Iterator[tuple[int, Any]]:
         rows, number = csv.reader(_bounded_lines(file, stream, 2), delimiter=delimiter, strict=True), 2
         try:
             for row in rows:
-                if row:
-                    yield number, _csv_record(names, row)
+                if row and len(row) != len(names):
+                    yield number, InvalidRecord(f"{len(row)} fields, but {len(names)} columns")
+                elif row:
+                    try:
+                        "".join(row).encode()
+                    except UnicodeEncodeError:
+                        yield number, InvalidRecord(f"not UTF-8{_TO_UTF_8}")
+                    else:
+                        yield number, dict(zip(names, row, strict=True))
                 number = rows.line_num + 2
         except csv.Error as error:
             raise UserError(f"{file}:{number}: not CSV that can be read: {error}") from None
-
-
-def _csv_record(names: list[str], row: list[str]) -> Any:
-    if len(row) != len(names):
-        return InvalidRecord(f"{len(row)} fields, but {len(names)} columns")
-    try:
-        "".join(row).encode()
-    except UnicodeEncodeError:
-        return InvalidRecord(f"not UTF-8{_TO_UTF_8}")
-    return dict(zip(names, row, strict=True))
 
 
 def _array(file: Path) -> Iterator[tuple[int, Any]]:
@@ -193,13 +198,6 @@ def _parquet(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     except (pa.ArrowException, OSError, ValueError, OverflowError) as error:  # ValueError: text that is not UTF-8
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(f"{file}: not a Parquet file that can be read: {reason}") from None
-
-
-# ---
-# The local files of a split: their records in order, and the hashes that identify them.
-
-MAX_HASHED = 1 << 30
-"""Bytes of streamed files that are hashed at each start: a second of one core."""
 
 
 @dataclass(frozen=True)
@@ -290,3 +288,100 @@ class LocalReader:
 def _sha256(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+class Entry(NamedTuple):
+    """An example: where it is, and its content's hash."""
+
+    name: str
+    """`json/decoder.py`, or `pydoc_data/topics.py:assert`."""
+    file: Path
+    sha256: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class StandardLibrary(LocalFiles):
+    """`python:stdlib`: the library of the Python that runs this, as texts: a dataset that every machine has.
+
+    An example is the source of one module, or one topic of `help`, which is English (pydoc_data/topics.py). Tests,
+    installed packages, blank modules and those that are not UTF-8 are left out. A hash of an example's name chooses its
+    split, so that a module stays in its split in every version of Python, and modules of one package can be in both. A
+    module of `validation` with the content of one in `train` is left out; modules that are similar, such as the code
+    pages of `encodings`, are not.
+    """
+
+    split: str
+    entries: tuple[Entry, ...]
+
+    @classmethod
+    def of_split(cls, split: str) -> "StandardLibrary":
+        """Raises UserError if Python has no source of its standard library here."""
+        root = Path(sysconfig.get_path("stdlib"))
+        chosen = entries(root, "train" if split == "train" else "validation")
+        if not chosen:
+            raise UserError(f"{STDLIB}: this Python has no source of its standard library in {root}")
+        return cls({f"{STDLIB}/{entry.name}": entry.file for entry in chosen}, split, chosen)
+
+    def origin(self) -> dict[str, Any]:
+        """For run.json: `split`, `sha256` of names and contents, the Python, and the number of modules and bytes."""
+        contents = [(entry.name, entry.sha256) for entry in self.entries]
+        return {
+            "split": self.split,
+            "sha256": hashlib.sha256(repr(contents).encode()).hexdigest(),
+            "python": platform.python_version(),
+            "num_modules": sum(not entry.name.startswith(_TOPICS) for entry in self.entries),
+            "num_bytes": sum(entry.num_bytes for entry in self.entries),
+        }
+
+    def sampled_origin(self) -> dict[str, Any]:
+        """As `origin`."""
+        return self.origin()
+
+    def of_file(self, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """(place, record) of one example."""
+        _, _, topic = name.partition(f"{_TOPICS}:")
+        file = self.files[name]
+        yield name, {"text": topics(file)[topic] if topic else file.read_text(encoding="utf-8")}
+
+
+@cache
+def entries(root: Path, split: Literal["train", "validation"]) -> tuple[Entry, ...]:
+    """The examples of a split of the standard library at `root`, sorted by name."""
+    if split == "train":
+        return tuple(entry for entry in _all_entries(root) if not is_validation(entry.name))
+    trained = {entry.sha256 for entry in entries(root, "train")}
+    return tuple(e for e in _all_entries(root) if is_validation(e.name) and e.sha256 not in trained)
+
+
+def is_validation(name: str) -> bool:
+    """Whether the example with this name is in the split `validation`."""
+    number = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8])
+    return number < VALIDATION_SHARE * 2**64
+
+
+@cache
+def _all_entries(root: Path) -> tuple[Entry, ...]:
+    texts: list[tuple[str, Path, str]] = []
+    for file in root.rglob("*.py"):
+        name = file.relative_to(root)
+        if _LIBRARY_LEFT_OUT.isdisjoint(name.parts[:-1]) and file.is_file():
+            try:
+                text = file.read_text(encoding="utf-8")
+            except (UnicodeDecodeError, OSError):
+                continue
+            if name.as_posix() == _TOPICS:
+                texts += ((f"{_TOPICS}:{topic}", file, content) for topic, content in topics(file).items())
+            else:
+                texts.append((name.as_posix(), file, text))
+    contents = ((name, file, text.encode()) for name, file, text in sorted(texts) if text.strip())
+    return tuple(Entry(name, file, hashlib.sha256(text).hexdigest(), len(text)) for name, file, text in contents)
+
+
+@cache
+def topics(file: Path) -> dict[str, str]:
+    """The topics of `help` by name; read from the source, without running it."""
+    for statement in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Dict):
+            return ast.literal_eval(statement.value)
+    return {}

@@ -1,6 +1,7 @@
 """The tokens of an example, which of them are trained, their truncation, and their columns in a dataset."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..core.errors import UserError
 from ..tasks import TASKS, TaskName
-from .tool_calls import Turn
+from .turns import EMPTY_ANSWER, Turn, for_template, left_out, prints_nothing
 
 
 class Tokens(NamedTuple):
@@ -69,13 +70,13 @@ def token_columns(examples: Iterable[EncodedExample], task: TaskName) -> dict[st
 
 def from_token_columns(columns: dict[str, list[Any]], task: TaskName) -> Iterator[EncodedExample]:
     """The inverse of `token_columns`."""
-    for *parts, left_out in zip(*(columns[name] for name in (*TASKS[task].token_columns, "left_out")), strict=True):
+    for *parts, kinds in zip(*(columns[name] for name in (*TASKS[task].token_columns, "left_out")), strict=True):
         if task == "sft":
             ids, labels = parts
-            yield EncodedExample((Tokens(ids, [label != -100 for label in labels]),), 0, tuple(left_out))
+            yield EncodedExample((Tokens(ids, [label != -100 for label in labels]),), 0, tuple(kinds))
         else:
             prompt, *answers = parts
-            yield _after(len(prompt), [prompt + answer for answer in answers])._replace(left_out=tuple(left_out))
+            yield _after(len(prompt), [prompt + answer for answer in answers])._replace(left_out=tuple(kinds))
 
 
 def after_prompt(prompt: list[int], sides: list[list[int]]) -> EncodedExample:
@@ -123,41 +124,85 @@ def _split(ids: list[int], positions: list[int], tokenizer: PreTrainedTokenizerB
     return [text[len(before) :] for before, text in zip(["", *texts], texts, strict=False)]
 
 
-# ---
-# The trained tokens of a conversation whose chat template does not mark them, or some of whose turns have weight 0.
-#
-# A conversation is rendered turn by turn: the text up to a turn, with the template's generation prompt, is the prompt
-# of an answer, and the text up to its end adds the answer and its stop token. That holds for templates whose rendering
-# of the first turns does not change as others follow; each example is checked, and others are refused.
-
-Render = Callable[[list[Turn], bool], str]
-"""(turns, whether the generation prompt follows) -> their text."""
 Span = tuple[int, int]
 
 
-class UnstableRenderingError(Exception):
-    """The template renders the first turns of a conversation differently once others follow."""
+class Rendering:
+    """A conversation as its chat template renders it, and the parts of that text that belong to its turns.
 
-
-def answer_spans(turns: list[Turn], text: str, render: Render, stop_tokens: Sequence[str]) -> list[Span]:
-    """The parts of `text` that the model writes as the assistant, each from the prompt to its stop token.
-
-    turns: with weights; answers of weight 0 are left out. text: their rendering. Raises UnstableRenderingError.
+    For templates that do not mark the trained tokens, and turns of weight 0. The text up to a turn, with the template's
+    generation prompt, is the prompt of an answer, and the text up to its end adds the answer and its stop token. That
+    holds for templates whose rendering of the first turns does not change as others follow; each example is checked,
+    and for others UserError is raised.
     """
-    return [
-        (_answer_start(turns[:i], text, render), _without_blanks(text, _turn_end(turns, i, text, render), stop_tokens))
-        for i, turn in enumerate(turns)
-        if turn["role"] == "assistant" and turn.get("weight", 1)
-    ]
 
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, turns: list[Turn], options: dict[str, Any]):
+        """options: keywords of apply_chat_template."""
+        self.tokenizer, self.turns, self.options = tokenizer, turns, options
 
-def untrained_spans(turns: list[Turn], text: str, render: Render) -> list[Span]:
-    """The parts of `text` that belong to turns of weight 0, their headers included. Raises UnstableRenderingError."""
-    return [
-        (_end(turns[:i], text, render) if i else 0, _turn_end(turns, i, text, render))
-        for i, turn in enumerate(turns)
-        if not turn.get("weight", 1)
-    ]
+    def of(self, turns: list[Turn], prompts: bool = False, **options: Any) -> str:
+        """The text of other turns. prompts: whether the generation prompt follows."""
+        how: dict[str, Any] = {"tokenize": False, "add_generation_prompt": prompts, **self.options, **options}
+        return str(self.tokenizer.apply_chat_template(for_template(turns), **how))
+
+    @cached_property
+    def text(self) -> str:
+        """The text of the conversation."""
+        return self.of(self.turns)
+
+    def answer_spans(self) -> list[Span]:
+        """The parts that the model writes as the assistant, each from the prompt to its stop token; without answers of
+        weight 0."""
+        tokenizer: Any = self.tokenizer
+        stop_tokens = tuple(str(token) for token in {tokenizer.eos_token, *tokenizer.added_tokens_encoder} if token)
+        spans = []
+        for i, turn in enumerate(self.turns):
+            if turn["role"] == "assistant" and turn.get("weight", 1):
+                prompt = self._beginning(i, prompts=True)
+                # Some prompts have a <think> that this answer does not have.
+                is_prompt = self.text.startswith(prompt)
+                start = len(prompt) if is_prompt else max(self._end(i), num_shared(prompt, self.text))
+                end = self._end(i + 1)
+                stripped = self.text[:end].rstrip()  # after a stop token the model has stopped
+                spans.append((start, len(stripped) if stripped.endswith(stop_tokens) else end))
+        return spans
+
+    def untrained_spans(self) -> list[Span]:
+        """The parts that belong to turns of weight 0, their headers included."""
+        return [(self._end(i), self._end(i + 1)) for i, turn in enumerate(self.turns) if not turn.get("weight", 1)]
+
+    def left_out(self, trained: list[Turn]) -> list[str]:
+        """The kinds of parts that the template does not print. trained: turns that are, unless their weight is 0."""
+        tools = self.options.get("tools", [])
+        others = (turn.keys() - {"role", "content", "weight"} or turn["role"] == "tool" for turn in self.turns)
+        if not tools and not any(others):
+            return []
+        kinds = left_out(self.turns, tools, lambda turns, tools: self.of(turns, tools=tools or None))
+        is_silent = prints_nothing([turn for turn in trained if turn.get("weight", 1)], kinds)
+        return [*kinds, EMPTY_ANSWER] if is_silent else kinds
+
+    def _end(self, num_turns: int) -> int:
+        """The length of the rendering of the first turns, with which the text starts."""
+        if num_turns in (0, len(self.turns)):
+            return len(self.text) if num_turns else 0
+        beginning = self._beginning(num_turns)
+        if not self.text.startswith(beginning):
+            raise self._unstable()
+        return len(beginning)
+
+    def _beginning(self, num_turns: int, prompts: bool = False) -> str:
+        try:
+            return self.of(self.turns[:num_turns], prompts)
+        except Exception:  # anything that a template raises, such as "a user's turn must follow"
+            raise self._unstable() from None
+
+    def _unstable(self) -> UserError:
+        return UserError(
+            "the chat template renders earlier turns differently once others follow, so that the assistant's tokens of "
+            f"{str(self.turns[-1]['content'])[:60]!r} cannot be identified: name a model.chat_template with "
+            "{% generation %}...{% endgeneration %} around the assistant's turns, or train all tokens: no "
+            "assistant_only_loss and no weights"
+        )
 
 
 def inside(spans: Sequence[Span], offsets: Sequence[Span]) -> list[bool]:
@@ -170,62 +215,12 @@ def inside(spans: Sequence[Span], offsets: Sequence[Span]) -> list[bool]:
     return marks
 
 
-def unstable(example: str) -> UserError:
-    """The error for an example, by the start of its last answer."""
-    return UserError(
-        f"the chat template renders earlier turns differently once others follow, so that the assistant's tokens of "
-        f"{example[:60]!r} cannot be identified: name a model.chat_template with {{% generation %}}...{{% "
-        "endgeneration %} around the assistant's turns, or train all tokens: no assistant_only_loss and no weights"
-    )
-
-
-def _turn_end(turns: list[Turn], i: int, text: str, render: Render) -> int:
-    return len(text) if i + 1 == len(turns) else _end(turns[: i + 1], text, render)
-
-
-def _answer_start(turns: list[Turn], text: str, render: Render) -> int:
-    """The length of the prompt after these turns; some add to it a <think> that this answer does not have."""
-    prompt = _rendering(turns, True, render)
-    if text.startswith(prompt):
-        return len(prompt)
-    return max(_end(turns, text, render), num_shared(prompt, text))
-
-
-def _end(turns: list[Turn], text: str, render: Render) -> int:
-    """The length of the turns' rendering, with which `text` starts."""
-    rendering = _rendering(turns, False, render)
-    if not text.startswith(rendering):
-        raise UnstableRenderingError
-    return len(rendering)
-
-
-def _rendering(turns: list[Turn], prompts: bool, render: Render) -> str:
-    try:
-        return render(turns, prompts)
-    except Exception:  # anything that a template raises, such as "a user's turn must follow"
-        raise UnstableRenderingError from None
-
-
-def _without_blanks(text: str, end: int, stop_tokens: Sequence[str]) -> int:
-    """The end without the white space after a stop token: the model has stopped there."""
-    stripped = text[:end].rstrip()
-    return len(stripped) if stripped.endswith(tuple(stop_tokens)) else end
-
-
-def stop_tokens_of(tokenizer: Any) -> tuple[str, ...]:
-    """The tokens that may end an answer: the tokenizer's eos and added tokens."""
-    return tuple(str(token) for token in {tokenizer.eos_token, *tokenizer.added_tokens_encoder} if token)
-
-
-# ---
-# The loss masks of all examples as a dataset of one column, which is packed as their tokens will be.
-
 TRAINED, FIRST = 1, 2
-"""Bits of a token in the column: the loss includes it; it is the first of its example."""
+"""Bits of a token in the column of `LossMasks`: the loss includes it; it is the first of its example."""
 
 
 class LossMasks:
-    """The masks of examples in the order of their dataset; a byte per token."""
+    """The masks of examples in the order of their dataset, a byte per token: a column, packed as their tokens are."""
 
     def __init__(self) -> None:
         self.masks: list[bytes] = []

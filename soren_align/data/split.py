@@ -1,34 +1,39 @@
-"""One split, from a local file or from the hub, converted to TRL's columns and validated example by example.
+"""Splits, from local files or from the hub, converted to TRL's columns and validated example by example.
 
-Nothing that cannot be trained on passes: all invalid examples are counted and the first few are reported.
+Nothing that cannot be trained on passes: all invalid examples are counted and the first few are reported. Examples of
+loaded splits are then held out (`hold_out`), and several splits made one (`mix`). Both depend only on examples, weights
+and one seed, so that all ranks, and a resumed run, use the same examples.
 """
 
+import hashlib
+import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any, Literal, Protocol
 
-from datasets import Dataset, config
+import numpy as np
+from datasets import Dataset, Features, Value, config
 from datasets.exceptions import DatasetGenerationError
 
-from ..core.errors import UserError
+from ..core.errors import UserError, did_you_mean
 from ..core.silence import quiet_libraries
 from ..recipe import STDLIB, is_local
-from ..tasks import TASKS, TaskName
-from . import files, formats, hub
-from .arrow import cache_key, examples_of, features_of, has_turns
-from .files import LocalFiles
-from .formats import Example, Layout, Names
-from .stdlib import StandardLibrary
-from .tool_calls import OPTIONS
+from ..tasks import OPTIONS, TASKS, TaskName
+from . import formats, hub
+from .arrow import cache_key, concatenated, examples_of, features_of, has_turns
+from .files import InvalidRecord, LocalFiles, StandardLibrary
+from .formats import ColumnMapping, Example, Format
 
 MAX_REPORTED = 5
 """Invalid examples that an error message lists; the others are counted."""
 SAMPLE_SIZE = 50
 """First examples, among which one is taken to recognize the format."""
+_REASON = "reason"
+"""A column beside the examples of a cached file: why an example is dropped."""
 
 
 class SplitConfig(Protocol):
@@ -53,12 +58,18 @@ class SplitConfig(Protocol):
         ...
 
 
+class SourceConfig(SplitConfig, Protocol):
+    """A split and its share; soren_align.recipe.TrainSplit is one."""
+
+    weight: float
+
+
 @dataclass(frozen=True)
 class LoadedSplit:
     """Examples ready for TRL, and their origin."""
 
     dataset: Dataset
-    """With TRL's columns only: see data.columns."""
+    """With TRL's columns only: see data.formats."""
     layout: str
     """Description of the format: "chat messages (like ultrachat_200k)"."""
     num_examples: int
@@ -93,33 +104,38 @@ def load_split(spec: SplitConfig, task: TaskName) -> LoadedSplit:
         raise UserError(f"{spec.path}: limit is {spec.limit}; write 1 or more, or leave it out for all examples")
     with quiet_libraries():
         load = _from_file if is_local(spec.path) else _from_hub
-        dataset, layout, dropped, origin = load(spec, task)
+        dataset, form, dropped, origin = load(spec, task)
     num_examples = len(dataset) + sum(dropped.values())
     notices = ()
     if spec.limit is not None and num_examples < spec.limit:
         notices = (f"{spec.path}: limit is {spec.limit}, but there are only {num_examples} examples; all are used",)
-    source = source_record(spec, origin, layout) | {"num_examples": num_examples}
-    return LoadedSplit(dataset, layout.description, num_examples, dropped, source, notices)
+    source = source_record(spec, origin, form) | {"num_examples": num_examples}
+    return LoadedSplit(dataset, form.description, num_examples, dropped, source, notices)
 
 
-def source_record(spec: SplitConfig, origin: dict[str, Any], layout: Layout) -> dict[str, Any]:
+def source_record(spec: SplitConfig, origin: dict[str, Any], form: Format) -> dict[str, Any]:
     """`LoadedSplit.source` without the number of examples."""
     names = {key: dict(value) for key in ("columns", "roles") if (value := getattr(spec, key))}
-    return {"path": spec.path, **origin, **names, "columns_dropped": list(layout.unused)}
+    return {"path": spec.path, **origin, **names, "columns_dropped": list(form.unused)}
 
 
-def _from_file(spec: SplitConfig, task: TaskName) -> tuple[Dataset, Layout, dict[str, int], dict[str, Any]]:
-    """(dataset, layout, dropped, origin)."""
-    local, layout = local_files(spec, task)
+def _from_file(spec: SplitConfig, task: TaskName) -> tuple[Dataset, Format, dict[str, int], dict[str, Any]]:
+    """(dataset, format, dropped, origin)."""
+    local, form = local_files(spec, task)
     origin = local.origin()
-    numbered = partial(local.numbered, spec.limit)
+    features = features_of(form.outputs, form.has_turns)
     suffixes = [file.suffixes for file in local.files.values()]
-    rules = (spec.bad_examples, spec.mask_history, layout.names)
+    rules = (spec.bad_examples, spec.mask_history, form.mapping)
     key = cache_key(origin["sha256"], suffixes, task, spec.limit, *rules)
+
+    def examples() -> Iterator[Example]:
+        for _, example in checked(local.numbered(spec.limit), form, spec, task, spec.path):
+            is_valid = isinstance(example, dict)
+            yield example | {_REASON: None} if is_valid else dict.fromkeys(form.outputs) | {_REASON: example}
+
     try:
-        examples = partial(_examples, numbered, layout, task, spec.path, spec.bad_examples)
-        features = features_of(layout.outputs, layout.has_turns)
-        dataset = Dataset.from_generator(examples, features=features, fingerprint=key)
+        cached = Features(features | {_REASON: Value("string")})
+        dataset = Dataset.from_generator(examples, features=cached, fingerprint=key)
     except (DatasetGenerationError, OSError) as error:
         cause = error.__cause__ if isinstance(error, DatasetGenerationError) else error
         if isinstance(cause, UserError):
@@ -128,125 +144,122 @@ def _from_file(spec: SplitConfig, task: TaskName) -> tuple[Dataset, Layout, dict
             raise
         folder = config.HF_DATASETS_CACHE
         raise UserError(f"{spec.path}: cannot be cached in {folder} (HF_DATASETS_CACHE): {cause}") from None
-    return dataset, layout, count_dropped(numbered(), layout, spec), origin
+    assert isinstance(dataset, Dataset)
+    reasons = dataset[_REASON][:]
+    dataset = dataset.remove_columns(_REASON)
+    if dropped := [reason for reason in reasons if reason is not None]:
+        dataset = dataset.select([i for i, reason in enumerate(reasons) if reason is None])
+    return dataset, form, count_alike(dropped), origin
 
 
-def local_files(spec: SplitConfig, task: TaskName) -> tuple[LocalFiles, Layout]:
-    """The files of a split, and their layout. Raises UserError if there are none, or of different layouts."""
+def local_files(spec: SplitConfig, task: TaskName) -> tuple[LocalFiles, Format]:
+    """The files of a split, and their format. Raises UserError if there are none, or of different formats."""
     for key in ("revision", "name"):
         if value := getattr(spec, key):
             raise UserError(f"{spec.path}: is no dataset of the hub and has no {key} '{value}'; leave {key} out")
     local = StandardLibrary.of_split(spec.split) if spec.path == STDLIB else LocalFiles.at(spec.path)
-    return local, _common_layout({n: layout_of(s, spec, task, n) for n, s in local.samples(SAMPLE_SIZE)})
-
-
-def _common_layout(layouts: Mapping[str, Layout]) -> Layout:
-    """The layout of all files. Raises UserError if they have different ones."""
-    (name, first), *others = layouts.items()
-    for other, layout in others:
-        if (layout.read, layout.outputs) != (first.read, first.outputs):
+    (name, first), *others = [(n, format_of(s, spec, task, n)) for n, s in local.samples(SAMPLE_SIZE)]
+    for other, form in others:
+        if (form.read, form.outputs) != (first.read, first.outputs):
             raise UserError(
-                f"{name} has {first.description}, {other} {layout.description}: name the files of one kind, such as "
+                f"{name} has {first.description}, {other} {form.description}: name the files of one kind, such as "
                 "train*.jsonl, or write several splits"
             )
-    unused = dict.fromkeys(column for layout in layouts.values() for column in layout.unused)
-    return first._replace(unused=tuple(unused))
+    unused = dict.fromkeys(column for form in (first, *(form for _, form in others)) for column in form.unused)
+    return local, first._replace(unused=tuple(unused))
 
 
-def _from_hub(spec: SplitConfig, task: TaskName) -> tuple[Dataset, Layout, dict[str, int], dict[str, Any]]:
-    """(dataset, layout, dropped, origin)."""
+def _from_hub(spec: SplitConfig, task: TaskName) -> tuple[Dataset, Format, dict[str, int], dict[str, Any]]:
+    """(dataset, format, dropped, origin). Examples that are as TRL takes them are not copied."""
     place = f"{spec.path} ({spec.split})" if spec.name is None else f"{spec.path} ({spec.name}, {spec.split})"
     dataset, revision = hub.fetch(spec.path, spec.split, spec.revision, spec.name)
     if spec.limit is not None:
         dataset = dataset.select(range(min(spec.limit, len(dataset))))
     first = dataset.select(range(min(SAMPLE_SIZE, len(dataset))))
-    layout = layout_of(examples_of(first), spec, task, place)
-    dataset = dataset.select_columns(layout.columns_read)
-
-    def numbered() -> Iterator[tuple[str, Any]]:
-        for number, example in enumerate(examples_of(dataset), start=1):
-            yield f"{place} record {number}", example
-
-    valid = valid_examples(numbered, layout, task, place, spec.bad_examples)
-    num_changed = sum(converted != record for record, converted in valid)
-    dropped = count_dropped(numbered(), layout, spec)
+    form = format_of(examples_of(first), spec, task, place)
+    dataset = dataset.select_columns(form.columns_read)
+    numbered = ((f"{place} record {i}", example) for i, example in enumerate(examples_of(dataset), start=1))
+    is_changed, reasons, valid = form.columns_read != list(form.outputs), [], []
+    for i, (record, example) in enumerate(checked(numbered, form, spec, task, place)):
+        if isinstance(example, str):
+            reasons.append(example)
+        else:
+            is_changed |= example != record
+            valid.append(i)
+    if reasons:
+        dataset = dataset.select(valid)
+    if is_changed:  # written once into the datasets cache
+        dataset = dataset.map(
+            partial(formats.read_example, form=form),
+            remove_columns=dataset.column_names,
+            features=features_of(form.outputs, form.has_turns),
+            new_fingerprint=cache_key(dataset._fingerprint, form.description, form.mapping, form.mask_history),
+            load_from_cache_file=True,
+        )
     origin = {"split": spec.split, "revision": revision} | ({"name": spec.name} if spec.name else {})
-    if dropped:
-        indices = [i for i, (_, example) in enumerate(numbered()) if not isinstance(read(example, layout), str)]
-        dataset = dataset.select(indices)
-    is_unchanged = num_changed == 0 and not layout.is_renamed
-    return dataset if is_unchanged else _converted(dataset, layout), layout, dropped, origin
+    return dataset, form, count_alike(reasons), origin
 
 
-def layout_of(examples: Iterable[Any], spec: SplitConfig, task: TaskName, place: str) -> Layout:
+def format_of(examples: Iterable[Any], spec: SplitConfig, task: TaskName, place: str) -> Format:
     """Recognized by the first object, or a later one without empty columns. Raises UserError if there is none."""
-    names = Names.of(spec.columns, spec.roles)
+    mapping = ColumnMapping.of(spec.columns, spec.roles)
     objects = list(islice((example for example in examples if isinstance(example, dict)), SAMPLE_SIZE))
     if not objects:
         return formats.recognize(dict.fromkeys(TASKS[task].columns), task, place)
-    names.refuse_missing({column: None for example in objects for column in example}, place)
-    complete = (example for example in objects if None not in example.values())
-    example = next(complete, objects[0])
+    columns = {column: None for example in objects for column in example}
+    for ours, theirs in mapping.columns.items():
+        if theirs not in columns:
+            hint = did_you_mean(theirs, columns)
+            raise UserError(f"{place}: columns.{ours} is '{theirs}', and the columns are {', '.join(columns)}{hint}")
+    example = next((example for example in objects if None not in example.values()), objects[0])
     for column in (spec.columns.get(name, name) for name in OPTIONS):  # often only some examples have tools
         value = next((other[column] for other in objects if other.get(column)), None)
         example = example if value is None or column in example else {**example, column: value}
-    layout = formats.recognize(example, task, place, names)
-    return layout._replace(mask_history=spec.mask_history)
+    return formats.recognize(example, task, place, mapping)._replace(mask_history=spec.mask_history)
 
 
-def valid_examples(
-    numbered: Callable[[], Iterable[tuple[str, Any]]], layout: Layout, task: TaskName, place: str, bad_examples: str
-) -> Iterator[tuple[Any, Example]]:
-    """Every valid record, and its example in TRL's columns.
+def checked(
+    numbered: Iterable[tuple[str, Any]], form: Format, spec: SplitConfig, task: TaskName, place: str
+) -> Iterator[tuple[Any, Example | str]]:
+    """Each record, and its example in TRL's columns; or, as text, why it cannot be trained on.
 
-    At the end raises UserError if there is none, or an invalid one to refuse.
-
-    numbered: returns (place, record) pairs.
+    At the end raises UserError if no example is valid, or one that is not is to be refused. numbered: (place, record)
+    pairs.
     """
     reported: list[str] = []
     num_examples = num_invalid = 0
-    for record_place, record in numbered():
+    for record_place, record in numbered:
         num_examples += 1
-        example = read(record, layout)
-        if not isinstance(example, str):
-            yield record, example
-        else:
+        example = read(record, form)
+        if isinstance(example, str):
             num_invalid += 1
             if num_invalid <= MAX_REPORTED:
-                reported.append(f"  {record_place}: {example}{_columns_of(record) * example.startswith('no ')}")
+                found = ""
+                if example.startswith("no ") and isinstance(record, dict):  # a column, which may have another name
+                    columns = ", ".join(str(key) for key, value in record.items() if value is not None)
+                    found = f"; found {columns[:200]}" * bool(columns)
+                reported.append(f"  {record_place}: {example}{found}")
+        yield record, example
     if num_examples == 0:
         raise UserError(f"{place}: has no examples")
-    if num_invalid == num_examples or (num_invalid > 0 and bad_examples == "refuse"):
+    if num_invalid == num_examples or (num_invalid > 0 and spec.bad_examples == "refuse"):
         more = [f"  and {num_invalid - MAX_REPORTED} more"] if num_invalid > MAX_REPORTED else []
         remedy = " (fix them, or write bad_examples: drop beside the path)" if num_invalid < num_examples else ""
         head = f"{place}: {num_invalid} of {num_examples} examples cannot be used for {task}{remedy}:"
         raise UserError(head, *reported, *more)
 
 
-def _columns_of(record: Any) -> str:
-    """The columns of a record that lacks one, which may be there by another name."""
-    columns = [str(key) for key, value in record.items() if value is not None] if isinstance(record, dict) else []
-    return f"; found {', '.join(columns)[:200]}" if columns else ""
-
-
-def _examples(*args: Any) -> Iterator[Example]:
-    return (example for _, example in valid_examples(*args))
-
-
-def read(record: Any, layout: Layout) -> Example | str:
+def read(record: Any, form: Format) -> Example | str:
     """The record in TRL's columns; or, as text, why it cannot be trained on."""
-    return record.reason if isinstance(record, files.InvalidRecord) else formats.read_example(record, layout)
+    return record.reason if isinstance(record, InvalidRecord) else formats.read_example(record, form)
 
 
-def count_dropped(numbered: Iterable[tuple[str, Any]], layout: Layout, spec: SplitConfig) -> dict[str, int]:
-    """The number of invalid examples by reason; counted again for each load, as a cached dataset has no such record."""
-    if spec.bad_examples == "refuse":
-        return {}
-    results = (read(record, layout) for _, record in numbered)
-    reasons = Counter(result for result in results if isinstance(result, str))
-    alike = Counter(map(without_indices, reasons))
+def count_alike(reasons: Iterable[str]) -> dict[str, int]:
+    """The number of invalid examples by reason; those that differ in indices of turns are one."""
+    by_reason = Counter(reasons)
+    alike = Counter(map(without_indices, by_reason))
     counts: Counter[str] = Counter()
-    for reason, number in reasons.items():
+    for reason, number in by_reason.items():
         counts[reason if alike[without_indices(reason)] == 1 else without_indices(reason)] += number
     return dict(counts.most_common())
 
@@ -257,12 +270,100 @@ def without_indices(reason: str) -> str:
     return re.sub(r"\[\d+\]", lambda _: next(letters), reason)
 
 
-def _converted(dataset: Dataset, layout: Layout) -> Dataset:
-    """The valid examples of a hub dataset in TRL's columns; written once into the datasets cache."""
-    return dataset.map(
-        partial(formats.read_example, layout=layout),
-        remove_columns=dataset.column_names,
-        features=features_of(layout.outputs, layout.has_turns),
-        new_fingerprint=cache_key(dataset._fingerprint, layout.description, layout.names, layout.mask_history),
-        load_from_cache_file=True,
+# Held-out examples are chosen by a hash of each. The choice depends on an example's content alone: it is the same
+# wherever the example stands, whatever the other examples and the seed are, and a larger fraction holds out the
+# examples of a smaller one too. A number is the fraction that has so many examples: as the data grows, examples return
+# to training, and none is held out that was trained on.
+
+
+def hold_out(
+    splits: Sequence[LoadedSplit], fraction: float | None = None, examples: int | None = None
+) -> tuple[list[LoadedSplit], LoadedSplit]:
+    """(the splits without the held-out examples, these examples of all splits).
+
+    fraction: of each split, about; or examples: of all, those first by `position`, fewer where equal ones would be on
+    both sides. Raises UserError if no example is held out, or all are of one split.
+    """
+    refuse_other_kinds(splits)
+    key, number = ("fraction", fraction) if fraction is not None else ("examples", examples)
+    positions = [np.array([position(example) for example in examples_of(split.dataset)]) for split in splits]
+    total = sum(map(len, positions))
+    if examples is not None and examples >= total:
+        raise UserError(f"data.eval.examples: {examples} are all of {total} examples; write a smaller number")
+    end = fraction if examples is None else np.sort(np.concatenate(positions))[examples]
+    remaining, chosen = [], []
+    for split, own in zip(splits, positions, strict=True):
+        is_held_out = own < end
+        num_held_out = int(is_held_out.sum())
+        if is_held_out.all():
+            raise UserError(f"data.eval.{key}: {number:g} holds out all examples of {split.name}; write a smaller one")
+        chosen.append(split.dataset.select(np.flatnonzero(is_held_out)))
+        dataset = split.dataset.select(np.flatnonzero(~is_held_out))
+        source = {**split.source, "num_held_out": num_held_out}
+        remaining.append(replace(split, dataset=dataset, num_examples=split.num_examples - num_held_out, source=source))
+    dataset = concatenated(chosen)
+    if len(dataset) == 0:
+        reason = "" if examples is None else ": more are equal, and equal ones stay on one side"
+        raise UserError(f"data.eval.{key}: {number:g} holds out none of {total} examples{reason}; write a larger one")
+    names, layouts = (" + ".join(split.name for split in splits), dict.fromkeys(split.layout for split in splits))
+    source = {"path": names, "split": "held out", key: number, "num_examples": len(dataset)}
+    return remaining, LoadedSplit(dataset, "; ".join(layouts), len(dataset), {}, source)
+
+
+def position(example: Example) -> float:
+    """A number in [0, 1), uniform over examples: the first 53 bits of the SHA-256 of an example in TRL's columns."""
+    # No tools are as without the column.
+    example = {column: value for column, value in example.items() if value is not None}
+    text = json.dumps(example, sort_keys=True, ensure_ascii=False)
+    return (int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 11) / 2**53
+
+
+def mix(splits: Sequence[LoadedSplit], configs: Sequence[SourceConfig], seed: int) -> LoadedSplit:
+    """The examples of all sources, shuffled: each `weight` times, a fraction by sampling without replacement.
+
+    configs: of `splits`. A single source of weight 1 is returned unchanged. Raises UserError if only some
+    of the sources have turns, or texts have different columns, or a weight leaves no example of one.
+    """
+    if len(splits) == 1 and configs[0].weight == 1:
+        return splits[0]
+    refuse_other_kinds(splits)
+    names = [split.name for split in splits]
+    generator = np.random.default_rng(seed)
+    samples = []  # of each split the indices of its examples
+    for split, source in zip(splits, configs, strict=True):
+        number, repeats = len(split.dataset), int(source.weight)
+        fraction = generator.permutation(number)[: round((source.weight - repeats) * number)]
+        samples.append(np.concatenate([np.tile(np.arange(number), repeats), fraction]))
+    for name, source, sample in zip(names, configs, samples, strict=True):
+        if len(sample) == 0:
+            raise UserError(
+                f"data.train: a weight of {source.weight:g} leaves no example of {name}; write a larger one, or leave "
+                "the source out"
+            )
+    starts = np.cumsum([0, *(len(split.dataset) for split in splits[:-1])])
+    order = generator.permutation(sum(map(len, samples)))
+    indices = np.concatenate([start + sample for start, sample in zip(starts, samples, strict=True)])[order]
+    source_indices = np.repeat(np.arange(len(samples)), [len(sample) for sample in samples])[order]
+    sources = [
+        {**s.source, "layout": s.layout, "dropped": s.dropped, "weight": source.weight, "num_sampled": len(sample)}
+        for source, s, sample in zip(configs, splits, samples, strict=True)
+    ]
+    return LoadedSplit(
+        dataset=concatenated([split.dataset for split in splits]).select(indices),
+        layout="; ".join(dict.fromkeys(split.layout for split in splits)),
+        num_examples=len(indices) + sum(sum(split.dropped.values()) for split in splits),
+        dropped=dict(sum((Counter(split.dropped) for split in splits), Counter())),
+        source={"path": " + ".join(names), "seed": seed, "num_examples": len(indices), "sources": sources},
+        notices=tuple(notice for split in splits for notice in split.notices),
+        source_indices=tuple(source_indices.tolist()),
     )
+
+
+def refuse_other_kinds(splits: Sequence[LoadedSplit]) -> None:
+    """Raise UserError if only some of the sources have turns, or texts have different columns."""
+    columns = [", ".join(split.dataset.column_names) for split in splits]
+    if other := next((i for i, split in enumerate(splits) if split.kind != splits[0].kind), None):
+        raise UserError(
+            f"data.train: {splits[0].name} has {splits[0].layout} ({columns[0]}) and {splits[other].name} "
+            f"{splits[other].layout} ({columns[other]}): texts do not mix with others; train on one kind"
+        )

@@ -1,9 +1,9 @@
-"""The account of a dataset: examples kept and dropped, tokens in total and trained, and one example as text."""
+"""Statistics of a dataset: examples kept and dropped, tokens in total and trained, and one example as text."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,11 +15,14 @@ from ..core.errors import printable
 from ..run.record import describe_truncation
 from ..tasks import TASKS, TaskName
 from .encode import BATCH_SIZE, encode
-from .masks import EncodedExample, LossMasks, ends_in_trained_stop, text_spans
+from .masks import LossMasks, ends_in_trained_stop, text_spans
+
+HEAD, TAIL = 600, 200
+"""Characters of a long text that are shown."""
 
 
 @dataclass(frozen=True)
-class Account:
+class DatasetStats:
     """Numbers of a dataset's examples and tokens, as TRL will train on them."""
 
     task: TaskName
@@ -55,7 +58,7 @@ class Account:
         return describe_truncation(self.num_truncated, self.num_truncated_tokens, self.num_tokens)
 
 
-def account(
+def dataset_stats(
     dataset: Dataset,
     task: TaskName,
     tokenizer: PreTrainedTokenizerBase,
@@ -66,8 +69,8 @@ def account(
     source_indices: Sequence[int] = (),
     on_examples: Callable[[int], object] | None = None,
     masks: LossMasks | None = None,
-) -> Account:
-    """The account of a dataset from `load_split`, computed without a model.
+) -> DatasetStats:
+    """Statistics of a dataset from `load_split`, computed without a model.
 
     tokenizer: with the template and eos of the training; not modified.
     max_length: TRL's, None for no truncation. With packing pass None: TRL then drops no example, and truncates by
@@ -80,101 +83,74 @@ def account(
     tokenizer = deepcopy(tokenizer)
     # Too long examples are counted below; the tokenizer would only warn about the first.
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
-    sums = _Sums(task, tokenizer, max_length)
+    # GPT-2's unk_token is its eos_token, which examples have anyway.
+    unknown_id: Any = tokenizer.unk_token_id
+    counts_unknown = unknown_id not in (None, tokenizer.eos_token_id, tokenizer.bos_token_id)
+    lengths: list[int] = []
+    dropped: Counter[str] = Counter()
+    left_out: Counter[str] = Counter()
+    num_kept: Counter[int] = Counter()  # by source
+    sums: Counter[str] = Counter()
+    max_id, has_stop, first = -1, False, []
     for batch in dataset.iter(batch_size=BATCH_SIZE):
         assert isinstance(batch, dict)
-        num_before = len(sums.lengths)
+        num_before = len(lengths)
         for example in encode(batch, task, tokenizer, assistant_only_loss, completion_only_loss):
-            source = source_indices[len(sums.lengths)] if source_indices else 0
-            sums.num_kept[source] += sums.add(example)
+            source = source_indices[len(lengths)] if source_indices else 0
+            lengths.append(example.length)
             if masks is not None:
                 masks.add(example.sides[0].trained)
+            if reason := example.drop_reason(max_length):
+                dropped[reason] += 1
+                continue
+            num_kept[source] += 1
+            left_out.update(example.left_out)
+            sides = [side.truncated(max_length) for side in example.sides]
+            num_tokens, num_all = (sum(len(side.ids) for side in s) for s in (sides, example.sides))
+            sums["truncated"] += max_length is not None and example.length > max_length
+            sums["truncated tokens"] += num_all - num_tokens
+            sums["tokens"] += num_tokens
+            sums["trained"] += sum(sum(side.trained) for side in sides)
+            if counts_unknown:
+                sums["unknown"] += sum(side.ids.count(unknown_id) for side in example.sides)
+            max_id = max(max_id, *(max(side.ids, default=-1) for side in sides))
+            if not has_stop and len(sides[0].ids) == len(example.sides[0].ids):
+                has_stop = ends_in_trained_stop(sides[0], tokenizer)
+            first = first or text_spans(sides, example.num_prompt, tokenizer)
         if on_examples is not None:
-            on_examples(len(sums.lengths) - num_before)
-    if not source_indices:
-        return sums.account()
-    num_kept = tuple(sums.num_kept[source] for source in range(max(source_indices) + 1))
-    return replace(sums.account(), num_kept_by_source=num_kept)
+            on_examples(len(lengths) - num_before)
+    percentiles = np.percentile(lengths or [0], (50, 90, 99), method="inverted_cdf")
+    num_sources = max(source_indices) + 1 if source_indices else 0
+    return DatasetStats(
+        task=task,
+        num_examples=len(lengths),
+        num_kept=num_kept.total(),
+        dropped=dict(dropped),
+        num_truncated=sums["truncated"],
+        lengths=dict(zip(("p50", "p90", "p99", "max"), (*map(int, percentiles), max(lengths or [0])), strict=True)),
+        num_tokens=sums["tokens"],
+        num_trained_tokens=sums["trained"],
+        trained_share=sums["trained"] / max(1, sums["tokens"]),
+        example=first,
+        stop_token_trained=has_stop,
+        num_kept_by_source=tuple(num_kept[source] for source in range(num_sources)),
+        num_truncated_tokens=sums["truncated tokens"],
+        num_left_out=dict(left_out),
+        num_unknown_tokens=sums["unknown"],
+        max_token_id=max_id,
+    )
 
 
-class _Sums:
-    """Running sums over examples."""
-
-    def __init__(self, task: TaskName, tokenizer: PreTrainedTokenizerBase, max_length: int | None):
-        self.task: TaskName = task
-        self.tokenizer = tokenizer
-        self.max_length = max_length
-        self.lengths: list[int] = []
-        self.dropped: Counter[str] = Counter()
-        self.left_out: Counter[str] = Counter()
-        self.num_kept: Counter[int] = Counter()  # by source
-        # GPT-2's unk_token is its eos_token, which examples have anyway.
-        ends = (tokenizer.eos_token_id, tokenizer.bos_token_id)
-        unknown: Any = tokenizer.unk_token_id
-        self.unknown: int | None = None if unknown in ends else unknown
-        self.num_unknown = 0
-        self.max_id = -1
-        self.num_truncated = self.num_truncated_tokens = self.num_tokens = self.num_trained = 0
-        self.example: list[tuple[str, bool]] = []
-        self.stop_token_trained = False
-
-    def add(self, example: EncodedExample) -> bool:
-        """Count an example; returns whether it is kept."""
-        self.lengths.append(example.length)
-        if reason := example.drop_reason(self.max_length):
-            self.dropped[reason] += 1
-            return False
-        self.left_out.update(example.left_out)
-        sides = [side.truncated(self.max_length) for side in example.sides]
-        self.num_truncated += self.max_length is not None and example.length > self.max_length
-        self.num_tokens += sum(len(side.ids) for side in sides)
-        self.max_id = max(self.max_id, *(max(side.ids, default=-1) for side in sides))
-        self.num_truncated_tokens += sum(len(side.ids) for side in example.sides) - sum(len(side.ids) for side in sides)
-        if self.unknown is not None:
-            self.num_unknown += sum(side.ids.count(self.unknown) for side in example.sides)
-        self.num_trained += sum(sum(side.trained) for side in sides)
-        if not self.stop_token_trained and len(sides[0].ids) == len(example.sides[0].ids):
-            self.stop_token_trained = ends_in_trained_stop(sides[0], self.tokenizer)
-        if not self.example:
-            self.example = text_spans(sides, example.num_prompt, self.tokenizer)
-        return True
-
-    def account(self) -> Account:
-        lengths = self.lengths or [0]
-        percentiles = np.percentile(lengths, (50, 90, 99), method="inverted_cdf")
-        return Account(
-            task=self.task,
-            num_examples=len(self.lengths),
-            num_kept=len(self.lengths) - self.dropped.total(),
-            dropped=dict(self.dropped),
-            num_truncated=self.num_truncated,
-            lengths=dict(zip(("p50", "p90", "p99", "max"), (*map(int, percentiles), max(lengths)), strict=True)),
-            num_tokens=self.num_tokens,
-            num_trained_tokens=self.num_trained,
-            trained_share=self.num_trained / max(1, self.num_tokens),
-            example=self.example,
-            stop_token_trained=self.stop_token_trained,
-            num_truncated_tokens=self.num_truncated_tokens,
-            num_left_out=dict(self.left_out),
-            num_unknown_tokens=self.num_unknown,
-            max_token_id=self.max_id,
-        )
-
-
-def show_example(account: Account, color: bool = True) -> Text:
+def show_example(stats: DatasetStats, color: bool = True) -> Text:
     """The example for the terminal: trained text in green, or in [[double brackets]] without color."""
     shown = Text()
-    answers = TASKS[account.task].answers
+    answers = TASKS[stats.task].answers
     names = ("prompt", *answers) if answers else ()
-    for i, (text, trained) in enumerate(account.example):
+    for i, (text, trained) in enumerate(stats.example):
         if names:
             shown.append(("\n" if i else "") + names[i] + "\n", style="bold")
-        text = _shortened(printable(text))
+        text = printable(text)
+        if len(text) > HEAD + TAIL:
+            text = f"{text[:HEAD]} ... {len(text) - HEAD - TAIL} characters ... {text[-TAIL:]}"
         shown.append(f"[[{text}]]" if trained and not color else text, style="green" if trained else "dim")
     return shown
-
-
-def _shortened(text: str, head: int = 600, tail: int = 200) -> str:
-    if len(text) <= head + tail:
-        return text
-    return f"{text[:head]} ... {len(text) - head - tail} characters ... {text[-tail:]}"

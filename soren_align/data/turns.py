@@ -1,20 +1,34 @@
-"""Problems of conversations, preference pairs and texts, as messages. Pure functions."""
+"""Turns of conversations: read from their many forms, checked, and rendered. Pure functions.
+
+A turn has OpenAI's form: role, content, and some have tool_calls, name and tool_call_id, reasoning, or a weight.
+Arguments of calls and tools are JSON texts here, in which any schema fits one Arrow column and every number is exact;
+`for_template` parses them, as chat templates expect objects. A problem is a message; None where there is none.
+"""
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Any
 
-from .tool_calls import call_problem, id_problem, with_calls
+from transformers import PreTrainedTokenizerBase
+
+from ..tasks import OPTIONS
 
 ROLES = ("system", "user", "assistant", "tool")
 ALIASES = {"human": "user", "prompter": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
 ALIASES |= {"model": "assistant", "ai": "assistant", "developer": "system"}
 ALIASES |= {"observation": "tool", "function": "tool", "ipython": "tool", "tool_response": "tool"}
 ALIASES |= {"function_call": "tool_call"}
-"""Other names of the roles; tool_call: the assistant's calls as text, see `tool_calls.with_calls`."""
-SPEAKER = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
+"""Other names of the roles; tool_call: the assistant's calls as text, see `with_known_keys`."""
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Keys of an assistant's reasoning. transformers gives a template whichever it reads."""
+EMPTY_ANSWER = "all of an answer"
+"""The kind of `left_out` parts that leave nothing of a trained answer."""
+_SPEAKER = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
 """Starts a turn of hh-rlhf's plain dialogues."""
+_RESERVED = {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"}
+Turn = dict[str, Any]
 
 
 def conversation_problem(turns: Any, name: str) -> str | None:
@@ -24,11 +38,85 @@ def conversation_problem(turns: Any, name: str) -> str | None:
     for i, turn in enumerate(turns):
         if problem := _turn_problem(turn):
             return f"{name}[{i}] {problem}"
-    problem = _order_problem([turn["role"] for turn in turns], name)
-    return problem or weight_problem(turns, name) or id_problem(turns, name)
+    roles = [turn["role"] for turn in turns]
+    start = 1 if roles[0] == "system" else 0
+    if "assistant" not in roles:
+        return f"{name} has no assistant turn: nothing to learn"
+    if roles[start] != "user" and roles[start] != "system":
+        role = {"assistant": "the assistant"}.get(roles[start], f"a {roles[start]}")
+        return f"{name} starts with {role}; it must be the whole conversation, with the user's turn first"
+    for i in range(start, len(roles)):
+        if roles[i] == "system":
+            return f"{name}[{i}] is a system turn; only the first turn may be"
+        if i > start and roles[i] == roles[i - 1] != "tool":
+            return f"{name}[{i - 1}] and {name}[{i}] are both {roles[i]} turns; user and assistant must alternate"
+        if i > start and {roles[i - 1], roles[i]} == {"user", "tool"}:
+            return f"{name}[{i}] is a {roles[i]} turn after a {roles[i - 1]} turn; the assistant's must stand between"
+    if roles[-1] != "assistant":
+        return f"{name} ends with a {roles[-1]} turn, not the assistant's"
+    if problem := weight_problem(turns, name):
+        return problem
+    ids: set[Any] = set()  # of the calls that a tool's turn may answer
+    for i, turn in enumerate(turns):
+        if turn["role"] == "assistant":
+            ids = {call.get("id") for call in turn.get("tool_calls", [])} - {None}
+        elif turn["role"] == "tool" and ids and (answered := turn.get("tool_call_id")) and answered not in ids:
+            return f"{name}[{i}] has the tool_call_id {answered[:60]!r}, which the assistant's turn before it lacks"
+    return None
 
 
-def weight_problem(turns: list[dict[str, Any]], name: str) -> str | None:
+def _turn_problem(turn: Any) -> str | None:
+    if not isinstance(turn, dict):
+        return f"is {_kind(turn)}, not an object with role and content (or from and value)"
+    role, content = turn.get("role"), turn.get("content")
+    if role not in ROLES:
+        finding = "has no role (or from)" if role is None else f"has the role {repr(role)[:60]}"
+        return f"{finding}; write system, user, assistant or tool, or name it under `roles`"
+    if problem := _keys_problem(turn, role):
+        return problem
+    kinds = [part.get("type") for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    if other := next((kind for kind in kinds if kind not in (None, "text")), None):
+        return f"has a part of type {repr(other)[:60]} in its content; only text is trained"
+    if not isinstance(content, str):
+        return "has no content" if content is None else f"has {_kind(content)} as content; write text"
+    if not content.strip() and role != "tool" and "tool_calls" not in turn:
+        return f"has empty content (role {role})"
+    if _is_broken(content):
+        return "has content with half of a surrogate pair, which is not valid text"
+    others = (value for key, value in turn.items() if key != "content")
+    texts = (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in others)
+    return "has half of a surrogate pair, which is not valid text" if any(map(_is_broken, texts)) else None
+
+
+def _keys_problem(turn: Turn, role: str) -> str | None:
+    """Why the keys of a turn beside role and content are not valid; None if they are."""
+    of_role = {"assistant": ("tool_calls", *REASONING), "tool": ("name", "tool_call_id")}
+    known = (*of_role.get(role, ()), "role", "content", "weight")
+    if others := [key for key in turn if key not in known]:
+        # They may change what is learned: ignoring them silently would be wrong.
+        return f"has {', '.join(map(str, others))[:60]} beside role and content (role {role}); leave them out"
+    texts = (*REASONING, "name", "tool_call_id")
+    if other := next((key for key in texts if not isinstance(turn.get(key, ""), str)), None):
+        return f"has a {other} that is not text"
+    if (weight := turn.get("weight", 0)) not in (0, 1):
+        return f"has the weight {repr(weight)[:60]}; write 0 (not trained) or 1"
+    if weight == 1 and role != "assistant":
+        return f"has weight 1, or train: true, with the role {role}; only the assistant's turns may"
+    calls = turn.get("tool_calls", [])
+    if not isinstance(calls, list):
+        return "has tool_calls that are not a list"
+    for call in calls:
+        if not isinstance(call, dict):
+            return "has a tool call that is no object with name and arguments"
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        if not (isinstance(name, str) and name.strip()):
+            return "has a tool call without a name"
+        if not isinstance(arguments, str) or not isinstance(_parsed(arguments), dict):
+            return f"has a call of {name[:60]!r} whose arguments are no JSON object"
+    return None
+
+
+def weight_problem(turns: list[Turn], name: str) -> str | None:
     """Why no turn is trained; None if one is."""
     is_trained = (turn.get("weight", 1) for turn in turns if turn["role"] == "assistant")
     return None if any(is_trained) else f"{name} has weight 0 for every assistant turn: nothing to learn"
@@ -52,108 +140,6 @@ def text_problem(text: Any, name: str) -> str | None:
     return f"{name} has half of a surrogate pair, which is not valid text" if _is_broken(text) else None
 
 
-def with_known_keys(turns: Any, keys: Mapping[str, str], roles: Mapping[str, str]) -> Any:
-    """A turn, or a list of turns, with the keys role and content and the names in ROLES; any other value unchanged.
-
-    keys: the dataset's names of role, content and weight, if they are neither these nor ShareGPT's from and value.
-    roles: the dataset's name of a role -> the role; beside ALIASES.
-    """
-    if isinstance(turns, list):
-        return [with_known_keys(turn, keys, roles) for turn in turns]
-    if not isinstance(turns, dict):
-        return turns
-    known = dict(turns)
-    others = {"role": "from", "content": "value", "weight": "weight", **keys}
-    for key, other in others.items():
-        if other in known and known.get(key) is None:
-            known[key] = known.pop(other)
-    known["content"] = _joined_texts(known.get("content"))
-    role = known.get("role")
-    if isinstance(role, str):
-        known["role"] = roles.get(role) or ALIASES.get(role.lower(), role)
-    return with_calls(known)
-
-
-def _joined_texts(content: Any) -> Any:
-    """The text of a list of text parts, {"type": "text", "text": ...}, as templates join them; others unchanged."""
-    if not (isinstance(content, list) and content and all(map(_is_text_part, content))):
-        return content
-    return "".join(part["text"] for part in content)
-
-
-def _is_text_part(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-
-
-def is_dialogue(text: Any) -> bool:
-    """Whether a text is a dialogue as in hh-rlhf: "\\n\\nHuman: ...\\n\\nAssistant: ..."."""
-    return isinstance(text, str) and [match[1] for match in SPEAKER.finditer(text)][:2] == ["Human", "Assistant"]
-
-
-def from_dialogue(text: Any, name: str) -> list[dict[str, str]] | str:
-    """The turns of a dialogue's text; or, as text, why it is none."""
-    if problem := text_problem(text, name):
-        return problem
-    before, *parts = SPEAKER.split(text)
-    if before or not parts:
-        return f"{name} does not start with 'Human:'"
-    speakers, contents = parts[::2], parts[1::2]
-    return [
-        {"role": ALIASES.get(speaker.lower(), speaker.lower()), "content": content.strip()}
-        for speaker, content in zip(speakers, contents, strict=True)
-    ]
-
-
-def _turn_problem(turn: Any) -> str | None:
-    if not isinstance(turn, dict):
-        return f"is {_kind(turn)}, not an object with role and content (or from and value)"
-    role, content = turn.get("role"), turn.get("content")
-    if role not in ROLES:
-        finding = "has no role (or from)" if role is None else f"has the role {repr(role)[:60]}"
-        return f"{finding}; write system, user, assistant or tool, or name it under `roles`"
-    if problem := call_problem(turn):
-        return problem
-    kinds = [part.get("type") for part in content if isinstance(part, dict)] if isinstance(content, list) else []
-    if other := next((kind for kind in kinds if kind not in (None, "text")), None):
-        return f"has a part of type {repr(other)[:60]} in its content; only text is trained"
-    if not isinstance(content, str):
-        return "has no content" if content is None else f"has {_kind(content)} as content; write text"
-    if not content.strip() and role != "tool" and "tool_calls" not in turn:
-        return f"has empty content (role {role})"
-    if _is_broken(content):
-        return "has content with half of a surrogate pair, which is not valid text"
-    others = [value for key, value in turn.items() if key != "content"]
-    return "has half of a surrogate pair, which is not valid text" if any(map(_is_broken_inside, others)) else None
-
-
-def _is_broken_inside(value: Any) -> bool:
-    return _is_broken(value) if isinstance(value, str) else _is_broken(json.dumps(value, ensure_ascii=False))
-
-
-def _is_broken(text: str) -> bool:
-    try:
-        return not text.isascii() and not text.encode()
-    except UnicodeEncodeError:
-        return True
-
-
-def _order_problem(roles: list[str], name: str) -> str | None:
-    start = 1 if roles[0] == "system" else 0
-    if "assistant" not in roles:
-        return f"{name} has no assistant turn: nothing to learn"
-    if roles[start] != "user" and roles[start] != "system":
-        role = {"assistant": "the assistant"}.get(roles[start], f"a {roles[start]}")
-        return f"{name} starts with {role}; it must be the whole conversation, with the user's turn first"
-    for i in range(start, len(roles)):
-        if roles[i] == "system":
-            return f"{name}[{i}] is a system turn; only the first turn may be"
-        if i > start and roles[i] == roles[i - 1] != "tool":
-            return f"{name}[{i - 1}] and {name}[{i}] are both {roles[i]} turns; user and assistant must alternate"
-        if i > start and {roles[i - 1], roles[i]} == {"user", "tool"}:
-            return f"{name}[{i}] is a {roles[i]} turn after a {roles[i - 1]} turn; the assistant's must stand between"
-    return None if roles[-1] == "assistant" else f"{name} ends with a {roles[-1]} turn, not the assistant's"
-
-
 def pair_problem(chosen: Any, rejected: Any) -> str | None:
     """Why two valid conversations, or two texts after one prompt, are no preference pair; None if they are one."""
     if chosen == rejected:
@@ -165,6 +151,207 @@ def pair_problem(chosen: Any, rejected: Any) -> str | None:
     return f"chosen and rejected do not share a prompt: {where}; only their last turns may differ"
 
 
+def _is_broken(text: str) -> bool:
+    try:
+        return not text.isascii() and not text.encode()
+    except UnicodeEncodeError:
+        return True
+
+
 def _kind(value: Any) -> str:
     names = {str: "text", bool: "a boolean", int: "a number", float: "a number", dict: "an object"}
     return {**names, list: "a list", type(None): "null"}.get(type(value), type(value).__name__)
+
+
+# Other forms of turns.
+
+
+def with_known_keys(turns: Any, keys: Mapping[str, str], roles: Mapping[str, str]) -> Any:
+    """A turn, or a list of turns, with OpenAI's keys, the names in ROLES and weights of 0 or 1; any other value
+    unchanged.
+
+    keys: the dataset's names of role, content and weight, if they are neither these nor ShareGPT's from and value.
+    roles: the dataset's name of a role -> the role; beside ALIASES.
+    """
+    if isinstance(turns, list):
+        return [with_known_keys(turn, keys, roles) for turn in turns]
+    if not isinstance(turns, dict):
+        return turns
+    turn = dict(turns)
+    for key, other in {"role": "from", "content": "value", "weight": "weight", **keys}.items():
+        if other in turn and turn.get(key) is None:
+            turn[key] = turn.pop(other)
+    content, role = turn.get("content"), turn.get("role")
+    if (
+        isinstance(content, list)
+        and content
+        and all(
+            isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+            for part in content
+        )
+    ):
+        content = "".join(part["text"] for part in content)  # as templates join them
+    turn["content"] = content
+    if isinstance(role, str):
+        turn["role"] = roles.get(role) or ALIASES.get(role.lower(), role)
+    turn = {key: value for key, value in turn.items() if value is not None or key in ("role", "content")}
+    if turn.get("role") == "tool_call":  # ShareGPT's function_call: the assistant's, with the calls as text
+        calls = _parsed(content)
+        turn = {**turn, "role": "assistant", "content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
+    elif "function_call" in turn and "tool_calls" not in turn:
+        turn["tool_calls"] = [turn.pop("function_call")]
+    if turn.get("tool_calls") == []:
+        del turn["tool_calls"]
+    if isinstance(calls := turn.get("tool_calls"), list):
+        turn["tool_calls"] = [_call(call) for call in calls]
+        turn["content"] = turn.get("content") or ""
+    if isinstance(turn.get("train"), bool) and "weight" not in turn:
+        turn["weight"] = turn.pop("train")
+    weight: Any = turn.get("weight")
+    if weight in (0, 1):
+        turn["weight"] = int(weight)
+    return turn
+
+
+def _call(call: Any) -> Any:
+    """A call in OpenAI's form, {type, function: {name, arguments}}, with arguments as text."""
+    if not isinstance(call, dict):
+        return call
+    function = call["function"] if isinstance(call.get("function"), dict) else call
+    arguments = function.get("arguments", function.get("parameters"))
+    arguments = {} if arguments in (None, "") else _parsed(arguments)
+    if isinstance(arguments, dict):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    identity = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return {**identity, "type": "function", "function": {"name": function.get("name"), "arguments": arguments}}
+
+
+def _parsed(value: Any) -> Any:
+    """The JSON in a text; any other value, or a text that is no JSON, unchanged."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
+
+
+def is_dialogue(text: Any) -> bool:
+    """Whether a text is a dialogue as in hh-rlhf: "\\n\\nHuman: ...\\n\\nAssistant: ..."."""
+    return isinstance(text, str) and [match[1] for match in _SPEAKER.finditer(text)][:2] == ["Human", "Assistant"]
+
+
+def from_dialogue(text: Any, name: str) -> list[dict[str, str]] | str:
+    """The turns of a dialogue's text; or, as text, why it is none."""
+    if problem := text_problem(text, name):
+        return problem
+    before, *parts = _SPEAKER.split(text)
+    if before or not parts:
+        return f"{name} does not start with 'Human:'"
+    speakers, contents = parts[::2], parts[1::2]
+    return [
+        {"role": ALIASES.get(speaker.lower(), speaker.lower()), "content": content.strip()}
+        for speaker, content in zip(speakers, contents, strict=True)
+    ]
+
+
+def options(example: Mapping[str, Any]) -> dict[str, str] | str:
+    """The values of OPTIONS as JSON texts, tools in OpenAI's form; or, as text, why they are not valid."""
+    texts = {}
+    for column in OPTIONS:
+        value = example.get(column)
+        value = _parsed(value) if isinstance(value, str) and value.strip() else value
+        if value in (None, "", [], {}):
+            continue
+        if column == "tools":
+            value = [_tool(tool) for tool in value] if isinstance(value, list) else [None]
+            if None in value:
+                return "tools is no list of functions, each an object with name, description and parameters"
+        elif not isinstance(value, dict):
+            return f"{column} is no object of the template's variables"
+        elif reserved := _RESERVED & value.keys():
+            return f"{column} has {', '.join(sorted(reserved))}, which is no variable of a template"
+        texts[column] = json.dumps(value, ensure_ascii=False)
+    return texts
+
+
+def _tool(tool: Any) -> dict[str, Any] | None:
+    """A tool in OpenAI's form, {type, function}; LLaMA-Factory's is the function alone. None for any other value."""
+    if isinstance(tool, dict) and "function" not in tool and "name" in tool:
+        tool = {"type": "function", "function": tool}
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return tool if isinstance(function, dict) and isinstance(function.get("name"), str) else None
+
+
+# Turns as chat templates take them, and what a template leaves out.
+
+
+def plain_turns(turns: list[Turn]) -> list[Turn]:
+    """Valid turns without their null keys, role and content first."""
+    first = ("role", "content")
+    others = [{key: value for key, value in turn.items() if key not in first and value is not None} for turn in turns]
+    return [
+        {key: turn[key] for key in first} | dict(sorted(other.items()))
+        for turn, other in zip(turns, others, strict=True)
+    ]
+
+
+def for_template(turns: list[Turn]) -> list[Turn]:
+    """The turns as chat templates expect them: arguments as objects, and no weights."""
+    ready = []
+    for turn in turns:
+        turn = _without(turn, "weight")
+        if calls := turn.get("tool_calls"):
+            functions = [call["function"] | {"arguments": json.loads(call["function"]["arguments"])} for call in calls]
+            turn["tool_calls"] = [{**call, "function": f} for call, f in zip(calls, functions, strict=True)]
+        ready.append(turn)
+    return ready
+
+
+def template_options(example: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords of apply_chat_template for an example in TRL's columns."""
+    texts = {column: text for column in OPTIONS if (text := example.get(column))}
+    variables = json.loads(texts.pop("chat_template_kwargs", "{}"))
+    return variables | {column: json.loads(text) for column, text in texts.items()}
+
+
+def left_out(turns: list[Turn], tools: list[Any], render: Callable[[list[Turn], list[Any]], str]) -> list[str]:
+    """The kinds of an example's parts without which its rendering is the same: the chat template ignores them.
+
+    render: of turns and tools.
+    """
+    last_user = max((i for i, turn in enumerate(turns) if turn["role"] == "user"), default=0)
+    parts: dict[str, tuple[range, Callable[[Turn], Turn]]] = {
+        "tool calls": (range(len(turns)), lambda turn: _without(turn, "tool_calls")),
+        "tool results": (range(len(turns)), lambda turn: turn | {"content": ""} if turn["role"] == "tool" else turn),
+        "reasoning": (range(last_user, len(turns)), lambda turn: _without(turn, *REASONING)),
+        "the reasoning of earlier answers": (range(last_user), lambda turn: _without(turn, *REASONING)),
+    }
+    others = {
+        kind: ([without(turn) if i in indices else turn for i, turn in enumerate(turns)], tools)
+        for kind, (indices, without) in parts.items()
+    }
+    text, kinds = render(turns, tools), []
+    for kind, parts_left in {"tools": (turns, []), **others}.items():
+        try:
+            if parts_left != (turns, tools) and render(*parts_left) == text:
+                kinds.append(kind)
+        except Exception:
+            pass
+    return kinds
+
+
+def prints_nothing(turns: list[Turn], kinds: list[str]) -> bool:
+    """Whether one of these turns is an answer made of tool calls alone, or with reasoning, none of which is printed.
+
+    kinds: of `left_out`, of the whole conversation.
+    """
+    prints_reasoning = not any("reasoning" in kind for kind in kinds)
+    return "tool calls" in kinds and any(
+        turn["role"] == "assistant"
+        and not turn["content"].strip()
+        and not (prints_reasoning and any(turn.get(key) for key in REASONING))
+        for turn in turns
+    )
+
+
+def _without(turn: Turn, *keys: str) -> Turn:
+    return {key: value for key, value in turn.items() if key not in keys}

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ..core.errors import as_user_error
 from ..core.patches import patched
 from ..core.silence import log_level
-from ..data import Account
+from ..data import DatasetStats
 from ..recipe import Recipe, compute_dtype, parallel, trainer_value
 from ..tasks import TASKS
 from ..training.adapters import freeze
@@ -199,7 +199,7 @@ def compute(
     recipe: Recipe,
     build_model: Callable[[Sequence[int], torch.dtype], Any],
     kinds: Sequence[Sequence[int]],
-    account: Account | None,
+    account: DatasetStats | None,
     batch_size: int,
     max_length: int | None,
 ) -> Compute:
@@ -254,7 +254,7 @@ def _loops_over_tokens(build_model: Callable[[Sequence[int], torch.dtype], Any])
     return any(type(module).__name__.endswith("MambaMixer") for module in model.modules())
 
 
-def _example_lengths(recipe: Recipe, account: Account | None, max_length: int | None) -> tuple[int, float]:
+def _example_lengths(recipe: Recipe, account: DatasetStats | None, max_length: int | None) -> tuple[int, float]:
     """(tokens of the longest example, tokens of a mean one)."""
     upper_bound = max_length or UNBOUNDED_LENGTH
     if not account or (recipe.trainer.get("packing") and max_length):  # packed sequences are full

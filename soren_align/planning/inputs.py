@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig
 
 from ..core.errors import OutOfReach
-from ..data import Account
+from ..data import DatasetStats
 from ..recipe import Recipe
 from ..run.folder import RunFolder
 from ..training.model import load_config
@@ -31,7 +31,7 @@ class Inputs:
     notices: tuple[str, ...] = ()
 
     @property
-    def account(self) -> Account | None:
+    def account(self) -> DatasetStats | None:
         """Of the tokenized examples."""
         return self.ready.account if self.ready else None
 

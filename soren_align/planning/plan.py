@@ -17,7 +17,7 @@ from transformers import get_scheduler
 
 from ..core.errors import UserError, as_user_error
 from ..core.files import default_cache_folder
-from ..data import Account
+from ..data import DatasetStats
 from ..evaluate.suite.suites import suite_of
 from ..optim import ADAMW_RMS, OPTIMIZERS, Route, build_optimizer, route, routing_table, share_notices, ulp
 from ..recipe import Recipe, accumulation, compute_dtype, few_steps, global_batch, parallel, trains_adapter
@@ -227,7 +227,7 @@ def plan_training(
     on_examples: Callable[[int], object] | None = None,
     num_ranks: int = 1,
     on_compared: Callable[[int], object] | None = None,
-) -> tuple[dict[str, Any], Account | None]:
+) -> tuple[dict[str, Any], DatasetStats | None]:
     """The plan, and the account of the data if its examples can be read.
 
     on_examples, on_compared: called with the number of examples just tokenized, or compared with the evaluation's

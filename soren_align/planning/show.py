@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..core.text import print_labelled, short_hours, with_prefix
-from ..data import Account, show_example
+from ..data import DatasetStats, show_example
 from ..evaluate.stats.contamination import NGRAM
 from ..optim import ADAMW_RMS, spectral_share
 from ..run.record import describe_dropped, describe_held_out
@@ -19,7 +19,7 @@ SMALL_MODEL = 1e9
 PHASES = {"always": "", "forward_backward": "forward/backward", "optimizer_step": "optimizer step"}
 
 
-def print_plan(plan: dict[str, Any], account: Account | None, console: Console) -> None:
+def print_plan(plan: dict[str, Any], account: DatasetStats | None, console: Console) -> None:
     """Print the return values of `plan.plan_training`."""
     print_notices(plan, console)
     print_model_and_data(plan, account, console)
@@ -61,7 +61,7 @@ def print_notices(plan: dict[str, Any], console: Console) -> None:
         console.print()
 
 
-def print_model_and_data(plan: dict[str, Any], account: Account | None, console: Console) -> None:
+def print_model_and_data(plan: dict[str, Any], account: DatasetStats | None, console: Console) -> None:
     """Print task, model, the counts of examples and tokens, and the first example if `account` has it."""
     write = partial(print_labelled, console)
     model, data = plan["model"], plan["data"]
@@ -330,7 +330,7 @@ def print_problems(plan: dict[str, Any], console: Console) -> None:
 # What to look at in a plan before training: half a screen or one, where the whole plan has two.
 
 
-def print_summary(plan: dict[str, Any], account: Account | None, console: Console) -> None:
+def print_summary(plan: dict[str, Any], account: DatasetStats | None, console: Console) -> None:
     """Print the first sections of `display.print_plan`, and of the others the totals."""
     print_notices(plan, console)
     print_model_and_data(plan, account, console)

@@ -17,7 +17,7 @@ SUFFIXES = (".jsonl", ".json", ".csv", ".txt", ".parquet")
 """Of data files. All but .parquet may be followed by .gz."""
 PYTHON = "python:"
 STDLIB = f"{PYTHON}stdlib"
-"""The path of the standard library's text: see data.stdlib."""
+"""The path of the standard library's text: see data.files."""
 STDLIB_SPLITS = ("train", "validation")
 FILE_KINDS = ".jsonl, .json, .csv, .txt (each also as .gz) or .parquet"
 MAX_ENTRIES = 100_000

@@ -13,7 +13,7 @@ from trl.chat_template_utils import get_training_chat_template
 from ..core import shipped
 from ..core.errors import UserError, as_user_error, in_one_line
 from ..core.files import CHANGED, Content, contents, default_cache_folder, read_json, rename_durably, write
-from ..data import ChatEncoder, set_template, trained_tokenizer, within_vocabulary
+from ..data import encode, set_template, trained_tokenizer, within_vocabulary
 from ..recipe import Recipe, TrainedTokenizer, adapter_config, is_local, quantization
 from ..run import weights
 from ..run.folder import COMPLETE_MARKER, RunFolder
@@ -160,7 +160,7 @@ def load_tokenizer(recipe: Recipe, source: str) -> PreTrainedTokenizerBase:
     set_template(tokenizer, recipe.model.chat_template, recipe.model.eos_token)
     if recipe.trainer.get("assistant_only_loss") and tokenizer.chat_template:
         try:
-            list(ChatEncoder(tokenizer, assistant_only=True).conversations([_TWO_ANSWERS], [{}]))
+            list(encode({"messages": [_TWO_ANSWERS]}, "sft", tokenizer, assistant_only_loss=True))
         except ValueError:
             # TRL does not support the template, or it fails on a conversation of TRL's: check_template reports it.
             with contextlib.suppress(Exception):

@@ -19,11 +19,11 @@ from ..core.errors import UserError, as_user_error, in_one_line
 from ..core.files import default_cache_folder
 from ..data import (
     BATCH_SIZE,
-    Account,
+    DatasetStats,
     LoadedSplit,
     LossMasks,
     Preview,
-    account,
+    dataset_stats,
     check_template,
     from_token_columns,
     has_turns,
@@ -77,8 +77,8 @@ class TrainingSetup:
     tokens: dict[str, Any]
     """The examples of `splits` as tokens: {"train": Dataset, "eval": Dataset or None}."""
     account: Any
-    """data.Account of the training examples; None on all ranks but the first. With packing, tokens are counted after
-    it."""
+    """data.DatasetStats of the training examples; None on all ranks but the first. With packing, tokens are counted
+    after it."""
     held_out: dict[str, Any] | None = None
     """Of the held-out examples, on the first rank: "num_examples", "num_kept", "dropped" by reason, "num_truncated",
     "num_truncated_tokens", and "num_tokens" of those kept, after truncation."""
@@ -187,10 +187,10 @@ def _count_held_out(
 
 def _count(
     recipe: Recipe, config: Any, tokens: Any, source_indices: Sequence[int], tokenizer: Any, *, packs: bool
-) -> tuple[Account, Packing | None]:
+) -> tuple[DatasetStats, Packing | None]:
     """Count examples and their tokens, after packing if they are packed. config: TRL's."""
     masks = LossMasks() if packs else None
-    counts = account(
+    counts = dataset_stats(
         tokens,
         recipe.data_task,
         tokenizer,
@@ -249,7 +249,7 @@ def _notices(
     recipe: Recipe,
     dataset: Any,
     tokenizer: Any,
-    counts: Account,
+    counts: DatasetStats,
     packing: Packing | None,
     max_length: int | None,
     positions: int | None,

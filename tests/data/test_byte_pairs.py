@@ -7,7 +7,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from soren_align.core.errors import UserError
 from soren_align.data import encode, load_split, trained_tokenizer
-from soren_align.data.vocabulary import train_tokenizer
+from soren_align.data.tokenizer import train_tokenizer
 from tests.support.conversations import animal_text, chat_row, split
 
 TEXTS = [animal_text(i) for i in range(40)]

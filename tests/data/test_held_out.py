@@ -11,7 +11,7 @@ import pytest
 from soren_align import recipe
 from soren_align.core.errors import UserError
 from soren_align.data import hold_out, load_split
-from soren_align.data.stream import position
+from soren_align.data.split import position
 from soren_align.recipe import HeldOut, HeldOutNumber, training_part
 from soren_align.recipe.loader import parse
 from soren_align.training.setup import load_splits

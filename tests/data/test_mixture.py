@@ -10,7 +10,7 @@ import pytest
 from datasets import Dataset
 
 from soren_align.core.errors import UserError
-from soren_align.data import account, load_split, mix
+from soren_align.data import dataset_stats, load_split, mix
 from soren_align.data.encode import encode
 from tests.support.conversations import animal_text, chat, pair_row, split
 
@@ -152,6 +152,6 @@ def test_rows_kept_and_dropped_are_told_for_each_source(write, make_tokenizer):
     assert loaded.dropped == {"messages is an empty list": 3}
     assert [s["dropped"] for s in loaded.source["sources"]] == [{"messages is an empty list": n} for n in (2, 1)]
     how = {"max_length": 120, "assistant_only_loss": True, "source_indices": loaded.source_indices}
-    counted = account(loaded.dataset, "sft", make_tokenizer(), **how)
+    counted = dataset_stats(loaded.dataset, "sft", make_tokenizer(), **how)
     assert counted.num_kept_by_source == (3, 8)
     assert (counted.num_examples, counted.num_kept) == (13, 11)

@@ -7,7 +7,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from soren_align.core.errors import UserError
-from soren_align.data import account, load_split, show_example, tokenize
+from soren_align.data import dataset_stats, load_split, show_example, tokenize
 from soren_align.data.encode import encode
 from soren_align.tasks import TASKS
 from soren_align.training.trainer import SorenDPOTrainer
@@ -47,7 +47,7 @@ def settings(folder, **how):
 @pytest.mark.parametrize("max_length", [None, 60, 100, 200])
 def test_sft_is_counted_as_trl_does(checkpoint, rows, tmp_path, max_length, assistant_only_loss):
     dataset, tokenizer = rows("sft"), AutoTokenizer.from_pretrained(checkpoint)
-    ours = account(dataset, "sft", tokenizer, max_length=max_length, assistant_only_loss=assistant_only_loss)
+    ours = dataset_stats(dataset, "sft", tokenizer, max_length=max_length, assistant_only_loss=assistant_only_loss)
     args = SFTConfig(**settings(tmp_path, max_length=max_length, assistant_only_loss=assistant_only_loss))
     theirs = SFTTrainer(checkpoint, args, train_dataset=dataset, processing_class=tokenizer).train_dataset
     labels = [label for row in theirs["labels"] for label in row]
@@ -74,7 +74,7 @@ def test_dpo_is_counted_as_trl_does(checkpoint, rows, tmp_path, max_length, gene
     if isinstance(max_length, str):  # the boundary itself: such a row is dropped
         prompt = [*dataset[5]["chosen"][:-1], {"role": "assistant", "content": ""}]
         max_length = len(tokenizer.apply_chat_template(prompt)["input_ids"]) - 2  # without the stop token and "\n"
-    ours = account(dataset, "dpo", tokenizer, max_length=max_length)
+    ours = dataset_stats(dataset, "dpo", tokenizer, max_length=max_length)
     args = DPOConfig(**settings(tmp_path, max_length=max_length))
     trainer = DPOTrainer(checkpoint, args=args, train_dataset=dataset, processing_class=tokenizer)
     theirs = trainer.train_dataset
@@ -129,7 +129,7 @@ def test_of_a_completion_in_turns_the_completion_is_trained(
     theirs = SFTTrainer(checkpoint, args, train_dataset=dataset, processing_class=tokenizer).train_dataset
     assert [row.ids for row in rows] == list(theirs["input_ids"])
     assert [row.trained for row in rows] == [[label != -100 for label in row] for row in theirs["labels"]]
-    counted = account(dataset, "sft", tokenizer, completion_only_loss=only, **how)
+    counted = dataset_stats(dataset, "sft", tokenizer, completion_only_loss=only, **how)
     assert counted.num_kept == len(rows)
     assert (len(rows) < len(dataset)) == (max_length == 60)
     assert all("Animal" in text for text, trained in counted.example if trained)
@@ -143,7 +143,7 @@ def test_the_other_forms_are_counted_as_trl_does(checkpoint, write, tmp_path, fo
     dataset = load_split(split(write("rows.jsonl", PLAIN[form])), "sft").dataset
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     only = completion_only_loss is not False
-    ours = account(dataset, "sft", tokenizer, max_length=max_length, completion_only_loss=only)
+    ours = dataset_stats(dataset, "sft", tokenizer, max_length=max_length, completion_only_loss=only)
     args = SFTConfig(**settings(tmp_path, max_length=max_length, completion_only_loss=completion_only_loss))
     theirs = SFTTrainer(checkpoint, args, train_dataset=dataset, processing_class=tokenizer).train_dataset
     labels = [label for row in theirs["labels"] for label in row]
@@ -164,7 +164,7 @@ def test_the_other_forms_are_counted_as_trl_does(checkpoint, write, tmp_path, fo
 def test_the_other_forms_of_pairs_are_counted_as_trl_does(checkpoint, write, tmp_path, form, max_length):
     dataset = load_split(split(write("rows.jsonl", PLAIN_PAIRS[form])), "dpo").dataset
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-    ours = account(dataset, "dpo", tokenizer, max_length=max_length)
+    ours = dataset_stats(dataset, "dpo", tokenizer, max_length=max_length)
     args = DPOConfig(**settings(tmp_path, max_length=max_length))
     trainer = DPOTrainer(checkpoint, args=args, train_dataset=dataset, processing_class=tokenizer)
     theirs = trainer.train_dataset
@@ -177,7 +177,7 @@ def test_the_other_forms_of_pairs_are_counted_as_trl_does(checkpoint, write, tmp
 
 @pytest.mark.parametrize("task", ["sft", "dpo"])
 def test_a_row_that_training_drops_is_never_silent(make_tokenizer, rows, task):
-    counted = account(rows(task), task, make_tokenizer(), max_length=8, assistant_only_loss=True)
+    counted = dataset_stats(rows(task), task, make_tokenizer(), max_length=8, assistant_only_loss=True)
     assert counted.num_kept == 0
     (reason,) = counted.dropped
     assert "max_length 8" in reason
@@ -188,7 +188,7 @@ def test_lengths_are_percentiles_of_whole_rows(make_tokenizer):
     tokenizer = make_tokenizer()
     dataset = Dataset.from_list([{"messages": chat(i)} for i in range(100)])
     lengths = sorted(len(tokenizer.apply_chat_template(chat(i))["input_ids"]) for i in range(100))
-    counted = account(dataset, "sft", tokenizer, max_length=10)
+    counted = dataset_stats(dataset, "sft", tokenizer, max_length=10)
     assert counted.lengths == {"p50": lengths[49], "p90": lengths[89], "p99": lengths[98], "max": lengths[99]}
 
 
@@ -196,7 +196,7 @@ def test_the_stop_token_counts_as_trained_only_when_the_loss_sees_it(make_tokeni
     outside = CHATML.replace(" + '<|im_end|>' }}{% endgeneration %}", " }}{% endgeneration %}<|im_end|>")
 
     def trained(tokenizer, **how):
-        return account(rows("sft"), "sft", tokenizer, **{"max_length": None, **how}).stop_token_trained
+        return dataset_stats(rows("sft"), "sft", tokenizer, **{"max_length": None, **how}).stop_token_trained
 
     assert trained(make_tokenizer(), assistant_only_loss=True)
     assert trained(make_tokenizer())
@@ -204,7 +204,7 @@ def test_the_stop_token_counts_as_trained_only_when_the_loss_sees_it(make_tokeni
     assert not trained(make_tokenizer(outside), assistant_only_loss=True)
     assert not trained(make_tokenizer(eos="<|endoftext|>"))  # Qwen2.5 base: it would never stop
     assert not trained(make_tokenizer(), max_length=12)  # every stop token is cut off
-    assert account(rows("dpo"), "dpo", make_tokenizer(), max_length=None).stop_token_trained
+    assert dataset_stats(rows("dpo"), "dpo", make_tokenizer(), max_length=None).stop_token_trained
 
 
 @pytest.mark.parametrize(("unknown", "expected"), [("<|unknown|>", 3), ("<|im_end|>", 0), (None, 0)])
@@ -214,21 +214,21 @@ def test_unknown_tokens_are_counted_unless_they_end_texts(make_tokenizer, unknow
     tokenizer.unk_token = unknown
     messages = [{"role": "user", "content": "<|unknown|>"}, {"role": "assistant", "content": "A<|unknown|><|unknown|>"}]
     dataset = Dataset.from_list([{"messages": messages}, {"messages": chat(1)}])
-    assert account(dataset, "sft", tokenizer, max_length=None).num_unknown_tokens == expected
+    assert dataset_stats(dataset, "sft", tokenizer, max_length=None).num_unknown_tokens == expected
 
 
 def test_a_row_without_marked_tokens_stops_the_account(make_tokenizer):
     only_long = CHATML.replace("{% if m['role'] == 'assistant' %}", "{% if loop.index == 4 %}")
     dataset = Dataset.from_list([{"messages": chat(0, turns=2)}, {"messages": chat(1)}])
     with pytest.raises(UserError, match="marks no token as the assistant's in 'Animal number 1"):
-        account(dataset, "sft", make_tokenizer(only_long), max_length=None, assistant_only_loss=True)
+        dataset_stats(dataset, "sft", make_tokenizer(only_long), max_length=None, assistant_only_loss=True)
 
 
 def test_the_account_leaves_the_tokenizer_alone_and_tells_its_progress(make_tokenizer, rows, capfd):
     tokenizer, done = make_tokenizer(), []
     tokenizer.model_max_length = 5
     before = repr(vars(tokenizer))
-    account(rows("sft"), "sft", tokenizer, max_length=None, on_examples=done.append)
+    dataset_stats(rows("sft"), "sft", tokenizer, max_length=None, on_examples=done.append)
     assert repr(vars(tokenizer)) == before
     assert sum(done) == NUM_ROWS
     assert capfd.readouterr() == ("", "")
@@ -238,7 +238,7 @@ def test_the_account_leaves_the_tokenizer_alone_and_tells_its_progress(make_toke
 def test_the_example_can_be_read_without_colour(make_tokenizer, task):
     row = (chat_row if task == "sft" else pair_row)(1)
     dataset = Dataset.from_list([{column: row[column] for column in TASKS[task].columns}])
-    counted = account(dataset, task, make_tokenizer(), max_length=None, assistant_only_loss=True)
+    counted = dataset_stats(dataset, task, make_tokenizer(), max_length=None, assistant_only_loss=True)
     plain = show_example(counted, color=False).plain
     answer = row["messages"][1]["content"]
     assert f"[[{answer}<|im_end|>" in plain
@@ -255,7 +255,7 @@ def test_the_example_can_be_read_without_colour(make_tokenizer, task):
 def test_the_example_cannot_command_the_terminal_nor_rich(make_tokenizer):
     said = "[bold]not markup[/nonsense] \x1b[31mred"
     messages = [{"role": "user", "content": said}, {"role": "assistant", "content": said + "x" * 2000}]
-    counted = account(Dataset.from_list([{"messages": messages}]), "sft", make_tokenizer(), max_length=None)
+    counted = dataset_stats(Dataset.from_list([{"messages": messages}]), "sft", make_tokenizer(), max_length=None)
     console = Console(width=200, color_system=None, force_terminal=True)
     with console.capture() as captured:
         console.print(show_example(counted, color=False))
@@ -274,7 +274,7 @@ def test_tokens_of_turns_with_weights_reach_trl_unchanged(checkpoint, write, tmp
     args = SFTConfig(**settings(tmp_path, max_length=400, **packing))
     given = tokens.select_columns(["input_ids", "labels"])
     theirs = SFTTrainer(checkpoint, args, train_dataset=given, processing_class=tokenizer).train_dataset
-    counted = account(tokens, "sft", tokenizer, max_length=400)
+    counted = dataset_stats(tokens, "sft", tokenizer, max_length=400)
     ids, labels = ([value for row in theirs[column] for value in row] for column in ("input_ids", "labels"))
     assert (len(ids), sum(label != -100 for label in labels)) == (counted.num_tokens, counted.num_trained_tokens)
     assert all(label in (-100, token) for label, token in zip(labels, ids, strict=True))

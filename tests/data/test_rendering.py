@@ -12,7 +12,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils import chat_template_utils
 
 from soren_align.core.errors import UserError
-from soren_align.data import account, check_template
+from soren_align.data import check_template, dataset_stats
 from soren_align.data.rendering import BUDGET, BoundedEnvironment
 from tests.support.conversations import CHATML, chat
 from tests.support.cpu_time import cpu_seconds
@@ -125,7 +125,7 @@ def test_a_template_that_takes_too_much_for_a_later_example_is_refused(make_toke
     )
     before = cpu_seconds()
     with limited_memory(1 << 30), pytest.raises(UserError, match=rf"fails on a later one: .*{reason}"):
-        account(PICKY, "sft", tokenizer, max_length=None)
+        dataset_stats(PICKY, "sft", tokenizer, max_length=None)
     assert cpu_seconds() - before < 30
 
 
@@ -147,7 +147,7 @@ def test_a_template_that_takes_too_much_for_prompts_alone_is_refused(make_tokeni
     tokenizer = make_tokenizer(CHATML + "{% if add_generation_prompt %}" + BOMBS["a text of 100 GB"][0] + "{% endif %}")
     dataset = Dataset.from_list([{"prompt": chat(1)[:-1], "completion": chat(1)[-1:]}])
     with pytest.raises(UserError, match=MUCH):
-        account(dataset, "sft", tokenizer, max_length=None)
+        dataset_stats(dataset, "sft", tokenizer, max_length=None)
 
 
 def test_a_range_beyond_the_sandbox_is_a_template_that_fails(make_tokenizer):
@@ -159,7 +159,7 @@ def test_a_range_beyond_the_sandbox_is_a_template_that_fails(make_tokenizer):
 def test_a_template_that_fails_on_a_later_row_is_refused(make_tokenizer):
     picky = CHATML + "{% if messages[0]['content'] == 'no' %}{{ raise_exception('not this one') }}{% endif %}"
     with pytest.raises(UserError, match=r"fails on a later one: not this one"):
-        account(PICKY, "sft", make_tokenizer(picky), max_length=None)
+        dataset_stats(PICKY, "sft", make_tokenizer(picky), max_length=None)
 
 
 FEATURES = """\

@@ -7,7 +7,7 @@ import pytest
 
 from soren_align.core.errors import UserError
 from soren_align.data import load_split, open_stream
-from soren_align.data.stdlib import StandardLibrary, is_validation, topics
+from soren_align.data.files import StandardLibrary, is_validation, topics
 from soren_align.recipe import TrainSplit
 from tests.support.conversations import split
 

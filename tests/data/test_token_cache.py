@@ -3,14 +3,13 @@
 import os
 import shutil
 import time
-from unittest.mock import patch
 
 import pyarrow as pa
 import pytest
-from datasets import Dataset, Features, Value
+from datasets import Dataset
 
 from soren_align.core.errors import UserError
-from soren_align.data import account, cache, load_split, tokenize
+from soren_align.data import cache, dataset_stats, load_split, tokenize
 from soren_align.data.encode import encode
 from soren_align.data.masks import from_token_columns, token_columns
 from tests.support.conversations import CHATML, chat_row, pair_row, split
@@ -41,8 +40,8 @@ def test_the_tokens_and_the_account_are_those_of_the_examples(make_tokenizer, da
     ]
     assert token_columns(expected, task) == tokens[:]
     for max_length in (None, 60):
-        counted = account(tokens, task, tokenizer, max_length=max_length)
-        assert counted == account(rows, task, tokenizer, max_length=max_length, assistant_only_loss=True)
+        counted = dataset_stats(tokens, task, tokenizer, max_length=max_length)
+        assert counted == dataset_stats(rows, task, tokenizer, max_length=max_length, assistant_only_loss=True)
 
 
 def test_equal_examples_and_settings_are_tokenized_once(make_tokenizer, dataset, tmp_path, count):
@@ -155,14 +154,10 @@ def test_tokens_of_text_need_no_template(make_tokenizer, tmp_path):
 
 def test_tokens_that_another_process_has_just_written_are_taken(tmp_path):
     """Two runs of a study start together: the second's rename finds the first's folder, which is not empty."""
-    features = Features({"input_ids": Value("int64")})
     folder = tmp_path / "tokens" / "key"
-
-    def tables():
+    with cache.written_whole(folder) as part:
+        (part / "tokens.arrow").write_text("ours")
         folder.mkdir(parents=True)
         (folder / "of the other").write_text("tokens")
-        yield pa.table({"input_ids": [1, 2]}, schema=features.arrow_schema)
-
-    with patch.object(cache.shutil, "rmtree"):  # the other's folder appears after it
-        cache._write(folder, tables(), features)
     assert (folder / "of the other").read_text() == "tokens"
+    assert list(folder.parent.iterdir()) == [folder]

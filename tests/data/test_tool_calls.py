@@ -8,7 +8,7 @@ import trl
 from datasets import Dataset
 
 from soren_align.core.errors import UserError
-from soren_align.data import account, check_template, load_split, mix, tokenize, without_empty_answers
+from soren_align.data import check_template, dataset_stats, load_split, mix, tokenize, without_empty_answers
 from soren_align.data.encode import encode
 from tests.support.conversations import chat, split
 
@@ -199,7 +199,7 @@ REASONED = [USER, {**LAST, "reasoning_content": "The sun is high."}]
 def test_parts_that_the_template_ignores_are_counted(qwen, write, template, turns, tools, left_out):
     rows = [{"messages": turns, "tools": tools}] * 2 + [{"messages": chat(1)}]
     dataset = load_split(split(write("rows.jsonl", rows)), "sft").dataset
-    counted = account(dataset, "sft", qwen(template), max_length=None)
+    counted = dataset_stats(dataset, "sft", qwen(template), max_length=None)
     assert counted.num_left_out == left_out
 
 

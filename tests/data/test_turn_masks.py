@@ -10,7 +10,7 @@ from datasets import Dataset
 
 from soren_align.core import shipped
 from soren_align.core.errors import UserError
-from soren_align.data import account, check_template
+from soren_align.data import check_template, dataset_stats
 from soren_align.data.encode import encode
 from soren_align.training import model as starting_model
 from tests.support.conversations import CHATML, chat
@@ -127,7 +127,7 @@ def test_of_published_templates_the_answers_are_trained_or_the_template_is_refus
 @pytest.mark.parametrize("max_length", [None, 40, 90])
 def test_weights_are_counted_after_truncation(make_tokenizer, max_length, assistant_only):
     tokenizer, chats = make_tokenizer(PLAIN), list(CHATS.values())
-    counted = account(
+    counted = dataset_stats(
         Dataset.from_list([{"messages": turns} for turns in chats]),
         "sft",
         tokenizer,

@@ -4,7 +4,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from soren_align.core.errors import UserError
-from soren_align.data.vocabulary import within_vocabulary
+from soren_align.data.tokenizer import within_vocabulary
 from tests.support.published_tokenizers import qwen, t5
 
 TEXT = "The otter eats fish. <extra_id_0> What does it eat?"

@@ -112,7 +112,7 @@ def _data_file(data: Any, arguments: dict[str, Any]) -> None:
         data.set_template(tokenizer, "own.jinja", None)
     only = arguments["only_assistant"]
     data.check_template(tokenizer, arguments["task"], only, loaded.dataset)
-    account = data.account(
+    account = data.dataset_stats(
         loaded.dataset,
         arguments["task"],
         tokenizer,

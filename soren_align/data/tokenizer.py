@@ -1,0 +1,240 @@
+"""A model's tokenizer as a recipe changes it: its chat template and stop token, its vocabulary, or one trained anew."""
+
+import json
+import os
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from ..core import shipped
+from ..core.errors import UserError, did_you_mean
+from ..core.files import read_text
+from ..tasks import OPTIONS, TASKS, TaskName
+from .arrow import cache_key, examples_of, has_turns
+from .cache import prune, written_whole
+from .encode import encode, has_marks
+from .rendering import template_errors
+from .turns import for_template, template_options
+
+_REMEDY = "set model.chat_template to qwen2.5, zephyr or a .jinja file"
+END, PAD = "<|endoftext|>", "<|pad|>"
+"""Two tokens of a trained tokenizer: LLaMA's embedding of the padding token is not trained."""
+
+
+def set_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None, eos_token: str | None) -> None:
+    """Set the recipe's template (a shipped one's name, or a file) and stop token; null leaves the tokenizer's own.
+
+    Raises UserError if the file cannot be read, or the stop token is no single token of the vocabulary.
+    """
+    if chat_template is not None:
+        file = shipped.templates().get(chat_template) or shipped.resolve(chat_template)
+        try:
+            tokenizer.chat_template = read_text(file)
+        except UserError as error:
+            raise UserError(f"model.chat_template: {chat_template} cannot be read: {error}") from None
+    if eos_token is not None:
+        if eos_token not in tokenizer.get_vocab():
+            name = tokenizer.name_or_path or "the tokenizer"
+            added: Any = tokenizer.added_tokens_encoder
+            hint = did_you_mean(eos_token, added, f"it stops at {tokenizer.eos_token!r} if left out")
+            raise UserError(f"model.eos_token: {eos_token!r} is no single token of {name}{hint}")
+        tokenizer.eos_token = eos_token
+
+
+def check_template(
+    tokenizer: PreTrainedTokenizerBase,
+    task: TaskName,
+    assistant_only_loss: bool,
+    dataset: Dataset,
+    completion_only_loss: bool | None = None,
+) -> list[str]:
+    """Check the first example; returns notices, such as of a stop token that is not the template's.
+
+    Raises UserError if the chat template cannot render the example, if the tokens to train are neither marked by it nor
+    can be derived, or leave out the stop token; and for plain texts, if a setting needs conversations.
+    assistant_only_loss: SFT's; DPO trains on the last turn whatever the template marks.
+    """
+    name = tokenizer.name_or_path or "the tokenizer"
+    columns, is_sft = dataset.column_names, not TASKS[task].answers
+    only_assistant = assistant_only_loss and is_sft
+    if completion_only_loss and is_sft and "completion" not in columns:
+        raise UserError(
+            "trainer.completion_only_loss needs examples of prompts and completions, and these have "
+            f"{', '.join(columns)}; for conversations write trainer.assistant_only_loss"
+        )
+    if not has_turns(dataset):
+        if only_assistant:
+            raise UserError(
+                f"trainer.assistant_only_loss needs conversations, and these examples are plain texts "
+                f"({', '.join(columns)}): set it to false (of prompt and completion, the completion alone is trained "
+                "anyway), or turn them into conversations by data.train.columns: {instruction: prompt, output: "
+                "completion}"
+            )
+        if not tokenizer.eos_token:
+            raise UserError(f"{name}: has no eos_token to end plain texts with; write model.eos_token")
+        return []
+    if not tokenizer.chat_template:
+        raise UserError(f"{name}: has no chat template; {_REMEDY}")
+    try:
+        tokenizer.get_chat_template()
+    except ValueError:  # several named templates, none of them "default"
+        names = ", ".join(tokenizer.chat_template)
+        raise UserError(f"{name}: has the chat templates {names}, and no default; {_REMEDY}") from None
+    example: Any = dataset[0]
+    chats = [example[column] for column in TASKS[task].columns if column in example]
+    if example.get("completion"):
+        chats = [example["prompt"] + example["completion"]]
+    notices: list[str] = []
+    for chat in chats:
+        turns = [{key: value for key, value in turn.items() if key != "weight"} for turn in chat]
+        text, ids, marked = _render(tokenizer, turns, example, name, only_assistant)
+        answers = [turn["content"].strip() for turn in turns if turn["role"] == "assistant"]
+        if answers[-1] not in text:
+            raise UserError(
+                f"{name}: the chat template leaves out the assistant's turns: {answers[-1][:60]!r} of the first "
+                f"example is not in its rendering, {text[:120]!r}; {_REMEDY} that prints message['content']"
+            )
+        if only_assistant and not any(marked):
+            raise UserError(
+                f"{name}: the chat template has {{% generation %}} but marks no token of the first example; "
+                "put the markers around message['content'] of the assistant's turns"
+            )
+        notices = _stop_notices(tokenizer, name, ids, marked if only_assistant else [True] * len(ids))
+    return notices
+
+
+def _stop_notices(tokenizer: PreTrainedTokenizerBase, name: str, ids: list[int], trained: list[bool]) -> list[str]:
+    """Notices of why the model would not learn to stop. Raises UserError if the cause is the template's marks."""
+    last = next((i for i in reversed(range(len(ids))) if str(tokenizer.decode([ids[i]])).strip()), 0)
+    end, eos = str(tokenizer.convert_ids_to_tokens(ids[last])), tokenizer.eos_token
+    added: Any = tokenizer.added_tokens_encoder
+    if ids[last] != tokenizer.eos_token_id and end not in added:
+        return [f"the chat template ends answers without a stop token: the model will not learn to stop at {eos}"]
+    if not trained[last]:
+        raise UserError(
+            f"{name}: the chat template leaves {end} out of {{% generation %}}, so that the model would never learn to "
+            "stop; put it before {% endgeneration %}"
+        )
+    if ids[last] != tokenizer.eos_token_id:
+        return [f"answers end with {end}, but the model stops at {eos}: write `eos_token: '{end}'` under model"]
+    return []
+
+
+def _render(
+    tokenizer: PreTrainedTokenizerBase,
+    turns: list[dict[str, Any]],
+    example: dict[str, Any],
+    name: str,
+    only_assistant: bool,
+) -> tuple[str, list[int], list[bool]]:
+    """(text, tokens, assistant marks of the tokens) of a conversation; the marks are [] unless `only_assistant`."""
+    plain, options = for_template(turns), template_options(example)
+    apply: Any = tokenizer.apply_chat_template
+    with template_errors(f"{name}: the chat template fails on the first example"):
+        text = str(apply(plain, tokenize=False, **options))
+        ids = apply(plain, return_dict=True, **options)
+        if not only_assistant:
+            return text, ids["input_ids"], []
+        if not has_marks(tokenizer.get_chat_template(tools=options.get("tools"))):
+            columns = {"messages": [turns]} | {column: [example.get(column)] for column in OPTIONS}
+            (tokens,) = next(encode(columns, "sft", tokenizer, assistant_only_loss=True)).sides
+            return text, tokens.ids, tokens.trained
+        try:
+            marked = apply(plain, return_dict=True, return_assistant_tokens_mask=True, **options)
+        except OverflowError:  # transformers, where the markers enclose nothing
+            return text, ids["input_ids"], []
+        return text, ids["input_ids"], [bool(mark) for mark in marked["assistant_masks"]]
+
+
+def within_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> PreTrainedTokenizerBase:
+    """Return the tokenizer with ids below vocab_size only: itself, or one without its last added tokens, such as T5's
+    100 sentinels, which no plain text needs.
+
+    A text that contains the name of such a token is then made of other tokens. Raises UserError if a token from
+    vocab_size on is a piece of texts.
+    """
+    if len(tokenizer) <= vocab_size:
+        return tokenizer
+    beyond = {token for token, index in tokenizer.get_vocab().items() if index >= vocab_size}
+    whole: Any = tokenizer  # whose types have no such names
+    backend = getattr(whole, "backend_tokenizer", None)
+    if backend is None or beyond - set(whole.get_added_vocab()):
+        raise UserError(
+            f"model.tokenizer: it has {len(tokenizer):,} tokens, and the config's vocab_size is {vocab_size:,}; write "
+            "a larger one into config.json"
+        )
+    described = json.loads(backend.to_str())
+    described["added_tokens"] = [token for token in described["added_tokens"] if token["id"] < vocab_size]
+    vocabulary = described["model"]["vocab"]  # {token: id}; or Unigram's, a list of (token, score)
+    described["model"]["vocab"] = (
+        {token: index for token, index in vocabulary.items() if token not in beyond}
+        if isinstance(vocabulary, dict)
+        else [entry for entry in vocabulary if entry[0] not in beyond]
+    )
+    names = ("bos_token", "eos_token", "unk_token", "pad_token")
+    special = {name: token for name in names if (token := getattr(tokenizer, name)) is not None}
+    # Not the tokenizer's own class: T5's adds its sentinels again whenever it is loaded.
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(described)), **special)
+
+
+def train_tokenizer(texts: Iterator[list[str]], vocab_size: int) -> PreTrainedTokenizerFast:
+    """A tokenizer of exactly `vocab_size` tokens, trained on the texts of examples. Deterministic.
+
+    Raises UserError if the texts have too few words for so many.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END, PAD],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    if (size := tokenizer.get_vocab_size()) < vocab_size:
+        raise UserError(
+            f"model.tokenizer.vocab_size: the training texts give {size} tokens, not {vocab_size}; write {size} or less"
+        )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD)
+
+
+def trained_tokenizer(dataset: Dataset, vocab_size: int, cache: Path) -> Path:
+    """The folder in the user's cache folder of a tokenizer trained on a dataset from `load_split`: byte-level BPE,
+    which has a token for every byte and no unknown text.
+
+    It depends on texts and size alone: plan, run, resume, all ranks and all runs of a study have the same tokens.
+
+    Raises UserError if it cannot be written, or if the texts have too few words.
+    """
+    root = cache / "tokenizers"
+    folder = root / cache_key(dataset._fingerprint, len(dataset), vocab_size, metadata.version("tokenizers"))
+    try:
+        if folder.is_dir():
+            os.utime(folder)
+            return folder
+        with written_whole(folder) as part:
+            train_tokenizer(texts_of(dataset), vocab_size).save_pretrained(part)
+        prune(root)
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"{root}: the tokenizer cannot be cached there (SOREN_ALIGN_CACHE): {reason}") from None
+    return folder
+
+
+def texts_of(dataset: Dataset) -> Iterator[list[str]]:
+    """The texts of each example from `load_split`, each once: all turns with their reasoning, or plain texts.
+
+    Of a preference pair those of both sides. Tools are left out.
+    """
+    for example in examples_of(dataset):
+        values = [value for column, value in example.items() if column not in OPTIONS and value is not None]
+        turns = [turn for value in values if isinstance(value, list) for turn in value]
+        texts = [value for value in values if isinstance(value, str)]
+        texts += (text for turn in turns for key, text in turn.items() if key != "role" and isinstance(text, str))
+        yield list(dict.fromkeys(texts))
