@@ -26,6 +26,7 @@ from datasets.table import MemoryMappedTable
 from transformers import PreTrainedTokenizerBase
 
 from ..core.errors import UserError
+from ..core.silence import quiet_libraries
 from ..tasks import TASKS, TaskName
 from .arrow import cache_key
 from .encode import BATCH_SIZE, encode
@@ -73,7 +74,7 @@ def tokenize(
             if on_examples is not None:
                 on_examples(len(dataset))
         else:
-            with written_whole(folder) as part:
+            with quiet_libraries(), written_whole(folder) as part:
                 dataset.map(
                     tokens_of,
                     batched=True,
