@@ -234,11 +234,11 @@ def checked(
         if isinstance(example, str):
             num_invalid += 1
             if num_invalid <= MAX_REPORTED:
-                found = ""
+                names = ""
                 if example.startswith("no ") and isinstance(record, dict):  # a column, which may have another name
                     columns = ", ".join(str(key) for key, value in record.items() if value is not None)
-                    found = f"; found {columns[:200]}" * bool(columns)
-                reported.append(f"  {record_place}: {example}{found}")
+                    names = f"; found {columns[:200]}" * bool(columns)
+                reported.append(f"  {record_place}: {example}{names}")
         yield record, example
     if num_examples == 0:
         raise UserError(f"{place}: has no examples")
