@@ -12,7 +12,7 @@ import torch
 
 from soren_align import optim, recipe
 from soren_align.evaluate.suite.suites import load_suite
-from soren_align.optim import spectral_optimizer
+from soren_align.optim import optimizer as optimizer_module
 from soren_align.run.metrics import METRICS
 from tests.support import command
 
@@ -124,14 +124,14 @@ def test_every_page_is_reached_from_the_readme():
 def test_the_readme_is_short_and_leads_to_the_update_rule_on_its_first_screen():
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 180
-    assert any("soren_align/optim/update.py" in line for line in lines[:40])
+    assert any("soren_align/optim/step.py" in line for line in lines[:40])
 
 
 def test_the_optimizer_of_the_contributing_page_takes_its_step(monkeypatch):
     (code,) = re.findall(
         r'```python\n("""Tanh.*?)```', (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.DOTALL
     )
-    monkeypatch.setattr(spectral_optimizer, "OPTIMIZERS", registered := dict(optim.OPTIMIZERS))
+    monkeypatch.setattr(optimizer_module, "OPTIMIZERS", registered := dict(optim.OPTIMIZERS))
     exec(code, {})
     assert registered.keys() - optim.OPTIMIZERS.keys() == {"tanh"}
     weight = torch.nn.Parameter(torch.eye(3, 2))

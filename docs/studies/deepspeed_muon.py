@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from soren_align.sharding import set_zero_placement
+from soren_align.sharding import set_zero_strategy
 from tests.support import toy_jobs as jobs
 from tests.support.rank_pool import ENVIRONMENT, RankPool
 from tests.support.toy import NUM_STEPS, RATES, Run, one_process
@@ -92,7 +92,7 @@ def train(group, stage, kind, folder):
         make_optimizer = adamw
     engine, _ = jobs.deepspeed_engine(group, stage, RUN, config, make_optimizer)
     if kind == "ours":
-        set_zero_placement(engine.optimizer)
+        set_zero_strategy(engine.optimizer)
     norms, sent = [], []
     for step in range(NUM_STEPS):
         with BytesSent(group.size()) as counter:

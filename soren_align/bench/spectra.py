@@ -150,7 +150,7 @@ def _of_checkpoint(checkpoint: Path, globs: Sequence[str]) -> Iterator[Spectrum]
             for group in groups
             for name, number in zip(group["param_names"], group["params"], strict=True)
             for named in matrices_of(
-                name, momentum_of(saved["state"][number]), group.get("storages", {}).get(name, "plain")
+                name, momentum_of(saved["state"][number]), group.get("weight_layouts", {}).get(name, "linear")
             )
         ]
     except (AttributeError, pickle.UnpicklingError, RuntimeError, KeyError, TypeError, ValueError, EOFError):

@@ -1,42 +1,31 @@
 """The optimizers, the routing of parameters to their rules, and `build_optimizer` for a whole model."""
 
-from .chunks import CHUNK, Sums, chunks, copied_to_cpu
-from .eight_bits import BLOCK, SMALL, Segment, SharedBlocks, norm
-from .factory import OptimizerFactory, build_optimizer
+from .eight_bits import norm
+from .layout import OneProcess, Shard, WeightLayouts, local, matrices_of, names_of_matrices
+from .optimizer import OPTIMIZERS, AppliedMap, OptimizerFactory, SpectralOptimizer, build_optimizer
 from .optimizers import AdamW, HTMuon, Muon, Soren
-from .pieces import Piece, Whole, local, staged
-from .placement import Placement
-from .rounding import master_weights, ulp
+from .rounding import CHUNK, Sums, chunks, copied_to_cpu, master_weights, ulp
 from .routing import Route, param_groups, route, routing_table, share_notices, spectral_share
-from .spectral_optimizer import OPTIMIZERS, SpectralOptimizer
 from .state import momentum_dtype, momentum_of
-from .storage import matrices_of, names_of_matrices
-from .update import ADAMW_RMS, GroupUpdate, decay_and_add_
-from .update_records import AppliedMap, AppliedUpdate, PendingUpdate
+from .step import ADAMW_RMS, PendingUpdate, decay_and_add_
 
 __all__ = [
     "ADAMW_RMS",
-    "BLOCK",
     "CHUNK",
     "OPTIMIZERS",
-    "SMALL",
     "AdamW",
     "AppliedMap",
-    "AppliedUpdate",
-    "GroupUpdate",
     "HTMuon",
     "Muon",
+    "OneProcess",
     "OptimizerFactory",
     "PendingUpdate",
-    "Piece",
-    "Placement",
     "Route",
-    "Segment",
-    "SharedBlocks",
+    "Shard",
     "Soren",
     "SpectralOptimizer",
     "Sums",
-    "Whole",
+    "WeightLayouts",
     "build_optimizer",
     "chunks",
     "copied_to_cpu",
@@ -53,6 +42,5 @@ __all__ = [
     "routing_table",
     "share_notices",
     "spectral_share",
-    "staged",
     "ulp",
 ]

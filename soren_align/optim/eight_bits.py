@@ -1,11 +1,11 @@
 """Moments in 8 bits: blocks of 256 numbers, each with a float32 scale, the largest magnitude in it.
 
-A number x in a block of scale s is stored as the whole number c with x = s (c / L)^k, L the largest code. k spreads the
-codes: the momentum of a matrix has k = 1, for the smallest error in the norm of the whole; AdamW's moments, of which
-each number is divided by another, have more codes near zero.
+A number x in a block of scale s is stored as the whole number c with x = s (c / L)^k, L the largest code: 127 of a
+signed moment, 255 of a second one. k spreads the codes: the momentum of a matrix has k = 1, for the smallest error in
+the norm of the whole; AdamW's moments, of which each number is divided by another, have more codes near zero.
 
-- Blocks begin at multiples of 256 in each parameter, wherever its numbers lie. The ranks that share a block, which the
-  end of a shard cuts, agree on its scale (`SharedBlocks`). So N ranks round as one.
+- Blocks begin at multiples of 256 in each rank's shard of a parameter, and none lies on two ranks. So N ranks round as
+  one but in the blocks that the end of a shard cuts or shifts, where both are within a code of the exact number.
 - A parameter of fewer than 4096 numbers has blocks of one number, which is stored exactly.
 - Codes are rounded up or down with a dither that is known from step and place: rounded to nearest, a second moment
   would never follow a change below 1% a step, and with beta2 = 0.999 its changes are below 0.1%
@@ -13,14 +13,14 @@ each number is divided by another, have more codes near zero.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .chunks import CHUNK
+from .rounding import CHUNK
 
 BLOCK, SMALL = 256, 4096
 CODES = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8}
@@ -31,124 +31,63 @@ ROUNDED_NORM = 1 + BLOCK**0.5 / 127
 _GOLDEN, _PLASTIC = (math.sqrt(5) - 1) / 2, 0.7548776662466927
 """Steps and places of the dither: their multiples fill [0, 1) evenly."""
 
-
-class Segment(NamedTuple):
-    """`numel` numbers of a parameter of `whole_numel`: from `offset` on in it, from `start` on in a flat shard.
-
-    shared: number of each block that lies on other ranks too -> its number among all shared blocks.
-    """
-
-    start: int
-    numel: int
-    offset: int
-    whole_numel: int
-    shared: Mapping[int, int] = {}
+Part = tuple[int, int, int]
+"""(start, numel, numel of the whole parameter): a parameter's elements in a tensor, from `start` on."""
 
 
-class Span(NamedTuple):
-    """Blocks of `size` numbers from `start` to `stop` of a flat tensor, or one shorter block.
+class Blocks(NamedTuple):
+    """Equal blocks of `size` numbers from `start` to `stop` of a flat tensor, or one shorter block.
 
-    offset: of the first number in its block. scale: the number of the first block. shared: the number of the block
-    among those that several ranks share; -1: these are on this rank.
+    scale: the number of the first block among those of the tensor.
     """
 
     start: int
     stop: int
     size: int
-    offset: int
     scale: int
-    shared: int
+
+    @property
+    def number(self) -> int:
+        """The number of blocks."""
+        return -(-(self.stop - self.start) // self.size)
 
 
-class Blocks(NamedTuple):
-    """The blocks of a tensor: its spans, int64 [n, 6], none longer than a chunk, and the number of blocks."""
-
-    spans: Tensor
-    total: int
-
-    @staticmethod
-    def of(parameter: Tensor, segments: Sequence[Segment] | None = None) -> "Blocks":
-        """Those of the parameters' segments in a flat shard; segments None: of one whole parameter."""
-        spans: list[Span] = []
-        total = 0
-        for segment in segments if segments is not None else [Segment(0, parameter.numel(), 0, parameter.numel())]:
-            for span in _spans(segment):
-                spans.append(span._replace(scale=total))
-                total += _num_blocks(span)
-        return Blocks(torch.tensor(spans, dtype=torch.int64).reshape(-1, len(Span._fields)), total)
+def new_blocks(parts: Sequence[Part]) -> tuple[Tensor, int]:
+    """The blocks of a tensor's parameters, int64 [n, 4]: a row of `Blocks` for each; and the number of all blocks."""
+    rows: list[Blocks] = []
+    total = 0
+    for start, numel, whole_numel in parts:
+        if numel:
+            rows.append(Blocks(start, start + numel, 1 if whole_numel < SMALL else BLOCK, total))
+            total += rows[-1].number
+    return torch.tensor(rows, dtype=torch.int64).reshape(-1, len(Blocks._fields)), total
 
 
-def _spans(segment: Segment) -> Iterator[Span]:
-    """The spans of a segment: the remainder of a block, then whole blocks, then the beginning of one."""
-    size, most = (1, CHUNK) if segment.whole_numel < SMALL else (BLOCK, CHUNK // BLOCK * BLOCK)
-    start, end = segment.start, segment.start + segment.numel
-    while start < end:
-        number, offset = divmod(segment.offset + start - segment.start, size)
-        whole = min(most, (end - start) // size * size)
-        stop = start + whole if whole and not offset else min(end, start + size - offset)
-        yield Span(start, stop, size, offset, 0, segment.shared.get(number, -1) if size == BLOCK else -1)
-        start = stop
+def blocks_of(state: dict[str, Any]) -> Iterator[Blocks]:
+    """The blocks of a parameter's state in runs of at most a chunk; none if it is not in 8 bits."""
+    for start, stop, size, scale in state["blocks"].tolist() if "blocks" in state else ():
+        most, end_of_whole = CHUNK // size * size, stop - (stop - start) % size
+        for begin in range(start, end_of_whole, most):
+            yield Blocks(begin, min(begin + most, end_of_whole), size, scale + (begin - start) // size)
+        if end_of_whole < stop:  # the last block is shorter
+            yield Blocks(end_of_whole, stop, size, scale + (end_of_whole - start) // size)
 
 
-def _num_blocks(span: Span) -> int:
-    return -(-(span.stop - span.start) // span.size)
-
-
-def spans_of(state: dict[str, Any]) -> Iterator[Span]:
-    """The spans of a parameter's state; none if it is not in 8 bits."""
-    if "spans" in state:
-        yield from (Span(*row) for row in state["spans"].tolist())
-
-
-def decoded(state: dict[str, Any], key: str, span: Span) -> Tensor:
-    """The numbers of a span, float32; a new tensor."""
-    codes, scales, squarings = _of(state, key, span)
+def decoded(state: dict[str, Any], key: str, blocks: Blocks) -> Tensor:
+    """The numbers of these blocks, float32; a new tensor."""
+    codes, scales, squarings = _codes(state, key, blocks)
     values = codes.float().div_(torch.iinfo(codes.dtype).max)
     values = _squared_(values.clone(), squarings).copysign_(values) if squarings else values
     return values.view(len(scales), -1).mul_(scales[:, None]).view(-1)
 
 
-def encode_(state: dict[str, Any], key: str, span: Span, values: Tensor, shared: "SharedBlocks | None" = None) -> None:
-    """Store the numbers of a span, [numel] in float32; not modified. shared: gets the blocks that it has to finish."""
-    if shared is not None and span.shared >= 0:
-        shared.pending.append((state, key, span, values))
-        return
-    _encode_(state, key, span, values, values.view(_num_blocks(span), -1).abs().amax(1))
-
-
-class SharedBlocks:
-    """The blocks of one step that lie on several ranks, whose scale is the largest magnitude on any of them.
-
-    num_blocks: of all ranks. largest: float32 [n] -> the maxima over the ranks; collective.
-    """
-
-    def __init__(self, num_blocks: int, largest: Callable[[Tensor], Tensor]):
-        self._num_blocks, self._largest = num_blocks, largest
-        self.pending: list[tuple[dict[str, Any], str, Span, Tensor]] = []
-
-    def encode_(self) -> None:
-        """Store the pending blocks. Collective if any rank has one."""
-        if not self._num_blocks:
-            return
-        keys = list(CODES)
-        slots = torch.tensor([keys.index(key) * self._num_blocks + span.shared for _, key, span, _ in self.pending])
-        here = torch.zeros(len(keys) * self._num_blocks)
-        if self.pending:  # on their device, so that the host reads none
-            maxima = torch.stack([values.abs().amax() for *_, values in self.pending])
-            slots, here = slots.to(maxima.device), here.to(maxima.device)
-            here.scatter_reduce_(0, slots, maxima, "amax")
-        largest = self._largest(here).to(here.device)
-        for (state, key, span, values), maximum in zip(self.pending, largest[slots.long()], strict=True):
-            _encode_(state, key, span, values, maximum)
-        self.pending = []
-
-
-def _encode_(state: dict[str, Any], key: str, span: Span, values: Tensor, largest: Tensor) -> None:
-    codes, scales, squarings = _of(state, key, span)
-    scales.copy_(largest)
+def encode_(state: dict[str, Any], key: str, blocks: Blocks, values: Tensor) -> None:
+    """Store the numbers of these blocks, [numel] in float32; not modified."""
+    codes, scales, squarings = _codes(state, key, blocks)
+    matrix = values.view(len(scales), -1)
+    magnitudes = matrix.abs()
+    scales.copy_(magnitudes.amax(1))
     levels = torch.iinfo(codes.dtype).max
-    blocks = values.view(len(scales), -1)
-    magnitudes = blocks.abs()
     magnitudes = magnitudes.div_(scales[:, None].clamp(min=torch.finfo(torch.float32).tiny)).view(-1)
     lower = magnitudes.clone()
     for _ in range(squarings):
@@ -156,7 +95,7 @@ def _encode_(state: dict[str, Any], key: str, span: Span, values: Tensor, larges
     lower.mul_(levels).floor_().clamp_(max=levels)
     below, above = _squared_(lower / levels, squarings), _squared_((lower + 1).div_(levels), squarings)
     excess = magnitudes.sub_(below).div_(above.sub_(below)).view(len(scales), -1)
-    dither = _dither(span.offset, int(state["step"]), blocks.shape[1], values.device)
+    dither = _dither(int(state["step"]), matrix.shape[1], values.device)
     rounded = lower.add_((excess > dither).view(-1)).clamp_(max=levels)
     if codes.dtype == torch.uint8:
         rounded.clamp_(min=1)  # 0 would make AdamW divide by eps
@@ -164,25 +103,29 @@ def _encode_(state: dict[str, Any], key: str, span: Span, values: Tensor, larges
 
 
 def decoded_range(state: dict[str, Any], key: str, start: int, numel: int) -> Tensor:
-    """`numel` numbers from `start` on of the flat moment, float32: those of whole segments."""
+    """`numel` numbers from `start` on of the flat moment, float32."""
     values = torch.zeros(numel, dtype=torch.float32, device=state[key].device)
-    for span in spans_of(state):
-        if start <= span.start < start + numel:
-            values[span.start - start : span.stop - start] = decoded(state, key, span)
+    for run, stop, size, scale in blocks_of(state):
+        first, last = max(start, run), min(start + numel, stop)
+        if first < last:
+            before, end = (first - run) // size, -(-(last - run) // size)  # only the blocks that have some of them
+            part = Blocks(run + before * size, min(run + end * size, stop), size, scale + before)
+            here = decoded(state, key, part)[first - part.start : last - part.start]
+            values[first - start : last - start] = here
     return values
 
 
 def norm(state: dict[str, Any], key: str) -> Tensor:
     """The Euclidean norm of a moment, of shape [1]."""
-    squares = [decoded(state, key, span).square_().sum() for span in spans_of(state)]
+    squares = [decoded(state, key, blocks).square_().sum() for blocks in blocks_of(state)]
     return torch.stack(squares).sum().sqrt().reshape(1) if squares else state[key].new_zeros(1, dtype=torch.float32)
 
 
-def _of(state: dict[str, Any], key: str, span: Span) -> tuple[Tensor, Tensor, int]:
-    """Codes and scales of a span, sharing the state's memory, and the number of squarings."""
-    scales = state[f"{key}_scale"][span.scale : span.scale + _num_blocks(span)]
+def _codes(state: dict[str, Any], key: str, blocks: Blocks) -> tuple[Tensor, Tensor, int]:
+    """Codes and scales of these blocks, sharing the state's memory, and the number of squarings."""
+    scales = state[f"{key}_scale"][blocks.scale : blocks.scale + blocks.number]
     kind = key if "exp_avg_sq_scale" in state else "momentum"
-    return state[key].view(-1)[span.start : span.stop], scales, SQUARINGS[kind]
+    return state[key].view(-1)[blocks.start : blocks.stop], scales, SQUARINGS[kind]
 
 
 def _squared_(values: Tensor, times: int) -> Tensor:
@@ -191,8 +134,8 @@ def _squared_(values: Tensor, times: int) -> Tensor:
     return values
 
 
-@lru_cache(maxsize=16)  # nearly all blocks of a step have the same: one copy to a GPU instead of one for each span
-def _dither(offset: int, step: int, length: int, device: torch.device) -> Tensor:
-    """A number in [0, 1) for each place of a block from `offset` on."""
-    places = torch.arange(offset, offset + length, dtype=torch.float64)
+@lru_cache(maxsize=16)  # nearly all blocks of a step have the same: one copy to a GPU instead of one for each run
+def _dither(step: int, length: int, device: torch.device) -> Tensor:
+    """A number in [0, 1) for each place of a block."""
+    places = torch.arange(length, dtype=torch.float64)
     return (places * _PLASTIC + step * _GOLDEN).remainder_(1).float().to(device)

@@ -35,10 +35,10 @@ RULE_DEFAULTS: dict[str, dict[str, Any]] = {
     "adamw": {"betas": BETAS, "eps": EPS},
 }
 """The settings of a rule that its optimizer and group leave out."""
-# Keys that a group may have beside its settings: how its parameters store matrices (`storage`), a user's name for it,
+# Keys that a group may have beside its settings: how its parameters store matrices (`layout`), a user's name for it,
 # and those that torch's schedulers write.
 SCHEDULER_KEYS = ("initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum")
-OTHER_KEYS = ("params", "param_names", "storages", "rule", "name", *SCHEDULER_KEYS)
+OTHER_KEYS = ("params", "param_names", "weight_layouts", "rule", "name", *SCHEDULER_KEYS)
 WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")  # in names of a wrapped model
 
 
@@ -142,7 +142,7 @@ def refuse_wrong_parameters(group: dict[str, Any], optimizer: str) -> None:
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
         if not parameter.is_floating_point():
             raise ValueError(f"{optimizer} updates real numbers; {name} is {parameter.dtype}")
-        is_experts = len(shape) == 3 and name in group.get("storages", {})
+        is_experts = len(shape) == 3 and name in group.get("weight_layouts", {})
         if group["rule"] == "spectral" and len(shape) != 2 and not is_experts:
             advice = "Route it to AdamW (soren_align.param_groups does)."
             raise ValueError(f"{optimizer} updates matrices; {name} has shape {shape}. {advice}")
@@ -181,9 +181,9 @@ def _differences(old: dict[str, Any], new: dict[str, Any], map_keys: Collection[
         was, now = (_comparable(group.get(key, _ADDED_LATER.get(key, "nothing"))) for group in (old, new))
         if was != now:
             differences.append((key, was, now))
-    was, now = ([*group.get("storages", {}).values()] for group in (old, new))
+    was, now = ([*group.get("weight_layouts", {}).values()] for group in (old, new))
     if was != now:
-        differences.append(("storages", was, now))
+        differences.append(("weight_layouts", was, now))
     if "param_names" in old and "param_names" in new:
         was, now = (_plain_names(group["param_names"]) for group in (old, new))
         if was != now:

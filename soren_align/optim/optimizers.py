@@ -35,7 +35,7 @@ from ..core.optimizer_settings import (
 )
 from ..spectral.maps import HTMUON, MUON, SOREN_MAPS
 from .group_settings import checked_settings, choice, number, setting_checks
-from .spectral_optimizer import SpectralOptimizer
+from .optimizer import SpectralOptimizer
 
 
 def complete_map(spectral_map: str | Mapping[str, Any]) -> dict[str, Any]:

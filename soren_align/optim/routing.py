@@ -1,18 +1,20 @@
 """The routing of parameters: the rule of each trainable parameter, and the reason for it.
 
 Weights of linear layers inside the blocks go to the spectral rule, and those of experts and of torch's attention, which
-are stored together: see `storage`. In a model without blocks all linear layers do. Embeddings, the head (tied or not),
+are stored together: see `layout`. In a model without blocks all linear layers do. Embeddings, the head (tied or not),
 norms, biases, routers, gates of one row and all other parameters go to AdamW. Every trainable parameter has exactly one
 route, by identity, not by name.
-The LoRA factors of linear layers go to the spectral rule, each mapped by itself; see `lora_factors`.
+The LoRA factors of linear layers go to the spectral rule, each mapped by itself. They are recognized by PEFT's layers
+in the model, not by shapes or names; peft is used only if it has been imported, so that the optimizers do not need it.
 With `matrices` "all-2d", as in the authors' released code, all other parameters of two dimensions go there too.
 """
 
 import math
 import re
+import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -20,13 +22,13 @@ from typing import Any
 from torch import nn
 
 from ..core.optimizer_settings import AUX_WEIGHT_DECAY, MATRICES, Matrices
-from .lora_factors import FACTOR, adapter_parameters
-from .storage import Storage, matrix_shape
+from .layout import WeightLayout, matrix_shape
 
+FACTOR = "LoRA factor (extension, not in the paper)"
 _ROUTER = re.compile(r"Router|TopKGating")
 """Names of transformers' classes that choose experts; JetMoE's is the latter."""
-_OF_ATTENTION: dict[str, Storage] = {"in_proj_weight": "thirds"}
-_OF_ATTENTION |= {"q_proj_weight": "plain", "k_proj_weight": "plain", "v_proj_weight": "plain"}
+_OF_ATTENTION: dict[str, WeightLayout] = {"in_proj_weight": "qkv"}
+_OF_ATTENTION |= {"q_proj_weight": "linear", "k_proj_weight": "linear", "v_proj_weight": "linear"}
 """torch.nn.MultiheadAttention's projections, which are no linear layers; that of the output is one."""
 _COUNTS = ("tensors", "matrices", "numel")
 
@@ -35,7 +37,7 @@ _COUNTS = ("tensors", "matrices", "numel")
 class Route:
     """The rule of one trainable parameter. `shape` is that of the whole, also if ZeRO 3 has emptied the tensor.
 
-    storage: of its matrices, if it goes to the spectral rule.
+    layout: of its matrices, if it goes to the spectral rule.
     """
 
     name: str
@@ -43,12 +45,12 @@ class Route:
     shape: tuple[int, ...]
     rule: str
     reason: str
-    storage: Storage = "plain"
+    layout: WeightLayout = "linear"
 
     @property
     def matrix(self) -> tuple[int, int]:
         """(outputs, inputs) of its matrices."""
-        return matrix_shape(self.shape[-2:], self.storage)
+        return matrix_shape(self.shape[-2:], self.layout)
 
     @property
     def num_matrices(self) -> int:
@@ -57,8 +59,8 @@ class Route:
 
     @property
     def is_stored_otherwise(self) -> bool:
-        """Whether it is more than one plain matrix, so that a parameter group must name its storage."""
-        return self.rule == "spectral" and (len(self.shape) == 3 or self.storage != "plain")
+        """Whether it is more than one linear matrix, so that a parameter group must name its layout."""
+        return self.rule == "spectral" and (len(self.shape) == 3 or self.layout != "linear")
 
 
 @dataclass(frozen=True)
@@ -73,17 +75,17 @@ class _Occurrence:
     is_router: bool
     """Whether it chooses experts."""
 
-    def storage(self, num_dimensions: int) -> Storage | None:
+    def layout(self, num_dimensions: int) -> WeightLayout | None:
         """How a parameter of so many dimensions stores matrices of linear layers; None if it has none."""
         name, owner = self.name.split(".")[-1], self.owner
         if num_dimensions == 3:
-            return expert_storage(owner, name, self.around)
+            return expert_layout(owner, name, self.around)
         if isinstance(owner, nn.MultiheadAttention) and num_dimensions == 2:
             return _OF_ATTENTION.get(name)
         if name != "weight" or num_dimensions != 2:
             return None
         if isinstance(owner, nn.Linear):
-            return "plain"
+            return "linear"
         return "transposed" if _is_of_transformers(owner, "Conv1D") else None
 
 
@@ -96,9 +98,12 @@ def route(model: nn.Module, aux: Sequence[str] = (), matrices: Matrices = MATRIC
     Raises ValueError for a glob that matches nothing, and for PEFT adapters other than LoRA.
     """
     parameters = _occurrences(model)
-    adapters = adapter_parameters(model)
-    for parameter, occurrences in parameters.items():
-        adapters.refuse_unknown(parameter, occurrences[0].name)
+    factors, of_adapters = adapter_parameters(model)
+    for parameter, (first, *_) in parameters.items():
+        if ".lora_" in first.name and parameter not in factors and parameter not in of_adapters:
+            raise ValueError(
+                f"{first.name} is called like a LoRA factor, but is none of PEFT's; such adapters are not known"
+            )
     for glob in aux:
         if not any(fnmatchcase(o.name, glob) for occurrences in parameters.values() for o in occurrences):
             raise ValueError(f"aux: {glob!r} matches no trainable parameter")
@@ -114,20 +119,61 @@ def route(model: nn.Module, aux: Sequence[str] = (), matrices: Matrices = MATRIC
     routes = []
     for parameter, occurrences in parameters.items():
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-        obstacle = special.get(parameter) or adapters.obstacle(parameter)
+        obstacle = special.get(parameter) or of_adapters.get(parameter)
         obstacle = obstacle or _obstacle(occurrences, shape, aux, needs_block)
-        if not obstacle and min(shape[-2:]) == 1 and not adapters.is_factor(parameter):
+        if not obstacle and min(shape[-2:]) == 1 and parameter not in factors:
             obstacle = "a vector: one row or column"
-        factor, storage = adapters.is_factor(parameter), occurrences[0].storage(len(shape)) or "plain"
-        reason = obstacle or (FACTOR if factor else "experts" if len(shape) == 3 else "linear layer")
+        layout = occurrences[0].layout(len(shape)) or "linear"
+        reason = obstacle or (FACTOR if parameter in factors else "experts" if len(shape) == 3 else "linear layer")
         if len(occurrences) > 1:
             reason += f", tied to {', '.join(o.name for o in occurrences[1:])}"
         is_spectral = not obstacle
         if matrices == "all-2d" and len(shape) == 2:  # the obstacle remains as its reason
-            is_spectral = not (adapters.obstacle(parameter) or _glob_of(occurrences, aux))
+            is_spectral = not (parameter in of_adapters or _glob_of(occurrences, aux))
         rule = "spectral" if is_spectral else "adamw"
-        routes.append(Route(occurrences[0].name, parameter, shape, rule, reason, storage))
+        routes.append(Route(occurrences[0].name, parameter, shape, rule, reason, layout))
     return routes
+
+
+def adapter_parameters(model: nn.Module) -> tuple[set[nn.Parameter], dict[nn.Parameter, str]]:
+    """The LoRA factors A and B of the model's linear layers, and the other parameters of adapters with their kinds.
+
+    Raises ValueError for a trainable adapter that is not LoRA.
+    """
+    factors: set[nn.Parameter] = set()
+    others: dict[nn.Parameter, str] = {}
+    if "peft" not in sys.modules:
+        return factors, others
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.trainable_tokens import TrainableTokensLayer
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+    from transformers.pytorch_utils import Conv1D
+
+    for path, module in model.named_modules():
+        if isinstance(module, AuxiliaryTrainingWrapper):
+            for parameter in module.parameters():
+                others.setdefault(parameter, "trained whole beside the adapter")
+        elif isinstance(module, BaseTunerLayer):
+            is_linear = isinstance(module.get_base_layer(), nn.Linear | Conv1D)
+            for kind, owner, parameter in _trainable(module):
+                is_factor = kind in ("lora_A", "lora_B") and isinstance(owner, nn.Linear) and parameter is owner.weight
+                if isinstance(module, LoraLayer) and is_linear and is_factor:
+                    factors.add(parameter)
+                elif isinstance(module, LoraLayer | TrainableTokensLayer):
+                    others[parameter] = f"{kind} of an adapter"
+                else:
+                    raise ValueError(f"{path} is an adapter of PEFT's {type(module).__name__}; only LoRA is supported")
+    return factors, others
+
+
+def _trainable(layer: Any) -> Iterator[tuple[str, Any, nn.Parameter]]:
+    """(PEFT's name of the kind, the module or None, the parameter) of every trainable parameter of an adapter layer."""
+    for kind in layer.adapter_layer_names:
+        container = getattr(layer, kind, None)
+        for part in container.values() if isinstance(container, nn.ModuleDict | nn.ParameterDict) else ():
+            owned = [(None, part)] if isinstance(part, nn.Parameter) else [(part, p) for p in part.parameters()]
+            yield from ((kind, owner, p) for owner, p in owned if p.requires_grad)
 
 
 def param_groups(
@@ -149,7 +195,14 @@ def param_groups(
     """
     routes = route(model, aux, matrices)
     if matrices == MATRICES and not aux and not _is_language_model(model) and not _has_blocks(_occurrences(model)):
-        _warn_of_last_layer(model, routes)
+        for last in [r for r in routes if r.rule == "spectral" and r.reason == "linear layer"][-1:]:
+            shape = " x ".join(map(str, last.shape))
+            warnings.warn(
+                f"{type(model).__name__} has no blocks (a ModuleList, or modules of one class in sequence), so that "
+                f"all linear layers are matrices, the last linear layer, {last.name} ({shape}), too. If it is the "
+                f"output layer, which AdamW updates in other models, write aux=[{last.name!r}]",
+                stacklevel=2,
+            )
     if not any(r.rule == "spectral" for r in routes):
         reasons = ", ".join(sorted({r.reason for r in routes})) or "no trainable parameter"
         raise ValueError(f"{type(model).__name__} has no matrix for a spectral optimizer; found only: {reasons}")
@@ -168,8 +221,8 @@ def param_groups(
         members = [r for r in routes if r.rule == rule]
         if members:
             lists: dict[str, Any] = {"params": [r.parameter for r in members], "param_names": [r.name for r in members]}
-            if storages := {r.name: r.storage for r in members if r.is_stored_otherwise}:
-                lists["storages"] = storages
+            if weight_layouts := {r.name: r.layout for r in members if r.is_stored_otherwise}:
+                lists["weight_layouts"] = weight_layouts
             groups.append({"rule": rule, **lists, **{k: v for k, v in values.items() if v is not None}})
     return groups
 
@@ -182,18 +235,7 @@ def _is_language_model(model: nn.Module) -> bool:
 def _has_blocks(parameters: Mapping[nn.Parameter, Sequence[_Occurrence]]) -> bool:
     """Whether a matrix lies in a list of blocks; if so, those outside are the input's and the output's."""
     matrices = (o for parameter, occurrences in parameters.items() if parameter.ndim == 2 for o in occurrences)
-    return any(o.in_block and o.storage(2) is not None for o in matrices)
-
-
-def _warn_of_last_layer(model: nn.Module, routes: Sequence[Route]) -> None:
-    if linear := [r for r in routes if r.rule == "spectral" and r.reason == "linear layer"]:
-        last, shape = linear[-1], " x ".join(map(str, linear[-1].shape))
-        warnings.warn(
-            f"{type(model).__name__} has no blocks (a ModuleList, or modules of one class in sequence), so that all "
-            f"linear layers are matrices, the last linear layer, {last.name} ({shape}), too. If it "
-            f"is the output layer, which AdamW updates in other models, write aux=[{last.name!r}]",
-            stacklevel=3,
-        )
+    return any(o.in_block and o.layout(2) is not None for o in matrices)
 
 
 def routing_table(routes: Sequence[Route]) -> list[dict[str, Any]]:
@@ -229,7 +271,13 @@ def _occurrences(model: nn.Module) -> dict[nn.Parameter, list[_Occurrence]]:
     """The occurrences of every trainable parameter; the first one gives its name."""
     modules = dict(model.named_modules(remove_duplicate=False))
     is_own = not _is_language_model(model)
-    lists = {name for name, module in modules.items() if _is_list_of_blocks(module, is_own)}
+    lists = set()  # of blocks: in a class of one's own also modules of one class in sequence
+    for name, module in modules.items():
+        children = list(module.children())
+        in_sequence = is_own and isinstance(module, nn.Sequential) and len(children) > 1
+        are_alike = in_sequence and len({*map(type, children)}) == 1 and all([*child.children()] for child in children)
+        if are_alike or isinstance(module, nn.ModuleList):
+            lists.add(name)
     routers = {name for name, module in modules.items() if _ROUTER.search(type(module).__name__)}
     occurrences = defaultdict(list)
     for path, owner in modules.items():
@@ -246,15 +294,6 @@ def _occurrences(model: nn.Module) -> dict[nn.Parameter, list[_Occurrence]]:
     return occurrences
 
 
-def _is_list_of_blocks(module: nn.Module, is_own: bool) -> bool:
-    """Whether a module holds blocks. is_own: in a class of one's own also modules of one class in sequence."""
-    if isinstance(module, nn.ModuleList):
-        return True
-    children = list(module.children())
-    in_sequence = is_own and isinstance(module, nn.Sequential) and len(children) > 1
-    return in_sequence and len({*map(type, children)}) == 1 and all([*child.children()] for child in children)
-
-
 def _obstacle(
     occurrences: Sequence[_Occurrence], shape: tuple[int, ...], aux: Sequence[str], needs_block: bool
 ) -> str | None:
@@ -267,7 +306,7 @@ def _obstacle(
         return "router"
     if len(shape) == 2 and all(o.name.endswith("bias") for o in occurrences):
         return "bias"  # of experts
-    if None in [o.storage(len(shape)) for o in occurrences]:
+    if None in [o.layout(len(shape)) for o in occurrences]:
         return "not the weight of a linear layer" if len(shape) == 2 else f"{len(shape)}-dimensional"
     if needs_block and not any(o.in_block for o in occurrences):
         return "outside the blocks"
@@ -279,7 +318,7 @@ def _glob_of(occurrences: Sequence[_Occurrence], aux: Sequence[str]) -> str | No
     return next((glob for glob in aux if any(fnmatchcase(o.name, glob) for o in occurrences)), None)
 
 
-def expert_storage(owner: nn.Module, name: str, around: nn.Module) -> Storage | None:
+def expert_layout(owner: nn.Module, name: str, around: nn.Module) -> WeightLayout | None:
     """How a layer's weights `name` [experts, rows, columns] store matrices; None if `owner` has no experts.
 
     around: the module that holds `owner`. transformers' decorator use_experts_implementation leaves the layout in
@@ -287,16 +326,16 @@ def expert_storage(owner: nn.Module, name: str, around: nn.Module) -> Storage | 
     """
     if _is_of_transformers(owner, "JetMoeParallelExperts"):  # of its MLP, or of its attention
         is_gate_up = _is_of_transformers(around, "JetMoeMoE") and around.input_linear is owner
-        return "halves" if is_gate_up else "plain"
+        return "gate_up" if is_gate_up else "linear"
     is_llama4 = _is_of_transformers(owner, "Llama4TextExperts")  # which it does not decorate
     if not (is_llama4 or hasattr(owner, "is_transposed")) or name not in ("gate_up_proj", "up_proj", "down_proj"):
         return None
     is_transposed = is_llama4 or bool(owner.is_transposed)
     if name != "gate_up_proj":
-        return "transposed" if is_transposed else "plain"
+        return "transposed" if is_transposed else "linear"
     if is_llama4 or owner.is_concatenated:
-        return "transposed halves" if is_transposed else "halves"
-    return "transposed interleaved halves" if is_transposed else None
+        return "transposed gate_up" if is_transposed else "gate_up"
+    return "transposed interleaved gate_up" if is_transposed else None
 
 
 def _is_of_transformers(module: nn.Module, name: str) -> bool:

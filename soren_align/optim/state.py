@@ -1,102 +1,116 @@
-"""The state of a parameter: tensors of zeros before the first step, or copies of a checkpoint's."""
+"""The state of a parameter: tensors of zeros before the first step, or copies of a checkpoint's.
 
-from collections.abc import Callable, Sequence
-from typing import Any
+step: a float32 on the CPU. exp_avg: the momentum, and exp_avg_sq AdamW's second moment, of the parameter's shape.
+compensation: see `rounding`. With 8-bit states the moments are codes, with a float32 scale for each of their blocks in
+exp_avg_scale and exp_avg_sq_scale, and the blocks themselves: see `eight_bits`. A map's state is flat: see
+`layout.with_map_state`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .eight_bits import CODES, Blocks, Segment, decoded_range
+from .eight_bits import CODES, Part, decoded_range, new_blocks
 from .group_settings import names_of
 from .rounding import COMPENSATION_DTYPE, is_compensated
 
-STATE_KEYS = {"spectral": ("step", "exp_avg"), "adamw": ("step", "exp_avg", "exp_avg_sq")}
+MOMENTS = {"spectral": ("exp_avg",), "adamw": ("exp_avg", "exp_avg_sq")}
 
 
-def new_state(parameter: Tensor, group: dict[str, Any], segments: Sequence[Segment] | None = None) -> dict[str, Tensor]:
-    """The state of a parameter before its first step.
+class StateForm(NamedTuple):
+    """dtypes: of the tensors of a parameter's shape, by name. sizes: of the flat ones. blocks: of 8-bit states."""
 
-    segments: of the parameters in a flat shard; None: it is one whole parameter. Raises ValueError for 8-bit states of
-    a DTensor.
+    dtypes: dict[str, torch.dtype]
+    sizes: dict[str, int]
+    blocks: Tensor | None
+
+
+def state_form(
+    parameter: Tensor, group: dict[str, Any], parts: Sequence[Part] | None = None, map_state: Mapping[str, int] = {}
+) -> StateForm:
+    """The form of a parameter's state, but for the step.
+
+    parts: of the parameters in a flat shard; None: it is one whole parameter. map_state: the numbers of the map's state
+    on this rank, by name. Raises ValueError for 8-bit states or a map's state of a DTensor.
     """
+    is_sharded_by_rows, in_8_bits = hasattr(parameter, "to_local"), group.get("states") == "8bit"
+    if is_sharded_by_rows and in_8_bits:
+        raise ValueError("8-bit states of FSDP2's shards are not supported; use float32 states, DDP or ZeRO")
+    if is_sharded_by_rows and map_state:
+        raise ValueError(f"{', '.join(map_state)} of FSDP2's shards is not supported; use DDP or ZeRO")
+    # Not of float64 and of weights with other strides, which are rare.
+    in_8_bits = in_8_bits and parameter.dtype != torch.float64 and parameter.is_contiguous()
+    moments = MOMENTS[group["rule"]]
+    dtypes = {key: CODES[key] if in_8_bits else momentum_dtype(parameter) for key in moments}
+    if is_compensated(parameter, group):
+        dtypes["compensation"] = COMPENSATION_DTYPE
+    if not in_8_bits:
+        return StateForm(dtypes, dict(map_state), None)
+    blocks, number = new_blocks([(0, parameter.numel(), parameter.numel())] if parts is None else parts)
+    return StateForm(dtypes, {**{f"{key}_scale": number for key in moments}, **map_state}, blocks)
+
+
+def new_state(parameter: Tensor, form: StateForm) -> dict[str, Tensor]:
+    """The state of a parameter before its first step."""
     # float32 by name: under a default dtype of bfloat16 a step count would stay at 256.
     state = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
-    for key in _state_keys(parameter, group)[1:]:
-        state[key] = torch.zeros_like(parameter, dtype=_state_dtype(parameter, key, group))
-    if _is_in_8_bits(parameter, group):
-        blocks = Blocks.of(parameter, segments)
-        for key in state.keys() & CODES.keys():
-            state[f"{key}_scale"] = torch.zeros(blocks.total, dtype=torch.float32, device=parameter.device)
-        state["spans"] = blocks.spans
-    return state
+    for key, dtype in form.dtypes.items():
+        state[key] = torch.zeros_like(parameter, dtype=dtype)
+    for key, size in form.sizes.items():
+        state[key] = torch.zeros(size, dtype=momentum_dtype(parameter), device=parameter.device)
+    return state if form.blocks is None else {**state, "blocks": form.blocks}
 
 
 def loaded_state(
     saved: dict[str, Any],
     current: Sequence[dict],
-    segments_of: Callable[[Tensor], Sequence[Segment] | None] = lambda parameter: None,
+    form_of: Callable[[str, Tensor, dict[str, Any]], StateForm],
 ) -> dict[Tensor, dict[str, Tensor]]:
     """Copies of a checkpoint's state, by parameter, in the optimizer's dtypes and on its devices.
 
-    A checkpoint from before the first step has no state; then the result is empty. segments_of: see `new_state`. Raises
-    ValueError if some parameters have a state and others lack it or have it in another shape.
+    A checkpoint from before the first step has no state; then the result is empty. form_of: name, parameter, group ->
+    the form. Raises ValueError if some parameters have a state and others lack it or have it in another form.
     """
     if not saved["state"]:
         return {}
     loaded = {}
     for old, new in zip(saved["param_groups"], current, strict=True):
         for number, parameter, name in zip(old["params"], new["params"], names_of(new), strict=True):
-            state = saved["state"].get(number, {})
-            keys = _state_keys(parameter, new)
-            missing = [key for key in keys if key not in state]
+            state, form = saved["state"].get(number, {}), form_of(name, parameter, new)
+            missing = [key for key in ("step", *form.dtypes) if key not in state]
             if missing:
                 raise ValueError(f"the checkpoint lacks {', '.join(missing)} of {name}; it cannot be resumed from")
-            dtypes = {key: _state_dtype(parameter, key, new) for key in keys}
-            loaded[parameter] = {key: _loaded(state[key], key, name, parameter, dtypes[key]) for key in keys}
-            if _is_in_8_bits(parameter, new):
-                loaded[parameter] |= _loaded_blocks(
-                    state, name, parameter, Blocks.of(parameter, segments_of(parameter))
+            loaded[parameter] = {"step": _loaded_step(state["step"], name)}
+            for key, dtype in form.dtypes.items():
+                loaded[parameter][key] = _loaded(state[key], key, name, parameter, dtype)
+            wrong = [key for key, n in form.sizes.items() if getattr(state.get(key), "shape", None) != (n,)]
+            saved_blocks = torch.as_tensor(state.get("blocks", -1)).cpu()
+            if form.blocks is not None and (wrong or not torch.equal(saved_blocks, form.blocks)):
+                raise ValueError(
+                    f"the checkpoint has 8-bit states of {name} in other blocks; it cannot be resumed from"
                 )
+            if wrong:
+                raise ValueError(
+                    f"the checkpoint lacks {wrong[0]} of {name}, or has another share of it than this rank"
+                )
+            dtype = momentum_dtype(parameter)
+            loaded[parameter] |= {key: state[key].detach().to(parameter.device, dtype, copy=True) for key in form.sizes}
+            if form.blocks is not None:
+                loaded[parameter]["blocks"] = form.blocks
     return loaded
 
 
-def momentum_of(state: dict[str, Any]) -> Tensor:
-    """The momentum of a whole matrix, decoded from 8 bits if it is stored so. state: of a parameter, or saved."""
-    codes = state["exp_avg"]
-    return decoded_range(state, "exp_avg", 0, codes.numel()).view(codes.shape) if "spans" in state else codes
-
-
-def momentum_dtype(parameter: Tensor) -> torch.dtype:
-    """The dtype of a parameter's momentum, and of a map's input and output."""
-    return torch.float64 if parameter.dtype == torch.float64 else torch.float32
-
-
-def _is_in_8_bits(parameter: Tensor, group: dict[str, Any]) -> bool:
-    """Whether the moments are codes. Not of float64 and of weights with other strides, which are rare."""
-    if group.get("states") != "8bit":
-        return False
-    if hasattr(parameter, "to_local"):
-        raise ValueError("8-bit states of FSDP2's shards are not supported; use float32 states, DDP or ZeRO")
-    return parameter.dtype != torch.float64 and parameter.is_contiguous()
-
-
-def _loaded_blocks(state: dict[str, Any], name: str, parameter: Tensor, expected: Blocks) -> dict[str, Tensor]:
-    """Copies of the scales and spans of a checkpoint. Raises ValueError if it has other blocks: another sharding."""
-    keys = [f"{key}_scale" for key in STATE_KEYS["adamw"] if f"{key}_scale" in state]
-    is_equal = torch.equal(torch.as_tensor(state.get("spans", -1)).cpu(), expected.spans)
-    if not is_equal or not keys or any(state[key].shape != (expected.total,) for key in keys):
-        raise ValueError(f"the checkpoint has 8-bit states of {name} in other blocks; it cannot be resumed from")
-    scales = {key: state[key].detach().to(parameter.device, torch.float32, copy=True) for key in keys}
-    return scales | {"spans": expected.spans}
+def _loaded_step(value: Any, name: str) -> Tensor:
+    count = torch.as_tensor(value, dtype=torch.float32) if isinstance(value, int | float | Tensor) else None
+    if count is None or count.numel() != 1:
+        raise ValueError(f"the checkpoint has no number for the step of {name}; it cannot be resumed from")
+    return count.detach().reshape(()).to("cpu", copy=True)
 
 
 def _loaded(value: Any, key: str, name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """A copy, without torch's own cast to the parameter's dtype, which would round bfloat16's float32 momentum."""
-    if key == "step":
-        count = torch.as_tensor(value, dtype=torch.float32) if isinstance(value, int | float | Tensor) else None
-        if count is None or count.numel() != 1:
-            raise ValueError(f"the checkpoint has no number for the step of {name}; it cannot be resumed from")
-        return count.detach().reshape(()).to("cpu", copy=True)
     if not isinstance(value, Tensor) or value.shape != parameter.shape:
         noun = "momentum" if key == "exp_avg" else key
         shape = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
@@ -111,11 +125,12 @@ def _loaded(value: Any, key: str, name: str, parameter: Tensor, dtype: torch.dty
     return loaded
 
 
-def _state_keys(parameter: Tensor, group: dict[str, Any]) -> tuple[str, ...]:
-    return STATE_KEYS[group["rule"]] + (("compensation",) if is_compensated(parameter, group) else ())
+def momentum_of(state: dict[str, Any]) -> Tensor:
+    """The momentum of a whole matrix, decoded from 8 bits if it is stored so. state: of a parameter, or saved."""
+    codes = state["exp_avg"]
+    return decoded_range(state, "exp_avg", 0, codes.numel()).view(codes.shape) if "blocks" in state else codes
 
 
-def _state_dtype(parameter: Tensor, key: str, group: dict[str, Any]) -> torch.dtype:
-    if key == "compensation":
-        return COMPENSATION_DTYPE
-    return CODES[key] if key in CODES and _is_in_8_bits(parameter, group) else momentum_dtype(parameter)
+def momentum_dtype(parameter: Tensor) -> torch.dtype:
+    """The dtype of a parameter's momentum, and of a map's input and output."""
+    return torch.float64 if parameter.dtype == torch.float64 else torch.float32

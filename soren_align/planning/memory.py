@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from ..core.optimizer_settings import FactorPrecision, States
-from ..optim.adamw_step import workspace
+from ..optim.adamw import workspace
 from ..optim.eight_bits import BLOCK, SMALL
-from ..optim.storage import Storages
+from ..optim.layout import WeightLayouts
 from ..recipe import Parallel
-from ..sharding.exchange_plan import ROUND_MB
-from ..sharding.geometry import Shapes
+from ..sharding.layout import Shapes
+from ..sharding.plan import BUCKET_MB
 from ..spectral import MAPS, SpectralMap
 
 # ---
@@ -43,7 +43,7 @@ class Numel(NamedTuple):
 class ModelSizes:
     """A model's parameters.
 
-    matrices: the parameters that the spectral optimizer updates. storages: how some of them store matrices.
+    matrices: the parameters that the spectral optimizer updates. weight_layouts: how some of them store matrices.
     num_others: numbers of all other trained parameters, which AdamW updates.
     num_frozen, frozen_bytes: numbers and bytes of the parameters that are not trained.
     num_small_others: numbers of the others whose 8-bit states have a scale each.
@@ -54,7 +54,7 @@ class ModelSizes:
     num_frozen: int = 0
     frozen_bytes: int = 0
     num_small_others: int = 0
-    storages: Storages = field(default_factory=dict)
+    weight_layouts: WeightLayouts = field(default_factory=dict)
 
     @property
     def small(self) -> Numel:
@@ -161,7 +161,7 @@ class StepSettings:
     map_precision: of the map's factors for a matrix of so many rows.
     compute_dtype: "bfloat16" or "float16": under ZeRO the dtype of the weights, elsewhere autocast over their own.
     has_reference_model: DPO's starting model, stored as the trained one.
-    workspace_mb: of maps in a batch, as in the optimizer. round_mb: of a round of the exchange of matrices.
+    workspace_mb: of maps in a batch, as in the optimizer. bucket_mb: of a bucket of the exchange of matrices.
     weight_bytes: of a trained number, and of its gradient; ZeRO chooses its own. compensation_bytes: beside each.
     states: "float32" or "8bit".
     quantize: "4bit" or "8bit": of the frozen linear layers.
@@ -175,7 +175,7 @@ class StepSettings:
     compute_dtype: str = "bfloat16"
     has_reference_model: bool = False
     workspace_mb: float = 2048
-    round_mb: float = ROUND_MB
+    bucket_mb: float = BUCKET_MB
     weight_bytes: int = FLOAT32
     compensation_bytes: int = 0
     states: States = "float32"

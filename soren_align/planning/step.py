@@ -9,8 +9,7 @@ from typing import Any
 
 from ..optim import Route
 from ..optim.eight_bits import SMALL
-from ..optim.map_batches import default_workspace_mb
-from ..optim.storage import Storages
+from ..optim.layout import WeightLayouts, default_workspace_mb
 from ..recipe import (
     Parallel,
     Recipe,
@@ -22,9 +21,8 @@ from ..recipe import (
     trainer_value,
     trains_adapter,
 )
-from ..sharding.exchange_plan import ExchangePlan, make_exchange_plan
-from ..sharding.geometry import flat_partitions, parameter_slices, replicas, row_blocks, slabs
-from ..sharding.ownership import elements_sent, flops_per_rank
+from ..sharding.layout import flat_partitions, parameter_slices, replicas, row_blocks, split_experts
+from ..sharding.plan import ExchangePlan, elements_sent, flops_per_rank, make_exchange_plan
 from ..spectral import num_workspace_numbers
 from ..tasks import TASKS
 from .flops import Compute
@@ -48,7 +46,7 @@ from .memory import (
 # The cost of one optimizer step per rank, from shapes alone: FLOPs of the spectral maps, bytes sent, memory.
 #
 # No tensor is allocated and no other rank is needed, so that a 7B model on 1,024 ranks takes a laptop a second. Owner
-# ranks and rounds are computed by the functions that training uses.
+# ranks and buckets are computed by the functions that training uses.
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ def step_cost(
     settings: StepSettings = StepSettings(),  # noqa: B008 (frozen)
 ) -> StepCost:
     """The cost of an optimizer step on each of `num_ranks` ranks."""
-    plans = _plans(model, parallel, num_ranks, settings.round_mb) if settings.optimizer != "adamw" else []
+    plans = _plans(model, parallel, num_ranks, settings.bucket_mb) if settings.optimizer != "adamw" else []
     # Sub-groups are updated one after another: in each, all ranks wait for the busiest one.
     flops = [_flops_per_rank(plan, settings) for plan in plans]
     busiest, total = sum(map(max, flops)), sum(map(sum, flops))
@@ -96,8 +94,8 @@ def step_cost(
     is_counted = plans and settings.spectral_map and settings.spectral_map.flops
     return StepCost(
         num_ranks=num_ranks,
-        num_matrices=sum(slab.num_maps for plan in plans for slab in plan.layout.matrices),
-        num_exchanged=sum(plan.layout.matrices[i].num_maps for plan in plans for part in plan.rounds for i in part),
+        num_matrices=sum(weight.num_matrices for plan in plans for weight in plan.layout.weights),
+        num_exchanged=sum(plan.layout.weights[i].num_matrices for plan in plans for part in plan.buckets for i in part),
         max_over_mean_flops=busiest * num_ranks / total if total else None,
         flops_busiest_rank=busiest if is_counted else None,
         flops_all_ranks=total if is_counted else None,
@@ -107,7 +105,7 @@ def step_cost(
     )
 
 
-def _plans(model: ModelSizes, parallel: Parallel, num_ranks: int, round_mb: float) -> list[ExchangePlan]:
+def _plans(model: ModelSizes, parallel: Parallel, num_ranks: int, bucket_mb: float) -> list[ExchangePlan]:
     """One per set of matrices that are updated together."""
     matrices = model.matrices
     if parallel.kind == "ddp":
@@ -120,7 +118,7 @@ def _plans(model: ModelSizes, parallel: Parallel, num_ranks: int, round_mb: floa
     else:
         numel = partition_numel(numel_of(matrices), num_ranks)
         layouts = [flat_partitions(matrices, num_ranks, partition_numel=numel)]
-    return [make_exchange_plan(slabs(layout, model.storages), round_mb, FLOAT32) for layout in layouts]
+    return [make_exchange_plan(split_experts(layout, model.weight_layouts), bucket_mb, FLOAT32) for layout in layouts]
 
 
 def _flops_per_rank(plan: ExchangePlan, settings: StepSettings) -> Sequence[int]:
@@ -128,10 +126,10 @@ def _flops_per_rank(plan: ExchangePlan, settings: StepSettings) -> Sequence[int]
     if not settings.spectral_map or not settings.spectral_map.flops:
         return flops_per_rank(plan.layout, plan.owners)
     flops = [0] * plan.layout.num_ranks
-    for matrix, owner in zip(plan.layout.matrices, plan.owners, strict=True):
+    for matrix, owner in zip(plan.layout.weights, plan.owners, strict=True):
         precision = settings.map_precision(min(matrix.map_shape))
         of_map = settings.spectral_map.num_flops(*matrix.map_shape, precision, **settings.map_settings)
-        flops[owner] += matrix.num_maps * (of_map or 0)
+        flops[owner] += matrix.num_matrices * (of_map or 0)
     return flops
 
 
@@ -147,41 +145,41 @@ def _step_memory(
         maps = max(maps, adamw.num_bytes)  # AdamW's step comes after the maps
     return [
         *([adamw] if adamw.location == "cpu" else []),
-        Component("exchange buffers", max(map(_exchange_bytes, plans)), "float32, 3 rounds", phase="optimizer_step"),
+        Component("exchange buffers", max(map(_exchange_bytes, plans)), "float32, 3 buckets", phase="optimizer_step"),
         Component("map workspace", maps, "float32", phase="optimizer_step"),
     ]
 
 
 def _exchange_bytes(plan: ExchangePlan) -> int:
-    """Peak bytes of the buffers of an Exchange, of three consecutive rounds, on the rank that has most."""
+    """Peak bytes of the buffers of an Exchange, of three consecutive buckets, on the rank that has most."""
     if plan.layout.replicated:  # the weights themselves are the buffers
         return 0
     peak, before_last, last = 0, Counter(), Counter()
-    for indices in plan.rounds:
+    for indices in plan.buckets:
         numel = Counter()
         for index in indices:
-            for fragment in plan.layout.matrices[index].fragments:
-                if fragment.rank != plan.owners[index]:
-                    numel[fragment.rank] += fragment.numel
-                    numel[plan.owners[index]] += fragment.numel
+            for shard in plan.layout.weights[index].shards:
+                if shard.rank != plan.owners[index]:
+                    numel[shard.rank] += shard.numel
+                    numel[plan.owners[index]] += shard.numel
         peak = max([peak, *(numel + last + before_last).values()])
         before_last, last = last, numel
     return peak * FLOAT32
 
 
 def _map_workspace(plan: ExchangePlan, settings: StepSettings) -> int:
-    """Bytes of the largest batch of maps, its input included, as GroupUpdate.map_ makes them."""
+    """Bytes of the largest batch of maps, its input included, as `optim.layout.matrix_batches` makes them."""
     peak, device_type = 0, "cpu" if settings.on_cpu else "cuda"
-    for indices in (plan.local, *plan.rounds):
-        parts = [(plan.owners[i], plan.layout.matrices[i]) for i in indices]
-        batches = Counter((owner, slab.map_shape, slab.num_maps) for owner, slab in parts)
-        for (_, shape, num_maps), number in batches.items():
-            upper_bound = num_maps * (num_workspace_numbers(*shape, device_type) + shape[0] * shape[1]) * FLOAT32
+    for indices in (plan.local, *plan.buckets):
+        parts = [(plan.owners[i], plan.layout.weights[i]) for i in indices]
+        batches = Counter((owner, weight.map_shape, weight.num_matrices) for owner, weight in parts)
+        for (_, shape, num_matrices), number in batches.items():
+            upper_bound = num_matrices * (num_workspace_numbers(*shape, device_type) + shape[0] * shape[1]) * FLOAT32
             batch_size = max(1, min(number, int(settings.workspace_mb * 2**20 / upper_bound)))
             assert settings.spectral_map
             usual = settings.spectral_map.num_workspace_numbers(*shape, settings.map_precision(min(shape)))
             usual = (usual + shape[0] * shape[1]) * FLOAT32
-            peak = max(peak, usual * batch_size * (num_maps if batch_size > 1 else 1))
+            peak = max(peak, usual * batch_size * (num_matrices if batch_size > 1 else 1))
     return peak
 
 
@@ -289,10 +287,10 @@ def _saved(recipe: Recipe, cost: StepCost, costs: Compute, has_adapter: bool) ->
 
 def _step_cost(recipe: Recipe, routes: Sequence[Route], frozen: Frozen, num_ranks: int, costs: Compute) -> StepCost:
     matrices = {r.name: r.shape for r in routes if r.rule == "spectral"}
-    storages: Storages = {r.name: r.storage for r in routes if r.is_stored_otherwise}
+    weight_layouts: WeightLayouts = {r.name: r.layout for r in routes if r.is_stored_otherwise}
     others = [math.prod(r.shape) for r in routes if r.rule != "spectral"]
     small = sum(numel for numel in others if numel < SMALL)
-    model = ModelSizes(matrices, sum(others), frozen.numel, frozen.num_bytes, small, storages)
+    model = ModelSizes(matrices, sum(others), frozen.numel, frozen.num_bytes, small, weight_layouts)
     cost = step_cost(model, parallel(recipe.run.parallel), num_ranks, _settings(recipe, trains_adapter(recipe.model)))
     if costs.activation_bytes is None:
         return cost

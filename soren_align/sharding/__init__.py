@@ -3,26 +3,25 @@
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ..optim import local
-from .detection import Sharding, chain_of, set_placement
-from .engine import full_weights, is_universal, restore_groups_, start_deepspeed, sum_in_float32, to_universal
-from .exchange_plan import ROUND_MB, ExchangePlan, make_exchange_plan
-from .geometry import Fragment, Layout, Matrix, flat_partitions, parameter_slices, replicas, row_blocks
-from .ownership import assign_owners, elements_sent, flops_per_rank
-from .pickles import check_parts, rank_of_file
-from .strategies import FlatShards, Replicas, RowBlocks
-from .zero import set_zero_placement
+from .checkpoints import check_parts, is_universal, rank_of_file, to_universal
+from .ddp import DDPStrategy
+from .engine import Sharding, chain_of, full_weights, restore_groups_, set_strategy, start_deepspeed, sum_in_float32
+from .fsdp import FSDP2Strategy
+from .layout import Layout, RankShard, ShardedWeight, flat_partitions, parameter_slices, replicas, row_blocks
+from .plan import BUCKET_MB, ExchangePlan, assign_owners, elements_sent, flops_per_rank, make_exchange_plan
+from .zero import ZeroStrategy, set_zero_strategy
 
 __all__ = [
-    "ROUND_MB",
+    "BUCKET_MB",
     "CheckpointException",
+    "DDPStrategy",
     "ExchangePlan",
-    "FlatShards",
-    "Fragment",
+    "FSDP2Strategy",
     "Layout",
-    "Matrix",
-    "Replicas",
-    "RowBlocks",
+    "RankShard",
+    "ShardedWeight",
     "Sharding",
+    "ZeroStrategy",
     "assign_owners",
     "chain_of",
     "check_parts",
@@ -38,8 +37,8 @@ __all__ = [
     "replicas",
     "restore_groups_",
     "row_blocks",
-    "set_placement",
-    "set_zero_placement",
+    "set_strategy",
+    "set_zero_strategy",
     "start_deepspeed",
     "sum_in_float32",
     "to_universal",

@@ -1,25 +1,25 @@
-"""Runs under DeepSpeed or FSDP2: their start, their checkpoints, and the full weights at their end."""
+"""Runs under DDP, DeepSpeed or FSDP2: their start, the strategy of their optimizer, and the full weights at the end."""
 
-import argparse
 import contextlib
-import io
 import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
-from ..core.errors import UserError
 from ..core.patches import patched
 from ..optim import SpectralOptimizer
-from .pickles import refuse_pickles
-from .strategies import FlatShards
+from .checkpoints import refuse_pickles
+from .ddp import DDPStrategy
+from .fsdp import FSDP2Strategy
+from .plan import BUCKET_MB
+from .ranks import Ranks
+from .zero import ZeroStrategy, set_zero_strategy
 
 
 def start_deepspeed(on_cpu: bool) -> None:
@@ -40,61 +40,6 @@ def start_deepspeed(on_cpu: bool) -> None:
         deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
 
 
-def with_second_moments(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A state_dict hook that adds `exp_avg_sq`, which DeepSpeed's universal checkpoints need. It adds no bytes."""
-    state = {
-        number: {"exp_avg_sq": saved["exp_avg"].new_zeros(1).expand(saved["exp_avg"].shape), **saved}
-        for number, saved in state_dict["state"].items()
-    }
-    return {**state_dict, "state": state}
-
-
-def is_universal(checkpoint: Path) -> bool:
-    """Whether `to_universal` has made a checkpoint readable for any number of ranks."""
-    return (checkpoint / "latest_universal").is_file()
-
-
-def to_universal(checkpoint: Path) -> None:
-    """Add to the checkpoint's folder a copy of DeepSpeed's shards that any number of ranks can load."""
-    from deepspeed.checkpoint import ds_to_universal  # pyright: ignore[reportMissingImports]
-
-    refuse_pickles()
-    parts = checkpoint / (checkpoint / "latest").read_text().strip()
-    options = argparse.Namespace(
-        input_folder=str(parts),
-        output_folder=f"{parts}_universal",
-        num_extract_workers=1,
-        num_merge_workers=1,
-        keep_temp_folder=False,
-        strict=True,
-        inject_missing_state=True,
-    )
-    with (
-        contextlib.redirect_stdout(io.StringIO()),
-        contextlib.redirect_stderr(io.StringIO()),
-        folders_confined_to(checkpoint),
-    ):
-        ds_to_universal.main(options)
-
-
-@contextlib.contextmanager
-def folders_confined_to(checkpoint: Path) -> Iterator[None]:
-    """A context in which `ds_to_universal` raises UserError for any folder that is not below the checkpoint.
-
-    DeepSpeed creates one per parameter, whose name is read from the checkpoint, before it writes a file there.
-    """
-    root = checkpoint.resolve()
-
-    def make_inside(name: Any, *args: Any, **kwargs: Any) -> None:
-        if not Path(name).resolve().is_relative_to(root):
-            raise UserError(f"{checkpoint}: names a parameter whose files would be written to {name}")
-        os.makedirs(name, *args, **kwargs)
-
-    confined = SimpleNamespace(**{**vars(os), "makedirs": make_inside})
-    with patched("deepspeed.checkpoint.ds_to_universal.os", confined):
-        yield
-
-
 def restore_groups_(optimizer: SpectralOptimizer, settings: Sequence[dict[str, Any]], rates: Sequence[float]) -> None:
     """Undo the side effects of loading a universal checkpoint.
 
@@ -103,8 +48,8 @@ def restore_groups_(optimizer: SpectralOptimizer, settings: Sequence[dict[str, A
     """
     for group, right, rate in zip(optimizer.param_groups, settings, rates, strict=True):
         group.update({key: value for key, value in right.items() if key not in ("params", "param_names")}, lr=rate)
-    if isinstance(optimizer.placement, FlatShards):
-        for tensor in optimizer.placement.tensors:
+    if isinstance(optimizer.strategy, ZeroStrategy):
+        for tensor in optimizer.strategy.tensors:
             optimizer.state[tensor].pop("exp_avg_sq", None)
 
 
@@ -146,3 +91,37 @@ def full_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
         if dist.get_rank() == 0:
             yield name, whole.detach().to("cpu", copy=True)
         del whole
+
+
+class Sharding(NamedTuple):
+    """kind: "ddp", "zero" or "fsdp2"; "ddp" for one process too. tensors: those that this rank updates, by group."""
+
+    kind: str
+    tensors: list[list[Tensor]]
+
+
+def set_strategy(optimizer: Any, ranks: Ranks, bucket_mb: float = BUCKET_MB) -> Sharding:
+    """Set the strategy of the SpectralOptimizer within accelerate's wrappers; returns its sharding. Collective.
+
+    Raises ValueError, on every rank, for an unknown or unsupported sharding; see `set_zero_strategy`, `FSDP2Strategy`.
+    """
+    *wrappers, inner = chain_of(optimizer)
+    if not isinstance(inner, SpectralOptimizer):
+        raise ValueError(f"{type(inner).__name__} would step, which is not of soren_align.optim")
+    if wrappers and "deepspeed" in type(wrappers[-1]).__module__:
+        return Sharding("zero", set_zero_strategy(wrappers[-1], bucket_mb))
+    tensors = [list(group["params"]) for group in inner.param_groups]
+    if any(isinstance(tensor, DTensor) for group in tensors for tensor in group):
+        inner.strategy = FSDP2Strategy(bucket_mb)
+        return Sharding("fsdp2", tensors)
+    if ranks.num_ranks > 1:
+        inner.strategy = DDPStrategy(bucket_mb=bucket_mb)
+    return Sharding("ddp", tensors)
+
+
+def chain_of(optimizer: Any) -> list[Any]:
+    """The optimizer in all its wrappers, from the outermost to the innermost, which steps."""
+    chain = [optimizer]
+    while hasattr(chain[-1], "optimizer"):
+        chain.append(chain[-1].optimizer)
+    return chain

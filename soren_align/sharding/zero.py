@@ -5,7 +5,7 @@ verification fails before the first step.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,10 +13,59 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..optim import SpectralOptimizer
-from .engine import with_second_moments
-from .exchange_plan import ROUND_MB
-from .geometry import Layout, flat_partitions, parameter_slices
-from .strategies import FlatShards
+from ..optim.eight_bits import Part
+from ..optim.layout import Named
+from .gather import RankStrategy
+from .layout import Layout, flat_partitions, parameter_slices
+from .plan import BUCKET_MB
+
+
+class ZeroStrategy(RankStrategy):
+    """ZeRO: each of the optimizer's tensors is one rank's flat shard of many matrices, with a layout of its own."""
+
+    def __init__(
+        self,
+        layouts: Mapping[Tensor, Layout],
+        process_group: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+        bucket_mb: float = BUCKET_MB,
+        other_layouts: Mapping[Tensor, Layout] | None = None,
+    ):
+        """device: for communication and maps; None is that of the tensors, which is right without CPU offload.
+
+        other_layouts: of AdamW's flat shards, for 8-bit states; a parameter of any shape is there one row.
+        """
+        super().__init__(bucket_mb)
+        self._layouts, self._group = dict(layouts), process_group
+        self._all_layouts = {**self._layouts, **(other_layouts or {})}
+        self.max_plans = max(self.max_plans, len(layouts))  # ZeRO 3 may have thousands of sub-groups
+        self._device = device or next((tensor.device for tensor in layouts), torch.device("cpu"))
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """The flat shards of matrices on this rank."""
+        return list(self._layouts)
+
+    def has_layout(self, parameter: Tensor) -> bool:
+        """Whether there is a layout for it."""
+        return parameter in self._layouts
+
+    def parts(self, tensor: Tensor) -> Sequence[Part]:
+        """The parameters' elements in this rank's flat shard, of any group."""
+        layout, rank = self._all_layouts.get(tensor), dist.get_rank(self.ranks()[0])
+        if layout is None:
+            return super().parts(tensor)
+        return [(s.start, s.numel, w.numel) for w in layout.weights for s in w.shards if s.rank == rank]
+
+    def layout(self, named: Named) -> Layout:
+        """The layout of the one tensor: ZeRO steps group by group, sub-group by sub-group."""
+        if len(named) != 1:
+            raise ValueError(f"one flat shard steps at a time; found {len(named)} in a group")
+        return self._layouts[named[0][1]]
+
+    def ranks(self) -> tuple[dist.ProcessGroup, torch.device]:
+        """The data-parallel group."""
+        return self._group or dist.group.WORLD, self._device  # type: ignore[return-value]
 
 
 class _FlatTensor(NamedTuple):
@@ -30,8 +79,8 @@ class _FlatTensor(NamedTuple):
     layout: Layout
 
 
-def set_zero_placement(zero: Any, round_mb: float = ROUND_MB) -> list[list[Tensor]]:
-    """Set the placement of the optimizer in `zero`, DeepSpeed's own for stage 1, 2 or 3 or BF16_Optimizer. Collective.
+def set_zero_strategy(zero: Any, bucket_mb: float = BUCKET_MB) -> list[list[Tensor]]:
+    """Set the strategy of the optimizer in `zero`, DeepSpeed's own for stage 1, 2 or 3 or BF16_Optimizer. Collective.
 
     Returns the flat tensors that this rank updates, for each of the optimizer's groups.
     Call it on every rank, after deepspeed.initialize and before a checkpoint is loaded or a step is taken.
@@ -62,10 +111,10 @@ def set_zero_placement(zero: Any, round_mb: float = ROUND_MB) -> list[list[Tenso
             f"{type(zero).__name__} keeps up to {num_wrong.item()} matrices per rank elsewhere than expected, {here}: "
             "this version of DeepSpeed, or an option of it, is not known to soren-align"
         )
-    _refuse_unknown_storages(optimizer, spectral)
+    _refuse_unknown_weight_layouts(optimizer, spectral)
     others = {tensor.flat: tensor.layout for tensor in tensors if tensor.rule != "spectral"}
     matrices = {tensor.flat: tensor.layout for tensor in spectral}
-    optimizer.placement = FlatShards(matrices, group, device, round_mb, others)
+    optimizer.strategy = ZeroStrategy(matrices, group, device, bucket_mb, others)
     optimizer.register_state_dict_post_hook(with_second_moments)
     by_group: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
     for tensor in tensors:
@@ -114,27 +163,29 @@ def _shapes(zero: Any, parameters: Sequence[Any], rule: str) -> dict[str, tuple[
 
 
 def _mismatches(tensor: _FlatTensor, rank: int) -> list[str]:
-    """Names of the matrices whose fragment in the flat tensor differs from the parameter, on this rank."""
+    """Names of the matrices whose shard in the flat tensor differs from the parameter, on this rank."""
     wrong = []
-    for matrix, parameter in zip(tensor.layout.matrices, tensor.parameters, strict=True):
-        for fragment in matrix.fragments:
-            if fragment.rank != rank:
+    for matrix, parameter in zip(tensor.layout.weights, tensor.parameters, strict=True):
+        for shard in matrix.shards:
+            if shard.rank != rank:
                 continue
-            actual = tensor.flat.detach()[fragment.local_offset : fragment.local_offset + fragment.numel]
+            actual = tensor.flat.detach()[shard.start : shard.start + shard.numel]
             if hasattr(parameter, "ds_tensor"):
-                expected = parameter.ds_tensor.detach().view(-1)[: fragment.numel]
+                expected = parameter.ds_tensor.detach().view(-1)[: shard.numel]
             else:
-                stop = fragment.param_offset + fragment.numel
-                expected = parameter.detach().view(-1)[fragment.param_offset : stop]
+                stop = shard.offset + shard.numel
+                expected = parameter.detach().view(-1)[shard.offset : stop]
             if not torch.equal(actual.to(expected.dtype), expected.to(actual.device)):
                 wrong.append(matrix.name)
     return wrong
 
 
-def _refuse_unknown_storages(optimizer: SpectralOptimizer, spectral: Sequence[_FlatTensor]) -> None:
+def _refuse_unknown_weight_layouts(optimizer: SpectralOptimizer, spectral: Sequence[_FlatTensor]) -> None:
     """Raise ValueError, the same on every rank, if DeepSpeed has other names for parameters than their group."""
-    names = {matrix.name for tensor in spectral for matrix in tensor.layout.matrices}
-    unknown = [name for group in optimizer.param_groups for name in group.get("storages", {}) if name not in names]
+    names = {matrix.name for tensor in spectral for matrix in tensor.layout.weights}
+    unknown = [
+        name for group in optimizer.param_groups for name in group.get("weight_layouts", {}) if name not in names
+    ]
     if unknown:
         raise ValueError(f"DeepSpeed has no parameter {unknown[0]}; build the optimizer from the module that it wraps")
 
@@ -158,3 +209,12 @@ def _accelerator() -> torch.device:
 
     accelerator: Any = get_accelerator()
     return torch.device(accelerator.current_device_name())
+
+
+def with_second_moments(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state_dict hook that adds `exp_avg_sq`, which DeepSpeed's universal checkpoints need. It adds no bytes."""
+    state = {
+        number: {"exp_avg_sq": saved["exp_avg"].new_zeros(1).expand(saved["exp_avg"].shape), **saved}
+        for number, saved in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}

@@ -98,7 +98,7 @@ WIDE_FROM = (2.0, 2.5)  # between these nu, TANH and TANH_WIDE are interpolated;
 # (512 rows), 0.67 (1024) and 0.66 (2048) of the time (one thread of a CPU, MKL, float32).
 MIN_BLOCK, MAX_BLOCKS = 128, 8
 # Elsewhere: a guess, not measured. A block of 2048 rows has 32 tiles of 128 x 128 for the 132 multiprocessors of an
-# H100, and batches of matrices (`optim.map_batches`) have more.
+# H100, and batches of matrices (`optim.layout.matrix_batches`) have more.
 MIN_BLOCK_ELSEWHERE = 64
 NEAR_SQUARE = 1.15  # n / m up to which restarts after all steps, which replace square products by thin ones, cost less
 # Elements after each row, if there are blocks: at 1024 and 2048 rows the copies across the diagonal take half the time

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from ..core.errors import UserError
-from ..optim import PendingUpdate, Sums, chunks, decay_and_add_, master_weights, ulp
+from ..optim import PendingUpdate, Sums, ulp
 from ..run.record import SURVIVAL_THRESHOLD
 from .trained_optimizer import AttachedOptimizer, StartingWeights
 
@@ -74,13 +74,13 @@ class FirstStepCheck(TrainerCallback):
             optimizer = self.attached.optimizer
             self._peaks = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
             self._matrices = optimizer.param_groups[0]  # ZeRO 1 and 2 step with a list of one group at a time
-            optimizer.pending_observer = self._add
+            optimizer.update_observers |= {self._add}
 
     def on_optimizer_step(self, args, state, control, **kwargs):
         """Report the result, the same on every rank; raise UserError if the policy is to stop."""
         if not self._pending:
             return
-        self.attached.optimizer.pending_observer = None
+        self.attached.optimizer.update_observers -= {self._add}
         sums = self.attached.ranks.sums(self._sums.totals())
         if not sums[0] and not sums[5]:  # every update is zero, or the step was skipped
             return
@@ -105,13 +105,10 @@ class FirstStepCheck(TrainerCallback):
 
     def _add(self, pending: PendingUpdate) -> None:
         index = 0 if pending.group is self._matrices else 1
-        lr, decay = self._peaks[index], pending.group["weight_decay"]
-        for weights, direction, rest in chunks(pending.parameter, pending.direction, pending.compensation):
-            moved, moved_rest = weights.clone(), None if rest is None else rest.clone()
-            decay_and_add_(moved, moved_rest, direction, lr=lr, scale=pending.scale, weight_decay=decay)
-            before, after = master_weights(weights, rest), master_weights(moved, moved_rest)
+        lr = self._peaks[index]
+        for before, after, direction in pending.applied(lr):
             updated, changed = direction != 0, before != after
-            del moved, moved_rest, after
+            del after
             count = updated.sum()
             counts = count, changed.logical_and_(updated).sum(), count * (before.dtype == torch.bfloat16)
             squares = (lr * pending.scale * direction).square_().sum()

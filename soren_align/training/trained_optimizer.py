@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from ..core.errors import UserError
 from ..optim import SpectralOptimizer, Sums, chunks, copied_to_cpu, master_weights, names_of_matrices, norm
-from ..sharding import chain_of, local, restore_groups_, set_placement
+from ..sharding import chain_of, local, restore_groups_, set_strategy
 from ..sharding.ranks import Ranks
 
 
@@ -50,7 +50,9 @@ class AttachedOptimizer:
             if group["rule"] == "spectral"
             for name, parameter in zip(group["param_names"], group["params"], strict=True)
             for matrix in names_of_matrices(
-                name, getattr(parameter, "ds_shape", parameter.shape), group.get("storages", {}).get(name, "plain")
+                name,
+                getattr(parameter, "ds_shape", parameter.shape),
+                group.get("weight_layouts", {}).get(name, "linear"),
             )
         ]
 
@@ -67,7 +69,7 @@ class AttachedOptimizer:
 
     def description(self) -> dict[str, Any]:
         """Return class, wrappers and parameter groups, for run.json."""
-        hidden = ("params", "param_names", "storages", "lr")
+        hidden = ("params", "param_names", "weight_layouts", "lr")
         return {
             "class": type(self.optimizer).__name__,
             "chain": [type(optimizer).__name__ for optimizer in (*self.wrappers, self.optimizer)],
@@ -82,7 +84,7 @@ class AttachedOptimizer:
 
 
 def attach(optimizer: Any, expected: SpectralOptimizer, ranks: Ranks) -> AttachedOptimizer:
-    """Find the optimizer inside accelerate's wrappers and set its placement. Collective.
+    """Find the optimizer inside accelerate's wrappers and set its sharding strategy. Collective.
 
     Call it after all wrappers are made and before a sharded checkpoint is loaded.
     Raises OptimizerMismatch if its class is not that of `expected`, UserError if the sharding is not supported.
@@ -91,10 +93,10 @@ def attach(optimizer: Any, expected: SpectralOptimizer, ranks: Ranks) -> Attache
     if type(inner) is not type(expected):
         raise OptimizerMismatch(f"the recipe names {type(expected).__name__}, but {type(inner).__name__} would step")
     try:
-        placed = set_placement(optimizer, ranks)
+        sharding = set_strategy(optimizer, ranks)
     except ValueError as error:
         raise UserError(f"run.parallel: {error}") from error
-    return AttachedOptimizer(inner, wrappers, expected, placed.kind, placed.tensors, ranks)
+    return AttachedOptimizer(inner, wrappers, expected, sharding.kind, sharding.tensors, ranks)
 
 
 class OptimizerCheck(TrainerCallback):
@@ -119,7 +121,7 @@ class OptimizerCheck(TrainerCallback):
         return self.counts.get("num_skipped_steps")
 
     def on_train_begin(self, args, state, control, **kwargs):
-        """Restore the counts of the checkpoint, and the group settings that loading one of ZeRO may have replaced."""
+        """Restore the counts of the checkpoint, and the group settings that loading one of ZeRO may have resharding."""
         self.counts |= (state.stateful_callbacks or {}).get(type(self).__name__, {})  # pyright: ignore (a dict)
         if self.attached.parallel == "zero":
             rates = kwargs["lr_scheduler"].get_last_lr()
@@ -171,7 +173,7 @@ def refuse_unaveraged_gradients(attached: AttachedOptimizer, step: int) -> None:
         return
     squares = Sums(1)
     for state in attached.optimizer.state.values():
-        if "spans" in state:  # in 8 bits
+        if "blocks" in state:  # in 8 bits
             squares.add(0, norm(state, "exp_avg")[0].double().square())
             continue
         for (momentum,) in chunks(local(state["exp_avg"])):

@@ -35,7 +35,7 @@ def test_embedding_and_head_are_matrices_a_tied_one_once(tied):
     assert {p.ndim for r in route(model, matrices="all-2d") if r.rule == "adamw" for p in [r.parameter]} == {1}
     groups = param_groups(model, lr=0.1, aux_lr=0.1, matrices="all-2d")
     assert [len(group["params"]) for group in groups] == [len(everything), 5]
-    assert not any("storages" in group for group in groups)
+    assert not any("weight_layouts" in group for group in groups)
 
 
 def test_aux_still_names_parameters_for_adamw():
@@ -54,9 +54,9 @@ def test_every_other_parameter_of_two_dimensions_is_one_too():
 
 def test_transposed_weights_are_mapped_as_before():
     model = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_positions=8, n_embd=16, n_layer=1, n_head=2))
-    storages = {r.name: r.storage for r in route(model, matrices="all-2d") if r.rule == "spectral"}
-    assert storages["transformer.wte.weight"] == storages["transformer.wpe.weight"] == "plain"
-    assert storages["transformer.h.0.mlp.c_fc.weight"] == "transposed"
+    weight_layouts = {r.name: r.layout for r in route(model, matrices="all-2d") if r.rule == "spectral"}
+    assert weight_layouts["transformer.wte.weight"] == weight_layouts["transformer.wpe.weight"] == "linear"
+    assert weight_layouts["transformer.h.0.mlp.c_fc.weight"] == "transposed"
 
 
 def released(n: torch.Tensor) -> torch.Tensor:

@@ -178,11 +178,11 @@ def test_a_checkpoint_without_its_compensation_or_with_the_other_setting_is_refu
 def test_an_observer_sees_the_change_that_the_compensation_keeps():
     net, seen = model(), []
     optimizer = optimizer_of(net)
-    optimizer.observer = seen.append
+    optimizer.update_observers = frozenset({lambda update: seen.extend(update.applied())})
     train(net, optimizer, 1, seed=1)
     assert len(seen) == 4
-    for update in seen:
-        change = update.after - update.before
+    for before, after, _ in seen:
+        change = after - before
         assert change.dtype == torch.float32
         assert 0 < change.abs().max() < 2e-5
     other = model()
@@ -199,12 +199,12 @@ def test_a_proposal_is_the_step_that_is_taken():
         optimizer = optimizer_of(net, compensation)
 
         def see(proposal, seen=seen):
-            held, kept = (None if t is None else t.clone() for t in (proposal.parameter, proposal.compensation))
+            held, kept = (None if t is None else t.clone() for t in (proposal.weight, proposal.compensation))
             settings = {key: proposal.group[key] for key in ("lr", "weight_decay")}
             decay_and_add_(held, kept, proposal.direction, scale=proposal.scale, **settings)
             seen.append((held, kept))
 
-        optimizer.pending_observer = see
+        optimizer.update_observers = frozenset({see})
         train(net, optimizer, 1, seed=1)
         matrices_first = sorted(net.parameters(), key=lambda p: p.ndim != 2)
         assert len(seen) == 4

@@ -7,22 +7,21 @@ import pytest
 import torch
 from torch import nn
 
-from soren_align.optim import AdamW, HTMuon, Muon, Segment, Soren, build_optimizer, momentum_of
-from soren_align.optim.eight_bits import BLOCK, CODES, SQUARINGS, Blocks, decoded_range, encode_, norm, spans_of
-from soren_align.optim.state import new_state
+from soren_align.optim import AdamW, HTMuon, Muon, Soren, build_optimizer, momentum_of
+from soren_align.optim.eight_bits import BLOCK, CODES, SQUARINGS, blocks_of, decoded_range, encode_, new_blocks, norm
+from soren_align.optim.state import new_state, state_form
 
 NUMEL = 70 * 131  # 35 whole blocks and a part of one
 
 
-def state_of(parameter, rule="adamw", segments=None, step=1.0):
-    return new_state(parameter, {"rule": rule, "states": "8bit", "compensation": "none"}, segments) | {
-        "step": torch.tensor(step)
-    }
+def state_of(parameter, rule="adamw", parts=None, step=1.0):
+    group = {"rule": rule, "states": "8bit", "compensation": "none"}
+    return new_state(parameter, state_form(parameter, group, parts)) | {"step": torch.tensor(step)}
 
 
 def store(state, key, values):
-    for span in spans_of(state):
-        encode_(state, key, span, values[span.start : span.stop])
+    for blocks in blocks_of(state):
+        encode_(state, key, blocks, values[blocks.start : blocks.stop])
     return decoded_range(state, key, 0, values.numel())
 
 
@@ -47,7 +46,7 @@ def test_numbers_are_rounded_as_defined(rule, key):
     values = torch.randn(600) * 10 ** torch.empty(600).uniform_(-4, 0)
     values = values.square() if key == "exp_avg_sq" else values
     parameter = torch.zeros(8192)
-    state = state_of(parameter, rule, [Segment(0, 600, 512, 8192)], step=7.0)
+    state = state_of(parameter, rule, [(0, 600, 8192)], step=7.0)
     golden, plastic = (math.sqrt(5) - 1) / 2, 0.7548776662466927
     dither = [(place * plastic + 7 * golden) % 1 for place in range(BLOCK)]
     exponent = 2 ** SQUARINGS["momentum" if rule == "spectral" else key]
@@ -96,21 +95,21 @@ def test_no_second_moment_of_a_block_with_gradients_is_zero():
     assert store(state, "exp_avg_sq", torch.zeros(NUMEL)).max() == 0
 
 
-def test_a_shard_has_the_blocks_of_the_whole_but_for_those_that_it_cuts():
+def test_a_shard_has_the_blocks_of_the_whole_up_to_one_that_it_cuts_and_its_own_behind():
     torch.manual_seed(0)
     values = torch.randn(NUMEL)
-    whole = store(state_of(torch.zeros(NUMEL)), "exp_avg", values)
+    whole = store(state_of(torch.zeros(NUMEL), "spectral"), "exp_avg", values)
     for cut in (0, 256, 4096, 4100, 8960, NUMEL - 1):
-        parts = []
+        shards = []
         for start, stop in ((0, cut), (cut, NUMEL)):
-            segments = [Segment(3, stop - start, start, NUMEL)]  # behind 3 numbers of another parameter
+            parts = [(3, stop - start, NUMEL)]  # behind 3 numbers of another parameter
             shard = torch.cat([torch.zeros(3), values[start:stop]])
-            parts.append(store(state_of(shard, segments=segments), "exp_avg", shard)[3:])
-        differs = torch.cat(parts) != whole
-        block = slice(cut // BLOCK * BLOCK, (cut // BLOCK + 1) * BLOCK)
-        assert not differs[: block.start].any()
-        assert not differs[block.stop :].any()
+            shards.append(store(state_of(shard, "spectral", parts), "exp_avg", shard)[3:])
+        differs = torch.cat(shards) != whole
+        assert not differs[: cut // BLOCK * BLOCK].any()
         assert differs.any() == (cut % BLOCK > 0)
+        # Both are within a code of the exact number; a code is at most 1/127 of the largest.
+        assert (torch.cat(shards) - whole).abs().max() <= 2 * values.abs().max() / 127
 
 
 def models(make, states, dtype=torch.float32, sizes=(48, 131), **settings):
@@ -159,7 +158,7 @@ def test_the_states_of_matrices_take_a_quarter(name, num_moments):
     steps(nn.Sequential(model), optimizer, 0)
     tensors = [t for t in optimizer.state[model.weight].values() if t.ndim]
     num_bytes = sum(t.numel() * t.element_size() for t in tensors)
-    assert num_bytes == num_moments * 256 * 256 * (1 + 4 / 256) + 6 * 8  # and one span
+    assert num_bytes == num_moments * 256 * 256 * (1 + 4 / 256) + 4 * 8  # and one run of blocks
 
 
 @pytest.mark.parametrize("make", [by_name(name) for name in ("soren", "muon", "htmuon", "adamw")])
@@ -191,7 +190,7 @@ def test_a_checkpoint_of_other_states_or_blocks_is_refused():
     for group in old["param_groups"]:
         del group["states"]  # of a version without them
     other.load_state_dict(old)
-    for fault in ({"spans": torch.zeros(1, 5)}, {"exp_avg_scale": torch.zeros(3)}, {"spans": None}):
+    for fault in ({"blocks": torch.zeros(1, 5)}, {"exp_avg_scale": torch.zeros(3)}, {"blocks": None}):
         saved = optimizer.state_dict()
         saved["state"][0] = {k: v for k, v in (saved["state"][0] | fault).items() if v is not None}
         with pytest.raises(ValueError, match=r"8-bit states of 0\.weight in other blocks; it cannot be resumed from"):
@@ -226,11 +225,12 @@ def test_float64_and_other_strides_keep_their_states():
             assert optimizer.state[parameter]["exp_avg"].dtype == parameter.dtype
 
 
-def test_a_large_tensor_has_spans_of_one_chunk_at_most(monkeypatch):
+def test_a_large_tensor_is_decoded_one_chunk_at_a_time(monkeypatch):
     monkeypatch.setattr("soren_align.optim.eight_bits.CHUNK", 1000)
     parameter = torch.zeros(NUMEL)
-    spans = list(spans_of(state_of(parameter)))
-    assert max(span.stop - span.start for span in spans) == 768
-    assert [span.start for span in spans[1:]] == [span.stop for span in spans[:-1]]
-    assert (spans[0].start, spans[-1].stop) == (0, NUMEL)
-    assert Blocks.of(parameter).total == -(-NUMEL // BLOCK)
+    runs = list(blocks_of(state_of(parameter)))
+    assert max(run.stop - run.start for run in runs) == 768
+    assert [run.start for run in runs[1:]] == [run.stop for run in runs[:-1]]
+    assert (runs[0].start, runs[-1].stop) == (0, NUMEL)
+    rows, number = new_blocks([(0, NUMEL, NUMEL)])
+    assert (rows.tolist(), number) == ([[0, NUMEL, BLOCK, 0]], -(-NUMEL // BLOCK))

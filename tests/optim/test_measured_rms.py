@@ -5,7 +5,7 @@ import torch
 
 from soren_align.core.optimizer_settings import RESOLUTIONS
 from soren_align.optim import HTMuon, Muon, Soren
-from soren_align.optim.update import with_unit_rms
+from soren_align.optim.step import with_unit_rms
 from soren_align.spectral import SOREN_MAPS
 
 SHAPES = ((64, 96), (96, 64), (64, 64))

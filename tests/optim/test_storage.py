@@ -5,10 +5,10 @@ import torch
 from transformers import AutoModelForCausalLM, DbrxConfig, DbrxForCausalLM
 
 from soren_align.optim import matrices_of, names_of_matrices, route, routing_table, share_notices, spectral_share
-from soren_align.optim.storage import join, matrix_shape, split
+from soren_align.optim.layout import join, matrix_shape, split
 from tests.support.architectures import config_of
 
-HALVES = ("halves", "transposed halves", "transposed interleaved halves")
+HALVES = ("gate_up", "transposed gate_up", "transposed interleaved gate_up")
 
 
 def routes(architecture, **changes):
@@ -20,24 +20,24 @@ def routes(architecture, **changes):
 def test_halves_are_joined_where_they_were(storage):
     slabs = torch.arange(5 * 4 * 6.0).view(5, 4, 6)
     halves = split(slabs, storage)
-    assert halves.shape == (5, 2, 2, 6) if storage == "halves" else (5, 2, 4, 3)
+    assert halves.shape == (5, 2, 2, 6) if storage == "gate_up" else (5, 2, 4, 3)
     assert torch.equal(join(halves.clone(), storage), slabs)
     assert torch.equal(join(split(slabs[0], storage), storage), slabs[0])
-    expected = {"halves": slabs[0][:2], "transposed halves": slabs[0][:, :3]}
+    expected = {"gate_up": slabs[0][:2], "transposed gate_up": slabs[0][:, :3]}
     assert torch.equal(halves[0][0], expected.get(storage, slabs[0][:, 0::2]))
 
 
 def test_thirds_are_joined_where_they_were():
     slabs = torch.arange(5 * 6 * 4.0).view(5, 6, 4)
-    thirds = split(slabs, "thirds")
+    thirds = split(slabs, "qkv")
     assert torch.equal(thirds[0], slabs[0].view(3, 2, 4))
-    assert torch.equal(join(thirds.clone(), "thirds"), slabs)
-    assert torch.equal(join(split(slabs[0], "thirds"), "thirds"), slabs[0])
-    assert list(dict(matrices_of("in", slabs[0], "thirds"))) == ["in.q", "in.k", "in.v"]
-    assert matrix_shape((6, 4), "thirds") == (2, 4)
+    assert torch.equal(join(thirds.clone(), "qkv"), slabs)
+    assert torch.equal(join(split(slabs[0], "qkv"), "qkv"), slabs[0])
+    assert list(dict(matrices_of("in", slabs[0], "qkv"))) == ["in.q", "in.k", "in.v"]
+    assert matrix_shape((6, 4), "qkv") == (2, 4)
 
 
-@pytest.mark.parametrize("storage", ["plain", "transposed", *HALVES])
+@pytest.mark.parametrize("storage", ["linear", "transposed", *HALVES])
 def test_every_number_of_a_parameter_is_in_one_named_matrix(storage):
     parameter = torch.arange(3 * 4 * 6).view(3, 4, 6)
     matrices = dict(matrices_of("experts", parameter, storage))
@@ -50,17 +50,17 @@ def test_every_number_of_a_parameter_is_in_one_named_matrix(storage):
 @pytest.mark.parametrize(
     ("architecture", "gate_up", "down"),
     [
-        ("mixtral", "halves", "plain"),
-        ("deepseek_v3", "halves", "plain"),
-        ("gpt_oss", "transposed interleaved halves", "transposed"),
-        ("llama4_text", "transposed halves", "transposed"),
-        ("granitemoe", "halves", "plain"),
+        ("mixtral", "gate_up", "linear"),
+        ("deepseek_v3", "gate_up", "linear"),
+        ("gpt_oss", "transposed interleaved gate_up", "transposed"),
+        ("llama4_text", "transposed gate_up", "transposed"),
+        ("granitemoe", "gate_up", "linear"),
     ],
 )
 def test_experts_are_stored_as_their_layers_read_them(architecture, gate_up, down):
     found = routes(architecture)
     experts = {name.split(".")[-1]: r for name, r in found.items() if len(r.shape) == 3}
-    assert (experts["gate_up_proj"].storage, experts["down_proj"].storage) == (gate_up, down)
+    assert (experts["gate_up_proj"].layout, experts["down_proj"].layout) == (gate_up, down)
     assert all(r.rule == "spectral" for r in experts.values())
     assert (experts["gate_up_proj"].num_matrices, experts["down_proj"].num_matrices) == (8, 4)
     inner = config_of(architecture)
@@ -73,11 +73,11 @@ def test_experts_of_jetmoe_are_stored_in_halves_in_the_mlp_and_plain_in_the_atte
     experts = {
         name.removeprefix("model.layers.0."): r for name, r in found.items() if len(r.shape) == 3 and ".0." in name
     }
-    assert {name: (r.rule, r.storage, r.matrix, r.num_matrices) for name, r in experts.items()} == {
-        "mlp.input_linear.weight": ("spectral", "halves", (48, 32), 8),
-        "mlp.output_linear.weight": ("spectral", "plain", (32, 48), 4),
-        "self_attention.experts.input_linear.weight": ("spectral", "plain", (16, 32), 4),
-        "self_attention.experts.output_linear.weight": ("spectral", "plain", (32, 16), 4),
+    assert {name: (r.rule, r.layout, r.matrix, r.num_matrices) for name, r in experts.items()} == {
+        "mlp.input_linear.weight": ("spectral", "gate_up", (48, 32), 8),
+        "mlp.output_linear.weight": ("spectral", "linear", (32, 48), 4),
+        "self_attention.experts.input_linear.weight": ("spectral", "linear", (16, 32), 4),
+        "self_attention.experts.output_linear.weight": ("spectral", "linear", (32, 16), 4),
     }
 
 

@@ -184,7 +184,7 @@ def test_deepspeed_allocates_what_was_computed(ranks, stage, dtype, config, sett
     matrices, num_others = of_the_toy(run)
     mode = Parallel("zero", config)
     arithmetic = str(dtype).removeprefix("torch.")
-    cost = cost_of(matrices, num_others, mode, ranks.num_ranks, compute_dtype=arithmetic, round_mb=run.round_mb)
+    cost = cost_of(matrices, num_others, mode, ranks.num_ranks, compute_dtype=arithmetic, bucket_mb=run.bucket_mb)
     # as the step begins, nothing travels yet; on a CPU both memories are one
     later = ("exchange buffers", "map workspace", "AdamW workspace")
     expected = sum(
@@ -208,23 +208,23 @@ def test_the_ranks_send_and_buffer_what_was_computed(ranks, mode):
     job = (jobs.fsdp2, run) if mode.kind == "fsdp2" else (jobs.deepspeed, mode.stage, run)
     results = ranks.run(*job)
     matrices, _ = of_the_toy(run)
-    cost = cost_of(matrices, 0, mode, ranks.num_ranks, compute_dtype="float32", round_mb=run.round_mb)
+    cost = cost_of(matrices, 0, mode, ranks.num_ranks, compute_dtype="float32", bucket_mb=run.bucket_mb)
     sent = [result.bytes_sent / NUM_STEPS for result in results]
     assert (max(sent), sum(sent) / len(sent)) == (cost.bytes_sent_max, cost.bytes_sent_mean)
     assert max(result.peak_bytes for result in results) == num_bytes(cost, phase="optimizer_step").get(
         "exchange buffers", 0
     )
     assert max(4 * result.state_numel for result in results) == num_bytes(cost)["optimizer states"]
-    assert cost.num_exchanged == sum(len(r) for plan in results[0].plans for r in plan.rounds)
+    assert cost.num_exchanged == sum(len(r) for plan in results[0].plans for r in plan.buckets)
 
 
 def test_sub_groups_of_zero_3_are_forecast_one_by_one(ranks):
     run = Run()
     matrices, _ = of_the_toy(run)
     first = sum(-(-m * n // ranks.num_ranks) for m, n in [*matrices.values()][:7])  # two of seven matrices each
-    cost = cost_of(matrices, 0, zero(3, sub_group_size=first), ranks.num_ranks, round_mb=run.round_mb)
+    cost = cost_of(matrices, 0, zero(3, sub_group_size=first), ranks.num_ranks, bucket_mb=run.bucket_mb)
     results = ranks.run(jobs.deepspeed, 3, run, {"zero_optimization": {"sub_group_size": first}})
-    assert [len(plan.layout.matrices) for plan in results[0].plans] == [7, 7]
+    assert [len(plan.layout.weights) for plan in results[0].plans] == [7, 7]
     assert max(result.bytes_sent / NUM_STEPS for result in results) == cost.bytes_sent_max
     assert max(result.peak_bytes for result in results) == num_bytes(cost, phase="optimizer_step")["exchange buffers"]
     assert num_bytes(cost, phase="optimizer_step")["gradients for the step"] == 4 * first

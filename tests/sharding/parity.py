@@ -34,7 +34,7 @@ FOOT = f"""\
 full rank: no singular value below 1e-4 of the largest; else down to 1e-8
 allowed: {TOLERANCE:.0e}; without the clip more than {WITHOUT_CLIP:.0e}
 share: numbers of the busiest rank over an even part (DDP: all on every rank)
-exchange: most bytes that a rank's buffers held, of 3 rounds of {COMMON.run.round_mb} MB or the
+exchange: most bytes that a rank's buffers held, of 3 buckets of {COMMON.run.bucket_mb} MB or the
 largest matrix ({LARGEST_BYTES / 1000:.0f} kB); under DDP the weights themselves are the buffers
 """
 
@@ -76,7 +76,7 @@ def table(ranks):
     line("  in unequal pieces", [sum(len(set(p)) > 1 for p in c.pieces) for c in common])
     line("momentum, share", [f"{c.momentum_share:.3f}" for c in common])
     peaks = [max(r.peak_bytes for r in c.results) for c in common]
-    bound = 3 * max(COMMON.run.round_mb * 2**20, LARGEST_BYTES)
+    bound = 3 * max(COMMON.run.bucket_mb * 2**20, LARGEST_BYTES)
     line(f"exchange, kB (of {bound / 1000:.0f})", [f"{peak / 1000:.0f}" for peak in peaks])
     print(flush=True)
     return good and all(peak <= bound for peak in peaks)

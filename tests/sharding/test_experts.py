@@ -82,6 +82,6 @@ def test_a_checkpoint_of_experts_continues_bit_for_bit_and_only_if_they_are_stor
         step(run, *each, 1)
     assert farthest(dict(resumed.named_parameters()), dict(model.named_parameters())) == 0
     group = saved["optimizer"]["param_groups"][0]
-    group["storages"] = dict.fromkeys(group["storages"], "plain")
-    with pytest.raises(ValueError, match="group 0 storages"):
+    group["weight_layouts"] = dict.fromkeys(group["weight_layouts"], "linear")
+    with pytest.raises(ValueError, match="group 0 weight_layouts"):
         again.load_state_dict(saved["optimizer"])

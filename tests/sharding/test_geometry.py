@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from soren_align.sharding import Fragment, flat_partitions, parameter_slices, replicas, row_blocks
+from soren_align.sharding import RankShard, flat_partitions, parameter_slices, replicas, row_blocks
 
 SHAPES = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=6).map(
     lambda shapes: {f"matrix {i}": shape for i, shape in enumerate(shapes)}
@@ -21,16 +21,16 @@ def matrices_of(shapes):
 
 def assert_fragments_find_their_numbers(layout, shapes, memories):
     """memories[rank][tensor]: what a rank holds, as one row."""
-    for matrix, whole in zip(layout.matrices, matrices_of(shapes), strict=True):
+    for matrix, whole in zip(layout.weights, matrices_of(shapes), strict=True):
         assert matrix.shape == whole.shape
         found = torch.full((whole.numel(),), -1)
-        for rank, param_offset, local_offset, numel in matrix.fragments:
-            held = memories[rank][matrix.tensor][local_offset : local_offset + numel]
+        for rank, offset, start, numel in matrix.shards:
+            held = memories[rank][matrix.tensor][start : start + numel]
             assert len(held) == numel > 0
-            assert (found[param_offset : param_offset + numel] == -1).all()
-            found[param_offset : param_offset + numel] = held
+            assert (found[offset : offset + numel] == -1).all()
+            found[offset : offset + numel] = held
         assert torch.equal(found, whole.flatten())
-        assert len({f.rank for f in matrix.fragments}) == len(matrix.fragments)
+        assert len({f.rank for f in matrix.shards}) == len(matrix.shards)
 
 
 @given(SHAPES, NUM_RANKS, st.integers(1, 5))
@@ -63,14 +63,14 @@ def test_row_blocks_are_those_of_torch_chunk(shapes, num_ranks):
 
 
 def test_replicas_lie_whole_on_every_rank():
-    (matrix,) = replicas({"a": (2, 3)}, 2).matrices
-    assert matrix.fragments == (Fragment(0, 0, 0, 6), Fragment(1, 0, 0, 6))
+    (matrix,) = replicas({"a": (2, 3)}, 2).weights
+    assert matrix.shards == (RankShard(0, 0, 0, 6), RankShard(1, 0, 0, 6))
 
 
 def test_padding_between_parameters_belongs_to_no_matrix():
-    first, second = flat_partitions({"a": (1, 3), "b": (2, 2)}, 2, starts=[0, 4], partition_numel=6).matrices
-    assert first.fragments == (Fragment(0, 0, 0, 3),)
-    assert second.fragments == (Fragment(0, 0, 4, 2), Fragment(1, 2, 0, 2))
+    first, second = flat_partitions({"a": (1, 3), "b": (2, 2)}, 2, starts=[0, 4], partition_numel=6).weights
+    assert first.shards == (RankShard(0, 0, 0, 3),)
+    assert second.shards == (RankShard(0, 0, 4, 2), RankShard(1, 2, 0, 2))
 
 
 def test_partitions_that_cannot_be_are_refused():

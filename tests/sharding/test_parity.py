@@ -31,8 +31,8 @@ def same_steps(ranks, way, configuration):
     assert min(found.norms) > 1.2 * run.clip, "the clip must bind in every step"
     assert found.difference <= TOLERANCE
     assert sum(result.num_maps for result in found.results) == found.num_maps
-    # a matrix that alone exceeds the round's bytes has a round to itself
-    bound = 3 * max(run.round_mb * 2**20, LARGEST_BYTES)
+    # a matrix that alone exceeds the bucket's bytes has a bucket to itself
+    bound = 3 * max(run.bucket_mb * 2**20, LARGEST_BYTES)
     assert all(result.peak_bytes <= bound for result in found.results)
     assert all(result.state_numel == result.weights_numel for result in found.results)
     return found
@@ -74,11 +74,11 @@ def test_full_rank_is_full_rank():
         assert sigma[-1] > 1e-4 * sigma[0]
 
 
-@pytest.mark.parametrize("round_mb", [0.001, 512])
-def test_the_size_of_a_round_changes_nothing(ranks, round_mb):
-    found = same_steps(ranks, "FSDP2", replace(COMMON, run=replace(COMMON.run, round_mb=round_mb)))
+@pytest.mark.parametrize("bucket_mb", [0.001, 512])
+def test_the_size_of_a_bucket_changes_nothing(ranks, bucket_mb):
+    found = same_steps(ranks, "FSDP2", replace(COMMON, run=replace(COMMON.run, bucket_mb=bucket_mb)))
     (plan,) = found.results[0].plans
-    assert len(plan.rounds) == 1 if round_mb == 512 else len(plan.rounds) > len(plan.layout.matrices) // 3
+    assert len(plan.buckets) == 1 if bucket_mb == 512 else len(plan.buckets) > len(plan.layout.weights) // 3
 
 
 @pytest.mark.parametrize("way", WAYS[1:])

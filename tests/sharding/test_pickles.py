@@ -9,8 +9,7 @@ import torch.distributed.checkpoint as dcp
 
 from soren_align.core.errors import UserError
 from soren_align.sharding import check_parts
-from soren_align.sharding.engine import folders_confined_to
-from soren_align.sharding.pickles import refuse_pickles
+from soren_align.sharding.checkpoints import folders_confined_to, refuse_pickles
 
 
 class Hostile:

@@ -1,4 +1,4 @@
-"""Work is dealt out evenly, each matrix once, in rounds of bounded bytes, and fast enough for a laptop."""
+"""Work is dealt out evenly, each matrix once, in buckets of bounded bytes, and fast enough for a laptop."""
 
 import time
 from dataclasses import replace
@@ -30,7 +30,7 @@ def unevenness(layout):
 @pytest.mark.parametrize("num_ranks", [2, 4, 8, 16, 32])
 def test_under_zero_1_and_2_a_7b_model_needs_no_communication(num_ranks):
     plan = make_exchange_plan(flat_partitions(MISTRAL_7B, num_ranks))
-    assert plan.rounds == ()
+    assert plan.buckets == ()
     assert unevenness(plan.layout) <= 1.01
 
 
@@ -65,7 +65,7 @@ def test_a_straddling_matrix_goes_to_its_biggest_holder_unless_that_one_has_more
     assert assign_owners(flat_partitions({"a": (1, 3), "b": (4, 4), "c": (1, 9)}, 2)) == (0, 0, 1)
     assert assign_owners(flat_partitions({"a": (1, 9), "b": (4, 4), "c": (1, 3)}, 2)) == (0, 1, 1)
     busy = flat_partitions({"a": (4, 4), "b": (4, 4), "c": (1, 4)}, 2, partition_numel=25)
-    assert [f.numel for f in busy.matrices[1].fragments] == [9, 7]
+    assert [f.numel for f in busy.weights[1].shards] == [9, 7]
     assert assign_owners(busy) == (0, 1, 1)
 
 
@@ -76,19 +76,19 @@ def test_a_straddling_matrix_goes_to_its_biggest_holder_unless_that_one_has_more
     st.integers(1, 300),
 )
 @settings(deadline=None)
-def test_every_matrix_is_planned_once_within_the_bytes_of_a_round(builder, shapes, num_ranks, most):
+def test_every_matrix_is_planned_once_within_the_bytes_of_a_bucket(builder, shapes, num_ranks, most):
     layout = builder({f"{i}": shape for i, shape in enumerate(shapes)}, num_ranks)
-    plan = make_exchange_plan(layout, round_mb=most * 4 / 2**20)
-    assert sorted([*plan.local, *(i for r in plan.rounds for i in r)]) == list(range(len(shapes)))
-    assert all(owner in {f.rank for f in m.fragments} for m, owner in zip(layout.matrices, plan.owners, strict=True))
-    for indices in plan.rounds:
+    plan = make_exchange_plan(layout, bucket_mb=most * 4 / 2**20)
+    assert sorted([*plan.local, *(i for r in plan.buckets for i in r)]) == list(range(len(shapes)))
+    assert all(owner in {f.rank for f in m.shards} for m, owner in zip(layout.weights, plan.owners, strict=True))
+    for indices in plan.buckets:
         held = [[] for _ in range(num_ranks)]  # by each rank, of each matrix that it sends or receives something of
         for index in indices:
-            matrix, owner = layout.matrices[index], plan.owners[index]
+            matrix, owner = layout.weights[index], plan.owners[index]
             if layout.replicated:
                 held[owner].append(matrix.numel)
                 continue
-            elsewhere = [f for f in matrix.fragments if f.rank != owner]
+            elsewhere = [f for f in matrix.shards if f.rank != owner]
             held[owner].append(sum(f.numel for f in elsewhere))
             for fragment in elsewhere:
                 held[fragment.rank].append(fragment.numel)
@@ -97,8 +97,8 @@ def test_every_matrix_is_planned_once_within_the_bytes_of_a_round(builder, shape
 
 def test_a_matrix_on_one_rank_never_travels():
     plan = make_exchange_plan(flat_partitions({"a": (4, 4), "b": (4, 4)}, 2))
-    assert (plan.local, plan.owners, plan.rounds) == ((0, 1), (0, 1), ())
-    assert make_exchange_plan(parameter_slices({"a": (4, 4)}, 1)).rounds == ()
+    assert (plan.local, plan.owners, plan.buckets) == ((0, 1), (0, 1), ())
+    assert make_exchange_plan(parameter_slices({"a": (4, 4)}, 1)).buckets == ()
 
 
 def test_the_fingerprint_changes_with_anything_that_matters():
@@ -108,7 +108,7 @@ def test_the_fingerprint_changes_with_anything_that_matters():
         make_exchange_plan(row_blocks({"a": (4, 6), "b": (6, 4)}, 3)),
         make_exchange_plan(row_blocks({"a": (4, 6), "c": (6, 4)}, 2)),
         make_exchange_plan(parameter_slices({"a": (4, 6), "b": (6, 4)}, 2)),
-        make_exchange_plan(layout, round_mb=1e-5),
+        make_exchange_plan(layout, bucket_mb=1e-5),
         replace(plan, owners=plan.owners[::-1]),
     ]
     assert plan.fingerprint == make_exchange_plan(row_blocks({"a": (4, 6), "b": (6, 4)}, 2)).fingerprint

@@ -54,7 +54,7 @@ def test_an_observer_sees_the_pieces_that_this_rank_updates(ranks):
 def test_shards_whose_place_is_unknown_are_refused(ranks):
     for message in ranks.run(jobs.sharded_without_placement):
         assert message is not None
-        assert "A shard has no singular values: set the optimizer's placement" in message
+        assert "A shard has no singular values: set the optimizer's strategy" in message
 
 
 @pytest.mark.parametrize(

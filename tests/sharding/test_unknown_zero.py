@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from soren_align.optim import Soren
-from soren_align.sharding import set_zero_placement
+from soren_align.sharding import set_zero_strategy
 
 
 def zero(**attributes):
@@ -28,4 +28,4 @@ def zero(**attributes):
 )
 def test_it_is_refused_with_the_option(attributes, message):
     with pytest.raises(ValueError, match=message):
-        set_zero_placement(zero(**attributes))
+        set_zero_strategy(zero(**attributes))

@@ -38,11 +38,11 @@ def test_a_jobs_engine_leaves_no_buffers(ranks, stage):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("round_mb", [0.001, 0.05, 512])
-def test_the_exchange_takes_no_more_memory_than_it_says(ranks, stage, round_mb):
-    for measured, said in ranks.run(jobs.measured_exchange, stage, Run(round_mb=round_mb)):
+@pytest.mark.parametrize("bucket_mb", [0.001, 0.05, 512])
+def test_the_exchange_takes_no_more_memory_than_it_says(ranks, stage, bucket_mb):
+    for measured, said in ranks.run(jobs.measured_exchange, stage, Run(bucket_mb=bucket_mb)):
         largest = 131 * 48 * 4
-        assert said <= 3 * max(round_mb * 2**20, largest)
+        assert said <= 3 * max(bucket_mb * 2**20, largest)
         # Beside the rounds' buffers: a matrix, put together to be mapped, and the average of a piece on its way there.
         assert said <= measured <= said + 2 * largest
 

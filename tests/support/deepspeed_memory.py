@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
-from soren_align.sharding import set_zero_placement
+from soren_align.sharding import set_zero_strategy
 from tests.support.toy_jobs import deepspeed_engine, part_of
 
 COLLECTIVES = ("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor")
@@ -20,7 +20,7 @@ def under_deepspeed(group, stage, run, config):
     before = storages()
     with patch.multiple(dist, **{name: released(getattr(dist, name)) for name in COLLECTIVES}):
         engine, optimizer = deepspeed_engine(group, stage, run, config)
-        set_zero_placement(engine.optimizer, run.round_mb)
+        set_zero_strategy(engine.optimizer, run.bucket_mb)
         seen = []
 
         def look(*_):

@@ -7,10 +7,11 @@ import torch.distributed as dist
 from torch import nn
 
 from soren_align import optim
-from soren_align.optim import adamw_step
-from soren_align.sharding import FlatShards, Replicas, flat_partitions
-from soren_align.sharding.geometry import parameter_slices
-from soren_align.sharding.rank_placement import RankPlacement
+from soren_align.optim import OneProcess
+from soren_align.optim import adamw as adamw_step
+from soren_align.sharding import DDPStrategy, ZeroStrategy, flat_partitions
+from soren_align.sharding.gather import RankStrategy
+from soren_align.sharding.layout import parameter_slices
 from tests.support.fake_gpu import GPU, OnGPU, WrongDevice, host_reads
 
 SHAPES = {"a": (6, 9), "b": (9, 6), "c": (6, 9), "norm": (9,), "scale": ()}
@@ -31,7 +32,7 @@ def on_cpu(tensor):
     return tensor.clone()
 
 
-def trained(name, put, placement=None, observed=False, fused=False, **settings):
+def trained(name, put, strategy=None, observed=False, fused=False, **settings):
     """The weights after NUM_STEPS with parameters where `put` puts them; AdamW by one kernel on both devices."""
     dtype = torch.bfloat16 if settings.get("compensation") == "kahan" else torch.float32
     parameters = {key: nn.Parameter(put(weight)) for key, weight in drawn(0, dtype).items()}
@@ -42,10 +43,9 @@ def trained(name, put, placement=None, observed=False, fused=False, **settings):
         others = {"rule": "adamw", "lr": lr, "params": [(k, p) for k, p in parameters.items() if k not in MATRICES]}
         groups = [{"params": [(key, parameters[key]) for key in MATRICES]}, others]
     optimizer = getattr(optim, name)(groups, lr=lr, **settings)
-    optimizer.placement = placement
+    optimizer.strategy = strategy or OneProcess()
     if observed:
-        optimizer.observer = optimizer.pending_observer = lambda seen: None
-        optimizer.map_observers = frozenset({optimizer.observer})
+        optimizer.update_observers = optimizer.map_observers = frozenset({lambda seen: None})
     with patch.object(adamw_step, "FUSED", ("cpu", "gpu") if fused else ()):
         for step in range(NUM_STEPS):
             for key, grad in drawn(1 + step, dtype).items():
@@ -76,7 +76,7 @@ def reads(group, name, settings, lr, sharded, norm=0.3):
         matrices = [nn.Parameter(on_gpu(torch.ones(shape))) for shape in shapes]
         others = {"rule": "adamw", "lr": rate, "params": [nn.Parameter(on_gpu(torch.ones(8))) for _ in range(4)]}
         optimizer = getattr(optim, name)([{"params": matrices}, others], lr=rate, **settings)
-        optimizer.placement = Replicas(group) if sharded else None
+        optimizer.strategy = DDPStrategy(group) if sharded else OneProcess()
         for _ in range(2):
             for i, parameter in enumerate([*matrices, *others["params"]]):
                 grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i))
@@ -87,12 +87,12 @@ def reads(group, name, settings, lr, sharded, norm=0.3):
 
 
 def replicas(group, name, as_before=False):
-    placement = Replicas(group)
+    strategy = DDPStrategy(group)
     if as_before:
-        placement.check_gradients = lambda *arguments: RankPlacement.check_gradients(placement, *arguments)
+        strategy.check_gradients = lambda *arguments: RankStrategy.check_gradients(strategy, *arguments)
     try:
         with GPU():
-            found = trained(name, on_gpu, placement)
+            found = trained(name, on_gpu, strategy)
     except WrongDevice as error:
         return "a group of NCCL alone" if "NCCL" in str(error) else str(error)
     return same(found, trained(name, on_cpu))
@@ -102,7 +102,7 @@ def early_error(group):
     with GPU():
         parameter = nn.Parameter(on_gpu(torch.ones(3)))
         try:
-            Replicas(group).check_gradients(
+            DDPStrategy(group).check_gradients(
                 [("x", parameter)],
                 ValueError("a rank's own error") if group.rank() else None,
                 torch.zeros(2, dtype=torch.float64),
@@ -119,7 +119,7 @@ def flat_shards(group, offload):
         flat = nn.Parameter(put(shard(drawn(0), group)))
         optimizer = optim.Soren([nn.Parameter(torch.ones(2, 2))], lr=0.02)
         optimizer.param_groups[0]["params"] = [flat]
-        optimizer.placement = FlatShards({flat: layout}, group, torch.device("gpu"))
+        optimizer.strategy = ZeroStrategy({flat: layout}, group, torch.device("gpu"))
         for step in range(NUM_STEPS):
             flat.grad = put(shard(drawn(1 + step), group))
             optimizer.step()
@@ -136,7 +136,7 @@ def eight_bit_reads(group, num_matrices):
         flat = nn.Parameter(on_gpu(torch.ones(num_matrices * 64 * 101 // group.size())))
         optimizer = optim.Soren([nn.Parameter(torch.ones(2, 2))], lr=0.02, states="8bit")
         optimizer.param_groups[0]["params"] = [flat]
-        optimizer.placement = FlatShards({flat: layout}, group, torch.device("gpu"))
+        optimizer.strategy = ZeroStrategy({flat: layout}, group, torch.device("gpu"))
         for _ in range(2):
             flat.grad = on_gpu(torch.full(flat.shape, 1e-3))
             host_reads.clear()

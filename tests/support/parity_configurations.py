@@ -59,12 +59,12 @@ class Comparison:
     def pieces(self):
         """The numbers of each matrix's pieces; none of replicas."""
         layouts = [plan.layout for plan in self.results[0].plans]
-        return [[f.numel for f in m.fragments] for layout in layouts if not layout.replicated for m in layout.matrices]
+        return [[f.numel for f in m.shards] for layout in layouts if not layout.replicated for m in layout.weights]
 
     @property
     def momentum_share(self):
         """The momentum of the rank that has most, over an even share of all."""
-        num_weights = sum(m.numel for plan in self.results[0].plans for m in plan.layout.matrices)
+        num_weights = sum(m.numel for plan in self.results[0].plans for m in plan.layout.weights)
         return max(r.state_numel for r in self.results) * len(self.results) / num_weights
 
 

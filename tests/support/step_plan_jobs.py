@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from soren_align.optim import Soren
-from soren_align.sharding import Replicas, RowBlocks
+from soren_align.sharding import DDPStrategy, FSDP2Strategy
 from tests.support.toy_jobs import error_of
 
 
@@ -24,7 +24,7 @@ def unplannable_step(group, fault):
     )
     name = "d" if fault == "another model" and broken else "c"
     optimizer = Soren([{"params": [("a", a)]}, {"params": [("b", b), (name, c)]}], lr=0.1)
-    optimizer.placement = Replicas()
+    optimizer.strategy = DDPStrategy()
     for matrix in (a, b, c):
         matrix.grad = torch.ones_like(matrix)
     before = copy.deepcopy([a, b, c])
@@ -38,7 +38,7 @@ def replicated_shards(group, with_gradient):
     model = nn.Linear(6, 4, bias=False)
     fully_shard(model, mesh=init_device_mesh("cpu", (1, group.size()), mesh_dim_names=("replicate", "shard")))
     optimizer = Soren(model.named_parameters(), lr=0.1)
-    optimizer.placement = RowBlocks()
+    optimizer.strategy = FSDP2Strategy()
     if with_gradient:
         model(torch.ones(3, 6)).sum().backward()
     return error_of(optimizer.step)
@@ -49,8 +49,8 @@ def many_subsets(group, num_plans):
     matrices, alone = ([nn.Parameter(torch.eye(4, 5) * i) for i in range(1, 5)] for _ in range(2))
     # One by one: in batches the maps differ by rounding.
     optimizer, reference = (Soren(params, lr=0.1, workspace_mb=0) for params in (matrices, alone))
-    optimizer.placement = Replicas()
-    optimizer.placement.max_plans = num_plans
+    optimizer.strategy = DDPStrategy()
+    optimizer.strategy.max_plans = num_plans
     most = 0
     for first in range(4):
         for second in range(4):
@@ -59,7 +59,7 @@ def many_subsets(group, num_plans):
                 q.grad = p.grad
             optimizer.step()
             reference.step()
-            most = max(most, len(optimizer.placement.exchanges), len(optimizer.placement._tensors))
+            most = max(most, len(optimizer.strategy.exchanges))
     return max(float((p - q).detach().abs().max()) for p, q in zip(matrices, alone, strict=True)), most
 
 
@@ -67,9 +67,9 @@ def empty_matrices(group):
     """How many matrices are mapped here, of two beside empty ones; and the shapes of what an observer saw."""
     shapes = [(0, 4), (4, 6), (3, 0), (5, 5)]
     optimizer, seen = Soren([nn.Parameter(torch.ones(shape)) for shape in shapes], lr=0.1), []
-    optimizer.placement = Replicas()
-    optimizer.observer = seen.append
+    optimizer.strategy = DDPStrategy()
+    optimizer.update_observers = frozenset({seen.append})
     for p in optimizer.param_groups[0]["params"]:
         p.grad = torch.ones_like(p)
     optimizer.step()
-    return optimizer.num_maps, [tuple(update.after.shape) for update in seen]
+    return optimizer.num_maps, [tuple(update.weight.shape) for update in seen]

@@ -73,7 +73,7 @@ class Run:
     frozen: tuple[str, ...] = ()  # parts of names
     clip: float = 0.5
     dtype: torch.dtype = torch.float32
-    round_mb: float = 0.05  # one to three of the toy's matrices: several rounds
+    bucket_mb: float = 0.05  # one to three of the toy's matrices: several rounds
     lora: bool = False
     # Of 40 words most gradients have singular values below 1e-8 of the largest, where the maps must do no harm; of 96
     # words in rows of 16 none below 1e-4 (test_full_rank_is_full_rank).

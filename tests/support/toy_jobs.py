@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import torch
@@ -15,9 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from soren_align.optim import Soren, build_optimizer
+from soren_align.optim.step import spectral_step_
 from soren_align.planning.flops import Meter
 from soren_align.recipe import parallel
-from soren_align.sharding import Replicas, RowBlocks, set_zero_placement, start_deepspeed
+from soren_align.sharding import DDPStrategy, FSDP2Strategy, set_zero_strategy, start_deepspeed
 from tests.support.toy import NUM_STEPS, Run
 
 
@@ -38,7 +40,7 @@ def result(optimizer, weights):
     spectral = [p for g in optimizer.param_groups if g["rule"] == "spectral" for p in g["params"]]
     here = [getattr(p, "_local_tensor", p) for p in spectral]
     momenta = [optimizer.state[p]["exp_avg"] for p in spectral]
-    exchanges = list(optimizer.placement.exchanges.values())
+    exchanges = list(optimizer.strategy.exchanges.values())
     return Result(
         {name: weight.detach().clone() for name, weight in weights.items()},
         optimizer.num_maps,
@@ -69,7 +71,7 @@ def train(model, optimizer, group, run):
 def ddp(group, run):
     model = run.model()
     optimizer = run.optimizer(model)
-    optimizer.placement = Replicas(round_mb=run.round_mb)
+    optimizer.strategy = DDPStrategy(bucket_mb=run.bucket_mb)
     wrapped = nn.parallel.DistributedDataParallel(model)
     train(wrapped, optimizer, group, run)
     return result(optimizer, dict(model.named_parameters()))
@@ -82,7 +84,7 @@ def fsdp2(group, run):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = run.optimizer(model)
-    optimizer.placement = RowBlocks(run.round_mb)
+    optimizer.strategy = FSDP2Strategy(run.bucket_mb)
     train(model, optimizer, group, run)
     return result(optimizer, {name: p.full_tensor() for name, p in model.named_parameters()})
 
@@ -92,7 +94,7 @@ def refused_step(group, fault):
     torch.manual_seed(0)
     matrices = {"a": nn.Parameter(torch.randn(4, 6)), "b": nn.Parameter(torch.randn(6, 4))}
     optimizer = Soren(matrices.items(), lr=0.1)
-    optimizer.placement = Replicas()
+    optimizer.strategy = DDPStrategy()
     for matrix in matrices.values():
         matrix.grad = torch.ones_like(matrix)
     if group.rank() == 1:
@@ -115,7 +117,7 @@ def unused_parameter(group):
     """Whether a matrix without a gradient on any rank stays, and the other moves, alike on all ranks."""
     still, moving = nn.Parameter(torch.ones(4, 6)), nn.Parameter(torch.ones(4, 6))
     optimizer = Soren([still, moving], lr=0.1)
-    optimizer.placement = Replicas()
+    optimizer.strategy = DDPStrategy()
     moving.grad = torch.ones(4, 6)
     optimizer.step()
     return still.detach(), moving.detach()
@@ -127,11 +129,16 @@ def observed_step(group):
     model = nn.Sequential(nn.Linear(6, 4, bias=False), nn.Linear(4, 1, bias=False))
     fully_shard(model, mesh=init_device_mesh("cpu", (group.size(),)))
     optimizer, seen = Soren(model.named_parameters(), lr=0.1, weight_decay=0.0), []
-    optimizer.placement = RowBlocks()
-    optimizer.observer = seen.append
+
+    def see(update):
+        changed = any(bool((before != after).any()) for before, after, _ in update.applied())
+        seen.append((update.name, tuple(update.weight.shape), changed))
+
+    optimizer.strategy = FSDP2Strategy()
+    optimizer.update_observers = frozenset({see})
     model(torch.ones(3, 6)).sum().backward()
     optimizer.step()
-    return [(u.name, tuple(u.after.shape), bool((u.before != u.after).any())) for u in seen]
+    return seen
 
 
 def error_of(call, *arguments):
@@ -157,7 +164,7 @@ def deepspeed(group, stage, run, config=None):
     engine, optimizer = deepspeed_engine(group, stage, run, config or {})
     from deepspeed.utils import safe_get_full_fp32_param
 
-    set_zero_placement(engine.optimizer, run.round_mb)
+    set_zero_strategy(engine.optimizer, run.bucket_mb)
     losses = []
     for step in range(NUM_STEPS):
         for tokens in run.batches(step):
@@ -183,30 +190,30 @@ def measured_exchange(group, stage, run):
     The map is left out: it returns its input.
     """
     engine, optimizer = deepspeed_engine(group, stage, run, {})
-    set_zero_placement(engine.optimizer, run.round_mb)
+    set_zero_strategy(engine.optimizer, run.bucket_mb)
     optimizer.map_matrix, optimizer.workspace_mb = lambda x, group: x, 0
-    meter, step_ = Meter(), optimizer.placement.step_
+    meter = Meter()
 
-    def metered(*arguments):
+    def metered(*arguments, **settings):
         with meter:
-            step_(*arguments)
+            spectral_step_(*arguments, **settings)
 
-    optimizer.placement.step_ = metered
-    for tokens in run.batches(0):
-        engine.backward(engine(part_of(tokens, group)))
-        engine.step()
-    return meter.peak, max(exchange.peak_bytes for exchange in optimizer.placement.exchanges.values())
+    with patch("soren_align.optim.optimizer.spectral_step_", metered):
+        for tokens in run.batches(0):
+            engine.backward(engine(part_of(tokens, group)))
+            engine.step()
+    return meter.peak, max(exchange.peak_bytes for exchange in optimizer.strategy.exchanges.values())
 
 
 def refused_deepspeed(group, stage, config, fault=None):
-    """Why set_zero_placement refuses, on this rank; `fault` is a change to the ZeRO optimizer of rank 1 before it."""
+    """Why set_zero_strategy refuses, on this rank; `fault` is a change to the ZeRO optimizer of rank 1 before it."""
     engine, _ = deepspeed_engine(group, stage, Run(), config)
     if fault == "a number changed" and group.rank() == 1:
         flats = engine.optimizer.fp32_partitioned_groups_flat if stage == 3 else None
         (flats or engine.optimizer.single_partition_of_fp32_groups)[0].data[7] += 1
     elif fault == "another optimizer":
         engine.optimizer.optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
-    return error_of(set_zero_placement, engine.optimizer)
+    return error_of(set_zero_strategy, engine.optimizer)
 
 
 def address_space(group):
@@ -298,13 +305,13 @@ class Given(nn.Module):
         return sum(module(step + i) for i, module in enumerate((self.embedding, *self.layers, self.lm_head)))
 
 
-def with_exact_gradients(group, way, name, num_steps=6):
-    """The weights of Given after steps with 8-bit states. way: None, "DDP", or ZeRO's stage."""
+def with_exact_gradients(group, way, name, num_steps=6, states="8bit"):
+    """The weights of Given after steps with these states. way: None, "DDP", or ZeRO's stage."""
     model = Given()
 
     def make_optimizer(_, model):
         settings = {} if name == "adamw" else {"adjust_lr_fn": "original"}
-        return build_optimizer(model, name=name, lr=0.02, aux_lr=0.01, states="8bit", **settings)
+        return build_optimizer(model, name=name, lr=0.02, aux_lr=0.01, states=states, **settings)
 
     if isinstance(way, int):
         made = SimpleNamespace(model=lambda: model, clip=0.0)
@@ -312,14 +319,14 @@ def with_exact_gradients(group, way, name, num_steps=6):
         engine, _ = deepspeed_engine(group, way, made, config, make_optimizer)
         from deepspeed.utils import safe_get_full_fp32_param
 
-        set_zero_placement(engine.optimizer)
+        set_zero_strategy(engine.optimizer)
         for step in range(num_steps):
             engine.backward(engine(torch.tensor(step)))
             engine.step()
         return {name: safe_get_full_fp32_param(p).clone() for name, p in engine.module.named_parameters()}
     optimizer: Any = make_optimizer(None, model)
     if way == "DDP":
-        optimizer.placement = Replicas()
+        optimizer.strategy = DDPStrategy()
     for step in range(num_steps):
         optimizer.zero_grad()
         model(step).backward()

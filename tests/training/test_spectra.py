@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from soren_align.core.errors import UserError
 from soren_align.optim import AdamW, Muon, Soren, SpectralOptimizer
-from soren_align.optim.update import nesterov
+from soren_align.optim.step import nesterov
 from soren_align.sharding.ranks import Ranks
 from soren_align.spectral import exact_sigmoid, minimax_sigmoid
 from soren_align.training.measure import measurements

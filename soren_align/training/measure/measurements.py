@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 
 from ...core.errors import UserError
 from ...core.files import append
-from ...optim import AppliedMap, Sums, chunks
+from ...optim import AppliedMap, PendingUpdate, Sums
 from ...spectral import distance_from_sigmoid, singular_values
 from ..trained_optimizer import AttachedOptimizer, StartingWeights, relative_changes
 from .progress import logs_for_short_run
@@ -125,12 +125,12 @@ class Measurements(TrainerCallback):
             names = self.attached.names_of_matrices or [""]
             position = step // max(state.logging_steps, 1) % len(names)  # by the step alone: equal on all ranks
             self._compared = position, names[position]
-            optimizer.observer = self._add_update
+            optimizer.update_observers |= {self._add_update}
             optimizer.map_observers |= {self._add_map}
 
     def on_optimizer_step(self, args, state, control, **kwargs):
         """End the observation."""
-        self.attached.optimizer.observer = None
+        self.attached.optimizer.update_observers -= {self._add_update}
         self.attached.optimizer.map_observers -= {self._add_map}
 
     def on_log(self, args, state, control, logs=None, **kwargs):
@@ -138,10 +138,10 @@ class Measurements(TrainerCallback):
         if self.log.metrics and logs:
             append(self.log.metrics, json.dumps({"step": state.global_step, **logs}) + "\n")
 
-    def _add_update(self, update: Any) -> None:
+    def _add_update(self, update: PendingUpdate) -> None:
         index = 0 if update.group is self._matrices else 1
-        self._numel[index] += update.after.numel()
-        for after, before in chunks(update.after, update.before):
+        self._numel[index] += update.weight.numel()
+        for before, after, _ in update.applied():
             self._squares.add(index, (after - before).float().square_().sum())
 
     def _add_map(self, applied: AppliedMap) -> None:

@@ -1,18 +1,25 @@
-"""Checkpoints of DeepSpeed and FSDP2 are pickles; they are loaded as tensors and plain data only, without running code.
+"""Checkpoints of DeepSpeed and FSDP2: read without running code, and made readable for any number of ranks.
 
-A run folder may come from someone else, and unpickling calls any function that the file names.
+They are pickles, of which only tensors and plain data are loaded: a run folder may come from someone else, and
+unpickling calls any function that the file names.
 """
 
+import argparse
+import contextlib
+import io
 import os
 import pickle
 import re
+from collections.abc import Iterator
 from pathlib import Path, PosixPath
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from ..core.errors import UserError
 from ..core.files import is_component
+from ..core.patches import patched
 
 TAGS = ("latest", "latest_universal")  # DeepSpeed's files that name the folder of its shards
 _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_|(?:^|/)__(\d+)_\d+\.distcp$|^rng_state_(\d+)\.pth$")
@@ -78,3 +85,49 @@ class _Metadata(pickle.Unpickler):
         if name in _METADATA.get(module, ()):
             return PosixPath if name == "PosixPath" else super().find_class(module, name)
         raise pickle.UnpicklingError(f"it holds code ({module}.{name})")
+
+
+def is_universal(checkpoint: Path) -> bool:
+    """Whether `to_universal` has made a checkpoint readable for any number of ranks."""
+    return (checkpoint / "latest_universal").is_file()
+
+
+def to_universal(checkpoint: Path) -> None:
+    """Add to the checkpoint's folder a copy of DeepSpeed's shards that any number of ranks can load."""
+    from deepspeed.checkpoint import ds_to_universal  # pyright: ignore[reportMissingImports]
+
+    refuse_pickles()
+    parts = checkpoint / (checkpoint / "latest").read_text().strip()
+    options = argparse.Namespace(
+        input_folder=str(parts),
+        output_folder=f"{parts}_universal",
+        num_extract_workers=1,
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=True,
+    )
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(io.StringIO()),
+        folders_confined_to(checkpoint),
+    ):
+        ds_to_universal.main(options)
+
+
+@contextlib.contextmanager
+def folders_confined_to(checkpoint: Path) -> Iterator[None]:
+    """A context in which `ds_to_universal` raises UserError for any folder that is not below the checkpoint.
+
+    DeepSpeed creates one per parameter, whose name is read from the checkpoint, before it writes a file there.
+    """
+    root = checkpoint.resolve()
+
+    def make_inside(name: Any, *args: Any, **kwargs: Any) -> None:
+        if not Path(name).resolve().is_relative_to(root):
+            raise UserError(f"{checkpoint}: names a parameter whose files would be written to {name}")
+        os.makedirs(name, *args, **kwargs)
+
+    confined = SimpleNamespace(**{**vars(os), "makedirs": make_inside})
+    with patched("deepspeed.checkpoint.ds_to_universal.os", confined):
+        yield

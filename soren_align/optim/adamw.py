@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from .chunks import CHUNK, chunks
-from .eight_bits import SharedBlocks, Span, decoded, encode_, spans_of
-from .pieces import local
-from .rounding import master_weights, store_master_weights_
-from .update_records import AppliedUpdate, PendingUpdate
+from .eight_bits import Blocks, blocks_of, decoded, encode_
+from .layout import Named, local
+from .rounding import CHUNK, chunks, master_weights, store_master_weights_
+from .step import PendingUpdate
 
 FUSED = ("cuda", "cpu")  # types of devices
 
@@ -36,47 +35,40 @@ class Chunk(NamedTuple):
     fused: bool
     num_temporary: int
     """Elements of each temporary tensor."""
-    encoded: tuple[dict[str, Tensor], Span] | None = None
-    """The state in 8 bits, and the chunk's span of it; exp_avg and exp_avg_sq are then copies."""
-
-    def encode_(self, shared_blocks: SharedBlocks | None) -> None:
-        """Store the moments, if they are copies."""
-        if self.encoded is not None:
-            state, span = self.encoded
-            encode_(state, "exp_avg", span, self.exp_avg, shared_blocks)
-            encode_(state, "exp_avg_sq", span, self.exp_avg_sq, shared_blocks)
+    encoded: tuple[dict[str, Tensor], Blocks] | None = None
+    """The state in 8 bits, and the chunk's blocks of it; exp_avg and exp_avg_sq are then copies."""
 
 
 def adamw_step_(
-    named: Sequence[tuple[str, Tensor]],
     group: dict[str, Any],
-    lr: float | Tensor,
+    named: Named,
     state: Mapping[Tensor, dict[str, Tensor]],
-    pending_observer: Callable[[PendingUpdate], None] | None = None,
-    observer: Callable[[AppliedUpdate], None] | None = None,
-    shared_blocks: SharedBlocks | None = None,
+    *,
+    lr: float | Tensor,
+    observers: Sequence[Callable[[PendingUpdate], None]] = (),
 ) -> None:
     """One step of every parameter of `named`; all have a gradient. The observers get every chunk's update.
 
-    lr: the group's, on the host. shared_blocks: of 8-bit states; then the step is collective.
+    lr: the group's, on the host.
     """
     if not named:
         return
-    is_observed = observer is not None or pending_observer is not None
-    for bucket in _buckets(_chunks(named, state, is_observed)):
-        before = [_copied(chunk) for chunk in bucket] if is_observed else []
+    for bucket in _buckets(_chunks(named, state, bool(observers))):
+        before: list[tuple[Tensor, Tensor | None]] = []
+        for chunk in bucket if observers else ():
+            before.append((chunk.parameter.clone(), None if chunk.compensation is None else chunk.compensation.clone()))
         _update_(bucket, group, lr)
         for chunk in bucket:
-            chunk.encode_(shared_blocks)
+            if chunk.encoded is not None:
+                codes, blocks = chunk.encoded
+                encode_(codes, "exp_avg", blocks, chunk.exp_avg)
+                encode_(codes, "exp_avg_sq", blocks, chunk.exp_avg_sq)
         for chunk, (parameter, compensation) in zip(bucket, before, strict=False):
-            if observer is not None:
-                after = master_weights(chunk.parameter, chunk.compensation)
-                observer(AppliedUpdate(chunk.name, group, master_weights(parameter, compensation), after))
-                del after
-            if pending_observer is not None:
-                pending_observer(PendingUpdate(group, parameter, compensation, _direction(chunk, group)))
-    if shared_blocks is not None:
-        shared_blocks.encode_()
+            (beta1, beta2), step = group["betas"], float(chunk.step + 1)
+            denominator = chunk.exp_avg_sq.div(1 - beta2**step).sqrt_().add_(group["eps"])
+            direction = chunk.exp_avg.div(1 - beta1**step).div_(denominator)
+            for observe in observers:
+                observe(PendingUpdate(chunk.name, group, parameter, compensation, direction, lr))
 
 
 def workspace(numel: int, itemsize: int, compensated: bool, in_8_bits: bool = False) -> int:
@@ -106,35 +98,30 @@ def _can_be_fused(*tensors: Tensor) -> bool:
     return len(layouts) == 1
 
 
-def _chunks(
-    named: Sequence[tuple[str, Tensor]], states: Mapping[Tensor, dict[str, Tensor]], is_observed: bool
-) -> Iterator[Chunk]:
+def _chunks(named: Named, states: Mapping[Tensor, dict[str, Tensor]], is_observed: bool) -> Iterator[Chunk]:
+    """The chunks of the parameters; with states in 8 bits one for each run of blocks, with copies of its moments."""
     steps = torch.stack([states[parameter]["step"] for _, parameter in named])
     for (name, parameter), step, next_step in zip(named, steps.unbind(), (steps + 1).unbind(), strict=True):
         state = states[parameter]
         state["step"] = next_step  # a new tensor: a state dict may hold the old one
-        if "spans" in state:
-            yield from _encoded_chunks(name, step, state, parameter)
-            continue
         tensors = (parameter.detach(), parameter.grad, *map(state.get, ("exp_avg", "exp_avg_sq", "compensation")))
         here = [None if tensor is None else local(tensor) for tensor in tensors]
+        if "blocks" in state:
+            flat, grad, _, _, rest = (None if tensor is None else tensor.reshape(-1) for tensor in here)
+            assert flat is not None
+            assert grad is not None
+            for blocks in blocks_of(state):
+                part = slice(blocks.start, blocks.stop)
+                moments = decoded(state, "exp_avg", blocks), decoded(state, "exp_avg_sq", blocks)
+                compensation, fused = None if rest is None else rest[part], flat.device.type in FUSED
+                numel = blocks.stop - blocks.start
+                yield Chunk(name, step, flat[part], grad[part], *moments, compensation, fused, numel, (state, blocks))
+            continue
         one_dtype = len({tensor.dtype for tensor in here[:4] if tensor is not None}) == 1
         in_place = one_dtype and not is_observed and _can_be_fused(*here[:4])  # pyright: ignore[reportArgumentType]
         for parts in chunks(*here, numel=sys.maxsize if in_place else CHUNK):
             num_temporary = 0 if in_place else parts[0].numel()
             yield Chunk(name, step, *parts, fused=in_place or _can_be_fused(*parts[:4]), num_temporary=num_temporary)
-
-
-def _encoded_chunks(name: str, step: Tensor, state: dict[str, Tensor], parameter: Tensor) -> Iterator[Chunk]:
-    """The chunks of a parameter with a state in 8 bits: one per span, with copies of its moments in float32."""
-    assert parameter.grad is not None
-    flat, grad, compensation = parameter.detach().view(-1), parameter.grad.reshape(-1), state.get("compensation")
-    for span in spans_of(state):
-        here = slice(span.start, span.stop)
-        moments = decoded(state, "exp_avg", span), decoded(state, "exp_avg_sq", span)
-        rest = None if compensation is None else compensation.view(-1)[here]
-        fused, numel = flat.device.type in FUSED, span.stop - span.start
-        yield Chunk(name, step, flat[here], grad[here], *moments, rest, fused, numel, (state, span))
 
 
 def _buckets(parts: Iterator[Chunk]) -> Iterator[list[Chunk]]:
@@ -177,15 +164,3 @@ def _update_(bucket: Sequence[Chunk], group: dict[str, Any], lr: float | Tensor)
     )
     for chunk, updated in zip(bucket, weights, strict=True):
         store_master_weights_(chunk.parameter, chunk.compensation, updated)
-
-
-def _copied(chunk: Chunk) -> tuple[Tensor, Tensor | None]:
-    return chunk.parameter.clone(), None if chunk.compensation is None else chunk.compensation.clone()
-
-
-def _direction(chunk: Chunk, group: dict[str, Any]) -> Tensor:
-    """The direction of the step that has just updated the chunk's state."""
-    beta1, beta2 = group["betas"]
-    step = float(chunk.step + 1)
-    denominator = chunk.exp_avg_sq.div(1 - beta2**step).sqrt_().add_(group["eps"])
-    return chunk.exp_avg.div(1 - beta1**step).div_(denominator)

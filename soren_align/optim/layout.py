@@ -1,0 +1,389 @@
+"""Where matrices lie: in one parameter or in shards on several ranks, one to a weight or several.
+
+A parameter is an expert weight of two dimensions [rows, columns], or the weights of all experts of a layer [experts,
+rows, columns], as transformers stores them. An expert weight is one matrix, or the matrices of gate and up-projection
+together: these are two matrices to a map, as in a layer without experts, and as transformers 4 and most published files
+have them. So no update depends on how a version of transformers stores weights. torch.nn.MultiheadAttention stores the
+projections of queries, keys and values in one parameter, above one another. `WeightLayout` names these; a `Shard` is
+this rank's elements of one expert weight; `matrix_batches` joins equal ones for the map.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from ..spectral import num_workspace_numbers
+from .eight_bits import Part, decoded_range
+from .state import momentum_dtype
+
+WeightLayout = Literal["linear", "transposed", "gate_up", "transposed gate_up", "transposed interleaved gate_up", "qkv"]
+"""Of an expert weight, or of any weight of two dimensions. linear: a matrix as nn.Linear stores it, [outputs, inputs].
+transposed: [inputs, outputs]. gate_up: gate above up; transposed gate_up: gate left of up; interleaved: their columns
+alternate. qkv: queries above keys above values."""
+WeightLayouts = Mapping[str, WeightLayout]
+"""By a parameter's name; parameters that are one linear matrix are left out."""
+MapState = Mapping[str, Callable[[int, int], tuple[int, ...]]]
+"""A map's state for each matrix, beside the momentum: name -> its shape for a matrix that is stored as m x n."""
+Named = Sequence[tuple[str, Tensor]]
+
+WeightKind = tuple[tuple[int, int], WeightLayout, torch.dtype, torch.device]
+"""(shape, layout, dtype, device) of a whole weight's map input: equal ones are mapped in one batch."""
+
+
+def num_matrices(layout: WeightLayout) -> int:
+    """The number of matrices in an expert weight."""
+    return 3 if layout == "qkv" else 2 if "gate_up" in layout else 1
+
+
+def map_shape(shape: Sequence[int], layout: WeightLayout) -> tuple[int, int]:
+    """The shape in which an expert weight's matrices are mapped: as they are stored; a map of X^T is that of X,
+    transposed."""
+    rows, columns = shape
+    num_parts = num_matrices(layout)
+    return (rows, columns // num_parts) if "transposed" in layout else (rows // num_parts, columns)
+
+
+def matrix_shape(shape: Sequence[int], layout: WeightLayout) -> tuple[int, int]:
+    """(outputs, inputs) of an expert weight's matrices."""
+    rows, columns = map_shape(shape, layout)
+    return (columns, rows) if "transposed" in layout else (rows, columns)
+
+
+def matrix_names(name: str, layout: WeightLayout) -> list[str]:
+    """The names of an expert weight's matrices."""
+    parts = {1: [""], 2: [".gate", ".up"], 3: [".q", ".k", ".v"]}[num_matrices(layout)]
+    return [name + part for part in parts]
+
+
+def expert_names(name: str, shape: Sequence[int]) -> list[str]:
+    """The names of a parameter's expert weights: its own if it has two dimensions."""
+    return [name] if len(shape) == 2 else [f"{name}.{expert}" for expert in range(shape[0])]
+
+
+def names_of_matrices(name: str, shape: Sequence[int], layout: WeightLayout) -> list[str]:
+    """The names of all matrices of a parameter."""
+    return [matrix for expert in expert_names(name, shape) for matrix in matrix_names(expert, layout)]
+
+
+def split(weights: Tensor, layout: WeightLayout) -> Tensor:
+    """Views [..., 2, m, n] of gate and up in weights [..., rows, columns]; of queries, keys and values, three."""
+    axis, position = _axes(layout)
+    sizes = (-1, 2) if "interleaved" in layout else (num_matrices(layout), -1)
+    return weights.unflatten(axis, sizes).movedim(position, -3)
+
+
+def join(matrices: Tensor, layout: WeightLayout) -> Tensor:
+    """The expert weights [..., rows, columns] of `matrices` [..., 2 or 3, m, n]: the inverse of `split`."""
+    axis, position = _axes(layout)
+    parts = matrices.movedim(-3, position)
+    return parts.flatten(parts.ndim + axis - 1, parts.ndim + axis)
+
+
+def _axes(layout: WeightLayout) -> tuple[int, int]:
+    """The axis of an expert weight along which its matrices lie, and the axis that counts them once it is divided."""
+    if "transposed" not in layout:
+        return -2, -3
+    return -1, (-1 if "interleaved" in layout else -2)
+
+
+def matrices_of(name: str, parameter: Tensor, layout: WeightLayout) -> Iterator[tuple[str, Tensor]]:
+    """The names and views of all matrices of a parameter, as they are stored."""
+    weights = parameter.unbind() if parameter.ndim == 3 else [parameter]
+    for expert, weight in zip(expert_names(name, parameter.shape), weights, strict=True):
+        matrices = split(weight, layout) if num_matrices(layout) > 1 else [weight]
+        yield from zip(matrix_names(expert, layout), matrices, strict=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """This rank's elements of one expert weight of `shape`: `numel` from its element number `offset` on, row-major.
+
+    They are those from `start` on of the flattened `parameter`, in whose state those of the momentum are; for a DTensor
+    `start` counts within the local tensor. map_state: places of the map's state for these elements, in the parameter's.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    layout: WeightLayout
+    parameter: Tensor
+    start: int
+    offset: int
+    numel: int
+    state: dict[str, Tensor] = field(default_factory=dict)
+    map_state: dict[str, slice] = field(default_factory=dict)
+
+    def view_of(self, tensor: Any) -> Tensor:
+        """The shard's elements of `tensor`, which has the parameter's shape: its gradient or a state. Shares memory.
+
+        All of a local tensor keeps its shape and strides, and so does one of its expert weights; any other shard is
+        one-dimensional.
+        """
+        here = local(tensor)
+        if self.numel == here.numel():
+            return here
+        if here.ndim == 3 and self.numel == math.prod(self.shape):
+            return here[self.start // self.numel]
+        return here.view(-1)[self.start : self.start + self.numel]
+
+    @property
+    def weight(self) -> Tensor:
+        """The elements of the parameter."""
+        return self.view_of(self.parameter)
+
+    @property
+    def momentum(self) -> Tensor:
+        """The momentum itself, or a decoded copy of one in 8 bits."""
+        if "blocks" in self.state:
+            return decoded_range(self.state, "exp_avg", self.start, self.numel).view(self.weight.shape)
+        return self.view_of(self.state["exp_avg"])
+
+    def numbers_of(self, key: str) -> Tensor:
+        """This shard's numbers of the map's state `key`, one-dimensional, sharing memory."""
+        return self.state[key][self.map_state[key]]
+
+    @property
+    def compensation(self) -> Tensor | None:
+        """The lower half of the master weights, if there is one."""
+        return self.view_of(self.state["compensation"]) if "compensation" in self.state else None
+
+
+def with_map_state(shards: Sequence[Shard], map_state: MapState) -> Sequence[Shard]:
+    """The shards, with the places of the map's state: of each parameter's shards one after another.
+
+    Each has a share of the state of its weight's matrices that is in proportion to its elements. So a number per row
+    lies with the row's first element, on whatever rank that is.
+    """
+    ends: dict[tuple[int, str], int] = defaultdict(int)
+    for shard in shards if map_state else ():
+        for key, size in map_state_sizes(shard.shape, shard.layout, map_state).items():
+            first, last = share_of_state(shard.shape, shard.offset, shard.numel, size)
+            start = ends[id(shard.parameter), key]
+            ends[id(shard.parameter), key] += last - first
+            shard.map_state[key] = slice(start, start + last - first)
+    return shards
+
+
+def map_state_sizes(shape: Sequence[int], layout: WeightLayout, map_state: MapState) -> dict[str, int]:
+    """The numbers of a map's state for all matrices of a weight, by name."""
+    matrix = map_shape(shape, layout)
+    return {key: num_matrices(layout) * math.prod(shape_of(*matrix)) for key, shape_of in map_state.items()}
+
+
+def share_of_state(shape: Sequence[int], offset: int, numel: int, size: int) -> tuple[int, int]:
+    """The interval of `size` numbers of a weight's map state that lies with `numel` elements from `offset` on."""
+    total = max(1, math.prod(shape))
+    return -(-offset * size // total), -(-(offset + numel) * size // total)
+
+
+# MB (2^20 bytes), by device. On two CPU cores a batch of 64 x 64 takes a quarter of the time, of 256 x 256 four fifths,
+# of 512 x 512 a third more: 16 MB keep those apart. Elsewhere 2048 is a guess, not measured: a product of
+# 256 rows has 4 tiles of 128 x 128 for the 132 multiprocessors of an H100, and all 72 of Qwen2.5-3B make one batch.
+WORKSPACE_MB = {"cpu": 16}
+WORKSPACE_MB_ELSEWHERE = 2048
+
+
+def matrix_batches(kinds: Sequence[WeightKind], workspace_mb: float | None) -> list[list[int]]:
+    """Batches of indices into whole weights: equal ones in order, as many as the workspace holds, without empty ones.
+
+    workspace_mb: MB (2^20 bytes); a weight that needs more is a batch of its own. None: `default_workspace_mb`.
+    """
+    indices: dict[Any, list[int]] = {}
+    for index, kind in enumerate(kinds):
+        if 0 not in kind[0]:
+            indices.setdefault(kind, []).append(index)
+    batches = []
+    for (shape, layout, dtype, device), equal in indices.items():
+        limit = default_workspace_mb(device.type) if workspace_mb is None else workspace_mb
+        of_maps = num_matrices(layout) * num_workspace_numbers(*map_shape(shape, layout), device.type)
+        num_numbers = of_maps + math.prod(shape)  # with their input
+        size = max(1, int(limit * 2**20 / (num_numbers * dtype.itemsize)))
+        batches += [equal[start : start + size] for start in range(0, len(equal), size)]
+    return batches
+
+
+def default_workspace_mb(device_type: str) -> float:
+    """MB (2^20 bytes) of the workspace on a type of device ("cpu", "cuda", ...)."""
+    return WORKSPACE_MB.get(device_type, WORKSPACE_MB_ELSEWHERE)
+
+
+def staged(tensor: Tensor, device: torch.device | None) -> Tensor:
+    """`tensor` on `device` (None: where it is); from a CPU to a GPU through pinned memory.
+
+    The host does not wait for that copy; torch keeps a pinned block until its copies are done. Not run on a GPU yet.
+    """
+    if device is not None and device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def local(tensor: Any) -> Tensor:
+    """This rank's shard of a DTensor, sharing its memory; any other tensor itself."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+@dataclass(eq=False)
+class Batch:
+    """Whole weights of one shape and layout, [rows, columns] or [k, rows, columns], with the names of their matrices.
+
+    returned: outputs, shaped as the weights -> (shard, its part of an output in any shape) for all shards on this rank
+    whose outputs have arrived. Call it once, and use each pair before the next.
+    map_state: by name [matrices of a weight, numbers] or [k, ...]; the map changes it in place.
+    """
+
+    weights: Tensor
+    layout: WeightLayout
+    names: list[str]
+    returned: Callable[[Any], Iterator[tuple[Shard, Tensor]]]
+    map_state: dict[str, Tensor] = field(default_factory=dict)
+
+
+def whole_batches(
+    shards: Sequence[Shard],
+    map_input: Callable[[Shard], Tensor],
+    workspace_mb: float | None,
+    device: torch.device | None = None,
+) -> Iterator[Batch]:
+    """Shards that are whole weights, in batches on `device`; None: each where it is."""
+    kinds = [(s.shape, s.layout, momentum_dtype(s.parameter), device or s.parameter.device) for s in shards]
+    for indices in matrix_batches(kinds, workspace_mb):
+        members = [shards[i] for i in indices]
+        inputs = (staged(map_input(shard).reshape(shard.shape), device) for shard in members)
+        states = {key: [shard.numbers_of(key) for shard in members] for key in members[0].map_state}
+        yield batch_of(kinds[indices[0]], members, inputs, states, partial(zip, members))
+
+
+def batch_of(
+    kind: WeightKind,
+    members: Sequence[Any],
+    inputs: Iterator[Tensor],
+    states: Mapping[str, Sequence[Tensor]],
+    pairs: Callable[[Sequence[Tensor]], Iterator[tuple[Shard, Tensor]]],
+) -> Batch:
+    """A batch of whole weights of one kind: one as it is, several copied into one tensor, so that one at a time exists.
+
+    members: have the names of the weights. states: the numbers of the map's state of each, which get the new ones.
+    pairs: outputs of the weights -> the pairs that the batch returns.
+    """
+    shape, layout, dtype, device = kind
+    if len(members) == 1:
+        weights = next(inputs)
+        state = {key: numbers.view(num_matrices(layout), -1) for key, (numbers,) in states.items()}
+    else:
+        weights = torch.empty(len(members), *shape, dtype=dtype, device=device)
+        for target in weights:
+            target.copy_(next(inputs))
+        stacks = {key: torch.stack(list(numbers)) for key, numbers in states.items()}
+        state = {key: stack.view(len(members), num_matrices(layout), -1) for key, stack in stacks.items()}
+
+    def returned(output: Tensor) -> Iterator[tuple[Shard, Tensor]]:
+        for key, values in state.items() if len(members) > 1 else ():
+            for old, new in zip(states[key], values, strict=True):
+                old.copy_(new.reshape(-1))
+        yield from pairs([output] if output.ndim == 2 else output.unbind())
+
+    return Batch(weights, layout, [m for member in members for m in matrix_names(member.name, layout)], returned, state)
+
+
+class Exchange(Protocol):
+    """Gathers the matrices of one spectral group's tensors for a step, and returns what becomes of them."""
+
+    def shards(self, state: Mapping[Tensor, dict[str, Tensor]]) -> Sequence[Shard]:
+        """This rank's shards of the matrices, with the tensors' state."""
+        ...
+
+    def whole_matrices(
+        self, shards: Sequence[Shard], map_input: Callable[[Shard], Tensor], workspace_mb: float | None
+    ) -> Iterator[Batch]:
+        """Gather the map inputs of all shards: every matrix is in one batch on one rank. Collective.
+
+        map_input: N of a shard, in any shape; not modified. workspace_mb: see `matrix_batches`.
+        """
+        ...
+
+
+class ShardingStrategy(Protocol):
+    """Where an optimizer's matrices lie. Before a step the ranks agree by it that they can take the step, and how."""
+
+    def has_layout(self, parameter: Tensor) -> bool:
+        """Whether the layout of the matrices in `parameter` is known."""
+        ...
+
+    def parts(self, tensor: Tensor) -> Sequence[Part]:
+        """The parameters' elements in a tensor of any group, for blocks of 8-bit states."""
+        ...
+
+    def shards(self, named: Named, layouts: WeightLayouts) -> Sequence[Shard]:
+        """This rank's shards of the matrices in these tensors, without their state."""
+        ...
+
+    def check_gradients(
+        self, named: Named, error: Exception | None, squares: Tensor, *others: Tensor
+    ) -> tuple[float, ...]:
+        """The sums of `squares` over the ranks and the numbers `others` of this rank, by one host read. Collective.
+
+        Raises on every rank if `error` is set on any rank, or if the ranks lack different gradients.
+        """
+        ...
+
+    def plan(self, named: Named, layouts: WeightLayouts, map_state: MapState) -> Exchange:
+        """The exchange of these tensors of one spectral group. Collective; raises ValueError on every rank."""
+        ...
+
+
+class OneProcess:
+    """The strategy of one process, where every matrix is whole."""
+
+    def has_layout(self, parameter: Tensor) -> bool:
+        """Whether it is a whole matrix, or all experts of a layer."""
+        # The tensor's own shape counts: under ZeRO 3 a flat shard still has a two-dimensional ds_shape.
+        grad = parameter.grad
+        return parameter.ndim in (2, 3) and grad is not None and grad.ndim > 1 and local(parameter) is parameter
+
+    def parts(self, tensor: Tensor) -> Sequence[Part]:
+        """All of the tensor."""
+        return [(0, tensor.numel(), tensor.numel())]
+
+    def shards(self, named: Named, layouts: WeightLayouts) -> list[Shard]:
+        """The weights of parameters [m, n], and of the experts in parameters [experts, m, n]."""
+        shards = []
+        for name, parameter in named:
+            (rows, columns), layout = parameter.shape[-2:], layouts.get(name, "linear")
+            for number, expert in enumerate(expert_names(name, parameter.shape)):
+                numel = rows * columns
+                shards.append(Shard(expert, (rows, columns), layout, parameter, number * numel, 0, numel))
+        return shards
+
+    def check_gradients(
+        self, named: Named, error: Exception | None, squares: Tensor, *others: Tensor
+    ) -> tuple[float, ...]:
+        """All numbers, by one host read."""
+        if error is not None:
+            raise error
+        return tuple(torch.cat([squares, *others]).tolist())
+
+    def plan(self, named: Named, layouts: WeightLayouts, map_state: MapState) -> Exchange:
+        """Nothing is exchanged."""
+        return WholeWeights(with_map_state(self.shards(named, layouts), map_state))
+
+
+@dataclass(frozen=True)
+class WholeWeights:
+    """The exchange of whole weights on one process."""
+
+    weights: Sequence[Shard]
+
+    def shards(self, state: Mapping[Tensor, dict[str, Tensor]]) -> Sequence[Shard]:
+        """The weights with their state."""
+        return [replace(shard, state=state[shard.parameter]) for shard in self.weights]
+
+    def whole_matrices(
+        self, shards: Sequence[Shard], map_input: Callable[[Shard], Tensor], workspace_mb: float | None
+    ) -> Iterator[Batch]:
+        """All of them, in batches."""
+        return whole_batches(shards, map_input, workspace_mb)

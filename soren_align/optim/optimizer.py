@@ -1,0 +1,308 @@
+"""The base of all optimizers: groups of matrices, updated by a map of singular values, and AdamW groups.
+
+A group with rule "spectral" is updated by `step.spectral_step_`, one with rule "adamw" by torch's own AdamW. Optimizers
+differ only in `map_matrix`, its settings and its state. Nothing here depends on ranks, ZeRO or trainers.
+`build_optimizer` makes the one of a name for a model, with every parameter routed.
+"""
+
+import inspect
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
+
+from ..core.optimizer_settings import AUX_WEIGHT_DECAY, BETAS, EPS, MATRICES, WEIGHT_DECAY, Matrices
+from ..spectral import full_precision
+from .adamw import adamw_step_
+from .gradients import checked_numbers
+from .group_settings import (
+    OTHER_KEYS,
+    RULE_DEFAULTS,
+    RULES,
+    Check,
+    checked_settings,
+    names_of,
+    refuse_changed_settings,
+    refuse_wrong_parameters,
+)
+from .layout import MapState, OneProcess, ShardingStrategy, with_map_state
+from .routing import param_groups
+from .state import StateForm, loaded_state, new_state, state_form
+from .step import PendingUpdate, lr_scale, spectral_step_
+
+
+@dataclass(frozen=True, eq=False)
+class AppliedMap:
+    """The input of a map and its output for one whole matrix, on its owner rank. Read the tensors, do not keep them."""
+
+    name: str
+    group: dict[str, Any]
+    input: Tensor
+    output: Tensor
+
+
+OPTIMIZERS: dict[str, type["SpectralOptimizer"]] = {}
+"""The optimizers that `build_optimizer` builds, by name. A subclass registers itself: class X(..., name="x")."""
+
+
+class SpectralOptimizer(torch.optim.Optimizer):
+    """The base of Soren, Muon, HTMuon and AdamW. A subclass defines `map_matrix`, and the settings of its map."""
+
+    rule = "spectral"  # of a group that names none
+    map_settings: ClassVar[Mapping[str, Check]] = {}  # the settings of a spectral group for this class's map
+    map_state: ClassVar[MapState] = {}  # the state that the map has for each matrix; `map_matrix` gets it by keyword
+    map_level = 1.0  # the map's value for an ordinary singular value; match_rms_adamw divides by it
+    workspace_mb: float | None = 0  # for mapping matrices of one shape in a batch; 0: one by one; see `matrix_batches`
+
+    strategy: ShardingStrategy  # that of one process, unless the parameters are shards or replicas: then set it
+    update_observers: frozenset[Callable[[PendingUpdate], None]]  # each gets every update on this rank
+    map_observers: frozenset[Callable[[AppliedMap], None]]  # each gets every map of a matrix on this rank
+    # At least the norm of all gradients of the coming step, finite only if all are; None: the step computes it. Where
+    # clipping has computed it, the step need not read gradients and momenta once more.
+    gradient_norm: Tensor | None
+    max_norm: float | None  # at least |x|_F of every input of `map_matrix` in this step; None: not known
+    num_maps: int  # matrices mapped
+    num_guarded: int  # of these, matrices with a singular value beyond the domain of the map's polynomials
+
+    def __init_subclass__(cls, *, name: str = "", **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        if name in OPTIMIZERS:
+            raise ValueError(f"{cls.__name__}: the name {name!r} is taken by {OPTIMIZERS[name].__name__}")
+        if name:
+            OPTIMIZERS[name] = cls
+
+    def __init__(self, params: ParamsT, lr: float | Tensor, **settings: Any):
+        """settings: of the class's rule and map, see `Soren`; those left out have the rule's defaults."""
+        for key in settings.keys() - RULES[self.rule].keys() - self.map_settings.keys():
+            raise TypeError(f"{type(self).__name__} got an unexpected keyword argument {key!r}")
+        # Without betas, by which torch's schedulers recognize an optimizer that has no momentum to cycle.
+        super().__init__(params, {"lr": lr, **RULE_DEFAULTS[self.rule], **settings})
+        self._start()
+
+    def _start(self) -> None:
+        """What is not the optimizer's state; torch's copy and pickle of an optimizer keep none of it."""
+        self.strategy: ShardingStrategy = OneProcess()
+        self.update_observers = self.map_observers = frozenset()
+        self.gradient_norm = self.max_norm = None
+        self.num_maps = self.num_guarded = 0
+        self._bound = math.inf  # of the momenta and of the last step's gradients
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "strategy" not in vars(self):  # a copy, or unpickled; torch's load_state_dict calls this too
+            self._start()
+
+    def map_matrix(self, x: Tensor, group: dict[str, Any], **state: Tensor) -> Tensor:
+        """The direction of the update for its input x: [m, n], float32 or float64; x is not modified.
+
+        With a `workspace_mb` x may be [k, m, n], k matrices. state: the tensors that `map_state` declares, zeros before
+        the first step, [*shape] or [k, *shape]; the map changes them in place.
+        """
+        raise NotImplementedError
+
+    # torch.compile(optimizer.step) calls it uncompiled: compiled, its counts would be lost.
+    @torch._disable_dynamo
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of every parameter that has a gradient; returns the closure's loss.
+
+        Raises FloatingPointError for a NaN or an infinity in any gradient, and ValueError for a shard of unknown layout
+        in a spectral group or a sparse gradient; then nothing has changed. Every rank raises.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # Also where a training loop calls this within its autocast.
+        with full_precision({p.device.type for group in self.param_groups for p in group["params"]}):
+            try:
+                self._step()
+            finally:
+                self.max_norm = self.gradient_norm = None
+        return loss
+
+    def _step(self) -> None:
+        groups, is_rounded = self.param_groups, any(group.get("states") == "8bit" for group in self.param_groups)
+        norm = None if is_rounded else self.gradient_norm  # a rounded momentum may lie above its gradients
+        numbers = checked_numbers(groups, self.state, type(self).__name__, self.strategy, norm, self._bound)
+        self.max_norm, self._bound = numbers.max_norm, numbers.bound
+        with_grad = [
+            [(name, p) for name, p in zip(names_of(group), group["params"], strict=True) if p.grad is not None]
+            for group in groups
+        ]
+        # Plans and states of all groups, before one is changed: if memory is exhausted here too, no weight has changed.
+        plans = [
+            self.strategy.plan(named, group.get("weight_layouts", {}), self.map_state)
+            if named and group["rule"] == "spectral"  # a launcher may have emptied the group, on all ranks
+            else None
+            for named, group in zip(with_grad, groups, strict=True)
+        ]
+        for group in groups:
+            self._complete_state(group)
+        observers = tuple(self.update_observers)
+        for named, group, lr, ranks in zip(with_grad, groups, numbers.lrs, plans, strict=True):
+            if ranks is None:
+                adamw_step_(group, named, self.state, lr=lr, observers=observers)
+            else:
+                spectral_step_(
+                    group,
+                    named,
+                    self.state,
+                    ranks,
+                    lr=lr,
+                    scale=partial(self.lr_scale, group["adjust_lr_fn"]),
+                    map_matrices=partial(self._mapped, group),
+                    workspace_mb=self.workspace_mb,
+                    observers=observers,
+                )
+
+    def _mapped(self, group: dict[str, Any], x: Tensor, names: Sequence[str], **numbers: Tensor) -> Tensor:
+        shapes = {key: shape_of(*x.shape[-2:]) for key, shape_of in self.map_state.items()}
+        state = {key: numbers[key].view(*x.shape[:-2], *shape) for key, shape in shapes.items()}
+        output = self.map_matrix(x, group, **state)
+        self.num_maps += len(names)
+        for observe in self.map_observers:
+            inputs, outputs = (x[None], output[None]) if x.ndim == 2 else (x, output)
+            for name, matrix, result in zip(names, inputs, outputs, strict=True):
+                observe(AppliedMap(name, group, matrix, result))
+        return output
+
+    @classmethod
+    def lr_scale(cls, adjust_lr_fn: str, num_rows: int, num_columns: int) -> float:
+        """The factor by which `adjust_lr_fn` scales the learning rate of an m x n matrix."""
+        return lr_scale(adjust_lr_fn, num_rows, num_columns, cls.map_level)
+
+    def _complete_state(self, group: dict[str, Any]) -> None:
+        # Also for parameters without a gradient, so that a checkpoint that lacks a state is known to be broken.
+        for name, parameter in zip(names_of(group), group["params"], strict=True):
+            if not self.state[parameter]:
+                self.state[parameter].update(new_state(parameter, self._state_form(name, parameter, group)))
+
+    def _state_form(self, name: str, parameter: Tensor, group: dict[str, Any]) -> StateForm:
+        sizes: dict[str, int] = defaultdict(int)
+        if self.map_state and group["rule"] == "spectral":
+            shards = self.strategy.shards([(name, parameter)], group.get("weight_layouts", {}))
+            for shard in with_map_state(shards, self.map_state):
+                for key, place in shard.map_state.items():
+                    sizes[key] = place.stop  # of the last shard
+        return state_form(parameter, group, self.strategy.parts(parameter), sizes)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, completed with the settings of its own rule.
+
+        Raises ValueError for an unknown rule, a setting of another rule, a value that is not allowed, an "adamw" group
+        without a learning rate of its own, and a spectral group with a parameter that is not a matrix; then the
+        optimizer is unchanged.
+        """
+        group = {"rule": self.rule, **param_group}
+        where = f"{type(self).__name__} group {len(self.param_groups)}"
+        rules = {"spectral", "adamw"} if self.rule == "spectral" else {"adamw"}
+        if group["rule"] not in rules:
+            raise ValueError(f"{where} rule: found {group['rule']!r}; write {' or '.join(sorted(rules))}")
+        checks = {**RULES[group["rule"]], **(self.map_settings if group["rule"] == "spectral" else {})}
+        for key in group.keys() - checks.keys() - set(OTHER_KEYS):
+            raise ValueError(f"{where} {key}: not a setting of rule {group['rule']!r}; it has {', '.join(checks)}")
+        if group["rule"] != self.rule and "lr" not in group:
+            raise ValueError(f"{where} lr: missing; matrices and AdamW need learning rates of their own")
+
+        defaults = {**RULE_DEFAULTS["adamw"], **self.defaults}
+        group = {**{key: defaults[key] for key in checks if key in defaults}, **group}
+        group = checked_settings(group, checks, where)
+        if not isinstance(group["params"], Tensor | set):  # torch wraps the one and refuses the other
+            group["params"] = list(group["params"])  # once: it may be a generator
+        refuse_wrong_parameters(group, type(self).__name__)
+        super().add_param_group(group)
+        for key in self.defaults.keys() - checks.keys():
+            del group[key]
+        if self.state:  # so that a checkpoint saved before the next step is complete
+            self._complete_state(group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load copies of a checkpoint's state, its learning rates, and a momentum that a scheduler changes.
+
+        Raises ValueError if any other setting differs from the current one, or if a parameter's state is missing or of
+        another shape; then nothing has changed. Hooks run in torch's order, around both.
+        """
+        state: dict[Tensor, dict[str, Tensor]] = {}
+
+        def validate(_: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
+            map_keys = {key for cls in (*OPTIMIZERS.values(), type(self)) for key in cls.map_settings}
+            refuse_changed_settings(checkpoint["param_groups"], self.param_groups, map_keys)
+            state.update(loaded_state(checkpoint, self.param_groups, self._state_form))
+            numbers = {number for group in checkpoint["param_groups"] for number in group["params"]}
+            return {**checkpoint, "state": {k: v for k, v in checkpoint["state"].items() if k not in numbers}}
+
+        handles = [
+            self.register_load_state_dict_pre_hook(validate),
+            self.register_load_state_dict_post_hook(lambda _: self.state.update(state), prepend=True),
+        ]
+        self._bound = math.inf
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def build_optimizer(
+    model: nn.Module,
+    *,
+    name: str,
+    lr: float,
+    aux_lr: float | None = None,
+    aux_weight_decay: float = AUX_WEIGHT_DECAY,
+    betas: tuple[float, float] = BETAS,
+    eps: float = EPS,
+    aux: Sequence[str] = (),
+    matrices: Matrices = MATRICES,
+    **settings: Any,
+) -> SpectralOptimizer:
+    """The optimizer `name` for every trainable parameter of `model`.
+
+    name: "soren", "muon", "htmuon", "adamw", or that of any other subclass of SpectralOptimizer.
+    lr: of the matrices; aux_lr, aux_weight_decay: of the other parameters, which AdamW updates with betas and eps.
+        For "adamw" the matrices are a group of their own, and aux_lr is lr if it is None.
+        For the others it may be None where there are no other parameters, as with LoRA.
+    aux: globs of parameter names, see `route`; matrices: also there.
+    settings: keyword arguments of the class (weight_decay, momentum, map, p, ...). weight_decay is 0.1 for every class;
+        adjust_lr_fn=None is the class's own default.
+    Raises ValueError for an unknown name or setting, a missing aux_lr, and whatever `param_groups` refuses.
+    """
+    if name not in OPTIMIZERS:
+        raise ValueError(f"name: found {name!r}; write one of {', '.join(map(repr, sorted(OPTIMIZERS)))}")
+    cls = OPTIMIZERS[name]
+    if settings.get("adjust_lr_fn", "") is None:
+        del settings["adjust_lr_fn"]
+    signature = inspect.signature(cls).parameters.values()
+    allowed = [parameter.name for parameter in signature if parameter.kind is parameter.KEYWORD_ONLY]
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature):  # passed on to SpectralOptimizer
+        allowed = [*dict.fromkeys([*allowed, *RULE_DEFAULTS[cls.rule], *cls.map_settings])]
+    for key in settings.keys() - set(allowed):
+        raise ValueError(f"{key}: not a setting of {name}; it has {', '.join(allowed)}")
+    is_adamw = cls.rule == "adamw"
+    if is_adamw and aux_lr is None:
+        aux_lr = lr
+    groups = param_groups(model, lr=lr, aux_lr=aux_lr, aux_weight_decay=aux_weight_decay, aux=aux, matrices=matrices)
+    for group in groups:
+        if is_adamw:
+            group["rule"] = "adamw"
+        if group["rule"] == "adamw":
+            group.update(betas=betas, eps=eps)
+    return cls(groups, lr, **{"weight_decay": WEIGHT_DECAY, **settings})
+
+
+class OptimizerFactory:
+    """`build_optimizer` in the form that `transformers.Trainer(optimizer_cls_and_kwargs=...)` calls.
+
+    Trainer(..., optimizer_cls_and_kwargs=(OptimizerFactory, {"name": "soren", "lr": 1e-3, "aux_lr": 1e-4}))
+    """
+
+    def __call__(self, model: nn.Module, **settings: Any) -> SpectralOptimizer:
+        """The optimizer for `model`; `settings` are those of `build_optimizer`."""
+        return build_optimizer(model, **settings)

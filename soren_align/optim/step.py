@@ -1,0 +1,187 @@
+"""The step of Soren, Muon and HTMuon, on one process or many: Algorithm 2 of the Soren paper, with decoupled decay.
+
+For a matrix W [m, n] with gradient G and momentum M (zeros before the first step):
+
+    M <- momentum * M + (1 - momentum) * G                update_momentum_
+    N <- momentum * M + (1 - momentum) * G                nesterov; without it N <- M
+    O <- U s(S) V^T  for  N = U S V^T                     map_matrix of the optimizer's class; Soren: s = sigmoid
+    O <- O / RMS(O)                                       only for match_rms_measured: with_unit_rms
+    W <- (1 - lr * weight_decay) * W                      decay_and_add_
+    W <- W - lr * scale(m, n) * O                         decay_and_add_ with lr_scale
+
+Only the map and the RMS need a whole matrix. All else is elementwise, and is done on this rank's shards of matrices.
+The exchange of a sharding strategy gathers whole matrices, each on one rank, its owner, and returns the outputs:
+
+- one process: every matrix is whole, nothing is sent; matrices of equal shape are mapped in one batch.
+- ZeRO and FSDP2: N of every shard is sent to the matrix's owner rank, which maps it, and O is sent back to the shards.
+- DDP: every rank has every matrix. Its owner maps it, updates the weights and broadcasts them.
+
+`spectral_step_` is the same for all. `optim.layout` has the exchange of one process, `soren_align.sharding` the others.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..spectral.matrices import frobenius_norm
+from .eight_bits import blocks_of, decoded, encode_
+from .layout import Batch, Exchange, Named, Shard, join, local, matrix_shape, num_matrices, split
+from .rounding import chunks, master_weights, store_master_weights_
+
+ADAMW_RMS = 0.2
+"""RMS of AdamW's update over its learning rate, as observed after some hundred steps (docs/optimizers.md has the first
+ones): the aim of both `match_rms_` scales."""
+
+
+def spectral_step_(
+    group: dict[str, Any],
+    named: Named,
+    state: Mapping[Tensor, dict[str, Tensor]],
+    ranks: Exchange,
+    *,
+    lr: float | Tensor,
+    scale: Callable[[int, int], float],
+    map_matrices: Callable[..., Tensor],
+    workspace_mb: float | None,
+    observers: Sequence[Callable[["PendingUpdate"], None]] = (),
+) -> None:
+    """One step of the tensors `named`, all with a gradient, of a spectral group. Collective.
+
+    state: of each tensor: the step count, the momentum, the compensation, the map's. ranks: gathers and scatters the
+    matrices of these tensors. lr: on the CPU, if it is a tensor.
+    scale: (m, n) -> the factor of lr. map_matrices: matrices [m, n] or [k, m, n], their names, their state by keyword
+    -> the outputs; not modified, but for the state. observers: get every update on this rank before it is made.
+    """
+    for _, parameter in named:
+        state[parameter]["step"] = state[parameter]["step"] + 1  # a new tensor: a state dict may hold the old one
+        update_momentum_(state[parameter], local(parameter.grad), group["momentum"])
+
+    def direction(matrices: Tensor, names: Sequence[str], **map_state: Tensor) -> Tensor:
+        output = map_matrices(matrices, names, **map_state)
+        return with_unit_rms(output) if group["adjust_lr_fn"] == "match_rms_measured" else output
+
+    shards = ranks.shards(state)
+    # Batch i + 1 is gathered while batch i is mapped. A batch without matrices returns shards to a rank that owns none.
+    for batch in ranks.whole_matrices(shards, partial(nesterov_of, group=group), workspace_mb):
+        output = each_matrix(direction, batch) if batch.names else None
+        for shard, update in batch.returned(output):
+            weight, compensation = shard.weight, shard.compensation
+            update = update.reshape(weight.shape).to(weight.device)
+            factor = scale(*matrix_shape(shard.shape, shard.layout))
+            for observe in observers:
+                observe(PendingUpdate(shard.name, group, weight, compensation, update, lr, factor))
+            decay = group["weight_decay"]
+            decay_and_add_(weight, compensation, update, lr=lr, scale=factor, weight_decay=decay)
+        batch = output = update = None  # freed before the next batch is gathered
+
+
+def update_momentum_(state: dict[str, Tensor], grad: Tensor, coefficient: float) -> None:
+    """M <- coefficient * M + (1 - coefficient) * grad: an average without bias correction. M: state["exp_avg"]."""
+    if "blocks" not in state:
+        momentum = local(state["exp_avg"])
+        momentum.lerp_(grad.to(momentum.dtype), 1 - coefficient)
+    for blocks in blocks_of(state):  # of 8 bits
+        momentum = decoded(state, "exp_avg", blocks)
+        momentum.lerp_(grad.reshape(-1)[blocks.start : blocks.stop].to(momentum.dtype), 1 - coefficient)
+        encode_(state, "exp_avg", blocks, momentum)
+
+
+def nesterov(momentum: Tensor, grad: Tensor, coefficient: float) -> Tensor:
+    """coefficient * momentum + (1 - coefficient) * grad, in momentum's dtype; `momentum` is that of this step."""
+    return grad.to(momentum.dtype).lerp(momentum, coefficient)
+
+
+def nesterov_of(shard: Shard, group: dict[str, Any]) -> Tensor:
+    """N of a shard, in the shape of its weight; may be the momentum itself: do not modify it."""
+    if not group["nesterov"]:
+        return shard.momentum
+    return nesterov(shard.momentum, shard.view_of(shard.parameter.grad), group["momentum"])
+
+
+def each_matrix(function: Callable[..., Tensor], batch: Batch) -> Tensor:
+    """The outputs of `function` for the matrices of a batch, stored as the batch stores its weights."""
+    x, layout, names, state = batch.weights, batch.layout, batch.names, batch.map_state
+    if num_matrices(layout) == 1:
+        return function(x, names, **{key: numbers.squeeze(-2) for key, numbers in state.items()})
+    parts = split(x, layout)
+    if x.ndim == 3:
+        together = {key: numbers.flatten(0, 1) for key, numbers in state.items()}
+        return join(function(parts.flatten(0, 1), names, **together).view(parts.shape), layout)
+    outputs = []
+    for number, (part, name) in enumerate(zip(parts, names, strict=True)):  # the workspace may hold no more at once
+        outputs.append(function(part.contiguous(), [name], **{key: numbers[number] for key, numbers in state.items()}))
+    return join(torch.stack(outputs), layout)
+
+
+def lr_scale(adjust_lr_fn: str, num_rows: int, num_columns: int, map_level: float) -> float:
+    """The factor of the learning rate of an m x n matrix; map_level: s of an ordinary singular value, Soren's is 1/2.
+
+    "original" is sqrt(max(1, m / n)), "match_rms_adamw" 0.2 sqrt(max(m, n)) / map_level, "match_rms_measured" 0.2,
+    of an output that is divided by its RMS, "none" 1.
+    """
+    if adjust_lr_fn == "original":
+        return math.sqrt(max(1, num_rows / num_columns))
+    if adjust_lr_fn == "match_rms_adamw":
+        return ADAMW_RMS * math.sqrt(max(num_rows, num_columns)) / map_level
+    return ADAMW_RMS if adjust_lr_fn == "match_rms_measured" else 1.0
+
+
+def with_unit_rms(output: Tensor) -> Tensor:
+    """Each matrix of a map's output [..., m, n], not modified, over its root mean square; zero stays zero.
+
+    An RMS below 1e-12, of a map that is not scale-free, counts as 1e-12.
+    """
+    rms = frobenius_norm(output) / math.sqrt(output.shape[-2] * output.shape[-1])
+    return output / rms.clamp(min=1e-12)
+
+
+def decay_and_add_(
+    parameter: Tensor,
+    compensation: Tensor | None,
+    direction: Tensor,
+    *,
+    lr: float | Tensor,
+    scale: float,
+    weight_decay: float,
+) -> None:
+    """parameter <- parameter * (1 - lr * weight_decay) - lr * scale * direction.
+
+    Computed in the direction's dtype, float32 or float64, and rounded once to the parameter's.
+    compensation: None, or the lower half of the float32 master weights (int16), which are then updated without loss.
+    """
+    weights = master_weights(parameter, compensation).to(direction.dtype)  # parameter itself, unless it is narrower
+    weights.mul_(1 - lr * weight_decay).add_(direction, alpha=float(-(lr * scale)))
+    store_master_weights_(parameter, compensation, weights)
+
+
+@dataclass(frozen=True, eq=False)
+class PendingUpdate:
+    """The direction of one update on this rank, with the weights before it: `weight` itself, or a copy.
+
+    The update is decay_and_add_(weight, compensation, direction, lr=lr, scale=scale, weight_decay=weight_decay) with
+    the group's decay; AdamW's kernel rounds otherwise. A matrix has one update for each of its shards, and AdamW's
+    parameters one for each chunk; for match_rms_measured the direction has an RMS of 1 over the whole matrix already.
+    Read the tensors in the observer, do not keep them.
+    """
+
+    name: str
+    group: dict[str, Any]
+    weight: Tensor
+    compensation: Tensor | None
+    direction: Tensor
+    lr: float | Tensor
+    scale: float = 1.0
+
+    def applied(self, lr: float | Tensor | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield (master weights before, the same after the update, direction), in chunks; lr: instead of its own."""
+        lr = self.lr if lr is None else lr
+        for weight, direction, rest in chunks(self.weight.detach(), self.direction, self.compensation):
+            moved, moved_rest = weight.clone(), None if rest is None else rest.clone()
+            decay = self.group["weight_decay"]
+            decay_and_add_(moved, moved_rest, direction, lr=lr, scale=self.scale, weight_decay=decay)
+            yield master_weights(weight, rest), master_weights(moved, moved_rest), direction

@@ -1,0 +1,62 @@
+"""FSDP2: every parameter is a DTensor whose rows `fully_shard` has divided among the ranks of a mesh of one axis."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from ..optim.layout import Named
+from .gather import RankStrategy
+from .layout import Layout, row_blocks
+from .plan import BUCKET_MB
+
+
+class FSDP2Strategy(RankStrategy):
+    """FSDP2: `fully_shard` has sharded every parameter by rows, over a mesh of one axis."""
+
+    def __init__(self, bucket_mb: float = BUCKET_MB):
+        super().__init__(bucket_mb)
+        self._mesh = None
+
+    def has_layout(self, parameter: Tensor) -> bool:
+        """Whether it is a matrix sharded by rows, or experts divided among the ranks.
+
+        Raises ValueError for a parameter sharded in any other way.
+        """
+        if not isinstance(parameter, DTensor):
+            return False
+        if parameter.device_mesh.ndim != 1 or tuple(parameter.placements) != (Shard(0),):
+            raise _unsupported(parameter)
+        return parameter.ndim in (2, 3)
+
+    def check_gradients(
+        self, named: Named, error: Exception | None, squares: Tensor, *others: Tensor
+    ) -> tuple[float, ...]:
+        """As RankStrategy; the mesh is that of the parameters."""
+        sharded = [p for _, p in named if isinstance(p, DTensor)]
+        for parameter in sharded:
+            if parameter.device_mesh.ndim != 1:  # the same on all ranks, and such a mesh has no group for a collective
+                raise _unsupported(parameter)
+        if sharded:
+            self._mesh = sharded[0].device_mesh
+        return super().check_gradients(named, error, squares, *others)
+
+    def layout(self, named: Named) -> Layout:
+        """Row blocks, as torch.chunk divides them."""
+        group, _ = self.ranks()
+        return row_blocks({name: tuple(p.shape) for name, p in named}, dist.get_world_size(group))
+
+    def ranks(self) -> tuple[dist.ProcessGroup, torch.device]:
+        """All ranks of the mesh, each with its current device."""
+        if self._mesh is None:
+            raise ValueError("no parameter is a DTensor: call fully_shard before the first step")
+        kind = self._mesh.device_type
+        device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        return self._mesh.get_group(), device
+
+
+def _unsupported(parameter: DTensor) -> ValueError:
+    return ValueError(
+        f"a parameter is placed as {parameter.placements} on a mesh of {parameter.device_mesh.ndim} axes; only "
+        "fully_shard over one axis is supported: no tensor parallelism, no replicated shards (HSDP)"
+    )

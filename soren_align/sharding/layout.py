@@ -1,0 +1,151 @@
+"""Layouts: which rank has which elements of which weight, computed from shapes alone, the same on every rank.
+
+A parameter of shape (m, n) is its m * n elements in row-major order; a shard is an interval of them on one rank.
+Launchers divide parameters; `split_experts` then divides those of several experts into one weight (m, n) for each.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+from ..optim.layout import WeightLayout, WeightLayouts, expert_names, map_shape, num_matrices
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class RankShard(NamedTuple):
+    """`numel` elements of a weight: from `offset` on in the weight, from `start` on in `rank`'s tensor."""
+
+    rank: int
+    offset: int
+    start: int
+    numel: int
+
+
+class ShardedWeight(NamedTuple):
+    """A parameter, (m, n) or (experts, m, n), or one of its expert weights; its shards lie in the optimizer's tensor
+    number `tensor` on every rank. `layout`: of the matrices in an expert weight.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    shards: tuple[RankShard, ...]
+    tensor: int = 0
+    layout: WeightLayout = "linear"
+
+    @property
+    def numel(self) -> int:
+        """Elements of all of it."""
+        return math.prod(self.shape)
+
+    @property
+    def num_matrices(self) -> int:
+        """The number of matrices in an expert weight, each of which is mapped."""
+        return num_matrices(self.layout)
+
+    @property
+    def map_shape(self) -> tuple[int, int]:
+        """The shape of each matrix in an expert weight."""
+        return map_shape(self.shape, self.layout)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The weights of one spectral group on all ranks. replicated: every rank has every weight whole."""
+
+    weights: tuple[ShardedWeight, ...]
+    num_ranks: int
+    replicated: bool = False
+
+
+def split_experts(layout: Layout, weight_layouts: WeightLayouts) -> Layout:
+    """The layout with the expert weights of its parameters in their place, each with the layout of its matrices.
+
+    Raises ValueError for a parameter of three dimensions that `weight_layouts` does not name.
+    """
+    weights = []
+    for parameter in layout.weights:
+        *experts, rows, columns = parameter.shape
+        if not experts:
+            weights.append(parameter._replace(layout=weight_layouts.get(parameter.name, "linear")))
+            continue
+        if parameter.name not in weight_layouts:
+            raise ValueError(f"{parameter.name} has shape {parameter.shape}, and its group names no layout for it")
+        names, numel = expert_names(parameter.name, parameter.shape), rows * columns
+        shards: list[list[RankShard]] = [[] for _ in names]
+        for rank, offset, start, size in parameter.shards:
+            for expert in range(offset // numel, -(-(offset + size) // numel)):
+                first, last = max(offset, expert * numel), min(offset + size, (expert + 1) * numel)
+                shards[expert].append(RankShard(rank, first - expert * numel, start + first - offset, last - first))
+        for name, parts in zip(names, shards, strict=True):
+            of_matrices = weight_layouts[parameter.name]
+            weights.append(ShardedWeight(name, (rows, columns), tuple(parts), parameter.tensor, of_matrices))
+    return Layout(tuple(weights), layout.num_ranks, layout.replicated)
+
+
+def replicas(shapes: Shapes, num_ranks: int) -> Layout:
+    """DDP, or one process: every rank holds every matrix, each in a tensor of its own."""
+    weights = []
+    for tensor, (name, shape) in enumerate(shapes.items()):
+        shards = tuple(RankShard(rank, 0, 0, math.prod(shape)) for rank in range(num_ranks))
+        weights.append(ShardedWeight(name, shape, shards, tensor))
+    return Layout(tuple(weights), num_ranks, replicated=True)
+
+
+def flat_partitions(
+    shapes: Shapes, num_ranks: int, *, partition_numel: int | None = None, starts: Sequence[int] | None = None
+) -> Layout:
+    """ZeRO 1 and 2: the group's parameters, concatenated and divided into `num_ranks` equal partitions.
+
+    partition_numel: elements per partition, padding included; None is the smallest sufficient number.
+    starts: the offset of each parameter in the flat group, if there is padding between them.
+    Raises ValueError if parameters overlap, or if one ends beyond the last partition.
+    """
+    starts = [0, *accumulate(map(math.prod, shapes.values()))][:-1] if starts is None else starts
+    end = max((start + math.prod(shape) for start, shape in zip(starts, shapes.values(), strict=True)), default=0)
+    size = -(-end // num_ranks) if partition_numel is None else partition_numel
+    if end > size * num_ranks:
+        raise ValueError(f"{num_ranks} partitions of {size} elements cannot hold {end}")
+    weights, free_from = [], 0
+    for start, (name, shape) in zip(starts, shapes.items(), strict=True):
+        if start < free_from:
+            raise ValueError(f"{name} starts at {start}, within the parameter before it")
+        free_from = start + math.prod(shape)
+        shards = []
+        for rank in range(start // size, -(-free_from // size)) if free_from > start else ():
+            first, last = max(start, rank * size), min(free_from, (rank + 1) * size)
+            shards.append(RankShard(rank, first - start, first - rank * size, last - first))
+        weights.append(ShardedWeight(name, shape, tuple(shards)))
+    return Layout(tuple(weights), num_ranks)
+
+
+def parameter_slices(shapes: Shapes, num_ranks: int) -> Layout:
+    """ZeRO 3: each parameter in `num_ranks` slices of ceil(numel / num_ranks), the last ones short or empty.
+
+    A rank's flat tensor is the concatenation of its slices, each padded to the full size.
+    """
+    weights, local = [], 0
+    for name, shape in shapes.items():
+        size = -(-math.prod(shape) // num_ranks)
+        weights.append(ShardedWeight(name, shape, _slices(math.prod(shape), size, num_ranks, local)))
+        local += size
+    return Layout(tuple(weights), num_ranks)
+
+
+def row_blocks(shapes: Shapes, num_ranks: int) -> Layout:
+    """FSDP2: each parameter in a tensor of its own, sharded by its first axis as torch.chunk does.
+
+    So a matrix is sharded by rows, and experts are divided among the ranks. The last ranks may have nothing.
+    """
+    weights = []
+    for tensor, (name, shape) in enumerate(shapes.items()):
+        size = -(-shape[0] // num_ranks) * math.prod(shape[1:])
+        weights.append(ShardedWeight(name, shape, _slices(math.prod(shape), size, num_ranks, 0), tensor))
+    return Layout(tuple(weights), num_ranks)
+
+
+def _slices(numel: int, size: int, num_ranks: int, position: int) -> tuple[RankShard, ...]:
+    ends = ((rank, rank * size, min((rank + 1) * size, numel)) for rank in range(num_ranks))
+    return tuple(RankShard(rank, start, position, stop - start) for rank, start, stop in ends if stop > start)
