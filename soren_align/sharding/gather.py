@@ -2,7 +2,7 @@
 
     gather(i + 1)  |  map(i)  |  scatter(i - 1)
 
-Momentum stays where its shard is; only N travels: each bucket is one all-to-all of N to the owners and one of O back.
+Momentum stays where its shard is; only N is sent: each bucket is one all-to-all of N to the owners, and one of O back.
 Only the plan decides what is communicated: every rank takes part in every bucket, even if it has nothing to send. The
 plan is made at the first step, from the tensors that step, since launchers replace a model's parameters late.
 """
