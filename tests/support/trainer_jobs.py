@@ -19,12 +19,11 @@ from trl import DPOTrainer, SFTTrainer
 
 from soren_align.core import files
 from soren_align.core.errors import UserError
-from soren_align.optim import optimizers
 from soren_align.recipe import checks
 from soren_align.run.folder import RunFolder
 from soren_align.sharding import local
 from soren_align.sharding.ranks import current_ranks
-from soren_align.spectral import newton_schulz
+from soren_align.spectral import newton_schulz, quintic
 from soren_align.training import checkpoints
 from soren_align.training import trainer as trl_trainers
 from soren_align.training.lost_updates import FirstStepCheck
@@ -56,7 +55,7 @@ DISPLACED += ("data.retention.path=shipped:recipes/quickstart/data/chat_test.jso
 
 def without_bfloat16():
     """Let Muon iterate in float64: in its own bfloat16 a last bit of the gradient becomes 0.4% of an update."""
-    optimizers.newton_schulz = lambda x, steps: newton_schulz(x.double(), steps).to(x.dtype)
+    quintic.newton_schulz = lambda x, steps: newton_schulz(x.double(), steps).to(x.dtype)
 
 
 class Kill(BaseException):
@@ -464,7 +463,7 @@ def run(group, job, folder):
     jobs = {"ddp": ddp, "zero": zero, "freed": freed, "fsdp2": fsdp2, "precision": precision, "adapters": adapters}
     jobs |= {"watched": watched, "c4": c4}
     jobs |= {"small_memory": small_memory}
-    with mock.patch.object(optimizers, "newton_schulz", optimizers.newton_schulz):  # without_bfloat16() replaces it
+    with mock.patch.object(quintic, "newton_schulz", quintic.newton_schulz):  # without_bfloat16() replaces it
         try:
             return jobs[job](make)
         finally:

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 from safetensors.torch import load_file
 
-from soren_align.optim import optimizers
+from soren_align.spectral import quintic
 from tests.support import trainer_jobs
 from tests.support.tiny_run import TinyRun, spectra
 from tests.support.trainer_jobs import GLOBAL, PARITY, without_bfloat16
@@ -128,7 +128,7 @@ def one_process_validation(name, task, *overrides):
 def _ten_steps(name, task, *overrides):
     with (
         tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(optimizers, "newton_schulz", optimizers.newton_schulz),
+        mock.patch.object(quintic, "newton_schulz", quintic.newton_schulz),
     ):
         without_bfloat16()
         run = TinyRun(Path(folder) / name, task, *PARITY, *GLOBAL, *overrides)
