@@ -32,7 +32,7 @@ little below that of random weights. Where the start was not evaluated, all loss
 have to be above PEAK times the first one, which is of few examples."""
 Count = Annotated[int, Field(ge=0)]
 
-_BEST = {"metric": str, "value": float | None, "step": Count | None}
+_BEST = {"metric": str, "value": float | None, "step": Annotated[int | None, Field(ge=0)]}
 _SOURCE = {
     # a dataset, identified by the hub's commit or a file's sha256; several of a mixture are in `sources`
     "path": str,
@@ -71,7 +71,7 @@ _KEYS = {
     "task": TaskName,
     "versions": dict[str, str],
     "extends?": list[str],
-    "processes?": Annotated[int, Field(ge=1)] | None,
+    "processes?": Annotated[int | None, Field(ge=1)],
     "previous_processes?": list[int | None],
     "resumed_from_steps?": list[int],
     "parallel_config?": dict[str, Any],
