@@ -5,43 +5,44 @@ The checks read the raw data, so that their mistakes are reported together with 
 
 import importlib.util
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
 from typing import Any, get_args
 
 from ..core import shipped
+from ..core.document import Problem
 from ..core.errors import UserError, did_you_mean
-from ..core.files import local_path
+from ..core.files import local_path, refuse_special_files
 from ..core.optimizer_settings import AUX_WEIGHT_DECAY, WEIGHT_DECAY, Precision
 from ..core.yaml import Key
 from ..spectral.maps import SOREN_MAPS
 from ..tasks import TASKS
 from .data_files import STDLIB, STDLIB_SPLITS, data_problems, first_line_problems, is_test_split
-from .model import (
-    attention_problems,
-    freeze_problem,
-    is_adapter,
-    is_all_factors,
-    is_local,
-    lora_problems,
-    model_problems,
-    quantization_problems,
-    template_problems,
-    tokenizer_problems,
-)
+from .model import adapter_config, attention_problems, is_adapter, is_local, recorded_quantization
 from .optimizer import OPTIMIZER_SECTIONS
-from .parallel import parallel
+from .parallel import Parallel, parallel
+from .schema import Quantize
 
-Problems = list[tuple[Key, str]]
+PROMPT_FILES = (".txt", ".jsonl")
+TWO_WAYS = (
+    "already is a LoRA adapter. Leave model.lora out to continue training it; or merge it into a whole model first "
+    "(`soren-align merge RUN`), and start a new adapter from RUN/merged"
+)
 
 
-class Raw:
-    """A recipe's raw data. Values of the wrong type read as missing: the schema reports them.
+class _Raw:
+    """A recipe's raw data and its problems. Values of the wrong type read as missing: the schema reports them."""
 
-    problems: collects texts that were read as paths and cannot be paths. reads_data: see `problems_beyond_schema`.
-    """
+    def __init__(self, data: dict[str, Any]):
+        self.data = data
+        self.problems: list[Problem] = []
+        self.no_paths: dict[Key, str] = {}
+        """Problems of texts that were read as paths and cannot be paths."""
 
-    def __init__(self, data: dict[str, Any], reads_data: bool = True):
-        self.data, self.reads_data = data, reads_data
-        self.problems: Problems = []
+    def report(self, key: Key, *messages: str) -> None:
+        """Add the problems of a key."""
+        self.problems += [(key, message) for message in messages]
 
     def get(self, *keys: str) -> Any:
         """The value at a key, of any type; None if missing."""
@@ -66,7 +67,7 @@ class Raw:
                 shipped.resolve(text)
                 return text
         except UserError as error:
-            self.problems.append((key, str(error)))
+            self.no_paths[key] = str(error)
         return None
 
     def section(self, *keys: str) -> dict[str, Any]:
@@ -74,78 +75,181 @@ class Raw:
         value = self.get(*keys)
         return value if isinstance(value, dict) else {}
 
+    @cached_property
+    def parallel(self) -> Parallel | None:
+        """The configuration of run.parallel; None, and a problem, if it cannot be read or is not supported."""
+        try:
+            return parallel(self.path("run", "parallel") or "ddp")
+        except UserError as error:
+            self.report(("run", "parallel"), *error.problems)
+        return None
 
-def problems_beyond_schema(data: dict[str, Any], *, reads_data: bool = True) -> Problems:
+    @cached_property
+    def trains_adapter(self) -> bool:
+        """Whether an adapter is trained, a new one or the one at model.name_or_path."""
+        model = self.path("model", "name_or_path")
+        return isinstance(self.get("model", "lora"), dict) or (model is not None and is_adapter(model))
+
+    @cached_property
+    def trains_other_parameters(self) -> bool | None:
+        """Whether parameters other than factors of linear layers are trained; None if the model is a folder that does
+        not exist yet, such as the result of another recipe."""
+        model, lora = self.path("model", "name_or_path"), self.get("model", "lora")
+        if model is None:
+            return True
+        if is_local(model) and not shipped.resolve(model).is_dir():
+            return None
+        try:
+            config = adapter_config(model)
+        except UserError:  # reported at model.name_or_path
+            return True
+        if config is not None:
+            return any(config.get(key) for key in ("modules_to_save", "trainable_token_indices", "use_dora"))
+        return not isinstance(lora, dict) or bool(lora.get("modules_to_save"))
+
+
+def problems_beyond_schema(data: dict[str, Any], *, reads_data: bool = True) -> list[Problem]:
     """(key, message) of each missing file and each conflict between keys.
 
     reads_data: whether the first lines of local data files are checked.
     """
-    raw = Raw(data, reads_data)
-    checks = (_model, _tokenizer, _template, _data, _optimizer, _precision, _trainer, _run, _evaluation)
-    return [problem for check in checks for problem in check(raw)] + list(dict(raw.problems).items())
-
-
-def _model(raw: Raw) -> Iterator[tuple[Key, str]]:
-    if (attention := raw.text("model", "attn_implementation")) is not None:
-        problems = attention_problems(attention, raw.get("trainer", "use_cpu"))
-        yield from ((("model", "attn_implementation"), message) for message in problems)
-    model = raw.path("model", "name_or_path")
-    if model is None:
-        return
-    missing = model_problems(model, raw.get("model", "init_seed"), raw.get("model", "tokenizer"))
-    yield from ((("model", "name_or_path"), message) for message in missing)
-    conflicts = lora_problems(model, raw.get("model", "lora"), raw.get("run", "parallel"))
-    conflicts += quantization_problems(model, raw.section("model"), raw.get("run", "parallel"))
-    yield from ((("model", key), message) for key, message in conflicts)
-    if (frozen := freeze_problem(model, raw.get("model", "freeze"))) is not None:
-        yield ("model", "freeze"), frozen
-
-
-def _tokenizer(raw: Raw) -> Iterator[tuple[Key, str]]:
-    if raw.text("model", "tokenizer") is None or raw.path("model", "tokenizer") is not None:
-        problems = tokenizer_problems(raw.get("model", "tokenizer"), raw.get("model", "init_seed"))
-        yield from ((("model", "tokenizer"), message) for message in problems)
-
-
-def _template(raw: Raw) -> Iterator[tuple[Key, str]]:
-    if (template := raw.path("model", "chat_template")) is not None:
-        yield from ((("model", "chat_template"), message) for message in template_problems(template))
-
-
-def _data(raw: Raw) -> Iterator[tuple[Key, str]]:
+    raw = _Raw(data)
+    _check_model(raw)
     for at, split in splits(raw.get("data")):
         if (path := raw.as_path((*at, "path"), split.get("path"))) is not None:
-            is_trained = at[1] == "train"
-            may_be_test = not is_trained or split.get("train_on_test") is True
-            missing = data_problems(path, may_be_test) if is_local(path) else []
-            if raw.reads_data and is_local(path) and not missing:
-                missing = first_line_problems(path, split, raw.text("task"))
-            yield from (((*at, "path"), message) for message in missing)
-            problems = split_problems(path, split, is_trained)
-            yield from (((*at, "split"), message) for message in problems)
-    yield from streaming_problems(raw.section("data"), raw.section("trainer"))
+            _check_split(raw, at, split, path, reads_data)
+    raw.problems += streaming_problems(raw.section("data"), raw.section("trainer"))
+    _check_optimizer(raw)
+    _check_precision(raw)
+    _check_training(raw)
+    names = raw.get("eval", "published")
+    paths = [raw.as_path(("eval", "published", i), n) for i, n in enumerate(names if isinstance(names, list) else [])]
+    settings: dict[str, Any] = {key: raw.path("eval", key) for key in ("suite", "data_root")}
+    settings |= {"published": [path for path in paths if path], "backend": raw.text("eval", "backend")}
+    raw.problems += [(("eval", key), message) for key, message in evaluation_problems(settings)]
+    return [*raw.problems, *raw.no_paths.items()]
 
 
-def _optimizer(raw: Raw) -> Iterator[tuple[Key, str]]:
+def _check_model(raw: _Raw) -> None:
+    section, init_seed, tokenizer = raw.section("model"), raw.get("model", "init_seed"), raw.get("model", "tokenizer")
+    if (attention := raw.text("model", "attn_implementation")) is not None:
+        problems = attention_problems(attention, raw.get("trainer", "use_cpu"))
+        raw.report(("model", "attn_implementation"), *problems)
+    if (template := raw.path("model", "chat_template")) is not None:
+        known, file = shipped.templates(), shipped.resolve(template)
+        if template not in known and file.suffix != ".jinja":
+            hint = did_you_mean(template, known)
+            names = ", ".join(known)
+            raw.report(
+                ("model", "chat_template"), f"found {template!r}; write {names}, or the path of a .jinja file{hint}"
+            )
+        elif template not in known and not file.is_file():
+            raw.report(("model", "chat_template"), f"no file {template}")
+    if tokenizer is not None and init_seed is None:
+        message = "is for random weights, and trained ones need their own; write model.init_seed, or leave it out"
+        raw.report(("model", "tokenizer"), message)
+    elif isinstance(tokenizer, str) and (not tokenizer or raw.path("model", "tokenizer") is not None):
+        file = shipped.resolve(tokenizer) / "tokenizer_config.json"
+        if not tokenizer or (is_local(tokenizer) and not file.is_file()):
+            remedy = "write a folder, a name on the hub, or {vocab_size: N}"
+            raw.report(("model", "tokenizer"), f"{tokenizer!r} has no tokenizer_config.json; {remedy}")
+    if (model := raw.path("model", "name_or_path")) is None:
+        return
+    raw.report(("model", "name_or_path"), *_folder_problems(model, init_seed, tokenizer))
+    adapts, name = is_adapter(model), str(raw.get("run", "parallel") or "ddp")
+    lora, quantize = section.get("lora"), section.get("quantize")
+    if adapts and section.get("freeze"):
+        message = f"{model} is a LoRA adapter, of which only the factors are trained; leave model.freeze out"
+        raw.report(("model", "freeze"), message)
+    with suppress(UserError):  # reported at model.name_or_path
+        adapter_config(model)
+        if adapts and lora is not None:
+            raw.report(("model", "lora"), f"{model} {TWO_WAYS}")
+        is_sharded = name.startswith(("zero3", "fsdp2")) or name.endswith((".yaml", ".yml"))
+        if is_sharded and (adapts or isinstance(lora, dict)):
+            message = f"adapters are trained under ddp, zero1 and zero2; run.parallel is {name}"
+            raw.report(("model", "name_or_path" if adapts else "lora"), message)
+    try:
+        recorded = recorded_quantization(model)
+    except UserError as error:
+        raw.report(("model", "name_or_path"), str(error))
+        return
+    # The quantization of the frozen weights: the section's, or that which the adapter was trained on.
+    if quantize not in get_args(Quantize) and recorded is None:
+        return
+    exists = not is_local(model) or shipped.resolve(model).is_dir()
+    if exists and not adapts and not isinstance(lora, dict):
+        message = "quantized weights cannot be trained; add `lora: {r: 16}` for an adapter on them, or leave it out"
+        raw.report(("model", "quantize"), message)
+    if recorded and quantize and quantize != recorded.quantize:
+        message = f"found {quantize!r}, but {model} was trained on {recorded.quantize} weights; leave it out"
+        raw.report(("model", "quantize"), message)
+    if name != "ddp":
+        message = f"a quantized base is trained under ddp only; run.parallel is {name}"
+        raw.report(("model", "quantize" if quantize else "name_or_path"), message)
+
+
+def _folder_problems(path: str, init_seed: Any, tokenizer: Any = None) -> list[str]:
+    """The problems of the model or adapter at `path`. tokenizer: model.tokenizer, in the place of the folder's."""
+    if not is_local(path):
+        message = (
+            "init_seed makes random weights from the config.json of a local folder; leave it out to load this model"
+        )
+        return [] if init_seed is None else [message]
+    folder = shipped.resolve(path)
+    if not folder.is_dir():
+        is_result = folder.name == "model"  # <run folder>/model
+        return [f"no folder {path}" + "; it is the result of another run: run that recipe first" * is_result]
+    try:
+        refuse_special_files(folder)
+        adapter = adapter_config(path)
+    except UserError as error:
+        return list(error.problems)
+    if adapter is not None:
+        base = adapter["base_model_name_or_path"]
+        if init_seed is not None:
+            return [f"{path} is an adapter of trained weights, not of random ones; leave init_seed out"]
+        if is_local(base) and not Path(base).is_dir():
+            return [f"{path} is an adapter of {base}, which does not exist"]
+        return _folder_problems(base, None)
+    needed = ("config.json", "tokenizer_config.json") if tokenizer is None else ("config.json",)
+    missing = [name for name in needed if not (folder / name).is_file()]
+    if missing:
+        is_run = (folder / "run.json").is_file() and (folder / "model").is_dir()
+        remedy = f"it is a run's folder, whose model is {path.rstrip('/')}/model" if is_run else "is it a model folder?"
+        return [f"{path} has no {' and no '.join(missing)}; {remedy}"]
+    weights = [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]
+    if init_seed is None and not weights:
+        return [f"{path} has no weights (*.safetensors); for random ones set model.init_seed"]
+    return []
+
+
+def _check_split(raw: _Raw, at: Key, split: dict[str, Any], path: str, reads_data: bool) -> None:
+    """Check one split of the data section: its files, and its part of them."""
+    is_trained, trains_on_test = at[1] == "train", split.get("train_on_test") is True
+    missing = data_problems(path, may_be_test=not is_trained or trains_on_test) if is_local(path) else []
+    if reads_data and is_local(path) and not missing:
+        missing = first_line_problems(path, split, raw.text("task"))
+    raw.report((*at, "path"), *missing)
+    name = split.get("split", "train")
+    if not isinstance(name, str):
+        return
+    if path == STDLIB and name not in STDLIB_SPLITS:
+        raw.report((*at, "split"), f"found {name!r}; {STDLIB} has {' and '.join(STDLIB_SPLITS)}")
+    elif path != STDLIB and is_local(path):
+        if "[" in name:
+            raw.report((*at, "split"), f"found {name!r}, but a file is always taken whole; write limit")
+    elif is_trained and is_test_split(name) and not trains_on_test:
+        message = f"'{name}' is a test split, and scores on training data are meaningless; name another, or write "
+        raw.report((*at, "split"), message + "train_on_test: true beside it")
+
+
+def _check_optimizer(raw: _Raw) -> None:
+    section = raw.section("optimizer")
     member = OPTIMIZER_SECTIONS.get(raw.text("optimizer", "name") or "")
-    if member and member.needs_aux_lr and raw.get("optimizer", "aux_lr") is None and _trains_other_parameters(raw):
-        yield ("optimizer", "aux_lr"), "is required: the AdamW learning rate of embeddings, norms and biases"
-    yield from _decay_problems(raw.section("optimizer"))
-    if raw.text("optimizer", "matrices") == "all-2d" and _adapts(raw):
-        yield ("optimizer", "matrices"), "has no effect on an adapter, whose matrices are its factors; leave it out"
-    mode = raw.text("run", "parallel") or "ddp"
-    if raw.text("optimizer", "states") == "8bit" and (mode == "fsdp2" or mode.endswith((".yaml", ".yml"))):
-        yield ("optimizer", "states"), f"8-bit states are for ddp and ZeRO; run.parallel is {mode}"
-    precision, spectral_map = raw.text("optimizer", "precision"), raw.get("optimizer", "map")
-    name = (spectral_map.get("name") if isinstance(spectral_map, dict) else spectral_map) or next(iter(SOREN_MAPS))
-    known = SOREN_MAPS.get(name) if isinstance(name, str) else None
-    if precision in get_args(Precision) and known and precision not in known.precisions:
-        words = " or ".join(known.precisions)
-        yield ("optimizer", "precision"), f"found {precision!r}; map {name!r} has {words}"
-
-
-def _decay_problems(section: dict[str, Any]) -> Iterator[tuple[Key, str]]:
-    """Decoupled weight decay that turns the sign of weights: W <- (1 - lr * weight_decay) * W - ..., in any group."""
+    if member and member.needs_aux_lr and section.get("aux_lr") is None and raw.trains_other_parameters:
+        raw.report(("optimizer", "aux_lr"), "is required: the AdamW learning rate of embeddings, norms and biases")
+    # Decoupled weight decay that turns the sign of weights: W <- (1 - lr * weight_decay) * W - ..., in any group.
     for rate, decay, default in (
         ("lr", "weight_decay", WEIGHT_DECAY),
         ("aux_lr", "aux_weight_decay", AUX_WEIGHT_DECAY),
@@ -153,107 +257,125 @@ def _decay_problems(section: dict[str, Any]) -> Iterator[tuple[Key, str]]:
         # AdamW's aux_lr is its lr where it is not set
         key = "lr" if section.get("name") == "adamw" and section.get(rate) is None else rate
         factors = section.get(key), section.get(decay, default)
-        if all(isinstance(each, int | float) for each in factors) and factors[0] * factors[1] >= 1:
+        if all(isinstance(factor, int | float) for factor in factors) and factors[0] * factors[1] >= 1:
             message = f"{factors[0]:g} times {decay} {factors[1]:g} is {factors[0] * factors[1]:g}: each step would "
             message += "turn the weights' signs (1 - lr * decay is not above 0); write a smaller rate or decay"
-            yield ("optimizer", key), message
+            raw.report(("optimizer", key), message)
+    if section.get("matrices") == "all-2d" and raw.trains_adapter:
+        message = "has no effect on an adapter, whose matrices are its factors; leave it out"
+        raw.report(("optimizer", "matrices"), message)
+    mode = raw.text("run", "parallel") or "ddp"
+    if section.get("states") == "8bit" and (mode == "fsdp2" or mode.endswith((".yaml", ".yml"))):
+        raw.report(("optimizer", "states"), f"8-bit states are for ddp and ZeRO; run.parallel is {mode}")
+    precision, spectral_map = raw.text("optimizer", "precision"), section.get("map")
+    name = (spectral_map.get("name") if isinstance(spectral_map, dict) else spectral_map) or next(iter(SOREN_MAPS))
+    known = SOREN_MAPS.get(name) if isinstance(name, str) else None
+    if precision in get_args(Precision) and known and precision not in known.precisions:
+        message = f"found {precision!r}; map {name!r} has {' or '.join(known.precisions)}"
+        raw.report(("optimizer", "precision"), message)
 
 
-def _trains_other_parameters(raw: Raw) -> bool | None:
-    """Whether parameters other than factors of linear layers are trained; None if the model is a folder that does not
-    exist yet, such as the result of another recipe."""
-    model = raw.path("model", "name_or_path")
-    if model is None:
-        return True
-    if is_local(model) and not shipped.resolve(model).is_dir():
-        return None
-    return not is_all_factors(model, raw.get("model", "lora"))
-
-
-def _adapts(raw: Raw) -> bool:
-    """Whether an adapter is trained."""
-    model = raw.path("model", "name_or_path")
-    return isinstance(raw.get("model", "lora"), dict) or (model is not None and is_adapter(model))
-
-
-def _precision(raw: Raw) -> Iterator[tuple[Key, str]]:
-    trainer, adapts = raw.section("trainer"), _adapts(raw)
-    dtype, parallel_name = raw.text("model", "dtype"), raw.path("run", "parallel")
-    yield from _precision_problems(dtype, raw.get("optimizer", "compensation"), parallel_name, trainer, adapts)
-    if adapts and _trains_other_parameters(raw) and dtype == "bfloat16" and trainer.get("bf16") is False:
+def _check_precision(raw: _Raw) -> None:
+    """Check for bfloat16 parameters without compensation, and compensation without bfloat16 parameters."""
+    trainer, adapts = raw.section("trainer"), raw.trains_adapter  # whose factors are float32, whatever the frozen dtype
+    dtype, compensation = raw.text("model", "dtype"), raw.get("optimizer", "compensation")
+    where, name = ("optimizer", "compensation"), raw.path("run", "parallel")
+    if dtype == "bfloat16" and adapts and raw.trains_other_parameters and trainer.get("bf16") is False:
         message = "modules_to_save are float32; beside bfloat16 weights they need `trainer: {bf16: true}`"
-        yield ("model", "dtype"), message
+        raw.report(("model", "dtype"), message)
+    if raw.parallel is None:
+        return
+    has_masters = raw.parallel.kind != "ddp"
+    if dtype != "bfloat16":
+        if compensation == "kahan":
+            raw.report(where, "is for bfloat16 parameters, and model.dtype is float32; leave it out, or write null")
+    elif adapts and compensation == "kahan":
+        raw.report(where, "an adapter's factors are float32, which need none; leave it out, or write null")
+    elif not has_masters and not adapts and compensation is None:
+        message = (
+            "bfloat16 parameters round most small updates away. Write float32 (with `trainer: {bf16: true}` the "
+            "arithmetic is bfloat16 all the same), or `optimizer: {compensation: kahan}`, which stores the rounding "
+            "errors, or `compensation: none` to train without"
+        )
+        raw.report(("model", "dtype"), message)
+    elif has_masters and compensation == "kahan":
+        raw.report(where, f"{name} updates float32 masters, which need none; leave it out, or write null")
+    elif has_masters and trainer.get("bf16") is False and not trainer.get("fp16"):
+        message = f"under {name} bfloat16 weights have float32 masters with `trainer: {{bf16: true}}` only"
+        raw.report(("model", "dtype"), f"{message}; write float32")
 
 
-def _trainer(raw: Raw) -> Iterator[tuple[Key, str]]:
-    if raw.get("trainer", "eval_strategy") not in (None, "no", False) and raw.get("data", "eval") is None:
-        yield ("trainer", "eval_strategy"), "evaluates during training; add data.eval"
-    if (
-        raw.get("run", "global_batch_size") is not None
-        and raw.get("trainer", "gradient_accumulation_steps") is not None
-    ):
+def _check_training(raw: _Raw) -> None:
+    """Check the keys of `trainer` and `run` against others."""
+    trainer, run, strategy = raw.section("trainer"), raw.section("run"), raw.get("trainer", "eval_strategy")
+    held_out = raw.get("data", "eval")
+    if strategy not in (None, "no", False) and held_out is None:
+        raw.report(("trainer", "eval_strategy"), "evaluates during training; add data.eval")
+    if run.get("global_batch_size") is not None and trainer.get("gradient_accumulation_steps") is not None:
         message = "follows from run.global_batch_size and the number of processes; leave one of the two out"
-        yield ("trainer", "gradient_accumulation_steps"), message
-    yield from _packing(raw.section("trainer"))
-    if raw.get("trainer", "use_liger_kernel") is True and importlib.util.find_spec("liger_kernel") is None:
-        yield ("trainer", "use_liger_kernel"), "is not installed: pip install liger-kernel, or leave it out"
-
-
-def _packing(settings: dict[str, Any]) -> Iterator[tuple[Key, str]]:
-    is_packed = settings.get("packing") is True
-    if is_packed and settings.get("max_length", 0) is None:
-        yield ("trainer", "max_length"), "is the length of packed sequences; write a number, or packing: false"
-    if settings.get("eval_packing") is True and not is_packed:
+        raw.report(("trainer", "gradient_accumulation_steps"), message)
+    is_packed = trainer.get("packing") is True
+    if is_packed and trainer.get("max_length", 0) is None:
+        message = "is the length of packed sequences; write a number, or packing: false"
+        raw.report(("trainer", "max_length"), message)
+    if trainer.get("eval_packing") is True and not is_packed:
         message = (
             "without packing, TRL gives packed held-out examples no position ids, and they would attend to each other; "
             "leave it out, or write packing: true"
         )
-        yield ("trainer", "eval_packing"), message
-
-
-def _run(raw: Raw) -> Iterator[tuple[Key, str]]:
-    if (name := raw.path("run", "parallel")) is not None:
-        problems = _parallel_problems(name, raw.get("trainer", "use_cpu"))
-        yield from ((("run", "parallel"), message) for message in problems)
-    if raw.get("run", "samples") is not None:
-        problems = sample_problems(raw.path("run", "samples", "prompts"), raw.path("run", "parallel"))
-        yield from ((("run", "samples", *key), message) for key, message in problems)
+        raw.report(("trainer", "eval_packing"), message)
+    if trainer.get("use_liger_kernel") is True and importlib.util.find_spec("liger_kernel") is None:
+        raw.report(("trainer", "use_liger_kernel"), "is not installed: pip install liger-kernel, or leave it out")
     for key in (("run", "early_stopping"), ("run", "kl_to_start"), ("data", "retention")):
-        if raw.get(*key) not in (None, 0) and (
-            problem := evaluation_needed(raw.get("data", "eval"), raw.get("trainer", "eval_strategy"))
-        ):
-            yield key, problem
-    metric = metric_problems(raw.get("task"), raw.get("trainer", "metric_for_best_model"))
-    yield from ((("trainer", "metric_for_best_model"), message) for message in metric)
+        remedy = "add data.eval" if held_out is None else "write trainer.eval_strategy: steps or epoch"
+        if raw.get(*key) not in (None, 0) and (held_out is None or strategy in ("no", False)):
+            raw.report(key, f"needs evaluations during training; {remedy}")
+    task, metric = raw.get("task"), trainer.get("metric_for_best_model")
+    metrics = TASKS[task].metrics if isinstance(task, str) and task in TASKS else ()
+    if metrics and isinstance(metric, str) and (name := metric.removeprefix("eval_")) not in metrics:
+        message = f"found {metric!r}; write one of {', '.join(metrics)}{did_you_mean(name, metrics)}"
+        raw.report(("trainer", "metric_for_best_model"), message)
+    config, where = raw.parallel, raw.path("run", "parallel")
+    if config and config.kind == "fsdp2" and trainer.get("use_cpu"):
+        message = (
+            "accelerate shards on GPUs only, and under trainer.use_cpu would silently train by DDP; write ddp or a "
+            "ZeRO stage, or take use_cpu out"
+        )
+        raw.report(("run", "parallel"), message)
+    if config and config.kind == "zero" and importlib.util.find_spec("deepspeed") is None:
+        message = "needs DeepSpeed, which is not installed: pip install 'deepspeed>=0.19.8,<0.20'"
+        raw.report(("run", "parallel"), message)
+    if run.get("samples") is not None:
+        if (prompts := raw.path("run", "samples", "prompts")) is not None:
+            file, key = shipped.resolve(prompts), ("run", "samples", "prompts")
+            if file.suffix not in PROMPT_FILES:
+                kinds = " or ".join(PROMPT_FILES)
+                raw.report(key, f"found {prompts!r}; write a list of texts, or a file ({kinds})")
+            elif not file.is_file():
+                raw.report(key, f"there is no file {prompts!r}")
+        if config and (config.kind == "fsdp2" or config.stage == 3):
+            message = f"run.parallel {where} shards the weights, and no process could answer; leave samples out"
+            raw.report(("run", "samples"), message)
     resume = raw.path("run", "resume")
     if resume is not None and resume not in ("auto", "never") and not local_path(resume).is_dir():
-        yield ("run", "resume"), f"found {resume!r}; write auto, never, or the folder of a checkpoint"
-    if (output := raw.path("run", "output_dir")) is not None and (problem := _output_problem(output)):
-        yield ("run", "output_dir"), problem
+        raw.report(("run", "resume"), f"found {resume!r}; write auto, never, or the folder of a checkpoint")
+    if (output := raw.path("run", "output_dir")) is not None:
+        _check_output(raw, output)
 
 
-def _output_problem(output: str) -> str | None:
-    """Why a run folder cannot be created there; None if nothing is known against it. Creates nothing."""
-    folder = local_path(output).absolute()
-    if folder.is_file():
-        return f"{output} is a file; name a folder"
+def _check_output(raw: _Raw, output: str) -> None:
+    """Check whether a run folder can be created there. Creates nothing.
+
+    Write permission is not checked: a plan or an import may run on another machine.
+    """
+    folder, key = local_path(output).absolute(), ("run", "output_dir")
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    if not existing.is_dir():
-        return f"{output} cannot be created: {existing} is a file; name another folder"
-    # Write permission is not checked: a plan or an import may run on another machine.
-    if existing.resolve().parts[1:2] in (("proc",), ("sys",)):
-        return f"{output} cannot be written: {existing} takes no new files; name another folder"
-    return None
-
-
-def _evaluation(raw: Raw) -> Iterator[tuple[Key, str]]:
-    section = raw.section("eval")
-    names = section.get("published")
-    names = names if isinstance(names, list) else []
-    paths = [raw.as_path(("eval", "published", i), name) for i, name in enumerate(names)]
-    settings: dict[str, Any] = {key: raw.path("eval", key) for key in ("suite", "data_root")}
-    settings |= {"published": [path for path in paths if path], "backend": raw.text("eval", "backend")}
-    yield from ((("eval", key), message) for key, message in evaluation_problems(settings))
+    if folder.is_file():
+        raw.report(key, f"{output} is a file; name a folder")
+    elif not existing.is_dir():
+        raw.report(key, f"{output} cannot be created: {existing} is a file; name another folder")
+    elif existing.resolve().parts[1:2] in (("proc",), ("sys",)):
+        raw.report(key, f"{output} cannot be written: {existing} takes no new files; name another folder")
 
 
 def evaluation_problems(settings: dict[str, Any]) -> list[tuple[str, str]]:
@@ -273,98 +395,6 @@ def evaluation_problems(settings: dict[str, Any]) -> list[tuple[str, str]]:
     if (root := settings.get("data_root")) and not local_path(root).is_dir():
         problems.append(("data_root", f"there is no folder {root!r}"))
     return problems
-
-
-def _parallel_problems(name_or_path: str, use_cpu: Any) -> list[str]:
-    try:
-        config = parallel(name_or_path)
-    except UserError as error:
-        return list(error.problems)
-    if config.kind == "fsdp2" and use_cpu:
-        return [
-            "accelerate shards on GPUs only, and under trainer.use_cpu would silently train by DDP; write ddp or a "
-            "ZeRO stage, or take use_cpu out"
-        ]
-    if config.kind == "zero" and importlib.util.find_spec("deepspeed") is None:
-        return ["needs DeepSpeed, which is not installed: pip install 'deepspeed>=0.19.8,<0.20'"]
-    return []
-
-
-def _precision_problems(
-    dtype: str | None, compensation: Any, parallel_name: str | None, settings: dict[str, Any], adapts: bool
-) -> Problems:
-    """Problems of bfloat16 parameters without compensation, and of compensation without bfloat16 parameters.
-
-    adapts: whether an adapter is trained; its factors are float32, whatever the dtype of the frozen weights.
-    """
-    try:
-        masters = parallel_name is not None and parallel(parallel_name).kind != "ddp"
-    except UserError:  # reported at run.parallel
-        return []
-    where: Key = ("optimizer", "compensation")
-    if dtype != "bfloat16":
-        inert = "is for bfloat16 parameters, and model.dtype is float32; leave it out, or write null"
-        return [(where, inert)] if compensation == "kahan" else []
-    if adapts and compensation == "kahan":
-        return [(where, "an adapter's factors are float32, which need none; leave it out, or write null")]
-    if adapts and not masters:
-        return []
-    if not masters:
-        message = (
-            "bfloat16 parameters round most small updates away. Write float32 (with `trainer: {bf16: true}` the "
-            "arithmetic is bfloat16 all the same), or `optimizer: {compensation: kahan}`, which stores the rounding "
-            "errors, or `compensation: none` to train without"
-        )
-        return [(("model", "dtype"), message)] if compensation is None else []
-    if compensation == "kahan":
-        return [(where, f"{parallel_name} updates float32 masters, which need none; leave it out, or write null")]
-    if settings.get("bf16") is False and not settings.get("fp16"):
-        message = f"under {parallel_name} bfloat16 weights have float32 masters with `trainer: {{bf16: true}}` only"
-        message += "; write float32"
-        return [(("model", "dtype"), message)]
-    return []
-
-
-# ---
-# Checks of keys inside `run` against other keys, and of the metric that runs are compared by.
-
-PROMPT_FILES = (".txt", ".jsonl")
-
-
-def evaluation_needed(evaluation: Any, strategy: Any) -> str | None:
-    """The problem of a key that is for evaluations during training. evaluation: data.eval. strategy: eval_strategy."""
-    if evaluation is None:
-        return "needs evaluations during training; add data.eval"
-    if strategy in ("no", False):
-        return "needs evaluations during training; write trainer.eval_strategy: steps or epoch"
-    return None
-
-
-def metric_problems(task: Any, metric: Any) -> Iterator[str]:
-    """The problems of trainer.metric_for_best_model."""
-    known = TASKS[task].metrics if isinstance(task, str) and task in TASKS else ()
-    if known and isinstance(metric, str) and metric.removeprefix("eval_") not in known:
-        yield f"found {metric!r}; write one of {', '.join(known)}{did_you_mean(metric.removeprefix('eval_'), known)}"
-
-
-def sample_problems(prompts: str | None, parallel_name: str | None) -> Iterator[tuple[Key, str]]:
-    """(key in run.samples, message) for each problem. prompts: a file; None for a list."""
-    if prompts is not None:
-        file = shipped.resolve(prompts)
-        if file.suffix not in PROMPT_FILES:
-            yield ("prompts",), f"found {prompts!r}; write a list of texts, or a file ({' or '.join(PROMPT_FILES)})"
-        elif not local_path(file).is_file():
-            yield ("prompts",), f"there is no file {prompts!r}"
-    try:
-        config = parallel(parallel_name or "ddp")
-    except UserError:  # reported at run.parallel
-        return
-    if config.kind == "fsdp2" or (config.kind == "zero" and config.stage == 3):
-        yield (), f"run.parallel {parallel_name} shards the weights, and no process could answer; leave samples out"
-
-
-# ---
-# Checks of the splits of the data section, each of which may be one of several.
 
 
 def splits(data: Any) -> Iterator[tuple[Key, dict[str, Any]]]:
@@ -417,22 +447,3 @@ def streaming_problems(data: dict[str, Any], trainer: dict[str, Any]) -> Iterato
         is_part = isinstance(name, str) and ("[" in name or "+" in name)
         if at[1] == "train" and is_part and isinstance(path, str) and not is_local(path):
             yield (*at, "split"), "only a whole split can be streamed; write limit for a part, or a list of splits"
-
-
-def split_problems(path: str, split: dict[str, Any], is_trained: bool) -> list[str]:
-    """The problems of a raw split's `split`. is_trained: it is one of data.train."""
-    name = split.get("split", "train")
-    if not isinstance(name, str):
-        return []
-    if path == STDLIB:
-        if name not in STDLIB_SPLITS:
-            return [f"found {name!r}; {STDLIB} has {' and '.join(STDLIB_SPLITS)}"]
-    elif is_local(path):
-        is_part = "[" in name
-        return [f"found {name!r}, but a file is always taken whole; write limit"] if is_part else []
-    if is_trained and is_test_split(name) and split.get("train_on_test") is not True:
-        return [
-            f"'{name}' is a test split, and scores on training data are meaningless; name another, or write "
-            "train_on_test: true beside it"
-        ]
-    return []

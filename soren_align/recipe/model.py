@@ -1,22 +1,21 @@
-"""LoRA without torch: adapter folders, and the checks of `model.lora`."""
+"""The model section without torch: adapters and the quantization of their base, names of models and of attentions.
+
+An adapter belongs to the quantized weights that it was trained on. So its folder records them, and whatever loads the
+adapter later (DPO, evaluation, merge) quantizes the base in the same way.
+"""
 
 import importlib.util
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..core import shipped
 from ..core.document import dotted, from_pydantic
 from ..core.errors import UserError, did_you_mean
-from ..core.files import local_path, read_json, refuse_special_files
+from ..core.files import local_path, read_json
 from .data_files import PYTHON, SUFFIXES, data_suffix, is_pattern
-from .schema import ADAPTER, Lora, Quantize, Recipe
-
-TWO_WAYS = (
-    "already is a LoRA adapter. Leave model.lora out to continue training it; or merge it into a whole model first "
-    "(`soren-align merge RUN`), and start a new adapter from RUN/merged"
-)
+from .schema import ADAPTER, Quantize, Recipe
 
 
 class _Config(BaseModel):
@@ -71,65 +70,19 @@ def adapter_config(folder: str | Path) -> dict[str, Any] | None:
         raise UserError(*(f"{folder}: {ADAPTER}: {dotted(key[:2])}: {message}" for key, message in problems)) from None
     if not isinstance(name, str) or not name.isprintable():
         raise UserError(f"{folder}: base_model_name_or_path: found {name!r:.80}; it is a folder's path or a hub name")
-    return config | {"base_model_name_or_path": _base_of(file.parent, name)}
-
-
-def _base_of(adapter: Path, name: str) -> str:
-    """The path or hub name of the base model. Raises UserError if it is an adapter too."""
-    beside = adapter.parent / "start"
-    base = local_path(name)
+    beside, base = file.parent.parent / "start", local_path(name)
     if base.name == "start" and not base.is_dir() and beside.is_dir():
-        return str(beside.resolve())  # the run folder was moved, with the random starting weights in it
-    if is_adapter(name):
+        name = str(beside.resolve())  # the run folder was moved, with the random starting weights in it
+    elif is_adapter(name):
         raise UserError(
-            f"{adapter}: its base {name} is an adapter too; merge that one, and name the result as the base"
+            f"{file.parent}: its base {name} is an adapter too; merge that one, and name the result as the base"
         )
-    return name
+    return config | {"base_model_name_or_path": name}
 
 
 def is_adapter(model: str) -> bool:
     """Whether the folder is an adapter's, valid or not."""
     return (shipped.resolve(model) / ADAPTER).is_file()
-
-
-def lora_problems(model: str, lora: Any, parallel: Any) -> list[tuple[str, str]]:
-    """(key of `model`, message) of each conflict. lora: the raw section; parallel: `run.parallel`."""
-    try:
-        is_adapter = adapter_config(model) is not None
-    except UserError:
-        return []  # reported at model.name_or_path
-    if not is_adapter and not isinstance(lora, dict):
-        return []
-    problems = [("lora", f"{model} {TWO_WAYS}")] if is_adapter and lora is not None else []
-    name = str(parallel or "ddp")
-    if name.startswith(("zero3", "fsdp2")) or name.endswith((".yaml", ".yml")):
-        key = "name_or_path" if is_adapter else "lora"
-        problems.append((key, f"adapters are trained under ddp, zero1 and zero2; run.parallel is {name}"))
-    return problems
-
-
-def freeze_problem(model: str, globs: Any) -> str | None:
-    """The message of `model.freeze` beside an adapter that is trained further."""
-    if not globs or not is_adapter(model):
-        return None
-    return f"{model} is a LoRA adapter, of which only the factors are trained; leave model.freeze out"
-
-
-def is_all_factors(model: str, lora: Lora | dict[str, Any] | None) -> bool:
-    """Whether only factors of linear layers are trained, so that AdamW has no parameters."""
-    try:
-        config = adapter_config(model)
-    except UserError:
-        return False
-    if config is not None:
-        return not (config.get("modules_to_save") or config.get("trainable_token_indices") or config.get("use_dora"))
-    if isinstance(lora, Lora):
-        return not lora.modules_to_save
-    return isinstance(lora, dict) and not lora.get("modules_to_save")
-
-
-# ---
-# Whether the models and templates that a recipe names exist and are of the right kind.
 
 
 def is_local(path: str) -> bool:
@@ -142,52 +95,6 @@ def is_local(path: str) -> bool:
         or is_pattern(path)
         or local.exists()
     )
-
-
-def model_problems(path: str, init_seed: Any, tokenizer: Any = None) -> list[str]:
-    """The problems of the model or adapter at `path`. tokenizer: model.tokenizer, in the place of the folder's."""
-    if not is_local(path):
-        return (
-            []
-            if init_seed is None
-            else [
-                "init_seed makes random weights from the config.json of a local folder; leave it out to load this model"
-            ]
-        )
-    folder = shipped.resolve(path)
-    if not folder.is_dir():
-        hint = ""
-        if folder.name == "model":  # <run folder>/model: the result of another recipe
-            hint = "; it is the result of another run: run that recipe first"
-        return [f"no folder {path}{hint}"]
-    try:
-        refuse_special_files(folder)
-        adapter = adapter_config(path)
-    except UserError as error:
-        return list(error.problems)
-    if adapter is not None:
-        return _base_problems(path, adapter, init_seed)
-    needed = ("config.json", "tokenizer_config.json") if tokenizer is None else ("config.json",)
-    missing = [name for name in needed if not (folder / name).is_file()]
-    if missing:
-        is_run = (folder / "run.json").is_file() and (folder / "model").is_dir()
-        remedy = f"it is a run's folder, whose model is {path.rstrip('/')}/model" if is_run else "is it a model folder?"
-        return [f"{path} has no {' and no '.join(missing)}; {remedy}"]
-    weights = [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]
-    if init_seed is None and not weights:
-        return [f"{path} has no weights (*.safetensors); for random ones set model.init_seed"]
-    return []
-
-
-def tokenizer_problems(tokenizer: Any, init_seed: Any) -> list[str]:
-    """The problems of model.tokenizer."""
-    if tokenizer is not None and init_seed is None:
-        return ["is for random weights, and trained ones need their own; write model.init_seed, or leave it out"]
-    if not isinstance(tokenizer, str) or (tokenizer and not is_local(tokenizer)):
-        return []
-    if not tokenizer or not (shipped.resolve(tokenizer) / "tokenizer_config.json").is_file():
-        return [f"{tokenizer!r} has no tokenizer_config.json; write a folder, a name on the hub, or {{vocab_size: N}}"]
-    return []
 
 
 ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
@@ -204,34 +111,6 @@ def attention_problems(name: str, use_cpu: Any) -> list[str]:
         return [f"{name} runs on GPUs only; write sdpa or eager, or take trainer.use_cpu out"]
     return []
 
-
-def template_problems(name_or_path: str) -> list[str]:
-    """The problems of a chat template's name."""
-    known = shipped.templates()
-    file = shipped.resolve(name_or_path)
-    if name_or_path in known or (file.is_file() and file.suffix == ".jinja"):
-        return []
-    if file.suffix == ".jinja":
-        return [f"no file {name_or_path}"]
-    hint = did_you_mean(name_or_path, known)
-    return [f"found {name_or_path!r}; write {', '.join(known)}, or the path of a .jinja file{hint}"]
-
-
-def _base_problems(path: str, adapter: dict[str, Any], init_seed: Any) -> list[str]:
-    """The problems of an adapter's base model."""
-    if init_seed is not None:
-        return [f"{path} is an adapter of trained weights, not of random ones; leave init_seed out"]
-    base = adapter["base_model_name_or_path"]
-    if is_local(base) and not Path(base).is_dir():
-        return [f"{path} is an adapter of {base}, which does not exist"]
-    return model_problems(base, None)
-
-
-# ---
-# The quantization of the frozen weights under an adapter: the recipe's, and the record in an adapter's folder.
-#
-# An adapter belongs to the quantized weights that it was trained on. So its folder records them, and whatever loads the
-# adapter later (DPO, evaluation, merge) quantizes the base in the same way.
 
 QUANTIZATION_RECORD = "base_quantization.json"
 """The file in the folder of an adapter that was trained on quantized weights."""
@@ -286,31 +165,6 @@ def recorded_quantization(adapter: str | Path) -> Quantization | None:
     except ValidationError as error:
         key, message = from_pydantic(error)[0]
         raise UserError(f"{file}: {dotted(key) or 'it'}: {message}") from None
-
-
-def quantization_problems(model: str, section: dict[str, Any], parallel: Any) -> list[tuple[str, str]]:
-    """(key of `model`, message) of each conflict of `model.quantize`.
-
-    model: folder or hub name. section: the raw `model`; parallel: `run.parallel`.
-    """
-    quantize, exists = section.get("quantize"), not is_local(model) or shipped.resolve(model).is_dir()
-    try:
-        recorded = recorded_quantization(model)
-    except UserError as error:
-        return [("name_or_path", str(error))]
-    if quantize not in get_args(Quantize) and recorded is None:
-        return []
-    problems = []
-    if exists and not is_adapter(model) and not isinstance(section.get("lora"), dict):
-        message = "quantized weights cannot be trained; add `lora: {r: 16}` for an adapter on them, or leave it out"
-        problems.append(("quantize", message))
-    if recorded and quantize and quantize != recorded.quantize:
-        message = f"found {quantize!r}, but {model} was trained on {recorded.quantize} weights; leave it out"
-        problems.append(("quantize", message))
-    if (name := str(parallel or "ddp")) != "ddp":
-        message = f"a quantized base is trained under ddp only; run.parallel is {name}"
-        problems.append(("quantize" if quantize else "name_or_path", message))
-    return problems
 
 
 def refuse_unloadable(adapter: str | Path) -> None:
