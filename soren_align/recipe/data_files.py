@@ -44,15 +44,22 @@ def data_files(path: str) -> dict[str, Path]:
     """
     place, has_wildcards = shipped.resolve(path), is_pattern(path)
     if not has_wildcards and not place.is_dir():
-        return {path: _single(path, place)}
+        if not place.exists():
+            names: Iterable[str] = os.listdir(place.parent) if place.parent.is_dir() else ()
+            raise UserError(f"no file {path}{did_you_mean(place.name, names)}")
+        if not place.is_file():
+            raise UserError(f"{path} is no regular file; name a file: {FILE_KINDS}")
+        if data_suffix(place) not in SUFFIXES:
+            raise UserError(f"{path}: cannot read '{place.suffix}' files; write one of {FILE_KINDS}")
+        return {path: place}
     if not has_wildcards and place.resolve() in (Path("~").expanduser().resolve(), Path("/")):
         raise UserError(f"{path}: is a whole home or disk; name a folder of data")
     if "**" in path:
         raise UserError(f"{path}: '**' is not read; name the folder, whose data files are read at any depth")
-    names = list(islice(glob.iglob(str(place)) if has_wildcards else _walk(place), MAX_ENTRIES + 1))
-    if len(names) > MAX_ENTRIES:
+    entries = list(islice(glob.iglob(str(place)) if has_wildcards else _walk(place), MAX_ENTRIES + 1))
+    if len(entries) > MAX_ENTRIES:
         raise UserError(f"{path}: names more than {MAX_ENTRIES:,} files and folders; name fewer")
-    files = [file for name in names if data_suffix(file := Path(name)) in SUFFIXES and file.is_file()]
+    files = [file for name in entries if data_suffix(file := Path(name)) in SUFFIXES and file.is_file()]
     if not files:
         raise UserError(f"{path}: has no data file ({FILE_KINDS})")
     root = _root(path)
@@ -85,17 +92,6 @@ def is_test_split(split: str) -> bool:
     return _TEST.search(split.lower()) is not None
 
 
-def _single(path: str, file: Path) -> Path:
-    if not file.exists():
-        names: Iterable[str] = os.listdir(file.parent) if file.parent.is_dir() else ()
-        raise UserError(f"no file {path}{did_you_mean(file.name, names)}")
-    if not file.is_file():
-        raise UserError(f"{path} is no regular file; name a file: {FILE_KINDS}")
-    if data_suffix(file) not in SUFFIXES:
-        raise UserError(f"{path}: cannot read '{file.suffix}' files; write one of {FILE_KINDS}")
-    return file
-
-
 def _root(path: str) -> Path:
     """The folder itself, or the part of a pattern that has no wildcard."""
     place = shipped.resolve(path)
@@ -111,7 +107,6 @@ def _walk(folder: Path) -> Iterator[str]:
         yield from (os.path.join(parent, name) for name in names if not name.startswith("."))
 
 
-# ---
 # The first lines of .jsonl files, checked before torch is loaded: JSON objects, with columns that can be read.
 #
 # All examples are checked later, by data/split.py; this saves the wait for a file that cannot be read at all.
@@ -153,21 +148,15 @@ def _problems(name: str, lines: list[tuple[int, bytes]], split: dict[str, Any], 
     columns = {column: None for example in examples for column in example}
     names = split.get("columns")
     if isinstance(names, dict) and names:
-        return _names_problems(name, columns, names) if columns else []
+        for ours, theirs in names.items() if columns else ():  # keys of turns are not columns
+            if ours not in TURN_KEYS and isinstance(theirs, str) and theirs not in columns:
+                known = f"the columns are {', '.join(columns)}{did_you_mean(theirs, columns)}"
+                return [f"{name}: columns.{ours} is '{theirs}', and {known}"]
+        return []
     if not columns or task not in TASKS or columns.keys() & set(get_args(Column)):
         return []
     hint = example_of_names(examples[0], task)
     return [f"{name}: found the columns {', '.join(columns)}; {task} needs {TASKS[task].required_columns}{hint}"]
-
-
-def _names_problems(name: str, columns: dict[str, None], names: dict[str, Any]) -> list[str]:
-    """The first of `names`, ours -> the dataset's, that is no column. Keys of turns are not columns."""
-    own = {ours: theirs for ours, theirs in names.items() if ours not in TURN_KEYS}
-    missing = [(ours, theirs) for ours, theirs in own.items() if isinstance(theirs, str) and theirs not in columns]
-    return [
-        f"{name}: columns.{ours} is '{theirs}', and the columns are {', '.join(columns)}{did_you_mean(theirs, columns)}"
-        for ours, theirs in missing[:1]
-    ]
 
 
 def columns_text(names: Mapping[str, str]) -> str:

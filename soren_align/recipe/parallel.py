@@ -4,8 +4,8 @@ A DeepSpeed or FSDP config determines how tensors are sharded. Optimizer, clippi
 the recipe; a config that sets them too is refused, because DeepSpeed would silently use its own values.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from ..core import shipped
@@ -55,7 +55,6 @@ _FSDP_READ = (
     "state_dict_type",
 )
 
-
 _COMMUNICATION = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
@@ -103,55 +102,50 @@ def parallel(name_or_path: str) -> Parallel:
     """
     if name_or_path == "ddp":
         return Parallel("ddp")
-    path = _find(name_or_path)
-    config = _read(path)
+    if name_or_path in NAMES:
+        folder, suffix = ("accelerate", "yaml") if name_or_path == "fsdp2" else ("deepspeed", "json")
+        path = shipped.ROOT / "configs" / folder / f"{name_or_path}.{suffix}"
+    else:
+        path = shipped.resolve(name_or_path)
+    if path.suffix not in (".json", ".yaml", ".yml") or not path.is_file():
+        hint = did_you_mean(name_or_path.lower(), NAMES, f"write {', '.join(NAMES)}, or a file's path (.json, .yaml)")
+        raise UserError(f"found {name_or_path!r}, neither a known name nor a file{hint}")
+    text = read_text(path)
+    config = parse_json(text, path.name) if path.suffix == ".json" else parse_yaml(text, path.name)[0]
+    if not isinstance(config, dict):
+        raise UserError(f"{path.name}: a config must be a mapping")
     if path.suffix == ".json":
-        wrong = list(_deepspeed_problems(config))
-        if wrong:
+        if wrong := list(_deepspeed_problems(config)):
             raise UserError(*(f"{path.name}: {problem}" for problem in wrong))
-        return Parallel("zero", _completed(config))
+        zero = dict(config["zero_optimization"])
+        if zero["stage"] == 3:
+            zero.setdefault("stage3_gather_16bit_weights_on_model_save", True)  # else the saved model is empty
+        # The keys that every config needs: "auto" for the recipe's settings, and no optimizer of its own.
+        filled = {**dict.fromkeys(_FILLED, "auto"), "bf16": {"enabled": "auto"}, "zero_force_ds_cpu_optimizer": False}
+        return Parallel("zero", {**filled, "steps_per_print": 10**9, **config, "zero_optimization": zero})
     kind, fsdp = config.get("distributed_type"), config.get("fsdp_config")
     if kind != "FSDP" or not isinstance(fsdp, dict):
         raise UserError(f"{path.name}: distributed_type is {kind!r}; write FSDP, and an fsdp_config")
     fsdp = {key.removeprefix("fsdp_"): value for key, value in fsdp.items()}
-    wrong = list(_fsdp_problems(config, fsdp))
+    if fsdp.get("version") != 2:
+        raise UserError(f"{path.name}: fsdp_version is {fsdp.get('version')!r}; write 2")
+    wrong = [f"fsdp_{key}: has no effect under FSDP2; take it out" for key in fsdp if key not in _FSDP_READ]
+    if (mixed := config.get("mixed_precision")) not in (None, False, "no"):
+        wrong.append(f"mixed_precision: found {mixed!r}; set by trainer.bf16; write 'no'")
     if wrong:
         raise UserError(*(f"{path.name}: {problem}" for problem in wrong))
     return Parallel("fsdp2", fsdp)
 
 
-def _find(name_or_path: str) -> Path:
-    if name_or_path in NAMES:
-        folder, suffix = ("accelerate", "yaml") if name_or_path == "fsdp2" else ("deepspeed", "json")
-        return shipped.ROOT / "configs" / folder / f"{name_or_path}.{suffix}"
-    path = shipped.resolve(name_or_path)
-    if path.suffix not in (".json", ".yaml", ".yml") or not path.is_file():
-        hint = did_you_mean(name_or_path.lower(), NAMES, f"write {', '.join(NAMES)}, or a file's path (.json, .yaml)")
-        raise UserError(f"found {name_or_path!r}, neither a known name nor a file{hint}")
-    return path
-
-
-def _read(path: Path) -> dict[str, Any]:
-    text = read_text(path)
-    config = parse_json(text, path.name) if path.suffix == ".json" else parse_yaml(text, path.name)[0]
-    if not isinstance(config, dict):
-        raise UserError(f"{path.name}: a config must be a mapping")
+def _deepspeed_problems(config: dict[str, Any]) -> Iterator[str]:
     zero = config.get("zero_optimization")
     inside = zero if isinstance(zero, dict) else {}
-    sections = [(key, config.get(key)) for key in ("bf16", "fp16")]
-    sections += [(f"zero_optimization.{key}", inside.get(key)) for key in ("offload_optimizer", "offload_param")]
-    if wrong := [
-        f"{path.name}: {key}: found {value!r}; write a mapping" for key, value in sections if _is_no_map(value)
-    ]:
-        raise UserError(*wrong)
-    return config
-
-
-def _is_no_map(value: Any) -> bool:
-    return value is not None and not isinstance(value, dict)
-
-
-def _deepspeed_problems(config: dict[str, Any]):
+    sections = {key: config.get(key) for key in ("bf16", "fp16")}
+    sections |= {f"zero_optimization.{key}": inside.get(key) for key in ("offload_optimizer", "offload_param")}
+    no_mappings = {key: value for key, value in sections.items() if value is not None and not isinstance(value, dict)}
+    if no_mappings:
+        yield from (f"{key}: found {value!r}; write a mapping" for key, value in no_mappings.items())
+        return
     for key, reason in _ELSEWHERE.items():
         if config.get(key):
             yield f"{key}: {reason}; take it out"
@@ -164,7 +158,6 @@ def _deepspeed_problems(config: dict[str, Any]):
     sums_in = config.get("communication_data_type")
     if sums_in is not None and str(sums_in).lower() not in _COMMUNICATION:
         yield f'communication_data_type: found {sums_in!r}; write "fp32", or {" or ".join([*_COMMUNICATION][1:])}'
-    zero = config.get("zero_optimization")
     stage = zero.get("stage") if isinstance(zero, dict) else None
     if not isinstance(zero, dict) or type(stage) is not int or stage not in (1, 2, 3):
         yield f"zero_optimization.stage: found {stage!r}; write 1, 2 or 3 (without ZeRO: run.parallel ddp)"
@@ -187,33 +180,6 @@ def _deepspeed_problems(config: dict[str, Any]):
         yield "zero_force_ds_cpu_optimizer: DeepSpeed's CPU Adam would replace the recipe's optimizer; write false"
 
 
-def _fsdp_problems(config: dict[str, Any], fsdp: dict[str, Any]):
-    if fsdp.get("version") != 2:
-        yield f"fsdp_version is {fsdp.get('version')!r}; write 2"
-        return
-    for key in fsdp:
-        if key not in _FSDP_READ:
-            yield f"fsdp_{key}: has no effect under FSDP2; take it out"
-    if config.get("mixed_precision") not in (None, False, "no"):
-        yield f"mixed_precision: found {config['mixed_precision']!r}; set by trainer.bf16; write 'no'"
-
-
-def _completed(config: dict[str, Any]) -> dict[str, Any]:
-    """The config with the keys that every one needs: "auto" for the recipe's settings, and no optimizer of its own."""
-    zero = dict(config["zero_optimization"])
-    if zero["stage"] == 3:
-        zero.setdefault("stage3_gather_16bit_weights_on_model_save", True)  # else the saved model is empty
-    return {
-        **dict.fromkeys(_FILLED, "auto"),
-        "bf16": {"enabled": "auto"},
-        "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": 10**9,
-        **config,
-        "zero_optimization": zero,
-    }
-
-
-# ---
 # The global batch size: micro-batch size x gradient accumulation steps x processes.
 
 

@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import math
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -163,7 +164,8 @@ def _problem(task: str, key: str, value: Any) -> str | None:
             return f"found {bad[0]!r}; write one of {', '.join(field.choices)}{hint}"
     elif not _fits(value, field.types):
         hint = " (YAML's word for nothing is null)" if value == "None" else ""
-        return f"found {value!r}; write {_in_words(field.types)}{hint}"
+        words = [_WORDS.get(kind, kind) for kind in sorted(field.types - {"None"})] + ["null"] * ("None" in field.types)
+        return f"found {value!r}; write {' or '.join(words)}{hint}"
     if isinstance(value, int | float) and not isinstance(value, bool):
         if not math.isfinite(value):
             return f"found {value!r}; it must be finite"
@@ -194,12 +196,8 @@ _WORDS = {
     "bool": "true or false",
     "str": "a text",
     "dict": "a mapping",
+    "list": "a list",
 }
-
-
-def _in_words(types: frozenset[str]) -> str:
-    words = [_WORDS.get(t, "a list" if t == "list" else t) for t in sorted(types - {"None"})]
-    return " or ".join(words + (["null"] if "None" in types else []))
 
 
 def _source(package: str) -> Path:
@@ -231,26 +229,20 @@ def _class_fields(path: Path, name: str, enums: dict[str, tuple[str, ...]]) -> d
     for node in cls.body:
         if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
             continue
+        field = node.target.id
         call = {k.arg: k.value for k in node.value.keywords} if isinstance(node.value, ast.Call) else {}
-        meta = _metadata(call.get("metadata"))
-        named = {n.id for n in ast.walk(node.annotation) if isinstance(n, ast.Name)}
-        types = _types(node.annotation)
-        enum = next((enums[n] for n in sorted(named & enums.keys())), None)
-        fields[node.target.id] = Field(
-            name=node.target.id,
-            types=frozenset(types),
-            choices=enum or tuple(meta.get("choices", ())) or _documented_choices(document, node.target.id),
-            default=_literal(call.get("default", node.value)),
-            help=str(meta.get("help", "")),
-        )
+        meta = call.get("metadata")
+        items = zip(meta.keys, meta.values, strict=True) if isinstance(meta, ast.Dict) else ()
+        metadata = {_literal(key): _literal(value) for key, value in items}
+        names = {n.id for n in ast.walk(node.annotation) if isinstance(n, ast.Name)}
+        choices = next((enums[n] for n in sorted(names & enums.keys())), metadata.get("choices"))
+        if not choices:  # the docstring lists them after 'Possible values are:', as for DPO's loss_type
+            entry = re.search(rf"^ *{field} \(.*?(?=^ *\w+ \(|\Z)", document, re.MULTILINE | re.DOTALL)
+            listed = re.search(r"Possible values are:(.*?)(?:\.\s|\Z)", entry[0], re.DOTALL) if entry else None
+            choices = re.findall(r"`['\"](\w+)['\"]`", listed[1]) if listed else ()
+        default, help_text = _literal(call.get("default", node.value)), metadata.get("help") or ""
+        fields[field] = Field(field, frozenset(_types(node.annotation)), tuple(choices), default, str(help_text))
     return fields
-
-
-def _documented_choices(document: str, name: str) -> tuple[str, ...]:
-    """The values that a class docstring lists for a parameter after 'Possible values are:', as for DPO's loss_type."""
-    entry = re.search(rf"^ *{name} \(.*?(?=^ *\w+ \(|\Z)", document, re.MULTILINE | re.DOTALL)
-    values = re.search(r"Possible values are:(.*?)(?:\.\s|\Z)", entry[0], re.DOTALL) if entry else None
-    return tuple(re.findall(r"`['\"](\w+)['\"]`", values[1])) if values else ()
 
 
 def _types(annotation: ast.expr) -> set[str]:
@@ -264,13 +256,6 @@ def _types(annotation: ast.expr) -> set[str]:
     return {ast.unparse(annotation)}
 
 
-def _metadata(node: ast.expr | None) -> dict[str, Any]:
-    if not isinstance(node, ast.Dict):
-        return {}
-    pairs = ((k.value, v) for k, v in zip(node.keys, node.values, strict=True) if isinstance(k, ast.Constant))
-    return {str(k): value for k, v in pairs if (value := _literal(v)) is not None}
-
-
 def _literal(node: ast.expr | None) -> Any:
     try:
         return ast.literal_eval(node) if node is not None else None
@@ -278,7 +263,6 @@ def _literal(node: ast.expr | None) -> Any:
         return None
 
 
-# ---
 # Trackers besides metrics.jsonl: transformers' integrations, by the names in `trainer.report_to`.
 #
 # transformers reports a missing package only after the model is loaded; here it is reported before.
@@ -321,14 +305,13 @@ def problem(report_to: Any) -> str | None:
         if name not in TRACKERS:
             return f"found {name!r}; write none, {', '.join(TRACKERS)}{did_you_mean(name, [*TRACKERS, 'none'])}"
         modules, install = TRACKERS[name]
-        if missing := [module for module in modules if not _is_installed(module)]:
+        missing = []
+        for module in modules:
+            with suppress(ModuleNotFoundError):
+                spec = importlib.util.find_spec(module)
+                if spec is not None and spec.origin is not None:  # wandb's log folder `wandb` is importable too
+                    continue
+            missing.append(module)
+        if missing:
             return f"{name} is not installed ({', '.join(missing)}): pip install {install}, or write none"
     return None
-
-
-def _is_installed(module: str) -> bool:
-    try:
-        spec = importlib.util.find_spec(module)
-    except ModuleNotFoundError:
-        return False
-    return spec is not None and spec.origin is not None  # wandb's log folder `wandb` would be importable too
