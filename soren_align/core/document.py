@@ -25,6 +25,7 @@ from ruamel.yaml import YAML
 from .errors import UserError, closest, did_you_mean
 from .files import local_path, write
 from .shipped import MODELINE
+from .text import join_words
 from .yaml import Key, parse_yaml
 
 MAX_PARTS = 10
@@ -206,13 +207,13 @@ def place(key: Key, lines: dict[Key, str]) -> str:
 
 def sentences(problems: Iterable[Problem], lines: dict[Key, str]) -> list[str]:
     """Return the problems with their places and keys, in the order of lines; those of --set come last."""
-
-    def line_number(where: str) -> int:
+    placed = []
+    for key, message in problems:
+        where = place(key, lines)
         number = "" if where.startswith("--set") else where.rpartition(":")[2]
-        return int(number) if number.isdecimal() else 10**9
-
-    placed = [(place(key, lines), f"{dotted(key)}: {message}" if key else message) for key, message in problems]
-    return [f"{where} {sentence}" for where, sentence in sorted(placed, key=lambda one: line_number(one[0]))]
+        sentence = f"{dotted(key)}: {message}" if key else message
+        placed.append((int(number) if number.isdecimal() else 10**9, f"{where} {sentence}"))
+    return [sentence for _, sentence in sorted(placed, key=lambda row: row[0])]
 
 
 # JSON Schema, for editors.
@@ -359,7 +360,7 @@ class _Mistake:
                 return hint
             case "extra_forbidden" if owners := self.owners():
                 verb = "has" if len(owners) == 1 else "have"
-                return f"unknown key for {self.tag}; {_listed(owners, 'and')} {verb} it"
+                return f"unknown key for {self.tag}; {join_words(owners, 'and')} {verb} it"
             case "extra_forbidden":
                 similar = self.similar()
                 remedy = (
@@ -374,7 +375,7 @@ class _Mistake:
                 choices = self.error["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", ")
                 if key[-1] == "name" and self.union:
                     choices = list(self.union)
-                return f"found {value!r}; write {_listed(choices, 'or')}{hint or did_you_mean(value, choices)}"
+                return f"found {value!r}; write {join_words(choices, 'or')}{hint or did_you_mean(value, choices)}"
             case "model_type" if hint and isinstance(value, list):
                 return f"found a list; {hint}"
             case "model_type" | "dict_type":
@@ -427,7 +428,3 @@ def _locate(error: Any, form: type[Section]) -> _Mistake:
         if inner and not choices and i + 1 < len(error["loc"]):
             section, union, tag = inner, {}, ""
     return _Mistake(error, tuple(key), parent, annotation, union, tag)
-
-
-def _listed(words: list[str], conjunction: str) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {conjunction} {words[-1]}"

@@ -20,7 +20,7 @@ from ..core.files import local_path, read_text
 from ..tasks import TASKS
 from . import trl
 from .checks import problems_beyond_schema
-from .model import inherit_quantization
+from .model import recorded_quantization
 from .optimizer import MAP_SECTIONS, OPTIMIZER_SECTIONS
 from .schema import Recipe, kind_of_eval, resolve
 
@@ -184,7 +184,11 @@ def _checked(source: Document, task: str | None, on_missing: Notify | None = Non
             source.problems.append((key, message))
     source.refuse_problems()
     assert recipe is not None
-    return inherit_quantization(resolve(recipe))
+    recipe = resolve(recipe)
+    if recorded := recorded_quantization(recipe.model.name_or_path):  # that which the starting adapter was trained on
+        model = recipe.model.model_copy(update={"quantize": recorded.quantize})
+        recipe = recipe.model_copy(update={"model": model})
+    return recipe
 
 
 # Whether two recipes train the same weights: the condition for resuming a run.

@@ -137,14 +137,6 @@ def quantization(recipe: Recipe) -> Quantization | None:
     return Quantization(quantize=recipe.model.quantize, dtype=recipe.model.dtype, compute_dtype=compute_dtype(recipe))
 
 
-def inherit_quantization(recipe: Recipe) -> Recipe:
-    """The recipe with the quantization that its starting adapter was trained on written out."""
-    recorded = recorded_quantization(recipe.model.name_or_path)
-    if recorded is None:
-        return recipe
-    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"quantize": recorded.quantize})})
-
-
 def compute_dtype(recipe: Recipe) -> Dtype:
     """The dtype of the matrix products of the passes."""
     if recipe.trainer.get("fp16"):

@@ -5,7 +5,7 @@ The optimizer section is in `optimizers`, the data section in `data_section`.
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, LiteralString
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, WrapValidator
 from pydantic_core import PydanticCustomError
@@ -100,10 +100,6 @@ ONE, SEVERAL, SPLIT, PART, NUMBER = "<one>", "<several>", "a split", "a fraction
 """Tags of the unions in `data.train` and `data.eval`; messages name the latter three."""
 
 
-def _number_of_splits(train: Any) -> str:
-    return SEVERAL if isinstance(train, list | tuple) else ONE
-
-
 def kind_of_eval(evaluation: Any) -> str:
     """The tag of a value of `data.eval`."""
     keys = evaluation if isinstance(evaluation, dict) else getattr(evaluation, "model_fields_set", ())
@@ -120,7 +116,7 @@ class Data(Section):
 
     train: Annotated[
         Annotated[TrainSplit, Tag(ONE)] | Annotated[Annotated[list[TrainSplit], Field(min_length=1)], Tag(SEVERAL)],
-        Discriminator(_number_of_splits),
+        Discriminator(lambda train: SEVERAL if isinstance(train, list | tuple) else ONE),
     ]
     """One split, or a list of several that are shuffled together by trainer.seed."""
     eval: (
@@ -169,11 +165,16 @@ class LogSpectra(Section):
     metrics.jsonl. For Soren with any map but `exact`."""
 
 
-def _prompts(value: Any, check: Any) -> Any:
-    try:
-        return check(value)
-    except ValidationError:
-        raise PydanticCustomError("prompts", "write a list of texts, or a .txt or .jsonl file") from None
+def _worded(remedy: LiteralString) -> WrapValidator:
+    """Give one message for all members of a union of plain types."""
+
+    def validate(value: Any, check: Any) -> Any:
+        try:
+            return check(value)
+        except ValidationError:
+            raise PydanticCustomError("union", remedy) from None
+
+    return WrapValidator(validate)
 
 
 class Samples(Section):
@@ -184,7 +185,7 @@ class Samples(Section):
 
     prompts: Annotated[
         Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | Annotated[str, Field(min_length=1)],
-        WrapValidator(_prompts),
+        _worded("write a list of texts, or a .txt or .jsonl file"),
     ]
     """A list of texts, each a user's first message; or a file: .txt with one per line, or .jsonl of objects with a
     `prompt`, which is a text or a list of messages. For data without messages a prompt is the beginning of a text."""
@@ -238,13 +239,6 @@ class Recipe(Section):
         return TASKS[self.task].data
 
 
-def _modules(value: Any, check: Any) -> Any:
-    try:
-        return check(value)
-    except ValidationError:
-        raise PydanticCustomError("modules", "write all-linear, or a list of names") from None
-
-
 class Lora(Section):
     """Two small factors beside each linear layer are trained, instead of its weights."""
 
@@ -258,7 +252,8 @@ class Lora(Section):
     dropout: Coefficient = 0.0
     """Dropout on the input of the factors."""
     target_modules: Annotated[
-        Annotated[list[str], Field(min_length=1)] | Literal["all-linear"], WrapValidator(_modules)
+        Annotated[list[str], Field(min_length=1)] | Literal["all-linear"],
+        _worded("write all-linear, or a list of names"),
     ] = "all-linear"
     """Names of layers, such as q_proj, or `all-linear`: all linear layers but the head."""
     modules_to_save: list[str] = []
@@ -276,10 +271,6 @@ class TrainedTokenizer(Section):
 
     vocab_size: Annotated[int, Field(ge=258)]
     """Tokens: the 256 bytes, `<|endoftext|>`, `<|pad|>`, and the most frequent sequences of bytes."""
-
-
-def _kind_of_tokenizer(value: Any) -> str:
-    return "<name>" if isinstance(value, str) else "<trained>"
 
 
 class Model(Section):
@@ -306,7 +297,7 @@ class Model(Section):
     tokenizer: (
         Annotated[
             Annotated[str, Tag("<name>")] | Annotated[TrainedTokenizer, Tag("<trained>")],
-            Discriminator(_kind_of_tokenizer),
+            Discriminator(lambda value: "<name>" if isinstance(value, str) else "<trained>"),
         ]
         | None
     ) = None
