@@ -30,7 +30,13 @@ RESUMABLE = 71
 """Exit code of a run that the machine stopped: a full disk, missing memory, a lost rank. It resumes later."""
 LOCKED = 75
 """Exit code of a run that another command holds, or has ended in the meantime."""
-_LOADED = "soren_align.study.loaded_libraries"
+LOADED = (
+    *("soren_align.training", "soren_align.training.run", "soren_align.training.setup", "soren_align.sharding.ranks"),
+    *("soren_align.evaluate.run.lineage", "soren_align.evaluate.run.stage", "soren_align.publish.card"),
+)
+"""The modules that a training and an evaluation import, in an order in which bitsandbytes prints no warning. No thread
+may run in a server that has loaded them, but for jemalloc's own: a fork copies none, and a lock that one holds would
+stay locked."""
 
 
 def start_server(*, on_gpus: bool) -> BaseContext:
@@ -40,7 +46,7 @@ def start_server(*, on_gpus: bool) -> BaseContext:
     # Of a run that was killed, Python's tracker of semaphores would print a warning on the terminal.
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["soren_align.training", _LOADED])  # in this order: bitsandbytes warns when imported
+    context.set_forkserver_preload([*LOADED])
     return context
 
 
@@ -64,7 +70,15 @@ def _run(recipe_text: str, log: str, processes: int, environment: dict[str, str]
         sys.exit(RESUMABLE)
     for stream in (1, 2):
         os.dup2(descriptor, stream)
-    _stop_with_parent()
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def stop_with_parent() -> None:
+        """Stop with a checkpoint when the command has ended, also by SIGKILL."""
+        wait([parent.sentinel])
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop_with_parent, daemon=True).start()
     code = train_run(load_text(recipe_text), processes)
     with contextlib.suppress(OSError):  # what a full disk does not take must not change the exit code
         sys.stdout.flush()
@@ -109,15 +123,3 @@ def train_run(recipe: Recipe, processes: int = 1) -> int:
             else:
                 traceback.print_exc()
         return RESUMABLE if isinstance(problem, ResumableError) else 2 if problem else 1
-
-
-def _stop_with_parent() -> None:
-    """Send this process a SIGTERM when the command has ended, also by SIGKILL: it saves a checkpoint and stops."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        wait([parent.sentinel])
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=watch, daemon=True).start()

@@ -5,11 +5,12 @@ machine or on several with a shared file system, share a study without a coordin
 folders, so that a command that was killed at any moment is continued by the same command.
 """
 
+import json
 import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -17,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import MAX_CHARACTERS, ResumableError, UserError, free_bytes, printable
-from ..core.files import remove
+from ..core.files import remove, write
 from ..core.signals import killed_by, stop_signals
 from ..core.text import Terminal, print_labelled, stderr_console
 from ..evaluate.report.results import read_results
 from ..evaluate.suite.suites import suite_of
 from ..launch.environment import set_environment, visible_gpus
-from ..recipe import Eval, load_resolved
+from ..recipe import load_resolved
 from ..run import lock
 from ..run.folder import LOCK, RANKS_LOCK, RunFolder
 from .audit import audit, cautions
@@ -31,7 +32,7 @@ from .config import StudyFile, recipe_of_run, study_folder
 from .report.page import terminal_verdict, write_report
 from .run_processes import LOCKED, RESUMABLE, SERVER_LOST, start_run, start_server
 from .runs import read_files
-from .search import STUDY_FILE, Progress, create, read_study, write_study
+from .search import STUDY_FILE, STUDY_RESULT, Progress, create, read_study
 from .stats import verdict as answers
 from .stats.verdict import Rules, verdict
 from .study import ENDED, Run, Study
@@ -66,7 +67,12 @@ def compare(study: StudyFile, options: RunnerOptions) -> int:
         create(folder, study)
         progress = Progress(folder)
         if options.extend:
-            _print_extension(progress.extend(), console)
+            ends = progress.extend()
+            for name, keys in ends.items():
+                text = ", ".join(f"{name}: {key} beyond its {end} end" for key, end in keys.items())
+                print_labelled(console, "extend", text)
+            if not ends:
+                print_labelled(console, "extend", "no selected value lies at an end of its space; nothing to add")
     code = _Runner(progress, options, console).run_all()
     if code == 0:
         _conclude(folder, progress.failures)
@@ -120,7 +126,13 @@ class _Runner:
         pending = [run for run in runs if run.status not in ENDED]
         if not pending:
             return 0
-        _refuse_another_number(self.progress.folder, runs, self.options.processes)
+        for run in runs:  # those with another number of processes could not be compared
+            before = (RunFolder(self.progress.folder / run.folder).read() or {}).get("processes")
+            if before not in (None, self.options.processes):
+                raise UserError(
+                    f"{self.progress.folder}: its runs have {before} process{'es' * (before > 1)} each, not "
+                    f"{self.options.processes}; rerun with --processes {before}"
+                )
         recipe = recipe_of_run(self.progress.study, pending[0])
         gpus = [] if recipe.trainer.get("use_cpu") else visible_gpus()
         set_environment(recipe, num_gpus=max(1, len(gpus)))
@@ -140,11 +152,16 @@ class _Runner:
                         f"{self.progress.folder}: the study stopped, and no result is lost ({done} of {len(runs)} runs "
                         f"have ended): {self.obstacle}. The same command resumes the runs that have not ended"
                     )
-                status.update(self._describe(runs))
+                done = sum(run.status in ENDED for run in runs)
+                own = ", ".join(run.folder for run, _ in self.active.values())
+                status.update(f"{done} of {len(runs)} runs; running: {own or 'those of other commands'}")
                 wait([process.sentinel for process in self.active], timeout=POLL_SECONDS)
                 self._reap()
                 runs = self._update()
-                self._report(runs)
+                for run in runs:
+                    if run.status in ENDED and run.folder not in self.reported and not self.is_stopping:
+                        self.reported.add(run.folder)
+                        print_labelled(self.console, run.candidate, describe_run(run, self.progress.study))
                 own = {run.folder for run, _ in self.active.values()}
                 pending = [run for run in runs if run.status not in ENDED and run.folder not in own]
         return 0
@@ -153,9 +170,11 @@ class _Runner:
         with _exclusive(self.progress.folder):
             runs = self.progress.update()
             if not self.progress.study.search.keep_models:
-                for run in runs:
-                    if run.stage == "search" and run.status in ("finished", "diverged"):
-                        _remove_models(RunFolder(self.progress.folder / run.folder))
+                for run in (run for run in runs if run.stage == "search" and run.status in ("finished", "diverged")):
+                    folder = RunFolder(self.progress.folder / run.folder)
+                    paths = [path for path in (folder.model, folder.checkpoints, folder.start) if path.exists()]
+                    for path in paths if paths and not _is_locked(folder) else ():  # a process may still hold it
+                        remove(path)
         return runs
 
     def _start(self, run: Run, context: BaseContext, gpus: list[str], slots: int) -> None:
@@ -178,19 +197,18 @@ class _Runner:
             if code == RESUMABLE:
                 self._stop_starting(run, self._reason(run))
             elif (code < 0 or code in (130, SERVER_LOST)) and not self.is_stopping:
-                self._repeat_once(run, code)
+                # Repeated once; at the second time, no other is started either.
+                causes = {130: "stopped by a signal", SERVER_LOST: "the process that started it was killed"}
+                cause = causes.get(code) or killed_by(-code)
+                if run.folder in self.killed:
+                    remedy = f"see {run.folder}.log, and start fewer runs at a time (--jobs)"
+                    self._stop_starting(run, f"{cause}, twice; {remedy}")
+                else:
+                    self.killed.add(run.folder)
+                    text = f"{run.folder}: {cause}; it is repeated from its last checkpoint"
+                    print_labelled(self.console, "notice", text)
             elif code not in (0, 130, LOCKED) and code > 0:
                 self.progress.failures[run.folder] = f"ended with exit code {code}; see {run.folder}.log"
-
-    def _repeat_once(self, run: Run, code: int) -> None:
-        """Let a run that a signal ended be started again; at the second time, start no other either."""
-        causes = {130: "stopped by a signal", SERVER_LOST: "the process that started it was killed"}
-        cause = causes.get(code) or killed_by(-code)
-        if run.folder not in self.killed:
-            self.killed.add(run.folder)
-            print_labelled(self.console, "notice", f"{run.folder}: {cause}; it is repeated from its last checkpoint")
-        else:
-            self._stop_starting(run, f"{cause}, twice; see {run.folder}.log, and start fewer runs at a time (--jobs)")
 
     def _stop_starting(self, run: Run, reason: str) -> None:
         self.obstacle = self.obstacle or f"{run.folder}: {reason}"
@@ -211,18 +229,6 @@ class _Runner:
             )
         return f"its log cannot be written; {free_bytes(folder):,} bytes are free on its disk"
 
-    def _report(self, runs: list[Run]) -> None:
-        """Print a line per run that has ended since the last call."""
-        for run in runs:
-            if run.status in ENDED and run.folder not in self.reported and not self.is_stopping:
-                self.reported.add(run.folder)
-                print_labelled(self.console, run.candidate, describe_run(run, self.progress.study))
-
-    def _describe(self, runs: list[Run]) -> str:
-        done = sum(run.status in ENDED for run in runs)
-        own = ", ".join(run.folder for run, _ in self.active.values())
-        return f"{done} of {len(runs)} runs; running: {own or 'those of other commands'}"
-
     @contextmanager
     def _handling_signals(self) -> Iterator[None]:
         """On a signal, stop the runs as a run is stopped: with a checkpoint; on a second one, at once."""
@@ -240,17 +246,6 @@ class _Runner:
                 process.terminate()
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def _refuse_another_number(folder: Path, runs: list[Run], processes: int) -> None:
-    """Raise UserError if the study's runs have another number of processes: they could not be compared."""
-    for run in runs:
-        before = (RunFolder(folder / run.folder).read() or {}).get("processes")
-        if before not in (None, processes):
-            raise UserError(
-                f"{folder}: its runs have {before} process{'es' * (before > 1)} each, not {processes}; "
-                f"rerun with --processes {before}"
-            )
 
 
 def describe_run(run: Run, study: StudyFile) -> str:
@@ -273,13 +268,6 @@ def _short(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def _print_extension(ends: dict[str, dict[str, str]], console: Terminal) -> None:
-    for name, keys in ends.items():
-        print_labelled(console, "extend", ", ".join(f"{name}: {key} beyond its {end} end" for key, end in keys.items()))
-    if not ends:
-        print_labelled(console, "extend", "no selected value lies at an end of its space; nothing to add")
-
-
 def _move_another_setting(run: Run, progress: Progress, path: Path) -> None:
     """Move a verdict's run of a setting that was selected before an extension to earlier/ in the study's folder.
 
@@ -289,14 +277,6 @@ def _move_another_setting(run: Run, progress: Progress, path: Path) -> None:
         earlier = path.parents[2] / "earlier" / path.parent.name
         earlier.mkdir(parents=True, exist_ok=True)
         path.rename(next(to for n in range(1, 1000) if not (to := earlier / f"{path.name}-{n}").exists()))
-
-
-def _remove_models(folder: RunFolder) -> None:
-    """Remove the models and checkpoints of a run that has ended, unless a process still holds it."""
-    paths = [path for path in (folder.model, folder.checkpoints, folder.start) if path.exists()]
-    if paths and not _is_locked(folder):
-        for path in paths:
-            remove(path)
 
 
 def _is_locked(folder: RunFolder) -> bool:
@@ -329,65 +309,40 @@ def _exclusive(folder: Path) -> Iterator[None]:
         lock.release(file)
 
 
-# ---
-# The conclusion of a study: its runs are audited, then compared, and the report is written.
-
-
 def conclude(folder: Path, failures: Mapping[str, str] | None = None) -> Study:
     """Return the study in a folder with its verdict, after writing study.json and the report.
 
-    With a problem there is no verdict. failures: reasons of runs that ended without a record, by folder.
+    Its runs are audited, then compared; with a problem there is no verdict. failures: reasons of runs that ended
+    without a record, by folder.
     """
     study = read_study(folder, failures)
-    options = _evaluation(folder, study)
-    contamination = _contamination(folder, study, options)
+    final = [run for candidate in study.candidates for run in candidate.verdict]
+    recipe = next((file for run in final if (file := RunFolder(folder / run.folder).recipe).is_file()), None)
+    options = load_resolved(recipe).eval if recipe else None  # None before the first run of the verdict
+    contamination = None
+    if options and (evaluated := next((run for run in final if run.scores), None)):  # all train on the same examples
+        results = read_results(RunFolder(folder / evaluated.folder).evaluation(options.name))
+        contamination = results.get("contamination") if results else None
     runs, unreadable = read_files(folder)
-    study = replace(
-        study,
-        problems=[*unreadable, *audit(study.candidates, folder, study.file, runs)],
-        cautions=[*cautions(study.candidates, folder, study.file, runs, contamination)],
-        contamination=contamination,
-    )
-    if not study.problems:
-        study = _with_verdict(folder, study, options)
-    write_study(folder, study)
+    problems = [*unreadable, *audit(study.candidates, folder, study.file, runs)]
+    weaknesses = [*cautions(study.candidates, folder, study.file, runs, contamination)]
+    differences = []
+    if not problems:
+        points, base, about_answers = {}, None, []
+        if options:
+            points, base, about_answers = answers.read_answers(folder, study.candidates, options.name)
+        section = study.file["verdict"]
+        retention: dict[str, Any] = section["retention"] or {"columns": [], "margin": 0.0}
+        rules = Rules(
+            reference=section["reference"],
+            power=section["power"],
+            higher_is_better=study.higher_is_better,
+            average=options is not None and suite_of(options).average,
+            margins={column: retention["margin"] for column in retention["columns"]},
+        )
+        differences = verdict(rules, study.candidates, points, base)
+        weaknesses += [*about_answers, *answers.cautions(study.candidates, points)]
+    study = replace(study, problems=problems, cautions=weaknesses, contamination=contamination, differences=differences)
+    write(folder / STUDY_RESULT, json.dumps(asdict(study), indent=1) + "\n")
     write_report(study, folder)
     return study
-
-
-def _with_verdict(folder: Path, study: Study, options: Eval | None) -> Study:
-    """Return the study with the differences of the candidates whose runs with fresh seeds have all finished."""
-    section = study.file["verdict"]
-    points, base, weaknesses = {}, None, []
-    if options:
-        points, base, weaknesses = answers.read_answers(folder, study.candidates, options.name)
-    retention: dict[str, Any] = section["retention"] or {"columns": [], "margin": 0.0}
-    rules = Rules(
-        reference=section["reference"],
-        power=section["power"],
-        higher_is_better=study.higher_is_better,
-        average=options is not None and suite_of(options).average,
-        margins={column: retention["margin"] for column in retention["columns"]},
-    )
-    return replace(
-        study,
-        differences=verdict(rules, study.candidates, points, base),
-        cautions=[*study.cautions, *weaknesses, *answers.cautions(study.candidates, points)],
-    )
-
-
-def _contamination(folder: Path, study: Study, options: Eval | None) -> dict[str, Any] | None:
-    """Return the overlaps that the first evaluation has counted: all runs train on the same examples."""
-    for run in (run for candidate in study.candidates for run in candidate.verdict):
-        if options and run.scores:
-            results = read_results(RunFolder(folder / run.folder).evaluation(options.name))
-            return results.get("contamination") if results else None
-    return None
-
-
-def _evaluation(folder: Path, study: Study) -> Eval | None:
-    """Return the evaluation of the verdict's runs; None before the first one."""
-    for run in (run for candidate in study.candidates for run in candidate.verdict):
-        if (recipe := RunFolder(folder / run.folder).recipe).is_file():
-            return load_resolved(recipe).eval
-    return None

@@ -274,11 +274,6 @@ def read_study(folder: Path, failures: Mapping[str, str] | None = None) -> Study
     )
 
 
-def write_study(folder: Path, study: Study) -> None:
-    """Write study.json."""
-    write(folder / STUDY_RESULT, json.dumps(asdict(study), indent=1) + "\n")
-
-
 class Trials:
     """The trials of all candidates: one Optuna study each, named like the candidate, in the folder's journal."""
 
@@ -314,7 +309,7 @@ class Trials:
         space: intervals of an extension, in the place of the study's.
         """
         frozen = self._frozen(candidate)
-        distributions = {
+        distributions: dict[str, BaseDistribution] = {
             key: FloatDistribution(each.low, each.high, log=each.log)
             if isinstance(each, Range)
             else CategoricalDistribution(each)

@@ -45,11 +45,16 @@ def load_libraries(folder: Path) -> None:
     os.environ.update(runs.environment(folder), HF_HOME=str(folder / "hf"))  # which datasets reads on import
     import importlib
 
-    import soren_align.study.loaded_libraries
-    import soren_align.training  # noqa: F401
+    from soren_align.study.run_processes import LOADED
     from tests.support.rank_pool import PRELOADED
 
-    for name in (*PRELOADED, "soren_align.cli.app", "soren_align.launch.commands", "tests.support.trainer_jobs"):
+    for name in (
+        *LOADED,
+        *PRELOADED,
+        "soren_align.cli.app",
+        "soren_align.launch.commands",
+        "tests.support.trainer_jobs",
+    ):
         importlib.import_module(name)
 
 

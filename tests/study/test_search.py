@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -273,8 +274,7 @@ def test_the_study_is_plain_data(tmp_path):
     study = study_of(tmp_path)
     end_all(study, loss_of)
     folder = Path(study.output_dir)
-    study_search.write_study(folder, read_study(folder))
-    written = json.loads((folder / "study.json").read_text())
+    written = json.loads(json.dumps(asdict(read_study(folder))))
     run = written["candidates"][1]["verdict"][0]
     assert run["metric"] == run["curve"][-1]["metric"] == pytest.approx(loss_of(_Run(run)))
     assert [point["step"] for point in run["curve"]] == [0, 6]

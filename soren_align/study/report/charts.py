@@ -418,7 +418,11 @@ def _panel(
         fill(axes, colors)
         return drawing
 
-    return Picture(_address(draw(LIGHT), LIGHT.paper), _address(draw(DARK), DARK.paper), alt)
+    light, dark = draw(LIGHT), draw(DARK)
+    address = _address(light, LIGHT.paper)
+    dark.set_layout_engine("none")  # most of the time of a drawing, and the same for both
+    dark.axes[0].set_position(light.axes[0].get_position())
+    return Picture(address, _address(dark, DARK.paper), alt)
 
 
 def _address(drawing: Drawing, background: str) -> str:
