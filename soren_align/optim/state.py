@@ -87,7 +87,8 @@ def loaded_state(
                 loaded[parameter][key] = _loaded(state[key], key, name, parameter, dtype)
             wrong = [key for key, n in form.sizes.items() if getattr(state.get(key), "shape", None) != (n,)]
             saved_blocks = torch.as_tensor(state.get("blocks", -1)).cpu()
-            if form.blocks is not None and (wrong or not torch.equal(saved_blocks, form.blocks)):
+            has_scales = not any(key.endswith("_scale") for key in wrong)
+            if form.blocks is not None and not (has_scales and torch.equal(saved_blocks, form.blocks)):
                 raise ValueError(
                     f"the checkpoint has 8-bit states of {name} in other blocks; it cannot be resumed from"
                 )

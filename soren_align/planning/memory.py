@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from ..core.optimizer_settings import FactorPrecision, States
+from ..optim import OPTIMIZERS
 from ..optim.adamw import workspace
 from ..optim.eight_bits import BLOCK, SMALL
-from ..optim.layout import WeightLayouts
+from ..optim.layout import WeightLayouts, map_state_sizes
 from ..recipe import Parallel
 from ..sharding.layout import Shapes
 from ..sharding.plan import BUCKET_MB
@@ -196,6 +197,11 @@ class StepSettings:
             share = num_small / total if total else 0
             itemsize = (1 + FLOAT32 / BLOCK) * (1 - share) + (1 + FLOAT32) * share
             num_bytes += numel * num_moments * (itemsize if self.states == "8bit" else FLOAT32)
+        model, cls = sizes.model, OPTIMIZERS.get(self.optimizer)
+        for name, shape in model.matrices.items() if cls and cls.map_state else ():
+            layout = model.weight_layouts.get(name, "linear")
+            numbers = sum(map_state_sizes(shape[-2:], layout, cls.map_state).values()) * math.prod(shape[:-2])
+            num_bytes += numbers * FLOAT32 * shard.matrices / whole.matrices
         detail = "8 bits" if self.states == "8bit" else "float32"
         return Component("optimizer states", round(num_bytes), detail + part, location)
 

@@ -1,0 +1,69 @@
+"""A map's state, of the shape that it declares: sharded, saved, and that of one process on any number of ranks."""
+
+import copy
+
+import pytest
+import torch
+
+from soren_align.optim import OPTIMIZERS
+from soren_align.planning.memory import ModelSizes, StepSettings
+from soren_align.planning.step import step_cost
+from soren_align.recipe import Parallel
+from tests.support import normuon
+
+
+@pytest.mark.parametrize("states", ["float32", "8bit"])
+def test_row_moments_follow_the_rule_and_are_resumed(states):
+    parameters, optimizer = normuon.trained(states=states)
+    moments = {name: optimizer.state[p]["row_moment"] for name, p in parameters.items()}
+    assert {name: moment.shape for name, moment in moments.items()} == {n: (m,) for n, (m, _) in normuon.SHAPES.items()}
+    if states == "float32":
+        momentum, expected = torch.zeros(6, 9), torch.zeros(6, 1)
+        for step in range(3):
+            grad = normuon.gradients(step)["a"]
+            momentum = 0.95 * momentum + 0.05 * grad
+            n = 0.95 * momentum + 0.05 * grad
+            expected = 0.9 * expected + 0.1 * (n / n.norm()).square().mean(-1, keepdim=True)
+        torch.testing.assert_close(moments["a"], expected.flatten())
+    saved = copy.deepcopy(optimizer.state_dict())
+    weights = {name: p.detach().clone() for name, p in parameters.items()}
+    normuon.step_(optimizer, parameters, [7])
+    resumed, second = normuon.trained(1, states=states)
+    second.load_state_dict(saved)
+    for name, p in resumed.items():
+        p.data = weights[name]
+    normuon.step_(second, resumed, [7])
+    assert all(torch.equal(p, resumed[name]) for name, p in parameters.items())
+    del saved["state"][0]["row_moment"]
+    with pytest.raises(ValueError, match="the checkpoint lacks row_moment of a"):
+        second.load_state_dict(saved)
+
+
+def test_replicas_have_the_row_moments_of_one_process(ranks):
+    parameters, optimizer = normuon.trained()
+    expected = torch.cat([optimizer.state[p]["row_moment"] for p in parameters.values()])
+    for weights, moments in ranks.run(normuon.replicas):
+        torch.testing.assert_close(moments, expected)
+        torch.testing.assert_close(weights, torch.cat([p.detach().flatten() for p in parameters.values()]))
+
+
+def test_each_number_of_the_state_lies_on_one_rank_of_flat_shards(ranks):
+    parameters, optimizer = normuon.trained()
+    shards = ranks.run(normuon.flat_shards, "float32")
+    expected = torch.cat([optimizer.state[p]["row_moment"] for p in parameters.values()])
+    torch.testing.assert_close(torch.cat([moments for _, moments in shards]), expected)
+    whole = torch.cat([p.detach().flatten() for p in parameters.values()])
+    torch.testing.assert_close(torch.cat([weights for weights, _ in shards])[: whole.numel()], whole)
+    in_8_bits = torch.cat([moments for _, moments in ranks.run(normuon.flat_shards, "8bit")])
+    assert in_8_bits.shape == expected.shape
+
+
+@pytest.mark.parametrize(("kind", "share"), [("ddp", 1), ("zero", 4)])
+def test_the_plan_counts_it(monkeypatch, kind, share):
+    monkeypatch.setitem(OPTIMIZERS, "normuon", normuon.NorMuon)
+    mode = Parallel(kind, config={"zero_optimization": {"stage": 3}} if kind == "zero" else {})
+    num_bytes = {}
+    for name in ("muon", "normuon"):
+        cost = step_cost(ModelSizes({"a": (8, 12), "b": (16, 4)}, 0), mode, 4, StepSettings(optimizer=name))
+        num_bytes[name] = sum(part.num_bytes for part in cost.memory if part.name == "optimizer states")
+    assert num_bytes["normuon"] - num_bytes["muon"] == 4 * (8 + 16) / share
