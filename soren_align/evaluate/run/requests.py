@@ -2,6 +2,11 @@
 
 lm-eval sees a single model on a single rank, so that its few-shot examples do not depend on the number of processes
 (with lm-eval's own data parallelism on two ranks, most prompts change). Workers get finished prompts.
+
+No request is computed twice, and no model gets another model's responses: a cache file belongs to one model. Its name
+is a hash of all that determines the responses: weights, configs, tokenizer, template, dtype, batch size, device,
+versions. It has one line per chunk of requests, under a hash of the requests. The chunks do not depend on the number of
+processes, so that a cached response equals, to the last bit, the one that would be computed again.
 """
 
 import hashlib
@@ -22,14 +27,6 @@ from ...data.rendering import template_errors
 from ...run.provenance import fingerprint
 from .backends import FILES, BackendSettings, ContextTooShort, base_folder
 from .workers import InProcess, WorkerPool
-
-# ---
-# The cache of responses: no request is computed twice, and no model gets another model's responses.
-#
-# A cache file belongs to one model. Its name is a hash of all that determines the responses: weights, configs,
-# tokenizer, template, dtype, batch size, device, versions. It has one line per chunk of requests, under a hash of the
-# requests. The chunks do not depend on the number of processes, so that a cached response equals, to the last bit, the
-# one that would be computed again.
 
 FORMAT = 2
 """Of a cache file. Increased when this package loads or runs models differently, so that responses change."""
