@@ -12,6 +12,7 @@ from ..core.errors import UserError
 from ..evaluate.report.results import read_results
 from ..recipe import Recipe, load_resolved, training_part
 from ..run.folder import STOPPED, RunFolder, read_metrics
+from ..run.metrics import IN_STUDIES
 from ..run.provenance import software
 from ..run.record import divergence
 from .config import Range, StudyFile
@@ -141,7 +142,10 @@ def read_curve(lines: Sequence[Mapping[str, Any]], metric: str) -> list[Point]:
             if speed and total is not None:
                 seconds, tokens = seconds + max(0.0, total - tokens) / speed, total
         if metric in line or "eval_loss" in line:
-            step = line["step"]
+            step, measured = line["step"], {}
+            for each in IN_STUDIES:  # a recipe's setting asks for those of an evaluation; others are in every log
+                value = line.get(f"eval_{each.key}", line.get(each.key)) if each.recipe else train.get(each.key)
+                measured[each.key] = finite(value) if step or each.recipe else each.at_start
             points[step] = Point(
                 step,
                 # The evaluations of a pre-training are ours, and have no such count.
@@ -149,9 +153,7 @@ def read_curve(lines: Sequence[Mapping[str, Any]], metric: str) -> list[Point]:
                 seconds=seconds,
                 metric=finite(line.get(metric)),
                 train_loss=finite(train.get("loss")) if step else None,
-                relative_change=finite(train.get("relative_change")) if step else 0.0,
-                kl_to_start=finite(line.get("eval_kl_to_start", line.get("kl_to_start"))),
-                retention_loss=finite(line.get("eval_retention_loss", line.get("retention_loss"))),
+                **measured,
             )
     return [points[step] for step in sorted(points)]
 

@@ -1,10 +1,12 @@
 """The runs of a study as plain data, read from their run folders: all that the verdict and the report are made of."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 from math import isfinite
 from statistics import fmean
 from typing import Any, Literal
+
+from ..run.metrics import IN_STUDIES
 
 Status = Literal["waiting", "running", "finished", "diverged", "failed"]
 ENDED = ("finished", "diverged", "failed")
@@ -14,8 +16,8 @@ BASE, AVERAGE, HELD_OUT = "base", "average", "held-out"
 
 
 @dataclass(frozen=True)
-class Point:
-    """One evaluation during a run, or the start at step 0. None: not measured there."""
+class Evaluation:
+    """The held-out examples evaluated during a run, or at its start, step 0. None: not measured there."""
 
     step: int
     tokens: int | None = None
@@ -23,12 +25,13 @@ class Point:
     metric: float | None = None
     """The study's selection metric on the held-out examples."""
     train_loss: float | None = None
-    relative_change: float | None = None
-    """||W - W_0|| / ||W_0|| of the matrices."""
-    kl_to_start: float | None = None
-    """Mean KL(start || model) of a token of the held-out examples, in nats."""
-    retention_loss: float | None = None
-    """Mean loss of a token of the retention examples, in nats."""
+
+
+_MEASURED = [(metric.key, float | None, None) for metric in IN_STUDIES]
+
+
+class Point(make_dataclass("Measured", _MEASURED, bases=(Evaluation,), frozen=True)):
+    """An evaluation with all measurements that a study reads, by their key."""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from PIL import Image
 
 from ...core.errors import printable
 from ...core.text import count, join_words
+from ...run.metrics import METRICS
 from ..study import Difference, Run, Study, finished
 from .blocks import Figure, Paragraph, Picture
 from .curves import Curve, best_of, curve, expected_best, focus, mean_curve, shown_runs, start, thin, trial_metrics
@@ -63,8 +64,7 @@ MAX_KEYS = 6
 """Searched keys that have a figure."""
 MAX_BYTES = 1 << 26
 """Of a spectra.jsonl that is read; a larger one is left to `soren-align spectrum`."""
-DISPLACEMENT = "displacement ||W - W0|| / ||W0||"
-KL = "KL to the start, nats per token"
+DISPLACEMENT, KL = (METRICS[key].label for key in ("relative_change", "kl_to_start"))
 RETENTION = "rise of the retention loss"
 
 

@@ -8,11 +8,12 @@ from itertools import pairwise
 from math import comb, isfinite
 from statistics import fmean, median
 
+from ...run.metrics import IN_STUDIES
 from ..study import Candidate, Point, Run, Study, finished, metric_of_trial
 
 MAX_POINTS = 200
 """Of a drawn curve: more cannot be seen in a small panel."""
-AT_START = {"step", "tokens", "seconds", "relative_change", "kl_to_start"}
+AT_START = {"step", "tokens", "seconds", *(metric.key for metric in IN_STUDIES if metric.at_start == 0)}
 """Quantities that are 0 at the start, measured or not."""
 Curve = list[tuple[float, float]]
 

@@ -16,6 +16,7 @@ from rich.text import Text
 from ...core.errors import printable
 from ...core.files import write
 from ...core.text import Table, count, duration, gibibytes, join_words, mean_std, p_value, signed
+from ...run.metrics import IN_STUDIES
 from ..study import BASE, Study, finished
 from .blocks import (
     Alert,
@@ -52,7 +53,7 @@ from .text import (
 )
 
 STYLES = {"better": "green", "worse": "red", "open": ""}
-LAST = ("step", "tokens", "train_loss", "relative_change", "kl_to_start", "retention_loss")
+LAST = ("step", "tokens", "train_loss", *(metric.key for metric in IN_STUDIES))
 """Quantities of a run's last evaluation, in trials.csv."""
 OWN = ("recipe", "num_batches", "versions")
 """Parts of a run's identity that are not shown: its own recipe, and what stands elsewhere."""
