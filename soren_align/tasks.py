@@ -6,7 +6,7 @@ examples in data/formats.py, and a command.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 TaskName = Literal["sft", "dpo", "pretrain"]
@@ -61,6 +61,8 @@ class Task:
     """Logged values that are shown, those of an evaluation too, whose names start with eval_ -> their format."""
     higher_is_better: Mapping[str, bool]
     """The held-out metrics that a study's trials may be selected by, and their direction."""
+    passed_on: Mapping[str, str] = field(default_factory=dict)
+    """Columns that the trainer takes beside the tokens, as the examples have them -> their type in Arrow."""
     answers: tuple[str, ...] = ()
     """The columns of an example's answers to one prompt, each a sequence to train on; none where it is one sequence."""
     has_reference: bool = False

@@ -12,15 +12,17 @@ from datasets.iterable_dataset import ExamplesIterable
 
 from ..core.errors import UserError
 from ..core.silence import quiet_libraries
-from ..tasks import OPTIONS
+from ..tasks import OPTIONS, TASKS
 from .turns import plain_turns
 
 
 def features_of(names: Sequence[str], has_turns: bool) -> Features:
     """The features of converted examples: texts, or lists of turns."""
     # Turns with tool calls have other keys than those without; JSON holds both.
-    is_text = not has_turns
-    return Features({name: Value("string") if is_text or name in OPTIONS else List(Json()) for name in names})
+    types: dict[str, Any] = {name: List(Json()) for name in names} if has_turns else {}
+    types |= {name: Value("string") for name in names if name not in types or name in OPTIONS}
+    types |= {name: Value(kind) for task in TASKS.values() for name, kind in task.passed_on.items() if name in names}
+    return Features(types)
 
 
 def examples_of(dataset: Dataset) -> Iterator[dict[str, Any]]:

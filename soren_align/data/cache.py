@@ -56,17 +56,20 @@ def tokenize(
     with the number of examples just tokenized or read. Raises UserError if the template fails on an example, or the
     folder cannot be written.
     """
+    passed_on = TASKS[task].passed_on
     features = Features({**dict.fromkeys(TASKS[task].token_columns, _IDS), "left_out": List(Value("string"))})
+    features |= {name: Value(kind) for name, kind in passed_on.items()}
     settings = (task, assistant_only_loss, completion_only_loss)
     root = Path(tempfile.mkdtemp(prefix="soren-align-")) if cache is None else cache / "tokens"
     folder = root / cache_key(dataset._fingerprint, len(dataset), settings, _identity(tokenizer))
     tokens = _load(folder, features, len(dataset))
 
     def tokens_of(batch: Any) -> dict[str, list[Any]]:
-        columns = token_columns(encode(dict(batch), task, tokenizer, assistant_only_loss, completion_only_loss), task)
+        texts = {name: values for name, values in batch.items() if name not in passed_on}
+        columns = token_columns(encode(texts, task, tokenizer, assistant_only_loss, completion_only_loss), task)
         if on_examples is not None:
             on_examples(len(columns["left_out"]))
-        return columns
+        return columns | {name: batch[name] for name in passed_on}
 
     try:
         if tokens is not None:

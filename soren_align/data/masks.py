@@ -56,7 +56,7 @@ def token_columns(examples: Iterable[EncodedExample], task: TaskName) -> dict[st
     """The examples as columns: TRL's own of tokenized examples, and `left_out`."""
     columns: dict[str, list[Any]] = {name: [] for name in (*TASKS[task].token_columns, "left_out")}
     for example in examples:
-        if task == "sft":
+        if "labels" in TASKS[task].token_columns:
             (ids, trained), *_ = example.sides
             labels = [token if is_trained else -100 for token, is_trained in zip(ids, trained, strict=True)]
             values: list[Any] = [ids, labels]
@@ -71,7 +71,7 @@ def token_columns(examples: Iterable[EncodedExample], task: TaskName) -> dict[st
 def from_token_columns(columns: dict[str, list[Any]], task: TaskName) -> Iterator[EncodedExample]:
     """The inverse of `token_columns`."""
     for *parts, kinds in zip(*(columns[name] for name in (*TASKS[task].token_columns, "left_out")), strict=True):
-        if task == "sft":
+        if "labels" in TASKS[task].token_columns:
             ids, labels = parts
             yield EncodedExample((Tokens(ids, [label != -100 for label in labels]),), 0, tuple(kinds))
         else:

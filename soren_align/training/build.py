@@ -37,7 +37,7 @@ def build_trainer(
     `trainer.origin` identifies the run in its checkpoints: recipe, processes, data, starting weights, template.
     """
     recipe, held_out, task = setup.recipe, setup.tokens["eval"], TASKS[setup.recipe.task]
-    columns = list(task.token_columns)
+    columns = [*task.token_columns, *task.passed_on]
     args = trl_arguments(recipe, folder.checkpoints, ranks)
     model = load_model(recipe, setup.start)
     if recipe.model.eos_token is not None:
