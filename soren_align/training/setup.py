@@ -135,7 +135,8 @@ def set_up_training(
 
     # Without an embedding of a token, its lookup on a GPU would end in an assertion.
     vocab_size = getattr(model_config.get_text_config(), "vocab_size", None)
-    pad_token: Any = getattr(config, "pad_token", None) or tokenizer.pad_token or tokenizer.eos_token  # as TRL chooses it
+    own: Any = getattr(config, "pad_token", None)  # which not every config of TRL has
+    pad_token: Any = own or tokenizer.pad_token or tokenizer.eos_token  # as TRL chooses it
     pad_id = None if pad_token is None else tokenizer.convert_tokens_to_ids(pad_token)
     for finding, token_id in {"examples have token": counts.max_token_id, "its padding is token": pad_id}.items():
         if isinstance(vocab_size, int) and token_id is not None and token_id >= vocab_size:
