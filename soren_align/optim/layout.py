@@ -11,7 +11,7 @@ this rank's elements of one expert weight; `matrix_batches` joins equal ones for
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -100,7 +100,7 @@ def matrices_of(name: str, parameter: Tensor, layout: WeightLayout) -> Iterator[
         yield from zip(matrix_names(expert, layout), matrices, strict=True)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Shard:
     """This rank's elements of one expert weight of `shape`: `numel` from its element number `offset` on, row-major.
 
@@ -380,7 +380,9 @@ class WholeWeights:
 
     def shards(self, state: Mapping[Tensor, dict[str, Tensor]]) -> Sequence[Shard]:
         """The weights with their state."""
-        return [replace(shard, state=state[shard.parameter]) for shard in self.weights]
+        for shard in self.weights:
+            shard.state = state[shard.parameter]
+        return self.weights
 
     def whole_matrices(
         self, shards: Sequence[Shard], map_input: Callable[[Shard], Tensor], workspace_mb: float | None
