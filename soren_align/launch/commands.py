@@ -207,14 +207,14 @@ def plan(recipe: Recipe, *, full: bool = False, as_json: bool = False, processes
     with deferred(), console.status("Loading torch, transformers and TRL"):
         from ..planning import plan as planning
         from ..planning.offline import offline_without_hub
-        from ..planning.show import print_plan, print_summary
+        from ..planning.show import print_plan
     with quiet_libraries(), working(console, "Checking data") as show, offline_without_hub():
         on_compared = counting(show, "Comparing with the questions")
         result, account = planning.plan_training(recipe, counting(show, "Counting tokens"), processes, on_compared)
     if as_json:
         sys.stdout.write(json.dumps(result, indent=2) + "\n")
     else:
-        (print_plan if full else print_summary)(result, account, Terminal())
+        print_plan(result, account, Terminal(), full)
     return 2 if result["problems"] else 0
 
 

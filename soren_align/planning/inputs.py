@@ -14,7 +14,6 @@ from ..run.folder import RunFolder
 from ..training.model import load_config
 from ..training.setup import TrainingSetup, set_up_training
 from . import offline
-from .step import Frozen
 
 
 @dataclass(frozen=True)
@@ -78,26 +77,21 @@ def on_this_machine(recipe: Recipe) -> Recipe:
     )
 
 
-def count_frozen(recipe: Recipe, model: Any) -> Frozen:
-    """The parameters of a model that are not trained."""
+def count_frozen(recipe: Recipe, model: Any) -> tuple[int, int]:
+    """Numbers and bytes of the parameters of a model that are not trained, in bitsandbytes' formats if quantized."""
     linear = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Linear)}
     head = model.get_output_embeddings()
     itemsize = getattr(torch, recipe.model.dtype).itemsize
     numel = num_bytes = 0
     for parameter in (p for p in model.parameters() if not p.requires_grad):
         quantize = recipe.model.quantize if id(parameter) in linear and parameter is not head.weight else None
-        numel += parameter.numel()
-        num_bytes += _quantized_bytes(parameter, quantize) if quantize else parameter.numel() * itemsize
-    return Frozen(numel, num_bytes)
-
-
-def _quantized_bytes(weight: torch.Tensor, quantize: str) -> int:
-    """Bytes of a linear layer's weight in bitsandbytes' formats.
-
-    NF4: 4 bits per weight, a scale of 8 bits per 64 weights, and 32 bits per 256 scales. LLM.int8: 8 bits, and a scale
-    of 32 bits per row.
-    """
-    if quantize == "8bit":
-        return weight.numel() + 4 * weight.shape[0]
-    num_scales = -(-weight.numel() // 64)
-    return -(-weight.numel() // 2) + num_scales + 4 * -(-num_scales // 256)
+        number = parameter.numel()
+        numel += number
+        if quantize == "8bit":  # LLM.int8: a scale of 32 bits per row
+            num_bytes += number + 4 * parameter.shape[0]
+        elif quantize:  # NF4: a scale of 8 bits per 64 weights, and 32 bits per 256 scales
+            num_scales = -(-number // 64)
+            num_bytes += -(-number // 2) + num_scales + 4 * -(-num_scales // 256)
+        else:
+            num_bytes += number * itemsize
+    return numel, num_bytes

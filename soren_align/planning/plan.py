@@ -30,7 +30,7 @@ from . import offline
 from .flops import UNBOUNDED_LENGTH, build_model, compute, joined_sequences, kinds_of_blocks
 from .inputs import Inputs, count_frozen, load_inputs, on_this_machine
 from .memory import FLOAT32, ITEMSIZE
-from .step import processes, steps_per_epoch
+from .step import processes
 
 # ---
 # The disk space of a run folder: the model, the checkpoints and random starting weights, without tokenizers.
@@ -191,6 +191,15 @@ def schedule(recipe: Recipe, args: Any, num_sequences: int, num_ranks: int) -> S
     per_epoch = steps_per_epoch(num_sequences, per_device, accumulated, num_ranks)
     total = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
     return Schedule(batch_size, per_epoch, total, _rates(recipe, args, total))
+
+
+def steps_per_epoch(num_examples: int, per_device: int, accumulation: int, num_ranks: int) -> int:
+    """Optimizer steps, as transformers counts them: the last, smaller batches of an epoch still make a step.
+
+    accelerate assigns whole micro-batches to the ranks, and completes the last round with the first examples.
+    """
+    batches = math.ceil(math.ceil(num_examples / per_device) / num_ranks)
+    return math.ceil(batches / accumulation)
 
 
 def _rates(recipe: Recipe, args: Any, num_steps: int) -> list[dict[str, float]]:

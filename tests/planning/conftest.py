@@ -23,7 +23,7 @@ def planned():
     def build(name, *overrides, num_ranks=1):
         plan, account = planning.plan_training(recipe.load(name, list(overrides)), num_ranks=num_ranks)
         text = io.StringIO()
-        show.print_plan(plan, account, Console(file=text, width=80))
+        show.print_plan(plan, account, Console(file=text, width=80), full=True)
         return plan, text.getvalue()
 
     with pytest.MonkeyPatch.context() as patch:

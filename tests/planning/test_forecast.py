@@ -5,11 +5,11 @@ import time
 import pytest
 import torch
 
-from soren_align.planning.memory import ModelSizes, StepSettings
+from soren_align.planning.memory import ModelSizes, Rank
 from soren_align.planning.step import step_cost
-from soren_align.recipe import Parallel, parallel
+from soren_align.recipe import OPTIMIZER_SECTIONS, Parallel, parallel
 from soren_align.recipe.parallel import NAMES
-from soren_align.spectral import MAPS
+from soren_align.sharding.plan import BUCKET_MB
 from tests.support import deepspeed_memory as observed
 from tests.support import toy_jobs as jobs
 from tests.support.mistral_shapes import MISTRAL_7B
@@ -27,8 +27,15 @@ def zero(stage, offload=None, accumulated=None, **settings):
     return Parallel("zero", {"zero_optimization": settings, **(config if accumulated else {})})
 
 
-def cost_of(matrices, num_others, mode, num_ranks, **settings):
-    return step_cost(ModelSizes(matrices, num_others), mode, num_ranks, StepSettings(**settings))
+def cost_of(matrices, num_others, mode, num_ranks, optimizer=None, bucket_mb=BUCKET_MB, sizes=None, **settings):
+    """optimizer: keys of its section. sizes: more of the model. settings: of the rank."""
+    keys = {"name": "soren", "lr": 0.1, "precision": "float32", **(optimizer or {})}
+    if keys["name"] != "soren":
+        del keys["precision"]
+    section = OPTIMIZER_SECTIONS[keys["name"]](**keys)
+    return step_cost(
+        Rank(ModelSizes(matrices, num_others, **(sizes or {})), mode, num_ranks, section, **settings), bucket_mb
+    )
 
 
 def num_bytes(cost, location="device", phase="always"):
@@ -36,12 +43,12 @@ def num_bytes(cost, location="device", phase="always"):
 
 
 def test_ddp_holds_everything_whole_and_its_gradients_twice():
-    cost = cost_of(SHAPES, 10, Parallel("ddp"), 2, workspace_mb=0)
+    cost = cost_of(SHAPES, 10, Parallel("ddp"), 2, {"workspace_mb": 0.0})
     states = 4 * (39 + 2 * 10)  # one moment of a matrix, two of the rest
     assert num_bytes(cost) == {"weights": 196, "optimizer states": states, "gradients": 196, "gradient buckets": 196}
     # the map of 4 x 6: 7 of 4 x 4 and two of 4 x 6, and its input
     assert num_bytes(cost, phase="optimizer_step")["map workspace"] == 4 * (7 * 16 + 3 * 24)
-    alone = cost_of(SHAPES, 10, Parallel("ddp"), 1, optimizer="adamw", has_reference_model=True)
+    alone = cost_of(SHAPES, 10, Parallel("ddp"), 1, {"name": "adamw"}, sizes={"has_reference": True})
     assert num_bytes(alone) == {
         "weights": 196,
         "reference model": 196,
@@ -149,8 +156,8 @@ def test_offloaded_states_lie_in_the_memory_of_the_cpu():
 @pytest.mark.parametrize(("weight", "compensation", "each"), [(4, 0, 0), (2, 0, 8), (2, 2, 16)])
 def test_adamw_makes_a_chunk_in_passing_and_no_more(weight, compensation, each):
     def planned(num_others, mode=Parallel("ddp"), **settings):  # noqa: B008
-        bytes_of = {"weight_bytes": weight, "compensation_bytes": compensation}
-        return cost_of({}, num_others, mode, 1, optimizer="adamw", **bytes_of, **settings)
+        optimizer = {"name": "adamw", "compensation": "kahan" if compensation else None}
+        return cost_of({}, num_others, mode, 1, optimizer, sizes={"weight_bytes": weight}, **settings)
 
     assert num_bytes(planned(100), phase="optimizer_step").get("AdamW workspace", 0) == 100 * each
     assert num_bytes(planned(10**9), phase="optimizer_step").get("AdamW workspace", 0) == 2**22 * each
@@ -241,18 +248,20 @@ def test_1024_ranks_are_forecast_in_seconds(name):
 
 
 def test_the_operations_are_those_of_the_named_map():
+    sections = {"minimax": {}, "sns": {"map": "sns"}, "muon": {"name": "muon"}}
     counts = {
-        name: cost_of(MISTRAL_7B, 0, Parallel("ddp"), 8, spectral_map=MAPS[name]).flops_all_ranks
-        for name in ("minimax", "sns", "muon")
+        name: cost_of(MISTRAL_7B, 0, Parallel("ddp"), 8, optimizer).flops_all_ranks
+        for name, optimizer in sections.items()
     }
     assert counts["minimax"] == pytest.approx(480e12, rel=0.01)
-    narrow = {"map_precision": lambda num_rows: "float16" if num_rows >= 1024 else "float32"}  # its smallest have 1024
     for resolution, flops in ((0.0004, 750e12), (0.01, 458e12)):
-        cost = cost_of(MISTRAL_7B, 0, Parallel("ddp"), 8, map_settings={"resolution": resolution}, **narrow)
+        narrow = {"precision": "auto", "map": {"name": "minimax", "resolution": resolution}}
+        cost = cost_of(MISTRAL_7B, 0, Parallel("ddp"), 8, narrow)
         assert cost.flops_all_ranks == pytest.approx(flops, rel=0.01)
-    few = cost_of({"few": (1023, 4096)}, 0, Parallel("ddp"), 8, **narrow)
-    assert few == cost_of({"few": (1023, 4096)}, 0, Parallel("ddp"), 8)
+        assert cost_of(MISTRAL_7B, 0, Parallel("ddp"), 8, narrow, on_cpu=True).flops_all_ranks < flops
+    few = cost_of({"few": (63, 4096)}, 0, Parallel("ddp"), 8, {"precision": "auto"})
+    assert few == cost_of({"few": (63, 4096)}, 0, Parallel("ddp"), 8)
     assert counts["minimax"] < counts["muon"] < counts["sns"]
-    decomposed = cost_of(MISTRAL_7B, 0, Parallel("ddp"), 8, spectral_map=MAPS["exact"])
+    decomposed = cost_of(MISTRAL_7B, 0, Parallel("ddp"), 8, {"map": "exact"})
     assert decomposed.flops_all_ranks is None
     assert decomposed.max_over_mean_flops == pytest.approx(1, abs=0.01)

@@ -11,7 +11,7 @@ from transformers import MixtralModel
 from soren_align import recipe
 from soren_align.core import errors, shipped
 from soren_align.core.text import with_prefix
-from soren_align.planning.show import print_summary
+from soren_align.planning.show import print_plan
 
 pytestmark = pytest.mark.model
 
@@ -101,7 +101,7 @@ def test_the_batches_of_an_epoch_are_counted_as_accelerate_deals_them(num_exampl
     from accelerate.data_loader import BatchSamplerShard
     from torch.utils.data import BatchSampler, SequentialSampler
 
-    from soren_align.planning.step import steps_per_epoch
+    from soren_align.planning.plan import steps_per_epoch
 
     batches = BatchSampler(SequentialSampler(range(num_examples)), 8, drop_last=False)
     assigned = [len([*BatchSamplerShard(batches, num_ranks, rank)]) for rank in range(num_ranks)]
@@ -246,7 +246,7 @@ def test_examples_longer_than_the_models_positions_make_a_notice(planned, tmp_pa
 def test_a_summary_is_half_as_long_and_keeps_notices_and_totals(planned, mistral):
     plan, text = planned("quickstart/sft", *mistral, "run.parallel=zero3-offload", "optimizer.lr=1e-9", num_ranks=8)
     screen = io.StringIO()
-    print_summary(plan, None, Console(file=screen, width=80))
+    print_plan(plan, None, Console(file=screen, width=80))
     summary = screen.getvalue()
     assert max(len(line) for line in summary.splitlines()) <= 80
     assert len(summary.split()) < len(text.split()) / 2
@@ -278,7 +278,7 @@ def test_an_adapters_factors_have_no_typical_weight(planned):
     assert "typical weight" not in text
     assert "update RMS sum soren" in " ".join(text.split())
     screen = io.StringIO()
-    print_summary(plan, None, Console(file=screen, width=80))
+    print_plan(plan, None, Console(file=screen, width=80))
     assert "(RMS of the factors' change)" in screen.getvalue()
     whole, _ = planned("quickstart/sft", "eval=null")
     assert whole["typical_weight"] == 0.02

@@ -161,7 +161,7 @@ def test_held_out_examples_that_are_dropped_or_truncated_are_counted_as_training
     plan, account = plan_training(run.recipe)
     assert plan["data"]["eval"]["dropped"] == {REASON[task]: 2}
     screen = io.StringIO()
-    print_plan(plan, account, Console(file=screen, width=80))
+    print_plan(plan, account, Console(file=screen, width=80), full=True)
     assert words in " ".join(screen.getvalue().split())
     trained = len(run.trainer().eval_dataset)  # TRL's own count
     assert trained == 4
