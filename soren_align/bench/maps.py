@@ -1,4 +1,10 @@
-"""`soren-align bench maps`: time, FLOPs and errors of every map on every shape."""
+"""`soren-align bench maps`: time, FLOPs and errors of every map on every shape.
+
+FLOPs are counted of matrix products, for an m x n matrix with m <= n: m^2 n multiplications and additions, 2 m^2 n, for
+x x^T as for (m x m) x; 2 m^3 for two m x m matrices. Symmetric products are computed, and counted, in blocks on one
+side of the diagonal only. Decompositions are not counted. test_counted_flops_are_those_that_torch_sees compares the
+records of `spectral.maps` with torch's counter.
+"""
 
 import contextlib
 import functools
@@ -23,74 +29,171 @@ from ..spectral.maps import MINIMAX, polar, sigmoid
 from ..spectral.matrices import frobenius_norm, from_wide, to_wide
 from ..spectral.quintic import EPS, A, B, C, quintic_step
 from .shapes import Matrices, Shape
-from .timing import Timing, available_bytes, interleaved, machine, matmul_rates, too_slow
+from .timing import available_bytes, interleaved, machine, matmul_rates, too_slow
 
-# ---
-# The measured maps and their FLOPs.
-#
-# FLOPs are counted of matrix products, for an m x n matrix with m <= n: m^2 n multiplications and additions, 2 m^2 n,
-# for x x^T as for (m x m) x; 2 m^3 for two m x m matrices. So
-#     Muon      5 steps of x x^T, its square, and their sum times x:    5 (4 m^2 n + 2 m^3)
-#     SNS       K steps of the sign stream and 2 of the tanh stream, each x x^T and its product with x:  4 m^2 n (K + 2)
-#     released  as SNS, with another K
-#     minimax   x x^T, once more after each restart, and a product with x each; about 15 of m x m. Symmetric
-#               products are computed, and counted, in blocks on one side of the diagonal only
-# test_counted_flops_are_those_that_torch_sees compares `num_flops` with torch's counter. Decompositions are not
-# counted.
-
+NUM_COPIES = 16  # of a matrix in float32: a decomposition holds five in float64, and errors their own three
+# Rows of the largest float64 decomposition. At 1024 one takes seconds on two CPU cores, at 2048 on a GPU.
+DECOMPOSITION_ROWS = {"cpu": 1024, "cuda": 2048}
 PEERS_OWN = "the peer's own"  # dtype
 MUON, MUON_FLOAT32 = "Muon bfloat16", "Muon float32"
+DION = "dion, Emerging"
+RATIOS = ("ratio_to_muon", "ratio_to_muon_float32")
+Map = Callable[[Tensor], Tensor]
+
+
+@torch.no_grad()
+def run(matrices: Matrices, device: torch.device, report: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+    """The results as JSON. `report` is called with the current state, for a spinner."""
+    torch.manual_seed(0)
+    available = available_bytes(device)
+    for m, n in matrices.per_layer:
+        if (needed := 4 * NUM_COPIES * m * n) > available:
+            sizes = f"needs about {needed / 1e9:.1f} GB; {available / 1e9:.1f} GB may be used"
+            raise UserError(f"--shapes: {m}x{n} {sizes}; write smaller shapes")
+    peer_maps, notes = peers(device)
+    peer_entries = [BenchmarkedMap(name, function, PEERS_OWN, None, polar) for name, function in peer_maps.items()]
+    entries, shapes = [*benchmarked_maps(device), *peer_entries], []
+    for shape, count in matrices.per_layer.items():
+        shapes.append(_measure(shape, entries, device, report, notes) | {"count": count * matrices.num_layers})
+
+    over_all = []  # geometric mean and largest of each map's ratios, for the maps that ran on every shape
+    for name in [row["name"] for row in shapes[0]["maps"]]:
+        same_map = [row for shape in shapes for row in shape["maps"] if row["name"] == name]
+        if len(same_map) < len(shapes):
+            continue
+        entry: dict[str, Any] = {"name": name}
+        for key in RATIOS:
+            ratios = [row[key] for row in same_map]
+            logs = None if None in ratios else [math.log(ratio) for ratio in ratios]
+            entry[key] = logs and {"geometric_mean": math.exp(statistics.fmean(logs)), "max": max(ratios)}
+        over_all.append(entry)
+    return {
+        "command": "maps",
+        "shapes_name": matrices.name,
+        "machine": machine(device),
+        "input": "independent normal numbers, |x|_F = 1 as after clipping, drawn anew for every call",
+        "shapes": shapes,
+        "over_all_shapes": over_all,
+        "notes": list(dict.fromkeys(notes)),
+    }
+
+
+def _measure(
+    shape: Shape, entries: list["BenchmarkedMap"], device: torch.device, report: Callable[[str], None], notes: list[str]
+) -> dict[str, Any]:
+    name = "x".join(map(str, shape))
+
+    def make_input() -> Tensor:
+        x = torch.randn(shape, device=device)
+        return x.div_(frobenius_norm(x))
+
+    report(f"{name}: FLOP/s of matrix products")
+    rates = matmul_rates(device)
+    report(f"{name}: warm-up")
+    measured = []
+    for entry in entries:
+        reason, flops = None, entry.num_flops(shape)
+        if flops is not None and entry.name != MUON_FLOAT32:
+            reason = too_slow(f"{name}: {entry.name}", flops, entry.dtype, rates)
+        if entry.decomposes and min(shape) > DECOMPOSITION_ROWS[device.type]:
+            reason = f"{entry.name} is skipped above {DECOMPOSITION_ROWS[device.type]} rows"
+        if entry.dtype == PEERS_OWN:
+            try:
+                entry.function(make_input())
+            except Exception as error:  # a peer's failure must not end the benchmark; it is reported
+                lines = str(error).strip().splitlines()
+                reason = f"{entry.name} failed: {type(error).__name__}: {lines[0] if lines else ''}"
+        if reason is None:
+            measured.append(entry)
+        else:
+            notes.append(reason)
+    subjects = {entry.name: entry.function for entry in measured}
+    timings = interleaved(
+        subjects, make_input, device, lambda done, total: report(f"{name}: round {done + 1} of {total}")
+    )
+
+    small = error_shape(shape, device)
+    matrices, rows = known_matrices(small, device), []
+    for entry in measured:
+        report(f"{name}: errors of {entry.name}")
+        target, median, flops = (
+            partial(entry.target, **entry.settings),
+            timings[entry.name].median,
+            entry.num_flops(shape),
+        )
+        rows.append(
+            {
+                "name": entry.name,
+                "dtype": entry.dtype,
+                "target": entry.target.__name__,
+                "seconds": asdict(timings[entry.name]),
+                "flops": flops,
+                "share_of_matmul_rate": flops / median / rates[entry.dtype] if flops else None,
+                "ratio_to_muon": median / timings[MUON].median if MUON in timings else None,
+                "ratio_to_muon_float32": median / timings[MUON_FLOAT32].median,
+                "errors": {key: errors(entry.function, matrix, target) for key, matrix in matrices.items()},
+            }
+        )
+    return {
+        "shape": list(shape),
+        "error_shape": list(small),
+        "num_rounds": timings[MUON_FLOAT32].num_rounds,
+        "matmul_flops_per_second": rates,
+        "maps": rows,
+    }
 
 
 @dataclass(frozen=True)
-class Candidate:
+class BenchmarkedMap:
     """A map to be measured.
 
-    dtype: of its products. counted_as: the map with the same FLOPs, None if they are not counted. target: see
+    dtype: of its products. counted_as: the record with the same FLOPs; None if they are not counted. target: see
     `SpectralMap`. settings: of both.
     """
 
     name: str
-    function: Callable[[Tensor], Tensor]
+    function: Map
     dtype: str
     counted_as: SpectralMap | None = None
     target: Callable[..., Tensor] = sigmoid
     settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def decomposes(self) -> bool:
+        """Whether its record is of a decomposition, which takes long."""
+        return self.counted_as is not None and self.counted_as.flops is None
 
     def num_flops(self, shape: Shape) -> int | None:
         """Floating-point operations for one matrix, None where they are not counted."""
         return self.counted_as.num_flops(*shape, **self.settings) if self.counted_as else None
 
 
-def candidates(device: torch.device) -> list[Candidate]:
+def benchmarked_maps(device: torch.device) -> list[BenchmarkedMap]:
     """This package's maps, including Muon's in two dtypes, the references of the ratios."""
+
+    def entry(spectral_map: SpectralMap, settings: dict[str, Any], precision: FactorPrecision) -> BenchmarkedMap:
+        def function(x: Tensor) -> Tensor:
+            return spectral_map.function(x, precision=precision, max_norm=None, **settings)[0]
+
+        is_wide, dtype = precision == "float32", precision if spectral_map.flops else "float64"
+        name = spectral_map.label.format(**settings) if is_wide else f"{spectral_map.name} {precision}"
+        return BenchmarkedMap(name, function, dtype, spectral_map if is_wide else None, spectral_map.target, settings)
+
     entries = []
     for spectral_map in SOREN_MAPS.values():
         for settings in spectral_map.variants():
-            entries.append(_candidate(spectral_map, settings))
+            entries.append(entry(spectral_map, settings, "float32"))
             if device.type == "cuda" and settings == spectral_map.defaults:  # on a CPU narrow factors are emulated
                 narrow: list[FactorPrecision] = [p for p in ("float16", "tf32") if p in spectral_map.precisions]
-                entries += [_candidate(spectral_map, settings, p) for p in narrow]
+                entries += [entry(spectral_map, settings, precision) for precision in narrow]
         if spectral_map is MINIMAX:
-            entries.append(Candidate("minimax eigh", lambda x: minimax_sigmoid(x, method="eigh"), "float64"))
+            entries.append(BenchmarkedMap("minimax eigh", lambda x: minimax_sigmoid(x, method="eigh"), "float64"))
     return [
         *entries,
-        Candidate(MUON, newton_schulz, "bfloat16", MAPS["muon"], polar),
-        Candidate(MUON_FLOAT32, newton_schulz_float32, "float32", MAPS["muon"], polar),
-        Candidate(DION, scheduled_quintic, "bfloat16", MAPS["muon"], polar),
+        BenchmarkedMap(MUON, newton_schulz, "bfloat16", MAPS["muon"], polar),
+        BenchmarkedMap(MUON_FLOAT32, newton_schulz_float32, "float32", MAPS["muon"], polar),
+        BenchmarkedMap(DION, scheduled_quintic, "bfloat16", MAPS["muon"], polar),
     ]
-
-
-def _candidate(
-    spectral_map: SpectralMap, settings: dict[str, Any], precision: FactorPrecision = "float32"
-) -> Candidate:
-    def function(x: Tensor) -> Tensor:
-        return spectral_map.function(x, precision=precision, max_norm=None, **settings)[0]
-
-    dtype = precision if spectral_map.flops else "float64"
-    name = spectral_map.label.format(**settings) if precision == "float32" else f"{spectral_map.name} {precision}"
-    counted_as = spectral_map if precision == "float32" and spectral_map.flops else None
-    return Candidate(name, function, dtype, counted_as, spectral_map.target, settings)
 
 
 def newton_schulz_float32(x: Tensor) -> Tensor:
@@ -102,147 +205,6 @@ def newton_schulz_float32(x: Tensor) -> Tensor:
     return from_wide(y, x)
 
 
-NUM_COPIES = 16  # of a matrix in float32: a decomposition holds five in float64, and errors their own three
-
-
-@torch.no_grad()
-def run(matrices: Matrices, device: torch.device, report: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    """The results as JSON. `report` is called with the current state, for a spinner."""
-    torch.manual_seed(0)
-    _check_memory(matrices, device)
-    peer_maps, notes = peers(device)
-    entries = candidates(device) + [
-        Candidate(name, function, PEERS_OWN, None, polar) for name, function in peer_maps.items()
-    ]
-    shapes = [_measure(shape, entries, device, report, notes) for shape in matrices.per_layer]
-    for entry, count in zip(shapes, matrices.per_layer.values(), strict=True):
-        entry["count"] = count * matrices.num_layers
-    return {
-        "command": "maps",
-        "shapes_name": matrices.name,
-        "machine": machine(device),
-        "input": "independent normal numbers, |x|_F = 1 as after clipping, drawn anew for every call",
-        "shapes": shapes,
-        "over_all_shapes": _over_all(shapes),
-        "notes": list(dict.fromkeys(notes)),
-    }
-
-
-def _check_memory(matrices: Matrices, device: torch.device) -> None:
-    available = available_bytes(device)
-    for m, n in matrices.per_layer:
-        if (needed := 4 * NUM_COPIES * m * n) > available:
-            sizes = f"needs about {needed / 1e9:.1f} GB; {available / 1e9:.1f} GB may be used"
-            raise UserError(f"--shapes: {m}x{n} {sizes}; write smaller shapes")
-
-
-def _measure(
-    shape: Shape, entries: list[Candidate], device: torch.device, report: Callable[[str], None], notes: list[str]
-) -> dict[str, Any]:
-    name = "x".join(map(str, shape))
-
-    def make_input() -> Tensor:
-        x = torch.randn(shape, device=device)
-        return x.div_(frobenius_norm(x))
-
-    report(f"{name}: FLOP/s of matrix products")
-    rates = matmul_rates(device)
-    report(f"{name}: warm-up")
-    quick = [entry for entry in entries if not _too_slow(entry, shape, rates, notes)]
-    measured = [entry for entry in quick if _can_run(entry, shape, make_input, device, notes)]
-    subjects = {entry.name: entry.function for entry in measured}
-    timings = interleaved(
-        subjects, make_input, device, lambda done, total: report(f"{name}: round {done + 1} of {total}")
-    )
-
-    small = error_shape(shape, device)
-    matrices = known_matrices(small, device)
-    all_errors = {}
-    for entry in measured:
-        report(f"{name}: errors of {entry.name}")
-        target = partial(entry.target, **entry.settings)
-        all_errors[entry.name] = {
-            spectrum: errors(entry.function, matrix, target) for spectrum, matrix in matrices.items()
-        }
-    return {
-        "shape": list(shape),
-        "error_shape": list(small),
-        "num_rounds": timings[MUON_FLOAT32].num_rounds,
-        "matmul_flops_per_second": rates,
-        "maps": [_row(entry, shape, timings, rates) | {"errors": all_errors[entry.name]} for entry in measured],
-    }
-
-
-def _too_slow(entry: Candidate, shape: Shape, rates: dict[str, float], notes: list[str]) -> bool:
-    flops = entry.num_flops(shape)
-    if flops is None or entry.name == MUON_FLOAT32:
-        return False
-    name = f"{'x'.join(map(str, shape))}: {entry.name}"
-    reason = too_slow(name, flops, entry.dtype, rates)
-    notes.extend([reason] if reason else [])
-    return reason is not None
-
-
-def _can_run(
-    entry: Candidate, shape: Shape, make_input: Callable[[], Tensor], device: torch.device, notes: list[str]
-) -> bool:
-    if entry.name == "exact" and min(shape) > DECOMPOSITION_ROWS[device.type]:
-        notes.append(f"exact is skipped above {DECOMPOSITION_ROWS[device.type]} rows")
-        return False
-    if entry.dtype != PEERS_OWN:
-        return True
-    try:
-        entry.function(make_input())
-    except Exception as error:  # a peer's failure must not end the benchmark; it is reported
-        reason = str(error).strip().splitlines()
-        notes.append(f"{entry.name} failed: {type(error).__name__}: {reason[0] if reason else ''}")
-        return False
-    return True
-
-
-def _row(entry: Candidate, shape: Shape, timings: dict[str, Timing], rates: dict[str, float]) -> dict[str, Any]:
-    timing = timings[entry.name]
-    flops = entry.num_flops(shape)
-    return {
-        "name": entry.name,
-        "dtype": entry.dtype,
-        "target": entry.target.__name__,
-        "seconds": asdict(timing),
-        "flops": flops,
-        "share_of_matmul_rate": flops / timing.median / rates[entry.dtype] if flops else None,
-        "ratio_to_muon": timing.median / timings[MUON].median if MUON in timings else None,
-        "ratio_to_muon_float32": timing.median / timings[MUON_FLOAT32].median,
-    }
-
-
-def _over_all(shapes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Geometric mean and largest of each map's ratios, for the maps that ran on every shape."""
-    rows = []
-    for name in [row["name"] for row in shapes[0]["maps"]]:
-        same_map = [row for shape in shapes for row in shape["maps"] if row["name"] == name]
-        if len(same_map) == len(shapes):
-            means = {key: _mean_and_max([row[key] for row in same_map]) for key in _RATIOS}
-            rows.append({"name": name, **means})
-    return rows
-
-
-_RATIOS = ("ratio_to_muon", "ratio_to_muon_float32")
-
-
-def _mean_and_max(ratios: list[float | None]) -> dict[str, float] | None:
-    known = [ratio for ratio in ratios if ratio is not None]
-    if len(known) < len(ratios):
-        return None
-    return {"geometric_mean": math.exp(statistics.fmean(map(math.log, known))), "max": max(known)}
-
-
-# ---
-# Newton-Schulz iterations of other packages, measured where these are installed. None of them is required.
-#
-# `scheduled_quintic` stands for two that are not on every registry: it is written anew from their published
-# coefficients.
-
-Map = Callable[[Tensor], Tensor]
 STEPS = 5
 # You Jiacheng's five steps, of microsoft/dion and of NVIDIA's Emerging-Optimizers ("quintic", its default).
 SCHEDULE = (
@@ -252,11 +214,10 @@ SCHEDULE = (
     (2.8769, -3.1427, 1.2046),
     (2.8366, -3.0525, 1.2012),
 )
-DION = "dion, Emerging"
 
 
 def peers(device: torch.device) -> tuple[dict[str, Map], list[str]]:
-    """(name -> map, a note on each package that cannot run here)."""
+    """The Newton-Schulz iterations of other packages, where these are installed: (name -> map, notes on the others)."""
     maps: dict[str, Map] = {}
     notes = []
     deepspeed = _load("deepspeed", "deepspeed.runtime.zero.muon.original_muon", notes)
@@ -277,9 +238,12 @@ def peers(device: torch.device) -> tuple[dict[str, Map], list[str]]:
     return maps, notes
 
 
-def scheduled_quintic(x: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """The iteration of dion and Emerging-Optimizers in `dtype`: a quintic whose coefficients change step by step."""
-    y = to_wide(x, dtype)
+def scheduled_quintic(x: Tensor) -> Tensor:
+    """The iteration of dion and Emerging-Optimizers in bfloat16: a quintic whose coefficients change step by step.
+
+    Written anew from their published coefficients, as the two packages are not on every registry.
+    """
+    y = to_wide(x, torch.bfloat16)
     y = y / (torch.linalg.vector_norm(y, dim=(-2, -1), keepdim=True) + EPS)
     for a, b, c in SCHEDULE:
         y = quintic_step(y, a, b, c)
@@ -304,16 +268,6 @@ def _load(package: str, module: str, notes: list[str]) -> Any:
         logging.disable(level)
 
 
-# ---
-# Errors of a map on known spectra: the singular values of its output, compared with the exact ones.
-#
-# Each spectrum has a largest singular value of 1. In "flat" all are 1; "power law" is 1/i; "gaussian" is the spectrum
-# of independent normal numbers. All modes count, including those below a map's accurate range.
-
-# Rows of the largest float64 decomposition. At 1024 one takes seconds on two CPU cores, at 2048 on a GPU.
-DECOMPOSITION_ROWS = {"cpu": 1024, "cuda": 2048}
-
-
 @dataclass(frozen=True)
 class KnownMatrix:
     """x = u diag(sigma) vh: x in float32, its decomposition in float64."""
@@ -331,7 +285,10 @@ def error_shape(shape: Shape, device: torch.device) -> Shape:
 
 
 def known_matrices(shape: Shape, device: torch.device) -> dict[str, KnownMatrix]:
-    """A matrix of `shape` for each spectrum."""
+    """A matrix of `shape` for each spectrum, whose largest singular value is 1.
+
+    In "flat" all are 1; "power law" is 1/i; "gaussian" is the spectrum of independent normal numbers.
+    """
     m, n = shape
     r = min(shape)
     normal = {"dtype": torch.float64, "device": device}
@@ -348,9 +305,9 @@ def known_matrices(shape: Shape, device: torch.device) -> dict[str, KnownMatrix]
 def errors(
     function: Callable[[Tensor], Tensor], matrix: KnownMatrix, target: Callable[[Tensor], Tensor]
 ) -> dict[str, float]:
-    """{"max", "mean"} relative error of the output along the input's singular vectors.
+    """{"max", "mean"} relative error of the output along the input's singular vectors, over all modes.
 
-    target: of the singular values.
+    Those below a map's accurate range count too. target: of the singular values.
     """
     output = function(matrix.x).double()
     values = ((matrix.u.mT @ output) * matrix.vh).sum(dim=-1)

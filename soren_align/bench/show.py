@@ -1,47 +1,27 @@
 """Tables of the results, for a terminal of 80 columns and for a page of Markdown."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from ..core.files import write
-
-
-@dataclass(frozen=True)
-class Grid:
-    """A table: the first column is text, the others are numbers."""
-
-    title: str
-    header: list[str]
-    rows: list[list[str]]
+from ..core.text import Table, number, three_digits
 
 
 def terminal(results: dict[str, Any]) -> Group:
     """The tables below a head with machine and versions."""
-    parts: list[Any] = [Text("\n".join(head(results)), style="dim")]
-    for grid in grids(results):
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        table.add_column(grid.header[0], no_wrap=True)
-        for name in grid.header[1:]:
-            table.add_column(name, justify="right", no_wrap=True)
-        for row in grid.rows:
-            table.add_row(*row)
-        parts += [Text(f"\n{grid.title}", style="bold"), table]
-    return Group(*parts, Text("\n".join(["", *notes(results)]), style="dim"))
+    head, body = Text("\n".join(_head(results)), style="dim"), [table.rich() for table in _tables(results)]
+    return Group(head, *body, Text("\n".join(["", *_notes(results)]), style="dim"))
 
 
 def markdown(results: dict[str, Any]) -> str:
     """The same as a part of a page."""
-    lines = [*(f"{line}  " for line in head(results))]
-    for grid in grids(results):
-        lines += ["", f"**{grid.title}**", "", f"| {' | '.join(grid.header)} |"]
-        lines += ["|---|" + "---:|" * (len(grid.header) - 1)]
-        lines += [f"| {' | '.join(row)} |" for row in grid.rows]
-    return "\n".join([*lines, "", *(f"- {note}" for note in notes(results))]) + "\n"
+    lines = [*(f"{line}  " for line in _head(results))]
+    for table in _tables(results):
+        lines += ["", table.markdown()]
+    return "\n".join([*lines, "", *(f"- {note}" for note in _notes(results))]) + "\n"
 
 
 def update_page(results: dict[str, Any], page: Path) -> None:
@@ -55,7 +35,7 @@ def update_page(results: dict[str, Any], page: Path) -> None:
     write(page, before + part + after if marker else f"{text.rstrip()}\n\n{part}")
 
 
-def head(results: dict[str, Any]) -> list[str]:
+def _head(results: dict[str, Any]) -> list[str]:
     """Machine, versions, commit."""
     m = results["machine"]
     v = m["versions"]
@@ -68,12 +48,7 @@ def head(results: dict[str, Any]) -> list[str]:
     ]
 
 
-def grids(results: dict[str, Any]) -> list[Grid]:
-    """The tables of either command."""
-    return _maps(results) if results["command"] == "maps" else _step(results)
-
-
-def notes(results: dict[str, Any]) -> list[str]:
+def _notes(results: dict[str, Any]) -> list[str]:
     """Explanations of the columns, and notes on skipped measurements."""
     if results["command"] == "maps":
         lines = [
@@ -98,92 +73,60 @@ def notes(results: dict[str, Any]) -> list[str]:
     return [*lines, *results["notes"]]
 
 
-def _maps(results: dict[str, Any]) -> list[Grid]:
-    tables = []
+def _tables(results: dict[str, Any]) -> list[Table]:
+    """The tables of either command; all but the first column are numbers."""
+    if results["command"] == "step":
+        layers = results["num_layers"]
+        title = (
+            f"a step on {results['num_parameters']:,} parameters, "
+            f"{layers['measured']} of {layers['of']} layers, {results['num_rounds']} rounds"
+        )
+        header = ["optimizer", "ms", "±", "/torch", "/Muon", "/AdamW", "state MB", "peak MB", "share"]
+        rows = []
+        for row in results["optimizers"]:
+            ratios = [number(row[f"ratio_to_{name}"], ".2f") for name in ("torch_muon", "muon_float32")]
+            ratios.append(f"{row['ratio_to_fused_adamw']:.1f}")
+            sizes = [_scaled(row[key], 1e6) for key in ("state_bytes", "peak_bytes")]
+            share = number(row["share_of_training_step"], ".0%")
+            rows.append([row["name"], *_milliseconds(row["seconds"]), *ratios, *sizes, share])
+        return [Table(header, rows, title)]
+    tables, ratios = [], ("ratio_to_muon", "ratio_to_muon_float32")
     for shape in results["shapes"]:
         name = "x".join(map(str, shape["shape"]))
         rates = ", ".join(f"{dtype} {rate / 1e9:.0f}" for dtype, rate in shape["matmul_flops_per_second"].items())
-        number = "1 matrix" if shape["count"] == 1 else f"{shape['count']} matrices"
-        title = f"{name}: {number}, {shape['num_rounds']} rounds; matrix products: {rates} GFLOP/s"
+        matrices = "1 matrix" if shape["count"] == 1 else f"{shape['count']} matrices"
+        title = f"{name}: {matrices}, {shape['num_rounds']} rounds; matrix products: {rates} GFLOP/s"
         header = ["map", "ms", "±", "GFLOP", "util.", "/Muon bf16", "/Muon fp32"]
-        rows = [
-            [
-                row["name"],
-                *_milliseconds(row["seconds"]),
-                _number(row["flops"], 1e9),
-                _percent(row["share_of_matmul_rate"]),
-                _ratio(row["ratio_to_muon"]),
-                _ratio(row["ratio_to_muon_float32"]),
-            ]
-            for row in shape["maps"]
-        ]
-        tables.append(Grid(title, header, rows))
+        rows = []
+        for row in shape["maps"]:
+            flops, share = _scaled(row["flops"], 1e9), number(row["share_of_matmul_rate"], ".0%")
+            cells = [number(row[key], ".2f") for key in ratios]
+            rows.append([row["name"], *_milliseconds(row["seconds"]), flops, share, *cells])
+        tables.append(Table(header, rows, title))
         small = "x".join(map(str, shape["error_shape"]))
         title = f"errors at {name}" if small == name else f"errors at {small}, in place of {name}"
         rows = [
             [row["name"], *(f"{_error(e['max'])} / {_error(e['mean'])}" for e in row["errors"].values())]
             for row in shape["maps"]
         ]
-        tables.append(Grid(title, ["map", *shape["maps"][0]["errors"]], rows))
-    rows = [
-        [
-            row["name"],
-            *(
-                _ratio(row[key] and row[key][statistic])
-                for key in ("ratio_to_muon", "ratio_to_muon_float32")
-                for statistic in _STATISTICS
-            ),
-        ]
-        for row in results["over_all_shapes"]
-    ]
+        tables.append(Table(["map", *shape["maps"][0]["errors"]], rows, title))
+    rows = []
+    for row in results["over_all_shapes"]:
+        statistics = [row[key] or {} for key in ratios]
+        cells = [number(values.get(key), ".2f") for values in statistics for key in ("geometric_mean", "max")]
+        rows.append([row["name"], *cells])
     title = f"all {len(results['shapes'])} shapes: geometric mean and maximum"
-    return [*tables, Grid(title, ["map", "/Muon bf16", "max", "/Muon fp32", "max"], rows)]
-
-
-_STATISTICS = ("geometric_mean", "max")
-
-
-def _step(results: dict[str, Any]) -> list[Grid]:
-    layers = results["num_layers"]
-    title = (
-        f"a step on {results['num_parameters']:,} parameters, "
-        f"{layers['measured']} of {layers['of']} layers, {results['num_rounds']} rounds"
-    )
-    header = ["optimizer", "ms", "±", "/torch", "/Muon", "/AdamW", "state MB", "peak MB", "share"]
-    rows = [
-        [
-            row["name"],
-            *_milliseconds(row["seconds"]),
-            _ratio(row["ratio_to_torch_muon"]),
-            _ratio(row["ratio_to_muon_float32"]),
-            f"{row['ratio_to_fused_adamw']:.1f}",
-            _number(row["state_bytes"], 1e6),
-            _number(row["peak_bytes"], 1e6),
-            _percent(row["share_of_training_step"]),
-        ]
-        for row in results["optimizers"]
-    ]
-    return [Grid(title, header, rows)]
+    return [*tables, Table(["map", "/Muon bf16", "max", "/Muon fp32", "max"], rows, title)]
 
 
 def _milliseconds(seconds: dict[str, float]) -> list[str]:
-    return [_number(seconds["median"], 1e-3), _percent((seconds["high"] - seconds["low"]) / 2 / seconds["median"])]
+    spread = (seconds["high"] - seconds["low"]) / 2 / seconds["median"]
+    return [_scaled(seconds["median"], 1e-3), number(spread, ".0%")]
 
 
-def _ratio(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
-
-
-def _number(value: float | None, unit: float) -> str:
+def _scaled(value: float | None, unit: float) -> str:
     """Three digits, or all before the decimal point; a dash for None."""
-    if value is None:
-        return "-"
-    scaled = value / unit
-    return f"{scaled:.0f}" if scaled >= 100 else f"{scaled:.3g}"
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.0%}"
+    return three_digits(None if value is None else value / unit)
 
 
 def _error(value: float) -> str:

@@ -9,7 +9,7 @@ import json
 import math
 import pickle
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -22,13 +22,13 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
-from rich.console import Group
-from rich.table import Table
+from rich.console import Group, RenderableType
 from rich.text import Text
 from torch import Tensor
 
 from ..core.errors import UserError
 from ..core.files import CHANGED, contents, parse_json, read_text
+from ..core.text import Table, number
 from ..optim import Muon, Soren, SpectralOptimizer, matrices_of, momentum_of
 from ..run.folder import PREVIOUS, RunFolder, read_seal, step_of
 from ..spectral import SOREN_MAPS, singular_values
@@ -122,8 +122,8 @@ def spectra_of_run(folder: RunFolder, globs: Sequence[str] = ("*",)) -> tuple[st
 
 
 def _recorded(file: Path) -> Iterator[Spectrum]:
-    for number, line in enumerate(read_text(file, MAX_BYTES).splitlines(), 1):
-        record = parse_json(line, f"{file.name}:{number}")
+    for line_number, line in enumerate(read_text(file, MAX_BYTES).splitlines(), 1):
+        record = parse_json(line, f"{file.name}:{line_number}")
         try:
             shape, values = tuple(record["shape"]), sorted(map(float, record["singular_values"]), reverse=True)
             spectrum = Spectrum(str(record["name"]), int(record["step"]), shape, tuple(values))
@@ -133,7 +133,9 @@ def _recorded(file: Path) -> Iterator[Spectrum]:
         except (KeyError, TypeError, ValueError, RuntimeError, OverflowError):
             damaged = True
         if damaged:
-            raise UserError(f"{file}:{number} is no spectrum: name, step, shape [m, n] and min(m, n) singular_values")
+            raise UserError(
+                f"{file}:{line_number} is no spectrum: name, step, shape [m, n] and min(m, n) singular_values"
+            )
         yield spectrum
 
 
@@ -148,9 +150,9 @@ def _of_checkpoint(checkpoint: Path, globs: Sequence[str]) -> Iterator[Spectrum]
         momenta = [
             named
             for group in groups
-            for name, number in zip(group["param_names"], group["params"], strict=True)
+            for name, index in zip(group["param_names"], group["params"], strict=True)
             for named in matrices_of(
-                name, momentum_of(saved["state"][number]), group.get("weight_layouts", {}).get(name, "linear")
+                name, momentum_of(saved["state"][index]), group.get("weight_layouts", {}).get(name, "linear")
             )
         ]
     except (AttributeError, pickle.UnpicklingError, RuntimeError, KeyError, TypeError, ValueError, EOFError):
@@ -239,62 +241,42 @@ Muon's output counts half, as match_rms_adamw scales it"""
 
 
 def tables(source: str, records: Sequence[dict[str, Any]]) -> Group:
-    """The measurements of `run_spectra.measure` in four tables, the last three with their mean and their extreme."""
+    """The measurements of `measure` in four tables, the last three with their mean and their extreme."""
     names = short_names([record["name"].removesuffix(".weight") for record in records], 3)
     labels = list(records[0]["maps"])
     approximate = [label for label in labels if label != EXACT]
     header = ["matrix", "step", "shape", "largest", *(f"< {share:g} nu" for share in SHARES)]
-    rows = [
-        [
-            name,
-            str(record["step"]),
-            " x ".join(map(str, record["shape"])),
-            f"{record['largest']:.1e}",
-            *(_cell("{:.0%}", share) for share in record["below"].values()),
-        ]
-        for name, record in zip(names, records, strict=True)
-    ]
-    parts = [
-        Text(f"spectra of {source}", style="dim"),
-        *_table("singular values, and the share of small ones", header, rows),
-    ]
-    for title, key, shown, form, extreme in (
-        ("distance from the exact sigmoid", "distance", approximate, "{:.1%}", max),
-        ("cosine of the angle to the exact sigmoid", "cosine", approximate, "{:.3f}", min),
-        ("size of the update: 1 if every mode is at the map's level", "size", labels, "{:.2f}", min),
+    rows = []
+    for name, record in zip(names, records, strict=True):
+        shape, shares = " x ".join(map(str, record["shape"])), record["below"].values()
+        numbers = [f"{record['largest']:.1e}", *(number(share, ".0%") for share in shares)]
+        rows.append([name, str(record["step"]), shape, *numbers])
+    parts = [_table("singular values, and the share of small ones", header, rows)]
+    for title, key, shown, form, extreme, word in (
+        ("distance from the exact sigmoid", "distance", approximate, ".1%", max, "largest"),
+        ("cosine of the angle to the exact sigmoid", "cosine", approximate, ".3f", min, "smallest"),
+        ("size of the update: 1 if every mode is at the map's level", "size", labels, ".2f", min, "smallest"),
     ):
         columns = [[record["maps"][label][key] for record in records] for label in shown]
         rows = [
-            [name, str(record["step"]), *(_cell(form, column[i]) for column in columns)]
+            [name, str(record["step"]), *(number(column[i], form) for column in columns)]
             for i, (name, record) in enumerate(zip(names, records, strict=True))
         ]
         measured = [[value for value in column if value is not None] for column in columns]
-        rows.append(["mean", "", *(_cell(form, fmean(column) if column else None) for column in measured)])
-        rows.append([_EXTREMES[extreme], "", *(_cell(form, extreme(column, default=None)) for column in measured)])
-        parts += _table(title, ["matrix", "step", *(label.replace(" ", "\n") for label in shown)], rows)
-    return Group(*parts, Text(f"\n{NOTE}", style="dim"))
+        rows.append(["mean", "", *(number(fmean(column) if column else None, form) for column in measured)])
+        rows.append([word, "", *(number(extreme(column, default=None), form) for column in measured)])
+        parts.append(_table(title, ["matrix", "step", *(label.replace(" ", "\n") for label in shown)], rows))
+    return Group(Text(f"spectra of {source}", style="dim"), *parts, Text(f"\n{NOTE}", style="dim"))
 
 
-def _cell(form: str, value: float | None) -> str:
-    """Return "-" for a zero momentum, which has no cosine."""
-    return "-" if value is None else form.format(value)
-
-
-_EXTREMES: dict[Callable[..., Any], str] = {max: "largest", min: "smallest"}
-
-
-def _table(title: str, header: list[str], rows: list[list[str]]) -> list[Any]:
-    table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="bold")
+def _table(title: str, header: list[str], rows: list[list[str]]) -> RenderableType:
+    """A table whose first column has the room that the others leave."""
     widths = [
         max(len(line) for cell in column for line in cell.split("\n")) for column in zip(header, *rows, strict=True)
     ]
     room = WIDTH - sum(width + 1 for width in widths[1:])
-    table.add_column(header[0], no_wrap=True, vertical="bottom")
-    for name in header[1:]:
-        table.add_column(name, justify="right", no_wrap=True)
-    for first, *cells in rows:
-        table.add_row(first if len(first) <= room else f"...{first[3 - room :]}", *cells)
-    return [Text(f"\n{title}", style="bold"), table]
+    rows = [[first if len(first) <= room else f"...{first[3 - room :]}", *cells] for first, *cells in rows]
+    return Table(header, rows, title).rich(collapse_padding=True)
 
 
 # ---

@@ -14,8 +14,8 @@ from soren_align.bench import maps, shapes, show, timing
 from soren_align.bench.maps import (
     MUON,
     MUON_FLOAT32,
-    Candidate,
-    candidates,
+    BenchmarkedMap,
+    benchmarked_maps,
     newton_schulz_float32,
 )
 from soren_align.core.errors import UserError
@@ -53,7 +53,7 @@ def test_counted_flops_are_those_that_torch_sees(name, function, shape):
 
 @pytest.mark.parametrize("resolution", RESOLUTIONS)
 def test_the_flops_of_a_candidate_are_those_of_its_resolution(resolution):
-    (entry,) = [entry for entry in candidates(CPU) if entry.name == f"minimax {resolution:g}"]
+    (entry,) = [entry for entry in benchmarked_maps(CPU) if entry.name == f"minimax {resolution:g}"]
     for shape in ((8, 24), (150, 150), (150, 300)):
         x = torch.randn(shape)
         with FlopCounterMode(display=False) as counter:
@@ -78,7 +78,7 @@ def test_the_float32_reference_is_muons_iteration(shape):
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_every_candidate_maps_a_matrix(kind):
-    for entry in candidates(torch.device(kind)):
+    for entry in benchmarked_maps(torch.device(kind)):
         assert entry.function(torch.randn(8, 24)).shape == (8, 24), entry.name
 
 
@@ -91,7 +91,7 @@ def test_a_map_that_decomposes_is_not_counted_as_products():
             return func(*args, **(kwargs or {}))
 
     x = torch.randn(8, 24)
-    for entry in candidates(CPU):
+    for entry in benchmarked_maps(CPU):
         with Detector() as detector:
             entry.function(x / x.norm())
         assert (entry.num_flops((8, 24)) is None) == detector.has_decomposed == (entry.dtype == "float64"), entry.name
@@ -153,8 +153,8 @@ def test_every_call_has_fresh_input_that_is_not_zero(monkeypatch):
         seen.append(x.clone())
         return newton_schulz(x)
 
-    entries = [Candidate(name, keep, "bfloat16", MAPS["muon"], polar) for name in (MUON, MUON_FLOAT32)]
-    monkeypatch.setattr(maps, "candidates", lambda device: entries)
+    entries = [BenchmarkedMap(name, keep, "bfloat16", MAPS["muon"], polar) for name in (MUON, MUON_FLOAT32)]
+    monkeypatch.setattr(maps, "benchmarked_maps", lambda device: entries)
     monkeypatch.setattr(timing, "MAX_ROUNDS", 4)
     maps.run(shapes.parse("8x24"), CPU)
     timed = [x for x in seen if x.norm().item() == pytest.approx(1.0, abs=1e-5)]
