@@ -146,10 +146,10 @@ class Rank:
             share = small / total if total else 0
             itemsize = (1 + FLOAT32 / BLOCK) * (1 - share) + (1 + FLOAT32) * share
             num_bytes += numel * num_moments * (itemsize if in_8_bits else FLOAT32)
-        cls = OPTIMIZERS.get(self.optimizer.name)
-        for name, shape in self.model.matrices.items() if cls and cls.map_state else ():
+        map_state = OPTIMIZERS[self.optimizer.name].map_state
+        for name, shape in self.model.matrices.items() if map_state else ():
             layout = self.model.weight_layouts.get(name, "linear")
-            numbers = sum(map_state_sizes(shape[-2:], layout, cls.map_state).values()) * math.prod(shape[:-2])
+            numbers = sum(map_state_sizes(shape[-2:], layout, map_state).values()) * math.prod(shape[:-2])
             num_bytes += numbers * FLOAT32 * self.shard.matrices / self.whole.matrices
         return Component("optimizer states", round(num_bytes), ("8 bits" if in_8_bits else "float32") + part, location)
 

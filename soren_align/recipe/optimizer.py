@@ -136,6 +136,7 @@ class MatrixOptimizer(OptimizerSection):
     """The keys of the optimizers that map a matrix of momentum: all but AdamW."""
 
     default_adjust_lr_fn: ClassVar[AdjustLrFn] = "original"
+    own_map: ClassVar[SpectralMap]
 
     momentum: Coefficient = settings.MOMENTUM
     """Coefficient of the matrices' exponential moving average."""
@@ -149,8 +150,8 @@ class MatrixOptimizer(OptimizerSection):
 
     @property
     def spectral_map(self) -> SpectralMap:
-        """The map of the same name."""
-        return MAPS[self.name]
+        """The only one of the class."""
+        return self.own_map
 
     @property
     def map_settings(self) -> dict[str, Any]:
@@ -200,6 +201,7 @@ class MuonSettings(MatrixOptimizer):
     """Orthogonalised momentum, as torch.optim.Muon."""
 
     title: ClassVar[str] = "Muon"
+    own_map: ClassVar[SpectralMap] = MAPS["muon"]
 
     name: Literal["muon"]
     ns_steps: Annotated[int, within(settings.NUM_STEPS)] = settings.MUON_STEPS
@@ -210,6 +212,7 @@ class HTMuonSettings(MatrixOptimizer):
     """A power of the singular values (arXiv 2603.10067)."""
 
     title: ClassVar[str] = "HTMuon"
+    own_map: ClassVar[SpectralMap] = MAPS["htmuon"]
 
     name: Literal["htmuon"]
     p: Annotated[float, within(settings.POWER)] = settings.HTMUON_POWER

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from soren_align.optim import OPTIMIZERS
-from soren_align.planning.memory import ModelSizes, StepSettings
+from soren_align.planning.memory import ModelSizes, Rank
 from soren_align.planning.step import step_cost
-from soren_align.recipe import Parallel
+from soren_align.recipe import OPTIMIZER_SECTIONS, Parallel
 from tests.support import normuon
 
 
@@ -64,6 +64,7 @@ def test_the_plan_counts_it(monkeypatch, kind, share):
     mode = Parallel(kind, config={"zero_optimization": {"stage": 3}} if kind == "zero" else {})
     num_bytes = {}
     for name in ("muon", "normuon"):
-        cost = step_cost(ModelSizes({"a": (8, 12), "b": (16, 4)}, 0), mode, 4, StepSettings(optimizer=name))
+        section = OPTIMIZER_SECTIONS["muon"](name="muon", lr=0.1).model_copy(update={"name": name})
+        cost = step_cost(Rank(ModelSizes({"a": (8, 12), "b": (16, 4)}, 0), mode, 4, section))
         num_bytes[name] = sum(part.num_bytes for part in cost.memory if part.name == "optimizer states")
     assert num_bytes["normuon"] - num_bytes["muon"] == 4 * (8 + 16) / share
