@@ -186,14 +186,12 @@ def refuse_unaveraged_gradients(attached: AttachedOptimizer, step: int) -> None:
         )
 
 
-# ---
-# Copies of the starting weights on the CPU, and the distance of the present weights from them.
-#
-# Every rank copies only the tensors, or parts of tensors, that it alone measures; the ranks add their sums.
-
-
 class StartingWeights:
-    """The weights at the time of construction. tensors: (index of the parameter group, tensor updated here)."""
+    """Copies of the weights on the CPU, at the time of construction, from which the present weights are measured.
+
+    tensors: (index of the parameter group, tensor updated here). Every rank copies only the tensors, or parts of
+    tensors, that it alone measures; the ranks add their sums.
+    """
 
     def __init__(self, tensors: Sequence[tuple[int, Tensor]]):
         copies = compact_copies([local(tensor.detach()) for _, tensor in tensors])
@@ -212,12 +210,6 @@ class StartingWeights:
             rows = (part if part is None or not part.ndim else part[::stride] for part in here)
             for weights, compensation, start in chunks(*rows):
                 yield index, master_weights(weights, compensation).float(), start.to(weights.device).float()
-
-
-def share_of_parameters(optimizer: torch.optim.Optimizer, ranks: Ranks) -> list[tuple[int, Tensor]]:
-    """Return every num_ranks-th parameter with the index of its group: this rank's share where all ranks hold all."""
-    parameters = [(index, p) for index, group in enumerate(optimizer.param_groups) for p in group["params"]]
-    return parameters[ranks.rank :: ranks.num_ranks]
 
 
 def relative_changes(start: StartingWeights, attached: AttachedOptimizer, most: int | None = None) -> dict[str, float]:

@@ -34,7 +34,7 @@ from .measure.measurements import MeasurementLog, Measurements, SpectraRecorder
 from .measure.samples import evaluating
 from .packing import IsolationCheck, TokenStream
 from .reference import BatchHash, ReferenceCheck, reference_key
-from .trained_optimizer import OptimizerCheck, StartingWeights, attach, refuse_unaveraged_gradients, share_of_parameters
+from .trained_optimizer import OptimizerCheck, StartingWeights, attach, refuse_unaveraged_gradients
 
 OptimizerSettings = str | Mapping[str, Any] | OptimizerSection | None
 """None: Soren. A name: soren, muon, htmuon, adamw. A mapping: keywords of `build_optimizer`, any of which may be left
@@ -98,7 +98,10 @@ class SorenTrainerMixin(Trainer):
                 group["params"] = [torch.empty_like(p, device="meta") for p in group["params"]]
         elif not self.is_deepspeed_enabled:
             # Not later: a checkpoint is loaded into unsharded parameters before the optimizer is created.
-            self.starting_weights = StartingWeights(share_of_parameters(self.expected_optimizer, self._ranks))
+            # All ranks hold all parameters; each measures its share.
+            groups = enumerate(self.expected_optimizer.param_groups)
+            parameters = [(index, p) for index, group in groups for p in group["params"]]
+            self.starting_weights = StartingWeights(parameters[self._ranks.rank :: self._ranks.num_ranks])
 
     def create_accelerator_and_postprocess(self) -> None:
         """As TRL; under FSDP2 only the weights in forward and backward are bfloat16, as under DDP and ZeRO."""

@@ -155,15 +155,12 @@ class Measurements(TrainerCallback):
             self._map_errors.append(distance_from_sigmoid(applied.input, applied.output))
 
 
-# ---
-# Record the singular values of the map's inputs at chosen steps, in spectra.jsonl.
-#
-# One line per matrix and step, in the order of the model: {"step", "name", "shape", "singular_values"}, the latter in
-# descending order, to seven digits. `bench/spectra.py` reads the file.
-
-
 class SpectraRecorder(TrainerCallback):
-    """Appends to `log.spectra` at `log.steps`. Collective at these steps; a matrix is decomposed on its owner rank.
+    """Appends the singular values of the map's inputs to `log.spectra` at `log.steps`.
+
+    One line per matrix and step, in the order of the model: {"step", "name", "shape", "singular_values"}, the latter in
+    descending order, to seven digits. `bench/spectra.py` reads the file. Collective at these steps; a matrix is
+    decomposed on its owner rank.
 
     Raises UserError if one of `log.matrices` matches no matrix.
     """
