@@ -250,7 +250,9 @@ def whole_batches(
     device: torch.device | None = None,
 ) -> Iterator[Batch]:
     """Shards that are whole weights, in batches on `device`; None: each where it is."""
-    kinds = [(s.shape, s.layout, momentum_dtype(s.parameter), device or s.parameter.device) for s in shards]
+    kinds: list[WeightKind] = [
+        (s.shape, s.layout, momentum_dtype(s.parameter), device or s.parameter.device) for s in shards
+    ]
     for indices in matrix_batches(kinds, workspace_mb):
         members = [shards[i] for i in indices]
         inputs = (staged(map_input(shard).reshape(shard.shape), device) for shard in members)

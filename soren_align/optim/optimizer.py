@@ -87,8 +87,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
     def _start(self) -> None:
         """What is not the optimizer's state; torch's copy and pickle of an optimizer keep none of it."""
-        self.strategy: ShardingStrategy = OneProcess()
-        self.update_observers = self.map_observers = frozenset()
+        self.strategy = OneProcess()
+        self.update_observers = frozenset()
+        self.map_observers = frozenset()
         self.gradient_norm = self.max_norm = None
         self.num_maps = self.num_guarded = 0
         self._bound = math.inf  # of the momenta and of the last step's gradients
