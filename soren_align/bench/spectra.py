@@ -34,7 +34,6 @@ from ..run.folder import PREVIOUS, RunFolder, read_seal, step_of
 from ..spectral import SOREN_MAPS, singular_values
 from ..spectral.exact import null_space_bound
 
-# ---
 # Recorded spectra: the singular values of Nesterov momenta, the inputs of a map, in real trainings.
 #
 #     smollm2      SmolLM2-135M-Instruct, full SFT with Soren (exact) on Python's documentation as chat, one example of
@@ -230,7 +229,6 @@ def as_json(source: str, records: Sequence[dict[str, Any]]) -> str:
     return json.dumps({"source": source, "spectra": list(records)}, indent=2)
 
 
-# ---
 # Tables of `soren-align spectrum`, 80 columns wide: a row per matrix and step, a column per map.
 
 WIDTH = 80
@@ -279,7 +277,6 @@ def _table(title: str, header: list[str], rows: list[list[str]]) -> RenderableTy
     return Table(header, rows, title).rich(collapse_padding=True)
 
 
-# ---
 # Pictures of spectra, as in the paper's Figure 1: a panel per layer and step, a line per map, values on a log axis.
 
 MAX_LAYERS, MAX_STEPS = 3, 3

@@ -27,7 +27,6 @@ from ..tasks import TASKS
 from ..training.adapters import freeze
 from ..training.build import trl_forward
 
-# ---
 # Memory and FLOPs of one forward and backward pass, measured on fake tensors, which have shapes and no contents.
 #
 # Models of two and of three blocks run a batch as TRL would run it; larger models are extrapolated linearly from these,
@@ -280,7 +279,6 @@ def _passes(
     return Passes(build, kinds, autocast=None if is_sharded or dtype == torch.float32 else dtype)
 
 
-# ---
 # Peak memory of newly created tensors, counted by storage and independent of the allocator.
 
 
@@ -304,7 +302,6 @@ class Meter(TorchDispatchMode):
         return output
 
 
-# ---
 # The blocks of a model: their kinds, and small models made of a few of them.
 #
 # Blocks are of one kind if their parameters have the same names and shapes, and the same ones are frozen: DeepSeek-V3's
@@ -374,7 +371,6 @@ def _select(config: Any, blocks: Sequence[int]) -> None:
             setattr(config, key, [value[i % before] for i in blocks])
 
 
-# ---
 # Hours of a run on one GPU, or one CPU core, from counted FLOPs and assumed rates: nothing is measured.
 
 PEAKS: dict[str, dict[str, float]] = {

@@ -32,7 +32,6 @@ from .inputs import Inputs, count_frozen, load_inputs, on_this_machine
 from .memory import FLOAT32, ITEMSIZE
 from .step import processes
 
-# ---
 # The disk space of a run folder: the model, the checkpoints and random starting weights, without tokenizers.
 
 _OF_THE_OPTIMIZER = ("optimizer states", "float32 master weights", "Kahan compensation")
@@ -74,7 +73,6 @@ def _num_checkpoints(args: Any, num_steps: int) -> int:
     return min(number, args.save_total_limit or number)
 
 
-# ---
 # The size of the updates of a schedule, compared with the spacing of the weights' dtype, before any training.
 #
 # With `adjust_lr_fn: match_rms_measured` the update of a matrix has a root mean square (RMS) of 0.2 lr. With the other
@@ -150,7 +148,6 @@ def _map_level(recipe: Recipe, shape: tuple[int, ...]) -> float:
     return OPTIMIZERS[recipe.optimizer.name].map_level
 
 
-# ---
 # Optimizer steps and learning rates of a recipe, as transformers computes them.
 
 

@@ -61,7 +61,6 @@ def _map_singular_values(x: Tensor, function: Callable[[Tensor], Tensor]) -> Ten
     return from_wide(result.masked_fill(~finite, torch.nan), x)
 
 
-# ---
 # The singular values of a matrix, and the distance of a map's output from the exact sigmoid.
 #
 # Both come from the smaller Gram matrix in float64, which is accurate to 1e-8 of the largest singular value: far

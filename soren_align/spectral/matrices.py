@@ -57,7 +57,6 @@ def replace_zeros(norm: Tensor) -> Tensor:
     return norm.where(norm > 0, 1.0)
 
 
-# ---
 # Matrix products in full float32 and without autocast, whatever precision the process has set for its model.
 #
 # The maps magnify the rounding of their factors by up to 5000 (`coefficients`, slope). With the 8 bits of bfloat16 that

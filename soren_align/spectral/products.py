@@ -84,7 +84,6 @@ WIDE_LIMIT = 4.3  # (sum of sigma^128)^(1/128) is at most 7% above sigma_max, fo
 WIDE_FROM = (2.0, 2.5)  # between these nu, TANH and TANH_WIDE are interpolated; below, five products are saved
 
 
-# ---
 # `minimax_sigmoid` by matrix products: polynomials in the Gram matrix R, whose eigenvalues are u^2.
 #
 # A polynomial in R is evaluated about the center c of its interval, in Z = R - c I: its coefficients are then thirty

@@ -118,7 +118,6 @@ def _in_bfloat16(iterate: Callable[[Tensor, int], Tensor]) -> Callable[[Tensor, 
 _ITERATIONS = {"direct": cubic_iteration, "gram": _gram_iteration}
 
 
-# ---
 # The map of the authors' released code: another function of the singular values than the paper's text.
 #
 #     (Q_K + T_2) / 2,    Q_0 = x / (|x|_F + 1e-8),  T_0 = x / (4 |x|_F),  K = 5
