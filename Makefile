@@ -22,11 +22,11 @@ demo: setup
 
 # The tests have four tiers (tests/support/tiers.py): unit, model, ranks, process. What a person waits for: the first two,
 # but for slow ones, and a sample of the others: 6,500 in 9 minutes on two cores.
-test: TESTS := -m "(unit or model or sample) and not slow"
+test: TESTS := -m "(unit or model or sample) and not (slow or rest)"
 # All tests. 30 minutes on two cores.
 test-all: TESTS :=
 # What `make test` leaves out: .ci/run takes it after that.
-test-rest: TESTS := -m "not (unit or model or sample) or slow"
+test-rest: TESTS := -m "not (unit or model or sample) or slow or rest"
 test test-all test-rest: setup
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
 

@@ -2,8 +2,9 @@
 
     python docs/make_architecture.py
 
-The page gets a line per file, the first sentence of its docstring, so that it cannot differ from the file. The picture
-has a box per room, in the layers of tests/test_layers.py. tests/test_docs.py compares both with what is made here.
+The page gets a line per file, from the first sentence of its docstring, so that it cannot differ from the file. The
+picture has a box per room, in the layers of tests/test_layers.py. tests/test_docs.py compares both with what is made
+here.
 """
 
 import ast
@@ -51,13 +52,13 @@ def tree() -> str:
     for room in (room for layer in layers() for room in sorted(layer)):
         folder = PACKAGE / room
         if folder.is_dir():
-            lines += _entry(folder / "__init__.py", f"{room}/")
+            lines.append(_entry(folder / "__init__.py", f"{room}/"))
             for file in sorted(folder.rglob("*.py")):
                 name = file.relative_to(folder).as_posix()
                 if name != "__init__.py":
-                    lines += _entry(file, f"  {name.removesuffix('__init__.py')}")
+                    lines.append(_entry(file, f"  {name.removesuffix('__init__.py')}"))
         else:
-            lines += _entry(PACKAGE / f"{room}.py", f"{room}.py")
+            lines.append(_entry(PACKAGE / f"{room}.py", f"{room}.py"))
     return "\n".join([*lines, "```", ""])
 
 
@@ -107,10 +108,12 @@ def layers() -> list[set[str]]:
     raise ValueError("tests/test_layers.py: has no LAYERS")
 
 
-def _entry(file: Path, name: str) -> list[str]:
-    """The file's line, wrapped."""
-    indent = " " * NAMES
-    return textwrap.wrap(_sentence(file), WIDTH, initial_indent=name.ljust(NAMES - 1) + " ", subsequent_indent=indent)
+def _entry(file: Path, name: str) -> str:
+    """The file's line: its sentence without the last clauses, if it is longer than the line."""
+    sentence, room = _sentence(file), WIDTH - NAMES
+    while len(sentence) > room and (cut := max(sentence.rfind(mark) for mark in (":", ";", ",", " - "))) > 0:
+        sentence = sentence[:cut]
+    return f"{name.ljust(NAMES - 1)} {textwrap.shorten(sentence, room, placeholder=' ...')}"
 
 
 def _sentence(file: Path) -> str:

@@ -70,7 +70,7 @@ LONG = (
 
 
 def pytest_configure(config):
-    for name, meaning in (tiers.TIERS | {"sample": tiers.SAMPLE, "slow": tiers.SLOW}).items():
+    for name, meaning in (tiers.TIERS | {"sample": tiers.SAMPLE, "slow": tiers.SLOW, "rest": tiers.REST}).items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
 
 

@@ -313,6 +313,7 @@ def base(tmp_path):
     return folder
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("case", TEMPLATES)
 def test_a_template_that_cannot_be_trained(soren_align, tmp_path, base, case):
     template, message = TEMPLATES[case]

@@ -94,6 +94,7 @@ def test_a_copied_study_is_planned_from_any_folder(run, tmp_path):
     load_study(str(tmp_path / "mine.yaml"))
 
 
+@pytest.mark.rest
 def test_a_copied_recipe_works_from_any_folder(run, tmp_path):
     copied = run("recipes", "copy", "quickstart/sft", "mine.yaml", cwd=tmp_path)
     assert copied.returncode == 0, copied.stderr

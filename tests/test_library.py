@@ -67,6 +67,7 @@ def groups(trained):
     return type(optimizer).__name__, *optimizer.param_groups
 
 
+@pytest.mark.rest
 def test_every_block_of_the_page_runs(model):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/library.md").read_text(encoding="utf-8"), re.DOTALL)
     assert len(blocks) == 6
@@ -136,6 +137,7 @@ def test_updates_lost_to_rounding_are_a_warning(model):
         quiet.train()
 
 
+@pytest.mark.rest
 def test_a_resumed_training_ends_with_the_same_bits(model):
     args = {"max_steps": 2, "save_steps": 1, "lr_scheduler_type": "constant"}
     whole, resumed = (
@@ -148,6 +150,7 @@ def test_a_resumed_training_ends_with_the_same_bits(model):
     assert all(torch.equal(parameter, other[name]) for name, parameter in whole.model.named_parameters())
 
 
+@pytest.mark.rest
 def test_it_trains_as_trls_own_trainer_with_the_same_optimizer(model):
     """The reference: TRL's trainer, with AdamW built by hand. A trainer changes nothing but the optimizer."""
     ours = trainer(model, optimizer_settings={"name": "adamw", "aux_weight_decay": 0.05})

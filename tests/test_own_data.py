@@ -41,6 +41,7 @@ def outputs(tmp_path_factory):
     return SimpleNamespace(texts=texts, folder=folder / "mine")
 
 
+@pytest.mark.rest
 @pytest.mark.model
 def test_every_command_of_the_page_prints_what_it_shows(outputs):
     assert len(COMMANDS) == 9

@@ -591,6 +591,7 @@ def test_a_training_diverged_if_its_loss_rose_and_stayed_high(held_out, training
     assert divergence(lines_of(held_out, training)) == reason
 
 
+@pytest.mark.rest
 @pytest.mark.model
 @pytest.mark.parametrize("held_out", ["yes", "no"])
 def test_a_training_that_diverged_is_no_success(make, folder, capfd, held_out):

@@ -67,6 +67,7 @@ def adamw_step_(
             (beta1, beta2), step = group["betas"], float(chunk.step + 1)
             denominator = chunk.exp_avg_sq.div(1 - beta2**step).sqrt_().add_(group["eps"])
             direction = chunk.exp_avg.div(1 - beta1**step).div_(denominator)
+            del denominator
             for observe in observers:
                 observe(PendingUpdate(chunk.name, group, parameter, compensation, direction, lr))
 

@@ -179,9 +179,9 @@ class PendingUpdate:
 
     def applied(self, lr: float | Tensor | None = None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield (master weights before, the same after the update, direction), in chunks; lr: instead of its own."""
-        lr = self.lr if lr is None else lr
+        lr, decay = self.lr if lr is None else lr, self.group["weight_decay"]
         for weight, direction, rest in chunks(self.weight.detach(), self.direction, self.compensation):
-            moved, moved_rest = weight.clone(), None if rest is None else rest.clone()
-            decay = self.group["weight_decay"]
-            decay_and_add_(moved, moved_rest, direction, lr=lr, scale=self.scale, weight_decay=decay)
-            yield master_weights(weight, rest), master_weights(moved, moved_rest), direction
+            before = master_weights(weight, rest)
+            after = before.clone()  # the compensation keeps all of float32: as a float32 weight alone, then
+            decay_and_add_(after, None, direction, lr=lr, scale=self.scale, weight_decay=decay)
+            yield before, after, direction

@@ -152,7 +152,7 @@ def shards_on(
     return [
         Shard(
             w.name,
-            w.shape[:2],
+            (w.shape[0], w.shape[1]),
             w.layout,
             tensors[w.tensor],
             s.start,
@@ -271,7 +271,9 @@ class _Bucket:
         """The weights owned here; outputs for shards on other ranks are written to the buffer, the others returned."""
         self._work.wait()
         weights = [self.exchange.plan.layout.weights[i] for i in self.owned]
-        kinds: list[WeightKind] = [(w.shape[:2], w.layout, self.dtype, self.exchange.device) for w in weights]
+        kinds: list[WeightKind] = [
+            ((w.shape[0], w.shape[1]), w.layout, self.dtype, self.exchange.device) for w in weights
+        ]
         for numbers in matrix_batches(kinds, workspace_mb):
             indices = [self.owned[number] for number in numbers]
             states = {key: [self._assembled(i, key) for i in indices] for key in self.exchange.map_state}

@@ -97,6 +97,7 @@ def test_a_map_that_decomposes_is_not_counted_as_products():
         assert (entry.num_flops((8, 24)) is None) == detector.has_decomposed == (entry.dtype == "float64"), entry.name
 
 
+@pytest.mark.rest
 def test_the_results_are_json_with_these_keys(results):
     results = json.loads(json.dumps(results, allow_nan=False))
     assert set(results) == {"command", "shapes_name", "machine", "input", "shapes", "over_all_shapes", "notes"}

@@ -206,6 +206,7 @@ def test_a_name_in_a_file_leads_to_no_other_folder_and_is_no_formula(run, tmp_pa
     assert {path.name for path in tmp_path.iterdir()} == {"run", "pictures"}
 
 
+@pytest.mark.rest
 def test_factors_of_adapters_have_pictures_of_their_own(run, tmp_path):
     names = [
         f"base_model.model.model.layers.{i}.mlp.{m}.lora_{f}.default.weight"

@@ -129,6 +129,7 @@ def test_a_template_that_takes_too_much_for_a_later_example_is_refused(make_toke
     assert cpu_seconds() - before < 30
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("case", ["loops in loops", "a text of 100 GB"])
 def test_a_template_that_takes_too_much_for_the_first_example_is_refused(make_tokenizer, case):
     with pytest.raises(UserError, match=rf"the chat template fails on the first example: {MUCH}"):
@@ -203,6 +204,7 @@ def rendered(monkeypatch, environment, template, turns, tools):
         return f"{type(error).__name__}: {error}"
 
 
+@pytest.mark.rest
 def test_templates_render_as_in_jinjas_own_sandbox(monkeypatch):
     texts = [FEATURES, *(file.read_text() for file in TRLS)]
     num_rendered = 0

@@ -66,6 +66,7 @@ def test_chunks_hold_every_request_once_and_requests_of_one_context_together():
     assert all(len(chunk) == 1 for chunk in make_chunks([(str(i), {}) for i in range(9)], 1))
 
 
+@pytest.mark.rest
 @pytest.mark.process
 @pytest.mark.sample
 def test_several_processes_give_the_answers_of_one(small, models):
@@ -76,6 +77,7 @@ def test_several_processes_give_the_answers_of_one(small, models):
     assert several.scores == one.scores
 
 
+@pytest.mark.rest
 def test_in_process_from_disk_as_adapter_and_merged_the_answers_are_the_same(models, tmp_path, small):
     suite, _ = small
     base, tokenizer = models[0], AutoTokenizer.from_pretrained(models[0])
@@ -122,6 +124,7 @@ def test_cached_responses_are_not_computed_again(small, models, tmp_path):
     assert again.samples == first.samples == fresh.samples
 
 
+@pytest.mark.rest
 def test_two_models_through_one_cache_never_share_an_answer(small, models, tmp_path):
     suite, _ = small
     first = evaluate_model(models[0], suite, Options(device="cpu", cache=tmp_path))
@@ -150,6 +153,7 @@ def test_lm_evals_own_cache_gives_a_model_another_ones_answers(models, tmp_path)
     assert first == second
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("change", ["weights", "template", "generation", "batch size", "dtype"])
 def test_all_that_changes_responses_changes_the_cache_file(change, small, models, tmp_path):
     suite, _ = small
@@ -323,6 +327,7 @@ def test_a_model_that_does_not_fit_is_not_the_batchs_fault(models, small, monkey
         evaluate_model(models[0], small[0], Options(device="cpu"))
 
 
+@pytest.mark.rest
 def test_a_damaged_cache_file_is_read_line_by_line(models, small, tmp_path):
     suite, fresh = small
     evaluate_model(models[0], suite, Options(device="cpu", cache=tmp_path))
@@ -381,6 +386,7 @@ def test_vllm_gets_the_folder_and_our_settings(models, small, vllm):
         compare([("a", found), ("b", small[1])], average=False)
 
 
+@pytest.mark.rest
 def test_an_engine_of_vllm_has_ended_before_the_next_model_is_loaded(models, small, vllm):
     for model in models[:2]:
         evaluate_model(model, small[0], Options(backend="vllm", device="cpu"))

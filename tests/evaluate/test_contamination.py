@@ -170,6 +170,7 @@ def table(models, tmp_path_factory):
     return results, output
 
 
+@pytest.mark.rest
 def test_scores_without_overlapping_questions_are_the_mean_of_the_others(table):
     results, output = table
     section = results["contamination"]

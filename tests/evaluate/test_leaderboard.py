@@ -38,6 +38,7 @@ def leaderboard(readers, data_root):
     return suite, tasks, results
 
 
+@pytest.mark.rest
 def test_the_leaderboard_has_62_tasks_and_a_score_for_each(leaderboard):
     _, tasks, found = leaderboard
     assert {column: len(subtasks(task)) for column, task in tasks.items()} == dict.fromkeys(LEADERBOARD, 1) | {

@@ -115,6 +115,7 @@ def tables_of_equals():
         return [compare(null_pair(rng, SIZES), average=True)[1] for _ in range(200)]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("column", [*SIZES, "average"])
 def test_of_pairs_of_equals_five_in_a_hundred_seem_to_differ(tables_of_equals, column):
     # McNemar's exact test is a little conservative: at 234 discordant questions of 1172 its size is 4.2%.

@@ -133,6 +133,7 @@ def short(readers, data_root, tmp_path):
     return model, {"suite": "commonsense-zero-shot", "data_root": str(root)}
 
 
+@pytest.mark.rest
 def test_a_run_without_template_is_refused_before_training_and_by_plan(made, plain, monkeypatch):
     def train(*_, **__):
         raise AssertionError("trained for nothing")

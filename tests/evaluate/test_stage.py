@@ -37,6 +37,7 @@ def stage(models, tmp_path_factory):
     return results, output, screen.getvalue()
 
 
+@pytest.mark.rest
 def test_results_json_is_what_was_returned_and_says_how_to_repeat_it(stage, models):
     results, output, _ = stage
     assert json.loads((output / "results.json").read_text()) == results
@@ -147,6 +148,7 @@ def test_two_rows_of_one_name_are_refused_before_any_work(models, tmp_path):
         evaluate([("model", models[0]), ("model", models[1])], QUICKSTART, tmp_path)
 
 
+@pytest.mark.rest
 def test_a_batch_that_does_not_fit_is_halved_for_all_rows(models, tmp_path, monkeypatch):
     """Batches change the last digits: a table has one size."""
     real = HFLM._model_call
@@ -178,6 +180,7 @@ def test_a_batch_that_does_not_fit_is_halved_for_all_rows(models, tmp_path, monk
     assert all(sum(row["num_requests"].values()) == 840 for row in results["rows"])
 
 
+@pytest.mark.rest
 def test_the_base_is_evaluated_once_for_all_runs(models, tmp_path):
     screen = io.StringIO()
     how = {"device": "cpu", "cache": tmp_path / "cache", "console": Console(file=screen, width=80)}
@@ -196,6 +199,7 @@ def test_what_no_evaluation_has_written_is_not_removed(models, tmp_path):
     assert (tmp_path / "samples" / "thesis.txt").read_text() == "mine"
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("limit", "said"),
     [(2, "the first 2 questions"), (5000, "on other data (4 of 1,172"), (None, "on other data (4 of")],
@@ -221,6 +225,7 @@ def test_preflight_counts_the_questions_and_finds_what_is_missing(data_root, tmp
         preflight(asked.model_copy(update={"backend": "vllm"}))
 
 
+@pytest.mark.rest
 def test_repeated_questions_are_reported_and_count_as_one_cluster(models, tmp_path):
     """Five times the same 24 answers are no stronger evidence than these."""
     shutil.copytree(shipped.ROOT / "eval" / "quickstart", tmp_path / "suite")

@@ -77,6 +77,7 @@ def test_other_changes_are_refused_as_before(tmp_path, overrides):
     assert not commands_in(refusal(folder, *overrides))
 
 
+@pytest.mark.rest
 @pytest.mark.model
 @pytest.mark.parametrize(
     "lora",

@@ -50,6 +50,7 @@ def two_hundred_steps(cls, lr, dtype, compensation="kahan"):
 
 
 # The paper's learning rates for SFT; a hundredth of Soren's moves no bfloat16 at all.
+@pytest.mark.rest
 @pytest.mark.parametrize(("cls", "lr"), [(Soren, 1e-6), (Soren, 1e-8), (Muon, 2e-5), (HTMuon, 1e-6), (AdamW, 3e-5)])
 def test_two_hundred_steps_are_those_of_float32_to_the_last_bit(cls, lr):
     wide = weights(*two_hundred_steps(cls, lr, torch.float32))

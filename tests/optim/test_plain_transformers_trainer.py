@@ -73,6 +73,7 @@ def test_a_llamas_parameters_are_routed_once(tied):
         assert reasons["lm_head.weight"] == "output embedding"
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_resumed_run_ends_with_the_same_bits(name, tmp_path):
     whole = trainer(tmp_path / "whole", SETTINGS[name], max_steps=3)
@@ -86,6 +87,7 @@ def test_a_resumed_run_ends_with_the_same_bits(name, tmp_path):
     assert all(torch.equal(p, weights(whole)[n]) for n, p in resumed.model.named_parameters())
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("name", ["soren", "muon", "htmuon"])
 def test_each_matrix_is_mapped_once_a_step(name, accumulation, tmp_path):

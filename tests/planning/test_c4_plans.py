@@ -109,6 +109,7 @@ def test_hours_are_of_the_passes_and_the_maps_each_at_its_precision(plan_of):
     assert (svd["maps_are_counted"], adamw["maps_are_counted"]) == (False, True)
 
 
+@pytest.mark.rest
 def test_the_text_fits_80_columns_and_has_the_assumptions(planned):
     plan, text = planned("llama-c4/60m-soren")
     assert max(map(len, text.splitlines())) <= 80

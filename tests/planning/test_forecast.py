@@ -237,6 +237,7 @@ def test_sub_groups_of_zero_3_are_forecast_one_by_one(ranks):
     assert num_bytes(cost, phase="optimizer_step")["gradients for the step"] == 4 * first
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith("offload")])
 def test_1024_ranks_are_forecast_in_seconds(name):
     began = time.process_time()

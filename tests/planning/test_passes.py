@@ -46,6 +46,7 @@ def passes(config, checkpointing, arithmetic=None):
     return Passes(build, kinds, arithmetic)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("arithmetic", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", ["qwen2", pytest.param("mistral", marks=pytest.mark.slow)])
@@ -54,6 +55,7 @@ def test_activations_are_those_of_a_real_pass(kind, arithmetic, checkpointing):
     assert passes(CONFIGS[kind], checkpointing, arithmetic).num_bytes(4, 128) == pytest.approx(real, rel=0.05)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "kind", ["gpt_oss", *(pytest.param(k, marks=pytest.mark.slow) for k in ("mixtral", "deepseek_v3", "mamba"))]
 )
@@ -85,6 +87,7 @@ def test_checkpointing_computes_each_block_once_more_up_to_its_last_product():
     assert checkpointed - plain == pytest.approx(blocks - 2 * 128 * 6 * 64 * 176, rel=1e-3)
 
 
+@pytest.mark.rest
 def test_a_model_of_two_blocks_whose_kinds_are_listed_is_measured_on_three():
     """Its config names two kinds of attention; a third block repeats the first."""
     config = Qwen2Config(**SHAPE, num_hidden_layers=2, vocab_size=512)

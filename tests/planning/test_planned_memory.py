@@ -89,6 +89,7 @@ def measured(loaded):
     return found
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("name", "bf16", "more"),
     [

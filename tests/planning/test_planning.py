@@ -41,6 +41,7 @@ def mistral(tmp_path_factory):
     return [*model, "trainer.use_cpu=false", "trainer.bf16=true", "trainer.per_device_train_batch_size=2"]
 
 
+@pytest.mark.rest
 def test_mistral_7b_on_eight_ranks_by_zero_3(planned, mistral):
     plan, text = planned("quickstart/sft", *mistral, "run.parallel=zero3", num_ranks=8)
     section = plan["processes"]
@@ -109,6 +110,7 @@ def test_the_batches_of_an_epoch_are_counted_as_accelerate_deals_them(num_exampl
     assert steps_per_epoch(num_examples, 8, 4, num_ranks) == -(-assigned[0] // 4)
 
 
+@pytest.mark.rest
 def test_dpo_has_a_reference_model_and_adamw_no_maps(planned):
     start = ["model.name_or_path=shipped:recipes/quickstart/base", "model.init_seed=0"]
     plan, _ = planned("quickstart/dpo", *start, num_ranks=2)
@@ -213,6 +215,7 @@ def small_mistral(tmp_path_factory):
     return small_model(folder, architectures=["MistralForCausalLM"], model_type="mistral")
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("strategy", "words"), [("epoch", "every epoch"), ("best", "at the best"), ("no", "none during")]
 )
@@ -270,6 +273,7 @@ def test_every_source_of_a_mixture_has_its_number_of_examples_and_its_weight(pla
     assert f"{chats[1]}: 240 of 240 examples (weight 1), 240 used" in said
 
 
+@pytest.mark.rest
 def test_an_adapters_factors_have_no_typical_weight(planned):
     plan, text = planned("quickstart/sft-lora", "eval=null")
     assert plan["typical_weight"] is None

@@ -66,6 +66,7 @@ def test_the_command_plans_without_hub_files_or_memory_for_weights(tmp_path):
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.rest
 def test_every_matrix_of_the_blocks_goes_to_soren_and_the_rest_once_to_adamw(shipped):
     name, plan = shipped
     matrices, parameters, *_ = WANTED[name]

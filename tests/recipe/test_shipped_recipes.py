@@ -99,6 +99,7 @@ def test_a_copied_recipe_is_the_same_recipe(name, tmp_path):
     assert recipe.load(str(copy)) == recipe.load(name)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", NAMES)
 def test_every_recipe_trains_and_its_model_loads_in_plain_transformers(runs, replicas, name):
     folder, start = runs[name], replicas[name.split("/")[0]][0].split("=")[1]

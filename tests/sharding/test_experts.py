@@ -50,6 +50,7 @@ CASES = [
 ]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("architecture", "way"), CASES)
 def test_experts_on_two_ranks_take_the_steps_of_experts_apart(rank_pools, architecture, way):
     job, *stage = WAYS[way]

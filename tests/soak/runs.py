@@ -122,7 +122,7 @@ def allow_fsdp2_on_cpus() -> None:
     from tests.support.trainer_jobs import fsdp2_on_cpus
 
     stack = ExitStack()
-    stack.enter_context(mock.patch.object(checks, "_parallel_problems", return_value=[]))
+    stack.enter_context(mock.patch.object(checks, "_check_parallel"))
     stack.enter_context(fsdp2_on_cpus())
     atexit.register(stack.close)  # until the process ends
 

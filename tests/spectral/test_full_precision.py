@@ -177,6 +177,7 @@ def test_a_device_without_autocast_is_no_error():
     assert newton_schulz(torch.ones(2, 3, device="meta")).shape == (2, 3)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("spectral_map", [minimax_sigmoid, soft_newton_schulz])
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a")
 @torch._dynamo.config.patch(disable=False)  # in case that the environment says TORCH_COMPILE_DISABLE
@@ -200,6 +201,7 @@ GRAPHS = {
 }
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("graph", GRAPHS)
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a")
 @torch._dynamo.config.patch(disable=False)

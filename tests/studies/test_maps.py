@@ -28,6 +28,7 @@ def test_the_grid_is_extended_until_the_best_rate_is_inside(best, tmp_path, monk
     assert maps.Study(tmp_path / "runs.jsonl").best_measured("source", "exact") == best
 
 
+@pytest.mark.rest
 @pytest.mark.model
 @pytest.mark.parametrize(("name", "vocabulary"), [("source", 256), ("quickstart", 121)])
 def test_a_few_steps_of_each_task_are_better_than_guessing(name, vocabulary, monkeypatch):

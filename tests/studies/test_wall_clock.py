@@ -33,6 +33,7 @@ def test_the_shapes_are_those_of_the_model():
     assert sorted(wall_clock.shapes("llama-60m")) == sorted(matrices)
 
 
+@pytest.mark.rest
 def test_training_flops_are_those_of_a_formula():
     tokens, length = 3 * 8, 8
     hidden, layers = SMALL.hidden_size, SMALL.num_hidden_layers

@@ -278,6 +278,7 @@ def test_differences_of_the_schedule_that_a_study_declares_are_cautions(study):
     assert any("soren: is trained with its own trainer.max_grad_norm" in caution for caution in found)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("searched", "edited"),
     [

@@ -253,6 +253,7 @@ OF_THE_MACHINE = {
 }
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("place", "name"), [*(("search/adamw/01", name) for name in OF_THE_MACHINE), ("verdict/soren/102", "full disk")]
 )
@@ -290,6 +291,7 @@ def test_a_run_that_cannot_even_write_its_log_stops_the_study(tmp_path, monkeypa
         runner.compare(study, runner.RunnerOptions())
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("code", [-signal.SIGKILL, -signal.SIGSEGV, 130, SERVER_LOST])
 def test_a_killed_run_is_repeated_once_before_any_final_run(tmp_path, monkeypatch, capsys, code):
     """Then the study stops: the final runs of a selection without it would be trained for nothing."""
@@ -316,6 +318,7 @@ def test_running_runs_end_before_the_study_stops(tmp_path, monkeypatch, capsys):
     assert machine.started == ["search/adamw/00", "search/soren/00"]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("error", "code", "status"),
     [(DivergedError("step 4: NaN"), 2, "diverged"), (UserError("data.train: none can be trained on"), 2, "failed")],

@@ -114,6 +114,7 @@ def assert_self_contained(page):
     return reader
 
 
+@pytest.mark.rest
 def test_a_page_needs_nothing_from_outside_and_says_so(report):
     reader = assert_self_contained(report["report.html"])
     policy = next(a["content"] for tag, a in reader.tags if tag == "meta" and "http-equiv" in a)
@@ -154,6 +155,7 @@ def test_every_picture_has_the_colours_of_a_light_and_of_a_dark_page(report):
         assert {*colours.lines[:4], colours.grid} <= {colour for picture in pictures for colour in picture}
 
 
+@pytest.mark.rest
 def test_texts_of_runs_are_no_code(tmp_path):
     """Names of candidates, keys, columns, reasons, faults, the machine and the command."""
     study = make_study(names=HOSTILE, num_trials=2)
@@ -259,6 +261,7 @@ def test_a_study_where_nothing_was_measured_is_a_report_without_figures(tmp_path
         screen(study)
 
 
+@pytest.mark.rest
 def test_four_times_fifty_trials_of_many_evaluations_stay_small(tmp_path):
     study = make_study(num_trials=50)
     points = [Point(i, i, i / 7, 2 - i / 3000, None, i / 3000, i / 3000, 2 + i / 3000) for i in range(3000)]

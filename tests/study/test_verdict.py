@@ -94,6 +94,7 @@ def large():
     return studies(LARGE, 30)
 
 
+@pytest.mark.rest
 def test_better_is_said_anywhere_in_at_most_five_percent_of_studies_of_equals(equals):
     assert np.mean([any(d.answer == "better" for d in differences) for differences in equals]) <= 0.05
     assert share_with_false_answers(EQUAL, equals) <= 0.05

@@ -17,7 +17,8 @@ TIERS = {
 }
 MODEL_FIXTURES = {"tiny_run", "models", "readers"}
 SAMPLE = "a test of tier ranks or process that `make test` runs too"
-SLOW = "a test of tier model that `make test` leaves to `make test-rest`"
+SLOW = "a test of tier model that `make test` and `make test-cpus` leave to `make test-rest`"
+REST = "a test that `make test` leaves to `make test-rest`; `make test-cpus` runs it"
 
 
 def assign_tiers(items):

@@ -140,7 +140,7 @@ def zero(make):
 
 def fsdp2(make):
     """All that test_fsdp2.py asks of two ranks."""
-    with mock.patch.object(checks, "_parallel_problems", return_value=[]):  # they refuse fsdp2 without GPUs
+    with mock.patch.object(checks, "_check_parallel"):  # they refuse fsdp2 without GPUs
         alone = refusal(make("unsharded", "sft", "run.parallel=fsdp2", *GLOBAL), SFTTrainer.compute_loss)
         with fsdp2_on_cpus():
             return {
@@ -156,7 +156,7 @@ def fsdp2(make):
 
 def precision(make):
     """All that test_precision.py asks of two ranks."""
-    with mock.patch.object(checks, "_parallel_problems", return_value=[]), fsdp2_on_cpus():
+    with mock.patch.object(checks, "_check_parallel"), fsdp2_on_cpus():
         seen = {mode: narrow(make, mode) for mode in ("ddp", "fsdp2")}
     return seen | {mode: narrow(make, mode) for mode in ("zero2", "zero3")}
 

@@ -12,6 +12,7 @@ QUICK = ("gpt_oss", "gpt2", "qwen2_vl", "t5")
 pytestmark = pytest.mark.model
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in ARCHITECTURES]
 )

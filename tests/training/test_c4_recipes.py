@@ -63,6 +63,7 @@ def test_the_rates_follow_a_cosine_to_a_tenth(whole):
     assert 0.1 < rates[-1] / 0.03 < 0.2  # a tenth after the last step
 
 
+@pytest.mark.rest
 def test_a_killed_run_resumes_at_the_exact_document(whole, tmp_path, monkeypatch):
     run, batches = whole
     overrides = c4(run.folder.path.parent / "data")

@@ -29,6 +29,7 @@ def spoken(row):
     return {"conversations": [{"from": who[t["role"]], "value": t["content"]} for t in row["messages"]]}
 
 
+@pytest.mark.rest
 def test_a_mixture_is_trained_told_and_recorded(tiny_run, rows):
     bad = {"conversations": []}
     chats = rows("chats.jsonl", [chat_row(i) for i in range(16)])
@@ -48,6 +49,7 @@ def test_a_mixture_is_trained_told_and_recorded(tiny_run, rows):
     assert all(len(s["sha256"]) == 64 and s["split"] == "all" for s in train["sources"])
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("task", "row"),
     [
@@ -64,6 +66,7 @@ def test_rows_of_other_forms_are_trained(tiny_run, rows, task, row):
     assert run.folder.read()["data"]["train"]["num_examples"] == 16
 
 
+@pytest.mark.rest
 def test_chats_alpaca_and_unknown_text_are_trained_together_and_told(tiny_run, rows):
     chats = rows("chats.jsonl", [chat_row(i) for i in range(16)])
     alpaca = rows("alpaca.jsonl", [{"instruction": "What does it eat?", "output": "зебра eats."}] * 16)
@@ -147,6 +150,7 @@ HELD_OUT = {
 REASON = {"sft": "no token to train on within max_length 40", "dpo": "the prompt alone fills max_length 40"}
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("task", HELD_OUT)
 def test_held_out_examples_that_are_dropped_or_truncated_are_counted_as_training_ones(tiny_run, rows, task):
     data = f"data.eval={{path: {rows('held.jsonl', HELD_OUT[task] * 2)}}}"

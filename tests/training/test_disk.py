@@ -47,6 +47,7 @@ def test_the_expected_size_is_that_of_the_checkpoint(tiny_run, monkeypatch, over
     assert 0.9 * size - 40_000 < expected[0] <= size, (expected, sizes)
 
 
+@pytest.mark.rest
 @pytest.mark.model
 def test_a_full_disk_stops_before_the_checkpoint_and_the_last_one_is_kept(tiny_run, monkeypatch):
     """Then the same command resumes."""

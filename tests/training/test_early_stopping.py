@@ -57,6 +57,7 @@ def test_the_terminal_and_the_card_state_why(stopped):
     assert f"| ended early | of 6 steps: {why} |" in card(stopped.folder, "run").replace("\\", "")
 
 
+@pytest.mark.rest
 def test_a_run_that_improves_trains_to_its_end(tiny_run):
     run = tiny_run("sft", *EVALUATED, "run.early_stopping={patience: 2}")
     assert run.train()
@@ -69,6 +70,7 @@ class Kill(BaseException):
     pass
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_the_count_of_evaluations_survives_a_kill(tiny_run, monkeypatch, stopped, step):
     """After step 2 one more evaluation ends the run; after step 3 none, and no step is taken."""

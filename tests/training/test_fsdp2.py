@@ -157,7 +157,7 @@ def test_a_config_says_nothing_that_nobody_reads(tmp_path):
 def test_accelerates_offload_reaches_transformers_by_its_other_name(tmp_path, tiny_run):
     config = tmp_path / "mine.yaml"
     config.write_text((shipped.ROOT / "configs/accelerate/fsdp2.yaml").read_text() + "  fsdp_offload_params: true\n")
-    with mock.patch.object(checks, "_parallel_problems", return_value=[]):
+    with mock.patch.object(checks, "_check_parallel"):
         run = tiny_run("sft", f"run.parallel={config}")
     arguments = trl_arguments(run.recipe, tmp_path, Ranks(launched=True))
     assert arguments.fsdp_plugin_args["cpu_offload"] is True

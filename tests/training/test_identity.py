@@ -72,6 +72,7 @@ def test_the_hash_of_weights_shows_values_names_shapes_and_dtypes():
     assert weights_digest(model.bfloat16(), Ranks()) != whole
 
 
+@pytest.mark.rest
 @pytest.mark.model
 @pytest.mark.parametrize(("task", "options"), [("sft", LORA), pytest.param("dpo", (), marks=pytest.mark.slow)])
 def test_a_resumed_run_of_another_optimizer_has_the_identity_of_an_uninterrupted_one(
@@ -94,6 +95,7 @@ def test_a_resumed_run_of_another_optimizer_has_the_identity_of_an_uninterrupted
     assert record["identity"]["recipe"] == recipe_hash(loaded)  # the recipe's file has it too
 
 
+@pytest.mark.rest
 @pytest.mark.model
 def test_another_seed_has_other_batches_and_another_start_other_weights(tiny_run):
     seeds = ("trainer.seed=0", "trainer.seed=1", "model.init_seed=2")

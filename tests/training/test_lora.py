@@ -146,6 +146,7 @@ def test_dpo_goes_on_with_the_adapter_of_sft_and_keeps_a_frozen_copy_as_referenc
     assert [name for name, _ in lineage(second.folder.path)] == ["base", "SFT", "DPO"]
 
 
+@pytest.mark.rest
 def test_reference_log_probabilities_computed_beforehand_are_those_of_the_start(tiny_run, sft):
     where = f"model.name_or_path={sft.folder.model}"
     losses = []

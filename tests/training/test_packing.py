@@ -52,6 +52,7 @@ def packed(tiny_run, long_texts, monkeypatch):
     return make
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
 def test_steps_and_tokens_are_those_of_the_run(packed, strategy):
     run, plan = packed(f"trainer.packing_strategy={strategy}")

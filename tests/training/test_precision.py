@@ -108,6 +108,7 @@ def test_in_float32_the_papers_updates_arrive(paper):
     assert not any(text in run.said.getvalue() for text in ("notice", "step 1"))
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", ["soren", "muon", "htmuon", "adamw"])
 @pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_every_optimizer_is_measured(paper, name, accumulation):
@@ -127,6 +128,7 @@ def test_every_optimizer_is_measured(paper, name, accumulation):
 # 2% is issue 6's bound. DPO's gradients differ by more: after 200 steps float32 under bfloat16 autocast is 1.8% of the
 # way apart from itself without, and Kahan 2.3%; by the same gradients they are equal (test_compensation.py). The map is
 # that of the bounds: the default map also lifts the modes that are rounding noise of bfloat16 gradients (16% in dpo).
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("task", "steps", "bound"), [pytest.param("sft", 200, 0.02, marks=pytest.mark.slow), ("dpo", 20, 0.1)]
 )

@@ -72,6 +72,7 @@ def test_the_first_examples_with_so_many_tokens_are_evaluated(tiny_run, number):
     assert (number == 10**6) == (expected == len(lengths))
 
 
+@pytest.mark.rest
 def test_a_killed_run_is_resumed_bit_for_bit(tiny_run, monkeypatch):
     packed = (*HELD_OUT, "trainer.packing=true", "trainer.packing_strategy=wrapped", "trainer.max_length=32")
     whole = tiny_run("pretrain", *packed, name="whole")

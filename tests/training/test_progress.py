@@ -129,6 +129,7 @@ def test_a_short_phase_prints_nothing_into_a_log():
     assert console.file.getvalue() == ""
 
 
+@pytest.mark.rest
 @pytest.mark.model
 @pytest.mark.parametrize(
     ("settings", "steps"),
@@ -179,6 +180,7 @@ def test_the_last_lines_quote_the_held_out_loss_first_and_its_number_of_examples
     assert f"held-out loss {losses[0]:.3f} -> {losses[5]:.3f} (5 examples) training loss" in said
 
 
+@pytest.mark.rest
 @pytest.mark.model
 @pytest.mark.parametrize("evaluates", [True, False])
 def test_preferences_are_those_of_held_out_pairs_or_of_the_pairs_of_the_last_log(tiny_run, evaluates):

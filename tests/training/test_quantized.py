@@ -44,6 +44,7 @@ def logits(model):
         return model.eval()(WORDS).logits
 
 
+@pytest.mark.rest
 def test_dpo_on_the_adapter_of_a_quantized_sft_is_quantized_throughout(tiny_run, sft):
     first, second, quantize = sft, dpo_on(tiny_run, sft), sft.recipe.model.quantize
     assert second.recipe.model.quantize == quantize
@@ -81,6 +82,7 @@ def test_the_merge_is_the_evaluated_model_which_is_quantized(tmp_path, sft):
     assert (logits(whole) - logits(merged)).abs().max() > 2e-3
 
 
+@pytest.mark.rest
 def test_weights_are_computed_with_in_the_precision_of_the_run(tiny_run):
     run = tiny_run("sft", *LORA, "model.quantize=4bit", "trainer.bf16=true", "model.dtype=bfloat16")
     assert run.train()
@@ -120,6 +122,7 @@ def test_a_plan_counts_the_bytes_that_are_loaded(tiny_run, quantize):
     assert numel == quantized["num_weights"] + sum(p.numel() for p in whole)
 
 
+@pytest.mark.rest
 def test_chat_and_plan_state_the_bits(sft):
     quantize = sft.recipe.model.quantize
     assert ChatModel("SFT", sft.folder.model).precision.startswith(f"{quantize} (")
@@ -141,6 +144,7 @@ def test_without_bitsandbytes_an_adapter_on_quantized_weights_is_refused_before_
     assert "Loading" not in done.stderr
 
 
+@pytest.mark.rest
 def test_a_killed_quantized_run_resumes_to_the_weights_of_an_uninterrupted_one(tmp_path, sft):
     expected, recipe = weights(sft.folder.model), sft.recipe
     folder = shutil.copytree(sft.folder.path, tmp_path / "killed")

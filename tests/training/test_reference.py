@@ -45,6 +45,7 @@ def test_the_same_run_elsewhere_reads_the_same_log_probabilities(tiny_run):
         assert torch.equal(references(tiny_run("dpo", PRECOMPUTED, *ONE_STEP, name="second").trainer()), first)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("precision", [(), ("trainer.bf16=true",)])
 @pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
 def test_a_run_with_another_models_log_probabilities_stops_at_step_1(tiny_run, loss, precision):
@@ -77,6 +78,7 @@ def test_the_reference_of_a_hub_model_has_its_revision(tiny_run, tmp_path, monke
         assert torch.equal(weight, reference_weight)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("is_recognized", [True, False])
 def test_dropout_of_the_policy_alone_is_no_other_reference(tiny_run, is_recognized):
     """Attention's: TRL switches only layers of dropout off. The precomputed reference has none."""
@@ -98,6 +100,7 @@ def test_a_reference_of_the_users_is_not_checked(tiny_run, tmp_path):
     SorenDPOTrainer(str(policy), AutoModelForCausalLM.from_pretrained(other), **settings).train()
 
 
+@pytest.mark.rest
 def test_a_resumed_run_is_not_checked(tiny_run):
     steps = ("trainer.max_steps=2", "trainer.save_steps=1", "trainer.warmup_steps=0")  # else the first has a rate of 0
     run = tiny_run("dpo", PRECOMPUTED, "data.train.limit=64", *steps)

@@ -46,6 +46,7 @@ def trackio(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "trackio", raising=False)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("task", ["sft", "dpo"])
 def test_a_tracker_gets_every_number_of_metrics_jsonl(tiny_run, trackio, task):
     run = tiny_run(task, "trainer.report_to=[trackio]", "trainer.save_strategy=no", name="my-run")

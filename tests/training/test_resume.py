@@ -77,6 +77,7 @@ def stop_around(function, moment, run, monkeypatch):
             run.train()
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("task", ["sft", "dpo"])
 @pytest.mark.parametrize("optimizer", ["soren", pytest.param("htmuon", marks=pytest.mark.slow)])
 def test_a_resumed_run_has_the_weights_and_losses_of_an_uninterrupted_one(tiny_run, monkeypatch, task, optimizer):
@@ -225,6 +226,7 @@ def test_without_a_seal_that_has_hashes_nothing_is_read(stopped, name, finding):
             read(stopped)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "change",
     [
@@ -255,6 +257,7 @@ def cut(file):
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("name", "change"),
     [
@@ -375,6 +378,7 @@ def test_the_modes_of_all_files_follow_the_umask(tiny_run, umask, mode):
     assert {path: bits for path, bits in modes.items() if bits != mode and path.name != ".lock"} == {}
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("damage", ["broken", "changed", "emptied", "removed"])
 def test_lost_lines_of_measurements_are_those_of_the_checkpoint(tiny_run, stopped, damage):
     metrics = tiny_run().folder.metrics
@@ -405,6 +409,7 @@ def test_the_measurements_of_the_start_are_restored_too(tiny_run, monkeypatch):
     assert run.folder.metrics.read_text().splitlines()[0] == first
 
 
+@pytest.mark.rest
 def test_the_summary_of_a_training_stands_once_in_its_metrics(tiny_run, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(training, "_save_model", Mock(side_effect=Kill))
@@ -417,6 +422,7 @@ def test_the_summary_of_a_training_stands_once_in_its_metrics(tiny_run, monkeypa
     assert "damaged" not in run.said.getvalue()
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_kill_around_the_status_of_a_trained_run_leaves_one_that_resumes(tiny_run, monkeypatch, moment):
     measured = ("sft", "run.kl_to_start=4", *EVALUATED)
@@ -565,6 +571,7 @@ def wait_for(condition, process, seconds=600):
         time.sleep(0.02)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("moment", [pytest.param("before", marks=pytest.mark.slow), "after"])
 def test_a_kill_around_the_saving_of_the_model_changes_nothing(tiny_run, monkeypatch, moment):
     """The last checkpoint stands, run.json says "training", and the model folder is not there yet, or is already.

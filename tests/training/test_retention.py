@@ -83,6 +83,7 @@ def test_forward_passes_are_bounded_and_contain_every_probe_once():
     assert 1 < len(groups) < 10
 
 
+@pytest.mark.rest
 @pytest.mark.model
 @pytest.mark.parametrize("task", ["sft", "dpo"])
 def test_both_values_are_those_of_a_float64_reference(tiny_run, task):
@@ -96,6 +97,7 @@ def test_both_values_are_those_of_a_float64_reference(tiny_run, task):
     assert run.folder.read()["data"]["retention"]["num_scored"] == 7
 
 
+@pytest.mark.rest
 @pytest.mark.model
 def test_they_change_no_weight_and_a_resumed_run_measures_the_same(tiny_run, monkeypatch):
     dropout = ("model.lora={r: 4, dropout: 0.3}", "optimizer.aux_lr=null", "trainer.eval_on_start=true")
@@ -116,6 +118,7 @@ def test_they_change_no_weight_and_a_resumed_run_measures_the_same(tiny_run, mon
     assert [*lines(whole)] == [0, 2, 4]
 
 
+@pytest.mark.rest
 @pytest.mark.model
 def test_a_resume_without_the_starts_logits_is_refused_with_a_remedy(tiny_run, monkeypatch):
     stop_after(lambda: tiny_run("sft", *MEASURED), 3, monkeypatch)

@@ -49,6 +49,7 @@ def greedy(folder, prompt, num_tokens):
     return tokenizer.decode(ids[start:], skip_special_tokens=True), reason
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     "random_part", [pytest.param((), id="weights", marks=pytest.mark.slow), pytest.param(RANDOM, id="dropout")]
 )
@@ -78,6 +79,7 @@ def sampled(tmp_path_factory):
     return run
 
 
+@pytest.mark.rest
 def test_every_prompt_is_answered_at_the_start_each_evaluation_and_the_end(sampled):
     records = samples(sampled)
     assert [(record["step"], record["prompt"]) for record in records] == [(s, p) for s in (0, 2, 4, 5) for p in PROMPTS]
@@ -143,6 +145,7 @@ def test_only_the_random_state_of_one_s_own_gpu_is_saved(monkeypatch):
     assert saved == [[3]]
 
 
+@pytest.mark.rest
 def test_a_resumed_run_repeats_no_sample(tiny_run, sampled, monkeypatch):
     stop_after(lambda: tiny_run("sft", *EVALUATED, *SAMPLED), 4, monkeypatch)
     run = tiny_run("sft", *EVALUATED, *SAMPLED)
@@ -150,6 +153,7 @@ def test_a_resumed_run_repeats_no_sample(tiny_run, sampled, monkeypatch):
     assert samples(run) == samples(sampled)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("best", [(), pytest.param(("trainer.load_best_model_at_end=true",), marks=pytest.mark.slow)])
 def test_a_run_killed_at_its_end_repeats_no_sample(tiny_run, monkeypatch, best):
     ends_with_evaluation = ("sft", *EVALUATED, *SAMPLED, "trainer.max_steps=4", *best)

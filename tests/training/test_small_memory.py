@@ -49,6 +49,7 @@ def test_two_ranks_of_ddp_train_on_a_quantized_base_as_one_process(two_ranks):
     assert record["quantization"]["type"] == "nf4, double quantization"
 
 
+@pytest.mark.rest
 @pytest.mark.model
 @pytest.mark.parametrize("name", ["soren", pytest.param("adamw", marks=pytest.mark.slow)])
 def test_a_run_with_8_bit_states_learns_as_with_float32_and_resumes_bit_for_bit(tiny_run, name):

@@ -127,6 +127,7 @@ def test_map_error_of_a_large_matrix_is_not_measured(monkeypatch):
     assert "map_error" not in measured(new(Soren, (9, 9)))
 
 
+@pytest.mark.rest
 def test_a_resumed_run_records_what_an_uninterrupted_one_does(tiny_run, monkeypatch, recorded):
     whole, _ = recorded
     stop_after(lambda: tiny_run("sft", *RECORDED), 3, monkeypatch)  # the checkpoint is of step 2

@@ -57,6 +57,7 @@ def test_a_row_is_made_only_when_it_is_needed(tiny_run):
     assert setup.tokens["train"].num_rows == 50
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("task", ["sft", pytest.param("dpo", marks=pytest.mark.slow)])
 def test_a_resumed_run_sees_the_tokens_of_an_uninterrupted_one(tiny_run, monkeypatch, task):
     # The second checkpoint of three lies within a block, the stream has passed over 30 examples several times.

@@ -209,6 +209,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_with_its_name_and_the_step(t
         tiny_run().train()
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("clip", [1.0, 0.0])
 def test_the_norm_computed_for_clipping_saves_reading_the_gradients_and_changes_no_bit(tiny_run, monkeypatch, clip):
     def weights_and_counts(name):
