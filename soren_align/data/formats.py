@@ -253,7 +253,8 @@ def _pair(example: Example, _: tuple[str, ...] = (), prefix: str = "") -> Exampl
     for turns, name in ((chosen, f"{prefix}chosen"), (rejected, f"{prefix}rejected")):
         if problem := conversation_problem(turns, name):
             return problem
-        if weighted := next((i for i, turn in enumerate(turns) if "weight" in turn), None):
+        weighted = next((i for i, turn in enumerate(turns) if "weight" in turn), None)
+        if weighted is not None:
             return f"{name}[{weighted}] has a weight; of a pair the last turns are trained, and no others: leave it out"
     return pair_problem(chosen, rejected) or {"chosen": plain_turns(chosen), "rejected": plain_turns(rejected)}
 
