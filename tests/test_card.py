@@ -20,12 +20,9 @@ def front(page):
 def test_the_front_matter_names_what_the_hub_can_link():
     page = card(finished_run("run", *HUB), "zoo")
     assert front(page) == {
-        "base_model": "Qwen/Qwen2.5-0.5B",
-        "datasets": ["HuggingFaceH4/ultrachat_200k"],
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": ["trl", "soren", "sft"],
-    }
+        "base_model": "Qwen/Qwen2.5-0.5B", "datasets": ["HuggingFaceH4/ultrachat_200k"], "library_name": "transformers",
+        "pipeline_tag": "text-generation", "tags": ["trl", "soren", "sft"],
+    }  # fmt: skip
     adapter = card(finished_run("lora", *HUB, "model.lora={}", adapter_of="Qwen/Qwen2.5-0.5B"), "zoo")
     assert front(adapter)["library_name"] == "peft"
     assert front(adapter)["tags"] == ["trl", "soren", "sft", "lora"]
@@ -55,15 +52,12 @@ def test_a_merged_adapter_is_a_model_of_transformers():
     assert "is saved in" not in page
 
 
-@pytest.mark.parametrize(
-    ("change", "survival", "verdict"),
-    [
-        (0.0436, {"fraction_changed": 0.9, "projection": 1.0}, "Training changed the matrices by 4.36%"),
-        (0.0, {"fraction_changed": 1.0, "projection": 1.0}, "**Training did not change this model"),
-        (9e-5, {"fraction_changed": 1.0, "projection": 1.0}, "**Training hardly changed this model"),
-        (0.01, {"fraction_changed": 0.4, "projection": 0.99}, "**Most of the change was lost to rounding"),
-    ],
-)
+@pytest.mark.parametrize(("change", "survival", "verdict"), [
+    (0.0436, {"fraction_changed": 0.9, "projection": 1.0}, "Training changed the matrices by 4.36%"),
+    (0.0, {"fraction_changed": 1.0, "projection": 1.0}, "**Training did not change this model"),
+    (9e-5, {"fraction_changed": 1.0, "projection": 1.0}, "**Training hardly changed this model"),
+    (0.01, {"fraction_changed": 0.4, "projection": 0.99}, "**Most of the change was lost to rounding"),
+])  # fmt: skip
 def test_the_first_lines_report_whether_training_changed_the_model(change, survival, verdict):
     changed = {"relative_change": change, "aux_relative_change": change, "change_after_saving": {"dtype": "bfloat16"}}
     changed["change_after_saving"]["matrices"] = survival

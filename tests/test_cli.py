@@ -183,17 +183,12 @@ def test_on_a_terminal_a_page_is_rendered(run, monkeypatch):
     assert max(len(line) for line in shown.splitlines()) <= 80
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("sft quickstart/sft", ["quickstart/sft", "quickstart/sft-lora"]),
-        ("recipes copy mistral-7b/rel", ["mistral-7b/released-soren"]),
-        ("eval runs/mine --suite open", ["open-llm-leaderboard-v1"]),
-        ("docs opt", ["optimizers"]),
-        ("sp", ["spectrum"]),
-        ("plan my.yaml --proc", ["--processes"]),
-    ],
-)
+@pytest.mark.parametrize(("words", "expected"), [
+    ("sft quickstart/sft", ["quickstart/sft", "quickstart/sft-lora"]),
+    ("recipes copy mistral-7b/rel", ["mistral-7b/released-soren"]),
+    ("eval runs/mine --suite open", ["open-llm-leaderboard-v1"]), ("docs opt", ["optimizers"]), ("sp", ["spectrum"]),
+    ("plan my.yaml --proc", ["--processes"]),
+])  # fmt: skip
 def test_the_shell_completes_commands_options_and_shipped_names(run, monkeypatch, words, expected):
     monkeypatch.setenv("_SOREN_ALIGN_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", f"soren-align {words}")
@@ -201,41 +196,27 @@ def test_the_shell_completes_commands_options_and_shipped_names(run, monkeypatch
     assert sorted(run().stdout.split()) == expected
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["sft", "quickstart/stf"], "did you mean 'quickstart/sft'"),
-        (["dpo", "quickstart/sft"], "this is a recipe for `soren-align sft`"),
-        (["push", "nowhere", "me/zoo"], "nowhere: not a run folder (it has no run.json)"),
-        (["push", "nowhere", "zoo"], "zoo: write OWNER/NAME"),
-        (["recipes", "copy", "nothing"], "nothing: no shipped recipe; write one of "),
-        (["eval", "nowhere", "--suite", "quickstart", "--output", "out"], "nowhere"),
-        (["eval", "./nowhere", "--suite", "quickstart", "--output", "out"], "neither a run folder (run.json), nor a"),
-        (["eval", "owner/model", "--output", "out"], "--suite: is required"),
-        (["eval", "owner/model", "--suite", "quickstart"], "--output: is required"),
-        (
-            ["eval", "owner/model", "--suite", "quikstart", "--output", "o"],
-            "--suite: no suite named 'quikstart', nor a file ",
-        ),
-        (
-            ["eval", "owner/model", "--suite", "quickstart", "--output", "o", "--published", "paper/sfx"],
-            "did you mean 'paper/sft'",
-        ),
-        (
-            ["eval", "owner/model", "--suite", "quickstart", "--output", "o", "--data-root", "no"],
-            "--data-root: there is no",
-        ),
-        (
-            ["eval", "owner/model", "--suite", "quickstart", "--output", "o", "--backend", "vllm"],
-            "vLLM is not installed",
-        ),
-        (
-            ["eval", "here/model", "--suite", "quickstart", "--output", "o"],
-            "here/model: no such folder; it is not taken for a name on the hub",
-        ),
-        (["eval", "owner/model", "--suite", "quickstart", "--output", "o", "--dtype", "int8"], "--dtype: found 'int8'"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["sft", "quickstart/stf"], "did you mean 'quickstart/sft'"),
+    (["dpo", "quickstart/sft"], "this is a recipe for `soren-align sft`"),
+    (["push", "nowhere", "me/zoo"], "nowhere: not a run folder (it has no run.json)"),
+    (["push", "nowhere", "zoo"], "zoo: write OWNER/NAME"),
+    (["recipes", "copy", "nothing"], "nothing: no shipped recipe; write one of "),
+    (["eval", "nowhere", "--suite", "quickstart", "--output", "out"], "nowhere"),
+    (["eval", "./nowhere", "--suite", "quickstart", "--output", "out"], "neither a run folder (run.json), nor a"),
+    (["eval", "owner/model", "--output", "out"], "--suite: is required"),
+    (["eval", "owner/model", "--suite", "quickstart"], "--output: is required"),
+    (["eval", "owner/model", "--suite", "quikstart", "--output", "o"],
+     "--suite: no suite named 'quikstart', nor a file "),
+    (["eval", "owner/model", "--suite", "quickstart", "--output", "o", "--published", "paper/sfx"],
+     "did you mean 'paper/sft'"),
+    (["eval", "owner/model", "--suite", "quickstart", "--output", "o", "--data-root", "no"],
+     "--data-root: there is no"),
+    (["eval", "owner/model", "--suite", "quickstart", "--output", "o", "--backend", "vllm"], "vLLM is not installed"),
+    (["eval", "here/model", "--suite", "quickstart", "--output", "o"],
+     "here/model: no such folder; it is not taken for a name on the hub"),
+    (["eval", "owner/model", "--suite", "quickstart", "--output", "o", "--dtype", "int8"], "--dtype: found 'int8'"),
+])  # fmt: skip
 def test_a_wrong_name_is_a_sentence_and_exit_code_2(run, tmp_path, arguments, message):
     (tmp_path / "here").mkdir()
     refused = run(*arguments, cwd=tmp_path)
@@ -244,20 +225,13 @@ def test_a_wrong_name_is_a_sentence_and_exit_code_2(run, tmp_path, arguments, me
     assert "Traceback" not in refused.stderr
 
 
-@pytest.mark.parametrize(
-    ("variables", "arguments", "message"),
-    [
-        ({"WORLD_SIZE": "2"}, (), "WORLD_SIZE is 2 and RANK is not set"),
-        ({"WORLD_SIZE": "2", "RANK": "0"}, ("--processes", "4"), "--processes 4: a launcher has already started 2"),
-        ({"ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "127.0.0.1"}, (), "accelerate launch --cpu starts one process"),
-        ({}, ("--processes", "0"), "greater than or equal to 1"),
-        (
-            {},
-            ("--processes", "2", "--set", "run.global_batch_size=64"),
-            "write trainer.per_device_train_batch_size: 32",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("variables", "arguments", "message"), [
+    ({"WORLD_SIZE": "2"}, (), "WORLD_SIZE is 2 and RANK is not set"),
+    ({"WORLD_SIZE": "2", "RANK": "0"}, ("--processes", "4"), "--processes 4: a launcher has already started 2"),
+    ({"ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "127.0.0.1"}, (), "accelerate launch --cpu starts one process"),
+    ({}, ("--processes", "0"), "greater than or equal to 1"),
+    ({}, ("--processes", "2", "--set", "run.global_batch_size=64"), "write trainer.per_device_train_batch_size: 32"),
+])  # fmt: skip
 def test_processes_that_nobody_could_run_are_refused(run, tmp_path, monkeypatch, variables, arguments, message):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)

@@ -73,11 +73,7 @@ def test_yaml_is_plain_data_and_each_key_has_its_line():
     text = "a: &a {x: 1e-3, y: [no, 0x1F, 1_000, ~, 2001-12-14]}\n1: {<<: *a, x: '2'}\nz: {<<: [{q: 1}, *a], y: .inf}\n"
     data, lines = parse_yaml(text, "mine")
     y = ["no", 31, 1000, None, "2001-12-14"]
-    assert data == {
-        "a": {"x": 0.001, "y": y},
-        "1": {"y": y, "x": "2"},
-        "z": {"x": 0.001, "y": float("inf"), "q": 1},
-    }
+    assert data == {"a": {"x": 0.001, "y": y}, "1": {"y": y, "x": "2"}, "z": {"x": 0.001, "y": float("inf"), "q": 1}}
     assert (lines["1", "x"], lines["a", "y", 2]) == ("mine:2", "mine:1")
     assert data["1"]["y"] is not data["a"]["y"]  # a change of one is no change of the other
 

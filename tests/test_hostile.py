@@ -39,20 +39,11 @@ RECIPES = {
     "a mapping as the task": ("task: sft", "task: {sft: 1}", r"my.yaml:1 task: found"),
     "a number as a suite": ("run:", "eval: {suite: 3}\nrun:", r"eval.suite: found 3; write a text"),
     "a list as the map": (
-        "adamw, lr: 1.0e-3",
-        "soren, lr: 1.0e-3, aux_lr: 1.0e-3, precision: float32, map: [a]",
-        r"optimizer.map",
-    ),
+        "adamw, lr: 1.0e-3", "soren, lr: 1.0e-3, aux_lr: 1.0e-3, precision: float32, map: [a]", r"optimizer.map"),
     "true as quoted tables": (
-        "run:",
-        "eval: {suite: quickstart, published: true}\nrun:",
-        r"eval.published: found True; write a l",
-    ),
+        "run:", "eval: {suite: quickstart, published: true}\nrun:", r"eval.published: found True; write a l"),
     "a number as a quoted table": (
-        "run:",
-        "eval: {suite: quickstart, published: [1]}\nrun:",
-        r"eval.published.0: found 1",
-    ),
+        "run:", "eval: {suite: quickstart, published: [1]}\nrun:", r"eval.published.0: found 1"),
     "a number as a trainer key": ("max_steps: 2", "1: 0", r"trainer.1: unknown to TRL's SFTConfig"),
     "null as a trainer key": ("max_steps: 2", "~: 0", r"trainer.~: unknown to TRL's SFTConfig"),
     "a list in a list of trackers": ("max_steps: 2", "report_to: [[wandb]]", r"trainer.report_to: found \['wandb'\]"),
@@ -61,16 +52,10 @@ RECIPES = {
     "epochs without end": ("max_steps: 2", "num_train_epochs: .inf", r"trainer.num_train_epochs: .*finite"),
     "a rate that is no number": ("max_steps: 2", "max_grad_norm: .nan", r"trainer.max_grad_norm: .*finite"),
     "a rate beyond float32": ("lr: 1.0e-3", "lr: 1.0e+300", r"optimizer.lr: .*it must be at most 1e\+30"),
-    "a batch without end": (
-        "output_dir: out",
-        "output_dir: out, global_batch_size: 1000000000000000",
-        r"run.global_batch_size: .*at most 1e\+09",
-    ),
+    "a batch without end": ("output_dir: out", "output_dir: out, global_batch_size: 1000000000000000",
+                            r"run.global_batch_size: .*at most 1e\+09"),
     "threads without end": (
-        "output_dir: out",
-        "output_dir: out, num_threads: 100000000",
-        r"run.num_threads: .*at most 1024",
-    ),
+        "output_dir: out", "output_dir: out, num_threads: 100000000", r"run.num_threads: .*at most 1024"),
     "workers without end": ("max_steps: 2", "dataloader_num_workers: 100000", r"dataloader_num_workers: .*at most 256"),
     "processes without end": ("max_steps: 2", "dataset_num_proc: 100000", r"dataset_num_proc: .*at most 256"),
     "one token": ("max_steps: 2", "max_length: 1", r"trainer.max_length: found 1; it must be at least 2"),
@@ -83,26 +68,14 @@ RECIPES = {
     "nobody's home as data": ("org/data", "~nosuchuser/x.jsonl", r"data.train.path: .*cannot be used as a path"),
     "nobody's home as output": ("output_dir: out", "output_dir: ~nosuchuser/x", r"run.output_dir: .*cannot be used as"),
     "nobody's home to resume": (
-        "output_dir: out",
-        "output_dir: out, resume: ~nosuchuser/x",
-        r"run.resume: .*cannot be",
-    ),
+        "output_dir: out", "output_dir: out, resume: ~nosuchuser/x", r"run.resume: .*cannot be"),
     "nobody's home as parallel": (
-        "output_dir: out",
-        "output_dir: out, parallel: ~nosuchuser/x",
-        r"run.parallel: .*cannot",
-    ),
+        "output_dir: out", "output_dir: out, parallel: ~nosuchuser/x", r"run.parallel: .*cannot"),
     "nobody's home as a suite": ("run:", "eval: {suite: ~nosuchuser/x}\nrun:", r"eval.suite: .*cannot be used as"),
     "nobody's home as data root": (
-        "run:",
-        "eval: {suite: quickstart, data_root: ~nosuchuser/x}\nrun:",
-        r"eval.data_root",
-    ),
+        "run:", "eval: {suite: quickstart, data_root: ~nosuchuser/x}\nrun:", r"eval.data_root"),
     "nobody's home as a table": (
-        "run:",
-        "eval: {suite: quickstart, published: [~nosuchuser/x]}\nrun:",
-        r"eval.published.0: .*can",
-    ),
+        "run:", "eval: {suite: quickstart, published: [~nosuchuser/x]}\nrun:", r"eval.published.0: .*can"),
     "nobody's home as template": ("org/model", "org/model, chat_template: ~nosuchuser/x.jinja", r"model.chat_template"),
     "a long name as model": ("org/model", f"./{LONG}", r"model.name_or_path: .*File name too long"),
     "a long name as data": ("org/data", f"{LONG}.jsonl", r"data.train.path: .*File name too long"),
@@ -111,12 +84,9 @@ RECIPES = {
     "the kernel's folder": ("output_dir: out", "output_dir: /proc/foo", r"run.output_dir: /proc/foo cannot be written"),
     "a folder in a file": ("output_dir: out", "output_dir: my.yaml/x", r"my.yaml/x cannot be created: .*is a file"),
     "a file as the base": (
-        "task: sft",
-        "extends: /etc/passwd\ntask: sft",
-        r"my.yaml:1 extends: /etc/passwd: a recipe is",
-    ),
+        "task: sft", "extends: /etc/passwd\ntask: sft", r"my.yaml:1 extends: /etc/passwd: a recipe is"),
     "an escape sequence": ("max_steps: 2", '"\\e[2J": 1', r"trainer.\\x1b\[2J: unknown"),
-}
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -198,16 +168,11 @@ IMPORTS = {
     "lists among trackers": (FOREIGN + "report_to: [[wandb]]\n", None),
     "a null key in a mixture": (
         FOREIGN.replace("dataset_name: org/data", "dataset_mixer: {~: 1}"),
-        r"data.train.path: ~: is a whole home or disk; name a folder of data",
-    ),
+        r"data.train.path: ~: is a whole home or disk; name a folder of data"),
     "a number as splits": (
-        FOREIGN.replace("dataset_name: org/data", "dataset_mixer: {a/b: 1}\ndataset_splits: 3"),
-        None,
-    ),
+        FOREIGN.replace("dataset_name: org/data", "dataset_mixer: {a/b: 1}\ndataset_splits: 3"), None),
     "configurations as a number": (
-        FOREIGN.replace("dataset_name: org/data", "dataset_mixer: {a/b: 1}\ndataset_configs: 3"),
-        None,
-    ),
+        FOREIGN.replace("dataset_name: org/data", "dataset_mixer: {a/b: 1}\ndataset_configs: 3"), None),
     "a mixture of numbers": (FOREIGN.replace("dataset_name: org/data", "datasets: [1]"), r"datasets: found \[1\]"),
     "nobody's home as model": (FOREIGN.replace("org/model", "~nosuchuser/x"), r"cannot be used as a path"),
     "nobody's home as data": (FOREIGN.replace("org/data", "~nosuchuser/x"), r"cannot be used as a path"),
@@ -215,12 +180,10 @@ IMPORTS = {
     "brackets": (FOREIGN + "seed: " + "[" * 2000, r"nested more than 50 deep"),
     "a tag": (FOREIGN + "seed: !!int zero", r"the tag !!int"),
     "a mapping as the strategy of evaluation": (
-        FOREIGN + "test_datasets: [{path: org/test}]\neval_strategy: {a: b}\nearly_stopping_patience: 2\n",
-        None,
-    ),
+        FOREIGN + "test_datasets: [{path: org/test}]\neval_strategy: {a: b}\nearly_stopping_patience: 2\n", None),
     "900 unknown keys": (FOREIGN + "".join(f"unheard_of_{i}: 1\n" for i in range(900)), None),
     "lines in a key": (FOREIGN + '"a\\nrun: {output_dir: /}\\e[2J": 1\n', None),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", IMPORTS)

@@ -155,15 +155,9 @@ def test_it_trains_as_trls_own_trainer_with_the_same_optimizer(model):
     """The reference: TRL's trainer, with AdamW built by hand. A trainer changes nothing but the optimizer."""
     ours = trainer(model, optimizer_settings={"name": "adamw", "aux_weight_decay": 0.05})
     args = trl.SFTConfig("out", learning_rate=3e-4, weight_decay=0.05, adam_beta2=0.9, adam_epsilon=1e-7)
-    theirs = trl.SFTTrainer(
-        str(model),
-        args,
-        train_dataset=_examples("chat_train.jsonl"),
-        optimizer_cls_and_kwargs=(
-            torch.optim.AdamW,
-            {"lr": 3e-4, "betas": (0.9, 0.9), "eps": 1e-7, "weight_decay": 0.05},
-        ),
-    )
+    theirs = trl.SFTTrainer(str(model), args, train_dataset=_examples("chat_train.jsonl"), optimizer_cls_and_kwargs=(
+        torch.optim.AdamW, {"lr": 3e-4, "betas": (0.9, 0.9), "eps": 1e-7, "weight_decay": 0.05},
+    ))  # fmt: skip
     theirs.get_decay_parameter_names = lambda model: [name for name, _ in model.named_parameters()]
     ours.train()
     theirs.train()

@@ -103,16 +103,11 @@ def test_the_schema_has_the_choices_and_bounds_of_the_settings():
     json.dumps(definitions)
 
 
-@pytest.mark.parametrize(
-    ("name", "key", "bounds"),
-    [
-        ("soren", "weight_decay", optimizer_settings.NON_NEGATIVE),
-        ("soren", "momentum", optimizer_settings.COEFFICIENT),
-        ("soren", "workspace_mb", optimizer_settings.NON_NEGATIVE),
-        ("htmuon", "p", optimizer_settings.POWER),
-        ("muon", "ns_steps", optimizer_settings.NUM_STEPS),
-    ],
-)
+@pytest.mark.parametrize(("name", "key", "bounds"), [
+    ("soren", "weight_decay", optimizer_settings.NON_NEGATIVE), ("soren", "momentum", optimizer_settings.COEFFICIENT),
+    ("soren", "workspace_mb", optimizer_settings.NON_NEGATIVE), ("htmuon", "p", optimizer_settings.POWER),
+    ("muon", "ns_steps", optimizer_settings.NUM_STEPS),
+])  # fmt: skip
 @pytest.mark.parametrize("value", [-1, 0, 0.5, 1, 2, 99, 100, float("inf"), float("nan")])
 def test_recipe_and_class_accept_the_numbers_within_the_bounds(name, key, bounds, value):
     def is_accepted(build):

@@ -95,12 +95,8 @@ def test_no_path_of_this_machine_leaves_in_recipe_card_manifest_or_configuration
     own = tmp_path / "home/jane doe/My data/chat.jsonl"
     own.parent.mkdir(parents=True)
     own.write_text('{"prompt": "a", "completion": "b"}\n')
-    run = finished_run(
-        f"{private}/run",
-        f"data.train.path={own}",
-        f"eval.data_root={private}",
-        'run.samples={"prompts": ["Is /etc/hosts read?"]}',
-    )
+    run = finished_run(f"{private}/run", f"data.train.path={own}", f"eval.data_root={private}",
+                       'run.samples={"prompts": ["Is /etc/hosts read?"]}')  # fmt: skip
     source = {"path": str(own), "split": "all", "sha256": "d" * 64, "num_kept": 9, "dropped": {}}
     run.update(data={"train": source, "eval": None}, extends=["~/recipes/base.yaml", "../jane/other.yaml"])
     add_results(run, data=private, title=f"Zoo: on the data in {private}")
@@ -176,19 +172,16 @@ def test_what_was_merged_is_sent_only_if_it_is_of_this_adapter(hub, tmp_path):
     assert "adapter_config.json" not in there.sent
 
 
-@pytest.mark.parametrize(
-    ("spoil", "how", "message"),
-    [
-        (lambda run: run.update(status="training"), {}, r"run: is not finished \(status: training\)"),
-        (lambda run: run.update(status="trained"), {}, "with --no-eval to skip the evaluation"),
-        (lambda run: (run.model / "model.safetensors").unlink(), {}, "run: has no model"),
-        (lambda run: (run.path / "run.json").unlink(), {}, "run: not a run folder"),
-        (lambda run: None, {"merged": True}, "trained no adapter"),
-        (lambda run: None, {"repo": "zoo"}, "zoo: write OWNER/NAME"),
-        (lambda run: None, {"repo": "me/a/b"}, "me/a/b: write OWNER/NAME"),
-        (lambda run: None, {"repo": "me/ä"}, "Repo id must use alphanumeric"),
-    ],
-)
+@pytest.mark.parametrize(("spoil", "how", "message"), [
+    (lambda run: run.update(status="training"), {}, r"run: is not finished \(status: training\)"),
+    (lambda run: run.update(status="trained"), {}, "with --no-eval to skip the evaluation"),
+    (lambda run: (run.model / "model.safetensors").unlink(), {}, "run: has no model"),
+    (lambda run: (run.path / "run.json").unlink(), {}, "run: not a run folder"),
+    (lambda run: None, {"merged": True}, "trained no adapter"),
+    (lambda run: None, {"repo": "zoo"}, "zoo: write OWNER/NAME"),
+    (lambda run: None, {"repo": "me/a/b"}, "me/a/b: write OWNER/NAME"),
+    (lambda run: None, {"repo": "me/ä"}, "Repo id must use alphanumeric"),
+])  # fmt: skip
 def test_what_cannot_be_sent_is_refused_before_the_hub_is_asked(hub, spoil, how, message):
     there, run = hub(), finished_run("run")
     spoil(run)

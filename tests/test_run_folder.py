@@ -387,14 +387,8 @@ def test_a_folder_with_another_tools_run_json_is_left_alone(make, folder, overri
     assert contents(folder.path) == before
 
 
-DAMAGED = {
-    "truncated": '{"status": "trai',
-    "empty": "",
-    "a list": "[1, 2]",
-    "deep": "[" * 100_000,
-    "not UTF-8": b"\xff\xfe{}",
-    "foreign": '{"status": "finished"}',
-}
+DAMAGED = {"truncated": '{"status": "trai', "empty": "", "a list": "[1, 2]", "deep": "[" * 100_000,
+           "not UTF-8": b"\xff\xfe{}", "foreign": '{"status": "finished"}'}  # fmt: skip
 
 
 COMMANDS = {
@@ -432,19 +426,13 @@ def test_a_run_of_another_format_is_refused_with_one_sentence(folder, started, c
     assert not started
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"status": "gone"}, "status: Input should be 'training', 'trained', 'finished' or 'diverged'"),
-        ({"processes": "two"}, "processes: Input should be a valid integer"),
-        ({"training": {"steps": 1}}, "training.first_loss: Field required"),
-        (
-            {"data": {"train": {"num_kept": 1, "dropped": {}, "sources": "all"}}},
-            "sources: Input should be a valid list",
-        ),
-        ({"start": {"path": ["x"], "sha256_or_revision": None}}, "start.path: Input should be a valid string"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"status": "gone"}, "status: Input should be 'training', 'trained', 'finished' or 'diverged'"),
+    ({"processes": "two"}, "processes: Input should be a valid integer"),
+    ({"training": {"steps": 1}}, "training.first_loss: Field required"),
+    ({"data": {"train": {"num_kept": 1, "dropped": {}, "sources": "all"}}}, "sources: Input should be a valid list"),
+    ({"start": {"path": ["x"], "sha256_or_revision": None}}, "start.path: Input should be a valid string"),
+])  # fmt: skip
 def test_a_run_json_of_another_shape_is_named_with_its_key(folder, changes, said):
     finished_run(folder.path)
     folder.replace(**(folder.read() | changes))
@@ -522,23 +510,15 @@ def test_a_changed_parallel_config_of_the_same_name_is_another_recipe(make, fold
 # -- the operating system ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "main",
-    [lambda: app.main(["merge", "run"]), lambda: worker.main(["run", "--timeout", "1"])],
-    ids=["command", "rank"],
-)
+@pytest.mark.parametrize("main", [lambda: app.main(["merge", "run"]), lambda: worker.main(["run", "--timeout", "1"])],
+                         ids=["command", "rank"])  # fmt: skip
 @pytest.mark.parametrize(
     ("error", "said"),
-    [
-        (PermissionError(errno.EACCES, "Permission denied", "/run/x"), "/run/x: Permission denied"),
-        (
-            OSError(errno.ENOSPC, "No space left on device", "/run/x"),
-            "/run/x: No space left on device (",
-        ),
-        (FileNotFoundError(errno.ENOENT, "No such file or directory", "/proc/foo"), "/proc/foo: No such file"),
-    ],
+    [(PermissionError(errno.EACCES, "Permission denied", "/run/x"), "/run/x: Permission denied"),
+     (OSError(errno.ENOSPC, "No space left on device", "/run/x"), "/run/x: No space left on device ("),
+     (FileNotFoundError(errno.ENOENT, "No such file or directory", "/proc/foo"), "/proc/foo: No such file")],
     ids=["denied", "full", "nowhere"],
-)
+)  # fmt: skip
 def test_what_the_system_refuses_is_one_sentence(monkeypatch, capsys, main, error, said):
     def fail(*_):
         raise error
@@ -571,22 +551,19 @@ def lines_of(held_out, training):
     return sorted([*lines, *({"step": i, "loss": loss} for i, loss in enumerate(training, 1))], key=lambda x: x["step"])
 
 
-@pytest.mark.parametrize(
-    ("held_out", "training", "reason"),
-    [
-        ({0: 5.0, 6: 9.0}, [6.0, 9.0], "the held-out loss was 5 at the start and 9 at the end, after 9"),
-        ({0: 5.0, 6: 4.8}, [60.0, 4.9], "the held-out loss was 5 at the start and 4.8 at the end, after 60"),
-        ({0: 5.0, 6: math.nan}, [6.0, 5.0], "the loss at the end is not a number"),
-        ({0: 5.0, 6: 8.0}, [4.0, 0.1], None),  # learned by heart
-        ({0: 5.0, 6: 4.0}, [60.0, 4.0], None),  # recovered
-        ({}, [5.128, 20.0, 45.0, 38.25], "the training loss was 5.128 in the first log and 38.25 in the last one"),
-        ({6: 9.0}, [5.0, 9.0], "the training loss was 5 in the first log and 9 in the last one"),
-        ({}, [5.0, math.inf], "the loss at the end is not a number"),
-        ({}, [1.0, 2.5, 2.0, 3.5, 2.4, 1.4], None),  # of single examples
-        ({}, [5.0], None),
-        ({}, [], None),
-    ],
-)
+@pytest.mark.parametrize(("held_out", "training", "reason"), [
+    ({0: 5.0, 6: 9.0}, [6.0, 9.0], "the held-out loss was 5 at the start and 9 at the end, after 9"),
+    ({0: 5.0, 6: 4.8}, [60.0, 4.9], "the held-out loss was 5 at the start and 4.8 at the end, after 60"),
+    ({0: 5.0, 6: math.nan}, [6.0, 5.0], "the loss at the end is not a number"),
+    ({0: 5.0, 6: 8.0}, [4.0, 0.1], None),  # learned by heart
+    ({0: 5.0, 6: 4.0}, [60.0, 4.0], None),  # recovered
+    ({}, [5.128, 20.0, 45.0, 38.25], "the training loss was 5.128 in the first log and 38.25 in the last one"),
+    ({6: 9.0}, [5.0, 9.0], "the training loss was 5 in the first log and 9 in the last one"),
+    ({}, [5.0, math.inf], "the loss at the end is not a number"),
+    ({}, [1.0, 2.5, 2.0, 3.5, 2.4, 1.4], None),  # of single examples
+    ({}, [5.0], None),
+    ({}, [], None),
+])  # fmt: skip
 def test_a_training_diverged_if_its_loss_rose_and_stayed_high(held_out, training, reason):
     assert divergence(lines_of(held_out, training)) == reason
 

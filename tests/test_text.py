@@ -69,10 +69,7 @@ def test_numbers_have_one_form_each():
     assert [mean_std(values, 2) for values in ([], [1.0], [1.0, 2.0])] == ["-", "1.00", "1.50 ± 0.71"]
     assert [count(1, "trial"), count(1000, "matrix", "matrices")] == ["1 trial", "1,000 matrices"]
     assert [join_words(names) for names in ([], ["a"], ["a", "b"], ["a", "b", "c"])] == [
-        "",
-        "a",
-        "a and b",
-        "a, b and c",
-    ]
+        "", "a", "a and b", "a, b and c",
+    ]  # fmt: skip
     assert [duration(value) for value in (None, 21.34, 270, 11_520)] == ["-", "21.3 s", "4.5 min", "3.2 h"]
     assert [with_prefix(None, "B"), with_prefix(6.114e9, "B")] == ["unknown", "6.11 GB"]

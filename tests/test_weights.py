@@ -71,16 +71,12 @@ def change(folder, how, file="model.safetensors"):
 
 DAMAGE = {
     "missing": (lambda w: w.pop(f"{Q}.weight"), rf"weights are missing: {Q}\.weight \(1 in total\)"),
-    "unexpected": (
-        lambda w: w.update({f"{Q}.bias": torch.zeros(3)}),
-        rf"weights that the model does not have: {Q}\.bias \(1 in total\)",
-    ),
-    "of another shape": (
-        lambda w: w.update({f"{Q}.weight": torch.zeros(3, 3)}),
-        rf"weights of another shape: {Q}\.weight \(1 in total\)",
-    ),
+    "unexpected": (lambda w: w.update({f"{Q}.bias": torch.zeros(3)}),
+                   rf"weights that the model does not have: {Q}\.bias \(1 in total\)"),
+    "of another shape": (lambda w: w.update({f"{Q}.weight": torch.zeros(3, 3)}),
+                         rf"weights of another shape: {Q}\.weight \(1 in total\)"),
     "renamed": (lambda w: w.update({f"other.{k}": w.pop(k) for k in sorted(w)}), "weights are missing: .* in total"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("use", [train, evaluate])
@@ -132,13 +128,10 @@ def with_generation(model, **settings):
     return recipe.load("quickstart/sft", [f"model.name_or_path={model}", "model.init_seed=null"])
 
 
-@pytest.mark.parametrize(
-    ("settings", "change", "expected"),
-    [
-        ({}, "saved with `do_sample: true`", {"do_sample": True, "temperature": 0.9, "top_p": 0.6}),
-        ({"do_sample": False}, "left out of the saved model, as do_sample is false", {"do_sample": False}),
-    ],
-)
+@pytest.mark.parametrize(("settings", "change", "expected"), [
+    ({}, "saved with `do_sample: true`", {"do_sample": True, "temperature": 0.9, "top_p": 0.6}),
+    ({"do_sample": False}, "left out of the saved model, as do_sample is false", {"do_sample": False}),
+])  # fmt: skip
 def test_a_model_with_settings_of_sampling_alone_can_be_saved_after_training(
     model, tmp_path, settings, change, expected
 ):
@@ -234,11 +227,8 @@ def say(adapter, **keys):
 
 
 def test_a_pattern_that_adapters_are_published_with_is_matched(adapter):
-    say(
-        adapter,
-        target_modules=r"(?i)model\.(?:layers\.\d+\.)?self_attn\.(q_proj|nothing)",
-        exclude_modules=r".*\.99\..*",
-    )
+    say(adapter, target_modules=r"(?i)model\.(?:layers\.\d+\.)?self_attn\.(q_proj|nothing)",
+        exclude_modules=r".*\.99\..*")  # fmt: skip
     train(adapter)
     say(adapter, target_modules="(q_proj")
     with pytest.raises(UserError, match="is not a regular expression"):
@@ -247,10 +237,7 @@ def test_a_pattern_that_adapters_are_published_with_is_matched(adapter):
 
 FILES = {
     "blocks without end": (
-        "config.json",
-        {"num_hidden_layers": 10**9},
-        r"num_hidden_layers: found 1000000000; at most",
-    ),
+        "config.json", {"num_hidden_layers": 10**9}, r"num_hidden_layers: found 1000000000; at most"),
     "heads that divide nothing": ("config.json", {"num_attention_heads": 0}, "not a model that can be loaded: "),
     "a text as a size": ("config.json", {"hidden_size": "x"}, "not a model that can be loaded: "),
     "an unknown activation": ("config.json", {"hidden_act": "x"}, "not a model that can be loaded: "),
@@ -259,7 +246,7 @@ FILES = {
     "no tokenizer model": ("tokenizer.json", {"model": {"type": "x"}}, "has no tokenizer that can be loaded: "),
     "a number as added tokens": ("tokenizer.json", {"added_tokens": 3}, "has no tokenizer that can be loaded: "),
     "a number as a token": ("tokenizer_config.json", {"eos_token": 3}, "has no tokenizer that can be loaded: "),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", FILES)

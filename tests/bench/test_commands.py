@@ -33,17 +33,14 @@ def test_step_prints_tables_of_80_columns(tmp_path):
     assert any(line.startswith("Python 3.") and "torch" in line for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["maps", "--shapes", "qwen2.5-7b"], "did you mean 'qwen2.5-3b'?"),
-        (["step", "--shapes", "0x5"], "both sides of a matrix are at least 1"),
-        (["maps", "--device", "cudaa"], "did you mean 'cuda'?"),
-        (["maps", "--output", "nowhere/page.md"], "nowhere/page.md: no such folder"),
-        (["maps", "--output", "."], ".: is a folder; name a file, such as benchmarks.md"),
-        (["step", "--tokens", "0"], "--tokens"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["maps", "--shapes", "qwen2.5-7b"], "did you mean 'qwen2.5-3b'?"),
+    (["step", "--shapes", "0x5"], "both sides of a matrix are at least 1"),
+    (["maps", "--device", "cudaa"], "did you mean 'cuda'?"),
+    (["maps", "--output", "nowhere/page.md"], "nowhere/page.md: no such folder"),
+    (["maps", "--output", "."], ".: is a folder; name a file, such as benchmarks.md"),
+    (["step", "--tokens", "0"], "--tokens"),
+])  # fmt: skip
 def test_a_mistake_is_a_sentence_and_exit_code_2(tmp_path, arguments, message):
     refused = bench(*arguments, cwd=tmp_path)
     assert refused.returncode == 2

@@ -34,16 +34,10 @@ def results():
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (8, 24), (40, 9)], ids=str)
-@pytest.mark.parametrize(
-    ("name", "function"),
-    [
-        ("muon", newton_schulz),
-        ("muon", newton_schulz_float32),
-        ("sns", soft_newton_schulz),
-        ("released", released_sigmoid),
-        ("minimax", lambda x: minimax_sigmoid(x, method="products")),
-    ],
-)
+@pytest.mark.parametrize(("name", "function"), [
+    ("muon", newton_schulz), ("muon", newton_schulz_float32), ("sns", soft_newton_schulz),
+    ("released", released_sigmoid), ("minimax", lambda x: minimax_sigmoid(x, method="products")),
+])  # fmt: skip
 def test_counted_flops_are_those_that_torch_sees(name, function, shape):
     x = torch.randn(shape)
     with FlopCounterMode(display=False) as counter:
@@ -105,17 +99,8 @@ def test_the_results_are_json_with_these_keys(results):
     for shape in results["shapes"]:
         keys = {"shape", "error_shape", "count", "num_rounds", "matmul_flops_per_second", "maps"}
         assert set(shape) == keys
-        assert {
-            MUON,
-            MUON_FLOAT32,
-            "minimax 0.0004",
-            "minimax 0.001",
-            "minimax 0.01",
-            "minimax eigh",
-            "SNS K=15",
-            "released K=5",
-            "exact",
-        } <= {row["name"] for row in shape["maps"]}
+        assert {MUON, MUON_FLOAT32, "minimax 0.0004", "minimax 0.001", "minimax 0.01", "minimax eigh", "SNS K=15",
+                "released K=5", "exact"} <= {row["name"] for row in shape["maps"]}  # fmt: skip
         for row in shape["maps"]:
             assert set(row) == {
                 *("name", "dtype", "target", "seconds", "flops", "share_of_matmul_rate"),

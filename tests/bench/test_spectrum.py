@@ -17,13 +17,9 @@ from tests.support.tiny_run import flip_bit
 
 SHAPE = (24, 40)
 NAMES = [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1)]
-FUNCTIONS = {
-    "muon": newton_schulz,
-    "minimax 0.01": lambda x: minimax_sigmoid(x, resolution=0.01),
-    "minimax 0.001": lambda x: minimax_sigmoid(x, resolution=0.001),
-    "sns 15": soft_newton_schulz,
-    "exact": exact_sigmoid,
-}
+FUNCTIONS = {"muon": newton_schulz, "minimax 0.01": lambda x: minimax_sigmoid(x, resolution=0.01),
+             "minimax 0.001": lambda x: minimax_sigmoid(x, resolution=0.001), "sns 15": soft_newton_schulz,
+             "exact": exact_sigmoid}  # fmt: skip
 
 
 def spectrum(layer, step):
@@ -107,13 +103,9 @@ def test_a_zero_momentum_has_no_cosine_and_is_left_out_of_the_means(run, tmp_pat
 
 def test_a_new_map_appears_by_itself(run, monkeypatch):
     half = SpectralMap(
-        name="half",
-        label="half",
-        source="this test",
-        function=lambda x, *, steps, precision, max_norm: (x / 2, 0),
-        target=sigmoid,
-        settings={"steps": Setting(3, NUM_STEPS)},
-    )
+        name="half", label="half", source="this test", function=lambda x, *, steps, precision, max_norm: (x / 2, 0),
+        target=sigmoid, settings={"steps": Setting(3, NUM_STEPS)},
+    )  # fmt: skip
     monkeypatch.setitem(SOREN_MAPS, "half", half)
     half = shown(run)["spectra"][0]["maps"]["half 3"]
     assert half["size"] == pytest.approx(float((spectrum(0, 1) / 2).norm() / (0.5 * 24**0.5)), rel=1e-5)
@@ -177,18 +169,10 @@ def test_a_run_without_records_and_whole_momentum_is_refused(run):
     assert "train with --set run.log_spectra.steps=[1,100]" in " ".join(done.stderr.split())
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"singular_values": [0.1]},
-        {"singular_values": None},
-        {"singular_values": [-1.0] * 24},
-        {"singular_values": [float("nan")] * 24},
-        {"shape": [24]},
-        {"shape": [10**9, 10**9]},
-        {"step": "first"},
-    ],
-)
+@pytest.mark.parametrize("change", [
+    {"singular_values": [0.1]}, {"singular_values": None}, {"singular_values": [-1.0] * 24},
+    {"singular_values": [float("nan")] * 24}, {"shape": [24]}, {"shape": [10**9, 10**9]}, {"step": "first"},
+])  # fmt: skip
 def test_a_damaged_record_is_refused_with_its_line(run, change):
     run.spectra.write_text(json.dumps(record(0, 1)) + "\n" + json.dumps({**record(0, 1), **change}) + "\n")
     done = command.run("spectrum", run.path)

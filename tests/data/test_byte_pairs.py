@@ -67,13 +67,9 @@ def t5():
     return tokenizers
 
 
-@pytest.mark.parametrize(
-    "columns",
-    [
-        {"text": ["a b", "b a a</s>"]},
-        {"prompt": ["a b", "b"], "completion": [" a", " b b</s>"]},
-    ],
-)
+@pytest.mark.parametrize("columns", [
+    {"text": ["a b", "b a a</s>"]}, {"prompt": ["a b", "b"], "completion": [" a", " b b</s>"]},
+])  # fmt: skip
 def test_a_text_has_one_end_token_with_a_tokenizer_that_adds_its_own(t5, columns):
     adding, plain = (list(encode(columns, "sft", tokenizer, False)) for tokenizer in t5)
     assert adding == plain

@@ -32,126 +32,71 @@ ASKED = {side: [{"role": "user", "content": "Why?"}, answer] for side, answer in
 FORMS = {
     "ShareGPT": ("sft", {"conversations": spoken(CHAT), "id": 1}, "ShareGPT conversations", {"messages": CHAT}),
     "ShareGPT, other words": (
-        "sft",
-        {"conversations": [{"from": "user", "value": "Hi"}, {"from": "assistant", "value": "Ho"}]},
+        "sft", {"conversations": [{"from": "user", "value": "Hi"}, {"from": "assistant", "value": "Ho"}]},
         "ShareGPT conversations",
-        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]},
-    ),
-    "turns and completion": (
-        "sft",
-        {"prompt": PROMPT, "completion": CHAT[-1:], "source": "zoo"},
-        "prompts and completions as turns",
-        {"prompt": PROMPT, "completion": CHAT[-1:]},
-    ),
+        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}),
+    "turns and completion": ("sft", {"prompt": PROMPT, "completion": CHAT[-1:], "source": "zoo"},
+                             "prompts and completions as turns", {"prompt": PROMPT, "completion": CHAT[-1:]}),
     "prompt and completion": (
-        "sft",
-        {"prompt": "The lynx ", "completion": "sleeps."},
-        "plain prompts and completions, without a template",
-        {"prompt": "The lynx ", "completion": "sleeps."},
-    ),
+        "sft", {"prompt": "The lynx ", "completion": "sleeps."}, "plain prompts and completions, without a template",
+        {"prompt": "The lynx ", "completion": "sleeps."}),
     "text": ("sft", {"text": "A lynx.", "url": "x"}, "plain text, without a template", {"text": "A lynx."}),
     "prompt as turns, answers as turns": (
-        "dpo",
-        {"prompt": PROMPT, "chosen": ANSWERS[:1], "rejected": ANSWERS[1:]},
-        "prompts and pairs of answers as turns, joined to pairs",
-        PAIRED,
-    ),
+        "dpo", {"prompt": PROMPT, "chosen": ANSWERS[:1], "rejected": ANSWERS[1:]},
+        "prompts and pairs of answers as turns, joined to pairs", PAIRED),
     "prompt as turns, answers as texts": (
-        "dpo",
-        {"prompt": PROMPT, "chosen": "Hay.", "rejected": "No."},
-        "prompts and pairs of answers as turns, joined to pairs",
-        PAIRED,
-    ),
+        "dpo", {"prompt": PROMPT, "chosen": "Hay.", "rejected": "No."},
+        "prompts and pairs of answers as turns, joined to pairs", PAIRED),
     "prompt as text, answers as turns": (
-        "dpo",
-        {"prompt": "Why?", "chosen": ANSWERS[:1], "rejected": ANSWERS[1:]},
-        "prompts and pairs of answers as turns, joined to pairs",
-        ASKED,
-    ),
-    "three texts": (
-        "dpo",
-        {"prompt": "Why? ", "chosen": "Hay.", "rejected": "No.", "score": 1.0},
-        "plain prompts and pairs of answers, without a template",
-        {"prompt": "Why? ", "chosen": "Hay.", "rejected": "No."},
-    ),
+        "dpo", {"prompt": "Why?", "chosen": ANSWERS[:1], "rejected": ANSWERS[1:]},
+        "prompts and pairs of answers as turns, joined to pairs", ASKED),
+    "three texts": ("dpo", {"prompt": "Why? ", "chosen": "Hay.", "rejected": "No.", "score": 1.0},
+                    "plain prompts and pairs of answers, without a template",
+                    {"prompt": "Why? ", "chosen": "Hay.", "rejected": "No."}),
     "ShareGPT preferences": (
-        "dpo",
-        {"conversations": spoken(PROMPT), "chosen": spoken(ANSWERS)[0], "rejected": spoken(ANSWERS)[1]},
-        "ShareGPT preferences, joined to pairs",
-        PAIRED,
-    ),
+        "dpo", {"conversations": spoken(PROMPT), "chosen": spoken(ANSWERS)[0], "rejected": spoken(ANSWERS)[1]},
+        "ShareGPT preferences, joined to pairs", PAIRED),
     "ShareGPT preferences, as lists": (
-        "dpo",
-        {"conversations": spoken(PROMPT), "chosen": spoken(ANSWERS)[:1], "rejected": spoken(ANSWERS)[1:]},
-        "ShareGPT preferences, joined to pairs",
-        PAIRED,
-    ),
-}
+        "dpo", {"conversations": spoken(PROMPT), "chosen": spoken(ANSWERS)[:1], "rejected": spoken(ANSWERS)[1:]},
+        "ShareGPT preferences, joined to pairs", PAIRED),
+}  # fmt: skip
 
 
 HH = "\n\nHuman: Why?\n\nAssistant: Who knows?\n\nHuman: You: do\nyou?\n\nAssistant:"
-HH_TURNS = [
-    {"role": "user", "content": "Why?"},
-    {"role": "assistant", "content": "Who knows?"},
-    {"role": "user", "content": "You: do\nyou?"},
-]
+HH_TURNS = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Who knows?"},
+            {"role": "user", "content": "You: do\nyou?"}]  # fmt: skip
 DIALOGUES = "dialogues as text, split into turns"
 ALPACA = "Alpaca instructions and outputs, as turns"
 FORMS |= {
-    "Alpaca": (
-        "sft",
-        {"instruction": "Sum up.", "input": "A lynx sleeps.", "output": "Sleep.", "text": "Below is ..."},
-        ALPACA,
-        {"prompt": [{"role": "user", "content": "Sum up.\nA lynx sleeps."}], "completion": [answer("Sleep.")]},
-    ),
-    "Alpaca without input": (
-        "sft",
-        {"instruction": "Speak.", "input": "", "output": "Meow."},
-        ALPACA,
-        {"prompt": [{"role": "user", "content": "Speak."}], "completion": [answer("Meow.")]},
-    ),
+    "Alpaca": ("sft", {"instruction": "Sum up.", "input": "A lynx sleeps.", "output": "Sleep.", "text": "Below is ..."},
+               ALPACA,
+               {"prompt": [{"role": "user", "content": "Sum up.\nA lynx sleeps."}], "completion": [answer("Sleep.")]}),
+    "Alpaca without input": ("sft", {"instruction": "Speak.", "input": "", "output": "Meow."}, ALPACA,
+                             {"prompt": [{"role": "user", "content": "Speak."}], "completion": [answer("Meow.")]}),
     "Alpaca with a system": (
-        "sft",
-        {"instruction": "Speak.", "output": "Meow.", "system": "You are a lynx."},
-        ALPACA,
-        {
-            "prompt": [{"role": "system", "content": "You are a lynx."}, {"role": "user", "content": "Speak."}],
-            "completion": [answer("Meow.")],
-        },
-    ),
+        "sft", {"instruction": "Speak.", "output": "Meow.", "system": "You are a lynx."}, ALPACA,
+        {"prompt": [{"role": "system", "content": "You are a lynx."}, {"role": "user", "content": "Speak."}],
+         "completion": [answer("Meow.")]}),
     "Alpaca preferences": (
-        "dpo",
-        {"instruction": "Speak", "input": "now", "chosen": "Hay.", "rejected": "No."},
+        "dpo", {"instruction": "Speak", "input": "now", "chosen": "Hay.", "rejected": "No."},
         "Alpaca instructions and pairs of answers, as turns",
-        {side: [{"role": "user", "content": "Speak\nnow"}, last] for side, last in zip(PAIRED, ANSWERS, strict=True)},
-    ),
-    "hh-rlhf": (
-        "dpo",
-        {"chosen": f"{HH} Hay.", "rejected": f"{HH} No."},
-        "pairs of dialogues as text, split into turns",
-        {side: [*HH_TURNS, last] for side, last in zip(PAIRED, ANSWERS, strict=True)},
-    ),
+        {side: [{"role": "user", "content": "Speak\nnow"}, last] for side, last in zip(PAIRED, ANSWERS, strict=True)}),
+    "hh-rlhf": ("dpo", {"chosen": f"{HH} Hay.", "rejected": f"{HH} No."},
+                "pairs of dialogues as text, split into turns",
+                {side: [*HH_TURNS, last] for side, last in zip(PAIRED, ANSWERS, strict=True)}),
     "hh-rlhf, one side": ("sft", {"text": f"{HH} Hay."}, DIALOGUES, {"messages": [*HH_TURNS, ANSWERS[0]]}),
     "messages with other roles": (
-        "sft",
-        {"messages": [{"role": "Human", "content": "Hi"}, {"role": "model", "content": "Ho"}]},
-        "chat messages",
-        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]},
-    ),
+        "sft", {"messages": [{"role": "Human", "content": "Hi"}, {"role": "model", "content": "Ho"}]}, "chat messages",
+        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}),
     "contents in parts": (
         "sft",
-        {
-            "messages": [
-                {"role": "user", "content": [{"type": "text", "text": "What "}, {"type": "text", "text": "for?"}]},
-                {"role": "assistant", "content": [{"type": "text", "text": "Hay."}]},
-            ]
-        },
-        "chat messages",
-        {"messages": [{"role": "user", "content": "What for?"}, ANSWERS[0]]},
-    ),
+        {"messages": [{"role": "user",
+                       "content": [{"type": "text", "text": "What "}, {"type": "text", "text": "for?"}]},
+                      {"role": "assistant", "content": [{"type": "text", "text": "Hay."}]}]},
+        "chat messages", {"messages": [{"role": "user", "content": "What for?"}, ANSWERS[0]]}),
     "messages in ShareGPT's keys": ("sft", {"messages": spoken(CHAT)}, "chat messages", {"messages": CHAT}),
     "conversations in messages' keys": ("sft", {"conversations": CHAT}, "ShareGPT conversations", {"messages": CHAT}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -176,42 +121,21 @@ def test_a_form_is_recognised_wherever_its_rows_are(tmp_path, monkeypatch, kind,
 
 # own names: (task, a row, columns, roles, what TRL is given of it)
 OWN_NAMES = {
-    "a question's column": (
-        "sft",
-        {"question": "Why? ", "best": "So.", "messages": "of another kind", "id": 7},
-        {"prompt": "question", "completion": "best"},
-        {},
-        {"prompt": "Why? ", "completion": "So."},
-    ),
-    "as turns": (
-        "sft",
-        {"question": "Why?", "best": "So."},
-        {"instruction": "question", "output": "best"},
-        {},
-        {"prompt": [{"role": "user", "content": "Why?"}], "completion": [answer("So.")]},
-    ),
-    "swapped": (
-        "dpo",
-        {"prompt": "Why? ", "chosen": "bad", "rejected": "good"},
-        {"prompt": "prompt", "chosen": "rejected", "rejected": "chosen"},
-        {},
-        {"prompt": "Why? ", "chosen": "good", "rejected": "bad"},
-    ),
+    "a question's column": ("sft", {"question": "Why? ", "best": "So.", "messages": "of another kind", "id": 7},
+                            {"prompt": "question", "completion": "best"}, {}, {"prompt": "Why? ", "completion": "So."}),
+    "as turns": ("sft", {"question": "Why?", "best": "So."}, {"instruction": "question", "output": "best"}, {},
+                 {"prompt": [{"role": "user", "content": "Why?"}], "completion": [answer("So.")]}),
+    "swapped": ("dpo", {"prompt": "Why? ", "chosen": "bad", "rejected": "good"},
+                {"prompt": "prompt", "chosen": "rejected", "rejected": "chosen"}, {},
+                {"prompt": "Why? ", "chosen": "good", "rejected": "bad"}),
     "keys of turns, and roles": (
-        "sft",
-        {"dialog": [{"who": "student", "says": "Hi"}, {"who": "gpt", "says": "Ho"}], "text": "x"},
-        {"messages": "dialog", "role": "who", "content": "says"},
-        {"student": "user"},
-        {"messages": [{"role": "user", "content": "Hi"}, answer("Ho")]},
-    ),
+        "sft", {"dialog": [{"who": "student", "says": "Hi"}, {"who": "gpt", "says": "Ho"}], "text": "x"},
+        {"messages": "dialog", "role": "who", "content": "says"}, {"student": "user"},
+        {"messages": [{"role": "user", "content": "Hi"}, answer("Ho")]}),
     "roles alone": (
-        "sft",
-        {"messages": [{"role": "gpt", "content": "Hi"}, {"role": "me", "content": "Ho"}]},
-        {},
-        {"gpt": "user", "me": "assistant"},
-        {"messages": [{"role": "user", "content": "Hi"}, answer("Ho")]},
-    ),
-}
+        "sft", {"messages": [{"role": "gpt", "content": "Hi"}, {"role": "me", "content": "Ho"}]}, {},
+        {"gpt": "user", "me": "assistant"}, {"messages": [{"role": "user", "content": "Hi"}, answer("Ho")]}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("names", OWN_NAMES)
@@ -273,38 +197,23 @@ def test_the_papers_datasets_stay_what_they_were(tmp_path):
 
 PARTS = [{"type": "text", "text": "What is "}, {"type": "image", "image": "a.png"}]
 BAD = [
-    (
-        "contents in parts",
-        {"messages": [{"role": "user", "content": PARTS}, ANSWERS[0]]},
-        r"messages\[0\] has a part of type 'image' in its content; only text is trained",
-    ),
-    (
-        "contents in parts",
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": " "}]}, ANSWERS[0]]},
-        r"messages\[0\] has empty content \(role user\)",
-    ),
-    (
-        "contents in parts",
-        {"messages": [{"role": "user", "content": [{"type": "text"}]}, ANSWERS[0]]},
-        r"messages\[0\] has a list as content; write text",
-    ),
+    ("contents in parts", {"messages": [{"role": "user", "content": PARTS}, ANSWERS[0]]},
+     r"messages\[0\] has a part of type 'image' in its content; only text is trained"),
+    ("contents in parts", {"messages": [{"role": "user", "content": [{"type": "text", "text": " "}]}, ANSWERS[0]]},
+     r"messages\[0\] has empty content \(role user\)"),
+    ("contents in parts", {"messages": [{"role": "user", "content": [{"type": "text"}]}, ANSWERS[0]]},
+     r"messages\[0\] has a list as content; write text"),
     ("Alpaca", {"instruction": " ", "input": "x", "output": "y"}, "instruction is empty"),
     ("Alpaca", {"instruction": "x", "input": 3, "output": "y"}, "input is a number, not text"),
     ("Alpaca", {"instruction": "x", "input": None, "output": ""}, "output is empty"),
     ("hh-rlhf", {"chosen": "Hay.", "rejected": f"{HH} No."}, "chosen does not start with 'Human:'"),
     ("hh-rlhf", {"chosen": f"{HH} ", "rejected": f"{HH} No."}, r"chosen\[3\] has empty content"),
     ("hh-rlhf", {"chosen": f"{HH} x\n\nAssistant: y", "rejected": HH}, r"chosen\[3\] and chosen\[4\] are both assi"),
-    (
-        "ShareGPT",
-        {"conversations": [{"from": "narrator", "value": "x"}]},
-        r"conversations\[0\] has the role 'narrator'; write system, user, assistant or tool, or name it under `roles`",
-    ),
+    ("ShareGPT", {"conversations": [{"from": "narrator", "value": "x"}]},
+     r"conversations\[0\] has the role 'narrator'; write system, user, assistant or tool, or name it under `roles`"),
     ("ShareGPT", {"conversations": [{"value": "x"}]}, r"conversations\[0\] has no role \(or from\); write sys"),
-    (
-        "ShareGPT",
-        {"conversations": ["x"]},
-        r"conversations\[0\] is text, not an object with role and content \(or from ",
-    ),
+    ("ShareGPT", {"conversations": ["x"]},
+     r"conversations\[0\] is text, not an object with role and content \(or from "),
     ("ShareGPT", {"conversations": []}, "conversations is an empty list"),
     ("ShareGPT", {"conversations": "x"}, "conversations is text, not a list of {role, content} turns"),
     ("ShareGPT", {"conversations": spoken(CHAT[:-1])}, "conversations ends with a user turn"),
@@ -321,7 +230,7 @@ BAD = [
     ("prompt as text, answers as turns", {"prompt": " ", **ASKED}, r"prompt \+ chosen\[0\] has empty content"),
     ("prompt as turns, answers as turns", {"prompt": PROMPT, "chosen": [], "rejected": []}, "chosen is an empty list"),
     ("ShareGPT preferences", {"conversations": spoken(PROMPT), "chosen": "x"}, "chosen is text, not a list"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("form", "row", "reason"), BAD)

@@ -166,17 +166,14 @@ def test_a_fraction_replaces_the_split_of_an_extended_recipe(tmp_path):
     assert recipe.load(str(tmp_path / "next.yaml")).data.eval == HeldOutNumber(examples=5)
 
 
-@pytest.mark.parametrize(
-    ("evaluation", "message"),
-    [
-        ("{fraction: 0}", "data.eval.fraction: found 0; it must be more than 0"),
-        ("{fraction: 1.0}", "data.eval.fraction: found 1.0; it must be less than 1"),
-        ("{fraction: 0.1, path: a.jsonl}", "data.eval.path: unknown key for a fraction; a split has it"),
-        ("{examples: 0}", "data.eval.examples: found 0; it must be at least 1"),
-        ("{fractoin: 0.1}", "data.eval.path: is required"),
-        ("[{fraction: 0.1}]", "found a list; held-out examples are one split"),
-    ],
-)
+@pytest.mark.parametrize(("evaluation", "message"), [
+    ("{fraction: 0}", "data.eval.fraction: found 0; it must be more than 0"),
+    ("{fraction: 1.0}", "data.eval.fraction: found 1.0; it must be less than 1"),
+    ("{fraction: 0.1, path: a.jsonl}", "data.eval.path: unknown key for a fraction; a split has it"),
+    ("{examples: 0}", "data.eval.examples: found 0; it must be at least 1"),
+    ("{fractoin: 0.1}", "data.eval.path: is required"),
+    ("[{fraction: 0.1}]", "found a list; held-out examples are one split"),
+])  # fmt: skip
 def test_mistakes_are_told(evaluation, message):
     with pytest.raises(UserError) as caught:
         recipe.load("quickstart/sft", [f"data.eval={evaluation}"])

@@ -21,14 +21,11 @@ def refused(spec, task="sft"):
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("task", "make_row", "columns", "words"),
-    [
-        ("sft", chat_row, ["messages"], "chat messages (like ultrachat_200k)"),
-        ("dpo", pair_row, ["chosen", "rejected"], "preference pairs (like ultrafeedback_binarized)"),
-        ("sft", lambda i: {"messages": chat(i)}, ["messages"], "chat messages"),
-    ],
-)
+@pytest.mark.parametrize(("task", "make_row", "columns", "words"), [
+    ("sft", chat_row, ["messages"], "chat messages (like ultrachat_200k)"),
+    ("dpo", pair_row, ["chosen", "rejected"], "preference pairs (like ultrafeedback_binarized)"),
+    ("sft", lambda i: {"messages": chat(i)}, ["messages"], "chat messages"),
+])  # fmt: skip
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", "lines.json", ".parquet"])
 def test_a_file_is_reduced_to_what_trl_needs(tmp_path, suffix, task, make_row, columns, words):
     rows = [make_row(i) for i in range(7)]
@@ -92,14 +89,11 @@ DPO_ROWS = {
     "no 'rejected'": {"chosen": [U, A]},
     "rejected is text": {"chosen": [U, A], "rejected": "no"},
     "chosen and rejected are identical": {"chosen": [U, A], "rejected": [U, A]},
-    "do not share a prompt: they differ at turn [0]": {
-        "chosen": [U, A],
-        "rejected": [{**U, "content": "other"}, A],
-    },
+    "do not share a prompt: they differ at turn [0]": {"chosen": [U, A], "rejected": [{**U, "content": "other"}, A]},
     "do not share a prompt: one is longer": {"chosen": [U, A, U, A], "rejected": [U, A]},
     "rejected ends with a user turn": {"chosen": [U, A], "rejected": [U, A, U]},
     "chosen starts with the assistant; it must be the whole conversation": {"chosen": [A], "rejected": [A]},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -156,12 +156,8 @@ def test_a_folder_is_its_data_files_in_alphabetical_order(folder, monkeypatch):
     files = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in ("a.csv", "part/d.jsonl")}
     recorded = {file["path"]: file["sha256"] for file in loaded.source["files"]}
     assert [os.path.relpath(name, folder) for name in recorded] == [
-        "a.csv",
-        "b.parquet",
-        "c.json",
-        "part/d.jsonl",
-        "z.jsonl.gz",
-    ]
+        "a.csv", "b.parquet", "c.json", "part/d.jsonl", "z.jsonl.gz",
+    ]  # fmt: skip
     assert {name: recorded[str(folder / name)] for name in files} == files
     assert json.dumps(loaded.source)
     monkeypatch.chdir(folder.parent)

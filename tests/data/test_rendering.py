@@ -185,13 +185,10 @@ TOOLS = [
 ]
 CHATS = [
     chat(1, turns=50),
-    [
-        *chat(1),
-        {"role": "user", "content": "<b> 'x' é" * 2000},
-        {"role": "assistant", "content": "<think>\na</think>\nb"},
-    ],
+    [*chat(1), {"role": "user", "content": "<b> 'x' é" * 2000},
+     {"role": "assistant", "content": "<think>\na</think>\nb"}],
     [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}],
-]
+]  # fmt: skip
 
 
 def rendered(monkeypatch, environment, template, turns, tools):

@@ -127,18 +127,15 @@ run: {{output_dir: runs/x}}
 """
 
 
-@pytest.mark.parametrize(
-    ("model", "trainer", "message"),
-    [
-        ("chat_template: qwen2", "", r"my.yaml:2 model.chat_template: found 'qwen2'; write .*mean 'qwen2.5'"),
-        ("chat_template: no.jinja", "", "my.yaml:2 model.chat_template: no file no.jinja"),
-        ("chat_template: my.yaml", "", "model.chat_template: found 'my.yaml'; write qwen2.5, zephyr, or the path"),
-        ("eos_token: ''", "", "model.eos_token: found ''; it is empty"),
-        ("", "chat_template_path: x.jinja", "trainer.chat_template_path: belongs to model.chat_template"),
-        ("", "eos_token: x", "trainer.eos_token: belongs to model.eos_token"),
-        ("", "chat_template: x", "trainer.chat_template: .*belongs to model.chat_template"),
-    ],
-)
+@pytest.mark.parametrize(("model", "trainer", "message"), [
+    ("chat_template: qwen2", "", r"my.yaml:2 model.chat_template: found 'qwen2'; write .*mean 'qwen2.5'"),
+    ("chat_template: no.jinja", "", "my.yaml:2 model.chat_template: no file no.jinja"),
+    ("chat_template: my.yaml", "", "model.chat_template: found 'my.yaml'; write qwen2.5, zephyr, or the path"),
+    ("eos_token: ''", "", "model.eos_token: found ''; it is empty"),
+    ("", "chat_template_path: x.jinja", "trainer.chat_template_path: belongs to model.chat_template"),
+    ("", "eos_token: x", "trainer.eos_token: belongs to model.eos_token"),
+    ("", "chat_template: x", "trainer.chat_template: .*belongs to model.chat_template"),
+])  # fmt: skip
 @pytest.mark.parametrize("task", ["sft", "dpo"])
 def test_a_template_that_a_recipe_cannot_name_is_told(tmp_path, monkeypatch, task, model, trainer, message):
     monkeypatch.chdir(tmp_path)

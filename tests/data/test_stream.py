@@ -138,12 +138,8 @@ def test_examples_are_those_of_the_whole_dataset(write, task, make_row):
     assert list(preview.dataset) == list(whole.dataset)
     assert preview.kind == whole.kind
     assert preview.source.keys() - whole.source.keys() == {
-        "num_files",
-        "num_bytes",
-        "tree_sha256",
-        "sampled",
-        "streaming",
-    }
+        "num_files", "num_bytes", "tree_sha256", "sampled", "streaming",
+    }  # fmt: skip
 
 
 def test_streamed_files_with_other_content_are_other_data(write, monkeypatch):

@@ -45,15 +45,12 @@ def test_a_tokenizer_without_a_template_is_refused(make_tokenizer):
     assert "has the chat templates tool_use, rag, and no default" in refused(named)
 
 
-@pytest.mark.parametrize(
-    ("template", "reason"),
-    [
-        ("{% generation %}{{ raise_exception('no users\nhere') }}{% endgeneration %}", "example: no users"),
-        ("{% generation %}{{ messages", "(line 1 of the template)"),
-        ("{% generation %}{{ 1 / 0 }}{% endgeneration %}", "division by zero"),
-        ("{% generation %}{{ messages[0]['content'] + none }}{% endgeneration %}", "can only concatenate str"),
-    ],
-)
+@pytest.mark.parametrize(("template", "reason"), [
+    ("{% generation %}{{ raise_exception('no users\nhere') }}{% endgeneration %}", "example: no users"),
+    ("{% generation %}{{ messages", "(line 1 of the template)"),
+    ("{% generation %}{{ 1 / 0 }}{% endgeneration %}", "division by zero"),
+    ("{% generation %}{{ messages[0]['content'] + none }}{% endgeneration %}", "can only concatenate str"),
+])  # fmt: skip
 def test_a_template_that_fails_is_refused_in_one_line(make_tokenizer, template, reason):
     message = refused(make_tokenizer(template))
     assert "the chat template fails on the first example" in message

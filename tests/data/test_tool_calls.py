@@ -22,49 +22,31 @@ USER, LAST = {"role": "user", "content": "Weather?"}, {"role": "assistant", "con
 RESULT = {"role": "tool", "content": '{"degrees": 21}'}
 CANONICAL = [
     USER,
-    {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [
-            {"type": "function", "function": {**CALL, "arguments": json.dumps(ARGUMENTS, ensure_ascii=False)}}
-        ],
-    },
+    {"role": "assistant", "content": "",
+     "tool_calls": [
+         {"type": "function", "function": {**CALL, "arguments": json.dumps(ARGUMENTS, ensure_ascii=False)}}]},
     RESULT,
     LAST,
-]
+]  # fmt: skip
 SPOKEN = [("human", "Weather?"), ("function_call", json.dumps(CALL)), ("observation", RESULT["content"])]
 FORMS = {
-    "OpenAI": {
-        "messages": [
-            USER,
-            {"role": "assistant", "content": None, "tool_calls": CANONICAL[1]["tool_calls"]},
-            RESULT,
-            LAST,
-        ],
-        "tools": TOOLS,
-    },
+    "OpenAI": {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": CANONICAL[1]["tool_calls"]},
+                            RESULT, LAST],
+               "tools": TOOLS},
     "arguments as objects": {
         "messages": [USER, {"role": "assistant", "tool_calls": [{"function": CALL}]}, RESULT, LAST],
-        "tools": json.dumps(TOOLS),
-    },
+        "tools": json.dumps(TOOLS)},
     "calls without `function`": {
-        "messages": [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}, RESULT, LAST],
-        "tools": TOOLS,
-    },
+        "messages": [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}, RESULT, LAST], "tools": TOOLS},
     "OpenAI's first form": {
         "messages": [
-            USER,
-            {"role": "assistant", "content": None, "function_call": {**CALL, "arguments": json.dumps(ARGUMENTS)}},
-            {**RESULT, "role": "function"},
-            LAST,
-        ],
-        "tools": [FUNCTION],
-    },
+            USER, {"role": "assistant", "content": None, "function_call": {**CALL, "arguments": json.dumps(ARGUMENTS)}},
+            {**RESULT, "role": "function"}, LAST],
+        "tools": [FUNCTION]},
     "LLaMA-Factory": {
         "conversations": [{"from": who, "value": text} for who, text in [*SPOKEN, ("gpt", LAST["content"])]],
-        "tools": json.dumps([FUNCTION]),
-    },
-}
+        "tools": json.dumps([FUNCTION])},
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -83,12 +65,8 @@ def test_every_form_is_the_same_example_with_the_same_tokens(write, qwen, form):
     marked = check_template(qwen("qwen2_5_training"), "sft", True, dataset)
     assert check_template(qwen(), "sft", True, dataset) == marked == []
     example, *others = encode(dataset[:], "sft", qwen(), True)
-    turns = [
-        USER,
-        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL}]},
-        RESULT,
-        LAST,
-    ]
+    turns = [USER, {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL}]}, RESULT,
+             LAST]  # fmt: skip
     assert example.sides[0].ids == qwen().apply_chat_template(turns, tools=TOOLS)["input_ids"]
     assert example.left_out == ()
     for other in others:
@@ -145,15 +123,12 @@ def test_an_invalid_turn_is_named_with_its_line_and_number(write, reason):
     assert f"rows.jsonl:2: {reason}" in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("columns", "reason"),
-    [
-        ({"tools": "no JSON"}, "tools is no list of functions"),
-        ({"tools": [{"name": None}]}, "tools is no list of functions"),
-        ({"chat_template_kwargs": [1]}, "chat_template_kwargs is no object"),
-        ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs has chat_template, which is no"),
-    ],
-)
+@pytest.mark.parametrize(("columns", "reason"), [
+    ({"tools": "no JSON"}, "tools is no list of functions"),
+    ({"tools": [{"name": None}]}, "tools is no list of functions"),
+    ({"chat_template_kwargs": [1]}, "chat_template_kwargs is no object"),
+    ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs has chat_template, which is no"),
+])  # fmt: skip
 def test_invalid_tools_and_options_are_named(write, columns, reason):
     with pytest.raises(UserError, match=rf"rows.jsonl:1: {reason}"):
         load_split(split(write("rows.jsonl", [{"messages": chat(1), **columns}])), "sft")
@@ -185,17 +160,14 @@ def test_weights_as_openai_and_axolotl_write_them(write):
 REASONED = [USER, {**LAST, "reasoning_content": "The sun is high."}]
 
 
-@pytest.mark.parametrize(
-    ("template", "turns", "tools", "left_out"),
-    [
-        ("qwen2_5", CALLS, TOOLS, {}),
-        ("qwen3", REASONED, None, {}),
-        ("qwen2_5", REASONED, None, {"reasoning": 2}),
-        ("qwen3", [*REASONED, USER, LAST], None, {"the reasoning of earlier answers": 2}),
-        ("lfm2", CALLS, TOOLS, {"tool calls": 2, "all of an answer": 2}),  # though the list of tools has its name
-        ("deepseek_r1_distill", CALLS, TOOLS, {"tools": 2, "tool calls": 2, "all of an answer": 2}),
-    ],
-)
+@pytest.mark.parametrize(("template", "turns", "tools", "left_out"), [
+    ("qwen2_5", CALLS, TOOLS, {}),
+    ("qwen3", REASONED, None, {}),
+    ("qwen2_5", REASONED, None, {"reasoning": 2}),
+    ("qwen3", [*REASONED, USER, LAST], None, {"the reasoning of earlier answers": 2}),
+    ("lfm2", CALLS, TOOLS, {"tool calls": 2, "all of an answer": 2}),  # though the list of tools has its name
+    ("deepseek_r1_distill", CALLS, TOOLS, {"tools": 2, "tool calls": 2, "all of an answer": 2}),
+])  # fmt: skip
 def test_parts_that_the_template_ignores_are_counted(qwen, write, template, turns, tools, left_out):
     rows = [{"messages": turns, "tools": tools}] * 2 + [{"messages": chat(1)}]
     dataset = load_split(split(write("rows.jsonl", rows)), "sft").dataset
@@ -203,16 +175,13 @@ def test_parts_that_the_template_ignores_are_counted(qwen, write, template, turn
     assert counted.num_left_out == left_out
 
 
-@pytest.mark.parametrize(
-    ("turns", "template", "is_dropped"),
-    [
-        (CALLS, "lfm2", True),
-        (CALLS, "qwen2_5", False),
-        ([CALLS[0], {**CALLS[1], "train": False}, *CALLS[2:]], "lfm2", False),
-        ([CALLS[0], {**CALLS[1], "content": "I look it up."}, *CALLS[2:]], "lfm2", False),
-        ([USER, {**CALLS[1], "reasoning_content": "I look it up."}], "lfm2", True),  # neither is printed
-    ],
-)
+@pytest.mark.parametrize(("turns", "template", "is_dropped"), [
+    (CALLS, "lfm2", True),
+    (CALLS, "qwen2_5", False),
+    ([CALLS[0], {**CALLS[1], "train": False}, *CALLS[2:]], "lfm2", False),
+    ([CALLS[0], {**CALLS[1], "content": "I look it up."}, *CALLS[2:]], "lfm2", False),
+    ([USER, {**CALLS[1], "reasoning_content": "I look it up."}], "lfm2", True),  # neither is printed
+])  # fmt: skip
 def test_an_answer_of_which_the_template_prints_nothing_is_not_trained(
     qwen, write, tmp_path, turns, template, is_dropped
 ):

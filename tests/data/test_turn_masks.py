@@ -82,12 +82,8 @@ def test_the_shipped_templates_train_the_same_tokens_without_their_marks(make_to
 
 
 ANSWER = "Ho ho"
-TWO = [
-    {"role": "user", "content": "Hi"},
-    {"role": "assistant", "content": ANSWER},
-    {"role": "user", "content": "And?"},
-    {"role": "assistant", "content": "Fine."},
-]
+TWO = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": ANSWER}, {"role": "user", "content": "And?"},
+       {"role": "assistant", "content": "Fine."}]  # fmt: skip
 THINKS = "</think>"
 PUBLISHED = {
     "smollm2": f"{ANSWER}<|im_end|>Fine.<|im_end|>",
@@ -127,13 +123,8 @@ def test_of_published_templates_the_answers_are_trained_or_the_template_is_refus
 @pytest.mark.parametrize("max_length", [None, 40, 90])
 def test_weights_are_counted_after_truncation(make_tokenizer, max_length, assistant_only):
     tokenizer, chats = make_tokenizer(PLAIN), list(CHATS.values())
-    counted = dataset_stats(
-        Dataset.from_list([{"messages": turns} for turns in chats]),
-        "sft",
-        tokenizer,
-        max_length=max_length,
-        assistant_only_loss=assistant_only,
-    )
+    counted = dataset_stats(Dataset.from_list([{"messages": turns} for turns in chats]), "sft", tokenizer,
+                            max_length=max_length, assistant_only_loss=assistant_only)  # fmt: skip
     expected = [reference(tokenizer, chatml(turns, assistant_only))[1][:max_length] for turns in chats]
     kept = [trained for trained in expected if any(trained)]
     assert (counted.num_kept, counted.num_tokens) == (len(kept), sum(map(len, kept)))
@@ -159,15 +150,10 @@ def loaded(monkeypatch, tokenizer):
     return starting_model.load_tokenizer(recipe, "lab/chat")
 
 
-@pytest.mark.parametrize(
-    "part",
-    [
-        "{{ 1 | tojson(default=messages) }}",
-        "{% include 'x' %}",
-        "{% import 'x' as x %}",
-        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    ],
-)
+@pytest.mark.parametrize("part", [
+    "{{ 1 | tojson(default=messages) }}", "{% include 'x' %}", "{% import 'x' as x %}",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+])  # fmt: skip
 @pytest.mark.parametrize("condition", ["true", "messages[0].content == 'dummy'"])  # of TRL's conversations
 def test_a_template_that_fails_inside_trl_is_refused_by_the_first_example(make_tokenizer, monkeypatch, part, condition):
     unstable = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"

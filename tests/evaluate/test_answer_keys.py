@@ -17,15 +17,10 @@ CHOICES = ["red", "brown", "black"]
 def task(*keys, **settings):
     """A task as lm-eval's, with a question for each key."""
     return SimpleNamespace(
-        OUTPUT_TYPE="multiple_choice",
-        task_name="colors",
-        config=SimpleNamespace(process_results=None),
-        eval_docs=[{"key": key} for key in keys],
-        multiple_input=0,
-        doc_to_choice=lambda question: CHOICES,
-        doc_to_target=lambda question: question["key"],
-        **settings,
-    )
+        OUTPUT_TYPE="multiple_choice", task_name="colors", config=SimpleNamespace(process_results=None),
+        eval_docs=[{"key": key} for key in keys], multiple_input=0, doc_to_choice=lambda question: CHOICES,
+        doc_to_target=lambda question: question["key"], **settings,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("key", [0, 2, "red", [0, 2], True])
@@ -92,12 +87,8 @@ def test_a_question_that_is_not_json_is_named_by_its_line(tmp_path):
 def written(*answers, **settings):
     """A task as lm-eval's, whose answers are written, with at most three tokens."""
     config = {"filter_list": None, "process_results": None, "generation_kwargs": {"max_gen_toks": 3}} | settings
-    return SimpleNamespace(
-        OUTPUT_TYPE="generate_until",
-        config=SimpleNamespace(**config),
-        eval_docs=list(answers),
-        doc_to_target=lambda question: question,
-    )
+    return SimpleNamespace(OUTPUT_TYPE="generate_until", config=SimpleNamespace(**config), eval_docs=list(answers),
+                           doc_to_target=lambda question: question)  # fmt: skip
 
 
 def test_right_answers_that_no_model_can_finish_are_reported():

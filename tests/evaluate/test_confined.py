@@ -106,14 +106,11 @@ def test_a_metric_that_is_a_script_is_not_loaded(folder, metric):
     assert "would be loaded as a script" in refused(folder)
 
 
-@pytest.mark.parametrize(
-    "escape",
-    [
-        "{{ cycler.__init__.__globals__.os.system('touch RAN') }}",
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ self._TemplateReference__context.parent }}{{ lipsum.__globals__['os'].popen('touch RAN').read() }}",
-    ],
-)
+@pytest.mark.parametrize("escape", [
+    "{{ cycler.__init__.__globals__.os.system('touch RAN') }}",
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ self._TemplateReference__context.parent }}{{ lipsum.__globals__['os'].popen('touch RAN').read() }}",
+])  # fmt: skip
 def test_a_template_sees_nothing_of_python(folder, escape):
     change(folder, doc_to_text=escape.replace("RAN", str(folder.parent / "ran")))
     refused(folder, "SecurityError|UndefinedError|is undefined")
@@ -131,14 +128,11 @@ def test_a_template_that_misbehaves_on_a_later_question_is_one_sentence(folder, 
         evaluate_model(models[0], suite, Options(device="cpu"), tasks=tasks)
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"dataset_path": "pandas", "dataset_kwargs": {"data_files": "x"}},
-        {"dataset_kwargs": {"cache_dir": "/tmp/elsewhere"}},
-        {"dataset_kwargs": {"con": "sqlite:///x", "data_files": "y"}},
-    ],
-)
+@pytest.mark.parametrize("keys", [
+    {"dataset_path": "pandas", "dataset_kwargs": {"data_files": "x"}},
+    {"dataset_kwargs": {"cache_dir": "/tmp/elsewhere"}},
+    {"dataset_kwargs": {"con": "sqlite:///x", "data_files": "y"}},
+])  # fmt: skip
 def test_loaders_that_do_more_than_read_are_refused(folder, keys):
     change(folder, **keys)
     text = (folder / "suite.yaml").read_text()

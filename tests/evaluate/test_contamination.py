@@ -54,20 +54,8 @@ def reference(columns, examples):
 
 
 ALPHABET = [
-    "The",
-    "river",
-    "flows",
-    "under,",
-    "café",
-    "naïve",
-    "“wind”",
-    "turns.",
-    "3.5",
-    "_",
-    "Question:",
-    "a",
-    "answer:",
-]
+    "The", "river", "flows", "under,", "café", "naïve", "“wind”", "turns.", "3.5", "_", "Question:", "a", "answer:",
+]  # fmt: skip
 ALPHABET += ["-", "q"]
 FIXED = "Read the following text with care and then choose one of these four answers below, please:"
 

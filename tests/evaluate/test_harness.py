@@ -45,11 +45,8 @@ def plain(models, tmp_path_factory):
         (folder / file.name).write_text(file.read_text().replace("dataset_path: ", f"dataset_path: {data}/"))
     found = []
     for model in models:
-        lm = HFLM(
-            pretrained=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
-            tokenizer=AutoTokenizer.from_pretrained(model),
-            batch_size=60,
-        )
+        lm = HFLM(pretrained=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+                  tokenizer=AutoTokenizer.from_pretrained(model), batch_size=60)  # fmt: skip
         manager = TaskManager(include_path=str(folder), include_defaults=False)
         tasks = [task for task, _ in COLUMNS.values()]
         found.append(simple_evaluate(lm, tasks=tasks, task_manager=manager, apply_chat_template=True))

@@ -200,14 +200,10 @@ def test_models_evaluated_with_different_prompts_are_not_compared():
     }
 
 
-@pytest.mark.parametrize(
-    ("key", "reason"),
-    [
-        ("generation_config", "generation config 2 instead of 1"),
-        ("chat_template", "prompts with and without a chat template"),
-        ("bos", "prompts with and without a BOS token"),
-    ],
-)
+@pytest.mark.parametrize(("key", "reason"), [
+    ("generation_config", "generation config 2 instead of 1"),
+    ("chat_template", "prompts with and without a chat template"), ("bos", "prompts with and without a BOS token"),
+])  # fmt: skip
 def test_settings_that_come_with_a_model_leave_its_row_unpaired(key, reason):
     first, other = answers({"x": [0]}, **{key: 1}), answers({"x": [0]}, **{key: 2})
     assert compare([("base", first), ("SFT", other)], average=True) == [None, {}]

@@ -33,15 +33,12 @@ def generated(found):
     return [s["resps"][0][0] for s in found["samples"]["gsm8k"] if s["filter"] == "strict-match"]
 
 
-@pytest.mark.parametrize(
-    ("setting", "changes"),
-    [
-        ({"repetition_penalty": 1.05}, True),  # Qwen2.5-Instruct's
-        ({"no_repeat_ngram_size": 3}, True),
-        ({"max_new_tokens": 2}, True),
-        ({"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20}, False),
-    ],
-)
+@pytest.mark.parametrize(("setting", "changes"), [
+    ({"repetition_penalty": 1.05}, True),  # Qwen2.5-Instruct's
+    ({"no_repeat_ngram_size": 3}, True),
+    ({"max_new_tokens": 2}, True),
+    ({"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20}, False),
+])  # fmt: skip
 def test_a_models_own_generation_config_reaches_its_answers(model, root, gsm8k, tmp_path, setting, changes):
     """lm-eval turns sampling off and leaves the rest of generation_config.json in force."""
     other = shutil.copytree(model, tmp_path / "other")

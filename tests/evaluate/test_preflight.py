@@ -191,11 +191,7 @@ def test_every_row_of_the_table_to_come_is_checked(models, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(models[0])
     tokenizer.chat_template = CHATML
     rows = planned_rows(str(run / "model"), None, tokenizer, is_adapter=False)
-    assert [(row.name, row.template_of) for row in rows] == [
-        ("base", "base"),
-        ("SFT", "SFT"),
-        ("this run", "this run"),
-    ]
+    assert [(row.name, row.template_of) for row in rows] == [("base", "base"), ("SFT", "SFT"), ("this run", "this run")]
     assert AutoTokenizer.from_pretrained(run / "model").chat_template != rows[2].tokenizer.chat_template == CHATML
     config = "generation_config.json sets {}, for base {'repetition_penalty': 1.3}"
     _, notices = preflight(CHAT, rows)
@@ -302,12 +298,7 @@ def test_a_run_is_evaluated_when_its_start_is_deleted_and_the_table_states_it(mo
     assert str(tmp_path / "deleted") not in page  # it is published with the model's card
     assert [row["name"] for row in read_results(tmp_path / "out")["rows"]] == ["SFT"]
     tokenizer, sentences = load_tokenizer(models[1]), []
-    rows = planned_rows(
-        str(tmp_path / "mine" / "model"),
-        None,
-        tokenizer,
-        is_adapter=False,
-        on_omitted=lambda *each: sentences.append(each),
-    )
+    rows = planned_rows(str(tmp_path / "mine" / "model"), None, tokenizer, is_adapter=False,
+                        on_omitted=lambda *each: sentences.append(each))  # fmt: skip
     assert [row.name for row in rows] == ["SFT", "this run"]
     assert sentences == [(sentence, str(tmp_path / "deleted"))]

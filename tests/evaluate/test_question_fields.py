@@ -23,21 +23,13 @@ def found(tmp_path):
     return find
 
 
-@pytest.mark.parametrize(
-    ("questions", "message"),
-    [
-        (
-            [{"question": "Where?", "anwser": "Here."}],
-            "test.jsonl:1: the question has no 'answer', which its task reads (doc_to_target), but",
-        ),
-        ([RIGHT, {"question": "Where?", "anwser": "Here."}], "but question, anwser; rename 'anwser' to 'answer'"),
-        ([RIGHT, RIGHT | {"answer": None}], "but question, answer; add it, or leave the question out"),
-        (
-            [RIGHT, {"answer": "Here."}],
-            "test.jsonl:2: the question has no 'question', which its task reads (doc_to_text)",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("questions", "message"), [
+    ([{"question": "Where?", "anwser": "Here."}],
+     "test.jsonl:1: the question has no 'answer', which its task reads (doc_to_target), but"),
+    ([RIGHT, {"question": "Where?", "anwser": "Here."}], "but question, anwser; rename 'anwser' to 'answer'"),
+    ([RIGHT, RIGHT | {"answer": None}], "but question, answer; add it, or leave the question out"),
+    ([RIGHT, {"answer": "Here."}], "test.jsonl:2: the question has no 'question', which its task reads (doc_to_text)"),
+])  # fmt: skip
 def test_the_first_question_without_a_field_is_named(found, questions, message):
     assert message in found(TASK, *questions)
 
@@ -47,17 +39,14 @@ def test_a_setting_without_braces_is_a_field(found, setting):
     assert f"has no 'key', which its task reads ({setting})" in found({setting: "key"}, RIGHT)
 
 
-@pytest.mark.parametrize(
-    "task",
-    [
-        TASK,
-        {"doc_to_text": "{% if hint %}{{hint}}{% endif %}{{question}}"},
-        {"doc_to_text": "{{ hint | default('') }}"},
-        {"doc_to_text": "question"},  # text, as lm-eval reads it where no field has that name
-        {"doc_to_target": "The answer"},
-        {"doc_to_target": 0},
-        TASK | {"doc_to_target": "{{key}}", "process_docs": "utils.process_docs"},
-    ],
-)
+@pytest.mark.parametrize("task", [
+    TASK,
+    {"doc_to_text": "{% if hint %}{{hint}}{% endif %}{{question}}"},
+    {"doc_to_text": "{{ hint | default('') }}"},
+    {"doc_to_text": "question"},  # text, as lm-eval reads it where no field has that name
+    {"doc_to_target": "The answer"},
+    {"doc_to_target": 0},
+    TASK | {"doc_to_target": "{{key}}", "process_docs": "utils.process_docs"},
+])  # fmt: skip
 def test_fields_that_may_be_missing_are_not_asked_for(found, task):
     assert found(task, RIGHT) == ""

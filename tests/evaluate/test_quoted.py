@@ -14,13 +14,9 @@ COLUMNS = {
     "open-llm-leaderboard-v1": ["arc_challenge", "hellaswag", "mmlu", "truthfulqa_mc2", "winogrande", "gsm8k"],
     "commonsense-zero-shot": ["arc_challenge", "arc_easy", "piqa", "hellaswag", "openbookqa", "winogrande"],
 }
-SUITES = {
-    "paper/dpo": "open-llm-leaderboard-v1",
-    "paper/sft": "open-llm-leaderboard-v1",
-    "paper/zero-shot": "commonsense-zero-shot",
-    "references/mistral-7b": "open-llm-leaderboard-v1",
-    "references/qwen2.5-3b": "open-llm-leaderboard-v1",
-}
+SUITES = {"paper/dpo": "open-llm-leaderboard-v1", "paper/sft": "open-llm-leaderboard-v1",
+          "paper/zero-shot": "commonsense-zero-shot", "references/mistral-7b": "open-llm-leaderboard-v1",
+          "references/qwen2.5-3b": "open-llm-leaderboard-v1"}  # fmt: skip
 PAPERS = [name for name in SUITES if name.startswith("paper/")]
 RIGHT_OR_WRONG = {"arc_challenge": 1172, "hellaswag": 10042, "mmlu": 14042, "winogrande": 1267, "gsm8k": 1319}
 
@@ -128,19 +124,16 @@ def test_a_file_of_ones_own_is_read_like_a_shipped_one(tmp_path):
     assert load_published(str(file), "open-llm-leaderboard-v1") == rows("paper/sft")
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("source:", "sources:", "sources: unknown key"),
-        ("suite: open-llm-leaderboard-v1", "", "suite: is required"),
-        ("{value: 55.97, stderr: 1.45}", "55.97", "rows.0.scores.arc_challenge: found 55.97"),
-        ("value: 55.97", "value: 5597", "rows.0.scores.arc_challenge.value: found 5597"),
-        ("value: 55.97", "value: 55,97", "rows.0.scores.arc_challenge"),
-        ("stderr: 1.45", "error: 1.45", "rows.0.scores.arc_challenge.error: unknown key"),
-        ("name: Muon", "name: AdamW", "'AdamW' is there twice"),
-        ("rows:", "rows: [", "not valid YAML"),
-    ],
-)
+@pytest.mark.parametrize(("old", "new", "message"), [
+    ("source:", "sources:", "sources: unknown key"),
+    ("suite: open-llm-leaderboard-v1", "", "suite: is required"),
+    ("{value: 55.97, stderr: 1.45}", "55.97", "rows.0.scores.arc_challenge: found 55.97"),
+    ("value: 55.97", "value: 5597", "rows.0.scores.arc_challenge.value: found 5597"),
+    ("value: 55.97", "value: 55,97", "rows.0.scores.arc_challenge"),
+    ("stderr: 1.45", "error: 1.45", "rows.0.scores.arc_challenge.error: unknown key"),
+    ("name: Muon", "name: AdamW", "'AdamW' is there twice"),
+    ("rows:", "rows: [", "not valid YAML"),
+])  # fmt: skip
 def test_a_mistake_in_a_table_is_named(tmp_path, old, new, message):
     text = shipped.published()["paper/sft"].read_text()
     assert old in text

@@ -130,25 +130,15 @@ def test_a_place_that_cannot_be_written_to_is_refused_before_a_model_is_asked(tm
             evaluate(output)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda r: json.dumps(r)[:-40],
-        lambda r: "[" * 100_000,
-        lambda r: "[]",
-        lambda r: r | {"rows": []},
-        lambda r: r | {"rows": {}},
-        lambda r: r | {"rows": [r["rows"][0], r["rows"][0]]},
-        lambda r: r | {"settings": []},
-        lambda r: r | {"settings": {"data": ["hub"]}},
-        lambda r: r | {"notes": [3]},
-        lambda r: r | {"title": None},
-        lambda r: r | {"rows": [r["rows"][0] | {"scores": {"acc": {"value": "high"}}}]},
-        lambda r: r | {"rows": [r["rows"][0] | {"differences": {}}]},
-        lambda r: {key: value for key, value in r.items() if key != "suite"},
-        lambda r: r | {"notes": [], "settings": json.loads("[" * 30 + "]" * 30)},
-    ],
-)
+@pytest.mark.parametrize("damage", [
+    lambda r: json.dumps(r)[:-40], lambda r: "[" * 100_000, lambda r: "[]", lambda r: r | {"rows": []},
+    lambda r: r | {"rows": {}}, lambda r: r | {"rows": [r["rows"][0], r["rows"][0]]}, lambda r: r | {"settings": []},
+    lambda r: r | {"settings": {"data": ["hub"]}}, lambda r: r | {"notes": [3]}, lambda r: r | {"title": None},
+    lambda r: r | {"rows": [r["rows"][0] | {"scores": {"acc": {"value": "high"}}}]},
+    lambda r: r | {"rows": [r["rows"][0] | {"differences": {}}]},
+    lambda r: {key: value for key, value in r.items() if key != "suite"},
+    lambda r: r | {"notes": [], "settings": json.loads("[" * 30 + "]" * 30)},
+])  # fmt: skip
 def test_damaged_results_are_one_sentence(tmp_path, damage):
     put(tmp_path, damage(ours("base")))
     with pytest.raises(UserError, match=r"results\.json: is not an evaluation's results, or is damaged") as error:

@@ -54,12 +54,8 @@ def test_results_json_is_what_was_returned_and_says_how_to_repeat_it(stage, mode
     assert settings["num_fewshot"] == dict.fromkeys(COLUMNS, 0)
     assert settings["seeds"] == {"random": 0, "numpy": 1234, "torch": 1234, "fewshot": 1234}
     assert {key: settings[key] for key in ("batch_size", "chat_template", "bos", "dtype", "device")} == {
-        "batch_size": 60,
-        "chat_template": True,
-        "bos": False,
-        "dtype": "float32",
-        "device": "cpu",
-    }
+        "batch_size": 60, "chat_template": True, "bos": False, "dtype": "float32", "device": "cpu",
+    }  # fmt: skip
 
 
 def test_each_question_is_kept_and_the_scores_follow_from_them(stage):
@@ -135,12 +131,8 @@ def test_an_evaluation_leaves_no_rows_of_an_earlier_one(stage, models, tmp_path)
     evaluate([("new", models[0])], QUICKSTART, tmp_path, device="cpu", console=quiet)
     assert [folder.name for folder in (tmp_path / "samples").iterdir()] == ["new"]
     assert sorted(f.name for f in tmp_path.iterdir()) == [
-        "points.json",
-        "results.json",
-        "samples",
-        "scores.png",
-        "table.md",
-    ]
+        "points.json", "results.json", "samples", "scores.png", "table.md",
+    ]  # fmt: skip
 
 
 def test_two_rows_of_one_name_are_refused_before_any_work(models, tmp_path):

@@ -44,23 +44,20 @@ def test_a_data_root_is_taken_from_the_suites_folder(folder):
     load_tasks(suite)
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("title: Quickstart zoo", "titel: Quickstart zoo", "suite.yaml:2 titel: unknown key; did you mean 'title'?"),
-        ("title: Quickstart zoo", "", "title: is required"),
-        ("title:", "path: here\ntitle:", "path: unknown key"),
-        ("fewshot: 1234", "fewshots: 1234", "seeds.fewshots: unknown key; did you mean 'fewshot'?"),
-        ("metric: acc,", "metrik: acc,", "suite.yaml:8 tasks.0.metrik: unknown key; did you mean 'metric'?"),
-        ("batch_size: 60", "batch_size: auto", "batch_size: found 'auto'"),
-        ("batch_size: 60", "batch_size: 0", "batch_size: found 0"),
-        ("apply_chat_template: true", "apply_chat_template: yes please", "apply_chat_template: found 'yes please'"),
-        ("column: zoo_gen", "column: zoo_mc", "column 'zoo_mc' is there twice"),
-        ("column: zoo_gen", "column: zoo/gen", "tasks.1.column: found 'zoo/gen'"),
-        ("tasks/zoo_mc.yaml", "tasks/zoo_mcc.yaml", "suite.yaml:8 tasks.0.file: there is no task file"),
-        ("title: Quickstart zoo", "title: [", "not valid YAML"),
-    ],
-)
+@pytest.mark.parametrize(("old", "new", "message"), [
+    ("title: Quickstart zoo", "titel: Quickstart zoo", "suite.yaml:2 titel: unknown key; did you mean 'title'?"),
+    ("title: Quickstart zoo", "", "title: is required"),
+    ("title:", "path: here\ntitle:", "path: unknown key"),
+    ("fewshot: 1234", "fewshots: 1234", "seeds.fewshots: unknown key; did you mean 'fewshot'?"),
+    ("metric: acc,", "metrik: acc,", "suite.yaml:8 tasks.0.metrik: unknown key; did you mean 'metric'?"),
+    ("batch_size: 60", "batch_size: auto", "batch_size: found 'auto'"),
+    ("batch_size: 60", "batch_size: 0", "batch_size: found 0"),
+    ("apply_chat_template: true", "apply_chat_template: yes please", "apply_chat_template: found 'yes please'"),
+    ("column: zoo_gen", "column: zoo_mc", "column 'zoo_mc' is there twice"),
+    ("column: zoo_gen", "column: zoo/gen", "tasks.1.column: found 'zoo/gen'"),
+    ("tasks/zoo_mc.yaml", "tasks/zoo_mcc.yaml", "suite.yaml:8 tasks.0.file: there is no task file"),
+    ("title: Quickstart zoo", "title: [", "not valid YAML"),
+])  # fmt: skip
 def test_a_mistake_in_a_suite_is_named(folder, old, new, message):
     change(folder, old, new)
     with pytest.raises(UserError) as error:
@@ -113,15 +110,12 @@ def test_an_unknown_suite_is_a_question_back():
         load_suite("quikstart")
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("shipped:recipes/quickstart/data", "nowhere", "there is no dataset folder"),
-        ("metric: exact_match", "metric: acc", "zoo_gen has no metric 'acc'; write exact_match"),
-        ("filter: none", "filter: strict", "zoo_mc has no filter 'strict'; write none"),
-        ("task: zoo_gen,", "task: zoo_generate,", None),  # an alias of ours is a name of lm-eval's
-    ],
-)
+@pytest.mark.parametrize(("old", "new", "message"), [
+    ("shipped:recipes/quickstart/data", "nowhere", "there is no dataset folder"),
+    ("metric: exact_match", "metric: acc", "zoo_gen has no metric 'acc'; write exact_match"),
+    ("filter: none", "filter: strict", "zoo_mc has no filter 'strict'; write none"),
+    ("task: zoo_gen,", "task: zoo_generate,", None),  # an alias of ours is a name of lm-eval's
+])  # fmt: skip
 def test_preflight_finds_what_would_fail_after_training(folder, old, new, message):
     change(folder, old, new)
     suite = load_suite(folder)

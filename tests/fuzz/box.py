@@ -23,18 +23,9 @@ CANARY |= {"results.json": '{"rows": "of another program"}', "README.md": "# Min
 CANARY |= {"deep/er/photo.png": "a picture", "checkpoint-9/optimizer.pt": "state", "base/notes.txt": "years of work"}
 
 # Audit events -> which of their arguments are entries of a folder that would change, and where the folder's fd stands.
-_ENTRIES = {
-    "os.mkdir": ((0, 2),),
-    "os.remove": ((0, 1),),
-    "os.rmdir": ((0, 1),),
-    "os.rename": ((0, 2), (1, 3)),
-    "os.link": ((1, 3),),
-    "os.symlink": ((1, 2),),
-    "os.truncate": ((0, None),),
-    "os.chmod": ((0, 2),),
-    "os.utime": ((0, 3),),
-    "shutil.rmtree": ((0, 1),),
-}
+_ENTRIES = {"os.mkdir": ((0, 2),), "os.remove": ((0, 1),), "os.rmdir": ((0, 1),), "os.rename": ((0, 2), (1, 3)),
+            "os.link": ((1, 3),), "os.symlink": ((1, 2),), "os.truncate": ((0, None),), "os.chmod": ((0, 2),),
+            "os.utime": ((0, 3),), "shutil.rmtree": ((0, 1),)}  # fmt: skip
 _FOLLOWED = {"os.truncate", "os.chmod", "os.utime"}
 _PROCESSES = {"os.system", "os.exec", "os.posix_spawn", "os.spawn", "subprocess.Popen", "pty.spawn"}
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND

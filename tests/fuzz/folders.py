@@ -21,17 +21,10 @@ Files = dict[str, Any]
 Mutator = Callable[[random.Random, Any], bytes]
 
 ORIGIN = {
-    "training": {"task": "sft"},
-    "processes": 1,
-    "data": {"path": "x"},
-    "start": None,
-    "chat_template_sha256": "0",
-}
-CHECKPOINT = {
-    "optimizer.pt": b"state",
-    "scheduler.pt": b"schedule",
-    "trainer_state.json": b'{"global_step": 100, "max_steps": 600}',
-}
+    "training": {"task": "sft"}, "processes": 1, "data": {"path": "x"}, "start": None, "chat_template_sha256": "0",
+}  # fmt: skip
+CHECKPOINT = {"optimizer.pt": b"state", "scheduler.pt": b"schedule",
+              "trainer_state.json": b'{"global_step": 100, "max_steps": 600}'}  # fmt: skip
 OUTSIDE = [
     "../outside", "../../outside", "../../../outside", f"{BOX}/outside", f"{BOX}/outside/deep", "../../../../outside",
 ]  # fmt: skip
@@ -122,12 +115,8 @@ def _command(rng: random.Random, kind: str) -> list[str]:
         ["eval", "run"],
         ["eval", "run", "run/model", "--output", "out"],
         ["eval", "run", "--output", "out", "--summary", "summary.json"],
-        [
-            "eval",
-            "run",
-            "--suite",
-            rng.choice(["..", "quickstart", ".", "run", "run/eval", "nowhere", "run/suite.yaml"]),
-        ],
+        ["eval", "run", "--suite",
+         rng.choice(["..", "quickstart", ".", "run", "run/eval", "nowhere", "run/suite.yaml"])],
         ["eval", "run", "--limit", "2"],
         ["eval", "run/model"],
         ["universal", "run"],
@@ -136,7 +125,7 @@ def _command(rng: random.Random, kind: str) -> list[str]:
         ["push", "run", "me/it", "--merged"],
         ["recipes", "copy", "run/recipe.yaml", "copy.yaml"],
         ["import", "run/recipe.yaml", "imported.yaml"],
-    ]
+    ]  # fmt: skip
     if kind == "training":
         commands += [train] * 8 + [["universal", "run"]] * 2
     return rng.choice(commands)
@@ -318,11 +307,8 @@ def adapter(rng: random.Random, as_json: Mutator) -> tuple[Files, dict[str, Any]
             ("F16", shape, content[: len(content) // 2]),
         ]
         changed += [
-            ("I32", shape, content),
-            (dtype, [0, 4], b""),
-            ("F99", shape, content),
-            (dtype, shape, content[:-4]),
-        ]
+            ("I32", shape, content), (dtype, [0, 4], b""), ("F99", shape, content), (dtype, shape, content[:-4]),
+        ]  # fmt: skip
         changed += [(dtype, shape, b"\xff" * len(content)), (dtype, [2**62, 2], content), (dtype, [-1, 16], content)]
         if rng.random() < 0.8:
             tensors[new] = rng.choice(changed)

@@ -65,15 +65,8 @@ def make(seed: int | str, kind: str, index: int) -> Input:
 
 
 # What a recipe's paths may meet in the working directory, beside the files that it needs.
-CORNER: Files = {
-    "loop": {"link": "loop"},
-    "dangling": {"link": "nowhere"},
-    "fifo": {"fifo": True},
-    "folder.json": {},
-    "link": {"link": "../outside"},
-    "bad.json": b'{"a": [',
-    "bad.yaml": b"a: [\xff",
-}
+CORNER: Files = {"loop": {"link": "loop"}, "dangling": {"link": "nowhere"}, "fifo": {"fifo": True}, "folder.json": {},
+                 "link": {"link": "../outside"}, "bad.json": b'{"a": [', "bad.yaml": b"a: [\xff"}  # fmt: skip
 
 
 @cache
@@ -291,16 +284,10 @@ FORMS = ("chat", "chat", "sharegpt", "pairs", "plain pairs", "completion", "turn
 TEMPLATES = ["{{ messages }}", "{% for m in messages %}{{ m['content'] }}{% endfor %}", "{{ 1/0 }}", "{{ x.y.z }}", ""]
 TEMPLATES += ["{% for a in range(99999999) %}{% for b in range(99999999) %}x{% endfor %}{% endfor %}", "{% for", "\xff"]
 TEMPLATES += [
-    "{{ 'x' * 10**9 }}",
-    "{{ raise_exception('no') }}",
-    "{% generation %}{% endgeneration %}",
-    "{{ 9**9**9 }}",
-]
-TEMPLATES += [
-    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "{{ messages[0]['content'] * 10**8 }}",
-    "{{ ''|center(10**10) }}",
-]
+    "{{ 'x' * 10**9 }}", "{{ raise_exception('no') }}", "{% generation %}{% endgeneration %}", "{{ 9**9**9 }}",
+]  # fmt: skip
+TEMPLATES += ["{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ messages[0]['content'] * 10**8 }}",
+              "{{ ''|center(10**10) }}"]  # fmt: skip
 TEMPLATES += ["{% for m in messages %}{% generation %}{{ m['content'] }}{{ eos_token }}{% endgeneration %}{% endfor %}"]
 
 
@@ -373,11 +360,8 @@ def _parquet(rng: random.Random, rows: list[Any]) -> bytes:
         broken = pa.array([rng.randbytes(5) for _ in rows], pa.binary())
         arrays[rng.choice(columns)] = pa.Array.from_buffers(pa.string(), len(rows), broken.buffers())
     if columns and rng.random() < 0.2:
-        kinds = [
-            pa.array([None] * len(rows)),
-            pa.array(range(len(rows))),
-            pa.array([2**62] * len(rows), pa.timestamp("ns")),
-        ]
+        kinds = [pa.array([None] * len(rows)), pa.array(range(len(rows))),
+                 pa.array([2**62] * len(rows), pa.timestamp("ns"))]  # fmt: skip
         kinds += [pa.array([[{"role": "user", "content": None}]] * len(rows)), pa.array([b"\xff"] * len(rows))]
         arrays[rng.choice(columns)] = rng.choice(kinds)
     stream = io.BytesIO()
@@ -432,13 +416,6 @@ def a_suite(rng: random.Random) -> Input:
 
 
 KINDS: dict[str, Callable[[random.Random], Input]] = {
-    "recipe": a_recipe,
-    "override": an_override,
-    "import": an_import,
-    "data": a_data_file,
-    "run": a_run_folder,
-    "adapter": an_adapter,
-    "model": a_model,
-    "journal": a_journal,
-    "suite": a_suite,
-}
+    "recipe": a_recipe, "override": an_override, "import": an_import, "data": a_data_file, "run": a_run_folder,
+    "adapter": an_adapter, "model": a_model, "journal": a_journal, "suite": a_suite,
+}  # fmt: skip

@@ -51,20 +51,10 @@ def value(rng: random.Random, like: Any = None) -> Any:
     if pool is not None:
         chosen = rng.choice(pool)
         return Raw(chosen) if pool is RAWS else chosen
-    return rng.choice(
-        [
-            [],
-            [[]],
-            [None],
-            [1, "a", None],
-            Pairs(),
-            Pairs([("a", 1)]),
-            Pairs([(1, 2)]),
-            [Pairs([("path", "x")])],
-            Pairs([(Raw(rng.choice(KEYS)), value(rng))]),
-            [value(rng) for _ in range(rng.randrange(4))],
-        ]
-    )
+    return rng.choice([
+        [], [[]], [None], [1, "a", None], Pairs(), Pairs([("a", 1)]), Pairs([(1, 2)]), [Pairs([("path", "x")])],
+        Pairs([(Raw(rng.choice(KEYS)), value(rng))]), [value(rng) for _ in range(rng.randrange(4))],
+    ])  # fmt: skip
 
 
 def spots(node: Any) -> list[tuple[list, int]]:

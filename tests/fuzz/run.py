@@ -27,29 +27,11 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", TORCH_COMPILE_DISABLE="1")
 
-QUOTAS = {
-    "recipe": 30_000,
-    "override": 3_000,
-    "import": 3_000,
-    "data": 2_500,
-    "run": 1_000,
-    "adapter": 1_000,
-    "model": 1_000,
-    "journal": 500,
-    "suite": 500,
-}
+QUOTAS = {"recipe": 30_000, "override": 3_000, "import": 3_000, "data": 2_500, "run": 1_000, "adapter": 1_000,
+          "model": 1_000, "journal": 500, "suite": 500}  # fmt: skip
 """The shares of the kinds, and what 20 minutes on two cores are to reach."""
-CHUNKS = {
-    "recipe": 100,
-    "override": 100,
-    "import": 50,
-    "data": 25,
-    "run": 20,
-    "adapter": 20,
-    "model": 10,
-    "journal": 10,
-    "suite": 50,
-}
+CHUNKS = {"recipe": 100, "override": 100, "import": 50, "data": 25, "run": 20, "adapter": 20, "model": 10,
+          "journal": 10, "suite": 50}  # fmt: skip
 KEPT = HERE / "kept"
 STUCK_SECONDS = 30
 """A process that is at one input for so long cannot be interrupted from inside, and is killed."""

@@ -113,13 +113,9 @@ def _data_file(data: Any, arguments: dict[str, Any]) -> None:
     only = arguments["only_assistant"]
     data.check_template(tokenizer, arguments["task"], only, loaded.dataset)
     account = data.dataset_stats(
-        loaded.dataset,
-        arguments["task"],
-        tokenizer,
-        max_length=64,
-        assistant_only_loss=only,
+        loaded.dataset, arguments["task"], tokenizer, max_length=64, assistant_only_loss=only,
         source_indices=loaded.source_indices,
-    )
+    )  # fmt: skip
     if account.num_kept:
         data.show_example(account)
 
@@ -291,12 +287,8 @@ def an_adapter(box: Box, arguments: dict[str, Any]) -> int:
     from soren_align.evaluate.run import backends, lineage
     from soren_align.training.model import load_model
 
-    steps = [
-        lambda: recipe.adapter_config("adapter"),
-        lambda: recipe.load_text(RECIPE),
-        lambda: lineage.lineages(["adapter"]),
-        lambda: backends.load_tokenizer(Path("adapter")),
-    ]
+    steps = [lambda: recipe.adapter_config("adapter"), lambda: recipe.load_text(RECIPE),
+             lambda: lineage.lineages(["adapter"]), lambda: backends.load_tokenizer(Path("adapter"))]  # fmt: skip
     if arguments["loaded"] == "training":
         steps.append(lambda: load_model(recipe.load_text(RECIPE), "adapter"))
     elif arguments["loaded"]:
@@ -360,17 +352,8 @@ def a_suite(box: Box, arguments: dict[str, Any]) -> None:
 
 
 RUN_OWN = ("run", "out", "summary.json", f"summary.json.{os.getpid()}.part", "copy.yaml", "imported.yaml")
-TARGETS = {
-    "recipe": a_recipe,
-    "override": an_override,
-    "import": an_import,
-    "data": a_data_file,
-    "run": a_run_folder,
-    "adapter": an_adapter,
-    "model": a_model,
-    "journal": a_journal,
-    "suite": a_suite,
-}
+TARGETS = {"recipe": a_recipe, "override": an_override, "import": an_import, "data": a_data_file, "run": a_run_folder,
+           "adapter": an_adapter, "model": a_model, "journal": a_journal, "suite": a_suite}  # fmt: skip
 
 
 def allowed(kind: str, box: Box) -> list[str]:

@@ -60,16 +60,11 @@ def test_the_sample_has_2060_inputs_and_each_is_made_from_its_number_alone():
     assert make("a", "recipe", 5) == make("a", "recipe", 5) != make("a", "recipe", 6)
 
 
-@pytest.mark.parametrize(
-    "deed",
-    [
-        lambda there: there.joinpath("victim.txt").write_text("gone"),
-        lambda there: there.joinpath("victim.txt").unlink(),
-        lambda there: there.joinpath("new").mkdir(),
-        lambda there: there.joinpath("victim.txt").rename(there / "other"),
-        lambda there: shutil.rmtree(there / "deep"),
-    ],
-)
+@pytest.mark.parametrize("deed", [
+    lambda there: there.joinpath("victim.txt").write_text("gone"), lambda there: there.joinpath("victim.txt").unlink(),
+    lambda there: there.joinpath("new").mkdir(), lambda there: there.joinpath("victim.txt").rename(there / "other"),
+    lambda there: shutil.rmtree(there / "deep"),
+])  # fmt: skip
 def test_a_change_outside_is_refused_and_noted(deed, box):
     box.lay_out({})
     with watched([str(box.work)]) as watch, pytest.raises(PermissionError):

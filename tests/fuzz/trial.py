@@ -140,11 +140,8 @@ def _limited(seconds: float):
 def surroundings(root: Path) -> dict[str, str]:
     """The environment of a process that tries inputs in the box at `root`: no network, a home of its own."""
     alone = {
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "TORCH_COMPILE_DISABLE": "1",
-    }
+        "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "TORCH_COMPILE_DISABLE": "1",
+    }  # fmt: skip
     return alone | {"HOME": str(root / "home"), "TMPDIR": str(root / "tmp"), "SOREN_ALIGN_CACHE": str(root / "cache")}
 
 

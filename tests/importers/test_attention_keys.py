@@ -15,24 +15,21 @@ def converted(source, **keys):
     return made.recipe, next(note for note in made.notes if note.key == [*keys][-1])
 
 
-@pytest.mark.parametrize(
-    ("source", "keys", "attention"),
-    [
-        (TRL, {"attn_implementation": "flash_attention_3"}, "flash_attention_3"),
-        (TRL, {"attn_implementation": "kernels-community/vllm-flash-attn3"}, "kernels-community/vllm-flash-attn3"),
-        (TRL, {"attn_implementation": "someone/kernel"}, None),
-        (TRL, {"use_cpu": True, "attn_implementation": "flash_attention_2"}, None),
-        (AXOLOTL, {"flash_attention": True}, "flash_attention_2"),
-        (AXOLOTL, {"flash_attention": False}, None),
-        (AXOLOTL, {"sdp_attention": True}, "sdpa"),
-        (AXOLOTL, {"eager_attention": True}, "eager"),
-        (AXOLOTL, {"attn_implementation": "flex"}, "flex_attention"),
-        (AXOLOTL, {"flex_attention": True}, "flex_attention"),
-        (FACTORY, {"flash_attn": "fa2"}, "flash_attention_2"),
-        (FACTORY, {"flash_attn": "disabled"}, "eager"),
-        (FACTORY, {"flash_attn": "auto"}, None),
-    ],
-)
+@pytest.mark.parametrize(("source", "keys", "attention"), [
+    (TRL, {"attn_implementation": "flash_attention_3"}, "flash_attention_3"),
+    (TRL, {"attn_implementation": "kernels-community/vllm-flash-attn3"}, "kernels-community/vllm-flash-attn3"),
+    (TRL, {"attn_implementation": "someone/kernel"}, None),
+    (TRL, {"use_cpu": True, "attn_implementation": "flash_attention_2"}, None),
+    (AXOLOTL, {"flash_attention": True}, "flash_attention_2"),
+    (AXOLOTL, {"flash_attention": False}, None),
+    (AXOLOTL, {"sdp_attention": True}, "sdpa"),
+    (AXOLOTL, {"eager_attention": True}, "eager"),
+    (AXOLOTL, {"attn_implementation": "flex"}, "flex_attention"),
+    (AXOLOTL, {"flex_attention": True}, "flex_attention"),
+    (FACTORY, {"flash_attn": "fa2"}, "flash_attention_2"),
+    (FACTORY, {"flash_attn": "disabled"}, "eager"),
+    (FACTORY, {"flash_attn": "auto"}, None),
+])  # fmt: skip
 def test_attention_arrives_under_the_recipes_name(source, keys, attention):
     made, note = converted(source, **keys)
     assert made["model"].get("attn_implementation") == attention
@@ -40,17 +37,14 @@ def test_attention_arrives_under_the_recipes_name(source, keys, attention):
     assert not note.changes_training
 
 
-@pytest.mark.parametrize(
-    ("source", "keys", "strategy", "words"),
-    [
-        (TRL, {"max_length": 64, "packing": True}, "bfd", ""),
-        (TRL, {"packing_strategy": "bfd_split", "packing": True}, "bfd_split", ""),
-        (AXOLOTL, {"sample_packing": True}, None, "drops examples longer than max_length; here they are divided"),
-        (AXOLOTL, {"sample_packing": True, "excess_length_strategy": "truncate"}, "bfd", "bfd, which truncates"),
-        (FACTORY, {"packing": True}, "bfd", "attend to each other, here they are separate"),
-        (FACTORY, {"packing": True, "neat_packing": True}, "bfd", "trainer.packing"),
-    ],
-)
+@pytest.mark.parametrize(("source", "keys", "strategy", "words"), [
+    (TRL, {"max_length": 64, "packing": True}, "bfd", ""),
+    (TRL, {"packing_strategy": "bfd_split", "packing": True}, "bfd_split", ""),
+    (AXOLOTL, {"sample_packing": True}, None, "drops examples longer than max_length; here they are divided"),
+    (AXOLOTL, {"sample_packing": True, "excess_length_strategy": "truncate"}, "bfd", "bfd, which truncates"),
+    (FACTORY, {"packing": True}, "bfd", "attend to each other, here they are separate"),
+    (FACTORY, {"packing": True, "neat_packing": True}, "bfd", "trainer.packing"),
+])  # fmt: skip
 def test_packing_keeps_or_cuts_long_examples_as_the_source(source, keys, strategy, words):
     made, note = converted(source, **keys)
     assert (made["trainer"]["packing"], made["trainer"].get("packing_strategy")) == (True, strategy)

@@ -108,68 +108,65 @@ def test_what_the_source_does_not_say_is_marked_as_ours(name):
         assert (key in made.ours) != (key in said), key
 
 
-@pytest.mark.parametrize(
-    ("name", "key", "value"),
-    [
-        ("handbook-zephyr-7b-beta-sft-full", "optimizer.lr", 3e-5),
-        ("handbook-zephyr-7b-beta-sft-full", "optimizer.weight_decay", 0.0),  # our own default is 0.1
-        ("handbook-zephyr-7b-beta-sft-full", "trainer.warmup_steps", 0.05),
-        ("handbook-zephyr-7b-beta-sft-full", "trainer.max_length", 2048),
-        ("handbook-zephyr-7b-beta-sft-full", "model.revision", "main"),
-        ("handbook-zephyr-7b-beta-sft-full", "data.train.split", "train_sft"),
-        ("handbook-zephyr-7b-beta-sft-full", "data.eval.split", "test_sft"),
-        ("handbook-zephyr-7b-beta-sft-full", "data.eval.limit", 700),
-        ("handbook-zephyr-7b-beta-dpo-qlora", "data.train.split", "train_prefs"),  # the older dataset_mixer
-        ("handbook-zephyr-7b-beta-dpo-qlora", "data.eval.split", "test_prefs"),
-        ("handbook-zephyr-7b-beta-sft-qlora", "model.lora.r", 24),
-        ("handbook-zephyr-7b-beta-sft-qlora", "model.lora.alpha", 24.0),
-        ("handbook-zephyr-7b-beta-sft-qlora", "model.quantize", "4bit"),
-        ("handbook-zephyr-7b-beta-dpo-qlora", "model.lora.dropout", 0.05),
-        ("trl-dpo-lora", "model.lora.target_modules", "all-linear"),
-        ("trl-dpo-lora", "model.lora.dropout", 0.05),  # TRL's default
-        ("axolotl-dpo-qlora", "model.lora.target_modules", "all-linear"),
-        ("axolotl-dpo-qlora", "model.quantize", "4bit"),
-        ("axolotl-dpo-qlora", "model.lora.dropout", 0.1),
-        ("handbook-smollm2-sft-base", "data.eval.split", "test"),
-        ("handbook-smollm3-dpo-apo", "trainer.loss_type", ["apo_zero"]),
-        ("handbook-smollm3-sft-full", "trainer.packing_strategy", "bfd"),
-        ("handbook-smollm3-sft-full", "model.eos_token", "<|im_end|>"),
-        ("handbook-smollm3-sft-full", "trainer.assistant_only_loss", True),
-        ("axolotl-sft", "data.eval.fraction", 0.02),
-        ("axolotl-sft", "trainer.eval_steps", 0.083333),  # 4 in each of 3 epochs
-        ("axolotl-sft", "trainer.eval_strategy", "steps"),
-        ("axolotl-sft", "trainer.save_strategy", "epoch"),
-        ("trl-dpo-mixture", "trainer.load_best_model_at_end", True),
-        ("trl-sft", "data.train.name", "short"),
-        ("trl-sft", "data.eval.name", "short"),
-        ("trl-sft", "optimizer.lr", 3e-5),
-        ("trl-sft", "optimizer.betas", [0.9, 0.95]),
-        ("trl-sft", "data.train.limit", 2000),
-        ("trl-sft", "trainer.num_train_epochs", 2),
-        ("trl-sft", "trainer.packing", True),
-        ("trl-sft", "trainer.packing_strategy", "wrapped"),
-        ("trl-sft", "model.attn_implementation", "kernels-community/flash-attn2"),  # not model_init_kwargs'
-        ("handbook-smollm3-sft-mid", "trainer.packing_strategy", "bfd"),  # TRL's default
-        ("handbook-zephyr-7b-beta-dpo-qlora", "model.attn_implementation", "flash_attention_2"),
-        ("trl-sft", "trainer.gradient_checkpointing", False),
-        ("trl-sft", "trainer.use_cache", False),
-        ("trl-dpo-lora", "trainer.warmup_steps", 0.1),  # where both are said, the ratio counts unless steps are
-        ("trl-dpo-lora", "trainer.eval_strategy", "no"),
-        ("trl-dpo-mixture", "run.output_dir", "runs/trl-dpo-mixture"),
-        ("trl-dpo-mixture", "optimizer.lr", 1e-6),  # TRL's default for DPO
-        ("axolotl-sft", "trainer.assistant_only_loss", True),
-        ("axolotl-sft", "optimizer.states", "8bit"),
-        ("axolotl-sft", "trainer.lr_scheduler_kwargs", {"min_lr_rate": 0.1}),
-        ("axolotl-sft", "trainer.pad_token", "<|end_of_text|>"),
-        ("axolotl-sft-bare", "trainer.num_train_epochs", 1),  # Axolotl's defaults are not TRL's
-        ("axolotl-sft-bare", "trainer.lr_scheduler_type", "cosine"),
-        ("axolotl-sft-bare", "trainer.assistant_only_loss", True),
-        ("axolotl-dpo-qlora", "trainer.beta", 0.3),
-        ("axolotl-dpo-qlora", "data.eval.split", "test_prefs"),
-        ("axolotl-dpo-qlora", "trainer.eval_strategy", "steps"),
-        ("axolotl-dpo-qlora", "run.early_stopping", {"patience": 2}),
-    ],
-)
+@pytest.mark.parametrize(("name", "key", "value"), [
+    ("handbook-zephyr-7b-beta-sft-full", "optimizer.lr", 3e-5),
+    ("handbook-zephyr-7b-beta-sft-full", "optimizer.weight_decay", 0.0),  # our own default is 0.1
+    ("handbook-zephyr-7b-beta-sft-full", "trainer.warmup_steps", 0.05),
+    ("handbook-zephyr-7b-beta-sft-full", "trainer.max_length", 2048),
+    ("handbook-zephyr-7b-beta-sft-full", "model.revision", "main"),
+    ("handbook-zephyr-7b-beta-sft-full", "data.train.split", "train_sft"),
+    ("handbook-zephyr-7b-beta-sft-full", "data.eval.split", "test_sft"),
+    ("handbook-zephyr-7b-beta-sft-full", "data.eval.limit", 700),
+    ("handbook-zephyr-7b-beta-dpo-qlora", "data.train.split", "train_prefs"),  # the older dataset_mixer
+    ("handbook-zephyr-7b-beta-dpo-qlora", "data.eval.split", "test_prefs"),
+    ("handbook-zephyr-7b-beta-sft-qlora", "model.lora.r", 24),
+    ("handbook-zephyr-7b-beta-sft-qlora", "model.lora.alpha", 24.0),
+    ("handbook-zephyr-7b-beta-sft-qlora", "model.quantize", "4bit"),
+    ("handbook-zephyr-7b-beta-dpo-qlora", "model.lora.dropout", 0.05),
+    ("trl-dpo-lora", "model.lora.target_modules", "all-linear"),
+    ("trl-dpo-lora", "model.lora.dropout", 0.05),  # TRL's default
+    ("axolotl-dpo-qlora", "model.lora.target_modules", "all-linear"),
+    ("axolotl-dpo-qlora", "model.quantize", "4bit"),
+    ("axolotl-dpo-qlora", "model.lora.dropout", 0.1),
+    ("handbook-smollm2-sft-base", "data.eval.split", "test"),
+    ("handbook-smollm3-dpo-apo", "trainer.loss_type", ["apo_zero"]),
+    ("handbook-smollm3-sft-full", "trainer.packing_strategy", "bfd"),
+    ("handbook-smollm3-sft-full", "model.eos_token", "<|im_end|>"),
+    ("handbook-smollm3-sft-full", "trainer.assistant_only_loss", True),
+    ("axolotl-sft", "data.eval.fraction", 0.02),
+    ("axolotl-sft", "trainer.eval_steps", 0.083333),  # 4 in each of 3 epochs
+    ("axolotl-sft", "trainer.eval_strategy", "steps"),
+    ("axolotl-sft", "trainer.save_strategy", "epoch"),
+    ("trl-dpo-mixture", "trainer.load_best_model_at_end", True),
+    ("trl-sft", "data.train.name", "short"),
+    ("trl-sft", "data.eval.name", "short"),
+    ("trl-sft", "optimizer.lr", 3e-5),
+    ("trl-sft", "optimizer.betas", [0.9, 0.95]),
+    ("trl-sft", "data.train.limit", 2000),
+    ("trl-sft", "trainer.num_train_epochs", 2),
+    ("trl-sft", "trainer.packing", True),
+    ("trl-sft", "trainer.packing_strategy", "wrapped"),
+    ("trl-sft", "model.attn_implementation", "kernels-community/flash-attn2"),  # not model_init_kwargs'
+    ("handbook-smollm3-sft-mid", "trainer.packing_strategy", "bfd"),  # TRL's default
+    ("handbook-zephyr-7b-beta-dpo-qlora", "model.attn_implementation", "flash_attention_2"),
+    ("trl-sft", "trainer.gradient_checkpointing", False),
+    ("trl-sft", "trainer.use_cache", False),
+    ("trl-dpo-lora", "trainer.warmup_steps", 0.1),  # where both are said, the ratio counts unless steps are
+    ("trl-dpo-lora", "trainer.eval_strategy", "no"),
+    ("trl-dpo-mixture", "run.output_dir", "runs/trl-dpo-mixture"),
+    ("trl-dpo-mixture", "optimizer.lr", 1e-6),  # TRL's default for DPO
+    ("axolotl-sft", "trainer.assistant_only_loss", True),
+    ("axolotl-sft", "optimizer.states", "8bit"),
+    ("axolotl-sft", "trainer.lr_scheduler_kwargs", {"min_lr_rate": 0.1}),
+    ("axolotl-sft", "trainer.pad_token", "<|end_of_text|>"),
+    ("axolotl-sft-bare", "trainer.num_train_epochs", 1),  # Axolotl's defaults are not TRL's
+    ("axolotl-sft-bare", "trainer.lr_scheduler_type", "cosine"),
+    ("axolotl-sft-bare", "trainer.assistant_only_loss", True),
+    ("axolotl-dpo-qlora", "trainer.beta", 0.3),
+    ("axolotl-dpo-qlora", "data.eval.split", "test_prefs"),
+    ("axolotl-dpo-qlora", "trainer.eval_strategy", "steps"),
+    ("axolotl-dpo-qlora", "run.early_stopping", {"patience": 2}),
+])  # fmt: skip
 def test_values_arrive_where_a_recipe_has_them(name, key, value):
     found = translated(name).recipe
     for part in key.split("."):
@@ -177,24 +174,21 @@ def test_values_arrive_where_a_recipe_has_them(name, key, value):
     assert found == value
 
 
-@pytest.mark.parametrize(
-    ("name", "key", "words"),
-    [
-        ("handbook-zephyr-7b-beta-dpo-full", "dataset_mixture[test]", "the official test split would be trained on"),
-        ("handbook-constitutional-ai-sft-grok", "dataset_mixture[test]", "the official test split would be trained on"),
-        ("handbook-zephyr-7b-beta-sft-full", "chat_template", "the tokenizer's own chat template"),
-        ("handbook-zephyr-7b-beta-sft-full", "torch_dtype", "float32"),
-        ("handbook-zephyr-7b-beta-dpo-full", "max_prompt_length", "no limit for prompts"),
-        ("handbook-constitutional-ai-dpo-anthropic", "optim", "there is no rmsprop here"),
-        ("handbook-smollm3-sft-full", "packing_strategy", "no ffd any more"),
-        ("handbook-smollm3-sft-full", "dataset_mixture[0].columns", "chat_template_kwargs"),
-        ("trl-dpo-mixture", "datasets[0].fraction", "0.7: a share of the mixture"),
-        ("trl-sft", "weight_decay", "embeddings and head"),
-        ("trl-dpo-lora", "truncation_mode", "keep_end"),
-        ("axolotl-sft", "sample_packing", "drops"),
-        ("axolotl-dpo-qlora", "datasets[0].type", "whole conversations"),
-    ],
-)
+@pytest.mark.parametrize(("name", "key", "words"), [
+    ("handbook-zephyr-7b-beta-dpo-full", "dataset_mixture[test]", "the official test split would be trained on"),
+    ("handbook-constitutional-ai-sft-grok", "dataset_mixture[test]", "the official test split would be trained on"),
+    ("handbook-zephyr-7b-beta-sft-full", "chat_template", "the tokenizer's own chat template"),
+    ("handbook-zephyr-7b-beta-sft-full", "torch_dtype", "float32"),
+    ("handbook-zephyr-7b-beta-dpo-full", "max_prompt_length", "no limit for prompts"),
+    ("handbook-constitutional-ai-dpo-anthropic", "optim", "there is no rmsprop here"),
+    ("handbook-smollm3-sft-full", "packing_strategy", "no ffd any more"),
+    ("handbook-smollm3-sft-full", "dataset_mixture[0].columns", "chat_template_kwargs"),
+    ("trl-dpo-mixture", "datasets[0].fraction", "0.7: a share of the mixture"),
+    ("trl-sft", "weight_decay", "embeddings and head"),
+    ("trl-dpo-lora", "truncation_mode", "keep_end"),
+    ("axolotl-sft", "sample_packing", "drops"),
+    ("axolotl-dpo-qlora", "datasets[0].type", "whole conversations"),
+])  # fmt: skip
 def test_what_changes_the_training_is_said_first_and_in_the_file(name, key, words):
     made = translated(name)
     note = note_on(made.notes, key)
@@ -246,27 +240,20 @@ def test_a_part_of_a_split_stays_where_a_recipe_can_say_it():
     )
 
 
-@pytest.mark.parametrize(
-    ("said", "names"),
-    [
-        ({"columns": ["prompt", "completion"]}, {}),
-        ({"columns": ["instruction", "output"]}, {}),
-        ({"type": "sharegpt"}, {}),
-        ({"field_messages": "messages", "message_field_role": "role"}, {}),
-        ({"field_messages": "conversations", "message_field_role": "from", "message_field_content": "value"}, {}),
-        ({"field_messages": "conversations"}, {}),
-        ({"message_property_mappings": {"role": "from", "content": "value"}}, {}),
-        (
-            {"field_messages": "dialog", "message_property_mappings": {"role": "who", "content": "line"}},
-            {"columns": {"messages": "dialog", "role": "who", "content": "line"}},
-        ),
-        (
-            {"roles": {"user": ["human", "student"], "assistant": ["gpt", "teacher"]}},
-            {"roles": {"student": "user", "teacher": "assistant"}},
-        ),
-        ({"field_messages": "body", "roles_to_train": ["assistant"]}, {"columns": {"messages": "body"}}),
-    ],
-)
+@pytest.mark.parametrize(("said", "names"), [
+    ({"columns": ["prompt", "completion"]}, {}),
+    ({"columns": ["instruction", "output"]}, {}),
+    ({"type": "sharegpt"}, {}),
+    ({"field_messages": "messages", "message_field_role": "role"}, {}),
+    ({"field_messages": "conversations", "message_field_role": "from", "message_field_content": "value"}, {}),
+    ({"field_messages": "conversations"}, {}),
+    ({"message_property_mappings": {"role": "from", "content": "value"}}, {}),
+    ({"field_messages": "dialog", "message_property_mappings": {"role": "who", "content": "line"}},
+     {"columns": {"messages": "dialog", "role": "who", "content": "line"}}),
+    ({"roles": {"user": ["human", "student"], "assistant": ["gpt", "teacher"]}},
+     {"roles": {"student": "user", "teacher": "assistant"}}),
+    ({"field_messages": "body", "roles_to_train": ["assistant"]}, {"columns": {"messages": "body"}}),
+])  # fmt: skip
 def test_columns_and_roles_become_the_recipes_where_they_are_not_known(said, names):
     made = convert({"base_model": "a/c", "datasets": [{"path": "a/b", "type": "chat_template", **said}]}, "x")
     train = made.recipe["data"]["train"]
@@ -275,34 +262,22 @@ def test_columns_and_roles_become_the_recipes_where_they_are_not_known(said, nam
     assert load_text(to_text(made, "x")).data.sources[0].columns == names.get("columns", {})
 
 
-@pytest.mark.parametrize(
-    ("said", "columns", "words"),
-    [
-        ({"type": "alpaca"}, None, "of Alpaca's own prompt"),
-        ({"type": "alpaca_chat.load_qa"}, {"instruction": "question", "output": "answer"}, "Alpaca's own prompt"),
-        (
-            {"type": {"field_instruction": "q", "field_output": "a", "format": "[INST] {instruction}"}},
-            {"instruction": "q", "output": "a"},
-            "of its own format; not read: format",
-        ),
-        (
-            {"type": {"field_instruction": "q", "field_output": "a", "system_prompt": "Be brief."}},
-            {"instruction": "q", "output": "a"},
-            "not read: system_prompt",
-        ),
-        ({"type": "completion", "field": "text"}, None, "continued in a next one"),
-        ({"type": "completion", "field": "body"}, {"text": "body"}, "continued in a next one"),
-        (
-            {"message_property_mappings": {"role": "role", "content": "content", "tools": "x"}},
-            None,
-            "only role and content are renamed",
-        ),
-        ({"roles": {"user": ["human"], "narrator": ["book"]}}, None, "narrator: no role of a recipe"),
-        ({"train_on_eos": "all"}, None, "all: the stop token of every trained answer is trained, and no other"),
-        ({"shards": 4}, None, "4: the source trains on one of these parts"),
-        ({"columns": ["question", "solution"]}, None, "examples are recognised by their columns"),
-    ],
-)
+@pytest.mark.parametrize(("said", "columns", "words"), [
+    ({"type": "alpaca"}, None, "of Alpaca's own prompt"),
+    ({"type": "alpaca_chat.load_qa"}, {"instruction": "question", "output": "answer"}, "Alpaca's own prompt"),
+    ({"type": {"field_instruction": "q", "field_output": "a", "format": "[INST] {instruction}"}},
+     {"instruction": "q", "output": "a"}, "of its own format; not read: format"),
+    ({"type": {"field_instruction": "q", "field_output": "a", "system_prompt": "Be brief."}},
+     {"instruction": "q", "output": "a"}, "not read: system_prompt"),
+    ({"type": "completion", "field": "text"}, None, "continued in a next one"),
+    ({"type": "completion", "field": "body"}, {"text": "body"}, "continued in a next one"),
+    ({"message_property_mappings": {"role": "role", "content": "content", "tools": "x"}}, None,
+     "only role and content are renamed"),
+    ({"roles": {"user": ["human"], "narrator": ["book"]}}, None, "narrator: no role of a recipe"),
+    ({"train_on_eos": "all"}, None, "all: the stop token of every trained answer is trained, and no other"),
+    ({"shards": 4}, None, "4: the source trains on one of these parts"),
+    ({"columns": ["question", "solution"]}, None, "examples are recognised by their columns"),
+])  # fmt: skip
 def test_formats_that_change_the_training_are_told_and_read(said, columns, words):
     made = convert({"base_model": "a/c", "datasets": [{"path": "a/b", **said}]}, "x")
     assert made.recipe["data"]["train"].get("columns") == columns
@@ -312,29 +287,15 @@ def test_formats_that_change_the_training_are_told_and_read(said, columns, words
     assert ("assistant_only_loss" in made.recipe["trainer"]) != is_alpaca  # the completion is trained anyway
 
 
-@pytest.mark.parametrize(
-    ("said", "columns"),
-    [
-        (
-            {
-                "type": "chat_template.default",
-                "field_messages": "turns",
-                "field_chosen": "good",
-                "field_rejected": "bad",
-            },
-            {"chosen": "good", "rejected": "bad", "conversations": "turns"},
-        ),
-        (
-            {"type": "user_defined.default", "field_prompt": "q", "field_chosen": "good", "field_rejected": "bad"},
-            {"chosen": "good", "rejected": "bad", "prompt": "q"},
-        ),
-        ({"type": "chat_template.argilla_chat", "field_chosen": "chosen", "field_rejected": "rejected"}, None),
-        (
-            {"type": {"field_prompt": "frage", "field_chosen": "gut", "field_rejected": "schlecht"}},
-            {"prompt": "frage", "chosen": "gut", "rejected": "schlecht"},
-        ),
-    ],
-)
+@pytest.mark.parametrize(("said", "columns"), [
+    ({"type": "chat_template.default", "field_messages": "turns", "field_chosen": "good", "field_rejected": "bad"},
+     {"chosen": "good", "rejected": "bad", "conversations": "turns"}),
+    ({"type": "user_defined.default", "field_prompt": "q", "field_chosen": "good", "field_rejected": "bad"},
+     {"chosen": "good", "rejected": "bad", "prompt": "q"}),
+    ({"type": "chat_template.argilla_chat", "field_chosen": "chosen", "field_rejected": "rejected"}, None),
+    ({"type": {"field_prompt": "frage", "field_chosen": "gut", "field_rejected": "schlecht"}},
+     {"prompt": "frage", "chosen": "gut", "rejected": "schlecht"}),
+])  # fmt: skip
 def test_columns_of_preferences_become_the_recipes(said, columns):
     made = convert({"base_model": "a/c", "rl": "dpo", "datasets": [{"path": "a/b", **said}]}, "x")
     assert made.recipe["data"]["train"].get("columns") == columns
@@ -455,12 +416,9 @@ def test_a_file_that_loses_nothing_says_no_change():
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    name=st.sampled_from(sorted(FILES)),
-    key=st.text("abcdefghijklmnopqrstuvwxyz_0", min_size=1).map(lambda k: f"zq_{k}"),
-    value=values,
-    inside=st.booleans(),
-)
+@given(name=st.sampled_from(sorted(FILES)),
+       key=st.text("abcdefghijklmnopqrstuvwxyz_0", min_size=1).map(lambda k: f"zq_{k}"), value=values,
+       inside=st.booleans())  # fmt: skip
 def test_an_unknown_key_is_always_listed(name, key, value, inside):
     given = source(name)
     if inside and "dataset_mixture" in given:
@@ -490,40 +448,34 @@ def test_whatever_stands_there_every_key_is_told_or_the_file_refused(base, more)
     assert [p for p in problems(to_text(made, "some")) if "trainer." in p] == []
 
 
-@pytest.mark.parametrize(
-    ("given", "name", "folder", "task"),
-    [
-        (SFT, "config_full", "", "sft"),
-        (DPO, "config_full", "sft", "dpo"),
-        (SFT | {"loss_type": "nll"}, "x", "", "sft"),
-        ({"dataset_name": "a/b", "loss_type": ["ipo"]}, "x", "", "dpo"),
-        ({"dataset_name": "a/b", "dataset_train_split": "train_prefs"}, "x", "", "dpo"),
-        ({"datasets": [{"path": "a/b", "columns": ["messages"]}]}, "x", "", "sft"),
-        ({"dataset_name": "a/b"}, "my-dpo", "sft", "dpo"),
-        ({"dataset_name": "a/b"}, "config_full", "sft", "sft"),
-        ({"base_model": "a/c", "datasets": [{"path": "a/b"}]}, "x", "dpo", "sft"),
-        ({"base_model": "a/c", "datasets": [{"path": "a/b"}], "rl": "ipo"}, "x", "", "dpo"),
-    ],
-)
+@pytest.mark.parametrize(("given", "name", "folder", "task"), [
+    (SFT, "config_full", "", "sft"),
+    (DPO, "config_full", "sft", "dpo"),
+    (SFT | {"loss_type": "nll"}, "x", "", "sft"),
+    ({"dataset_name": "a/b", "loss_type": ["ipo"]}, "x", "", "dpo"),
+    ({"dataset_name": "a/b", "dataset_train_split": "train_prefs"}, "x", "", "dpo"),
+    ({"datasets": [{"path": "a/b", "columns": ["messages"]}]}, "x", "", "sft"),
+    ({"dataset_name": "a/b"}, "my-dpo", "sft", "dpo"),
+    ({"dataset_name": "a/b"}, "config_full", "sft", "sft"),
+    ({"base_model": "a/c", "datasets": [{"path": "a/b"}]}, "x", "dpo", "sft"),
+    ({"base_model": "a/c", "datasets": [{"path": "a/b"}], "rl": "ipo"}, "x", "", "dpo"),
+])  # fmt: skip
 def test_the_task_is_read_from_keys_then_from_names(given, name, folder, task):
     assert convert(given, name, folder).task == task
 
 
-@pytest.mark.parametrize(
-    ("given", "folder", "message"),
-    [
-        (SFT | DPO, "", "SFT or DPO? max_seq_length are SFT keys, beta DPO keys: write --task"),
-        ({"dataset_name": "a/b"}, "", "SFT or DPO? Neither its keys nor its name determine it"),
-        (DPO, "orpo", "this trains by ORPO"),
-        (DPO | {"output_dir": "out/mine-kto"}, "", "this trains by KTO"),
-        ({"base_model": "a/b", "rl": "grpo"}, "", "this trains by GRPO"),
-        ({"base_model": "a/b", "reward_model": True}, "", "this trains by REWARD"),
-        ({"beta": 0.1}, "", "no dataset is named"),
-        (DPO | {"dataset_train_split": "test"}, "", "only test splits are named"),
-        (DPO | {"dataset_mixture": [1]}, "", "write a list of datasets"),
-        ({"task": "sft", "optimizer": {"name": "soren"}}, "", "this is a recipe already"),
-    ],
-)
+@pytest.mark.parametrize(("given", "folder", "message"), [
+    (SFT | DPO, "", "SFT or DPO? max_seq_length are SFT keys, beta DPO keys: write --task"),
+    ({"dataset_name": "a/b"}, "", "SFT or DPO? Neither its keys nor its name determine it"),
+    (DPO, "orpo", "this trains by ORPO"),
+    (DPO | {"output_dir": "out/mine-kto"}, "", "this trains by KTO"),
+    ({"base_model": "a/b", "rl": "grpo"}, "", "this trains by GRPO"),
+    ({"base_model": "a/b", "reward_model": True}, "", "this trains by REWARD"),
+    ({"beta": 0.1}, "", "no dataset is named"),
+    (DPO | {"dataset_train_split": "test"}, "", "only test splits are named"),
+    (DPO | {"dataset_mixture": [1]}, "", "write a list of datasets"),
+    ({"task": "sft", "optimizer": {"name": "soren"}}, "", "this is a recipe already"),
+])  # fmt: skip
 def test_what_cannot_be_imported_is_refused_in_a_sentence(given, folder, message):
     with pytest.raises(UserError) as error:
         convert(given, "config_full", folder)
@@ -630,16 +582,13 @@ def test_what_recipes_do_not_know_of_lora_changes_the_training(asked):
     assert "instead of another adapter" not in note.explanation
 
 
-@pytest.mark.parametrize(
-    ("keys", "alpha"),
-    [
-        ({"use_peft": True, "use_rslora": True, "lora_r": 16, "lora_alpha": 32}, 128.0),
-        ({"use_peft": True, "use_rslora": True}, 128.0),  # TRL's defaults
-        ({"base_model": "m", "adapter": "lora", "peft_use_rslora": True, "lora_r": 4, "lora_alpha": 8}, 16.0),
-        ({"finetuning_type": "lora", "use_rslora": True, "lora_rank": 32}, 362.0387),  # alpha is twice r
-        ({"use_peft": True, "use_rslora": False, "lora_r": 16, "lora_alpha": 32}, 32.0),
-    ],
-)
+@pytest.mark.parametrize(("keys", "alpha"), [
+    ({"use_peft": True, "use_rslora": True, "lora_r": 16, "lora_alpha": 32}, 128.0),
+    ({"use_peft": True, "use_rslora": True}, 128.0),  # TRL's defaults
+    ({"base_model": "m", "adapter": "lora", "peft_use_rslora": True, "lora_r": 4, "lora_alpha": 8}, 16.0),
+    ({"finetuning_type": "lora", "use_rslora": True, "lora_rank": 32}, 362.0387),  # alpha is twice r
+    ({"use_peft": True, "use_rslora": False, "lora_r": 16, "lora_alpha": 32}, 32.0),
+])  # fmt: skip
 def test_rslora_is_lora_with_a_larger_alpha(keys, alpha):
     data = {"datasets": [{"path": "d", "type": "chat_template"}]} if "base_model" in keys else {"dataset_name": "d"}
     made = convert({"model_name_or_path": "m"} | data | keys, "x", task="sft")

@@ -21,51 +21,32 @@ MESSAGES, COMPLETION = {"messages": CHAT}, {"prompt": CHAT[:1], "completion": CH
 PAIR = {"chosen": CHAT, "rejected": [USER, {**ANSWER, "content": "No"}]}
 PATTERNS = {
     "Axolotl, messages": ("    type: chat_template\n", {"messages": CHAT}, MESSAGES),
-    "Axolotl, ShareGPT": (
-        "    type: chat_template\n    field_messages: conversations\n    message_property_mappings:\n"
-        "      role: from\n      content: value\n",
-        {"conversations": SPOKEN},
-        MESSAGES,
-    ),
+    "Axolotl, ShareGPT": ("    type: chat_template\n    field_messages: conversations\n    message_property_mappings:\n"
+                          "      role: from\n      content: value\n",
+                          {"conversations": SPOKEN}, MESSAGES),
     "Axolotl, the older keys": (
         "    type: chat_template\n    field_messages: talk\n    message_field_role: who\n"
         "    message_field_content: line\n",
-        {"talk": [{"who": "user", "line": "Hi"}, {"who": "assistant", "line": "Ho"}]},
-        MESSAGES,
-    ),
+        {"talk": [{"who": "user", "line": "Hi"}, {"who": "assistant", "line": "Ho"}]}, MESSAGES),
     "Axolotl, roles": (
         "    type: chat_template\n    roles:\n      user: [student, human]\n"
         "      assistant: [teacher]\n      tool: [tool]\n",
-        {"messages": [{"role": "student", "content": "Hi"}, {"role": "teacher", "content": "Ho"}]},
-        MESSAGES,
-    ),
+        {"messages": [{"role": "student", "content": "Hi"}, {"role": "teacher", "content": "Ho"}]}, MESSAGES),
     "Axolotl, trained turns": (
         "    type: chat_template\n    message_field_training: learn\n    roles_to_train: [assistant]\n",
         {"messages": [USER, {**ANSWER, "learn": False}, USER, {**ANSWER, "learn": True}]},
-        {"messages": [USER, {**ANSWER, "weight": 0}, USER, {**ANSWER, "weight": 1}]},
-    ),
-    "Axolotl, tools": (
-        "    type: chat_template\n    field_tools: functions\n",
-        {"messages": CHAT, "functions": TOOLS},
-        {"messages": CHAT, "tools": json.dumps(TOOLS)},
-    ),
-    "Axolotl, reasoning": (
-        "    type: chat_template\n    field_thinking: reasoning_content\n"
-        "    template_thinking_key: reasoning_content\n",
-        {"messages": [USER, {**ANSWER, "reasoning_content": "Hm"}]},
-        {"messages": [USER, {**ANSWER, "reasoning_content": "Hm"}]},
-    ),
+        {"messages": [USER, {**ANSWER, "weight": 0}, USER, {**ANSWER, "weight": 1}]}),
+    "Axolotl, tools": ("    type: chat_template\n    field_tools: functions\n", {"messages": CHAT, "functions": TOOLS},
+                       {"messages": CHAT, "tools": json.dumps(TOOLS)}),
+    "Axolotl, reasoning": ("    type: chat_template\n    field_thinking: reasoning_content\n"
+                           "    template_thinking_key: reasoning_content\n",
+                           {"messages": [USER, {**ANSWER, "reasoning_content": "Hm"}]},
+                           {"messages": [USER, {**ANSWER, "reasoning_content": "Hm"}]}),
     "Axolotl, the tokenizer's template": (
-        "    type: chat_template\nchat_template: tokenizer_default\n",
-        {"messages": CHAT},
-        MESSAGES,
-    ),
-    "Axolotl, DPO": (
-        "    type: chat_template.default\n    field_messages: asked\n"
-        "    field_chosen: good\n    field_rejected: bad\nrl: dpo\n",
-        {"asked": CHAT[:1], "good": ANSWER, "bad": PAIR["rejected"][-1]},
-        PAIR,
-    ),
+        "    type: chat_template\nchat_template: tokenizer_default\n", {"messages": CHAT}, MESSAGES),
+    "Axolotl, DPO": ("    type: chat_template.default\n    field_messages: asked\n"
+                     "    field_chosen: good\n    field_rejected: bad\nrl: dpo\n",
+                     {"asked": CHAT[:1], "good": ANSWER, "bad": PAIR["rejected"][-1]}, PAIR),
     "TRL, messages": ("dataset_name: rows.jsonl\nmax_length: 64\npacking: false\n", {"messages": CHAT}, MESSAGES),
     "TRL, text": ("dataset_name: rows.jsonl\npacking: false\ndataset_text_field: body\n", {"body": "x"}, {"text": "x"}),
     "TRL, prompts": ("dataset_name: rows.jsonl\ncompletion_only_loss: true\n", COMPLETION, COMPLETION),
@@ -74,15 +55,11 @@ PATTERNS = {
         "dataset_mixture:\n  datasets:\n    - id: rows.jsonl\n      split: train\n"
         "      columns: [messages]\n      weight: 1.0\n"
         "  seed: 0\n  test_split_size: 1000\nassistant_only_loss: true\n",
-        {"messages": CHAT},
-        MESSAGES,
-    ),
+        {"messages": CHAT}, MESSAGES),
     "the handbook's first form": (
-        "dataset_mixer:\n  rows.jsonl: 1.0\ndataset_splits: [train]\nmax_seq_length: 64\n",
-        {"messages": CHAT},
-        MESSAGES,
-    ),
-}
+        "dataset_mixer:\n  rows.jsonl: 1.0\ndataset_splits: [train]\nmax_seq_length: 64\n", {"messages": CHAT},
+        MESSAGES),
+}  # fmt: skip
 EXPECTED_CHANGES = {"Axolotl, DPO": "type"}
 """Patterns with a change that is noted."""
 

@@ -12,31 +12,16 @@ from soren_align.recipe.loader import load_text
 INFO = {
     "plain": {"file_name": "plain.json"},
     "faq": {"file_name": "faq.jsonl", "columns": {"prompt": "question", "query": "about", "response": "reply"}},
-    "chats": {
-        "file_name": "chats.jsonl",
-        "formatting": "sharegpt",
-        "columns": {"messages": "dialog"},
-        "tags": {"role_tag": "who", "content_tag": "line", "user_tag": "student", "assistant_tag": "teacher"},
-    },
+    "chats": {"file_name": "chats.jsonl", "formatting": "sharegpt", "columns": {"messages": "dialog"},
+              "tags": {"role_tag": "who", "content_tag": "line", "user_tag": "student", "assistant_tag": "teacher"}},
     "usual": {"hf_hub_url": "lab/usual", "formatting": "sharegpt", "subset": "small", "split": "train_sft"},
-    "pairs": {
-        "file_name": "pairs.jsonl",
-        "ranking": True,
-        "columns": {"prompt": "instruction", "query": "input", "chosen": "chosen", "rejected": "rejected"},
-    },
-    "hub_pairs": {
-        "hf_hub_url": "lab/pairs",
-        "ranking": True,
-        "formatting": "sharegpt",
-        "columns": {"messages": "conversations", "chosen": "good", "rejected": "bad"},
-        "num_samples": 50,
-    },
-    "calls": {
-        "hf_hub_url": "lab/calls",
-        "formatting": "sharegpt",
-        "columns": {"messages": "messages", "tools": "tools"},
-    },
-}
+    "pairs": {"file_name": "pairs.jsonl", "ranking": True,
+              "columns": {"prompt": "instruction", "query": "input", "chosen": "chosen", "rejected": "rejected"}},
+    "hub_pairs": {"hf_hub_url": "lab/pairs", "ranking": True, "formatting": "sharegpt",
+                  "columns": {"messages": "conversations", "chosen": "good", "rejected": "bad"}, "num_samples": 50},
+    "calls": {"hf_hub_url": "lab/calls", "formatting": "sharegpt",
+              "columns": {"messages": "messages", "tools": "tools"}},
+}  # fmt: skip
 ROWS = {
     "plain.json": {"instruction": "Add.", "input": "1 + 1", "output": "2"},
     "faq.jsonl": {"question": "Why?", "about": "", "reply": "So."},
@@ -71,12 +56,9 @@ def test_names_become_paths_columns_and_roles_that_read_the_rows(project):
     assert [source.path for source in sources] == ["data/plain.json", "data/faq.jsonl"]
     assert sources[1].columns == {"instruction": "question", "input": "about", "output": "reply"}
     assert [load_split(source, "sft").dataset[0] for source in sources] == [
-        {
-            "prompt": [{"role": "user", "content": "Add.\n1 + 1"}],
-            "completion": [{"role": "assistant", "content": "2"}],
-        },
+        {"prompt": [{"role": "user", "content": "Add.\n1 + 1"}], "completion": [{"role": "assistant", "content": "2"}]},
         {"prompt": [{"role": "user", "content": "Why?"}], "completion": [{"role": "assistant", "content": "So."}]},
-    ]
+    ]  # fmt: skip
     assert "assistant_only_loss" not in text  # completions are trained anyway
     text, _ = project(SFT + "dataset: [chats]\n")
     (chats,) = load_text(text).data.sources
@@ -131,12 +113,9 @@ TALK = [("user", "Rain?"), ("call", CALL), ("result", "dry"), ("gpt", "No.")]
 
 
 def test_tools_their_tags_and_a_system_column_are_read(project, tmp_path):
-    about = {
-        "file_name": "agents.jsonl",
-        "formatting": "sharegpt",
-        "columns": {"messages": "talk", "tools": "functions", "system": "rules"},
-        "tags": {"user_tag": "user", "observation_tag": "result", "function_tag": "call"},
-    }
+    about = {"file_name": "agents.jsonl", "formatting": "sharegpt",
+             "columns": {"messages": "talk", "tools": "functions", "system": "rules"},
+             "tags": {"user_tag": "user", "observation_tag": "result", "function_tag": "call"}}  # fmt: skip
     (tmp_path / "data" / "dataset_info.json").write_text(json.dumps({"agents": about}))
     row = {
         "talk": [{"from": who, "value": text} for who, text in TALK],
@@ -166,37 +145,21 @@ def test_only_the_last_answer_of_a_masked_history_and_the_first_samples_are_trai
     assert "mask_history" in table.partition("\nrenamed")[2]
 
 
-DEFAULTS = {  # LLaMA-Factory's defaults that differ from TRL's: lines without the key -> (the recipe's key, its value)
+DEFAULTS = {
+    # LLaMA-Factory's defaults that differ from TRL's: lines without the key -> (the recipe's key, its value)
     "stage: sft\ndataset: faq\n": {
-        "model.lora.r": 8,
-        "model.lora.alpha": 16.0,
-        "model.lora.dropout": 0.0,
-        "model.lora.target_modules": "all-linear",
-        "trainer.max_length": 2048,
-        "trainer.bf16": False,
-        "optimizer.lr": 5e-5,
-    },
+        "model.lora.r": 8, "model.lora.alpha": 16.0, "model.lora.dropout": 0.0,
+        "model.lora.target_modules": "all-linear", "trainer.max_length": 2048, "trainer.bf16": False,
+        "optimizer.lr": 5e-5},
     "stage: dpo\ndataset: pairs\nfinetuning_type: full\nbf16: true\n": {
-        "model.lora": None,
-        "trainer.max_length": 2048,
-        "trainer.bf16": True,
-        "optimizer.lr": 5e-5,
-    },
+        "model.lora": None, "trainer.max_length": 2048, "trainer.bf16": True, "optimizer.lr": 5e-5},
     "stage: sft\ndataset: chats\nfp16: true\nlora_rank: 4\n": {
-        "model.lora.r": 4,
-        "model.lora.alpha": 8.0,
-        "trainer.fp16": True,
-        "trainer.assistant_only_loss": True,
-    },
+        "model.lora.r": 4, "model.lora.alpha": 8.0, "trainer.fp16": True, "trainer.assistant_only_loss": True},
     "stage: sft\ndataset: chats\ntrain_on_prompt: true\ndisable_gradient_checkpointing: true\n": {
-        "trainer.assistant_only_loss": False,
-        "trainer.gradient_checkpointing": False,
-    },
+        "trainer.assistant_only_loss": False, "trainer.gradient_checkpointing": False},
     "stage: sft\ndataset: faq\nval_size: 100\nquantization_bit: 4\n": {
-        "data.eval.examples": 100,
-        "model.quantize": "4bit",
-    },
-}
+        "data.eval.examples": 100, "model.quantize": "4bit"},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("text", DEFAULTS)
@@ -209,15 +172,12 @@ def test_the_defaults_of_llama_factory_are_taken_over(project, text):
         assert section == value, key
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (SFT + "dataset: fag\n", "dataset_info.json has no 'fag'; did you mean 'faq'?"),
-        (SFT + "dataset: faq\ndataset_dir: elsewhere\n", "there is no elsewhere/dataset_info.json beside the file"),
-        ("stage: pt\nfinetuning_type: full\ndataset: faq\n", "this trains by PT; only SFT and DPO are supported"),
-        ("stage: kto\nfinetuning_type: full\ndataset: faq\n", "this trains by KTO"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    (SFT + "dataset: fag\n", "dataset_info.json has no 'fag'; did you mean 'faq'?"),
+    (SFT + "dataset: faq\ndataset_dir: elsewhere\n", "there is no elsewhere/dataset_info.json beside the file"),
+    ("stage: pt\nfinetuning_type: full\ndataset: faq\n", "this trains by PT; only SFT and DPO are supported"),
+    ("stage: kto\nfinetuning_type: full\ndataset: faq\n", "this trains by KTO"),
+])  # fmt: skip
 def test_what_cannot_be_resolved_is_refused_with_the_remedy(project, text, message):
     with pytest.raises(UserError) as caught:
         project(text)

@@ -177,14 +177,11 @@ def test_accumulation_follows_from_the_global_batch(make, rows, per_device, proc
     assert recipe.global_batch(made, processes)[0] == (rows or 5 * per_device * processes)
 
 
-@pytest.mark.parametrize(
-    ("rows", "processes", "message"),
-    [
-        (96, 1, r"96 is no multiple of 64 \(one process .*; write .*per_device_train_batch_size: 48"),
-        (64, 2, r"64 is no multiple of 128 \(2 processes .*; write .*per_device_train_batch_size: 32"),
-        (64, 3, r"choose a run.global_batch_size that 3 divides"),
-    ],
-)
+@pytest.mark.parametrize(("rows", "processes", "message"), [
+    (96, 1, r"96 is no multiple of 64 \(one process .*; write .*per_device_train_batch_size: 48"),
+    (64, 2, r"64 is no multiple of 128 \(2 processes .*; write .*per_device_train_batch_size: 32"),
+    (64, 3, r"choose a run.global_batch_size that 3 divides"),
+])  # fmt: skip
 def test_a_global_batch_that_cannot_be_dealt_is_refused_with_the_numbers(make, rows, processes, message):
     with pytest.raises(UserError, match=message):
         recipe.accumulation(make(f"run.global_batch_size={rows}")[0], processes)

@@ -41,16 +41,13 @@ def reported(monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("error", "environment", "expected"),
-    [
-        (UserError("write this"), {}, (2, "write this\n")),
-        (UserError("write this"), RANK, (2, "rank 1: write this\n")),
-        (OSError(28, "No space left on device", "/x"), {}, (2, "/x")),
-        (KeyboardInterrupt(), {}, (130, "stopped; rerun the same command to resume\n")),
-        (LostRankError("lost another rank"), RANK, (1, "rank 1: lost another rank\n")),
-        (ValueError("a defect"), RANK, (1, "rank 1: ValueError: a defect\n")),
-    ],
+    [(UserError("write this"), {}, (2, "write this\n")), (UserError("write this"), RANK, (2, "rank 1: write this\n")),
+     (OSError(28, "No space left on device", "/x"), {}, (2, "/x")),
+     (KeyboardInterrupt(), {}, (130, "stopped; rerun the same command to resume\n")),
+     (LostRankError("lost another rank"), RANK, (1, "rank 1: lost another rank\n")),
+     (ValueError("a defect"), RANK, (1, "rank 1: ValueError: a defect\n"))],
     ids=["user", "user on a rank", "disk", "signal", "lost rank", "defect on a rank"],
-)
+)  # fmt: skip
 def test_each_error_has_its_exit_code_and_message(reported, error, environment, expected):
     code, text = reported(error, environment)
     assert code == expected[0]
@@ -114,51 +111,27 @@ SILENT = "LostRankError: another rank did not answer for 20 s."
 LOST = "LostRankError: lost another rank (closed)"
 
 
-@pytest.mark.parametrize(
-    ("failures", "code", "message", "is_resumable"),
-    [
-        # the ranks that torchrun ended by SIGTERM, or that lost a neighbour earlier, are not the cause
-        (
-            {0: failure(1, 1, LOST), 1: failure(-signal.SIGKILL, 2)},
-            1,
-            "rank 1 was killed by SIGKILL (out of memory, perhaps)",
-            True,
-        ),
-        (
-            {0: failure(-signal.SIGTERM, 1), 1: failure(-signal.SIGSEGV, 2)},
-            1,
-            "rank 1 was killed by SIGSEGV; the other",
-            True,
-        ),
-        ({0: failure(-64 - 1)}, 1, "rank 0 was killed by signal 65; the other", True),
-        ({0: failure(1, 1), 1: failure(2, 2, "UserError: write this: now")}, 2, "write this: now", False),
-        ({0: failure(2, 2, "ResumableError: the disk is full")}, 2, "the disk is full", True),
-        ({0: failure(-signal.SIGTERM, 1), 1: failure(130, 2, "KeyboardInterrupt: ")}, 130, "stopped; rerun", False),
-        ({0: SimpleNamespace(exitcode=130, timestamp=0, message="no file")}, 130, "", False),
-        (
-            {0: failure(1, 2), 1: failure(1, 1, trace="Traceback: here\n")},
-            1,
-            "Traceback: here\nrank 1 failed with exit code 1; the other ranks were stopped",
-            False,
-        ),
-        (
-            {0: failure(1, 1, LOST), 1: failure(1, 2, "TypeError: x", trace="Traceback: here\n")},
-            1,
-            "Traceback: here\nrank 1 failed",
-            False,
-        ),
-        (
-            {0: SimpleNamespace(exitcode=1, timestamp=0, message="no file")},
-            1,
-            "rank 0 failed with exit code 1; the",
-            False,
-        ),
-        # torchrun kills a rank that was stopped (SIGSTOP) 30 seconds after the others have noticed
-        ({0: failure(1, 5, SILENT), 1: failure(-signal.SIGKILL, 35)}, 1, "rank 1 did not answer for 20 s.", True),
-        ({0: failure(1, 5, SILENT), 1: failure(-signal.SIGKILL, 4)}, 1, "rank 1 was killed by SIGKILL", True),
-        ({0: failure(1, 5, SILENT), 1: failure(1, 6, LOST)}, 1, "another rank did not answer for 20 s.", True),
-    ],
-)
+@pytest.mark.parametrize(("failures", "code", "message", "is_resumable"), [
+    # the ranks that torchrun ended by SIGTERM, or that lost a neighbour earlier, are not the cause
+    ({0: failure(1, 1, LOST), 1: failure(-signal.SIGKILL, 2)}, 1,
+     "rank 1 was killed by SIGKILL (out of memory, perhaps)", True),
+    ({0: failure(-signal.SIGTERM, 1), 1: failure(-signal.SIGSEGV, 2)}, 1, "rank 1 was killed by SIGSEGV; the other",
+     True),
+    ({0: failure(-64 - 1)}, 1, "rank 0 was killed by signal 65; the other", True),
+    ({0: failure(1, 1), 1: failure(2, 2, "UserError: write this: now")}, 2, "write this: now", False),
+    ({0: failure(2, 2, "ResumableError: the disk is full")}, 2, "the disk is full", True),
+    ({0: failure(-signal.SIGTERM, 1), 1: failure(130, 2, "KeyboardInterrupt: ")}, 130, "stopped; rerun", False),
+    ({0: SimpleNamespace(exitcode=130, timestamp=0, message="no file")}, 130, "", False),
+    ({0: failure(1, 2), 1: failure(1, 1, trace="Traceback: here\n")}, 1,
+     "Traceback: here\nrank 1 failed with exit code 1; the other ranks were stopped", False),
+    ({0: failure(1, 1, LOST), 1: failure(1, 2, "TypeError: x", trace="Traceback: here\n")}, 1,
+     "Traceback: here\nrank 1 failed", False),
+    ({0: SimpleNamespace(exitcode=1, timestamp=0, message="no file")}, 1, "rank 0 failed with exit code 1; the", False),
+    # torchrun kills a rank that was stopped (SIGSTOP) 30 seconds after the others have noticed
+    ({0: failure(1, 5, SILENT), 1: failure(-signal.SIGKILL, 35)}, 1, "rank 1 did not answer for 20 s.", True),
+    ({0: failure(1, 5, SILENT), 1: failure(-signal.SIGKILL, 4)}, 1, "rank 1 was killed by SIGKILL", True),
+    ({0: failure(1, 5, SILENT), 1: failure(1, 6, LOST)}, 1, "another rank did not answer for 20 s.", True),
+])  # fmt: skip
 def test_the_rank_that_failed_first_is_the_one_reported(monkeypatch, failures, code, message, is_resumable):
     def run(_):
         raise torchrun.ChildFailedError.__new__(torchrun.ChildFailedError)

@@ -28,19 +28,12 @@ def commands_in(message):
     return [line.strip() for line in joined.splitlines() if line.startswith("  soren-align")]
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "key", "remaining"),
-    [
-        ([], ["trainer.max_steps=900"], "max_steps", "300"),
-        (
-            ["trainer.max_steps=-1", "trainer.num_train_epochs=2"],
-            ["trainer.max_steps=-1", "trainer.num_train_epochs=4.5"],
-            "num_train_epochs",
-            "2.5",
-        ),
-        (["trainer.max_steps=-1"], ["trainer.max_steps=-1", "trainer.num_train_epochs=5"], "num_train_epochs", "2"),
-    ],
-)
+@pytest.mark.parametrize(("before", "after", "key", "remaining"), [
+    ([], ["trainer.max_steps=900"], "max_steps", "300"),
+    (["trainer.max_steps=-1", "trainer.num_train_epochs=2"], ["trainer.max_steps=-1", "trainer.num_train_epochs=4.5"],
+     "num_train_epochs", "2.5"),
+    (["trainer.max_steps=-1"], ["trainer.max_steps=-1", "trainer.num_train_epochs=5"], "num_train_epochs", "2"),
+])  # fmt: skip
 @pytest.mark.parametrize("status", ["finished", "trained"])
 def test_the_refusal_names_the_command_for_the_remaining_steps(tmp_path, before, after, key, remaining, status):
     folder = finished_run(tmp_path / "run", *before)
@@ -54,24 +47,17 @@ def test_the_refusal_names_the_command_for_the_remaining_steps(tmp_path, before,
     (words,) = [shlex.split(line) for line in commands_in(message)]
     assert words[:3] == ["soren-align", "sft", str(folder.recipe)]
     assert set(words[3:]) == {
-        "--set",
-        f"model.name_or_path={folder.model}",
-        f"run.output_dir={tmp_path / 'run-3'}",
-        f"trainer.{key}={remaining}",
-        "trainer.seed=1",
-        "model.init_seed=null",
-    }
+        "--set", f"model.name_or_path={folder.model}", f"run.output_dir={tmp_path / 'run-3'}",
+        f"trainer.{key}={remaining}", "trainer.seed=1", "model.init_seed=null",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "overrides",
-    [
-        ["trainer.max_steps=900", "optimizer.lr=1"],
-        ["trainer.max_steps=500"],
-        ["trainer.max_steps=-1", "trainer.num_train_epochs=9"],
-    ],
+    [["trainer.max_steps=900", "optimizer.lr=1"], ["trainer.max_steps=500"],
+     ["trainer.max_steps=-1", "trainer.num_train_epochs=9"]],
     ids=["another recipe", "fewer steps", "another unit"],
-)
+)  # fmt: skip
 def test_other_changes_are_refused_as_before(tmp_path, overrides):
     folder = finished_run(tmp_path / "run")
     assert not commands_in(refusal(folder, *overrides))
@@ -79,13 +65,10 @@ def test_other_changes_are_refused_as_before(tmp_path, overrides):
 
 @pytest.mark.rest
 @pytest.mark.model
-@pytest.mark.parametrize(
-    "lora",
-    [
-        pytest.param((), id="weights"),
-        pytest.param(("model.lora={r: 4}", "optimizer.aux_lr=null"), id="adapter", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("lora", [
+    pytest.param((), id="weights"),
+    pytest.param(("model.lora={r: 4}", "optimizer.aux_lr=null"), id="adapter", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_the_command_continues_the_run_and_the_card_states_it(tmp_path, lora):
     first = TinyRun(tmp_path / "run", "sft", "trainer.max_steps=2", "trainer.save_strategy=no", *lora)
     assert first.train()
@@ -106,15 +89,8 @@ def test_the_command_continues_the_run_and_the_card_states_it(tmp_path, lora):
     assert "(starting checkpoint, after 2 steps of SFT)" in " ".join(result.stderr.split())
     page = (folder.model / "README.md").read_text()
     assert re.search(r"rained further by SFT with Soren from \S*run/model, after 2 steps of SFT\.", page), page[:600]
-    third = TinyRun(
-        tmp_path / "third",
-        "sft",
-        f"model.name_or_path={folder.model}",
-        "model.init_seed=null",
-        "trainer.max_steps=1",
-        *(lora[1:]),
-        "trainer.save_strategy=no",
-    )
+    third = TinyRun(tmp_path / "third", "sft", f"model.name_or_path={folder.model}", "model.init_seed=null",
+                    "trainer.max_steps=1", *(lora[1:]), "trainer.save_strategy=no")  # fmt: skip
     assert third.train()
     steps = json.loads((third.folder.path / "run.json").read_text())["start"]["after"]
     assert [run["steps"] for run in steps] == [2, 3]

@@ -55,14 +55,8 @@ def submit(tmp_path):
             port = listener.getsockname()[1]
         slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node", "SLURM_CPUS_PER_TASK": "2", **environment}
         env = {**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "MASTER_PORT": str(port), **slurm}
-        job = subprocess.Popen(
-            ["bash", TRAIN_JOB, *map(str, arguments)],
-            cwd=tmp_path,
-            env=env,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        job = subprocess.Popen(["bash", TRAIN_JOB, *map(str, arguments)], cwd=tmp_path, env=env, stderr=subprocess.PIPE,
+                               text=True, start_new_session=True)  # fmt: skip
         jobs.append(job)
         return job
 
@@ -77,18 +71,15 @@ STOPPING = 'touch "$SOREN_ALIGN_STOPPED"'
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(
-    ("program", "code", "is_requeued"),
-    [
-        ("exit 0", 0, False),
-        ("exit 2", 2, False),
-        # One task fails, and srun stops the other one.
-        ("[ $SLURM_PROCID = 1 ] || exec sleep 30; kill -9 $$", 143, False),
-        ("[ $SLURM_PROCID = 1 ] || exec sleep 30; exit 130", 143, False),
-        (f"{STOPPING}; [ $SLURM_PROCID = 1 ] || exec sleep 30; exit 130", 143, True),
-        (f"{STOPPING}; [ $SLURM_PROCID = 1 ] || exec sleep 30; kill -9 $$", 143, True),
-    ],
-)
+@pytest.mark.parametrize(("program", "code", "is_requeued"), [
+    ("exit 0", 0, False),
+    ("exit 2", 2, False),
+    # One task fails, and srun stops the other one.
+    ("[ $SLURM_PROCID = 1 ] || exec sleep 30; kill -9 $$", 143, False),
+    ("[ $SLURM_PROCID = 1 ] || exec sleep 30; exit 130", 143, False),
+    (f"{STOPPING}; [ $SLURM_PROCID = 1 ] || exec sleep 30; exit 130", 143, True),
+    (f"{STOPPING}; [ $SLURM_PROCID = 1 ] || exec sleep 30; kill -9 $$", 143, True),
+])  # fmt: skip
 def test_a_job_is_queued_again_after_a_stop_whatever_srun_returns(submit, tmp_path, program, code, is_requeued):
     # srun may stop one task of "exit 2" before it exits itself.
     assert submit(program).wait() in {code, 143 if code else 0}

@@ -83,17 +83,14 @@ def saved(**settings):
     return copy.deepcopy(optimizer.state_dict())
 
 
-@pytest.mark.parametrize(
-    ("key", "was", "now"),
-    [
-        ("map", {"name": "minimax", "resolution": 0.0004}, {"name": "exact"}),
-        ("map", {"name": "minimax", "resolution": 0.0004}, {"name": "minimax", "resolution": 0.01}),
-        ("momentum", 0.95, 0.9),
-        ("nesterov", True, False),
-        ("weight_decay", 0.1, 0.0),
-        ("adjust_lr_fn", "none", "original"),
-    ],
-)
+@pytest.mark.parametrize(("key", "was", "now"), [
+    ("map", {"name": "minimax", "resolution": 0.0004}, {"name": "exact"}),
+    ("map", {"name": "minimax", "resolution": 0.0004}, {"name": "minimax", "resolution": 0.01}),
+    ("momentum", 0.95, 0.9),
+    ("nesterov", True, False),
+    ("weight_decay", 0.1, 0.0),
+    ("adjust_lr_fn", "none", "original"),
+])  # fmt: skip
 def test_a_checkpoint_with_another_setting_is_refused(key, was, now):
     optimizer = Soren(groups(model()), lr=0.1, **{key: now})
     with pytest.raises(ValueError, match=f"group 0 {key}: {was} in the checkpoint, {now} in this optimizer"):

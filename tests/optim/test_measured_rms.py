@@ -9,18 +9,12 @@ from soren_align.optim.step import with_unit_rms
 from soren_align.spectral import SOREN_MAPS
 
 SHAPES = ((64, 96), (96, 64), (64, 64))
-SPECTRA = {
-    "flat": torch.ones(64, dtype=torch.float64),
-    "1/i": 1 / torch.arange(1, 65, dtype=torch.float64),
-    "rank 16": (torch.arange(64) < 16).double(),
-}
+SPECTRA = {"flat": torch.ones(64, dtype=torch.float64), "1/i": 1 / torch.arange(1, 65, dtype=torch.float64),
+           "rank 16": (torch.arange(64) < 16).double()}  # fmt: skip
 SPELLINGS = [*({"name": name} for name in SOREN_MAPS), *({"name": "minimax", "resolution": r} for r in RESOLUTIONS)]
-OPTIMIZERS = {
-    **{str(m): lambda params, m=m, **settings: Soren(params, map=m, **settings) for m in SPELLINGS},
-    "Soren, one by one": lambda params, **settings: Soren(params, workspace_mb=0, **settings),
-    "muon": Muon,
-    "htmuon": HTMuon,
-}
+OPTIMIZERS = {**{str(m): lambda params, m=m, **settings: Soren(params, map=m, **settings) for m in SPELLINGS},
+              "Soren, one by one": lambda params, **settings: Soren(params, workspace_mb=0, **settings), "muon": Muon,
+              "htmuon": HTMuon}  # fmt: skip
 
 
 def gradient(shape, spectrum, seed):

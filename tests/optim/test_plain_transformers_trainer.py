@@ -21,16 +21,9 @@ NUM_MATRICES = 2 * 7  # q, k, v, o, gate, up, down in each block
 def tiny_llama(tied=True):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=tied,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, tie_word_embeddings=tied, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
 
 
@@ -39,20 +32,12 @@ def trainer(folder, settings, max_steps, accumulation=1):
     return transformers.Trainer(
         tiny_llama(),
         transformers.TrainingArguments(
-            output_dir=str(folder),
-            max_steps=max_steps,
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=accumulation,
-            save_steps=2,
-            lr_scheduler_type="constant",
-            report_to=[],
-            disable_tqdm=True,
-            use_cpu=True,
-            logging_steps=1,
-        ),
+            output_dir=str(folder), max_steps=max_steps, per_device_train_batch_size=2,
+            gradient_accumulation_steps=accumulation, save_steps=2, lr_scheduler_type="constant", report_to=[],
+            disable_tqdm=True, use_cpu=True, logging_steps=1),
         train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
         optimizer_cls_and_kwargs=(OptimizerFactory, settings),
-    )
+    )  # fmt: skip
 
 
 def weights(run):

@@ -54,16 +54,13 @@ def test_its_settings_are_checked_saved_and_compared(fifth):
         build_optimizer(model(), name="soren", lr=0.1).load_state_dict(saved)
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "message"),
-    [
-        ("sixth", {}, "name: found 'sixth'; write one of 'adamw', 'fifth', 'htmuon', 'muon'"),
-        ("fifth", {"divisr": 2}, "divisr: not a setting of fifth; it has divisor, momentum, nesterov"),
-        ("muon", {"map": "sns"}, "map: not a setting of muon; it has momentum, nesterov, weight_decay, compensation"),
-        ("soren", {"spectral_map": "sns"}, "spectral_map: not a setting of soren; it has .*map, adjust_lr_fn"),
-        ("adamw", {"momentum": 0.9}, "momentum: not a setting of adamw; it has betas, eps, weight_decay, compensation"),
-    ],
-)
+@pytest.mark.parametrize(("name", "settings", "message"), [
+    ("sixth", {}, "name: found 'sixth'; write one of 'adamw', 'fifth', 'htmuon', 'muon'"),
+    ("fifth", {"divisr": 2}, "divisr: not a setting of fifth; it has divisor, momentum, nesterov"),
+    ("muon", {"map": "sns"}, "map: not a setting of muon; it has momentum, nesterov, weight_decay, compensation"),
+    ("soren", {"spectral_map": "sns"}, "spectral_map: not a setting of soren; it has .*map, adjust_lr_fn"),
+    ("adamw", {"momentum": 0.9}, "momentum: not a setting of adamw; it has betas, eps, weight_decay, compensation"),
+])  # fmt: skip
 def test_unknown_names_and_settings_are_refused_with_the_known_ones(fifth, name, settings, message):
     with pytest.raises(ValueError, match=message):
         build_optimizer(model(), name=name, lr=0.1, **settings)

@@ -137,11 +137,8 @@ def test_the_projections_that_torchs_attention_stacks_are_three_matrices(name, n
 def test_projections_of_other_widths_are_matrices_of_their_own():
     attention = nn.MultiheadAttention(8, 2, bias=False, kdim=4, vdim=6)
     assert {r.name for r in route(attention) if r.rule == "spectral"} == {
-        "q_proj_weight",
-        "k_proj_weight",
-        "v_proj_weight",
-        "out_proj.weight",
-    }
+        "q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj.weight",
+    }  # fmt: skip
 
 
 def test_a_matrix_that_is_no_linear_layer_goes_to_adamw():
@@ -192,10 +189,7 @@ def test_every_trainable_parameter_is_in_exactly_one_group(tied):
     named = dict(model.named_parameters())
     for group in groups:
         assert all(named[n] is p for n, p in zip(group["param_names"], group["params"], strict=True))
-    assert [(g["rule"], g["lr"], g["weight_decay"]) for g in groups] == [
-        ("spectral", 0.1, 0.2),
-        ("adamw", 0.01, 0.0),
-    ]
+    assert [(g["rule"], g["lr"], g["weight_decay"]) for g in groups] == [("spectral", 0.1, 0.2), ("adamw", 0.01, 0.0)]
 
 
 def test_a_model_without_matrices_is_refused():

@@ -55,28 +55,17 @@ def test_the_first_step_maps_one_minus_momentum_squared_of_the_gradient():
     assert torch.equal(seen[0], minimax_sigmoid(grad * (1 - 0.5**2)))
 
 
-@pytest.mark.parametrize(
-    ("make", "spectral_map"),
-    [
-        (Soren, minimax_sigmoid),
-        (
-            lambda params, **kw: Soren(params, map={"name": "minimax", "resolution": 0.001}, **kw),
-            lambda x: minimax_sigmoid(x, resolution=0.001),
-        ),
-        (lambda params, **kw: Soren(params, map="sns", **kw), soft_newton_schulz),
-        (
-            lambda params, **kw: Soren(params, map={"name": "sns", "steps": 7}, **kw),
-            lambda x: soft_newton_schulz(x, 7),
-        ),
-        (
-            lambda params, **kw: Soren(params, map={"name": "released", "steps": 7}, **kw),
-            lambda x: released_sigmoid(x, 7),
-        ),
-        (lambda params, **kw: Soren(params, map="exact", **kw), exact_sigmoid),
-        (lambda params, **kw: Muon(params, **{"adjust_lr_fn": "none", **kw}), newton_schulz),
-        (lambda params, **kw: HTMuon(params, **{"adjust_lr_fn": "none", **kw}), lambda x: spectral_power(x, 0.125)),
-    ],
-)
+@pytest.mark.parametrize(("make", "spectral_map"), [
+    (Soren, minimax_sigmoid),
+    (lambda params, **kw: Soren(params, map={"name": "minimax", "resolution": 0.001}, **kw),
+     lambda x: minimax_sigmoid(x, resolution=0.001)),
+    (lambda params, **kw: Soren(params, map="sns", **kw), soft_newton_schulz),
+    (lambda params, **kw: Soren(params, map={"name": "sns", "steps": 7}, **kw), lambda x: soft_newton_schulz(x, 7)),
+    (lambda params, **kw: Soren(params, map={"name": "released", "steps": 7}, **kw), lambda x: released_sigmoid(x, 7)),
+    (lambda params, **kw: Soren(params, map="exact", **kw), exact_sigmoid),
+    (lambda params, **kw: Muon(params, **{"adjust_lr_fn": "none", **kw}), newton_schulz),
+    (lambda params, **kw: HTMuon(params, **{"adjust_lr_fn": "none", **kw}), lambda x: spectral_power(x, 0.125)),
+])  # fmt: skip
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_three_steps_follow_the_algorithm(make, spectral_map, nesterov):
     grads = [randn(5, 8, seed=seed) / 10 for seed in range(1, 4)]
@@ -97,16 +86,13 @@ def test_three_steps_follow_the_algorithm(make, spectral_map, nesterov):
     assert optimizer.num_maps == 3
 
 
-@pytest.mark.parametrize(
-    ("adjust_lr_fn", "shape", "factor"),
-    [
-        ("none", (12, 3), 1),
-        ("original", (12, 3), 2),
-        ("original", (3, 12), 1),
-        ("match_rms_adamw", (16, 3), 1.6),  # 0.2 sqrt(16), over the sigmoid's half
-        ("match_rms_adamw", (3, 16), 1.6),
-    ],
-)
+@pytest.mark.parametrize(("adjust_lr_fn", "shape", "factor"), [
+    ("none", (12, 3), 1),
+    ("original", (12, 3), 2),
+    ("original", (3, 12), 1),
+    ("match_rms_adamw", (16, 3), 1.6),  # 0.2 sqrt(16), over the sigmoid's half
+    ("match_rms_adamw", (3, 16), 1.6),
+])  # fmt: skip
 def test_adjust_lr_fn_scales_the_step_and_not_the_decay(adjust_lr_fn, shape, factor):
     seen, p = [], parameter(*shape, grad=randn(*shape, seed=1))
     before = p.detach().clone()
@@ -181,10 +167,7 @@ def test_tiny_and_huge_gradients_give_finite_bounded_steps():
 @pytest.mark.parametrize("where", ["matrix", "vector"])
 def test_a_gradient_that_is_not_finite_stops_the_step_and_changes_nothing(bad, where):
     matrix, vector = parameter(4, 6, grad=randn(4, 6)), parameter(9, grad=randn(9))
-    groups = [
-        {"params": [("matrix", matrix)]},
-        {"params": [("vector", vector)], "rule": "adamw", "lr": 0.1},
-    ]
+    groups = [{"params": [("matrix", matrix)]}, {"params": [("vector", vector)], "rule": "adamw", "lr": 0.1}]
     optimizer = Soren(groups, lr=0.1)
     optimizer.step()
     before = snapshot(optimizer)
@@ -246,39 +229,28 @@ def test_sparse_complex_and_whole_number_parameters_are_refused():
         Soren([torch.nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))], lr=0.1)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"lr": -1.0}, "Soren group 0 lr: found -1.0; write a finite number, at least 0"),
-        ({"lr": float("nan")}, "lr: found nan"),
-        ({"lr": torch.ones(2)}, "write one number"),
-        ({"momentum": 1.0}, "momentum: found 1.0; write a number, at least 0 and below 1"),
-        ({"weight_decay": -0.1}, "weight_decay: found -0.1"),
-        (
-            {"map": {"name": "sns", "steps": 0}},
-            "map: sns steps: found 0; write a whole number, at least 1 and at most 99",
-        ),
-        ({"map": "snss"}, "map: found 'snss'; write one of 'minimax', 'sns', 'released', 'exact'"),
-        ({"map": {"steps": 15}}, "map: found None; write one of 'minimax', 'sns', 'released', 'exact'"),
-        ({"map": {"name": "minimax", "steps": 15}}, "map: found 'steps'; map 'minimax' has 'resolution'"),
-        ({"map": {"name": "exact", "steps": 15}}, "map: found 'steps'; map 'exact' has no settings"),
-        ({"map": {"name": "minimax", "resolution": 0.02}}, "map: minimax resolution: found 0.02; write one of 0.0004"),
-        ({"adjust_lr_fn": "orignal"}, "adjust_lr_fn: found 'orignal'; write one of 'none', 'original'"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"lr": -1.0}, "Soren group 0 lr: found -1.0; write a finite number, at least 0"),
+    ({"lr": float("nan")}, "lr: found nan"),
+    ({"lr": torch.ones(2)}, "write one number"),
+    ({"momentum": 1.0}, "momentum: found 1.0; write a number, at least 0 and below 1"),
+    ({"weight_decay": -0.1}, "weight_decay: found -0.1"),
+    ({"map": {"name": "sns", "steps": 0}}, "map: sns steps: found 0; write a whole number, at least 1 and at most 99"),
+    ({"map": "snss"}, "map: found 'snss'; write one of 'minimax', 'sns', 'released', 'exact'"),
+    ({"map": {"steps": 15}}, "map: found None; write one of 'minimax', 'sns', 'released', 'exact'"),
+    ({"map": {"name": "minimax", "steps": 15}}, "map: found 'steps'; map 'minimax' has 'resolution'"),
+    ({"map": {"name": "exact", "steps": 15}}, "map: found 'steps'; map 'exact' has no settings"),
+    ({"map": {"name": "minimax", "resolution": 0.02}}, "map: minimax resolution: found 0.02; write one of 0.0004"),
+    ({"adjust_lr_fn": "orignal"}, "adjust_lr_fn: found 'orignal'; write one of 'none', 'original'"),
+])  # fmt: skip
 def test_a_setting_that_cannot_be_meant_is_refused(settings, message):
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         Soren([parameter(4, 6)], **{"lr": 0.1, **settings})
 
 
-@pytest.mark.parametrize(
-    ("name", "precision", "words"),
-    [
-        ("exact", "float32", "'exact' has 'auto'"),
-        ("released", "bfloat16", "'released' has 'auto' or 'float32'"),
-        ("sns", "float16", "'sns' has 'auto' or 'float32' or 'bfloat16'"),
-    ],
-)
+@pytest.mark.parametrize(("name", "precision", "words"), [
+    ("exact", "float32", "'exact' has 'auto'"), ("released", "bfloat16", "'released' has 'auto' or 'float32'"),
+    ("sns", "float16", "'sns' has 'auto' or 'float32' or 'bfloat16'")])  # fmt: skip
 def test_a_precision_that_the_map_does_not_have_is_refused(name, precision, words):
     with pytest.raises(ValueError, match=f"Soren precision: found '{precision}'; map {words}"):
         Soren([parameter(4, 6)], lr=0.1, map=name, precision=precision)
@@ -304,12 +276,8 @@ def test_auto_is_float16_on_cuda_for_float32_the_minimax_map_and_many_rows_alone
 
     optimizer = Soren([parameter(4, 6)], lr=0.1)
     assert auto("minimax", True) == "float16"
-    others = (
-        ("minimax", False),
-        *((name, True) for name in ("sns", "released", "exact")),
-        ("minimax", True, torch.float64),
-        ("minimax", True, torch.float32, (640, 63)),
-    )
+    others = (("minimax", False), *((name, True) for name in ("sns", "released", "exact")),
+              ("minimax", True, torch.float64), ("minimax", True, torch.float32, (640, 63)))  # fmt: skip
     assert {auto(*case) for case in others} == {"float32"}
 
 
@@ -325,16 +293,13 @@ def test_groups_hold_the_settings_of_their_rule_and_no_others():
     assert (spectral["lr"], adamw["lr"]) == (0.1, 0.3)
 
 
-@pytest.mark.parametrize(
-    ("group", "message"),
-    [
-        ({"rule": "adamw"}, "lr: missing; matrices and AdamW need learning rates of their own"),
-        ({"rule": "adamw", "lr": 0.1, "ns_steps": 5}, "ns_steps: not a setting of rule 'adamw'"),
-        ({"betas": (0.9, 0.99)}, "betas: not a setting of rule 'spectral'"),
-        ({"rule": "adam", "lr": 0.1}, "rule: found 'adam'; write adamw or spectral"),
-        ({"momentun": 0.9}, "momentun: not a setting of rule 'spectral'"),
-    ],
-)
+@pytest.mark.parametrize(("group", "message"), [
+    ({"rule": "adamw"}, "lr: missing; matrices and AdamW need learning rates of their own"),
+    ({"rule": "adamw", "lr": 0.1, "ns_steps": 5}, "ns_steps: not a setting of rule 'adamw'"),
+    ({"betas": (0.9, 0.99)}, "betas: not a setting of rule 'spectral'"),
+    ({"rule": "adam", "lr": 0.1}, "rule: found 'adam'; write adamw or spectral"),
+    ({"momentun": 0.9}, "momentun: not a setting of rule 'spectral'"),
+])  # fmt: skip
 def test_a_group_with_foreign_settings_is_refused(group, message):
     with pytest.raises(ValueError, match=message):
         Soren([{"params": [parameter(4, 6)], **group}], lr=0.1)

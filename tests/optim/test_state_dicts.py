@@ -66,12 +66,8 @@ def test_hooks_run_in_torchs_order(make):
         o.load_state_dict({"state": {}, "param_groups": []})
     assert calls[optimizer] == calls[reference]
     assert [name for name, _ in calls[optimizer]] == [
-        "first pre",
-        "second pre",
-        "third pre",
-        "first post",
-        "second post",
-    ]
+        "first pre", "second pre", "third pre", "first post", "second post",
+    ]  # fmt: skip
     assert_resumes(optimizer, model, expected)
     optimizer.load_state_dict(saved)  # and only they are left registered
     assert len(calls[optimizer]) == 10
@@ -119,19 +115,16 @@ def broken(key, value):
 
 
 @EVERY_OPTIMIZER
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (broken("exp_avg_sq", torch.zeros(5)), r"a exp_avg_sq of shape \(5,\) for 0.bias of shape \(8,\)"),
-        (broken("exp_avg", torch.zeros(5)), r"a momentum of shape \(5,\) for 0.bias of shape \(8,\)"),
-        (broken("exp_avg", [0.0] * 8), "a momentum of type list for 0.bias"),
-        (broken("step", torch.ones(2)), "no number for the step of 0.bias"),
-        (broken("step", "two"), "no number for the step of 0.bias"),
-        (lambda c: c["state"].pop(3), "lacks step, exp_avg, exp_avg_sq of 2.bias"),
-        (lambda c: c["param_groups"][1].update(eps=1e-3), "group 1 eps: 0.001 in the checkpoint"),
-        (lambda c: c["param_groups"].pop(), "has 1 parameter groups"),
-    ],
-)
+@pytest.mark.parametrize(("damage", "message"), [
+    (broken("exp_avg_sq", torch.zeros(5)), r"a exp_avg_sq of shape \(5,\) for 0.bias of shape \(8,\)"),
+    (broken("exp_avg", torch.zeros(5)), r"a momentum of shape \(5,\) for 0.bias of shape \(8,\)"),
+    (broken("exp_avg", [0.0] * 8), "a momentum of type list for 0.bias"),
+    (broken("step", torch.ones(2)), "no number for the step of 0.bias"),
+    (broken("step", "two"), "no number for the step of 0.bias"),
+    (lambda c: c["state"].pop(3), "lacks step, exp_avg, exp_avg_sq of 2.bias"),
+    (lambda c: c["param_groups"][1].update(eps=1e-3), "group 1 eps: 0.001 in the checkpoint"),
+    (lambda c: c["param_groups"].pop(), "has 1 parameter groups"),
+])  # fmt: skip
 def test_a_checkpoint_that_is_refused_leaves_the_optimizer_as_it_was(make, damage, message):
     _, saved, _ = saved_and_trained_on(make)
     damage(saved)
@@ -175,14 +168,11 @@ def test_a_checkpoint_with_names_is_loaded_without_and_the_other_way_round(make,
 
 
 @EVERY_OPTIMIZER
-@pytest.mark.parametrize(
-    "wrapped",
-    [
-        lambda name: f"_orig_mod.{name}",
-        lambda name: f"_fsdp_wrapped_module.{name}",
-        lambda name: name.replace(".", "._orig_mod.", 1),  # a compiled block
-    ],
-)
+@pytest.mark.parametrize("wrapped", [
+    lambda name: f"_orig_mod.{name}",
+    lambda name: f"_fsdp_wrapped_module.{name}",
+    lambda name: name.replace(".", "._orig_mod.", 1),  # a compiled block
+])  # fmt: skip
 def test_the_names_of_a_wrapped_model_are_the_same_names(make, wrapped):
     weights, saved, expected = saved_and_trained_on(make)
     for group in saved["param_groups"]:

@@ -47,16 +47,11 @@ def test_every_number_of_a_parameter_is_in_one_named_matrix(storage):
     assert {tuple(m.shape) for m in matrices.values()} == {(inputs, outputs) if "tr" in storage else (outputs, inputs)}
 
 
-@pytest.mark.parametrize(
-    ("architecture", "gate_up", "down"),
-    [
-        ("mixtral", "gate_up", "linear"),
-        ("deepseek_v3", "gate_up", "linear"),
-        ("gpt_oss", "transposed interleaved gate_up", "transposed"),
-        ("llama4_text", "transposed gate_up", "transposed"),
-        ("granitemoe", "gate_up", "linear"),
-    ],
-)
+@pytest.mark.parametrize(("architecture", "gate_up", "down"), [
+    ("mixtral", "gate_up", "linear"), ("deepseek_v3", "gate_up", "linear"),
+    ("gpt_oss", "transposed interleaved gate_up", "transposed"), ("llama4_text", "transposed gate_up", "transposed"),
+    ("granitemoe", "gate_up", "linear"),
+])  # fmt: skip
 def test_experts_are_stored_as_their_layers_read_them(architecture, gate_up, down):
     found = routes(architecture)
     experts = {name.split(".")[-1]: r for name, r in found.items() if len(r.shape) == 3}
@@ -86,17 +81,14 @@ def test_a_layer_of_gpt_2_is_stored_as_inputs_by_outputs():
     assert (layer.rule, layer.shape, layer.matrix) == ("spectral", (32, 128), (128, 32))
 
 
-@pytest.mark.parametrize(
-    ("architecture", "name", "reason"),
-    [
-        ("llama4_text", "model.layers.0.feed_forward.router.weight", "router"),
-        ("mixtral", "model.layers.0.mlp.gate.weight", "router"),
-        ("jetmoe", "model.layers.0.mlp.router.layer.weight", "router"),
-        ("jetmoe", "model.layers.0.self_attention.experts.router.layer.weight", "router"),
-        ("qwen3_next", "model.layers.0.mlp.shared_expert_gate.weight", "a vector: one row or column"),
-        ("gpt_oss", "model.layers.0.mlp.experts.down_proj_bias", "bias"),
-    ],
-)
+@pytest.mark.parametrize(("architecture", "name", "reason"), [
+    ("llama4_text", "model.layers.0.feed_forward.router.weight", "router"),
+    ("mixtral", "model.layers.0.mlp.gate.weight", "router"),
+    ("jetmoe", "model.layers.0.mlp.router.layer.weight", "router"),
+    ("jetmoe", "model.layers.0.self_attention.experts.router.layer.weight", "router"),
+    ("qwen3_next", "model.layers.0.mlp.shared_expert_gate.weight", "a vector: one row or column"),
+    ("gpt_oss", "model.layers.0.mlp.experts.down_proj_bias", "bias"),
+])  # fmt: skip
 def test_routers_and_gates_of_one_row_go_to_adamw(architecture, name, reason):
     found = routes(architecture)[name]
     assert (found.rule, found.reason) == ("adamw", reason)

@@ -50,17 +50,11 @@ def test_ddp_holds_everything_whole_and_its_gradients_twice():
     assert num_bytes(cost, phase="optimizer_step")["map workspace"] == 4 * (7 * 16 + 3 * 24)
     alone = cost_of(SHAPES, 10, Parallel("ddp"), 1, {"name": "adamw"}, sizes={"has_reference": True})
     assert num_bytes(alone) == {
-        "weights": 196,
-        "reference model": 196,
-        "optimizer states": 4 * 2 * 49,
-        "gradients": 196,
-    }
+        "weights": 196, "reference model": 196, "optimizer states": 4 * 2 * 49, "gradients": 196,
+    }  # fmt: skip
     assert (alone.num_matrices, alone.flops_all_ranks, alone.bytes_sent_max, alone.max_over_mean_flops) == (
-        0,
-        None,
-        0,
-        None,
-    )
+        0, None, 0, None,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -144,12 +138,8 @@ def test_offloaded_states_lie_in_the_memory_of_the_cpu():
     assert num_bytes(cost, "cpu") == {**states, "gradients for the step": 100, "accumulated gradients": 100}
     cost = cost_of(SHAPES, 10, zero(2, offload=1, accumulated="fp32"), 2)
     assert num_bytes(cost) == {"weights": 98, "accumulated gradients": 104}
-    states = {
-        "float32 master weights": 104,
-        "optimizer states": 128,
-        "gradients for the step": 104,
-        "updated weights, copied": 52,
-    }
+    states = {"float32 master weights": 104, "optimizer states": 128, "gradients for the step": 104,
+              "updated weights, copied": 52}  # fmt: skip
     assert num_bytes(cost, "cpu") == states
 
 
@@ -174,16 +164,11 @@ OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 @pytest.mark.parametrize("ranks", [3], ids=["3 ranks"], indirect=True)
 @pytest.mark.parametrize(
     ("stage", "dtype", "config", "settings"),
-    [
-        (1, torch.bfloat16, BFLOAT16, {}),
-        (1, torch.bfloat16, {**BFLOAT16, **FP32}, {}),
-        (2, torch.bfloat16, {**BFLOAT16, **FP32}, {}),
-        (2, torch.bfloat16, {**BFLOAT16, **FP32}, OFFLOAD),
-        (3, torch.float32, {}, {}),
-        (3, torch.bfloat16, {**BFLOAT16, **FP32}, {}),
-    ],
+    [(1, torch.bfloat16, BFLOAT16, {}), (1, torch.bfloat16, {**BFLOAT16, **FP32}, {}),
+     (2, torch.bfloat16, {**BFLOAT16, **FP32}, {}), (2, torch.bfloat16, {**BFLOAT16, **FP32}, OFFLOAD),
+     (3, torch.float32, {}, {}), (3, torch.bfloat16, {**BFLOAT16, **FP32}, {})],
     ids=str,
-)
+)  # fmt: skip
 def test_deepspeed_allocates_what_was_computed(ranks, stage, dtype, config, settings):
     run = Run(dtype=dtype)
     settings = {"stage": stage, "reduce_bucket_size": 7000, "overlap_comm": False, **settings}

@@ -39,11 +39,8 @@ def small(name, root):
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(made).save_pretrained(root / "model")
     return [
-        f"model.name_or_path={root / 'model'}",
-        f"data.train.path={data}",
-        f"run.output_dir={root / 'run'}",
-        *SHRUNK,
-    ]
+        f"model.name_or_path={root / 'model'}", f"data.train.path={data}", f"run.output_dir={root / 'run'}", *SHRUNK,
+    ]  # fmt: skip
 
 
 def measured(loaded):
@@ -90,17 +87,14 @@ def measured(loaded):
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize(
-    ("name", "bf16", "more"),
-    [
-        pytest.param("qwen2.5-3b/soren", False, (), marks=pytest.mark.slow),
-        pytest.param("qwen2.5-3b/soren", False, ("optimizer.states=8bit",), marks=pytest.mark.slow),
-        ("qwen2.5-3b/soren", False, ("optimizer.states=8bit", "optimizer.name=adamw")),
-        pytest.param("qwen2.5-3b/soren", True, (), marks=pytest.mark.slow),
-        pytest.param("mistral-7b/paper-soren", False, (), marks=pytest.mark.slow),
-        ("mistral-7b/paper-soren", True, ()),
-    ],
-)
+@pytest.mark.parametrize(("name", "bf16", "more"), [
+    pytest.param("qwen2.5-3b/soren", False, (), marks=pytest.mark.slow),
+    pytest.param("qwen2.5-3b/soren", False, ("optimizer.states=8bit",), marks=pytest.mark.slow),
+    ("qwen2.5-3b/soren", False, ("optimizer.states=8bit", "optimizer.name=adamw")),
+    pytest.param("qwen2.5-3b/soren", True, (), marks=pytest.mark.slow),
+    pytest.param("mistral-7b/paper-soren", False, (), marks=pytest.mark.slow),
+    ("mistral-7b/paper-soren", True, ()),
+])  # fmt: skip
 def test_each_component_is_what_a_run_allocates(name, bf16, more, tmp_path):
     loaded = recipe.load(name, [*small(name, tmp_path), f"trainer.bf16={bf16}", "run.parallel=ddp", *more])
     plan, _ = planning.plan_training(loaded)

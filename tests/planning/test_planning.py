@@ -15,19 +15,9 @@ from soren_align.planning.show import print_plan
 
 pytestmark = pytest.mark.model
 
-MISTRAL_7B = {
-    "architectures": ["MistralForCausalLM"],
-    "model_type": "mistral",
-    "vocab_size": 32000,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "tie_word_embeddings": False,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+MISTRAL_7B = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "vocab_size": 32000,
+              "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+              "num_key_value_heads": 8, "tie_word_embeddings": False, "eos_token_id": 2, "pad_token_id": 0}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -147,16 +137,10 @@ def test_packed_sequences_of_a_micro_batch_are_joined_without_flash_attention(pl
     assert "sequences of a micro-batch are one of" not in plain_text
 
 
-@pytest.mark.parametrize(
-    ("settings", "number"),
-    [
-        ("trainer.packing=true", 64),
-        ("trainer.padding_free=true", 64),
-        ("trainer.packing_strategy=wrapped", 1),
-        ("trainer.packing=false", 1),
-        ("model.attn_implementation=flash_attention_2", 1),
-    ],
-)
+@pytest.mark.parametrize(("settings", "number"), [
+    ("trainer.packing=true", 64), ("trainer.padding_free=true", 64), ("trainer.packing_strategy=wrapped", 1),
+    ("trainer.packing=false", 1), ("model.attn_implementation=flash_attention_2", 1),
+])  # fmt: skip
 def test_micro_batches_are_joined_by_packing_and_without_padding(settings, number):
     from soren_align.planning.flops import joined_sequences
 

@@ -36,28 +36,13 @@ def shipped(request, planned):
 def test_the_command_plans_without_hub_files_or_memory_for_weights(tmp_path):
     """In 20 GB of address space, where 7 billion float32 weights would need 29 GB."""
     limit = 20 * 10**9
-    command = [
-        sys.executable,
-        "-m",
-        "soren_align.cli",
-        "plan",
-        "mistral-7b/paper-soren",
-        "--processes",
-        "8",
-        "--json",
-    ]
+    command = [sys.executable, "-m", "soren_align.cli", "plan", "mistral-7b/paper-soren", "--processes", "8", "--json"]
     command += ["--set", "run.parallel=zero3"]
     folder = tmp_path / "elsewhere"
     folder.mkdir()
-    ran = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "empty")},
-        timeout=300,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
-    )
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=folder,
+                         env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "empty")}, timeout=300,
+                         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)))  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     plan = json.loads(ran.stdout)
     assert "out of reach" in plan["notices"][0]

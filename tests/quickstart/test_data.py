@@ -159,12 +159,8 @@ def test_the_template_marks_the_answer_and_its_end_for_training():
 
 def test_the_base_is_a_config_without_weights():
     assert sorted(f.name for f in Path(BASE).iterdir()) == [
-        "chat_template.jinja",
-        "config.json",
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    ]
+        "chat_template.jinja", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    ]  # fmt: skip
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(BASE))
     assert 100_000 < model.num_parameters() < 105_000
     assert model.config.vocab_size == len(AutoTokenizer.from_pretrained(BASE))

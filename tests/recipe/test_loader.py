@@ -78,14 +78,11 @@ def test_a_mistake_is_named_by_the_path_of_the_file_where_it_stands(write, tmp_p
     assert any(p.startswith(f"{tmp_path}/my.yaml:3 optimizer.ls: unknown key") for p in error.value.problems)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("extends: nothing\n", "my.yaml:1 extends: nothing: no such file, nor a shipped recipe"),
-        ("task: sft\nextends: [a]\n", "my.yaml:2 extends: found ['a']"),
-        ("extends: other.yaml\n", "other.yaml:1 extends: my.yaml extends this one in turn"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"), [
+    ("extends: nothing\n", "my.yaml:1 extends: nothing: no such file, nor a shipped recipe"),
+    ("task: sft\nextends: [a]\n", "my.yaml:2 extends: found ['a']"),
+    ("extends: other.yaml\n", "other.yaml:1 extends: my.yaml extends this one in turn"),
+])  # fmt: skip
 def test_what_cannot_be_extended_is_said(write, text, message):
     write("extends: my.yaml\n", "other.yaml")
     with pytest.raises(UserError) as error:
@@ -131,14 +128,10 @@ def test_the_resolved_recipe_says_everything_and_loads_again(write):
     assert recipe.load_text(recipe.to_yaml(first)) == first
 
 
-@pytest.mark.parametrize(
-    ("name", "own"),
-    [
-        ("muon", {"adjust_lr_fn": "original", "ns_steps": 5}),
-        ("htmuon", {"adjust_lr_fn": "original", "p": 0.125}),
-        ("adamw", {}),
-    ],
-)
+@pytest.mark.parametrize(("name", "own"), [
+    ("muon", {"adjust_lr_fn": "original", "ns_steps": 5}), ("htmuon", {"adjust_lr_fn": "original", "p": 0.125}),
+    ("adamw", {}),
+])  # fmt: skip
 def test_one_word_swaps_the_optimizer(write, name, own):
     loaded = recipe.load(write(GOOD), [f"optimizer.name={name}"]).optimizer.model_dump()
     assert (loaded["lr"], loaded["aux_lr"]) == (1e-6, 3e-5)
@@ -175,39 +168,26 @@ def test_the_schema_knows_every_key_of_a_shipped_recipe():
     assert "Peak learning rate of the matrices" in text
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ("name: muon\n  map: exact", "optimizer.map: unknown key for muon; soren has it"),
-        ("name: adamw\n  ns_steps: 15", "optimizer.ns_steps: unknown key for adamw; muon has it"),
-        ("name: adamw\n  momentum: 0.9", "optimizer.momentum: unknown key for adamw; soren, muon and htmuon have"),
-        ("name: soren\n  p: 0.1", "optimizer.p: unknown key for soren; htmuon has it"),
-        (
-            "name: soren\n  map: {name: exact, steps: 15}",
-            "optimizer.map.steps: unknown key for exact; sns and released have it",
-        ),
-        ("name: soren\n  map: {name: sns, resolution: 0.01}", "optimizer.map.resolution: unknown key for sns; minimax"),
-        ("name: soren\n  map: {steps: 15}", "optimizer.map.steps: unknown key for minimax; sns and released have it"),
-        ("name: soren\n  map: {name: sns, stes: 15}", "optimizer.map.stes: unknown key; did you mean 'steps'"),
-        ("name: soren\n  map: {resolution: 0.1}", "optimizer.map.resolution: found 0.1; write 0.0004 or 0.001 or 0.01"),
-        (
-            "name: soren\n  map: snss",
-            "optimizer.map.name: found 'snss'; write minimax, sns, released or exact; did you mean 'sns'",
-        ),
-        (
-            "name: soren\n  precision: tf32\n  map: sns",
-            "optimizer.precision: found 'tf32'; map 'sns' has auto or float32",
-        ),
-        ("name: soren\n  precision: half", "optimizer.precision: found 'half'; write auto, float32, tf32, float16 or"),
-        ("name: muon\n  workspace_mb: 16", "optimizer.workspace_mb: unknown key for muon; soren has it"),
-        ("name: muon\n  momentun: 0.9", "optimizer.momentun: unknown key; did you mean 'momentum'"),
-        (
-            "name: htmoun\n  p: 0.5",
-            "optimizer.name: found 'htmoun'; write soren, muon, htmuon or adamw; did you mean 'ht",
-        ),
-        ("name: soren\n  p: null", "optimizer.p: unknown key for soren; htmuon has it"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    ("name: muon\n  map: exact", "optimizer.map: unknown key for muon; soren has it"),
+    ("name: adamw\n  ns_steps: 15", "optimizer.ns_steps: unknown key for adamw; muon has it"),
+    ("name: adamw\n  momentum: 0.9", "optimizer.momentum: unknown key for adamw; soren, muon and htmuon have"),
+    ("name: soren\n  p: 0.1", "optimizer.p: unknown key for soren; htmuon has it"),
+    ("name: soren\n  map: {name: exact, steps: 15}",
+     "optimizer.map.steps: unknown key for exact; sns and released have it"),
+    ("name: soren\n  map: {name: sns, resolution: 0.01}", "optimizer.map.resolution: unknown key for sns; minimax"),
+    ("name: soren\n  map: {steps: 15}", "optimizer.map.steps: unknown key for minimax; sns and released have it"),
+    ("name: soren\n  map: {name: sns, stes: 15}", "optimizer.map.stes: unknown key; did you mean 'steps'"),
+    ("name: soren\n  map: {resolution: 0.1}", "optimizer.map.resolution: found 0.1; write 0.0004 or 0.001 or 0.01"),
+    ("name: soren\n  map: snss",
+     "optimizer.map.name: found 'snss'; write minimax, sns, released or exact; did you mean 'sns'"),
+    ("name: soren\n  precision: tf32\n  map: sns", "optimizer.precision: found 'tf32'; map 'sns' has auto or float32"),
+    ("name: soren\n  precision: half", "optimizer.precision: found 'half'; write auto, float32, tf32, float16 or"),
+    ("name: muon\n  workspace_mb: 16", "optimizer.workspace_mb: unknown key for muon; soren has it"),
+    ("name: muon\n  momentun: 0.9", "optimizer.momentun: unknown key; did you mean 'momentum'"),
+    ("name: htmoun\n  p: 0.5", "optimizer.name: found 'htmoun'; write soren, muon, htmuon or adamw; did you mean 'ht"),
+    ("name: soren\n  p: null", "optimizer.p: unknown key for soren; htmuon has it"),
+])  # fmt: skip
 def test_a_key_that_does_not_apply_is_one_clear_error(write, settings, message):
     with pytest.raises(UserError) as error:
         recipe.load(write(GOOD.replace("name: soren", settings)))
@@ -216,19 +196,14 @@ def test_a_key_that_does_not_apply_is_one_clear_error(write, settings, message):
     assert message in problem
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"model.attn_implementation": "flash_attn_2"}, "did you mean 'flash_attention_2'"),
-        ({"model.attn_implementation": "someone/kernel"}, "write one of eager, sdpa, .*or kernels-community/NAME"),
-        (
-            {"model.attn_implementation": "flash_attention_2", "trainer.use_cpu": "true"},
-            "model.attn_implementation: flash_attention_2 runs on GPUs only; write sdpa or eager",
-        ),
-        ({"trainer.eval_packing": "true"}, "trainer.eval_packing: .*would attend to each other"),
-        ({"trainer.packing": "true", "trainer.max_length": "null"}, "trainer.max_length: is the length of packed"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"model.attn_implementation": "flash_attn_2"}, "did you mean 'flash_attention_2'"),
+    ({"model.attn_implementation": "someone/kernel"}, "write one of eager, sdpa, .*or kernels-community/NAME"),
+    ({"model.attn_implementation": "flash_attention_2", "trainer.use_cpu": "true"},
+     "model.attn_implementation: flash_attention_2 runs on GPUs only; write sdpa or eager"),
+    ({"trainer.eval_packing": "true"}, "trainer.eval_packing: .*would attend to each other"),
+    ({"trainer.packing": "true", "trainer.max_length": "null"}, "trainer.max_length: is the length of packed"),
+])  # fmt: skip
 def test_attention_and_packing_that_cannot_work_are_one_clear_error(write, settings, message):
     with pytest.raises(UserError, match=message) as error:
         recipe.load(write(GOOD), [f"{key}={value}" for key, value in settings.items()])
@@ -271,15 +246,10 @@ def test_a_bare_map_name_can_be_extended_and_overridden(write):
     assert recipe.load(write("extends: base.yaml"), ["optimizer.map.steps=7"]).optimizer.map.steps == 7
 
 
-@pytest.mark.parametrize(
-    ("text", "overrides"),
-    [
-        ("optimizer: {name: muon, map: sns}", []),
-        ("optimizer: {name: muon}", ["optimizer.map=sns"]),
-        ("", ["optimizer.name=muon", "optimizer.map=sns"]),
-        ("", ["optimizer.map=sns", "optimizer.name=muon"]),
-    ],
-)
+@pytest.mark.parametrize(("text", "overrides"), [
+    ("optimizer: {name: muon, map: sns}", []), ("optimizer: {name: muon}", ["optimizer.map=sns"]),
+    ("", ["optimizer.name=muon", "optimizer.map=sns"]), ("", ["optimizer.map=sns", "optimizer.name=muon"]),
+])  # fmt: skip
 def test_a_key_beside_the_new_name_that_does_not_apply_stays_an_error(write, text, overrides):
     write(GOOD, "base.yaml")
     with pytest.raises(UserError, match=r"optimizer.map: unknown key for muon; soren has it"):
@@ -357,31 +327,23 @@ def test_set_reaches_into_a_mixture(write):
         recipe.load(write(MIXED), ["data.train.1.limit=0"])
 
 
-@pytest.mark.parametrize(
-    ("train", "message"),
-    [
-        (
-            "\n  - {path: org/data}\n  - {pth: org/more}",
-            r"my.yaml:6 data.train.1.pth: unknown key; did you mean 'path'",
-        ),
-        ("\n  - {path: org/data}\n  - {split: train}", r"my.yaml:6 data.train.1.path: is required"),
-        ("\n  - {path: org/data}\n  - {path: no.jsonl}", r"my.yaml:6 data.train.1.path: no file no.jsonl"),
-        ("\n  - {path: org/data, weight: 0}", r"my.yaml:5 data.train.0.weight: found 0; it must be more than 0"),
-        ("\n  - {path: org/data}\n  - org/more", r"my.yaml:6 data.train.1: found 'org/more'; write {path: org/more}"),
-        ("[]", r"my.yaml:4 data.train: found \[\]; it is empty"),
-        ("org/data", r"my.yaml:4 data.train: found 'org/data'; write train: {path: org/data}"),
-        ("{pth: org/data}", r"my.yaml:4 data.train.pth: unknown key; did you mean 'path'"),
-        ("{path: org/data, columns: {prompts: a}}", r"columns.prompts: found 'prompts'; write .*mean 'prompt'"),
-        ("{path: org/data, columns: {prompt: 3}}", r"my.yaml:4 data.train.columns.prompt: found 3; write a text"),
-        (
-            "{path: org/data, roles: {a: b}}",
-            r"my.yaml:4 data.train.roles.a: found 'b'; write system, user, assistant, tool or tool_call",
-        ),
-        ("{path: org/data, split: test_sft}", r"my.yaml:4 data.train.split: 'test_sft' is a test split.*train_on_test"),
-        ("[{path: org/data, split: 'validation[:50%]'}]", r"data.train.0.split: 'validation\[:50%\]' is a test split"),
-        ("{path: my.jsonl, split: 'train[:10%]'}", r"data.train.split: .*a file is always taken whole; write limit"),
-    ],
-)
+@pytest.mark.parametrize(("train", "message"), [
+    ("\n  - {path: org/data}\n  - {pth: org/more}", r"my.yaml:6 data.train.1.pth: unknown key; did you mean 'path'"),
+    ("\n  - {path: org/data}\n  - {split: train}", r"my.yaml:6 data.train.1.path: is required"),
+    ("\n  - {path: org/data}\n  - {path: no.jsonl}", r"my.yaml:6 data.train.1.path: no file no.jsonl"),
+    ("\n  - {path: org/data, weight: 0}", r"my.yaml:5 data.train.0.weight: found 0; it must be more than 0"),
+    ("\n  - {path: org/data}\n  - org/more", r"my.yaml:6 data.train.1: found 'org/more'; write {path: org/more}"),
+    ("[]", r"my.yaml:4 data.train: found \[\]; it is empty"),
+    ("org/data", r"my.yaml:4 data.train: found 'org/data'; write train: {path: org/data}"),
+    ("{pth: org/data}", r"my.yaml:4 data.train.pth: unknown key; did you mean 'path'"),
+    ("{path: org/data, columns: {prompts: a}}", r"columns.prompts: found 'prompts'; write .*mean 'prompt'"),
+    ("{path: org/data, columns: {prompt: 3}}", r"my.yaml:4 data.train.columns.prompt: found 3; write a text"),
+    ("{path: org/data, roles: {a: b}}",
+     r"my.yaml:4 data.train.roles.a: found 'b'; write system, user, assistant, tool or tool_call"),
+    ("{path: org/data, split: test_sft}", r"my.yaml:4 data.train.split: 'test_sft' is a test split.*train_on_test"),
+    ("[{path: org/data, split: 'validation[:50%]'}]", r"data.train.0.split: 'validation\[:50%\]' is a test split"),
+    ("{path: my.jsonl, split: 'train[:10%]'}", r"data.train.split: .*a file is always taken whole; write limit"),
+])  # fmt: skip
 def test_what_is_wrong_with_training_rows_is_said_with_its_line(write, tmp_path, monkeypatch, train, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my.jsonl").write_text("{}\n")
@@ -413,47 +375,32 @@ def test_an_unreadable_recipe_of_a_run_folder_is_named(tmp_path):
         recipe.load_resolved(tmp_path / "recipe.yaml")
 
 
-@pytest.mark.parametrize(
-    ("setting", "remedy"),
-    [
-        ("model=org/model", "model: {name_or_path: org/model}"),
-        ("data=chat.jsonl", "data: {train: {path: chat.jsonl}}"),
-        ("data.train=chat.jsonl", "train: {path: chat.jsonl}"),
-        ("data.train=[chat.jsonl]", "{path: chat.jsonl}"),
-        ("data.eval=0.05", "eval: {fraction: 0.05}"),
-        ("data.eval=500", "eval: {examples: 500}"),
-        ("data.eval=false", "eval: null"),
-        ("optimizer=soren", "optimizer: {name: soren}"),
-        ("run=runs/mine", "run: {output_dir: runs/mine}"),
-        ("run.samples=Who are you?", "samples: {prompts: [Who are you?]}"),
-        ("run.samples=questions.txt", "samples: {prompts: questions.txt}"),
-        ("run.early_stopping=true", "early_stopping: {patience: 3}"),
-        ("model.lora=true", "lora: {r: 16}"),
-        ("eval='a: b'", "eval: {suite: 'a: b'}"),
-        ("trainer=3", "a section (indented keys below it)"),
-    ],
-)
+@pytest.mark.parametrize(("setting", "remedy"), [
+    ("model=org/model", "model: {name_or_path: org/model}"), ("data=chat.jsonl", "data: {train: {path: chat.jsonl}}"),
+    ("data.train=chat.jsonl", "train: {path: chat.jsonl}"), ("data.train=[chat.jsonl]", "{path: chat.jsonl}"),
+    ("data.eval=0.05", "eval: {fraction: 0.05}"), ("data.eval=500", "eval: {examples: 500}"),
+    ("data.eval=false", "eval: null"), ("optimizer=soren", "optimizer: {name: soren}"),
+    ("run=runs/mine", "run: {output_dir: runs/mine}"),
+    ("run.samples=Who are you?", "samples: {prompts: [Who are you?]}"),
+    ("run.samples=questions.txt", "samples: {prompts: questions.txt}"),
+    ("run.early_stopping=true", "early_stopping: {patience: 3}"), ("model.lora=true", "lora: {r: 16}"),
+    ("eval='a: b'", "eval: {suite: 'a: b'}"), ("trainer=3", "a section (indented keys below it)"),
+])  # fmt: skip
 def test_a_value_in_place_of_a_section_is_answered_with_the_section(write, setting, remedy):
     with pytest.raises(UserError) as error:
         recipe.load(write(GOOD), [setting])
     assert any(problem.endswith(f"write {remedy}") for problem in error.value.problems), error.value.problems
 
 
-@pytest.mark.parametrize(
-    ("settings", "key", "found"),
-    [
-        (["lr=1000"], "lr", "1000 times weight_decay 0.1 is 100"),
-        (["lr=20", "weight_decay=0.05"], "lr", "20 times weight_decay 0.05 is 1:"),
-        (["aux_lr=20", "aux_weight_decay=0.2"], "aux_lr", "20 times aux_weight_decay 0.2 is 4"),
-        (
-            ["name=adamw", "aux_lr=null", "lr=5", "weight_decay=0", "aux_weight_decay=1"],
-            "lr",
-            "5 times aux_weight_decay 1 is 5",
-        ),
-        (["lr=1000", "weight_decay=0"], None, None),
-        (["lr=9.9"], None, None),
-    ],
-)
+@pytest.mark.parametrize(("settings", "key", "found"), [
+    (["lr=1000"], "lr", "1000 times weight_decay 0.1 is 100"),
+    (["lr=20", "weight_decay=0.05"], "lr", "20 times weight_decay 0.05 is 1:"),
+    (["aux_lr=20", "aux_weight_decay=0.2"], "aux_lr", "20 times aux_weight_decay 0.2 is 4"),
+    (["name=adamw", "aux_lr=null", "lr=5", "weight_decay=0", "aux_weight_decay=1"], "lr",
+     "5 times aux_weight_decay 1 is 5"),
+    (["lr=1000", "weight_decay=0"], None, None),
+    (["lr=9.9"], None, None),
+])  # fmt: skip
 def test_a_decay_that_turns_the_signs_of_weights_is_refused(write, settings, key, found):
     """In any group: 1 - lr * weight_decay, with the rate as it is written, whatever adjust_lr_fn is."""
     overrides = [f"optimizer.{setting}" for setting in (*settings, "adjust_lr_fn=original")]
@@ -477,27 +424,17 @@ def test_a_runs_folder_is_answered_with_its_model(tmp_path):
         recipe.load("quickstart/sft", [f"model.name_or_path={tmp_path / 'run'}"])
 
 
-@pytest.mark.parametrize(
-    ("lines", "keys", "message"),
-    [
-        (['{"messages": []}', "", '{"messages": }'], "", ":3: not JSON: Expecting value at column 14"),
-        (
-            ['{"q": "x", "a": "y"}'],
-            "",
-            "found the columns q, a; sft needs 'messages'.* such as {instruction: q, output: a}",
-        ),
-        (
-            ['{"q": "x", "a": "y"}'],
-            "columns: {prompt: qs, completion: a}",
-            "columns.prompt is 'qs', and .* q, a; did you",
-        ),
-        (["{}"], "", None),
-        (['{"messages": }'], "bad_examples: drop", None),
-        (['{"messages": []}', '{"messages": }'], "limit: 1", None),
-        (['{"q": "x", "a": "y"}'], "columns: {prompt: q, completion: a, role: r}", None),
-        (['{"messages": []}'] * 60 + ["{"], "", None),  # that of a later line is found when all examples are read
-    ],
-)
+@pytest.mark.parametrize(("lines", "keys", "message"), [
+    (['{"messages": []}', "", '{"messages": }'], "", ":3: not JSON: Expecting value at column 14"),
+    (['{"q": "x", "a": "y"}'], "",
+     "found the columns q, a; sft needs 'messages'.* such as {instruction: q, output: a}"),
+    (['{"q": "x", "a": "y"}'], "columns: {prompt: qs, completion: a}", "columns.prompt is 'qs', and .* q, a; did you"),
+    (["{}"], "", None),
+    (['{"messages": }'], "bad_examples: drop", None),
+    (['{"messages": []}', '{"messages": }'], "limit: 1", None),
+    (['{"q": "x", "a": "y"}'], "columns: {prompt: q, completion: a, role: r}", None),
+    (['{"messages": []}'] * 60 + ["{"], "", None),  # that of a later line is found when all examples are read
+])  # fmt: skip
 def test_the_first_lines_of_a_file_are_checked_without_torch(write, lines, keys, message):
     data = write("\n".join(lines) + "\n", "data.jsonl")
     file = write(GOOD.replace("{path: org/data}", f"{{path: {data}, {keys}}}"))
@@ -508,16 +445,11 @@ def test_the_first_lines_of_a_file_are_checked_without_torch(write, lines, keys,
         recipe.load(file)
 
 
-@pytest.mark.parametrize(
-    ("num_steps", "settings", "key"),
-    [
-        (10, [], None),
-        (1, ["trainer.max_steps=1"], None),
-        (1, ["trainer.gradient_accumulation_steps=32"], "trainer.gradient_accumulation_steps"),
-        (9, [], "trainer.per_device_train_batch_size"),
-        (3, ["run.global_batch_size=64"], "run.global_batch_size"),
-    ],
-)
+@pytest.mark.parametrize(("num_steps", "settings", "key"), [
+    (10, [], None), (1, ["trainer.max_steps=1"], None),
+    (1, ["trainer.gradient_accumulation_steps=32"], "trainer.gradient_accumulation_steps"),
+    (9, [], "trainer.per_device_train_batch_size"), (3, ["run.global_batch_size=64"], "run.global_batch_size"),
+])  # fmt: skip
 def test_few_steps_are_a_notice_with_the_key_to_change(write, num_steps, settings, key):
     loaded = recipe.load(write(GOOD.replace("  max_steps: 3", "  num_train_epochs: 1")), settings)
     notice = recipe.few_steps(loaded, num_steps, 1)

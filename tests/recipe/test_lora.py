@@ -51,12 +51,8 @@ def start(folder):
 def test_a_new_adapter_has_its_defaults_written_out():
     found = load(*LORA)
     assert found.model.lora.model_dump() == {
-        "r": 4,
-        "alpha": 4.0,
-        "dropout": 0.0,
-        "target_modules": "all-linear",
-        "modules_to_save": [],
-    }
+        "r": 4, "alpha": 4.0, "dropout": 0.0, "target_modules": "all-linear", "modules_to_save": [],
+    }  # fmt: skip
     assert recipe.load_text(recipe.to_yaml(found)) == found
 
 
@@ -163,19 +159,16 @@ def test_without_bitsandbytes_a_quantized_base_is_refused_before_anything_is_tou
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("override", "told"),
-    [
-        ("model.lora.target_modules=3", "model.lora.target_modules: found 3; write all-linear, or a list of names"),
-        ("model.lora.target_modules=q_proj", "found 'q_proj'; write all-linear, or a list of names"),
-        ("model.lora.target_modules=[]", "found []; write all-linear, or a list of names"),
-        ("model.quantize=3bit", "model.quantize: found '3bit'; write 4bit or 8bit"),
-        ("model.lora.rank=4", "model.lora.rank: unknown key; did you mean 'r'?"),
-        ("model.lora.lora_alpha=4", "model.lora.lora_alpha: unknown key; did you mean 'alpha'?"),
-        ("model.lora.r=0", "model.lora.r: found 0; it must be at least 1"),
-        ("model.lora=16", "model.lora: found 16; write lora: {r: 16}"),
-    ],
-)
+@pytest.mark.parametrize(("override", "told"), [
+    ("model.lora.target_modules=3", "model.lora.target_modules: found 3; write all-linear, or a list of names"),
+    ("model.lora.target_modules=q_proj", "found 'q_proj'; write all-linear, or a list of names"),
+    ("model.lora.target_modules=[]", "found []; write all-linear, or a list of names"),
+    ("model.quantize=3bit", "model.quantize: found '3bit'; write 4bit or 8bit"),
+    ("model.lora.rank=4", "model.lora.rank: unknown key; did you mean 'r'?"),
+    ("model.lora.lora_alpha=4", "model.lora.lora_alpha: unknown key; did you mean 'alpha'?"),
+    ("model.lora.r=0", "model.lora.r: found 0; it must be at least 1"),
+    ("model.lora=16", "model.lora: found 16; write lora: {r: 16}"),
+])  # fmt: skip
 def test_mistakes_are_told_in_one_line(override, told):
     assert told in problems(*LORA, override)
 
@@ -197,28 +190,25 @@ def test_what_cannot_be_merged_is_told_without_torch(tmp_path):
         assert (done.returncode, told in done.stderr) == (2, True), done.stderr
 
 
-@pytest.mark.parametrize(
-    ("said", "told"),
-    [
-        ({"base_model_name_or_path": ["a", "b"]}, "is a folder's path or a hub name"),
-        ({"base_model_name_or_path": {"a": 1}}, "is a folder's path or a hub name"),
-        ({"base_model_name_or_path": 3}, "is a folder's path or a hub name"),
-        ({"base_model_name_or_path": "a\x00b"}, "is a folder's path or a hub name"),
-        ({"base_model_name_or_path": "/" + "x" * 300}, "cannot be used as a path"),
-        ({"base_model_name_or_path": "~nosuchuser/x"}, "cannot be used as a path"),
-        ({"peft_type": None}, "is an adapter of type None; only LORA"),
-        ({"peft_type": ["LORA"]}, "only LORA"),
-        ({"task_type": "SEQ_CLS"}, "adapter_config.json: task_type: found 'SEQ_CLS'"),
-        ({"revision": 3}, "adapter_config.json: revision: found 3"),
-        ({"r": "8"}, "adapter_config.json: r: found '8'"),
-        ({"r": 10**9}, "adapter_config.json: r: found 1000000000"),
-        ({"lora_alpha": [1]}, "adapter_config.json: lora_alpha: found [1]"),
-        ({"target_modules": 3}, "adapter_config.json: target_modules"),
-        ({"modules_to_save": "embed_tokens"}, "adapter_config.json: modules_to_save"),
-        ({"rank_pattern": [1]}, "adapter_config.json: rank_pattern"),
-        ({"megatron_config": {"a": 1}}, "adapter_config.json: megatron_config"),
-    ],
-)
+@pytest.mark.parametrize(("said", "told"), [
+    ({"base_model_name_or_path": ["a", "b"]}, "is a folder's path or a hub name"),
+    ({"base_model_name_or_path": {"a": 1}}, "is a folder's path or a hub name"),
+    ({"base_model_name_or_path": 3}, "is a folder's path or a hub name"),
+    ({"base_model_name_or_path": "a\x00b"}, "is a folder's path or a hub name"),
+    ({"base_model_name_or_path": "/" + "x" * 300}, "cannot be used as a path"),
+    ({"base_model_name_or_path": "~nosuchuser/x"}, "cannot be used as a path"),
+    ({"peft_type": None}, "is an adapter of type None; only LORA"),
+    ({"peft_type": ["LORA"]}, "only LORA"),
+    ({"task_type": "SEQ_CLS"}, "adapter_config.json: task_type: found 'SEQ_CLS'"),
+    ({"revision": 3}, "adapter_config.json: revision: found 3"),
+    ({"r": "8"}, "adapter_config.json: r: found '8'"),
+    ({"r": 10**9}, "adapter_config.json: r: found 1000000000"),
+    ({"lora_alpha": [1]}, "adapter_config.json: lora_alpha: found [1]"),
+    ({"target_modules": 3}, "adapter_config.json: target_modules"),
+    ({"modules_to_save": "embed_tokens"}, "adapter_config.json: modules_to_save"),
+    ({"rank_pattern": [1]}, "adapter_config.json: rank_pattern"),
+    ({"megatron_config": {"a": 1}}, "adapter_config.json: megatron_config"),
+])  # fmt: skip
 def test_a_field_of_an_adapters_config_that_is_none_is_one_sentence(adapter, said, told):
     assert told in problems(*start(adapter(**said)))
 

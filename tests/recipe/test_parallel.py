@@ -42,15 +42,10 @@ def test_a_config_of_ones_own_is_completed(tmp_path):
     assert found.config["gradient_accumulation_steps"] == "auto"
 
 
-@pytest.mark.parametrize(
-    ("config", "precision", "dtype"),
-    [
-        ({}, "trainer.bf16=true", "bfloat16"),
-        ({"communication_data_type": "bf16"}, "trainer.bf16=false", "bfloat16"),
-        ({"communication_data_type": "fp32"}, "trainer.bf16=true", None),
-        ({}, "trainer.bf16=false", None),
-    ],
-)
+@pytest.mark.parametrize(("config", "precision", "dtype"), [
+    ({}, "trainer.bf16=true", "bfloat16"), ({"communication_data_type": "bf16"}, "trainer.bf16=false", "bfloat16"),
+    ({"communication_data_type": "fp32"}, "trainer.bf16=true", None), ({}, "trainer.bf16=false", None),
+])  # fmt: skip
 def test_a_config_that_averages_gradients_in_bfloat16_gets_a_notice(tmp_path, config, precision, dtype):
     file = tmp_path / "mine.json"
     file.write_text(json.dumps({**zero(), **config}))
@@ -66,30 +61,26 @@ def zero(**settings):
 
 @pytest.mark.parametrize(
     ("config", "message"),
-    [
-        ({**zero(), "optimizer": {"type": "AdamW"}}, "optimizer: set by the recipe's optimizer section"),
-        ({**zero(), "scheduler": {"type": "WarmupLR"}}, "scheduler: set by trainer.lr_scheduler_type"),
-        (zero(round_robin_gradients=True), "round_robin_gradients: not supported: .* universal checkpoints"),
-        (zero(offload_optimizer={"device": "nvme"}), "offload_optimizer.device: nvme is not supported"),
-        (zero(offload_param={"device": "nvme"}), "offload_param.device: nvme is not supported"),
-        (zero(offload_optimizer={"device": "cpu", "ratio": 0.5}), "offload_optimizer.ratio: found 0.5; only a whole"),
-        (zero(offload_optimizer={"device": "cpu", "super_offload": True}), "super_offload: not supported"),
-        (zero(zenflow={"topk_ratio": 0.1}), "zenflow: not supported: it updates parameters outside of the optimizer"),
-        (zero(mics_shard_size=2), "mics_shard_size: not supported"),
-        (zero(zero_hpz_partition_size=2), "zero_hpz_partition_size: not supported"),
-        (
-            {**zero(offload_optimizer={"device": "cpu"}), "zero_force_ds_cpu_optimizer": True},
-            "zero_force_ds_cpu_optimizer: DeepSpeed's CPU Adam would replace",
-        ),
-        ({**zero(), "gradient_clipping": 0.5}, 'gradient_clipping: set by trainer.max_grad_norm; write "auto"'),
-        ({**zero(), "bf16": {"enabled": True}}, 'bf16.enabled: set by trainer.bf16; write "auto"'),
-        ({**zero(), "communication_data_type": "float32"}, "communication_data_type: found 'float32'; write .fp32."),
-        ({**zero(), "tensor_parallel": {"autotp_size": 2}}, "tensor_parallel: only data is divided"),
-        ({"zero_optimization": {"stage": 0}}, "stage: found 0; write 1, 2 or 3"),
-        ({}, "stage: found None; write 1, 2 or 3"),
-    ],
+    [({**zero(), "optimizer": {"type": "AdamW"}}, "optimizer: set by the recipe's optimizer section"),
+     ({**zero(), "scheduler": {"type": "WarmupLR"}}, "scheduler: set by trainer.lr_scheduler_type"),
+     (zero(round_robin_gradients=True), "round_robin_gradients: not supported: .* universal checkpoints"),
+     (zero(offload_optimizer={"device": "nvme"}), "offload_optimizer.device: nvme is not supported"),
+     (zero(offload_param={"device": "nvme"}), "offload_param.device: nvme is not supported"),
+     (zero(offload_optimizer={"device": "cpu", "ratio": 0.5}), "offload_optimizer.ratio: found 0.5; only a whole"),
+     (zero(offload_optimizer={"device": "cpu", "super_offload": True}), "super_offload: not supported"),
+     (zero(zenflow={"topk_ratio": 0.1}), "zenflow: not supported: it updates parameters outside of the optimizer"),
+     (zero(mics_shard_size=2), "mics_shard_size: not supported"),
+     (zero(zero_hpz_partition_size=2), "zero_hpz_partition_size: not supported"),
+     ({**zero(offload_optimizer={"device": "cpu"}), "zero_force_ds_cpu_optimizer": True},
+      "zero_force_ds_cpu_optimizer: DeepSpeed's CPU Adam would replace"),
+     ({**zero(), "gradient_clipping": 0.5}, 'gradient_clipping: set by trainer.max_grad_norm; write "auto"'),
+     ({**zero(), "bf16": {"enabled": True}}, 'bf16.enabled: set by trainer.bf16; write "auto"'),
+     ({**zero(), "communication_data_type": "float32"}, "communication_data_type: found 'float32'; write .fp32."),
+     ({**zero(), "tensor_parallel": {"autotp_size": 2}}, "tensor_parallel: only data is divided"),
+     ({"zero_optimization": {"stage": 0}}, "stage: found 0; write 1, 2 or 3"),
+     ({}, "stage: found None; write 1, 2 or 3")],
     ids=lambda value: None if isinstance(value, dict) else value.split(":")[0],
-)
+)  # fmt: skip
 def test_what_does_not_go_together_with_soren_is_refused_before_torch_loads(tmp_path, config, message):
     file = tmp_path / "mine.json"
     file.write_text(json.dumps(config))
@@ -105,16 +96,11 @@ def test_all_mistakes_of_a_config_are_told_at_once(tmp_path):
     assert len(error.value.problems) == 3
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ("zero4", "did you mean 'zero3'"),
-        ("ZERO3", "did you mean 'zero3'"),
-        ("megatron", "write ddp, zero1"),
-        ("missing.json", "neither a known name nor a file"),
-        ("fsdp2", "under trainer.use_cpu would silently train by DDP"),
-    ],
-)
+@pytest.mark.parametrize(("value", "message"), [
+    ("zero4", "did you mean 'zero3'"), ("ZERO3", "did you mean 'zero3'"), ("megatron", "write ddp, zero1"),
+    ("missing.json", "neither a known name nor a file"),
+    ("fsdp2", "under trainer.use_cpu would silently train by DDP"),
+])  # fmt: skip
 def test_an_unknown_name_is_refused_with_what_there_is(value, message):
     with pytest.raises(UserError, match=message):
         recipe.load("quickstart/sft", [f"run.parallel={value}"])

@@ -5,10 +5,7 @@ import pytest
 from soren_align import recipe
 from soren_align.core.errors import UserError
 
-SECTIONS = {
-    "data": {"train": "{path: org/data}", "streaming": "true"},
-    "trainer": {"max_steps": "3"},
-}
+SECTIONS = {"data": {"train": "{path: org/data}", "streaming": "true"}, "trainer": {"max_steps": "3"}}
 
 
 @pytest.fixture
@@ -41,27 +38,20 @@ def test_false_is_the_same_as_without(load, value):
     assert load({"streaming": value}).data.streaming is None
 
 
-@pytest.mark.parametrize(
-    ("data", "trainer", "message"),
-    [
-        ({}, {"max_steps": ""}, "trainer.max_steps: is required with data.streaming"),
-        ({}, {"max_steps": "-1"}, "trainer.max_steps: is required with data.streaming"),
-        ({}, {"num_train_epochs": "2"}, "trainer.num_train_epochs: the examples of a stream are not counted"),
-        ({}, {"dataloader_num_workers": "4"}, "trainer.dataloader_num_workers: a stream is read by the training"),
-        ({}, {"save_strategy": "epoch"}, "trainer.save_strategy: a stream has no epochs"),
-        ({}, {"shuffle_dataset": "true"}, "trainer.shuffle_dataset: a stream is shuffled by data.streaming"),
-        ({"eval": "{examples: 9}"}, {}, "data.eval: the examples of a stream cannot be compared before training"),
-        (
-            {"train": '{path: org/data, split: "train[:9%]"}'},
-            {},
-            "data.train.split: only a whole split can be streamed",
-        ),
-        ({"train": "{path: org/data, streaming: true}"}, {}, "data.train.streaming: is of all of data.train together"),
-        ({"streaming": "{shuffle_buffer: 0}"}, {}, "data.streaming.shuffle_buffer"),
-        ({"streaming": "{buffer: 9}"}, {}, "data.streaming.buffer: unknown key"),
-        ({"streaming": "9"}, {}, "data.streaming"),
-    ],
-)
+@pytest.mark.parametrize(("data", "trainer", "message"), [
+    ({}, {"max_steps": ""}, "trainer.max_steps: is required with data.streaming"),
+    ({}, {"max_steps": "-1"}, "trainer.max_steps: is required with data.streaming"),
+    ({}, {"num_train_epochs": "2"}, "trainer.num_train_epochs: the examples of a stream are not counted"),
+    ({}, {"dataloader_num_workers": "4"}, "trainer.dataloader_num_workers: a stream is read by the training"),
+    ({}, {"save_strategy": "epoch"}, "trainer.save_strategy: a stream has no epochs"),
+    ({}, {"shuffle_dataset": "true"}, "trainer.shuffle_dataset: a stream is shuffled by data.streaming"),
+    ({"eval": "{examples: 9}"}, {}, "data.eval: the examples of a stream cannot be compared before training"),
+    ({"train": '{path: org/data, split: "train[:9%]"}'}, {}, "data.train.split: only a whole split can be streamed"),
+    ({"train": "{path: org/data, streaming: true}"}, {}, "data.train.streaming: is of all of data.train together"),
+    ({"streaming": "{shuffle_buffer: 0}"}, {}, "data.streaming.shuffle_buffer"),
+    ({"streaming": "{buffer: 9}"}, {}, "data.streaming.buffer: unknown key"),
+    ({"streaming": "9"}, {}, "data.streaming"),
+])  # fmt: skip
 def test_keys_that_need_all_examples_are_refused_with_the_remedy(load, data, trainer, message):
     with pytest.raises(UserError) as error:
         load(data, trainer)

@@ -38,22 +38,15 @@ def test_what_is_installed_may_be_named(installed, asked):
     assert trl.problems("dpo", {"report_to": asked}) == {}
 
 
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ("swanlab", "swanlab is not installed (swanlab): pip install swanlab, or write none"),
-        (["dvclive", "swanlab"], "swanlab is not installed"),
-        ("dagshub", "dagshub is not installed (dagshub, mlflow): pip install dagshub mlflow"),
-        ("azure_ml", "azure_ml is not installed (azureml.core): pip install azureml-core"),
-        ("wandbb", "did you mean 'wandb'?"),
-        (["tensorbord"], "did you mean 'tensorboard'?"),
-        ("non", "did you mean 'none'?"),
-        ("all", "name the trackers"),
-        (["dvclive", "none"], "write it alone"),
-        ([3], "found 3; write none, azure_ml,"),
-        (3, "found 3; write a list or a text or null"),
-    ],
-)
+@pytest.mark.parametrize(("asked", "message"), [
+    ("swanlab", "swanlab is not installed (swanlab): pip install swanlab, or write none"),
+    (["dvclive", "swanlab"], "swanlab is not installed"),
+    ("dagshub", "dagshub is not installed (dagshub, mlflow): pip install dagshub mlflow"),
+    ("azure_ml", "azure_ml is not installed (azureml.core): pip install azureml-core"),
+    ("wandbb", "did you mean 'wandb'?"), (["tensorbord"], "did you mean 'tensorboard'?"),
+    ("non", "did you mean 'none'?"), ("all", "name the trackers"), (["dvclive", "none"], "write it alone"),
+    ([3], "found 3; write none, azure_ml,"), (3, "found 3; write a list or a text or null"),
+])  # fmt: skip
 def test_what_is_not_there_is_named_with_its_remedy(installed, asked, message):
     installed("dvclive")
     assert message in trl.problems("sft", {"report_to": asked})["report_to"]

@@ -51,35 +51,23 @@ def test_every_key_that_belongs_elsewhere_is_one_of_trls(real):
     assert set(trl.RENAMED) & known == set()
 
 
-@pytest.mark.parametrize(
-    ("task", "key", "value", "message"),
-    [
-        ("sft", "learning_rate", 1e-3, "optimizer.lr"),
-        ("sft", "beta", 0.1, "DPOConfig"),
-        ("dpo", "packing", True, "SFTConfig"),
-        ("sft", "max_lenght", 5, "did you mean 'max_length'"),
-        ("sft", "warmup_ratio", 0.1, "warmup_steps"),
-        ("sft", "packing_strategy", "bdf", "did you mean 'bfd'"),
-        ("sft", "eval_strategy", "step", "did you mean 'steps'"),
-        ("dpo", "loss_type", ["sigmod"], "did you mean 'sigmoid'"),
-        ("sft", "max_steps", "many", "a whole number"),
-        ("sft", "packing", 1, "true or false"),
-        ("sft", "max_length", "None", "null"),
-        ("sft", "per_device_train_batch_size", 0, "at least 1"),
-        ("dpo", "beta", -1, "more than 0"),
-        ("sft", "seed", True, "a whole number"),
-    ],
-)
+@pytest.mark.parametrize(("task", "key", "value", "message"), [
+    ("sft", "learning_rate", 1e-3, "optimizer.lr"), ("sft", "beta", 0.1, "DPOConfig"),
+    ("dpo", "packing", True, "SFTConfig"), ("sft", "max_lenght", 5, "did you mean 'max_length'"),
+    ("sft", "warmup_ratio", 0.1, "warmup_steps"), ("sft", "packing_strategy", "bdf", "did you mean 'bfd'"),
+    ("sft", "eval_strategy", "step", "did you mean 'steps'"),
+    ("dpo", "loss_type", ["sigmod"], "did you mean 'sigmoid'"), ("sft", "max_steps", "many", "a whole number"),
+    ("sft", "packing", 1, "true or false"), ("sft", "max_length", "None", "null"),
+    ("sft", "per_device_train_batch_size", 0, "at least 1"), ("dpo", "beta", -1, "more than 0"),
+    ("sft", "seed", True, "a whole number"),
+])  # fmt: skip
 def test_a_wrong_key_or_value_is_named_with_its_remedy(task, key, value, message):
     assert message in trl.problems(task, {key: value})[key]
 
 
-@pytest.mark.parametrize(
-    ("key", "remedy"),
-    [
-        ("epochs", "write num_train_epochs"),
-        ("batch_size", "write per_device_train_batch_size, or run.global_batch_size"),
-    ],
-)
+@pytest.mark.parametrize(("key", "remedy"), [
+    ("epochs", "write num_train_epochs"),
+    ("batch_size", "write per_device_train_batch_size, or run.global_batch_size"),
+])  # fmt: skip
 def test_short_names_are_answered_with_trls(key, remedy):
     assert trl.problems("sft", {key: 3})[key] == f"unknown to TRL's SFTConfig; {remedy}"

@@ -29,15 +29,12 @@ def test_replicas_step_in_a_group_of_nccl_alone(pair, name):
 
 
 STEPS = {
-    "Soren": ("Soren", {}),
-    "Soren 0.01": ("Soren", {"map": {"name": "minimax", "resolution": 0.01}}),
-    "Soren sns": ("Soren", {"map": "sns"}),
-    "Soren released": ("Soren", {"map": "released"}),
+    "Soren": ("Soren", {}), "Soren 0.01": ("Soren", {"map": {"name": "minimax", "resolution": 0.01}}),
+    "Soren sns": ("Soren", {"map": "sns"}), "Soren released": ("Soren", {"map": "released"}),
     "Soren measured RMS": ("Soren", {"adjust_lr_fn": "match_rms_measured"}),
-    "Soren one by one": ("Soren", {"workspace_mb": 0}),
-    "tensor lr": ("Soren", {"tensor_lr": True}),
+    "Soren one by one": ("Soren", {"workspace_mb": 0}), "tensor lr": ("Soren", {"tensor_lr": True}),
     "Muon": ("Muon", {"tensor_lr": True}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("step", STEPS)

@@ -69,12 +69,8 @@ def test_a_straddling_matrix_goes_to_its_biggest_holder_unless_that_one_has_more
     assert assign_owners(busy) == (0, 1, 1)
 
 
-@given(
-    st.sampled_from(BUILDERS),
-    st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=8),
-    st.integers(1, 5),
-    st.integers(1, 300),
-)
+@given(st.sampled_from(BUILDERS), st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=8),
+       st.integers(1, 5), st.integers(1, 300))  # fmt: skip
 @settings(deadline=None)
 def test_every_matrix_is_planned_once_within_the_bytes_of_a_bucket(builder, shapes, num_ranks, most):
     layout = builder({f"{i}": shape for i, shape in enumerate(shapes)}, num_ranks)

@@ -5,14 +5,11 @@ import pytest
 from tests.support import step_plan_jobs as planned
 
 
-@pytest.mark.parametrize(
-    ("fault", "there", "elsewhere"),
-    [
-        ("two dtypes", "must share a dtype", "must share a dtype"),
-        ("two dtypes on one rank", "must share a dtype", "another rank cannot plan this step"),
-        ("another model", "the ranks found different matrices", "the ranks found different matrices"),
-    ],
-)
+@pytest.mark.parametrize(("fault", "there", "elsewhere"), [
+    ("two dtypes", "must share a dtype", "must share a dtype"),
+    ("two dtypes on one rank", "must share a dtype", "another rank cannot plan this step"),
+    ("another model", "the ranks found different matrices", "the ranks found different matrices"),
+])  # fmt: skip
 def test_a_step_that_cannot_be_planned_changes_nothing_not_even_momentum(ranks, fault, there, elsewhere):
     for rank, (message, unchanged) in enumerate(ranks.run(planned.unplannable_step, fault)):
         assert message is not None

@@ -137,20 +137,17 @@ def run():
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(
-    ("job", "first", "other"),
-    [
-        (longer, None, None),
-        (sampling, None, None),
-        (killed, "lost", "LostRankError: lost another rank ("),
-        (stopped, "lost", "LostRankError: rank 0 did not answer for 3 s. Rerun the same command to resume"),
-        (refused, "UserError: write this", "UserError: write this"),
-        (defective, "TypeError: a defect", "LostRankError: rank 0 failed (TypeError: a defect); see its output"),
-        (interrupted, "KeyboardInterrupt: ", "KeyboardInterrupt: "),
-        (silent, "LostRankError: another rank did not answer for 2 s. Rerun", "lost"),
-        (ended, "LostRankError: lost another rank (", "lost"),
-    ],
-)
+@pytest.mark.parametrize(("job", "first", "other"), [
+    (longer, None, None),
+    (sampling, None, None),
+    (killed, "lost", "LostRankError: lost another rank ("),
+    (stopped, "lost", "LostRankError: rank 0 did not answer for 3 s. Rerun the same command to resume"),
+    (refused, "UserError: write this", "UserError: write this"),
+    (defective, "TypeError: a defect", "LostRankError: rank 0 failed (TypeError: a defect); see its output"),
+    (interrupted, "KeyboardInterrupt: ", "KeyboardInterrupt: "),
+    (silent, "LostRankError: another rank did not answer for 2 s. Rerun", "lost"),
+    (ended, "LostRankError: lost another rank (", "lost"),
+])  # fmt: skip
 def test_what_happens_to_one_rank_is_a_sentence_on_the_other(run, job, first, other):
     raised = run(job)
     for text, expected in zip(raised, (first, other), strict=True):
@@ -164,18 +161,13 @@ def test_ranks_that_cannot_connect_name_the_network_interface(run):
     assert "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface between them" in text
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.distributed.DistStoreError("wait timeout after 20000ms, keys: /default_pg/0"),
-        torch.distributed.DistNetworkError("failed to recv, got 0 bytes"),
-        RuntimeError(
-            "[/x/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 20000ms for recv operation. GLHF!"
-        ),
-        RuntimeError("[/x/gloo/transport/tcp/pair.cc:537] Read error [::1]:2: Connection reset by peer"),
-        RuntimeError("NCCL communicator was aborted on rank 1"),
-    ],
-)
+@pytest.mark.parametrize("error", [
+    torch.distributed.DistStoreError("wait timeout after 20000ms, keys: /default_pg/0"),
+    torch.distributed.DistNetworkError("failed to recv, got 0 bytes"),
+    RuntimeError("[/x/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 20000ms for recv operation. GLHF!"),
+    RuntimeError("[/x/gloo/transport/tcp/pair.cc:537] Read error [::1]:2: Connection reset by peer"),
+    RuntimeError("NCCL communicator was aborted on rank 1"),
+])  # fmt: skip
 def test_a_lost_rank_is_not_an_error_of_the_recipe(error):
     def convert(raised):
         with as_user_error("trainer", ValueError, RuntimeError):

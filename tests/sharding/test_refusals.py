@@ -10,18 +10,10 @@ from soren_align.sharding.ranks import choose_gpu
 from tests.support import toy_jobs as jobs
 
 
-@pytest.mark.parametrize(
-    ("fault", "kind", "there", "elsewhere"),
-    [
-        ("nan", "FloatingPointError", "NaN or infinity in the gradient of b", "another rank has a gradient"),
-        (
-            "no gradient",
-            "ValueError",
-            "b: a gradient on some ranks and none on",
-            "b: a gradient on some ranks and none",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("fault", "kind", "there", "elsewhere"), [
+    ("nan", "FloatingPointError", "NaN or infinity in the gradient of b", "another rank has a gradient"),
+    ("no gradient", "ValueError", "b: a gradient on some ranks and none on", "b: a gradient on some ranks and none"),
+])  # fmt: skip
 def test_a_gradient_that_one_rank_cannot_use_stops_all_before_anything_changes(ranks, fault, kind, there, elsewhere):
     for rank, answer in enumerate(ranks.run(jobs.refused_step, fault)):
         assert answer is not None
@@ -57,17 +49,14 @@ def test_shards_whose_place_is_unknown_are_refused(ranks):
         assert "A shard has no singular values: set the optimizer's strategy" in message
 
 
-@pytest.mark.parametrize(
-    ("environment", "num_gpus", "gpu"),
-    [
-        ({"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}, 4, 3),
-        ({"LOCAL_RANK": "3"}, 4, 3),  # srun does not set the other
-        ({"LOCAL_RANK": "3"}, 1, 0),  # srun --gpus-per-task=1
-        ({}, 1, 0),
-        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, 1, None),
-        ({"LOCAL_RANK": "3"}, 2, None),
-    ],
-)
+@pytest.mark.parametrize(("environment", "num_gpus", "gpu"), [
+    ({"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}, 4, 3),
+    ({"LOCAL_RANK": "3"}, 4, 3),  # srun does not set the other
+    ({"LOCAL_RANK": "3"}, 1, 0),  # srun --gpus-per-task=1
+    ({}, 1, 0),
+    ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, 1, None),
+    ({"LOCAL_RANK": "3"}, 2, None),
+])  # fmt: skip
 def test_a_rank_chooses_its_own_gpu_among_the_visible_ones(monkeypatch, environment, num_gpus, gpu):
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, environment.get(name, ""))  # so that what the function sets is undone

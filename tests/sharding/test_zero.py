@@ -9,15 +9,12 @@ from tests.support.parity_configurations import reference
 from tests.support.toy import Run
 
 
-@pytest.mark.parametrize(
-    ("stage", "config", "fault", "message"),
-    [
-        (2, {"zero_optimization": {"round_robin_gradients": True}}, None, "DeepSpeed's round_robin_gradients is on"),
-        (2, {}, "another optimizer", "DeepSpeed would step SGD, not our optimizer"),
-        (2, {}, "a number changed", "matrices per rank elsewhere than expected"),
-        (3, {}, "a number changed", "matrices per rank elsewhere than expected"),
-    ],
-)
+@pytest.mark.parametrize(("stage", "config", "fault", "message"), [
+    (2, {"zero_optimization": {"round_robin_gradients": True}}, None, "DeepSpeed's round_robin_gradients is on"),
+    (2, {}, "another optimizer", "DeepSpeed would step SGD, not our optimizer"),
+    (2, {}, "a number changed", "matrices per rank elsewhere than expected"),
+    (3, {}, "a number changed", "matrices per rank elsewhere than expected"),
+])  # fmt: skip
 def test_what_cannot_be_placed_is_refused_on_every_rank(ranks, stage, config, fault, message):
     for rank, answer in enumerate(ranks.run(jobs.refused_deepspeed, stage, config, fault)):
         assert answer is not None

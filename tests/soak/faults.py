@@ -85,14 +85,10 @@ class Trial:
             prepare()
 
         ended = commands.run(
-            runs.arguments(self.config, self.output),
-            self.case,
-            self.log,
+            runs.arguments(self.config, self.output), self.case, self.log,
             seconds=60 + runs.DDP_TIMEOUT_SECONDS * 2 + 10 * load * self.reference.seconds,
-            environment=runs.environment(self.case),
-            prepare=prepare_both,
-            **{"processes": self.config.ranks, **fault},
-        )
+            environment=runs.environment(self.case), prepare=prepare_both, **{"processes": self.config.ranks, **fault},
+        )  # fmt: skip
         self.ended.append(ended)
         self.notes.append(f"exit {','.join(map(str, ended.codes))}")
         return ended
@@ -273,11 +269,8 @@ def killed_within_write(trial: Trial) -> str:
         for pid in pids:
             limit_resource(pid, resource.RLIMIT_FSIZE, limit)
 
-    ended = trial.fault(
-        Place(None, trial.rng.randint(1, trial.reference.num_events(None) // 2)),
-        act,
-        prepare=lambda: signal.signal(signal.SIGXFSZ, signal.SIG_DFL),
-    )
+    ended = trial.fault(Place(None, trial.rng.randint(1, trial.reference.num_events(None) // 2)), act,
+                        prepare=lambda: signal.signal(signal.SIGXFSZ, signal.SIG_DFL))  # fmt: skip
     trial.notes.append(f"{limit:,} bytes")
     if ended.code == 0:
         raise NotHit

@@ -52,18 +52,15 @@ CONFIGS = {
     "pretrain": Config("pretrain", TEXTS),
     "extras": Config(
         "sft",
-        (
-            *("run.kl_to_start=8", "run.samples={prompts: [Hello], max_new_tokens: 4}", "run.log_spectra.steps=[2, 7]"),
-            *("trainer.load_best_model_at_end=true", "trainer.save_steps=4"),
-        ),
-    ),
+        (*("run.kl_to_start=8", "run.samples={prompts: [Hello], max_new_tokens: 4}", "run.log_spectra.steps=[2, 7]"),
+         *("trainer.load_best_model_at_end=true", "trainer.save_steps=4"))),
     "stream": Config("sft", ("data.streaming={shuffle_buffer: 100}",)),
     "8bit": Config("sft", ("optimizer.states=8bit",)),
     "kahan": Config("sft", ("model.dtype=bfloat16", "optimizer.compensation=kahan")),
     **{mode: Config("sft", (f"run.parallel={mode}", *TWO), ranks=2) for mode in ("ddp", "zero2", "zero3", "fsdp2")},
     "processes": Config("sft", (*TWO, "trainer.max_steps=24"), options=("--processes", "2")),
     "compare": Config("study"),
-}
+}  # fmt: skip
 ONE_PROCESS = [name for name, config in CONFIGS.items() if config.ranks == 1 and not config.options][:-1]
 RANKS = [name for name, config in CONFIGS.items() if config.ranks > 1]
 STUDY = """\
@@ -142,12 +139,9 @@ def result(run: Path, config: Config) -> dict[str, Any]:
     results = {file.parent.name: _stable(_json(file)) for file in sorted(run.glob("eval/*/results.json"))}
     return {
         "weights": {file.name: _sha256(file) for file in sorted(run.glob("model/*.safetensors"))},
-        "record": _stable(record),
-        "metrics": _metrics(run / "metrics.jsonl"),
-        "samples": _lines(run / "samples.jsonl"),
-        "spectra": _lines(run / "spectra.jsonl"),
-        "results": results,
-    }
+        "record": _stable(record), "metrics": _metrics(run / "metrics.jsonl"), "samples": _lines(run / "samples.jsonl"),
+        "spectra": _lines(run / "spectra.jsonl"), "results": results,
+    }  # fmt: skip
 
 
 def _result_of_study(study: Path) -> dict[str, Any]:

@@ -36,24 +36,21 @@ TRACE = ([1], "Traceback (most recent call last):\nKeyError: 1\nrerun the same c
 REMEDY = {"remedy": lambda: None, "names": "No space left"}
 
 
-@pytest.mark.parametrize(
-    ("expected", "ends", "arguments"),
-    [
-        ("identical", [KILLED, DONE], {}),
-        ("identical", [KILLED], {}),  # its ranks have trained on
-        ("identical", [([-9, 1], "lost another rank. Rerun the same command", False), ([0, 0], "", False)], {}),
-        ("clear", [REFUSED, DONE], REMEDY),
-        ("unclear", [TRACE, DONE], {}),
-        ("unclear", [([1], "lost something", False), DONE], {}),
-        ("unclear", [KILLED, ([1], "Traceback (most recent call last):\nKeyError: 1", False), DONE], REMEDY),
-        ("unclear", [([2], "no", False), DONE], REMEDY),
-        ("unclear", [([-11], "", False), DONE], {}),
-        ("hang", [KILLED, ([-9], "", True)], {}),
-        ("WRONG", [KILLED, REFUSED], {}),
-        ("WRONG", [REFUSED, REFUSED], REMEDY),
-        ("WRONG", [KILLED, *[([130], "", False)] * faults.MOST_RERUNS], {}),
-    ],
-)
+@pytest.mark.parametrize(("expected", "ends", "arguments"), [
+    ("identical", [KILLED, DONE], {}),
+    ("identical", [KILLED], {}),  # its ranks have trained on
+    ("identical", [([-9, 1], "lost another rank. Rerun the same command", False), ([0, 0], "", False)], {}),
+    ("clear", [REFUSED, DONE], REMEDY),
+    ("unclear", [TRACE, DONE], {}),
+    ("unclear", [([1], "lost something", False), DONE], {}),
+    ("unclear", [KILLED, ([1], "Traceback (most recent call last):\nKeyError: 1", False), DONE], REMEDY),
+    ("unclear", [([2], "no", False), DONE], REMEDY),
+    ("unclear", [([-11], "", False), DONE], {}),
+    ("hang", [KILLED, ([-9], "", True)], {}),
+    ("WRONG", [KILLED, REFUSED], {}),
+    ("WRONG", [REFUSED, REFUSED], REMEDY),
+    ("WRONG", [KILLED, *[([130], "", False)] * faults.MOST_RERUNS], {}),
+])  # fmt: skip
 def test_a_verdict_follows_from_codes_and_messages(verdict, expected, ends, arguments):
     assert verdict(ends, **arguments) == expected
 
@@ -89,11 +86,8 @@ def test_the_cases_follow_from_the_seed_and_have_all_kinds():
 
 def test_a_write_belongs_to_a_file_or_folder_of_the_run():
     paths = [
-        "run/run.json.12.part",
-        "run/model.part/config.json",
-        "run/checkpoints/checkpoint-2/optimizer.pt",
-        "cache/a",
-    ]
+        "run/run.json.12.part", "run/model.part/config.json", "run/checkpoints/checkpoint-2/optimizer.pt", "cache/a",
+    ]  # fmt: skip
     assert [commands.category(path) for path in paths] == ["run.json", "model.part", "checkpoints", "cache"]
 
 

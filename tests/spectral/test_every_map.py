@@ -15,15 +15,10 @@ from soren_align.spectral import (
 from soren_align.spectral.matrices import frobenius_norm
 
 MAPS = {
-    "exact_sigmoid": exact_sigmoid,
-    "sns": soft_newton_schulz,
-    "sns gram": lambda x: soft_newton_schulz(x, form="gram"),
-    "minimax": minimax_sigmoid,
-    "minimax eigh": lambda x: minimax_sigmoid(x, "eigh"),
-    "released": released_sigmoid,
-    "newton_schulz": newton_schulz,
-    "spectral_power": lambda x: spectral_power(x, 0.125),
-}
+    "exact_sigmoid": exact_sigmoid, "sns": soft_newton_schulz, "sns gram": lambda x: soft_newton_schulz(x, form="gram"),
+    "minimax": minimax_sigmoid, "minimax eigh": lambda x: minimax_sigmoid(x, "eigh"), "released": released_sigmoid,
+    "newton_schulz": newton_schulz, "spectral_power": lambda x: spectral_power(x, 0.125),
+}  # fmt: skip
 every_map = pytest.mark.parametrize("spectral_map", MAPS.values(), ids=MAPS.keys())
 
 

@@ -53,16 +53,13 @@ def scalar_map(sigma, resolution=RESOLUTION):
 
 
 SPECTRA = {
-    "log": lambda r: torch.logspace(0, -2, r),
-    "steep": lambda r: torch.logspace(0, -6, r),
-    "power": lambda r: 1 / torch.arange(1, r + 1),
-    "linear": lambda r: torch.linspace(1, 0.01, r),
+    "log": lambda r: torch.logspace(0, -2, r), "steep": lambda r: torch.logspace(0, -6, r),
+    "power": lambda r: 1 / torch.arange(1, r + 1), "linear": lambda r: torch.linspace(1, 0.01, r),
     "flat": lambda r: torch.ones(r),
     "two levels": lambda r: torch.ones(r).where(torch.arange(r) < r / 2, torch.tensor(0.01)),
     "one strong": lambda r: torch.ones(r).where(torch.arange(r) < 1, torch.tensor(0.01)),
-    "deficient": lambda r: (torch.arange(r) < r / 2).float(),
-    "rank one": lambda r: (torch.arange(r) < 1).float(),
-}
+    "deficient": lambda r: (torch.arange(r) < r / 2).float(), "rank one": lambda r: (torch.arange(r) < 1).float(),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("precision", ["float32", "float16"])

@@ -19,14 +19,9 @@ MODELS = {
     "Qwen2.5-3B": [(2048, 2048), (256, 2048), (11008, 2048)],
     "Mistral-7B": [(4096, 4096), (1024, 4096), (14336, 4096)],
 }
-SPECTRA = {
-    "1/i": lambda i: 1 / i,
-    "1/sqrt(i)": lambda i: i**-0.5,
-    "flat": torch.ones_like,
-    "rank m/8": lambda i: (i <= len(i) / 8).double(),
-    "rank one": lambda i: (i == 1).double(),
-    "rank 16, 1/i": lambda i: (i <= 16) / i,
-}
+SPECTRA = {"1/i": lambda i: 1 / i, "1/sqrt(i)": lambda i: i**-0.5, "flat": torch.ones_like,
+           "rank m/8": lambda i: (i <= len(i) / 8).double(), "rank one": lambda i: (i == 1).double(),
+           "rank 16, 1/i": lambda i: (i <= 16) / i}  # fmt: skip
 
 
 def matrix(sigma, shape, seed=0):

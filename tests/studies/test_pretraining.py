@@ -11,13 +11,8 @@ def run(losses, seconds, moved=0.5):
     times = [seconds * i / (len(losses) - 1) for i in range(len(losses))]
     points = zip(times, losses, strict=True)
     curve = [{"seconds": time or None, "metric": loss, "relative_change": moved} for time, loss in points]
-    return {
-        "status": "finished",
-        "folder": "verdict/a/1",
-        "metric": losses[-1],
-        "curve": curve,
-        "parameters": {"optimizer.lr": 0.01},
-    }
+    return {"status": "finished", "folder": "verdict/a/1", "metric": losses[-1], "curve": curve,
+            "parameters": {"optimizer.lr": 0.01}}  # fmt: skip
 
 
 def test_the_interval_is_student_s_over_seeds():

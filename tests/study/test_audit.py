@@ -68,25 +68,13 @@ class PlantedStudy:
         folder.path.mkdir(parents=True)
         folder.recipe.write_text(to_yaml(made))
         identity = {
-            "starting_weights": "a" * 16,
-            "batches": f"{seed:016}",
-            "num_batches": 150,
-            "data": "b" * 16,
+            "starting_weights": "a" * 16, "batches": f"{seed:016}", "num_batches": 150, "data": "b" * 16,
             "recipe": recipe_hash(made),
-            "precision": {"weights": ["float32"], "updated": ["float32"], "autocast": "no"},
-            "processes": 1,
-            "global_batch_size": 64,
-            "versions": VERSIONS,
-            "device": "cpu",
-        } | identity
-        folder.replace(
-            status="finished",
-            task="sft",
-            versions=VERSIONS,
-            seeds={"trainer": seed, "init": 1},
-            identity=identity,
-            training={"steps": 150, "first_loss": 4.0, "last_loss": 1.0},
-        )
+            "precision": {"weights": ["float32"], "updated": ["float32"], "autocast": "no"}, "processes": 1,
+            "global_batch_size": 64, "versions": VERSIONS, "device": "cpu",
+        } | identity  # fmt: skip
+        folder.replace(status="finished", task="sft", versions=VERSIONS, seeds={"trainer": seed, "init": 1},
+                       identity=identity, training={"steps": 150, "first_loss": 4.0, "last_loss": 1.0})  # fmt: skip
         folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in curve(loss)))
         number = int(last) if stage == "search" else FRESH.index(seed)
         return Run(name, stage, number, seed, place, {"optimizer.lr": rate}, "waiting")
@@ -219,18 +207,15 @@ def test_other_parameters_in_the_verdict_are_caught(study):
     only(study.problems(), "verdict/soren/102: the setting (", "is none of the search", "not selected on the held-out")
 
 
-@pytest.mark.parametrize(
-    ("part", "value", "words"),
-    [
-        ("precision", {"weights": ["bfloat16"], "updated": ["float32"], "autocast": "no"}, "another precision"),
-        ("processes", 2, "another number of processes than the other runs with seed 0 (2 instead of 1)"),
-        ("versions", VERSIONS | {"torch": "2.12.0"}, "torch: '2.13.0' there, '2.12.0' here"),
-        ("data", "c" * 16, "other training or held-out examples"),
-        ("global_batch_size", 32, "another global batch size"),
-        ("device", "NVIDIA H200", "another kind of device"),
-        ("batches", None, "other batches"),
-    ],
-)
+@pytest.mark.parametrize(("part", "value", "words"), [
+    ("precision", {"weights": ["bfloat16"], "updated": ["float32"], "autocast": "no"}, "another precision"),
+    ("processes", 2, "another number of processes than the other runs with seed 0 (2 instead of 1)"),
+    ("versions", VERSIONS | {"torch": "2.12.0"}, "torch: '2.13.0' there, '2.12.0' here"),
+    ("data", "c" * 16, "other training or held-out examples"),
+    ("global_batch_size", 32, "another global batch size"),
+    ("device", "NVIDIA H200", "another kind of device"),
+    ("batches", None, "other batches"),
+])  # fmt: skip
 def test_unequal_conditions_are_caught(study, part, value, words):
     study.change("search/adamw/01", **{part: value})
     only(study.problems(), "search/adamw/01: ", words)
@@ -281,15 +266,11 @@ def test_differences_of_the_schedule_that_a_study_declares_are_cautions(study):
 @pytest.mark.rest
 @pytest.mark.parametrize(
     ("searched", "edited"),
-    [
-        ([], ("aux_lr: .*", "aux_lr: 0.5", "optimizer.aux_lr: 'not set' there, 0.5 here")),
-        (
-            ["set.model.lora.alpha=null", "search.space.model.lora.r=[4, 8, 16]"],
-            ("alpha: .*", "alpha: 3.0", "model.lora.alpha: 'not set' there, 3.0 here"),
-        ),
-    ],
+    [([], ("aux_lr: .*", "aux_lr: 0.5", "optimizer.aux_lr: 'not set' there, 0.5 here")),
+     (["set.model.lora.alpha=null", "search.space.model.lora.r=[4, 8, 16]"],
+      ("alpha: .*", "alpha: 3.0", "model.lora.alpha: 'not set' there, 3.0 here"))],
     ids=["AdamW's aux_lr", "LoRA's alpha"],
-)
+)  # fmt: skip
 def test_a_key_that_follows_a_searched_one_is_no_undeclared_difference(tmp_path, searched, edited):
     """The shipped study searches the lr of AdamW, whose aux_lr is its lr unless it is set; LoRA's alpha is its r."""
     data = shipped.ROOT / "recipes/quickstart/data/chat_train.jsonl"

@@ -39,11 +39,8 @@ from soren_align.study.study import Candidate, Point, Run, Study
 from tests.support.report_study import difference, make_study
 
 HOSTILE = (
-    "<script>alert(1)</script>",
-    '"><img src=x onerror=alert(1)>',
-    "=cmd|'/c calc'!A0",
-    "$x_[$ \x1b[2J\x00 \ud800",
-)
+    "<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "=cmd|'/c calc'!A0", "$x_[$ \x1b[2J\x00 \ud800",
+)  # fmt: skip
 VOID = {"meta", "img", "source", "br", "link", "input", "hr"}
 
 

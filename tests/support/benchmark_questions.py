@@ -22,12 +22,8 @@ def arc(rng: random.Random) -> Row:
     count = rng.choice((3, 4, 4, 4, 5))
     choices = _labels(_choices(rng, count), rng.choice(("ABCDE", "ABCDE", "12345")))
     question = f"If {_clause(rng)} while {rng.choice(REASONS)}, which of these would change first?"
-    return {
-        "id": f"Mercury_{_identity(rng)}",
-        "question": question,
-        "choices": choices,
-        "answerKey": rng.choice(choices["label"]),
-    }
+    return {"id": f"Mercury_{_identity(rng)}", "question": question, "choices": choices,
+            "answerKey": rng.choice(choices["label"])}  # fmt: skip
 
 
 def hellaswag(rng: random.Random) -> Row:
@@ -88,23 +84,16 @@ def gsm8k(rng: random.Random) -> Row:
 
 def piqa(rng: random.Random) -> Row:
     one, other = _choices(rng, 2, lambda rng: f"Make sure that {_clause(rng)}.")
-    return {
-        "goal": f"To keep a {_thing(rng)} from breaking when {rng.choice(REASONS)},",
-        "sol1": one,
-        "sol2": other,
-        "label": rng.randrange(2),
-    }
+    return {"goal": f"To keep a {_thing(rng)} from breaking when {rng.choice(REASONS)},", "sol1": one, "sol2": other,
+            "label": rng.randrange(2)}  # fmt: skip
 
 
 def openbookqa(rng: random.Random) -> Row:
     choices = _labels(_choices(rng, 4))
     stem = f"When {rng.choice(REASONS)}, {_clause(rng)}, much like"
     return {
-        "id": f"7-{rng.randrange(2000)}",
-        "question_stem": stem,
-        "choices": choices,
-        "answerKey": rng.choice("ABCD"),
-    }
+        "id": f"7-{rng.randrange(2000)}", "question_stem": stem, "choices": choices, "answerKey": rng.choice("ABCD"),
+    }  # fmt: skip
 
 
 def _thing(rng: random.Random) -> str:

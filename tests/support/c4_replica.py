@@ -27,15 +27,9 @@ def c4(folder):
             _write(files / f"c4-train.0000{number}-of-00002.json.gz", [_document(rng) for _ in range(NUM_TRAINED)])
         _write(files / "c4-validation.00000-of-00001.json.gz", [_document(rng) for _ in range(NUM_HELD_OUT)])
         t5().save_pretrained(tokenizer)
-        LlamaConfig(
-            vocab_size=len(t5()) - 100,  # as 32,000 for T5's 32,100
-            hidden_size=32,
-            intermediate_size=86,
-            num_attention_heads=4,
-            num_hidden_layers=2,
-            max_position_embeddings=64,
-            pad_token_id=0,
-        ).save_pretrained(model)
+        LlamaConfig(vocab_size=len(t5()) - 100,  # as 32,000 for T5's 32,100
+                    hidden_size=32, intermediate_size=86, num_attention_heads=4, num_hidden_layers=2,
+                    max_position_embeddings=64, pad_token_id=0).save_pretrained(model)  # fmt: skip
     return (
         f"model.name_or_path={model}",
         f"model.tokenizer={tokenizer}",

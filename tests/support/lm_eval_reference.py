@@ -13,17 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 TASKS = Path(lm_eval.__file__).parent / "tasks"
 FOLDERS = ("arc", "hellaswag", "mmlu/default", "truthfulqa", "winogrande", "gsm8k", "piqa", "openbookqa")
-DATASETS = {
-    "arc_challenge": "allenai/ai2_arc",
-    "arc_easy": "allenai/ai2_arc",
-    "hellaswag": "Rowan/hellaswag",
-    "mmlu": "cais/mmlu",
-    "truthfulqa_mc2": "truthfulqa/truthful_qa",
-    "winogrande": "allenai/winogrande",
-    "gsm8k": "openai/gsm8k",
-    "piqa": "baber/piqa",
-    "openbookqa": "allenai/openbookqa",
-}
+DATASETS = {"arc_challenge": "allenai/ai2_arc", "arc_easy": "allenai/ai2_arc", "hellaswag": "Rowan/hellaswag",
+            "mmlu": "cais/mmlu", "truthfulqa_mc2": "truthfulqa/truthful_qa", "winogrande": "allenai/winogrande",
+            "gsm8k": "openai/gsm8k", "piqa": "baber/piqa", "openbookqa": "allenai/openbookqa"}  # fmt: skip
 # Shots by task: the two suites.
 LEADERBOARD = {"arc_challenge": 25, "hellaswag": 10, "mmlu": 5, "truthfulqa_mc2": 0, "winogrande": 5, "gsm8k": 5}
 ZERO_SHOT = dict.fromkeys(("arc_challenge", "arc_easy", "piqa", "hellaswag", "openbookqa", "winogrande"), 0)
@@ -39,11 +31,8 @@ def plain(
     """
     with tempfile.TemporaryDirectory() as folder:
         manager, group = load(tasks, data_root, Path(folder))
-        lm = HFLM(
-            pretrained=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
-            tokenizer=AutoTokenizer.from_pretrained(model),
-            batch_size=batch_size,
-        )
+        lm = HFLM(pretrained=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+                  tokenizer=AutoTokenizer.from_pretrained(model), batch_size=batch_size)  # fmt: skip
         found = lm_eval.simple_evaluate(lm, tasks=[group], task_manager=manager, limit=limit, **settings)
     assert found is not None
     return found

@@ -19,17 +19,12 @@ def curve(name, lr, rng, steps=150, evaluations=15):
         done = i / evaluations
         moved = 0.9 * lr**0.5 * done**0.7 * {"adamw": 1.4}.get(name, 1.0)
         points.append(
-            Point(
-                step=round(done * steps),
-                tokens=round(done * steps) * 2048,
-                seconds=done * 21 * (1.0 if name == "adamw" else 1.15),
-                metric=floor + (2.9 - floor) * math.exp(-5 * done) + (rng.gauss(0, 0.004) if i else 0),
-                train_loss=floor + (2.9 - floor) * math.exp(-5.2 * done) + rng.gauss(0, 0.02),
-                relative_change=moved,
-                kl_to_start=9 * moved**1.6,
-                retention_loss=2.1 + 3 * moved**2 + (rng.gauss(0, 0.003) if i else 0),
-            )
-        )
+            Point(step=round(done * steps), tokens=round(done * steps) * 2048,
+                  seconds=done * 21 * (1.0 if name == "adamw" else 1.15),
+                  metric=floor + (2.9 - floor) * math.exp(-5 * done) + (rng.gauss(0, 0.004) if i else 0),
+                  train_loss=floor + (2.9 - floor) * math.exp(-5.2 * done) + rng.gauss(0, 0.02), relative_change=moved,
+                  kl_to_start=9 * moved**1.6, retention_loss=2.1 + 3 * moved**2 + (rng.gauss(0, 0.003) if i else 0))
+        )  # fmt: skip
     return points
 
 
@@ -52,28 +47,14 @@ def make_candidate(name, num_trials, seeds, rng, keys=("optimizer.lr",)):
         points = curve(name, selected.parameters["optimizer.lr"], rng)
         mc, gen = 61 + 40 * (2.9 - points[-1].metric) / 2 + rng.gauss(0, 0.8), 12 + rng.gauss(0, 1)
         verdict.append(
-            Run(
-                candidate=name,
-                stage="verdict",
-                number=i,
-                seed=seed,
-                folder=f"verdict/{name}/{seed}",
-                parameters=selected.parameters,
-                status="finished",
-                metric=points[-1].metric,
-                curve=points,
-                seconds=23.0 + i,
-                peak_memory_bytes=731 << 20,
+            Run(candidate=name, stage="verdict", number=i, seed=seed, folder=f"verdict/{name}/{seed}",
+                parameters=selected.parameters, status="finished", metric=points[-1].metric, curve=points,
+                seconds=23.0 + i, peak_memory_bytes=731 << 20,
                 scores={"zoo_mc": mc, "zoo_gen": gen, "average": (mc + gen) / 2},
-                identity={
-                    "starting_weights": "9f" * 32,
-                    "batches": f"{seed:064x}",
-                    "precision": {"weights": ["float32"], "autocast": "no", "adapter": None},
-                    "processes": 1,
-                    "recipe": name,
-                },
-            )
-        )
+                identity={"starting_weights": "9f" * 32, "batches": f"{seed:064x}",
+                          "precision": {"weights": ["float32"], "autocast": "no", "adapter": None}, "processes": 1,
+                          "recipe": name})
+        )  # fmt: skip
     edge = {"optimizer.lr": "low"} if name == "htmuon" else {}
     space = {"optimizer.lr": {"low": 1e-3, "high": 3e-2}, "optimizer.aux_lr": "=optimizer.lr"}
     return Candidate(
@@ -102,46 +83,29 @@ def make_study(names=("adamw", "muon", "htmuon", "soren"), num_trials=6, seeds=(
                 gain = FLOOR.get(names[0], 1.3) - FLOOR.get(candidate.name, 1.3) if reference != "base" else 1.6
                 scale = 1 if measure == "held-out" else 12
                 margin = {"margin": 2.0, "retained": gain > 0} if (measure, reference) == ("zoo_mc", "base") else {}
-                differences.append(
-                    difference(
-                        candidate.name, reference, measure, gain * scale, 0.03 * scale * rng.uniform(0.8, 1.2), **margin
-                    )
-                )
+                differences.append(difference(candidate.name, reference, measure, gain * scale,
+                                              0.03 * scale * rng.uniform(0.8, 1.2), **margin))  # fmt: skip
     search = {"space": candidates[0].space, "method": "random", "trials": num_trials, "seeds": [0]}
     verdict = {
-        "seeds": list(seeds),
-        "reference": names[0],
-        "retention": {"columns": ["zoo_mc"], "margin": 2.0},
-        "power": 0.8,
-    }
+        "seeds": list(seeds), "reference": names[0], "retention": {"columns": ["zoo_mc"], "margin": 2.0}, "power": 0.8,
+    }  # fmt: skip
     fields = {
         "name": "quickstart/compare",
-        "file": {
-            "recipe": "quickstart/sft",
-            "set": {"trainer.max_steps": 150},
-            "candidates": {each.name: {"set": each.settings} for each in candidates},
-            "search": search | {"metric": "eval_loss", "pruning": None},
-            "verdict": verdict,
-            "output_dir": "runs/quickstart/compare",
-        },
+        "file": {"recipe": "quickstart/sft", "set": {"trainer.max_steps": 150},
+                 "candidates": {each.name: {"set": each.settings} for each in candidates},
+                 "search": search | {"metric": "eval_loss", "pruning": None}, "verdict": verdict,
+                 "output_dir": "runs/quickstart/compare"},
         "higher_is_better": False,
         "candidates": candidates,
         "base_scores": {"zoo_mc": 71.5, "zoo_gen": 3.0, "average": 37.25},
         "differences": differences,
         "cautions": ["htmuon: the selected optimizer.lr 0.00112 lies at the low end of its space: run with --extend"],
         "contamination": {
-            "zoo_mc": {
-                "questions": 400,
-                "overlapping": 12,
-                "exact": 4,
-                "examples_read": 6000,
-                "indices": [*range(12)],
-                "scores": {"base": {"value": 71.0, "change": -0.5}, names[0]: {"value": 92.0, "change": -1.0}},
-            },
-            "zoo_gen": {"questions": 100, "overlapping": 0, "exact": 0, "examples_read": 6000, "indices": []},
-        },
+            "zoo_mc": {"questions": 400, "overlapping": 12, "exact": 4, "examples_read": 6000, "indices": [*range(12)],
+                       "scores": {"base": {"value": 71.0, "change": -0.5}, names[0]: {"value": 92.0, "change": -1.0}}},
+            "zoo_gen": {"questions": 100, "overlapping": 0, "exact": 0, "examples_read": 6000, "indices": []}},
         "command": "soren-align compare quickstart/compare --jobs 2",
         "versions": {"soren-align": "0.1.0", "torch": "2.13.0", "transformers": "5.23.0", "trl": "1.16.0"},
         "machine": "2 CPU cores",
-    }
+    }  # fmt: skip
     return Study(**fields | changes)

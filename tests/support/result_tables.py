@@ -28,24 +28,17 @@ def make_results(num_columns=6, num_rows=2, num_published=0, average=True):
         "suite": "open-llm-leaderboard-v1",
         "rows": rows,
         "published": [published(f"{name}", columns, level, average) for name in ("AdamW", "Muon", "HTMuon", "Soren")][
-            :num_published
-        ],
-        "settings": {
-            "versions": {"lm-eval": "0.4.13", "transformers": "5.23.0", "torch": "2.13.0", "datasets": "5.2.0"},
-            "task_versions": {c: 3.0 if c == "gsm8k" else 1.0 for c in columns},
-            "num_fewshot": dict(zip(columns, [25, 10, 5, 0, 5, 5], strict=False)),
-            "metrics": {c: "acc_norm,none" for c in columns},
-            "seeds": {"random": 0, "numpy": 1234, "torch": 1234, "fewshot": 1234},
-            "batch_size": 8,
-            "chat_template": False,
-            "bos": False,
-            "dtype": "bfloat16",
-            "device": "cuda",
-            "backend": "hf",
-            "num_processes": 2,
-        },
+            :num_published],
+        "settings": {"versions": {"lm-eval": "0.4.13", "transformers": "5.23.0", "torch": "2.13.0",
+                                  "datasets": "5.2.0"},
+                     "task_versions": {c: 3.0 if c == "gsm8k" else 1.0 for c in columns},
+                     "num_fewshot": dict(zip(columns, [25, 10, 5, 0, 5, 5], strict=False)),
+                     "metrics": {c: "acc_norm,none" for c in columns},
+                     "seeds": {"random": 0, "numpy": 1234, "torch": 1234, "fewshot": 1234}, "batch_size": 8,
+                     "chat_template": False, "bos": False, "dtype": "bfloat16", "device": "cuda", "backend": "hf",
+                     "num_processes": 2},
         "notes": [],
-    }
+    }  # fmt: skip
 
 
 def score(value, n):

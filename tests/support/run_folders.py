@@ -25,14 +25,10 @@ def finished_run(path, *overrides, training=(), start=None, adapter_of=None):
     data = {"path": "HuggingFaceH4/ultrachat_200k", "split": "train_sft", "revision": "b" * 40}
     folder.update(
         status="finished",
-        start={
-            "path": start or (made.model.name_or_path if on_hub else str(folder.start.resolve())),
-            "sha256_or_revision": "c" * (40 if on_hub else 64),
-        },
-        data={
-            "train": data | {"num_kept": 958, "dropped": {"an empty answer": 2}, "layout": "chat messages"},
-            "eval": None,
-        },
+        start={"path": start or (made.model.name_or_path if on_hub else str(folder.start.resolve())),
+               "sha256_or_revision": "c" * (40 if on_hub else 64)},
+        data={"train": data | {"num_kept": 958, "dropped": {"an empty answer": 2}, "layout": "chat messages"},
+              "eval": None},
         parallel="ddp",
         global_batch_size=64,
         seeds={"trainer": 0, "init": made.model.init_seed},
@@ -41,18 +37,13 @@ def finished_run(path, *overrides, training=(), start=None, adapter_of=None):
         optimizer={"class": "Soren", "num_matrices": 14},
         training=TRAINED | dict(training),
         last_error=None,
-    )
+    )  # fmt: skip
     folder.model.mkdir()
     whole = {"config.json": "{}", "model.safetensors": "weights"}
     said = {"base_model_name_or_path": adapter_of, "peft_type": "LORA"}
     adapter = {"adapter_config.json": json.dumps(said), "adapter_model.safetensors": "factors"}
-    rest = {
-        "tokenizer.json": "{}",
-        "tokenizer_config.json": "{}",
-        "chat_template.jinja": "",
-        "training_args.bin": "",
-        "optimizer.pt": "",
-    }
+    rest = {"tokenizer.json": "{}", "tokenizer_config.json": "{}", "chat_template.jinja": "", "training_args.bin": "",
+            "optimizer.pt": ""}  # fmt: skip
     for name, text in ((adapter if adapter_of else whole) | rest).items():
         (folder.model / name).write_text(text)
     folder.release()
@@ -73,13 +64,9 @@ def add_results(folder, suite="quickstart", data="hub", title="Quickstart zoo"):
     gain = {"value": 80.0, "low": 71.1, "high": 86.3, "p": 1e-9, "p_holm": 1e-9}
     rows = [
         {"name": "base", "model": f"{folder.path.resolve()}/start", "scores": base},
-        {
-            "name": "SFT",
-            "model": str(folder.model.resolve()),
-            "scores": {"zoo_mc": {"value": 100.0, "stderr": 0.0, "n": 120}},
-            "differences": {"zoo_mc": gain},
-        },
-    ]
+        {"name": "SFT", "model": str(folder.model.resolve()),
+         "scores": {"zoo_mc": {"value": 100.0, "stderr": 0.0, "n": 120}}, "differences": {"zoo_mc": gain}},
+    ]  # fmt: skip
     results = {"format": 1, "title": title, "suite": suite, "rows": rows, "published": [], "notes": []}
     results["settings"] = {"versions": {"lm-eval": "0.4.13"}, "batch_size": 60, "data": data}
     there = folder.evaluation(suite)

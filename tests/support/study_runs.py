@@ -60,28 +60,14 @@ def end(study, run, loss, *, seconds=10.0, error=None, diverged=False):
     lines += [{"step": 6, "eval_loss": loss, "eval_num_tokens": 600.0}]
     folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     status = "training" if error else "finished"
-    identity = {
-        "starting_weights": "a" * 16,
-        "batches": f"{run.seed:016}",
-        "data": "b" * 16,
-        "recipe": recipe_hash(recipe),
-        "precision": {"weights": ["float32"]},
-        "processes": 1,
-        "global_batch_size": 8,
-        "versions": {"soren-align": __version__},
-        "device": "cpu",
-    }
+    identity = {"starting_weights": "a" * 16, "batches": f"{run.seed:016}", "data": "b" * 16,
+                "recipe": recipe_hash(recipe), "precision": {"weights": ["float32"]}, "processes": 1,
+                "global_batch_size": 8, "versions": {"soren-align": __version__}, "device": "cpu"}  # fmt: skip
     trained = {} if error else {"training": {"steps": 6, "first_loss": 5.0, "last_loss": loss}}
     folder.replace(
-        status=status,
-        task=recipe.task,
-        last_error=error,
-        diverged=diverged,
-        versions={"soren-align": __version__},
-        seeds={"trainer": run.seed},
-        identity=identity,
-        **trained,
-    )
+        status=status, task=recipe.task, last_error=error, diverged=diverged, versions={"soren-align": __version__},
+        seeds={"trainer": run.seed}, identity=identity, **trained,
+    )  # fmt: skip
 
 
 def end_all(study, loss_of, *, order=1):

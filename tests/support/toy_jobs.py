@@ -42,15 +42,11 @@ def result(optimizer, weights):
     momenta = [optimizer.state[p]["exp_avg"] for p in spectral]
     exchanges = list(optimizer.strategy.exchanges.values())
     return Result(
-        {name: weight.detach().clone() for name, weight in weights.items()},
-        optimizer.num_maps,
-        sum(getattr(m, "_local_tensor", m).numel() for m in momenta),
-        sum(p.numel() for p in here),
-        sum(e.bytes_sent for e in exchanges),
-        max((e.peak_bytes for e in exchanges), default=0),
-        [e.plan for e in exchanges],
-        {momentum.dtype for momentum in momenta},
-    )
+        {name: weight.detach().clone() for name, weight in weights.items()}, optimizer.num_maps,
+        sum(getattr(m, "_local_tensor", m).numel() for m in momenta), sum(p.numel() for p in here),
+        sum(e.bytes_sent for e in exchanges), max((e.peak_bytes for e in exchanges), default=0),
+        [e.plan for e in exchanges], {momentum.dtype for momentum in momenta},
+    )  # fmt: skip
 
 
 def part_of(tokens, group):
@@ -232,14 +228,10 @@ def deepspeed_engine(group, stage, run, config, make_optimizer=lambda run, model
     optimizer = make_optimizer(run, model)
     zero_config = {"stage": stage, "overlap_comm": False}
     settings = {
-        "train_micro_batch_size_per_gpu": 6 // group.size(),
-        "gradient_accumulation_steps": 2,
-        "gradient_clipping": run.clip,
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        **config,
-        "zero_optimization": {**zero_config, **config.get("zero_optimization", {})},
-    }
+        "train_micro_batch_size_per_gpu": 6 // group.size(), "gradient_accumulation_steps": 2,
+        "gradient_clipping": run.clip, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
+        **config, "zero_optimization": {**zero_config, **config.get("zero_optimization", {})},
+    }  # fmt: skip
     parameters = [p for p in model.parameters() if p.requires_grad]
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=parameters, config=settings)
     return engine, optimizer

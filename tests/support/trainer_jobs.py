@@ -33,13 +33,8 @@ from tests.support import c4_replica
 from tests.support.tiny_run import TinyRun, flip_bit, reseal
 
 # Ten steps at once at the full rate, 32 rows each; the norm of the gradients is about 3, so that the clip binds.
-PARITY = (
-    "trainer.max_steps=10",
-    "trainer.warmup_steps=0",
-    "trainer.lr_scheduler_type=constant",
-    "trainer.save_strategy=no",
-    "run.log_spectra.steps=[2]",
-)
+PARITY = ("trainer.max_steps=10", "trainer.warmup_steps=0", "trainer.lr_scheduler_type=constant",
+          "trainer.save_strategy=no", "run.log_spectra.steps=[2]")  # fmt: skip
 GLOBAL = ("run.global_batch_size=32", "data.train.limit=320", "data.eval=null")
 FOR_TWO_OR_THREE = ("run.global_batch_size=24", "data.train.limit=240", "data.eval=null")
 FOR_TWO_OR_THREE += ("trainer.per_device_train_batch_size=4",)
@@ -76,13 +71,9 @@ def instead(cls, name, method, then):
 
 
 RUNS = (
-    ("soren", "sft", ()),
-    ("sns", "sft", ("optimizer.map=sns",)),
-    ("muon", "sft", ("optimizer.name=muon",)),
-    ("dpo", "dpo", ()),
-    ("dpo-sns", "dpo", ("optimizer.map=sns",)),
-    ("dpo-muon", "dpo", ("optimizer.name=muon",)),
-)
+    ("soren", "sft", ()), ("sns", "sft", ("optimizer.map=sns",)), ("muon", "sft", ("optimizer.name=muon",)),
+    ("dpo", "dpo", ()), ("dpo-sns", "dpo", ("optimizer.map=sns",)), ("dpo-muon", "dpo", ("optimizer.name=muon",)),
+)  # fmt: skip
 PACKED = ("packed", "sft", ("trainer.packing=true", "trainer.max_length=40", "data.train.limit=960"))
 """More than 320 sequences, and the probe of packed examples, which all ranks run before the first step."""
 
@@ -106,25 +97,18 @@ def ddp(make):
     """All that test_ddp.py asks of two ranks."""
     return {
         "maps": same_steps(make, "ddp", *RUNS, PACKED, STREAMED, PRETRAINED, UNCLIPPED),
-        "resumed": resumed(make, "ddp"),
-        "poisoned": poisoned(make, "ddp"),
-        "references": references(make, "ddp"),
-        "drifted": drifted(make),
-        "stopped": stopped(make),
+        "resumed": resumed(make, "ddp"), "poisoned": poisoned(make, "ddp"), "references": references(make, "ddp"),
+        "drifted": drifted(make), "stopped": stopped(make),
         "of_first": make.ranks.broadcast(f"told by rank {make.ranks.rank}"),
         "any": [make.ranks.any(make.ranks.rank == 1), make.ranks.any(False)],
-    }
+    }  # fmt: skip
 
 
 def zero(make):
     """All that test_zero_runs.py asks of two ranks."""
-    more = {
-        "zero1": (),
-        "zero2": (STREAMED, PRETRAINED, UNCLIPPED, ("precomputed", "dpo", PRECOMPUTED)),
-        "zero3": (("precomputed", "dpo", PRECOMPUTED), ("recomputed", "sft", RECOMPUTED), PACKED, PRETRAINED),
-        "zero2-offload": (),
-        "zero3-offload": (),
-    }
+    more = {"zero1": (), "zero2": (STREAMED, PRETRAINED, UNCLIPPED, ("precomputed", "dpo", PRECOMPUTED)),
+            "zero3": (("precomputed", "dpo", PRECOMPUTED), ("recomputed", "sft", RECOMPUTED), PACKED, PRETRAINED),
+            "zero2-offload": (), "zero3-offload": ()}  # fmt: skip
     return {
         "maps": {
             mode: same_steps(make, mode, *(RUNS if "offload" not in mode else RUNS[:1]), *others)

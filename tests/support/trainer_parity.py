@@ -139,9 +139,5 @@ def _ten_steps(name, task, *overrides):
     assert trainer.args.gradient_accumulation_steps == 4
     norms = [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log]
     assert task == "dpo" or min(norms) > 1, "the clip must bind"
-    return (
-        {k: v.detach() for k, v in trainer.model.named_parameters()},
-        trainer.state.log_history[-2],
-        records,
-        validation,
-    )
+    return ({k: v.detach() for k, v in trainer.model.named_parameters()}, trainer.state.log_history[-2], records,
+            validation)  # fmt: skip

@@ -50,15 +50,12 @@ def test_a_mixture_is_trained_told_and_recorded(tiny_run, rows):
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize(
-    ("task", "row"),
-    [
-        ("sft", {"text": f"A {ANIMALS[0]} eats fish."}),
-        ("sft", {"prompt": "The otter eats", "completion": " fish."}),
-        ("dpo", {"prompt": "The otter eats", "chosen": " fish.", "rejected": " hay."}),
-        ("dpo", {"prompt": "What?", "chosen": pair_row(1)["chosen"][1:], "rejected": pair_row(1)["rejected"][1:]}),
-    ],
-)
+@pytest.mark.parametrize(("task", "row"), [
+    ("sft", {"text": f"A {ANIMALS[0]} eats fish."}),
+    ("sft", {"prompt": "The otter eats", "completion": " fish."}),
+    ("dpo", {"prompt": "The otter eats", "chosen": " fish.", "rejected": " hay."}),
+    ("dpo", {"prompt": "What?", "chosen": pair_row(1)["chosen"][1:], "rejected": pair_row(1)["rejected"][1:]}),
+])  # fmt: skip
 def test_rows_of_other_forms_are_trained(tiny_run, rows, task, row):
     data = (f"data.train.path={rows('rows.jsonl', [row] * 16)}", "data.eval=null")
     run = tiny_run(task, *data, "trainer.assistant_only_loss=false" if task == "sft" else "trainer.beta=0.1")
@@ -95,15 +92,11 @@ def test_a_stop_token_that_is_not_the_templates_is_told_before_training(tiny_run
 
 @pytest.mark.parametrize(
     ("row", "setting", "is_noticed"),
-    [
-        (chat_row(1), None, True),
-        (chat_row(1), False, False),
-        (chat_row(1), True, False),
-        ({"prompt": chat_row(1)["messages"][:1], "completion": chat_row(1)["messages"][1:2]}, None, False),
-        ({"text": "The otter eats fish."}, None, False),
-    ],
+    [(chat_row(1), None, True), (chat_row(1), False, False), (chat_row(1), True, False),
+     ({"prompt": chat_row(1)["messages"][:1], "completion": chat_row(1)["messages"][1:2]}, None, False),
+     ({"text": "The otter eats fish."}, None, False)],
     ids=["messages", "on purpose", "answers", "completions", "texts"],
-)
+)  # fmt: skip
 def test_a_recipe_that_trains_the_users_messages_unawares_gets_a_notice(tiny_run, rows, row, setting, is_noticed):
     run = tiny_run("sft", f"data.train.path={rows('rows.jsonl', [row] * 16)}", "data.eval=null")
     trainer = {key: value for key, value in run.recipe.trainer.items() if key != "assistant_only_loss"}
@@ -114,13 +107,10 @@ def test_a_recipe_that_trains_the_users_messages_unawares_gets_a_notice(tiny_run
 
 @pytest.mark.parametrize(
     ("row", "length"),
-    [
-        (chat_row(1), 8),
-        ({"prompt": chat_row(1)["messages"][:1], "completion": chat_row(1)["messages"][1:2]}, 8),
-        ({"prompt": "The otter of the long river eats", "completion": " fish."}, 4),
-    ],
+    [(chat_row(1), 8), ({"prompt": chat_row(1)["messages"][:1], "completion": chat_row(1)["messages"][1:2]}, 8),
+     ({"prompt": "The otter of the long river eats", "completion": " fish."}, 4)],
     ids=["messages", "turns", "texts"],
-)
+)  # fmt: skip
 def test_a_length_that_cuts_every_answer_is_refused(tiny_run, rows, row, length):
     """All tokens are trained, so that the examples are not dropped."""
     data = (f"data.train.path={rows('rows.jsonl', [row] * 4)}", "data.eval=null", "trainer.assistant_only_loss=false")

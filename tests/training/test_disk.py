@@ -22,14 +22,11 @@ SAVED = ("trainer.save_steps=2", "trainer.save_total_limit=1")
 
 
 @pytest.mark.model
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        pytest.param((), id="float32", marks=pytest.mark.slow),
-        pytest.param(("model.dtype=bfloat16", "optimizer.compensation=kahan"), id="kahan"),
-        pytest.param(("model.lora={r: 4}", "optimizer.aux_lr=null"), id="lora", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("overrides", [
+    pytest.param((), id="float32", marks=pytest.mark.slow),
+    pytest.param(("model.dtype=bfloat16", "optimizer.compensation=kahan"), id="kahan"),
+    pytest.param(("model.lora={r: 4}", "optimizer.aux_lr=null"), id="lora", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_the_expected_size_is_that_of_the_checkpoint(tiny_run, monkeypatch, overrides):
     expected, original = [], trainer.refuse_full_disk
 
@@ -109,33 +106,18 @@ def full(path):
 
 @pytest.mark.parametrize(
     ("error", "message"),
-    [
-        (full(""), "/here: No space left on device (7 bytes free); make room there, or name a folder on another disk"),
-        (
-            OSError(errno.EDQUOT, "Disk quota exceeded", "/there/file"),
-            "/there/file: Disk quota exceeded (7 bytes free)",
-        ),
-        (
-            PermissionError(errno.EACCES, "Permission denied", "/there"),
-            "/there: Permission denied; name another folder",
-        ),
-        (OSError(errno.EROFS, "Read-only file system", "/there"), "/there: Read-only file system; name another folder"),
-        (
-            FileExistsError(errno.EEXIST, "File exists", "/there"),
-            "/there: File exists; a file is in the way: remove it",
-        ),
-        (
-            OSError(errno.EFBIG, "File too large"),
-            "/here: File too large; raise the limit of a file's size (ulimit -f, or the file system's)",
-        ),
-        (
-            OSError(errno.EMFILE, "Too many open files", "/there"),
-            "/there: Too many open files; raise the limit of open files (ulimit -n)",
-        ),
-        (OSError("Not enough disk space. Needed: 5 GB"), "Not enough disk space. Needed: 5 GB"),
-    ],
+    [(full(""), "/here: No space left on device (7 bytes free); make room there, or name a folder on another disk"),
+     (OSError(errno.EDQUOT, "Disk quota exceeded", "/there/file"), "/there/file: Disk quota exceeded (7 bytes free)"),
+     (PermissionError(errno.EACCES, "Permission denied", "/there"), "/there: Permission denied; name another folder"),
+     (OSError(errno.EROFS, "Read-only file system", "/there"), "/there: Read-only file system; name another folder"),
+     (FileExistsError(errno.EEXIST, "File exists", "/there"), "/there: File exists; a file is in the way: remove it"),
+     (OSError(errno.EFBIG, "File too large"),
+      "/here: File too large; raise the limit of a file's size (ulimit -f, or the file system's)"),
+     (OSError(errno.EMFILE, "Too many open files", "/there"),
+      "/there: Too many open files; raise the limit of open files (ulimit -n)"),
+     (OSError("Not enough disk space. Needed: 5 GB"), "Not enough disk space. Needed: 5 GB")],
     ids=lambda value: type(value).__name__,
-)
+)  # fmt: skip
 def test_an_os_error_names_folder_space_and_remedy(monkeypatch, error, message):
     monkeypatch.setattr(errors, "free_bytes", lambda _: 7)
     problem = str(from_os_error(error, "/here"))

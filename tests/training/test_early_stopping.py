@@ -96,14 +96,11 @@ def test_the_count_of_evaluations_survives_a_kill(tiny_run, monkeypatch, stopped
     assert same(weights(resumed.folder), weights(stopped.folder))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        pytest.param((), id="float32", marks=pytest.mark.slow),
-        pytest.param(("model.dtype=bfloat16", "optimizer.compensation=kahan"), id="kahan"),
-        pytest.param(("model.lora={r: 4}", "optimizer.aux_lr=null"), id="lora", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("changes", [
+    pytest.param((), id="float32", marks=pytest.mark.slow),
+    pytest.param(("model.dtype=bfloat16", "optimizer.compensation=kahan"), id="kahan"),
+    pytest.param(("model.lora={r: 4}", "optimizer.aux_lr=null"), id="lora", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_the_best_checkpoint_becomes_the_model(tiny_run, changes):
     """By a metric that step 1 is the best of; with the weights and the compensation of that step."""
     best = ("trainer.load_best_model_at_end=true", "trainer.greater_is_better=true")
@@ -138,15 +135,12 @@ def test_the_metrics_that_a_recipe_may_name_are_those_of_an_evaluation(tiny_run,
     assert names == set(TASKS[task].metrics)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["data.eval=null", "trainer.eval_strategy=no"], "run.early_stopping: needs evaluations .*; add data.eval"),
-        (["trainer.eval_strategy=no"], "run.early_stopping: .*write trainer.eval_strategy: steps or epoch"),
-        (["run.early_stopping.patience=0"], "patience: found 0; it must be at least 1"),
-        (["trainer.metric_for_best_model=lost"], "metric_for_best_model: found 'lost'; .*did you mean 'loss'"),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "message"), [
+    (["data.eval=null", "trainer.eval_strategy=no"], "run.early_stopping: needs evaluations .*; add data.eval"),
+    (["trainer.eval_strategy=no"], "run.early_stopping: .*write trainer.eval_strategy: steps or epoch"),
+    (["run.early_stopping.patience=0"], "patience: found 0; it must be at least 1"),
+    (["trainer.metric_for_best_model=lost"], "metric_for_best_model: found 'lost'; .*did you mean 'loss'"),
+])  # fmt: skip
 def test_early_stopping_without_an_evaluation_is_refused(tmp_path, overrides, message):
     base = [f"run.output_dir={tmp_path / 'run'}", "run.early_stopping.patience=2"]
     with pytest.raises(UserError, match=message):

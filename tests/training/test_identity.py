@@ -45,16 +45,11 @@ def test_each_change_of_a_batch_or_of_the_order_changes_the_hash():
     exchanged[[0, 1]] = ids[[1, 0]]
     moved[0, 0], moved[0, 1], moved[2, 0], moved[2, 1] = 1, 0, 13, 12  # sums over values times positions stay equal
     hashes = [
-        hash_of(first, second),
-        hash_of(second, first),
-        hash_of(first),
-        hash_of(first, second, second),
-        hash_of(first, {**second, "labels": ids + 1}),
-        hash_of({**first, "input_ids": exchanged}, second),
-        hash_of({**first, "input_ids": moved}, second),
-        hash_of({**first, "input_ids": ids.reshape(6, 4)}, second),
+        hash_of(first, second), hash_of(second, first), hash_of(first), hash_of(first, second, second),
+        hash_of(first, {**second, "labels": ids + 1}), hash_of({**first, "input_ids": exchanged}, second),
+        hash_of({**first, "input_ids": moved}, second), hash_of({**first, "input_ids": ids.reshape(6, 4)}, second),
         hash_of({"input_ids": ids - 7, "labels": ids}, second),
-    ]
+    ]  # fmt: skip
     assert len(set(hashes)) == len(hashes)
     assert hash_of({"labels": ids - 7, "input_ids": ids, "ref_logps": torch.rand(3)}, second) == hashes[0]
 

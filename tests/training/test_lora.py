@@ -19,13 +19,8 @@ from soren_align.training.model import starting_checkpoint
 
 pytestmark = pytest.mark.model
 
-LORA = (
-    "model.lora={r: 4}",
-    "optimizer.lr=2e-2",
-    "optimizer.aux_lr=null",
-    "optimizer.adjust_lr_fn=null",
-    "optimizer.weight_decay=0",
-)
+LORA = ("model.lora={r: 4}", "optimizer.lr=2e-2", "optimizer.aux_lr=null", "optimizer.adjust_lr_fn=null",
+        "optimizer.weight_decay=0")  # fmt: skip
 FACTOR = "LoRA factor (extension, not in the paper)"
 WORDS = torch.arange(3, 40)[None]
 

@@ -42,15 +42,9 @@ def qwen(tmp_path_factory):
     tokenizer.chat_template = (base / "chat_template.jinja").read_text()
     tokenizer.save_pretrained(folder)
     config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=172,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-    )
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=172, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=True,
+    )  # fmt: skip
     torch.manual_seed(0)
     Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     return folder
@@ -112,11 +106,8 @@ def test_in_float32_the_papers_updates_arrive(paper):
 @pytest.mark.parametrize("name", ["soren", "muon", "htmuon", "adamw"])
 @pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_every_optimizer_is_measured(paper, name, accumulation):
-    short = (
-        "trainer.max_steps=2",
-        f"trainer.gradient_accumulation_steps={accumulation}",
-        *(["optimizer.adjust_lr_fn=null"] if name != "adamw" else []),
-    )
+    short = ("trainer.max_steps=2", f"trainer.gradient_accumulation_steps={accumulation}",
+             *(["optimizer.adjust_lr_fn=null"] if name != "adamw" else []))  # fmt: skip
     lost = paper(*LOST, *short, f"optimizer.name={name}", "optimizer.lr=1e-6", name="lost")
     with pytest.raises(UserError, match="updates of the matrices are lost"):
         lost.train()
@@ -208,19 +199,13 @@ def test_the_run_says_how_much_of_the_change_survives_the_export(paper, qwen):
     assert "saves all" not in wide.said.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ((NARROW,), "model.dtype: bfloat16 parameters round most small updates away"),
-        (("optimizer.compensation=kahan",), "optimizer.compensation: is for bfloat16 parameters"),
-        ((*KAHAN, "run.parallel=zero2"), "optimizer.compensation: zero2 updates float32 masters"),
-        ((*KAHAN, "run.parallel=zero3-offload"), "zero3-offload updates float32 masters"),
-        (
-            (NARROW, "run.parallel=zero2", "trainer.bf16=false"),
-            "model.dtype: under zero2 bfloat16 weights have float32",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "message"), [
+    ((NARROW,), "model.dtype: bfloat16 parameters round most small updates away"),
+    (("optimizer.compensation=kahan",), "optimizer.compensation: is for bfloat16 parameters"),
+    ((*KAHAN, "run.parallel=zero2"), "optimizer.compensation: zero2 updates float32 masters"),
+    ((*KAHAN, "run.parallel=zero3-offload"), "zero3-offload updates float32 masters"),
+    ((NARROW, "run.parallel=zero2", "trainer.bf16=false"), "model.dtype: under zero2 bfloat16 weights have float32"),
+])  # fmt: skip
 def test_a_recipe_that_would_lose_updates_unasked_is_refused_before_torch(tiny_run, overrides, message):
     with pytest.raises(UserError) as refused:
         tiny_run("sft", *overrides)

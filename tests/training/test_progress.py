@@ -62,12 +62,9 @@ def steps(monkeypatch):
 def test_a_terminal_has_a_bar_that_begins_at_the_checkpoint_with_loss_and_speed(steps):
     shown, text = steps("sft", is_terminal=True, seconds=60)
     losses = "loss 1.2500, token accuracy 62.5%"
-    assert shown == [
-        (5, 8, "peak 7.50 GB", losses),
-        "evaluating step 6, batch 1 of 2",
-        (6, 8, "12,346 tokens/s, peak 7.50 GB", f"{losses}, eval loss 0.6250"),
-        (7, 8, "12,346 tokens/s, peak 7.50 GB", f"{losses}, eval loss 0.6250"),
-    ]
+    assert shown == [(5, 8, "peak 7.50 GB", losses), "evaluating step 6, batch 1 of 2",
+                     (6, 8, "12,346 tokens/s, peak 7.50 GB", f"{losses}, eval loss 0.6250"),
+                     (7, 8, "12,346 tokens/s, peak 7.50 GB", f"{losses}, eval loss 0.6250")]  # fmt: skip
     assert "step 5/8" not in text
 
 
@@ -131,16 +128,11 @@ def test_a_short_phase_prints_nothing_into_a_log():
 
 @pytest.mark.rest
 @pytest.mark.model
-@pytest.mark.parametrize(
-    ("settings", "steps"),
-    [
-        (("trainer.logging_steps=10",), [1, 5]),
-        (("trainer.logging_steps=4",), [1, 4, 5]),
-        (("trainer.logging_steps=2",), [2, 4]),
-        (("trainer.logging_strategy=epoch",), [1, 5]),
-        (("trainer.logging_strategy=no",), []),
-    ],
-)
+@pytest.mark.parametrize(("settings", "steps"), [
+    (("trainer.logging_steps=10",), [1, 5]), (("trainer.logging_steps=4",), [1, 4, 5]),
+    (("trainer.logging_steps=2",), [2, 4]), (("trainer.logging_strategy=epoch",), [1, 5]),
+    (("trainer.logging_strategy=no",), []),
+])  # fmt: skip
 def test_a_run_of_any_length_reports_its_losses(tiny_run, settings, steps):
     run = tiny_run("sft", "trainer.max_steps=5", "trainer.warmup_steps=0", "trainer.save_strategy=no", *settings)
     assert run.train()
@@ -161,11 +153,8 @@ def test_a_run_of_any_length_reports_its_losses(tiny_run, settings, steps):
 @pytest.mark.model
 def test_the_last_lines_quote_the_held_out_loss_first_and_its_number_of_examples(tiny_run):
     held_out = (
-        "data.eval.limit=5",
-        "trainer.eval_strategy=steps",
-        "trainer.eval_steps=2",
-        "trainer.eval_on_start=true",
-    )
+        "data.eval.limit=5", "trainer.eval_strategy=steps", "trainer.eval_steps=2", "trainer.eval_on_start=true",
+    )  # fmt: skip
     run = tiny_run("sft", "trainer.max_steps=5", "trainer.save_strategy=no", *held_out)
     assert run.train()
     logs = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]

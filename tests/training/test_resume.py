@@ -204,14 +204,11 @@ def test_a_file_that_was_added_to_a_checkpoint_is_refused(stopped):
         checkpoints.check(stopped, origin)
 
 
-@pytest.mark.parametrize(
-    ("name", "finding"),
-    [
-        ("soren_align.json", "no complete checkpoint of soren-align"),
-        ("old", "was not written by this version of soren-align, or is damaged; remove this checkpoint's folder"),
-        ("outside", "names files outside of the checkpoint"),
-    ],
-)
+@pytest.mark.parametrize(("name", "finding"), [
+    ("soren_align.json", "no complete checkpoint of soren-align"),
+    ("old", "was not written by this version of soren-align, or is damaged; remove this checkpoint's folder"),
+    ("outside", "names files outside of the checkpoint"),
+])  # fmt: skip
 def test_without_a_seal_that_has_hashes_nothing_is_read(stopped, name, finding):
     record = read_seal(stopped)
     if name == "old":
@@ -229,22 +226,12 @@ def test_without_a_seal_that_has_hashes_nothing_is_read(stopped, name, finding):
 @pytest.mark.rest
 @pytest.mark.parametrize(
     "change",
-    [
-        {"log_history": "x"},
-        {"log_history": [{"loss": 1.0}]},
-        {"stateful_callbacks": "x"},
-        {"stateful_callbacks": {"BatchHash": {"values": [2**80], "batches": 1}}},
-        {"logging_steps": "x"},
-        {"total_flos": "x"},
-        {"epoch": float("nan")},
-        {"global_step": -5},
-        {"global_step": 3},
-        {"global_step": True},
-        {"max_steps": 3},
-        {"best_metric": []},
-    ],
+    [{"log_history": "x"}, {"log_history": [{"loss": 1.0}]}, {"stateful_callbacks": "x"},
+     {"stateful_callbacks": {"BatchHash": {"values": [2**80], "batches": 1}}}, {"logging_steps": "x"},
+     {"total_flos": "x"}, {"epoch": float("nan")}, {"global_step": -5}, {"global_step": 3}, {"global_step": True},
+     {"max_steps": 3}, {"best_metric": []}],
     ids=str,
-)
+)  # fmt: skip
 def test_absurd_values_in_a_sealed_checkpoint_are_refused(stopped, change):
     file = stopped / "trainer_state.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
@@ -258,17 +245,14 @@ def cut(file):
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("model.safetensors", cut),
-        ("optimizer.pt", cut),
-        ("scheduler.pt", cut),
-        ("rng_state.pth", cut),
-        ("config.json", cut),
-        ("trainer_state.json", lambda f: f.write_text(f.read_text().replace('"epoch"', '"epochs"', 1))),
-    ],
-)
+@pytest.mark.parametrize(("name", "change"), [
+    ("model.safetensors", cut),
+    ("optimizer.pt", cut),
+    ("scheduler.pt", cut),
+    ("rng_state.pth", cut),
+    ("config.json", cut),
+    ("trainer_state.json", lambda f: f.write_text(f.read_text().replace('"epoch"', '"epochs"', 1))),
+])  # fmt: skip
 def test_damage_in_a_sealed_checkpoint_is_one_sentence(tiny_run, stopped, name, change):
     change(stopped / name)
     reseal(stopped)

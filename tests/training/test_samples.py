@@ -181,31 +181,25 @@ def test_prompts_are_read_from_a_file(tiny_run, tmp_path):
         assert [len(prompt.ids) + prompt.max_new_tokens for prompt in setup.prompts] == [64, 64]  # the positions
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("a.jsonl", '{"prompts": "One"}\n', r'a.jsonl:1 write {"prompt": ...}'),
-        ("a.jsonl", "One\n", r"a.jsonl:1:1 cannot be read as JSON"),
-        ("a.txt", "\n", "0 prompts; write 1 to 100"),
-        ("a.txt", "One\n" * 101, "101 prompts; write 1 to 100"),
-        ("a.txt", "owl " * 300, "prompt 1 has .* tokens; the model has 64 positions"),
-    ],
-)
+@pytest.mark.parametrize(("name", "text", "message"), [
+    ("a.jsonl", '{"prompts": "One"}\n', r'a.jsonl:1 write {"prompt": ...}'),
+    ("a.jsonl", "One\n", r"a.jsonl:1:1 cannot be read as JSON"),
+    ("a.txt", "\n", "0 prompts; write 1 to 100"),
+    ("a.txt", "One\n" * 101, "101 prompts; write 1 to 100"),
+    ("a.txt", "owl " * 300, "prompt 1 has .* tokens; the model has 64 positions"),
+])  # fmt: skip
 def test_prompts_that_cannot_be_answered_are_refused_before_training(tiny_run, tmp_path, name, text, message):
     (tmp_path / name).write_text(text)
     with pytest.raises(UserError, match=message):
         tiny_run("sft", f"run.samples.prompts={tmp_path / name}").prepare()
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["run.samples.prompts=[1]"], r"prompts: found \[1\]; write a list of texts, or a .txt or .jsonl file"),
-        (["run.samples.prompts=nowhere.txt"], "prompts: there is no file 'nowhere.txt'"),
-        (["run.samples.prompts=owl.md"], r"prompts: found 'owl.md'; write a list of texts, or a file \(.txt or .jsonl"),
-        (["run.samples.prompts=[Hi]", "run.parallel=zero3"], "run.samples: run.parallel zero3 shards the weights"),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "message"), [
+    (["run.samples.prompts=[1]"], r"prompts: found \[1\]; write a list of texts, or a .txt or .jsonl file"),
+    (["run.samples.prompts=nowhere.txt"], "prompts: there is no file 'nowhere.txt'"),
+    (["run.samples.prompts=owl.md"], r"prompts: found 'owl.md'; write a list of texts, or a file \(.txt or .jsonl"),
+    (["run.samples.prompts=[Hi]", "run.parallel=zero3"], "run.samples: run.parallel zero3 shards the weights"),
+])  # fmt: skip
 def test_samples_that_no_process_could_make_are_refused(tmp_path, overrides, message):
     with pytest.raises(UserError, match=message):
         recipe.load("quickstart/sft", [f"run.output_dir={tmp_path / 'run'}", *overrides])

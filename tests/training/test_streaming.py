@@ -22,12 +22,9 @@ from .test_resume import stop_after
 pytestmark = pytest.mark.model
 STREAMED = "data.streaming={shuffle_buffer: 10}"
 PACKED = ("trainer.packing=true", "trainer.max_length=48")
-CASES = {
-    "chats": ("sft", "trainer.max_length=12"),  # drops some, truncates others
-    "pairs": ("dpo", "trainer.max_length=40"),
-    "packed": ("sft", *PACKED),
-    "wrapped": ("sft", *PACKED, "trainer.packing_strategy=wrapped"),
-}
+CASES = {"chats": ("sft", "trainer.max_length=12"),  # drops some, truncates others
+         "pairs": ("dpo", "trainer.max_length=40"), "packed": ("sft", *PACKED),
+         "wrapped": ("sft", *PACKED, "trainer.packing_strategy=wrapped")}  # fmt: skip
 
 
 def weights(run):
@@ -84,13 +81,10 @@ def test_a_run_resumed_at_its_last_step_has_the_counts_of_what_was_read(tiny_run
     assert streams[0].counts()["num_kept"] == 25
 
 
-@pytest.mark.parametrize(
-    ("damage", "place"),
-    [
-        (lambda state: state["block"]["splits"][0].pop("position"), r"block\.splits\.0\.position"),
-        (lambda state: state.update(num_trained=-1), "num_trained"),
-    ],
-)
+@pytest.mark.parametrize(("damage", "place"), [
+    (lambda state: state["block"]["splits"][0].pop("position"), r"block\.splits\.0\.position"),
+    (lambda state: state.update(num_trained=-1), "num_trained"),
+])  # fmt: skip
 def test_a_damaged_place_in_a_stream_is_one_sentence(tiny_run, tmp_path, damage, place):
     stream = tiny_run("sft", STREAMED).prepare().stream
     next(stream.rows())

@@ -105,16 +105,13 @@ def test_padding_by_a_stop_token_without_an_embedding_is_refused_too(tiny_run):
         tiny_run("sft", f"model.name_or_path={other}", "model.init_seed=null", name="second").prepare()
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["model.tokenizer={vocab_size: 280}", "model.init_seed=null"], "model.tokenizer: is for random weights"),
-        (["model.tokenizer=280"], r"model.tokenizer: found 280; write tokenizer: \{vocab_size: 280\}"),
-        (["model.tokenizer={vocab_size: 10}"], "model.tokenizer.vocab_size: found 10; it must be at least 258"),
-        (["model.tokenizer={vocabsize: 280}"], r"model.tokenizer.vocabsize: unknown key; did you mean 'vocab_size'"),
-        (["model.tokenizer=./nothing"], "model.tokenizer: './nothing' has no tokenizer_config.json"),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "message"), [
+    (["model.tokenizer={vocab_size: 280}", "model.init_seed=null"], "model.tokenizer: is for random weights"),
+    (["model.tokenizer=280"], r"model.tokenizer: found 280; write tokenizer: \{vocab_size: 280\}"),
+    (["model.tokenizer={vocab_size: 10}"], "model.tokenizer.vocab_size: found 10; it must be at least 258"),
+    (["model.tokenizer={vocabsize: 280}"], r"model.tokenizer.vocabsize: unknown key; did you mean 'vocab_size'"),
+    (["model.tokenizer=./nothing"], "model.tokenizer: './nothing' has no tokenizer_config.json"),
+])  # fmt: skip
 def test_a_wrong_tokenizer_is_an_error_of_the_recipe(tiny_run, overrides, message):
     with pytest.raises(UserError, match=message):
         tiny_run("sft", *overrides)

@@ -54,20 +54,11 @@ def test_two_ranks_take_the_same_ten_steps_as_one_process(two_ranks, mode, name,
         assert maps["momentum"] <= total / 2 + 20 * 4  # 20 tensors, each padded a little
 
 
-@pytest.mark.parametrize(
-    ("name", "mode", "like"),
-    [
-        ("soren", "zero2-offload", RUNS[0]),
-        ("soren", "zero3-offload", RUNS[0]),
-        ("recomputed", "zero3", RUNS[0]),
-        ("precomputed", "zero2", RUNS[3]),
-        ("precomputed", "zero3", RUNS[3]),
-        ("packed", "zero3", PACKED),
-        ("streamed", "zero2", STREAMED),
-        ("pretrained", "zero2", PRETRAINED),
-        ("pretrained", "zero3", PRETRAINED),
-    ],
-)
+@pytest.mark.parametrize(("name", "mode", "like"), [
+    ("soren", "zero2-offload", RUNS[0]), ("soren", "zero3-offload", RUNS[0]), ("recomputed", "zero3", RUNS[0]),
+    ("precomputed", "zero2", RUNS[3]), ("precomputed", "zero3", RUNS[3]), ("packed", "zero3", PACKED),
+    ("streamed", "zero2", STREAMED), ("pretrained", "zero2", PRETRAINED), ("pretrained", "zero3", PRETRAINED),
+])  # fmt: skip
 def test_so_they_do_with_offload_and_with_what_saves_memory(two_ranks, name, mode, like):
     same, task, overrides = like
     assert furthest(one_process(same, task, *overrides), weights(two_ranks[0] / f"{name}-{mode}")) <= 2e-6
@@ -178,13 +169,8 @@ def test_three_ranks_go_on_where_two_have_left(rank_pools, two_ranks, tmp_path):
 
 def start(folder):
     """60 steps of 32 rows on two processes, a checkpoint every 5."""
-    sets = [
-        f"run.output_dir={folder.path}",
-        "run.parallel=zero2",
-        "trainer.max_steps=60",
-        "trainer.save_steps=5",
-        "trainer.logging_steps=1",
-    ]
+    sets = [f"run.output_dir={folder.path}", "run.parallel=zero2", "trainer.max_steps=60", "trainer.save_steps=5",
+            "trainer.logging_steps=1"]  # fmt: skip
     sets += ["trainer.per_device_train_batch_size=16", "trainer.eval_strategy=no"]
     return command.start("sft", "quickstart/sft", "--no-eval", "--processes", "2", *command.overrides(*sets))
 
