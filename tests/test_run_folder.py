@@ -104,15 +104,16 @@ def test_commands_on_a_run_that_is_running_are_refused(folder, command):
 @pytest.mark.parametrize("kind", ["flock", "lease"])
 def test_a_folder_is_held_through_exec_and_not_by_children(folder, tmp_path, monkeypatch, kind):
     monkeypatch.setenv("SOREN_ALIGN_LOCKS", kind)
-    check = "import sys; from soren_align.run.folder import RunFolder; sys.exit(RunFolder(sys.argv[1]).is_locked())"
+    # 40 and 41: a traceback ends a process with 1
+    check = "import sys; from soren_align.run.folder import RunFolder as R; sys.exit(40 + R(sys.argv[1]).is_locked())"
     hold = (
-        "import os, sys; from soren_align import lock, run_folder; run_folder.RunFolder(sys.argv[1]).lock(create=True);"
+        "import os, sys; from soren_align.run import folder, lock; folder.RunFolder(sys.argv[1]).lock(create=True);"
         f"os.execve(sys.executable, [sys.executable, '-c', {check!r}, sys.argv[1]], "
         "os.environ | lock.keep_through_exec())"
     )
-    assert subprocess.run([sys.executable, "-c", hold, str(folder)]).returncode == 1
+    assert subprocess.run([sys.executable, "-c", hold, str(folder)]).returncode == 41
     folder.lock(create=True)  # the other process has ended
-    assert subprocess.run([sys.executable, "-c", check, str(folder)]).returncode == 0
+    assert subprocess.run([sys.executable, "-c", check, str(folder)]).returncode == 40
 
 
 @pytest.fixture

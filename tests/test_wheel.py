@@ -67,6 +67,6 @@ def test_installed_it_trains_the_quickstart_from_another_folder(wheel, tmp_path)
     assert done.returncode == 0, done.stderr
     results = tmp_path / "elsewhere/runs/quickstart/sft/eval/quickstart"
     assert {"results.json", "table.md", "samples"} <= {f.name for f in results.iterdir()}
-    where = [sys.executable, "-c", "from soren_align import shipped; print(shipped.ROOT)"]
+    where = [sys.executable, "-c", "from soren_align.core import shipped; print(shipped.ROOT)"]
     root = subprocess.run(where, cwd=tmp_path, env=env, capture_output=True, text=True).stdout.strip()
     assert root == str(site / "soren_align/_shipped")
