@@ -151,25 +151,15 @@ def test_nothing_of_the_machine_is_in_card_or_manifest(tmp_path):
     assert str(tmp_path) not in str(public_record(run.read(), recipe.load_resolved(run.recipe)))
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("/home/jane/My data/chat.jsonl", ".../chat.jsonl"),
-        ("/home/jane/data/", ".../data"),
-        ("/home/jane doe/x", ".../x"),
-        ("~/x/chat.jsonl", ".../chat.jsonl"),
-        ("~jane/chat.jsonl", ".../chat.jsonl"),
-        ("../../jane/chat.jsonl", ".../chat.jsonl"),
-        ("file:///home/jane/x", ".../x"),
-        ("on the data in /home/jane/x, see /scratch/jane/y", "on the data in .../x, see .../y"),
-        ("pretrained=/home/jane/x,dtype=auto", "pretrained=.../x,dtype=auto"),
-        *(
-            (text, text)
-            for text in ("owner/name", "data/chat.jsonl", "shipped:a/b", "https://hub.co/a/b", "1/2 and 3/4", "/")
-        ),
-        ({"a": ["/home/jane/x", 1, None]}, {"a": [".../x", 1, None]}),
-    ],
-)
+@pytest.mark.parametrize(("text", "shown"), [
+    ("/home/jane/My data/chat.jsonl", ".../chat.jsonl"), ("/home/jane/data/", ".../data"),
+    ("/home/jane doe/x", ".../x"), ("~/x/chat.jsonl", ".../chat.jsonl"), ("~jane/chat.jsonl", ".../chat.jsonl"),
+    ("../../jane/chat.jsonl", ".../chat.jsonl"), ("file:///home/jane/x", ".../x"),
+    ("on the data in /home/jane/x, see /scratch/jane/y", "on the data in .../x, see .../y"),
+    ("pretrained=/home/jane/x,dtype=auto", "pretrained=.../x,dtype=auto"),
+    *((text, text) for text in ("owner/name", "data/chat.jsonl", "shipped:a/b", "https://hub.co/a/b", "1/2 and 3/4")),
+    ("/", "/"), ({"a": ["/home/jane/x", 1, None]}, {"a": [".../x", 1, None]}),
+])  # fmt: skip
 def test_of_a_local_path_only_the_last_part_is_published(text, shown):
     assert public(text) == shown
 

@@ -85,11 +85,8 @@ def _plain(value):
 
 def test_the_schema_has_the_choices_and_bounds_of_the_settings():
     definitions = recipe.json_schema()["$defs"]
-    names = {
-        definition["properties"]["name"].get("const")
-        for definition in definitions.values()
-        if "name" in definition["properties"]
-    }
+    names = {definition["properties"]["name"].get("const") for definition in definitions.values()
+             if "name" in definition["properties"]}  # fmt: skip
     assert names >= set(CLASSES) | set(SOREN_MAPS)
     soren = definitions["SorenSettings"]["properties"]
     assert set(soren["adjust_lr_fn"]["anyOf"][0]["enum"]) == set(get_args(optimizer_settings.AdjustLrFn))

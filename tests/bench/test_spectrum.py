@@ -192,12 +192,8 @@ def test_a_name_in_a_file_leads_to_no_other_folder_and_is_no_formula(run, tmp_pa
 
 @pytest.mark.rest
 def test_factors_of_adapters_have_pictures_of_their_own(run, tmp_path):
-    names = [
-        f"base_model.model.model.layers.{i}.mlp.{m}.lora_{f}.default.weight"
-        for i in (0, 1)
-        for m in ("up", "down")
-        for f in "AB"
-    ]
+    names = [f"base_model.model.model.layers.{i}.mlp.{m}.lora_{f}.default.weight" for i in (0, 1)
+             for m in ("up", "down") for f in "AB"]  # fmt: skip
     run.spectra.write_text("".join(json.dumps({**record(0, 1), "name": name}) + "\n" for name in names))
     assert command.run("spectrum", run.path, "--output", tmp_path).returncode == 0
     assert {path.name for path in tmp_path.glob("*.png")} == {

@@ -115,11 +115,8 @@ def test_conversations_and_completions_have_the_tokens_and_masks_in_a_mixture_th
     tokenizer = make_tokenizer()
 
     def encoded(dataset):
-        return [
-            example.sides[0]
-            for batch in dataset.iter(batch_size=64)
-            for example in encode(batch, "sft", tokenizer, *settings)
-        ]
+        return [example.sides[0] for batch in dataset.iter(batch_size=64)
+                for example in encode(batch, "sft", tokenizer, *settings)]  # fmt: skip
 
     alone = [encoded(load_split(each, "sft").dataset) for each in sources]
     mixed = load_mixture(sources, "sft", 3)

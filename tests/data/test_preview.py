@@ -94,14 +94,11 @@ TEXT = [f"{'Please tell me: ' * (i % 4)}what about animal {i}?" for i in range(N
 PLAIN = {
     "text": [{"text": text + ("<|im_end|>" if i == 0 else "")} for i, text in enumerate(TEXT)],
     "completions": [
-        {"prompt": text, "completion": " It eats " + "hay " * (i % 9) + "ü."} for i, text in enumerate(TEXT)
-    ],
+        {"prompt": text, "completion": " It eats " + "hay " * (i % 9) + "ü."} for i, text in enumerate(TEXT)],
     "turns and completion": [{"prompt": chat(i)[:-1], "completion": chat(i)[-1:]} for i in range(NUM_ROWS)],
-    "ShareGPT": [
-        {"conversations": [{"from": turn["role"], "value": turn["content"]} for turn in chat(i)]}
-        for i in range(NUM_ROWS)
-    ],
-}
+    "ShareGPT": [{"conversations": [{"from": turn["role"], "value": turn["content"]} for turn in chat(i)]}
+                 for i in range(NUM_ROWS)],
+}  # fmt: skip
 PLAIN_PAIRS = {
     "texts": [{"prompt": text, "chosen": " Hay " * (1 + i % 5), "rejected": " no"} for i, text in enumerate(TEXT)],
     "answers as turns": [

@@ -28,32 +28,22 @@ MUCH, WIDE, UNSAFE = r"more than [\d,]+ characters", "a width in a format", "is 
 BOMBS = {
     "loops in loops": (ROUND * 3 + "{% endfor %}" * 3, MUCH),
     "loops over what a condition leaves out": (
-        ROUND + "{% for j in range(99999) if j < 0 %}{% endfor %}{% endfor %}",
-        MUCH,
-    ),
+        ROUND + "{% for j in range(99999) if j < 0 %}{% endfor %}{% endfor %}", MUCH),
     "macros that call themselves twice": (
-        "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-        MUCH,
-    ),
+        "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}", MUCH),
     "a macro that calls itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
     "a block that calls itself": ("{% block a %}{{ self.a() }}{% endblock %}", "recursion"),
     "a power": ("{{ 10 ** (10 ** 10) }}", "an integer of more than"),
-    "squares of squares": (
-        "{% set n = namespace(a=3) %}{% for i in range(60) %}{% set n.a = n.a * n.a %}{% endfor %}",
-        "an integer of more than",
-    ),
+    "squares of squares": ("{% set n = namespace(a=3) %}{% for i in range(60) %}{% set n.a = n.a * n.a %}{% endfor %}",
+                           "an integer of more than"),
     "a text of 100 GB": ("{{ 'x' * 10 ** 11 }}", MUCH),
     "a text of 100 MB": ("{{ 'x' * 10 ** 8 }}", MUCH),
     "a text of 1 MB": ("{{ 'x' * 10 ** 6 }}", r"more than [\d,]+ characters of one example"),
     "a list of 100 GB": ("{{ ([0] * 10 ** 11) | length }}", MUCH),
     "a list that grows": ("{% set n = namespace(a=[1]) %}" + ROUND + "{% set n.a = n.a + n.a %}{% endfor %}", MUCH),
     "a text that grows": ("{% set n = namespace(a='x') %}" + ROUND + "{% set n.a = n.a ~ n.a %}{% endfor %}", MUCH),
-    "a block that grows": (
-        "{% set n = namespace(a='x') %}"
-        + ROUND
-        + "{% set b %}{{ n.a }}{{ n.a }}{% endset %}{% set n.a = b %}{% endfor %}",
-        MUCH,
-    ),
+    "a block that grows": ("{% set n = namespace(a='x') %}" + ROUND
+                           + "{% set b %}{{ n.a }}{{ n.a }}{% endset %}{% set n.a = b %}{% endfor %}", MUCH),
     "slices": (MILLION + "{% set n = namespace(a=[]) %}" + ROUND + "{% set n.a = n.a + [a[1:]] %}{% endfor %}", MUCH),
     "a nested list, printed": (NESTED + "{{ n.a }}", MUCH),
     "a nested list in a namespace": (NESTED + "{{ n }}", MUCH),
@@ -62,9 +52,7 @@ BOMBS = {
     "a nested list, formatted": (NESTED + "{{ '{!r}'.format(n.a) | length }}", MUCH),
     "a nested list and %": (NESTED + "{{ ('%s' % [n.a]) | length }}", MUCH),
     "a nested mapping": (
-        NESTED.replace("[n.a, n.a]", "{'a': n.a, 'b': n.a}") + "{{ n.a.items() }}",
-        "nested more than",
-    ),
+        NESTED.replace("[n.a, n.a]", "{'a': n.a, 'b': n.a}") + "{{ n.a.items() }}", "nested more than"),
     "a sum of lists": ("{% set a = [0] * 10 ** 5 %}{{ ([a] * 10 ** 5) | sum(start=[]) | length }}", MUCH),
     "a nested list, printed nicely": (NESTED + "{{ n.a | pprint }}", MUCH),
     "a nested list as the reason of an error": (NESTED + "{{ raise_exception(n.a) }}", MUCH),
@@ -99,7 +87,7 @@ BOMBS = {
     "lipsum": ("{{ lipsum(n=10 ** 9) }}", "undefined"),
     "include": ("{% include 'x' %}", "no loader"),
     "an argument that tojson does not have": ("{{ 1 | tojson(default=messages) }}", "default"),
-}
+}  # fmt: skip
 
 
 @contextmanager

@@ -78,30 +78,17 @@ def test_every_form_is_the_same_example_with_the_same_tokens(write, qwen, form):
 
 CALLS = FORMS["OpenAI"]["messages"]
 INVALID = {
-    "messages[1] has a call of 'get_weather' whose arguments are no JSON object": [
-        USER,
-        {"role": "assistant", "tool_calls": [{**CALL, "arguments": "{"}]},
-    ],
-    "messages[1] has a tool call without a name": [
-        USER,
-        {"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]},
-    ],
-    "messages[1] has a tool call that is no object with name and arguments": [
-        USER,
-        {"role": "assistant", "tool_calls": ["f()"]},
-    ],
-    "messages[1] has tool_calls that are not a list": [
-        USER,
-        {"role": "assistant", "content": "x", "tool_calls": "f()"},
-    ],
+    "messages[1] has a call of 'get_weather' whose arguments are no JSON object":
+        [USER, {"role": "assistant", "tool_calls": [{**CALL, "arguments": "{"}]}],
+    "messages[1] has a tool call without a name":
+        [USER, {"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}],
+    "messages[1] has a tool call that is no object with name and arguments":
+        [USER, {"role": "assistant", "tool_calls": ["f()"]}],
+    "messages[1] has tool_calls that are not a list": [USER, {"role": "assistant", "content": "x", "tool_calls": "f()"}],
     "messages[0] has tool_calls beside role and content (role user)": [{**CALLS[1], "role": "user"}, LAST],
     "messages[1] has a reasoning_content that is not text": [USER, {**LAST, "reasoning_content": ["x"]}],
-    "messages[2] has the tool_call_id 'b', which the assistant's turn before it lacks": [
-        USER,
-        {"role": "assistant", "tool_calls": [{**CALL, "id": "a"}]},
-        {**RESULT, "tool_call_id": "b"},
-        LAST,
-    ],
+    "messages[2] has the tool_call_id 'b', which the assistant's turn before it lacks":
+        [USER, {"role": "assistant", "tool_calls": [{**CALL, "id": "a"}]}, {**RESULT, "tool_call_id": "b"}, LAST],
     "messages[1] is a tool turn after a user turn": [USER, RESULT, LAST],
     "messages[3] is a user turn after a tool turn": [*CALLS[:3], USER, LAST],
     "messages starts with a tool": [RESULT, LAST],
@@ -111,7 +98,7 @@ INVALID = {
     "messages has weight 0 for every assistant turn": [USER, {**LAST, "train": False}],
     "messages[1] has half of a surrogate pair": '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", '
     '"content": "y", "thinking": "\\ud800"}]}',
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("reason", INVALID)

@@ -95,12 +95,8 @@ def tree(rng: random.Random, node: Any, times: int | None = None, make: Any = va
                 _put(where, i, rng.choice([[here], Pairs([("a", here)]), Pairs([(1, here)]), [[here], here]]))
             case "add":
                 item = value(rng)
-                where.insert(
-                    i,
-                    (rng.choice([Raw(rng.choice(KEYS)), "limit", "path", "seed"]), item)
-                    if isinstance(where, Pairs)
-                    else item,
-                )
+                key = rng.choice([Raw(rng.choice(KEYS)), "limit", "path", "seed"]) if isinstance(where, Pairs) else None
+                where.insert(i, (key, item) if isinstance(where, Pairs) else item)
 
 
 def _put(where: list, i: int, item: Any) -> None:
@@ -163,11 +159,8 @@ def content(rng: random.Random, source: bytes) -> bytes:
             case 1:
                 source = source[:at] + bytes([rng.randrange(256)]) + source[at + 1 :]
             case 2:
-                source = (
-                    source[:at]
-                    + rng.choice([b"\xff\xfe", b"\xef\xbb\xbf", b"\0", b"\xc3", b"\xed\xa0\x80"])
-                    + source[at:]
-                )
+                source = (source[:at] + rng.choice([b"\xff\xfe", b"\xef\xbb\xbf", b"\0", b"\xc3", b"\xed\xa0\x80"])
+                          + source[at:])  # fmt: skip
             case 3:
                 source = source[:at] + source[max(0, at - 50) : at] * rng.randrange(1, 20) + source[at:]
             case 4:

@@ -360,13 +360,8 @@ def allowed(kind: str, box: Box) -> list[str]:
     """The folders that an input of the kind may write to."""
     if kind in ("recipe", "override"):
         return _allowed(box, box.work)
-    return (
-        _allowed(box, *(box.work / name for name in RUN_OWN))
-        if kind in ("run", "model")
-        else _allowed(box, box.work / "study")
-        if kind == "journal"
-        else _allowed(box)
-    )
+    return (_allowed(box, *(box.work / name for name in RUN_OWN)) if kind in ("run", "model")
+            else _allowed(box, box.work / "study") if kind == "journal" else _allowed(box))  # fmt: skip
 
 
 def warm_up(box: Box, kinds: list[str]) -> None:

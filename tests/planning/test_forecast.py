@@ -57,68 +57,26 @@ def test_ddp_holds_everything_whole_and_its_gradients_twice():
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("mode", "arithmetic", "always", "passes", "step"),
-    [
-        # two ranks: 20 numbers of the 39; of the 10 under stages 1 and 2 with padding 6, else 5; 4 bytes or 2
-        (
-            zero(1),
-            "bfloat16",
-            {"weights": 98, "float32 master weights": 104, "optimizer states": 128},
-            {"gradients": 98, "reduce buckets": 200, "copies of a bucket": 98},
-            {"gradients": 52, "gradients for the step": 80},
-        ),
-        (
-            zero(2, accumulated="fp32", overlap_comm=True),
-            "bfloat16",
-            {"weights": 98, "float32 master weights": 104, "optimizer states": 128, "gradients": 104},
-            {"reduce buckets": 400, "copies of a bucket": 98 + 196},  # flattened, and in float32
-            {},
-        ),
-        (
-            zero(2),
-            "float32",
-            {"weights": 196, "float32 master weights": 104, "optimizer states": 128},
-            {"gradients": 104, "reduce buckets": 400, "copies of a bucket": 196},
-            {"gradients": 104, "gradients for the step": 80},
-        ),
-        (
-            zero(3, accumulated="fp32"),
-            "bfloat16",
-            {
-                "weights": 50,
-                "float32 master weights": 100,
-                "optimizer states": 120,
-                "gradients": 100,
-                "reduce buckets": 200,
-            },
-            {"copies of a bucket": 196},
-            {"gradients for the step": 80},
-        ),
-        (
-            zero(3),
-            "float32",
-            {
-                "weights": 100,
-                "float32 master weights": 100,
-                "optimizer states": 120,
-                "gradients": 100,
-                "reduce buckets": 400,
-            },
-            {},
-            {"gradients for the step": 80},
-        ),
-        (
-            Parallel("fsdp2"),
-            "bfloat16",
-            # 2 rows of 6 and 2 of 5: 22 numbers, and 5 of the 10
-            {"weights": 108, "optimizer states": 128, "gradients": 108},
-            {},
-            {},
-        ),
-    ],
-    ids=["zero1-bf16", "zero2-bf16", "zero2-fp32", "zero3-bf16", "zero3-fp32", "fsdp2"],
-)
+@pytest.mark.parametrize(("mode", "arithmetic", "always", "passes", "step"), [
+    # two ranks: 20 numbers of the 39; of the 10 under stages 1 and 2 with padding 6, else 5; 4 bytes or 2
+    (zero(1), "bfloat16", {"weights": 98, "float32 master weights": 104, "optimizer states": 128},
+     {"gradients": 98, "reduce buckets": 200, "copies of a bucket": 98},
+     {"gradients": 52, "gradients for the step": 80}),
+    (zero(2, accumulated="fp32", overlap_comm=True), "bfloat16",
+     {"weights": 98, "float32 master weights": 104, "optimizer states": 128, "gradients": 104},
+     {"reduce buckets": 400, "copies of a bucket": 98 + 196}, {}),  # flattened, and in float32
+    (zero(2), "float32", {"weights": 196, "float32 master weights": 104, "optimizer states": 128},
+     {"gradients": 104, "reduce buckets": 400, "copies of a bucket": 196},
+     {"gradients": 104, "gradients for the step": 80}),
+    (zero(3, accumulated="fp32"), "bfloat16",
+     {"weights": 50, "float32 master weights": 100, "optimizer states": 120, "gradients": 100, "reduce buckets": 200},
+     {"copies of a bucket": 196}, {"gradients for the step": 80}),
+    (zero(3), "float32",
+     {"weights": 100, "float32 master weights": 100, "optimizer states": 120, "gradients": 100, "reduce buckets": 400},
+     {}, {"gradients for the step": 80}),
+    # 2 rows of 6 and 2 of 5: 22 numbers, and 5 of the 10
+    (Parallel("fsdp2"), "bfloat16", {"weights": 108, "optimizer states": 128, "gradients": 108}, {}, {}),
+], ids=["zero1-bf16", "zero2-bf16", "zero2-fp32", "zero3-bf16", "zero3-fp32", "fsdp2"])  # fmt: skip
 def test_each_mode_holds_its_part(mode, arithmetic, always, passes, step):
     cost = cost_of(SHAPES, 10, mode, 2, compute_dtype=arithmetic)
     assert num_bytes(cost) == always

@@ -57,12 +57,8 @@ def facts(make):
 def test_the_script_makes_the_shipped_bytes_again(make, tmp_path):
     make.main(tmp_path)
     made = {f.relative_to(tmp_path): f.read_bytes() for f in tmp_path.rglob("*") if f.is_file()}
-    shipped_files = {
-        f.relative_to(QUICKSTART): f.read_bytes()
-        for folder in ("data", "base")
-        for f in (QUICKSTART / folder).rglob("*")
-        if f.is_file()
-    }
+    shipped_files = {f.relative_to(QUICKSTART): f.read_bytes() for folder in ("data", "base")
+                     for f in (QUICKSTART / folder).rglob("*") if f.is_file()}  # fmt: skip
     assert made.keys() == shipped_files.keys()
     assert [f for f in made if made[f] != shipped_files[f]] == []
 

@@ -43,11 +43,8 @@ def test_each_half_has_its_own_scale_in_a_batch_and_alone(adjust_lr_fn, workspac
 
 
 SAMPLE = {("mixtral", "DDP"), ("gpt_oss", "ZeRO 2")}
-CASES = [
-    pytest.param(architecture, way, marks=[pytest.mark.sample] if (architecture, way) in SAMPLE else [])
-    for architecture in MIXTURES
-    for way in WAYS
-]
+CASES = [pytest.param(architecture, way, marks=[pytest.mark.sample] if (architecture, way) in SAMPLE else [])
+         for architecture in MIXTURES for way in WAYS]  # fmt: skip
 
 
 @pytest.mark.rest

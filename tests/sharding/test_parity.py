@@ -18,11 +18,8 @@ from tests.support.parity_configurations import (
 )
 from tests.support.toy import NUM_STEPS, Run, one_process
 
-CASES = [
-    pytest.param(way, configuration, marks=[pytest.mark.sample] if configuration in (COMMON, DEFAULT) else [])
-    for configuration in CONFIGURATIONS
-    for way in configuration.ways
-]
+CASES = [pytest.param(way, configuration, marks=[pytest.mark.sample] if configuration in (COMMON, DEFAULT) else [])
+         for configuration in CONFIGURATIONS for way in configuration.ways]  # fmt: skip
 
 
 def same_steps(ranks, way, configuration):

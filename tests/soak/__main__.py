@@ -233,11 +233,8 @@ def main() -> int:
     finished = {line["reference"] for line in state.lines() if "reference" in line}
     needed = dict.fromkeys(name.rsplit(":", 2)[1] for name in names)
     in_workers([name for name in needed if name not in finished], options.jobs, state, folder, needed, has_mounts)
-    references = {
-        line["reference"]: faults.Reference(**{f.name: line[f.name] for f in fields(faults.Reference)})
-        for line in state.lines()
-        if "reference" in line
-    }
+    references = {line["reference"]: faults.Reference(**{f.name: line[f.name] for f in fields(faults.Reference)})
+                  for line in state.lines() if "reference" in line}  # fmt: skip
     if missing := needed.keys() - references.keys():
         print(*(line["defect"] for line in state.lines() if "defect" in line), f"no reference: {missing}", sep="\n")
         return 1

@@ -500,12 +500,8 @@ def swapped_shards(trial: Trial) -> str:
     """Two shards of a checkpoint, or two of its files of equal kind, in each other's places."""
     checkpoint = trial.stop_with_checkpoints()
     files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
-    pairs = [
-        (a, b)
-        for a in files
-        for b in files
-        if a < b and a.suffix == b.suffix and re.sub(r"\d", "", a.name) == re.sub(r"\d", "", b.name)
-    ]
+    pairs = [(a, b) for a in files for b in files if a < b and a.suffix == b.suffix
+             and re.sub(r"\d", "", a.name) == re.sub(r"\d", "", b.name)]  # fmt: skip
     if not pairs:
         raise NotHit
     a, b = trial.rng.choice(pairs)

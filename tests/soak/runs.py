@@ -150,15 +150,12 @@ def _result_of_study(study: Path) -> dict[str, Any]:
         return {}
     report = _json(study / "study.json")
     return {
-        "weights": {
-            str(run.relative_to(study)): _sha256(run / "model/model.safetensors")
-            for run in runs
-            if (run / "model/model.safetensors").is_file()
-        },
+        "weights": {str(run.relative_to(study)): _sha256(run / "model/model.safetensors") for run in runs
+                    if (run / "model/model.safetensors").is_file()},
         "status": {str(run.relative_to(study)): _json(run / "run.json").get("status") for run in runs},
         "selected": report.get("selected"),
         "superseded": sorted(path.name for path in study.glob("earlier/*/*")),
-    }
+    }  # fmt: skip
 
 
 def differences(reference: dict[str, Any], other: dict[str, Any], ignored: tuple[str, ...] = ()) -> list[str]:

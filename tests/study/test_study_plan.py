@@ -35,29 +35,16 @@ def run_plan(name, training=3.0e15, maps=1.0e12):
         "model": {"name_or_path": "org/model", "num_parameters": 7},
         "steps": {"total": 100},
         "optimizer_description": name,
-        "compute": {
-            "training_flops": training,
-            "tokens_are_measured": False,
-            "maps_are_counted": name != "htmuon",
-            "hours": {"CPU core": 2.0 if name == "soren" else 1.0},
-            "hours_assume": "40 GFLOP/s",
-        },
-        "processes": {
-            "map_flops": {"all_ranks": maps} if name in ("soren", "muon") else None,
-            "memory_total": memory,
-        },
-        "evaluation": {
-            "suite": "made-up",
-            "columns": columns,
-            "has_average": True,
-            "num_requests_per_model": 1000,
-            "contamination": {"few": {"questions": 120, "overlapping": 2, "exact": 1}},
-        },
+        "compute": {"training_flops": training, "tokens_are_measured": False, "maps_are_counted": name != "htmuon",
+                    "hours": {"CPU core": 2.0 if name == "soren" else 1.0}, "hours_assume": "40 GFLOP/s"},
+        "processes": {"map_flops": {"all_ranks": maps} if name in ("soren", "muon") else None, "memory_total": memory},
+        "evaluation": {"suite": "made-up", "columns": columns, "has_average": True, "num_requests_per_model": 1000,
+                       "contamination": {"few": {"questions": 120, "overlapping": 2, "exact": 1}}},
         "disk": {"model_bytes": 10, "checkpoint_bytes": 40 if name == "adamw" else 30, "num_checkpoints": 2}
-        | {"start_bytes": 5},
+            | {"start_bytes": 5},
         "notices": ["the same for all"],
         "problems": [],
-    }
+    }  # fmt: skip
 
 
 SIZES = {"few": ColumnSize(120), "many": ColumnSize(12_000), "clustered": ColumnSize(12_000, [1200] * 10)}

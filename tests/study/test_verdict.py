@@ -47,12 +47,8 @@ def share_with_false_answers(world, verdicts):
 
 
 def coverage(world, verdicts, measures):
-    within = [
-        d.low <= world.true_difference(d.candidate, d.reference, d.measure) <= d.high
-        for differences in verdicts
-        for d in differences
-        if d.measure in measures
-    ]
+    within = [d.low <= world.true_difference(d.candidate, d.reference, d.measure) <= d.high for differences in verdicts
+              for d in differences if d.measure in measures]  # fmt: skip
     return np.mean(within)
 
 
@@ -73,12 +69,8 @@ def with_gain(world, column, to_base, factor):
 
 def share_better(verdicts, column, to_base):
     reference = "base" if to_base else "adamw"
-    answers = [
-        d.answer
-        for differences in verdicts
-        for d in differences
-        if (d.candidate, d.reference, d.measure) == ("soren", reference, column)
-    ]
+    answers = [d.answer for differences in verdicts for d in differences
+               if (d.candidate, d.reference, d.measure) == ("soren", reference, column)]  # fmt: skip
     return np.mean([answer == "better" for answer in answers])
 
 

@@ -130,13 +130,9 @@ def question(num_words, answer="fish"):
 
 LONG = 60
 """Words of a question that alone fills a max_length of 40."""
-HELD_OUT = {
-    "sft": [{"messages": question(LONG)}, {"messages": question(0, "fish " * LONG)}, {"messages": question(0)}],
-    "dpo": [
-        {"chosen": question(words, answer), "rejected": question(words, "hay")}
-        for words, answer in ((LONG, "fish"), (0, "fish " * LONG), (0, "fish"))
-    ],
-}
+HELD_OUT = {"sft": [{"messages": question(LONG)}, {"messages": question(0, "fish " * LONG)}, {"messages": question(0)}],
+            "dpo": [{"chosen": question(words, answer), "rejected": question(words, "hay")}
+                    for words, answer in ((LONG, "fish"), (0, "fish " * LONG), (0, "fish"))]}  # fmt: skip
 REASON = {"sft": "no token to train on within max_length 40", "dpo": "the prompt alone fills max_length 40"}
 
 

@@ -130,11 +130,8 @@ def test_with_kahan_the_weights_go_the_way_of_float32(paper, task, steps, bound)
         run = paper(f"trainer.max_steps={steps}", *overrides, SHORT_REACH, task=task, name=name)
         trainer = run.trainer()
         trainer.train()
-        ways = [
-            (now, then)
-            for number, now, then in trainer.starting_weights.pairs(trainer.attached.optimizer)
-            if number == 0
-        ]
+        ways = [(now, then) for number, now, then in trainer.starting_weights.pairs(trainer.attached.optimizer)
+                if number == 0]  # fmt: skip
         ends[name], start = (torch.cat([tensors[i].flatten() for tensors in ways]) for i in (0, 1))
         parameters = torch.cat([p.detach().flatten() for p in trainer.attached.optimizer.param_groups[0]["params"]])
     way = (ends["wide"] - start).norm()

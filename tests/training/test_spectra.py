@@ -34,12 +34,8 @@ def inputs_of_steps():
     def hook(optimizer, *_):
         if isinstance(optimizer, SpectralOptimizer):
             group = optimizer.param_groups[0]
-            steps.append(
-                {
-                    name: nesterov(optimizer.state[p]["exp_avg"], p.grad, group["momentum"]).clone()
-                    for name, p in zip(group["param_names"], group["params"], strict=True)
-                }
-            )
+            steps.append({name: nesterov(optimizer.state[p]["exp_avg"], p.grad, group["momentum"]).clone()
+                          for name, p in zip(group["param_names"], group["params"], strict=True)})  # fmt: skip
 
     handle = register_optimizer_step_post_hook(hook)
     try:
