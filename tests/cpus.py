@@ -14,10 +14,8 @@ import time
 from pathlib import Path
 
 LIMITS = {
-    "default": ("default", "SSE4_2", "SSE41", "Nehalem"),
-    "avx2": ("avx2", "AVX2", "AVX2", "Haswell"),
-    "native": None,
-}
+    "default": ("default", "SSE4_2", "SSE41", "Nehalem"), "avx2": ("avx2", "AVX2", "AVX2", "Haswell"), "native": None,
+}  # fmt: skip
 """Of torch, MKL (on Intel's CPUs alone), oneDNN and numpy's OpenBLAS; `native` is what the CPU has."""
 VARIABLES = ("ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "OPENBLAS_CORETYPE")
 

@@ -74,20 +74,13 @@ def test_the_facts_are_those_of_run_json():
     run = finished_run("run", *HUB)
     page = card(run, "zoo")
     for said in (
-        f"revision {'c' * 40}",
-        f"HuggingFaceH4/ultrachat_200k (train_sft, revision {'b' * 40})",
+        f"revision {'c' * 40}", f"HuggingFaceH4/ultrachat_200k (train_sft, revision {'b' * 40})",
         "958 of 960 examples, 2 dropped (an empty answer)",
         "Soren (minimax, our approximation) on 14 matrices, learning rate 0.005; ",
-        "AdamW on the other parameters, learning rate 0.005",
-        "weight_decay 0.1",
-        "adjust_lr_fn match_rms_measured",
-        "600, 64 examples each",
-        "1 (cpu)",
-        "float32 in training, saved in bfloat16",
-        f"torch {run.read()['versions']['torch']}",
-        "trainer 0",
-        "Training loss 4.716 -> 0.002 (first and last log).",
-    ):
+        "AdamW on the other parameters, learning rate 0.005", "weight_decay 0.1", "adjust_lr_fn match_rms_measured",
+        "600, 64 examples each", "1 (cpu)", "float32 in training, saved in bfloat16",
+        f"torch {run.read()['versions']['torch']}", "trainer 0", "Training loss 4.716 -> 0.002 (first and last log).",
+    ):  # fmt: skip
         assert said in page
     assert run.recipe.read_text() in page
 

@@ -80,10 +80,8 @@ def test_a_base_without_template_completes_plain_text_without_history(reader, tm
 
 def test_an_adapter_answers_on_its_base_as_the_merged_model_would(reader, tmp_path):
     torch.manual_seed(0)
-    model = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(reader),
-        LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False),
-    )
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(reader),
+                           LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))  # fmt: skip
     model.save_pretrained(tmp_path / "adapter")
     AutoTokenizer.from_pretrained(reader).save_pretrained(tmp_path / "adapter")
     merged = tmp_path / "merged"

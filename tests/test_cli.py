@@ -51,14 +51,8 @@ def test_help_and_refusals_do_not_import_torch(bad, tmp_path):
     others = [["plan", "quickstart/sft", "--set", f"eval.suite={suite}"]]
     others.append(["eval", model, "--suite", suite, "--output", str(tmp_path / "out")])
     for arguments in (
-        ["--help"],
-        ["sft", bad],
-        ["schema"],
-        ["recipes"],
-        ["docs", "data"],
-        ["chat", "nowhere/"],
-        *others,
-    ):
+        ["--help"], ["sft", bad], ["schema"], ["recipes"], ["docs", "data"], ["chat", "nowhere/"], *others,
+    ):  # fmt: skip
         code = f"import sys; from soren_align.cli.app import main; main({arguments!r})\n"
         code += "print(sorted(m for m in ('torch', 'transformers', 'trl', 'datasets') if m in sys.modules))"
         out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout

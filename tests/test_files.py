@@ -82,12 +82,9 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
     for name, content in {"big": b"x" * (1 << 21), "latin": b"\xff"}.items():
         (tmp_path / name).write_bytes(content)
     for path, message in {
-        tmp_path: "not a file",
-        "/dev/zero": "not a file",
-        tmp_path / "nothing": "No such file",
-        tmp_path / "big": "larger than",
-        tmp_path / "latin": f"{tmp_path}/latin:1 not a text file in UTF-8",
-    }.items():
+        tmp_path: "not a file", "/dev/zero": "not a file", tmp_path / "nothing": "No such file",
+        tmp_path / "big": "larger than", tmp_path / "latin": f"{tmp_path}/latin:1 not a text file in UTF-8",
+    }.items():  # fmt: skip
         refused(lambda path=path: read_text(path), message)
         refused(lambda path=path: read_yaml(path), message)
     refused(lambda: read_json(tmp_path / "latin"), "not a text file in UTF-8")

@@ -150,13 +150,11 @@ def _chain(*names):
 RULES = {
     upward_arrows: {"optim/planted.py": "def f():\n    from ..training import run\n"},
     wrong_doors: {"data/planted.py": "import lm_eval.tasks as tasks\n"},
-    import_circles: {
-        "optim/one.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .two import f\n",
-        "optim/two.py": "from . import one\n",
-    },
+    import_circles: {"optim/one.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .two import f\n",
+                     "optim/two.py": "from . import one\n"},
     changed_libraries: {"data/planted.py": "import os\nfrom datasets import config\nconfig.HF_HUB_OFFLINE = True\n"},
     far_steps: _chain("cli/app.py", "launch/a.py", "launch/b.py", "launch/c.py", "launch/d.py", "optim/e.py"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)

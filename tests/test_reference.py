@@ -64,10 +64,8 @@ def test_the_schema_knows_every_key_of_a_shipped_study():
         assert set(schema["required"]) <= study.keys()
     wrong = {"search": {"trails": 1, "space": {"optimizer.lr": {"lo": 1}}}, "candidates": {"soren": {"sets": {}}}}
     assert unknown_keys(wrong, schema, schema) == [
-        "search.trails",
-        "search.space.optimizer.lr.lo",
-        "candidates.soren.sets",
-    ]
+        "search.trails", "search.space.optimizer.lr.lo", "candidates.soren.sets",
+    ]  # fmt: skip
     assert "eval_rewards/margins" in schema["$defs"]["Search"]["properties"]["metric"]["enum"]
     assert schema["$defs"]["VerdictSection"]["properties"]["seeds"]["minItems"] == 3
 

@@ -73,10 +73,8 @@ def test_a_second_start_is_refused_and_changes_nothing(make, folder, started):
     assert commands.train(make("trainer.max_steps=3")) == 0
     before = contents(folder.path)
     for overrides in (["trainer.max_steps=4"], ["trainer.max_steps=4", "run.overwrite=true"]):
-        with (
-            lock_of_another_process(folder),
-            pytest.raises(UserError, match="another process is running or evaluating"),
-        ):
+        with (lock_of_another_process(folder),
+              pytest.raises(UserError, match="another process is running or evaluating")):  # fmt: skip
             commands.train(make(*overrides))
     assert contents(folder.path) == before
     assert started == ["train"]
@@ -106,11 +104,9 @@ def test_a_folder_is_held_through_exec_and_not_by_children(folder, tmp_path, mon
     monkeypatch.setenv("SOREN_ALIGN_LOCKS", kind)
     # 40 and 41: a traceback ends a process with 1
     check = "import sys; from soren_align.run.folder import RunFolder as R; sys.exit(40 + R(sys.argv[1]).is_locked())"
-    hold = (
-        "import os, sys; from soren_align.run import folder, lock; folder.RunFolder(sys.argv[1]).lock(create=True);"
-        f"os.execve(sys.executable, [sys.executable, '-c', {check!r}, sys.argv[1]], "
-        "os.environ | lock.keep_through_exec())"
-    )
+    hold = ("import os, sys; from soren_align.run import folder, lock; folder.RunFolder(sys.argv[1]).lock(create=True);"
+            f"os.execve(sys.executable, [sys.executable, '-c', {check!r}, sys.argv[1]], "
+            "os.environ | lock.keep_through_exec())")  # fmt: skip
     assert subprocess.run([sys.executable, "-c", hold, str(folder)]).returncode == 41
     folder.lock(create=True)  # the other process has ended
     assert subprocess.run([sys.executable, "-c", check, str(folder)]).returncode == 40
@@ -211,10 +207,8 @@ def test_a_lease_is_renewed_while_its_process_lives(folder, leases, monkeypatch)
 def test_ranks_hold_a_folder_whose_launcher_was_killed(folder, make):
     prepare(folder, make())
     folder.release()
-    with (
-        lock_of_another_process(folder, ".lock-ranks"),
-        pytest.raises(UserError, match="another process is running or evaluating"),
-    ):
+    with (lock_of_another_process(folder, ".lock-ranks"),
+          pytest.raises(UserError, match="another process is running or evaluating")):  # fmt: skip
         prepare(folder, make())
     prepare(folder, make())
 

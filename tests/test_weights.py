@@ -187,13 +187,11 @@ FACTOR = f"base_model.model.{Q}.lora_A.weight"
 ADAPTER_DAMAGE = {
     "renamed": (lambda w: w.update({k.replace("model.layers", "layers"): w.pop(k) for k in sorted(w)}), "are missing"),
     "missing": (lambda w: w.pop(FACTOR), r"weights are missing: .*lora_A.* \(1 in total\)"),
-    "unexpected": (
-        lambda w: w.update({FACTOR.replace("q_proj", "k_proj"): w[FACTOR].clone()}),
-        r"weights that the model does not have: .*k_proj\.lora_A.* \(1 in total\)",
-    ),
+    "unexpected": (lambda w: w.update({FACTOR.replace("q_proj", "k_proj"): w[FACTOR].clone()}),
+                   r"weights that the model does not have: .*k_proj\.lora_A.* \(1 in total\)"),
     "of another shape": (lambda w: w.update({FACTOR: torch.zeros(5, 3)}), "not an adapter that can be loaded"),
     "empty": (lambda w: w.clear(), "are missing"),
-}
+}  # fmt: skip
 
 
 def merge(start):

@@ -36,14 +36,9 @@ def wheel(tmp_path_factory):
 def test_it_brings_the_shipped_folders_and_nothing_of_the_tests(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     for name in (
-        "recipes/quickstart/sft.yaml",
-        "recipes/quickstart/data/chat_train.jsonl",
-        "eval/quickstart/suite.yaml",
-        "configs/templates/qwen2.5.jinja",
-        "configs/recipe.schema.json",
-        "configs/study.schema.json",
-        *pages(),
-    ):
+        "recipes/quickstart/sft.yaml", "recipes/quickstart/data/chat_train.jsonl", "eval/quickstart/suite.yaml",
+        "configs/templates/qwen2.5.jinja", "configs/recipe.schema.json", "configs/study.schema.json", *pages(),
+    ):  # fmt: skip
         assert f"soren_align/_shipped/{name}" in names
     assert not [name for name in names if "test" in name.split("/")[-1] and name.endswith(".py")]
 

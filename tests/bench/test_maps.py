@@ -102,10 +102,8 @@ def test_the_results_are_json_with_these_keys(results):
         assert {MUON, MUON_FLOAT32, "minimax 0.0004", "minimax 0.001", "minimax 0.01", "minimax eigh", "SNS K=15",
                 "released K=5", "exact"} <= {row["name"] for row in shape["maps"]}  # fmt: skip
         for row in shape["maps"]:
-            assert set(row) == {
-                *("name", "dtype", "target", "seconds", "flops", "share_of_matmul_rate"),
-                *("ratio_to_muon", "ratio_to_muon_float32", "errors"),
-            }
+            assert set(row) == {*("name", "dtype", "target", "seconds", "flops", "share_of_matmul_rate"),
+                                *("ratio_to_muon", "ratio_to_muon_float32", "errors")}  # fmt: skip
             assert set(row["errors"]) == {"flat", "power law", "gaussian"}
             assert row["seconds"]["num_rounds"] == shape["num_rounds"]
 

@@ -9,11 +9,9 @@ from soren_align.bench.shapes import MODELS, check_device, parse
 from soren_align.core.errors import UserError
 
 # Parameters in all, as the models' pages say, less embeddings, head, norms and biases.
-TOTALS = {
-    "llama-60m": 58_073_600 - 2 * 32_000 * 512 - 17 * 512,
-    "qwen2.5-3b": 3_085_938_688 - 151_936 * 2048 - 73 * 2048 - 36 * (2048 + 2 * 256),
-    "mistral-7b": 7_241_732_096 - 2 * 32_000 * 4096 - 65 * 4096,
-}
+TOTALS = {"llama-60m": 58_073_600 - 2 * 32_000 * 512 - 17 * 512,
+          "qwen2.5-3b": 3_085_938_688 - 151_936 * 2048 - 73 * 2048 - 36 * (2048 + 2 * 256),
+          "mistral-7b": 7_241_732_096 - 2 * 32_000 * 4096 - 65 * 4096}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MODELS)

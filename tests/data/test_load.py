@@ -55,10 +55,8 @@ def test_columns_of_the_other_task_are_named_with_the_command_for_them(write):
 def test_columns_of_no_task_are_named(write):
     message = refused(split(write("text.jsonl", [{"story": "hello", "id": 1}])))
     assert "found the columns story, id; sft needs 'messages': a list of {role, content} turns (or " in message
-    for row, names in (
-        ({"id": "1", "answer": "Hay for it.", "q": "What?"}, "such as {instruction: answer, output: q}"),
-        ({"id": 1, "talk": [{"who": "a", "says": "b"}]}, "such as {messages: talk}"),
-    ):
+    for row, names in (({"id": "1", "answer": "Hay for it.", "q": "What?"}, "such as {instruction: answer, output: q}"),
+                       ({"id": 1, "talk": [{"who": "a", "says": "b"}]}, "such as {messages: talk}")):  # fmt: skip
         assert refused(split(write("text.jsonl", [row]))).endswith(names)
 
 

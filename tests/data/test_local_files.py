@@ -18,10 +18,8 @@ from soren_align.data import load_split
 from soren_align.data.files import MAX_UNCHECKED
 from tests.support.conversations import chat_row, split
 
-ROWS = [
-    {"prompt": f'Question {i}, with "quotes", {"commas, " * i}ü:\nand lines ', "completion": f"; answer\t{i}"}
-    for i in range(5)
-]
+ROWS = [{"prompt": f'Question {i}, with "quotes", {"commas, " * i}ü:\nand lines ', "completion": f"; answer\t{i}"}
+        for i in range(5)]  # fmt: skip
 
 
 def refused(spec, task="sft"):

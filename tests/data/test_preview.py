@@ -101,11 +101,9 @@ PLAIN = {
 }  # fmt: skip
 PLAIN_PAIRS = {
     "texts": [{"prompt": text, "chosen": " Hay " * (1 + i % 5), "rejected": " no"} for i, text in enumerate(TEXT)],
-    "answers as turns": [
-        {"prompt": text, "chosen": chat(i)[-1:], "rejected": [{"role": "assistant", "content": "No."}]}
-        for i, text in enumerate(TEXT)
-    ],
-}
+    "answers as turns": [{"prompt": text, "chosen": chat(i)[-1:], "rejected": [{"role": "assistant", "content": "No."}]}
+                         for i, text in enumerate(TEXT)],
+}  # fmt: skip
 
 
 MANY = {"prompt": chat(1, turns=2, system=True)[:-2], "completion": chat(1, turns=2, system=True)[-2:]}
@@ -242,10 +240,8 @@ def test_the_example_can_be_read_without_colour(make_tokenizer, task):
     assert f"[[{row['messages'][0]['content']}" not in plain
     if task == "dpo":
         assert [line for line in plain.splitlines() if line in TASKS["dpo"].columns or line == "prompt"] == [
-            "prompt",
-            "chosen",
-            "rejected",
-        ]
+            "prompt", "chosen", "rejected",
+        ]  # fmt: skip
     assert "[[" not in show_example(counted, color=True).plain
 
 

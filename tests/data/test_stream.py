@@ -84,11 +84,8 @@ def test_every_kind_of_file_is_streamed_and_resumed(tmp_path, suffix):
 def test_a_stream_resumes_at_every_block_in_every_source(folder, write):
     chosen = [{"text": f"other {i}"} for i in range(7)]  # a short source, which is read many times
     bad = [*chosen[:3], {"text": ""}, *chosen[3:]]
-    for sources in (
-        [source(folder)],
-        [source(folder, limit=30)],
-        [source(folder, weight=3), source(write("other.jsonl", bad), bad_examples="drop")],
-    ):
+    for sources in ([source(folder)], [source(folder, limit=30)],
+                    [source(folder, weight=3), source(write("other.jsonl", bad), bad_examples="drop")]):  # fmt: skip
         preview, _ = opened(*sources, fraction=0.1)
         taken = blocks(preview, 30)
         for number in (0, 1, 12, 29):

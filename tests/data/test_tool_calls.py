@@ -84,7 +84,8 @@ INVALID = {
         [USER, {"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}],
     "messages[1] has a tool call that is no object with name and arguments":
         [USER, {"role": "assistant", "tool_calls": ["f()"]}],
-    "messages[1] has tool_calls that are not a list": [USER, {"role": "assistant", "content": "x", "tool_calls": "f()"}],
+    "messages[1] has tool_calls that are not a list":
+        [USER, {"role": "assistant", "content": "x", "tool_calls": "f()"}],
     "messages[0] has tool_calls beside role and content (role user)": [{**CALLS[1], "role": "user"}, LAST],
     "messages[1] has a reasoning_content that is not text": [USER, {**LAST, "reasoning_content": ["x"]}],
     "messages[2] has the tool_call_id 'b', which the assistant's turn before it lacks":
@@ -132,12 +133,10 @@ def test_weights_as_openai_and_axolotl_write_them(write):
     dataset = load_split(split(write("rows.jsonl", [{"messages": row} for row in rows])), "sft").dataset
     assert [row["messages"][1]["weight"] for row in dataset] == [0, 0, 0]
     mapped = split(
-        write(
-            "rows.jsonl",
-            [{"messages": [{("learn" if k == "weight" else k): v for k, v in turn.items()} for turn in rows[0]]}],
-        ),
+        write("rows.jsonl",
+              [{"messages": [{("learn" if k == "weight" else k): v for k, v in turn.items()} for turn in rows[0]]}]),
         columns={"messages": "messages", "weight": "learn"},
-    )
+    )  # fmt: skip
     assert load_split(mapped, "sft").dataset[0]["messages"] == dataset[0]["messages"]
     pair = {"chosen": rows[0], "rejected": [*rows[0][:-1], {"role": "assistant", "content": "No."}]}
     with pytest.raises(UserError, match=r"chosen\[1\] has a weight; of a pair the last turns are trained"):

@@ -49,13 +49,11 @@ def weighted(turns, *weights):
 
 MANY = chat(1, turns=3, system=True)
 CHATS = {
-    "one answer": chat(2),
-    "three answers": MANY,
-    "the last alone": weighted(MANY, None, None, 0, None, 0, None, 1),
+    "one answer": chat(2), "three answers": MANY, "the last alone": weighted(MANY, None, None, 0, None, 0, None, 1),
     "not the last": weighted(MANY, None, None, None, None, 1, None, 0),
     "not the second, nor two users": weighted(MANY, None, 0, None, 0, 0, None, None),
     "not the system": weighted(MANY, 0, *[None] * 6),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("template", [PLAIN, CHATML], ids=["without marks", "with marks"])

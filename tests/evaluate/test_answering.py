@@ -86,10 +86,8 @@ def test_in_process_from_disk_as_adapter_and_merged_the_answers_are_the_same(mod
     adapter = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
     adapter.save_pretrained(tmp_path / "adapter")
     live = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(tmp_path / "adapter"))
-    found = {
-        "in process": evaluate_model(live.eval(), suite, tokenizer=tokenizer),
-        "adapter": evaluate_model(tmp_path / "adapter", suite, Options(device="cpu")),
-    }
+    found = {"in process": evaluate_model(live.eval(), suite, tokenizer=tokenizer),
+             "adapter": evaluate_model(tmp_path / "adapter", suite, Options(device="cpu"))}  # fmt: skip
     merged = live.merge_and_unload()
     merged.save_pretrained(tmp_path / "merged")
     tokenizer.save_pretrained(tmp_path / "merged")

@@ -70,10 +70,8 @@ def test_the_index_is_the_sets_of_tuples(seed, monkeypatch):
     monkeypatch.setattr(contamination, "REPORTED_EXAMPLES", 7)
     rng, num_words = random.Random(seed), 3 + seed
     lengths = (0, 1, 3, 5, 12, 13, 14, 40)
-    columns = {
-        f"column{i}": [sentence(rng, rng.choice(lengths), num_words) for _ in range(rng.choice((1, 5, 30)))]
-        for i in range(3)
-    }
+    columns = {f"column{i}": [sentence(rng, rng.choice(lengths), num_words) for _ in range(rng.choice((1, 5, 30)))]
+               for i in range(3)}  # fmt: skip
     columns["fixed"] = [f"{FIXED} {sentence(rng, rng.choice(lengths), num_words)}" for _ in range(30)]
     columns["empty"] = []
     examples = [[sentence(rng, rng.choice(lengths), num_words) for _ in range(rng.randrange(3))] for _ in range(60)]

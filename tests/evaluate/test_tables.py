@@ -134,16 +134,11 @@ def test_every_setting_is_listed_known_or_not():
     settings |= {"metrics": {"mmlu": "acc,none", "gsm8k": "exact_match,strict-match"}, "new": {"a": True, "b": None}}
     text = "\n".join(tables.notes(results))
     for words in (
-        "lm-eval 0.4.13, transformers 5.23.0",
-        "task versions: arc_challenge 1.0",
-        "gsm8k 3.0",
-        "few-shot examples: arc_challenge 25, hellaswag 10",
-        "metrics: mmlu acc, gsm8k exact_match/strict-match",
-        "seeds: random 0, numpy 1234, torch 1234, fewshot 1234",
-        "chat template: off; BOS token: off",
-        "dtype: bfloat16; device: cuda; backend: hf; batch size: 8; processes: 2",
-        "new: a on, b None",
-    ):
+        "lm-eval 0.4.13, transformers 5.23.0", "task versions: arc_challenge 1.0", "gsm8k 3.0",
+        "few-shot examples: arc_challenge 25, hellaswag 10", "metrics: mmlu acc, gsm8k exact_match/strict-match",
+        "seeds: random 0, numpy 1234, torch 1234, fewshot 1234", "chat template: off; BOS token: off",
+        "dtype: bfloat16; device: cuda; backend: hf; batch size: 8; processes: 2", "new: a on, b None",
+    ):  # fmt: skip
         assert words in text
     results["settings"] = {"dtype": "float32", "limit": None}
     assert tables.notes(results)[-1] == "dtype: float32"

@@ -62,10 +62,8 @@ def whole(kind: str) -> Files:
             os.chdir(here)
     placed = {name: data.replace(root.encode(), f"{BOX}/work".encode()) for name, data in found.items()}
     # Without the hash of run.json, as one that a stranger made: with it, every mutation of it would be refused at once.
-    return {
-        name: re.sub(rb',\s*"record_sha256": "\w+"', b"", data) if name.endswith("run.json") else data
-        for name, data in placed.items()
-    }
+    return {name: re.sub(rb',\s*"record_sha256": "\w+"', b"", data) if name.endswith("run.json") else data
+            for name, data in placed.items()}  # fmt: skip
 
 
 def _fill(run: Any, kind: str) -> None:
@@ -302,10 +300,8 @@ def adapter(rng: random.Random, as_json: Mutator) -> tuple[Files, dict[str, Any]
         dtype, shape, content = tensors.pop(name)
         new = rng.choice([name, name, name.replace("self_attn", "attn"), "x", name + ".weight", "__metadata__"])
         changed = [
-            (dtype, [WIDTH * 2], content),
-            (dtype, shape[::-1], content),
-            ("F16", shape, content[: len(content) // 2]),
-        ]
+            (dtype, [WIDTH * 2], content), (dtype, shape[::-1], content), ("F16", shape, content[: len(content) // 2]),
+        ]  # fmt: skip
         changed += [
             ("I32", shape, content), (dtype, [0, 4], b""), ("F99", shape, content), (dtype, shape, content[:-4]),
         ]  # fmt: skip
@@ -367,10 +363,8 @@ def model_files() -> Files:
     weight_map = {name: "model.safetensors" for name in header if name != "__metadata__"}
     index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
     special = {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]}
-    return found | {
-        "model.safetensors.index.json": json.dumps(index).encode(),
-        "special_tokens_map.json": json.dumps(special).encode(),
-    }
+    return found | {"model.safetensors.index.json": json.dumps(index).encode(),
+                    "special_tokens_map.json": json.dumps(special).encode()}  # fmt: skip
 
 
 def model(rng: random.Random, as_json: Mutator) -> tuple[Files, dict[str, Any]]:

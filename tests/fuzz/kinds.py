@@ -303,10 +303,8 @@ def a_data_file(rng: random.Random) -> Input:
     spec = {"limit": rng.choice([None, None, None, 1, 2, 100]), "bad_examples": rng.choice(["refuse", "drop", "drop"])}
     files = {f"rows.{suffix}": _encoded(rng, rows, suffix)}
     arguments: dict[str, Any] = {
-        "spec": spec,
-        "task": "dpo" if ("pairs" in form) ^ (rng.random() < 0.1) else "sft",
-        "file": f"rows.{suffix}",
-    }
+        "spec": spec, "task": "dpo" if ("pairs" in form) ^ (rng.random() < 0.1) else "sft", "file": f"rows.{suffix}",
+    }  # fmt: skip
     arguments["weights"] = rng.choice([None, None, [1, 0.5], [2.0, 1e-9], [0.3]])
     if form in ("chat", "turned completion", "pairs", "sharegpt") and rng.random() < 0.5:
         template = rng.choice(TEMPLATES) if rng.random() < 0.5 else mutate.text(rng, _chat_template())
@@ -368,10 +366,8 @@ def _parquet(rng: random.Random, rows: list[Any]) -> bytes:
     try:
         pq.write_table(pa.table(arrays), stream)
     except pa.ArrowException:  # a kind that Parquet does not know
-        pq.write_table(
-            pa.table({column: [_whole(str(row.get(column))) for row in rows] for column in columns}),
-            stream := io.BytesIO(),
-        )
+        pq.write_table(pa.table({column: [_whole(str(row.get(column))) for row in rows] for column in columns}),
+                       stream := io.BytesIO())  # fmt: skip
     return mutate.content(rng, stream.getvalue()) if rng.random() < 0.2 else stream.getvalue()
 
 

@@ -171,11 +171,9 @@ def table(state: State) -> str:
         if not mine:
             continue
         seconds = sum(line["seconds"] for line in mine) or 1
-        lines.append(
-            f"{kind:10}{counts.total():9,}{counts['accepted']:10,}{counts['refused']:9,}{counts['failed']:8,}"
-            f"{counts['slow']:10,}{counts['outside']:9,}{max(line['slowest'] for line in mine):7.1f} s"
-            f"{counts.total() / seconds:6.0f}"
-        )
+        lines.append(f"{kind:10}{counts.total():9,}{counts['accepted']:10,}{counts['refused']:9,}{counts['failed']:8,}"
+                     f"{counts['slow']:10,}{counts['outside']:9,}{max(line['slowest'] for line in mine):7.1f} s"
+                     f"{counts.total() / seconds:6.0f}")  # fmt: skip
     groups: dict[tuple, list] = defaultdict(list)
     for line in state.lines:
         for failure in line["failures"]:

@@ -180,12 +180,10 @@ def _without_models(cache: Path | None = None):
         sample = {"arguments": [("a", "b")], "resps": [["x"]], "filtered_resps": ["x"], "doc": {}}
         return harness.ModelResults(
             settings={"batch_size": suite.batch_size, "versions": {"lm-eval": "0"}, "device": "cpu"},
-            scores={column: dict(score) for column in columns},
-            samples={column: [sample] for column in columns},
+            scores={column: dict(score) for column in columns}, samples={column: [sample] for column in columns},
             points={column: [0.0, 1.0] for column in columns},
-            prompt_hashes={column: [("a", "b")] for column in columns},
-            num_requests={"computed": 1, "cached": 0},
-        )
+            prompt_hashes={column: [("a", "b")] for column in columns}, num_requests={"computed": 1, "cached": 0},
+        )  # fmt: skip
 
     def set_up_training(made: Any, folder: RunFolder, *_: Any, **__: Any) -> Any:
         return SimpleNamespace(recipe=made, start=starting_checkpoint(made, folder)[0], tokenizer=_tokenizer())
@@ -202,11 +200,9 @@ def _without_models(cache: Path | None = None):
         return True
 
     hub = SimpleNamespace(
-        create_repo=lambda *_, **__: None,
-        create_branch=lambda *_, **__: None,
-        model_info=lambda *_, **__: SimpleNamespace(private=True),
-        upload_folder=lambda *_, **__: None,
-    )
+        create_repo=lambda *_, **__: None, create_branch=lambda *_, **__: None,
+        model_info=lambda *_, **__: SimpleNamespace(private=True), upload_folder=lambda *_, **__: None,
+    )  # fmt: skip
     with contextlib.ExitStack() as stack:
         for where, name, fake in (
             (stage, "evaluate_model", answers),

@@ -207,10 +207,8 @@ def sources(name):
 
 def test_a_mixture_is_trained_on_whole_with_its_weights():
     assert sources("handbook-smollm-sft-base") == [
-        ("lab/ibex-5", "train_sft", 1),
-        ("lab/stoat-6", "train_sft", 1),
-        ("lab/viper-7", "train_sft", 0.001),
-    ]
+        ("lab/ibex-5", "train_sft", 1), ("lab/stoat-6", "train_sft", 1), ("lab/viper-7", "train_sft", 0.001),
+    ]  # fmt: skip
     assert [weight for *_, weight in sources("handbook-smollm3-sft-full")] == [1, 1, 1, 1, 0.5, 1]
     smollm3 = translated("handbook-smollm3-sft-full").recipe["data"]["train"]
     assert [source["name"] for source in smollm3] == ["SFT"] * 6
@@ -605,18 +603,16 @@ def test_a_number_that_is_none_is_left_to_the_recipes_check(key, value):
     convert(SFT | {"finetuning_type": "lora", "lora_rank" if key == "lora_r" else key: value}, "x", task="sft")
 
 
-@pytest.mark.parametrize(
-    ("keys", "quantize"),
-    [  # TRL, Axolotl, LLaMA-Factory
-        ({"use_peft": True, "load_in_4bit": True, "use_bnb_nested_quant": True}, "4bit"),
-        ({"use_peft": True, "load_in_8bit": True}, "8bit"),
-        ({"use_peft": True, "load_in_4bit": False}, None),
-        ({"base_model": "m", "adapter": "qlora", "load_in_4bit": True}, "4bit"),
-        ({"base_model": "m", "adapter": "lora", "load_in_8bit": True, "load_in_4bit": False}, "8bit"),
-        ({"finetuning_type": "lora", "quantization_bit": 4, "quantization_method": "bnb"}, "4bit"),
-        ({"finetuning_type": "lora", "quantization_bit": 8}, "8bit"),
-    ],
-)
+@pytest.mark.parametrize(("keys", "quantize"), [
+    # TRL, Axolotl, LLaMA-Factory
+    ({"use_peft": True, "load_in_4bit": True, "use_bnb_nested_quant": True}, "4bit"),
+    ({"use_peft": True, "load_in_8bit": True}, "8bit"),
+    ({"use_peft": True, "load_in_4bit": False}, None),
+    ({"base_model": "m", "adapter": "qlora", "load_in_4bit": True}, "4bit"),
+    ({"base_model": "m", "adapter": "lora", "load_in_8bit": True, "load_in_4bit": False}, "8bit"),
+    ({"finetuning_type": "lora", "quantization_bit": 4, "quantization_method": "bnb"}, "4bit"),
+    ({"finetuning_type": "lora", "quantization_bit": 8}, "8bit"),
+])  # fmt: skip
 def test_quantized_weights_under_an_adapter_are_quantized_here_too(keys, quantize):
     data = {"datasets": [{"path": "d", "type": "chat_template"}]} if "base_model" in keys else {"dataset_name": "d"}
     made = convert({"model_name_or_path": "m"} | data | keys, "x", task="sft")

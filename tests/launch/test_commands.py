@@ -135,15 +135,13 @@ def test_another_global_batch_is_another_recipe(make):
 
 @pytest.mark.parametrize(
     ("start", "rank", "of"),
-    [
-        ({}, None, None),
-        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, 1, 2),
-        ({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "3"}, 3, 4),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None, None),  # the batch script, not yet a task of srun
-        ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "RANK": "8", "WORLD_SIZE": "16"}, 8, 16),  # srun torchrun
+    [({}, None, None), ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, 1, 2),
+     ({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "3"}, 3, 4),
+     ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None, None),  # the batch script, not yet a task of srun
+     ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "RANK": "8", "WORLD_SIZE": "16"}, 8, 16),  # srun torchrun
     ],
     ids=["nobody", "torchrun", "srun", "sbatch", "srun torchrun"],
-)
+)  # fmt: skip
 def test_who_launched_this_process_is_known_from_its_environment(monkeypatch, start, rank, of):
     launcher_words = [k for k in os.environ if k.startswith("SLURM") or k in ("RANK", "WORLD_SIZE", "MASTER_ADDR")]
     for name in launcher_words:

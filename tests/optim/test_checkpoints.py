@@ -22,10 +22,8 @@ def model(dtype=torch.float32):
 
 def groups(net, aux_lr=0.01):
     named = list(net.named_parameters())
-    return [
-        {"params": [(n, p) for n, p in named if p.ndim == 2]},
-        {"params": [(n, p) for n, p in named if p.ndim != 2], "rule": "adamw", "lr": aux_lr},
-    ]
+    return [{"params": [(n, p) for n, p in named if p.ndim == 2]},
+            {"params": [(n, p) for n, p in named if p.ndim != 2], "rule": "adamw", "lr": aux_lr}]  # fmt: skip
 
 
 def train(net, optimizer, steps, seed):

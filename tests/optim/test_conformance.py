@@ -73,11 +73,9 @@ def test_hooks_run_around_a_step(make):
         return lambda o, args, kwargs: calls.append((name, o is optimizer, torch.equal(model[0].weight, before)))
 
     handles = [
-        register_optimizer_step_pre_hook(hook("global pre")),
-        register_optimizer_step_post_hook(hook("global post")),
-        optimizer.register_step_pre_hook(hook("pre")),
-        optimizer.register_step_post_hook(hook("post")),
-    ]
+        register_optimizer_step_pre_hook(hook("global pre")), register_optimizer_step_post_hook(hook("global post")),
+        optimizer.register_step_pre_hook(hook("pre")), optimizer.register_step_post_hook(hook("post")),
+    ]  # fmt: skip
     optimizer.step()
     assert sorted(calls) == sorted(
         [("global pre", True, True), ("pre", True, True), ("post", True, False), ("global post", True, False)]

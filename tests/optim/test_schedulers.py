@@ -24,14 +24,12 @@ SCHEDULERS = {
     "OneCycleLR": lambda o: schedulers.OneCycleLR(o, 0.1, total_steps=8),
     "OneCycleLR, momentum at rest": lambda o: schedulers.OneCycleLR(o, 0.1, total_steps=8, cycle_momentum=False),
     "SequentialLR": lambda o: schedulers.SequentialLR(
-        o, [schedulers.LinearLR(o, 0.1, total_iters=2), schedulers.ExponentialLR(o, 0.9)], [2]
-    ),
+        o, [schedulers.LinearLR(o, 0.1, total_iters=2), schedulers.ExponentialLR(o, 0.9)], [2]),
     "ChainedScheduler": lambda o: schedulers.ChainedScheduler(
-        [schedulers.LinearLR(o, 0.1, total_iters=2), schedulers.ExponentialLR(o, 0.9)]
-    ),
+        [schedulers.LinearLR(o, 0.1, total_iters=2), schedulers.ExponentialLR(o, 0.9)]),
     "ReduceLROnPlateau": lambda o: schedulers.ReduceLROnPlateau(o, factor=0.5, patience=1),
     "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, swa_lr=0.02, anneal_epochs=3),
-}
+}  # fmt: skip
 NUM_STEPS = 6
 
 EVERY_OPTIMIZER = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())

@@ -193,10 +193,8 @@ def test_1024_ranks_are_forecast_in_seconds(name):
 
 def test_the_operations_are_those_of_the_named_map():
     sections = {"minimax": {}, "sns": {"map": "sns"}, "muon": {"name": "muon"}}
-    counts = {
-        name: cost_of(MISTRAL_7B, 0, Parallel("ddp"), 8, optimizer).flops_all_ranks
-        for name, optimizer in sections.items()
-    }
+    counts = {name: cost_of(MISTRAL_7B, 0, Parallel("ddp"), 8, optimizer).flops_all_ranks
+              for name, optimizer in sections.items()}  # fmt: skip
     assert counts["minimax"] == pytest.approx(480e12, rel=0.01)
     for resolution, flops in ((0.0004, 750e12), (0.01, 458e12)):
         narrow = {"precision": "auto", "map": {"name": "minimax", "resolution": resolution}}

@@ -174,13 +174,11 @@ def test_mistakes_are_told_in_one_line(override, told):
 
 
 def test_what_cannot_be_merged_is_told_without_torch(tmp_path):
-    for number, (record, told) in enumerate(
-        (
-            (None, "not a run folder"),
-            ({"status": "training"}, "has no model yet (status: training); finish the run first"),
-            ({"status": "finished"}, "trained no adapter;"),
-        )
-    ):
+    for number, (record, told) in enumerate((
+        (None, "not a run folder"),
+        ({"status": "training"}, "has no model yet (status: training); finish the run first"),
+        ({"status": "finished"}, "trained no adapter;"),
+    )):  # fmt: skip
         run = tmp_path / str(number)
         (run / "model").mkdir(parents=True)
         if record:

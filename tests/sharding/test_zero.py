@@ -49,10 +49,8 @@ def test_bfloat16_models_have_the_losses_of_each_other_and_float32_momentum(rank
     # stage 1 with these is DeepSpeed's BF16_Optimizer, which steps all groups in one call
     found = {stage: ranks.run(jobs.deepspeed, stage, Run(dtype=torch.bfloat16), config) for stage in (1, 2, 3)}
     # as a trainer logs them: averaged over the ranks and the micro-batches of a step
-    losses = {
-        stage: torch.tensor([result.losses for result in results]).mean(dim=0).view(-1, 2).mean(dim=1)
-        for stage, results in found.items()
-    }
+    losses = {stage: torch.tensor([result.losses for result in results]).mean(dim=0).view(-1, 2).mean(dim=1)
+              for stage, results in found.items()}  # fmt: skip
     print({stage: float((losses[stage] - losses[2]).abs().max()) for stage in (1, 3)})
     assert torch.allclose(losses[3], losses[2], atol=1e-3, rtol=0)
     assert torch.allclose(losses[1], losses[2], atol=1e-3, rtol=0)

@@ -49,12 +49,8 @@ def load_libraries(folder: Path) -> None:
     from tests.support.rank_pool import PRELOADED
 
     for name in (
-        *LOADED,
-        *PRELOADED,
-        "soren_align.cli.app",
-        "soren_align.launch.commands",
-        "tests.support.trainer_jobs",
-    ):
+        *LOADED, *PRELOADED, "soren_align.cli.app", "soren_align.launch.commands", "tests.support.trainer_jobs",
+    ):  # fmt: skip
         importlib.import_module(name)
 
 

@@ -15,10 +15,8 @@ from soren_align.spectral.minimax import narrow_flops
 from soren_align.spectral.products import SIGN
 
 LIMIT = 0.01
-MODELS = {
-    "Qwen2.5-3B": [(2048, 2048), (256, 2048), (11008, 2048)],
-    "Mistral-7B": [(4096, 4096), (1024, 4096), (14336, 4096)],
-}
+MODELS = {"Qwen2.5-3B": [(2048, 2048), (256, 2048), (11008, 2048)],
+          "Mistral-7B": [(4096, 4096), (1024, 4096), (14336, 4096)]}  # fmt: skip
 SPECTRA = {"1/i": lambda i: 1 / i, "1/sqrt(i)": lambda i: i**-0.5, "flat": torch.ones_like,
            "rank m/8": lambda i: (i <= len(i) / 8).double(), "rank one": lambda i: (i == 1).double(),
            "rank 16, 1/i": lambda i: (i <= 16) / i}  # fmt: skip

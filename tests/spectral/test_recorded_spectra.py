@@ -26,10 +26,8 @@ def matrix(spectrum, dtype):
     """x, u, sigma, v: a matrix with this spectrum and random singular vectors."""
     generator = torch.Generator().manual_seed(0)
     sigma = spectrum.sigma
-    u, v = (
-        torch.linalg.qr(torch.randn(size, len(sigma), dtype=torch.float64, generator=generator)).Q
-        for size in spectrum.shape
-    )
+    u, v = (torch.linalg.qr(torch.randn(size, len(sigma), dtype=torch.float64, generator=generator)).Q
+            for size in spectrum.shape)  # fmt: skip
     return ((u * sigma) @ v.mT).to(dtype), u, sigma, v
 
 

@@ -78,8 +78,6 @@ def test_an_image_without_noise_has_the_colours_of_its_shape_and_its_background(
 
 def test_the_script_prints_the_tables_of_the_page(capsys):
     cnn.main(0, num_images=128, num_validation=256)
-    printed, on_page = (
-        [line.split("|")[1] for line in text.splitlines() if line.startswith("| ")]
-        for text in (capsys.readouterr().out, PAGE)
-    )
+    printed, on_page = ([line.split("|")[1] for line in text.splitlines() if line.startswith("| ")]
+                        for text in (capsys.readouterr().out, PAGE))  # fmt: skip
     assert printed == [row for row in on_page if row in printed]

@@ -287,10 +287,8 @@ def test_a_key_that_follows_a_searched_one_is_no_undeclared_difference(tmp_path,
     pattern, value, words = edited
     last = tmp_path / "study/search/adamw/02/recipe.yaml"
     last.write_text(re.sub(pattern, value, last.read_text()))
-    assert any(
-        problem.startswith("search/adamw/02: is unlike other runs of adamw") and words in problem
-        for problem in conclude(tmp_path / "study").problems
-    )
+    assert any(problem.startswith("search/adamw/02: is unlike other runs of adamw") and words in problem
+               for problem in conclude(tmp_path / "study").problems)  # fmt: skip
 
 
 def test_a_diverged_trial_is_no_problem_but_a_caution(study):
@@ -299,14 +297,9 @@ def test_a_diverged_trial_is_no_problem_but_a_caution(study):
     assert study.problems() == []
     overlaps = {"zoo_mc": {"questions": 40, "overlapping": 3, "examples_read": 960}}
     found = study.cautions(overlaps)
-    for words in (
-        "soren: 1 of 3 trials diverged",
-        "unequal numbers of finished trials (adamw 3, soren 2)",
-        "soren: the selected optimizer.lr is the largest that was tried",
-        "the verdict has 3 seeds",
-        "zoo_mc: 3 of 40 questions overlap",
-        "the held-out examples selected the settings",
-    ):
+    for words in ("soren: 1 of 3 trials diverged", "unequal numbers of finished trials (adamw 3, soren 2)",
+                  "soren: the selected optimizer.lr is the largest that was tried", "the verdict has 3 seeds",
+                  "zoo_mc: 3 of 40 questions overlap", "the held-out examples selected the settings"):  # fmt: skip
         assert any(words in caution for caution in found), (words, found)
 
 

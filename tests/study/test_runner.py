@@ -246,11 +246,9 @@ def raise_(error):
 
 # tests/launch/test_endings.py has all of them.
 OF_THE_MACHINE = {
-    "full disk": OSError(errno.ENOSPC, "No space left on device"),
-    "memory": MemoryError(),
-    "lost rank": ResumableError("lost another rank"),
-    "offline": OutOfReach("owner/data: the hub cannot be reached"),
-}
+    "full disk": OSError(errno.ENOSPC, "No space left on device"), "memory": MemoryError(),
+    "lost rank": ResumableError("lost another rank"), "offline": OutOfReach("owner/data: the hub cannot be reached"),
+}  # fmt: skip
 
 
 @pytest.mark.rest

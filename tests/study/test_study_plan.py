@@ -136,10 +136,8 @@ def test_the_command_plans_a_study_and_starts_nothing(tmp_path, monkeypatch):
     assert plan["runs"] == {"search": 12, "verdict": 6, "total": 18}
     assert plan["steps"] == 100
     assert {column: each["questions"] for column, each in plan["detectable"]["columns"].items()} == {
-        "zoo_mc": 120,
-        "zoo_gen": 120,
-        "preference": 120,
-    }
+        "zoo_mc": 120, "zoo_gen": 120, "preference": 120,
+    }  # fmt: skip
     assert plan["candidates"]["adamw"]["flops"] < plan["candidates"]["soren"]["flops"]
     num_bytes = 4 * plan["model"]["num_parameters"]
     assert plan["disk"]["model_bytes"] == plan["disk"]["start_bytes"] == num_bytes

@@ -75,11 +75,9 @@ NAMES = {
 FROZEN = {"gemma3": ["model.vision_tower.*", "model.multi_modal_projector.*"]}
 USUAL = ("embedding", "1-dimensional", "outside the blocks")  # reasons for AdamW in most models
 
-SETTINGS = (
-    *("trainer.max_steps=3", "trainer.warmup_steps=0", "trainer.save_strategy=no", "trainer.max_length=24"),
-    *("trainer.per_device_train_batch_size=4", "trainer.assistant_only_loss=false"),
-    *("data.train.limit=12", "data.eval=null", "model.init_seed=0"),
-)
+SETTINGS = (*("trainer.max_steps=3", "trainer.warmup_steps=0", "trainer.save_strategy=no", "trainer.max_length=24"),
+            *("trainer.per_device_train_batch_size=4", "trainer.assistant_only_loss=false"),
+            *("data.train.limit=12", "data.eval=null", "model.init_seed=0"))  # fmt: skip
 
 
 def config_of(name, **changes):

@@ -50,22 +50,18 @@ def hellaswag(rng: random.Random) -> Row:
 def mmlu(rng: random.Random) -> Row:
     number = rng.random() < 0.3
     blank = rng.choice(("", "", " ", "\n"))
-    return {
-        "question": f"Often {_clause(rng)}.\nWhat follows when {rng.choice(REASONS)}?{blank}",
-        "choices": _choices(rng, 4, (lambda rng: str(rng.randrange(1000))) if number else _thing),
-        "answer": rng.randrange(4),
-    }
+    return {"question": f"Often {_clause(rng)}.\nWhat follows when {rng.choice(REASONS)}?{blank}",
+            "choices": _choices(rng, 4, (lambda rng: str(rng.randrange(1000))) if number else _thing),
+            "answer": rng.randrange(4)}  # fmt: skip
 
 
 def truthfulqa(rng: random.Random) -> Row:
     """Several true answers and several false ones; of mc1's only the first is true."""
     true, false = rng.randint(1, 4), rng.randint(2, 5)
     answers = _choices(rng, true + false, lambda rng: f"{_clause(rng).capitalize()}")
-    return {
-        "question": f"Is it true that {_clause(rng)} when {rng.choice(REASONS)}?",
-        "mc1_targets": {"choices": [answers[0], *answers[true:]], "labels": [1] + [0] * false},
-        "mc2_targets": {"choices": answers, "labels": [1] * true + [0] * false},
-    }
+    return {"question": f"Is it true that {_clause(rng)} when {rng.choice(REASONS)}?",
+            "mc1_targets": {"choices": [answers[0], *answers[true:]], "labels": [1] + [0] * false},
+            "mc2_targets": {"choices": answers, "labels": [1] * true + [0] * false}}  # fmt: skip
 
 
 def winogrande(rng: random.Random) -> Row:

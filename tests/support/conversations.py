@@ -27,10 +27,8 @@ def chat(i=0, turns=1, system=False):
     """A conversation whose length depends on i."""
     told = [{"role": "system", "content": "You keep a zoo."}] if system else []
     for turn in range(turns):
-        told += [
-            {"role": "user", "content": f"{'Please tell me: ' * (i % 4)}what about animal {i}, part {turn}?"},
-            {"role": "assistant", "content": animal_text(i + turn) + " ü🦓"},
-        ]
+        told += [{"role": "user", "content": f"{'Please tell me: ' * (i % 4)}what about animal {i}, part {turn}?"},
+                 {"role": "assistant", "content": animal_text(i + turn) + " ü🦓"}]  # fmt: skip
     return told
 
 

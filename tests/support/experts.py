@@ -75,10 +75,8 @@ def reference(run):
         else:
             others.append(parameter)
     copies = [nn.Parameter(view(p.detach()).clone(memory_format=torch.contiguous_format)) for view, p in matrices]
-    groups = [
-        {"params": copies},
-        {"params": others, "rule": "adamw", "lr": RATES["aux_lr"], "weight_decay": AUX_WEIGHT_DECAY},
-    ]
+    groups = [{"params": copies},
+              {"params": others, "rule": "adamw", "lr": RATES["aux_lr"], "weight_decay": AUX_WEIGHT_DECAY}]  # fmt: skip
     rates = {key: RATES[key] for key in ("lr", "weight_decay", "adjust_lr_fn")}
     optimizer = Soren(groups, **{**rates, "map": MINIMAX, **run.settings})
     for step in range(NUM_STEPS):

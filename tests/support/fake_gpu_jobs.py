@@ -195,10 +195,8 @@ def measured(group):
         values = {key: value for key, value in measurements.values(1).items() if key != "tokens_per_second"}
         two = SimpleNamespace(num_ranks=2, min_and_max=lambda norm: (norm, norm), sums=list)
         refuse_unaveraged_gradients(replace(attached, ranks=two), 1)
-        exported = [
-            export_weight("x", p.detach(), optimizer.state[p].get("compensation"), torch.float16)
-            for p in (matrix, vector)
-        ]
+        exported = [export_weight("x", p.detach(), optimizer.state[p].get("compensation"), torch.float16)
+                    for p in (matrix, vector)]  # fmt: skip
         saved = change_after_saving(start, attached, torch.bfloat16)
         return values, first_step.groups, saved, [e.tolist() for e in exported]
 

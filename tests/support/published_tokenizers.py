@@ -10,10 +10,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast, T5Tokenizer
 
 TEXTS = [f"The otter in house {i} eats fish and grass.\nWhat does it eat, part {i % 7}?" for i in range(60)]
-TEXTS += [
-    "First this.\n\nThen that.\n\n",
-    "<|user|>\n<|assistant|>\n<|system|>\nassistant user system You are a helpful assistant.",
-] * 4
+TEXTS += ["First this.\n\nThen that.\n\n",
+          "<|user|>\n<|assistant|>\n<|system|>\nassistant user system You are a helpful assistant."] * 4  # fmt: skip
 # Qwen2.5's own: numbers digit by digit, line ends together with the spaces before them.
 _PIECES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -24,12 +22,10 @@ def qwen(chat_template=None):
     """Byte-level BPE; <|endoftext|> is eos and pad, as in the base models, beside <|im_start|> and <|im_end|>."""
     bpe = Tokenizer(models.BPE())
     bpe.normalizer = normalizers.NFC()
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(_PIECES), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(_PIECES), behavior="isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ])  # fmt: skip
     bpe.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     bpe.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False))

@@ -15,10 +15,8 @@ JOB_SECONDS = 240  # after which a job counts as hung
 STOP_SECONDS = 5
 # Modules that the jobs import, 15 s of one core: once for all ranks. DeepSpeed looks for its optimizer Muon in
 # initialize(), and that imports a compiler.
-PRELOADED = [
-    *("torch", "torch._dynamo", "torch.distributed.fsdp", "deepspeed.runtime.zero.muon.muon_optimizer"),
-    *("trl", "peft", "soren_align.training.run"),
-]
+PRELOADED = [*("torch", "torch._dynamo", "torch.distributed.fsdp", "deepspeed.runtime.zero.muon.muon_optimizer"),
+             *("trl", "peft", "soren_align.training.run")]  # fmt: skip
 ENVIRONMENT = {
     **{"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "TORCH_COMPILE_DISABLE": "1"},
     "PYTHONWARNINGS": "ignore::FutureWarning",  # torch about DeepSpeed, a line per rank and collective

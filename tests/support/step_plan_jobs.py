@@ -18,10 +18,8 @@ def unplannable_step(group, fault):
     broken = fault == "two dtypes" or group.rank() == 1
     dtype = torch.float64 if fault != "another model" and broken else torch.float32
     a, b, c = (
-        nn.Parameter(torch.randn(4, 6)),
-        nn.Parameter(torch.randn(6, 4)),
-        nn.Parameter(torch.randn(5, 5).to(dtype)),
-    )
+        nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.randn(5, 5).to(dtype)),
+    )  # fmt: skip
     name = "d" if fault == "another model" and broken else "c"
     optimizer = Soren([{"params": [("a", a)]}, {"params": [("b", b), (name, c)]}], lr=0.1)
     optimizer.strategy = DDPStrategy()

@@ -168,10 +168,8 @@ def deepspeed(group, stage, run, config=None):
             losses.append(float(loss.detach()))
             engine.backward(loss)
             engine.step()
-    weights = {
-        name: safe_get_full_fp32_param(p) if p.requires_grad else p.detach()
-        for name, p in engine.module.named_parameters()
-    }
+    weights = {name: safe_get_full_fp32_param(p) if p.requires_grad else p.detach()
+               for name, p in engine.module.named_parameters()}  # fmt: skip
     if stage == 3:  # which empties the groups between steps
         for i, flat in enumerate(engine.optimizer.fp32_partitioned_groups_flat):
             optimizer.param_groups[engine.optimizer.sub_group_to_group_id[i]]["params"].append(flat)

@@ -110,16 +110,14 @@ def zero(make):
             "zero3": (("precomputed", "dpo", PRECOMPUTED), ("recomputed", "sft", RECOMPUTED), PACKED, PRETRAINED),
             "zero2-offload": (), "zero3-offload": ()}  # fmt: skip
     return {
-        "maps": {
-            mode: same_steps(make, mode, *(RUNS if "offload" not in mode else RUNS[:1]), *others)
-            for mode, others in more.items()
-        },
+        "maps": {mode: same_steps(make, mode, *(RUNS if "offload" not in mode else RUNS[:1]), *others)
+                 for mode, others in more.items()},
         "bfloat16": {mode: losses_in_bfloat16(make, mode) for mode in ("zero2", "zero3")},
         "resumed": {mode: resumed(make, mode) for mode in ("zero2", "zero3")},
         "poisoned": {mode: poisoned(make, mode) for mode in ("zero2", "zero3")},
         "references": {mode: references(make, mode) for mode in ("zero2", "zero3")},
         "freed": [killed(make, f"freed-{mode}", mode, *FOR_TWO_OR_THREE) for mode in ("zero2", "zero3")],
-    }
+    }  # fmt: skip
 
 
 def fsdp2(make):
@@ -272,10 +270,8 @@ def references(make, mode):
     Their starts differ and nothing else. The third reads those of the second, which its key no longer tells apart.
     """
     settings = (*PRECOMPUTED, "trainer.max_steps=1", "trainer.save_strategy=no", "data.train.limit=32", *FOR_TWO)
-    runs = [
-        make(f"reference-{mode}-{seed}", "dpo", *settings, f"model.init_seed={seed}", f"run.parallel={mode}")
-        for seed in (1, 2, 3)
-    ]
+    runs = [make(f"reference-{mode}-{seed}", "dpo", *settings, f"model.init_seed={seed}", f"run.parallel={mode}")
+            for seed in (1, 2, 3)]  # fmt: skip
     rewards = []
     for run in runs[:2]:
         trainer = run.trainer()

@@ -126,10 +126,7 @@ def one_process_validation(name, task, *overrides):
 
 @functools.cache
 def _ten_steps(name, task, *overrides):
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(quintic, "newton_schulz", quintic.newton_schulz),
-    ):
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(quintic, "newton_schulz", quintic.newton_schulz):
         without_bfloat16()
         run = TinyRun(Path(folder) / name, task, *PARITY, *GLOBAL, *overrides)
         trainer = run.trainer()

@@ -122,10 +122,8 @@ def test_a_length_that_cuts_every_answer_is_refused(tiny_run, rows, row, length)
 
 
 def question(num_words, answer="fish"):
-    return [
-        {"role": "user", "content": "What does the otter eat? " + "the " * num_words},
-        {"role": "assistant", "content": answer},
-    ]
+    return [{"role": "user", "content": "What does the otter eat? " + "the " * num_words},
+            {"role": "assistant", "content": answer}]  # fmt: skip
 
 
 LONG = 60

@@ -162,13 +162,11 @@ def test_a_full_disk_of_a_sharded_checkpoint_is_a_sentence(tmp_path):
 
 @pytest.mark.parametrize(
     "error",
-    [
-        OSError(errno.EFBIG, "File too large"),
-        safetensors.SafetensorError("Error while serializing: I/O error: File too large (os error 27)"),
-        RuntimeError("PytorchStreamWriter failed writing file data/0"),
-    ],
+    [OSError(errno.EFBIG, "File too large"),
+     safetensors.SafetensorError("Error while serializing: I/O error: File too large (os error 27)"),
+     RuntimeError("PytorchStreamWriter failed writing file data/0")],
     ids=lambda error: type(error).__name__,
-)
+)  # fmt: skip
 @pytest.mark.parametrize("limit", [5_000, -1], ids=["limited", "unlimited"])
 def test_the_remedy_for_a_file_that_may_not_grow_is_its_limit(tmp_path, monkeypatch, error, limit):
     monkeypatch.setattr(checkpoints.resource, "getrlimit", lambda _: (limit, -1))

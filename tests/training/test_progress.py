@@ -12,10 +12,8 @@ from rich.console import Console
 from soren_align.core import text as terminal
 from soren_align.training.measure import progress
 
-LOGS = {
-    "sft": {"loss": 1.25, "mean_token_accuracy": 0.625, "tokens_per_second": 12345.6},
-    "dpo": {"loss": 0.5, "rewards/margins": 1.5, "rewards/accuracies": 0.75, "tokens_per_second": 99},
-}
+LOGS = {"sft": {"loss": 1.25, "mean_token_accuracy": 0.625, "tokens_per_second": 12345.6},
+        "dpo": {"loss": 0.5, "rewards/margins": 1.5, "rewards/accuracies": 0.75, "tokens_per_second": 99}}  # fmt: skip
 
 
 def evaluation(task):

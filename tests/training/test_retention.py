@@ -27,10 +27,8 @@ def lines(run):
 
 def reference(run):
     """Both values of the saved model, in float64 and one example at a time, without this package's tokens."""
-    start, model = (
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-        for folder in (run.folder.start, run.folder.model)
-    )
+    start, model = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+                    for folder in (run.folder.start, run.folder.model))  # fmt: skip
     tokenizer = AutoTokenizer.from_pretrained(run.folder.model)
     path = recipe.load("quickstart/sft", []).data.eval.path.removeprefix("shipped:")
     pairs = run.recipe.task == "dpo"
