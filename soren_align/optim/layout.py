@@ -229,18 +229,37 @@ def local(tensor: Any) -> Tensor:
 
 @dataclass(eq=False)
 class Batch:
-    """Whole weights of one shape and layout, [rows, columns] or [k, rows, columns], with the names of their matrices.
+    """The map's inputs of whole weights of one shape and layout, with the names of their matrices.
 
+    inputs: N of the weights, [rows, columns] or [k, rows, columns].
     returned: outputs, shaped as the weights -> (shard, its part of an output in any shape) for all shards on this rank
     whose outputs have arrived. Call it once, and use each pair before the next.
     map_state: by name [matrices of a weight, numbers] or [k, ...]; the map changes it in place.
     """
 
-    weights: Tensor
+    inputs: Tensor
     layout: WeightLayout
     names: list[str]
     returned: Callable[[Any], Iterator[tuple[Shard, Tensor]]]
     map_state: dict[str, Tensor] = field(default_factory=dict)
+
+    def map(self, function: Callable[..., Tensor]) -> Tensor:
+        """The outputs for the matrices, stored as the weights store theirs.
+
+        function: matrices [m, n] or [k, m, n], their names, their state by keyword -> outputs of the same shape.
+        """
+        x, layout, names, state = self.inputs, self.layout, self.names, self.map_state
+        if num_matrices(layout) == 1:
+            return function(x, names, **{key: numbers.squeeze(-2) for key, numbers in state.items()})
+        parts = split(x, layout)
+        if x.ndim == 3:
+            together = {key: numbers.flatten(0, 1) for key, numbers in state.items()}
+            return join(function(parts.flatten(0, 1), names, **together).view(parts.shape), layout)
+        outputs = []
+        for number, (part, name) in enumerate(zip(parts, names, strict=True)):  # the workspace may hold no more at once
+            of_part = {key: numbers[number] for key, numbers in state.items()}
+            outputs.append(function(part.contiguous(), [name], **of_part))
+        return join(torch.stack(outputs), layout)
 
 
 def whole_batches(
@@ -274,11 +293,11 @@ def batch_of(
     """
     shape, layout, dtype, device = kind
     if len(members) == 1:
-        weights = next(inputs)
+        stacked = next(inputs)
         state = {key: numbers.view(num_matrices(layout), -1) for key, (numbers,) in states.items()}
     else:
-        weights = torch.empty(len(members), *shape, dtype=dtype, device=device)
-        for target in weights:
+        stacked = torch.empty(len(members), *shape, dtype=dtype, device=device)
+        for target in stacked:
             target.copy_(next(inputs))
         stacks = {key: torch.stack(list(numbers)) for key, numbers in states.items()}
         state = {key: stack.view(len(members), num_matrices(layout), -1) for key, stack in stacks.items()}
@@ -289,7 +308,8 @@ def batch_of(
                 old.copy_(new.reshape(-1))
         yield from pairs([output] if output.ndim == 2 else output.unbind())
 
-    return Batch(weights, layout, [m for member in members for m in matrix_names(member.name, layout)], returned, state)
+    names = [matrix for member in members for matrix in matrix_names(member.name, layout)]
+    return Batch(stacked, layout, names, returned, state)
 
 
 class Exchange(Protocol):

@@ -147,15 +147,15 @@ class SpectralOptimizer(torch.optim.Optimizer):
         for group in groups:
             self._complete_state(group)
         observers = tuple(self.update_observers)
-        for named, group, lr, ranks in zip(with_grad, groups, numbers.lrs, plans, strict=True):
-            if ranks is None:
+        for named, group, lr, exchange in zip(with_grad, groups, numbers.lrs, plans, strict=True):
+            if exchange is None:
                 adamw_step_(group, named, self.state, lr=lr, observers=observers)
             else:
                 spectral_step_(
                     group,
                     named,
                     self.state,
-                    ranks,
+                    exchange,
                     lr=lr,
                     scale=partial(self.lr_scale, group["adjust_lr_fn"]),
                     map_matrices=partial(self._mapped, group),

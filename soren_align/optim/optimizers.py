@@ -1,4 +1,4 @@
-"""Soren, Muon, HTMuon and AdamW: one class with four rules or maps of singular values, and their settings.
+"""Soren, Muon, HTMuon and AdamW: their settings, and the map of each; the base is `SpectralOptimizer`.
 
 A matrix optimizer defines `map_matrix`; all else is `SpectralOptimizer`. A new one is a subclass that names itself, its
 settings and, if it has one, its state: see `SpectralOptimizer`.
@@ -55,7 +55,7 @@ class Soren(SpectralOptimizer, name="soren"):
     """W <- W - lr * U s(S) V^T, with U S V^T the Nesterov momentum and s the sigmoid.
 
     params: matrices, named or not, or groups; see `soren_align.param_groups` for a whole model.
-    momentum, nesterov: as in `update`; no bias correction. OneCycleLR and CyclicLR with cycle_momentum change the
+    momentum, nesterov: as in `step`; no bias correction. OneCycleLR and CyclicLR with cycle_momentum change the
         momentum, and not the betas of AdamW groups.
     weight_decay: W <- W (1 - lr * weight_decay) before the step, with the unadjusted lr.
     compensation: "kahan" keeps the rounding error of each bfloat16 parameter beside it (see `rounding`), so that its

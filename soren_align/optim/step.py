@@ -4,19 +4,23 @@ For a matrix W [m, n] with gradient G and momentum M (zeros before the first ste
 
     M <- momentum * M + (1 - momentum) * G                update_momentum_
     N <- momentum * M + (1 - momentum) * G                nesterov; without it N <- M
-    O <- U s(S) V^T  for  N = U S V^T                     map_matrix of the optimizer's class; Soren: s = sigmoid
+    O <- U f(S) V^T  for  N = U S V^T                     map_matrix of the optimizer's class; Soren: f = sigmoid
     O <- O / RMS(O)                                       only for match_rms_measured: with_unit_rms
     W <- (1 - lr * weight_decay) * W                      decay_and_add_
     W <- W - lr * scale(m, n) * O                         decay_and_add_ with lr_scale
 
-Only the map and the RMS need a whole matrix. All else is elementwise, and is done on this rank's shards of matrices.
-The exchange of a sharding strategy gathers whole matrices, each on one rank, its owner, and returns the outputs:
+Only the map and the RMS need a whole matrix; all else is elementwise. So each matrix has one rank that maps it, its
+owner, and `spectral_step_` is the same function everywhere. Its exchange decides what is sent:
 
-- one process: every matrix is whole, nothing is sent; matrices of equal shape are mapped in one batch.
-- ZeRO and FSDP2: N of every shard is sent to the matrix's owner rank, which maps it, and O is sent back to the shards.
-- DDP: every rank has every matrix. Its owner maps it, updates the weights and broadcasts them.
+    one process    nothing. Matrices of one shape are mapped in batches, as many as the workspace holds.
+    ZeRO, FSDP2    Each rank has shards of W, G and M. The N of a shard goes to the matrix's owner and its O comes back,
+                   by one all-to-all each, in buckets of bounded size: bucket i + 1 is gathered while i is mapped, and
+                   the O of i - 1 arrives. W is updated shard by shard. A matrix that is whole on one rank is not sent.
+    DDP            Each rank has all of W, G and M. The owner alone maps its matrices and updates their W, which is
+                   broadcast while the next bucket is mapped.
 
-`spectral_step_` is the same for all. `optim.layout` has the exchange of one process, `soren_align.sharding` the others.
+The exchanges are in `optim/layout.py` (one process), `sharding/gather.py` and `sharding/ddp.py`; owners and buckets in
+`sharding/plan.py`. AdamW's step, of all other parameters, is torch's own (`optim/adamw.py`).
 """
 
 import math
@@ -25,12 +29,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..spectral.matrices import frobenius_norm
 from .eight_bits import blocks_of, decoded, encode_
-from .layout import Batch, Exchange, Named, Shard, join, local, matrix_shape, num_matrices, split
+from .layout import Exchange, Named, Shard, local, matrix_shape
 from .rounding import chunks, master_weights, store_master_weights_
 
 ADAMW_RMS = 0.2
@@ -42,7 +45,7 @@ def spectral_step_(
     group: dict[str, Any],
     named: Named,
     state: Mapping[Tensor, dict[str, Tensor]],
-    ranks: Exchange,
+    exchange: Exchange,
     *,
     lr: float | Tensor,
     scale: Callable[[int, int], float],
@@ -52,32 +55,31 @@ def spectral_step_(
 ) -> None:
     """One step of the tensors `named`, all with a gradient, of a spectral group. Collective.
 
-    state: of each tensor: the step count, the momentum, the compensation, the map's. ranks: gathers and scatters the
-    matrices of these tensors. lr: on the CPU, if it is a tensor.
-    scale: (m, n) -> the factor of lr. map_matrices: matrices [m, n] or [k, m, n], their names, their state by keyword
-    -> the outputs; not modified, but for the state. observers: get every update on this rank before it is made.
+    state: of each tensor: the step count, the momentum, the compensation, the map's. exchange: of these tensors.
+    lr: on the CPU, if it is a tensor. scale: (m, n) -> the factor of lr.
+    map_matrices: matrices [m, n] or [k, m, n], their names, their state by keyword -> the outputs; not modified, but
+    for the state. workspace_mb: see `layout.matrix_batches`. observers: are shown every update on this rank before it
+    is made, for measurements.
     """
     for _, parameter in named:
         state[parameter]["step"] = state[parameter]["step"] + 1  # a new tensor: a state dict may hold the old one
         update_momentum_(state[parameter], local(parameter.grad), group["momentum"])
 
-    def direction(matrices: Tensor, names: Sequence[str], **map_state: Tensor) -> Tensor:
+    def mapped(matrices: Tensor, names: Sequence[str], **map_state: Tensor) -> Tensor:
         output = map_matrices(matrices, names, **map_state)
         return with_unit_rms(output) if group["adjust_lr_fn"] == "match_rms_measured" else output
 
-    shards = ranks.shards(state)
-    # Batch i + 1 is gathered while batch i is mapped. A batch without matrices returns shards to a rank that owns none.
-    for batch in ranks.whole_matrices(shards, partial(nesterov_of, group=group), workspace_mb):
-        output = each_matrix(direction, batch) if batch.names else None
-        for shard, update in batch.returned(output):
+    shards = exchange.shards(state)
+    for batch in exchange.whole_matrices(shards, partial(nesterov_of, group=group), workspace_mb):
+        output = batch.map(mapped) if batch.names else None  # none in a batch that only brings outputs of other ranks
+        for shard, direction in batch.returned(output):
             weight, compensation = shard.weight, shard.compensation
-            update = update.reshape(weight.shape).to(weight.device)
-            factor = scale(*matrix_shape(shard.shape, shard.layout))
+            direction = direction.reshape(weight.shape).to(weight.device)  # flat, and on a GPU where weights are not
+            factor, decay = scale(*matrix_shape(shard.shape, shard.layout)), group["weight_decay"]
             for observe in observers:
-                observe(PendingUpdate(shard.name, group, weight, compensation, update, lr, factor))
-            decay = group["weight_decay"]
-            decay_and_add_(weight, compensation, update, lr=lr, scale=factor, weight_decay=decay)
-        batch = output = update = None  # freed before the next batch is gathered
+                observe(PendingUpdate(shard.name, group, weight, compensation, direction, lr, factor))
+            decay_and_add_(weight, compensation, direction, lr=lr, scale=factor, weight_decay=decay)
+        batch = output = direction = None  # freed before the next batch is made
 
 
 def update_momentum_(state: dict[str, Tensor], grad: Tensor, coefficient: float) -> None:
@@ -85,6 +87,7 @@ def update_momentum_(state: dict[str, Tensor], grad: Tensor, coefficient: float)
     if "blocks" not in state:
         momentum = local(state["exp_avg"])
         momentum.lerp_(grad.to(momentum.dtype), 1 - coefficient)
+        return
     for blocks in blocks_of(state):  # of 8 bits
         momentum = decoded(state, "exp_avg", blocks)
         momentum.lerp_(grad.reshape(-1)[blocks.start : blocks.stop].to(momentum.dtype), 1 - coefficient)
@@ -101,21 +104,6 @@ def nesterov_of(shard: Shard, group: dict[str, Any]) -> Tensor:
     if not group["nesterov"]:
         return shard.momentum
     return nesterov(shard.momentum, shard.view_of(shard.parameter.grad), group["momentum"])
-
-
-def each_matrix(function: Callable[..., Tensor], batch: Batch) -> Tensor:
-    """The outputs of `function` for the matrices of a batch, stored as the batch stores its weights."""
-    x, layout, names, state = batch.weights, batch.layout, batch.names, batch.map_state
-    if num_matrices(layout) == 1:
-        return function(x, names, **{key: numbers.squeeze(-2) for key, numbers in state.items()})
-    parts = split(x, layout)
-    if x.ndim == 3:
-        together = {key: numbers.flatten(0, 1) for key, numbers in state.items()}
-        return join(function(parts.flatten(0, 1), names, **together).view(parts.shape), layout)
-    outputs = []
-    for number, (part, name) in enumerate(zip(parts, names, strict=True)):  # the workspace may hold no more at once
-        outputs.append(function(part.contiguous(), [name], **{key: numbers[number] for key, numbers in state.items()}))
-    return join(torch.stack(outputs), layout)
 
 
 def lr_scale(adjust_lr_fn: str, num_rows: int, num_columns: int, map_level: float) -> float:
@@ -151,10 +139,10 @@ def decay_and_add_(
 ) -> None:
     """parameter <- parameter * (1 - lr * weight_decay) - lr * scale * direction.
 
-    Computed in the direction's dtype, float32 or float64, and rounded once to the parameter's.
+    direction: O. Computed in its dtype, float32 or float64, and rounded once to the parameter's.
     compensation: None, or the lower half of the float32 master weights (int16), which are then updated without loss.
     """
-    weights = master_weights(parameter, compensation).to(direction.dtype)  # parameter itself, unless it is narrower
+    weights = master_weights(parameter, compensation).to(direction.dtype)  # the parameter itself, if wide enough
     weights.mul_(1 - lr * weight_decay).add_(direction, alpha=float(-(lr * scale)))
     store_master_weights_(parameter, compensation, weights)
 

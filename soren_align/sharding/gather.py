@@ -194,7 +194,7 @@ class Exchange:
     def whole_matrices(
         self, shards: Sequence[Shard], map_input: Callable[[Shard], Tensor], workspace_mb: float | None
     ) -> Iterator[Batch]:
-        """Gather the weights bucket by bucket, each on its owner rank; see `optim.step.Exchange`. Collective."""
+        """Gather the weights bucket by bucket, each on its owner rank; see `optim.layout.Exchange`. Collective."""
         here = dict(zip(self.indices, shards, strict=True))
         buckets = [_Bucket(self, indices, here, map_input) for indices in self.plan.buckets]
         if buckets:
