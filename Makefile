@@ -21,7 +21,7 @@ demo: setup
 	$(BIN)/soren-align eval $(RUN)/dpo --summary $(RUN)/summary.json
 
 # The tests have four tiers (tests/support/tiers.py): unit, model, ranks, process. What a person waits for: the first two,
-# but for slow ones, and a sample of the others: 6,500 in 9 minutes on two cores.
+# but for long ones, and a sample of the others: 6,300 in 5 to 6 minutes on two cores.
 test: TESTS := -m "(unit or model or sample) and not (slow or rest)"
 # All tests. 30 minutes on two cores.
 test-all: TESTS :=
