@@ -193,14 +193,6 @@ ROWS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", ROWS)
-def test_broken_chat_rows(soren_align, tmp_path, case):
-    rows, message = ROWS[case]
-    (tmp_path / "my.yaml").write_text(RECIPE)
-    (tmp_path / "rows.jsonl").write_text(rows if isinstance(rows, str) else json.dumps(rows) + "\n")
-    refused(soren_align("sft", "my.yaml"), message)
-
-
 PAIRS = {
     "columns of the other task": (ROW, r"these columns are for sft: `soren-align sft`"),
     "no rejected": ({"chosen": PAIR["chosen"], "prompt": "Hello"}, r"dpo needs 'chosen' and 'rejected'"),
@@ -212,12 +204,12 @@ PAIRS = {
 }
 
 
-@pytest.mark.parametrize("case", PAIRS)
-def test_broken_preference_rows(soren_align, tmp_path, case):
-    row, message = PAIRS[case]
-    (tmp_path / "my.yaml").write_text(RECIPE.replace("task: sft", "task: dpo"))
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    refused(soren_align("dpo", "my.yaml"), message)
+@pytest.mark.parametrize(("task", "case"), [*(("sft", case) for case in ROWS), *(("dpo", case) for case in PAIRS)])
+def test_broken_chat_and_preference_rows(soren_align, tmp_path, task, case):
+    rows, message = (ROWS if task == "sft" else PAIRS)[case]
+    (tmp_path / "my.yaml").write_text(RECIPE.replace("task: sft", f"task: {task}"))
+    (tmp_path / "rows.jsonl").write_text(rows if isinstance(rows, str) else json.dumps(rows) + "\n")
+    refused(soren_align(task, "my.yaml"), message)
 
 
 def test_many_bad_rows_are_counted_and_the_first_are_named(soren_align, tmp_path):

@@ -217,21 +217,12 @@ def test_what_the_hub_answers_is_one_line(hub):
         push("run", "me/zoo")
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "model.safetensors"])
-def test_a_link_in_the_model_is_not_sent(hub, tmp_path, name):
+@pytest.mark.parametrize("name", ["tokenizer.json", "model.safetensors", ""])
+def test_a_link_in_the_model_or_in_its_place_is_not_sent(hub, tmp_path, name):
     there, run = hub(), finished_run("run")
-    (tmp_path / "secret").write_text("mine")
-    (run.model / name).unlink(missing_ok=True)
-    (run.model / name).symlink_to(tmp_path / "secret")
-    with pytest.raises(UserError, match="is a link"):
-        push("run", "me/zoo")
-    assert there.sent == {}
-
-
-def test_a_model_folder_that_is_a_link_is_not_sent(hub, tmp_path):
-    there, run = hub(), finished_run("run")
-    run.model.rename(tmp_path / "elsewhere")
-    run.model.symlink_to(tmp_path / "elsewhere")
+    (run.model / name).touch()
+    (run.model / name).rename(tmp_path / "elsewhere")
+    (run.model / name).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UserError, match="is a link"):
         push("run", "me/zoo")
     assert there.sent == {}

@@ -91,8 +91,8 @@ def test_a_run_folder_is_held_while_torch_loads_and_free_afterwards(make, folder
         pass  # would wait for ever
 
 
-@pytest.mark.parametrize("command", [commands.universal, commands.merge])
-def test_commands_on_a_run_that_is_running_are_refused(folder, command):
+@pytest.mark.parametrize("command", [commands.universal, commands.merge, lambda run: evaluation.evaluate([run], {})])
+def test_commands_on_a_run_that_is_running_are_refused(folder, started, command):
     finished_run(folder.path)
     with lock_of_another_process(folder), pytest.raises(UserError, match=LOCKED):
         command(str(folder))
@@ -230,12 +230,6 @@ def test_a_run_is_evaluated_by_several_processes_and_not_trained_meanwhile(folde
         with pytest.raises(UserError, match="another process is running or evaluating this run"):
             prepare(folder, make("run.overwrite=true"))
     assert started == ["evaluate"]
-
-
-def test_a_run_that_is_training_is_not_evaluated(folder, started):
-    finished_run(folder.path)
-    with lock_of_another_process(folder), pytest.raises(UserError, match=LOCKED):
-        evaluation.evaluate([str(folder)], {})
 
 
 def test_a_folder_on_a_file_system_without_locks_is_refused_in_words(folder, monkeypatch):

@@ -220,12 +220,15 @@ def test_a_process_that_is_killed_ends_the_evaluation_and_says_so(small, models)
         evaluate_model(models[0], small[0], Options(device="cpu", num_processes=2), display=display)
 
 
-def test_what_does_not_fit_the_memory_is_told_from_other_errors(small, models, monkeypatch):
+@pytest.mark.parametrize(("owner", "name", "error", "words"), [
+    (HFLM, "_model_call", OutOfMemory, None), (workers, "load_lm", UserError, "the model itself does not fit"),
+])  # fmt: skip
+def test_what_does_not_fit_the_memory_is_told_from_other_errors(small, models, monkeypatch, owner, name, error, words):
     def full(*_, **__):
-        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        raise RuntimeError("CUDA out of memory. Tried to allocate 28.00 GiB.")
 
-    monkeypatch.setattr(HFLM, "_model_call", full)
-    with pytest.raises(OutOfMemory):
+    monkeypatch.setattr(owner, name, full)
+    with pytest.raises(error, match=words):
         evaluate_model(models[0], small[0], Options(device="cpu"))
 
 
@@ -306,15 +309,6 @@ def test_pickled_adapters_and_code_that_comes_with_a_model_are_refused(models, s
     with pytest.raises(UserError, match=r"cannot|can be loaded"):
         evaluate_model(model, small[0], Options(device="cpu"))
     assert not (tmp_path / "ran").exists()
-
-
-def test_a_model_that_does_not_fit_is_not_the_batchs_fault(models, small, monkeypatch):
-    def full(*_, **__):
-        raise RuntimeError("CUDA out of memory. Tried to allocate 28.00 GiB.")
-
-    monkeypatch.setattr(workers, "load_lm", full)
-    with pytest.raises(UserError, match="the model itself does not fit"):
-        evaluate_model(models[0], small[0], Options(device="cpu"))
 
 
 @pytest.mark.rest

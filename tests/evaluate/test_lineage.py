@@ -166,26 +166,15 @@ def test_a_model_that_equals_another_keeps_its_row_if_it_was_named(runs, tmp_pat
     assert lineages([base, copy, base]) == [(f"llama ({tmp_path.name})", base), ("llama (other)", copy)]
 
 
-def test_an_adapter_brings_its_base(runs, tmp_path):
-    base, _, _ = runs
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    (adapter / "adapter_config.json").write_text(
-        json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(base)})
-    )
-    (adapter / "adapter_model.safetensors").write_text("")
-    assert lineage(adapter) == [("base", base), ("adapter", adapter)]
-
-
-def test_an_adapter_on_a_run_brings_the_whole_chain(runs, tmp_path):
+def test_an_adapter_brings_its_base_and_on_a_run_the_whole_chain(runs, tmp_path):
     base, sft, _ = runs
     adapter = tmp_path / "adapter"
     adapter.mkdir()
-    (adapter / "adapter_config.json").write_text(
-        json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(sft / "model")})
-    )
     (adapter / "adapter_model.safetensors").write_text("")
-    assert lineage(adapter) == [("base", base), ("SFT", sft / "model"), ("adapter", adapter)]
+    for start, rows in ((base, []), (sft / "model", [("SFT", sft / "model")])):
+        config = {"peft_type": "LORA", "base_model_name_or_path": str(start)}
+        (adapter / "adapter_config.json").write_text(json.dumps(config))
+        assert lineage(adapter) == [("base", base), *rows, ("adapter", adapter)]
 
 
 def test_a_run_that_was_moved_has_its_own_start_beside_it(tmp_path):

@@ -63,13 +63,6 @@ def test_muon_has_the_bits_of_torch(nesterov, adjust_lr_fn, weight_decay, lr):
     assert_same_bits(ours, theirs)
 
 
-def test_muons_defaults_are_those_of_torch():
-    ours, theirs = parameters(), parameters()
-    run(Muon(ours), ours)
-    run(torch.optim.Muon(theirs), theirs)
-    assert_same_bits(ours, theirs)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("observed", [False, True])
 @pytest.mark.parametrize("lr", [0.02, torch.tensor(0.02)])
@@ -101,10 +94,11 @@ def test_the_adamw_group_beside_the_matrices_has_the_bits_of_torch(optimizer_cla
     assert_same_bits(ours, theirs)
 
 
-def test_adamws_defaults_are_those_of_torch():
+@pytest.mark.parametrize(("make", "like"), [(Muon, {}), (AdamW, {"fused": True})])
+def test_the_defaults_are_those_of_torch(make, like):
     ours, theirs = parameters(), parameters()
-    run(AdamW(ours), ours)
-    run(torch.optim.AdamW(theirs, fused=True), theirs)
+    run(make(ours), ours)
+    run(getattr(torch.optim, make.__name__)(theirs, **like), theirs)
     assert_same_bits(ours, theirs)
 
 

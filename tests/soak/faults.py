@@ -261,22 +261,6 @@ def limit_resource(pid: int, name: int, limit: int) -> None:
     resource.prlimit(pid, name, (limit, resource.prlimit(pid, name)[1]))
 
 
-def killed_within_write(trial: Trial) -> str:
-    """SIGXFSZ in the middle of a large file, which stays truncated at a random byte."""
-    limit = int(10 ** trial.rng.uniform(4.0, 5.2))
-
-    def act(pids: list[int]) -> None:
-        for pid in pids:
-            limit_resource(pid, resource.RLIMIT_FSIZE, limit)
-
-    ended = trial.fault(Place(None, trial.rng.randint(1, trial.reference.num_events(None) // 2)), act,
-                        prepare=lambda: signal.signal(signal.SIGXFSZ, signal.SIG_DFL))  # fmt: skip
-    trial.notes.append(f"{limit:,} bytes")
-    if ended.code == 0:
-        raise NotHit
-    return trial.conclude()
-
-
 # -- disks and limits -------------------------------------------------------------------------------------------------
 
 
@@ -346,19 +330,24 @@ def disk_filled(trial: Trial) -> str:
         return trial.conclude(filler.unlink, FULL)
 
 
-def file_size_limited(trial: Trial) -> str:
-    """RLIMIT_FSIZE."""
-    limit = int(10 ** trial.rng.uniform(4.0, 5.2))
+def file_size_limited(*, kills: bool) -> Callable[[Trial], str]:
+    """RLIMIT_FSIZE: an error, or SIGXFSZ in the middle of a large file, which stays truncated at a random byte."""
 
-    def act(pids: list[int]) -> None:
-        for pid in pids:
-            limit_resource(pid, resource.RLIMIT_FSIZE, limit)
+    def kind(trial: Trial) -> str:
+        limit = int(10 ** trial.rng.uniform(4.0, 5.2))
 
-    ended = trial.fault(Place(None, trial.rng.randint(1, trial.reference.num_events(None) // 2)), act)
-    trial.notes.append(f"{limit:,} bytes")
-    if ended.code == 0:
-        raise NotHit
-    return trial.conclude(lambda: None, "limit of a file's size")
+        def act(pids: list[int]) -> None:
+            for pid in pids:
+                limit_resource(pid, resource.RLIMIT_FSIZE, limit)
+
+        more = {"prepare": lambda: signal.signal(signal.SIGXFSZ, signal.SIG_DFL)} if kills else {}
+        ended = trial.fault(Place(None, trial.rng.randint(1, trial.reference.num_events(None) // 2)), act, **more)
+        trial.notes.append(f"{limit:,} bytes")
+        if ended.code == 0:
+            raise NotHit
+        return trial.conclude() if kills else trial.conclude(lambda: None, "limit of a file's size")
+
+    return kind
 
 
 def memory_limited(trial: Trial) -> str:
@@ -769,10 +758,10 @@ KINDS = [
     Kind("killed at a write of model.part, model", 8, ONE, killed_at_write_of("model.part", "model")),
     Kind("killed at a write of logits, samples, spectra", 6, ("extras",),
          killed_at_write_of("start_logits.safetensors", "samples.jsonl", "spectra.jsonl")),
-    Kind("killed within a write (SIGXFSZ)", 6, ONE, killed_within_write),
+    Kind("killed within a write (SIGXFSZ)", 6, ONE, file_size_limited(kills=True)),
     Kind("disk too small (tmpfs)", 6, ONE, disk_too_small, needs_disk=True),
     Kind("disk filled meanwhile", 10, ONE, disk_filled, needs_disk=True),
-    Kind("RLIMIT_FSIZE", 6, ONE, file_size_limited),
+    Kind("RLIMIT_FSIZE", 6, ONE, file_size_limited(kills=False)),
     Kind("RLIMIT_AS", 6, ONE, memory_limited),
     Kind("RLIMIT_NOFILE", 6, ONE, files_limited),
     Kind("checkpoint: file truncated, empty, removed", 8, ONE, damaged_checkpoint(truncate, emptied, removed)),
