@@ -186,7 +186,8 @@ def _tamper(rng: random.Random, files: Files, as_json: Mutator, as_yaml: Mutator
 
 def _retell(rng: random.Random, files: Files, name: str, as_json: Mutator, as_yaml: Mutator) -> None:
     if name.endswith(".yaml"):
-        files[name] = as_yaml(rng, files[name]) if _is_yaml(files[name]) else files[name][:-1]
+        is_ours = files[name].startswith(b"task:") and files[name].isascii()
+        files[name] = as_yaml(rng, files[name]) if is_ours else files[name][:-1]
         return
     try:
         if name.endswith(".jsonl"):
@@ -198,10 +199,6 @@ def _retell(rng: random.Random, files: Files, name: str, as_json: Mutator, as_ya
             files[name] = as_json(rng, json.loads(files[name]))
     except (ValueError, RecursionError):  # of an earlier change
         files[name] = mutate.content(rng, files[name])
-
-
-def _is_yaml(data: bytes) -> bool:
-    return data.startswith(b"task:") and data.isascii()
 
 
 def _rename(rng: random.Random, files: Files) -> None:
@@ -245,11 +242,8 @@ def safetensors(tensors: dict[str, tuple[str, list[int], bytes]]) -> bytes:
     for name, (dtype, shape, content) in tensors.items():
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(content)]}
         data += content
-    return _framed(json.dumps(header).encode(), data)
-
-
-def _framed(header: bytes, data: bytes) -> bytes:
-    return struct.pack("<Q", len(header)) + header + data
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
 
 
 WIDTH = 8

@@ -185,11 +185,8 @@ def test_a_batch_of_any_dimensions_is_mapped_matrix_by_matrix(num_dims, matrix):
     x = torch.stack([matrix[0], matrix[0] * 1e-3, torch.zeros_like(matrix[0])])
     one_by_one = torch.stack([minimax_sigmoid(m) for m in x])
     shape = (1,) * num_dims + tuple(x.shape)
-    assert relative_or_zero(minimax_sigmoid(x.reshape(shape)), one_by_one.reshape(shape)) < 1e-9
-
-
-def relative_or_zero(a, b):
-    return ((a - b).norm() / b.norm().clamp(min=1e-300)).item()
+    distance = (minimax_sigmoid(x.reshape(shape)) - one_by_one.reshape(shape)).norm()
+    assert (distance / one_by_one.norm().clamp(min=1e-300)).item() < 1e-9
 
 
 def test_a_batch_in_blocks_is_mapped_matrix_by_matrix():

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -234,14 +235,10 @@ class Machine:
         folder = RunFolder(log.with_name(run.folder.rpartition("/")[2]))
         folder.update(last_error=None)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(commands, "train", lambda *_: raise_(fault[0]))
+            patch.setattr(commands, "train", Mock(side_effect=fault[0]))
             code = train_run(recipe)
         folder.release()
         return _Ended(code)
-
-
-def raise_(error):
-    raise error
 
 
 # tests/launch/test_endings.py has all of them.

@@ -248,7 +248,8 @@ def test_a_study_where_nothing_was_measured_is_a_report_without_figures(tmp_path
     )
     for study in (
         Study("empty", {}, False, [], None), Study("lost", {}, True, [candidate], None),
-        Study("two", {}, True, [candidate, replace(candidate, name="adamw", trials=[])], {"zoo": 1.0})):  # fmt: skip
+        Study("two", {}, True, [candidate, replace(candidate, name="adamw", trials=[])], {"zoo": 1.0}),
+    ):  # fmt: skip
         page, markdown = written(study, tmp_path)
         assert not [tag for tag, _ in assert_self_contained(page).tags if tag == "img"]
         assert "There is no verdict" in markdown

@@ -33,12 +33,6 @@ def sft(request, tmp_path_factory):
     return run
 
 
-def dpo_on(tiny_run, run):
-    second = tiny_run("dpo", f"model.name_or_path={run.folder.model}", "optimizer.aux_lr=null", name="dpo")
-    assert second.train()
-    return second
-
-
 def logits(model):
     with torch.no_grad():
         return model.eval()(WORDS).logits
@@ -46,7 +40,9 @@ def logits(model):
 
 @pytest.mark.rest
 def test_dpo_on_the_adapter_of_a_quantized_sft_is_quantized_throughout(tiny_run, sft):
-    first, second, quantize = sft, dpo_on(tiny_run, sft), sft.recipe.model.quantize
+    first, quantize = sft, sft.recipe.model.quantize
+    second = tiny_run("dpo", f"model.name_or_path={sft.folder.model}", "optimizer.aux_lr=null", name="dpo")
+    assert second.train()
     assert second.recipe.model.quantize == quantize
     kind, computed, stored = TYPES[quantize]
     for run in (first, second):
