@@ -57,16 +57,10 @@ def refused(call, message):
     assert time.process_time() - start < 2  # the slowest takes 0.3 seconds
 
 
-@pytest.mark.parametrize("case", YAML)
-def test_yaml_beyond_the_limits_is_refused_at_once(case):
-    text, message = YAML[case]
-    refused(lambda: parse_yaml(text, "mine"), message)
-
-
-@pytest.mark.parametrize("case", JSON)
-def test_json_beyond_the_limits_is_refused_at_once(case):
-    text, message = JSON[case]
-    refused(lambda: parse_json(text, "mine"), message)
+@pytest.mark.parametrize(("parse", "case"), [*((parse_yaml, c) for c in YAML), *((parse_json, c) for c in JSON)])
+def test_yaml_and_json_beyond_the_limits_are_refused_at_once(parse, case):
+    text, message = (YAML if parse is parse_yaml else JSON)[case]
+    refused(lambda: parse(text, "mine"), message)
 
 
 def test_yaml_is_plain_data_and_each_key_has_its_line():

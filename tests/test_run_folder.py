@@ -73,8 +73,7 @@ def test_a_second_start_is_refused_and_changes_nothing(make, folder, started):
     assert commands.train(make("trainer.max_steps=3")) == 0
     before = contents(folder.path)
     for overrides in (["trainer.max_steps=4"], ["trainer.max_steps=4", "run.overwrite=true"]):
-        with (lock_of_another_process(folder),
-              pytest.raises(UserError, match="another process is running or evaluating")):  # fmt: skip
+        with lock_of_another_process(folder), pytest.raises(UserError, match=LOCKED):
             commands.train(make(*overrides))
     assert contents(folder.path) == before
     assert started == ["train"]
@@ -207,8 +206,7 @@ def test_a_lease_is_renewed_while_its_process_lives(folder, leases, monkeypatch)
 def test_ranks_hold_a_folder_whose_launcher_was_killed(folder, make):
     prepare(folder, make())
     folder.release()
-    with (lock_of_another_process(folder, ".lock-ranks"),
-          pytest.raises(UserError, match="another process is running or evaluating")):  # fmt: skip
+    with lock_of_another_process(folder, ".lock-ranks"), pytest.raises(UserError, match=LOCKED):
         prepare(folder, make())
     prepare(folder, make())
 
@@ -227,7 +225,7 @@ def test_a_run_is_evaluated_by_several_processes_and_not_trained_meanwhile(folde
     finished_run(folder.path)
     with lock_of_another_process(folder, shared=True):
         evaluation.evaluate([str(folder)], {})
-        with pytest.raises(UserError, match="another process is running or evaluating this run"):
+        with pytest.raises(UserError, match=LOCKED):
             prepare(folder, make("run.overwrite=true"))
     assert started == ["evaluate"]
 
