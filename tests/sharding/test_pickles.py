@@ -10,16 +10,7 @@ import torch.distributed.checkpoint as dcp
 from soren_align.core.errors import UserError
 from soren_align.sharding import check_parts
 from soren_align.sharding.checkpoints import folders_confined_to, refuse_pickles
-
-
-class Hostile:
-    """Makes a folder where it is unpickled."""
-
-    def __init__(self, made):
-        self.made = str(made)
-
-    def __reduce__(self):
-        return os.mkdir, (self.made,)
+from tests.support.tiny_run import Hostile
 
 
 @pytest.fixture

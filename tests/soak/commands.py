@@ -23,8 +23,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-CATEGORIES = ("checkpoints", "eval", "metrics.jsonl", "run.json", "model.part", "model")
-"""What a write belongs to: a file or folder of the run. Others count as themselves."""
 ARMED = ("metrics.jsonl", 2)
 """Events count from here on: the second line of metrics, when the first step has been taken."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36

@@ -5,6 +5,7 @@ import io
 import os
 import subprocess
 import sys
+import time
 from typing import NamedTuple
 from unittest import mock
 
@@ -56,3 +57,11 @@ def run_process(*arguments, cwd=None, env=None, timeout=300):
 def overrides(*settings):
     """`--set` before each of them."""
     return [part for setting in settings for part in ("--set", setting)]
+
+
+def wait_for(condition, process, seconds=600):
+    """Wait until a condition is true or the process has ended."""
+    end = time.monotonic() + seconds
+    while not condition() and process.poll() is None:
+        assert time.monotonic() < end, "nothing happened"
+        time.sleep(0.02)

@@ -46,6 +46,10 @@ class TinyRun:
     def train(self):
         return run.train(self.prepare(), self.folder, self.console, self.ranks)
 
+    def metrics(self):
+        """The lines of metrics.jsonl."""
+        return [json.loads(line) for line in self.folder.metrics.read_text().splitlines()]
+
     def trainer(self):
         policy = LostUpdatesPolicy("warn", lambda groups, warnings: None)
         return build.build_trainer(self.prepare(), self.folder, self.ranks, policy)
@@ -80,3 +84,13 @@ def flip_bit(file):
 def reseal(checkpoint):
     """Seal a checkpoint that has been changed, as a stranger could."""
     checkpoints.seal(checkpoint, read_seal(checkpoint)["origin"])
+
+
+class Hostile:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, made):
+        self.made = str(made)
+
+    def __reduce__(self):
+        return os.mkdir, (self.made,)

@@ -1,6 +1,5 @@
 """The C4 recipes from end to end on a small C4 in the same layout: streamed, killed, resumed, on one and two ranks."""
 
-import json
 import math
 
 import pytest
@@ -9,16 +8,12 @@ from safetensors.torch import load_file
 from tests.support.c4_replica import NUM_HELD_OUT, RECIPE, c4
 from tests.support.tiny_run import TinyRun
 from tests.support.trainer_jobs import tokens_of
-from tests.support.trainer_parity import furthest, ranks_do
+from tests.support.trainer_parity import furthest, ranks_do, weights
 
 from .test_resume import stop_after
 
 pytestmark = pytest.mark.model
 NUM_STEPS, NUM_DOCUMENTS, MAX_LENGTH = 6, 8, 24
-
-
-def weights(run):
-    return load_file(run.folder.model / "model.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -48,15 +43,13 @@ def test_the_perplexity_is_of_the_first_tokens_of_the_validation_file(whole):
     validation = run.folder.read()["training"]["validation"]
     assert 200 <= validation["num_tokens"] < 200 + MAX_LENGTH
     assert validation["perplexity"] == pytest.approx(math.exp(validation["loss"]))
-    logs = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
-    assert [log["step"] for log in logs if "eval_loss" in log] == [3, 6]
+    assert [log["step"] for log in run.metrics() if "eval_loss" in log] == [3, 6]
     assert run.folder.read()["data"]["eval"]["path"].endswith("c4-validation.*.json.gz")
     assert NUM_HELD_OUT > 20  # data.eval.limit
 
 
 def test_the_rates_follow_a_cosine_to_a_tenth(whole):
-    logs = [json.loads(line) for line in whole[0].folder.metrics.read_text().splitlines()]
-    rates = [log["learning_rate"] for log in logs if "learning_rate" in log]
+    rates = [log["learning_rate"] for log in whole[0].metrics() if "learning_rate" in log]
     assert rates[0] == 0  # warm-up of one step of six
     assert max(rates) == 0.03
     assert rates[1:] == sorted(rates[1:], reverse=True)
@@ -72,7 +65,7 @@ def test_a_killed_run_resumes_at_the_exact_document(whole, tmp_path, monkeypatch
     again = tokens_of(resumed.train)
     assert resumed.folder.read()["resumed_from_steps"] == [4]
     assert again == batches[4 * NUM_DOCUMENTS // 2 :]
-    assert furthest(weights(run), weights(resumed)) == 0
+    assert furthest(weights(run.folder.path), weights(resumed.folder.path)) == 0
     counts, counts_again = (each.folder.read()["data"]["train"] for each in (run, resumed))
     assert counts == counts_again
 
@@ -93,4 +86,4 @@ def test_two_ranks_train_the_documents_of_one_process(two_ranks, whole, name):
     first = 4 * NUM_DOCUMENTS // 2 if name == "killed-ddp" else 0
     assert [ids for batch in together for ids in batch] == [ids for batch in batches[first:] for ids in batch]
     trained = load_file(folder / name / "model" / "model.safetensors")
-    assert furthest(weights(run), trained) < 2e-6
+    assert furthest(weights(run.folder.path), trained) < 2e-6

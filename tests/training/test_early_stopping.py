@@ -1,7 +1,5 @@
 """Training ends when evaluations improve no longer, also across a resume, and the record states why."""
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -43,8 +41,7 @@ def test_training_ends_after_two_evaluations_without_an_improvement(stopped):
     assert training["steps"] == 3
     early = training["stopped_early"]
     assert (early["max_steps"], early["patience"], early["threshold"]) == (6, 2, 1.0)
-    logs = [json.loads(line) for line in stopped.folder.metrics.read_text().splitlines()]
-    losses = {log["step"]: log["eval_loss"] for log in logs if "eval_loss" in log}
+    losses = {log["step"]: log["eval_loss"] for log in stopped.metrics() if "eval_loss" in log}
     assert sorted(losses) == [1, 2, 3]
     best = min(losses, key=losses.get)
     assert early["best"] == {"metric": "eval_loss", "value": losses[best], "step": best}
@@ -128,8 +125,7 @@ def test_the_metrics_that_a_recipe_may_name_are_those_of_an_evaluation(tiny_run,
     one = ("trainer.max_steps=1", "trainer.eval_strategy=steps", "trainer.eval_steps=1", "data.eval.limit=4")
     run = tiny_run(task, *one, "trainer.save_strategy=no")
     assert run.train()
-    logged = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
-    (evaluation,) = [log for log in logged if "eval_loss" in log]
+    (evaluation,) = [log for log in run.metrics() if "eval_loss" in log]
     costs = {"runtime", "samples_per_second", "steps_per_second", "num_tokens"}
     names = {key.removeprefix("eval_") for key in evaluation if key.startswith("eval_")} - costs
     assert names == set(TASKS[task].metrics)

@@ -25,10 +25,6 @@ FACTOR = "LoRA factor (extension, not in the paper)"
 WORDS = torch.arange(3, 40)[None]
 
 
-def metrics(run):
-    return [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
-
-
 def weights(folder):
     return load_file(folder / "adapter_model.safetensors")
 
@@ -57,7 +53,7 @@ def test_only_the_factors_are_trained_and_each_is_mapped_once(sft):
     assert (said["parameters"]["trainable"], said["parameters"]["dtype"]) == (9472, ["float32"])
     assert (said["optimizer"]["num_matrices"], said["optimizer"]["maps_per_step"]) == (28, 28)
     assert said["optimizer"]["groups"][0]["adjust_lr_fn"] == "match_rms_adamw"
-    lines = [line for line in metrics(sft) if "loss" in line]
+    lines = [line for line in sft.metrics() if "loss" in line]
     assert all(line["update_rms"] > 0 for line in lines[1:])  # the warm-up's first step has a rate of 0
     assert lines[-1]["loss"] < lines[0]["loss"]
 
@@ -120,7 +116,7 @@ def test_an_embedding_that_is_the_head_too_is_trained_and_merged_as_both(tiny_ru
 def test_dpo_with_a_new_adapter_has_its_start_as_reference(tiny_run):
     run = tiny_run("dpo", *LORA)
     assert run.train()
-    first, *_, last = [line for line in metrics(run) if "loss" in line]
+    first, *_, last = [line for line in run.metrics() if "loss" in line]
     assert first["loss"] == pytest.approx(0.6931, abs=1e-4)  # B = 0: the policy is the reference
     assert last["rewards/margins"] != 0
 
@@ -130,7 +126,7 @@ def test_dpo_goes_on_with_the_adapter_of_sft_and_keeps_a_frozen_copy_as_referenc
     said = second.folder.read()
     assert said["routing"] == sft.folder.read()["routing"]
     assert said["optimizer"]["groups"][0]["num_tensors"] == 28
-    losses = [line["loss"] for line in metrics(second) if "loss" in line]
+    losses = [line["loss"] for line in second.metrics() if "loss" in line]
     assert losses[0] == pytest.approx(0.6931, abs=1e-4)  # the reference is the adapter, not its base
     assert {f.name for f in second.folder.model.iterdir() if f.is_dir()} == set()
     assert weights(second.folder.model).keys() == weights(sft.folder.model).keys()
@@ -149,7 +145,7 @@ def test_reference_log_probabilities_computed_beforehand_are_those_of_the_start(
         precompute = f"trainer.precompute_ref_log_probs={beforehand}"
         run = tiny_run("dpo", where, "optimizer.aux_lr=null", precompute, name=name)
         run.train()
-        losses.append([line["loss"] for line in metrics(run) if "loss" in line])
+        losses.append([line["loss"] for line in run.metrics() if "loss" in line])
     assert losses[0] == pytest.approx(losses[1], abs=2e-5)
 
 
@@ -197,7 +193,7 @@ def test_on_a_bfloat16_base_the_factors_are_float32_and_lose_nothing(tiny_run, b
     assert {p.dtype for p in trainer.model.parameters() if not p.requires_grad} == {torch.bfloat16}
     assert first.train()
     assert on_narrow(first)["routing"][0]["tensors"] == 28
-    lines = [line for line in metrics(first) if "loss" in line]
+    lines = [line for line in first.metrics() if "loss" in line]
     assert lines[-1]["loss"] < lines[0]["loss"]
 
     where = f"model.name_or_path={first.folder.model}"

@@ -65,8 +65,7 @@ def test_steps_and_tokens_are_those_of_the_run(packed, strategy):
     record = run.folder.read()
     assert record["training"]["steps"] == plan["steps"]["total"]
     assert record["data"]["train"]["packing"] == packing
-    logged = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
-    assert max(log["num_tokens"] for log in logged if "num_tokens" in log) == packing["num_tokens"]
+    assert max(log["num_tokens"] for log in run.metrics() if "num_tokens" in log) == packing["num_tokens"]
     said = " ".join(run.said.getvalue().split())
     assert f"packing {strategy}: {len(sequences)} sequences of up to {NUM_TOKENS} tokens" in said
     assert ("packing_strategy bfd drops" in said) == (strategy == "bfd") == (packing["num_lost_tokens"] > 0)

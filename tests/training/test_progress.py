@@ -1,7 +1,6 @@
 """The progress of training is a bar in a terminal, and lines at intervals elsewhere."""
 
 import io
-import json
 import re
 import time
 from types import SimpleNamespace
@@ -134,7 +133,7 @@ def test_a_short_phase_prints_nothing_into_a_log():
 def test_a_run_of_any_length_reports_its_losses(tiny_run, settings, steps):
     run = tiny_run("sft", "trainer.max_steps=5", "trainer.warmup_steps=0", "trainer.save_strategy=no", *settings)
     assert run.train()
-    logs = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
+    logs = run.metrics()
     assert [log["step"] for log in logs if "loss" in log] == steps
     assert all(log["update_rms"] > 0 and log["aux_learning_rate"] > 0 for log in logs if "loss" in log)
     training, said = run.folder.read()["training"], " ".join(run.said.getvalue().split())
@@ -155,8 +154,7 @@ def test_the_last_lines_quote_the_held_out_loss_first_and_its_number_of_examples
     )  # fmt: skip
     run = tiny_run("sft", "trainer.max_steps=5", "trainer.save_strategy=no", *held_out)
     assert run.train()
-    logs = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
-    losses = {log["step"]: log["eval_loss"] for log in logs if "eval_loss" in log}
+    losses = {log["step"]: log["eval_loss"] for log in run.metrics() if "eval_loss" in log}
     assert [*losses] == [0, 2, 4, 5]
     record = run.folder.read()["training"]["held_out"]
     assert record == {
@@ -174,7 +172,7 @@ def test_preferences_are_those_of_held_out_pairs_or_of_the_pairs_of_the_last_log
     held_out = ("data.eval.limit=5", "trainer.eval_strategy=steps", "trainer.eval_steps=2") if evaluates else ()
     run = tiny_run("dpo", "trainer.max_steps=4", "trainer.logging_steps=3", "trainer.save_strategy=no", *held_out)
     assert run.train()
-    logs = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
+    logs = run.metrics()
     prefix = "eval_" if evaluates else ""
     last = next(log for log in reversed(logs) if f"{prefix}rewards/accuracies" in log)
     record = run.folder.read()["training"]["preferences"]

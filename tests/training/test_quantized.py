@@ -16,7 +16,7 @@ from soren_align.run.quantized import quantization_of
 from soren_align.training import adapters
 from tests.support import command
 from tests.support.tiny_run import TinyRun
-from tests.training.test_lora import LORA, WORDS, metrics, weights
+from tests.training.test_lora import LORA, WORDS, weights
 
 pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.model
@@ -52,9 +52,9 @@ def test_dpo_on_the_adapter_of_a_quantized_sft_is_quantized_throughout(tiny_run,
         copy = 9472 if run is second else 0  # of the adapter: the reference
         assert (quantized["num_weights"], record["parameters"]["total"]) == (94_208, 111_744 + copy)
         assert record["parameters"]["dtype"] == sorted(["float32", stored])
-        losses = [line["loss"] for line in metrics(run) if "loss" in line]
+        losses = [line["loss"] for line in run.metrics() if "loss" in line]
         assert losses[-1] < losses[0]
-    losses = [line["loss"] for line in metrics(second) if "loss" in line]
+    losses = [line["loss"] for line in second.metrics() if "loss" in line]
     assert losses[0] == pytest.approx(0.6931, abs=1e-3)  # the reference is the adapter on the same base
     assert {t.dtype for t in weights(second.folder.model).values()} == {torch.float32}
 

@@ -1,6 +1,5 @@
 """A tracker gets the loss and our own measurements. transformers takes the stand-in here for trackio itself."""
 
-import json
 import sys
 
 import pytest
@@ -51,8 +50,7 @@ def trackio(tmp_path, monkeypatch):
 def test_a_tracker_gets_every_number_of_metrics_jsonl(tiny_run, trackio, task):
     run = tiny_run(task, "trainer.report_to=[trackio]", "trainer.save_strategy=no", name="my-run")
     assert run.train()
-    lines = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
-    lines = [line for line in lines if "loss" in line]
+    lines = [line for line in run.metrics() if "loss" in line]
     logged = [said for said in trackio.logs if "train/loss" in said]
     assert len(logged) == len(lines) == 6
     for line, said in zip(lines, logged, strict=True):

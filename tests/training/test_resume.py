@@ -25,16 +25,12 @@ from soren_align.training import checkpoints, trainer
 from soren_align.training import run as training
 from soren_align.training.trainer import SorenTrainerMixin
 from tests.support import command
-from tests.support.tiny_run import flip_bit, reseal
-from tests.support.trainer_parity import logged
+from tests.support.tiny_run import Hostile, flip_bit, reseal
+from tests.support.trainer_parity import logged, weights
 
 pytestmark = pytest.mark.model
 EVALUATED = ("trainer.eval_strategy=steps", "trainer.eval_steps=2", "data.eval.limit=8")
 EVALUATED += ("data.eval.path=shipped:recipes/quickstart/data/chat_test.jsonl",)
-
-
-def weights(folder):
-    return load_file(folder.model / "model.safetensors")
 
 
 def same(a, b):
@@ -88,7 +84,7 @@ def test_a_resumed_run_has_the_weights_and_losses_of_an_uninterrupted_one(tiny_r
     resumed = tiny_run(task, name)
     resumed.train()
     assert resumed.folder.read()["resumed_from_steps"] == [2]
-    assert same(weights(whole.folder), weights(resumed.folder))
+    assert same(weights(whole.folder.path), weights(resumed.folder.path))
 
     assert logged(whole.folder) == logged(resumed.folder)
 
@@ -101,7 +97,7 @@ def test_a_resumed_run_packs_the_same_sequences(tiny_run, monkeypatch):
     resumed = tiny_run(*packed)
     resumed.train()
     assert resumed.folder.read()["resumed_from_steps"] == [2]
-    assert same(weights(whole.folder), weights(resumed.folder))
+    assert same(weights(whole.folder.path), weights(resumed.folder.path))
 
 
 def test_a_checkpoint_that_was_not_completely_written_is_passed_over(tiny_run, monkeypatch):
@@ -116,7 +112,7 @@ def test_a_checkpoint_that_was_not_completely_written_is_passed_over(tiny_run, m
     resumed.train()
     assert "checkpoint-4 is incomplete; removed" in resumed.said.getvalue()
     assert resumed.folder.read()["resumed_from_steps"] == [2]
-    assert same(weights(whole.folder), weights(resumed.folder))
+    assert same(weights(whole.folder.path), weights(resumed.folder.path))
 
 
 @pytest.mark.parametrize("lost", ["optimizer.pt", "scheduler.pt", "model.safetensors", "rng_state.pth"])
@@ -125,16 +121,6 @@ def test_a_checkpoint_with_a_lost_file_is_refused(tiny_run, monkeypatch, lost):
     (tiny_run().folder.checkpoints / "checkpoint-2" / lost).unlink()
     with pytest.raises(UserError, match=f"checkpoint-2: {lost} missing or truncated"):
         tiny_run().train()
-
-
-class Hostile:
-    """Makes a folder where it is unpickled."""
-
-    def __init__(self, made):
-        self.made = str(made)
-
-    def __reduce__(self):
-        return os.mkdir, (self.made,)
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
@@ -182,7 +168,7 @@ def test_after_the_remedy_for_a_damaged_checkpoint_the_run_ends_as_an_uninterrup
     assert resumed.train()
     assert whole.train()
     assert resumed.folder.read()["resumed_from_steps"] == [2]
-    assert same(weights(whole.folder), weights(resumed.folder))
+    assert same(weights(whole.folder.path), weights(resumed.folder.path))
 
 
 def test_a_checkpoint_is_refused_under_the_name_of_another_step(stopped):
@@ -486,7 +472,7 @@ def test_five_kills_at_random_moments_change_nothing(tmp_path, whole):
         process = start(killed)
         # Half of the kills fall anywhere from the first second on, half into the training itself.
         if kills % 2:
-            wait_for(lambda: any(killed.checkpoints.glob("checkpoint-*")), process)
+            command.wait_for(lambda: any(killed.checkpoints.glob("checkpoint-*")), process)
             moments.append(rng.uniform(0, 1))
         else:
             moments.append(rng.uniform(0, 10))
@@ -500,26 +486,26 @@ def test_five_kills_at_random_moments_change_nothing(tmp_path, whole):
         process = start(killed)
         assert process.wait() == 0, process.stderr.read()
     assert killed.read()["status"] == "finished"
-    assert same(weights(whole), weights(killed)), f"kills after {moments}"
+    assert same(weights(whole.path), weights(killed.path)), f"kills after {moments}"
 
 
 @pytest.mark.process
 def test_ctrl_c_leaves_a_run_that_goes_on(tmp_path, whole):
     stopped = RunFolder(tmp_path / "stopped")
     process = start(stopped)
-    wait_for(lambda: stopped.metrics.is_file() and stopped.metrics.stat().st_size, process)
+    command.wait_for(lambda: stopped.metrics.is_file() and stopped.metrics.stat().st_size, process)
     process.send_signal(signal.SIGINT)
     assert process.wait() == 130
     assert "rerun the same command to resume" in process.stderr.read()
     assert start(stopped).wait() == 0
-    assert same(weights(whole), weights(stopped))
+    assert same(weights(whole.path), weights(stopped.path))
 
 
 @pytest.mark.process
 def test_two_processes_do_not_share_a_run(tmp_path):
     folder = RunFolder(tmp_path / "run")
     first = start(folder)
-    wait_for(lambda: (folder.path / ".lock").exists(), first)
+    command.wait_for(lambda: (folder.path / ".lock").exists(), first)
     time.sleep(0.2)
     second = start(folder)
     assert second.wait() == 2
@@ -548,13 +534,6 @@ def test_a_run_whose_lock_was_removed_stops_before_it_writes_a_checkpoint(tiny_r
     assert tiny_run().train()
 
 
-def wait_for(condition, process, seconds=600):
-    end = time.monotonic() + seconds
-    while not condition() and process.poll() is None:
-        assert time.monotonic() < end, "nothing happened"
-        time.sleep(0.02)
-
-
 @pytest.mark.rest
 @pytest.mark.parametrize("moment", [pytest.param("before", marks=pytest.mark.slow), "after"])
 def test_a_kill_around_the_saving_of_the_model_changes_nothing(tiny_run, monkeypatch, moment):
@@ -571,4 +550,4 @@ def test_a_kill_around_the_saving_of_the_model_changes_nothing(tiny_run, monkeyp
     assert resumed.folder.read()["training"]["steps"] == 6
     assert resumed.folder.read()["optimizer"] == whole.folder.read()["optimizer"]
     assert whole.folder.read()["optimizer"]["maps_per_step"] > 0
-    assert same(weights(whole.folder), weights(resumed.folder))
+    assert same(weights(whole.folder.path), weights(resumed.folder.path))

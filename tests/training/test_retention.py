@@ -21,8 +21,7 @@ MEASURED = (*EVALUATED, "run.kl_to_start=20", RETAINED, "data.retention.limit=7"
 
 def lines(run):
     """{step: (kl_to_start, retention_loss)}"""
-    logs = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
-    return {log["step"]: (log["kl_to_start"], log["retention_loss"]) for log in logs if "kl_to_start" in log}
+    return {log["step"]: (log["kl_to_start"], log["retention_loss"]) for log in run.metrics() if "kl_to_start" in log}
 
 
 def reference(run):

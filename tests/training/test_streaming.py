@@ -5,7 +5,6 @@ import json
 
 import pytest
 from accelerate.data_loader import prepare_data_loader
-from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 from soren_align.core.errors import UserError
@@ -15,7 +14,7 @@ from soren_align.planning.flops import Compute
 from soren_align.planning.show import print_plan
 from soren_align.training import checkpoints
 from soren_align.training.packing import TokenStream
-from tests.support.trainer_parity import furthest, logged
+from tests.support.trainer_parity import furthest, logged, weights
 
 from .test_resume import stop_after
 
@@ -25,10 +24,6 @@ PACKED = ("trainer.packing=true", "trainer.max_length=48")
 CASES = {"chats": ("sft", "trainer.max_length=12"),  # drops some, truncates others
          "pairs": ("dpo", "trainer.max_length=40"), "packed": ("sft", *PACKED),
          "wrapped": ("sft", *PACKED, "trainer.packing_strategy=wrapped")}  # fmt: skip
-
-
-def weights(run):
-    return load_file(run.folder.model / "model.safetensors")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -65,7 +60,7 @@ def test_a_resumed_run_sees_the_tokens_of_an_uninterrupted_one(tiny_run, monkeyp
     resumed = tiny_run(*streamed)
     resumed.train()
     assert resumed.folder.read()["resumed_from_steps"] == [4]
-    assert furthest(weights(whole), weights(resumed)) == 0
+    assert furthest(weights(whole.folder.path), weights(resumed.folder.path)) == 0
     assert logged(whole.folder) == logged(resumed.folder)
     counts, again = (run.folder.read()["data"] for run in (whole, resumed))
     assert counts == again
@@ -106,7 +101,7 @@ def test_a_resumed_run_packs_the_same_sequences(tiny_run, monkeypatch):
     resumed = tiny_run(*streamed)
     resumed.train()
     assert resumed.folder.read()["resumed_from_steps"] == [2]
-    assert furthest(weights(whole), weights(resumed)) == 0
+    assert furthest(weights(whole.folder.path), weights(resumed.folder.path)) == 0
 
 
 def test_only_one_block_is_read_again_to_resume(tiny_run):
@@ -136,7 +131,7 @@ def test_a_run_that_an_invalid_example_ended_resumes_without_it(tiny_run, tmp_pa
     resumed.train()
     whole.train()
     assert resumed.folder.read()["resumed_from_steps"] == [4]
-    assert furthest(weights(whole), weights(resumed)) == 0
+    assert furthest(weights(whole.folder.path), weights(resumed.folder.path)) == 0
     train = resumed.folder.read()["data"]["train"]
     assert train["dropped"] == {"text is empty": 1}
     assert train["preview"]["num_examples"] == 20
@@ -183,5 +178,4 @@ def test_an_evaluation_during_training_is_on_the_held_out_examples(tiny_run):
     record = run.folder.read()["data"]
     assert record["eval"]["num_searched"] == streams_module.NUM_SEARCHED
     assert record["eval"]["num_examples"] > 0
-    logs = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
-    assert [log["step"] for log in logs if "eval_loss" in log] == [3, 6]
+    assert [log["step"] for log in run.metrics() if "eval_loss" in log] == [3, 6]

@@ -23,12 +23,8 @@ from soren_align.training.trainer import SorenTrainerMixin
 pytestmark = pytest.mark.model
 
 
-def metrics(run):
-    return [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
-
-
 def losses(run):
-    return [line["loss"] for line in metrics(run) if "loss" in line]
+    return [line["loss"] for line in run.metrics() if "loss" in line]
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
@@ -51,7 +47,7 @@ def test_dpo_steps_with_the_same_factory(tiny_run):
     run = tiny_run("dpo", "trainer.gradient_accumulation_steps=2")
     assert run.train()
     assert run.folder.read()["optimizer"]["maps_per_step"] == 14
-    assert "rewards/accuracies" in metrics(run)[0]
+    assert "rewards/accuracies" in run.metrics()[0]
 
 
 @pytest.mark.parametrize("task", ["sft", "dpo"])
@@ -94,7 +90,7 @@ def test_the_logged_numbers_are_those_of_the_weights(tiny_run):
     rest = [n for n in start if n not in matrices]
     assert len(matrices) == 14
     before, after = weights(3), weights(4)
-    line = metrics(run)[3]
+    line = run.metrics()[3]
     assert line["step"] == 4
     for names, prefix in ((matrices, ""), (rest, "aux_")):
         change = torch.cat([(after[n] - before[n]).double().flatten() for n in names])
@@ -102,9 +98,9 @@ def test_the_logged_numbers_are_those_of_the_weights(tiny_run):
         norm = torch.cat([start[n].double().flatten() for n in names]).norm()
         assert line[f"{prefix}update_rms"] == pytest.approx(float(change.square().mean().sqrt()), rel=1e-4)
         assert line[f"{prefix}relative_change"] == pytest.approx(float(moved.norm() / norm), rel=1e-4)
-    for line in metrics(run)[:6]:  # of the update alone; the decay adds lr * 0.1 * weights, which is 0.1% of that
+    for line in run.metrics()[:6]:  # of the update alone; the decay adds lr * 0.1 * weights, which is 0.1% of that
         assert line["update_rms"] == pytest.approx(0.2 * line["learning_rate"], rel=0.01)
-    line = metrics(run)[3]
+    line = run.metrics()[3]
     assert 0 < line["map_min_singular_value"] < line["map_max_singular_value"] < 1
     assert line["num_out_of_range"] == 0
     assert line["tokens_per_second"] > 0
@@ -165,7 +161,7 @@ def test_in_the_first_steps_adamws_updates_are_larger_than_those_of_match_rms(ti
     """docs/optimizers.md, Learning rates and scales, has both over 600 steps."""
     run = tiny_run("sft", f"optimizer.name={name}", "optimizer.weight_decay=0")
     assert run.train()
-    sizes = [log["update_rms"] / log["learning_rate"] for log in metrics(run) if log.get("learning_rate")]
+    sizes = [log["update_rms"] / log["learning_rate"] for log in run.metrics() if log.get("learning_rate")]
     assert len(sizes) >= 4
     assert low < min(sizes) <= max(sizes) < high
 
@@ -179,7 +175,7 @@ def test_the_logged_rates_are_those_of_the_plan(tiny_run):
     assert counted.num_kept == len(trainer.train_dataset)
     trainer.train()
     assert planned["steps"]["total"] == trainer.state.max_steps == 6
-    logged = {line["step"]: line for line in metrics(run) if "loss" in line}
+    logged = {line["step"]: line for line in run.metrics() if "loss" in line}
     for rate in planned["learning_rates"]:
         assert logged[rate["step"]]["learning_rate"] == pytest.approx(rate["lr"])
         assert logged[rate["step"]]["aux_learning_rate"] == pytest.approx(rate["aux_lr"])
