@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -138,7 +139,7 @@ def test_a_study_killed_three_times_with_two_jobs_has_the_bits_of_one_job(one_by
     for kill in range(3):
         with (tmp_path / "errors").open("a") as errors:
             process = command.start(*arguments, stderr=errors, start_new_session=True)
-        command.wait_for(lambda num=kill: _num_checkpoints(folder) > 3 * num, process)
+        _wait_for(lambda num=kill: _num_checkpoints(folder) > 3 * num, process)
         if kill == 1:
             os.killpg(process.pid, signal.SIGKILL)
         process.send_signal(signal.SIGINT if kill == 2 else signal.SIGKILL)
@@ -157,7 +158,7 @@ def test_two_commands_at_once_of_which_one_is_killed_have_the_bits_of_one(one_by
     arguments = ["compare", tmp_path / "short.yaml", "--set", f"output_dir={folder}", "--jobs", "1"]
     with errors.open("a") as stream:
         killed, other = (command.start(*arguments, stdout=stream, stderr=stream) for _ in range(2))
-        command.wait_for(lambda: _num_checkpoints(folder) > 2, killed)
+        _wait_for(lambda: _num_checkpoints(folder) > 2, killed)
         killed.kill()
         assert killed.wait(60) == -signal.SIGKILL, errors.read_text()
         assert other.wait(240) == 0, errors.read_text()
@@ -170,6 +171,12 @@ def test_two_commands_at_once_of_which_one_is_killed_have_the_bits_of_one(one_by
 def _num_checkpoints(folder):
     """Complete ones of all runs; rglob would fail where a run renames a folder meanwhile."""
     return len(list(folder.glob("*/*/*/checkpoints/checkpoint-*/soren_align.json")))
+
+
+def _wait_for(condition, process, seconds=240):
+    end = time.monotonic() + seconds
+    while not condition() and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.02)
 
 
 @pytest.mark.process

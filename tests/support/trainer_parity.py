@@ -11,7 +11,6 @@ from unittest import mock
 import pytest
 from safetensors.torch import load_file
 
-from soren_align.run.folder import RunFolder
 from soren_align.spectral import quintic
 from tests.support import trainer_jobs
 from tests.support.tiny_run import TinyRun, spectra
@@ -60,18 +59,6 @@ def assert_verified(run, ranks):
         assert re.search(r"/checkpoint-2: \S+: the content is not the one .*; remove this checkpoint's folder", bit)
         assert re.search(r"/checkpoint-2: cannot be loaded \(.*\); remove this checkpoint's folder", truncated)
         assert "\n" not in truncated
-
-
-def resumed_bit_for_bit(folder, mode, ranks):
-    """Two runs of `trainer_jobs.resumed`, the whole and the killed one, after what every mode must have of them."""
-    whole, killed = RunFolder(folder / f"whole-{mode}"), RunFolder(folder / f"killed-{mode}")
-    assert_verified(whole, ranks)
-    assert killed.read()["resumed_from_steps"] == [2, 2]  # the first time, a truncated file was refused after that
-    assert killed.read()["identity"] == whole.read()["identity"]
-    assert displacements(killed) == displacements(whole)
-    assert_same_displacements(whole)
-    assert furthest(weights(whole.path), weights(killed.path)) == 0
-    return whole, killed
 
 
 def displacements(run):

@@ -8,12 +8,16 @@ from safetensors.torch import load_file
 from tests.support.c4_replica import NUM_HELD_OUT, RECIPE, c4
 from tests.support.tiny_run import TinyRun
 from tests.support.trainer_jobs import tokens_of
-from tests.support.trainer_parity import furthest, ranks_do, weights
+from tests.support.trainer_parity import furthest, ranks_do
 
 from .test_resume import stop_after
 
 pytestmark = pytest.mark.model
 NUM_STEPS, NUM_DOCUMENTS, MAX_LENGTH = 6, 8, 24
+
+
+def weights(run):
+    return load_file(run.folder.model / "model.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +69,7 @@ def test_a_killed_run_resumes_at_the_exact_document(whole, tmp_path, monkeypatch
     again = tokens_of(resumed.train)
     assert resumed.folder.read()["resumed_from_steps"] == [4]
     assert again == batches[4 * NUM_DOCUMENTS // 2 :]
-    assert furthest(weights(run.folder.path), weights(resumed.folder.path)) == 0
+    assert furthest(weights(run), weights(resumed)) == 0
     counts, counts_again = (each.folder.read()["data"]["train"] for each in (run, resumed))
     assert counts == counts_again
 
@@ -86,4 +90,4 @@ def test_two_ranks_train_the_documents_of_one_process(two_ranks, whole, name):
     first = 4 * NUM_DOCUMENTS // 2 if name == "killed-ddp" else 0
     assert [ids for batch in together for ids in batch] == [ids for batch in batches[first:] for ids in batch]
     trained = load_file(folder / name / "model" / "model.safetensors")
-    assert furthest(weights(run.folder.path), trained) < 2e-6
+    assert furthest(weights(run), trained) < 2e-6

@@ -13,12 +13,14 @@ from soren_align.sharding.ranks import Ranks
 from tests.support.trainer_jobs import PACKED, PRETRAINED, RUNS, STREAMED
 from tests.support.trainer_parity import (
     assert_own_references,
+    assert_same_displacements,
     assert_same_measurements,
+    assert_verified,
+    displacements,
     furthest,
     one_process,
     one_process_validation,
     ranks_do,
-    resumed_bit_for_bit,
 )
 
 
@@ -60,7 +62,13 @@ def test_two_ranks_record_the_spectra_and_the_map_error_of_one_process(two_ranks
 
 def test_two_ranks_resume_bit_for_bit(two_ranks):
     folder, seen = two_ranks
-    _, killed = resumed_bit_for_bit(folder, "ddp", [rank["resumed"] for rank in seen])
+    whole, killed = RunFolder(folder / "whole-ddp"), RunFolder(folder / "killed-ddp")
+    assert_verified(whole, [rank["resumed"] for rank in seen])
+    assert killed.read()["resumed_from_steps"] == [2, 2]  # the first time, a truncated file was refused after that
+    assert killed.read()["identity"] == whole.read()["identity"]
+    assert displacements(killed) == displacements(whole)
+    assert_same_displacements(whole)
+    assert furthest(load_file(whole.model / "model.safetensors"), load_file(killed.model / "model.safetensors")) == 0
     sealed = json.loads((killed.complete_checkpoints()[0] / "soren_align.json").read_text())
     assert {"rng_state_0.pth", "rng_state_1.pth", "optimizer.pt"} <= sealed["files"].keys()
     assert sealed["origin"]["processes"] == 2

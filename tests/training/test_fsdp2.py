@@ -19,13 +19,15 @@ from soren_align.training.setup import trl_arguments
 from tests.support.trainer_jobs import PACKED, RUNS
 from tests.support.trainer_parity import (
     assert_own_references,
+    assert_same_displacements,
     assert_same_measurements,
+    assert_verified,
+    displacements,
     furthest,
     logged,
     one_process,
     one_process_logs,
     ranks_do,
-    resumed_bit_for_bit,
     weights,
 )
 
@@ -84,7 +86,13 @@ def test_in_bfloat16_the_losses_are_not_rounded_and_the_export_is_of_the_masters
 
 def test_two_ranks_resume_bit_for_bit(two_ranks):
     folder, seen = two_ranks
-    whole, killed = resumed_bit_for_bit(folder, "fsdp2", [rank["resumed"] for rank in seen])
+    whole, killed = RunFolder(folder / "whole-fsdp2"), RunFolder(folder / "killed-fsdp2")
+    assert_verified(whole, [rank["resumed"] for rank in seen])
+    assert killed.read()["resumed_from_steps"] == [2, 2]  # the first time, a truncated file was refused after that
+    assert killed.read()["identity"] == whole.read()["identity"]
+    assert displacements(killed) == displacements(whole)
+    assert_same_displacements(whole)
+    assert furthest(weights(whole.path), weights(killed.path)) == 0
     assert logged(whole) == logged(killed)
     assert killed.read()["optimizer"]["chain"] == ["AcceleratedOptimizer", "Soren"]
     assert killed.read()["optimizer"]["parallel"] == "fsdp2"

@@ -19,13 +19,15 @@ from tests.support.tiny_run import TinyRun
 from tests.support.trainer_jobs import FOR_TWO_OR_THREE, PACKED, PRETRAINED, RUNS, STREAMED
 from tests.support.trainer_parity import (
     assert_own_references,
+    assert_same_displacements,
     assert_same_measurements,
+    assert_verified,
+    displacements,
     furthest,
     logged,
     one_process,
     one_process_validation,
     ranks_do,
-    resumed_bit_for_bit,
     weights,
 )
 
@@ -109,7 +111,13 @@ def test_in_bfloat16_the_losses_of_stages_2_and_3_agree_and_the_export_is_of_the
 @pytest.mark.parametrize("mode", ["zero2", "zero3"])
 def test_two_ranks_resume_bit_for_bit(two_ranks, mode):
     folder, seen = two_ranks
-    whole, killed = resumed_bit_for_bit(folder, mode, [rank["resumed"][mode] for rank in seen])
+    whole, killed = RunFolder(folder / f"whole-{mode}"), RunFolder(folder / f"killed-{mode}")
+    assert_verified(whole, [rank["resumed"][mode] for rank in seen])
+    assert killed.read()["resumed_from_steps"] == [2, 2]  # the first time, a truncated file was refused after that
+    assert killed.read()["identity"] == whole.read()["identity"]
+    assert displacements(killed) == displacements(whole)
+    assert_same_displacements(whole)
+    assert furthest(weights(whole.path), weights(killed.path)) == 0
     assert logged(whole) == logged(killed)
     sealed = json.loads((killed.complete_checkpoints()[0] / "soren_align.json").read_text())
     assert sum("optim_states" in name for name in sealed["files"]) == 2
